@@ -1,0 +1,251 @@
+// Trains a small character transformer on a real text with and without checkpoints, and compares.
+//
+// The same model is trained from the same seed three times, step by step in turn: without
+// checkpoints, with every block checkpointed, and with groups of blocks checkpointed around the
+// checkpointed blocks. It prints a table of activation bytes, time and loss; the parameters must
+// be bit-equal in the end. Then it sets a memory limit under which training without checkpoints
+// fails and training with them goes on, and draws the memory of one step over time.
+//
+// Exit status: 0, or 1 if the parameters differ or the limit does not tell the trainings apart,
+// or 2 if it was called wrongly or could not run.
+
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <deque>
+#include <filesystem>
+#include <iostream>
+#include <optional>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "char_transformer/model.h"
+#include "char_transformer/picture.h"
+#include "char_transformer/text.h"
+#include "char_transformer/timeline.h"
+#include "char_transformer/training.h"
+#include "remat/remat.h"
+
+#ifndef REMAT_EXAMPLE_TEXT
+#define REMAT_EXAMPLE_TEXT "examples/data/genesis-exodus.txt"
+#endif
+
+namespace {
+
+constexpr uint64_t kSeed = 1611;
+
+constexpr const char* kUsage =
+    "usage: char_transformer [--text FILE] [--steps N] [--small] [--out DIR]\n"
+    "  --text FILE  the text to learn (default: " REMAT_EXAMPLE_TEXT
+    ")\n"
+    "  --steps N    training steps of each model, at least 2 (default: 20)\n"
+    "  --small      a tiny model and few steps: a few seconds, to see that everything works\n"
+    "  --out DIR    where to write the picture (default: the working directory)\n"
+    "  --help       this text\n";
+
+struct UsageError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Options {
+  std::string text = REMAT_EXAMPLE_TEXT;
+  std::string out = ".";
+  int64_t steps = 20;
+  int64_t batch_size = 16;
+  ModelOptions model;
+  bool help = false;
+};
+
+int64_t parse_steps(const std::string& value) {
+  size_t used = 0;
+  int64_t steps = 0;
+  try {
+    steps = std::stoll(value, &used);
+  } catch (const std::exception&) {
+    used = std::string::npos;
+  }
+  if (used != value.size() || steps < 2 || steps > 1'000'000) {
+    throw UsageError("--steps needs a number from 2 to 1000000, got '" + value + "'");
+  }
+  return steps;
+}
+
+Options parse(int argc, char** argv) {
+  Options options;
+  std::optional<int64_t> steps;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    const auto value = [&]() -> std::string {
+      if (i + 1 >= argc) throw UsageError(name + " needs a value");
+      return argv[++i];
+    };
+    if (name == "--text") {
+      options.text = value();
+    } else if (name == "--steps") {
+      steps = parse_steps(value());
+    } else if (name == "--out") {
+      options.out = value();
+    } else if (name == "--small") {
+      options.model.blocks = 4;
+      options.model.group = 2;
+      options.model.width = 32;
+      options.model.context = 32;
+      options.batch_size = 4;
+      options.steps = 4;
+    } else if (name == "--help" || name == "-h") {
+      options.help = true;
+    } else {
+      throw UsageError("unknown option '" + name + "'");
+    }
+  }
+  options.steps = steps.value_or(options.steps);
+  return options;
+}
+
+// 1234567 as "1,234,567"
+std::string grouped(int64_t number) {
+  std::string digits = std::to_string(number);
+  for (int64_t i = static_cast<int64_t>(digits.size()) - 3; i > 0; i -= 3) digits.insert(i, 1, ',');
+  return digits;
+}
+
+// Each training takes the same steps, in turn, so that all meet the same noise of the machine.
+void train(std::deque<Training>& trainings, const Text& text, const Options& options,
+           std::mt19937& random) {
+  for (int64_t i = 0; i < options.steps; ++i) {
+    const Batch batch = text.training_batch(options.batch_size, random);
+    std::printf("step %*lld/%lld ", static_cast<int>(std::to_string(options.steps).size()),
+                static_cast<long long>(i + 1), static_cast<long long>(options.steps));
+    double loss = 0;
+    for (Training& training : trainings) {
+      const Step step = training.train(batch);
+      loss = step.loss;
+      std::printf(" %s %.3f s ", training.name().c_str(), step.seconds);
+      std::fflush(stdout);
+    }
+    std::printf(" loss %.4f\n", loss);
+    std::fflush(stdout);
+  }
+}
+
+// Prints the table; whether all parameters equal those of the first training.
+bool compare(std::deque<Training>& trainings, const Batch& held_out, int64_t steps) {
+  const Training& plain = trainings.front();
+  bool equal = true;
+  std::printf("\n%-16s %24s %20s %15s %14s %12s\n", "", "peak activation", "held after", "time per",
+              "loss after", "largest");
+  std::printf("%-16s %24s %20s %15s %14s %12s\n", "mode", "bytes", "forward, bytes", "step",
+              (std::to_string(steps) + " steps").c_str(), "difference");
+  for (Training& training : trainings) {
+    const double difference = training.difference_from(plain);
+    equal = equal && difference == 0;
+    const double percent = 100.0 * training.peak_bytes() / plain.peak_bytes();
+    const double seconds = training.median_seconds();
+    std::printf("%-16s %15s (%4.1f %%) %20s %7.3f s %.2fx %14.6f %12g\n", training.name().c_str(),
+                grouped(training.peak_bytes()).c_str(), percent,
+                grouped(training.after_forward_bytes()).c_str(), seconds,
+                seconds / plain.median_seconds(), training.evaluate(held_out), difference);
+  }
+  std::printf(
+      "\nBytes are exact (remat::MemoryMeter) and count what a step's forward and backward have "
+      "alive beyond\nthe parameters, gradients, optimizer state and batch that are there before. "
+      "Time: median, with the\noptimizer's step; the first step is left out of both. Loss: of "
+      "held-out text, in nats per character.\nDifference: of any parameter from the plain run.\n\n");
+  if (!equal) std::printf("FAILED: the parameters are not those of the plain run.\n");
+  return equal;
+}
+
+// One more step of each training, drawn.
+void draw(std::deque<Training>& trainings, const Batch& batch, int64_t limit_bytes,
+          const std::string& folder) {
+  const std::vector<std::string> colors{"#4c72b0", "#dd8452", "#2e8b57"};
+  std::vector<Curve> curves;
+  for (size_t i = 0; i < trainings.size(); ++i) {
+    Timeline timeline;
+    trainings[i].train(batch, &timeline);
+    curves.push_back({trainings[i].name(), colors[i % colors.size()], timeline.samples()});
+  }
+  const std::string path = (std::filesystem::path(folder) / "char_transformer_memory.svg").string();
+  Picture("Activation memory during one training step", curves, limit_bytes).write(path);
+  std::printf("Memory over the time of one step: %s\n\n", path.c_str());
+}
+
+// Whether `training` can take a few steps under a limit of so many bytes beyond what is alive.
+bool trains_within(Training& training, const Text& text, const Options& options,
+                   int64_t limit_bytes) {
+  std::mt19937 random(kSeed);
+  std::printf("%s:\n", training.name().c_str());
+  try {
+    for (int i = 0; i < 3; ++i) {
+      const Batch batch = text.training_batch(options.batch_size, random);
+      const remat::MemoryLimitGuard limit(remat::MemoryMeter().live_bytes() + limit_bytes);
+      std::printf("  a step, loss %.4f\n", training.train(batch).loss);
+      std::fflush(stdout);
+    }
+    return true;
+  } catch (const c10::OutOfMemoryError& error) {
+    std::printf("%s\n", error.what_without_backtrace());
+    return false;
+  }
+}
+
+int run(const Options& options) {
+  std::filesystem::create_directories(options.out);  // an error here comes before the work
+  const Text text(options.text, options.model.context);
+  ModelOptions model = options.model;
+  model.vocabulary = text.vocabulary();
+  std::printf("Text: %s, %s characters, %lld different ones.\n", options.text.c_str(),
+              grouped(text.size()).c_str(), static_cast<long long>(text.vocabulary()));
+  std::printf(
+      "Model: %lld blocks of width %lld, %lld heads; batches of %lld x %lld characters; "
+      "%d threads.\n\n",
+      static_cast<long long>(model.blocks), static_cast<long long>(model.width),
+      static_cast<long long>(model.heads), static_cast<long long>(options.batch_size),
+      static_cast<long long>(model.context), torch::get_num_threads());
+  std::fflush(stdout);
+
+  std::deque<Training> trainings;
+  trainings.emplace_back("plain", model, Checkpointing::None, kSeed);
+  trainings.emplace_back("every block", model, Checkpointing::EveryBlock, kSeed);
+  trainings.emplace_back("nested groups", model, Checkpointing::NestedGroups, kSeed);
+  Training& plain = trainings[0];
+  Training& checkpointed = trainings[1];
+
+  std::mt19937 random(kSeed);
+  train(trainings, text, options, random);
+  const Batch held_out = text.held_out_batch(4 * options.batch_size, random);
+  const bool equal = compare(trainings, held_out, options.steps);
+
+  const int64_t limit_bytes = (plain.peak_bytes() + checkpointed.peak_bytes()) / 2;
+  draw(trainings, text.training_batch(options.batch_size, random), limit_bytes, options.out);
+
+  std::printf("With a limit of %s bytes of activations, between the two peaks:\n",
+              grouped(limit_bytes).c_str());
+  const bool plain_fails = !trains_within(plain, text, options, limit_bytes);
+  const bool checkpointed_works = trains_within(checkpointed, text, options, limit_bytes);
+  if (!plain_fails) std::printf("FAILED: the plain run should not fit.\n");
+  if (!checkpointed_works) std::printf("FAILED: the checkpointed run should fit.\n");
+  return equal && plain_fails && checkpointed_works ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const Options options = parse(argc, argv);
+    if (options.help) {
+      std::cout << kUsage;
+      return 0;
+    }
+    return run(options);
+  } catch (const UsageError& error) {
+    std::cerr << "char_transformer: " << error.what() << "\n" << kUsage;
+  } catch (const c10::Error& error) {
+    std::cerr << "char_transformer: " << error.what_without_backtrace() << "\n";
+  } catch (const std::exception& error) {
+    std::cerr << "char_transformer: " << error.what() << "\n";
+  }
+  return 2;
+}

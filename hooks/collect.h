@@ -1,0 +1,23 @@
+#pragma once
+// A frame's recompute hook: fills slots; keeps the tensor for the recomputed graph's own use.
+
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include "hooks/slot.h"
+
+namespace remat {
+
+class Collect final : public torch::autograd::SavedVariableHooks {
+ public:
+  /// `filler` is used by the pack call only, which follows at once.
+  explicit Collect(SlotFiller& filler) : filler_(&filler) {}
+
+  void call_pack_hook(const at::Tensor& saved) override { kept_ = filler_->fill(saved); }
+  at::Tensor call_unpack_hook() override { return kept_; }
+
+ private:
+  SlotFiller* filler_;
+  at::Tensor kept_;
+};
+
+}  // namespace remat

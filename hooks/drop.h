@@ -1,0 +1,29 @@
+#pragma once
+// A frame's forward hook: keeps a slot, drops the tensor.
+
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <utility>
+
+#include "hooks/slot.h"
+
+namespace remat {
+
+class Drop final : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit Drop(c10::intrusive_ptr<SlotOwner> owner) : owner_(std::move(owner)) {}
+  ~Drop() override {
+    if (position_ >= 0) owner_->drop_slot(position_);
+  }
+  Drop(const Drop&) = delete;
+  Drop& operator=(const Drop&) = delete;
+
+  void call_pack_hook(const at::Tensor& saved) override { position_ = owner_->add_slot(saved); }
+  at::Tensor call_unpack_hook() override { return owner_->read_slot(position_); }
+
+ private:
+  c10::intrusive_ptr<SlotOwner> owner_;
+  int64_t position_ = -1;
+};
+
+}  // namespace remat

@@ -1,0 +1,35 @@
+#pragma once
+// What a saved-tensor hook needs from the owner of the tensor.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+
+namespace remat {
+
+/// Gives out slots for the tensors that autograd saves and can produce their contents later.
+/// A hook that holds a slot keeps its owner alive.
+class SlotOwner : public c10::intrusive_ptr_target {
+ public:
+  /// Takes note of a saved tensor without keeping it; returns its position.
+  virtual int64_t add_slot(const at::Tensor& saved) = 0;
+  /// The contents of a slot; may run user code.
+  virtual at::Tensor read_slot(int64_t position) = 0;
+  /// Nothing will read the slot again.
+  virtual void drop_slot(int64_t position) noexcept = 0;
+};
+
+/// Receives the tensors that autograd saves while a region is recomputed.
+class SlotFiller {
+ public:
+  virtual ~SlotFiller() = default;
+  /// Takes the next saved tensor; returns what the recomputed graph itself shall keep of it. May
+  /// throw a StopSignal to end the recompute.
+  virtual at::Tensor fill(const at::Tensor& saved) = 0;
+};
+
+/// Ends a recompute. Not a std::exception on purpose: the TorchScript interpreter would catch it.
+struct StopSignal {};
+
+}  // namespace remat

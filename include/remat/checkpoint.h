@@ -1,0 +1,234 @@
+#pragma once
+// checkpoint(): run a function now, drop what autograd saves in it, compute it again in backward.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
+
+#include <concepts>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "remat/export.h"
+#include "remat/options.h"
+#include "remat/tensors.h"
+
+namespace remat {
+
+namespace detail {
+
+using TensorVisitor = c10::function_ref<void(at::Tensor&)>;
+
+/// The function of a region with its arguments, as its frame keeps them: the tensors in the
+/// arguments are taken out (the frame saves them as inputs) and put into a copy for each run.
+class REMAT_API RegionBody {
+ public:
+  virtual ~RegionBody();
+  /// Visits the tensors of the kept arguments, always in the same order.
+  virtual void visit_inputs(TensorVisitor visitor) = 0;
+  /// Runs the function with `inputs`, which it takes, in the place of the tensors; drops the result.
+  virtual void run_again(std::vector<at::Tensor>& inputs) = 0;
+};
+
+/// Whether `checkpoint()` opens a frame here: grad mode is on and no DisableCheckpointGuard.
+REMAT_API bool opens_frame();
+
+/// The first run of a region, from saving its inputs to handing over its result. The destructor
+/// without `finish` means that the function threw: nothing stays behind (Rule 12).
+class REMAT_API ForwardRun {
+ public:
+  ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body);
+  ~ForwardRun();
+  ForwardRun(const ForwardRun&) = delete;
+  ForwardRun& operator=(const ForwardRun&) = delete;
+  /// Ends the run; `visit_result` visits the tensors found in the function's result.
+  void finish(c10::function_ref<void(TensorVisitor)> visit_result);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+template <class F, class... A>
+concept HasForward = requires(F fn, A&&... args) { fn->forward(std::forward<A>(args)...); };
+
+/// Not std::invocable alone: LibTorch's module holders claim to return void from the call operator
+/// when `forward` is a template (torch::nn::Sequential), and then do not compile.
+template <class F, class... A>
+concept CallsForward =
+    HasForward<F, A...> &&
+    (!std::invocable<F, A...> || (requires { typename std::decay_t<F>::ContainedType; } &&
+                                  std::is_void_v<std::invoke_result_t<F, A...>>));
+
+/// `fn(args...)` in the sense of std::invoke, or `fn->forward(args...)`.
+template <class F, class... A>
+decltype(auto) call(F& fn, A&&... args) {
+  if constexpr (CallsForward<F&, A...>)
+    return fn->forward(std::forward<A>(args)...);
+  else
+    return std::invoke(fn, std::forward<A>(args)...);
+}
+
+template <class F, class... A>
+concept Runnable = std::invocable<std::decay_t<F>&, std::decay_t<A>...> ||
+                   HasForward<std::decay_t<F>&, std::decay_t<A>...>;
+
+template <class T>
+inline constexpr bool is_tensor_view = std::same_as<T, c10::ArrayRef<at::Tensor>>;
+
+template <class F, class... A>
+class Body final : public RegionBody {
+ public:
+  using Arguments = std::tuple<A...>;
+  using Walk = Tensors<Arguments>;
+
+  template <class Fn, class... Args>
+  explicit Body(Fn&& fn, const Args&... args)
+      : function(std::forward<Fn>(fn)), kept_(args...) {
+    Walk::own(kept_);
+  }
+
+  void visit_inputs(TensorVisitor visitor) override { Walk::visit(kept_, visitor); }
+
+  void run_again(std::vector<at::Tensor>& inputs) override {
+    Arguments fresh = copy_with(inputs);
+    std::apply([this](A&... args) { static_cast<void>(call(function, std::move(args)...)); },
+               fresh);
+  }
+
+  F function;
+
+ private:
+  // See Note [Filling the arguments].
+  Arguments copy_with(std::vector<at::Tensor>& inputs) {
+    std::size_t next = 0;
+    auto fill = [&](at::Tensor& tensor) { tensor = std::move(inputs[next++]); };
+    if constexpr (!Walk::any) {
+      return kept_;
+    } else if constexpr (Walk::ordered) {
+      Arguments fresh = kept_;
+      Walk::own(fresh);
+      Walk::visit(fresh, fill);
+      return fresh;
+    } else {
+      struct Clear {
+        Arguments& kept;
+        ~Clear() {
+          auto clear = [](at::Tensor& tensor) { tensor = at::Tensor(); };
+          Walk::visit(kept, clear);
+        }
+      };
+      std::lock_guard<std::mutex> lock(filling_);
+      Clear clear{kept_};
+      Walk::visit(kept_, fill);
+      Arguments fresh = kept_;
+      Walk::own(fresh);
+      return fresh;
+    }
+  }
+
+  // Note [Filling the arguments]
+  // A copy of a hash map, or of a user's type, may be walked in another order than the original,
+  // so the inputs are put into the kept arguments themselves and copied along, one copy at a time.
+  // Where the order is certain the copy is filled directly, without a lock.
+  struct NoMutex {};
+  Arguments kept_;
+  [[no_unique_address]] std::conditional_t<Walk::any && !Walk::ordered, std::mutex, NoMutex>
+      filling_;
+};
+
+template <class Fn, class... Args>
+auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
+  using F = std::decay_t<Fn>;
+  static_assert((std::copy_constructible<std::decay_t<Args>> && ...),
+                "remat::checkpoint: every argument must be copyable, since each recompute gets a "
+                "fresh copy; capture a move-only value in the function instead");
+  static_assert((!is_tensor_view<std::decay_t<Args>> && ...),
+                "remat::checkpoint: an at::TensorList does not own its tensors and would dangle "
+                "at the recompute; pass a std::vector<at::Tensor>");
+  using Result = std::decay_t<decltype(call(std::declval<F&>(),
+                                            std::declval<std::decay_t<Args>>()...))>;
+  if (!opens_frame()) {
+    F plain(std::forward<Fn>(fn));
+    return static_cast<Result>(call(plain, std::decay_t<Args>(std::forward<Args>(args))...));
+  }
+  using RegionOfCall = Body<F, std::decay_t<Args>...>;
+  auto body = std::make_unique<RegionOfCall>(std::forward<Fn>(fn), args...);
+  F& function = body->function;
+  ForwardRun run(options, std::move(body));
+  if constexpr (std::is_void_v<Result>) {
+    call(function, std::decay_t<Args>(std::forward<Args>(args))...);
+    run.finish([](TensorVisitor) {});
+  } else {
+    Result result = call(function, std::decay_t<Args>(std::forward<Args>(args))...);
+    run.finish([&](TensorVisitor visitor) { Tensors<Result>::visit(result, visitor); });
+    return result;
+  }
+}
+
+template <class Fn>
+class CheckpointedFunction {
+ public:
+  CheckpointedFunction(Fn fn, CheckpointOptions options)
+      : function_(std::make_shared<Fn>(std::move(fn))), options_(std::move(options)) {}
+
+  template <class... Args>
+    requires Runnable<Fn&, Args...>
+  auto operator()(Args&&... args) const {
+    auto shared = [function = function_](auto&&... a) -> decltype(auto) {
+      return call(*function, std::forward<decltype(a)>(a)...);
+    };
+    return run_region(options_, std::move(shared), std::forward<Args>(args)...);
+  }
+
+ private:
+  std::shared_ptr<Fn> function_;
+  CheckpointOptions options_;
+};
+
+}  // namespace detail
+
+/// Runs `fn(args...)` now and returns its result untouched (any type; references decay). Nothing
+/// that autograd saves inside is kept: it is computed again, by running `fn` again with the same
+/// arguments, when backward first asks for it (`torch/utils/checkpoint.py`, use_reentrant=False).
+///
+/// Memory: the region's tensor arguments (in containers and user structs too) stay until the graph
+/// that refers to the region is gone; under an enclosing region not even they do (Rule 2).
+/// Arguments: `fn` and `args` are decay-copied as by std::thread; every run gets fresh rvalue
+/// copies. Arguments must be copyable, `fn` need not be. `std::ref` passes a true reference, which
+/// must stay alive and unchanged. A struct takes part through
+///     template <class Visitor> void visit_tensors(T& value, Visitor&& visit);  // visit(at::Tensor&)
+/// found by ADL.
+/// `fn`: lambdas, function and member pointers, module holders (`checkpoint(block, x)`),
+/// `std::shared_ptr` of a module. It must compute the same again; Rule 10 says what is checked.
+/// Grad mode off: runs plainly; no option is looked at.
+/// Threads: any; a recompute runs on the thread of the backward that asks.
+/// Throws: what `fn` throws; `CheckpointError`; `c10::ValueError` for options that exclude each
+/// other; in backward the same, with the type that `fn` threw.
+/// Example: examples/quickstart.cpp.
+template <class Fn, class... Args>
+  requires detail::Runnable<Fn, Args...>
+auto checkpoint(Fn&& fn, Args&&... args) {
+  static const CheckpointOptions defaults;
+  return detail::run_region(defaults, std::forward<Fn>(fn), std::forward<Args>(args)...);
+}
+
+/// The same with options: `checkpoint({.name = "block 3"}, fn, x)`.
+template <class Fn, class... Args>
+  requires detail::Runnable<Fn, Args...>
+auto checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
+  return detail::run_region(options, std::forward<Fn>(fn), std::forward<Args>(args)...);
+}
+
+/// A callable: each call is a checkpoint of `fn`, which is held once and shared by all calls and
+/// by the graphs they made (it may be move-only).
+template <class Fn>
+auto checkpointed(Fn fn, CheckpointOptions options = {}) {
+  return detail::CheckpointedFunction<Fn>(std::move(fn), std::move(options));
+}
+
+}  // namespace remat

@@ -1,0 +1,63 @@
+#pragma once
+// The error that says how a recompute and its forward differ, or why a region cannot go on.
+
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "remat/export.h"
+
+namespace remat {
+
+/// Thrown by `checkpoint()` and by backward. Exceptions of user code are never replaced by it,
+/// except those that do not derive from `std::exception` (the engine could not carry them).
+class REMAT_API CheckpointError : public c10::Error {
+ public:
+  enum class Kind {
+    FewerTensors,       ///< the recompute saved fewer tensors than forward
+    MoreTensors,        ///< it tried to save more (seen only with early stop off)
+    MetadataMismatch,   ///< other shape, dtype, device, strides (`Layout`) or fingerprint
+    ValueMismatch,      ///< other elements (`Values`), or changed in place after the save
+    CaptureChanged,     ///< a parameter, buffer or captured tensor is not what forward used
+    DoubleUnpack,       ///< `strict_unpack`: read twice in one backward
+    SelectiveMismatch,  ///< a replay asks for a result that forward did not keep
+    SelectiveMutation,  ///< a kept result was changed in place
+    GroupOverlap,       ///< two backward calls of a group use the same saved tensors
+    Unsupported,        ///< something LibTorch or this version cannot do
+    RecomputeFailed     ///< the recompute could not be completed
+  };
+
+  /// One saved tensor that differs; `position` counts the region's saved tensors from 0. The
+  /// operators are known with `debug`, otherwise empty.
+  struct Mismatch {
+    int64_t position;
+    std::string forward, recompute;
+    std::string forward_op, recompute_op;
+  };
+
+  /// What the error knows besides its text; counts are -1 where they have no meaning.
+  struct Facts {
+    Kind kind = Kind::RecomputeFailed;
+    std::string region{};
+    int64_t frame_id = -1;
+    int64_t forward_count = -1, recompute_count = -1;
+    std::vector<Mismatch> mismatches{};
+  };
+
+  CheckpointError(std::string message, Facts facts);
+
+  Kind kind() const { return facts_.kind; }
+  /// The region's name, empty if it has none.
+  const std::string& region() const { return facts_.region; }
+  int64_t frame_id() const { return facts_.frame_id; }
+  int64_t forward_count() const { return facts_.forward_count; }
+  int64_t recompute_count() const { return facts_.recompute_count; }
+  const std::vector<Mismatch>& mismatches() const { return facts_.mismatches; }
+
+ private:
+  Facts facts_;
+};
+
+}  // namespace remat

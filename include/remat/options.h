@@ -1,0 +1,63 @@
+#pragma once
+// What a region can be told: determinism and capture checks, random state, scopes, name.
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "remat/policy.h"
+
+namespace remat {
+
+/// How a recomputed tensor is compared with the one that forward saved (Rule 10). Every level
+/// checks the number of tensors; each includes the levels before it.
+enum class DeterminismCheck {
+  None,      ///< the number of tensors only
+  Metadata,  ///< shape, dtype, device
+  Layout,    ///< + strides
+  Values     ///< + the elements, bitwise, by a 64-bit hash kept per tensor
+};
+
+/// What happens when a parameter, buffer or captured tensor changed between forward and recompute.
+enum class CaptureCheck { Raise, Ignore };
+
+using Stage = std::function<at::Tensor(at::Tensor)>;
+
+/// A user scope: entered when made, left when the last copy is destroyed.
+using Scope = std::shared_ptr<void>;
+
+/// Makes the scopes of the two passes; either may be empty. Each pass enters its scope once. The
+/// pair is kept as long as the graph needs the region.
+struct ContextPair {
+  std::function<Scope()> forward{};
+  std::function<Scope()> recompute{};
+};
+
+/// The options of one region. Plain values; copied into the region's frame.
+struct CheckpointOptions {
+  /// Shown in errors, reports and traces.
+  std::string name{};
+  /// The recompute draws the random numbers that forward drew (Rule 11).
+  bool preserve_rng_state = true;
+  /// The recompute ends with the last tensor that backward needs (Rule 5).
+  bool early_stop = true;
+  DeterminismCheck determinism_check = DeterminismCheck::Metadata;
+  /// If set, its text is compared instead of `determinism_check`; called under no-grad once per
+  /// saved tensor in each pass, when the operator that saved the tensor has returned.
+  std::function<std::string(const at::Tensor&)> fingerprint{};
+  CaptureCheck capture_check = CaptureCheck::Raise;
+  /// Record the operators of both passes, for the error report. Costs time and memory.
+  bool debug = false;
+  /// Called once per `checkpoint()` call that opens a frame.
+  std::function<ContextPair()> context_fn{};
+  /// Selective checkpointing; empty: recompute everything.
+  Policy policy{};
+  /// The region's inputs wait on the CPU.
+  bool offload_inputs = false;
+  /// A second read of a saved tensor in one backward is an error instead of one more recompute.
+  bool strict_unpack = false;
+};
+
+}  // namespace remat

@@ -1,0 +1,12 @@
+#pragma once
+// Everything: the umbrella header.
+
+#include "remat/checkpoint.h"
+#include "remat/error.h"
+#include "remat/hooks.h"
+#include "remat/memory.h"
+#include "remat/options.h"
+#include "remat/policy.h"
+#include "remat/report.h"
+#include "remat/scope.h"
+#include "remat/version.h"

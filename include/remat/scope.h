@@ -1,0 +1,76 @@
+#pragma once
+// Guards that steer checkpoints in a scope, and queries about the region that runs now.
+//
+// All guards: the constructor sets, the destructor restores; innermost wins; they belong to the
+// thread that made them and are carried to the threads on which a backward called there runs.
+// A guard destroyed out of order, or on another thread, ends its own effect only.
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "remat/export.h"
+
+namespace remat {
+
+namespace detail {
+
+class Scope;  // lib/hook_stack.h
+
+/// Owns one entry of the calling thread's scope stack.
+class REMAT_API ScopeGuard {
+ public:
+  ScopeGuard(const ScopeGuard&) = delete;
+  ScopeGuard(ScopeGuard&&) = delete;
+  ScopeGuard& operator=(const ScopeGuard&) = delete;
+  ScopeGuard& operator=(ScopeGuard&&) = delete;
+
+ protected:
+  explicit ScopeGuard(std::shared_ptr<Scope> scope);
+  ~ScopeGuard();
+
+ private:
+  std::shared_ptr<Scope> scope_;
+};
+
+}  // namespace detail
+
+/// Turns early stop on or off for the regions run in its scope, over `CheckpointOptions`. Read
+/// when a region runs forward (upstream: `set_checkpoint_early_stop`).
+class REMAT_API EarlyStopGuard : detail::ScopeGuard {
+ public:
+  explicit EarlyStopGuard(bool enabled);
+};
+
+/// Turns debug mode on or off over `CheckpointOptions`; `std::nullopt` defers to the option. Read
+/// when a region runs forward (upstream: `set_checkpoint_debug_enabled`).
+class REMAT_API DebugGuard : detail::ScopeGuard {
+ public:
+  explicit DebugGuard(std::optional<bool> enabled);
+};
+
+/// `checkpoint()` calls in its scope run plainly: no frame, nothing dropped.
+class REMAT_API DisableCheckpointGuard : detail::ScopeGuard {
+ public:
+  DisableCheckpointGuard();
+};
+
+/// True inside a region's first run that no recompute encloses.
+REMAT_API bool is_checkpointing();
+/// True inside a recompute of any enclosing frame, also in the first run of a frame nested in it.
+REMAT_API bool is_recomputing();
+
+enum class Phase { None, Forward, Recompute };
+
+struct PhaseInfo {
+  Phase phase = Phase::None;
+  int64_t frame_id = -1;  ///< the same in forward and recompute: a key for per-region state
+  int64_t depth = 0;      ///< enclosing frames, this one included
+  std::string name{};
+};
+
+/// The phase of the innermost frame on this thread, also on the threads of a backward.
+REMAT_API PhaseInfo current_phase();
+
+}  // namespace remat

@@ -1,0 +1,145 @@
+#include "lib/capture.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+namespace remat {
+
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::AutogradMeta;
+using torch::autograd::DifferentiableViewMeta;
+using torch::autograd::Node;
+
+/// The tensor whose history counts: the base of a differentiable view, else the tensor itself.
+const at::Tensor& viewed(const at::Tensor& tensor) {
+  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta != nullptr && meta->is_view_) {
+    const auto* view = static_cast<const DifferentiableViewMeta*>(meta);
+    if (view->has_bw_view()) return view->get_backward_view().base_;
+  }
+  return tensor;
+}
+
+/// The leaf that autocast cast to make a tensor, or null.
+c10::TensorImpl* cast_source(const Node& node) {
+  if (node.num_outputs() < 1 || !node.next_edge(0).is_valid()) return nullptr;
+  auto* accumulate = dynamic_cast<AccumulateGrad*>(node.next_edge(0).function.get());
+  if (accumulate == nullptr || node.name() != "ToCopyBackward0") return nullptr;
+  return accumulate->variable.unsafeGetTensorImpl();
+}
+
+bool is_autocast_on() {
+  return at::autocast::is_autocast_enabled(c10::kCPU) ||
+         at::autocast::is_autocast_enabled(c10::kCUDA) ||
+         at::autocast::is_autocast_enabled(c10::kPrivateUse1) ||
+         at::autocast::is_autocast_enabled(c10::kXPU);
+}
+
+}  // namespace
+
+c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+WeakStorage weak_storage_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage())
+    return WeakStorage(c10::intrusive_ptr<c10::StorageImpl>());
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
+}
+
+void StorageSet::add(const at::Tensor& tensor) {
+  c10::StorageImpl* const storage = storage_of(tensor);
+  if (storage == nullptr || contains(storage)) return;
+  storages_.push_back(weak_storage_of(tensor));
+  if (storages_.size() == max_scanned + 1)
+    for (const WeakStorage& each : storages_) index_.insert(each._unsafe_get_target());
+  else if (storages_.size() > max_scanned)
+    index_.insert(storage);
+}
+
+bool StorageSet::contains(const c10::StorageImpl* storage) const {
+  if (storages_.size() > max_scanned) return index_.contains(storage);
+  return std::any_of(storages_.begin(), storages_.end(), [storage](const WeakStorage& each) {
+    return each._unsafe_get_target() == storage;
+  });
+}
+
+void StorageSet::clear() {
+  storages_.clear();
+  index_.clear();
+}
+
+RegionStart RegionStart::here() {
+  return {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
+}
+
+c10::TensorImpl* leaf_behind(const at::Tensor& tensor) {
+  const at::Tensor& root = viewed(tensor);
+  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(root);
+  if (meta == nullptr) return nullptr;
+  if (meta->grad_fn_ != nullptr) return is_autocast_on() ? cast_source(*meta->grad_fn_) : nullptr;
+  return meta->requires_grad_ ? root.unsafeGetTensorImpl() : nullptr;
+}
+
+Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
+                         const StorageSet& inputs) {
+  Provenance result;
+  result.version = static_cast<uint32_t>(saved._version());
+  c10::StorageImpl* const storage = storage_of(saved);
+  if (c10::TensorImpl* leaf = leaf_behind(saved)) {
+    result.origin = Origin::Leaf;
+    const auto root = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
+        leaf);
+    const at::Tensor leaf_tensor(root);
+    result.version = static_cast<uint32_t>(leaf_tensor._version());
+    result.storage = weak_storage_of(leaf_tensor);
+    result.leaf = WeakTensor(root);
+    return result;
+  }
+  if (storage == nullptr) return result;
+  if (inputs.contains(storage)) {
+    result.origin = Origin::Input;
+    return result;
+  }
+  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(viewed(saved));
+  const Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
+  const bool built_inside = node != nullptr && node->sequence_nr() >= start.sequence &&
+                            node->thread_id() == start.thread;
+  result.origin = built_inside ? Origin::Inside : Origin::Outside;
+  result.storage = weak_storage_of(saved);
+  return result;
+}
+
+bool is_changed(const Provenance& then, const at::Tensor& now) {
+  switch (then.origin) {
+    case Origin::Leaf: {
+      c10::TensorImpl* const leaf = leaf_behind(now);
+      if (leaf == nullptr || leaf != then.leaf._unsafe_get_target()) return false;
+      const at::Tensor tensor(
+          c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf));
+      return static_cast<uint32_t>(tensor._version()) != then.version ||
+             storage_of(tensor) != then.storage._unsafe_get_target();
+    }
+    case Origin::Outside:
+      return storage_of(now) != then.storage._unsafe_get_target() ||
+             static_cast<uint32_t>(now._version()) != then.version;
+    case Origin::Inside:
+      return then.storage._unsafe_get_target() != nullptr &&
+             storage_of(now) == then.storage._unsafe_get_target() &&
+             static_cast<uint32_t>(now._version()) != then.version;
+    case Origin::Input:
+    case Origin::NoStorage:
+      return false;
+  }
+  return false;
+}
+
+}  // namespace remat

@@ -1,0 +1,76 @@
+#pragma once
+// Tells apart what a region made, what it was given, and what it captured from outside.
+//
+// Note [Captures]
+// A parameter, buffer or captured tensor that changed between forward and recompute gives a wrong
+// gradient (Rule 10). What counts, decided when the function has returned:
+//   Leaf     a leaf that requires grad, a view of one, or autocast's cast of one: followed by its
+//            TensorImpl. If the recompute saves the same object, version and storage must be as
+//            they were; another object was made inside.
+//   Outside  any other saved tensor whose storage is alive when the function has returned and
+//            belongs to no input and no result. If it is gone or replaced at the recompute, that
+//            is a change too.
+//   Inside   a tensor whose grad_fn was built in the region and that views nothing older. Only if
+//            the recompute saves the very same storage (a captured tensor changed in place inside
+//            the region) the version must match.
+//   Input    shares its storage with an input; autograd's own check covers it.
+// Storages are remembered weakly: comparing addresses alone meets reused ones.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
+
+#include <cstdint>
+#include <unordered_set>
+#include <vector>
+
+namespace remat {
+
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+enum class Origin : uint8_t { Inside, Outside, Leaf, Input, NoStorage };
+
+/// What the capture check remembers of one saved tensor.
+struct Provenance {
+  WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  WeakTensor leaf{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  uint32_t version = 0;
+  Origin origin = Origin::NoStorage;
+};
+
+/// The storage of a tensor, or null if it has none.
+c10::StorageImpl* storage_of(const at::Tensor& tensor);
+WeakStorage weak_storage_of(const at::Tensor& tensor);
+
+/// The storages of a region's inputs, or of its result; held weakly.
+class StorageSet {
+ public:
+  void add(const at::Tensor& tensor);
+  bool contains(const c10::StorageImpl* storage) const;
+  void clear();
+
+ private:
+  static constexpr std::size_t max_scanned = 8;
+  std::vector<WeakStorage> storages_;
+  std::unordered_set<const c10::StorageImpl*> index_;  // only of larger sets
+};
+
+/// Where a region's forward began on its thread: nodes built there later carry higher numbers.
+struct RegionStart {
+  uint64_t sequence = 0;
+  uint64_t thread = 0;
+  static RegionStart here();
+};
+
+/// The TensorImpl of the leaf that a tensor is, views, or was cast from by autocast; or null.
+c10::TensorImpl* leaf_behind(const at::Tensor& tensor);
+
+/// A first guess, made when the tensor is saved. `inputs`: storages of the region's inputs.
+Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
+                         const StorageSet& inputs);
+
+/// Whether the tensor that a recompute saves in the place of `then` is a changed capture.
+bool is_changed(const Provenance& then, const at::Tensor& now);
+
+}  // namespace remat

@@ -1,0 +1,142 @@
+// Bodies of checkpoint.h: the first run of a region.
+
+#include "remat/checkpoint.h"
+
+#include <ATen/FuncTorchTLS.h>
+#include <c10/core/GradMode.h>
+
+#include <utility>
+
+#include "hooks/drop.h"
+#include "lib/frame.h"
+#include "lib/hook_stack.h"
+#include "lib/match.h"
+#include "lib/stack_room.h"
+
+namespace remat::detail {
+
+namespace {
+
+/// The scope of a region's first run.
+class ForwardScope final : public Scope {
+ public:
+  ForwardScope(c10::intrusive_ptr<Frame> frame, const Scope* around) : frame_(std::move(frame)) {
+    is_inside_recompute = around != nullptr && around->is_inside_recompute;
+    answers(Ability::Hooks);
+    answers(Ability::Region);
+  }
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
+    // See RecomputeScope: a thread that merely inherited the stack saves plainly.
+    if (std::this_thread::get_id() != frame_->forward_thread() && seam::graph_task_id() < 0)
+      return nullptr;
+    return std::make_unique<Drop>(frame_);
+  }
+  Frame* frame() const override { return frame_.get(); }
+
+ private:
+  c10::intrusive_ptr<Frame> frame_;
+};
+
+FrameOptions options_in_force(const CheckpointOptions& options) {
+  FrameOptions in_force{.early_stop = options.early_stop,
+                        .debug = options.debug,
+                        .preserve_rng_state = options.preserve_rng_state,
+                        .strict_unpack = options.strict_unpack,
+                        .determinism_check = options.determinism_check,
+                        .capture_check = options.capture_check};
+  if (const Scope* guard = innermost(Ability::EarlyStop))
+    in_force.early_stop_guard = guard->early_stop;
+  if (const Scope* guard = innermost(Ability::Debug)) in_force.debug_guard = guard->debug;
+  in_force.early_stop = in_force.early_stop_guard.value_or(options.early_stop);
+  in_force.debug = in_force.debug_guard.value_or(options.debug);
+  return in_force;
+}
+
+std::unique_ptr<FrameExtras> extras_of(const CheckpointOptions& options,
+                                       const FrameOptions& in_force) {
+  const bool has_extras = !options.name.empty() || options.fingerprint || options.context_fn ||
+                          in_force.debug ||
+                          options.determinism_check == DeterminismCheck::Values;
+  if (!has_extras) return nullptr;
+  auto extras = std::make_unique<FrameExtras>();
+  extras->name = options.name;
+  extras->fingerprint = options.fingerprint;
+  return extras;
+}
+
+void refuse(const CheckpointOptions& options, const FrameOptions& in_force) {
+  TORCH_CHECK_VALUE(!(in_force.debug && options.context_fn),
+                    "remat::checkpoint: debug=True is incompatible with non-default context_fn. "
+                    "Do: drop one of the two for this region.");
+  if (options.policy)
+    throw_unsupported("a region was given a policy",
+                      "selective checkpointing is not part of this version",
+                      "leave CheckpointOptions::policy empty");
+  if (options.offload_inputs)
+    throw_unsupported("a region was asked to offload its inputs",
+                      "offloading is not part of this version",
+                      "leave CheckpointOptions::offload_inputs off");
+  if (at::functorch::functorchTLSAccessor() != nullptr)
+    throw_unsupported("a region was opened inside a functorch transform",
+                      "functional transforms refuse saved-tensor hooks",
+                      "call the function without remat::checkpoint inside the transform");
+  if (!has_stack_room())
+    throw_unsupported("regions are nested too deep for this thread's stack",
+                      "each region runs inside the one around it",
+                      "nest less deep, or use a thread with a larger stack");
+}
+
+}  // namespace
+
+RegionBody::~RegionBody() = default;
+
+bool opens_frame() {
+  return c10::GradMode::is_enabled() && innermost(Ability::Disable) == nullptr;
+}
+
+struct ForwardRun::State {
+  c10::intrusive_ptr<Frame> frame;
+  std::shared_ptr<ForwardScope> scope;
+  std::optional<OpLogScope> logging;
+  remat::Scope user_scope;
+};
+
+ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body)
+    : state_(std::make_unique<State>()) {
+  const FrameOptions in_force = options_in_force(options);
+  refuse(options, in_force);
+  const Scope* const around = innermost(Ability::Region);
+  State& state = *state_;
+  state.frame = c10::make_intrusive<Frame>(in_force, extras_of(options, in_force),
+                                           around == nullptr ? 1 : around->frame()->depth() + 1);
+  if (options.context_fn) state.frame->extras()->contexts = options.context_fn();
+  state.frame->begin(std::move(body));
+  state.scope = std::make_shared<ForwardScope>(state.frame, around);
+  push(state.scope);
+  if (in_force.debug) state.logging.emplace(&state.frame->extras()->forward_log);
+  if (state.frame->extras() != nullptr && state.frame->extras()->contexts.forward) {
+    try {
+      state.user_scope = state.frame->extras()->contexts.forward();
+    } catch (...) {
+      pop(*state.scope);
+      throw;
+    }
+  }
+}
+
+ForwardRun::~ForwardRun() {
+  if (state_ == nullptr || state_->scope == nullptr) return;
+  state_->user_scope.reset();
+  state_->logging.reset();
+  pop(*state_->scope);
+}
+
+void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {
+  state_->user_scope.reset();
+  state_->logging.reset();
+  pop(*state_->scope);
+  state_->scope.reset();
+  state_->frame->settle(visit_result);
+}
+
+}  // namespace remat::detail

@@ -1,0 +1,43 @@
+#pragma once
+// What is remembered of a saved tensor so that its recomputed twin can be compared with it.
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace remat {
+
+/// Shape, dtype, device and layout of a tensor, strides on request. Small: up to four dimensions
+/// (two with strides) need no memory of their own.
+class Description {
+ public:
+  Description() = default;
+  Description(const at::Tensor& tensor, bool with_strides);
+
+  bool describes(const at::Tensor& tensor) const;
+  /// "Float[2, 3] on cpu", with strides if they were asked for.
+  std::string text() const;
+
+  /// Number of elements; 0 where it is not known (nested tensors).
+  int64_t numel() const;
+  bool has_strides() const { return has_strides_; }
+
+ private:
+  static constexpr std::size_t num_inline = 4;
+  int64_t* words() { return more_ ? more_.get() : inline_.data(); }
+  const int64_t* words() const { return more_ ? more_.get() : inline_.data(); }
+
+  std::array<int64_t, num_inline> inline_{};
+  std::unique_ptr<int64_t[]> more_{};
+  c10::Device device_ = c10::kCPU;
+  c10::ScalarType dtype_ = c10::ScalarType::Undefined;
+  c10::Layout layout_ = c10::kStrided;
+  uint8_t dim_ = 0;
+  bool has_sizes_ = true;
+  bool has_strides_ = false;
+};
+
+}  // namespace remat

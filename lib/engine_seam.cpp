@@ -1,0 +1,213 @@
+#include "lib/engine_seam.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
+#include <torch/csrc/autograd/node_creation_hook.h>
+#define REMAT_HAS_NODE_CREATION_HOOKS 1
+#endif
+
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <utility>
+
+namespace remat::seam {
+
+namespace {
+
+using torch::autograd::Engine;
+
+/// The only interpreter calls LibTorch makes on our entries are incref and decref, and the entries
+/// count their owners themselves. Signatures of several releases stand side by side; the one that
+/// matches the base overrides it, so none is marked `override`.
+struct Interpreter : c10::impl::PyInterpreterVTable {
+  using TensorImpl = c10::TensorImpl;
+  [[noreturn]] static void refuse() {
+    TORCH_CHECK(false, "remat: LibTorch called an interpreter that only holds scopes");
+  }
+#if defined(__GNUC__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wsuggest-override"
+#if defined(__clang__)
+#pragma GCC diagnostic ignored "-Winconsistent-missing-override"
+#pragma GCC diagnostic ignored "-Woverloaded-virtual"
+#endif
+#endif
+  std::string name() const { return "remat"; }
+  void incref(PyObject*) const {}
+  void decref(PyObject*) const {}
+  void decref(PyObject*, bool) const {}
+#if __has_include(<c10/core/impl/PyObjectSlot.h>)
+  bool try_incref(const c10::impl::PyObjectSlot&) const { return true; }
+#endif
+  size_t refcnt(PyObject*) const { return 1; }
+  c10::intrusive_ptr<TensorImpl> detach(const TensorImpl*) const { return {}; }
+  void dispatch(const c10::OperatorHandle&, torch::jit::Stack*) const { refuse(); }
+  void reportErrorCallback(PyObject*, c10::DispatchKey) const { refuse(); }
+  void python_op_registration_trampoline(const c10::OperatorHandle&, c10::DispatchKey,
+                                         c10::DispatchKeySet, torch::jit::Stack*, bool,
+                                         bool) const {
+    refuse();
+  }
+  void throw_abstract_impl_not_imported_error(std::string, const char*, const char*) const {
+    refuse();
+  }
+  void python_dispatcher(const c10::OperatorHandle&, c10::DispatchKeySet,
+                         torch::jit::Stack*) const {
+    refuse();
+  }
+  bool is_contiguous(const TensorImpl*, at::MemoryFormat) const { refuse(); }
+  c10::SymBool sym_is_contiguous(const TensorImpl*, at::MemoryFormat) const { refuse(); }
+  bool is_strides_like(const TensorImpl*, at::MemoryFormat) const { refuse(); }
+  bool is_non_overlapping_and_dense(const TensorImpl*) const { refuse(); }
+  c10::Device device(const TensorImpl*) const { refuse(); }
+  int64_t dim(const TensorImpl*) const { refuse(); }
+  c10::IntArrayRef strides(const TensorImpl*) const { refuse(); }
+  c10::IntArrayRef sizes(const TensorImpl*) const { refuse(); }
+  c10::SymIntArrayRef sym_sizes(const TensorImpl*) const { refuse(); }
+  c10::Layout layout(const TensorImpl*) const { refuse(); }
+  int64_t numel(const TensorImpl*) const { refuse(); }
+  c10::SymInt sym_numel(const TensorImpl*) const { refuse(); }
+  c10::SymIntArrayRef sym_strides(const TensorImpl*) const { refuse(); }
+  c10::SymInt sym_storage_offset(const TensorImpl*) const { refuse(); }
+  void trace_gpu_event_creation(c10::DeviceType, uintptr_t) const {}
+  void trace_gpu_event_deletion(c10::DeviceType, uintptr_t) const {}
+  void trace_gpu_event_record(c10::DeviceType, uintptr_t, uintptr_t) const {}
+  void trace_gpu_event_wait(c10::DeviceType, uintptr_t, uintptr_t) const {}
+  void trace_gpu_memory_allocation(c10::DeviceType, uintptr_t) const {}
+  void trace_gpu_memory_deallocation(c10::DeviceType, uintptr_t) const {}
+  void trace_gpu_stream_creation(c10::DeviceType, uintptr_t) const {}
+  void trace_gpu_device_synchronization(c10::DeviceType) const {}
+  void trace_gpu_stream_synchronization(c10::DeviceType, uintptr_t) const {}
+  void trace_gpu_event_synchronization(c10::DeviceType, uintptr_t) const {}
+  void reset_backward_hooks(const TensorImpl*) const {}
+#if defined(__GNUC__)
+#pragma GCC diagnostic pop
+#endif
+};
+
+/// Leaked: entries may outlive static destruction.
+c10::impl::PyInterpreter* interpreter() {
+  static auto* const vtable = new Interpreter;
+  static auto* const tag = new c10::impl::PyInterpreter(vtable);
+  return tag;
+}
+
+/// Names this copy of the library: two copies in one process need distinct keys.
+const std::string& slot_key() {
+  static const std::string key = [] {
+    static const char here = 0;
+    return "rm" + std::to_string(reinterpret_cast<uintptr_t>(&here) >> 4);
+  }();
+  return key;
+}
+
+template <class Objects>
+void remove_key(const std::string& key) {
+  if constexpr (requires { Objects::erase(key); }) {
+    if (Objects::contains(key)) Objects::erase(key);
+  } else {
+    Objects::set(key, nullptr);
+  }
+}
+
+/// See Note [The forwarding engine].
+class ForwardingEngine final : public Engine {
+ public:
+  explicit ForwardingEngine(Engine& previous) : previous_(previous) {}
+
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots,
+                                         const torch::autograd::variable_list& inputs,
+                                         bool keep_graph, bool create_graph, bool accumulate_grad,
+                                         const torch::autograd::edge_list& outputs) override;
+
+  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
+      const std::shared_ptr<torch::autograd::GraphTask>& graph_task, NodePtr graph_root,
+      torch::autograd::InputBuffer&& input_buffer) override {
+    return previous_.execute_with_graph_task(graph_task, std::move(graph_root),
+                                             std::move(input_buffer));
+  }
+
+  std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
+    return previous_.make_anomaly_metadata();
+  }
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override;
+
+#ifdef REMAT_HAS_NODE_CREATION_HOOKS
+  decltype(std::declval<Engine&>().get_node_creation_hooks()) get_node_creation_hooks() override {
+    return previous_.get_node_creation_hooks();
+  }
+#endif
+
+ private:
+  Engine& previous_;
+};
+
+std::atomic<ForwardingEngine*> installed{nullptr};
+EngineCallbacks engine_callbacks{};
+
+torch::autograd::variable_list ForwardingEngine::execute(
+    const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs,
+    bool keep_graph, bool create_graph, bool accumulate_grad,
+    const torch::autograd::edge_list& outputs) {
+  engine_callbacks.backward_begins();
+  return previous_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks>
+ForwardingEngine::get_default_saved_variable_hooks() {
+  if (auto hooks = engine_callbacks.make_hooks()) return hooks;
+  return previous_.get_default_saved_variable_hooks();
+}
+
+}  // namespace
+
+void install(const EngineCallbacks& callbacks) {
+  ForwardingEngine* const ours = installed.load(std::memory_order_acquire);
+  if (ours != nullptr && &Engine::get_default_engine() == ours) return;
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  Engine& current = Engine::get_default_engine();
+  ForwardingEngine* const latest = installed.load(std::memory_order_relaxed);
+  if (&current == latest) return;
+  if (latest == nullptr) engine_callbacks = callbacks;  // constant afterwards
+  // Leaked: engines own no threads here, and their teardown order would matter.
+  installed.store(new ForwardingEngine(current), std::memory_order_release);
+  torch::autograd::set_default_engine_stub(
+      +[]() -> Engine& { return *installed.load(std::memory_order_acquire); });
+}
+
+ThreadEntry::ThreadEntry() : handle_(reinterpret_cast<PyObject*>(this), interpreter()) {}
+
+ThreadEntry* thread_entry() {
+  using at::impl::ThreadLocalPythonObjects;
+  const std::string& key = slot_key();
+  if (!ThreadLocalPythonObjects::contains(key)) return nullptr;
+  const auto& handle = ThreadLocalPythonObjects::get(key);
+  return handle ? reinterpret_cast<ThreadEntry*>(handle->ptr(interpreter())) : nullptr;
+}
+
+void set_thread_entry(const std::shared_ptr<ThreadEntry>& entry) {
+  using at::impl::ThreadLocalPythonObjects;
+  if (entry == nullptr)
+    remove_key<ThreadLocalPythonObjects>(slot_key());  // a left-over key costs every node
+  else
+    ThreadLocalPythonObjects::set(slot_key(),
+                                  std::shared_ptr<c10::SafePyObject>(entry, &entry->handle_));
+}
+
+int64_t foreign_hook_depth() {
+  return static_cast<int64_t>(at::SavedTensorDefaultHooks::get_tls_state().stack.size());
+}
+
+int64_t graph_task_id() { return torch::autograd::get_current_graph_task_id(); }
+
+void at_end_of_graph_task(std::function<void()> closure) {
+  Engine::get_default_engine().queue_callback(std::move(closure));
+}
+
+}  // namespace remat::seam

@@ -1,0 +1,76 @@
+#pragma once
+// The only place that touches the autograd engine and LibTorch's unstable parts.
+//
+// Note [The forwarding engine]
+// C++ LibTorch asks `Engine::get_default_saved_variable_hooks()` before it saves a tensor, and the
+// base engine answers "none". We install an engine that forwards everything to the engine that was
+// there before and answers this one question. Replacing the engine instead would break programs
+// that ran a backward earlier: the device threads belong to the old object. Importing torch into
+// the process later installs Python's engine over ours, so every scope entry installs again.
+//
+// Note [Where the scopes live]
+// In `at::impl::ThreadLocalPythonObjects`, under a key of our own: LibTorch carries its contents to
+// every thread that runs a node of a backward, also to re-entrant ones. A plain thread_local would
+// show an engine thread the scopes of whatever ran there before. The entries carry an interpreter
+// of which LibTorch only ever calls incref and decref.
+
+#include <c10/core/SafePyObject.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <type_traits>
+
+namespace remat::seam {
+
+/// What we put into the engine; plain functions, set once.
+struct EngineCallbacks {
+  std::unique_ptr<torch::autograd::SavedVariableHooks> (*make_hooks)();  ///< null: none of ours
+  void (*backward_begins)();  ///< this thread is about to run, and wait for, a backward
+};
+
+/// Makes our engine the default one, unless it is already. Cheap when it is.
+void install(const EngineCallbacks& callbacks);
+
+/// Something that can be the entry of this thread's slot.
+class ThreadEntry : public std::enable_shared_from_this<ThreadEntry> {
+ public:
+  ThreadEntry();
+  virtual ~ThreadEntry() = default;
+  ThreadEntry(const ThreadEntry&) = delete;
+  ThreadEntry& operator=(const ThreadEntry&) = delete;
+
+ private:
+  friend void set_thread_entry(const std::shared_ptr<ThreadEntry>& entry);
+  friend ThreadEntry* thread_entry();
+  c10::SafePyObject handle_;
+};
+
+/// The entry that LibTorch carries with this thread's state, or null.
+ThreadEntry* thread_entry();
+/// Replaces it; null removes it.
+void set_thread_entry(const std::shared_ptr<ThreadEntry>& entry);
+
+/// Number of hooks on LibTorch's own (Python's) hook stack of this thread.
+int64_t foreign_hook_depth();
+
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+/// A new node, in the pointer type of this LibTorch (std::shared_ptr before 2.13).
+template <class N>
+NodePtr make_node() {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>)
+    return std::make_shared<N>();
+  else
+    return c10::make_intrusive<N>();
+}
+
+/// The id of the backward that runs on this thread, -1 outside.
+int64_t graph_task_id();
+/// Destroys `closure` (after calling it, on success) when the backward that runs here ends.
+void at_end_of_graph_task(std::function<void()> closure);
+
+}  // namespace remat::seam

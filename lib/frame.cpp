@@ -1,0 +1,288 @@
+#include "lib/frame.h"
+
+#include <ATen/SequenceNumber.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lib/counters.h"
+#include "lib/digest.h"
+#include "lib/invariant.h"
+#include "lib/match.h"
+#include "lib/recompute.h"
+
+namespace remat {
+
+namespace {
+
+/// A tail that writes at most this many elements costs less than the throw that would skip it.
+constexpr int64_t max_small_tail = 4096;
+
+int64_t next_frame_id() {
+  static std::atomic<int64_t> next{0};
+  return next.fetch_add(1, std::memory_order_relaxed);
+}
+
+std::size_t at_position(int64_t position) { return static_cast<std::size_t>(position); }
+
+}  // namespace
+
+Frame::Frame(const FrameOptions& options, std::unique_ptr<FrameExtras> extras, int64_t depth)
+    : id_(next_frame_id()),
+      depth_(depth),
+      options_(options),
+      extras_(std::move(extras)),
+      forward_thread_(std::this_thread::get_id()) {
+  count(live_counters.frames_created);
+  count(live_counters.frames_alive);
+}
+
+// Rule 13. What a frame holds may own other frames: through the arguments of the user's function,
+// or as slots of a parent. The dying frames of a thread are emptied one after the other.
+void Frame::empty() noexcept {
+  if (std::exchange(is_empty_, true)) return;
+  struct Remains {
+    std::unique_ptr<FrameExtras> extras;
+    std::unique_ptr<detail::RegionBody> body;
+    Inputs inputs;
+    std::vector<Slot> slots;
+    std::vector<std::shared_ptr<Run>> runs;
+    std::vector<std::pair<int64_t, at::Tensor>> pending;
+  };
+  thread_local std::vector<Remains>* emptying = nullptr;
+  count(live_counters.frames_alive, -1);
+  snapshot_ = Snapshot();
+  Remains remains{std::move(extras_), std::move(body_),   std::move(inputs_),
+                  std::move(slots_),  std::move(runs_), std::move(pending_)};
+  if (emptying != nullptr) {
+    emptying->push_back(std::move(remains));
+    return;
+  }
+  std::vector<Remains> queue;
+  emptying = &queue;
+  queue.push_back(std::move(remains));
+  while (!queue.empty()) {
+    const Remains next = std::move(queue.back());
+    queue.pop_back();
+  }
+  emptying = nullptr;
+}
+
+const std::string& Frame::name() const {
+  static const std::string none;
+  return extras_ ? extras_->name : none;
+}
+
+bool Frame::compares_contents() const {
+  return options_.determinism_check == DeterminismCheck::Values ||
+         (extras_ && extras_->fingerprint);
+}
+
+std::string Frame::contents_of(const at::Tensor& tensor) const {
+  if (!extras_->fingerprint) return fmt::format("{:016x}", digest_of(tensor));
+  at::NoGradGuard no_grad;
+  return extras_->fingerprint(tensor);
+}
+
+void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
+  body_ = std::move(body);
+  inputs_.save(*body_);
+  snapshot_ = Snapshot::take(options_.preserve_rng_state);
+  start_ = RegionStart::here();
+}
+
+int64_t Frame::add_slot(const at::Tensor& saved) {
+  const at::Tensor* const origin = input_being_saved();
+  const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  Slot slot;
+  slot.description = Description(saved, options_.determinism_check >= DeterminismCheck::Layout);
+  slot.provenance = provenance_of(judged, start_, inputs_.storages());
+  slot.group = at::sequence_number::peek();
+  slot.requires_grad = judged.requires_grad();
+  slot.is_inner_input = origin != nullptr;
+  if (compares_contents()) hash_pending(slot.group, /*is_end=*/origin != nullptr);
+
+  std::lock_guard<std::mutex> lock(mutex_);
+  REMAT_INVARIANT(!is_settled_, "frame {} got a slot after its function had returned", id_);
+  const auto position = static_cast<int64_t>(slots_.size());
+  if (slots_.size() == slots_.capacity()) slots_.reserve(std::max<std::size_t>(4, 2 * slots_.size()));
+  slots_.push_back(std::move(slot));
+  if (extras_) {
+    if (options_.debug) extras_->saved_by.push_back(extras_->forward_log.size() - 1);
+    if (compares_contents()) pending_.emplace_back(position, saved.detach());
+  }
+  count(live_counters.tensors_dropped);
+  return position;
+}
+
+// An operator may fill a tensor after it was saved, so its contents are taken when the next
+// operator saves something, or when the function has returned.
+void Frame::hash_pending(uint64_t next_group, bool is_end) {
+  if (pending_.empty()) return;
+  if (!is_end && slots_[at_position(pending_.front().first)].group == next_group) return;
+  extras_->contents.resize(slots_.size());
+  for (auto& [position, tensor] : std::exchange(pending_, {}))
+    extras_->contents[at_position(position)] = contents_of(tensor);
+}
+
+void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) {
+  if (compares_contents()) hash_pending(0, /*is_end=*/true);
+  StorageSet results;
+  int64_t tail_elements = 0;
+  visit_result([&](at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    results.add(tensor);
+    if (!tensor.is_nested()) tail_elements = std::max(tail_elements, tensor.numel());
+  });
+  snapshot_.settle();
+
+  std::lock_guard<std::mutex> lock(mutex_);
+  is_settled_ = true;
+  settle_provenance(results);
+  settle_operators();
+  inputs_.settle();
+  if (slots_.empty() || at::sequence_number::peek() != slots_.back().group) return;
+  for (auto slot = slots_.rbegin(); slot != slots_.rend() && slot->group == slots_.back().group;
+       ++slot)
+    tail_elements = std::max(tail_elements, slot->description.numel());
+  ends_small_ = tail_elements <= max_small_tail;
+}
+
+void Frame::settle_provenance(const StorageSet& results) {
+  for (Slot& slot : slots_) {
+    Provenance& provenance = slot.provenance;
+    if (provenance.origin == Origin::Leaf || provenance.origin == Origin::Input) continue;
+    c10::StorageImpl* const storage = provenance.storage._unsafe_get_target();
+    if (storage == nullptr) continue;
+    const bool is_gone = provenance.storage.expired();
+    if (is_gone || results.contains(storage)) {
+      provenance.origin = Origin::Inside;
+      if (is_gone) provenance.storage.reset();
+    }
+  }
+}
+
+// Rule 5: generated code saves the mutable buffer of an operator (`noise` of rrelu) before the
+// kernel fills it. Such a buffer does not require grad and was made inside the region.
+void Frame::settle_operators() {
+  for (auto first = slots_.begin(); first != slots_.end();) {
+    const auto last = std::find_if(first, slots_.end(), [&](const Slot& slot) {
+      return &slot != &*first && !slot.is_same_operator(*first);
+    });
+    const bool may_be_unwritten = std::any_of(first, last, [](const Slot& slot) {
+      const Origin origin = slot.provenance.origin;
+      return !slot.is_inner_input && !slot.requires_grad &&
+             (origin == Origin::Inside || origin == Origin::NoStorage);
+    });
+    for (; first != last; ++first) first->finish_operator = may_be_unwritten;
+  }
+}
+
+void Frame::owner_waits_for_backward(Run& run) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  run.waits_for_backward = true;
+  run.changed.notify_all();
+}
+
+Frame::SlotView Frame::view_for(int64_t only_position) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  SlotView view;
+  view.is_settled = is_settled_;
+  view.is_needed.resize(slots_.size());
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const auto position = static_cast<int64_t>(i);
+    if (only_position >= 0 ? position != only_position : !slots_[i].is_alive) continue;
+    view.is_needed[i] = 1;
+    view.last_needed = position;
+    ++view.num_needed;
+  }
+  view.ends_small =
+      ends_small_ && view.last_needed + 1 == static_cast<int64_t>(slots_.size());
+  return view;
+}
+
+void Frame::drop_slot(int64_t position) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  slots_[at_position(position)].is_alive = false;
+  for (const auto& run : runs_) {
+    if (run->state != Run::State::Done) continue;  // dropped when the task ends
+    run->drop(position);
+  }
+}
+
+void Frame::end_task(const TaskKey& task) noexcept {
+  std::shared_ptr<Run> ended;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found =
+      std::find_if(runs_.begin(), runs_.end(), [&](const auto& run) { return run->task == task; });
+  if (found == runs_.end()) return;
+  ended = std::move(*found);
+  runs_.erase(found);
+}
+
+at::Tensor Frame::read_alone(int64_t position) {
+  Run run{TaskKey{}};
+  recompute(c10::intrusive_ptr<Frame>::reclaim_copy(this), run, position);
+  return hand_over(*this, position, run.take(position));
+}
+
+at::Tensor Frame::read_slot(int64_t position) {
+  const std::optional<TaskKey> task = current_task();
+  if (!task) return read_alone(position);
+
+  const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
+  std::unique_lock<std::mutex> lock(mutex_);
+  std::shared_ptr<Run> run;
+  for (;;) {
+    const auto found = std::find_if(runs_.begin(), runs_.end(),
+                                    [&](const auto& each) { return each->task == *task; });
+    if (found == runs_.end()) {
+      run = std::make_shared<Run>(*task);
+      runs_.push_back(run);
+      break;
+    }
+    run = *found;
+    if (run->state == Run::State::Running) {
+      if (run->owner == std::this_thread::get_id() || run->waits_for_backward) {
+        lock.unlock();
+        return read_alone(position);
+      }
+      run->changed.wait(lock);
+      continue;
+    }
+    if (run->has(position)) {
+      Value value = run->take(position);
+      lock.unlock();
+      return hand_over(*this, position, std::move(value));
+    }
+    const auto index = at_position(position);
+    if (options_.strict_unpack && index < run->handed_out.size() && run->handed_out[index])
+      throw_double_unpack(*this, position);
+    run->state = Run::State::Running;
+    run->owner = std::this_thread::get_id();
+    break;
+  }
+
+  // This thread recomputes; the others of the task wait (Rule 7).
+  lock.unlock();
+  try {
+    notify_at_task_end(*task, self);
+    recompute(self, *run);
+  } catch (...) {
+    lock.lock();
+    std::erase(runs_, run);
+    run->state = Run::State::Done;
+    run->changed.notify_all();
+    throw;
+  }
+  lock.lock();
+  run->state = Run::State::Done;
+  run->changed.notify_all();
+  REMAT_INVARIANT(run->has(position), "frame {}: slot {} stayed empty", id_, position);
+  Value value = run->take(position);
+  lock.unlock();
+  return hand_over(*this, position, std::move(value));
+}
+
+}  // namespace remat

@@ -1,0 +1,140 @@
+#pragma once
+// One run of checkpoint(): its inputs, slots, state and recomputes.
+//
+// Note [The rules]
+// The semantics of a frame, in the words of this library. A slot is the place of one tensor that
+// autograd saved in the region; a task is one backward pass.
+//  1. Innermost owns: a tensor saved in nested frames is a slot of the innermost only (hook_stack).
+//  2. Inputs are the parent's saves: they are saved before the frame's own hook (inputs).
+//  3. A recompute starts clean: its scope is alone on the stack (hook_stack, StackSwap).
+//  4. Unpacked is released; the rest goes when the task ends (Frame::read_slot, task).
+//  5. Early stop (recompute).
+//  6. Backward inside the region: recomputed graphs keep their own tensors (hooks/collect).
+//  7. One recompute per frame and task; no lock is held while the function runs (Frame::read_slot).
+//  8. A read outside backward recomputes for that read alone (Frame::read_alone).
+//  9. Reading twice recomputes again, or throws with strict_unpack (Frame::read_slot).
+// 10. A mismatch is never silent (match, capture).
+// 11. State: (snapshot, cpu_rng).
+// 12. Failure is clean: everything a run holds unwinds (recompute).
+// 13. Lifetime: slots own the frame, nothing else does; destruction never recurses
+//     (Frame::empty).
+// 14. Accumulation once: recomputed graphs are never executed by the outer backward.
+// 16. Plays with others: (engine_seam, hook_stack).
+
+#include <fmt/format.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hooks/slot.h"
+#include "lib/capture.h"
+#include "lib/inputs.h"
+#include "lib/op_log.h"
+#include "lib/run.h"
+#include "lib/slot.h"
+#include "lib/snapshot.h"
+#include "lib/task.h"
+#include "remat/checkpoint.h"
+
+namespace remat {
+
+/// The options in force for a frame, guards applied.
+struct FrameOptions {
+  bool early_stop = true, debug = false, preserve_rng_state = true, strict_unpack = false;
+  DeterminismCheck determinism_check = DeterminismCheck::Metadata;
+  CaptureCheck capture_check = CaptureCheck::Raise;
+  /// What guards around the region said, for the regions inside its recompute.
+  std::optional<bool> early_stop_guard{}, debug_guard{};
+};
+
+/// What only some frames have.
+struct FrameExtras {
+  std::string name;
+  std::function<std::string(const at::Tensor&)> fingerprint;
+  ContextPair contexts;
+  /// Of each slot with DeterminismCheck::Values or a fingerprint: what the recompute must match.
+  std::vector<std::string> contents;
+  OpLog forward_log;
+  /// Of each slot in debug mode: the number of the operator that saved it.
+  std::vector<int64_t> saved_by;
+};
+
+class Frame final : public SlotOwner {
+ public:
+  Frame(const FrameOptions& options, std::unique_ptr<FrameExtras> extras, int64_t depth);
+  ~Frame() override { empty(); }
+
+  /// Saves the region's inputs through the hooks around it and takes the snapshot.
+  void begin(std::unique_ptr<detail::RegionBody> body);
+  /// The region's function has returned: judges what was saved.
+  void settle(c10::function_ref<void(detail::TensorVisitor)> visit_result);
+
+  int64_t add_slot(const at::Tensor& saved) override;
+  at::Tensor read_slot(int64_t position) override;
+  void drop_slot(int64_t position) noexcept override;
+  void end_task(const TaskKey& task) noexcept;
+
+  int64_t id() const { return id_; }
+  int64_t depth() const { return depth_; }
+  const std::string& name() const;
+  const FrameOptions& options() const { return options_; }
+  FrameExtras* extras() const { return extras_.get(); }
+  const Snapshot& snapshot() const { return snapshot_; }
+  detail::RegionBody& body() const { return *body_; }
+  std::vector<at::Tensor> unpack_inputs() const { return inputs_.unpack(); }
+  std::thread::id forward_thread() const { return forward_thread_; }
+  /// Whether contents are compared, so that an operator must be finished before a look.
+  bool compares_contents() const;
+  /// What is compared of a tensor's contents: a digest, or the user's fingerprint.
+  std::string contents_of(const at::Tensor& tensor) const;
+
+  /// What a recompute needs to know of the slots, taken at its start.
+  struct SlotView {
+    std::vector<char> is_needed;  ///< by position
+    int64_t last_needed = -1, num_needed = 0;
+    bool is_settled = false;  ///< the forward has returned
+    bool ends_small = false;  ///< what a stop after the last slot would skip is next to nothing
+  };
+  SlotView view_for(int64_t only_position);
+  /// Under the frame's lock: a slot moves when others are added.
+  template <class Fn>
+  decltype(auto) with_slot(int64_t position, Fn&& fn) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return fn(slots_[static_cast<std::size_t>(position)]);
+  }
+
+  /// The thread that fills `run` is about to wait for a backward: wakes the threads that wait.
+  void owner_waits_for_backward(Run& run);
+
+ private:
+  friend class c10::intrusive_ptr<Frame>;
+  // LibTorch calls it when the last strong reference goes, but only if weak ones remain.
+  void release_resources() override { empty(); }
+  void empty() noexcept;
+  at::Tensor read_alone(int64_t position);
+  void hash_pending(uint64_t next_group, bool is_end);
+  void settle_provenance(const StorageSet& results);
+  void settle_operators();
+
+  const int64_t id_, depth_;
+  const FrameOptions options_;
+  std::unique_ptr<FrameExtras> extras_;
+  std::unique_ptr<detail::RegionBody> body_;
+  Inputs inputs_;
+  Snapshot snapshot_;
+  RegionStart start_;
+  std::thread::id forward_thread_;
+
+  std::mutex mutex_;  // guards what follows; never held while user code runs
+  std::vector<Slot> slots_;
+  std::vector<std::shared_ptr<Run>> runs_;
+  bool is_settled_ = false;
+  bool ends_small_ = false;
+  bool is_empty_ = false;
+  std::vector<std::pair<int64_t, at::Tensor>> pending_;  // contents are taken when safe
+};
+
+}  // namespace remat

@@ -1,0 +1,47 @@
+#pragma once
+// The tensor arguments of a region, saved as autograd saves a tensor.
+
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <vector>
+
+#include "lib/capture.h"
+#include "remat/checkpoint.h"
+
+namespace remat {
+
+/// Note [Inputs without history]
+/// A region's input is saved through whatever hooks are active around the region: under a parent
+/// frame it becomes a slot of the parent (Rule 2). A tensor that requires grad is saved as an alias
+/// without its history, so that a frame never keeps the graph above it alive; what is needed to
+/// rebuild `requires_grad` and leaf-ness is kept beside it. A tensor that does not require grad is
+/// the same object in every run.
+class Inputs {
+ public:
+  /// Takes the tensors out of the body's kept arguments and saves them. Throws what the hooks
+  /// around throw, and LibTorch's error for inference tensors.
+  void save(detail::RegionBody& body);
+  /// Fresh arguments for one recompute; may make parents recompute. Throws LibTorch's error when
+  /// an input was changed in place.
+  std::vector<at::Tensor> unpack() const;
+
+  const StorageSet& storages() const { return storages_; }
+  /// The region's function has returned: the storages are not compared any more.
+  void settle() { storages_.clear(); }
+  void clear() { saved_.clear(); }
+
+ private:
+  struct Input {
+    torch::autograd::SavedVariable variable;
+    bool requires_grad, is_leaf;
+  };
+  std::vector<Input> saved_;
+  StorageSet storages_;
+};
+
+/// While the inputs of a region are saved: the tensor whose alias is being packed, else null. A
+/// parent frame judges the alias by the tensor it stands for.
+const at::Tensor* input_being_saved();
+
+}  // namespace remat

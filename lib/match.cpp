@@ -1,0 +1,196 @@
+#include "lib/match.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lib/capture.h"
+#include "lib/frame.h"
+#include "lib/op_log.h"
+
+namespace remat {
+
+namespace {
+
+using Kind = CheckpointError::Kind;
+using Mismatch = CheckpointError::Mismatch;
+
+constexpr std::size_t max_listed = 5;
+
+std::string title(const Frame& frame) {
+  return frame.name().empty() ? fmt::format("region (frame {})", frame.id())
+                              : fmt::format("region \"{}\" (frame {})", frame.name(), frame.id());
+}
+
+CheckpointError::Facts facts_of(Kind kind, const Frame& frame) {
+  CheckpointError::Facts facts;
+  facts.kind = kind;
+  facts.region = frame.name();
+  facts.frame_id = frame.id();
+  return facts;
+}
+
+/// The operators around the first difference of two logs.
+struct Divergence {
+  int64_t number = -1;  // -1: none found
+  std::string forward, recompute;
+};
+
+Divergence first_difference(const OpLog& forward, const OpLog& recompute) {
+  const int64_t end = std::max(forward.size(), recompute.size());
+  for (int64_t i = 0; i < end; ++i)
+    if (std::string a = forward.at(i), b = recompute.at(i); a != b) return {i, a, b};
+  return {};
+}
+
+void append_log(std::string& text, const char* heading, const OpLog& log, int64_t from, int64_t to) {
+  text += fmt::format("{} ({} operators):\n", heading, log.size());
+  for (int64_t i = std::max<int64_t>(from, 0); i < std::min(to, log.size()); ++i)
+    text += fmt::format("  {:4} {}\n", i, log.at(i));
+}
+
+/// The debug report, or how to get it.
+std::string operators_text(const Frame& frame, const OpLog* recompute_log) {
+  if (!frame.options().debug || recompute_log == nullptr)
+    return "Do: pass `debug = true` in CheckpointOptions, or open a remat::DebugGuard(true) around "
+           "the forward, to see the operators of both passes and the first that differs.\n";
+  const OpLog& forward = frame.extras()->forward_log;
+  const Divergence first = first_difference(forward, *recompute_log);
+  std::string text =
+      "You are seeing this error because you passed `debug=True` to checkpoint (or opened a "
+      "remat::DebugGuard). Below are the operators that ran in the forward and in the recompute; "
+      "differences in detach and an early end of the recompute are expected.\n";
+  if (first.number >= 0)
+    text += fmt::format("First difference: operator {}.\n  forward:   {}\n  recompute: {}\n",
+                        first.number, first.forward.empty() ? "(none)" : first.forward,
+                        first.recompute.empty() ? "(none)" : first.recompute);
+  const int64_t from = first.number < 0 ? 0 : first.number - 8;
+  append_log(text, "Operators of the forward", forward, from, from + 20);
+  append_log(text, "Operators of the recompute", *recompute_log, from, from + 20);
+  return text;
+}
+
+std::string table(const std::vector<Mismatch>& mismatches) {
+  std::string text;
+  for (std::size_t i = 0; i < std::min(mismatches.size(), max_listed); ++i) {
+    const Mismatch& m = mismatches[i];
+    const auto with_op = [](const std::string& what, const std::string& op) {
+      return op.empty() ? what : what + ", saved by " + op;
+    };
+    text += fmt::format("saved tensor at position {}:\n  forward:   {}\n  recompute: {}\n",
+                        m.position, with_op(m.forward, m.forward_op),
+                        with_op(m.recompute, m.recompute_op));
+  }
+  if (mismatches.size() > max_listed)
+    text += fmt::format("… and {} more.\n", mismatches.size() - max_listed);
+  return text;
+}
+
+[[noreturn]] void throw_with(const Frame& frame, Kind kind, const char* fact, const char* advice,
+                             std::vector<Mismatch> mismatches, const OpLog* log) {
+  std::string text = fmt::format("remat::checkpoint: {} In {}.\n{}{}{}", fact, title(frame),
+                                 table(mismatches), advice, operators_text(frame, log));
+  CheckpointError::Facts facts = facts_of(kind, frame);
+  facts.mismatches = std::move(mismatches);
+  throw CheckpointError(std::move(text), std::move(facts));
+}
+
+}  // namespace
+
+void throw_differences(const Frame& frame, Differences differences, const OpLog* log) {
+  if (!differences.captures.empty())
+    throw_with(frame, Kind::CaptureChanged,
+               "A parameter, buffer or captured tensor changed between the forward and the "
+               "recompute, so the gradient would be wrong (Rule 10).",
+               "Cause: it was changed in place, given other storage, or replaced (an optimizer step "
+               "between forward and backward does this).\nDo: call backward before the change, pass "
+               "the tensor as an argument, or set capture_check = CaptureCheck::Ignore to "
+               "recompute with the new value.\n",
+               std::move(differences.captures), log);
+  if (!differences.metadata.empty())
+    throw_with(frame, Kind::MetadataMismatch,
+               "Recomputed values for the following tensors have different metadata than during the "
+               "forward pass.",
+               "Cause: the function did not compute the same again (a branch on outside state, a "
+               "changed flag).\n",
+               std::move(differences.metadata), log);
+  throw_with(frame, Kind::ValueMismatch,
+             "Recomputed values for the following tensors have different contents than during the "
+             "forward pass.",
+             "Cause: the function computes other numbers the second time (nondeterministic kernels, "
+             "an unregistered generator, or a parameter changed through .data()).\n",
+             std::move(differences.contents), log);
+}
+
+void throw_count_mismatch(const Frame& frame, int64_t forward_count, int64_t recompute_count,
+                          const OpLog* log) {
+  const bool is_more = recompute_count > forward_count;
+  CheckpointError::Facts facts =
+      facts_of(is_more ? Kind::MoreTensors : Kind::FewerTensors, frame);
+  facts.forward_count = forward_count;
+  facts.recompute_count = recompute_count;
+  const char* fact =
+      is_more ? "trying to save more tensors during recomputation than during the original forward "
+                "pass."
+              : "A different number of tensors was saved during the original forward and "
+                "recomputation.";
+  throw CheckpointError(
+      fmt::format("remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n"
+                  "Cause: the function did not run the same operators again (a branch on outside "
+                  "state, a changed flag, another grad mode).\n{}",
+                  fact, title(frame), forward_count, recompute_count,
+                  is_more ? " when it was noticed" : "", operators_text(frame, log)),
+      std::move(facts));
+}
+
+void throw_double_unpack(const Frame& frame, int64_t position) {
+  CheckpointError::Facts facts = facts_of(Kind::DoubleUnpack, frame);
+  facts.mismatches.push_back({position, "read once", "read again in the same backward", {}, {}});
+  throw CheckpointError(
+      fmt::format("remat::checkpoint: Unpack is being triggered for a tensor that was already "
+                  "unpacked once. In {}, saved tensor at position {}, within one backward.\n"
+                  "Do: read it once and keep the result, or leave strict_unpack off: then it is "
+                  "recomputed again (Rule 9).",
+                  title(frame), position),
+      std::move(facts));
+}
+
+void throw_recompute_failed(const Frame& frame, const std::string& fact, const std::string& cause,
+                            const std::string& advice) {
+  throw CheckpointError(fmt::format("remat::checkpoint: {}. In {}.\nCause: {}.\nDo: {}.", fact,
+                                    title(frame), cause, advice),
+                        facts_of(Kind::RecomputeFailed, frame));
+}
+
+void throw_unsupported(const std::string& fact, const std::string& cause,
+                       const std::string& advice) {
+  CheckpointError::Facts facts;
+  facts.kind = Kind::Unsupported;
+  throw CheckpointError(
+      fmt::format("remat::checkpoint: {}.\nCause: {}.\nDo: {}.", fact, cause, advice),
+      std::move(facts));
+}
+
+at::Tensor hand_over(const Frame& frame, int64_t position, Value value) {
+  if (static_cast<uint32_t>(value.tensor._version()) != value.version) {
+    CheckpointError::Facts facts = facts_of(Kind::ValueMismatch, frame);
+    facts.mismatches.push_back({position, fmt::format("saved at version {}", value.version),
+                                fmt::format("is at version {}", value.tensor._version()),
+                                {}, {}});
+    throw CheckpointError(
+        fmt::format("remat::checkpoint: one of the variables needed for gradient computation has "
+                    "been modified by an inplace operation: {}, saved in {} at position {}, is at "
+                    "version {}; expected version {} instead (Rule 10).\n"
+                    "Cause: a tensor that backward needs is changed in place after it was saved; "
+                    "plain autograd refuses this too.\nDo: use the out-of-place operator there.",
+                    Description(value.tensor, false).text(), title(frame), position,
+                    value.tensor._version(), value.version),
+        std::move(facts));
+  }
+  if (value.alias.defined() && storage_of(value.alias) != storage_of(value.tensor))
+    return value.alias;
+  return std::move(value.tensor);
+}
+
+}  // namespace remat

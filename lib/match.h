@@ -1,0 +1,37 @@
+#pragma once
+// Compares forward and recompute, and writes the errors that say how they differ.
+
+#include <string>
+#include <vector>
+
+#include "lib/run.h"
+#include "remat/error.h"
+
+namespace remat {
+
+class Frame;
+class OpLog;
+
+/// What one recompute found to differ, in the order of the slots.
+struct Differences {
+  std::vector<CheckpointError::Mismatch> captures, metadata, contents;
+  bool any() const { return !captures.empty() || !metadata.empty() || !contents.empty(); }
+};
+
+/// Throws the error for the first kind of difference that is not empty.
+[[noreturn]] void throw_differences(const Frame& frame, Differences differences,
+                                    const OpLog* recompute_log);
+/// Counts differ: more tensors if `recompute_count` exceeds `forward_count`, else fewer.
+[[noreturn]] void throw_count_mismatch(const Frame& frame, int64_t forward_count,
+                                       int64_t recompute_count, const OpLog* recompute_log);
+[[noreturn]] void throw_double_unpack(const Frame& frame, int64_t position);
+[[noreturn]] void throw_recompute_failed(const Frame& frame, const std::string& fact,
+                                         const std::string& cause, const std::string& advice);
+[[noreturn]] void throw_unsupported(const std::string& fact, const std::string& cause,
+                                    const std::string& advice);
+
+/// The tensor for backward. Throws if it was changed in place after the recompute saved it, as
+/// plain autograd does (Rule 10).
+at::Tensor hand_over(const Frame& frame, int64_t position, Value value);
+
+}  // namespace remat

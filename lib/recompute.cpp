@@ -1,0 +1,287 @@
+#include "lib/recompute.h"
+
+#include <ATen/SequenceNumber.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <exception>
+#include <optional>
+#include <string_view>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#include "hooks/collect.h"
+#include "lib/counters.h"
+#include "lib/engine_seam.h"
+#include "lib/frame.h"
+#include "lib/hook_stack.h"
+#include "lib/match.h"
+#include "lib/stack_room.h"
+
+namespace remat {
+
+namespace {
+
+/// The values of one recompute come in through it, one for each tensor that autograd saves.
+class Filler final : public SlotFiller {
+ public:
+  Filler(Frame& frame, Run& run, int64_t only_position)
+      : frame_(frame),
+        run_(run),
+        view_(frame.view_for(only_position)),
+        num_slots_(static_cast<int64_t>(view_.is_needed.size())),
+        task_at_start_(seam::graph_task_id()) {
+    if (frame.options().debug) log_.emplace();
+  }
+
+  at::Tensor fill(const at::Tensor& saved) override;
+  /// The function has ended, by a return or a stop: takes what waited for it.
+  void finish();
+
+  bool is_complete() const { return num_filled_ == view_.num_needed; }
+  bool has_stopped() const { return has_stopped_; }
+  /// More tensors came than forward saved, and forward is over.
+  bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
+  int64_t num_slots() const { return num_slots_; }
+  int64_t num_seen() const { return num_seen_; }
+  Differences take_differences() { return std::move(differences_); }
+  OpLog* log() { return log_ ? &*log_ : nullptr; }
+
+ private:
+  void take(int64_t position, const at::Tensor& saved);
+  void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
+  void compare_pending(uint64_t next_group, bool is_end);
+  bool wants_stop() const;
+  bool can_stop(const at::Tensor& saved) const;
+
+  Frame& frame_;
+  Run& run_;
+  const Frame::SlotView view_;
+  const int64_t num_slots_;
+  const int64_t task_at_start_;
+  const std::thread::id owner_ = std::this_thread::get_id();
+  std::optional<OpLog> log_;
+  Differences differences_;
+  struct Pending {
+    int64_t position;
+    uint64_t group;
+    at::Tensor tensor;
+  };
+  std::vector<Pending> pending_;  // contents to compare when their operator has returned
+  uint64_t last_group_ = 0;       // of the operator that filled the last needed slot
+  bool must_finish_operator_ = false;
+  int64_t num_seen_ = 0, num_filled_ = 0;
+  bool has_stopped_ = false;
+};
+
+at::Tensor Filler::fill(const at::Tensor& saved) {
+  const at::Tensor* const origin = input_being_saved();
+  const uint64_t group = at::sequence_number::peek();
+  const bool was_complete = is_complete();
+  if (!pending_.empty()) compare_pending(group, /*is_end=*/origin != nullptr);
+  const int64_t position = num_seen_++;
+  if (position < num_slots_ && view_.is_needed[static_cast<std::size_t>(position)])
+    take(position, saved);
+  if (is_complete() && !was_complete) last_group_ = group;
+  // A stop that waited for its operator to finish is due when another operator saves.
+  if (was_complete && (group != last_group_ || origin != nullptr)) must_finish_operator_ = false;
+  if (wants_stop() && can_stop(origin != nullptr ? *origin : saved)) {
+    if (!has_stopped_) count(live_counters.early_stops);
+    has_stopped_ = true;
+    throw StopSignal{};
+  }
+  return saved.requires_grad() ? saved.tensor_data() : saved;
+}
+
+bool Filler::wants_stop() const {
+  if (has_stopped_ || has_too_many()) return true;
+  if (!is_complete() || !frame_.options().early_stop) return false;
+  if (must_finish_operator_ || !pending_.empty()) return false;
+  return !(view_.ends_small && num_seen_ == num_slots_);
+}
+
+// Note [Where a stop may be thrown]
+// Not on another thread, nor inside a backward that the function runs: the signal would cross the
+// engine's worker loop. Not while a C++ Function saves its own output: the list it saves from is
+// cleared on the normal path only, and the output would leak. The next save is asked again.
+bool Filler::can_stop(const at::Tensor& saved) const {
+  if (std::this_thread::get_id() != owner_ || seam::graph_task_id() != task_at_start_) return false;
+  const auto node = saved.requires_grad() && !saved.is_leaf() ? saved.grad_fn() : nullptr;
+  if (node == nullptr) return true;
+  const bool is_being_built = node->sequence_nr() + 1 == at::sequence_number::peek();
+  return !(is_being_built &&
+           std::string_view(typeid(*node).name()).find("CppNode") != std::string_view::npos);
+}
+
+void Filler::take(int64_t position, const at::Tensor& saved) {
+  Value value;
+  value.version = static_cast<uint32_t>(saved._version());
+  frame_.with_slot(position, [&](const Slot& slot) {
+    compare(position, slot, saved);
+    must_finish_operator_ = slot.finish_operator;
+    const Origin origin = slot.provenance.origin;
+    if (!saved.requires_grad() && (origin == Origin::Outside || origin == Origin::Input))
+      value.alias = saved.tensor_data();  // its owner may give the object other storage
+    if (frame_.compares_contents()) {
+      pending_.push_back({position, at::sequence_number::peek(), saved});
+    }
+  });
+  value.tensor = saved.requires_grad() ? saved.tensor_data() : saved;
+  const bool is_new = !run_.has(position);
+  run_.put(position, std::move(value));
+  num_filled_ += 1;
+  if (is_new) count(live_counters.tensors_recomputed);
+}
+
+void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {
+  const auto mismatch = [&](std::string forward, std::string now) {
+    CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
+    if (log_) {
+      const FrameExtras& extras = *frame_.extras();
+      const auto index = static_cast<std::size_t>(position);
+      if (index < extras.saved_by.size())
+        m.forward_op = extras.forward_log.at(extras.saved_by[index]);
+      m.recompute_op = log_->at(log_->size() - 1);
+    }
+    return m;
+  };
+  const at::Tensor* const origin = input_being_saved();
+  const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  if (frame_.options().capture_check == CaptureCheck::Raise && view_.is_settled &&
+      is_changed(slot.provenance, judged)) {
+    differences_.captures.push_back(
+        mismatch(slot.description.text() + fmt::format(", version {}", slot.provenance.version),
+                 Description(saved, slot.description.has_strides()).text() +
+                     fmt::format(", version {}{}", judged._version(),
+                                 storage_of(judged) ==
+                                         slot.provenance.storage._unsafe_get_target()
+                                     ? ""
+                                     : ", other storage")));
+    return;
+  }
+  if (frame_.extras() != nullptr && frame_.extras()->fingerprint) return;  // compared instead
+  if (frame_.options().determinism_check == DeterminismCheck::None) return;
+  if (!slot.description.describes(saved))
+    differences_.metadata.push_back(
+        mismatch(slot.description.text(), Description(saved, slot.description.has_strides()).text()));
+}
+
+void Filler::compare_pending(uint64_t next_group, bool is_end) {
+  if (pending_.empty() || (!is_end && pending_.front().group == next_group)) return;
+  for (const Pending& each : std::exchange(pending_, {})) {
+    const auto& contents = frame_.extras()->contents;
+    const auto index = static_cast<std::size_t>(each.position);
+    if (index >= contents.size()) continue;  // forward has not taken it yet
+    std::string now = frame_.contents_of(each.tensor);
+    if (now == contents[index]) continue;
+    const bool is_text = static_cast<bool>(frame_.extras()->fingerprint);
+    differences_.contents.push_back(
+        {each.position, (is_text ? "fingerprint " : "hash ") + contents[index],
+         (is_text ? "fingerprint " : "hash ") + now, {}, {}});
+  }
+}
+
+void Filler::finish() { compare_pending(0, /*is_end=*/true); }
+
+/// The scope of a recompute, alone on the stack while the function runs again.
+class RecomputeScope final : public detail::Scope {
+ public:
+  RecomputeScope(c10::intrusive_ptr<Frame> frame, SlotFiller& filler)
+      : frame_(std::move(frame)), filler_(filler) {
+    early_stop = frame_->options().early_stop_guard;
+    debug = frame_->options().debug_guard;
+    is_recompute = is_inside_recompute = true;
+    answers(detail::Ability::Hooks);
+    answers(detail::Ability::Region);
+    if (early_stop) answers(detail::Ability::EarlyStop);
+    if (debug) answers(detail::Ability::Debug);
+  }
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
+    // A thread that merely inherited the stack (at::launch) saves plainly; an engine thread that
+    // runs a backward inside the region fills slots while the owner waits for it.
+    if (std::this_thread::get_id() != owner_ && seam::graph_task_id() < 0) return nullptr;
+    return std::make_unique<Collect>(filler_);
+  }
+  Frame* frame() const override { return frame_.get(); }
+
+ private:
+  c10::intrusive_ptr<Frame> frame_;
+  SlotFiller& filler_;
+  const std::thread::id owner_ = std::this_thread::get_id();
+};
+
+/// The recomputes this thread is running, innermost last.
+struct ActiveRuns {
+  struct Entry {
+    Frame* frame;
+    Run* run;
+  };
+  std::vector<Entry> entries;
+};
+ActiveRuns& active_runs() {
+  thread_local ActiveRuns runs;
+  return runs;
+}
+
+struct RunOnThisThread {
+  RunOnThisThread(Frame& frame, Run& run) { active_runs().entries.push_back({&frame, &run}); }
+  ~RunOnThisThread() { active_runs().entries.pop_back(); }
+};
+
+/// Runs the function again. Returns normally after a stop too.
+void run_again(const c10::intrusive_ptr<Frame>& frame, Filler& filler,
+               std::vector<at::Tensor>& inputs) {
+  const auto scope = std::make_shared<RecomputeScope>(frame, filler);
+  AmbientRestore ambient(frame->snapshot());
+  detail::StackSwap clean(scope);
+  OpLogScope logging(filler.log());
+  Scope user_scope;
+  if (frame->extras() != nullptr && frame->extras()->contexts.recompute)
+    user_scope = frame->extras()->contexts.recompute();
+  try {
+    frame->body().run_again(inputs);
+  } catch (const StopSignal&) {
+  } catch (...) {
+    // User code may turn the signal into an exception of its own; all that is needed is there.
+    if (!filler.has_stopped()) throw;
+  }
+  filler.finish();
+}
+
+}  // namespace
+
+void recompute_waits_for_backward() {
+  for (const ActiveRuns::Entry& each : active_runs().entries)
+    each.frame->owner_waits_for_backward(*each.run);
+}
+
+void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {
+  if (!has_stack_room())
+    throw_recompute_failed(*frame, "regions are nested too deep for this thread's stack",
+                           "each level of nesting is recomputed inside the next",
+                           "nest less deep, or run backward on a thread with a larger stack");
+  count(live_counters.recomputes);
+  RunOnThisThread active(*frame, run);
+  std::vector<at::Tensor> inputs = frame->unpack_inputs();
+  Filler filler(*frame, run, only_position);
+  try {
+    run_again(frame, filler, inputs);
+    if (filler.has_too_many() || !filler.is_complete())
+      throw_count_mismatch(*frame, filler.num_slots(), filler.num_seen(), filler.log());
+    if (Differences differences = filler.take_differences(); differences.any())
+      throw_differences(*frame, std::move(differences), filler.log());
+  } catch (const std::exception&) {
+    run.clear();
+    throw;
+  } catch (...) {
+    run.clear();
+    // The engine's threads catch nothing else; an exception of another type would end the process.
+    throw_recompute_failed(*frame,
+                           "the function threw something that is not a std::exception during the "
+                           "recompute",
+                           "the autograd engine carries exceptions derived from std::exception only",
+                           "derive the exception type from std::exception");
+  }
+}
+
+}  // namespace remat

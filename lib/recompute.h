@@ -1,0 +1,24 @@
+#pragma once
+// Runs a frame's function again: fills slots, stops early, fails cleanly.
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "lib/run.h"
+
+namespace remat {
+
+class Frame;
+
+/// Recomputes into `run`: every slot that is alive, or `only_position` alone if it is not
+/// negative. On return the slots are filled and compared; otherwise it throws, with nothing left
+/// behind but what `run` already held. No lock is held.
+void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position = -1);
+
+/// A backward begins on this thread: recomputes that this thread runs cannot go on before it ends,
+/// so nobody may wait for them any more (a waiting thread could be the one that backward needs).
+void recompute_waits_for_backward();
+
+}  // namespace remat

@@ -1,0 +1,44 @@
+#include "lib/run.h"
+
+#include <utility>
+
+#include "lib/counters.h"
+
+namespace remat {
+
+void Run::put(int64_t position, Value value) {
+  const auto index = static_cast<std::size_t>(position);
+  if (values.size() <= index) values.resize(index + 1);
+  drop(position);
+  value.bytes = static_cast<int64_t>(value.tensor.has_storage() ? value.tensor.nbytes() : 0);
+  count(live_counters.recomputed_bytes_alive, value.bytes);
+  values[index] = std::move(value);
+}
+
+bool Run::has(int64_t position) const {
+  const auto index = static_cast<std::size_t>(position);
+  return index < values.size() && values[index].tensor.defined();
+}
+
+Value Run::take(int64_t position) {
+  const auto index = static_cast<std::size_t>(position);
+  Value value = std::exchange(values[index], Value());
+  count(live_counters.recomputed_bytes_alive, -value.bytes);
+  if (handed_out.size() <= index) handed_out.resize(index + 1);
+  handed_out[index] = true;
+  return value;
+}
+
+void Run::drop(int64_t position) noexcept {
+  const auto index = static_cast<std::size_t>(position);
+  if (index >= values.size() || !values[index].tensor.defined()) return;
+  count(live_counters.recomputed_bytes_alive, -values[index].bytes);
+  values[index] = Value();
+}
+
+void Run::clear() noexcept {
+  for (std::size_t i = 0; i < values.size(); ++i) drop(static_cast<int64_t>(i));
+  values.clear();
+}
+
+}  // namespace remat

@@ -1,0 +1,50 @@
+#pragma once
+// What one task recomputed of a frame: the values not yet handed over, and who is computing them.
+
+#include <ATen/core/Tensor.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#include "lib/task.h"
+
+namespace remat {
+
+/// A recomputed tensor as it waits for backward.
+struct Value {
+  at::Tensor tensor;
+  /// Of a tensor that others own: the data as it was at the save, whatever becomes of the object.
+  at::Tensor alias;
+  uint32_t version = 0;
+  int64_t bytes = 0;
+};
+
+/// One per frame and task. Guarded by the frame's mutex, except that the thread in `owner` fills
+/// `values` while the state is Running.
+struct Run {
+  enum class State { Running, Done };
+
+  explicit Run(TaskKey key) : task(key) {}
+  ~Run() { clear(); }
+  Run(const Run&) = delete;
+  Run& operator=(const Run&) = delete;
+
+  void put(int64_t position, Value value);
+  bool has(int64_t position) const;
+  Value take(int64_t position);
+  void drop(int64_t position) noexcept;
+  void clear() noexcept;
+
+  const TaskKey task;
+  State state = State::Running;
+  std::thread::id owner = std::this_thread::get_id();
+  /// The owner runs a backward inside the recompute: a waiting thread could be the one it needs.
+  bool waits_for_backward = false;
+  std::condition_variable changed;
+  std::vector<Value> values;     // by position
+  std::vector<bool> handed_out;  // by position
+};
+
+}  // namespace remat

@@ -1,0 +1,30 @@
+#pragma once
+// One slot of a frame: what is remembered of a tensor that autograd saved in the region.
+
+#include <cstdint>
+
+#include "lib/capture.h"
+#include "lib/description.h"
+
+namespace remat {
+
+struct Slot {
+  Description description;
+  Provenance provenance;
+  /// Tensors saved by one operator share it (`at::sequence_number::peek()` at the save).
+  uint64_t group = 0;
+  bool requires_grad = false;
+  /// Some saved variable still refers to the slot.
+  bool is_alive = true;
+  /// It stands for an input of a region inside; such a tensor is complete when it is saved.
+  bool is_inner_input = false;
+  /// The operator may write this tensor, or one of its group, after it was saved: a recompute that
+  /// ends here lets the operator finish (Rule 5).
+  bool finish_operator = true;
+
+  bool is_same_operator(const Slot& other) const {
+    return group == other.group && !is_inner_input && !other.is_inner_input;
+  }
+};
+
+}  // namespace remat

@@ -1,0 +1,79 @@
+#include "lib/snapshot.h"
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/autocast_mode.h>
+
+#include <algorithm>
+
+namespace remat {
+
+namespace autocast = at::autocast;
+
+AutocastState AutocastState::now() {
+  AutocastState state;
+  const auto add = [&state](c10::DeviceType type) {
+    state.devices.push_back(
+        {type, autocast::is_autocast_enabled(type), autocast::get_autocast_dtype(type)});
+  };
+  add(c10::kCPU);
+  if (const auto accelerator = at::getAccelerator(/*checked=*/false);
+      accelerator && autocast::is_autocast_available(*accelerator))
+    add(*accelerator);
+  state.cache_enabled = autocast::is_autocast_cache_enabled();
+  return state;
+}
+
+void AutocastState::set() const {
+  for (const Device& device : devices) {
+    if (autocast::is_autocast_enabled(device.type) != device.enabled)
+      autocast::set_autocast_enabled(device.type, device.enabled);
+    if (autocast::get_autocast_dtype(device.type) != device.dtype)
+      autocast::set_autocast_dtype(device.type, device.dtype);
+  }
+  if (autocast::is_autocast_cache_enabled() != cache_enabled)
+    autocast::set_autocast_cache_enabled(cache_enabled);
+}
+
+bool AutocastState::is_any_enabled() const {
+  return std::any_of(devices.begin(), devices.end(), [](const Device& d) { return d.enabled; });
+}
+
+Snapshot Snapshot::take(bool with_rng) {
+  Snapshot snapshot;
+  snapshot.autocast_ = AutocastState::now();
+  snapshot.with_rng_ = with_rng;
+  if (with_rng) snapshot.rng_ = share_cpu_rng_state();
+  return snapshot;
+}
+
+void Snapshot::settle() {
+  if (rng_ && is_cpu_rng_at(*rng_)) rng_.reset();
+}
+
+AmbientRestore::AmbientRestore(const Snapshot& snapshot)
+    : autograd_(c10::AutogradState::get_tls_state()),
+      autocast_(AutocastState::now()),
+      has_cast_scope_(snapshot.autocast_.is_any_enabled()) {
+  if (autograd_.get_inference_mode()) no_inference_.emplace(false);
+  c10::AutogradState recomputing = c10::AutogradState::get_tls_state();
+  recomputing.set_grad_mode(true);
+  c10::AutogradState::set_tls_state(recomputing);
+  snapshot.autocast_.set();
+  if (has_cast_scope_) autocast::increment_nesting();
+  if (snapshot.with_rng_) {
+    rng_ = share_cpu_rng_state();
+    if (snapshot.rng_) set_cpu_rng_state(*snapshot.rng_);
+  }
+}
+
+AmbientRestore::~AmbientRestore() {
+  if (rng_ && !is_cpu_rng_at(*rng_)) set_cpu_rng_state(*rng_);
+  // As the autocast scopes of the front ends do: the outermost one empties the cast cache.
+  if (has_cast_scope_ && autocast::decrement_nesting() == 0) autocast::clear_cache();
+  autocast_.set();
+  no_inference_.reset();
+  c10::AutogradState::set_tls_state(autograd_);
+}
+
+}  // namespace remat

@@ -1,0 +1,62 @@
+#pragma once
+// The ambient state that a region's forward ran in, and its restoration around a recompute.
+
+#include <c10/core/AutogradState.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/SmallVector.h>
+
+#include <memory>
+#include <optional>
+
+#include "lib/cpu_rng.h"
+
+namespace remat {
+
+/// Autocast as LibTorch keeps it: per device type, and one cache flag.
+struct AutocastState {
+  struct Device {
+    c10::DeviceType type;
+    bool enabled;
+    c10::ScalarType dtype;
+  };
+  c10::SmallVector<Device, 2> devices;
+  bool cache_enabled = true;
+
+  static AutocastState now();
+  void set() const;
+  bool is_any_enabled() const;
+};
+
+/// Rule 11: what a recompute sees as forward saw it. Taken when a region begins.
+class Snapshot {
+ public:
+  static Snapshot take(bool with_rng);
+  /// The region's function has returned: forgets the random state if nothing was drawn.
+  void settle();
+
+ private:
+  friend class AmbientRestore;
+  AutocastState autocast_;
+  std::shared_ptr<const CpuRngState> rng_;
+  bool with_rng_ = false;
+};
+
+/// While alive the ambient state is the snapshot's; then exactly what it was before.
+class AmbientRestore {
+ public:
+  explicit AmbientRestore(const Snapshot& snapshot);
+  ~AmbientRestore();
+  AmbientRestore(const AmbientRestore&) = delete;
+  AmbientRestore& operator=(const AmbientRestore&) = delete;
+
+ private:
+  std::optional<c10::InferenceMode> no_inference_;
+  c10::AutogradState autograd_;
+  AutocastState autocast_;
+  std::shared_ptr<const CpuRngState> rng_;
+  bool has_cast_scope_;
+};
+
+}  // namespace remat

@@ -1,0 +1,481 @@
+// Rule 2: a region's tensor arguments are saved before its own hook is active, as its parent's saves.
+
+#include <ATen/core/Dict.h>
+#include <ATen/core/List.h>
+#include <torch/ordered_dict.h>
+
+#include <array>
+#include <map>
+#include <unordered_map>
+#include <variant>
+
+#include "tests/support/support.h"
+
+namespace {
+
+constexpr int64_t side = 128;
+constexpr int64_t tensor_bytes = side * side * 4;  // [bytes] of one float tensor (side, side)
+
+// ---- what a recompute gets -------------------------------------------------------------------
+
+TEST_CASE("an input that does not require grad comes back as the same object", "[rule-2][BEQ-06]") {
+  const Tensor x = leaf({3});
+  const Tensor constant = at::randn({3});
+  std::vector<const c10::TensorImpl*> seen;
+  const Tensor y = remat::checkpoint(
+      [&](const Tensor& a, const Tensor& b) {
+        seen.push_back(b.unsafeGetTensorImpl());
+        return (a * b).sin();
+      },
+      x, constant);
+  require_bit_equal(grad_of(y, {x}), grad_of((x * constant).sin(), {x}));
+  REQUIRE(seen.size() == 2);
+  CHECK(seen[0] == constant.unsafeGetTensorImpl());
+  CHECK(seen[1] == constant.unsafeGetTensorImpl());
+}
+
+TEST_CASE("an input that requires grad comes back as an alias without its history", "[rule-2]") {
+  const bool is_leaf = GENERATE(true, false);
+  CAPTURE(is_leaf);
+  const Tensor base = leaf({3, 4});
+  const Tensor x = is_leaf ? base : (base * 2).t();
+  struct Seen {
+    bool requires_grad, is_leaf, has_history;
+    const void* data;
+    int64_t version;
+    std::vector<int64_t> strides;
+  };
+  std::vector<Seen> seen;
+  const Tensor y = remat::checkpoint(
+      [&](const Tensor& t) {
+        const NodePtr history = is_leaf ? nullptr : base.sum().grad_fn();
+        bool reaches_base = false;
+        for (const NodePtr& node : nodes_below(t)) {
+          reaches_base = reaches_base || node->name().find("MulBackward") != std::string::npos;
+        }
+        seen.push_back({t.requires_grad(), t.is_leaf(), reaches_base, t.const_data_ptr(),
+                        t._version(), t.strides().vec()});
+        return t.sin();
+      },
+      x);
+  require_bit_equal(grad_of(y, {base}), grad_of(x.sin(), {base}));
+  REQUIRE(seen.size() == 2);
+  for (const Seen& s : seen) {
+    CHECK(s.requires_grad);
+    CHECK(s.is_leaf == is_leaf);
+    CHECK(s.data == x.const_data_ptr());
+    CHECK(s.version == x._version());
+    CHECK(s.strides == x.strides().vec());
+  }
+  CHECK(seen[0].has_history == !is_leaf);
+  CHECK_FALSE(seen[1].has_history);
+}
+
+TEST_CASE("an alias shares the version counter of the input it stands for", "[rule-2]") {
+  const Tensor x = leaf({3});
+  std::vector<int64_t> seen;
+  const Tensor y = remat::checkpoint(
+      [&](const Tensor& t) {
+        const int64_t before = t._version();
+        seen.push_back(before - x._version());
+        return t.sin();
+      },
+      x);
+  Tensor bumped = x.detach();
+  bumped.add_(0);
+  CHECK_THROWS_WITH(grad_of(y, {x}), contains("modified by an inplace operation"));
+  CHECK(seen == std::vector<int64_t>{0});
+}
+
+TEST_CASE("an input that is a non-contiguous, expanded or offset view comes back as it was",
+          "[rule-2]") {
+  const Tensor base = leaf({4, 6});
+  const Tensor column = leaf({4, 1});
+  const Tensor x = GENERATE_COPY(base.t(), base.slice(1, 1, 6, 2), column.expand({4, 6}),
+                                 base.narrow(0, 2, 2), base.select(1, 3));
+  std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t>> seen;
+  auto f = [&](const Tensor& t) {
+    seen.emplace_back(t.sizes().vec(), t.strides().vec(), t.storage_offset());
+    return t.sin().exp();
+  };
+  const Tensor& source = x.size(0) == 4 && x.dim() == 2 && x.stride(1) == 0 ? column : base;
+  const Tensors plain = grad_of(f(x), {source});
+  require_bit_equal(grad_of(remat::checkpoint(f, x), {source}), plain);
+  REQUIRE(seen.size() == 3);
+  CHECK(seen[1] == seen[0]);
+  CHECK(seen[2] == seen[0]);
+}
+
+TEST_CASE("every run gets fresh arguments, whatever the function does to them", "[rule-2]") {
+  const Tensor x = leaf({3}), z = leaf({3});
+  Calls calls;
+  auto f = [&](std::vector<Tensor>&& list, std::map<std::string, Tensor> named, std::string text) {
+    calls();
+    REQUIRE(list.size() == 2);
+    REQUIRE(named.size() == 1);
+    REQUIRE(text == "as given");
+    const std::vector<Tensor> taken = std::move(list);
+    const Tensor product = taken[0].sin() * taken[1].exp() * named.at("w");
+    list.clear();
+    named.clear();
+    text += ", and changed";
+    return product;
+  };
+  const std::map<std::string, Tensor> named{{"w", at::randn({3})}};
+  const Tensors plain = grad_of(f({x, z}, named, "as given"), {x, z});
+  calls.reset();
+  const Tensor y =
+      remat::checkpoint(f, std::vector<Tensor>{x, z}, named, std::string("as given"));
+  for (int i = 0; i < 3; ++i) {
+    require_bit_equal(grad_of(y, {x, z}, {.retain_graph = true}), plain);
+  }
+  CHECK(calls.count() == 4);
+}
+
+TEST_CASE("one tensor passed twice, and an output fed to a region again, are inputs like others",
+          "[rule-2][NEW-11]") {
+  const Tensor x = leaf({3, 3});
+  Calls calls;
+  auto f = counted(calls, [](const Tensor& a, const Tensor& b) { return a.mm(b).sin(); });
+  require_same_grads([&](const Tensor& t) { return f(t, t); },
+                     [&](const Tensor& t) { return remat::checkpoint(f, t, t); }, x);
+  require_same_grads(
+      [&](const Tensor& t) { return f(f(t, t), t); },
+      [&](const Tensor& t) {
+        const Tensor once = remat::checkpoint(f, t, t);
+        return remat::checkpoint(f, once, t);
+      },
+      x);
+  CHECK(calls.count() == 1 + 2 + 2 + 4);
+}
+
+// ---- versions --------------------------------------------------------------------------------
+
+TEST_CASE("an argument changed in place between forward and backward raises", "[rule-2][NEW-07]") {
+  const bool requires_grad = GENERATE(true, false);
+  CAPTURE(requires_grad);
+  const Tensor w = leaf({3});
+  Tensor x = at::randn({3}).requires_grad_(requires_grad);
+  Calls calls;
+  const Tensor y = remat::checkpoint(
+      counted(calls, [&](const Tensor& t) { return (t * w).sin(); }), x);
+  {
+    at::NoGradGuard no_grad;
+    x.add_(1);
+  }
+  CHECK_THROWS_WITH(grad_of(y, {w}, {.retain_graph = true}),
+                    contains("modified by an inplace operation"));
+  CHECK(calls.count() == 1);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+}
+
+TEST_CASE("an argument of a nested region that its parent recomputes may change between the passes",
+          "[rule-2][NEW-07]") {
+  const Tensor x = leaf({3});
+  Calls outer_calls, inner_calls;
+  Tensor kept;
+  const Tensor y = remat::checkpoint(
+      [&](const Tensor& t) {
+        outer_calls();
+        const Tensor h = t * 2;
+        if (!remat::is_recomputing()) kept = h;
+        return remat::checkpoint(counted(inner_calls, [](const Tensor& u) { return u.sin(); }), h);
+      },
+      x);
+  {
+    at::NoGradGuard no_grad;
+    kept.add_(5);
+  }
+  require_bit_equal(grad_of(y, {x}), grad_of((x * 2).sin(), {x}));
+  CHECK(outer_calls.count() == 2);
+  CHECK(inner_calls.count() >= 2);
+}
+
+TEST_CASE("a region that changes its input in place raises or gives the true gradient",
+          "[rule-2][rule-10]") {
+  // The recompute would change it a second time.
+  const bool early_stop = GENERATE(true, false);
+  const bool nested = GENERATE(true, false);
+  CAPTURE(early_stop, nested);
+  const remat::EarlyStopGuard guard(early_stop);
+  const Tensor x = leaf({3});
+  auto inner = [](Tensor t) {
+    t.mul_(3);
+    return t.sin();
+  };
+  const Tensors plain = grad_of(inner(x * 2), {x});
+  auto outer = [&](const Tensor& t) { return remat::checkpoint(inner, t * 2).exp(); };
+  const Tensors plain_nested = grad_of(inner(x * 2).exp(), {x});
+  const Tensor y = nested ? remat::checkpoint(outer, x) : remat::checkpoint(inner, x * 2);
+  Tensors grads;
+  try {
+    grads = grad_of(y, {x});
+  } catch (const c10::Error& e) {
+    CHECK_THAT(text_of(e), contains("modified by an inplace operation"));
+  }
+  if (!grads.empty()) require_bit_equal(grads, nested ? plain_nested : plain);
+}
+
+TEST_CASE("an input of a nested region that its parent changes in place later is never misread",
+          "[rule-2][rule-10][GUA-45]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const remat::EarlyStopGuard guard(early_stop);
+  const Tensor x = leaf({3});
+  const Tensor y = remat::checkpoint(
+      [](const Tensor& t) {
+        Tensor h = t * 2;
+        const Tensor s = remat::checkpoint([](const Tensor& u) { return u.sin(); }, h);
+        h.mul_(7);
+        return s + h.exp();
+      },
+      x);
+  Tensors grads;
+  try {
+    grads = grad_of(y, {x});
+  } catch (const c10::Error& e) {
+    CHECK_THAT(text_of(e), contains("modified by an inplace operation"));
+  }
+  if (!grads.empty()) {
+    const Tensor h = x * 2;
+    require_bit_equal(grads, grad_of(h.sin() + (h * 7).exp(), {x}));
+  }
+}
+
+// ---- what an input keeps alive ----------------------------------------------------------------
+
+TEST_CASE("a region keeps its input's bytes but not the graph above it", "[rule-2]") {
+  const Tensor x = leaf({side, side}), w = leaf({side, side});
+  LiveBytes bytes;
+  Tensor h = x.exp();
+  const WeakGraph above(Tensors{h});
+  const Tensor y =
+      remat::checkpoint([&](const Tensor& t) { return (t.detach() * w).sin(); }, h);
+  const Tensor expected = h.detach();
+  h = Tensor();
+  CHECK(above.alive() == 0);
+  CHECK(bytes.held() == 2 * tensor_bytes);  // the input and the output
+  require_bit_equal(grad_of(y, {w}), grad_of((expected * w).sin(), {w}));
+}
+
+TEST_CASE("a long chain of regions that use their input detached keeps no graph and dies flat",
+          "[rule-2][rule-13]") {
+  constexpr int length = 50000;
+  const Tensor w = leaf_of(1.0);
+  Tensor t = leaf_of(1.0);
+  Counted done;
+  for (int i = 0; i < length; ++i) {
+    t = remat::checkpoint([&](const Tensor& u) { return u.detach() * w; }, t);
+  }
+  CHECK(done.now().frames_created == length);
+  CHECK(remat::counters().frames_alive == 1);
+  require_bit_equal(grad_of(t * 2, {w}), {at::scalar_tensor(2.0)});
+  t = Tensor();
+  CHECK(remat::counters().frames_alive == 0);
+}
+
+// ---- nested regions keep nothing of their inputs -------------------------------------------------
+
+struct Pair {
+  Tensor first, second;
+  int tag = 0;
+};
+template <class Visitor>
+void visit_tensors(Pair& pair, Visitor&& visit) {
+  visit(pair.first);
+  visit(pair.second);
+}
+
+struct Opaque {
+  Tensor hidden;
+};
+
+/// [bytes] held after forward by four regions in one, each fed through `wrap`; checks the grads.
+template <class Wrap, class Unwrap>
+int64_t held_by_nested(Wrap wrap, Unwrap unwrap) {
+  const Tensor x = leaf({side, side});
+  Calls outer_calls;
+  auto chain = [&](Tensor t, bool nest) {
+    for (int i = 0; i < 4; ++i) {
+      auto inner = [unwrap](auto value) { return unwrap(value).sin(); };
+      t = nest ? remat::checkpoint(inner, wrap(t)) : inner(wrap(t));
+    }
+    return t;
+  };
+  const Tensors plain = grad_of(chain(x, false), {x});
+  LiveBytes bytes;
+  const Tensor y =
+      remat::checkpoint(counted(outer_calls, [&](const Tensor& t) { return chain(t, true); }), x);
+  const int64_t held = bytes.held();
+  require_bit_equal(grad_of(y, {x}), plain);
+  CHECK(outer_calls.count() == 2);
+  return held - tensor_bytes;  // without the output
+}
+
+TEST_CASE("nested regions keep none of the tensors in their arguments", "[rule-2][GUA-25]") {
+  using Key = std::string;
+  CHECK(held_by_nested([](Tensor t) { return t; }, [](Tensor t) { return t; }) == 0);
+  CHECK(held_by_nested([](Tensor t) { return std::vector<Tensor>{t, t}; },
+                       [](const auto& v) { return v[0] + v[1]; }) == 0);
+  CHECK(held_by_nested([](Tensor t) { return std::optional<Tensor>(t); },
+                       [](const auto& v) { return *v; }) == 0);
+  CHECK(held_by_nested([](Tensor t) { return std::array<Tensor, 2>{t, t}; },
+                       [](const auto& v) { return v[0] * v[1]; }) == 0);
+  CHECK(held_by_nested([](Tensor t) { return std::tuple(1, t, std::pair(t, 2.0)); },
+                       [](const auto& v) {
+                         return std::get<1>(v) + std::get<2>(v).first * std::get<2>(v).second;
+                       }) == 0);
+  CHECK(held_by_nested([](Tensor t) { return std::map<Key, Tensor>{{"a", t}, {"b", t}}; },
+                       [](const auto& v) { return v.at("a") + v.at("b"); }) == 0);
+  CHECK(held_by_nested([](Tensor t) { return std::unordered_map<Key, Tensor>{{"a", t}, {"b", t}}; },
+                       [](const auto& v) { return v.at("a") * v.at("b"); }) == 0);
+  CHECK(held_by_nested(
+            [](Tensor t) {
+              return std::map<int, std::vector<std::optional<Tensor>>>{{1, {t, std::nullopt}}};
+            },
+            [](const auto& v) { return *v.at(1)[0]; }) == 0);
+  CHECK(held_by_nested([](Tensor t) { return std::variant<int, Tensor>(t); },
+                       [](const auto& v) { return std::get<Tensor>(v); }) == 0);
+  CHECK(held_by_nested([](Tensor t) { return Pair{t, t, 3}; },
+                       [](const Pair& v) { return v.first + v.second * v.tag; }) == 0);
+  CHECK(held_by_nested([](Tensor t) { return std::vector<Pair>{{t, t, 3}}; },
+                       [](const auto& v) { return v[0].first + v[0].second * v[0].tag; }) == 0);
+}
+
+TEST_CASE("nested regions keep none of the tensors in LibTorch's handles", "[rule-2][GUA-25]") {
+  using Key = std::string;
+  CHECK(held_by_nested([](Tensor t) { return c10::List<Tensor>({t, t}); },
+                       [](const auto& v) { return v.get(0) + v.get(1); }) == 0);
+  CHECK(held_by_nested(
+            [](Tensor t) {
+              c10::Dict<Key, Tensor> dict;
+              dict.insert("a", t);
+              dict.insert("b", t);
+              return dict;
+            },
+            [](const auto& v) { return v.at("a") * v.at("b"); }) == 0);
+  CHECK(held_by_nested(
+            [](Tensor t) {
+              torch::OrderedDict<Key, Tensor> dict;
+              dict.insert("a", t);
+              return dict;
+            },
+            [](const auto& v) { return v["a"]; }) == 0);
+}
+
+TEST_CASE("a tensor hidden in an opaque argument is copied, works, and stays alive",
+          "[rule-2][KW-10]") {
+  CHECK(held_by_nested([](Tensor t) { return Opaque{t}; },
+                       [](const Opaque& v) { return v.hidden; }) > 0);
+}
+
+TEST_CASE("parents recompute first, outermost first, each once", "[rule-2]") {
+  std::vector<std::string> log;
+  auto note = [&](const std::string& name) {
+    if (remat::current_phase().phase == remat::Phase::Recompute) log.push_back(name);
+  };
+  const Tensor x = leaf({3});
+  Counted done;
+  const Tensor y = remat::checkpoint(
+      {.name = "outer"},
+      [&](const Tensor& a) {
+        note("outer");
+        return remat::checkpoint(
+            {.name = "middle"},
+            [&](const Tensor& b) {
+              note("middle");
+              return remat::checkpoint(
+                  {.name = "inner"},
+                  [&](const Tensor& c) {
+                    note("inner");
+                    return c.sin();
+                  },
+                  b * 3);
+            },
+            a * 2);
+      },
+      x);
+  require_bit_equal(grad_of(y, {x}), grad_of(((x * 2) * 3).sin(), {x}));
+  CHECK(log == std::vector<std::string>{"outer", "middle", "inner"});
+  CHECK(done.now().recomputes == 3);
+}
+
+// ---- order of tensors in containers -------------------------------------------------------------
+
+TEST_CASE("the tensors of a hash map come back under their own keys", "[rule-2][KW-02]") {
+  constexpr int count = 60;
+  std::unordered_map<std::string, Tensor> named;
+  c10::Dict<std::string, Tensor> dict;
+  Tensors leaves;
+  for (int i = 0; i < count; ++i) {
+    const std::string key = "tensor " + std::to_string(i * 7919 % 1000);
+    leaves.push_back(leaf({i % 5 + 1}));
+    named.insert({key, leaves.back()});
+    dict.insert(key, leaves.back());
+  }
+  named.rehash(512);
+  // The factor of each tensor depends on its key: a permutation of equal shapes would show.
+  auto f = [](const std::unordered_map<std::string, Tensor>& map,
+              const c10::Dict<std::string, Tensor>& handle) {
+    Tensor sum = at::zeros({});
+    for (int i = 0; i < count; ++i) {
+      const std::string key = "tensor " + std::to_string(i * 7919 % 1000);
+      sum = sum + (map.at(key).sin() * (i + 1) + handle.at(key).exp() * at::scalar_tensor(i)).sum();
+    }
+    return sum;
+  };
+  Calls calls;
+  const Tensors plain = grad_of(f(named, dict), leaves);
+  const Tensor y = remat::checkpoint(counted(calls, f), named, dict);
+  named.clear();
+  dict.clear();
+  for (int i = 0; i < 2; ++i) {
+    require_bit_equal(grad_of(y, leaves, {.retain_graph = true}), plain);
+  }
+  CHECK(calls.count() == 3);
+}
+
+TEST_CASE("a handle argument changed by its owner after forward does not change the recompute",
+          "[rule-2]") {
+  const Tensor x = leaf({3}), other = leaf({3});
+  c10::List<Tensor> list({x, x});
+  const Tensor y =
+      remat::checkpoint([](const c10::List<Tensor>& v) { return v.get(0).sin() * v.get(1); }, list);
+  list.set(0, other);
+  list.push_back(other);
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin() * x, {x}));
+}
+
+TEST_CASE("undefined and absent tensors among the arguments stay what they are", "[rule-2][KW-03]") {
+  const Tensor x = leaf({3});
+  Calls calls;
+  auto f = counted(calls, [](const Tensor& t, const Tensor& none, const std::optional<Tensor>& gone,
+                             const std::vector<Tensor>& list) {
+    REQUIRE(t.defined());
+    REQUIRE_FALSE(none.defined());
+    REQUIRE_FALSE(gone.has_value());
+    REQUIRE(list.size() == 3);
+    REQUIRE_FALSE(list[0].defined());
+    REQUIRE_FALSE(list[2].defined());
+    return t.sin() * list[1];
+  });
+  const Tensor y = remat::checkpoint(f, x, Tensor(), std::optional<Tensor>(),
+                                     std::vector<Tensor>{Tensor(), x, Tensor()});
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin() * x, {x}));
+  CHECK(calls.count() == 2);
+}
+
+TEST_CASE("a tensor passed by std::ref is the caller's own, not an input", "[rule-2]") {
+  Tensor x = leaf({side, side});
+  std::vector<const Tensor*> seen;
+  const Tensor y = remat::checkpoint(
+      [&](const Tensor& t) {
+        seen.push_back(&t);
+        return t.sin();
+      },
+      std::ref(x));
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin(), {x}));
+  CHECK(seen == std::vector<const Tensor*>{&x, &x});
+}
+
+}  // namespace

@@ -1,0 +1,449 @@
+// Rule 6: backward inside a region, inside backward, in part, repeated, and to any order.
+
+#include "tests/support/support.h"
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Map = std::function<Tensor(const Tensor&)>;
+
+Map c(Map f) {
+  return [f = std::move(f)](const Tensor& x) { return remat::checkpoint(f, x); };
+}
+/// d f(x) / d x as a differentiable map.
+Map grad(Map f) {
+  return [f = std::move(f)](const Tensor& x) {
+    return torch::autograd::grad({f(x).sum()}, {x}, {}, std::nullopt, /*create_graph=*/true)[0];
+  };
+}
+Tensor sin_exp_sin(const Tensor& x) { return x.sin().exp().sin(); }
+
+void require_close(const Tensor& actual, const Tensor& expected) {
+  INFO("actual:\n" << actual << "\nexpected:\n" << expected);
+  REQUIRE(at::allclose(actual, expected, 1e-9, 1e-12));
+}
+
+// ---- create_graph inside a region -----------------------------------------------------------------
+
+TEST_CASE("gradients taken inside regions, and of regions, equal plain ones to third order",
+          "[rule-6][NST-01][BIC-02]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const remat::EarlyStopGuard guard(early_stop);
+  const Map f = sin_exp_sin;
+  const Tensor x = leaf_of(0.7, at::kDouble);
+  const Tensor zeroth = f(x), first = grad(f)(x), second = grad(grad(f))(x);
+  struct Case {
+    const char* name;
+    Map map;
+    const Tensor& expected;
+  };
+  const std::vector<Case> cases{
+      {"c(f)", c(f), zeroth},
+      {"c(c(f))", c(c(f)), zeroth},
+      {"c(c(c(f)))", c(c(c(f))), zeroth},
+      {"grad(c(f))", grad(c(f)), first},
+      {"grad(c(c(f)))", grad(c(c(f))), first},
+      {"c(grad(f))", c(grad(f)), first},
+      {"c(grad(c(f)))", c(grad(c(f))), first},
+      {"grad(c(grad(f)))", grad(c(grad(f))), second},
+      {"c(grad(grad(c(f))))", c(grad(grad(c(f)))), second},
+      {"c(grad(c(grad(c(f)))))", c(grad(c(grad(c(f))))), second},
+      {"grad(c(grad(c(f))))", grad(c(grad(c(f)))), second},
+      {"grad(grad(c(f)))", grad(grad(c(f))), second},
+  };
+  for (const Case& each : cases) {
+    INFO(each.name);
+    require_close(each.map(x), each.expected);
+    // One order more, through the whole composition.
+    const Tensor next = each.expected.is_same(zeroth)  ? first
+                        : each.expected.is_same(first) ? second
+                                                       : grad(grad(grad(f)))(x);
+    require_close(grad(each.map)(x), next);
+  }
+  const Tensor third = grad(grad(grad(f)))(x);
+  require_close(grad(c(grad(grad(c(f)))))(x), third);
+  require_close(grad(c(grad(c(grad(c(f))))))(x), third);
+  CHECK(remat::counters().frames_alive == 0);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+}
+
+struct Product : torch::autograd::Function<Product> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
+    const Tensor y = at::prod(x);
+    ctx->save_for_backward({x, y});
+    return y;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    return {grads[0] * saved[1] / saved[0]};
+  }
+};
+
+TEST_CASE("inside a region a gradient can be taken of a gradient twice", "[rule-6][BIC-04]") {
+  const bool custom = GENERATE(true, false);
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(custom, early_stop);
+  auto product = [custom](const Tensor& t) { return custom ? Product::apply(t) : at::prod(t); };
+  const Tensor x = (at::rand({4}, at::kDouble) + 0.5).requires_grad_();
+  Calls calls;
+  auto f = counted(calls, [&](const Tensor& t) {
+    const Tensor g = torch::autograd::grad({product(t)}, {t}, {}, true, true)[0];
+    const Tensor once = torch::autograd::grad({g.sum()}, {t}, {}, true, true)[0];
+    const Tensor again = torch::autograd::grad({g.sum()}, {t}, {}, true, true)[0];
+    REQUIRE(at::equal(once, again));
+    return once * g;
+  });
+  const Tensor y = remat::checkpoint({.early_stop = early_stop}, f, x);
+  const Tensor plain = f(x);
+  require_bit_equal({y}, {plain});
+  require_close(grad_of(y, {x}, {.retain_graph = true})[0], grad_of(plain, {x})[0]);
+  require_close(grad_of(y, {x})[0], grad_of(f(x), {x})[0]);
+}
+
+TEST_CASE("a second-order gradient through a region of matrices equals plain",
+          "[rule-6][NEW-12]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({4, 5}), w = leaf({5, 3});
+  Calls calls;
+  auto f = counted(calls, [](const Tensor& t, const Tensor& u) {
+    return at::softmax(t.mm(u).tanh(), 1).exp();
+  });
+  auto second_order = [&](const Tensor& y) {
+    const Tensors first = grad_of(y, {x, w}, {.create_graph = true});
+    return grad_of((first[0].sin().sum() + first[1].exp().sum()), {x, w});
+  };
+  const Tensors plain = second_order(f(x, w));
+  calls.reset();
+  const Tensors grads = second_order(remat::checkpoint({.early_stop = early_stop}, f, x, w));
+  for (size_t i = 0; i < plain.size(); ++i) REQUIRE(at::allclose(grads[i], plain[i], 1e-5, 1e-7));
+  CHECK(calls.count() == 3);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+}
+
+TEST_CASE("a Function that saves input and output can be differentiated twice inside a region",
+          "[rule-6][MUL-08]") {
+  struct Square : torch::autograd::Function<Square> {
+    static Tensor forward(AutogradContext* ctx, const Tensor& x) {
+      const Tensor y = x * x;
+      ctx->save_for_backward({x, y});
+      return y;
+    }
+    static variable_list backward(AutogradContext* ctx, variable_list grads) {
+      const variable_list saved = ctx->get_saved_variables();
+      return {grads[0] * 2 * saved[0] + 0 * saved[1]};
+    }
+  };
+  const Tensor x = leaf({3}, at::kDouble);
+  auto f = [](const Tensor& t) {
+    const Tensor g = grad_of(Square::apply(t), {t}, {.create_graph = true})[0];
+    return grad_of(g, {t}, {.create_graph = true})[0] + g * 0 + t * t;
+  };
+  const Tensors plain = grad_of(f(x), {x});
+  Calls calls;
+  const Tensor y = remat::checkpoint(counted(calls, f), x);
+  require_close(grad_of(y, {x})[0], plain[0]);
+}
+
+// ---- backward inside a region that frees what it used --------------------------------------------
+
+TEST_CASE("a gradient taken inside a region without retain_graph leaves dead slots behind",
+          "[rule-6][rule-1]") {
+  const bool early_stop = GENERATE(true, false);
+  const bool frees_early = GENERATE(true, false);
+  CAPTURE(early_stop, frees_early);
+  const Tensor x = leaf({4});
+  Calls calls;
+  auto f = counted(calls, [frees_early](const Tensor& t) {
+    const Tensor before = frees_early ? t : t.tanh();
+    const Tensor g = grad_of(t.sin().exp(), {t})[0];  // frees its graph
+    return (before * g).cos();
+  });
+  const Tensors plain = grad_of(f(x), {x});
+  calls.reset();
+  Counted done;
+  const Tensor y = remat::checkpoint({.early_stop = early_stop}, f, x);
+  CHECK(done.now().recomputes == 1);  // for the gradient inside the first run
+  CHECK(calls.count() == 2);
+  require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+  CHECK(done.now().recomputes == 2);  // the gradient inside the recompute needed none
+  CHECK(calls.count() == 3);
+  require_bit_equal(grad_of(y, {x}), plain);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+}
+
+TEST_CASE("a second backward inside a region asks for retain_graph as plain execution does",
+          "[rule-6][MUL-07]") {
+  const Tensor x = leaf({3});
+  auto twice = [](Map inner, std::optional<bool> retain) {
+    return [inner, retain](const Tensor& t) {
+      const Tensor y = inner(t);
+      const Tensor first = grad_of(y, {t}, {.retain_graph = retain})[0];
+      return t.sin() * (first + grad_of(y, {t}, {.retain_graph = retain})[0]);
+    };
+  };
+  SECTION("when tensors were saved, without retain_graph") {
+    try {
+      remat::checkpoint(twice([](const Tensor& t) { return t.sin().exp(); }, std::nullopt), x);
+      FAIL("nothing was thrown");
+    } catch (const remat::CheckpointError& e) {
+      FAIL("a CheckpointError: " << e.what());
+    } catch (const c10::Error& e) {
+      CHECK_THAT(text_of(e), contains("Specify retain_graph=True"));
+    }
+    CHECK(remat::counters().frames_alive == 0);
+  }
+  SECTION("with retain_graph it works") {
+    const Map f = twice([](const Tensor& t) { return t.sin().exp(); }, true);
+    require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), grad_of(f(x), {x}));
+  }
+  SECTION("when nothing was saved it works") {
+    const Map f = twice([](const Tensor& t) { return t + t; }, std::nullopt);
+    require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), grad_of(f(x), {x}));
+  }
+}
+
+TEST_CASE("a gradient step inside a region is differentiated as plain execution does",
+          "[rule-6]") {
+  // Meta-learning: two unrolled steps on a weight, each a gradient with create_graph.
+  const Tensor w = leaf({4, 4}, at::kDouble), x = leaf({3, 4}, at::kDouble);
+  auto step = [](const Tensor& weight, const Tensor& data) {
+    const Tensor loss = data.mm(weight).tanh().pow(2).sum();
+    return weight - 0.1 * grad_of(loss, {weight}, {.create_graph = true})[0];
+  };
+  auto plain = [&](const Tensor& weight, const Tensor& data) {
+    return step(step(weight, data), data);
+  };
+  const Tensors expected = grad_of(plain(w, x), {w, x});
+  Calls calls;
+  const Tensor each = remat::checkpoint(
+      counted(calls, step), remat::checkpoint(counted(calls, step), w, x), x);
+  const Tensors grads = grad_of(each, {w, x});
+  const Tensors whole = grad_of(remat::checkpoint(plain, w, x), {w, x});
+  const Tensors nested = grad_of(
+      remat::checkpoint(
+          [&](const Tensor& weight, const Tensor& data) {
+            return remat::checkpoint(step, remat::checkpoint(step, weight, data), data);
+          },
+          w, x),
+      {w, x});
+  for (size_t i = 0; i < 2; ++i) {
+    require_close(grads[i], expected[i]);
+    require_close(whole[i], expected[i]);
+    require_close(nested[i], expected[i]);
+  }
+}
+
+// ---- several backward calls over one region ---------------------------------------------------------
+
+TEST_CASE("the outputs of a region can be differentiated one after the other",
+          "[rule-6][MUL-09]") {
+  const Tensor x = leaf({3});
+  Calls calls;
+  auto f = [](const Tensor& t) {
+    const Tensor h = t.sin();
+    return std::tuple(h.exp(), h.cos(), h * t);
+  };
+  Tensors plain;
+  {
+    const auto [a, b, d] = f(x);
+    plain = {grad_of(a, {x}, {.retain_graph = true})[0], grad_of(b, {x}, {.retain_graph = true})[0],
+             grad_of(d, {x})[0]};
+  }
+  Counted done;
+  const auto [a, b, d] = remat::checkpoint(counted(calls, f), x);
+  require_bit_equal(grad_of(a, {x}, {.retain_graph = true}), {plain[0]});
+  require_bit_equal(grad_of(b, {x}, {.retain_graph = true}), {plain[1]});
+  require_bit_equal(grad_of(d, {x}), {plain[2]});
+  CHECK(calls.count() == 4);
+  CHECK(done.now().recomputes == 3);
+  CHECK_THROWS_WITH(grad_of(a, {x}), contains("Trying to backward through the graph a second time"));
+  CHECK(calls.count() == 4);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+}
+
+TEST_CASE("gradients for some inputs only are right, whatever is asked and in any order",
+          "[rule-6][NEW-14]") {
+  Tensors leaves;
+  for (int i = 0; i < 4; ++i) leaves.push_back(leaf({3, 3}));
+  auto f = [](const Tensors& t) {
+    return t[0].mm(t[1]).sin().mm(t[2].exp()) * at::softmax(t[3], 0) * t[0];
+  };
+  const Tensors plain = grad_of(f(leaves), leaves);
+  Calls calls;
+  const Tensor y = remat::checkpoint(counted(calls, f), leaves);
+  int64_t backwards = 0;
+  for (unsigned mask = 1; mask < 16; ++mask) {
+    Tensors asked, expected;
+    for (unsigned i = 0; i < 4; ++i) {
+      if (mask >> i & 1) {
+        asked.insert(asked.begin(), leaves[i]);
+        expected.insert(expected.begin(), plain[i]);
+      }
+    }
+    require_bit_equal(grad_of(y, asked, {.retain_graph = true}), expected);
+    CHECK(calls.count() == 1 + ++backwards);
+    CHECK(remat::counters().recomputed_bytes_alive == 0);
+  }
+}
+
+// ---- backward inside backward ---------------------------------------------------------------------
+
+/// The identity; its backward runs a function first.
+struct InBackward : torch::autograd::Function<InBackward> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const std::function<void()>* run) {
+    ctx->saved_data["run"] = reinterpret_cast<int64_t>(run);
+    return x.view_as(x);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto* run =
+        reinterpret_cast<const std::function<void()>*>(ctx->saved_data["run"].toInt());
+    if (*run) (*run)();
+    return {grads[0], Tensor()};
+  }
+};
+
+TEST_CASE("a backward inside a backward over the same region recomputes for itself",
+          "[rule-6][rule-7]") {
+  const Tensor x = leaf({3});
+  Calls calls;
+  std::function<void()> in_backward;
+  auto f = counted(calls, [&](const Tensor& t) {
+    return InBackward::apply(t.sin().exp(), &in_backward).cos().sin();
+  });
+  const Tensors plain = grad_of(x.sin().exp().cos().sin(), {x});
+  Counted done;
+  const Tensor y = remat::checkpoint(f, x);
+  int depth = 0;
+  Tensors inner;
+  in_backward = [&] {
+    if (depth == 2) return;
+    ++depth;  // the task below has read two of its four slots when the next one starts
+    inner.push_back(grad_of(y, {x}, {.retain_graph = true})[0]);
+  };
+  require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+  require_bit_equal(inner, {plain[0], plain[0]});
+  CHECK(done.now().recomputes == 3);
+  CHECK(calls.count() == 4);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+}
+
+TEST_CASE("a recompute that runs a backward over its own region gets another recompute",
+          "[rule-6][rule-7]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({3});
+  Tensor y;
+  Calls calls;
+  bool entered = false;
+  Tensors inner;
+  const Tensors plain = grad_of(x.sin().exp(), {x});
+  y = remat::checkpoint({.early_stop = early_stop},
+                        [&](const Tensor& t) {
+                          calls();
+                          const Tensor h = t.sin();
+                          if (remat::is_recomputing() && !entered) {
+                            entered = true;
+                            inner = grad_of(y, {x}, {.retain_graph = true});
+                          }
+                          return h.exp();
+                        },
+                        x);
+  require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+  require_bit_equal(inner, plain);
+  CHECK(calls.count() == 3);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+}
+
+/// The identity; its backward runs a backward over another of its kind, `depth` deep, and at the
+/// bottom a function with grad mode on.
+struct Nest : torch::autograd::Function<Nest> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t depth,
+                        const std::function<void()>* bottom) {
+    ctx->saved_data["depth"] = depth;
+    ctx->saved_data["bottom"] = reinterpret_cast<int64_t>(bottom);
+    return x.view_as(x);
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const int64_t depth = ctx->saved_data["depth"].toInt();
+    const auto* bottom =
+        reinterpret_cast<const std::function<void()>*>(ctx->saved_data["bottom"].toInt());
+    const at::AutoGradMode grad_mode(true);
+    if (depth == 0) {
+      (*bottom)();
+    } else {
+      const Tensor next = at::ones({1}).requires_grad_();
+      grad_of(Nest::apply(next, depth - 1, bottom), {next});
+    }
+    return {grads[0], Tensor(), Tensor()};
+  }
+};
+
+TEST_CASE("a stop that falls into backward calls nested in the region lets them finish",
+          "[rule-6][rule-5]") {
+  const int64_t depth = GENERATE(as<int64_t>{}, 0, 10, 80, 131);
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(depth, early_stop);
+  const Tensor x = leaf({100000});
+  Calls calls;
+  auto f = counted(calls, [depth](const Tensor& t) {
+    const Tensor h = t.exp();
+    Tensor deep;
+    const std::function<void()> bottom = [&] { deep = h.sin(); };  // the last save of the region
+    const Tensor start = at::ones({1}).requires_grad_();
+    grad_of(Nest::apply(start, depth, &bottom), {start});
+    return deep;
+  });
+  const Tensors plain = grad_of(x.exp().sin(), {x});
+  Counted done;
+  const Tensor y = remat::checkpoint({.early_stop = early_stop}, f, x);
+  CHECK(done.now().tensors_dropped == 2);
+  for (int i = 1; i <= 2; ++i) {
+    require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+    CHECK(calls.count() == 1 + i);
+  }
+}
+
+TEST_CASE("a region is recomputed on whatever thread a deeply nested backward runs",
+          "[rule-6][NEW-01]") {
+  const int64_t depth = GENERATE(as<int64_t>{}, 0, 80, 131);
+  CAPTURE(depth);
+  const Tensor x = leaf({3});
+  Calls calls;
+  const Tensor y = remat::checkpoint(
+      counted(calls, [](const Tensor& t) { return at::dropout(t.sin().exp(), 0.5, true) * t; }), x);
+  const Tensors at_top = grad_of(y, {x}, {.retain_graph = true});
+  const Tensor before = generator_state();
+  Tensors deep;
+  const std::function<void()> bottom = [&] {
+    deep = grad_of(y, {x}, {.retain_graph = true});
+    if (remat::current_phase().phase != remat::Phase::None) deep.clear();
+  };
+  const Tensor start = at::ones({1}).requires_grad_();
+  grad_of(Nest::apply(start, depth, &bottom), {start});
+  require_bit_equal(deep, at_top);
+  CHECK(calls.count() == 3);
+  CHECK(at::equal(generator_state(), before));
+}
+
+TEST_CASE("a backward inside a region over a graph that a nested region built", "[rule-6]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const remat::EarlyStopGuard guard(early_stop);
+  const Tensor x = leaf({3}, at::kDouble);
+  auto f = [](const Tensor& t, bool nest) {
+    auto inner = [](const Tensor& u) { return u.sin().exp(); };
+    const Tensor h = nest ? remat::checkpoint(inner, t) : inner(t);
+    const Tensor g = grad_of(h, {t}, {.retain_graph = true})[0];
+    return h * g.detach() + grad_of(h, {t}, {.create_graph = true})[0].cos();
+  };
+  const Tensors plain = grad_of(f(x, false), {x});
+  const Tensor y = remat::checkpoint([&](const Tensor& t) { return f(t, true); }, x);
+  require_close(y, f(x, false));
+  for (int i = 0; i < 2; ++i) require_close(grad_of(y, {x}, {.retain_graph = true})[0], plain[0]);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+}
+
+}  // namespace

@@ -1,0 +1,71 @@
+// Runs the tests, and fails any case that leaves a frame, a hook or a byte behind.
+
+#if __has_include(<catch2/catch_all.hpp>)
+#include <catch2/catch_all.hpp>
+#else
+#define CATCH_CONFIG_RUNNER
+#endif
+
+#include <ATen/Parallel.h>
+
+#include <iostream>
+
+#include "tests/support/support.h"
+
+namespace {
+
+int cases_with_leftovers = 0;
+
+#if REMAT_TEST_CATCH3
+using ListenerBase = Catch::EventListenerBase;
+const Catch::TestCaseInfo& info_of(const Catch::TestCaseStats& stats) { return *stats.testInfo; }
+#else
+using ListenerBase = Catch::TestEventListenerBase;
+const Catch::TestCaseInfo& info_of(const Catch::TestCaseStats& stats) { return stats.testInfo; }
+#endif
+
+// Assertions are not allowed in a listener, so it keeps its own count of failures.
+class LeftoverListener : public ListenerBase {
+ public:
+  using ListenerBase::ListenerBase;
+
+  void testCaseStarting(const Catch::TestCaseInfo&) override { before_ = baseline(); }
+
+  void testCaseEnded(const Catch::TestCaseStats& stats) override {
+    const Catch::TestCaseInfo& info = info_of(stats);
+    if (info.tagsAsString().find("[leaves-bytes]") != std::string::npos) {
+      before_.live_bytes = baseline().live_bytes;
+    }
+    const std::vector<std::string> found = leftovers(before_);
+    if (found.empty()) return;
+    ++cases_with_leftovers;
+    std::cerr << "\nLEFT BEHIND by \"" << info.name << "\":";
+    for (const std::string& what : found) std::cerr << "\n  " << what;
+    std::cerr << '\n';
+  }
+
+ private:
+  Baseline before_;
+};
+
+// What LibTorch allocates once per process would otherwise count against the first test.
+void warm_up() {
+  const Tensor x = leaf({4, 4});
+  at::dropout(x.mm(x).exp(), 0.5, true).sum().backward();
+}
+
+}  // namespace
+
+CATCH_REGISTER_LISTENER(LeftoverListener)
+
+int main(int argc, char** argv) {
+  // One thread: bit-equal sums, and no worker of a pool holds memory after a test.
+  at::set_num_threads(1);
+  baseline();  // starts the byte counter before the first tensor
+  warm_up();
+  const int failures = Catch::Session().run(argc, argv);
+  if (cases_with_leftovers > 0) {
+    std::cerr << cases_with_leftovers << " test cases left something behind\n";
+  }
+  return failures != 0 ? failures : (cases_with_leftovers != 0 ? 1 : 0);
+}

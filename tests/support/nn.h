@@ -1,0 +1,13 @@
+#pragma once
+// support.h and torch::nn, for the tests that need modules.
+
+#include <torch/nn.h>
+
+#include "tests/support/support.h"
+
+namespace remat::testing {
+
+/// The parameters of a module, for `require_same_grads`.
+inline Parameters parameters_of(const torch::nn::Module& module) { return {module.parameters()}; }
+
+}  // namespace remat::testing

@@ -1,0 +1,394 @@
+#pragma once
+// The one header a test file needs: Catch2, tensors, autograd, remat, and the tools below.
+//
+//   leaf({2, 2})                       a random leaf that requires grad
+//   grad_of(y, {x}, {.create_graph})   torch::autograd::grad of y with grad ones
+//   require_same_grads(plain, checkpointed, x, y)
+//                                      runs both on copies of x, y from one seed and requires
+//                                      bit-equal outputs, `requires_grad`s, input and parameter
+//                                      grads, and CPU generator states
+//   Calls calls; ... calls(); ... calls.count()            how often a region's function ran
+//   ExpectedCalls once(1, "unpack"); ... once();           checks itself when it dies
+//   Alive alive; auto probe = alive.probe(); alive.count() instances of probe; checks 0 at its end
+//   LiveBytes bytes; ... bytes.held(), bytes.peak()        exact tensor bytes since it was made
+//   OpCounter ops; ... ops.count("aten::sin")              operator calls (also those cut short)
+//   KernelCounter kernels; ... kernels.count("sin")        CPU kernels that really ran
+//   graph_dies(f), nodes_below(y), WeakGraph               weak references to graph nodes
+//   contains("text"), error_of<T>(f)                       what an error says, the error itself
+//   Seed seed(7);                      seeds the CPU generator, reports it with a failure, restores
+//   leftovers(), Baseline              what a test may not leave behind; main.cpp asks after each
+//
+// Not here, because they cost compile time: saved_tensors.h (reads saved tensors of nodes),
+// nn.h (torch::nn). Tags: a case tagged [leaves-bytes] may leave tensor bytes behind.
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+// LibTorch's logging defines a CHECK of its own, which ends the process. Catch2 comes after it.
+#undef CHECK
+#if __has_include(<catch2/catch_all.hpp>)
+#include <catch2/catch_all.hpp>
+#define REMAT_TEST_CATCH3 1
+#else
+#include <catch2/catch.hpp>
+#define REMAT_TEST_CATCH3 0
+#endif
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "remat/remat.h"
+
+namespace remat::testing {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+// ---- tensors and gradients -------------------------------------------------------------------
+
+/// A leaf of standard normal numbers that requires grad (`float` unless said otherwise).
+Tensor leaf(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
+/// A leaf with these values that requires grad; 0-d for one value in no list.
+Tensor leaf_of(double value, at::ScalarType dtype = at::kFloat);
+/// A fresh leaf with the values, strides and `requires_grad` of `like`.
+Tensor copy_of(const Tensor& like);
+
+struct GradOptions {
+  std::optional<bool> retain_graph{};
+  bool create_graph = false;
+  bool allow_unused = false;
+};
+
+/// d sum(y) / d inputs, by `torch::autograd::grad` with ones as the outer gradient.
+Tensors grad_of(const Tensor& y, const Tensors& inputs, GradOptions options = {});
+
+/// Equal dtype, sizes, layout and elements; equal NaNs count as equal; undefined equals undefined.
+bool bit_equal(const Tensor& a, const Tensor& b);
+void require_bit_equal(const Tensors& actual, const Tensors& expected);
+
+/// All that one run of a program leaves to be compared.
+struct Outcome {
+  Tensors outputs;
+  std::vector<bool> outputs_require_grad;
+  Tensors input_grads, parameter_grads;
+  Tensor generator_state;
+};
+
+/// Leaves whose grads are compared too: captured by the function, not passed to it.
+struct Parameters {
+  Tensors tensors;
+};
+
+namespace detail {
+
+inline void collect_tensors(Tensors& into, const Tensor& value) { into.push_back(value); }
+inline void collect_tensors(Tensors& into, const Tensors& values) {
+  into.insert(into.end(), values.begin(), values.end());
+}
+template <class... T>
+void collect_tensors(Tensors& into, const std::tuple<T...>& values);
+template <class T>
+void collect_tensors(Tensors&, const T&) {}
+template <class A, class B>
+void collect_tensors(Tensors& into, const std::pair<A, B>& values) {
+  collect_tensors(into, values.first);
+  collect_tensors(into, values.second);
+}
+template <class... T>
+void collect_tensors(Tensors& into, const std::tuple<T...>& values) {
+  std::apply([&](const auto&... value) { (collect_tensors(into, value), ...); }, values);
+}
+
+void begin_run(const Parameters& parameters);
+void finish_run(Outcome& outcome, const Parameters& parameters, const Tensors& inputs);
+void require_same_outcome(const Outcome& actual, const Outcome& plain);
+
+}  // namespace detail
+
+/// Runs `f` on copies of `inputs` from a fixed seed, then one backward through all of its outputs
+/// that require grad (tensors, vectors, pairs and tuples of them; anything else is ignored) with
+/// outer gradients that differ from element to element.
+template <class F, class... T>
+Outcome run(const Parameters& parameters, F&& f, const T&... inputs) {
+  Outcome outcome;
+  detail::begin_run(parameters);
+  const std::tuple copies{copy_of(inputs)...};
+  detail::collect_tensors(outcome.outputs, std::apply(f, copies));
+  detail::finish_run(outcome, parameters,
+                     std::apply([](const auto&... copy) { return Tensors{copy...}; }, copies));
+  return outcome;
+}
+
+template <class F, class G, class... T>
+void require_same_grads(const Parameters& parameters, F&& plain, G&& checkpointed,
+                        const T&... inputs) {
+  const Outcome expected = run(parameters, std::forward<F>(plain), inputs...);
+  detail::require_same_outcome(run(parameters, std::forward<G>(checkpointed), inputs...), expected);
+}
+template <class F, class G, class... T>
+  requires(!std::same_as<std::remove_cvref_t<F>, Parameters>)
+void require_same_grads(F&& plain, G&& checkpointed, const T&... inputs) {
+  require_same_grads(Parameters{}, std::forward<F>(plain), std::forward<G>(checkpointed),
+                     inputs...);
+}
+
+// ---- counting --------------------------------------------------------------------------------
+
+/// Counts calls; any thread. Capture it by reference.
+class Calls {
+ public:
+  void operator()() { ++count_; }
+  int64_t count() const { return count_; }
+  void reset() { count_ = 0; }
+
+ private:
+  std::atomic<int64_t> count_{0};
+};
+
+/// `f` that counts its calls in `calls`, which must outlive it.
+template <class F>
+auto counted(Calls& calls, F f) {
+  return [&calls, f = std::move(f)](auto&&... args) {
+    calls();
+    return f(std::forward<decltype(args)>(args)...);
+  };
+}
+
+/// A probe that fails its test when it dies with another number of calls than expected.
+class ExpectedCalls {
+ public:
+  ExpectedCalls(int64_t expected, std::string what) : expected_(expected), what_(std::move(what)) {}
+  ExpectedCalls(const ExpectedCalls&) = delete;
+  ExpectedCalls& operator=(const ExpectedCalls&) = delete;
+  ~ExpectedCalls();
+  void operator()() { ++count_; }
+  int64_t count() const { return count_; }
+
+ private:
+  const int64_t expected_;
+  const std::string what_;
+  std::atomic<int64_t> count_{0};
+};
+
+/// Counts the living copies of its probes and fails its test when it dies before they do.
+class Alive {
+ public:
+  class Probe {
+   public:
+    explicit Probe(std::shared_ptr<std::atomic<int64_t>> count) : count_(std::move(count)) {
+      ++*count_;
+    }
+    Probe(const Probe& other) : Probe(other.count_) {}
+    Probe& operator=(const Probe&) = delete;
+    ~Probe() { --*count_; }
+
+   private:
+    std::shared_ptr<std::atomic<int64_t>> count_;
+  };
+
+  Alive() = default;
+  Alive(const Alive&) = delete;
+  Alive& operator=(const Alive&) = delete;
+  ~Alive();
+  Probe probe() const { return Probe(count_); }
+  int64_t count() const { return *count_; }
+
+ private:
+  std::shared_ptr<std::atomic<int64_t>> count_ = std::make_shared<std::atomic<int64_t>>(0);
+};
+
+/// `counters()` since it was made: `Counted done; ... done.now().recomputes`. The two members that
+/// say "now" are not differences.
+class Counted {
+ public:
+  Counters now() const;
+
+ private:
+  Counters start_ = counters();
+};
+
+/// Bytes of CPU tensors since it was made; process-wide.
+class LiveBytes {
+ public:
+  int64_t held() const { return meter_.live_bytes() - start_; }
+  int64_t peak() const { return meter_.peak_bytes() - start_; }
+  void reset_peak() { meter_.reset_peak(); }
+
+ private:
+  MemoryMeter meter_;
+  int64_t start_ = meter_.live_bytes();
+};
+
+/// Operator calls by name ("aten::sin") on this thread and in the backward passes it runs, as
+/// `RecordFunction` sees them: composite operators and their parts, above autograd. A call that
+/// early stop cut short is counted although its kernel did not run; see KernelCounter.
+class OpCounter {
+ public:
+  OpCounter();
+  ~OpCounter();
+  OpCounter(const OpCounter&) = delete;
+  OpCounter& operator=(const OpCounter&) = delete;
+  int64_t count(const std::string& op) const;
+  /// Every call in order.
+  std::vector<std::string> names() const;
+  void reset();
+
+ private:
+  uint64_t handle_;
+};
+
+/// CPU kernels that ran, by operator name: "sin", "cos", "exp", "mm", "addmm", "bmm", "mul.Tensor",
+/// "relu", "sigmoid", "cumsum", "cat". Below autograd, on every thread: the
+/// kernels are replaced by counting ones while it lives. One at a time.
+class KernelCounter {
+ public:
+  KernelCounter();
+  ~KernelCounter();
+  KernelCounter(const KernelCounter&) = delete;
+  KernelCounter& operator=(const KernelCounter&) = delete;
+  int64_t count(const std::string& kernel) const;
+  std::vector<std::string> names() const;
+  void reset();
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// ---- the graph -------------------------------------------------------------------------------
+
+/// What an edge holds: `std::shared_ptr<Node>` before LibTorch 2.13, an `intrusive_ptr` since.
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+namespace detail {
+template <class P>
+struct WeakOf;
+template <class T>
+struct WeakOf<std::shared_ptr<T>> {
+  using type = std::weak_ptr<T>;
+};
+template <class T, class Null>
+struct WeakOf<c10::intrusive_ptr<T, Null>> {
+  using type = c10::weak_intrusive_ptr<T, Null>;
+};
+}  // namespace detail
+
+using WeakNodePtr = detail::WeakOf<NodePtr>::type;
+
+/// Every node reachable from `y.grad_fn()`.
+std::vector<NodePtr> nodes_below(const Tensor& y);
+
+/// Weak references to every node below some tensors.
+class WeakGraph {
+ public:
+  explicit WeakGraph(const Tensors& roots);
+  int64_t size() const { return static_cast<int64_t>(nodes_.size()); }
+  int64_t alive() const;
+
+ private:
+  std::vector<WeakNodePtr> nodes_;
+};
+
+/// Makes a 0-d leaf `a` and `f(a)`, and says whether every node of the graph is gone when both
+/// are out of scope. A result without a graph counts as a failure.
+template <class F>
+bool graph_dies(F&& f) {
+  std::optional<WeakGraph> graph;
+  {
+    const Tensor a = leaf({});
+    const Tensor out = f(a);
+    graph.emplace(Tensors{out});
+    if (graph->size() == 0 || graph->alive() != graph->size()) return false;
+  }
+  return graph->alive() == 0;
+}
+
+// ---- errors ----------------------------------------------------------------------------------
+
+/// Matcher: the text contains `part`.
+inline auto contains(const std::string& part) {
+#if REMAT_TEST_CATCH3
+  return Catch::Matchers::ContainsSubstring(part);
+#else
+  return Catch::Matchers::Contains(part);
+#endif
+}
+
+/// Runs `f`, requires that it throws an `E`, and hands out a copy of it.
+template <class E, class F>
+E error_of(F&& f) {
+  std::optional<E> error;
+  try {
+    std::forward<F>(f)();
+  } catch (const E& e) {
+    error.emplace(e);
+  } catch (const std::exception& e) {
+    FAIL("another type was thrown: " << e.what());
+  }
+  if (!error) FAIL("nothing was thrown");
+  return *error;
+}
+
+/// The text of an error without LibTorch's backtrace.
+template <class E>
+std::string text_of(const E& error) {
+  if constexpr (std::is_base_of_v<c10::Error, E>) {
+    return error.what_without_backtrace();
+  } else {
+    return error.what();
+  }
+}
+
+// ---- random numbers --------------------------------------------------------------------------
+
+/// Seeds the CPU generator, shows the seed beside a failure, and puts the generator back at its
+/// end. Without a number: `REMAT_TEST_SEED`, else a new seed for each run of the program.
+class Seed {
+ public:
+  Seed();
+  explicit Seed(uint64_t seed);
+  ~Seed();
+  Seed(const Seed&) = delete;
+  Seed& operator=(const Seed&) = delete;
+  uint64_t value() const { return seed_; }
+
+ private:
+  uint64_t seed_;
+  Tensor before_;
+  Catch::ScopedMessage message_;
+};
+
+/// State of the default CPU generator.
+Tensor generator_state();
+void set_generator_state(const Tensor& state);
+
+// ---- what a test may not leave behind --------------------------------------------------------
+
+/// Taken before a test.
+struct Baseline {
+  int64_t live_bytes = 0;
+  int64_t frames_alive = 0;
+  int64_t recomputed_bytes_alive = 0;
+};
+Baseline baseline();
+
+/// One line for each thing that is still there and was not at `before`: frames, recomputed bytes,
+/// tensor bytes, active saved-tensor hooks or a disabled hook switch, dispatch modes, a region's
+/// phase, grad mode off, inference mode, autocast.
+std::vector<std::string> leftovers(const Baseline& before);
+
+}  // namespace remat::testing
+
+// Test files are programs: they may use these names unqualified.
+using namespace remat::testing;  // NOLINT

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Finds LibTorch and prints it as four lines: root, library folder, version, where it came from.
+
+Asked by meson.build and by `dev`, so that both always mean the same LibTorch. Order: the root given as
+argument, TORCH_ROOT, the Python package of this tree's .venv, that of the current `python3`, the system's.
+A root that was asked for is taken or refused, never passed over.
+"""
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+OLDEST = (2, 6)
+TREE = pathlib.Path(__file__).resolve().parent.parent
+
+# -I and no `import torch`: a folder named torch in the working directory is found as a namespace package
+# (it has no origin), and the import would take seconds. -I also hides `pip install --user`, hence the append.
+ASK_PYTHON = """
+import importlib.util, os, site, sys
+if sys.prefix == sys.base_prefix:
+    sys.path.append(site.getusersitepackages())
+spec = importlib.util.find_spec('torch')
+print(os.path.dirname(spec.origin) if spec and spec.origin else '')
+"""
+
+
+def package_root(python):
+    try:
+        answer = subprocess.run([python, '-I', '-c', ASK_PYTHON], capture_output=True, text=True)
+    except OSError:
+        return ''
+    return answer.stdout.strip()
+
+
+def library_folder(root):
+    for folder in (root / 'lib', root / 'lib64', *sorted(root.glob('lib/*-linux-gnu*'))):
+        if (folder / 'libtorch.so').exists() and (folder / 'libc10.so').exists():
+            return folder
+    return None
+
+
+def version(root):
+    """The version as numbers, from the header that states it (2.13 moved it to torch/headeronly)."""
+    for header in ('torch/headeronly/version.h', 'torch/csrc/api/include/torch/version.h'):
+        path = root / 'include' / header
+        if path.is_file():
+            numbers = re.findall(r'#define TORCH_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)', path.read_text())
+            if len(numbers) == 3:
+                return tuple(map(int, numbers))
+    return None
+
+
+def judge(root):
+    """(library folder, version text, '') of a usable root, or what is wrong with it in the third place."""
+    folder, found = library_folder(root), version(root)
+    if folder is None or found is None:
+        return None, None, f'{root} holds no LibTorch (looked for include/torch and lib/libtorch.so)'
+    text = '.'.join(map(str, found))
+    if found < OLDEST:
+        return None, None, f'{root} is LibTorch {text}; remat needs {OLDEST[0]}.{OLDEST[1]} or newer'
+    return folder, text, ''
+
+
+def candidates(given):
+    for root, origin in ((given, 'the option torch_root'), (os.environ.get('TORCH_ROOT'), 'TORCH_ROOT')):
+        if root:
+            yield root, origin, True
+            return
+    venv = TREE / '.venv' / 'bin' / 'python'
+    yield package_root(str(venv)), 'the Python package in .venv', False
+    yield package_root('python3'), 'the Python package of python3', False
+    for prefix in ('/usr/local', '/usr'):
+        if library_folder(pathlib.Path(prefix)):
+            yield prefix, 'the system', False
+
+
+def main():
+    refused = []
+    for root, origin, asked_for in candidates(sys.argv[1] if len(sys.argv) > 1 else ''):
+        if not root:
+            continue
+        root = pathlib.Path(root).expanduser().absolute()
+        folder, text, fault = judge(root)
+        if not fault:
+            print(root, folder, text, origin, sep='\n')
+            return 0
+        refused.append(f'{origin}: {fault}')
+        if asked_for:
+            break
+    print('No usable LibTorch.', *refused, sep='\n  ', file=sys.stderr)
+    print('Do: set TORCH_ROOT (or -Dtorch_root) to an unpacked LibTorch, or `pip install torch==2.13.0`.',
+          file=sys.stderr)
+    return 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""sum_tests.py BUILD_DIR: adds up Meson's last test run; the last line printed is `N passed, N failed`.
+
+A Catch2 program counts case by case, a script whose last line is `N passed, N failed` counts what it says, any
+other test counts one. Exits 1 when something failed or nothing ran.
+"""
+import json
+import pathlib
+import re
+import sys
+
+SKIPPED = 77                  # exit status by which a test says that it has nothing to run here
+LOG_LINES = 150               # shown of each failed test; the whole log is where Meson says
+
+
+def count(test):
+    """(passed, failed) of one entry of testlog.json."""
+    output, errors, status = test['stdout'], test.get('stderr', ''), test['returncode']
+    if status == SKIPPED:
+        return 0, 0
+    passed = failed = None
+    # Catch2's console reporter ends with one of two lines; v2 and v3 agree on the words.
+    if found := re.search(r'^All tests passed \(.* in (\d+) test cases?\)', output, re.M):
+        passed, failed = int(found[1]), 0
+    elif found := re.search(r'^test cases: *\d+ *\|(.*)$', output, re.M):
+        counts = {word: int(number) for number, word in re.findall(r'(\d+) (passed|failed)\b(?! as)', found[1])}
+        passed, failed = counts.get('passed', 0), counts.get('failed', 0)
+    elif re.search(r'^No test(s ran| cases matched)', output, re.M):
+        return 0, 0
+    elif found := re.search(r'^(\d+) passed, (\d+) failed\s*\Z', output, re.M):
+        passed, failed = int(found[1]), int(found[2])
+    # The listener of the tests speaks after Catch2 has counted those cases as passed.
+    if found := re.search(r'^(\d+) test cases left something behind', errors, re.M):
+        left = min(int(found[1]), passed or 0)
+        passed, failed = (passed or 0) - left, (failed or 0) + left
+    if passed is None:        # one test, or one that died before it could sum up
+        passed, failed = int(status == 0), 0
+    if status != 0 and failed == 0:
+        failed = 1
+    return passed, failed
+
+
+def main():
+    log = pathlib.Path(sys.argv[1]) / 'meson-logs' / 'testlog.json'
+    tests = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    totals = [0, 0]
+    for test in tests:
+        passed, failed = count(test)
+        totals = [totals[0] + passed, totals[1] + failed]
+        name = test['name'].split(' / ')[-1]
+        if failed:
+            text = (test['stdout'] + test.get('stderr', '')).rstrip().splitlines()
+            print(f'\n==== {name} ({test["result"]}) ====', *text[-LOG_LINES:], sep='\n')
+        elif test['returncode'] == SKIPPED:
+            print(f'{name}: skipped. {test["stdout"].strip()}')
+        else:
+            print(f'{name}: {passed} passed')
+    print(f'{totals[0]} passed, {totals[1]} failed')
+    return totals[1] > 0 or totals[0] == 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
