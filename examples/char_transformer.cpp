@@ -186,7 +186,7 @@ bool trains_within(Training& training, const Text& text, const Options& options,
     }
     return true;
   } catch (const c10::OutOfMemoryError& error) {
-    std::printf("%s\n", error.what_without_backtrace());
+    std::printf("  failed: %s\n", error.what_without_backtrace());
     return false;
   }
 }

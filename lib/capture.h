@@ -19,10 +19,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <unordered_set>
-#include <vector>
 
 namespace remat {
 
@@ -52,7 +52,7 @@ class StorageSet {
 
  private:
   static constexpr std::size_t max_scanned = 8;
-  std::vector<WeakStorage> storages_;
+  c10::SmallVector<WeakStorage, 4> storages_;
   std::unordered_set<const c10::StorageImpl*> index_;  // only of larger sets
 };
 

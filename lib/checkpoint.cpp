@@ -94,49 +94,41 @@ bool opens_frame() {
   return c10::GradMode::is_enabled() && innermost(Ability::Disable) == nullptr;
 }
 
-struct ForwardRun::State {
-  c10::intrusive_ptr<Frame> frame;
-  std::shared_ptr<ForwardScope> scope;
-  std::optional<OpLogScope> logging;
-  remat::Scope user_scope;
-};
-
-ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body)
-    : state_(std::make_unique<State>()) {
+ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body) {
   const FrameOptions in_force = options_in_force(options);
   refuse(options, in_force);
   const Scope* const around = innermost(Ability::Region);
-  State& state = *state_;
-  state.frame = c10::make_intrusive<Frame>(in_force, extras_of(options, in_force),
-                                           around == nullptr ? 1 : around->frame()->depth() + 1);
-  if (options.context_fn) state.frame->extras()->contexts = options.context_fn();
-  state.frame->begin(std::move(body));
-  state.scope = std::make_shared<ForwardScope>(state.frame, around);
-  push(state.scope);
-  if (in_force.debug) state.logging.emplace(&state.frame->extras()->forward_log);
-  if (state.frame->extras() != nullptr && state.frame->extras()->contexts.forward) {
-    try {
-      state.user_scope = state.frame->extras()->contexts.forward();
-    } catch (...) {
-      pop(*state.scope);
-      throw;
-    }
+  frame_ = c10::make_intrusive<Frame>(in_force, extras_of(options, in_force),
+                                      around == nullptr ? 1 : around->frame()->depth() + 1);
+  if (options.context_fn) frame_->extras()->contexts = options.context_fn();
+  frame_->begin(std::move(body));
+  auto scope = std::make_shared<ForwardScope>(frame_, around);
+  push(scope);
+  scope_ = std::move(scope);
+  if (in_force.debug) logging_ = std::make_unique<OpLogScope>(&frame_->extras()->forward_log);
+  if (frame_->extras() == nullptr || !frame_->extras()->contexts.forward) return;
+  try {
+    user_scope_ = frame_->extras()->contexts.forward();
+  } catch (...) {
+    close();
+    throw;
   }
 }
 
 ForwardRun::~ForwardRun() {
-  if (state_ == nullptr || state_->scope == nullptr) return;
-  state_->user_scope.reset();
-  state_->logging.reset();
-  pop(*state_->scope);
+  if (scope_ != nullptr) close();
+}
+
+void ForwardRun::close() {
+  user_scope_.reset();
+  logging_.reset();
+  pop(*scope_);
+  scope_.reset();
 }
 
 void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {
-  state_->user_scope.reset();
-  state_->logging.reset();
-  pop(*state_->scope);
-  state_->scope.reset();
-  state_->frame->settle(visit_result);
+  close();
+  frame_->settle(visit_result);
 }
 
 }  // namespace remat::detail

@@ -12,41 +12,52 @@ at::CPUGeneratorImpl& generator() {
   return *impl;
 }
 
-CpuRngState read() {
-  at::CPUGeneratorImpl& impl = generator();
-  std::lock_guard<std::mutex> lock(impl.mutex_);
-  return {impl.engine(), impl.next_float_normal_sample(), impl.next_double_normal_sample()};
-}
+// Note [Reading the position]
+// Every region asks twice whether the generator moved, and the accessor of the engine copies 2.5 KB
+// to say so. The explicit instantiation may name the private member; a LibTorch without it does
+// not compile.
+at::mt19937 at::CPUGeneratorImpl::* engine_of(at::CPUGeneratorImpl*);
+template <at::mt19937 at::CPUGeneratorImpl::* member>
+struct EngineAccess {
+  friend at::mt19937 at::CPUGeneratorImpl::* engine_of(at::CPUGeneratorImpl*) { return member; }
+};
+template struct EngineAccess<&at::CPUGeneratorImpl::engine_>;
 
-/// The engine's only member, without the 2.5 KB copy that its accessor makes.
+/// The engine's only member, without a copy.
 const at::mt19937_data_pod& data_of(const at::mt19937& engine) {
   static_assert(std::is_standard_layout_v<at::mt19937> &&
                 sizeof(at::mt19937) == sizeof(at::mt19937_data_pod));
   return reinterpret_cast<const at::mt19937_data_pod&>(engine);
 }
 
-}  // namespace
-
-// Every draw moves `left_` or `next_`; they come back to the same values only with a new block of
-// state words, of which the first 128 bits are compared too.
-bool CpuRngState::is_same_position(const CpuRngState& other) const {
-  const at::mt19937_data_pod& a = data_of(engine);
-  const at::mt19937_data_pod& b = data_of(other.engine);
+/// Whether no number was drawn since `state` was taken. Every draw moves `left_` or `next_`; they come back to the same values only with a new block of state words, of which the first 128 bits are compared too. The caller holds the generator's lock.
+bool is_at(at::CPUGeneratorImpl& impl, const CpuRngState& state) {
+  const at::mt19937_data_pod& a = data_of(impl.*engine_of(&impl));
+  const at::mt19937_data_pod& b = data_of(state.engine);
   return a.left_ == b.left_ && a.next_ == b.next_ && a.seed_ == b.seed_ &&
          a.state_[0] == b.state_[0] && a.state_[1] == b.state_[1] && a.state_[2] == b.state_[2] &&
-         a.state_[3] == b.state_[3] && next_float_normal == other.next_float_normal &&
-         next_double_normal == other.next_double_normal;
+         a.state_[3] == b.state_[3] &&
+         impl.next_float_normal_sample() == state.next_float_normal &&
+         impl.next_double_normal_sample() == state.next_double_normal;
 }
+
+}  // namespace
 
 std::shared_ptr<const CpuRngState> share_cpu_rng_state() {
   thread_local std::shared_ptr<const CpuRngState> latest;
-  CpuRngState now = read();
-  if (latest == nullptr || !latest->is_same_position(now))
-    latest = std::make_shared<const CpuRngState>(now);
+  at::CPUGeneratorImpl& impl = generator();
+  std::lock_guard<std::mutex> lock(impl.mutex_);
+  if (latest == nullptr || !is_at(impl, *latest))
+    latest = std::make_shared<const CpuRngState>(CpuRngState{
+        impl.engine(), impl.next_float_normal_sample(), impl.next_double_normal_sample()});
   return latest;
 }
 
-bool is_cpu_rng_at(const CpuRngState& state) { return state.is_same_position(read()); }
+bool is_cpu_rng_at(const CpuRngState& state) {
+  at::CPUGeneratorImpl& impl = generator();
+  std::lock_guard<std::mutex> lock(impl.mutex_);
+  return is_at(impl, state);
+}
 
 void set_cpu_rng_state(const CpuRngState& state) {
   at::CPUGeneratorImpl& impl = generator();

@@ -12,9 +12,6 @@ struct CpuRngState {
   at::mt19937 engine;
   std::optional<float> next_float_normal;
   std::optional<double> next_double_normal;
-
-  /// Whether no number was drawn between the two: compares position, seed and some state words.
-  bool is_same_position(const CpuRngState& other) const;
 };
 
 /// The present state. Frames whose generator did not advance share one copy.

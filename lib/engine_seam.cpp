@@ -12,6 +12,7 @@
 #include <atomic>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 namespace remat::seam {
@@ -105,13 +106,34 @@ const std::string& slot_key() {
   return key;
 }
 
+using at::impl::ThreadLocalPythonObjects;
+using EntryMap = std::unordered_map<std::string, std::shared_ptr<c10::SafePyObject>>;
+
+// Note [Reading the entry]
+// Every saved tensor asks for the entry. The public way, `contains` and then `get`, hashes the key
+// three times and was a tenth of the cost of a small region; so the map itself is read. The
+// explicit instantiation below may name a private member; a LibTorch without it does not compile.
+EntryMap ThreadLocalPythonObjects::* entry_map_of(ThreadLocalPythonObjects*);
+template <EntryMap ThreadLocalPythonObjects::* member>
+struct EntryMapAccess {
+  friend EntryMap ThreadLocalPythonObjects::* entry_map_of(ThreadLocalPythonObjects*) {
+    return member;
+  }
+};
+template struct EntryMapAccess<&ThreadLocalPythonObjects::obj_dict_>;
+
+const EntryMap& entry_map() {
+  return ThreadLocalPythonObjects::get_state().*
+         entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr));
+}
+
 template <class Objects>
 void remove_key(const std::string& key) {
-  if constexpr (requires { Objects::erase(key); }) {
-    if (Objects::contains(key)) Objects::erase(key);
-  } else {
+  if (entry_map().find(key) == entry_map().end()) return;
+  if constexpr (requires { Objects::erase(key); })
+    Objects::erase(key);
+  else
     Objects::set(key, nullptr);
-  }
 }
 
 /// See Note [The forwarding engine].
@@ -184,15 +206,14 @@ void install(const EngineCallbacks& callbacks) {
 ThreadEntry::ThreadEntry() : handle_(reinterpret_cast<PyObject*>(this), interpreter()) {}
 
 ThreadEntry* thread_entry() {
-  using at::impl::ThreadLocalPythonObjects;
-  const std::string& key = slot_key();
-  if (!ThreadLocalPythonObjects::contains(key)) return nullptr;
-  const auto& handle = ThreadLocalPythonObjects::get(key);
-  return handle ? reinterpret_cast<ThreadEntry*>(handle->ptr(interpreter())) : nullptr;
+  const EntryMap& entries = entry_map();
+  if (entries.empty()) return nullptr;
+  const auto found = entries.find(slot_key());
+  if (found == entries.end() || found->second == nullptr) return nullptr;
+  return reinterpret_cast<ThreadEntry*>(found->second->ptr(interpreter()));
 }
 
 void set_thread_entry(const std::shared_ptr<ThreadEntry>& entry) {
-  using at::impl::ThreadLocalPythonObjects;
   if (entry == nullptr)
     remove_key<ThreadLocalPythonObjects>(slot_key());  // a left-over key costs every node
   else

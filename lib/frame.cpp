@@ -19,6 +19,9 @@ namespace {
 /// A tail that writes at most this many elements costs less than the throw that would skip it.
 constexpr int64_t max_small_tail = 4096;
 
+/// The number of slots of the frame that this thread settled last: regions repeat.
+thread_local std::size_t expected_slots = 4;
+
 int64_t next_frame_id() {
   static std::atomic<int64_t> next{0};
   return next.fetch_add(1, std::memory_order_relaxed);
@@ -39,34 +42,36 @@ Frame::Frame(const FrameOptions& options, std::unique_ptr<FrameExtras> extras, i
 }
 
 // Rule 13. What a frame holds may own other frames: through the arguments of the user's function,
-// or as slots of a parent. The dying frames of a thread are emptied one after the other.
+// or as slots of a parent. The first dying frame of a thread empties those that die meanwhile, one
+// after the other.
+struct Frame::Remains {
+  std::unique_ptr<FrameExtras> extras;
+  std::unique_ptr<detail::RegionBody> body;
+  Inputs inputs;
+  std::vector<std::shared_ptr<Run>> runs;
+  std::vector<std::pair<int64_t, at::Tensor>> pending;
+};
+
 void Frame::empty() noexcept {
   if (std::exchange(is_empty_, true)) return;
-  struct Remains {
-    std::unique_ptr<FrameExtras> extras;
-    std::unique_ptr<detail::RegionBody> body;
-    Inputs inputs;
-    std::vector<Slot> slots;
-    std::vector<std::shared_ptr<Run>> runs;
-    std::vector<std::pair<int64_t, at::Tensor>> pending;
-  };
-  thread_local std::vector<Remains>* emptying = nullptr;
+  thread_local std::vector<Remains>* waiting = nullptr;
   count(live_counters.frames_alive, -1);
   snapshot_ = Snapshot();
-  Remains remains{std::move(extras_), std::move(body_),   std::move(inputs_),
-                  std::move(slots_),  std::move(runs_), std::move(pending_)};
-  if (emptying != nullptr) {
-    emptying->push_back(std::move(remains));
+  std::vector<Slot>().swap(slots_);
+  Remains remains{std::move(extras_), std::move(body_), std::move(inputs_), std::move(runs_),
+                  std::move(pending_)};
+  if (waiting != nullptr) {
+    waiting->push_back(std::move(remains));
     return;
   }
   std::vector<Remains> queue;
-  emptying = &queue;
-  queue.push_back(std::move(remains));
+  waiting = &queue;
+  remains = {};
   while (!queue.empty()) {
     const Remains next = std::move(queue.back());
     queue.pop_back();
   }
-  emptying = nullptr;
+  waiting = nullptr;
 }
 
 const std::string& Frame::name() const {
@@ -106,7 +111,8 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   std::lock_guard<std::mutex> lock(mutex_);
   REMAT_INVARIANT(!is_settled_, "frame {} got a slot after its function had returned", id_);
   const auto position = static_cast<int64_t>(slots_.size());
-  if (slots_.size() == slots_.capacity()) slots_.reserve(std::max<std::size_t>(4, 2 * slots_.size()));
+  if (slots_.size() == slots_.capacity())
+    slots_.reserve(slots_.empty() ? expected_slots : 2 * slots_.size());
   slots_.push_back(std::move(slot));
   if (extras_) {
     if (options_.debug) extras_->saved_by.push_back(extras_->forward_log.size() - 1);
@@ -139,6 +145,7 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
 
   std::lock_guard<std::mutex> lock(mutex_);
   is_settled_ = true;
+  expected_slots = std::clamp<std::size_t>(slots_.size(), 1, 64);
   settle_provenance(results);
   settle_operators();
   inputs_.settle();
@@ -203,12 +210,12 @@ Frame::SlotView Frame::view_for(int64_t only_position) {
 }
 
 void Frame::drop_slot(int64_t position) noexcept {
+  // Tensors die outside the lock: in a Python process that may wait for the interpreter's lock.
+  c10::SmallVector<Value, 1> dying;
   std::lock_guard<std::mutex> lock(mutex_);
   slots_[at_position(position)].is_alive = false;
-  for (const auto& run : runs_) {
-    if (run->state != Run::State::Done) continue;  // dropped when the task ends
-    run->drop(position);
-  }
+  for (const auto& run : runs_)  // what is being filled is dropped when the task ends
+    if (run->state == Run::State::Done && run->has(position)) dying.push_back(run->take(position));
 }
 
 void Frame::end_task(const TaskKey& task) noexcept {
@@ -234,6 +241,15 @@ at::Tensor Frame::read_slot(int64_t position) {
   const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
   std::unique_lock<std::mutex> lock(mutex_);
   std::shared_ptr<Run> run;
+  const auto take_and_unlock = [&] {
+    Value value = run->take(position);
+    if (options_.strict_unpack) {
+      run->handed_out.resize(slots_.size());
+      run->handed_out[at_position(position)] = true;
+    }
+    lock.unlock();
+    return hand_over(*this, position, std::move(value));
+  };
   for (;;) {
     const auto found = std::find_if(runs_.begin(), runs_.end(),
                                     [&](const auto& each) { return each->task == *task; });
@@ -252,9 +268,7 @@ at::Tensor Frame::read_slot(int64_t position) {
       continue;
     }
     if (run->has(position)) {
-      Value value = run->take(position);
-      lock.unlock();
-      return hand_over(*this, position, std::move(value));
+      return take_and_unlock();
     }
     const auto index = at_position(position);
     if (options_.strict_unpack && index < run->handed_out.size() && run->handed_out[index])
@@ -280,9 +294,7 @@ at::Tensor Frame::read_slot(int64_t position) {
   run->state = Run::State::Done;
   run->changed.notify_all();
   REMAT_INVARIANT(run->has(position), "frame {}: slot {} stayed empty", id_, position);
-  Value value = run->take(position);
-  lock.unlock();
-  return hand_over(*this, position, std::move(value));
+  return take_and_unlock();
 }
 
 }  // namespace remat

@@ -99,11 +99,12 @@ class Frame final : public SlotOwner {
     bool ends_small = false;  ///< what a stop after the last slot would skip is next to nothing
   };
   SlotView view_for(int64_t only_position);
-  /// Under the frame's lock: a slot moves when others are added.
+  /// A slot; once the frame is settled only `is_alive` changes, before that slots move.
   template <class Fn>
-  decltype(auto) with_slot(int64_t position, Fn&& fn) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return fn(slots_[static_cast<std::size_t>(position)]);
+  void with_slot(int64_t position, bool is_settled, Fn&& fn) {
+    std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+    if (!is_settled) lock.lock();
+    fn(slots_[static_cast<std::size_t>(position)]);
   }
 
   /// The thread that fills `run` is about to wait for a backward: wakes the threads that wait.
@@ -114,6 +115,7 @@ class Frame final : public SlotOwner {
   // LibTorch calls it when the last strong reference goes, but only if weak ones remain.
   void release_resources() override { empty(); }
   void empty() noexcept;
+  struct Remains;
   at::Tensor read_alone(int64_t position);
   void hash_pending(uint64_t next_group, bool is_end);
   void settle_provenance(const StorageSet& results);

@@ -49,9 +49,12 @@ SavedTensorHooksGuard::SavedTensorHooksGuard(std::shared_ptr<detail::HookPair> p
 
 DisableSavedTensorHooksGuard::DisableSavedTensorHooksGuard(std::string message) {
   using at::SavedTensorDefaultHooks;
-  TORCH_CHECK(detail::innermost(detail::Ability::Hooks) == nullptr, message);
+  // Asked here, since LibTorch's own check throws with hooks disabled already.
+  TORCH_CHECK(detail::innermost(detail::Ability::Hooks) == nullptr &&
+                  SavedTensorDefaultHooks::get_tls_state().stack.empty(),
+              message);
   const auto previous = SavedTensorDefaultHooks::get_disabled_error_message();
-  SavedTensorDefaultHooks::disable(message);  // throws `message` if Python's hooks are active
+  SavedTensorDefaultHooks::disable(message, /*fail_if_non_empty=*/false);
   was_disabled_ = previous.has_value();
   if (previous) previous_message_ = *previous;
 }

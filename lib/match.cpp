@@ -16,7 +16,9 @@ namespace {
 using Kind = CheckpointError::Kind;
 using Mismatch = CheckpointError::Mismatch;
 
+// So that a plain error stays under 40 lines and a debug report under 60.
 constexpr std::size_t max_listed = 5;
+constexpr int64_t max_operators = 14;
 
 std::string title(const Frame& frame) {
   return frame.name().empty() ? fmt::format("region (frame {})", frame.id())
@@ -53,8 +55,8 @@ void append_log(std::string& text, const char* heading, const OpLog& log, int64_
 /// The debug report, or how to get it.
 std::string operators_text(const Frame& frame, const OpLog* recompute_log) {
   if (!frame.options().debug || recompute_log == nullptr)
-    return "Do: pass `debug = true` in CheckpointOptions, or open a remat::DebugGuard(true) around "
-           "the forward, to see the operators of both passes and the first that differs.\n";
+    return "To see the operators of both passes and the first that differs, pass `debug = true` in "
+           "CheckpointOptions, or open a remat::DebugGuard(true) around the forward.\n";
   const OpLog& forward = frame.extras()->forward_log;
   const Divergence first = first_difference(forward, *recompute_log);
   std::string text =
@@ -65,9 +67,10 @@ std::string operators_text(const Frame& frame, const OpLog* recompute_log) {
     text += fmt::format("First difference: operator {}.\n  forward:   {}\n  recompute: {}\n",
                         first.number, first.forward.empty() ? "(none)" : first.forward,
                         first.recompute.empty() ? "(none)" : first.recompute);
-  const int64_t from = first.number < 0 ? 0 : first.number - 8;
-  append_log(text, "Operators of the forward", forward, from, from + 20);
-  append_log(text, "Operators of the recompute", *recompute_log, from, from + 20);
+  const int64_t from = first.number < 0 ? 0 : first.number - max_operators / 2;
+  append_log(text, "Operators of the forward", forward, from, from + max_operators);
+  append_log(text, "Operators of the recompute", *recompute_log, from,
+             from + max_operators);
   return text;
 }
 
@@ -89,8 +92,9 @@ std::string table(const std::vector<Mismatch>& mismatches) {
 
 [[noreturn]] void throw_with(const Frame& frame, Kind kind, const char* fact, const char* advice,
                              std::vector<Mismatch> mismatches, const OpLog* log) {
-  std::string text = fmt::format("remat::checkpoint: {} In {}.\n{}{}{}", fact, title(frame),
-                                 table(mismatches), advice, operators_text(frame, log));
+  std::string text =
+      fmt::format("remat::checkpoint: {} In {}.\n{}{}", fact, title(frame), table(mismatches), advice);
+  if (kind != Kind::CaptureChanged) text += operators_text(frame, log);
   CheckpointError::Facts facts = facts_of(kind, frame);
   facts.mismatches = std::move(mismatches);
   throw CheckpointError(std::move(text), std::move(facts));
@@ -113,35 +117,42 @@ void throw_differences(const Frame& frame, Differences differences, const OpLog*
                "Recomputed values for the following tensors have different metadata than during the "
                "forward pass.",
                "Cause: the function did not compute the same again (a branch on outside state, a "
-               "changed flag).\n",
+               "changed flag).\nDo: make it depend on its arguments and on unchanged captures "
+               "only, or run the region without remat::checkpoint.\n",
                std::move(differences.metadata), log);
   throw_with(frame, Kind::ValueMismatch,
              "Recomputed values for the following tensors have different contents than during the "
              "forward pass.",
              "Cause: the function computes other numbers the second time (nondeterministic kernels, "
-             "an unregistered generator, or a parameter changed through .data()).\n",
+             "an unregistered generator, or a parameter changed through .data()).\nDo: make the "
+             "kernels deterministic, and call backward before parameters change.\n",
              std::move(differences.contents), log);
 }
 
 void throw_count_mismatch(const Frame& frame, int64_t forward_count, int64_t recompute_count,
-                          const OpLog* log) {
+                          Differences differences, const OpLog* log) {
   const bool is_more = recompute_count > forward_count;
   CheckpointError::Facts facts =
       facts_of(is_more ? Kind::MoreTensors : Kind::FewerTensors, frame);
   facts.forward_count = forward_count;
   facts.recompute_count = recompute_count;
+  facts.mismatches = !differences.captures.empty()   ? std::move(differences.captures)
+                     : !differences.metadata.empty() ? std::move(differences.metadata)
+                                                     : std::move(differences.contents);
   const char* fact =
       is_more ? "trying to save more tensors during recomputation than during the original forward "
                 "pass."
               : "A different number of tensors was saved during the original forward and "
                 "recomputation.";
   throw CheckpointError(
-      fmt::format("remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n"
+      fmt::format("remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n{}"
                   "Cause: the function did not run the same operators again (a branch on outside "
-                  "state, a changed flag, another grad mode).\n{}",
+                  "state, a changed flag, another grad mode).\nDo: make it depend on its arguments "
+                  "and on unchanged captures only.\n{}",
                   fact, title(frame), forward_count, recompute_count,
-                  is_more ? " when it was noticed" : "", operators_text(frame, log)),
-      std::move(facts));
+                  is_more ? " when it was noticed" : "", table(facts.mismatches),
+                  operators_text(frame, log)),
+      facts);
 }
 
 void throw_double_unpack(const Frame& frame, int64_t position) {

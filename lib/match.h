@@ -22,8 +22,10 @@ struct Differences {
 [[noreturn]] void throw_differences(const Frame& frame, Differences differences,
                                     const OpLog* recompute_log);
 /// Counts differ: more tensors if `recompute_count` exceeds `forward_count`, else fewer.
+/// `differences`: what was seen before; its positions say where the two parted.
 [[noreturn]] void throw_count_mismatch(const Frame& frame, int64_t forward_count,
-                                       int64_t recompute_count, const OpLog* recompute_log);
+                                       int64_t recompute_count, Differences differences,
+                                       const OpLog* recompute_log);
 [[noreturn]] void throw_double_unpack(const Frame& frame, int64_t position);
 [[noreturn]] void throw_recompute_failed(const Frame& frame, const std::string& fact,
                                          const std::string& cause, const std::string& advice);

@@ -48,7 +48,7 @@ class Filler final : public SlotFiller {
   OpLog* log() { return log_ ? &*log_ : nullptr; }
 
  private:
-  void take(int64_t position, const at::Tensor& saved);
+  void take(int64_t position, const at::Tensor& saved, const at::Tensor& kept);
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
   void compare_pending(uint64_t next_group, bool is_end);
   bool wants_stop() const;
@@ -80,8 +80,10 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   const bool was_complete = is_complete();
   if (!pending_.empty()) compare_pending(group, /*is_end=*/origin != nullptr);
   const int64_t position = num_seen_++;
+  // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
+  at::Tensor kept = saved.requires_grad() ? saved.tensor_data() : saved;
   if (position < num_slots_ && view_.is_needed[static_cast<std::size_t>(position)])
-    take(position, saved);
+    take(position, saved, kept);
   if (is_complete() && !was_complete) last_group_ = group;
   // A stop that waited for its operator to finish is due when another operator saves.
   if (was_complete && (group != last_group_ || origin != nullptr)) must_finish_operator_ = false;
@@ -90,7 +92,7 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
     has_stopped_ = true;
     throw StopSignal{};
   }
-  return saved.requires_grad() ? saved.tensor_data() : saved;
+  return kept;
 }
 
 bool Filler::wants_stop() const {
@@ -113,10 +115,10 @@ bool Filler::can_stop(const at::Tensor& saved) const {
            std::string_view(typeid(*node).name()).find("CppNode") != std::string_view::npos);
 }
 
-void Filler::take(int64_t position, const at::Tensor& saved) {
+void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& kept) {
   Value value;
   value.version = static_cast<uint32_t>(saved._version());
-  frame_.with_slot(position, [&](const Slot& slot) {
+  frame_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
     compare(position, slot, saved);
     must_finish_operator_ = slot.finish_operator;
     const Origin origin = slot.provenance.origin;
@@ -126,7 +128,7 @@ void Filler::take(int64_t position, const at::Tensor& saved) {
       pending_.push_back({position, at::sequence_number::peek(), saved});
     }
   });
-  value.tensor = saved.requires_grad() ? saved.tensor_data() : saved;
+  value.tensor = kept;
   const bool is_new = !run_.has(position);
   run_.put(position, std::move(value));
   num_filled_ += 1;
@@ -267,7 +269,8 @@ void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_po
   try {
     run_again(frame, filler, inputs);
     if (filler.has_too_many() || !filler.is_complete())
-      throw_count_mismatch(*frame, filler.num_slots(), filler.num_seen(), filler.log());
+      throw_count_mismatch(*frame, filler.num_slots(), filler.num_seen(),
+                           filler.take_differences(), filler.log());
     if (Differences differences = filler.take_differences(); differences.any())
       throw_differences(*frame, std::move(differences), filler.log());
   } catch (const std::exception&) {

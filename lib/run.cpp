@@ -24,8 +24,6 @@ Value Run::take(int64_t position) {
   const auto index = static_cast<std::size_t>(position);
   Value value = std::exchange(values[index], Value());
   count(live_counters.recomputed_bytes_alive, -value.bytes);
-  if (handed_out.size() <= index) handed_out.resize(index + 1);
-  handed_out[index] = true;
   return value;
 }
 

@@ -44,7 +44,7 @@ struct Run {
   bool waits_for_backward = false;
   std::condition_variable changed;
   std::vector<Value> values;     // by position
-  std::vector<bool> handed_out;  // by position
+  std::vector<bool> handed_out;  // by position, with strict_unpack
 };
 
 }  // namespace remat

@@ -3,12 +3,27 @@
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 
 #include <algorithm>
 
 namespace remat {
 
 namespace autocast = at::autocast;
+
+namespace {
+
+/// The accelerator whose autocast state counts. One that LibTorch was built with never changes; one
+/// that a plug-in brings (PrivateUse1) may be registered at any time.
+std::optional<c10::DeviceType> present_accelerator() {
+  static const std::optional<c10::DeviceType> built_in = at::getAccelerator(/*checked=*/false);
+  const auto present = built_in || !at::isPrivateUse1HooksRegistered()
+                           ? built_in
+                           : at::getAccelerator(/*checked=*/false);
+  return present && autocast::is_autocast_available(*present) ? present : std::nullopt;
+}
+
+}  // namespace
 
 AutocastState AutocastState::now() {
   AutocastState state;
@@ -17,9 +32,7 @@ AutocastState AutocastState::now() {
         {type, autocast::is_autocast_enabled(type), autocast::get_autocast_dtype(type)});
   };
   add(c10::kCPU);
-  if (const auto accelerator = at::getAccelerator(/*checked=*/false);
-      accelerator && autocast::is_autocast_available(*accelerator))
-    add(*accelerator);
+  if (const auto accelerator = present_accelerator()) add(*accelerator);
   state.cache_enabled = autocast::is_autocast_cache_enabled();
   return state;
 }
@@ -59,7 +72,7 @@ AmbientRestore::AmbientRestore(const Snapshot& snapshot)
   c10::AutogradState recomputing = c10::AutogradState::get_tls_state();
   recomputing.set_grad_mode(true);
   c10::AutogradState::set_tls_state(recomputing);
-  snapshot.autocast_.set();
+  if (!(snapshot.autocast_ == autocast_)) snapshot.autocast_.set();
   if (has_cast_scope_) autocast::increment_nesting();
   if (snapshot.with_rng_) {
     rng_ = share_cpu_rng_state();

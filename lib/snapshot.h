@@ -20,6 +20,7 @@ struct AutocastState {
     c10::DeviceType type;
     bool enabled;
     c10::ScalarType dtype;
+    bool operator==(const Device&) const = default;
   };
   c10::SmallVector<Device, 2> devices;
   bool cache_enabled = true;
@@ -27,6 +28,7 @@ struct AutocastState {
   static AutocastState now();
   void set() const;
   bool is_any_enabled() const;
+  bool operator==(const AutocastState&) const = default;
 };
 
 /// Rule 11: what a recompute sees as forward saw it. Taken when a region begins.

@@ -326,6 +326,39 @@ TEST_CASE("double backward works with hooks active in one of the passes", "[hook
   CHECK(at::equal(second_order(true, true), expected));
 }
 
+namespace {
+
+// In its backward calls autograd again, until `depth` is used up, and saves a tensor at the bottom.
+struct Descend : Function<Descend> {
+  static Tensor forward(AutogradContext* context, const Tensor& x, int64_t depth) {
+    context->saved_data["depth"] = depth;
+    return x.clone();
+  }
+  static Tensors backward(AutogradContext* context, Tensors grads) {
+    const int64_t depth = context->saved_data["depth"].toInt();
+    const at::AutoGradMode grad_mode(true);
+    const Tensor x = grads[0].detach().requires_grad_();
+    const Tensor y = depth == 0 ? x.sin() : Descend::apply(x, depth - 1);
+    return {grad_of(y, {x})[0], Tensor()};
+  }
+};
+
+}  // namespace
+
+TEST_CASE("hooks around backward are seen in backward inside backward, however deep", "[hooks]") {
+  const int64_t depth = GENERATE(3, 80);  // the engine changes threads at 60
+  const Tensor a = leaf({2});
+  const Tensor y = Descend::apply(a, depth);
+  Calls packs, unpacks;
+  {
+    const SavedTensorHooksGuard guard(counted(packs, identity), counted(unpacks, identity));
+    y.backward(at::ones({2}));
+  }
+  CHECK(packs.count() == 1);
+  CHECK(unpacks.count() == 1);
+  CHECK(at::equal(a.grad(), at::ones({2}).cos()));
+}
+
 // ---- disabling -------------------------------------------------------------------------------
 
 TEST_CASE("inside a disable guard hooks and regions throw its message", "[hooks][HKS-07]") {
@@ -669,6 +702,33 @@ TEST_CASE("hooks around a region see its input and nothing from inside",
   CHECK(packed.size() == 1);
   CHECK(unpacks.count() == 1);
   CHECK(at::equal(x.grad(), grad_of(fn(x), {x})[0]));
+}
+
+TEST_CASE("an exception of a hook that sees a region's input keeps its type",
+          "[hooks][rule-12][rule-16]") {
+  struct UserError : std::exception {};
+  const Tensor x = leaf({5});
+  Calls calls, unpacks;
+  const auto fn = counted(calls, [](const Tensor& t) { return t.sin().exp(); });
+  {
+    const SavedTensorHooksGuard guard([](const Tensor&) -> Tensor { throw UserError(); }, identity);
+    CHECK_THROWS_AS(checkpoint(fn, x), UserError);
+    CHECK(calls.count() == 0);
+  }
+  CHECK(remat::counters().frames_alive == 0);
+  Tensor y;
+  {
+    const SavedTensorHooksGuard guard(identity, [&](const Tensor& t) {
+      unpacks();
+      if (unpacks.count() == 1) throw UserError();
+      return t;
+    });
+    y = checkpoint(fn, x);
+  }
+  CHECK_THROWS_AS(y.sum().backward({}, true), UserError);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp(), {x}));
+  CHECK(calls.count() == 2);
 }
 
 TEST_CASE("hooks inside a region hide the region's own, in both passes", "[hooks][rule-16]") {

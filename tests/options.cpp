@@ -1,6 +1,7 @@
 // CheckpointOptions: what each option changes, and what it leaves alone.
 
-#include <chrono>
+#include <ctime>
+#include <stdexcept>
 
 #include "tests/support/support.h"
 
@@ -92,7 +93,7 @@ TEST_CASE("without preserve_rng_state the recompute draws new numbers",
       {.preserve_rng_state = preserve},
       [&](const Tensor& t) {
         const Tensor mask = at::rand({64});
-        masks.push_back(mask);
+        masks.push_back(mask.clone());  // the mask itself would be a capture
         return (t * mask).sin();
       },
       x);
@@ -222,6 +223,52 @@ TEST_CASE("a fingerprint is compared instead of the determinism check",
   accepted(options, as_is, other_values, x);
 }
 
+TEST_CASE("an exception of fingerprint or context_fn keeps its type and leaves nothing",
+          "[options][rule-12]") {
+  struct UserError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+  };
+  const Tensor x = leaf({3});
+  const auto fn = [](const Tensor& t) { return t.sin().exp(); };
+  Calls calls;
+  CheckpointOptions options;
+  const auto throws_at = [&](int64_t call) {
+    return [&calls, call] {
+      calls();
+      if (calls.count() == call) throw UserError("foo");
+    };
+  };
+  SECTION("fingerprint in forward") {
+    options.fingerprint = [&](const Tensor&) { return throws_at(2)(), ""; };
+    CHECK_THROWS_AS(checkpoint(options, fn, x), UserError);
+  }
+  SECTION("fingerprint in the recompute") {
+    options.fingerprint = [&](const Tensor&) { return throws_at(3)(), ""; };
+    const Tensor y = checkpoint(options, fn, x);
+    CHECK_THROWS_AS(y.sum().backward({}, true), UserError);
+    CHECK(remat::counters().recomputed_bytes_alive == 0);
+    require_bit_equal(grad_of(y, {x}), grad_of(fn(x), {x}));
+  }
+  SECTION("context_fn itself") {
+    options.context_fn = [&] { return throws_at(1)(), remat::ContextPair{}; };
+    CHECK_THROWS_AS(checkpoint(options, fn, x), UserError);
+  }
+  SECTION("the forward scope") {
+    options.context_fn = [&] {
+      return remat::ContextPair{.forward = [&] { return throws_at(1)(), remat::Scope(); }};
+    };
+    CHECK_THROWS_AS(checkpoint(options, fn, x), UserError);
+  }
+  SECTION("the recompute scope") {
+    options.context_fn = [&] {
+      return remat::ContextPair{.recompute = [&] { return throws_at(1)(), remat::Scope(); }};
+    };
+    const Tensor y = checkpoint(options, fn, x);
+    CHECK_THROWS_AS(y.sum().backward({}, true), UserError);
+    require_bit_equal(grad_of(y, {x}), grad_of(fn(x), {x}));
+  }
+}
+
 TEST_CASE("capture_check decides whether a changed parameter is an error",
           "[options][rule-10]") {
   const Tensor x = leaf({3}), weight = leaf({3});
@@ -238,7 +285,6 @@ TEST_CASE("capture_check decides whether a changed parameter is an error",
   CHECK(error.kind() == Kind::CaptureChanged);
   CHECK(error.region() == "layer");
 
-  Calls none;
   const Tensor ignored = region(CaptureCheck::Ignore);
   const Tensor now = grad_of(fn(x), {x})[0];  // the weight as it is now
   CHECK(at::equal(grad_of(ignored, {x})[0], now));
@@ -320,9 +366,9 @@ TEST_CASE("debug costs the same in the last iteration as in the first", "[option
   const Tensor x = leaf({8});
   const auto fn = [](const Tensor& t) { return t.sin().exp().cos(); };
   const auto thousand = [&] {
-    const auto start = std::chrono::steady_clock::now();
+    const std::clock_t start = std::clock();  // CPU time: other programs may be running
     for (int i = 0; i < 1000; ++i) grad_of(checkpoint({.debug = true}, fn, x), {x});
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return static_cast<double>(std::clock() - start);
   };
   thousand();
   LiveBytes bytes;
@@ -333,5 +379,5 @@ TEST_CASE("debug costs the same in the last iteration as in the first", "[option
   thousand();
   const double late = std::min({thousand(), thousand(), thousand()});
   CHECK(bytes.held() == 0);
-  CHECK(late < 2 * early);
+  CHECK(late < 3 * early);
 }

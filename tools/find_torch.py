@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Finds LibTorch and prints it as four lines: root, library folder, version, where it came from.
+"""Finds LibTorch and prints it as five lines: root, library folder, version, where it came from, and the Python
+interpreter whose package it is (empty if there is none).
 
 Asked by meson.build and by `dev`, so that both always mean the same LibTorch. Order: the root given as
 argument, TORCH_ROOT, the Python package of this tree's .venv, that of the current `python3`, the system's.
@@ -8,6 +9,7 @@ A root that was asked for is taken or refused, never passed over.
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -23,6 +25,12 @@ if sys.prefix == sys.base_prefix:
 spec = importlib.util.find_spec('torch')
 print(os.path.dirname(spec.origin) if spec and spec.origin else '')
 """
+
+
+PYTHONS = {
+    str(TREE / '.venv' / 'bin' / 'python'): 'the Python package in .venv',
+    'python3': 'the Python package of python3',
+}
 
 
 def package_root(python):
@@ -62,14 +70,22 @@ def judge(root):
     return folder, text, ''
 
 
+def interpreter(root):
+    """The Python interpreter that imports torch from this root; '' if none here does."""
+    for python in PYTHONS:
+        package = package_root(python)
+        if package and os.path.realpath(package) == os.path.realpath(root):
+            return shutil.which(python)
+    return ''
+
+
 def candidates(given):
     for root, origin in ((given, 'the option torch_root'), (os.environ.get('TORCH_ROOT'), 'TORCH_ROOT')):
         if root:
             yield root, origin, True
             return
-    venv = TREE / '.venv' / 'bin' / 'python'
-    yield package_root(str(venv)), 'the Python package in .venv', False
-    yield package_root('python3'), 'the Python package of python3', False
+    for python, origin in PYTHONS.items():
+        yield package_root(python), origin, False
     for prefix in ('/usr/local', '/usr'):
         if library_folder(pathlib.Path(prefix)):
             yield prefix, 'the system', False
@@ -83,7 +99,7 @@ def main():
         root = pathlib.Path(root).expanduser().absolute()
         folder, text, fault = judge(root)
         if not fault:
-            print(root, folder, text, origin, sep='\n')
+            print(root, folder, text, origin, interpreter(root), sep='\n')
             return 0
         refused.append(f'{origin}: {fault}')
         if asked_for:

@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <cmath>
+#include <string>
 #include <vector>
 
 #include "remat/checkpoint.h"
@@ -85,9 +85,6 @@ class CharTransformerImpl : public torch::nn::Module {
     for (int64_t i = 0; i < options.blocks; ++i) {
       blocks_.push_back(register_module("block" + std::to_string(i), Block(options)));
     }
-    torch::NoGradGuard no_grad;
-    characters_->weight.mul_(0.02);
-    positions_->weight.mul_(0.02);
   }
 
   // (B, T) ids -> (B, T, vocabulary) scores of the character that follows

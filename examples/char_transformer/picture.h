@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstdio>
 #include <fstream>
-#include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "timeline.h"
@@ -71,7 +71,8 @@ class Picture {
     const double ms_step = round_step((last_ms_ - first_ms_) / 9);
     for (double ms = std::ceil(first_ms_ / ms_step) * ms_step; ms <= last_ms_; ms += ms_step) {
       svg += line(x(ms), kBottom, x(ms), kBottom + 5, "stroke=\"#333\"");
-      svg += text(x(ms), kBottom + 20, format("%g", ms), "text-anchor=\"middle\"");
+      // + 0.0: zero without a sign
+      svg += text(x(ms), kBottom + 20, format("%g", ms + 0.0), "text-anchor=\"middle\"");
     }
     svg += line(kLeft, kBottom, kRight, kBottom, "stroke=\"#333\"");
     svg += line(kLeft, kTop, kLeft, kBottom, "stroke=\"#333\"");
@@ -134,7 +135,7 @@ class Picture {
   std::string limit_line() const {
     return line(kLeft, y(limit_mb_), kRight, y(limit_mb_),
                 "stroke=\"#b00\" stroke-dasharray=\"2 4\"") +
-           text(kRight, y(limit_mb_) - 6, format("limit of the second test: %.0f MB", limit_mb_),
+           text(kRight, y(limit_mb_) - 6, format("memory limit set afterwards: %.1f MB", limit_mb_),
                 "text-anchor=\"end\" fill=\"#b00\"");
   }
 

@@ -19,7 +19,12 @@
 
 namespace remat {
 
+class Frame;       // lib/frame.h
+class OpLogScope;  // lib/op_log.h
+
 namespace detail {
+
+class Scope;  // lib/hook_stack.h
 
 using TensorVisitor = c10::function_ref<void(at::Tensor&)>;
 
@@ -49,8 +54,11 @@ class REMAT_API ForwardRun {
   void finish(c10::function_ref<void(TensorVisitor)> visit_result);
 
  private:
-  struct State;
-  std::unique_ptr<State> state_;
+  void close();
+  c10::intrusive_ptr<Frame> frame_;
+  std::shared_ptr<Scope> scope_;
+  std::shared_ptr<void> user_scope_;
+  std::unique_ptr<OpLogScope> logging_;
 };
 
 template <class F, class... A>

@@ -67,7 +67,7 @@ def through_pkg_config():
 
 def through_cmake():
     build = WORK / 'cmake'
-    call('cmake', '-S', HERE / 'cmake', '-B', build, f'-Dremat_DIR={find_in_stage("rematConfig.cmake")}',
+    call('cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', build, f'-Dremat_DIR={find_in_stage("rematConfig.cmake")}',
          f'-DQUICKSTART={QUICKSTART}', f'-DCMAKE_CXX_COMPILER={compiler()[-1]}')
     call('cmake', '--build', build, '--parallel', JOBS)
     return build / 'quickstart'

@@ -86,7 +86,7 @@ TEST_CASE("without early stop every kernel runs again and no stop is counted", "
 }
 
 TEST_CASE("a matmul at the end of a region is not run again", "[rule-5]") {
-  const Tensor x = leaf({64, 64}), w = leaf({64, 64});
+  const Tensor x = leaf({128, 128}), w = leaf({128, 128});
   const Tensors plain = grad_of(x.sin().mm(w), {x, w});
   KernelCounter kernels;
   Counted done;
@@ -437,7 +437,7 @@ TEST_CASE("in-place operators at the end of a region give plain gradients", "[ru
   check([](const Tensor& t) {
     Tensor h = at::zeros({10000});
     h.narrow(0, 0, 10000).copy_(t.sin());
-    return h.mul_(h.clone());
+    return h.mul_(2).tanh_();
   });
 }
 

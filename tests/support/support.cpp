@@ -28,6 +28,12 @@ uint64_t chosen_seed() {
   return seed;
 }
 
+// The tensor, or its first elements: the text of a large one would bury the failure.
+Tensor shown(const Tensor& tensor) {
+  if (!tensor.defined() || tensor.numel() <= 64) return tensor;
+  return tensor.detach().reshape(-1).narrow(0, 0, 16);
+}
+
 // Differs from element to element, so that a gradient scaled or permuted by mistake is seen.
 Tensor outer_gradient(const Tensor& output) {
   at::NoGradGuard no_grad;
@@ -76,7 +82,7 @@ bool bit_equal(const Tensor& a, const Tensor& b) {
 void require_bit_equal(const Tensors& actual, const Tensors& expected) {
   REQUIRE(actual.size() == expected.size());
   for (size_t i = 0; i < actual.size(); ++i) {
-    INFO("tensor " << i << ", actual:\n" << actual[i] << "\nexpected:\n" << expected[i]);
+    INFO("tensor " << i << ", actual:\n" << shown(actual[i]) << "\nexpected:\n" << shown(expected[i]));
     REQUIRE(bit_equal(actual[i], expected[i]));
   }
 }
