@@ -72,8 +72,8 @@ inline void print_json(const char* name, const std::string& params, const Statis
       "{\"bench\": \"%s\", \"params\": {%s}, \"min_ns\": %.1f, \"median_ns\": %.1f, "
       "\"mad_ns\": %.1f, \"samples\": %zu, \"threads\": %d, \"torch\": \"%s\", "
       "\"compiler\": \"%s\", \"commit\": \"%s\"}\n",
-      name, params.c_str(), result.min_ns, result.median_ns, result.mad_ns, result.samples,
-      threads, TORCH_VERSION, compiler, commit.c_str());
+      name, params.c_str(), result.min_ns, result.median_ns, result.mad_ns, result.samples, threads,
+      TORCH_VERSION, compiler, commit.c_str());
   std::fflush(stdout);
 }
 

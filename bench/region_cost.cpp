@@ -121,12 +121,12 @@ class Python final : public Side {
   }
 
   int64_t sample(Kind kind, const Work& work, Clock clock, int64_t repeats) override {
-    return std::strtoll(peer_
-                            .ask("sample " + work.words(kind) +
-                                 (clock == Clock::Wall ? " wall " : " thread ") +
-                                 std::to_string(repeats))
-                            .c_str(),
-                        nullptr, 10);
+    return std::strtoll(
+        peer_
+            .ask("sample " + work.words(kind) + (clock == Clock::Wall ? " wall " : " thread ") +
+                 std::to_string(repeats))
+            .c_str(),
+        nullptr, 10);
   }
 
  private:
@@ -183,8 +183,8 @@ void measure(std::vector<Cell>& cells, const Arguments& arguments) {
         arguments.sample_ns);
   for (int64_t round = 0; round < arguments.samples; ++round)
     for (Cell& cell : cells)
-      cell.ns.push_back(static_cast<double>(cell.side->sample(cell.kind, cell.work,
-                                                              arguments.clock, cell.repeats)) /
+      cell.ns.push_back(static_cast<double>(cell.side->sample(cell.kind, cell.work, arguments.clock,
+                                                              cell.repeats)) /
                         static_cast<double>(cell.repeats));
 }
 
@@ -246,7 +246,8 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
       print(sides[s]->name, "overhead per region", work, arguments, results[s]);
     }
     ours.push_back(results[0].min_ns);
-    const std::string label = std::to_string(work.ops) + (work.ops == 1 ? " operator" : " operators") +
+    const std::string label = std::to_string(work.ops) +
+                              (work.ops == 1 ? " operator" : " operators") +
                               (work.preserve_rng_state ? "" : ", preserve_rng_state = false");
     row("%-44s %10.0f %10.2f %10.0f %14.1f", label.c_str(), results[0].min_ns,
         results[0].min_ns / sin_ns, results[1].min_ns, results[1].min_ns / results[0].min_ns);
@@ -255,8 +256,8 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
   }
   // Two points make a line: what a region costs, and what each tensor saved in it costs.
   for (std::size_t i = 0; i + 1 < works.size(); i += 2) {
-    const double per_tensor = (ours[i + 1] - ours[i]) /
-                              static_cast<double>(works[i + 1].ops - works[i].ops);
+    const double per_tensor =
+        (ours[i + 1] - ours[i]) / static_cast<double>(works[i + 1].ops - works[i].ops);
     const double per_region = ours[i] - per_tensor * static_cast<double>(works[i].ops);
     row("in units of sin%s: %.2f per region + %.2f per saved tensor",
         works[i].preserve_rng_state ? "" : ", preserve_rng_state = false", per_region / sin_ns,
@@ -280,7 +281,8 @@ void scale(Side* side, const char* unit, const std::vector<Work>& works,
             bench::statistics(cell[i].ns));
     const bench::Statistics result = overhead(cell, work.regions * work.ops);
     print(side->name, std::string("overhead per ") + unit, work, arguments, result);
-    const std::string label = std::to_string(work.regions) + " regions of " + std::to_string(work.ops);
+    const std::string label =
+        std::to_string(work.regions) + " regions of " + std::to_string(work.ops);
     row("%-44s %10.0f %10.0f %14.3f", label.c_str(), result.min_ns, result.median_ns,
         bench::statistics(cell[2].ns).min_ns /
             (bench::statistics(cell[0].ns).min_ns + bench::statistics(cell[1].ns).min_ns));

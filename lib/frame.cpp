@@ -146,6 +146,7 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
   std::lock_guard<std::mutex> lock(mutex_);
   is_settled_ = true;
   expected_slots = std::clamp<std::size_t>(slots_.size(), 1, 64);
+  if (slots_.capacity() > 2 * slots_.size() + 4) slots_.shrink_to_fit();
   settle_provenance(results);
   settle_operators();
   inputs_.settle();

@@ -108,7 +108,8 @@ void throw_differences(const Frame& frame, Differences differences, const OpLog*
                "A parameter, buffer or captured tensor changed between the forward and the "
                "recompute, so the gradient would be wrong (Rule 10).",
                "Cause: it was changed in place, given other storage, or replaced (an optimizer step "
-               "between forward and backward does this).\nDo: call backward before the change, pass "
+               "between forward and backward does this). A tensor without grad that the function makes and "
+               "leaves in an outside variable counts as captured too.\nDo: call backward before the change, pass "
                "the tensor as an argument, or set capture_check = CaptureCheck::Ignore to "
                "recompute with the new value.\n",
                std::move(differences.captures), log);

@@ -76,6 +76,13 @@ class Filler final : public SlotFiller {
 
 at::Tensor Filler::fill(const at::Tensor& saved) {
   const at::Tensor* const origin = input_being_saved();
+  const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  if (has_stopped_) {
+    // The function caught the signal and went on: nothing it saves now counts, and it gets the
+    // signal again.
+    if (can_stop(judged)) throw StopSignal{};
+    return saved.requires_grad() ? saved.tensor_data() : saved;
+  }
   const uint64_t group = at::sequence_number::peek();
   const bool was_complete = is_complete();
   if (!pending_.empty()) compare_pending(group, /*is_end=*/origin != nullptr);
@@ -87,8 +94,8 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   if (is_complete() && !was_complete) last_group_ = group;
   // A stop that waited for its operator to finish is due when another operator saves.
   if (was_complete && (group != last_group_ || origin != nullptr)) must_finish_operator_ = false;
-  if (wants_stop() && can_stop(origin != nullptr ? *origin : saved)) {
-    if (!has_stopped_) count(live_counters.early_stops);
+  if (wants_stop() && can_stop(judged)) {
+    if (!has_too_many()) count(live_counters.early_stops);
     has_stopped_ = true;
     throw StopSignal{};
   }
@@ -96,7 +103,7 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
 }
 
 bool Filler::wants_stop() const {
-  if (has_stopped_ || has_too_many()) return true;
+  if (has_too_many()) return true;
   if (!is_complete() || !frame_.options().early_stop) return false;
   if (must_finish_operator_ || !pending_.empty()) return false;
   return !(view_.ends_small && num_seen_ == num_slots_);

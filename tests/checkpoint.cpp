@@ -1,4 +1,4 @@
-// checkpoint(): what goes in, what comes out, and that values and gradients are those of plain execution.
+// checkpoint(): what goes in, what comes out, and that values and gradients equal plain execution.
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
@@ -106,8 +106,8 @@ TEST_CASE("a saved argument that does not require grad comes back as the same ob
           "[checkpoint][rule-2][BEQ-06]") {
   const Tensor a = leaf_of(1.0), b = at::scalar_tensor(1.0);
   Calls calls;
-  const auto fn = counted(
-      calls, [](const Tensor& x, const Tensor& y) { return SaveSecond::apply(x, y); });
+  const auto fn =
+      counted(calls, [](const Tensor& x, const Tensor& y) { return SaveSecond::apply(x, y); });
   fn(a, b).backward();
   CHECK(unpacked_second == b.unsafeGetTensorImpl());
   unpacked_second = nullptr;
@@ -119,8 +119,7 @@ TEST_CASE("a saved argument that does not require grad comes back as the same ob
 TEST_CASE("an output that does not require grad stays so beside one that does",
           "[checkpoint][BEQ-12]") {
   const Tensor t1 = leaf({3}), t2 = at::randn({3});
-  auto [out1, out2] =
-      checkpoint([](Tensor x, Tensor y) { return std::make_tuple(x, y); }, t1, t2);
+  auto [out1, out2] = checkpoint([](Tensor x, Tensor y) { return std::make_tuple(x, y); }, t1, t2);
   CHECK(out1.requires_grad());
   CHECK_FALSE(out2.requires_grad());
   out1.sum().backward();
@@ -217,9 +216,8 @@ TEST_CASE("outputs, grads and random numbers of many functions equal plain",
     const Counted done;
     Calls calls;
     require_same_grads(
-        fn,
-        [&](const Tensor& a, const Tensor& b) { return checkpoint(counted(calls, fn), a, b); }, x,
-        y);
+        fn, [&](const Tensor& a, const Tensor& b) { return checkpoint(counted(calls, fn), a, b); },
+        x, y);
     CHECK(calls.count() == 2);
     CHECK(done.now().frames_created == 1);
     CHECK(done.now().recomputes == 1);
@@ -282,7 +280,9 @@ TEST_CASE("every tensor argument is an input, wherever it stands",
   const bool early_stop = GENERATE(true, false);
   const EarlyStopGuard guard(early_stop);
   const Tensor a = leaf({3}), b = leaf({3});
-  const auto fn = [](const Tensor& x, int, const Tensor& y) { return (x.sin().exp() * y).sin().exp(); };
+  const auto fn = [](const Tensor& x, int, const Tensor& y) {
+    return (x.sin().exp() * y).sin().exp();
+  };
   Calls calls;
   require_same_grads(
       [&](const Tensor& x, const Tensor& y) { return fn(x, 0, y); },
@@ -303,9 +303,9 @@ TEST_CASE("an absent optional argument passes through", "[checkpoint][KW-03]") {
   const Tensor t = leaf({2});
   const Tensor out = checkpoint([](Tensor x, std::nullopt_t) { return x; }, t, std::nullopt);
   CHECK(at::equal(out, t));
-  const Tensor unchanged = checkpoint(
-      [](Tensor x, std::optional<Tensor> mask) { return mask ? x * *mask : x.sin(); }, t,
-      std::optional<Tensor>());
+  const Tensor unchanged =
+      checkpoint([](Tensor x, std::optional<Tensor> mask) { return mask ? x * *mask : x.sin(); }, t,
+                 std::optional<Tensor>());
   unchanged.sum().backward();
   CHECK(at::equal(t.grad(), t.detach().cos()));
 }
@@ -386,8 +386,7 @@ TEST_CASE("tensors in a user struct are inputs of the region", "[checkpoint][rul
   CHECK_THROWS_WITH(out.left.sum().backward(), contains("modified by an inplace operation"));
 }
 
-TEST_CASE("a chain of matmuls has the plain value and three plain grads",
-          "[checkpoint][KW-13]") {
+TEST_CASE("a chain of matmuls has the plain value and three plain grads", "[checkpoint][KW-13]") {
   const auto fn = [](const Tensor& x, const Tensor& y, const Tensor& z) {
     return at::matmul(at::matmul(x, y), z);
   };
@@ -616,8 +615,9 @@ TEST_CASE("the function and the arguments live as long as the graph", "[checkpoi
   const Alive alive;
   const Tensor x = leaf({2});
   {
-    Tensor y = checkpoint([probe = alive.probe()](const Tensor& t, const Alive::Probe&) { return t.sin(); },
-                          x, alive.probe());
+    Tensor y = checkpoint(
+        [probe = alive.probe()](const Tensor& t, const Alive::Probe&) { return t.sin(); }, x,
+        alive.probe());
     CHECK(alive.count() == 2);
     y.sum().backward();
     CHECK(alive.count() == 0);  // backward without retain_graph freed the slots
@@ -640,10 +640,8 @@ TEST_CASE("checkpointed() holds its function once for all calls", "[checkpoint]"
   const Tensor x = leaf({2});
   Tensor first, second;
   {
-    auto region = checkpointed(
-        [probe = alive.probe(), own = std::make_unique<int>(2)](const Tensor& t) {
-          return t.sin() * *own;
-        });
+    auto region = checkpointed([probe = alive.probe(), own = std::make_unique<int>(2)](
+                                   const Tensor& t) { return t.sin() * *own; });
     first = region(x);
     second = region(first);
     CHECK(alive.count() == 1);
@@ -670,13 +668,12 @@ TEST_CASE("with grad mode off the function runs plainly and no option is looked 
     CHECK(at::equal(y, x.sin()));
     // Also if the function turns grad mode on inside: what it saves is kept plainly.
     Calls calls;
-    const Tensor inside = checkpoint(
-        counted(calls,
-                [](const Tensor& t) {
-                  at::AutoGradMode grad_mode(true);
-                  return t.sin();
-                }),
-        x);
+    const Tensor inside = checkpoint(counted(calls,
+                                             [](const Tensor& t) {
+                                               at::AutoGradMode grad_mode(true);
+                                               return t.sin();
+                                             }),
+                                     x);
     at::AutoGradMode grad_mode(true);
     inside.sum().backward();
     CHECK(calls.count() == 1);
@@ -740,16 +737,12 @@ TEST_CASE("tensors in containers are inputs of the region", "[checkpoint][rule-2
   }
   SECTION("vector of optionals") {
     check_container(
-        [](Tensor a, Tensor b) {
-          return std::vector<std::optional<Tensor>>{a, std::nullopt, b};
-        },
+        [](Tensor a, Tensor b) { return std::vector<std::optional<Tensor>>{a, std::nullopt, b}; },
         [](auto& v) { return *v[0]; }, [](auto& v) { return *v[2]; });
   }
   SECTION("map") {
     check_container(
-        [](Tensor a, Tensor b) {
-          return std::map<std::string, Tensor>{{"a", a}, {"b", b}};
-        },
+        [](Tensor a, Tensor b) { return std::map<std::string, Tensor>{{"a", a}, {"b", b}}; },
         [](auto& m) { return m.at("a"); }, [](auto& m) { return m.at("b"); });
   }
   SECTION("unordered_map") {

@@ -1,4 +1,4 @@
-// checkpoint() of torch::nn modules, by call: nets, batches of small calls, normalisation, training.
+// checkpoint() of torch::nn modules, by call: nets, many small calls, normalisation, training.
 
 #include <torch/optim/adam.h>
 
@@ -48,18 +48,24 @@ TEST_CASE("holders, Sequential, AnyModule and shared pointers are functions of a
     CHECK(done.now().frames_created == 1);
     CHECK(done.now().recomputes == 1);
   };
-  same(*linear, [&](const Tensor& t) { return linear(t); },
-       [&](const Tensor& t) { return checkpoint(linear, t); });
-  same(*linear, [&](const Tensor& t) { return linear(t); },
-       [&](const Tensor& t) { return checkpoint(linear.ptr(), t); });
-  same(*linear, [&](const Tensor& t) { return linear(t); },
-       [&](const Tensor& t) { return checkpoint(&nn::LinearImpl::forward, linear.ptr(), t); });
-  same(*sequential, [&](const Tensor& t) { return sequential->forward(t); },
-       [&](const Tensor& t) { return checkpoint(sequential, t); });
+  same(
+      *linear, [&](const Tensor& t) { return linear(t); },
+      [&](const Tensor& t) { return checkpoint(linear, t); });
+  same(
+      *linear, [&](const Tensor& t) { return linear(t); },
+      [&](const Tensor& t) { return checkpoint(linear.ptr(), t); });
+  same(
+      *linear, [&](const Tensor& t) { return linear(t); },
+      [&](const Tensor& t) { return checkpoint(&nn::LinearImpl::forward, linear.ptr(), t); });
+  same(
+      *sequential, [&](const Tensor& t) { return sequential->forward(t); },
+      [&](const Tensor& t) { return checkpoint(sequential, t); });
   nn::AnyModule any(linear);
-  same(*linear, [&](const Tensor& t) { return linear(t); }, [&](const Tensor& t) {
-    return checkpoint([&](const Tensor& u) { return any.forward<Tensor>(u); }, t);
-  });
+  same(
+      *linear, [&](const Tensor& t) { return linear(t); },
+      [&](const Tensor& t) {
+        return checkpoint([&](const Tensor& u) { return any.forward<Tensor>(u); }, t);
+      });
 }
 
 TEST_CASE("two thousand calls of one net in one backward have the plain grads",
@@ -181,8 +187,8 @@ struct UNetLevelImpl : nn::Module {
       register_module("below", below);
     }
     up = register_module(
-        "up", nn::ConvTranspose2d(nn::ConvTranspose2dOptions(channels[level + 1], channels[level], 2)
-                                      .stride(2)));
+        "up", nn::ConvTranspose2d(
+                  nn::ConvTranspose2dOptions(channels[level + 1], channels[level], 2).stride(2)));
     join = register_module("join", conv_block(2 * channels[level], channels[level]));
   }
   Tensor forward(const Tensor& x) {
@@ -300,10 +306,10 @@ struct BlockImpl : nn::Module {
   }
   Tensor forward(const Tensor& x) {
     const Tensors qkv = attention_in(norm(x)).chunk(3, -1);
-    const Tensor y = x + attention_out(at::scaled_dot_product_attention(
-                             qkv[0].unsqueeze(1), qkv[1].unsqueeze(1), qkv[2].unsqueeze(1), {}, 0.0,
-                             true)
-                                           .squeeze(1));
+    const Tensor y =
+        x + attention_out(at::scaled_dot_product_attention(qkv[0].unsqueeze(1), qkv[1].unsqueeze(1),
+                                                           qkv[2].unsqueeze(1), {}, 0.0, true)
+                              .squeeze(1));
     return y + at::dropout(down(at::gelu(up(y))), 0.1, is_training());
   }
   nn::LayerNorm norm{nn::LayerNormOptions({16})};

@@ -40,9 +40,7 @@ CheckpointError mismatch(First first, Later later, const CheckpointOptions& opti
   return error;
 }
 
-int64_t lines_of(const std::string& text) {
-  return std::count(text.begin(), text.end(), '\n') + 1;
-}
+int64_t lines_of(const std::string& text) { return std::count(text.begin(), text.end(), '\n') + 1; }
 
 constexpr auto debug_sentence =
     "You are seeing this error because you passed `debug=True` to checkpoint";
@@ -66,8 +64,9 @@ TEST_CASE("more tensors in the recompute are an error when early stop is off",
   const EarlyStopGuard guard(false);
   const CheckpointError error = mismatch(save2, save3);
   CHECK(error.kind() == Kind::MoreTensors);
-  CHECK_THAT(text_of(error), contains("trying to save more tensors during recomputation than during "
-                                      "the original forward pass."));
+  CHECK_THAT(text_of(error),
+             contains("trying to save more tensors during recomputation than during "
+                      "the original forward pass."));
   CHECK(error.forward_count() == 2);
   CHECK(error.recompute_count() == 3);  // packed when it was noticed
 }
@@ -76,9 +75,8 @@ TEST_CASE("more tensors after the last needed one are not seen with early stop",
           "[error][rule-10]") {
   const Tensor a = leaf({100'000});
   Calls calls;
-  const Tensor y = checkpoint(first_then(calls, save2,
-                                         [](const Tensor& x) { return x.sin().exp().cos().sin(); }),
-                              a);
+  const Tensor y = checkpoint(
+      first_then(calls, save2, [](const Tensor& x) { return x.sin().exp().cos().sin(); }), a);
   CHECK_NOTHROW(y.sum().backward());
   CHECK(calls.count() == 2);
   require_bit_equal({a.grad()}, grad_of(save2(a), {a}));
@@ -110,12 +108,11 @@ TEST_CASE("another dtype in the recompute is an error", "[error][rule-10]") {
 }
 
 TEST_CASE("every tensor that differs is listed", "[error][rule-10]") {
-  const CheckpointError error = mismatch(
-      [](const Tensor& x) { return x.sin().exp().cos(); },
-      [](const Tensor& x) {
-        const Tensor two = x.expand({2}).clone();
-        return two.sin().exp().cos();
-      });
+  const CheckpointError error = mismatch([](const Tensor& x) { return x.sin().exp().cos(); },
+                                         [](const Tensor& x) {
+                                           const Tensor two = x.expand({2}).clone();
+                                           return two.sin().exp().cos();
+                                         });
   CHECK(error.kind() == Kind::MetadataMismatch);
   std::vector<int64_t> positions;
   for (const auto& found : error.mismatches()) positions.push_back(found.position);
@@ -168,7 +165,8 @@ TEST_CASE("a debug guard turns debug on over the option; it is read at forward",
 TEST_CASE("a debug guard turns debug off over the option", "[error][debug][DET-07][DBG-03]") {
   const DebugGuard guard(false);
   const CheckpointError error = mismatch(save2, alt2, {.debug = true});
-  CHECK_THAT(text_of(error), contains("Recomputed values for the following tensors have different"));
+  CHECK_THAT(text_of(error),
+             contains("Recomputed values for the following tensors have different"));
   CHECK_THAT(text_of(error), !contains(debug_sentence));
 }
 
@@ -209,12 +207,13 @@ TEST_CASE("an exception of the function in the recompute keeps its type and text
   const bool debug = GENERATE(true, false);
   const Tensor a = leaf({1});
   Calls calls;
-  const Tensor y = checkpoint(
-      {.debug = debug}, first_then(calls, save2, [](const Tensor& x) -> Tensor {
-        x.sin();
-        throw UserError("foo");
-      }),
-      a);
+  const Tensor y = checkpoint({.debug = debug},
+                              first_then(calls, save2,
+                                         [](const Tensor& x) -> Tensor {
+                                           x.sin();
+                                           throw UserError("foo");
+                                         }),
+                              a);
   const UserError error = error_of<UserError>([&] { y.sum().backward(); });
   CHECK(std::string(error.what()) == "foo");
   CHECK(remat::counters().recomputed_bytes_alive == 0);
@@ -240,8 +239,8 @@ TEST_CASE("what is no std::exception arrives as itself from forward, wrapped fro
   CHECK(remat::counters().frames_alive == 0);
 
   Calls calls;
-  const Tensor y =
-      checkpoint({.name = "odd"}, first_then(calls, save2, [](const Tensor&) -> Tensor { throw 42; }), a);
+  const Tensor y = checkpoint(
+      {.name = "odd"}, first_then(calls, save2, [](const Tensor&) -> Tensor { throw 42; }), a);
   const auto error = error_of<CheckpointError>([&] { y.sum().backward(); });
   CHECK(error.kind() == Kind::RecomputeFailed);
   CHECK(error.region() == "odd");

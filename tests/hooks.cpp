@@ -1,4 +1,4 @@
-// Saved-tensor hooks for plain C++ programs, alone, per tensor, nested, misused, and around regions.
+// Saved-tensor hooks for plain C++ programs: alone, per tensor, nested, misused, around regions.
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -202,9 +202,8 @@ TEST_CASE("the functions live until the guard and the last packed tensor are gon
   const Tensor a = leaf({5});
   Tensor y;
   {
-    const SavedTensorHooksGuard guard(
-        [probe = alive.probe()](const Tensor& t) { return t; },
-        [probe = alive.probe()](const Tensor& t) { return t; });
+    const SavedTensorHooksGuard guard([probe = alive.probe()](const Tensor& t) { return t; },
+                                      [probe = alive.probe()](const Tensor& t) { return t; });
     CHECK(alive.count() == 2);
     y = a.sin();
   }
@@ -302,8 +301,8 @@ TEST_CASE("tensors may wait in files", "[hooks][HKS-14]") {
 
 TEST_CASE("double backward works with hooks active in one of the passes", "[hooks]") {
   const Tensor a = leaf({5}, at::kDouble);
-  const Tensor expected = grad_of(
-      grad_of((a.sin() * a).exp(), {a}, {.create_graph = true})[0], {a})[0];
+  const Tensor expected =
+      grad_of(grad_of((a.sin() * a).exp(), {a}, {.create_graph = true})[0], {a})[0];
   const auto second_order = [&](bool in_forward, bool in_backward) {
     Calls packs;
     Tensor y, first;
@@ -415,12 +414,11 @@ TEST_CASE("a guard that an unpack opens and leaves open keeps nothing of the fir
   {
     Tensor y;
     {
-      const SavedTensorHooksGuard guard(
-          identity, [&, probe = first.probe()](const Tensor& t) {
-            stray = std::make_unique<SavedTensorHooksGuard>(
-                [probe = stray_alive.probe()](const Tensor& u) { return u; }, identity);
-            return t;
-          });
+      const SavedTensorHooksGuard guard(identity, [&, probe = first.probe()](const Tensor& t) {
+        stray = std::make_unique<SavedTensorHooksGuard>(
+            [probe = stray_alive.probe()](const Tensor& u) { return u; }, identity);
+        return t;
+      });
       y = a.sin();
     }
     y.sum().backward();
@@ -438,11 +436,10 @@ TEST_CASE("an unpack that destroys the caller's guard does not crash", "[hooks][
   for (int repeat = 0; repeat < 10; ++repeat) {
     Calls packs;
     std::unique_ptr<SavedTensorHooksGuard> guard;
-    guard = std::make_unique<SavedTensorHooksGuard>(counted(packs, identity),
-                                                    [&](const Tensor& t) {
-                                                      guard.reset();
-                                                      return t;
-                                                    });
+    guard = std::make_unique<SavedTensorHooksGuard>(counted(packs, identity), [&](const Tensor& t) {
+      guard.reset();
+      return t;
+    });
     const Tensor y = a.sin();
     CHECK(packs.count() == 1);
     y.sum().backward();

@@ -57,7 +57,8 @@ TEST_CASE("every option has a default, and names may be given in order", "[optio
   CHECK_FALSE(defaults.offload_inputs);
   CHECK_FALSE(defaults.strict_unpack);
   const Tensor x = leaf({2});
-  checkpoint({.name = "block 3", .early_stop = false}, [](const Tensor& t) { return t.sin(); }, x)
+  checkpoint(
+      {.name = "block 3", .early_stop = false}, [](const Tensor& t) { return t.sin(); }, x)
       .sum()
       .backward();
   CHECK(at::equal(x.grad(), x.detach().cos()));
@@ -104,8 +105,8 @@ TEST_CASE("without preserve_rng_state the recompute draws new numbers",
   CHECK(at::equal(generator_state(), after_forward) == preserve);
 
   const Tensor two = leaf({2});
-  checkpoint({.preserve_rng_state = false},
-             [](const Tensor& t) { return at::dropout(t, 0.5, true); }, two)
+  checkpoint(
+      {.preserve_rng_state = false}, [](const Tensor& t) { return at::dropout(t, 0.5, true); }, two)
       .sum()
       .backward();
   CHECK(two.grad().defined());
@@ -130,7 +131,8 @@ TEST_CASE("a determinism check sees what its level names and nothing finer",
     CHECK(mismatch({.determinism_check = None}, as_is, fewer, x).kind() == Kind::FewerTensors);
     // Another shape is not reported as such; plain autograd may refuse the wrong values.
     Calls calls;
-    const Tensor y = checkpoint({.determinism_check = None}, first_then(calls, as_is, other_shape), x);
+    const Tensor y =
+        checkpoint({.determinism_check = None}, first_then(calls, as_is, other_shape), x);
     try {
       y.sum().backward();
     } catch (const CheckpointError& error) {
@@ -146,8 +148,7 @@ TEST_CASE("a determinism check sees what its level names and nothing finer",
   }
   SECTION("Layout") {
     accepted({.determinism_check = Layout}, as_is, other_values, x);
-    const CheckpointError error =
-        mismatch({.determinism_check = Layout}, as_is, other_strides, x);
+    const CheckpointError error = mismatch({.determinism_check = Layout}, as_is, other_strides, x);
     CHECK(error.kind() == Kind::MetadataMismatch);
     REQUIRE_FALSE(error.mismatches().empty());
     CHECK(error.mismatches()[0].position == 0);
@@ -168,12 +169,13 @@ TEST_CASE("Values compares bits: equal NaNs are equal, layouts in logical order,
           "[options][rule-10]") {
   const CheckpointOptions values{.determinism_check = DeterminismCheck::Values};
   const Tensor x = at::tensor({-1.0F, 0.0F, 1.0F}).requires_grad_();
-  accepted(values, [](const Tensor& t) { return t.log().sin(); },
-           [](const Tensor& t) { return t.log().sin(); }, x);
+  accepted(
+      values, [](const Tensor& t) { return t.log().sin(); },
+      [](const Tensor& t) { return t.log().sin(); }, x);
   const auto sparse = [](double factor) {
     return [factor](const Tensor& t) {
-      const Tensor s = at::sparse_coo_tensor(at::arange(0, 4, 2).unsqueeze(0),
-                                              at::arange(1.0F, 3.0F), {3});
+      const Tensor s =
+          at::sparse_coo_tensor(at::arange(0, 4, 2).unsqueeze(0), at::arange(1.0F, 3.0F), {3});
       return s.mul(factor).to_dense() * t.sin();
     };
   };
@@ -269,8 +271,7 @@ TEST_CASE("an exception of fingerprint or context_fn keeps its type and leaves n
   }
 }
 
-TEST_CASE("capture_check decides whether a changed parameter is an error",
-          "[options][rule-10]") {
+TEST_CASE("capture_check decides whether a changed parameter is an error", "[options][rule-10]") {
   const Tensor x = leaf({3}), weight = leaf({3});
   const Tensor old_weight = weight.detach().clone();
   const auto fn = [&](const Tensor& t) { return (t * weight).sin(); };
@@ -362,7 +363,8 @@ TEST_CASE("options that this version cannot honour are refused by name", "[optio
   CHECK(remat::counters().frames_alive == 0);
 }
 
-TEST_CASE("debug costs the same in the last iteration as in the first", "[options][debug][GUA-35]") {
+TEST_CASE("debug costs the same in the last iteration as in the first",
+          "[options][debug][GUA-35]") {
   const Tensor x = leaf({8});
   const auto fn = [](const Tensor& t) { return t.sin().exp().cos(); };
   const auto thousand = [&] {

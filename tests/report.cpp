@@ -4,8 +4,7 @@
 
 using remat::checkpoint;
 
-TEST_CASE("counters equal hand counts over a forward and two backward calls",
-          "[report][GUA-44]") {
+TEST_CASE("counters equal hand counts over a forward and two backward calls", "[report][GUA-44]") {
   constexpr int64_t size = 100'000;
   const Tensor x = leaf({size});
   const Counted done;
@@ -34,7 +33,8 @@ TEST_CASE("counters equal hand counts over a forward and two backward calls",
 TEST_CASE("with early stop off no stop is counted", "[report][GUA-44]") {
   const Tensor x = leaf({100'000});
   const Counted done;
-  checkpoint({.early_stop = false}, [](const Tensor& t) { return t.sin().cos(); }, x)
+  checkpoint(
+      {.early_stop = false}, [](const Tensor& t) { return t.sin().cos(); }, x)
       .sum()
       .backward();
   CHECK(done.now().recomputes == 1);

@@ -159,10 +159,10 @@ TEST_CASE("guards destroyed out of order end their own effect only", "[scope][ho
   SECTION("hooks") {
     Calls outer_packs, inner_packs;
     const auto identity = [](const Tensor& t) { return t; };
-    auto outer = std::make_unique<remat::SavedTensorHooksGuard>(counted(outer_packs, identity),
-                                                                identity);
-    auto inner = std::make_unique<remat::SavedTensorHooksGuard>(counted(inner_packs, identity),
-                                                                identity);
+    auto outer =
+        std::make_unique<remat::SavedTensorHooksGuard>(counted(outer_packs, identity), identity);
+    auto inner =
+        std::make_unique<remat::SavedTensorHooksGuard>(counted(inner_packs, identity), identity);
     outer.reset();
     x.sin();
     CHECK(inner_packs.count() == 1);
@@ -173,9 +173,9 @@ TEST_CASE("guards destroyed out of order end their own effect only", "[scope][ho
   }
   SECTION("guards of different kinds, in every order") {
     const auto identity = [](const Tensor& t) { return t; };
-    const std::vector<int> order = GENERATE(
-        std::vector<int>{0, 1, 2}, std::vector<int>{0, 2, 1}, std::vector<int>{1, 0, 2},
-        std::vector<int>{1, 2, 0}, std::vector<int>{2, 0, 1}, std::vector<int>{2, 1, 0});
+    const std::vector<int> order =
+        GENERATE(std::vector<int>{0, 1, 2}, std::vector<int>{0, 2, 1}, std::vector<int>{1, 0, 2},
+                 std::vector<int>{1, 2, 0}, std::vector<int>{2, 0, 1}, std::vector<int>{2, 1, 0});
     auto hooks = std::make_unique<remat::SavedTensorHooksGuard>(identity, identity);
     auto debug = std::make_unique<DebugGuard>(true);
     auto plain = std::make_unique<DisableCheckpointGuard>();
@@ -191,8 +191,7 @@ TEST_CASE("guards destroyed out of order end their own effect only", "[scope][ho
   SECTION("a guard destroyed on another thread") {
     Calls packs;
     const auto identity = [](const Tensor& t) { return t; };
-    auto guard =
-        std::make_unique<remat::SavedTensorHooksGuard>(counted(packs, identity), identity);
+    auto guard = std::make_unique<remat::SavedTensorHooksGuard>(counted(packs, identity), identity);
     x.sin();
     CHECK(packs.count() == 1);
     std::thread([&] { guard.reset(); }).join();
@@ -311,19 +310,21 @@ TEST_CASE("current_phase describes the innermost frame in both passes", "[scope]
   const Tensor x = leaf({2});
   std::vector<remat::PhaseInfo> outer, inner;
   const auto region = [&](const Tensor& t) {
-    return checkpoint({.name = "outer"},
-                      [&](const Tensor& u) {
-                        outer.push_back(remat::current_phase());
-                        const Tensor v = checkpoint({.name = "inner"},
-                                                    [&](const Tensor& w) {
-                                                      inner.push_back(remat::current_phase());
-                                                      return w.sin();
-                                                    },
-                                                    u.exp());
-                        CHECK(remat::current_phase().name == "outer");
-                        return v.cos();
-                      },
-                      t);
+    return checkpoint(
+        {.name = "outer"},
+        [&](const Tensor& u) {
+          outer.push_back(remat::current_phase());
+          const Tensor v = checkpoint(
+              {.name = "inner"},
+              [&](const Tensor& w) {
+                inner.push_back(remat::current_phase());
+                return w.sin();
+              },
+              u.exp());
+          CHECK(remat::current_phase().name == "outer");
+          return v.cos();
+        },
+        t);
   };
   const auto check = [](const remat::PhaseInfo& info, Phase phase, int64_t depth,
                         const std::string& name) {

@@ -118,8 +118,7 @@ class Managed {
  public:
   explicit Managed(Arguments... arguments) : arguments_(std::move(arguments)...) {}
   void enter() {
-    std::apply([this](const Arguments&... arguments) { guard_.emplace(arguments...); },
-               arguments_);
+    std::apply([this](const Arguments&... arguments) { guard_.emplace(arguments...); }, arguments_);
   }
   void exit() { guard_.reset(); }
 
@@ -174,7 +173,8 @@ PYBIND11_MODULE(remat_python, module) {
   module.def("native_plain", torch::wrap_pybind_function_no_gil(native_plain));
   module.def("native_region", torch::wrap_pybind_function_no_gil(native_region));
   module.def("native_backward", torch::wrap_pybind_function_no_gil(native_backward));
-  module.def("native_gradient_is_right", torch::wrap_pybind_function_no_gil(native_gradient_is_right));
+  module.def("native_gradient_is_right",
+             torch::wrap_pybind_function_no_gil(native_gradient_is_right));
   module.def("num_native_runs", [] { return num_native_runs.load(); });
   module.def("counters", counters);
   module.def("is_checkpointing", remat::is_checkpointing);

@@ -105,8 +105,8 @@ KernelCounter::KernelCounter() {
   replace<"addmm",
           Tensor(const Tensor&, const Tensor&, const Tensor&, const at::Scalar&, const at::Scalar&),
           at::cpu::addmm>(library);
-  replace<"cumsum", Tensor(const Tensor&, int64_t, std::optional<at::ScalarType>),
-          at::cpu::cumsum>(library);
+  replace<"cumsum", Tensor(const Tensor&, int64_t, std::optional<at::ScalarType>), at::cpu::cumsum>(
+      library);
   replace<"cat", Tensor(const at::ITensorListRef&, int64_t), at::cpu::cat>(library);
   kernel_log.clear();
 }

@@ -21,19 +21,19 @@ NodeType& node_of(const Tensor& y) {
 /// The saved variable itself, for `register_hooks` and the like.
 template <class NodeType>
 torch::autograd::SavedVariable& saved_of(const Tensor& y,
-                                         torch::autograd::SavedVariable NodeType::*member) {
+                                         torch::autograd::SavedVariable NodeType::* member) {
   return node_of<NodeType>(y).*member;
 }
 
 /// Unpacks a saved input of the node that made `y`: a read outside backward.
 template <class NodeType>
-Tensor read_saved(const Tensor& y, torch::autograd::SavedVariable NodeType::*member) {
+Tensor read_saved(const Tensor& y, torch::autograd::SavedVariable NodeType::* member) {
   return saved_of(y, member).unpack();
 }
 
 /// Unpacks a saved output, which needs to be told its node.
 template <class NodeType>
-Tensor read_saved_output(const Tensor& y, torch::autograd::SavedVariable NodeType::*member) {
+Tensor read_saved_output(const Tensor& y, torch::autograd::SavedVariable NodeType::* member) {
   return saved_of(y, member).unpack(y.grad_fn());
 }
 

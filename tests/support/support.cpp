@@ -82,7 +82,9 @@ bool bit_equal(const Tensor& a, const Tensor& b) {
 void require_bit_equal(const Tensors& actual, const Tensors& expected) {
   REQUIRE(actual.size() == expected.size());
   for (size_t i = 0; i < actual.size(); ++i) {
-    INFO("tensor " << i << ", actual:\n" << shown(actual[i]) << "\nexpected:\n" << shown(expected[i]));
+    INFO("tensor " << i << ", actual:\n"
+                   << shown(actual[i]) << "\nexpected:\n"
+                   << shown(expected[i]));
     REQUIRE(bit_equal(actual[i], expected[i]));
   }
 }
@@ -234,9 +236,9 @@ std::vector<std::string> leftovers(const Baseline& before) {
 
   expect(at::SavedTensorDefaultHooks::is_enabled(), "saved-tensor hooks disabled");
   if (at::SavedTensorDefaultHooks::is_enabled()) {
-    expect(torch::autograd::Engine::get_default_engine().get_default_saved_variable_hooks() ==
-               nullptr,
-           "an active saved-tensor hook");
+    expect(
+        torch::autograd::Engine::get_default_engine().get_default_saved_variable_hooks() == nullptr,
+        "an active saved-tensor hook");
   }
   expect(!c10::impl::TorchDispatchModeTLS::any_modes_set(), "a dispatch mode");
   const PhaseInfo phase = current_phase();
