@@ -114,7 +114,8 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
   const bool built_inside = node != nullptr && node->sequence_nr() >= start.sequence &&
                             node->thread_id() == start.thread;
   result.origin = built_inside ? Origin::Inside : Origin::Outside;
-  result.storage = weak_storage_of(saved);
+  // Never changed in place: the operator in the region made it, so it is no captured tensor.
+  if (!(built_inside && result.version == 0)) result.storage = weak_storage_of(saved);
   return result;
 }
 

@@ -1,6 +1,9 @@
 #include "lib/cpu_rng.h"
 
+#include <bit>
+#include <chrono>
 #include <mutex>
+#include <thread>
 #include <type_traits>
 
 namespace remat {
@@ -57,6 +60,45 @@ bool is_cpu_rng_at(const CpuRngState& state) {
   at::CPUGeneratorImpl& impl = generator();
   std::lock_guard<std::mutex> lock(impl.mutex_);
   return is_at(impl, state);
+}
+
+uint64_t cpu_rng_position() {
+  at::CPUGeneratorImpl& impl = generator();
+  std::lock_guard<std::mutex> lock(impl.mutex_);
+  const at::mt19937_data_pod& data = data_of(impl.*engine_of(&impl));
+  const auto mix = [](uint64_t seed, uint64_t word) {
+    seed = (seed ^ word) * 0x9e3779b97f4a7c15ULL;
+    return seed ^ (seed >> 32);
+  };
+  uint64_t position = mix(data.seed_, (static_cast<uint64_t>(data.next_) << 32) |
+                                          static_cast<uint32_t>(data.left_));
+  position = mix(position, (static_cast<uint64_t>(data.state_[0]) << 32) | data.state_[1]);
+  position = mix(position, (static_cast<uint64_t>(data.state_[2]) << 32) | data.state_[3]);
+  if (const auto normal = impl.next_float_normal_sample())
+    position = mix(position, 1 + std::bit_cast<uint32_t>(*normal));
+  if (const auto normal = impl.next_double_normal_sample())
+    position = mix(position, 2 + std::bit_cast<uint64_t>(*normal));
+  return position;
+}
+
+namespace {
+std::mutex drawing;
+thread_local int turns_of_this_thread = 0;
+}  // namespace
+
+DrawingTurn::DrawingTurn(bool draws) {
+  if (!draws) return;
+  constexpr int max_tries = 100;
+  for (int i = 0; turns_of_this_thread == 0 && !drawing.try_lock(); ++i) {
+    if (i == max_tries) return;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  has_turn_ = true;
+  ++turns_of_this_thread;
+}
+
+DrawingTurn::~DrawingTurn() {
+  if (has_turn_ && --turns_of_this_thread == 0) drawing.unlock();
 }
 
 void set_cpu_rng_state(const CpuRngState& state) {

@@ -3,6 +3,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 
@@ -19,5 +20,25 @@ std::shared_ptr<const CpuRngState> share_cpu_rng_state();
 /// Whether the generator stands where `state` was taken.
 bool is_cpu_rng_at(const CpuRngState& state);
 void set_cpu_rng_state(const CpuRngState& state);
+/// Where the generator stands, as a number: equal for equal states, and after a draw another one.
+uint64_t cpu_rng_position();
+
+/// Note [Disturbed draws]
+/// The default generator is one for all threads. A recompute that sets it can be disturbed by any
+/// other thread that draws, and a lock cannot prevent it: forwards draw without one, and none may
+/// be held while user code runs that could wait for another engine thread. So each slot of a region
+/// that draws notes where the generator stood; a recompute that meets another position was
+/// disturbed, is repeated, and fails in the end (Rule 11). Recomputes that draw take turns where
+/// that costs little: this guard waits a bounded time for its turn and then goes on without.
+class DrawingTurn {
+ public:
+  explicit DrawingTurn(bool draws);
+  ~DrawingTurn();
+  DrawingTurn(const DrawingTurn&) = delete;
+  DrawingTurn& operator=(const DrawingTurn&) = delete;
+
+ private:
+  bool has_turn_ = false;
+};
 
 }  // namespace remat

@@ -104,6 +104,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   slot.description = Description(saved, options_.determinism_check >= DeterminismCheck::Layout);
   slot.provenance = provenance_of(judged, start_, inputs_.storages());
   slot.group = at::sequence_number::peek();
+  if (snapshot_.preserves_rng()) slot.rng_position = cpu_rng_position();
   slot.requires_grad = judged.requires_grad();
   slot.is_inner_input = origin != nullptr;
   if (compares_contents()) hash_pending(slot.group, /*is_end=*/origin != nullptr);

@@ -58,9 +58,9 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks() {
   Scope* scope = top();
   if (scope == nullptr) return nullptr;
   scope = scope->nearest(Ability::Hooks);
-  if (scope == nullptr || !at::SavedTensorDefaultHooks::is_enabled()) return nullptr;
+  if (scope == nullptr) return nullptr;
   const auto& foreign = at::SavedTensorDefaultHooks::get_tls_state();
-  if (foreign.is_tracing) return nullptr;
+  if (foreign.disabled_error_message || foreign.is_tracing) return nullptr;
   // Python hooks that were pushed after ours are the inner ones.
   if (static_cast<int64_t>(foreign.stack.size()) > scope->foreign_depth_) return nullptr;
   return scope->make_hooks();

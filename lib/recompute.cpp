@@ -40,6 +40,8 @@ class Filler final : public SlotFiller {
 
   bool is_complete() const { return num_filled_ == view_.num_needed; }
   bool has_stopped() const { return has_stopped_; }
+  /// Another thread moved the generator. See Note [Disturbed draws].
+  bool was_disturbed() const { return was_disturbed_; }
   /// More tensors came than forward saved, and forward is over.
   bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
   int64_t num_slots() const { return num_slots_; }
@@ -71,7 +73,7 @@ class Filler final : public SlotFiller {
   uint64_t last_group_ = 0;       // of the operator that filled the last needed slot
   bool must_finish_operator_ = false;
   int64_t num_seen_ = 0, num_filled_ = 0;
-  bool has_stopped_ = false;
+  bool has_stopped_ = false, was_disturbed_ = false;
 };
 
 at::Tensor Filler::fill(const at::Tensor& saved) {
@@ -125,7 +127,9 @@ bool Filler::can_stop(const at::Tensor& saved) const {
 void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& kept) {
   Value value;
   value.version = static_cast<uint32_t>(saved._version());
+  const bool draws = frame_.snapshot().draws();
   frame_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
+    if (draws && slot.rng_position != cpu_rng_position()) was_disturbed_ = true;
     compare(position, slot, saved);
     must_finish_operator_ = slot.finish_operator;
     const Origin origin = slot.provenance.origin;
@@ -257,29 +261,27 @@ void run_again(const c10::intrusive_ptr<Frame>& frame, Filler& filler,
   filler.finish();
 }
 
-}  // namespace
+constexpr int max_attempts = 5;
 
-void recompute_waits_for_backward() {
-  for (const ActiveRuns::Entry& each : active_runs().entries)
-    each.frame->owner_waits_for_backward(*each.run);
-}
-
-void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {
-  if (!has_stack_room())
-    throw_recompute_failed(*frame, "regions are nested too deep for this thread's stack",
-                           "each level of nesting is recomputed inside the next",
-                           "nest less deep, or run backward on a thread with a larger stack");
+/// One attempt; false if another thread disturbed its random numbers: nothing of it is kept.
+bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {
   count(live_counters.recomputes);
   RunOnThisThread active(*frame, run);
   std::vector<at::Tensor> inputs = frame->unpack_inputs();
   Filler filler(*frame, run, only_position);
   try {
+    DrawingTurn turn(frame->snapshot().draws());
     run_again(frame, filler, inputs);
+    if (filler.was_disturbed()) {
+      run.clear();
+      return false;
+    }
     if (filler.has_too_many() || !filler.is_complete())
       throw_count_mismatch(*frame, filler.num_slots(), filler.num_seen(),
                            filler.take_differences(), filler.log());
     if (Differences differences = filler.take_differences(); differences.any())
       throw_differences(*frame, std::move(differences), filler.log());
+    return true;
   } catch (const std::exception&) {
     run.clear();
     throw;
@@ -292,6 +294,27 @@ void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_po
                            "the autograd engine carries exceptions derived from std::exception only",
                            "derive the exception type from std::exception");
   }
+}
+
+}  // namespace
+
+void recompute_waits_for_backward() {
+  for (const ActiveRuns::Entry& each : active_runs().entries)
+    each.frame->owner_waits_for_backward(*each.run);
+}
+
+void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {
+  if (!has_stack_room())
+    throw_recompute_failed(*frame, "regions are nested too deep for this thread's stack",
+                           "each level of nesting is recomputed inside the next",
+                           "nest less deep, or run backward on a thread with a larger stack");
+  for (int attempt = 1; !try_recompute(frame, run, only_position); ++attempt)
+    if (attempt == max_attempts)
+      throw_recompute_failed(*frame, "the recompute could not draw the numbers that forward drew",
+                             "another thread draws from the default CPU generator while this "
+                             "region runs, in forward or now (Rule 11)",
+                             "let one thread at a time draw from it, or set preserve_rng_state = "
+                             "false if other numbers do no harm");
 }
 
 }  // namespace remat

@@ -37,6 +37,9 @@ class Snapshot {
   static Snapshot take(bool with_rng);
   /// The region's function has returned: forgets the random state if nothing was drawn.
   void settle();
+  bool preserves_rng() const { return with_rng_; }
+  /// Whether a recompute draws numbers that must be those of the forward.
+  bool draws() const { return rng_ != nullptr; }
 
  private:
   friend class AmbientRestore;

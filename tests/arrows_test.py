@@ -30,7 +30,7 @@ AIMS = {".h": 250, ".cpp": 400}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 NOTE = re.compile(r"Note \[([^\]]+)\]")
-NOTE_HEAD = re.compile(r"^\s*(?://|\*)\s*Note \[([^\]]+)\]", re.M)
+NOTE_HEAD = re.compile(r"^\s*(?:///?|\*)\s*Note \[([^\]]+)\]", re.M)
 
 
 def tree_of(path):
@@ -101,8 +101,10 @@ def main():
             faults += [f"{where}: {fault}" for fault in include_faults(source, text)]
             if AVOIDED & set(re.split(r"[_/.]", str(where))):
                 faults.append(f"{where}: the name says nothing (utils, helpers, misc, manager, common)")
-            if not any(line.startswith("//") for line in text.splitlines()[:3]):
-                warnings.append(f"{where}: does not open with a sentence that says what it is")
+            # The body of a header may open with that header, whose sentence it shares.
+            opens_with_header = source.suffix == ".cpp" and f'/{source.stem}.h"' in text.split("\n")[0]
+            if not opens_with_header and not any(line.startswith("//") for line in text.split("\n")[:3]):
+                faults.append(f"{where}: does not open with a sentence that says what it is")
             lines = text.count("\n")
             if tree != "tests" and lines > AIMS[source.suffix]:
                 warnings.append(f"{where}: {lines} lines, the aim is {AIMS[source.suffix]}")

@@ -13,6 +13,8 @@ TESTS = Path(__file__).resolve().parent
 COVERAGE = TESTS / "coverage.txt"
 ID = r"[A-Z]{2,4}-\d{2}"
 REASON = re.compile(r"reason: .+ \((?:issue [4-8]|device)\)")
+ALIAS = re.compile(rf"= ({ID})")  # the catalogue says: the same as
+PYTHON_CASE = re.compile(r"^@case\w*.*\n(?:@.*\n)*def (\w+)\(", re.M)
 STRING = r'"(?:[^"\\]|\\.)*"'
 CASE = re.compile(
     rf"\b(?:TEST_CASE|TEMPLATE_TEST_CASE)\(\s*((?:{STRING}\s*)+)(?:,\s*((?:{STRING}\s*)+))?")
@@ -24,7 +26,7 @@ def text_of(literals):
 
 
 def cases():
-    """[(name, ids in its tags, ids in the comment above it or in its body, file)] of all test sources."""
+    """[(name, ids in its tags, ids in the comment above it or in its body, file)] of all test cases."""
     found = []
     for source in sorted(TESTS.rglob("*.cpp")):
         text = source.read_text(encoding="utf-8")
@@ -43,6 +45,9 @@ def cases():
             tags = set(re.findall(rf"\[({ID})\]", text_of(match.group(2) or "")))
             ids = set(re.findall(rf"\b{ID}\b", text[starts[i]:end]))
             found.append((text_of(match.group(1)), tags, ids - tags, source.relative_to(TESTS)))
+    for source in sorted((TESTS / "python").glob("*.py")):
+        for name in PYTHON_CASE.findall(source.read_text(encoding="utf-8")):
+            found.append((name.replace("_", " "), set(), set(), source.relative_to(TESTS)))
     return found
 
 
@@ -75,6 +80,7 @@ def check():
         names[name] = source
         for identity in tags:
             tagged.setdefault(identity, name)
+    targets = {identity: target for _, identity, target in entries}
     for number, identity, target in entries:
         if identity in seen:
             faults.append(f"line {number}: {identity} is listed twice")
@@ -84,6 +90,9 @@ def check():
                 faults.append(f"line {number}: {identity}: a reason ends in (issue 4..8) or (device)")
             elif identity in tagged:
                 faults.append(f"line {number}: {identity} has a test now: \"{tagged[identity]}\"")
+        elif alias := ALIAS.fullmatch(target):
+            if targets.get(alias.group(1), "= ").startswith("= "):
+                faults.append(f"line {number}: {identity}: {alias.group(1)} is no entry of its own")
         elif target not in names:
             faults.append(f"line {number}: {identity}: no test case is called \"{target}\"")
     for name, tags, ids, source in cases():
@@ -103,7 +112,7 @@ def update():
     lines = []
     for line in COVERAGE.read_text(encoding="utf-8").splitlines():
         match = re.fullmatch(rf"({ID}) \| (.+)", line.strip())
-        stale = match and match.group(2) not in names and not match.group(2).startswith("reason:")
+        stale = match and match.group(2) not in names and not match.group(2).startswith(("reason:", "= "))
         if stale and match.group(1) in by_id:
             line = f"{match.group(1)} | {by_id[match.group(1)]}"
         lines.append(line)

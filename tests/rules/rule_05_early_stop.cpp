@@ -426,12 +426,12 @@ TEST_CASE("in-place operators at the end of a region give plain gradients", "[ru
   };
   check([](const Tensor& t) { return t.clone().exp_(); });
   check([](const Tensor& t) { return t.clone().sin_(); });
-  check([](const Tensor& t) { return t.clone().sin_().exp_().relu_(); });
-  check([](const Tensor& t) { return at::dropout_(t.clone().sigmoid_(), 0.3, true); });
+  check([](const Tensor& t) { return t.clone().sin_().cos_().relu_(); });
+  check([](const Tensor& t) { return at::dropout_(t.clone().sin_(), 0.3, true); });
   check([](const Tensor& t) {
     Tensor h = t.clone();
-    h.narrow(0, 0, 5000).exp_();
-    h.narrow(0, 2500, 5000).tanh_();
+    h.narrow(0, 0, 5000).sin_();
+    h.narrow(0, 2500, 5000).cos_();
     return h;
   });
   check([](const Tensor& t) {
@@ -472,7 +472,7 @@ TEMPLATE_TEST_CASE("a C++ Function that saves its own output does not leak when 
   const bool early_stop = GENERATE(true, false);
   const int where = GENERATE(0, 1, 2);
   CAPTURE(early_stop, where);
-  const Tensor x = leaf({large});
+  const Tensor x = (at::randn({large}) * 0.1).requires_grad_();
   const Tensors plain = grad_of(where == 1 ? x.exp().exp() : x.exp(), {x});
   Calls calls;
   LiveBytes bytes;

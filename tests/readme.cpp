@@ -1,0 +1,160 @@
+// The code blocks of README.md and CONTRIBUTING.md that come from no example; readme_test.py compares.
+
+#include <cstdint>
+#include <iostream>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/support/nn.h"
+
+namespace {
+
+struct Sample {
+  at::Tensor values, mask;
+};
+template <class Visitor>
+void visit_tensors(Sample& sample, Visitor&& visit) {
+  visit(sample.values);
+  visit(sample.mask);
+}
+
+/// Writes when it is made and when it ends.
+class Range {
+ public:
+  Range(std::string& log, std::string name) : log_(log), name_(std::move(name)) {
+    log_ += "<" + name_;
+  }
+  ~Range() { log_ += name_ + ">"; }
+
+ private:
+  std::string& log_;
+  const std::string name_;
+};
+
+}  // namespace
+
+TEST_CASE("README: every form of the call gives the same result", "[readme]") {
+  torch::nn::Linear linear(4, 4);
+  const at::Tensor x = leaf({2, 4});
+  const auto f = [&](const at::Tensor& t) { return linear->forward(t); };
+  const at::Tensor a = remat::checkpoint(f, x);       // anything that std::invoke can call
+  const at::Tensor b = remat::checkpoint(linear, x);  // a module: its holder or shared_ptr
+  const at::Tensor c = remat::checkpoint({.name = "block 3", .early_stop = false}, linear, x);
+  const auto block = remat::checkpointed(linear, {.name = "block 3"});  // each call is a region
+  const at::Tensor d = block(x);
+  for (const at::Tensor& result : {a, b, c, d}) {
+    CHECK(bit_equal(result, f(x)));
+    CHECK(bit_equal(grad_of(result, {x})[0], grad_of(f(x), {x})[0]));
+  }
+}
+
+TEST_CASE("README: a user struct takes part through visit_tensors", "[readme]") {
+  const Sample sample{leaf({8}), at::ones({8})};
+  const auto masked = [](const Sample& s) { return (s.values * s.mask).sin(); };
+  const auto nested = [&](const Sample& s) { return remat::checkpoint(masked, s).sum(); };
+  const LiveBytes bytes;
+  const at::Tensor y = remat::checkpoint(nested, sample);
+  CHECK(bytes.held() == 4);
+  CHECK(
+      bit_equal(grad_of(y, {sample.values})[0], grad_of(masked(sample).sum(), {sample.values})[0]));
+}
+
+TEST_CASE("README: a guard beats the option of the regions in its scope", "[readme]") {
+  Calls tail;
+  const at::Tensor x = leaf({4});
+  const auto f = [&tail](const at::Tensor& t) {
+    const at::Tensor y = t.sin().sin();
+    tail();
+    return at::cat({y, at::zeros({10'000})});
+  };
+  const auto run = [&] {
+    const remat::EarlyStopGuard guard(false);  // for the regions opened in its scope
+    return remat::checkpoint(f, x);
+  };
+  run().sum().backward();
+  CHECK(tail.count() == 2);
+}
+
+TEST_CASE("README: code that shall run once asks is_recomputing", "[readme]") {
+  int64_t num_batches = 0;
+  const at::Tensor x = leaf({4});
+  const auto counting = [&](const at::Tensor& t) {
+    if (!remat::is_recomputing()) ++num_batches;  // once per forward
+    return t.sin().sin();
+  };
+  remat::checkpoint(counting, x).sum().backward();
+  CHECK(num_batches == 1);
+}
+
+TEST_CASE("README: each pass enters its scope once", "[readme]") {
+  std::string log;
+  const at::Tensor x = leaf({4});
+  const auto f = [](const at::Tensor& t) { return t.sin().sin(); };
+  const auto ranges = [&log] {
+    return remat::ContextPair{
+        .forward = [&log] { return std::make_shared<Range>(log, "forward"); },
+        .recompute = [&log] { return std::make_shared<Range>(log, "recompute"); }};
+  };
+  remat::checkpoint({.context_fn = ranges}, f, x).sum().backward();
+  CHECK(log == "<forwardforward><recomputerecompute>");
+}
+
+TEST_CASE("README: saved tensors can wait in half precision", "[readme]") {
+  const at::Tensor x = leaf({1000});
+  const at::Tensor y = [&] {
+    using Packed = std::pair<at::Tensor, at::ScalarType>;
+    const remat::SavedTensorHooksGuard half(
+        [](const at::Tensor& t) {
+          const bool is_wide = t.scalar_type() == at::kFloat;
+          return Packed(is_wide ? t.to(at::kHalf) : t.detach(), t.scalar_type());
+        },
+        [](const Packed& packed) { return packed.first.to(packed.second); });
+    return x.sin().exp();  // what autograd saves here waits in 16 bits
+  }();
+  const at::Tensor gradient = grad_of(y, {x})[0];
+  CHECK(at::allclose(gradient, grad_of(x.sin().exp(), {x})[0], 1e-2, 1e-2));
+}
+
+TEST_CASE("README: a meter counts bytes and a limit refuses them", "[readme]") {
+  const remat::MemoryMeter meter;  // live_bytes(), peak_bytes(), reset_peak()
+  const remat::MemoryLimitGuard limit(meter.live_bytes() + 64'000'000);  // 64 MB more, then
+  CHECK_THROWS_AS(at::empty({16'000'001}), c10::OutOfMemoryError);       // c10::OutOfMemoryError
+  CHECK_NOTHROW(at::empty({1000}));
+}
+
+TEST_CASE("README: a checkpoint error carries what differs as fields", "[readme]") {
+  const at::Tensor x = leaf({4});
+  bool is_second = false;
+  const auto f = [&](const at::Tensor& t) {
+    const at::Tensor y = std::exchange(is_second, true) ? at::cat({t, t}) : t + 1;
+    return y.sin().sum();
+  };
+  const at::Tensor loss = remat::checkpoint({.name = "block 3"}, f, x);
+  std::ostringstream log;
+  try {
+    loss.backward();
+  } catch (const remat::CheckpointError& error) {
+    log << error.what_without_backtrace();
+    for (const auto& mismatch : error.mismatches())
+      log << mismatch.position << ": " << mismatch.forward << ", now " << mismatch.recompute;
+  }
+  CHECK_THAT(log.str(), contains("0: Float[4] on cpu, now Float[8] on cpu"));
+  CHECK_THAT(log.str(), contains("In region \"block 3\""));
+}
+
+// What a test looks like, for CONTRIBUTING.md.
+TEST_CASE("two outputs of a region cost one recompute", "[checkpoint][rule-7]") {
+  Calls calls;
+  const auto f = [](const Tensor& t) { return std::pair(t.sin().sin(), t.exp().sin()); };
+  const auto plain = [&](const Tensor& t) { return f(t).first + f(t).second; };
+  const Tensor x = leaf({4});
+  const LiveBytes bytes;
+  const auto [a, b] = remat::checkpoint(counted(calls, f), x);
+  CHECK(bytes.held() == 2 * 4 * 4);  // the results; nothing from inside
+  const Tensor gradient = grad_of(a + b, {x})[0];
+  CHECK(calls.count() == 2);  // forward, one recompute
+  CHECK(bit_equal(gradient, grad_of(plain(x), {x})[0]));
+}
