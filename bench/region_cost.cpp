@@ -272,8 +272,8 @@ void scale(Side* side, const char* unit, const std::vector<Work>& works,
   for (const Work& work : works)
     for (const Kind kind : steps) cells.push_back({side, kind, work});
   measure(cells, arguments);
-  row("%-44s %10s %10s %14s", (std::string("overhead per ") + unit + " [ns]").c_str(), "min",
-      "median", "of plain+fwd");
+  row("%-44s %10s %10s %14s %14s", (std::string("overhead per ") + unit + " [ns]").c_str(), "min",
+      "median", "plain step", "of plain+fwd");
   const Cell* cell = cells.data();
   for (const Work& work : works) {
     for (std::size_t i = 0; i < std::size(steps); ++i)
@@ -283,9 +283,11 @@ void scale(Side* side, const char* unit, const std::vector<Work>& works,
     print(side->name, std::string("overhead per ") + unit, work, arguments, result);
     const std::string label =
         std::to_string(work.regions) + " regions of " + std::to_string(work.ops);
-    row("%-44s %10.0f %10.0f %14.3f", label.c_str(), result.min_ns, result.median_ns,
-        bench::statistics(cell[2].ns).min_ns /
-            (bench::statistics(cell[0].ns).min_ns + bench::statistics(cell[1].ns).min_ns));
+    const double forward = bench::statistics(cell[0].ns).min_ns;
+    const double plain = bench::statistics(cell[1].ns).min_ns;
+    row("%-44s %10.0f %10.0f %14.0f %14.3f", label.c_str(), result.min_ns, result.median_ns,
+        plain / static_cast<double>(work.regions * work.ops),
+        bench::statistics(cell[2].ns).min_ns / (forward + plain));
     cell += 3;
   }
 }

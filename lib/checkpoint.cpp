@@ -2,8 +2,8 @@
 
 #include "remat/checkpoint.h"
 
-#include <ATen/FuncTorchTLS.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <utility>
 
@@ -76,7 +76,8 @@ void refuse(const CheckpointOptions& options, const FrameOptions& in_force) {
     throw_unsupported("a region was asked to offload its inputs",
                       "offloading is not part of this version",
                       "leave CheckpointOptions::offload_inputs off");
-  if (at::functorch::functorchTLSAccessor() != nullptr)
+  // Included while the stack of transforms is not empty; functorch's own state outlives it.
+  if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
     throw_unsupported("a region was opened inside a functorch transform",
                       "functional transforms refuse saved-tensor hooks",
                       "call the function without remat::checkpoint inside the transform");

@@ -95,7 +95,7 @@ struct StackSwap::ForeignHooks {
 StackSwap::StackSwap(const std::shared_ptr<Scope>& scope)
     : scope_(scope), previous_(share(top())) {
   const auto& foreign = at::SavedTensorDefaultHooks::get_tls_state();
-  if (!foreign.stack.empty() || foreign.disabled_error_message) {
+  if (!foreign.stack.empty() || foreign.disabled_error_message || foreign.is_tracing) {
     foreign_ = std::make_unique<ForeignHooks>(ForeignHooks{foreign});
     at::SavedTensorDefaultHooks::set_tls_state({});
   }

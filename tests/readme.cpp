@@ -120,8 +120,9 @@ TEST_CASE("README: saved tensors can wait in half precision", "[readme]") {
 
 TEST_CASE("README: a meter counts bytes and a limit refuses them", "[readme]") {
   const remat::MemoryMeter meter;  // live_bytes(), peak_bytes(), reset_peak()
-  const remat::MemoryLimitGuard limit(meter.live_bytes() + 64'000'000);  // 64 MB more, then
-  CHECK_THROWS_AS(at::empty({16'000'001}), c10::OutOfMemoryError);       // c10::OutOfMemoryError
+  const remat::MemoryLimitGuard limit(meter.live_bytes() + 64'000'000);
+  // From here on an allocation beyond 64 MB throws c10::OutOfMemoryError.
+  CHECK_THROWS_AS(at::empty({16'000'001}), c10::OutOfMemoryError);
   CHECK_NOTHROW(at::empty({1000}));
 }
 

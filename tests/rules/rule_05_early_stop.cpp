@@ -467,8 +467,22 @@ struct SavesAll : torch::autograd::Function<SavesAll> {
   }
 };
 
+/// Changes its input in place, and saves it: it is the output too.
+struct SavesDirty : torch::autograd::Function<SavesDirty> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
+    Tensor changed = x * 1;
+    changed.exp_();
+    ctx->mark_dirty({changed});
+    ctx->save_for_backward({changed});
+    return changed;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    return {grads[0] * ctx->get_saved_variables()[0]};
+  }
+};
+
 TEMPLATE_TEST_CASE("a C++ Function that saves its own output does not leak when stopped",
-                   "[rule-5][LIF-17]", SavesOutput, SavesAll) {
+                   "[rule-5][LIF-17]", SavesOutput, SavesAll, SavesDirty) {
   const bool early_stop = GENERATE(true, false);
   const int where = GENERATE(0, 1, 2);
   CAPTURE(early_stop, where);

@@ -8,8 +8,16 @@ using Kind = remat::CheckpointError::Kind;
 using remat::CheckpointError;
 using remat::DeterminismCheck;
 
+/// After an error LibTorch's queue still holds the nodes that were ready; the next backward on the
+/// thread drops them.
+void drop_ready_nodes() {
+  const Tensor one = at::ones({1}).requires_grad_();
+  grad_of(one * 2, {one});
+}
+
 CheckpointError mismatch_of(const Tensor& y, const Tensor& x) {
   auto error = error_of<CheckpointError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
+  drop_ready_nodes();
   CHECK(remat::counters().recomputed_bytes_alive == 0);
   return error;
 }
@@ -297,9 +305,16 @@ TEST_CASE("values are compared bit by bit, in logical order, and NaN equals NaN"
   CHECK(passes(times(nan), times(nan)));
   CHECK_FALSE(passes(times(nan), times(at::ones({2, 2}))));
   CHECK_FALSE(passes(times(at::full({2, 2}, 0.0)), times(at::full({2, 2}, -0.0))));
-  const Tensor matrix = at::randn({2, 2});
-  CHECK(passes(times(matrix), [&](const Tensor& t) { return t * matrix.t().contiguous().t(); }));
-  CHECK_FALSE(passes(times(matrix), times(matrix + 1e-6)));
+  const Tensor wide = at::randn({2, 4});
+  auto left_half = [&](double fill) {
+    return [&wide, fill](const Tensor& t) {
+      Tensor copy = wide.clone();
+      copy.narrow(1, 2, 2).fill_(fill);
+      return t * copy.narrow(1, 0, 2);  // what lies between the rows does not count
+    };
+  };
+  CHECK(passes(left_half(1), left_half(2)));
+  CHECK_FALSE(passes(times(wide.narrow(1, 0, 2)), times(wide.narrow(1, 0, 2) + 1e-3)));
 }
 
 TEST_CASE("values of every kind of tensor and operator can be checked without an alarm",
@@ -470,7 +485,7 @@ TEST_CASE("a captured parameter or buffer that changed between the passes raises
       CHECK(error.kind() == Kind::CaptureChanged);
       CHECK(error.region() == "layer 7");
       CHECK_THAT(text_of(error), contains("layer 7"));
-      CHECK_THAT(text_of(error), contains("[3"));
+      CHECK_THAT(text_of(error), contains("Float["));
       CHECK_FALSE(error.mismatches().empty());
       CHECK(calls.count() == 2);
     }
@@ -740,7 +755,7 @@ TEST_CASE("in-place operators on views of intermediates give plain gradients",
       },
       [](const Tensor& t) {
         Tensor h = t * 2;
-        h.select(1, 1).exp_();
+        h.select(1, 1).sin_();
         h.t().narrow(0, 2, 1).add_(t[0].sum());
         return h.cos();
       },
@@ -756,7 +771,7 @@ TEST_CASE("in-place operators on views of intermediates give plain gradients",
         const Tensor row = h[1];
         row.mul_(h[2].exp());
         Tensor part = h.index_select(0, at::arange(2));
-        part.mul_(part.sin());
+        part.narrow(1, 1, 2).mul_(t.select(1, 0).narrow(0, 0, 2).unsqueeze(1));
         return h.sum(0) * part;
       },
       [](const Tensor& t) {

@@ -1,0 +1,258 @@
+// Makes a random program from a seed.
+
+#include <algorithm>
+
+#include "tests/fuzz/operators.h"
+#include "tests/fuzz/program.h"
+
+namespace fuzz {
+
+namespace {
+
+/// What this program may contain; drawn once, so that combinations of few things are frequent.
+struct Features {
+  bool inplace, random, hooks, catches, inner_grad, fuses, autocast, captures, reads_twice, strict;
+};
+
+class Generator {
+ public:
+  explicit Generator(uint64_t seed) : dice_(seed) { program_.seed = seed; }
+
+  Program generate() {
+    draw_features();
+    program_.large = dice_.percent(5);
+    program_.all_values = dice_.percent(30);
+    program_.drop_values = dice_.percent(40);
+    std::vector<int> visible = make_leaves();
+    program_.block = make_block(visible, 3 + dice_.below(8), 0, false);
+    while (contents(program_.block).regions == 0) {
+      program_.block.push_back(make_region(visible, 0, false));
+      add_outs(program_.block.back(), visible);
+    }
+    top_level_ = visible;
+    const int64_t steps = 1 + dice_.below(4);
+    for (int64_t i = 0; i < steps; ++i) program_.steps.push_back(make_step(i + 1 == steps));
+    return std::move(program_);
+  }
+
+ private:
+  void draw_features() {
+    const bool plain = dice_.percent(15);   // nothing but operators and regions
+    auto draw = [&](int64_t p) { return dice_.percent(p) && !plain; };
+    features_ = {.inplace = draw(50), .random = draw(50), .hooks = draw(30), .catches = draw(20),
+                 .inner_grad = draw(25), .fuses = draw(25), .autocast = draw(10),
+                 .captures = draw(40), .reads_twice = draw(40), .strict = false};
+    features_.strict = !features_.reads_twice && !plain && dice_.percent(10);
+  }
+
+  std::vector<int> make_leaves() {
+    std::vector<int> visible;
+    const bool is_double = dice_.percent(40), mixed = dice_.percent(10);
+    auto add = [&](LeafKind kind) {
+      Leaf leaf{.kind = kind, .sizes = {}, .is_double = mixed ? dice_.percent(50) : is_double};
+      const int64_t rank = dice_.percent(60) ? 2 : dice_.below(4);
+      for (int64_t i = 0; i < rank; ++i) leaf.sizes.push_back(1 + dice_.below(4));
+      if (program_.large && dice_.percent(60)) leaf.sizes = {60 + dice_.below(20), 70};
+      program_.leaves.push_back(leaf);
+      visible.push_back(next_++);
+    };
+    for (int64_t i = 0, n = 1 + dice_.below(3); i < n; ++i) add(LeafKind::Input);
+    for (int64_t i = 0, n = 1 + dice_.below(3); i < n; ++i) add(LeafKind::Parameter);
+    for (int64_t i = 0, n = dice_.below(3); i < n; ++i) add(LeafKind::Buffer);
+    return visible;
+  }
+
+  int pick(const std::vector<int>& visible) {
+    const auto size = static_cast<int64_t>(visible.size());
+    if (dice_.percent(60)) return visible[size - 1 - dice_.below(std::min<int64_t>(4, size))];
+    return visible[dice_.below(size)];
+  }
+
+  static void add_outs(const Statement& s, std::vector<int>& visible) {
+    for (int i = 0; i < s.outs; ++i) visible.push_back(s.out + i);
+    for (const auto& [inside, outside] : s.region.results) visible.push_back(outside);
+  }
+
+  Statement make_operator(const std::vector<int>& visible) {
+    const std::vector<Operator>& table = operators();
+    static const std::vector<int> weighted = [&] {
+      std::vector<int> all;
+      for (int i = 0; i < static_cast<int>(table.size()); ++i)
+        all.insert(all.end(), table[i].weight, i);
+      return all;
+    }();
+    Statement s;
+    do {
+      s.op = weighted[dice_.below(static_cast<int64_t>(weighted.size()))];
+    } while ((table[s.op].inplace && !features_.inplace) ||
+             (table[s.op].random && !features_.random) ||
+             (table[s.op].reads_twice && !features_.reads_twice));
+    for (int i = 0; i < table[s.op].arity; ++i) s.args.push_back(pick(visible));
+    take_outs(s, table[s.op].outs);
+    return s;
+  }
+
+  void take_outs(Statement& s, int outs) {
+    s.salt = dice_.bits();
+    s.out = next_;
+    s.outs = outs;
+    next_ += outs;
+  }
+
+  Block make_block(std::vector<int>& visible, int64_t count, int depth, bool in_catch) {
+    Block block;
+    for (int64_t i = 0; i < count; ++i) {
+      block.push_back(make_statement(visible, depth, in_catch));
+      add_outs(block.back(), visible);
+    }
+    return block;
+  }
+
+  Statement make_statement(std::vector<int>& visible, int depth, bool in_catch) {
+    const int64_t die = dice_.below(100);
+    if (die < (depth == 0 ? 30 : 20) && depth < 4) return make_region(visible, depth, in_catch);
+    if (die >= 35 && die < 45 && nested_wraps_ < 3) return make_wrap(visible, depth, in_catch);
+    Statement s;
+    if (die >= 45 && die < 52 && features_.inner_grad) {
+      s.kind = Kind::InnerGrad;
+      s.args = {visible.back(), pick(visible)};
+      take_outs(s, 1);
+      return s;
+    }
+    if (die >= 52 && die < 60 && features_.fuses) {
+      s.kind = Kind::Fuse;
+      return s;
+    }
+    if (die >= 60 && die < 66 && in_catch) {
+      s.kind = Kind::Throw;
+      return s;
+    }
+    return make_operator(visible);
+  }
+
+  Statement make_wrap(std::vector<int>& visible, int depth, bool in_catch) {
+    static constexpr Kind kinds[] = {Kind::NoGrad,      Kind::WithGrad, Kind::EarlyStop,
+                                     Kind::NoEarlyStop, Kind::Debug,    Kind::Hooks,
+                                     Kind::Hooks,       Kind::Hooks,    Kind::Autocast,
+                                     Kind::Catch,       Kind::Catch,    Kind::Catch};
+    Statement s;
+    do {
+      s.kind = kinds[dice_.below(std::size(kinds))];
+    } while ((s.kind == Kind::Hooks && !features_.hooks) ||
+             (s.kind == Kind::Catch && !features_.catches) ||
+             (s.kind == Kind::Autocast && !features_.autocast));
+    s.salt = dice_.bits();
+    ++nested_wraps_;
+    s.block = make_block(visible, 1 + dice_.below(4), depth, in_catch || s.kind == Kind::Catch);
+    --nested_wraps_;
+    return s;
+  }
+
+  Statement make_region(const std::vector<int>& visible, int depth, bool in_catch) {
+    Statement s;
+    s.kind = Kind::Region;
+    s.salt = dice_.bits();
+    RegionSpec& region = s.region;
+    std::vector<int> inside;
+    for (int i = 0; i < static_cast<int>(program_.leaves.size()); ++i) inside.push_back(i);
+    if (features_.captures && dice_.percent(40)) {
+      const int id = pick(visible);
+      if (id >= static_cast<int>(program_.leaves.size())) {
+        region.captures.push_back(id);
+        inside.push_back(id);
+      }
+    }
+    for (int64_t i = 0, n = 1 + dice_.below(4); i < n; ++i) {
+      region.args.emplace_back(pick(visible), next_);
+      inside.push_back(next_++);
+    }
+    s.block = make_block(inside, 1 + dice_.below(6), depth + 1, in_catch);
+    for (int64_t i = 0, n = 1 + dice_.below(3); i < n; ++i) {
+      const auto size = static_cast<int64_t>(inside.size());
+      const int id = dice_.percent(50) ? inside[size - 1 - dice_.below(std::min<int64_t>(2, size))]
+                                       : pick(inside);
+      region.results.emplace_back(id, next_++);
+    }
+    region.packing = static_cast<Packing>(dice_.below(static_cast<int64_t>(Packing::Count)));
+    region.checkpointed_form = dice_.percent(15);
+    region.named = dice_.percent(20);
+    region.preserve_rng = contents(s.block).random || dice_.percent(60);
+    region.early_stop = dice_.percent(70);
+    region.debug = dice_.percent(10);
+    region.scopes = dice_.percent(10);
+    region.strict = features_.strict && dice_.percent(50);
+    region.fingerprint = !program_.all_values && dice_.percent(4);
+    region.determinism = program_.all_values ? 3 : static_cast<int>(dice_.below(4));
+    return s;
+  }
+
+  Step make_step(bool last) {
+    Step step;
+    step.salt = dice_.bits();
+    if (!last && dice_.percent(12)) {
+      step.kind = Step::Kind::Mutate;
+      step.target = dice_.percent(50) ? static_cast<int>(dice_.below(static_cast<int64_t>(
+                                            program_.leaves.size())))
+                                      : pick(top_level_);
+      return step;
+    }
+    step.kind = dice_.percent(60) ? Step::Kind::Grad : Step::Kind::Backward;
+    for (int64_t i = 0, n = 1 + dice_.below(3); i < n; ++i)
+      step.outputs.push_back(pick(top_level_));
+    if (dice_.percent(40)) {
+      for (int i = 0; i < static_cast<int>(program_.leaves.size()); ++i)
+        if (program_.leaves[i].kind != LeafKind::Buffer && dice_.percent(50))
+          step.inputs.push_back(i);
+    }
+    const int64_t order = dice_.below(100);
+    step.order = order < 65 ? 1 : order < 92 ? 2 : 3;
+    step.retain = last ? dice_.percent(50) : dice_.percent(92);
+    step.in_no_grad = dice_.percent(10);
+    step.in_thread = dice_.percent(8);
+    step.hooks = features_.hooks && dice_.percent(15);
+    if (step.kind == Step::Kind::Grad && !last && step.retain) {
+      if (features_.fuses && dice_.percent(50)) step.fuse = dice_.below(6);
+      else if (dice_.percent(10)) step.out_of_memory = dice_.below(program_.large ? 200000 : 4000);
+    }
+    return step;
+  }
+
+  Dice dice_;
+  Program program_;
+  Features features_{};
+  std::vector<int> top_level_;
+  int next_ = 0;
+  int nested_wraps_ = 0;
+};
+
+void look(const Block& block, int depth, Contents& found) {
+  for (const Statement& s : block) {
+    ++found.statements;
+    if (s.kind == Kind::Operator) {
+      const Operator& op = operators()[s.op];
+      found.random |= op.random;
+      found.inplace |= op.inplace;
+      found.reads_twice |= op.reads_twice;
+      found.backward_in_hook |= op.backward_in_hook;
+    }
+    found.inner_grad |= s.kind == Kind::InnerGrad;
+    found.hooks |= s.kind == Kind::Hooks;
+    found.catches |= s.kind == Kind::Catch;
+    const bool is_region = s.kind == Kind::Region && !s.region.inlined;
+    found.regions += is_region;
+    found.depth = std::max(found.depth, depth + is_region);
+    look(s.block, depth + is_region, found);
+  }
+}
+
+}  // namespace
+
+Contents contents(const Block& block) {
+  Contents found;
+  look(block, 0, found);
+  return found;
+}
+
+Program generate(uint64_t seed) { return Generator(seed).generate(); }
+
+}  // namespace fuzz

@@ -1,0 +1,55 @@
+#pragma once
+// The operators that programs are made of: total functions, which make any operands fit.
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <vector>
+
+#include "tests/fuzz/program.h"
+
+namespace fuzz {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+/// What an operator may ask of the run it is part of.
+struct Surroundings {
+  int64_t* hook_calls = nullptr;
+  int64_t max_numel = 256;
+};
+
+struct Operator {
+  const char* name;
+  int arity;
+  int outs;
+  std::function<Tensors(const Tensors&, Dice&, const Surroundings&)> run;
+  bool random = false;       ///< draws from the generator
+  bool inplace = false;      ///< changes operand 0 and returns it
+  bool reads_twice = false;  ///< its node reads a saved tensor twice in one backward
+  bool backward_in_hook = false;
+  int weight = 2;
+};
+
+/// The table; the order is part of what a seed means.
+const std::vector<Operator>& operators();
+
+/// The parts of the table.
+void add_pointwise(std::vector<Operator>& table);
+void add_shapes(std::vector<Operator>& table);
+void add_functions(std::vector<Operator>& table);
+
+/// `a` in floating point.
+Tensor real(const Tensor& a);
+/// `b` in a shape and dtype that broadcasts with `a`.
+Tensor like(const Tensor& b, const Tensor& a);
+/// `a` as a matrix, as a batch of matrices, as a vector.
+Tensor matrix(const Tensor& a);
+Tensor cube(const Tensor& a);
+Tensor line(const Tensor& a);
+/// Whole numbers in [0, n) computed from `a`, in its shape.
+Tensor whole_numbers(const Tensor& a, int64_t n);
+/// `m` with `rows` rows (dimension 0) and `columns` columns, cut or repeated.
+Tensor sized(const Tensor& m, int64_t rows, int64_t columns);
+
+}  // namespace fuzz

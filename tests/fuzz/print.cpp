@@ -1,0 +1,135 @@
+// Writes a program as readable text.
+
+#include <sstream>
+
+#include "tests/fuzz/operators.h"
+#include "tests/fuzz/program.h"
+
+namespace fuzz {
+
+namespace {
+
+std::string value(int id) { return "v" + std::to_string(id); }
+
+template <class Range, class Text>
+std::string joined(const Range& range, Text text) {
+  std::string all;
+  for (const auto& element : range) all += (all.empty() ? "" : ", ") + text(element);
+  return all;
+}
+
+const char* packing_name(Packing packing) {
+  static constexpr const char* names[] = {"vector", "separate",           "map",
+                                          "unordered_map", "optional and tuple", "struct",
+                                          "List",   "variant", "vector with an undefined tensor"};
+  return names[static_cast<int>(packing)];
+}
+
+std::string options_text(const RegionSpec& r) {
+  static constexpr const char* checks[] = {"None", "Metadata", "Layout", "Values"};
+  std::string text = std::string(packing_name(r.packing)) + ", check " + checks[r.determinism];
+  if (!r.preserve_rng) text += ", preserve_rng_state off";
+  if (!r.early_stop) text += ", early_stop off";
+  if (r.debug) text += ", debug";
+  if (r.scopes) text += ", context_fn";
+  if (r.strict) text += ", strict_unpack";
+  if (r.fingerprint) text += ", fingerprint";
+  if (r.named) text += ", named";
+  if (r.checkpointed_form) text += ", checkpointed()";
+  return text;
+}
+
+const char* wrap_name(Kind kind) {
+  switch (kind) {
+    case Kind::NoGrad: return "no grad";
+    case Kind::WithGrad: return "grad mode on";
+    case Kind::EarlyStop: return "EarlyStopGuard(true)";
+    case Kind::NoEarlyStop: return "EarlyStopGuard(false)";
+    case Kind::Debug: return "DebugGuard(true)";
+    case Kind::Hooks: return "SavedTensorHooksGuard";
+    case Kind::Autocast: return "autocast";
+    case Kind::Catch: return "try";
+    default: return "?";
+  }
+}
+
+void print(const Block& block, const std::string& indent, std::ostream& out) {
+  for (const Statement& s : block) {
+    out << indent;
+    std::vector<int> outs;
+    for (int i = 0; i < s.outs; ++i) outs.push_back(s.out + i);
+    switch (s.kind) {
+      case Kind::Operator:
+        out << joined(outs, value) << " = " << operators()[s.op].name << "(" << joined(s.args, value)
+            << ")   # salt " << s.salt << "\n";
+        break;
+      case Kind::InnerGrad:
+        out << value(s.out) << " = grad of " << value(s.args[0]) << " for " << value(s.args[1])
+            << (s.salt % 10 == 0 ? "" : ", retain_graph") << (s.salt % 4 < 2 ? ", create_graph" : "")
+            << "\n";
+        break;
+      case Kind::Throw: out << "throw\n"; break;
+      case Kind::Fuse: out << "fuse\n"; break;
+      case Kind::Region: {
+        const RegionSpec& r = s.region;
+        auto argument = [](const auto& a) { return value(a.second) + " = " + value(a.first); };
+        out << joined(r.results, [](const auto& p) { return value(p.second); }) << " = "
+            << (r.inlined ? "call" : "checkpoint") << "(" << joined(r.args, argument) << ")"
+            << (r.captures.empty() ? "" : " capturing ") << joined(r.captures, value) << "   # "
+            << options_text(r) << "\n";
+        print(s.block, indent + "  ", out);
+        out << indent << "  return "
+            << joined(r.results, [](const auto& p) { return value(p.first); }) << "\n";
+        break;
+      }
+      default:
+        out << wrap_name(s.kind);
+        if (s.kind == Kind::Hooks) {
+          static constexpr const char* functions[] = {"identity", "clone", "doubled", "struct"};
+          out << " " << functions[s.salt % 4];
+        }
+        out << "\n";
+        print(s.block, indent + "  ", out);
+        if (s.kind == Kind::Catch) out << indent << "catch (...)\n";
+    }
+  }
+}
+
+void print(const Step& step, std::ostream& out) {
+  if (step.kind == Step::Kind::Mutate) {
+    out << "change " << value(step.target) << " in place, salt " << step.salt << "\n";
+    return;
+  }
+  out << (step.kind == Step::Kind::Grad ? "grad" : "backward") << " of "
+      << joined(step.outputs, value);
+  if (!step.inputs.empty()) out << " for " << joined(step.inputs, value);
+  if (step.order > 1) out << ", create_graph to order " << step.order;
+  if (step.retain) out << ", retain_graph";
+  if (step.in_no_grad) out << ", in no_grad";
+  if (step.in_thread) out << ", in a thread";
+  if (step.hooks) out << ", under hooks";
+  if (step.fuse >= 0) out << ", fuse " << step.fuse;
+  if (step.out_of_memory >= 0) out << ", memory for " << step.out_of_memory << " bytes";
+  out << "\n";
+}
+
+}  // namespace
+
+std::string to_text(const Program& program) {
+  std::ostringstream out;
+  out << "seed " << program.seed << (program.large ? ", large" : "")
+      << (program.all_values ? ", all regions compare values" : "")
+      << (program.drop_values ? ", only outputs are kept" : "") << "\n";
+  for (size_t i = 0; i < program.leaves.size(); ++i) {
+    static constexpr const char* kinds[] = {"input", "parameter", "buffer"};
+    const Leaf& leaf = program.leaves[i];
+    out << "  " << value(static_cast<int>(i)) << " = " << kinds[static_cast<int>(leaf.kind)] << " ["
+        << joined(leaf.sizes, [](int64_t n) { return std::to_string(n); }) << "] "
+        << (leaf.is_double ? "double" : "float") << "\n";
+  }
+  print(program.block, "  ", out);
+  for (const Step& step : program.steps) print(step, out);
+  return out.str();
+}
+
+}  // namespace fuzz

@@ -1,0 +1,137 @@
+#pragma once
+// A random program as data: what the fuzzer generates, prints, shrinks and runs.
+//
+// Values have numbers. An operand names a number; where no such value exists (its statement was
+// removed, or a region does not see it) the nearest lower one that exists is taken, so every program
+// is valid, and stays valid when statements are taken out.
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace fuzz {
+
+/// A source of decisions that is the same on every platform and in every run.
+class Dice {
+ public:
+  explicit Dice(uint64_t seed) : engine_(seed) {}
+  uint64_t bits() { return engine_(); }
+  /// In [0, n).
+  int64_t below(int64_t n) { return static_cast<int64_t>(engine_() % static_cast<uint64_t>(n)); }
+  bool percent(int64_t p) { return below(100) < p; }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+enum class LeafKind { Input, Parameter, Buffer };
+
+/// A tensor made before the program starts; every region sees it as a captured variable.
+struct Leaf {
+  LeafKind kind = LeafKind::Input;
+  std::vector<int64_t> sizes;
+  bool is_double = false;
+};
+
+enum class Kind {
+  Operator,   ///< one entry of the operator table
+  Region,     ///< remat::checkpoint of `block`
+  NoGrad,     ///< the wraps: `block` runs in a scope
+  WithGrad,
+  EarlyStop,
+  NoEarlyStop,
+  Debug,
+  Hooks,      ///< a SavedTensorHooksGuard; `salt` chooses its functions
+  Autocast,
+  Catch,      ///< try { block } catch (...) {}
+  InnerGrad,  ///< autograd::grad of operand 0 with respect to operand 1, here
+  Throw,
+  Fuse        ///< throws in a recompute when a step has armed it
+};
+
+/// How a region's arguments and results travel.
+enum class Packing {
+  Vector,
+  Separate,
+  Map,
+  UnorderedMap,
+  OptionalAndTuple,
+  Struct,
+  List,
+  Variant,
+  VectorWithUndefined,
+  Count
+};
+
+struct RegionSpec {
+  std::vector<std::pair<int, int>> args;     ///< value outside, value inside
+  std::vector<int> captures;                 ///< values outside that the function captures
+  std::vector<std::pair<int, int>> results;  ///< value inside, value outside
+  Packing packing = Packing::Vector;
+  bool checkpointed_form = false;  ///< remat::checkpointed(fn)(args...)
+  bool inlined = false;            ///< shrunk: called without a checkpoint
+  bool named = false;
+  bool preserve_rng = true;
+  bool early_stop = true;
+  bool debug = false;
+  bool scopes = false;       ///< with a context_fn
+  bool strict = false;       ///< strict_unpack
+  bool fingerprint = false;
+  int determinism = 1;       ///< remat::DeterminismCheck
+};
+
+struct Statement {
+  Kind kind = Kind::Operator;
+  int op = 0;             ///< index in operators()
+  std::vector<int> args;  ///< operands
+  int out = 0;            ///< the first of `outs` value numbers
+  int outs = 0;
+  uint64_t salt = 0;      ///< decides an operator's details (dimensions, constants)
+  RegionSpec region;
+  std::vector<Statement> block;
+};
+using Block = std::vector<Statement>;
+
+/// One use of the outputs, or a change between two uses.
+struct Step {
+  enum class Kind { Backward, Grad, Mutate };
+  Kind kind = Kind::Grad;
+  std::vector<int> outputs;  ///< values of the outermost block
+  std::vector<int> inputs;   ///< leaves; empty: all that require grad
+  bool retain = true;
+  int order = 1;             ///< above 1: create_graph, and the gradient of the gradients
+  bool in_no_grad = false;
+  bool in_thread = false;
+  bool hooks = false;        ///< user hooks around the call
+  int64_t fuse = -1;         ///< the checkpointed run throws at this fuse of its recomputes
+  int64_t out_of_memory = -1;  ///< the checkpointed run may allocate this many bytes more
+  int target = 0;            ///< Mutate: the value
+  uint64_t salt = 0;
+};
+
+struct Program {
+  uint64_t seed = 0;
+  std::vector<Leaf> leaves;
+  Block block;
+  std::vector<Step> steps;
+  bool all_values = false;     ///< every region compares values
+  bool large = false;          ///< tensors of some thousand elements: stops really happen
+  bool drop_values = false;    ///< only outputs are alive at the steps
+};
+
+/// What a block contains, itself and in the blocks in it.
+struct Contents {
+  bool random = false, inplace = false, reads_twice = false, inner_grad = false, hooks = false,
+       catches = false, backward_in_hook = false;
+  int regions = 0, statements = 0, depth = 0;
+};
+Contents contents(const Block& block);
+
+Program generate(uint64_t seed);
+std::string to_text(const Program& program);
+/// Every program that is one step smaller, largest steps first.
+std::vector<Program> smaller(const Program& program);
+
+}  // namespace fuzz

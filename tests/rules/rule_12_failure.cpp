@@ -1,0 +1,612 @@
+// Rule 12: a failure in forward or recompute leaves nothing behind, and a retry gives equal gradients.
+
+#include <ATen/record_function.h>
+#include <torch/library.h>
+
+#include "tests/support/support.h"
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// After an error LibTorch's queue still holds the nodes that were ready; the next backward on the
+/// thread drops them.
+void drop_ready_nodes() {
+  const Tensor one = at::ones({1}).requires_grad_();
+  grad_of(one * 2, {one});
+}
+
+/// Everything that must be as before when something failed.
+class Unchanged {
+ public:
+  Unchanged() : before_(baseline()) {}
+  void require(const char* when) const {
+    INFO(when);
+    std::string found;
+    for (const std::string& each : leftovers(before_)) found += each + "; ";
+    REQUIRE(found.empty());
+  }
+
+ private:
+  Baseline before_;
+};
+
+// ---- faults at every operator ---------------------------------------------------------------------
+
+/// Throws a Fault from the n-th operator call of this thread and of the backward passes it runs,
+/// above autograd and inside kernels alike.
+class FaultAt {
+ public:
+  explicit FaultAt(int64_t index) : include_(c10::DispatchKey::TESTING_ONLY_GenericMode) {
+    library();
+    next_ = 0;
+    index_ = index;
+  }
+  ~FaultAt() { index_ = -1; }
+  static int64_t operators() { return next_; }
+
+ private:
+  static void call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (next_++ == index_) throw Fault("at operator " + op.schema().name());
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER,
+                                                  c10::DispatchKey::TESTING_ONLY_GenericMode),
+                       stack);
+  }
+  static void library() {
+    static torch::Library all(torch::Library::FALLBACK, "_",
+                              c10::DispatchKey::TESTING_ONLY_GenericMode, __FILE__, __LINE__);
+    static const bool once = [] {
+      all.fallback(torch::CppFunction::makeFromBoxedFunction<&FaultAt::call>());
+      return true;
+    }();
+    (void)once;
+  }
+
+  c10::impl::IncludeDispatchKeyGuard include_;
+  static inline std::atomic<int64_t> next_{0}, index_{-1};
+};
+
+struct SavesOutput : torch::autograd::Function<SavesOutput> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
+    const Tensor y = x.exp();
+    ctx->save_for_backward({x, y});
+    return y;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    return {grads[0] * ctx->get_saved_variables()[1]};
+  }
+};
+
+/// Nested regions with all that unwinds: dropout, guards, hooks, in-place operators, a gradient.
+std::pair<Tensor, Tensor> eventful(const Tensor& x, const Tensor& w) {
+  auto inner = [&w](const Tensor& t, const std::map<std::string, Tensor>& named) {
+    Tensor h = at::dropout(t.mm(w), 0.5, true) * named.at("scale");
+    {
+      at::NoGradGuard no_grad;
+      h = h + at::rand({4, 4});
+    }
+    h = (h.detach() + t).clone();
+    h.narrow(0, 0, 2).sin_();
+    return SavesOutput::apply(h * 0.1);
+  };
+  return remat::checkpoint(
+      [&](const Tensor& t) {
+        const Tensor h = remat::checkpoint(inner, t.tanh(),
+                                           std::map<std::string, Tensor>{{"scale", t.cos()}});
+        Tensor user;
+        {
+          const remat::SavedTensorHooksGuard hooks([](const Tensor& s) { return s.neg(); },
+                                                   [](const Tensor& s) { return s.neg(); });
+          user = h.exp();
+        }
+        const Tensor g = grad_of(h.sin(), {h}, {.retain_graph = true})[0];
+        const Tensor r = at::rrelu(user * g, 0.1, 0.9, true);
+        return std::pair(r.sin(), at::softmax(h * t, 1));
+      },
+      x);
+}
+
+TEST_CASE("a fault at any operator of forward leaves nothing, and a retry equals plain",
+          "[rule-12][GUA-28]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const remat::EarlyStopGuard guard(early_stop);
+  const Tensor x = leaf({4, 4}), w = leaf({4, 4});
+  const Tensor seed = generator_state();
+  auto forward = [&] {
+    set_generator_state(seed);
+    return eventful(x, w);
+  };
+  Tensors expected_outputs, expected_grads;
+  {
+    const auto [a, b] = forward();
+    expected_outputs = {a.detach(), b.detach()};
+    expected_grads = grad_of(a.sum() + b.sin().sum(), {x, w});
+  }
+  const Unchanged unchanged;
+  int64_t faults = 0;
+  for (;; ++faults) {
+    CAPTURE(faults);
+    bool failed = false;
+    {
+      const FaultAt fault(faults);
+      try {
+        forward();
+      } catch (const Fault&) {
+        failed = true;
+      }
+    }
+    drop_ready_nodes();
+    unchanged.require("after a fault in forward");
+    if (!failed) break;
+    if (faults % 7 != 0) continue;
+    const auto [a, b] = forward();
+    require_bit_equal({a.detach(), b.detach()}, expected_outputs);
+    require_bit_equal(grad_of(a.sum() + b.sin().sum(), {x, w}), expected_grads);
+  }
+  CHECK(faults > 60);
+}
+
+TEST_CASE("a fault at any operator of backward leaves nothing, and a retry is bit-equal",
+          "[rule-12][GUA-28][NEW-06]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const remat::EarlyStopGuard guard(early_stop);
+  const Tensor x = leaf({4, 4}), w = leaf({4, 4});
+  const auto [a, b] = eventful(x, w);
+  const Tensor loss = a.sum() + b.sin().sum();
+  auto backward = [&] { return grad_of(loss, {x, w}, {.retain_graph = true}); };
+  const Tensors expected = backward();
+  const Tensor generator = generator_state();
+  const Unchanged unchanged;
+  int64_t faults = 0;
+  for (;; ++faults) {
+    CAPTURE(faults);
+    bool failed = false;
+    {
+      const FaultAt fault(faults);
+      try {
+        backward();
+      } catch (const Fault&) {
+        failed = true;
+      }
+    }
+    drop_ready_nodes();
+    unchanged.require("after a fault in backward");
+    REQUIRE(at::equal(generator_state(), generator));
+    if (!failed) break;
+    require_bit_equal(backward(), expected);
+  }
+  CHECK(faults > 100);
+  CHECK(remat::counters().frames_alive == 2);
+}
+
+TEST_CASE("running out of memory anywhere leaves nothing, and a retry is bit-equal",
+          "[rule-12][GUA-28]") {
+  constexpr int64_t side = 64, bytes_of_one = side * side * 4;
+  const Tensor x = leaf({side, side}), w = leaf({side, side});
+  auto block = [&](const Tensor& t) { return at::dropout(t.mm(w).tanh().sin(), 0.2, true).exp(); };
+  auto forward = [&] {
+    at::manual_seed(5);
+    return remat::checkpoint(
+        [&](const Tensor& t) {
+          return remat::checkpoint(block, remat::checkpoint(block, t) * 0.1).cos();
+        },
+        x);
+  };
+  const Seed seed(5);
+  const Tensors expected = grad_of(forward(), {x, w});
+  int64_t failures_forward = 0, failures_backward = 0;
+  for (int64_t room = 0;; room += bytes_of_one / 2) {
+    CAPTURE(room);
+    const Unchanged unchanged;
+    Tensor y;
+    {
+      const remat::MemoryLimitGuard limit(remat::MemoryMeter().live_bytes() + room);
+      try {
+        y = forward();
+      } catch (const c10::OutOfMemoryError&) {
+        ++failures_forward;
+      }
+    }
+    if (!y.defined()) {
+      unchanged.require("after forward ran out of memory");
+      continue;
+    }
+    const Unchanged with_graph;
+    Tensors grads;
+    {
+      const remat::MemoryLimitGuard limit(remat::MemoryMeter().live_bytes() + room);
+      try {
+        grads = grad_of(y, {x, w}, {.retain_graph = true});
+      } catch (const c10::OutOfMemoryError&) {
+        ++failures_backward;
+      }
+    }
+    const bool failed = grads.empty();
+    grads.clear();
+    drop_ready_nodes();
+    with_graph.require("after backward ran out of memory");
+    require_bit_equal(grad_of(y, {x, w}), expected);
+    if (!failed) break;
+  }
+  CHECK(failures_forward > 2);
+  CHECK(failures_backward > 2);
+}
+
+// ---- what user code throws --------------------------------------------------------------------------
+
+TEST_CASE("an exception of the function reaches the caller with its own type and text",
+          "[rule-12][CTX-08][DET-13]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({3});
+  int64_t throws_on = 0;
+  Calls calls;
+  auto f = [&](const Tensor& t) {
+    calls();
+    const Tensor h = t.sin();
+    if (calls.count() == throws_on) throw Fault("foo");
+    return h.exp();
+  };
+  const Unchanged unchanged;
+  SECTION("in the recompute") {
+    throws_on = 2;
+    const Tensor y = remat::checkpoint({.early_stop = early_stop}, f, x);
+    const Unchanged with_graph;
+    const Fault error = error_of<Fault>([&] { grad_of(y, {x}, {.retain_graph = true}); });
+    CHECK(std::string(error.what()) == "foo");
+    with_graph.require("after a throw in the recompute");
+    require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp(), {x}));
+    CHECK(calls.count() == 3);
+  }
+  SECTION("in forward") {
+    throws_on = 1;
+    Counted done;
+    const Fault error =
+        error_of<Fault>([&] { remat::checkpoint({.early_stop = early_stop}, f, x); });
+    CHECK(std::string(error.what()) == "foo");
+    CHECK(done.now().frames_created == 1);
+    CHECK(calls.count() == 1);
+  }
+  unchanged.require("at the end");
+}
+
+TEST_CASE("after an exception in a recompute the same backward gives bit-equal gradients",
+          "[rule-12][NEW-06][GUA-20]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({100, 100});
+  bool throws = false;
+  auto inner = [&](const Tensor& t) {
+    const Tensor h = at::dropout(t.sin(), 0.5, true).exp();
+    if (throws) throw Fault("in the inner region");
+    return h.tanh();
+  };
+  Counted done;
+  const Tensor y = remat::checkpoint(
+      {.early_stop = early_stop},
+      [&](const Tensor& t) {
+        const Tensor h = at::dropout(t.cos(), 0.5, true);
+        return remat::checkpoint(inner, h).exp();
+      },
+      x);
+  const Tensors expected = grad_of(y, {x}, {.retain_graph = true});
+  CHECK(done.now().recomputes == 2);
+  LiveBytes bytes;
+  for (int i = 1; i <= 3; ++i) {
+    throws = true;
+    CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), Fault);
+    CHECK(remat::counters().recomputed_bytes_alive == 0);
+    CHECK(bytes.held() == 0);
+    throws = false;
+    require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), expected);
+    CHECK(done.now().recomputes == 2 + 3 * i);  // one that threw, two that did not
+    CHECK(bytes.held() == 0);
+  }
+}
+
+TEST_CASE("a failed gradient leaves the next region and backward alone", "[rule-12][BEQ-13]") {
+  const Tensor x = leaf({3}), unrelated = leaf({3});
+  const Tensor y = remat::checkpoint([](const Tensor& t) { return t.sin(); }, x);
+  CHECK_THROWS_AS(grad_of(y, {unrelated}), c10::Error);
+  CHECK_THROWS_AS(torch::autograd::grad({y}, {x}, {at::ones({7})}), c10::Error);
+  Calls calls;
+  auto f = counted(calls, [](const Tensor& t) { return t.exp(); });
+  require_same_grads([](const Tensor& t) { return t.exp(); },
+                     [&](const Tensor& t) { return remat::checkpoint(f, t); }, x);
+  CHECK(calls.count() == 2);
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin(), {x}));
+}
+
+TEST_CASE("something thrown that is no std::exception ends as a CheckpointError in backward",
+          "[rule-12]") {
+  const Tensor x = leaf({3});
+  int64_t throws_on = 0;
+  Calls calls;
+  auto f = [&](const Tensor& t) {
+    calls();
+    const Tensor h = t.sin();
+    if (calls.count() == throws_on) throw 42;
+    return h.exp();
+  };
+  throws_on = 1;
+  CHECK_THROWS_AS(remat::checkpoint(f, x), int);
+  CHECK(remat::counters().frames_alive == 0);
+  throws_on = 3;
+  const Tensor y = remat::checkpoint(f, x);
+  const auto error = error_of<remat::CheckpointError>(
+      [&] { grad_of(y, {x}, {.retain_graph = true}); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::RecomputeFailed);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp(), {x}));
+}
+
+/// An argument whose copies throw when told to.
+struct Fragile {
+  static inline int throws_in = -1;  ///< copies until one throws; negative: never
+  Tensor tensor;
+  explicit Fragile(Tensor t) : tensor(std::move(t)) {}
+  Fragile(const Fragile& other) : tensor(other.tensor) {
+    if (throws_in >= 0 && throws_in-- == 0) throw Fault("in a copy");
+  }
+  Fragile& operator=(const Fragile&) = default;
+};
+template <class Visitor>
+void visit_tensors(Fragile& value, Visitor&& visit) {
+  visit(value.tensor);
+}
+
+TEST_CASE("a throwing copy of an argument is a failure like any other", "[rule-12][rule-2]") {
+  Fragile::throws_in = -1;
+  const Tensor x = leaf({100});
+  const Fragile argument(x);
+  const std::unordered_map<int, Tensor> more{{1, x}, {2, x}};
+  auto f = [](const Fragile& value, const std::unordered_map<int, Tensor>& map) {
+    return value.tensor.sin() * map.at(1) * map.at(2);
+  };
+  const Tensors plain = grad_of(f(argument, more), {x});
+  const Unchanged unchanged;
+  for (int i = 0; i < 4; ++i) {
+    Fragile::throws_in = i;
+    Tensor y;
+    try {
+      y = remat::checkpoint(f, argument, more);
+    } catch (const Fault&) {
+    }
+    Fragile::throws_in = -1;
+    if (y.defined()) break;
+    unchanged.require("after a copy threw in forward");
+  }
+  const Tensor y = remat::checkpoint(f, argument, more);
+  const Unchanged with_graph;
+  for (int i = 0; i < 4; ++i) {
+    Fragile::throws_in = i;
+    try {
+      grad_of(y, {x}, {.retain_graph = true});
+    } catch (const Fault&) {
+    }
+    Fragile::throws_in = -1;
+    with_graph.require("after a copy threw in backward");
+    require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+  }
+}
+
+TEST_CASE("hooks of the user that throw on a region's input keep their type", "[rule-12][HKS-09]") {
+  const Tensor x = leaf({3});
+  bool pack_throws = false, unpack_throws = false;
+  const remat::SavedTensorHooksGuard hooks(
+      [&](const Tensor& t) {
+        if (pack_throws) throw Fault("pack");
+        return t.detach();
+      },
+      [&](const Tensor& t) {
+        if (unpack_throws) throw Fault("unpack");
+        return t;
+      });
+  Calls calls;
+  auto f = counted(calls, [](const Tensor& t) { return t.sin().exp(); });
+  const int64_t frames = remat::counters().frames_alive;
+  pack_throws = true;
+  CHECK_THROWS_AS(remat::checkpoint(f, x), Fault);
+  CHECK(remat::counters().frames_alive == frames);
+  CHECK(calls.count() == 0);
+  pack_throws = false;
+  const Tensor y = remat::checkpoint(f, x);
+  unpack_throws = true;
+  CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), Fault);
+  CHECK(calls.count() == 1);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+  unpack_throws = false;
+  require_bit_equal(grad_of(y, {x}), {x.detach().sin().exp() * x.detach().cos()});
+}
+
+TEST_CASE("a fingerprint that throws is a failure like any other", "[rule-12][GUA-17]") {
+  const Tensor x = leaf({3});
+  bool throws = false;
+  const remat::CheckpointOptions options{.fingerprint = [&](const Tensor&) -> std::string {
+    if (throws) throw Fault("fingerprint");
+    return "fine";
+  }};
+  auto f = [](const Tensor& t) { return t.sin().exp().cos(); };
+  const Unchanged unchanged;
+  throws = true;
+  CHECK_THROWS_AS(remat::checkpoint(options, f, x), Fault);
+  unchanged.require("after a throw in forward");
+  throws = false;
+  const Tensor y = remat::checkpoint(options, f, x);
+  const Unchanged with_graph;
+  throws = true;
+  CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), Fault);
+  with_graph.require("after a throw in the recompute");
+  throws = false;
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp().cos(), {x}));
+}
+
+// ---- user scopes ----------------------------------------------------------------------------------
+
+TEST_CASE("each pass enters its scope once and leaves it on every path", "[rule-12][CTX-04]") {
+  const bool early_stop = GENERATE(true, false);
+  const bool nested = GENERATE(true, false);
+  CAPTURE(early_stop, nested);
+  const Tensor x = leaf({50000});
+  Calls made, entered_forward, entered_recompute;
+  int64_t inside = 0, most_inside = 0;
+  auto scope = [&](Calls& entered) {
+    return [&]() -> remat::Scope {
+      entered();
+      most_inside = std::max(most_inside, ++inside);
+      return std::shared_ptr<void>(nullptr, [&](void*) { --inside; });
+    };
+  };
+  remat::CheckpointOptions options;
+  options.early_stop = early_stop;
+  options.context_fn = [&] {
+    made();
+    return remat::ContextPair{scope(entered_forward), scope(entered_recompute)};
+  };
+  bool throws = false;
+  std::vector<int64_t> seen_inside;
+  auto f = [&](const Tensor& t) {
+    seen_inside.push_back(inside);
+    const Tensor h = t.sin();
+    if (throws) throw Fault("inside the scope");
+    return h.exp().exp();
+  };
+  auto run = [&] {
+    return nested ? remat::checkpoint([&](const Tensor& t) { return remat::checkpoint(options, f, t); },
+                                      x)
+                  : remat::checkpoint(options, f, x);
+  };
+  throws = true;
+  CHECK_THROWS_AS(run(), Fault);
+  CHECK(inside == 0);
+  throws = false;
+  const Tensor y = run();
+  CHECK(inside == 0);
+  CHECK(made.count() == 2);
+  CHECK(entered_forward.count() == 2);
+  CHECK(entered_recompute.count() == 0);
+  throws = true;
+  CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), Fault);
+  CHECK(inside == 0);
+  throws = false;
+  const int64_t recomputes = entered_recompute.count(), forwards = entered_forward.count();
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp().exp(), {x}));
+  CHECK(inside == 0);
+  CHECK(most_inside == 1);
+  CHECK(entered_recompute.count() == recomputes + 1);
+  // With early stop the parent's recompute ends at the inner region's input.
+  CHECK(entered_forward.count() == forwards + (nested && !early_stop ? 1 : 0));
+  for (const int64_t each : seen_inside) CHECK(each == 1);
+}
+
+TEST_CASE("a scope that fails to open is a failure like any other", "[rule-12][CTX-04]") {
+  const Tensor x = leaf({3});
+  std::string fails;
+  remat::CheckpointOptions options;
+  options.context_fn = [&] {
+    if (fails == "context_fn") throw Fault(fails);
+    auto scope = [&fails](std::string pass) {
+      return [&fails, pass]() -> remat::Scope {
+        if (fails == pass) throw Fault(pass);
+        return nullptr;
+      };
+    };
+    return remat::ContextPair{scope("forward"), scope("recompute")};
+  };
+  Calls calls;
+  auto f = counted(calls, [](const Tensor& t) { return t.sin().exp(); });
+  const Unchanged unchanged;
+  for (const char* each : {"context_fn", "forward"}) {
+    fails = each;
+    CHECK_THROWS_WITH(remat::checkpoint(options, f, x), contains(each));
+    unchanged.require(each);
+  }
+  CHECK(calls.count() == 0);
+  fails = "";
+  const Tensor y = remat::checkpoint(options, f, x);
+  const Unchanged with_graph;
+  fails = "recompute";
+  CHECK_THROWS_WITH(grad_of(y, {x}, {.retain_graph = true}), contains("recompute"));
+  with_graph.require("recompute");
+  CHECK(calls.count() == 1);
+  fails = "";
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp(), {x}));
+}
+
+/// Logs the operators of its thread while it lives.
+class OperatorLog {
+ public:
+  explicit OperatorLog(std::vector<std::string>& names) {
+    current_ = &names;
+    handle_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& call)
+                                       -> std::unique_ptr<at::ObserverContext> {
+          current_->push_back(call.name());
+          return nullptr;
+        }).scopes({at::RecordScope::FUNCTION}));
+  }
+  ~OperatorLog() { at::removeCallback(handle_); }
+
+ private:
+  static inline std::vector<std::string>* current_ = nullptr;
+  at::CallbackHandle handle_;
+};
+
+TEST_CASE("operator loggers as scopes see the operator once in each pass", "[rule-12][CTX-01]") {
+  std::vector<std::string> forward, recompute;
+  remat::CheckpointOptions options;
+  options.context_fn = [&] {
+    return remat::ContextPair{[&] { return std::make_shared<OperatorLog>(forward); },
+                              [&] { return std::make_shared<OperatorLog>(recompute); }};
+  };
+  const Tensor x = leaf({});
+  const Tensor y = remat::checkpoint(options, [](const Tensor& t) { return t.exp(); }, x);
+  CHECK(forward == std::vector<std::string>{"aten::exp"});
+  CHECK(recompute.empty());
+  require_bit_equal(grad_of(y, {x}), grad_of(x.exp(), {x}));
+  CHECK(forward == std::vector<std::string>{"aten::exp"});
+  std::erase(recompute, "aten::detach");
+  CHECK(recompute == std::vector<std::string>{"aten::exp"});
+}
+
+// ---- mismatches are failures too --------------------------------------------------------------------
+
+TEST_CASE("after a mismatch nothing is left, and a well-behaved recompute works",
+          "[rule-12][rule-10][GUA-20]") {
+  const Tensor x = leaf({100});
+  enum class How { Fewer, More, Metadata, Capture };
+  const How how = GENERATE(How::Fewer, How::More, How::Metadata, How::Capture);
+  CAPTURE(static_cast<int>(how));
+  bool deviate = false;
+  Tensor captured = at::ones({100});
+  const Tensor kept = captured;
+  auto f = [&](const Tensor& t) {
+    const Tensor h = (t.sin() * captured).exp();
+    if (!deviate) return h.tanh();
+    if (how == How::Fewer) return h.clone();
+    if (how == How::More) return h.tanh().sin();
+    if (how == How::Metadata) return (h * at::ones({2, 1})).tanh();
+    return h.tanh();
+  };
+  const Tensor y = remat::checkpoint({.early_stop = how != How::More}, f, x);
+  const Tensors expected = grad_of(y, {x}, {.retain_graph = true});
+  const Unchanged unchanged;
+  LiveBytes bytes;
+  deviate = true;
+  if (how == How::Capture) captured = at::ones({100});
+  CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), remat::CheckpointError);
+  deviate = false;
+  captured = kept;
+  unchanged.require("after a mismatch");
+  CHECK(bytes.held() == 0);
+  require_bit_equal(grad_of(y, {x}), expected);
+}
+
+}  // namespace
