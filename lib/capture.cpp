@@ -1,7 +1,6 @@
 #include "lib/capture.h"
 
 #include <ATen/SequenceNumber.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -27,19 +26,17 @@ const at::Tensor& viewed(const at::Tensor& tensor) {
   return tensor;
 }
 
-/// The leaf that autocast cast to make a tensor, or null.
-c10::TensorImpl* cast_source(const Node& node) {
+/// The leaf of which `tensor`, made by `node`, is a cast (as autocast makes and caches them), or
+/// null. Autocast itself cannot be asked: it is off while the kernel that saves the cast runs.
+c10::TensorImpl* cast_source(const at::Tensor& tensor, const Node& node) {
   if (node.num_outputs() < 1 || !node.next_edge(0).is_valid()) return nullptr;
-  auto* accumulate = dynamic_cast<AccumulateGrad*>(node.next_edge(0).function.get());
-  if (accumulate == nullptr || node.name() != "ToCopyBackward0") return nullptr;
+  Node* const source = node.next_edge(0).function.get();
+  if (source->sequence_nr() != UINT64_MAX) return nullptr;  // every AccumulateGrad has this number
+  auto* accumulate = dynamic_cast<AccumulateGrad*>(source);
+  if (accumulate == nullptr || accumulate->variable.scalar_type() == tensor.scalar_type() ||
+      node.name() != "ToCopyBackward0")
+    return nullptr;
   return accumulate->variable.unsafeGetTensorImpl();
-}
-
-bool is_autocast_on() {
-  return at::autocast::is_autocast_enabled(c10::kCPU) ||
-         at::autocast::is_autocast_enabled(c10::kCUDA) ||
-         at::autocast::is_autocast_enabled(c10::kPrivateUse1) ||
-         at::autocast::is_autocast_enabled(c10::kXPU);
 }
 
 }  // namespace
@@ -85,7 +82,7 @@ c10::TensorImpl* leaf_behind(const at::Tensor& tensor) {
   const at::Tensor& root = viewed(tensor);
   const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(root);
   if (meta == nullptr) return nullptr;
-  if (meta->grad_fn_ != nullptr) return is_autocast_on() ? cast_source(*meta->grad_fn_) : nullptr;
+  if (meta->grad_fn_ != nullptr) return cast_source(root, *meta->grad_fn_);
   return meta->requires_grad_ ? root.unsafeGetTensorImpl() : nullptr;
 }
 

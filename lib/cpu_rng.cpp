@@ -1,5 +1,6 @@
 #include "lib/cpu_rng.h"
 
+#include <atomic>
 #include <bit>
 #include <chrono>
 #include <mutex>
@@ -82,6 +83,8 @@ uint64_t cpu_rng_position() {
 }
 
 namespace {
+std::atomic<uint64_t> num_sets{0};
+thread_local uint64_t num_own_sets = 0;
 std::mutex drawing;
 thread_local int turns_of_this_thread = 0;
 }  // namespace
@@ -101,9 +104,13 @@ DrawingTurn::~DrawingTurn() {
   if (has_turn_ && --turns_of_this_thread == 0) drawing.unlock();
 }
 
+uint64_t num_foreign_rng_sets() { return num_sets.load() - num_own_sets; }
+
 void set_cpu_rng_state(const CpuRngState& state) {
   at::CPUGeneratorImpl& impl = generator();
   std::lock_guard<std::mutex> lock(impl.mutex_);
+  num_sets.fetch_add(1);
+  ++num_own_sets;
   impl.set_engine(state.engine);
   impl.set_next_float_normal_sample(state.next_float_normal);
   impl.set_next_double_normal_sample(state.next_double_normal);

@@ -35,13 +35,15 @@ class Filler final : public SlotFiller {
   }
 
   at::Tensor fill(const at::Tensor& saved) override;
+  /// The ambient state is that of the forward, and the function begins.
+  void start();
   /// The function has ended, by a return or a stop: takes what waited for it.
   void finish();
 
   bool is_complete() const { return num_filled_ == view_.num_needed; }
   bool has_stopped() const { return has_stopped_; }
   /// Another thread moved the generator. See Note [Disturbed draws].
-  bool was_disturbed() const { return was_disturbed_; }
+  bool was_disturbed() const { return draws_.was_disturbed(); }
   /// More tensors came than forward saved, and forward is over.
   bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
   int64_t num_slots() const { return num_slots_; }
@@ -53,6 +55,7 @@ class Filler final : public SlotFiller {
   void take(int64_t position, const at::Tensor& saved, const at::Tensor& kept);
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
   void compare_pending(uint64_t next_group, bool is_end);
+  void watch_draws(const uint64_t* in_forward);
   bool wants_stop() const;
   bool can_stop(const at::Tensor& saved) const;
 
@@ -73,7 +76,15 @@ class Filler final : public SlotFiller {
   uint64_t last_group_ = 0;       // of the operator that filled the last needed slot
   bool must_finish_operator_ = false;
   int64_t num_seen_ = 0, num_filled_ = 0;
-  bool has_stopped_ = false, was_disturbed_ = false;
+  bool has_stopped_ = false;
+  struct Draws {
+    uint64_t num_sets = 0, start = 0;  // when the function began
+    bool has_moved = false;            // the generator, since then
+    bool differs = false;              // from where it stood in forward, at some save
+    bool was_set = false;              // by another thread
+    bool was_disturbed() const { return was_set || (has_moved && differs); }
+  };
+  Draws draws_;  // See Note [Disturbed draws].
 };
 
 at::Tensor Filler::fill(const at::Tensor& saved) {
@@ -129,7 +140,7 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
   value.version = static_cast<uint32_t>(saved._version());
   const bool draws = frame_.snapshot().draws();
   frame_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
-    if (draws && slot.rng_position != cpu_rng_position()) was_disturbed_ = true;
+    if (draws) watch_draws(&slot.rng_position);
     compare(position, slot, saved);
     must_finish_operator_ = slot.finish_operator;
     const Origin origin = slot.provenance.origin;
@@ -194,7 +205,21 @@ void Filler::compare_pending(uint64_t next_group, bool is_end) {
   }
 }
 
-void Filler::finish() { compare_pending(0, /*is_end=*/true); }
+void Filler::start() {
+  if (frame_.snapshot().draws()) draws_ = {num_foreign_rng_sets(), cpu_rng_position()};
+}
+
+void Filler::watch_draws(const uint64_t* in_forward) {
+  const uint64_t now = cpu_rng_position();
+  draws_.was_set = draws_.was_set || num_foreign_rng_sets() != draws_.num_sets;
+  draws_.has_moved = draws_.has_moved || now != draws_.start;
+  draws_.differs = draws_.differs || (in_forward != nullptr && now != *in_forward);
+}
+
+void Filler::finish() {
+  if (frame_.snapshot().draws()) watch_draws(nullptr);
+  compare_pending(0, /*is_end=*/true);
+}
 
 /// The scope of a recompute, alone on the stack while the function runs again.
 class RecomputeScope final : public detail::Scope {
@@ -251,6 +276,7 @@ void run_again(const c10::intrusive_ptr<Frame>& frame, Filler& filler,
   Scope user_scope;
   if (frame->extras() != nullptr && frame->extras()->contexts.recompute)
     user_scope = frame->extras()->contexts.recompute();
+  filler.start();
   try {
     frame->body().run_again(inputs);
   } catch (const StopSignal&) {

@@ -56,12 +56,16 @@ Snapshot Snapshot::take(bool with_rng) {
   Snapshot snapshot;
   snapshot.autocast_ = AutocastState::now();
   snapshot.with_rng_ = with_rng;
-  if (with_rng) snapshot.rng_ = share_cpu_rng_state();
+  if (with_rng) {
+    snapshot.rng_sets_ = num_foreign_rng_sets();
+    snapshot.rng_ = share_cpu_rng_state();
+  }
   return snapshot;
 }
 
+// Where another thread's recompute set the generator meanwhile, its position proves nothing.
 void Snapshot::settle() {
-  if (rng_ && is_cpu_rng_at(*rng_)) rng_.reset();
+  if (rng_ && is_cpu_rng_at(*rng_) && num_foreign_rng_sets() == rng_sets_) rng_.reset();
 }
 
 AmbientRestore::AmbientRestore(const Snapshot& snapshot)
@@ -74,14 +78,15 @@ AmbientRestore::AmbientRestore(const Snapshot& snapshot)
   c10::AutogradState::set_tls_state(recomputing);
   if (!(snapshot.autocast_ == autocast_)) snapshot.autocast_.set();
   if (has_cast_scope_) autocast::increment_nesting();
-  if (snapshot.with_rng_) {
+  // A region that draws nothing leaves the generator alone: other threads may be drawing from it.
+  if (snapshot.draws()) {
     rng_ = share_cpu_rng_state();
-    if (snapshot.rng_) set_cpu_rng_state(*snapshot.rng_);
+    set_cpu_rng_state(*snapshot.rng_);
   }
 }
 
 AmbientRestore::~AmbientRestore() {
-  if (rng_ && !is_cpu_rng_at(*rng_)) set_cpu_rng_state(*rng_);
+  if (rng_) set_cpu_rng_state(*rng_);
   // As the autocast scopes of the front ends do: the outermost one empties the cast cache.
   if (has_cast_scope_ && autocast::decrement_nesting() == 0) autocast::clear_cache();
   autocast_.set();

@@ -46,6 +46,7 @@ class Snapshot {
   AutocastState autocast_;
   std::shared_ptr<const CpuRngState> rng_;
   bool with_rng_ = false;
+  uint64_t rng_sets_ = 0;  // when taken
 };
 
 /// While alive the ambient state is the snapshot's; then exactly what it was before.
@@ -60,7 +61,7 @@ class AmbientRestore {
   std::optional<c10::InferenceMode> no_inference_;
   c10::AutogradState autograd_;
   AutocastState autocast_;
-  std::shared_ptr<const CpuRngState> rng_;
+  std::shared_ptr<const CpuRngState> rng_;  // of the surroundings, if the region draws
   bool has_cast_scope_;
 };
 

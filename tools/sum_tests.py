@@ -10,7 +10,7 @@ import re
 import sys
 
 SKIPPED = 77                  # exit status by which a test says that it has nothing to run here
-LOG_LINES = 150               # shown of each failed test; the whole log is where Meson says
+LOG_LINES = 400               # shown of each failed test; the whole log is where Meson says
 
 
 def count(test):

@@ -11,7 +11,8 @@ namespace {
 
 /// What this program may contain; drawn once, so that combinations of few things are frequent.
 struct Features {
-  bool inplace, random, hooks, catches, inner_grad, fuses, autocast, captures, reads_twice, strict;
+  bool inplace, random, hooks, catches, inner_grad, fuses, autocast, captures, reads_twice, strict,
+      scopes;   // a context_fn excludes debug
 };
 
 class Generator {
@@ -41,7 +42,8 @@ class Generator {
     auto draw = [&](int64_t p) { return dice_.percent(p) && !plain; };
     features_ = {.inplace = draw(50), .random = draw(50), .hooks = draw(30), .catches = draw(20),
                  .inner_grad = draw(25), .fuses = draw(25), .autocast = draw(10),
-                 .captures = draw(40), .reads_twice = draw(40), .strict = false};
+                 .captures = draw(40), .reads_twice = draw(40), .strict = false,
+                 .scopes = draw(40)};
     features_.strict = !features_.reads_twice && !plain && dice_.percent(10);
   }
 
@@ -140,6 +142,7 @@ class Generator {
       s.kind = kinds[dice_.below(std::size(kinds))];
     } while ((s.kind == Kind::Hooks && !features_.hooks) ||
              (s.kind == Kind::Catch && !features_.catches) ||
+             (s.kind == Kind::Debug && features_.scopes) ||
              (s.kind == Kind::Autocast && !features_.autocast));
     s.salt = dice_.bits();
     ++nested_wraps_;
@@ -178,8 +181,8 @@ class Generator {
     region.named = dice_.percent(20);
     region.preserve_rng = contents(s.block).random || dice_.percent(60);
     region.early_stop = dice_.percent(70);
-    region.debug = dice_.percent(10);
-    region.scopes = dice_.percent(10);
+    region.debug = !features_.scopes && dice_.percent(12);
+    region.scopes = features_.scopes && dice_.percent(25);
     region.strict = features_.strict && dice_.percent(50);
     region.fingerprint = !program_.all_values && dice_.percent(4);
     region.determinism = program_.all_values ? 3 : static_cast<int>(dice_.below(4));
@@ -233,6 +236,7 @@ void look(const Block& block, int depth, Contents& found) {
       found.random |= op.random;
       found.inplace |= op.inplace;
       found.reads_twice |= op.reads_twice;
+      found.writes_late |= op.writes_late;
       found.backward_in_hook |= op.backward_in_hook;
     }
     found.inner_grad |= s.kind == Kind::InnerGrad;

@@ -26,6 +26,7 @@ struct Operator {
   std::function<Tensors(const Tensors&, Dice&, const Surroundings&)> run;
   bool random = false;       ///< draws from the generator
   bool inplace = false;      ///< changes operand 0 and returns it
+  bool writes_late = false;  ///< saves a tensor that its kernel writes afterwards
   bool reads_twice = false;  ///< its node reads a saved tensor twice in one backward
   bool backward_in_hook = false;
   int weight = 2;
@@ -40,7 +41,7 @@ void add_shapes(std::vector<Operator>& table);
 void add_functions(std::vector<Operator>& table);
 
 /// `a` in floating point.
-Tensor real(const Tensor& a);
+Tensor floating(const Tensor& a);
 /// `b` in a shape and dtype that broadcasts with `a`.
 Tensor like(const Tensor& b, const Tensor& a);
 /// `a` as a matrix, as a batch of matrices, as a vector.

@@ -137,7 +137,7 @@ Tensor gradient_of_region(const Tensor& g) {
 template <class F>
 auto function() {
   return [](const Tensors& a, Dice&, const Surroundings&) -> Tensors {
-    return {F::apply(real(a[0]))};
+    return {F::apply(floating(a[0]))};
   };
 }
 
@@ -150,17 +150,21 @@ void add_functions(std::vector<Operator>& t) {
   t.push_back({"ReadsTwice", 1, 1, function<ReadsTwice>()});
   t.back().reads_twice = true;
   t.push_back({"KeepsMask", 1, 1, function<KeepsMask>()});
-  t.push_back({"ChangesInput", 1, 1, function<ChangesInput>()});
+  // Not on a view: LibTorch then makes a cycle of the node and the output it saved.
+  t.push_back({"ChangesInput", 1, 1, [](const Tensors& a, Dice&, const Surroundings&) -> Tensors {
+                 const Tensor x = floating(a[0]);
+                 return {ChangesInput::apply(x.is_view() ? x.clone() : x)};
+               }});
   t.back().inplace = true;
   t.push_back({"TwoOutputs", 2, 3, [](const Tensors& a, Dice&, const Surroundings&) {
-                 const Tensor x = line(real(a[0]));
-                 const Tensor y = real(a[1]).to(x.scalar_type()).mean() * x.detach().cos();
+                 const Tensor x = line(floating(a[0]));
+                 const Tensor y = floating(a[1]).to(x.scalar_type()).mean() * x.detach().cos();
                  return TwoOutputs::apply(x, y);
                }});
   t.push_back({"BackwardInBackward", 1, 1, function<BackwardInBackward>()});
   t.back().backward_in_hook = true;
   t.push_back({"hook", 1, 1, [](const Tensors& a, Dice&, const Surroundings& around) {
-                 Tensor y = real(a[0]) * 2;
+                 Tensor y = floating(a[0]) * 2;
                  if (y.requires_grad()) {
                    y.register_hook([calls = around.hook_calls](const Tensor& g) {
                      ++*calls;
@@ -170,7 +174,7 @@ void add_functions(std::vector<Operator>& t) {
                  return Tensors{y};
                }});
   t.push_back({"hook_with_backward", 1, 1, [](const Tensors& a, Dice&, const Surroundings&) {
-                 Tensor y = real(a[0]) * 2;
+                 Tensor y = floating(a[0]) * 2;
                  if (y.requires_grad()) {
                    y.register_hook([](const Tensor& g) { return g * gradient_of_region(g); });
                  }

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/core/grad_mode.h>
 
 #include "tests/fuzz/operators.h"
 
@@ -13,13 +14,13 @@ using Unary = Tensor (*)(const Tensor&);
 using Binary = Tensor (*)(const Tensor&, const Tensor&);
 
 auto unary(Unary f) {
-  return [f](const Tensors& a, Dice&, const Surroundings&) -> Tensors { return {f(real(a[0]))}; };
+  return [f](const Tensors& a, Dice&, const Surroundings&) -> Tensors { return {f(floating(a[0]))}; };
 }
 
 auto binary(Binary f) {
   return [f](const Tensors& a, Dice&, const Surroundings&) -> Tensors {
-    const Tensor x = real(a[0]);
-    return {f(x, like(real(a[1]), x))};
+    const Tensor x = floating(a[0]);
+    return {f(x, like(floating(a[1]), x))};
   };
 }
 
@@ -48,9 +49,9 @@ using Inplace = void (*)(Tensor&, const Tensor&, Dice&);
 
 auto inplace(Inplace f) {
   return [f](const Tensors& a, Dice& dice, const Surroundings&) -> Tensors {
-    Tensor whole = real(a[0]);
+    Tensor whole = floating(a[0]);
     Tensor x = part(whole, dice);
-    f(x, a.size() > 1 ? into(real(a[1]), x) : Tensor(), dice);
+    f(x, a.size() > 1 ? into(floating(a[1]), x) : Tensor(), dice);
     return {whole, x};
   };
 }
@@ -143,7 +144,7 @@ void add_inplace(std::vector<Operator>& t) {
   t.push_back({"rrelu_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) {
                  at::rrelu_(x, 0.1, 0.3, true);
                })});
-  t.back().random = true;
+  t.back().random = t.back().writes_late = true;
   t.push_back({"normal_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) { x.normal_(); })});
   t.back().random = true;
   for (size_t i = first; i < t.size(); ++i) {
@@ -156,10 +157,11 @@ void add_random(std::vector<Operator>& t) {
   const size_t first = t.size();
   t.push_back({"dropout", 1, 1, unary([](const Tensor& a) { return at::dropout(a, 0.4, true); })});
   t.push_back({"native_dropout", 1, 2, [](const Tensors& a, Dice&, const Surroundings&) {
-                 auto [y, mask] = at::native_dropout(real(a[0]), 0.4, true);
+                 auto [y, mask] = at::native_dropout(floating(a[0]), 0.4, true);
                  return Tensors{y, mask};
                }});
   t.push_back({"rrelu", 1, 1, unary([](const Tensor& a) { return at::rrelu(a, 0.1, 0.4, true); })});
+  t.back().writes_late = true;
   t.push_back({"alpha_dropout", 1, 1, unary([](const Tensor& a) {
                  return at::alpha_dropout(a, 0.4, true);
                })});
@@ -168,7 +170,7 @@ void add_random(std::vector<Operator>& t) {
                  return a * at::bernoulli(a.detach().nan_to_num(0, 0, 0).sigmoid());
                })});
   t.push_back({"shuffle", 1, 1, [](const Tensors& a, Dice&, const Surroundings&) {
-                 const Tensor x = line(real(a[0]));
+                 const Tensor x = line(floating(a[0]));
                  return Tensors{x.index_select(0, at::randperm(x.size(0)))};
                }});
   for (size_t i = first; i < t.size(); ++i) {
@@ -179,7 +181,7 @@ void add_random(std::vector<Operator>& t) {
 
 }  // namespace
 
-Tensor real(const Tensor& a) { return a.is_floating_point() ? a : a.to(at::kFloat); }
+Tensor floating(const Tensor& a) { return a.is_floating_point() ? a : a.to(at::kFloat); }
 
 Tensor like(const Tensor& b, const Tensor& a) {
   Tensor x = b.scalar_type() == a.scalar_type() ? b : b.to(a.scalar_type());

@@ -13,14 +13,14 @@ using Two = Tensor (*)(const Tensor&, const Tensor&, Dice&);
 
 auto one(One f) {
   return [f](const Tensors& a, Dice& dice, const Surroundings&) -> Tensors {
-    return {f(real(a[0]), dice)};
+    return {f(floating(a[0]), dice)};
   };
 }
 
 auto two(Two f) {
   return [f](const Tensors& a, Dice& dice, const Surroundings&) -> Tensors {
-    const Tensor x = real(a[0]);
-    return {f(x, real(a[1]).to(x.scalar_type()), dice)};
+    const Tensor x = floating(a[0]);
+    return {f(x, floating(a[1]).to(x.scalar_type()), dice)};
   };
 }
 
@@ -84,9 +84,9 @@ void add_products(std::vector<Operator>& t) {
                  return x.bmm(sized(y, x.size(2), y.size(1)).unsqueeze(0).expand({x.size(0), -1, -1}));
                })});
   t.push_back({"linear", 3, 1, [](const Tensors& a, Dice& dice, const Surroundings&) {
-                 const Tensor x = matrix(real(a[0]));
-                 const Tensor w = matrix(real(a[1]).to(x.scalar_type()));
-                 const Tensor bias = line(real(a[2]).to(x.scalar_type()));
+                 const Tensor x = matrix(floating(a[0]));
+                 const Tensor w = matrix(floating(a[1]).to(x.scalar_type()));
+                 const Tensor bias = line(floating(a[2]).to(x.scalar_type()));
                  const Tensor weight = sized(w, w.size(0), x.size(1));
                  const bool fits = bias.size(0) >= w.size(0) && dice.percent(70);
                  return Tensors{at::linear(x, weight, fits ? bias.narrow(0, 0, w.size(0)) : Tensor())};
@@ -146,17 +146,17 @@ void add_reductions(std::vector<Operator>& t) {
                  return at::batch_norm(at::cat({x, x * 2}), {}, {}, {}, {}, true, 0.1, 1e-5, false);
                })});
   t.push_back({"max", 1, 2, [](const Tensors& a, Dice& dice, const Surroundings&) {
-                 const Tensor x = real(a[0]);
+                 const Tensor x = floating(a[0]);
                  auto [values, indices] = x.max(dimension(x, dice));
                  return Tensors{values, indices};
                }});
   t.push_back({"sort", 1, 2, [](const Tensors& a, Dice& dice, const Surroundings&) {
-                 const Tensor x = real(a[0]);
+                 const Tensor x = floating(a[0]);
                  auto [values, indices] = x.sort(dimension(x, dice), dice.percent(50));
                  return Tensors{values, indices};
                }});
   t.push_back({"topk", 1, 2, [](const Tensors& a, Dice& dice, const Surroundings&) {
-                 const Tensor x = line(real(a[0]));
+                 const Tensor x = line(floating(a[0]));
                  auto [values, indices] = x.topk(1 + dice.below(x.size(0)));
                  return Tensors{values, indices};
                }});

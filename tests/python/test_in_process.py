@@ -34,7 +34,7 @@ if REMAT_FIRST:
     assert "torch" not in sys.modules
     assert remat.native_gradient_is_right()  # opens hooks and regions, and runs a backward
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy|Anomaly Detection has been enabled")
 import torch  # noqa: E402
 import torch.utils.checkpoint as upstream  # noqa: E402
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks  # noqa: E402

@@ -152,6 +152,51 @@ TEST_CASE("one tensor passed twice, and an output fed to a region again, are inp
   CHECK(calls.count() == 1 + 2 + 2 + 4);
 }
 
+TEST_CASE("two arguments that are one tensor are one tensor in the recompute too",
+          "[rule-2][rule-6][NEW-11]") {
+  // A gradient taken inside with respect to the first sees the uses of the second.
+  const bool is_leaf = GENERATE(true, false);
+  const bool nested = GENERATE(true, false);
+  CAPTURE(is_leaf, nested);
+  const Tensor base = leaf({3});
+  const Tensor x = is_leaf ? base : base * 2;
+  auto f = [](const Tensor& a, const std::vector<Tensor>& list) {
+    const Tensor y = a * list[0] * list[1].sin();
+    return a * grad_of(y, {a}, {.create_graph = true})[0];
+  };
+  auto f_of = [&](const Tensor& t) { return f(t, {t, t}); };
+  auto region = [&](const Tensor& t) { return remat::checkpoint(f, t, std::vector<Tensor>{t, t}); };
+  const Tensors plain = grad_of(nested ? f_of(x).exp() : f_of(x), {base}, {.retain_graph = true});
+  Tensor y = region(x);
+  if (nested) y = remat::checkpoint([&](const Tensor& t) { return region(t).exp(); }, x);
+  require_bit_equal({grad_of(y, {base}, {.retain_graph = true})[0]}, plain);
+}
+
+/// A handle: its copies share their tensor.
+struct Handle {
+  std::shared_ptr<Tensor> shared;
+};
+template <class Visitor>
+void visit_tensors(Handle& handle, Visitor&& visit) {
+  visit(*handle.shared);
+}
+
+TEST_CASE("an argument whose copies share its tensors keeps them, used or refused", "[rule-2]") {
+  const Tensor x = leaf({3});
+  const Handle handle{std::make_shared<Tensor>(x)};
+  try {
+    const Tensor y =
+        remat::checkpoint([](const Handle& h) { return h.shared->sin().exp(); }, handle);
+    for (int i = 0; i < 2; ++i) {
+      require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), grad_of(x.sin().exp(), {x}));
+    }
+  } catch (const remat::CheckpointError& e) {
+    CHECK(e.kind() == remat::CheckpointError::Kind::Unsupported);
+  }
+  REQUIRE(handle.shared->defined());
+  CHECK(handle.shared->is_same(x));
+}
+
 // ---- versions --------------------------------------------------------------------------------
 
 TEST_CASE("an argument changed in place between forward and backward raises", "[rule-2][NEW-07]") {

@@ -1,5 +1,8 @@
 // Rule 5: a recompute ends with the last slot that needs it, never where that would be wrong.
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <future>
 
 #include "tests/support/support.h"
@@ -274,7 +277,6 @@ TEST_CASE("a function that catches the stop may do anything after it", "[rule-5]
     require_bit_equal(grad_of(y, {x}), plain);
   }
   SECTION("draw random numbers in the handler") {
-    const Tensor before = generator_state();
     const Tensor y = remat::checkpoint(
         [](const Tensor& t) {
           try {
@@ -285,6 +287,23 @@ TEST_CASE("a function that catches the stop may do anything after it", "[rule-5]
         },
         x);
     require_bit_equal(grad_of(y, {x}), plain);
+  }
+  SECTION("draw random numbers in the handler, in a region that draws") {
+    at::manual_seed(3);
+    const Tensor expected = grad_of(at::dropout(x, 0.5, true).cos(), {x})[0];
+    at::manual_seed(3);
+    const Tensor y = remat::checkpoint(
+        [](const Tensor& t) {
+          const Tensor h = at::dropout(t, 0.5, true);
+          try {
+            return h.cos();
+          } catch (...) {
+            return t * at::rand({7}).sum();
+          }
+        },
+        x);
+    const Tensor before = generator_state();
+    require_bit_equal(grad_of(y, {x}), {expected});
     CHECK(at::equal(generator_state(), before));
   }
   CHECK(done.now().recomputes == 1);
@@ -334,6 +353,52 @@ TEST_CASE("catch by std::exception does not see the stop", "[rule-5]") {
       x);
   require_bit_equal(grad_of(y, {x}), grad_of(x.sin().cos(), {x}));
   CHECK(caught.count() == 0);
+}
+
+/// Whether `f` returns true in a forked child; a child that is killed or aborts returned nothing.
+template <class F>
+bool holds_in_a_child(F f) {
+  const pid_t child = fork();
+  if (child == 0) {
+    bool holds = false;
+    try {
+      holds = f();
+    } catch (...) {
+    }
+    _exit(holds ? 0 : 1);
+  }
+  int status = 1;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+TEST_CASE("a destructor that saves while a stop unwinds does not end the process", "[rule-5]") {
+  struct AddsUp {
+    Tensor tensor;
+    double& sum;
+    ~AddsUp() { sum += tensor.exp().sum().item<double>(); }
+  };
+  const Tensor x = leaf({large});
+  CHECK(holds_in_a_child([&] {
+    double sum = 0;
+    const Tensor y = remat::checkpoint(
+        [&](const Tensor& t) {
+          const Tensor h = t.sin();
+          const AddsUp adds_up{h, sum};
+          return h.cos().tanh();
+        },
+        x);
+    return bit_equal(grad_of(y, {x})[0], grad_of(x.sin().cos().tanh(), {x})[0]);
+  }));
+}
+
+TEST_CASE("a function declared noexcept is not stopped", "[rule-5]") {
+  const Tensor x = leaf({large});
+  CHECK(holds_in_a_child([&] {
+    const Tensor y =
+        remat::checkpoint([](const Tensor& t) noexcept { return t.sin().cos().tanh(); }, x);
+    return bit_equal(grad_of(y, {x})[0], grad_of(x.sin().cos().tanh(), {x})[0]);
+  }));
 }
 
 // ---- where stopping would be wrong -------------------------------------------------------------
@@ -469,12 +534,31 @@ struct SavesAll : torch::autograd::Function<SavesAll> {
 
 /// Changes its input in place, and saves it: it is the output too.
 struct SavesDirty : torch::autograd::Function<SavesDirty> {
+  static Tensor apply(const Tensor& x) {
+    return torch::autograd::Function<SavesDirty>::apply(x * 1);
+  }
+  static Tensor forward(AutogradContext* ctx, Tensor x) {
+    x.exp_();
+    ctx->mark_dirty({x});
+    ctx->save_for_backward({x});
+    return x;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    return {grads[0] * ctx->get_saved_variables()[0]};
+  }
+};
+
+/// Builds nodes of its own in its forward, before it saves its output.
+struct SavesAfterGradient : torch::autograd::Function<SavesAfterGradient> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-    Tensor changed = x * 1;
-    changed.exp_();
-    ctx->mark_dirty({changed});
-    ctx->save_for_backward({changed});
-    return changed;
+    Tensor y;
+    {
+      const at::AutoGradMode grad(true);
+      const Tensor inner = x.detach().requires_grad_();
+      y = grad_of(inner.exp(), {inner})[0];
+    }
+    ctx->save_for_backward({y});
+    return y;
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     return {grads[0] * ctx->get_saved_variables()[0]};
@@ -482,7 +566,7 @@ struct SavesDirty : torch::autograd::Function<SavesDirty> {
 };
 
 TEMPLATE_TEST_CASE("a C++ Function that saves its own output does not leak when stopped",
-                   "[rule-5][LIF-17]", SavesOutput, SavesAll, SavesDirty) {
+                   "[rule-5][LIF-17]", SavesOutput, SavesAll, SavesDirty, SavesAfterGradient) {
   const bool early_stop = GENERATE(true, false);
   const int where = GENERATE(0, 1, 2);
   CAPTURE(early_stop, where);

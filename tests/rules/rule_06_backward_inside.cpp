@@ -236,6 +236,55 @@ TEST_CASE("a gradient step inside a region is differentiated as plain execution 
   }
 }
 
+TEST_CASE("a backward inside a region's first run accumulates once", "[rule-6][rule-14]") {
+  // It needs the region's own slots, so the function runs again, but only up to the last of them.
+  const Tensor x = leaf({3}), w = leaf({3});
+  Calls calls;
+  auto f = counted(calls, [&](const Tensor& t) {
+    const Tensor h = (t * w).exp();
+    h.sum().backward();
+    return t * 2;
+  });
+  auto grads_of = [&](bool drop) {
+    x.mutable_grad() = w.mutable_grad() = Tensor();
+    const Tensor y = drop ? remat::checkpoint(f, x) : f(x);
+    y.sum().backward();
+    Tensors grads{x.grad(), w.grad()};
+    x.mutable_grad() = w.mutable_grad() = Tensor();
+    return grads;
+  };
+  const Tensors plain = grads_of(false);
+  calls.reset();
+  const Tensors grads = grads_of(true);
+  CHECK(calls.count() == 2);
+  require_bit_equal({grads[1]}, {plain[1]});
+}
+
+TEST_CASE("a backward inside a region ends at an input that has a history", "[rule-6][rule-2]") {
+  const bool early_stop = GENERATE(true, false);
+  const bool nested = GENERATE(true, false);
+  CAPTURE(early_stop, nested);
+  const remat::EarlyStopGuard guard(early_stop);
+  const Tensor x = leaf({3});
+  auto f = [](const Tensor& t) {
+    const Tensor y = (t * 2).sin();
+    y.sum().backward({}, /*retain_graph=*/true);
+    return y.exp();
+  };
+  auto g = [&](const Tensor& t) {
+    return nested ? remat::checkpoint([&](const Tensor& u) { return remat::checkpoint(f, u.cos()); }, t)
+                  : remat::checkpoint(f, t);
+  };
+  auto plain_of = [&](const Tensor& t) { return (nested ? t.cos() * 2 : t * 2).sin().exp(); };
+  const Tensors plain = grad_of(plain_of(x.tanh()), {x});
+  const Tensor y = g(x.tanh());
+  x.mutable_grad() = Tensor();  // the backward inside forward reached it, as in plain execution
+  for (int i = 0; i < 2; ++i) {
+    require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+    CHECK_FALSE(x.grad().defined());
+  }
+}
+
 // ---- several backward calls over one region ---------------------------------------------------------
 
 TEST_CASE("the outputs of a region can be differentiated one after the other",

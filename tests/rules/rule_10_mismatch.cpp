@@ -589,6 +589,26 @@ TEST_CASE("what a region made itself may be kept and changed outside", "[rule-10
   features.clear();
 }
 
+TEST_CASE("a tensor without grad that a parent makes may be shared with its nested regions",
+          "[rule-10]") {
+  const bool as_input = GENERATE(true, false);
+  CAPTURE(as_input);
+  const Tensor x = leaf({4}), w = leaf({4});
+  auto f = [&](const Tensor& t, bool nest) {
+    const Tensor mask = at::arange(4, at::kFloat) * 0.5;
+    auto first = [mask, &w](const Tensor& u) { return (u * w * mask).sin(); };
+    auto second = [](const Tensor& u, const Tensor& m) { return (u * m).sin(); };
+    if (!nest) return second(first(t), mask);
+    const Tensor h = remat::checkpoint(first, t);
+    return as_input ? remat::checkpoint(second, h, mask) : second(h, mask);
+  };
+  const Tensors plain = grad_of(f(x, false), {x, w});
+  const Tensor y = remat::checkpoint([&](const Tensor& t) { return f(t, true); }, x);
+  for (int i = 0; i < 2; ++i) {
+    require_bit_equal(grad_of(y, {x, w}, {.retain_graph = true}), plain);
+  }
+}
+
 TEST_CASE("a result changed in place after the region gives the region's gradient", "[rule-10]") {
   const Tensor x = leaf({3});
   const Tensors plain = grad_of(x.sin().exp() * 2, {x});
@@ -772,13 +792,13 @@ TEST_CASE("in-place operators on views of intermediates give plain gradients",
         row.mul_(h[2].exp());
         Tensor part = h.index_select(0, at::arange(2));
         part.narrow(1, 1, 2).mul_(t.select(1, 0).narrow(0, 0, 2).unsqueeze(1));
-        return h.sum(0) * part;
+        return h * part.sum(0);
       },
       [](const Tensor& t) {
         Tensor h = t.unsqueeze(0).clone();
-        h.index_put_({at::zeros({2}, at::kLong), at::arange(2)}, t.narrow(0, 0, 2).exp());
+        h.index_put_({at::zeros({2}, at::kLong), at::arange(2)}, t.narrow(0, 1, 2).exp());
         h.masked_fill_(h > 0.5, 0.25);
-        return h.sin();
+        return h.sin().squeeze(0);
       },
   };
   for (size_t i = 0; i < programs.size(); ++i) {

@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <future>
 #include <mutex>
 #include <thread>
 
@@ -280,6 +281,93 @@ TEST_CASE("another thread's draws are neither lost nor repeated by a recompute",
   std::thread([&] { drawn = at::rand({5}); }).join();
   set_generator_state(before);
   CHECK(at::equal(at::rand({5}), drawn));
+}
+
+/// A recompute in another thread that has begun and waits to be let go.
+class RecomputeThatWaits {
+ public:
+  explicit RecomputeThatWaits(bool draws)
+      : y_(remat::checkpoint(
+            [this, draws](const Tensor& t) {
+              const Tensor h = draws ? dropout(t) : t.sin();
+              if (remat::is_recomputing() && !has_begun_.exchange(true)) {
+                begun_.set_value();
+                let_go_.get_future().wait();
+              }
+              return h.exp();
+            },
+            x_)),
+        thread_([this] {
+          try {
+            grad_of(y_, {x_});
+          } catch (const remat::CheckpointError&) {
+            // the draws of this thread may have disturbed it
+          }
+        }) {
+    begun_.get_future().wait();
+  }
+  void finish() {
+    let_go_.set_value();
+    thread_.join();
+  }
+
+ private:
+  const Tensor x_ = leaf({8});
+  std::promise<void> begun_, let_go_;
+  std::atomic<bool> has_begun_{false};
+  Tensor y_;
+  std::thread thread_;
+};
+
+TEST_CASE("a recompute that ends while another region draws does not make its numbers unknown",
+          "[rule-11][GUA-26]") {
+  const bool draws = GENERATE(true, false);
+  CAPTURE(draws);
+  const Tensor x = at::ones({400}).requires_grad_();
+  RecomputeThatWaits other(draws);
+  Tensor y;
+  y = remat::checkpoint(
+      [&](const Tensor& t) {
+        const Tensor h = dropout(t, 0.3);
+        if (!remat::is_recomputing()) other.finish();
+        return h * 1;
+      },
+      x);
+  Tensors grads;
+  try {
+    grads = grad_of(y, {x});
+  } catch (const remat::CheckpointError& e) {
+    CHECK(e.kind() == remat::CheckpointError::Kind::RecomputeFailed);
+  }
+  if (!grads.empty()) require_bit_equal(grads, {y.detach()});
+}
+
+TEST_CASE("the recompute of a region that draws nothing leaves other threads' draws alone",
+          "[rule-11][GUA-26]") {
+  const Seed seed(14);
+  RecomputeThatWaits other(/*draws=*/false);
+  const Tensor first = at::rand({8});
+  other.finish();
+  const Tensor second = at::rand({8});
+  CHECK_FALSE(at::equal(first, second));
+}
+
+TEST_CASE("a region that draws nothing is not disturbed by another thread's draws",
+          "[rule-11][GUA-26]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({100});
+  Counted done;
+  const Tensor y = remat::checkpoint(
+      {.early_stop = early_stop},
+      [](const Tensor& t) {
+        const Tensor h = t.sin();
+        std::thread([] { at::rand({37}); }).join();
+        return h.exp();
+      },
+      x);
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp(), {x}));
+  CHECK(done.now().recomputes == 1);
 }
 
 TEST_CASE("threads that train with dropout beside a thread that draws get their own masks",

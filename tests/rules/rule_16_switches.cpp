@@ -12,6 +12,8 @@ namespace {
 using at::SavedTensorDefaultHooks;
 using torch::autograd::Engine;
 
+constexpr int64_t large = 100000;  // elements; a stop is worth its throw
+
 // ---- switches ----------------------------------------------------------------------------------
 
 TEST_CASE("where LibTorch's own switch has hooks disabled a region is refused before it runs",

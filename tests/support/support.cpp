@@ -180,12 +180,13 @@ WeakGraph::WeakGraph(const Tensors& roots) {
   for (const Tensor& root : roots) {
     for (const NodePtr& node : nodes_below(root)) nodes_.emplace_back(node);
   }
+  size_ = static_cast<int64_t>(nodes_.size());
 }
 
 int64_t WeakGraph::alive() const {
-  int64_t count = 0;
-  for (const WeakNodePtr& node : nodes_) count += !node.expired();
-  return count;
+  while (std::erase_if(nodes_, [](const WeakNodePtr& node) { return node.expired(); }) > 0) {
+  }
+  return static_cast<int64_t>(nodes_.size());
 }
 
 // ---- random numbers --------------------------------------------------------------------------

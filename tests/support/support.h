@@ -293,11 +293,14 @@ std::vector<NodePtr> nodes_below(const Tensor& y);
 class WeakGraph {
  public:
   explicit WeakGraph(const Tensors& roots);
-  int64_t size() const { return static_cast<int64_t>(nodes_.size()); }
+  int64_t size() const { return size_; }
+  /// Lets go of the dead ones first: since LibTorch 2.13 a weak reference keeps a dead node's saved
+  /// variables, and one with hooks owns the accumulator of the leaf it stands for.
   int64_t alive() const;
 
  private:
-  std::vector<WeakNodePtr> nodes_;
+  mutable std::vector<WeakNodePtr> nodes_;
+  int64_t size_ = 0;
 };
 
 /// Makes a 0-d leaf `a` and `f(a)`, and says whether every node of the graph is gone when both

@@ -1,0 +1,124 @@
+// Runs a program plainly and checkpointed, and says whether the two agree as the Rules want.
+
+#include <cstring>
+#include <sstream>
+
+#include "tests/fuzz/run.h"
+
+namespace fuzz {
+
+namespace {
+
+bool contains(const std::string& text, const char* part) {
+  return text.find(part) != std::string::npos;
+}
+
+/// The first word of a label: the same finding in a smaller program has other numbers.
+std::string sort_of(const std::string& label) { return label.substr(0, label.find_first_of(" 0123456789")); }
+
+std::string numbers(const Entry& entry) {
+  std::ostringstream text;
+  text << entry.meta << " :";
+  const bool is_double = contains(entry.meta, "Double");
+  const size_t size = is_double ? 8 : 4;
+  for (size_t i = 0; i + size <= entry.bytes.size() && i < 8 * size; i += size) {
+    double d = 0;
+    float f = 0;
+    std::memcpy(is_double ? static_cast<void*>(&d) : &f, entry.bytes.data() + i, size);
+    text << " " << (is_double ? d : f);
+  }
+  return text.str();
+}
+
+std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed) {
+  for (size_t i = 0; i < plain.entries.size() || i < checkpointed.entries.size(); ++i) {
+    if (i >= plain.entries.size() || i >= checkpointed.entries.size())
+      return Finding{"length", plain.label + ": one of the runs has more entries"};
+    const Entry &p = plain.entries[i], &c = checkpointed.entries[i];
+    if (p == c) continue;
+    return Finding{"difference in " + sort_of(plain.label) + " " + sort_of(p.label) +
+                       (p.meta == c.meta ? " values" : " metadata"),
+                   plain.label + ", " + p.label + ":\n  plain        " + numbers(p) +
+                       "\n  checkpointed " + numbers(c)};
+  }
+  return std::nullopt;
+}
+
+bool is_about_changes(const Stage& stage) {
+  return contains(stage.error, "modified by an inplace operation") ||
+         contains(stage.error, "changed") || contains(stage.error_type, "CheckpointError 3") ||
+         contains(stage.error_type, "CheckpointError 4");
+}
+
+/// A failure that the step asked for.
+bool is_planned(const Step* step, const Stage& stage) {
+  return step != nullptr && ((step->fuse >= 0 && stage.error_type == "fuse") ||
+                             (step->out_of_memory >= 0 && stage.error_type == "out of memory"));
+}
+
+std::optional<Finding> compare(const Program& program, const Record& plain,
+                               const Record& checkpointed) {
+  const Contents has = contents(program.block);
+  bool has_changes = has.inplace;
+  for (const Step& step : program.steps) has_changes |= step.kind == Step::Kind::Mutate;
+  std::optional<Record> undone;   // run when it is first needed
+  auto undone_agrees = [&](size_t i) {
+    if (!has_changes) return false;
+    if (!undone) undone = run(program, Mode::Undone);
+    return i < undone->stages.size() && !undone->stages[i].raised &&
+           !difference(undone->stages[i], checkpointed.stages[i]);
+  };
+  if (has.catches && has.inner_grad && has_changes) return std::nullopt;   // what raises is caught
+  for (size_t i = 0; i < plain.stages.size() && i < checkpointed.stages.size(); ++i) {
+    const Stage &p = plain.stages[i], &c = checkpointed.stages[i];
+    const Step* step = i == 0 ? nullptr : &program.steps[i - 1];
+    if (c.raised && is_planned(step, c)) continue;
+    if (p.raised && c.raised) {
+      if (p.error == c.error || is_about_changes(c) == is_about_changes(p)) return std::nullopt;
+      return Finding{"other error", p.label + ": plain raised\n  " + p.error +
+                                        "\ncheckpointed raised " + c.error_type + "\n  " + c.error};
+    }
+    if (c.raised) {
+      const bool may_raise = plain.may_raise || (has_changes && has.hooks);
+      if (may_raise && is_about_changes(c)) return std::nullopt;
+      return Finding{"raises " + c.error_type + c.error.substr(0, 60),
+                     c.label + ": only checkpointed raised " + c.error_type + "\n  " + c.error};
+    }
+    if (plain.unchecked && i > 0) return std::nullopt;
+    if (p.raised) {
+      // A copy made at the save is not the reference for what is written after it.
+      if (has.writes_late && is_about_changes(p)) return std::nullopt;
+      if (undone_agrees(i)) return std::nullopt;
+      return Finding{"does not raise", c.label + ": only plain raised\n  " + p.error};
+    }
+    if (auto found = difference(p, c)) {
+      if (!undone_agrees(i)) return found;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<Finding> check(const Program& program) {
+  const Record plain = run(program, Mode::Plain);
+  const Record checkpointed = run(program, Mode::Checkpointed);
+  if (auto found = compare(program, plain, checkpointed)) return found;
+  // Programs that leak without regions (a node that refers to itself) say nothing about them.
+  if (!checkpointed.faults.empty() && plain.leaked_bytes <= 0) {
+    const std::string& text = checkpointed.faults.front();
+    return Finding{text.substr(text.find(':')), text};
+  }
+  // Kernels may keep buffers after their first use: only what is lost every time is a leak.
+  if (checkpointed.leaked_bytes > 0 && plain.leaked_bytes <= 0) {
+    bool again = true;
+    for (int i = 0; i < 3 && again; ++i)
+      again = run(program, Mode::Plain).leaked_bytes <= 0 &&
+              run(program, Mode::Checkpointed).leaked_bytes > 0;
+    if (again)
+      return Finding{"leak", std::to_string(checkpointed.leaked_bytes) + " bytes are never freed"};
+  }
+  return std::nullopt;
+}
+
+}  // namespace fuzz

@@ -1,0 +1,167 @@
+// Differential fuzzing: random programs with regions give what they give without them.
+//
+//   fuzz --seeds A:B               the programs of the seeds in [A, B)
+//   fuzz --seconds N [--from A]    the programs from A (default 0) on, for N seconds
+//   fuzz --seed S [--print]        one program; with --print its text and nothing is run
+// A finding is shrunk and printed, and the exit status is 1. The last line is always
+// "N programs, M findings".
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+
+#include "tests/fuzz/run.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int seconds_for_a_program = 60;
+constexpr int seconds_to_shrink = 60;
+constexpr int max_findings = 10;
+
+volatile unsigned long long running_seed = 0;
+
+/// Says which program ended the process, which nothing else would.
+void die(int signal) {
+  char text[160];
+  const int length =
+      std::snprintf(text, sizeof text, "%s (signal %d) at seed %llu\n1 programs, 1 findings\n",
+                    signal == SIGALRM ? "hung" : "crashed", signal, running_seed);
+  [[maybe_unused]] const auto written = write(STDOUT_FILENO, text, static_cast<size_t>(length));
+  _exit(1);
+}
+
+/// The finding of a program in a process of its own, since a candidate may crash or hang.
+std::string kind_in_child(const fuzz::Program& program) {
+  int ends[2];
+  if (pipe(ends) != 0) return "";
+  const pid_t child = fork();
+  if (child == 0) {
+    close(ends[0]);
+    for (const int signal : {SIGSEGV, SIGABRT, SIGALRM, SIGBUS}) std::signal(signal, SIG_DFL);
+    const int nowhere = open("/dev/null", O_WRONLY);
+    dup2(nowhere, STDERR_FILENO);
+    alarm(10);
+    const auto found = fuzz::check(program);
+    if (found) [[maybe_unused]]
+      const auto written = write(ends[1], found->kind.data(), found->kind.size());
+    _exit(0);
+  }
+  close(ends[1]);
+  std::string kind;
+  char buffer[256];
+  for (ssize_t n = 0; (n = read(ends[0], buffer, sizeof buffer)) > 0;)
+    kind.append(buffer, static_cast<size_t>(n));
+  close(ends[0]);
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFSIGNALED(status) ? "signal " + std::to_string(WTERMSIG(status)) : kind;
+}
+
+fuzz::Program shrink(fuzz::Program program, const std::string& kind) {
+  const auto end = Clock::now() + std::chrono::seconds(seconds_to_shrink);
+  for (bool is_smaller = true; is_smaller;) {
+    is_smaller = false;
+    for (fuzz::Program& candidate : fuzz::smaller(program)) {
+      if (Clock::now() > end) return program;
+      if (kind_in_child(candidate) != kind) continue;
+      program = std::move(candidate);
+      is_smaller = true;
+      break;
+    }
+  }
+  return program;
+}
+
+/// Whether the program of this seed agrees; prints the finding if not.
+bool agrees(uint64_t seed) {
+  running_seed = seed;
+  alarm(seconds_for_a_program);
+  const fuzz::Program program = fuzz::generate(seed);
+  const auto found = fuzz::check(program);
+  alarm(0);
+  if (!found) return true;
+  std::cout << "seed " << seed << ": " << found->text << "\nshrinking ..." << std::endl;
+  const fuzz::Program small = shrink(program, found->kind);
+  const auto finding = fuzz::check(small);
+  std::cout << fuzz::to_text(small) << (finding ? finding->text : found->text) << "\n" << std::endl;
+  return false;
+}
+
+int usage() {
+  std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]\n";
+  return 2;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  uint64_t first = 0, last = 0;
+  long seconds = -1;
+  bool only_print = false, in_child = false;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    if (name == "--print") {
+      only_print = true;
+      continue;
+    }
+    if (name == "--shrink") {
+      in_child = true;
+      continue;
+    }
+    if (i + 1 == argc) return usage();
+    const char* value = argv[++i];
+    char* end = nullptr;
+    const uint64_t number = std::strtoull(value, &end, 10);
+    if (name == "--seeds" && *end == ':') {
+      first = number;
+      last = std::strtoull(end + 1, nullptr, 10);
+    } else if (name == "--seed") {
+      first = number;
+      last = number + 1;
+    } else if (name == "--seconds") {
+      seconds = static_cast<long>(number);
+      last = UINT64_MAX;
+    } else if (name == "--from") {
+      first = number;
+    } else {
+      return usage();
+    }
+  }
+  if (last == 0) return usage();
+  if (only_print) {
+    for (uint64_t seed = first; seed < last; ++seed)
+      std::cout << fuzz::to_text(fuzz::generate(seed)) << "\n";
+    return 0;
+  }
+  at::set_num_threads(1);
+  if (in_child) {   // a seed that ends the process: shrunk with a process a try
+    const fuzz::Program program = fuzz::generate(first);
+    const std::string kind = kind_in_child(program);
+    std::cout << "seed " << first << ": " << kind << "\n";
+    if (!kind.empty()) std::cout << fuzz::to_text(shrink(program, kind));
+    std::cout << "1 programs, " << !kind.empty() << " findings\n";
+    return kind.empty() ? 0 : 1;
+  }
+  for (const int signal : {SIGSEGV, SIGABRT, SIGALRM, SIGBUS}) std::signal(signal, die);
+  const auto start = Clock::now();
+  uint64_t programs = 0, findings = 0;
+  for (uint64_t seed = first; seed < last && findings < max_findings; ++seed) {
+    if (seconds >= 0 && Clock::now() - start > std::chrono::seconds(seconds)) break;
+    ++programs;
+    findings += !agrees(seed);
+  }
+  std::cout << programs << " programs, " << findings << " findings" << std::endl;
+  return findings == 0 ? 0 : 1;
+}

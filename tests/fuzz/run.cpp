@@ -1,0 +1,310 @@
+// Interprets a program's statements.
+
+#include "tests/fuzz/run.h"
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+
+namespace fuzz {
+
+namespace {
+
+bool same_storage(const Tensor& a, const Tensor& b) {
+  return a.defined() && b.defined() && a.has_storage() && b.has_storage() &&
+         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
+bool overlaps_itself(const Tensor& a) {
+  for (int64_t i = 0; i < a.dim(); ++i)
+    if (a.stride(i) == 0 && a.size(i) > 1) return true;
+  return false;
+}
+
+/// A copy with the same layout, offset included, so that the same kernels run on it.
+Tensor exact_copy(const Tensor& a) {
+  at::NoGradGuard no_grad;
+  if (!a.has_storage()) return a.detach().clone();
+  const auto bytes = static_cast<int64_t>(a.storage().nbytes());
+  const Tensor all = at::empty({0}, at::kByte).set_(a.storage(), 0, {bytes}, {1});
+  Tensor copy = at::empty({0}, a.options())
+                    .set_(all.clone().storage(), a.storage_offset(), a.sizes(), a.strides());
+  copy._set_conj(a.is_conj());
+  copy._set_neg(a.is_neg());
+  return copy;
+}
+
+class AutocastScope {
+ public:
+  AutocastScope() : before_(at::autocast::is_autocast_enabled(at::kCPU)) {
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::increment_nesting();
+  }
+  ~AutocastScope() {
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, before_);
+  }
+  AutocastScope(const AutocastScope&) = delete;
+  AutocastScope& operator=(const AutocastScope&) = delete;
+
+ private:
+  bool before_;
+};
+
+/// The origin of a tensor made from `sources`: theirs if it is a view of one.
+std::shared_ptr<Origin> origin_of(const Tensor& made, const std::vector<Value>& sources) {
+  for (const Value& source : sources)
+    if (same_storage(made, source.tensor)) return source.origin;
+  return std::make_shared<Origin>();
+}
+
+struct Wrapped {
+  Tensor tensor;
+  int number = 0;
+};
+
+}  // namespace
+
+const Value& look_up(const Environment& values, int id) {
+  auto next = values.upper_bound(id);
+  return next == values.begin() ? next->second : std::prev(next)->second;
+}
+
+Interpreter::Interpreter(const Program& program, Mode mode, Record& record)
+    : program_(program), contents_(contents(program.block)), mode_(mode), record_(record) {
+  at::manual_seed(program.seed);
+  const Tensors tensors = make_leaves();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    leaves_.push_back(
+        {tensors[i], std::make_shared<Origin>(Origin{.foreign = true, .leaf = true})});
+  }
+}
+
+Interpreter::~Interpreter() {
+  for (Value& leaf : leaves_) leaf.tensor.mutable_grad() = Tensor();   // no cycle of graph and grad
+}
+
+Tensors Interpreter::make_leaves() {
+  Tensors made;
+  for (const Leaf& leaf : program_.leaves) {
+    made.push_back(at::randn(leaf.sizes, leaf.is_double ? at::kDouble : at::kFloat));
+    if (leaf.kind != LeafKind::Buffer) made.back().requires_grad_();
+  }
+  return made;
+}
+
+std::unique_ptr<remat::SavedTensorHooksGuard> Interpreter::hooks(uint64_t salt) {
+  using Guard = remat::SavedTensorHooksGuard;
+  auto same = [](const Tensor& t) { return t; };
+  if (mode_ == Mode::Undone) return std::make_unique<Guard>(exact_copy, same);
+  switch (salt % 4) {
+    case 0: return std::make_unique<Guard>(same, same);
+    case 1: return std::make_unique<Guard>(exact_copy, same);
+    case 2:
+      return std::make_unique<Guard>(
+          [](const Tensor& t) { return std::make_pair(t.is_floating_point(), t.is_floating_point() ? t.detach() * 2 : t.detach()); },
+          [](const std::pair<bool, Tensor>& p) { return p.first ? p.second / 2 : p.second; });
+    default:
+      return std::make_unique<Guard>([](const Tensor& t) { return Wrapped{t.detach(), 3}; },
+                                     [](const Wrapped& w) { return w.tensor; });
+  }
+}
+
+void Interpreter::run_forward() {
+  for (size_t i = 0; i < leaves_.size(); ++i) values_[static_cast<int>(i)] = leaves_[i];
+  Stage stage{.label = "forward"};
+  std::optional<remat::DisableCheckpointGuard> plain;
+  if (mode_ != Mode::Checkpointed) plain.emplace();
+  std::unique_ptr<remat::SavedTensorHooksGuard> copies;
+  if (mode_ == Mode::Undone) copies = hooks(0);
+  try {
+    run_block(program_.block, values_);
+  } catch (const c10::Error& error) {
+    stage.raised = true;
+    stage.error = error.what_without_backtrace();
+    stage.error_type = "c10::Error";
+  } catch (const std::exception& error) {
+    stage.raised = true;
+    stage.error = error.what();
+    stage.error_type = "std::exception";
+  }
+  if (!stage.raised) {
+    for (const auto& [id, value] : values_)
+      record_tensor(stage, "v" + std::to_string(id), value.tensor);
+  }
+  if (program_.drop_values) {
+    Environment kept;
+    for (const Step& step : program_.steps) {
+      for (const int id : step.outputs) kept[id] = look_up(values_, id);
+      if (step.kind == Step::Kind::Mutate) kept[step.target] = look_up(values_, step.target);
+    }
+    values_ = std::move(kept);
+  }
+  record_state(stage);
+  record_.stages.push_back(std::move(stage));
+}
+
+void Interpreter::run_block(const Block& block, Environment& values) {
+  for (const Statement& s : block) {
+    switch (s.kind) {
+      case Kind::Operator: run_operator(s, values); break;
+      case Kind::Region: run_region(s, values); break;
+      case Kind::InnerGrad: run_inner_grad(s, values); break;
+      case Kind::Throw: throw UserError();
+      case Kind::Fuse:
+        if (fuse_ >= 0 && remat::is_recomputing() && fuses_passed_++ == fuse_) throw FuseBlown();
+        break;
+      default: run_wrap(s, values);
+    }
+  }
+}
+
+Value Interpreter::changeable(const Value& value, Dice& dice) {
+  const Tensor& t = value.tensor;
+  const Origin& origin = *value.origin;
+  const bool is_risky = origin.foreign || origin.as_argument || origin.as_capture;
+  const bool is_bold = dice.percent(origin.foreign ? 5 : 15);
+  const bool is_unseen = origin.as_capture && !program_.all_values;
+  if (overlaps_itself(t) || origin.leaf || (t.is_leaf() && t.requires_grad()) || is_unseen ||
+      (is_risky && !is_bold))
+    return {t.clone(), std::make_shared<Origin>()};
+  if (is_risky) record_.may_raise = true;
+  if (origin.foreign && !program_.all_values) record_.unchecked = true;
+  return value;
+}
+
+void Interpreter::run_operator(const Statement& s, Environment& values) {
+  const Operator& op = operators()[s.op];
+  Dice dice(s.salt);
+  std::vector<Value> operands;
+  for (const int id : s.args) operands.push_back(look_up(values, id));
+  if (op.inplace) operands[0] = changeable(operands[0], dice);
+  Tensors tensors;
+  for (const Value& value : operands) tensors.push_back(value.tensor);
+  const Surroundings around{.hook_calls = &hook_calls_,
+                            .max_numel = program_.large ? 6000 : 256};
+  Tensors outs = op.run(tensors, dice, around);
+  for (size_t i = 0; i < outs.size() && i < static_cast<size_t>(s.outs); ++i) {
+    Tensor& out = outs[i];
+    if (out.numel() > around.max_numel) out = out.reshape(-1).narrow(0, 0, around.max_numel);
+    values[s.out + static_cast<int>(i)] = {out, origin_of(out, operands)};
+  }
+}
+
+void Interpreter::run_inner_grad(const Statement& s, Environment& values) {
+  const Value of = look_up(values, s.args[0]), with = look_up(values, s.args[1]);
+  // Through the region's arguments a recompute has no graph (Rule 2): only what was made inside.
+  if (!of.tensor.requires_grad() || !with.tensor.requires_grad() || with.origin->foreign) return;
+  Tensor grad = torch::autograd::grad({of.tensor}, {with.tensor}, {at::ones_like(of.tensor)},
+                                      s.salt % 10 != 0, s.salt % 4 < 2, true)[0];
+  if (!grad.defined()) grad = at::zeros_like(with.tensor);
+  values[s.out] = {grad, origin_of(grad, {of, with})};
+}
+
+void Interpreter::run_wrap(const Statement& s, Environment& values) {
+  switch (s.kind) {
+    case Kind::NoGrad: {
+      at::AutoGradMode mode(false);
+      return run_block(s.block, values);
+    }
+    case Kind::WithGrad: {
+      at::AutoGradMode mode(true);
+      return run_block(s.block, values);
+    }
+    case Kind::EarlyStop: {
+      remat::EarlyStopGuard guard(true);
+      return run_block(s.block, values);
+    }
+    case Kind::NoEarlyStop: {
+      remat::EarlyStopGuard guard(false);
+      return run_block(s.block, values);
+    }
+    case Kind::Debug: {
+      remat::DebugGuard guard(true);
+      return run_block(s.block, values);
+    }
+    case Kind::Hooks: {
+      const auto guard = hooks(s.salt);
+      return run_block(s.block, values);
+    }
+    case Kind::Autocast: {
+      AutocastScope scope;
+      return run_block(s.block, values);
+    }
+    default:
+      try {
+        run_block(s.block, values);
+      } catch (const FuseBlown&) {   // a fault of one run must not change what the program does
+        throw;
+      } catch (const c10::OutOfMemoryError&) {
+        throw;
+      } catch (...) {
+      }
+  }
+}
+
+remat::CheckpointOptions Interpreter::options(const RegionSpec& spec) {
+  remat::CheckpointOptions chosen;
+  if (spec.named) chosen.name = "named";
+  chosen.preserve_rng_state = spec.preserve_rng;
+  chosen.early_stop = spec.early_stop;
+  chosen.debug = spec.debug;
+  chosen.strict_unpack = spec.strict;
+  chosen.determinism_check = static_cast<remat::DeterminismCheck>(spec.determinism);
+  if (spec.fingerprint)
+    chosen.fingerprint = [](const Tensor& t) { return std::to_string(t.numel()); };
+  if (spec.scopes) {
+    auto enter = [this]() -> remat::Scope {
+      ++scopes_alive_;
+      return remat::Scope(this, [](Interpreter* run) { --run->scopes_alive_; });
+    };
+    chosen.context_fn = [enter] { return remat::ContextPair{enter, enter}; };
+  }
+  return chosen;
+}
+
+Tensors Interpreter::run_body(const Statement& s, const Environment& captured,
+                              const Tensors& args) {
+  Environment inner = captured;
+  for (size_t i = 0; i < leaves_.size(); ++i) inner[static_cast<int>(i)] = leaves_[i];
+  for (size_t i = 0; i < args.size() && i < s.region.args.size(); ++i) {
+    const bool is_leaf = args[i].is_leaf() && args[i].requires_grad();
+    inner[s.region.args[i].second] = {
+        args[i], std::make_shared<Origin>(Origin{.foreign = true, .leaf = is_leaf})};
+  }
+  run_block(s.block, inner);
+  Tensors results;
+  for (const auto& [inside, outside] : s.region.results)
+    results.push_back(look_up(inner, inside).tensor);
+  return results;
+}
+
+void Interpreter::run_region(const Statement& s, Environment& values) {
+  const RegionSpec& spec = s.region;
+  std::vector<Value> seen = leaves_;
+  Tensors args;
+  for (const auto& [outside, inside] : spec.args) {
+    seen.push_back(look_up(values, outside));
+    seen.back().origin->as_argument = true;
+    args.push_back(seen.back().tensor);
+  }
+  Environment captured;
+  for (const int id : spec.captures) {
+    seen.push_back(look_up(values, id));
+    seen.back().origin->as_capture = true;
+    const Origin inside{.foreign = true, .leaf = true};   // never changed in there
+    captured[id] = {seen.back().tensor, std::make_shared<Origin>(inside)};
+  }
+  const Body body = [this, &s, captured](const Tensors& tensors) {
+    return run_body(s, captured, tensors);
+  };
+  const Tensors results =
+      spec.inlined ? body(args)
+                   : call_region(spec.packing, spec.checkpointed_form, options(spec), body, args);
+  for (size_t i = 0; i < results.size() && i < spec.results.size(); ++i)
+    values[spec.results[i].second] = {results[i], origin_of(results[i], seen)};
+}
+
+}  // namespace fuzz

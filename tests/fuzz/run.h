@@ -1,0 +1,123 @@
+#pragma once
+// Runs one program, plainly or checkpointed, and records what can be seen from outside.
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "remat/remat.h"
+#include "tests/fuzz/operators.h"
+#include "tests/fuzz/program.h"
+
+namespace fuzz {
+
+enum class Mode {
+  Plain,         ///< inside DisableCheckpointGuard
+  Checkpointed,
+  Undone         ///< plain, and every saved tensor is copied when it is saved: the gradients with
+                 ///< later changes in place undone
+};
+
+/// One thing seen: its metadata as text, and its bytes.
+struct Entry {
+  std::string label, meta, bytes;
+  bool operator==(const Entry&) const = default;
+};
+
+/// The forward, or one step.
+struct Stage {
+  std::string label;
+  bool raised = false;
+  std::string error{}, error_type{};
+  std::vector<Entry> entries{};
+};
+
+struct Record {
+  std::vector<Stage> stages;
+  bool may_raise = false;   ///< something that a region depends on was changed in place
+  bool unchecked = false;   ///< the same, where only DeterminismCheck::Values could see it
+  std::vector<std::string> faults;   ///< what was left behind
+  int64_t leaked_bytes = 0;
+};
+
+Record run(const Program& program, Mode mode);
+
+struct Finding {
+  std::string kind;   ///< the same for the same fault in a smaller program
+  std::string text;
+};
+std::optional<Finding> check(const Program& program);
+
+/// Thrown by a fuse.
+struct FuseBlown : std::runtime_error {
+  FuseBlown() : std::runtime_error("the fuse has blown") {}
+};
+/// Thrown by a Throw statement.
+struct UserError : std::runtime_error {
+  UserError() : std::runtime_error("thrown by the program") {}
+};
+
+// ---- inside a run ------------------------------------------------------------------------------
+
+/// Where a storage comes from, as far as changes in place must know; shared by all that alias it.
+struct Origin {
+  bool foreign = false;      ///< an argument or captured variable of the region that runs
+  bool leaf = false;
+  bool as_argument = false;  ///< given to a region that was run
+  bool as_capture = false;
+};
+struct Value {
+  Tensor tensor;
+  std::shared_ptr<Origin> origin;
+};
+using Environment = std::map<int, Value>;
+
+class Interpreter {
+ public:
+  Interpreter(const Program& program, Mode mode, Record& record);
+  ~Interpreter();
+
+  void run_forward();
+  void run_step(const Step& step);
+
+ private:
+  Tensors make_leaves();
+  void run_block(const Block& block, Environment& values);
+  void run_operator(const Statement& s, Environment& values);
+  void run_region(const Statement& s, Environment& values);
+  void run_wrap(const Statement& s, Environment& values);
+  void run_inner_grad(const Statement& s, Environment& values);
+  /// Operand 0 of an operator that changes it in place: itself, or a copy where it may not.
+  Value changeable(const Value& value, Dice& dice);
+  Tensors run_body(const Statement& s, const Environment& captured, const Tensors& args);
+  remat::CheckpointOptions options(const RegionSpec& spec);
+  std::unique_ptr<remat::SavedTensorHooksGuard> hooks(uint64_t salt);
+  void differentiate(const Step& step, Stage& stage);
+  void change(const Step& step);
+  void record_tensor(Stage& stage, const std::string& label, const Tensor& tensor);
+  void record_state(Stage& stage);
+
+  const Program& program_;
+  const Contents contents_;
+  const Mode mode_;
+  Record& record_;
+  Environment values_;   // the outermost block's
+  std::vector<Value> leaves_;
+  int64_t hook_calls_ = 0, scopes_alive_ = 0;
+  int64_t fuse_ = -1, fuses_passed_ = 0;
+};
+
+/// remat::checkpoint(...) of `body` with the arguments and the result packed as `packing` says.
+/// `body` must be copyable: std::function<Tensors(Tensors)>.
+using Body = std::function<Tensors(Tensors)>;
+Tensors call_region(Packing packing, bool checkpointed_form, const remat::CheckpointOptions& options,
+                    const Body& body, const Tensors& args);
+
+const Value& look_up(const Environment& values, int id);
+
+}  // namespace fuzz

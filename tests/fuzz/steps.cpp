@@ -1,0 +1,195 @@
+// Runs a program's steps, and records what they gave.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <sstream>
+#include <thread>
+
+#include "tests/fuzz/run.h"
+
+namespace fuzz {
+
+namespace {
+
+remat::MemoryMeter& meter() {
+  static remat::MemoryMeter first;
+  return first;
+}
+
+/// The bits, NaNs included. Nothing on a CPU with one thread makes two runs differ, so everything
+/// that is compared is compared bit by bit.
+std::string bytes_of(const Tensor& t) {
+  const Tensor dense = t.detach().resolve_conj().resolve_neg().contiguous();
+  return std::string(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
+}
+
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+}  // namespace
+
+void Interpreter::record_tensor(Stage& stage, const std::string& label, const Tensor& tensor) {
+  if (!tensor.defined()) {
+    stage.entries.push_back({label, "undefined", ""});
+    return;
+  }
+  std::ostringstream meta;
+  meta << tensor.scalar_type() << " " << tensor.sizes() << " strides " << tensor.strides()
+       << (tensor.requires_grad() ? " requires grad" : "") << (tensor.is_leaf() ? " leaf" : "")
+       << " version " << tensor._version();
+  stage.entries.push_back({label, meta.str(), bytes_of(tensor)});
+}
+
+void Interpreter::record_state(Stage& stage) {
+  const int64_t calls = std::exchange(hook_calls_, 0);
+  if (stage.raised) return;
+  stage.entries.push_back(
+      {"generator", "",
+       bytes_of(at::globalContext().defaultGenerator(at::kCPU).get_state())});
+  for (size_t i = 0; i < leaves_.size(); ++i)
+    record_tensor(stage, "leaf " + std::to_string(i), leaves_[i].tensor);
+  // A gradient taken inside a region is taken again in a recompute, hooks included.
+  if (!contents_.inner_grad)
+    stage.entries.push_back({"calls of tensor hooks", std::to_string(calls), ""});
+}
+
+void Interpreter::change(const Step& step) {
+  const Value& value = look_up(values_, step.target);
+  const bool is_seen = value.origin->leaf || value.origin->as_argument || value.origin->as_capture;
+  if (is_seen) record_.may_raise = true;
+  if (is_seen && !program_.all_values) record_.unchecked = true;
+  at::AutoGradMode mode(!(value.tensor.is_leaf() && value.tensor.requires_grad()) &&
+                        step.salt % 2 == 0);
+  if (value.tensor.is_floating_point()) value.tensor.mul_(1.25);
+}
+
+void Interpreter::differentiate(const Step& step, Stage& stage) {
+  Tensors outputs, inputs, weights;
+  for (const int id : step.outputs) {
+    const Tensor& t = look_up(values_, id).tensor;
+    if (!t.requires_grad() || !t.is_floating_point()) continue;
+    outputs.push_back(t);
+    weights.push_back(at::ones_like(t) * (1.0 + 0.5 * static_cast<double>(outputs.size())));
+  }
+  if (outputs.empty()) return;
+  for (size_t i = 0; i < leaves_.size(); ++i) {
+    if (program_.leaves[i].kind == LeafKind::Buffer) continue;
+    bool is_wanted = step.inputs.empty();
+    for (const int id : step.inputs) is_wanted |= id == static_cast<int>(i);
+    if (is_wanted) inputs.push_back(leaves_[i].tensor);
+  }
+  const bool is_backward = step.kind == Step::Kind::Backward;
+  std::optional<at::NoGradGuard> no_grad;
+  if (step.in_no_grad) no_grad.emplace();
+  std::unique_ptr<remat::SavedTensorHooksGuard> around;
+  if (step.hooks) around = hooks(step.salt);
+  for (int order = 1; order <= step.order; ++order) {
+    const bool create = order < step.order;
+    // Without `inputs` also leaves made by the program get gradients; with create_graph those
+    // would refer to their own graph for ever.
+    const Tensors only = step.inputs.empty() && step.order == 1 ? Tensors() : inputs;
+    Tensors grads;
+    if (is_backward) {
+      torch::autograd::backward(outputs, weights, step.retain || create, create, only);
+      for (const Tensor& leaf : inputs) grads.push_back(leaf.grad());
+    } else {
+      grads = torch::autograd::grad(outputs, inputs, weights, step.retain || create, create, true);
+    }
+    for (size_t i = 0; i < grads.size(); ++i) {
+      record_tensor(stage, "order " + std::to_string(order) + " gradient " + std::to_string(i),
+                    grads[i]);
+    }
+    outputs.clear();
+    weights.clear();
+    for (const Tensor& g : grads) {
+      if (!g.defined() || !g.requires_grad()) continue;
+      outputs.push_back((g * g).sum());
+      weights.push_back(at::ones_like(outputs.back()));
+    }
+    if (outputs.empty()) return;
+  }
+}
+
+void Interpreter::run_step(const Step& step) {
+  Stage stage{.label = "step " + std::to_string(record_.stages.size() - 1)};
+  const int64_t before = remat::counters().recomputed_bytes_alive;
+  const bool is_checkpointed = mode_ == Mode::Checkpointed;
+  auto body = [&] {
+    std::optional<remat::MemoryLimitGuard> limit;
+    if (is_checkpointed && step.out_of_memory >= 0)
+      limit.emplace(meter().live_bytes() + step.out_of_memory);
+    if (is_checkpointed) fuse_ = step.fuse;
+    fuses_passed_ = 0;
+    try {
+      if (step.kind == Step::Kind::Mutate) {
+        change(step);
+      } else {
+        differentiate(step, stage);
+      }
+    } catch (const remat::CheckpointError& error) {
+      stage.error_type = "CheckpointError " + std::to_string(static_cast<int>(error.kind()));
+      stage.error = error.what_without_backtrace();
+    } catch (const c10::OutOfMemoryError& error) {
+      stage.error_type = "out of memory";
+      stage.error = error.what_without_backtrace();
+    } catch (const c10::Error& error) {
+      stage.error_type = "c10::Error";
+      stage.error = first_line(error.what_without_backtrace());
+    } catch (const FuseBlown&) {
+      stage.error_type = "fuse";
+    } catch (const std::exception& error) {
+      stage.error_type = "std::exception";
+      stage.error = error.what();
+    }
+    stage.raised = !stage.error_type.empty();
+    fuse_ = -1;
+  };
+  if (step.in_thread) {
+    std::thread(body).join();
+  } else {
+    body();
+  }
+  for (Value& leaf : leaves_) {
+    if (step.order > 1) leaf.tensor.mutable_grad() = Tensor();
+  }
+  record_state(stage);
+  auto fault = [&](bool is_fault, const std::string& text) {
+    if (is_fault && is_checkpointed) record_.faults.push_back("after " + stage.label + ": " + text);
+  };
+  fault(remat::counters().recomputed_bytes_alive != before, "recomputed bytes are still alive");
+  fault(scopes_alive_ != 0, "a scope of a context_fn is still entered");
+  fault(!at::GradMode::is_enabled(), "grad mode is off");
+  fault(remat::is_recomputing() || remat::is_checkpointing(), "a region is still active");
+  record_.stages.push_back(std::move(stage));
+}
+
+Record run(const Program& program, Mode mode) {
+  Record record;
+  const remat::Counters before = remat::counters();
+  const int64_t bytes = meter().live_bytes();
+  // A thread of its own: after a failed backward the engine's queue, one for a thread, keeps the
+  // tasks that were left, and with them the graph, until the thread ends.
+  std::thread([&] {
+    at::init_num_threads();
+    Interpreter interpreter(program, mode, record);
+    interpreter.run_forward();
+    if (!record.stages.back().raised) {
+      for (const Step& step : program.steps) {
+        interpreter.run_step(step);
+        const Stage& stage = record.stages.back();
+        const bool is_planned = stage.error_type == "fuse" || step.out_of_memory >= 0;
+        if (stage.raised && !is_planned) break;
+      }
+    }
+  }).join();
+  record.leaked_bytes = meter().live_bytes() - bytes;
+  const remat::Counters after = remat::counters();
+  if (after.frames_alive != before.frames_alive)
+    record.faults.push_back("at the end: frames are still alive");
+  if (after.recomputed_bytes_alive != before.recomputed_bytes_alive)
+    record.faults.push_back("at the end: recomputed bytes are still alive");
+  return record;
+}
+
+}  // namespace fuzz
