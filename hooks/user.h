@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <exception>
 #include <memory>
 #include <utility>
 
@@ -18,7 +19,17 @@ class UserHooks final : public torch::autograd::SavedVariableHooks {
     packed_ = pair_->pack(saved);
     pair_.reset();
   }
-  at::Tensor call_unpack_hook() override { return packed_->unpack(); }
+  at::Tensor call_unpack_hook() override {
+    try {
+      return packed_->unpack();
+    } catch (const std::exception&) {
+      throw;
+    } catch (...) {  // the engine carries nothing else; on its threads it would end the process
+      TORCH_CHECK(false,
+                  "remat::SavedTensorHooksGuard: the unpack function threw something that is not a "
+                  "std::exception. Do: derive the exception type from std::exception.");
+    }
+  }
 
  private:
   std::shared_ptr<detail::HookPair> pair_;

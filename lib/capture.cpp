@@ -6,6 +6,9 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <string_view>
+#include <typeinfo>
+#include <unordered_map>
 
 namespace remat {
 
@@ -84,6 +87,20 @@ c10::TensorImpl* leaf_behind(const at::Tensor& tensor) {
   if (meta == nullptr) return nullptr;
   if (meta->grad_fn_ != nullptr) return cast_source(root, *meta->grad_fn_);
   return meta->requires_grad_ ? root.unsafeGetTensorImpl() : nullptr;
+}
+
+bool is_made_by_function(const at::Tensor& tensor) {
+  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  const Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
+  if (node == nullptr) return false;
+  // Types repeat, and their names are long.
+  thread_local std::unordered_map<const std::type_info*, bool> known;
+  const std::type_info* const type = &typeid(*node);
+  const auto found = known.find(type);
+  if (found != known.end()) return found->second;
+  const bool is_function = std::string_view(type->name()).find("CppNode") != std::string_view::npos;
+  known.emplace(type, is_function);
+  return is_function;
 }
 
 Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,

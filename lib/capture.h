@@ -66,6 +66,9 @@ struct RegionStart {
 /// The TensorImpl of the leaf that a tensor is, views, or was cast from by autocast; or null.
 c10::TensorImpl* leaf_behind(const at::Tensor& tensor);
 
+/// Whether a C++ autograd Function made the tensor.
+bool is_made_by_function(const at::Tensor& tensor);
+
 /// A first guess, made when the tensor is saved. `inputs`: storages of the region's inputs.
 Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
                          const StorageSet& inputs);

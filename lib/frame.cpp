@@ -107,6 +107,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   if (snapshot_.preserves_rng()) slot.rng_position = cpu_rng_position();
   slot.requires_grad = judged.requires_grad();
   slot.is_inner_input = origin != nullptr;
+  slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
   if (compares_contents()) hash_pending(slot.group, /*is_end=*/origin != nullptr);
 
   std::lock_guard<std::mutex> lock(mutex_);
@@ -115,6 +116,14 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   if (slots_.size() == slots_.capacity())
     slots_.reserve(slots_.empty() ? expected_slots : 2 * slots_.size());
   slots_.push_back(std::move(slot));
+  Slot& latest = slots_.back();
+  if (slots_.size() > 1 && slots_[slots_.size() - 2].saves_own_output &&
+      slots_[slots_.size() - 2].is_same_operator(latest))
+    latest.saves_own_output = true;
+  else if (latest.saves_own_output)
+    for (auto each = slots_.rbegin() + 1; each != slots_.rend() && each->is_same_operator(latest);
+         ++each)
+      each->saves_own_output = true;
   if (extras_) {
     if (options_.debug) extras_->saved_by.push_back(extras_->forward_log.size() - 1);
     if (compares_contents()) pending_.emplace_back(position, saved.detach());

@@ -3,6 +3,7 @@
 #include <ATen/SavedTensorHooks.h>
 
 #include <utility>
+#include <vector>
 
 #include "lib/recompute.h"
 
@@ -13,11 +14,27 @@ namespace {
 /// Open scopes with hooks in the whole process: without any, saving a tensor costs one load.
 std::atomic<int64_t> num_hook_scopes{0};
 
-Scope* top() { return static_cast<Scope*>(seam::thread_entry()); }
+StackNode* top() { return static_cast<StackNode*>(seam::thread_entry()); }
 
-std::shared_ptr<Scope> share(Scope* scope) {
-  return scope == nullptr ? nullptr
-                          : std::static_pointer_cast<Scope>(scope->shared_from_this());
+std::shared_ptr<StackNode> share(StackNode* node) {
+  return node == nullptr ? nullptr : std::static_pointer_cast<StackNode>(node->shared_from_this());
+}
+
+/// `node` without the closed scopes on and below it; the same node if there are none.
+std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
+  std::vector<StackNode*> open_ones;
+  bool has_closed = false;
+  for (StackNode* each = node.get(); each != nullptr; each = each->below.get()) {
+    if (each->scope->is_open())
+      open_ones.push_back(each);
+    else
+      has_closed = true;
+  }
+  if (!has_closed) return node;
+  std::shared_ptr<StackNode> rebuilt;
+  for (auto each = open_ones.rbegin(); each != open_ones.rend(); ++each)
+    rebuilt = std::make_shared<StackNode>(*(*each)->scope, rebuilt, (*each)->foreign_depth);
+  return rebuilt;
 }
 
 const seam::EngineCallbacks& callbacks() {
@@ -27,65 +44,77 @@ const seam::EngineCallbacks& callbacks() {
 
 }  // namespace
 
-Scope* Scope::nearest(Ability ability) {
-  const auto index = static_cast<std::size_t>(ability);
-  Scope* found = nearest_[index];
-  while (found != nullptr && !found->is_open())
-    found = found->below_ ? found->below_->nearest_[index] : nullptr;
-  return found;
+StackNode::StackNode(Scope& owner, std::shared_ptr<StackNode> lower, int64_t depth)
+    : scope(owner.shared_from_this()), below(std::move(lower)), foreign_depth(depth) {
+  if (below != nullptr) with = below->with;
+  for (std::size_t i = 0; i < num_abilities; ++i)
+    if (owner.has(static_cast<Ability>(i))) with[i] = this;
 }
 
-void Scope::link(Scope* below) {
-  below_ = share(below);
-  if (below != nullptr)
-    for (std::size_t i = 0; i < num_abilities; ++i)
-      if (nearest_[i] == nullptr) nearest_[i] = below->nearest_[i];
-  foreign_depth_ = seam::foreign_hook_depth();
-  if (nearest_[static_cast<std::size_t>(Ability::Hooks)] == this)
-    num_hook_scopes.fetch_add(1, std::memory_order_relaxed);
+// One after the other: a deep stack must not be destroyed recursively.
+StackNode::~StackNode() {
+  while (below != nullptr && below.use_count() == 1) below = std::exchange(below->below, nullptr);
+}
+
+Scope* StackNode::nearest(Ability ability) const {
+  const auto index = static_cast<std::size_t>(ability);
+  const StackNode* found = with[index];
+  while (found != nullptr && !found->scope->is_open())
+    found = found->below ? found->below->with[index] : nullptr;
+  return found == nullptr ? nullptr : found->scope.get();
+}
+
+void Scope::open() {
+  if (has(Ability::Hooks)) num_hook_scopes.fetch_add(1, std::memory_order_relaxed);
   open_.store(true, std::memory_order_release);
 }
 
 void Scope::close() {
   if (!open_.exchange(false, std::memory_order_acq_rel)) return;
-  if (nearest_[static_cast<std::size_t>(Ability::Hooks)] == this)
-    num_hook_scopes.fetch_sub(1, std::memory_order_relaxed);
+  if (has(Ability::Hooks)) num_hook_scopes.fetch_sub(1, std::memory_order_relaxed);
   on_close();
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks() {
   if (num_hook_scopes.load(std::memory_order_relaxed) == 0) return nullptr;
-  Scope* scope = top();
-  if (scope == nullptr) return nullptr;
-  scope = scope->nearest(Ability::Hooks);
-  if (scope == nullptr) return nullptr;
+  const StackNode* node = top();
+  if (node == nullptr) return nullptr;
+  node = node->with[static_cast<std::size_t>(Ability::Hooks)];
+  while (node != nullptr && !node->scope->is_open())
+    node = node->below ? node->below->with[static_cast<std::size_t>(Ability::Hooks)] : nullptr;
+  if (node == nullptr) return nullptr;
   const auto& foreign = at::SavedTensorDefaultHooks::get_tls_state();
   if (foreign.disabled_error_message || foreign.is_tracing) return nullptr;
   // Python hooks that were pushed after ours are the inner ones.
-  if (static_cast<int64_t>(foreign.stack.size()) > scope->foreign_depth_) return nullptr;
-  return scope->make_hooks();
+  if (static_cast<int64_t>(foreign.stack.size()) > node->foreign_depth) return nullptr;
+  return node->scope->make_hooks();
 }
 
 Scope* innermost(Ability ability) {
-  Scope* scope = top();
-  return scope == nullptr ? nullptr : scope->nearest(ability);
+  const StackNode* node = top();
+  return node == nullptr ? nullptr : node->nearest(ability);
 }
 
 void push(const std::shared_ptr<Scope>& scope) {
   if (const auto& message = at::SavedTensorDefaultHooks::get_disabled_error_message();
-      message && scope->nearest_[static_cast<std::size_t>(Ability::Hooks)] == scope.get())
+      message && scope->has(Ability::Hooks))
     TORCH_CHECK(false, *message);
   seam::install(callbacks());
-  scope->link(top());
-  seam::set_thread_entry(scope);
+  seam::set_thread_entry(
+      std::make_shared<StackNode>(*scope, share(top()), seam::foreign_hook_depth()));
+  scope->open();
 }
 
 void pop(Scope& scope) {
   scope.close();
-  std::shared_ptr<Scope> entry = share(top());
-  if (entry == nullptr || entry->is_open()) return;
-  while (entry != nullptr && !entry->is_open()) entry = entry->below_;
-  seam::set_thread_entry(entry);
+  StackNode* const node = top();
+  if (node == nullptr) return;
+  if (node->scope.get() == &scope && (node->below == nullptr || node->below->scope->is_open())) {
+    seam::set_thread_entry(node->below);
+    return;
+  }
+  const std::shared_ptr<StackNode> before = share(node);
+  if (const auto after = without_closed(before); after != before) seam::set_thread_entry(after);
 }
 
 struct StackSwap::ForeignHooks {
@@ -100,14 +129,14 @@ StackSwap::StackSwap(const std::shared_ptr<Scope>& scope)
     at::SavedTensorDefaultHooks::set_tls_state({});
   }
   seam::install(callbacks());
-  scope_->link(nullptr);
-  seam::set_thread_entry(scope_);
+  seam::set_thread_entry(
+      std::make_shared<StackNode>(*scope_, nullptr, seam::foreign_hook_depth()));
+  scope_->open();
 }
 
 StackSwap::~StackSwap() {
   scope_->close();
-  while (previous_ != nullptr && !previous_->is_open()) previous_ = previous_->below_;
-  seam::set_thread_entry(previous_);
+  seam::set_thread_entry(without_closed(std::move(previous_)));
   if (foreign_) at::SavedTensorDefaultHooks::set_tls_state(foreign_->state);
 }
 

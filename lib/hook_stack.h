@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "lib/engine_seam.h"
 #include "remat/scope.h"
@@ -17,51 +18,61 @@ class Frame;
 namespace detail {
 
 /// What a scope can be asked for. A scope that answers a question is found without walking.
-enum class Ability : uint8_t { Hooks, Region, EarlyStop, Debug, Disable };
-inline constexpr std::size_t num_abilities = 5;
+enum class Ability : uint8_t { Hooks, Region, EarlyStop, Debug, Disable, ForbidHooks };
+inline constexpr std::size_t num_abilities = 6;
 
-/// One entry of the stack: immutable once pushed, except that it can be closed. A closed entry is
-/// passed over by every look-up, on whatever thread it is still on a stack; so guards may be
-/// destroyed out of order, or inside an engine thread's copy of the stack.
-class Scope : public seam::ThreadEntry {
+class Scope;
+
+/// One place of the stack: a scope, and what lies below it. Immutable, so that the copies which
+/// LibTorch gives to other threads never change under them.
+struct StackNode final : seam::ThreadEntry {
+  StackNode(Scope& scope, std::shared_ptr<StackNode> below, int64_t foreign_depth);
+  ~StackNode() override;
+
+  /// The innermost open scope with an ability, from here downwards.
+  Scope* nearest(Ability ability) const;
+
+  const std::shared_ptr<Scope> scope;
+  std::shared_ptr<StackNode> below;
+  std::array<StackNode*, num_abilities> with{};  ///< by ability: the nearest node from here
+  const int64_t foreign_depth;                   ///< of LibTorch's own hook stack, at the push
+};
+
+/// What a guard or a region puts on the stack. A closed scope is passed over by every look-up, on
+/// whatever thread it is still on a stack; so guards may be destroyed out of order, or inside an
+/// engine thread's copy of the stack.
+class Scope : public std::enable_shared_from_this<Scope> {
  public:
+  virtual ~Scope() = default;
   /// Hooks for the next saved tensor; null: save it plainly.
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() { return nullptr; }
   /// The frame of a region's scope.
   virtual Frame* frame() const { return nullptr; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
+  bool has(Ability ability) const { return abilities_[static_cast<std::size_t>(ability)]; }
+  void open();
   void close();
 
   std::optional<bool> early_stop{};
   std::optional<bool> debug{};
+  std::string message{};             ///< of a scope that forbids hooks
   bool is_recompute = false;         ///< of a region's scope: a recompute, not the first run
   bool is_inside_recompute = false;  ///< this region or one around it is recomputed
 
-  /// The innermost open scope with an ability, this one included.
-  Scope* nearest(Ability ability);
-
  protected:
   virtual void on_close() {}
-  void answers(Ability ability) { nearest_[static_cast<std::size_t>(ability)] = this; }
+  void answers(Ability ability) { abilities_[static_cast<std::size_t>(ability)] = true; }
 
  private:
-  friend void push(const std::shared_ptr<Scope>& scope);
-  friend void pop(Scope& scope);
-  friend class StackSwap;
-  friend std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks();
-  void link(Scope* below);
-
-  std::shared_ptr<Scope> below_{};
-  std::array<Scope*, num_abilities> nearest_{};
-  int64_t foreign_depth_ = 0;
+  std::array<bool, num_abilities> abilities_{};
   std::atomic<bool> open_{false};
 };
 
 /// Puts a scope on this thread's stack and makes our engine the default one. Throws the message of
 /// a disable guard if `scope` has hooks and hooks are disabled.
 void push(const std::shared_ptr<Scope>& scope);
-/// Closes a scope and takes the closed ones off the top of this thread's stack.
+/// Closes a scope and takes it out of this thread's stack, wherever it stands there.
 void pop(Scope& scope);
 
 /// Hooks of the innermost scope that has any; null if LibTorch's own (Python's) come first.
@@ -81,7 +92,8 @@ class StackSwap {
 
  private:
   struct ForeignHooks;
-  std::shared_ptr<Scope> scope_, previous_;
+  std::shared_ptr<Scope> scope_;
+  std::shared_ptr<StackNode> previous_;
   std::unique_ptr<ForeignHooks> foreign_;
 };
 

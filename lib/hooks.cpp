@@ -32,14 +32,46 @@ class UserHooksScope final : public Scope {
   std::atomic<std::shared_ptr<HookPair>> pair_;
 };
 
+/// Drives LibTorch's own switch: it follows the innermost guard that is open, and goes back to what
+/// it was before the first one when none is.
+class ForbidHooksScope final : public Scope {
+ public:
+  explicit ForbidHooksScope(std::string text) {
+    // Asked here, since LibTorch's own check throws with hooks disabled already.
+    TORCH_CHECK(innermost(Ability::Hooks) == nullptr &&
+                    at::SavedTensorDefaultHooks::get_tls_state().stack.empty(),
+                text);
+    message = std::move(text);
+    if (const auto* around = static_cast<const ForbidHooksScope*>(innermost(Ability::ForbidHooks)))
+      before_ = around->before_;
+    else
+      before_ = at::SavedTensorDefaultHooks::get_disabled_error_message();
+    set_switch(message);
+    answers(Ability::ForbidHooks);
+  }
+
+ private:
+  static void set_switch(const std::optional<std::string>& text) {
+    if (text)
+      at::SavedTensorDefaultHooks::disable(*text, /*fail_if_non_empty=*/false);
+    else
+      at::SavedTensorDefaultHooks::enable();
+  }
+  void on_close() override {
+    const Scope* left = innermost(Ability::ForbidHooks);
+    set_switch(left != nullptr ? left->message : before_);
+  }
+  std::optional<std::string> before_;
+};
+
 }  // namespace
 
 // Note [Identity packs]
-// A pack function that returns its argument would make a cycle: node, hook, tensor, node. LibTorch
-// restores history and requires_grad itself when it unpacks, so an alias of the data is enough.
-// A tensor that does not require grad has no history and stays the same object.
-at::Tensor without_history(const at::Tensor& packed, const at::Tensor& saved) {
-  return packed.is_same(saved) && saved.requires_grad() ? saved.tensor_data() : packed;
+// A pack function that returns its argument, or a view of it, would make a cycle: node, hook,
+// tensor, node. LibTorch restores history and requires_grad itself when it unpacks, so an alias of
+// the data is enough. A tensor that does not require grad has no history and stays the same object.
+at::Tensor without_history(const at::Tensor& packed) {
+  return packed.requires_grad() ? packed.tensor_data() : packed;
 }
 
 }  // namespace detail
@@ -47,24 +79,7 @@ at::Tensor without_history(const at::Tensor& packed, const at::Tensor& saved) {
 SavedTensorHooksGuard::SavedTensorHooksGuard(std::shared_ptr<detail::HookPair> pair)
     : ScopeGuard(std::make_shared<detail::UserHooksScope>(std::move(pair))) {}
 
-DisableSavedTensorHooksGuard::DisableSavedTensorHooksGuard(std::string message) {
-  using at::SavedTensorDefaultHooks;
-  // Asked here, since LibTorch's own check throws with hooks disabled already.
-  TORCH_CHECK(detail::innermost(detail::Ability::Hooks) == nullptr &&
-                  SavedTensorDefaultHooks::get_tls_state().stack.empty(),
-              message);
-  const auto previous = SavedTensorDefaultHooks::get_disabled_error_message();
-  SavedTensorDefaultHooks::disable(message, /*fail_if_non_empty=*/false);
-  was_disabled_ = previous.has_value();
-  if (previous) previous_message_ = *previous;
-}
-
-DisableSavedTensorHooksGuard::~DisableSavedTensorHooksGuard() {
-  using at::SavedTensorDefaultHooks;
-  if (was_disabled_)
-    SavedTensorDefaultHooks::disable(previous_message_, /*fail_if_non_empty=*/false);
-  else
-    SavedTensorDefaultHooks::enable();
-}
+DisableSavedTensorHooksGuard::DisableSavedTensorHooksGuard(std::string message)
+    : ScopeGuard(std::make_shared<detail::ForbidHooksScope>(std::move(message))) {}
 
 }  // namespace remat

@@ -1,8 +1,9 @@
 #include "lib/inputs.h"
 
-#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "lib/engine_seam.h"
@@ -21,13 +22,27 @@ struct SavingInput {
   const at::Tensor* previous;
 };
 
+/// Ends the gradient of a recompute's own backward at the input: the edge leads nowhere.
+struct InputEdge final : torch::autograd::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
+  std::string name() const override { return "remat::InputEdge"; }
+};
+
+/// Whether operators see a tensor that requires grad. A view of a leaf made under no-grad claims to
+/// (its base does), but has no gradient edge; it goes through as it is.
+bool has_gradient_edge(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return tensor.requires_grad() && meta != nullptr &&
+         (meta->requires_grad_ || tensor.grad_fn() != nullptr);
+}
+
 /// A tensor with the same data and version counter as `data` and the autograd role of the input.
 at::Tensor in_the_role_of_input(const at::Tensor& data, bool is_leaf) {
   at::Tensor input = data.tensor_data();
   if (is_leaf) {
     input.set_requires_grad(true);
   } else {
-    torch::autograd::create_gradient_edge(input, seam::make_node<torch::autograd::Identity>());
+    torch::autograd::create_gradient_edge(input, seam::make_node<InputEdge>());
   }
   return input;
 }
@@ -47,27 +62,35 @@ const at::Tensor* input_being_saved() { return being_saved; }
 void Inputs::save(detail::RegionBody& body) {
   body.visit_inputs([this](at::Tensor& kept) {
     const at::Tensor tensor = std::exchange(kept, at::Tensor());
-    if (!tensor.defined()) {
-      saved_.push_back({{}, false, true});
+    const auto known = std::find(impls_.begin(), impls_.end(), tensor.unsafeGetTensorImpl());
+    if (!tensor.defined() || known != impls_.end()) {
+      saved_.push_back({{}, false, true, tensor.defined() ? known - impls_.begin() : -1});
+      impls_.push_back(nullptr);
       return;
     }
     refuse_tangent(tensor);
-    const bool requires_grad = tensor.requires_grad();
+    const bool gets_role = has_gradient_edge(tensor);
     SavingInput saving(tensor);
-    saved_.push_back({torch::autograd::SavedVariable(requires_grad ? tensor.tensor_data() : tensor,
+    saved_.push_back({torch::autograd::SavedVariable(gets_role ? tensor.tensor_data() : tensor,
                                                      /*is_output=*/false),
-                      requires_grad, tensor.is_leaf()});
+                      gets_role, tensor.is_leaf(), -1});
+    impls_.push_back(tensor.unsafeGetTensorImpl());
     storages_.add(tensor);
   });
+  impls_ = {};
 }
 
 std::vector<at::Tensor> Inputs::unpack() const {
   std::vector<at::Tensor> tensors;
   tensors.reserve(saved_.size());
   for (const Input& input : saved_) {
+    if (input.same_as >= 0) {
+      tensors.push_back(tensors[static_cast<std::size_t>(input.same_as)]);
+      continue;
+    }
     at::Tensor tensor = input.variable.unpack();
-    tensors.push_back(input.requires_grad ? in_the_role_of_input(tensor, input.is_leaf)
-                                          : std::move(tensor));
+    tensors.push_back(input.gets_role ? in_the_role_of_input(tensor, input.is_leaf)
+                                      : std::move(tensor));
   }
   return tensors;
 }

@@ -16,7 +16,7 @@ namespace remat {
 /// frame it becomes a slot of the parent (Rule 2). A tensor that requires grad is saved as an alias
 /// without its history, so that a frame never keeps the graph above it alive; what is needed to
 /// rebuild `requires_grad` and leaf-ness is kept beside it. A tensor that does not require grad is
-/// the same object in every run.
+/// the same object in every run. One tensor passed twice is one tensor in the recompute too.
 class Inputs {
  public:
   /// Takes the tensors out of the body's kept arguments and saves them. Throws what the hooks
@@ -29,14 +29,16 @@ class Inputs {
   const StorageSet& storages() const { return storages_; }
   /// The region's function has returned: the storages are not compared any more.
   void settle() { storages_.clear(); }
-  void clear() { saved_.clear(); }
 
  private:
   struct Input {
     torch::autograd::SavedVariable variable;
-    bool requires_grad, is_leaf;
+    bool gets_role;     ///< requires grad: each run gets an alias in the role of the input
+    bool is_leaf;
+    int64_t same_as;    ///< the input that is the same tensor, or -1
   };
   std::vector<Input> saved_;
+  std::vector<const c10::TensorImpl*> impls_;  // while inputs are being saved
   StorageSet storages_;
 };
 

@@ -1,12 +1,9 @@
 #include "lib/recompute.h"
 
 #include <ATen/SequenceNumber.h>
-#include <torch/csrc/autograd/function.h>
 
 #include <exception>
 #include <optional>
-#include <string_view>
-#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -35,6 +32,9 @@ class Filler final : public SlotFiller {
   }
 
   at::Tensor fill(const at::Tensor& saved) override;
+  /// The function is about to run a backward. No operator is under way here, so a recompute that has
+  /// all it needs ends: that backward ran in the forward, and would accumulate its gradients again.
+  void stop_before_backward();
   /// The ambient state is that of the forward, and the function begins.
   void start();
   /// The function has ended, by a return or a stop: takes what waited for it.
@@ -57,7 +57,8 @@ class Filler final : public SlotFiller {
   void compare_pending(uint64_t next_group, bool is_end);
   void watch_draws(const uint64_t* in_forward);
   bool wants_stop() const;
-  bool can_stop(const at::Tensor& saved) const;
+  bool is_on_own_ground() const;
+  bool can_stop(const at::Tensor& saved, int64_t position) const;
 
   Frame& frame_;
   Run& run_;
@@ -93,7 +94,7 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   if (has_stopped_) {
     // The function caught the signal and went on: nothing it saves now counts, and it gets the
     // signal again.
-    if (can_stop(judged)) throw StopSignal{};
+    if (can_stop(judged, num_slots_)) throw StopSignal{};
     return saved.requires_grad() ? saved.tensor_data() : saved;
   }
   const uint64_t group = at::sequence_number::peek();
@@ -107,7 +108,7 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   if (is_complete() && !was_complete) last_group_ = group;
   // A stop that waited for its operator to finish is due when another operator saves.
   if (was_complete && (group != last_group_ || origin != nullptr)) must_finish_operator_ = false;
-  if (wants_stop() && can_stop(judged)) {
+  if (wants_stop() && can_stop(judged, position)) {
     if (!has_too_many()) count(live_counters.early_stops);
     has_stopped_ = true;
     throw StopSignal{};
@@ -124,15 +125,17 @@ bool Filler::wants_stop() const {
 
 // Note [Where a stop may be thrown]
 // Not on another thread, nor inside a backward that the function runs: the signal would cross the
-// engine's worker loop. Not while a C++ Function saves its own output: the list it saves from is
-// cleared on the normal path only, and the output would leak. The next save is asked again.
-bool Filler::can_stop(const at::Tensor& saved) const {
-  if (std::this_thread::get_id() != owner_ || seam::graph_task_id() != task_at_start_) return false;
-  const auto node = saved.requires_grad() && !saved.is_leaf() ? saved.grad_fn() : nullptr;
-  if (node == nullptr) return true;
-  const bool is_being_built = node->sequence_nr() + 1 == at::sequence_number::peek();
-  return !(is_being_built &&
-           std::string_view(typeid(*node).name()).find("CppNode") != std::string_view::npos);
+// engine's worker loop. Not while a C++ Function may be saving its own output, before or after the
+// tensor at hand: the list it saves from is cleared on the normal path only, and the output would
+// leak. Whether it does is known from forward (`saves_own_output`), or seen here. The next save is
+// asked again.
+bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
+  if (!is_on_own_ground() || is_made_by_function(saved)) return false;
+  bool is_safe = true;
+  if (position < num_slots_)
+    frame_.with_slot(position, view_.is_settled,
+                     [&](const Slot& slot) { is_safe = !slot.saves_own_output; });
+  return is_safe;
 }
 
 void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& kept) {
@@ -205,6 +208,22 @@ void Filler::compare_pending(uint64_t next_group, bool is_end) {
   }
 }
 
+void Filler::stop_before_backward() {
+  if (!has_stopped_) {
+    if (!is_complete() || !frame_.options().early_stop || has_too_many() || !is_on_own_ground())
+      return;
+    count(live_counters.early_stops);
+    has_stopped_ = true;
+  } else if (!is_on_own_ground()) {
+    return;
+  }
+  throw StopSignal{};
+}
+
+bool Filler::is_on_own_ground() const {
+  return std::this_thread::get_id() == owner_ && seam::graph_task_id() == task_at_start_;
+}
+
 void Filler::start() {
   if (frame_.snapshot().draws()) draws_ = {num_foreign_rng_sets(), cpu_rng_position()};
 }
@@ -253,6 +272,7 @@ struct ActiveRuns {
   struct Entry {
     Frame* frame;
     Run* run;
+    Filler* filler;
   };
   std::vector<Entry> entries;
 };
@@ -262,7 +282,9 @@ ActiveRuns& active_runs() {
 }
 
 struct RunOnThisThread {
-  RunOnThisThread(Frame& frame, Run& run) { active_runs().entries.push_back({&frame, &run}); }
+  RunOnThisThread(Frame& frame, Run& run, Filler& filler) {
+    active_runs().entries.push_back({&frame, &run, &filler});
+  }
   ~RunOnThisThread() { active_runs().entries.pop_back(); }
 };
 
@@ -292,10 +314,10 @@ constexpr int max_attempts = 5;
 /// One attempt; false if another thread disturbed its random numbers: nothing of it is kept.
 bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {
   count(live_counters.recomputes);
-  RunOnThisThread active(*frame, run);
-  std::vector<at::Tensor> inputs = frame->unpack_inputs();
-  Filler filler(*frame, run, only_position);
   try {
+    std::vector<at::Tensor> inputs = frame->unpack_inputs();
+    Filler filler(*frame, run, only_position);
+    RunOnThisThread active(*frame, run, filler);
     DrawingTurn turn(frame->snapshot().draws());
     run_again(frame, filler, inputs);
     if (filler.was_disturbed()) {
@@ -325,6 +347,8 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
 }  // namespace
 
 void recompute_waits_for_backward() {
+  if (active_runs().entries.empty()) return;
+  active_runs().entries.back().filler->stop_before_backward();
   for (const ActiveRuns::Entry& each : active_runs().entries)
     each.frame->owner_waits_for_backward(*each.run);
 }

@@ -24,6 +24,9 @@ struct Slot {
   /// ends here lets the operator finish (Rule 5).
   bool finish_operator = true;
 
+  /// The operator is a C++ Function that saves its own output, here or in another slot of its group.
+  bool saves_own_output = false;
+
   bool is_same_operator(const Slot& other) const {
     return group == other.group && !is_inner_input && !other.is_inner_input;
   }

@@ -11,29 +11,34 @@ namespace remat {
 
 namespace {
 
-/// The lowest address a stack may grow to and still be called roomy; 0: unknown.
-uintptr_t lowest_roomy_address() {
+/// The part of the thread's own stack that is too near its end. Empty where it is not known; code
+/// that runs on a stack of its own (a fiber's) is outside and has room.
+struct Range {
+  uintptr_t begin = 0, end = 0;
+};
+
+Range cramped_addresses() {
 #if defined(__linux__)
   pthread_attr_t attributes;
-  if (pthread_getattr_np(pthread_self(), &attributes) != 0) return 0;
+  if (pthread_getattr_np(pthread_self(), &attributes) != 0) return {};
   void* lowest = nullptr;
   size_t size = 0;
   const bool is_known = pthread_attr_getstack(&attributes, &lowest, &size) == 0;
   pthread_attr_destroy(&attributes);
-  if (!is_known) return 0;
+  if (!is_known) return {};
   const size_t kept = std::clamp<size_t>(size / 4, 48 << 10, 256 << 10);
-  return reinterpret_cast<uintptr_t>(lowest) + kept;
+  return {reinterpret_cast<uintptr_t>(lowest), reinterpret_cast<uintptr_t>(lowest) + kept};
 #else
-  return 0;
+  return {};
 #endif
 }
 
 }  // namespace
 
 bool has_stack_room() {
-  thread_local const uintptr_t limit = lowest_roomy_address();
-  const char here = 0;
-  return reinterpret_cast<uintptr_t>(&here) > limit;
+  thread_local const Range cramped = cramped_addresses();
+  const auto here = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+  return here < cramped.begin || here >= cramped.end;
 }
 
 }  // namespace remat

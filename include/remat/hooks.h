@@ -30,8 +30,8 @@ class HookPair {
   virtual std::unique_ptr<PackedTensor> pack(const at::Tensor& tensor) = 0;
 };
 
-/// What is stored for a packed tensor that is the saved tensor itself. See Note [Identity packs].
-REMAT_API at::Tensor without_history(const at::Tensor& packed, const at::Tensor& saved);
+/// What is stored of a tensor that a pack function returned. See Note [Identity packs].
+REMAT_API at::Tensor without_history(const at::Tensor& packed);
 
 template <class Pack, class Unpack>
 class HookPairOf final : public HookPair {
@@ -42,7 +42,7 @@ class HookPairOf final : public HookPair {
   std::unique_ptr<PackedTensor> pack(const at::Tensor& tensor) override {
     using Packed = std::decay_t<std::invoke_result_t<Pack&, at::Tensor>>;
     if constexpr (std::same_as<Packed, at::Tensor>) {
-      return std::make_unique<Slot<Packed>>(without_history(pack_(tensor), tensor), unpack_);
+      return std::make_unique<Slot<Packed>>(without_history(pack_(tensor)), unpack_);
     } else {
       return std::make_unique<Slot<Packed>>(pack_(tensor), unpack_);
     }
@@ -74,8 +74,8 @@ class HookPairOf final : public HookPair {
 /// `pack: at::Tensor -> P` for any copyable or movable P; called under no-grad; it must not change
 /// its argument. `unpack: const P& -> at::Tensor`; may be called more than once, on any thread
 /// that runs backward. Both functions live until the guard and every tensor packed under it are
-/// gone. Returning the argument itself from `pack` makes no reference cycle; a P that wraps the
-/// argument in another type should hold `x.detach()`.
+/// gone. Returning the argument or a view of it from `pack` makes no reference cycle; a P that
+/// wraps it in another type should hold `x.detach()`.
 ///
 /// Throws `c10::Error` with the message of an active `DisableSavedTensorHooksGuard` (or of
 /// Python's `disable_saved_tensors_hooks`). Exceptions of the functions keep their type.
@@ -100,18 +100,9 @@ class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
 /// While alive, opening saved-tensor hooks or a region on this thread throws `c10::Error` with
 /// `message`; nested guards: the innermost message. Its constructor throws the same when hooks are
 /// active already, and leaves them active. Shares LibTorch's switch with Python.
-class REMAT_API DisableSavedTensorHooksGuard {
+class REMAT_API DisableSavedTensorHooksGuard : detail::ScopeGuard {
  public:
   explicit DisableSavedTensorHooksGuard(std::string message);
-  ~DisableSavedTensorHooksGuard();
-  DisableSavedTensorHooksGuard(const DisableSavedTensorHooksGuard&) = delete;
-  DisableSavedTensorHooksGuard(DisableSavedTensorHooksGuard&&) = delete;
-  DisableSavedTensorHooksGuard& operator=(const DisableSavedTensorHooksGuard&) = delete;
-  DisableSavedTensorHooksGuard& operator=(DisableSavedTensorHooksGuard&&) = delete;
-
- private:
-  bool was_disabled_;
-  std::string previous_message_;
 };
 
 }  // namespace remat

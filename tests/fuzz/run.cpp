@@ -36,6 +36,20 @@ Tensor exact_copy(const Tensor& a) {
   return copy;
 }
 
+Tensor with_layout_of(const Tensor& layout, const Tensor& numbers) {
+  Tensor copy = exact_copy(layout);
+  return copy.copy_(numbers);
+}
+
+/// A pack and unpack that are exact, and keep the layout.
+std::pair<bool, Tensor> twice(const Tensor& a) {
+  const bool is_number = a.is_floating_point() && a.has_storage() && !overlaps_itself(a);
+  return {is_number, is_number ? with_layout_of(a, a * 2) : a.detach()};
+}
+Tensor half(const std::pair<bool, Tensor>& packed) {
+  return packed.first ? with_layout_of(packed.second, packed.second / 2) : packed.second;
+}
+
 class AutocastScope {
  public:
   AutocastScope() : before_(at::autocast::is_autocast_enabled(at::kCPU)) {
@@ -103,9 +117,7 @@ std::unique_ptr<remat::SavedTensorHooksGuard> Interpreter::hooks(uint64_t salt) 
     case 0: return std::make_unique<Guard>(same, same);
     case 1: return std::make_unique<Guard>(exact_copy, same);
     case 2:
-      return std::make_unique<Guard>(
-          [](const Tensor& t) { return std::make_pair(t.is_floating_point(), t.is_floating_point() ? t.detach() * 2 : t.detach()); },
-          [](const std::pair<bool, Tensor>& p) { return p.first ? p.second / 2 : p.second; });
+      return std::make_unique<Guard>(twice, half);
     default:
       return std::make_unique<Guard>([](const Tensor& t) { return Wrapped{t.detach(), 3}; },
                                      [](const Wrapped& w) { return w.tensor; });
@@ -167,7 +179,10 @@ Value Interpreter::changeable(const Value& value, Dice& dice) {
   const bool is_risky = origin.foreign || origin.as_argument || origin.as_capture;
   const bool is_bold = dice.percent(origin.foreign ? 5 : 15);
   const bool is_unseen = origin.as_capture && !program_.all_values;
-  if (overlaps_itself(t) || origin.leaf || (t.is_leaf() && t.requires_grad()) || is_unseen ||
+  // A tensor without grad that a frame keeps must not get a history: if that leads back to the frame
+  // nothing frees them, as in LibTorch for a tensor that a node saved.
+  const bool makes_cycle = is_risky && !t.requires_grad();
+  if (overlaps_itself(t) || origin.leaf || makes_cycle || (t.is_leaf() && t.requires_grad()) || is_unseen ||
       (is_risky && !is_bold))
     return {t.clone(), std::make_shared<Origin>()};
   if (is_risky) record_.may_raise = true;

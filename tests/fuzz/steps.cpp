@@ -102,6 +102,7 @@ void Interpreter::differentiate(const Step& step, Stage& stage) {
     }
     outputs.clear();
     weights.clear();
+    at::AutoGradMode with_grad(true);
     for (const Tensor& g : grads) {
       if (!g.defined() || !g.requires_grad()) continue;
       outputs.push_back((g * g).sum());
@@ -146,7 +147,7 @@ void Interpreter::run_step(const Step& step) {
     fuse_ = -1;
   };
   if (step.in_thread) {
-    std::thread(body).join();
+    std::thread([&] { at::init_num_threads(), body(); }).join();
   } else {
     body();
   }

@@ -27,9 +27,8 @@ TEST_CASE("what a region saves is dropped, and only its result stays", "[rule-1]
 TEST_CASE("a tensor saved in nested regions belongs to the innermost one", "[rule-1]") {
   Calls outer_calls, inner_calls;
   auto inner = counted(inner_calls, [](const Tensor& t) { return t.exp(); });
-  auto outer = counted(outer_calls, [&](const Tensor& t) {
-    return remat::checkpoint(inner, t.sin()).cos();
-  });
+  auto outer = counted(outer_calls,
+                       [&](const Tensor& t) { return remat::checkpoint(inner, t.sin()).cos(); });
   const Tensor x = leaf({3});
   const Tensors plain = grad_of(x.sin().exp().cos(), {x});
 
@@ -215,8 +214,10 @@ TEST_CASE("after a nested region threw and was caught, saves belong to the outer
 TEST_CASE("two sibling regions own their saves separately", "[rule-1]") {
   const Tensor x = leaf({3});
   Calls first, second;
-  const Tensor a = remat::checkpoint(counted(first, [](const Tensor& t) { return t.sin().exp(); }), x);
-  const Tensor b = remat::checkpoint(counted(second, [](const Tensor& t) { return t.cos().exp(); }), x);
+  const Tensor a =
+      remat::checkpoint(counted(first, [](const Tensor& t) { return t.sin().exp(); }), x);
+  const Tensor b =
+      remat::checkpoint(counted(second, [](const Tensor& t) { return t.cos().exp(); }), x);
   Counted done;
   require_bit_equal(grad_of(b, {x}), grad_of(x.cos().exp(), {x}));
   CHECK(first.count() == 1);

@@ -38,10 +38,7 @@ TEST_CASE("a nested region met in a recompute inside another region opens a fram
       a);
   Counted done;
   const Tensor y = remat::checkpoint(
-      [&](const Tensor& t) {
-        return t * grad_of(first, {a}, {.retain_graph = true})[0];
-      },
-      x);
+      [&](const Tensor& t) { return t * grad_of(first, {a}, {.retain_graph = true})[0]; }, x);
   CHECK(done.now().frames_created == 2);   // the region itself, and the nested one in the recompute
   CHECK(done.now().recomputes == 2);       // outer and nested one
   CHECK(done.now().tensors_dropped == 2);  // the factor; exp's result in the nested first run
@@ -53,8 +50,7 @@ TEST_CASE("frames met in a recompute die with it", "[rule-3][rule-13]") {
   std::vector<int64_t> alive;
   const Tensor y = remat::checkpoint(
       [&](const Tensor& t) {
-        const Tensor h =
-            remat::checkpoint([](const Tensor& u) { return u.exp().sin(); }, t.sin());
+        const Tensor h = remat::checkpoint([](const Tensor& u) { return u.exp().sin(); }, t.sin());
         alive.push_back(remat::counters().frames_alive);
         return h.cos();
       },
@@ -196,8 +192,8 @@ TEST_CASE("debug follows the guards around forward, also on another thread", "[r
   SECTION("on around backward only") {
     y = remat::checkpoint(f, x);
     const remat::DebugGuard on(true);
-    const std::string text = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); })
-                                 .what_without_backtrace();
+    const std::string text =
+        error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).what_without_backtrace();
     CHECK_THAT(text, contains("have different metadata"));
     CHECK_THAT(text, !contains(paragraph));
   }
@@ -249,7 +245,9 @@ TEST_CASE("inside a recompute the phase is the frame's own, whatever surrounds t
   SECTION("backward inside another region") {
     remat::checkpoint({.name = "other"}, [&](const Tensor& t) { return t * backward(); }, x);
   }
-  SECTION("backward on another thread") { std::thread([&] { backward(); }).join(); }
+  SECTION("backward on another thread") {
+    std::thread([&] { backward(); }).join();
+  }
   // forward outer, inner; outer recompute: outer (inner stopped at its input); inner recompute.
   REQUIRE(seen.size() >= 4);
   const remat::PhaseInfo outer = seen[0], inner = seen[1], outer_again = seen[2],

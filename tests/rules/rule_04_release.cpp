@@ -59,9 +59,7 @@ TEST_CASE("each recomputed tensor is released when its node has read it", "[rule
 
 TEST_CASE("recomputed bytes fall while a backward proceeds", "[rule-4]") {
   std::vector<int64_t> alive;
-  std::function<void()> note = [&] {
-    alive.push_back(remat::counters().recomputed_bytes_alive);
-  };
+  std::function<void()> note = [&] { alive.push_back(remat::counters().recomputed_bytes_alive); };
   const Tensor x = leaf({side, side});
   Calls calls;
   auto f = counted(calls, [&](Tensor t) {
@@ -176,13 +174,13 @@ TEST_CASE("a nested region's recomputed tensors are dropped like its parent's", 
   const Tensor x = leaf({side, side});
   auto inner = [](const Tensor& t) { return t.sin().exp().cos(); };
   Calls calls;
-  const Tensor y = remat::checkpoint(
-      counted(calls,
-              [&](Tensor t) {
-                for (int i = 0; i < 6; ++i) t = remat::checkpoint(inner, t);
-                return t;
-              }),
-      x);
+  const Tensor y = remat::checkpoint(counted(calls,
+                                             [&](Tensor t) {
+                                               for (int i = 0; i < 6; ++i)
+                                                 t = remat::checkpoint(inner, t);
+                                               return t;
+                                             }),
+                                     x);
   Tensor t = x;
   for (int i = 0; i < 6; ++i) t = inner(t);
   const Tensors plain = grad_of(t, {x});

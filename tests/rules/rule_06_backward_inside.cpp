@@ -1,4 +1,4 @@
-// Rule 6: backward inside a region, inside backward, in part, repeated, and to any order.
+// Rule 6: gradients taken inside a region, and of regions, to any order.
 
 #include "tests/support/support.h"
 
@@ -102,15 +102,13 @@ TEST_CASE("inside a region a gradient can be taken of a gradient twice", "[rule-
   require_close(grad_of(y, {x})[0], grad_of(f(x), {x})[0]);
 }
 
-TEST_CASE("a second-order gradient through a region of matrices equals plain",
-          "[rule-6][NEW-12]") {
+TEST_CASE("a second-order gradient through a region of matrices equals plain", "[rule-6][NEW-12]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
   const Tensor x = leaf({4, 5}), w = leaf({5, 3});
   Calls calls;
-  auto f = counted(calls, [](const Tensor& t, const Tensor& u) {
-    return at::softmax(t.mm(u).tanh(), 1).exp();
-  });
+  auto f = counted(
+      calls, [](const Tensor& t, const Tensor& u) { return at::softmax(t.mm(u).tanh(), 1).exp(); });
   auto second_order = [&](const Tensor& y) {
     const Tensors first = grad_of(y, {x, w}, {.create_graph = true});
     return grad_of((first[0].sin().sum() + first[1].exp().sum()), {x, w});
@@ -205,8 +203,7 @@ TEST_CASE("a second backward inside a region asks for retain_graph as plain exec
   }
 }
 
-TEST_CASE("a gradient step inside a region is differentiated as plain execution does",
-          "[rule-6]") {
+TEST_CASE("a gradient step inside a region is differentiated as plain execution does", "[rule-6]") {
   // Meta-learning: two unrolled steps on a weight, each a gradient with create_graph.
   const Tensor w = leaf({4, 4}, at::kDouble), x = leaf({3, 4}, at::kDouble);
   auto step = [](const Tensor& weight, const Tensor& data) {
@@ -218,17 +215,17 @@ TEST_CASE("a gradient step inside a region is differentiated as plain execution 
   };
   const Tensors expected = grad_of(plain(w, x), {w, x});
   Calls calls;
-  const Tensor each = remat::checkpoint(
-      counted(calls, step), remat::checkpoint(counted(calls, step), w, x), x);
+  const Tensor each =
+      remat::checkpoint(counted(calls, step), remat::checkpoint(counted(calls, step), w, x), x);
   const Tensors grads = grad_of(each, {w, x});
   const Tensors whole = grad_of(remat::checkpoint(plain, w, x), {w, x});
-  const Tensors nested = grad_of(
-      remat::checkpoint(
-          [&](const Tensor& weight, const Tensor& data) {
-            return remat::checkpoint(step, remat::checkpoint(step, weight, data), data);
-          },
-          w, x),
-      {w, x});
+  const Tensors nested =
+      grad_of(remat::checkpoint(
+                  [&](const Tensor& weight, const Tensor& data) {
+                    return remat::checkpoint(step, remat::checkpoint(step, weight, data), data);
+                  },
+                  w, x),
+              {w, x});
   for (size_t i = 0; i < 2; ++i) {
     require_close(grads[i], expected[i]);
     require_close(whole[i], expected[i]);
@@ -272,7 +269,8 @@ TEST_CASE("a backward inside a region ends at an input that has a history", "[ru
     return y.exp();
   };
   auto g = [&](const Tensor& t) {
-    return nested ? remat::checkpoint([&](const Tensor& u) { return remat::checkpoint(f, u.cos()); }, t)
+    return nested ? remat::checkpoint(
+                        [&](const Tensor& u) { return remat::checkpoint(f, u.cos()); }, t)
                   : remat::checkpoint(f, t);
   };
   auto plain_of = [&](const Tensor& t) { return (nested ? t.cos() * 2 : t * 2).sin().exp(); };
@@ -283,190 +281,6 @@ TEST_CASE("a backward inside a region ends at an input that has a history", "[ru
     require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
     CHECK_FALSE(x.grad().defined());
   }
-}
-
-// ---- several backward calls over one region ---------------------------------------------------------
-
-TEST_CASE("the outputs of a region can be differentiated one after the other",
-          "[rule-6][MUL-09]") {
-  const Tensor x = leaf({3});
-  Calls calls;
-  auto f = [](const Tensor& t) {
-    const Tensor h = t.sin();
-    return std::tuple(h.exp(), h.cos(), h * t);
-  };
-  Tensors plain;
-  {
-    const auto [a, b, d] = f(x);
-    plain = {grad_of(a, {x}, {.retain_graph = true})[0], grad_of(b, {x}, {.retain_graph = true})[0],
-             grad_of(d, {x})[0]};
-  }
-  Counted done;
-  const auto [a, b, d] = remat::checkpoint(counted(calls, f), x);
-  require_bit_equal(grad_of(a, {x}, {.retain_graph = true}), {plain[0]});
-  require_bit_equal(grad_of(b, {x}, {.retain_graph = true}), {plain[1]});
-  require_bit_equal(grad_of(d, {x}), {plain[2]});
-  CHECK(calls.count() == 4);
-  CHECK(done.now().recomputes == 3);
-  CHECK_THROWS_WITH(grad_of(a, {x}), contains("Trying to backward through the graph a second time"));
-  CHECK(remat::counters().recomputed_bytes_alive == 0);
-}
-
-TEST_CASE("gradients for some inputs only are right, whatever is asked and in any order",
-          "[rule-6][NEW-14]") {
-  Tensors leaves;
-  for (int i = 0; i < 4; ++i) leaves.push_back(leaf({3, 3}));
-  auto f = [](const Tensors& t) {
-    return t[0].mm(t[1]).sin().mm(t[2].exp()) * at::softmax(t[3], 0) * t[0];
-  };
-  const Tensors plain = grad_of(f(leaves), leaves);
-  Calls calls;
-  const Tensor y = remat::checkpoint(counted(calls, f), leaves);
-  int64_t backwards = 0;
-  for (unsigned mask = 1; mask < 16; ++mask) {
-    Tensors asked, expected;
-    for (unsigned i = 0; i < 4; ++i) {
-      if (mask >> i & 1) {
-        asked.insert(asked.begin(), leaves[i]);
-        expected.insert(expected.begin(), plain[i]);
-      }
-    }
-    require_bit_equal(grad_of(y, asked, {.retain_graph = true}), expected);
-    CHECK(calls.count() == 1 + ++backwards);
-    CHECK(remat::counters().recomputed_bytes_alive == 0);
-  }
-}
-
-// ---- backward inside backward ---------------------------------------------------------------------
-
-// A node holds its own lock while it reads what it saved, so within one backward no node may be
-// reached again: hooks run before that lock is taken, and other outputs have other nodes.
-
-TEST_CASE("a backward inside a backward over the same region recomputes for itself",
-          "[rule-6][rule-7]") {
-  const Tensor x = leaf({3});
-  Calls calls;
-  std::function<void()> in_backward;
-  auto f = counted(calls, [&](const Tensor& t) {
-    const Tensor h = t.sin().exp();
-    h.register_hook([&](const Tensor&) { in_backward(); });
-    return h.cos().sin();
-  });
-  const Tensors plain = grad_of(x.sin().exp().cos().sin(), {x});
-  Counted done;
-  const Tensor y = remat::checkpoint(f, x);
-  int depth = 0;
-  Tensors inner;
-  in_backward = [&] {
-    if (depth == 2) return;
-    ++depth;  // the task below has read two of its four slots when the next one starts
-    inner.push_back(grad_of(y, {x}, {.retain_graph = true})[0]);
-  };
-  require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
-  require_bit_equal(inner, {plain[0], plain[0]});
-  CHECK(done.now().recomputes == 3);
-  CHECK(calls.count() == 4);
-  CHECK(remat::counters().recomputed_bytes_alive == 0);
-}
-
-TEST_CASE("a recompute that runs a backward over its own region gets another recompute",
-          "[rule-6][rule-7]") {
-  const bool early_stop = GENERATE(true, false);
-  CAPTURE(early_stop);
-  const Tensor x = leaf({3});
-  std::pair<Tensor, Tensor> y;
-  Calls calls;
-  bool entered = false;
-  Tensors inner;
-  const Tensors plain_first = grad_of(x.sin().exp(), {x}), plain_second = grad_of(x.cos(), {x});
-  y = remat::checkpoint({.early_stop = early_stop},
-                        [&](const Tensor& t) {
-                          calls();
-                          const Tensor h = t.sin();
-                          if (remat::is_recomputing() && !entered) {
-                            entered = true;
-                            inner = grad_of(y.second, {x}, {.retain_graph = true});
-                          }
-                          const Tensor first = h.exp();
-                          return std::pair(first, t.cos());
-                        },
-                        x);
-  require_bit_equal(grad_of(y.first, {x}, {.retain_graph = true}), plain_first);
-  require_bit_equal(inner, plain_second);
-  CHECK(calls.count() == 3);
-  CHECK(remat::counters().recomputed_bytes_alive == 0);
-  y = {};
-}
-
-/// The identity; its backward runs a backward over another of its kind, `depth` deep, and at the
-/// bottom a function with grad mode on.
-struct Nest : torch::autograd::Function<Nest> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, int64_t depth,
-                        const std::function<void()>* bottom) {
-    ctx->saved_data["depth"] = depth;
-    ctx->saved_data["bottom"] = reinterpret_cast<int64_t>(bottom);
-    return x.view_as(x);
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const int64_t depth = ctx->saved_data["depth"].toInt();
-    const auto* bottom =
-        reinterpret_cast<const std::function<void()>*>(ctx->saved_data["bottom"].toInt());
-    const at::AutoGradMode grad_mode(true);
-    if (depth == 0) {
-      (*bottom)();
-    } else {
-      const Tensor next = at::ones({1}).requires_grad_();
-      grad_of(Nest::apply(next, depth - 1, bottom), {next});
-    }
-    return {grads[0], Tensor(), Tensor()};
-  }
-};
-
-TEST_CASE("a stop that falls into backward calls nested in the region lets them finish",
-          "[rule-6][rule-5]") {
-  const int64_t depth = GENERATE(as<int64_t>{}, 0, 10, 80, 131);
-  const bool early_stop = GENERATE(true, false);
-  CAPTURE(depth, early_stop);
-  const Tensor x = leaf({100000});
-  Calls calls;
-  auto f = counted(calls, [depth](const Tensor& t) {
-    const Tensor h = t.exp();
-    Tensor deep;
-    const std::function<void()> bottom = [&] { deep = h.sin(); };  // the last save of the region
-    const Tensor start = at::ones({1}).requires_grad_();
-    grad_of(Nest::apply(start, depth, &bottom), {start});
-    return deep;
-  });
-  const Tensors plain = grad_of(x.exp().sin(), {x});
-  Counted done;
-  const Tensor y = remat::checkpoint({.early_stop = early_stop}, f, x);
-  CHECK(done.now().tensors_dropped == 2);
-  for (int i = 1; i <= 2; ++i) {
-    require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
-    CHECK(calls.count() == 1 + i);
-  }
-}
-
-TEST_CASE("a region is recomputed on whatever thread a deeply nested backward runs",
-          "[rule-6][NEW-01]") {
-  const int64_t depth = GENERATE(as<int64_t>{}, 0, 80, 131);
-  CAPTURE(depth);
-  const Tensor x = leaf({3});
-  Calls calls;
-  const Tensor y = remat::checkpoint(
-      counted(calls, [](const Tensor& t) { return at::dropout(t.sin().exp(), 0.5, true) * t; }), x);
-  const Tensors at_top = grad_of(y, {x}, {.retain_graph = true});
-  const Tensor before = generator_state();
-  Tensors deep;
-  const std::function<void()> bottom = [&] {
-    deep = grad_of(y, {x}, {.retain_graph = true});
-    if (remat::current_phase().phase != remat::Phase::None) deep.clear();
-  };
-  const Tensor start = at::ones({1}).requires_grad_();
-  grad_of(Nest::apply(start, depth, &bottom), {start});
-  require_bit_equal(deep, at_top);
-  CHECK(calls.count() == 3);
-  CHECK(at::equal(generator_state(), before));
 }
 
 TEST_CASE("a backward inside a region over a graph that a nested region built", "[rule-6]") {

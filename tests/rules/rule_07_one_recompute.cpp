@@ -324,9 +324,8 @@ TEST_CASE("ten threads run forward and backward of regions on their own leaves",
   for (int i = 0; i < threads; ++i) leaves.push_back(leaf({6, 6}));
   auto f = [](const Tensor& t) { return t.mm(t).sin().exp(); };
   Counted done;
-  in_threads(threads, [&](int i) {
-    remat::checkpoint(f, leaves[static_cast<size_t>(i)]).sum().backward();
-  });
+  in_threads(threads,
+             [&](int i) { remat::checkpoint(f, leaves[static_cast<size_t>(i)]).sum().backward(); });
   for (const Tensor& each : leaves) {
     require_bit_equal({each.grad()}, {torch::autograd::grad({f(each).sum()}, {each})[0]});
   }
@@ -352,7 +351,8 @@ TEST_CASE("an error in one thread's recompute leaves the other threads' alone",
   const Tensor y = remat::checkpoint(
       [&](const Tensor& t) {
         const Tensor h = t.sin();
-        if (remat::is_recomputing() && recomputes++ % 3 == 1) throw std::runtime_error("now and then");
+        if (remat::is_recomputing() && recomputes++ % 3 == 1)
+          throw std::runtime_error("now and then");
         return h.exp();
       },
       x);

@@ -111,8 +111,8 @@ TEST_CASE("a read works with grad mode off, inside another region and inside its
     const Tensor y = remat::checkpoint(f, x);
     Counted done;
     const Tensor other = leaf({3});
-    const Tensor z = remat::checkpoint(
-        [&](const Tensor& t) { return t * operand_of_exp_and_sin(y); }, other);
+    const Tensor z =
+        remat::checkpoint([&](const Tensor& t) { return t * operand_of_exp_and_sin(y); }, other);
     CHECK(done.now().tensors_dropped == 1);
     require_bit_equal(grad_of(z, {other}), {expected.exp()});
   }
@@ -134,7 +134,8 @@ TEST_CASE("a read works with grad mode off, inside another region and inside its
   }
 }
 
-TEST_CASE("a read that a mismatch spoils throws at once, and the next one works", "[rule-8][rule-12]") {
+TEST_CASE("a read that a mismatch spoils throws at once, and the next one works",
+          "[rule-8][rule-12]") {
   const Tensor x = leaf({1});
   Calls calls;
   auto f = [&](const Tensor& t) {
@@ -142,8 +143,8 @@ TEST_CASE("a read that a mismatch spoils throws at once, and the next one works"
     return calls.count() == 2 ? t.sin() * at::ones({2}) : t.sin().sin();
   };
   const Tensor y = remat::checkpoint(f, x);
-  const auto error = error_of<remat::CheckpointError>(
-      [&] { read_saved(y, &nodes::SinBackward0::self_); });
+  const auto error =
+      error_of<remat::CheckpointError>([&] { read_saved(y, &nodes::SinBackward0::self_); });
   CHECK(error.kind() == remat::CheckpointError::Kind::MetadataMismatch);
   CHECK(remat::counters().recomputed_bytes_alive == 0);
   require_bit_equal({read_saved(y, &nodes::SinBackward0::self_).detach()}, {x.detach().sin()});
@@ -163,14 +164,13 @@ TEST_CASE("a read in a tensor hook belongs to the backward that runs", "[rule-8]
   const Tensor x = leaf({3});
   Calls calls;
   Tensor read;
-  const Tensor y = remat::checkpoint(
-      counted(calls, [](const Tensor& t) { return t.sin().exp().sin(); }), x);
+  const Tensor y =
+      remat::checkpoint(counted(calls, [](const Tensor& t) { return t.sin().exp().sin(); }), x);
   y.register_hook([&](const Tensor&) {
     auto node = dynamic_cast<nodes::SinBackward0*>(y.grad_fn().get());
     read = node->self_.unpack().detach();
   });
-  require_bit_equal(grad_of(y, {x}, {.retain_graph = true}),
-                    grad_of(x.sin().exp().sin(), {x}));
+  require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), grad_of(x.sin().exp().sin(), {x}));
   require_bit_equal({read}, {x.detach().sin().exp()});
   CHECK(calls.count() <= 3);  // the node itself reads the same tensor a second time
   CHECK(remat::counters().recomputed_bytes_alive == 0);
@@ -185,8 +185,8 @@ TEST_CASE("the second output of a node keeps its number through a recompute", "[
   CHECK(factor.requires_grad());
   require_bit_equal(grad_of(y, {x}), grad_of(f(x), {x}));
 
-  const Tensor z = remat::checkpoint(
-      [](const Tensor& t) { return at::unbind(t.exp(), 0)[1].sin(); }, x);
+  const Tensor z =
+      remat::checkpoint([](const Tensor& t) { return at::unbind(t.exp(), 0)[1].sin(); }, x);
   const Tensor operand = read_saved(z, &nodes::SinBackward0::self_);
   CHECK(operand.output_nr() == 1);
   CHECK(operand.grad_fn()->name() == "UnbindBackward0");

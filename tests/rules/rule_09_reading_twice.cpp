@@ -66,8 +66,8 @@ TEST_CASE("with strict_unpack a second read in one backward is an error", "[rule
   Calls calls;
   const Tensor out = remat::checkpoint({.name = "strict one", .strict_unpack = true},
                                        counted(calls, foo), x, y, z);
-  const auto error = error_of<remat::CheckpointError>(
-      [&] { grad_of(out, {x, y, z}, {.retain_graph = true}); });
+  const auto error =
+      error_of<remat::CheckpointError>([&] { grad_of(out, {x, y, z}, {.retain_graph = true}); });
   CHECK(error.kind() == remat::CheckpointError::Kind::DoubleUnpack);
   CHECK(error.region() == "strict one");
   CHECK_THAT(error.what(),
@@ -103,11 +103,12 @@ TEST_CASE("reads of random values in one backward are the same values", "[rule-9
     const Tensor noise = at::rand({50});
     return Repeats::apply(at::dropout(a, 0.5, true), b * noise, d + noise);
   };
-  require_same_grads(f,
-                     [&](const Tensor& a, const Tensor& b, const Tensor& d) {
-                       return remat::checkpoint(f, a, b, d);
-                     },
-                     x, y, z);
+  require_same_grads(
+      f,
+      [&](const Tensor& a, const Tensor& b, const Tensor& d) {
+        return remat::checkpoint(f, a, b, d);
+      },
+      x, y, z);
 }
 
 TEST_CASE("a second read of a nested region's tensor recomputes its parents as often as needed",
@@ -118,11 +119,10 @@ TEST_CASE("a second read of a nested region's tensor recomputes its parents as o
   auto inner = [](const Tensor& a, const Tensor& b, const Tensor& d) {
     return remat::checkpoint(foo, a, b, d);
   };
-  const Tensor out = remat::checkpoint(
-      [&](const Tensor& a, const Tensor& b, const Tensor& d) {
-        return remat::checkpoint(inner, a, b, d).sin();
-      },
-      x, y, z);
+  const Tensor out =
+      remat::checkpoint([&](const Tensor& a, const Tensor& b,
+                            const Tensor& d) { return remat::checkpoint(inner, a, b, d).sin(); },
+                        x, y, z);
   for (int i = 0; i < 2; ++i) {
     require_bit_equal(grad_of(out, {x, y, z}, {.retain_graph = true}), plain);
     CHECK(remat::counters().recomputed_bytes_alive == 0);

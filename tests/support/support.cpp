@@ -189,6 +189,11 @@ int64_t WeakGraph::alive() const {
   return static_cast<int64_t>(nodes_.size());
 }
 
+void drop_ready_nodes() {
+  const Tensor one = at::ones({1}).requires_grad_();
+  grad_of(one * 2, {one});
+}
+
 // ---- random numbers --------------------------------------------------------------------------
 
 Tensor generator_state() {

@@ -353,6 +353,10 @@ std::string text_of(const E& error) {
   }
 }
 
+/// After an error in backward LibTorch's queue still holds the nodes that were ready, and with them
+/// their graph; a backward on the same thread drops them.
+void drop_ready_nodes();
+
 // ---- random numbers --------------------------------------------------------------------------
 
 /// Seeds the CPU generator, shows the seed beside a failure, and puts the generator back at its

@@ -1,0 +1,296 @@
+// Rule 10: a parameter, buffer or captured tensor that changed between the passes raises; nothing else.
+
+#include "tests/support/support.h"
+
+namespace {
+
+using Kind = remat::CheckpointError::Kind;
+using remat::CheckpointError;
+using remat::DeterminismCheck;
+
+CheckpointError mismatch_of(const Tensor& y, const Tensor& x) {
+  auto error = error_of<CheckpointError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
+  drop_ready_nodes();
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+  return error;
+}
+
+/// True gradient, or LibTorch's error about in-place changes; anything else fails.
+template <class F>
+void require_error_or_gradient(F&& gradient, const Tensors& expected) {
+  Tensors grads;
+  try {
+    grads = gradient();
+  } catch (const c10::Error& e) {
+    CHECK_THAT(text_of(e), contains("modified by an inplace operation"));
+    return;
+  }
+  require_bit_equal(grads, expected);
+}
+
+// ---- captures -----------------------------------------------------------------------------------
+
+/// A captured tensor, what is done with it between the passes, and how the region uses it.
+struct Capture {
+  const char* what;
+  std::function<Tensor()> make;
+  std::function<void(Tensor&)> change;
+};
+
+TEST_CASE("a captured parameter or buffer that changed between the passes raises",
+          "[rule-10][GUA-01][GUA-02]") {
+  auto parameter = [] { return leaf({3, 3}); };
+  auto buffer = [] { return at::randn({3, 3}); };
+  auto view_of_buffer = [] { return at::randn({6, 3}).narrow(0, 2, 3); };
+  auto in_place = [](Tensor& t) {
+    at::NoGradGuard no_grad;
+    t.add_(1);
+  };
+  auto adam = [](Tensor& t) {
+    at::NoGradGuard no_grad;
+    t.addcdiv_(at::ones({3, 3}), at::full({3, 3}, 2.0), -0.1);
+  };
+  auto through_a_view = [](Tensor& t) {
+    at::NoGradGuard no_grad;
+    t.view(-1).narrow(0, 0, 1).zero_();
+  };
+  auto through_a_row = [](Tensor& t) {
+    at::NoGradGuard no_grad;
+    t.select(0, 1).copy_(at::ones({3}));
+  };
+  auto set_data = [](Tensor& t) { t.set_data(at::randn({3, 3})); };
+  auto set = [](Tensor& t) {
+    at::NoGradGuard no_grad;
+    t.set_(at::randn({3, 3}));
+  };
+  auto assign = [](Tensor& t) { t = at::randn({3, 3}); };
+  const std::vector<Capture> captures{
+      {"parameter, in place", parameter, in_place},
+      {"parameter, by Adam", parameter, adam},
+      {"parameter, through a view", parameter, through_a_view},
+      {"parameter, through a row", parameter, through_a_row},
+      {"parameter, set_data", parameter, set_data},
+      {"parameter, set_", parameter, set},
+      {"buffer, in place", buffer, in_place},
+      {"buffer, through a view", buffer, through_a_view},
+      {"buffer, set_data", buffer, set_data},
+      {"buffer, set_", buffer, set},
+      {"buffer, variable assigned", buffer, assign},
+      {"view of a buffer, in place", view_of_buffer, in_place},
+      {"view of a buffer, through a row", view_of_buffer, through_a_row},
+  };
+  using Use = std::function<Tensor(const Tensor& t, const Tensor& w)>;
+  const std::vector<std::pair<const char*, Use>> uses{
+      {"as it is", [](const Tensor& t, const Tensor& w) { return t.mm(w).sin(); }},
+      {"transposed", [](const Tensor& t, const Tensor& w) { return t.mm(w.t()).sin(); }},
+      {"a row of it", [](const Tensor& t, const Tensor& w) { return (t * w[1]).sin(); }},
+      {"reshaped",
+       [](const Tensor& t, const Tensor& w) { return (t.reshape(-1) * w.view(-1)).sin(); }},
+      {"in a nested region",
+       [](const Tensor& t, const Tensor& w) {
+         return remat::checkpoint(
+             {.name = "layer 7"}, [&](const Tensor& u) { return u.mm(w).sin(); }, t * 2);
+       }},
+  };
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  for (const Capture& capture : captures) {
+    for (const auto& [how, use] : uses) {
+      CAPTURE(capture.what, how);
+      const Tensor x = leaf({3, 3});
+      Tensor w = capture.make();
+      const Tensor used_before = w;
+      Calls calls;
+      auto region = [&](remat::CaptureCheck check) {
+        return remat::checkpoint(
+            {.name = "layer 7", .early_stop = early_stop, .capture_check = check},
+            counted(calls, [&](const Tensor& t) { return use(t, w); }), x);
+      };
+      {
+        // An unchanged capture raises nothing.
+        const Tensor fine = region(remat::CaptureCheck::Raise);
+        require_bit_equal(grad_of(fine, {x}), grad_of(use(x, w), {x}));
+      }
+      calls.reset();
+      const Tensor y = region(remat::CaptureCheck::Raise);
+      capture.change(w);
+      const CheckpointError error = mismatch_of(y, x);
+      CHECK(error.kind() == Kind::CaptureChanged);
+      CHECK(error.region() == "layer 7");
+      CHECK_THAT(text_of(error), contains("layer 7"));
+      CHECK_THAT(text_of(error), contains("Float["));
+      CHECK_FALSE(error.mismatches().empty());
+      CHECK(calls.count() == 2);
+    }
+  }
+}
+
+TEST_CASE("with the capture check off a recompute uses the new value", "[rule-10][GUA-01]") {
+  const Tensor x = leaf({3});
+  Tensor w = leaf({3});
+  Calls calls;
+  const Tensor y =
+      remat::checkpoint({.capture_check = remat::CaptureCheck::Ignore},
+                        counted(calls, [&](const Tensor& t) { return (t * w).sin() * w; }), x);
+  {
+    at::NoGradGuard no_grad;
+    w.add_(1);
+  }
+  require_bit_equal(grad_of(y, {x}), grad_of((x * w).sin() * w, {x}));
+  CHECK(calls.count() == 2);
+}
+
+TEST_CASE("an update that leaves the version alone is seen by its values only",
+          "[rule-10][GUA-01]") {
+  const bool values = GENERATE(true, false);
+  const Tensor x = leaf({3});
+  const Tensor w = leaf({3});
+  const Tensor y = remat::checkpoint(
+      {.determinism_check = values ? DeterminismCheck::Values : DeterminismCheck::Metadata},
+      [&](const Tensor& t) { return (t * w).sin(); }, x);
+  w.data().add_(1);  // as C++ SGD does
+  if (values) {
+    CHECK(mismatch_of(y, x).kind() == Kind::ValueMismatch);
+  } else {
+    require_bit_equal(grad_of(y, {x}), grad_of((x * w).sin(), {x}));
+  }
+}
+
+TEST_CASE("a capture that the gradient does not need may change", "[rule-10]") {
+  // Plain autograd saves neither addend, so it raises nothing either.
+  const Tensor x = leaf({3});
+  Tensor w = leaf({3});
+  const Tensors plain = grad_of(x.sin(), {x});
+  const Tensor y = remat::checkpoint([&](const Tensor& t) { return t.sin() + w; }, x);
+  {
+    at::NoGradGuard no_grad;
+    w.add_(1);
+  }
+  require_bit_equal(grad_of(y, {x}), plain);
+}
+
+TEST_CASE("a capture changed and then changed again inside a later region still raises",
+          "[rule-10][GUA-02]") {
+  const Tensor x = leaf({3});
+  Tensor buffer = at::ones({3});
+  auto f = [&](const Tensor& t) { return t * buffer; };
+  const Tensor first = remat::checkpoint(f, x);
+  const Tensor second = remat::checkpoint(
+      [&](const Tensor& t) {
+        buffer.mul_(2);
+        return t * buffer;
+      },
+      x);
+  CHECK(mismatch_of(first, x).kind() == Kind::CaptureChanged);
+}
+
+// ---- no false alarms -------------------------------------------------------------------------------
+
+TEST_CASE("what a region made itself may be kept and changed outside", "[rule-10]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({3});
+  Tensors features;
+  Calls calls;
+  auto f = [](const Tensor& t, Tensors* keep) {
+    const Tensor h = t.sin();
+    const Tensor g = h.exp();
+    if (keep != nullptr) keep->insert(keep->end(), {h, g});
+    return g.tanh();
+  };
+  const Tensors plain = grad_of(f(x, nullptr), {x});
+  SECTION("kept in a list of features") {
+    const Tensor y =
+        remat::checkpoint({.early_stop = early_stop},
+                          counted(calls, [&](const Tensor& t) { return f(t, &features); }), x);
+    for (int i = 0; i < 2; ++i) require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+    CHECK(features.size() >= 4);
+    CHECK(calls.count() == 3);
+  }
+  SECTION("kept in forward only, and changed there before backward") {
+    const Tensor y = remat::checkpoint(
+        {.early_stop = early_stop},
+        counted(
+            calls,
+            [&](const Tensor& t) { return f(t, remat::is_recomputing() ? nullptr : &features); }),
+        x);
+    {
+      at::NoGradGuard no_grad;
+      for (Tensor& feature : features) feature.zero_();
+    }
+    require_error_or_gradient([&] { return grad_of(y, {x}); }, plain);
+  }
+  features.clear();
+}
+
+TEST_CASE("a tensor without grad that a parent makes may be shared with its nested regions",
+          "[rule-10]") {
+  const bool as_input = GENERATE(true, false);
+  CAPTURE(as_input);
+  const Tensor x = leaf({4}), w = leaf({4});
+  auto f = [&](const Tensor& t, bool nest) {
+    const Tensor mask = at::arange(4, at::kFloat) * 0.5;
+    auto first = [mask, &w](const Tensor& u) { return (u * w * mask).sin(); };
+    auto second = [](const Tensor& u, const Tensor& m) { return (u * m).sin(); };
+    if (!nest) return second(first(t), mask);
+    const Tensor h = remat::checkpoint(first, t);
+    return as_input ? remat::checkpoint(second, h, mask) : second(h, mask);
+  };
+  const Tensors plain = grad_of(f(x, false), {x, w});
+  const Tensor y = remat::checkpoint([&](const Tensor& t) { return f(t, true); }, x);
+  for (int i = 0; i < 2; ++i) {
+    require_bit_equal(grad_of(y, {x, w}, {.retain_graph = true}), plain);
+  }
+}
+
+TEST_CASE("a result changed in place after the region gives the region's gradient", "[rule-10]") {
+  const Tensor x = leaf({3});
+  const Tensors plain = grad_of(x.sin().exp() * 2, {x});
+  Tensor y = remat::checkpoint([](const Tensor& t) { return t.sin().exp(); }, x);
+  y.mul_(2);
+  require_bit_equal(grad_of(y, {x}), plain);
+}
+
+TEST_CASE("buffers that the function itself updates raise no alarm", "[rule-10][BN-04]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor w = leaf({4}), bias = leaf({4});
+  Tensor mean = at::zeros({4}), variance = at::ones({4});
+  const Parameters parameters{{w, bias}};
+  auto f = [&](const Tensor& t) {
+    return at::batch_norm(t * 2, w, bias, mean, variance, true, 0.1, 1e-5, false);
+  };
+  auto two_steps = [&](bool drop) {
+    return [&, drop](const Tensor& t) {
+      mean.zero_();
+      variance.fill_(1);
+      const Tensor first = drop ? remat::checkpoint({.early_stop = early_stop}, f, t) : f(t);
+      const Tensor second =
+          drop ? remat::checkpoint({.early_stop = early_stop}, f, first) : f(first);
+      return std::pair(first, second);
+    };
+  };
+  require_same_grads(parameters, two_steps(false), two_steps(true), leaf({8, 4, 3}));
+}
+
+TEST_CASE("tensors that die with the region never stand in for others", "[rule-10]") {
+  // Freed storages and objects come back at the same address: only their identity may count.
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  auto f = [](const Tensor& t) {
+    Tensor h = t;
+    for (int i = 0; i < 6; ++i) {
+      const Tensor mask = (at::arange(t.numel()) % (i + 2) == 0).to(at::kFloat).view(t.sizes());
+      h = at::where(mask > 0, h * mask, h.sin() * at::full_like(h, 0.5 + i));
+      h = at::rrelu(h, 0.1, 0.9, true);
+    }
+    return h;
+  };
+  for (int repeat = 0; repeat < 30; ++repeat) {
+    require_same_grads(
+        f, [&](const Tensor& t) { return remat::checkpoint({.early_stop = early_stop}, f, t); },
+        leaf({7 + repeat % 3, 11}));
+  }
+}
+
+}  // namespace

@@ -1,0 +1,338 @@
+// Rule 11: a recompute draws what forward drew, and leaves the generator where it was.
+
+#include <future>
+#include <thread>
+
+#include "tests/support/support.h"
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+Tensor dropout(const Tensor& t, double p = 0.5) { return at::dropout(t, p, /*train=*/true); }
+
+TEST_CASE("a region draws the same dropout in its recompute", "[rule-11][RNG-01][RNG-07]") {
+  auto first = [](const Tensor& t) { return dropout(t); };
+  auto second = [](const Tensor& t) { return dropout(t.sin()); };
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    Calls calls;
+    require_same_grads(
+        [&](const Tensor& t) { return second(first(t)); },
+        [&](const Tensor& t) { return remat::checkpoint(counted(calls, second), first(t)); },
+        leaf({20000}));
+    CHECK(calls.count() == 2);
+  }
+  require_same_grads([&](const Tensor& t) { return dropout(t).norm(); },
+                     [&](const Tensor& t) { return remat::checkpoint(first, t).norm(); },
+                     leaf({3, 3}));
+}
+
+TEST_CASE("random factors and products equal plain", "[rule-11][RNG-04][RNG-09]") {
+  const Tensor parameter = leaf({100, 100});
+  const Parameters parameters{{parameter}};
+  auto noise = [&](const Tensor& t) { return t.mm(parameter.mm(at::randn({100, 100}))); };
+  require_same_grads(
+      parameters, noise, [&](const Tensor& t) { return remat::checkpoint(noise, t); },
+      at::randn({20, 100}));
+
+  const Tensor x = leaf({10}), y = leaf({10});
+  auto f = [](const Tensor& a, const Tensor& b) { return at::sigmoid(at::rand_like(a) * b) * a; };
+  require_same_grads([&](const Tensor& a, const Tensor& b) { return f(f(a, b).sin(), b); },
+                     [&](const Tensor& a, const Tensor& b) {
+                       return remat::checkpoint(f, remat::checkpoint(f, a, b).sin(), b);
+                     },
+                     x, y);
+}
+
+TEST_CASE("without preserve_rng_state a region draws anew and moves the generator",
+          "[rule-11][RNG-03]") {
+  const Seed seed(11);
+  const Tensor x = leaf({2});
+  Calls calls;
+  const Tensor y = remat::checkpoint({.preserve_rng_state = false},
+                                     counted(calls, [](const Tensor& t) { return dropout(t); }), x);
+  const Tensor before = generator_state();
+  grad_of(y, {x});
+  CHECK(calls.count() == 2);
+  CHECK_FALSE(at::equal(generator_state(), before));
+}
+
+TEST_CASE("every way of drawing is drawn again, in nested regions too", "[rule-11]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const remat::EarlyStopGuard guard(early_stop);
+  auto draws = [](const Tensor& t) {
+    return t.sin() * at::rand({4}) + dropout(t) * at::randn({}) +
+           t.exp() * at::randperm(4).to(at::kFloat) +
+           t.cos() * at::bernoulli(t.sigmoid().detach()) +
+           at::rrelu(t, 0.1, 0.9, true) * at::randint(5, {4}).to(at::kFloat) +
+           t * at::normal(0.0, 1.0, {4}) + t.tanh() * at::empty({4}).exponential_();
+  };
+  require_same_grads(
+      [&](const Tensor& t) {
+        const Tensor inner = draws(draws(t));
+        const Tensor factor = at::rand({4});
+        return draws(inner * factor);
+      },
+      [&](const Tensor& t) {
+        return remat::checkpoint(
+            [&](const Tensor& a) {
+              const Tensor inner = remat::checkpoint(
+                  [&](const Tensor& b) { return draws(remat::checkpoint(draws, b)); }, a);
+              const Tensor factor = at::rand({4});
+              return draws(inner * factor);
+            },
+            t);
+      },
+      leaf({4}));
+}
+
+TEST_CASE("one draw between the pieces of a Gaussian pair is drawn again", "[rule-11]") {
+  // A generator keeps the second of two normal numbers for the next draw: part of its state.
+  auto odd = [](const Tensor& t) { return t.sin() * at::randn({1}) * at::randn({3}).sum(); };
+  auto program = [&](bool drop) {
+    return [&, drop](const Tensor& t) {
+      Tensor h = t * at::randn({1});
+      for (int i = 0; i < 3; ++i) h = drop ? remat::checkpoint(odd, h) : odd(h);
+      return h * at::randn({1});
+    };
+  };
+  require_same_grads(program(false), program(true), leaf({5}));
+}
+
+TEST_CASE("a region that seeds the generator itself leaves it where plain execution does",
+          "[rule-11]") {
+  auto f = [](const Tensor& t) {
+    const Tensor first = t.sin() * at::rand({4});
+    at::manual_seed(99);
+    return first.exp() * at::rand({4});
+  };
+  require_same_grads(f, [&](const Tensor& t) { return remat::checkpoint(f, t); }, leaf({4}));
+}
+
+TEST_CASE("draws in forward, between regions and in backward keep their order", "[rule-11]") {
+  struct DrawsInBackward : torch::autograd::Function<DrawsInBackward> {
+    static Tensor forward(AutogradContext*, const Tensor& x) { return x * 1; }
+    static variable_list backward(AutogradContext*, variable_list grads) {
+      return {grads[0] * at::rand_like(grads[0])};
+    }
+  };
+  auto block = [](const Tensor& t) { return dropout(DrawsInBackward::apply(dropout(t)).sin()); };
+  auto program = [&](bool drop) {
+    return [&, drop](const Tensor& t) {
+      Tensor h = t;
+      for (int i = 0; i < 4; ++i) {
+        h = (drop ? remat::checkpoint(block, h) : block(h)) * at::rand({50});
+        h = DrawsInBackward::apply(h);
+      }
+      return h;
+    };
+  };
+  require_same_grads(program(false), program(true), leaf({50}));
+}
+
+TEST_CASE("the generator is where it was after a recompute that stops, throws or is read by hand",
+          "[rule-11][rule-12]") {
+  struct Refused : std::runtime_error {
+    using std::runtime_error::runtime_error;
+  };
+  const Seed seed(12);
+  const Tensor x = leaf({50000});
+  bool throws = false;
+  auto f = [&](const Tensor& t) {
+    const Tensor h = dropout(t.sin());
+    if (throws && remat::is_recomputing()) throw Refused("in the recompute");
+    return dropout(h.exp()) * at::rand({50000});
+  };
+  const Tensor y = remat::checkpoint(f, x);
+  const Tensor before = generator_state();
+  const Tensors grads = grad_of(y, {x}, {.retain_graph = true});
+  CHECK(at::equal(generator_state(), before));
+  throws = true;
+  CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), Refused);
+  CHECK(at::equal(generator_state(), before));
+  throws = false;
+  at::rand({13});  // the generator moves on in between
+  const Tensor moved = generator_state();
+  require_bit_equal(grad_of(y, {x}), grads);
+  CHECK(at::equal(generator_state(), moved));
+}
+
+TEST_CASE("a region that draws nothing copies and allocates no generator state",
+          "[rule-11][GUA-16]") {
+  const Tensor x = leaf({1});
+  LiveBytes bytes;
+  const Tensor before = generator_state();
+  const int64_t one_state = bytes.held();
+  REQUIRE(one_state > 1000);
+  bytes.reset_peak();
+  Tensors outputs;
+  for (int i = 0; i < 100; ++i) {
+    outputs.push_back(remat::checkpoint([](const Tensor& t) { return t.sin(); }, x));
+  }
+  CHECK(bytes.peak() - one_state == 100 * 4);
+  for (const Tensor& y : outputs) grad_of(y, {x});
+  CHECK(bytes.peak() - one_state < 1000);
+  CHECK(at::equal(generator_state(), before));
+}
+
+TEST_CASE("draws of another thread during a recompute are noticed or undone, never used",
+          "[rule-11][GUA-26]") {
+  // Ones in, so the gradient of two dropouts must be the output itself.
+  const int disturbed = GENERATE(1, 1000000);
+  CAPTURE(disturbed);
+  const Tensor x = at::ones({400}).requires_grad_();
+  int times = 0;
+  const Tensor y = remat::checkpoint(
+      [&](const Tensor& t) {
+        const Tensor h = dropout(t, 0.3);
+        if (remat::is_recomputing() && times++ < disturbed) {
+          std::thread([] { at::rand({37}); }).join();
+        }
+        return dropout(h, 0.3);
+      },
+      x);
+  Tensors grads;
+  try {
+    grads = grad_of(y, {x});
+  } catch (const remat::CheckpointError& e) {
+    CHECK(e.kind() == remat::CheckpointError::Kind::RecomputeFailed);
+  }
+  if (!grads.empty()) require_bit_equal(grads, {y.detach()});
+  CHECK(times >= 1);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+}
+
+TEST_CASE("another thread's draws are neither lost nor repeated by a recompute",
+          "[rule-11][GUA-26]") {
+  const Seed seed(13);
+  const Tensor x = at::ones({100}).requires_grad_();
+  const Tensor y = remat::checkpoint([](const Tensor& t) { return dropout(t); }, x);
+  const Tensor before = generator_state();
+  grad_of(y, {x});
+  Tensor drawn;
+  std::thread([&] { drawn = at::rand({5}); }).join();
+  set_generator_state(before);
+  CHECK(at::equal(at::rand({5}), drawn));
+}
+
+/// A recompute in another thread that has begun and waits to be let go.
+class RecomputeThatWaits {
+ public:
+  explicit RecomputeThatWaits(bool draws)
+      : y_(remat::checkpoint(
+            [this, draws](const Tensor& t) {
+              const Tensor h = draws ? dropout(t) : t.sin();
+              if (remat::is_recomputing() && !has_begun_.exchange(true)) {
+                begun_.set_value();
+                let_go_.get_future().wait();
+              }
+              return h.exp();
+            },
+            x_)),
+        thread_([this] {
+          try {
+            grad_of(y_, {x_});
+          } catch (const remat::CheckpointError&) {
+            // the draws of this thread may have disturbed it
+          }
+        }) {
+    begun_.get_future().wait();
+  }
+  void finish() {
+    let_go_.set_value();
+    thread_.join();
+  }
+
+ private:
+  const Tensor x_ = leaf({8});
+  std::promise<void> begun_, let_go_;
+  std::atomic<bool> has_begun_{false};
+  Tensor y_;
+  std::thread thread_;
+};
+
+TEST_CASE("a recompute that ends while another region draws does not make its numbers unknown",
+          "[rule-11][GUA-26]") {
+  const bool draws = GENERATE(true, false);
+  CAPTURE(draws);
+  const Tensor x = at::ones({400}).requires_grad_();
+  RecomputeThatWaits other(draws);
+  Tensor y;
+  y = remat::checkpoint(
+      [&](const Tensor& t) {
+        const Tensor h = dropout(t, 0.3);
+        if (!remat::is_recomputing()) other.finish();
+        return h * 1;
+      },
+      x);
+  Tensors grads;
+  try {
+    grads = grad_of(y, {x});
+  } catch (const remat::CheckpointError& e) {
+    CHECK(e.kind() == remat::CheckpointError::Kind::RecomputeFailed);
+  }
+  if (!grads.empty()) require_bit_equal(grads, {y.detach()});
+}
+
+TEST_CASE("the recompute of a region that draws nothing leaves other threads' draws alone",
+          "[rule-11][GUA-26]") {
+  const Seed seed(14);
+  RecomputeThatWaits other(/*draws=*/false);
+  const Tensor first = at::rand({8});
+  other.finish();
+  const Tensor second = at::rand({8});
+  CHECK_FALSE(at::equal(first, second));
+}
+
+TEST_CASE("a region that draws nothing is not disturbed by another thread's draws",
+          "[rule-11][GUA-26]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({100});
+  Counted done;
+  const Tensor y = remat::checkpoint(
+      {.early_stop = early_stop},
+      [](const Tensor& t) {
+        const Tensor h = t.sin();
+        std::thread([] { at::rand({37}); }).join();
+        return h.exp();
+      },
+      x);
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp(), {x}));
+  CHECK(done.now().recomputes == 1);
+}
+
+TEST_CASE("threads that train with dropout beside a thread that draws get their own masks",
+          "[rule-11][GUA-26]") {
+  std::atomic<bool> stop{false};
+  std::atomic<int> right{0}, refused{0}, wrong{0};
+  std::thread beside([&] {
+    while (!stop) at::rand({11});
+  });
+  std::vector<std::thread> trainers;
+  for (int i = 0; i < 2; ++i) {
+    trainers.emplace_back([&] {
+      for (int step = 0; step < 200; ++step) {
+        const Tensor x = at::ones({64}).requires_grad_();
+        const Tensor y = remat::checkpoint(
+            [](const Tensor& t) { return dropout(dropout(dropout(t, 0.2), 0.2), 0.2); }, x);
+        try {
+          const Tensor g = grad_of(y, {x})[0];
+          ++(at::equal(g, y) ? right : wrong);
+        } catch (const remat::CheckpointError&) {
+          ++refused;
+        }
+      }
+    });
+  }
+  for (std::thread& trainer : trainers) trainer.join();
+  stop = true;
+  beside.join();
+  CHECK(wrong == 0);
+  CHECK(right + refused == 400);
+  CHECK(right > 0);
+}
+
+}  // namespace
