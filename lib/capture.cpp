@@ -113,6 +113,10 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
     const auto root = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
         leaf);
     const at::Tensor leaf_tensor(root);
+    if (leaf_tensor.scalar_type() != saved.scalar_type()) {
+      result.cast = weak_storage_of(saved);
+      result.cast_version = result.version;
+    }
     result.version = static_cast<uint32_t>(leaf_tensor._version());
     result.storage = weak_storage_of(leaf_tensor);
     result.leaf = WeakTensor(root);
@@ -133,9 +137,17 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
   return result;
 }
 
+bool is_replaced(const Provenance& then, const at::Tensor& now) {
+  return then.origin == Origin::Outside &&
+         storage_of(now) != then.storage._unsafe_get_target();
+}
+
 bool is_changed(const Provenance& then, const at::Tensor& now) {
   switch (then.origin) {
     case Origin::Leaf: {
+      if (const auto* cast = then.cast._unsafe_get_target();
+          cast != nullptr && storage_of(now) == cast)
+        return static_cast<uint32_t>(now._version()) != then.cast_version;
       c10::TensorImpl* const leaf = leaf_behind(now);
       if (leaf == nullptr || leaf != then.leaf._unsafe_get_target()) return false;
       const at::Tensor tensor(

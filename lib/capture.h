@@ -35,7 +35,9 @@ enum class Origin : uint8_t { Inside, Outside, Leaf, Input, NoStorage };
 struct Provenance {
   WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
   WeakTensor leaf{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-  uint32_t version = 0;
+  /// Of a cast: its own storage. Saved again, the cast counts; otherwise the leaf does.
+  WeakStorage cast{c10::intrusive_ptr<c10::StorageImpl>()};
+  uint32_t version = 0, cast_version = 0;
   Origin origin = Origin::NoStorage;
 };
 
@@ -72,6 +74,9 @@ bool is_made_by_function(const at::Tensor& tensor);
 /// A first guess, made when the tensor is saved. `inputs`: storages of the region's inputs.
 Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
                          const StorageSet& inputs);
+
+/// Of a changed capture: it is another tensor, not the same one changed in place.
+bool is_replaced(const Provenance& then, const at::Tensor& now);
 
 /// Whether the tensor that a recompute saves in the place of `then` is a changed capture.
 bool is_changed(const Provenance& then, const at::Tensor& now);

@@ -15,6 +15,9 @@ class OpLog;
 /// What one recompute found to differ, in the order of the slots.
 struct Differences {
   std::vector<CheckpointError::Mismatch> captures, metadata, contents;
+  /// Positions in `captures` of tensors that came back in other storage. Whether the recompute made
+  /// that itself is known when it has unwound.
+  std::vector<int64_t> replaced;
   bool any() const { return !captures.empty() || !metadata.empty() || !contents.empty(); }
 };
 

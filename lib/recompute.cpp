@@ -48,7 +48,8 @@ class Filler final : public SlotFiller {
   bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
-  Differences take_differences() { return std::move(differences_); }
+  /// After the function has unwound.
+  Differences take_differences();
   OpLog* log() { return log_ ? &*log_ : nullptr; }
 
  private:
@@ -124,7 +125,7 @@ bool Filler::wants_stop() const {
 }
 
 // Note [Where a stop may be thrown]
-// Not on another thread, nor inside a backward that the function runs: the signal would cross the
+// Not through a noexcept function. Not on another thread, nor inside a backward that the function runs: the signal would cross the
 // engine's worker loop. Not while a C++ Function may be saving its own output, before or after the
 // tensor at hand: the list it saves from is cleared on the normal path only, and the output would
 // leak. Whether it does is known from forward (`saves_own_output`), or seen here. The next save is
@@ -184,13 +185,26 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
                                          slot.provenance.storage._unsafe_get_target()
                                      ? ""
                                      : ", other storage")));
-    return;
+    if (is_replaced(slot.provenance, judged)) differences_.replaced.push_back(position);
   }
   if (frame_.extras() != nullptr && frame_.extras()->fingerprint) return;  // compared instead
   if (frame_.options().determinism_check == DeterminismCheck::None) return;
   if (!slot.description.describes(saved))
     differences_.metadata.push_back(
         mismatch(slot.description.text(), Description(saved, slot.description.has_strides()).text()));
+}
+
+// Note [Made again]
+// A tensor without grad that the region made can outlive the forward: a region inside captured it,
+// or another thread still held it. It looks captured, and the recompute makes another one. Now that
+// the recompute has unwound, nobody but the run owns what it made; what an outside variable holds
+// has more owners.
+Differences Filler::take_differences() {
+  for (const int64_t position : differences_.replaced)
+    if (run_.owns_alone(position))
+      std::erase_if(differences_.captures,
+                    [&](const CheckpointError::Mismatch& m) { return m.position == position; });
+  return std::move(differences_);
 }
 
 void Filler::compare_pending(uint64_t next_group, bool is_end) {
@@ -221,7 +235,8 @@ void Filler::stop_before_backward() {
 }
 
 bool Filler::is_on_own_ground() const {
-  return std::this_thread::get_id() == owner_ && seam::graph_task_id() == task_at_start_;
+  return std::this_thread::get_id() == owner_ && seam::graph_task_id() == task_at_start_ &&
+         frame_.body().can_be_stopped();
 }
 
 void Filler::start() {

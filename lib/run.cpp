@@ -1,5 +1,6 @@
 #include "lib/run.h"
 
+#include <map>
 #include <utility>
 
 #include "lib/counters.h"
@@ -25,6 +26,20 @@ Value Run::take(int64_t position) {
   Value value = std::exchange(values[index], Value());
   count(live_counters.recomputed_bytes_alive, -value.bytes);
   return value;
+}
+
+bool Run::owns_alone(int64_t position) const {
+  if (!has(position)) return false;
+  const at::Tensor& value = values[static_cast<std::size_t>(position)].tensor;
+  if (!value.has_storage()) return false;
+  std::map<c10::TensorImpl*, std::size_t> references;  // to each tensor of that storage, from here
+  for (const Value& each : values)
+    for (const at::Tensor* tensor : {&each.tensor, &each.alias})
+      if (tensor->defined() && tensor->has_storage() && tensor->is_alias_of(value))
+        ++references[tensor->unsafeGetTensorImpl()];
+  for (const auto& [impl, count] : references)
+    if (c10::raw::intrusive_ptr::use_count(impl) != count) return false;
+  return value.storage().use_count() == references.size();
 }
 
 void Run::drop(int64_t position) noexcept {

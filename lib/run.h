@@ -35,6 +35,8 @@ struct Run {
   bool has(int64_t position) const;
   Value take(int64_t position);
   void drop(int64_t position) noexcept;
+  /// Whether the storage of a value has no owner outside this run.
+  bool owns_alone(int64_t position) const;
   void clear() noexcept;
 
   const TaskKey task;

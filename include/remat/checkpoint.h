@@ -37,6 +37,8 @@ class REMAT_API RegionBody {
   virtual void visit_inputs(TensorVisitor visitor) = 0;
   /// Runs the function with `inputs`, which it takes, in the place of the tensors; drops the result.
   virtual void run_again(std::vector<at::Tensor>& inputs) = 0;
+  /// Whether an early stop may unwind the function; a noexcept one would end the process.
+  virtual bool can_be_stopped() const = 0;
 };
 
 /// Whether `checkpoint()` opens a frame here: grad mode is on and no DisableCheckpointGuard.
@@ -107,6 +109,8 @@ class Body final : public RegionBody {
     std::apply([this](A&... args) { static_cast<void>(call(function, std::move(args)...)); },
                fresh);
   }
+
+  bool can_be_stopped() const override { return !std::is_nothrow_invocable_v<F&, A...>; }
 
   F function;
 
