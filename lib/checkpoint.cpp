@@ -91,6 +91,14 @@ void refuse(const CheckpointOptions& options, const FrameOptions& in_force) {
 
 RegionBody::~RegionBody() = default;
 
+void refuse_shared_argument() {
+  throw_unsupported("an argument was passed whose copies share their tensors",
+                    "its type offers visit_tensors, but copying it copies a handle; the region takes "
+                    "the tensors out of its own copy, which would take them out of yours",
+                    "let the copy constructor copy the tensors' handles, or pass the tensors "
+                    "themselves");
+}
+
 bool opens_frame() {
   return c10::GradMode::is_enabled() && innermost(Ability::Disable) == nullptr;
 }

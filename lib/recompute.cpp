@@ -67,6 +67,7 @@ class Filler final : public SlotFiller {
   const int64_t num_slots_;
   const int64_t task_at_start_;
   const std::thread::id owner_ = std::this_thread::get_id();
+  const int uncaught_at_start_ = std::uncaught_exceptions();
   std::optional<OpLog> log_;
   Differences differences_;
   struct Pending {
@@ -125,7 +126,7 @@ bool Filler::wants_stop() const {
 }
 
 // Note [Where a stop may be thrown]
-// Not through a noexcept function. Not on another thread, nor inside a backward that the function runs: the signal would cross the
+// Not through a noexcept function, nor out of a destructor that saves while something unwinds. Not on another thread, nor inside a backward that the function runs: the signal would cross the
 // engine's worker loop. Not while a C++ Function may be saving its own output, before or after the
 // tensor at hand: the list it saves from is cleared on the normal path only, and the output would
 // leak. Whether it does is known from forward (`saves_own_output`), or seen here. The next save is
@@ -236,7 +237,7 @@ void Filler::stop_before_backward() {
 
 bool Filler::is_on_own_ground() const {
   return std::this_thread::get_id() == owner_ && seam::graph_task_id() == task_at_start_ &&
-         frame_.body().can_be_stopped();
+         frame_.body().can_be_stopped() && std::uncaught_exceptions() == uncaught_at_start_;
 }
 
 void Filler::start() {

@@ -41,6 +41,34 @@ class REMAT_API RegionBody {
   virtual bool can_be_stopped() const = 0;
 };
 
+/// Throws: the argument's copies share their tensors, which a region cannot keep.
+[[noreturn]] REMAT_API void refuse_shared_argument();
+
+template <class T>
+int64_t count_defined(T& value) {
+  int64_t defined = 0;
+  auto count = [&defined](at::Tensor& tensor) { defined += tensor.defined() ? 1 : 0; };
+  Tensors<T>::visit(value, count);
+  return defined;
+}
+
+/// Whether taking the tensors out of `kept`, a copy of `original`, takes them out of both: a user
+/// type with the semantics of a handle.
+template <class T>
+bool shares_tensors(T& kept, T& original) {
+  const int64_t before = count_defined(original);
+  std::vector<at::Tensor> taken;
+  auto take = [&taken](at::Tensor& tensor) {
+    taken.push_back(std::exchange(tensor, at::Tensor()));
+  };
+  Tensors<T>::visit(kept, take);
+  const bool is_shared = count_defined(original) != before;
+  std::size_t next = 0;
+  auto put_back = [&](at::Tensor& tensor) { tensor = std::move(taken[next++]); };
+  Tensors<T>::visit(kept, put_back);
+  return is_shared;
+}
+
 /// Whether `checkpoint()` opens a frame here: grad mode is on and no DisableCheckpointGuard.
 REMAT_API bool opens_frame();
 
@@ -100,6 +128,7 @@ class Body final : public RegionBody {
   explicit Body(Fn&& fn, const Args&... args)
       : function(std::forward<Fn>(fn)), kept_(args...) {
     Walk::own(kept_);
+    if constexpr (Walk::any && !Walk::ordered) check_ownership(args...);
   }
 
   void visit_inputs(TensorVisitor visitor) override { Walk::visit(kept_, visitor); }
@@ -115,6 +144,17 @@ class Body final : public RegionBody {
   F function;
 
  private:
+  template <class... Args>
+  void check_ownership(const Args&... args) {
+    const auto check = [](auto& kept, const auto& original) {
+      using T = std::decay_t<decltype(kept)>;
+      if constexpr (Tensors<T>::any && !Tensors<T>::ordered &&
+                    std::same_as<T, std::decay_t<decltype(original)>>)
+        if (shares_tensors(kept, const_cast<T&>(original))) refuse_shared_argument();
+    };
+    std::apply([&](A&... kept) { (check(kept, args), ...); }, kept_);
+  }
+
   // See Note [Filling the arguments].
   Arguments copy_with(std::vector<at::Tensor>& inputs) {
     std::size_t next = 0;
