@@ -110,8 +110,8 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
   c10::StorageImpl* const storage = storage_of(saved);
   if (c10::TensorImpl* leaf = leaf_behind(saved)) {
     result.origin = Origin::Leaf;
-    const auto root = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(
-        leaf);
+    const auto root =
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf);
     const at::Tensor leaf_tensor(root);
     if (leaf_tensor.scalar_type() != saved.scalar_type()) {
       result.cast = weak_storage_of(saved);
@@ -129,8 +129,8 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
   }
   const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(viewed(saved));
   const Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
-  const bool built_inside = node != nullptr && node->sequence_nr() >= start.sequence &&
-                            node->thread_id() == start.thread;
+  const bool built_inside =
+      node != nullptr && node->sequence_nr() >= start.sequence && node->thread_id() == start.thread;
   result.origin = built_inside ? Origin::Inside : Origin::Outside;
   // Never changed in place: the operator in the region made it, so it is no captured tensor.
   if (!(built_inside && result.version == 0)) result.storage = weak_storage_of(saved);
@@ -138,8 +138,7 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
 }
 
 bool is_replaced(const Provenance& then, const at::Tensor& now) {
-  return then.origin == Origin::Outside &&
-         storage_of(now) != then.storage._unsafe_get_target();
+  return then.origin == Origin::Outside && storage_of(now) != then.storage._unsafe_get_target();
 }
 
 bool is_changed(const Provenance& then, const at::Tensor& now) {

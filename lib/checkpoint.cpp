@@ -55,8 +55,7 @@ FrameOptions options_in_force(const CheckpointOptions& options) {
 std::unique_ptr<FrameExtras> extras_of(const CheckpointOptions& options,
                                        const FrameOptions& in_force) {
   const bool has_extras = !options.name.empty() || options.fingerprint || options.context_fn ||
-                          in_force.debug ||
-                          options.determinism_check == DeterminismCheck::Values;
+                          in_force.debug || options.determinism_check == DeterminismCheck::Values;
   if (!has_extras) return nullptr;
   auto extras = std::make_unique<FrameExtras>();
   extras->name = options.name;
@@ -92,16 +91,15 @@ void refuse(const CheckpointOptions& options, const FrameOptions& in_force) {
 RegionBody::~RegionBody() = default;
 
 void refuse_shared_argument() {
-  throw_unsupported("an argument was passed whose copies share their tensors",
-                    "its type offers visit_tensors, but copying it copies a handle; the region takes "
-                    "the tensors out of its own copy, which would take them out of yours",
-                    "let the copy constructor copy the tensors' handles, or pass the tensors "
-                    "themselves");
+  throw_unsupported(
+      "an argument was passed whose copies share their tensors",
+      "its type offers visit_tensors, but copying it copies a handle; the region takes "
+      "the tensors out of its own copy, which would take them out of yours",
+      "let the copy constructor copy the tensors' handles, or pass the tensors "
+      "themselves");
 }
 
-bool opens_frame() {
-  return c10::GradMode::is_enabled() && innermost(Ability::Disable) == nullptr;
-}
+bool opens_frame() { return c10::GradMode::is_enabled() && innermost(Ability::Disable) == nullptr; }
 
 ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body) {
   const FrameOptions in_force = options_in_force(options);

@@ -40,8 +40,7 @@ bool is_at(at::CPUGeneratorImpl& impl, const CpuRngState& state) {
   const at::mt19937_data_pod& b = data_of(state.engine);
   return a.left_ == b.left_ && a.next_ == b.next_ && a.seed_ == b.seed_ &&
          a.state_[0] == b.state_[0] && a.state_[1] == b.state_[1] && a.state_[2] == b.state_[2] &&
-         a.state_[3] == b.state_[3] &&
-         impl.next_float_normal_sample() == state.next_float_normal &&
+         a.state_[3] == b.state_[3] && impl.next_float_normal_sample() == state.next_float_normal &&
          impl.next_double_normal_sample() == state.next_double_normal;
 }
 
@@ -71,8 +70,8 @@ uint64_t cpu_rng_position() {
     seed = (seed ^ word) * 0x9e3779b97f4a7c15ULL;
     return seed ^ (seed >> 32);
   };
-  uint64_t position = mix(data.seed_, (static_cast<uint64_t>(data.next_) << 32) |
-                                          static_cast<uint32_t>(data.left_));
+  uint64_t position = mix(
+      data.seed_, (static_cast<uint64_t>(data.next_) << 32) | static_cast<uint32_t>(data.left_));
   position = mix(position, (static_cast<uint64_t>(data.state_[0]) << 32) | data.state_[1]);
   position = mix(position, (static_cast<uint64_t>(data.state_[2]) << 32) | data.state_[3]);
   if (const auto normal = impl.next_float_normal_sample())

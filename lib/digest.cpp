@@ -16,8 +16,7 @@ uint64_t combine(uint64_t seed, uint64_t value) {
 }
 
 uint64_t digest_of_elements(const at::Tensor& tensor) {
-  const at::Tensor dense =
-      tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+  const at::Tensor dense = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
   const std::string_view bytes(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
   return std::hash<std::string_view>{}(bytes);
 }
@@ -29,13 +28,15 @@ uint64_t digest_of(const at::Tensor& tensor) {
   at::DisableRecordFunctionGuard unseen;
   if (!tensor.defined() || tensor.is_meta()) return 0;
   uint64_t digest = static_cast<uint64_t>(tensor.scalar_type());
-  if (tensor.is_nested()) return combine(digest, digest_of_elements(at::_nested_get_values(tensor)));
+  if (tensor.is_nested())
+    return combine(digest, digest_of_elements(at::_nested_get_values(tensor)));
   for (const int64_t size : tensor.sizes()) digest = combine(digest, static_cast<uint64_t>(size));
   if (tensor.layout() == at::kSparse) {
     digest = combine(digest, digest_of_elements(tensor._indices()));
     return combine(digest, digest_of_elements(tensor._values()));
   }
-  if (tensor.layout() != at::kStrided) return combine(digest, digest_of_elements(tensor.to_dense()));
+  if (tensor.layout() != at::kStrided)
+    return combine(digest, digest_of_elements(tensor.to_dense()));
   return combine(digest, digest_of_elements(tensor));
 }
 

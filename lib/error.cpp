@@ -15,9 +15,10 @@ CheckpointError::CheckpointError(std::string message, Facts facts)
 
 void report_broken_invariant(const char* condition, const char* file, int line,
                              const std::string& message) {
-  TORCH_CHECK(false, "remat ", REMAT_VERSION, ": internal check failed: ", condition, " (", file,
-              ":", line, "). ", message,
-              "\nThis is a bug in remat. Please report it with this text and the LibTorch version.");
+  TORCH_CHECK(
+      false, "remat ", REMAT_VERSION, ": internal check failed: ", condition, " (", file, ":", line,
+      "). ", message,
+      "\nThis is a bug in remat. Please report it with this text and the LibTorch version.");
 }
 
 }  // namespace remat

@@ -215,8 +215,7 @@ Frame::SlotView Frame::view_for(int64_t only_position) {
     view.last_needed = position;
     ++view.num_needed;
   }
-  view.ends_small =
-      ends_small_ && view.last_needed + 1 == static_cast<int64_t>(slots_.size());
+  view.ends_small = ends_small_ && view.last_needed + 1 == static_cast<int64_t>(slots_.size());
   return view;
 }
 

@@ -121,16 +121,14 @@ struct StackSwap::ForeignHooks {
   at::impl::SavedTensorDefaultHooksTLS state;
 };
 
-StackSwap::StackSwap(const std::shared_ptr<Scope>& scope)
-    : scope_(scope), previous_(share(top())) {
+StackSwap::StackSwap(const std::shared_ptr<Scope>& scope) : scope_(scope), previous_(share(top())) {
   const auto& foreign = at::SavedTensorDefaultHooks::get_tls_state();
   if (!foreign.stack.empty() || foreign.disabled_error_message || foreign.is_tracing) {
     foreign_ = std::make_unique<ForeignHooks>(ForeignHooks{foreign});
     at::SavedTensorDefaultHooks::set_tls_state({});
   }
   seam::install(callbacks());
-  seam::set_thread_entry(
-      std::make_shared<StackNode>(*scope_, nullptr, seam::foreign_hook_depth()));
+  seam::set_thread_entry(std::make_shared<StackNode>(*scope_, nullptr, seam::foreign_hook_depth()));
   scope_->open();
 }
 

@@ -16,8 +16,7 @@ namespace {
 thread_local const at::Tensor* being_saved = nullptr;
 
 struct SavingInput {
-  explicit SavingInput(const at::Tensor& tensor)
-      : previous(std::exchange(being_saved, &tensor)) {}
+  explicit SavingInput(const at::Tensor& tensor) : previous(std::exchange(being_saved, &tensor)) {}
   ~SavingInput() { being_saved = previous; }
   const at::Tensor* previous;
 };

@@ -33,9 +33,9 @@ class Inputs {
  private:
   struct Input {
     torch::autograd::SavedVariable variable;
-    bool gets_role;     ///< requires grad: each run gets an alias in the role of the input
+    bool gets_role;  ///< requires grad: each run gets an alias in the role of the input
     bool is_leaf;
-    int64_t same_as;    ///< the input that is the same tensor, or -1
+    int64_t same_as;  ///< the input that is the same tensor, or -1
   };
   std::vector<Input> saved_;
   std::vector<const c10::TensorImpl*> impls_;  // while inputs are being saved

@@ -12,8 +12,8 @@ namespace remat {
 
 }  // namespace remat
 
-#define REMAT_INVARIANT(cond, ...)                                                                \
-  do {                                                                                            \
-    if (!(cond)) [[unlikely]]                                                                     \
-      ::remat::report_broken_invariant(#cond, __FILE__, __LINE__, ::fmt::format(__VA_ARGS__));     \
+#define REMAT_INVARIANT(cond, ...)                                                             \
+  do {                                                                                         \
+    if (!(cond)) [[unlikely]]                                                                  \
+      ::remat::report_broken_invariant(#cond, __FILE__, __LINE__, ::fmt::format(__VA_ARGS__)); \
   } while (false)

@@ -46,7 +46,8 @@ Divergence first_difference(const OpLog& forward, const OpLog& recompute) {
   return {};
 }
 
-void append_log(std::string& text, const char* heading, const OpLog& log, int64_t from, int64_t to) {
+void append_log(std::string& text, const char* heading, const OpLog& log, int64_t from,
+                int64_t to) {
   text += fmt::format("{} ({} operators):\n", heading, log.size());
   for (int64_t i = std::max<int64_t>(from, 0); i < std::min(to, log.size()); ++i)
     text += fmt::format("  {:4} {}\n", i, log.at(i));
@@ -69,8 +70,7 @@ std::string operators_text(const Frame& frame, const OpLog* recompute_log) {
                         first.recompute.empty() ? "(none)" : first.recompute);
   const int64_t from = first.number < 0 ? 0 : first.number - max_operators / 2;
   append_log(text, "Operators of the forward", forward, from, from + max_operators);
-  append_log(text, "Operators of the recompute", *recompute_log, from,
-             from + max_operators);
+  append_log(text, "Operators of the recompute", *recompute_log, from, from + max_operators);
   return text;
 }
 
@@ -81,9 +81,9 @@ std::string table(const std::vector<Mismatch>& mismatches) {
     const auto with_op = [](const std::string& what, const std::string& op) {
       return op.empty() ? what : what + ", saved by " + op;
     };
-    text += fmt::format("saved tensor at position {}:\n  forward:   {}\n  recompute: {}\n",
-                        m.position, with_op(m.forward, m.forward_op),
-                        with_op(m.recompute, m.recompute_op));
+    text +=
+        fmt::format("saved tensor at position {}:\n  forward:   {}\n  recompute: {}\n", m.position,
+                    with_op(m.forward, m.forward_op), with_op(m.recompute, m.recompute_op));
   }
   if (mismatches.size() > max_listed)
     text += fmt::format("… and {} more.\n", mismatches.size() - max_listed);
@@ -92,8 +92,8 @@ std::string table(const std::vector<Mismatch>& mismatches) {
 
 [[noreturn]] void throw_with(const Frame& frame, Kind kind, const char* fact, const char* advice,
                              std::vector<Mismatch> mismatches, const OpLog* log) {
-  std::string text =
-      fmt::format("remat::checkpoint: {} In {}.\n{}{}", fact, title(frame), table(mismatches), advice);
+  std::string text = fmt::format("remat::checkpoint: {} In {}.\n{}{}", fact, title(frame),
+                                 table(mismatches), advice);
   if (kind != Kind::CaptureChanged) text += operators_text(frame, log);
   CheckpointError::Facts facts = facts_of(kind, frame);
   facts.mismatches = std::move(mismatches);
@@ -104,37 +104,39 @@ std::string table(const std::vector<Mismatch>& mismatches) {
 
 void throw_differences(const Frame& frame, Differences differences, const OpLog* log) {
   if (!differences.captures.empty())
-    throw_with(frame, Kind::CaptureChanged,
-               "A parameter, buffer or captured tensor changed between the forward and the "
-               "recompute, so the gradient would be wrong (Rule 10).",
-               "Cause: it was changed in place, given other storage, or replaced (an optimizer step "
-               "between forward and backward does this). A tensor without grad that the function makes and "
-               "leaves in an outside variable counts as captured too.\nDo: call backward before the change, pass "
-               "the tensor as an argument, or set capture_check = CaptureCheck::Ignore to "
-               "recompute with the new value.\n",
-               std::move(differences.captures), log);
+    throw_with(
+        frame, Kind::CaptureChanged,
+        "A parameter, buffer or captured tensor changed between the forward and the "
+        "recompute, so the gradient would be wrong (Rule 10).",
+        "Cause: it was changed in place, given other storage, or replaced (an optimizer step "
+        "between forward and backward does this). A tensor without grad that the function makes and "
+        "leaves in an outside variable counts as captured too.\nDo: call backward before the change, pass "
+        "the tensor as an argument, or set capture_check = CaptureCheck::Ignore to "
+        "recompute with the new value.\n",
+        std::move(differences.captures), log);
   if (!differences.metadata.empty())
-    throw_with(frame, Kind::MetadataMismatch,
-               "Recomputed values for the following tensors have different metadata than during the "
-               "forward pass.",
-               "Cause: the function did not compute the same again (a branch on outside state, a "
-               "changed flag).\nDo: make it depend on its arguments and on unchanged captures "
-               "only, or run the region without remat::checkpoint.\n",
-               std::move(differences.metadata), log);
-  throw_with(frame, Kind::ValueMismatch,
-             "Recomputed values for the following tensors have different contents than during the "
-             "forward pass.",
-             "Cause: the function computes other numbers the second time (nondeterministic kernels, "
-             "an unregistered generator, or a parameter changed through .data()).\nDo: make the "
-             "kernels deterministic, and call backward before parameters change.\n",
-             std::move(differences.contents), log);
+    throw_with(
+        frame, Kind::MetadataMismatch,
+        "Recomputed values for the following tensors have different metadata than during the "
+        "forward pass.",
+        "Cause: the function did not compute the same again (a branch on outside state, a "
+        "changed flag).\nDo: make it depend on its arguments and on unchanged captures "
+        "only, or run the region without remat::checkpoint.\n",
+        std::move(differences.metadata), log);
+  throw_with(
+      frame, Kind::ValueMismatch,
+      "Recomputed values for the following tensors have different contents than during the "
+      "forward pass.",
+      "Cause: the function computes other numbers the second time (nondeterministic kernels, "
+      "an unregistered generator, or a parameter changed through .data()).\nDo: make the "
+      "kernels deterministic, and call backward before parameters change.\n",
+      std::move(differences.contents), log);
 }
 
 void throw_count_mismatch(const Frame& frame, int64_t forward_count, int64_t recompute_count,
                           Differences differences, const OpLog* log) {
   const bool is_more = recompute_count > forward_count;
-  CheckpointError::Facts facts =
-      facts_of(is_more ? Kind::MoreTensors : Kind::FewerTensors, frame);
+  CheckpointError::Facts facts = facts_of(is_more ? Kind::MoreTensors : Kind::FewerTensors, frame);
   facts.forward_count = forward_count;
   facts.recompute_count = recompute_count;
   facts.mismatches = !differences.captures.empty()   ? std::move(differences.captures)
@@ -146,13 +148,13 @@ void throw_count_mismatch(const Frame& frame, int64_t forward_count, int64_t rec
               : "A different number of tensors was saved during the original forward and "
                 "recomputation.";
   throw CheckpointError(
-      fmt::format("remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n{}"
-                  "Cause: the function did not run the same operators again (a branch on outside "
-                  "state, a changed flag, another grad mode).\nDo: make it depend on its arguments "
-                  "and on unchanged captures only.\n{}",
-                  fact, title(frame), forward_count, recompute_count,
-                  is_more ? " when it was noticed" : "", table(facts.mismatches),
-                  operators_text(frame, log)),
+      fmt::format(
+          "remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n{}"
+          "Cause: the function did not run the same operators again (a branch on outside "
+          "state, a changed flag, another grad mode).\nDo: make it depend on its arguments "
+          "and on unchanged captures only.\n{}",
+          fact, title(frame), forward_count, recompute_count, is_more ? " when it was noticed" : "",
+          table(facts.mismatches), operators_text(frame, log)),
       facts);
 }
 
@@ -187,9 +189,11 @@ void throw_unsupported(const std::string& fact, const std::string& cause,
 at::Tensor hand_over(const Frame& frame, int64_t position, Value value) {
   if (static_cast<uint32_t>(value.tensor._version()) != value.version) {
     CheckpointError::Facts facts = facts_of(Kind::ValueMismatch, frame);
-    facts.mismatches.push_back({position, fmt::format("saved at version {}", value.version),
+    facts.mismatches.push_back({position,
+                                fmt::format("saved at version {}", value.version),
                                 fmt::format("is at version {}", value.tensor._version()),
-                                {}, {}});
+                                {},
+                                {}});
     throw CheckpointError(
         fmt::format("remat::checkpoint: one of the variables needed for gradient computation has "
                     "been modified by an inplace operation: {}, saved in {} at position {}, is at "

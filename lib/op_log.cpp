@@ -53,8 +53,9 @@ OpLogScope::OpLogScope(OpLog* log) : is_recording_(log != nullptr) {
   if (!is_recording_) return;
   previous_ = std::exchange(current_log, log);
   if (previous_ == nullptr)  // otherwise the callback of the enclosing scope serves
-    handle_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(on_operator).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+    handle_ = at::addThreadLocalCallback(at::RecordFunctionCallback(on_operator)
+                                             .needsInputs(true)
+                                             .scopes({at::RecordScope::FUNCTION}));
 }
 
 OpLogScope::~OpLogScope() {

@@ -182,8 +182,7 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
         mismatch(slot.description.text() + fmt::format(", version {}", slot.provenance.version),
                  Description(saved, slot.description.has_strides()).text() +
                      fmt::format(", version {}{}", judged._version(),
-                                 storage_of(judged) ==
-                                         slot.provenance.storage._unsafe_get_target()
+                                 storage_of(judged) == slot.provenance.storage._unsafe_get_target()
                                      ? ""
                                      : ", other storage")));
     if (is_replaced(slot.provenance, judged)) differences_.replaced.push_back(position);
@@ -191,8 +190,8 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
   if (frame_.extras() != nullptr && frame_.extras()->fingerprint) return;  // compared instead
   if (frame_.options().determinism_check == DeterminismCheck::None) return;
   if (!slot.description.describes(saved))
-    differences_.metadata.push_back(
-        mismatch(slot.description.text(), Description(saved, slot.description.has_strides()).text()));
+    differences_.metadata.push_back(mismatch(
+        slot.description.text(), Description(saved, slot.description.has_strides()).text()));
 }
 
 // Note [Made again]
@@ -217,9 +216,11 @@ void Filler::compare_pending(uint64_t next_group, bool is_end) {
     std::string now = frame_.contents_of(each.tensor);
     if (now == contents[index]) continue;
     const bool is_text = static_cast<bool>(frame_.extras()->fingerprint);
-    differences_.contents.push_back(
-        {each.position, (is_text ? "fingerprint " : "hash ") + contents[index],
-         (is_text ? "fingerprint " : "hash ") + now, {}, {}});
+    differences_.contents.push_back({each.position,
+                                     (is_text ? "fingerprint " : "hash ") + contents[index],
+                                     (is_text ? "fingerprint " : "hash ") + now,
+                                     {},
+                                     {}});
   }
 }
 
@@ -341,8 +342,8 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
       return false;
     }
     if (filler.has_too_many() || !filler.is_complete())
-      throw_count_mismatch(*frame, filler.num_slots(), filler.num_seen(),
-                           filler.take_differences(), filler.log());
+      throw_count_mismatch(*frame, filler.num_slots(), filler.num_seen(), filler.take_differences(),
+                           filler.log());
     if (Differences differences = filler.take_differences(); differences.any())
       throw_differences(*frame, std::move(differences), filler.log());
     return true;
@@ -352,11 +353,12 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
   } catch (...) {
     run.clear();
     // The engine's threads catch nothing else; an exception of another type would end the process.
-    throw_recompute_failed(*frame,
-                           "the function threw something that is not a std::exception during the "
-                           "recompute",
-                           "the autograd engine carries exceptions derived from std::exception only",
-                           "derive the exception type from std::exception");
+    throw_recompute_failed(
+        *frame,
+        "the function threw something that is not a std::exception during the "
+        "recompute",
+        "the autograd engine carries exceptions derived from std::exception only",
+        "derive the exception type from std::exception");
   }
 }
 

@@ -97,10 +97,9 @@ concept HasForward = requires(F fn, A&&... args) { fn->forward(std::forward<A>(a
 /// Not std::invocable alone: LibTorch's module holders claim to return void from the call operator
 /// when `forward` is a template (torch::nn::Sequential), and then do not compile.
 template <class F, class... A>
-concept CallsForward =
-    HasForward<F, A...> &&
-    (!std::invocable<F, A...> || (requires { typename std::decay_t<F>::ContainedType; } &&
-                                  std::is_void_v<std::invoke_result_t<F, A...>>));
+concept CallsForward = HasForward<F, A...> && (!std::invocable<F, A...> || (requires {
+                         typename std::decay_t<F>::ContainedType;
+                       } && std::is_void_v<std::invoke_result_t<F, A...>>));
 
 /// `fn(args...)` in the sense of std::invoke, or `fn->forward(args...)`.
 template <class F, class... A>
@@ -125,8 +124,7 @@ class Body final : public RegionBody {
   using Walk = Tensors<Arguments>;
 
   template <class Fn, class... Args>
-  explicit Body(Fn&& fn, const Args&... args)
-      : function(std::forward<Fn>(fn)), kept_(args...) {
+  explicit Body(Fn&& fn, const Args&... args) : function(std::forward<Fn>(fn)), kept_(args...) {
     Walk::own(kept_);
     if constexpr (Walk::any && !Walk::ordered) check_ownership(args...);
   }
@@ -202,8 +200,8 @@ auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
   static_assert((!is_tensor_view<std::decay_t<Args>> && ...),
                 "remat::checkpoint: an at::TensorList does not own its tensors and would dangle "
                 "at the recompute; pass a std::vector<at::Tensor>");
-  using Result = std::decay_t<decltype(call(std::declval<F&>(),
-                                            std::declval<std::decay_t<Args>>()...))>;
+  using Result =
+      std::decay_t<decltype(call(std::declval<F&>(), std::declval<std::decay_t<Args>>()...))>;
   if (!opens_frame()) {
     F plain(std::forward<Fn>(fn));
     return static_cast<Result>(call(plain, std::decay_t<Args>(std::forward<Args>(args))...));

@@ -16,10 +16,10 @@ namespace remat {
 class REMAT_API CheckpointError : public c10::Error {
  public:
   enum class Kind {
-    FewerTensors,       ///< the recompute saved fewer tensors than forward
-    MoreTensors,        ///< it tried to save more (seen only with early stop off)
-    MetadataMismatch,   ///< other shape, dtype, device or strides (`Layout`)
-    ValueMismatch,      ///< other elements (`Values`) or fingerprint, or changed in place after the save
+    FewerTensors,      ///< the recompute saved fewer tensors than forward
+    MoreTensors,       ///< it tried to save more (seen only with early stop off)
+    MetadataMismatch,  ///< other shape, dtype, device or strides (`Layout`)
+    ValueMismatch,  ///< other elements (`Values`) or fingerprint, or changed in place after the save
     CaptureChanged,     ///< a parameter, buffer or captured tensor is not what forward used
     DoubleUnpack,       ///< `strict_unpack`: read twice in one backward
     SelectiveMismatch,  ///< a replay asks for a result that forward did not keep

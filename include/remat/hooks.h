@@ -84,9 +84,9 @@ class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
  public:
   template <class Pack, class Unpack>
   SavedTensorHooksGuard(Pack pack, Unpack unpack)
-      : SavedTensorHooksGuard(std::shared_ptr<detail::HookPair>(
-            std::make_shared<detail::HookPairOf<Pack, Unpack>>(std::move(pack),
-                                                               std::move(unpack)))) {
+      : SavedTensorHooksGuard(
+            std::shared_ptr<detail::HookPair>(std::make_shared<detail::HookPairOf<Pack, Unpack>>(
+                std::move(pack), std::move(unpack)))) {
     static_assert(std::is_invocable_v<Pack&, at::Tensor>, "pack must accept an at::Tensor");
     using Packed = std::decay_t<std::invoke_result_t<Pack&, at::Tensor>>;
     static_assert(std::is_invocable_r_v<at::Tensor, Unpack&, const Packed&>,

@@ -34,10 +34,10 @@ enum class CheckpointPolicy {
 /// One question to a policy. All references are valid during the call only.
 struct PolicyContext {
   const c10::OperatorHandle& op;
-  std::string_view op_name;          ///< "aten::mm.default"
-  c10::ArrayRef<c10::IValue> args;   ///< the operator's arguments
-  bool is_recompute;                 ///< asked in a recompute (only with `ask_again`)
-  const std::string& name;           ///< the value's name, empty unless it was given one
+  std::string_view op_name;         ///< "aten::mm.default"
+  c10::ArrayRef<c10::IValue> args;  ///< the operator's arguments
+  bool is_recompute;                ///< asked in a recompute (only with `ask_again`)
+  const std::string& name;          ///< the value's name, empty unless it was given one
 };
 
 using PolicyFn = std::function<CheckpointPolicy(const PolicyContext&)>;

@@ -124,8 +124,7 @@ struct Tensors<std::variant<Ts...>> {
   static constexpr bool shared = (Tensors<Ts>::shared || ...);
   template <class Visit>
   static void visit(std::variant<Ts...>& value, Visit& visitor) {
-    if constexpr (any)
-      std::visit([&]<class T>(T& e) { Tensors<T>::visit(e, visitor); }, value);
+    if constexpr (any) std::visit([&]<class T>(T& e) { Tensors<T>::visit(e, visitor); }, value);
   }
   static void own(std::variant<Ts...>& value) {
     if constexpr (shared) std::visit([]<class T>(T& e) { Tensors<T>::own(e); }, value);

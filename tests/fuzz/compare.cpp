@@ -14,7 +14,9 @@ bool contains(const std::string& text, const char* part) {
 }
 
 /// The first word of a label: the same finding in a smaller program has other numbers.
-std::string sort_of(const std::string& label) { return label.substr(0, label.find_first_of(" 0123456789")); }
+std::string sort_of(const std::string& label) {
+  return label.substr(0, label.find_first_of(" 0123456789"));
+}
 
 std::string numbers(const Entry& entry) {
   std::ostringstream text;
@@ -61,14 +63,14 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
   const Contents has = contents(program.block);
   bool has_changes = has.inplace;
   for (const Step& step : program.steps) has_changes |= step.kind == Step::Kind::Mutate;
-  std::optional<Record> undone;   // run when it is first needed
+  std::optional<Record> undone;  // run when it is first needed
   auto undone_agrees = [&](size_t i) {
     if (!has_changes) return false;
     if (!undone) undone = run(program, Mode::Undone);
     return i < undone->stages.size() && !undone->stages[i].raised &&
            !difference(undone->stages[i], checkpointed.stages[i]);
   };
-  if (has.catches && has.inner_grad && has_changes) return std::nullopt;   // what raises is caught
+  if (has.catches && has.inner_grad && has_changes) return std::nullopt;  // what raises is caught
   for (size_t i = 0; i < plain.stages.size() && i < checkpointed.stages.size(); ++i) {
     const Stage &p = plain.stages[i], &c = checkpointed.stages[i];
     const Step* step = i == 0 ? nullptr : &program.steps[i - 1];
@@ -82,7 +84,9 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     }
     if (c.raised) {
       const bool may_raise = plain.may_raise || (has_changes && has.hooks);
-      if (std::getenv("FUZZ_KNOWN") && c.error_type == "CheckpointError 4" && contains(c.error, "other storage")) return std::nullopt; // TEMP
+      if (std::getenv("FUZZ_KNOWN") && c.error_type == "CheckpointError 4" &&
+          contains(c.error, "other storage"))
+        return std::nullopt;  // TEMP
       if (may_raise && is_about_changes(c)) return std::nullopt;
       // Saving such an argument is a use of it.
       if (contains(c.error, "A view was created in no_grad mode")) return std::nullopt;
@@ -120,7 +124,8 @@ std::optional<Finding> check(const Program& program) {
     for (int i = 0; i < 3 && again; ++i)
       again = run(program, Mode::Plain).leaked_bytes <= 0 &&
               run(program, Mode::Checkpointed).leaked_bytes > 0;
-    if (std::getenv("FUZZ_KNOWN") && contains(to_text(program), "SavesAll")) return std::nullopt; // TEMP
+    if (std::getenv("FUZZ_KNOWN") && contains(to_text(program), "SavesAll"))
+      return std::nullopt;  // TEMP
     if (again)
       return Finding{"leak", std::to_string(checkpointed.leaked_bytes) + " bytes are never freed"};
   }

@@ -12,7 +12,7 @@ namespace {
 /// What this program may contain; drawn once, so that combinations of few things are frequent.
 struct Features {
   bool inplace, random, hooks, catches, inner_grad, fuses, autocast, captures, reads_twice, strict,
-      scopes;   // a context_fn excludes debug
+      scopes;  // a context_fn excludes debug
 };
 
 class Generator {
@@ -38,11 +38,18 @@ class Generator {
 
  private:
   void draw_features() {
-    const bool plain = dice_.percent(15);   // nothing but operators and regions
+    const bool plain = dice_.percent(15);  // nothing but operators and regions
     auto draw = [&](int64_t p) { return dice_.percent(p) && !plain; };
-    features_ = {.inplace = draw(50), .random = draw(50), .hooks = draw(30), .catches = draw(20),
-                 .inner_grad = draw(25), .fuses = draw(25), .autocast = draw(10),
-                 .captures = draw(40), .reads_twice = draw(40), .strict = false,
+    features_ = {.inplace = draw(50),
+                 .random = draw(50),
+                 .hooks = draw(30),
+                 .catches = draw(20),
+                 .inner_grad = draw(25),
+                 .fuses = draw(25),
+                 .autocast = draw(10),
+                 .captures = draw(40),
+                 .reads_twice = draw(40),
+                 .strict = false,
                  .scopes = draw(40)};
     features_.strict = !features_.reads_twice && !plain && dice_.percent(10);
   }
@@ -133,10 +140,9 @@ class Generator {
   }
 
   Statement make_wrap(std::vector<int>& visible, int depth, bool in_catch) {
-    static constexpr Kind kinds[] = {Kind::NoGrad,      Kind::WithGrad, Kind::EarlyStop,
-                                     Kind::NoEarlyStop, Kind::Debug,    Kind::Hooks,
-                                     Kind::Hooks,       Kind::Hooks,    Kind::Autocast,
-                                     Kind::Catch,       Kind::Catch,    Kind::Catch};
+    static constexpr Kind kinds[] = {
+        Kind::NoGrad, Kind::WithGrad, Kind::EarlyStop, Kind::NoEarlyStop, Kind::Debug, Kind::Hooks,
+        Kind::Hooks,  Kind::Hooks,    Kind::Autocast,  Kind::Catch,       Kind::Catch, Kind::Catch};
     Statement s;
     do {
       s.kind = kinds[dice_.below(std::size(kinds))];
@@ -194,9 +200,10 @@ class Generator {
     step.salt = dice_.bits();
     if (!last && dice_.percent(12)) {
       step.kind = Step::Kind::Mutate;
-      step.target = dice_.percent(50) ? static_cast<int>(dice_.below(static_cast<int64_t>(
-                                            program_.leaves.size())))
-                                      : pick(top_level_);
+      step.target =
+          dice_.percent(50)
+              ? static_cast<int>(dice_.below(static_cast<int64_t>(program_.leaves.size())))
+              : pick(top_level_);
       return step;
     }
     step.kind = dice_.percent(60) ? Step::Kind::Grad : Step::Kind::Backward;
@@ -216,8 +223,10 @@ class Generator {
     step.in_thread = step.order == 1 && dice_.percent(8);
     step.hooks = features_.hooks && dice_.percent(15);
     if (step.kind == Step::Kind::Grad && !last && step.retain) {
-      if (features_.fuses && dice_.percent(50)) step.fuse = dice_.below(6);
-      else if (dice_.percent(10)) step.out_of_memory = dice_.below(program_.large ? 200000 : 4000);
+      if (features_.fuses && dice_.percent(50))
+        step.fuse = dice_.below(6);
+      else if (dice_.percent(10))
+        step.out_of_memory = dice_.below(program_.large ? 200000 : 4000);
     }
     return step;
   }

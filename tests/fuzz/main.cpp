@@ -146,7 +146,7 @@ int main(int argc, char** argv) {
     return 0;
   }
   at::set_num_threads(1);
-  if (in_child) {   // a seed that ends the process: shrunk with a process a try
+  if (in_child) {  // a seed that ends the process: shrunk with a process a try
     const fuzz::Program program = fuzz::generate(first);
     const std::string kind = kind_in_child(program);
     std::cout << "seed " << first << ": " << kind << "\n";

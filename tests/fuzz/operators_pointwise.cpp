@@ -14,7 +14,8 @@ using Unary = Tensor (*)(const Tensor&);
 using Binary = Tensor (*)(const Tensor&, const Tensor&);
 
 auto unary(Unary f) {
-  return [f](const Tensors& a, Dice&, const Surroundings&) -> Tensors { return {f(floating(a[0]))}; };
+  return
+      [f](const Tensors& a, Dice&, const Surroundings&) -> Tensors { return {f(floating(a[0]))}; };
 }
 
 auto binary(Binary f) {
@@ -36,12 +37,18 @@ Tensor part(const Tensor& a, Dice& dice) {
   if (a.dim() == 0 || a.numel() == 0) return a;
   const int64_t dim = dice.below(a.dim()), size = a.size(dim);
   switch (dice.below(6)) {
-    case 0: return a.select(dim, dice.below(size));
-    case 1: return a.narrow(dim, 0, 1 + dice.below(size));
-    case 2: return a.transpose(0, dim);
-    case 3: return a.slice(dim, dice.below(size), size, 2);
-    case 4: return a.view_as(a);
-    default: return a;
+    case 0:
+      return a.select(dim, dice.below(size));
+    case 1:
+      return a.narrow(dim, 0, 1 + dice.below(size));
+    case 2:
+      return a.transpose(0, dim);
+    case 3:
+      return a.slice(dim, dice.below(size), size, 2);
+    case 4:
+      return a.view_as(a);
+    default:
+      return a;
   }
 }
 
@@ -76,9 +83,8 @@ void add_unary(std::vector<Operator>& t) {
   t.push_back({"leaky_relu", 1, 1, unary([](const Tensor& a) { return at::leaky_relu(a); })});
   t.push_back({"clone", 1, 1, unary([](const Tensor& a) { return a.clone(); })});
   t.push_back({"detach", 1, 1, unary([](const Tensor& a) { return a.detach(); })});
-  t.push_back({"local_leaf", 1, 1, unary([](const Tensor& a) {
-                 return a.detach().clone().requires_grad_();
-               })});
+  t.push_back({"local_leaf", 1, 1,
+               unary([](const Tensor& a) { return a.detach().clone().requires_grad_(); })});
   t.push_back({"to_double", 1, 1, unary([](const Tensor& a) { return a.to(at::kDouble); })});
   t.push_back({"to_float", 1, 1, unary([](const Tensor& a) { return a.to(at::kFloat); })});
   t.push_back({"complex", 1, 1, unary([](const Tensor& a) {
@@ -94,12 +100,9 @@ void add_binary(std::vector<Operator>& t) {
   t.push_back({"mul", 2, 1, binary([](const Tensor& a, const Tensor& b) { return a * b; })});
   t.back().weight = 5;
   t.push_back({"div", 2, 1, binary([](const Tensor& a, const Tensor& b) { return a / (b + 2); })});
-  t.push_back({"maximum", 2, 1, binary([](const Tensor& a, const Tensor& b) {
-                 return at::maximum(a, b);
-               })});
-  t.push_back({"atan2", 2, 1, binary([](const Tensor& a, const Tensor& b) {
-                 return a.atan2(b);
-               })});
+  t.push_back({"maximum", 2, 1,
+               binary([](const Tensor& a, const Tensor& b) { return at::maximum(a, b); })});
+  t.push_back({"atan2", 2, 1, binary([](const Tensor& a, const Tensor& b) { return a.atan2(b); })});
   t.push_back({"lerp", 2, 1, binary([](const Tensor& a, const Tensor& b) {
                  return a.lerp(b.expand_as(a + b), 0.3).addcmul(a, b);
                })});
@@ -124,9 +127,8 @@ void add_inplace(std::vector<Operator>& t) {
   t.push_back({"add_", 2, 2, inplace([](Tensor& x, const Tensor& b, Dice&) { x.add_(b); })});
   t.push_back({"copy_", 2, 2, inplace([](Tensor& x, const Tensor& b, Dice&) { x.copy_(b); })});
   t.push_back({"sin_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) { x.sin_(); })});
-  t.push_back({"exp_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) {
-                 x.clamp_(-4, 4).exp_();
-               })});
+  t.push_back(
+      {"exp_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) { x.clamp_(-4, 4).exp_(); })});
   t.push_back({"relu_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) { x.relu_(); })});
   t.push_back({"scale_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) { x.mul_(0.5); })});
   t.push_back({"zero_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) { x.zero_(); })});
@@ -137,13 +139,11 @@ void add_inplace(std::vector<Operator>& t) {
                  at::NoGradGuard no_grad;
                  x.add_(0.125);
                })});
-  t.push_back({"dropout_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) {
-                 at::dropout_(x, 0.3, true);
-               })});
+  t.push_back({"dropout_", 1, 2,
+               inplace([](Tensor& x, const Tensor&, Dice&) { at::dropout_(x, 0.3, true); })});
   t.back().random = true;
-  t.push_back({"rrelu_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) {
-                 at::rrelu_(x, 0.1, 0.3, true);
-               })});
+  t.push_back({"rrelu_", 1, 2,
+               inplace([](Tensor& x, const Tensor&, Dice&) { at::rrelu_(x, 0.1, 0.3, true); })});
   t.back().random = t.back().writes_late = true;
   t.push_back({"normal_", 1, 2, inplace([](Tensor& x, const Tensor&, Dice&) { x.normal_(); })});
   t.back().random = true;
@@ -162,9 +162,8 @@ void add_random(std::vector<Operator>& t) {
                }});
   t.push_back({"rrelu", 1, 1, unary([](const Tensor& a) { return at::rrelu(a, 0.1, 0.4, true); })});
   t.back().writes_late = true;
-  t.push_back({"alpha_dropout", 1, 1, unary([](const Tensor& a) {
-                 return at::alpha_dropout(a, 0.4, true);
-               })});
+  t.push_back({"alpha_dropout", 1, 1,
+               unary([](const Tensor& a) { return at::alpha_dropout(a, 0.4, true); })});
   t.push_back({"noise", 1, 1, unary([](const Tensor& a) { return a * at::randn_like(a); })});
   t.push_back({"bernoulli", 1, 1, unary([](const Tensor& a) {
                  return a * at::bernoulli(a.detach().nan_to_num(0, 0, 0).sigmoid());

@@ -81,7 +81,8 @@ void add_products(std::vector<Operator>& t) {
                })});
   t.push_back({"bmm", 2, 1, two([](const Tensor& a, const Tensor& b, Dice&) {
                  const Tensor x = cube(a), y = matrix(b);
-                 return x.bmm(sized(y, x.size(2), y.size(1)).unsqueeze(0).expand({x.size(0), -1, -1}));
+                 return x.bmm(
+                     sized(y, x.size(2), y.size(1)).unsqueeze(0).expand({x.size(0), -1, -1}));
                })});
   t.push_back({"linear", 3, 1, [](const Tensors& a, Dice& dice, const Surroundings&) {
                  const Tensor x = matrix(floating(a[0]));
@@ -89,7 +90,8 @@ void add_products(std::vector<Operator>& t) {
                  const Tensor bias = line(floating(a[2]).to(x.scalar_type()));
                  const Tensor weight = sized(w, w.size(0), x.size(1));
                  const bool fits = bias.size(0) >= w.size(0) && dice.percent(70);
-                 return Tensors{at::linear(x, weight, fits ? bias.narrow(0, 0, w.size(0)) : Tensor())};
+                 return Tensors{
+                     at::linear(x, weight, fits ? bias.narrow(0, 0, w.size(0)) : Tensor())};
                }});
   t.back().weight = 4;
   t.push_back({"addmm", 2, 1, two([](const Tensor& a, const Tensor& b, Dice&) {
@@ -98,7 +100,8 @@ void add_products(std::vector<Operator>& t) {
                })});
   t.push_back({"conv1d", 2, 1, two([](const Tensor& a, const Tensor& b, Dice&) {
                  const Tensor x = cube(a), w = matrix(b);
-                 return at::conv1d(x, sized(w, 2, x.size(1)).unsqueeze(-1).expand({-1, -1, 2}), {}, 1, 1);
+                 return at::conv1d(x, sized(w, 2, x.size(1)).unsqueeze(-1).expand({-1, -1, 2}), {},
+                                   1, 1);
                })});
   t.push_back({"attention", 2, 1, two([](const Tensor& a, const Tensor& b, Dice&) {
                  const Tensor q = matrix(a).unsqueeze(0).unsqueeze(0);
@@ -111,29 +114,22 @@ void add_reductions(std::vector<Operator>& t) {
   t.push_back({"sum", 1, 1, one([](const Tensor& a, Dice& dice) {
                  return dice.percent(30) ? a.sum() : a.sum(dimension(a, dice), dice.percent(50));
                })});
-  t.push_back({"mean", 1, 1, one([](const Tensor& a, Dice& dice) {
-                 return a.mean(dimension(a, dice), true);
-               })});
+  t.push_back({"mean", 1, 1,
+               one([](const Tensor& a, Dice& dice) { return a.mean(dimension(a, dice), true); })});
   t.push_back({"var", 1, 1, one([](const Tensor& a, Dice&) { return line(a).var(0, false); })});
   t.push_back({"norm", 1, 1, one([](const Tensor& a, Dice&) { return a.norm(); })});
-  t.push_back({"prod", 1, 1, one([](const Tensor& a, Dice& dice) {
-                 return a.prod(dimension(a, dice));
-               })});
-  t.push_back({"logsumexp", 1, 1, one([](const Tensor& a, Dice& dice) {
-                 return a.logsumexp(dimension(a, dice));
-               })});
-  t.push_back({"cumsum", 1, 1, one([](const Tensor& a, Dice& dice) {
-                 return a.cumsum(dimension(a, dice));
-               })});
-  t.push_back({"cumprod", 1, 1, one([](const Tensor& a, Dice& dice) {
-                 return a.cumprod(dimension(a, dice));
-               })});
-  t.push_back({"softmax", 1, 1, one([](const Tensor& a, Dice& dice) {
-                 return a.softmax(dimension(a, dice));
-               })});
-  t.push_back({"log_softmax", 1, 1, one([](const Tensor& a, Dice& dice) {
-                 return a.log_softmax(dimension(a, dice));
-               })});
+  t.push_back(
+      {"prod", 1, 1, one([](const Tensor& a, Dice& dice) { return a.prod(dimension(a, dice)); })});
+  t.push_back({"logsumexp", 1, 1,
+               one([](const Tensor& a, Dice& dice) { return a.logsumexp(dimension(a, dice)); })});
+  t.push_back({"cumsum", 1, 1,
+               one([](const Tensor& a, Dice& dice) { return a.cumsum(dimension(a, dice)); })});
+  t.push_back({"cumprod", 1, 1,
+               one([](const Tensor& a, Dice& dice) { return a.cumprod(dimension(a, dice)); })});
+  t.push_back({"softmax", 1, 1,
+               one([](const Tensor& a, Dice& dice) { return a.softmax(dimension(a, dice)); })});
+  t.push_back({"log_softmax", 1, 1,
+               one([](const Tensor& a, Dice& dice) { return a.log_softmax(dimension(a, dice)); })});
   t.push_back({"layer_norm", 2, 1, two([](const Tensor& a, const Tensor& b, Dice& dice) {
                  const Tensor x = a.dim() == 0 ? a.unsqueeze(0) : a;
                  const int64_t n = x.size(-1);
@@ -195,7 +191,7 @@ void add_indices(std::vector<Operator>& t) {
                  return at::embedding(w, whole_numbers(line(b).slice(0, 0, 5), w.size(0)));
                })});
   t.push_back({"masked_select", 2, 1, two([](const Tensor& a, const Tensor& b, Dice&) {
-                 const Tensor x = line(a);   // never empty: the first element is always taken
+                 const Tensor x = line(a);  // never empty: the first element is always taken
                  Tensor mask = at::ones({x.size(0)}, x.options().dtype(at::kBool));
                  const Tensor y = line(b).detach().slice(0, 0, x.size(0)) > 0;
                  mask.narrow(0, 0, y.size(0)).copy_(y);

@@ -19,9 +19,15 @@ std::string joined(const Range& range, Text text) {
 }
 
 const char* packing_name(Packing packing) {
-  static constexpr const char* names[] = {"vector", "separate",           "map",
-                                          "unordered_map", "optional and tuple", "struct",
-                                          "List",   "variant", "vector with an undefined tensor"};
+  static constexpr const char* names[] = {"vector",
+                                          "separate",
+                                          "map",
+                                          "unordered_map",
+                                          "optional and tuple",
+                                          "struct",
+                                          "List",
+                                          "variant",
+                                          "vector with an undefined tensor"};
   return names[static_cast<int>(packing)];
 }
 
@@ -41,15 +47,24 @@ std::string options_text(const RegionSpec& r) {
 
 const char* wrap_name(Kind kind) {
   switch (kind) {
-    case Kind::NoGrad: return "no grad";
-    case Kind::WithGrad: return "grad mode on";
-    case Kind::EarlyStop: return "EarlyStopGuard(true)";
-    case Kind::NoEarlyStop: return "EarlyStopGuard(false)";
-    case Kind::Debug: return "DebugGuard(true)";
-    case Kind::Hooks: return "SavedTensorHooksGuard";
-    case Kind::Autocast: return "autocast";
-    case Kind::Catch: return "try";
-    default: return "?";
+    case Kind::NoGrad:
+      return "no grad";
+    case Kind::WithGrad:
+      return "grad mode on";
+    case Kind::EarlyStop:
+      return "EarlyStopGuard(true)";
+    case Kind::NoEarlyStop:
+      return "EarlyStopGuard(false)";
+    case Kind::Debug:
+      return "DebugGuard(true)";
+    case Kind::Hooks:
+      return "SavedTensorHooksGuard";
+    case Kind::Autocast:
+      return "autocast";
+    case Kind::Catch:
+      return "try";
+    default:
+      return "?";
   }
 }
 
@@ -60,16 +75,20 @@ void print(const Block& block, const std::string& indent, std::ostream& out) {
     for (int i = 0; i < s.outs; ++i) outs.push_back(s.out + i);
     switch (s.kind) {
       case Kind::Operator:
-        out << joined(outs, value) << " = " << operators()[s.op].name << "(" << joined(s.args, value)
-            << ")   # salt " << s.salt << "\n";
+        out << joined(outs, value) << " = " << operators()[s.op].name << "("
+            << joined(s.args, value) << ")   # salt " << s.salt << "\n";
         break;
       case Kind::InnerGrad:
         out << value(s.out) << " = grad of " << value(s.args[0]) << " for " << value(s.args[1])
-            << (s.salt % 10 == 0 ? "" : ", retain_graph") << (s.salt % 4 < 2 ? ", create_graph" : "")
-            << "\n";
+            << (s.salt % 10 == 0 ? "" : ", retain_graph")
+            << (s.salt % 4 < 2 ? ", create_graph" : "") << "\n";
         break;
-      case Kind::Throw: out << "throw\n"; break;
-      case Kind::Fuse: out << "fuse\n"; break;
+      case Kind::Throw:
+        out << "throw\n";
+        break;
+      case Kind::Fuse:
+        out << "fuse\n";
+        break;
       case Kind::Region: {
         const RegionSpec& r = s.region;
         auto argument = [](const auto& a) { return value(a.second) + " = " + value(a.first); };

@@ -36,19 +36,19 @@ struct Leaf {
 };
 
 enum class Kind {
-  Operator,   ///< one entry of the operator table
-  Region,     ///< remat::checkpoint of `block`
-  NoGrad,     ///< the wraps: `block` runs in a scope
+  Operator,  ///< one entry of the operator table
+  Region,    ///< remat::checkpoint of `block`
+  NoGrad,    ///< the wraps: `block` runs in a scope
   WithGrad,
   EarlyStop,
   NoEarlyStop,
   Debug,
-  Hooks,      ///< a SavedTensorHooksGuard; `salt` chooses its functions
+  Hooks,  ///< a SavedTensorHooksGuard; `salt` chooses its functions
   Autocast,
   Catch,      ///< try { block } catch (...) {}
   InnerGrad,  ///< autograd::grad of operand 0 with respect to operand 1, here
   Throw,
-  Fuse        ///< throws in a recompute when a step has armed it
+  Fuse  ///< throws in a recompute when a step has armed it
 };
 
 /// How a region's arguments and results travel.
@@ -76,10 +76,10 @@ struct RegionSpec {
   bool preserve_rng = true;
   bool early_stop = true;
   bool debug = false;
-  bool scopes = false;       ///< with a context_fn
-  bool strict = false;       ///< strict_unpack
+  bool scopes = false;  ///< with a context_fn
+  bool strict = false;  ///< strict_unpack
   bool fingerprint = false;
-  int determinism = 1;       ///< remat::DeterminismCheck
+  int determinism = 1;  ///< remat::DeterminismCheck
 };
 
 struct Statement {
@@ -88,7 +88,7 @@ struct Statement {
   std::vector<int> args;  ///< operands
   int out = 0;            ///< the first of `outs` value numbers
   int outs = 0;
-  uint64_t salt = 0;      ///< decides an operator's details (dimensions, constants)
+  uint64_t salt = 0;  ///< decides an operator's details (dimensions, constants)
   RegionSpec region;
   std::vector<Statement> block;
 };
@@ -101,13 +101,13 @@ struct Step {
   std::vector<int> outputs;  ///< values of the outermost block
   std::vector<int> inputs;   ///< leaves; empty: all that require grad
   bool retain = true;
-  int order = 1;             ///< above 1: create_graph, and the gradient of the gradients
+  int order = 1;  ///< above 1: create_graph, and the gradient of the gradients
   bool in_no_grad = false;
   bool in_thread = false;
-  bool hooks = false;        ///< user hooks around the call
-  int64_t fuse = -1;         ///< the checkpointed run throws at this fuse of its recomputes
+  bool hooks = false;          ///< user hooks around the call
+  int64_t fuse = -1;           ///< the checkpointed run throws at this fuse of its recomputes
   int64_t out_of_memory = -1;  ///< the checkpointed run may allocate this many bytes more
-  int target = 0;            ///< Mutate: the value
+  int target = 0;              ///< Mutate: the value
   uint64_t salt = 0;
 };
 
@@ -116,9 +116,9 @@ struct Program {
   std::vector<Leaf> leaves;
   Block block;
   std::vector<Step> steps;
-  bool all_values = false;     ///< every region compares values
-  bool large = false;          ///< tensors of some thousand elements: stops really happen
-  bool drop_values = false;    ///< only outputs are alive at the steps
+  bool all_values = false;   ///< every region compares values
+  bool large = false;        ///< tensors of some thousand elements: stops really happen
+  bool drop_values = false;  ///< only outputs are alive at the steps
 };
 
 /// What a block contains, itself and in the blocks in it.

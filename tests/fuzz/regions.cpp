@@ -69,15 +69,21 @@ Tensors call_separate(bool form, const Options& options, const Body& body, const
     return {call(form, options, [body](const Tensor& a) { return body({a}).at(0); }, args[0])};
   }
   if (args.size() == 2) {
-    auto [first, rest] = call(form, options, [body](Tensor a, const Tensor& b) {
-      Tensors out = body({std::move(a), b});
-      return std::make_pair(out.at(0), tail(out, 1));
-    }, args[0], args[1]);
+    auto [first, rest] = call(
+        form, options,
+        [body](Tensor a, const Tensor& b) {
+          Tensors out = body({std::move(a), b});
+          return std::make_pair(out.at(0), tail(out, 1));
+        },
+        args[0], args[1]);
     return joined({first}, rest);
   }
-  return call(form, options, [body](Tensor a, int, Tensor&& b, Tensors rest) {
-    return body(joined({std::move(a), std::move(b)}, rest));
-  }, args[0], 3, args[1], tail(args, 2));
+  return call(
+      form, options,
+      [body](Tensor a, int, Tensor&& b, Tensors rest) {
+        return body(joined({std::move(a), std::move(b)}, rest));
+      },
+      args[0], 3, args[1], tail(args, 2));
 }
 
 }  // namespace
@@ -91,30 +97,33 @@ Tensors call_region(Packing packing, bool form, const Options& options, const Bo
     }
     case Packing::Map: {
       using Map = std::map<int, Tensor>;
-      return values_of(call(form, options, [body](const Map& map) {
-        return map_of<Map>(body(values_of(map)));
-      }, map_of<Map>(args)));
+      return values_of(call(
+          form, options, [body](const Map& map) { return map_of<Map>(body(values_of(map))); },
+          map_of<Map>(args)));
     }
     case Packing::UnorderedMap: {
       using Map = std::unordered_map<int, Tensor>;
-      return values_of(call(form, options, [body](const Map& map) {
-        return map_of<Map>(body(values_of(map)));
-      }, map_of<Map>(args)));
+      return values_of(call(
+          form, options, [body](const Map& map) { return map_of<Map>(body(values_of(map))); },
+          map_of<Map>(args)));
     }
     case Packing::OptionalAndTuple: {
       using Tuple = std::tuple<std::string, Tensors>;
-      auto [first, rest] = call(form, options, [body](std::optional<Tensor> a,
-                                                      std::optional<Tensor> nothing, Tuple b) {
-        TORCH_CHECK(a && !nothing);
-        Tensors out = body(joined({*a}, std::get<1>(b)));
-        return std::make_tuple(std::optional<Tensor>(out.at(0)), tail(out, 1));
-      }, std::optional<Tensor>(args.at(0)), std::optional<Tensor>(), Tuple("name", tail(args, 1)));
+      auto [first, rest] = call(
+          form, options,
+          [body](std::optional<Tensor> a, std::optional<Tensor> nothing, Tuple b) {
+            TORCH_CHECK(a && !nothing);
+            Tensors out = body(joined({*a}, std::get<1>(b)));
+            return std::make_tuple(std::optional<Tensor>(out.at(0)), tail(out, 1));
+          },
+          std::optional<Tensor>(args.at(0)), std::optional<Tensor>(), Tuple("name", tail(args, 1)));
       return joined({*first}, rest);
     }
     case Packing::Struct: {
-      Bundle out = call(form, options, [body](Bundle bundle) {
-        return bundle_of(body(joined({bundle.first}, bundle.rest)));
-      }, bundle_of(args));
+      Bundle out = call(
+          form, options,
+          [body](Bundle bundle) { return bundle_of(body(joined({bundle.first}, bundle.rest))); },
+          bundle_of(args));
       return joined({out.first}, out.rest);
     }
     case Packing::List: {
@@ -122,25 +131,35 @@ Tensors call_region(Packing packing, bool form, const Options& options, const Bo
       Dict dict;
       dict.insert("a", args.at(0));
       c10::List<Tensor> list(tail(args, 1));
-      return call(form, options, [body](const c10::List<Tensor>& rest, const Dict& first) {
-        return body(joined({first.at("a")}, rest.vec()));
-      }, list, dict);
+      return call(
+          form, options,
+          [body](const c10::List<Tensor>& rest, const Dict& first) {
+            return body(joined({first.at("a")}, rest.vec()));
+          },
+          list, dict);
     }
     case Packing::Variant: {
       using Either = std::variant<int, Tensor, Tensors>;
-      return call(form, options, [body](std::array<Either, 2> both) {
-        Tensors all = {std::get<Tensor>(both[0])};
-        if (both[1].index() == 2) all = joined(all, std::get<Tensors>(both[1]));
-        return body(all);
-      }, std::array<Either, 2>{args.at(0), args.size() > 1 ? Either(tail(args, 1)) : Either(1)});
+      return call(
+          form, options,
+          [body](std::array<Either, 2> both) {
+            Tensors all = {std::get<Tensor>(both[0])};
+            if (both[1].index() == 2) all = joined(all, std::get<Tensors>(both[1]));
+            return body(all);
+          },
+          std::array<Either, 2>{args.at(0), args.size() > 1 ? Either(tail(args, 1)) : Either(1)});
     }
     case Packing::VectorWithUndefined: {
-      return call(form, options, [body](const Tensors& all, const Tensor& undefined) {
-        TORCH_CHECK(!undefined.defined() && !all.back().defined());
-        return body(Tensors(all.begin(), all.end() - 1));
-      }, joined(args, {Tensor()}), Tensor());
+      return call(
+          form, options,
+          [body](const Tensors& all, const Tensor& undefined) {
+            TORCH_CHECK(!undefined.defined() && !all.back().defined());
+            return body(Tensors(all.begin(), all.end() - 1));
+          },
+          joined(args, {Tensor()}), Tensor());
     }
-    default: return call(form, options, [body](Tensors all) { return body(std::move(all)); }, args);
+    default:
+      return call(form, options, [body](Tensors all) { return body(std::move(all)); }, args);
   }
 }
 

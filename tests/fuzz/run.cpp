@@ -97,7 +97,7 @@ Interpreter::Interpreter(const Program& program, Mode mode, Record& record)
 }
 
 Interpreter::~Interpreter() {
-  for (Value& leaf : leaves_) leaf.tensor.mutable_grad() = Tensor();   // no cycle of graph and grad
+  for (Value& leaf : leaves_) leaf.tensor.mutable_grad() = Tensor();  // no cycle of graph and grad
 }
 
 Tensors Interpreter::make_leaves() {
@@ -114,8 +114,10 @@ std::unique_ptr<remat::SavedTensorHooksGuard> Interpreter::hooks(uint64_t salt) 
   auto same = [](const Tensor& t) { return t; };
   if (mode_ == Mode::Undone) return std::make_unique<Guard>(exact_copy, same);
   switch (salt % 4) {
-    case 0: return std::make_unique<Guard>(same, same);
-    case 1: return std::make_unique<Guard>(exact_copy, same);
+    case 0:
+      return std::make_unique<Guard>(same, same);
+    case 1:
+      return std::make_unique<Guard>(exact_copy, same);
     case 2:
       return std::make_unique<Guard>(twice, half);
     default:
@@ -161,14 +163,22 @@ void Interpreter::run_forward() {
 void Interpreter::run_block(const Block& block, Environment& values) {
   for (const Statement& s : block) {
     switch (s.kind) {
-      case Kind::Operator: run_operator(s, values); break;
-      case Kind::Region: run_region(s, values); break;
-      case Kind::InnerGrad: run_inner_grad(s, values); break;
-      case Kind::Throw: throw UserError();
+      case Kind::Operator:
+        run_operator(s, values);
+        break;
+      case Kind::Region:
+        run_region(s, values);
+        break;
+      case Kind::InnerGrad:
+        run_inner_grad(s, values);
+        break;
+      case Kind::Throw:
+        throw UserError();
       case Kind::Fuse:
         if (fuse_ >= 0 && remat::is_recomputing() && fuses_passed_++ == fuse_) throw FuseBlown();
         break;
-      default: run_wrap(s, values);
+      default:
+        run_wrap(s, values);
     }
   }
 }
@@ -182,8 +192,8 @@ Value Interpreter::changeable(const Value& value, Dice& dice) {
   // A tensor without grad that a frame keeps must not get a history: if that leads back to the frame
   // nothing frees them, as in LibTorch for a tensor that a node saved.
   const bool makes_cycle = is_risky && !t.requires_grad();
-  if (overlaps_itself(t) || origin.leaf || makes_cycle || (t.is_leaf() && t.requires_grad()) || is_unseen ||
-      (is_risky && !is_bold))
+  if (overlaps_itself(t) || origin.leaf || makes_cycle || (t.is_leaf() && t.requires_grad()) ||
+      is_unseen || (is_risky && !is_bold))
     return {t.clone(), std::make_shared<Origin>()};
   if (is_risky) record_.may_raise = true;
   if (origin.foreign && !program_.all_values) record_.unchecked = true;
@@ -198,8 +208,7 @@ void Interpreter::run_operator(const Statement& s, Environment& values) {
   if (op.inplace) operands[0] = changeable(operands[0], dice);
   Tensors tensors;
   for (const Value& value : operands) tensors.push_back(value.tensor);
-  const Surroundings around{.hook_calls = &hook_calls_,
-                            .max_numel = program_.large ? 6000 : 256};
+  const Surroundings around{.hook_calls = &hook_calls_, .max_numel = program_.large ? 6000 : 256};
   Tensors outs = op.run(tensors, dice, around);
   for (size_t i = 0; i < outs.size() && i < static_cast<size_t>(s.outs); ++i) {
     Tensor& out = outs[i];
@@ -251,7 +260,7 @@ void Interpreter::run_wrap(const Statement& s, Environment& values) {
     default:
       try {
         run_block(s.block, values);
-      } catch (const FuseBlown&) {   // a fault of one run must not change what the program does
+      } catch (const FuseBlown&) {  // a fault of one run must not change what the program does
         throw;
       } catch (const c10::OutOfMemoryError&) {
         throw;
@@ -309,7 +318,7 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
   for (const int id : spec.captures) {
     seen.push_back(look_up(values, id));
     seen.back().origin->as_capture = true;
-    const Origin inside{.foreign = true, .leaf = true};   // never changed in there
+    const Origin inside{.foreign = true, .leaf = true};  // never changed in there
     captured[id] = {seen.back().tensor, std::make_shared<Origin>(inside)};
   }
   const Body body = [this, &s, captured](const Tensors& tensors) {

@@ -17,10 +17,10 @@
 namespace fuzz {
 
 enum class Mode {
-  Plain,         ///< inside DisableCheckpointGuard
+  Plain,  ///< inside DisableCheckpointGuard
   Checkpointed,
-  Undone         ///< plain, and every saved tensor is copied when it is saved: the gradients with
-                 ///< later changes in place undone
+  Undone  ///< plain, and every saved tensor is copied when it is saved: the gradients with
+          ///< later changes in place undone
 };
 
 /// One thing seen: its metadata as text, and its bytes.
@@ -39,16 +39,16 @@ struct Stage {
 
 struct Record {
   std::vector<Stage> stages;
-  bool may_raise = false;   ///< something that a region depends on was changed in place
-  bool unchecked = false;   ///< the same, where only DeterminismCheck::Values could see it
-  std::vector<std::string> faults;   ///< what was left behind
+  bool may_raise = false;           ///< something that a region depends on was changed in place
+  bool unchecked = false;           ///< the same, where only DeterminismCheck::Values could see it
+  std::vector<std::string> faults;  ///< what was left behind
   int64_t leaked_bytes = 0;
 };
 
 Record run(const Program& program, Mode mode);
 
 struct Finding {
-  std::string kind;   ///< the same for the same fault in a smaller program
+  std::string kind;  ///< the same for the same fault in a smaller program
   std::string text;
 };
 std::optional<Finding> check(const Program& program);
@@ -66,7 +66,7 @@ struct UserError : std::runtime_error {
 
 /// Where a storage comes from, as far as changes in place must know; shared by all that alias it.
 struct Origin {
-  bool foreign = false;      ///< an argument or captured variable of the region that runs
+  bool foreign = false;  ///< an argument or captured variable of the region that runs
   bool leaf = false;
   bool as_argument = false;  ///< given to a region that was run
   bool as_capture = false;
@@ -106,7 +106,7 @@ class Interpreter {
   const Contents contents_;
   const Mode mode_;
   Record& record_;
-  Environment values_;   // the outermost block's
+  Environment values_;  // the outermost block's
   std::vector<Value> leaves_;
   int64_t hook_calls_ = 0, scopes_alive_ = 0;
   int64_t fuse_ = -1, fuses_passed_ = 0;
@@ -115,8 +115,8 @@ class Interpreter {
 /// remat::checkpoint(...) of `body` with the arguments and the result packed as `packing` says.
 /// `body` must be copyable: std::function<Tensors(Tensors)>.
 using Body = std::function<Tensors(Tensors)>;
-Tensors call_region(Packing packing, bool checkpointed_form, const remat::CheckpointOptions& options,
-                    const Body& body, const Tensors& args);
+Tensors call_region(Packing packing, bool checkpointed_form,
+                    const remat::CheckpointOptions& options, const Body& body, const Tensors& args);
 
 const Value& look_up(const Environment& values, int id);
 

@@ -8,7 +8,7 @@ namespace fuzz {
 
 namespace {
 
-using Edit = std::function<bool(Program&)>;   // false: nothing to do here
+using Edit = std::function<bool(Program&)>;  // false: nothing to do here
 
 /// The block reached by `path`: the index of a statement with a block, level by level.
 Block& at_path(Program& program, const std::vector<size_t>& path) {
@@ -59,7 +59,7 @@ void edit_block(const Block& block, std::vector<size_t>& path, Add&& add) {
   for (size_t i = 0; i < block.size(); ++i) {
     if (block[i].kind == Kind::Region) simplify_options(path, i, add);
     if (block[i].kind != Kind::Region && !block[i].block.empty()) {
-      add([path, i](Program& p) {   // the wrap goes, what it wraps stays
+      add([path, i](Program& p) {  // the wrap goes, what it wraps stays
         Block& b = at_path(p, path);
         const Block inner = std::move(b[i].block);
         b.erase(b.begin() + i);

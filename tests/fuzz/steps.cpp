@@ -45,8 +45,7 @@ void Interpreter::record_state(Stage& stage) {
   const int64_t calls = std::exchange(hook_calls_, 0);
   if (stage.raised) return;
   stage.entries.push_back(
-      {"generator", "",
-       bytes_of(at::globalContext().defaultGenerator(at::kCPU).get_state())});
+      {"generator", "", bytes_of(at::globalContext().defaultGenerator(at::kCPU).get_state())});
   for (size_t i = 0; i < leaves_.size(); ++i)
     record_tensor(stage, "leaf " + std::to_string(i), leaves_[i].tensor);
   // A gradient taken inside a region is taken again in a recompute, hooks included.
