@@ -32,6 +32,7 @@ class ForwardScope final : public Scope {
     return std::make_unique<Drop>(frame_);
   }
   Frame* frame() const override { return frame_.get(); }
+  DrawLog* draw_log() const override { return frame_->draw_log(); }
 
  private:
   c10::intrusive_ptr<Frame> frame_;

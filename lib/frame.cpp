@@ -56,7 +56,6 @@ void Frame::empty() noexcept {
   if (std::exchange(is_empty_, true)) return;
   thread_local std::vector<Remains>* waiting = nullptr;
   count(live_counters.frames_alive, -1);
-  snapshot_ = Snapshot();
   std::vector<Slot>().swap(slots_);
   Remains remains{std::move(extras_), std::move(body_), std::move(inputs_), std::move(runs_),
                   std::move(pending_)};
@@ -85,7 +84,7 @@ bool Frame::compares_contents() const {
 }
 
 std::string Frame::contents_of(const at::Tensor& tensor) const {
-  if (!extras_->fingerprint) return fmt::format("{:016x}", digest_of(tensor));
+  if (!extras_ || !extras_->fingerprint) return fmt::format("{:016x}", digest_of(tensor));
   at::NoGradGuard no_grad;
   return extras_->fingerprint(tensor);
 }
@@ -93,7 +92,8 @@ std::string Frame::contents_of(const at::Tensor& tensor) const {
 void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
   body_ = std::move(body);
   inputs_.save(*body_);
-  snapshot_ = Snapshot::take(options_.preserve_rng_state);
+  snapshot_ = Snapshot::take();
+  if (options_.preserve_rng_state) draws_.begin();
   start_ = RegionStart::here();
 }
 
@@ -104,11 +104,12 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   slot.description = Description(saved, options_.determinism_check >= DeterminismCheck::Layout);
   slot.provenance = provenance_of(judged, start_, inputs_.storages());
   slot.group = at::sequence_number::peek();
-  if (snapshot_.preserves_rng()) slot.rng_position = cpu_rng_position();
   slot.requires_grad = judged.requires_grad();
   slot.is_inner_input = origin != nullptr;
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
-  if (compares_contents()) hash_pending(slot.group, /*is_end=*/origin != nullptr);
+  const bool is_compared = compares_contents() || (options_.preserve_rng_state && saved.is_cpu() &&
+                                                   draws_.have_others_drawn());
+  if (!pending_.empty()) hash_pending(slot.group, /*is_end=*/origin != nullptr);
 
   std::lock_guard<std::mutex> lock(mutex_);
   REMAT_INVARIANT(!is_settled_, "frame {} got a slot after its function had returned", id_);
@@ -124,10 +125,8 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
     for (auto each = slots_.rbegin() + 1; each != slots_.rend() && each->is_same_operator(latest);
          ++each)
       each->saves_own_output = true;
-  if (extras_) {
-    if (options_.debug) extras_->saved_by.push_back(extras_->forward_log.size() - 1);
-    if (compares_contents()) pending_.emplace_back(position, saved.detach());
-  }
+  if (options_.debug) extras_->saved_by.push_back(extras_->forward_log.size() - 1);
+  if (is_compared) pending_.emplace_back(position, saved.detach());
   count(live_counters.tensors_dropped);
   return position;
 }
@@ -135,15 +134,22 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
 // An operator may fill a tensor after it was saved, so its contents are taken when the next
 // operator saves something, or when the function has returned.
 void Frame::hash_pending(uint64_t next_group, bool is_end) {
-  if (pending_.empty()) return;
   if (!is_end && slots_[at_position(pending_.front().first)].group == next_group) return;
-  extras_->contents.resize(slots_.size());
-  for (auto& [position, tensor] : std::exchange(pending_, {}))
-    extras_->contents[at_position(position)] = contents_of(tensor);
+  for (auto& [position, tensor] : std::exchange(pending_, {})) {
+    std::string contents = contents_of(tensor);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (contents_.size() <= at_position(position)) contents_.resize(at_position(position) + 1);
+    contents_[at_position(position)] = std::move(contents);
+  }
+}
+
+std::optional<std::string> Frame::expected_contents(int64_t position) const {
+  const auto index = at_position(position);
+  return index < contents_.size() ? contents_[index] : std::nullopt;
 }
 
 void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) {
-  if (compares_contents()) hash_pending(0, /*is_end=*/true);
+  if (!pending_.empty()) hash_pending(0, /*is_end=*/true);
   StorageSet results;
   int64_t tail_elements = 0;
   visit_result([&](at::Tensor& tensor) {
@@ -151,7 +157,7 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
     results.add(tensor);
     if (!tensor.is_nested()) tail_elements = std::max(tail_elements, tensor.numel());
   });
-  snapshot_.settle();
+  if (options_.preserve_rng_state) draws_.settle();
 
   std::lock_guard<std::mutex> lock(mutex_);
   is_settled_ = true;

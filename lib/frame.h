@@ -14,7 +14,7 @@
 //  8. A read outside backward recomputes for that read alone (Frame::read_alone).
 //  9. Reading twice recomputes again, or throws with strict_unpack (Frame::read_slot).
 // 10. A mismatch is never silent (match, capture).
-// 11. State: (snapshot, cpu_rng).
+// 11. State: (snapshot, draws).
 // 12. Failure is clean: everything a run holds unwinds (recompute).
 // 13. Lifetime: slots own the frame, nothing else does; destruction never recurses
 //     (Frame::empty).
@@ -25,12 +25,14 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "hooks/slot.h"
 #include "lib/capture.h"
+#include "lib/draws.h"
 #include "lib/inputs.h"
 #include "lib/op_log.h"
 #include "lib/run.h"
@@ -55,8 +57,6 @@ struct FrameExtras {
   std::string name;
   std::function<std::string(const at::Tensor&)> fingerprint;
   ContextPair contexts;
-  /// Of each slot with DeterminismCheck::Values or a fingerprint: what the recompute must match.
-  std::vector<std::string> contents;
   OpLog forward_log;
   /// Of each slot in debug mode: the number of the operator that saved it.
   std::vector<int64_t> saved_by;
@@ -83,11 +83,15 @@ class Frame final : public SlotOwner {
   const FrameOptions& options() const { return options_; }
   FrameExtras* extras() const { return extras_.get(); }
   const Snapshot& snapshot() const { return snapshot_; }
+  /// Null if the region's random numbers do not matter.
+  DrawLog* draw_log() { return options_.preserve_rng_state ? &draws_ : nullptr; }
   detail::RegionBody& body() const { return *body_; }
   std::vector<at::Tensor> unpack_inputs() const { return inputs_.unpack(); }
   std::thread::id forward_thread() const { return forward_thread_; }
-  /// Whether contents are compared, so that an operator must be finished before a look.
+  /// Whether the contents of all slots are compared.
   bool compares_contents() const;
+  /// What the recompute must meet in a slot, if its contents are compared. Call it in `with_slot`.
+  std::optional<std::string> expected_contents(int64_t position) const;
   /// What is compared of a tensor's contents: a digest, or the user's fingerprint.
   std::string contents_of(const at::Tensor& tensor) const;
 
@@ -127,6 +131,7 @@ class Frame final : public SlotOwner {
   std::unique_ptr<detail::RegionBody> body_;
   Inputs inputs_;
   Snapshot snapshot_;
+  DrawLog draws_;
   RegionStart start_;
   std::thread::id forward_thread_;
 
@@ -137,6 +142,7 @@ class Frame final : public SlotOwner {
   bool ends_small_ = false;
   bool is_empty_ = false;
   std::vector<std::pair<int64_t, at::Tensor>> pending_;  // contents are taken when safe
+  std::vector<std::optional<std::string>> contents_;     // of the slots, where they are compared
 };
 
 }  // namespace remat

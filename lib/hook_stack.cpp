@@ -95,6 +95,14 @@ Scope* innermost(Ability ability) {
   return node == nullptr ? nullptr : node->nearest(ability);
 }
 
+void visit_regions(c10::function_ref<void(Scope&)> visitor) {
+  constexpr auto index = static_cast<std::size_t>(Ability::Region);
+  const StackNode* node = top();
+  for (node = node == nullptr ? nullptr : node->with[index]; node != nullptr;
+       node = node->below ? node->below->with[index] : nullptr)
+    if (node->scope->is_open()) visitor(*node->scope);
+}
+
 void push(const std::shared_ptr<Scope>& scope) {
   if (const auto& message = at::SavedTensorDefaultHooks::get_disabled_error_message();
       message && scope->has(Ability::Hooks))

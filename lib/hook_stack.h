@@ -13,6 +13,8 @@
 
 namespace remat {
 
+class DrawLog;
+class DrawReplay;
 class Frame;
 
 namespace detail {
@@ -48,6 +50,9 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() { return nullptr; }
   /// The frame of a region's scope.
   virtual Frame* frame() const { return nullptr; }
+  /// Of a region's first run: where its draws are noted. Of a recompute: what draws them again.
+  virtual DrawLog* draw_log() const { return nullptr; }
+  virtual DrawReplay* draw_replay() { return nullptr; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
   bool has(Ability ability) const { return abilities_[static_cast<std::size_t>(ability)]; }
@@ -80,6 +85,8 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks();
 
 /// The innermost open scope with an ability, or null.
 Scope* innermost(Ability ability);
+/// Every open region's scope of this thread, innermost first.
+void visit_regions(c10::function_ref<void(Scope&)> visitor);
 
 /// While alive, the thread's stack is the given scope alone, and LibTorch's own hook stack is empty
 /// and enabled: a recompute starts clean (Rule 3). Restores both exactly.

@@ -22,9 +22,10 @@ namespace {
 /// The values of one recompute come in through it, one for each tensor that autograd saves.
 class Filler final : public SlotFiller {
  public:
-  Filler(Frame& frame, Run& run, int64_t only_position)
+  Filler(Frame& frame, Run& run, int64_t only_position, bool early_stop)
       : frame_(frame),
         run_(run),
+        early_stop_(early_stop),
         view_(frame.view_for(only_position)),
         num_slots_(static_cast<int64_t>(view_.is_needed.size())),
         task_at_start_(seam::graph_task_id()) {
@@ -35,15 +36,13 @@ class Filler final : public SlotFiller {
   /// The function is about to run a backward. No operator is under way here, so a recompute that has
   /// all it needs ends: that backward ran in the forward, and would accumulate its gradients again.
   void stop_before_backward();
-  /// The ambient state is that of the forward, and the function begins.
-  void start();
   /// The function has ended, by a return or a stop: takes what waited for it.
-  void finish();
+  void finish() { compare_pending(0, /*is_end=*/true); }
 
   bool is_complete() const { return num_filled_ == view_.num_needed; }
   bool has_stopped() const { return has_stopped_; }
-  /// Another thread moved the generator. See Note [Disturbed draws].
-  bool was_disturbed() const { return draws_.was_disturbed(); }
+  /// A tensor saved after another thread had drawn in forward came back with other contents.
+  bool has_other_numbers() const { return has_other_numbers_; }
   /// More tensors came than forward saved, and forward is over.
   bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
   int64_t num_slots() const { return num_slots_; }
@@ -56,13 +55,13 @@ class Filler final : public SlotFiller {
   void take(int64_t position, const at::Tensor& saved, const at::Tensor& kept);
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
   void compare_pending(uint64_t next_group, bool is_end);
-  void watch_draws(const uint64_t* in_forward);
   bool wants_stop() const;
   bool is_on_own_ground() const;
   bool can_stop(const at::Tensor& saved, int64_t position) const;
 
   Frame& frame_;
   Run& run_;
+  const bool early_stop_;
   const Frame::SlotView view_;
   const int64_t num_slots_;
   const int64_t task_at_start_;
@@ -74,20 +73,14 @@ class Filler final : public SlotFiller {
     int64_t position;
     uint64_t group;
     at::Tensor tensor;
+    std::string in_forward;
   };
   std::vector<Pending> pending_;  // contents to compare when their operator has returned
   uint64_t last_group_ = 0;       // of the operator that filled the last needed slot
   bool must_finish_operator_ = false;
   int64_t num_seen_ = 0, num_filled_ = 0;
   bool has_stopped_ = false;
-  struct Draws {
-    uint64_t num_sets = 0, start = 0;  // when the function began
-    bool has_moved = false;            // the generator, since then
-    bool differs = false;              // from where it stood in forward, at some save
-    bool was_set = false;              // by another thread
-    bool was_disturbed() const { return was_set || (has_moved && differs); }
-  };
-  Draws draws_;  // See Note [Disturbed draws].
+  bool has_other_numbers_ = false;
 };
 
 at::Tensor Filler::fill(const at::Tensor& saved) {
@@ -120,7 +113,7 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
 
 bool Filler::wants_stop() const {
   if (has_too_many()) return true;
-  if (!is_complete() || !frame_.options().early_stop) return false;
+  if (!is_complete() || !early_stop_) return false;
   if (must_finish_operator_ || !pending_.empty()) return false;
   return !(view_.ends_small && num_seen_ == num_slots_);
 }
@@ -143,17 +136,14 @@ bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
 void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& kept) {
   Value value;
   value.version = static_cast<uint32_t>(saved._version());
-  const bool draws = frame_.snapshot().draws();
   frame_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
-    if (draws) watch_draws(&slot.rng_position);
     compare(position, slot, saved);
     must_finish_operator_ = slot.finish_operator;
     const Origin origin = slot.provenance.origin;
     if (!saved.requires_grad() && (origin == Origin::Outside || origin == Origin::Input))
       value.alias = saved.tensor_data();  // its owner may give the object other storage
-    if (frame_.compares_contents()) {
-      pending_.push_back({position, at::sequence_number::peek(), saved});
-    }
+    if (auto in_forward = frame_.expected_contents(position))
+      pending_.push_back({position, at::sequence_number::peek(), saved, *std::move(in_forward)});
   });
   value.tensor = kept;
   const bool is_new = !run_.has(position);
@@ -210,24 +200,21 @@ Differences Filler::take_differences() {
 void Filler::compare_pending(uint64_t next_group, bool is_end) {
   if (pending_.empty() || (!is_end && pending_.front().group == next_group)) return;
   for (const Pending& each : std::exchange(pending_, {})) {
-    const auto& contents = frame_.extras()->contents;
-    const auto index = static_cast<std::size_t>(each.position);
-    if (index >= contents.size()) continue;  // forward has not taken it yet
     std::string now = frame_.contents_of(each.tensor);
-    if (now == contents[index]) continue;
-    const bool is_text = static_cast<bool>(frame_.extras()->fingerprint);
-    differences_.contents.push_back({each.position,
-                                     (is_text ? "fingerprint " : "hash ") + contents[index],
-                                     (is_text ? "fingerprint " : "hash ") + now,
-                                     {},
-                                     {}});
+    if (now == each.in_forward) continue;
+    if (!frame_.compares_contents()) {
+      has_other_numbers_ = true;
+      continue;
+    }
+    const bool is_text = frame_.extras() != nullptr && frame_.extras()->fingerprint;
+    const char* const what = is_text ? "fingerprint " : "hash ";
+    differences_.contents.push_back({each.position, what + each.in_forward, what + now, {}, {}});
   }
 }
 
 void Filler::stop_before_backward() {
   if (!has_stopped_) {
-    if (!is_complete() || !frame_.options().early_stop || has_too_many() || !is_on_own_ground())
-      return;
+    if (!is_complete() || !early_stop_ || has_too_many() || !is_on_own_ground()) return;
     count(live_counters.early_stops);
     has_stopped_ = true;
   } else if (!is_on_own_ground()) {
@@ -241,27 +228,11 @@ bool Filler::is_on_own_ground() const {
          frame_.body().can_be_stopped() && std::uncaught_exceptions() == uncaught_at_start_;
 }
 
-void Filler::start() {
-  if (frame_.snapshot().draws()) draws_ = {num_foreign_rng_sets(), cpu_rng_position()};
-}
-
-void Filler::watch_draws(const uint64_t* in_forward) {
-  const uint64_t now = cpu_rng_position();
-  draws_.was_set = draws_.was_set || num_foreign_rng_sets() != draws_.num_sets;
-  draws_.has_moved = draws_.has_moved || now != draws_.start;
-  draws_.differs = draws_.differs || (in_forward != nullptr && now != *in_forward);
-}
-
-void Filler::finish() {
-  if (frame_.snapshot().draws()) watch_draws(nullptr);
-  compare_pending(0, /*is_end=*/true);
-}
-
 /// The scope of a recompute, alone on the stack while the function runs again.
 class RecomputeScope final : public detail::Scope {
  public:
-  RecomputeScope(c10::intrusive_ptr<Frame> frame, SlotFiller& filler)
-      : frame_(std::move(frame)), filler_(filler) {
+  RecomputeScope(c10::intrusive_ptr<Frame> frame, SlotFiller& filler, DrawPlan draws)
+      : frame_(std::move(frame)), filler_(filler), replay_(std::move(draws)) {
     early_stop = frame_->options().early_stop_guard;
     debug = frame_->options().debug_guard;
     is_recompute = is_inside_recompute = true;
@@ -277,10 +248,15 @@ class RecomputeScope final : public detail::Scope {
     return std::make_unique<Collect>(filler_);
   }
   Frame* frame() const override { return frame_.get(); }
+  DrawReplay& replay() { return replay_; }
+  DrawReplay* draw_replay() override {
+    return frame_->options().preserve_rng_state ? &replay_ : nullptr;
+  }
 
  private:
   c10::intrusive_ptr<Frame> frame_;
   SlotFiller& filler_;
+  DrawReplay replay_;
   const std::thread::id owner_ = std::this_thread::get_id();
 };
 
@@ -305,17 +281,18 @@ struct RunOnThisThread {
   ~RunOnThisThread() { active_runs().entries.pop_back(); }
 };
 
-/// Runs the function again. Returns normally after a stop too.
-void run_again(const c10::intrusive_ptr<Frame>& frame, Filler& filler,
+/// Runs the function again. Returns normally after a stop too; false if another thread disturbed
+/// its random numbers.
+bool run_again(const c10::intrusive_ptr<Frame>& frame, Filler& filler, DrawPlan draws,
                std::vector<at::Tensor>& inputs) {
-  const auto scope = std::make_shared<RecomputeScope>(frame, filler);
+  const auto scope = std::make_shared<RecomputeScope>(frame, filler, std::move(draws));
+  const DefaultGeneratorSwap generator(scope->replay().plan());
   AmbientRestore ambient(frame->snapshot());
   detail::StackSwap clean(scope);
   OpLogScope logging(filler.log());
   Scope user_scope;
   if (frame->extras() != nullptr && frame->extras()->contexts.recompute)
     user_scope = frame->extras()->contexts.recompute();
-  filler.start();
   try {
     frame->body().run_again(inputs);
   } catch (const StopSignal&) {
@@ -324,23 +301,31 @@ void run_again(const c10::intrusive_ptr<Frame>& frame, Filler& filler,
     if (!filler.has_stopped()) throw;
   }
   filler.finish();
+  return !generator.was_disturbed();
 }
 
 constexpr int max_attempts = 5;
 
-/// One attempt; false if another thread disturbed its random numbers: nothing of it is kept.
+/// One attempt; false if it was disturbed: nothing of it is kept.
 bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {
   count(live_counters.recomputes);
   try {
     std::vector<at::Tensor> inputs = frame->unpack_inputs();
-    Filler filler(*frame, run, only_position);
+    DrawPlan draws = frame->draw_log() != nullptr ? frame->draw_log()->plan() : DrawPlan();
+    Filler filler(*frame, run, only_position,
+                  /*early_stop=*/frame->options().early_stop && !draws.uses_default());
     RunOnThisThread active(*frame, run, filler);
-    DrawingTurn turn(frame->snapshot().draws());
-    run_again(frame, filler, inputs);
-    if (filler.was_disturbed()) {
+    if (!run_again(frame, filler, std::move(draws), inputs)) {
       run.clear();
       return false;
     }
+    if (filler.has_other_numbers())
+      throw_recompute_failed(
+          *frame, "the recompute gave other values than forward, in which another thread drew",
+          "a thread that the function starts itself draws from the default CPU generator, or an "
+          "operator of the region gives other values each time it runs (Rule 11)",
+          "draw on the thread that calls the region, or set preserve_rng_state = false if other "
+          "numbers do no harm");
     if (filler.has_too_many() || !filler.is_complete())
       throw_count_mismatch(*frame, filler.num_slots(), filler.num_seen(), filler.take_differences(),
                            filler.log());
@@ -379,8 +364,9 @@ void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_po
   for (int attempt = 1; !try_recompute(frame, run, only_position); ++attempt)
     if (attempt == max_attempts)
       throw_recompute_failed(*frame, "the recompute could not draw the numbers that forward drew",
-                             "another thread draws from the default CPU generator while this "
-                             "region runs, in forward or now (Rule 11)",
+                             "the region takes numbers from the default CPU generator past "
+                             "LibTorch's operators, or seeds it, while another thread draws from "
+                             "it too, in forward or now (Rule 11)",
                              "let one thread at a time draw from it, or set preserve_rng_state = "
                              "false if other numbers do no harm");
 }

@@ -13,8 +13,6 @@ struct Slot {
   Provenance provenance;
   /// Tensors saved by one operator share it (`at::sequence_number::peek()` at the save).
   uint64_t group = 0;
-  /// Where the generator stood at the save. See Note [Disturbed draws].
-  uint64_t rng_position = 0;
   bool requires_grad = false;
   /// Some saved variable still refers to the slot.
   bool is_alive = true;

@@ -52,41 +52,19 @@ bool AutocastState::is_any_enabled() const {
   return std::any_of(devices.begin(), devices.end(), [](const Device& d) { return d.enabled; });
 }
 
-Snapshot Snapshot::take(bool with_rng) {
-  Snapshot snapshot;
-  snapshot.autocast_ = AutocastState::now();
-  snapshot.with_rng_ = with_rng;
-  if (with_rng) {
-    snapshot.rng_sets_ = num_foreign_rng_sets();
-    snapshot.rng_ = share_cpu_rng_state();
-  }
-  return snapshot;
-}
-
-// Where another thread's recompute set the generator meanwhile, its position proves nothing.
-void Snapshot::settle() {
-  if (rng_ && is_cpu_rng_at(*rng_) && num_foreign_rng_sets() == rng_sets_) rng_.reset();
-}
-
 AmbientRestore::AmbientRestore(const Snapshot& snapshot)
     : autograd_(c10::AutogradState::get_tls_state()),
       autocast_(AutocastState::now()),
-      has_cast_scope_(snapshot.autocast_.is_any_enabled()) {
+      has_cast_scope_(snapshot.autocast.is_any_enabled()) {
   if (autograd_.get_inference_mode()) no_inference_.emplace(false);
   c10::AutogradState recomputing = c10::AutogradState::get_tls_state();
   recomputing.set_grad_mode(true);
   c10::AutogradState::set_tls_state(recomputing);
-  if (!(snapshot.autocast_ == autocast_)) snapshot.autocast_.set();
+  if (!(snapshot.autocast == autocast_)) snapshot.autocast.set();
   if (has_cast_scope_) autocast::increment_nesting();
-  // A region that draws nothing leaves the generator alone: other threads may be drawing from it.
-  if (snapshot.draws()) {
-    rng_ = share_cpu_rng_state();
-    set_cpu_rng_state(*snapshot.rng_);
-  }
 }
 
 AmbientRestore::~AmbientRestore() {
-  if (rng_) set_cpu_rng_state(*rng_);
   // As the autocast scopes of the front ends do: the outermost one empties the cast cache.
   if (has_cast_scope_ && autocast::decrement_nesting() == 0) autocast::clear_cache();
   autocast_.set();

@@ -7,10 +7,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
 
-#include <memory>
 #include <optional>
-
-#include "lib/cpu_rng.h"
 
 namespace remat {
 
@@ -31,22 +28,12 @@ struct AutocastState {
   bool operator==(const AutocastState&) const = default;
 };
 
-/// Rule 11: what a recompute sees as forward saw it. Taken when a region begins.
-class Snapshot {
- public:
-  static Snapshot take(bool with_rng);
-  /// The region's function has returned: forgets the random state if nothing was drawn.
-  void settle();
-  bool preserves_rng() const { return with_rng_; }
-  /// Whether a recompute draws numbers that must be those of the forward.
-  bool draws() const { return rng_ != nullptr; }
+/// Rule 11: what a recompute sees as forward saw it, but for its random numbers (draws). Taken when
+/// a region begins.
+struct Snapshot {
+  AutocastState autocast;
 
- private:
-  friend class AmbientRestore;
-  AutocastState autocast_;
-  std::shared_ptr<const CpuRngState> rng_;
-  bool with_rng_ = false;
-  uint64_t rng_sets_ = 0;  // when taken
+  static Snapshot take() { return {AutocastState::now()}; }
 };
 
 /// While alive the ambient state is the snapshot's; then exactly what it was before.
@@ -61,7 +48,6 @@ class AmbientRestore {
   std::optional<c10::InferenceMode> no_inference_;
   c10::AutogradState autograd_;
   AutocastState autocast_;
-  std::shared_ptr<const CpuRngState> rng_;  // of the surroundings, if the region draws
   bool has_cast_scope_;
 };
 

@@ -1,7 +1,8 @@
 // Rule 11: a recompute draws what forward drew, and leaves the generator where it was.
 
-#include <future>
-#include <thread>
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <mutex>
 
 #include "tests/support/support.h"
 
@@ -177,162 +178,47 @@ TEST_CASE("a region that draws nothing copies and allocates no generator state",
   CHECK(at::equal(generator_state(), before));
 }
 
-TEST_CASE("draws of another thread during a recompute are noticed or undone, never used",
-          "[rule-11][GUA-26]") {
-  // Ones in, so the gradient of two dropouts must be the output itself.
-  const int disturbed = GENERATE(1, 1000000);
-  CAPTURE(disturbed);
-  const Tensor x = at::ones({400}).requires_grad_();
-  int times = 0;
-  const Tensor y = remat::checkpoint(
-      [&](const Tensor& t) {
-        const Tensor h = dropout(t, 0.3);
-        if (remat::is_recomputing() && times++ < disturbed) {
-          std::thread([] { at::rand({37}); }).join();
-        }
-        return dropout(h, 0.3);
-      },
-      x);
-  Tensors grads;
-  try {
-    grads = grad_of(y, {x});
-  } catch (const remat::CheckpointError& e) {
-    CHECK(e.kind() == remat::CheckpointError::Kind::RecomputeFailed);
-  }
-  if (!grads.empty()) require_bit_equal(grads, {y.detach()});
-  CHECK(times >= 1);
-  CHECK(remat::counters().recomputed_bytes_alive == 0);
+TEST_CASE("numbers that pass no operator are drawn again", "[rule-11]") {
+  // A kernel of the user's own takes them from the default generator.
+  auto direct = [](const Tensor& t) {
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    return t * static_cast<double>(generator.get<at::CPUGeneratorImpl>()->random() % 1000);
+  };
+  auto f = [&](const Tensor& t) {
+    return direct(dropout(direct(t).sin()).exp()).cos() * at::rand({8});
+  };
+  for (const bool nested : {false, true})
+    require_same_grads(
+        [&](const Tensor& t) { return f(f(t)); },
+        [&](const Tensor& t) {
+          if (!nested) return remat::checkpoint(f, remat::checkpoint(f, t));
+          return remat::checkpoint(
+              [&](const Tensor& a) { return remat::checkpoint(f, remat::checkpoint(f, a)); }, t);
+        },
+        leaf({8}));
 }
 
-TEST_CASE("another thread's draws are neither lost nor repeated by a recompute",
-          "[rule-11][GUA-26]") {
-  const Seed seed(13);
-  const Tensor x = at::ones({100}).requires_grad_();
-  const Tensor y = remat::checkpoint([](const Tensor& t) { return dropout(t); }, x);
+TEST_CASE("a random operator that throws in a region moves the numbers as in plain execution",
+          "[rule-11][rule-12]") {
+  auto f = [](const Tensor& t) {
+    const Tensor first = dropout(t.sin());
+    CHECK_THROWS(at::empty({4}).exponential_(-1));
+    CHECK_THROWS(at::multinomial(at::zeros({3}), 2));
+    return dropout(first.exp()) * at::rand({50});
+  };
+  require_same_grads(f, [&](const Tensor& t) { return remat::checkpoint(f, t); }, leaf({50}));
+}
+
+TEST_CASE("a generator of the user's own is drawn from as it is", "[rule-11]") {
+  const Seed seed(21);
+  const at::Generator own = at::detail::createCPUGenerator(5);
+  const Tensor x = leaf({50});
   const Tensor before = generator_state();
-  grad_of(y, {x});
-  Tensor drawn;
-  std::thread([&] { drawn = at::rand({5}); }).join();
-  set_generator_state(before);
-  CHECK(at::equal(at::rand({5}), drawn));
-}
-
-/// A recompute in another thread that has begun and waits to be let go.
-class RecomputeThatWaits {
- public:
-  explicit RecomputeThatWaits(bool draws)
-      : y_(remat::checkpoint(
-            [this, draws](const Tensor& t) {
-              const Tensor h = draws ? dropout(t) : t.sin();
-              if (remat::is_recomputing() && !has_begun_.exchange(true)) {
-                begun_.set_value();
-                let_go_.get_future().wait();
-              }
-              return h.exp();
-            },
-            x_)),
-        thread_([this] {
-          try {
-            grad_of(y_, {x_});
-          } catch (const remat::CheckpointError&) {
-            // the draws of this thread may have disturbed it
-          }
-        }) {
-    begun_.get_future().wait();
-  }
-  void finish() {
-    let_go_.set_value();
-    thread_.join();
-  }
-
- private:
-  const Tensor x_ = leaf({8});
-  std::promise<void> begun_, let_go_;
-  std::atomic<bool> has_begun_{false};
-  Tensor y_;
-  std::thread thread_;
-};
-
-TEST_CASE("a recompute that ends while another region draws does not make its numbers unknown",
-          "[rule-11][GUA-26]") {
-  const bool draws = GENERATE(true, false);
-  CAPTURE(draws);
-  const Tensor x = at::ones({400}).requires_grad_();
-  RecomputeThatWaits other(draws);
-  Tensor y;
-  y = remat::checkpoint(
-      [&](const Tensor& t) {
-        const Tensor h = dropout(t, 0.3);
-        if (!remat::is_recomputing()) other.finish();
-        return h * 1;
-      },
-      x);
-  Tensors grads;
-  try {
-    grads = grad_of(y, {x});
-  } catch (const remat::CheckpointError& e) {
-    CHECK(e.kind() == remat::CheckpointError::Kind::RecomputeFailed);
-  }
-  if (!grads.empty()) require_bit_equal(grads, {y.detach()});
-}
-
-TEST_CASE("the recompute of a region that draws nothing leaves other threads' draws alone",
-          "[rule-11][GUA-26]") {
-  const Seed seed(14);
-  RecomputeThatWaits other(/*draws=*/false);
-  const Tensor first = at::rand({8});
-  other.finish();
-  const Tensor second = at::rand({8});
-  CHECK_FALSE(at::equal(first, second));
-}
-
-TEST_CASE("a region that draws nothing is not disturbed by another thread's draws",
-          "[rule-11][GUA-26]") {
-  const bool early_stop = GENERATE(true, false);
-  CAPTURE(early_stop);
-  const Tensor x = leaf({100});
-  Counted done;
   const Tensor y = remat::checkpoint(
-      {.early_stop = early_stop},
-      [](const Tensor& t) {
-        const Tensor h = t.sin();
-        std::thread([] { at::rand({37}); }).join();
-        return h.exp();
-      },
-      x);
-  require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp(), {x}));
-  CHECK(done.now().recomputes == 1);
-}
-
-TEST_CASE("threads that train with dropout beside a thread that draws get their own masks",
-          "[rule-11][GUA-26]") {
-  std::atomic<bool> stop{false};
-  std::atomic<int> right{0}, refused{0}, wrong{0};
-  std::thread beside([&] {
-    while (!stop) at::rand({11});
-  });
-  std::vector<std::thread> trainers;
-  for (int i = 0; i < 2; ++i) {
-    trainers.emplace_back([&] {
-      for (int step = 0; step < 200; ++step) {
-        const Tensor x = at::ones({64}).requires_grad_();
-        const Tensor y = remat::checkpoint(
-            [](const Tensor& t) { return dropout(dropout(dropout(t, 0.2), 0.2), 0.2); }, x);
-        try {
-          const Tensor g = grad_of(y, {x})[0];
-          ++(at::equal(g, y) ? right : wrong);
-        } catch (const remat::CheckpointError&) {
-          ++refused;
-        }
-      }
-    });
-  }
-  for (std::thread& trainer : trainers) trainer.join();
-  stop = true;
-  beside.join();
-  CHECK(wrong == 0);
-  CHECK(right + refused == 400);
-  CHECK(right > 0);
+      [&](const Tensor& t) { return t.sin() * at::rand({50}, own, at::kFloat); }, x);
+  CHECK(at::equal(generator_state(), before));
+  CHECK(at::equal(y, x.sin() * at::rand({50}, at::detail::createCPUGenerator(5), at::kFloat)));
 }
 
 }  // namespace

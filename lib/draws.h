@@ -1,0 +1,119 @@
+#pragma once
+// The random numbers of a region: noted while forward draws them, drawn again by its recomputes.
+//
+// Note [Draws]
+// The default CPU generator is one for all threads. A recompute that set it would disturb every
+// other thread that draws, and be disturbed by it, and no lock could prevent that. So recomputes
+// leave it alone and draw from a generator of their own (DrawReplay), which needs to know where
+// the forward's numbers came from. Random operators pass a kernel of ours below autograd (key
+// BackendSelect; on threads that are in no region it only counts). In a region it runs the operator
+// on a private copy of the default generator, while holding the default one's mutex, and then moves
+// the default one to where the copy stands: the same numbers in the same order as without us, but
+// where they start is certain. A region's DrawLog keeps the states from which its numbers did not
+// simply follow on its own last ones: one for most regions, more if other threads drew in between.
+//
+// What passes no operator (a kernel that takes numbers from the default generator itself, a seed
+// set inside the region) is seen because the generator is not where the region's operators left
+// it, though no other thread's operator drew. Such a region is recomputed the old way: the default
+// generator is set to where the region began, nothing is stopped early, and where it ends must be
+// where it ended in forward; else another thread disturbed it, and it is tried again.
+//
+// A thread that the function starts itself looks like a stranger. What it draws cannot be drawn
+// again, so once another thread has drawn during a region's forward, a hash is kept of each CPU
+// tensor that is saved from there on, and the recompute must meet it.
+
+#include <ATen/core/Generator.h>
+#include <c10/util/SmallVector.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "lib/cpu_rng.h"
+
+namespace remat {
+
+/// What a recompute needs to know of the forward's draws.
+struct DrawPlan {
+  struct Jump {
+    int64_t draw;  ///< number of the first operator that drew from here
+    std::shared_ptr<const CpuRngState> state;
+  };
+  c10::SmallVector<Jump, 1> jumps;
+  /// Where the default generator stood when the region began, if numbers passed no operator.
+  std::shared_ptr<const CpuRngState> unseen_start;
+  std::optional<uint64_t> end;  ///< its position at the region's end, once that is known
+
+  /// The recompute draws from the default generator.
+  bool uses_default() const { return unseen_start != nullptr; }
+};
+
+/// How a region draws during its forward. Threads: any.
+class DrawLog {
+ public:
+  /// The region's function begins, or has returned, on this thread.
+  void begin();
+  void settle();
+  DrawPlan plan();
+  /// Whether a thread outside the region may have drawn since it began. Cheap.
+  bool have_others_drawn() const;
+
+  /// An operator of the region draws from `source`, whose mutex is held.
+  void draw_begins(at::CPUGeneratorImpl& source, bool is_default);
+  void draw_ends(at::CPUGeneratorImpl& source, bool is_default);
+
+ private:
+  void look_at_default();  // holds both mutexes
+
+  std::thread::id thread_;
+  uint64_t others_at_begin_ = 0;
+  mutable std::mutex mutex_;  // guards what follows; taken after a generator's
+  DrawPlan plan_;
+  std::shared_ptr<const CpuRngState> start_;
+  std::optional<uint64_t> default_at_;  // where the region's own operators left the default one
+  uint64_t seed_ = 0;
+  uint64_t end_of_last_ = 0;  // position of the source after the region's latest draw
+  int64_t num_draws_ = 0;
+  std::atomic<bool> is_settled_{false};
+  std::atomic<bool> has_other_threads_{false};  // drew for the region: their order may differ
+};
+
+/// The generator of one recompute.
+class DrawReplay {
+ public:
+  explicit DrawReplay(DrawPlan plan) : plan_(std::move(plan)) {}
+  const DrawPlan& plan() const { return plan_; }
+
+  /// The generator for the next operator, standing where forward's stood. Hold `mutex` meanwhile.
+  at::Generator& next();
+  std::mutex mutex;
+
+ private:
+  const DrawPlan plan_;
+  at::Generator generator_;
+  int64_t num_draws_ = 0;
+  std::size_t next_jump_ = 0;
+};
+
+/// While alive the default generator stands where the region began, if the plan uses it; then again
+/// where it was. Waits a bounded time for other such recomputes.
+class DefaultGeneratorSwap {
+ public:
+  explicit DefaultGeneratorSwap(const DrawPlan& plan);
+  ~DefaultGeneratorSwap();
+  DefaultGeneratorSwap(const DefaultGeneratorSwap&) = delete;
+  DefaultGeneratorSwap& operator=(const DefaultGeneratorSwap&) = delete;
+  /// Whether the numbers drawn so far, all of the function's, cannot be those of the forward.
+  bool was_disturbed() const;
+
+ private:
+  const DrawPlan& plan_;
+  std::shared_ptr<const CpuRngState> before_;
+  bool has_turn_ = false;
+};
+
+}  // namespace remat
