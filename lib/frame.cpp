@@ -8,6 +8,7 @@
 
 #include "lib/counters.h"
 #include "lib/digest.h"
+#include "lib/hook_stack.h"
 #include "lib/invariant.h"
 #include "lib/match.h"
 #include "lib/recompute.h"
@@ -85,6 +86,8 @@ bool Frame::compares_contents() const {
 
 std::string Frame::contents_of(const at::Tensor& tensor) const {
   if (!extras_ || !extras_->fingerprint) return fmt::format("{:016x}", digest_of(tensor));
+  // What the user's function saves is none of the region's.
+  const detail::NoScopes unseen;
   at::NoGradGuard no_grad;
   return extras_->fingerprint(tensor);
 }

@@ -146,4 +146,7 @@ StackSwap::~StackSwap() {
   if (foreign_) at::SavedTensorDefaultHooks::set_tls_state(foreign_->state);
 }
 
+NoScopes::NoScopes() : previous_(share(top())) { seam::set_thread_entry(nullptr); }
+NoScopes::~NoScopes() { seam::set_thread_entry(without_closed(std::move(previous_))); }
+
 }  // namespace remat::detail

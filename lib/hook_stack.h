@@ -104,5 +104,17 @@ class StackSwap {
   std::unique_ptr<ForeignHooks> foreign_;
 };
 
+/// While alive the thread has no scopes: what is computed belongs to no region.
+class NoScopes {
+ public:
+  NoScopes();
+  ~NoScopes();
+  NoScopes(const NoScopes&) = delete;
+  NoScopes& operator=(const NoScopes&) = delete;
+
+ private:
+  std::shared_ptr<StackNode> previous_;
+};
+
 }  // namespace detail
 }  // namespace remat

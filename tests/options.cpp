@@ -225,6 +225,21 @@ TEST_CASE("a fingerprint is compared instead of the determinism check",
   accepted(options, as_is, other_values, x);
 }
 
+TEST_CASE("what a fingerprint computes belongs to no region", "[options]") {
+  const Tensor x = leaf({3});
+  remat::CheckpointOptions options;
+  options.fingerprint = [](const Tensor& t) {
+    const at::AutoGradMode grad_mode(true);
+    CHECK_FALSE(remat::is_checkpointing());
+    CHECK_FALSE(remat::is_recomputing());
+    const Tensor mine = t.detach().requires_grad_();
+    return std::to_string(
+        checkpoint([](const Tensor& a) { return a.sin().sum(); }, mine).item<double>());
+  };
+  const auto fn = [](const Tensor& t) { return t.sin().exp().cos(); };
+  require_bit_equal(grad_of(checkpoint(options, fn, x), {x}), grad_of(fn(x), {x}));
+}
+
 TEST_CASE("an exception of fingerprint or context_fn keeps its type and leaves nothing",
           "[options][rule-12]") {
   struct UserError : std::runtime_error {

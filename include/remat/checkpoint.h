@@ -3,11 +3,14 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
+#include <c10/util/OptionalArrayRef.h>
 
 #include <concepts>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -110,12 +113,39 @@ decltype(auto) call(F& fn, A&&... args) {
     return std::invoke(fn, std::forward<A>(args)...);
 }
 
-template <class F, class... A>
-concept Runnable = std::invocable<std::decay_t<F>&, std::decay_t<A>...> ||
-                   HasForward<std::decay_t<F>&, std::decay_t<A>...>;
+/// The type an argument is kept and passed on as. What only refers to its elements (`x.sizes()`, a
+/// tensor list, a string view) would dangle at the recompute; a copy that owns them stands for it.
+template <class T>
+struct KeptAs {
+  using type = T;
+};
+template <class T>
+struct KeptAs<c10::ArrayRef<T>> {
+  using type = std::vector<T>;
+};
+template <>
+struct KeptAs<std::string_view> {
+  using type = std::string;
+};
+template <class T>
+using Kept = typename KeptAs<std::decay_t<T>>::type;
 
 template <class T>
-inline constexpr bool is_tensor_view = std::same_as<T, c10::ArrayRef<at::Tensor>>;
+Kept<T> keep(T&& value) {
+  if constexpr (std::constructible_from<Kept<T>, T&&>)
+    return Kept<T>(std::forward<T>(value));
+  else
+    return value.vec();
+}
+
+template <class T>
+inline constexpr bool is_optional_array_ref = false;
+template <class T>
+inline constexpr bool is_optional_array_ref<c10::OptionalArrayRef<T>> = true;
+
+template <class F, class... A>
+concept Runnable =
+    std::invocable<std::decay_t<F>&, Kept<A>...> || HasForward<std::decay_t<F>&, Kept<A>...>;
 
 template <class F, class... A>
 class Body final : public RegionBody {
@@ -124,7 +154,8 @@ class Body final : public RegionBody {
   using Walk = Tensors<Arguments>;
 
   template <class Fn, class... Args>
-  explicit Body(Fn&& fn, const Args&... args) : function(std::forward<Fn>(fn)), kept_(args...) {
+  explicit Body(Fn&& fn, const Args&... args)
+      : function(std::forward<Fn>(fn)), kept_(keep(args)...) {
     Walk::own(kept_);
     if constexpr (Walk::any && !Walk::ordered) check_ownership(args...);
   }
@@ -194,27 +225,26 @@ class Body final : public RegionBody {
 template <class Fn, class... Args>
 auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
   using F = std::decay_t<Fn>;
-  static_assert((std::copy_constructible<std::decay_t<Args>> && ...),
+  static_assert((std::copy_constructible<Kept<Args>> && ...),
                 "remat::checkpoint: every argument must be copyable, since each recompute gets a "
                 "fresh copy; capture a move-only value in the function instead");
-  static_assert((!is_tensor_view<std::decay_t<Args>> && ...),
-                "remat::checkpoint: an at::TensorList does not own its tensors and would dangle "
-                "at the recompute; pass a std::vector<at::Tensor>");
-  using Result =
-      std::decay_t<decltype(call(std::declval<F&>(), std::declval<std::decay_t<Args>>()...))>;
+  static_assert((!is_optional_array_ref<std::decay_t<Args>> && ...),
+                "remat::checkpoint: a c10::OptionalArrayRef does not own its elements and would "
+                "dangle at the recompute; pass a std::optional of a std::vector");
+  using Result = std::decay_t<decltype(call(std::declval<F&>(), std::declval<Kept<Args>>()...))>;
   if (!opens_frame()) {
     F plain(std::forward<Fn>(fn));
-    return static_cast<Result>(call(plain, std::decay_t<Args>(std::forward<Args>(args))...));
+    return static_cast<Result>(call(plain, keep(std::forward<Args>(args))...));
   }
-  using RegionOfCall = Body<F, std::decay_t<Args>...>;
+  using RegionOfCall = Body<F, Kept<Args>...>;
   auto body = std::make_unique<RegionOfCall>(std::forward<Fn>(fn), args...);
   F& function = body->function;
   ForwardRun run(options, std::move(body));
   if constexpr (std::is_void_v<Result>) {
-    call(function, std::decay_t<Args>(std::forward<Args>(args))...);
+    call(function, keep(std::forward<Args>(args))...);
     run.finish([](TensorVisitor) {});
   } else {
-    Result result = call(function, std::decay_t<Args>(std::forward<Args>(args))...);
+    Result result = call(function, keep(std::forward<Args>(args))...);
     run.finish([&](TensorVisitor visitor) { Tensors<Result>::visit(result, visitor); });
     return result;
   }
@@ -249,7 +279,8 @@ class CheckpointedFunction {
 /// Memory: the region's tensor arguments (in containers and user structs too) stay until the graph
 /// that refers to the region is gone; under an enclosing region not even they do (Rule 2).
 /// Arguments: `fn` and `args` are decay-copied as by std::thread; every run gets fresh rvalue
-/// copies. Arguments must be copyable, `fn` need not be. `std::ref` passes a true reference, which
+/// copies; an array or string that only refers to its elements (`x.sizes()`) is kept as a
+/// `std::vector` or `std::string`. Arguments must be copyable, `fn` need not be. `std::ref` passes a true reference, which
 /// must stay alive and unchanged. A struct takes part through
 ///     template <class Visitor> void visit_tensors(T& value, Visitor&& visit);  // visit(at::Tensor&)
 /// found by ADL.

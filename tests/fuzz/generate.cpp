@@ -95,6 +95,7 @@ class Generator {
       s.op = weighted[dice_.below(static_cast<int64_t>(weighted.size()))];
     } while ((table[s.op].inplace && !features_.inplace) ||
              (table[s.op].random && !features_.random) ||
+             (table[s.op].writes_late && features_.hooks) ||  // hooks that copy would copy rubbish
              (table[s.op].reads_twice && !features_.reads_twice));
     for (int i = 0; i < table[s.op].arity; ++i) s.args.push_back(pick(visible));
     take_outs(s, table[s.op].outs);
@@ -253,6 +254,7 @@ void look(const Block& block, int depth, Contents& found) {
     found.inner_grad |= s.kind == Kind::InnerGrad;
     found.hooks |= s.kind == Kind::Hooks;
     found.catches |= s.kind == Kind::Catch;
+    found.captures |= !s.region.captures.empty();
     const bool is_region = s.kind == Kind::Region && !s.region.inlined;
     found.regions += is_region;
     found.depth = std::max(found.depth, depth + is_region);

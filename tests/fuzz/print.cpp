@@ -1,5 +1,6 @@
 // Writes a program as readable text.
 
+#include <set>
 #include <sstream>
 
 #include "tests/fuzz/operators.h"
@@ -9,7 +10,15 @@ namespace fuzz {
 
 namespace {
 
+/// The values that exist at a place, to print what an operand really names.
+using Visible = std::set<int>;
+
 std::string value(int id) { return "v" + std::to_string(id); }
+
+std::string operand(const Visible& visible, int id) {
+  const auto next = visible.upper_bound(id);
+  return value(next == visible.begin() ? *next : *std::prev(next));
+}
 
 template <class Range, class Text>
 std::string joined(const Range& range, Text text) {
@@ -68,18 +77,20 @@ const char* wrap_name(Kind kind) {
   }
 }
 
-void print(const Block& block, const std::string& indent, std::ostream& out) {
+void print(const Block& block, const std::string& indent, int leaves, Visible& visible,
+           std::ostream& out) {
+  auto seen = [&](int id) { return operand(visible, id); };
   for (const Statement& s : block) {
     out << indent;
     std::vector<int> outs;
     for (int i = 0; i < s.outs; ++i) outs.push_back(s.out + i);
     switch (s.kind) {
       case Kind::Operator:
-        out << joined(outs, value) << " = " << operators()[s.op].name << "("
-            << joined(s.args, value) << ")   # salt " << s.salt << "\n";
+        out << joined(outs, value) << " = " << operators()[s.op].name << "(" << joined(s.args, seen)
+            << ")   # salt " << s.salt << "\n";
         break;
       case Kind::InnerGrad:
-        out << value(s.out) << " = grad of " << value(s.args[0]) << " for " << value(s.args[1])
+        out << value(s.out) << " = grad of " << seen(s.args[0]) << " for " << seen(s.args[1])
             << (s.salt % 10 == 0 ? "" : ", retain_graph")
             << (s.salt % 4 < 2 ? ", create_graph" : "") << "\n";
         break;
@@ -91,14 +102,18 @@ void print(const Block& block, const std::string& indent, std::ostream& out) {
         break;
       case Kind::Region: {
         const RegionSpec& r = s.region;
-        auto argument = [](const auto& a) { return value(a.second) + " = " + value(a.first); };
+        auto argument = [&](const auto& a) { return value(a.second) + " = " + seen(a.first); };
         out << joined(r.results, [](const auto& p) { return value(p.second); }) << " = "
             << (r.inlined ? "call" : "checkpoint") << "(" << joined(r.args, argument) << ")"
-            << (r.captures.empty() ? "" : " capturing ") << joined(r.captures, value) << "   # "
+            << (r.captures.empty() ? "" : " capturing ") << joined(r.captures, seen) << "   # "
             << options_text(r) << "\n";
-        print(s.block, indent + "  ", out);
+        Visible inside(r.captures.begin(), r.captures.end());
+        for (int i = 0; i < leaves; ++i) inside.insert(i);
+        for (const auto& [outer, inner] : r.args) inside.insert(inner);
+        print(s.block, indent + "  ", leaves, inside, out);
         out << indent << "  return "
-            << joined(r.results, [](const auto& p) { return value(p.first); }) << "\n";
+            << joined(r.results, [&](const auto& p) { return operand(inside, p.first); }) << "\n";
+        for (const auto& [inner, outer] : r.results) visible.insert(outer);
         break;
       }
       default:
@@ -108,19 +123,21 @@ void print(const Block& block, const std::string& indent, std::ostream& out) {
           out << " " << functions[s.salt % 4];
         }
         out << "\n";
-        print(s.block, indent + "  ", out);
+        print(s.block, indent + "  ", leaves, visible, out);
         if (s.kind == Kind::Catch) out << indent << "catch (...)\n";
     }
+    visible.insert(outs.begin(), outs.end());
   }
 }
 
-void print(const Step& step, std::ostream& out) {
+void print(const Step& step, const Visible& visible, std::ostream& out) {
+  auto seen = [&](int id) { return operand(visible, id); };
   if (step.kind == Step::Kind::Mutate) {
-    out << "change " << value(step.target) << " in place, salt " << step.salt << "\n";
+    out << "change " << seen(step.target) << " in place, salt " << step.salt << "\n";
     return;
   }
   out << (step.kind == Step::Kind::Grad ? "grad" : "backward") << " of "
-      << joined(step.outputs, value);
+      << joined(step.outputs, seen);
   if (!step.inputs.empty()) out << " for " << joined(step.inputs, value);
   if (step.order > 1) out << ", create_graph to order " << step.order;
   if (step.retain) out << ", retain_graph";
@@ -146,8 +163,11 @@ std::string to_text(const Program& program) {
         << joined(leaf.sizes, [](int64_t n) { return std::to_string(n); }) << "] "
         << (leaf.is_double ? "double" : "float") << "\n";
   }
-  print(program.block, "  ", out);
-  for (const Step& step : program.steps) print(step, out);
+  const int leaves = static_cast<int>(program.leaves.size());
+  Visible visible;
+  for (int i = 0; i < leaves; ++i) visible.insert(i);
+  print(program.block, "  ", leaves, visible, out);
+  for (const Step& step : program.steps) print(step, visible, out);
   return out.str();
 }
 

@@ -124,7 +124,7 @@ struct Program {
 /// What a block contains, itself and in the blocks in it.
 struct Contents {
   bool random = false, inplace = false, reads_twice = false, inner_grad = false, hooks = false,
-       catches = false, backward_in_hook = false, writes_late = false;
+       catches = false, backward_in_hook = false, writes_late = false, captures = false;
   int regions = 0, statements = 0, depth = 0;
 };
 Contents contents(const Block& block);

@@ -188,12 +188,11 @@ Value Interpreter::changeable(const Value& value, Dice& dice) {
   const Origin& origin = *value.origin;
   const bool is_risky = origin.foreign || origin.as_argument || origin.as_capture;
   const bool is_bold = dice.percent(origin.foreign ? 5 : 15);
-  const bool is_unseen = origin.as_capture && !program_.all_values;
   // A tensor without grad that a frame keeps must not get a history: if that leads back to the frame
   // nothing frees them, as in LibTorch for a tensor that a node saved.
-  const bool makes_cycle = is_risky && !t.requires_grad();
+  const bool makes_cycle = (is_risky && !t.requires_grad()) || origin.as_capture;
   if (overlaps_itself(t) || origin.leaf || makes_cycle || (t.is_leaf() && t.requires_grad()) ||
-      is_unseen || (is_risky && !is_bold))
+      (is_risky && !is_bold))
     return {t.clone(), std::make_shared<Origin>()};
   if (is_risky) record_.may_raise = true;
   if (origin.foreign && !program_.all_values) record_.unchecked = true;
@@ -213,7 +212,8 @@ void Interpreter::run_operator(const Statement& s, Environment& values) {
   for (size_t i = 0; i < outs.size() && i < static_cast<size_t>(s.outs); ++i) {
     Tensor& out = outs[i];
     if (out.numel() > around.max_numel) out = out.reshape(-1).narrow(0, 0, around.max_numel);
-    values[s.out + static_cast<int>(i)] = {out, origin_of(out, operands)};
+    operands.push_back({out, origin_of(out, operands)});
+    values[s.out + static_cast<int>(i)] = operands.back();
   }
 }
 
@@ -294,9 +294,10 @@ Tensors Interpreter::run_body(const Statement& s, const Environment& captured,
   Environment inner = captured;
   for (size_t i = 0; i < leaves_.size(); ++i) inner[static_cast<int>(i)] = leaves_[i];
   for (size_t i = 0; i < args.size() && i < s.region.args.size(); ++i) {
-    const bool is_leaf = args[i].is_leaf() && args[i].requires_grad();
+    // A function that keeps a tensor and gives it a history with the region in it makes a cycle.
+    const bool is_fixed = (args[i].is_leaf() && args[i].requires_grad()) || contents_.captures;
     inner[s.region.args[i].second] = {
-        args[i], std::make_shared<Origin>(Origin{.foreign = true, .leaf = is_leaf})};
+        args[i], std::make_shared<Origin>(Origin{.foreign = true, .leaf = is_fixed})};
   }
   run_block(s.block, inner);
   Tensors results;
@@ -327,8 +328,10 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
   const Tensors results =
       spec.inlined ? body(args)
                    : call_region(spec.packing, spec.checkpointed_form, options(spec), body, args);
-  for (size_t i = 0; i < results.size() && i < spec.results.size(); ++i)
-    values[spec.results[i].second] = {results[i], origin_of(results[i], seen)};
+  for (size_t i = 0; i < results.size() && i < spec.results.size(); ++i) {
+    seen.push_back({results[i], origin_of(results[i], seen)});
+    values[spec.results[i].second] = seen.back();
+  }
 }
 
 }  // namespace fuzz

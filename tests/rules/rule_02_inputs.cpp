@@ -361,4 +361,26 @@ TEST_CASE("a tensor passed by std::ref is the caller's own, not an input", "[rul
   CHECK(seen == std::vector<const Tensor*>{&x, &x});
 }
 
+TEST_CASE("sizes, tensor lists and text that only refer to their elements are kept as copies",
+          "[rule-2]") {
+  const Tensor x = leaf({2, 3});
+  Tensor y;
+  {
+    const Tensor shape = at::ones({3, 2});
+    const std::vector<Tensor> list{x, x.sin()};
+    const std::string text = "a text that is longer than what a string keeps inside itself";
+    auto f = [](at::TensorList tensors, at::IntArrayRef sizes, std::string_view view) {
+      return (tensors[0] * tensors[1]).view(sizes).sin() * static_cast<double>(view.size());
+    };
+    y = remat::checkpoint(f, at::TensorList(list), shape.sizes(), std::string_view(text));
+    const remat::DisableCheckpointGuard plain;
+    require_bit_equal(
+        {y}, {remat::checkpoint(f, at::TensorList(list), shape.sizes(), std::string_view(text))});
+  }
+  const auto reused = std::make_unique<std::array<int64_t, 2>>();  // memory that went free
+  const Tensor expected = (x * x.sin()).view({3, 2}).sin() * 60.0;
+  require_bit_equal({y}, {expected});
+  require_bit_equal(grad_of(y, {x}), grad_of(expected, {x}));
+}
+
 }  // namespace
