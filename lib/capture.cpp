@@ -141,6 +141,15 @@ bool is_replaced(const Provenance& then, const at::Tensor& now) {
   return then.origin == Origin::Outside && storage_of(now) != then.storage._unsafe_get_target();
 }
 
+bool is_leaf_changed(const Provenance& then) {
+  if (then.origin != Origin::Leaf) return false;
+  const auto leaf = then.leaf.lock();
+  if (!leaf) return false;  // made inside
+  const at::Tensor tensor(leaf);
+  return static_cast<uint32_t>(tensor._version()) != then.version ||
+         storage_of(tensor) != then.storage._unsafe_get_target();
+}
+
 bool is_changed(const Provenance& then, const at::Tensor& now) {
   switch (then.origin) {
     case Origin::Leaf: {
@@ -148,11 +157,7 @@ bool is_changed(const Provenance& then, const at::Tensor& now) {
           cast != nullptr && storage_of(now) == cast)
         return static_cast<uint32_t>(now._version()) != then.cast_version;
       c10::TensorImpl* const leaf = leaf_behind(now);
-      if (leaf == nullptr || leaf != then.leaf._unsafe_get_target()) return false;
-      const at::Tensor tensor(
-          c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf));
-      return static_cast<uint32_t>(tensor._version()) != then.version ||
-             storage_of(tensor) != then.storage._unsafe_get_target();
+      return leaf != nullptr && leaf == then.leaf._unsafe_get_target() && is_leaf_changed(then);
     }
     case Origin::Outside:
       return storage_of(now) != then.storage._unsafe_get_target() ||

@@ -78,6 +78,9 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
 /// Of a changed capture: it is another tensor, not the same one changed in place.
 bool is_replaced(const Provenance& then, const at::Tensor& now);
 
+/// Whether the leaf that `then` follows has changed; false if it follows none.
+bool is_leaf_changed(const Provenance& then);
+
 /// Whether the tensor that a recompute saves in the place of `then` is a changed capture.
 bool is_changed(const Provenance& then, const at::Tensor& now);
 

@@ -32,7 +32,9 @@ class ForwardScope final : public Scope {
     return std::make_unique<Drop>(frame_);
   }
   Frame* frame() const override { return frame_.get(); }
-  DrawLog* draw_log() const override { return frame_->draw_log(); }
+  DrawLog* draw_log(const c10::GeneratorImpl& generator) const override {
+    return frame_->draw_log(generator);
+  }
 
  private:
   c10::intrusive_ptr<Frame> frame_;

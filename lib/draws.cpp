@@ -13,26 +13,45 @@ namespace remat {
 
 namespace {
 
-/// Operators that drew, or are about to draw, from the default generator, on any thread.
-std::atomic<uint64_t> num_begun{0}, num_ended{0};
+/// Operators that draw, on any thread: from the default generator, or from any other.
+struct DrawCounts {
+  std::atomic<uint64_t> begun{0}, ended{0};
+};
+DrawCounts counts_of_default, counts_of_others;
 /// Of these, the ones of this thread.
-thread_local uint64_t num_own = 0;
+thread_local uint64_t own_of_default = 0, own_of_others = 0;
 
-/// What the random operator that this thread runs draws from; operators inside it do so too.
-thread_local at::Generator* current_source = nullptr;
+bool is_default(const at::CPUGeneratorImpl& generator) {
+  return &generator == &default_cpu_generator();
+}
+DrawCounts& counts_of(const at::CPUGeneratorImpl& generator) {
+  return is_default(generator) ? counts_of_default : counts_of_others;
+}
+uint64_t& own_of(const at::CPUGeneratorImpl& generator) {
+  return is_default(generator) ? own_of_default : own_of_others;
+}
+
+/// What the random operator that this thread runs draws from, in the place of which generator;
+/// operators inside it do so too.
+struct Source {
+  at::Generator* generator;
+  const at::CPUGeneratorImpl* in_place_of;
+};
+thread_local const Source* current_source = nullptr;
 
 struct CountedDraw {
-  CountedDraw() {
-    num_begun.fetch_add(1);
-    ++num_own;
+  explicit CountedDraw(const at::CPUGeneratorImpl& generator) : counts(counts_of(generator)) {
+    counts.begun.fetch_add(1);
+    ++own_of(generator);
   }
-  ~CountedDraw() { num_ended.fetch_add(1); }
+  ~CountedDraw() { counts.ended.fetch_add(1); }
+  DrawCounts& counts;
 };
 
 struct SourceScope {
-  explicit SourceScope(at::Generator& source) : outer(std::exchange(current_source, &source)) {}
+  explicit SourceScope(const Source& source) : outer(std::exchange(current_source, &source)) {}
   ~SourceScope() { current_source = outer; }
-  at::Generator* const outer;
+  const Source* const outer;
 };
 
 /// The regions around a random operator, and the recompute it belongs to.
@@ -40,22 +59,21 @@ struct Regions {
   c10::SmallVector<DrawLog*, 4> logs;
   DrawReplay* replay = nullptr;
 
-  static Regions here() {
+  static Regions around(const at::CPUGeneratorImpl& generator) {
     Regions regions;
-    detail::visit_regions([&regions](detail::Scope& scope) {
-      if (DrawLog* log = scope.draw_log()) regions.logs.push_back(log);
-      if (DrawReplay* replay = scope.draw_replay();
-          replay != nullptr && !replay->plan().uses_default())
-        regions.replay = replay;
+    detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+      if (DrawLog* log = scope.draw_log(generator)) regions.logs.push_back(log);
+      DrawReplay* const replay = scope.draw_replay(generator);
+      if (replay != nullptr && !replay->plan().uses_original()) regions.replay = replay;
     });
     return regions;
   }
 
   void begin(at::CPUGeneratorImpl& source) const {
-    for (DrawLog* log : logs) log->draw_begins(source, replay == nullptr);
+    for (DrawLog* log : logs) log->draw_begins(source);
   }
   void end(at::CPUGeneratorImpl& source) const {
-    for (DrawLog* log : logs) log->draw_ends(source, replay == nullptr);
+    for (DrawLog* log : logs) log->draw_ends(source);
   }
 };
 
@@ -63,44 +81,52 @@ at::CPUGeneratorImpl& impl_of(at::Generator& generator) {
   return *generator.get<at::CPUGeneratorImpl>();
 }
 
-/// The generator argument, if the operator draws from the default CPU generator; else null.
-c10::IValue* default_generator_argument(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+struct DrawCall {
+  c10::IValue* argument = nullptr;
+  at::CPUGeneratorImpl* generator = nullptr;  ///< that the operator draws from; null: no CPU one
+};
+
+DrawCall call_on(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const auto& arguments = op.schema().arguments();
   c10::IValue* const first = &stack[stack.size() - arguments.size()];
-  c10::IValue* generator = nullptr;
-  bool is_on_cpu = false, has_tensor = false;
+  DrawCall call;
+  const at::Tensor* tensor = nullptr;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
-    if (first[i].isTensor() && !has_tensor) {
-      const at::Tensor& tensor = first[i].toTensor();
-      has_tensor = tensor.defined();
-      is_on_cpu = has_tensor && tensor.is_cpu();
-    }
-    if (arguments[i].name() == "generator") generator = first + i;
+    if (tensor == nullptr && first[i].isTensor() && first[i].toTensor().defined())
+      tensor = &first[i].toTensor();
+    if (arguments[i].name() == "generator") call.argument = first + i;
   }
-  if (generator == nullptr || !is_on_cpu) return nullptr;
-  const bool is_default =
-      generator->isNone() ||
-      (generator->isGenerator() &&
-       generator->toGenerator().unsafeGetGeneratorImpl() == &default_cpu_generator());
-  return is_default ? generator : nullptr;
+  if (call.argument == nullptr || tensor == nullptr || !tensor->is_cpu()) return call;
+  if (call.argument->isNone()) {
+    call.generator = &default_cpu_generator();
+  } else if (call.argument->isGenerator()) {
+    const at::Generator given = call.argument->toGenerator();
+    if (!given.defined())
+      call.generator = &default_cpu_generator();
+    else if (given.device().is_cpu())
+      call.generator = given.get<at::CPUGeneratorImpl>();
+  }
+  return call;
 }
 
 /// See Note [Draws].
 void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::DispatchKeySet below =
       keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-  c10::IValue* const generator = default_generator_argument(op, *stack);
-  if (generator == nullptr) return op.redispatchBoxed(below, stack);
+  const DrawCall call = call_on(op, *stack);
+  if (call.generator == nullptr) return op.redispatchBoxed(below, stack);
+  at::CPUGeneratorImpl& original = *call.generator;
   if (current_source != nullptr) {
-    *generator = *current_source;
+    if (current_source->in_place_of == &original) *call.argument = *current_source->generator;
     return op.redispatchBoxed(below, stack);
   }
   const auto run_with = [&](at::Generator& source) {
-    SourceScope scope(source);
-    *generator = source;
+    const Source instead{&source, &original};
+    const SourceScope scope(instead);
+    *call.argument = source;
     op.redispatchBoxed(below, stack);
   };
-  const Regions regions = Regions::here();
+  const Regions regions = Regions::around(original);
   if (regions.replay != nullptr) {
     std::lock_guard<std::mutex> lock(regions.replay->mutex);
     at::Generator& source = regions.replay->next();
@@ -109,23 +135,22 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     regions.end(impl_of(source));
     return;
   }
-  const CountedDraw counted;
+  const CountedDraw counted(original);
   if (regions.logs.empty()) return op.redispatchBoxed(below, stack);
 
   thread_local at::Generator copy = at::make_generator<at::CPUGeneratorImpl>();
-  at::CPUGeneratorImpl& source = default_cpu_generator();
-  std::lock_guard<std::mutex> lock(source.mutex_);
-  regions.begin(source);
-  copy_state(source, impl_of(copy));
+  std::lock_guard<std::mutex> lock(original.mutex_);
+  regions.begin(original);
+  copy_state(original, impl_of(copy));
   struct MoveOn {  // also if the operator throws: it may have drawn
     at::CPUGeneratorImpl &from, &to;
     ~MoveOn() { copy_state(from, to); }
   };
   {
-    const MoveOn move_on{impl_of(copy), source};
+    const MoveOn move_on{impl_of(copy), original};
     run_with(copy);
   }
-  regions.end(source);
+  regions.end(original);
 }
 
 /// Puts `draw` below autograd for every random operator with a tensor argument, when the library is
@@ -165,57 +190,54 @@ const Interception interception;
 
 void DrawLog::begin() {
   thread_ = std::this_thread::get_id();
-  others_at_begin_ = num_ended.load() - num_own;
-  at::CPUGeneratorImpl& source = default_cpu_generator();
-  std::lock_guard<std::mutex> lock(source.mutex_);
-  start_ = share_state(source);
-  seed_ = seed_of(source);
+  others_at_begin_ = counts_of(generator_).ended.load() - own_of(generator_);
+  std::lock_guard<std::mutex> lock(generator_.mutex_);
+  start_ = share_state(generator_);
+  seed_ = seed_of(generator_);
 }
 
 bool DrawLog::have_others_drawn() const {
   return has_other_threads_ || std::this_thread::get_id() != thread_ ||
-         num_begun.load() - num_own != others_at_begin_;
+         counts_of(generator_).begun.load() - own_of(generator_) != others_at_begin_;
 }
 
-void DrawLog::look_at_default() {
-  at::CPUGeneratorImpl& source = default_cpu_generator();
+void DrawLog::look_for_unseen() {
   const bool has_moved =
-      default_at_ ? position_of(source) != *default_at_ : !is_at(source, *start_);
+      expected_at_ ? position_of(generator_) != *expected_at_ : !is_at(generator_, *start_);
   if (!has_moved) return;
-  if (seed_of(source) != seed_ || !have_others_drawn()) plan_.unseen_start = start_;
+  const bool is_explained = seed_of(generator_) == seed_ && have_others_drawn();
+  if (!is_explained) plan_.unseen_start = start_;
 }
 
-void DrawLog::draw_begins(at::CPUGeneratorImpl& source, bool is_default) {
+void DrawLog::draw_begins(at::CPUGeneratorImpl& source) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_settled_) return;
-  if (is_default) look_at_default();
+  if (&source == &generator_) look_for_unseen();
   if (std::this_thread::get_id() != thread_) has_other_threads_ = true;
   if (num_draws_ == 0 || position_of(source) != end_of_last_)
     plan_.jumps.push_back({num_draws_, share_state(source)});
   ++num_draws_;
 }
 
-void DrawLog::draw_ends(at::CPUGeneratorImpl& source, bool is_default) {
+void DrawLog::draw_ends(at::CPUGeneratorImpl& source) {
   std::lock_guard<std::mutex> lock(mutex_);
   end_of_last_ = position_of(source);
-  if (is_default) default_at_ = end_of_last_;
+  if (&source == &generator_) expected_at_ = end_of_last_;
 }
 
 DrawPlan DrawLog::plan() {
-  at::CPUGeneratorImpl& source = default_cpu_generator();
   if (is_settled_) return plan_;
-  std::lock_guard<std::mutex> source_lock(source.mutex_);
+  std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
   std::lock_guard<std::mutex> lock(mutex_);
-  look_at_default();
+  if (!is_settled_) look_for_unseen();
   return plan_;
 }
 
 void DrawLog::settle() {
-  at::CPUGeneratorImpl& source = default_cpu_generator();
-  std::lock_guard<std::mutex> source_lock(source.mutex_);
+  std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
   std::lock_guard<std::mutex> lock(mutex_);
-  look_at_default();
-  if (plan_.unseen_start != nullptr) plan_.end = position_of(source);
+  look_for_unseen();
+  if (plan_.uses_original()) plan_.end = position_of(generator_);
   start_.reset();
   is_settled_ = true;
 }
@@ -224,9 +246,8 @@ at::Generator& DrawReplay::next() {
   if (!generator_.defined()) {
     generator_ = at::make_generator<at::CPUGeneratorImpl>();
     if (plan_.jumps.empty()) {  // forward drew nothing: whatever comes is as good
-      at::CPUGeneratorImpl& source = default_cpu_generator();
-      std::lock_guard<std::mutex> lock(source.mutex_);
-      copy_state(source, impl_of(generator_));
+      std::lock_guard<std::mutex> lock(original_.mutex_);
+      copy_state(original_, impl_of(generator_));
     }
   }
   if (next_jump_ < plan_.jumps.size() && plan_.jumps[next_jump_].draw == num_draws_)
@@ -240,8 +261,9 @@ std::mutex swapping;
 thread_local int turns_of_this_thread = 0;
 }  // namespace
 
-DefaultGeneratorSwap::DefaultGeneratorSwap(const DrawPlan& plan) : plan_(plan) {
-  if (!plan.uses_default()) return;
+GeneratorSwap::GeneratorSwap(const DrawReplay& replay)
+    : generator_(replay.original()), plan_(replay.plan()) {
+  if (!plan_.uses_original()) return;
   constexpr int max_tries = 100;
   has_turn_ = turns_of_this_thread > 0;
   for (int i = 0; !has_turn_ && i < max_tries; ++i) {
@@ -249,27 +271,24 @@ DefaultGeneratorSwap::DefaultGeneratorSwap(const DrawPlan& plan) : plan_(plan) {
     if (!has_turn_) std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
   if (has_turn_) ++turns_of_this_thread;
-  at::CPUGeneratorImpl& source = default_cpu_generator();
-  std::lock_guard<std::mutex> lock(source.mutex_);
-  before_ = share_state(source);
-  set_state(source, *plan_.unseen_start);
+  std::lock_guard<std::mutex> lock(generator_.mutex_);
+  before_ = share_state(generator_);
+  set_state(generator_, *plan_.unseen_start);
 }
 
-DefaultGeneratorSwap::~DefaultGeneratorSwap() {
+GeneratorSwap::~GeneratorSwap() {
   if (before_ != nullptr) {
-    at::CPUGeneratorImpl& source = default_cpu_generator();
-    std::lock_guard<std::mutex> lock(source.mutex_);
-    set_state(source, *before_);
+    std::lock_guard<std::mutex> lock(generator_.mutex_);
+    set_state(generator_, *before_);
   }
   if (has_turn_ && --turns_of_this_thread == 0) swapping.unlock();
 }
 
-bool DefaultGeneratorSwap::was_disturbed() const {
+bool GeneratorSwap::was_disturbed() const {
   if (before_ == nullptr || !plan_.end) return false;
-  at::CPUGeneratorImpl& source = default_cpu_generator();
-  std::lock_guard<std::mutex> lock(source.mutex_);
+  std::lock_guard<std::mutex> lock(generator_.mutex_);
   // One that does not move it draws nothing so: it was another thread that moved it in forward.
-  return position_of(source) != *plan_.end && !is_at(source, *plan_.unseen_start);
+  return position_of(generator_) != *plan_.end && !is_at(generator_, *plan_.unseen_start);
 }
 
 }  // namespace remat

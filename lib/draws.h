@@ -18,6 +18,9 @@
 // generator is set to where the region began, nothing is stopped early, and where it ends must be
 // where it ended in forward; else another thread disturbed it, and it is tried again.
 //
+// Generators that a GeneratorGuard registered are treated in the same way, each with a log of its
+// own, as far as they are CPU generators; what else the guard is given: lib/device_rng.h.
+//
 // A thread that the function starts itself looks like a stranger. What it draws cannot be drawn
 // again, so once another thread has drawn during a region's forward, a hash is kept of each CPU
 // tensor that is saved from there on, and the recompute must meet it.
@@ -44,37 +47,42 @@ struct DrawPlan {
     std::shared_ptr<const CpuRngState> state;
   };
   c10::SmallVector<Jump, 1> jumps;
-  /// Where the default generator stood when the region began, if numbers passed no operator.
+  /// Where the generator stood when the region began, if numbers passed no operator.
   std::shared_ptr<const CpuRngState> unseen_start;
   std::optional<uint64_t> end;  ///< its position at the region's end, once that is known
 
-  /// The recompute draws from the default generator.
-  bool uses_default() const { return unseen_start != nullptr; }
+  /// The recompute draws from the generator itself.
+  bool uses_original() const { return unseen_start != nullptr; }
 };
 
-/// How a region draws during its forward. Threads: any.
+/// How a region draws from one generator during its forward. Threads: any.
 class DrawLog {
  public:
+  explicit DrawLog(at::CPUGeneratorImpl& generator) : generator_(generator) {}
+  at::CPUGeneratorImpl& generator() const { return generator_; }
   /// The region's function begins, or has returned, on this thread.
   void begin();
   void settle();
   DrawPlan plan();
-  /// Whether a thread outside the region may have drawn since it began. Cheap.
+  /// Whether an operator outside the region may have drawn from the generator, on another thread,
+  /// since the region began. Cheap; all generators but the default one count as one.
   bool have_others_drawn() const;
 
-  /// An operator of the region draws from `source`, whose mutex is held.
-  void draw_begins(at::CPUGeneratorImpl& source, bool is_default);
-  void draw_ends(at::CPUGeneratorImpl& source, bool is_default);
+  /// An operator of the region draws from `source`, whose mutex is held: the generator itself, or
+  /// the replay of a recompute around the region.
+  void draw_begins(at::CPUGeneratorImpl& source);
+  void draw_ends(at::CPUGeneratorImpl& source);
 
  private:
-  void look_at_default();  // holds both mutexes
+  void look_for_unseen();  // holds both mutexes
 
+  at::CPUGeneratorImpl& generator_;
   std::thread::id thread_;
   uint64_t others_at_begin_ = 0;
   mutable std::mutex mutex_;  // guards what follows; taken after a generator's
   DrawPlan plan_;
   std::shared_ptr<const CpuRngState> start_;
-  std::optional<uint64_t> default_at_;  // where the region's own operators left the default one
+  std::optional<uint64_t> expected_at_;  // where the region's own operators left the generator
   uint64_t seed_ = 0;
   uint64_t end_of_last_ = 0;  // position of the source after the region's latest draw
   int64_t num_draws_ = 0;
@@ -85,7 +93,9 @@ class DrawLog {
 /// The generator of one recompute.
 class DrawReplay {
  public:
-  explicit DrawReplay(DrawPlan plan) : plan_(std::move(plan)) {}
+  DrawReplay(at::CPUGeneratorImpl& original, DrawPlan plan)
+      : original_(original), plan_(std::move(plan)) {}
+  at::CPUGeneratorImpl& original() const { return original_; }
   const DrawPlan& plan() const { return plan_; }
 
   /// The generator for the next operator, standing where forward's stood. Hold `mutex` meanwhile.
@@ -93,24 +103,26 @@ class DrawReplay {
   std::mutex mutex;
 
  private:
+  at::CPUGeneratorImpl& original_;
   const DrawPlan plan_;
   at::Generator generator_;
   int64_t num_draws_ = 0;
   std::size_t next_jump_ = 0;
 };
 
-/// While alive the default generator stands where the region began, if the plan uses it; then again
-/// where it was. Waits a bounded time for other such recomputes.
-class DefaultGeneratorSwap {
+/// While alive the generator itself stands where the region began, if the replay's plan uses it;
+/// then again where it was. Waits a bounded time for other such recomputes.
+class GeneratorSwap {
  public:
-  explicit DefaultGeneratorSwap(const DrawPlan& plan);
-  ~DefaultGeneratorSwap();
-  DefaultGeneratorSwap(const DefaultGeneratorSwap&) = delete;
-  DefaultGeneratorSwap& operator=(const DefaultGeneratorSwap&) = delete;
+  explicit GeneratorSwap(const DrawReplay& replay);
+  ~GeneratorSwap();
+  GeneratorSwap(const GeneratorSwap&) = delete;
+  GeneratorSwap& operator=(const GeneratorSwap&) = delete;
   /// Whether the numbers drawn so far, all of the function's, cannot be those of the forward.
   bool was_disturbed() const;
 
  private:
+  at::CPUGeneratorImpl& generator_;
   const DrawPlan& plan_;
   std::shared_ptr<const CpuRngState> before_;
   bool has_turn_ = false;

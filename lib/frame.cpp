@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "lib/backwards.h"
 #include "lib/counters.h"
 #include "lib/digest.h"
 #include "lib/hook_stack.h"
@@ -51,6 +52,7 @@ struct Frame::Remains {
   Inputs inputs;
   std::vector<std::shared_ptr<Run>> runs;
   std::vector<std::pair<int64_t, at::Tensor>> pending;
+  std::unique_ptr<UserState> user_state;
 };
 
 void Frame::empty() noexcept {
@@ -58,8 +60,8 @@ void Frame::empty() noexcept {
   thread_local std::vector<Remains>* waiting = nullptr;
   count(live_counters.frames_alive, -1);
   std::vector<Slot>().swap(slots_);
-  Remains remains{std::move(extras_), std::move(body_), std::move(inputs_), std::move(runs_),
-                  std::move(pending_)};
+  Remains remains{std::move(extras_), std::move(body_),    std::move(inputs_),
+                  std::move(runs_),   std::move(pending_), std::move(user_state_)};
   if (waiting != nullptr) {
     waiting->push_back(std::move(remains));
     return;
@@ -96,8 +98,33 @@ void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
   body_ = std::move(body);
   inputs_.save(*body_);
   snapshot_ = Snapshot::take();
+  auto registered = UserRegistrations::around();
+  if (options_.preserve_rng_state)
+    device_rng_ =
+        DeviceRng::take(registered ? registered->generators : c10::ArrayRef<at::Generator>());
+  if (registered)
+    user_state_ = std::make_unique<UserState>(std::move(registered), options_.preserve_rng_state);
+  if (user_state_)
+    for (const auto& log : user_state_->draw_logs()) log->begin();
   if (options_.preserve_rng_state) draws_.begin();
   start_ = RegionStart::here();
+}
+
+DrawLog* Frame::draw_log(const c10::GeneratorImpl& generator) {
+  if (!options_.preserve_rng_state) return nullptr;
+  if (&generator == &draws_.generator()) return &draws_;
+  if (user_state_)
+    for (const auto& log : user_state_->draw_logs())
+      if (&generator == &log->generator()) return log.get();
+  return nullptr;
+}
+
+bool Frame::have_others_drawn() const {
+  if (!options_.preserve_rng_state) return false;
+  if (draws_.have_others_drawn()) return true;
+  return user_state_ &&
+         std::any_of(user_state_->draw_logs().begin(), user_state_->draw_logs().end(),
+                     [](const auto& log) { return log->have_others_drawn(); });
 }
 
 int64_t Frame::add_slot(const at::Tensor& saved) {
@@ -110,8 +137,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   slot.requires_grad = judged.requires_grad();
   slot.is_inner_input = origin != nullptr;
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
-  const bool is_compared = compares_contents() || (options_.preserve_rng_state && saved.is_cpu() &&
-                                                   draws_.have_others_drawn());
+  const bool is_compared = compares_contents() || (saved.is_cpu() && have_others_drawn());
   if (!pending_.empty()) hash_pending(slot.group, /*is_end=*/origin != nullptr);
 
   std::lock_guard<std::mutex> lock(mutex_);
@@ -161,6 +187,10 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
     if (!tensor.is_nested()) tail_elements = std::max(tail_elements, tensor.numel());
   });
   if (options_.preserve_rng_state) draws_.settle();
+  if (user_state_)
+    for (const auto& log : user_state_->draw_logs()) log->settle();
+  if (device_rng_) device_rng_->settle();
+  if (device_rng_ && device_rng_->is_empty()) device_rng_.reset();
 
   std::lock_guard<std::mutex> lock(mutex_);
   is_settled_ = true;
@@ -248,32 +278,56 @@ void Frame::end_task(const TaskKey& task) noexcept {
 }
 
 at::Tensor Frame::read_alone(int64_t position) {
-  Run run{TaskKey{}};
+  Run run(TaskKey{});
   recompute(c10::intrusive_ptr<Frame>::reclaim_copy(this), run, position);
   return hand_over(*this, position, run.take(position));
 }
 
+// Rule 4: unpacked is released, except that a cache keeps the value for the next backward.
+Value Frame::take_or_copy(Run& run, int64_t position, const Task& task) {
+  const bool is_cached = run.task.kind == TaskKey::Kind::Cache;
+  if (options_.strict_unpack || run.task.kind == TaskKey::Kind::Group) {
+    run.handed_to.resize(slots_.size(), -1);
+    run.handed_to[at_position(position)] = task.graph.id;
+  }
+  return is_cached ? run.peek(position) : run.take(position);
+}
+
+// A value was kept for another backward. Its captures and inputs must be as they were when it was
+// computed; otherwise the recompute that follows says what is wrong with them.
+bool Frame::is_fresh(const Run& run) const {
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const auto position = static_cast<int64_t>(i);
+    if (run.has(position)) {
+      const Value& value = run.peek(position);
+      if (static_cast<uint32_t>(value.tensor._version()) != value.version) return false;
+    }
+    if (options_.capture_check == CaptureCheck::Raise && is_leaf_changed(slots_[i].provenance))
+      return false;
+  }
+  return true;
+}
+
 at::Tensor Frame::read_slot(int64_t position) {
-  const std::optional<TaskKey> task = current_task();
+  const std::optional<Task> task = current_task();
   if (!task) return read_alone(position);
 
   const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
+  const auto index = at_position(position);
+  TaskKey key = task->shared ? task->shared->key() : task->graph;
   std::unique_lock<std::mutex> lock(mutex_);
-  std::shared_ptr<Run> run;
+  std::shared_ptr<Run> run, stale;
   const auto take_and_unlock = [&] {
-    Value value = run->take(position);
-    if (options_.strict_unpack) {
-      run->handed_out.resize(slots_.size());
-      run->handed_out[at_position(position)] = true;
-    }
+    Value value = take_or_copy(*run, position, *task);
     lock.unlock();
     return hand_over(*this, position, std::move(value));
   };
   for (;;) {
-    const auto found = std::find_if(runs_.begin(), runs_.end(),
-                                    [&](const auto& each) { return each->task == *task; });
+    auto found = std::find_if(runs_.begin(), runs_.end(), [&](const auto& each) {
+      return each->task == key || (each->task == task->graph && each->state == Run::State::Done);
+    });
     if (found == runs_.end()) {
-      run = std::make_shared<Run>(*task);
+      run = std::make_shared<Run>(key);
       runs_.push_back(run);
       break;
     }
@@ -286,12 +340,25 @@ at::Tensor Frame::read_slot(int64_t position) {
       run->changed.wait(lock);
       continue;
     }
+    const int64_t read_by = index < run->handed_to.size() ? run->handed_to[index] : -1;
+    if (options_.strict_unpack && read_by == task->graph.id) throw_double_unpack(*this, position);
+    if (run->task.kind == TaskKey::Kind::Group && read_by >= 0 && read_by != task->graph.id)
+      throw_group_overlap(*this, position);
+    if (run->graph_task != task->graph.id && !is_fresh(*run)) {
+      stale = std::move(*found);  // dies without the lock
+      runs_.erase(found);
+      continue;
+    }
+    run->graph_task = task->graph.id;
     if (run->has(position)) {
+      if (run->task.kind == TaskKey::Kind::Cache) {
+        const Value value = take_or_copy(*run, position, *task);
+        lock.unlock();
+        task->shared->touch(*this);
+        return hand_over(*this, position, value);
+      }
       return take_and_unlock();
     }
-    const auto index = at_position(position);
-    if (options_.strict_unpack && index < run->handed_out.size() && run->handed_out[index])
-      throw_double_unpack(*this, position);
     run->state = Run::State::Running;
     run->owner = std::this_thread::get_id();
     break;
@@ -299,9 +366,15 @@ at::Tensor Frame::read_slot(int64_t position) {
 
   // This thread recomputes; the others of the task wait (Rule 7).
   lock.unlock();
+  stale.reset();
   try {
-    notify_at_task_end(*task, self);
+    if (task->shared == nullptr) notify_at_task_end(task->graph, self);
     recompute(self, *run);
+    if (task->shared != nullptr && !task->shared->add(self, run->num_bytes())) {
+      // Too large for the cache: kept as without one, until this backward has read it.
+      notify_at_task_end(task->graph, self);
+      key = task->graph;
+    }
   } catch (...) {
     lock.lock();
     std::erase(runs_, run);
@@ -310,6 +383,8 @@ at::Tensor Frame::read_slot(int64_t position) {
     throw;
   }
   lock.lock();
+  run->task = key;
+  run->graph_task = task->graph.id;
   run->state = Run::State::Done;
   run->changed.notify_all();
   REMAT_INVARIANT(run->has(position), "frame {}: slot {} stayed empty", id_, position);

@@ -14,7 +14,7 @@
 //  8. A read outside backward recomputes for that read alone (Frame::read_alone).
 //  9. Reading twice recomputes again, or throws with strict_unpack (Frame::read_slot).
 // 10. A mismatch is never silent (match, capture).
-// 11. State: (snapshot, draws).
+// 11. State: (snapshot, draws, device_rng, user_state).
 // 12. Failure is clean: everything a run holds unwinds (recompute).
 // 13. Lifetime: slots own the frame, nothing else does; destruction never recurses
 //     (Frame::empty).
@@ -32,6 +32,7 @@
 
 #include "hooks/slot.h"
 #include "lib/capture.h"
+#include "lib/device_rng.h"
 #include "lib/draws.h"
 #include "lib/inputs.h"
 #include "lib/op_log.h"
@@ -39,6 +40,7 @@
 #include "lib/slot.h"
 #include "lib/snapshot.h"
 #include "lib/task.h"
+#include "lib/user_state.h"
 #include "remat/checkpoint.h"
 
 namespace remat {
@@ -83,8 +85,11 @@ class Frame final : public SlotOwner {
   const FrameOptions& options() const { return options_; }
   FrameExtras* extras() const { return extras_.get(); }
   const Snapshot& snapshot() const { return snapshot_; }
-  /// Null if the region's random numbers do not matter.
-  DrawLog* draw_log() { return options_.preserve_rng_state ? &draws_ : nullptr; }
+  /// Where draws from a generator are noted; null if they do not matter.
+  DrawLog* draw_log(const c10::GeneratorImpl& generator);
+  const DeviceRng* device_rng() const { return device_rng_.get(); }
+  /// Null if no guard of state.h was around the region.
+  const UserState* user_state() const { return user_state_.get(); }
   detail::RegionBody& body() const { return *body_; }
   std::vector<at::Tensor> unpack_inputs() const { return inputs_.unpack(); }
   std::thread::id forward_thread() const { return forward_thread_; }
@@ -120,7 +125,10 @@ class Frame final : public SlotOwner {
   void release_resources() override { empty(); }
   void empty() noexcept;
   struct Remains;
+  bool have_others_drawn() const;
   at::Tensor read_alone(int64_t position);
+  Value take_or_copy(Run& run, int64_t position, const Task& task);
+  bool is_fresh(const Run& run) const;
   void hash_pending(uint64_t next_group, bool is_end);
   void settle_provenance(const StorageSet& results);
   void settle_operators();
@@ -131,7 +139,9 @@ class Frame final : public SlotOwner {
   std::unique_ptr<detail::RegionBody> body_;
   Inputs inputs_;
   Snapshot snapshot_;
-  DrawLog draws_;
+  DrawLog draws_{default_cpu_generator()};
+  std::unique_ptr<DeviceRng> device_rng_;
+  std::unique_ptr<UserState> user_state_;
   RegionStart start_;
   std::thread::id forward_thread_;
 

@@ -95,8 +95,8 @@ Scope* innermost(Ability ability) {
   return node == nullptr ? nullptr : node->nearest(ability);
 }
 
-void visit_regions(c10::function_ref<void(Scope&)> visitor) {
-  constexpr auto index = static_cast<std::size_t>(Ability::Region);
+void visit(Ability ability, c10::function_ref<void(Scope&)> visitor) {
+  const auto index = static_cast<std::size_t>(ability);
   const StackNode* node = top();
   for (node = node == nullptr ? nullptr : node->with[index]; node != nullptr;
        node = node->below ? node->below->with[index] : nullptr)

@@ -13,15 +13,27 @@
 
 namespace remat {
 
+class Backwards;
 class DrawLog;
 class DrawReplay;
 class Frame;
+struct UserRegistrations;
 
 namespace detail {
 
 /// What a scope can be asked for. A scope that answers a question is found without walking.
-enum class Ability : uint8_t { Hooks, Region, EarlyStop, Debug, Disable, ForbidHooks };
-inline constexpr std::size_t num_abilities = 6;
+enum class Ability : uint8_t {
+  Hooks,
+  Region,
+  EarlyStop,
+  Debug,
+  Disable,
+  ForbidHooks,
+  State,
+  Group,
+  Cache
+};
+inline constexpr std::size_t num_abilities = 9;
 
 class Scope;
 
@@ -50,9 +62,14 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() { return nullptr; }
   /// The frame of a region's scope.
   virtual Frame* frame() const { return nullptr; }
-  /// Of a region's first run: where its draws are noted. Of a recompute: what draws them again.
-  virtual DrawLog* draw_log() const { return nullptr; }
-  virtual DrawReplay* draw_replay() { return nullptr; }
+  /// Of a region's first run: where its draws from that generator are noted. Of a recompute: what
+  /// draws them again.
+  virtual DrawLog* draw_log(const c10::GeneratorImpl&) const { return nullptr; }
+  virtual DrawReplay* draw_replay(const c10::GeneratorImpl&) { return nullptr; }
+  /// Adds what a guard of state.h registered, or the region of a recompute keeps.
+  virtual void add_to(UserRegistrations&) const {}
+  /// Of a guard that lets backward calls share recomputes.
+  virtual std::shared_ptr<Backwards> backwards() const { return nullptr; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
   bool has(Ability ability) const { return abilities_[static_cast<std::size_t>(ability)]; }
@@ -85,8 +102,8 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks();
 
 /// The innermost open scope with an ability, or null.
 Scope* innermost(Ability ability);
-/// Every open region's scope of this thread, innermost first.
-void visit_regions(c10::function_ref<void(Scope&)> visitor);
+/// Every open scope of this thread with an ability, innermost first.
+void visit(Ability ability, c10::function_ref<void(Scope&)> visitor);
 
 /// While alive, the thread's stack is the given scope alone, and LibTorch's own hook stack is empty
 /// and enabled: a recompute starts clean (Rule 3). Restores both exactly.

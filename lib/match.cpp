@@ -170,6 +170,20 @@ void throw_double_unpack(const Frame& frame, int64_t position) {
       std::move(facts));
 }
 
+void throw_group_overlap(const Frame& frame, int64_t position) {
+  CheckpointError::Facts facts = facts_of(Kind::GroupOverlap, frame);
+  facts.mismatches.push_back({position, "read by one backward", "read by another one", {}, {}});
+  throw CheckpointError(
+      fmt::format(
+          "remat::checkpoint: Performing two backward calls that overlap (i.e. require the "
+          "same saved activation) in a GraphExecGroup. In {}, saved tensor at position {}.\n"
+          "Cause: a group releases a tensor when the first backward has read it.\n"
+          "Do: let the calls ask for disjoint gradients, close the group between them, or "
+          "use a RecomputeCacheGuard, which keeps what several calls need.",
+          title(frame), position),
+      std::move(facts));
+}
+
 void throw_recompute_failed(const Frame& frame, const std::string& fact, const std::string& cause,
                             const std::string& advice) {
   throw CheckpointError(fmt::format("remat::checkpoint: {}. In {}.\nCause: {}.\nDo: {}.", fact,

@@ -30,6 +30,7 @@ struct Differences {
                                        int64_t recompute_count, Differences differences,
                                        const OpLog* recompute_log);
 [[noreturn]] void throw_double_unpack(const Frame& frame, int64_t position);
+[[noreturn]] void throw_group_overlap(const Frame& frame, int64_t position);
 [[noreturn]] void throw_recompute_failed(const Frame& frame, const std::string& fact,
                                          const std::string& cause, const std::string& advice);
 [[noreturn]] void throw_unsupported(const std::string& fact, const std::string& cause,

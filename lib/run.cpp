@@ -28,6 +28,12 @@ Value Run::take(int64_t position) {
   return value;
 }
 
+int64_t Run::num_bytes() const {
+  int64_t bytes = 0;
+  for (const Value& value : values) bytes += value.bytes;
+  return bytes;
+}
+
 bool Run::owns_alone(int64_t position) const {
   if (!has(position)) return false;
   const at::Tensor& value = values[static_cast<std::size_t>(position)].tensor;

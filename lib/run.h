@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "lib/task.h"
+#include "lib/task_key.h"
 
 namespace remat {
 
@@ -34,19 +34,24 @@ struct Run {
   void put(int64_t position, Value value);
   bool has(int64_t position) const;
   Value take(int64_t position);
+  /// The value stays.
+  const Value& peek(int64_t position) const { return values[static_cast<std::size_t>(position)]; }
+  int64_t num_bytes() const;
   void drop(int64_t position) noexcept;
   /// Whether the storage of a value has no owner outside this run.
   bool owns_alone(int64_t position) const;
   void clear() noexcept;
 
-  const TaskKey task;
+  TaskKey task;
+  int64_t graph_task = -1;  ///< the engine's id of the backward that computed it
   State state = State::Running;
   std::thread::id owner = std::this_thread::get_id();
   /// The owner runs a backward inside the recompute: a waiting thread could be the one it needs.
   bool waits_for_backward = false;
   std::condition_variable changed;
-  std::vector<Value> values;     // by position
-  std::vector<bool> handed_out;  // by position, with strict_unpack
+  std::vector<Value> values;  // by position
+  /// By position, where it is asked for: the engine's id of the backward that read it, or -1.
+  std::vector<int64_t> handed_to;
 };
 
 }  // namespace remat

@@ -2,8 +2,10 @@
 
 #include "remat/scope.h"
 
+#include <limits>
 #include <utility>
 
+#include "lib/backwards.h"
 #include "lib/frame.h"
 #include "lib/hook_stack.h"
 
@@ -37,6 +39,30 @@ class DisableScope final : public Scope {
   DisableScope() { answers(Ability::Disable); }
 };
 
+class SharingScope final : public Scope {
+ public:
+  SharingScope(TaskKey::Kind kind, int64_t max_bytes)
+      : backwards_(std::make_shared<Backwards>(kind, max_bytes)) {
+    answers(kind == TaskKey::Kind::Group ? Ability::Group : Ability::Cache);
+  }
+  std::shared_ptr<Backwards> backwards() const override { return backwards_; }
+
+ private:
+  void on_close() override { backwards_->end(); }
+  const std::shared_ptr<Backwards> backwards_;
+};
+
+std::shared_ptr<Scope> group_scope() {
+  TORCH_CHECK(innermost(Ability::Group) == nullptr, "GraphExecGroup contexts cannot be nested");
+  return std::make_shared<SharingScope>(TaskKey::Kind::Group, std::numeric_limits<int64_t>::max());
+}
+
+std::shared_ptr<Scope> cache_scope(int64_t max_bytes) {
+  TORCH_CHECK_VALUE(max_bytes >= 0, "remat::RecomputeCacheGuard: max_bytes is ", max_bytes,
+                    ". Do: give the bytes that may be kept, 0 or more.");
+  return std::make_shared<SharingScope>(TaskKey::Kind::Cache, max_bytes);
+}
+
 }  // namespace
 }  // namespace detail
 
@@ -46,6 +72,10 @@ DebugGuard::DebugGuard(std::optional<bool> enabled)
     : ScopeGuard(std::make_shared<detail::DebugScope>(enabled)) {}
 DisableCheckpointGuard::DisableCheckpointGuard()
     : ScopeGuard(std::make_shared<detail::DisableScope>()) {}
+
+GraphExecGroup::GraphExecGroup() : ScopeGuard(detail::group_scope()) {}
+RecomputeCacheGuard::RecomputeCacheGuard(RecomputeCacheOptions options)
+    : ScopeGuard(detail::cache_scope(options.max_bytes)) {}
 
 bool is_checkpointing() {
   const auto* region = detail::innermost(detail::Ability::Region);

@@ -7,6 +7,7 @@
 
 #include "lib/engine_seam.h"
 #include "lib/frame.h"
+#include "lib/hook_stack.h"
 
 namespace remat {
 
@@ -49,10 +50,12 @@ class FramesOfTask {
 
 }  // namespace
 
-std::optional<TaskKey> current_task() {
+std::optional<Task> current_task() {
   const int64_t id = seam::graph_task_id();
   if (id < 0) return std::nullopt;
-  return TaskKey{id};
+  const detail::Scope* sharing = detail::innermost(detail::Ability::Group);
+  if (sharing == nullptr) sharing = detail::innermost(detail::Ability::Cache);
+  return Task{{TaskKey::Kind::Graph, id}, sharing == nullptr ? nullptr : sharing->backwards()};
 }
 
 void notify_at_task_end(const TaskKey& task, const c10::intrusive_ptr<Frame>& frame) {

@@ -3,23 +3,28 @@
 
 #include <c10/util/intrusive_ptr.h>
 
-#include <cstdint>
+#include <memory>
 #include <optional>
+
+#include "lib/task_key.h"
 
 namespace remat {
 
 class Frame;
 
-/// Names one backward pass (an engine graph task).
-struct TaskKey {
-  int64_t id = -1;
-  bool operator==(const TaskKey&) const = default;
+class Backwards;
+
+/// The backward that runs on a thread.
+struct Task {
+  TaskKey graph;  ///< of the engine
+  /// The backward calls it shares recomputes with; null: none.
+  std::shared_ptr<Backwards> shared;
 };
 
 /// The backward that runs on this thread, if one does.
-std::optional<TaskKey> current_task();
+std::optional<Task> current_task();
 
-/// Tells the frame when the current task ends, by success or by error: `Frame::end_task`, on the
+/// Tells the frame when the current graph task ends, by success or by error: `Frame::end_task`, on the
 /// thread that ends it. The frame is held weakly.
 void notify_at_task_end(const TaskKey& task, const c10::intrusive_ptr<Frame>& frame);
 

@@ -9,4 +9,5 @@
 #include "remat/policy.h"
 #include "remat/report.h"
 #include "remat/scope.h"
+#include "remat/state.h"
 #include "remat/version.h"

@@ -6,6 +6,7 @@
 // A guard destroyed out of order, or on another thread, ends its own effect only.
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -54,6 +55,32 @@ class REMAT_API DebugGuard : detail::ScopeGuard {
 class REMAT_API DisableCheckpointGuard : detail::ScopeGuard {
  public:
   DisableCheckpointGuard();
+};
+
+/// While alive, several backward calls on this thread share one recompute of each region, as those
+/// of a split backward do (first the gradients of the inputs, later those of the weights). Each saved
+/// tensor is released when a backward has read it; a second backward call that reads the same one
+/// throws CheckpointError (GroupOverlap). At its end what is still held is freed.
+/// Throws: c10::Error where a group is alive already.
+class REMAT_API GraphExecGroup : detail::ScopeGuard {
+ public:
+  GraphExecGroup();
+};
+
+struct RecomputeCacheOptions {
+  /// Of all recomputed tensors that are kept, over all regions.
+  int64_t max_bytes = std::numeric_limits<int64_t>::max();
+};
+
+/// While alive, backward calls on this thread keep what a region recomputed for the next ones, so
+/// that any number of overlapping `torch::autograd::grad` calls on a retained graph cost one
+/// recompute per region. Beyond `max_bytes` the regions used least recently are dropped; a region
+/// that is larger than that by itself is recomputed for each call. If a parameter, buffer or
+/// captured tensor of a region changed meanwhile, its tensors are dropped too, and the recompute
+/// says so. At its end everything it holds is freed. Within a GraphExecGroup the group decides.
+class REMAT_API RecomputeCacheGuard : detail::ScopeGuard {
+ public:
+  explicit RecomputeCacheGuard(RecomputeCacheOptions options = {});
 };
 
 /// True inside a region's first run that no recompute encloses.

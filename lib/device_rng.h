@@ -1,0 +1,48 @@
+#pragma once
+// Generators of devices, and registered ones that are no CPU generators: kept as they were when a
+// region began, if it drew from them.
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
+
+#include <memory>
+#include <vector>
+
+namespace remat {
+
+/// Of a region: the states at its begin of the generators it drew from, once it is settled. Others
+/// that draw from a device's generator meanwhile are not told apart; a device usually belongs to one
+/// thread.
+class DeviceRng {
+ public:
+  /// Null where there is neither an accelerator nor anything in `registered` but CPU generators. No
+  /// device is initialised.
+  static std::unique_ptr<DeviceRng> take(c10::ArrayRef<at::Generator> registered);
+  /// Forgets the generators that did not move; adds those of devices first used meanwhile.
+  void settle();
+  bool is_empty() const { return states_.empty(); }
+
+ private:
+  friend class DeviceRngSwap;
+  struct State {
+    at::Generator generator;
+    at::Tensor state;
+  };
+  std::vector<State> states_;
+  std::vector<bool> was_used_;  // by index of the accelerator
+};
+
+/// While alive the generators stand where the region began; then again where they were. Null: none.
+class DeviceRngSwap {
+ public:
+  explicit DeviceRngSwap(const DeviceRng* kept);
+  ~DeviceRngSwap();
+  DeviceRngSwap(const DeviceRngSwap&) = delete;
+  DeviceRngSwap& operator=(const DeviceRngSwap&) = delete;
+
+ private:
+  std::vector<DeviceRng::State> before_;
+};
+
+}  // namespace remat

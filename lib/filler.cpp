@@ -1,0 +1,167 @@
+#include "lib/filler.h"
+
+#include <ATen/SequenceNumber.h>
+
+#include <utility>
+
+#include "lib/counters.h"
+#include "lib/engine_seam.h"
+
+namespace remat {
+
+Filler::Filler(Frame& frame, Run& run, int64_t only_position)
+    : frame_(frame),
+      run_(run),
+      view_(frame.view_for(only_position)),
+      early_stop_(frame.options().early_stop),
+      num_slots_(static_cast<int64_t>(view_.is_needed.size())),
+      task_at_start_(seam::graph_task_id()) {
+  if (frame.options().debug) log_.emplace();
+}
+
+at::Tensor Filler::fill(const at::Tensor& saved) {
+  const at::Tensor* const origin = input_being_saved();
+  const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  if (has_stopped_) {
+    // The function caught the signal and went on: nothing it saves now counts, and it gets the
+    // signal again.
+    if (can_stop(judged, num_slots_)) throw StopSignal{};
+    return saved.requires_grad() ? saved.tensor_data() : saved;
+  }
+  const uint64_t group = at::sequence_number::peek();
+  const bool was_complete = is_complete();
+  if (!pending_.empty()) compare_pending(group, /*is_end=*/origin != nullptr);
+  const int64_t position = num_seen_++;
+  // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
+  at::Tensor kept = saved.requires_grad() ? saved.tensor_data() : saved;
+  if (position < num_slots_ && view_.is_needed[static_cast<std::size_t>(position)])
+    take(position, saved, kept);
+  if (is_complete() && !was_complete) last_group_ = group;
+  // A stop that waited for its operator to finish is due when another operator saves.
+  if (was_complete && (group != last_group_ || origin != nullptr)) must_finish_operator_ = false;
+  if (wants_stop() && can_stop(judged, position)) {
+    if (!has_too_many()) count(live_counters.early_stops);
+    has_stopped_ = true;
+    throw StopSignal{};
+  }
+  return kept;
+}
+
+bool Filler::wants_stop() const {
+  if (has_too_many()) return true;
+  if (!is_complete() || !early_stop_) return false;
+  if (must_finish_operator_ || !pending_.empty()) return false;
+  return !(view_.ends_small && num_seen_ == num_slots_);
+}
+
+// Note [Where a stop may be thrown]
+// Not through a noexcept function, nor out of a destructor that saves while something unwinds. Not on another thread, nor inside a backward that the function runs: the signal would cross the
+// engine's worker loop. Not while a C++ Function may be saving its own output, before or after the
+// tensor at hand: the list it saves from is cleared on the normal path only, and the output would
+// leak. Whether it does is known from forward (`saves_own_output`), or seen here. The next save is
+// asked again.
+bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
+  if (!is_on_own_ground() || is_made_by_function(saved)) return false;
+  bool is_safe = true;
+  if (position < num_slots_)
+    frame_.with_slot(position, view_.is_settled,
+                     [&](const Slot& slot) { is_safe = !slot.saves_own_output; });
+  return is_safe;
+}
+
+void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& kept) {
+  Value value;
+  value.version = static_cast<uint32_t>(saved._version());
+  frame_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
+    compare(position, slot, saved);
+    must_finish_operator_ = slot.finish_operator;
+    const Origin origin = slot.provenance.origin;
+    if (!saved.requires_grad() && (origin == Origin::Outside || origin == Origin::Input))
+      value.alias = saved.tensor_data();  // its owner may give the object other storage
+    if (auto in_forward = frame_.expected_contents(position))
+      pending_.push_back({position, at::sequence_number::peek(), saved, *std::move(in_forward)});
+  });
+  value.tensor = kept;
+  const bool is_new = !run_.has(position);
+  run_.put(position, std::move(value));
+  num_filled_ += 1;
+  if (is_new) count(live_counters.tensors_recomputed);
+}
+
+void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {
+  const auto mismatch = [&](std::string forward, std::string now) {
+    CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
+    if (log_) {
+      const FrameExtras& extras = *frame_.extras();
+      const auto index = static_cast<std::size_t>(position);
+      if (index < extras.saved_by.size())
+        m.forward_op = extras.forward_log.at(extras.saved_by[index]);
+      m.recompute_op = log_->at(log_->size() - 1);
+    }
+    return m;
+  };
+  const at::Tensor* const origin = input_being_saved();
+  const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  if (frame_.options().capture_check == CaptureCheck::Raise && view_.is_settled &&
+      is_changed(slot.provenance, judged)) {
+    differences_.captures.push_back(
+        mismatch(slot.description.text() + fmt::format(", version {}", slot.provenance.version),
+                 Description(saved, slot.description.has_strides()).text() +
+                     fmt::format(", version {}{}", judged._version(),
+                                 storage_of(judged) == slot.provenance.storage._unsafe_get_target()
+                                     ? ""
+                                     : ", other storage")));
+    if (is_replaced(slot.provenance, judged)) differences_.replaced.push_back(position);
+  }
+  if (frame_.extras() != nullptr && frame_.extras()->fingerprint) return;  // compared instead
+  if (frame_.options().determinism_check == DeterminismCheck::None) return;
+  if (!slot.description.describes(saved))
+    differences_.metadata.push_back(mismatch(
+        slot.description.text(), Description(saved, slot.description.has_strides()).text()));
+}
+
+// Note [Made again]
+// A tensor without grad that the region made can outlive the forward: a region inside captured it,
+// or another thread still held it. It looks captured, and the recompute makes another one. Now that
+// the recompute has unwound, nobody but the run owns what it made; what an outside variable holds
+// has more owners.
+Differences Filler::take_differences() {
+  for (const int64_t position : differences_.replaced)
+    if (run_.owns_alone(position))
+      std::erase_if(differences_.captures,
+                    [&](const CheckpointError::Mismatch& m) { return m.position == position; });
+  return std::move(differences_);
+}
+
+void Filler::compare_pending(uint64_t next_group, bool is_end) {
+  if (pending_.empty() || (!is_end && pending_.front().group == next_group)) return;
+  for (const Pending& each : std::exchange(pending_, {})) {
+    std::string now = frame_.contents_of(each.tensor);
+    if (now == each.in_forward) continue;
+    if (!frame_.compares_contents()) {
+      has_other_numbers_ = true;
+      continue;
+    }
+    const bool is_text = frame_.extras() != nullptr && frame_.extras()->fingerprint;
+    const char* const what = is_text ? "fingerprint " : "hash ";
+    differences_.contents.push_back({each.position, what + each.in_forward, what + now, {}, {}});
+  }
+}
+
+void Filler::stop_before_backward() {
+  if (!has_stopped_) {
+    if (!is_complete() || !early_stop_ || has_too_many() || !is_on_own_ground()) return;
+    count(live_counters.early_stops);
+    has_stopped_ = true;
+  } else if (!is_on_own_ground()) {
+    return;
+  }
+  throw StopSignal{};
+}
+
+bool Filler::is_on_own_ground() const {
+  return std::this_thread::get_id() == owner_ && seam::graph_task_id() == task_at_start_ &&
+         frame_.body().can_be_stopped() && std::uncaught_exceptions() == uncaught_at_start_;
+}
+
+}  // namespace remat

@@ -1,0 +1,77 @@
+#pragma once
+// Takes the tensors of one recompute: fills and compares the slots, and says when to stop.
+
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hooks/slot.h"
+#include "lib/frame.h"
+#include "lib/match.h"
+#include "lib/op_log.h"
+
+namespace remat {
+
+/// The values of one recompute come in through it, one for each tensor that autograd saves.
+class Filler final : public SlotFiller {
+ public:
+  /// For every slot that is alive, or for `only_position` alone if it is not negative.
+  Filler(Frame& frame, Run& run, int64_t only_position);
+
+  at::Tensor fill(const at::Tensor& saved) override;
+  /// The function is about to run a backward. No operator is under way here, so a recompute that has
+  /// all it needs ends: that backward ran in the forward, and would accumulate its gradients again.
+  void stop_before_backward();
+  /// The function has ended, by a return or a stop: takes what waited for it.
+  void finish() { compare_pending(0, /*is_end=*/true); }
+
+  void forbid_stop() { early_stop_ = false; }
+
+  bool is_complete() const { return num_filled_ == view_.num_needed; }
+  bool has_stopped() const { return has_stopped_; }
+  /// A tensor saved after another thread had drawn in forward came back with other contents.
+  bool has_other_numbers() const { return has_other_numbers_; }
+  /// More tensors came than forward saved, and forward is over.
+  bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
+  int64_t num_slots() const { return num_slots_; }
+  int64_t num_seen() const { return num_seen_; }
+  /// After the function has unwound.
+  Differences take_differences();
+  OpLog* log() { return log_ ? &*log_ : nullptr; }
+
+ private:
+  void take(int64_t position, const at::Tensor& saved, const at::Tensor& kept);
+  void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
+  void compare_pending(uint64_t next_group, bool is_end);
+  bool wants_stop() const;
+  bool is_on_own_ground() const;
+  bool can_stop(const at::Tensor& saved, int64_t position) const;
+
+  Frame& frame_;
+  Run& run_;
+  const Frame::SlotView view_;
+  bool early_stop_;
+  const int64_t num_slots_;
+  const int64_t task_at_start_;
+  const std::thread::id owner_ = std::this_thread::get_id();
+  const int uncaught_at_start_ = std::uncaught_exceptions();
+  std::optional<OpLog> log_;
+  Differences differences_;
+  struct Pending {
+    int64_t position;
+    uint64_t group;
+    at::Tensor tensor;
+    std::string in_forward;
+  };
+  std::vector<Pending> pending_;  // contents to compare when their operator has returned
+  uint64_t last_group_ = 0;       // of the operator that filled the last needed slot
+  bool must_finish_operator_ = false;
+  int64_t num_seen_ = 0, num_filled_ = 0;
+  bool has_stopped_ = false;
+  bool has_other_numbers_ = false;
+};
+
+}  // namespace remat

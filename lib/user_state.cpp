@@ -1,0 +1,243 @@
+#include "lib/user_state.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "lib/draws.h"
+#include "lib/hook_stack.h"
+
+namespace remat {
+
+namespace {
+
+using detail::Ability;
+
+class ProviderScope final : public detail::Scope {
+ public:
+  explicit ProviderScope(std::shared_ptr<StateProvider> provider) : provider_(std::move(provider)) {
+    answers(Ability::State);
+  }
+  void add_to(UserRegistrations& all) const override { all.add(provider_); }
+
+ private:
+  const std::shared_ptr<StateProvider> provider_;
+};
+
+class GeneratorScope final : public detail::Scope {
+ public:
+  explicit GeneratorScope(at::Generator generator) : generator_(std::move(generator)) {
+    answers(Ability::State);
+  }
+  void add_to(UserRegistrations& all) const override { all.add(generator_); }
+
+ private:
+  const at::Generator generator_;
+};
+
+class ObserverScope final : public detail::Scope {
+ public:
+  explicit ObserverScope(RecomputeObserver observer)
+      : observer_(std::make_shared<const RecomputeObserver>(std::move(observer))) {
+    answers(Ability::State);
+  }
+  void add_to(UserRegistrations& all) const override { all.observers.push_back(observer_); }
+
+ private:
+  const std::shared_ptr<const RecomputeObserver> observer_;
+};
+
+std::shared_ptr<detail::Scope> provider_scope(std::shared_ptr<StateProvider> provider) {
+  TORCH_CHECK_VALUE(provider != nullptr,
+                    "remat::StateProviderGuard: the provider is null. Do: pass an object.");
+  return std::make_shared<ProviderScope>(std::move(provider));
+}
+
+std::shared_ptr<detail::Scope> generator_scope(at::Generator generator) {
+  TORCH_CHECK_VALUE(generator.defined(),
+                    "remat::GeneratorGuard: the generator is not defined. Do: pass one that "
+                    "at::make_generator or the like has made.");
+  return std::make_shared<GeneratorScope>(std::move(generator));
+}
+
+/// User code runs as part of no region.
+struct OutsideOfRegions {
+  const detail::NoScopes no_scopes;
+  const at::NoGradGuard no_grad;
+};
+
+/// Which thread's recompute has restored a provider's state. One after the other, as two at a time
+/// would mix theirs; a thread's own recomputes nest.
+class Turns {
+ public:
+  bool take(const StateProvider* provider) {
+    constexpr std::chrono::seconds longest_wait(10);
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto is_free = [&] {
+      const auto found = turns_.find(provider);
+      return found == turns_.end() || found->second.owner == std::this_thread::get_id();
+    };
+    if (!given_back_.wait_for(lock, longest_wait, is_free)) return false;
+    Turn& turn = turns_[provider];
+    turn.owner = std::this_thread::get_id();
+    ++turn.depth;
+    return true;
+  }
+
+  void give_back(const StateProvider* provider) noexcept {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = turns_.find(provider);
+    if (--found->second.depth > 0) return;
+    turns_.erase(found);
+    given_back_.notify_all();
+  }
+
+ private:
+  struct Turn {
+    std::thread::id owner;
+    int64_t depth = 0;
+  };
+  std::mutex mutex_;
+  std::condition_variable given_back_;
+  std::unordered_map<const StateProvider*, Turn> turns_;
+};
+
+Turns& turns() {
+  static auto* const all = new Turns;  // leaked: recomputes may run in static destructors
+  return *all;
+}
+
+}  // namespace
+
+StateProvider::~StateProvider() = default;
+
+StateProviderGuard::StateProviderGuard(std::shared_ptr<StateProvider> provider)
+    : ScopeGuard(provider_scope(std::move(provider))) {}
+GeneratorGuard::GeneratorGuard(at::Generator generator)
+    : ScopeGuard(generator_scope(std::move(generator))) {}
+RecomputeObserverGuard::RecomputeObserverGuard(RecomputeObserver observer)
+    : ScopeGuard(std::make_shared<ObserverScope>(std::move(observer))) {}
+
+void UserRegistrations::add(const std::shared_ptr<StateProvider>& provider) {
+  if (std::find(providers.begin(), providers.end(), provider) == providers.end())
+    providers.push_back(provider);
+}
+
+void UserRegistrations::add(const at::Generator& generator) {
+  if (std::find(generators.begin(), generators.end(), generator) == generators.end())
+    generators.push_back(generator);
+}
+
+std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
+  if (detail::innermost(Ability::State) == nullptr) return nullptr;
+  std::vector<const detail::Scope*> scopes;
+  detail::visit(Ability::State, [&](detail::Scope& scope) { scopes.push_back(&scope); });
+  auto all = std::make_shared<UserRegistrations>();
+  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope) (*scope)->add_to(*all);
+  return all;
+}
+
+UserState::UserState(std::shared_ptr<const UserRegistrations> registered, bool preserves_rng)
+    : registered_(std::move(registered)) {
+  const OutsideOfRegions outside;
+  for (const auto& provider : registered_->providers) captured_.push_back(provider->capture());
+  if (!preserves_rng) return;
+  for (const at::Generator& generator : registered_->generators)
+    if (auto* impl = generator.device().is_cpu() ? generator.get<at::CPUGeneratorImpl>() : nullptr;
+        impl != nullptr && impl != &default_cpu_generator())
+      draw_logs_.push_back(std::make_unique<DrawLog>(*impl));
+}
+
+UserState::~UserState() = default;
+
+ObservedRecompute::ObservedRecompute(const UserState* state, int64_t frame_id, int64_t depth,
+                                     const std::string& name)
+    : state_(state) {
+  if (state_ == nullptr) return;
+  phase_ = {Phase::Recompute, frame_id, depth, name};
+  try {
+    for (const auto& observer : state_->registered().observers) {
+      const OutsideOfRegions outside;
+      if (observer->begin) observer->begin(phase_);
+      ++num_told_;
+    }
+  } catch (...) {
+    tell_end();
+    throw;
+  }
+}
+
+ObservedRecompute::~ObservedRecompute() { tell_end(); }
+
+void ObservedRecompute::tell_end() noexcept {
+  while (num_told_ > 0) {
+    const RecomputeObserver& observer = *state_->registered().observers[--num_told_];
+    try {
+      const OutsideOfRegions outside;
+      if (observer.end) observer.end(phase_);
+    } catch (const std::exception& e) {
+      TORCH_WARN("remat: a RecomputeObserver's end threw, which is ignored: ", e.what());
+    } catch (...) {
+      TORCH_WARN("remat: a RecomputeObserver's end threw, which is ignored");
+    }
+  }
+}
+
+UserRestore::UserRestore(const UserState* state) : state_(state) {
+  if (state_ == nullptr) return;
+  const auto& providers = state_->registered().providers;
+  for (const auto& provider : providers) {
+    has_failed_ = !turns().take(provider.get());
+    if (has_failed_) return;
+    ++num_turns_;
+  }
+  try {
+    const OutsideOfRegions outside;
+    for (std::size_t i = 0; i < providers.size(); ++i) {
+      before_.push_back(providers[i]->capture());
+      providers[i]->restore(state_->captured_[i]);
+    }
+  } catch (...) {
+    undo(/*may_throw=*/false);
+    give_turns_back();
+    throw;
+  }
+}
+
+UserRestore::~UserRestore() {
+  undo(/*may_throw=*/false);
+  give_turns_back();
+}
+
+void UserRestore::put_back() { undo(/*may_throw=*/true); }
+
+void UserRestore::undo(bool may_throw) {
+  std::exception_ptr thrown;
+  while (!before_.empty()) {
+    const std::any state = std::move(before_.back());
+    before_.pop_back();
+    try {
+      const OutsideOfRegions outside;
+      state_->registered().providers[before_.size()]->restore(state);
+    } catch (...) {
+      if (!thrown) thrown = std::current_exception();
+    }
+  }
+  if (!thrown) return;
+  if (may_throw) std::rethrow_exception(thrown);
+  TORCH_WARN("remat: a StateProvider could not put back its state while an error was on its way");
+}
+
+void UserRestore::give_turns_back() noexcept {
+  while (num_turns_ > 0) turns().give_back(state_->registered().providers[--num_turns_].get());
+}
+
+}  // namespace remat

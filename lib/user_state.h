@@ -1,0 +1,82 @@
+#pragma once
+// What the guards of state.h registered around a region: captured, restored, told of recomputes.
+
+#include <any>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "remat/state.h"
+
+namespace remat {
+
+class DrawLog;
+
+/// Outermost first; providers and generators once each.
+struct UserRegistrations {
+  std::vector<std::shared_ptr<StateProvider>> providers;
+  std::vector<at::Generator> generators;
+  std::vector<std::shared_ptr<const RecomputeObserver>> observers;
+
+  void add(const std::shared_ptr<StateProvider>& provider);
+  void add(const at::Generator& generator);
+  /// Of the guards and recomputes around this point; null if there are none. Cheap then.
+  static std::shared_ptr<const UserRegistrations> around();
+};
+
+/// A region's own: what was registered around it, and the providers' state when it began.
+class UserState {
+ public:
+  /// Calls user code; throws what it throws.
+  UserState(std::shared_ptr<const UserRegistrations> registered, bool preserves_rng);
+  ~UserState();
+  const UserRegistrations& registered() const { return *registered_; }
+  /// The logs of registered CPU generators.
+  const std::vector<std::unique_ptr<DrawLog>>& draw_logs() const { return draw_logs_; }
+
+ private:
+  friend class UserRestore;
+  std::shared_ptr<const UserRegistrations> registered_;
+  std::vector<std::any> captured_;
+  std::vector<std::unique_ptr<DrawLog>> draw_logs_;
+};
+
+/// Tells the observers that a recompute begins, and when destroyed that it has ended.
+class ObservedRecompute {
+ public:
+  ObservedRecompute(const UserState* state, int64_t frame_id, int64_t depth,
+                    const std::string& name);
+  ~ObservedRecompute();
+  ObservedRecompute(const ObservedRecompute&) = delete;
+  ObservedRecompute& operator=(const ObservedRecompute&) = delete;
+
+ private:
+  void tell_end() noexcept;
+  const UserState* const state_;
+  PhaseInfo phase_;
+  std::size_t num_told_ = 0;
+};
+
+/// The providers' state is the forward's until `put_back`, which throws what a provider throws; or
+/// until the destructor, which only warns, since something else is being thrown.
+class UserRestore {
+ public:
+  /// Throws what a provider throws, having put back what was restored before.
+  explicit UserRestore(const UserState* state);
+  ~UserRestore();
+  UserRestore(const UserRestore&) = delete;
+  UserRestore& operator=(const UserRestore&) = delete;
+  void put_back();
+  /// Another thread's recompute did not give a provider free in time: nothing was restored.
+  bool has_failed() const { return has_failed_; }
+
+ private:
+  void undo(bool may_throw);
+  void give_turns_back() noexcept;
+  const UserState* const state_;
+  std::vector<std::any> before_;
+  std::size_t num_turns_ = 0;
+  bool has_failed_ = false;
+};
+
+}  // namespace remat

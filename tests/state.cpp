@@ -1,0 +1,365 @@
+// The guards of state.h: providers, generators and observers.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/GeneratorImpl.h>
+
+#include <random>
+#include <thread>
+
+#include "tests/support/support.h"
+
+using remat::checkpoint;
+using remat::GeneratorGuard;
+using remat::Phase;
+using remat::PhaseInfo;
+using remat::RecomputeObserverGuard;
+using remat::StateProviderGuard;
+
+namespace {
+
+/// A random engine of the standard library, as a user would preserve it.
+struct Engine final : remat::StateProvider {
+  std::mt19937 engine{7};
+  std::any capture() override { return engine; }
+  void restore(const std::any& state) override { engine = std::any_cast<std::mt19937>(state); }
+  double draw() { return std::uniform_real_distribution<double>(0.5, 1.5)(engine); }
+};
+
+/// A number, and exceptions on demand.
+struct Number final : remat::StateProvider {
+  struct Refused : std::runtime_error {
+    using std::runtime_error::runtime_error;
+  };
+  int value = 0;
+  int captures = 0, restores = 0;
+  int throw_at_capture = 0, throw_at_restore = 0;
+  std::any capture() override {
+    CHECK_FALSE(at::GradMode::is_enabled());
+    CHECK_FALSE(remat::is_checkpointing());
+    CHECK_FALSE(remat::is_recomputing());
+    if (++captures == throw_at_capture) throw Refused("capture");
+    return value;
+  }
+  void restore(const std::any& state) override {
+    if (++restores == throw_at_restore) throw Refused("restore");
+    value = std::any_cast<int>(state);
+  }
+};
+
+/// The generator of a device that this build does not have; counts numbers.
+struct FarGenerator final : c10::GeneratorImpl {
+  uint64_t position = 0;
+  FarGenerator() : GeneratorImpl(c10::Device(c10::kPrivateUse1, 0), c10::DispatchKeySet()) {}
+  double draw() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return static_cast<double>(++position);
+  }
+  void set_current_seed(uint64_t) override {}
+  void set_offset(uint64_t offset) override { position = offset; }
+  uint64_t get_offset() const override { return position; }
+  uint64_t current_seed() const override { return 0; }
+  uint64_t seed() override { return 0; }
+  void set_state(const c10::TensorImpl& state) override {
+    position = static_cast<uint64_t>(*static_cast<const int64_t*>(state.data()));
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return at::scalar_tensor(static_cast<int64_t>(position), at::kLong).getIntrusivePtr();
+  }
+  FarGenerator* clone_impl() const override {
+    auto* copy = new FarGenerator;
+    copy->position = position;
+    return copy;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a generator of the user's own draws what forward drew and stays where it was",
+          "[state][rule-11][GUA-14]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const auto program = [&](bool drop, at::Generator own) {
+    const auto block = [own](const Tensor& t) {
+      const Tensor mask = at::rand({20}, own, at::kFloat);
+      const Tensor h = (t.sin() * mask).exp() * at::rand({20});
+      return h * at::empty({20}).normal_(0, 1, own);
+    };
+    return [=](const Tensor& t) {
+      if (!drop) return block(block(block(t)));
+      std::optional<GeneratorGuard> guard(std::in_place, own);
+      const remat::EarlyStopGuard stop(early_stop);
+      return checkpoint(
+          [=](const Tensor& a) { return checkpoint(block, block(checkpoint(block, a))); }, t);
+    };
+  };
+  at::Generator plain = at::detail::createCPUGenerator(3), own = at::detail::createCPUGenerator(3);
+  require_same_grads(program(false, plain), program(true, own), leaf({20}));
+  CHECK(at::equal(own.get_state(), plain.get_state()));
+}
+
+TEST_CASE("a registered generator is preserved beside other threads that draw from it",
+          "[state][rule-11][GUA-26]") {
+  const at::Generator own = at::detail::createCPUGenerator(5);
+  const GeneratorGuard guard(own);
+  const Tensor x = at::ones({64}).requires_grad_();
+  const auto elsewhere = [&] { std::thread([&] { at::rand({64}, own, at::kFloat); }).join(); };
+  const Tensor y = checkpoint(
+      [&](const Tensor& t) {
+        if (!remat::is_recomputing()) elsewhere();
+        const Tensor h = t * at::empty({64}).bernoulli_(0.5, own);
+        if (remat::is_recomputing()) elsewhere();
+        return h * 1;
+      },
+      x);
+  require_bit_equal(grad_of(y, {x}), {y.detach()});
+}
+
+TEST_CASE("without preserve_rng_state a registered generator moves on", "[state][rule-11]") {
+  const at::Generator own = at::detail::createCPUGenerator(6);
+  const GeneratorGuard guard(own);
+  const Tensor x = leaf({4});
+  const Tensor y = checkpoint(
+      {.preserve_rng_state = false},
+      [&](const Tensor& t) { return t.sin() * at::rand({4}, own, at::kFloat); }, x);
+  const Tensor before = own.get_state();
+  grad_of(y, {x});
+  CHECK_FALSE(at::equal(own.get_state(), before));
+}
+
+TEST_CASE("a generator that is no CPU generator is set back and put forward again",
+          "[state][rule-11][GUA-15]") {
+  auto impl = c10::make_intrusive<FarGenerator>();
+  const at::Generator far(impl);
+  const Tensor x = leaf({3});
+  const auto f = [impl](const Tensor& t) {
+    const Tensor h = (t * impl->draw()).exp();
+    return h * impl->draw();
+  };
+  Tensor first, second;
+  {
+    const GeneratorGuard guard(far);
+    first = checkpoint(f, x);
+    second = checkpoint([&](const Tensor& t) { return checkpoint(f, t.sin()); }, x);
+  }
+  CHECK(impl->position == 4);
+  impl->draw();
+  const auto expected = [&](const Tensor& t, double a) { return (t * a).exp() * (a + 1); };
+  require_bit_equal(grad_of(second, {x}), grad_of(expected(x.sin(), 3), {x}));
+  require_bit_equal(grad_of(first, {x}), grad_of(expected(x, 1), {x}));
+  CHECK(impl->position == 5);
+}
+
+TEST_CASE("a provider's state is the forward's in each recompute and put back after it",
+          "[state][rule-11][GUA-09][GUA-14]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const auto program = [&](bool drop, const std::shared_ptr<Engine>& engine) {
+    const auto block = [engine](const Tensor& t) {
+      const Tensor h = (t * engine->draw()).sin();
+      return (h * engine->draw()).exp();
+    };
+    return [=](const Tensor& t) {
+      if (!drop) return block(block(block(block(t))));
+      const StateProviderGuard guard(engine);
+      const remat::EarlyStopGuard stop(early_stop);
+      const Tensor nested = checkpoint(
+          [=](const Tensor& a) { return checkpoint(block, block(checkpoint(block, a))); }, t);
+      return checkpoint(block, nested);
+    };
+  };
+  const auto plain = std::make_shared<Engine>(), ours = std::make_shared<Engine>();
+  require_same_grads(program(false, plain), program(true, ours), leaf({5}));
+  CHECK(plain->engine == ours->engine);
+}
+
+TEST_CASE("several forwards before one backward keep the state of each", "[state][GUA-09]") {
+  const auto number = std::make_shared<Number>();
+  const Tensor x = leaf({2});
+  const auto f = [&](const Tensor& t) { return (t * number->value).sin(); };
+  Tensors outputs;
+  {
+    const StateProviderGuard guard(number);
+    for (number->value = 1; number->value <= 3; ++number->value)
+      outputs.push_back(checkpoint(f, x));
+  }
+  CHECK(number->captures == 3);
+  checkpoint(f, x);
+  CHECK(number->captures == 3);
+  number->value = 10;
+  const Tensor sum = outputs[0] + outputs[1] + outputs[2];
+  require_bit_equal(grad_of(sum, {x}), grad_of((x * 1).sin() + (x * 2).sin() + (x * 3).sin(), {x}));
+  CHECK(number->value == 10);
+}
+
+TEST_CASE("what a provider throws keeps its type and loses nothing", "[state][rule-12]") {
+  const auto first = std::make_shared<Number>(), second = std::make_shared<Number>();
+  const StateProviderGuard guard_1(first), guard_2(second);
+  const Tensor x = leaf({2});
+  Calls calls;
+  const auto f =
+      counted(calls, [&](const Tensor& t) { return (t * (first->value + second->value)).sin(); });
+  second->throw_at_capture = 1;
+  CHECK_THROWS_AS(checkpoint(f, x), Number::Refused);
+  CHECK(calls.count() == 0);
+  CHECK(remat::counters().frames_alive == 0);
+
+  first->value = second->value = 2;
+  const Tensor y = checkpoint(f, x);
+  const Tensor expected = grad_of((x * 4).sin(), {x})[0];
+  first->value = 5;
+  second->value = 6;
+  SECTION("before the recompute") { second->throw_at_restore = 1; }
+  SECTION("before the recompute, in capture") { second->throw_at_capture = second->captures + 1; }
+  SECTION("after the recompute") { second->throw_at_restore = 2; }
+  CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), Number::Refused);
+  CHECK(first->value == 5);
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+  second->value = 6;
+  require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), {expected});
+  CHECK(first->value == 5);
+  CHECK(second->value == 6);
+}
+
+TEST_CASE("a recompute that throws or stops puts the provider's state back",
+          "[state][rule-11][rule-12]") {
+  const auto number = std::make_shared<Number>();
+  const StateProviderGuard guard(number);
+  const Tensor x = leaf({50'000});
+  bool throws = false;
+  number->value = 1;
+  const Tensor y = checkpoint(
+      [&](const Tensor& t) {
+        const Tensor h = (t * number->value++).sin();
+        if (throws && remat::is_recomputing()) throw std::domain_error("in the recompute");
+        number->value += 10;
+        return h.cos().clone();
+      },
+      x);
+  const Tensor expected = grad_of((x * 1).sin().cos(), {x})[0];
+  number->value = 70;
+  throws = true;
+  CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), std::domain_error);
+  CHECK(number->value == 70);
+  throws = false;
+  require_bit_equal(grad_of(y, {x}), {expected});
+  CHECK(number->value == 70);
+}
+
+TEST_CASE("recomputes in two threads take turns over one provider", "[state][GUA-26]") {
+  const auto number = std::make_shared<Number>();
+  std::vector<Tensor> leaves, outputs;
+  {
+    const StateProviderGuard guard(number);
+    for (number->value = 1; number->value <= 4; ++number->value) {
+      leaves.push_back(leaf({100}));
+      outputs.push_back(checkpoint(
+          [&](const Tensor& t) {
+            const int before = number->value;
+            const Tensor h = (t * number->value).sin();
+            std::this_thread::yield();
+            CHECK(number->value == before);
+            return (h * number->value).exp();
+          },
+          leaves.back()));
+    }
+  }
+  number->value = 99;
+  std::vector<Tensor> grads(4);
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < 4; ++i)
+    threads.emplace_back([&, i] { grads[i] = grad_of(outputs[i], {leaves[i]})[0]; });
+  for (std::thread& each : threads) each.join();
+  for (std::size_t i = 0; i < 4; ++i) {
+    const int k = static_cast<int>(i) + 1;
+    require_bit_equal({grads[i]}, grad_of(((leaves[i] * k).sin() * k).exp(), {leaves[i]}));
+  }
+  CHECK(number->value == 99);
+}
+
+TEST_CASE("observers are told of every recompute, in pairs, also when it stops or throws",
+          "[state][GUA-11]") {
+  std::vector<std::string> log;
+  const auto observer = [&](const std::string& name) {
+    return remat::RecomputeObserver{
+        .begin =
+            [&log, name](const PhaseInfo& info) {
+              CHECK(info.phase == Phase::Recompute);
+              CHECK_FALSE(remat::is_recomputing());
+              log.push_back(name + " begins " + info.name + " " + std::to_string(info.depth));
+            },
+        .end =
+            [&log, name](const PhaseInfo& info) {
+              log.push_back(name + " ends " + info.name + " " + std::to_string(info.depth));
+            }};
+  };
+  const Tensor x = leaf({50'000});
+  bool throws = false;
+  Tensor y;
+  {
+    const RecomputeObserverGuard a(observer("a")), b(observer("b"));
+    y = checkpoint(
+        {.name = "outer"},
+        [&](const Tensor& t) {
+          const Tensor h =
+              checkpoint({.name = "inner"}, [](const Tensor& s) { return s.sin(); }, t);
+          if (throws) throw std::domain_error("in the recompute");
+          return h.exp().clone();
+        },
+        x);
+  }
+  CHECK(log.empty());
+  grad_of(y, {x}, {.retain_graph = true});
+  const std::vector<std::string> once{"a begins outer 1", "b begins outer 1", "b ends outer 1",
+                                      "a ends outer 1",   "a begins inner 2", "b begins inner 2",
+                                      "b ends inner 2",   "a ends inner 2"};
+  CHECK(log == once);
+  log.clear();
+  throws = true;
+  CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), std::domain_error);
+  CHECK(log == std::vector<std::string>(once.begin(), once.begin() + 4));
+}
+
+TEST_CASE("an observer that throws fails the recompute, and those told before are told the end",
+          "[state][rule-12]") {
+  int begun = 0, ended = 0;
+  bool throws = true;
+  const RecomputeObserverGuard first(
+      {.begin = [&](const PhaseInfo&) { ++begun; }, .end = [&](const PhaseInfo&) { ++ended; }});
+  const RecomputeObserverGuard second({.begin = [&](const PhaseInfo&) {
+    if (throws) throw std::domain_error("no parameters");
+  }});
+  const RecomputeObserverGuard nothing({});
+  const Tensor x = leaf({3});
+  const Tensor y = checkpoint([](const Tensor& t) { return t.sin(); }, x);
+  CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), std::domain_error);
+  CHECK(begun == 1);
+  CHECK(ended == 1);
+  throws = false;
+  require_bit_equal(grad_of(y, {x}), grad_of(x.sin(), {x}));
+  CHECK(begun == 2);
+  CHECK(ended == 2);
+}
+
+TEST_CASE("parameters that an observer gathers and frees are there in the recompute",
+          "[state][GUA-11]") {
+  // As sharded training does it: the storage is emptied after each use.
+  const Tensor w = leaf({100}), x = leaf({100});
+  const Tensor values = w.detach().clone();
+  const auto fill = [&](const PhaseInfo&) {
+    w.storage().set_nbytes(400);
+    w.data().copy_(values);
+  };
+  int gathered = 0;
+  Tensor y;
+  {
+    const RecomputeObserverGuard guard({.begin = [&](const PhaseInfo& p) { ++gathered, fill(p); }});
+    y = checkpoint([&](const Tensor& t) { return (t * w).sin(); }, x);
+  }
+  require_bit_equal(grad_of(y, {x, w}), grad_of((x * w).sin(), {x, w}));
+  CHECK(gathered == 1);
+}
+
+TEST_CASE("state guards refuse what is not there", "[state]") {
+  CHECK_THROWS_AS(StateProviderGuard(nullptr), c10::ValueError);
+  CHECK_THROWS_AS(GeneratorGuard(at::Generator()), c10::ValueError);
+}
