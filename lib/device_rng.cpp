@@ -1,10 +1,11 @@
 #include "lib/device_rng.h"
 
 #include <ATen/Context.h>
-#include <ATen/DeviceAccelerator.h>
 
+#include <algorithm>
 #include <cstring>
-#include <optional>
+
+#include "lib/accelerator.h"
 
 namespace remat {
 
@@ -25,31 +26,18 @@ bool is_same(const at::Tensor& a, const at::Tensor& b) {
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
-std::optional<c10::DeviceType> accelerator() { return at::getAccelerator(/*checked=*/false); }
-
-bool is_in_use(c10::DeviceType type, std::size_t index) {
-  return at::globalContext().getAcceleratorHooksInterface(type).hasPrimaryContext(
-      static_cast<c10::DeviceIndex>(index));
-}
-
-at::Generator generator_of(c10::DeviceType type, std::size_t index) {
-  return at::globalContext().defaultGenerator(
-      c10::Device(type, static_cast<c10::DeviceIndex>(index)));
-}
-
 }  // namespace
 
 std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> registered) {
-  const auto type = accelerator();
+  const bool has_others = std::any_of(registered.begin(), registered.end(),
+                                      [](const auto& each) { return !each.device().is_cpu(); });
+  if (!has_others && !present_accelerator()) return nullptr;
   auto kept = std::make_unique<DeviceRng>();
   for (at::Generator generator : registered)
     if (!generator.device().is_cpu()) kept->states_.push_back({generator, state_of(generator)});
-  if (!type) return kept->is_empty() ? nullptr : std::move(kept);
-  kept->was_used_.resize(static_cast<std::size_t>(at::accelerator::deviceCount()));
-  for (std::size_t i = 0; i < kept->was_used_.size(); ++i) {
-    kept->was_used_[i] = is_in_use(*type, i);
-    if (!kept->was_used_[i]) continue;
-    at::Generator generator = generator_of(*type, i);
+  kept->used_before_ = devices_in_use();
+  for (const c10::Device& device : kept->used_before_) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
     kept->states_.push_back({generator, state_of(generator)});
   }
   return kept;
@@ -57,11 +45,10 @@ std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> register
 
 void DeviceRng::settle() {
   std::erase_if(states_, [](State& each) { return is_same(each.state, state_of(each.generator)); });
-  const auto type = accelerator();
-  for (std::size_t i = 0; type && i < was_used_.size(); ++i) {
-    if (was_used_[i] || !is_in_use(*type, i)) continue;
-    // It stood at the beginning of the stream of its seed.
-    at::Generator generator = generator_of(*type, i);
+  for (const c10::Device& device : devices_in_use()) {
+    if (std::find(used_before_.begin(), used_before_.end(), device) != used_before_.end()) continue;
+    // First used inside: it stood at the beginning of the stream of its seed.
+    at::Generator generator = at::globalContext().defaultGenerator(device);
     at::Generator start = generator.clone();
     start.set_offset(0);
     states_.push_back({generator, state_of(start)});

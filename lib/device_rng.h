@@ -4,7 +4,9 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 
 #include <memory>
 #include <vector>
@@ -30,7 +32,7 @@ class DeviceRng {
     at::Tensor state;
   };
   std::vector<State> states_;
-  std::vector<bool> was_used_;  // by index of the accelerator
+  c10::SmallVector<c10::Device, 2> used_before_;
 };
 
 /// While alive the generators stand where the region began; then again where they were. Null: none.

@@ -82,6 +82,7 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
       pending_.push_back({position, at::sequence_number::peek(), saved, *std::move(in_forward)});
   });
   value.tensor = kept;
+  if (!saved.is_cpu()) value.ready = ready_.of(saved);
   const bool is_new = !run_.has(position);
   run_.put(position, std::move(value));
   num_filled_ += 1;

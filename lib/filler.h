@@ -29,6 +29,8 @@ class Filler final : public SlotFiller {
   void finish() { compare_pending(0, /*is_end=*/true); }
 
   void forbid_stop() { early_stop_ = false; }
+  /// All is queued on the devices that the tensors need.
+  void record_ready() const { ready_.record(); }
 
   bool is_complete() const { return num_filled_ == view_.num_needed; }
   bool has_stopped() const { return has_stopped_; }
@@ -58,6 +60,7 @@ class Filler final : public SlotFiller {
   const int64_t task_at_start_;
   const std::thread::id owner_ = std::this_thread::get_id();
   const int uncaught_at_start_ = std::uncaught_exceptions();
+  ReadyStreams ready_;
   std::optional<OpLog> log_;
   Differences differences_;
   struct Pending {

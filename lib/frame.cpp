@@ -98,6 +98,7 @@ void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
   body_ = std::move(body);
   inputs_.save(*body_);
   snapshot_ = Snapshot::take();
+  streams_ = CurrentStreams::here();
   auto registered = UserRegistrations::around();
   if (options_.preserve_rng_state)
     device_rng_ =

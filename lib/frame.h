@@ -14,7 +14,7 @@
 //  8. A read outside backward recomputes for that read alone (Frame::read_alone).
 //  9. Reading twice recomputes again, or throws with strict_unpack (Frame::read_slot).
 // 10. A mismatch is never silent (match, capture).
-// 11. State: (snapshot, draws, device_rng, user_state).
+// 11. State: (snapshot, draws, device_rng, streams, user_state).
 // 12. Failure is clean: everything a run holds unwinds (recompute).
 // 13. Lifetime: slots own the frame, nothing else does; destruction never recurses
 //     (Frame::empty).
@@ -88,6 +88,7 @@ class Frame final : public SlotOwner {
   /// Where draws from a generator are noted; null if they do not matter.
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
   const DeviceRng* device_rng() const { return device_rng_.get(); }
+  const CurrentStreams* streams() const { return streams_.get(); }
   /// Null if no guard of state.h was around the region.
   const UserState* user_state() const { return user_state_.get(); }
   detail::RegionBody& body() const { return *body_; }
@@ -140,6 +141,7 @@ class Frame final : public SlotOwner {
   Inputs inputs_;
   Snapshot snapshot_;
   DrawLog draws_{default_cpu_generator()};
+  std::unique_ptr<CurrentStreams> streams_;
   std::unique_ptr<DeviceRng> device_rng_;
   std::unique_ptr<UserState> user_state_;
   RegionStart start_;

@@ -219,7 +219,8 @@ at::Tensor hand_over(const Frame& frame, int64_t position, Value value) {
         std::move(facts));
   }
   if (value.alias.defined() && storage_of(value.alias) != storage_of(value.tensor))
-    return value.alias;
+    value.tensor = std::move(value.alias);
+  if (value.ready) value.ready->wait_before_use(value.tensor);
   return std::move(value.tensor);
 }
 

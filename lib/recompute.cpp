@@ -107,6 +107,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Filler& filler,
                            "another thread recomputes a region that uses it too, and may be "
                            "waiting for this one",
                            "give each thread a provider of its own");
+  const StreamScope streams(frame->streams(), inputs);
   const DeviceRngSwap device_rng(frame->device_rng());
   std::list<GeneratorSwap> generators;
   for (const DrawReplay* each : scope->unseen_draws()) generators.emplace_back(*each);
@@ -125,6 +126,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Filler& filler,
       if (!filler.has_stopped()) throw;
     }
     filler.finish();
+    filler.record_ready();
   }
   user_state.put_back();
   return std::none_of(generators.begin(), generators.end(),

@@ -5,9 +5,11 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <thread>
 #include <vector>
 
+#include "lib/streams.h"
 #include "lib/task_key.h"
 
 namespace remat {
@@ -17,6 +19,7 @@ struct Value {
   at::Tensor tensor;
   /// Of a tensor that others own: the data as it was at the save, whatever becomes of the object.
   at::Tensor alias;
+  std::shared_ptr<const Ready> ready{};  ///< null on the CPU
   uint32_t version = 0;
   int64_t bytes = 0;
 };

@@ -1,29 +1,14 @@
 #include "lib/snapshot.h"
 
-#include <ATen/Context.h>
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/detail/PrivateUse1HooksInterface.h>
 
 #include <algorithm>
+
+#include "lib/accelerator.h"
 
 namespace remat {
 
 namespace autocast = at::autocast;
-
-namespace {
-
-/// The accelerator whose autocast state counts. One that LibTorch was built with never changes; one
-/// that a plug-in brings (PrivateUse1) may be registered at any time.
-std::optional<c10::DeviceType> present_accelerator() {
-  static const std::optional<c10::DeviceType> built_in = at::getAccelerator(/*checked=*/false);
-  const auto present = built_in || !at::isPrivateUse1HooksRegistered()
-                           ? built_in
-                           : at::getAccelerator(/*checked=*/false);
-  return present && autocast::is_autocast_available(*present) ? present : std::nullopt;
-}
-
-}  // namespace
 
 AutocastState AutocastState::now() {
   AutocastState state;
@@ -32,7 +17,8 @@ AutocastState AutocastState::now() {
         {type, autocast::is_autocast_enabled(type), autocast::get_autocast_dtype(type)});
   };
   add(c10::kCPU);
-  if (const auto accelerator = present_accelerator()) add(*accelerator);
+  if (const auto type = present_accelerator(); type && autocast::is_autocast_available(*type))
+    add(*type);
   state.cache_enabled = autocast::is_autocast_cache_enabled();
   return state;
 }

@@ -1,0 +1,18 @@
+#pragma once
+// Which accelerator there is, and which of its devices are in use.
+
+#include <c10/core/Device.h>
+#include <c10/util/SmallVector.h>
+
+#include <optional>
+
+namespace remat {
+
+/// The accelerator of this build, or one that a plug-in brought (PrivateUse1, at any time).
+std::optional<c10::DeviceType> present_accelerator();
+
+/// Its devices that are initialised; initialises none. Empty without an accelerator, or if its
+/// plug-in does not tell.
+c10::SmallVector<c10::Device, 2> devices_in_use();
+
+}  // namespace remat

@@ -1,0 +1,239 @@
+// Regions on an accelerator: generators, streams and the engine's device threads (Rule 11), on the
+// stand-in of far.h.
+
+#include <algorithm>
+#include <thread>
+
+#include "tests/device/far.h"
+#include "tests/support/saved_tensors.h"
+#include "tests/support/support.h"
+
+using remat::checkpoint;
+using torch::autograd::generated::ExpBackward0;
+using torch::autograd::generated::SinBackward0;
+
+namespace {
+
+Tensor far_leaf(const Tensor& values, int index = 0) {
+  return values.detach().to(far::device(index)).requires_grad_();
+}
+
+/// A "dropout" of the far device: a number of its generator times the tensor.
+Tensor noisy(const Tensor& t) { return (t * far::draw(t.device().index())).sin(); }
+
+void require_same(const Tensor& actual, const Tensor& expected) {
+  REQUIRE(actual.device() == expected.device());
+  require_bit_equal({actual.cpu()}, {expected.cpu()});
+}
+
+}  // namespace
+
+TEST_CASE("a region on a device draws what forward drew and leaves the generator where it was",
+          "[device][rule-11][RNG-02][GUA-15]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor values = at::randn({6});
+  const auto program = [&](bool drop) {
+    const Tensor x = far_leaf(values);
+    const uint64_t start = far::position();
+    const remat::EarlyStopGuard guard(early_stop);
+    const auto block = [](const Tensor& t) { return noisy(noisy(t).exp()); };
+    const Tensor y =
+        drop ? checkpoint([&](const Tensor& t) { return checkpoint(block, block(t)); }, x)
+             : block(block(x));
+    const uint64_t drawn = far::position() - start;
+    const Tensor grad = grad_of(y, {x})[0];
+    CHECK(far::position() - start == drawn);
+    CHECK(drawn == 4);
+    at::Tensor both = at::stack({y.detach().cpu(), grad.cpu()});
+    for (int i = 0; i < 12; ++i) far::draw();  // back to the same numbers
+    return both;
+  };
+  const Tensor plain = program(false);
+  require_bit_equal({program(true)}, {plain});
+}
+
+TEST_CASE("tensors on two devices: both generators are preserved", "[device][RNG-10][DEV-02]") {
+  const Tensor values = at::randn({4});
+  const std::vector<Tensor> x{far_leaf(values, 0), far_leaf(values, 1)};
+  std::vector<double> drawn;
+  const auto f = [&](const std::vector<Tensor>& t) {
+    std::vector<Tensor> out;
+    for (const Tensor& each : t) {
+      drawn.push_back(far::draw(each.device().index()));
+      out.push_back((each * drawn.back()).sin());
+    }
+    return out;
+  };
+  const std::vector<Tensor> y = checkpoint({.early_stop = false}, f, x);
+  const uint64_t at_0 = far::position(0), at_1 = far::position(1);
+  far::draw(0);
+  for (int i = 0; i < 2; ++i) {
+    const auto index = static_cast<size_t>(i);
+    require_same(grad_of(y[index], {x[index]}, {.retain_graph = true})[0],
+                 grad_of((x[index] * drawn[index]).sin(), {x[index]})[0]);
+  }
+  REQUIRE(drawn.size() == 6);
+  CHECK(drawn[2] == drawn[0]);
+  CHECK(drawn[3] == drawn[1]);
+  CHECK(far::position(0) == at_0 + 1);
+  CHECK(far::position(1) == at_1);
+}
+
+TEST_CASE("a device that is first used inside a region draws the same numbers again",
+          "[device][DEV-08][DEV-04]") {
+  const Tensor x = leaf({4});
+  std::vector<double> drawn;
+  far::forget_use(1);
+  // Its generator stands at the start of its stream, as a fresh device's does.
+  const auto f = [&](const Tensor& t) {
+    const Tensor moved = t.to(far::device(1));
+    drawn.push_back(far::draw(1));
+    return (moved * drawn.back()).sin().to(at::kCPU);
+  };
+  const at::Generator generator = at::globalContext().defaultGenerator(far::device(1));
+  at::Generator(generator).set_offset(0);
+  far::forget_use(1);
+  const Tensor y = checkpoint(f, x);
+  far::draw(1);
+  const Tensor grad = grad_of(y, {x})[0];
+  REQUIRE(drawn.size() == 2);
+  CHECK(drawn[0] == drawn[1]);
+  require_bit_equal({grad}, grad_of((x * drawn[0]).sin(), {x}));
+  CHECK(far::position(1) == 2);
+}
+
+TEST_CASE("a number on the CPU combined with device tensors", "[device][DEV-06]") {
+  const Tensor values = at::randn({4});
+  const Tensor x = far_leaf(values), s = leaf({});
+  const Tensor near = leaf({4});
+  const auto f = [](const Tensor& t, const Tensor& scale) { return (t * scale).sin() * t; };
+  const Tensors grads = grad_of(checkpoint(f, x, s), {x, s});
+  const Tensors plain = grad_of(f(x, s), {x, s});
+  require_same(grads[0], plain[0]);
+  require_bit_equal({grads[1]}, {plain[1]});
+}
+
+TEST_CASE("scopes of the calling thread are seen on the device's backward thread",
+          "[device][THR-09]") {
+  const Tensor x = far_leaf(at::randn({4}));
+  std::thread::id ran_on;
+  remat::PhaseInfo phase;
+  const auto branch = [&](const Tensor& t) {
+    if (remat::is_recomputing()) {
+      ran_on = std::this_thread::get_id();
+      phase = remat::current_phase();
+    }
+    return std::vector<Tensor>{t.sin(), t.exp()};
+  };
+  std::vector<Tensor> y;
+  int64_t packed = 0;
+  {
+    const remat::SavedTensorHooksGuard hooks(
+        [&](const Tensor& t) {
+          ++packed;
+          return t;
+        },
+        [](Tensor t) { return t; });
+    y = checkpoint({.name = "far"}, branch, x);
+  }
+  CHECK(packed == 1);  // the input
+  const Counted done;
+  const remat::GraphExecGroup group;
+  require_same(grad_of(y[0], {x}, {.retain_graph = true})[0], x.cos().detach());
+  require_same(grad_of(y[1], {x}, {.retain_graph = true})[0], x.exp().detach());
+  CHECK(done.now().recomputes == 1);
+  CHECK(ran_on != std::this_thread::get_id());
+  CHECK(phase.name == "far");
+  CHECK(phase.phase == remat::Phase::Recompute);
+}
+
+TEST_CASE("many threads of backward on two devices", "[device][GUA-26]") {
+  std::vector<std::thread> threads;
+  std::atomic<int> right{0};
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([&, i] {
+      for (int step = 0; step < 10; ++step) {
+        const Tensor x = far_leaf(at::ones({3}) * (i + 1), i % 2);
+        const auto f = [](const Tensor& t) { return t.sin().exp(); };
+        const Tensor y = checkpoint([&](const Tensor& t) { return checkpoint(f, f(t)); }, x);
+        const Tensor plain = grad_of(f(f(x)), {x})[0];
+        if (at::equal(grad_of(y, {x})[0].cpu(), plain.cpu())) ++right;
+      }
+    });
+  for (std::thread& each : threads) each.join();
+  CHECK(right == 40);
+}
+
+TEST_CASE("a recompute runs on the device and streams of forward", "[device][streams]") {
+  const Tensor x = far_leaf(at::randn({4}));
+  std::vector<int64_t> streams;
+  std::vector<int> devices;
+  const auto f = [&](const Tensor& t) {
+    streams.push_back(far::current_stream().id());
+    devices.push_back(far::current_device());
+    return t.sin();
+  };
+  Tensor y;
+  {
+    const far::OnStream on(far::stream(0, 3));
+    const c10::DeviceGuard device(far::device(1));
+    y = checkpoint(f, x);
+  }
+  far::clear_log();
+  SECTION("read by hand, on another stream") {
+    const Tensor saved = read_saved(y, &SinBackward0::self_);
+    require_same(saved.detach(), x.detach());
+    // Forward's stream waits for the reader's; then the reader's for what was made on forward's.
+    CHECK(far::log() == std::vector<std::string>{"record 0", "wait 3 for 0", "record 0",
+                                                 "wait 3 for 0", "use on 3", "record 3",
+                                                 "wait 0 for 3", "use on 0"});
+  }
+  SECTION("read by a backward, on the stream of the node") {
+    require_same(grad_of(y, {x})[0], x.cos().detach());
+  }
+  CHECK(streams == std::vector<int64_t>{3, 3});
+  CHECK(devices == std::vector<int>{1, 1});
+  CHECK(far::current_stream().id() == 0);
+  CHECK(far::current_device() == 0);
+}
+
+TEST_CASE("streams and device are put back when the recompute throws", "[device][rule-12]") {
+  const Tensor x = far_leaf(at::randn({4}));
+  Tensor y;
+  {
+    const far::OnStream on(far::stream(0, 5));
+    y = checkpoint(
+        [](const Tensor& t) -> Tensor {
+          if (remat::is_recomputing()) throw std::domain_error("in the recompute");
+          return t.sin();
+        },
+        x);
+  }
+  CHECK_THROWS_AS(read_saved(y, &SinBackward0::self_), std::domain_error);
+  CHECK(far::current_stream().id() == 0);
+  CHECK_THROWS_AS(grad_of(y, {x}), std::domain_error);
+}
+
+TEST_CASE("a function that switches streams: each reader waits for the stream of its tensor",
+          "[device][streams]") {
+  const Tensor x = far_leaf(at::randn({4}));
+  const auto f = [](const Tensor& t) {
+    Tensor h;
+    {
+      const far::OnStream on(far::stream(0, 7));
+      h = t.sin();
+    }
+    return std::pair(h, h.exp());
+  };
+  const auto [h, y] = checkpoint({.early_stop = false}, f, x);
+  far::clear_log();
+  read_saved(h, &SinBackward0::self_);
+  const auto log = far::log();
+  CHECK(std::count(log.begin(), log.end(), "wait 0 for 7") == 1);
+  CHECK(std::count(log.begin(), log.end(), "use on 0") == 1);
+  far::clear_log();
+  read_saved_output(y, &ExpBackward0::result_);  // made on the stream that is current
+  const auto second_log = far::log();
+  CHECK(std::count(second_log.begin(), second_log.end(), "use on 0") == 0);
+}

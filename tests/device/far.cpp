@@ -1,0 +1,236 @@
+#include "tests/device/far.h"
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+namespace far {
+
+namespace {
+
+std::array<std::atomic<bool>, num_devices> used{};
+std::mutex log_mutex;
+std::vector<std::string> entries;
+
+void write_down(std::string entry) {
+  std::lock_guard<std::mutex> lock(log_mutex);
+  entries.push_back(std::move(entry));
+}
+
+thread_local int device_index = 0;
+thread_local std::array<int64_t, num_devices> stream_ids{};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return c10::kPrivateUse1; }
+  c10::Device exchangeDevice(c10::Device next) const override {
+    const c10::Device before = getDevice();
+    device_index = next.index();
+    return before;
+  }
+  c10::Device getDevice() const override { return device(device_index); }
+  void setDevice(c10::Device next) const override { device_index = next.index(); }
+  void uncheckedSetDevice(c10::Device next) const noexcept override { device_index = next.index(); }
+  c10::Stream getStream(c10::Device d) const override {
+    return stream(d.index(), stream_ids[static_cast<size_t>(d.index())]);
+  }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    const c10::Stream before = getStream(next.device());
+    stream_ids[static_cast<size_t>(next.device_index())] = next.id();
+    return before;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return num_devices; }
+  // An event is the number of the stream it was recorded on.
+  void record(void** event, const c10::Stream& s, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new int64_t;
+    *static_cast<int64_t*>(*event) = s.id();
+    write_down("record " + std::to_string(s.id()));
+  }
+  void block(void* event, const c10::Stream& s) const override {
+    write_down("wait " + std::to_string(s.id()) + " for " +
+               std::to_string(*static_cast<int64_t*>(event)));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<int64_t*>(event);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream& s) const override {
+    write_down("use on " + std::to_string(s.id()));
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+struct Generator final : c10::GeneratorImpl {
+  uint64_t next = 0;
+  explicit Generator(int index) : GeneratorImpl(far::device(index), c10::DispatchKeySet()) {}
+  void set_current_seed(uint64_t) override { next = 0; }
+  void set_offset(uint64_t offset) override { next = offset; }
+  uint64_t get_offset() const override { return next; }
+  uint64_t current_seed() const override { return 0; }
+  uint64_t seed() override { return 0; }
+  void set_state(const c10::TensorImpl& state) override {
+    next = static_cast<uint64_t>(*static_cast<const int64_t*>(state.data()));
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return at::scalar_tensor(static_cast<int64_t>(next), at::kLong).getIntrusivePtr();
+  }
+  Generator* clone_impl() const override {
+    auto* const copy = new Generator(device_.index());
+    copy->next = next;
+    return copy;
+  }
+};
+
+at::Generator& generator(int index) {
+  static std::array<at::Generator, num_devices> all{
+      at::Generator(c10::make_intrusive<Generator>(0)),
+      at::Generator(c10::make_intrusive<Generator>(1))};
+  return all[static_cast<size_t>(index)];
+}
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex index) const override { return is_in_use(index); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    used[static_cast<size_t>(index)] = true;
+    return generator(index);
+  }
+};
+
+struct Memory final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    used[static_cast<size_t>(device_index)] = true;
+    void* const data = std::malloc(std::max<size_t>(bytes, 1));
+    return {data, data, &std::free, device(device_index)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &std::free; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+Memory memory;
+
+at::Tensor empty(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<at::Device> where, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(where.value_or(device(device_index)));
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(sizes), &memory,
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   dtype.value_or(at::kFloat), format);
+}
+
+at::Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device> where, std::optional<bool>) {
+  const c10::DeviceGuard guard(where.value_or(device(device_index)));
+  return at::detail::empty_strided_generic(
+      C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), &memory,
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(at::kFloat));
+}
+
+/// A CPU tensor over the same memory.
+at::Tensor near(const at::Tensor& tensor) {
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                       tensor.options().device(at::kCPU));
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+  const at::Tensor target = to.is_cpu() ? to : near(to);
+  const_cast<at::Tensor&>(target).copy_(from.is_cpu() ? from : near(from));
+  return to;
+}
+
+/// The results of operators computed on the CPU come back through it. The storage grows if it must.
+const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef sizes,
+                         std::optional<at::MemoryFormat>) {
+  const auto wanted = C10_AS_INTARRAYREF_SLOW(sizes);
+  auto* const impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(wanted);
+  const auto bytes = static_cast<size_t>(impl->numel()) * self.element_size();
+  if (self.storage().nbytes() < bytes) {
+    const c10::DeviceGuard guard(self.device());
+    impl->unsafe_storage().set_data_ptr_noswap(memory.allocate(bytes));
+    impl->unsafe_storage().set_nbytes(bytes);
+  }
+  return self;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (!to.sizes().equals(from.sizes())) to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("resize_", &resize);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("view", [](const at::Tensor& self, c10::SymIntArrayRef sizes) {
+    return at::native::view(self, C10_AS_INTARRAYREF_SLOW(sizes));
+  });
+}
+
+const bool is_registered = [] {
+  c10::register_privateuse1_backend("far");
+  c10::SetAllocator(c10::kPrivateUse1, &memory);
+  static Hooks hooks;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  return true;
+}();
+
+}  // namespace
+
+at::Device device(int index) {
+  return at::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(index));
+}
+c10::Stream stream(int index, int64_t id) {
+  return c10::Stream(c10::Stream::UNSAFE, device(index), id);
+}
+bool is_in_use(int index) { return used[static_cast<size_t>(index)]; }
+void forget_use(int index) { used[static_cast<size_t>(index)] = false; }
+
+double draw(int index) {
+  used[static_cast<size_t>(index)] = true;
+  at::Generator& source = generator(index);
+  std::lock_guard<std::mutex> lock(source.mutex());
+  auto* const impl = static_cast<Generator*>(source.unsafeGetGeneratorImpl());
+  return 1 + 0.125 * static_cast<double>(++impl->next % 16);
+}
+uint64_t position(int index) { return generator(index).get_offset(); }
+
+OnStream::OnStream(c10::Stream stream) : before_(Guard().exchangeStream(stream)) {}
+OnStream::~OnStream() { Guard().exchangeStream(before_); }
+c10::Stream current_stream(int index) { return Guard().getStream(device(index)); }
+int current_device() { return device_index; }
+
+std::vector<std::string> log() {
+  std::lock_guard<std::mutex> lock(log_mutex);
+  return entries;
+}
+void clear_log() {
+  std::lock_guard<std::mutex> lock(log_mutex);
+  entries.clear();
+}
+
+}  // namespace far

@@ -1,0 +1,46 @@
+#pragma once
+// An accelerator that is none: tensors of device PrivateUse1 in CPU memory, computed by the CPU's
+// kernels, with streams and events that only write down what they are told.
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <string>
+#include <vector>
+
+namespace far {
+
+inline constexpr int num_devices = 2;
+
+at::Device device(int index = 0);
+c10::Stream stream(int index, int64_t id);
+
+/// Whether the device has been used; a test may forget it.
+bool is_in_use(int index);
+void forget_use(int index);
+
+/// The next number of a device's default generator; uses the device.
+double draw(int index = 0);
+uint64_t position(int index = 0);
+
+/// What this thread's code does is queued on `stream` while it lives.
+class OnStream {
+ public:
+  explicit OnStream(c10::Stream stream);
+  ~OnStream();
+  OnStream(const OnStream&) = delete;
+  OnStream& operator=(const OnStream&) = delete;
+
+ private:
+  c10::Stream before_;
+};
+c10::Stream current_stream(int index = 0);
+int current_device();
+
+/// What guards and events were told since the log was cleared: "record 3", "wait 0 for 3" (streams
+/// of device 0), "use on 0".
+std::vector<std::string> log();
+void clear_log();
+
+}  // namespace far
