@@ -1,8 +1,10 @@
 // The code blocks of README.md and CONTRIBUTING.md that come from no example; readme_test.py compares.
 
+#include <any>
 #include <cstdint>
 #include <iostream>
 #include <memory>
+#include <random>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -124,6 +126,44 @@ TEST_CASE("README: a meter counts bytes and a limit refuses them", "[readme]") {
   // From here on an allocation beyond 64 MB throws c10::OutOfMemoryError.
   CHECK_THROWS_AS(at::empty({16'000'001}), c10::OutOfMemoryError);
   CHECK_NOTHROW(at::empty({1000}));
+}
+
+TEST_CASE("README: a Jacobian with a cache costs one recompute per region", "[readme]") {
+  const at::Tensor x = leaf({3});
+  const at::Tensor y = remat::checkpoint([](const at::Tensor& t) { return t.sin().exp(); }, x);
+  std::vector<at::Tensor> rows;
+  const Counted done;
+  {
+    const remat::RecomputeCacheGuard cache({.max_bytes = 512'000'000});
+    for (int64_t i = 0; i < y.numel(); ++i)
+      rows.push_back(torch::autograd::grad({y[i]}, {x}, {}, /*retain_graph=*/true)[0]);
+  }
+  CHECK(done.now().recomputes == 1);
+  CHECK(bit_equal(at::stack(rows).sum(0), grad_of(x.sin().exp(), {x})[0]));
+}
+
+TEST_CASE("README: a random engine of the standard library is state of the region", "[readme]") {
+  const at::Tensor x = leaf({3});
+  auto random = std::make_shared<std::mt19937>(5);
+  struct Engine : remat::StateProvider {
+    explicit Engine(std::shared_ptr<std::mt19937> e) : engine(std::move(e)) {}
+    std::any capture() override { return *engine; }
+    void restore(const std::any& state) override { *engine = std::any_cast<std::mt19937>(state); }
+    std::shared_ptr<std::mt19937> engine;
+  };
+  const remat::StateProviderGuard keeps_engine(std::make_shared<Engine>(random));
+  const auto numbers = std::make_shared<std::vector<std::mt19937::result_type>>();
+  const at::Tensor y = remat::checkpoint(
+      [=](const at::Tensor& t) {
+        numbers->push_back((*random)());
+        return t.sin().exp();
+      },
+      x);
+  const std::mt19937 after = *random;
+  grad_of(y, {x});
+  REQUIRE(numbers->size() == 2);
+  CHECK((*numbers)[0] == (*numbers)[1]);
+  CHECK(*random == after);
 }
 
 TEST_CASE("README: a checkpoint error carries what differs as fields", "[readme]") {

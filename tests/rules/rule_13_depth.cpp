@@ -14,7 +14,7 @@ using remat::CheckpointError;
 // Instrumented functions need larger stack frames, or have them elsewhere than on the stack.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool is_instrumented = true;
-constexpr size_t small_stack_kb = 1024;
+constexpr size_t small_stack_kb = 4096;  // the sanitizer's own thread-local data lies on it too
 #else
 constexpr bool is_instrumented = false;
 constexpr size_t small_stack_kb = 256;

@@ -1,0 +1,164 @@
+// What the checks of a region cost: a training step of regions with one option changed, over the
+// same step with the defaults. See METHOD.md.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/sin.h>
+#include <remat/checkpoint.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bench/measure.h"
+
+namespace {
+
+using bench::Clock;
+
+struct Variant {
+  const char* name;
+  remat::CheckpointOptions options;
+};
+
+std::vector<Variant> variants() {
+  using remat::DeterminismCheck;
+  return {{"defaults", {}},
+          {"preserve_rng_state = false", {.preserve_rng_state = false}},
+          {"capture_check = Ignore", {.capture_check = remat::CaptureCheck::Ignore}},
+          {"determinism_check = None", {.determinism_check = DeterminismCheck::None}},
+          {"determinism_check = Layout", {.determinism_check = DeterminismCheck::Layout}},
+          {"determinism_check = Values", {.determinism_check = DeterminismCheck::Values}},
+          {"debug = true", {.debug = true}}};
+}
+
+/// A chain of regions, forward and backward.
+class Model {
+ public:
+  virtual ~Model() = default;
+  virtual at::Tensor region(const at::Tensor& x) const = 0;
+  virtual at::Tensor input() const = 0;
+  virtual int64_t num_regions() const = 0;
+
+  at::Tensor step(const remat::CheckpointOptions* options) const {
+    at::Tensor x = input();
+    at::Tensor y = x;
+    const auto f = [this](const at::Tensor& t) { return region(t); };
+    for (int64_t i = 0; i < num_regions(); ++i)
+      y = options ? remat::checkpoint(*options, f, y) : f(y);
+    y.backward(at::ones_like(y));
+    return x.grad();
+  }
+};
+
+/// Nothing but bookkeeping: one element, four operators a region.
+class Small final : public Model {
+ public:
+  at::Tensor region(const at::Tensor& x) const override { return x.sin().sin().sin().sin(); }
+  at::Tensor input() const override { return at::full({1}, 0.5).requires_grad_(); }
+  int64_t num_regions() const override { return 20; }
+};
+
+/// Two layers with an activation between them, as the MLP of a transformer; batch 64.
+class Layers final : public Model {
+ public:
+  at::Tensor region(const at::Tensor& x) const override {
+    return at::add(at::linear(at::gelu(at::linear(x, up_)), down_), x);
+  }
+  at::Tensor input() const override { return input_.detach().requires_grad_(); }
+  int64_t num_regions() const override { return 4; }
+
+ private:
+  at::Tensor up_ = at::randn({1024, 256}).mul_(0.05).requires_grad_();
+  at::Tensor down_ = at::randn({256, 1024}).mul_(0.05).requires_grad_();
+  at::Tensor input_ = at::randn({64, 256});
+};
+
+int run(int argc, char** argv) {
+  bool smoke = false;
+  int64_t samples = 15, sample_ns = 50'000'000;
+  Clock clock = Clock::Wall;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "--smoke")
+      smoke = true;
+    else if (word == "--no-peer")
+      continue;
+    else if (word == "--samples" && i + 1 < argc)
+      samples = std::stoll(argv[++i]);
+    else if (word == "--sample-ms" && i + 1 < argc)
+      sample_ns = std::stoll(argv[++i]) * 1'000'000;
+    else if (word == "--clock" && i + 1 < argc)
+      clock = std::string(argv[++i]) == "thread" ? Clock::Thread : Clock::Wall;
+    else
+      throw std::runtime_error(
+          "usage: checks_cost [--smoke] [--samples N] [--sample-ms MS] [--clock wall|thread]");
+  }
+  at::set_num_threads(1);
+  const std::filesystem::path folder = REMAT_BENCH_FOLDER;
+  const std::string commit =
+      bench::output_of("git -C '" + folder.string() + "' describe --always --dirty");
+  const Small small;
+  const Layers layers;
+  const std::pair<const char*, const Model*> models[] = {{"one element", &small},
+                                                         {"layers", &layers}};
+  const std::vector<Variant> all = variants();
+  for (const auto& [model_name, model] : models) {
+    const at::Tensor plain = model->step(nullptr);
+    for (const Variant& variant : all)
+      if (!plain.equal(model->step(&variant.options))) {
+        std::fprintf(stderr, "WRONG: %s, %s: the gradient is not the plain one\n", model_name,
+                     variant.name);
+        return 1;
+      }
+    if (smoke) continue;
+    std::vector<bench::Sampler> samplers;
+    std::vector<int64_t> repeats;
+    std::vector<std::vector<double>> ns(all.size());
+    for (const Variant& variant : all) {
+      samplers.push_back([&, options = &variant.options](int64_t times) {
+        const int64_t begin = bench::now_ns(clock);
+        for (int64_t i = 0; i < times; ++i) model->step(options);
+        return bench::now_ns(clock) - begin;
+      });
+      repeats.push_back(bench::calibrate(samplers.back(), sample_ns));
+    }
+    for (int64_t round = 0; round < samples; ++round)
+      for (std::size_t i = 0; i < all.size(); ++i)
+        ns[i].push_back(static_cast<double>(samplers[i](repeats[i])) /
+                        static_cast<double>(repeats[i]));
+    const bench::Statistics defaults = bench::statistics(ns[0]);
+    std::fprintf(stderr, "%-44s %12s %12s %12s\n", (std::string("step of ") + model_name).c_str(),
+                 "min [us]", "of default", "of medians");
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const bench::Statistics result = bench::statistics(ns[i]);
+      bench::print_json("checks_cost",
+                        std::string("\"model\": \"") + model_name + "\", \"variant\": \"" +
+                            all[i].name + "\", \"clock\": \"" +
+                            (clock == Clock::Wall ? "wall" : "thread") + '"',
+                        result, at::get_num_threads(), commit);
+      std::fprintf(stderr, "%-44s %12.1f %12.3f %12.3f\n", all[i].name, result.min_ns / 1000,
+                   result.min_ns / defaults.min_ns, result.median_ns / defaults.median_ns);
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}
