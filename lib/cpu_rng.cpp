@@ -36,6 +36,10 @@ at::CPUGeneratorImpl& default_cpu_generator() {
   return *generator;
 }
 
+at::CPUGeneratorImpl* as_cpu_generator(const at::Generator& generator) {
+  return dynamic_cast<at::CPUGeneratorImpl*>(generator.unsafeGetGeneratorImpl());
+}
+
 // Every draw moves `left_` or `next_`; they come back to the same values only with a new block of
 // state words, of which the first 128 bits are compared too.
 bool is_at(at::CPUGeneratorImpl& generator, const CpuRngState& state) {

@@ -16,6 +16,8 @@ struct CpuRngState {
 };
 
 at::CPUGeneratorImpl& default_cpu_generator();
+/// Null for one that is no such generator, though it may be on the CPU (a library's own kind).
+at::CPUGeneratorImpl* as_cpu_generator(const at::Generator& generator);
 
 // Of each function the caller holds the generator's mutex, if another thread can reach it.
 

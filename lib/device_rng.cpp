@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "lib/accelerator.h"
+#include "lib/cpu_rng.h"
 
 namespace remat {
 
@@ -29,12 +30,14 @@ bool is_same(const at::Tensor& a, const at::Tensor& b) {
 }  // namespace
 
 std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> registered) {
-  const bool has_others = std::any_of(registered.begin(), registered.end(),
-                                      [](const auto& each) { return !each.device().is_cpu(); });
+  const bool has_others = std::any_of(registered.begin(), registered.end(), [](const auto& each) {
+    return as_cpu_generator(each) == nullptr;
+  });
   if (!has_others && !present_accelerator()) return nullptr;
   auto kept = std::make_unique<DeviceRng>();
   for (at::Generator generator : registered)
-    if (!generator.device().is_cpu()) kept->states_.push_back({generator, state_of(generator)});
+    if (as_cpu_generator(generator) == nullptr)
+      kept->states_.push_back({generator, state_of(generator)});
   kept->used_before_ = devices_in_use();
   for (const c10::Device& device : kept->used_before_) {
     at::Generator generator = at::globalContext().defaultGenerator(device);

@@ -59,8 +59,13 @@ uint64_t digest_of(const at::Tensor& tensor) {
   at::DisableRecordFunctionGuard unseen;
   if (!tensor.defined() || tensor.is_meta()) return 0;
   uint64_t digest = static_cast<uint64_t>(tensor.scalar_type());
-  if (tensor.is_nested())
-    return combine(digest, digest_of_elements(at::_nested_get_values(tensor)));
+  if (tensor.is_nested()) {
+    if (tensor.layout() == at::kJagged)
+      return combine(digest, digest_of_elements(at::_nested_get_values(tensor)));
+    for (const at::Tensor& each : tensor.detach().unbind())
+      digest = combine(digest, digest_of(each));
+    return digest;
+  }
   for (const int64_t size : tensor.sizes()) digest = combine(digest, static_cast<uint64_t>(size));
   if (tensor.layout() == at::kSparse) {
     digest = combine(digest, digest_of_elements(tensor._indices()));

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <unordered_map>
 #include <utility>
 
 #include "lib/hook_stack.h"
@@ -13,23 +14,48 @@ namespace remat {
 
 namespace {
 
-/// Operators that draw, on any thread: from the default generator, or from any other.
-struct DrawCounts {
-  std::atomic<uint64_t> begun{0}, ended{0};
+/// The generators whose draws are followed: the default one, and registered ones while a log of theirs
+/// lives.
+struct Followed {
+  std::mutex mutex;
+  std::unordered_map<const at::CPUGeneratorImpl*, std::weak_ptr<DrawTrack>> tracks;
+  std::atomic<int64_t> size{0};  // without the default one
 };
-DrawCounts counts_of_default, counts_of_others;
-/// Of these, the ones of this thread.
-thread_local uint64_t own_of_default = 0, own_of_others = 0;
+Followed& followed() {
+  static auto* const all = new Followed;  // leaked: frames may die in static destructors
+  return *all;
+}
 
-bool is_default(const at::CPUGeneratorImpl& generator) {
-  return &generator == &default_cpu_generator();
+const std::shared_ptr<DrawTrack>& default_track() {
+  static const auto* const track =
+      new std::shared_ptr<DrawTrack>(std::make_shared<DrawTrack>(default_cpu_generator()));
+  return *track;
 }
-DrawCounts& counts_of(const at::CPUGeneratorImpl& generator) {
-  return is_default(generator) ? counts_of_default : counts_of_others;
+
+/// The track of a generator, made if it must be.
+std::shared_ptr<DrawTrack> follow(at::CPUGeneratorImpl& generator) {
+  if (&generator == &default_cpu_generator()) return default_track();
+  std::lock_guard<std::mutex> lock(followed().mutex);
+  std::erase_if(followed().tracks, [](const auto& each) { return each.second.expired(); });
+  auto& place = followed().tracks[&generator];
+  auto track = place.lock();
+  if (track == nullptr) place = track = std::make_shared<DrawTrack>(generator);
+  followed().size = static_cast<int64_t>(followed().tracks.size());
+  return track;
 }
-uint64_t& own_of(const at::CPUGeneratorImpl& generator) {
-  return is_default(generator) ? own_of_default : own_of_others;
+
+/// The same, but null for one that nobody follows. Cheap.
+std::shared_ptr<DrawTrack> track_of(const at::CPUGeneratorImpl& generator) {
+  if (&generator == &default_cpu_generator()) return default_track();
+  if (followed().size == 0) return nullptr;
+  std::lock_guard<std::mutex> lock(followed().mutex);
+  const auto found = followed().tracks.find(&generator);
+  return found == followed().tracks.end() ? nullptr : found->second.lock();
 }
+
+/// Threads whose first draw this was.
+std::atomic<uint64_t> num_new_drawers{0};
+thread_local bool has_drawn = false;
 
 /// What the random operator that this thread runs draws from, in the place of which generator;
 /// operators inside it do so too.
@@ -38,15 +64,6 @@ struct Source {
   const at::CPUGeneratorImpl* in_place_of;
 };
 thread_local const Source* current_source = nullptr;
-
-struct CountedDraw {
-  explicit CountedDraw(const at::CPUGeneratorImpl& generator) : counts(counts_of(generator)) {
-    counts.begun.fetch_add(1);
-    ++own_of(generator);
-  }
-  ~CountedDraw() { counts.ended.fetch_add(1); }
-  DrawCounts& counts;
-};
 
 struct SourceScope {
   explicit SourceScope(const Source& source) : outer(std::exchange(current_source, &source)) {}
@@ -101,10 +118,7 @@ DrawCall call_on(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     call.generator = &default_cpu_generator();
   } else if (call.argument->isGenerator()) {
     const at::Generator given = call.argument->toGenerator();
-    if (!given.defined())
-      call.generator = &default_cpu_generator();
-    else if (given.device().is_cpu())
-      call.generator = given.get<at::CPUGeneratorImpl>();
+    call.generator = given.defined() ? as_cpu_generator(given) : &default_cpu_generator();
   }
   return call;
 }
@@ -135,19 +149,25 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     regions.end(impl_of(source));
     return;
   }
-  const CountedDraw counted(original);
-  if (regions.logs.empty()) return op.redispatchBoxed(below, stack);
-
+  const std::shared_ptr<DrawTrack> track = track_of(original);
+  if (track == nullptr) return op.redispatchBoxed(below, stack);
+  if (!std::exchange(has_drawn, true) && regions.logs.empty()) ++num_new_drawers;
   thread_local at::Generator copy = at::make_generator<at::CPUGeneratorImpl>();
   std::lock_guard<std::mutex> lock(original.mutex_);
+  track->look();
+  ++track->num_draws;
   regions.begin(original);
   copy_state(original, impl_of(copy));
   struct MoveOn {  // also if the operator throws: it may have drawn
     at::CPUGeneratorImpl &from, &to;
-    ~MoveOn() { copy_state(from, to); }
+    DrawTrack& track;
+    ~MoveOn() {
+      copy_state(from, to);
+      track.known_at = position_of(to);
+    }
   };
   {
-    const MoveOn move_on{impl_of(copy), original};
+    const MoveOn move_on{impl_of(copy), original, *track};
     run_with(copy);
   }
   regions.end(original);
@@ -188,25 +208,33 @@ const Interception interception;
 
 }  // namespace
 
-void DrawLog::begin() {
-  thread_ = std::this_thread::get_id();
-  others_at_begin_ = counts_of(generator_).ended.load() - own_of(generator_);
-  std::lock_guard<std::mutex> lock(generator_.mutex_);
-  start_ = share_state(generator_);
-  seed_ = seed_of(generator_);
+DrawTrack::DrawTrack(at::CPUGeneratorImpl& followed_one) : generator(followed_one) {}
+
+void DrawTrack::look() {
+  const uint64_t position = position_of(generator);
+  if (known_at && *known_at != position) ++num_unseen;
+  known_at = position;
 }
 
-bool DrawLog::have_others_drawn() const {
-  return has_other_threads_ || std::this_thread::get_id() != thread_ ||
-         counts_of(generator_).begun.load() - own_of(generator_) != others_at_begin_;
+DrawLog::DrawLog(at::CPUGeneratorImpl& generator) : generator_(generator) {}
+
+void DrawLog::begin() {
+  thread_ = std::this_thread::get_id();
+  new_drawers_at_begin_ = num_new_drawers.load();
+  track_ = follow(generator_);
+  std::lock_guard<std::mutex> lock(generator_.mutex_);
+  track_->look();
+  unseen_at_begin_ = track_->num_unseen;
+  start_ = share_state(generator_);
+}
+
+bool DrawLog::has_new_drawer() const {
+  return has_other_threads_ || num_new_drawers.load() != new_drawers_at_begin_;
 }
 
 void DrawLog::look_for_unseen() {
-  const bool has_moved =
-      expected_at_ ? position_of(generator_) != *expected_at_ : !is_at(generator_, *start_);
-  if (!has_moved) return;
-  const bool is_explained = seed_of(generator_) == seed_ && have_others_drawn();
-  if (!is_explained) plan_.unseen_start = start_;
+  track_->look();
+  if (track_->num_unseen != unseen_at_begin_) plan_.unseen_start = start_;
 }
 
 void DrawLog::draw_begins(at::CPUGeneratorImpl& source) {
@@ -222,7 +250,6 @@ void DrawLog::draw_begins(at::CPUGeneratorImpl& source) {
 void DrawLog::draw_ends(at::CPUGeneratorImpl& source) {
   std::lock_guard<std::mutex> lock(mutex_);
   end_of_last_ = position_of(source);
-  if (&source == &generator_) expected_at_ = end_of_last_;
 }
 
 DrawPlan DrawLog::plan() {
@@ -262,30 +289,44 @@ thread_local int turns_of_this_thread = 0;
 }  // namespace
 
 GeneratorSwap::GeneratorSwap(const DrawReplay& replay)
-    : generator_(replay.original()), plan_(replay.plan()) {
-  if (!plan_.uses_original()) return;
-  constexpr int max_tries = 100;
-  has_turn_ = turns_of_this_thread > 0;
-  for (int i = 0; !has_turn_ && i < max_tries; ++i) {
-    has_turn_ = swapping.try_lock();
-    if (!has_turn_) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    : generator_(replay.original()), plan_(replay.plan()), track_(follow(generator_)) {
+  if (plan_.uses_original()) {
+    constexpr int max_tries = 100;
+    has_turn_ = turns_of_this_thread > 0;
+    for (int i = 0; !has_turn_ && i < max_tries; ++i) {
+      has_turn_ = swapping.try_lock();
+      if (!has_turn_) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    if (has_turn_) ++turns_of_this_thread;
   }
-  if (has_turn_) ++turns_of_this_thread;
   std::lock_guard<std::mutex> lock(generator_.mutex_);
+  track_->look();
+  num_unseen_ = track_->num_unseen;
+  num_draws_ = track_->num_draws;
   before_ = share_state(generator_);
-  set_state(generator_, *plan_.unseen_start);
+  if (plan_.uses_original()) set_state_known(*plan_.unseen_start);
 }
 
+void GeneratorSwap::set_state_known(const CpuRngState& state) {
+  set_state(generator_, state);
+  track_->known_at = position_of(generator_);
+}
+
+// A recompute that draws from its own generator may still seed the generator itself. That is undone,
+// unless other threads' operators have drawn from it since.
 GeneratorSwap::~GeneratorSwap() {
-  if (before_ != nullptr) {
+  {
     std::lock_guard<std::mutex> lock(generator_.mutex_);
-    set_state(generator_, *before_);
+    track_->look();
+    if (plan_.uses_original() ||
+        (track_->num_unseen != num_unseen_ && track_->num_draws == num_draws_))
+      set_state_known(*before_);
   }
   if (has_turn_ && --turns_of_this_thread == 0) swapping.unlock();
 }
 
 bool GeneratorSwap::was_disturbed() const {
-  if (before_ == nullptr || !plan_.end) return false;
+  if (!plan_.uses_original() || !plan_.end) return false;
   std::lock_guard<std::mutex> lock(generator_.mutex_);
   // One that does not move it draws nothing so: it was another thread that moved it in forward.
   return position_of(generator_) != *plan_.end && !is_at(generator_, *plan_.unseen_start);

@@ -13,8 +13,8 @@
 // simply follow on its own last ones: one for most regions, more if other threads drew in between.
 //
 // What passes no operator (a kernel that takes numbers from the default generator itself, a seed
-// set inside the region) is seen because the generator is not where the region's operators left
-// it, though no other thread's operator drew. Such a region is recomputed the old way: the default
+// set inside the region) is seen because the generator is not where the last operator of any thread
+// left it (DrawTrack). A region during which that happened is recomputed the old way: the default
 // generator is set to where the region began, nothing is stopped early, and where it ends must be
 // where it ended in forward; else another thread disturbed it, and it is tried again.
 //
@@ -22,8 +22,9 @@
 // own, as far as they are CPU generators; what else the guard is given: lib/device_rng.h.
 //
 // A thread that the function starts itself looks like a stranger. What it draws cannot be drawn
-// again, so once another thread has drawn during a region's forward, a hash is kept of each CPU
-// tensor that is saved from there on, and the recompute must meet it.
+// again. So once a thread has drawn for the first time in its life during a region's forward, a hash
+// is kept of each CPU tensor that is saved from there on, and the recompute must meet it. Threads
+// that drew before, as data loaders do, raise no such suspicion.
 
 #include <ATen/core/Generator.h>
 #include <c10/util/SmallVector.h>
@@ -55,18 +56,30 @@ struct DrawPlan {
   bool uses_original() const { return unseen_start != nullptr; }
 };
 
+/// Where the operators of all threads left one generator. The generator's mutex is held.
+struct DrawTrack {
+  explicit DrawTrack(at::CPUGeneratorImpl& followed_one);
+  /// Notes whether something else has moved the generator since.
+  void look();
+
+  at::CPUGeneratorImpl& generator;
+  std::optional<uint64_t> known_at{};
+  uint64_t num_unseen = 0;  ///< times it was found elsewhere
+  uint64_t num_draws = 0;   ///< operators
+};
+
 /// How a region draws from one generator during its forward. Threads: any.
 class DrawLog {
  public:
-  explicit DrawLog(at::CPUGeneratorImpl& generator) : generator_(generator) {}
+  explicit DrawLog(at::CPUGeneratorImpl& generator);
   at::CPUGeneratorImpl& generator() const { return generator_; }
   /// The region's function begins, or has returned, on this thread.
   void begin();
   void settle();
   DrawPlan plan();
-  /// Whether an operator outside the region may have drawn from the generator, on another thread,
-  /// since the region began. Cheap; all generators but the default one count as one.
-  bool have_others_drawn() const;
+  /// Whether a thread that had never drawn before has drawn since the region began, outside of any
+  /// region, or a thread other than the region's own in the region. Cheap.
+  bool has_new_drawer() const;
 
   /// An operator of the region draws from `source`, whose mutex is held: the generator itself, or
   /// the replay of a recompute around the region.
@@ -78,12 +91,11 @@ class DrawLog {
 
   at::CPUGeneratorImpl& generator_;
   std::thread::id thread_;
-  uint64_t others_at_begin_ = 0;
+  uint64_t new_drawers_at_begin_ = 0, unseen_at_begin_ = 0;
+  std::shared_ptr<DrawTrack> track_;
   mutable std::mutex mutex_;  // guards what follows; taken after a generator's
   DrawPlan plan_;
   std::shared_ptr<const CpuRngState> start_;
-  std::optional<uint64_t> expected_at_;  // where the region's own operators left the generator
-  uint64_t seed_ = 0;
   uint64_t end_of_last_ = 0;  // position of the source after the region's latest draw
   int64_t num_draws_ = 0;
   std::atomic<bool> is_settled_{false};
@@ -110,8 +122,8 @@ class DrawReplay {
   std::size_t next_jump_ = 0;
 };
 
-/// While alive the generator itself stands where the region began, if the replay's plan uses it;
-/// then again where it was. Waits a bounded time for other such recomputes.
+/// While alive the generator itself stands where the region began, if the replay's plan uses it; then
+/// again where it was, also if the function seeded it. Waits a bounded time for other swaps.
 class GeneratorSwap {
  public:
   explicit GeneratorSwap(const DrawReplay& replay);
@@ -122,9 +134,13 @@ class GeneratorSwap {
   bool was_disturbed() const;
 
  private:
+  void set_state_known(const CpuRngState& state);
+
   at::CPUGeneratorImpl& generator_;
   const DrawPlan& plan_;
+  const std::shared_ptr<DrawTrack> track_;
   std::shared_ptr<const CpuRngState> before_;
+  uint64_t num_unseen_ = 0, num_draws_ = 0;
   bool has_turn_ = false;
 };
 

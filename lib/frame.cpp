@@ -104,9 +104,7 @@ void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
     device_rng_ =
         DeviceRng::take(registered ? registered->generators : c10::ArrayRef<at::Generator>());
   if (registered)
-    user_state_ = std::make_unique<UserState>(std::move(registered), options_.preserve_rng_state);
-  if (user_state_)
-    for (const auto& log : user_state_->draw_logs()) log->begin();
+    user_state_ = std::make_unique<UserState>(*registered, options_.preserve_rng_state);
   if (options_.preserve_rng_state) draws_.begin();
   start_ = RegionStart::here();
 }
@@ -120,12 +118,19 @@ DrawLog* Frame::draw_log(const c10::GeneratorImpl& generator) {
   return nullptr;
 }
 
-bool Frame::have_others_drawn() const {
-  if (!options_.preserve_rng_state) return false;
-  if (draws_.have_others_drawn()) return true;
-  return user_state_ &&
-         std::any_of(user_state_->draw_logs().begin(), user_state_->draw_logs().end(),
-                     [](const auto& log) { return log->have_others_drawn(); });
+bool Frame::has_new_drawer() const {
+  return options_.preserve_rng_state && draws_.has_new_drawer();
+}
+
+void Frame::keep(const std::shared_ptr<StateProvider>& provider, const std::any& state) {
+  if (!user_state_) user_state_ = std::make_unique<UserState>();
+  user_state_->keep(provider, state);
+}
+
+void Frame::keep(const at::Generator& generator) {
+  if (!options_.preserve_rng_state) return;
+  if (!user_state_) user_state_ = std::make_unique<UserState>();
+  user_state_->keep(generator);
 }
 
 int64_t Frame::add_slot(const at::Tensor& saved) {
@@ -138,7 +143,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   slot.requires_grad = judged.requires_grad();
   slot.is_inner_input = origin != nullptr;
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
-  const bool is_compared = compares_contents() || (saved.is_cpu() && have_others_drawn());
+  const bool is_compared = compares_contents() || (saved.is_cpu() && has_new_drawer());
   if (!pending_.empty()) hash_pending(slot.group, /*is_end=*/origin != nullptr);
 
   std::lock_guard<std::mutex> lock(mutex_);

@@ -89,7 +89,10 @@ class Frame final : public SlotOwner {
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
   const DeviceRng* device_rng() const { return device_rng_.get(); }
   const CurrentStreams* streams() const { return streams_.get(); }
-  /// Null if no guard of state.h was around the region.
+  /// A guard of state.h was opened inside the region, on the forward's thread.
+  void keep(const std::shared_ptr<StateProvider>& provider, const std::any& state);
+  void keep(const at::Generator& generator);
+  /// Null if no guard of state.h was around or in the region.
   const UserState* user_state() const { return user_state_.get(); }
   detail::RegionBody& body() const { return *body_; }
   std::vector<at::Tensor> unpack_inputs() const { return inputs_.unpack(); }
@@ -126,7 +129,7 @@ class Frame final : public SlotOwner {
   void release_resources() override { empty(); }
   void empty() noexcept;
   struct Remains;
-  bool have_others_drawn() const;
+  bool has_new_drawer() const;
   at::Tensor read_alone(int64_t position);
   Value take_or_copy(Run& run, int64_t position, const Task& task);
   bool is_fresh(const Run& run) const;

@@ -59,13 +59,17 @@ class RecomputeScope final : public detail::Scope {
     for (const at::Generator& generator : kept.generators) all.add(generator);
     all.observers.insert(all.observers.end(), kept.observers.begin(), kept.observers.end());
   }
-  /// Those of generators from which numbers were taken past the operators.
-  std::vector<const DrawReplay*> unseen_draws() const {
-    std::vector<const DrawReplay*> found;
-    if (replay_ && replay_->plan().uses_original()) found.push_back(&*replay_);
-    for (const DrawReplay& each : more_replays_)
-      if (each.plan().uses_original()) found.push_back(&each);
-    return found;
+  c10::SmallVector<const DrawReplay*, 1> replays() const {
+    c10::SmallVector<const DrawReplay*, 1> all;
+    if (replay_) all.push_back(&*replay_);
+    for (const DrawReplay& each : more_replays_) all.push_back(&each);
+    return all;
+  }
+  /// Whether numbers were taken past the operators: where the function ends must be looked at.
+  bool uses_original() const {
+    for (const DrawReplay* each : replays())
+      if (each->plan().uses_original()) return true;
+    return false;
   }
 
  private:
@@ -99,7 +103,7 @@ struct RunOnThisThread {
 
 /// Runs the function again. Returns normally after a stop too; false if another thread disturbed
 /// its random numbers.
-bool run_again(const c10::intrusive_ptr<Frame>& frame, Filler& filler,
+bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
                const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs) {
   UserRestore user_state(frame->user_state());
   if (user_state.has_failed())
@@ -110,8 +114,9 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Filler& filler,
   const StreamScope streams(frame->streams(), inputs);
   const DeviceRngSwap device_rng(frame->device_rng());
   std::list<GeneratorSwap> generators;
-  for (const DrawReplay* each : scope->unseen_draws()) generators.emplace_back(*each);
+  for (const DrawReplay* each : scope->replays()) generators.emplace_back(*each);
   {
+    const RunOnThisThread active(*frame, run, filler);  // not while a provider runs a backward
     AmbientRestore ambient(frame->snapshot());
     detail::StackSwap clean(scope);
     OpLogScope logging(filler.log());
@@ -144,9 +149,9 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
     std::vector<at::Tensor> inputs = frame->unpack_inputs();
     Filler filler(*frame, run, only_position);
     const auto scope = std::make_shared<RecomputeScope>(frame, filler);
-    if (!scope->unseen_draws().empty()) filler.forbid_stop();  // where it ends must be looked at
-    RunOnThisThread active(*frame, run, filler);
-    if (!run_again(frame, filler, scope, inputs)) {
+    if (scope->uses_original()) filler.forbid_stop();
+
+    if (!run_again(frame, run, filler, scope, inputs)) {
       run.clear();
       return false;
     }

@@ -7,12 +7,14 @@
 #include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 
 #include "lib/draws.h"
+#include "lib/frame.h"
 #include "lib/hook_stack.h"
 
 namespace remat {
@@ -119,10 +121,39 @@ Turns& turns() {
 
 StateProvider::~StateProvider() = default;
 
+namespace {
+
+/// A guard that is opened inside regions, as a module does that guards its own state: their
+/// recomputes need it too.
+template <class Keep>
+void tell_regions_around(const Keep& keep) {
+  std::vector<Frame*> frames;
+  detail::visit(Ability::Region, [&](detail::Scope& scope) {
+    if (!scope.is_recompute) frames.push_back(scope.frame());
+  });
+  if (!frames.empty()) keep(frames);
+}
+
+}  // namespace
+
 StateProviderGuard::StateProviderGuard(std::shared_ptr<StateProvider> provider)
-    : ScopeGuard(provider_scope(std::move(provider))) {}
-GeneratorGuard::GeneratorGuard(at::Generator generator)
-    : ScopeGuard(generator_scope(std::move(generator))) {}
+    : ScopeGuard(provider_scope(provider)) {
+  tell_regions_around([&](const std::vector<Frame*>& frames) {
+    std::any state;
+    {
+      const OutsideOfRegions outside;
+      state = provider->capture();
+    }
+    for (Frame* frame : frames) frame->keep(provider, state);
+  });
+}
+
+GeneratorGuard::GeneratorGuard(at::Generator generator) : ScopeGuard(generator_scope(generator)) {
+  tell_regions_around([&](const std::vector<Frame*>& frames) {
+    for (Frame* frame : frames) frame->keep(generator);
+  });
+}
+
 RecomputeObserverGuard::RecomputeObserverGuard(RecomputeObserver observer)
     : ScopeGuard(std::make_shared<ObserverScope>(std::move(observer))) {}
 
@@ -145,15 +176,30 @@ std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
   return all;
 }
 
-UserState::UserState(std::shared_ptr<const UserRegistrations> registered, bool preserves_rng)
-    : registered_(std::move(registered)) {
-  const OutsideOfRegions outside;
-  for (const auto& provider : registered_->providers) captured_.push_back(provider->capture());
+UserState::UserState(const UserRegistrations& registered, bool preserves_rng) {
+  registered_.observers = registered.observers;
+  for (const auto& provider : registered.providers) {
+    const OutsideOfRegions outside;
+    keep(provider, provider->capture());
+  }
   if (!preserves_rng) return;
-  for (const at::Generator& generator : registered_->generators)
-    if (auto* impl = generator.device().is_cpu() ? generator.get<at::CPUGeneratorImpl>() : nullptr;
-        impl != nullptr && impl != &default_cpu_generator())
-      draw_logs_.push_back(std::make_unique<DrawLog>(*impl));
+  for (const at::Generator& generator : registered.generators) keep(generator);
+}
+
+void UserState::keep(const std::shared_ptr<StateProvider>& provider, const std::any& state) {
+  const std::size_t known = registered_.providers.size();
+  registered_.add(provider);
+  if (registered_.providers.size() > known) captured_.push_back(state);
+}
+
+void UserState::keep(const at::Generator& generator) {
+  const std::size_t known = registered_.generators.size();
+  registered_.add(generator);
+  at::CPUGeneratorImpl* const impl = as_cpu_generator(generator);
+  if (registered_.generators.size() == known || impl == nullptr || impl == &default_cpu_generator())
+    return;
+  draw_logs_.push_back(std::make_unique<DrawLog>(*impl));
+  draw_logs_.back()->begin();
 }
 
 UserState::~UserState() = default;
@@ -194,10 +240,14 @@ void ObservedRecompute::tell_end() noexcept {
 UserRestore::UserRestore(const UserState* state) : state_(state) {
   if (state_ == nullptr) return;
   const auto& providers = state_->registered().providers;
-  for (const auto& provider : providers) {
-    has_failed_ = !turns().take(provider.get());
+  // In one order for all, so that two recomputes never wait for each other.
+  std::vector<const StateProvider*> wanted;
+  for (const auto& provider : providers) wanted.push_back(provider.get());
+  std::sort(wanted.begin(), wanted.end(), std::less<>());
+  for (const StateProvider* provider : wanted) {
+    has_failed_ = !turns().take(provider);
     if (has_failed_) return;
-    ++num_turns_;
+    turns_.push_back(provider);
   }
   try {
     const OutsideOfRegions outside;
@@ -237,7 +287,8 @@ void UserRestore::undo(bool may_throw) {
 }
 
 void UserRestore::give_turns_back() noexcept {
-  while (num_turns_ > 0) turns().give_back(state_->registered().providers[--num_turns_].get());
+  for (const StateProvider* provider : turns_) turns().give_back(provider);
+  turns_.clear();
 }
 
 }  // namespace remat

@@ -24,19 +24,23 @@ struct UserRegistrations {
   static std::shared_ptr<const UserRegistrations> around();
 };
 
-/// A region's own: what was registered around it, and the providers' state when it began.
+/// A region's own: what was registered around it, and the providers' state when it began. Guards that
+/// are opened inside the region add to it: what they guard is as it was then.
 class UserState {
  public:
+  UserState() = default;
   /// Calls user code; throws what it throws.
-  UserState(std::shared_ptr<const UserRegistrations> registered, bool preserves_rng);
+  UserState(const UserRegistrations& registered, bool preserves_rng);
   ~UserState();
-  const UserRegistrations& registered() const { return *registered_; }
+  void keep(const std::shared_ptr<StateProvider>& provider, const std::any& state);
+  void keep(const at::Generator& generator);
+  const UserRegistrations& registered() const { return registered_; }
   /// The logs of registered CPU generators.
   const std::vector<std::unique_ptr<DrawLog>>& draw_logs() const { return draw_logs_; }
 
  private:
   friend class UserRestore;
-  std::shared_ptr<const UserRegistrations> registered_;
+  UserRegistrations registered_;
   std::vector<std::any> captured_;
   std::vector<std::unique_ptr<DrawLog>> draw_logs_;
 };
@@ -75,7 +79,7 @@ class UserRestore {
   void give_turns_back() noexcept;
   const UserState* const state_;
   std::vector<std::any> before_;
-  std::size_t num_turns_ = 0;
+  std::vector<const StateProvider*> turns_;  // taken
   bool has_failed_ = false;
 };
 
