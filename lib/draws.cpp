@@ -75,13 +75,15 @@ struct SourceScope {
 struct Regions {
   c10::SmallVector<DrawLog*, 4> logs;
   DrawReplay* replay = nullptr;
+  DrawReplay* original = nullptr;  // of a recompute that draws from the generator itself
 
   static Regions around(const at::CPUGeneratorImpl& generator) {
     Regions regions;
     detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
       if (DrawLog* log = scope.draw_log(generator)) regions.logs.push_back(log);
       DrawReplay* const replay = scope.draw_replay(generator);
-      if (replay != nullptr && !replay->plan().uses_original()) regions.replay = replay;
+      if (replay != nullptr)
+        (replay->plan().uses_original() ? regions.original : regions.replay) = replay;
     });
     return regions;
   }
@@ -156,6 +158,7 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   std::lock_guard<std::mutex> lock(original.mutex_);
   track->look();
   ++track->num_draws;
+  if (regions.original != nullptr) ++regions.original->num_original_draws;
   regions.begin(original);
   copy_state(original, impl_of(copy));
   struct MoveOn {  // also if the operator throws: it may have drawn
@@ -225,6 +228,7 @@ void DrawLog::begin() {
   std::lock_guard<std::mutex> lock(generator_.mutex_);
   track_->look();
   unseen_at_begin_ = track_->num_unseen;
+  draws_at_begin_ = track_->num_draws;
   start_ = share_state(generator_);
 }
 
@@ -240,7 +244,10 @@ void DrawLog::look_for_unseen() {
 void DrawLog::draw_begins(at::CPUGeneratorImpl& source) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_settled_) return;
-  if (&source == &generator_) look_for_unseen();
+  if (&source == &generator_) {
+    look_for_unseen();
+    ++num_draws_from_original_;
+  }
   if (std::this_thread::get_id() != thread_) has_other_threads_ = true;
   if (num_draws_ == 0 || position_of(source) != end_of_last_)
     plan_.jumps.push_back({num_draws_, share_state(source)});
@@ -264,7 +271,11 @@ void DrawLog::settle() {
   std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
   std::lock_guard<std::mutex> lock(mutex_);
   look_for_unseen();
-  if (plan_.uses_original()) plan_.end = position_of(generator_);
+  if (plan_.uses_original()) {
+    plan_.end = position_of(generator_);
+    plan_.had_strangers =
+        track_->num_draws - draws_at_begin_ != static_cast<uint64_t>(num_draws_from_original_);
+  }
   start_.reset();
   is_settled_ = true;
 }
@@ -289,7 +300,10 @@ thread_local int turns_of_this_thread = 0;
 }  // namespace
 
 GeneratorSwap::GeneratorSwap(const DrawReplay& replay)
-    : generator_(replay.original()), plan_(replay.plan()), track_(follow(generator_)) {
+    : replay_(replay),
+      generator_(replay.original()),
+      plan_(replay.plan()),
+      track_(follow(generator_)) {
   if (plan_.uses_original()) {
     constexpr int max_tries = 100;
     has_turn_ = turns_of_this_thread > 0;
@@ -328,8 +342,11 @@ GeneratorSwap::~GeneratorSwap() {
 bool GeneratorSwap::was_disturbed() const {
   if (!plan_.uses_original() || !plan_.end) return false;
   std::lock_guard<std::mutex> lock(generator_.mutex_);
-  // One that does not move it draws nothing so: it was another thread that moved it in forward.
-  return position_of(generator_) != *plan_.end && !is_at(generator_, *plan_.unseen_start);
+    // One that does not move it draws nothing so: it was another thread that moved it in forward.
+  const bool had_strangers =
+      plan_.had_strangers || track_->num_draws - num_draws_ != replay_.num_original_draws;
+  return (had_strangers || position_of(generator_) != *plan_.end) &&
+         !is_at(generator_, *plan_.unseen_start);
 }
 
 }  // namespace remat

@@ -51,6 +51,8 @@ struct DrawPlan {
   /// Where the generator stood when the region began, if numbers passed no operator.
   std::shared_ptr<const CpuRngState> unseen_start;
   std::optional<uint64_t> end;  ///< its position at the region's end, once that is known
+  /// Operators of other threads drew meanwhile, so that numbers that passed none cannot come again.
+  bool had_strangers = false;
 
   /// The recompute draws from the generator itself.
   bool uses_original() const { return unseen_start != nullptr; }
@@ -91,13 +93,13 @@ class DrawLog {
 
   at::CPUGeneratorImpl& generator_;
   std::thread::id thread_;
-  uint64_t new_drawers_at_begin_ = 0, unseen_at_begin_ = 0;
+  uint64_t new_drawers_at_begin_ = 0, unseen_at_begin_ = 0, draws_at_begin_ = 0;
   std::shared_ptr<DrawTrack> track_;
   mutable std::mutex mutex_;  // guards what follows; taken after a generator's
   DrawPlan plan_;
   std::shared_ptr<const CpuRngState> start_;
   uint64_t end_of_last_ = 0;  // position of the source after the region's latest draw
-  int64_t num_draws_ = 0;
+  int64_t num_draws_ = 0, num_draws_from_original_ = 0;
   std::atomic<bool> is_settled_{false};
   std::atomic<bool> has_other_threads_{false};  // drew for the region: their order may differ
 };
@@ -113,6 +115,8 @@ class DrawReplay {
   /// The generator for the next operator, standing where forward's stood. Hold `mutex` meanwhile.
   at::Generator& next();
   std::mutex mutex;
+  /// Operators of the recompute that drew from the original itself.
+  std::atomic<uint64_t> num_original_draws{0};
 
  private:
   at::CPUGeneratorImpl& original_;
@@ -136,6 +140,7 @@ class GeneratorSwap {
  private:
   void set_state_known(const CpuRngState& state);
 
+  const DrawReplay& replay_;
   at::CPUGeneratorImpl& generator_;
   const DrawPlan& plan_;
   const std::shared_ptr<DrawTrack> track_;
