@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lib/hook_stack.h"
+#include "lib/planted_fault.h"
 
 namespace remat {
 
@@ -62,10 +63,12 @@ struct Regions {
   static Regions around(const at::CPUGeneratorImpl& generator) {
     Regions regions;
     detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+      if (is_planted(Fault::NestedDraws) && !regions.logs.empty()) return;
       if (DrawLog* log = scope.draw_log(generator)) regions.logs.push_back(log);
       DrawReplay* const replay = scope.draw_replay(generator);
       if (replay != nullptr && !replay->plan().uses_original()) regions.replay = replay;
     });
+    if (is_planted(Fault::RandomNumbers)) regions.replay = nullptr;
     return regions;
   }
 
