@@ -55,6 +55,12 @@ bool is_about_changes(const Stage& stage) {
 /// A group allows each saved tensor one read.
 bool is_overlap(const Stage& stage) { return contains(stage.error, "in a GraphExecGroup"); }
 
+/// Saving such an argument is a use of it.
+bool is_about_no_grad_views(const Stage& stage) {
+  return contains(stage.error, "A view was created in no_grad mode") ||
+         contains(stage.error, "is a view and its base");
+}
+
 /// A failure that the step asked for.
 bool is_planned(const Step* step, const Stage& stage) {
   return step != nullptr && ((step->fuse >= 0 && stage.error_type == "fuse") ||
@@ -78,7 +84,8 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     if (!undone) undone = run(program, Mode::Undone);
     return i < undone->stages.size() && undone->stages[i].error == checkpointed.stages[i].error;
   };
-  if (has.catches && has.inner_grad && has_changes) return std::nullopt;  // what raises is caught
+  // What raises is caught; saving an argument may, too.
+  if (has.catches && has_changes) return std::nullopt;
   for (size_t i = 0; i < plain.stages.size() && i < checkpointed.stages.size(); ++i) {
     const Stage &p = plain.stages[i], &c = checkpointed.stages[i];
     const Step* step = i == 0 ? nullptr : &program.steps[i - 1];
@@ -86,21 +93,18 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     const bool may_overlap =
         program.sharing == Sharing::Group && (i > 1 || (i == 1 && step->order > 1));
     if (c.raised && may_overlap && is_overlap(c)) return std::nullopt;
+    const bool may_raise = p.changes.may_raise || (has_changes && has.hooks);
     if (p.raised && c.raised) {
-      const bool is_allowed = p.changes.may_raise && is_about_changes(c);
+      const bool is_allowed = may_raise && is_about_changes(c);
       if (p.error == c.error || is_allowed || is_about_changes(c) == is_about_changes(p) ||
-          undone_raises(i))
+          is_about_no_grad_views(c) || undone_raises(i))
         return std::nullopt;
       return Finding{"other error", p.label + ": plain raised\n  " + p.error +
                                         "\ncheckpointed raised " + c.error_type + "\n  " + c.error};
     }
     if (c.raised) {
-      const bool may_raise = p.changes.may_raise || (has_changes && has.hooks);
       if (may_raise && is_about_changes(c)) return std::nullopt;
-      // Saving such an argument is a use of it.
-      if (contains(c.error, "A view was created in no_grad mode") ||
-          contains(c.error, "is a view and its base"))
-        return std::nullopt;
+      if (is_about_no_grad_views(c)) return std::nullopt;
       return Finding{"raises " + c.error_type + c.error.substr(0, 60),
                      c.label + ": only checkpointed raised " + c.error_type + "\n  " + c.error};
     }

@@ -51,7 +51,7 @@ class Generator {
                  .catches = draw(20),
                  .inner_grad = draw(25),
                  .fuses = draw(25),
-                 .autocast = draw(10),
+                 .autocast = draw(20),
                  .captures = draw(40),
                  .reads_twice = draw(40),
                  .strict = false,
@@ -150,8 +150,9 @@ class Generator {
 
   Statement make_wrap(std::vector<int>& visible, int depth, bool in_catch) {
     static constexpr Kind kinds[] = {
-        Kind::NoGrad, Kind::WithGrad, Kind::EarlyStop, Kind::NoEarlyStop, Kind::Debug, Kind::Hooks,
-        Kind::Hooks,  Kind::Hooks,    Kind::Autocast,  Kind::Catch,       Kind::Catch, Kind::Catch};
+        Kind::NoGrad, Kind::WithGrad, Kind::EarlyStop, Kind::NoEarlyStop, Kind::Debug,
+        Kind::Hooks,  Kind::Hooks,    Kind::Hooks,     Kind::Autocast,    Kind::Autocast,
+        Kind::Catch,  Kind::Catch,    Kind::Catch};
     Statement s;
     do {
       s.kind = kinds[dice_.below(std::size(kinds))];

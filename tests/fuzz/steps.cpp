@@ -115,6 +115,9 @@ void Interpreter::differentiate(const Step& step, Stage& stage) {
     for (size_t i = 0; i < grads.size(); ++i) {
       record_tensor(stage, "order " + std::to_string(order) + " gradient " + std::to_string(i),
                     grads[i]);
+      // Whether the engine adds to a gradient in place depends on who else holds it.
+      std::string& meta = stage.entries.back().meta;
+      meta = meta.substr(0, meta.find(" version"));
     }
     outputs.clear();
     weights.clear();
