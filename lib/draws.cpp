@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "lib/hook_stack.h"
+#include "lib/planted_fault.h"
 
 namespace remat {
 
@@ -80,11 +81,13 @@ struct Regions {
   static Regions around(const at::CPUGeneratorImpl& generator) {
     Regions regions;
     detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+      if (is_planted(Fault::NestedDraws) && !regions.logs.empty()) return;
       if (DrawLog* log = scope.draw_log(generator)) regions.logs.push_back(log);
       DrawReplay* const replay = scope.draw_replay(generator);
       if (replay != nullptr)
         (replay->plan().uses_original() ? regions.original : regions.replay) = replay;
     });
+    if (is_planted(Fault::RandomNumbers)) regions.replay = nullptr;
     return regions;
   }
 
@@ -342,7 +345,7 @@ GeneratorSwap::~GeneratorSwap() {
 bool GeneratorSwap::was_disturbed() const {
   if (!plan_.uses_original() || !plan_.end) return false;
   std::lock_guard<std::mutex> lock(generator_.mutex_);
-    // One that does not move it draws nothing so: it was another thread that moved it in forward.
+  // One that does not move it draws nothing so: it was another thread that moved it in forward.
   const bool had_strangers =
       plan_.had_strangers || track_->num_draws - num_draws_ != replay_.num_original_draws;
   return (had_strangers || position_of(generator_) != *plan_.end) &&

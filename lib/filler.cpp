@@ -6,6 +6,7 @@
 
 #include "lib/counters.h"
 #include "lib/engine_seam.h"
+#include "lib/planted_fault.h"
 
 namespace remat {
 
@@ -61,7 +62,9 @@ bool Filler::wants_stop() const {
 // leak. Whether it does is known from forward (`saves_own_output`), or seen here. The next save is
 // asked again.
 bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
-  if (!is_on_own_ground() || is_made_by_function(saved)) return false;
+  if (!is_on_own_ground()) return false;
+  if (is_planted(Fault::OwnOutput)) return true;
+  if (is_made_by_function(saved)) return false;
   bool is_safe = true;
   if (position < num_slots_)
     frame_.with_slot(position, view_.is_settled,
@@ -74,7 +77,7 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
   value.version = static_cast<uint32_t>(saved._version());
   frame_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
     compare(position, slot, saved);
-    must_finish_operator_ = slot.finish_operator;
+    must_finish_operator_ = slot.finish_operator && !is_planted(Fault::LateWrite);
     const Origin origin = slot.provenance.origin;
     if (!saved.requires_grad() && (origin == Origin::Outside || origin == Origin::Input))
       value.alias = saved.tensor_data();  // its owner may give the object other storage
@@ -83,6 +86,10 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
   });
   value.tensor = kept;
   if (!saved.is_cpu()) value.ready = ready_.of(saved);
+  if (is_planted(Fault::InnerInput) && input_being_saved() != nullptr) {
+    value.tensor = kept.new_zeros(kept.sizes());
+    value.version = static_cast<uint32_t>(value.tensor._version());
+  }
   const bool is_new = !run_.has(position);
   run_.put(position, std::move(value));
   num_filled_ += 1;

@@ -46,6 +46,11 @@ at::Tensor in_the_role_of_input(const at::Tensor& data, bool is_leaf) {
   return input;
 }
 
+at::Tensor without_gradient_edge(const at::Tensor& leaf) {
+  at::NoGradGuard no_grad;
+  return leaf.view_as(leaf);
+}
+
 void refuse_tangent(const at::Tensor& tensor) {
   if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
       tensor._fw_grad(/*level=*/0).defined())
@@ -91,8 +96,12 @@ std::vector<at::Tensor> Inputs::unpack() const {
       continue;
     }
     at::Tensor tensor = input.variable.unpack();
-    tensors.push_back(input.gets_role ? in_the_role_of_input(tensor, input.is_leaf)
-                                      : std::move(tensor));
+    if (input.gets_role)
+      tensor = in_the_role_of_input(tensor, input.is_leaf);
+    else if (tensor.defined() &&
+             has_gradient_edge(tensor))  // a parent's recompute made a leaf of it
+      tensor = without_gradient_edge(tensor);
+    tensors.push_back(std::move(tensor));
   }
   return tensors;
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "lib/accelerator.h"
+#include "lib/planted_fault.h"
 
 namespace remat {
 
@@ -46,7 +47,7 @@ AmbientRestore::AmbientRestore(const Snapshot& snapshot)
   c10::AutogradState recomputing = c10::AutogradState::get_tls_state();
   recomputing.set_grad_mode(true);
   c10::AutogradState::set_tls_state(recomputing);
-  if (!(snapshot.autocast == autocast_)) snapshot.autocast.set();
+  if (!(snapshot.autocast == autocast_) && !is_planted(Fault::Autocast)) snapshot.autocast.set();
   if (has_cast_scope_) autocast::increment_nesting();
 }
 

@@ -28,7 +28,8 @@ class REMAT_API StateProvider {
 
 /// Each of these guards applies to the regions that begin while it is alive, on this thread. They
 /// keep what they were given, for their recomputes, which may come later; so do the regions that
-/// begin inside such a recompute.
+/// begin inside such a recompute. A provider or generator that is guarded inside a region is kept by
+/// that region too, as it is then; it should not have been used in the region before.
 
 class REMAT_API StateProviderGuard : detail::ScopeGuard {
  public:

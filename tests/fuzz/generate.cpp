@@ -12,7 +12,7 @@ namespace {
 /// What this program may contain; drawn once, so that combinations of few things are frequent.
 struct Features {
   bool inplace, random, hooks, catches, inner_grad, fuses, autocast, captures, reads_twice, strict,
-      scopes;  // a context_fn excludes debug
+      changes, scopes;  // a context_fn excludes debug
 };
 
 class Generator {
@@ -24,6 +24,11 @@ class Generator {
     program_.large = dice_.percent(5);
     program_.all_values = dice_.percent(30);
     program_.drop_values = dice_.percent(40);
+    const int64_t die = dice_.below(100);
+    program_.sharing = die < 6    ? Sharing::Group
+                       : die < 18 ? Sharing::Cache
+                       : die < 24 ? Sharing::SmallCache
+                                  : Sharing::None;
     std::vector<int> visible = make_leaves();
     program_.block = make_block(visible, 3 + dice_.below(8), 0, false);
     while (contents(program_.block).regions == 0) {
@@ -46,12 +51,15 @@ class Generator {
                  .catches = draw(20),
                  .inner_grad = draw(25),
                  .fuses = draw(25),
-                 .autocast = draw(10),
+                 .autocast = draw(20),
                  .captures = draw(40),
                  .reads_twice = draw(40),
                  .strict = false,
+                 .changes = draw(25),
                  .scopes = draw(40)};
-    features_.strict = !features_.reads_twice && !plain && dice_.percent(10);
+    // CopySlices, the node of a change of a view, reads twice in a double backward.
+    const bool may_read_twice = features_.reads_twice || features_.inplace;
+    features_.strict = !may_read_twice && !plain && dice_.percent(20);
   }
 
   std::vector<int> make_leaves() {
@@ -84,15 +92,17 @@ class Generator {
 
   Statement make_operator(const std::vector<int>& visible) {
     const std::vector<Operator>& table = operators();
-    static const std::vector<int> weighted = [&] {
+    const auto weighted = [&](bool only_random) {
       std::vector<int> all;
       for (int i = 0; i < static_cast<int>(table.size()); ++i)
-        all.insert(all.end(), table[i].weight, i);
+        if (table[i].random || !only_random) all.insert(all.end(), table[i].weight, i);
       return all;
-    }();
+    };
+    static const std::vector<int> all = weighted(false), all_random = weighted(true);
+    const std::vector<int>& chosen = features_.random && dice_.percent(15) ? all_random : all;
     Statement s;
     do {
-      s.op = weighted[dice_.below(static_cast<int64_t>(weighted.size()))];
+      s.op = chosen[dice_.below(static_cast<int64_t>(chosen.size()))];
     } while ((table[s.op].inplace && !features_.inplace) ||
              (table[s.op].random && !features_.random) ||
              (table[s.op].writes_late && features_.hooks) ||  // hooks that copy would copy rubbish
@@ -142,8 +152,9 @@ class Generator {
 
   Statement make_wrap(std::vector<int>& visible, int depth, bool in_catch) {
     static constexpr Kind kinds[] = {
-        Kind::NoGrad, Kind::WithGrad, Kind::EarlyStop, Kind::NoEarlyStop, Kind::Debug, Kind::Hooks,
-        Kind::Hooks,  Kind::Hooks,    Kind::Autocast,  Kind::Catch,       Kind::Catch, Kind::Catch};
+        Kind::NoGrad, Kind::WithGrad, Kind::EarlyStop, Kind::NoEarlyStop, Kind::Debug,
+        Kind::Hooks,  Kind::Hooks,    Kind::Hooks,     Kind::Autocast,    Kind::Autocast,
+        Kind::Catch,  Kind::Catch,    Kind::Catch};
     Statement s;
     do {
       s.kind = kinds[dice_.below(std::size(kinds))];
@@ -199,7 +210,7 @@ class Generator {
   Step make_step(bool last) {
     Step step;
     step.salt = dice_.bits();
-    if (!last && dice_.percent(12)) {
+    if (!last && dice_.percent(features_.changes ? 35 : 6)) {
       step.kind = Step::Kind::Mutate;
       step.target =
           dice_.percent(50)

@@ -3,8 +3,8 @@
 //   fuzz --seeds A:B               the programs of the seeds in [A, B)
 //   fuzz --seconds N [--from A]    the programs from A (default 0) on, for N seconds
 //   fuzz --seed S [--print]        one program; with --print its text and nothing is run
-// A finding is shrunk and printed, and the exit status is 1. The last line is always
-// "N programs, M findings".
+// A finding is shrunk and printed, and the exit status is 1. With --first the first finding ends the
+// run, and only its seed and kind are printed. The last line is always "N programs, M findings".
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -30,14 +30,14 @@ constexpr int seconds_for_a_program = 60;
 constexpr int seconds_to_shrink = 60;
 constexpr int max_findings = 10;
 
-volatile unsigned long long running_seed = 0;
+volatile unsigned long long running_seed = 0, num_programs = 0;
 
 /// Says which program ended the process, which nothing else would.
 void die(int signal) {
   char text[160];
   const int length =
-      std::snprintf(text, sizeof text, "%s (signal %d) at seed %llu\n1 programs, 1 findings\n",
-                    signal == SIGALRM ? "hung" : "crashed", signal, running_seed);
+      std::snprintf(text, sizeof text, "%s (signal %d) at seed %llu\n%llu programs, 1 findings\n",
+                    signal == SIGALRM ? "hung" : "crashed", signal, running_seed, num_programs);
   [[maybe_unused]] const auto written = write(STDOUT_FILENO, text, static_cast<size_t>(length));
   _exit(1);
 }
@@ -84,14 +84,18 @@ fuzz::Program shrink(fuzz::Program program, const std::string& kind) {
   return program;
 }
 
-/// Whether the program of this seed agrees; prints the finding if not.
-bool agrees(uint64_t seed) {
+/// Whether the program of this seed agrees; prints the finding if not, and makes it smaller first.
+bool agrees(uint64_t seed, bool shrinks) {
   running_seed = seed;
   alarm(seconds_for_a_program);
   const fuzz::Program program = fuzz::generate(seed);
   const auto found = fuzz::check(program);
   alarm(0);
   if (!found) return true;
+  if (!shrinks) {
+    std::cout << "seed " << seed << ": " << found->kind << std::endl;
+    return false;
+  }
   std::cout << "seed " << seed << ": " << found->text << "\nshrinking ..." << std::endl;
   const fuzz::Program small = shrink(program, found->kind);
   const auto finding = fuzz::check(small);
@@ -100,7 +104,7 @@ bool agrees(uint64_t seed) {
 }
 
 int usage() {
-  std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]\n";
+  std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--first]\n";
   return 2;
 }
 
@@ -109,11 +113,15 @@ int usage() {
 int main(int argc, char** argv) {
   uint64_t first = 0, last = 0;
   long seconds = -1;
-  bool only_print = false, in_child = false;
+  bool only_print = false, in_child = false, only_first = false;
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     if (name == "--print") {
       only_print = true;
+      continue;
+    }
+    if (name == "--first") {
+      only_first = true;
       continue;
     }
     if (name == "--shrink") {
@@ -156,12 +164,13 @@ int main(int argc, char** argv) {
   }
   for (const int signal : {SIGSEGV, SIGABRT, SIGALRM, SIGBUS}) std::signal(signal, die);
   const auto start = Clock::now();
-  uint64_t programs = 0, findings = 0;
-  for (uint64_t seed = first; seed < last && findings < max_findings; ++seed) {
+  const uint64_t most = only_first ? 1 : max_findings;
+  uint64_t findings = 0;
+  for (uint64_t seed = first; seed < last && findings < most; ++seed) {
     if (seconds >= 0 && Clock::now() - start > std::chrono::seconds(seconds)) break;
-    ++programs;
-    findings += !agrees(seed);
+    num_programs = num_programs + 1;
+    findings += !agrees(seed, !only_first);
   }
-  std::cout << programs << " programs, " << findings << " findings" << std::endl;
+  std::cout << num_programs << " programs, " << findings << " findings" << std::endl;
   return findings == 0 ? 0 : 1;
 }

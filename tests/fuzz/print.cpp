@@ -54,6 +54,13 @@ std::string options_text(const RegionSpec& r) {
   return text;
 }
 
+const char* sharing_text(Sharing sharing) {
+  static constexpr const char* texts[] = {"", ", steps in a GraphExecGroup",
+                                          ", steps under a RecomputeCacheGuard",
+                                          ", steps under a small RecomputeCacheGuard"};
+  return texts[static_cast<int>(sharing)];
+}
+
 const char* wrap_name(Kind kind) {
   switch (kind) {
     case Kind::NoGrad:
@@ -155,7 +162,8 @@ std::string to_text(const Program& program) {
   std::ostringstream out;
   out << "seed " << program.seed << (program.large ? ", large" : "")
       << (program.all_values ? ", all regions compare values" : "")
-      << (program.drop_values ? ", only outputs are kept" : "") << "\n";
+      << (program.drop_values ? ", only outputs are kept" : "") << sharing_text(program.sharing)
+      << "\n";
   for (size_t i = 0; i < program.leaves.size(); ++i) {
     static constexpr const char* kinds[] = {"input", "parameter", "buffer"};
     const Leaf& leaf = program.leaves[i];

@@ -111,6 +111,9 @@ struct Step {
   uint64_t salt = 0;
 };
 
+/// What the steps share their recomputes through.
+enum class Sharing { None, Group, Cache, SmallCache };
+
 struct Program {
   uint64_t seed = 0;
   std::vector<Leaf> leaves;
@@ -119,6 +122,7 @@ struct Program {
   bool all_values = false;   ///< every region compares values
   bool large = false;        ///< tensors of some thousand elements: stops really happen
   bool drop_values = false;  ///< only outputs are alive at the steps
+  Sharing sharing = Sharing::None;
 };
 
 /// What a block contains, itself and in the blocks in it.

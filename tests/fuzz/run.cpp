@@ -194,8 +194,9 @@ Value Interpreter::changeable(const Value& value, Dice& dice) {
   if (overlaps_itself(t) || origin.leaf || makes_cycle || (t.is_leaf() && t.requires_grad()) ||
       (is_risky && !is_bold))
     return {t.clone(), std::make_shared<Origin>()};
-  if (is_risky) record_.may_raise = true;
-  if (origin.foreign && !program_.all_values) record_.unchecked = true;
+  if (is_risky) record_.changes.may_raise = true;
+  if (origin.foreign) record_.changes.inside = true;
+  if (origin.foreign && !program_.all_values) record_.changes.unchecked = true;
   return value;
 }
 
@@ -289,8 +290,8 @@ remat::CheckpointOptions Interpreter::options(const RegionSpec& spec) {
   return chosen;
 }
 
-Tensors Interpreter::run_body(const Statement& s, const Environment& captured,
-                              const Tensors& args) {
+Tensors Interpreter::run_body(const Statement& s, const Environment& captured, const Tensors& args,
+                              std::vector<Origin>& uses) {
   Environment inner = captured;
   for (size_t i = 0; i < leaves_.size(); ++i) inner[static_cast<int>(i)] = leaves_[i];
   for (size_t i = 0; i < args.size() && i < s.region.args.size(); ++i) {
@@ -301,8 +302,13 @@ Tensors Interpreter::run_body(const Statement& s, const Environment& captured,
   }
   run_block(s.block, inner);
   Tensors results;
-  for (const auto& [inside, outside] : s.region.results)
-    results.push_back(look_up(inner, inside).tensor);
+  uses.clear();
+  for (const auto& [inside, outside] : s.region.results) {
+    const Value& result = look_up(inner, inside);
+    results.push_back(result.tensor);
+    uses.push_back(
+        {.as_argument = result.origin->as_argument, .as_capture = result.origin->as_capture});
+  }
   return results;
 }
 
@@ -322,14 +328,17 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
     const Origin inside{.foreign = true, .leaf = true};  // never changed in there
     captured[id] = {seen.back().tensor, std::make_shared<Origin>(inside)};
   }
-  const Body body = [this, &s, captured](const Tensors& tensors) {
-    return run_body(s, captured, tensors);
+  const auto uses = std::make_shared<std::vector<Origin>>();  // of the results, by regions inside
+  const Body body = [this, &s, captured, uses](const Tensors& tensors) {
+    return run_body(s, captured, tensors, *uses);
   };
   const Tensors results =
       spec.inlined ? body(args)
                    : call_region(spec.packing, spec.checkpointed_form, options(spec), body, args);
   for (size_t i = 0; i < results.size() && i < spec.results.size(); ++i) {
     seen.push_back({results[i], origin_of(results[i], seen)});
+    seen.back().origin->as_argument |= uses->at(i).as_argument;
+    seen.back().origin->as_capture |= uses->at(i).as_capture;
     values[spec.results[i].second] = seen.back();
   }
 }

@@ -29,18 +29,25 @@ struct Entry {
   bool operator==(const Entry&) const = default;
 };
 
+/// What was changed in place up to here.
+struct Changes {
+  bool may_raise = false;  ///< something that a region depends on
+  bool unchecked = false;  ///< the same, where only DeterminismCheck::Values could see it
+  bool inside = false;     ///< by a region: something that it was given
+};
+
 /// The forward, or one step.
 struct Stage {
   std::string label;
   bool raised = false;
   std::string error{}, error_type{};
   std::vector<Entry> entries{};
+  Changes changes{};
 };
 
 struct Record {
   std::vector<Stage> stages;
-  bool may_raise = false;           ///< something that a region depends on was changed in place
-  bool unchecked = false;           ///< the same, where only DeterminismCheck::Values could see it
+  Changes changes;
   std::vector<std::string> faults;  ///< what was left behind
   int64_t leaked_bytes = 0;
 };
@@ -83,9 +90,10 @@ class Interpreter {
   ~Interpreter();
 
   void run_forward();
-  void run_step(const Step& step);
+  void run_steps();
 
  private:
+  void run_step(const Step& step);
   Tensors make_leaves();
   void run_block(const Block& block, Environment& values);
   void run_operator(const Statement& s, Environment& values);
@@ -94,7 +102,9 @@ class Interpreter {
   void run_inner_grad(const Statement& s, Environment& values);
   /// Operand 0 of an operator that changes it in place: itself, or a copy where it may not.
   Value changeable(const Value& value, Dice& dice);
-  Tensors run_body(const Statement& s, const Environment& captured, const Tensors& args);
+  /// Also says what regions inside did with the results.
+  Tensors run_body(const Statement& s, const Environment& captured, const Tensors& args,
+                   std::vector<Origin>& uses);
   remat::CheckpointOptions options(const RegionSpec& spec);
   std::unique_ptr<remat::SavedTensorHooksGuard> hooks(uint64_t salt);
   void differentiate(const Step& step, Stage& stage);
@@ -110,6 +120,7 @@ class Interpreter {
   std::vector<Value> leaves_;
   int64_t hook_calls_ = 0, scopes_alive_ = 0;
   int64_t fuse_ = -1, fuses_passed_ = 0;
+  int64_t bytes_before_steps_ = 0;  // of recomputed tensors alive
 };
 
 /// remat::checkpoint(...) of `body` with the arguments and the result packed as `packing` says.

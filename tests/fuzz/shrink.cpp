@@ -106,6 +106,7 @@ std::vector<Program> smaller(const Program& program) {
   edit_steps(program, add);
   edit_block(program.block, path, add);
   add([](Program& p) { return p.drop_values && !(p.drop_values = false); });
+  add([](Program& p) { return p.sharing != Sharing::None && ((p.sharing = Sharing::None), true); });
   for (size_t i = 0; i < program.leaves.size(); ++i) {
     add([i](Program& p) {
       std::vector<int64_t>& sizes = p.leaves[i].sizes;

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <optional>
 #include <sstream>
 #include <thread>
 
@@ -25,6 +26,21 @@ std::string bytes_of(const Tensor& t) {
   return std::string(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
 }
 
+/// So few that regions drop out of a small cache.
+constexpr int64_t small_cache_bytes = 600;
+
+/// Held while the steps run.
+struct SharingGuards {
+  explicit SharingGuards(Sharing sharing) {
+    if (sharing == Sharing::Group) group.emplace();
+    if (sharing == Sharing::Cache) cache.emplace();
+    if (sharing == Sharing::SmallCache)
+      cache.emplace(remat::RecomputeCacheOptions{.max_bytes = small_cache_bytes});
+  }
+  std::optional<remat::GraphExecGroup> group;
+  std::optional<remat::RecomputeCacheGuard> cache;
+};
+
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 }  // namespace
@@ -43,6 +59,7 @@ void Interpreter::record_tensor(Stage& stage, const std::string& label, const Te
 
 void Interpreter::record_state(Stage& stage) {
   const int64_t calls = std::exchange(hook_calls_, 0);
+  stage.changes = record_.changes;
   if (stage.raised) return;
   stage.entries.push_back(
       {"generator", "", bytes_of(at::globalContext().defaultGenerator(at::kCPU).get_state())});
@@ -56,8 +73,8 @@ void Interpreter::record_state(Stage& stage) {
 void Interpreter::change(const Step& step) {
   const Value& value = look_up(values_, step.target);
   const bool is_seen = value.origin->leaf || value.origin->as_argument || value.origin->as_capture;
-  if (is_seen) record_.may_raise = true;
-  if (is_seen && !program_.all_values) record_.unchecked = true;
+  if (is_seen) record_.changes.may_raise = true;
+  if (is_seen && !program_.all_values) record_.changes.unchecked = true;
   at::AutoGradMode mode(!(value.tensor.is_leaf() && value.tensor.requires_grad()) &&
                         step.salt % 2 == 0);
   if (value.tensor.is_floating_point()) value.tensor.mul_(1.25);
@@ -98,6 +115,9 @@ void Interpreter::differentiate(const Step& step, Stage& stage) {
     for (size_t i = 0; i < grads.size(); ++i) {
       record_tensor(stage, "order " + std::to_string(order) + " gradient " + std::to_string(i),
                     grads[i]);
+      // Whether the engine adds to a gradient in place depends on who else holds it.
+      std::string& meta = stage.entries.back().meta;
+      meta = meta.substr(0, meta.find(" version"));
     }
     outputs.clear();
     weights.clear();
@@ -157,11 +177,32 @@ void Interpreter::run_step(const Step& step) {
   auto fault = [&](bool is_fault, const std::string& text) {
     if (is_fault && is_checkpointed) record_.faults.push_back("after " + stage.label + ": " + text);
   };
-  fault(remat::counters().recomputed_bytes_alive != before, "recomputed bytes are still alive");
+  const int64_t alive = remat::counters().recomputed_bytes_alive;
+  // In a thread a step shares nothing, but may end a graph of which the others hold tensors.
+  const bool is_sharing = program_.sharing != Sharing::None;
+  if (!is_sharing || step.in_thread)
+    fault(is_sharing ? alive > before : alive != before, "recomputed bytes are still alive");
+  if (program_.sharing == Sharing::SmallCache)
+    fault(alive - bytes_before_steps_ > small_cache_bytes, "a cache holds more than it may");
   fault(scopes_alive_ != 0, "a scope of a context_fn is still entered");
   fault(!at::GradMode::is_enabled(), "grad mode is off");
   fault(remat::is_recomputing() || remat::is_checkpointing(), "a region is still active");
   record_.stages.push_back(std::move(stage));
+}
+
+void Interpreter::run_steps() {
+  bytes_before_steps_ = remat::counters().recomputed_bytes_alive;
+  {
+    const SharingGuards guards(program_.sharing);
+    for (const Step& step : program_.steps) {
+      run_step(step);
+      const Stage& stage = record_.stages.back();
+      const bool is_planned = stage.error_type == "fuse" || step.out_of_memory >= 0;
+      if (stage.raised && !is_planned) break;
+    }
+  }
+  if (remat::counters().recomputed_bytes_alive != bytes_before_steps_)
+    record_.faults.push_back("after the steps: recomputed bytes are still alive");
 }
 
 Record run(const Program& program, Mode mode) {
@@ -174,14 +215,7 @@ Record run(const Program& program, Mode mode) {
     at::init_num_threads();
     Interpreter interpreter(program, mode, record);
     interpreter.run_forward();
-    if (!record.stages.back().raised) {
-      for (const Step& step : program.steps) {
-        interpreter.run_step(step);
-        const Stage& stage = record.stages.back();
-        const bool is_planned = stage.error_type == "fuse" || step.out_of_memory >= 0;
-        if (stage.raised && !is_planned) break;
-      }
-    }
+    if (!record.stages.back().raised) interpreter.run_steps();
   }).join();
   record.leaked_bytes = meter().live_bytes() - bytes;
   const remat::Counters after = remat::counters();

@@ -243,6 +243,18 @@ TEST_CASE("a tensor without grad that a parent makes may be shared with its nest
   }
 }
 
+TEST_CASE("a view that a parent makes without grad may be captured by its nested regions",
+          "[rule-10]") {
+  const Tensor x = leaf({4});
+  auto f = [](const Tensor& t, bool nest) {
+    const Tensor mask = at::arange(8, at::kFloat).narrow(0, 2, 4);  // its base is kept by it alone
+    auto inner = [mask](const Tensor& u, const Tensor&) { return (u * mask).sin(); };
+    return nest ? remat::checkpoint(inner, t, mask) : inner(t, mask);
+  };
+  const Tensor y = remat::checkpoint([&](const Tensor& t) { return f(t, true); }, x);
+  require_bit_equal(grad_of(y, {x}), grad_of(f(x, false), {x}));
+}
+
 TEST_CASE("a result changed in place after the region gives the region's gradient", "[rule-10]") {
   const Tensor x = leaf({3});
   const Tensors plain = grad_of(x.sin().exp() * 2, {x});
