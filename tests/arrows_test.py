@@ -20,7 +20,7 @@ MAY_INCLUDE = {
     "lib": {"include", "hooks", "lib"},
     "tests": {"include", "tests"},
     "examples": {"include", "examples"},
-    "bench": {"include", "bench"},
+    "bench": {"include", "bench", "examples"},
 }
 # What public headers may include of LibTorch: nothing heavier than ATen/core/Tensor.h.
 LIGHT = re.compile(r"(ATen/core/(Tensor|TensorBase|Generator|List|Dict|ivalue|operator_name|function_schema)\.h|c10/.+\.h)")

@@ -191,6 +191,48 @@ TEST_CASE("several forwards before one backward keep the state of each", "[state
   CHECK(number->value == 10);
 }
 
+TEST_CASE("a module that guards its own state is right inside a region of somebody else",
+          "[state][GUA-14]") {
+  const auto program = [](bool drop) {
+    const auto engine = std::make_shared<Engine>();
+    const at::Generator own = at::detail::createCPUGenerator(3);
+    const auto part = [=](const Tensor& t) {
+      return (t * engine->draw() * at::rand({8}, own, at::kFloat)) * t;
+    };
+    const auto module = [=](const Tensor& t) {
+      if (!drop) return part(part(t)).sin();
+      const StateProviderGuard guard_engine(engine);
+      const GeneratorGuard guard_own(own);
+      return checkpoint(part, checkpoint(part, t)).sin();
+    };
+    return [=](const Tensor& t) {
+      const auto around = [=](const Tensor& a) {
+        const Tensor h = module(a);
+        return module(h.exp()) * h;
+      };
+      return drop ? checkpoint([=](const Tensor& a) { return checkpoint(around, a.cos()); }, t)
+                  : around(t.cos());
+    };
+  };
+  require_same_grads(program(false), program(true), leaf({8}));
+}
+
+TEST_CASE("a provider may run a backward of its own", "[state][rule-6]") {
+  struct Backwards final : remat::StateProvider {
+    void work() {
+      const at::AutoGradMode grad_mode(true);
+      const Tensor t = leaf({3});
+      require_bit_equal(grad_of(t * t, {t}), {(t * 2).detach()});
+    }
+    std::any capture() override { return work(), 1; }
+    void restore(const std::any&) override { work(); }
+  };
+  const StateProviderGuard guard(std::make_shared<Backwards>());
+  const Tensor x = leaf({50'000});
+  const auto f = [](const Tensor& t) { return t.sin().exp().clone(); };
+  require_bit_equal(grad_of(checkpoint(f, x), {x}), grad_of(f(x), {x}));
+}
+
 TEST_CASE("what a provider throws keeps its type and loses nothing", "[state][rule-12]") {
   const auto first = std::make_shared<Number>(), second = std::make_shared<Number>();
   const StateProviderGuard guard_1(first), guard_2(second);

@@ -199,6 +199,28 @@ TEST_CASE("numbers that pass no operator are drawn again", "[rule-11]") {
         leaf({8}));
 }
 
+TEST_CASE("a seed that changes nothing in forward does not repeat numbers after the recompute",
+          "[rule-11]") {
+  auto seeded = [](const Tensor& t) {
+    at::manual_seed(7);
+    return dropout(t) * t;
+  };
+  auto later = [](const Tensor& t) { return dropout(t) * t; };
+  auto program = [&](bool drop) {
+    at::manual_seed(7);
+    const Tensor x = at::ones({50}).requires_grad_();
+    Tensors grads;
+    const Tensor y = drop ? remat::checkpoint(seeded, x) : seeded(x);
+    const Tensor z = drop ? remat::checkpoint(later, x) : later(x);
+    grads.push_back(grad_of(y + z, {x})[0]);
+    const Tensor q = drop ? remat::checkpoint(later, x) : later(x);
+    grads.push_back(grad_of(q, {x})[0]);
+    return grads;
+  };
+  const Seed seed(22);
+  require_bit_equal(program(true), program(false));
+}
+
 TEST_CASE("a random operator that throws in a region moves the numbers as in plain execution",
           "[rule-11][rule-12]") {
   auto f = [](const Tensor& t) {

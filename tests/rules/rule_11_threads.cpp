@@ -1,5 +1,6 @@
 // Rule 11: random numbers of regions beside other threads that draw.
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 
 #include <future>
@@ -255,6 +256,54 @@ TEST_CASE("draws on a thread of LibTorch's pool belong to the region that launch
       x);
   at::rand({3});
   require_bit_equal(grad_of(y, {x}), {y.detach()});
+}
+
+Tensor draw_past_operators(const Tensor& t, at::CPUGeneratorImpl& generator) {
+  std::lock_guard<std::mutex> lock(generator.mutex_);
+  return t * at::full({8}, static_cast<double>(generator.random() % 97));
+}
+
+TEST_CASE("another thread's draw does not explain away one that passed no operator",
+          "[rule-11][GUA-26]") {
+  const Tensor x = at::ones({8}).requires_grad_();
+  auto* const generator = at::detail::getDefaultCPUGenerator().get<at::CPUGeneratorImpl>();
+  const auto f = [&](const at::Generator& of_the_other) {
+    return remat::checkpoint(
+        [&, of_the_other](const Tensor& t) {
+          const Tensor r = draw_past_operators(t, *generator);
+          if (!remat::is_recomputing())
+            std::thread([&] { at::rand({3}, of_the_other, at::kFloat); }).join();
+          return r.clone();
+        },
+        x);
+  };
+  draw_elsewhere(1);
+  const Tensor right = f(at::detail::createCPUGenerator(9));
+  require_bit_equal(grad_of(right, {x}), {right.detach()});
+  const Tensor lost = f(at::detail::getDefaultCPUGenerator());
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(lost, {x}); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::RecomputeFailed);
+}
+
+TEST_CASE("an LSTM beside a thread that draws all the time raises no alarm", "[rule-11][GUA-26]") {
+  // Its operator saves a workspace of which it never writes all bytes.
+  std::atomic<bool> stop{false};
+  std::atomic<int> drawn{0};
+  std::thread loader([&] {
+    while (!stop) at::randperm(100), ++drawn;
+  });
+  while (drawn == 0) std::this_thread::yield();
+  Tensors weights;
+  for (const at::IntArrayRef& sizes : {at::IntArrayRef{16, 4}, {16, 4}, {16}, {16}})
+    weights.push_back(leaf(sizes));
+  const Tensor x = leaf({5, 2, 4}), h = at::zeros({1, 2, 4});
+  const auto f = [&](const Tensor& t) {
+    return std::get<0>(at::lstm(t.sin(), {h, h}, weights, true, 1, 0., true, false, false));
+  };
+  const Tensors plain = grad_of(f(x), {x});
+  for (int i = 0; i < 20; ++i) require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), plain);
+  stop = true;
+  loader.join();
 }
 
 }  // namespace
