@@ -294,8 +294,8 @@ TEST_CASE("an LSTM beside a thread that draws all the time raises no alarm", "[r
   });
   while (drawn == 0) std::this_thread::yield();
   Tensors weights;
-  for (const at::IntArrayRef& sizes : {at::IntArrayRef{16, 4}, {16, 4}, {16}, {16}})
-    weights.push_back(leaf(sizes));
+  const std::vector<std::vector<int64_t>> shapes{{16, 4}, {16, 4}, {16}, {16}};
+  for (const std::vector<int64_t>& sizes : shapes) weights.push_back(leaf(sizes));
   const Tensor x = leaf({5, 2, 4}), h = at::zeros({1, 2, 4});
   const auto f = [&](const Tensor& t) {
     return std::get<0>(at::lstm(t.sin(), {h, h}, weights, true, 1, 0., true, false, false));
