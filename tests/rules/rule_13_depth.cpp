@@ -196,6 +196,9 @@ TEST_CASE("a thousand nested regions run forward and backward", "[rule-13][GUA-2
 
 TEST_CASE("regions without end in one another end in an error on a small stack",
           "[rule-13][GUA-24]") {
+#if defined(__SANITIZE_THREAD__)
+  return;  // it keeps a second stack of its own, which ends first
+#endif
   const Tensor x = leaf({8});
   std::optional<CheckpointError> error;
   Tensors grads;
