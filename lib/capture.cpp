@@ -61,14 +61,16 @@ void StorageSet::add(const at::Tensor& tensor) {
   c10::StorageImpl* const storage = storage_of(tensor);
   if (storage == nullptr || contains(storage)) return;
   storages_.push_back(weak_storage_of(tensor));
-  if (storages_.size() == max_scanned + 1)
-    for (const WeakStorage& each : storages_) index_.insert(each._unsafe_get_target());
-  else if (storages_.size() > max_scanned)
-    index_.insert(storage);
+  if (storages_.size() == max_scanned + 1) {
+    index_ = std::make_unique<std::unordered_set<const c10::StorageImpl*>>();
+    for (const WeakStorage& each : storages_) index_->insert(each._unsafe_get_target());
+  } else if (storages_.size() > max_scanned) {
+    index_->insert(storage);
+  }
 }
 
 bool StorageSet::contains(const c10::StorageImpl* storage) const {
-  if (storages_.size() > max_scanned) return index_.contains(storage);
+  if (index_ != nullptr) return index_->contains(storage);
   return std::any_of(storages_.begin(), storages_.end(), [storage](const WeakStorage& each) {
     return each._unsafe_get_target() == storage;
   });
@@ -76,7 +78,7 @@ bool StorageSet::contains(const c10::StorageImpl* storage) const {
 
 void StorageSet::clear() {
   storages_.clear();
-  index_.clear();
+  index_.reset();
 }
 
 RegionStart RegionStart::here() {

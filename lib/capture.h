@@ -22,6 +22,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <memory>
 #include <unordered_set>
 
 namespace remat {
@@ -55,7 +56,7 @@ class StorageSet {
  private:
   static constexpr std::size_t max_scanned = 8;
   c10::SmallVector<WeakStorage, 4> storages_;
-  std::unordered_set<const c10::StorageImpl*> index_;  // only of larger sets
+  std::unique_ptr<std::unordered_set<const c10::StorageImpl*>> index_;  // only of larger sets
 };
 
 /// Where a region's forward began on its thread: nodes built there later carry higher numbers.

@@ -40,8 +40,6 @@ at::CPUGeneratorImpl* as_cpu_generator(const at::Generator& generator) {
   return dynamic_cast<at::CPUGeneratorImpl*>(generator.unsafeGetGeneratorImpl());
 }
 
-// Every draw moves `left_` or `next_`; they come back to the same values only with a new block of
-// state words, of which the first 128 bits are compared too.
 bool is_at(at::CPUGeneratorImpl& generator, const CpuRngState& state) {
   const at::mt19937_data_pod& a = data_of(engine_of(generator));
   const at::mt19937_data_pod& b = data_of(state.engine);
@@ -52,13 +50,10 @@ bool is_at(at::CPUGeneratorImpl& generator, const CpuRngState& state) {
          generator.next_double_normal_sample() == state.next_double_normal;
 }
 
-std::shared_ptr<const CpuRngState> share_state(at::CPUGeneratorImpl& generator) {
-  thread_local std::shared_ptr<const CpuRngState> latest;
-  if (latest == nullptr || !is_at(generator, *latest))
-    latest = std::make_shared<const CpuRngState>(
-        CpuRngState{engine_of(generator), generator.next_float_normal_sample(),
-                    generator.next_double_normal_sample()});
-  return latest;
+std::shared_ptr<const CpuRngState> state_of(at::CPUGeneratorImpl& generator) {
+  return std::make_shared<const CpuRngState>(CpuRngState{engine_of(generator),
+                                                         generator.next_float_normal_sample(),
+                                                         generator.next_double_normal_sample()});
 }
 
 void set_state(at::CPUGeneratorImpl& generator, const CpuRngState& state) {
@@ -73,20 +68,20 @@ void copy_state(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to) {
   to.set_next_double_normal_sample(from.next_double_normal_sample());
 }
 
-uint64_t position_of(at::CPUGeneratorImpl& generator) {
+// Every draw moves `left_` or `next_`; they come back to the same values only with a new block of
+// state words, of which the first 128 bits are compared too.
+CpuRngPosition position_of(at::CPUGeneratorImpl& generator) {
   const at::mt19937_data_pod& data = data_of(engine_of(generator));
-  const auto mix = [](uint64_t seed, uint64_t word) {
-    seed = (seed ^ word) * 0x9e3779b97f4a7c15ULL;
-    return seed ^ (seed >> 32);
-  };
-  uint64_t position = mix(
-      data.seed_, (static_cast<uint64_t>(data.next_) << 32) | static_cast<uint32_t>(data.left_));
-  position = mix(position, (static_cast<uint64_t>(data.state_[0]) << 32) | data.state_[1]);
-  position = mix(position, (static_cast<uint64_t>(data.state_[2]) << 32) | data.state_[3]);
+  const auto pair = [](uint64_t high, uint64_t low) { return (high << 32) | low; };
+  CpuRngPosition position{
+      data.seed_, pair(static_cast<uint32_t>(data.left_), static_cast<uint32_t>(data.next_)),
+      pair(data.state_[0], data.state_[1]), pair(data.state_[2], data.state_[3])};
   if (const auto normal = generator.next_float_normal_sample())
-    position = mix(position, 1 + std::bit_cast<uint32_t>(*normal));
-  if (const auto normal = generator.next_double_normal_sample())
-    position = mix(position, 2 + std::bit_cast<uint64_t>(*normal));
+    position.normal_float = pair(1, std::bit_cast<uint32_t>(*normal));
+  if (const auto normal = generator.next_double_normal_sample()) {
+    position.normal_double = std::bit_cast<uint64_t>(*normal);
+    position.normal_float |= pair(2, 0);
+  }
   return position;
 }
 

@@ -21,15 +21,20 @@ at::CPUGeneratorImpl* as_cpu_generator(const at::Generator& generator);
 
 // Of each function the caller holds the generator's mutex, if another thread can reach it.
 
-/// The present state. As long as the generator does not advance the calls of a thread share one
-/// copy.
-std::shared_ptr<const CpuRngState> share_state(at::CPUGeneratorImpl& generator);
+/// A copy of the present state.
+std::shared_ptr<const CpuRngState> state_of(at::CPUGeneratorImpl& generator);
 /// Whether the generator stands where `state` was taken.
 bool is_at(at::CPUGeneratorImpl& generator, const CpuRngState& state);
 void set_state(at::CPUGeneratorImpl& generator, const CpuRngState& state);
 void copy_state(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to);
-/// Where the generator stands, as a number: equal for equal states, and after a draw another one.
-uint64_t position_of(at::CPUGeneratorImpl& generator);
+
+/// Where a generator stands: equal for equal states, and after a draw another one.
+struct CpuRngPosition {
+  uint64_t seed = 0, place = 0, first_words = 0, next_words = 0, normal_double = 0;
+  uint64_t normal_float = 0;  ///< its bits, and above them whether there is one of either kind
+  bool operator==(const CpuRngPosition&) const = default;
+};
+CpuRngPosition position_of(at::CPUGeneratorImpl& generator);
 /// What it was seeded with last.
 uint64_t seed_of(at::CPUGeneratorImpl& generator);
 

@@ -27,10 +27,10 @@ Followed& followed() {
   return *all;
 }
 
-const std::shared_ptr<DrawTrack>& default_track() {
-  static const auto* const track =
-      new std::shared_ptr<DrawTrack>(std::make_shared<DrawTrack>(default_cpu_generator()));
-  return *track;
+/// Without an owner: it is leaked, too, and never counts who refers to it.
+std::shared_ptr<DrawTrack> default_track() {
+  static auto* const track = new DrawTrack(default_cpu_generator());
+  return {std::shared_ptr<void>(), track};
 }
 
 /// The track of a generator, made if it must be.
@@ -169,7 +169,7 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     DrawTrack& track;
     ~MoveOn() {
       copy_state(from, to);
-      track.known_at = position_of(to);
+      track.moved();
     }
   };
   {
@@ -214,12 +214,24 @@ const Interception interception;
 
 }  // namespace
 
-DrawTrack::DrawTrack(at::CPUGeneratorImpl& followed_one) : generator(followed_one) {}
+DrawTrack::DrawTrack(at::CPUGeneratorImpl& followed_one) : generator_(followed_one) {}
 
 void DrawTrack::look() {
-  const uint64_t position = position_of(generator);
-  if (known_at && *known_at != position) ++num_unseen;
-  known_at = position;
+  const CpuRngPosition position = position_of(generator_);
+  if (known_at_ == position) return;
+  if (known_at_) ++num_unseen;
+  known_at_ = position;
+  state_.reset();
+}
+
+void DrawTrack::moved() {
+  known_at_ = position_of(generator_);
+  state_.reset();
+}
+
+const std::shared_ptr<const CpuRngState>& DrawTrack::state() {
+  if (state_ == nullptr) state_ = state_of(generator_);
+  return state_;
 }
 
 DrawLog::DrawLog(at::CPUGeneratorImpl& generator) : generator_(generator) {}
@@ -232,7 +244,7 @@ void DrawLog::begin() {
   track_->look();
   unseen_at_begin_ = track_->num_unseen;
   draws_at_begin_ = track_->num_draws;
-  start_ = share_state(generator_);
+  start_ = track_->state();
 }
 
 bool DrawLog::has_new_drawer() const {
@@ -245,7 +257,7 @@ void DrawLog::look_for_unseen() {
 }
 
 void DrawLog::draw_begins(at::CPUGeneratorImpl& source) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   if (is_settled_) return;
   if (&source == &generator_) {
     look_for_unseen();
@@ -253,26 +265,26 @@ void DrawLog::draw_begins(at::CPUGeneratorImpl& source) {
   }
   if (std::this_thread::get_id() != thread_) has_other_threads_ = true;
   if (num_draws_ == 0 || position_of(source) != end_of_last_)
-    plan_.jumps.push_back({num_draws_, share_state(source)});
+    plan_.jumps.push_back({num_draws_, state_of(source)});
   ++num_draws_;
 }
 
 void DrawLog::draw_ends(at::CPUGeneratorImpl& source) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   end_of_last_ = position_of(source);
 }
 
 DrawPlan DrawLog::plan() {
   if (is_settled_) return plan_;
   std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   if (!is_settled_) look_for_unseen();
   return plan_;
 }
 
 void DrawLog::settle() {
   std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   look_for_unseen();
   if (plan_.uses_original()) {
     plan_.end = position_of(generator_);
@@ -320,13 +332,13 @@ GeneratorSwap::GeneratorSwap(const DrawReplay& replay)
   track_->look();
   num_unseen_ = track_->num_unseen;
   num_draws_ = track_->num_draws;
-  before_ = share_state(generator_);
+  before_ = track_->state();
   if (plan_.uses_original()) set_state_known(*plan_.unseen_start);
 }
 
 void GeneratorSwap::set_state_known(const CpuRngState& state) {
   set_state(generator_, state);
-  track_->known_at = position_of(generator_);
+  track_->moved();
 }
 
 // A recompute that draws from its own generator may still seed the generator itself. That is undone,

@@ -38,6 +38,7 @@
 #include <utility>
 
 #include "lib/cpu_rng.h"
+#include "lib/spin_lock.h"
 
 namespace remat {
 
@@ -50,7 +51,7 @@ struct DrawPlan {
   c10::SmallVector<Jump, 1> jumps;
   /// Where the generator stood when the region began, if numbers passed no operator.
   std::shared_ptr<const CpuRngState> unseen_start;
-  std::optional<uint64_t> end;  ///< its position at the region's end, once that is known
+  std::optional<CpuRngPosition> end;  ///< where it stood at the region's end, once that is known
   /// Operators of other threads drew meanwhile, so that numbers that passed none cannot come again.
   bool had_strangers = false;
 
@@ -59,15 +60,23 @@ struct DrawPlan {
 };
 
 /// Where the operators of all threads left one generator. The generator's mutex is held.
-struct DrawTrack {
+class DrawTrack {
+ public:
   explicit DrawTrack(at::CPUGeneratorImpl& followed_one);
   /// Notes whether something else has moved the generator since.
   void look();
+  /// We have moved it ourselves.
+  void moved();
+  /// The state it was seen in last; one copy for all who ask before it moves.
+  const std::shared_ptr<const CpuRngState>& state();
 
-  at::CPUGeneratorImpl& generator;
-  std::optional<uint64_t> known_at{};
   uint64_t num_unseen = 0;  ///< times it was found elsewhere
   uint64_t num_draws = 0;   ///< operators
+
+ private:
+  at::CPUGeneratorImpl& generator_;
+  std::optional<CpuRngPosition> known_at_{};
+  std::shared_ptr<const CpuRngState> state_;
 };
 
 /// How a region draws from one generator during its forward. Threads: any.
@@ -95,10 +104,10 @@ class DrawLog {
   std::thread::id thread_;
   uint64_t new_drawers_at_begin_ = 0, unseen_at_begin_ = 0, draws_at_begin_ = 0;
   std::shared_ptr<DrawTrack> track_;
-  mutable std::mutex mutex_;  // guards what follows; taken after a generator's
+  mutable SpinLock mutex_;  // guards what follows; taken after a generator's
   DrawPlan plan_;
   std::shared_ptr<const CpuRngState> start_;
-  uint64_t end_of_last_ = 0;  // position of the source after the region's latest draw
+  CpuRngPosition end_of_last_;  // of the source after the region's latest draw
   int64_t num_draws_ = 0, num_draws_from_original_ = 0;
   std::atomic<bool> is_settled_{false};
   std::atomic<bool> has_other_threads_{false};  // drew for the region: their order may differ

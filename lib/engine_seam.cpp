@@ -111,8 +111,10 @@ using EntryMap = std::unordered_map<std::string, std::shared_ptr<c10::SafePyObje
 
 // Note [Reading the entry]
 // Every saved tensor asks for the entry. The public way, `contains` and then `get`, hashes the key
-// three times and was a tenth of the cost of a small region; so the map itself is read. The
-// explicit instantiation below may name a private member; a LibTorch without it does not compile.
+// three times and was a tenth of the cost of a small region; so the map itself is read. Every region
+// puts the entry in twice and takes it out twice (a key left behind would cost every node of every
+// backward a copy of the map), so the map's node is kept in between. The explicit instantiation below
+// may name a private member; a LibTorch without it does not compile.
 EntryMap ThreadLocalPythonObjects::* entry_map_of(ThreadLocalPythonObjects*);
 template <EntryMap ThreadLocalPythonObjects::* member>
 struct EntryMapAccess {
@@ -122,19 +124,19 @@ struct EntryMapAccess {
 };
 template struct EntryMapAccess<&ThreadLocalPythonObjects::obj_dict_>;
 
-const EntryMap& entry_map() {
-  return ThreadLocalPythonObjects::get_state().*
-         entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr));
+/// This thread's own map. It is handed out read-only, but what is handed out is no constant.
+EntryMap& entry_map() {
+  return const_cast<EntryMap&>(ThreadLocalPythonObjects::get_state().*
+                               entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr)));
 }
 
-template <class Objects>
-void remove_key(const std::string& key) {
-  if (entry_map().find(key) == entry_map().end()) return;
-  if constexpr (requires { Objects::erase(key); })
-    Objects::erase(key);
-  else
-    Objects::set(key, nullptr);
-}
+/// The map's node while the thread has no entry. Scopes may close after it, as the thread ends.
+thread_local bool is_thread_ending = false;
+struct SpareNode {
+  EntryMap::node_type node;
+  ~SpareNode() { is_thread_ending = true; }
+};
+thread_local SpareNode spare;
 
 /// See Note [The forwarding engine].
 class ForwardingEngine final : public Engine {
@@ -205,20 +207,61 @@ void install(const EngineCallbacks& callbacks) {
 
 ThreadEntry::ThreadEntry() : handle_(reinterpret_cast<PyObject*>(this), interpreter()) {}
 
+std::shared_ptr<c10::SafePyObject> handle_of(std::shared_ptr<ThreadEntry> entry) {
+  c10::SafePyObject* const handle = &entry->handle_;
+  return {std::move(entry), handle};
+}
+
+namespace {
+
+ThreadEntry* entry_behind(const c10::SafePyObject& handle) {
+  return reinterpret_cast<ThreadEntry*>(handle.ptr(interpreter()));
+}
+
+std::shared_ptr<ThreadEntry> entry_behind(std::shared_ptr<c10::SafePyObject> handle) {
+  if (handle == nullptr) return nullptr;
+  ThreadEntry* const entry = entry_behind(*handle);
+  return {std::move(handle), entry};
+}
+
+}  // namespace
+
 ThreadEntry* thread_entry() {
   const EntryMap& entries = entry_map();
   if (entries.empty()) return nullptr;
   const auto found = entries.find(slot_key());
-  if (found == entries.end() || found->second == nullptr) return nullptr;
-  return reinterpret_cast<ThreadEntry*>(found->second->ptr(interpreter()));
+  return found == entries.end() || found->second == nullptr ? nullptr
+                                                            : entry_behind(*found->second);
 }
 
-void set_thread_entry(const std::shared_ptr<ThreadEntry>& entry) {
-  if (entry == nullptr)
-    remove_key<ThreadLocalPythonObjects>(slot_key());  // a left-over key costs every node
-  else
-    ThreadLocalPythonObjects::set(slot_key(),
-                                  std::shared_ptr<c10::SafePyObject>(entry, &entry->handle_));
+std::shared_ptr<ThreadEntry> share_thread_entry() {
+  const EntryMap& entries = entry_map();
+  if (entries.empty()) return nullptr;
+  const auto found = entries.find(slot_key());
+  return found == entries.end() ? nullptr : entry_behind(found->second);
+}
+
+std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry) {
+  EntryMap& entries = entry_map();
+  const auto found = entries.empty() ? entries.end() : entries.find(slot_key());
+  if (found == entries.end()) {
+    if (entry == nullptr) return nullptr;
+    if (is_thread_ending || spare.node.empty()) {
+      entries.emplace(slot_key(), handle_of(std::move(entry)));
+    } else {
+      spare.node.mapped() = handle_of(std::move(entry));
+      entries.insert(std::move(spare.node));
+    }
+    return nullptr;
+  }
+  auto previous = entry_behind(std::move(found->second));
+  if (entry != nullptr) {
+    found->second = handle_of(std::move(entry));
+  } else {
+    auto node = entries.extract(found);
+    if (!is_thread_ending) spare.node = std::move(node);
+  }
+  return previous;
 }
 
 int64_t foreign_hook_depth() {

@@ -36,7 +36,7 @@ struct EngineCallbacks {
 void install(const EngineCallbacks& callbacks);
 
 /// Something that can be the entry of this thread's slot.
-class ThreadEntry : public std::enable_shared_from_this<ThreadEntry> {
+class ThreadEntry {
  public:
   ThreadEntry();
   virtual ~ThreadEntry() = default;
@@ -44,15 +44,15 @@ class ThreadEntry : public std::enable_shared_from_this<ThreadEntry> {
   ThreadEntry& operator=(const ThreadEntry&) = delete;
 
  private:
-  friend void set_thread_entry(const std::shared_ptr<ThreadEntry>& entry);
-  friend ThreadEntry* thread_entry();
+  friend std::shared_ptr<c10::SafePyObject> handle_of(std::shared_ptr<ThreadEntry> entry);
   c10::SafePyObject handle_;
 };
 
 /// The entry that LibTorch carries with this thread's state, or null.
 ThreadEntry* thread_entry();
-/// Replaces it; null removes it.
-void set_thread_entry(const std::shared_ptr<ThreadEntry>& entry);
+std::shared_ptr<ThreadEntry> share_thread_entry();
+/// Replaces it, null removes it; returns what was there.
+std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry);
 
 /// Number of hooks on LibTorch's own (Python's) hook stack of this thread.
 int64_t foreign_hook_depth();

@@ -18,6 +18,12 @@ Filler::Filler(Frame& frame, Run& run, int64_t only_position)
       num_slots_(static_cast<int64_t>(view_.is_needed.size())),
       task_at_start_(seam::graph_task_id()) {
   if (frame.options().debug) log_.emplace();
+  run_.reserve(view_.is_needed.size());
+}
+
+Filler::~Filler() {
+  if (num_new_ > 0) count(live_counters.tensors_recomputed, num_new_);
+  if (bytes_ != 0) count(live_counters.recomputed_bytes_alive, bytes_);
 }
 
 at::Tensor Filler::fill(const at::Tensor& saved) {
@@ -91,9 +97,9 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
     value.version = static_cast<uint32_t>(value.tensor._version());
   }
   const bool is_new = !run_.has(position);
-  run_.put(position, std::move(value));
+  bytes_ += run_.put(position, std::move(value));
   num_filled_ += 1;
-  if (is_new) count(live_counters.tensors_recomputed);
+  num_new_ += is_new ? 1 : 0;
 }
 
 void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {

@@ -20,6 +20,7 @@ class Filler final : public SlotFiller {
  public:
   /// For every slot that is alive, or for `only_position` alone if it is not negative.
   Filler(Frame& frame, Run& run, int64_t only_position);
+  ~Filler() override;
 
   at::Tensor fill(const at::Tensor& saved) override;
   /// The function is about to run a backward. No operator is under way here, so a recompute that has
@@ -73,6 +74,7 @@ class Filler final : public SlotFiller {
   uint64_t last_group_ = 0;       // of the operator that filled the last needed slot
   bool must_finish_operator_ = false;
   int64_t num_seen_ = 0, num_filled_ = 0;
+  int64_t num_new_ = 0, bytes_ = 0;  // for the counters, which are told once
   bool has_stopped_ = false;
   bool has_other_numbers_ = false;
 };

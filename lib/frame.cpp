@@ -51,7 +51,7 @@ struct Frame::Remains {
   std::unique_ptr<FrameExtras> extras;
   std::unique_ptr<detail::RegionBody> body;
   Inputs inputs;
-  std::vector<std::shared_ptr<Run>> runs;
+  c10::SmallVector<std::shared_ptr<Run>, 1> runs;
   std::vector<std::pair<int64_t, at::Tensor>> pending;
   std::unique_ptr<UserState> user_state;
 };
@@ -60,16 +60,21 @@ void Frame::empty() noexcept {
   if (std::exchange(is_empty_, true)) return;
   thread_local std::vector<Remains>* waiting = nullptr;
   count(live_counters.frames_alive, -1);
+  if (!is_settled_) count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
   std::vector<Slot>().swap(slots_);
-  Remains remains{std::move(extras_), std::move(body_),    std::move(inputs_),
-                  std::move(runs_),   std::move(pending_), std::move(user_state_)};
   if (waiting != nullptr) {
-    waiting->push_back(std::move(remains));
+    waiting->push_back({std::move(extras_), std::move(body_), std::move(inputs_), std::move(runs_),
+                        std::move(pending_), std::move(user_state_)});
     return;
   }
   std::vector<Remains> queue;
   waiting = &queue;
-  remains = {};
+  extras_.reset();
+  body_.reset();
+  inputs_.clear();
+  runs_.clear();
+  pending_.clear();
+  user_state_.reset();
   while (!queue.empty()) {
     const Remains next = std::move(queue.back());
     queue.pop_back();
@@ -147,7 +152,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   const bool is_compared = compares_contents() || (saved.is_cpu() && has_new_drawer());
   if (!pending_.empty()) hash_pending(slot.group, /*is_end=*/origin != nullptr);
 
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   REMAT_INVARIANT(!is_settled_, "frame {} got a slot after its function had returned", id_);
   const auto position = static_cast<int64_t>(slots_.size());
   if (slots_.size() == slots_.capacity())
@@ -163,7 +168,6 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
       each->saves_own_output = true;
   if (options_.debug) extras_->saved_by.push_back(extras_->forward_log.size() - 1);
   if (is_compared) pending_.emplace_back(position, saved.detach());
-  count(live_counters.tensors_dropped);
   return position;
 }
 
@@ -173,7 +177,7 @@ void Frame::hash_pending(uint64_t next_group, bool is_end) {
   if (!is_end && slots_[at_position(pending_.front().first)].group == next_group) return;
   for (auto& [position, tensor] : std::exchange(pending_, {})) {
     std::string contents = contents_of(tensor);
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<SpinLock> lock(mutex_);
     if (contents_.size() <= at_position(position)) contents_.resize(at_position(position) + 1);
     contents_[at_position(position)] = std::move(contents);
   }
@@ -199,8 +203,9 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
   if (device_rng_) device_rng_->settle();
   if (device_rng_ && device_rng_->is_empty()) device_rng_.reset();
 
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   is_settled_ = true;
+  count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
   expected_slots = std::clamp<std::size_t>(slots_.size(), 1, 64);
   if (slots_.capacity() > 2 * slots_.size() + 4) slots_.shrink_to_fit();
   settle_provenance(results);
@@ -244,13 +249,13 @@ void Frame::settle_operators() {
 }
 
 void Frame::owner_waits_for_backward(Run& run) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   run.waits_for_backward = true;
-  run.changed.notify_all();
+  run.tell_change();
 }
 
 Frame::SlotView Frame::view_for(int64_t only_position) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   SlotView view;
   view.is_settled = is_settled_;
   view.is_needed.resize(slots_.size());
@@ -268,7 +273,7 @@ Frame::SlotView Frame::view_for(int64_t only_position) {
 void Frame::drop_slot(int64_t position) noexcept {
   // Tensors die outside the lock: in a Python process that may wait for the interpreter's lock.
   c10::SmallVector<Value, 1> dying;
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   slots_[at_position(position)].is_alive = false;
   for (const auto& run : runs_)  // what is being filled is dropped when the task ends
     if (run->state == Run::State::Done && run->has(position)) dying.push_back(run->take(position));
@@ -277,7 +282,7 @@ void Frame::drop_slot(int64_t position) noexcept {
 void Frame::end_task(const TaskKey& task) noexcept {
   if (is_planted(Fault::TaskEnd)) return;
   std::shared_ptr<Run> ended;
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   const auto found =
       std::find_if(runs_.begin(), runs_.end(), [&](const auto& run) { return run->task == task; });
   if (found == runs_.end()) return;
@@ -323,7 +328,7 @@ at::Tensor Frame::read_slot(int64_t position) {
   const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
   const auto index = at_position(position);
   TaskKey key = task->shared ? task->shared->key() : task->graph;
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock<SpinLock> lock(mutex_);
   std::shared_ptr<Run> run, stale;
   const auto take_and_unlock = [&] {
     Value value = take_or_copy(*run, position, *task);
@@ -345,7 +350,7 @@ at::Tensor Frame::read_slot(int64_t position) {
         lock.unlock();
         return read_alone(position);
       }
-      run->changed.wait(lock);
+      run->wait_for_change(lock);
       continue;
     }
     const int64_t read_by = index < run->handed_to.size() ? run->handed_to[index] : -1;
@@ -385,16 +390,16 @@ at::Tensor Frame::read_slot(int64_t position) {
     }
   } catch (...) {
     lock.lock();
-    std::erase(runs_, run);
+    runs_.erase(std::remove(runs_.begin(), runs_.end(), run), runs_.end());
     run->state = Run::State::Done;
-    run->changed.notify_all();
+    run->tell_change();
     throw;
   }
   lock.lock();
   run->task = key;
   run->graph_task = task->graph.id;
   run->state = Run::State::Done;
-  run->changed.notify_all();
+  run->tell_change();
   REMAT_INVARIANT(run->has(position), "frame {}: slot {} stayed empty", id_, position);
   return take_and_unlock();
 }

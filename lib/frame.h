@@ -39,6 +39,7 @@
 #include "lib/run.h"
 #include "lib/slot.h"
 #include "lib/snapshot.h"
+#include "lib/spin_lock.h"
 #include "lib/task.h"
 #include "lib/user_state.h"
 #include "remat/checkpoint.h"
@@ -106,7 +107,7 @@ class Frame final : public SlotOwner {
 
   /// What a recompute needs to know of the slots, taken at its start.
   struct SlotView {
-    std::vector<char> is_needed;  ///< by position
+    c10::SmallVector<char, 48> is_needed;  ///< by position
     int64_t last_needed = -1, num_needed = 0;
     bool is_settled = false;  ///< the forward has returned
     bool ends_small = false;  ///< what a stop after the last slot would skip is next to nothing
@@ -115,7 +116,7 @@ class Frame final : public SlotOwner {
   /// A slot; once the frame is settled only `is_alive` changes, before that slots move.
   template <class Fn>
   void with_slot(int64_t position, bool is_settled, Fn&& fn) {
-    std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+    std::unique_lock<SpinLock> lock(mutex_, std::defer_lock);
     if (!is_settled) lock.lock();
     fn(slots_[static_cast<std::size_t>(position)]);
   }
@@ -150,9 +151,9 @@ class Frame final : public SlotOwner {
   RegionStart start_;
   std::thread::id forward_thread_;
 
-  std::mutex mutex_;  // guards what follows; never held while user code runs
+  SpinLock mutex_;  // guards what follows; never held while user code runs
   std::vector<Slot> slots_;
-  std::vector<std::shared_ptr<Run>> runs_;
+  c10::SmallVector<std::shared_ptr<Run>, 1> runs_;
   bool is_settled_ = false;
   bool ends_small_ = false;
   bool is_empty_ = false;

@@ -2,6 +2,7 @@
 
 #include <ATen/SavedTensorHooks.h>
 
+#include <bit>
 #include <utility>
 #include <vector>
 
@@ -16,8 +17,12 @@ std::atomic<int64_t> num_hook_scopes{0};
 
 StackNode* top() { return static_cast<StackNode*>(seam::thread_entry()); }
 
-std::shared_ptr<StackNode> share(StackNode* node) {
-  return node == nullptr ? nullptr : std::static_pointer_cast<StackNode>(node->shared_from_this());
+std::shared_ptr<StackNode> share_top() {
+  return std::static_pointer_cast<StackNode>(seam::share_thread_entry());
+}
+
+std::shared_ptr<StackNode> exchange_top(std::shared_ptr<StackNode> node) {
+  return std::static_pointer_cast<StackNode>(seam::exchange_thread_entry(std::move(node)));
 }
 
 /// `node` without the closed scopes on and below it; the same node if there are none.
@@ -33,7 +38,7 @@ std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
   if (!has_closed) return node;
   std::shared_ptr<StackNode> rebuilt;
   for (auto each = open_ones.rbegin(); each != open_ones.rend(); ++each)
-    rebuilt = std::make_shared<StackNode>(*(*each)->scope, rebuilt, (*each)->foreign_depth);
+    rebuilt = (*each)->scope->make_node(std::move(rebuilt), (*each)->foreign_depth);
   return rebuilt;
 }
 
@@ -45,10 +50,10 @@ const seam::EngineCallbacks& callbacks() {
 }  // namespace
 
 StackNode::StackNode(Scope& owner, std::shared_ptr<StackNode> lower, int64_t depth)
-    : scope(owner.shared_from_this()), below(std::move(lower)), foreign_depth(depth) {
+    : scope(&owner), below(std::move(lower)), foreign_depth(depth) {
   if (below != nullptr) with = below->with;
-  for (std::size_t i = 0; i < num_abilities; ++i)
-    if (owner.has(static_cast<Ability>(i))) with[i] = this;
+  for (uint32_t rest = owner.abilities(); rest != 0; rest &= rest - 1)
+    with[static_cast<std::size_t>(std::countr_zero(rest))] = this;
 }
 
 // One after the other: a deep stack must not be destroyed recursively.
@@ -61,7 +66,25 @@ Scope* StackNode::nearest(Ability ability) const {
   const StackNode* found = with[index];
   while (found != nullptr && !found->scope->is_open())
     found = found->below ? found->below->with[index] : nullptr;
-  return found == nullptr ? nullptr : found->scope.get();
+  return found == nullptr ? nullptr : found->scope;
+}
+
+struct Scope::OwningNode {
+  OwningNode(std::shared_ptr<Scope> scope, std::shared_ptr<StackNode> below, int64_t foreign_depth)
+      : owner(std::move(scope)), node(*owner, std::move(below), foreign_depth) {}
+  std::shared_ptr<Scope> owner;
+  StackNode node;
+};
+
+std::shared_ptr<StackNode> Scope::make_node(std::shared_ptr<StackNode> below,
+                                            int64_t foreign_depth) {
+  if (!node_) {
+    node_.emplace(*this, std::move(below), foreign_depth);
+    return {shared_from_this(), &*node_};
+  }
+  auto owning = std::make_shared<OwningNode>(shared_from_this(), std::move(below), foreign_depth);
+  StackNode* const node = &owning->node;
+  return {std::move(owning), node};
 }
 
 void Scope::open() {
@@ -108,8 +131,7 @@ void push(const std::shared_ptr<Scope>& scope) {
       message && scope->has(Ability::Hooks))
     TORCH_CHECK(false, *message);
   seam::install(callbacks());
-  seam::set_thread_entry(
-      std::make_shared<StackNode>(*scope, share(top()), seam::foreign_hook_depth()));
+  exchange_top(scope->make_node(share_top(), seam::foreign_hook_depth()));
   scope->open();
 }
 
@@ -117,36 +139,36 @@ void pop(Scope& scope) {
   scope.close();
   StackNode* const node = top();
   if (node == nullptr) return;
-  if (node->scope.get() == &scope && (node->below == nullptr || node->below->scope->is_open())) {
-    seam::set_thread_entry(node->below);
+  if (node->scope == &scope && (node->below == nullptr || node->below->scope->is_open())) {
+    exchange_top(node->below);
     return;
   }
-  const std::shared_ptr<StackNode> before = share(node);
-  if (const auto after = without_closed(before); after != before) seam::set_thread_entry(after);
+  const std::shared_ptr<StackNode> before = share_top();
+  if (auto after = without_closed(before); after != before) exchange_top(std::move(after));
 }
 
 struct StackSwap::ForeignHooks {
   at::impl::SavedTensorDefaultHooksTLS state;
 };
 
-StackSwap::StackSwap(const std::shared_ptr<Scope>& scope) : scope_(scope), previous_(share(top())) {
+StackSwap::StackSwap(const std::shared_ptr<Scope>& scope) : scope_(scope) {
   const auto& foreign = at::SavedTensorDefaultHooks::get_tls_state();
   if (!foreign.stack.empty() || foreign.disabled_error_message || foreign.is_tracing) {
     foreign_ = std::make_unique<ForeignHooks>(ForeignHooks{foreign});
     at::SavedTensorDefaultHooks::set_tls_state({});
   }
   seam::install(callbacks());
-  seam::set_thread_entry(std::make_shared<StackNode>(*scope_, nullptr, seam::foreign_hook_depth()));
+  previous_ = exchange_top(scope_->make_node(nullptr, seam::foreign_hook_depth()));
   scope_->open();
 }
 
 StackSwap::~StackSwap() {
   scope_->close();
-  seam::set_thread_entry(without_closed(std::move(previous_)));
+  exchange_top(without_closed(std::move(previous_)));
   if (foreign_) at::SavedTensorDefaultHooks::set_tls_state(foreign_->state);
 }
 
-NoScopes::NoScopes() : previous_(share(top())) { seam::set_thread_entry(nullptr); }
-NoScopes::~NoScopes() { seam::set_thread_entry(without_closed(std::move(previous_))); }
+NoScopes::NoScopes() : previous_(exchange_top(nullptr)) {}
+NoScopes::~NoScopes() { exchange_top(without_closed(std::move(previous_))); }
 
 }  // namespace remat::detail

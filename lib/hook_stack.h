@@ -38,7 +38,8 @@ inline constexpr std::size_t num_abilities = 9;
 class Scope;
 
 /// One place of the stack: a scope, and what lies below it. Immutable, so that the copies which
-/// LibTorch gives to other threads never change under them.
+/// LibTorch gives to other threads never change under them. The first node of a scope is a part of
+/// it and shares its ownership; others own it.
 struct StackNode final : seam::ThreadEntry {
   StackNode(Scope& scope, std::shared_ptr<StackNode> below, int64_t foreign_depth);
   ~StackNode() override;
@@ -46,7 +47,7 @@ struct StackNode final : seam::ThreadEntry {
   /// The innermost open scope with an ability, from here downwards.
   Scope* nearest(Ability ability) const;
 
-  const std::shared_ptr<Scope> scope;
+  Scope* const scope;
   std::shared_ptr<StackNode> below;
   std::array<StackNode*, num_abilities> with{};  ///< by ability: the nearest node from here
   const int64_t foreign_depth;                   ///< of LibTorch's own hook stack, at the push
@@ -72,9 +73,14 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual std::shared_ptr<Backwards> backwards() const { return nullptr; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
-  bool has(Ability ability) const { return abilities_[static_cast<std::size_t>(ability)]; }
+  bool has(Ability ability) const { return (abilities_ >> static_cast<unsigned>(ability)) & 1u; }
+  /// One bit for each ability.
+  uint32_t abilities() const { return abilities_; }
   void open();
   void close();
+
+  /// A node of the stack for this scope.
+  std::shared_ptr<StackNode> make_node(std::shared_ptr<StackNode> below, int64_t foreign_depth);
 
   std::optional<bool> early_stop{};
   std::optional<bool> debug{};
@@ -84,10 +90,12 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
  protected:
   virtual void on_close() {}
-  void answers(Ability ability) { abilities_[static_cast<std::size_t>(ability)] = true; }
+  void answers(Ability ability) { abilities_ |= 1u << static_cast<unsigned>(ability); }
 
  private:
-  std::array<bool, num_abilities> abilities_{};
+  struct OwningNode;
+  std::optional<StackNode> node_;  // its first
+  uint32_t abilities_ = 0;
   std::atomic<bool> open_{false};
 };
 

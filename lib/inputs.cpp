@@ -64,27 +64,27 @@ void refuse_tangent(const at::Tensor& tensor) {
 const at::Tensor* input_being_saved() { return being_saved; }
 
 void Inputs::save(detail::RegionBody& body) {
-  body.visit_inputs([this](at::Tensor& kept) {
+  c10::SmallVector<const c10::TensorImpl*, 8> impls;
+  body.visit_inputs([&](at::Tensor& kept) {
     const at::Tensor tensor = std::exchange(kept, at::Tensor());
     if (!tensor.defined()) {
       saved_.push_back({{}, false, true, -1});
-      impls_.push_back(nullptr);
+      impls.push_back(nullptr);
       return;
     }
     // Saved once more all the same: in a parent's recompute the two may be different tensors, and
     // the number of slots must not depend on that.
-    const auto known = std::find(impls_.begin(), impls_.end(), tensor.unsafeGetTensorImpl());
-    const int64_t same_as = known == impls_.end() ? -1 : known - impls_.begin();
+    const auto known = std::find(impls.begin(), impls.end(), tensor.unsafeGetTensorImpl());
+    const int64_t same_as = known == impls.end() ? -1 : known - impls.begin();
     refuse_tangent(tensor);
     const bool gets_role = has_gradient_edge(tensor);
     SavingInput saving(tensor);
     saved_.push_back({torch::autograd::SavedVariable(gets_role ? tensor.tensor_data() : tensor,
                                                      /*is_output=*/false),
                       gets_role, tensor.is_leaf(), same_as});
-    impls_.push_back(tensor.unsafeGetTensorImpl());
+    impls.push_back(tensor.unsafeGetTensorImpl());
     storages_.add(tensor);
   });
-  impls_ = {};
 }
 
 std::vector<at::Tensor> Inputs::unpack() const {

@@ -25,6 +25,8 @@ class Inputs {
   /// Fresh arguments for one recompute; may make parents recompute. Throws LibTorch's error when
   /// an input was changed in place.
   std::vector<at::Tensor> unpack() const;
+  /// The tensors die here.
+  void clear() { saved_.clear(); }
 
   const StorageSet& storages() const { return storages_; }
   /// The region's function has returned: the storages are not compared any more.
@@ -37,8 +39,7 @@ class Inputs {
     bool is_leaf;
     int64_t same_as;  ///< the input that is the same tensor, or -1
   };
-  std::vector<Input> saved_;
-  std::vector<const c10::TensorImpl*> impls_;  // while inputs are being saved
+  c10::SmallVector<Input, 1> saved_;
   StorageSet storages_;
 };
 

@@ -60,17 +60,16 @@ class RecomputeScope final : public detail::Scope {
     for (const at::Generator& generator : kept.generators) all.add(generator);
     all.observers.insert(all.observers.end(), kept.observers.begin(), kept.observers.end());
   }
-  c10::SmallVector<const DrawReplay*, 1> replays() const {
-    c10::SmallVector<const DrawReplay*, 1> all;
-    if (replay_) all.push_back(&*replay_);
-    for (const DrawReplay& each : more_replays_) all.push_back(&each);
-    return all;
+  template <class Visitor>
+  void visit_replays(Visitor&& visitor) const {
+    if (replay_) visitor(*replay_);
+    for (const DrawReplay& each : more_replays_) visitor(each);
   }
   /// Whether numbers were taken past the operators: where the function ends must be looked at.
   bool uses_original() const {
-    for (const DrawReplay* each : replays())
-      if (each->plan().uses_original()) return true;
-    return false;
+    bool uses = false;
+    visit_replays([&](const DrawReplay& each) { uses = uses || each.plan().uses_original(); });
+    return uses;
   }
 
  private:
@@ -102,6 +101,28 @@ struct RunOnThisThread {
   ~RunOnThisThread() { active_runs().entries.pop_back(); }
 };
 
+/// The generators that a recompute may set, each as GeneratorSwap says.
+class SwapOfAll {
+ public:
+  explicit SwapOfAll(const RecomputeScope& scope) {
+    scope.visit_replays([this](const DrawReplay& each) {
+      if (first_)
+        more_.emplace_back(each);
+      else
+        first_.emplace(each);
+    });
+  }
+  bool were_disturbed() const {
+    return (first_ && first_->was_disturbed()) ||
+           std::any_of(more_.begin(), more_.end(),
+                       [](const GeneratorSwap& each) { return each.was_disturbed(); });
+  }
+
+ private:
+  std::optional<GeneratorSwap> first_;
+  std::list<GeneratorSwap> more_;
+};
+
 /// Runs the function again. Returns normally after a stop too; false if another thread disturbed
 /// its random numbers.
 bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
@@ -114,8 +135,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
                            "give each thread a provider of its own");
   const StreamScope streams(frame->streams(), inputs);
   const DeviceRngSwap device_rng(frame->device_rng());
-  std::list<GeneratorSwap> generators;
-  for (const DrawReplay* each : scope->replays()) generators.emplace_back(*each);
+  const SwapOfAll generators(*scope);
   {
     const RunOnThisThread active(*frame, run, filler);  // not while a provider runs a backward
     AmbientRestore ambient(frame->snapshot());
@@ -135,8 +155,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
     filler.record_ready();
   }
   user_state.put_back();
-  return std::none_of(generators.begin(), generators.end(),
-                      [](const GeneratorSwap& each) { return each.was_disturbed(); });
+  return !generators.were_disturbed();
 }
 
 constexpr int max_attempts = 5;

@@ -27,13 +27,12 @@ void add_bases(References& references) {
 
 }  // namespace
 
-void Run::put(int64_t position, Value value) {
+int64_t Run::put(int64_t position, Value value) {
   const auto index = static_cast<std::size_t>(position);
   if (values.size() <= index) values.resize(index + 1);
   drop(position);
   value.bytes = static_cast<int64_t>(value.tensor.has_storage() ? value.tensor.nbytes() : 0);
-  count(live_counters.recomputed_bytes_alive, value.bytes);
-  values[index] = std::move(value);
+  return (values[index] = std::move(value)).bytes;
 }
 
 bool Run::has(int64_t position) const {
@@ -79,6 +78,18 @@ void Run::drop(int64_t position) noexcept {
 void Run::clear() noexcept {
   for (std::size_t i = 0; i < values.size(); ++i) drop(static_cast<int64_t>(i));
   values.clear();
+}
+
+void Run::tell_change() noexcept {
+  num_changes_.fetch_add(1, std::memory_order_release);
+  num_changes_.notify_all();
+}
+
+void Run::wait_for_change(std::unique_lock<SpinLock>& lock) {
+  const uint32_t before = num_changes_.load(std::memory_order_acquire);
+  lock.unlock();
+  num_changes_.wait(before, std::memory_order_acquire);
+  lock.lock();
 }
 
 }  // namespace remat

@@ -3,12 +3,14 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <condition_variable>
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
+#include "lib/spin_lock.h"
 #include "lib/streams.h"
 #include "lib/task_key.h"
 
@@ -34,7 +36,10 @@ struct Run {
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
-  void put(int64_t position, Value value);
+  /// Room for the values of that many slots.
+  void reserve(std::size_t num_slots) { values.reserve(num_slots); }
+  /// Returns its bytes, which the caller adds to the counter of those alive.
+  int64_t put(int64_t position, Value value);
   bool has(int64_t position) const;
   Value take(int64_t position);
   /// The value stays.
@@ -45,16 +50,23 @@ struct Run {
   bool owns_alone(int64_t position) const;
   void clear() noexcept;
 
+  /// `state` or `waits_for_backward` has changed.
+  void tell_change() noexcept;
+  /// Until the next change; `lock` is the frame's, and not held meanwhile.
+  void wait_for_change(std::unique_lock<SpinLock>& lock);
+
   TaskKey task;
   int64_t graph_task = -1;  ///< the engine's id of the backward that computed it
   State state = State::Running;
   std::thread::id owner = std::this_thread::get_id();
   /// The owner runs a backward inside the recompute: a waiting thread could be the one it needs.
   bool waits_for_backward = false;
-  std::condition_variable changed;
   std::vector<Value> values;  // by position
   /// By position, where it is asked for: the engine's id of the backward that read it, or -1.
   std::vector<int64_t> handed_to;
+
+ private:
+  std::atomic<uint32_t> num_changes_{0};
 };
 
 }  // namespace remat

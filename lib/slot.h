@@ -9,21 +9,20 @@
 namespace remat {
 
 struct Slot {
-  Description description;
-  Provenance provenance;
   /// Tensors saved by one operator share it (`at::sequence_number::peek()` at the save).
   uint64_t group = 0;
-  bool requires_grad = false;
+  Description description;
+  [[no_unique_address]] Provenance provenance;  // the flags fill its last word
+  bool requires_grad : 1 = false;
   /// Some saved variable still refers to the slot.
-  bool is_alive = true;
+  bool is_alive : 1 = true;
   /// It stands for an input of a region inside; such a tensor is complete when it is saved.
-  bool is_inner_input = false;
+  bool is_inner_input : 1 = false;
   /// The operator may write this tensor, or one of its group, after it was saved: a recompute that
   /// ends here lets the operator finish (Rule 5).
-  bool finish_operator = true;
-
+  bool finish_operator : 1 = true;
   /// The operator is a C++ Function that saves its own output, here or in another slot of its group.
-  bool saves_own_output = false;
+  bool saves_own_output : 1 = false;
 
   bool is_same_operator(const Slot& other) const {
     return group == other.group && !is_inner_input && !other.is_inner_input;

@@ -44,9 +44,7 @@ AmbientRestore::AmbientRestore(const Snapshot& snapshot)
       autocast_(AutocastState::now()),
       has_cast_scope_(snapshot.autocast.is_any_enabled()) {
   if (autograd_.get_inference_mode()) no_inference_.emplace(false);
-  c10::AutogradState recomputing = c10::AutogradState::get_tls_state();
-  recomputing.set_grad_mode(true);
-  c10::AutogradState::set_tls_state(recomputing);
+  if (!c10::GradMode::is_enabled()) c10::GradMode::set_enabled(true);
   if (!(snapshot.autocast == autocast_) && !is_planted(Fault::Autocast)) snapshot.autocast.set();
   if (has_cast_scope_) autocast::increment_nesting();
 }

@@ -15,28 +15,31 @@ namespace {
 /// that runs on a stack of its own (a fiber's) is outside and has room.
 struct Range {
   uintptr_t begin = 0, end = 0;
+  bool is_known = false;
 };
 
 Range cramped_addresses() {
 #if defined(__linux__)
   pthread_attr_t attributes;
-  if (pthread_getattr_np(pthread_self(), &attributes) != 0) return {};
+  if (pthread_getattr_np(pthread_self(), &attributes) != 0) return {0, 0, true};
   void* lowest = nullptr;
   size_t size = 0;
   const bool is_known = pthread_attr_getstack(&attributes, &lowest, &size) == 0;
   pthread_attr_destroy(&attributes);
-  if (!is_known) return {};
+  if (!is_known) return {0, 0, true};
   const size_t kept = std::clamp<size_t>(size / 4, 48 << 10, 256 << 10);
-  return {reinterpret_cast<uintptr_t>(lowest), reinterpret_cast<uintptr_t>(lowest) + kept};
+  return {reinterpret_cast<uintptr_t>(lowest), reinterpret_cast<uintptr_t>(lowest) + kept, true};
 #else
-  return {};
+  return {0, 0, true};
 #endif
 }
 
 }  // namespace
 
 bool has_stack_room() {
-  thread_local const Range cramped = cramped_addresses();
+  thread_local Range of_this_thread;
+  Range& cramped = of_this_thread;  // one look-up for all
+  if (!cramped.is_known) cramped = cramped_addresses();
   const auto here = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
   return here < cramped.begin || here >= cramped.end;
 }
