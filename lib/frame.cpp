@@ -132,6 +132,7 @@ void Frame::keep(const at::Generator& generator) {
   if (!options_.preserve_rng_state) return;
   if (!user_state_) user_state_ = std::make_unique<UserState>();
   user_state_->keep(generator);
+  DeviceRng::add(device_rng_, generator);
 }
 
 int64_t Frame::add_slot(const at::Tensor& saved) {
