@@ -275,8 +275,12 @@ TEST_CASE("a complex view that a parent makes without grad may be captured by it
   const remat::EarlyStopGuard guard(early_stop);
   const Tensor x = leaf({4}), w = at::rand({4}).requires_grad_(false);
   std::function<Tensor()> make;
-  SECTION("a complex tensor") { make = [&] { return at::complex(w, w * 2); }; }
-  SECTION("a conjugate") { make = [&] { return at::complex(w, w * 2).conj(); }; }
+  SECTION("a complex tensor") {
+    make = [&] { return at::complex(w, w * 2); };
+  }
+  SECTION("a conjugate") {
+    make = [&] { return at::complex(w, w * 2).conj(); };
+  }
   SECTION("a view of a conjugate") {
     make = [&] { return at::complex(w, w * 2).conj().view({2, 2}).view({4}); };
   }

@@ -245,6 +245,35 @@ TEST_CASE("a generator of the user's own is drawn from as it is", "[rule-11]") {
   CHECK(at::equal(y, x.sin() * at::rand({50}, at::detail::createCPUGenerator(5), at::kFloat)));
 }
 
+TEST_CASE("a gradient inside a region that seeds a registered generator disturbs nothing",
+          "[rule-11][rule-6]") {
+  const bool past_operators = GENERATE(true, false);
+  CAPTURE(past_operators);
+  at::Generator own = at::detail::createCPUGenerator(3);
+  const auto f = [&](const Tensor& t) {
+    double factor = 2;
+    Tensor h = t * at::rand({3}, own, at::kFloat);
+    {
+      std::lock_guard<std::mutex> lock(own.mutex());
+      if (past_operators)
+        factor = own.get<at::CPUGeneratorImpl>()->random() * 0x1p-32;
+      else
+        own.set_current_seed(5);
+    }
+    h = (h * at::rand({3}, own, at::kFloat)).sin() * h * factor;
+    h = h * grad_of(h, {t}, {.retain_graph = true})[0];
+    return h * at::rand({3}, own, at::kFloat);
+  };
+  const Tensor x = leaf({3}), start = own.get_state();
+  const Tensors plain = grad_of(f(x), {x});
+  const Tensor end = own.get_state();
+  own.set_state(start);
+  const remat::GeneratorGuard guard(own);
+  const Tensor y = remat::checkpoint(f, x);
+  for (int i = 0; i < 2; ++i) require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+  CHECK(at::equal(own.get_state(), end));
+}
+
 /// A generator on the CPU that is none of LibTorch's: it counts.
 struct CountingGenerator final : c10::GeneratorImpl {
   int64_t position = 0;
@@ -305,8 +334,9 @@ TEST_CASE("a CPU generator of a foreign kind is set back and put forward again",
     Tensor y;
     {
       const remat::GeneratorGuard guard(foreign);
-      y = nested ? remat::checkpoint([&](const Tensor& t) { return remat::checkpoint(block, t); }, x)
-                 : remat::checkpoint(block, x);
+      y = nested
+              ? remat::checkpoint([&](const Tensor& t) { return remat::checkpoint(block, t); }, x)
+              : remat::checkpoint(block, x);
     }
     CHECK(impl->position == 2);
     impl->position = 40;
