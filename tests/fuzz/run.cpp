@@ -209,7 +209,8 @@ Value Interpreter::changeable(const Value& value, Dice& dice) {
   const bool is_bold = dice.percent(origin.foreign ? 5 : 15);
   // A tensor without grad that a frame keeps must not get a history: if that leads back to the frame
   // nothing frees them, as in LibTorch for a tensor that a node saved.
-  const bool makes_cycle = (is_risky && !t.requires_grad()) || origin.as_capture;
+  // Nor may one that the graph of a captured tensor may have saved.
+  const bool makes_cycle = (is_risky && !t.requires_grad()) || contents_.captures;
   if (overlaps_itself(t) || origin.leaf || makes_cycle || (t.is_leaf() && t.requires_grad()) ||
       (is_risky && !is_bold))
     return {t.clone(), std::make_shared<Origin>()};
@@ -244,7 +245,9 @@ void Interpreter::run_operator(const Statement& s, Environment& values) {
 void Interpreter::run_inner_grad(const Statement& s, Environment& values) {
   const Value of = look_up(values, s.args[0]), with = look_up(values, s.args[1]);
   // Through the region's arguments a recompute has no graph (Rule 2): only what was made inside.
-  if (!of.tensor.requires_grad() || !with.tensor.requires_grad() || with.origin->foreign) return;
+  if (!of.tensor.requires_grad() || !with.tensor.requires_grad() || with.origin->foreign ||
+      of.origin->foreign)
+    return;
   Tensor grad = torch::autograd::grad({of.tensor}, {with.tensor}, {at::ones_like(of.tensor)},
                                       s.salt % 10 != 0, s.salt % 4 < 2, true)[0];
   if (!grad.defined()) grad = at::zeros_like(with.tensor);

@@ -50,6 +50,11 @@ void Interpreter::record_tensor(Stage& stage, const std::string& label, const Te
     stage.entries.push_back({label, "undefined", ""});
     return;
   }
+  // A view whose base was changed in place is no leaf from when its node is first asked for.
+  try {
+    tensor.grad_fn();
+  } catch (const c10::Error&) {
+  }
   std::ostringstream meta;
   meta << tensor.scalar_type() << " " << tensor.sizes() << " strides " << tensor.strides()
        << (tensor.requires_grad() ? " requires grad" : "") << (tensor.is_leaf() ? " leaf" : "")
