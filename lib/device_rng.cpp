@@ -46,12 +46,25 @@ std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> register
   return kept;
 }
 
+bool DeviceRng::has(const at::Generator& generator) const {
+  return std::any_of(states_.begin(), states_.end(),
+                     [&](const State& each) { return each.generator == generator; });
+}
+
+void DeviceRng::add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered) {
+  if (as_cpu_generator(registered) != nullptr) return;
+  if (!kept) kept = std::make_unique<DeviceRng>();
+  at::Generator generator = registered;
+  if (!kept->has(generator)) kept->states_.push_back({generator, state_of(generator)});
+}
+
 void DeviceRng::settle() {
   std::erase_if(states_, [](State& each) { return is_same(each.state, state_of(each.generator)); });
   for (const c10::Device& device : devices_in_use()) {
     if (std::find(used_before_.begin(), used_before_.end(), device) != used_before_.end()) continue;
     // First used inside: it stood at the beginning of the stream of its seed.
     at::Generator generator = at::globalContext().defaultGenerator(device);
+    if (has(generator)) continue;
     at::Generator start = generator.clone();
     start.set_offset(0);
     states_.push_back({generator, state_of(start)});

@@ -21,12 +21,15 @@ class DeviceRng {
   /// Null where there is neither an accelerator nor anything in `registered` but CPU generators. No
   /// device is initialised.
   static std::unique_ptr<DeviceRng> take(c10::ArrayRef<at::Generator> registered);
+  /// A generator that was registered inside the region, as it is now; none if it is a CPU generator.
+  static void add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered);
   /// Forgets the generators that did not move; adds those of devices first used meanwhile.
   void settle();
   bool is_empty() const { return states_.empty(); }
 
  private:
   friend class DeviceRngSwap;
+  bool has(const at::Generator& generator) const;
   struct State {
     at::Generator generator;
     at::Tensor state;

@@ -58,6 +58,17 @@ std::shared_ptr<DrawTrack> track_of(const at::CPUGeneratorImpl& generator) {
 std::atomic<uint64_t> num_new_drawers{0};
 thread_local bool has_drawn = false;
 
+/// Draws of recomputes on this thread, after which the generator was set back: nobody's.
+uint64_t& undone_draws(const at::CPUGeneratorImpl& generator) {
+  thread_local std::unordered_map<const at::CPUGeneratorImpl*, uint64_t> by_generator;
+  return by_generator[&generator];
+}
+
+/// The operators so far that drew from a track's generator, as a region on this thread counts them.
+uint64_t lasting_draws(const DrawTrack& track) {
+  return track.num_draws - undone_draws(track.generator);
+}
+
 /// What the random operator that this thread runs draws from, in the place of which generator;
 /// operators inside it do so too.
 struct Source {
@@ -243,7 +254,7 @@ void DrawLog::begin() {
   std::lock_guard<std::mutex> lock(generator_.mutex_);
   track_->look();
   unseen_at_begin_ = track_->num_unseen;
-  draws_at_begin_ = track_->num_draws;
+  draws_at_begin_ = lasting_draws(*track_);
   start_ = track_->state();
 }
 
@@ -289,7 +300,7 @@ void DrawLog::settle() {
   if (plan_.uses_original()) {
     plan_.end = position_of(generator_);
     plan_.had_strangers =
-        track_->num_draws - draws_at_begin_ != static_cast<uint64_t>(num_draws_from_original_);
+        lasting_draws(*track_) - draws_at_begin_ != static_cast<uint64_t>(num_draws_from_original_);
   }
   start_.reset();
   is_settled_ = true;
@@ -331,7 +342,7 @@ GeneratorSwap::GeneratorSwap(const DrawReplay& replay)
   std::lock_guard<std::mutex> lock(generator_.mutex_);
   track_->look();
   num_unseen_ = track_->num_unseen;
-  num_draws_ = track_->num_draws;
+  num_draws_ = lasting_draws(*track_);
   before_ = track_->state();
   if (plan_.uses_original()) set_state_known(*plan_.unseen_start);
 }
@@ -348,8 +359,9 @@ GeneratorSwap::~GeneratorSwap() {
     std::lock_guard<std::mutex> lock(generator_.mutex_);
     track_->look();
     if (plan_.uses_original() ||
-        (track_->num_unseen != num_unseen_ && track_->num_draws == num_draws_))
+        (track_->num_unseen != num_unseen_ && lasting_draws(*track_) == num_draws_))
       set_state_known(*before_);
+    if (plan_.uses_original()) undone_draws(generator_) += replay_.num_original_draws;
   }
   if (has_turn_ && --turns_of_this_thread == 0) swapping.unlock();
 }
@@ -359,7 +371,7 @@ bool GeneratorSwap::was_disturbed() const {
   std::lock_guard<std::mutex> lock(generator_.mutex_);
   // One that does not move it draws nothing so: it was another thread that moved it in forward.
   const bool had_strangers =
-      plan_.had_strangers || track_->num_draws - num_draws_ != replay_.num_original_draws;
+      plan_.had_strangers || lasting_draws(*track_) - num_draws_ != replay_.num_original_draws;
   return (had_strangers || position_of(generator_) != *plan_.end) &&
          !is_at(generator_, *plan_.unseen_start);
 }

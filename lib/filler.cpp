@@ -14,7 +14,8 @@ Filler::Filler(Frame& frame, Run& run, int64_t only_position)
     : frame_(frame),
       run_(run),
       view_(frame.view_for(only_position)),
-      early_stop_(frame.options().early_stop),
+      // What forward has not run yet, as it waits for a backward, is not to be run by a recompute.
+      early_stop_(frame.options().early_stop || !view_.is_settled),
       num_slots_(static_cast<int64_t>(view_.is_needed.size())),
       task_at_start_(seam::graph_task_id()) {
   if (frame.options().debug) log_.emplace();
@@ -31,8 +32,8 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
   if (has_stopped_) {
     // The function caught the signal and went on: nothing it saves now counts, and it gets the
-    // signal again.
-    if (can_stop(judged, num_slots_)) throw StopSignal{};
+    // signal again, where no operator can be the one whose list is not cleared.
+    if (!view_.has_own_output && can_stop(judged, num_slots_)) throw StopSignal{};
     return saved.requires_grad() ? saved.tensor_data() : saved;
   }
   const uint64_t group = at::sequence_number::peek();
@@ -71,6 +72,8 @@ bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
   if (!is_on_own_ground()) return false;
   if (is_planted(Fault::OwnOutput)) return true;
   if (is_made_by_function(saved)) return false;
+  // Forward has not got there yet, so nothing is known of this operator.
+  if (position >= num_slots_ && !view_.is_settled) return false;
   bool is_safe = true;
   if (position < num_slots_)
     frame_.with_slot(position, view_.is_settled,

@@ -29,7 +29,8 @@ class Filler final : public SlotFiller {
   /// The function has ended, by a return or a stop: takes what waited for it.
   void finish() { compare_pending(0, /*is_end=*/true); }
 
-  void forbid_stop() { early_stop_ = false; }
+  /// The recompute must run to its end, unless forward has not got there yet.
+  void forbid_stop() { early_stop_ = !view_.is_settled; }
   /// All is queued on the devices that the tensors need.
   void record_ready() const { ready_.record(); }
 

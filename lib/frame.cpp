@@ -137,6 +137,7 @@ void Frame::keep(const at::Generator& generator) {
   if (!options_.preserve_rng_state) return;
   if (!user_state_) user_state_ = std::make_unique<UserState>();
   user_state_->keep(generator);
+  DeviceRng::add(device_rng_, generator);
 }
 
 int64_t Frame::add_slot(const at::Tensor& saved) {
@@ -261,6 +262,7 @@ Frame::SlotView Frame::view_for(int64_t only_position) {
   view.is_needed.resize(slots_.size());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const auto position = static_cast<int64_t>(i);
+    view.has_own_output |= slots_[i].saves_own_output;
     if (only_position >= 0 ? position != only_position : !slots_[i].is_alive) continue;
     view.is_needed[i] = 1;
     view.last_needed = position;

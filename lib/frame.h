@@ -109,8 +109,9 @@ class Frame final : public SlotOwner {
   struct SlotView {
     c10::SmallVector<char, 48> is_needed;  ///< by position
     int64_t last_needed = -1, num_needed = 0;
-    bool is_settled = false;  ///< the forward has returned
-    bool ends_small = false;  ///< what a stop after the last slot would skip is next to nothing
+    bool is_settled = false;      ///< the forward has returned
+    bool ends_small = false;      ///< what a stop after the last slot would skip is next to nothing
+    bool has_own_output = false;  ///< some operator saves its own output
   };
   SlotView view_for(int64_t only_position);
   /// A slot; once the frame is settled only `is_alive` changes, before that slots move.

@@ -1,31 +1,10 @@
 #include "lib/run.h"
 
-#include <torch/csrc/autograd/variable.h>
-
-#include <map>
 #include <utility>
 
 #include "lib/counters.h"
 
 namespace remat {
-
-namespace {
-
-using References = std::map<c10::TensorImpl*, std::size_t>;
-
-/// A view refers to its base.
-void add_bases(References& references) {
-  for (const auto& [impl, count] : References(references)) {
-    const auto* meta = static_cast<const torch::autograd::AutogradMeta*>(impl->autograd_meta());
-    if (meta == nullptr || !meta->is_view_) continue;
-    const auto* view = static_cast<const torch::autograd::DifferentiableViewMeta*>(meta);
-    if (view->has_bw_view()) ++references[view->get_backward_view().base_.unsafeGetTensorImpl()];
-    if (view->has_fw_view() && !view->shared_view_info())
-      ++references[view->get_forward_view().base_.unsafeGetTensorImpl()];
-  }
-}
-
-}  // namespace
 
 int64_t Run::put(int64_t position, Value value) {
   const auto index = static_cast<std::size_t>(position);
@@ -53,19 +32,20 @@ int64_t Run::num_bytes() const {
   return bytes;
 }
 
-bool Run::owns_alone(int64_t position) const {
-  if (!has(position)) return false;
-  const at::Tensor& value = values[static_cast<std::size_t>(position)].tensor;
-  if (!value.has_storage()) return false;
-  References references;  // to each tensor of that storage, from here
-  for (const Value& each : values)
-    for (const at::Tensor* tensor : {&each.tensor, &each.alias})
-      if (tensor->defined() && tensor->has_storage() && tensor->is_alias_of(value))
-        ++references[tensor->unsafeGetTensorImpl()];
-  add_bases(references);
-  for (const auto& [impl, count] : references)
-    if (c10::raw::intrusive_ptr::use_count(impl) != count) return false;
-  return value.storage().use_count() == references.size();
+// A view refers to its base not only where it can be counted: the functions that would make it again,
+// or its base from it, own tensors too. So views give way to aliases first.
+bool Run::owns_alone(int64_t position) {
+  if (!has(position) || !peek(position).tensor.has_storage()) return false;
+  const at::Storage storage = peek(position).tensor.storage();
+  std::size_t num_owners = 1;  // `storage` here
+  for (Value& each : values)
+    for (at::Tensor* tensor : {&each.tensor, &each.alias}) {
+      if (!tensor->defined() || !tensor->has_storage() || !tensor->storage().is_alias_of(storage))
+        continue;
+      *tensor = tensor->tensor_data();
+      ++num_owners;
+    }
+  return storage.use_count() == num_owners;
 }
 
 void Run::drop(int64_t position) noexcept {

@@ -46,8 +46,9 @@ struct Run {
   const Value& peek(int64_t position) const { return values[static_cast<std::size_t>(position)]; }
   int64_t num_bytes() const;
   void drop(int64_t position) noexcept;
-  /// Whether the storage of a value has no owner outside this run.
-  bool owns_alone(int64_t position) const;
+  /// Whether the storage of a value has no owner outside this run. The values that have it are then
+  /// aliases of what was saved, not the same objects.
+  bool owns_alone(int64_t position);
   void clear() noexcept;
 
   /// `state` or `waits_for_backward` has changed.

@@ -183,6 +183,26 @@ TEST_CASE("Values compares bits: equal NaNs are equal, layouts in logical order,
   CHECK(mismatch(values, sparse(2), sparse(3), x).kind() == Kind::ValueMismatch);
 }
 
+TEST_CASE("Values compares the parts of a nested tensor", "[options][rule-10]") {
+  const CheckpointOptions values{.determinism_check = DeterminismCheck::Values};
+  const Tensor x = at::arange(1.0F, 7.0F).requires_grad_();
+  // Parts of `first` and of 6 - `first` elements; one element of the second has a factor.
+  const auto nested = [](int64_t first, float factor) {
+    return [=](const Tensor& t) {
+      Tensor factors = at::ones({6});
+      factors[5] = factor;
+      const Tensor scaled = t * factors;
+      return at::_nested_tensor_from_tensor_list(
+                 {scaled.narrow(0, 0, first), scaled.narrow(0, first, 6 - first)})
+          .sin()
+          .to_padded_tensor(0);
+    };
+  };
+  accepted(values, nested(2, 2), nested(2, 2), x);
+  CHECK(mismatch(values, nested(2, 2), nested(2, 3), x).kind() == Kind::ValueMismatch);
+  CHECK(mismatch(values, nested(2, 1), nested(4, 1), x).kind() != Kind::RecomputeFailed);
+}
+
 TEST_CASE("Values compares a tensor after the operator that saved it has filled it",
           "[options][rule-5][rule-10]") {
   const Seed seed;

@@ -12,7 +12,7 @@ namespace {
 /// What this program may contain; drawn once, so that combinations of few things are frequent.
 struct Features {
   bool inplace, random, hooks, catches, inner_grad, fuses, autocast, captures, reads_twice, strict,
-      changes, scopes;  // a context_fn excludes debug
+      changes, guards, scopes;  // a context_fn excludes debug
 };
 
 class Generator {
@@ -56,6 +56,7 @@ class Generator {
                  .reads_twice = draw(40),
                  .strict = false,
                  .changes = draw(25),
+                 .guards = draw(30),
                  .scopes = draw(40)};
     // CopySlices, the node of a change of a view, reads twice in a double backward.
     const bool may_read_twice = features_.reads_twice || features_.inplace;
@@ -92,19 +93,26 @@ class Generator {
 
   Statement make_operator(const std::vector<int>& visible) {
     const std::vector<Operator>& table = operators();
-    const auto weighted = [&](bool only_random) {
+    const auto weighted = [&](auto is_wanted) {
       std::vector<int> all;
       for (int i = 0; i < static_cast<int>(table.size()); ++i)
-        if (table[i].random || !only_random) all.insert(all.end(), table[i].weight, i);
+        if (is_wanted(table[i])) all.insert(all.end(), table[i].weight, i);
       return all;
     };
-    static const std::vector<int> all = weighted(false), all_random = weighted(true);
-    const std::vector<int>& chosen = features_.random && dice_.percent(15) ? all_random : all;
+    static const std::vector<int> all = weighted([](const Operator& op) { return !op.guarded; }),
+                                  all_random = weighted(
+                                      [](const Operator& op) { return op.random && !op.guarded; }),
+                                  all_guarded =
+                                      weighted([](const Operator& op) { return op.guarded; });
+    const bool uses_guards = state_guards_ > 0 && dice_.percent(30);
+    const std::vector<int>& chosen = uses_guards                             ? all_guarded
+                                     : features_.random && dice_.percent(15) ? all_random
+                                                                             : all;
     Statement s;
     do {
       s.op = chosen[dice_.below(static_cast<int64_t>(chosen.size()))];
     } while ((table[s.op].inplace && !features_.inplace) ||
-             (table[s.op].random && !features_.random) ||
+             (table[s.op].random && !features_.random && !uses_guards) ||
              (table[s.op].writes_late && features_.hooks) ||  // hooks that copy would copy rubbish
              (table[s.op].reads_twice && !features_.reads_twice));
     for (int i = 0; i < table[s.op].arity; ++i) s.args.push_back(pick(visible));
@@ -132,6 +140,8 @@ class Generator {
     const int64_t die = dice_.below(100);
     if (die < (depth == 0 ? 30 : 20) && depth < 4) return make_region(visible, depth, in_catch);
     if (die >= 35 && die < 45 && nested_wraps_ < 3) return make_wrap(visible, depth, in_catch);
+    if (features_.guards && nested_wraps_ < 3 && dice_.percent(depth == 0 ? 20 : 8))
+      return make_state_guard(visible, depth, in_catch);
     Statement s;
     if (die >= 45 && die < 52 && features_.inner_grad) {
       s.kind = Kind::InnerGrad;
@@ -165,6 +175,21 @@ class Generator {
     s.salt = dice_.bits();
     ++nested_wraps_;
     s.block = make_block(visible, 1 + dice_.below(4), depth, in_catch || s.kind == Kind::Catch);
+    --nested_wraps_;
+    return s;
+  }
+
+  Statement make_state_guard(std::vector<int>& visible, int depth, bool in_catch) {
+    static constexpr Kind kinds[] = {Kind::Provider, Kind::Provider, Kind::Generator,
+                                     Kind::Generator, Kind::Observer};
+    Statement s;
+    s.kind = kinds[dice_.below(std::size(kinds))];
+    s.salt = dice_.bits();
+    const int guards = s.kind == Kind::Observer ? 0 : 1;
+    ++nested_wraps_;
+    state_guards_ += guards;
+    s.block = make_block(visible, 2 + dice_.below(5), depth, in_catch);
+    state_guards_ -= guards;
     --nested_wraps_;
     return s;
   }
@@ -249,6 +274,7 @@ class Generator {
   std::vector<int> top_level_;
   int next_ = 0;
   int nested_wraps_ = 0;
+  int state_guards_ = 0;  // around the statement that is being made
 };
 
 void look(const Block& block, int depth, Contents& found) {

@@ -1,11 +1,14 @@
 #pragma once
 // The operators that programs are made of: total functions, which make any operands fit.
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <functional>
 #include <vector>
 
+#include "remat/state.h"
 #include "tests/fuzz/program.h"
 
 namespace fuzz {
@@ -13,10 +16,31 @@ namespace fuzz {
 using at::Tensor;
 using Tensors = std::vector<Tensor>;
 
+/// State of the user's own: each number drawn depends on those before.
+class Numbers final : public remat::StateProvider {
+ public:
+  explicit Numbers(uint32_t start) : state_(start) {}
+  uint32_t state() const { return state_; }
+  /// In [0.5, 1.5).
+  double latest() const { return 0.5 + state_ * 0x1p-32; }
+  double next() {
+    state_ = state_ * 1664525U + 1013904223U;
+    return latest();
+  }
+  std::any capture() override { return state_; }
+  void restore(const std::any& state) override { state_ = std::any_cast<uint32_t>(state); }
+
+ private:
+  uint32_t state_;
+};
+
 /// What an operator may ask of the run it is part of.
 struct Surroundings {
   int64_t* hook_calls = nullptr;
   int64_t max_numel = 256;
+  /// Null where no guard preserves it: a recompute would find it in another state.
+  std::array<Numbers*, 2> numbers{};
+  std::array<const at::Generator*, 2> generators{};
 };
 
 struct Operator {
@@ -29,6 +53,7 @@ struct Operator {
   bool writes_late = false;  ///< saves a tensor that its kernel writes afterwards
   bool reads_twice = false;  ///< its node reads a saved tensor twice in one backward
   bool backward_in_hook = false;
+  bool guarded = false;  ///< uses what state guards preserve
   int weight = 2;
 };
 
@@ -39,6 +64,7 @@ const std::vector<Operator>& operators();
 void add_pointwise(std::vector<Operator>& table);
 void add_shapes(std::vector<Operator>& table);
 void add_functions(std::vector<Operator>& table);
+void add_guarded(std::vector<Operator>& table);
 
 /// `a` in floating point.
 Tensor floating(const Tensor& a);

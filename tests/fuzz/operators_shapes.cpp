@@ -215,6 +215,7 @@ const std::vector<Operator>& operators() {
     add_pointwise(all);
     add_shapes(all);
     add_functions(all);
+    add_guarded(all);
     return all;
   }();
   return table;

@@ -77,6 +77,12 @@ const char* wrap_name(Kind kind) {
       return "SavedTensorHooksGuard";
     case Kind::Autocast:
       return "autocast";
+    case Kind::Provider:
+      return "StateProviderGuard";
+    case Kind::Generator:
+      return "GeneratorGuard";
+    case Kind::Observer:
+      return "RecomputeObserverGuard";
     case Kind::Catch:
       return "try";
     default:
@@ -129,6 +135,7 @@ void print(const Block& block, const std::string& indent, int leaves, Visible& v
           static constexpr const char* functions[] = {"identity", "clone", "doubled", "struct"};
           out << " " << functions[s.salt % 4];
         }
+        if (s.kind == Kind::Provider || s.kind == Kind::Generator) out << " " << s.salt % 2;
         out << "\n";
         print(s.block, indent + "  ", leaves, visible, out);
         if (s.kind == Kind::Catch) out << indent << "catch (...)\n";

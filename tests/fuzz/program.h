@@ -45,6 +45,9 @@ enum class Kind {
   Debug,
   Hooks,  ///< a SavedTensorHooksGuard; `salt` chooses its functions
   Autocast,
+  Provider,   ///< a StateProviderGuard; the lowest bit of `salt` chooses of what
+  Generator,  ///< a GeneratorGuard, likewise
+  Observer,   ///< a RecomputeObserverGuard
   Catch,      ///< try { block } catch (...) {}
   InnerGrad,  ///< autograd::grad of operand 0 with respect to operand 1, here
   Throw,

@@ -3,6 +3,7 @@
 #include "tests/fuzz/run.h"
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -74,6 +75,20 @@ std::shared_ptr<Origin> origin_of(const Tensor& made, const std::vector<Value>& 
   return std::make_shared<Origin>();
 }
 
+/// Sets a value for a time.
+template <class T>
+class Instead {
+ public:
+  Instead(T& place, T value) : place_(place), before_(std::exchange(place, std::move(value))) {}
+  ~Instead() { place_ = std::move(before_); }
+  Instead(const Instead&) = delete;
+  Instead& operator=(const Instead&) = delete;
+
+ private:
+  T& place_;
+  T before_;
+};
+
 struct Wrapped {
   Tensor tensor;
   int number = 0;
@@ -89,6 +104,10 @@ const Value& look_up(const Environment& values, int id) {
 Interpreter::Interpreter(const Program& program, Mode mode, Record& record)
     : program_(program), contents_(contents(program.block)), mode_(mode), record_(record) {
   at::manual_seed(program.seed);
+  for (uint32_t i = 0; i < 2; ++i) {
+    numbers_[i] = std::make_shared<Numbers>(static_cast<uint32_t>(program.seed) + i);
+    generators_[i] = at::detail::createCPUGenerator(program.seed + 7 + i);
+  }
   const Tensors tensors = make_leaves();
   for (size_t i = 0; i < tensors.size(); ++i) {
     leaves_.push_back(
@@ -190,7 +209,8 @@ Value Interpreter::changeable(const Value& value, Dice& dice) {
   const bool is_bold = dice.percent(origin.foreign ? 5 : 15);
   // A tensor without grad that a frame keeps must not get a history: if that leads back to the frame
   // nothing frees them, as in LibTorch for a tensor that a node saved.
-  const bool makes_cycle = (is_risky && !t.requires_grad()) || origin.as_capture;
+  // Nor may one that the graph of a captured tensor may have saved.
+  const bool makes_cycle = (is_risky && !t.requires_grad()) || contents_.captures;
   if (overlaps_itself(t) || origin.leaf || makes_cycle || (t.is_leaf() && t.requires_grad()) ||
       (is_risky && !is_bold))
     return {t.clone(), std::make_shared<Origin>()};
@@ -208,7 +228,11 @@ void Interpreter::run_operator(const Statement& s, Environment& values) {
   if (op.inplace) operands[0] = changeable(operands[0], dice);
   Tensors tensors;
   for (const Value& value : operands) tensors.push_back(value.tensor);
-  const Surroundings around{.hook_calls = &hook_calls_, .max_numel = program_.large ? 6000 : 256};
+  Surroundings around{.hook_calls = &hook_calls_, .max_numel = program_.large ? 6000 : 256};
+  for (size_t i = 0; i < 2; ++i) {
+    if (guards_.numbers[i] > 0) around.numbers[i] = numbers_[i].get();
+    if (guards_.generators[i] > 0) around.generators[i] = &generators_[i];
+  }
   Tensors outs = op.run(tensors, dice, around);
   for (size_t i = 0; i < outs.size() && i < static_cast<size_t>(s.outs); ++i) {
     Tensor& out = outs[i];
@@ -221,7 +245,9 @@ void Interpreter::run_operator(const Statement& s, Environment& values) {
 void Interpreter::run_inner_grad(const Statement& s, Environment& values) {
   const Value of = look_up(values, s.args[0]), with = look_up(values, s.args[1]);
   // Through the region's arguments a recompute has no graph (Rule 2): only what was made inside.
-  if (!of.tensor.requires_grad() || !with.tensor.requires_grad() || with.origin->foreign) return;
+  if (!of.tensor.requires_grad() || !with.tensor.requires_grad() || with.origin->foreign ||
+      of.origin->foreign)
+    return;
   Tensor grad = torch::autograd::grad({of.tensor}, {with.tensor}, {at::ones_like(of.tensor)},
                                       s.salt % 10 != 0, s.salt % 4 < 2, true)[0];
   if (!grad.defined()) grad = at::zeros_like(with.tensor);
@@ -258,6 +284,10 @@ void Interpreter::run_wrap(const Statement& s, Environment& values) {
       AutocastScope scope;
       return run_block(s.block, values);
     }
+    case Kind::Provider:
+    case Kind::Generator:
+    case Kind::Observer:
+      return run_state_guard(s, values);
     default:
       try {
         run_block(s.block, values);
@@ -268,6 +298,36 @@ void Interpreter::run_wrap(const Statement& s, Environment& values) {
       } catch (...) {
       }
   }
+}
+
+void Interpreter::run_state_guard(const Statement& s, Environment& values) {
+  GuardsAround with = guards_;
+  std::optional<remat::StateProviderGuard> provider;
+  std::optional<remat::GeneratorGuard> generator;
+  std::optional<remat::RecomputeObserverGuard> observers;
+  const size_t chosen = s.salt % 2;
+  if (s.kind == Kind::Provider) {
+    provider.emplace(numbers_[chosen]);
+    ++with.numbers[chosen];
+  } else if (s.kind == Kind::Generator) {
+    generator.emplace(generators_[chosen]);
+    ++with.generators[chosen];
+  } else {
+    observers.emplace(observer());
+    ++with.observers;
+  }
+  const Instead guards(guards_, with);
+  run_block(s.block, values);
+}
+
+remat::RecomputeObserver Interpreter::observer() {
+  auto tell = [this](const remat::PhaseInfo& info, int64_t change) {
+    observed_now_ += change;
+    if (observed_now_ < 0 || info.phase != remat::Phase::Recompute)
+      record_.faults.push_back("in a recompute: an observer is told of what was not begun");
+  };
+  return {.begin = [tell](const remat::PhaseInfo& info) { tell(info, 1); },
+          .end = [tell](const remat::PhaseInfo& info) { tell(info, -1); }};
 }
 
 remat::CheckpointOptions Interpreter::options(const RegionSpec& spec) {
@@ -329,7 +389,11 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
     captured[id] = {seen.back().tensor, std::make_shared<Origin>(inside)};
   }
   const auto uses = std::make_shared<std::vector<Origin>>();  // of the results, by regions inside
-  const Body body = [this, &s, captured, uses](const Tensors& tensors) {
+  const auto runs = std::make_shared<int64_t>(0);
+  const Body body = [this, &s, captured, uses, runs, with = guards_](const Tensors& tensors) {
+    const Instead guards(guards_, with);
+    if (++*runs > 1 && observed_now_ < with.observers)
+      record_.faults.push_back("in a recompute: an observer does not know of it");
     return run_body(s, captured, tensors, *uses);
   };
   const Tensors results =

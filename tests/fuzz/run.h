@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <map>
 #include <memory>
 #include <optional>
@@ -84,6 +85,12 @@ struct Value {
 };
 using Environment = std::map<int, Value>;
 
+/// How many state guards are around a statement; a region's recomputes have those of its forward.
+struct GuardsAround {
+  std::array<int, 2> numbers{}, generators{};
+  int observers = 0;
+};
+
 class Interpreter {
  public:
   Interpreter(const Program& program, Mode mode, Record& record);
@@ -99,6 +106,8 @@ class Interpreter {
   void run_operator(const Statement& s, Environment& values);
   void run_region(const Statement& s, Environment& values);
   void run_wrap(const Statement& s, Environment& values);
+  void run_state_guard(const Statement& s, Environment& values);
+  remat::RecomputeObserver observer();
   void run_inner_grad(const Statement& s, Environment& values);
   /// Operand 0 of an operator that changes it in place: itself, or a copy where it may not.
   Value changeable(const Value& value, Dice& dice);
@@ -120,6 +129,10 @@ class Interpreter {
   std::vector<Value> leaves_;
   int64_t hook_calls_ = 0, scopes_alive_ = 0;
   int64_t fuse_ = -1, fuses_passed_ = 0;
+  std::array<std::shared_ptr<Numbers>, 2> numbers_;
+  std::array<at::Generator, 2> generators_;
+  GuardsAround guards_;
+  int64_t observed_now_ = 0;        // recomputes that observers were told of
   int64_t bytes_before_steps_ = 0;  // of recomputed tensors alive
 };
 

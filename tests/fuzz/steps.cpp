@@ -50,6 +50,11 @@ void Interpreter::record_tensor(Stage& stage, const std::string& label, const Te
     stage.entries.push_back({label, "undefined", ""});
     return;
   }
+  // A view whose base was changed in place is no leaf from when its node is first asked for.
+  try {
+    tensor.grad_fn();
+  } catch (const c10::Error&) {
+  }
   std::ostringstream meta;
   meta << tensor.scalar_type() << " " << tensor.sizes() << " strides " << tensor.strides()
        << (tensor.requires_grad() ? " requires grad" : "") << (tensor.is_leaf() ? " leaf" : "")
@@ -63,6 +68,10 @@ void Interpreter::record_state(Stage& stage) {
   if (stage.raised) return;
   stage.entries.push_back(
       {"generator", "", bytes_of(at::globalContext().defaultGenerator(at::kCPU).get_state())});
+  for (size_t i = 0; i < numbers_.size(); ++i) {
+    stage.entries.push_back({"numbers", std::to_string(numbers_[i]->state()), ""});
+    stage.entries.push_back({"own generator", "", bytes_of(generators_[i].get_state())});
+  }
   for (size_t i = 0; i < leaves_.size(); ++i)
     record_tensor(stage, "leaf " + std::to_string(i), leaves_[i].tensor);
   // A gradient taken inside a region is taken again in a recompute, hooks included.
@@ -184,6 +193,7 @@ void Interpreter::run_step(const Step& step) {
     fault(is_sharing ? alive > before : alive != before, "recomputed bytes are still alive");
   if (program_.sharing == Sharing::SmallCache)
     fault(alive - bytes_before_steps_ > small_cache_bytes, "a cache holds more than it may");
+  fault(observed_now_ != 0, "an observer was not told of a recompute's end");
   fault(scopes_alive_ != 0, "a scope of a context_fn is still entered");
   fault(!at::GradMode::is_enabled(), "grad mode is off");
   fault(remat::is_recomputing() || remat::is_checkpointing(), "a region is still active");

@@ -256,6 +256,31 @@ TEST_CASE("a region that changes its input in place raises or gives the true gra
   if (!grads.empty()) require_bit_equal(grads, nested ? plain_nested : plain);
 }
 
+TEST_CASE("a view of a leaf made under no-grad keeps its role in a nested region", "[rule-2]") {
+  // It claims to require grad, as its base does, but no gradient reaches the base through it.
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const remat::EarlyStopGuard guard(early_stop);
+  const Tensor w = leaf({4});
+  Calls calls;
+  auto f = [&](const Tensor& t, bool nest) {
+    Tensor view;
+    {
+      at::NoGradGuard no_grad;
+      view = w.view({2, 2});
+    }
+    auto inner = [](const Tensor& u, const Tensor& v) { return (u * v).sin() * v; };
+    const Tensor h = t.cos().view({2, 2});
+    return nest ? remat::checkpoint(counted(calls, inner), h, view) : inner(h, view);
+  };
+  const Tensor x = leaf({4});
+  const Tensors plain = grad_of(f(x, false) * w.view({2, 2}), {x, w});
+  const Tensor y =
+      remat::checkpoint([&](const Tensor& t) { return f(t, true) * w.view({2, 2}); }, x);
+  for (int i = 0; i < 2; ++i) require_bit_equal(grad_of(y, {x, w}, {.retain_graph = true}), plain);
+  CHECK(calls.count() >= 3);
+}
+
 TEST_CASE("an input of a nested region that its parent changes in place later is never misread",
           "[rule-2][rule-10][GUA-45]") {
   const bool early_stop = GENERATE(true, false);

@@ -198,6 +198,30 @@ TEMPLATE_TEST_CASE("a C++ Function that saves its own output does not leak when 
   CHECK(calls.count() == 6);
 }
 
+TEST_CASE("a C++ Function after a stop that was caught does not leak", "[rule-5][LIF-17]") {
+  const bool in_forward = GENERATE(true, false);
+  CAPTURE(in_forward);
+  const Tensor x = leaf({4});
+  Tensors grads;
+  {
+    const Tensor y = remat::checkpoint(
+        [&](const Tensor& t) {
+          Tensor h = t * 2;
+          try {
+            h = t.sin() * t;
+            // Waits for a recompute that can know nothing of what follows.
+            if (in_forward) grad_of(h, {t}, {.retain_graph = true});
+          } catch (...) {
+          }
+          SavesAll::apply(t);
+          return h;
+        },
+        x);
+    grads = grad_of(y, {x});
+  }
+  require_bit_equal(grads, grad_of(x.sin() * x, {x}));
+}
+
 TEST_CASE("a read in forward order meets the same values wherever the stop falls", "[rule-5]") {
   // Regions of 1 to 6 operators of every kind of save: input, result, both, none, buffer.
   const bool early_stop = GENERATE(true, false);

@@ -257,6 +257,26 @@ TEST_CASE("a backward inside a region's first run accumulates once", "[rule-6][r
   require_bit_equal({grads[1]}, {plain[1]});
 }
 
+TEST_CASE("a recompute never runs ahead of the forward that waits for it", "[rule-6][rule-11]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({3});
+  Calls before, after;
+  const Tensor y = remat::checkpoint(
+      {.early_stop = early_stop},
+      [&](const Tensor& t) {
+        before();
+        const Tensor h = t.sin() * t;
+        const Tensor g = grad_of(h, {t}, {.retain_graph = true})[0];
+        after();
+        return h * g;
+      },
+      x);
+  CHECK(before.count() == 2);
+  CHECK(after.count() == 1);
+  require_bit_equal(grad_of(y, {x}), grad_of((x.sin() * x) * grad_of(x.sin() * x, {x})[0], {x}));
+}
+
 TEST_CASE("a backward inside a region ends at an input that has a history", "[rule-6][rule-2]") {
   const bool early_stop = GENERATE(true, false);
   const bool nested = GENERATE(true, false);

@@ -255,6 +255,68 @@ TEST_CASE("a view that a parent makes without grad may be captured by its nested
   require_bit_equal(grad_of(y, {x}), grad_of(f(x, false), {x}));
 }
 
+/// Saves both; reads the second one only.
+struct ReadsSecond : torch::autograd::Function<ReadsSecond> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& t, const Tensor& w) {
+    ctx->save_for_backward({w, t, w});
+    return t * at::real(w);
+  }
+  static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& g) {
+    const Tensors saved = ctx->get_saved_variables();
+    return {g[0] * at::real(saved[0] + saved[2]) / 2, Tensor()};
+  }
+};
+
+TEST_CASE("a complex view that a parent makes without grad may be captured by its nested regions",
+          "[rule-10]") {
+  // Such a view refers to its base in ways that cannot be counted.
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const remat::EarlyStopGuard guard(early_stop);
+  const Tensor x = leaf({4}), w = at::rand({4}).requires_grad_(false);
+  std::function<Tensor()> make;
+  SECTION("a complex tensor") {
+    make = [&] { return at::complex(w, w * 2); };
+  }
+  SECTION("a conjugate") {
+    make = [&] { return at::complex(w, w * 2).conj(); };
+  }
+  SECTION("a view of a conjugate") {
+    make = [&] { return at::complex(w, w * 2).conj().view({2, 2}).view({4}); };
+  }
+  auto f = [&](const Tensor& t, bool nest) {
+    const Tensor made = make();
+    const Tensor h = (t * at::real(made)).sin();
+    auto inner = [made](const Tensor& u, const Tensor& v) {
+      return (ReadsSecond::apply(u, v).cos() * at::imag(made)).sin() * at::real(v);
+    };
+    return nest ? remat::checkpoint(inner, h, made) : inner(h, made);
+  };
+  Calls calls;
+  const Tensors plain = grad_of(f(x, false), {x});
+  const Tensor y =
+      remat::checkpoint(counted(calls, [&](const Tensor& t) { return f(t, true); }), x);
+  for (int i = 0; i < 2; ++i) require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+  CHECK(calls.count() == 3);
+}
+
+TEST_CASE("a complex view that was replaced or that an outside variable holds counts as captured",
+          "[rule-10]") {
+  const bool replaced = GENERATE(true, false);
+  CAPTURE(replaced);
+  const Tensor x = leaf({4});
+  auto make = [] { return at::complex(at::ones({4}), at::ones({4})).conj(); };
+  Tensor w = make();
+  const Tensor y = remat::checkpoint(
+      [&](const Tensor& t) {
+        if (!replaced) w = make();
+        return ReadsSecond::apply(t, w).sin();
+      },
+      x);
+  if (replaced) w = make();
+  CHECK(mismatch_of(y, x).kind() == Kind::CaptureChanged);
+}
+
 TEST_CASE("a result changed in place after the region gives the region's gradient", "[rule-10]") {
   const Tensor x = leaf({3});
   const Tensors plain = grad_of(x.sin().exp() * 2, {x});

@@ -1,6 +1,8 @@
 // Rule 11: a recompute draws what forward drew, and leaves the generator where it was.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/GeneratorImpl.h>
+#include <torch/library.h>
 
 #include <mutex>
 
@@ -241,6 +243,124 @@ TEST_CASE("a generator of the user's own is drawn from as it is", "[rule-11]") {
       [&](const Tensor& t) { return t.sin() * at::rand({50}, own, at::kFloat); }, x);
   CHECK(at::equal(generator_state(), before));
   CHECK(at::equal(y, x.sin() * at::rand({50}, at::detail::createCPUGenerator(5), at::kFloat)));
+}
+
+TEST_CASE("a gradient inside a region that seeds a registered generator disturbs nothing",
+          "[rule-11][rule-6]") {
+  const bool past_operators = GENERATE(true, false);
+  CAPTURE(past_operators);
+  at::Generator own = at::detail::createCPUGenerator(3);
+  const auto f = [&](const Tensor& t) {
+    double factor = 2;
+    Tensor h = t * at::rand({3}, own, at::kFloat);
+    {
+      std::lock_guard<std::mutex> lock(own.mutex());
+      if (past_operators)
+        factor = own.get<at::CPUGeneratorImpl>()->random() * 0x1p-32;
+      else
+        own.set_current_seed(5);
+    }
+    h = (h * at::rand({3}, own, at::kFloat)).sin() * h * factor;
+    h = h * grad_of(h, {t}, {.retain_graph = true})[0];
+    return h * at::rand({3}, own, at::kFloat);
+  };
+  const Tensor x = leaf({3}), start = own.get_state();
+  const Tensors plain = grad_of(f(x), {x});
+  const Tensor end = own.get_state();
+  own.set_state(start);
+  const remat::GeneratorGuard guard(own);
+  const Tensor y = remat::checkpoint(f, x);
+  for (int i = 0; i < 2; ++i) require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+  CHECK(at::equal(own.get_state(), end));
+}
+
+/// A generator on the CPU that is none of LibTorch's: it counts.
+struct CountingGenerator final : c10::GeneratorImpl {
+  int64_t position = 0;
+  CountingGenerator() : GeneratorImpl(c10::Device(c10::kCPU), c10::DispatchKeySet()) {}
+  void set_current_seed(uint64_t) override {}
+  void set_offset(uint64_t) override {}
+  uint64_t get_offset() const override { return 0; }
+  uint64_t current_seed() const override { return 0; }
+  uint64_t seed() override { return 0; }
+  void set_state(const c10::TensorImpl& state) override {
+    position = *static_cast<const int64_t*>(state.data());
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return at::scalar_tensor(position, at::kLong).getIntrusivePtr();
+  }
+  CountingGenerator* clone_impl() const override {
+    auto* copy = new CountingGenerator;
+    copy->position = position;
+    return copy;
+  }
+};
+
+/// While alive, `random_` knows this generator; LibTorch's kernel would take it for its own kind.
+class KnowsCountingGenerator {
+ public:
+  KnowsCountingGenerator() {
+    struct Quiet final : c10::WarningHandler {
+      void process(const c10::Warning&) override {}  // about the replaced kernel
+    } quiet;
+    const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    library_.impl("random_", [](Tensor& self, std::optional<at::Generator> generator) -> Tensor& {
+      std::lock_guard<std::mutex> lock(generator->mutex());
+      auto* impl = dynamic_cast<CountingGenerator*>(generator->unsafeGetGeneratorImpl());
+      TORCH_CHECK(impl != nullptr, "random_ was given another generator");
+      return self.fill_(++impl->position);
+    });
+  }
+
+ private:
+  torch::Library library_{torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__};
+};
+
+TEST_CASE("a CPU generator of a foreign kind is set back and put forward again",
+          "[rule-11][GUA-15]") {
+  const KnowsCountingGenerator known;
+  const auto impl = c10::make_intrusive<CountingGenerator>();
+  const at::Generator foreign(impl);
+  const auto drawn = [foreign] { return at::empty({3}).random_(foreign); };
+  const auto block = [=](const Tensor& t) {
+    const Tensor h = (t * drawn()).sin();
+    return h * drawn();
+  };
+  const Tensor x = leaf({3});
+  const Tensors plain = grad_of((x * 1).sin() * 2, {x});
+  SECTION("guarded around a region, nested or not") {
+    const bool nested = GENERATE(true, false);
+    CAPTURE(nested);
+    Tensor y;
+    {
+      const remat::GeneratorGuard guard(foreign);
+      y = nested
+              ? remat::checkpoint([&](const Tensor& t) { return remat::checkpoint(block, t); }, x)
+              : remat::checkpoint(block, x);
+    }
+    CHECK(impl->position == 2);
+    impl->position = 40;
+    for (int i = 0; i < 2; ++i) require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+    CHECK(impl->position == 40);
+  }
+  SECTION("guarded inside a region of somebody else") {
+    const Tensor y = remat::checkpoint(
+        [&](const Tensor& t) {
+          const remat::GeneratorGuard guard(foreign);
+          const Tensor h = remat::checkpoint(block, t);
+          return h * block(t);
+        },
+        x);
+    impl->position = 40;
+    const Tensors both = grad_of(((x * 1).sin() * 2) * ((x * 3).sin() * 4), {x});
+    for (int i = 0; i < 2; ++i) require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), both);
+    CHECK(impl->position == 40);
+  }
+  SECTION("without a guard it moves on") {
+    const Tensor y = remat::checkpoint(block, x);
+    require_bit_equal(grad_of(y, {x}), grad_of((x * 3).sin() * 4, {x}));
+    CHECK(impl->position == 4);
+  }
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 
+#include <chrono>
 #include <future>
 #include <thread>
 
@@ -304,6 +305,47 @@ TEST_CASE("an LSTM beside a thread that draws all the time raises no alarm", "[r
   for (int i = 0; i < 20; ++i) require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), plain);
   stop = true;
   loader.join();
+}
+
+struct Nothing final : remat::StateProvider {
+  std::any capture() override { return {}; }
+  void restore(const std::any&) override {}
+};
+
+TEST_CASE("recomputes that use the same providers in opposite orders do not wait for each other",
+          "[rule-11][state][GUA-26]") {
+  using remat::StateProviderGuard;
+  const auto a = std::make_shared<Nothing>(), b = std::make_shared<Nothing>(),
+             middle = std::make_shared<Nothing>();
+  const Tensor x = leaf({3});
+  std::promise<void> holds_middle, may_end;
+  const auto inner = [](const Tensor& t) { return t.sin(); };
+  Tensors outputs;
+  {
+    const StateProviderGuard guard(middle);
+    outputs.push_back(remat::checkpoint(
+        [&](const Tensor& t) {
+          if (remat::is_recomputing()) {
+            holds_middle.set_value();
+            may_end.get_future().wait();
+          }
+          return inner(t);
+        },
+        x));
+  }
+  for (const auto& [first, last] : {std::pair(a, b), std::pair(b, a)}) {
+    const StateProviderGuard guard_first(first), guard_middle(middle), guard_last(last);
+    outputs.push_back(remat::checkpoint(inner, x));
+  }
+  std::vector<std::future<Tensors>> grads;
+  for (const Tensor& y : outputs) {
+    grads.push_back(std::async(std::launch::async, [&x, y] { return grad_of(y, {x}); }));
+    if (grads.size() == 1) holds_middle.get_future().wait();
+  }
+  // Long enough for both to hold what comes before `middle` in their own order.
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  may_end.set_value();
+  for (auto& each : grads) require_bit_equal(each.get(), grad_of(x.sin(), {x}));
 }
 
 }  // namespace
