@@ -76,6 +76,12 @@ bool StorageSet::contains(const c10::StorageImpl* storage) const {
   });
 }
 
+int64_t StorageSet::number_of(const c10::StorageImpl* storage) const {
+  for (std::size_t i = 0; i < storages_.size(); ++i)
+    if (storages_[i]._unsafe_get_target() == storage) return static_cast<int64_t>(i);
+  return -1;
+}
+
 void StorageSet::clear() {
   storages_.clear();
   index_.reset();

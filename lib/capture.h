@@ -51,6 +51,8 @@ class StorageSet {
  public:
   void add(const at::Tensor& tensor);
   bool contains(const c10::StorageImpl* storage) const;
+  /// In the order in which they were added; -1 if it was not.
+  int64_t number_of(const c10::StorageImpl* storage) const;
   void clear();
 
  private:

@@ -11,6 +11,8 @@
 #include "lib/frame.h"
 #include "lib/hook_stack.h"
 #include "lib/match.h"
+#include "lib/policy_rule.h"
+#include "lib/selection.h"
 #include "lib/stack_room.h"
 
 namespace remat::detail {
@@ -27,10 +29,13 @@ class ForwardScope final : public Scope {
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
     // See RecomputeScope: a thread that merely inherited the stack saves plainly.
-    if (std::this_thread::get_id() != frame_->forward_thread() && seam::graph_task_id() < 0)
-      return nullptr;
+    if (!is_own_thread()) return nullptr;
     return std::make_unique<Drop>(frame_);
   }
+  bool is_own_thread() const override {
+    return std::this_thread::get_id() == frame_->forward_thread() || seam::graph_task_id() >= 0;
+  }
+  Selection* selection() const override { return is_own_thread() ? frame_->selection() : nullptr; }
   Frame* frame() const override { return frame_.get(); }
   DrawLog* draw_log(const c10::GeneratorImpl& generator) const override {
     return frame_->draw_log(generator);
@@ -70,10 +75,6 @@ void refuse(const CheckpointOptions& options, const FrameOptions& in_force) {
   TORCH_CHECK_VALUE(!(in_force.debug && options.context_fn),
                     "remat::checkpoint: debug=True is incompatible with non-default context_fn. "
                     "Do: drop one of the two for this region.");
-  if (options.policy)
-    throw_unsupported("a region was given a policy",
-                      "selective checkpointing is not part of this version",
-                      "leave CheckpointOptions::policy empty");
   if (options.offload_inputs)
     throw_unsupported("a region was asked to offload its inputs",
                       "offloading is not part of this version",
@@ -115,6 +116,10 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
   auto scope = std::make_shared<ForwardScope>(frame_, around);
   push(scope);
   scope_ = std::move(scope);
+  if (options.policy) {
+    frame_->selection_or_make(PolicyRule::of(options.policy));
+    sight_ = std::make_shared<seam::OperatorSight>();
+  }
   if (in_force.debug) logging_ = std::make_unique<OpLogScope>(&frame_->extras()->forward_log);
   if (frame_->extras() == nullptr || !frame_->extras()->contexts.forward) return;
   try {
@@ -132,6 +137,7 @@ ForwardRun::~ForwardRun() {
 void ForwardRun::close() {
   user_scope_.reset();
   logging_.reset();
+  sight_.reset();
   pop(*scope_);
   scope_.reset();
 }

@@ -24,6 +24,7 @@ class Description {
   /// Number of elements; 0 where it is not known (nested tensors).
   int64_t numel() const;
   bool has_strides() const { return has_strides_; }
+  bool is_undefined() const { return dtype_ == c10::ScalarType::Undefined; }
 
  private:
   static constexpr std::size_t num_inline = 4;

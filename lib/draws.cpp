@@ -60,13 +60,15 @@ thread_local bool has_drawn = false;
 
 /// Draws of recomputes on this thread, after which the generator was set back: nobody's.
 uint64_t& undone_draws(const at::CPUGeneratorImpl& generator) {
+  thread_local uint64_t of_default = 0;
+  if (&generator == &default_cpu_generator()) return of_default;
   thread_local std::unordered_map<const at::CPUGeneratorImpl*, uint64_t> by_generator;
   return by_generator[&generator];
 }
 
 /// The operators so far that drew from a track's generator, as a region on this thread counts them.
 uint64_t lasting_draws(const DrawTrack& track) {
-  return track.num_draws - undone_draws(track.generator);
+  return track.num_draws - undone_draws(track.generator());
 }
 
 /// What the random operator that this thread runs draws from, in the place of which generator;
@@ -275,7 +277,8 @@ void DrawLog::draw_begins(at::CPUGeneratorImpl& source) {
     ++num_draws_from_original_;
   }
   if (std::this_thread::get_id() != thread_) has_other_threads_ = true;
-  if (num_draws_ == 0 || position_of(source) != end_of_last_)
+  if (num_draws_ == 0 || std::exchange(must_note_next_, false) ||
+      position_of(source) != end_of_last_)
     plan_.jumps.push_back({num_draws_, state_of(source)});
   ++num_draws_;
 }
@@ -283,6 +286,22 @@ void DrawLog::draw_begins(at::CPUGeneratorImpl& source) {
 void DrawLog::draw_ends(at::CPUGeneratorImpl& source) {
   std::lock_guard<SpinLock> lock(mutex_);
   end_of_last_ = position_of(source);
+}
+
+DrawMark DrawLog::mark() {
+  std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
+  return {num_draws_, position_of(generator_)};
+}
+
+DrawSkip DrawLog::since(const DrawMark& mark) {
+  std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
+  DrawSkip skipped{num_draws_ - mark.num_draws};
+  look_for_unseen();
+  if (position_of(generator_) != mark.position) skipped.end = track_->state();
+  if (skipped.num_draws > 0) must_note_next_ = true;
+  return skipped;
 }
 
 DrawPlan DrawLog::plan() {
@@ -318,6 +337,19 @@ at::Generator& DrawReplay::next() {
     set_state(impl_of(generator_), *plan_.jumps[next_jump_++].state);
   ++num_draws_;
   return generator_;
+}
+
+void DrawReplay::skip(const DrawSkip& skipped) {
+  if (plan_.uses_original()) {
+    if (skipped.end == nullptr) return;
+    std::lock_guard<std::mutex> lock(original_.mutex_);
+    set_state(original_, *skipped.end);
+    follow(original_)->moved();
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex);
+  num_draws_ += skipped.num_draws;
+  while (next_jump_ < plan_.jumps.size() && plan_.jumps[next_jump_].draw < num_draws_) ++next_jump_;
 }
 
 namespace {

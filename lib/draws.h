@@ -63,6 +63,7 @@ struct DrawPlan {
 class DrawTrack {
  public:
   explicit DrawTrack(at::CPUGeneratorImpl& followed_one);
+  const at::CPUGeneratorImpl& generator() const { return generator_; }
   /// Notes whether something else has moved the generator since.
   void look();
   /// We have moved it ourselves.
@@ -79,6 +80,16 @@ class DrawTrack {
   std::shared_ptr<const CpuRngState> state_;
 };
 
+/// What a stretch of a forward drew: a recompute that does not run the stretch passes over it.
+struct DrawSkip {
+  int64_t num_draws = 0;
+  std::shared_ptr<const CpuRngState> end{};  ///< of the generator itself, if the stretch moved it
+};
+struct DrawMark {
+  int64_t num_draws;
+  CpuRngPosition position;
+};
+
 /// How a region draws from one generator during its forward. Threads: any.
 class DrawLog {
  public:
@@ -88,6 +99,9 @@ class DrawLog {
   void begin();
   void settle();
   DrawPlan plan();
+  /// Around a stretch that recomputes will not run. What is drawn next starts from a noted state.
+  DrawMark mark();
+  DrawSkip since(const DrawMark& mark);
   /// Whether a thread that had never drawn before has drawn since the region began, outside of any
   /// region, or a thread other than the region's own in the region. Cheap.
   bool has_new_drawer() const;
@@ -109,6 +123,7 @@ class DrawLog {
   std::shared_ptr<const CpuRngState> start_;
   CpuRngPosition end_of_last_;  // of the source after the region's latest draw
   int64_t num_draws_ = 0, num_draws_from_original_ = 0;
+  bool must_note_next_ = false;
   std::atomic<bool> is_settled_{false};
   std::atomic<bool> has_other_threads_{false};  // drew for the region: their order may differ
 };
@@ -124,6 +139,8 @@ class DrawReplay {
   /// The generator for the next operator, standing where forward's stood. Hold `mutex` meanwhile.
   at::Generator& next();
   std::mutex mutex;
+  /// The recompute passes over a stretch of the forward.
+  void skip(const DrawSkip& skipped);
   /// Operators of the recompute that drew from the original itself.
   std::atomic<uint64_t> num_original_draws{0};
 

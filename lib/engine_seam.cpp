@@ -2,6 +2,7 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ThreadLocalPythonObjects.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
@@ -21,8 +22,12 @@ namespace {
 
 using torch::autograd::Engine;
 
+EngineCallbacks engine_callbacks{};
+thread_local bool is_handling = false;
+
 /// The only interpreter calls LibTorch makes on our entries are incref and decref, and the entries
-/// count their owners themselves. Signatures of several releases stand side by side; the one that
+/// count their owners themselves; on our mode it calls `dispatch`, and `detach`, where null means the
+/// plain copy. Signatures of several releases stand side by side; the one that
 /// matches the base overrides it, so none is marked `override`.
 struct Interpreter : c10::impl::PyInterpreterVTable {
   using TensorImpl = c10::TensorImpl;
@@ -46,7 +51,14 @@ struct Interpreter : c10::impl::PyInterpreterVTable {
 #endif
   size_t refcnt(PyObject*) const { return 1; }
   c10::intrusive_ptr<TensorImpl> detach(const TensorImpl*) const { return {}; }
-  void dispatch(const c10::OperatorHandle&, torch::jit::Stack*) const { refuse(); }
+  void dispatch(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
+    const OperatorsUnseen unseen;
+    struct Handling {
+      const bool outer = std::exchange(is_handling, true);
+      ~Handling() { is_handling = outer; }
+    } handling;
+    engine_callbacks.run_operator(op, *stack);
+  }
   void reportErrorCallback(PyObject*, c10::DispatchKey) const { refuse(); }
   void python_op_registration_trampoline(const c10::OperatorHandle&, c10::DispatchKey,
                                          c10::DispatchKeySet, torch::jit::Stack*, bool,
@@ -172,7 +184,6 @@ class ForwardingEngine final : public Engine {
 };
 
 std::atomic<ForwardingEngine*> installed{nullptr};
-EngineCallbacks engine_callbacks{};
 
 torch::autograd::variable_list ForwardingEngine::execute(
     const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs,
@@ -184,7 +195,9 @@ torch::autograd::variable_list ForwardingEngine::execute(
 
 std::unique_ptr<torch::autograd::SavedVariableHooks>
 ForwardingEngine::get_default_saved_variable_hooks() {
-  if (auto hooks = engine_callbacks.make_hooks()) return hooks;
+  bool is_decided = false;
+  auto hooks = engine_callbacks.make_hooks(is_decided);
+  if (hooks != nullptr || is_decided) return hooks;
   return previous_.get_default_saved_variable_hooks();
 }
 
@@ -262,6 +275,58 @@ std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> 
     if (!is_thread_ending) spare.node = std::move(node);
   }
   return previous;
+}
+
+namespace {
+
+using c10::impl::TorchDispatchModeTLS;
+using Mode = c10::impl::PyObject_TorchDispatchMode;
+
+/// Leaked, like the interpreter; one for all threads, since it knows nothing.
+const std::shared_ptr<Mode>& our_mode() {
+  static const auto* const mode = new std::shared_ptr<Mode>(
+      std::make_shared<Mode>(reinterpret_cast<PyObject*>(interpreter()), interpreter()));
+  return *mode;
+}
+
+bool is_mode_active() {
+  for (int64_t i = TorchDispatchModeTLS::stack_len() - 1; i >= 0; --i)
+    if (TorchDispatchModeTLS::get_stack_at(i) == our_mode()) return true;
+  return false;
+}
+
+/// Wherever it stands. Modes above it stay in their order.
+void remove_mode() {
+  c10::SmallVector<std::shared_ptr<Mode>, 4> above;
+  while (TorchDispatchModeTLS::stack_len() > 0) {
+    auto top = TorchDispatchModeTLS::pop_stack();
+    if (top == our_mode()) break;
+    above.push_back(std::move(top));
+  }
+  while (!above.empty()) {
+    TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(above.back()));
+    above.pop_back();
+  }
+}
+
+}  // namespace
+
+bool is_handling_operator() { return is_handling; }
+
+OperatorSight::OperatorSight() : is_first_(!is_mode_active()) {
+  if (is_first_) TorchDispatchModeTLS::push_non_infra_mode_onto_stack(our_mode());
+}
+
+OperatorSight::~OperatorSight() {
+  if (is_first_ && is_mode_active()) remove_mode();
+}
+
+OperatorsUnseen::OperatorsUnseen() : was_seen_(is_mode_active()) {
+  if (was_seen_) remove_mode();
+}
+
+OperatorsUnseen::~OperatorsUnseen() {
+  if (was_seen_) TorchDispatchModeTLS::push_non_infra_mode_onto_stack(our_mode());
 }
 
 int64_t foreign_hook_depth() {

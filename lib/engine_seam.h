@@ -14,6 +14,7 @@
 // show an engine thread the scopes of whatever ran there before. The entries carry an interpreter
 // of which LibTorch only ever calls incref and decref.
 
+#include <ATen/core/stack.h>
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
@@ -28,8 +29,11 @@ namespace remat::seam {
 
 /// What we put into the engine; plain functions, set once.
 struct EngineCallbacks {
-  std::unique_ptr<torch::autograd::SavedVariableHooks> (*make_hooks)();  ///< null: none of ours
+  /// Null: none of ours. Sets `is_decided` if nobody else's are wanted either.
+  std::unique_ptr<torch::autograd::SavedVariableHooks> (*make_hooks)(bool& is_decided);
   void (*backward_begins)();  ///< this thread is about to run, and wait for, a backward
+  /// Runs an operator below autograd, or puts results on the stack itself.
+  void (*run_operator)(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 };
 
 /// Makes our engine the default one, unless it is already. Cheap when it is.
@@ -53,6 +57,39 @@ ThreadEntry* thread_entry();
 std::shared_ptr<ThreadEntry> share_thread_entry();
 /// Replaces it, null removes it; returns what was there.
 std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry);
+
+// Note [Seeing operators]
+// A TorchDispatchMode of our own interpreter: LibTorch hands it every operator that is not made of
+// others, boxed, below autograd. It is off while it handles one, as LibTorch wants it; the modes
+// of a Python process stand beside it on the same stack.
+
+/// While alive, the operators of this thread come to `run_operator`, also on the threads that run a
+/// backward for it. Nests.
+class OperatorSight {
+ public:
+  OperatorSight();
+  ~OperatorSight();
+  OperatorSight(const OperatorSight&) = delete;
+  OperatorSight& operator=(const OperatorSight&) = delete;
+
+ private:
+  bool is_first_;
+};
+
+/// While alive, they do not.
+class OperatorsUnseen {
+ public:
+  OperatorsUnseen();
+  ~OperatorsUnseen();
+  OperatorsUnseen(const OperatorsUnseen&) = delete;
+  OperatorsUnseen& operator=(const OperatorsUnseen&) = delete;
+
+ private:
+  bool was_seen_;
+};
+
+/// Whether `run_operator` runs on this thread, and what it calls.
+bool is_handling_operator();
 
 /// Number of hooks on LibTorch's own (Python's) hook stack of this thread.
 int64_t foreign_hook_depth();

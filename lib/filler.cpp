@@ -7,6 +7,7 @@
 #include "lib/counters.h"
 #include "lib/engine_seam.h"
 #include "lib/planted_fault.h"
+#include "lib/replay.h"
 
 namespace remat {
 
@@ -36,6 +37,7 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
     if (!view_.has_own_output && can_stop(judged, num_slots_)) throw StopSignal{};
     return saved.requires_grad() ? saved.tensor_data() : saved;
   }
+  if (replay_ != nullptr) replay_->check_saved(saved);
   const uint64_t group = at::sequence_number::peek();
   const bool was_complete = is_complete();
   if (!pending_.empty()) compare_pending(group, /*is_end=*/origin != nullptr);

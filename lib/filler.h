@@ -15,6 +15,8 @@
 
 namespace remat {
 
+class Replay;
+
 /// The values of one recompute come in through it, one for each tensor that autograd saves.
 class Filler final : public SlotFiller {
  public:
@@ -31,6 +33,8 @@ class Filler final : public SlotFiller {
 
   /// The recompute must run to its end, unless forward has not got there yet.
   void forbid_stop() { early_stop_ = !view_.is_settled; }
+  /// What replays kept results looks at every tensor that is saved.
+  void set_replay(Replay* replay) { replay_ = replay; }
   /// All is queued on the devices that the tensors need.
   void record_ready() const { ready_.record(); }
 
@@ -64,6 +68,7 @@ class Filler final : public SlotFiller {
   const int uncaught_at_start_ = std::uncaught_exceptions();
   ReadyStreams ready_;
   std::optional<OpLog> log_;
+  Replay* replay_ = nullptr;
   Differences differences_;
   struct Pending {
     int64_t position;

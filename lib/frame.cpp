@@ -1,5 +1,6 @@
 #include "lib/frame.h"
 
+#include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/GradMode.h>
 
@@ -14,6 +15,7 @@
 #include "lib/match.h"
 #include "lib/planted_fault.h"
 #include "lib/recompute.h"
+#include "lib/selection.h"
 
 namespace remat {
 
@@ -48,6 +50,7 @@ Frame::Frame(const FrameOptions& options, std::unique_ptr<FrameExtras> extras, i
 // or as slots of a parent. The first dying frame of a thread empties those that die meanwhile, one
 // after the other.
 struct Frame::Remains {
+  std::unique_ptr<Selection> selection;
   std::unique_ptr<FrameExtras> extras;
   std::unique_ptr<detail::RegionBody> body;
   Inputs inputs;
@@ -56,6 +59,8 @@ struct Frame::Remains {
   std::unique_ptr<UserState> user_state;
 };
 
+Frame::~Frame() { empty(); }
+
 void Frame::empty() noexcept {
   if (std::exchange(is_empty_, true)) return;
   thread_local std::vector<Remains>* waiting = nullptr;
@@ -63,12 +68,14 @@ void Frame::empty() noexcept {
   if (!is_settled_) count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
   std::vector<Slot>().swap(slots_);
   if (waiting != nullptr) {
-    waiting->push_back({std::move(extras_), std::move(body_), std::move(inputs_), std::move(runs_),
-                        std::move(pending_), std::move(user_state_)});
+    waiting->push_back({std::move(selection_), std::move(extras_), std::move(body_),
+                        std::move(inputs_), std::move(runs_), std::move(pending_),
+                        std::move(user_state_)});
     return;
   }
   std::vector<Remains> queue;
   waiting = &queue;
+  selection_.reset();
   extras_.reset();
   body_.reset();
   inputs_.clear();
@@ -124,6 +131,34 @@ DrawLog* Frame::draw_log(const c10::GeneratorImpl& generator) {
   return nullptr;
 }
 
+Selection& Frame::selection_or_make(std::shared_ptr<const PolicyRule> rule) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  if (selection_ == nullptr) selection_ = std::make_unique<Selection>(*this, std::move(rule));
+  return *selection_;
+}
+
+c10::SmallVector<DrawLog*, 1> Frame::draw_logs() {
+  c10::SmallVector<DrawLog*, 1> logs;
+  if (!options_.preserve_rng_state) return logs;
+  logs.push_back(&draws_);
+  if (user_state_)
+    for (const auto& log : user_state_->draw_logs()) logs.push_back(log.get());
+  return logs;
+}
+
+std::vector<GeneratorEnd> Frame::generators_of_devices(c10::ArrayRef<c10::IValue> results) const {
+  std::vector<GeneratorEnd> ends;
+  if (device_rng_ == nullptr) return ends;
+  for (const c10::IValue& result : results)
+    visit_tensors_in(result, [&](const at::Tensor& tensor) {
+      if (!tensor.defined() || tensor.is_cpu() || tensor.is_meta()) return;
+      at::Generator generator = at::globalContext().defaultGenerator(tensor.device());
+      std::lock_guard<std::mutex> lock(generator.mutex());
+      ends.push_back({generator, generator.get_state()});
+    });
+  return ends;
+}
+
 bool Frame::has_new_drawer() const {
   return options_.preserve_rng_state && draws_.has_new_drawer();
 }
@@ -169,6 +204,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
       each->saves_own_output = true;
   if (options_.debug) extras_->saved_by.push_back(extras_->forward_log.size() - 1);
   if (is_compared) pending_.emplace_back(position, saved.detach());
+  if (selection_ != nullptr) selection_->note_saved(saved, position);
   return position;
 }
 
@@ -212,11 +248,13 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
   settle_provenance(results);
   settle_operators();
   inputs_.settle();
+  if (selection_ != nullptr) selection_->settle();
   if (slots_.empty() || at::sequence_number::peek() != slots_.back().group) return;
   for (auto slot = slots_.rbegin(); slot != slots_.rend() && slot->group == slots_.back().group;
        ++slot)
     tail_elements = std::max(tail_elements, slot->description.numel());
-  ends_small_ = tail_elements <= max_small_tail;
+  // Under a policy the end of a region is what the policy was told that it is.
+  ends_small_ = tail_elements <= max_small_tail && selection_ == nullptr;
 }
 
 void Frame::settle_provenance(const StorageSet& results) {
@@ -226,7 +264,9 @@ void Frame::settle_provenance(const StorageSet& results) {
     c10::StorageImpl* const storage = provenance.storage._unsafe_get_target();
     if (storage == nullptr) continue;
     const bool is_gone = provenance.storage.expired();
-    if (is_gone || results.contains(storage)) {
+    // What a region keeps comes back as it is, or, from the CPU or a hook, as another tensor.
+    const bool is_kept = selection_ != nullptr && selection_->keeps(storage);
+    if (is_gone || is_kept || results.contains(storage)) {
       provenance.origin = Origin::Inside;
       if (is_gone) provenance.storage.reset();
     }

@@ -19,6 +19,7 @@
 // 13. Lifetime: slots own the frame, nothing else does; destruction never recurses
 //     (Frame::empty).
 // 14. Accumulation once: recomputed graphs are never executed by the outer backward.
+// 15. Selective checkpointing (selection, replay).
 // 16. Plays with others: (engine_seam, hook_stack).
 
 #include <fmt/format.h>
@@ -46,6 +47,10 @@
 
 namespace remat {
 
+class PolicyRule;
+class Selection;
+struct GeneratorEnd;
+
 /// The options in force for a frame, guards applied.
 struct FrameOptions {
   bool early_stop = true, debug = false, preserve_rng_state = true, strict_unpack = false;
@@ -68,7 +73,7 @@ struct FrameExtras {
 class Frame final : public SlotOwner {
  public:
   Frame(const FrameOptions& options, std::unique_ptr<FrameExtras> extras, int64_t depth);
-  ~Frame() override { empty(); }
+  ~Frame() override;
 
   /// Saves the region's inputs through the hooks around it and takes the snapshot.
   void begin(std::unique_ptr<detail::RegionBody> body);
@@ -86,6 +91,14 @@ class Frame final : public SlotOwner {
   const FrameOptions& options() const { return options_; }
   FrameExtras* extras() const { return extras_.get(); }
   const Snapshot& snapshot() const { return snapshot_; }
+  /// What a policy, pin or save_region keeps; null if there is none of them.
+  Selection* selection() const { return selection_.get(); }
+  Selection& selection_or_make(std::shared_ptr<const PolicyRule> rule = nullptr);
+  const Inputs& inputs() const { return inputs_; }
+  /// Of all generators whose draws are noted, always in the same order.
+  c10::SmallVector<DrawLog*, 1> draw_logs();
+  /// The states of the default generators of the devices that `results` are on, if they matter.
+  std::vector<GeneratorEnd> generators_of_devices(c10::ArrayRef<c10::IValue> results) const;
   /// Where draws from a generator are noted; null if they do not matter.
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
   const DeviceRng* device_rng() const { return device_rng_.get(); }
@@ -149,6 +162,7 @@ class Frame final : public SlotOwner {
   std::unique_ptr<CurrentStreams> streams_;
   std::unique_ptr<DeviceRng> device_rng_;
   std::unique_ptr<UserState> user_state_;
+  std::unique_ptr<Selection> selection_;
   RegionStart start_;
   std::thread::id forward_thread_;
 

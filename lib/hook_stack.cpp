@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lib/recompute.h"
+#include "lib/selection.h"
 
 namespace remat::detail {
 
@@ -43,7 +44,8 @@ std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
 }
 
 const seam::EngineCallbacks& callbacks() {
-  static constexpr seam::EngineCallbacks ours{make_top_hooks, recompute_waits_for_backward};
+  static constexpr seam::EngineCallbacks ours{make_top_hooks, recompute_waits_for_backward,
+                                              run_selectively};
   return ours;
 }
 
@@ -98,7 +100,36 @@ void Scope::close() {
   on_close();
 }
 
-std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks() {
+namespace {
+thread_local const SaveAround* save_around = nullptr;
+}  // namespace
+
+SaveAround::SaveAround(const Scope& region, HooksAround which)
+    : region_(region), which_(which), outer_(std::exchange(save_around, this)) {}
+SaveAround::~SaveAround() { save_around = outer_; }
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Scope& region,
+                                                                       HooksAround which) {
+  const auto index =
+      static_cast<std::size_t>(which == HooksAround::All ? Ability::Hooks : Ability::Region);
+  const StackNode* node = top();
+  while (node != nullptr && node->scope != &region) node = node->below.get();
+  const int64_t foreign_depth = node == nullptr ? 0 : node->foreign_depth;
+  while (node != nullptr) {
+    node = node->below ? node->below->with[index] : nullptr;
+    // A stretch saves around its region, which is still to come.
+    if (node != nullptr && node->scope->is_open() && !node->scope->is_kept_stretch) break;
+  }
+  if (node == nullptr) return nullptr;
+  if (which == HooksAround::All && foreign_depth > node->foreign_depth) return nullptr;
+  return node->scope->make_hooks();
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided) {
+  if (save_around != nullptr) {
+    is_decided = save_around->which_ == HooksAround::Regions;
+    return make_hooks_around(save_around->region_, save_around->which_);
+  }
   if (num_hook_scopes.load(std::memory_order_relaxed) == 0) return nullptr;
   const StackNode* node = top();
   if (node == nullptr) return nullptr;

@@ -17,6 +17,8 @@ class Backwards;
 class DrawLog;
 class DrawReplay;
 class Frame;
+class Replay;
+class Selection;
 struct UserRegistrations;
 
 namespace detail {
@@ -67,6 +69,12 @@ class Scope : public std::enable_shared_from_this<Scope> {
   /// draws them again.
   virtual DrawLog* draw_log(const c10::GeneratorImpl&) const { return nullptr; }
   virtual DrawReplay* draw_replay(const c10::GeneratorImpl&) { return nullptr; }
+  /// Of a region's first run: what keeps its operators' results. Of a recompute: what replays them.
+  /// Null where there is no such thing, and on threads that merely inherited the scope.
+  virtual Selection* selection() const { return nullptr; }
+  /// Of a region's scope: whether the thread takes part in its run.
+  virtual bool is_own_thread() const { return true; }
+  virtual Replay* replay() { return nullptr; }
   /// Adds what a guard of state.h registered, or the region of a recompute keeps.
   virtual void add_to(UserRegistrations&) const {}
   /// Of a guard that lets backward calls share recomputes.
@@ -87,6 +95,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::string message{};             ///< of a scope that forbids hooks
   bool is_recompute = false;         ///< of a region's scope: a recompute, not the first run
   bool is_inside_recompute = false;  ///< this region or one around it is recomputed
+  bool is_kept_stretch = false;      ///< a part of its region that recomputes do not run
 
  protected:
   virtual void on_close() {}
@@ -105,8 +114,33 @@ void push(const std::shared_ptr<Scope>& scope);
 /// Closes a scope and takes it out of this thread's stack, wherever it stands there.
 void pop(Scope& scope);
 
-/// Hooks of the innermost scope that has any; null if LibTorch's own (Python's) come first.
-std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks();
+/// Hooks of the innermost scope that has any; null if LibTorch's own (Python's) come first, unless
+/// `is_decided` says that none are wanted.
+std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided);
+
+/// Which hooks a tensor passes that is saved on behalf of a region.
+enum class HooksAround {
+  Regions,  ///< of the region around it, which drops the tensor; else none
+  All       ///< whatever is active around it, as for its inputs
+};
+/// Of a region's scope that is open on this thread.
+std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Scope& region,
+                                                                       HooksAround which);
+
+/// While alive, what this thread saves passes the hooks around a region.
+class SaveAround {
+ public:
+  SaveAround(const Scope& region, HooksAround which);
+  ~SaveAround();
+  SaveAround(const SaveAround&) = delete;
+  SaveAround& operator=(const SaveAround&) = delete;
+
+ private:
+  friend std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided);
+  const Scope& region_;
+  const HooksAround which_;
+  const SaveAround* const outer_;
+};
 
 /// The innermost open scope with an ability, or null.
 Scope* innermost(Ability ability);

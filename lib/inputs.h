@@ -29,6 +29,8 @@ class Inputs {
   void clear() { saved_.clear(); }
 
   const StorageSet& storages() const { return storages_; }
+  /// Which of the inputs' storages one has: equal for inputs that share theirs, -1 for none.
+  int64_t storage_number(std::size_t input) const { return saved_[input].storage_number; }
   /// The region's function has returned: the storages are not compared any more.
   void settle() { storages_.clear(); }
 
@@ -37,7 +39,8 @@ class Inputs {
     torch::autograd::SavedVariable variable;
     bool gets_role;  ///< requires grad: each run gets an alias in the role of the input
     bool is_leaf;
-    int64_t same_as;  ///< the input that is the same tensor, or -1
+    int32_t same_as;  ///< the input that is the same tensor, or -1
+    int32_t storage_number;
   };
   c10::SmallVector<Input, 1> saved_;
   StorageSet storages_;
@@ -46,5 +49,22 @@ class Inputs {
 /// While the inputs of a region are saved: the tensor whose alias is being packed, else null. A
 /// parent frame judges the alias by the tensor it stands for.
 const at::Tensor* input_being_saved();
+class SavingInput {
+ public:
+  explicit SavingInput(const at::Tensor& tensor);
+  ~SavingInput();
+  SavingInput(const SavingInput&) = delete;
+  SavingInput& operator=(const SavingInput&) = delete;
+
+ private:
+  const at::Tensor* const previous_;
+};
+
+/// A value that a recompute did not compute, for use in it: an alias with the autograd role of the
+/// original. A gradient that is taken through it, of any of `sources`, throws.
+at::Tensor in_the_role_of_kept(const at::Tensor& data, bool requires_grad, bool is_leaf,
+                               const std::vector<at::Tensor>& sources);
+/// The leaves that gradients of `value` lead to by way of nodes that are not older than `since`.
+std::vector<at::Tensor> leaves_behind(const at::Tensor& value, const RegionStart& since);
 
 }  // namespace remat

@@ -7,8 +7,10 @@
 
 #include "lib/capture.h"
 #include "lib/frame.h"
+#include "lib/hook_stack.h"
 #include "lib/op_log.h"
 #include "lib/planted_fault.h"
+#include "lib/selection.h"
 
 namespace remat {
 
@@ -192,6 +194,15 @@ void throw_recompute_failed(const Frame& frame, const std::string& fact, const s
                         facts_of(Kind::RecomputeFailed, frame));
 }
 
+void throw_selective(const Frame& frame, Kind kind, const std::string& fact,
+                     const std::string& cause, const std::string& advice, const std::string& lists,
+                     Differences seen) {
+  if (!seen.captures.empty()) throw_differences(frame, std::move(seen), nullptr);
+  throw CheckpointError(fmt::format("remat: {}: {} (Rule 15).\nCause: {}.\nDo: {}.\n{}",
+                                    title(frame), fact, cause, advice, lists),
+                        facts_of(kind, frame));
+}
+
 void throw_unsupported(const std::string& fact, const std::string& cause,
                        const std::string& advice) {
   CheckpointError::Facts facts;
@@ -223,6 +234,11 @@ at::Tensor hand_over(const Frame& frame, int64_t position, Value value) {
   if (value.alias.defined() && storage_of(value.alias) != storage_of(value.tensor))
     value.tensor = std::move(value.alias);
   if (value.ready) value.ready->wait_before_use(value.tensor);
+  // A backward inside a selective region gets it: the region must know it when it comes along.
+  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+    if (Selection* const selection = scope.selection())
+      selection->note_handed_over(value.tensor, scope.frame() == &frame ? position : -1);
+  });
   return std::move(value.tensor);
 }
 

@@ -33,6 +33,12 @@ struct Differences {
 [[noreturn]] void throw_group_overlap(const Frame& frame, int64_t position);
 [[noreturn]] void throw_recompute_failed(const Frame& frame, const std::string& fact,
                                          const std::string& cause, const std::string& advice);
+/// A recompute of a selective region met other calls than forward. A changed capture in `seen` is
+/// the better explanation.
+[[noreturn]] void throw_selective(const Frame& frame, CheckpointError::Kind kind,
+                                  const std::string& fact, const std::string& cause,
+                                  const std::string& advice, const std::string& lists,
+                                  Differences seen);
 [[noreturn]] void throw_unsupported(const std::string& fact, const std::string& cause,
                                     const std::string& advice);
 

@@ -10,6 +10,8 @@
 
 #include <utility>
 
+#include "lib/engine_seam.h"
+
 namespace remat {
 
 namespace {
@@ -27,7 +29,8 @@ std::string shapes_of(c10::ArrayRef<const c10::IValue> inputs) {
 }
 
 std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& fn) {
-  if (current_log != nullptr)
+  // Under a policy an operator comes once more, when it is run below autograd.
+  if (current_log != nullptr && !seam::is_handling_operator())
     current_log->add(fmt::format("{}({})", fn.name(), shapes_of(fn.inputs())));
   return nullptr;
 }

@@ -15,6 +15,7 @@
 #include "lib/hook_stack.h"
 #include "lib/match.h"
 #include "lib/planted_fault.h"
+#include "lib/replay.h"
 #include "lib/stack_room.h"
 
 namespace remat {
@@ -24,7 +25,7 @@ namespace {
 /// The scope of a recompute, alone on the stack while the function runs again.
 class RecomputeScope final : public detail::Scope {
  public:
-  RecomputeScope(c10::intrusive_ptr<Frame> frame, SlotFiller& filler)
+  RecomputeScope(c10::intrusive_ptr<Frame> frame, Filler& filler)
       : frame_(std::move(frame)), filler_(filler) {
     if (DrawLog* log = frame_->draw_log(default_cpu_generator()))
       replay_.emplace(log->generator(), log->plan());
@@ -44,10 +45,19 @@ class RecomputeScope final : public detail::Scope {
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
     // A thread that merely inherited the stack (at::launch) saves plainly; an engine thread that
     // runs a backward inside the region fills slots while the owner waits for it.
-    if (std::this_thread::get_id() != owner_ && seam::graph_task_id() < 0) return nullptr;
+    if (!is_own_thread()) return nullptr;
     return std::make_unique<Collect>(filler_);
   }
   Frame* frame() const override { return frame_.get(); }
+  bool is_own_thread() const override {
+    return std::this_thread::get_id() == owner_ || seam::graph_task_id() >= 0;
+  }
+  void begin_replay(const std::vector<at::Tensor>& inputs) {
+    if (frame_->selection() == nullptr) return;
+    selective_.emplace(*frame_, filler_, inputs);
+    filler_.set_replay(&*selective_);
+  }
+  Replay* replay() override { return selective_ && is_own_thread() ? &*selective_ : nullptr; }
   DrawReplay* draw_replay(const c10::GeneratorImpl& generator) override {
     if (replay_ && &replay_->original() == &generator) return &*replay_;
     for (DrawReplay& each : more_replays_)
@@ -74,7 +84,8 @@ class RecomputeScope final : public detail::Scope {
 
  private:
   c10::intrusive_ptr<Frame> frame_;
-  SlotFiller& filler_;
+  Filler& filler_;
+  std::optional<Replay> selective_;
   std::optional<DrawReplay> replay_;    // of the default generator
   std::list<DrawReplay> more_replays_;  // of registered ones
   const std::thread::id owner_ = std::this_thread::get_id();
@@ -140,6 +151,8 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
     const RunOnThisThread active(*frame, run, filler);  // not while a provider runs a backward
     AmbientRestore ambient(frame->snapshot());
     detail::StackSwap clean(scope);
+    std::optional<seam::OperatorSight> sight;
+    if (scope->replay() != nullptr && frame->selection()->has_calls()) sight.emplace();
     OpLogScope logging(filler.log());
     Scope user_scope;
     if (frame->extras() != nullptr && frame->extras()->contexts.recompute)
@@ -170,8 +183,29 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
     Filler filler(*frame, run, only_position);
     const auto scope = std::make_shared<RecomputeScope>(frame, filler);
     if (scope->uses_original()) filler.forbid_stop();
-
-    if (!run_again(frame, run, filler, scope, inputs)) {
+    if (frame->selection() != nullptr) {
+      if (frame->selection()->rule() != nullptr) frame->selection()->rule()->warn_about_unseen();
+      scope->begin_replay(inputs);
+    }
+    bool is_undisturbed = false;
+    try {
+      is_undisturbed = run_again(frame, run, filler, scope, inputs);
+    } catch (const std::exception& error) {
+      Replay* const replay = scope->replay();
+      if (replay != nullptr && KeptTensor::is_shell_error(error)) replay->note_read_shell();
+      if (replay == nullptr || !replay->has_read_shell()) throw;
+    } catch (...) {
+      if (scope->replay() == nullptr || !scope->replay()->has_read_shell()) throw;
+    }
+    if (const Replay* const replay = scope->replay()) {
+      if (replay->has_read_shell()) {
+        frame->selection()->run_shells_for_real();
+        is_undisturbed = false;
+      } else {
+        replay->rethrow_mismatch();
+      }
+    }
+    if (!is_undisturbed) {
       run.clear();
       return false;
     }

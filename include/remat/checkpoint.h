@@ -2,23 +2,17 @@
 // checkpoint(): run a function now, drop what autograd saves in it, compute it again in backward.
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/FunctionRef.h>
-#include <c10/util/OptionalArrayRef.h>
 
 #include <concepts>
-#include <functional>
 #include <memory>
-#include <mutex>
-#include <string>
-#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "remat/call.h"
 #include "remat/export.h"
 #include "remat/options.h"
-#include "remat/tensors.h"
 
 namespace remat {
 
@@ -28,8 +22,6 @@ class OpLogScope;  // lib/op_log.h
 namespace detail {
 
 class Scope;  // lib/hook_stack.h
-
-using TensorVisitor = c10::function_ref<void(at::Tensor&)>;
 
 /// The function of a region with its arguments, as its frame keeps them: the tensors in the
 /// arguments are taken out (the frame saves them as inputs) and put into a copy for each run.
@@ -91,79 +83,25 @@ class REMAT_API ForwardRun {
   c10::intrusive_ptr<Frame> frame_;
   std::shared_ptr<Scope> scope_;
   std::shared_ptr<void> user_scope_;
+  std::shared_ptr<void> sight_;  // operators come to the policy
   std::unique_ptr<OpLogScope> logging_;
 };
-
-template <class F, class... A>
-concept HasForward = requires(F fn, A&&... args) { fn->forward(std::forward<A>(args)...); };
-
-/// Not std::invocable alone: LibTorch's module holders claim to return void from the call operator
-/// when `forward` is a template (torch::nn::Sequential), and then do not compile.
-template <class F, class... A>
-concept CallsForward = HasForward<F, A...> && (!std::invocable<F, A...> || (requires {
-                         typename std::decay_t<F>::ContainedType;
-                       } && std::is_void_v<std::invoke_result_t<F, A...>>));
-
-/// `fn(args...)` in the sense of std::invoke, or `fn->forward(args...)`.
-template <class F, class... A>
-decltype(auto) call(F& fn, A&&... args) {
-  if constexpr (CallsForward<F&, A...>)
-    return fn->forward(std::forward<A>(args)...);
-  else
-    return std::invoke(fn, std::forward<A>(args)...);
-}
-
-/// The type an argument is kept and passed on as. What only refers to its elements (`x.sizes()`, a
-/// tensor list, a string view) would dangle at the recompute; a copy that owns them stands for it.
-template <class T>
-struct KeptAs {
-  using type = T;
-};
-template <class T>
-struct KeptAs<c10::ArrayRef<T>> {
-  using type = std::vector<T>;
-};
-template <>
-struct KeptAs<std::string_view> {
-  using type = std::string;
-};
-template <class T>
-using Kept = typename KeptAs<std::decay_t<T>>::type;
-
-template <class T>
-Kept<T> keep(T&& value) {
-  if constexpr (std::constructible_from<Kept<T>, T&&>)
-    return Kept<T>(std::forward<T>(value));
-  else
-    return value.vec();
-}
-
-template <class T>
-inline constexpr bool is_optional_array_ref = false;
-template <class T>
-inline constexpr bool is_optional_array_ref<c10::OptionalArrayRef<T>> = true;
-
-template <class F, class... A>
-concept Runnable =
-    std::invocable<std::decay_t<F>&, Kept<A>...> || HasForward<std::decay_t<F>&, Kept<A>...>;
 
 template <class F, class... A>
 class Body final : public RegionBody {
  public:
   using Arguments = std::tuple<A...>;
-  using Walk = Tensors<Arguments>;
 
   template <class Fn, class... Args>
   explicit Body(Fn&& fn, const Args&... args)
       : function(std::forward<Fn>(fn)), kept_(keep(args)...) {
-    Walk::own(kept_);
-    if constexpr (Walk::any && !Walk::ordered) check_ownership(args...);
+    if constexpr (Tensors<Arguments>::any && !Tensors<Arguments>::ordered) check_ownership(args...);
   }
 
-  void visit_inputs(TensorVisitor visitor) override { Walk::visit(kept_, visitor); }
+  void visit_inputs(TensorVisitor visitor) override { kept_.visit(visitor); }
 
   void run_again(std::vector<at::Tensor>& inputs) override {
-    Arguments fresh = copy_with(inputs);
+    Arguments fresh = kept_.filled(inputs);
     std::apply([this](A&... args) { static_cast<void>(call(function, std::move(args)...)); },
                fresh);
   }
@@ -181,45 +119,10 @@ class Body final : public RegionBody {
                     std::same_as<T, std::decay_t<decltype(original)>>)
         if (shares_tensors(kept, const_cast<T&>(original))) refuse_shared_argument();
     };
-    std::apply([&](A&... kept) { (check(kept, args), ...); }, kept_);
+    std::apply([&](A&... kept) { (check(kept, args), ...); }, kept_.value);
   }
 
-  // See Note [Filling the arguments].
-  Arguments copy_with(std::vector<at::Tensor>& inputs) {
-    std::size_t next = 0;
-    auto fill = [&](at::Tensor& tensor) { tensor = std::move(inputs[next++]); };
-    if constexpr (!Walk::any) {
-      return kept_;
-    } else if constexpr (Walk::ordered) {
-      Arguments fresh = kept_;
-      Walk::own(fresh);
-      Walk::visit(fresh, fill);
-      return fresh;
-    } else {
-      struct Clear {
-        Arguments& kept;
-        ~Clear() {
-          auto clear = [](at::Tensor& tensor) { tensor = at::Tensor(); };
-          Walk::visit(kept, clear);
-        }
-      };
-      std::lock_guard<std::mutex> lock(filling_);
-      Clear clear{kept_};
-      Walk::visit(kept_, fill);
-      Arguments fresh = kept_;
-      Walk::own(fresh);
-      return fresh;
-    }
-  }
-
-  // Note [Filling the arguments]
-  // A copy of a hash map, or of a user's type, may be walked in another order than the original,
-  // so the inputs are put into the kept arguments themselves and copied along, one copy at a time.
-  // Where the order is certain the copy is filled directly, without a lock.
-  struct NoMutex {};
-  Arguments kept_;
-  [[no_unique_address]] std::conditional_t<Walk::any && !Walk::ordered, std::mutex, NoMutex>
-      filling_;
+  Emptied<Arguments> kept_;
 };
 
 template <class Fn, class... Args>

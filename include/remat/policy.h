@@ -1,6 +1,7 @@
 #pragma once
-// Which operators of a region keep their result: the vocabulary of selective checkpointing.
+// Which operators of a region keep their result: selective checkpointing.
 
+#include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
 #include <concepts>
@@ -9,8 +10,11 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
+#include <vector>
 
+#include "remat/call.h"
 #include "remat/export.h"
 
 namespace c10 {
@@ -20,8 +24,12 @@ struct IValue;
 
 namespace remat {
 
-/// What a policy answers for one operator call. In eager execution Prefer* acts as Must*, except
-/// that `PreferCpuOffload` falls back to keeping the tensor where it is when it cannot be moved.
+class PolicyRule;  // lib/policy_rule.h
+
+/// What a policy answers for one operator call (`torch/utils/checkpoint.py`). In eager execution
+/// Prefer* acts as Must*, with two exceptions: `PreferCpuOffload` keeps a tensor where it is when it
+/// cannot be moved, where `MustCpuOffload` throws; and about a value with a name (`checkpoint_name`)
+/// `PreferRecompute` says nothing, while `MustRecompute` lets go of what was kept.
 enum class CheckpointPolicy {
   MustSave,
   PreferSave,
@@ -31,7 +39,12 @@ enum class CheckpointPolicy {
   PreferCpuOffload
 };
 
-/// One question to a policy. All references are valid during the call only.
+/// One question to a policy: about an operator below autograd (`linear` arrives as `addmm`), or, with
+/// `op` = `remat::checkpoint_name`, about a value that was given a name. All references are valid
+/// during the call only. Never asked about: `detach`, operators that only read metadata.
+///
+/// Kept or not, operators that return views or write to their arguments run again in a recompute:
+/// they cost next to nothing, and a kept result would not be the view, or would be written twice.
 struct PolicyContext {
   const c10::OperatorHandle& op;
   std::string_view op_name;         ///< "aten::mm.default"
@@ -43,9 +56,13 @@ struct PolicyContext {
 using PolicyFn = std::function<CheckpointPolicy(const PolicyContext&)>;
 
 struct SelectiveOptions {
-  bool allow_cache_entry_mutation = false;  ///< a kept result may be changed in place later
-  bool save_through_hooks = false;          ///< kept results pass the hooks around the region
-  bool ask_again = false;                   ///< ask the policy in the recompute too
+  /// A kept result may be changed in place later: its operator then runs again. Otherwise the
+  /// recompute throws (`CheckpointError::Kind::SelectiveMutation`).
+  bool allow_cache_entry_mutation = false;
+  /// Kept results pass the saved-tensor hooks around the region, as its inputs do.
+  bool save_through_hooks = false;
+  /// The policy is asked in the recompute too, which must not want to save what forward did not.
+  bool ask_again = false;
 };
 
 /// A policy function with its options; empty means "recompute everything". Copies share the
@@ -59,11 +76,105 @@ class REMAT_API Policy {
   Policy(F&& fn) : Policy(PolicyFn(std::forward<F>(fn))) {}
 
   /// Whether there is a function to ask.
-  explicit operator bool() const;
+  explicit operator bool() const { return rule_ != nullptr; }
+
+ private:
+  friend class PolicyRule;
+  explicit Policy(std::shared_ptr<const PolicyRule> rule);
+  std::shared_ptr<const PolicyRule> rule_;
+};
+
+/// Listed operators: MustSave, others: PreferRecompute. "aten::mm" means every overload,
+/// "aten::add.Tensor" one, "aten::mm.default" the unnamed one. Throws `c10::ValueError` for a name
+/// that no loaded library has registered; warns about one that never reaches a policy because it
+/// consists of others.
+REMAT_API Policy save_ops(std::vector<std::string> ops, SelectiveOptions options = {});
+/// Listed: MustCpuOffload; the results wait on the CPU. Results that are there are simply kept.
+REMAT_API Policy offload_ops(std::vector<std::string> ops, SelectiveOptions options = {});
+/// Matrix products, convolutions and scaled dot product attention.
+REMAT_API Policy save_matmuls();
+
+/// By the names that `checkpoint_name` gives (jax.checkpoint_policies): keep these values; every
+/// value but these; keep these on the CPU. A name that no value has by the first recompute is warned
+/// about, once.
+REMAT_API Policy save_names(std::vector<std::string> names);
+REMAT_API Policy save_all_but_names(std::vector<std::string> names);
+REMAT_API Policy offload_names(std::vector<std::string> names);
+
+/// Keeps what either keeps; the stronger wish to save wins, in the order MustSave, MustCpuOffload,
+/// PreferSave, PreferCpuOffload, PreferRecompute, MustRecompute. An option that either has is on.
+/// Throws `c10::ValueError` if a name is to be saved by one and offloaded by the other.
+REMAT_API Policy operator|(Policy a, Policy b);
+
+/// `x`, with a name for policies. If the policy of the innermost region keeps the name, the operator
+/// call of this region that made `x` is kept and does not run again; an `x` that none made, or that
+/// was changed in place, is kept itself. Differentiable; outside of regions nothing but `x`.
+REMAT_API at::Tensor checkpoint_name(const at::Tensor& x, std::string name);
+
+/// Inside a region: keeps the value of `x`, and recomputes go on with it, whatever they computed
+/// themselves. For discrete decisions (the indices of topk, a routing mask, a sample) that rounding
+/// could flip. Memory: that of `x`, as long as the region's frame lives. Throws, in the recompute, if
+/// `x` was changed in place. A gradient taken inside the recompute through it throws (Unsupported).
+REMAT_API at::Tensor pin(const at::Tensor& x);
+
+namespace detail {
+
+/// One call of save_region() or pin(): what it kept in forward, or is to keep.
+class REMAT_API KeptStretch {
+ public:
+  /// `type`: of what `emptied` points to.
+  explicit KeptStretch(const std::type_info& type);
+  ~KeptStretch();
+  KeptStretch(const KeptStretch&) = delete;
+  KeptStretch& operator=(const KeptStretch&) = delete;
+  /// A recompute: the result is there, nothing is to be run.
+  bool is_kept() const;
+  /// An `Emptied` of the result's type, null for void; and the tensors for it. `visit_arguments`
+  /// visits what the function would be given now.
+  void* emptied() const;
+  std::vector<at::Tensor> tensors(c10::function_ref<void(TensorVisitor)> visit_arguments);
+  /// Keeps what `visit_tensors` visits, and `emptied`. The stretch has run.
+  void keep(std::shared_ptr<void> emptied, c10::function_ref<void(TensorVisitor)> visit_tensors);
 
  private:
   struct Impl;
-  std::shared_ptr<const Impl> impl_;
+  std::unique_ptr<Impl> impl_;  // null outside of regions
 };
+
+}  // namespace detail
+
+/// Inside a region: keeps what autograd saves in `fn(args...)` and what it returns, so that `fn` is
+/// not run again. For kernels that no operator policy sees: custom Functions, calls past the
+/// dispatcher, communication. Outside of regions: `fn(args...)`.
+///
+/// It belongs to the innermost region; when the recompute of an enclosing one runs that region's
+/// forward again, `fn` runs again. Types: as for `checkpoint`, and the result must be copyable. A
+/// gradient taken inside the recompute through the result throws (Unsupported).
+template <class Fn, class... Args>
+auto save_region(Fn&& fn, Args&&... args) {
+  using Result = std::decay_t<decltype(detail::call(fn, std::forward<Args>(args)...))>;
+  if constexpr (std::is_void_v<Result>) {
+    detail::KeptStretch stretch(typeid(void));
+    if (stretch.is_kept()) return;
+    detail::call(fn, std::forward<Args>(args)...);
+    stretch.keep(nullptr, [](detail::TensorVisitor) {});
+  } else {
+    static_assert(std::copy_constructible<Result>,
+                  "remat::save_region: the result must be copyable, since each recompute gets a "
+                  "copy of it");
+    detail::KeptStretch stretch(typeid(detail::Emptied<Result>));
+    if (stretch.is_kept()) {
+      std::vector<at::Tensor> tensors = stretch.tensors([&](detail::TensorVisitor visitor) {
+        (detail::Tensors<std::decay_t<Args>>::visit(const_cast<std::decay_t<Args>&>(args), visitor),
+         ...);
+      });
+      return static_cast<detail::Emptied<Result>*>(stretch.emptied())->filled(tensors);
+    }
+    Result result = detail::call(fn, std::forward<Args>(args)...);
+    auto emptied = std::make_shared<detail::Emptied<Result>>(std::as_const(result));
+    stretch.keep(emptied, [&](detail::TensorVisitor visitor) { emptied->visit(visitor); });
+    return result;
+  }
+}
 
 }  // namespace remat

@@ -1,6 +1,7 @@
 // The two operator counters: calls seen by RecordFunction, and CPU kernels that really ran.
 
 #include <ATen/CPUFunctions.h>
+#include <ATen/ops/native_dropout_native.h>
 #include <ATen/record_function.h>
 #include <torch/library.h>
 
@@ -107,6 +108,8 @@ KernelCounter::KernelCounter() {
           at::cpu::addmm>(library);
   replace<"cumsum", Tensor(const Tensor&, int64_t, std::optional<at::ScalarType>), at::cpu::cumsum>(
       library);
+  replace<"native_dropout", std::tuple<Tensor, Tensor>(const Tensor&, double, std::optional<bool>),
+          at::native::native_dropout_cpu>(library);
   replace<"cat", Tensor(const at::ITensorListRef&, int64_t), at::cpu::cat>(library);
   kernel_log.clear();
 }

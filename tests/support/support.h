@@ -249,7 +249,7 @@ class OpCounter {
 };
 
 /// CPU kernels that ran, by operator name: "sin", "cos", "exp", "mm", "addmm", "bmm", "mul.Tensor",
-/// "relu", "sigmoid", "cumsum", "cat". Below autograd, on every thread: the
+/// "relu", "sigmoid", "cumsum", "cat", "native_dropout". Below autograd, on every thread: the
 /// kernels are replaced by counting ones while it lives. One at a time.
 class KernelCounter {
  public:

@@ -1,0 +1,106 @@
+#pragma once
+// One operator call of a region as a recompute must meet it again, and what is kept of it.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lib/description.h"
+#include "lib/draws.h"
+#include "lib/kept_tensor.h"
+#include "lib/op_traits.h"
+#include "lib/producers.h"
+#include "remat/policy.h"
+
+namespace remat {
+
+// Note [The same call again]
+// A kept result may only be returned to the call that it came from. Operator and number of the call
+// are not enough: two matrix products of the same shape that swap places would swap their results.
+// So of each tensor that a kept call reads it is known, besides shape and dtype, where it comes from:
+//   Input    the region's input of that number
+//   Inside   the result of another call, by operator, number of the call, and which result of it
+//   Outside  any other storage, or the leaf that it is a cast of
+// A tensor passes if it has the same origin, or the very storage, of the one in forward. What has no
+// origin (a storage of no operator, gone since: a scalar's tensor) passes by its description, and if
+// it is small and on the CPU by its contents. Other arguments must be equal.
+struct ArgumentRecord {
+  Description description;
+  WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  WeakStorage leaf{c10::intrusive_ptr<c10::StorageImpl>()};  ///< of the leaf that it is a cast of
+  int64_t input = -1, leaf_input = -1;                       ///< the region's inputs, by storage
+  std::optional<Producer> producer{};
+  std::optional<uint64_t> contents{};
+  uint32_t version = 0;  ///< of one that was made inside
+};
+
+/// What is noted of a result so that it can be kept later, when it is given a name.
+struct ResultRecord {
+  WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  at::Tensor held;  ///< a result beside the first: nothing else may hold it
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  c10::SmallVector<int64_t, 5> sizes, strides;
+  int64_t offset = 0;
+  uint32_t version = 0;
+};
+
+/// A result of a kept call: a tensor, a list of tensors, or a plain value.
+struct KeptResult {
+  std::vector<KeptTensor> tensors;
+  c10::IValue plain;
+  bool is_tensor = false, is_list = false;
+};
+
+/// The state of another device's generator after a kept random operator.
+struct GeneratorEnd {
+  at::Generator generator;
+  at::Tensor state;
+};
+
+struct CallRecord {
+  std::vector<ArgumentRecord> tensors;
+  std::vector<c10::IValue> others;
+  std::vector<ResultRecord> results;  ///< only under policies that look at names
+  std::vector<KeptResult> kept;
+  bool is_kept = false;
+  bool runs_for_real = false;   ///< a shell of it was read: kept as not kept
+  std::vector<DrawSkip> draws;  ///< by generator, as Frame::draw_logs
+  std::vector<GeneratorEnd> generators;
+
+  bool is_changed() const;
+  bool has_shells() const;
+};
+
+/// An operator of a region, with its calls in order.
+struct OpRecord {
+  c10::OperatorHandle op;
+  const OpTraits* traits;
+  std::optional<CheckpointPolicy> answer_to_all;
+  std::vector<std::unique_ptr<CallRecord>> calls;  ///< null: nothing is known but that it was made
+};
+
+/// Visits the tensors in an operator's argument or result, undefined ones included.
+template <class Visitor>
+void visit_tensors_in(const c10::IValue& value, Visitor&& visitor) {
+  if (value.isTensor()) {
+    visitor(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& each : value.toTensorVector()) visitor(each);
+  } else if (value.isList()) {
+    for (const c10::IValue& each : value.toListRef())
+      if (each.isTensor()) visitor(each.toTensor());
+  }
+}
+
+/// Whether two arguments that hold no tensors are the same; what cannot be compared is.
+bool is_same_value(const c10::IValue& a, const c10::IValue& b);
+/// For errors: "[2, 3], 1.5".
+std::string text_of(const CallRecord& call);
+std::string text_of(c10::ArrayRef<c10::IValue> arguments);
+
+}  // namespace remat

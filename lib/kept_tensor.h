@@ -1,0 +1,63 @@
+#pragma once
+// One tensor that a region keeps for its recomputes: as it is, through hooks, on the CPU, or as a shell.
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "lib/hook_stack.h"
+
+namespace remat {
+
+/// Where a kept tensor waits.
+enum class KeptWhere {
+  InPlace,
+  OnCpuIfPossible,
+  OnCpu  ///< or an error
+};
+
+/// Note [Kept values]
+/// A kept tensor is an alias of the original without its history. It shares the version counter, so a
+/// change in place is seen. It is saved as a region's input is: through the hooks of the region
+/// around, if there is one, whose forward drops it (Rule 2); through other hooks on request.
+///
+/// A result that autograd never saved and no operator of a recompute will read is not worth its
+/// memory. Such a tensor becomes a shell: shape without data. Who reads the data of a shell all the
+/// same (past the dispatcher, say) meets an error, upon which the recompute is done once more with
+/// the operator run for real (Replay).
+class KeptTensor {
+ public:
+  KeptTensor() = default;
+  /// Throws what the hooks around throw, and CheckpointError if it must be on the CPU and cannot.
+  KeptTensor(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
+             KeptWhere where);
+
+  bool is_defined() const { return is_defined_; }
+  bool is_shell() const { return shell_.defined(); }
+  bool is_behind_hooks() const { return is_defined_ && !is_shell() && saved_.has_hooks(); }
+  /// Changed in place since, by whatever alias.
+  bool is_changed() const;
+  /// The value, or the shell; may make the region around recompute.
+  at::Tensor restore() const;
+  /// The storage of the original, or null. Only to be compared.
+  const c10::StorageImpl* storage() const { return storage_; }
+
+  /// Lets go of the data, if a shell can stand for it.
+  void empty();
+  static bool is_shell(const at::Tensor& tensor);
+  /// Whether an error says that the data of a shell were asked for.
+  static bool is_shell_error(const std::exception& error);
+
+ private:
+  torch::autograd::SavedVariable saved_;
+  c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
+  uint32_t version_ = 0;
+  at::Tensor shell_;
+  c10::Device device_ = c10::kCPU;  ///< of the original, where the copy is on the CPU
+  const c10::StorageImpl* storage_ = nullptr;
+  bool is_defined_ = false, is_copy_ = false;
+};
+
+}  // namespace remat

@@ -1,0 +1,78 @@
+#include "lib/op_traits.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+
+namespace remat {
+
+namespace {
+
+// What autograd and views are made of (the same list as SAC_IGNORED_OPS of torch/utils/checkpoint.py,
+// with the metadata operators that have a name in C++).
+constexpr std::array<std::string_view, 22> passive_names{"aten::detach",
+                                                         "aten::alias",
+                                                         "aten::lift_fresh",
+                                                         "prim::device",
+                                                         "prim::layout",
+                                                         "aten::dim",
+                                                         "aten::numel",
+                                                         "aten::size",
+                                                         "aten::stride",
+                                                         "aten::storage_offset",
+                                                         "aten::is_contiguous",
+                                                         "aten::is_strides_like_format",
+                                                         "aten::is_non_overlapping_and_dense",
+                                                         "aten::sym_size",
+                                                         "aten::sym_stride",
+                                                         "aten::sym_numel",
+                                                         "aten::sym_storage_offset",
+                                                         "aten::is_pinned",
+                                                         "aten::sym_is_contiguous",
+                                                         "aten::is_same_size",
+                                                         "aten::_version",
+                                                         "aten::is_set_to"};
+
+OpTraits find_traits(const c10::OperatorHandle& op) {
+  OpTraits traits;
+  const c10::OperatorName& name = op.operator_name();
+  traits.name = name.name + "." + (name.overload_name.empty() ? "default" : name.overload_name);
+  traits.is_passive =
+      std::find(passive_names.begin(), passive_names.end(), name.name) != passive_names.end();
+  const c10::FunctionSchema& schema = op.schema();
+  traits.is_mutable = schema.is_mutable();
+  for (const c10::Argument& result : schema.returns())
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) traits.is_view = true;
+  traits.is_composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  traits.is_factory = true;
+  for (const c10::Argument& argument : schema.arguments()) {
+    const std::string type = argument.type()->str();
+    if (type.find("Tensor") != std::string::npos) traits.is_factory = false;
+    if (argument.name() == "generator") traits.is_random = true;
+  }
+  const bool is_ours = name.name.rfind("aten::", 0) == 0 || name.name.rfind("prim", 0) == 0;
+  traits.is_random = traits.is_random || op.hasTag(at::Tag::nondeterministic_seeded) || !is_ours;
+  return traits;
+}
+
+}  // namespace
+
+const OpTraits& traits_of(const c10::OperatorHandle& op) {
+  thread_local std::unordered_map<c10::OperatorHandle, const OpTraits*> known;
+  if (const auto found = known.find(op); found != known.end()) return *found->second;
+  struct All {
+    std::mutex mutex;
+    std::unordered_map<c10::OperatorHandle, std::unique_ptr<const OpTraits>> traits;
+  };
+  static auto* const all = new All;  // leaked: threads may end after static destructors
+  std::lock_guard<std::mutex> lock(all->mutex);
+  auto& place = all->traits[op];
+  if (place == nullptr) place = std::make_unique<const OpTraits>(find_traits(op));
+  known.emplace(op, place.get());
+  return *place;
+}
+
+}  // namespace remat

@@ -1,0 +1,25 @@
+#pragma once
+// What kind of operator one is, as far as keeping its results is concerned.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+
+namespace remat {
+
+struct OpTraits {
+  std::string name;           ///< "aten::mm.default"
+  bool is_passive = false;    ///< `detach`, or reads metadata only: no policy is asked
+  bool is_view = false;       ///< returns a view of an argument
+  bool is_mutable = false;    ///< writes to an argument
+  bool is_composite = false;  ///< consists of others and is never met below autograd
+  bool is_random = false;     ///< draws numbers, or may: it is not one of LibTorch's own
+  bool is_factory = false;    ///< has no tensor argument
+
+  bool can_be_kept() const { return !is_view && !is_mutable; }
+};
+
+/// Cheap for an operator that the thread has met. The reference is valid for good.
+const OpTraits& traits_of(const c10::OperatorHandle& op);
+
+}  // namespace remat

@@ -1,0 +1,64 @@
+#pragma once
+// What is behind a Policy: its answers, and the names that values were given.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+
+#include "remat/policy.h"
+
+namespace remat {
+
+inline bool is_keeping(CheckpointPolicy answer) {
+  return answer != CheckpointPolicy::MustRecompute && answer != CheckpointPolicy::PreferRecompute;
+}
+inline bool is_offloading(CheckpointPolicy answer) {
+  return answer == CheckpointPolicy::MustCpuOffload || answer == CheckpointPolicy::PreferCpuOffload;
+}
+
+/// Immutable but for the names seen; shared by all copies of a Policy and by the regions under it.
+class PolicyRule {
+ public:
+  using Answers = std::unordered_map<c10::OperatorHandle, CheckpointPolicy>;
+  using Names = std::map<std::string, CheckpointPolicy>;
+
+  PolicyRule(PolicyFn fn, SelectiveOptions options);
+  PolicyRule(Answers ops, CheckpointPolicy other_ops, Names names, CheckpointPolicy other_names,
+             SelectiveOptions options);
+  static Policy policy(std::shared_ptr<const PolicyRule> rule) { return Policy(std::move(rule)); }
+  static const std::shared_ptr<const PolicyRule>& of(const Policy& policy) { return policy.rule_; }
+  static std::shared_ptr<const PolicyRule> either(std::shared_ptr<const PolicyRule> a,
+                                                  std::shared_ptr<const PolicyRule> b);
+
+  /// The answer to every call of an operator, if no function has to be asked for it.
+  std::optional<CheckpointPolicy> answer_to_all(const c10::OperatorHandle& op) const;
+  /// Calls user code, if there is a function.
+  CheckpointPolicy answer(const PolicyContext& question) const;
+
+  const SelectiveOptions& options() const { return options_; }
+  /// Whether a name can make a difference: what is needed for that is noted of every call then.
+  bool looks_at_names() const { return fn_ || !names_.empty(); }
+  void see(const std::string& name) const;
+  /// Warns, once in the rule's life, about listed names that no value has had so far.
+  void warn_about_unseen() const;
+
+ private:
+  const PolicyFn fn_;
+  const Answers ops_;
+  const CheckpointPolicy other_ops_ = CheckpointPolicy::PreferRecompute;
+  const Names names_;
+  const CheckpointPolicy other_names_ = CheckpointPolicy::PreferRecompute;
+  const SelectiveOptions options_;
+  /// Of a union with a function: names are seen by both.
+  std::shared_ptr<const PolicyRule> first_, second_;
+  mutable std::mutex mutex_;  // guards what follows
+  mutable std::map<std::string, bool> unseen_;
+  mutable bool has_warned_ = false;
+};
+
+}  // namespace remat

@@ -1,0 +1,451 @@
+#include "lib/selection.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lib/digest.h"
+#include "lib/engine_seam.h"
+#include "lib/frame.h"
+#include "lib/match.h"
+#include "lib/replay.h"
+
+namespace remat {
+
+namespace {
+
+/// Contents of tensors up to this size are compared where their origin is not known.
+constexpr std::size_t max_compared_bytes = 4096;
+/// After so many more calls, results that were held for a name are looked through.
+constexpr std::size_t sweep_interval = 32;
+
+c10::ArrayRef<c10::IValue> last(const torch::jit::Stack& stack, std::size_t count) {
+  return c10::ArrayRef<c10::IValue>(stack.data() + (stack.size() - count), count);
+}
+
+c10::ArrayRef<c10::IValue> arguments_of(const c10::OperatorHandle& op,
+                                        const torch::jit::Stack& stack) {
+  return last(stack, op.schema().arguments().size());
+}
+
+KeptWhere where_for(CheckpointPolicy answer) {
+  if (answer == CheckpointPolicy::MustCpuOffload) return KeptWhere::OnCpu;
+  return answer == CheckpointPolicy::PreferCpuOffload ? KeptWhere::OnCpuIfPossible
+                                                      : KeptWhere::InPlace;
+}
+
+}  // namespace
+
+void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  if (traits_of(op).is_passive) return op.callBoxed(&stack);
+  // The innermost region first; those around it only take note.
+  detail::Scope* innermost = nullptr;
+  const Frame* passed_over = nullptr;  // its scope follows that of a stretch
+  bool has_innermost = false;
+  struct Outer {
+    Selection* selection;
+    Replay* replay;
+    int64_t call;
+  };
+  c10::SmallVector<Outer, 2> outer;
+  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+    if (scope.frame() == passed_over) return;
+    if (scope.is_kept_stretch) {
+      passed_over = scope.frame();
+      has_innermost = true;
+      return;
+    }
+    if (!std::exchange(has_innermost, true)) {
+      innermost = &scope;
+      return;
+    }
+    Selection* const selection = scope.selection();
+    Replay* const replay = scope.replay();
+    if (selection != nullptr || replay != nullptr) outer.push_back({selection, replay, -1});
+  });
+  for (Outer& each : outer)
+    each.call = each.selection != nullptr
+                    ? each.selection->before_inner(op, arguments_of(op, stack))
+                    : each.replay->before_inner(op, arguments_of(op, stack));
+  if (Selection* const selection = innermost == nullptr ? nullptr : innermost->selection())
+    selection->run(op, stack, *innermost);
+  else if (Replay* const replay = innermost == nullptr ? nullptr : innermost->replay())
+    replay->run(op, stack);
+  else
+    op.callBoxed(&stack);
+  const auto results = last(stack, op.schema().returns().size());
+  for (const Outer& each : outer)
+    if (each.selection != nullptr)
+      each.selection->after_inner(op, each.call, results);
+    else
+      each.replay->after_inner(op, each.call, results);
+}
+
+Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
+    : frame_(frame), rule_(std::move(rule)) {}
+
+detail::HooksAround Selection::hooks() const {
+  return rule_ != nullptr && rule_->options().save_through_hooks ? detail::HooksAround::All
+                                                                 : detail::HooksAround::Regions;
+}
+
+std::unique_lock<std::mutex> Selection::lock() const {
+  return is_settled_ ? std::unique_lock<std::mutex>() : std::unique_lock<std::mutex>(mutex_);
+}
+
+uint32_t Selection::number(const c10::OperatorHandle& op) {
+  const auto [place, is_new] = numbers_.try_emplace(op, static_cast<uint32_t>(operators_.size()));
+  if (is_new)
+    operators_.push_back(
+        {op,
+         &traits_of(op),
+         rule_ == nullptr ? CheckpointPolicy::PreferRecompute : rule_->answer_to_all(op),
+         {}});
+  return place->second;
+}
+
+int64_t Selection::number_of(const c10::OperatorHandle& op) const {
+  const auto found = numbers_.find(op);
+  return found == numbers_.end() ? -1 : static_cast<int64_t>(found->second);
+}
+
+ArgumentRecord Selection::describe(const at::Tensor& tensor, Producers& producers) {
+  ArgumentRecord record;
+  if (!tensor.defined()) return record;
+  record.description = Description(tensor, /*with_strides=*/false);
+  record.storage = weak_storage_of(tensor);
+  if (c10::TensorImpl* const leaf = leaf_behind(tensor); leaf != nullptr && leaf->has_storage())
+    record.leaf = leaf->unsafe_storage().getWeakStorageImpl();
+  const Producer* const producer = producers.find(tensor);
+  if (producer != nullptr) {
+    record.producer = *producer;
+    record.version = static_cast<uint32_t>(tensor._version());
+  }
+  const bool may_be_filled = producer == nullptr || producer->is_factory;
+  if (may_be_filled && tensor.is_cpu() && tensor.layout() == c10::kStrided && !tensor.is_nested() &&
+      tensor.has_storage() && tensor.nbytes() <= max_compared_bytes &&
+      !KeptTensor::is_shell(tensor))
+    record.contents = digest_of(tensor);
+  return record;
+}
+
+void Selection::note_read(const c10::StorageImpl* storage) {
+  if (storage != nullptr && (looks_at_names() || kept_.contains(storage))) is_read_[storage] = true;
+}
+
+void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
+  if (kept_.empty() && !looks_at_names()) return;
+  for (const c10::IValue& argument : arguments)
+    visit_tensors_in(argument, [this](const at::Tensor& tensor) { note_read(storage_of(tensor)); });
+}
+
+void Selection::note_saved(const at::Tensor& saved, int64_t position) {
+  if (is_settled_) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  note_read(storage_of(saved));
+  if (rule_ == nullptr || position < 0) return;
+  const auto index = static_cast<std::size_t>(position);
+  if (slot_producers_.size() <= index) slot_producers_.resize(index + 1);
+  if (const Producer* const producer = producers_.find(saved)) slot_producers_[index] = *producer;
+}
+
+void Selection::note_handed_over(const at::Tensor& value, int64_t position) {
+  if (is_settled_ || rule_ == nullptr) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto index = static_cast<std::size_t>(position);
+  if (position < 0)
+    producers_.add(value, {.is_known = false});
+  else if (index < slot_producers_.size() && slot_producers_[index])
+    producers_.add(value, *slot_producers_[index]);
+}
+
+void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
+                             c10::ArrayRef<c10::IValue> results) {
+  if (!op.traits->can_be_kept()) return;
+  uint32_t output = 0;
+  for (const c10::IValue& result : results)
+    visit_tensors_in(result, [&](const at::Tensor& tensor) {
+      producers_.add(tensor, {number, call, output++, op.traits->is_factory});
+    });
+}
+
+int64_t Selection::before_inner(const c10::OperatorHandle& op,
+                                c10::ArrayRef<c10::IValue> arguments) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (is_settled_) return -1;
+  OpRecord& record = operators_[number(op)];
+  sequence_.push_back(number(op));
+  record.calls.emplace_back();
+  note_read(arguments);
+  return static_cast<int64_t>(record.calls.size()) - 1;
+}
+
+void Selection::after_inner(const c10::OperatorHandle& op, int64_t call,
+                            c10::ArrayRef<c10::IValue> results) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (call < 0 || is_settled_) return;
+  const uint32_t n = number(op);
+  note_results(operators_[n], n, static_cast<uint32_t>(call), results);
+}
+
+bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const {
+  bool returns = false;
+  for (const c10::IValue& result : results)
+    visit_tensors_in(result, [&](const at::Tensor& tensor) {
+      const c10::StorageImpl* const storage = storage_of(tensor);
+      returns = returns || (storage != nullptr &&
+                            std::any_of(call.tensors.begin(), call.tensors.end(),
+                                        [&](const ArgumentRecord& argument) {
+                                          return argument.storage._unsafe_get_target() == storage;
+                                        }));
+    });
+  return returns;
+}
+
+std::vector<DrawMark> Selection::marks() const {
+  std::vector<DrawMark> marks;
+  for (DrawLog* log : frame_.draw_logs()) marks.push_back(log->mark());
+  return marks;
+}
+
+std::vector<DrawSkip> Selection::since(const std::vector<DrawMark>& marks) const {
+  std::vector<DrawSkip> skips;
+  const auto logs = frame_.draw_logs();
+  for (std::size_t i = 0; i < std::min(logs.size(), marks.size()); ++i)
+    skips.push_back(logs[i]->since(marks[i]));
+  return skips;
+}
+
+void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
+                     CheckpointPolicy answer, const detail::Scope& region) const {
+  for (const c10::IValue& result : results) {
+    KeptResult kept;
+    kept.is_tensor = result.isTensor();
+    kept.is_list = result.isTensorList();
+    if (kept.is_tensor || kept.is_list)
+      visit_tensors_in(result, [&](const at::Tensor& tensor) {
+        kept.tensors.emplace_back(tensor, region, hooks(), where_for(answer));
+      });
+    else
+      kept.plain = result;
+    record.kept.push_back(std::move(kept));
+  }
+  record.is_kept = true;
+}
+
+void Selection::add_places(uint32_t op, uint32_t call, const CallRecord& record) {
+  ++num_kept_;
+  for (std::size_t i = 0; i < record.kept.size(); ++i)
+    for (std::size_t j = 0; j < record.kept[i].tensors.size(); ++j)
+      if (const c10::StorageImpl* const storage = record.kept[i].tensors[j].storage())
+        kept_[storage] = {op, call, static_cast<uint32_t>(i), static_cast<uint32_t>(j)};
+}
+
+void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                    const detail::Scope& region) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (is_settled_ || rule_ == nullptr) {
+    lock.unlock();
+    return op.callBoxed(&stack);
+  }
+  const uint32_t n = number(op);
+  const auto call = static_cast<uint32_t>(operators_[n].calls.size());
+  operators_[n].calls.emplace_back();
+  sequence_.push_back(n);
+  const OpTraits& traits = *operators_[n].traits;
+  std::optional<CheckpointPolicy> answer = operators_[n].answer_to_all;
+  const auto arguments = arguments_of(op, stack);
+  if (!answer) {
+    lock.unlock();
+    static const std::string no_name;
+    answer = rule_->answer({op, traits.name, arguments, /*is_recompute=*/false, no_name});
+    lock.lock();
+  }
+  bool keeps = is_keeping(*answer) && traits.can_be_kept();
+  const bool may_get_name = rule_->looks_at_names() && traits.can_be_kept();
+  std::unique_ptr<CallRecord> record;
+  if (keeps || may_get_name) {
+    record = std::make_unique<CallRecord>();
+    describe(
+        arguments, producers_,
+        [this](const c10::StorageImpl* storage) {
+          return storage == nullptr ? -1 : frame_.inputs().storages().number_of(storage);
+        },
+        *record);
+  }
+  if (!keeps) note_read(arguments);
+  lock.unlock();
+
+  std::vector<DrawMark> before;
+  if (record != nullptr && traits.is_random) before = marks();
+  op.callBoxed(&stack);
+  if (record != nullptr && traits.is_random) {
+    record->draws = since(before);
+    record->generators = frame_.generators_of_devices(last(stack, op.schema().returns().size()));
+  }
+  const auto results = last(stack, op.schema().returns().size());
+
+  if (record != nullptr && returns_argument(*record, results)) {
+    lock.lock();
+    if (keeps)
+      for (const ArgumentRecord& each : record->tensors)
+        note_read(each.storage._unsafe_get_target());
+    return;
+  }
+  if (keeps) keep(*record, results, *answer, region);
+  lock.lock();
+  note_results(operators_[n], n, call, results);
+  if (record == nullptr) return;
+  if (keeps) add_places(n, call, *record);
+  if (may_get_name) {
+    bool is_first = true;
+    for (const c10::IValue& result : results)
+      visit_tensors_in(result, [&](const at::Tensor& tensor) {
+        ResultRecord& each = record->results.emplace_back();
+        if (storage_of(tensor) == nullptr || tensor.layout() != c10::kStrided || tensor.is_nested())
+          return;
+        each.storage = weak_storage_of(tensor);
+        each.dtype = tensor.scalar_type();
+        each.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+        each.strides.assign(tensor.strides().begin(), tensor.strides().end());
+        each.offset = tensor.storage_offset();
+        each.version = static_cast<uint32_t>(tensor._version());
+        if (!std::exchange(is_first, false)) each.held = tensor.tensor_data();
+      });
+    if (record->results.size() > 1) holding_.push_back({n, call, 0, 0});
+  }
+  operators_[n].calls[call] = std::move(record);
+  if (holding_.size() >= sweep_interval)
+    std::erase_if(holding_, [this](const Place& place) {
+      CallRecord& held = *operators_[place.op].calls[place.call];
+      const bool is_over = held.results.front().storage.expired();
+      if (is_over)
+        for (ResultRecord& each : held.results) each.held.reset();
+      return is_over;
+    });
+}
+
+// Whether the call that made `value` could be kept.
+bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
+                           const detail::Scope& region) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const Producer* const producer = producers_.find(value);
+  if (producer == nullptr) return false;
+  const Producer found = *producer;
+  CallRecord* const record = operators_[found.op].calls[found.call].get();
+  if (record == nullptr || found.output >= record->results.size() ||
+      static_cast<uint32_t>(value._version()) != record->results[found.output].version)
+    return false;
+  if (record->is_kept) return true;
+  if (operators_[found.op].op.schema().returns().size() != record->results.size()) return false;
+  std::vector<c10::IValue> results;
+  for (const ResultRecord& each : record->results) {
+    if (each.dtype == c10::ScalarType::Undefined) {
+      if (storage_of(each.held) != nullptr) return false;
+      results.emplace_back(at::Tensor());
+      continue;
+    }
+    c10::intrusive_ptr<c10::StorageImpl> storage = each.storage.lock();
+    if (!storage) return false;
+    if (each.held.defined()) {
+      results.emplace_back(each.held);
+      continue;
+    }
+    // The object may be gone, behind a view of it; what it was can be built again.
+    at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(std::move(storage)), value.key_set(), c10::scalarTypeToTypeMeta(each.dtype));
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(each.sizes, each.strides, each.offset);
+    result.unsafeGetTensorImpl()->set_version_counter(
+        value.unsafeGetTensorImpl()->version_counter());
+    results.emplace_back(std::move(result));
+  }
+  lock.unlock();
+  keep(*record, results, answer, region);
+  lock.lock();
+  add_places(found.op, found.call, *record);
+  return true;
+}
+
+void Selection::let_go(const at::Tensor& value) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Producer* const producer = producers_.find(value);
+  if (producer == nullptr) return;
+  CallRecord* const record = operators_[producer->op].calls[producer->call].get();
+  if (record == nullptr || !record->is_kept) return;
+  for (const KeptResult& result : record->kept)
+    for (const KeptTensor& tensor : result.tensors) kept_.erase(tensor.storage());
+  record->kept.clear();
+  record->is_kept = false;
+  --num_kept_;
+  for (const ArgumentRecord& each : record->tensors) note_read(each.storage._unsafe_get_target());
+}
+
+void Selection::name(const at::Tensor& value, const std::string& name,
+                     const detail::Scope& region) {
+  const int64_t number = begin_stretch();
+  if (rule_ == nullptr || !rule_->looks_at_names()) return;
+  rule_->see(name);
+  static const c10::OperatorHandle op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("remat::checkpoint_name", "");
+  const std::vector<c10::IValue> arguments{value, name};
+  const CheckpointPolicy answer =
+      rule_->answer({op, "remat::checkpoint_name", arguments, /*is_recompute=*/false, name});
+  if (answer == CheckpointPolicy::MustRecompute) return let_go(value);
+  if (!is_keeping(answer) || keep_named(value, answer, region)) return;
+  auto itself = std::make_shared<StretchRecord>();
+  itself->type = &typeid(at::Tensor);
+  itself->values.push_back({KeptTensor(value, region, hooks(), where_for(answer)),
+                            value.requires_grad(), value.is_leaf()});
+  itself->is_kept = true;
+  keep_stretch(number, std::move(itself));
+}
+
+StretchRecord::Value Selection::keep_value(const at::Tensor& value,
+                                           const detail::Scope& region) const {
+  return {KeptTensor(value, region, hooks(), KeptWhere::InPlace),
+          value.defined() && value.requires_grad(), !value.defined() || value.is_leaf()};
+}
+
+int64_t Selection::begin_stretch() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stretches_.emplace_back();
+  return static_cast<int64_t>(stretches_.size()) - 1;
+}
+
+void Selection::keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stretch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stretches_[static_cast<std::size_t>(number)] = std::move(stretch);
+}
+
+void Selection::settle() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [storage, place] : kept_) {
+    const auto read = is_read_.find(storage);
+    if (read != is_read_.end() && read->second) continue;
+    operators_[place.op].calls[place.call]->kept[place.result].tensors[place.tensor].empty();
+  }
+  kept_.clear();
+  is_read_.clear();
+  producers_.clear();
+  holding_.clear();
+  slot_producers_.clear();
+  for (OpRecord& op : operators_)
+    for (auto& call : op.calls) {
+      if (call == nullptr) continue;
+      if (call->is_kept)
+        call->results.clear();
+      else
+        call.reset();
+    }
+  is_settled_ = true;
+}
+
+void Selection::run_shells_for_real() {
+  const auto locked = lock();
+  for (OpRecord& op : operators_)
+    for (auto& call : op.calls)
+      if (call != nullptr && call->has_shells()) call->runs_for_real = true;
+}
+
+}  // namespace remat

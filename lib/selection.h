@@ -1,0 +1,153 @@
+#pragma once
+// What a region keeps of its forward instead of computing it again, and who decided so.
+//
+// Note [Selective checkpointing]
+// While a region with a policy runs, each operator comes here below autograd (engine_seam, Note [Seeing
+// operators]). The innermost region decides: its policy is asked once per call, and the call runs.
+// What is kept belongs to the frame and is replayed by its recomputes (replay.h). Regions around only
+// count the call, so that they know where its results come from. Operators that write or return
+// views always run again (policy.h).
+//
+// `pin` and `save_region` keep stretches instead of calls, numbered in their own order, and need no
+// policy.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <typeinfo>
+#include <unordered_map>
+#include <vector>
+
+#include "lib/call_record.h"
+#include "lib/hook_stack.h"
+#include "lib/policy_rule.h"
+#include "lib/producers.h"
+
+namespace remat {
+
+class Frame;
+
+/// Handles an operator of this thread; a callback of engine_seam.
+void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+
+/// One call of pin() or save_region(), or of checkpoint_name() where the value itself is kept.
+struct StretchRecord {
+  struct Value {
+    KeptTensor tensor;
+    bool requires_grad, is_leaf;
+  };
+  const std::type_info* type = nullptr;
+  std::shared_ptr<void> emptied;
+  std::vector<Value> values;
+  std::vector<DrawSkip> draws;
+  std::vector<at::Tensor> leaves;  ///< that gradients of the values lead to
+  bool is_kept = false;
+};
+
+class Selection {
+ public:
+  /// `rule` may be null: then there are only stretches.
+  Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule);
+
+  // In forward. `region`: the scope of the frame's first run.
+  void run(const c10::OperatorHandle& op, torch::jit::Stack& stack, const detail::Scope& region);
+  /// A region inside decides about this operator; it runs between the two.
+  int64_t before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
+  void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results);
+  /// Autograd saved it in the region; `position`: its slot, or -1.
+  void note_saved(const at::Tensor& saved, int64_t position = -1);
+  /// A backward inside the region got it: the value of that slot, or (-1) of a region inside.
+  void note_handed_over(const at::Tensor& value, int64_t position);
+  void name(const at::Tensor& value, const std::string& name, const detail::Scope& region);
+
+  /// The number of a new stretch; what it keeps is put in when it has run.
+  int64_t begin_stretch();
+  void keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stretch);
+  std::vector<DrawMark> marks() const;
+  std::vector<DrawSkip> since(const std::vector<DrawMark>& marks) const;
+  StretchRecord::Value keep_value(const at::Tensor& value, const detail::Scope& region) const;
+
+  /// The forward is over: lets go of what no recompute will read.
+  void settle();
+
+  // In recomputes.
+  const PolicyRule* rule() const { return rule_.get(); }
+  /// Whether a recompute has to see operators.
+  bool has_calls() const { return num_kept_ > 0 || (rule_ && rule_->options().ask_again); }
+  bool has_stretches() const { return !stretches_.empty(); }
+  bool is_settled() const { return is_settled_; }
+  /// The lock is needed until the forward is over.
+  std::unique_lock<std::mutex> lock() const;
+  const std::vector<OpRecord>& operators() const { return operators_; }
+  const std::vector<uint32_t>& sequence() const { return sequence_; }
+  const std::vector<std::shared_ptr<StretchRecord>>& stretches() const { return stretches_; }
+  /// The number of an operator, or -1 if forward did not call it.
+  int64_t number_of(const c10::OperatorHandle& op) const;
+  /// A shell was read: from now on these calls run in recomputes.
+  void run_shells_for_real();
+
+  /// Describes a call. `input_of` gives the number of an input's storage, or -1.
+  template <class InputOf>
+  static void describe(c10::ArrayRef<c10::IValue> arguments, Producers& producers,
+                       InputOf&& input_of, CallRecord& record);
+  static ArgumentRecord describe(const at::Tensor& tensor, Producers& producers);
+
+  /// Whether what the region keeps has this storage.
+  bool keeps(const c10::StorageImpl* storage) const { return kept_.contains(storage); }
+
+ private:
+  struct Place {
+    uint32_t op, call, result, tensor;
+  };
+  uint32_t number(const c10::OperatorHandle& op);
+  void note_read(c10::ArrayRef<c10::IValue> arguments);
+  void note_read(const c10::StorageImpl* storage);
+  void note_results(const OpRecord& op, uint32_t number, uint32_t call,
+                    c10::ArrayRef<c10::IValue> results);
+  bool returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const;
+  void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
+            const detail::Scope& region) const;
+  void add_places(uint32_t op, uint32_t call, const CallRecord& record);
+  bool keep_named(const at::Tensor& value, CheckpointPolicy answer, const detail::Scope& region);
+  void let_go(const at::Tensor& value);
+  detail::HooksAround hooks() const;
+  /// Then any result may be kept later, when others have read it.
+  bool looks_at_names() const { return rule_ != nullptr && rule_->looks_at_names(); }
+
+  Frame& frame_;
+  const std::shared_ptr<const PolicyRule> rule_;
+  mutable std::mutex mutex_;  // guards what follows until the forward is over
+  std::atomic<bool> is_settled_{false};
+  std::vector<OpRecord> operators_;
+  std::unordered_map<c10::OperatorHandle, uint32_t> numbers_;
+  std::vector<uint32_t> sequence_;  // operators as they were called
+  std::vector<std::shared_ptr<StretchRecord>> stretches_;
+  int64_t num_kept_ = 0;
+  // While the forward runs:
+  Producers producers_;
+  std::unordered_map<const c10::StorageImpl*, Place> kept_;  // by storage; settle_provenance asks
+  std::unordered_map<const c10::StorageImpl*, bool> is_read_;
+  std::vector<std::optional<Producer>> slot_producers_;  // by position
+  std::vector<Place> holding_;                           // calls with results held for names
+};
+
+template <class InputOf>
+void Selection::describe(c10::ArrayRef<c10::IValue> arguments, Producers& producers,
+                         InputOf&& input_of, CallRecord& record) {
+  for (const c10::IValue& argument : arguments) {
+    bool holds_tensors = false;
+    visit_tensors_in(argument, [&](const at::Tensor& tensor) {
+      holds_tensors = true;
+      ArgumentRecord& each = record.tensors.emplace_back(describe(tensor, producers));
+      each.input = input_of(storage_of(tensor));
+      each.leaf_input = input_of(each.leaf._unsafe_get_target());
+      if (each.input >= 0) each.contents.reset();
+    });
+    if (!holds_tensors && !argument.isGenerator()) record.others.push_back(argument);
+  }
+}
+
+}  // namespace remat

@@ -1,0 +1,525 @@
+// Everything in policy.h: the ready-made policies, names, pin and save_region.
+
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <string>
+
+#include "tests/support/support.h"
+
+using remat::checkpoint;
+using remat::CheckpointError;
+using remat::CheckpointOptions;
+using remat::CheckpointPolicy;
+using remat::Policy;
+using remat::PolicyContext;
+using remat::SelectiveOptions;
+
+namespace {
+
+CheckpointOptions with(Policy policy, bool early_stop = true) {
+  return {.early_stop = early_stop, .policy = std::move(policy)};
+}
+
+/// Keeps what `names` lists by full name, and writes down every question.
+Policy asking(std::vector<std::string>& log, std::vector<std::string> names = {},
+              SelectiveOptions options = {}) {
+  return Policy(
+      [&log, names](const PolicyContext& question) {
+        log.emplace_back(std::string(question.op_name) + (question.is_recompute ? " again" : "") +
+                         (question.name.empty() ? "" : " " + question.name));
+        return std::find(names.begin(), names.end(), question.op_name) != names.end()
+                   ? CheckpointPolicy::MustSave
+                   : CheckpointPolicy::PreferRecompute;
+      },
+      options);
+}
+
+Tensor sum_sin_mm_cos(const Tensor& x, const Tensor& y) { return x.cos().mm(y).sin().sum(); }
+
+class Warnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
+  std::vector<std::string> texts;
+};
+
+}  // namespace
+
+TEST_CASE("a saved matmul runs once and is all that is held", "[policy][rule-15]") {
+  const Tensor x = leaf({512, 512}), y = leaf({512, 512});
+  const auto mm_in_backward = [&](const Tensor& loss, KernelCounter& kernels) {
+    kernels.reset();
+    grad_of(loss, {x, y});
+    return kernels.count("mm");
+  };
+  const Policy by_function = [](const PolicyContext& question) {
+    return question.op_name == "aten::mm.default" ? CheckpointPolicy::MustSave
+                                                  : CheckpointPolicy::PreferRecompute;
+  };
+  KernelCounter kernels;
+  CHECK(mm_in_backward(sum_sin_mm_cos(x, y), kernels) == 2);
+  CHECK(mm_in_backward(checkpoint(sum_sin_mm_cos, x, y), kernels) == 3);
+  for (const Policy& policy : {remat::save_ops({"aten::mm"}), by_function, remat::save_matmuls()}) {
+    const LiveBytes bytes;
+    const Tensor loss = checkpoint(with(policy), sum_sin_mm_cos, x, y);
+    CHECK(bytes.held() - static_cast<int64_t>(loss.storage().nbytes()) == 512 * 512 * 4);
+    CHECK(mm_in_backward(loss, kernels) == 2);
+  }
+  const LiveBytes bytes;
+  const Tensor loss = checkpoint(sum_sin_mm_cos, x, y);
+  CHECK(bytes.held() == static_cast<int64_t>(loss.storage().nbytes()));
+}
+
+TEST_CASE("detach and metadata operators are never asked about", "[policy]") {
+  std::vector<std::string> log;
+  const Tensor x = leaf({3});
+  const auto f = [](const Tensor& x) {
+    Tensor y = x.sin();
+    y = y * static_cast<double>(y.detach().size(0) + y.stride(0) + y.numel());
+    return y.cos();
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(asking(log)), f, x); }, x);
+  CHECK(log ==
+        std::vector<std::string>{"aten::sin.default", "aten::mul.Scalar", "aten::cos.default"});
+}
+
+TEST_CASE("an unknown operator is refused when the policy is made", "[policy]") {
+  CHECK_THROWS_AS(remat::save_ops({"aten::no_such_op"}), c10::ValueError);
+  CHECK_THROWS_WITH(remat::save_ops({"aten::no_such_op"}), contains("aten::no_such_op"));
+  CHECK_THROWS_AS(remat::save_ops({"aten::add.NoSuch"}), c10::ValueError);
+  CHECK_THROWS_WITH(remat::offload_ops({"mm"}), contains("aten::mm.default"));
+  CHECK_THROWS_AS(remat::save_ops({""}), c10::ValueError);
+  CHECK(static_cast<bool>(remat::save_ops({})));
+  CHECK_FALSE(static_cast<bool>(Policy()));
+}
+
+TEST_CASE("a name without overload means every overload", "[policy]") {
+  const Tensor x = leaf({3});
+  KernelCounter kernels;
+  const auto runs = [&](const char* op) {
+    const Tensor y =
+        checkpoint(with(remat::save_ops({op})), [](const Tensor& x) { return x.sin().exp(); }, x);
+    kernels.reset();
+    grad_of(y, {x});
+    return kernels.count("sin");
+  };
+  CHECK(runs("aten::sin") == 0);
+  CHECK(runs("aten::sin.default") == 0);
+  CHECK(runs("aten::sin.out") == 1);  // another overload than the one that is called
+}
+
+TEST_CASE("an operator that consists of others is warned about", "[policy]") {
+  Warnings warnings;
+  c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  remat::save_ops({"aten::linear"});
+  REQUIRE(warnings.texts.size() == 1);
+  CHECK(warnings.texts[0].find("aten::linear") != std::string::npos);
+  remat::save_matmuls();
+  CHECK(warnings.texts.size() == 1);
+}
+
+TEST_CASE("a policy is asked in forward only", "[policy]") {
+  struct Count {
+    int forward = 0, recompute = 0;
+    std::vector<int> log;
+  };
+  const auto log_of = [](bool ask_again) {
+    Count count;
+    const Policy policy(
+        [&count](const PolicyContext& question) {
+          count.log.push_back(question.is_recompute ? ++count.recompute : ++count.forward);
+          return CheckpointPolicy::PreferRecompute;
+        },
+        {.ask_again = ask_again});
+    const Tensor x = leaf({3});
+    const auto f = [](const Tensor& x) { return x.sin().sin().sin(); };
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+    return count.log;
+  };
+  CHECK(log_of(false) == std::vector<int>{1, 2, 3});
+  CHECK(log_of(true) == std::vector<int>{1, 2, 3, 1, 2});  // early stop skips the third
+}
+
+TEST_CASE("results of several tensors are kept one by one", "[policy]") {
+  std::vector<std::string> log;
+  const Tensor x = leaf({3});
+  const auto f = [](const Tensor& x) {
+    const auto [a, b] = at::var_mean(x, /*dim=*/c10::OptionalArrayRef<int64_t>());
+    return a * b;
+  };
+  const auto times_asked = [&](bool ask_again) {
+    log.clear();
+    const Policy policy = asking(log, {"aten::var_mean.correction"}, {.ask_again = ask_again});
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+    return std::count_if(log.begin(), log.end(), [](const std::string& each) {
+      return each.find("var_mean") != std::string::npos;
+    });
+  };
+  CHECK(times_asked(false) == 1);
+  CHECK(times_asked(true) == 2);
+}
+
+TEST_CASE("kept integer results are replayed", "[policy]") {
+  KernelCounter kernels;
+  const Tensor values = leaf({6, 2}), lengths = at::tensor({2, 1, 3}, at::kLong);
+  const auto f = [&lengths](const Tensor& values) {
+    const Tensor offsets = lengths.cumsum(0) - lengths;
+    return values.index_select(0, offsets).exp().sum();
+  };
+  const auto g = [&](const Tensor& values) {
+    return checkpoint(with(remat::save_ops({"aten::cumsum"})), f, values);
+  };
+  require_same_grads(f, g, values);
+  kernels.reset();
+  const Tensor y = g(values);
+  CHECK(kernels.count("cumsum") == 1);
+  grad_of(y, {values});
+  CHECK(kernels.count("cumsum") == 1);
+}
+
+TEST_CASE("both results of a kept topk are replayed", "[policy]") {
+  std::vector<std::string> log;
+  const Tensor x = leaf({5, 7});
+  const auto f = [](const Tensor& x) {
+    const auto [values, indices] = x.sin().topk(2);
+    return (values * x.gather(1, indices)).exp();
+  };
+  require_same_grads(
+      f, [&](const Tensor& x) { return checkpoint(with(remat::save_ops({"aten::topk"})), f, x); },
+      x);
+}
+
+TEST_CASE("matmuls saved in a chain run twice less", "[policy]") {
+  const Tensor x = leaf({4, 4}), y = leaf({4, 4});
+  const auto f = [](const Tensor& x, const Tensor& y) { return x.mm(y).mm(y).sigmoid() * y; };
+  KernelCounter kernels;
+  const auto runs = [&](const CheckpointOptions& options) {
+    kernels.reset();
+    const Tensor z = checkpoint(options, f, x, y);
+    CHECK(kernels.count("mm") == 2);
+    kernels.reset();
+    grad_of(z, {x, y});
+    return kernels.count("mm");
+  };
+  CHECK(runs({}) == 6);
+  CHECK(runs(with(remat::save_ops({"aten::mm"}))) == 4);
+  const std::vector<std::string> held_in_a_variable{"aten::mm"};
+  CHECK(runs(with(remat::save_ops(held_in_a_variable))) == 4);
+  require_same_grads(
+      f,
+      [&](const Tensor& x, const Tensor& y) {
+        return checkpoint(with(remat::save_ops(held_in_a_variable)), f, x, y);
+      },
+      x, y);
+}
+
+TEST_CASE("a detach between two kept operators is neither asked about nor kept", "[policy]") {
+  std::vector<std::string> log;
+  const Tensor x = leaf({4});
+  const auto f = [](const Tensor& x) { return x.sin().detach().cos() * x; };
+  const Policy policy = asking(log, {"aten::sin.default", "aten::cos.default"});
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+  CHECK(log ==
+        std::vector<std::string>{"aten::sin.default", "aten::cos.default", "aten::mul.Tensor"});
+}
+
+TEST_CASE("a weight computed in a region of its own keeps all but two operators", "[policy]") {
+  const Tensor x = leaf({3, 4}), w = leaf({4, 4});
+  const Policy policy = [](const PolicyContext& question) {
+    return question.op_name == "aten::mul.Tensor" || question.op_name == "aten::sigmoid.default"
+               ? CheckpointPolicy::MustRecompute
+               : CheckpointPolicy::MustSave;
+  };
+  const auto weight = [](const Tensor& w) { return (w * w).sigmoid(); };
+  require_same_grads(
+      [&](const Tensor& x, const Tensor& w) { return x.mm(weight(w)); },
+      [&](const Tensor& x, const Tensor& w) { return x.mm(checkpoint(with(policy), weight, w)); },
+      x, w);
+}
+
+TEST_CASE("prefer acts as must in eager execution", "[policy]") {
+  const auto measure = [](CheckpointPolicy answer) {
+    const Tensor x = leaf({64, 64});
+    const Policy policy = [answer](const PolicyContext& question) {
+      return question.op_name == "aten::mm.default" ? answer : CheckpointPolicy::PreferRecompute;
+    };
+    KernelCounter kernels;
+    const LiveBytes bytes;
+    const Tensor y =
+        checkpoint(with(policy), [](const Tensor& x) { return x.mm(x).relu().mm(x).sum(); }, x);
+    const int64_t held = bytes.held();
+    grad_of(y, {x});
+    return std::pair(held, kernels.names());
+  };
+  CHECK(measure(CheckpointPolicy::MustSave) == measure(CheckpointPolicy::PreferSave));
+  CHECK(measure(CheckpointPolicy::MustRecompute) == measure(CheckpointPolicy::PreferRecompute));
+  CHECK(measure(CheckpointPolicy::MustSave).first > measure(CheckpointPolicy::MustRecompute).first);
+}
+
+TEST_CASE("on the CPU offloaded results are simply kept", "[policy]") {
+  for (const CheckpointPolicy answer :
+       {CheckpointPolicy::MustCpuOffload, CheckpointPolicy::PreferCpuOffload}) {
+    const Tensor x = leaf({4, 4});
+    const Policy policy = [answer](const PolicyContext& question) {
+      return question.op_name == "aten::mm.default" ? answer : CheckpointPolicy::PreferRecompute;
+    };
+    const auto f = [](const Tensor& x) { return x.mm(x).sigmoid().mm(x).relu(); };
+    const auto g = [&](const Tensor& x) { return checkpoint(with(policy), f, x); };
+    require_same_grads(f, g, x);
+    KernelCounter kernels;
+    const Tensor y = g(x);
+    kernels.reset();
+    grad_of(y, {x});
+    CHECK(kernels.count("mm") == 4);
+  }
+}
+
+TEST_CASE("a union keeps what either keeps, and the stronger wish wins", "[policy]") {
+  KernelCounter kernels;
+  const Tensor x = leaf({4});
+  const auto runs = [&](const Policy& policy) {
+    const Tensor y =
+        checkpoint(with(policy), [](const Tensor& x) { return x.sin().cos().exp().sum(); }, x);
+    kernels.reset();
+    grad_of(y, {x});
+    return std::pair(kernels.count("sin"), kernels.count("cos"));
+  };
+  const Policy sin = remat::save_ops({"aten::sin"}), cos = remat::save_ops({"aten::cos"});
+  // The gradient of sin is a cosine and the reverse: one of each runs whatever is kept.
+  const auto plain = runs(Policy()), both = runs(sin | cos);
+  CHECK(both.first == plain.first - 1);
+  CHECK(both.second == plain.second - 1);
+  CHECK(runs(sin | Policy()) == runs(sin));
+  CHECK(runs(Policy() | cos) == runs(cos));
+  CHECK_FALSE(static_cast<bool>(Policy() | Policy()));
+  const Policy never = [](const PolicyContext&) { return CheckpointPolicy::MustRecompute; };
+  CHECK(runs(never | sin | cos) == both);
+  CHECK(runs((sin | cos) | never) == both);
+  CHECK_THROWS_AS(remat::save_names({"a"}) | remat::offload_names({"b", "a"}), c10::ValueError);
+  CHECK_THROWS_WITH(remat::save_names({"a"}) | remat::offload_names({"a"}), contains("\"a\""));
+}
+
+TEST_CASE("a name keeps the call that made the value", "[policy]") {
+  KernelCounter kernels;
+  const Tensor x = leaf({2, 3, 4}), w = leaf({5, 4}), b = leaf({5});
+  const auto f = [](const Tensor& x, const Tensor& w, const Tensor& b) {
+    // Of a 3-d input linear is view, addmm, view: the named value is a view of what addmm made.
+    const Tensor hidden = remat::checkpoint_name(at::linear(x.sin(), w, b), "hidden");
+    return remat::checkpoint_name(hidden.sigmoid(), "active").exp();
+  };
+  const auto runs = [&](const Policy& policy) {
+    require_same_grads(
+        f,
+        [&](const Tensor& x, const Tensor& w, const Tensor& b) {
+          return checkpoint(with(policy), f, x, w, b);
+        },
+        x, w, b);
+    const Tensor y = checkpoint(with(policy), f, x, w, b);
+    kernels.reset();
+    grad_of(y, {x, w, b});
+    return std::pair(kernels.count("addmm"), kernels.count("sigmoid"));
+  };
+  CHECK(runs(Policy()) == std::pair<int64_t, int64_t>(1, 1));
+  CHECK(runs(remat::save_names({"hidden"})) == std::pair<int64_t, int64_t>(0, 1));
+  CHECK(runs(remat::offload_names({"hidden"})) == std::pair<int64_t, int64_t>(0, 1));
+  CHECK(runs(remat::save_names({"hidden", "active"})) == std::pair<int64_t, int64_t>(0, 0));
+  CHECK(runs(remat::save_all_but_names({"hidden"})) == std::pair<int64_t, int64_t>(1, 0));
+  CHECK(runs(remat::save_all_but_names({"active"})) == std::pair<int64_t, int64_t>(0, 1));
+  CHECK(runs(remat::save_names({"hidden"}) | remat::save_ops({"aten::sigmoid"})) ==
+        std::pair<int64_t, int64_t>(0, 0));
+  CHECK(runs(remat::save_ops({"aten::addmm"})) == std::pair<int64_t, int64_t>(0, 1));
+}
+
+TEST_CASE("a policy function is asked about names too", "[policy]") {
+  std::vector<std::string> log;
+  const Tensor x = leaf({3});
+  const auto f = [](const Tensor& x) { return remat::checkpoint_name(x.sin(), "s").exp(); };
+  const Policy policy = [&log](const PolicyContext& question) {
+    log.emplace_back(question.op_name);
+    return question.name == "s" ? CheckpointPolicy::MustSave : CheckpointPolicy::PreferRecompute;
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+  CHECK(log == std::vector<std::string>{"aten::sin.default", "remat::checkpoint_name",
+                                        "aten::exp.default"});
+}
+
+TEST_CASE("a value that no operator of the region made is kept itself", "[policy]") {
+  const Tensor x = leaf({3});
+  const auto f = [](const Tensor& x) {
+    const Tensor named = remat::checkpoint_name(x, "input");
+    Tensor changed = named.sin();
+    changed.mul_(2);
+    return (remat::checkpoint_name(changed, "changed") * named).exp();
+  };
+  const Policy policy = remat::save_names({"input", "changed"});
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+}
+
+TEST_CASE("the named result of an operator with several results is kept with all of them",
+          "[policy]") {
+  const Tensor x = leaf({4, 8}), w = leaf({8}), b = leaf({8});
+  const auto f = [](const Tensor& x, const Tensor& w, const Tensor& b) {
+    return remat::checkpoint_name(at::layer_norm(x.sin(), {8}, w, b), "norm").sigmoid();
+  };
+  std::vector<std::string> log;
+  const Policy policy = remat::save_names({"norm"});
+  require_same_grads(
+      f,
+      [&](const Tensor& x, const Tensor& w, const Tensor& b) {
+        return checkpoint(with(policy), f, x, w, b);
+      },
+      x, w, b);
+}
+
+TEST_CASE("a listed name that no value has is warned about once", "[policy]") {
+  Warnings warnings;
+  c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  const Tensor x = leaf({3});
+  const Policy policy = remat::save_names({"present", "absent"});
+  for (int i = 0; i < 3; ++i)
+    grad_of(
+        checkpoint(
+            with(policy),
+            [](const Tensor& x) { return remat::checkpoint_name(x.sin(), "present").exp(); }, x),
+        {x});
+  REQUIRE(warnings.texts.size() == 1);
+  CHECK(warnings.texts[0].find("\"absent\"") != std::string::npos);
+  CHECK(warnings.texts[0].find("\"present\"") == std::string::npos);
+}
+
+TEST_CASE("a pinned decision does not flip", "[policy]") {
+  const Tensor x = leaf({6}), noise = at::zeros({6});
+  Calls calls;
+  const auto f = [&](const Tensor& x, bool pinned) {
+    calls();
+    // The recompute sees other noise, as a nondeterministic kernel would make.
+    const Tensor scores = x.detach() + (calls.count() > 1 ? -2 * x.detach() : noise);
+    const Tensor mask = scores > 0;
+    const Tensor indices = (pinned ? remat::pin(mask) : mask).nonzero().squeeze(1);
+    return x.index_select(0, indices).exp().sum();
+  };
+  const Tensor expected = grad_of(f(x, false), {x})[0];
+  calls.reset();
+  const Tensor y = checkpoint(f, x, true);
+  CHECK(bit_equal(grad_of(y, {x})[0], expected));
+  CHECK(calls.count() == 2);
+}
+
+TEST_CASE("pin and save_region are nothing outside of a region", "[policy]") {
+  const Tensor x = leaf({3});
+  CHECK(remat::pin(x).is_same(x));
+  CHECK(remat::checkpoint_name(x, "x").is_same(x));
+  CHECK(remat::save_region([](int a, int b) { return a + b; }, 1, 2) == 3);
+  const remat::DisableCheckpointGuard disabled;
+  CHECK(checkpoint([](const Tensor& x) { return remat::pin(x); }, x).is_same(x));
+}
+
+TEST_CASE("the function of save_region runs once", "[policy]") {
+  const Tensor x = leaf({3, 3});
+  Calls calls;
+  const auto f = [&](const Tensor& x) {
+    const auto [a, b] = remat::save_region(
+        [&](const Tensor& x) {
+          calls();
+          return std::pair(x.exp().sin(), x.sum());
+        },
+        x.cos());
+    return (a * b).sigmoid().sum();
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(f, x); }, x);
+  calls.reset();
+  const Tensor y = checkpoint(f, x);
+  const Tensor first = grad_of(y, {x}, {.retain_graph = true})[0];
+  const Tensor second = grad_of(y, {x}, {.retain_graph = true})[0];
+  CHECK(bit_equal(first, second));
+  CHECK(calls.count() == 1);
+}
+
+TEST_CASE("save_region takes any result", "[policy]") {
+  const Tensor x = leaf({3});
+  Calls calls;
+  const auto f = [&](const Tensor& x) {
+    remat::save_region([&] { calls(); });
+    const auto parts = remat::save_region(
+        [&](const Tensor& x) {
+          calls();
+          return std::map<std::string, Tensor>{{"a", x.sin()}, {"b", x.exp()}};
+        },
+        x);
+    const int factor = remat::save_region([&] { return static_cast<int>(calls.count()) * 0 + 3; });
+    return (parts.at("a") * parts.at("b") * factor).cos();
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(f, x); }, x);
+  calls.reset();
+  grad_of(checkpoint(f, x), {x});
+  CHECK(calls.count() == 2);
+}
+
+TEST_CASE("save_region of a region inside a region runs again with the outer one", "[policy]") {
+  const Tensor x = leaf({3});
+  Calls calls;
+  const auto inner = [&](const Tensor& x) {
+    return remat::save_region(
+               [&](const Tensor& x) {
+                 calls();
+                 return x.exp().sin();
+               },
+               x.cos())
+        .exp();
+  };
+  const auto f = [&](const Tensor& x) { return checkpoint(inner, x.sin()).cos(); };
+  require_same_grads([&](const Tensor& x) { return inner(x.sin()).cos(); },
+                     [&](const Tensor& x) { return checkpoint(f, x); }, x);
+  calls.reset();
+  const LiveBytes bytes;
+  const Tensor y = checkpoint(f, x);
+  CHECK(bytes.held() == static_cast<int64_t>(y.storage().nbytes()));
+  grad_of(y, {x});
+  CHECK(calls.count() == 2);
+}
+
+TEST_CASE("save_region draws its numbers once, and what follows draws its own", "[policy]") {
+  const Tensor x = leaf({64});
+  const auto f = [](const Tensor& x) {
+    const Tensor a =
+        remat::save_region([](const Tensor& x) { return at::dropout(x, 0.5, true); }, x.sin());
+    return at::dropout(a.exp(), 0.5, true).sin();
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(f, x); }, x);
+}
+
+TEST_CASE("no gradient is taken through a kept value inside a recompute", "[policy]") {
+  const Tensor x = leaf({3});
+  const auto f = [](const Tensor& x, bool pins) {
+    const Tensor kept =
+        pins ? remat::pin(x.sin()) : remat::save_region([](const Tensor& x) { return x.sin(); }, x);
+    const Tensor slope =
+        torch::autograd::grad({kept.exp().sum()}, {x}, {}, /*retain_graph=*/true, false,
+                              /*allow_unused=*/true)[0];
+    return (slope * x).exp();
+  };
+  for (const bool pins : {false, true}) {
+    const Tensor y = checkpoint({.early_stop = false}, f, x, pins);
+    const auto error = error_of<CheckpointError>([&] { grad_of(y, {x}); });
+    CHECK(error.kind() == CheckpointError::Kind::Unsupported);
+  }
+}
+
+TEST_CASE("a kept value that is changed in place is an error", "[policy]") {
+  const Tensor x = leaf({3});
+  const auto f = [](const Tensor& x) {
+    Tensor kept = remat::pin(x.detach() * 2);
+    const Tensor y = (x * kept).exp();
+    kept.zero_();
+    return y.sin();
+  };
+  const Tensor y = checkpoint(f, x);
+  const auto error = error_of<CheckpointError>([&] { grad_of(y, {x}); });
+  CHECK(error.kind() == CheckpointError::Kind::SelectiveMutation);
+}
+
+TEST_CASE("debug and a policy go together", "[policy]") {
+  const Tensor x = leaf({3, 3});
+  const auto f = [](const Tensor& x) { return x.mm(x).sin().mm(x).exp(); };
+  const CheckpointOptions options{.debug = true, .policy = remat::save_ops({"aten::mm"})};
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
+}

@@ -1,0 +1,488 @@
+// Rule 15: kept results are replayed to the call they came from, survive a second backward, and never
+// stand for another call's.
+
+#include <ATen/autocast_mode.h>
+
+#include <string>
+
+#include "tests/support/support.h"
+
+using remat::checkpoint;
+using remat::CheckpointError;
+using remat::CheckpointOptions;
+using remat::CheckpointPolicy;
+using remat::Policy;
+using remat::PolicyContext;
+using remat::SelectiveOptions;
+
+namespace {
+
+CheckpointOptions with(Policy policy, bool early_stop = true) {
+  return {.early_stop = early_stop, .policy = std::move(policy)};
+}
+CheckpointOptions saving(std::vector<std::string> ops, SelectiveOptions options = {},
+                         bool early_stop = true) {
+  return with(remat::save_ops(std::move(ops), options), early_stop);
+}
+Policy everything() {
+  return [](const PolicyContext&) { return CheckpointPolicy::MustSave; };
+}
+
+CheckpointError::Kind kind_of(const Tensor& y, const Tensors& inputs) {
+  return error_of<CheckpointError>([&] { grad_of(y, inputs); }).kind();
+}
+
+/// Counts what passes, and doubles it on the way.
+struct Doubling {
+  int packs = 0, unpacks = 0;
+  std::vector<std::vector<int64_t>> sizes;
+  remat::SavedTensorHooksGuard guard{[this](const Tensor& t) {
+                                       ++packs;
+                                       sizes.push_back(t.sizes().vec());
+                                       return t * 2;
+                                     },
+                                     [this](const Tensor& t) {
+                                       ++unpacks;
+                                       return t * 0.5;
+                                     }};
+};
+
+}  // namespace
+
+TEST_CASE("two backward calls on a retained graph replay the same result", "[rule-15]") {
+  const Tensor x = leaf({3});
+  KernelCounter kernels;
+  const auto f = [](const Tensor& x) { return x.sin().cos().exp(); };
+  const Tensor y = checkpoint(saving({"aten::sin"}), f, x);
+  y.sum().backward({}, /*retain_graph=*/true);
+  const Tensor once = x.grad().clone();
+  y.sum().backward();
+  CHECK(bit_equal(x.grad(), once + once));
+  const auto calls_of_sin = kernels.count("sin");
+  kernels.reset();
+  x.mutable_grad() = Tensor();
+  f(x).sum().backward({}, true);
+  // Once in forward, and once for each gradient of cos.
+  CHECK(calls_of_sin == 1 + 2 * (kernels.count("sin") - 1));
+}
+
+TEST_CASE("a recompute that saves more is an error also under a policy", "[rule-15]") {
+  const Tensor x = leaf({3});
+  Calls calls;
+  const auto f = [&](const Tensor& x) {
+    calls();
+    return calls.count() == 1 ? x.sin() : x.sin().exp();
+  };
+  const Policy never = [](const PolicyContext&) { return CheckpointPolicy::MustRecompute; };
+  const Tensor y = checkpoint(with(never, /*early_stop=*/false), f, x);
+  CHECK_THROWS_WITH(grad_of(y, {x}), contains("trying to save more tensors during recomputation"));
+}
+
+TEST_CASE("a call that has no kept result is named", "[rule-15]") {
+  const Tensor x = leaf({3});
+  Calls calls;
+  const auto f = [&](const Tensor& x) {
+    calls();
+    return calls.count() == 1 ? x.sin().cos() : x.sin().sin().cos();
+  };
+  const Tensor y = checkpoint(saving({"aten::sin"}, {}, /*early_stop=*/false), f, x);
+  const auto error = error_of<CheckpointError>([&] { grad_of(y, {x}); });
+  CHECK(error.kind() == CheckpointError::Kind::SelectiveMismatch);
+  CHECK_THAT(error.what(), contains("aten::sin.default, call 1"));
+  CHECK_THAT(error.what(), contains("Operators (2 in forward, 2 so far in the recompute)"));
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+}
+
+TEST_CASE("a replay in another order never returns another call's value", "[rule-15]") {
+  const Tensor a = leaf({4, 4}), b = leaf({4, 4});
+  int trial = GENERATE(range(0, 8));
+  CAPTURE(trial);
+  Calls calls;
+  const auto f = [&, trial](const Tensor& x) {
+    calls();
+    const bool again = calls.count() > 1;
+    const auto both = [&](auto first, auto second) {
+      Tensor p, q;
+      if (again) {
+        q = second();
+        p = first();
+      } else {
+        p = first();
+        q = second();
+      }
+      return (p - 2 * q).exp();
+    };
+    switch (trial) {
+      case 0:  // captured operands
+        return both([&] { return x.mm(a); }, [&] { return x.mm(b); });
+      case 1: {  // results of other calls
+        const Tensor s = x.relu(), t = x.sigmoid();
+        return both([&] { return s.mm(a); }, [&] { return t.mm(a); });
+      }
+      case 2: {  // results of two calls of one operator
+        const Tensor s = a.relu(), t = b.relu();
+        return both([&] { return x.mm(s); }, [&] { return x.mm(t); });
+      }
+      case 3:  // numbers
+        return both([&] { return x.mul(2.0); }, [&] { return x.mul(3.0); });
+      case 4:  // numbers in tensors
+        return both([&] { return x.mul(at::scalar_tensor(2.0)); },
+                    [&] { return x.mul(at::scalar_tensor(3.0)); });
+      case 5:  // arguments that are no tensors
+        return both([&] { return x.sum({0}, true).expand({4, 4}).sin(); },
+                    [&] { return x.sum({1}, true).t().expand({4, 4}).sin(); });
+      case 6:  // shapes
+        return both([&] { return x.mm(a); },
+                    [&] { return x.narrow(0, 0, 2).mm(b).repeat({2, 1}); });
+      default: {  // before and after a change in place
+        Tensor s = x.relu();
+        return both([&] { return s.mm(a); }, [&] { return s.mul_(2).mm(a); });
+      }
+    }
+  };
+  const Tensor x = leaf({4, 4});
+  const Tensor y = checkpoint(with(remat::save_ops({"aten::mm", "aten::mul", "aten::sum"})), f, x);
+  try {
+    const Tensor grad = grad_of(y, {x})[0];
+    calls.reset();
+    CHECK(bit_equal(grad, grad_of(f(x), {x})[0]));
+  } catch (const CheckpointError& error) {
+    CHECK(error.kind() == CheckpointError::Kind::SelectiveMismatch);
+    CHECK_THAT(error.what(), contains("call "));
+  } catch (const c10::Error& error) {
+    CHECK_THAT(error.what(), contains("modified by an inplace operation"));
+  }
+}
+
+TEST_CASE("asked again, a policy must not want more than forward kept", "[rule-15]") {
+  const Tensor x = leaf({3});
+  const auto f = [](const Tensor& x) { return x.sin().cos().exp(); };
+  const auto answering = [](CheckpointPolicy forward, CheckpointPolicy recompute, bool ask_again) {
+    return Policy(
+        [=](const PolicyContext& question) {
+          if (question.op_name != "aten::sin.default") return CheckpointPolicy::PreferRecompute;
+          return question.is_recompute ? recompute : forward;
+        },
+        {.ask_again = ask_again});
+  };
+  const auto save = CheckpointPolicy::MustSave, recompute = CheckpointPolicy::MustRecompute;
+  const auto same = [&](const Policy& policy) {
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+  };
+  same(answering(recompute, save, false));
+  same(answering(save, recompute, false));
+  CHECK(kind_of(checkpoint(with(answering(recompute, save, true)), f, x), {x}) ==
+        CheckpointError::Kind::SelectiveMismatch);
+  same(answering(save, recompute, true));
+  KernelCounter kernels;
+  const Tensor y = checkpoint(with(answering(save, recompute, true)), f, x);
+  const Tensor z = checkpoint(with(answering(save, save, true)), f, x);
+  kernels.reset();
+  grad_of(y, {x});
+  const int64_t runs = kernels.count("sin");
+  kernels.reset();
+  grad_of(z, {x});
+  CHECK(runs == kernels.count("sin") + 1);
+}
+
+TEST_CASE("hooks around a region see its input, and kept results on request", "[rule-15]") {
+  const Tensor x = leaf({3, 3});
+  const auto f = [](const Tensor& x) { return x.mm(x).relu().sum(); };
+  const Tensor expected = grad_of(f(x), {x})[0];
+  for (const bool through : {false, true}) {
+    Doubling hooks;
+    const Tensor y = checkpoint(saving({"aten::mm"}, {.save_through_hooks = through}), f, x);
+    CHECK(hooks.packs == (through ? 2 : 1));
+    CHECK(bit_equal(grad_of(y, {x})[0], expected));
+    CHECK(hooks.unpacks == hooks.packs);
+  }
+  const Tensor y = checkpoint(saving({"aten::mm"}), f, x);
+  Doubling hooks;
+  CHECK(bit_equal(grad_of(y, {x})[0], expected));
+  CHECK(hooks.packs == 0);
+}
+
+TEST_CASE("the kept product of a transposed input is hidden from hooks unless they are to see it",
+          "[rule-15]") {
+  const Tensor x = leaf({4, 6});
+  const auto f = [](const Tensor& x) { return x.t().mm(x).relu().sum(); };
+  const Tensor expected = grad_of(f(x), {x})[0];
+  const std::vector<int64_t> product{6, 6};
+  for (const auto& [options, is_seen] :
+       {std::pair(SelectiveOptions{}, false),
+        std::pair(SelectiveOptions{.save_through_hooks = false}, false),
+        std::pair(SelectiveOptions{.save_through_hooks = true}, true)}) {
+    Doubling hooks;
+    const Tensor y = checkpoint(saving({"aten::mm"}, options), f, x);
+    CHECK((std::find(hooks.sizes.begin(), hooks.sizes.end(), product) != hooks.sizes.end()) ==
+          is_seen);
+    CHECK(bit_equal(grad_of(y, {x})[0], expected));
+  }
+}
+
+TEST_CASE("a kept result that is changed in place is an error unless that is allowed",
+          "[rule-15]") {
+  const Tensor x = leaf({3, 3});
+  const auto f = [](const Tensor& x) {
+    Tensor y = x.mm(x);
+    y.add_(1);
+    return y.sin();
+  };
+  CHECK(kind_of(checkpoint(saving({"aten::mm"}), f, x), {x}) ==
+        CheckpointError::Kind::SelectiveMutation);
+  require_same_grads(
+      f,
+      [&](const Tensor& x) {
+        return checkpoint(saving({"aten::mm"}, {.allow_cache_entry_mutation = true}), f, x);
+      },
+      x);
+  // After the region, through its result.
+  const auto g = [](const Tensor& x) { return x.mm(x); };
+  const auto h = [&](const Tensor& x) {
+    Tensor y = checkpoint(saving({"aten::mm"}, {.allow_cache_entry_mutation = true}), g, x);
+    y.mul_(2);
+    return y.exp();
+  };
+  require_same_grads([&](const Tensor& x) { return g(x).mul_(2).exp(); }, h, x);
+}
+
+TEST_CASE("in-place operators after a kept result that they do not write work", "[rule-15]") {
+  const Tensor x = leaf({3, 3});
+  const auto f = [](const Tensor& x) {
+    Tensor y = x.mm(x).sin();
+    y.mul_(2);
+    y.narrow(0, 0, 1).add_(1);
+    return y.mm(x).exp();
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(saving({"aten::mm"}), f, x); }, x);
+}
+
+TEST_CASE("keeping everything keeps no more than plain autograd", "[rule-15]") {
+  const Tensor x = leaf({64, 64});
+  KernelCounter kernels;
+  const auto f = [](const Tensor& x) { return x.sin().cos().exp().mm(x).relu().sum(); };
+  const auto held = [&](auto&& run) {
+    const LiveBytes bytes;
+    const Tensor y = run();
+    return std::pair(bytes.held(), y);
+  };
+  const auto [plain, y] = held([&] { return f(x); });
+  const auto [kept, z] = held([&] { return checkpoint(with(everything()), f, x); });
+  CHECK(kept <= plain);
+  kernels.reset();
+  grad_of(y, {x});
+  const auto names = kernels.names();
+  kernels.reset();
+  grad_of(z, {x});
+  CHECK(kernels.names() == names);  // nothing of the region ran again
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+}
+
+TEST_CASE("data that are read past the dispatcher are there although nothing seemed to need them",
+          "[rule-15]") {
+  const Tensor x = leaf({4});
+  Calls calls;
+  const auto f = [&](const Tensor& x) {
+    calls();
+    const Tensor y = x.sin().cos();
+    const double first = static_cast<double>(y.data_ptr<float>()[0]);
+    return (y.exp() * first).sin();  // exp saves its own result: nothing saves y
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+  const Tensor y = checkpoint(with(everything()), f, x);
+  calls.reset();
+  grad_of(y, {x}, {.retain_graph = true});
+  CHECK(calls.count() == 2);  // once to find out
+  calls.reset();
+  grad_of(y, {x});
+  CHECK(calls.count() == 1);
+}
+
+TEST_CASE("any subset of random operators is kept, and all draw what forward drew", "[rule-15]") {
+  const Tensor x = leaf({32});
+  const auto f = [](const Tensor& x) {
+    const Tensor a = std::get<0>(at::native_dropout(x.sin(), 0.5, true));
+    const Tensor b = a * at::rand_like(a);
+    const Tensor c = at::dropout(b.exp(), 0.3, true);
+    const Tensor d = at::rrelu(c - at::bernoulli(c.detach(), 0.5), 0.1, 0.4, true);
+    return (d + at::randn_like(d)).sin();
+  };
+  const std::vector<std::string> random{
+      "aten::native_dropout", "aten::rand_like", "aten::bernoulli.p",
+      "aten::randn_like",     "aten::sin",       "aten::exp"};
+  for (unsigned kept = 0; kept < 64; ++kept) {
+    std::vector<std::string> ops;
+    for (unsigned i = 0; i < random.size(); ++i)
+      if (kept & (1u << i)) ops.push_back(random[i]);
+    CAPTURE(kept);
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(saving(ops), f, x); }, x);
+  }
+}
+
+TEST_CASE("a kept sigmoid around a dropout", "[rule-15]") {
+  const Tensor x = leaf({16});
+  KernelCounter kernels;
+  const auto f = [](const Tensor& x) {
+    return std::get<0>(at::native_dropout(x.sigmoid(), 0.5, true)).sigmoid();
+  };
+  require_same_grads(
+      f, [&](const Tensor& x) { return checkpoint(saving({"aten::sigmoid"}), f, x); }, x);
+  const Tensor y = checkpoint(saving({"aten::sigmoid"}), f, x);
+  kernels.reset();
+  grad_of(y, {x});
+  CHECK(kernels.count("sigmoid") == 0);
+  CHECK(kernels.count("native_dropout") == 1);
+}
+
+TEST_CASE("selective regions nest, and the innermost decides", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  KernelCounter kernels;
+  const auto inner = [](const Tensor& x) { return x.mm(x).sigmoid().mm(x); };
+  const auto nested = [&](const CheckpointOptions& outer_options,
+                          const CheckpointOptions& inner_options) {
+    const auto outer = [=](const Tensor& x) {
+      return checkpoint(inner_options, inner, x.mm(x).sin()).exp().mm(x);
+    };
+    const auto plain = [=](const Tensor& x) { return inner(x.mm(x).sin()).exp().mm(x); };
+    require_same_grads(
+        plain, [&](const Tensor& x) { return checkpoint(outer_options, outer, x); }, x);
+    const LiveBytes bytes;
+    const Tensor y = checkpoint(outer_options, outer, x);
+    const int64_t held = bytes.held() - static_cast<int64_t>(y.storage().nbytes());
+    kernels.reset();
+    grad_of(y, {x});
+    return std::pair(held / 64, kernels.count("mm"));
+  };
+  const auto save = saving({"aten::mm"});
+  const auto none = nested({}, {});
+  const auto outer = nested(save, {});
+  const auto inside = nested({}, save);
+  const auto both = nested(save, save);
+  CHECK(none.first == 0);
+  CHECK(inside.first == 0);  // the region around drops what the one inside keeps
+  CHECK(outer.first == 1);   // its own first product; the last one is nobody's need
+  CHECK(outer.second < none.second);
+  CHECK(inside.second < none.second);
+  CHECK(both.second < outer.second);
+}
+
+TEST_CASE("kept casts of autocast are replayed", "[rule-15]") {
+  const Tensor x = leaf({4, 4}), w = leaf({4, 4});
+  const auto f = [](const Tensor& x, const Tensor& w) { return x.mm(w).sin().mm(w).exp(); };
+  const auto cast = [](auto&& run) {
+    const bool before = at::autocast::is_autocast_enabled(at::kCPU);
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::increment_nesting();
+    auto result = run();
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, before);
+    return result;
+  };
+  for (const auto& ops :
+       {std::vector<std::string>{"aten::mm"}, std::vector<std::string>{"aten::_to_copy"},
+        std::vector<std::string>{"aten::mm", "aten::_to_copy"}})
+    require_same_grads(
+        [&](const Tensor& x, const Tensor& w) { return cast([&] { return f(f(x, w), w); }); },
+        [&](const Tensor& x, const Tensor& w) {
+          return cast(
+              [&] { return checkpoint(saving(ops), f, checkpoint(saving(ops), f, x, w), w); });
+        },
+        x, w);
+}
+
+TEST_CASE("lists and views of kept results", "[rule-15]") {
+  const Tensor x = leaf({4, 6});
+  const auto f = [](const Tensor& x) {
+    const auto parts = x.sin().split(2, 1);
+    const auto gathered = at::unbind(at::stack({parts[0].exp(), parts[2].cos()}));
+    Tensor y = gathered[0].view({2, 4}).t() * gathered[1].reshape({4, 2}).sum();
+    return y.as_strided({2, 2}, {1, 2}).contiguous().exp();
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+  require_same_grads(
+      f, [&](const Tensor& x) { return checkpoint(saving({"aten::split", "aten::stack"}), f, x); },
+      x);
+}
+
+TEST_CASE("a plain number is kept", "[rule-15]") {
+  const Tensor x = leaf({4});
+  const auto f = [](const Tensor& x) {
+    const double scale = x.detach().abs().sum().item<float>();
+    return x.exp() * scale;
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+}
+
+TEST_CASE("a backward inside a selective region", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  const auto f = [](const Tensor& x) {
+    const Tensor y = x.mm(x).sin().mm(x);
+    const Tensor slope =
+        torch::autograd::grad({y.exp().sum()}, {x}, {}, /*retain_graph=*/true, true)[0];
+    return (slope * y).sum();
+  };
+  for (const Policy& policy : {remat::save_ops({"aten::mm"}), everything()})
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+}
+
+TEST_CASE("a stateful policy keeps every second product", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  KernelCounter kernels;
+  const auto count = std::make_shared<int>(0);
+  const Policy policy = [count](const PolicyContext& question) {
+    if (question.op_name != "aten::mm.default") return CheckpointPolicy::PreferRecompute;
+    return ++*count % 2 == 0 ? CheckpointPolicy::MustSave : CheckpointPolicy::MustRecompute;
+  };
+  const auto f = [](const Tensor& x) { return x.mm(x).sin().mm(x).sin().mm(x).sin().mm(x).sin(); };
+  require_same_grads(
+      [&](const Tensor& x) { return f(f(x)); },
+      [&](const Tensor& x) { return checkpoint(with(policy), f, checkpoint(with(policy), f, x)); },
+      x);
+  *count = 0;
+  const Tensor y = checkpoint(with(policy), f, x), z = f(x);
+  kernels.reset();
+  grad_of(z, {x});
+  const int64_t plain = kernels.count("mm");
+  kernels.reset();
+  grad_of(y, {x});
+  CHECK(kernels.count("mm") == plain + 2);
+}
+
+TEST_CASE("an exception in forward or in a replay leaves nothing behind", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  for (int throws_at = 1; throws_at <= 2; ++throws_at) {
+    Calls calls;
+    const auto f = [&](const Tensor& x) {
+      calls();
+      const Tensor y = x.mm(x).sin();
+      if (calls.count() == throws_at) throw std::runtime_error("mine");
+      return y.mm(x);
+    };
+    if (throws_at == 1) {
+      CHECK_THROWS_AS(checkpoint(saving({"aten::mm"}), f, x), std::runtime_error);
+      continue;
+    }
+    const Tensor y = checkpoint(saving({"aten::mm"}), f, x);
+    CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), std::runtime_error);
+    CHECK(remat::counters().recomputed_bytes_alive == 0);
+    const Tensor expected = grad_of(x.mm(x).sin().mm(x), {x})[0];
+    CHECK(bit_equal(grad_of(y, {x})[0], expected));
+  }
+}
+
+TEST_CASE("a mismatch that the function catches is an error all the same", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  Calls calls;
+  const auto f = [&](const Tensor& x) {
+    calls();
+    Tensor y = x.sin();
+    try {
+      y = calls.count() == 1 ? y.mm(x) : y.narrow(0, 0, 2).mm(x);
+    } catch (const std::exception&) {
+      y = x;
+    }
+    return y.exp();
+  };
+  CHECK(kind_of(checkpoint(saving({"aten::mm"}), f, x), {x}) ==
+        CheckpointError::Kind::SelectiveMismatch);
+}
