@@ -1,8 +1,9 @@
 // Trains a small character transformer on a real text with and without checkpoints, and compares.
 //
-// The same model is trained from the same seed three times, step by step in turn: without
-// checkpoints, with every block checkpointed, and with groups of blocks checkpointed around the
-// checkpointed blocks. It prints a table of activation bytes, time and loss; the parameters must
+// The same model is trained from the same seed five times, step by step in turn: without
+// checkpoints, with every block checkpointed, with groups of blocks checkpointed around the
+// checkpointed blocks, and with every block checkpointed but for its matmuls, or for one value that
+// was given a name. It prints a table of activation bytes, time and loss; the parameters must
 // be bit-equal in the end. Then it sets a memory limit under which training without checkpoints
 // fails and training with them goes on, and draws the memory of one step over time.
 //
@@ -160,7 +161,7 @@ bool compare(std::deque<Training>& trainings, const Batch& held_out, int64_t ste
 // One more step of each training, drawn.
 void draw(std::deque<Training>& trainings, const Batch& batch, int64_t limit_bytes,
           const std::string& folder) {
-  const std::vector<std::string> colors{"#4c72b0", "#dd8452", "#2e8b57"};
+  const std::vector<std::string> colors{"#4c72b0", "#dd8452", "#2e8b57", "#8172b2", "#b5651d"};
   std::vector<Curve> curves;
   for (size_t i = 0; i < trainings.size(); ++i) {
     Timeline timeline;
@@ -210,6 +211,8 @@ int run(const Options& options) {
   trainings.emplace_back("plain", model, Checkpointing::None, kSeed);
   trainings.emplace_back("every block", model, Checkpointing::EveryBlock, kSeed);
   trainings.emplace_back("nested groups", model, Checkpointing::NestedGroups, kSeed);
+  trainings.emplace_back("save matmuls", model, Checkpointing::SaveMatmuls, kSeed);
+  trainings.emplace_back("save by name", model, Checkpointing::SaveByName, kSeed);
   Training& plain = trainings[0];
   Training& checkpointed = trainings[1];
 

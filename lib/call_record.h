@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lib/description.h"
+#include "lib/device_rng.h"
 #include "lib/draws.h"
 #include "lib/kept_tensor.h"
 #include "lib/op_traits.h"
@@ -56,10 +57,16 @@ struct KeptResult {
   bool is_tensor = false, is_list = false;
 };
 
-/// The state of another device's generator after a kept random operator.
-struct GeneratorEnd {
-  at::Generator generator;
-  at::Tensor state;
+/// Where all generators of a region stood before a stretch of its forward, and what recomputes that
+/// do not run the stretch must do: pass over draws of CPU generators (in the order of
+/// Frame::draw_logs), set others.
+struct DrawMarks {
+  std::vector<DrawMark> logs;
+  std::vector<GeneratorState> others;
+};
+struct DrawSkips {
+  std::vector<DrawSkip> logs;
+  std::vector<GeneratorState> others;
 };
 
 struct CallRecord {
@@ -68,9 +75,8 @@ struct CallRecord {
   std::vector<ResultRecord> results;  ///< only under policies that look at names
   std::vector<KeptResult> kept;
   bool is_kept = false;
-  bool runs_for_real = false;   ///< a shell of it was read: kept as not kept
-  std::vector<DrawSkip> draws;  ///< by generator, as Frame::draw_logs
-  std::vector<GeneratorEnd> generators;
+  bool runs_for_real = false;  ///< a shell of it was read: kept as not kept
+  DrawSkips draws;
 
   bool is_changed() const;
   bool has_shells() const;

@@ -48,7 +48,7 @@ std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> register
 
 bool DeviceRng::has(const at::Generator& generator) const {
   return std::any_of(states_.begin(), states_.end(),
-                     [&](const State& each) { return each.generator == generator; });
+                     [&](const GeneratorState& each) { return each.generator == generator; });
 }
 
 void DeviceRng::add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered) {
@@ -58,8 +58,39 @@ void DeviceRng::add(std::unique_ptr<DeviceRng>& kept, const at::Generator& regis
   if (!kept->has(generator)) kept->states_.push_back({generator, state_of(generator)});
 }
 
+std::vector<GeneratorState> DeviceRng::now() const {
+  std::vector<GeneratorState> states;
+  const auto add = [&states](at::Generator generator) {
+    states.push_back({generator, state_of(generator)});
+  };
+  for (const GeneratorState& each : states_) add(each.generator);
+  for (const c10::Device& device : devices_in_use())
+    if (const at::Generator generator = at::globalContext().defaultGenerator(device);
+        !has(generator))
+      add(generator);
+  return states;
+}
+
+std::vector<GeneratorState> DeviceRng::moved(const std::vector<GeneratorState>& before,
+                                             std::vector<GeneratorState> now) {
+  std::erase_if(now, [&before](const GeneratorState& each) {
+    return std::any_of(before.begin(), before.end(), [&each](const GeneratorState& other) {
+      return other.generator == each.generator && is_same(other.state, each.state);
+    });
+  });
+  return now;
+}
+
+void DeviceRng::set(const std::vector<GeneratorState>& states) {
+  for (const GeneratorState& each : states) {
+    at::Generator generator = each.generator;
+    set_state(generator, each.state);
+  }
+}
+
 void DeviceRng::settle() {
-  std::erase_if(states_, [](State& each) { return is_same(each.state, state_of(each.generator)); });
+  std::erase_if(states_,
+                [](GeneratorState& each) { return is_same(each.state, state_of(each.generator)); });
   for (const c10::Device& device : devices_in_use()) {
     if (std::find(used_before_.begin(), used_before_.end(), device) != used_before_.end()) continue;
     // First used inside: it stood at the beginning of the stream of its seed.
@@ -73,7 +104,7 @@ void DeviceRng::settle() {
 
 DeviceRngSwap::DeviceRngSwap(const DeviceRng* kept) {
   if (kept == nullptr) return;
-  for (const DeviceRng::State& each : kept->states_) {
+  for (const GeneratorState& each : kept->states_) {
     at::Generator generator = each.generator;
     before_.push_back({generator, state_of(generator)});
     set_state(generator, each.state);
@@ -81,7 +112,7 @@ DeviceRngSwap::DeviceRngSwap(const DeviceRng* kept) {
 }
 
 DeviceRngSwap::~DeviceRngSwap() {
-  for (DeviceRng::State& each : before_) set_state(each.generator, each.state);
+  for (GeneratorState& each : before_) set_state(each.generator, each.state);
 }
 
 }  // namespace remat

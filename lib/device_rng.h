@@ -13,6 +13,11 @@
 
 namespace remat {
 
+struct GeneratorState {
+  at::Generator generator;
+  at::Tensor state;
+};
+
 /// Of a region: the states at its begin of the generators it drew from, once it is settled. Others
 /// that draw from a device's generator meanwhile are not told apart; a device usually belongs to one
 /// thread.
@@ -23,6 +28,12 @@ class DeviceRng {
   static std::unique_ptr<DeviceRng> take(c10::ArrayRef<at::Generator> registered);
   /// A generator that was registered inside the region, as it is now; none if it is a CPU generator.
   static void add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered);
+  /// The present states of these generators, and of the default ones of the devices in use.
+  std::vector<GeneratorState> now() const;
+  /// Those of `now` that are not in `before`.
+  static std::vector<GeneratorState> moved(const std::vector<GeneratorState>& before,
+                                           std::vector<GeneratorState> now);
+  static void set(const std::vector<GeneratorState>& states);
   /// Forgets the generators that did not move; adds those of devices first used meanwhile.
   void settle();
   bool is_empty() const { return states_.empty(); }
@@ -30,11 +41,7 @@ class DeviceRng {
  private:
   friend class DeviceRngSwap;
   bool has(const at::Generator& generator) const;
-  struct State {
-    at::Generator generator;
-    at::Tensor state;
-  };
-  std::vector<State> states_;
+  std::vector<GeneratorState> states_;
   c10::SmallVector<c10::Device, 2> used_before_;
 };
 
@@ -47,7 +54,7 @@ class DeviceRngSwap {
   DeviceRngSwap& operator=(const DeviceRngSwap&) = delete;
 
  private:
-  std::vector<DeviceRng::State> before_;
+  std::vector<GeneratorState> before_;
 };
 
 }  // namespace remat

@@ -1,6 +1,5 @@
 #include "lib/frame.h"
 
-#include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/GradMode.h>
 
@@ -144,19 +143,6 @@ c10::SmallVector<DrawLog*, 1> Frame::draw_logs() {
   if (user_state_)
     for (const auto& log : user_state_->draw_logs()) logs.push_back(log.get());
   return logs;
-}
-
-std::vector<GeneratorEnd> Frame::generators_of_devices(c10::ArrayRef<c10::IValue> results) const {
-  std::vector<GeneratorEnd> ends;
-  if (device_rng_ == nullptr) return ends;
-  for (const c10::IValue& result : results)
-    visit_tensors_in(result, [&](const at::Tensor& tensor) {
-      if (!tensor.defined() || tensor.is_cpu() || tensor.is_meta()) return;
-      at::Generator generator = at::globalContext().defaultGenerator(tensor.device());
-      std::lock_guard<std::mutex> lock(generator.mutex());
-      ends.push_back({generator, generator.get_state()});
-    });
-  return ends;
 }
 
 bool Frame::has_new_drawer() const {

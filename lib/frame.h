@@ -49,7 +49,6 @@ namespace remat {
 
 class PolicyRule;
 class Selection;
-struct GeneratorEnd;
 
 /// The options in force for a frame, guards applied.
 struct FrameOptions {
@@ -97,8 +96,6 @@ class Frame final : public SlotOwner {
   const Inputs& inputs() const { return inputs_; }
   /// Of all generators whose draws are noted, always in the same order.
   c10::SmallVector<DrawLog*, 1> draw_logs();
-  /// The states of the default generators of the devices that `results` are on, if they matter.
-  std::vector<GeneratorEnd> generators_of_devices(c10::ArrayRef<c10::IValue> results) const;
   /// Where draws from a generator are noted; null if they do not matter.
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
   const DeviceRng* device_rng() const { return device_rng_.get(); }

@@ -56,14 +56,14 @@ class StretchScope final : public detail::Scope {
 at::Tensor checkpoint_name(const at::Tensor& x, std::string name) {
   detail::Scope* const region = region_here();
   if (region == nullptr || !x.defined()) return x;
+  Selection* const selection = region->frame()->selection();
+  if (selection == nullptr || !selection->looks_at_names()) return x;
   if (region->is_recompute) {
-    Replay* const replay = region->replay();
-    const StretchRecord* const kept =
-        replay == nullptr ? nullptr : replay->next_stretch(typeid(at::Tensor));
-    return kept == nullptr ? x : replay->values_of(*kept, {x}).front();
+    const StretchRecord* const kept = region->replay()->next_stretch(typeid(at::Tensor));
+    return kept == nullptr ? x : region->replay()->values_of(*kept, {x}).front();
   }
   const seam::OperatorsUnseen unseen;
-  region->frame()->selection_or_make().name(x, name, *region);
+  selection->name(x, name, *region);
   return x;
 }
 
@@ -94,7 +94,7 @@ struct KeptStretch::Impl {
   Scope* region = nullptr;
   const std::type_info* type = nullptr;
   int64_t number = -1;
-  std::vector<DrawMark> marks;
+  DrawMarks marks;
   RegionStart start = RegionStart::here();
   std::shared_ptr<StretchScope> scope;
   const StretchRecord* kept = nullptr;

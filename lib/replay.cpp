@@ -164,13 +164,14 @@ void Replay::check_arguments(const CallRecord& record, const c10::OperatorHandle
   if (!difference_text.empty()) mismatch(op, counted, arguments, &record, difference_text);
 }
 
-void Replay::skip(const std::vector<DrawSkip>& draws) {
+void Replay::skip(const DrawSkips& draws) {
   const auto replays = frame_.draw_logs();
   detail::Scope* const scope = detail::innermost(detail::Ability::Region);
-  for (std::size_t i = 0; i < std::min(draws.size(), replays.size()); ++i)
+  for (std::size_t i = 0; i < std::min(draws.logs.size(), replays.size()); ++i)
     if (DrawReplay* const replay =
             scope == nullptr ? nullptr : scope->draw_replay(replays[i]->generator()))
-      replay->skip(draws[i]);
+      replay->skip(draws.logs[i]);
+  DeviceRng::set(draws.others);
 }
 
 void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted) {
@@ -274,10 +275,6 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     return run_for_real(op, stack, counted);
   }
   skip(record->draws);
-  for (GeneratorEnd each : record->generators) {
-    std::lock_guard<std::mutex> of_generator(each.generator.mutex());
-    each.generator.set_state(each.state);
-  }
   torch::jit::drop(stack, arguments.size());
   push_results(*record, stack, counted);
 }

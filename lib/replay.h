@@ -54,7 +54,7 @@ class Replay {
                        c10::ArrayRef<c10::IValue> arguments);
   std::string difference(const ArgumentRecord& then, const at::Tensor& now);
   void push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted);
-  void skip(const std::vector<DrawSkip>& draws);
+  void skip(const DrawSkips& draws);
   bool is_input(const c10::StorageImpl* storage, int64_t storage_number) const;
   [[noreturn]] void mismatch(const c10::OperatorHandle& op, Counted counted,
                              c10::ArrayRef<c10::IValue> arguments, const CallRecord* record,

@@ -203,17 +203,20 @@ bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IVal
   return returns;
 }
 
-std::vector<DrawMark> Selection::marks() const {
-  std::vector<DrawMark> marks;
-  for (DrawLog* log : frame_.draw_logs()) marks.push_back(log->mark());
+DrawMarks Selection::marks() const {
+  DrawMarks marks;
+  for (DrawLog* log : frame_.draw_logs()) marks.logs.push_back(log->mark());
+  if (frame_.device_rng() != nullptr) marks.others = frame_.device_rng()->now();
   return marks;
 }
 
-std::vector<DrawSkip> Selection::since(const std::vector<DrawMark>& marks) const {
-  std::vector<DrawSkip> skips;
+DrawSkips Selection::since(const DrawMarks& marks) const {
+  DrawSkips skips;
   const auto logs = frame_.draw_logs();
-  for (std::size_t i = 0; i < std::min(logs.size(), marks.size()); ++i)
-    skips.push_back(logs[i]->since(marks[i]));
+  for (std::size_t i = 0; i < std::min(logs.size(), marks.logs.size()); ++i)
+    skips.logs.push_back(logs[i]->since(marks.logs[i]));
+  if (frame_.device_rng() != nullptr)
+    skips.others = DeviceRng::moved(marks.others, frame_.device_rng()->now());
   return skips;
 }
 
@@ -277,13 +280,10 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (!keeps) note_read(arguments);
   lock.unlock();
 
-  std::vector<DrawMark> before;
+  DrawMarks before;
   if (record != nullptr && traits.is_random) before = marks();
   op.callBoxed(&stack);
-  if (record != nullptr && traits.is_random) {
-    record->draws = since(before);
-    record->generators = frame_.generators_of_devices(last(stack, op.schema().returns().size()));
-  }
+  if (record != nullptr && traits.is_random) record->draws = since(before);
   const auto results = last(stack, op.schema().returns().size());
 
   if (record != nullptr && returns_argument(*record, results)) {
@@ -384,7 +384,6 @@ void Selection::let_go(const at::Tensor& value) {
 void Selection::name(const at::Tensor& value, const std::string& name,
                      const detail::Scope& region) {
   const int64_t number = begin_stretch();
-  if (rule_ == nullptr || !rule_->looks_at_names()) return;
   rule_->see(name);
   static const c10::OperatorHandle op =
       c10::Dispatcher::singleton().findSchemaOrThrow("remat::checkpoint_name", "");

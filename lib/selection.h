@@ -2,8 +2,8 @@
 // What a region keeps of its forward instead of computing it again, and who decided so.
 //
 // Note [Selective checkpointing]
-// While a region with a policy runs, each operator comes here below autograd (engine_seam, Note [Seeing
-// operators]). The innermost region decides: its policy is asked once per call, and the call runs.
+// While a region with a policy runs, each operator comes here below autograd, as engine_seam.h says
+// (Note "Seeing operators"). The innermost region decides: its policy is asked once per call, and the call runs.
 // What is kept belongs to the frame and is replayed by its recomputes (replay.h). Regions around only
 // count the call, so that they know where its results come from. Operators that write or return
 // views always run again (policy.h).
@@ -42,7 +42,7 @@ struct StretchRecord {
   const std::type_info* type = nullptr;
   std::shared_ptr<void> emptied;
   std::vector<Value> values;
-  std::vector<DrawSkip> draws;
+  DrawSkips draws;
   std::vector<at::Tensor> leaves;  ///< that gradients of the values lead to
   bool is_kept = false;
 };
@@ -66,8 +66,8 @@ class Selection {
   /// The number of a new stretch; what it keeps is put in when it has run.
   int64_t begin_stretch();
   void keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stretch);
-  std::vector<DrawMark> marks() const;
-  std::vector<DrawSkip> since(const std::vector<DrawMark>& marks) const;
+  DrawMarks marks() const;
+  DrawSkips since(const DrawMarks& marks) const;
   StretchRecord::Value keep_value(const at::Tensor& value, const detail::Scope& region) const;
 
   /// The forward is over: lets go of what no recompute will read.
@@ -79,6 +79,8 @@ class Selection {
   bool has_calls() const { return num_kept_ > 0 || (rule_ && rule_->options().ask_again); }
   bool has_stretches() const { return !stretches_.empty(); }
   bool is_settled() const { return is_settled_; }
+  /// Then any result may be kept later, when others have read it.
+  bool looks_at_names() const { return rule_ != nullptr && rule_->looks_at_names(); }
   /// The lock is needed until the forward is over.
   std::unique_lock<std::mutex> lock() const;
   const std::vector<OpRecord>& operators() const { return operators_; }
@@ -114,8 +116,6 @@ class Selection {
   bool keep_named(const at::Tensor& value, CheckpointPolicy answer, const detail::Scope& region);
   void let_go(const at::Tensor& value);
   detail::HooksAround hooks() const;
-  /// Then any result may be kept later, when others have read it.
-  bool looks_at_names() const { return rule_ != nullptr && rule_->looks_at_names(); }
 
   Frame& frame_;
   const std::shared_ptr<const PolicyRule> rule_;

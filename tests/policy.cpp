@@ -273,6 +273,22 @@ TEST_CASE("on the CPU offloaded results are simply kept", "[policy]") {
   }
 }
 
+TEST_CASE("what cannot be moved to the CPU is refused, or kept if that is preferred", "[policy]") {
+  const Tensor x = at::empty({2, 2}, at::kMeta).requires_grad_();
+  const auto f = [](const Tensor& x) { return x.mm(x).sin().mm(x); };
+  const auto answering = [](CheckpointPolicy answer) {
+    return Policy([answer](const PolicyContext& question) {
+      return question.op_name == "aten::mm.default" ? answer : CheckpointPolicy::PreferRecompute;
+    });
+  };
+  const auto error = error_of<CheckpointError>(
+      [&] { checkpoint(with(answering(CheckpointPolicy::MustCpuOffload)), f, x); });
+  CHECK(error.kind() == CheckpointError::Kind::Unsupported);
+  CHECK_THAT(error.what(), contains("PreferCpuOffload"));
+  const Tensor y = checkpoint(with(answering(CheckpointPolicy::PreferCpuOffload)), f, x);
+  CHECK(grad_of(y, {x})[0].sizes() == x.sizes());
+}
+
 TEST_CASE("a union keeps what either keeps, and the stronger wish wins", "[policy]") {
   KernelCounter kernels;
   const Tensor x = leaf({4});

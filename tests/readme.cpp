@@ -38,6 +38,25 @@ class Range {
 
 }  // namespace
 
+TEST_CASE("the README's policies", "[readme]") {
+  const Tensor x = leaf({8, 8});
+  torch::nn::Linear linear(8, 8);
+  const auto block = [&linear](const Tensor& x) {
+    return std::get<0>(remat::checkpoint_name(linear(x).sin(), "hidden").mm(x).topk(8)).exp();
+  };
+  Tensor y = x;
+  const remat::Policy large_products = [](const remat::PolicyContext& call) {
+    const bool keeps =
+        call.op_name == "aten::mm.default" && call.args[0].toTensor().size(0) >= 1024;
+    return keeps ? remat::CheckpointPolicy::MustSave : remat::CheckpointPolicy::PreferRecompute;
+  };
+  y = remat::checkpoint({.policy = remat::save_matmuls()}, block, y);
+  y = remat::checkpoint({.policy = remat::save_ops({"aten::addmm", "aten::topk"})}, block, y);
+  y = remat::checkpoint({.policy = remat::save_names({"hidden"}) | large_products}, block, y);
+  const Tensor grad = grad_of(y, {x})[0];
+  CHECK(bit_equal(grad, grad_of(block(block(block(x))), {x})[0]));
+}
+
 TEST_CASE("README: every form of the call gives the same result", "[readme]") {
   torch::nn::Linear linear(4, 4);
   const at::Tensor x = leaf({2, 4});

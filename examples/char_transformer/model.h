@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "remat/checkpoint.h"
+#include "remat/policy.h"
 
 struct ModelOptions {
   int64_t vocabulary = 0;
@@ -19,7 +20,7 @@ struct ModelOptions {
   double dropout = 0.1;
 };
 
-enum class Checkpointing { None, EveryBlock, NestedGroups };
+enum class Checkpointing { None, EveryBlock, NestedGroups, SaveMatmuls, SaveByName };
 
 // Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)). (B, T, width) -> (B, T, width)
 class BlockImpl : public torch::nn::Module {
@@ -59,7 +60,9 @@ class BlockImpl : public torch::nn::Module {
     const torch::Tensor mixed =
         torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{},
                                             /*dropout_p=*/0.0, /*is_causal=*/true);
-    return attention_dropout_(projection_(mixed.transpose(1, 2).reshape({batch, length, width})));
+    // Attention computes most for the bytes it returns.
+    const torch::Tensor named = remat::checkpoint_name(mixed, "attention");
+    return attention_dropout_(projection_(named.transpose(1, 2).reshape({batch, length, width})));
   }
 
   int64_t heads_;
@@ -104,6 +107,14 @@ class CharTransformerImpl : public torch::nn::Module {
           x = remat::checkpoint(&CharTransformerImpl::run_checkpointed,
                                 std::vector<Block>(first, last), x);
         }
+        break;
+      case Checkpointing::SaveMatmuls:
+        for (Block& block : blocks_)
+          x = remat::checkpoint({.policy = remat::save_matmuls()}, block, x);
+        break;
+      case Checkpointing::SaveByName:
+        for (Block& block : blocks_)
+          x = remat::checkpoint({.policy = remat::save_names({"attention"})}, block, x);
         break;
     }
     return output_(norm_(x));

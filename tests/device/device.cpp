@@ -237,3 +237,45 @@ TEST_CASE("a function that switches streams: each reader waits for the stream of
   const auto second_log = far::log();
   CHECK(std::count(second_log.begin(), second_log.end(), "use on 0") == 0);
 }
+
+TEST_CASE("a policy moves what it keeps to the CPU and back", "[device][rule-15][OFF-17]") {
+  const Tensor values = at::randn({32, 32});
+  const auto f = [](const Tensor& x) { return x.mm(x).sin().mm(x).exp(); };
+  const Tensor plain = far_leaf(values);
+  const Tensor plain_grad = grad_of(f(plain), {plain})[0];
+  const int64_t product = 32 * 32 * 4;
+  struct Held {
+    int64_t on_device, on_cpu, kernels;
+  };
+  const auto held = [&](const remat::Policy& policy) {
+    const Tensor x = far_leaf(values);
+    const LiveBytes cpu;
+    const int64_t before = far::live_bytes();
+    const Tensor y = checkpoint({.policy = policy}, f, x);
+    const int64_t on_device = far::live_bytes() - before - product, on_cpu = cpu.held();
+    const int64_t kernels = far::num_kernels("aten::mm");
+    require_same(grad_of(y, {x})[0], plain_grad);
+    return Held{on_device / product, on_cpu / product, far::num_kernels("aten::mm") - kernels};
+  };
+  const Held none = held({}), kept = held(remat::save_ops({"aten::mm"})),
+             moved = held(remat::offload_ops({"aten::mm"}));
+  CHECK(none.on_device == 0);
+  CHECK(kept.on_device == 2);  // sin reads the first, exp the second
+  CHECK(kept.on_cpu == 0);
+  CHECK(moved.on_device == 0);
+  CHECK(moved.on_cpu == 2);
+  CHECK(kept.kernels < none.kernels);
+  CHECK(moved.kernels == kept.kernels);
+}
+
+TEST_CASE("kept random operators of a device move its generator", "[device][rule-15][GUA-30]") {
+  const Tensor values = at::randn({64});
+  const auto f = [](const Tensor& t) {
+    const Tensor kept = remat::save_region([](const Tensor& u) { return noisy(u); }, t.exp());
+    return noisy(kept);
+  };
+  const Tensor x = far_leaf(values), z = far_leaf(values);
+  const Tensor plain = grad_of(f(x), {x})[0];
+  for (int i = 0; i < 14; ++i) far::draw();  // the numbers come back after 16
+  require_same(grad_of(checkpoint(f, z), {z})[0], plain);
+}

@@ -13,6 +13,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <mutex>
 
 namespace far {
@@ -111,10 +112,18 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     used[static_cast<size_t>(device_index)] = true;
-    void* const data = std::malloc(std::max<size_t>(bytes, 1));
-    return {data, data, &std::free, device(device_index)};
+    auto* const block = static_cast<char*>(std::malloc(header + bytes));
+    *reinterpret_cast<int64_t*>(block) = static_cast<int64_t>(bytes);
+    num_live_bytes += static_cast<int64_t>(bytes);
+    return {block + header, block, &release, device(device_index)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &std::free; }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  static void release(void* block) {
+    num_live_bytes -= *static_cast<int64_t*>(block);
+    std::free(block);
+  }
+  static constexpr size_t header = 64;
+  static inline std::atomic<int64_t> num_live_bytes{0};
   void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(to, from, bytes);
   }
@@ -171,7 +180,14 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
+std::mutex kernels_mutex;
+std::map<std::string, int64_t> kernels;
+
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  {
+    std::lock_guard<std::mutex> lock(kernels_mutex);
+    ++kernels[op.operator_name().name];
+  }
   at::native::cpu_fallback(op, stack);
 }
 
@@ -208,6 +224,12 @@ c10::Stream stream(int index, int64_t id) {
   return c10::Stream(c10::Stream::UNSAFE, device(index), id);
 }
 bool is_in_use(int index) { return used[static_cast<size_t>(index)]; }
+int64_t live_bytes() { return Memory::num_live_bytes; }
+int64_t num_kernels(const std::string& op) {
+  std::lock_guard<std::mutex> lock(kernels_mutex);
+  return kernels[op];
+}
+
 void forget_use(int index) { used[static_cast<size_t>(index)] = false; }
 
 double draw(int index) {

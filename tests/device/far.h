@@ -24,6 +24,10 @@ void forget_use(int index);
 double draw(int index = 0);
 uint64_t position(int index = 0);
 
+/// Bytes of tensors on the devices, and how often an operator ("aten::mm") was computed for them.
+int64_t live_bytes();
+int64_t num_kernels(const std::string& op);
+
 /// What this thread's code does is queued on `stream` while it lives.
 class OnStream {
  public:

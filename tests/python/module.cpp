@@ -5,6 +5,7 @@
 #include <ATen/ops/linspace.h>
 #include <remat/checkpoint.h>
 #include <remat/hooks.h>
+#include <remat/policy.h>
 #include <remat/report.h>
 #include <remat/scope.h>
 #include <torch/csrc/Exceptions.h>
@@ -67,6 +68,8 @@ at::Tensor checkpoint(const py::function& function, const py::args& tensors,
       chosen.preserve_rng_state = value.cast<bool>();
     else if (name == "debug")
       chosen.debug = value.cast<bool>();
+    else if (name == "save_ops")
+      chosen.policy = remat::save_ops(value.cast<std::vector<std::string>>());
     else
       throw py::type_error("unknown option " + name);
   }
@@ -92,6 +95,11 @@ at::Tensor native_region(const at::Tensor& x) {
     return native_plain(y);
   };
   return remat::checkpoint(region, x);
+}
+
+/// The same, keeping the result of its product.
+at::Tensor native_selective_region(const at::Tensor& x) {
+  return remat::checkpoint({.policy = remat::save_matmuls()}, native_plain, x);
 }
 
 void native_backward(const at::Tensor& root) { root.backward(); }
@@ -172,6 +180,8 @@ PYBIND11_MODULE(remat_python, module) {
   module.def("checkpoint", torch::wrap_pybind_function(checkpoint));
   module.def("native_plain", torch::wrap_pybind_function_no_gil(native_plain));
   module.def("native_region", torch::wrap_pybind_function_no_gil(native_region));
+  module.def("native_selective_region",
+             torch::wrap_pybind_function_no_gil(native_selective_region));
   module.def("native_backward", torch::wrap_pybind_function_no_gil(native_backward));
   module.def("native_gradient_is_right",
              torch::wrap_pybind_function_no_gil(native_gradient_is_right));

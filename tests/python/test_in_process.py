@@ -4,6 +4,7 @@
 Every case runs twice: in a process that used remat before it imported torch, so that torch put its own engine over
 ours, and in one that imported torch first. Prints a line a case; the last line is `N passed, N failed`.
 """
+import functools
 import gc
 import subprocess
 import sys
@@ -599,6 +600,72 @@ def dispatch_modes_see_forward_and_recompute():
         gradient = torch.autograd.grad(y, x)[0]
     equal(backward.names.count("aten.exp.default"), 1)
     check(torch.equal(gradient, gradient_of(operators)))
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that come by, below autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+    def count(self, name):
+        return self.names.count(name)
+
+
+@case
+def policies_work_beside_dispatch_modes_around_them():
+    keeping = {"save_ops": ["aten::exp"]}
+    with Counting() as forward:
+        x = leaf()
+        y = remat.checkpoint(operators, x, **keeping).sum()
+    equal(forward.count("aten.exp.default"), 1)
+    with Counting() as backward:
+        gradient = torch.autograd.grad(y, x)[0]
+    equal(backward.count("aten.exp.default"), 0)
+    check(torch.equal(gradient, gradient_of(operators)))
+    for _ in range(3):
+        same_gradient(remat.native_selective_region, remat.native_plain)
+    with Counting():
+        same_gradient(remat.native_selective_region, remat.native_plain)
+    equal(torch._C._len_torch_dispatch_stack(), 0)
+
+
+@case
+def policies_work_beside_dispatch_modes_inside_them():
+    inside = Counting()
+
+    def function(x):
+        with inside:
+            y = operators(x)
+        return y.exp()
+
+    same_gradient(lambda x: remat.checkpoint(function, x, save_ops=["aten::exp"]), lambda x: operators(x).exp())
+    equal(inside.count("aten.exp.default"), 2)  # the mode is the inner one: it sees a replayed call, too
+    equal(torch._C._len_torch_dispatch_stack(), 0)
+
+
+@case
+def policies_nest_with_upstream_selective_checkpointing():
+    def policy(context, op, *args, **kwargs):
+        kept = op == torch.ops.aten.exp.default
+        return upstream.CheckpointPolicy.MUST_SAVE if kept else upstream.CheckpointPolicy.PREFER_RECOMPUTE
+
+    def theirs_selective(function):
+        contexts = functools.partial(upstream.create_selective_checkpoint_contexts, policy)
+        return lambda x: upstream.checkpoint(function, x, use_reentrant=False, context_fn=contexts)
+
+    def ours_selective(function):
+        return lambda x: remat.checkpoint(function, x, save_ops=["aten::exp"])
+
+    same_gradient(theirs_selective(ours_selective(operators)), operators)
+    same_gradient(ours_selective(theirs_selective(operators)), operators)
+    same_gradient(theirs_selective(ours(operators)), operators)
+    same_gradient(ours_selective(theirs(operators)), operators)
 
 
 @case

@@ -1,0 +1,146 @@
+// What a policy costs per operator, in forward and in replay, in units of a plain operator. See
+// METHOD.md.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/neg.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/sin.h>
+#include <remat/checkpoint.h>
+#include <remat/policy.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bench/measure.h"
+
+namespace {
+
+using bench::Clock;
+
+constexpr int64_t num_operators = 500;
+
+/// Negations of one element: nothing of them is saved, so that what is measured beside them is the
+/// interception. The sine at the end makes backward recompute.
+at::Tensor chain(const at::Tensor& x) {
+  at::Tensor y = remat::checkpoint_name(x.neg(), "first");
+  for (int64_t i = 1; i < num_operators; ++i) y = y.neg();
+  return y.sin();
+}
+
+struct Variant {
+  const char* name;
+  remat::CheckpointOptions options;
+};
+
+std::vector<Variant> variants() {
+  const remat::Policy function = [](const remat::PolicyContext&) {
+    return remat::CheckpointPolicy::PreferRecompute;
+  };
+  return {{"no policy", {}},
+          {"save_ops, none of them", {.policy = remat::save_ops({"aten::mm"})}},
+          {"save_ops, all of them", {.policy = remat::save_ops({"aten::neg"})}},
+          {"a policy function", {.policy = function}},
+          {"save_names", {.policy = remat::save_names({"first"})}}};
+}
+
+struct Times {
+  double forward = 0, backward = 0;
+};
+
+Times measure(const Variant* variant, int64_t repeats, Clock clock) {
+  const at::Tensor x = at::ones({1}).requires_grad_();
+  Times times;
+  for (int64_t i = 0; i < repeats; ++i) {
+    const int64_t start = bench::now_ns(clock);
+    const at::Tensor y =
+        variant == nullptr ? chain(x) : remat::checkpoint(variant->options, chain, x);
+    const int64_t between = bench::now_ns(clock);
+    y.backward();
+    times.backward += static_cast<double>(bench::now_ns(clock) - between);
+    times.forward += static_cast<double>(between - start);
+    if (x.grad().item<float>() == 0) throw std::runtime_error("the gradient is 0");
+    x.mutable_grad() = at::Tensor();
+  }
+  const auto divide = [&](double total) {
+    return total / static_cast<double>(repeats) / static_cast<double>(num_operators);
+  };
+  return {divide(times.forward), divide(times.backward)};
+}
+
+int run(int argc, char** argv) {
+  bool smoke = false;
+  int64_t samples = 15, repeats = 40;
+  Clock clock = Clock::Wall;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "--smoke")
+      smoke = true;
+    else if (word == "--no-peer")
+      continue;
+    else if (word == "--samples" && i + 1 < argc)
+      samples = std::stoll(argv[++i]);
+    else if (word == "--repeats" && i + 1 < argc)
+      repeats = std::stoll(argv[++i]);
+    else if (word == "--clock" && i + 1 < argc)
+      clock = std::string(argv[++i]) == "thread" ? Clock::Thread : Clock::Wall;
+    else
+      throw std::runtime_error(
+          "usage: selective_cost [--smoke] [--samples N] [--repeats N] [--clock wall|thread]");
+  }
+  at::set_num_threads(1);
+  const std::filesystem::path folder = REMAT_BENCH_FOLDER;
+  const std::string commit =
+      bench::output_of("git -C '" + folder.string() + "' describe --always --dirty");
+  const std::vector<Variant> all = variants();
+  if (smoke) {
+    for (const Variant& variant : all) measure(&variant, 1, clock);
+    return 0;
+  }
+  // The sides take turns; the first round warms up.
+  std::vector<double> plain;
+  std::vector<std::vector<double>> forward(all.size()), backward(all.size());
+  for (int64_t round = -1; round < samples; ++round) {
+    const Times times = measure(nullptr, repeats, clock);
+    if (round >= 0) plain.push_back(times.forward);
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const Times each = measure(&all[i], repeats, clock);
+      if (round < 0) continue;
+      forward[i].push_back(each.forward);
+      backward[i].push_back(each.backward);
+    }
+  }
+  const bench::Statistics neg = bench::statistics(plain);
+  std::fprintf(stderr, "a plain neg of one element, grad mode on: %.0f ns (median %.0f)\n",
+               neg.min_ns, neg.median_ns);
+  std::fprintf(stderr, "%-28s %18s %18s   of medians: %8s %8s\n", "added per operator, in neg",
+               "forward", "recompute", "forward", "recompute");
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const bench::Statistics f = bench::statistics(forward[i]), b = bench::statistics(backward[i]);
+    for (const auto& [pass, result] : {std::pair("forward", f), std::pair("backward", b)})
+      bench::print_json("selective_cost",
+                        std::string("\"variant\": \"") + all[i].name + "\", \"pass\": \"" + pass +
+                            "\", \"clock\": \"" + (clock == Clock::Wall ? "wall" : "thread") + '"',
+                        result, at::get_num_threads(), commit);
+    const bench::Statistics f0 = bench::statistics(forward[0]), b0 = bench::statistics(backward[0]);
+    std::fprintf(stderr, "%-28s %18.2f %18.2f               %8.2f %8.2f\n", all[i].name,
+                 (f.min_ns - f0.min_ns) / neg.min_ns, (b.min_ns - b0.min_ns) / neg.min_ns,
+                 (f.median_ns - f0.median_ns) / neg.median_ns,
+                 (b.median_ns - b0.median_ns) / neg.median_ns);
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,87 @@
+// A mixture of experts whose routing flips in the recompute, and how remat::pin cures it.
+//
+// Each token goes to the expert with the highest score. Two experts score nearly the same here, and
+// the scores are computed the way a nondeterministic kernel does: rounded differently each time. A
+// recompute then sends some tokens elsewhere, so the experts get batches of other sizes than in
+// forward. remat notices and throws. With the routing pinned, the recompute goes the forward's way.
+//
+// Exit status: 0 if all of that happened as described, else 1.
+
+#include <torch/torch.h>
+
+#include <cstdio>
+
+#include "remat/remat.h"
+
+namespace {
+
+constexpr int64_t tokens = 512, width = 32, experts = 4;
+
+// x * w, summed in an order that differs from call to call, as atomics on a GPU do.
+torch::Tensor scores_in_some_order(const torch::Tensor& x, const torch::Tensor& w) {
+  static int64_t calls = 0;
+  const torch::Tensor order = (torch::arange(width) * 7 + 3 * calls++) % width;
+  torch::Tensor scores = torch::zeros({x.size(0), w.size(1)});
+  for (int64_t i = 0; i < width; ++i) {
+    const torch::Tensor column = order.slice(0, i, i + 1);
+    scores = scores + x.index_select(1, column) * w.index_select(0, column);
+  }
+  return scores;
+}
+
+struct MixtureImpl : torch::nn::Module {
+  explicit MixtureImpl(bool pins) : pins_(pins) {
+    gate = register_parameter("gate", torch::randn({width, experts}));
+    // Experts 0 and 1 score the same but for rounding.
+    torch::NoGradGuard no_grad;
+    gate.select(1, 1).copy_(gate.select(1, 0));
+    for (int64_t i = 0; i < experts; ++i)
+      layers.push_back(
+          register_module("expert" + std::to_string(i), torch::nn::Linear(width, width)));
+  }
+
+  // (tokens, width) -> (tokens, width)
+  torch::Tensor forward(const torch::Tensor& x) {
+    const torch::Tensor scores = scores_in_some_order(x, gate);
+    torch::Tensor choice = scores.argmax(1);
+    if (pins_) choice = remat::pin(choice);
+    torch::Tensor result = torch::zeros_like(x);
+    for (int64_t i = 0; i < experts; ++i) {
+      const torch::Tensor mine = (choice == i).nonzero().squeeze(1);
+      const torch::Tensor weight = scores.softmax(1).index_select(0, mine).select(1, i);
+      const torch::Tensor out = layers[i](x.index_select(0, mine)).relu() * weight.unsqueeze(1);
+      result = result.index_add(0, mine, out);
+    }
+    return result;
+  }
+
+  bool pins_;
+  torch::Tensor gate;
+  std::vector<torch::nn::Linear> layers;
+};
+TORCH_MODULE(Mixture);
+
+// One step; prints and returns whether backward succeeded.
+bool steps(const char* name, bool pins) {
+  torch::manual_seed(5);
+  Mixture mixture(pins);
+  const torch::Tensor x = torch::randn({tokens, width}, torch::requires_grad());
+  const torch::Tensor y = remat::checkpoint({.name = "mixture"}, mixture, x);
+  try {
+    y.square().mean().backward();
+  } catch (const remat::CheckpointError& error) {
+    std::printf("%s: backward throws:\n\n%s\n", name, error.what_without_backtrace());
+    return false;
+  }
+  std::printf("%s: backward works; |grad of the gate| = %.6f\n", name,
+              mixture->gate.grad().norm().item<double>());
+  return true;
+}
+
+}  // namespace
+
+int main() {
+  const bool plain_works = steps("routing computed again", false);
+  const bool pinned_works = steps("routing pinned", true);
+  return !plain_works && pinned_works ? 0 : 1;
+}
