@@ -10,6 +10,8 @@
 #include <torch/torch.h>
 
 #include <cstdio>
+#include <string>
+#include <vector>
 
 #include "remat/remat.h"
 
@@ -17,16 +19,20 @@ namespace {
 
 constexpr int64_t tokens = 512, width = 32, experts = 4;
 
-// x * w, summed in an order that differs from call to call, as atomics on a GPU do.
+// x * w, each column summed in an order that differs from call to call, as atomics on a GPU do.
 torch::Tensor scores_in_some_order(const torch::Tensor& x, const torch::Tensor& w) {
   static int64_t calls = 0;
-  const torch::Tensor order = (torch::arange(width) * 7 + 3 * calls++) % width;
-  torch::Tensor scores = torch::zeros({x.size(0), w.size(1)});
-  for (int64_t i = 0; i < width; ++i) {
-    const torch::Tensor column = order.slice(0, i, i + 1);
-    scores = scores + x.index_select(1, column) * w.index_select(0, column);
+  ++calls;
+  std::vector<torch::Tensor> columns;
+  for (int64_t expert = 0; expert < w.size(1); ++expert) {
+    torch::Tensor sum = torch::zeros({x.size(0)});
+    for (int64_t i = 0; i < width; ++i) {
+      const int64_t k = (7 * i + 3 * calls + 5 * expert) % width;
+      sum = sum + x.select(1, k) * w.index({k, expert});
+    }
+    columns.push_back(sum);
   }
-  return scores;
+  return torch::stack(columns, 1);
 }
 
 struct MixtureImpl : torch::nn::Module {

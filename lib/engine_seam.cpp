@@ -52,7 +52,11 @@ struct Interpreter : c10::impl::PyInterpreterVTable {
   size_t refcnt(PyObject*) const { return 1; }
   c10::intrusive_ptr<TensorImpl> detach(const TensorImpl*) const { return {}; }
   void dispatch(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
-    const OperatorsUnseen unseen;
+    struct Off {  // it is the topmost one, or it would not have been called
+      std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> mode =
+          c10::impl::TorchDispatchModeTLS::pop_stack();
+      ~Off() { c10::impl::TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(mode)); }
+    } off;
     struct Handling {
       const bool outer = std::exchange(is_handling, true);
       ~Handling() { is_handling = outer; }
