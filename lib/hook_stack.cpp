@@ -117,12 +117,11 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Sco
   const int64_t foreign_depth = node == nullptr ? 0 : node->foreign_depth;
   while (node != nullptr) {
     node = node->below ? node->below->with[index] : nullptr;
-    // A stretch saves around its region, which is still to come.
-    if (node != nullptr && node->scope->is_open() && !node->scope->is_kept_stretch) break;
+    if (node != nullptr && node->scope->is_open()) break;
   }
   if (node == nullptr) return nullptr;
   if (which == HooksAround::All && foreign_depth > node->foreign_depth) return nullptr;
-  return node->scope->make_hooks();
+  return node->scope->make_hooks_for(which);
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided) {

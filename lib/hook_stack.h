@@ -37,6 +37,12 @@ enum class Ability : uint8_t {
 };
 inline constexpr std::size_t num_abilities = 9;
 
+/// Which hooks a tensor passes that is saved on behalf of a region.
+enum class HooksAround {
+  Regions,  ///< of the region around it, which drops the tensor; else none
+  All       ///< whatever is active around it, as for its inputs
+};
+
 class Scope;
 
 /// One place of the stack: a scope, and what lies below it. Immutable, so that the copies which
@@ -63,6 +69,10 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual ~Scope() = default;
   /// Hooks for the next saved tensor; null: save it plainly.
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() { return nullptr; }
+  /// The same for what is saved on behalf of a region in here.
+  virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(HooksAround) {
+    return make_hooks();
+  }
   /// The frame of a region's scope.
   virtual Frame* frame() const { return nullptr; }
   /// Of a region's first run: where its draws from that generator are noted. Of a recompute: what
@@ -118,11 +128,6 @@ void pop(Scope& scope);
 /// `is_decided` says that none are wanted.
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided);
 
-/// Which hooks a tensor passes that is saved on behalf of a region.
-enum class HooksAround {
-  Regions,  ///< of the region around it, which drops the tensor; else none
-  All       ///< whatever is active around it, as for its inputs
-};
 /// Of a region's scope that is open on this thread.
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Scope& region,
                                                                        HooksAround which);

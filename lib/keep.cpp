@@ -42,8 +42,12 @@ class StretchScope final : public detail::Scope {
     answers(detail::Ability::Region);
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
-    return region_.is_recompute ? nullptr
-                                : detail::make_hooks_around(region_, detail::HooksAround::All);
+    return make_hooks_for(detail::HooksAround::All);
+  }
+  /// A slot of the region's own would stay empty: its recomputes do not run the function.
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(
+      detail::HooksAround which) override {
+    return region_.is_recompute ? nullptr : detail::make_hooks_around(region_, which);
   }
   Frame* frame() const override { return region_.frame(); }
 

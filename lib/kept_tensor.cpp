@@ -70,6 +70,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
   const detail::SaveAround around(region, hooks);
   const SavingInput saving(value);
   saved_ = torch::autograd::SavedVariable(kept, /*is_output=*/false);
+  if (is_copy_ || saved_.has_hooks()) spare_shell_ = shell_of(value);
 }
 
 bool KeptTensor::is_changed() const {
@@ -86,9 +87,11 @@ at::Tensor KeptTensor::restore() const {
                                               : value.tensor_data();
 }
 
-void KeptTensor::empty() {
-  if (!is_defined_ || is_shell()) return;
-  shell_ = shell_of(saved_.unpack());
+void KeptTensor::settle(bool will_be_read) {
+  const bool is_elsewhere = is_copy_ || is_behind_hooks();
+  const at::Tensor spare = std::move(spare_shell_);
+  if (!is_defined_ || is_shell() || will_be_read) return;
+  shell_ = is_elsewhere ? spare : shell_of(saved_.unpack());
   if (!shell_.defined()) return;
   saved_ = {};
   counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);

@@ -44,8 +44,8 @@ class KeptTensor {
   /// The storage of the original, or null. Only to be compared.
   const c10::StorageImpl* storage() const { return storage_; }
 
-  /// Lets go of the data, if a shell can stand for it.
-  void empty();
+  /// The forward is over. Lets go of data that will not be read, if a shell can stand for it.
+  void settle(bool will_be_read);
   static bool is_shell(const at::Tensor& tensor);
   /// Whether an error says that the data of a shell were asked for.
   static bool is_shell_error(const std::exception& error);
@@ -55,6 +55,9 @@ class KeptTensor {
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;
   at::Tensor shell_;
+  /// Of a value that is elsewhere, until it is known whether a shell will do: to fetch it while the
+  /// region around is still in its forward would recompute that.
+  at::Tensor spare_shell_;
   c10::Device device_ = c10::kCPU;  ///< of the original, where the copy is on the CPU
   const c10::StorageImpl* storage_ = nullptr;
   bool is_defined_ = false, is_copy_ = false;

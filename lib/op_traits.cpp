@@ -60,6 +60,10 @@ OpTraits find_traits(const c10::OperatorHandle& op) {
 
 }  // namespace
 
+bool is_made_by(const c10::OperatorHandle& op, std::size_t result) {
+  return op.schema().returns()[result].alias_info() == nullptr;
+}
+
 const OpTraits& traits_of(const c10::OperatorHandle& op) {
   thread_local std::unordered_map<c10::OperatorHandle, const OpTraits*> known;
   if (const auto found = known.find(op); found != known.end()) return *found->second;

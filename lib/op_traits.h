@@ -19,6 +19,9 @@ struct OpTraits {
   bool can_be_kept() const { return !is_view && !is_mutable; }
 };
 
+/// Whether the operator makes the result of that number: it returns no argument it wrote to.
+bool is_made_by(const c10::OperatorHandle& op, std::size_t result);
+
 /// Cheap for an operator that the thread has met. The reference is valid for good.
 const OpTraits& traits_of(const c10::OperatorHandle& op);
 

@@ -31,7 +31,8 @@ Replay::Replay(Frame& frame, Filler& filler, const std::vector<at::Tensor>& inpu
   {
     const auto forward = selection_.lock();
     const auto add = [&](const KeptTensor& each) {
-      if (each.is_behind_hooks()) behind_hooks.push_back(&each);
+      // One that was changed is never given out, and whoever holds it might refuse.
+      if (each.is_behind_hooks() && !each.is_changed()) behind_hooks.push_back(&each);
     };
     for (const OpRecord& op : selection_.operators())
       for (const auto& call : op.calls)
@@ -76,12 +77,13 @@ Replay::Counted Replay::count(const c10::OperatorHandle& op) {
 void Replay::note_results(const c10::OperatorHandle& op, Counted counted,
                           c10::ArrayRef<c10::IValue> results) {
   const OpTraits& traits = traits_of(op);
-  if (!traits.can_be_kept()) return;
+  if (traits.is_view) return;
   uint32_t output = 0;
-  for (const c10::IValue& result : results)
-    visit_tensors_in(result, [&](const at::Tensor& tensor) {
-      producers_.add(
-          tensor, {static_cast<uint32_t>(counted.op), counted.call, output++, traits.is_factory});
+  for (std::size_t i = 0; i < results.size(); ++i)
+    visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
+      const Producer producer{static_cast<uint32_t>(counted.op), counted.call, output++,
+                              traits.is_factory};
+      if (is_made_by(op, i)) producers_.add(tensor, producer);
     });
 }
 

@@ -162,11 +162,12 @@ void Selection::note_handed_over(const at::Tensor& value, int64_t position) {
 
 void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
                              c10::ArrayRef<c10::IValue> results) {
-  if (!op.traits->can_be_kept()) return;
+  if (op.traits->is_view) return;
   uint32_t output = 0;
-  for (const c10::IValue& result : results)
-    visit_tensors_in(result, [&](const at::Tensor& tensor) {
-      producers_.add(tensor, {number, call, output++, op.traits->is_factory});
+  for (std::size_t i = 0; i < results.size(); ++i)
+    visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
+      const Producer producer{number, call, output++, op.traits->is_factory};
+      if (is_made_by(op.op, i)) producers_.add(tensor, producer);
     });
 }
 
@@ -421,8 +422,8 @@ void Selection::settle() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [storage, place] : kept_) {
     const auto read = is_read_.find(storage);
-    if (read != is_read_.end() && read->second) continue;
-    operators_[place.op].calls[place.call]->kept[place.result].tensors[place.tensor].empty();
+    operators_[place.op].calls[place.call]->kept[place.result].tensors[place.tensor].settle(
+        read != is_read_.end() && read->second);
   }
   kept_.clear();
   is_read_.clear();

@@ -12,7 +12,8 @@ namespace {
 /// What this program may contain; drawn once, so that combinations of few things are frequent.
 struct Features {
   bool inplace, random, hooks, catches, inner_grad, fuses, autocast, captures, reads_twice, strict,
-      changes, guards, scopes;  // a context_fn excludes debug
+      changes, guards, scopes,  // a context_fn excludes debug
+      policies, stretches;
 };
 
 class Generator {
@@ -57,7 +58,9 @@ class Generator {
                  .strict = false,
                  .changes = draw(25),
                  .guards = draw(30),
-                 .scopes = draw(40)};
+                 .scopes = draw(40),
+                 .policies = draw(60),
+                 .stretches = draw(40)};
     // CopySlices, the node of a change of a view, reads twice in a double backward.
     const bool may_read_twice = features_.reads_twice || features_.inplace;
     features_.strict = !may_read_twice && !plain && dice_.percent(20);
@@ -99,13 +102,17 @@ class Generator {
         if (is_wanted(table[i])) all.insert(all.end(), table[i].weight, i);
       return all;
     };
+    // What save_region does not run again does not advance a provider's numbers either.
     static const std::vector<int> all = weighted([](const Operator& op) { return !op.guarded; }),
                                   all_random = weighted(
                                       [](const Operator& op) { return op.random && !op.guarded; }),
                                   all_guarded =
-                                      weighted([](const Operator& op) { return op.guarded; });
+                                      weighted([](const Operator& op) { return op.guarded; }),
+                                  all_generators = weighted(
+                                      [](const Operator& op) { return op.random && op.guarded; });
     const bool uses_guards = state_guards_ > 0 && dice_.percent(30);
-    const std::vector<int>& chosen = uses_guards                             ? all_guarded
+    const std::vector<int>& chosen = uses_guards && nested_stretches_ > 0    ? all_generators
+                                     : uses_guards                           ? all_guarded
                                      : features_.random && dice_.percent(15) ? all_random
                                                                              : all;
     Statement s;
@@ -142,7 +149,14 @@ class Generator {
     if (die >= 35 && die < 45 && nested_wraps_ < 3) return make_wrap(visible, depth, in_catch);
     if (features_.guards && nested_wraps_ < 3 && dice_.percent(depth == 0 ? 20 : 8))
       return make_state_guard(visible, depth, in_catch);
+    if (features_.stretches && dice_.percent(12)) return make_stretch(visible, depth, in_catch);
     Statement s;
+    if ((features_.policies && dice_.percent(10)) || (features_.stretches && dice_.percent(4))) {
+      s.kind = Kind::Name;
+      s.args = {pick(visible)};
+      take_outs(s, 1);
+      return s;
+    }
     if (die >= 45 && die < 52 && features_.inner_grad) {
       s.kind = Kind::InnerGrad;
       s.args = {visible.back(), pick(visible)};
@@ -194,6 +208,43 @@ class Generator {
     return s;
   }
 
+  /// pin or save_region.
+  Statement make_stretch(const std::vector<int>& visible, int depth, bool in_catch) {
+    Statement s;
+    s.salt = dice_.bits();
+    if (dice_.percent(50) || nested_wraps_ >= 3) {
+      s.kind = Kind::Pin;
+      s.args = {pick(visible)};
+      take_outs(s, 1);
+      return s;
+    }
+    s.kind = Kind::Stretch;
+    std::vector<int> inside = visible;
+    for (int64_t i = 0, n = dice_.below(3); i < n; ++i) {
+      s.region.args.emplace_back(pick(visible), next_);
+      inside.push_back(next_++);
+    }
+    ++nested_wraps_;
+    ++nested_stretches_;
+    s.block = make_block(inside, 1 + dice_.below(4), depth, in_catch);
+    --nested_stretches_;
+    --nested_wraps_;
+    for (int64_t i = 0, n = 1 + dice_.below(3); i < n; ++i)
+      s.region.results.emplace_back(pick(inside), next_++);
+    return s;
+  }
+
+  PolicySpec make_policy() {
+    PolicySpec policy;
+    policy.kind = static_cast<PolicySpec::Kind>(
+        1 + dice_.below(static_cast<int64_t>(PolicySpec::Kind::Count) - 1));
+    policy.salt = dice_.bits();
+    policy.allows_mutation = dice_.percent(features_.inplace ? 70 : 20);
+    policy.through_hooks = dice_.percent(25);
+    policy.asks_again = dice_.percent(15);
+    return policy;
+  }
+
   Statement make_region(const std::vector<int>& visible, int depth, bool in_catch) {
     Statement s;
     s.kind = Kind::Region;
@@ -228,6 +279,7 @@ class Generator {
     region.scopes = features_.scopes && dice_.percent(25);
     region.strict = features_.strict && dice_.percent(50);
     region.fingerprint = !program_.all_values && dice_.percent(4);
+    if (features_.policies && dice_.percent(60)) region.policy = make_policy();
     region.determinism = program_.all_values ? 3 : static_cast<int>(dice_.below(4));
     return s;
   }
@@ -274,6 +326,7 @@ class Generator {
   std::vector<int> top_level_;
   int next_ = 0;
   int nested_wraps_ = 0;
+  int nested_stretches_ = 0;
   int state_guards_ = 0;  // around the statement that is being made
 };
 
@@ -286,11 +339,15 @@ void look(const Block& block, int depth, Contents& found) {
       found.inplace |= op.inplace;
       found.reads_twice |= op.reads_twice;
       found.writes_late |= op.writes_late;
+      found.writes_inside |= op.writes_inside;
       found.backward_in_hook |= op.backward_in_hook;
     }
     found.inner_grad |= s.kind == Kind::InnerGrad;
     found.hooks |= s.kind == Kind::Hooks;
     found.catches |= s.kind == Kind::Catch;
+    found.stretches |= s.kind == Kind::Pin || s.kind == Kind::Stretch || s.kind == Kind::Name;
+    found.keeps |= s.kind == Kind::Pin || s.kind == Kind::Stretch ||
+                   s.region.policy.kind != PolicySpec::Kind::None;
     found.captures |= !s.region.captures.empty();
     const bool is_region = s.kind == Kind::Region && !s.region.inlined;
     found.regions += is_region;

@@ -50,6 +50,17 @@ std::string options_text(const RegionSpec& r) {
   if (r.strict) text += ", strict_unpack";
   if (r.fingerprint) text += ", fingerprint";
   if (r.named) text += ", named";
+  if (r.policy.kind != PolicySpec::Kind::None) {
+    static constexpr const char* kinds[] = {"nothing",  "everything",     "operators",
+                                            "offloaded operators",        "function",
+                                            "names",    "all but names",  "offloaded names",
+                                            "operators | names"};
+    text += std::string(", keeps ") + kinds[static_cast<int>(r.policy.kind)] + " " +
+            std::to_string(r.policy.salt);
+    if (r.policy.allows_mutation) text += " (allow_cache_entry_mutation)";
+    if (r.policy.through_hooks) text += " (save_through_hooks)";
+    if (r.policy.asks_again) text += " (ask_again)";
+  }
   if (r.checkpointed_form) text += ", checkpointed()";
   return text;
 }
@@ -107,6 +118,26 @@ void print(const Block& block, const std::string& indent, int leaves, Visible& v
             << (s.salt % 10 == 0 ? "" : ", retain_graph")
             << (s.salt % 4 < 2 ? ", create_graph" : "") << "\n";
         break;
+      case Kind::Name:
+        out << value(s.out) << " = checkpoint_name(" << seen(s.args[0]) << ", \"n"
+            << s.salt % num_names << "\")\n";
+        break;
+      case Kind::Pin:
+        out << value(s.out) << " = pin(" << seen(s.args[0]) << ")\n";
+        break;
+      case Kind::Stretch: {
+        const RegionSpec& r = s.region;
+        auto argument = [&](const auto& a) { return value(a.second) + " = " + seen(a.first); };
+        out << joined(r.results, [](const auto& p) { return value(p.second); }) << " = "
+            << (r.inlined ? "call" : "save_region") << "(" << joined(r.args, argument) << ")\n";
+        Visible inside = visible;
+        for (const auto& [outer, inner] : r.args) inside.insert(inner);
+        print(s.block, indent + "  ", leaves, inside, out);
+        out << indent << "  return "
+            << joined(r.results, [&](const auto& p) { return operand(inside, p.first); }) << "\n";
+        for (const auto& [inner, outer] : r.results) visible.insert(outer);
+        break;
+      }
       case Kind::Throw:
         out << "throw\n";
         break;

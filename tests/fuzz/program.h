@@ -50,6 +50,9 @@ enum class Kind {
   Observer,   ///< a RecomputeObserverGuard
   Catch,      ///< try { block } catch (...) {}
   InnerGrad,  ///< autograd::grad of operand 0 with respect to operand 1, here
+  Name,       ///< checkpoint_name of operand 0; `salt` chooses the name
+  Pin,        ///< pin of operand 0
+  Stretch,    ///< save_region of `block`, which also sees all around it
   Throw,
   Fuse  ///< throws in a recompute when a step has armed it
 };
@@ -68,6 +71,26 @@ enum class Packing {
   Count
 };
 
+/// What a region keeps of its operators.
+struct PolicySpec {
+  enum class Kind {
+    None,
+    Everything,
+    Operators,         ///< save_ops of some operators
+    OffloadOperators,  ///< offload_ops
+    Function,          ///< of the operator's name and the sizes of its arguments
+    Names,             ///< save_names
+    AllButNames,
+    OffloadNames,
+    Union,  ///< of operators and names
+    Count
+  };
+  Kind kind = Kind::None;
+  uint64_t salt = 0;
+  bool allows_mutation = false, through_hooks = false, asks_again = false;
+};
+constexpr int num_names = 4;
+
 struct RegionSpec {
   std::vector<std::pair<int, int>> args;     ///< value outside, value inside
   std::vector<int> captures;                 ///< values outside that the function captures
@@ -83,6 +106,7 @@ struct RegionSpec {
   bool strict = false;  ///< strict_unpack
   bool fingerprint = false;
   int determinism = 1;  ///< remat::DeterminismCheck
+  PolicySpec policy{};
 };
 
 struct Statement {
@@ -131,7 +155,8 @@ struct Program {
 /// What a block contains, itself and in the blocks in it.
 struct Contents {
   bool random = false, inplace = false, reads_twice = false, inner_grad = false, hooks = false,
-       catches = false, backward_in_hook = false, writes_late = false, captures = false;
+       catches = false, backward_in_hook = false, writes_late = false, captures = false,
+       writes_inside = false, keeps = false, stretches = false;
   int regions = 0, statements = 0, depth = 0;
 };
 Contents contents(const Block& block);

@@ -89,6 +89,18 @@ class Instead {
   T before_;
 };
 
+/// What save_region returns: also what a recompute, which does not run it, could not know.
+struct StretchResult {
+  Tensors tensors;
+  std::vector<int> same_as;  ///< the value outside of which the result is a view
+  std::map<int, Origin> uses;
+};
+
+template <class Visitor>
+void visit_tensors(StretchResult& result, Visitor&& visit) {
+  for (Tensor& tensor : result.tensors) visit(tensor);
+}
+
 struct Wrapped {
   Tensor tensor;
   int number = 0;
@@ -191,6 +203,21 @@ void Interpreter::run_block(const Block& block, Environment& values) {
       case Kind::InnerGrad:
         run_inner_grad(s, values);
         break;
+      case Kind::Name: {
+        const Value& value = look_up(values, s.args[0]);
+        values[s.out] = {
+            remat::checkpoint_name(value.tensor, "n" + std::to_string(s.salt % num_names)),
+            value.origin};
+        break;
+      }
+      case Kind::Pin: {
+        const Value& value = look_up(values, s.args[0]);
+        values[s.out] = {remat::pin(value.tensor), value.origin};
+        break;
+      }
+      case Kind::Stretch:
+        run_stretch(s, values);
+        break;
       case Kind::Throw:
         throw UserError();
       case Kind::Fuse:
@@ -239,6 +266,55 @@ void Interpreter::run_operator(const Statement& s, Environment& values) {
     if (out.numel() > around.max_numel) out = out.reshape(-1).narrow(0, 0, around.max_numel);
     operands.push_back({out, origin_of(out, operands)});
     values[s.out + static_cast<int>(i)] = operands.back();
+  }
+}
+
+void Interpreter::run_stretch(const Statement& s, Environment& values) {
+  const RegionSpec& spec = s.region;
+  Tensors args;
+  for (const auto& [outside, inside] : spec.args) args.push_back(look_up(values, outside).tensor);
+  const auto body = [this, &s, &values, &spec](const Tensors& given) {
+    Environment inner;
+    // Nothing outside is changed in there, since a recompute would not repeat it.
+    const auto fixed = [](const Tensor& tensor) {
+      return Value{tensor, std::make_shared<Origin>(Origin{.foreign = true, .leaf = true})};
+    };
+    for (const auto& [id, value] : values) inner[id] = fixed(value.tensor);
+    for (size_t i = 0; i < given.size(); ++i) inner[spec.args[i].second] = fixed(given[i]);
+    run_block(s.block, inner);
+    StretchResult result;
+    for (const auto& [inside, outside] : spec.results) {
+      const Value& value = look_up(inner, inside);
+      result.tensors.push_back(value.tensor);
+      result.same_as.push_back(-1);
+      for (const auto& [id, around] : values)
+        if (same_storage(value.tensor, around.tensor)) result.same_as.back() = id;
+      result.uses[outside] = *value.origin;
+    }
+    for (const auto& [id, value] : values) result.uses[id] = *inner[id].origin;
+    for (const auto& [outside, inside] : spec.args) {
+      const auto next = values.upper_bound(outside);
+      Origin& use = result.uses[next == values.begin() ? next->first : std::prev(next)->first];
+      use.as_argument |= inner[inside].origin->as_argument;
+      use.as_capture |= inner[inside].origin->as_capture;
+    }
+    return result;
+  };
+  const StretchResult result = spec.inlined ? body(args) : remat::save_region(body, args);
+  for (const auto& [id, use] : result.uses) {
+    const auto found = values.find(id);
+    if (found == values.end()) continue;
+    found->second.origin->as_argument |= use.as_argument;
+    found->second.origin->as_capture |= use.as_capture;
+  }
+  for (size_t i = 0; i < result.tensors.size(); ++i) {
+    const int id = spec.results[i].second;
+    const Origin& use = result.uses.at(id);
+    auto origin = result.same_as[i] >= 0
+                      ? values.at(result.same_as[i]).origin
+                      : std::make_shared<Origin>(
+                            Origin{.as_argument = use.as_argument, .as_capture = use.as_capture});
+    values[id] = {result.tensors[i], std::move(origin)};
   }
 }
 
@@ -340,6 +416,7 @@ remat::CheckpointOptions Interpreter::options(const RegionSpec& spec) {
   chosen.determinism_check = static_cast<remat::DeterminismCheck>(spec.determinism);
   if (spec.fingerprint)
     chosen.fingerprint = [](const Tensor& t) { return std::to_string(t.numel()); };
+  chosen.policy = policy_of(spec.policy);
   if (spec.scopes) {
     auto enter = [this]() -> remat::Scope {
       ++scopes_alive_;

@@ -108,6 +108,7 @@ class Interpreter {
   void run_wrap(const Statement& s, Environment& values);
   void run_state_guard(const Statement& s, Environment& values);
   remat::RecomputeObserver observer();
+  void run_stretch(const Statement& s, Environment& values);
   void run_inner_grad(const Statement& s, Environment& values);
   /// Operand 0 of an operator that changes it in place: itself, or a copy where it may not.
   Value changeable(const Value& value, Dice& dice);
@@ -141,6 +142,8 @@ class Interpreter {
 using Body = std::function<Tensors(Tensors)>;
 Tensors call_region(Packing packing, bool checkpointed_form,
                     const remat::CheckpointOptions& options, const Body& body, const Tensors& args);
+
+remat::Policy policy_of(const PolicySpec& spec);
 
 const Value& look_up(const Environment& values, int id);
 

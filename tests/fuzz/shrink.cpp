@@ -34,6 +34,14 @@ void simplify_options(const std::vector<size_t>& path, size_t i, Set&& add) {
   option([=](RegionSpec& r) { return set(r.strict, false); });
   option([=](RegionSpec& r) { return set(r.fingerprint, false); });
   option([=](RegionSpec& r) { return set(r.determinism, 1); });
+  option([=](RegionSpec& r) { return set(r.policy.kind, PolicySpec::Kind::None); });
+  option([=](RegionSpec& r) {
+    return r.policy.kind != PolicySpec::Kind::None &&
+           set(r.policy.kind, PolicySpec::Kind::Everything);
+  });
+  option([=](RegionSpec& r) { return set(r.policy.allows_mutation, false); });
+  option([=](RegionSpec& r) { return set(r.policy.through_hooks, false); });
+  option([=](RegionSpec& r) { return set(r.policy.asks_again, false); });
   option([](RegionSpec& r) { return r.captures.empty() ? false : (r.captures.pop_back(), true); });
   option([](RegionSpec& r) { return r.args.size() < 2 ? false : (r.args.pop_back(), true); });
   option([](RegionSpec& r) {
@@ -57,8 +65,9 @@ void edit_block(const Block& block, std::vector<size_t>& path, Add&& add) {
     }
   }
   for (size_t i = 0; i < block.size(); ++i) {
-    if (block[i].kind == Kind::Region) simplify_options(path, i, add);
-    if (block[i].kind != Kind::Region && !block[i].block.empty()) {
+    const bool has_arguments = block[i].kind == Kind::Region || block[i].kind == Kind::Stretch;
+    if (has_arguments) simplify_options(path, i, add);
+    if (!has_arguments && !block[i].block.empty()) {
       add([path, i](Program& p) {  // the wrap goes, what it wraps stays
         Block& b = at_path(p, path);
         const Block inner = std::move(b[i].block);

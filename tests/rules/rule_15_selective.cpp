@@ -486,3 +486,85 @@ TEST_CASE("a mismatch that the function catches is an error all the same", "[rul
   CHECK(kind_of(checkpoint(saving({"aten::mm"}), f, x), {x}) ==
         CheckpointError::Kind::SelectiveMismatch);
 }
+
+TEST_CASE("what an inner region keeps does not make the outer one recompute in its own forward",
+          "[rule-15]") {
+  const Tensor x = leaf({4});
+  Calls outer_calls;
+  const auto inner = [](const Tensor& x) { return x.sin().cos().exp(); };
+  const auto f = [&](const Tensor& x) {
+    outer_calls();
+    return checkpoint(with(everything()), inner, x.exp()).sin();
+  };
+  for (const CheckpointOptions& options : {CheckpointOptions{}, with(everything())}) {
+    outer_calls.reset();
+    const Tensor y = checkpoint(options, f, x);
+    CHECK(outer_calls.count() == 1);
+    grad_of(y, {x});
+  }
+  require_same_grads([&](const Tensor& x) { return inner(x.exp()).sin(); },
+                     [&](const Tensor& x) { return checkpoint(f, x); }, x);
+}
+
+TEST_CASE("a result that an inner region keeps and changes is a selective error there too",
+          "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  const auto f = [](const Tensor& x, bool allowed) {
+    const Policy policy(
+        [](const PolicyContext&) { return CheckpointPolicy::MustSave; },
+        SelectiveOptions{.allow_cache_entry_mutation = allowed});
+    const auto inner = [](const Tensor& x) {
+      Tensor y = x.sin();
+      y.mul_(2);
+      return y.exp();
+    };
+    return checkpoint(with(policy), inner, x.cos()).sin();
+  };
+  const Tensor y = checkpoint(f, x, false);
+  CHECK(kind_of(y, {x}) == CheckpointError::Kind::SelectiveMutation);
+  require_same_grads([&](const Tensor& x) { return (x.cos().sin() * 2).exp().sin(); },
+                     [&](const Tensor& x) { return checkpoint(f, x, true); }, x);
+}
+
+TEST_CASE("what a region inside save_region keeps is kept by no slot of the region around",
+          "[rule-15]") {
+  const Tensor x = leaf({4});
+  for (const bool pins : {false, true}) {
+    const auto inner = [pins](const Tensor& x) {
+      const Tensor y = x.sin().cos();
+      return (pins ? remat::pin(y) : y).exp();
+    };
+    const auto f = [&](const Tensor& x) {
+      const auto body = [&](const Tensor& x) {
+        return checkpoint(with(pins ? Policy() : everything()), inner, x.exp()).cos();
+      };
+      return remat::save_region(body, x.cos()).sin();
+    };
+    require_same_grads([&](const Tensor& x) { return inner(x.cos().exp()).cos().sin(); },
+                       [&](const Tensor& x) { return checkpoint(f, x); }, x);
+    require_same_grads(
+        [&](const Tensor& x) { return inner(x.cos().exp()).cos().sin().exp(); },
+        [&](const Tensor& x) {
+          return checkpoint([&](const Tensor& x) { return checkpoint(f, x).exp(); }, x);
+        },
+        x);
+  }
+}
+
+TEST_CASE("a result made by an operator that also writes an argument has an origin", "[rule-15]") {
+  const Tensor x = leaf({8});
+  // rrelu_with_noise fills `noise`. Its result outlives forward, so its storage is no proof.
+  std::vector<Tensor> alive;
+  const auto f = [&](const Tensor& x) {
+    const Tensor y = at::rrelu(x.sin(), 0.1, 0.4, true);
+    alive.push_back(y);
+    return y.exp().cos();
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(saving({"aten::exp"}), f, x); },
+                     x);
+  // Inside a region of its own, which only counts for the one around.
+  const auto g = [&](const Tensor& x) { return checkpoint(f, x).exp().cos(); };
+  require_same_grads([&](const Tensor& x) { return f(x).exp().cos(); },
+                     [&](const Tensor& x) { return checkpoint(saving({"aten::exp"}), g, x); }, x);
+  alive.clear();
+}
