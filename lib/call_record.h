@@ -75,6 +75,7 @@ struct CallRecord {
   std::vector<ResultRecord> results;  ///< only under policies that look at names
   std::vector<KeptResult> kept;
   bool is_kept = false;
+  bool is_applied = false;     ///< it wrote to a kept result, which is kept as written
   bool runs_for_real = false;  ///< a shell of it was read: kept as not kept
   DrawSkips draws;
 

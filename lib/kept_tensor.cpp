@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/StorageImpl.h>
 
+#include <cstring>
 #include <string_view>
 #include <utility>
 
@@ -76,6 +77,13 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
 bool KeptTensor::is_changed() const {
   return is_defined_ && !is_copy_ && !is_shell() && counter_.enabled() &&
          counter_.current_version() != version_;
+}
+
+bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
+  // A counter is nothing but a pointer, which it does not show.
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  const c10::VariableVersion& other = tensor.unsafeGetTensorImpl()->version_counter();
+  return counter_.enabled() && std::memcmp(&counter_, &other, sizeof(void*)) == 0;
 }
 
 at::Tensor KeptTensor::restore() const {

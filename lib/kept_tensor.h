@@ -36,9 +36,11 @@ class KeptTensor {
 
   bool is_defined() const { return is_defined_; }
   bool is_shell() const { return shell_.defined(); }
+  bool is_elsewhere() const { return is_copy_ || is_behind_hooks(); }
   bool is_behind_hooks() const { return is_defined_ && !is_shell() && saved_.has_hooks(); }
-  /// Changed in place since, by whatever alias.
+  /// Changed in place since, by an alias that shares the version counter.
   bool is_changed() const;
+  bool shares_version_with(const at::Tensor& tensor) const;
   /// The value, or the shell; may make the region around recompute.
   at::Tensor restore() const;
   /// The storage of the original, or null. Only to be compared.

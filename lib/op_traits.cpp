@@ -46,6 +46,11 @@ OpTraits find_traits(const c10::OperatorHandle& op) {
   traits.is_mutable = schema.is_mutable();
   for (const c10::Argument& result : schema.returns())
     if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) traits.is_view = true;
+  // Shares the storage, though its schema does not say so.
+  if (name.name == "aten::_unsafe_view" || name.name == "aten::_reshape_alias")
+    traits.is_view = true;
+  for (const char* blank : {"empty", "zeros", "ones", "full"})
+    traits.is_blank = traits.is_blank || name.name.find(blank) != std::string::npos;
   traits.is_composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   traits.is_factory = true;
   for (const c10::Argument& argument : schema.arguments()) {

@@ -15,6 +15,7 @@ struct OpTraits {
   bool is_composite = false;  ///< consists of others and is never met below autograd
   bool is_random = false;     ///< draws numbers, or may: it is not one of LibTorch's own
   bool is_factory = false;    ///< has no tensor argument
+  bool is_blank = false;      ///< makes a tensor that others will fill
 
   bool can_be_kept() const { return !is_view && !is_mutable; }
 };

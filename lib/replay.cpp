@@ -104,6 +104,12 @@ void Replay::after_inner(const c10::OperatorHandle& op, int64_t call,
   if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results);
 }
 
+bool Replay::is_handed_out(const at::Tensor& tensor) const {
+  const auto* const storage = storage_of(tensor);
+  return storage != nullptr &&
+         std::find(handed_out_.begin(), handed_out_.end(), storage) != handed_out_.end();
+}
+
 void Replay::check_saved(const at::Tensor& saved) {
   if (KeptTensor::is_shell(saved)) has_read_shell_ = true;
 }
@@ -209,9 +215,7 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
     for (std::size_t i = 0; i < declared.size(); ++i)
       if (declared[i].alias_info() != nullptr && declared[i].alias_info()->isWrite())
         visit_tensors_in(arguments[i], [&](const at::Tensor& tensor) {
-          const auto* const storage = storage_of(tensor);
-          if (storage != nullptr &&
-              std::find(handed_out_.begin(), handed_out_.end(), storage) != handed_out_.end())
+          if (is_handed_out(tensor))
             fail(CheckpointError::Kind::SelectiveMutation,
                  fmt::format("the recompute writes to a kept result ({}), which forward did not",
                              traits.name),
@@ -236,6 +240,8 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
                                  ? known->calls[counted.call].get()
                                  : nullptr;
   if (record != nullptr && !record->is_kept) record = nullptr;
+  if (record != nullptr && record->is_applied && !is_handed_out(arguments[0].toTensor()))
+    record = nullptr;  // what it writes to was computed for real
   const PolicyRule& rule = *selection_.rule();
   const OpTraits& traits = traits_of(op);
   bool wants_kept = record != nullptr;
@@ -277,6 +283,10 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     return run_for_real(op, stack, counted);
   }
   skip(record->draws);
+  if (record->is_applied) {  // Note [Writing to a kept result]
+    torch::jit::drop(stack, arguments.size() - 1);
+    return;
+  }
   torch::jit::drop(stack, arguments.size());
   push_results(*record, stack, counted);
 }

@@ -62,6 +62,7 @@ class Replay {
   [[noreturn]] void fail(CheckpointError::Kind kind, const std::string& fact,
                          const std::string& cause, const std::string& advice);
   std::string lists() const;
+  bool is_handed_out(const at::Tensor& tensor) const;
   at::Tensor restore(const KeptTensor& kept) const;
 
   Frame& frame_;

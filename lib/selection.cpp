@@ -266,10 +266,11 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     answer = rule_->answer({op, traits.name, arguments, /*is_recompute=*/false, no_name});
     lock.lock();
   }
-  bool keeps = is_keeping(*answer) && traits.can_be_kept();
+  const bool keeps = is_keeping(*answer) && traits.can_be_kept();
+  const bool applies = traits.is_mutable && !kept_.empty() && writes_to_kept(op, arguments);
   const bool may_get_name = rule_->looks_at_names() && traits.can_be_kept();
   std::unique_ptr<CallRecord> record;
-  if (keeps || may_get_name) {
+  if (keeps || may_get_name || applies) {
     record = std::make_unique<CallRecord>();
     describe(
         arguments, producers_,
@@ -278,7 +279,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
         },
         *record);
   }
-  if (!keeps) note_read(arguments);
+  // A view reads nothing; who reads the view is seen by the storage that it shares.
+  if (!keeps && !applies && !traits.is_view) note_read(arguments);
   lock.unlock();
 
   DrawMarks before;
@@ -287,6 +289,12 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (record != nullptr && traits.is_random) record->draws = since(before);
   const auto results = last(stack, op.schema().returns().size());
 
+  if (applies) {
+    record->is_kept = record->is_applied = true;
+    lock.lock();
+    operators_[n].calls[call] = std::move(record);
+    return;
+  }
   if (record != nullptr && returns_argument(*record, results)) {
     lock.lock();
     if (keeps)
@@ -325,6 +333,57 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
         for (ResultRecord& each : held.results) each.held.reset();
       return is_over;
     });
+}
+
+// Note [Writing to a kept result]
+// LibTorch's own composites write in place to what an operator inside them made: `linear` may be `mm`
+// and then `add_` of the bias. If nothing that a recompute runs has read the result before, it is kept
+// as written, and recomputes run neither operator. Otherwise its call is not kept after all. What a
+// user writes, through a tensor that shares the version counter, is an error in the recompute
+// (SelectiveMutation), except for operators that make blank tensors, which are made to be filled.
+bool Selection::writes_to_kept(const c10::OperatorHandle& op,
+                               c10::ArrayRef<c10::IValue> arguments) {
+  const auto& declared = op.schema().arguments();
+  bool stays = true;
+  c10::SmallVector<Place, 1> written;
+  for (std::size_t i = 0; i < declared.size(); ++i) {
+    if (declared[i].alias_info() == nullptr || !declared[i].alias_info()->isWrite()) continue;
+    visit_tensors_in(arguments[i], [&](const at::Tensor& tensor) {
+      const c10::StorageImpl* const storage = storage_of(tensor);
+      const auto found = storage == nullptr ? kept_.end() : kept_.find(storage);
+      if (found == kept_.end()) {
+        stays = false;
+        return;
+      }
+      const OpRecord& maker = operators_[found->second.op];
+      const CallRecord& call = *maker.calls[found->second.call];
+      const KeptTensor& kept = call.kept[found->second.result].tensors[found->second.tensor];
+      if (kept.shares_version_with(tensor) && !maker.traits->is_blank) {
+        stays = false;  // and the recompute will say so
+        return;
+      }
+      const auto read = is_read_.find(storage);
+      stays = stays && i == 0 && !maker.traits->is_blank && !kept.is_elsewhere() &&
+              (read == is_read_.end() || !read->second);
+      written.push_back(found->second);
+    });
+  }
+  // What is returned in the recompute is the argument that was written.
+  stays = stays && op.schema().returns().size() == 1 && !is_made_by(op, 0);
+  if (stays && !written.empty()) return true;
+  for (const Place& place : written) let_go(place);
+  return false;
+}
+
+void Selection::let_go(const Place& place) {
+  CallRecord& record = *operators_[place.op].calls[place.call];
+  if (!record.is_kept) return;
+  for (const KeptResult& result : record.kept)
+    for (const KeptTensor& tensor : result.tensors) kept_.erase(tensor.storage());
+  record.kept.clear();
+  record.is_kept = false;
+  --num_kept_;
+  for (const ArgumentRecord& each : record.tensors) note_read(each.storage._unsafe_get_target());
 }
 
 // Whether the call that made `value` could be kept.
@@ -372,14 +431,8 @@ void Selection::let_go(const at::Tensor& value) {
   std::lock_guard<std::mutex> lock(mutex_);
   const Producer* const producer = producers_.find(value);
   if (producer == nullptr) return;
-  CallRecord* const record = operators_[producer->op].calls[producer->call].get();
-  if (record == nullptr || !record->is_kept) return;
-  for (const KeptResult& result : record->kept)
-    for (const KeptTensor& tensor : result.tensors) kept_.erase(tensor.storage());
-  record->kept.clear();
-  record->is_kept = false;
-  --num_kept_;
-  for (const ArgumentRecord& each : record->tensors) note_read(each.storage._unsafe_get_target());
+  if (operators_[producer->op].calls[producer->call] != nullptr)
+    let_go(Place{producer->op, producer->call, 0, 0});
 }
 
 void Selection::name(const at::Tensor& value, const std::string& name,

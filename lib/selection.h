@@ -113,6 +113,9 @@ class Selection {
   void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
             const detail::Scope& region) const;
   void add_places(uint32_t op, uint32_t call, const CallRecord& record);
+  /// An operator is about to write: whether what it writes to is kept, and stays kept as written.
+  bool writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
+  void let_go(const Place& place);
   bool keep_named(const at::Tensor& value, CheckpointPolicy answer, const detail::Scope& region);
   void let_go(const at::Tensor& value);
   detail::HooksAround hooks() const;

@@ -246,6 +246,52 @@ TEST_CASE("a kept result that is changed in place is an error unless that is all
   require_same_grads([&](const Tensor& x) { return g(x).mul_(2).exp(); }, h, x);
 }
 
+TEST_CASE("what a composite operator writes to its own kept part is kept as written", "[rule-15]") {
+  const Tensor x = leaf({2, 3, 4}), w = leaf({5, 4}), b = leaf({5});
+  KernelCounter kernels;
+  // As linear does where it does not take addmm: the result of mm is written through another tensor.
+  const auto f = [](const Tensor& x, const Tensor& w, const Tensor& b) {
+    Tensor y = at::_unsafe_view(x.reshape({6, 4}).mm(w.t()), {2, 3, 5});
+    y.add_(b).mul_(2);
+    return y.sigmoid().exp();
+  };
+  const auto g = [&](const Tensor& x, const Tensor& w, const Tensor& b) {
+    return checkpoint(saving({"aten::mm"}), f, x, w, b);
+  };
+  require_same_grads(f, g, x, w, b);
+  const Tensor y = g(x, w, b);
+  kernels.reset();
+  grad_of(y, {x, w, b}, {.retain_graph = true});
+  CHECK(kernels.count("mm") == 2);  // of the gradients
+  kernels.reset();
+  grad_of(y, {x, w, b});
+  CHECK(kernels.count("mm") == 2);
+  // Read before it was written, it has to be computed again.
+  const auto read = [](const Tensor& x, const Tensor& w, const Tensor& b) {
+    const Tensor product = x.reshape({6, 4}).mm(w.t());
+    const Tensor before = product.detach().sigmoid();
+    Tensor y = at::_unsafe_view(product, {2, 3, 5});
+    y.add_(b);
+    return (y.sigmoid() * before.view({2, 3, 5})).exp();
+  };
+  require_same_grads(
+      read,
+      [&](const Tensor& x, const Tensor& w, const Tensor& b) {
+        return checkpoint(saving({"aten::mm"}), read, x, w, b);
+      },
+      x, w, b);
+}
+
+TEST_CASE("keeping everything lets go of blank tensors that are filled", "[rule-15]") {
+  const Tensor x = leaf({32});
+  const auto f = [](const Tensor& x) {
+    Tensor filled = at::empty_like(x.detach()).fill_(3);
+    filled.add_(at::zeros({32}).normal_());
+    return at::dropout(x.sin() * filled, 0.5, true).exp();
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+}
+
 TEST_CASE("in-place operators after a kept result that they do not write work", "[rule-15]") {
   const Tensor x = leaf({3, 3});
   const auto f = [](const Tensor& x) {
@@ -510,9 +556,8 @@ TEST_CASE("a result that an inner region keeps and changes is a selective error 
           "[rule-15]") {
   const Tensor x = leaf({4, 4});
   const auto f = [](const Tensor& x, bool allowed) {
-    const Policy policy(
-        [](const PolicyContext&) { return CheckpointPolicy::MustSave; },
-        SelectiveOptions{.allow_cache_entry_mutation = allowed});
+    const Policy policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; },
+                        SelectiveOptions{.allow_cache_entry_mutation = allowed});
     const auto inner = [](const Tensor& x) {
       Tensor y = x.sin();
       y.mul_(2);
@@ -542,12 +587,12 @@ TEST_CASE("what a region inside save_region keeps is kept by no slot of the regi
     };
     require_same_grads([&](const Tensor& x) { return inner(x.cos().exp()).cos().sin(); },
                        [&](const Tensor& x) { return checkpoint(f, x); }, x);
-    require_same_grads(
-        [&](const Tensor& x) { return inner(x.cos().exp()).cos().sin().exp(); },
-        [&](const Tensor& x) {
-          return checkpoint([&](const Tensor& x) { return checkpoint(f, x).exp(); }, x);
-        },
-        x);
+    require_same_grads([&](const Tensor& x) { return inner(x.cos().exp()).cos().sin().exp(); },
+                       [&](const Tensor& x) {
+                         return checkpoint([&](const Tensor& x) { return checkpoint(f, x).exp(); },
+                                           x);
+                       },
+                       x);
   }
 }
 
@@ -560,8 +605,8 @@ TEST_CASE("a result made by an operator that also writes an argument has an orig
     alive.push_back(y);
     return y.exp().cos();
   };
-  require_same_grads(f, [&](const Tensor& x) { return checkpoint(saving({"aten::exp"}), f, x); },
-                     x);
+  require_same_grads(
+      f, [&](const Tensor& x) { return checkpoint(saving({"aten::exp"}), f, x); }, x);
   // Inside a region of its own, which only counts for the one around.
   const auto g = [&](const Tensor& x) { return checkpoint(f, x).exp().cos(); };
   require_same_grads([&](const Tensor& x) { return f(x).exp().cos(); },
