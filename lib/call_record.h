@@ -68,6 +68,7 @@ struct CallRecord {
   std::vector<ResultRecord> results;  ///< only under policies that look at names
   std::vector<KeptResult> kept;
   bool is_kept = false;
+  bool is_written = false;  ///< kept, and then given to an operator that writes, by the region
   bool runs_for_real = false;   ///< a shell of it was read: kept as not kept
   std::vector<DrawSkip> draws;  ///< by generator, as Frame::draw_logs
   std::vector<GeneratorEnd> generators;
@@ -95,6 +96,16 @@ void visit_tensors_in(const c10::IValue& value, Visitor&& visitor) {
     for (const c10::IValue& each : value.toListRef())
       if (each.isTensor()) visitor(each.toTensor());
   }
+}
+
+/// Visits the tensors that an operator writes to.
+template <class Visitor>
+void visit_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
+                   Visitor&& visitor) {
+  const auto& declared = op.schema().arguments();
+  for (std::size_t i = 0; i < declared.size(); ++i)
+    if (declared[i].alias_info() != nullptr && declared[i].alias_info()->isWrite())
+      visit_tensors_in(arguments[i], visitor);
 }
 
 /// Whether two arguments that hold no tensors are the same; what cannot be compared is.

@@ -203,27 +203,24 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
     for (const c10::IValue& argument : arguments)
       visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
   if (has_read_shell_) throw StopSignal{};
-  if (traits.is_mutable && !handed_out_.empty()) {
-    const auto& declared = op.schema().arguments();
-    for (std::size_t i = 0; i < declared.size(); ++i)
-      if (declared[i].alias_info() != nullptr && declared[i].alias_info()->isWrite())
-        visit_tensors_in(arguments[i], [&](const at::Tensor& tensor) {
-          const auto* const storage = storage_of(tensor);
-          if (storage != nullptr &&
-              std::find(handed_out_.begin(), handed_out_.end(), storage) != handed_out_.end())
-            fail(CheckpointError::Kind::SelectiveMutation,
-                 fmt::format("the recompute writes to a kept result ({}), which forward did not",
-                             traits.name),
-                 "the function does not compute the same again, or wrote past the dispatcher",
-                 "do not keep a result that is changed in place");
-        });
-  }
+  if (traits.is_mutable && !handed_out_.empty())
+    visit_written(op, arguments, [&](const at::Tensor& tensor) {
+      const auto* const storage = storage_of(tensor);
+      if (storage != nullptr &&
+          std::find(handed_out_.begin(), handed_out_.end(), storage) != handed_out_.end())
+        fail(CheckpointError::Kind::SelectiveMutation,
+             fmt::format("the recompute writes to a kept result ({}), which forward did not",
+                         traits.name),
+             "the function does not compute the same again, or wrote past the dispatcher",
+             "do not keep a result that is changed in place");
+    });
   op.callBoxed(&stack);
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   note_results(op, counted, last(stack, op.schema().returns().size()));
 }
 
 void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  if (selection_.rule() == nullptr) return op.callBoxed(&stack);  // seen on behalf of another region
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   std::unique_lock<std::mutex> forward = selection_.lock();
   const Counted counted = count(op);

@@ -140,6 +140,17 @@ void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
     visit_tensors_in(argument, [this](const at::Tensor& tensor) { note_read(storage_of(tensor)); });
 }
 
+// Not every operator that writes counts up the version (rrelu_with_noise, batch_norm).
+void Selection::note_written(const c10::OperatorHandle& op,
+                             c10::ArrayRef<c10::IValue> arguments) {
+  if (kept_.empty()) return;
+  visit_written(op, arguments, [this](const at::Tensor& tensor) {
+    const auto found = kept_.find(storage_of(tensor));
+    if (found != kept_.end())
+      operators_[found->second.op].calls[found->second.call]->is_written = true;
+  });
+}
+
 void Selection::note_saved(const at::Tensor& saved, int64_t position) {
   if (is_settled_) return;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -179,6 +190,7 @@ int64_t Selection::before_inner(const c10::OperatorHandle& op,
   sequence_.push_back(number(op));
   record.calls.emplace_back();
   note_read(arguments);
+  if (record.traits->is_mutable) note_written(op, arguments);
   return static_cast<int64_t>(record.calls.size()) - 1;
 }
 
@@ -276,6 +288,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
         *record);
   }
   if (!keeps) note_read(arguments);
+  if (traits.is_mutable) note_written(op, arguments);
   lock.unlock();
 
   std::vector<DrawMark> before;

@@ -104,6 +104,7 @@ class Selection {
   };
   uint32_t number(const c10::OperatorHandle& op);
   void note_read(c10::ArrayRef<c10::IValue> arguments);
+  void note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
   void note_read(const c10::StorageImpl* storage);
   void note_results(const OpRecord& op, uint32_t number, uint32_t call,
                     c10::ArrayRef<c10::IValue> results);

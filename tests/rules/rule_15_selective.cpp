@@ -568,3 +568,46 @@ TEST_CASE("a result made by an operator that also writes an argument has an orig
                      [&](const Tensor& x) { return checkpoint(saving({"aten::exp"}), g, x); }, x);
   alive.clear();
 }
+
+TEST_CASE("everything is kept around operators that fill memory of their own", "[rule-15]") {
+  const Tensor x = leaf({32});
+  const auto f = [](const Tensor& x) {
+    // On a CPU dropout is empty_like and bernoulli_, rrelu empty_like and an operator that fills it.
+    return at::rrelu(at::dropout(x.sin(), 0.5, true).exp(), 0.1, 0.4, true).cos();
+  };
+  for (const Policy& policy : {everything(), remat::save_all_but_names({"none"})})
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+}
+
+TEST_CASE("a write that counts up no version is seen", "[rule-15]") {
+  const Tensor x = leaf({8});
+  const auto f = [](const Tensor& x) {
+    Tensor noise = at::zeros_like(x);  // kept, and then filled
+    const Tensor y = at::rrelu_with_noise(x.sin(), noise, 0.1, 0.4, true);
+    return (y * noise).exp();
+  };
+  const auto allowing = [](bool allowed) {
+    return with(Policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; },
+                       SelectiveOptions{.allow_cache_entry_mutation = allowed}));
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(allowing(true), f, x); }, x);
+  CHECK(kind_of(checkpoint(allowing(false), f, x), {x}) ==
+        CheckpointError::Kind::SelectiveMutation);
+}
+
+TEST_CASE("a region without a policy is recomputed in the forward of one with a policy",
+          "[rule-15]") {
+  const Tensor x = leaf({4});
+  const auto inner = [](const Tensor& x) { return remat::pin(x.sin()).exp(); };
+  const auto f = [&](const Tensor& x) {
+    const Tensor a = x.cos();
+    const Tensor y = checkpoint(inner, a);
+    return torch::autograd::grad({y.sum()}, {a}, {}, /*retain_graph=*/true)[0].detach() * y;
+  };
+  require_same_grads(
+      [&](const Tensor& x) {
+        const Tensor a = x.cos(), y = inner(a);
+        return torch::autograd::grad({y.sum()}, {a}, {}, /*retain_graph=*/true)[0].detach() * y;
+      },
+      [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+}
