@@ -36,7 +36,7 @@ struct ArgumentRecord {
   int64_t input = -1, leaf_input = -1;                       ///< the region's inputs, by storage
   std::optional<Producer> producer{};
   std::optional<uint64_t> contents{};
-  uint32_t version = 0;  ///< of one that was made inside
+  uint32_t num_changes = 0;  ///< in place, of one that was made inside
 };
 
 /// What is noted of a result so that it can be kept later, when it is given a name.
@@ -46,7 +46,6 @@ struct ResultRecord {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset = 0;
-  uint32_t version = 0;
 };
 
 /// A result of a kept call: a tensor, a list of tensors, or a plain value.

@@ -123,13 +123,13 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
     const c10::StorageImpl* const source = leaf->unsafe_storage().unsafeGetStorageImpl();
     if (source == then.leaf._unsafe_get_target() || is_input(source, then.leaf_input)) return "";
   }
-  const Producer* const producer = producers_.find(now);
+  const auto made = producers_.find(now);
   const bool has_same_contents =
       !then.contents || KeptTensor::is_shell(now) || *then.contents == digest_of(now);
   const bool is_origin_known = !then.producer || then.producer->is_known;
-  if (is_origin_known && then.producer && producer != nullptr) {
+  if (is_origin_known && then.producer && made) {
     const bool is_same =
-        *producer == *then.producer && static_cast<uint32_t>(now._version()) == then.version;
+        made->producer == *then.producer && made->num_changes == then.num_changes;
     return is_same && has_same_contents ? "" : fmt::format("{} is the result of another call", was);
   }
   // A storage of no operator: a scalar, say, or what the function read from elsewhere.
@@ -261,7 +261,8 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   }
   check_arguments(*record, op, counted, arguments);
   if (record->is_changed()) {
-    if (!rule.options().allow_cache_entry_mutation)
+    // What reads no tensor is filled in place everywhere (ones().tril_()), and made again as well.
+    if (!rule.options().allow_cache_entry_mutation && !traits.is_factory)
       fail(CheckpointError::Kind::SelectiveMutation,
            fmt::format("the result of {}, call {}, was kept and then changed in place", traits.name,
                        counted.call),
@@ -308,7 +309,7 @@ const StretchRecord* Replay::next_stretch(const std::type_info& type) {
 }
 
 std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
-                                          const std::vector<at::Tensor>& read) const {
+                                          const std::vector<at::Tensor>& read) {
   std::vector<at::Tensor> values, sources = read;
   sources.insert(sources.end(), given_.begin(), given_.end());
   sources.insert(sources.end(), stretch.leaves.begin(), stretch.leaves.end());
@@ -317,6 +318,8 @@ std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
     values.push_back(value.defined()
                          ? in_the_role_of_kept(value, each.requires_grad, each.is_leaf, sources)
                          : value);
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (each.made) producers_.add(values.back(), each.made->producer, each.made->num_changes);
   }
   return values;
 }

@@ -611,3 +611,73 @@ TEST_CASE("a region without a policy is recomputed in the forward of one with a 
       },
       [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
 }
+
+TEST_CASE("what the library computes for a check is not the region's", "[rule-15]") {
+  const Tensor x = leaf({2, 3});
+  const auto f = [](const Tensor& x) {
+    // What is saved is not dense, so that it is copied to be looked at.
+    const Tensor wide = x.sin().expand({4, 2, 3});
+    return (wide * wide).clone().sum() * x.clone();
+  };
+  const Policy asked_again([](const PolicyContext&) { return CheckpointPolicy::MustSave; },
+                           SelectiveOptions{.ask_again = true});
+  for (const Policy& policy : {everything(), asked_again}) {
+    CheckpointOptions options = with(policy);
+    options.determinism_check = remat::DeterminismCheck::Values;
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
+    options.fingerprint = [](const Tensor& t) { return std::to_string(t.clone().numel()); };
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
+  }
+}
+
+TEST_CASE("kept calls may read what pin, a name or save_region kept", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  const auto inner = [](const Tensor& x) { return x.sin().mm(x); };
+  for (const int kind : {0, 1, 2}) {
+    const auto f = [&](const Tensor& x) {
+      const Tensor value = kind == 2 ? remat::save_region(inner, x) : checkpoint(inner, x);
+      const Tensor kept = kind == 0   ? remat::pin(value)
+                          : kind == 1 ? remat::checkpoint_name(value, "value")
+                                      : value;
+      return kept.mm(x).cos().mm(kept).exp() * value;
+    };
+    require_same_grads(
+        [&](const Tensor& x) {
+          const Tensor value = inner(x);
+          return value.mm(x).cos().mm(value).exp() * value;
+        },
+        [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+    // In a region around, what the inner one kept is another tensor.
+    require_same_grads(
+        [&](const Tensor& x) {
+          const Tensor y = x.cos(), value = inner(y);
+          return (value.mm(y).cos().mm(value).exp() * value).sin();
+        },
+        [&](const Tensor& x) {
+          return checkpoint(
+              [&](const Tensor& x) { return checkpoint(with(everything()), f, x.cos()).sin(); }, x);
+        },
+        x);
+  }
+}
+
+TEST_CASE("a kept constant that is filled in place is made again", "[rule-15]") {
+  const Tensor x = leaf({3, 3});
+  const auto f = [](const Tensor& x) {
+    const Tensor mask = at::ones({3, 3}).tril_();
+    return (x * mask).exp().sin();
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+}
+
+TEST_CASE("what a hook changes on the way has the same origin", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  const auto f = [](const Tensor& x) { return x.mm(x).mm(x).sin().mm(x); };
+  const Policy policy = remat::save_ops({"aten::mm"}, {.save_through_hooks = true});
+  const auto g = [&](const Tensor& x) {
+    const remat::SavedTensorHooksGuard around([](const Tensor& t) { return t * 2; },
+                                              [](const Tensor& t) { return t.clone().mul_(0.5); });
+    return checkpoint(with(policy), f, x);
+  };
+  require_same_grads(f, g, x);
+}
