@@ -31,10 +31,10 @@ std::string text_of_plain(const c10::IValue& value) {
 }  // namespace
 
 bool CallRecord::is_changed() const {
-  return std::any_of(kept.begin(), kept.end(), [](const KeptResult& each) {
-    return std::any_of(each.tensors.begin(), each.tensors.end(),
-                       [](const KeptTensor& tensor) { return tensor.is_changed(); });
-  });
+  return is_written || std::any_of(kept.begin(), kept.end(), [](const KeptResult& each) {
+           return std::any_of(each.tensors.begin(), each.tensors.end(),
+                              [](const KeptTensor& tensor) { return tensor.is_changed(); });
+         });
 }
 
 bool CallRecord::has_shells() const {

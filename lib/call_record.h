@@ -37,7 +37,7 @@ struct ArgumentRecord {
   int64_t input = -1, leaf_input = -1;                       ///< the region's inputs, by storage
   std::optional<Producer> producer{};
   std::optional<uint64_t> contents{};
-  uint32_t version = 0;  ///< of one that was made inside
+  uint32_t num_changes = 0;  ///< in place, of one that was made inside
 };
 
 /// What is noted of a result so that it can be kept later, when it is given a name.
@@ -47,7 +47,6 @@ struct ResultRecord {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset = 0;
-  uint32_t version = 0;
 };
 
 /// A result of a kept call: a tensor, a list of tensors, or a plain value.
@@ -76,6 +75,7 @@ struct CallRecord {
   std::vector<KeptResult> kept;
   bool is_kept = false;
   bool is_applied = false;     ///< it wrote to a kept result, which is kept as written
+  bool is_written = false;     ///< kept, and then given to an operator that writes, by the region
   bool runs_for_real = false;  ///< a shell of it was read: kept as not kept
   DrawSkips draws;
 
@@ -102,6 +102,16 @@ void visit_tensors_in(const c10::IValue& value, Visitor&& visitor) {
     for (const c10::IValue& each : value.toListRef())
       if (each.isTensor()) visitor(each.toTensor());
   }
+}
+
+/// Visits the tensors that an operator writes to.
+template <class Visitor>
+void visit_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
+                   Visitor&& visitor) {
+  const auto& declared = op.schema().arguments();
+  for (std::size_t i = 0; i < declared.size(); ++i)
+    if (declared[i].alias_info() != nullptr && declared[i].alias_info()->isWrite())
+      visit_tensors_in(arguments[i], visitor);
 }
 
 /// Whether two arguments that hold no tensors are the same; what cannot be compared is.

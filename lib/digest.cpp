@@ -8,6 +8,8 @@
 #include <bit>
 #include <cstring>
 
+#include "lib/engine_seam.h"
+
 namespace remat {
 
 namespace {
@@ -56,7 +58,8 @@ uint64_t digest_of_elements(const at::Tensor& tensor) {
 
 uint64_t digest_of(const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
-  at::DisableRecordFunctionGuard unseen;
+  const at::DisableRecordFunctionGuard unrecorded;
+  const seam::OperatorsUnseen unseen;
   if (!tensor.defined() || tensor.is_meta()) return 0;
   uint64_t digest = static_cast<uint64_t>(tensor.scalar_type());
   if (tensor.is_nested()) {

@@ -101,7 +101,8 @@ bool Frame::compares_contents() const {
 std::string Frame::contents_of(const at::Tensor& tensor) const {
   if (!extras_ || !extras_->fingerprint) return fmt::format("{:016x}", digest_of(tensor));
   // What the user's function saves is none of the region's.
-  const detail::NoScopes unseen;
+  const detail::NoScopes no_scopes;
+  const seam::OperatorsUnseen unseen;
   at::NoGradGuard no_grad;
   return extras_->fingerprint(tensor);
 }

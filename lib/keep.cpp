@@ -85,7 +85,7 @@ at::Tensor pin(const at::Tensor& x) {
   const int64_t number = selection.begin_stretch();
   auto kept = std::make_shared<StretchRecord>();
   kept->type = &typeid(at::Tensor);
-  kept->values.push_back(selection.keep_value(x, *region));
+  kept->values.push_back(selection.keep_value(x, number, 0, *region));
   kept->is_kept = true;
   selection.note_saved(x);
   selection.keep_stretch(number, std::move(kept));
@@ -149,7 +149,8 @@ void KeptStretch::keep(std::shared_ptr<void> emptied,
   kept->draws = selection.since(impl_->marks);
   visit_tensors([&](at::Tensor& place) {
     const at::Tensor value = std::exchange(place, at::Tensor());
-    kept->values.push_back(selection.keep_value(value, *impl_->region));
+    kept->values.push_back(
+        selection.keep_value(value, impl_->number, kept->values.size(), *impl_->region));
     if (value.defined()) selection.note_saved(value);
     for (at::Tensor& leaf : leaves_behind(value, impl_->start))
       kept->leaves.push_back(std::move(leaf));

@@ -58,6 +58,9 @@ OpTraits find_traits(const c10::OperatorHandle& op) {
     if (type.find("Tensor") != std::string::npos) traits.is_factory = false;
     if (argument.name() == "generator") traits.is_random = true;
   }
+  // An unfilled result is there to be written: kept, it would only be an error.
+  for (const std::string_view unfilled : {"aten::empty", "aten::new_empty"})
+    if (name.name.rfind(unfilled, 0) == 0) traits.is_unfilled = traits.is_factory = true;
   const bool is_ours = name.name.rfind("aten::", 0) == 0 || name.name.rfind("prim", 0) == 0;
   traits.is_random = traits.is_random || op.hasTag(at::Tag::nondeterministic_seeded) || !is_ours;
   return traits;

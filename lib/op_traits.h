@@ -14,10 +14,12 @@ struct OpTraits {
   bool is_mutable = false;    ///< writes to an argument
   bool is_composite = false;  ///< consists of others and is never met below autograd
   bool is_random = false;     ///< draws numbers, or may: it is not one of LibTorch's own
-  bool is_factory = false;    ///< has no tensor argument
+  bool is_factory = false;    ///< has no tensor argument, or does not read it
   bool is_blank = false;      ///< makes a tensor that others will fill
 
-  bool can_be_kept() const { return !is_view && !is_mutable; }
+  bool is_unfilled = false;  ///< returns memory with nothing in it yet
+
+  bool can_be_kept() const { return !is_view && !is_mutable && !is_unfilled; }
 };
 
 /// Whether the operator makes the result of that number: it returns no argument it wrote to.

@@ -5,22 +5,33 @@ namespace remat {
 namespace {
 /// So many are looked through one by one; what a call reads was mostly made shortly before.
 constexpr std::size_t max_scanned = 32;
+
+/// Inference tensors have no version; they cannot be changed where autograd could see it.
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
 }  // namespace
 
-void Producers::add(const at::Tensor& result, Producer producer) {
-  if (storage_of(result) != nullptr) entries_.push_back({weak_storage_of(result), producer});
+void Producers::add(const at::Tensor& result, Producer producer, uint32_t num_changes) {
+  if (storage_of(result) != nullptr)
+    entries_.push_back({weak_storage_of(result), producer, version_of(result) - num_changes});
 }
 
-const Producer* Producers::find(const at::Tensor& tensor) {
+std::optional<Producers::Made> Producers::find(const at::Tensor& tensor) {
   const c10::StorageImpl* const storage = storage_of(tensor);
-  if (storage == nullptr) return nullptr;
+  const Entry* const entry = storage == nullptr ? nullptr : find(storage);
+  if (entry == nullptr) return std::nullopt;
+  return Made{entry->producer, version_of(tensor) - entry->first_version};
+}
+
+const Producers::Entry* Producers::find(const c10::StorageImpl* storage) {
   if (entries_.size() - num_indexed_ > max_scanned)
     for (; num_indexed_ < entries_.size(); ++num_indexed_)
       index_[entries_[num_indexed_].storage._unsafe_get_target()] = num_indexed_;
   for (std::size_t i = entries_.size(); i-- > num_indexed_;)
-    if (entries_[i].storage._unsafe_get_target() == storage) return &entries_[i].producer;
+    if (entries_[i].storage._unsafe_get_target() == storage) return &entries_[i];
   const auto found = index_.find(storage);
-  return found == index_.end() ? nullptr : &entries_[found->second].producer;
+  return found == index_.end() ? nullptr : &entries_[found->second];
 }
 
 void Producers::clear() {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
@@ -15,25 +16,35 @@ namespace remat {
 struct Producer {
   uint32_t op = 0, call = 0, output = 0;
   bool is_factory = false;  ///< what it made may have been filled past the dispatcher
+  bool is_stretch = false;  ///< made in save_region: `call` is its number, `op` means nothing
   bool is_known = true;     ///< no: a value that a region recomputed for a backward inside
   bool operator==(const Producer& other) const {
-    return op == other.op && call == other.call && output == other.output;
+    return op == other.op && call == other.call && output == other.output &&
+           is_stretch == other.is_stretch;
   }
 };
 
 /// Storages are held weakly, so that no address comes twice.
 class Producers {
  public:
-  void add(const at::Tensor& result, Producer producer);
-  /// The latest that made the tensor's storage, or null.
-  const Producer* find(const at::Tensor& tensor);
+  /// What is known of a tensor. Changes in place are counted from when it was made: what comes from a
+  /// hook may have been changed on the way.
+  struct Made {
+    Producer producer;
+    uint32_t num_changes;
+  };
+  void add(const at::Tensor& result, Producer producer, uint32_t num_changes = 0);
+  /// The latest that made the tensor's storage, if known.
+  std::optional<Made> find(const at::Tensor& tensor);
   void clear();
 
  private:
   struct Entry {
     WeakStorage storage;
     Producer producer;
+    uint32_t first_version;
   };
+  const Entry* find(const c10::StorageImpl* storage);
   std::vector<Entry> entries_;
   std::unordered_map<const c10::StorageImpl*, std::size_t> index_;  // of the first `num_indexed_`
   std::size_t num_indexed_ = 0;

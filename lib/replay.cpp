@@ -129,13 +129,12 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
     const c10::StorageImpl* const source = leaf->unsafe_storage().unsafeGetStorageImpl();
     if (source == then.leaf._unsafe_get_target() || is_input(source, then.leaf_input)) return "";
   }
-  const Producer* const producer = producers_.find(now);
+  const auto made = producers_.find(now);
   const bool has_same_contents =
       !then.contents || KeptTensor::is_shell(now) || *then.contents == digest_of(now);
   const bool is_origin_known = !then.producer || then.producer->is_known;
-  if (is_origin_known && then.producer && producer != nullptr) {
-    const bool is_same =
-        *producer == *then.producer && static_cast<uint32_t>(now._version()) == then.version;
+  if (is_origin_known && then.producer && made) {
+    const bool is_same = made->producer == *then.producer && made->num_changes == then.num_changes;
     return is_same && has_same_contents ? "" : fmt::format("{} is the result of another call", was);
   }
   // A storage of no operator: a scalar, say, or what the function read from elsewhere.
@@ -210,25 +209,23 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
     for (const c10::IValue& argument : arguments)
       visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
   if (has_read_shell_) throw StopSignal{};
-  if (traits.is_mutable && !handed_out_.empty()) {
-    const auto& declared = op.schema().arguments();
-    for (std::size_t i = 0; i < declared.size(); ++i)
-      if (declared[i].alias_info() != nullptr && declared[i].alias_info()->isWrite())
-        visit_tensors_in(arguments[i], [&](const at::Tensor& tensor) {
-          if (is_handed_out(tensor))
-            fail(CheckpointError::Kind::SelectiveMutation,
-                 fmt::format("the recompute writes to a kept result ({}), which forward did not",
-                             traits.name),
-                 "the function does not compute the same again, or wrote past the dispatcher",
-                 "do not keep a result that is changed in place");
-        });
-  }
+  if (traits.is_mutable && !handed_out_.empty())
+    visit_written(op, arguments, [&](const at::Tensor& tensor) {
+      if (is_handed_out(tensor))
+        fail(CheckpointError::Kind::SelectiveMutation,
+             fmt::format("the recompute writes to a kept result ({}), which forward did not",
+                         traits.name),
+             "the function does not compute the same again, or wrote past the dispatcher",
+             "do not keep a result that is changed in place");
+    });
   op.callBoxed(&stack);
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   note_results(op, counted, last(stack, op.schema().returns().size()));
 }
 
 void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  if (selection_.rule() == nullptr)
+    return op.callBoxed(&stack);  // seen on behalf of another region
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   std::unique_lock<std::mutex> forward = selection_.lock();
   const Counted counted = count(op);
@@ -271,7 +268,8 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   }
   check_arguments(*record, op, counted, arguments);
   if (record->is_changed()) {
-    if (!rule.options().allow_cache_entry_mutation)
+    // What reads no tensor is filled in place everywhere (ones().tril_()), and made again as well.
+    if (!rule.options().allow_cache_entry_mutation && !traits.is_factory)
       fail(CheckpointError::Kind::SelectiveMutation,
            fmt::format("the result of {}, call {}, was kept and then changed in place", traits.name,
                        counted.call),
@@ -318,7 +316,7 @@ const StretchRecord* Replay::next_stretch(const std::type_info& type) {
 }
 
 std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
-                                          const std::vector<at::Tensor>& read) const {
+                                          const std::vector<at::Tensor>& read) {
   std::vector<at::Tensor> values, sources = read;
   sources.insert(sources.end(), given_.begin(), given_.end());
   sources.insert(sources.end(), stretch.leaves.begin(), stretch.leaves.end());
@@ -327,6 +325,8 @@ std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
     values.push_back(value.defined()
                          ? in_the_role_of_kept(value, each.requires_grad, each.is_leaf, sources)
                          : value);
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (each.made) producers_.add(values.back(), each.made->producer, each.made->num_changes);
   }
   return values;
 }

@@ -31,7 +31,7 @@ class Replay {
   const StretchRecord* next_stretch(const std::type_info& type);
   /// `read`: what the stretch would read now, and through which a gradient must not be taken.
   std::vector<at::Tensor> values_of(const StretchRecord& stretch,
-                                    const std::vector<at::Tensor>& read) const;
+                                    const std::vector<at::Tensor>& read);
 
   /// The data of a shell were needed: the recompute is worth nothing and must be done once more.
   bool has_read_shell() const { return has_read_shell_; }

@@ -117,12 +117,12 @@ ArgumentRecord Selection::describe(const at::Tensor& tensor, Producers& producer
   record.storage = weak_storage_of(tensor);
   if (c10::TensorImpl* const leaf = leaf_behind(tensor); leaf != nullptr && leaf->has_storage())
     record.leaf = leaf->unsafe_storage().getWeakStorageImpl();
-  const Producer* const producer = producers.find(tensor);
-  if (producer != nullptr) {
-    record.producer = *producer;
-    record.version = static_cast<uint32_t>(tensor._version());
+  const auto made = producers.find(tensor);
+  if (made) {
+    record.producer = made->producer;
+    record.num_changes = made->num_changes;
   }
-  const bool may_be_filled = producer == nullptr || producer->is_factory;
+  const bool may_be_filled = !made || made->producer.is_factory;
   if (may_be_filled && tensor.is_cpu() && tensor.layout() == c10::kStrided && !tensor.is_nested() &&
       tensor.has_storage() && tensor.nbytes() <= max_compared_bytes &&
       !KeptTensor::is_shell(tensor))
@@ -140,6 +140,16 @@ void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
     visit_tensors_in(argument, [this](const at::Tensor& tensor) { note_read(storage_of(tensor)); });
 }
 
+// Not every operator that writes counts up the version (rrelu_with_noise, batch_norm).
+void Selection::note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  if (kept_.empty()) return;
+  visit_written(op, arguments, [this](const at::Tensor& tensor) {
+    const auto found = kept_.find(storage_of(tensor));
+    if (found != kept_.end())
+      operators_[found->second.op].calls[found->second.call]->is_written = true;
+  });
+}
+
 void Selection::note_saved(const at::Tensor& saved, int64_t position) {
   if (is_settled_) return;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -147,7 +157,7 @@ void Selection::note_saved(const at::Tensor& saved, int64_t position) {
   if (rule_ == nullptr || position < 0) return;
   const auto index = static_cast<std::size_t>(position);
   if (slot_producers_.size() <= index) slot_producers_.resize(index + 1);
-  if (const Producer* const producer = producers_.find(saved)) slot_producers_[index] = *producer;
+  slot_producers_[index] = producers_.find(saved);
 }
 
 void Selection::note_handed_over(const at::Tensor& value, int64_t position) {
@@ -157,7 +167,7 @@ void Selection::note_handed_over(const at::Tensor& value, int64_t position) {
   if (position < 0)
     producers_.add(value, {.is_known = false});
   else if (index < slot_producers_.size() && slot_producers_[index])
-    producers_.add(value, *slot_producers_[index]);
+    producers_.add(value, slot_producers_[index]->producer, slot_producers_[index]->num_changes);
 }
 
 void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
@@ -179,6 +189,7 @@ int64_t Selection::before_inner(const c10::OperatorHandle& op,
   sequence_.push_back(number(op));
   record.calls.emplace_back();
   note_read(arguments);
+  if (record.traits->is_mutable) note_written(op, arguments);
   return static_cast<int64_t>(record.calls.size()) - 1;
 }
 
@@ -319,7 +330,6 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
         each.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
         each.strides.assign(tensor.strides().begin(), tensor.strides().end());
         each.offset = tensor.storage_offset();
-        each.version = static_cast<uint32_t>(tensor._version());
         if (!std::exchange(is_first, false)) each.held = tensor.tensor_data();
       });
     if (record->results.size() > 1) holding_.push_back({n, call, 0, 0});
@@ -390,13 +400,12 @@ void Selection::let_go(const Place& place) {
 bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
                            const detail::Scope& region) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const Producer* const producer = producers_.find(value);
-  if (producer == nullptr) return false;
-  const Producer found = *producer;
-  CallRecord* const record = operators_[found.op].calls[found.call].get();
-  if (record == nullptr || found.output >= record->results.size() ||
-      static_cast<uint32_t>(value._version()) != record->results[found.output].version)
+  const auto made = producers_.find(value);
+  if (!made || made->producer.is_stretch || !made->producer.is_known || made->num_changes > 0)
     return false;
+  const Producer found = made->producer;
+  CallRecord* const record = operators_[found.op].calls[found.call].get();
+  if (record == nullptr || found.output >= record->results.size()) return false;
   if (record->is_kept) return true;
   if (operators_[found.op].op.schema().returns().size() != record->results.size()) return false;
   std::vector<c10::IValue> results;
@@ -429,10 +438,10 @@ bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
 
 void Selection::let_go(const at::Tensor& value) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const Producer* const producer = producers_.find(value);
-  if (producer == nullptr) return;
-  if (operators_[producer->op].calls[producer->call] != nullptr)
-    let_go(Place{producer->op, producer->call, 0, 0});
+  const auto made = producers_.find(value);
+  if (!made || made->producer.is_stretch || !made->producer.is_known) return;
+  if (operators_[made->producer.op].calls[made->producer.call] != nullptr)
+    let_go(Place{made->producer.op, made->producer.call, 0, 0});
 }
 
 void Selection::name(const at::Tensor& value, const std::string& name,
@@ -448,16 +457,27 @@ void Selection::name(const at::Tensor& value, const std::string& name,
   if (!is_keeping(answer) || keep_named(value, answer, region)) return;
   auto itself = std::make_shared<StretchRecord>();
   itself->type = &typeid(at::Tensor);
-  itself->values.push_back({KeptTensor(value, region, hooks(), where_for(answer)),
-                            value.requires_grad(), value.is_leaf()});
+  itself->values.push_back(keep_value(value, number, 0, region, where_for(answer)));
   itself->is_kept = true;
   keep_stretch(number, std::move(itself));
 }
 
-StretchRecord::Value Selection::keep_value(const at::Tensor& value,
-                                           const detail::Scope& region) const {
-  return {KeptTensor(value, region, hooks(), KeptWhere::InPlace),
-          value.defined() && value.requires_grad(), !value.defined() || value.is_leaf()};
+StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number,
+                                           std::size_t output, const detail::Scope& region,
+                                           KeptWhere where) {
+  StretchRecord::Value kept{KeptTensor(value, region, hooks(), where),
+                            value.defined() && value.requires_grad(),
+                            !value.defined() || value.is_leaf(), std::nullopt};
+  if (rule_ == nullptr || !value.defined()) return kept;
+  // The recompute gets another tensor, which must have the origin that this one has.
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!producers_.find(value))
+    producers_.add(value, {.call = static_cast<uint32_t>(number),
+                           .output = static_cast<uint32_t>(output),
+                           .is_factory = true,
+                           .is_stretch = true});
+  kept.made = producers_.find(value);
+  return kept;
 }
 
 int64_t Selection::begin_stretch() {

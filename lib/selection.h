@@ -38,6 +38,7 @@ struct StretchRecord {
   struct Value {
     KeptTensor tensor;
     bool requires_grad, is_leaf;
+    std::optional<Producers::Made> made;
   };
   const std::type_info* type = nullptr;
   std::shared_ptr<void> emptied;
@@ -68,7 +69,10 @@ class Selection {
   void keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stretch);
   DrawMarks marks() const;
   DrawSkips since(const DrawMarks& marks) const;
-  StretchRecord::Value keep_value(const at::Tensor& value, const detail::Scope& region) const;
+  /// `number`: of the stretch, `output`: of the value in it.
+  StretchRecord::Value keep_value(const at::Tensor& value, int64_t number, std::size_t output,
+                                  const detail::Scope& region,
+                                  KeptWhere where = KeptWhere::InPlace);
 
   /// The forward is over: lets go of what no recompute will read.
   void settle();
@@ -106,6 +110,7 @@ class Selection {
   };
   uint32_t number(const c10::OperatorHandle& op);
   void note_read(c10::ArrayRef<c10::IValue> arguments);
+  void note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
   void note_read(const c10::StorageImpl* storage);
   void note_results(const OpRecord& op, uint32_t number, uint32_t call,
                     c10::ArrayRef<c10::IValue> results);
@@ -133,8 +138,8 @@ class Selection {
   Producers producers_;
   std::unordered_map<const c10::StorageImpl*, Place> kept_;  // by storage; settle_provenance asks
   std::unordered_map<const c10::StorageImpl*, bool> is_read_;
-  std::vector<std::optional<Producer>> slot_producers_;  // by position
-  std::vector<Place> holding_;                           // calls with results held for names
+  std::vector<std::optional<Producers::Made>> slot_producers_;  // by position
+  std::vector<Place> holding_;                                  // calls with results held for names
 };
 
 template <class InputOf>

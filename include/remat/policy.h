@@ -43,8 +43,9 @@ enum class CheckpointPolicy {
 /// `op` = `remat::checkpoint_name`, about a value that was given a name. All references are valid
 /// during the call only. Never asked about: `detach`, operators that only read metadata.
 ///
-/// Kept or not, operators that return views or write to their arguments run again in a recompute:
-/// they cost next to nothing, and a kept result would not be the view, or would be written twice.
+/// Kept or not, operators that return views, write to their arguments or return unfilled memory
+/// (empty_like) run again in a recompute: they cost next to nothing, and a kept result would not be
+/// the view, or would be written twice.
 struct PolicyContext {
   const c10::OperatorHandle& op;
   std::string_view op_name;         ///< "aten::mm.default"

@@ -613,3 +613,115 @@ TEST_CASE("a result made by an operator that also writes an argument has an orig
                      [&](const Tensor& x) { return checkpoint(saving({"aten::exp"}), g, x); }, x);
   alive.clear();
 }
+
+TEST_CASE("everything is kept around operators that fill memory of their own", "[rule-15]") {
+  const Tensor x = leaf({32});
+  const auto f = [](const Tensor& x) {
+    // On a CPU dropout is empty_like and bernoulli_, rrelu empty_like and an operator that fills it.
+    return at::rrelu(at::dropout(x.sin(), 0.5, true).exp(), 0.1, 0.4, true).cos();
+  };
+  for (const Policy& policy : {everything(), remat::save_all_but_names({"none"})})
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+}
+
+TEST_CASE("a write that counts up no version is seen", "[rule-15]") {
+  const Tensor x = leaf({8});
+  const auto f = [](const Tensor& x) {
+    Tensor noise = at::zeros_like(x);  // kept, and then filled
+    const Tensor y = at::rrelu_with_noise(x.sin(), noise, 0.1, 0.4, true);
+    return (y * noise).exp();
+  };
+  const auto allowing = [](bool allowed) {
+    return with(Policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; },
+                       SelectiveOptions{.allow_cache_entry_mutation = allowed}));
+  };
+  for (const bool allowed : {false, true})  // made to be filled, it is not kept
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(allowing(allowed), f, x); }, x);
+}
+
+TEST_CASE("a region without a policy is recomputed in the forward of one with a policy",
+          "[rule-15]") {
+  const Tensor x = leaf({4});
+  const auto inner = [](const Tensor& x) { return remat::pin(x.sin()).exp(); };
+  const auto f = [&](const Tensor& x) {
+    const Tensor a = x.cos();
+    const Tensor y = checkpoint(inner, a);
+    return torch::autograd::grad({y.sum()}, {a}, {}, /*retain_graph=*/true)[0].detach() * y;
+  };
+  require_same_grads(
+      [&](const Tensor& x) {
+        const Tensor a = x.cos(), y = inner(a);
+        return torch::autograd::grad({y.sum()}, {a}, {}, /*retain_graph=*/true)[0].detach() * y;
+      },
+      [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+}
+
+TEST_CASE("what the library computes for a check is not the region's", "[rule-15]") {
+  const Tensor x = leaf({2, 3});
+  const auto f = [](const Tensor& x) {
+    // What is saved is not dense, so that it is copied to be looked at.
+    const Tensor wide = x.sin().expand({4, 2, 3});
+    return (wide * wide).clone().sum() * x.clone();
+  };
+  const Policy asked_again([](const PolicyContext&) { return CheckpointPolicy::MustSave; },
+                           SelectiveOptions{.ask_again = true});
+  for (const Policy& policy : {everything(), asked_again}) {
+    CheckpointOptions options = with(policy);
+    options.determinism_check = remat::DeterminismCheck::Values;
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
+    options.fingerprint = [](const Tensor& t) { return std::to_string(t.clone().numel()); };
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
+  }
+}
+
+TEST_CASE("kept calls may read what pin, a name or save_region kept", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  const auto inner = [](const Tensor& x) { return x.sin().mm(x); };
+  for (const int kind : {0, 1, 2}) {
+    const auto f = [&](const Tensor& x) {
+      const Tensor value = kind == 2 ? remat::save_region(inner, x) : checkpoint(inner, x);
+      const Tensor kept = kind == 0   ? remat::pin(value)
+                          : kind == 1 ? remat::checkpoint_name(value, "value")
+                                      : value;
+      return kept.mm(x).cos().mm(kept).exp() * value;
+    };
+    require_same_grads(
+        [&](const Tensor& x) {
+          const Tensor value = inner(x);
+          return value.mm(x).cos().mm(value).exp() * value;
+        },
+        [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+    // In a region around, what the inner one kept is another tensor.
+    require_same_grads(
+        [&](const Tensor& x) {
+          const Tensor y = x.cos(), value = inner(y);
+          return (value.mm(y).cos().mm(value).exp() * value).sin();
+        },
+        [&](const Tensor& x) {
+          return checkpoint(
+              [&](const Tensor& x) { return checkpoint(with(everything()), f, x.cos()).sin(); }, x);
+        },
+        x);
+  }
+}
+
+TEST_CASE("a kept constant that is filled in place is made again", "[rule-15]") {
+  const Tensor x = leaf({3, 3});
+  const auto f = [](const Tensor& x) {
+    const Tensor mask = at::ones({3, 3}).tril_();
+    return (x * mask).exp().sin();
+  };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+}
+
+TEST_CASE("what a hook changes on the way has the same origin", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  const auto f = [](const Tensor& x) { return x.mm(x).mm(x).sin().mm(x); };
+  const Policy policy = remat::save_ops({"aten::mm"}, {.save_through_hooks = true});
+  const auto g = [&](const Tensor& x) {
+    const remat::SavedTensorHooksGuard around([](const Tensor& t) { return t * 2; },
+                                              [](const Tensor& t) { return t.clone().mul_(0.5); });
+    return checkpoint(with(policy), f, x);
+  };
+  require_same_grads(f, g, x);
+}
