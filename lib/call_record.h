@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -74,7 +75,8 @@ struct CallRecord {
   std::vector<ResultRecord> results;  ///< only under policies that look at names
   std::vector<KeptResult> kept;
   bool is_kept = false;
-  bool is_applied = false;     ///< it wrote to a kept result, which is kept as written
+  bool is_applied = false;  ///< it wrote to a kept result, which is kept as written
+  bool is_let_go = false;  ///< was to be kept and is not: returns an argument, or a name forbade it
   bool is_written = false;     ///< kept, and then given to an operator that writes, by the region
   bool runs_for_real = false;  ///< a shell of it was read: kept as not kept
   DrawSkips draws;
@@ -103,6 +105,25 @@ void visit_tensors_in(const c10::IValue& value, Visitor&& visitor) {
       if (each.isTensor()) visitor(each.toTensor());
   }
 }
+
+/// The storages of an operator's arguments. Some operators return one without saying so
+/// (_unsafe_view): such a result was made where the argument was.
+class StoragesOf {
+ public:
+  explicit StoragesOf(c10::ArrayRef<c10::IValue> arguments) {
+    for (const c10::IValue& argument : arguments)
+      visit_tensors_in(argument, [this](const at::Tensor& tensor) {
+        if (const auto* storage = storage_of(tensor)) storages_.push_back(storage);
+      });
+  }
+  bool contain(const at::Tensor& tensor) const {
+    const auto* const storage = storage_of(tensor);
+    return std::find(storages_.begin(), storages_.end(), storage) != storages_.end();
+  }
+
+ private:
+  c10::SmallVector<const c10::StorageImpl*, 8> storages_;
+};
 
 /// Visits the tensors that an operator writes to.
 template <class Visitor>

@@ -64,7 +64,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     }
     count(is_copy_ ? live_counters.offloads : live_counters.offload_fallbacks);
   }
-  if (!is_copy_) {
+  if (!is_copy_ && !kept.is_inference()) {
     counter_ = kept.unsafeGetTensorImpl()->version_counter();
     version_ = static_cast<uint32_t>(kept._version());
   }

@@ -75,7 +75,7 @@ Replay::Counted Replay::count(const c10::OperatorHandle& op) {
 }
 
 void Replay::note_results(const c10::OperatorHandle& op, Counted counted,
-                          c10::ArrayRef<c10::IValue> results) {
+                          c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
   const OpTraits& traits = traits_of(op);
   if (traits.is_view) return;
   uint32_t output = 0;
@@ -83,7 +83,7 @@ void Replay::note_results(const c10::OperatorHandle& op, Counted counted,
     visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
       const Producer producer{static_cast<uint32_t>(counted.op), counted.call, output++,
                               traits.is_factory};
-      if (is_made_by(op, i)) producers_.add(tensor, producer);
+      if (is_made_by(op, i) && !given.contain(tensor)) producers_.add(tensor, producer);
     });
 }
 
@@ -101,7 +101,7 @@ void Replay::after_inner(const c10::OperatorHandle& op, int64_t call,
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = selection_.lock();
   const int64_t number = selection_.number_of(op);
-  if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results);
+  if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results, StoragesOf({}));
 }
 
 bool Replay::is_handed_out(const at::Tensor& tensor) const {
@@ -218,9 +218,10 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
              "the function does not compute the same again, or wrote past the dispatcher",
              "do not keep a result that is changed in place");
     });
+  const StoragesOf given(arguments);
   op.callBoxed(&stack);
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  note_results(op, counted, last(stack, op.schema().returns().size()));
+  note_results(op, counted, last(stack, op.schema().returns().size()), given);
 }
 
 void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
@@ -236,6 +237,7 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const CallRecord* record = known != nullptr && counted.call < known->calls.size()
                                  ? known->calls[counted.call].get()
                                  : nullptr;
+  const bool is_let_go = record != nullptr && record->is_let_go;
   if (record != nullptr && !record->is_kept) record = nullptr;
   if (record != nullptr && record->is_applied && !is_handed_out(arguments[0].toTensor()))
     record = nullptr;  // what it writes to was computed for real
@@ -249,6 +251,7 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     wants_kept =
         is_keeping(rule.answer({op, traits.name, arguments, /*is_recompute=*/true, no_name}));
     lock.lock();
+    wants_kept = wants_kept && !is_let_go;
     if (wants_kept && record == nullptr)
       mismatch(op, counted, arguments, nullptr,
                "the policy, asked again, wants a result that forward did not keep");

@@ -49,7 +49,7 @@ class Replay {
   Counted count(const c10::OperatorHandle& op);
   void run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stack, Counted counted);
   void note_results(const c10::OperatorHandle& op, Counted counted,
-                    c10::ArrayRef<c10::IValue> results);
+                    c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
   void check_arguments(const CallRecord& record, const c10::OperatorHandle& op, Counted counted,
                        c10::ArrayRef<c10::IValue> arguments);
   std::string difference(const ArgumentRecord& then, const at::Tensor& now);

@@ -171,13 +171,13 @@ void Selection::note_handed_over(const at::Tensor& value, int64_t position) {
 }
 
 void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
-                             c10::ArrayRef<c10::IValue> results) {
+                             c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
   if (op.traits->is_view) return;
   uint32_t output = 0;
   for (std::size_t i = 0; i < results.size(); ++i)
     visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
       const Producer producer{number, call, output++, op.traits->is_factory};
-      if (is_made_by(op.op, i)) producers_.add(tensor, producer);
+      if (is_made_by(op.op, i) && !given.contain(tensor)) producers_.add(tensor, producer);
     });
 }
 
@@ -198,7 +198,7 @@ void Selection::after_inner(const c10::OperatorHandle& op, int64_t call,
   std::lock_guard<std::mutex> lock(mutex_);
   if (call < 0 || is_settled_) return;
   const uint32_t n = number(op);
-  note_results(operators_[n], n, static_cast<uint32_t>(call), results);
+  note_results(operators_[n], n, static_cast<uint32_t>(call), results, StoragesOf({}));
 }
 
 bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const {
@@ -296,6 +296,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
 
   DrawMarks before;
   if (record != nullptr && traits.is_random) before = marks();
+  const StoragesOf given(arguments);
   op.callBoxed(&stack);
   if (record != nullptr && traits.is_random) record->draws = since(before);
   const auto results = last(stack, op.schema().returns().size());
@@ -311,11 +312,15 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     if (keeps)
       for (const ArgumentRecord& each : record->tensors)
         note_read(each.storage._unsafe_get_target());
+    if (keeps && rule_->options().ask_again) {
+      operators_[n].calls[call] = std::make_unique<CallRecord>();
+      operators_[n].calls[call]->is_let_go = true;
+    }
     return;
   }
   if (keeps) keep(*record, results, *answer, region);
   lock.lock();
-  note_results(operators_[n], n, call, results);
+  note_results(operators_[n], n, call, results, given);
   if (record == nullptr) return;
   if (keeps) add_places(n, call, *record);
   if (may_get_name) {
@@ -392,6 +397,7 @@ void Selection::let_go(const Place& place) {
     for (const KeptTensor& tensor : result.tensors) kept_.erase(tensor.storage());
   record.kept.clear();
   record.is_kept = false;
+  record.is_let_go = rule_->options().ask_again;
   --num_kept_;
   for (const ArgumentRecord& each : record.tensors) note_read(each.storage._unsafe_get_target());
 }
@@ -508,7 +514,10 @@ void Selection::settle() {
       if (call == nullptr) continue;
       if (call->is_kept)
         call->results.clear();
-      else
+      else if (call->is_let_go) {
+        call = std::make_unique<CallRecord>();
+        call->is_let_go = true;
+      } else
         call.reset();
     }
   is_settled_ = true;

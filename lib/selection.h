@@ -113,7 +113,7 @@ class Selection {
   void note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
   void note_read(const c10::StorageImpl* storage);
   void note_results(const OpRecord& op, uint32_t number, uint32_t call,
-                    c10::ArrayRef<c10::IValue> results);
+                    c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
   bool returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const;
   void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
             const detail::Scope& region) const;

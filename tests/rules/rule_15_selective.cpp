@@ -725,3 +725,27 @@ TEST_CASE("what a hook changes on the way has the same origin", "[rule-15]") {
   };
   require_same_grads(f, g, x);
 }
+
+TEST_CASE("a batched product and its _unsafe_view are one origin", "[rule-15]") {
+  const Tensor x = leaf({2, 4, 4});
+  const auto f = [](const Tensor& x) {
+    // matmul of batches is bmm and _unsafe_view, which returns its argument without saying so.
+    return ((x.matmul(x.transpose(1, 2)) / 2) + 1).exp().matmul(x).sin();
+  };
+  for (const bool asks_again : {false, true}) {
+    const Policy policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; },
+                        SelectiveOptions{.ask_again = asks_again});
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+  }
+}
+
+TEST_CASE("a policy that is asked again does not want back what a name let go", "[rule-15]") {
+  const Tensor x = leaf({4});
+  const auto f = [](const Tensor& x) { return remat::checkpoint_name(x.sin(), "s").exp().cos(); };
+  const Policy policy(
+      [](const PolicyContext& question) {
+        return question.name == "s" ? CheckpointPolicy::MustRecompute : CheckpointPolicy::MustSave;
+      },
+      SelectiveOptions{.ask_again = true});
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+}
