@@ -32,9 +32,9 @@ std::string text_of_plain(const c10::IValue& value) {
 
 bool CallRecord::is_changed() const {
   return is_written || std::any_of(kept.begin(), kept.end(), [](const KeptResult& each) {
-    return std::any_of(each.tensors.begin(), each.tensors.end(),
-                       [](const KeptTensor& tensor) { return tensor.is_changed(); });
-  });
+           return std::any_of(each.tensors.begin(), each.tensors.end(),
+                              [](const KeptTensor& tensor) { return tensor.is_changed(); });
+         });
 }
 
 bool CallRecord::has_shells() const {

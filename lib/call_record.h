@@ -68,8 +68,8 @@ struct CallRecord {
   std::vector<ResultRecord> results;  ///< only under policies that look at names
   std::vector<KeptResult> kept;
   bool is_kept = false;
-  bool is_let_go = false;   ///< was to be kept and is not: returns an argument, or a name forbade it
-  bool is_written = false;  ///< kept, and then given to an operator that writes, by the region
+  bool is_let_go = false;  ///< was to be kept and is not: returns an argument, or a name forbade it
+  bool is_written = false;      ///< kept, and then given to an operator that writes, by the region
   bool runs_for_real = false;   ///< a shell of it was read: kept as not kept
   std::vector<DrawSkip> draws;  ///< by generator, as Frame::draw_logs
   std::vector<GeneratorEnd> generators;

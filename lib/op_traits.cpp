@@ -53,9 +53,8 @@ OpTraits find_traits(const c10::OperatorHandle& op) {
     if (type.find("Tensor") != std::string::npos) traits.is_factory = false;
     if (argument.name() == "generator") traits.is_random = true;
   }
-  for (const std::string_view constant :
-       {"aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::new_zeros",
-        "aten::new_ones", "aten::new_full"})
+  for (const std::string_view constant : {"aten::zeros_like", "aten::ones_like", "aten::full_like",
+                                          "aten::new_zeros", "aten::new_ones", "aten::new_full"})
     if (name.name == constant) traits.is_factory = true;
   // An unfilled result is there to be written: kept, it would only be an error.
   for (const std::string_view unfilled : {"aten::empty", "aten::new_empty"})

@@ -16,7 +16,7 @@ struct OpTraits {
   bool is_random = false;     ///< draws numbers, or may: it is not one of LibTorch's own
   bool is_factory = false;    ///< has no tensor argument, or does not read it
 
-  bool is_unfilled = false;   ///< returns memory with nothing in it yet
+  bool is_unfilled = false;  ///< returns memory with nothing in it yet
 
   bool can_be_kept() const { return !is_view && !is_mutable && !is_unfilled; }
 };

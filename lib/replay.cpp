@@ -101,8 +101,7 @@ void Replay::after_inner(const c10::OperatorHandle& op, int64_t call,
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = selection_.lock();
   const int64_t number = selection_.number_of(op);
-  if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results,
-                                StoragesOf({}));
+  if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results, StoragesOf({}));
 }
 
 void Replay::check_saved(const at::Tensor& saved) {
@@ -129,8 +128,7 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
       !then.contents || KeptTensor::is_shell(now) || *then.contents == digest_of(now);
   const bool is_origin_known = !then.producer || then.producer->is_known;
   if (is_origin_known && then.producer && made) {
-    const bool is_same =
-        made->producer == *then.producer && made->num_changes == then.num_changes;
+    const bool is_same = made->producer == *then.producer && made->num_changes == then.num_changes;
     return is_same && has_same_contents ? "" : fmt::format("{} is the result of another call", was);
   }
   // A storage of no operator: a scalar, say, or what the function read from elsewhere.
@@ -222,7 +220,8 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
 }
 
 void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  if (selection_.rule() == nullptr) return op.callBoxed(&stack);  // seen on behalf of another region
+  if (selection_.rule() == nullptr)
+    return op.callBoxed(&stack);  // seen on behalf of another region
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   std::unique_lock<std::mutex> forward = selection_.lock();
   const Counted counted = count(op);

@@ -29,6 +29,15 @@ c10::ArrayRef<c10::IValue> arguments_of(const c10::OperatorHandle& op,
   return last(stack, op.schema().arguments().size());
 }
 
+bool hold_inference(c10::ArrayRef<c10::IValue> results) {
+  bool found = false;
+  for (const c10::IValue& result : results)
+    visit_tensors_in(result, [&found](const at::Tensor& tensor) {
+      found = found || (tensor.defined() && tensor.is_inference());
+    });
+  return found;
+}
+
 KeptWhere where_for(CheckpointPolicy answer) {
   if (answer == CheckpointPolicy::MustCpuOffload) return KeptWhere::OnCpu;
   return answer == CheckpointPolicy::PreferCpuOffload ? KeptWhere::OnCpuIfPossible
@@ -141,8 +150,7 @@ void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
 }
 
 // Not every operator that writes counts up the version (rrelu_with_noise, batch_norm).
-void Selection::note_written(const c10::OperatorHandle& op,
-                             c10::ArrayRef<c10::IValue> arguments) {
+void Selection::note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   if (kept_.empty()) return;
   visit_written(op, arguments, [this](const at::Tensor& tensor) {
     const auto found = kept_.find(storage_of(tensor));
@@ -301,8 +309,10 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   }
   const auto results = last(stack, op.schema().returns().size());
 
-  if (record != nullptr && returns_argument(*record, results)) {
+  // Inference tensors cannot be saved.
+  if (record != nullptr && (returns_argument(*record, results) || hold_inference(results))) {
     lock.lock();
+    note_results(operators_[n], n, call, results, given);
     if (keeps)
       for (const ArgumentRecord& each : record->tensors)
         note_read(each.storage._unsafe_get_target());

@@ -136,7 +136,7 @@ class Selection {
   std::unordered_map<const c10::StorageImpl*, Place> kept_;  // by storage; settle_provenance asks
   std::unordered_map<const c10::StorageImpl*, bool> is_read_;
   std::vector<std::optional<Producers::Made>> slot_producers_;  // by position
-  std::vector<Place> holding_;                           // calls with results held for names
+  std::vector<Place> holding_;                                  // calls with results held for names
 };
 
 template <class InputOf>

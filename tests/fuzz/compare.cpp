@@ -56,9 +56,7 @@ std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed)
 }
 
 /// A value that is kept was changed in place, with no error by plain autograd.
-bool is_about_kept(const Stage& stage) {
-  return contains(stage.error_type, "CheckpointError 7");
-}
+bool is_about_kept(const Stage& stage) { return contains(stage.error_type, "CheckpointError 7"); }
 
 bool is_about_changes(const Stage& stage) {
   return contains(stage.error, "modified by an inplace operation") ||

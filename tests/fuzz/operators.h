@@ -54,7 +54,7 @@ struct Operator {
   bool reads_twice = false;  ///< its node reads a saved tensor twice in one backward
   bool backward_in_hook = false;
   bool writes_inside = false;  ///< consists of operators of which one changes another's result
-  bool guarded = false;  ///< uses what state guards preserve
+  bool guarded = false;        ///< uses what state guards preserve
   int weight = 2;
 };
 

@@ -16,18 +16,50 @@ using remat::CheckpointPolicy;
 using remat::Policy;
 using remat::PolicyContext;
 
-constexpr const char* listed[] = {
-    "aten::mm",         "aten::addmm",      "aten::bmm",          "aten::mul",
-    "aten::mul.Tensor", "aten::add",        "aten::sub",          "aten::div",
-    "aten::sin",        "aten::cos",        "aten::exp",          "aten::tanh",
-    "aten::sigmoid",    "aten::relu",       "aten::gelu",         "aten::silu",
-    "aten::clamp",      "aten::pow",        "aten::clone",        "aten::_to_copy",
-    "aten::bernoulli",  "aten::rand",       "aten::randn_like",   "aten::native_dropout",
-    "aten::randperm",   "aten::empty_like", "aten::cat",          "aten::sum",
-    "aten::mean",       "aten::where",      "aten::gt",           "aten::index_select",
-    "aten::_softmax",   "aten::topk",       "aten::sort",         "aten::native_layer_norm",
-    "aten::cumsum",     "aten::gather",     "aten::convolution",  "aten::masked_fill",
-    "aten::stack",      "aten::embedding",  "aten::native_batch_norm", "aten::_log_softmax"};
+constexpr const char* listed[] = {"aten::mm",
+                                  "aten::addmm",
+                                  "aten::bmm",
+                                  "aten::mul",
+                                  "aten::mul.Tensor",
+                                  "aten::add",
+                                  "aten::sub",
+                                  "aten::div",
+                                  "aten::sin",
+                                  "aten::cos",
+                                  "aten::exp",
+                                  "aten::tanh",
+                                  "aten::sigmoid",
+                                  "aten::relu",
+                                  "aten::gelu",
+                                  "aten::silu",
+                                  "aten::clamp",
+                                  "aten::pow",
+                                  "aten::clone",
+                                  "aten::_to_copy",
+                                  "aten::bernoulli",
+                                  "aten::rand",
+                                  "aten::randn_like",
+                                  "aten::native_dropout",
+                                  "aten::randperm",
+                                  "aten::empty_like",
+                                  "aten::cat",
+                                  "aten::sum",
+                                  "aten::mean",
+                                  "aten::where",
+                                  "aten::gt",
+                                  "aten::index_select",
+                                  "aten::_softmax",
+                                  "aten::topk",
+                                  "aten::sort",
+                                  "aten::native_layer_norm",
+                                  "aten::cumsum",
+                                  "aten::gather",
+                                  "aten::convolution",
+                                  "aten::masked_fill",
+                                  "aten::stack",
+                                  "aten::embedding",
+                                  "aten::native_batch_norm",
+                                  "aten::_log_softmax"};
 
 std::vector<std::string> some_operators(Dice& dice) {
   std::vector<std::string> some;
@@ -86,8 +118,7 @@ remat::Policy policy_of(const PolicySpec& spec) {
     case PolicySpec::Kind::OffloadNames:
       return remat::offload_names(some_names(dice));
     case PolicySpec::Kind::Union:
-      return remat::save_ops(some_operators(dice), options) |
-             remat::save_names(some_names(dice));
+      return remat::save_ops(some_operators(dice), options) | remat::save_names(some_names(dice));
     default:
       return Policy([salt = spec.salt](const PolicyContext& q) { return answer(salt, q); },
                     options);

@@ -510,9 +510,8 @@ TEST_CASE("a result that an inner region keeps and changes is a selective error 
           "[rule-15]") {
   const Tensor x = leaf({4, 4});
   const auto f = [](const Tensor& x, bool allowed) {
-    const Policy policy(
-        [](const PolicyContext&) { return CheckpointPolicy::MustSave; },
-        SelectiveOptions{.allow_cache_entry_mutation = allowed});
+    const Policy policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; },
+                        SelectiveOptions{.allow_cache_entry_mutation = allowed});
     const auto inner = [](const Tensor& x) {
       Tensor y = x.sin();
       y.mul_(2);
@@ -542,12 +541,12 @@ TEST_CASE("what a region inside save_region keeps is kept by no slot of the regi
     };
     require_same_grads([&](const Tensor& x) { return inner(x.cos().exp()).cos().sin(); },
                        [&](const Tensor& x) { return checkpoint(f, x); }, x);
-    require_same_grads(
-        [&](const Tensor& x) { return inner(x.cos().exp()).cos().sin().exp(); },
-        [&](const Tensor& x) {
-          return checkpoint([&](const Tensor& x) { return checkpoint(f, x).exp(); }, x);
-        },
-        x);
+    require_same_grads([&](const Tensor& x) { return inner(x.cos().exp()).cos().sin().exp(); },
+                       [&](const Tensor& x) {
+                         return checkpoint([&](const Tensor& x) { return checkpoint(f, x).exp(); },
+                                           x);
+                       },
+                       x);
   }
 }
 
@@ -560,8 +559,8 @@ TEST_CASE("a result made by an operator that also writes an argument has an orig
     alive.push_back(y);
     return y.exp().cos();
   };
-  require_same_grads(f, [&](const Tensor& x) { return checkpoint(saving({"aten::exp"}), f, x); },
-                     x);
+  require_same_grads(
+      f, [&](const Tensor& x) { return checkpoint(saving({"aten::exp"}), f, x); }, x);
   // Inside a region of its own, which only counts for the one around.
   const auto g = [&](const Tensor& x) { return checkpoint(f, x).exp().cos(); };
   require_same_grads([&](const Tensor& x) { return f(x).exp().cos(); },
@@ -582,7 +581,7 @@ TEST_CASE("everything is kept around operators that fill memory of their own", "
 TEST_CASE("a write that counts up no version is seen", "[rule-15]") {
   const Tensor x = leaf({8});
   const auto f = [](const Tensor& x) {
-    Tensor noise = at::zeros_like(x);  // kept, and then filled
+    Tensor noise = x.detach() * 0;  // kept, and then filled
     const Tensor y = at::rrelu_with_noise(x.sin(), noise, 0.1, 0.4, true);
     return (y * noise).exp();
   };
@@ -704,4 +703,24 @@ TEST_CASE("a policy that is asked again does not want back what a name let go", 
       },
       SelectiveOptions{.ask_again = true});
   require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+}
+
+TEST_CASE("sparse and inference tensors go through a region with a policy", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  Tensor constant;
+  {
+    const c10::InferenceMode inference;
+    constant = at::rand({4, 4});
+  }
+  const auto f = [&](const Tensor& x) {
+    Tensor made;
+    {
+      const c10::InferenceMode inference;
+      made = at::ones({4, 4}).sin() * 2;
+    }
+    const Tensor sparse = x.sin().to_sparse();
+    return (at::_sparse_mm(sparse, x) * constant.clone() * made.clone()).exp();
+  };
+  for (const Policy& policy : {everything(), remat::save_ops({"aten::sin"})})
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
 }
