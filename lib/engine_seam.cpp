@@ -50,7 +50,14 @@ struct Interpreter : c10::impl::PyInterpreterVTable {
   bool try_incref(const c10::impl::PyObjectSlot&) const { return true; }
 #endif
   size_t refcnt(PyObject*) const { return 1; }
-  c10::intrusive_ptr<TensorImpl> detach(const TensorImpl*) const { return {}; }
+  c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* self) const {
+    if (self->layout() == c10::kStrided && !self->key_set().has(c10::DispatchKey::NestedTensor))
+      return {};
+    // Only dense tensors have a plain copy to fall back to.
+    const OperatorsUnseen unseen;
+    return self->shallow_copy_and_detach(self->version_counter(),
+                                         self->allow_tensor_metadata_change());
+  }
   void dispatch(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
     struct Off {  // it is the topmost one, or it would not have been called
       std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> mode =

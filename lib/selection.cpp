@@ -29,6 +29,15 @@ c10::ArrayRef<c10::IValue> arguments_of(const c10::OperatorHandle& op,
   return last(stack, op.schema().arguments().size());
 }
 
+bool hold_inference(c10::ArrayRef<c10::IValue> results) {
+  bool found = false;
+  for (const c10::IValue& result : results)
+    visit_tensors_in(result, [&found](const at::Tensor& tensor) {
+      found = found || (tensor.defined() && tensor.is_inference());
+    });
+  return found;
+}
+
 KeptWhere where_for(CheckpointPolicy answer) {
   if (answer == CheckpointPolicy::MustCpuOffload) return KeptWhere::OnCpu;
   return answer == CheckpointPolicy::PreferCpuOffload ? KeptWhere::OnCpuIfPossible
@@ -140,7 +149,6 @@ void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
     visit_tensors_in(argument, [this](const at::Tensor& tensor) { note_read(storage_of(tensor)); });
 }
 
-// Not every operator that writes counts up the version (rrelu_with_noise, batch_norm).
 void Selection::note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   if (kept_.empty()) return;
   visit_written(op, arguments, [this](const at::Tensor& tensor) {
@@ -307,8 +315,10 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     operators_[n].calls[call] = std::move(record);
     return;
   }
-  if (record != nullptr && returns_argument(*record, results)) {
+  // Inference tensors cannot be saved.
+  if (record != nullptr && (returns_argument(*record, results) || hold_inference(results))) {
     lock.lock();
+    note_results(operators_[n], n, call, results, given);
     if (keeps)
       for (const ArgumentRecord& each : record->tensors)
         note_read(each.storage._unsafe_get_target());
@@ -371,10 +381,11 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op,
         return;
       }
       const OpRecord& maker = operators_[found->second.op];
-      const CallRecord& call = *maker.calls[found->second.call];
+      CallRecord& call = *maker.calls[found->second.call];
       const KeptTensor& kept = call.kept[found->second.result].tensors[found->second.tensor];
       if (kept.shares_version_with(tensor) && !maker.traits->is_blank) {
-        stays = false;  // and the recompute will say so
+        stays = false;
+        call.is_written = true;  // not every operator that writes counts up the version
         return;
       }
       const auto read = is_read_.find(storage);
