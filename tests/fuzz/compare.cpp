@@ -111,8 +111,10 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     const bool may_overlap =
         program.sharing == Sharing::Group && (i > 1 || (i == 1 && step->order > 1));
     if (c.raised && may_overlap && is_overlap(c)) return std::nullopt;
-    if (c.raised && has.keeps && (has_changes || has.writes_inside) && is_about_kept(c))
-      return std::nullopt;
+    // Hooks inside a region and nodes of a backward in it write to what they made, too.
+    const bool may_change_kept =
+        has.keeps && (has_changes || has.writes_inside || has.hooks || has.inner_grad);
+    if (c.raised && may_change_kept && is_about_kept(c)) return std::nullopt;
     if (c.raised && has.stretches && has.inner_grad && is_through_kept(c)) return std::nullopt;
     const bool may_raise = p.changes.may_raise || (has_changes && has.hooks);
     if (p.raised && c.raised) {
