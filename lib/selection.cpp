@@ -510,10 +510,12 @@ void Selection::keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stre
 
 void Selection::settle() {
   std::lock_guard<std::mutex> lock(mutex_);
+  // Who reads a shell ends the recompute with an exception, which a noexcept function lets none out.
+  const bool may_have_shells = frame_.body().can_be_stopped();
   for (const auto& [storage, place] : kept_) {
     const auto read = is_read_.find(storage);
     operators_[place.op].calls[place.call]->kept[place.result].tensors[place.tensor].settle(
-        read != is_read_.end() && read->second);
+        !may_have_shells || (read != is_read_.end() && read->second));
   }
   kept_.clear();
   is_read_.clear();

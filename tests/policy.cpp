@@ -386,6 +386,16 @@ TEST_CASE("the named result of an operator with several results is kept with all
       x, w, b);
 }
 
+TEST_CASE("a noexcept function under a policy that keeps everything", "[policy]") {
+  const Tensor x = leaf({4});
+  const auto f = [](const Tensor& x) noexcept {
+    const Tensor y = x.sin().cos();
+    return (y.exp() * static_cast<double>(y.data_ptr<float>()[0])).sin();
+  };
+  const Policy everything = [](const PolicyContext&) { return CheckpointPolicy::MustSave; };
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything), f, x); }, x);
+}
+
 TEST_CASE("a listed name that no value has is warned about once", "[policy]") {
   Warnings warnings;
   c10::WarningUtils::WarningHandlerGuard guard(&warnings);

@@ -18,7 +18,9 @@ struct Features {
 
 class Generator {
  public:
-  explicit Generator(uint64_t seed) : dice_(seed) { program_.seed = seed; }
+  Generator(uint64_t seed, bool selective) : selective_(selective), dice_(seed) {
+    program_.seed = seed;
+  }
 
   Program generate() {
     draw_features();
@@ -62,6 +64,8 @@ class Generator {
                  .policies = draw(60),
                  .stretches = draw(40)};
     // CopySlices, the node of a change of a view, reads twice in a double backward.
+    features_.policies = features_.policies && selective_;
+    features_.stretches = features_.stretches && selective_;
     const bool may_read_twice = features_.reads_twice || features_.inplace;
     features_.strict = !may_read_twice && !plain && dice_.percent(20);
   }
@@ -320,6 +324,7 @@ class Generator {
     return step;
   }
 
+  const bool selective_;
   Dice dice_;
   Program program_;
   Features features_{};
@@ -364,6 +369,6 @@ Contents contents(const Block& block) {
   return found;
 }
 
-Program generate(uint64_t seed) { return Generator(seed).generate(); }
+Program generate(uint64_t seed, bool selective) { return Generator(seed, selective).generate(); }
 
 }  // namespace fuzz

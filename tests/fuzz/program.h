@@ -161,7 +161,8 @@ struct Contents {
 };
 Contents contents(const Block& block);
 
-Program generate(uint64_t seed);
+/// `selective`: with policies, names, pin and save_region too.
+Program generate(uint64_t seed, bool selective);
 std::string to_text(const Program& program);
 /// Every program that is one step smaller, largest steps first.
 std::vector<Program> smaller(const Program& program);
