@@ -152,8 +152,8 @@ void KeptStretch::keep(std::shared_ptr<void> emptied,
     kept->values.push_back(
         selection.keep_value(value, impl_->number, kept->values.size(), *impl_->region));
     if (value.defined()) selection.note_saved(value);
-    for (at::Tensor& leaf : leaves_behind(value, impl_->start))
-      kept->leaves.push_back(std::move(leaf));
+    for (const at::Tensor& leaf : leaves_behind(value, impl_->start))
+      kept->leaves.emplace_back(leaf.getIntrusivePtr());
   });
   kept->emptied = std::move(emptied);
   kept->is_kept = true;

@@ -322,7 +322,8 @@ std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
                                           const std::vector<at::Tensor>& read) {
   std::vector<at::Tensor> values, sources = read;
   sources.insert(sources.end(), given_.begin(), given_.end());
-  sources.insert(sources.end(), stretch.leaves.begin(), stretch.leaves.end());
+  for (const WeakTensor& each : stretch.leaves)
+    if (auto leaf = each.lock()) sources.emplace_back(std::move(leaf));
   for (const StretchRecord::Value& each : stretch.values) {
     const at::Tensor value = restore(each.tensor);
     values.push_back(value.defined()

@@ -44,7 +44,7 @@ struct StretchRecord {
   std::shared_ptr<void> emptied;
   std::vector<Value> values;
   DrawSkips draws;
-  std::vector<at::Tensor> leaves;  ///< that gradients of the values lead to
+  std::vector<WeakTensor> leaves;  ///< that gradients of the values lead to
   bool is_kept = false;
 };
 
