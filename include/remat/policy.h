@@ -165,10 +165,12 @@ auto save_region(Fn&& fn, Args&&... args) {
                   "copy of it");
     detail::KeptStretch stretch(typeid(detail::Emptied<Result>));
     if (stretch.is_kept()) {
-      std::vector<at::Tensor> tensors = stretch.tensors([&](detail::TensorVisitor visitor) {
-        (detail::Tensors<std::decay_t<Args>>::visit(const_cast<std::decay_t<Args>&>(args), visitor),
-         ...);
-      });
+      std::vector<at::Tensor> tensors =
+          stretch.tensors([&]([[maybe_unused]] detail::TensorVisitor visitor) {
+            (detail::Tensors<std::decay_t<Args>>::visit(const_cast<std::decay_t<Args>&>(args),
+                                                        visitor),
+             ...);
+          });
       return static_cast<detail::Emptied<Result>*>(stretch.emptied())->filled(tensors);
     }
     Result result = detail::call(fn, std::forward<Args>(args)...);
