@@ -8,6 +8,8 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <mutex>
+#include <unordered_map>
 #include <utility>
 
 #include "lib/op_traits.h"
@@ -40,20 +42,43 @@ int strength(Answer answer) {
 
 Answer stronger(Answer a, Answer b) { return strength(a) >= strength(b) ? a : b; }
 
+/// All operators by their name without overload. There are thousands, and policies are often made
+/// where they are used, so they are listed once, and again when a name is not found: a library may
+/// have been loaded since.
+class OperatorIndex {
+ public:
+  std::vector<c10::OperatorHandle> named(const std::string& base) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = by_name_.find(base);
+    if (found == by_name_.end()) {
+      list_all();
+      found = by_name_.find(base);
+    }
+    return found == by_name_.end() ? std::vector<c10::OperatorHandle>() : found->second;
+  }
+
+ private:
+  void list_all() {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    by_name_.clear();
+    for (const c10::OperatorName& each : dispatcher.getAllOpNames())
+      if (const auto op = dispatcher.findSchema(each)) by_name_[each.name].push_back(*op);
+  }
+  std::mutex mutex_;
+  std::unordered_map<std::string, std::vector<c10::OperatorHandle>> by_name_;
+};
+
 /// The operators that a name means; see `save_ops`.
 std::vector<c10::OperatorHandle> operators_named(const std::string& name) {
-  auto& dispatcher = c10::Dispatcher::singleton();
+  static auto* const index = new OperatorIndex;  // leaked: handles outlive static destruction
   const std::size_t dot = name.find('.');
-  const std::string base = name.substr(0, dot);
-  const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
-  std::vector<c10::OperatorHandle> found;
-  for (const c10::OperatorName& each : dispatcher.getAllOpNames()) {
-    if (each.name != base) continue;
-    if (dot != std::string::npos && each.overload_name != (overload == "default" ? "" : overload))
-      continue;
-    if (const auto op = dispatcher.findSchema(each)) found.push_back(*op);
-  }
-  return found;
+  std::vector<c10::OperatorHandle> ops = index->named(name.substr(0, dot));
+  if (dot == std::string::npos) return ops;
+  const std::string overload = name.substr(dot + 1);
+  std::erase_if(ops, [&](const c10::OperatorHandle& op) {
+    return op.operator_name().overload_name != (overload == "default" ? "" : overload);
+  });
+  return ops;
 }
 
 /// "mm" for "aten::nm": names that differ in little.
@@ -216,17 +241,21 @@ Policy offload_ops(std::vector<std::string> ops, SelectiveOptions options) {
 }
 
 Policy save_matmuls() {
-  std::vector<std::string> ops{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
-                               "aten::convolution"};
-  // Each device has attention of its own, and releases differ in what they have.
-  for (const char* name : {"aten::_scaled_dot_product_flash_attention_for_cpu",
-                           "aten::_scaled_dot_product_flash_attention",
-                           "aten::_scaled_dot_product_efficient_attention",
-                           "aten::_scaled_dot_product_cudnn_attention",
-                           "aten::_scaled_dot_product_fused_attention_overrideable",
-                           "aten::_flash_attention_forward", "aten::_efficient_attention_forward"})
-    if (!operators_named(name).empty()) ops.emplace_back(name);
-  return save_ops(std::move(ops));
+  static const Policy policy = [] {
+    std::vector<std::string> ops{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
+                                 "aten::convolution"};
+    // Each device has attention of its own, and releases differ in what they have.
+    for (const char* name :
+         {"aten::_scaled_dot_product_flash_attention_for_cpu",
+          "aten::_scaled_dot_product_flash_attention",
+          "aten::_scaled_dot_product_efficient_attention",
+          "aten::_scaled_dot_product_cudnn_attention",
+          "aten::_scaled_dot_product_fused_attention_overrideable",
+          "aten::_flash_attention_forward", "aten::_efficient_attention_forward"})
+      if (!operators_named(name).empty()) ops.emplace_back(name);
+    return save_ops(std::move(ops));
+  }();
+  return policy;
 }
 
 Policy save_names(std::vector<std::string> names) {

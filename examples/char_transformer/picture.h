@@ -139,18 +139,21 @@ class Picture {
                 "text-anchor=\"end\" fill=\"#b00\"");
   }
 
+  // Three to a row.
   std::string legend() const {
     std::string svg;
-    double left = kLeft;
-    for (const Curve& curve : curves_) {
+    for (size_t i = 0; i < curves_.size(); ++i) {
+      const Curve& curve = curves_[i];
+      const double left = kLeft + 285.0 * static_cast<double>(i % 3);
+      const double top = 42 + 20.0 * static_cast<double>(i / 3);
       const auto peak =
           std::max_element(curve.samples.begin(), curve.samples.end(),
                            [](const Sample& a, const Sample& b) { return a.bytes < b.bytes; });
-      svg +=
-          format("<rect x=\"%g\" y=\"46\" width=\"22\" height=\"12\" fill-opacity=\"0.3\" ", left) +
-          "fill=\"" + curve.color + "\" stroke=\"" + curve.color + "\"/>\n";
-      svg += text(left + 29, 57, curve.name + format(", peak %.1f MB", megabytes(peak->bytes)), "");
-      left += 285;
+      svg += format("<rect x=\"%g\" y=\"%g\" width=\"22\" height=\"12\" fill-opacity=\"0.3\" ",
+                    left, top) +
+             "fill=\"" + curve.color + "\" stroke=\"" + curve.color + "\"/>\n";
+      svg += text(left + 29, top + 11,
+                  curve.name + format(", peak %.1f MB", megabytes(peak->bytes)), "");
     }
     return svg;
   }
