@@ -162,6 +162,11 @@ void Frame::keep(const at::Generator& generator) {
   DeviceRng::add(device_rng_, generator);
 }
 
+void Frame::keep(const std::shared_ptr<HeldState>& held_state) {
+  if (!user_state_) user_state_ = std::make_unique<UserState>();
+  user_state_->keep(held_state);
+}
+
 int64_t Frame::add_slot(const at::Tensor& saved) {
   const at::Tensor* const origin = input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;

@@ -103,6 +103,7 @@ class Frame final : public SlotOwner {
   /// A guard of state.h was opened inside the region, on the forward's thread.
   void keep(const std::shared_ptr<StateProvider>& provider, const std::any& state);
   void keep(const at::Generator& generator);
+  void keep(const std::shared_ptr<HeldState>& held_state);
   /// Null if no guard of state.h was around or in the region.
   const UserState* user_state() const { return user_state_.get(); }
   detail::RegionBody& body() const { return *body_; }

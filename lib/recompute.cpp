@@ -67,6 +67,7 @@ class RecomputeScope final : public detail::Scope {
   void add_to(UserRegistrations& all) const override {
     const UserRegistrations& kept = frame_->user_state()->registered();
     for (const auto& provider : kept.providers) all.add(provider);
+    for (const auto& held : kept.held) all.add(held);
     for (const at::Generator& generator : kept.generators) all.add(generator);
     all.observers.insert(all.observers.end(), kept.observers.begin(), kept.observers.end());
   }

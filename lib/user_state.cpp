@@ -45,6 +45,21 @@ class GeneratorScope final : public detail::Scope {
   const at::Generator generator_;
 };
 
+class RegistrationsScope final : public detail::Scope {
+ public:
+  explicit RegistrationsScope(UserRegistrations registrations)
+      : registrations_(std::move(registrations)) {
+    answers(Ability::State);
+  }
+  void add_to(UserRegistrations& all) const override {
+    for (const auto& provider : registrations_.providers) all.add(provider);
+    for (const auto& held : registrations_.held) all.add(held);
+  }
+
+ private:
+  const UserRegistrations registrations_;
+};
+
 class ObserverScope final : public detail::Scope {
  public:
   explicit ObserverScope(RecomputeObserver observer)
@@ -136,16 +151,30 @@ void tell_regions_around(const Keep& keep) {
 
 }  // namespace
 
+std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations) {
+  return std::make_shared<RegistrationsScope>(std::move(registrations));
+}
+
+void tell_regions_around(const UserRegistrations& registrations) {
+  tell_regions_around([&](const std::vector<Frame*>& frames) {
+    for (const auto& provider : registrations.providers) {
+      std::any state;
+      {
+        const OutsideOfRegions outside;
+        state = provider->capture();
+      }
+      for (Frame* frame : frames) frame->keep(provider, state);
+    }
+    for (const auto& held : registrations.held)
+      for (Frame* frame : frames) frame->keep(held);
+  });
+}
+
 StateProviderGuard::StateProviderGuard(std::shared_ptr<StateProvider> provider)
     : ScopeGuard(provider_scope(provider)) {
-  tell_regions_around([&](const std::vector<Frame*>& frames) {
-    std::any state;
-    {
-      const OutsideOfRegions outside;
-      state = provider->capture();
-    }
-    for (Frame* frame : frames) frame->keep(provider, state);
-  });
+  UserRegistrations registrations;
+  registrations.add(provider);
+  tell_regions_around(registrations);
 }
 
 GeneratorGuard::GeneratorGuard(at::Generator generator) : ScopeGuard(generator_scope(generator)) {
@@ -160,6 +189,12 @@ RecomputeObserverGuard::RecomputeObserverGuard(RecomputeObserver observer)
 void UserRegistrations::add(const std::shared_ptr<StateProvider>& provider) {
   if (std::find(providers.begin(), providers.end(), provider) == providers.end())
     providers.push_back(provider);
+}
+
+void UserRegistrations::add(const std::shared_ptr<HeldState>& held_state) {
+  for (const auto& known : held)
+    if (known->subject() == held_state->subject()) return;
+  held.push_back(held_state);
 }
 
 void UserRegistrations::add(const at::Generator& generator) {
@@ -178,6 +213,7 @@ std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
 
 UserState::UserState(const UserRegistrations& registered, bool preserves_rng) {
   registered_.observers = registered.observers;
+  registered_.held = registered.held;
   for (const auto& provider : registered.providers) {
     const OutsideOfRegions outside;
     keep(provider, provider->capture());
@@ -249,6 +285,11 @@ UserRestore::UserRestore(const UserState* state) : state_(state) {
     if (has_failed_) return;
     turns_.push_back(provider);
   }
+  for (const auto& held : state_->registered().held) {
+    held_.push_back(held->hold());
+    has_failed_ = held_.back() == nullptr;
+    if (has_failed_) return;
+  }
   try {
     const OutsideOfRegions outside;
     for (std::size_t i = 0; i < providers.size(); ++i) {
@@ -287,6 +328,7 @@ void UserRestore::undo(bool may_throw) {
 }
 
 void UserRestore::give_turns_back() noexcept {
+  while (!held_.empty()) held_.pop_back();
   for (const StateProvider* provider : turns_) turns().give_back(provider);
   turns_.clear();
 }

@@ -6,23 +6,31 @@
 #include <string>
 #include <vector>
 
+#include "lib/module_state.h"
 #include "remat/state.h"
 
 namespace remat {
 
 class DrawLog;
 
-/// Outermost first; providers and generators once each.
+/// Outermost first; providers and generators once each, held states once a subject.
 struct UserRegistrations {
   std::vector<std::shared_ptr<StateProvider>> providers;
+  std::vector<std::shared_ptr<HeldState>> held;
   std::vector<at::Generator> generators;
   std::vector<std::shared_ptr<const RecomputeObserver>> observers;
 
   void add(const std::shared_ptr<StateProvider>& provider);
   void add(const at::Generator& generator);
+  void add(const std::shared_ptr<HeldState>& held_state);
   /// Of the guards and recomputes around this point; null if there are none. Cheap then.
   static std::shared_ptr<const UserRegistrations> around();
 };
+
+/// A scope that registers providers and held states; `tell_regions_around` gives the same to the regions
+/// that are open already, as these things are now.
+std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations);
+void tell_regions_around(const UserRegistrations& registrations);
 
 /// A region's own: what was registered around it, and the providers' state when it began. Guards that
 /// are opened inside the region add to it: what they guard is as it was then.
@@ -34,6 +42,7 @@ class UserState {
   ~UserState();
   void keep(const std::shared_ptr<StateProvider>& provider, const std::any& state);
   void keep(const at::Generator& generator);
+  void keep(const std::shared_ptr<HeldState>& held_state) { registered_.add(held_state); }
   const UserRegistrations& registered() const { return registered_; }
   /// The logs of registered CPU generators.
   const std::vector<std::unique_ptr<DrawLog>>& draw_logs() const { return draw_logs_; }
@@ -71,7 +80,7 @@ class UserRestore {
   UserRestore(const UserRestore&) = delete;
   UserRestore& operator=(const UserRestore&) = delete;
   void put_back();
-  /// Another thread's recompute did not give a provider free in time: nothing was restored.
+  /// Another thread's recompute did not give something free in time: nothing was restored.
   bool has_failed() const { return has_failed_; }
 
  private:
@@ -80,6 +89,7 @@ class UserRestore {
   const UserState* const state_;
   std::vector<std::any> before_;
   std::vector<const StateProvider*> turns_;  // taken
+  std::vector<std::shared_ptr<void>> held_;
   bool has_failed_ = false;
 };
 

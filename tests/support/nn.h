@@ -3,6 +3,8 @@
 
 #include <torch/nn.h>
 
+#include "remat/module.h"
+#include "remat/sequential.h"
 #include "tests/support/support.h"
 
 namespace remat::testing {

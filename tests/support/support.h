@@ -48,7 +48,17 @@
 #include <utility>
 #include <vector>
 
-#include "remat/remat.h"
+// All but module.h and sequential.h, which include torch::nn: those come with nn.h.
+#include "remat/checkpoint.h"
+#include "remat/error.h"
+#include "remat/hooks.h"
+#include "remat/memory.h"
+#include "remat/options.h"
+#include "remat/policy.h"
+#include "remat/report.h"
+#include "remat/scope.h"
+#include "remat/state.h"
+#include "remat/version.h"
 
 namespace remat::testing {
 

@@ -1,0 +1,278 @@
+#pragma once
+// Modules that run as regions: the module itself, with the same children, names and call.
+
+#include <torch/nn/cloneable.h>
+#include <torch/nn/pimpl.h>
+
+#include <atomic>
+#include <concepts>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <typeinfo>
+#include <utility>
+
+#include "remat/checkpoint.h"
+#include "remat/scope.h"
+
+namespace remat {
+
+/// What happens to a module's buffers (running statistics, estimates) that its forward writes.
+enum class BufferPolicy {
+  /// A recompute sees them as forward saw them, and puts them back: after any number of steps they
+  /// equal those of the module without regions. One copy of what a forward changes stays with its graph.
+  Restore,
+  /// A module that contains a BatchNorm runs without a region, and says so once.
+  SkipBatchNorm,
+  /// A recompute writes them once more.
+  Ignore
+};
+
+struct ModuleOptions {
+  CheckpointOptions checkpoint{};
+  /// A module in eval mode runs plainly.
+  bool training_only = true;
+  bool enabled = true;
+  /// For `set_checkpoint_level`; 0: never a region, unless `set_checkpointing` asks for it.
+  int64_t level = 1;
+  BufferPolicy buffers = BufferPolicy::Restore;
+};
+
+struct UserRegistrations;  // lib/user_state.h
+
+namespace detail {
+
+/// What a checkpointed module has beyond what it wraps: its options, and the switch. All calls are
+/// safe beside a forward on another thread, which sees the switch as it was or as it is then.
+class REMAT_API ModuleRegion {
+ public:
+  ModuleRegion(torch::nn::Module& owner, const std::type_info& type, ModuleOptions options);
+  ModuleRegion(torch::nn::Module& owner, const std::type_info& type, const ModuleRegion& other);
+  ~ModuleRegion();
+  ModuleRegion(const ModuleRegion&) = delete;
+  ModuleRegion& operator=(const ModuleRegion& other);
+
+  /// Whether a call now is a region; warns once if a BatchNorm is why it is not.
+  bool is_wanted();
+  bool is_enabled() const { return enabled_; }
+  void enable(bool enabled) { enabled_ = enabled; }
+  void set_training_level(int64_t level);
+  const CheckpointOptions& checkpoint_options() const { return options_->checkpoint; }
+  /// The module, which its regions keep alive; throws if no shared pointer owns it.
+  std::shared_ptr<torch::nn::Module> owner() const;
+  /// This object's module was made by clone(); see Note [Options of a cloned child].
+  void was_cloned();
+
+ private:
+  friend class ModuleStateGuard;
+  bool contains_batch_norm() const;
+  void adopt(const ModuleRegion& other);
+
+  torch::nn::Module* const owner_;
+  const std::type_info& type_;
+  std::shared_ptr<const ModuleOptions> options_;
+  std::atomic<bool> enabled_;
+  std::atomic<bool> has_warned_{false};
+  bool was_cloned_ = false;
+};
+
+/// While alive, regions that begin here, and those around, see the module's training flags in their
+/// recomputes as they are now, and its buffers, if its policy says so.
+class REMAT_API ModuleStateGuard : ScopeGuard {
+ public:
+  explicit ModuleStateGuard(const ModuleRegion& region);
+
+ private:
+  explicit ModuleStateGuard(const UserRegistrations& registrations);
+};
+
+/// How `set_checkpointing` finds checkpointed modules.
+class REMAT_API HasModuleRegion {
+ public:
+  virtual ~HasModuleRegion();
+
+ private:
+  friend REMAT_API ModuleRegion* region_of(torch::nn::Module& module);
+  virtual ModuleRegion& remat_region() = 0;
+};
+
+template <class Function>
+struct ForwardSignature;
+template <class C, class R, class... A>
+struct ForwardSignature<R (C::*)(A...)> {
+  static constexpr bool is_const = false, is_noexcept = false;
+};
+template <class C, class R, class... A>
+struct ForwardSignature<R (C::*)(A...) noexcept> {
+  static constexpr bool is_const = false, is_noexcept = true;
+};
+template <class C, class R, class... A>
+struct ForwardSignature<R (C::*)(A...) const> {
+  static constexpr bool is_const = true, is_noexcept = false;
+};
+template <class C, class R, class... A>
+struct ForwardSignature<R (C::*)(A...) const noexcept> {
+  static constexpr bool is_const = true, is_noexcept = true;
+};
+
+/// Throws: `Impl::clone` made something else than an `Impl`.
+[[noreturn]] REMAT_API void refuse_sliced_clone(const std::type_info& wanted);
+
+/// A module of type `Impl` whose calls are regions. `Derived` adds `forward`.
+template <class Impl>
+class CheckpointedModule : public Impl, public HasModuleRegion {
+  static_assert(std::is_base_of_v<torch::nn::Module, Impl>,
+                "remat::Checkpointed takes the Impl type of a module: Checkpointed<LinearImpl>");
+
+ public:
+  explicit CheckpointedModule(const std::type_info& type, ModuleOptions options)
+      : Impl(), remat_region_(*this, type, std::move(options)) {}
+  template <class... Args>
+  CheckpointedModule(const std::type_info& type, ModuleOptions options, Args&&... args)
+      : Impl(std::forward<Args>(args)...), remat_region_(*this, type, std::move(options)) {}
+  CheckpointedModule(const std::type_info& type, const Impl& impl, const ModuleRegion& region)
+      : Impl(impl), remat_region_(*this, type, region) {}
+
+  /// Turns the region on or off. Graphs that exist keep what they have.
+  void set_checkpointing(bool enabled) { remat_region_.enable(enabled); }
+  /// Whether calls are regions, where grad mode, training mode and guards allow it.
+  bool checkpointing() const { return remat_region_.is_enabled(); }
+
+  /// Calls `Impl::forward` as a region, with any arguments that it accepts (default ones too).
+  template <class... Args>
+  auto run_checkpointed(Args&&... args) {
+    using Result = std::decay_t<decltype(this->Impl::forward(std::forward<Args>(args)...))>;
+    if (!remat_region_.is_wanted())
+      return static_cast<Result>(Impl::forward(std::forward<Args>(args)...));
+    const ModuleStateGuard state(remat_region_);
+    auto forward =
+        [self = std::shared_ptr<Impl>(remat_region_.owner(), this)](auto&&... a) noexcept(
+            ForwardSignature<decltype(&Impl::forward)>::is_noexcept) -> Result {
+      return self->Impl::forward(std::forward<decltype(a)>(a)...);
+    };
+    return run_region(remat_region_.checkpoint_options(), std::move(forward),
+                      std::forward<Args>(args)...);
+  }
+
+ protected:
+  ModuleRegion remat_region_;
+
+ private:
+  ModuleRegion& remat_region() override { return remat_region_; }
+};
+
+/// `forward` with the signature of `Impl::forward`, as `torch::nn::AnyModule` wants it.
+template <class Impl, class Function = decltype(&Impl::forward)>
+class CheckpointedForward;
+
+template <class Impl, class C, class R, class... A>
+class CheckpointedForward<Impl, R (C::*)(A...)> : public CheckpointedModule<Impl> {
+ public:
+  using CheckpointedModule<Impl>::CheckpointedModule;
+  R forward(A... args) { return this->run_checkpointed(std::forward<A>(args)...); }
+};
+template <class Impl, class C, class R, class... A>
+class CheckpointedForward<Impl, R (C::*)(A...) noexcept>
+    : public CheckpointedForward<Impl, R (C::*)(A...)> {
+ public:
+  using CheckpointedForward<Impl, R (C::*)(A...)>::CheckpointedForward;
+};
+// A const forward becomes one that is not: LibTorch's AnyModule takes no const ones either.
+template <class Impl, class C, class R, class... A>
+class CheckpointedForward<Impl, R (C::*)(A...) const>
+    : public CheckpointedForward<Impl, R (C::*)(A...)> {
+ public:
+  using CheckpointedForward<Impl, R (C::*)(A...)>::CheckpointedForward;
+};
+template <class Impl, class C, class R, class... A>
+class CheckpointedForward<Impl, R (C::*)(A...) const noexcept>
+    : public CheckpointedForward<Impl, R (C::*)(A...)> {
+ public:
+  using CheckpointedForward<Impl, R (C::*)(A...)>::CheckpointedForward;
+};
+
+}  // namespace detail
+
+/// An `Impl` whose forward is a region. It is an `Impl`: same children, same parameter and buffer
+/// names, same archives, same `forward` signature (one, not a template).
+template <class Impl>
+class CheckpointedImpl : public detail::CheckpointedForward<Impl> {
+  using Base = detail::CheckpointedForward<Impl>;
+
+ public:
+  CheckpointedImpl()
+    requires std::default_initializable<Impl>
+      : Base(typeid(CheckpointedImpl), ModuleOptions{}) {}
+  /// Options, then the arguments of `Impl`'s constructor.
+  template <class... Args>
+  explicit CheckpointedImpl(ModuleOptions options, Args&&... args)
+      : Base(typeid(CheckpointedImpl), std::move(options), std::forward<Args>(args)...) {}
+  template <class First, class... Rest>
+    requires(!std::derived_from<std::remove_cvref_t<First>, CheckpointedImpl> &&
+             !std::same_as<std::remove_cvref_t<First>, ModuleOptions>)
+  explicit CheckpointedImpl(First&& first, Rest&&... rest)
+      : Base(typeid(CheckpointedImpl), ModuleOptions{}, std::forward<First>(first),
+             std::forward<Rest>(rest)...) {}
+  CheckpointedImpl(const CheckpointedImpl& other)
+      : Base(typeid(CheckpointedImpl), static_cast<const Impl&>(other), other.remat_region_) {}
+  CheckpointedImpl& operator=(const CheckpointedImpl&) = default;
+
+  /// A checkpointed module with the same options and switch, as `Impl::clone` copies the rest.
+  std::shared_ptr<torch::nn::Module> clone(
+      const std::optional<at::Device>& device = std::nullopt) const override {
+    std::shared_ptr<torch::nn::Module> plain = Impl::clone(device);
+    if constexpr (std::copy_constructible<Impl>) {
+      const auto* impl = dynamic_cast<const Impl*>(plain.get());
+      if (impl == nullptr) detail::refuse_sliced_clone(typeid(Impl));
+      auto copy =
+          std::shared_ptr<CheckpointedImpl>(new CheckpointedImpl(*impl, this->remat_region_));
+      copy->remat_region_.was_cloned();
+      return copy;
+    } else {
+      detail::refuse_sliced_clone(typeid(Impl));
+    }
+  }
+
+ private:
+  CheckpointedImpl(const Impl& impl, const detail::ModuleRegion& region)
+      : Base(typeid(CheckpointedImpl), impl, region) {}
+};
+
+/// The holder, as `TORCH_MODULE` makes one:
+///     remat::Checkpointed<BlockImpl> block(remat::ModuleOptions{.level = 2}, 512, 8);
+/// (arguments of `BlockImpl`'s constructor after the options, which may be left out). Works inside
+/// `torch::nn::Sequential` and `AnyModule`, clones, saves and loads as the plain module does.
+///
+/// A call runs `Impl::forward` as a region (`checkpoint()` says what stays in memory). It runs
+/// plainly when switched off, without grad mode, under a `DisableCheckpointGuard`, and in eval mode
+/// unless `training_only` is false. A recompute sees the training flags of the module and of all its
+/// children as forward saw them, and `BufferPolicy` says what it does to buffers. The graph keeps the
+/// module alive: a module that stores its own output makes a cycle.
+/// `Impl::forward` is not virtual as a rule: a call through a plain `Impl&` or `shared_ptr<Impl>` is then not
+/// checkpointed.
+/// Threads: any. Recomputes in several threads that restore the same buffers take turns; a forward
+/// that writes them beside such a recompute may lose what it wrote.
+/// Throws: what `checkpoint()` throws; `c10::ValueError` if no shared pointer owns the module.
+/// Sources: fairscale's `checkpoint_wrapper`, MONAI's U-Net, the levels of vision_architectures.
+/// Example: examples/unet.cpp.
+template <class ImplType>
+class Checkpointed : public torch::nn::ModuleHolder<CheckpointedImpl<ImplType>> {
+ public:
+  using Impl = CheckpointedImpl<ImplType>;
+  using torch::nn::ModuleHolder<Impl>::ModuleHolder;
+
+  /// Accepts calls that rely on default arguments of `ImplType::forward` too.
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return this->get()->run_checkpointed(std::forward<Args>(args)...);
+  }
+};
+
+/// Switches every `Checkpointed` in a tree of modules, `root` among them.
+REMAT_API void set_checkpointing(torch::nn::Module& root, bool enabled);
+
+/// The same by level: on if `training_level >= level` and `level > 0`. Common levels: 0 none, 1 layers,
+/// 2 residual, attention and MLP blocks, 3 transformer layers, 4 stages, 5 encoders.
+REMAT_API void set_checkpoint_level(torch::nn::Module& root, int64_t training_level);
+
+}  // namespace remat

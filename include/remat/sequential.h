@@ -1,0 +1,40 @@
+#pragma once
+// A chain of stages in checkpointed segments.
+
+#include <torch/nn/modules/container/sequential.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "remat/checkpoint.h"
+
+namespace remat {
+
+/// How a chain is cut into segments.
+enum class Split {
+  Torch,    ///< as upstream: equal segments of floor(stages / segments), the last takes the rest
+  Balanced  ///< lengths that differ by at most one, longer ones first
+};
+
+struct SequentialOptions {
+  /// Of every segment; a name gets the segment's number behind it.
+  CheckpointOptions checkpoint{};
+  Split split = Split::Torch;
+  /// The last segment runs plainly, as upstream: its tensors are needed at once in backward.
+  bool checkpoint_last = false;
+};
+
+/// Runs the stages one after the other, each but the last segment as one region.
+/// Memory: the segments' inputs, and what the last segment saves. Stages are copied into the regions.
+/// Throws `c10::ValueError` for less than one segment, more segments than stages, an empty stage, or
+/// one whose result is not a tensor; else what `checkpoint()` throws.
+/// Source: `torch.utils.checkpoint.checkpoint_sequential`.
+REMAT_API at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segments,
+                                           at::Tensor input, const SequentialOptions& options = {});
+
+/// The same for the modules of a `Sequential`, which the graph keeps alive. A BatchNorm in a segment
+/// updates its statistics once more in the recompute: make it a `Checkpointed`, which does not.
+REMAT_API at::Tensor checkpoint_sequential(torch::nn::Sequential stages, int64_t segments,
+                                           at::Tensor input, const SequentialOptions& options = {});
+
+}  // namespace remat

@@ -1,0 +1,33 @@
+#pragma once
+// A module's training flags and buffers, as a region registers them for its recomputes.
+
+#include <memory>
+#include <vector>
+
+#include "remat/state.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace remat {
+
+/// Something that is one way while recomputes run and goes back when the last of them has ended.
+/// Unlike the state of a provider, recomputes that want it the same way share it.
+class HeldState {
+ public:
+  virtual ~HeldState();
+  /// Of two with one subject only the first is kept: that is how it was when the region began.
+  virtual const void* subject() const = 0;
+  /// Null: others hold it another way for so long that it seems they never end.
+  virtual std::shared_ptr<void> hold() = 0;
+};
+
+/// The flags as they are now, of a module and all below it.
+std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root);
+
+/// A provider for each buffer of a module and of all below it; for one buffer it is the same object, whoever
+/// asks, so regions that share buffers keep each once.
+std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root);
+
+}  // namespace remat

@@ -1,0 +1,82 @@
+// Bodies of sequential.h.
+
+#include "remat/sequential.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/Type.h>
+
+#include <utility>
+
+namespace remat {
+
+namespace {
+
+std::vector<int64_t> segment_lengths(int64_t num_stages, int64_t segments, Split split) {
+  std::vector<int64_t> lengths(static_cast<std::size_t>(segments), num_stages / segments);
+  const int64_t rest = num_stages % segments;
+  if (split == Split::Torch)
+    lengths.back() += rest;
+  else
+    for (int64_t i = 0; i < rest; ++i) ++lengths[static_cast<std::size_t>(i)];
+  return lengths;
+}
+
+}  // namespace
+
+at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segments,
+                                 at::Tensor input, const SequentialOptions& options) {
+  const auto num_stages = static_cast<int64_t>(stages.size());
+  TORCH_CHECK_VALUE(segments >= 1 && segments <= num_stages,
+                    "remat::checkpoint_sequential: ", num_stages, " stages were to be cut into ",
+                    segments, " segments. Do: ask for 1 to ", num_stages, " segments.");
+  for (int64_t i = 0; i < num_stages; ++i)
+    TORCH_CHECK_VALUE(stages[static_cast<std::size_t>(i)] != nullptr,
+                      "remat::checkpoint_sequential: stage ", i,
+                      " (counted from 0) was empty. Do: give it a function.");
+
+  const std::vector<int64_t> lengths = segment_lengths(num_stages, segments, options.split);
+  CheckpointOptions checkpoint_options = options.checkpoint;
+  auto next = stages.begin();
+  for (int64_t i = 0; i < segments; ++i) {
+    const auto end = next + lengths[static_cast<std::size_t>(i)];
+    const bool is_plain = i == segments - 1 && !options.checkpoint_last;
+    const auto run = [](const std::vector<Stage>& segment, at::Tensor x) {
+      for (const Stage& stage : segment) x = stage(std::move(x));
+      return x;
+    };
+    std::vector<Stage> segment(next, end);
+    next = end;
+    if (is_plain) {
+      input = run(segment, std::move(input));
+      continue;
+    }
+    if (!options.checkpoint.name.empty())
+      checkpoint_options.name = options.checkpoint.name + " " + std::to_string(i);
+    input = checkpoint(
+        checkpoint_options,
+        [run, segment = std::move(segment)](at::Tensor x) { return run(segment, std::move(x)); },
+        std::move(input));
+  }
+  return input;
+}
+
+at::Tensor checkpoint_sequential(torch::nn::Sequential stages, int64_t segments, at::Tensor input,
+                                 const SequentialOptions& options) {
+  std::vector<Stage> functions;
+  int64_t position = 0;
+  for (torch::nn::AnyModule& module : *stages) {
+    functions.emplace_back([module, position](at::Tensor x) mutable -> at::Tensor {
+      torch::nn::AnyValue result = module.any_forward(std::move(x));
+      const at::Tensor* const tensor = result.try_get<at::Tensor>();
+      TORCH_CHECK_VALUE(tensor != nullptr, "remat::checkpoint_sequential: stage ", position,
+                        " (counted from 0, ", c10::demangle(module.type_info().name()),
+                        ") returned a ", c10::demangle(result.type_info().name()),
+                        " and no tensor. Do: wrap it in a module or function that returns one.");
+      return *tensor;
+    });
+    ++position;
+  }
+  return checkpoint_sequential(functions, segments, std::move(input), options);
+}
+
+}  // namespace remat
