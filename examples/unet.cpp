@@ -32,7 +32,7 @@ namespace {
 constexpr const char* kUsage =
     "usage: unet [--norm instance|batch] [--steps N] [--small] [--photo FILE] [--out DIR]\n"
     "  --norm KIND   the normalisation in each block (default: batch)\n"
-    "  --steps N     training steps of each setting (default: 60)\n"
+    "  --steps N     training steps of each setting (default: 120)\n"
     "  --small       a tiny net and few steps: a few seconds, to see that everything works\n"
     "  --photo FILE  a binary PPM file (default: " REMAT_EXAMPLE_PHOTO
     ")\n"
@@ -45,7 +45,7 @@ struct UsageError : std::runtime_error {
 struct Options {
   unet::Norm norm = unet::Norm::Batch;
   std::vector<int64_t> channels{3, 16, 32, 64};
-  int64_t steps = 60, batch_size = 4, crop = 64;
+  int64_t steps = 120, batch_size = 4, crop = 64;
   std::string photo = REMAT_EXAMPLE_PHOTO, out = ".";
   bool help = false;
 };
@@ -70,7 +70,7 @@ Options parse(int argc, char** argv) {
         throw UsageError("--steps needs a number from 1 to 1000000, got '" + text + "'");
     } else if (name == "--small") {
       options.channels = {3, 4, 8, 8};
-      options.steps = 4;
+      options.steps = 10;
       options.batch_size = 2;
       options.crop = 32;
     } else if (name == "--photo") {
