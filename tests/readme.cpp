@@ -57,6 +57,19 @@ TEST_CASE("the README's policies", "[readme]") {
   CHECK(bit_equal(grad, grad_of(block(block(block(x))), {x})[0]));
 }
 
+TEST_CASE("README: modules and chains run as regions", "[readme]") {
+  const at::Tensor x = leaf({2, 8});
+  const Counted done;
+  remat::Checkpointed<torch::nn::LinearImpl> layer(remat::ModuleOptions{.level = 1}, 8, 8);
+  torch::nn::Sequential net(layer, torch::nn::Tanh(), torch::nn::Linear(8, 8));
+  const at::Tensor y = net->forward(x);   // the first layer is a region
+  remat::set_checkpointing(*net, false);  // all plain
+  remat::set_checkpoint_level(*net, 2);   // regions: those of level 1 and 2
+  const at::Tensor z = remat::checkpoint_sequential(net, 2, x, {.split = remat::Split::Balanced});
+  CHECK(done.now().frames_created == 3);
+  CHECK(bit_equal(y, z));
+}
+
 TEST_CASE("README: every form of the call gives the same result", "[readme]") {
   torch::nn::Linear linear(4, 4);
   const at::Tensor x = leaf({2, 4});
