@@ -95,7 +95,9 @@ void Scope::open() {
 }
 
 void Scope::close() {
-  if (!open_.exchange(false, std::memory_order_acq_rel)) return;
+  // Only its owner closes it, so looking first and then writing is enough.
+  if (!is_open()) return;
+  open_.store(false, std::memory_order_release);
   if (has(Ability::Hooks)) num_hook_scopes.fetch_sub(1, std::memory_order_relaxed);
   on_close();
 }

@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "lib/hook_stack.h"
 #include "lib/module_access.h"
 #include "lib/module_state.h"
 #include "lib/user_state.h"
@@ -172,6 +173,10 @@ bool ModuleRegion::is_wanted() {
   return false;
 }
 
+bool ModuleRegion::is_watched() const {
+  return opens_frame() && innermost(Ability::Region) != nullptr;
+}
+
 bool ModuleRegion::contains_batch_norm() const {
   bool found = false;
   owner_->apply(std::function<void(torch::nn::Module&)>(
@@ -188,7 +193,7 @@ namespace {
 UserRegistrations registrations_of(torch::nn::Module& module, BufferPolicy buffers) {
   UserRegistrations all;
   all.add(training_flags_of(module));
-  if (buffers == BufferPolicy::Restore) all.providers = buffers_of(module);
+  if (buffers != BufferPolicy::Ignore) all.providers = buffers_of(module);
   return all;
 }
 

@@ -73,6 +73,21 @@ struct OuterImpl : nn::Cloneable<OuterImpl> {
   nn::BatchNorm1d norm = nullptr;
 };
 
+/// Regions by call inside a checkpointed module.
+struct CallsImpl : nn::Cloneable<CallsImpl> {
+  CallsImpl() { reset(); }
+  void reset() override {
+    norms = register_module("norms", std::make_shared<NormsImpl>());
+    norm = register_module("norm", nn::BatchNorm1d(6));
+  }
+  Tensor forward(const Tensor& x) {
+    const Tensor y = checkpoint(norms, norm(x));
+    return norm(checkpoint(norms, y)).exp();
+  }
+  std::shared_ptr<NormsImpl> norms;
+  nn::BatchNorm1d norm = nullptr;
+};
+
 /// One way to run a net as regions beside its plain twin, which has the same parameters and buffers.
 struct Placement {
   const char* name;
@@ -109,6 +124,24 @@ std::vector<Placement> placements() {
        [=](nn::Module& m, const Tensor& x) {
          return checkpoint(
              [&m, plain_call](const Tensor& t) { return plain_call(m, plain_call(m, t)); }, x);
+       }},
+      {"switched off, inside a region",
+       [norms] {
+         const auto module = norms({})();
+         module->set_checkpointing(false);
+         return module;
+       },
+       [=](nn::Module& m, const Tensor& x) {
+         return checkpoint([&m, plain_call](const Tensor& t) { return plain_call(m, t).exp(); }, x);
+       }},
+      {"with products kept", norms({.policy = remat::save_ops({"aten::addmm", "aten::mm"})}),
+       plain_call},
+      {"around regions by call", [] { return std::make_shared<CheckpointedImpl<CallsImpl>>(); },
+       [](nn::Module& m, const Tensor& x) { return call<CheckpointedImpl<CallsImpl>>(m, x); }},
+      {"under a cache", norms({}),
+       [=](nn::Module& m, const Tensor& x) {
+         const remat::RecomputeCacheGuard cache;
+         return plain_call(m, x);
        }},
       {"a region in a region that shares its norm",
        [] { return std::make_shared<RegionOfOuter>(ModuleOptions{.level = 2}); },

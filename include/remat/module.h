@@ -54,6 +54,8 @@ class REMAT_API ModuleRegion {
 
   /// Whether a call now is a region; warns once if a BatchNorm is why it is not.
   bool is_wanted();
+  /// Whether it runs inside another region, whose recomputes need the module's state too.
+  bool is_watched() const;
   bool is_enabled() const { return enabled_; }
   void enable(bool enabled) { enabled_ = enabled; }
   void set_training_level(int64_t level);
@@ -96,25 +98,6 @@ class REMAT_API HasModuleRegion {
   virtual ModuleRegion& remat_region() = 0;
 };
 
-template <class Function>
-struct ForwardSignature;
-template <class C, class R, class... A>
-struct ForwardSignature<R (C::*)(A...)> {
-  static constexpr bool is_const = false, is_noexcept = false;
-};
-template <class C, class R, class... A>
-struct ForwardSignature<R (C::*)(A...) noexcept> {
-  static constexpr bool is_const = false, is_noexcept = true;
-};
-template <class C, class R, class... A>
-struct ForwardSignature<R (C::*)(A...) const> {
-  static constexpr bool is_const = true, is_noexcept = false;
-};
-template <class C, class R, class... A>
-struct ForwardSignature<R (C::*)(A...) const noexcept> {
-  static constexpr bool is_const = true, is_noexcept = true;
-};
-
 /// Throws: `Impl::clone` made something else than an `Impl`.
 [[noreturn]] REMAT_API void refuse_sliced_clone(const std::type_info& wanted);
 
@@ -123,6 +106,8 @@ template <class Impl>
 class CheckpointedModule : public Impl, public HasModuleRegion {
   static_assert(std::is_base_of_v<torch::nn::Module, Impl>,
                 "remat::Checkpointed takes the Impl type of a module: Checkpointed<LinearImpl>");
+  static_assert(!std::is_base_of_v<HasModuleRegion, Impl>,
+                "remat::Checkpointed: the module is a Checkpointed already");
 
  public:
   explicit CheckpointedModule(const std::type_info& type, ModuleOptions options)
@@ -141,13 +126,23 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
   /// Calls `Impl::forward` as a region, with any arguments that it accepts (default ones too).
   template <class... Args>
   auto run_checkpointed(Args&&... args) {
+    static_assert(
+        requires(Impl& impl, Args&&... a) {
+          impl.Impl::forward(Kept<Args>(std::forward<Args>(a))...);
+        },
+        "remat::Checkpointed: forward must accept copies of its arguments, as each recompute passes "
+        "them; it cannot take one by non-const reference");
     using Result = std::decay_t<decltype(this->Impl::forward(std::forward<Args>(args)...))>;
-    if (!remat_region_.is_wanted())
+    if (!remat_region_.is_wanted()) {
+      std::optional<ModuleStateGuard> state;
+      if (remat_region_.is_watched()) state.emplace(remat_region_);
       return static_cast<Result>(Impl::forward(std::forward<Args>(args)...));
+    }
     const ModuleStateGuard state(remat_region_);
-    auto forward =
-        [self = std::shared_ptr<Impl>(remat_region_.owner(), this)](auto&&... a) noexcept(
-            ForwardSignature<decltype(&Impl::forward)>::is_noexcept) -> Result {
+    constexpr bool is_noexcept =
+        noexcept(std::declval<Impl&>().Impl::forward(std::declval<Kept<Args>>()...));
+    auto forward = [self = std::shared_ptr<Impl>(remat_region_.owner(), this)](
+                       auto&&... a) noexcept(is_noexcept) -> Result {
       return self->Impl::forward(std::forward<decltype(a)>(a)...);
     };
     return run_region(remat_region_.checkpoint_options(), std::move(forward),
@@ -161,8 +156,17 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
   ModuleRegion& remat_region() override { return remat_region_; }
 };
 
+template <class Impl>
+constexpr auto forward_of() {
+  static_assert(
+      requires { &Impl::forward; },
+      "remat::Checkpointed takes modules with one forward, which is no template; derive a "
+      "module from this one and give it such a forward");
+  return &Impl::forward;
+}
+
 /// `forward` with the signature of `Impl::forward`, as `torch::nn::AnyModule` wants it.
-template <class Impl, class Function = decltype(&Impl::forward)>
+template <class Impl, class Function = decltype(forward_of<Impl>())>
 class CheckpointedForward;
 
 template <class Impl, class C, class R, class... A>
