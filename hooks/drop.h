@@ -3,6 +3,7 @@
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <optional>
 #include <utility>
 
 #include "hooks/slot.h"
@@ -19,7 +20,19 @@ class Drop final : public torch::autograd::SavedVariableHooks {
   Drop& operator=(const Drop&) = delete;
 
   void call_pack_hook(const at::Tensor& saved) override { position_ = owner_->add_slot(saved); }
-  at::Tensor call_unpack_hook() override { return owner_->read_slot(position_); }
+  at::Tensor call_unpack_hook() override {
+    if (Inspection* const inspection = Inspection::current())
+      return inspection->note(owner_->describe_slot(position_));
+    return owner_->read_slot(position_);
+  }
+  // Asked before a variable is unpacked for a list of what its node saved. No `override`: LibTorch 2.6
+  // lacks it.
+  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const {
+    TORCH_CHECK(Inspection::current() != nullptr,
+                "remat::checkpoint: compiled autograd cannot trace a region. Do: run backward without "
+                "it.");
+    return std::nullopt;
+  }
 
  private:
   c10::intrusive_ptr<SlotOwner> owner_;

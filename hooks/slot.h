@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "hooks/inspection.h"
+
 namespace remat {
 
 /// Gives out slots for the tensors that autograd saves and can produce their contents later.
@@ -18,6 +20,8 @@ class SlotOwner : public c10::intrusive_ptr_target {
   virtual at::Tensor read_slot(int64_t position) = 0;
   /// Nothing will read the slot again.
   virtual void drop_slot(int64_t position) noexcept = 0;
+  /// What was saved there; computes nothing.
+  virtual HeldInfo describe_slot(int64_t position) = 0;
 };
 
 /// Receives the tensors that autograd saves while a region is recomputed.

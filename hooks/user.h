@@ -5,8 +5,10 @@
 
 #include <exception>
 #include <memory>
+#include <optional>
 #include <utility>
 
+#include "hooks/inspection.h"
 #include "remat/hooks.h"
 
 namespace remat {
@@ -19,7 +21,13 @@ class UserHooks final : public torch::autograd::SavedVariableHooks {
     packed_ = pair_->pack(saved);
     pair_.reset();
   }
+  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const {
+    TORCH_CHECK(Inspection::current() != nullptr,
+                "remat::SavedTensorHooksGuard: compiled autograd supports Python's hooks only.");
+    return std::nullopt;
+  }
   at::Tensor call_unpack_hook() override {
+    if (Inspection* const inspection = Inspection::current()) return inspection->note({});
     try {
       return packed_->unpack();
     } catch (const std::exception&) {

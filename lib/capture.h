@@ -54,6 +54,12 @@ class StorageSet {
   /// In the order in which they were added; -1 if it was not.
   int64_t number_of(const c10::StorageImpl* storage) const;
   void clear();
+  /// Those that are alive.
+  template <class Visitor>
+  void visit(Visitor&& visitor) const {
+    for (const WeakStorage& each : storages_)
+      if (const auto storage = each.lock()) visitor(*storage);
+  }
 
  private:
   static constexpr std::size_t max_scanned = 8;

@@ -131,7 +131,9 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
 }
 
 ForwardRun::~ForwardRun() {
-  if (scope_ != nullptr) close();
+  if (scope_ == nullptr) return;
+  close();
+  frame_->tell_recorders_of_throw();
 }
 
 void ForwardRun::close() {

@@ -44,6 +44,10 @@ int64_t Description::numel() const {
   return has_sizes_ ? std::accumulate(words(), words() + dim_, int64_t{1}, std::multiplies<>()) : 0;
 }
 
+std::vector<int64_t> Description::sizes() const {
+  return has_sizes_ ? std::vector<int64_t>(words(), words() + dim_) : std::vector<int64_t>();
+}
+
 std::string Description::text() const {
   std::string text = c10::toString(dtype_);
   if (has_sizes_)

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace remat {
 
@@ -23,6 +24,11 @@ class Description {
 
   /// Number of elements; 0 where it is not known (nested tensors).
   int64_t numel() const;
+  /// [bytes] of the elements; 0 where their number is not known.
+  int64_t num_bytes() const { return is_undefined() ? 0 : numel() * static_cast<int64_t>(c10::elementSize(dtype_)); }
+  /// Empty where they are not known (nested tensors).
+  std::vector<int64_t> sizes() const;
+  c10::ScalarType dtype() const { return dtype_; }
   bool has_strides() const { return has_strides_; }
   bool is_undefined() const { return dtype_ == c10::ScalarType::Undefined; }
 

@@ -101,6 +101,8 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
     value.tensor = kept.new_zeros(kept.sizes());
     value.version = static_cast<uint32_t>(value.tensor._version());
   }
+  if (is_recording() && frame_.recorded() != nullptr)
+    recording::slot_event(EventKind::Fill, frame_, position, {});
   const bool is_new = !run_.has(position);
   bytes_ += run_.put(position, std::move(value));
   num_filled_ += 1;

@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "lib/backwards.h"
@@ -56,6 +57,7 @@ struct Frame::Remains {
   c10::SmallVector<std::shared_ptr<Run>, 1> runs;
   std::vector<std::pair<int64_t, at::Tensor>> pending;
   std::unique_ptr<UserState> user_state;
+  std::unique_ptr<RecordedFrame> recorded;
 };
 
 Frame::~Frame() { empty(); }
@@ -69,7 +71,7 @@ void Frame::empty() noexcept {
   if (waiting != nullptr) {
     waiting->push_back({std::move(selection_), std::move(extras_), std::move(body_),
                         std::move(inputs_), std::move(runs_), std::move(pending_),
-                        std::move(user_state_)});
+                        std::move(user_state_), std::move(recorded_)});
     return;
   }
   std::vector<Remains> queue;
@@ -81,6 +83,7 @@ void Frame::empty() noexcept {
   runs_.clear();
   pending_.clear();
   user_state_.reset();
+  recorded_.reset();
   while (!queue.empty()) {
     const Remains next = std::move(queue.back());
     queue.pop_back();
@@ -110,6 +113,7 @@ std::string Frame::contents_of(const at::Tensor& tensor) const {
 void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
   body_ = std::move(body);
   inputs_.save(*body_);
+  if (is_recording()) recorded_ = recording::region_begins(*this);
   snapshot_ = Snapshot::take();
   streams_ = CurrentStreams::here();
   auto registered = UserRegistrations::around();
@@ -170,6 +174,9 @@ void Frame::keep(const std::shared_ptr<HeldState>& held_state) {
 int64_t Frame::add_slot(const at::Tensor& saved) {
   const at::Tensor* const origin = input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  if (recorded_ != nullptr && is_recording())
+    recording::slot_event(EventKind::Pack, *this, static_cast<int64_t>(slots_.size()),
+                          Description(saved, false).text());
   Slot slot;
   slot.description = Description(saved, options_.determinism_check >= DeterminismCheck::Layout);
   slot.provenance = provenance_of(judged, start_, inputs_.storages());
@@ -232,6 +239,15 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
   if (device_rng_) device_rng_->settle();
   if (device_rng_ && device_rng_->is_empty()) device_rng_.reset();
 
+  recording::RegionSums recorded;
+  if (recorded_ != nullptr) recorded = sums(results);
+  settle(results, tail_elements);
+  if (recorded_ == nullptr) return;
+  if (selection_ != nullptr) selection_->add_to(recorded);
+  recording::region_ends(*this, *recorded_, recorded);
+}
+
+void Frame::settle(const StorageSet& results, int64_t tail_elements) {
   std::lock_guard<SpinLock> lock(mutex_);
   is_settled_ = true;
   count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
@@ -247,6 +263,32 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
     tail_elements = std::max(tail_elements, slot->description.numel());
   // Under a policy the end of a region is what the policy was told that it is.
   ends_small_ = tail_elements <= max_small_tail && selection_ == nullptr;
+}
+
+// Before the storages of what was dropped are forgotten. What an input or a parameter holds was not
+// dropped: it is there all the same.
+recording::RegionSums Frame::sums(const StorageSet& results) const {
+  recording::RegionSums all;
+  all.num_slots = static_cast<int64_t>(slots_.size());
+  std::map<const c10::StorageImpl*, int64_t> dropped;
+  for (const Slot& slot : slots_) {
+    const Provenance& provenance = slot.provenance;
+    const auto* const storage = provenance.storage._unsafe_get_target();
+    if (provenance.origin == Origin::Leaf && storage != nullptr && !provenance.storage.expired())
+      all.parameters.emplace_back(storage, static_cast<int64_t>(storage->nbytes()));
+    if (provenance.origin != Origin::Inside && provenance.origin != Origin::Outside) continue;
+    const bool is_captured = provenance.origin == Origin::Outside && storage != nullptr &&
+                             !provenance.storage.expired() && !results.contains(storage);
+    if (is_captured) continue;
+    int64_t& bytes = dropped[storage];
+    bytes = std::max(bytes, slot.description.num_bytes());
+  }
+  for (const auto& [storage, bytes] : dropped) all.dropped_bytes += bytes;
+  return all;
+}
+
+void Frame::tell_recorders_of_throw() const {
+  if (recorded_ != nullptr) recording::region_throws(*this, *recorded_);
 }
 
 void Frame::settle_provenance(const StorageSet& results) {
@@ -311,6 +353,16 @@ void Frame::drop_slot(int64_t position) noexcept {
   slots_[at_position(position)].is_alive = false;
   for (const auto& run : runs_)  // what is being filled is dropped when the task ends
     if (run->state == Run::State::Done && run->has(position)) dying.push_back(run->take(position));
+}
+
+HeldInfo Frame::describe_slot(int64_t position) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  const Description& description = slots_[at_position(position)].description;
+  return {.sizes = description.sizes(),
+          .dtype = description.dtype(),
+          .bytes = description.num_bytes(),
+          .region = name(),
+          .dropped = true};
 }
 
 void Frame::end_task(const TaskKey& task) noexcept {

@@ -37,6 +37,7 @@
 #include "lib/draws.h"
 #include "lib/inputs.h"
 #include "lib/op_log.h"
+#include "lib/recording.h"
 #include "lib/run.h"
 #include "lib/slot.h"
 #include "lib/snapshot.h"
@@ -82,6 +83,7 @@ class Frame final : public SlotOwner {
   int64_t add_slot(const at::Tensor& saved) override;
   at::Tensor read_slot(int64_t position) override;
   void drop_slot(int64_t position) noexcept override;
+  HeldInfo describe_slot(int64_t position) override;
   void end_task(const TaskKey& task) noexcept;
 
   int64_t id() const { return id_; }
@@ -106,6 +108,10 @@ class Frame final : public SlotOwner {
   void keep(const std::shared_ptr<HeldState>& held_state);
   /// Null if no guard of state.h was around or in the region.
   const UserState* user_state() const { return user_state_.get(); }
+  /// Null if no recorder was alive when the region began.
+  RecordedFrame* recorded() const { return recorded_.get(); }
+  /// The function threw; `settle` does the same where it has returned.
+  void tell_recorders_of_throw() const;
   detail::RegionBody& body() const { return *body_; }
   std::vector<at::Tensor> unpack_inputs() const { return inputs_.unpack(); }
   std::thread::id forward_thread() const { return forward_thread_; }
@@ -147,8 +153,10 @@ class Frame final : public SlotOwner {
   Value take_or_copy(Run& run, int64_t position, const Task& task);
   bool is_fresh(const Run& run) const;
   void hash_pending(uint64_t next_group, bool is_end);
+  void settle(const StorageSet& results, int64_t tail_elements);
   void settle_provenance(const StorageSet& results);
   void settle_operators();
+  recording::RegionSums sums(const StorageSet& results) const;
 
   const int64_t id_, depth_;
   const FrameOptions options_;
@@ -161,6 +169,7 @@ class Frame final : public SlotOwner {
   std::unique_ptr<DeviceRng> device_rng_;
   std::unique_ptr<UserState> user_state_;
   std::unique_ptr<Selection> selection_;
+  std::unique_ptr<RecordedFrame> recorded_;
   RegionStart start_;
   std::thread::id forward_thread_;
 

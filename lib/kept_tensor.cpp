@@ -49,6 +49,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
   if (!is_defined_) return;
   at::Tensor kept = value.tensor_data();
   device_ = value.device();
+  num_bytes_ = value.has_storage() ? static_cast<int64_t>(value.nbytes()) : 0;
   if (where != KeptWhere::InPlace && !value.is_cpu()) {
     if (can_move(value)) {
       try {
@@ -62,6 +63,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
                         "sparse, nested, quantized and meta tensors stay where they are",
                         "answer PreferCpuOffload, which keeps such a result where it is");
     }
+    could_not_move_ = !is_copy_;
     count(is_copy_ ? live_counters.offloads : live_counters.offload_fallbacks);
   }
   if (!is_copy_ && !kept.is_inference()) {

@@ -41,6 +41,10 @@ class KeptTensor {
   /// Changed in place since, by an alias that shares the version counter.
   bool is_changed() const;
   bool shares_version_with(const at::Tensor& tensor) const;
+  /// [bytes] that it keeps; 0 for a shell.
+  int64_t num_bytes() const { return is_shell() ? 0 : num_bytes_; }
+  bool is_on_cpu_instead() const { return is_copy_; }
+  bool could_not_move() const { return could_not_move_; }
   /// The value, or the shell; may make the region around recompute.
   at::Tensor restore() const;
   /// The storage of the original, or null. Only to be compared.
@@ -62,7 +66,8 @@ class KeptTensor {
   at::Tensor spare_shell_;
   c10::Device device_ = c10::kCPU;  ///< of the original, where the copy is on the CPU
   const c10::StorageImpl* storage_ = nullptr;
-  bool is_defined_ = false, is_copy_ = false;
+  int64_t num_bytes_ = 0;
+  bool is_defined_ = false, is_copy_ = false, could_not_move_ = false;
 };
 
 }  // namespace remat

@@ -213,6 +213,8 @@ void throw_unsupported(const std::string& fact, const std::string& cause,
 }
 
 at::Tensor hand_over(const Frame& frame, int64_t position, Value value) {
+  if (is_recording() && frame.recorded() != nullptr)
+    recording::slot_event(EventKind::Read, frame, position, {});
   if (static_cast<uint32_t>(value.tensor._version()) != value.version &&
       !is_planted(Fault::SavedVersion)) {
     CheckpointError::Facts facts = facts_of(Kind::ValueMismatch, frame);

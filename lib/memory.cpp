@@ -18,6 +18,8 @@
 #include <string>
 #include <utility>
 
+#include "lib/recording.h"
+
 #if defined(__GNUC__) || defined(__clang__)
 #define REMAT_NO_SANITIZE_ADDRESS __attribute__((no_sanitize("address")))
 #else
@@ -178,6 +180,7 @@ at::DataPtr CountingAllocator::allocate(size_t bytes) {
     throw;
   }
   raise_to(peak_bytes_, live);
+  if (is_recording()) recording::memory_changes(live);
 
   char* data = static_cast<char*>(memory.get()) + kHeaderBytes;
   if (!is_header_within_page(data)) {
@@ -203,7 +206,8 @@ void CountingAllocator::release(void* data) {
   header->mark.store(0, std::memory_order_relaxed);
   header->~Header();
   memory.clear();
-  self.live_bytes_.fetch_sub(bytes);
+  const int64_t live = self.live_bytes_.fetch_sub(bytes) - bytes;
+  if (is_recording()) recording::memory_changes(live);
 }
 
 int64_t CountingAllocator::start_peak() {

@@ -178,6 +178,7 @@ constexpr int max_attempts = 5;
 bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {
   count(live_counters.recomputes);
   try {
+    recording::RecomputeSpan span(*frame);
     const ObservedRecompute observed(frame->user_state(), frame->id(), frame->depth(),
                                      frame->name());
     std::vector<at::Tensor> inputs = frame->unpack_inputs();
@@ -225,6 +226,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
     if (is_planted(Fault::SwappedSlots) && run.has(0) && run.has(1) &&
         run.peek(0).tensor.sizes().equals(run.peek(1).tensor.sizes()))
       std::swap(run.values[0], run.values[1]);
+    span.ends(filler.has_stopped(), run.num_bytes());
     return true;
   } catch (const std::exception&) {
     run.clear();

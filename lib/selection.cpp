@@ -508,6 +508,23 @@ void Selection::keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stre
   stretches_[static_cast<std::size_t>(number)] = std::move(stretch);
 }
 
+void Selection::add_to(recording::RegionSums& sums) const {
+  const auto add = [&](const KeptTensor& kept) {
+    sums.saved_bytes += kept.num_bytes();
+    sums.offloaded += kept.is_on_cpu_instead() ? 1 : 0;
+    sums.offload_fallbacks += kept.could_not_move() ? 1 : 0;
+  };
+  for (const OpRecord& op : operators_)
+    for (const auto& call : op.calls) {
+      if (call == nullptr) continue;
+      for (const KeptResult& result : call->kept)
+        for (const KeptTensor& kept : result.tensors) add(kept);
+    }
+  for (const auto& stretch : stretches_)
+    if (stretch != nullptr)
+      for (const StretchRecord::Value& value : stretch->values) add(value.tensor);
+}
+
 void Selection::settle() {
   std::lock_guard<std::mutex> lock(mutex_);
   // Who reads a shell ends the recompute with an exception, which a noexcept function lets none out.

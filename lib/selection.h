@@ -25,6 +25,7 @@
 #include "lib/hook_stack.h"
 #include "lib/policy_rule.h"
 #include "lib/producers.h"
+#include "lib/recording.h"
 
 namespace remat {
 
@@ -74,6 +75,8 @@ class Selection {
                                   const detail::Scope& region,
                                   KeptWhere where = KeptWhere::InPlace);
 
+  /// For recorders, once the forward is over: what is kept, and where.
+  void add_to(recording::RegionSums& sums) const;
   /// The forward is over: lets go of what no recompute will read.
   void settle();
 

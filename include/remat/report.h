@@ -1,7 +1,13 @@
 #pragma once
-// Seeing what happens: process-wide counts.
+// Seeing what happens: process-wide counts, and recorders of what regions do, cost and hold.
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
 
 #include "remat/export.h"
 
@@ -20,5 +26,85 @@ struct Counters {
 
 /// Always on, any thread; each member is exact, taken one after the other.
 REMAT_API Counters counters();
+
+/// Sums over all regions of one name that began while the recorder was alive.
+struct RegionReport {
+  std::string name;     ///< `CheckpointOptions::name`; empty: regions without one
+  int64_t calls = 0;    ///< first runs that returned
+  int64_t recomputes = 0;
+  int64_t early_stops = 0;
+  int64_t bytes_dropped = 0;  ///< [bytes] that autograd would have kept; a storage once a call
+  int64_t bytes_inputs = 0;   ///< [bytes] of inputs that stayed; none below another region (Rule 2)
+  int64_t bytes_saved = 0;    ///< [bytes] that a policy kept
+  int64_t bytes_recompute_peak = 0;  ///< [bytes] the most that one recompute computed again
+  int64_t offloaded = 0;             ///< results that a policy moved to the CPU
+  int64_t offload_fallbacks = 0;     ///< results that `PreferCpuOffload` could not move
+  double forward_s = 0;    ///< [seconds] of first runs, regions inside included
+  double recompute_s = 0;  ///< [seconds] of recomputes, those inside included
+};
+
+struct Report {
+  std::vector<RegionReport> regions;  ///< in the order of their first call
+  int64_t dropped_events = 0;         ///< that `max_events` left no room for; sums count them
+  /// A table for people.
+  std::string to_string() const;
+  std::string to_json() const;
+};
+
+struct RecorderOptions {
+  /// Sample the live bytes of CPU tensors at every event and every allocation.
+  bool memory = true;
+  /// Also record the operators that run, on every thread. Costs about 1 us each.
+  bool operators = false;
+  /// The oldest events go first, and the report says so. Sums stay exact.
+  int64_t max_events = 1 << 20;
+};
+
+/// Records, while alive, what regions do on every thread of the process. Several may be alive.
+/// Without one, each place that could record costs one test of a flag. All functions may be called
+/// meanwhile, on any thread.
+/// Memory: about 100 bytes an event, `max_events` at most.
+/// Threads: events of all threads, in the order in which they came in.
+/// Throws: `c10::ValueError` for `max_events` below 1; `c10::Error` for a file that cannot be written.
+class REMAT_API Recorder {
+ public:
+  explicit Recorder(RecorderOptions options = {});
+  ~Recorder();
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
+
+  Report report() const;
+  /// One line an event, without times: what happened in which order. Regions are numbered from 1 in
+  /// the order in which they were first seen.
+  std::string event_log() const;
+  /// For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their threads,
+  /// live bytes as a counter.
+  void write_chrome_trace(const std::filesystem::path& path) const;
+  /// Live bytes over time, stacked by kind, with the regions below.
+  void write_memory_svg(const std::filesystem::path& path) const;
+  /// One page without scripts or other files: the picture, values under the pointer, the table.
+  void write_html(const std::filesystem::path& path) const;
+
+ private:
+  std::shared_ptr<class Recording> recording_;
+};
+
+/// One tensor that a graph saved, or that a region would compute again for it.
+struct SavedTensorInfo {
+  std::string node{};    ///< the node's name: "SinBackward0"
+  std::string region{};  ///< of what was dropped: the region's name
+  std::vector<int64_t> sizes{};
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  int64_t bytes = 0;            ///< [bytes] of its storage, or of the tensor that was dropped
+  bool shares_storage = false;  ///< with one before it in the list: do not add these bytes
+  bool dropped = false;         ///< not there: a recompute will bring it
+};
+
+/// What the graph below `root` saved, in the order in which backward would read it; computes
+/// nothing and starts no recompute. A tensor that one node saved twice is listed once. A node
+/// that cannot say what it saved is listed by name alone, and a tensor that the program's own hooks
+/// packed has no sizes.
+/// Threads: not beside a backward over the same graph. Throws nothing of its own.
+REMAT_API std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root);
 
 }  // namespace remat

@@ -1,0 +1,43 @@
+#pragma once
+// A look at what saved variables hold, which hands nothing out and computes nothing.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace remat {
+
+/// What a hook keeps, or would compute, for one saved variable.
+struct HeldInfo {
+  std::vector<int64_t> sizes{};
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  int64_t bytes = 0;
+  std::string region{};
+  bool dropped = false;
+};
+
+/// While alive, hooks of this thread note what they hold and hand out an empty tensor in its place.
+class Inspection {
+ public:
+  Inspection() : previous_(std::exchange(current_, this)) {}
+  ~Inspection() { current_ = previous_; }
+  Inspection(const Inspection&) = delete;
+  Inspection& operator=(const Inspection&) = delete;
+
+  static Inspection* current() { return current_; }
+
+  at::Tensor note(HeldInfo info);
+  bool is_stand_in(const at::Tensor& tensor) const;
+  std::vector<HeldInfo>& found() { return found_; }
+
+ private:
+  static thread_local Inspection* current_;
+  Inspection* const previous_;
+  std::vector<HeldInfo> found_;
+  std::vector<at::Tensor> stand_ins_;
+};
+
+}  // namespace remat

@@ -1,0 +1,294 @@
+// Recorder: sums per region, the order of events, and the files it writes.
+
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "tests/support/support.h"
+
+using remat::checkpoint;
+using remat::Recorder;
+using remat::RegionReport;
+
+namespace {
+
+Tensor two_sins(const Tensor& t) { return t.sin().sin(); }
+
+RegionReport region(const Recorder& recorder, const std::string& name) {
+  const auto report = recorder.report();
+  for (const RegionReport& each : report.regions)
+    if (each.name == name) return each;
+  FAIL("no region " << name);
+  return {};
+}
+
+std::string text_in(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+std::filesystem::path in_temporary_folder(const std::string& name) {
+  return std::filesystem::temp_directory_path() /
+         ("remat-" + std::to_string(::getpid()) + "-" + name);
+}
+
+int64_t occurrences(const std::string& text, const std::string& part) {
+  int64_t count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+}  // namespace
+
+TEST_CASE("a recorder sums calls, recomputes, stops and bytes by region name",
+          "[report][recorder]") {
+  const Tensor x = leaf({100'000});
+  const Recorder recorder;
+  Tensor y = checkpoint({.name = "a"}, two_sins, x);
+  y = checkpoint({.name = "b", .early_stop = false}, [](const Tensor& t) { return t.exp().exp(); },
+                 y);
+  y = checkpoint({.name = "a"}, two_sins, y);
+  const RegionReport before = region(recorder, "a");
+  CHECK(before.calls == 2);
+  CHECK(before.recomputes == 0);
+  // sin saves its input: the region's own, which stays, and one that is dropped.
+  CHECK(before.bytes_dropped == 2 * 400'000);
+  CHECK(before.bytes_inputs == 2 * 400'000);
+  CHECK(before.bytes_saved == 0);
+  y.sum().backward();
+  const RegionReport a = region(recorder, "a"), b = region(recorder, "b");
+  CHECK(a.recomputes == 2);
+  CHECK(a.early_stops == 2);
+  CHECK(a.bytes_recompute_peak == 2 * 400'000);
+  CHECK(b.recomputes == 1);
+  CHECK(b.early_stops == 0);
+  CHECK(b.bytes_dropped == 2 * 400'000);  // both results of exp
+  CHECK(a.forward_s > 0);
+  CHECK(a.recompute_s > 0);
+  CHECK(a.offloaded + a.offload_fallbacks == 0);
+}
+
+TEST_CASE("the inputs of nested regions are not kept, and a policy's results are counted",
+          "[report][recorder]") {
+  const Tensor x = leaf({32, 32});
+  const Recorder recorder;
+  const auto inner = [](const Tensor& t) { return checkpoint({.name = "inner"}, two_sins, t); };
+  const Tensor y = checkpoint({.name = "outer"}, [&](const Tensor& t) { return inner(t.exp()); }, x);
+  CHECK(region(recorder, "outer").bytes_inputs == 4096);
+  CHECK(region(recorder, "inner").bytes_inputs == 0);
+  const Tensor z = checkpoint({.name = "kept", .policy = remat::save_matmuls()},
+                              [](const Tensor& t) { return t.mm(t).exp().sin(); }, x);
+  CHECK(region(recorder, "kept").bytes_saved == 4096);
+  (y.sum() + z.sum()).backward();
+  CHECK(region(recorder, "outer").recomputes == 1);
+  CHECK(region(recorder, "inner").calls == 2);  // in forward, and in the recompute of the outer one
+}
+
+TEST_CASE("the event log tells what happened in order", "[report][recorder]") {
+  const Tensor x = leaf({2, 3});
+  const Recorder recorder;
+  const auto cos_of_sin = [](const Tensor& t) { return t.sin().cos(); };
+  checkpoint({.name = "one"}, cos_of_sin, x).sum().backward();
+  CHECK_THROWS(checkpoint(
+      {.name = "two"}, [](const Tensor&) -> Tensor { throw std::runtime_error("no"); }, x));
+  CHECK(recorder.event_log() ==
+        "region 1 \"one\" begins, depth 1, keeps 24 bytes of inputs\n"
+        "region 1 drops 0: Float[2, 3] on cpu\n"
+        "region 1 drops 1: Float[2, 3] on cpu\n"
+        "region 1 ends, 2 slots\n"
+        "region 1 recompute begins\n"
+        "region 1 fills 0\n"
+        "region 1 fills 1\n"
+        "region 1 recompute ends\n"
+        "region 1 reads 1\n"
+        "region 1 reads 0\n"
+        "region 2 \"two\" begins, depth 1, keeps 24 bytes of inputs\n"
+        "region 2 throws\n");
+}
+
+TEST_CASE("a recorder sees whole regions only, and nothing when it is gone", "[report][recorder]") {
+  const Tensor x = leaf({4});
+  const Tensor before = checkpoint({.name = "before"}, two_sins, x);
+  std::optional<Recorder> recorder(std::in_place);
+  before.sum().backward();
+  CHECK(recorder->report().regions.empty());
+  const Tensor during = checkpoint({.name = "during"}, two_sins, x);
+  const Recorder second;
+  during.sum().backward();
+  CHECK(region(*recorder, "during").recomputes == 1);
+  CHECK(region(second, "during").recomputes == 1);
+  CHECK(region(second, "during").calls == 0);
+  recorder.reset();
+  checkpoint({.name = "after"}, two_sins, x).sum().backward();
+  CHECK(region(second, "after").calls == 1);
+}
+
+TEST_CASE("with too many events the oldest go, and the sums stay exact", "[report][recorder]") {
+  const Tensor x = leaf({4});
+  const Recorder recorder({.memory = false, .max_events = 10});
+  for (int i = 0; i < 20; ++i) checkpoint({.name = "r"}, two_sins, x).sum().backward();
+  CHECK(region(recorder, "r").calls == 20);
+  CHECK(region(recorder, "r").recomputes == 20);
+  const auto report = recorder.report();
+  CHECK(report.dropped_events == 20 * 10 - 10);
+  CHECK_THAT(report.to_string(), contains("The oldest 190 events are gone"));
+  CHECK_THAT(recorder.event_log(), contains("(190 older events are gone)"));
+  const auto error = error_of<c10::ValueError>([] { Recorder none({.max_events = 0}); });
+  CHECK_THAT(text_of(error), contains("max_events was 0"));
+}
+
+TEST_CASE("reports print as a table and as JSON", "[report][recorder]") {
+  const Tensor x = leaf({1000});
+  const Recorder recorder;
+  checkpoint({.name = "block \"3\""}, two_sins, x).sum().backward();
+  checkpoint(two_sins, x);
+  const std::string table = recorder.report().to_string();
+  CHECK_THAT(table, contains("region"));
+  CHECK_THAT(table, contains("block \"3\""));
+  CHECK_THAT(table, contains("(no name)"));
+  CHECK_THAT(table, contains("4000 B"));
+  const std::string json = recorder.report().to_json();
+  CHECK_THAT(json, contains("\"name\": \"block \\\"3\\\"\", \"calls\": 1, \"recomputes\": 1"));
+  CHECK_THAT(json, contains("\"dropped_events\": 0}"));
+  CHECK_THAT(remat::Report{}.to_string(), contains("no region ran"));
+}
+
+TEST_CASE("the files of a recorder hold every region, and say when they cannot be written",
+          "[report][recorder]") {
+  const Tensor x = leaf({10'000});
+  const Recorder recorder({.operators = true});
+  for (int i = 0; i < 3; ++i) checkpoint({.name = "<block> & more"}, two_sins, x).sum().backward();
+
+  const auto trace = in_temporary_folder("trace.json");
+  recorder.write_chrome_trace(trace);
+  const std::string slices = text_in(trace);
+  CHECK(occurrences(slices, "\"<block> & more\", \"cat\": \"forward\", \"ph\": \"X\"") == 3);
+  CHECK(occurrences(slices, "\"<block> & more (recompute)\"") == 3);
+  CHECK(occurrences(slices, "\"name\": \"aten::sin\"") >= 9);
+  CHECK(occurrences(slices, "\"ph\": \"C\"") > 6);
+
+  const auto svg = in_temporary_folder("memory.svg");
+  recorder.write_memory_svg(svg);
+  const std::string picture = text_in(svg);
+  CHECK(occurrences(picture, "&lt;block&gt; &amp; more forward") == 3);
+  CHECK(occurrences(picture, "&lt;block&gt; &amp; more recompute") == 3);
+  CHECK(occurrences(picture, "<svg") == 1);
+
+  const auto page = in_temporary_folder("page.html");
+  recorder.write_html(page);
+  const std::string html = text_in(page);
+  CHECK(occurrences(html, "<td>&lt;block&gt; &amp; more</td>") == 1);
+  CHECK(occurrences(html, "<script") == 0);
+  CHECK(occurrences(html, "src=") == 0);
+
+  for (const auto& path : {trace, svg, page}) std::filesystem::remove(path);
+  const auto nowhere = in_temporary_folder("no-such-folder") / "page.html";
+  CHECK_THAT(text_of(error_of<c10::Error>([&] { recorder.write_html(nowhere); })),
+             contains("could not be written"));
+}
+
+TEST_CASE("live bytes are sampled by kind", "[report][recorder]") {
+  const Tensor x = leaf({50'000}), w = leaf({50'000});
+  const Recorder recorder;
+  const auto page = in_temporary_folder("kinds.svg");
+  {
+    const Tensor y = checkpoint({.name = "r"}, [&](const Tensor& t) { return (t * w).sin().exp(); }, x);
+    y.sum().backward();
+  }
+  recorder.write_memory_svg(page);
+  const std::string picture = text_in(page);
+  std::filesystem::remove(page);
+  CHECK_THAT(picture, contains("inputs kept: 200.0 kB"));
+  CHECK_THAT(picture, contains("parameters that regions use: 200.0 kB"));
+  CHECK_THAT(picture, contains("recomputed: "));
+}
+
+TEST_CASE("regions of several threads are recorded", "[report][recorder]") {
+  const Recorder recorder;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([t] {
+      const Tensor x = leaf({64});
+      for (int i = 0; i < 25; ++i)
+        checkpoint({.name = "thread " + std::to_string(t)}, two_sins, x).sum().backward();
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (int t = 0; t < 4; ++t) {
+    CHECK(region(recorder, "thread " + std::to_string(t)).calls == 25);
+    CHECK(region(recorder, "thread " + std::to_string(t)).recomputes == 25);
+  }
+}
+
+// ---- saved_tensors ---------------------------------------------------------------------------
+
+TEST_CASE("saved_tensors lists what a graph holds, and starts no recompute",
+          "[report][GUA-41]") {
+  const Tensor x = leaf({2, 3});
+  const Counted done;
+  const Tensor plain = x.exp();                                      // its result
+  const Tensor shared = plain * plain.view({2, 3});                  // one storage, seen before
+  const Tensor y = checkpoint({.name = "block"}, two_sins, shared);  // two inputs of sin
+  const Tensor z = y.sum();                                          // nothing
+  const LiveBytes bytes;
+  const auto infos = remat::saved_tensors(z);
+  CHECK(bytes.held() == 0);
+  CHECK(done.now().recomputes == 0);
+  std::string text;
+  int64_t held = 0;
+  for (const auto& info : infos) {
+    text += info.node + (info.dropped ? " dropped by " + info.region : "") +
+            (info.shares_storage ? " shares" : "") + " " + std::to_string(info.bytes) + "\n";
+    CHECK(info.sizes == std::vector<int64_t>{2, 3});
+    CHECK(info.dtype == at::kFloat);
+    if (!info.dropped && !info.shares_storage) held += info.bytes;
+  }
+  CHECK(text ==
+        "SinBackward0 dropped by block 24\n"
+        "SinBackward0 dropped by block 24\n"
+        "MulBackward0 24\n"
+        "MulBackward0 shares 24\n"
+        "ExpBackward0 shares 24\n");
+  CHECK(held == 24);
+  z.backward();  // the look changed nothing
+  CHECK(bit_equal(x.grad(), grad_of(two_sins(x.exp() * x.exp()), {x})[0]));
+  CHECK(remat::saved_tensors(x).empty());
+  CHECK(remat::saved_tensors(Tensor()).empty());
+}
+
+TEST_CASE("saved_tensors knows custom Functions and the program's own hooks", "[report][GUA-41]") {
+  struct Twice : torch::autograd::Function<Twice> {
+    static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& t) {
+      context->save_for_backward({t});
+      return t * 2;
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                   torch::autograd::variable_list grads) {
+      return {grads[0] * 2 + 0 * context->get_saved_variables()[0]};
+    }
+  };
+  const Tensor x = leaf({5});
+  Calls unpacks;
+  const Tensor a = Twice::apply(x.exp());
+  std::optional<remat::SavedTensorHooksGuard> hooks;
+  hooks.emplace([](const Tensor& t) { return t.clone(); },
+                [&](const Tensor& t) {
+                  unpacks();
+                  return t;
+                });
+  const Tensor y = a.sin();
+  hooks.reset();
+  const auto infos = remat::saved_tensors(y);
+  REQUIRE(infos.size() == 3);
+  CHECK(infos[0].node == "SinBackward0");
+  CHECK(infos[0].sizes.empty());
+  CHECK_THAT(infos[1].node, contains("Twice"));
+  CHECK(infos[1].bytes == 20);
+  CHECK(infos[2].node == "ExpBackward0");
+  CHECK(infos[2].shares_storage);
+  CHECK(unpacks.count() == 0);
+  y.sum().backward();
+  CHECK(unpacks.count() == 1);
+}
