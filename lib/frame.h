@@ -53,6 +53,7 @@ class Selection;
 /// The options in force for a frame, guards applied.
 struct FrameOptions {
   bool early_stop = true, debug = false, preserve_rng_state = true, strict_unpack = false;
+  bool offload_inputs = false;
   DeterminismCheck determinism_check = DeterminismCheck::Metadata;
   CaptureCheck capture_check = CaptureCheck::Raise;
   /// What guards around the region said, for the regions inside its recompute.

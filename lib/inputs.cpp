@@ -8,8 +8,10 @@
 #include <unordered_set>
 #include <utility>
 
+#include "hooks/elsewhere.h"
 #include "lib/engine_seam.h"
 #include "lib/match.h"
+#include "lib/offload.h"
 
 namespace remat {
 
@@ -113,7 +115,7 @@ std::vector<at::Tensor> leaves_behind(const at::Tensor& value, const RegionStart
   return leaves;
 }
 
-void Inputs::save(detail::RegionBody& body) {
+void Inputs::save(detail::RegionBody& body, bool offload) {
   c10::SmallVector<const c10::TensorImpl*, 8> impls;
   body.visit_inputs([&](at::Tensor& kept) {
     const at::Tensor tensor = std::exchange(kept, at::Tensor());
@@ -135,6 +137,11 @@ void Inputs::save(detail::RegionBody& body) {
                                                      /*is_output=*/false),
                       gets_role, tensor.is_leaf(), same_as, storage_number});
     impls.push_back(tensor.unsafeGetTensorImpl());
+    if (!offload || tensor.is_cpu()) return;
+    auto& variable = saved_.back().variable;
+    // A slot of the region around, or what a user's hooks took, is not here any more.
+    if (!variable.has_hooks() && depot_of_inputs()->moves(tensor))
+      variable.register_hooks(std::make_unique<Elsewhere>(depot_of_inputs(), &tensor));
   });
 }
 

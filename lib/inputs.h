@@ -19,9 +19,10 @@ namespace remat {
 /// the same object in every run. One tensor passed twice is one tensor in the recompute too.
 class Inputs {
  public:
-  /// Takes the tensors out of the body's kept arguments and saves them. Throws what the hooks
-  /// around throw, and LibTorch's error for inference tensors.
-  void save(detail::RegionBody& body);
+  /// Takes the tensors out of the body's kept arguments and saves them. `offload`: those that no
+  /// hooks around the region take wait on the CPU. Throws what the hooks around throw, and LibTorch's
+  /// error for inference tensors.
+  void save(detail::RegionBody& body, bool offload);
   /// Fresh arguments for one recompute; may make parents recompute. Throws LibTorch's error when
   /// an input was changed in place.
   std::vector<at::Tensor> unpack() const;
