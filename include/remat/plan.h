@@ -114,7 +114,6 @@ class REMAT_API InfeasibleBudget : public c10::ValueError {
 /// with, from which plans are read off when they are asked for. Any thread.
 class REMAT_API Frontier {
  public:
-  explicit Frontier(std::shared_ptr<const detail::FrontierTable> table);
   /// Bytes rise and seconds fall strictly from point to point; the last one recomputes nothing.
   const std::vector<FrontierPoint>& points() const { return points_; }
   /// The fastest plan whose peak is at most `budget_bytes` beyond the input; among the equally fast
@@ -122,6 +121,9 @@ class REMAT_API Frontier {
   Plan plan(int64_t budget_bytes) const;
 
  private:
+  explicit Frontier(std::shared_ptr<const detail::FrontierTable> table);
+  friend Frontier solve(const ChainCost& cost, const SolveOptions& options);
+
   std::shared_ptr<const detail::FrontierTable> table_;
   std::vector<FrontierPoint> points_;
 };
@@ -172,8 +174,8 @@ REMAT_API ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& 
 
 /// Runs the stages on `input` with nested `checkpoint()` calls as the plan says, all with `options`;
 /// the stages a region runs are added to its name. The stages are copied once, and are kept as long
-/// as the graph. Memory: what `simulate` says, if the caller lets go of nothing but holds no tensor
-/// in between either.
+/// as the graph. Memory: at most what `simulate` says for measured costs; the loss and its gradient,
+/// which the caller of `backward()` holds to its end, count a few bytes more.
 /// Throws `c10::ValueError` if plan and stages have different numbers; else as `checkpoint()`.
 /// Example: examples/budget.cpp.
 REMAT_API at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor input,
