@@ -231,6 +231,22 @@ TEST_CASE("README: a checkpoint error carries what differs as fields", "[readme]
   CHECK_THAT(log.str(), contains("In region \"block 3\""));
 }
 
+TEST_CASE("README: a plan is found for a byte budget and run", "[readme]") {
+  const std::vector<remat::Stage> stages{[](const at::Tensor& x) { return x.sin().exp().sin(); },
+                                         [](const at::Tensor& x) { return x.cos().exp().cos(); },
+                                         [](const at::Tensor& x) { return x.sin().sum(); }};
+  const Tensor sample = leaf({1000}), input = leaf({1000});
+  const int64_t budget = 30'000;
+  const remat::ChainCost cost = remat::measure(stages, sample);  // seconds and bytes of each stage
+  const remat::Frontier frontier = remat::solve(cost);           // the least time for every budget
+  const remat::Plan plan = frontier.plan(budget);                // [ck[ck[1] 2] ck[3] 4], say
+  const at::Tensor loss = remat::run(plan, stages, input);       // nested checkpoint() calls
+  const Tensor gradient = grad_of(loss, {input})[0];
+  const Tensor plain = stages[2](stages[1](stages[0](input)));
+  CHECK(bit_equal(gradient, grad_of(plain, {input})[0]));
+  CHECK(remat::simulate(cost, plan).peak_bytes <= budget);
+}
+
 // What a test looks like, for CONTRIBUTING.md.
 TEST_CASE("two outputs of a region cost one recompute", "[checkpoint][rule-7]") {
   Calls calls;
