@@ -244,7 +244,7 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const PolicyRule& rule = *selection_.rule();
   const OpTraits& traits = traits_of(op);
   bool wants_kept = record != nullptr;
-  if (rule.options().ask_again && traits.can_be_kept()) {
+  if (rule.options().ask_again && traits.can_be_kept() && !Packing::is_under_way()) {
     forward = {};
     lock.unlock();
     static const std::string no_name;

@@ -91,6 +91,21 @@ void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
       each.replay->after_inner(op, each.call, results);
 }
 
+namespace {
+thread_local int num_packing = 0;
+}  // namespace
+
+Packing::Packing(const at::Tensor& saved) {
+  ++num_packing;
+  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+    if (Selection* const selection = scope.selection()) selection->note_saved(saved);
+  });
+}
+
+Packing::~Packing() { --num_packing; }
+
+bool Packing::is_under_way() { return num_packing > 0; }
+
 Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
     : frame_(frame), rule_(std::move(rule)) {}
 
@@ -287,7 +302,9 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   }
   const bool keeps = is_keeping(*answer) && traits.can_be_kept();
   const bool applies = traits.is_mutable && !kept_.empty() && writes_to_kept(op, arguments);
-  const bool may_get_name = rule_->looks_at_names() && traits.can_be_kept();
+  const bool is_packing = Packing::is_under_way();
+  if (is_packing) answer = CheckpointPolicy::PreferRecompute;
+  const bool may_get_name = rule_->looks_at_names() && traits.can_be_kept() && !is_packing;
   std::unique_ptr<CallRecord> record;
   if (keeps || may_get_name || applies) {
     record = std::make_unique<CallRecord>();

@@ -33,6 +33,18 @@ class Frame;
 /// Handles an operator of this thread; a callback of engine_seam.
 void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
+/// While a pack function of the user's runs inside a region. It may read what it packs, and what it
+/// made of that, past all operators, and whoever unpacks may, too: a shell would not do. So the
+/// former counts as read, and of the latter nothing is kept; its calls are counted as all others.
+class Packing {
+ public:
+  explicit Packing(const at::Tensor& saved);
+  ~Packing();
+  Packing(const Packing&) = delete;
+  Packing& operator=(const Packing&) = delete;
+  static bool is_under_way();
+};
+
 /// One call of pin() or save_region(), or of checkpoint_name() where the value itself is kept.
 struct StretchRecord {
   struct Value {

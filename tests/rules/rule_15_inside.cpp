@@ -1,0 +1,91 @@
+// Rule 15 where a region with a policy, pin or save_region has hooks, guards or a backward in it.
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <cstring>
+
+#include "tests/support/support.h"
+
+using remat::checkpoint;
+using remat::CheckpointError;
+using remat::CheckpointOptions;
+using remat::CheckpointPolicy;
+using remat::Policy;
+using remat::PolicyContext;
+using remat::SelectiveOptions;
+
+namespace {
+
+Policy everything(SelectiveOptions options = {}) {
+  return Policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; }, options);
+}
+CheckpointOptions with(Policy policy, bool early_stop = true) {
+  return {.early_stop = early_stop, .policy = std::move(policy)};
+}
+
+/// A copy that reads the data past all operators.
+Tensor raw_copy(const Tensor& t) {
+  Tensor copy = at::empty_like(t);
+  std::memcpy(copy.mutable_data_ptr(), t.const_data_ptr(), t.nbytes());
+  return copy;
+}
+Tensor same(const Tensor& t) { return t; }
+
+}  // namespace
+
+TEST_CASE("a pack function inside a region reads kept results past all operators", "[rule-15]") {
+  const Tensor x = leaf({8});
+  Calls calls;
+  bool catches = false;
+  // The product is made under the hooks, of what was made under them: copies of copies.
+  const auto f = [&](const Tensor& x) {
+    calls();
+    const auto body = [&] {
+      const remat::SavedTensorHooksGuard hooks([](const Tensor& t) { return raw_copy(t + 1); },
+                                               [](const Tensor& t) { return t - 1; });
+      return x.exp().prod() * x;
+    };
+    if (!catches) return body().sin();
+    try {
+      return body().sin();
+    } catch (...) {
+      return x;
+    }
+  };
+  for (catches = false;; catches = true) {
+    for (const bool strict : {false, true}) {
+      calls.reset();
+      CheckpointOptions inner = with(everything()), outer;
+      inner.early_stop = false;
+      outer.strict_unpack = strict;
+      const Tensor y = checkpoint(
+          outer, [&](const Tensor& x) { return checkpoint(inner, f, x.cos()); }, x);
+      const Tensor gradient = grad_of(y, {x})[0];
+      CHECK(calls.count() == 3);  // forward, the outer recompute, one recompute of its own
+      CHECK(bit_equal(gradient, grad_of(f(x.cos()), {x})[0]));
+    }
+    if (catches) break;
+  }
+}
+
+TEST_CASE("a pack function that throws away a C++ Function's save leaves nothing behind",
+          "[rule-15]") {
+  struct SavesInner : torch::autograd::Function<SavesInner> {
+    static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x) {
+      const Tensor y = x.tanh();
+      ctx->save_for_backward({y});
+      return y;
+    }
+    static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& g) {
+      const Tensor y = ctx->get_saved_variables()[0];
+      return {g[0] * (1 - y * y)};
+    }
+  };
+  const Tensor x = leaf({8});
+  const auto f = [](const Tensor& x) {
+    const remat::SavedTensorHooksGuard hooks(raw_copy, same);
+    return SavesInner::apply(x).sin();
+  };
+  // A save that is cut short leaks in LibTorch; the listener would find the bytes.
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+}
