@@ -107,7 +107,7 @@ Packing::~Packing() { --num_packing; }
 bool Packing::is_under_way() { return num_packing > 0; }
 
 Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
-    : frame_(frame), rule_(std::move(rule)) {}
+    : frame_(frame), rule_(std::move(rule)), task_at_start_(seam::graph_task_id()) {}
 
 detail::HooksAround Selection::hooks() const {
   return rule_ != nullptr && rule_->options().save_through_hooks ? detail::HooksAround::All
@@ -167,10 +167,17 @@ void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
 void Selection::note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   if (kept_.empty()) return;
   visit_written(op, arguments, [this](const at::Tensor& tensor) {
-    const auto found = kept_.find(storage_of(tensor));
-    if (found != kept_.end())
-      operators_[found->second.op].calls[found->second.call]->is_written = true;
+    if (const auto found = kept_.find(storage_of(tensor)); found != kept_.end())
+      note_written(found->second);
   });
+}
+
+void Selection::note_written(const Place& place) {
+  // Not every operator that writes counts up the version.
+  if (seam::graph_task_id() == task_at_start_)
+    operators_[place.op].calls[place.call]->is_written = true;
+  else
+    let_go(place);
 }
 
 void Selection::note_saved(const at::Tensor& saved, int64_t position) {
@@ -382,7 +389,9 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
 // and then `add_` of the bias. If nothing that a recompute runs has read the result before, it is kept
 // as written, and recomputes run neither operator. Otherwise its call is not kept after all. What a
 // user writes, through a tensor that shares the version counter, is an error in the recompute
-// (SelectiveMutation), except for operators that make blank tensors, which are made to be filled.
+// (SelectiveMutation), except for operators that make blank tensors, which are made to be filled. A
+// backward inside the region writes to what its own formulas made: no user can help that, and the
+// call is simply not kept.
 bool Selection::writes_to_kept(const c10::OperatorHandle& op,
                                c10::ArrayRef<c10::IValue> arguments) {
   const auto& declared = op.schema().arguments();
@@ -398,12 +407,11 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op,
         return;
       }
       const OpRecord& maker = operators_[found->second.op];
-      CallRecord& call = *maker.calls[found->second.call];
+      const CallRecord& call = *maker.calls[found->second.call];
       const KeptTensor& kept = call.kept[found->second.result].tensors[found->second.tensor];
       if (kept.shares_version_with(tensor) && !maker.traits->is_blank) {
         stays = false;
-        call.is_written = true;  // not every operator that writes counts up the version
-        return;
+        return note_written(found->second);
       }
       const auto read = is_read_.find(storage);
       stays = stays && i == 0 && !maker.traits->is_blank && !kept.is_elsewhere() &&

@@ -124,6 +124,7 @@ class Selection {
   void note_read(c10::ArrayRef<c10::IValue> arguments);
   void note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
   void note_read(const c10::StorageImpl* storage);
+  void note_written(const Place& place);
   void note_results(const OpRecord& op, uint32_t number, uint32_t call,
                     c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
   bool returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const;
@@ -139,6 +140,7 @@ class Selection {
 
   Frame& frame_;
   const std::shared_ptr<const PolicyRule> rule_;
+  const int64_t task_at_start_;
   mutable std::mutex mutex_;  // guards what follows until the forward is over
   std::atomic<bool> is_settled_{false};
   std::vector<OpRecord> operators_;

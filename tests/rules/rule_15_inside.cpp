@@ -89,3 +89,34 @@ TEST_CASE("a pack function that throws away a C++ Function's save leaves nothing
   // A save that is cut short leaks in LibTorch; the listener would find the bytes.
   require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
 }
+
+TEST_CASE("a backward inside may write to what its own formulas made", "[rule-15]") {
+  const Tensor x = leaf({8});
+  const auto f = [](const Tensor& x) {
+    const Tensor a = x.sin(), b = x.detach().cos();
+    // The formula of maximum is where(...).masked_fill_(...).
+    const Tensor slope = torch::autograd::grad({at::maximum(a, b).sum()}, {a}, {},
+                                               /*retain_graph=*/true, /*create_graph=*/true)[0];
+    return (slope * a).exp();
+  };
+  Tensor hooked;
+  const auto g = [&](const Tensor& x) {
+    const Tensor a = x.sin() * 1;
+    a.register_hook([](const Tensor& g) { return g.clone().mul_(2); });
+    const Tensor slope = torch::autograd::grad({a.exp().sum()}, {a}, {}, /*retain_graph=*/true)[0];
+    return (slope * a).cos();
+  };
+  for (const bool asks_again : {false, true}) {
+    const CheckpointOptions options = with(everything({.ask_again = asks_again}));
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
+    require_same_grads(g, [&](const Tensor& x) { return checkpoint(options, g, x); }, x);
+    // In a region that is itself run by a backward.
+    require_same_grads(
+        [&](const Tensor& x) { return f(x.cos()).sin(); },
+        [&](const Tensor& x) {
+          return checkpoint(
+              [&](const Tensor& x) { return checkpoint(options, f, x.cos()).sin(); }, x);
+        },
+        x);
+  }
+}
