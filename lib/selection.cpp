@@ -534,6 +534,18 @@ void Selection::keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stre
 }
 
 void Selection::settle() {
+bool Selection::keeps(const c10::StorageImpl* storage) const {
+  if (kept_.contains(storage)) return true;
+  // Of a stretch only what waits elsewhere: in its place it may be a captured tensor's too, which is
+  // looked at as such.
+  return std::any_of(stretches_.begin(), stretches_.end(), [storage](const auto& stretch) {
+    return stretch != nullptr &&
+           std::any_of(stretch->values.begin(), stretch->values.end(), [storage](const auto& value) {
+             return value.tensor.is_elsewhere() && value.tensor.storage() == storage;
+           });
+  });
+}
+
   std::lock_guard<std::mutex> lock(mutex_);
   // Who reads a shell ends the recompute with an exception, which a noexcept function lets none out.
   const bool may_have_shells = frame_.body().can_be_stopped();

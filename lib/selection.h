@@ -113,8 +113,8 @@ class Selection {
                        InputOf&& input_of, CallRecord& record);
   static ArgumentRecord describe(const at::Tensor& tensor, Producers& producers);
 
-  /// Whether what the region keeps has this storage.
-  bool keeps(const c10::StorageImpl* storage) const { return kept_.contains(storage); }
+  /// Whether what the region keeps has this storage, and may come back with another one.
+  bool keeps(const c10::StorageImpl* storage) const;
 
  private:
   struct Place {

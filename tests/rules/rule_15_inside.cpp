@@ -120,3 +120,17 @@ TEST_CASE("a backward inside may write to what its own formulas made", "[rule-15
         x);
   }
 }
+
+TEST_CASE("a value of save_region is no captured tensor of a region inside", "[rule-15]") {
+  const Tensor x = leaf({4});
+  const auto f = [](const Tensor& x) {
+    const Tensor mask = remat::save_region([](const Tensor& x) { return x.detach() > 0; }, x);
+    return checkpoint([](const Tensor& x, const Tensor& mask) { return (x * mask).exp(); }, x, mask);
+  };
+  const auto g = [&](const Tensor& x) { return checkpoint(f, x.sin()).cos(); };
+  // While the outer region compares values it holds what was saved last, the mask.
+  for (const auto check : {remat::DeterminismCheck::Metadata, remat::DeterminismCheck::Values})
+    require_same_grads(
+        [&](const Tensor& x) { return f(x.sin()).cos(); },
+        [&](const Tensor& x) { return checkpoint({.determinism_check = check}, g, x); }, x);
+}
