@@ -255,8 +255,9 @@ DrawMarks Selection::marks() const {
 DrawSkips Selection::since(const DrawMarks& marks) const {
   DrawSkips skips;
   const auto logs = frame_.draw_logs();
-  for (std::size_t i = 0; i < std::min(logs.size(), marks.logs.size()); ++i)
-    skips.logs.push_back(logs[i]->since(marks.logs[i]));
+  for (std::size_t i = 0; i < logs.size(); ++i)
+    skips.logs.push_back(i < marks.logs.size() ? logs[i]->since(marks.logs[i])
+                                               : logs[i]->since_begin());
   if (frame_.device_rng() != nullptr)
     skips.others = DeviceRng::moved(marks.others, frame_.device_rng()->now());
   return skips;

@@ -134,3 +134,25 @@ TEST_CASE("a value of save_region is no captured tensor of a region inside", "[r
         [&](const Tensor& x) { return f(x.sin()).cos(); },
         [&](const Tensor& x) { return checkpoint({.determinism_check = check}, g, x); }, x);
 }
+
+TEST_CASE("draws in save_region from a generator that is registered there are passed over",
+          "[rule-15]") {
+  const Tensor x = leaf({4});
+  for (const bool past_operators : {false, true}) {
+    const auto f = [&](const Tensor& x, const at::Generator& generator) {
+      const auto draw = [&](const Tensor& x) {
+        const remat::GeneratorGuard guard(generator);
+        return x * at::rand({4}, generator);
+      };
+      const Tensor y = remat::save_region(draw, x.sin());
+      const remat::GeneratorGuard guard(generator);
+      if (!past_operators) return (draw(y) * at::rand({4}, generator)).exp();
+      auto* const impl = at::check_generator<at::CPUGeneratorImpl>(generator);
+      std::lock_guard<std::mutex> lock(impl->mutex_);
+      return y.exp() * (1.0 + impl->random() % 7);
+    };
+    at::Generator one = at::detail::createCPUGenerator(5), other = at::detail::createCPUGenerator(5);
+    require_same_grads([&](const Tensor& x) { return f(x, one); },
+                       [&](const Tensor& x) { return checkpoint(f, x, other); }, x);
+  }
+}
