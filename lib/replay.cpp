@@ -295,7 +295,10 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 const StretchRecord* Replay::next_stretch(const std::type_info& type) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = selection_.lock();
-  if (next_stretch_ >= selection_.stretches().size())
+  const bool is_beyond = next_stretch_ >= selection_.stretches().size();
+  // Forward waits for a backward before this call: nothing that follows here is looked at.
+  if (is_beyond && !selection_.is_settled()) return nullptr;
+  if (is_beyond)
     fail(CheckpointError::Kind::SelectiveMismatch,
          "the recompute calls pin, checkpoint_name or save_region more often than forward did",
          "the function does not compute the same again",

@@ -121,6 +121,30 @@ TEST_CASE("a backward inside may write to what its own formulas made", "[rule-15
   }
 }
 
+TEST_CASE("a recompute in the midst of forward meets no call that forward has yet to make",
+          "[rule-15]") {
+  struct Reads : torch::autograd::Function<Reads> {
+    static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x) {
+      ctx->save_for_backward({x});
+      return x.sin();
+    }
+    static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& g) {
+      const Tensor x = ctx->get_saved_variables()[0];
+      const Tensor slope = x.cos();
+      return {g[0] * slope * ctx->get_saved_variables()[0] / x};
+    }
+  };
+  const Tensor x = leaf({4});
+  const auto f = [](const Tensor& x) {
+    const Tensor a = x * 1;
+    const Tensor slope = torch::autograd::grad({Reads::apply(a).sum()}, {a}, {},
+                                               /*retain_graph=*/true, /*create_graph=*/true)[0];
+    return remat::pin(remat::checkpoint_name(slope, "n")) * 2;
+  };
+  for (const Policy& policy : {Policy(), everything()})
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+}
+
 TEST_CASE("a value of save_region is no captured tensor of a region inside", "[rule-15]") {
   const Tensor x = leaf({4});
   const auto f = [](const Tensor& x) {
