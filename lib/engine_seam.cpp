@@ -200,7 +200,7 @@ torch::autograd::variable_list ForwardingEngine::execute(
     const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs,
     bool keep_graph, bool create_graph, bool accumulate_grad,
     const torch::autograd::edge_list& outputs) {
-  engine_callbacks.backward_begins();
+  engine_callbacks.backward_begins(roots, outputs);
   return previous_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
 }
 

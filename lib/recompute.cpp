@@ -242,11 +242,15 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
 
 }  // namespace
 
-void recompute_waits_for_backward() {
+void backward_begins_in_recompute(const torch::autograd::edge_list& roots,
+                                  const torch::autograd::edge_list& outputs) {
   if (active_runs().entries.empty()) return;
   active_runs().entries.back().filler->stop_before_backward();
   for (const ActiveRuns::Entry& each : active_runs().entries)
     each.frame->owner_waits_for_backward(*each.run);
+  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+    if (Replay* const replay = scope.replay()) replay->check_backward(roots, outputs);
+  });
 }
 
 void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {

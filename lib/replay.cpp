@@ -323,14 +323,14 @@ const StretchRecord* Replay::next_stretch(const std::type_info& type) {
 
 std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
                                           const std::vector<at::Tensor>& read) {
-  std::vector<at::Tensor> values, sources = read;
-  sources.insert(sources.end(), given_.begin(), given_.end());
+  std::vector<at::Tensor> values, sources = given_;
   for (const WeakTensor& each : stretch.leaves)
     if (auto leaf = each.lock()) sources.emplace_back(std::move(leaf));
   for (const StretchRecord::Value& each : stretch.values) {
     const at::Tensor value = restore(each.tensor);
     values.push_back(value.defined()
-                         ? in_the_role_of_kept(value, each.requires_grad, each.is_leaf, sources)
+                         ? roles_.give(value, each.requires_grad, each.is_leaf, each.history, read,
+                                       sources)
                          : value);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (each.made) producers_.add(values.back(), each.made->producer, each.made->num_changes);
@@ -368,7 +368,22 @@ void Replay::fail(CheckpointError::Kind kind, const std::string& fact, const std
   try {
     throw_selective(frame_, kind, fact, cause, advice, lists(), filler_.take_differences());
   } catch (...) {
-    if (mismatch_ == nullptr) mismatch_ = std::current_exception();
+    note_mismatch();
+    throw;
+  }
+}
+
+void Replay::note_mismatch() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (mismatch_ == nullptr) mismatch_ = std::current_exception();
+}
+
+void Replay::check_backward(const torch::autograd::edge_list& roots,
+                            const torch::autograd::edge_list& targets) {
+  try {
+    roles_.check(roots, targets);
+  } catch (...) {
+    note_mismatch();
     throw;
   }
 }

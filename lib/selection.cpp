@@ -302,6 +302,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   const OpTraits& traits = *operators_[n].traits;
   std::optional<CheckpointPolicy> answer = operators_[n].answer_to_all;
   const auto arguments = arguments_of(op, stack);
+  const bool is_packing = Packing::is_under_way();
+  if (is_packing) answer = CheckpointPolicy::PreferRecompute;
   if (!answer) {
     lock.unlock();
     static const std::string no_name;
@@ -310,8 +312,6 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   }
   const bool keeps = is_keeping(*answer) && traits.can_be_kept();
   const bool applies = traits.is_mutable && !kept_.empty() && writes_to_kept(op, arguments);
-  const bool is_packing = Packing::is_under_way();
-  if (is_packing) answer = CheckpointPolicy::PreferRecompute;
   const bool may_get_name = rule_->looks_at_names() && traits.can_be_kept() && !is_packing;
   std::unique_ptr<CallRecord> record;
   if (keeps || may_get_name || applies) {
@@ -501,6 +501,7 @@ void Selection::name(const at::Tensor& value, const std::string& name,
   auto itself = std::make_shared<StretchRecord>();
   itself->type = &typeid(at::Tensor);
   itself->values.push_back(keep_value(value, number, 0, region, where_for(answer)));
+  itself->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
   itself->is_kept = true;
   keep_stretch(number, std::move(itself));
 }
@@ -510,7 +511,7 @@ StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t numb
                                            KeptWhere where) {
   StretchRecord::Value kept{KeptTensor(value, region, hooks(), where),
                             value.defined() && value.requires_grad(),
-                            !value.defined() || value.is_leaf(), std::nullopt};
+                            !value.defined() || value.is_leaf()};
   if (rule_ == nullptr || !value.defined()) return kept;
   // The recompute gets another tensor, which must have the origin that this one has.
   std::lock_guard<std::mutex> lock(mutex_);
@@ -534,7 +535,6 @@ void Selection::keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stre
   stretches_[static_cast<std::size_t>(number)] = std::move(stretch);
 }
 
-void Selection::settle() {
 bool Selection::keeps(const c10::StorageImpl* storage) const {
   if (kept_.contains(storage)) return true;
   // Of a stretch only what waits elsewhere: in its place it may be a captured tensor's too, which is
@@ -547,6 +547,7 @@ bool Selection::keeps(const c10::StorageImpl* storage) const {
   });
 }
 
+void Selection::settle() {
   std::lock_guard<std::mutex> lock(mutex_);
   // Who reads a shell ends the recompute with an exception, which a noexcept function lets none out.
   const bool may_have_shells = frame_.body().can_be_stopped();

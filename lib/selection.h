@@ -23,6 +23,7 @@
 
 #include "lib/call_record.h"
 #include "lib/hook_stack.h"
+#include "lib/kept_role.h"
 #include "lib/policy_rule.h"
 #include "lib/producers.h"
 
@@ -50,7 +51,8 @@ struct StretchRecord {
   struct Value {
     KeptTensor tensor;
     bool requires_grad, is_leaf;
-    std::optional<Producers::Made> made;
+    std::optional<Producers::Made> made{};
+    KeptHistory history{};
   };
   const std::type_info* type = nullptr;
   std::shared_ptr<void> emptied;

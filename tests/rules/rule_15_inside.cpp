@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <cstring>
+#include <functional>
 
 #include "tests/support/support.h"
 
@@ -25,7 +26,7 @@ CheckpointOptions with(Policy policy, bool early_stop = true) {
 
 /// A copy that reads the data past all operators.
 Tensor raw_copy(const Tensor& t) {
-  Tensor copy = at::empty_like(t);
+  Tensor copy = at::empty(t.sizes(), t.options());  // empty_like would count as reading
   std::memcpy(copy.mutable_data_ptr(), t.const_data_ptr(), t.nbytes());
   return copy;
 }
@@ -179,4 +180,110 @@ TEST_CASE("draws in save_region from a generator that is registered there are pa
     require_same_grads([&](const Tensor& x) { return f(x, one); },
                        [&](const Tensor& x) { return checkpoint(f, x, other); }, x);
   }
+}
+
+namespace {
+Tensor slope_of(const Tensor& z, const Tensor& of, bool allow_unused = false) {
+  return torch::autograd::grad({z.sum()}, {of}, {}, /*retain_graph=*/true, /*create_graph=*/false,
+                               allow_unused)[0];
+}
+using Function = std::function<Tensor(const Tensor&)>;
+
+/// Which functions of `all` have other gradients in a region, and which throw Unsupported.
+void require_same_or_unsupported(const std::vector<std::pair<bool, Function>>& all) {
+  const Tensor x = leaf({4});
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    INFO(i);
+    const auto& [is_supported, f] = all[i];
+    for (const bool early_stop : {true, false}) {
+      const auto run = [&](const Tensor& x) { return checkpoint({.early_stop = early_stop}, f, x); };
+      if (is_supported) {
+        require_same_grads(f, run, x);
+        continue;
+      }
+      const auto error = error_of<CheckpointError>([&] { grad_of(run(x), {x}); });
+      CHECK(error.kind() == CheckpointError::Kind::Unsupported);
+    }
+  }
+}
+}  // namespace
+
+TEST_CASE("a gradient of a kept value, inside a recompute, is right or an error", "[rule-15]") {
+  require_same_or_unsupported({
+      {true,
+       [](const Tensor& x) {
+         const Tensor q = remat::pin(x.sin());
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+      // In forward q is y.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y);
+         return (slope_of(y.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y);
+         return (slope_of(y.exp(), q, /*allow_unused=*/true) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.detach().clone().requires_grad_(), q = remat::pin(y);
+         return (slope_of(y.exp() * q, q) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y);
+         return (slope_of(y.exp(), y) * q).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin();
+         const Tensor q = remat::save_region([](const Tensor& y) { return y; }, y);
+         return (slope_of(y.exp() * q, q) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor q = remat::save_region([](const Tensor& y) { return y * 2; }, x.sin());
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+  });
+}
+
+TEST_CASE("a gradient past a kept value, inside a recompute, is right or an error", "[rule-15]") {
+  require_same_or_unsupported({
+      // save_region reads what it was not given.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::save_region([&] { return y * 2; });
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::save_region([&] { return y.detach() * 2; });
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::save_region([&] { return x * 2; });
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::save_region([&] { return y * 2; });
+         const Tensor z = q.exp();
+         return (slope_of(z * q, z) * x).exp();
+       }},
+      // It is an error also where the function catches it.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y);
+         Tensor slope = at::zeros_like(x);
+         try {
+           slope = slope_of(q.exp(), y);
+         } catch (const std::exception&) {
+         }
+         return (slope * x).exp();
+       }},
+  });
 }
