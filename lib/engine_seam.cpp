@@ -324,6 +324,8 @@ void remove_mode() {
 
 bool is_handling_operator() { return is_handling; }
 
+bool are_operators_seen() { return is_mode_active(); }
+
 OperatorSight::OperatorSight() : is_first_(!is_mode_active()) {
   if (is_first_) TorchDispatchModeTLS::push_non_infra_mode_onto_stack(our_mode());
 }

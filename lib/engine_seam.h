@@ -79,6 +79,8 @@ class OperatorSight {
   bool is_first_;
 };
 
+bool are_operators_seen();
+
 /// While alive, they do not.
 class OperatorsUnseen {
  public:

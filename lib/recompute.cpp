@@ -152,7 +152,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
     AmbientRestore ambient(frame->snapshot());
     detail::StackSwap clean(scope);
     std::optional<seam::OperatorSight> sight;
-    if (scope->replay() != nullptr && frame->selection()->has_calls()) sight.emplace();
+    if (frame->sees_operators()) sight.emplace();
     OpLogScope logging(filler.log());
     Scope user_scope;
     if (frame->extras() != nullptr && frame->extras()->contexts.recompute)

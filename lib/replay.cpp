@@ -25,6 +25,8 @@ c10::ArrayRef<c10::IValue> last(const torch::jit::Stack& stack, std::size_t coun
 
 Replay::Replay(Frame& frame, Filler& filler, const std::vector<at::Tensor>& inputs)
     : frame_(frame), filler_(filler), selection_(*frame.selection()), given_(inputs) {
+  // Else they are seen on behalf of another region, or because forward saw them.
+  looks_ = selection_.rule() != nullptr && (!selection_.is_settled() || selection_.has_calls());
   for (std::size_t i = 0; i < inputs.size(); ++i)
     inputs_.emplace_back(storage_of(inputs[i]), frame.inputs().storage_number(i));
   c10::SmallVector<const KeptTensor*, 8> behind_hooks;
@@ -225,8 +227,7 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
 }
 
 void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  if (selection_.rule() == nullptr)
-    return op.callBoxed(&stack);  // seen on behalf of another region
+  if (!looks_) return op.callBoxed(&stack);
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   std::unique_lock<std::mutex> forward = selection_.lock();
   const Counted counted = count(op);

@@ -86,6 +86,7 @@ class Replay {
   /// handled autograd is off, and a recompute of the region around could not run.
   std::unordered_map<const KeptTensor*, at::Tensor> fetched_;
   std::vector<const c10::StorageImpl*> handed_out_;
+  bool looks_ = false;  ///< at operators
   std::size_t next_stretch_ = 0;
   bool has_shells_ = false;
   std::atomic<bool> has_read_shell_{false};

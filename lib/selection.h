@@ -93,7 +93,7 @@ class Selection {
 
   // In recomputes.
   const PolicyRule* rule() const { return rule_.get(); }
-  /// Whether a recompute has to see operators.
+  /// Whether a recompute has to look at operators.
   bool has_calls() const { return num_kept_ > 0 || (rule_ && rule_->options().ask_again); }
   bool has_stretches() const { return !stretches_.empty(); }
   bool is_settled() const { return is_settled_; }

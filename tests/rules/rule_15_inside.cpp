@@ -287,3 +287,19 @@ TEST_CASE("a gradient past a kept value, inside a recompute, is right or an erro
        }},
   });
 }
+
+TEST_CASE("formulas that ask for dispatch modes find in a recompute what they found in forward",
+          "[rule-15]") {
+  const Tensor x = leaf({4});
+  // Where a mode is active, the gradient of prod is another formula, which saves other tensors.
+  const auto f = [](const Tensor& x) {
+    const Tensor a = x.sin();
+    return torch::autograd::grad({a.prod()}, {a}, {}, true, /*create_graph=*/true)[0] * x.exp();
+  };
+  const auto g = [&](const Tensor& x) { return checkpoint(f, x.cos()).sin(); };
+  const Tensor plain = grad_of(f(x), {x})[0], nested = grad_of(f(x.cos()).sin(), {x})[0];
+  for (const Policy& policy : {everything(), remat::save_ops({"aten::mm"})}) {
+    CHECK(at::allclose(grad_of(checkpoint(with(policy), f, x), {x})[0], plain));
+    CHECK(at::allclose(grad_of(checkpoint(with(policy), g, x), {x})[0], nested));
+  }
+}
