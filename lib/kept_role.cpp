@@ -22,8 +22,8 @@ using torch::autograd::AccumulateGrad;
 using torch::autograd::Edge;
 using torch::autograd::Node;
 
-[[noreturn]] void refuse(const char* how) {
-  throw_unsupported(std::string("a gradient was taken, inside a recompute, ") + how,
+[[noreturn]] void refuse(const char* fact) {
+  throw_unsupported(fact,
                     "pin and save_region keep a value, not how it was computed",
                     "compute what is differentiated inside the region again: leave pin or "
                     "save_region away for it");
@@ -33,7 +33,7 @@ using torch::autograd::Node;
 struct KeptEdge final : Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
     try {
-      refuse("through a kept value");
+      refuse("a gradient was taken, inside a recompute, through a kept value");
     } catch (...) {
       // Also if the function catches it.
       detail::visit(detail::Ability::Region, [](detail::Scope& scope) {
@@ -121,11 +121,18 @@ at::Tensor KeptRoles::give(const at::Tensor& data, bool requires_grad, bool is_l
     int32_t number = -1;
     for (const at::Tensor& each : read)
       if (each.defined() && has_gradient_edge(each) && ++number == history.same_as)
-        role.twin = torch::autograd::impl::gradient_edge(each);
-    if (!role.twin.is_valid()) role.history.twin = KeptHistory::Twin::Unknown;
+        role.original = torch::autograd::impl::gradient_edge(each);
+    for (const Role& other : roles_)
+      if (other.edge == role.original && other.original.is_valid()) role.original = other.original;
+    if (!role.original.is_valid()) role.history.twin = KeptHistory::Twin::Unknown;
   }
   roles_.push_back(std::move(role));
   return kept;
+}
+
+void KeptRoles::clear() {
+  roles_.clear();
+  sources_.clear();
 }
 
 void KeptRoles::check(const torch::autograd::edge_list& roots,
@@ -159,9 +166,16 @@ void KeptRoles::check(const torch::autograd::edge_list& roots,
   for (const Role& role : roles_)
     for (const Edge& target : targets) {
       if (target == role.edge) {
-        if (role.history.twin == KeptHistory::Twin::Unknown ||
-            (role.history.twin == KeptHistory::Twin::Argument && is_reached(role.twin)))
-          refuse("of a kept value whose original is used, too");
+        if (role.history.twin == KeptHistory::Twin::None) continue;
+        const bool is_used_elsewhere =
+            role.history.twin == KeptHistory::Twin::Unknown || is_reached(role.original) ||
+            std::any_of(roles_.begin(), roles_.end(), [&](const Role& other) {
+              const bool is_same =
+                  other.original == role.original || other.edge == role.original;
+              return &other != &role && is_same && is_reached(other.edge);
+            });
+        if (is_used_elsewhere) refuse(
+              "a gradient was taken, inside a recompute, of a kept value whose original is used, too");
         continue;
       }
       if (role.history.sources == KeptHistory::Sources::Known || !is_reached(role.edge)) continue;
@@ -171,7 +185,7 @@ void KeptRoles::check(const torch::autograd::edge_list& roots,
                                      ? is_older(node, start_)
                                      : node.thread_id() != start_.thread ||
                                            node.sequence_nr() < role.edge.function->sequence_nr();
-      if (may_be_source || is_leaf(node) || is_role(&node)) refuse("past a kept value");
+      if (may_be_source || is_leaf(node) || is_role(&node)) refuse("a gradient was taken, inside a recompute, past a kept value");
     }
 }
 

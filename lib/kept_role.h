@@ -59,10 +59,13 @@ class KeptRoles {
   /// A backward begins in the recompute. Throws CheckpointError if its gradients would differ.
   void check(const torch::autograd::edge_list& roots,
              const torch::autograd::edge_list& targets) const;
+  /// The function has ended: its graph may die.
+  void clear();
 
  private:
   struct Role {
-    torch::autograd::Edge edge, twin;
+    /// `original`: of the tensor that it is another variable of; that may have been kept in its turn.
+    torch::autograd::Edge edge, original;
     KeptHistory history;
   };
   const RegionStart start_ = RegionStart::here();

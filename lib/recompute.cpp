@@ -164,6 +164,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
       // User code may turn the signal into an exception of its own; all that is needed is there.
       if (!filler.has_stopped()) throw;
     }
+    if (Replay* const replay = scope->replay()) replay->end();
     filler.finish();
     filler.record_ready();
   }

@@ -41,6 +41,8 @@ class Replay {
   void check_saved(const at::Tensor& saved);
   /// A mismatch counts also if the function caught it.
   void rethrow_mismatch() const;
+  /// The function has ended. Who looks at what only the run owns must not find its graph alive.
+  void end() { roles_.clear(); }
   /// The exception at hand is one.
   void note_mismatch();
   /// A backward begins in the recompute, and may not ask a kept value for what it does not know.

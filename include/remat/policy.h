@@ -115,7 +115,8 @@ REMAT_API at::Tensor checkpoint_name(const at::Tensor& x, std::string name);
 /// Inside a region: keeps the value of `x`, and recomputes go on with it, whatever they computed
 /// themselves. For discrete decisions (the indices of topk, a routing mask, a sample) that rounding
 /// could flip. Memory: that of `x`, as long as the region's frame lives. Throws, in the recompute, if
-/// `x` was changed in place. A gradient taken inside the recompute through it throws (Unsupported).
+/// `x` was changed in place. A gradient taken inside the recompute through it throws (Unsupported); so
+/// does one of the pinned value where `x` itself is used as well.
 REMAT_API at::Tensor pin(const at::Tensor& x);
 
 namespace detail {
@@ -149,7 +150,8 @@ class REMAT_API KeptStretch {
 ///
 /// It belongs to the innermost region; when the recompute of an enclosing one runs that region's
 /// forward again, `fn` runs again. Types: as for `checkpoint`, and the result must be copyable. A
-/// gradient taken inside the recompute through the result throws (Unsupported).
+/// gradient taken inside the recompute through the result throws (Unsupported); so does one of
+/// tensors older than the result if `fn` read others that require grad than its arguments.
 template <class Fn, class... Args>
 auto save_region(Fn&& fn, Args&&... args) {
   using Result = std::decay_t<decltype(detail::call(fn, std::forward<Args>(args)...))>;

@@ -242,6 +242,22 @@ TEST_CASE("a gradient of a kept value, inside a recompute, is right or an error"
          const Tensor q = remat::save_region([](const Tensor& y) { return y; }, y);
          return (slope_of(y.exp() * q, q) * x).exp();
        }},
+      {false,
+       [](const Tensor& x) {
+         const auto twice = [](const Tensor& y) { return std::pair(y, y); };
+         const auto [p, q] = remat::save_region(twice, x.sin());
+         return (slope_of(p.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::pin(y), q = remat::pin(p);
+         return (slope_of(y.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::pin(y), q = remat::pin(y);
+         return (slope_of(p.exp() * q, q) * x).exp();
+       }},
       {true,
        [](const Tensor& x) {
          const Tensor q = remat::save_region([](const Tensor& y) { return y * 2; }, x.sin());
@@ -302,4 +318,18 @@ TEST_CASE("formulas that ask for dispatch modes find in a recompute what they fo
     CHECK(at::allclose(grad_of(checkpoint(with(policy), f, x), {x})[0], plain));
     CHECK(at::allclose(grad_of(checkpoint(with(policy), g, x), {x})[0], nested));
   }
+}
+
+TEST_CASE("what the region made, and save_region returned, is no captured tensor", "[rule-15]") {
+  const Tensor x = leaf({8});
+  const auto f = [](const Tensor& x) {
+    const auto [values, indices] = x.sort();
+    const Tensor pinned = remat::pin(values.exp());
+    const auto both = remat::save_region(
+        [](const Tensor& v, const Tensor& i) { return std::pair(v * 2, i); }, values, indices);
+    return both.first.gather(0, both.second) * pinned;
+  };
+  for (const auto check : {remat::DeterminismCheck::Metadata, remat::DeterminismCheck::Values})
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint({.determinism_check = check}, f, x); },
+                       x);
 }
