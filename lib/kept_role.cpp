@@ -51,6 +51,34 @@ bool is_older(const Node& node, const RegionStart& start) {
 
 bool is_leaf(const Node& node) { return dynamic_cast<const AccumulateGrad*>(&node) != nullptr; }
 
+/// What a backward from `roots` comes to, nothing below `end`.
+class Reached {
+ public:
+  Reached(const torch::autograd::edge_list& roots, const Node* end) {
+    std::vector<const Node*> waiting;
+    const auto reach = [&](const Edge& edge) {
+      if (!edge.is_valid()) return;
+      const auto [place, is_new] = outputs_.try_emplace(edge.function.get());
+      place->second.push_back(edge.input_nr);
+      if (is_new && edge.function.get() != end) waiting.push_back(edge.function.get());
+    };
+    for (const Edge& root : roots) reach(root);
+    while (!waiting.empty()) {
+      const Node* const node = waiting.back();
+      waiting.pop_back();
+      for (const Edge& next : node->next_edges()) reach(next);
+    }
+  }
+  bool contain(const Edge& edge) const {
+    const auto found = outputs_.find(edge.function.get());
+    return found != outputs_.end() && std::find(found->second.begin(), found->second.end(),
+                                                edge.input_nr) != found->second.end();
+  }
+
+ private:
+  std::unordered_map<const Node*, c10::SmallVector<uint32_t, 2>> outputs_;
+};
+
 }  // namespace
 
 void StretchArguments::add(const at::Tensor& tensor) {
@@ -139,54 +167,43 @@ void KeptRoles::check(const torch::autograd::edge_list& roots,
                       const torch::autograd::edge_list& targets) const {
   // Without targets a backward goes all the way down, and meets the nodes themselves.
   if (roles_.empty() || targets.empty()) return;
-  std::unordered_map<const Node*, c10::SmallVector<uint32_t, 2>> reached;
-  std::vector<const Node*> waiting;
-  const auto reach = [&](const Edge& edge) {
-    if (!edge.is_valid()) return;
-    const auto [place, is_new] = reached.try_emplace(edge.function.get());
-    place->second.push_back(edge.input_nr);
-    if (is_new) waiting.push_back(edge.function.get());
-  };
-  const auto is_reached = [&reached](const Edge& edge) {
-    const auto found = reached.find(edge.function.get());
-    return found != reached.end() && std::find(found->second.begin(), found->second.end(),
-                                               edge.input_nr) != found->second.end();
-  };
-  const auto is_role = [this](const Node* node) {
-    return std::any_of(roles_.begin(), roles_.end(),
-                       [node](const Role& role) { return role.edge.function.get() == node; });
-  };
-  for (const Edge& root : roots) reach(root);
-  while (!waiting.empty()) {
-    const Node* const node = waiting.back();
-    waiting.pop_back();
-    if (!is_role(node))
-      for (const Edge& next : node->next_edges()) reach(next);
-  }
+  // Below a kept value the walk goes on with what it may come from.
+  const Reached all(roots, nullptr);
   for (const Role& role : roles_)
     for (const Edge& target : targets) {
       if (target == role.edge) {
-        if (role.history.twin == KeptHistory::Twin::None) continue;
-        const bool is_used_elsewhere =
-            role.history.twin == KeptHistory::Twin::Unknown || is_reached(role.original) ||
-            std::any_of(roles_.begin(), roles_.end(), [&](const Role& other) {
-              const bool is_same =
-                  other.original == role.original || other.edge == role.original;
-              return &other != &role && is_same && is_reached(other.edge);
-            });
-        if (is_used_elsewhere) refuse(
+        if (is_used_elsewhere(role, roots))
+          refuse(
               "a gradient was taken, inside a recompute, of a kept value whose original is used, too");
-        continue;
+      } else if (role.history.sources != KeptHistory::Sources::Known && all.contain(role.edge) &&
+                 may_be_source(role, target)) {
+        refuse("a gradient was taken, inside a recompute, past a kept value");
       }
-      if (role.history.sources == KeptHistory::Sources::Known || !is_reached(role.edge)) continue;
-      if (std::find(sources_.begin(), sources_.end(), target) != sources_.end()) continue;
-      const Node& node = *target.function;
-      const bool may_be_source = role.history.sources == KeptHistory::Sources::OlderThanRegion
-                                     ? is_older(node, start_)
-                                     : node.thread_id() != start_.thread ||
-                                           node.sequence_nr() < role.edge.function->sequence_nr();
-      if (may_be_source || is_leaf(node) || is_role(&node)) refuse("a gradient was taken, inside a recompute, past a kept value");
     }
+}
+
+bool KeptRoles::is_used_elsewhere(const Role& role,
+                                  const torch::autograd::edge_list& roots) const {
+  if (role.history.twin == KeptHistory::Twin::None) return false;
+  if (role.history.twin == KeptHistory::Twin::Unknown) return true;
+  const Reached others(roots, role.edge.function.get());
+  return others.contain(role.original) ||
+         std::any_of(roles_.begin(), roles_.end(), [&](const Role& other) {
+           return &other != &role && other.original == role.original && others.contain(other.edge);
+         });
+}
+
+bool KeptRoles::may_be_source(const Role& role, const Edge& target) const {
+  // What it is known to come from throws when it is met.
+  if (std::find(sources_.begin(), sources_.end(), target) != sources_.end()) return false;
+  const Node& node = *target.function;
+  if (is_leaf(node)) return true;
+  if (std::any_of(roles_.begin(), roles_.end(),
+                  [&node](const Role& each) { return each.edge.function.get() == &node; }))
+    return true;
+  if (role.history.sources == KeptHistory::Sources::OlderThanRegion) return is_older(node, start_);
+  return node.thread_id() != start_.thread ||
+         node.sequence_nr() < role.edge.function->sequence_nr();
 }
 
 }  // namespace remat

@@ -68,6 +68,9 @@ class KeptRoles {
     torch::autograd::Edge edge, original;
     KeptHistory history;
   };
+  bool is_used_elsewhere(const Role& role, const torch::autograd::edge_list& roots) const;
+  bool may_be_source(const Role& role, const torch::autograd::Edge& target) const;
+
   const RegionStart start_ = RegionStart::here();
   std::vector<Role> roles_;
   std::vector<torch::autograd::Edge> sources_;

@@ -290,6 +290,19 @@ TEST_CASE("a gradient past a kept value, inside a recompute, is right or an erro
          const Tensor z = q.exp();
          return (slope_of(z * q, z) * x).exp();
        }},
+      // Another kept value is in between.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::save_region([&] { return y * 2; });
+         const Tensor q = remat::save_region([](const Tensor& p) { return p * 2; }, p);
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::pin(y);
+         const Tensor q = remat::save_region([](const Tensor& a) { return a * 2; }, y.exp());
+         return (slope_of(p * q, p) * x).exp();
+       }},
       // It is an error also where the function catches it.
       {false,
        [](const Tensor& x) {
