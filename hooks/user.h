@@ -1,6 +1,7 @@
 #pragma once
 // The user's own pack and unpack functions.
 
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <exception>
@@ -13,10 +14,13 @@ namespace remat {
 
 class UserHooks final : public torch::autograd::SavedVariableHooks {
  public:
-  explicit UserHooks(std::shared_ptr<detail::HookPair> pair) : pair_(std::move(pair)) {}
+  /// Calls `pack`, which packs `saved`.
+  using Surround = void (*)(const at::Tensor& saved, c10::function_ref<void()> pack);
+  UserHooks(std::shared_ptr<detail::HookPair> pair, Surround surround)
+      : pair_(std::move(pair)), surround_(surround) {}
 
   void call_pack_hook(const at::Tensor& saved) override {
-    packed_ = pair_->pack(saved);
+    surround_(saved, [&] { packed_ = pair_->pack(saved); });
     pair_.reset();
   }
   at::Tensor call_unpack_hook() override {
@@ -33,6 +37,7 @@ class UserHooks final : public torch::autograd::SavedVariableHooks {
 
  private:
   std::shared_ptr<detail::HookPair> pair_;
+  const Surround surround_;
   std::unique_ptr<detail::PackedTensor> packed_;
 };
 

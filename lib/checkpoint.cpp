@@ -117,6 +117,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
     frame_->selection_or_make(PolicyRule::of(options.policy));
     sight_ = std::make_shared<seam::OperatorSight>();
   }
+  frame_->set_sees_operators(seam::are_operators_seen());
   if (in_force.debug) logging_ = std::make_unique<OpLogScope>(&frame_->extras()->forward_log);
   if (frame_->extras() == nullptr || !frame_->extras()->contexts.forward) return;
   try {

@@ -91,6 +91,12 @@ class Frame final : public SlotOwner {
   const FrameOptions& options() const { return options_; }
   FrameExtras* extras() const { return extras_.get(); }
   const Snapshot& snapshot() const { return snapshot_; }
+  /// Whether operators came to run_selectively in the first run. LibTorch's formulas ask whether they
+  /// do (isTensorSubclassLike) and save other tensors then, so it must be the same in recomputes.
+  bool sees_operators() const { return sees_operators_; }
+  void set_sees_operators(bool sees) { sees_operators_ = sees; }
+  /// Where the first run of the function began.
+  const RegionStart& start() const { return start_; }
   /// What a policy, pin or save_region keeps; null if there is none of them.
   Selection* selection() const { return selection_.get(); }
   Selection& selection_or_make(std::shared_ptr<const PolicyRule> rule = nullptr);
@@ -163,6 +169,7 @@ class Frame final : public SlotOwner {
   std::unique_ptr<UserState> user_state_;
   std::unique_ptr<Selection> selection_;
   RegionStart start_;
+  bool sees_operators_ = false;
   std::thread::id forward_thread_;
 
   SpinLock mutex_;  // guards what follows; never held while user code runs
