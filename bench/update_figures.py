@@ -10,7 +10,7 @@ import re
 import sys
 
 METHOD = pathlib.Path(__file__).resolve().parent / "METHOD.md"
-FIRST_ROW = re.compile(r"^(sin in grad mode|overhead per |step of |a plain neg )")
+FIRST_ROW = re.compile(r"^(sin in grad mode|overhead per |step of |a plain neg |frontier of )")
 
 
 def processor():

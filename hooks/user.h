@@ -1,6 +1,7 @@
 #pragma once
 // The user's own pack and unpack functions.
 
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <exception>
@@ -15,10 +16,13 @@ namespace remat {
 
 class UserHooks final : public torch::autograd::SavedVariableHooks {
  public:
-  explicit UserHooks(std::shared_ptr<detail::HookPair> pair) : pair_(std::move(pair)) {}
+  /// Calls `pack`, which packs `saved`.
+  using Surround = void (*)(const at::Tensor& saved, c10::function_ref<void()> pack);
+  UserHooks(std::shared_ptr<detail::HookPair> pair, Surround surround)
+      : pair_(std::move(pair)), surround_(surround) {}
 
   void call_pack_hook(const at::Tensor& saved) override {
-    packed_ = pair_->pack(saved);
+    surround_(saved, [&] { packed_ = pair_->pack(saved); });
     pair_.reset();
   }
   std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const {
@@ -41,6 +45,7 @@ class UserHooks final : public torch::autograd::SavedVariableHooks {
 
  private:
   std::shared_ptr<detail::HookPair> pair_;
+  const Surround surround_;
   std::unique_ptr<detail::PackedTensor> packed_;
 };
 

@@ -50,6 +50,7 @@ FrameOptions options_in_force(const CheckpointOptions& options) {
                         .debug = options.debug,
                         .preserve_rng_state = options.preserve_rng_state,
                         .strict_unpack = options.strict_unpack,
+                        .offload_inputs = options.offload_inputs,
                         .determinism_check = options.determinism_check,
                         .capture_check = options.capture_check};
   if (const Scope* guard = innermost(Ability::EarlyStop))
@@ -75,10 +76,6 @@ void refuse(const CheckpointOptions& options, const FrameOptions& in_force) {
   TORCH_CHECK_VALUE(!(in_force.debug && options.context_fn),
                     "remat::checkpoint: debug=True is incompatible with non-default context_fn. "
                     "Do: drop one of the two for this region.");
-  if (options.offload_inputs)
-    throw_unsupported("a region was asked to offload its inputs",
-                      "offloading is not part of this version",
-                      "leave CheckpointOptions::offload_inputs off");
   // Included while the stack of transforms is not empty; functorch's own state outlives it.
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
     throw_unsupported("a region was opened inside a functorch transform",
@@ -120,6 +117,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
     frame_->selection_or_make(PolicyRule::of(options.policy));
     sight_ = std::make_shared<seam::OperatorSight>();
   }
+  frame_->set_sees_operators(seam::are_operators_seen());
   if (in_force.debug) logging_ = std::make_unique<OpLogScope>(&frame_->extras()->forward_log);
   if (frame_->extras() == nullptr || !frame_->extras()->contexts.forward) return;
   try {

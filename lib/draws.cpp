@@ -257,6 +257,7 @@ void DrawLog::begin() {
   track_->look();
   unseen_at_begin_ = track_->num_unseen;
   draws_at_begin_ = lasting_draws(*track_);
+  position_at_begin_ = position_of(generator_);
   start_ = track_->state();
 }
 

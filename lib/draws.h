@@ -102,6 +102,8 @@ class DrawLog {
   /// Around a stretch that recomputes will not run. What is drawn next starts from a noted state.
   DrawMark mark();
   DrawSkip since(const DrawMark& mark);
+  /// The same for a stretch in which the log began.
+  DrawSkip since_begin() { return since({0, position_at_begin_}); }
   /// Whether a thread that had never drawn before has drawn since the region began, outside of any
   /// region, or a thread other than the region's own in the region. Cheap.
   bool has_new_drawer() const;
@@ -117,6 +119,7 @@ class DrawLog {
   at::CPUGeneratorImpl& generator_;
   std::thread::id thread_;
   uint64_t new_drawers_at_begin_ = 0, unseen_at_begin_ = 0, draws_at_begin_ = 0;
+  CpuRngPosition position_at_begin_{};
   std::shared_ptr<DrawTrack> track_;
   mutable SpinLock mutex_;  // guards what follows; taken after a generator's
   DrawPlan plan_;

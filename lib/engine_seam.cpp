@@ -200,7 +200,7 @@ torch::autograd::variable_list ForwardingEngine::execute(
     const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs,
     bool keep_graph, bool create_graph, bool accumulate_grad,
     const torch::autograd::edge_list& outputs) {
-  engine_callbacks.backward_begins();
+  engine_callbacks.backward_begins(roots, outputs);
   return previous_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
 }
 
@@ -323,6 +323,8 @@ void remove_mode() {
 }  // namespace
 
 bool is_handling_operator() { return is_handling; }
+
+bool are_operators_seen() { return is_mode_active(); }
 
 OperatorSight::OperatorSight() : is_first_(!is_mode_active()) {
   if (is_first_) TorchDispatchModeTLS::push_non_infra_mode_onto_stack(our_mode());

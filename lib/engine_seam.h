@@ -31,7 +31,10 @@ namespace remat::seam {
 struct EngineCallbacks {
   /// Null: none of ours. Sets `is_decided` if nobody else's are wanted either.
   std::unique_ptr<torch::autograd::SavedVariableHooks> (*make_hooks)(bool& is_decided);
-  void (*backward_begins)();  ///< this thread is about to run, and wait for, a backward
+  /// This thread is about to run, and wait for, a backward from `roots` to `outputs` (none: to all
+  /// leaves).
+  void (*backward_begins)(const torch::autograd::edge_list& roots,
+                          const torch::autograd::edge_list& outputs);
   /// Runs an operator below autograd, or puts results on the stack itself.
   void (*run_operator)(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 };
@@ -75,6 +78,8 @@ class OperatorSight {
  private:
   bool is_first_;
 };
+
+bool are_operators_seen();
 
 /// While alive, they do not.
 class OperatorsUnseen {

@@ -112,7 +112,7 @@ std::string Frame::contents_of(const at::Tensor& tensor) const {
 
 void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
   body_ = std::move(body);
-  inputs_.save(*body_);
+  inputs_.save(*body_, options_.offload_inputs);
   if (is_recording()) recorded_ = recording::region_begins(*this);
   snapshot_ = Snapshot::take();
   streams_ = CurrentStreams::here();

@@ -54,6 +54,7 @@ class Selection;
 /// The options in force for a frame, guards applied.
 struct FrameOptions {
   bool early_stop = true, debug = false, preserve_rng_state = true, strict_unpack = false;
+  bool offload_inputs = false;
   DeterminismCheck determinism_check = DeterminismCheck::Metadata;
   CaptureCheck capture_check = CaptureCheck::Raise;
   /// What guards around the region said, for the regions inside its recompute.
@@ -92,6 +93,12 @@ class Frame final : public SlotOwner {
   const FrameOptions& options() const { return options_; }
   FrameExtras* extras() const { return extras_.get(); }
   const Snapshot& snapshot() const { return snapshot_; }
+  /// Whether operators came to run_selectively in the first run. LibTorch's formulas ask whether they
+  /// do (isTensorSubclassLike) and save other tensors then, so it must be the same in recomputes.
+  bool sees_operators() const { return sees_operators_; }
+  void set_sees_operators(bool sees) { sees_operators_ = sees; }
+  /// Where the first run of the function began.
+  const RegionStart& start() const { return start_; }
   /// What a policy, pin or save_region keeps; null if there is none of them.
   Selection* selection() const { return selection_.get(); }
   Selection& selection_or_make(std::shared_ptr<const PolicyRule> rule = nullptr);
@@ -171,6 +178,7 @@ class Frame final : public SlotOwner {
   std::unique_ptr<Selection> selection_;
   std::unique_ptr<RecordedFrame> recorded_;
   RegionStart start_;
+  bool sees_operators_ = false;
   std::thread::id forward_thread_;
 
   SpinLock mutex_;  // guards what follows; never held while user code runs

@@ -9,12 +9,18 @@
 
 #include "hooks/user.h"
 #include "lib/hook_stack.h"
+#include "lib/selection.h"
 
 namespace remat {
 
 namespace detail {
 
 namespace {
+
+void pack_in_region(const at::Tensor& saved, c10::function_ref<void()> pack) {
+  const Packing packing(saved);
+  pack();
+}
 
 class UserHooksScope final : public Scope {
  public:
@@ -23,7 +29,7 @@ class UserHooksScope final : public Scope {
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
     auto pair = pair_.load();
-    return pair ? std::make_unique<UserHooks>(std::move(pair)) : nullptr;
+    return pair ? std::make_unique<UserHooks>(std::move(pair), pack_in_region) : nullptr;
   }
 
  private:

@@ -1,15 +1,15 @@
 #include "lib/inputs.h"
 
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <unordered_set>
 #include <utility>
 
+#include "hooks/elsewhere.h"
 #include "lib/engine_seam.h"
 #include "lib/match.h"
+#include "lib/offload.h"
 
 namespace remat {
 
@@ -22,25 +22,6 @@ struct InputEdge final : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
   std::string name() const override { return "remat::InputEdge"; }
 };
-
-/// A recompute must not be differentiated through a value that it did not compute.
-struct KeptEdge final : torch::autograd::Node {
-  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
-    throw_unsupported("a gradient was taken, inside a recompute, through a kept value",
-                      "pin and save_region keep a value, not how it was computed",
-                      "compute what is differentiated inside the region again: leave pin or "
-                      "save_region away for it");
-  }
-  std::string name() const override { return "remat::KeptEdge"; }
-};
-
-/// Whether operators see a tensor that requires grad. A view of a leaf made under no-grad claims to
-/// (its base does), but has no gradient edge; it goes through as it is.
-bool has_gradient_edge(const at::Tensor& tensor) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  return tensor.requires_grad() && meta != nullptr &&
-         (meta->requires_grad_ || tensor.grad_fn() != nullptr);
-}
 
 /// A tensor with the same data and version counter as `data` and the autograd role of the input.
 at::Tensor in_the_role_of_input(const at::Tensor& data, bool is_leaf) {
@@ -68,52 +49,18 @@ void refuse_tangent(const at::Tensor& tensor) {
 
 }  // namespace
 
+bool has_gradient_edge(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return tensor.requires_grad() && meta != nullptr &&
+         (meta->requires_grad_ || tensor.grad_fn() != nullptr);
+}
+
 const at::Tensor* input_being_saved() { return being_saved; }
 SavingInput::SavingInput(const at::Tensor& tensor)
     : previous_(std::exchange(being_saved, &tensor)) {}
 SavingInput::~SavingInput() { being_saved = previous_; }
 
-// The engine runs no node that leads to none of the tensors whose gradients are asked for.
-at::Tensor in_the_role_of_kept(const at::Tensor& data, bool requires_grad, bool is_leaf,
-                               const std::vector<at::Tensor>& sources) {
-  at::Tensor kept = data.tensor_data();
-  if (requires_grad && is_leaf) {
-    kept.set_requires_grad(true);
-  } else if (requires_grad) {
-    torch::autograd::edge_list edges;
-    for (const at::Tensor& each : sources)
-      if (each.defined() && has_gradient_edge(each))
-        edges.push_back(torch::autograd::impl::gradient_edge(each));
-    auto node = seam::make_node<KeptEdge>();
-    node->set_next_edges(std::move(edges));
-    torch::autograd::create_gradient_edge(kept, std::move(node));
-  }
-  return kept;
-}
-
-std::vector<at::Tensor> leaves_behind(const at::Tensor& value, const RegionStart& since) {
-  using torch::autograd::AccumulateGrad;
-  using torch::autograd::Node;
-  std::vector<at::Tensor> leaves;
-  if (!value.defined() || value.grad_fn() == nullptr) return leaves;
-  std::vector<Node*> waiting{value.grad_fn().get()};
-  std::unordered_set<const Node*> seen(waiting.begin(), waiting.end());
-  while (!waiting.empty()) {
-    Node* const node = waiting.back();
-    waiting.pop_back();
-    if (auto* const leaf = dynamic_cast<AccumulateGrad*>(node)) {
-      leaves.push_back(leaf->variable);
-      continue;
-    }
-    if (node->sequence_nr() < since.sequence || node->thread_id() != since.thread) continue;
-    for (const torch::autograd::Edge& edge : node->next_edges())
-      if (edge.is_valid() && seen.insert(edge.function.get()).second)
-        waiting.push_back(edge.function.get());
-  }
-  return leaves;
-}
-
-void Inputs::save(detail::RegionBody& body) {
+void Inputs::save(detail::RegionBody& body, bool offload) {
   c10::SmallVector<const c10::TensorImpl*, 8> impls;
   body.visit_inputs([&](at::Tensor& kept) {
     const at::Tensor tensor = std::exchange(kept, at::Tensor());
@@ -135,6 +82,11 @@ void Inputs::save(detail::RegionBody& body) {
                                                      /*is_output=*/false),
                       gets_role, tensor.is_leaf(), same_as, storage_number});
     impls.push_back(tensor.unsafeGetTensorImpl());
+    if (!offload || tensor.is_cpu()) return;
+    auto& variable = saved_.back().variable;
+    // A slot of the region around, or what a user's hooks took, is not here any more.
+    if (!variable.has_hooks() && depot_of_inputs()->moves(tensor))
+      variable.register_hooks(std::make_unique<Elsewhere>(depot_of_inputs(), &tensor));
   });
 }
 

@@ -19,9 +19,10 @@ namespace remat {
 /// the same object in every run. One tensor passed twice is one tensor in the recompute too.
 class Inputs {
  public:
-  /// Takes the tensors out of the body's kept arguments and saves them. Throws what the hooks
-  /// around throw, and LibTorch's error for inference tensors.
-  void save(detail::RegionBody& body);
+  /// Takes the tensors out of the body's kept arguments and saves them. `offload`: those that no
+  /// hooks around the region take wait on the CPU. Throws what the hooks around throw, and LibTorch's
+  /// error for inference tensors.
+  void save(detail::RegionBody& body, bool offload);
   /// Fresh arguments for one recompute; may make parents recompute. Throws LibTorch's error when
   /// an input was changed in place.
   std::vector<at::Tensor> unpack() const;
@@ -60,11 +61,8 @@ class SavingInput {
   const at::Tensor* const previous_;
 };
 
-/// A value that a recompute did not compute, for use in it: an alias with the autograd role of the
-/// original. A gradient that is taken through it, of any of `sources`, throws.
-at::Tensor in_the_role_of_kept(const at::Tensor& data, bool requires_grad, bool is_leaf,
-                               const std::vector<at::Tensor>& sources);
-/// The leaves that gradients of `value` lead to by way of nodes that are not older than `since`.
-std::vector<at::Tensor> leaves_behind(const at::Tensor& value, const RegionStart& since);
+/// Whether operators see a tensor that requires grad. A view of a leaf made under no-grad claims to
+/// (its base does), but has no gradient edge; it goes through as it is.
+bool has_gradient_edge(const at::Tensor& tensor);
 
 }  // namespace remat

@@ -86,6 +86,7 @@ at::Tensor pin(const at::Tensor& x) {
   auto kept = std::make_shared<StretchRecord>();
   kept->type = &typeid(at::Tensor);
   kept->values.push_back(selection.keep_value(x, number, 0, *region));
+  kept->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
   kept->is_kept = true;
   selection.note_saved(x);
   selection.keep_stretch(number, std::move(kept));
@@ -99,12 +100,15 @@ struct KeptStretch::Impl {
   const std::type_info* type = nullptr;
   int64_t number = -1;
   DrawMarks marks;
+  std::vector<at::Tensor> read;  // in a recompute: the arguments
+  StretchArguments arguments;    // in forward
   RegionStart start = RegionStart::here();
   std::shared_ptr<StretchScope> scope;
   const StretchRecord* kept = nullptr;
 };
 
-KeptStretch::KeptStretch(const std::type_info& type) {
+KeptStretch::KeptStretch(const std::type_info& type,
+                         c10::function_ref<void(TensorVisitor)> visit_arguments) {
   Scope* const region = region_here();
   if (region == nullptr) return;
   impl_ = std::make_unique<Impl>();
@@ -112,11 +116,15 @@ KeptStretch::KeptStretch(const std::type_info& type) {
   impl_->type = &type;
   if (region->is_recompute) {
     if (Replay* const replay = region->replay()) impl_->kept = replay->next_stretch(type);
-    if (impl_->kept != nullptr) return;
+    if (impl_->kept != nullptr) {
+      visit_arguments([this](at::Tensor& tensor) { impl_->read.push_back(tensor); });
+      return;
+    }
   } else {
     Selection& selection = region->frame()->selection_or_make();
     impl_->number = selection.begin_stretch();
     impl_->marks = selection.marks();
+    visit_arguments([this](at::Tensor& tensor) { impl_->arguments.add(tensor); });
   }
   impl_->scope = std::make_shared<StretchScope>(*region);
   push(impl_->scope);
@@ -130,11 +138,8 @@ bool KeptStretch::is_kept() const { return impl_ != nullptr && impl_->kept != nu
 
 void* KeptStretch::emptied() const { return impl_->kept->emptied.get(); }
 
-std::vector<at::Tensor> KeptStretch::tensors(
-    c10::function_ref<void(TensorVisitor)> visit_arguments) {
-  std::vector<at::Tensor> read;
-  visit_arguments([&read](at::Tensor& tensor) { read.push_back(tensor); });
-  return impl_->region->replay()->values_of(*impl_->kept, read);
+std::vector<at::Tensor> KeptStretch::tensors() {
+  return impl_->region->replay()->values_of(*impl_->kept, impl_->read);
 }
 
 void KeptStretch::keep(std::shared_ptr<void> emptied,
@@ -152,8 +157,13 @@ void KeptStretch::keep(std::shared_ptr<void> emptied,
     kept->values.push_back(
         selection.keep_value(value, impl_->number, kept->values.size(), *impl_->region));
     if (value.defined()) selection.note_saved(value);
-    for (const at::Tensor& leaf : leaves_behind(value, impl_->start))
-      kept->leaves.emplace_back(leaf.getIntrusivePtr());
+    // The result that the function returned, and `value`.
+    constexpr std::size_t num_owners = 2;
+    std::vector<at::Tensor> leaves;
+    kept->values.back().history =
+        history_of(value, num_owners, impl_->arguments, impl_->start,
+                   impl_->region->frame()->start(), leaves);
+    for (const at::Tensor& leaf : leaves) kept->leaves.emplace_back(leaf.getIntrusivePtr());
   });
   kept->emptied = std::move(emptied);
   kept->is_kept = true;

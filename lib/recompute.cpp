@@ -153,7 +153,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
     AmbientRestore ambient(frame->snapshot());
     detail::StackSwap clean(scope);
     std::optional<seam::OperatorSight> sight;
-    if (scope->replay() != nullptr && frame->selection()->has_calls()) sight.emplace();
+    if (frame->sees_operators()) sight.emplace();
     OpLogScope logging(filler.log());
     Scope user_scope;
     if (frame->extras() != nullptr && frame->extras()->contexts.recompute)
@@ -165,6 +165,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
       // User code may turn the signal into an exception of its own; all that is needed is there.
       if (!filler.has_stopped()) throw;
     }
+    if (Replay* const replay = scope->replay()) replay->end();
     filler.finish();
     filler.record_ready();
   }
@@ -245,11 +246,15 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
 
 }  // namespace
 
-void recompute_waits_for_backward() {
+void backward_begins_in_recompute(const torch::autograd::edge_list& roots,
+                                  const torch::autograd::edge_list& outputs) {
   if (active_runs().entries.empty()) return;
   active_runs().entries.back().filler->stop_before_backward();
   for (const ActiveRuns::Entry& each : active_runs().entries)
     each.frame->owner_waits_for_backward(*each.run);
+  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+    if (Replay* const replay = scope.replay()) replay->check_backward(roots, outputs);
+  });
 }
 
 void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {

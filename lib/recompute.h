@@ -2,6 +2,7 @@
 // Runs a frame's function again: fills slots, stops early, fails cleanly.
 
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
 #include <memory>
@@ -19,6 +20,8 @@ void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_po
 
 /// A backward begins on this thread: recomputes that this thread runs cannot go on before it ends,
 /// so nobody may wait for them any more (a waiting thread could be the one that backward needs).
-void recompute_waits_for_backward();
+/// Throws CheckpointError if it asks a kept value for what no recompute knows.
+void backward_begins_in_recompute(const torch::autograd::edge_list& roots,
+                                  const torch::autograd::edge_list& outputs);
 
 }  // namespace remat

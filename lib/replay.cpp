@@ -25,6 +25,8 @@ c10::ArrayRef<c10::IValue> last(const torch::jit::Stack& stack, std::size_t coun
 
 Replay::Replay(Frame& frame, Filler& filler, const std::vector<at::Tensor>& inputs)
     : frame_(frame), filler_(filler), selection_(*frame.selection()), given_(inputs) {
+  // Else they are seen on behalf of another region, or because forward saw them.
+  looks_ = selection_.rule() != nullptr && (!selection_.is_settled() || selection_.has_calls());
   for (std::size_t i = 0; i < inputs.size(); ++i)
     inputs_.emplace_back(storage_of(inputs[i]), frame.inputs().storage_number(i));
   c10::SmallVector<const KeptTensor*, 8> behind_hooks;
@@ -225,8 +227,7 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
 }
 
 void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  if (selection_.rule() == nullptr)
-    return op.callBoxed(&stack);  // seen on behalf of another region
+  if (!looks_) return op.callBoxed(&stack);
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   std::unique_lock<std::mutex> forward = selection_.lock();
   const Counted counted = count(op);
@@ -244,7 +245,7 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const PolicyRule& rule = *selection_.rule();
   const OpTraits& traits = traits_of(op);
   bool wants_kept = record != nullptr;
-  if (rule.options().ask_again && traits.can_be_kept()) {
+  if (rule.options().ask_again && traits.can_be_kept() && !Packing::is_under_way()) {
     forward = {};
     lock.unlock();
     static const std::string no_name;
@@ -295,7 +296,10 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 const StretchRecord* Replay::next_stretch(const std::type_info& type) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = selection_.lock();
-  if (next_stretch_ >= selection_.stretches().size())
+  const bool is_beyond = next_stretch_ >= selection_.stretches().size();
+  // Forward waits for a backward before this call: nothing that follows here is looked at.
+  if (is_beyond && !selection_.is_settled()) return nullptr;
+  if (is_beyond)
     fail(CheckpointError::Kind::SelectiveMismatch,
          "the recompute calls pin, checkpoint_name or save_region more often than forward did",
          "the function does not compute the same again",
@@ -320,14 +324,14 @@ const StretchRecord* Replay::next_stretch(const std::type_info& type) {
 
 std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
                                           const std::vector<at::Tensor>& read) {
-  std::vector<at::Tensor> values, sources = read;
-  sources.insert(sources.end(), given_.begin(), given_.end());
+  std::vector<at::Tensor> values, sources = given_;
   for (const WeakTensor& each : stretch.leaves)
     if (auto leaf = each.lock()) sources.emplace_back(std::move(leaf));
   for (const StretchRecord::Value& each : stretch.values) {
     const at::Tensor value = restore(each.tensor);
     values.push_back(value.defined()
-                         ? in_the_role_of_kept(value, each.requires_grad, each.is_leaf, sources)
+                         ? roles_.give(value, each.requires_grad, each.is_leaf, each.history, read,
+                                       sources)
                          : value);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (each.made) producers_.add(values.back(), each.made->producer, each.made->num_changes);
@@ -365,7 +369,22 @@ void Replay::fail(CheckpointError::Kind kind, const std::string& fact, const std
   try {
     throw_selective(frame_, kind, fact, cause, advice, lists(), filler_.take_differences());
   } catch (...) {
-    if (mismatch_ == nullptr) mismatch_ = std::current_exception();
+    note_mismatch();
+    throw;
+  }
+}
+
+void Replay::note_mismatch() {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (mismatch_ == nullptr) mismatch_ = std::current_exception();
+}
+
+void Replay::check_backward(const torch::autograd::edge_list& roots,
+                            const torch::autograd::edge_list& targets) {
+  try {
+    roles_.check(roots, targets);
+  } catch (...) {
+    note_mismatch();
     throw;
   }
 }

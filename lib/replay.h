@@ -9,6 +9,7 @@
 #include <typeinfo>
 #include <vector>
 
+#include "lib/kept_role.h"
 #include "lib/selection.h"
 #include "remat/error.h"
 
@@ -40,6 +41,13 @@ class Replay {
   void check_saved(const at::Tensor& saved);
   /// A mismatch counts also if the function caught it.
   void rethrow_mismatch() const;
+  /// The function has ended. Who looks at what only the run owns must not find its graph alive.
+  void end() { roles_.clear(); }
+  /// The exception at hand is one.
+  void note_mismatch();
+  /// A backward begins in the recompute, and may not ask a kept value for what it does not know.
+  void check_backward(const torch::autograd::edge_list& roots,
+                      const torch::autograd::edge_list& targets);
 
  private:
   struct Counted {
@@ -75,10 +83,12 @@ class Replay {
   std::vector<c10::OperatorHandle> strangers_;  // operators that forward did not call
   std::vector<uint32_t> sequence_;
   Producers producers_;
+  KeptRoles roles_;
   /// What came back through hooks. It is fetched before the function runs: where an operator is
   /// handled autograd is off, and a recompute of the region around could not run.
   std::unordered_map<const KeptTensor*, at::Tensor> fetched_;
   std::vector<const c10::StorageImpl*> handed_out_;
+  bool looks_ = false;  ///< at operators
   std::size_t next_stretch_ = 0;
   bool has_shells_ = false;
   std::atomic<bool> has_read_shell_{false};

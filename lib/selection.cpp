@@ -91,8 +91,23 @@ void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
       each.replay->after_inner(op, each.call, results);
 }
 
+namespace {
+thread_local int num_packing = 0;
+}  // namespace
+
+Packing::Packing(const at::Tensor& saved) {
+  ++num_packing;
+  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+    if (Selection* const selection = scope.selection()) selection->note_saved(saved);
+  });
+}
+
+Packing::~Packing() { --num_packing; }
+
+bool Packing::is_under_way() { return num_packing > 0; }
+
 Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
-    : frame_(frame), rule_(std::move(rule)) {}
+    : frame_(frame), rule_(std::move(rule)), task_at_start_(seam::graph_task_id()) {}
 
 detail::HooksAround Selection::hooks() const {
   return rule_ != nullptr && rule_->options().save_through_hooks ? detail::HooksAround::All
@@ -152,10 +167,17 @@ void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
 void Selection::note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   if (kept_.empty()) return;
   visit_written(op, arguments, [this](const at::Tensor& tensor) {
-    const auto found = kept_.find(storage_of(tensor));
-    if (found != kept_.end())
-      operators_[found->second.op].calls[found->second.call]->is_written = true;
+    if (const auto found = kept_.find(storage_of(tensor)); found != kept_.end())
+      note_written(found->second);
   });
+}
+
+void Selection::note_written(const Place& place) {
+  // Not every operator that writes counts up the version.
+  if (seam::graph_task_id() == task_at_start_)
+    operators_[place.op].calls[place.call]->is_written = true;
+  else
+    let_go(place);
 }
 
 void Selection::note_saved(const at::Tensor& saved, int64_t position) {
@@ -233,8 +255,9 @@ DrawMarks Selection::marks() const {
 DrawSkips Selection::since(const DrawMarks& marks) const {
   DrawSkips skips;
   const auto logs = frame_.draw_logs();
-  for (std::size_t i = 0; i < std::min(logs.size(), marks.logs.size()); ++i)
-    skips.logs.push_back(logs[i]->since(marks.logs[i]));
+  for (std::size_t i = 0; i < logs.size(); ++i)
+    skips.logs.push_back(i < marks.logs.size() ? logs[i]->since(marks.logs[i])
+                                               : logs[i]->since_begin());
   if (frame_.device_rng() != nullptr)
     skips.others = DeviceRng::moved(marks.others, frame_.device_rng()->now());
   return skips;
@@ -279,6 +302,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   const OpTraits& traits = *operators_[n].traits;
   std::optional<CheckpointPolicy> answer = operators_[n].answer_to_all;
   const auto arguments = arguments_of(op, stack);
+  const bool is_packing = Packing::is_under_way();
+  if (is_packing) answer = CheckpointPolicy::PreferRecompute;
   if (!answer) {
     lock.unlock();
     static const std::string no_name;
@@ -287,7 +312,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   }
   const bool keeps = is_keeping(*answer) && traits.can_be_kept();
   const bool applies = traits.is_mutable && !kept_.empty() && writes_to_kept(op, arguments);
-  const bool may_get_name = rule_->looks_at_names() && traits.can_be_kept();
+  const bool may_get_name = rule_->looks_at_names() && traits.can_be_kept() && !is_packing;
   std::unique_ptr<CallRecord> record;
   if (keeps || may_get_name || applies) {
     record = std::make_unique<CallRecord>();
@@ -365,7 +390,9 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
 // and then `add_` of the bias. If nothing that a recompute runs has read the result before, it is kept
 // as written, and recomputes run neither operator. Otherwise its call is not kept after all. What a
 // user writes, through a tensor that shares the version counter, is an error in the recompute
-// (SelectiveMutation), except for operators that make blank tensors, which are made to be filled.
+// (SelectiveMutation), except for operators that make blank tensors, which are made to be filled. A
+// backward inside the region writes to what its own formulas made: no user can help that, and the
+// call is simply not kept.
 bool Selection::writes_to_kept(const c10::OperatorHandle& op,
                                c10::ArrayRef<c10::IValue> arguments) {
   const auto& declared = op.schema().arguments();
@@ -381,12 +408,11 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op,
         return;
       }
       const OpRecord& maker = operators_[found->second.op];
-      CallRecord& call = *maker.calls[found->second.call];
+      const CallRecord& call = *maker.calls[found->second.call];
       const KeptTensor& kept = call.kept[found->second.result].tensors[found->second.tensor];
       if (kept.shares_version_with(tensor) && !maker.traits->is_blank) {
         stays = false;
-        call.is_written = true;  // not every operator that writes counts up the version
-        return;
+        return note_written(found->second);
       }
       const auto read = is_read_.find(storage);
       stays = stays && i == 0 && !maker.traits->is_blank && !kept.is_elsewhere() &&
@@ -475,6 +501,7 @@ void Selection::name(const at::Tensor& value, const std::string& name,
   auto itself = std::make_shared<StretchRecord>();
   itself->type = &typeid(at::Tensor);
   itself->values.push_back(keep_value(value, number, 0, region, where_for(answer)));
+  itself->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
   itself->is_kept = true;
   keep_stretch(number, std::move(itself));
 }
@@ -484,7 +511,7 @@ StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t numb
                                            KeptWhere where) {
   StretchRecord::Value kept{KeptTensor(value, region, hooks(), where),
                             value.defined() && value.requires_grad(),
-                            !value.defined() || value.is_leaf(), std::nullopt};
+                            !value.defined() || value.is_leaf()};
   if (rule_ == nullptr || !value.defined()) return kept;
   // The recompute gets another tensor, which must have the origin that this one has.
   std::lock_guard<std::mutex> lock(mutex_);
@@ -523,6 +550,18 @@ void Selection::add_to(recording::RegionSums& sums) const {
   for (const auto& stretch : stretches_)
     if (stretch != nullptr)
       for (const StretchRecord::Value& value : stretch->values) add(value.tensor);
+}
+
+bool Selection::keeps(const c10::StorageImpl* storage) const {
+  if (kept_.contains(storage)) return true;
+  // Of a stretch only what waits elsewhere: in its place it may be a captured tensor's too, which is
+  // looked at as such.
+  return std::any_of(stretches_.begin(), stretches_.end(), [storage](const auto& stretch) {
+    return stretch != nullptr &&
+           std::any_of(stretch->values.begin(), stretch->values.end(), [storage](const auto& value) {
+             return value.tensor.is_elsewhere() && value.tensor.storage() == storage;
+           });
+  });
 }
 
 void Selection::settle() {

@@ -23,6 +23,7 @@
 
 #include "lib/call_record.h"
 #include "lib/hook_stack.h"
+#include "lib/kept_role.h"
 #include "lib/policy_rule.h"
 #include "lib/producers.h"
 #include "lib/recording.h"
@@ -34,12 +35,25 @@ class Frame;
 /// Handles an operator of this thread; a callback of engine_seam.
 void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
+/// While a pack function of the user's runs inside a region. It may read what it packs, and what it
+/// made of that, past all operators, and whoever unpacks may, too: a shell would not do. So the
+/// former counts as read, and of the latter nothing is kept; its calls are counted as all others.
+class Packing {
+ public:
+  explicit Packing(const at::Tensor& saved);
+  ~Packing();
+  Packing(const Packing&) = delete;
+  Packing& operator=(const Packing&) = delete;
+  static bool is_under_way();
+};
+
 /// One call of pin() or save_region(), or of checkpoint_name() where the value itself is kept.
 struct StretchRecord {
   struct Value {
     KeptTensor tensor;
     bool requires_grad, is_leaf;
-    std::optional<Producers::Made> made;
+    std::optional<Producers::Made> made{};
+    KeptHistory history{};
   };
   const std::type_info* type = nullptr;
   std::shared_ptr<void> emptied;
@@ -82,7 +96,7 @@ class Selection {
 
   // In recomputes.
   const PolicyRule* rule() const { return rule_.get(); }
-  /// Whether a recompute has to see operators.
+  /// Whether a recompute has to look at operators.
   bool has_calls() const { return num_kept_ > 0 || (rule_ && rule_->options().ask_again); }
   bool has_stretches() const { return !stretches_.empty(); }
   bool is_settled() const { return is_settled_; }
@@ -104,8 +118,8 @@ class Selection {
                        InputOf&& input_of, CallRecord& record);
   static ArgumentRecord describe(const at::Tensor& tensor, Producers& producers);
 
-  /// Whether what the region keeps has this storage.
-  bool keeps(const c10::StorageImpl* storage) const { return kept_.contains(storage); }
+  /// Whether what the region keeps has this storage, and may come back with another one.
+  bool keeps(const c10::StorageImpl* storage) const;
 
  private:
   struct Place {
@@ -115,6 +129,7 @@ class Selection {
   void note_read(c10::ArrayRef<c10::IValue> arguments);
   void note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
   void note_read(const c10::StorageImpl* storage);
+  void note_written(const Place& place);
   void note_results(const OpRecord& op, uint32_t number, uint32_t call,
                     c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
   bool returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const;
@@ -130,6 +145,7 @@ class Selection {
 
   Frame& frame_;
   const std::shared_ptr<const PolicyRule> rule_;
+  const int64_t task_at_start_;
   mutable std::mutex mutex_;  // guards what follows until the forward is over
   std::atomic<bool> is_settled_{false};
   std::vector<OpRecord> operators_;

@@ -60,13 +60,6 @@ StreamScope::~StreamScope() {
   if (guard.getDevice() != before_->device) guard.uncheckedSetDevice(before_->device);
 }
 
-void Ready::wait_before_use(const at::Tensor& tensor) const {
-  const c10::Stream current = VirtualGuardImpl(stream_.device_type()).getStream(tensor.device());
-  if (current == stream_) return;
-  event_.block(current);
-  record_use(tensor, current);
-}
-
 std::shared_ptr<const Ready> ReadyStreams::of(const at::Tensor& tensor) {
   if (!has_streams(tensor)) return nullptr;
   const c10::Stream stream = VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());

@@ -9,13 +9,14 @@
 // stream is current makes that stream wait for the event, and tells the allocator of the use.
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
 #include <memory>
 #include <vector>
+
+#include "hooks/ready.h"
 
 namespace remat {
 
@@ -39,20 +40,6 @@ class StreamScope {
  private:
   std::unique_ptr<CurrentStreams> before_;
   c10::SmallVector<c10::Stream, 2> replaced_;
-};
-
-/// When the work on one stream up to some point is done.
-class Ready {
- public:
-  explicit Ready(c10::Stream stream) : stream_(stream), event_(stream.device_type()) {}
-  const c10::Stream& stream() const { return stream_; }
-  void record() { event_.record(stream_); }
-  /// Makes `tensor` fit for use on the stream that is current for its device.
-  void wait_before_use(const at::Tensor& tensor) const;
-
- private:
-  const c10::Stream stream_;
-  c10::Event event_;
 };
 
 /// Of one recompute: a Ready for each stream on which a tensor was made.

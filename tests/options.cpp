@@ -384,16 +384,6 @@ TEST_CASE("strict_unpack makes a second read in one backward an error", "[option
                                       "unpacked once."));
 }
 
-TEST_CASE("an option that this version cannot honour is refused by name", "[options]") {
-  const Tensor x = leaf({3});
-  Calls calls;
-  const auto fn = counted(calls, [](const Tensor& t) { return t.sin(); });
-  CHECK_THROWS_WITH(checkpoint({.offload_inputs = true}, fn, x), contains("offload_inputs"));
-  CHECK_THROWS_AS(checkpoint({.offload_inputs = true}, fn, x), c10::Error);
-  CHECK(calls.count() == 0);
-  CHECK(remat::counters().frames_alive == 0);
-}
-
 TEST_CASE("debug costs the same in the last iteration as in the first",
           "[options][debug][GUA-35]") {
   const Tensor x = leaf({8});

@@ -152,6 +152,19 @@ TEST_CASE("README: saved tensors can wait in half precision", "[readme]") {
   CHECK(at::allclose(gradient, grad_of(x.sin().exp(), {x})[0], 1e-2, 1e-2));
 }
 
+TEST_CASE("README: saved tensors can wait on disk", "[readme]") {
+  const std::filesystem::path folder = std::filesystem::temp_directory_path();
+  const auto block = [](const at::Tensor& t) { return t.sin().exp(); };
+  const at::Tensor x = leaf({40'000});
+  at::Tensor y = x + 1;
+  {
+    const remat::SaveOnDiskGuard disk({.directory = folder});
+    y = remat::checkpoint(block, y);  // the input of the region waits in a file
+    y = block(y);                     // what autograd saves here does too
+  }
+  require_bit_equal(grad_of(y, {x}), grad_of(block(block(x + 1)), {x}));
+}
+
 TEST_CASE("README: a meter counts bytes and a limit refuses them", "[readme]") {
   const remat::MemoryMeter meter;  // live_bytes(), peak_bytes(), reset_peak()
   const remat::MemoryLimitGuard limit(meter.live_bytes() + 64'000'000);
@@ -216,6 +229,22 @@ TEST_CASE("README: a checkpoint error carries what differs as fields", "[readme]
   }
   CHECK_THAT(log.str(), contains("0: Float[4] on cpu, now Float[8] on cpu"));
   CHECK_THAT(log.str(), contains("In region \"block 3\""));
+}
+
+TEST_CASE("README: a plan is found for a byte budget and run", "[readme]") {
+  const std::vector<remat::Stage> stages{[](const at::Tensor& x) { return x.sin().exp().sin(); },
+                                         [](const at::Tensor& x) { return x.cos().exp().cos(); },
+                                         [](const at::Tensor& x) { return x.sin().sum(); }};
+  const Tensor sample = leaf({1000}), input = leaf({1000});
+  const int64_t budget = 30'000;
+  const remat::ChainCost cost = remat::measure(stages, sample);  // seconds and bytes of each stage
+  const remat::Frontier frontier = remat::solve(cost);           // the least time for every budget
+  const remat::Plan plan = frontier.plan(budget);                // [ck[ck[1] 2] ck[3] 4], say
+  const at::Tensor loss = remat::run(plan, stages, input);       // nested checkpoint() calls
+  const Tensor gradient = grad_of(loss, {input})[0];
+  const Tensor plain = stages[2](stages[1](stages[0](input)));
+  CHECK(bit_equal(gradient, grad_of(plain, {input})[0]));
+  CHECK(remat::simulate(cost, plan).peak_bytes <= budget);
 }
 
 // What a test looks like, for CONTRIBUTING.md.

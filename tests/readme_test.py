@@ -88,7 +88,8 @@ def readme_faults(text):
     for kind in re.findall(r"^    (\w+),? +///<", kinds, re.M):
         if f"`{kind}`" not in text:
             yield f"the errors do not show {kind}"
-    thrown = "".join(joined(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "lib").glob("*.cpp")))
+    thrown = "".join(joined(file.read_text(encoding="utf-8")) for tree in ("lib", "hooks")
+                     for file in sorted((ROOT / tree).glob("*.cpp")))
     for row in re.findall(r"^\|(?: `\w+`)? \| (\"[^|]+) \|", text, re.M):
         for sentence in re.findall(r'"([^"]+)"', row):
             if sentence not in thrown:

@@ -4,6 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <concepts>
+#include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -95,6 +97,68 @@ class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
 
  private:
   explicit SavedTensorHooksGuard(std::shared_ptr<detail::HookPair> pair);
+};
+
+// The three guards below move what autograd saves on this thread, and backward gets it back with its
+// dtype, device, sizes, strides and `requires_grad`. Common to them:
+//
+// * Parameters (leaves that require grad), their views, and whatever is not a plain strided tensor
+//   with data (sparse, nested, quantized, ...) stay where they are, and so does a view with less than
+//   a quarter of a storage unless it is dense enough. Such a view comes back at storage offset 0.
+// * A storage is moved once for all views that are saved of it at the same version, and gone from
+//   its place with the last of them, also after the guard.
+// * A tensor that stays and is changed in place raises in backward as without hooks. One that was
+//   moved has the values of the save.
+// * A tensor that does not require grad is moved when the thread saves for the next operator, or at
+//   the guard's end: the kernel may have yet to write it.
+// * Regions: as any user hooks (Rule 16). Reads may come from any thread, and more than once.
+
+struct SaveOnCpuOptions {
+  /// Use page-locked memory (up to a quarter of the machine's), for copies beside the work. Where
+  /// there is none, ordinary memory.
+  bool pin_memory = false;
+  /// Smaller tensors stay [bytes].
+  int64_t min_bytes = 0;
+  /// `false`: parameters and their views move too.
+  bool skip_parameters = true;
+};
+
+/// While alive, tensors of an accelerator that autograd saves wait on the CPU. Tensors on the CPU
+/// stay as they are. Source: `torch.autograd.graph.save_on_cpu`.
+class REMAT_API SaveOnCpuGuard : detail::ScopeGuard {
+ public:
+  explicit SaveOnCpuGuard(SaveOnCpuOptions options = {});
+};
+
+struct SaveOnDiskOptions {
+  std::filesystem::path directory{};
+  /// Smaller tensors stay [bytes].
+  int64_t min_bytes = 1 << 16;
+};
+
+/// While alive, tensors that autograd saves wait in a file: one for the guard, with no name, which
+/// only this process can read. Nothing is left of it after an exception, `_exit` or a kill. It takes
+/// as many bytes as waited at the same time, until the guard and all that waits are gone.
+///
+/// Throws `c10::ValueError` if no file can be made in the directory. A full disk is a `c10::Error` of
+/// the operator that saves (at the guard's end a warning: the tensor stays in memory); what was saved
+/// before is intact, and the same may be tried again.
+class REMAT_API SaveOnDiskGuard : detail::ScopeGuard {
+ public:
+  explicit SaveOnDiskGuard(SaveOnDiskOptions options);
+};
+
+/// While alive, floating-point tensors that autograd saves are rounded to `dtype`. LOSSY: gradients
+/// are computed from the rounded numbers. Backward gets them in their own dtype.
+///
+/// Real numbers are rounded to a real `dtype`, complex ones to a complex one, and only to one with
+/// fewer bytes; integers and booleans stay. So does a tensor with a finite number that `dtype` cannot
+/// hold (60000 fits `at::kHalf`, 70000 does not). Small numbers become 0. On an accelerator the check
+/// waits for the device. `min_bytes`: smaller tensors stay. Throws `c10::ValueError` for a `dtype`
+/// that numbers cannot be rounded to.
+class REMAT_API SaveAsGuard : detail::ScopeGuard {
+ public:
+  explicit SaveAsGuard(at::ScalarType dtype, int64_t min_bytes = 0);
 };
 
 /// While alive, opening saved-tensor hooks or a region on this thread throws `c10::Error` with

@@ -54,7 +54,8 @@ struct CheckpointOptions {
   std::function<ContextPair()> context_fn{};
   /// Selective checkpointing; empty: recompute everything.
   Policy policy{};
-  /// The region's inputs wait on the CPU.
+  /// The region's inputs wait on the CPU: those on an accelerator that `SaveOnCpuGuard` would move,
+  /// and that no region or hook around this one takes. They are checked for changes like others.
   bool offload_inputs = false;
   /// A second read of a saved tensor in one backward is an error instead of one more recompute.
   bool strict_unpack = false;

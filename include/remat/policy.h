@@ -115,7 +115,8 @@ REMAT_API at::Tensor checkpoint_name(const at::Tensor& x, std::string name);
 /// Inside a region: keeps the value of `x`, and recomputes go on with it, whatever they computed
 /// themselves. For discrete decisions (the indices of topk, a routing mask, a sample) that rounding
 /// could flip. Memory: that of `x`, as long as the region's frame lives. Throws, in the recompute, if
-/// `x` was changed in place. A gradient taken inside the recompute through it throws (Unsupported).
+/// `x` was changed in place. A gradient taken inside the recompute through it throws (Unsupported); so
+/// does one of the pinned value where `x` itself is used as well.
 REMAT_API at::Tensor pin(const at::Tensor& x);
 
 namespace detail {
@@ -123,17 +124,16 @@ namespace detail {
 /// One call of save_region() or pin(): what it kept in forward, or is to keep.
 class REMAT_API KeptStretch {
  public:
-  /// `type`: of what `emptied` points to.
-  explicit KeptStretch(const std::type_info& type);
+  /// `type`: of what `emptied` points to. `visit_arguments` visits what the function is given.
+  KeptStretch(const std::type_info& type, c10::function_ref<void(TensorVisitor)> visit_arguments);
   ~KeptStretch();
   KeptStretch(const KeptStretch&) = delete;
   KeptStretch& operator=(const KeptStretch&) = delete;
   /// A recompute: the result is there, nothing is to be run.
   bool is_kept() const;
-  /// An `Emptied` of the result's type, null for void; and the tensors for it. `visit_arguments`
-  /// visits what the function would be given now.
+  /// An `Emptied` of the result's type, null for void; and the tensors for it.
   void* emptied() const;
-  std::vector<at::Tensor> tensors(c10::function_ref<void(TensorVisitor)> visit_arguments);
+  std::vector<at::Tensor> tensors();
   /// Keeps what `visit_tensors` visits, and `emptied`. The stretch has run.
   void keep(std::shared_ptr<void> emptied, c10::function_ref<void(TensorVisitor)> visit_tensors);
 
@@ -150,12 +150,17 @@ class REMAT_API KeptStretch {
 ///
 /// It belongs to the innermost region; when the recompute of an enclosing one runs that region's
 /// forward again, `fn` runs again. Types: as for `checkpoint`, and the result must be copyable. A
-/// gradient taken inside the recompute through the result throws (Unsupported).
+/// gradient taken inside the recompute through the result throws (Unsupported); so does one of
+/// tensors older than the result if `fn` read others that require grad than its arguments.
 template <class Fn, class... Args>
 auto save_region(Fn&& fn, Args&&... args) {
   using Result = std::decay_t<decltype(detail::call(fn, std::forward<Args>(args)...))>;
+  const auto visit_arguments = [&]([[maybe_unused]] detail::TensorVisitor visitor) {
+    (detail::Tensors<std::decay_t<Args>>::visit(const_cast<std::decay_t<Args>&>(args), visitor),
+     ...);
+  };
   if constexpr (std::is_void_v<Result>) {
-    detail::KeptStretch stretch(typeid(void));
+    detail::KeptStretch stretch(typeid(void), visit_arguments);
     if (stretch.is_kept()) return;
     detail::call(fn, std::forward<Args>(args)...);
     stretch.keep(nullptr, [](detail::TensorVisitor) {});
@@ -163,14 +168,9 @@ auto save_region(Fn&& fn, Args&&... args) {
     static_assert(std::copy_constructible<Result>,
                   "remat::save_region: the result must be copyable, since each recompute gets a "
                   "copy of it");
-    detail::KeptStretch stretch(typeid(detail::Emptied<Result>));
+    detail::KeptStretch stretch(typeid(detail::Emptied<Result>), visit_arguments);
     if (stretch.is_kept()) {
-      std::vector<at::Tensor> tensors =
-          stretch.tensors([&]([[maybe_unused]] detail::TensorVisitor visitor) {
-            (detail::Tensors<std::decay_t<Args>>::visit(const_cast<std::decay_t<Args>&>(args),
-                                                        visitor),
-             ...);
-          });
+      std::vector<at::Tensor> tensors = stretch.tensors();
       return static_cast<detail::Emptied<Result>*>(stretch.emptied())->filled(tensors);
     }
     Result result = detail::call(fn, std::forward<Args>(args)...);

@@ -11,10 +11,14 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <map>
 #include <mutex>
+#include <thread>
 
 namespace far {
 
@@ -28,6 +32,42 @@ void write_down(std::string entry) {
   std::lock_guard<std::mutex> lock(log_mutex);
   entries.push_back(std::move(entry));
 }
+
+// Note [Late copies]
+// Streams of the pool have a queue; an event on one is a place in it. Whoever waits for the event
+// runs the queue up to there, if it runs at once, or queues the wait. Streams that a test names run
+// at once.
+constexpr int64_t first_pool_stream = 100;
+struct Queue {
+  std::deque<std::function<void()>> work;
+  uint64_t num_done = 0;
+  uint64_t end() const { return num_done + work.size(); }
+};
+std::recursive_mutex queues_mutex;
+std::map<int64_t, Queue> queues;
+std::atomic<int64_t> next_pool_stream{first_pool_stream};
+
+void run_until(int64_t stream, uint64_t place) {
+  const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+  Queue& queue = queues[stream];
+  while (queue.num_done < place && !queue.work.empty()) {
+    const auto work = std::move(queue.work.front());
+    queue.work.pop_front();
+    work();
+    ++queue.num_done;
+  }
+}
+void run_all(int64_t stream) { run_until(stream, UINT64_MAX); }
+void enqueue(int64_t stream, std::function<void()> work) {
+  if (stream < first_pool_stream) return work();
+  const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+  queues[stream].work.push_back(std::move(work));
+}
+
+struct Event {
+  int64_t stream = 0;
+  uint64_t place = 0;
+};
 
 thread_local int device_index = 0;
 thread_local std::array<int64_t, num_devices> stream_ids{};
@@ -51,23 +91,29 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   c10::DeviceIndex deviceCount() const noexcept override { return num_devices; }
-  // An event is the number of the stream it was recorded on.
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override {
+    return stream(d.index(), next_pool_stream++);
+  }
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex,
               const c10::EventFlag) const override {
-    if (*event == nullptr) *event = new int64_t;
-    *static_cast<int64_t*>(*event) = s.id();
+    const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+    if (*event == nullptr) *event = new Event;
+    *static_cast<Event*>(*event) = {s.id(), queues[s.id()].end()};
     write_down("record " + std::to_string(s.id()));
   }
   void block(void* event, const c10::Stream& s) const override {
-    write_down("wait " + std::to_string(s.id()) + " for " +
-               std::to_string(*static_cast<int64_t*>(event)));
+    const Event e = *static_cast<Event*>(event);
+    enqueue(s.id(), [e] { run_until(e.stream, e.place); });
+    write_down("wait " + std::to_string(s.id()) + " for " + std::to_string(e.stream));
+  }
+  void synchronizeEvent(void* event) const override {
+    const Event e = *static_cast<Event*>(event);
+    run_until(e.stream, e.place);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<int64_t*>(event);
+    delete static_cast<Event*>(event);
   }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream& s) const override {
-    write_down("use on " + std::to_string(s.id()));
-  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override;
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -99,7 +145,30 @@ at::Generator& generator(int index) {
   return all[static_cast<size_t>(index)];
 }
 
+struct Pinned final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    TORCH_CHECK(has, "far has no page-locked memory");
+    auto* const block = static_cast<char*>(std::malloc(header + bytes));
+    *reinterpret_cast<int64_t*>(block) = static_cast<int64_t>(bytes);
+    num_live_bytes += static_cast<int64_t>(bytes);
+    return {block + header, block, &release, at::Device(at::kCPU)};
+  }
+  static void release(void* block) {
+    num_live_bytes -= *static_cast<int64_t*>(block);
+    std::free(block);
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+  static constexpr size_t header = 64;
+  static inline std::atomic<int64_t> num_live_bytes{0};
+  static inline std::atomic<bool> has{true};
+};
+Pinned pinned;
+
 struct Hooks final : at::PrivateUse1HooksInterface {
+  void init() const override {}
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex index) const override { return is_in_use(index); }
@@ -113,15 +182,29 @@ struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     used[static_cast<size_t>(device_index)] = true;
     auto* const block = static_cast<char*>(std::malloc(header + bytes));
-    *reinterpret_cast<int64_t*>(block) = static_cast<int64_t>(bytes);
+    new (block) Header{static_cast<int64_t>(bytes), {}};
     num_live_bytes += static_cast<int64_t>(bytes);
     return {block + header, block, &release, device(device_index)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  struct Header {
+    int64_t bytes;
+    std::array<std::atomic<int64_t>, 4> users;  ///< streams of the pool that may use it
+  };
+  // What a caching allocator does: memory is used again at once, but for streams it was told of.
   static void release(void* block) {
-    num_live_bytes -= *static_cast<int64_t*>(block);
-    std::free(block);
+    auto* const told = static_cast<Header*>(block);
+    for (const auto& user : told->users)
+      if (user != 0) run_all(user);
+    num_live_bytes -= told->bytes;
+    std::memset(static_cast<char*>(block) + header, 0x77, static_cast<size_t>(told->bytes));
+    const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+    freed.push_back(block);  // a late copy may still read it
+    if (num_queued_copies() > 0) return;
+    for (void* each : freed) std::free(each);
+    freed.clear();
   }
+  static inline std::vector<void*> freed;
   static constexpr size_t header = 64;
   static inline std::atomic<int64_t> num_live_bytes{0};
   void copy_data(void* to, const void* from, size_t bytes) const override {
@@ -129,6 +212,15 @@ struct Memory final : c10::Allocator {
   }
 };
 Memory memory;
+
+void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const {
+  write_down("use on " + std::to_string(s.id()));
+  if (s.id() < first_pool_stream || data.get_context() == nullptr) return;
+  for (auto& user : static_cast<Memory::Header*>(data.get_context())->users) {
+    int64_t none = 0;
+    if (user == s.id() || user.compare_exchange_strong(none, s.id())) return;
+  }
+}
 
 at::Tensor empty(c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype,
                  std::optional<at::Layout>, std::optional<at::Device> where, std::optional<bool>,
@@ -151,12 +243,22 @@ at::Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
 /// A CPU tensor over the same memory.
 at::Tensor near(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
-                       tensor.options().device(at::kCPU));
+                       tensor.options().device(at::kCPU).pinned_memory(false));
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
-  const at::Tensor target = to.is_cpu() ? to : near(to);
-  const_cast<at::Tensor&>(target).copy_(from.is_cpu() ? from : near(from));
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  const auto copy = [from = near(from), to = near(to)] {
+    const at::NoGradGuard no_grad;
+    const_cast<at::Tensor&>(to).copy_(from);
+  };
+  const at::Device where = to.is_cpu() ? from.device() : to.device();
+  const int64_t on = Guard().getStream(where).id();
+  if (non_blocking) {
+    enqueue(on, copy);
+  } else {
+    run_all(on);
+    copy();
+  }
   return to;
 }
 
@@ -224,11 +326,30 @@ c10::Stream stream(int index, int64_t id) {
   return c10::Stream(c10::Stream::UNSAFE, device(index), id);
 }
 bool is_in_use(int index) { return used[static_cast<size_t>(index)]; }
-int64_t live_bytes() { return Memory::num_live_bytes; }
+int64_t live_bytes() {
+  // The device's thread of the engine may still be letting go of the last backward.
+  int64_t last = Memory::num_live_bytes;
+  for (int same = 0; same < 3;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    const int64_t now = Memory::num_live_bytes;
+    same = now == last ? same + 1 : 0;
+    last = now;
+  }
+  return last;
+}
 int64_t num_kernels(const std::string& op) {
   std::lock_guard<std::mutex> lock(kernels_mutex);
   return kernels[op];
 }
+
+int64_t num_queued_copies() {
+  const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+  int64_t sum = 0;
+  for (const auto& [stream, queue] : queues) sum += static_cast<int64_t>(queue.work.size());
+  return sum;
+}
+int64_t pinned_bytes() { return Pinned::num_live_bytes; }
+void set_has_pinned_memory(bool has) { Pinned::has = has; }
 
 void forget_use(int index) { used[static_cast<size_t>(index)] = false; }
 

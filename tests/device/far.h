@@ -1,6 +1,8 @@
 #pragma once
 // An accelerator that is none: tensors of device PrivateUse1 in CPU memory, computed by the CPU's
-// kernels, with streams and events that only write down what they are told.
+// kernels, with streams and events that write down what they are told. Copies that need not wait and
+// are queued on a stream of the pool run as late as the events allow; memory that is freed while one
+// of them may still use it, without the allocator having been told, is overwritten.
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -23,6 +25,12 @@ void forget_use(int index);
 /// The next number of a device's default generator; uses the device.
 double draw(int index = 0);
 uint64_t position(int index = 0);
+
+/// Copies that were queued and have not run.
+int64_t num_queued_copies();
+/// Page-locked memory of the host. Without it `at::empty` of such memory throws.
+int64_t pinned_bytes();
+void set_has_pinned_memory(bool has);
 
 /// Bytes of tensors on the devices, and how often an operator ("aten::mm") was computed for them.
 int64_t live_bytes();

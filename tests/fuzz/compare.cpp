@@ -41,12 +41,21 @@ std::string numbers(const Entry& entry) {
   return text.str();
 }
 
-std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed) {
+/// Without what a formula that LibTorch chooses under a dispatch mode may have another of: the
+/// gradient of prod, say, is then one that does not depend on its argument.
+Entry without_role(Entry entry) {
+  for (const char* const role : {" requires grad", " leaf", " version"})
+    entry.meta = entry.meta.substr(0, entry.meta.find(role));
+  return entry;
+}
+
+std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed,
+                                  bool has_other_formulas) {
   for (size_t i = 0; i < plain.entries.size() || i < checkpointed.entries.size(); ++i) {
     if (i >= plain.entries.size() || i >= checkpointed.entries.size())
       return Finding{"length", plain.label + ": one of the runs has more entries"};
     const Entry &p = plain.entries[i], &c = checkpointed.entries[i];
-    if (p == c) continue;
+    if (p == c || (has_other_formulas && without_role(p) == without_role(c))) continue;
     return Finding{"difference in " + sort_of(plain.label) + " " + sort_of(p.label) +
                        (p.meta == c.meta ? " values" : " metadata"),
                    plain.label + ", " + p.label + ":\n  plain        " + numbers(p) +
@@ -90,12 +99,14 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
   const Contents has = contents(program.block);
   bool has_changes = has.inplace;
   for (const Step& step : program.steps) has_changes |= step.kind == Step::Kind::Mutate;
+  // A backward inside a region with a policy runs under a dispatch mode, as PyTorch's own does.
+  const bool has_other_formulas = has.policies && has.inner_grad;
   std::optional<Record> undone;  // run when it is first needed
   auto undone_agrees = [&](size_t i) {
     if (!has_changes) return false;
     if (!undone) undone = run(program, Mode::Undone);
     return i < undone->stages.size() && !undone->stages[i].raised &&
-           !difference(undone->stages[i], checkpointed.stages[i]);
+           !difference(undone->stages[i], checkpointed.stages[i], has_other_formulas);
   };
   auto undone_raises = [&](size_t i) {
     if (!has_changes) return false;
@@ -111,10 +122,8 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     const bool may_overlap =
         program.sharing == Sharing::Group && (i > 1 || (i == 1 && step->order > 1));
     if (c.raised && may_overlap && is_overlap(c)) return std::nullopt;
-    // Hooks inside a region and nodes of a backward in it write to what they made, too.
-    const bool may_change_kept =
-        has.keeps && (has_changes || has.writes_inside || has.hooks || has.inner_grad);
-    if (c.raised && may_change_kept && is_about_kept(c)) return std::nullopt;
+    // What LibTorch's own formulas and composites change of what they made is none of the user's.
+    if (c.raised && has.keeps_unchanged && has_changes && is_about_kept(c)) return std::nullopt;
     if (c.raised && has.stretches && has.inner_grad && is_through_kept(c)) return std::nullopt;
     const bool may_raise = p.changes.may_raise || (has_changes && has.hooks);
     if (p.raised && c.raised) {
@@ -140,7 +149,7 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
       return Finding{"does not raise", c.label + ": only plain raised\n  " + p.error};
     }
     if (is_unchecked) continue;
-    if (auto found = difference(p, c)) {
+    if (auto found = difference(p, c, has_other_formulas)) {
       // A recompute repeats what its function does to captured tensors.
       const bool is_repeated = p.changes.inside && contains(found->kind, "leaf metadata");
       if (!is_repeated && !undone_agrees(i)) return found;

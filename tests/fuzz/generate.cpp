@@ -344,15 +344,16 @@ void look(const Block& block, int depth, Contents& found) {
       found.inplace |= op.inplace;
       found.reads_twice |= op.reads_twice;
       found.writes_late |= op.writes_late;
-      found.writes_inside |= op.writes_inside;
       found.backward_in_hook |= op.backward_in_hook;
     }
     found.inner_grad |= s.kind == Kind::InnerGrad;
     found.hooks |= s.kind == Kind::Hooks;
     found.catches |= s.kind == Kind::Catch;
     found.stretches |= s.kind == Kind::Pin || s.kind == Kind::Stretch || s.kind == Kind::Name;
-    found.keeps |= s.kind == Kind::Pin || s.kind == Kind::Stretch ||
-                   s.region.policy.kind != PolicySpec::Kind::None;
+    const bool has_policy = s.region.policy.kind != PolicySpec::Kind::None;
+    found.policies |= has_policy;
+    found.keeps_unchanged |= s.kind == Kind::Pin || s.kind == Kind::Stretch ||
+                             (has_policy && !s.region.policy.allows_mutation);
     found.captures |= !s.region.captures.empty();
     const bool is_region = s.kind == Kind::Region && !s.region.inlined;
     found.regions += is_region;

@@ -164,17 +164,7 @@ void Interpreter::run_forward() {
   if (mode_ != Mode::Checkpointed) plain.emplace();
   std::unique_ptr<remat::SavedTensorHooksGuard> copies;
   if (mode_ == Mode::Undone) copies = hooks(0);
-  try {
-    run_block(program_.block, values_);
-  } catch (const c10::Error& error) {
-    stage.raised = true;
-    stage.error = error.what_without_backtrace();
-    stage.error_type = "c10::Error";
-  } catch (const std::exception& error) {
-    stage.raised = true;
-    stage.error = error.what();
-    stage.error_type = "std::exception";
-  }
+  record_errors(stage, [this] { run_block(program_.block, values_); });
   if (!stage.raised) {
     for (const auto& [id, value] : values_)
       record_tensor(stage, "v" + std::to_string(id), value.tensor);

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -144,6 +145,9 @@ Tensors call_region(Packing packing, bool checkpointed_form,
                     const remat::CheckpointOptions& options, const Body& body, const Tensors& args);
 
 remat::Policy policy_of(const PolicySpec& spec);
+
+/// Runs `body` and notes in `stage` what it throws.
+void record_errors(Stage& stage, const std::function<void()>& body);
 
 const Value& look_up(const Environment& values, int id);
 

@@ -45,6 +45,27 @@ std::string first_line(const std::string& text) { return text.substr(0, text.fin
 
 }  // namespace
 
+void record_errors(Stage& stage, const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const remat::CheckpointError& error) {
+    stage.error_type = "CheckpointError " + std::to_string(static_cast<int>(error.kind()));
+    stage.error = error.what_without_backtrace();
+  } catch (const c10::OutOfMemoryError& error) {
+    stage.error_type = "out of memory";
+    stage.error = error.what_without_backtrace();
+  } catch (const c10::Error& error) {
+    stage.error_type = "c10::Error";
+    stage.error = first_line(error.what_without_backtrace());
+  } catch (const FuseBlown&) {
+    stage.error_type = "fuse";
+  } catch (const std::exception& error) {
+    stage.error_type = "std::exception";
+    stage.error = error.what();
+  }
+  stage.raised = !stage.error_type.empty();
+}
+
 void Interpreter::record_tensor(Stage& stage, const std::string& label, const Tensor& tensor) {
   if (!tensor.defined()) {
     stage.entries.push_back({label, "undefined", ""});
@@ -150,28 +171,13 @@ void Interpreter::run_step(const Step& step) {
       limit.emplace(meter().live_bytes() + step.out_of_memory);
     if (is_checkpointed) fuse_ = step.fuse;
     fuses_passed_ = 0;
-    try {
+    record_errors(stage, [&] {
       if (step.kind == Step::Kind::Mutate) {
         change(step);
       } else {
         differentiate(step, stage);
       }
-    } catch (const remat::CheckpointError& error) {
-      stage.error_type = "CheckpointError " + std::to_string(static_cast<int>(error.kind()));
-      stage.error = error.what_without_backtrace();
-    } catch (const c10::OutOfMemoryError& error) {
-      stage.error_type = "out of memory";
-      stage.error = error.what_without_backtrace();
-    } catch (const c10::Error& error) {
-      stage.error_type = "c10::Error";
-      stage.error = first_line(error.what_without_backtrace());
-    } catch (const FuseBlown&) {
-      stage.error_type = "fuse";
-    } catch (const std::exception& error) {
-      stage.error_type = "std::exception";
-      stage.error = error.what();
-    }
-    stage.raised = !stage.error_type.empty();
+    });
     fuse_ = -1;
   };
   if (step.in_thread) {

@@ -1,0 +1,170 @@
+// How long it takes to find the frontier of time and memory of a chain, for all budgets at once. See
+// METHOD.md.
+
+#include <remat/plan.h>
+#include <sys/resource.h>
+
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bench/measure.h"
+
+namespace {
+
+using bench::Clock;
+using remat::ChainCost;
+using remat::Frontier;
+using remat::StageCost;
+
+struct Case {
+  std::string name;
+  ChainCost cost;
+  remat::SolveOptions options{};
+};
+
+/// Embedding, blocks, head and loss. The units are what a block's output has; `noise` is the share
+/// by which the seconds of blocks differ, as measured ones do.
+ChainCost transformer(int64_t blocks, double noise) {
+  std::mt19937_64 random(1);
+  std::uniform_real_distribution<double> share(0, noise);
+  const auto stage = [](double seconds, int64_t output, int64_t saved) {
+    return StageCost{.forward_s = seconds,
+                     .backward_s = 2 * seconds,
+                     .forward_to_last_save_s = seconds * 2 / 3,
+                     .output_bytes = output,
+                     .saved_bytes = saved,
+                     .grad_bytes = output,
+                     .saves_output = false};
+  };
+  ChainCost cost;
+  cost.stages.push_back(stage(0.1, 1, 0));
+  for (int64_t i = 0; i < blocks; ++i) cost.stages.push_back(stage(1 + share(random), 1, 16));
+  cost.stages.push_back(stage(0.5, 4, 4));
+  cost.stages.emplace_back();
+  return cost;
+}
+
+/// No two stages alike: times of six digits, bytes up to a million.
+ChainCost random_chain(int64_t stages) {
+  std::mt19937_64 random(2);
+  const auto number = [&](int64_t high) {
+    return std::uniform_int_distribution<int64_t>(1, high)(random);
+  };
+  ChainCost cost;
+  for (int64_t i = 0; i < stages; ++i) {
+    StageCost stage{.forward_s = static_cast<double>(number(1'000'000)),
+                    .output_bytes = number(1'000'000),
+                    .saved_bytes = number(2'000'000)};
+    stage.grad_bytes = stage.output_bytes;
+    cost.stages.push_back(stage);
+  }
+  cost.stages.emplace_back();
+  return cost;
+}
+
+std::vector<Case> cases(bool smoke) {
+  std::vector<Case> all;
+  for (const int64_t blocks : smoke ? std::vector<int64_t>{12} : std::vector<int64_t>{24, 48, 96}) {
+    const std::string name = std::to_string(blocks) + " blocks";
+    all.push_back({name + ", equal", transformer(blocks, 0)});
+    all.push_back({name + ", times differ", transformer(blocks, 0.05)});
+  }
+  const int64_t most = smoke ? 12 : 96;
+  all.push_back({std::to_string(most) + " blocks, times differ, max_depth = 3",
+                 transformer(most, 0.05),
+                 {.max_depth = 3}});
+  all.push_back({std::to_string(most) + " blocks, times differ, eps = 0.01",
+                 transformer(most, 0.05),
+                 {.eps = 0.01}});
+  for (const int64_t stages : smoke ? std::vector<int64_t>{12} : std::vector<int64_t>{32, 64, 96})
+    all.push_back({std::to_string(stages) + " random stages", random_chain(stages)});
+  return all;
+}
+
+/// The plan of every point must cost, simulated, what the point says; with eps at most that.
+void verify(const Case& each, const Frontier& frontier) {
+  for (const remat::FrontierPoint& point : frontier.points()) {
+    const remat::Simulation simulation =
+        remat::simulate(each.cost, frontier.plan(point.bytes), each.options);
+    const double difference = simulation.extra_s - point.extra_s;
+    const bool is_right =
+        each.options.eps > 0
+            ? simulation.peak_bytes <= point.bytes && difference <= 1e-9 * point.extra_s
+            : simulation.peak_bytes == point.bytes && std::abs(difference) <= 1e-9 * point.extra_s;
+    if (!is_right)
+      throw std::runtime_error(each.name + ": a plan does not cost what its point says");
+  }
+}
+
+int64_t most_resident_bytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return int64_t{usage.ru_maxrss} * 1024;
+}
+
+int run(int argc, char** argv) {
+  bool smoke = false;
+  int64_t samples = 15;
+  Clock clock = Clock::Wall;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    if (word == "--smoke")
+      smoke = true;
+    else if (word == "--no-peer")
+      continue;
+    else if (word == "--samples" && i + 1 < argc)
+      samples = std::stoll(argv[++i]);
+    else if (word == "--clock" && i + 1 < argc)
+      clock = std::string(argv[++i]) == "thread" ? Clock::Thread : Clock::Wall;
+    else
+      throw std::runtime_error("usage: plan_curve [--smoke] [--samples N] [--clock wall|thread]");
+  }
+  const std::filesystem::path folder = REMAT_BENCH_FOLDER;
+  const std::string commit =
+      bench::output_of("git -C '" + folder.string() + "' describe --always --dirty");
+  const int64_t before = most_resident_bytes();
+  if (!smoke)
+    std::fprintf(stderr, "%-46s %8s %10s %10s\n", "frontier of all budgets, exact", "points",
+                 "min [ms]", "median");
+  for (const Case& each : cases(smoke)) {
+    const Frontier frontier = remat::solve(each.cost, each.options);
+    verify(each, frontier);
+    if (smoke) continue;
+    std::vector<double> times;
+    for (int64_t i = 0; i < samples; ++i) {
+      const int64_t start = bench::now_ns(clock);
+      const Frontier again = remat::solve(each.cost, each.options);
+      times.push_back(static_cast<double>(bench::now_ns(clock) - start));
+      if (again.points().size() != frontier.points().size())
+        throw std::runtime_error(each.name + ": two runs differ");
+    }
+    const bench::Statistics result = bench::statistics(times);
+    const auto points = static_cast<long long>(frontier.points().size());
+    bench::print_json("plan_curve",
+                      "\"chain\": \"" + each.name + "\", \"points\": " + std::to_string(points) +
+                          ", \"clock\": \"" + (clock == Clock::Wall ? "wall" : "thread") + '"',
+                      result, 1, commit);
+    std::fprintf(stderr, "%-46s %8lld %10.2f %10.2f\n", each.name.c_str(), points,
+                 result.min_ns / 1e6, result.median_ns / 1e6);
+  }
+  if (!smoke)
+    std::fprintf(stderr, "most memory of the process beyond its start: %.0f MB\n",
+                 static_cast<double>(most_resident_bytes() - before) / 1e6);
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+}

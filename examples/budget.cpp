@@ -1,0 +1,386 @@
+// Trains a deep transformer under a byte budget: measures it, finds the fastest plan that fits, and
+// trains with a memory limit of exactly that budget.
+//
+// It prints what was measured, the plans that people write by hand (no regions, every block,
+// checkpoint_sequential) beside the planner's, each with its predicted and its measured peak and
+// time; draws the whole frontier of memory and time with them; and then trains a few steps under
+// the limit, beyond which an allocation fails.
+//
+// Exit status: 0, or 1 if a prediction of memory was off by more than 2 %, gradients differ, or the
+// training did not fit; 2 if it was called wrongly or the budget is below the least possible.
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "budget/picture.h"
+#include "char_transformer/model.h"
+#include "char_transformer/text.h"
+#include "remat/remat.h"
+
+#ifndef REMAT_EXAMPLE_TEXT
+#define REMAT_EXAMPLE_TEXT "examples/data/genesis-exodus.txt"
+#endif
+
+namespace {
+
+constexpr uint64_t kSeed = 1611;
+
+constexpr const char* kUsage =
+    "usage: budget [--budget MB] [--blocks N] [--steps N] [--text FILE] [--small] [--out DIR]\n"
+    "  --budget MB  for activations and their gradients (default: a quarter of what training\n"
+    "               without regions takes)\n"
+    "  --blocks N   of the transformer (default: 24)\n"
+    "  --steps N    of training under the limit (default: 5)\n"
+    "  --text FILE  the text to learn (default: " REMAT_EXAMPLE_TEXT
+    ")\n"
+    "  --small      narrow blocks: a few seconds, to see that everything works\n"
+    "  --out DIR    where to write the picture (default: the working directory)\n";
+
+struct UsageError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Options {
+  std::string text = REMAT_EXAMPLE_TEXT;
+  std::string out = ".";
+  std::optional<double> budget_mb;
+  int64_t steps = 5;
+  int64_t repeats = 5;  // timed steps of each plan
+  int64_t batch_size = 8;
+  ModelOptions model;
+  bool help = false;
+};
+
+double parse_number(const std::string& name, const std::string& value, double least) {
+  std::size_t used = 0;
+  double number = 0;
+  try {
+    number = std::stod(value, &used);
+  } catch (const std::exception&) {
+    used = std::string::npos;
+  }
+  if (used != value.size() || !(number >= least) || number > 1e9)
+    throw UsageError(name + " needs a number, at least " + std::to_string(least) + ", got '" +
+                     value + "'");
+  return number;
+}
+
+Options parse(int argc, char** argv) {
+  Options options;
+  options.model.blocks = 24;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    const auto value = [&]() -> std::string {
+      if (i + 1 >= argc) throw UsageError(name + " needs a value");
+      return argv[++i];
+    };
+    if (name == "--budget") {
+      options.budget_mb = parse_number(name, value(), 0);
+    } else if (name == "--blocks") {
+      options.model.blocks = static_cast<int64_t>(parse_number(name, value(), 6));
+    } else if (name == "--steps") {
+      options.steps = static_cast<int64_t>(parse_number(name, value(), 1));
+    } else if (name == "--text") {
+      options.text = value();
+    } else if (name == "--out") {
+      options.out = value();
+    } else if (name == "--small") {
+      options.model.width = 64;
+      options.model.context = 64;
+      options.batch_size = 4;
+      options.repeats = 1;
+      options.steps = 2;
+    } else if (name == "--help" || name == "-h") {
+      options.help = true;
+    } else {
+      throw UsageError("unknown option '" + name + "'");
+    }
+  }
+  return options;
+}
+
+// The demo's transformer as a chain: embedding, blocks, head, loss. (B, T) ids -> a number
+class Model {
+ public:
+  explicit Model(const ModelOptions& options)
+      : characters_(options.vocabulary, options.width),
+        positions_(options.context, options.width),
+        norm_(torch::nn::LayerNormOptions({options.width})),
+        output_(options.width, options.vocabulary) {
+    for (int64_t i = 0; i < options.blocks; ++i) blocks_.emplace_back(options);
+    add(*characters_);
+    add(*positions_);
+    for (const Block& block : blocks_) add(*block);
+    add(*norm_);
+    add(*output_);
+    // Gradients stay where they are: no budget counts them.
+    for (torch::Tensor& each : parameters_) each.mutable_grad() = torch::zeros_like(each);
+  }
+
+  // Every stage holds what it needs; the loss reads the targets of the present batch.
+  std::vector<remat::Stage> stages() const {
+    std::vector<remat::Stage> stages;
+    stages.push_back(
+        [characters = characters_, positions = positions_](const torch::Tensor& ids) mutable {
+          return characters(ids) + positions(torch::arange(ids.size(1)));
+        });
+    for (const Block& block : blocks_)
+      stages.push_back([block = Block(block)](const torch::Tensor& x) mutable { return block(x); });
+    stages.push_back([norm = norm_, output = output_](const torch::Tensor& x) mutable {
+      return output(norm(x));
+    });
+    stages.push_back([targets = targets_](const torch::Tensor& scores) {
+      return torch::cross_entropy_loss(scores.flatten(0, 1), targets->flatten());
+    });
+    return stages;
+  }
+
+  void set_targets(const torch::Tensor& targets) { *targets_ = targets; }
+  const std::vector<torch::Tensor>& parameters() const { return parameters_; }
+  void zero_grad() {
+    for (torch::Tensor& each : parameters_) each.mutable_grad().zero_();
+  }
+
+ private:
+  void add(const torch::nn::Module& module) {
+    for (const torch::Tensor& each : module.parameters()) parameters_.push_back(each);
+  }
+
+  torch::nn::Embedding characters_, positions_;
+  std::vector<Block> blocks_;
+  torch::nn::LayerNorm norm_;
+  torch::nn::Linear output_;
+  std::shared_ptr<torch::Tensor> targets_ = std::make_shared<torch::Tensor>();
+  std::vector<torch::Tensor> parameters_;
+};
+
+struct Candidate {
+  std::string name;
+  remat::Plan plan;
+  remat::Simulation predicted;
+  int64_t peak_bytes = 0;  // measured
+  std::vector<double> seconds;
+
+  double least_seconds() const { return *std::min_element(seconds.begin(), seconds.end()); }
+};
+
+// Forward and backward; the same dropout each time.
+double step(Model& model, const std::vector<remat::Stage>& stages, const remat::Plan& plan,
+            const torch::Tensor& ids) {
+  torch::manual_seed(kSeed);
+  model.zero_grad();
+  const auto start = std::chrono::steady_clock::now();
+  remat::run(plan, stages, ids).backward();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+double megabytes(int64_t bytes) { return static_cast<double>(bytes) / 1e6; }
+
+std::vector<Candidate> candidates(const remat::ChainCost& cost, const remat::Frontier& frontier,
+                                  int64_t blocks, int64_t budget) {
+  const auto stages = static_cast<int64_t>(cost.stages.size());
+  // Plans of the blocks alone, moved behind the embedding.
+  const auto around_blocks = [&](const remat::Plan& plan) {
+    std::vector<remat::PlanRegion> regions = plan.regions();
+    for (remat::PlanRegion& region : regions) region = {region.first + 1, region.last + 1};
+    return remat::Plan(stages, std::move(regions));
+  };
+  std::vector<remat::PlanRegion> every_block;
+  for (int64_t k = 1; k <= blocks; ++k) every_block.push_back({k, k});
+
+  std::vector<Candidate> all;
+  const auto add = [&](std::string name, const remat::Plan& plan) {
+    all.push_back({std::move(name), plan, remat::simulate(cost, plan), 0, {}});
+  };
+  add("no regions", remat::Plan(stages));
+  add("every block", around_blocks(remat::Plan(blocks, every_block)));
+  const int64_t little =
+      std::max(frontier.points().front().bytes, all[1].predicted.peak_bytes * 2 / 3);
+  add("nested", frontier.plan(little));
+  for (const int64_t segments : {4, 5, 6})
+    add("sequential " + std::to_string(segments),
+        around_blocks(remat::torch_sequential_plan(blocks, segments)));
+  add("for the budget", frontier.plan(budget));
+  return all;
+}
+
+// Runs each plan in turn; whether all gradients are those of the first one, bit by bit.
+bool execute(std::vector<Candidate>& plans, Model& model, const std::vector<remat::Stage>& stages,
+             const torch::Tensor& ids, int64_t repeats) {
+  remat::MemoryMeter meter;
+  std::vector<torch::Tensor> plain;
+  bool equal = true;
+  for (Candidate& each : plans) {
+    step(model, stages, each.plan, ids);
+    meter.reset_peak();
+    const int64_t before = meter.live_bytes();
+    step(model, stages, each.plan, ids);
+    each.peak_bytes = meter.peak_bytes() - before;
+    const std::vector<torch::Tensor>& parameters = model.parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (plain.size() == i)
+        plain.push_back(parameters[i].grad().clone());
+      else
+        equal = equal && torch::equal(parameters[i].grad(), plain[i]);
+    }
+  }
+  for (int64_t i = 0; i < repeats; ++i)
+    for (Candidate& each : plans) each.seconds.push_back(step(model, stages, each.plan, ids));
+  return equal;
+}
+
+// Whether every predicted peak is within 2 % of the measured one.
+bool print_table(const std::vector<Candidate>& plans, double plain_seconds) {
+  std::printf("\n%-16s %12s %12s %9s %14s %12s %7s %6s\n", "plan", "peak [MB]", "predicted", "",
+              "time of a step", "predicted", "regions", "depth");
+  bool is_exact = true;
+  const double measured_plain = plans.front().least_seconds();
+  for (const Candidate& each : plans) {
+    const double ratio =
+        static_cast<double>(each.peak_bytes) / static_cast<double>(each.predicted.peak_bytes);
+    is_exact = is_exact && std::abs(ratio - 1) <= 0.02;
+    std::printf("%-16s %12.2f %12.2f %8.2f%% %7.3f s %.2fx %11.2fx %7lld %6lld\n",
+                each.name.c_str(), megabytes(each.peak_bytes), megabytes(each.predicted.peak_bytes),
+                100 * (ratio - 1), each.least_seconds(), each.least_seconds() / measured_plain,
+                (plain_seconds + each.predicted.extra_s) / plain_seconds,
+                static_cast<long long>(each.predicted.frames),
+                static_cast<long long>(each.predicted.depth));
+  }
+  return is_exact;
+}
+
+void draw(const remat::Frontier& frontier, const std::vector<Candidate>& plans,
+          double plain_seconds, int64_t budget, const std::string& path, int64_t blocks) {
+  std::vector<PlanPoint> curve, runs;
+  for (const remat::FrontierPoint& point : frontier.points())
+    curve.push_back({"", megabytes(point.bytes), (plain_seconds + point.extra_s) / plain_seconds});
+  const double measured_plain = plans.front().least_seconds();
+  for (const Candidate& each : plans)
+    runs.push_back({each.name, megabytes(each.peak_bytes), each.least_seconds() / measured_plain,
+                    &each == &plans.back()});
+  FrontierPicture("Memory and time of training " + std::to_string(blocks) + " transformer blocks",
+                  curve, runs, megabytes(budget))
+      .write(path);
+}
+
+// A few steps of training; false if an allocation did not fit under the limit.
+bool trains(Model& model, const std::vector<remat::Stage>& stages, const remat::Plan& plan,
+            const Text& text, const Options& options, torch::optim::Adam& optimizer,
+            int64_t budget) {
+  std::mt19937 random(kSeed);
+  try {
+    for (int64_t i = 0; i < options.steps; ++i) {
+      const Batch batch = text.training_batch(options.batch_size, random);
+      model.set_targets(batch.targets);
+      model.zero_grad();
+      double loss = 0;
+      {
+        const remat::MemoryLimitGuard limit(remat::MemoryMeter().live_bytes() + budget);
+        const torch::Tensor result = remat::run(plan, stages, batch.inputs);
+        loss = result.item<double>();
+        result.backward();
+      }
+      optimizer.step();
+      std::printf("  step %lld, loss %.4f\n", static_cast<long long>(i + 1), loss);
+    }
+    return true;
+  } catch (const c10::OutOfMemoryError&) {
+    std::printf("  an allocation did not fit\n");
+    return false;
+  }
+}
+
+int run(const Options& options) {
+  std::filesystem::create_directories(options.out);  // an error here comes before the work
+  const remat::MemoryMeter meter;                    // before the tensors that it shall count
+  const Text text(options.text, options.model.context);
+  ModelOptions shape = options.model;
+  shape.vocabulary = text.vocabulary();
+  torch::manual_seed(kSeed);
+  Model model(shape);
+  std::mt19937 random(kSeed);
+  const Batch batch = text.training_batch(options.batch_size, random);
+  model.set_targets(batch.targets);
+  const std::vector<remat::Stage> stages = model.stages();
+
+  // The whole of planning: measure, solve, choose.
+  const remat::ChainCost cost = remat::measure(stages, batch.inputs);
+  const remat::Frontier frontier = remat::solve(cost);
+  const int64_t keep_all = frontier.points().back().bytes;
+  const int64_t budget = options.budget_mb ? std::llround(*options.budget_mb * 1e6) : keep_all / 4;
+  const remat::Plan plan = frontier.plan(budget);
+
+  double plain_seconds = 0;
+  for (const remat::StageCost& each : cost.stages)
+    plain_seconds += each.forward_s + each.backward_s;
+  const remat::StageCost& block = cost.stages[static_cast<std::size_t>(shape.blocks / 2)];
+  std::printf("%lld blocks of width %lld, batches of %lld x %lld characters, %d threads.\n",
+              static_cast<long long>(shape.blocks), static_cast<long long>(shape.width),
+              static_cast<long long>(options.batch_size), static_cast<long long>(shape.context),
+              torch::get_num_threads());
+  std::printf("A block: forward %.2f ms, backward %.2f ms, output %.2f MB, saves %.2f MB.\n",
+              1e3 * block.forward_s, 1e3 * block.backward_s, megabytes(block.output_bytes),
+              megabytes(block.saved_bytes));
+  std::printf("Frontier: %zu plans, from %.2f MB to %.2f MB.\n", frontier.points().size(),
+              megabytes(frontier.points().front().bytes), megabytes(keep_all));
+  std::printf("Budget %.2f MB: %s\n", megabytes(budget), plan.to_string().c_str());
+  std::fflush(stdout);
+
+  std::vector<Candidate> plans = candidates(cost, frontier, shape.blocks, budget);
+  const bool equal = execute(plans, model, stages, batch.inputs, options.repeats);
+  const bool is_exact = print_table(plans, plain_seconds);
+  std::printf("Gradients of all plans: %s.\n", equal ? "bit-equal" : "FAILED, they differ");
+  if (!is_exact) std::printf("FAILED: a peak was predicted with more than 2 %% of error.\n");
+
+  const std::string path = (std::filesystem::path(options.out) / "budget.svg").string();
+  draw(frontier, plans, plain_seconds, budget, path, shape.blocks);
+  std::printf("The frontier, with these plans: %s\n\n", path.c_str());
+
+  // Optimizer state is no activation: one step makes it before the limit is set.
+  torch::optim::Adam optimizer(model.parameters(), torch::optim::AdamOptions(1e-3));
+  optimizer.step();
+  std::printf("Training with a limit of %.2f MB over what is alive:\n", megabytes(budget));
+  const bool fits = trains(model, stages, plan, text, options, optimizer, budget);
+  if (!fits) std::printf("FAILED: the plan does not keep its budget.\n");
+  bool plain_fits = false;
+  if (budget < keep_all) {
+    std::printf("The same without regions:\n");
+    const remat::Plan none(static_cast<int64_t>(stages.size()));
+    plain_fits = trains(model, stages, none, text, options, optimizer, budget);
+    if (plain_fits) std::printf("FAILED: that should not fit.\n");
+  }
+  return equal && is_exact && fits && !plain_fits ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const Options options = parse(argc, argv);
+    if (options.help) {
+      std::cout << kUsage;
+      return 0;
+    }
+    return run(options);
+  } catch (const UsageError& error) {
+    std::cerr << "budget: " << error.what() << "\n" << kUsage;
+  } catch (const c10::Error& error) {
+    std::cerr << "budget: " << error.what_without_backtrace() << "\n";
+  } catch (const std::exception& error) {
+    std::cerr << "budget: " << error.what() << "\n";
+  }
+  return 2;
+}

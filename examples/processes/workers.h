@@ -1,0 +1,98 @@
+#pragma once
+// The processes that a program starts of itself.
+
+#include <signal.h>
+#include <spawn.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "place.h"
+
+// Starts `size` workers. None outlives this object, nor the process that made it, however that ends.
+class Workers {
+ public:
+  Workers(int size, uint16_t port) {
+    for (int rank = 0; rank < size; ++rank) {
+      std::vector<std::string> words{"worker",
+                                     "--processes",
+                                     std::to_string(size),
+                                     "--rank",
+                                     std::to_string(rank),
+                                     "--port",
+                                     std::to_string(port),
+                                     "--leader",
+                                     std::to_string(getpid())};
+      std::vector<char*> argv;
+      for (std::string& word : words) argv.push_back(word.data());
+      argv.push_back(nullptr);
+      pid_t id = 0;
+      const int error = posix_spawn(&id, "/proc/self/exe", nullptr, nullptr, argv.data(), environ);
+      if (error != 0) {
+        end();
+        throw std::runtime_error(std::string("a process could not be started: ") +
+                                 std::strerror(error));
+      }
+      running_.push_back({rank, id});
+    }
+  }
+  ~Workers() { end(); }
+  Workers(const Workers&) = delete;
+  Workers& operator=(const Workers&) = delete;
+
+  // Until all have ended well. Throws as soon as one has not, or the time is over: the others would
+  // wait for it.
+  void wait(std::chrono::seconds limit) {
+    const auto until = std::chrono::steady_clock::now() + limit;
+    while (!running_.empty()) {
+      std::erase_if(running_, [](const Running& worker) { return has_ended(worker); });
+      if (running_.empty()) return;
+      if (std::chrono::steady_clock::now() > until)
+        throw std::runtime_error("process " + std::to_string(running_.front().rank) +
+                                 " had not ended after " + std::to_string(limit.count()) + " s");
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
+
+  // For a worker, first of all: has it killed when the process that started it ends.
+  static void follow(pid_t leader) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != leader) _exit(1);  // it ended before the line above
+  }
+
+ private:
+  struct Running {
+    int rank;
+    pid_t id;
+  };
+
+  // Throws if it has ended otherwise than well.
+  static bool has_ended(const Running& worker) {
+    int status = 0;
+    const pid_t ended = waitpid(worker.id, &status, WNOHANG);
+    if (ended == 0) return false;
+    const std::string who = "process " + std::to_string(worker.rank);
+    if (ended < 0) throw std::runtime_error(who + " cannot be waited for");
+    if (WIFSIGNALED(status))
+      throw std::runtime_error(who + " was killed by signal " + std::to_string(WTERMSIG(status)));
+    if (WEXITSTATUS(status) != 0)
+      throw std::runtime_error(who + " ended with status " + std::to_string(WEXITSTATUS(status)));
+    return true;
+  }
+
+  void end() {
+    for (const Running& worker : running_) kill(worker.id, SIGKILL);
+    for (const Running& worker : running_) waitpid(worker.id, nullptr, 0);
+    running_.clear();
+  }
+
+  std::vector<Running> running_;
+};

@@ -1,0 +1,248 @@
+// Training with parameters that no process holds as a whole.
+//
+// Each of several processes owns an equal part of the parameters of each block, with its part of the
+// optimizer's state, and works on its part of the batch. A block's parameters are gathered over Gloo
+// before it runs forward and freed after; they are needed again in backward, by the recompute of the
+// block and by the gradients that follow it. So each block is a region, and a RecomputeObserverGuard
+// gathers before the recompute. When the block's gradient is complete, it is averaged, each process
+// keeps its part, and the gathered parameters are freed. At most one block is whole at any time.
+//
+// Without regions autograd reads the parameters in backward without asking, so whatever was gathered
+// must stay until then: all blocks at once. The program trains so too, for comparison, and once in a
+// single process that holds everything.
+//
+// Exit status: 0 if losses and bytes are as described, 1 if not, 2 if it could not run.
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <deque>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "processes/group.h"
+#include "processes/program.h"
+#include "remat/remat.h"
+#include "sharded/block.h"
+#include "sharded/shard.h"
+
+namespace {
+
+constexpr int64_t width = 128, num_blocks = 12, rows_per_process = 32, steps = 4;
+constexpr double promised_difference = 1e-12;  // of a loss, relative: rounding and nothing else
+const Block block{width};
+
+std::vector<torch::Tensor> initial_parameters() {
+  torch::manual_seed(1);
+  std::vector<torch::Tensor> all;
+  for (int64_t i = 0; i < num_blocks; ++i) all.push_back(block.initial());
+  return all;
+}
+
+struct Batch {
+  torch::Tensor input, target;
+
+  // The whole batch of a step, the same in every process.
+  static Batch of_step(int64_t step, int64_t rows) {
+    torch::manual_seed(100 + step);
+    const torch::Tensor input = torch::randn({rows, width}, torch::kFloat64);
+    return {input, (input + input.roll(1, 1)).sin()};
+  }
+
+  Batch part(const Place& place) const {
+    const int64_t first = place.rank * rows_per_process;
+    return {input.narrow(0, first, rows_per_process).clone(),
+            target.narrow(0, first, rows_per_process).clone()};
+  }
+};
+
+// What a training comes to.
+struct Outcome {
+  std::vector<double> losses;
+  double peak_bytes = 0;  // of everything: parameters, gradients, Adam's state, activations
+  double gathered_peak_bytes = 0;         // of gathered parameters
+  double num_gathers = 0;                 // in one step
+  std::vector<torch::Tensor> parameters;  // in the end, of this process
+};
+
+class ShardedModel {
+ public:
+  ShardedModel(const Place& place, const Group& group, bool has_regions)
+      : has_regions_(has_regions) {
+    for (const torch::Tensor& initial : initial_parameters()) {
+      names_.push_back("block " + std::to_string(names_.size()));
+      by_name_[names_.back()] = &shards_.emplace_back(initial, place, group, gathered_);
+    }
+  }
+
+  // (B, width) -> (B, width)
+  torch::Tensor forward(torch::Tensor x) {
+    std::optional<remat::DisableCheckpointGuard> plainly;
+    if (!has_regions_) plainly.emplace();
+    // Nothing at `end`: the gradients that follow the recompute read the parameters too. The
+    // shard frees them when those are complete.
+    const remat::RecomputeObserverGuard gathers(
+        {.begin = [this](const remat::PhaseInfo& region) { gather(*by_name_.at(region.name)); }});
+    for (const std::string& name : names_) {
+      Shard* const shard = by_name_.at(name);
+      gather(*shard);
+      x = remat::checkpoint(
+          {.name = name},
+          [shard](const torch::Tensor& input) { return block.forward(shard->whole(), input); }, x);
+      if (has_regions_) shard->free();
+    }
+    return x;
+  }
+
+  std::vector<torch::Tensor> parts() {
+    std::vector<torch::Tensor> all;
+    for (Shard& shard : shards_) all.push_back(shard.part());
+    return all;
+  }
+  const Gathered& gathered() const { return gathered_; }
+  int64_t num_gathers() const { return num_gathers_; }
+
+ private:
+  void gather(Shard& shard) {
+    ++num_gathers_;
+    shard.gather();
+  }
+
+  bool has_regions_;
+  Gathered gathered_;
+  int64_t num_gathers_ = 0;
+  std::deque<Shard> shards_;
+  std::vector<std::string> names_;
+  std::map<std::string, Shard*> by_name_;
+};
+
+// Trains `forward` by its `parameters`; `first_bytes` were alive before those were made.
+template <class Forward>
+Outcome train(const std::vector<torch::Tensor>& parameters, const Forward& forward,
+              const std::function<Batch(int64_t)>& batch_of_step, int64_t first_bytes) {
+  remat::MemoryMeter meter;
+  torch::optim::Adam optimizer(parameters, torch::optim::AdamOptions(5e-4));
+  Outcome outcome;
+  for (int64_t step = 0; step < steps; ++step) {
+    const Batch batch = batch_of_step(step);
+    optimizer.zero_grad();
+    meter.reset_peak();
+    const torch::Tensor loss = torch::mse_loss(forward(batch.input), batch.target);
+    loss.backward();
+    optimizer.step();
+    outcome.losses.push_back(loss.item<double>());
+    outcome.peak_bytes = static_cast<double>(meter.peak_bytes() - first_bytes);  // the last step's
+  }
+  for (const torch::Tensor& each : parameters) outcome.parameters.push_back(each.detach().clone());
+  return outcome;
+}
+
+Outcome train_sharded(const Place& place, const Group& group, bool has_regions) {
+  const int64_t first_bytes = remat::MemoryMeter().live_bytes();
+  ShardedModel model(place, group, has_regions);
+  const auto batch = [&](int64_t step) {
+    return Batch::of_step(step, place.size * rows_per_process).part(place);
+  };
+  Outcome outcome = train(
+      model.parts(), [&](const torch::Tensor& x) { return model.forward(x); }, batch, first_bytes);
+  outcome.gathered_peak_bytes = static_cast<double>(model.gathered().peak_bytes);
+  outcome.num_gathers = static_cast<double>(model.num_gathers()) / steps;
+  return outcome;
+}
+
+Outcome train_alone(const Place& place) {
+  const int64_t first_bytes = remat::MemoryMeter().live_bytes();
+  std::vector<torch::Tensor> parameters = initial_parameters();
+  for (torch::Tensor& each : parameters) each.requires_grad_();
+  const auto forward = [&](torch::Tensor x) {
+    for (const torch::Tensor& each : parameters) x = block.forward(each, x);
+    return x;
+  };
+  const auto batch = [&](int64_t step) {
+    return Batch::of_step(step, place.size * rows_per_process);
+  };
+  return train(parameters, forward, batch, first_bytes);
+}
+
+// What a worker tells of itself, beside its losses.
+enum Fact { EqualParameters, Peak, PlainPeak, Whole, PlainWhole, Gathers, PlainGathers };
+
+void work(const Place& place, const Store& store) {
+  const remat::MemoryMeter meter;  // from before the first tensor on
+  const Group group = join_group(store, place);
+  const Outcome plain = train_sharded(place, group, false);
+  const Outcome outcome = train_sharded(place, group, true);
+  std::vector<double> facts(PlainGathers + 1);
+  facts[EqualParameters] =
+      outcome.losses == plain.losses &&
+      std::equal(outcome.parameters.begin(), outcome.parameters.end(), plain.parameters.begin(),
+                 plain.parameters.end(), torch::equal);
+  facts[Peak] = outcome.peak_bytes;
+  facts[PlainPeak] = plain.peak_bytes;
+  facts[Whole] = outcome.gathered_peak_bytes;
+  facts[PlainWhole] = plain.gathered_peak_bytes;
+  facts[Gathers] = outcome.num_gathers;
+  facts[PlainGathers] = plain.num_gathers;
+  tell(store, "losses of " + std::to_string(place.rank), outcome.losses);
+  tell(store, "facts of " + std::to_string(place.rank), facts);
+  group.gloo->barrier()->wait();  // nobody leaves while another still talks to it
+}
+
+bool judge(const Place& place, const Store& store) {
+  const remat::MemoryMeter meter;
+  const double block_bytes = static_cast<double>(block.initial().nbytes());
+  const Outcome alone = train_alone(place);
+  std::vector<double> mean(steps, 0), facts(PlainGathers + 1, 0);  // facts: the most of any
+  bool are_equal = true;
+  for (int rank = 0; rank < place.size; ++rank) {
+    const std::vector<double> losses = told(store, "losses of " + std::to_string(rank));
+    for (int64_t step = 0; step < steps; ++step) mean[step] += losses[step] / place.size;
+    const std::vector<double> its = told(store, "facts of " + std::to_string(rank));
+    are_equal = are_equal && its[EqualParameters] != 0;
+    for (size_t i = 0; i < its.size(); ++i) facts[i] = std::max(facts[i], its[i]);
+  }
+  // Of parameters, their gradients and what Adam keeps of two moments.
+  const double owned_bytes = 4 * num_blocks * block_bytes / place.size;
+  std::printf(
+      "%d processes, a batch of %lld rows each; %lld blocks of %.0f bytes.\n"
+      "A process owns %.0f bytes of parameters, gradients and optimizer state.\n\n",
+      place.size, static_cast<long long>(rows_per_process), static_cast<long long>(num_blocks),
+      block_bytes, owned_bytes);
+  std::printf("step   loss, %d processes   loss, one process\n", place.size);
+  double difference = 0;
+  for (int64_t step = 0; step < steps; ++step) {
+    std::printf("%4lld %19.10f %19.10f\n", static_cast<long long>(step + 1), mean[step],
+                alone.losses[step]);
+    difference = std::max(difference, std::abs(mean[step] - alone.losses[step]) / mean[step]);
+  }
+  std::printf("\n%-27s %13s %18s %18s\n", "", "gathers, step", "gathered at most",
+              "peak of a process");
+  std::printf("%-27s %13s %18s %18.0f\n", "one process, whole batch", "", "", alone.peak_bytes);
+  std::printf("%-27s %13.0f %18.0f %18.0f\n", "sharded, without regions", facts[PlainGathers],
+              facts[PlainWhole], facts[PlainPeak]);
+  std::printf("%-27s %13.0f %18.0f %18.0f\n", "sharded, blocks are regions", facts[Gathers],
+              facts[Whole], facts[Peak]);
+  const auto say = [](const char* what, bool holds) {
+    std::printf("%s: %s\n", what, holds ? "yes" : "NO");
+    return holds;
+  };
+  const double padded_bytes = block_bytes + 8.0 * place.size;
+  std::printf("\nlargest relative difference of a loss: %.2g\n", difference);
+  const bool holds[] = {
+      say("losses are those of one process, to 1e-12", difference <= promised_difference),
+      say("parameters are bit-equal to those without regions", are_equal),
+      say("at most one block was gathered", facts[Whole] <= padded_bytes),
+      say("without regions all of them were", facts[PlainWhole] >= num_blocks * block_bytes),
+      say("beyond what it owns, a process held less than half of them",
+          facts[Peak] < owned_bytes + num_blocks / 2 * block_bytes)};
+  return std::all_of(std::begin(holds), std::end(holds), [](bool each) { return each; });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return run({"sharded", work, judge}, argc, argv); }

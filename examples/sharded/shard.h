@@ -1,0 +1,98 @@
+#pragma once
+// The parameters of one block, of which each process of a group owns an equal part.
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+
+#include "../processes/accumulation.h"
+#include "../processes/group.h"
+
+// How many bytes of gathered parameters are alive in this process.
+struct Gathered {
+  int64_t bytes = 0, peak_bytes = 0;
+
+  void add(int64_t more) {
+    bytes += more;
+    peak_bytes = std::max(peak_bytes, bytes);
+  }
+};
+
+// `whole()` is all parameters in one dimension. It has memory between `gather()` and `free()` only;
+// what autograd saved of it in between has its memory at the same times. When backward has completed
+// its gradient, the mean over the processes of this process's part of it becomes the gradient of
+// `part()`, and the memory is freed.
+//
+// Gathering gives the leaf its former values back, so for autograd, and for remat's check of captured
+// parameters, nothing must have changed: it writes through `variable_data()`, which has a version
+// counter of its own.
+class Shard {
+ public:
+  // `initial`: (P), the same in every process.
+  Shard(const torch::Tensor& initial, const Place& place, const Group& group, Gathered& gathered)
+      : num_parameters_(initial.numel()),
+        size_(place.size),
+        gloo_(group.gloo),
+        gathered_(gathered),
+        part_(part_of(initial, place).requires_grad_()),
+        padded_(torch::empty({part_.numel() * place.size}, initial.options()).requires_grad_()),
+        accumulation_(padded_, [this] { reduce(); }) {
+    resize(0);
+  }
+  Shard(const Shard&) = delete;  // the hook refers to it
+  Shard& operator=(const Shard&) = delete;
+
+  torch::Tensor& part() { return part_; }
+  torch::Tensor whole() const {
+    if (padded_.numel() == num_parameters_) return padded_;
+    return padded_.narrow(0, 0, num_parameters_);
+  }
+
+  // Waits for the other processes, which gather the same block.
+  void gather() {
+    resize(part_.nbytes() * size_);
+    torch::Tensor all = padded_.variable_data(), mine = part_.variable_data();
+    gloo_->_allgather_base(all, mine)->wait();
+  }
+
+  void free() { resize(0); }
+
+ private:
+  // Padded with zeros, so that all parts are equally long.
+  static torch::Tensor part_of(const torch::Tensor& initial, const Place& place) {
+    const int64_t length = (initial.numel() + place.size - 1) / place.size;
+    torch::Tensor padded = torch::zeros({length * place.size}, initial.options());
+    padded.narrow(0, 0, initial.numel()).copy_(initial);
+    return padded.narrow(0, length * place.rank, length).clone();
+  }
+
+  void reduce() {
+    torch::Tensor gradient = padded_.grad();
+    padded_.mutable_grad().reset();
+    // All nodes that read the parameters have run, since each gives a part of this gradient.
+    free();
+    if (!part_.grad().defined()) part_.mutable_grad() = torch::empty_like(part_.variable_data());
+    torch::Tensor mine = part_.mutable_grad();
+    gloo_->_reduce_scatter_base(mine, gradient)->wait();
+    mine.div_(size_);
+  }
+
+  // The storage stays the same object: tensors that autograd keeps refer to it.
+  void resize(size_t bytes) {
+    const torch::Storage& storage = padded_.storage();
+    gathered_.add(static_cast<int64_t>(bytes) - static_cast<int64_t>(held_bytes_));
+    held_bytes_ = bytes;
+    storage.set_data_ptr_noswap(storage.allocator()->allocate(bytes));
+    storage.set_nbytes(bytes);
+  }
+
+  int64_t num_parameters_;
+  int size_;
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_;
+  Gathered& gathered_;
+  torch::Tensor part_, padded_;
+  Accumulation accumulation_;
+  size_t held_bytes_ = 0;
+};

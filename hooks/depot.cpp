@@ -1,0 +1,237 @@
+#include "hooks/depot.h"
+
+#include <ATen/SequenceNumber.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <exception>
+#include <optional>
+#include <typeinfo>
+
+#include "hooks/on_stream.h"
+#include "hooks/piece.h"
+
+namespace remat {
+
+namespace {
+
+using torch::autograd::AutogradMeta;
+using torch::autograd::DifferentiableViewMeta;
+
+/// Pieces of less are not worth being thrifty about.
+constexpr int64_t small_bytes = 1 << 16;
+/// How many times its own bytes a tensor may take with it.
+constexpr int64_t max_spread = 4;
+
+/// Nothing but sizes, strides and an offset into a storage: what can be built again.
+bool is_plain(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return typeid(impl) == typeid(c10::TensorImpl) && tensor.layout() == c10::kStrided &&
+         tensor.has_storage() && !tensor.is_meta() && !tensor.is_quantized() &&
+         !tensor.is_nested() && !impl.has_symbolic_sizes_strides() &&
+         !tensor.key_set().has_any(
+             c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot,
+                                  c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize}));
+}
+
+/// A leaf that requires grad, or a view of one. (What `detach` returns says nothing of its origin.)
+bool is_parameter(const at::Tensor& tensor) {
+  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta != nullptr && meta->is_view_) {
+    const auto* view = static_cast<const DifferentiableViewMeta*>(meta);
+    if (view->has_bw_view())
+      meta = torch::autograd::impl::get_autograd_meta(view->get_backward_view().base_);
+  }
+  return meta != nullptr && meta->requires_grad_ && meta->grad_fn_ == nullptr;
+}
+
+/// Where the elements of a tensor lie in its storage [bytes].
+struct Extent {
+  int64_t begin, end, bytes;  ///< `bytes`: of the elements that there are, gaps not counted
+};
+
+std::optional<Extent> extent_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return std::nullopt;
+  const auto each = static_cast<int64_t>(tensor.dtype().itemsize());
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  const int64_t begin = tensor.storage_offset() * each, end = begin + (last + 1) * each;
+  if (end > static_cast<int64_t>(tensor.storage().nbytes())) return std::nullopt;
+  return Extent{begin, end, std::min(tensor.numel(), last + 1) * each};
+}
+
+/// What moves with a tensor, if it moves: Note [What is moved].
+std::optional<Extent> stretch_of(const at::Tensor& tensor, bool keeps_bytes) {
+  const auto own = extent_of(tensor);
+  if (!own) return std::nullopt;
+  const int64_t limit = std::max(max_spread * own->bytes, small_bytes);
+  const auto each = keeps_bytes ? 1 : static_cast<int64_t>(tensor.dtype().itemsize());
+  const int64_t all = static_cast<int64_t>(tensor.storage().nbytes()) / each * each;
+  if (all <= limit) return Extent{0, all, own->bytes};
+  if (own->end - own->begin <= limit) return own;
+  return std::nullopt;
+}
+
+}  // namespace
+
+SavedElsewhere::SavedElsewhere(const at::Tensor& saved)
+    // Without history it makes no cycle: Note [Identity packs]. As an alias it keeps the storage of
+    // the save when the tensor is given another one (`set_data`).
+    : in_place_(saved.requires_grad() || is_plain(saved) ? saved.tensor_data() : saved) {
+  if (saved.is_inference()) return;
+  counter_ = saved.unsafeGetTensorImpl()->version_counter();
+  version_ = static_cast<uint32_t>(saved._version());
+}
+
+void SavedElsewhere::check_version() const {
+  const bool is_changed = counter_.enabled() && counter_.current_version() != version_;
+  TORCH_CHECK(
+      !is_changed,
+      "one of the variables needed for gradient computation has been modified by an inplace "
+      "operation: [",
+      in_place_.defined() ? in_place_.toString() : std::string(dtype_.name()), " ",
+      in_place_.defined() ? in_place_.sizes() : c10::IntArrayRef(sizes_), "] is at version ",
+      counter_.current_version(), "; expected version ", version_,
+      " instead.\nCause: a tensor that backward needs was changed in place after it was "
+      "saved; plain autograd refuses this too.\nDo: use the out-of-place operator there.");
+  TORCH_CHECK(!in_place_.defined() || !is_plain(in_place_) || in_place_.numel() == 0 ||
+                  extent_of(in_place_),
+              "remat: the storage of a saved tensor was made smaller before backward read it.\n"
+              "Cause: resize_ on the storage, as for freed parameters.\nDo: restore the storage "
+              "before backward.");
+}
+
+at::Tensor SavedElsewhere::unpack() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (piece_ == nullptr || raises_if_changed_) check_version();
+  return piece_ == nullptr ? in_place_ : rebuild();
+}
+
+at::Tensor SavedElsewhere::rebuild() const {
+  auto [storage, counter] = piece_->fetch();
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys_, dtype_);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef(sizes_),
+                                                      c10::IntArrayRef(strides_), offset_);
+  tensor.unsafeGetTensorImpl()->set_version_counter(counter);
+  return tensor;
+}
+
+Depot::Depot(std::unique_ptr<Place> place, DepotOptions options)
+    : place_(std::move(place)), options_(options) {}
+
+bool Depot::moves(const at::Tensor& tensor) const {
+  if (options_.skip_parameters && is_parameter(tensor)) return false;
+  if (!is_plain(tensor) || !place_->takes(tensor)) return false;
+  const auto stretch = stretch_of(tensor, place_->keeps_bytes());
+  return stretch && stretch->bytes >= options_.min_bytes && tensor.storage().data() != nullptr;
+}
+
+std::shared_ptr<SavedElsewhere> Depot::take(const at::Tensor& saved, const at::Tensor* stands_for) {
+  const uint64_t operator_number = at::sequence_number::peek();
+  if (has_unsettled_.load(std::memory_order_relaxed)) settle_other_operators(operator_number);
+  auto taken = std::make_shared<SavedElsewhere>(saved);
+  taken->raises_if_changed_ = options_.raises_if_changed;
+  const at::Tensor& judged = stands_for == nullptr ? saved : *stands_for;
+  if (!moves(judged)) return taken;
+  const bool is_trusted = judged.requires_grad();
+  if (is_trusted || stands_for != nullptr) {
+    move(*taken, is_trusted);
+  } else {
+    std::optional<c10::Stream> stream;
+    if (!saved.is_cpu()) stream = current_stream(saved.device());
+    const std::lock_guard<std::mutex> lock(mutex_);
+    unsettled_.push_back({std::this_thread::get_id(), operator_number, std::move(stream), taken});
+    has_unsettled_.store(true, std::memory_order_relaxed);
+  }
+  return taken;
+}
+
+std::vector<Depot::Unsettled> Depot::take_unsettled(const uint64_t* but_operator) {
+  std::vector<Unsettled> mine;
+  const auto here = std::this_thread::get_id();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(unsettled_, [&](Unsettled& each) {
+    if (each.thread != here) return each.saved.expired();
+    if (but_operator != nullptr && each.operator_number == *but_operator) return false;
+    mine.push_back(std::move(each));
+    return true;
+  });
+  has_unsettled_.store(!unsettled_.empty(), std::memory_order_relaxed);
+  return mine;
+}
+
+void Depot::settle(const Unsettled& unsettled) {
+  const auto saved = unsettled.saved.lock();
+  if (saved == nullptr) return;
+  std::optional<OnStream> as_then;
+  if (unsettled.stream) as_then.emplace(*unsettled.stream);
+  move(*saved, /*is_trusted=*/false);
+}
+
+void Depot::settle_other_operators(uint64_t operator_number) {
+  for (const Unsettled& each : take_unsettled(&operator_number)) settle(each);
+}
+
+void Depot::settle() noexcept {
+  if (!has_unsettled_.load(std::memory_order_relaxed)) return;
+  try {
+    const auto mine = take_unsettled(nullptr);
+    // Something has been thrown through the guard: an operator may be half done.
+    if (std::uncaught_exceptions() > 0) return;
+    for (const Unsettled& each : mine) settle(each);
+  } catch (const std::exception& error) {
+    TORCH_WARN("remat: a saved tensor stays in memory, since it could not be moved: ",
+               error.what());
+  }
+}
+
+void Depot::move(SavedElsewhere& saved, bool is_trusted) {
+  at::Tensor released;  // after the lock: freeing its storage may run a deleter of the user's
+  const std::lock_guard<std::mutex> lock(saved.mutex_);
+  const at::Tensor& tensor = saved.in_place_;
+  if (saved.counter_.enabled() && saved.counter_.current_version() != saved.version_) return;
+  const auto stretch = stretch_of(tensor, place_->keeps_bytes());
+  if (!stretch) return;
+  auto piece = piece_for(tensor, stretch->begin, stretch->end, is_trusted);
+  if (piece == nullptr) return;
+  saved.sizes_.assign(tensor.sizes().begin(), tensor.sizes().end());
+  saved.strides_.assign(tensor.strides().begin(), tensor.strides().end());
+  saved.offset_ =
+      tensor.storage_offset() - piece->begin() / static_cast<int64_t>(tensor.dtype().itemsize());
+  saved.keys_ = tensor.key_set();
+  saved.dtype_ = tensor.dtype();
+  saved.raises_if_changed_ |= piece->is_late();
+  saved.piece_ = std::move(piece);
+  released = std::move(saved.in_place_);
+}
+
+std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
+                                        bool is_trusted) {
+  const c10::StorageImpl* const source = tensor.storage().unsafeGetStorageImpl();
+  const auto kind = place_->keeps_bytes() ? c10::kByte : tensor.scalar_type();
+  std::vector<std::shared_ptr<Piece>> known;  // dies after the lock: a piece asks for it
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (const auto found = pieces_.find(source); found != pieces_.end())
+      for (const auto& each : found->second)
+        if (auto piece = each.lock()) known.push_back(std::move(piece));
+  }
+  for (const auto& piece : known)
+    if (piece->has(tensor, begin, end, kind, is_trusted)) return piece;
+  auto piece = std::make_shared<Piece>(weak_from_this(), tensor, begin, end, kind, is_trusted);
+  if (!piece->copy(tensor, *place_)) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  pieces_[source].push_back(piece);
+  return piece;
+}
+
+void Depot::forget(const Piece& piece) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = pieces_.find(piece.source());
+  if (found == pieces_.end()) return;
+  std::erase_if(found->second, [](const auto& each) { return each.expired(); });
+  if (found->second.empty()) pieces_.erase(found);
+}
+
+}  // namespace remat

@@ -1,0 +1,120 @@
+#pragma once
+// What one guard has put into a place: which tensors, in which pieces, for whom.
+//
+// Note [What is moved]
+// A tensor moves if it is a plain strided one with data, no parameter (a leaf that requires grad,
+// or a view of one), large enough, and if the place takes it. The piece of its storage that moves:
+//   the whole storage   if the tensor has at least a quarter of it (or it is small): then every view
+//                       shares one piece, and comes back with its offset;
+//   its own stretch     else, if at most three quarters of that are gaps: it comes back at offset 0.
+// Any other tensor stays: a thin slice of something large would cost more elsewhere than here.
+// Bytes of a stretch are copied as they lie, so overlapping and expanded views come back as they were.
+//
+// Note [When contents are copied]
+// Generated code saves an argument that the kernel has yet to write (the noise of rrelu). Such a
+// buffer takes no part in differentiation, so it does not require grad. What requires grad is
+// copied when it is saved. What does not waits, as it is, until its operator is over: that is, until
+// this thread saves for another operator (operators that save have a node, and nodes are numbered),
+// or the guard ends. If it was changed in place by then it is not copied, and stays.
+//
+// A tensor that stays is kept with its version, and reading it after a change in place raises as
+// plain autograd does: LibTorch checks no version where there are hooks. What was copied keeps the
+// values of the save, unless the copy may be made later than it was asked for (Waiting::is_late):
+// then a change raises too.
+//
+// Note [Sharing pieces]
+// Two saved tensors share a piece if they have the same storage object, alive all the time, the
+// same version counter and version, and equal contents: a write through `.data` leaves the version
+// alone. Contents on the CPU are compared by a hash of 64 bits. Contents on an accelerator are not
+// compared, which would wait for the device; there only tensors that require grad are shared.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+#include <c10/core/Stream.h>
+#include <c10/util/SmallVector.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "hooks/place.h"
+
+namespace remat {
+
+class Piece;
+
+/// One saved tensor: it is where it was, or its contents are in a piece.
+class SavedElsewhere {
+ public:
+  explicit SavedElsewhere(const at::Tensor& saved);
+  /// Throws LibTorch's error if the contents have been changed since.
+  at::Tensor unpack();
+
+ private:
+  friend class Depot;
+  void check_version() const;
+  at::Tensor rebuild() const;
+
+  std::mutex mutex_;
+  at::Tensor in_place_;  ///< without history; undefined when moved
+  std::shared_ptr<Piece> piece_;
+  c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
+  uint32_t version_ = 0;
+  bool raises_if_changed_ = false;  ///< also when moved
+  // Of a moved one: what it was.
+  c10::SmallVector<int64_t, 4> sizes_, strides_;
+  int64_t offset_ = 0;
+  c10::DispatchKeySet keys_;
+  caffe2::TypeMeta dtype_;
+};
+
+struct DepotOptions {
+  int64_t min_bytes = 0;
+  bool skip_parameters = true;
+  bool raises_if_changed = false;  ///< as plain autograd does; also what was copied
+};
+
+class Depot final : public std::enable_shared_from_this<Depot> {
+ public:
+  Depot(std::unique_ptr<Place> place, DepotOptions options);
+
+  /// Takes a saved tensor. `stands_for`: the tensor of which it is an alias without history, which
+  /// no operator is writing; or null. Throws what the place throws.
+  std::shared_ptr<SavedElsewhere> take(const at::Tensor& saved, const at::Tensor* stands_for);
+  /// Whether a tensor would be moved.
+  bool moves(const at::Tensor& tensor) const;
+  /// No operator runs on this thread: what waited for its end is moved. What cannot be, stays; a
+  /// warning says so.
+  void settle() noexcept;
+
+ private:
+  friend class Piece;
+  /// What an operator that may still run has saved.
+  struct Unsettled {
+    std::thread::id thread;
+    uint64_t operator_number;
+    std::optional<c10::Stream> stream;  ///< on which the operator was queued
+    std::weak_ptr<SavedElsewhere> saved;
+  };
+  void settle_other_operators(uint64_t operator_number);
+  std::vector<Unsettled> take_unsettled(const uint64_t* but_operator);
+  void settle(const Unsettled& unsettled);
+  void move(SavedElsewhere& saved, bool is_trusted);
+  std::shared_ptr<Piece> piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
+                                   bool is_trusted);
+  void forget(const Piece& piece);
+
+  const std::unique_ptr<Place> place_;
+  const DepotOptions options_;
+  std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, std::vector<std::weak_ptr<Piece>>> pieces_;
+  std::vector<Unsettled> unsettled_;
+  std::atomic<bool> has_unsettled_{false};
+};
+
+}  // namespace remat

@@ -1,0 +1,241 @@
+#include "hooks/spool.h"
+
+#include <c10/util/Exception.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <iterator>
+#include <map>
+#include <string>
+#include <system_error>
+#include <vector>
+
+namespace remat {
+
+namespace {
+
+constexpr int64_t page = 4096;
+/// How far ahead of the reader the kernel is told to read.
+constexpr int64_t ahead_bytes = 64 << 20;
+
+/// Forks of this process and of those it came from; different in parent and child.
+std::atomic<uint64_t> num_forks{0}, process_number{0};
+
+void watch_forks() {
+  static const int registered = pthread_atfork(
+      nullptr, [] { ++num_forks; },
+      [] {
+        ++num_forks;
+        ++process_number;
+      });
+  (void)registered;
+}
+
+std::string words_of(int code) { return std::generic_category().message(code); }
+
+bool is_unknown_to_file_system(int code) {
+  return code == EOPNOTSUPP || code == EISDIR || code == EINVAL || code == ENOENT || code == ENOSYS;
+}
+
+int open_named_and_unlink(const char* directory) {
+  const int folder = ::open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (folder < 0) return -1;
+  int fd = -1;
+  for (int tries = 0; tries < 64 && fd < 0; ++tries) {
+    std::array<unsigned char, 16> random{};
+    if (::getrandom(random.data(), random.size(), 0) != static_cast<ssize_t>(random.size())) break;
+    std::string name = ".remat-spool-";
+    for (const unsigned char byte : random) {
+      name += "0123456789abcdef"[byte >> 4];
+      name += "0123456789abcdef"[byte & 15];
+    }
+    fd = ::openat(folder, name.c_str(), O_CREAT | O_EXCL | O_RDWR | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (fd >= 0)
+      ::unlinkat(folder, name.c_str(), 0);
+    else if (errno != EEXIST)
+      break;
+  }
+  const int error = errno;
+  ::close(folder);
+  errno = error;
+  return fd;
+}
+
+int open_unnamed(const std::filesystem::path& directory) {
+  const int fd = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600);
+  if (fd >= 0 || !is_unknown_to_file_system(errno)) return fd;
+  return open_named_and_unlink(directory.c_str());
+}
+
+}  // namespace
+
+class SpoolFile {
+ public:
+  explicit SpoolFile(const std::filesystem::path& directory) : directory_(directory) {
+    watch_forks();
+    process_ = process_number;
+    fd_ = open_unnamed(directory);
+    TORCH_CHECK_VALUE(fd_ >= 0, "remat::SaveOnDiskGuard: no file could be made in the directory \"",
+                      directory.string(), "\".\nCause: ", words_of(errno),
+                      ".\nDo: name a directory that exists and that this user may write to.");
+  }
+  ~SpoolFile() { ::close(fd_); }
+  SpoolFile(const SpoolFile&) = delete;
+  SpoolFile& operator=(const SpoolFile&) = delete;
+
+  bool is_of_this_process() const { return process_ == process_number; }
+
+  /// Where the bytes stand, and their number.
+  std::pair<int64_t, uint64_t> write(const char* from, int64_t size) {
+    const int64_t offset = allocate(size);
+    int64_t done = 0;
+    while (done < size) {
+      const ssize_t count =
+          ::pwrite(fd_, from + done, static_cast<std::size_t>(size - done), offset + done);
+      if (count > 0) {
+        done += count;
+      } else if (count == 0 || errno != EINTR) {
+        const int code = count == 0 ? ENOSPC : errno;
+        release(offset, size);
+        TORCH_CHECK(
+            false, "remat::SaveOnDiskGuard: ", size,
+            " bytes of a saved tensor could not be written to a file in \"", directory_.string(),
+            "\".\nCause: ", words_of(code), " (after ", done,
+            " bytes).\nDo: make room there, or name another directory; what was saved before "
+            "is intact, and so is the tensor.");
+      }
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    written_.emplace(++last_number_, Written{offset, size, 0});
+    return {offset, last_number_};
+  }
+
+  void read(char* to, int64_t offset, int64_t size, uint64_t number) {
+    tell_what_comes_next(number);
+    int64_t done = 0;
+    while (done < size) {
+      const ssize_t count =
+          ::pread(fd_, to + done, static_cast<std::size_t>(size - done), offset + done);
+      if (count < 0 && errno == EINTR) continue;
+      TORCH_CHECK(
+          count > 0, "remat::SaveOnDiskGuard: ", size,
+          " bytes of a saved tensor could not be read back from a file in \"", directory_.string(),
+          "\".\nCause: ", count == 0 ? std::string("the file was made shorter") : words_of(errno),
+          ".\nDo: try the same backward again, or run forward again.");
+      done += count;
+    }
+  }
+
+  void drop(int64_t offset, int64_t size, uint64_t number, bool can_be_used_again) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      written_.erase(number);
+    }
+    if (can_be_used_again) release(offset, size);
+  }
+
+ private:
+  struct Written {
+    int64_t offset, size;
+    uint64_t announced_in;  ///< the pass in which the kernel was told of it
+  };
+
+  static int64_t room_for(int64_t size) { return (size + page - 1) / page * page; }
+
+  int64_t allocate(int64_t size) {
+    const int64_t room = room_for(size);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto each = free_.begin(); each != free_.end(); ++each) {
+      if (each->second < room) continue;
+      const int64_t offset = each->first, rest = each->second - room;
+      free_.erase(each);
+      if (rest > 0) free_.emplace(offset + room, rest);
+      return offset;
+    }
+    return std::exchange(end_, end_ + room);
+  }
+
+  void release(int64_t offset, int64_t size) {
+    int64_t room = room_for(size);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto next = free_.lower_bound(offset);
+    if (next != free_.end() && offset + room == next->first) {
+      room += next->second;
+      next = free_.erase(next);
+    }
+    if (next != free_.begin()) {
+      const auto before = std::prev(next);
+      if (before->first + before->second == offset) {
+        offset = before->first;
+        room += before->second;
+        free_.erase(before);
+      }
+    }
+    if (offset + room == end_)
+      end_ = offset;
+    else
+      free_.emplace(offset, room);
+  }
+
+  void tell_what_comes_next(uint64_t number) {
+    std::vector<std::pair<int64_t, int64_t>> next;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (number > last_read_) ++pass_;  // another backward, from the end again
+      last_read_ = number;
+      int64_t bytes = 0;
+      for (auto each = written_.lower_bound(number); each != written_.begin();) {
+        --each;
+        if (bytes += each->second.size; bytes > ahead_bytes) break;
+        if (std::exchange(each->second.announced_in, pass_) == pass_) continue;
+        next.emplace_back(each->second.offset, each->second.size);
+      }
+    }
+    // Mere advice: what it returns changes nothing.
+    for (const auto& [offset, size] : next) ::posix_fadvise(fd_, offset, size, POSIX_FADV_WILLNEED);
+  }
+
+  const std::filesystem::path directory_;
+  int fd_ = -1;
+  uint64_t process_ = 0;
+  std::mutex mutex_;
+  std::map<int64_t, int64_t> free_;  ///< offset and size of what can be used again; none touch
+  int64_t end_ = 0;
+  std::map<uint64_t, Written> written_;
+  uint64_t last_number_ = 0, last_read_ = 0, pass_ = 1;
+};
+
+SpoolRange::SpoolRange(std::shared_ptr<SpoolFile> file, int64_t offset, int64_t size,
+                       uint64_t number)
+    : file_(std::move(file)),
+      offset_(offset),
+      size_(size),
+      number_(number),
+      num_forks_(num_forks) {}
+SpoolRange::~SpoolRange() { file_->drop(offset_, size_, number_, num_forks_ == num_forks); }
+void SpoolRange::read(void* to) const {
+  file_->read(static_cast<char*>(to), offset_, size_, number_);
+}
+
+Spool::Spool(std::filesystem::path directory)
+    : directory_(std::move(directory)), file_(std::make_shared<SpoolFile>(directory_)) {}
+
+std::shared_ptr<SpoolRange> Spool::write(const void* from, int64_t size) {
+  std::shared_ptr<SpoolFile> file;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!file_->is_of_this_process()) file_ = std::make_shared<SpoolFile>(directory_);
+    file = file_;
+  }
+  const auto [offset, number] = file->write(static_cast<const char*>(from), size);
+  return std::make_shared<SpoolRange>(std::move(file), offset, size, number);
+}
+
+}  // namespace remat

@@ -1,0 +1,204 @@
+#pragma once
+// Where to checkpoint a chain of stages: plans, what they cost, the fastest one under a byte budget.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "remat/export.h"
+#include "remat/options.h"
+
+namespace remat {
+
+namespace detail {
+class FrontierTable;  // lib/plan/solver.h
+}
+
+/// What one stage of a chain costs: time in [s], memory in [bytes], each storage once. Parameters
+/// and their gradients are in no budget. All numbers are finite and not negative, but for the two
+/// that say "negative".
+struct StageCost {
+  double forward_s = 0, backward_s = 0;
+  /// Of a forward that early stop ends at the stage's last save; at most `forward_s`. Negative:
+  /// `forward_s`. A stage that saves only its input has 0.
+  double forward_to_last_save_s = -1;
+  int64_t output_bytes = 0;
+  /// What autograd keeps that is neither the stage's input nor its output nor a parameter.
+  int64_t saved_bytes = 0;
+  /// What a forward that saves (a backward) has at its peak beyond all that is named here.
+  int64_t forward_tmp_bytes = 0, backward_tmp_bytes = 0;
+  int64_t grad_bytes = 0;  ///< the gradient of the output
+  bool saves_output = true;
+  /// Instead of `forward_tmp_bytes` where nothing is saved, as in a region's first run. Tensors that
+  /// `saved_bytes` counts otherwise are temporaries then. Negative: `forward_tmp_bytes`.
+  int64_t unsaved_tmp_bytes = -1;
+};
+
+/// A chain of stages, each fed with the output of the one before; the last is the loss.
+struct ChainCost {
+  int64_t input_bytes = 0;  ///< for the record: budgets do not count the input
+  int64_t input_grad_bytes = 0;
+  std::vector<StageCost> stages{};
+};
+
+/// Stages `first` to `last`, which one `checkpoint()` call runs.
+struct PlanRegion {
+  int64_t first = 0, last = 0;
+  friend bool operator==(const PlanRegion&, const PlanRegion&) = default;
+};
+
+/// Which parts of a chain of stages are regions: a tree of nested `checkpoint()` calls and nothing
+/// else. As text, with stages counted from 1:
+///
+///     plan := '[' item (' ' item)* ']'        item := stage | 'ck' plan
+///
+/// for example "[ck[ck[1] 2] ck[3] 4 5]". A value: copied freely, never changed.
+class REMAT_API Plan {
+ public:
+  /// `regions` in the order in which they open: by first stage, the outer one before those inside.
+  /// Throws `c10::ValueError` if `stages` is below 1, or regions overlap or are out of order.
+  explicit Plan(int64_t stages, std::vector<PlanRegion> regions = {});
+  /// Reads exactly what `to_string` writes. Throws `c10::ValueError` with the position for anything
+  /// else: stages that are missing, repeated or out of order, an empty bracket, other spaces.
+  static Plan parse(std::string_view text);
+  std::string to_string() const;
+
+  int64_t stages() const { return stages_; }
+  int64_t depth() const;  ///< the deepest nesting; 0 without regions
+  int64_t frames() const { return static_cast<int64_t>(regions_.size()); }
+  const std::vector<PlanRegion>& regions() const { return regions_; }
+  /// How often forward, with one backward and early stop on, calls each stage: once, and once for
+  /// every region around it whose recompute gets that far.
+  std::vector<int64_t> calls() const;
+
+  friend bool operator==(const Plan&, const Plan&) = default;
+
+ private:
+  int64_t stages_;
+  std::vector<PlanRegion> regions_;
+};
+
+struct SolveOptions {
+  int64_t max_depth = 0;    ///< of nesting; 0: any
+  bool early_stop = true;   ///< as in the `CheckpointOptions` that the plan will run with
+  double frame_cost_s = 0;  ///< paid once per region: bookkeeping, random state
+  /// 0: exact. Otherwise in [0, 1): points of inner frontiers that are faster than the one before by
+  /// less than this share are dropped. The time beyond one forward is then at most
+  /// 1 / (1 - eps)^(stages - 1) times the least one, for every budget, and usually within eps of it;
+  /// the first and the last point are exact.
+  double eps = 0;
+};
+
+struct FrontierPoint {
+  int64_t bytes = 0;   ///< the peak beyond the input
+  double extra_s = 0;  ///< recomputing: seconds beyond one forward and one backward
+};
+
+/// No plan fits into the budget.
+class REMAT_API InfeasibleBudget : public c10::ValueError {
+ public:
+  InfeasibleBudget(std::string message, int64_t minimum_bytes);
+  /// The smallest budget for which there is a plan.
+  int64_t minimum_bytes() const { return minimum_bytes_; }
+
+ private:
+  int64_t minimum_bytes_;
+};
+
+/// What `solve` found: for every budget the least time. Copies share the tables it was computed
+/// with, from which plans are read off when they are asked for. Any thread.
+class REMAT_API Frontier {
+ public:
+  /// Bytes rise and seconds fall strictly from point to point; the last one recomputes nothing.
+  const std::vector<FrontierPoint>& points() const { return points_; }
+  /// The fastest plan whose peak is at most `budget_bytes` beyond the input; among the equally fast
+  /// ones one of the smallest peak. Throws `InfeasibleBudget` below the first point.
+  Plan plan(int64_t budget_bytes) const;
+
+ private:
+  explicit Frontier(std::shared_ptr<const detail::FrontierTable> table);
+  friend Frontier solve(const ChainCost& cost, const SolveOptions& options);
+
+  std::shared_ptr<const detail::FrontierTable> table_;
+  std::vector<FrontierPoint> points_;
+};
+
+/// The exact frontier of time and memory over all plans, for every budget at once: the recurrence of
+/// rotor (Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains") on staircases
+/// instead of memory slots, with early stop, the depth limit and the cost of a frame.
+///
+/// Cost: cubic in the number of different stages times the number of points; chains of equal stages
+/// are much cheaper. Measured: bench/METHOD.md. The points take 16 bytes each while the `Frontier`
+/// lives.
+/// Throws `c10::ValueError` for costs or options out of range, and for bytes that add up to more
+/// than an int64_t holds.
+REMAT_API Frontier solve(const ChainCost& cost, const SolveOptions& options = {});
+
+struct Simulation {
+  int64_t peak_bytes = 0;  ///< beyond the input
+  double extra_s = 0;      ///< beyond one forward and one backward
+  std::vector<int64_t> calls{};
+  int64_t frames = 0, depth = 0;
+};
+
+/// What a plan costs: the Rules applied to sizes, event by event, without the solver's recurrence.
+/// Uses `early_stop` and `frame_cost_s` of the options. Time: the number of stage calls.
+/// Throws `c10::ValueError` as `solve`, and if plan and cost have different numbers of stages.
+REMAT_API Simulation simulate(const ChainCost& cost, const Plan& plan,
+                              const SolveOptions& options = {});
+
+struct MeasureOptions {
+  int64_t warmup = 1, repeats = 5;  ///< of each stage; the least time of the repeats is kept
+};
+
+/// Runs each stage forward and backward on what the one before made of `sample`, and says what it
+/// cost. Grad mode is on; `sample` takes part in backward if it requires grad.
+///
+/// Bytes are those of storages, so a view counts with all that it keeps alive; saved tensors whose
+/// storage outlives the stage's graph (parameters, constants) count nothing. Temporaries are what
+/// the CPU allocator gives out (`MemoryMeter`), so other devices have none here, and times are
+/// those of the calling thread. Parameters have gradients throughout, as in training that sets them
+/// to zero: a program that drops them (`zero_grad(set_to_none=true)`) needs their bytes on top.
+///
+/// Afterwards parameters have the `.grad` they had and the default CPU generator its state. Other
+/// side effects of running a stage stay: running statistics, hooks, generators of its own.
+/// Throws what a stage throws; `c10::ValueError` for no stages or repeats, an undefined sample, or
+/// a stage that returns an undefined tensor.
+REMAT_API ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
+                            const MeasureOptions& options = {});
+
+/// Runs the stages on `input` with nested `checkpoint()` calls as the plan says, all with `options`;
+/// the stages a region runs are added to its name. The stages are copied once, and are kept as long
+/// as the graph. Memory: at most what `simulate` says for measured costs; the loss and its gradient,
+/// which the caller of `backward()` holds to its end, count a few bytes more.
+/// Throws `c10::ValueError` if plan and stages have different numbers; else as `checkpoint()`.
+/// Example: examples/budget.cpp.
+REMAT_API at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor input,
+                         const CheckpointOptions& options = {});
+
+// Plans by formula, for chains that nobody measured. All throw `c10::ValueError` if `stages` is
+// below 1 or the second number is out of its range.
+
+/// The least stage calls for equal stages with `snapshots` >= 1 states stored, the input among them
+/// (Griewank and Walther 2000, "Algorithm 799: revolve"). At most snapshots + 2 outputs of stages,
+/// the input among them, are alive at once.
+REMAT_API Plan revolve_plan(int64_t stages, int64_t snapshots);
+/// The least stage calls for equal stages where each of `units` >= 1 holds a state or all that one
+/// stage saves (Maddison 2024, "Step-based checkpointing with high-level algorithmic
+/// differentiation"). O(stages^2 units) at worst.
+REMAT_API Plan mixed_plan(int64_t stages, int64_t units);
+/// `segments` runs of stages whose lengths differ by at most one, longer ones first; all but the
+/// last are regions. 9 stages in 5 segments: 2, 2, 2, 2, 1.
+REMAT_API Plan balanced_plan(int64_t stages, int64_t segments);
+/// As `torch.utils.checkpoint.checkpoint_sequential`: segments of stages / segments stages, the
+/// last one longer and no region. 9 stages in 5 segments: 1, 1, 1, 1, 5.
+REMAT_API Plan torch_sequential_plan(int64_t stages, int64_t segments);
+/// The left half is a region, the right half is not, and both again. Depth: log2 of the stages.
+REMAT_API Plan halving_plan(int64_t stages);
+
+}  // namespace remat

@@ -1,0 +1,209 @@
+#include "lib/kept_role.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "lib/hook_stack.h"
+#include "lib/inputs.h"
+#include "lib/match.h"
+#include "lib/replay.h"
+
+namespace remat {
+
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Edge;
+using torch::autograd::Node;
+
+[[noreturn]] void refuse(const char* fact) {
+  throw_unsupported(fact,
+                    "pin and save_region keep a value, not how it was computed",
+                    "compute what is differentiated inside the region again: leave pin or "
+                    "save_region away for it");
+}
+
+/// A recompute must not be differentiated through a value that it did not compute.
+struct KeptEdge final : Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+    try {
+      refuse("a gradient was taken, inside a recompute, through a kept value");
+    } catch (...) {
+      // Also if the function catches it.
+      detail::visit(detail::Ability::Region, [](detail::Scope& scope) {
+        if (Replay* const replay = scope.replay()) replay->note_mismatch();
+      });
+      throw;
+    }
+  }
+  std::string name() const override { return "remat::KeptEdge"; }
+};
+
+bool is_older(const Node& node, const RegionStart& start) {
+  return node.sequence_nr() < start.sequence || node.thread_id() != start.thread;
+}
+
+bool is_leaf(const Node& node) { return dynamic_cast<const AccumulateGrad*>(&node) != nullptr; }
+
+/// What a backward from `roots` comes to, nothing below `end`.
+class Reached {
+ public:
+  Reached(const torch::autograd::edge_list& roots, const Node* end) {
+    std::vector<const Node*> waiting;
+    const auto reach = [&](const Edge& edge) {
+      if (!edge.is_valid()) return;
+      const auto [place, is_new] = outputs_.try_emplace(edge.function.get());
+      place->second.push_back(edge.input_nr);
+      if (is_new && edge.function.get() != end) waiting.push_back(edge.function.get());
+    };
+    for (const Edge& root : roots) reach(root);
+    while (!waiting.empty()) {
+      const Node* const node = waiting.back();
+      waiting.pop_back();
+      for (const Edge& next : node->next_edges()) reach(next);
+    }
+  }
+  bool contain(const Edge& edge) const {
+    const auto found = outputs_.find(edge.function.get());
+    return found != outputs_.end() && std::find(found->second.begin(), found->second.end(),
+                                                edge.input_nr) != found->second.end();
+  }
+
+ private:
+  std::unordered_map<const Node*, c10::SmallVector<uint32_t, 2>> outputs_;
+};
+
+}  // namespace
+
+void StretchArguments::add(const at::Tensor& tensor) {
+  if (!tensor.defined() || !has_gradient_edge(tensor)) return;
+  const Edge edge = torch::autograd::impl::gradient_edge(tensor);
+  all.push_back({tensor.unsafeGetTensorImpl(), edge.function.get(), edge.input_nr});
+}
+
+KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
+                       const StretchArguments& arguments, const RegionStart& stretch,
+                       const RegionStart& region, std::vector<at::Tensor>& leaves) {
+  KeptHistory history;
+  if (!value.defined() || !has_gradient_edge(value)) return history;
+  if (value.use_count() > num_owners) {
+    const auto same =
+        std::find_if(arguments.all.begin(), arguments.all.end(), [&](const auto& each) {
+          return each.impl == value.unsafeGetTensorImpl();
+        });
+    const bool is_argument = same != arguments.all.end();
+    history.twin = is_argument ? KeptHistory::Twin::Argument : KeptHistory::Twin::Unknown;
+    if (is_argument) history.same_as = static_cast<int32_t>(same - arguments.all.begin());
+  }
+  if (value.grad_fn() == nullptr) return history;
+  std::vector<Edge> waiting{torch::autograd::impl::gradient_edge(value)};
+  std::unordered_set<const Node*> seen{waiting.back().function.get()};
+  while (!waiting.empty()) {
+    const Edge edge = std::move(waiting.back());
+    waiting.pop_back();
+    const bool is_argument =
+        std::any_of(arguments.all.begin(), arguments.all.end(), [&](const auto& each) {
+          return each.node == edge.function.get() && each.output == edge.input_nr;
+        });
+    if (auto* const leaf = dynamic_cast<AccumulateGrad*>(edge.function.get())) {
+      leaves.push_back(leaf->variable);
+    } else if (!is_older(*edge.function, stretch)) {
+      for (const Edge& next : edge.function->next_edges())
+        if (next.is_valid() && seen.insert(next.function.get()).second) waiting.push_back(next);
+    } else if (!is_argument) {
+      history.sources = std::max(history.sources, is_older(*edge.function, region)
+                                                      ? KeptHistory::Sources::OlderThanRegion
+                                                      : KeptHistory::Sources::Any);
+    }
+  }
+  return history;
+}
+
+at::Tensor KeptRoles::give(const at::Tensor& data, bool requires_grad, bool is_leaf,
+                           const KeptHistory& history, const std::vector<at::Tensor>& read,
+                           const std::vector<at::Tensor>& more_sources) {
+  at::Tensor kept = data.tensor_data();
+  if (!requires_grad) return kept;
+  if (is_leaf) {
+    kept.set_requires_grad(true);
+  } else {
+    torch::autograd::edge_list edges;
+    for (const auto* const sources : {&read, &more_sources})
+      for (const at::Tensor& each : *sources)
+        if (each.defined() && has_gradient_edge(each))
+          edges.push_back(torch::autograd::impl::gradient_edge(each));
+    sources_.insert(sources_.end(), edges.begin(), edges.end());
+    auto node = seam::make_node<KeptEdge>();
+    node->set_next_edges(std::move(edges));
+    torch::autograd::create_gradient_edge(kept, std::move(node));
+  }
+  Role role{torch::autograd::impl::gradient_edge(kept), {}, history};
+  if (history.twin == KeptHistory::Twin::Argument) {
+    // Forward's numbers leave out arguments that need no gradient, as these do.
+    int32_t number = -1;
+    for (const at::Tensor& each : read)
+      if (each.defined() && has_gradient_edge(each) && ++number == history.same_as)
+        role.original = torch::autograd::impl::gradient_edge(each);
+    for (const Role& other : roles_)
+      if (other.edge == role.original && other.original.is_valid()) role.original = other.original;
+    if (!role.original.is_valid()) role.history.twin = KeptHistory::Twin::Unknown;
+  }
+  roles_.push_back(std::move(role));
+  return kept;
+}
+
+void KeptRoles::clear() {
+  roles_.clear();
+  sources_.clear();
+}
+
+void KeptRoles::check(const torch::autograd::edge_list& roots,
+                      const torch::autograd::edge_list& targets) const {
+  // Without targets a backward goes all the way down, and meets the nodes themselves.
+  if (roles_.empty() || targets.empty()) return;
+  // Below a kept value the walk goes on with what it may come from.
+  const Reached all(roots, nullptr);
+  for (const Role& role : roles_)
+    for (const Edge& target : targets) {
+      if (target == role.edge) {
+        if (is_used_elsewhere(role, roots))
+          refuse(
+              "a gradient was taken, inside a recompute, of a kept value whose original is used, too");
+      } else if (role.history.sources != KeptHistory::Sources::Known && all.contain(role.edge) &&
+                 may_be_source(role, target)) {
+        refuse("a gradient was taken, inside a recompute, past a kept value");
+      }
+    }
+}
+
+bool KeptRoles::is_used_elsewhere(const Role& role,
+                                  const torch::autograd::edge_list& roots) const {
+  if (role.history.twin == KeptHistory::Twin::None) return false;
+  if (role.history.twin == KeptHistory::Twin::Unknown) return true;
+  const Reached others(roots, role.edge.function.get());
+  return others.contain(role.original) ||
+         std::any_of(roles_.begin(), roles_.end(), [&](const Role& other) {
+           return &other != &role && other.original == role.original && others.contain(other.edge);
+         });
+}
+
+bool KeptRoles::may_be_source(const Role& role, const Edge& target) const {
+  // What it is known to come from throws when it is met.
+  if (std::find(sources_.begin(), sources_.end(), target) != sources_.end()) return false;
+  const Node& node = *target.function;
+  if (is_leaf(node)) return true;
+  if (std::any_of(roles_.begin(), roles_.end(),
+                  [&node](const Role& each) { return each.edge.function.get() == &node; }))
+    return true;
+  if (role.history.sources == KeptHistory::Sources::OlderThanRegion) return is_older(node, start_);
+  return node.thread_id() != start_.thread ||
+         node.sequence_nr() < role.edge.function->sequence_nr();
+}
+
+}  // namespace remat

@@ -1,0 +1,77 @@
+#include "lib/plan/cost.h"
+
+#include <cmath>
+#include <limits>
+
+namespace remat {
+
+namespace {
+
+void check_seconds(const char* name, double seconds, std::size_t stage) {
+  TORCH_CHECK_VALUE(std::isfinite(seconds) && seconds >= 0, "remat::plan: ", name, " of stage ",
+                    stage, " must be finite and at least 0 seconds, got ", seconds, ".");
+}
+
+/// Adds bytes of which a negative number makes no sense.
+class Bytes {
+ public:
+  void add(const char* name, int64_t bytes, std::size_t stage) {
+    TORCH_CHECK_VALUE(bytes >= 0, "remat::plan: ", name,
+                      stage == 0 ? std::string() : c10::str(" of stage ", stage),
+                      " must be at least 0 bytes, got ", bytes, ".");
+    TORCH_CHECK_VALUE(
+        bytes <= std::numeric_limits<int64_t>::max() - sum_,
+        "remat::plan: the bytes of the chain add up to more than an int64_t holds, at ", name,
+        stage == 0 ? std::string() : c10::str(" of stage ", stage), " = ", bytes, ".");
+    sum_ += bytes;
+  }
+
+ private:
+  int64_t sum_ = 0;
+};
+
+}  // namespace
+
+void check(const ChainCost& cost, const SolveOptions& options) {
+  TORCH_CHECK_VALUE(!cost.stages.empty(), "remat::plan: a chain needs at least one stage, got 0.");
+  TORCH_CHECK_VALUE(options.max_depth >= 0,
+                    "remat::plan: SolveOptions::max_depth must be at least 0 (any), got ",
+                    options.max_depth, ".");
+  TORCH_CHECK_VALUE(std::isfinite(options.frame_cost_s) && options.frame_cost_s >= 0,
+                    "remat::plan: SolveOptions::frame_cost_s must be finite and at least 0, got ",
+                    options.frame_cost_s, ".");
+  TORCH_CHECK_VALUE(options.eps >= 0 && options.eps < 1,
+                    "remat::plan: SolveOptions::eps must be in [0, 1), got ", options.eps, ".");
+  Bytes bytes;
+  bytes.add("input_bytes", cost.input_bytes, 0);
+  bytes.add("input_grad_bytes", cost.input_grad_bytes, 0);
+  double seconds = 0;
+  for (std::size_t i = 0; i < cost.stages.size(); ++i) {
+    const StageCost& stage = cost.stages[i];
+    const std::size_t number = i + 1;
+    check_seconds("forward_s", stage.forward_s, number);
+    check_seconds("backward_s", stage.backward_s, number);
+    TORCH_CHECK_VALUE(std::isfinite(stage.forward_to_last_save_s) &&
+                          stage.forward_to_last_save_s <= stage.forward_s,
+                      "remat::plan: forward_to_last_save_s of stage ", number,
+                      " must be finite and at most its ", "forward_s of ", stage.forward_s,
+                      ", got ", stage.forward_to_last_save_s, ".");
+    bytes.add("output_bytes", stage.output_bytes, number);
+    bytes.add("saved_bytes", stage.saved_bytes, number);
+    bytes.add("forward_tmp_bytes", stage.forward_tmp_bytes, number);
+    bytes.add("backward_tmp_bytes", stage.backward_tmp_bytes, number);
+    bytes.add("grad_bytes", stage.grad_bytes, number);
+    if (stage.unsaved_tmp_bytes >= 0)
+      bytes.add("unsaved_tmp_bytes", stage.unsaved_tmp_bytes, number);
+    seconds += stage.forward_s + options.frame_cost_s;
+  }
+  // Every stage may be called once more for every stage behind it.
+  const auto stages = static_cast<double>(cost.stages.size());
+  TORCH_CHECK_VALUE(
+      std::isfinite(seconds * stages),
+      "remat::plan: the seconds of the chain add up to more than a double holds, with "
+      "forward_s of all stages and frame_cost_s = ",
+      options.frame_cost_s, ".");
+}
+
+}  // namespace remat

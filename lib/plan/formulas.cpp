@@ -1,0 +1,185 @@
+// Plans by formula, for chains that nobody measured.
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "remat/plan.h"
+
+namespace remat {
+
+namespace {
+
+/// Some stages in a row that are still to be planned, with the memory left for them.
+struct Part {
+  int64_t first = 1, stages = 1, memory = 0;
+};
+
+void check_stages(const char* plan, int64_t stages) {
+  TORCH_CHECK_VALUE(stages >= 1, "remat::", plan, ": a plan needs at least 1 stage, got ", stages,
+                    ".");
+}
+
+void check_memory(const char* plan, const char* what, int64_t number) {
+  TORCH_CHECK_VALUE(number >= 1, "remat::", plan, ": at least 1 ", what, " is needed, got ", number,
+                    ".");
+}
+
+void check_segments(const char* plan, int64_t stages, int64_t segments) {
+  check_stages(plan, stages);
+  TORCH_CHECK_VALUE(segments >= 1 && segments <= stages, "remat::", plan, ": ", stages,
+                    " stages cannot be cut into ", segments, " segments. Do: ask for 1 to ", stages,
+                    ".");
+}
+
+/// The least t for which n stages can be reversed with no stage run more than t times before its
+/// last run: n <= beta(s, t) = C(s + t, s), the formula of Griewank and Walther.
+int64_t repetitions(int64_t n, int64_t s) {
+  if (n <= 1) return 0;
+  if (s == 1) return n - 1;
+  int64_t t = 0;
+  for (int64_t longest = 1; longest < n; longest = longest * (s + t) / t) {
+    ++t;
+    if (longest > std::numeric_limits<int64_t>::max() / (s + t)) break;  // longer than any n
+  }
+  return t;
+}
+
+/// The largest j that attains the minimum of j + P(j, s) + P(n - j, s - 1), P(n, s) being the least
+/// number of stage calls beyond n. P is convex in n with slopes `repetitions`, so the sum falls as
+/// long as the next slope of the first half is below that of the second.
+int64_t revolve_split(int64_t n, int64_t s) {
+  s = std::min(s, n - 1);
+  if (s <= 1) return n - 1;
+  int64_t low = 1, high = n - 1;
+  while (low < high) {
+    const int64_t j = low + (high - low + 1) / 2;
+    if (repetitions(j, s) + 1 <= repetitions(n - j + 1, s - 1))
+      low = j;
+    else
+      high = j - 1;
+  }
+  return low;
+}
+
+/// T(n, s) of the mixed recurrence for all lengths and numbers of units that a plan may come upon.
+class MixedTotals {
+ public:
+  MixedTotals(int64_t stages, int64_t units) {
+    for (int64_t s = 1; s <= units; ++s) {
+      rows_.emplace_back();
+      // Each unit that is taken leaves one stage less to do.
+      for (int64_t n = 0; n <= stages - (units - s); ++n)
+        rows_.back().push_back(n <= s + 1 ? n : best(n, s).total);
+    }
+  }
+
+  /// The stages of the region that comes first; 0 for a plain stage.
+  int64_t first_region(int64_t n, int64_t s) const { return best(n, s).region; }
+
+ private:
+  struct Best {
+    int64_t total = 0, region = 0;
+  };
+
+  int64_t total(int64_t n, int64_t s) const {
+    return rows_[static_cast<std::size_t>(s - 1)][static_cast<std::size_t>(n)];
+  }
+
+  Best best(int64_t n, int64_t s) const {
+    if (s == 1) return {n * (n + 1) / 2 - 1, n - 1};
+    Best best{1 + total(n - 1, s - 1), 0};
+    // The rest takes a call of each stage at least, so a longer first region cannot be better.
+    for (int64_t i = 2; i < n && total(i, s) < best.total - n; ++i) {
+      const int64_t with_region = i + total(i, s) + total(n - i, s - 1);
+      if (with_region < best.total) best = {with_region, i};
+    }
+    return best;
+  }
+
+  std::vector<std::vector<int64_t>> rows_;
+};
+
+}  // namespace
+
+// The makers keep the parts that are left on a stack: the inside of a region is taken before what
+// follows it, so that regions come out in the order in which they open.
+
+Plan revolve_plan(int64_t stages, int64_t snapshots) {
+  check_stages("revolve_plan", stages);
+  check_memory("revolve_plan", "snapshot", snapshots);
+  std::vector<PlanRegion> regions;
+  std::vector<Part> left{{1, stages, snapshots}};
+  while (!left.empty()) {
+    const auto [first, n, s] = left.back();
+    left.pop_back();
+    if (n == 1) continue;
+    const int64_t j = revolve_split(n, s);
+    left.push_back({first + j, n - j, std::max<int64_t>(s - 1, 1)});
+    left.push_back({first, j, s});
+    regions.push_back({first, first + j - 1});
+  }
+  return Plan(stages, std::move(regions));
+}
+
+Plan mixed_plan(int64_t stages, int64_t units) {
+  check_stages("mixed_plan", stages);
+  check_memory("mixed_plan", "unit", units);
+  if (stages <= units || stages <= units + 1) return Plan(stages);
+  const MixedTotals totals(stages, units);
+  std::vector<PlanRegion> regions;
+  std::vector<Part> left{{1, stages, units}};
+  while (!left.empty()) {
+    const auto [first, n, s] = left.back();
+    left.pop_back();
+    if (n <= s + 1) continue;
+    const int64_t region = totals.first_region(n, s);
+    if (region == 0) {
+      left.push_back({first + 1, n - 1, s - 1});
+      continue;
+    }
+    left.push_back({first + region, n - region, std::max<int64_t>(s - 1, 1)});
+    left.push_back({first, region, s});
+    regions.push_back({first, first + region - 1});
+  }
+  return Plan(stages, std::move(regions));
+}
+
+Plan balanced_plan(int64_t stages, int64_t segments) {
+  check_segments("balanced_plan", stages, segments);
+  const int64_t shortest = stages / segments, longer = stages % segments;
+  std::vector<PlanRegion> regions;
+  int64_t first = 1;
+  for (int64_t i = 0; i < segments - 1; ++i) {
+    const int64_t length = shortest + (i < longer ? 1 : 0);
+    regions.push_back({first, first + length - 1});
+    first += length;
+  }
+  return Plan(stages, std::move(regions));
+}
+
+Plan torch_sequential_plan(int64_t stages, int64_t segments) {
+  check_segments("torch_sequential_plan", stages, segments);
+  const int64_t length = stages / segments;
+  std::vector<PlanRegion> regions;
+  for (int64_t i = 0; i < segments - 1; ++i) regions.push_back({i * length + 1, (i + 1) * length});
+  return Plan(stages, std::move(regions));
+}
+
+Plan halving_plan(int64_t stages) {
+  check_stages("halving_plan", stages);
+  std::vector<PlanRegion> regions;
+  std::vector<Part> left{{1, stages, 0}};
+  while (!left.empty()) {
+    const auto [first, n, unused] = left.back();
+    left.pop_back();
+    if (n == 1) continue;
+    const int64_t half = (n + 1) / 2;
+    left.push_back({first + half, n - half, 0});
+    left.push_back({first, half, 0});
+    regions.push_back({first, first + half - 1});
+  }
+  return Plan(stages, std::move(regions));
+}
+
+}  // namespace remat

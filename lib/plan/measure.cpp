@@ -1,0 +1,278 @@
+// What the stages of a chain cost: each is run forward and backward on its own.
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <mutex>
+#include <unordered_set>
+#include <utility>
+
+#include "lib/cpu_rng.h"
+#include "lib/engine_seam.h"
+#include "remat/hooks.h"
+#include "remat/memory.h"
+#include "remat/plan.h"
+
+namespace remat {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_between(Clock::time_point start, Clock::time_point end) {
+  return std::chrono::duration<double>(end - start).count();
+}
+
+int64_t storage_bytes(const at::Tensor& tensor) {
+  return tensor.has_storage() ? static_cast<int64_t>(tensor.storage().nbytes()) : 0;
+}
+
+const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+/// A gradient has the shape of its tensor and a storage of its own.
+int64_t gradient_bytes(const at::Tensor& tensor) {
+  return tensor.requires_grad() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+}
+
+/// Stands for the stage before: its gradient arrives here and dies, as it would there. A leaf would
+/// keep it, or copy it first.
+struct StageBefore final : torch::autograd::Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
+  std::string name() const override { return "remat::StageBefore"; }
+};
+
+at::Tensor input_from(const at::Tensor& value, bool requires_grad) {
+  at::Tensor input = value.detach();
+  if (requires_grad) torch::autograd::create_gradient_edge(input, seam::make_node<StageBefore>());
+  return input;
+}
+
+class CpuGeneratorScope {
+ public:
+  CpuGeneratorScope() {
+    const std::lock_guard lock(generator_.mutex_);
+    before_ = state_of(generator_);
+  }
+  ~CpuGeneratorScope() {
+    const std::lock_guard lock(generator_.mutex_);
+    set_state(generator_, *before_);
+  }
+  CpuGeneratorScope(const CpuGeneratorScope&) = delete;
+  CpuGeneratorScope& operator=(const CpuGeneratorScope&) = delete;
+
+ private:
+  at::CPUGeneratorImpl& generator_ = default_cpu_generator();
+  std::shared_ptr<const CpuRngState> before_;
+};
+
+/// Gives the leaves below a result gradients of zeros, and their own ones back at its end.
+class GradientScope {
+ public:
+  explicit GradientScope(const at::Tensor& result) {
+    if (result.grad_fn() == nullptr) return;
+    using torch::autograd::Node;
+    std::vector<Node*> waiting{result.grad_fn().get()};
+    std::unordered_set<const Node*> seen(waiting.begin(), waiting.end());
+    while (!waiting.empty()) {
+      Node* const node = waiting.back();
+      waiting.pop_back();
+      if (auto* const leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node))
+        replace(leaf->variable);
+      for (const torch::autograd::Edge& edge : node->next_edges())
+        if (edge.is_valid() && seen.insert(edge.function.get()).second)
+          waiting.push_back(edge.function.get());
+    }
+  }
+  ~GradientScope() {
+    for (auto& [leaf, gradient] : before_) leaf.mutable_grad() = gradient;
+  }
+  GradientScope(const GradientScope&) = delete;
+  GradientScope& operator=(const GradientScope&) = delete;
+
+ private:
+  void replace(const at::Tensor& leaf) {
+    before_.emplace_back(leaf, leaf.grad());
+    leaf.mutable_grad() = at::zeros_like(leaf);
+  }
+  std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+};
+
+/// What autograd saved while a stage ran.
+struct Saves {
+  struct Storage {
+    const c10::StorageImpl* identity;
+    c10::weak_intrusive_ptr<c10::StorageImpl> alive;
+    int64_t bytes;
+  };
+  std::vector<Storage> storages;  // each once
+  std::unordered_set<const c10::StorageImpl*> seen;
+  Clock::time_point last;
+  bool is_empty = true;
+
+  void note(const at::Tensor& tensor) {
+    is_empty = false;
+    if (const auto* const identity = storage_of(tensor);
+        identity != nullptr && seen.insert(identity).second)
+      storages.push_back({identity, tensor.storage().getWeakStorageImpl(), storage_bytes(tensor)});
+    last = Clock::now();
+  }
+  /// [bytes] of what died with the graph; without these two.
+  int64_t dead_bytes(const c10::StorageImpl* input, const c10::StorageImpl* output) const {
+    int64_t bytes = 0;
+    for (const Storage& storage : storages)
+      if (storage.alive.expired() && storage.identity != input && storage.identity != output)
+        bytes += storage.bytes;
+    return bytes;
+  }
+};
+
+/// A stage and its input.
+class Trial {
+ public:
+  Trial(const Stage& stage, at::Tensor input, std::size_t number)
+      : stage_(stage), input_(std::move(input)), number_(number) {}
+
+  StageCost cost(const MeasureOptions& options) {
+    const at::Tensor first = forward_noting().first;
+    const GradientScope gradients(first);
+    backward(first);
+    for (int64_t i = 0; i < options.warmup; ++i) backward(forward_noting().first);
+    StageCost cost;
+    measure_bytes(cost);
+    measure_bytes_without_saves(cost);
+    measure_seconds(cost, options.repeats);
+    return cost;
+  }
+  /// What the next stage is fed with.
+  at::Tensor output() const { return input_from(output_, requires_grad_); }
+
+ private:
+  at::Tensor forward() {
+    at::Tensor output = stage_(input_);
+    TORCH_CHECK_VALUE(output.defined(), "remat::measure: stage ", number_,
+                      " returned an undefined tensor.");
+    return output;
+  }
+
+  std::pair<at::Tensor, std::shared_ptr<Saves>> forward_noting() {
+    auto saves = std::make_shared<Saves>();
+    const SavedTensorHooksGuard noting(
+        [saves](const at::Tensor& tensor) {
+          saves->note(tensor);
+          return tensor;
+        },
+        [](const at::Tensor& tensor) { return tensor; });
+    at::Tensor output = forward();
+    output_ = output.detach();
+    requires_grad_ = output.requires_grad();
+    return {std::move(output), std::move(saves)};
+  }
+
+  static void backward(const at::Tensor& output) {
+    if (output.requires_grad()) output.backward(at::ones_like(output));
+  }
+
+  void measure_bytes(StageCost& cost) {
+    output_ = at::Tensor();
+    MemoryMeter meter;
+    const int64_t before = meter.live_bytes();
+    auto [output, saves] = forward_noting();
+    const int64_t held = meter.live_bytes() - before;
+    const int64_t forward_peak = meter.peak_bytes() - before;
+    cost.output_bytes = storage_bytes(output);
+    cost.grad_bytes = gradient_bytes(output);
+    cost.saves_output = saves->seen.contains(storage_of(output));
+    if (output.requires_grad()) {
+      const at::Tensor gradient = at::ones_like(output);
+      meter.reset_peak();
+      output.backward(gradient);
+      const int64_t peak = meter.peak_bytes() - before;
+      cost.backward_tmp_bytes =
+          std::max<int64_t>(0, peak - held - cost.grad_bytes - gradient_bytes(input_));
+    }
+    const c10::StorageImpl* const identity = storage_of(output);
+    output = at::Tensor();
+    cost.saved_bytes = saves->dead_bytes(storage_of(input_), identity);
+    cost.forward_tmp_bytes =
+        std::max<int64_t>(0, forward_peak - cost.saved_bytes - cost.output_bytes);
+  }
+
+  // As in the first run of a region: what is saved dies as soon as nothing else needs it.
+  void measure_bytes_without_saves(StageCost& cost) {
+    output_ = at::Tensor();
+    struct Dropped {};
+    const SavedTensorHooksGuard dropping(
+        [](const at::Tensor&) { return Dropped{}; },
+        [](const Dropped&) -> at::Tensor {
+          TORCH_CHECK_VALUE(false,
+                            "remat::measure: a stage ran a backward of its own, which the "
+                            "planner cannot price.");
+        });
+    const MemoryMeter meter;
+    const int64_t before = meter.live_bytes();
+    output_ = forward().detach();
+    cost.unsaved_tmp_bytes = std::max<int64_t>(0, meter.peak_bytes() - before - cost.output_bytes);
+  }
+
+  void measure_seconds(StageCost& cost, int64_t repeats) {
+    cost.forward_s = cost.backward_s = cost.forward_to_last_save_s =
+        std::numeric_limits<double>::infinity();
+    for (int64_t i = 0; i < repeats; ++i) {
+      const Clock::time_point start = Clock::now();
+      auto [output, saves] = forward_noting();
+      const Clock::time_point between = Clock::now();
+      cost.forward_s = std::min(cost.forward_s, seconds_between(start, between));
+      cost.forward_to_last_save_s = std::min(
+          cost.forward_to_last_save_s, saves->is_empty ? 0 : seconds_between(start, saves->last));
+      const Clock::time_point backward_start = Clock::now();
+      backward(output);
+      output = at::Tensor();
+      cost.backward_s = std::min(cost.backward_s, seconds_between(backward_start, Clock::now()));
+    }
+    cost.forward_to_last_save_s = std::min(cost.forward_to_last_save_s, cost.forward_s);
+  }
+
+  const Stage& stage_;
+  const at::Tensor input_;
+  const std::size_t number_;
+  at::Tensor output_;
+  bool requires_grad_ = false;
+};
+
+}  // namespace
+
+ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
+                  const MeasureOptions& options) {
+  TORCH_CHECK_VALUE(!stages.empty(), "remat::measure: no stages were passed.");
+  TORCH_CHECK_VALUE(sample.defined(), "remat::measure: the sample is an undefined tensor.");
+  TORCH_CHECK_VALUE(options.warmup >= 0,
+                    "remat::measure: MeasureOptions::warmup must be at least 0, got ",
+                    options.warmup, ".");
+  TORCH_CHECK_VALUE(options.repeats >= 1,
+                    "remat::measure: MeasureOptions::repeats must be at least 1, got ",
+                    options.repeats, ".");
+  const CpuGeneratorScope generator;
+  const at::AutoGradMode grad_mode(true);
+  at::Tensor input = input_from(sample, sample.requires_grad());
+  ChainCost cost{storage_bytes(input), gradient_bytes(input), {}};
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    TORCH_CHECK_VALUE(stages[i], "remat::measure: the function of stage ", i + 1, " is empty.");
+    Trial trial(stages[i], std::move(input), i + 1);
+    cost.stages.push_back(trial.cost(options));
+    input = trial.output();
+  }
+  return cost;
+}
+
+}  // namespace remat

@@ -1,0 +1,180 @@
+// The tree of a plan, and its text.
+
+#include "remat/plan.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace remat {
+
+namespace {
+
+constexpr std::string_view kOpen = "ck[";
+
+// Note [Plans are flat]
+// A plan is kept as the list of its regions in the order in which they open. The spans of a tree
+// do not overlap partly, and the order tells which of two equal spans is the outer one, so that
+// list is the tree. A tree of nodes would have to be copied, compared and destroyed by recursion,
+// and plans of 10,000 levels are legal. Everything here walks with a stack of its own.
+
+[[noreturn]] void refuse(std::string_view text, std::size_t position, const std::string& fact) {
+  constexpr std::size_t kShown = 160, kBefore = 60;
+  std::string shown(text);
+  if (text.size() > kShown) {
+    const std::size_t from = position > kBefore ? position - kBefore : 0;
+    shown = (from > 0 ? "..." : "") + std::string(text.substr(from, kShown)) +
+            (from + kShown < text.size() ? "..." : "");
+  }
+  TORCH_CHECK_VALUE(false, "remat::Plan::parse: ", fact, " at position ", position,
+                    ".\n  text: ", shown,
+                    "\nDo: write stages from 1 on, each once and in order, and regions as ck[...], "
+                    "separated by single spaces: [ck[ck[1] 2] ck[3] 4 5]");
+}
+
+/// What stands at a position, for an error.
+std::string found(std::string_view text, std::size_t position) {
+  if (position >= text.size()) return "the end of the text was found";
+  return c10::str("'", text[position], "' was found");
+}
+
+class Parser {
+ public:
+  explicit Parser(std::string_view text) : text_(text) {}
+
+  Plan parse() {
+    expect("[", "a plan begins with '['");
+    open_.push_back(kNone);
+    while (!open_.empty()) {
+      item();
+      while (!open_.empty() && next_is("]")) close();
+      if (!open_.empty()) expect(" ", "a space and another item, or ']', was expected");
+    }
+    if (position_ != text_.size()) fail("nothing was expected after the plan");
+    return Plan(stage_, std::move(regions_));
+  }
+
+ private:
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
+
+  void item() {
+    while (next_is(kOpen)) {
+      open_.push_back(regions_.size());
+      regions_.push_back({stage_ + 1, 0});
+    }
+    number();
+  }
+
+  void number() {
+    const std::size_t start = position_;
+    int64_t value = 0;
+    while (position_ < text_.size() && text_[position_] >= '0' && text_[position_] <= '9') {
+      // More digits than stages fit into any memory are wrong already.
+      if (position_ - start >= 18) refuse(text_, start, "a stage number has too many digits");
+      value = 10 * value + (text_[position_++] - '0');
+    }
+    if (position_ == start) fail(c10::str("stage ", stage_ + 1, " or 'ck[' was expected"));
+    if (value != stage_ + 1 || text_[start] == '0')
+      refuse(text_, start,
+             c10::str("stage ", stage_ + 1, " was expected, but '",
+                      text_.substr(start, position_ - start), "' was found"));
+    stage_ = value;
+  }
+
+  void close() {
+    if (open_.back() != kNone) regions_[open_.back()].last = stage_;
+    open_.pop_back();
+  }
+
+  bool next_is(std::string_view word) {
+    if (text_.substr(position_, word.size()) != word) return false;
+    position_ += word.size();
+    return true;
+  }
+  void expect(std::string_view word, const char* fact) {
+    if (!next_is(word)) fail(fact);
+  }
+  [[noreturn]] void fail(const std::string& fact) {
+    refuse(text_, position_, fact + ", but " + found(text_, position_));
+  }
+
+  std::string_view text_;
+  std::size_t position_ = 0;
+  int64_t stage_ = 0;
+  std::vector<std::size_t> open_;
+  std::vector<PlanRegion> regions_;
+};
+
+}  // namespace
+
+Plan::Plan(int64_t stages, std::vector<PlanRegion> regions)
+    : stages_(stages), regions_(std::move(regions)) {
+  TORCH_CHECK_VALUE(stages >= 1, "remat::Plan: a plan needs at least 1 stage, got ", stages, ".");
+  std::vector<PlanRegion> open{{1, stages}};
+  int64_t first = 1;
+  for (const PlanRegion& region : regions_) {
+    TORCH_CHECK_VALUE(region.first >= first && region.first <= region.last && region.last <= stages,
+                      "remat::Plan: a region of stages ", region.first, " to ", region.last,
+                      " is empty, outside of 1 to ", stages,
+                      ", or comes after one that begins later.");
+    while (open.back().last < region.first) open.pop_back();
+    TORCH_CHECK_VALUE(region.last <= open.back().last, "remat::Plan: a region of stages ",
+                      region.first, " to ", region.last, " overlaps one of stages ",
+                      open.back().first, " to ", open.back().last, ".");
+    open.push_back(region);
+    first = region.first;
+  }
+}
+
+Plan Plan::parse(std::string_view text) { return Parser(text).parse(); }
+
+std::string Plan::to_string() const {
+  std::string text = "[";
+  std::vector<int64_t> open;  // last stages
+  std::size_t next = 0;
+  for (int64_t stage = 1; stage <= stages_; ++stage) {
+    if (stage > 1) text += ' ';
+    for (; next < regions_.size() && regions_[next].first == stage; ++next) {
+      text += kOpen;
+      open.push_back(regions_[next].last);
+    }
+    text += std::to_string(stage);
+    for (; !open.empty() && open.back() == stage; open.pop_back()) text += ']';
+  }
+  return text + ']';
+}
+
+int64_t Plan::depth() const {
+  std::size_t deepest = 0;
+  std::vector<int64_t> open;
+  for (const PlanRegion& region : regions_) {
+    while (!open.empty() && open.back() < region.first) open.pop_back();
+    open.push_back(region.last);
+    deepest = std::max(deepest, open.size());
+  }
+  return static_cast<int64_t>(deepest);
+}
+
+std::vector<int64_t> Plan::calls() const {
+  // A recompute reaches the stages of its region up to a region that ends it: there it needs that
+  // region's input and nothing more (Rule 5). The last child of a region comes last in the list.
+  std::vector<int64_t> reached(regions_.size());
+  for (std::size_t i = 0; i < regions_.size(); ++i) reached[i] = regions_[i].last;
+  std::vector<std::size_t> open;
+  for (std::size_t i = 0; i < regions_.size(); ++i) {
+    while (!open.empty() && regions_[open.back()].last < regions_[i].first) open.pop_back();
+    if (!open.empty() && regions_[open.back()].last == regions_[i].last)
+      reached[open.back()] = regions_[i].first - 1;
+    open.push_back(i);
+  }
+  std::vector<int64_t> change(static_cast<std::size_t>(stages_) + 1, 0);
+  for (std::size_t i = 0; i < regions_.size(); ++i) {
+    ++change[static_cast<std::size_t>(regions_[i].first) - 1];
+    --change[static_cast<std::size_t>(reached[i])];
+  }
+  int64_t calls = 1;
+  for (int64_t& each : change) each = calls += each;
+  change.pop_back();
+  return change;
+}
+
+}  // namespace remat

@@ -1,0 +1,85 @@
+// Runs a plan: nested checkpoint() calls, as its brackets stand.
+
+#include <utility>
+
+#include "remat/checkpoint.h"
+#include "remat/plan.h"
+
+namespace remat {
+
+namespace {
+
+/// A stage, or (negative) a region.
+using Item = int64_t;
+
+/// What all regions of one run share, and the graph keeps: the caller's vector may die before.
+struct Program {
+  std::vector<Stage> stages;
+  std::vector<std::vector<Item>> items;    // of each region; 0 is the program around them
+  std::vector<CheckpointOptions> options;  // of each region
+};
+
+at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t region,
+                     at::Tensor x);
+
+struct RegionOfPlan {
+  std::shared_ptr<const Program> program;
+  std::size_t region;
+  at::Tensor operator()(at::Tensor x) const { return run_items(program, region, std::move(x)); }
+};
+
+// Each tensor is moved on: whoever still held the input of a region that has begun would keep what
+// its plan counts as gone.
+at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t region,
+                     at::Tensor x) {
+  for (const Item item : program->items[region]) {
+    if (item > 0) {
+      x = program->stages[static_cast<std::size_t>(item - 1)](std::move(x));
+    } else {
+      const auto inner = static_cast<std::size_t>(-item);
+      x = checkpoint(program->options[inner], RegionOfPlan{program, inner}, std::move(x));
+    }
+  }
+  return x;
+}
+
+CheckpointOptions named(CheckpointOptions options, const PlanRegion& region) {
+  const std::string stages = region.first == region.last
+                                 ? c10::str("stage ", region.first)
+                                 : c10::str("stages ", region.first, " to ", region.last);
+  options.name = options.name.empty() ? stages : c10::str(options.name, ", ", stages);
+  return options;
+}
+
+Program program_of(const Plan& plan, const std::vector<Stage>& stages,
+                   const CheckpointOptions& options) {
+  Program program{stages, {{}}, {options}};
+  std::vector<std::size_t> open{0};
+  std::size_t next = 0;
+  for (int64_t stage = 1; stage <= plan.stages(); ++stage) {
+    for (; next < plan.regions().size() && plan.regions()[next].first == stage; ++next) {
+      program.items[open.back()].push_back(-static_cast<Item>(next + 1));
+      open.push_back(next + 1);
+      program.items.emplace_back();
+      program.options.push_back(named(options, plan.regions()[next]));
+    }
+    program.items[open.back()].push_back(stage);
+    while (open.size() > 1 && plan.regions()[open.back() - 1].last == stage) open.pop_back();
+  }
+  return program;
+}
+
+}  // namespace
+
+at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor input,
+               const CheckpointOptions& options) {
+  TORCH_CHECK_VALUE(static_cast<int64_t>(stages.size()) == plan.stages(),
+                    "remat::run: the plan has ", plan.stages(), " stages, but ", stages.size(),
+                    " functions were passed.");
+  for (std::size_t i = 0; i < stages.size(); ++i)
+    TORCH_CHECK_VALUE(stages[i], "remat::run: the function of stage ", i + 1, " is empty.");
+  const auto program = std::make_shared<const Program>(program_of(plan, stages, options));
+  return run_items(program, 0, std::move(input));
+}
+
+}  // namespace remat

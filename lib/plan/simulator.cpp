@@ -1,0 +1,212 @@
+// What a plan costs: the Rules applied to sizes, event by event.
+
+#include <algorithm>
+#include <utility>
+
+#include "lib/plan/cost.h"
+
+namespace remat {
+
+namespace {
+
+/// Follows one forward and one backward of a plan. Knows nothing of the recurrence in solver.cpp,
+/// which is checked against it.
+///
+/// x_k is the output of stage k, t_k what else its graph keeps, d_k the gradient of x_k. Each counts
+/// once, from the first who holds it to the last.
+class Simulator {
+ public:
+  Simulator(const ChainCost& cost, const Plan& plan, const SolveOptions& options)
+      : cost_(cost), options_(options), last_(plan.stages()) {
+    const auto stages = static_cast<std::size_t>(last_);
+    holders_of_x_.resize(stages + 1);
+    owner_.resize(stages + 1);
+    calls_.resize(stages + 1);
+    stopped_calls_.resize(stages + 1);
+    lay_out(plan);
+  }
+
+  Simulation result() {
+    run_forward();
+    run_backward();
+    Simulation result;
+    result.peak_bytes = peak_;
+    result.frames = static_cast<int64_t>(frames_.size()) - 1;
+    result.extra_s = options_.frame_cost_s * static_cast<double>(result.frames);
+    for (int64_t k = 1; k <= last_; ++k) {
+      const auto complete = static_cast<double>(calls_[k] - 1);
+      result.extra_s += complete * stage(k).forward_s +
+                        static_cast<double>(stopped_calls_[k]) * seconds_to_last_save(k);
+      result.calls.push_back(calls_[k] + stopped_calls_[k]);
+    }
+    return result;
+  }
+
+ private:
+  /// A stage, or (negative) a frame.
+  using Item = int64_t;
+
+  struct Frame {
+    PlanRegion stages;
+    std::size_t parent = 0;
+    std::vector<Item> items;
+    bool is_recomputed = false;
+  };
+
+  // Frame 0 is the program around all regions; its values are there from the start.
+  void lay_out(const Plan& plan) {
+    frames_.push_back({{1, last_}, 0, {}, true});
+    for (const PlanRegion& region : plan.regions()) frames_.push_back({region, 0, {}, false});
+    std::vector<std::size_t> open{0};
+    std::size_t next = 1;
+    for (int64_t k = 1; k <= last_; ++k) {
+      for (; next < frames_.size() && frames_[next].stages.first == k; ++next) {
+        frames_[next].parent = open.back();
+        frames_[open.back()].items.push_back(-static_cast<Item>(next));
+        open.push_back(next);
+      }
+      frames_[open.back()].items.push_back(k);
+      owner_[k] = open.back();
+      while (open.size() > 1 && frames_[open.back()].stages.last == k) open.pop_back();
+    }
+  }
+
+  const StageCost& stage(int64_t k) const { return cost_.stages[static_cast<std::size_t>(k - 1)]; }
+  int64_t bytes_of_x(int64_t k) const { return k == 0 ? 0 : stage(k).output_bytes; }
+  int64_t bytes_of_d(int64_t k) const {
+    return k == 0 ? cost_.input_grad_bytes : stage(k).grad_bytes;
+  }
+  double seconds_to_last_save(int64_t k) const {
+    const double seconds = stage(k).forward_to_last_save_s;
+    return options_.early_stop && seconds >= 0 ? seconds : stage(k).forward_s;
+  }
+
+  void add(int64_t bytes) {
+    live_ += bytes;
+    peak_ = std::max(peak_, live_);
+  }
+  void hold_x(int64_t k) {
+    if (holders_of_x_[k]++ == 0) add(bytes_of_x(k));
+  }
+  void drop_x(int64_t k) {
+    if (--holders_of_x_[k] == 0) add(-bytes_of_x(k));
+  }
+  void use(int64_t temporary) {
+    add(temporary);
+    add(-temporary);
+  }
+
+  // What stage k saves: its input, t_k, perhaps its output.
+  void save(int64_t k) {
+    hold_x(k - 1);
+    if (stage(k).saves_output) hold_x(k);
+    add(stage(k).saved_bytes);
+  }
+  void release(int64_t k) {
+    drop_x(k - 1);
+    if (stage(k).saves_output) drop_x(k);
+    add(-stage(k).saved_bytes);
+  }
+
+  /// Runs a region for the first time: nothing in it is kept, and regions inside make no
+  /// difference. Takes over the hold on the input and leaves one on the output.
+  void sweep(const PlanRegion& region) {
+    for (int64_t k = region.first; k <= region.last; ++k) {
+      ++calls_[k];
+      hold_x(k);
+      use(stage(k).unsaved_tmp_bytes >= 0 ? stage(k).unsaved_tmp_bytes
+                                          : stage(k).forward_tmp_bytes);
+      drop_x(k - 1);
+    }
+  }
+
+  /// Runs a frame's items and keeps what they save: forward of the program, recompute of a region
+  /// (Rules 2, 3), which ends at its last save (Rule 5). Returns the last stage whose output is held.
+  int64_t fill(const Frame& frame) {
+    const bool may_stop = options_.early_stop && &frame != &frames_.front();
+    int64_t reached = frame.stages.first - 1;
+    hold_x(reached);
+    for (const Item& item : frame.items) {
+      const bool is_last = may_stop && &item == &frame.items.back();
+      if (item < 0) {
+        const PlanRegion& inner = frames_[static_cast<std::size_t>(-item)].stages;
+        hold_x(reached);  // the inner region's input: saved by this frame
+        if (is_last) return reached;
+        sweep(inner);
+        reached = inner.last;
+        continue;
+      }
+      const int64_t k = item;
+      if (is_last) {
+        ++stopped_calls_[k];
+        const bool is_cut = seconds_to_last_save(k) < stage(k).forward_s;
+        if (!is_cut || stage(k).saves_output) hold_x(k);
+        save(k);
+        use(stage(k).forward_tmp_bytes);
+        if (!is_cut || stage(k).saves_output) drop_x(k);
+        return reached;
+      }
+      ++calls_[k];
+      hold_x(k);
+      save(k);
+      use(stage(k).forward_tmp_bytes);
+      drop_x(reached);
+      reached = k;
+    }
+    return reached;
+  }
+
+  void run_forward() {
+    // The caller holds the input throughout; it is in no budget. It gets, and keeps, the output.
+    hold_x(0);
+    fill(frames_.front());
+  }
+
+  void run_backward() {
+    add(bytes_of_d(last_));
+    for (int64_t k = last_; k >= 1; --k) {
+      recompute(owner_[k]);
+      add(bytes_of_d(k - 1));
+      use(stage(k).backward_tmp_bytes);
+      release(k);  // unpacked is released (Rule 4)
+      add(-bytes_of_d(k));
+      if (k == last_) drop_x(k);
+    }
+  }
+
+  /// Once per frame and backward (Rule 7), frames around it first: they hold its input.
+  void recompute(std::size_t frame) {
+    std::vector<std::size_t> waiting;
+    for (; !frames_[frame].is_recomputed; frame = frames_[frame].parent) waiting.push_back(frame);
+    for (; !waiting.empty(); waiting.pop_back()) {
+      Frame& next = frames_[waiting.back()];
+      const int64_t input = next.stages.first - 1;  // held by the parent's slot until now
+      drop_x(fill(next));
+      drop_x(input);
+      next.is_recomputed = true;
+    }
+  }
+
+  const ChainCost& cost_;
+  const SolveOptions& options_;
+  const int64_t last_;
+  std::vector<Frame> frames_;
+  std::vector<std::size_t> owner_;  // the innermost frame of a stage
+  std::vector<int64_t> holders_of_x_;
+  std::vector<int64_t> calls_, stopped_calls_;  // complete ones; those that early stop ended
+  int64_t live_ = 0, peak_ = 0;
+};
+
+}  // namespace
+
+Simulation simulate(const ChainCost& cost, const Plan& plan, const SolveOptions& options) {
+  check(cost, options);
+  TORCH_CHECK_VALUE(static_cast<int64_t>(cost.stages.size()) == plan.stages(),
+                    "remat::simulate: the plan has ", plan.stages(), " stages, the chain has ",
+                    cost.stages.size(), ".");
+  Simulation result = Simulator(cost, plan, options).result();
+  result.depth = plan.depth();
+  return result;
+}
+
+}  // namespace remat

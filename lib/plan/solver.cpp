@@ -1,0 +1,250 @@
+#include "lib/plan/solver.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+namespace remat::detail {
+
+namespace {
+
+constexpr int32_t kUnsolved = -1;
+
+struct PairHash {
+  std::size_t operator()(const std::pair<int32_t, int32_t>& pair) const {
+    const auto both = (static_cast<uint64_t>(static_cast<uint32_t>(pair.first)) << 32) |
+                      static_cast<uint32_t>(pair.second);
+    return static_cast<std::size_t>((both * 0x9e3779b97f4a7c15u) >> 16);
+  }
+};
+
+}  // namespace
+
+FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)
+    : cost_(cost), options_(options), num_stages_(static_cast<int64_t>(cost.stages.size())) {
+  scale_seconds();
+  find_equal_chains();
+  measure_sweeps();
+  const auto cells = static_cast<std::size_t>(num_stages_ * num_stages_);
+  const bool is_limited = options.max_depth > 0 && options.max_depth < num_stages_ - 1;
+  if (!is_limited) {
+    levels_.push_back({std::vector<int32_t>(cells, kUnsolved), 0, true});
+    fill(0, false);
+    fill(0, true);
+    return;
+  }
+  levels_.push_back({std::vector<int32_t>(cells, kUnsolved), 0, false});
+  fill(0, false);
+  // A level that finds nothing new ends it: the ones above would be the same.
+  for (int64_t depth = 1; depth < options.max_depth; ++depth) {
+    const std::size_t below = levels_.size() - 1;
+    levels_.push_back({std::vector<int32_t>(cells, kUnsolved), below, true});
+    fill(below + 1, false);
+    if (levels_[below + 1].stairs != levels_[below].stairs) continue;
+    levels_.pop_back();
+    break;
+  }
+  levels_.push_back({std::vector<int32_t>(cells, kUnsolved), levels_.size() - 1, true});
+  fill(levels_.size() - 1, true);
+}
+
+// See Note [Whole ticks].
+void FrontierTable::scale_seconds() {
+  double sum = 0;
+  for (const StageCost& each : cost_.stages) sum += each.forward_s + options_.frame_cost_s;
+  std::frexp(sum * static_cast<double>(num_stages_), &exponent_);
+  exponent_ -= kBitsOfTicks;
+  const auto ticks = [this](double seconds) {
+    return static_cast<int64_t>(std::llround(std::ldexp(seconds, -exponent_)));
+  };
+  frame_ticks_ = ticks(options_.frame_cost_s);
+  ticks_.resize(static_cast<std::size_t>(num_stages_) + 1);
+  forward_before_.resize(ticks_.size() + 1);
+  for (int64_t k = 1; k <= num_stages_; ++k) {
+    const bool may_stop = options_.early_stop && stage(k).forward_to_last_save_s >= 0;
+    const int64_t forward = ticks(stage(k).forward_s);
+    ticks_[k] = {forward, may_stop ? ticks(stage(k).forward_to_last_save_s) : forward};
+    forward_before_[k + 1] = forward_before_[k] + forward;
+  }
+}
+
+// See Note [Equal stages].
+void FrontierTable::find_equal_chains() {
+  using Costs = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
+                           bool, bool>;
+  std::map<Costs, int32_t> costs;
+  std::vector<int32_t> cost_of(static_cast<std::size_t>(num_stages_) + 1);
+  for (int64_t k = 1; k <= num_stages_; ++k) {
+    const StageCost& each = stage(k);
+    const Costs key{ticks_[k].forward,       ticks_[k].to_last_save, each.output_bytes,
+                    each.saved_bytes,        each.forward_tmp_bytes, unsaved_tmp(k),
+                    each.backward_tmp_bytes, each.grad_bytes,        each.saves_output,
+                    k == num_stages_};
+    cost_of[k] = costs.emplace(key, static_cast<int32_t>(costs.size())).first->second;
+  }
+  class_of_.resize(static_cast<std::size_t>(num_stages_ * num_stages_));
+  std::map<std::pair<int64_t, int32_t>, int32_t> single;
+  std::unordered_map<std::pair<int32_t, int32_t>, int32_t, PairHash> longer;
+  int32_t classes = 0;
+  for (int64_t s = 1; s <= num_stages_; ++s) {
+    const auto begins = single.try_emplace({grad_before(s), cost_of[s]}, classes);
+    classes += begins.second ? 1 : 0;
+    int32_t chain = class_of_[cell(s, s)] = begins.first->second;
+    for (int64_t t = s + 1; t <= num_stages_; ++t) {
+      const auto goes_on = longer.try_emplace({chain, cost_of[t]}, classes);
+      classes += goes_on.second ? 1 : 0;
+      chain = class_of_[cell(s, t)] = goes_on.first->second;
+    }
+  }
+}
+
+void FrontierTable::measure_sweeps() {
+  sweep_bytes_.resize(static_cast<std::size_t>(num_stages_ * num_stages_));
+  for (int64_t s = 1; s < num_stages_; ++s) {
+    int64_t most = 0;
+    for (int64_t e = s; e < num_stages_; ++e) {
+      const int64_t input = e == s ? 0 : stage(e - 1).output_bytes;
+      most = std::max(most, input + stage(e).output_bytes + unsaved_tmp(e));
+      sweep_bytes_[cell(s, e)] = most;
+    }
+  }
+}
+
+/// The bytes to run stage s and save, and to run its backward, in a sub-chain that ends with t.
+int64_t FrontierTable::bytes_to_save(int64_t s, int64_t t) const {
+  const StageCost& each = stage(s);
+  const bool is_recompute = t < num_stages_;
+  // The caller holds the last output.
+  const bool is_held = each.saves_output || s == num_stages_;
+  const bool is_cut =
+      is_recompute && s == t && !each.saves_output && ticks_[s].to_last_save < ticks_[s].forward;
+  const int64_t forward = grad_waiting(t) + each.saved_bytes + (is_cut ? 0 : each.output_bytes) +
+                          each.forward_tmp_bytes;
+  const int64_t backward = each.grad_bytes + grad_before(s) + each.saved_bytes +
+                           (is_held ? each.output_bytes : 0) + each.backward_tmp_bytes;
+  return std::max(forward, backward);
+}
+
+int64_t FrontierTable::sweep_ticks(int64_t s, int64_t e) const {
+  return forward_before_[e] - forward_before_[s] + ticks_[e].to_last_save + frame_ticks_;
+}
+
+void FrontierTable::fill(std::size_t number, bool is_last) {
+  Level& level = levels_[number];
+  std::unordered_map<int32_t, int32_t> solved;
+  const auto fill_cell = [&](int64_t s, int64_t t) {
+    int32_t& target = level.stairs[cell(s, t)];
+    const auto found = solved.find(class_of_[cell(s, t)]);
+    if (found != solved.end()) {
+      target = found->second;
+      return;
+    }
+    solve_chain(level, s, t);
+    const Level* const below = below_of(level, s, t);
+    if (below != nullptr && stairs(*below, s, t) == envelope_.stairs()) {
+      target = below->stairs[cell(s, t)];
+    } else {
+      staircases_.push_back(envelope_.stairs());
+      target = static_cast<int32_t>(staircases_.size() - 1);
+    }
+    solved.emplace(class_of_[cell(s, t)], target);
+  };
+  if (is_last) {
+    for (int64_t s = num_stages_; s >= 1; --s) fill_cell(s, num_stages_);
+    return;
+  }
+  for (int64_t length = 1; length < num_stages_; ++length)
+    for (int64_t s = 1; s + length - 1 < num_stages_; ++s) fill_cell(s, s + length - 1);
+}
+
+/// The level below, if it has this sub-chain too.
+const FrontierTable::Level* FrontierTable::below_of(const Level& level, int64_t s,
+                                                    int64_t t) const {
+  const Level& below = levels_[level.inside];
+  return &below != &level && below.stairs[cell(s, t)] != kUnsolved ? &below : nullptr;
+}
+
+void FrontierTable::solve_chain(Level& level, int64_t s, int64_t t) {
+  static const Staircase kFree{{0, 0}};
+  envelope_.clear();
+  if (s == t) {
+    envelope_.lower(kFree, 0, bytes_to_save(s, s));
+    return;
+  }
+  // One level of nesting more allows all that the level below does; what it makes of the same
+  // staircases is in that one's.
+  const Level* const below = below_of(level, s, t);
+  const Level* const below_that =
+      below != nullptr && below->has_regions ? &levels_[below->inside] : nullptr;
+  if (below != nullptr) envelope_.start(stairs(*below, s, t));
+  if (below == nullptr || level.stairs[cell(s + 1, t)] != below->stairs[cell(s + 1, t)])
+    envelope_.lower(stairs(level, s + 1, t), stage(s).saved_bytes + stage(s).output_bytes,
+                    bytes_to_save(s, t));
+  if (level.has_regions) {
+    const Level& inside = levels_[level.inside];
+    for (int64_t q = s + 1; q <= t; ++q) {
+      const std::size_t rest = cell(q, t), region = cell(s, q - 1);
+      if (below_that != nullptr && level.stairs[rest] == below->stairs[rest] &&
+          inside.stairs[region] == below_that->stairs[region])
+        continue;
+      envelope_.lower_to_sum(stairs(level, q, t), stage(q - 1).output_bytes,
+                             stairs(inside, s, q - 1), sweep_ticks(s, q - 1),
+                             sweep_bytes_[region] + grad_waiting(t));
+    }
+  }
+  envelope_.thin(options_.eps);
+}
+
+std::vector<FrontierPoint> FrontierTable::points() const {
+  std::vector<FrontierPoint> points;
+  for (const Step& step : stairs(levels_.back(), 1, num_stages_))
+    points.push_back({step.bytes, std::ldexp(static_cast<double>(step.ticks), exponent_)});
+  return points;
+}
+
+Plan FrontierTable::plan(int64_t bytes) const {
+  struct Part {
+    int64_t first, last, bytes;
+    std::size_t level;
+  };
+  std::vector<PlanRegion> regions;
+  std::vector<Part> waiting{{1, num_stages_, bytes, levels_.size() - 1}};
+  while (!waiting.empty()) {
+    auto [s, t, budget, number] = waiting.back();
+    waiting.pop_back();
+    while (s < t) {
+      const Level& level = levels_[number];
+      // Ties go to the plain stage, then to the shortest region. With `eps` the tables may promise
+      // less than their entries make possible, so the least is taken rather than the promised.
+      const int64_t kept = stage(s).saved_bytes + stage(s).output_bytes;
+      int64_t best = kInfeasible, end = s;  // of a region s..end - 1; s: a plain stage
+      if (budget >= bytes_to_save(s, t)) best = value_at(stairs(level, s + 1, t), budget - kept);
+      if (level.has_regions) {
+        for (int64_t q = s + 1; q <= t; ++q) {
+          if (budget < sweep_bytes_[cell(s, q - 1)] + grad_waiting(t)) break;
+          const int64_t rest = value_at(stairs(level, q, t), budget - stage(q - 1).output_bytes);
+          const int64_t inside = value_at(stairs(levels_[level.inside], s, q - 1), budget);
+          if (rest == kInfeasible || inside == kInfeasible) continue;
+          const int64_t value = rest + inside + sweep_ticks(s, q - 1);
+          if (is_gain(value, best)) std::tie(best, end) = std::pair(value, q);
+        }
+      }
+      if (end == s) {
+        budget -= kept;
+        ++s;
+        continue;
+      }
+      regions.push_back({s, end - 1});
+      waiting.push_back({end, t, budget - stage(end - 1).output_bytes, number});
+      t = end - 1;
+      number = level.inside;
+    }
+  }
+  return Plan(num_stages_, std::move(regions));
+}
+
+}  // namespace remat::detail

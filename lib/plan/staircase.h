@@ -1,0 +1,54 @@
+#pragma once
+// A function of the budget that falls in steps: the least ticks for so many bytes.
+
+#include <cstdint>
+#include <vector>
+
+namespace remat {
+
+/// From `bytes` on, up to the next point, `ticks` are needed.
+struct Step {
+  int64_t bytes = 0, ticks = 0;
+  friend bool operator==(const Step&, const Step&) = default;
+};
+
+/// Bytes rise and ticks fall strictly; below the first step nothing is feasible.
+using Staircase = std::vector<Step>;
+
+/// The budget or the ticks of what is not feasible.
+inline constexpr int64_t kInfeasible = INT64_MAX;
+
+/// Whether these ticks are fewer by so much that it is no rounding: the sums of costs that are not
+/// whole numbers. Nothing at all is never rounded. See Note [Whole ticks].
+inline constexpr int kBitsOfTicks = 62;
+inline constexpr bool is_gain(int64_t ticks, int64_t over) {
+  return ticks < over && (ticks == 0 || over - ticks >= int64_t{1} << (kBitsOfTicks - 50));
+}
+
+/// The ticks for a budget, `kInfeasible` below the first step.
+int64_t value_at(const Staircase& stairs, int64_t bytes);
+
+/// The lower envelope of staircases that are sums and shifts of others. Keeps its memory from one
+/// use to the next.
+class Envelope {
+ public:
+  void clear() { stairs_.clear(); }
+  void start(const Staircase& stairs) { stairs_ = stairs; }
+  /// Lowers to `stairs`, moved by `bytes`, where the budget is at least `from`.
+  void lower(const Staircase& stairs, int64_t bytes, int64_t from);
+  /// Lowers to `a` moved by `bytes`, plus `b`, plus `ticks`, where the budget is at least `from`.
+  void lower_to_sum(const Staircase& a, int64_t bytes, const Staircase& b, int64_t ticks,
+                    int64_t from);
+  /// Drops steps that are no gain over the last one kept, or less than a share `eps` of it; never
+  /// the first.
+  void thin(double eps);
+  const Staircase& stairs() const { return stairs_; }
+
+ private:
+  std::size_t end_of_gain(const Staircase& a, int64_t bytes, const Staircase& b, int64_t ticks,
+                          int64_t from) const;
+
+  Staircase stairs_, lowered_;
+};
+
+}  // namespace remat

@@ -1,0 +1,233 @@
+// Offloading on the stand-in of far.h, whose copies run as late as they may.
+
+#include <unistd.h>
+#include <filesystem>
+
+#include "tests/device/far.h"
+#include "tests/device/offload_cases.h"
+
+using remat::checkpoint;
+
+namespace {
+
+const offload::Accelerator far_device{far::device(), [] { return far::live_bytes(); }};
+
+struct NoPinnedMemory {
+  NoPinnedMemory() { far::set_has_pinned_memory(false); }
+  ~NoPinnedMemory() { far::set_has_pinned_memory(true); }
+};
+
+}  // namespace
+
+TEST_CASE("under SaveOnCpuGuard the device holds what it holds without grad", "[device][SOC-03]") {
+  offload::device_bytes_are_those_without_grad(far_device, GENERATE(false, true));
+}
+TEST_CASE("what three layers save waits on the CPU", "[device][OFF-01]") {
+  offload::what_three_layers_save_leaves_the_device(far_device, GENERATE(false, true));
+}
+TEST_CASE("a block with offloaded inputs holds less on the device", "[device][OFF-03]") {
+  offload::an_offloaded_block_holds_less(far_device);
+}
+TEST_CASE("regions with offloaded inputs and masks give plain gradients",
+          "[device][OFF-04][OFF-09][OFF-16]") {
+  const auto [count, width, rows] =
+      GENERATE(std::tuple(3, 10, 2), std::tuple(4, 16, 5), std::tuple(4, 256, 8));
+  offload::offloaded_inputs_give_plain_gradients(far_device, count, width, rows);
+}
+TEST_CASE("a view of an unpacked tensor is intact two nodes later", "[device][OFF-05]") {
+  offload::a_view_of_an_unpacked_tensor_lives(far_device, GENERATE(false, true));
+}
+TEST_CASE("a recomputed view of an offloaded input keeps its values", "[device][OFF-06]") {
+  offload::views_of_restored_inputs_keep_their_values(far_device);
+}
+TEST_CASE("views with offset or strides come back from the CPU exactly",
+          "[device][OFF-11][OFF-12]") {
+  offload::views_come_back_exactly(far_device, GENERATE(false, true));
+}
+TEST_CASE("two backward calls read offloaded tensors", "[device][OFF-13]") {
+  offload::a_second_backward_reads_again(far_device, GENERATE(false, true));
+}
+
+TEST_CASE("with pin_memory the host buffers are page-locked, and used again", "[device][OFF-14]") {
+  const Tensor x = offload::far_leaf(far_device, {5000});
+  const auto step = [&](bool pin_memory) {
+    const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory});
+    const Tensor y = (x + 1).sin().exp().sin();
+    offload::require_same(grad_of(y, {x}), {(x + 1).sin().exp().cos().detach() *
+                                            (x + 1).sin().exp().detach() * (x + 1).cos().detach()});
+  };
+  const int64_t before = far::pinned_bytes();
+  step(false);
+  CHECK(far::pinned_bytes() == before);
+  step(true);
+  const int64_t after = far::pinned_bytes();
+  CHECK(after > 0);
+  step(true);
+  CHECK(far::pinned_bytes() == after);
+}
+
+TEST_CASE("copies run beside the work, and reads wait for them", "[device]") {
+  const Tensor x = offload::far_leaf(far_device, {5000});
+  Tensor y;
+  {
+    const remat::SaveOnCpuGuard guard({.pin_memory = true});
+    const Tensor a = x + 1;
+    far::clear_log();
+    y = a.sin();
+    const auto log = far::log();
+    CHECK(far::num_queued_copies() > 0);  // forward did not wait
+    REQUIRE(log.size() >= 4);
+    CHECK(log[0] == "record 0");
+    CHECK(log[1].starts_with("wait "));  // the copy waits for what was queued
+    CHECK(std::count_if(log.begin(), log.end(),
+                        [](const std::string& e) { return e.starts_with("use on "); }) == 1);
+  }
+  CHECK(far::num_queued_copies() == 0);  // `a` was freed, which had to wait
+  offload::require_same(grad_of(y, {x}), {(x + 1).cos().detach()});
+}
+
+TEST_CASE("tensors on the device wait on disk and in narrower types", "[device]") {
+  std::string folder = (std::filesystem::temp_directory_path() / "remat-test-XXXXXX").string();
+  REQUIRE(::mkdtemp(folder.data()) != nullptr);
+  const Tensor x = offload::far_leaf(far_device, {40, 30});
+  const auto f = [&] { return ((x + 1).sin() * (x + 2).t().exp().t()).sin(); };
+  const Tensor plain = grad_of(f(), {x})[0].cpu();
+  const int64_t before = far_device.live_bytes();
+  {
+    Tensor y, z;
+    {
+      const remat::SaveOnDiskGuard guard({.directory = folder, .min_bytes = 0});
+      y = f();
+      CHECK(far_device.live_bytes() - before == y.nbytes());
+    }
+    {
+      const remat::SaveAsGuard guard(at::kBFloat16);
+      z = (x + 1).sin();
+    }
+    require_bit_equal({grad_of(y, {x})[0].cpu()}, {plain});
+    const Tensor rounded = (x.detach().cpu() + 1).to(at::kBFloat16).to(at::kFloat);
+    require_bit_equal({grad_of(z, {x})[0].cpu()}, {rounded.cos()});
+  }
+  std::filesystem::remove_all(folder);
+}
+
+TEST_CASE("parameters, their views and offloaded inputs of nested regions", "[device][GUA-42]") {
+  const Tensor p = offload::far_leaf(far_device, {64, 64});
+  for (const Tensor& t : {p, p.t(), p.view({-1})})
+    CHECK(offload::through(t, true).data_ptr() == t.data_ptr());
+  const auto f = [](const Tensor& t, const Tensor& w) { return t.mm(w).sin(); };
+  const Tensor x = offload::far_leaf(far_device, {64, 64});
+  const int64_t before = far_device.live_bytes();
+  const Tensor y = remat::checkpoint(
+      {.offload_inputs = true},
+      [&](const Tensor& t, const Tensor& w) {
+        return remat::checkpoint({.offload_inputs = true}, f, f(t, w), w);
+      },
+      x * 2, p);
+  CHECK(far_device.live_bytes() - before == y.nbytes());
+  offload::require_same(grad_of(y, {x, p}), grad_of(f(f(x * 2, p), p), {x, p}));
+  // One that is changed afterwards raises, as one that stayed.
+  const Tensor h = x * 2;
+  const Tensor z = remat::checkpoint({.offload_inputs = true}, f, h, p);
+  h.detach().add_(1);
+  CHECK_THROWS_WITH(grad_of(z, {x}), contains("modified by an inplace operation"));
+  drop_ready_nodes();
+}
+
+TEST_CASE("a change in place while the copy is under way raises", "[device]") {
+  const bool requires_grad = GENERATE(true, false);
+  const Tensor x = offload::far_leaf(far_device, {3000});
+  const remat::SaveOnCpuGuard guard({.pin_memory = true});
+  const Tensor h = requires_grad ? x + 1 : (x + 1).detach();
+  const Tensor y = h * x, next = x.exp();
+  CHECK(far::num_queued_copies() > 0);
+  h.detach().zero_();
+  CHECK_THROWS_WITH(grad_of(y, {x}), contains("modified by an inplace operation"));
+  drop_ready_nodes();
+}
+
+TEST_CASE("writes through data are seen between two saves that do not require grad", "[device]") {
+  const Tensor x = offload::far_leaf(far_device, {32});
+  const remat::SaveOnCpuGuard guard;  // with page-locked memory the copy may come after the write
+  const Tensor scale = at::ones({32}).to(far::device());
+  const Tensor first = x * scale, next = x.exp();
+  scale.data().fill_(3);
+  const Tensor second = x * scale;
+  require_bit_equal({grad_of(first, {x})[0].cpu()}, {at::ones({32})});
+  require_bit_equal({grad_of(second, {x})[0].cpu()}, {at::full({32}, 3.f)});
+}
+
+TEST_CASE("side streams: what one saves another reads", "[device]") {
+  const Tensor x = offload::far_leaf(far_device, {3000});
+  const remat::SaveOnCpuGuard guard({.pin_memory = true});
+  Tensor y;
+  {
+    const far::OnStream side(far::stream(0, 3));
+    y = (x + 1).sin().exp();
+  }
+  offload::require_same(grad_of(y, {x}), {y.detach() * (x + 1).cos().detach()});
+}
+
+TEST_CASE("what waits for its operator is copied after it on its stream", "[device]") {
+  const Tensor x = offload::far_leaf(far_device, {3000});
+  const remat::SaveOnCpuGuard guard({.pin_memory = true});
+  Tensor y;
+  {
+    const far::OnStream side(far::stream(0, 3));
+    y = x * at::full({3000}, 2.f).to(far::device());
+  }
+  far::clear_log();
+  const Tensor next = x.exp();
+  const auto log = far::log();
+  REQUIRE(log.size() > 1);
+  CHECK(log[0] == "record 3");
+  offload::require_same(grad_of(y, {x}), {at::full({3000}, 2.f).to(far::device())});
+}
+
+TEST_CASE("kept results wait on the CPU if they go through the hooks around",
+          "[device][SAC-37][SAC-38]") {
+  const Tensor x = offload::far_leaf(far_device, {64, 64});
+  const bool through_hooks = GENERATE(true, false);
+  const auto f = [](const Tensor& t) { return t.mm(t).sin().exp(); };
+  const Tensor plain = grad_of(f(x), {x})[0];
+  const int64_t before = far_device.live_bytes();
+  Tensor y;
+  {
+    const remat::SaveOnCpuGuard guard;
+    y = checkpoint({.policy = remat::save_ops({"aten::mm"}, {.save_through_hooks = through_hooks})},
+                   f, x);
+  }
+  CHECK(far_device.live_bytes() - before == y.nbytes() * (through_hooks ? 1 : 2));
+  const int64_t products = far::num_kernels("aten::mm");
+  offload::require_same(grad_of(y, {x}), {plain});
+  CHECK(far::num_kernels("aten::mm") == products + 2);  // those of backward
+}
+
+TEST_CASE("with skip_parameters off parameters move too, and still get their gradients",
+          "[device]") {
+  const bool pin_memory = GENERATE(true, false);
+  const Tensor p = offload::far_leaf(far_device, {64, 64});
+  const auto f = [&] { return p.t().mm(p).sin(); };
+  const Tensor plain = grad_of(f(), {p})[0];
+  Tensor y;
+  {
+    const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory, .skip_parameters = false});
+    y = f();
+    CHECK(torch::autograd::SavedVariable(p, false).unpack().data_ptr() != p.data_ptr());
+  }
+  offload::require_same(grad_of(y, {p}), {plain});
+  y = f();
+  y.backward(at::ones_like(y));
+  offload::require_same({p.grad()}, {plain});
+}
+
+// Last: the pool remembers that there is none.
+TEST_CASE("without page-locked memory ordinary memory serves", "[device][last]") {
+  const NoPinnedMemory none;
+  const Tensor x = offload::far_leaf(far_device, {9'000'000});  // more than the pool has free
+  const remat::SaveOnCpuGuard guard({.pin_memory = true});
+  const int64_t before = far::pinned_bytes();
+  const Tensor y = (x + 1).sin();
+  CHECK(far::pinned_bytes() == before);
+  offload::require_same(grad_of(y, {x}), {(x + 1).cos().detach()});
+}

@@ -1,0 +1,348 @@
+// Rule 15 where a region with a policy, pin or save_region has hooks, guards or a backward in it.
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <cstring>
+#include <functional>
+
+#include "tests/support/support.h"
+
+using remat::checkpoint;
+using remat::CheckpointError;
+using remat::CheckpointOptions;
+using remat::CheckpointPolicy;
+using remat::Policy;
+using remat::PolicyContext;
+using remat::SelectiveOptions;
+
+namespace {
+
+Policy everything(SelectiveOptions options = {}) {
+  return Policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; }, options);
+}
+CheckpointOptions with(Policy policy, bool early_stop = true) {
+  return {.early_stop = early_stop, .policy = std::move(policy)};
+}
+
+/// A copy that reads the data past all operators.
+Tensor raw_copy(const Tensor& t) {
+  Tensor copy = at::empty(t.sizes(), t.options());  // empty_like would count as reading
+  std::memcpy(copy.mutable_data_ptr(), t.const_data_ptr(), t.nbytes());
+  return copy;
+}
+Tensor same(const Tensor& t) { return t; }
+
+}  // namespace
+
+TEST_CASE("a pack function inside a region reads kept results past all operators", "[rule-15]") {
+  const Tensor x = leaf({8});
+  Calls calls;
+  bool catches = false;
+  // The product is made under the hooks, of what was made under them: copies of copies.
+  const auto f = [&](const Tensor& x) {
+    calls();
+    const auto body = [&] {
+      const remat::SavedTensorHooksGuard hooks([](const Tensor& t) { return raw_copy(t + 1); },
+                                               [](const Tensor& t) { return t - 1; });
+      return x.exp().prod() * x;
+    };
+    if (!catches) return body().sin();
+    try {
+      return body().sin();
+    } catch (...) {
+      return x;
+    }
+  };
+  for (catches = false;; catches = true) {
+    for (const bool strict : {false, true}) {
+      calls.reset();
+      CheckpointOptions inner = with(everything()), outer;
+      inner.early_stop = false;
+      outer.strict_unpack = strict;
+      const Tensor y = checkpoint(
+          outer, [&](const Tensor& x) { return checkpoint(inner, f, x.cos()); }, x);
+      const Tensor gradient = grad_of(y, {x})[0];
+      CHECK(calls.count() == 3);  // forward, the outer recompute, one recompute of its own
+      CHECK(bit_equal(gradient, grad_of(f(x.cos()), {x})[0]));
+    }
+    if (catches) break;
+  }
+}
+
+TEST_CASE("a pack function that throws away a C++ Function's save leaves nothing behind",
+          "[rule-15]") {
+  struct SavesInner : torch::autograd::Function<SavesInner> {
+    static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x) {
+      const Tensor y = x.tanh();
+      ctx->save_for_backward({y});
+      return y;
+    }
+    static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& g) {
+      const Tensor y = ctx->get_saved_variables()[0];
+      return {g[0] * (1 - y * y)};
+    }
+  };
+  const Tensor x = leaf({8});
+  const auto f = [](const Tensor& x) {
+    const remat::SavedTensorHooksGuard hooks(raw_copy, same);
+    return SavesInner::apply(x).sin();
+  };
+  // A save that is cut short leaks in LibTorch; the listener would find the bytes.
+  require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+}
+
+TEST_CASE("a backward inside may write to what its own formulas made", "[rule-15]") {
+  const Tensor x = leaf({8});
+  const auto f = [](const Tensor& x) {
+    const Tensor a = x.sin(), b = x.detach().cos();
+    // The formula of maximum is where(...).masked_fill_(...).
+    const Tensor slope = torch::autograd::grad({at::maximum(a, b).sum()}, {a}, {},
+                                               /*retain_graph=*/true, /*create_graph=*/true)[0];
+    return (slope * a).exp();
+  };
+  Tensor hooked;
+  const auto g = [&](const Tensor& x) {
+    const Tensor a = x.sin() * 1;
+    a.register_hook([](const Tensor& g) { return g.clone().mul_(2); });
+    const Tensor slope = torch::autograd::grad({a.exp().sum()}, {a}, {}, /*retain_graph=*/true)[0];
+    return (slope * a).cos();
+  };
+  for (const bool asks_again : {false, true}) {
+    const CheckpointOptions options = with(everything({.ask_again = asks_again}));
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
+    require_same_grads(g, [&](const Tensor& x) { return checkpoint(options, g, x); }, x);
+    // In a region that is itself run by a backward.
+    require_same_grads(
+        [&](const Tensor& x) { return f(x.cos()).sin(); },
+        [&](const Tensor& x) {
+          return checkpoint(
+              [&](const Tensor& x) { return checkpoint(options, f, x.cos()).sin(); }, x);
+        },
+        x);
+  }
+}
+
+TEST_CASE("a recompute in the midst of forward meets no call that forward has yet to make",
+          "[rule-15]") {
+  struct Reads : torch::autograd::Function<Reads> {
+    static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x) {
+      ctx->save_for_backward({x});
+      return x.sin();
+    }
+    static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& g) {
+      const Tensor x = ctx->get_saved_variables()[0];
+      const Tensor slope = x.cos();
+      return {g[0] * slope * ctx->get_saved_variables()[0] / x};
+    }
+  };
+  const Tensor x = leaf({4});
+  const auto f = [](const Tensor& x) {
+    const Tensor a = x * 1;
+    const Tensor slope = torch::autograd::grad({Reads::apply(a).sum()}, {a}, {},
+                                               /*retain_graph=*/true, /*create_graph=*/true)[0];
+    return remat::pin(remat::checkpoint_name(slope, "n")) * 2;
+  };
+  for (const Policy& policy : {Policy(), everything()})
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
+}
+
+TEST_CASE("a value of save_region is no captured tensor of a region inside", "[rule-15]") {
+  const Tensor x = leaf({4});
+  const auto f = [](const Tensor& x) {
+    const Tensor mask = remat::save_region([](const Tensor& x) { return x.detach() > 0; }, x);
+    return checkpoint([](const Tensor& x, const Tensor& mask) { return (x * mask).exp(); }, x, mask);
+  };
+  const auto g = [&](const Tensor& x) { return checkpoint(f, x.sin()).cos(); };
+  // While the outer region compares values it holds what was saved last, the mask.
+  for (const auto check : {remat::DeterminismCheck::Metadata, remat::DeterminismCheck::Values})
+    require_same_grads(
+        [&](const Tensor& x) { return f(x.sin()).cos(); },
+        [&](const Tensor& x) { return checkpoint({.determinism_check = check}, g, x); }, x);
+}
+
+TEST_CASE("draws in save_region from a generator that is registered there are passed over",
+          "[rule-15]") {
+  const Tensor x = leaf({4});
+  for (const bool past_operators : {false, true}) {
+    const auto f = [&](const Tensor& x, const at::Generator& generator) {
+      const auto draw = [&](const Tensor& x) {
+        const remat::GeneratorGuard guard(generator);
+        return x * at::rand({4}, generator);
+      };
+      const Tensor y = remat::save_region(draw, x.sin());
+      const remat::GeneratorGuard guard(generator);
+      if (!past_operators) return (draw(y) * at::rand({4}, generator)).exp();
+      auto* const impl = at::check_generator<at::CPUGeneratorImpl>(generator);
+      std::lock_guard<std::mutex> lock(impl->mutex_);
+      return y.exp() * (1.0 + impl->random() % 7);
+    };
+    at::Generator one = at::detail::createCPUGenerator(5), other = at::detail::createCPUGenerator(5);
+    require_same_grads([&](const Tensor& x) { return f(x, one); },
+                       [&](const Tensor& x) { return checkpoint(f, x, other); }, x);
+  }
+}
+
+namespace {
+Tensor slope_of(const Tensor& z, const Tensor& of, bool allow_unused = false) {
+  return torch::autograd::grad({z.sum()}, {of}, {}, /*retain_graph=*/true, /*create_graph=*/false,
+                               allow_unused)[0];
+}
+using Function = std::function<Tensor(const Tensor&)>;
+
+/// Which functions of `all` have other gradients in a region, and which throw Unsupported.
+void require_same_or_unsupported(const std::vector<std::pair<bool, Function>>& all) {
+  const Tensor x = leaf({4});
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    INFO(i);
+    const auto& [is_supported, f] = all[i];
+    for (const bool early_stop : {true, false}) {
+      const auto run = [&](const Tensor& x) { return checkpoint({.early_stop = early_stop}, f, x); };
+      if (is_supported) {
+        require_same_grads(f, run, x);
+        continue;
+      }
+      const auto error = error_of<CheckpointError>([&] { grad_of(run(x), {x}); });
+      CHECK(error.kind() == CheckpointError::Kind::Unsupported);
+    }
+  }
+}
+}  // namespace
+
+TEST_CASE("a gradient of a kept value, inside a recompute, is right or an error", "[rule-15]") {
+  require_same_or_unsupported({
+      {true,
+       [](const Tensor& x) {
+         const Tensor q = remat::pin(x.sin());
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+      // In forward q is y.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y);
+         return (slope_of(y.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y);
+         return (slope_of(y.exp(), q, /*allow_unused=*/true) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.detach().clone().requires_grad_(), q = remat::pin(y);
+         return (slope_of(y.exp() * q, q) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y);
+         return (slope_of(y.exp(), y) * q).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin();
+         const Tensor q = remat::save_region([](const Tensor& y) { return y; }, y);
+         return (slope_of(y.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const auto twice = [](const Tensor& y) { return std::pair(y, y); };
+         const auto [p, q] = remat::save_region(twice, x.sin());
+         return (slope_of(p.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::pin(y), q = remat::pin(p);
+         return (slope_of(y.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::pin(y), q = remat::pin(y);
+         return (slope_of(p.exp() * q, q) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor q = remat::save_region([](const Tensor& y) { return y * 2; }, x.sin());
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+  });
+}
+
+TEST_CASE("a gradient past a kept value, inside a recompute, is right or an error", "[rule-15]") {
+  require_same_or_unsupported({
+      // save_region reads what it was not given.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::save_region([&] { return y * 2; });
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::save_region([&] { return y.detach() * 2; });
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::save_region([&] { return x * 2; });
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::save_region([&] { return y * 2; });
+         const Tensor z = q.exp();
+         return (slope_of(z * q, z) * x).exp();
+       }},
+      // Another kept value is in between.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::save_region([&] { return y * 2; });
+         const Tensor q = remat::save_region([](const Tensor& p) { return p * 2; }, p);
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::pin(y);
+         const Tensor q = remat::save_region([](const Tensor& a) { return a * 2; }, y.exp());
+         return (slope_of(p * q, p) * x).exp();
+       }},
+      // It is an error also where the function catches it.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y);
+         Tensor slope = at::zeros_like(x);
+         try {
+           slope = slope_of(q.exp(), y);
+         } catch (const std::exception&) {
+         }
+         return (slope * x).exp();
+       }},
+  });
+}
+
+TEST_CASE("formulas that ask for dispatch modes find in a recompute what they found in forward",
+          "[rule-15]") {
+  const Tensor x = leaf({4});
+  // Where a mode is active, the gradient of prod is another formula, which saves other tensors.
+  const auto f = [](const Tensor& x) {
+    const Tensor a = x.sin();
+    return torch::autograd::grad({a.prod()}, {a}, {}, true, /*create_graph=*/true)[0] * x.exp();
+  };
+  const auto g = [&](const Tensor& x) { return checkpoint(f, x.cos()).sin(); };
+  const Tensor plain = grad_of(f(x), {x})[0], nested = grad_of(f(x.cos()).sin(), {x})[0];
+  for (const Policy& policy : {everything(), remat::save_ops({"aten::mm"})}) {
+    CHECK(at::allclose(grad_of(checkpoint(with(policy), f, x), {x})[0], plain));
+    CHECK(at::allclose(grad_of(checkpoint(with(policy), g, x), {x})[0], nested));
+  }
+}
+
+TEST_CASE("what the region made, and save_region returned, is no captured tensor", "[rule-15]") {
+  const Tensor x = leaf({8});
+  const auto f = [](const Tensor& x) {
+    const auto [values, indices] = x.sort();
+    const Tensor pinned = remat::pin(values.exp());
+    const auto both = remat::save_region(
+        [](const Tensor& v, const Tensor& i) { return std::pair(v * 2, i); }, values, indices);
+    return both.first.gather(0, both.second) * pinned;
+  };
+  for (const auto check : {remat::DeterminismCheck::Metadata, remat::DeterminismCheck::Values})
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint({.determinism_check = check}, f, x); },
+                       x);
+}
