@@ -108,7 +108,7 @@ class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
 // * A storage is moved once for all views that are saved of it at the same version, and gone from
 //   its place with the last of them, also after the guard.
 // * A tensor that stays and is changed in place raises in backward as without hooks. One that was
-//   moved has the values of the save.
+//   moved has the values of the save; with `pin_memory`, where the copy may come later, it raises too.
 // * A tensor that does not require grad is moved when the thread saves for the next operator, or at
 //   the guard's end: the kernel may have yet to write it.
 // * Regions: as any user hooks (Rule 16). Reads may come from any thread, and more than once.

@@ -98,7 +98,7 @@ TEST_CASE("tensors on the device wait on disk and in narrower types", "[device]"
     {
       const remat::SaveOnDiskGuard guard({.directory = folder, .min_bytes = 0});
       y = f();
-      CHECK(far_device.live_bytes() - before == y.nbytes());
+      CHECK(far_device.live_bytes() - before == offload::bytes_of(y));
     }
     {
       const remat::SaveAsGuard guard(at::kBFloat16);
@@ -124,7 +124,7 @@ TEST_CASE("parameters, their views and offloaded inputs of nested regions", "[de
         return remat::checkpoint({.offload_inputs = true}, f, f(t, w), w);
       },
       x * 2, p);
-  CHECK(far_device.live_bytes() - before == y.nbytes());
+  CHECK(far_device.live_bytes() - before == offload::bytes_of(y));
   offload::require_same(grad_of(y, {x, p}), grad_of(f(f(x * 2, p), p), {x, p}));
   // One that is changed afterwards raises, as one that stayed.
   const Tensor h = x * 2;
@@ -197,7 +197,7 @@ TEST_CASE("kept results wait on the CPU if they go through the hooks around",
     y = checkpoint({.policy = remat::save_ops({"aten::mm"}, {.save_through_hooks = through_hooks})},
                    f, x);
   }
-  CHECK(far_device.live_bytes() - before == y.nbytes() * (through_hooks ? 1 : 2));
+  CHECK(far_device.live_bytes() - before == offload::bytes_of(y) * (through_hooks ? 1 : 2));
   const int64_t products = far::num_kernels("aten::mm");
   offload::require_same(grad_of(y, {x}), {plain});
   CHECK(far::num_kernels("aten::mm") == products + 2);  // those of backward
