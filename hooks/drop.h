@@ -28,9 +28,10 @@ class Drop final : public torch::autograd::SavedVariableHooks {
   // Asked before a variable is unpacked for a list of what its node saved. No `override`: LibTorch 2.6
   // lacks it.
   std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const {
-    TORCH_CHECK(Inspection::current() != nullptr,
-                "remat::checkpoint: compiled autograd cannot trace a region. Do: run backward without "
-                "it.");
+    TORCH_CHECK(
+        Inspection::current() != nullptr,
+        "remat::checkpoint: compiled autograd cannot trace a region. Do: run backward without "
+        "it.");
     return std::nullopt;
   }
 

@@ -25,7 +25,9 @@ class Description {
   /// Number of elements; 0 where it is not known (nested tensors).
   int64_t numel() const;
   /// [bytes] of the elements; 0 where their number is not known.
-  int64_t num_bytes() const { return is_undefined() ? 0 : numel() * static_cast<int64_t>(c10::elementSize(dtype_)); }
+  int64_t num_bytes() const {
+    return is_undefined() ? 0 : numel() * static_cast<int64_t>(c10::elementSize(dtype_));
+  }
   /// Empty where they are not known (nested tensors).
   std::vector<int64_t> sizes() const;
   c10::ScalarType dtype() const { return dtype_; }

@@ -23,18 +23,28 @@ std::string line_of(const Event& event) {
     case EventKind::RegionBegins:
       return fmt::format("{}{} begins, depth {}, keeps {} bytes of inputs", region, name,
                          event.depth, event.number);
-    case EventKind::RegionEnds: return fmt::format("{} ends, {} slots", region, event.number);
-    case EventKind::RegionThrows: return fmt::format("{} throws", region);
-    case EventKind::RecomputeBegins: return fmt::format("{} recompute begins", region);
-    case EventKind::RecomputeEnds: return fmt::format("{} recompute ends", region);
-    case EventKind::RecomputeStops: return fmt::format("{} recompute stops early", region);
-    case EventKind::RecomputeThrows: return fmt::format("{} recompute throws", region);
+    case EventKind::RegionEnds:
+      return fmt::format("{} ends, {} slots", region, event.number);
+    case EventKind::RegionThrows:
+      return fmt::format("{} throws", region);
+    case EventKind::RecomputeBegins:
+      return fmt::format("{} recompute begins", region);
+    case EventKind::RecomputeEnds:
+      return fmt::format("{} recompute ends", region);
+    case EventKind::RecomputeStops:
+      return fmt::format("{} recompute stops early", region);
+    case EventKind::RecomputeThrows:
+      return fmt::format("{} recompute throws", region);
     case EventKind::Pack:
       return fmt::format("{} drops {}: {}", region, event.number, *event.text);
-    case EventKind::Fill: return fmt::format("{} fills {}", region, event.number);
-    case EventKind::Read: return fmt::format("{} reads {}", region, event.number);
-    case EventKind::Operator: return fmt::format("operator {}", *event.text);
-    case EventKind::Memory: break;
+    case EventKind::Fill:
+      return fmt::format("{} fills {}", region, event.number);
+    case EventKind::Read:
+      return fmt::format("{} reads {}", region, event.number);
+    case EventKind::Operator:
+      return fmt::format("operator {}", *event.text);
+    case EventKind::Memory:
+      break;
   }
   return {};
 }
@@ -58,7 +68,8 @@ std::string slice_of(const Event& event) {
       name = *event.text;
       kind = "operator";
       break;
-    default: return {};
+    default:
+      return {};
   }
   const char* const how = event.kind == EventKind::RecomputeStops    ? "stopped early"
                           : event.kind == EventKind::RecomputeThrows ? "threw"

@@ -31,9 +31,7 @@ const std::array<Kind, 5> kKinds{{
     {"saved by policy", "#5aa469", [](const LiveKinds& b) { return b.saved; }},
     {"recomputed", "#e08a3c", [](const LiveKinds& b) { return b.recomputed; }},
     {"other", "#d9d2c5",
-     [](const LiveKinds& b) {
-       return b.live - b.parameters - b.inputs - b.saved - b.recomputed;
-     }},
+     [](const LiveKinds& b) { return b.live - b.parameters - b.inputs - b.saved - b.recomputed; }},
 }};
 
 /// What is not seen exactly (a parameter's bytes, say) never makes a stack higher than what is alive.
@@ -64,11 +62,11 @@ std::vector<Bar> bars_of(const std::vector<Event>& events) {
     if (!is_forward && !is_recompute) continue;
     const double from = static_cast<double>(event.begin_ns) / 1e6;
     const double to = static_cast<double>(event.time_ns) / 1e6;
-    const char* const end = event.kind == EventKind::RecomputeStops ? ", stopped early"
-                            : event.kind == EventKind::RegionThrows ||
-                                    event.kind == EventKind::RecomputeThrows
-                                ? ", threw"
-                                : "";
+    const char* const end =
+        event.kind == EventKind::RecomputeStops ? ", stopped early"
+        : event.kind == EventKind::RegionThrows || event.kind == EventKind::RecomputeThrows
+            ? ", threw"
+            : "";
     bars.push_back({from, to, is_forward ? "#2f6f9f" : "#e08a3c",
                     fmt::format("{} {}: {:.3f} ms{}", name_shown(*event.text),
                                 is_forward ? "forward" : "recompute", to - from, end),
@@ -101,11 +99,20 @@ double nice_step(double top) {
 std::string xml_text(const std::string& text) {
   std::string out;
   for (const char c : text) switch (c) {
-      case '&': out += "&amp;"; break;
-      case '<': out += "&lt;"; break;
-      case '>': out += "&gt;"; break;
-      case '"': out += "&quot;"; break;
-      default: out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+      case '&':
+        out += "&amp;";
+        break;
+      case '<':
+        out += "&lt;";
+        break;
+      case '>':
+        out += "&gt;";
+        break;
+      case '"':
+        out += "&quot;";
+        break;
+      default:
+        out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
     }
   return out;
 }
@@ -193,8 +200,8 @@ std::string memory_picture(const std::vector<Event>& events) {
   }
   for (std::size_t i = 0; i < kColumns; ++i) {
     const LiveKinds b = bounded(columns[i]);
-    std::string title =
-        fmt::format("{:.3f} ms: {} alive", static_cast<double>(i) * column_ms, readable_bytes(b.live));
+    std::string title = fmt::format("{:.3f} ms: {} alive", static_cast<double>(i) * column_ms,
+                                    readable_bytes(b.live));
     for (const Kind& kind : kKinds)
       title += fmt::format("\n{}: {}", kind.name, readable_bytes(kind.bytes(b)));
     svg += fmt::format(
@@ -204,9 +211,10 @@ std::string memory_picture(const std::vector<Event>& events) {
         xml_text(title));
   }
 
-  svg += fmt::format("<text x=\"{}\" y=\"{}\" fill=\"#2f6f9f\">regions, forward</text><text x=\"{}\" "
-                     "y=\"{}\" fill=\"#e08a3c\">regions, recompute</text>\n",
-                     kLeft, bars_top - 6, kLeft + 120, bars_top - 6);
+  svg += fmt::format(
+      "<text x=\"{}\" y=\"{}\" fill=\"#2f6f9f\">regions, forward</text><text x=\"{}\" "
+      "y=\"{}\" fill=\"#e08a3c\">regions, recompute</text>\n",
+      kLeft, bars_top - 6, kLeft + 120, bars_top - 6);
   for (const Bar& bar : bars) {
     const auto row = static_cast<double>(rows.at({bar.thread, bar.depth}));
     const double from = x(bar.from_ms), width = std::max(x(bar.to_ms) - from, 0.5);

@@ -154,8 +154,8 @@ std::atomic<int> num_alive{0};
 }  // namespace recording
 
 Recording::Recording(RecorderOptions options) : options_(options) {
-  TORCH_CHECK_VALUE(options.max_events >= 1, "remat::Recorder: max_events was ",
-                    options.max_events, ". Do: leave room for at least one event.");
+  TORCH_CHECK_VALUE(options.max_events >= 1, "remat::Recorder: max_events was ", options.max_events,
+                    ". Do: leave room for at least one event.");
 }
 
 int64_t Recording::since(Clock::time_point time) { return ns_of(Clock::now()) - ns_of(time); }
@@ -169,10 +169,10 @@ void Recording::add(Event event, int64_t frame_id) {
     event.region =
         region_numbers_.try_emplace(frame_id, static_cast<int64_t>(region_numbers_.size()) + 1)
             .first->second;
-  event.thread = thread_numbers_
-                     .try_emplace(std::this_thread::get_id(),
-                                  static_cast<int32_t>(thread_numbers_.size()) + 1)
-                     .first->second;
+  event.thread =
+      thread_numbers_
+          .try_emplace(std::this_thread::get_id(), static_cast<int32_t>(thread_numbers_.size()) + 1)
+          .first->second;
   events_.push_back(std::move(event));
   if (static_cast<int64_t>(events_.size()) <= options_.max_events) return;
   events_.pop_front();
@@ -199,9 +199,9 @@ namespace recording {
 void start(const std::shared_ptr<Recording>& recording) {
   if (recording->options().memory) meter();
   if (recording->options().operators)
-    recording->operators = at::addGlobalCallback(
-        at::RecordFunctionCallback(operator_begins, operator_ends)
-            .scopes({at::RecordScope::FUNCTION}));
+    recording->operators =
+        at::addGlobalCallback(at::RecordFunctionCallback(operator_begins, operator_ends)
+                                  .scopes({at::RecordScope::FUNCTION}));
   recordings().add(recording);
 }
 

@@ -53,12 +53,13 @@ struct LiveKinds {
 struct Event {
   EventKind kind;
   int32_t depth = 0;
-  int32_t thread = 0;     ///< from 1, in order of appearance
-  int64_t region = 0;     ///< from 1, in order of appearance; 0: none
-  int64_t number = 0;     ///< of a slot; or [bytes]
-  int64_t time_ns = 0;    ///< since the recording began
-  int64_t begin_ns = 0;   ///< of what ends here
-  std::shared_ptr<const std::string> text{};  ///< a region's name, an operator's, a tensor's description
+  int32_t thread = 0;    ///< from 1, in order of appearance
+  int64_t region = 0;    ///< from 1, in order of appearance; 0: none
+  int64_t number = 0;    ///< of a slot; or [bytes]
+  int64_t time_ns = 0;   ///< since the recording began
+  int64_t begin_ns = 0;  ///< of what ends here
+  std::shared_ptr<const std::string>
+      text{};  ///< a region's name, an operator's, a tensor's description
   LiveKinds bytes{};
 };
 

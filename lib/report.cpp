@@ -89,8 +89,7 @@ std::string Report::to_string() const {
   std::string text;
   const auto add = [&](const std::vector<std::string>& row) {
     text += fmt::format("{:<{}}", row[0], widths[0]);
-    for (std::size_t i = 1; i < row.size(); ++i)
-      text += fmt::format("  {:>{}}", row[i], widths[i]);
+    for (std::size_t i = 1; i < row.size(); ++i) text += fmt::format("  {:>{}}", row[i], widths[i]);
     text += '\n';
   };
   add(table.head);

@@ -26,8 +26,9 @@ void Recorder::write_html(const std::filesystem::path& path) const {
       "svg { max-width: 100%; height: auto }\n"
       "</style>\n</head>\n<body>\n<h1>Regions of one run</h1>\n";
   page += memory_picture(recording_->events());
-  page += "<p>Values appear where the pointer rests. Bytes are sums over all calls; times include the "
-          "regions inside.</p>\n<table>\n";
+  page +=
+      "<p>Values appear where the pointer rests. Bytes are sums over all calls; times include the "
+      "regions inside.</p>\n<table>\n";
   const auto add = [&](const std::vector<std::string>& row, const char* cell) {
     page += "<tr>";
     for (const std::string& text : row) page += fmt::format("<{0}>{1}</{0}>", cell, xml_text(text));
@@ -37,9 +38,10 @@ void Recorder::write_html(const std::filesystem::path& path) const {
   for (const auto& row : table.rows) add(row, "td");
   page += "</table>\n";
   if (report.dropped_events > 0)
-    page += fmt::format("<p>The oldest {} events are gone: RecorderOptions::max_events was reached. The "
-                        "table counts them, the picture does not show them.</p>\n",
-                        report.dropped_events);
+    page += fmt::format(
+        "<p>The oldest {} events are gone: RecorderOptions::max_events was reached. The "
+        "table counts them, the picture does not show them.</p>\n",
+        report.dropped_events);
   write_report_file(path, page + "</body>\n</html>\n");
 }
 

@@ -23,8 +23,7 @@ namespace remat {
 thread_local Inspection* Inspection::current_ = nullptr;
 
 at::Tensor Inspection::note(HeldInfo info) {
-  const at::ScalarType dtype =
-      info.dtype == at::ScalarType::Undefined ? at::kFloat : info.dtype;
+  const at::ScalarType dtype = info.dtype == at::ScalarType::Undefined ? at::kFloat : info.dtype;
   found_.push_back(std::move(info));
   return stand_ins_.emplace_back(at::empty({0}, dtype));
 }
@@ -77,8 +76,8 @@ std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root) {
     }
     for (const at::Tensor& tensor : call.tensor_args.inputs) {
       if (inspection.is_stand_in(tensor)) continue;
-      SavedTensorInfo info{.node = name, .sizes = tensor.sizes().vec(),
-                           .dtype = tensor.scalar_type()};
+      SavedTensorInfo info{
+          .node = name, .sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type()};
       if (tensor.has_storage()) {
         info.bytes = static_cast<int64_t>(tensor.storage().nbytes());
         info.shares_storage = !storages.insert(tensor.storage().unsafeGetStorageImpl()).second;

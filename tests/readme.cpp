@@ -2,6 +2,7 @@
 
 #include <any>
 #include <cstdint>
+#include <filesystem>
 #include <iostream>
 #include <memory>
 #include <random>
@@ -68,6 +69,24 @@ TEST_CASE("README: modules and chains run as regions", "[readme]") {
   const at::Tensor z = remat::checkpoint_sequential(net, 2, x, {.split = remat::Split::Balanced});
   CHECK(done.now().frames_created == 3);
   CHECK(bit_equal(y, z));
+}
+
+TEST_CASE("README: a recorder and a list of what is saved", "[readme]") {
+  const at::Tensor x = leaf({3});
+  const auto block = [](const at::Tensor& t) { return t.sin().exp(); };
+  const auto folder = std::filesystem::temp_directory_path();
+  std::ostringstream text;
+  std::streambuf* const before = std::cout.rdbuf(text.rdbuf());
+  const remat::Recorder recorder;
+  remat::checkpoint({.name = "block 1"}, block, x).sum().backward();
+  std::cout << recorder.report().to_string();  // a table: calls, recomputes, bytes, times by region
+  recorder.write_html(folder / "step.html");   // live bytes over time, regions, the table
+  for (const auto& saved : remat::saved_tensors(block(x)))  // what a graph holds, before backward
+    std::cout << saved.node << ' ' << saved.bytes << (saved.dropped ? " dropped\n" : "\n");
+  std::cout.rdbuf(before);
+  std::filesystem::remove(folder / "step.html");
+  CHECK_THAT(text.str(), contains("block 1"));
+  CHECK_THAT(text.str(), contains("ExpBackward0 12\nSinBackward0 12\n"));
 }
 
 TEST_CASE("README: every form of the call gives the same result", "[readme]") {

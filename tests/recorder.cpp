@@ -48,8 +48,8 @@ TEST_CASE("a recorder sums calls, recomputes, stops and bytes by region name",
   const Tensor x = leaf({100'000});
   const Recorder recorder;
   Tensor y = checkpoint({.name = "a"}, two_sins, x);
-  y = checkpoint({.name = "b", .early_stop = false}, [](const Tensor& t) { return t.exp().exp(); },
-                 y);
+  y = checkpoint(
+      {.name = "b", .early_stop = false}, [](const Tensor& t) { return t.exp().exp(); }, y);
   y = checkpoint({.name = "a"}, two_sins, y);
   const RegionReport before = region(recorder, "a");
   CHECK(before.calls == 2);
@@ -76,11 +76,13 @@ TEST_CASE("the inputs of nested regions are not kept, and a policy's results are
   const Tensor x = leaf({32, 32});
   const Recorder recorder;
   const auto inner = [](const Tensor& t) { return checkpoint({.name = "inner"}, two_sins, t); };
-  const Tensor y = checkpoint({.name = "outer"}, [&](const Tensor& t) { return inner(t.exp()); }, x);
+  const Tensor y =
+      checkpoint({.name = "outer"}, [&](const Tensor& t) { return inner(t.exp()); }, x);
   CHECK(region(recorder, "outer").bytes_inputs == 4096);
   CHECK(region(recorder, "inner").bytes_inputs == 0);
-  const Tensor z = checkpoint({.name = "kept", .policy = remat::save_matmuls()},
-                              [](const Tensor& t) { return t.mm(t).exp().sin(); }, x);
+  const Tensor z = checkpoint(
+      {.name = "kept", .policy = remat::save_matmuls()},
+      [](const Tensor& t) { return t.mm(t).exp().sin(); }, x);
   CHECK(region(recorder, "kept").bytes_saved == 4096);
   (y.sum() + z.sum()).backward();
   CHECK(region(recorder, "outer").recomputes == 1);
@@ -195,7 +197,8 @@ TEST_CASE("live bytes are sampled by kind", "[report][recorder]") {
   const Recorder recorder;
   const auto page = in_temporary_folder("kinds.svg");
   {
-    const Tensor y = checkpoint({.name = "r"}, [&](const Tensor& t) { return (t * w).sin().exp(); }, x);
+    const Tensor y =
+        checkpoint({.name = "r"}, [&](const Tensor& t) { return (t * w).sin().exp(); }, x);
     y.sum().backward();
   }
   recorder.write_memory_svg(page);
@@ -224,8 +227,7 @@ TEST_CASE("regions of several threads are recorded", "[report][recorder]") {
 
 // ---- saved_tensors ---------------------------------------------------------------------------
 
-TEST_CASE("saved_tensors lists what a graph holds, and starts no recompute",
-          "[report][GUA-41]") {
+TEST_CASE("saved_tensors lists what a graph holds, and starts no recompute", "[report][GUA-41]") {
   const Tensor x = leaf({2, 3});
   const Counted done;
   const Tensor plain = x.exp();                                      // its result

@@ -29,8 +29,8 @@ REMAT_API Counters counters();
 
 /// Sums over all regions of one name that began while the recorder was alive.
 struct RegionReport {
-  std::string name;     ///< `CheckpointOptions::name`; empty: regions without one
-  int64_t calls = 0;    ///< first runs that returned
+  std::string name;   ///< `CheckpointOptions::name`; empty: regions without one
+  int64_t calls = 0;  ///< first runs that returned
   int64_t recomputes = 0;
   int64_t early_stops = 0;
   int64_t bytes_dropped = 0;  ///< [bytes] that autograd would have kept; a storage once a call
@@ -39,8 +39,8 @@ struct RegionReport {
   int64_t bytes_recompute_peak = 0;  ///< [bytes] the most that one recompute computed again
   int64_t offloaded = 0;             ///< results that a policy moved to the CPU
   int64_t offload_fallbacks = 0;     ///< results that `PreferCpuOffload` could not move
-  double forward_s = 0;    ///< [seconds] of first runs, regions inside included
-  double recompute_s = 0;  ///< [seconds] of recomputes, those inside included
+  double forward_s = 0;              ///< [seconds] of first runs, regions inside included
+  double recompute_s = 0;            ///< [seconds] of recomputes, those inside included
 };
 
 struct Report {
