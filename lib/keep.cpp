@@ -160,9 +160,8 @@ void KeptStretch::keep(std::shared_ptr<void> emptied,
     // The result that the function returned, and `value`.
     constexpr std::size_t num_owners = 2;
     std::vector<at::Tensor> leaves;
-    kept->values.back().history =
-        history_of(value, num_owners, impl_->arguments, impl_->start,
-                   impl_->region->frame()->start(), leaves);
+    kept->values.back().history = history_of(value, num_owners, impl_->arguments, impl_->start,
+                                             impl_->region->frame()->start(), leaves);
     for (const at::Tensor& leaf : leaves) kept->leaves.emplace_back(leaf.getIntrusivePtr());
   });
   kept->emptied = std::move(emptied);

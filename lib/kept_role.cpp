@@ -23,8 +23,7 @@ using torch::autograd::Edge;
 using torch::autograd::Node;
 
 [[noreturn]] void refuse(const char* fact) {
-  throw_unsupported(fact,
-                    "pin and save_region keep a value, not how it was computed",
+  throw_unsupported(fact, "pin and save_region keep a value, not how it was computed",
                     "compute what is differentiated inside the region again: leave pin or "
                     "save_region away for it");
 }
@@ -94,9 +93,8 @@ KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
   if (!value.defined() || !has_gradient_edge(value)) return history;
   if (value.use_count() > num_owners) {
     const auto same =
-        std::find_if(arguments.all.begin(), arguments.all.end(), [&](const auto& each) {
-          return each.impl == value.unsafeGetTensorImpl();
-        });
+        std::find_if(arguments.all.begin(), arguments.all.end(),
+                     [&](const auto& each) { return each.impl == value.unsafeGetTensorImpl(); });
     const bool is_argument = same != arguments.all.end();
     history.twin = is_argument ? KeptHistory::Twin::Argument : KeptHistory::Twin::Unknown;
     if (is_argument) history.same_as = static_cast<int32_t>(same - arguments.all.begin());
@@ -182,8 +180,7 @@ void KeptRoles::check(const torch::autograd::edge_list& roots,
     }
 }
 
-bool KeptRoles::is_used_elsewhere(const Role& role,
-                                  const torch::autograd::edge_list& roots) const {
+bool KeptRoles::is_used_elsewhere(const Role& role, const torch::autograd::edge_list& roots) const {
   if (role.history.twin == KeptHistory::Twin::None) return false;
   if (role.history.twin == KeptHistory::Twin::Unknown) return true;
   const Reached others(roots, role.edge.function.get());

@@ -335,10 +335,9 @@ std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
     if (auto leaf = each.lock()) sources.emplace_back(std::move(leaf));
   for (const StretchRecord::Value& each : stretch.values) {
     const at::Tensor value = restore(each.tensor);
-    values.push_back(value.defined()
-                         ? roles_.give(value, each.requires_grad, each.is_leaf, each.history, read,
-                                       sources)
-                         : value);
+    values.push_back(value.defined() ? roles_.give(value, each.requires_grad, each.is_leaf,
+                                                   each.history, read, sources)
+                                     : value);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (each.made) producers_.add(values.back(), each.made->producer, each.made->num_changes);
   }

@@ -540,10 +540,11 @@ bool Selection::keeps(const c10::StorageImpl* storage) const {
   // Of a stretch only what waits elsewhere: in its place it may be a captured tensor's too, which is
   // looked at as such.
   return std::any_of(stretches_.begin(), stretches_.end(), [storage](const auto& stretch) {
-    return stretch != nullptr &&
-           std::any_of(stretch->values.begin(), stretch->values.end(), [storage](const auto& value) {
-             return value.tensor.is_elsewhere() && value.tensor.storage() == storage;
-           });
+    return stretch != nullptr && std::any_of(stretch->values.begin(), stretch->values.end(),
+                                             [storage](const auto& value) {
+                                               return value.tensor.is_elsewhere() &&
+                                                      value.tensor.storage() == storage;
+                                             });
   });
 }
 

@@ -59,8 +59,8 @@ TEST_CASE("a pack function inside a region reads kept results past all operators
       CheckpointOptions inner = with(everything()), outer;
       inner.early_stop = false;
       outer.strict_unpack = strict;
-      const Tensor y = checkpoint(
-          outer, [&](const Tensor& x) { return checkpoint(inner, f, x.cos()); }, x);
+      const Tensor y =
+          checkpoint(outer, [&](const Tensor& x) { return checkpoint(inner, f, x.cos()); }, x);
       const Tensor gradient = grad_of(y, {x})[0];
       CHECK(calls.count() == 3);  // forward, the outer recompute, one recompute of its own
       CHECK(bit_equal(gradient, grad_of(f(x.cos()), {x})[0]));
@@ -112,13 +112,13 @@ TEST_CASE("a backward inside may write to what its own formulas made", "[rule-15
     require_same_grads(f, [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
     require_same_grads(g, [&](const Tensor& x) { return checkpoint(options, g, x); }, x);
     // In a region that is itself run by a backward.
-    require_same_grads(
-        [&](const Tensor& x) { return f(x.cos()).sin(); },
-        [&](const Tensor& x) {
-          return checkpoint(
-              [&](const Tensor& x) { return checkpoint(options, f, x.cos()).sin(); }, x);
-        },
-        x);
+    require_same_grads([&](const Tensor& x) { return f(x.cos()).sin(); },
+                       [&](const Tensor& x) {
+                         return checkpoint(
+                             [&](const Tensor& x) { return checkpoint(options, f, x.cos()).sin(); },
+                             x);
+                       },
+                       x);
   }
 }
 
@@ -150,7 +150,8 @@ TEST_CASE("a value of save_region is no captured tensor of a region inside", "[r
   const Tensor x = leaf({4});
   const auto f = [](const Tensor& x) {
     const Tensor mask = remat::save_region([](const Tensor& x) { return x.detach() > 0; }, x);
-    return checkpoint([](const Tensor& x, const Tensor& mask) { return (x * mask).exp(); }, x, mask);
+    return checkpoint([](const Tensor& x, const Tensor& mask) { return (x * mask).exp(); }, x,
+                      mask);
   };
   const auto g = [&](const Tensor& x) { return checkpoint(f, x.sin()).cos(); };
   // While the outer region compares values it holds what was saved last, the mask.
@@ -176,7 +177,8 @@ TEST_CASE("draws in save_region from a generator that is registered there are pa
       std::lock_guard<std::mutex> lock(impl->mutex_);
       return y.exp() * (1.0 + impl->random() % 7);
     };
-    at::Generator one = at::detail::createCPUGenerator(5), other = at::detail::createCPUGenerator(5);
+    at::Generator one = at::detail::createCPUGenerator(5),
+                  other = at::detail::createCPUGenerator(5);
     require_same_grads([&](const Tensor& x) { return f(x, one); },
                        [&](const Tensor& x) { return checkpoint(f, x, other); }, x);
   }
@@ -196,7 +198,9 @@ void require_same_or_unsupported(const std::vector<std::pair<bool, Function>>& a
     INFO(i);
     const auto& [is_supported, f] = all[i];
     for (const bool early_stop : {true, false}) {
-      const auto run = [&](const Tensor& x) { return checkpoint({.early_stop = early_stop}, f, x); };
+      const auto run = [&](const Tensor& x) {
+        return checkpoint({.early_stop = early_stop}, f, x);
+      };
       if (is_supported) {
         require_same_grads(f, run, x);
         continue;
@@ -343,6 +347,6 @@ TEST_CASE("what the region made, and save_region returned, is no captured tensor
     return both.first.gather(0, both.second) * pinned;
   };
   for (const auto check : {remat::DeterminismCheck::Metadata, remat::DeterminismCheck::Values})
-    require_same_grads(f, [&](const Tensor& x) { return checkpoint({.determinism_check = check}, f, x); },
-                       x);
+    require_same_grads(
+        f, [&](const Tensor& x) { return checkpoint({.determinism_check = check}, f, x); }, x);
 }
