@@ -20,6 +20,8 @@ enum class Fault {
   SwappedSlots,   ///< two tensors of one shape are handed out in the place of each other
   InnerInput,     ///< the input of an inner region comes back as zeros
   TaskEnd,        ///< what a backward did not read is kept when it ends
+  KeptResult,     ///< a kept call gets the result of another one
+  KeptDraws,      ///< a replay does not pass over what kept calls drew
 };
 
 #ifdef REMAT_PLANTED_FAULTS

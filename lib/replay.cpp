@@ -10,6 +10,7 @@
 #include "lib/frame.h"
 #include "lib/inputs.h"
 #include "lib/match.h"
+#include "lib/planted_fault.h"
 
 namespace remat {
 
@@ -174,6 +175,7 @@ void Replay::check_arguments(const CallRecord& record, const c10::OperatorHandle
 }
 
 void Replay::skip(const DrawSkips& draws) {
+  if (is_planted(Fault::KeptDraws)) return;
   const auto replays = frame_.draw_logs();
   detail::Scope* const scope = detail::innermost(detail::Ability::Region);
   for (std::size_t i = 0; i < std::min(draws.logs.size(), replays.size()); ++i)
@@ -186,7 +188,11 @@ void Replay::skip(const DrawSkips& draws) {
 void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted) {
   const uint32_t op = static_cast<uint32_t>(counted.op);
   uint32_t output = 0;
-  for (const KeptResult& kept : record.kept) {
+  const CallRecord* from = &record;
+  if (is_planted(Fault::KeptResult))
+    for (const auto& other : selection_.operators()[op].calls)
+      if (other != nullptr && other->kept.size() == record.kept.size()) from = other.get();
+  for (const KeptResult& kept : from->kept) {
     std::vector<at::Tensor> tensors;
     for (const KeptTensor& each : kept.tensors) {
       tensors.push_back(restore(each));

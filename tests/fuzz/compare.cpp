@@ -122,8 +122,9 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     const bool may_overlap =
         program.sharing == Sharing::Group && (i > 1 || (i == 1 && step->order > 1));
     if (c.raised && may_overlap && is_overlap(c)) return std::nullopt;
-    // What LibTorch's own formulas and composites change of what they made is none of the user's.
-    if (c.raised && has.keeps_unchanged && has_changes && is_about_kept(c)) return std::nullopt;
+    // Not by hooks, nor by a backward inside. Composites of LibTorch do (alpha_dropout, as documented).
+    const bool may_change_kept = has.keeps_unchanged && (has_changes || has.writes_inside);
+    if (c.raised && may_change_kept && is_about_kept(c)) return std::nullopt;
     if (c.raised && has.stretches && has.inner_grad && is_through_kept(c)) return std::nullopt;
     const bool may_raise = p.changes.may_raise || (has_changes && has.hooks);
     if (p.raised && c.raised) {

@@ -344,6 +344,7 @@ void look(const Block& block, int depth, Contents& found) {
       found.inplace |= op.inplace;
       found.reads_twice |= op.reads_twice;
       found.writes_late |= op.writes_late;
+      found.writes_inside |= op.writes_inside;
       found.backward_in_hook |= op.backward_in_hook;
     }
     found.inner_grad |= s.kind == Kind::InnerGrad;

@@ -53,7 +53,8 @@ struct Operator {
   bool writes_late = false;  ///< saves a tensor that its kernel writes afterwards
   bool reads_twice = false;  ///< its node reads a saved tensor twice in one backward
   bool backward_in_hook = false;
-  bool guarded = false;  ///< uses what state guards preserve
+  bool writes_inside = false;  ///< consists of operators of which one changes another's result
+  bool guarded = false;        ///< uses what state guards preserve
   int weight = 2;
 };
 

@@ -52,10 +52,12 @@ void add_guarded(std::vector<Operator>& t) {
         return x.sin() * at::empty_like(x).bernoulli_(0.5, own);
       }),
       true);
+  t.back().writes_inside = true;
   add("own_normal", drawing([](const Tensor& x, at::Generator own, uint64_t) {
         return x.exp().clamp_max(9) * at::empty_like(x).normal_(0, 1, own);
       }),
       true);
+  t.back().writes_inside = true;
   add("own_permutation", drawing([](const Tensor& x, at::Generator own, uint64_t) {
         const Tensor flat = x.reshape(-1);
         return flat.index_select(0, at::randperm(flat.numel(), own, at::kLong)).view(x.sizes());

@@ -156,6 +156,7 @@ void add_inplace(std::vector<Operator>& t) {
 void add_random(std::vector<Operator>& t) {
   const size_t first = t.size();
   t.push_back({"dropout", 1, 1, unary([](const Tensor& a) { return at::dropout(a, 0.4, true); })});
+  t.back().writes_inside = true;
   t.push_back({"native_dropout", 1, 2, [](const Tensors& a, Dice&, const Surroundings&) {
                  auto [y, mask] = at::native_dropout(floating(a[0]), 0.4, true);
                  return Tensors{y, mask};
@@ -164,6 +165,7 @@ void add_random(std::vector<Operator>& t) {
   t.back().writes_late = true;
   t.push_back({"alpha_dropout", 1, 1,
                unary([](const Tensor& a) { return at::alpha_dropout(a, 0.4, true); })});
+  t.back().writes_inside = true;
   t.push_back({"noise", 1, 1, unary([](const Tensor& a) { return a * at::randn_like(a); })});
   t.push_back({"bernoulli", 1, 1, unary([](const Tensor& a) {
                  return a * at::bernoulli(a.detach().nan_to_num(0, 0, 0).sigmoid());
