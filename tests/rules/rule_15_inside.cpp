@@ -376,3 +376,30 @@ TEST_CASE("a cast that forward found in autocast's cache is made by the recomput
       require_bit_equal(run(true), run(false));
     }
 }
+
+TEST_CASE("inference tensors are pinned and returned by save_region", "[rule-15]") {
+  const Tensor x = leaf({4});
+  Tensor two;
+  {
+    const c10::InferenceMode mode;
+    two = at::ones({4}) * 2;
+  }
+  const auto make = [] {
+    const c10::InferenceMode mode;
+    return at::ones({4}) * 2;
+  };
+  for (const bool pins : {false, true}) {
+    const auto f = [&](const Tensor& x) {
+      const Tensor w = pins ? remat::pin(two) : remat::save_region(make);
+      return (x.sin() + w.clone()).exp();
+    };
+    const auto plain = [](const Tensor& x) { return (x.sin() + 2).exp(); };
+    require_same_grads(plain, [&](const Tensor& x) { return checkpoint(f, x); }, x);
+    require_same_grads([&](const Tensor& x) { return plain(x.cos()); },
+                       [&](const Tensor& x) {
+                         return checkpoint([&](const Tensor& x) { return checkpoint(f, x.cos()); },
+                                           x);
+                       },
+                       x);
+  }
+}
