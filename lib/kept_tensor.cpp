@@ -70,6 +70,10 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     counter_ = kept.unsafeGetTensorImpl()->version_counter();
     version_ = static_cast<uint32_t>(kept._version());
   }
+  if (kept.is_inference()) {
+    inference_ = std::move(kept);
+    return;
+  }
   const detail::SaveAround around(region, hooks);
   const SavingInput saving(value);
   saved_ = torch::autograd::SavedVariable(kept, /*is_output=*/false);
@@ -91,7 +95,7 @@ bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
 at::Tensor KeptTensor::restore() const {
   if (!is_defined_) return {};
   if (is_shell()) return shell_.tensor_data();
-  const at::Tensor value = saved_.unpack();
+  const at::Tensor value = inference_.defined() ? inference_ : saved_.unpack();
   return is_copy_ && !value.device().is_cpu() ? value
          : is_copy_                           ? value.to(device_)
                                               : value.tensor_data();
@@ -100,7 +104,7 @@ at::Tensor KeptTensor::restore() const {
 void KeptTensor::settle(bool will_be_read) {
   const bool is_elsewhere = is_copy_ || is_behind_hooks();
   const at::Tensor spare = std::move(spare_shell_);
-  if (!is_defined_ || is_shell() || will_be_read) return;
+  if (!is_defined_ || is_shell() || will_be_read || inference_.defined()) return;
   shell_ = is_elsewhere ? spare : shell_of(saved_.unpack());
   if (!shell_.defined()) return;
   saved_ = {};

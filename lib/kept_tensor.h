@@ -58,6 +58,8 @@ class KeptTensor {
 
  private:
   torch::autograd::SavedVariable saved_;
+  at::Tensor
+      inference_;  ///< instead, since such a tensor cannot be saved; it has no version either
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;
   at::Tensor shell_;

@@ -43,6 +43,7 @@ OpTraits find_traits(const c10::OperatorHandle& op) {
   traits.is_passive =
       std::find(passive_names.begin(), passive_names.end(), name.name) != passive_names.end();
   const c10::FunctionSchema& schema = op.schema();
+  traits.is_cast = traits.name == "aten::_to_copy.default";
   traits.is_mutable = schema.is_mutable();
   for (const c10::Argument& result : schema.returns())
     if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) traits.is_view = true;

@@ -17,6 +17,7 @@ struct OpTraits {
   bool is_factory = false;    ///< has no tensor argument, or does not read it
   bool is_blank = false;      ///< makes a tensor that others will fill
 
+  bool is_cast = false;      ///< `_to_copy`, as autocast casts
   bool is_unfilled = false;  ///< returns memory with nothing in it yet
 
   bool can_be_kept() const { return !is_view && !is_mutable && !is_unfilled; }

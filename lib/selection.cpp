@@ -1,5 +1,6 @@
 #include "lib/selection.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -44,10 +45,26 @@ KeptWhere where_for(CheckpointPolicy answer) {
                                                       : KeptWhere::InPlace;
 }
 
+// Note [Casts of leaves]
+// Autocast keeps its casts of leaves while its scope lasts: forward may have found one in the cache that
+// the recompute must make, or the other way round. So such a call has no number, no policy is asked
+// about it, and what it makes is known by the leaf (Note [The same call again]).
+bool is_cast_of_leaf(const OpTraits& traits, const torch::jit::Stack& stack) {
+  if (!traits.is_cast || !at::autocast::is_autocast_cache_enabled()) return false;
+  constexpr std::size_t num_arguments = 7;  // of _to_copy: the tensor, its dtype, ...
+  const auto arguments = last(stack, num_arguments);
+  if (!arguments[0].isTensor() || !arguments[1].isInt()) return false;
+  const at::Tensor& tensor = arguments[0].toTensor();
+  return tensor.defined() && tensor.is_leaf() && tensor.requires_grad() &&
+         tensor.scalar_type() == at::kFloat &&
+         arguments[1].toScalarType() == at::autocast::get_autocast_dtype(tensor.device().type());
+}
+
 }  // namespace
 
 void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  if (traits_of(op).is_passive) return op.callBoxed(&stack);
+  const OpTraits& traits = traits_of(op);
+  if (traits.is_passive || is_cast_of_leaf(traits, stack)) return op.callBoxed(&stack);
   // The innermost region first; those around it only take note.
   detail::Scope* innermost = nullptr;
   const Frame* passed_over = nullptr;  // its scope follows that of a stretch

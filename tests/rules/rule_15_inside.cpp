@@ -1,6 +1,7 @@
 // Rule 15 where a region with a policy, pin or save_region has hooks, guards or a backward in it.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
 
 #include <cstring>
 #include <functional>
@@ -349,4 +350,56 @@ TEST_CASE("what the region made, and save_region returned, is no captured tensor
   for (const auto check : {remat::DeterminismCheck::Metadata, remat::DeterminismCheck::Values})
     require_same_grads(
         f, [&](const Tensor& x) { return checkpoint({.determinism_check = check}, f, x); }, x);
+}
+
+TEST_CASE("a cast that forward found in autocast's cache is made by the recompute", "[rule-15]") {
+  const Tensor x = leaf({4, 4});
+  const auto f = [](const Tensor& x, const Tensor& w) {
+    return x.mm(w).sin().mm(w).to(at::kFloat).exp();
+  };
+  for (const bool asks_again : {false, true})
+    for (const bool has_scope : {false, true}) {
+      const auto run = [&](bool is_checkpointed) {
+        const Tensor a = copy_of(x), w = copy_of(x);
+        Tensor y;
+        Tensors gradients;
+        at::autocast::set_autocast_enabled(at::kCPU, true);
+        at::autocast::increment_nesting();
+        const Tensor before = a.mm(w);  // casts both
+        const CheckpointOptions options = with(everything({.ask_again = asks_again}));
+        y = before + (is_checkpointed ? checkpoint(options, f, a, w) : f(a, w));
+        if (has_scope) gradients = grad_of(y, {a, w});
+        if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+        at::autocast::set_autocast_enabled(at::kCPU, false);
+        return has_scope ? gradients : grad_of(y, {a, w});
+      };
+      require_bit_equal(run(true), run(false));
+    }
+}
+
+TEST_CASE("inference tensors are pinned and returned by save_region", "[rule-15]") {
+  const Tensor x = leaf({4});
+  Tensor two;
+  {
+    const c10::InferenceMode mode;
+    two = at::ones({4}) * 2;
+  }
+  const auto make = [] {
+    const c10::InferenceMode mode;
+    return at::ones({4}) * 2;
+  };
+  for (const bool pins : {false, true}) {
+    const auto f = [&](const Tensor& x) {
+      const Tensor w = pins ? remat::pin(two) : remat::save_region(make);
+      return (x.sin() + w.clone()).exp();
+    };
+    const auto plain = [](const Tensor& x) { return (x.sin() + 2).exp(); };
+    require_same_grads(plain, [&](const Tensor& x) { return checkpoint(f, x); }, x);
+    require_same_grads([&](const Tensor& x) { return plain(x.cos()); },
+                       [&](const Tensor& x) {
+                         return checkpoint([&](const Tensor& x) { return checkpoint(f, x.cos()); },
+                                           x);
+                       },
+                       x);
+  }
 }
