@@ -43,7 +43,7 @@ struct RegionReport {
   double recompute_s = 0;            ///< [seconds] of recomputes, those inside included
 };
 
-struct Report {
+struct REMAT_API Report {
   std::vector<RegionReport> regions;  ///< in the order of their first call
   int64_t dropped_events = 0;         ///< that `max_events` left no room for; sums count them
   /// A table for people.
