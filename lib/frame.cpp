@@ -184,6 +184,12 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   slot.requires_grad = judged.requires_grad();
   slot.is_inner_input = origin != nullptr;
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
+  // What a region around keeps may be captured here: its recompute must have the data, and no shell.
+  if (sees_operators_ && depth_ > 1)
+    detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+      if (scope.frame() != this && scope.selection() != nullptr)
+        scope.selection()->note_saved(saved);
+    });
   const bool is_compared = compares_contents() || (saved.is_cpu() && has_new_drawer());
   if (!pending_.empty()) hash_pending(slot.group, /*is_end=*/origin != nullptr);
 

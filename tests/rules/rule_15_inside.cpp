@@ -403,3 +403,22 @@ TEST_CASE("inference tensors are pinned and returned by save_region", "[rule-15]
                        x);
   }
 }
+
+TEST_CASE("what a region inside captures and saves is no shell", "[rule-15]") {
+  const Tensor x = leaf({4}), w = leaf({4});
+  // The input is saved, and no operator reads it. The backward needs it in the midst of forward, also
+  // when the outer region's recompute runs that forward again.
+  const auto innermost = [](const Tensor&, const Tensor& x) {
+    const Tensor a = x.exp();
+    return torch::autograd::grad({(a * a).sum()}, {a}, {}, true, /*create_graph=*/true)[0];
+  };
+  const auto f = [&](const Tensor& x) {
+    const Tensor captured = w + 1;  // kept
+    const auto inner = [&innermost, captured](const Tensor& x) {
+      return checkpoint(innermost, captured, x.sin()).cos();
+    };
+    return checkpoint(with(everything()), inner, x);
+  };
+  require_same_grads([&](const Tensor& x) { return innermost(w, x.sin()).cos(); },
+                     [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
+}
