@@ -286,6 +286,10 @@ recording::RegionSums Frame::sums(const StorageSet& results) const {
     const bool is_captured = provenance.origin == Origin::Outside && storage != nullptr &&
                              !provenance.storage.expired() && !results.contains(storage);
     if (is_captured) continue;
+    if (storage == nullptr) {  // made inside, of which no storage is remembered
+      all.dropped_bytes += slot.description.num_bytes();
+      continue;
+    }
     int64_t& bytes = dropped[storage];
     bytes = std::max(bytes, slot.description.num_bytes());
   }

@@ -54,6 +54,7 @@
 #include "remat/hooks.h"
 #include "remat/memory.h"
 #include "remat/options.h"
+#include "remat/plan.h"
 #include "remat/policy.h"
 #include "remat/report.h"
 #include "remat/scope.h"
