@@ -104,13 +104,20 @@ bool is_made_by_function(const at::Tensor& tensor) {
   const Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
   if (node == nullptr) return false;
   // Types repeat, and their names are long.
-  thread_local std::unordered_map<const std::type_info*, bool> known;
+  struct Answer {
+    const std::type_info* type = nullptr;
+    bool is_function = false;
+  };
+  constinit thread_local Answer latest;
   const std::type_info* const type = &typeid(*node);
-  const auto found = known.find(type);
-  if (found != known.end()) return found->second;
-  const bool is_function = std::string_view(type->name()).find("CppNode") != std::string_view::npos;
-  known.emplace(type, is_function);
-  return is_function;
+  if (latest.type != type) {
+    thread_local std::unordered_map<const std::type_info*, bool> known;
+    auto found = known.find(type);
+    if (found == known.end())
+      found = known.emplace(type, std::string_view(type->name()).find("CppNode") != std::string_view::npos).first;
+    latest = {type, found->second};
+  }
+  return latest.is_function;
 }
 
 Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,

@@ -45,7 +45,7 @@ class ForwardScope final : public Scope {
   c10::intrusive_ptr<Frame> frame_;
 };
 
-FrameOptions options_in_force(const CheckpointOptions& options) {
+FrameOptions options_in_force(const CheckpointOptions& options, const StackView& around) {
   FrameOptions in_force{.early_stop = options.early_stop,
                         .debug = options.debug,
                         .preserve_rng_state = options.preserve_rng_state,
@@ -53,9 +53,9 @@ FrameOptions options_in_force(const CheckpointOptions& options) {
                         .offload_inputs = options.offload_inputs,
                         .determinism_check = options.determinism_check,
                         .capture_check = options.capture_check};
-  if (const Scope* guard = innermost(Ability::EarlyStop))
+  if (const Scope* guard = around.innermost(Ability::EarlyStop))
     in_force.early_stop_guard = guard->early_stop;
-  if (const Scope* guard = innermost(Ability::Debug)) in_force.debug_guard = guard->debug;
+  if (const Scope* guard = around.innermost(Ability::Debug)) in_force.debug_guard = guard->debug;
   in_force.early_stop = in_force.early_stop_guard.value_or(options.early_stop);
   in_force.debug = in_force.debug_guard.value_or(options.debug);
   return in_force;
@@ -103,9 +103,10 @@ void refuse_shared_argument() {
 bool opens_frame() { return c10::GradMode::is_enabled() && innermost(Ability::Disable) == nullptr; }
 
 ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body) {
-  const FrameOptions in_force = options_in_force(options);
+  const StackView stack;
+  const FrameOptions in_force = options_in_force(options, stack);
   refuse(options, in_force);
-  const Scope* const around = innermost(Ability::Region);
+  const Scope* const around = stack.innermost(Ability::Region);
   frame_ = c10::make_intrusive<Frame>(in_force, extras_of(options, in_force),
                                       around == nullptr ? 1 : around->frame()->depth() + 1);
   if (options.context_fn) frame_->extras()->contexts = options.context_fn();

@@ -7,7 +7,7 @@
 namespace remat {
 
 struct LiveCounters {
-  std::atomic<int64_t> frames_created{0}, frames_alive{0}, recomputes{0}, early_stops{0};
+  std::atomic<int64_t> frames_created{0}, frames_ended{0}, recomputes{0}, early_stops{0};
   std::atomic<int64_t> tensors_dropped{0}, tensors_recomputed{0}, recomputed_bytes_alive{0};
   std::atomic<int64_t> offloads{0}, offload_fallbacks{0};
 };

@@ -229,12 +229,12 @@ const Interception interception;
 
 DrawTrack::DrawTrack(at::CPUGeneratorImpl& followed_one) : generator_(followed_one) {}
 
-void DrawTrack::look() {
+const CpuRngPosition& DrawTrack::look() {
   const CpuRngPosition position = position_of(generator_);
-  if (known_at_ == position) return;
+  if (known_at_ == position) return *known_at_;
   if (known_at_) ++num_unseen;
-  known_at_ = position;
   state_.reset();
+  return known_at_.emplace(position);
 }
 
 void DrawTrack::moved() {
@@ -254,10 +254,9 @@ void DrawLog::begin() {
   new_drawers_at_begin_ = num_new_drawers.load();
   track_ = follow(generator_);
   std::lock_guard<std::mutex> lock(generator_.mutex_);
-  track_->look();
+  position_at_begin_ = track_->look();
   unseen_at_begin_ = track_->num_unseen;
   draws_at_begin_ = lasting_draws(*track_);
-  position_at_begin_ = position_of(generator_);
   start_ = track_->state();
 }
 

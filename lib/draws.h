@@ -64,8 +64,8 @@ class DrawTrack {
  public:
   explicit DrawTrack(at::CPUGeneratorImpl& followed_one);
   const at::CPUGeneratorImpl& generator() const { return generator_; }
-  /// Notes whether something else has moved the generator since.
-  void look();
+  /// Notes whether something else has moved the generator since. Where it stands.
+  const CpuRngPosition& look();
   /// We have moved it ourselves.
   void moved();
   /// The state it was seen in last; one copy for all who ask before it moves.

@@ -147,19 +147,37 @@ struct EntryMapAccess {
 };
 template struct EntryMapAccess<&ThreadLocalPythonObjects::obj_dict_>;
 
-/// This thread's own map. It is handed out read-only, but what is handed out is no constant.
-EntryMap& entry_map() {
-  return const_cast<EntryMap&>(ThreadLocalPythonObjects::get_state().*
-                               entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr)));
-}
-
-/// The map's node while the thread has no entry. Scopes may close after it, as the thread ends.
-thread_local bool is_thread_ending = false;
+/// The map's node while the thread has no entry.
 struct SpareNode {
   EntryMap::node_type node;
-  ~SpareNode() { is_thread_ending = true; }
+  ~SpareNode();
 };
-thread_local SpareNode spare;
+
+/// What a thread looks up once. Without constructor or destructor, so that reading it costs no check.
+struct ThreadPart {
+  EntryMap* entries = nullptr;
+  SpareNode* spare = nullptr;
+  bool is_ending = false;  ///< scopes may still close after the spare node is gone
+};
+constinit thread_local ThreadPart thread_part;
+
+SpareNode::~SpareNode() {
+  thread_part.spare = nullptr;
+  thread_part.is_ending = true;
+}
+
+/// This thread's own map. It is handed out read-only, but what is handed out is no constant.
+EntryMap& entry_map(ThreadPart& part) {
+  if (part.entries == nullptr) {
+    part.entries = const_cast<EntryMap*>(&(ThreadLocalPythonObjects::get_state().*
+                                           entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
+    if (!part.is_ending) {
+      thread_local SpareNode spare;
+      part.spare = &spare;
+    }
+  }
+  return *part.entries;
+}
 
 /// See Note [The forwarding engine].
 class ForwardingEngine final : public Engine {
@@ -251,7 +269,7 @@ std::shared_ptr<ThreadEntry> entry_behind(std::shared_ptr<c10::SafePyObject> han
 }  // namespace
 
 ThreadEntry* thread_entry() {
-  const EntryMap& entries = entry_map();
+  const EntryMap& entries = entry_map(thread_part);
   if (entries.empty()) return nullptr;
   const auto found = entries.find(slot_key());
   return found == entries.end() || found->second == nullptr ? nullptr
@@ -259,22 +277,23 @@ ThreadEntry* thread_entry() {
 }
 
 std::shared_ptr<ThreadEntry> share_thread_entry() {
-  const EntryMap& entries = entry_map();
+  const EntryMap& entries = entry_map(thread_part);
   if (entries.empty()) return nullptr;
   const auto found = entries.find(slot_key());
   return found == entries.end() ? nullptr : entry_behind(found->second);
 }
 
 std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry) {
-  EntryMap& entries = entry_map();
+  ThreadPart& part = thread_part;  // one look-up for all
+  EntryMap& entries = entry_map(part);
   const auto found = entries.empty() ? entries.end() : entries.find(slot_key());
   if (found == entries.end()) {
     if (entry == nullptr) return nullptr;
-    if (is_thread_ending || spare.node.empty()) {
+    if (part.spare == nullptr || part.spare->node.empty()) {
       entries.emplace(slot_key(), handle_of(std::move(entry)));
     } else {
-      spare.node.mapped() = handle_of(std::move(entry));
-      entries.insert(std::move(spare.node));
+      part.spare->node.mapped() = handle_of(std::move(entry));
+      entries.insert(std::move(part.spare->node));
     }
     return nullptr;
   }
@@ -283,7 +302,7 @@ std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> 
     found->second = handle_of(std::move(entry));
   } else {
     auto node = entries.extract(found);
-    if (!is_thread_ending) spare.node = std::move(node);
+    if (part.spare != nullptr) part.spare->node = std::move(node);
   }
   return previous;
 }

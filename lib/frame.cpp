@@ -27,24 +27,16 @@ constexpr int64_t max_small_tail = 4096;
 /// The number of slots of the frame that this thread settled last: regions repeat.
 thread_local std::size_t expected_slots = 4;
 
-int64_t next_frame_id() {
-  static std::atomic<int64_t> next{0};
-  return next.fetch_add(1, std::memory_order_relaxed);
-}
-
 std::size_t at_position(int64_t position) { return static_cast<std::size_t>(position); }
 
 }  // namespace
 
 Frame::Frame(const FrameOptions& options, std::unique_ptr<FrameExtras> extras, int64_t depth)
-    : id_(next_frame_id()),
+    : id_(live_counters.frames_created.fetch_add(1, std::memory_order_relaxed)),
       depth_(depth),
       options_(options),
       extras_(std::move(extras)),
-      forward_thread_(std::this_thread::get_id()) {
-  count(live_counters.frames_created);
-  count(live_counters.frames_alive);
-}
+      forward_thread_(std::this_thread::get_id()) {}
 
 // Rule 13. What a frame holds may own other frames: through the arguments of the user's function,
 // or as slots of a parent. The first dying frame of a thread empties those that die meanwhile, one
@@ -65,7 +57,7 @@ Frame::~Frame() { empty(); }
 void Frame::empty() noexcept {
   if (std::exchange(is_empty_, true)) return;
   thread_local std::vector<Remains>* waiting = nullptr;
-  count(live_counters.frames_alive, -1);
+  count(live_counters.frames_ended);
   if (!is_settled_) count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
   std::vector<Slot>().swap(slots_);
   if (waiting != nullptr) {

@@ -145,10 +145,9 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_dec
   return node->scope->make_hooks();
 }
 
-Scope* innermost(Ability ability) {
-  const StackNode* node = top();
-  return node == nullptr ? nullptr : node->nearest(ability);
-}
+StackView::StackView() : top_(top()) {}
+
+Scope* innermost(Ability ability) { return StackView().innermost(ability); }
 
 void visit(Ability ability, c10::function_ref<void(Scope&)> visitor) {
   const auto index = static_cast<std::size_t>(ability);

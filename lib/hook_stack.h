@@ -147,6 +147,19 @@ class SaveAround {
   const SaveAround* const outer_;
 };
 
+/// The thread's stack as it is now, for several questions at the price of one. Use it at once.
+class StackView {
+ public:
+  StackView();
+  /// The innermost open scope with an ability, or null.
+  Scope* innermost(Ability ability) const {
+    return top_ == nullptr ? nullptr : top_->nearest(ability);
+  }
+
+ private:
+  const StackNode* top_;
+};
+
 /// The innermost open scope with an ability, or null.
 Scope* innermost(Ability ability);
 /// Every open scope of this thread with an ability, innermost first.

@@ -40,8 +40,9 @@ at::Tensor without_gradient_edge(const at::Tensor& leaf) {
 }
 
 void refuse_tangent(const at::Tensor& tensor) {
-  if (torch::autograd::impl::get_autograd_meta(tensor) != nullptr &&
-      tensor._fw_grad(/*level=*/0).defined())
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  // Asking for the tangent itself takes a lock; hardly any tensor has ever had one.
+  if (meta != nullptr && meta->fw_grad_ != nullptr && tensor._fw_grad(/*level=*/0).defined())
     throw_unsupported("an argument carries a forward-mode tangent",
                       "forward-mode AD does not see what a recompute does",
                       "call the function without remat::checkpoint while forward-mode AD is used");

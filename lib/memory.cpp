@@ -21,9 +21,9 @@
 #include "lib/recording.h"
 
 #if defined(__GNUC__) || defined(__clang__)
-#define REMAT_NO_SANITIZE_ADDRESS __attribute__((no_sanitize("address")))
+#define REMAT_NO_SANITIZE __attribute__((no_sanitize("address", "thread")))
 #else
-#define REMAT_NO_SANITIZE_ADDRESS
+#define REMAT_NO_SANITIZE
 #endif
 
 namespace remat {
@@ -66,8 +66,9 @@ uint64_t mark_of(const void* data) {
   return reinterpret_cast<uintptr_t>(data) ^ 0x72656d61745f6d65;  // arbitrary
 }
 
-// A foreign pointer's bytes before it may be a red zone of the address sanitizer.
-REMAT_NO_SANITIZE_ADDRESS bool is_counted(void* data) {
+// A foreign pointer's bytes before it may be a red zone of the address sanitizer, or freed memory to the
+// thread sanitizer.
+REMAT_NO_SANITIZE bool is_counted(void* data) {
   if (reinterpret_cast<uintptr_t>(data) % alignof(Header) != 0) {
     return false;
   }

@@ -17,8 +17,10 @@ Counters counters() {
   const auto now = [](const std::atomic<int64_t>& counter) {
     return counter.load(std::memory_order_relaxed);
   };
-  return {.frames_created = now(live_counters.frames_created),
-          .frames_alive = now(live_counters.frames_alive),
+  const int64_t frames_ended = now(live_counters.frames_ended);  // first: none is alive before it began
+  const int64_t frames_created = now(live_counters.frames_created);
+  return {.frames_created = frames_created,
+          .frames_alive = frames_created - frames_ended,
           .recomputes = now(live_counters.recomputes),
           .early_stops = now(live_counters.early_stops),
           .tensors_dropped = now(live_counters.tensors_dropped),

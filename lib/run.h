@@ -2,6 +2,7 @@
 // What one task recomputed of a frame: the values not yet handed over, and who is computing them.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <atomic>
 #include <cstdint>
@@ -62,7 +63,7 @@ struct Run {
   std::thread::id owner = std::this_thread::get_id();
   /// The owner runs a backward inside the recompute: a waiting thread could be the one it needs.
   bool waits_for_backward = false;
-  std::vector<Value> values;  // by position
+  c10::SmallVector<Value, 4> values;  // by position
   /// By position, where it is asked for: the engine's id of the backward that read it, or -1.
   std::vector<int64_t> handed_to;
 

@@ -53,15 +53,18 @@ class FramesOfTask {
 std::optional<Task> current_task() {
   const int64_t id = seam::graph_task_id();
   if (id < 0) return std::nullopt;
-  const detail::Scope* sharing = detail::innermost(detail::Ability::Group);
-  if (sharing == nullptr) sharing = detail::innermost(detail::Ability::Cache);
+  const detail::StackView around;
+  const detail::Scope* sharing = around.innermost(detail::Ability::Group);
+  if (sharing == nullptr) sharing = around.innermost(detail::Ability::Cache);
   return Task{{TaskKey::Kind::Graph, id}, sharing == nullptr ? nullptr : sharing->backwards()};
 }
 
 void notify_at_task_end(const TaskKey& task, const c10::intrusive_ptr<Frame>& frame) {
   // Backwards nest, so a thread may serve several tasks in turn; an ended one is found expired.
   thread_local std::vector<std::weak_ptr<FramesOfTask>> tasks;
-  std::shared_ptr<FramesOfTask> found;
+  std::shared_ptr<FramesOfTask> found = tasks.empty() ? nullptr : tasks.back().lock();
+  if (found != nullptr && found->task() == task) return found->add(frame);
+  found.reset();
   std::erase_if(tasks, [&](const std::weak_ptr<FramesOfTask>& each) {
     const auto frames = each.lock();
     if (frames != nullptr && frames->task() == task) found = frames;
