@@ -103,18 +103,19 @@ class Picture {
   std::vector<std::pair<double, double>> pixels(const Curve& curve) const {
     std::vector<std::pair<double, double>> points;
     double column = -1, level = y(0), low = level, high = level;
+    const auto add = [&](double at, double to) {
+      if (points.empty() || points.back() != std::pair(at, to)) points.emplace_back(at, to);
+    };
     const auto finish_column = [&] {
       if (column < 0) return;
-      points.emplace_back(column, high);
-      points.emplace_back(column, low);
-      points.emplace_back(column, level);
+      for (const double each : {high, low, level}) add(column, each);
     };
     for (const Sample& sample : curve.samples) {
       const double sample_column = std::floor(x(sample.ms));
       if (sample_column != column) {
         finish_column();
         column = sample_column;
-        points.emplace_back(column, level);
+        add(column, level);
         low = high = level;
       }
       level = y(megabytes(sample.bytes));
