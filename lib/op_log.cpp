@@ -10,7 +10,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <array>
+#include <initializer_list>
 #include <string_view>
 #include <utility>
 
@@ -43,13 +43,19 @@ std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& fn) {
   return nullptr;
 }
 
-/// What leads from the call of an operator to its kernel and to this log tells a reader nothing.
-bool is_machinery(std::string_view frame) {
-  constexpr std::array<std::string_view, 8> words{
-      "libremat",        "RecordFunction", "c10::Dispatcher",           "at::_ops::",
-      "remat::detail::", "c10::impl::",    "torch::autograd::Variable", "at::redispatch::"};
+bool has_any(std::string_view frame, std::initializer_list<std::string_view> words) {
   return std::any_of(words.begin(), words.end(),
                      [&](std::string_view word) { return frame.find(word) != frame.npos; });
+}
+
+/// What leads from the call of an operator to its kernel and to this log tells a reader nothing, nor
+/// does a function of LibTorch's without a name.
+bool is_machinery(std::string_view frame) {
+  return has_any(frame,
+                 {"libremat", "remat::detail::", "RecordFunction", "c10::Dispatcher", "c10::impl::",
+                  "at::_ops::", "at::redispatch::", "torch::autograd::VariableType"}) ||
+         (has_any(frame, {"<unknown function>"}) &&
+          has_any(frame, {"/libtorch", "/libc10", "/libc.so"}));
 }
 
 }  // namespace
@@ -85,6 +91,8 @@ std::vector<std::string> OpLog::stack_at(int64_t number) const {
     rest.remove_prefix(std::min(end + 1, rest.size()));
     if (const std::size_t colon = frame.find(": "); frame.substr(0, 7) == "frame #" && colon < 12)
       frame.remove_prefix(colon + 2);
+    // Whoever asked for the recompute did not call the operator.
+    if (!frames.empty() && has_any(frame, {"SavedVariable::unpack"})) break;
     if (frame.empty() || is_machinery(frame)) continue;
     frames.emplace_back(frame.substr(0, max_frame_length));
     if (frame.size() > max_frame_length) frames.back() += " …";
