@@ -83,7 +83,10 @@ def opened(browser, page, folder):
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
                "--disable-dev-shm-usage", f"--user-data-dir={folder}/profile", "--window-size=1200,900",
                "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:
+        return Page(""), ["nothing: it did not end within two minutes"]
     console = [line.split("CONSOLE", 1)[1] for line in run.stderr.splitlines() if "CONSOLE" in line]
     return Page(run.stdout), console
 
@@ -93,9 +96,10 @@ def faults_of(browser, text, folder, rows=()):
     page = Path(folder) / "page.html"
     page.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
     seen, console = opened(browser, page, folder)
-    faults = [f"the browser's console says {line}" for line in console]
+    faults = [f"the browser's console says {line.strip()}" for line in console]
     # Chromium does not tell scripts what it loads from files.
-    faults += [f"the page loads {name}" for name in re.findall(r"<[^>]*\b(?:src|href)=[^>]*>|@import[^;]*|url\([^)]*", text)]
+    loads = re.findall(r"<[^>]*\b(?:src|href)=[^>]*>|@import[^;]*|url\([^)]*", text)
+    faults += [f"the page loads {name}" for name in loads]
     if seen.faults is None:
         return faults + ["the page did not come as far as the end of its body"]
     faults += seen.faults
