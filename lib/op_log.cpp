@@ -51,9 +51,9 @@ bool has_any(std::string_view frame, std::initializer_list<std::string_view> wor
 /// What leads from the call of an operator to its kernel and to this log tells a reader nothing, nor
 /// does a function of LibTorch's without a name.
 bool is_machinery(std::string_view frame) {
-  return has_any(frame,
-                 {"libremat", "remat::detail::", "RecordFunction", "c10::Dispatcher", "c10::impl::",
-                  "at::_ops::", "at::redispatch::", "torch::autograd::VariableType"}) ||
+  return has_any(frame, {"/libremat", "remat::detail::", "RecordFunction", "c10::Dispatcher",
+                         "c10::impl::", "at::_ops::", "at::redispatch::",
+                         "torch::autograd::VariableType"}) ||
          (has_any(frame, {"<unknown function>"}) &&
           has_any(frame, {"/libtorch", "/libc10", "/libc.so"}));
 }

@@ -88,7 +88,7 @@ class Picture {
     std::string svg;
     for (const Curve& curve : curves_) {
       std::string points;
-      for (const auto& [px, py] : pixels(curve)) points += format("%.1f,%.1f ", px, py);
+      for (const auto& [px, py] : pixels(curve)) points += format("%g,%.1f ", px, py);
       svg += "<polygon fill=\"" + curve.color + "\" fill-opacity=\"0.15\" points=\"" +
              format("%.1f,%.1f ", x(curve.samples.front().ms), y(0)) + points +
              format("%.1f,%.1f", x(curve.samples.back().ms), y(0)) + "\"/>\n";
