@@ -5,7 +5,8 @@
 // checkpointed blocks, and with every block checkpointed but for its matmuls, or for one value that
 // was given a name. It prints a table of activation bytes, time and loss; the parameters must
 // be bit-equal in the end. Then it sets a memory limit under which training without checkpoints
-// fails and training with them goes on, and draws the memory of one step over time.
+// fails and training with them goes on, draws the memory of one step over time, and writes a page
+// about what the regions of one step do.
 //
 // Exit status: 0, or 1 if the parameters differ or the limit does not tell the trainings apart,
 // or 2 if it was called wrongly or could not run.
@@ -43,7 +44,7 @@ constexpr const char* kUsage =
     ")\n"
     "  --steps N    training steps of each model, at least 2 (default: 20)\n"
     "  --small      a tiny model and few steps: a few seconds, to see that everything works\n"
-    "  --out DIR    where to write the picture (default: the working directory)\n"
+    "  --out DIR    where to write the picture and the page (default: the working directory)\n"
     "  --help       this text\n";
 
 struct UsageError : std::runtime_error {
@@ -173,6 +174,16 @@ void draw(std::deque<Training>& trainings, const Batch& batch, int64_t limit_byt
   std::printf("Memory over the time of one step: %s\n\n", path.c_str());
 }
 
+// One more step, with what its regions do.
+void record(Training& training, const Batch& batch, const std::string& folder) {
+  const remat::Recorder recorder;
+  training.train(batch);
+  const std::string path = (std::filesystem::path(folder) / "char_transformer_step.html").string();
+  recorder.write_html(path);
+  std::printf("The regions of one step with %s:\n%sMore of it in %s\n\n", training.name().c_str(),
+              recorder.report().to_string().c_str(), path.c_str());
+}
+
 // Whether `training` can take a few steps under a limit of so many bytes beyond what is alive.
 bool trains_within(Training& training, const Text& text, const Options& options,
                    int64_t limit_bytes) {
@@ -223,6 +234,7 @@ int run(const Options& options) {
 
   const int64_t limit_bytes = (plain.peak_bytes() + checkpointed.peak_bytes()) / 2;
   draw(trainings, text.training_batch(options.batch_size, random), limit_bytes, options.out);
+  record(trainings[2], text.training_batch(options.batch_size, random), options.out);
 
   std::printf("With a limit of %s bytes of activations, between the two peaks:\n",
               grouped(limit_bytes).c_str());

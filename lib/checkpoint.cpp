@@ -12,6 +12,7 @@
 #include "lib/hook_stack.h"
 #include "lib/match.h"
 #include "lib/policy_rule.h"
+#include "lib/profiler.h"
 #include "lib/selection.h"
 #include "lib/stack_room.h"
 
@@ -111,6 +112,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
                                       around == nullptr ? 1 : around->frame()->depth() + 1);
   if (options.context_fn) frame_->extras()->contexts = options.context_fn();
   frame_->begin(std::move(body));
+  profiled_ = profiler::forward_scope(*frame_);
   auto scope = std::make_shared<ForwardScope>(frame_, around);
   push(scope);
   scope_ = std::move(scope);
@@ -141,6 +143,7 @@ void ForwardRun::close() {
   sight_.reset();
   pop(*scope_);
   scope_.reset();
+  profiled_.reset();
 }
 
 void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {

@@ -21,7 +21,7 @@ using Mismatch = CheckpointError::Mismatch;
 
 // So that a plain error stays under 40 lines and a debug report under 60.
 constexpr std::size_t max_listed = 5;
-constexpr int64_t max_operators = 14;
+constexpr int64_t max_operators = 14, max_operators_beside_stacks = 6;
 
 std::string title(const Frame& frame) {
   return frame.name().empty() ? fmt::format("region (frame {})", frame.id())
@@ -56,6 +56,14 @@ void append_log(std::string& text, const char* heading, const OpLog& log, int64_
     text += fmt::format("  {:4} {}\n", i, log.at(i));
 }
 
+/// The stack of the operator with that number, if there is one.
+void append_stack(std::string& text, const char* pass, const OpLog& log, int64_t number) {
+  const std::vector<std::string> frames = log.stack_at(number);
+  if (frames.empty()) return;
+  text += fmt::format("Called in the {} by:\n", pass);
+  for (const std::string& frame : frames) text += fmt::format("    {}\n", frame);
+}
+
 /// The debug report, or how to get it.
 std::string operators_text(const Frame& frame, const OpLog* recompute_log) {
   if (!frame.options().debug || recompute_log == nullptr)
@@ -66,14 +74,23 @@ std::string operators_text(const Frame& frame, const OpLog* recompute_log) {
   std::string text =
       "You are seeing this error because you passed `debug=True` to checkpoint (or opened a "
       "remat::DebugGuard). Below are the operators that ran in the forward and in the recompute; "
-      "differences in detach and an early end of the recompute are expected.\n";
+      "differences in detach and an early end of the recompute are expected.";
+  text += forward.keeps_stacks
+              ? "\n"
+              : " REMAT_DEBUG_STACKS=1 in the environment shows where the first that differs was "
+                "called.\n";
   if (first.number >= 0)
     text += fmt::format("First difference: operator {}.\n  forward:   {}\n  recompute: {}\n",
                         first.number, first.forward.empty() ? "(none)" : first.forward,
                         first.recompute.empty() ? "(none)" : first.recompute);
-  const int64_t from = first.number < 0 ? 0 : first.number - max_operators / 2;
-  append_log(text, "Operators of the forward", forward, from, from + max_operators);
-  append_log(text, "Operators of the recompute", *recompute_log, from, from + max_operators);
+  if (first.number >= 0) {
+    append_stack(text, "forward", forward, first.number);
+    append_stack(text, "recompute", *recompute_log, first.number);
+  }
+  const int64_t shown = forward.keeps_stacks ? max_operators_beside_stacks : max_operators;
+  const int64_t from = first.number < 0 ? 0 : first.number - shown / 2;
+  append_log(text, "Operators of the forward", forward, from, from + shown);
+  append_log(text, "Operators of the recompute", *recompute_log, from, from + shown);
   return text;
 }
 

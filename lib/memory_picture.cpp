@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <tuple>
 
@@ -16,6 +17,7 @@ namespace {
 
 constexpr double kWidth = 1080, kLeft = 90, kRight = 1050, kTop = 70, kBottom = 380;
 constexpr double kBarHeight = 15, kBarGap = 3;
+constexpr double kLetterWidth = 6.5;  // of the names in bars, at most
 constexpr int kColumns = 480;
 
 struct Kind {
@@ -24,14 +26,18 @@ struct Kind {
   int64_t (*bytes)(const LiveKinds&);
 };
 
+/// Of tensors that are in none of the kinds.
+int64_t other_bytes(const LiveKinds& b) {
+  return b.live - b.parameters - b.inputs - b.saved - b.recomputed;
+}
+
 // From the bottom up.
 const std::array<Kind, 5> kKinds{{
     {"parameters that regions use", "#9aa5b1", [](const LiveKinds& b) { return b.parameters; }},
     {"inputs kept", "#2f6f9f", [](const LiveKinds& b) { return b.inputs; }},
     {"saved by policy", "#5aa469", [](const LiveKinds& b) { return b.saved; }},
     {"recomputed", "#e08a3c", [](const LiveKinds& b) { return b.recomputed; }},
-    {"other", "#d9d2c5",
-     [](const LiveKinds& b) { return b.live - b.parameters - b.inputs - b.saved - b.recomputed; }},
+    {"other", "#d9d2c5", other_bytes},
 }};
 
 /// What is not seen exactly (a parameter's bytes, say) never makes a stack higher than what is alive.
@@ -46,7 +52,7 @@ LiveKinds bounded(LiveKinds b) {
 
 struct Bar {
   double from_ms, to_ms;
-  std::string color, title;
+  std::string color, name, title;
   int64_t depth;
   int32_t thread;
 };
@@ -67,7 +73,7 @@ std::vector<Bar> bars_of(const std::vector<Event>& events) {
         : event.kind == EventKind::RegionThrows || event.kind == EventKind::RecomputeThrows
             ? ", threw"
             : "";
-    bars.push_back({from, to, is_forward ? "#2f6f9f" : "#e08a3c",
+    bars.push_back({from, to, is_forward ? "#2f6f9f" : "#e08a3c", name_shown(*event.text),
                     fmt::format("{} {}: {:.3f} ms{}", name_shown(*event.text),
                                 is_forward ? "forward" : "recompute", to - from, end),
                     0, event.thread});
@@ -118,12 +124,17 @@ std::string xml_text(const std::string& text) {
 }
 
 std::string memory_picture(const std::vector<Event>& events) {
+  // What is there all the time and none of the regions' would only press the rest flat.
   double last_ms = 1e-6;
-  int64_t peak = 1;
+  int64_t peak = 1, lasting = std::numeric_limits<int64_t>::max();
   for (const Event& event : events) {
     last_ms = std::max(last_ms, static_cast<double>(event.time_ns) / 1e6);
+    if (event.kind == EventKind::Operator) continue;
     peak = std::max(peak, event.bytes.live);
+    lasting = std::min(lasting, other_bytes(bounded(event.bytes)));
   }
+  if (lasting > peak) lasting = 0;  // no event
+  const int64_t top = std::max<int64_t>(peak - lasting, 1);
   const std::vector<Bar> bars = bars_of(events);
   // A row per thread and depth.
   std::map<std::pair<int32_t, int64_t>, int64_t> rows;
@@ -135,7 +146,7 @@ std::string memory_picture(const std::vector<Event>& events) {
 
   const auto x = [&](double ms) { return kLeft + ms / last_ms * (kRight - kLeft); };
   const auto y = [&](double bytes) {
-    return kBottom - bytes / (1.05 * static_cast<double>(peak)) * (kBottom - kTop);
+    return kBottom - bytes / (1.05 * static_cast<double>(top)) * (kBottom - kTop);
   };
 
   std::string svg = fmt::format(
@@ -145,6 +156,11 @@ std::string memory_picture(const std::vector<Event>& events) {
       "<text x=\"{}\" y=\"24\" font-size=\"16\" font-weight=\"bold\">Live bytes of CPU tensors over "
       "time, peak {}</text>\n",
       kWidth, height, kWidth, height, kWidth, height, kLeft, readable_bytes(peak));
+  if (lasting > 0)
+    svg += fmt::format(
+        "<text x=\"{}\" y=\"24\" text-anchor=\"end\">not drawn: {} of other tensors, alive all the "
+        "time</text>\n",
+        kRight, readable_bytes(lasting));
 
   double legend = kLeft;
   for (const Kind& kind : kKinds) {
@@ -155,8 +171,8 @@ std::string memory_picture(const std::vector<Event>& events) {
     legend += 45 + 6.2 * static_cast<double>(std::char_traits<char>::length(kind.name));
   }
 
-  const double byte_step = nice_step(static_cast<double>(peak));
-  for (double bytes = 0; bytes <= static_cast<double>(peak); bytes += byte_step)
+  const double byte_step = nice_step(static_cast<double>(top));
+  for (double bytes = 0; bytes <= static_cast<double>(top); bytes += byte_step)
     svg += fmt::format(
         "<line x1=\"{}\" y1=\"{:.1f}\" x2=\"{}\" y2=\"{:.1f}\" stroke=\"#e4e4e4\"/><text x=\"{}\" "
         "y=\"{:.1f}\" text-anchor=\"end\">{}</text>\n",
@@ -189,7 +205,9 @@ std::string memory_picture(const std::vector<Event>& events) {
     std::string up, down;
     for (std::size_t i = 0; i < kColumns; ++i) {
       const double below = floor_of[i];
-      const double above = below + static_cast<double>(kind.bytes(bounded(columns[i])));
+      const LiveKinds b = bounded(columns[i]);
+      const int64_t hidden = kind.bytes == other_bytes ? std::min(lasting, other_bytes(b)) : 0;
+      const double above = below + static_cast<double>(kind.bytes(b) - hidden);
       floor_of[i] = above;
       const double from = x(static_cast<double>(i) * column_ms);
       const double to = x(static_cast<double>(i + 1) * column_ms);
@@ -218,11 +236,17 @@ std::string memory_picture(const std::vector<Event>& events) {
   for (const Bar& bar : bars) {
     const auto row = static_cast<double>(rows.at({bar.thread, bar.depth}));
     const double from = x(bar.from_ms), width = std::max(x(bar.to_ms) - from, 0.5);
-    const double top = bars_top + row * (kBarHeight + kBarGap);
+    const double row_top = bars_top + row * (kBarHeight + kBarGap);
     svg += fmt::format(
         "<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" stroke=\"white\" "
         "stroke-width=\"0.4\"><title>{}</title></rect>\n",
-        from, top, width, kBarHeight, bar.color, xml_text(bar.title));
+        from, row_top, width, kBarHeight, bar.color, xml_text(bar.title));
+    // Where it fits; the pointer goes through it to the bar.
+    if (width > 14 + kLetterWidth * static_cast<double>(bar.name.size()))
+      svg += fmt::format(
+          "<text x=\"{:.2f}\" y=\"{:.1f}\" font-size=\"11\" fill=\"white\" "
+          "pointer-events=\"none\">{}</text>\n",
+          from + 5, row_top + kBarHeight - 4, xml_text(bar.name));
   }
   return svg + "</svg>\n";
 }

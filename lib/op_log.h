@@ -2,10 +2,12 @@
 // The operators a thread runs, by name and argument shapes, for debug reports. Bounded.
 
 #include <ATen/record_function.h>
+#include <c10/util/Backtrace.h>
 
 #include <cstdint>
 #include <deque>
 #include <string>
+#include <vector>
 
 namespace remat {
 
@@ -13,14 +15,24 @@ namespace remat {
 class OpLog {
  public:
   static constexpr std::size_t max_entries = 1024;
-  void add(std::string entry);
+  /// `stack` may be null; it is made readable only if somebody reads it.
+  void add(std::string text, c10::Backtrace stack);
   /// Operators seen so far, the forgotten ones included.
   int64_t size() const { return forgotten_ + static_cast<int64_t>(entries_.size()); }
   /// The text of the operator with that number (from 0), empty if forgotten or not seen.
   std::string at(int64_t number) const;
+  /// The C++ functions that called it, innermost first, without those that lead from an operator's
+  /// call to this log. None unless the environment said REMAT_DEBUG_STACKS=1 when the pass began.
+  std::vector<std::string> stack_at(int64_t number) const;
+  bool keeps_stacks = false;
 
  private:
-  std::deque<std::string> entries_;
+  struct Entry {
+    std::string text;
+    c10::Backtrace stack;
+  };
+  const Entry* find(int64_t number) const;
+  std::deque<Entry> entries_;
   int64_t forgotten_ = 0;
 };
 

@@ -15,6 +15,7 @@
 #include "lib/hook_stack.h"
 #include "lib/match.h"
 #include "lib/planted_fault.h"
+#include "lib/profiler.h"
 #include "lib/replay.h"
 #include "lib/stack_room.h"
 
@@ -180,6 +181,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
   count(live_counters.recomputes);
   try {
     recording::RecomputeSpan span(*frame);
+    const auto profiled = profiler::recompute_scope(*frame);
     const ObservedRecompute observed(frame->user_state(), frame->id(), frame->depth(),
                                      frame->name());
     std::vector<at::Tensor> inputs = frame->unpack_inputs();

@@ -62,28 +62,34 @@ class Recordings {
  public:
   void add(std::shared_ptr<Recording> recording) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    alive_.push_back(std::move(recording));
+    auto more = std::make_shared<List>(*alive_);
+    more->push_back(std::move(recording));
+    alive_ = std::move(more);
     recording::num_alive.fetch_add(1);
   }
   void remove(const Recording& recording) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    std::erase_if(alive_, [&](const auto& each) { return each.get() == &recording; });
+    auto fewer = std::make_shared<List>(*alive_);
+    std::erase_if(*fewer, [&](const auto& each) { return each.get() == &recording; });
+    alive_ = std::move(fewer);
     if (recording::num_alive.fetch_sub(1) == 1) kept.forget_parameters();
   }
   template <class Visitor>
   void visit(Visitor&& visitor) {
-    std::vector<std::shared_ptr<Recording>> all;
+    std::shared_ptr<const List> all;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       all = alive_;
     }
-    for (const auto& each : all) visitor(*each);
+    for (const auto& each : *all) visitor(*each);
   }
   KeptBytes kept;
 
  private:
+  using List = std::vector<std::shared_ptr<Recording>>;
   std::mutex mutex_;
-  std::vector<std::shared_ptr<Recording>> alive_;
+  std::shared_ptr<const List> alive_ =
+      std::make_shared<List>();  // never changed, so visits share it
 };
 
 Recordings& recordings() {

@@ -1,6 +1,11 @@
 // What a mismatch between forward and recompute says: texts, kinds and fields of CheckpointError.
 
+#include <malloc.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <sstream>
 #include <stdexcept>
 
 #include "tests/support/support.h"
@@ -44,6 +49,26 @@ int64_t lines_of(const std::string& text) { return std::count(text.begin(), text
 
 constexpr auto debug_sentence =
     "You are seeing this error because you passed `debug=True` to checkpoint";
+
+/// REMAT_DEBUG_STACKS for a scope.
+struct StacksInDebug {
+  explicit StacksInDebug(bool enabled = true) {
+    ::setenv("REMAT_DEBUG_STACKS", enabled ? "1" : "0", 1);
+  }
+  StacksInDebug(const StacksInDebug&) = delete;
+  StacksInDebug& operator=(const StacksInDebug&) = delete;
+  ~StacksInDebug() { ::unsetenv("REMAT_DEBUG_STACKS"); }
+};
+
+/// The lines after `heading` that are indented more than any other.
+std::vector<std::string> frames_below(const std::string& text, const std::string& heading) {
+  std::vector<std::string> frames;
+  std::istringstream lines(text.substr(std::min(text.find(heading), text.size())));
+  std::string line;
+  std::getline(lines, line);
+  while (std::getline(lines, line) && line.substr(0, 4) == "    ") frames.push_back(line);
+  return frames;
+}
 
 }  // namespace
 
@@ -178,6 +203,62 @@ TEST_CASE("a debug guard without a value defers to the option", "[error][debug][
   CHECK((text_of(error).find(debug_sentence) != std::string::npos) == debug);
 }
 
+TEST_CASE("REMAT_DEBUG_STACKS shows where both passes called the first operator that differs",
+          "[error][debug]") {
+  const StacksInDebug stacks;
+  const CheckpointError error = mismatch(save2, alt2, {.debug = true});
+  const std::string text = text_of(error);
+  INFO(text);
+  for (const char* pass : {"Called in the forward by:", "Called in the recompute by:"}) {
+    const auto frames = frames_below(text, pass);
+    REQUIRE_FALSE(frames.empty());
+    CHECK(frames.size() <= 8);
+    // The functions of this program are among them; what lies between them and the log is not.
+    CHECK(std::any_of(frames.begin(), frames.end(), [](const std::string& frame) {
+      return frame.find(program_invocation_short_name) != std::string::npos;
+    }));
+    for (const std::string& frame : frames) {
+      CHECK_THAT(frame, !contains("RecordFunction"));
+      CHECK_THAT(frame, !contains("libremat"));
+      CHECK_THAT(frame, !contains("torch::autograd::Engine"));  // it asked for the recompute
+    }
+  }
+  // Two calls from two places.
+  CHECK(frames_below(text, "Called in the forward")[0] !=
+        frames_below(text, "Called in the recompute")[0]);
+  CHECK_THAT(text, !contains("REMAT_DEBUG_STACKS"));
+}
+
+TEST_CASE("without REMAT_DEBUG_STACKS a debug report has no stacks and says how to get them",
+          "[error][debug]") {
+  std::optional<StacksInDebug> stacks;
+  if (GENERATE(false, true)) stacks.emplace(false);
+  const std::string text = text_of(mismatch(save2, alt2, {.debug = true}));
+  CHECK_THAT(text, !contains("Called in the"));
+  CHECK_THAT(text, contains("REMAT_DEBUG_STACKS=1"));
+  stacks.emplace();
+  CHECK_THAT(text_of(mismatch(save2, alt2)), !contains("Called in the"));  // no debug mode
+}
+
+TEST_CASE("the stacks of forgotten operators are let go", "[error][debug]") {
+  const StacksInDebug stacks;
+  const Tensor a = leaf({1});
+  const auto held_by = [&](int64_t operators) {
+    const auto before = ::mallinfo2().uordblks;
+    const Tensor y = checkpoint(
+        {.debug = true},
+        [&](const Tensor& x) {
+          for (int64_t i = 0; i < operators; ++i) at::alias(x);  // saves nothing
+          return x.sin();
+        },
+        a);
+    return static_cast<int64_t>(::mallinfo2().uordblks - before);
+  };
+  held_by(2'000);
+  const int64_t held = held_by(2'000);
+  CHECK(held_by(8'000) < held + held / 2 + 10'000);
+}
+
 TEST_CASE("debug with a context_fn is refused", "[error][debug][DBG-04]") {
   const Tensor a = leaf({1});
   Calls calls;
@@ -252,6 +333,8 @@ TEST_CASE("what is no std::exception arrives as itself from forward, wrapped fro
 TEST_CASE("the text names region, position and both descriptions in a few lines",
           "[error][GUA-36]") {
   const bool debug = GENERATE(false, true);
+  std::optional<StacksInDebug> stacks;
+  if (debug && GENERATE(false, true)) stacks.emplace();
   const int64_t steps = 200;
   const auto chain = [=](bool other) {
     return [=](const Tensor& x) {
@@ -279,11 +362,31 @@ TEST_CASE("the text names region, position and both descriptions in a few lines"
   if (debug) {
     CHECK_THAT(first.forward_op, contains("aten::sin"));
     CHECK_THAT(text, contains("aten::expand"));  // the first operator that differs
+    CHECK(frames_below(text, "Called in the recompute").empty() == !stacks);
   } else {
     CHECK_THAT(text, contains("debug"));  // how to get the operators
   }
   CHECK(error.region() == "encoder");
   CHECK(error.frame_id() >= 0);
+}
+
+TEST_CASE("a report of other tensors and another number of them stays short", "[error][debug]") {
+  const StacksInDebug stacks;
+  const auto chain = [](int64_t steps, bool other) {
+    return [=](const Tensor& x) {
+      Tensor y = other ? x.expand({2}).sin() : x.sin();
+      for (int64_t i = 0; i < steps; ++i) y = y.sin();
+      return y;
+    };
+  };
+  const EarlyStopGuard to_the_end(false);
+  const bool is_more = GENERATE(false, true);
+  const CheckpointError error =
+      mismatch(chain(50, false), chain(is_more ? 60 : 40, true), {.name = "n", .debug = true});
+  CHECK(error.kind() == (is_more ? Kind::MoreTensors : Kind::FewerTensors));
+  CHECK(error.mismatches().size() > 5);
+  CHECK(lines_of(text_of(error)) < 60);
+  CHECK_FALSE(frames_below(text_of(error), "Called in the recompute").empty());
 }
 
 TEST_CASE("an error knows the frame that current_phase() reports", "[error]") {

@@ -211,6 +211,40 @@ TEST_CASE("live bytes are sampled by kind", "[report][recorder]") {
   CHECK_THAT(picture, contains("recomputed: "));
 }
 
+TEST_CASE("the picture leaves out what is there all the time, and names the regions",
+          "[report][recorder]") {
+  const Tensor x = leaf({50'000});
+  const auto picture_of_a_step = [&] {
+    const auto path = in_temporary_folder("step.svg");
+    const Recorder recorder;
+    checkpoint({.name = "<r>"}, [](const Tensor& t) { return t.sin().exp(); }, x).sum().backward();
+    recorder.write_memory_svg(path);
+    const std::string picture = text_in(path);
+    std::filesystem::remove(path);
+    return picture;
+  };
+  picture_of_a_step();  // from now on x has a gradient
+  const std::string alone = picture_of_a_step();
+  const Tensor beside = at::zeros({25'000'000});
+  const std::string with_beside = picture_of_a_step();
+  CHECK_THAT(with_beside, contains("not drawn: 100."));
+  CHECK_THAT(alone, !contains("not drawn: 100."));
+  // So the axis has the same numbers.
+  const auto axis_of = [](const std::string& picture) {
+    const std::string end = "text-anchor=\"end\">";
+    std::vector<std::string> numbers;
+    for (size_t at = picture.find(end); at != std::string::npos; at = picture.find(end, at + 1)) {
+      const size_t from = at + end.size();
+      const std::string number = picture.substr(from, picture.find('<', from) - from);
+      if (number.find("not drawn") == std::string::npos) numbers.push_back(number);
+    }
+    return numbers;
+  };
+  CHECK(axis_of(alone).size() >= 3);
+  CHECK(axis_of(alone) == axis_of(with_beside));
+  CHECK(occurrences(with_beside, ">&lt;r&gt;</text>") == 2);  // forward and recompute
+}
+
 TEST_CASE("regions of several threads are recorded", "[report][recorder]") {
   const Recorder recorder;
   std::vector<std::thread> threads;

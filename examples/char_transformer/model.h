@@ -104,17 +104,18 @@ class CharTransformerImpl : public torch::nn::Module {
         for (size_t i = 0; i < blocks_.size(); i += group_) {
           const auto first = blocks_.begin() + i;
           const auto last = blocks_.begin() + std::min(i + group_, blocks_.size());
-          x = remat::checkpoint(&CharTransformerImpl::run_checkpointed,
+          x = remat::checkpoint({.name = "group"}, &CharTransformerImpl::run_checkpointed,
                                 std::vector<Block>(first, last), x);
         }
         break;
       case Checkpointing::SaveMatmuls:
         for (Block& block : blocks_)
-          x = remat::checkpoint({.policy = remat::save_matmuls()}, block, x);
+          x = remat::checkpoint({.name = "block", .policy = remat::save_matmuls()}, block, x);
         break;
       case Checkpointing::SaveByName:
         for (Block& block : blocks_)
-          x = remat::checkpoint({.policy = remat::save_names({"attention"})}, block, x);
+          x = remat::checkpoint({.name = "block", .policy = remat::save_names({"attention"})},
+                                block, x);
         break;
     }
     return output_(norm_(x));
@@ -128,7 +129,7 @@ class CharTransformerImpl : public torch::nn::Module {
  private:
   // Keeps the input of each block and recomputes the inside of one block at a time in backward.
   static torch::Tensor run_checkpointed(std::vector<Block> blocks, torch::Tensor x) {
-    for (const Block& block : blocks) x = remat::checkpoint(block, x);
+    for (const Block& block : blocks) x = remat::checkpoint({.name = "block"}, block, x);
     return x;
   }
 

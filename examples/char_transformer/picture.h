@@ -88,7 +88,7 @@ class Picture {
     std::string svg;
     for (const Curve& curve : curves_) {
       std::string points;
-      for (const auto& [px, py] : pixels(curve)) points += format("%.1f,%.1f ", px, py);
+      for (const auto& [px, py] : pixels(curve)) points += format("%g,%.1f ", px, py);
       svg += "<polygon fill=\"" + curve.color + "\" fill-opacity=\"0.15\" points=\"" +
              format("%.1f,%.1f ", x(curve.samples.front().ms), y(0)) + points +
              format("%.1f,%.1f", x(curve.samples.back().ms), y(0)) + "\"/>\n";
@@ -103,18 +103,19 @@ class Picture {
   std::vector<std::pair<double, double>> pixels(const Curve& curve) const {
     std::vector<std::pair<double, double>> points;
     double column = -1, level = y(0), low = level, high = level;
+    const auto add = [&](double at, double to) {
+      if (points.empty() || points.back() != std::pair(at, to)) points.emplace_back(at, to);
+    };
     const auto finish_column = [&] {
       if (column < 0) return;
-      points.emplace_back(column, high);
-      points.emplace_back(column, low);
-      points.emplace_back(column, level);
+      for (const double each : {high, low, level}) add(column, each);
     };
     for (const Sample& sample : curve.samples) {
       const double sample_column = std::floor(x(sample.ms));
       if (sample_column != column) {
         finish_column();
         column = sample_column;
-        points.emplace_back(column, level);
+        add(column, level);
         low = high = level;
       }
       level = y(megabytes(sample.bytes));

@@ -14,6 +14,10 @@
 #include "remat/export.h"
 #include "remat/options.h"
 
+namespace at {
+struct RecordFunction;
+}
+
 namespace remat {
 
 class Frame;       // lib/frame.h
@@ -85,6 +89,7 @@ class REMAT_API ForwardRun {
   std::shared_ptr<void> user_scope_;
   std::shared_ptr<void> sight_;  // operators come to the policy
   std::unique_ptr<OpLogScope> logging_;
+  std::unique_ptr<at::RecordFunction> profiled_;  // if LibTorch's profiler looks
 };
 
 template <class F, class... A>

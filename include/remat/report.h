@@ -54,7 +54,7 @@ struct REMAT_API Report {
 struct RecorderOptions {
   /// Sample the live bytes of CPU tensors at every event and every allocation.
   bool memory = true;
-  /// Also record the operators that run, on every thread. Costs about 1 us each.
+  /// Also record the operators that run, on every thread. Costs 1 to 3 us each.
   bool operators = false;
   /// The oldest events go first, and the report says so. Sums stay exact.
   int64_t max_events = 1 << 20;

@@ -45,7 +45,9 @@ class REMAT_API EarlyStopGuard : detail::ScopeGuard {
 };
 
 /// Turns debug mode on or off over `CheckpointOptions`; `std::nullopt` defers to the option. Read
-/// when a region runs forward (upstream: `set_checkpoint_debug_enabled`).
+/// when a region runs forward (upstream: `set_checkpoint_debug_enabled`). With REMAT_DEBUG_STACKS=1
+/// in the environment the report also shows the C++ functions that called the first operator that
+/// differs, for 10 to 20 us an operator.
 class REMAT_API DebugGuard : detail::ScopeGuard {
  public:
   explicit DebugGuard(std::optional<bool> enabled);

@@ -1,0 +1,33 @@
+#pragma once
+// The runs of a region as scopes of LibTorch's own profiler, and of whoever else observes its
+// RecordFunction.
+
+#include <ATen/record_function.h>
+
+#include <memory>
+#include <utility>
+
+namespace remat {
+
+class Frame;
+
+namespace profiler {
+
+std::unique_ptr<at::RecordFunction> begin(at::StepCallbacks observers, const Frame& frame,
+                                          const char* suffix);
+
+/// A scope that ends when it dies, under the region's name ("remat::checkpoint" without one) and
+/// `suffix`; null where nobody observes, which costs one look at the thread's callbacks.
+inline std::unique_ptr<at::RecordFunction> scope_of(const Frame& frame, const char* suffix) {
+  auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  return observers ? begin(std::move(*observers), frame, suffix) : nullptr;
+}
+/// Of the first run: "NAME (forward)". It is seen on the thread that runs the region.
+inline auto forward_scope(const Frame& frame) { return scope_of(frame, " (forward)"); }
+/// Of a recompute: "NAME". It begins before the inputs are there, so it holds the recomputes of the
+/// regions around that it waits for, as RegionReport::recompute_s does.
+inline auto recompute_scope(const Frame& frame) { return scope_of(frame, ""); }
+
+}  // namespace profiler
+
+}  // namespace remat
