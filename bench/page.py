@@ -73,25 +73,23 @@ def region_cost(samples):
         name = f"{params['ops']} operator" + ("s" if params["ops"] > 1 else "")
         name += "" if params["preserve_rng_state"] else ", no RNG state"
         of_work = {key: params[key] for key in ("ops", "preserve_rng_state")}
-        # A re-entrant forward builds no graph inside, so that its overhead can be next to nothing, or less.
-        groups.append((name, [(side, max(samples.one(kind="overhead per region", side=side, **of_work)["min_ns"], 1))
+        groups.append((name, [(side, samples.one(kind="overhead per region", side=side, **of_work)["min_ns"])
                               for side in samples.values("side")]))
     yield "region_cost", plot.bars("Overhead per region", "beyond plain step and one forward; one element, 20 regions in a "
-                                   "chain, minima", "ns per region (logarithmic)", groups, log=True)
+                                   "chain, minima", "ns per region", groups)
 
 
 def scale(samples):
-    def of(shape, value, least=1):
-        return [(line["params"]["count"], value(line)) for line in samples.select(shape=shape, kind="overhead per unit")
-                if line["params"]["count"] >= least and value(line) is not None]
+    def of(unit, value):
+        return [(line["params"]["count"], value(line)) for line in samples.lines
+                if line.get("unit") == unit and value(line) is not None]
 
-    shapes = samples.values("shape")
-    units = {shape: samples.select(shape=shape, kind="overhead per unit")[0]["unit"] for shape in shapes}
-    series = [(f"per {units[shape]}", of(shape, lambda line: line["min_ns"])) for shape in shapes]
-    series.append(("plain step per sin", of(shapes[0], lambda line: line["plain_ns_per_unit"])))
+    units = list(dict.fromkeys(line["unit"] for line in samples.lines if line.get("unit", "all of it") != "all of it"))
+    series = [(f"per {unit}", of(unit, lambda line: line["min_ns"])) for unit in units]
+    series.append(("plain step per sin", of(units[0], lambda line: line["plain_ns_per_unit"])))
     yield "scale_time", plot.lines("Overhead per unit against their number", "beyond plain step and one forward; one element, "
-                                   "minima", "how many", "ns per unit", series, log_x=True)
-    series = [(f"per {units[shape]}", of(shape, lambda line: line.get("bytes_per_unit"))) for shape in shapes]
+                                   "minima", "how many", "ns per unit (logarithmic)", series, log_x=True, log_y=True)
+    series = [(f"per {unit}", of(unit, lambda line: line.get("bytes_per_unit"))) for unit in units]
     series = [(name, points) for name, points in series if points]
     if series:
         yield "scale_bytes", plot.lines("Bytes of bookkeeping per unit against their number", "held between forward and "
@@ -150,13 +148,15 @@ def plan_curve(samples):
     yield "plan_curve", plot.bars("Time to find the frontier of all budgets", "minima", "ms (logarithmic)", groups, log=True)
 
 
-def facts(every):
+def facts(folder, every):
     first = every["region_cost"].lines[0]
     commits = sorted({line["commit"] for samples in every.values() for line in samples.lines})
     clocks = sorted({line["params"]["clock"] for samples in every.values() for line in samples.lines if "clock" in line["params"]})
     counts = sorted({line["samples"] for samples in every.values() for line in samples.lines if "samples" in line})
+    load = (folder / "load").read_text().split()[0]
     return [f"* Machine: {processor()}, {len(re.findall('^processor', pathlib.Path('/proc/cpuinfo').read_text(), re.M))} "
-            f"cores. LibTorch {first['torch']}, {first['compiler']}, `-O2 -DNDEBUG`.",
+            f"cores; load when the run began (1 is one busy core): {load}.",
+            f"* LibTorch {first['torch']}, {first['compiler']}, `-O2 -DNDEBUG`.",
             f"* Commit: {', '.join(commits)}. Clock: {', '.join(clocks)}. Samples of each: {', '.join(map(str, counts))}.",
             f"* {datetime.date.today().isoformat()}, all parts one after the other; the command of each stands below."]
 
@@ -178,8 +178,9 @@ def main():
     page = ["# What the benchmarks measured", "",
             "Made by `./dev bench`; [METHOD.md](METHOD.md) says how each is measured and what it leaves out. Minima are over",
             "rounds in which everything that is compared takes turns. Every program compares gradients with plain autograd's,",
-            "bit by bit, before it takes a time.", "", *facts(every), ""]
-    arguments = (folder / "arguments").read_text().split() if (folder / "arguments").exists() else []
+            "bit by bit, before it takes a time.", "", *facts(folder, every)]
+    arguments = (folder / "arguments").read_text().split()
+    page += ["* A quick look: with the arguments that stand below, not the defaults.", ""] if arguments else [""]
     for name, question, words in SECTIONS:
         command = " ".join(["./dev bench", name, *arguments])
         page += [f"## {question}", "", words, "", f"`{command}`", "", "```text", *table_of(folder, name), "```", ""]

@@ -4,12 +4,14 @@ import math
 from xml.sax.saxutils import escape
 
 COLORS = ("#4c72b0", "#dd8452", "#2e8b57", "#8172b2", "#b5651d", "#444444")
+DASHES = ("", ' stroke-dasharray="7 4"')  # a line shows beneath the next one
 WIDTH, HEIGHT = 720, 400
-LEFT, RIGHT, TOP, BOTTOM = 78, 24, 74, 58
+LEFT, RIGHT, TOP, BOTTOM = 78, 36, 74, 58
 
 
-def text(x, y, words, anchor="start", size=13, color="#222222", turn=None):
+def text(x, y, words, anchor="start", size=13, color="#222222", turn=None, halo=False):
     around = f' transform="rotate({turn} {x:.1f} {y:.1f})"' if turn else ""
+    around += ' stroke="white" stroke-width="4" paint-order="stroke"' if halo else ""
     return (f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{around}>'
             f"{escape(words)}</text>")
 
@@ -116,10 +118,11 @@ def lines(title, subtitle, x_label, y_label, series, log_x=False, log_y=False, m
         y = picture.y(up, value)
         picture.parts += [line(picture.left, y, WIDTH - RIGHT, y, "#bb3333", 1.2, "6 4"),
                           text(WIDTH - RIGHT - 4, y - 5, name, "end", 12, "#bb3333")]
-    for (_, points), color in zip(series, COLORS):
+    for index, ((_, points), color) in enumerate(zip(series, COLORS)):
         places = [(picture.x(across, x), picture.y(up, y)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        picture.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        picture.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"'
+                             f'{DASHES[index % 2]}/>')
         picture.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in places]
     picture.legend([(name, color) for (name, _), color in zip(series, COLORS)])
     return picture.done()
@@ -137,6 +140,10 @@ def bars(title, subtitle, x_label, groups, log=False, mark=None):
         across.high += (across.ticks[1] - across.ticks[0]) * 0.6  # room for the last number
     picture.draw_x(across)
     picture.frame()
+    if mark:
+        x = picture.x(across, mark[1])
+        picture.parts += [line(x, TOP - 4, x, picture.height - BOTTOM, "#bb3333", 1.2, "6 4"),
+                          text(x, TOP - 8, mark[0], "middle", 12, "#bb3333")]
     y = TOP + gap / 2
     for name, group in groups:
         picture.parts.append(text(picture.left - 8, y + thick * len(group) / 2 + 4, name, "end", 12))
@@ -145,13 +152,10 @@ def bars(title, subtitle, x_label, groups, log=False, mark=None):
             color = COLORS[names.index(series)]
             picture.parts += [f'<rect x="{picture.left}" y="{y:.1f}" width="{max(end - picture.left, 1):.1f}" '
                               f'height="{thick - 2}" fill="{color}"/>',
-                              text(end + 4, y + thick - 4.5, number(value), size=11, color="#444444")]
+                              text(max(end, picture.left) + 4, y + thick - 4.5, number(value), size=11, color="#444444",
+                                   halo=True)]
             y += thick
         y += gap
-    if mark:
-        x = picture.x(across, mark[1])
-        picture.parts += [line(x, TOP - 4, x, picture.height - BOTTOM, "#bb3333", 1.2, "6 4"),
-                          text(x, TOP - 8, mark[0], "middle", 12, "#bb3333")]
     if len(names) > 1:
         picture.legend([(name, COLORS[i]) for i, name in enumerate(names)])
     return picture.done()

@@ -14,7 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <unordered_set>
@@ -163,8 +163,10 @@ bench::HeapCount held_by(Make make) {
 }
 
 struct Bytes {
-  double checkpointed = 0, plain = 0, nodes = 0, tensor = 0;  ///< [bytes] held after forward
-  double bookkeeping = 0;  ///< [bytes] of the regions, beyond nodes and kept tensors
+  double checkpointed = 0, plain = 0;  ///< [bytes] held after forward
+  double nodes = 0;                    ///< [bytes] of the plain graph without what it saved
+  double tensor = 0;                   ///< [bytes] of one tensor
+  double bookkeeping = 0;              ///< [bytes] of the regions, beyond nodes and kept tensors
 };
 
 /// Throws if a graph that is gone has left something: a count that leaks says nothing.
@@ -206,75 +208,112 @@ void verify(const Shape& shape, int64_t count) {
 
 /// The cells of one shape and count, in this order.
 enum Kind { Forward, Plain, Checkpointed, kinds };
+constexpr const char* kind_names[] = {"forward", "plain", "checkpointed"};
 
-void print_shape(const Shape& shape, const std::vector<bench::Cell>& cells,
-                 const bench::Arguments& arguments) {
-  std::fprintf(stderr, "%-30s %12s %10s %12s %14s %12s\n",
-               (std::string("overhead per ") + shape.unit).c_str(), "min [ns]", "median",
-               "plain step", "of plain+fwd", "bytes");
-  double least[3] = {INFINITY, INFINITY, INFINITY}, most[3] = {0, 0, 0};
-  double first_ns = 0, first_median_ns = 0, first_bytes = 0;
+/// What one count of a shape costs.
+struct Row {
+  int64_t count = 0;
+  const char* unit = "";
+  bench::Statistics overhead{};  ///< [ns] per unit
+  double plain_ns = 0;           ///< of the plain step, per `sin`
+  double of_ideal = 0;           ///< the checkpointed step over plain step and what is run again
+  std::optional<Bytes> bytes{};
+  double bytes_per_unit = 0;
+};
+
+std::vector<Row> rows_of(const Shape& shape, const std::vector<bench::Cell>& cells) {
+  std::vector<Row> rows;
+  bench::Statistics first;
+  double first_bytes = 0;
   for (std::size_t i = 0; i < shape.counts.size(); ++i) {
-    const int64_t count = shape.counts[i];
     const bench::Cell* const cell = &cells[i * kinds];
-    const double number = static_cast<double>(count), runs = shape.recomputed(number);
-    // The forward that is recomputed, in plain forwards.
-    bench::Statistics cost =
-        bench::overhead(cell[Checkpointed], cell[Plain], cell[Forward], runs / number, 1);
-    Bytes bytes;
-    if (shape.has_bytes && REMAT_BENCH_COUNTS_HEAP) bytes = bytes_of(shape, count);
+    const double count = static_cast<double>(shape.counts[i]), runs = shape.recomputed(count);
+    // Where more is run again than forward has, that many forwards are not overhead.
+    const double forwards = runs / count;
+    Row row{.count = shape.counts[i], .unit = shape.unit};
+    row.overhead = bench::overhead(cell[Checkpointed], cell[Plain], cell[Forward], forwards, 1);
+    row.plain_ns = cell[Plain].result().min_ns / count;
+    row.of_ideal = cell[Checkpointed].result().min_ns /
+                   (cell[Plain].result().min_ns + forwards * cell[Forward].result().min_ns);
+    if (REMAT_BENCH_COUNTS_HEAP && shape.has_bytes) row.bytes = bytes_of(shape, row.count);
+    row.bytes_per_unit = row.bytes ? row.bytes->bookkeeping : 0;
     double units = runs;
-    const double whole_ns = cost.min_ns, whole_median_ns = cost.median_ns;
-    if (shape.is_beyond_first && i > 0) {
+    if (shape.is_beyond_first && i == 0) {
+      row.unit = "all of it";
+      first = row.overhead;
+      first_bytes = row.bytes_per_unit;
+    } else if (shape.is_beyond_first) {
       units -= 1;
-      cost.min_ns -= first_ns;
-      cost.median_ns -= first_median_ns;
+      row.overhead.min_ns -= first.min_ns;
+      row.overhead.median_ns -= first.median_ns;
+      row.bytes_per_unit -= first_bytes;
     }
-    const double per_unit[3] = {
-        cost.min_ns / units, cell[Plain].result().min_ns / number,
-        (bytes.bookkeeping - (shape.is_beyond_first && i > 0 ? first_bytes : 0)) / units};
-    if (i == 0)
-      first_ns = whole_ns, first_median_ns = whole_median_ns, first_bytes = bytes.bookkeeping;
-    cost.min_ns /= units, cost.median_ns /= units, cost.mad_ns /= units;
-    const double of_ideal =
-        cell[Checkpointed].result().min_ns /
-        (cell[Plain].result().min_ns + runs / number * cell[Forward].result().min_ns);
-    const std::string params = std::string("\"shape\": \"") + shape.name +
-                               "\", \"count\": " + std::to_string(count) + ", " +
-                               arguments.clock_member();
-    constexpr const char* names[] = {"forward", "plain", "checkpointed"};
-    for (int kind = 0; kind < kinds; ++kind)
-      bench::print_json("scale", params + ", \"kind\": \"" + names[kind] + '"', cell[kind].result(),
-                        at::get_num_threads(), arguments.commit);
-    char measured[512];
-    std::snprintf(measured, sizeof measured,
-                  "\"unit\": \"%s\", \"plain_ns_per_unit\": %.1f, \"of_plain_and_forward\": %.4f",
-                  shape.unit, per_unit[1], of_ideal);
-    std::string more = measured;
-    if (shape.has_bytes && REMAT_BENCH_COUNTS_HEAP) {
-      std::snprintf(measured, sizeof measured,
-                    ", \"bytes_per_unit\": %.1f, \"held_bytes\": %.0f, \"plain_held_bytes\": %.0f, "
-                    "\"nodes_bytes\": %.0f, \"tensor_bytes\": %.0f",
-                    per_unit[2], bytes.checkpointed, bytes.plain, bytes.nodes, bytes.tensor);
-      more += measured;
-    }
-    bench::print_json("scale", params + ", \"kind\": \"overhead per unit\"", cost,
-                      at::get_num_threads(), arguments.commit, more);
-    char in_bytes[32] = "-";
-    if (shape.has_bytes && REMAT_BENCH_COUNTS_HEAP)
-      std::snprintf(in_bytes, sizeof in_bytes, "%.1f", per_unit[2]);
-    std::fprintf(stderr, "%-30s %12.0f %10.0f %12.0f %14.3f %12s\n",
-                 (std::to_string(count) + (i == 0 ? std::string(" ") + shape.name : "")).c_str(),
-                 cost.min_ns, cost.median_ns, per_unit[1], of_ideal, in_bytes);
-    // One is a unit without others beside it, or another thing altogether.
-    for (int k = 0; k < 3 && i > 0; ++k) {
-      least[k] = std::min(least[k], per_unit[k]);
-      most[k] = std::max(most[k], per_unit[k]);
-    }
+    for (double* each :
+         {&row.overhead.min_ns, &row.overhead.median_ns, &row.overhead.mad_ns, &row.bytes_per_unit})
+      *each /= units;
+    rows.push_back(row);
   }
-  std::fprintf(stderr, "%-30s %12.2f %10s %12.2f %14s %12.2f\n", "    most / least, from 10 on",
-               most[0] / least[0], "", most[1] / least[1], "",
-               least[2] > 0 ? most[2] / least[2] : 0.0);
+  return rows;
+}
+
+template <class... Values>
+std::string text(const char* format, Values... values) {
+  char line[512];
+  std::snprintf(line, sizeof line, format, values...);
+  return line;
+}
+
+void print_lines(const Shape& shape, const std::vector<bench::Cell>& cells,
+                 const std::vector<Row>& rows, const bench::Arguments& arguments) {
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const Row& row = rows[i];
+    const std::string params = text("\"shape\": \"%s\", \"count\": %lld, ", shape.name,
+                                    static_cast<long long>(row.count)) +
+                               arguments.clock_member();
+    for (std::size_t kind = 0; kind < kinds; ++kind)
+      bench::print_json("scale", params + text(", \"kind\": \"%s\"", kind_names[kind]),
+                        cells[i * kinds + kind].result(), at::get_num_threads(), arguments.commit);
+    std::string measured =
+        text("\"unit\": \"%s\", \"plain_ns_per_unit\": %.1f, \"of_plain_and_forward\": %.4f",
+             row.unit, row.plain_ns, row.of_ideal);
+    if (row.bytes)
+      measured += text(
+          ", \"bytes_per_unit\": %.1f, \"held_bytes\": %.0f, \"plain_held_bytes\": %.0f, "
+          "\"nodes_bytes\": %.0f, \"tensor_bytes\": %.0f",
+          row.bytes_per_unit, row.bytes->checkpointed, row.bytes->plain, row.bytes->nodes,
+          row.bytes->tensor);
+    bench::print_json("scale", params + ", \"kind\": \"overhead per unit\"", row.overhead,
+                      at::get_num_threads(), arguments.commit, measured);
+  }
+}
+
+void print_table(const Shape& shape, const std::vector<Row>& rows) {
+  std::fprintf(stderr, "%-34s %9s %9s %11s %13s %9s\n", text("overhead per %s", shape.unit).c_str(),
+               "min [ns]", "median", "plain step", "of plain+fwd", "bytes");
+  const auto bytes = [](bool is_there, const char* format, double value) {
+    return is_there ? text(format, value) : std::string("-");
+  };
+  for (const Row& row : rows)
+    std::fprintf(stderr, "%-34s %9.0f %9.0f %11.0f %13.3f %9s\n",
+                 text("%lld%s", static_cast<long long>(row.count),
+                      &row == rows.data() ? text(" (%s)", shape.name).c_str() : "")
+                     .c_str(),
+                 row.overhead.min_ns, row.overhead.median_ns, row.plain_ns, row.of_ideal,
+                 bytes(row.bytes.has_value(), "%.1f", row.bytes_per_unit).c_str());
+  // Without the first row: one is a unit that has no others beside it, or another thing.
+  const auto spread = [&](auto value) {
+    const auto [least, most] =
+        std::minmax_element(rows.begin() + 1, rows.end(),
+                            [&](const Row& a, const Row& b) { return value(a) < value(b); });
+    return value(*most) / value(*least);
+  };
+  std::fprintf(stderr, "%-34s %9.2f %9.2f %11.2f %13s %9s\n", "    most / least, from 10 on",
+               spread([](const Row& row) { return row.overhead.min_ns; }),
+               spread([](const Row& row) { return row.overhead.median_ns; }),
+               spread([](const Row& row) { return row.plain_ns; }), "",
+               bytes(rows.back().bytes.has_value(), "%.2f",
+                     spread([](const Row& row) { return row.bytes_per_unit; }))
+                   .c_str());
 }
 
 int run(int argc, char** argv) {
@@ -312,7 +351,9 @@ int run(int argc, char** argv) {
       });
     }
     bench::measure(cells, arguments);
-    print_shape(shape, cells, arguments);
+    const std::vector<Row> rows = rows_of(shape, cells);
+    print_lines(shape, cells, rows, arguments);
+    print_table(shape, rows);
   }
   return 0;
 }
