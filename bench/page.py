@@ -12,6 +12,7 @@ import pathlib
 import re
 import shutil
 import sys
+import textwrap
 
 import plot
 
@@ -183,7 +184,7 @@ def main():
     page += ["* A quick look: with the arguments that stand below, not the defaults.", ""] if arguments else [""]
     for name, question, words in SECTIONS:
         command = " ".join(["./dev bench", name, *arguments])
-        page += [f"## {question}", "", words, "", f"`{command}`", "", "```text", *table_of(folder, name), "```", ""]
+        page += [f"## {question}", "", textwrap.fill(words, 118), "", f"`{command}`", "", "```text", *table_of(folder, name), "```", ""]
         for file, picture in globals()[name](every[name]) if name in globals() else ():
             (plots / f"{file}.svg").write_text(picture)
             title = re.search(r'font-size="16"[^>]*>([^<]*)<', picture)[1]

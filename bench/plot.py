@@ -4,14 +4,16 @@ import math
 from xml.sax.saxutils import escape
 
 COLORS = ("#4c72b0", "#dd8452", "#2e8b57", "#8172b2", "#b5651d", "#444444")
-DASHES = ("", ' stroke-dasharray="7 4"')  # a line shows beneath the next one
+DASHES = ("", "", ' stroke-dasharray="7 4"')  # a line shows beneath the third one
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 78, 36, 74, 58
 
 
 def text(x, y, words, anchor="start", size=13, color="#222222", turn=None, halo=False):
     around = f' transform="rotate({turn} {x:.1f} {y:.1f})"' if turn else ""
-    around += ' stroke="white" stroke-width="4" paint-order="stroke"' if halo else ""
+    if halo:  # a white copy beneath: not every viewer knows paint-order
+        white = text(x, y, words, anchor, size, "white", turn).replace("<text", '<text stroke="white" stroke-width="4"')
+        return white + text(x, y, words, anchor, size, color, turn)
     return (f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}" text-anchor="{anchor}"{around}>'
             f"{escape(words)}</text>")
 
@@ -107,7 +109,10 @@ class Picture:
 
 
 def lines(title, subtitle, x_label, y_label, series, log_x=False, log_y=False, marks=()):
-    """`series`: (name, [(x, y)]); `marks`: (name, y) of a horizontal line, an aim."""
+    """`series`: (name, [(x, y)]); `marks`: (name, y) of a horizontal line, an aim. A logarithmic axis has no place for
+    what is not above 0: differences of noisy times can be."""
+    if log_y:
+        series = [(name, [point for point in points if point[1] > 0]) for name, points in series]
     xs = [x for _, points in series for x, _ in points]
     ys = [y for _, points in series for _, y in points] + [y for _, y in marks]
     picture, across, up = Picture(title, subtitle), Axis(x_label, xs, log_x), Axis(y_label, ys, log_y)
@@ -122,7 +127,7 @@ def lines(title, subtitle, x_label, y_label, series, log_x=False, log_y=False, m
         places = [(picture.x(across, x), picture.y(up, y)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         picture.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"'
-                             f'{DASHES[index % 2]}/>')
+                             f'{DASHES[index % 3]}/>')
         picture.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in places]
     picture.legend([(name, color) for (name, _), color in zip(series, COLORS)])
     return picture.done()
