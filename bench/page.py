@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Makes bench/RESULTS.md and bench/plots/ of what `./dev bench` measured.
 
+    python3 bench/page.py --begin FOLDER [ARGUMENT...]    notes the machine, and the arguments of all programs
     python3 bench/page.py FOLDER
 
-FOLDER holds, of each benchmark, NAME.jsonl (its lines) and NAME.txt (its table). Numbers come from there alone.
+FOLDER then holds, of each benchmark, NAME.jsonl (its lines) and NAME.txt (its table). Numbers come from there alone.
 """
 
 import datetime
@@ -13,6 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
+import time
 
 import plot
 
@@ -43,9 +45,25 @@ SECTIONS = (
 )
 
 
-def processor():
+def busy_cores(seconds=2):
+    """How many cores other programs keep busy."""
+    def ticks():
+        first, *cores = [line.split() for line in open("/proc/stat") if line.startswith("cpu")]
+        numbers = list(map(int, first[1:9]))
+        return sum(numbers), numbers[3] + numbers[4], len(cores)
+
+    all_before, idle_before, _ = ticks()
+    time.sleep(seconds)
+    all_after, idle_after, cores = ticks()
+    return cores * (1 - (idle_after - idle_before) / max(all_after - all_before, 1)), cores
+
+
+def begin(folder, arguments):
     found = re.search(r"^model name\s*:\s*(.+)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
-    return found[1] if found else "an unnamed processor"
+    busy, cores = busy_cores()
+    machine = {"processor": found[1] if found else "an unnamed processor", "cores": cores, "busy_cores": round(busy, 2),
+               "date": datetime.date.today().isoformat(), "arguments": arguments}
+    (folder / "machine.json").write_text(json.dumps(machine))
 
 
 class Samples:
@@ -149,17 +167,22 @@ def plan_curve(samples):
     yield "plan_curve", plot.bars("Time to find the frontier of all budgets", "minima", "ms (logarithmic)", groups, log=True)
 
 
-def facts(folder, every):
+def facts(machine, every):
     first = every["region_cost"].lines[0]
-    commits = sorted({line["commit"] for samples in every.values() for line in samples.lines})
-    clocks = sorted({line["params"]["clock"] for samples in every.values() for line in samples.lines if "clock" in line["params"]})
-    counts = sorted({line["samples"] for samples in every.values() for line in samples.lines if "samples" in line})
-    load = (folder / "load").read_text().split()[0]
-    return [f"* Machine: {processor()}, {len(re.findall('^processor', pathlib.Path('/proc/cpuinfo').read_text(), re.M))} "
-            f"cores; load when the run began (1 is one busy core): {load}.",
-            f"* LibTorch {first['torch']}, {first['compiler']}, `-O2 -DNDEBUG`.",
-            f"* Commit: {', '.join(commits)}. Clock: {', '.join(clocks)}. Samples of each: {', '.join(map(str, counts))}.",
-            f"* {datetime.date.today().isoformat()}, all parts one after the other; the command of each stands below."]
+    lines = [line for samples in every.values() for line in samples.lines]
+
+    def of_all(values):
+        return ", ".join(map(str, sorted(set(values))))
+
+    yield (f"* {machine['processor']}, {machine['cores']} cores, of which other programs kept {machine['busy_cores']} busy "
+           f"when the run began; {machine['date']}.")
+    yield f"* LibTorch {first['torch']}, {first['compiler']}, `-O2 -DNDEBUG`; commit {of_all(line['commit'] for line in lines)}."
+    yield (f"* Clock: {of_all(line['params']['clock'] for line in lines if 'clock' in line['params'])}. "
+           f"Samples: {of_all(line['samples'] for line in lines if 'samples' in line)} of each.")
+    if machine["busy_cores"] > 0.2:
+        yield "* **The machine was not idle: times are disturbed.** Bytes and counts are exact."
+    if machine["arguments"]:
+        yield "* A quick look: with the arguments that stand below, not the defaults."
 
 
 def table_of(folder, name):
@@ -168,7 +191,10 @@ def table_of(folder, name):
 
 
 def main():
+    if sys.argv[1] == "--begin":
+        return begin(pathlib.Path(sys.argv[2]), sys.argv[3:])
     folder = pathlib.Path(sys.argv[1])
+    machine = json.loads((folder / "machine.json").read_text())
     without = {file.stem for file in BENCH.glob("*.cpp")} - {name for name, _, _ in SECTIONS}
     if without:
         sys.exit(f"{', '.join(sorted(without))}: no section here")
@@ -179,12 +205,10 @@ def main():
     page = ["# What the benchmarks measured", "",
             "Made by `./dev bench`; [METHOD.md](METHOD.md) says how each is measured and what it leaves out. Minima are over",
             "rounds in which everything that is compared takes turns. Every program compares gradients with plain autograd's,",
-            "bit by bit, before it takes a time.", "", *facts(folder, every)]
-    arguments = (folder / "arguments").read_text().split()
-    page += ["* A quick look: with the arguments that stand below, not the defaults.", ""] if arguments else [""]
+            "bit by bit, before it takes a time.", "", *facts(machine, every), ""]
     for name, question, words in SECTIONS:
-        command = " ".join(["./dev bench", name, *arguments])
-        page += [f"## {question}", "", textwrap.fill(words, 118), "", f"`{command}`", "", "```text", *table_of(folder, name), "```", ""]
+        command = " ".join(["./dev bench", name, *machine["arguments"]])
+        page += [f"## {question}", "", textwrap.fill(words, 118, break_on_hyphens=False), "", f"`{command}`", "", "```text", *table_of(folder, name), "```", ""]
         for file, picture in globals()[name](every[name]) if name in globals() else ():
             (plots / f"{file}.svg").write_text(picture)
             title = re.search(r'font-size="16"[^>]*>([^<]*)<', picture)[1]

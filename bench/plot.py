@@ -5,6 +5,7 @@ from xml.sax.saxutils import escape
 
 COLORS = ("#4c72b0", "#dd8452", "#2e8b57", "#8172b2", "#b5651d", "#444444")
 DASHES = ("", "", ' stroke-dasharray="7 4"')  # a line shows beneath the third one
+MARK = "#bb3333"
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 78, 36, 74, 58
 
@@ -97,8 +98,12 @@ class Picture:
         self.parts += [line(self.left, bottom, WIDTH - RIGHT, bottom, "#444444"),
                        line(self.left, TOP, self.left, bottom, "#444444")]
 
-    def legend(self, names):
+    def legend(self, names, mark=None):
         x = self.left
+        if mark:
+            x = 14
+            self.parts += [line(x, 60, x + 22, 60, MARK, 1.5, "6 4"), text(x + 28, 64.5, mark, size=12, color=MARK)]
+            x += 28 + 6.6 * len(mark) + 20
         for name, color in names:
             self.parts += [f'<rect x="{x:.1f}" y="54" width="12" height="12" fill="{color}"/>',
                            text(x + 17, 64.5, name, size=12)]
@@ -121,8 +126,8 @@ def lines(title, subtitle, x_label, y_label, series, log_x=False, log_y=False, m
     picture.frame()
     for name, value in marks:
         y = picture.y(up, value)
-        picture.parts += [line(picture.left, y, WIDTH - RIGHT, y, "#bb3333", 1.2, "6 4"),
-                          text(WIDTH - RIGHT - 4, y - 5, name, "end", 12, "#bb3333")]
+        picture.parts += [line(picture.left, y, WIDTH - RIGHT, y, MARK, 1.5, "6 4"),
+                          text(WIDTH - RIGHT - 4, y - 5, name, "end", 12, MARK)]
     for index, ((_, points), color) in enumerate(zip(series, COLORS)):
         places = [(picture.x(across, x), picture.y(up, y)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -147,8 +152,7 @@ def bars(title, subtitle, x_label, groups, log=False, mark=None):
     picture.frame()
     if mark:
         x = picture.x(across, mark[1])
-        picture.parts += [line(x, TOP - 4, x, picture.height - BOTTOM, "#bb3333", 1.2, "6 4"),
-                          text(x, TOP - 8, mark[0], "middle", 12, "#bb3333")]
+        picture.parts.append(line(x, TOP, x, picture.height - BOTTOM, MARK, 1.5, "6 4"))
     y = TOP + gap / 2
     for name, group in groups:
         picture.parts.append(text(picture.left - 8, y + thick * len(group) / 2 + 4, name, "end", 12))
@@ -161,8 +165,7 @@ def bars(title, subtitle, x_label, groups, log=False, mark=None):
                                    halo=True)]
             y += thick
         y += gap
-    if len(names) > 1:
-        picture.legend([(name, COLORS[i]) for i, name in enumerate(names)])
+    picture.legend([(name, COLORS[i]) for i, name in enumerate(names) if len(names) > 1], mark[0] if mark else None)
     return picture.done()
 
 
