@@ -199,9 +199,7 @@ def main():
     if without:
         sys.exit(f"{', '.join(sorted(without))}: no section here")
     every = {name: Samples(folder, name) for name, _, _ in SECTIONS}
-    plots = BENCH / "plots"
-    shutil.rmtree(plots, ignore_errors=True)
-    plots.mkdir()
+    plots = {}
     page = ["# What the benchmarks measured", "",
             "Made by `./dev bench`; [METHOD.md](METHOD.md) says how each is measured and what it leaves out. Minima are over",
             "rounds in which everything that is compared takes turns. Every program compares gradients with plain autograd's,",
@@ -210,11 +208,16 @@ def main():
         command = " ".join(["./dev bench", name, *machine["arguments"]])
         page += [f"## {question}", "", textwrap.fill(words, 118, break_on_hyphens=False), "", f"`{command}`", "", "```text", *table_of(folder, name), "```", ""]
         for file, picture in globals()[name](every[name]) if name in globals() else ():
-            (plots / f"{file}.svg").write_text(picture)
+            plots[f"{file}.svg"] = picture
             title = re.search(r'font-size="16"[^>]*>([^<]*)<', picture)[1]
             page += [f"![{title}](plots/{file}.svg)", ""]
+    # All of it or nothing: what is there stays if a number is missing.
     (BENCH / "RESULTS.md").write_text("\n".join(page).rstrip() + "\n")
-    print(f"{BENCH / 'RESULTS.md'}, {len(list(plots.iterdir()))} plots")
+    shutil.rmtree(BENCH / "plots", ignore_errors=True)
+    (BENCH / "plots").mkdir()
+    for file, picture in plots.items():
+        (BENCH / "plots" / file).write_text(picture)
+    print(f"{BENCH / 'RESULTS.md'}, {len(plots)} plots")
 
 
 if __name__ == "__main__":
