@@ -13,16 +13,14 @@
 #include <remat/checkpoint.h>
 
 #include <cstdio>
-#include <filesystem>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "bench/arguments.h"
 #include "bench/measure.h"
 
 namespace {
-
-using bench::Clock;
 
 struct Variant {
   const char* name;
@@ -83,29 +81,8 @@ class Layers final : public Model {
 };
 
 int run(int argc, char** argv) {
-  bool smoke = false;
-  int64_t samples = 15, sample_ns = 50'000'000;
-  Clock clock = Clock::Wall;
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    if (word == "--smoke")
-      smoke = true;
-    else if (word == "--no-peer")
-      continue;
-    else if (word == "--samples" && i + 1 < argc)
-      samples = std::stoll(argv[++i]);
-    else if (word == "--sample-ms" && i + 1 < argc)
-      sample_ns = std::stoll(argv[++i]) * 1'000'000;
-    else if (word == "--clock" && i + 1 < argc)
-      clock = std::string(argv[++i]) == "thread" ? Clock::Thread : Clock::Wall;
-    else
-      throw std::runtime_error(
-          "usage: checks_cost [--smoke] [--samples N] [--sample-ms MS] [--clock wall|thread]");
-  }
+  const bench::Arguments arguments = bench::parse(argc, argv);
   at::set_num_threads(1);
-  const std::filesystem::path folder = REMAT_BENCH_FOLDER;
-  const std::string commit =
-      bench::output_of("git -C '" + folder.string() + "' describe --always --dirty");
   const Small small;
   const Layers layers;
   const std::pair<const char*, const Model*> models[] = {{"one element", &small},
@@ -119,19 +96,19 @@ int run(int argc, char** argv) {
                      variant.name);
         return 1;
       }
-    if (smoke) continue;
+    if (arguments.smoke) continue;
     std::vector<bench::Sampler> samplers;
     std::vector<int64_t> repeats;
     std::vector<std::vector<double>> ns(all.size());
     for (const Variant& variant : all) {
       samplers.push_back([&, options = &variant.options](int64_t times) {
-        const int64_t begin = bench::now_ns(clock);
+        const int64_t begin = bench::now_ns(arguments.clock);
         for (int64_t i = 0; i < times; ++i) model->step(options);
-        return bench::now_ns(clock) - begin;
+        return bench::now_ns(arguments.clock) - begin;
       });
-      repeats.push_back(bench::calibrate(samplers.back(), sample_ns));
+      repeats.push_back(bench::calibrate(samplers.back(), arguments.sample_ns));
     }
-    for (int64_t round = 0; round < samples; ++round)
+    for (int64_t round = 0; round < arguments.samples; ++round)
       for (std::size_t i = 0; i < all.size(); ++i)
         ns[i].push_back(static_cast<double>(samplers[i](repeats[i])) /
                         static_cast<double>(repeats[i]));
@@ -142,9 +119,8 @@ int run(int argc, char** argv) {
       const bench::Statistics result = bench::statistics(ns[i]);
       bench::print_json("checks_cost",
                         std::string("\"model\": \"") + model_name + "\", \"variant\": \"" +
-                            all[i].name + "\", \"clock\": \"" +
-                            (clock == Clock::Wall ? "wall" : "thread") + '"',
-                        result, at::get_num_threads(), commit);
+                            all[i].name + "\", " + arguments.clock_member(),
+                        result, at::get_num_threads(), arguments.commit);
       std::fprintf(stderr, "%-44s %12.1f %12.3f %12.3f\n", all[i].name, result.min_ns / 1000,
                    result.min_ns / defaults.min_ns, result.median_ns / defaults.median_ns);
     }

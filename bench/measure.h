@@ -60,21 +60,29 @@ inline Statistics statistics(const std::vector<double>& values) {
           values.size()};
 }
 
-/// One line on stdout. `params` are JSON members without the braces.
-inline void print_json(const char* name, const std::string& params, const Statistics& result,
-                       int threads, const std::string& commit) {
+/// One line on stdout. `params` are JSON members without the braces; so is what was `measured`.
+inline void print_json(const char* name, const std::string& params, int threads,
+                       const std::string& commit, const std::string& measured) {
 #if defined(__clang__)
   const char* const compiler = "clang " __clang_version__;
 #else
   const char* const compiler = "g++ " __VERSION__;
 #endif
   std::printf(
-      "{\"bench\": \"%s\", \"params\": {%s}, \"min_ns\": %.1f, \"median_ns\": %.1f, "
-      "\"mad_ns\": %.1f, \"samples\": %zu, \"threads\": %d, \"torch\": \"%s\", "
+      "{\"bench\": \"%s\", \"params\": {%s}, %s, \"threads\": %d, \"torch\": \"%s\", "
       "\"compiler\": \"%s\", \"commit\": \"%s\"}\n",
-      name, params.c_str(), result.min_ns, result.median_ns, result.mad_ns, result.samples, threads,
-      TORCH_VERSION, compiler, commit.c_str());
+      name, params.c_str(), measured.c_str(), threads, TORCH_VERSION, compiler, commit.c_str());
   std::fflush(stdout);
+}
+
+/// The same of times, and of what else was measured (bytes, counts).
+inline void print_json(const char* name, const std::string& params, const Statistics& result,
+                       int threads, const std::string& commit, const std::string& measured = {}) {
+  char times[160];
+  std::snprintf(times, sizeof times,
+                "\"min_ns\": %.1f, \"median_ns\": %.1f, \"mad_ns\": %.1f, \"samples\": %zu",
+                result.min_ns, result.median_ns, result.mad_ns, result.samples);
+  print_json(name, params, threads, commit, (measured.empty() ? "" : measured + ", ") + times);
 }
 
 /// What a command prints on its first line; empty if it fails.

@@ -6,17 +6,16 @@
 
 #include <cmath>
 #include <cstdio>
-#include <filesystem>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "bench/arguments.h"
 #include "bench/measure.h"
 
 namespace {
 
-using bench::Clock;
 using remat::ChainCost;
 using remat::Frontier;
 using remat::StageCost;
@@ -108,38 +107,20 @@ int64_t most_resident_bytes() {
 }
 
 int run(int argc, char** argv) {
-  bool smoke = false;
-  int64_t samples = 15;
-  Clock clock = Clock::Wall;
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    if (word == "--smoke")
-      smoke = true;
-    else if (word == "--no-peer")
-      continue;
-    else if (word == "--samples" && i + 1 < argc)
-      samples = std::stoll(argv[++i]);
-    else if (word == "--clock" && i + 1 < argc)
-      clock = std::string(argv[++i]) == "thread" ? Clock::Thread : Clock::Wall;
-    else
-      throw std::runtime_error("usage: plan_curve [--smoke] [--samples N] [--clock wall|thread]");
-  }
-  const std::filesystem::path folder = REMAT_BENCH_FOLDER;
-  const std::string commit =
-      bench::output_of("git -C '" + folder.string() + "' describe --always --dirty");
+  const bench::Arguments arguments = bench::parse(argc, argv);
   const int64_t before = most_resident_bytes();
-  if (!smoke)
+  if (!arguments.smoke)
     std::fprintf(stderr, "%-46s %8s %10s %10s\n", "frontier of all budgets, exact", "points",
                  "min [ms]", "median");
-  for (const Case& each : cases(smoke)) {
+  for (const Case& each : cases(arguments.smoke)) {
     const Frontier frontier = remat::solve(each.cost, each.options);
     verify(each, frontier);
-    if (smoke) continue;
+    if (arguments.smoke) continue;
     std::vector<double> times;
-    for (int64_t i = 0; i < samples; ++i) {
-      const int64_t start = bench::now_ns(clock);
+    for (int64_t i = 0; i < arguments.samples; ++i) {
+      const int64_t start = bench::now_ns(arguments.clock);
       const Frontier again = remat::solve(each.cost, each.options);
-      times.push_back(static_cast<double>(bench::now_ns(clock) - start));
+      times.push_back(static_cast<double>(bench::now_ns(arguments.clock) - start));
       if (again.points().size() != frontier.points().size())
         throw std::runtime_error(each.name + ": two runs differ");
     }
@@ -147,12 +128,12 @@ int run(int argc, char** argv) {
     const auto points = static_cast<long long>(frontier.points().size());
     bench::print_json("plan_curve",
                       "\"chain\": \"" + each.name + "\", \"points\": " + std::to_string(points) +
-                          ", \"clock\": \"" + (clock == Clock::Wall ? "wall" : "thread") + '"',
-                      result, 1, commit);
+                          ", " + arguments.clock_member(),
+                      result, 1, arguments.commit);
     std::fprintf(stderr, "%-46s %8lld %10.2f %10.2f\n", each.name.c_str(), points,
                  result.min_ns / 1e6, result.median_ns / 1e6);
   }
-  if (!smoke)
+  if (!arguments.smoke)
     std::fprintf(stderr, "most memory of the process beyond its start: %.0f MB\n",
                  static_cast<double>(most_resident_bytes() - before) / 1e6);
   return 0;

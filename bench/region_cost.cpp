@@ -1,12 +1,17 @@
 // What a region costs: checkpointed - (plain forward + backward + one more forward), for chains of
-// regions of `sin` on one element, beside Python's torch.utils.checkpoint. See METHOD.md.
+// regions of `sin` on one element, beside Python's torch.utils.checkpoint and the re-entrant Function
+// that C++ programs write today. See METHOD.md.
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/sin.h>
 #include <dlfcn.h>
 #include <remat/checkpoint.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <cmath>
 #include <cstdlib>
@@ -17,6 +22,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/arguments.h"
 #include "bench/measure.h"
 #include "bench/peer.h"
 
@@ -40,38 +46,77 @@ struct Work {
 
 at::Tensor leaf() { return at::full({1}, 0.5).requires_grad_(); }
 
-/// The work itself, in C++.
-class Chain {
- public:
-  explicit Chain(const Work& work) : work_(work) {
-    options_.preserve_rng_state = work.preserve_rng_state;
+/// What a region computes.
+struct Sines {
+  int64_t ops;
+  at::Tensor operator()(at::Tensor y) const {
+    for (int64_t i = 0; i < ops; ++i) y = at::sin(y);
+    return y;
   }
+};
 
-  void run(Kind kind, at::Tensor& x) const {
-    const auto region = [ops = work_.ops](at::Tensor y) {
-      for (int64_t i = 0; i < ops; ++i) y = at::sin(y);
-      return y;
-    };
-    if (kind == Kind::Sin) {
-      at::sin(x);
-      return;
-    }
-    at::Tensor y = x;
-    if (kind == Kind::Checkpointed) {
-      for (int64_t i = 0; i < work_.regions; ++i)
-        y = work_.preserve_rng_state ? remat::checkpoint(region, y)
-                                     : remat::checkpoint(options_, region, y);
-    } else {
-      for (int64_t i = 0; i < work_.regions; ++i) y = region(y);
-    }
-    if (kind == Kind::Forward) return;
-    x.mutable_grad() = at::Tensor();
-    y.backward();
+/// How regions are made in this process.
+class Checkpointing {
+ public:
+  virtual ~Checkpointing() = default;
+  virtual at::Tensor region(const Work& work, const at::Tensor& x) const = 0;
+};
+
+class Remat final : public Checkpointing {
+ public:
+  at::Tensor region(const Work& work, const at::Tensor& x) const override {
+    return work.preserve_rng_state ? remat::checkpoint(Sines{work.ops}, x)
+                                   : remat::checkpoint(without_rng_, Sines{work.ops}, x);
   }
 
  private:
-  Work work_;
-  remat::CheckpointOptions options_;
+  const remat::CheckpointOptions without_rng_{.preserve_rng_state = false};
+};
+
+/// Forward without grad mode, and a backward inside the backward. It keeps one input, cannot nest
+/// cheaply, and torch::autograd::grad does not work through it.
+class ReentrantFunction : public torch::autograd::Function<ReentrantFunction> {
+ public:
+  using Context = torch::autograd::AutogradContext;
+  using Tensors = torch::autograd::variable_list;
+
+  // Function::apply has grad mode off around forward.
+  static at::Tensor forward(Context* context, const at::Tensor& x, const Sines& sines,
+                            bool preserve_rng_state) {
+    context->save_for_backward({x});
+    context->saved_data["ops"] = sines.ops;
+    if (preserve_rng_state)
+      context->saved_data["state"] = at::detail::getDefaultCPUGenerator().get_state();
+    return sines(x);
+  }
+
+  static Tensors backward(Context* context, const Tensors& gradients) {
+    const at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    const Sines sines{context->saved_data["ops"].toInt()};
+    const auto state = context->saved_data.find("state");
+    at::Tensor y;
+    {
+      const at::AutoGradMode grad_mode(true);
+      if (state == context->saved_data.end()) {
+        y = sines(x);
+      } else {
+        at::Generator generator = at::detail::getDefaultCPUGenerator();
+        const at::Tensor here = generator.get_state();
+        generator.set_state(state->second.toTensor());
+        y = sines(x);
+        generator.set_state(here);
+      }
+    }
+    torch::autograd::backward({y}, {gradients[0]});
+    return {x.grad(), at::Tensor(), at::Tensor()};
+  }
+};
+
+class Reentrant final : public Checkpointing {
+ public:
+  at::Tensor region(const Work& work, const at::Tensor& x) const override {
+    return ReentrantFunction::apply(x, Sines{work.ops}, work.preserve_rng_state);
+  }
 };
 
 /// One that does the work: this process, or the Python peer.
@@ -84,24 +129,41 @@ class Side {
   const std::string name;
 };
 
-class Remat final : public Side {
+class InProcess final : public Side {
  public:
-  Remat() : Side("remat") {}
+  InProcess(std::string name, std::unique_ptr<Checkpointing> checkpointing)
+      : Side(std::move(name)), checkpointing_(std::move(checkpointing)) {}
 
   double gradient(Kind kind, const Work& work) override {
-    at::Tensor x = leaf();
-    Chain(work).run(kind, x);
+    const at::Tensor x = leaf();
+    run(kind, work, x);
     return x.grad().item<double>();
   }
 
   int64_t sample(Kind kind, const Work& work, Clock clock, int64_t repeats) override {
-    const Chain chain(work);
-    at::Tensor x = leaf();
-    chain.run(kind, x);
+    const at::Tensor x = leaf();
+    run(kind, work, x);
     const int64_t begin = bench::now_ns(clock);
-    for (int64_t i = 0; i < repeats; ++i) chain.run(kind, x);
+    for (int64_t i = 0; i < repeats; ++i) run(kind, work, x);
     return bench::now_ns(clock) - begin;
   }
+
+ private:
+  void run(Kind kind, const Work& work, const at::Tensor& x) const {
+    if (kind == Kind::Sin) {
+      at::sin(x);
+      return;
+    }
+    const Sines sines{work.ops};
+    at::Tensor y = x;
+    for (int64_t i = 0; i < work.regions; ++i)
+      y = kind == Kind::Checkpointed ? checkpointing_->region(work, y) : sines(y);
+    if (kind == Kind::Forward) return;
+    x.mutable_grad() = at::Tensor();
+    y.backward();
+  }
+
+  std::unique_ptr<Checkpointing> checkpointing_;
 };
 
 class Python final : public Side {
@@ -133,15 +195,7 @@ class Python final : public Side {
   bench::Peer peer_;
 };
 
-struct Arguments {
-  bool smoke = false;
-  bool with_peer = true;
-  std::string part = "all";
-  std::string python = REMAT_BENCH_PYTHON;
-  int64_t samples = 15;
-  int64_t sample_ns = 50'000'000;
-  Clock clock = Clock::Wall;
-};
+using bench::Arguments;
 
 /// One thing that is timed, in all rounds.
 struct Cell {
@@ -152,14 +206,18 @@ struct Cell {
   std::vector<double> ns{};  ///< a run of the chain, one value a round
 };
 
-std::string commit;
 std::vector<std::string> table;
 
 template <class... Values>
-void row(const char* format, Values... values) {
+std::string cells_of(const char* format, Values... values) {
   char line[256];
   std::snprintf(line, sizeof line, format, values...);
-  table.emplace_back(line);
+  return line;
+}
+
+template <class... Values>
+void row(const char* format, Values... values) {
+  table.push_back(cells_of(format, values...));
 }
 
 void print(const std::string& side, const std::string& kind, const Work& work,
@@ -168,9 +226,9 @@ void print(const std::string& side, const std::string& kind, const Work& work,
                     "\"side\": \"" + side + "\", \"kind\": \"" + kind +
                         "\", \"regions\": " + std::to_string(work.regions) +
                         ", \"ops\": " + std::to_string(work.ops) + ", \"preserve_rng_state\": " +
-                        (work.preserve_rng_state ? "true" : "false") + ", \"clock\": \"" +
-                        (arguments.clock == Clock::Wall ? "wall" : "thread") + '"',
-                    result, at::get_num_threads(), commit);
+                        (work.preserve_rng_state ? "true" : "false") + ", " +
+                        arguments.clock_member(),
+                    result, at::get_num_threads(), arguments.commit);
 }
 
 /// Times all cells, alternately: one sample of each in every round.
@@ -220,7 +278,7 @@ bool verify(const std::vector<Side*>& sides, const std::vector<Work>& works) {
 
 constexpr Kind steps[] = {Kind::Forward, Kind::Plain, Kind::Checkpointed};
 
-/// Chains of 20 regions, both sides.
+/// Chains of 20 regions, all sides.
 void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
              const Arguments& arguments) {
   std::vector<Cell> cells;
@@ -235,24 +293,33 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
 
   const double sin_ns = bench::statistics(cells[0].ns).min_ns;
   row("sin in grad mode: %.0f ns (C++)", sin_ns);
-  row("%-44s %10s %10s %10s %14s", "overhead per region [ns]", "remat", "in sin", "python",
-      "python/remat");
+  std::string heading = cells_of("%-42s %8s %7s", "overhead per region [ns]", "remat", "in sin");
+  for (std::size_t s = 1; s < sides.size(); ++s)
+    heading += cells_of(" %11s %8s", sides[s]->name.c_str(), "/ remat");
+  table.push_back(heading);
   std::vector<double> ours;
   const Cell* cell = cells.data() + sides.size();
   for (const Work& work : works) {
-    bench::Statistics results[2];
+    std::vector<bench::Statistics> results;
     for (std::size_t s = 0; s < sides.size(); ++s, cell += 3) {
-      results[s] = overhead(cell, work.regions);
+      results.push_back(overhead(cell, work.regions));
       print(sides[s]->name, "overhead per region", work, arguments, results[s]);
     }
     ours.push_back(results[0].min_ns);
     const std::string label = std::to_string(work.ops) +
                               (work.ops == 1 ? " operator" : " operators") +
                               (work.preserve_rng_state ? "" : ", preserve_rng_state = false");
-    row("%-44s %10.0f %10.2f %10.0f %14.1f", label.c_str(), results[0].min_ns,
-        results[0].min_ns / sin_ns, results[1].min_ns, results[1].min_ns / results[0].min_ns);
-    row("%-44s %10.0f %10s %10.0f %14.1f", "    median", results[0].median_ns, "",
-        results[1].median_ns, results[1].median_ns / results[0].median_ns);
+    for (const bool is_median : {false, true}) {
+      const auto value = [&](std::size_t s) {
+        return is_median ? results[s].median_ns : results[s].min_ns;
+      };
+      std::string line =
+          is_median ? cells_of("%-42s %8.0f %7s", "    median", value(0), "")
+                    : cells_of("%-42s %8.0f %7.2f", label.c_str(), value(0), value(0) / sin_ns);
+      for (std::size_t s = 1; s < sides.size(); ++s)
+        line += cells_of(" %11.0f %8.2f", value(s), value(s) / value(0));
+      table.push_back(line);
+    }
   }
   // Two points make a line: what a region costs, and what each tensor saved in it costs.
   for (std::size_t i = 0; i + 1 < works.size(); i += 2) {
@@ -265,92 +332,34 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
   }
 }
 
-/// Growing works on this side: the cost per unit should stay.
-void scale(Side* side, const char* unit, const std::vector<Work>& works,
-           const Arguments& arguments) {
-  std::vector<Cell> cells;
-  for (const Work& work : works)
-    for (const Kind kind : steps) cells.push_back({side, kind, work});
-  measure(cells, arguments);
-  row("%-44s %10s %10s %14s %14s", (std::string("overhead per ") + unit + " [ns]").c_str(), "min",
-      "median", "plain step", "of plain+fwd");
-  const Cell* cell = cells.data();
-  for (const Work& work : works) {
-    for (std::size_t i = 0; i < std::size(steps); ++i)
-      print(side->name, kind_names[static_cast<int>(cell[i].kind)], work, arguments,
-            bench::statistics(cell[i].ns));
-    const bench::Statistics result = overhead(cell, work.regions * work.ops);
-    print(side->name, std::string("overhead per ") + unit, work, arguments, result);
-    const std::string label =
-        std::to_string(work.regions) + " regions of " + std::to_string(work.ops);
-    const double forward = bench::statistics(cell[0].ns).min_ns;
-    const double plain = bench::statistics(cell[1].ns).min_ns;
-    row("%-44s %10.0f %10.0f %14.0f %14.3f", label.c_str(), result.min_ns, result.median_ns,
-        plain / static_cast<double>(work.regions * work.ops),
-        bench::statistics(cell[2].ns).min_ns / (forward + plain));
-    cell += 3;
-  }
-}
-
-Arguments parse(int argc, char** argv) {
-  Arguments result;
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    const auto value = [&] {
-      if (++i == argc) throw std::runtime_error(word + " needs a value");
-      return std::string(argv[i]);
-    };
-    if (word == "--smoke") {
-      result.smoke = true;
-    } else if (word == "--no-peer") {
-      result.with_peer = false;
-    } else if (word == "--part") {
-      result.part = value();
-    } else if (word == "--python") {
-      result.python = value();
-    } else if (word == "--samples") {
-      result.samples = std::stoll(value());
-    } else if (word == "--sample-ms") {
-      result.sample_ns = std::stoll(value()) * 1'000'000;
-    } else if (word == "--clock") {
-      result.clock = value() == "thread" ? Clock::Thread : Clock::Wall;
-    } else {
-      throw std::runtime_error(
-          "usage: region_cost [--smoke] [--no-peer] [--part regions|chain|saved] [--python PYTHON] "
-          "[--samples N] [--sample-ms MS] [--clock wall|thread]");
-    }
-  }
-  return result;
-}
-
-int run(const Arguments& arguments) {
+int run(int argc, char** argv) {
+  // Empty: no Python has this LibTorch as its torch.
+  std::string interpreter = REMAT_BENCH_PYTHON;
+  const Arguments arguments = bench::parse(
+      argc, argv, " [--python PYTHON]", [&](const std::string& word, const bench::NextWord& value) {
+        if (word != "--python") return false;
+        interpreter = value();
+        return true;
+      });
   at::set_num_threads(1);
-  const std::filesystem::path folder = REMAT_BENCH_FOLDER;
-  commit = bench::output_of("git -C '" + folder.string() + "' describe --always --dirty");
-  const auto wants = [&](const char* part) {
-    return arguments.part == "all" || arguments.part == part;
-  };
 
-  Remat remat;
+  InProcess remat("remat", std::make_unique<Remat>());
+  InProcess reentrant("re-entrant", std::make_unique<Reentrant>());
   std::optional<Python> python;
-  if (arguments.with_peer && wants("regions"))
-    python.emplace(std::vector<std::string>{arguments.python, folder / "region_cost.py"});
-  std::vector<Side*> sides{&remat};
+  if (interpreter.empty())
+    std::fprintf(stderr, "no Python has this LibTorch as its torch: it takes no part\n");
+  else if (arguments.with_peer)
+    python.emplace(std::vector<std::string>{
+        interpreter, std::filesystem::path(REMAT_BENCH_FOLDER) / "region_cost.py"});
+  std::vector<Side*> sides{&remat, &reentrant};
   if (python) sides.push_back(&*python);
 
-  const std::vector<Work> both{{20, 1}, {20, 10}, {20, 1, false}, {20, 10, false}};
-  std::vector<Work> chains{{100, 1}, {1'000, 1}, {10'000, 1}, {100'000, 1}};
-  std::vector<Work> saves{{1, 100}, {1, 1'000}, {1, 10'000}};
-  bool all_right = true;
-  if (wants("regions")) all_right &= verify(sides, both);
-  if (wants("chain")) all_right &= verify({&remat}, chains);
-  if (wants("saved")) all_right &= verify({&remat}, saves);
+  const std::vector<Work> works{{20, 1}, {20, 10}, {20, 1, false}, {20, 10, false}};
+  const bool all_right = verify(sides, works);
   std::fprintf(stderr, "gradients %s\n", all_right ? "equal those of plain autograd" : "are WRONG");
   if (!all_right || arguments.smoke) return all_right ? 0 : 1;
 
-  if (wants("regions")) regions(sides, both, arguments);
-  if (wants("chain")) scale(&remat, "region", chains, arguments);
-  if (wants("saved")) scale(&remat, "saved tensor", saves, arguments);
+  regions(sides, works, arguments);
   std::fprintf(stderr, "\n");
   for (const auto& line : table) std::fprintf(stderr, "%s\n", line.c_str());
   return 0;
@@ -360,7 +369,7 @@ int run(const Arguments& arguments) {
 
 int main(int argc, char** argv) {
   try {
-    return run(parse(argc, argv));
+    return run(argc, argv);
   } catch (const std::exception& error) {
     std::fprintf(stderr, "region_cost: %s\n", error.what());
     return 1;

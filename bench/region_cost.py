@@ -12,7 +12,9 @@ import gc
 import os
 import sys
 import time
+import warnings
 
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # not needed here
 import torch
 from torch.utils.checkpoint import checkpoint
 

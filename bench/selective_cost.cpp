@@ -10,11 +10,11 @@
 #include <remat/policy.h>
 
 #include <cstdio>
-#include <filesystem>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "bench/arguments.h"
 #include "bench/measure.h"
 
 namespace {
@@ -62,7 +62,6 @@ Times measure(const Variant* variant, int64_t repeats, Clock clock) {
     y.backward();
     times.backward += static_cast<double>(bench::now_ns(clock) - between);
     times.forward += static_cast<double>(between - start);
-    if (x.grad().item<float>() == 0) throw std::runtime_error("the gradient is 0");
     x.mutable_grad() = at::Tensor();
   }
   const auto divide = [&](double total) {
@@ -71,43 +70,35 @@ Times measure(const Variant* variant, int64_t repeats, Clock clock) {
   return {divide(times.forward), divide(times.backward)};
 }
 
+at::Tensor gradient(const Variant* variant) {
+  const at::Tensor x = at::ones({1}).requires_grad_();
+  (variant == nullptr ? chain(x) : remat::checkpoint(variant->options, chain, x)).backward();
+  return x.grad();
+}
+
 int run(int argc, char** argv) {
-  bool smoke = false;
-  int64_t samples = 15, repeats = 40;
-  Clock clock = Clock::Wall;
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    if (word == "--smoke")
-      smoke = true;
-    else if (word == "--no-peer")
-      continue;
-    else if (word == "--samples" && i + 1 < argc)
-      samples = std::stoll(argv[++i]);
-    else if (word == "--repeats" && i + 1 < argc)
-      repeats = std::stoll(argv[++i]);
-    else if (word == "--clock" && i + 1 < argc)
-      clock = std::string(argv[++i]) == "thread" ? Clock::Thread : Clock::Wall;
-    else
-      throw std::runtime_error(
-          "usage: selective_cost [--smoke] [--samples N] [--repeats N] [--clock wall|thread]");
-  }
+  int64_t repeats = 40;
+  const bench::Arguments arguments = bench::parse(
+      argc, argv, " [--repeats N]", [&](const std::string& word, const bench::NextWord& value) {
+        if (word != "--repeats") return false;
+        repeats = std::stoll(value());
+        return true;
+      });
   at::set_num_threads(1);
-  const std::filesystem::path folder = REMAT_BENCH_FOLDER;
-  const std::string commit =
-      bench::output_of("git -C '" + folder.string() + "' describe --always --dirty");
   const std::vector<Variant> all = variants();
-  if (smoke) {
-    for (const Variant& variant : all) measure(&variant, 1, clock);
-    return 0;
-  }
+  for (const Variant& variant : all)
+    if (!gradient(&variant).equal(gradient(nullptr)))
+      throw std::runtime_error(std::string("WRONG: ") + variant.name +
+                               ": the gradient is not the plain one");
+  if (arguments.smoke) return 0;
   // The sides take turns; the first round warms up.
   std::vector<double> plain;
   std::vector<std::vector<double>> forward(all.size()), backward(all.size());
-  for (int64_t round = -1; round < samples; ++round) {
-    const Times times = measure(nullptr, repeats, clock);
+  for (int64_t round = -1; round < arguments.samples; ++round) {
+    const Times times = measure(nullptr, repeats, arguments.clock);
     if (round >= 0) plain.push_back(times.forward);
     for (std::size_t i = 0; i < all.size(); ++i) {
-      const Times each = measure(&all[i], repeats, clock);
+      const Times each = measure(&all[i], repeats, arguments.clock);
       if (round < 0) continue;
       forward[i].push_back(each.forward);
       backward[i].push_back(each.backward);
@@ -123,8 +114,8 @@ int run(int argc, char** argv) {
     for (const auto& [pass, result] : {std::pair("forward", f), std::pair("backward", b)})
       bench::print_json("selective_cost",
                         std::string("\"variant\": \"") + all[i].name + "\", \"pass\": \"" + pass +
-                            "\", \"clock\": \"" + (clock == Clock::Wall ? "wall" : "thread") + '"',
-                        result, at::get_num_threads(), commit);
+                            "\", " + arguments.clock_member(),
+                        result, at::get_num_threads(), arguments.commit);
     const bench::Statistics f0 = bench::statistics(forward[0]), b0 = bench::statistics(backward[0]);
     std::fprintf(stderr, "%-28s %18.2f %18.2f               %8.2f %8.2f\n", all[i].name,
                  (f.min_ns - f0.min_ns) / neg.min_ns, (b.min_ns - b0.min_ns) / neg.min_ns,

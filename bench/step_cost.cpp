@@ -1,117 +1,178 @@
-// What a checkpointed training step of the demo's model costs: over (plain step + one forward). See
+// What a checkpointed training step of a real model costs: over (plain step + one forward). See
 // METHOD.md.
 
 #include <ATen/Parallel.h>
+#include <remat/memory.h>
 
 #include <cstdio>
-#include <filesystem>
+#include <functional>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "bench/arguments.h"
 #include "bench/measure.h"
+#include "bench/resnet.h"
+#include "bench/rounds.h"
 #include "examples/char_transformer/model.h"
 
 namespace {
 
-using bench::Clock;
+using torch::Tensor;
 
-/// One model in one of the modes; forward and backward over a fixed batch.
-class Step {
- public:
-  Step(const ModelOptions& options, Checkpointing mode, const torch::Tensor& ids) : ids_(ids) {
-    torch::manual_seed(1);
-    model_ = CharTransformer(options, mode);
-  }
-  torch::Tensor forward() { return model_->loss(ids_.narrow(1, 0, ids_.size(1) - 1), targets()); }
-  void run() {
-    model_->zero_grad();
-    forward().backward();
-  }
-  std::vector<torch::Tensor> gradients() {
-    torch::manual_seed(2);
-    run();
-    std::vector<torch::Tensor> all;
-    for (const torch::Tensor& each : model_->parameters()) all.push_back(each.grad().clone());
-    return all;
-  }
+/// One model in one of its modes, with a fixed batch.
+struct Step {
+  const char* name;
+  std::shared_ptr<torch::nn::Module> model;
+  std::function<Tensor()> loss;
 
- private:
-  torch::Tensor targets() const { return ids_.narrow(1, 1, ids_.size(1) - 1); }
-  CharTransformer model_ = nullptr;
-  torch::Tensor ids_;
+  void run() const {
+    model->zero_grad(/*set_to_none=*/false);
+    loss().backward();
+  }
 };
 
-int run(int argc, char** argv) {
-  bool smoke = false;
-  int64_t samples = 15, threads = 1;
-  Clock clock = Clock::Wall;
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    if (word == "--smoke")
-      smoke = true;
-    else if (word == "--no-peer")
-      continue;
-    else if (word == "--samples" && i + 1 < argc)
-      samples = std::stoll(argv[++i]);
-    else if (word == "--threads" && i + 1 < argc)
-      threads = std::stoll(argv[++i]);
-    else if (word == "--clock" && i + 1 < argc)
-      clock = std::string(argv[++i]) == "thread" ? Clock::Thread : Clock::Wall;
-    else
-      throw std::runtime_error(
-          "usage: step_cost [--smoke] [--samples N] [--threads N] [--clock wall|thread]");
-  }
-  at::set_num_threads(static_cast<int>(threads));
-  const std::filesystem::path folder = REMAT_BENCH_FOLDER;
-  const std::string commit =
-      bench::output_of("git -C '" + folder.string() + "' describe --always --dirty");
+/// Modes of one model; the first is the plain one.
+struct Comparison {
+  const char* model;
+  std::vector<Step> steps;
+};
+
+Comparison transformer(bool smoke) {
   ModelOptions options;
   options.vocabulary = 64;
   if (smoke) options.blocks = 4, options.context = 16, options.width = 32;
-  const torch::Tensor ids =
-      torch::randint(options.vocabulary, {8, options.context + 1}, torch::kLong);
-  Step plain(options, Checkpointing::None, ids), blocks(options, Checkpointing::EveryBlock, ids),
-      groups(options, Checkpointing::NestedGroups, ids);
-  const std::vector<torch::Tensor> expected = plain.gradients();
-  for (Step* each : {&blocks, &groups}) {
-    const std::vector<torch::Tensor> found = each->gradients();
-    for (std::size_t i = 0; i < expected.size(); ++i)
-      if (!found[i].equal(expected[i])) {
-        std::fprintf(stderr, "WRONG: a gradient is not the plain one\n");
-        return 1;
-      }
-  }
-  if (smoke) return 0;
-
-  struct Cell {
-    const char* name;
-    std::function<void()> work;
-    std::vector<double> ns{};
+  const Tensor ids = torch::randint(options.vocabulary, {8, options.context + 1}, torch::kLong);
+  const auto step = [&](const char* name, Checkpointing mode) {
+    torch::manual_seed(1);
+    CharTransformer model(options, mode);
+    return Step{name, model.ptr(), [model, ids]() mutable {
+                  const int64_t length = ids.size(1) - 1;
+                  return model->loss(ids.narrow(1, 0, length), ids.narrow(1, 1, length));
+                }};
   };
-  std::vector<Cell> cells{{"one forward", [&] { plain.forward(); }},
-                          {"plain step", [&] { plain.run(); }},
-                          {"every block checkpointed", [&] { blocks.run(); }},
-                          {"nested groups of blocks", [&] { groups.run(); }}};
-  for (int64_t round = -1; round < samples; ++round)  // the first one warms up
-    for (Cell& cell : cells) {
-      const int64_t begin = bench::now_ns(clock);
-      cell.work();
-      if (round >= 0) cell.ns.push_back(static_cast<double>(bench::now_ns(clock) - begin));
-    }
-  const auto minimum = [&](int i) { return bench::statistics(cells[i].ns).min_ns; };
-  const auto median = [&](int i) { return bench::statistics(cells[i].ns).median_ns; };
-  std::fprintf(stderr, "%-44s %10s %12s %12s\n", "step of the demo's model", "min [ms]",
-               "of plain+fwd", "of medians");
-  for (int i = 0; i < 4; ++i) {
-    const Cell& cell = cells[static_cast<std::size_t>(i)];
-    bench::print_json("step_cost",
-                      std::string("\"step\": \"") + cell.name + "\", \"clock\": \"" +
-                          (clock == Clock::Wall ? "wall" : "thread") + '"',
-                      bench::statistics(cell.ns), at::get_num_threads(), commit);
-    std::fprintf(stderr, "%-44s %10.1f %12.3f %12.3f\n", cell.name, minimum(i) / 1e6,
-                 minimum(i) / (minimum(0) + minimum(1)), median(i) / (median(0) + median(1)));
+  return {"the demo's model",
+          {step("plain step", Checkpointing::None),
+           step("every block checkpointed", Checkpointing::EveryBlock),
+           step("nested groups of blocks", Checkpointing::NestedGroups)}};
+}
+
+Comparison resnet(bool smoke) {
+  bench::ResNetOptions options;
+  if (smoke) options.blocks = 1, options.width = 4;
+  const Tensor pictures = smoke ? torch::rand({2, 3, 8, 8}) : torch::rand({16, 3, 32, 32});
+  const Tensor classes = torch::randint(options.classes, {pictures.size(0)}, torch::kLong);
+  const auto step = [&](const char* name, bool is_checkpointed) {
+    torch::manual_seed(1);
+    bench::ResNet model(options, is_checkpointed);
+    return Step{name, model.ptr(),
+                [model, pictures, classes]() mutable { return model->loss(pictures, classes); }};
+  };
+  return {"a residual network",
+          {step("plain step", false), step("every block checkpointed", true)}};
+}
+
+struct Bytes {
+  int64_t held = 0, peak = 0;
+};
+
+/// Of one step, beyond what is there before it; parameters have gradients.
+Bytes bytes_of(const Step& step) {
+  remat::MemoryMeter meter;
+  const int64_t before = meter.live_bytes();
+  meter.reset_peak();
+  Bytes result;
+  {
+    const Tensor loss = step.loss();
+    result.held = meter.live_bytes() - before;
+    loss.backward();
   }
+  result.peak = meter.peak_bytes() - before;
+  return result;
+}
+
+/// Gradients and running statistics after two steps with the same random numbers.
+std::vector<Tensor> state_of(const Step& step) {
+  torch::manual_seed(2);
+  step.run();
+  step.run();
+  std::vector<Tensor> all;
+  for (const Tensor& each : step.model->parameters()) all.push_back(each.grad().clone());
+  for (const Tensor& each : step.model->buffers()) all.push_back(each.clone());
+  return all;
+}
+
+void verify(const Comparison& comparison) {
+  const std::vector<Tensor> expected = state_of(comparison.steps.front());
+  for (const Step& step : comparison.steps) {
+    const std::vector<Tensor> found =
+        &step == &comparison.steps.front() ? expected : state_of(step);
+    for (std::size_t i = 0; i < expected.size(); ++i)
+      if (!found[i].equal(expected[i]))
+        throw std::runtime_error(std::string("WRONG: ") + comparison.model + ", " + step.name +
+                                 ": a gradient or a buffer is not the plain one");
+  }
+}
+
+void measure(const Comparison& comparison, const bench::Arguments& arguments) {
+  const Step& plain = comparison.steps.front();
+  std::vector<bench::Cell> cells;
+  cells.emplace_back([&] { plain.loss(); });
+  for (const Step& step : comparison.steps) cells.emplace_back([&] { step.run(); });
+  bench::measure(cells, arguments);
+
+  const bench::Statistics forward = cells[0].result(), step = cells[1].result();
+  const std::string threads = std::to_string(at::get_num_threads());
+  std::fprintf(stderr, "%-48s %9s %12s %11s %12s %12s\n",
+               (std::string("step of ") + comparison.model + ", threads: " + threads).c_str(),
+               "min [ms]", "of plain+fwd", "of medians", "peak bytes", "held bytes");
+  const Bytes plain_bytes = bytes_of(plain);
+  for (std::size_t i = 0; i < cells.size(); ++i) {
+    const char* const name = i == 0 ? "one forward" : comparison.steps[i - 1].name;
+    const Bytes bytes = i == 0 ? Bytes{} : bytes_of(comparison.steps[i - 1]);
+    if (i > 1 && bytes.peak >= plain_bytes.peak)
+      throw std::runtime_error(std::string("WRONG: no bytes are saved: ") + name);
+    const bench::Statistics result = cells[i].result();
+    const double of_ideal = result.min_ns / (forward.min_ns + step.min_ns);
+    char measured[160];
+    std::snprintf(measured, sizeof measured,
+                  "\"of_plain_and_forward\": %.4f, \"peak_bytes\": %lld, \"held_bytes\": %lld",
+                  of_ideal, static_cast<long long>(bytes.peak), static_cast<long long>(bytes.held));
+    bench::print_json("step_cost",
+                      std::string("\"model\": \"") + comparison.model + "\", \"step\": \"" + name +
+                          "\", " + arguments.clock_member(),
+                      result, at::get_num_threads(), arguments.commit, measured);
+    std::fprintf(stderr, "%-48s %9.1f %12.3f %11.3f", name, result.min_ns / 1e6, of_ideal,
+                 result.median_ns / (forward.median_ns + step.median_ns));
+    if (i > 0)
+      std::fprintf(stderr, " %12lld %12lld", static_cast<long long>(bytes.peak),
+                   static_cast<long long>(bytes.held));
+    std::fprintf(stderr, "\n");
+  }
+}
+
+int run(int argc, char** argv) {
+  std::vector<int> threads{1, 2};
+  const bench::Arguments arguments = bench::parse(
+      argc, argv, " [--threads N]", [&](const std::string& word, const bench::NextWord& value) {
+        if (word != "--threads") return false;
+        threads = {std::stoi(value())};
+        return true;
+      });
+  const remat::MemoryMeter first;  // before the tensors it shall count
+  for (const auto& make : {transformer, resnet})
+    for (const int count : threads) {
+      at::set_num_threads(count);
+      // Models of their own: once timed, running statistics have seen different numbers of steps.
+      const Comparison comparison = make(arguments.smoke);
+      verify(comparison);
+      if (arguments.smoke) continue;
+      // The calling thread's own time says nothing of a step that several threads share.
+      bench::Arguments of_count = arguments;
+      if (count > 1) of_count.clock = bench::Clock::Wall;
+      measure(comparison, of_count);
+    }
   return 0;
 }
 

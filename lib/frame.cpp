@@ -250,7 +250,8 @@ void Frame::settle(const StorageSet& results, int64_t tail_elements) {
   is_settled_ = true;
   count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
   expected_slots = std::clamp<std::size_t>(slots_.size(), 1, 64);
-  if (slots_.capacity() > 2 * slots_.size() + 4) slots_.shrink_to_fit();
+  // What doubling holds in reserve, but for a few slots: not worth a move in small regions.
+  if (slots_.capacity() > slots_.size() + slots_.size() / 8 + 4) slots_.shrink_to_fit();
   settle_provenance(results);
   settle_operators();
   inputs_.settle();

@@ -133,7 +133,7 @@ class REMAT_API Frontier {
 /// instead of memory slots, with early stop, the depth limit and the cost of a frame.
 ///
 /// Cost: cubic in the number of different stages times the number of points; chains of equal stages
-/// are much cheaper. Measured: bench/METHOD.md. The points take 16 bytes each while the `Frontier`
+/// are much cheaper. Measured: bench/RESULTS.md. The points take 16 bytes each while the `Frontier`
 /// lives.
 /// Throws `c10::ValueError` for costs or options out of range, and for bytes that add up to more
 /// than an int64_t holds.
