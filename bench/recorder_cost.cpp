@@ -4,22 +4,20 @@
 #include <ATen/Parallel.h>
 
 #include <cstdio>
-#include <filesystem>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "bench/arguments.h"
 #include "bench/measure.h"
 #include "examples/char_transformer/model.h"
 #include "remat/memory.h"
 #include "remat/report.h"
 
 namespace {
-
-using bench::Clock;
 
 struct Variant {
   const char* name;
@@ -92,34 +90,16 @@ bool is_right(const Work& work, const Variant& variant,
 }
 
 int run(int argc, char** argv) {
-  bool smoke = false;
-  int64_t samples = 15;
-  Clock clock = Clock::Wall;
-  for (int i = 1; i < argc; ++i) {
-    const std::string word = argv[i];
-    if (word == "--smoke")
-      smoke = true;
-    else if (word == "--no-peer")
-      continue;
-    else if (word == "--samples" && i + 1 < argc)
-      samples = std::stoll(argv[++i]);
-    else if (word == "--clock" && i + 1 < argc)
-      clock = std::string(argv[++i]) == "thread" ? Clock::Thread : Clock::Wall;
-    else
-      throw std::runtime_error(
-          "usage: recorder_cost [--smoke] [--samples N] [--clock wall|thread]");
-  }
+  // A sample is one run of the work, so the length of samples is not asked for.
+  const bench::Arguments arguments = bench::parse(argc, argv);
   at::set_num_threads(1);
   // It stays once it is there, so all variants have it.
   const remat::MemoryMeter meter;
-  const std::filesystem::path folder = REMAT_BENCH_FOLDER;
-  const std::string commit =
-      bench::output_of("git -C '" + folder.string() + "' describe --always --dirty");
 
-  if (!smoke)
+  if (!arguments.smoke)
     std::fprintf(stderr, "%-44s %10s %12s %12s %10s %12s\n", "step of regions, recorded",
                  "min [ms]", "of the first", "of rounds", "events", "ns an event");
-  for (const Work& work : works(smoke)) {
+  for (const Work& work : works(arguments.smoke)) {
     std::vector<torch::Tensor> expected;
     for (const torch::Tensor& each : work.run()) expected.push_back(each.clone());
     const std::vector<Variant> all = variants();
@@ -128,30 +108,30 @@ int run(int argc, char** argv) {
         std::fprintf(stderr, "WRONG: %s, %s\n", work.name, variant.name);
         return 1;
       }
-    if (smoke) continue;
+    if (arguments.smoke) continue;
 
     std::vector<int64_t> events;
     for (const Variant& variant : all)
       events.push_back(variant.recorder ? count_events(work, *variant.recorder) : 0);
     std::vector<std::vector<double>> ns(all.size());
-    for (int64_t round = 0; round < samples; ++round)
+    for (int64_t round = 0; round < arguments.samples; ++round)
       for (std::size_t turn = 0; turn < all.size(); ++turn) {
         // Each round begins with another one: what ran before leaves its mark on the caches.
         const std::size_t i = (turn + static_cast<std::size_t>(round)) % all.size();
         std::unique_ptr<remat::Recorder> recorder;
         if (all[i].recorder) recorder = std::make_unique<remat::Recorder>(*all[i].recorder);
-        const int64_t begin = bench::now_ns(clock);
+        const int64_t begin = bench::now_ns(arguments.clock);
         work.run();
-        ns[i].push_back(static_cast<double>(bench::now_ns(clock) - begin));
+        ns[i].push_back(static_cast<double>(bench::now_ns(arguments.clock) - begin));
       }
     const bench::Statistics first = bench::statistics(ns[0]);
     for (std::size_t i = 0; i < all.size(); ++i) {
       const bench::Statistics result = bench::statistics(ns[i]);
       bench::print_json("recorder_cost",
                         std::string("\"work\": \"") + work.name + "\", \"recorder\": \"" +
-                            all[i].name + "\", \"events\": " + std::to_string(events[i]) +
-                            ", \"clock\": \"" + (clock == Clock::Wall ? "wall" : "thread") + '"',
-                        result, at::get_num_threads(), commit);
+                            all[i].name + "\", \"events\": " + std::to_string(events[i]) + ", " +
+                            arguments.clock_member(),
+                        result, at::get_num_threads(), arguments.commit);
       const std::string row =
           i == 0 ? std::string(work.name) + ", " + all[i].name : std::string("  ") + all[i].name;
       // Of the rounds: a slow moment of the machine is in both sides of a ratio.

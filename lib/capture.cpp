@@ -114,7 +114,10 @@ bool is_made_by_function(const at::Tensor& tensor) {
     thread_local std::unordered_map<const std::type_info*, bool> known;
     auto found = known.find(type);
     if (found == known.end())
-      found = known.emplace(type, std::string_view(type->name()).find("CppNode") != std::string_view::npos).first;
+      found = known
+                  .emplace(type,
+                           std::string_view(type->name()).find("CppNode") != std::string_view::npos)
+                  .first;
     latest = {type, found->second};
   }
   return latest.is_function;

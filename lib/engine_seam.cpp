@@ -169,8 +169,9 @@ SpareNode::~SpareNode() {
 /// This thread's own map. It is handed out read-only, but what is handed out is no constant.
 EntryMap& entry_map(ThreadPart& part) {
   if (part.entries == nullptr) {
-    part.entries = const_cast<EntryMap*>(&(ThreadLocalPythonObjects::get_state().*
-                                           entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
+    part.entries =
+        const_cast<EntryMap*>(&(ThreadLocalPythonObjects::get_state().*
+                                entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
     if (!part.is_ending) {
       thread_local SpareNode spare;
       part.spare = &spare;

@@ -17,7 +17,8 @@ Counters counters() {
   const auto now = [](const std::atomic<int64_t>& counter) {
     return counter.load(std::memory_order_relaxed);
   };
-  const int64_t frames_ended = now(live_counters.frames_ended);  // first: none is alive before it began
+  const int64_t frames_ended =
+      now(live_counters.frames_ended);  // first: none is alive before it began
   const int64_t frames_created = now(live_counters.frames_created);
   return {.frames_created = frames_created,
           .frames_alive = frames_created - frames_ended,
