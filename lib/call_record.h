@@ -3,6 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -52,7 +53,7 @@ struct ResultRecord {
 
 /// A result of a kept call: a tensor, a list of tensors, or a plain value.
 struct KeptResult {
-  std::vector<KeptTensor> tensors;
+  c10::SmallVector<KeptTensor, 1> tensors;
   c10::IValue plain;
   bool is_tensor = false, is_list = false;
 };
@@ -70,10 +71,10 @@ struct DrawSkips {
 };
 
 struct CallRecord {
-  std::vector<ArgumentRecord> tensors;
+  c10::SmallVector<ArgumentRecord, 2> tensors;
   std::vector<c10::IValue> others;
   std::vector<ResultRecord> results;  ///< only under policies that look at names
-  std::vector<KeptResult> kept;
+  c10::SmallVector<KeptResult, 1> kept;
   bool is_kept = false;
   bool is_applied = false;  ///< it wrote to a kept result, which is kept as written
   bool is_let_go = false;  ///< was to be kept and is not: returns an argument, or a name forbade it

@@ -1,6 +1,7 @@
 #include "lib/cpu_rng.h"
 
 #include <bit>
+#include <cstring>
 #include <type_traits>
 
 namespace remat {
@@ -8,19 +9,28 @@ namespace remat {
 namespace {
 
 // Note [Reading the position]
-// Every region asks twice whether the generator moved, and the accessor of the engine copies 2.5 KB
-// to say so. The explicit instantiation may name the private member; a LibTorch without it does
-// not compile.
-at::mt19937 at::CPUGeneratorImpl::* engine_member(at::CPUGeneratorImpl*);
-template <at::mt19937 at::CPUGeneratorImpl::* member>
-struct EngineAccess {
-  friend at::mt19937 at::CPUGeneratorImpl::* engine_member(at::CPUGeneratorImpl*) { return member; }
+// Every region asks four times whether the generator moved, and the accessor of the engine copies
+// 2.5 KB to say so. The explicit instantiations may name private members; a LibTorch without them
+// does not compile.
+template <class Member>
+using MemberOf = Member at::CPUGeneratorImpl::*;
+MemberOf<at::mt19937> member(at::mt19937*);
+MemberOf<std::optional<float>> member(std::optional<float>*);
+MemberOf<std::optional<double>> member(std::optional<double>*);
+template <class Member, MemberOf<Member> named>
+struct Access {
+  friend MemberOf<Member> member(Member*) { return named; }
 };
-template struct EngineAccess<&at::CPUGeneratorImpl::engine_>;
+template struct Access<at::mt19937, &at::CPUGeneratorImpl::engine_>;
+template struct Access<std::optional<float>, &at::CPUGeneratorImpl::next_float_normal_sample_>;
+template struct Access<std::optional<double>, &at::CPUGeneratorImpl::next_double_normal_sample_>;
 
-at::mt19937& engine_of(at::CPUGeneratorImpl& generator) {
-  return generator.*engine_member(&generator);
+template <class Member>
+Member& part_of(at::CPUGeneratorImpl& generator) {
+  return generator.*member(static_cast<Member*>(nullptr));
 }
+
+at::mt19937& engine_of(at::CPUGeneratorImpl& generator) { return part_of<at::mt19937>(generator); }
 
 /// The engine's only member, without a copy.
 const at::mt19937_data_pod& data_of(const at::mt19937& engine) {
@@ -72,17 +82,25 @@ void copy_state(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to) {
 // state words, of which the first 128 bits are compared too.
 CpuRngPosition position_of(at::CPUGeneratorImpl& generator) {
   const at::mt19937_data_pod& data = data_of(engine_of(generator));
+  CpuRngPosition position{.seed = data.seed_, .left = data.left_, .next = data.next_};
+  std::memcpy(&position.first_words, data.state_.data(), sizeof position.first_words);
   const auto pair = [](uint64_t high, uint64_t low) { return (high << 32) | low; };
-  CpuRngPosition position{
-      data.seed_, pair(static_cast<uint32_t>(data.left_), static_cast<uint32_t>(data.next_)),
-      pair(data.state_[0], data.state_[1]), pair(data.state_[2], data.state_[3])};
-  if (const auto normal = generator.next_float_normal_sample())
+  if (const auto& normal = part_of<std::optional<float>>(generator))
     position.normal_float = pair(1, std::bit_cast<uint32_t>(*normal));
-  if (const auto normal = generator.next_double_normal_sample()) {
+  if (const auto& normal = part_of<std::optional<double>>(generator)) {
     position.normal_double = std::bit_cast<uint64_t>(*normal);
     position.normal_float |= pair(2, 0);
   }
   return position;
+}
+
+bool is_at(at::CPUGeneratorImpl& generator, const CpuRngPosition& position) {
+  if (part_of<std::optional<float>>(generator) || part_of<std::optional<double>>(generator))
+    return position_of(generator) == position;
+  const at::mt19937_data_pod& data = data_of(engine_of(generator));
+  return position.normal_float == 0 && data.left_ == position.left && data.next_ == position.next &&
+         data.seed_ == position.seed &&
+         std::memcmp(data.state_.data(), &position.first_words, sizeof position.first_words) == 0;
 }
 
 uint64_t seed_of(at::CPUGeneratorImpl& generator) { return data_of(engine_of(generator)).seed_; }

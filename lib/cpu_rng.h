@@ -3,6 +3,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -30,11 +31,16 @@ void copy_state(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to);
 
 /// Where a generator stands: equal for equal states, and after a draw another one.
 struct CpuRngPosition {
-  uint64_t seed = 0, place = 0, first_words = 0, next_words = 0, normal_double = 0;
+  uint64_t seed = 0;
+  int left = 0;
+  uint32_t next = 0;
+  std::array<uint32_t, 4> first_words{};
+  uint64_t normal_double = 0;
   uint64_t normal_float = 0;  ///< its bits, and above them whether there is one of either kind
   bool operator==(const CpuRngPosition&) const = default;
 };
 CpuRngPosition position_of(at::CPUGeneratorImpl& generator);
+bool is_at(at::CPUGeneratorImpl& generator, const CpuRngPosition& position);
 /// What it was seeded with last.
 uint64_t seed_of(at::CPUGeneratorImpl& generator);
 

@@ -59,17 +59,15 @@ std::atomic<uint64_t> num_new_drawers{0};
 thread_local bool has_drawn = false;
 
 /// Draws of recomputes on this thread, after which the generator was set back: nobody's.
-uint64_t& undone_draws(const at::CPUGeneratorImpl& generator) {
+uint64_t& undone_draws(const DrawTrack& track) {
   thread_local uint64_t of_default = 0;
-  if (&generator == &default_cpu_generator()) return of_default;
+  if (track.is_default) return of_default;
   thread_local std::unordered_map<const at::CPUGeneratorImpl*, uint64_t> by_generator;
-  return by_generator[&generator];
+  return by_generator[&track.generator()];
 }
 
 /// The operators so far that drew from a track's generator, as a region on this thread counts them.
-uint64_t lasting_draws(const DrawTrack& track) {
-  return track.num_draws - undone_draws(track.generator());
-}
+uint64_t lasting_draws(const DrawTrack& track) { return track.num_draws - undone_draws(track); }
 
 /// What the random operator that this thread runs draws from, in the place of which generator;
 /// operators inside it do so too.
@@ -227,14 +225,14 @@ const Interception interception;
 
 }  // namespace
 
-DrawTrack::DrawTrack(at::CPUGeneratorImpl& followed_one) : generator_(followed_one) {}
+DrawTrack::DrawTrack(at::CPUGeneratorImpl& followed_one)
+    : is_default(&followed_one == &default_cpu_generator()), generator_(followed_one) {}
 
 const CpuRngPosition& DrawTrack::look() {
-  const CpuRngPosition position = position_of(generator_);
-  if (known_at_ == position) return *known_at_;
+  if (known_at_ && is_at(generator_, *known_at_)) return *known_at_;
   if (known_at_) ++num_unseen;
   state_.reset();
-  return known_at_.emplace(position);
+  return known_at_.emplace(position_of(generator_));
 }
 
 void DrawTrack::moved() {
@@ -328,28 +326,29 @@ void DrawLog::settle() {
 at::Generator& DrawReplay::next() {
   if (!generator_.defined()) {
     generator_ = at::make_generator<at::CPUGeneratorImpl>();
-    if (plan_.jumps.empty()) {  // forward drew nothing: whatever comes is as good
+    if (plan().jumps.empty()) {  // forward drew nothing: whatever comes is as good
       std::lock_guard<std::mutex> lock(original_.mutex_);
       copy_state(original_, impl_of(generator_));
     }
   }
-  if (next_jump_ < plan_.jumps.size() && plan_.jumps[next_jump_].draw == num_draws_)
-    set_state(impl_of(generator_), *plan_.jumps[next_jump_++].state);
+  if (next_jump_ < plan().jumps.size() && plan().jumps[next_jump_].draw == num_draws_)
+    set_state(impl_of(generator_), *plan().jumps[next_jump_++].state);
   ++num_draws_;
   return generator_;
 }
 
 void DrawReplay::skip(const DrawSkip& skipped) {
-  if (plan_.uses_original()) {
+  if (plan().uses_original()) {
     if (skipped.end == nullptr) return;
     std::lock_guard<std::mutex> lock(original_.mutex_);
     set_state(original_, *skipped.end);
-    follow(original_)->moved();
+    track_->moved();
     return;
   }
   std::lock_guard<std::mutex> lock(mutex);
   num_draws_ += skipped.num_draws;
-  while (next_jump_ < plan_.jumps.size() && plan_.jumps[next_jump_].draw < num_draws_) ++next_jump_;
+  while (next_jump_ < plan().jumps.size() && plan().jumps[next_jump_].draw < num_draws_)
+    ++next_jump_;
 }
 
 namespace {
@@ -361,7 +360,7 @@ GeneratorSwap::GeneratorSwap(const DrawReplay& replay)
     : replay_(replay),
       generator_(replay.original()),
       plan_(replay.plan()),
-      track_(follow(generator_)) {
+      track_(replay.track().get()) {
   if (plan_.uses_original()) {
     constexpr int max_tries = 100;
     has_turn_ = turns_of_this_thread > 0;
@@ -393,7 +392,7 @@ GeneratorSwap::~GeneratorSwap() {
     if (plan_.uses_original() ||
         (track_->num_unseen != num_unseen_ && lasting_draws(*track_) == num_draws_))
       set_state_known(*before_);
-    if (plan_.uses_original()) undone_draws(generator_) += replay_.num_original_draws;
+    if (plan_.uses_original()) undone_draws(*track_) += replay_.num_original_draws;
   }
   if (has_turn_ && --turns_of_this_thread == 0) swapping.unlock();
 }

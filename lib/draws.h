@@ -71,6 +71,7 @@ class DrawTrack {
   /// The state it was seen in last; one copy for all who ask before it moves.
   const std::shared_ptr<const CpuRngState>& state();
 
+  const bool is_default;    ///< the process's own
   uint64_t num_unseen = 0;  ///< times it was found elsewhere
   uint64_t num_draws = 0;   ///< operators
 
@@ -95,10 +96,14 @@ class DrawLog {
  public:
   explicit DrawLog(at::CPUGeneratorImpl& generator);
   at::CPUGeneratorImpl& generator() const { return generator_; }
+  /// Since the region began.
+  const std::shared_ptr<DrawTrack>& track() const { return track_; }
   /// The region's function begins, or has returned, on this thread.
   void begin();
   void settle();
   DrawPlan plan();
+  /// The same once it is settled, else null. Lives as long as the log.
+  const DrawPlan* settled_plan() const { return is_settled_ ? &plan_ : nullptr; }
   /// Around a stretch that recomputes will not run. What is drawn next starts from a noted state.
   DrawMark mark();
   DrawSkip since(const DrawMark& mark);
@@ -131,13 +136,16 @@ class DrawLog {
   std::atomic<bool> has_other_threads_{false};  // drew for the region: their order may differ
 };
 
-/// The generator of one recompute.
+/// The generator of one recompute. The log outlives it.
 class DrawReplay {
  public:
-  DrawReplay(at::CPUGeneratorImpl& original, DrawPlan plan)
-      : original_(original), plan_(std::move(plan)) {}
+  explicit DrawReplay(DrawLog& forward)
+      : original_(forward.generator()), track_(forward.track()), settled_(forward.settled_plan()) {
+    if (settled_ == nullptr) plan_ = forward.plan();
+  }
   at::CPUGeneratorImpl& original() const { return original_; }
-  const DrawPlan& plan() const { return plan_; }
+  const DrawPlan& plan() const { return settled_ != nullptr ? *settled_ : *plan_; }
+  const std::shared_ptr<DrawTrack>& track() const { return track_; }
 
   /// The generator for the next operator, standing where forward's stood. Hold `mutex` meanwhile.
   at::Generator& next();
@@ -149,7 +157,9 @@ class DrawReplay {
 
  private:
   at::CPUGeneratorImpl& original_;
-  const DrawPlan plan_;
+  const std::shared_ptr<DrawTrack> track_;
+  const DrawPlan* const settled_;  // of the log; or:
+  std::optional<DrawPlan> plan_;
   at::Generator generator_;
   int64_t num_draws_ = 0;
   std::size_t next_jump_ = 0;
@@ -172,7 +182,7 @@ class GeneratorSwap {
   const DrawReplay& replay_;
   at::CPUGeneratorImpl& generator_;
   const DrawPlan& plan_;
-  const std::shared_ptr<DrawTrack> track_;
+  DrawTrack* const track_;  // of the replay
   std::shared_ptr<const CpuRngState> before_;
   uint64_t num_unseen_ = 0, num_draws_ = 0;
   bool has_turn_ = false;

@@ -7,6 +7,7 @@
 #include <map>
 #include <utility>
 
+#include "lib/accelerator.h"
 #include "lib/backwards.h"
 #include "lib/counters.h"
 #include "lib/digest.h"
@@ -109,7 +110,7 @@ void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
   snapshot_ = Snapshot::take();
   streams_ = CurrentStreams::here();
   auto registered = UserRegistrations::around();
-  if (options_.preserve_rng_state)
+  if (options_.preserve_rng_state && (registered || present_accelerator()))
     device_rng_ =
         DeviceRng::take(registered ? registered->generators : c10::ArrayRef<at::Generator>());
   if (registered)

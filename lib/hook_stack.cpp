@@ -126,6 +126,14 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Sco
   return node->scope->make_hooks_for(which);
 }
 
+bool may_meet_hooks_around(const Scope& region, HooksAround which) {
+  if (which == HooksAround::All) return true;  // LibTorch's own, too
+  const StackNode* node = top();
+  while (node != nullptr && node->scope != &region) node = node->below.get();
+  return node != nullptr && node->below != nullptr &&
+         node->below->nearest(Ability::Region) != nullptr;
+}
+
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided) {
   if (save_around != nullptr) {
     is_decided = save_around->which_ == HooksAround::Regions;

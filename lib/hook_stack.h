@@ -132,6 +132,9 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_dec
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Scope& region,
                                                                        HooksAround which);
 
+/// Whether a tensor that is saved on behalf of such a region may meet any hook at all.
+bool may_meet_hooks_around(const Scope& region, HooksAround which);
+
 /// While alive, what this thread saves passes the hooks around a region.
 class SaveAround {
  public:

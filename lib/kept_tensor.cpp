@@ -1,10 +1,12 @@
 #include "lib/kept_tensor.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 
 #include <cstring>
 #include <string_view>
+#include <typeinfo>
 #include <utility>
 
 #include "lib/capture.h"
@@ -25,20 +27,19 @@ bool can_move(const at::Tensor& value) {
          !value.is_meta() && !value.is_quantized();
 }
 
-/// The same shape with no data behind it, or an undefined tensor if that cannot be.
-at::Tensor shell_of(const at::Tensor& value) {
-  if (!value.has_storage() || value.layout() != c10::kStrided || value.is_nested() ||
-      value.is_quantized() || value.unsafeGetTensorImpl()->has_symbolic_sizes_strides())
-    return {};
-  c10::Storage storage(c10::Storage::use_byte_size_t(), value.storage().nbytes(),
-                       at::DataPtr(nullptr, value.device()), /*allocator=*/nullptr,
-                       /*resizable=*/false);
-  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(shell_text);
-  at::Tensor shell = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), value.unsafeGetTensorImpl()->key_set(), value.dtype());
-  shell.unsafeGetTensorImpl()->set_sizes_and_strides(value.sizes(), value.strides(),
-                                                     value.storage_offset());
-  return shell;
+/// Tensors have names up to LibTorch 2.12.
+bool has_names(auto& impl) {
+  if constexpr (requires { impl.has_named_tensor_meta(); }) return impl.has_named_tensor_meta();
+  return false;
+}
+
+/// Whether storage, sizes and keys say all of a tensor.
+bool can_be_taken_apart(const at::Tensor& value) {
+  c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
+  return typeid(impl) == typeid(c10::TensorImpl) && impl.has_storage() &&
+         impl.layout() == c10::kStrided && !impl.is_inference() && !impl.is_python_dispatch() &&
+         !impl.has_symbolic_sizes_strides() && !has_names(impl) && !impl.is_wrapped_number() &&
+         impl.get_backend_meta() == nullptr;
 }
 
 }  // namespace
@@ -47,13 +48,21 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
                        detail::HooksAround hooks, KeptWhere where)
     : storage_(storage_of(value)), is_defined_(value.defined()) {
   if (!is_defined_) return;
-  at::Tensor kept = value.tensor_data();
   device_ = value.device();
-  num_bytes_ = value.has_storage() ? static_cast<int64_t>(value.nbytes()) : 0;
+  if (value.has_storage()) {
+    num_bytes_ = static_cast<int64_t>(value.nbytes());
+    storage_bytes_ = value.storage().nbytes();
+  }
+  if (can_be_taken_apart(value)) {
+    const c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
+    metadata_.emplace(Metadata{impl.key_set(), impl.dtype(), {}, impl.storage_offset()});
+    metadata_->layout.set_sizes(impl.sizes());
+    metadata_->layout.set_strides(impl.strides());
+  }
   if (where != KeptWhere::InPlace && !value.is_cpu()) {
     if (can_move(value)) {
       try {
-        kept = kept.to(c10::kCPU);
+        tensor_ = value.tensor_data().to(c10::kCPU);
         is_copy_ = true;
       } catch (const c10::OutOfMemoryError&) {
         if (where == KeptWhere::OnCpu) throw;
@@ -66,18 +75,21 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     could_not_move_ = !is_copy_;
     count(is_copy_ ? live_counters.offloads : live_counters.offload_fallbacks);
   }
-  if (!is_copy_ && !kept.is_inference()) {
-    counter_ = kept.unsafeGetTensorImpl()->version_counter();
-    version_ = static_cast<uint32_t>(kept._version());
+  if (!is_copy_ && !value.is_inference()) {
+    counter_ = value.unsafeGetTensorImpl()->version_counter();
+    version_ = counter_.current_version();
   }
-  if (kept.is_inference()) {
-    inference_ = std::move(kept);
+  const bool may_meet_hooks = detail::may_meet_hooks_around(region, hooks);
+  if (!is_copy_ && metadata_ && !may_meet_hooks) {
+    data_ = value.storage();
     return;
   }
+  if (!is_copy_) tensor_ = value.tensor_data();
+  if (tensor_.is_inference() || !may_meet_hooks) return;
   const detail::SaveAround around(region, hooks);
   const SavingInput saving(value);
-  saved_ = torch::autograd::SavedVariable(kept, /*is_output=*/false);
-  if (is_copy_ || saved_.has_hooks()) spare_shell_ = shell_of(value);
+  saved_ = std::make_unique<torch::autograd::SavedVariable>(std::exchange(tensor_, {}),
+                                                            /*is_output=*/false);
 }
 
 bool KeptTensor::is_changed() const {
@@ -92,22 +104,43 @@ bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
   return counter_.enabled() && std::memcmp(&counter_, &other, sizeof(void*)) == 0;
 }
 
+at::Tensor KeptTensor::build(c10::Storage storage) const {
+  std::optional<c10::InferenceMode> normal;  // as what is built was: it has a version
+  if (c10::InferenceMode::is_enabled()) normal.emplace(false);
+  at::Tensor built = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), metadata_->keys,
+                                                              metadata_->dtype);
+  built.unsafeGetTensorImpl()->set_sizes_and_strides(
+      metadata_->layout.sizes_arrayref(), metadata_->layout.strides_arrayref(), metadata_->offset);
+  return built;
+}
+
 at::Tensor KeptTensor::restore() const {
   if (!is_defined_) return {};
-  if (is_shell()) return shell_.tensor_data();
-  const at::Tensor value = inference_.defined() ? inference_ : saved_.unpack();
-  return is_copy_ && !value.device().is_cpu() ? value
-         : is_copy_                           ? value.to(device_)
-                                              : value.tensor_data();
+  if (is_shell()) {
+    c10::Storage storage(c10::Storage::use_byte_size_t(), storage_bytes_,
+                         at::DataPtr(nullptr, device_), /*allocator=*/nullptr,
+                         /*resizable=*/false);
+    storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        shell_text);
+    return build(std::move(storage));
+  }
+  if (!data_) {
+    const at::Tensor value = saved_ != nullptr ? saved_->unpack() : tensor_;
+    return is_copy_ ? value.to(device_) : value.tensor_data();
+  }
+  // As saved_ says, too: somebody wrote to it after it was found to be unchanged.
+  TORCH_CHECK(!is_changed(), "remat: a kept value was changed in place while a recompute read it");
+  at::Tensor value = build(data_);
+  value.unsafeGetTensorImpl()->set_version_counter(counter_);
+  return value;
 }
 
 void KeptTensor::settle(bool will_be_read) {
-  const bool is_elsewhere = is_copy_ || is_behind_hooks();
-  const at::Tensor spare = std::move(spare_shell_);
-  if (!is_defined_ || is_shell() || will_be_read || inference_.defined()) return;
-  shell_ = is_elsewhere ? spare : shell_of(saved_.unpack());
-  if (!shell_.defined()) return;
-  saved_ = {};
+  if (!metadata_ || is_shell() || will_be_read || is_changed()) return;
+  is_shell_ = true;
+  data_ = {};
+  tensor_.reset();
+  saved_.reset();
   counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
 }
 

@@ -2,10 +2,12 @@
 // One tensor that a region keeps for its recomputes: as it is, through hooks, on the CPU, or as a shell.
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/SizesAndStrides.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "lib/hook_stack.h"
 
@@ -35,9 +37,9 @@ class KeptTensor {
              KeptWhere where);
 
   bool is_defined() const { return is_defined_; }
-  bool is_shell() const { return shell_.defined(); }
+  bool is_shell() const { return is_shell_; }
   bool is_elsewhere() const { return is_copy_ || is_behind_hooks(); }
-  bool is_behind_hooks() const { return is_defined_ && !is_shell() && saved_.has_hooks(); }
+  bool is_behind_hooks() const { return saved_ != nullptr && saved_->has_hooks(); }
   /// Changed in place since, by an alias that shares the version counter.
   bool is_changed() const;
   bool shares_version_with(const at::Tensor& tensor) const;
@@ -57,19 +59,28 @@ class KeptTensor {
   static bool is_shell_error(const std::exception& error);
 
  private:
-  torch::autograd::SavedVariable saved_;
-  at::Tensor
-      inference_;  ///< instead, since such a tensor cannot be saved; it has no version either
+  /// What a tensor is beside its data.
+  struct Metadata {
+    c10::DispatchKeySet keys;
+    caffe2::TypeMeta dtype;
+    c10::impl::SizesAndStrides layout;
+    int64_t offset = 0;
+  };
+  at::Tensor build(c10::Storage storage) const;
+
+  // One of three, unless it is a shell. An alias costs more than its parts, which most can be taken
+  // into and built of again.
+  c10::Storage data_;
+  at::Tensor tensor_;  ///< inference and sparse tensors, copies, ...
+  std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< where it may meet hooks
+  std::optional<Metadata> metadata_;  ///< unless it cannot be built of its parts
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;
-  at::Tensor shell_;
-  /// Of a value that is elsewhere, until it is known whether a shell will do: to fetch it while the
-  /// region around is still in its forward would recompute that.
-  at::Tensor spare_shell_;
   c10::Device device_ = c10::kCPU;  ///< of the original, where the copy is on the CPU
   const c10::StorageImpl* storage_ = nullptr;
   int64_t num_bytes_ = 0;
-  bool is_defined_ = false, is_copy_ = false, could_not_move_ = false;
+  std::size_t storage_bytes_ = 0;  ///< of the original
+  bool is_defined_ = false, is_shell_ = false, is_copy_ = false, could_not_move_ = false;
 };
 
 }  // namespace remat

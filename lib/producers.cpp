@@ -1,5 +1,7 @@
 #include "lib/producers.h"
 
+#include <algorithm>
+
 namespace remat {
 
 namespace {
@@ -25,11 +27,14 @@ std::optional<Producers::Made> Producers::find(const at::Tensor& tensor) {
 }
 
 const Producers::Entry* Producers::find(const c10::StorageImpl* storage) {
-  if (entries_.size() - num_indexed_ > max_scanned)
-    for (; num_indexed_ < entries_.size(); ++num_indexed_)
-      index_[entries_[num_indexed_].storage._unsafe_get_target()] = num_indexed_;
-  for (std::size_t i = entries_.size(); i-- > num_indexed_;)
+  const std::size_t size = entries_.size();
+  const std::size_t first_scanned =
+      std::max(num_indexed_, size > max_scanned ? size - max_scanned : 0);
+  for (std::size_t i = size; i-- > first_scanned;)
     if (entries_[i].storage._unsafe_get_target() == storage) return &entries_[i];
+  if (first_scanned > num_indexed_)
+    for (; num_indexed_ < size; ++num_indexed_)
+      index_[entries_[num_indexed_].storage._unsafe_get_target()] = num_indexed_;
   const auto found = index_.find(storage);
   return found == index_.end() ? nullptr : &entries_[found->second];
 }

@@ -2,10 +2,10 @@
 // Which operator call of a region made a storage. Looked up where a kept call is described.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
 #include <optional>
-#include <unordered_map>
 #include <vector>
 
 #include "lib/capture.h"
@@ -46,7 +46,7 @@ class Producers {
   };
   const Entry* find(const c10::StorageImpl* storage);
   std::vector<Entry> entries_;
-  std::unordered_map<const c10::StorageImpl*, std::size_t> index_;  // of the first `num_indexed_`
+  ska::flat_hash_map<const c10::StorageImpl*, std::size_t> index_;  // of the first `num_indexed_`
   std::size_t num_indexed_ = 0;
 };
 

@@ -28,11 +28,9 @@ class RecomputeScope final : public detail::Scope {
  public:
   RecomputeScope(c10::intrusive_ptr<Frame> frame, Filler& filler)
       : frame_(std::move(frame)), filler_(filler) {
-    if (DrawLog* log = frame_->draw_log(default_cpu_generator()))
-      replay_.emplace(log->generator(), log->plan());
+    if (DrawLog* log = frame_->draw_log(default_cpu_generator())) replay_.emplace(*log);
     if (frame_->user_state() != nullptr) {
-      for (const auto& log : frame_->user_state()->draw_logs())
-        more_replays_.emplace_back(log->generator(), log->plan());
+      for (const auto& log : frame_->user_state()->draw_logs()) more_replays_.emplace_back(*log);
       answers(detail::Ability::State);
     }
     early_stop = frame_->options().early_stop_guard;

@@ -136,7 +136,7 @@ std::unique_lock<std::mutex> Selection::lock() const {
 }
 
 uint32_t Selection::number(const c10::OperatorHandle& op) {
-  const auto [place, is_new] = numbers_.try_emplace(op, static_cast<uint32_t>(operators_.size()));
+  const auto [place, is_new] = numbers_.emplace(op, static_cast<uint32_t>(operators_.size()));
   if (is_new)
     operators_.push_back(
         {op,
@@ -172,7 +172,8 @@ ArgumentRecord Selection::describe(const at::Tensor& tensor, Producers& producer
 }
 
 void Selection::note_read(const c10::StorageImpl* storage) {
-  if (storage != nullptr && (looks_at_names() || kept_.contains(storage))) is_read_[storage] = true;
+  if (storage != nullptr && (looks_at_names() || kept_.find(storage) != kept_.end()))
+    is_read_[storage] = true;
 }
 
 void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
@@ -283,7 +284,7 @@ DrawSkips Selection::since(const DrawMarks& marks) const {
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
                      CheckpointPolicy answer, const detail::Scope& region) const {
   for (const c10::IValue& result : results) {
-    KeptResult kept;
+    KeptResult& kept = record.kept.emplace_back();
     kept.is_tensor = result.isTensor();
     kept.is_list = result.isTensorList();
     if (kept.is_tensor || kept.is_list)
@@ -292,7 +293,6 @@ void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
       });
     else
       kept.plain = result;
-    record.kept.push_back(std::move(kept));
   }
   record.is_kept = true;
 }
@@ -344,11 +344,11 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (!keeps && !applies && !traits.is_view) note_read(arguments);
   lock.unlock();
 
-  DrawMarks before;
+  std::optional<DrawMarks> before;
   if (record != nullptr && traits.is_random) before = marks();
   const StoragesOf given(arguments);
   op.callBoxed(&stack);
-  if (record != nullptr && traits.is_random) record->draws = since(before);
+  if (before) record->draws = since(*before);
   const auto results = last(stack, op.schema().returns().size());
 
   if (applies) {
@@ -570,7 +570,7 @@ void Selection::add_to(recording::RegionSums& sums) const {
 }
 
 bool Selection::keeps(const c10::StorageImpl* storage) const {
-  if (kept_.contains(storage)) return true;
+  if (kept_.find(storage) != kept_.end()) return true;
   // Of a stretch only what waits elsewhere: in its place it may be a captured tensor's too, which is
   // looked at as such.
   return std::any_of(stretches_.begin(), stretches_.end(), [storage](const auto& stretch) {

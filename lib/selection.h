@@ -12,13 +12,13 @@
 // policy.
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <typeinfo>
-#include <unordered_map>
 #include <vector>
 
 #include "lib/call_record.h"
@@ -149,14 +149,14 @@ class Selection {
   mutable std::mutex mutex_;  // guards what follows until the forward is over
   std::atomic<bool> is_settled_{false};
   std::vector<OpRecord> operators_;
-  std::unordered_map<c10::OperatorHandle, uint32_t> numbers_;
+  ska::flat_hash_map<c10::OperatorHandle, uint32_t> numbers_;
   std::vector<uint32_t> sequence_;  // operators as they were called
   std::vector<std::shared_ptr<StretchRecord>> stretches_;
   int64_t num_kept_ = 0;
   // While the forward runs:
   Producers producers_;
-  std::unordered_map<const c10::StorageImpl*, Place> kept_;  // by storage; settle_provenance asks
-  std::unordered_map<const c10::StorageImpl*, bool> is_read_;
+  ska::flat_hash_map<const c10::StorageImpl*, Place> kept_;  // by storage; settle_provenance asks
+  ska::flat_hash_map<const c10::StorageImpl*, bool> is_read_;
   std::vector<std::optional<Producers::Made>> slot_producers_;  // by position
   std::vector<Place> holding_;                                  // calls with results held for names
 };
