@@ -39,9 +39,10 @@ enum class CheckpointPolicy {
   PreferCpuOffload
 };
 
-/// One question to a policy: about an operator below autograd (`linear` arrives as `addmm`), or, with
-/// `op` = `remat::checkpoint_name`, about a value that was given a name. All references are valid
-/// during the call only. Never asked about: `detach`, operators that only read metadata.
+/// One question to a policy: about an operator below autograd (`linear` of a matrix arrives as
+/// `addmm`, of a batch of them as `mm` and `add_`), or, with `op` = `remat::checkpoint_name`, about a
+/// value that was given a name. All references are valid during the call only. Never asked about:
+/// `detach`, operators that only read metadata.
 ///
 /// Kept or not, operators that return views, write to their arguments or return unfilled memory
 /// (empty_like) run again in a recompute: they cost next to nothing, and a kept result would not be
