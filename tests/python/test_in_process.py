@@ -358,6 +358,24 @@ def the_phase_is_seen_from_Python():
     equal(seen, [(True, False), (False, True)])
 
 
+@case
+def Python_s_profiler_shows_regions_and_recomputes_under_their_names():
+    def seen(function, backward=True):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            y = function(leaf()).sum()
+            if backward:
+                y.backward()
+        return [event.name for event in profile.events() if event.name.startswith("block 3")]
+
+    def region(x):
+        return remat.checkpoint(operators, x, name="block 3")
+
+    equal(seen(region), ["block 3 (forward)", "block 3"])
+    equal(seen(region, backward=False), ["block 3 (forward)"])
+    equal(seen(operators), [])
+    same_gradient(region, operators)
+
+
 # ---- hooks ---------------------------------------------------------------------------------------
 
 
