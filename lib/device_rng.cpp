@@ -81,6 +81,10 @@ std::vector<GeneratorState> DeviceRng::moved(const std::vector<GeneratorState>& 
   return now;
 }
 
+GeneratorState DeviceRng::present(at::Generator generator) {
+  return {generator, state_of(generator)};
+}
+
 void DeviceRng::set(const std::vector<GeneratorState>& states) {
   for (const GeneratorState& each : states) {
     at::Generator generator = each.generator;

@@ -33,6 +33,7 @@ class DeviceRng {
   /// Those of `now` that are not in `before`.
   static std::vector<GeneratorState> moved(const std::vector<GeneratorState>& before,
                                            std::vector<GeneratorState> now);
+  static GeneratorState present(at::Generator generator);
   static void set(const std::vector<GeneratorState>& states);
   /// Forgets the generators that did not move; adds those of devices first used meanwhile.
   void settle();

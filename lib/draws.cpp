@@ -323,6 +323,9 @@ void DrawLog::settle() {
   is_settled_ = true;
 }
 
+DrawReplay::DrawReplay(at::CPUGeneratorImpl& original)
+    : original_(original), track_(follow(original)), settled_(nullptr), plan_(DrawPlan()) {}
+
 at::Generator& DrawReplay::next() {
   if (!generator_.defined()) {
     generator_ = at::make_generator<at::CPUGeneratorImpl>();

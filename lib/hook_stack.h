@@ -85,6 +85,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   /// Of a region's scope: whether the thread takes part in its run.
   virtual bool is_own_thread() const { return true; }
   virtual Replay* replay() { return nullptr; }
+  /// Of a recompute: a guard of state.h has been opened in it.
+  virtual void guard_opened(const UserRegistrations&) {}
   /// Adds what a guard of state.h registered, or the region of a recompute keeps.
   virtual void add_to(UserRegistrations&) const {}
   /// Of a guard that lets backward calls share recomputes.

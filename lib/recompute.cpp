@@ -1,8 +1,10 @@
 #include "lib/recompute.h"
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <list>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -61,7 +63,26 @@ class RecomputeScope final : public detail::Scope {
     if (replay_ && &replay_->original() == &generator) return &*replay_;
     for (DrawReplay& each : more_replays_)
       if (&each.original() == &generator) return &each;
+    if (!has_early_generators_) return nullptr;
+    std::lock_guard<std::mutex> lock(early_mutex_);
+    for (EarlyGenerator& each : early_generators_)
+      if (&each.replay.original() == &generator) return &each.replay;
     return nullptr;
+  }
+  void guard_opened(const UserRegistrations& opened) override {
+    early_guards_.add(opened, frame_->user_state());
+    if (!frame_->options().preserve_rng_state) return;
+    for (const at::Generator& generator : opened.generators) {
+      at::CPUGeneratorImpl* const impl = as_cpu_generator(generator);
+      if (impl == nullptr || draw_replay(*impl) != nullptr) continue;
+      std::lock_guard<std::mutex> lock(early_mutex_);
+      early_generators_.emplace_back(generator, *impl);
+      has_early_generators_ = true;
+    }
+  }
+  void put_back_early_guards() noexcept {
+    early_guards_.put_back();
+    while (!early_generators_.empty()) early_generators_.pop_back();
   }
   void add_to(UserRegistrations& all) const override {
     const UserRegistrations& kept = frame_->user_state()->registered();
@@ -88,6 +109,17 @@ class RecomputeScope final : public detail::Scope {
   std::optional<Replay> selective_;
   std::optional<DrawReplay> replay_;    // of the default generator
   std::list<DrawReplay> more_replays_;  // of registered ones
+  EarlyGuards early_guards_;
+  struct EarlyGenerator {
+    EarlyGenerator(at::Generator kept, at::CPUGeneratorImpl& impl)
+        : generator(std::move(kept)), replay(impl), swap(replay) {}
+    const at::Generator generator;
+    DrawReplay replay;
+    const GeneratorSwap swap;
+  };
+  std::list<EarlyGenerator> early_generators_;
+  std::mutex early_mutex_;  // threads that inherited the scope may look
+  std::atomic<bool> has_early_generators_{false};
   const std::thread::id owner_ = std::this_thread::get_id();
 };
 
@@ -115,7 +147,7 @@ struct RunOnThisThread {
 /// The generators that a recompute may set, each as GeneratorSwap says.
 class SwapOfAll {
  public:
-  explicit SwapOfAll(const RecomputeScope& scope) {
+  explicit SwapOfAll(RecomputeScope& scope) : scope_(scope) {
     scope.visit_replays([this](const DrawReplay& each) {
       if (first_)
         more_.emplace_back(each);
@@ -129,7 +161,12 @@ class SwapOfAll {
                        [](const GeneratorSwap& each) { return each.was_disturbed(); });
   }
 
+  ~SwapOfAll() { scope_.put_back_early_guards(); }
+  SwapOfAll(const SwapOfAll&) = delete;
+  SwapOfAll& operator=(const SwapOfAll&) = delete;
+
  private:
+  RecomputeScope& scope_;
   std::optional<GeneratorSwap> first_;
   std::list<GeneratorSwap> more_;
 };

@@ -141,12 +141,22 @@ namespace {
 /// A guard that is opened inside regions, as a module does that guards its own state: their
 /// recomputes need it too.
 template <class Keep>
-void tell_regions_around(const Keep& keep) {
+void tell_regions_around(const UserRegistrations& opened, const Keep& keep) {
   std::vector<Frame*> frames;
+  detail::Scope* recompute = nullptr;  // there is one at most on a thread's stack
   detail::visit(Ability::Region, [&](detail::Scope& scope) {
-    if (!scope.is_recompute) frames.push_back(scope.frame());
+    if (scope.is_recompute)
+      recompute = &scope;
+    else
+      frames.push_back(scope.frame());
   });
   if (!frames.empty()) keep(frames);
+  if (recompute != nullptr && recompute->is_own_thread()) recompute->guard_opened(opened);
+}
+
+template <class T>
+bool contains(const std::vector<T>& all, const T& one) {
+  return std::find(all.begin(), all.end(), one) != all.end();
 }
 
 }  // namespace
@@ -156,7 +166,7 @@ std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrati
 }
 
 void tell_regions_around(const UserRegistrations& registrations) {
-  tell_regions_around([&](const std::vector<Frame*>& frames) {
+  tell_regions_around(registrations, [&](const std::vector<Frame*>& frames) {
     for (const auto& provider : registrations.providers) {
       std::any state;
       {
@@ -178,7 +188,9 @@ StateProviderGuard::StateProviderGuard(std::shared_ptr<StateProvider> provider)
 }
 
 GeneratorGuard::GeneratorGuard(at::Generator generator) : ScopeGuard(generator_scope(generator)) {
-  tell_regions_around([&](const std::vector<Frame*>& frames) {
+  UserRegistrations registrations;
+  registrations.add(generator);
+  tell_regions_around(registrations, [&](const std::vector<Frame*>& frames) {
     for (Frame* frame : frames) frame->keep(generator);
   });
 }
@@ -187,8 +199,7 @@ RecomputeObserverGuard::RecomputeObserverGuard(RecomputeObserver observer)
     : ScopeGuard(std::make_shared<ObserverScope>(std::move(observer))) {}
 
 void UserRegistrations::add(const std::shared_ptr<StateProvider>& provider) {
-  if (std::find(providers.begin(), providers.end(), provider) == providers.end())
-    providers.push_back(provider);
+  if (!contains(providers, provider)) providers.push_back(provider);
 }
 
 void UserRegistrations::add(const std::shared_ptr<HeldState>& held_state) {
@@ -198,8 +209,7 @@ void UserRegistrations::add(const std::shared_ptr<HeldState>& held_state) {
 }
 
 void UserRegistrations::add(const at::Generator& generator) {
-  if (std::find(generators.begin(), generators.end(), generator) == generators.end())
-    generators.push_back(generator);
+  if (!contains(generators, generator)) generators.push_back(generator);
 }
 
 std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
@@ -239,6 +249,39 @@ void UserState::keep(const at::Generator& generator) {
 }
 
 UserState::~UserState() = default;
+
+void EarlyGuards::add(const UserRegistrations& opened, const UserState* known) {
+  for (const auto& provider : opened.providers) {
+    if (known != nullptr && contains(known->registered().providers, provider)) continue;
+    const OutsideOfRegions outside;
+    providers_.emplace_back(provider, provider->capture());
+  }
+  for (const at::Generator& generator : opened.generators) {
+    if (known != nullptr && contains(known->registered().generators, generator)) continue;
+    if (as_cpu_generator(generator) == nullptr)
+      generators_.push_back(DeviceRng::present(generator));
+  }
+}
+
+void EarlyGuards::put_back() noexcept {
+  for (; !providers_.empty(); providers_.pop_back()) {
+    const auto& [provider, state] = providers_.back();
+    try {
+      const OutsideOfRegions outside;
+      provider->restore(state);
+    } catch (const std::exception& e) {
+      TORCH_WARN("remat: a StateProvider could not put back its state after a recompute: ",
+                 e.what());
+    } catch (...) {
+      TORCH_WARN("remat: a StateProvider could not put back its state after a recompute");
+    }
+  }
+  for (; !generators_.empty(); generators_.pop_back()) try {
+      DeviceRng::set({generators_.back()});
+    } catch (const std::exception& e) {
+      TORCH_WARN("remat: a generator could not be set back after a recompute: ", e.what());
+    }
+}
 
 ObservedRecompute::ObservedRecompute(const UserState* state, int64_t frame_id, int64_t depth,
                                      const std::string& name)

@@ -4,8 +4,10 @@
 #include <any>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "lib/device_rng.h"
 #include "lib/module_state.h"
 #include "remat/state.h"
 
@@ -52,6 +54,26 @@ class UserState {
   UserRegistrations registered_;
   std::vector<std::any> captured_;
   std::vector<std::unique_ptr<DrawLog>> draw_logs_;
+};
+
+/// What guards guard that are opened inside a recompute and not, so far, inside its forward: a backward
+/// inside the region made it run while forward waits, and user code caught the stop or forbids it; or
+/// the function has changed. As it was when the guard was opened, again when the recompute ends. CPU
+/// generators: RecomputeScope.
+class EarlyGuards {
+ public:
+  EarlyGuards() = default;
+  ~EarlyGuards() { put_back(); }
+  EarlyGuards(const EarlyGuards&) = delete;
+  EarlyGuards& operator=(const EarlyGuards&) = delete;
+  /// `known`: what forward registered, or null. Throws what a provider throws.
+  void add(const UserRegistrations& opened, const UserState* known);
+  /// Latest first. Only warns of what a provider throws.
+  void put_back() noexcept;
+
+ private:
+  std::vector<std::pair<std::shared_ptr<StateProvider>, std::any>> providers_;
+  std::vector<GeneratorState> generators_;  // of accelerators
 };
 
 /// Tells the observers that a recompute begins, and when destroyed that it has ended.

@@ -217,6 +217,56 @@ TEST_CASE("a module that guards its own state is right inside a region of somebo
   require_same_grads(program(false), program(true), leaf({8}));
 }
 
+TEST_CASE("what a recompute does under guards that forward has not come to is undone",
+          "[state][rule-6][rule-11]") {
+  // A backward inside the region makes it run again while forward waits. User code catches the stop, so
+  // that the recompute runs on, past where forward is.
+  at::Generator own = at::make_generator<at::CPUGeneratorImpl>(11);
+  at::Generator far = at::make_generator<FarGenerator>();
+  const auto number = std::make_shared<Number>();
+  int runs = 0;
+  const auto region = [&](const at::Tensor& x) {
+    ++runs;
+    try {
+      const at::Tensor y = x.square();
+      torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true);
+    } catch (...) {
+    }
+    const GeneratorGuard guard_own(own), guard_far(far);
+    const StateProviderGuard guard_number(number);
+    own.set_current_seed(own.current_seed() + 1);
+    const at::Tensor noise = at::rand({3}, own);
+    far.get<FarGenerator>()->draw();
+    ++number->value;
+    return x.sin() * noise;
+  };
+  const auto reset = [&] {
+    own.set_current_seed(3);
+    far.get<FarGenerator>()->position = 0;
+    number->value = 0;
+    runs = 0;
+  };
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  const auto gradient = [&](bool is_region) {
+    reset();
+    const at::Tensor y = is_region ? checkpoint(region, x) : region(x);
+    const bool ran_on = runs > 1;
+    CHECK(ran_on == is_region);
+    CHECK(number->value == 1);
+    CHECK(far.get<FarGenerator>()->position == 1);
+    const at::Tensor state = own.get_state();
+    const at::Tensor gradient = torch::autograd::grad({y.sum()}, {x}).front();
+    CHECK(own.get_state().equal(state));
+    CHECK(number->value == 1);
+    CHECK(far.get<FarGenerator>()->position == 1);
+    return std::pair(gradient, state);
+  };
+  const auto [plain, plain_state] = gradient(false);
+  const auto [found, state] = gradient(true);
+  CHECK(found.equal(plain));
+  CHECK(state.equal(plain_state));
+}
+
 TEST_CASE("a provider may run a backward of its own", "[state][rule-6]") {
   struct Backwards final : remat::StateProvider {
     void work() {

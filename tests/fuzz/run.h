@@ -21,8 +21,9 @@ namespace fuzz {
 enum class Mode {
   Plain,  ///< inside DisableCheckpointGuard
   Checkpointed,
-  Undone  ///< plain, and every saved tensor is copied when it is saved: the gradients with
-          ///< later changes in place undone
+  Undone,    ///< plain, and every saved tensor is copied when it is saved: the gradients with
+             ///< later changes in place undone
+  Unchanged  ///< plain, without the changes between forward and backward
 };
 
 /// One thing seen: its metadata as text, and its bytes.

@@ -101,6 +101,7 @@ void Interpreter::record_state(Stage& stage) {
 }
 
 void Interpreter::change(const Step& step) {
+  if (mode_ == Mode::Unchanged) return;
   const Value& value = look_up(values_, step.target);
   const bool is_seen = value.origin->leaf || value.origin->as_argument || value.origin->as_capture;
   if (is_seen) record_.changes.may_raise = true;
