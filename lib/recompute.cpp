@@ -4,6 +4,7 @@
 #include <atomic>
 #include <exception>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -24,6 +25,38 @@
 namespace remat {
 
 namespace {
+
+/// The early guards of a recompute, with their CPU generators, which it leaves alone.
+class Early {
+ public:
+  DrawReplay* replay_of(const c10::GeneratorImpl& generator) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (Generator& each : generators_)
+      if (&each.replay.original() == &generator) return &each.replay;
+    return nullptr;
+  }
+  void add(const at::Generator& generator, at::CPUGeneratorImpl& impl) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    generators_.emplace_back(generator, impl);
+  }
+  void put_back() noexcept {
+    guards.put_back();
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (Generator& each : generators_) each.swap.reset();
+  }
+  EarlyGuards guards;
+
+ private:
+  struct Generator {
+    Generator(at::Generator kept, at::CPUGeneratorImpl& impl)
+        : generator(std::move(kept)), replay(impl), swap(std::in_place, replay) {}
+    const at::Generator generator;
+    DrawReplay replay;
+    std::optional<GeneratorSwap> swap;
+  };
+  std::mutex mutex_;  // threads that inherited the scope may look
+  std::list<Generator> generators_;
+};
 
 /// The scope of a recompute, alone on the stack while the function runs again.
 class RecomputeScope final : public detail::Scope {
@@ -63,26 +96,20 @@ class RecomputeScope final : public detail::Scope {
     if (replay_ && &replay_->original() == &generator) return &*replay_;
     for (DrawReplay& each : more_replays_)
       if (&each.original() == &generator) return &each;
-    if (!has_early_generators_) return nullptr;
-    std::lock_guard<std::mutex> lock(early_mutex_);
-    for (EarlyGenerator& each : early_generators_)
-      if (&each.replay.original() == &generator) return &each.replay;
-    return nullptr;
+    Early* const early = early_.load();
+    return early == nullptr ? nullptr : early->replay_of(generator);
   }
   void guard_opened(const UserRegistrations& opened) override {
-    early_guards_.add(opened, frame_->user_state());
+    if (own_early_ == nullptr) early_ = (own_early_ = std::make_unique<Early>()).get();
+    own_early_->guards.add(opened, frame_->user_state());
     if (!frame_->options().preserve_rng_state) return;
     for (const at::Generator& generator : opened.generators) {
       at::CPUGeneratorImpl* const impl = as_cpu_generator(generator);
-      if (impl == nullptr || draw_replay(*impl) != nullptr) continue;
-      std::lock_guard<std::mutex> lock(early_mutex_);
-      early_generators_.emplace_back(generator, *impl);
-      has_early_generators_ = true;
+      if (impl != nullptr && draw_replay(*impl) == nullptr) own_early_->add(generator, *impl);
     }
   }
   void put_back_early_guards() noexcept {
-    early_guards_.put_back();
-    while (!early_generators_.empty()) early_generators_.pop_back();
+    if (own_early_ != nullptr) own_early_->put_back();
   }
   void add_to(UserRegistrations& all) const override {
     const UserRegistrations& kept = frame_->user_state()->registered();
@@ -109,17 +136,9 @@ class RecomputeScope final : public detail::Scope {
   std::optional<Replay> selective_;
   std::optional<DrawReplay> replay_;    // of the default generator
   std::list<DrawReplay> more_replays_;  // of registered ones
-  EarlyGuards early_guards_;
-  struct EarlyGenerator {
-    EarlyGenerator(at::Generator kept, at::CPUGeneratorImpl& impl)
-        : generator(std::move(kept)), replay(impl), swap(replay) {}
-    const at::Generator generator;
-    DrawReplay replay;
-    const GeneratorSwap swap;
-  };
-  std::list<EarlyGenerator> early_generators_;
-  std::mutex early_mutex_;  // threads that inherited the scope may look
-  std::atomic<bool> has_early_generators_{false};
+  // Rarely there.
+  std::unique_ptr<Early> own_early_;
+  std::atomic<Early*> early_{nullptr};  // the same, for threads that inherited the scope
   const std::thread::id owner_ = std::this_thread::get_id();
 };
 
