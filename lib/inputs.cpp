@@ -1,5 +1,6 @@
 #include "lib/inputs.h"
 
+#include <ATen/ops/alias.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -36,7 +37,7 @@ at::Tensor in_the_role_of_input(const at::Tensor& data, bool is_leaf) {
 
 at::Tensor without_gradient_edge(const at::Tensor& leaf) {
   at::NoGradGuard no_grad;
-  return leaf.view_as(leaf);
+  return at::alias(leaf);
 }
 
 void refuse_tangent(const at::Tensor& tensor) {

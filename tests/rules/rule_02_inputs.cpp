@@ -281,6 +281,31 @@ TEST_CASE("a view of a leaf made under no-grad keeps its role in a nested region
   CHECK(calls.count() >= 3);
 }
 
+TEST_CASE("a view of a leaf made under no-grad keeps its strides in a nested region", "[rule-2]") {
+  // Of a dimension of one element, too, whose stride means nothing: Layout compares it.
+  const remat::CheckpointOptions options{.determinism_check = remat::DeterminismCheck::Layout};
+  const Tensor w = leaf({3, 1, 3});
+  Tensor view;
+  {
+    at::NoGradGuard no_grad;
+    view = w.transpose(0, 1);
+  }
+  REQUIRE(view.strides() == at::IntArrayRef({3, 3, 1}));
+  std::vector<std::vector<int64_t>> seen;
+  const auto inner = [&](const Tensor& t, const Tensor& v) {
+    seen.push_back(v.strides().vec());
+    return (t * v.sin()).cos();
+  };
+  const auto outer = [&](const Tensor& t, const Tensor& v) {
+    return remat::checkpoint(options, inner, t, v);
+  };
+  const Tensor x = leaf({1, 3, 3});
+  const Tensors plain = grad_of((x * view.sin()).cos(), {x});
+  require_bit_equal(grad_of(remat::checkpoint(options, outer, x, view), {x}), plain);
+  CHECK(seen.size() >= 2);
+  for (const auto& strides : seen) CHECK(strides == std::vector<int64_t>{3, 3, 1});
+}
+
 TEST_CASE("an input of a nested region that its parent changes in place later is never misread",
           "[rule-2][rule-10][GUA-45]") {
   const bool early_stop = GENERATE(true, false);
