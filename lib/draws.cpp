@@ -296,7 +296,7 @@ DrawSkip DrawLog::since(const DrawMark& mark) {
   std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
   std::lock_guard<SpinLock> lock(mutex_);
   DrawSkip skipped{num_draws_ - mark.num_draws};
-  look_for_unseen();
+  if (!is_settled_) look_for_unseen();
   if (position_of(generator_) != mark.position) skipped.end = track_->state();
   if (skipped.num_draws > 0) must_note_next_ = true;
   return skipped;
@@ -324,7 +324,10 @@ void DrawLog::settle() {
 }
 
 DrawReplay::DrawReplay(at::CPUGeneratorImpl& original)
-    : original_(original), track_(follow(original)), settled_(nullptr), plan_(DrawPlan()) {}
+    : original_(original), track_(follow(original)), settled_(nullptr), plan_(DrawPlan()) {
+  std::lock_guard<std::mutex> lock(original.mutex_);
+  plan_->unseen_start = state_of(original);
+}
 
 at::Generator& DrawReplay::next() {
   if (!generator_.defined()) {

@@ -32,6 +32,8 @@ class Filler final : public SlotFiller {
   void finish() { compare_pending(0, /*is_end=*/true); }
 
   /// The recompute must run to its end, unless forward has not got there yet.
+  /// The region's forward had returned when the recompute began.
+  bool is_forward_over() const { return view_.is_settled; }
   void forbid_stop() { early_stop_ = !view_.is_settled; }
   /// What replays kept results looks at every tensor that is saved.
   void set_replay(Replay* replay) { replay_ = replay; }

@@ -124,12 +124,13 @@ at::Tensor KeptTensor::restore() const {
         shell_text);
     return build(std::move(storage));
   }
+  // As saved_ says, too: somebody wrote to it after it was found to be unchanged.
+  TORCH_CHECK(saved_ != nullptr || !is_changed(),
+              "remat: a kept value was changed in place while a recompute read it");
   if (!data_) {
     const at::Tensor value = saved_ != nullptr ? saved_->unpack() : tensor_;
     return is_copy_ ? value.to(device_) : value.tensor_data();
   }
-  // As saved_ says, too: somebody wrote to it after it was found to be unchanged.
-  TORCH_CHECK(!is_changed(), "remat: a kept value was changed in place while a recompute read it");
   at::Tensor value = build(data_);
   value.unsafeGetTensorImpl()->set_version_counter(counter_);
   return value;

@@ -21,9 +21,9 @@ enum class KeptWhere {
 };
 
 /// Note [Kept values]
-/// A kept tensor is an alias of the original without its history. It shares the version counter, so a
-/// change in place is seen. It is saved as a region's input is: through the hooks of the region
-/// around, if there is one, whose forward drops it (Rule 2); through other hooks on request.
+/// What is kept is the original without its history: its storage, what it is beside that, and its version
+/// counter, so that a change in place is seen. Inside another region it is saved as a region's input is:
+/// through the hooks of that region, whose forward drops it (Rule 2); through other hooks on request.
 ///
 /// A result that autograd never saved and no operator of a recompute will read is not worth its
 /// memory. Such a tensor becomes a shell: shape without data. Who reads the data of a shell all the

@@ -41,7 +41,7 @@ const Producers::Entry* Producers::find(const c10::StorageImpl* storage) {
 
 void Producers::clear() {
   entries_.clear();
-  index_.clear();
+  index_ = {};
   num_indexed_ = 0;
 }
 

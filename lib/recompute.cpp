@@ -20,13 +20,15 @@
 #include "lib/planted_fault.h"
 #include "lib/profiler.h"
 #include "lib/replay.h"
+#include "lib/spin_lock.h"
 #include "lib/stack_room.h"
 
 namespace remat {
 
 namespace {
 
-/// The early guards of a recompute, with their CPU generators, which it leaves alone.
+/// See EarlyGuards. Their CPU generators are drawn from themselves, since the function may seed them too,
+/// and put back.
 class Early {
  public:
   DrawReplay* replay_of(const c10::GeneratorImpl& generator) {
@@ -42,7 +44,7 @@ class Early {
   void put_back() noexcept {
     guards.put_back();
     std::lock_guard<std::mutex> lock(mutex_);
-    for (Generator& each : generators_) each.swap.reset();
+    for (auto each = generators_.rbegin(); each != generators_.rend(); ++each) each->swap.reset();
   }
   EarlyGuards guards;
 
@@ -51,10 +53,10 @@ class Early {
     Generator(at::Generator kept, at::CPUGeneratorImpl& impl)
         : generator(std::move(kept)), replay(impl), swap(std::in_place, replay) {}
     const at::Generator generator;
-    DrawReplay replay;
+    DrawReplay replay;  // as long as threads may have inherited the scope
     std::optional<GeneratorSwap> swap;
   };
-  std::mutex mutex_;  // threads that inherited the scope may look
+  std::mutex mutex_;
   std::list<Generator> generators_;
 };
 
@@ -100,16 +102,23 @@ class RecomputeScope final : public detail::Scope {
     return early == nullptr ? nullptr : early->replay_of(generator);
   }
   void guard_opened(const UserRegistrations& opened) override {
-    if (own_early_ == nullptr) early_ = (own_early_ = std::make_unique<Early>()).get();
-    own_early_->guards.add(opened, frame_->user_state());
-    if (!frame_->options().preserve_rng_state) return;
+    if (filler_.is_forward_over()) return;
+    const bool preserves_rng = frame_->options().preserve_rng_state;
+    if (early_.load() == nullptr) {
+      auto made = std::make_unique<Early>();
+      std::lock_guard<SpinLock> lock(own_early_lock_);
+      if (own_early_ == nullptr) early_ = (own_early_ = std::move(made)).get();
+    }
+    Early& early = *early_.load();
+    early.guards.add(opened, frame_->user_state(), preserves_rng);
+    if (!preserves_rng || std::this_thread::get_id() != owner_) return;  // who puts back
     for (const at::Generator& generator : opened.generators) {
       at::CPUGeneratorImpl* const impl = as_cpu_generator(generator);
-      if (impl != nullptr && draw_replay(*impl) == nullptr) own_early_->add(generator, *impl);
+      if (impl != nullptr && draw_replay(*impl) == nullptr) early.add(generator, *impl);
     }
   }
   void put_back_early_guards() noexcept {
-    if (own_early_ != nullptr) own_early_->put_back();
+    if (Early* const early = early_.load()) early->put_back();
   }
   void add_to(UserRegistrations& all) const override {
     const UserRegistrations& kept = frame_->user_state()->registered();
@@ -137,6 +146,7 @@ class RecomputeScope final : public detail::Scope {
   std::optional<DrawReplay> replay_;    // of the default generator
   std::list<DrawReplay> more_replays_;  // of registered ones
   // Rarely there.
+  SpinLock own_early_lock_;
   std::unique_ptr<Early> own_early_;
   std::atomic<Early*> early_{nullptr};  // the same, for threads that inherited the scope
   const std::thread::id owner_ = std::this_thread::get_id();
@@ -163,7 +173,8 @@ struct RunOnThisThread {
   ~RunOnThisThread() { active_runs().entries.pop_back(); }
 };
 
-/// The generators that a recompute may set, each as GeneratorSwap says.
+/// The generators that a recompute may set, each as GeneratorSwap says. Puts back what early guards
+/// guard, if that has not been done.
 class SwapOfAll {
  public:
   explicit SwapOfAll(RecomputeScope& scope) : scope_(scope) {
@@ -224,6 +235,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
     filler.finish();
     filler.record_ready();
   }
+  scope->put_back_early_guards();
   user_state.put_back();
   return !generators.were_disturbed();
 }

@@ -283,10 +283,12 @@ DrawSkips Selection::since(const DrawMarks& marks) const {
 
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
                      CheckpointPolicy answer, const detail::Scope& region) const {
+  record.kept.clear();  // of an attempt that threw
   for (const c10::IValue& result : results) {
     KeptResult& kept = record.kept.emplace_back();
     kept.is_tensor = result.isTensor();
     kept.is_list = result.isTensorList();
+    if (kept.is_list) kept.tensors.reserve(result.toListRef().size());
     if (kept.is_tensor || kept.is_list)
       visit_tensors_in(result, [&](const at::Tensor& tensor) {
         kept.tensors.emplace_back(tensor, region, hooks(), where_for(answer));
@@ -591,8 +593,8 @@ void Selection::settle() {
     operators_[place.op].calls[place.call]->kept[place.result].tensors[place.tensor].settle(
         !may_have_shells || (read != is_read_.end() && read->second));
   }
-  kept_.clear();
-  is_read_.clear();
+  kept_ = {};  // clear() would keep the room
+  is_read_ = {};
   producers_.clear();
   holding_.clear();
   slot_producers_.clear();

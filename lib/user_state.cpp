@@ -143,12 +143,12 @@ namespace {
 template <class Keep>
 void tell_regions_around(const UserRegistrations& opened, const Keep& keep) {
   std::vector<Frame*> frames;
-  detail::Scope* recompute = nullptr;  // there is one at most on a thread's stack
+  detail::Scope* recompute = nullptr;  // one at most on a thread's stack, and its stretches
   detail::visit(Ability::Region, [&](detail::Scope& scope) {
-    if (scope.is_recompute)
-      recompute = &scope;
-    else
+    if (!scope.is_recompute)
       frames.push_back(scope.frame());
+    else if (!scope.is_kept_stretch)
+      recompute = &scope;
   });
   if (!frames.empty()) keep(frames);
   if (recompute != nullptr && recompute->is_own_thread()) recompute->guard_opened(opened);
@@ -250,37 +250,57 @@ void UserState::keep(const at::Generator& generator) {
 
 UserState::~UserState() = default;
 
-void EarlyGuards::add(const UserRegistrations& opened, const UserState* known) {
+void EarlyGuards::add(const UserRegistrations& opened, const UserState* known, bool preserves_rng) {
+  const auto lists = [&](const auto& list, const auto& one, const auto& member) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::any_of(list.begin(), list.end(),
+                       [&](const auto& each) { return std::invoke(member, each) == one; });
+  };
+  using KeptProvider = decltype(providers_)::value_type;
   for (const auto& provider : opened.providers) {
     if (known != nullptr && contains(known->registered().providers, provider)) continue;
+    if (lists(providers_, provider, &KeptProvider::first)) continue;
     const OutsideOfRegions outside;
-    providers_.emplace_back(provider, provider->capture());
+    KeptProvider kept(provider, provider->capture());
+    std::lock_guard<std::mutex> lock(mutex_);
+    providers_.push_back(std::move(kept));
   }
+  if (!preserves_rng) return;
   for (const at::Generator& generator : opened.generators) {
     if (known != nullptr && contains(known->registered().generators, generator)) continue;
-    if (as_cpu_generator(generator) == nullptr)
-      generators_.push_back(DeviceRng::present(generator));
+    if (as_cpu_generator(generator) != nullptr ||
+        lists(generators_, generator, &GeneratorState::generator))
+      continue;
+    GeneratorState kept = DeviceRng::present(generator);
+    std::lock_guard<std::mutex> lock(mutex_);
+    generators_.push_back(std::move(kept));
   }
 }
 
 void EarlyGuards::put_back() noexcept {
-  for (; !providers_.empty(); providers_.pop_back()) {
-    const auto& [provider, state] = providers_.back();
-    try {
-      const OutsideOfRegions outside;
-      provider->restore(state);
-    } catch (const std::exception& e) {
-      TORCH_WARN("remat: a StateProvider could not put back its state after a recompute: ",
-                 e.what());
-    } catch (...) {
-      TORCH_WARN("remat: a StateProvider could not put back its state after a recompute");
-    }
+  decltype(providers_) providers;
+  decltype(generators_) generators;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    providers.swap(providers_);
+    generators.swap(generators_);
   }
-  for (; !generators_.empty(); generators_.pop_back()) try {
-      DeviceRng::set({generators_.back()});
+  const auto attempt = [](const auto& restore) {
+    try {
+      restore();
     } catch (const std::exception& e) {
-      TORCH_WARN("remat: a generator could not be set back after a recompute: ", e.what());
+      TORCH_WARN("remat: what a guard guards could not be put back after a recompute: ", e.what());
+    } catch (...) {
+      TORCH_WARN("remat: what a guard guards could not be put back after a recompute");
     }
+  };
+  for (; !providers.empty(); providers.pop_back())
+    attempt([&] {
+      const OutsideOfRegions outside;
+      providers.back().first->restore(providers.back().second);
+    });
+  for (; !generators.empty(); generators.pop_back())
+    attempt([&] { DeviceRng::set({generators.back()}); });
 }
 
 ObservedRecompute::ObservedRecompute(const UserState* state, int64_t frame_id, int64_t depth,

@@ -3,6 +3,7 @@
 
 #include <any>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -56,10 +57,10 @@ class UserState {
   std::vector<std::unique_ptr<DrawLog>> draw_logs_;
 };
 
-/// What guards guard that are opened inside a recompute and not, so far, inside its forward: a backward
-/// inside the region made it run while forward waits, and user code caught the stop or forbids it; or
-/// the function has changed. As it was when the guard was opened, again when the recompute ends. CPU
-/// generators: RecomputeScope.
+/// Of a recompute that runs while its forward waits for it (a backward inside the region asked): user
+/// code may catch the stop, so that it runs on past where forward is, and opens guards that forward
+/// has not come to. What they guard is put back as it was when the guard was opened. CPU generators:
+/// RecomputeScope; held states: nothing holds them yet, and nothing need. Threads: any.
 class EarlyGuards {
  public:
   EarlyGuards() = default;
@@ -67,13 +68,14 @@ class EarlyGuards {
   EarlyGuards(const EarlyGuards&) = delete;
   EarlyGuards& operator=(const EarlyGuards&) = delete;
   /// `known`: what forward registered, or null. Throws what a provider throws.
-  void add(const UserRegistrations& opened, const UserState* known);
-  /// Latest first. Only warns of what a provider throws.
+  void add(const UserRegistrations& opened, const UserState* known, bool preserves_rng);
+  /// Latest first, before what `known` registered. Only warns of what a provider throws.
   void put_back() noexcept;
 
  private:
+  std::mutex mutex_;  // not held while user code runs
   std::vector<std::pair<std::shared_ptr<StateProvider>, std::any>> providers_;
-  std::vector<GeneratorState> generators_;  // of accelerators
+  std::vector<GeneratorState> generators_;  // that are no CPU generators
 };
 
 /// Tells the observers that a recompute begins, and when destroyed that it has ended.

@@ -267,6 +267,47 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
   CHECK(state.equal(plain_state));
 }
 
+TEST_CASE("guards of what each run makes anew are right in every recompute", "[state][rule-11]") {
+  const bool has_backward_inside = GENERATE(false, true);
+  CAPTURE(has_backward_inside);
+  struct Shared final : remat::StateProvider {
+    std::shared_ptr<std::mt19937> engine;
+    explicit Shared(std::shared_ptr<std::mt19937> e) : engine(std::move(e)) {}
+    std::any capture() override { return *engine; }
+    void restore(const std::any& state) override { *engine = std::any_cast<std::mt19937>(state); }
+  };
+  const auto engine = std::make_shared<std::mt19937>(5);
+  const auto region = [&](const at::Tensor& x) {
+    const StateProviderGuard keeps(std::make_shared<Shared>(engine));
+    const double factor = 1 + static_cast<double>((*engine)() % 7);
+    at::Generator own = at::make_generator<at::CPUGeneratorImpl>(1);
+    const GeneratorGuard guard(own);
+    const at::Tensor a = at::rand({8}, own);
+    own.set_current_seed(2);
+    const at::Tensor b = at::rand({8}, own);
+    at::Tensor y = (x * a * b * factor).sin();
+    if (has_backward_inside)
+      y = y + torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true).front();
+    const double second = 1 + static_cast<double>((*engine)() % 7);
+    return (y * second).sin();
+  };
+  const at::Tensor x = at::linspace(0, 1, 8).requires_grad_();
+  const auto gradients = [&](bool is_region) {
+    engine->seed(5);
+    std::vector<at::Tensor> found;
+    for (int i = 0; i < 3; ++i) {
+      const at::Tensor y = is_region ? checkpoint(region, x) : region(x);
+      const std::mt19937 before = *engine;
+      found.push_back(torch::autograd::grad({y.sum()}, {x}).front());
+      CHECK(*engine == before);
+      (*engine)();
+    }
+    return found;
+  };
+  const auto plain = gradients(false), found = gradients(true);
+  for (std::size_t i = 0; i < plain.size(); ++i) CHECK(found[i].equal(plain[i]));
+}
+
 TEST_CASE("a provider may run a backward of its own", "[state][rule-6]") {
   struct Backwards final : remat::StateProvider {
     void work() {
