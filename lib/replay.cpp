@@ -380,6 +380,8 @@ void Replay::fail(CheckpointError::Kind kind, const std::string& fact, const std
 }
 
 void Replay::note_mismatch() {
+  // All that was asked for is there; user code caught the stop and went another way.
+  if (filler_.has_stopped()) return;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (mismatch_ == nullptr) mismatch_ = std::current_exception();
 }

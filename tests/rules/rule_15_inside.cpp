@@ -404,6 +404,25 @@ TEST_CASE("inference tensors are pinned and returned by save_region", "[rule-15]
   }
 }
 
+TEST_CASE("a stop that user code catches under a policy is no mismatch", "[rule-5][rule-15]") {
+  // fuzz_selective_241819. What runs after the caught stop takes another way than forward did.
+  const remat::CheckpointOptions options{.policy = remat::save_ops({"aten::mul", "aten::gt"})};
+  const auto function = [](const Tensor& x, const Tensor& other) {
+    Tensor y;
+    try {
+      y = x.square();
+      y = y * y;
+    } catch (...) {
+    }
+    const Tensor masked = other * (other > 0);
+    return y.defined() ? y : masked;
+  };
+  const Tensor x = leaf({2}), other = at::randn({2, 3});
+  const Tensor y = remat::checkpoint(options, function, x, other);
+  for (int i = 0; i < 2; ++i)
+    require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), grad_of(function(x, other), {x}));
+}
+
 TEST_CASE("what a region inside captures and saves is no shell", "[rule-15]") {
   const Tensor x = leaf({4}), w = leaf({4});
   // The input is saved, and no operator reads it. The backward needs it in the midst of forward, also
