@@ -148,9 +148,7 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
 // has more owners.
 Differences Filler::take_differences() {
   for (const int64_t position : differences_.replaced)
-    if (run_.owns_alone(position))
-      std::erase_if(differences_.captures,
-                    [&](const CheckpointError::Mismatch& m) { return m.position == position; });
+    if (run_.owns_alone(position)) differences_.clear_capture(position);
   return std::move(differences_);
 }
 

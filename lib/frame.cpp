@@ -238,6 +238,7 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
   if (device_rng_) device_rng_->settle();
   if (device_rng_ && device_rng_->is_empty()) device_rng_.reset();
 
+  if (selection_ != nullptr) selection_->end_naming();
   recording::RegionSums recorded;
   if (recorded_ != nullptr) recorded = sums(results);
   settle(results, tail_elements);

@@ -122,6 +122,10 @@ std::string table(const std::vector<Mismatch>& mismatches) {
 
 }  // namespace
 
+void Differences::clear_capture(int64_t position) {
+  std::erase_if(captures, [position](const Mismatch& m) { return m.position == position; });
+}
+
 void throw_differences(const Frame& frame, Differences differences, const OpLog* log) {
   if (!differences.captures.empty())
     throw_with(
@@ -214,6 +218,10 @@ void throw_recompute_failed(const Frame& frame, const std::string& fact, const s
 void throw_selective(const Frame& frame, Kind kind, const std::string& fact,
                      const std::string& cause, const std::string& advice, const std::string& lists,
                      Differences seen) {
+  // What came back in other storage may be the run's own. It may explain that operators part, but not
+  // that what is kept was written to.
+  if (kind == Kind::SelectiveMutation)
+    for (const int64_t position : seen.replaced) seen.clear_capture(position);
   if (!seen.captures.empty()) throw_differences(frame, std::move(seen), nullptr);
   throw CheckpointError(fmt::format("remat: {}: {} (Rule 15).\nCause: {}.\nDo: {}.\n{}",
                                     title(frame), fact, cause, advice, lists),

@@ -18,6 +18,8 @@ struct Differences {
   /// Positions in `captures` of tensors that came back in other storage. Whether the recompute made
   /// that itself is known when it has unwound.
   std::vector<int64_t> replaced;
+  /// It is no changed capture.
+  void clear_capture(int64_t position);
   bool any() const { return !captures.empty() || !metadata.empty() || !contents.empty(); }
 };
 

@@ -584,6 +584,13 @@ bool Selection::keeps(const c10::StorageImpl* storage) const {
   });
 }
 
+void Selection::end_naming() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Place& place : holding_)
+    for (ResultRecord& each : operators_[place.op].calls[place.call]->results) each.held.reset();
+  holding_ = {};
+}
+
 void Selection::settle() {
   std::lock_guard<std::mutex> lock(mutex_);
   // Who reads a shell ends the recompute with an exception, which a noexcept function lets none out.
@@ -596,7 +603,6 @@ void Selection::settle() {
   kept_ = {};  // clear() would keep the room
   is_read_ = {};
   producers_.clear();
-  holding_.clear();
   slot_producers_.clear();
   for (OpRecord& op : operators_)
     for (auto& call : op.calls) {

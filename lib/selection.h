@@ -91,7 +91,10 @@ class Selection {
 
   /// For recorders, once the forward is over: what is kept, and where.
   void add_to(recording::RegionSums& sums) const;
-  /// The forward is over: lets go of what no recompute will read.
+  /// The forward is over: what was held in case it gets a name is nobody's. Before anyone asks what is
+  /// gone.
+  void end_naming();
+  /// Lets go of what no recompute will read.
   void settle();
 
   // In recomputes.

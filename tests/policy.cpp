@@ -386,6 +386,49 @@ TEST_CASE("the named result of an operator with several results is kept with all
       x, w, b);
 }
 
+TEST_CASE("a name may be given again after a hook threw while its value was saved",
+          "[policy][rule-12]") {
+  const Tensor x = leaf({4, 8}), w = leaf({8}), b = leaf({8});
+  bool throws = false;
+  const Policy policy(
+      [](const PolicyContext& question) {
+        return question.name == "norm" ? CheckpointPolicy::MustSave
+                                       : CheckpointPolicy::PreferRecompute;
+      },
+      remat::SelectiveOptions{.save_through_hooks = true});
+  int num_caught = 0, num_runs = 0;
+  const auto f = [&](const Tensor& x, const Tensor& w, const Tensor& b) {
+    const Tensor norm = at::layer_norm(x.sin(), {8}, w, b);
+    throws = ++num_runs == 1;
+    try {
+      return remat::checkpoint_name(norm, "norm").sigmoid();
+    } catch (const std::runtime_error& error) {
+      if (std::string(error.what()) != "disk full") throw;
+      ++num_caught;
+    }
+    return remat::checkpoint_name(norm, "norm").sigmoid();
+  };
+  Tensor y;
+  {
+    const remat::SavedTensorHooksGuard around(
+        [&throws](const Tensor& t) {
+          if (throws && t.size(-1) == 1) {  // the mean, the second of three results
+            throws = false;
+            throw std::runtime_error("disk full");
+          }
+          return t;
+        },
+        [](const Tensor& t) { return t; });
+    y = checkpoint(with(policy), f, x, w, b);
+  }
+  CHECK(num_caught == 1);
+  KernelCounter kernels;
+  const auto grads = grad_of(y, {x, w, b});
+  CHECK(kernels.count("native_layer_norm") == 0);
+  CHECK(num_runs == 2);
+  require_bit_equal(grads, grad_of(f(x, w, b), {x, w, b}));
+}
+
 TEST_CASE("a noexcept function under a policy that keeps everything", "[policy]") {
   const Tensor x = leaf({4});
   const auto f = [](const Tensor& x) noexcept {

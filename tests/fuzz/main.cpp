@@ -3,8 +3,9 @@
 //   fuzz --seeds A:B               the programs of the seeds in [A, B)
 //   fuzz --seconds N [--from A]    the programs from A (default 0) on, for N seconds
 //   fuzz --seed S [--print]        one program; with --print its text and nothing is run
-// With --selective the programs have policies, names, pin and save_region too. A finding is shrunk and printed, and the exit status is 1. With --first the first finding ends the
-// run, and only its seed and kind are printed. The last line is always "N programs, M findings".
+// With --selective the programs have policies, names, pin and save_region too. A finding is shrunk and
+// printed, and the exit status is 1. With --first the first finding ends the run, and only its seed
+// and kind are printed. The last line is always "N programs, M findings".
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

@@ -455,6 +455,12 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
     const Origin inside{.foreign = true, .leaf = true};  // never changed in there
     captured[id] = {seen.back().tensor, std::make_shared<Origin>(inside)};
   }
+  // Plain autograd lets the object of a view go, whose grad_fn it then takes from elsewhere; the order in
+  // which a second-order gradient is summed depends on that. A frame holds it for its recompute.
+  if (mode_ != Mode::Checkpointed) {
+    held_.insert(held_.end(), args.begin(), args.end());
+    for (const auto& [id, value] : captured) held_.push_back(value.tensor);
+  }
   const auto uses = std::make_shared<std::vector<Origin>>();  // of the results, by regions inside
   const auto runs = std::make_shared<int64_t>(0);
   const Body body = [this, &s, captured, uses, runs, with = guards_](const Tensors& tensors) {

@@ -130,6 +130,7 @@ class Interpreter {
   Record& record_;
   Environment values_;  // the outermost block's
   std::vector<Value> leaves_;
+  Tensors held_;  // what regions get and capture, where no frame holds it
   int64_t hook_calls_ = 0, scopes_alive_ = 0;
   int64_t fuse_ = -1, fuses_passed_ = 0;
   std::array<std::shared_ptr<Numbers>, 2> numbers_;

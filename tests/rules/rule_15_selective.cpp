@@ -706,6 +706,27 @@ TEST_CASE("kept calls may read what pin, a name or save_region kept", "[rule-15]
   }
 }
 
+TEST_CASE("a pinned value that was changed is said to be, whatever the region made anew before it",
+          "[rule-15][rule-10]") {
+  // fuzz_selective_233264. Mean and deviation were held for a name, a mask by the region inside.
+  const auto norm = [](const Tensor& x) { return remat::pin(at::layer_norm(x, {3})); };
+  const auto masked = [](const Tensor& x) {
+    const Tensor mask = x.detach() * 2;
+    const Tensor y = checkpoint([mask](const Tensor& x) { return x.sin() * mask; }, x);
+    return remat::pin(y * mask);
+  };
+  const Policy policy([](const PolicyContext&) { return CheckpointPolicy::PreferRecompute; });
+  const CheckpointOptions options{.determinism_check = remat::DeterminismCheck::Values,
+                                  .policy = policy};
+  const Tensor x = leaf({3});
+  for (const auto& f : {std::function<Tensor(const Tensor&)>(norm), {masked}}) {
+    Tensor y = checkpoint(options, f, x);
+    y.mul_(2);
+    CHECK(kind_of(y, {x}) == CheckpointError::Kind::SelectiveMutation);
+    require_same_grads(f, [&](const Tensor& x) { return checkpoint(options, f, x); }, x);
+  }
+}
+
 TEST_CASE("a kept constant that is filled in place is made again", "[rule-15]") {
   const Tensor x = leaf({3, 3});
   const auto f = [](const Tensor& x) {
