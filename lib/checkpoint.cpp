@@ -10,6 +10,7 @@
 #include "hooks/drop.h"
 #include "lib/frame.h"
 #include "lib/hook_stack.h"
+#include "lib/inner_backward.h"
 #include "lib/match.h"
 #include "lib/policy_rule.h"
 #include "lib/profiler.h"
@@ -38,12 +39,20 @@ class ForwardScope final : public Scope {
   }
   Selection* selection() const override { return is_own_thread() ? frame_->selection() : nullptr; }
   Frame* frame() const override { return frame_.get(); }
+  void backward_begins(const torch::autograd::edge_list& roots,
+                       const torch::autograd::edge_list& targets) override {
+    if (!is_own_thread()) return;
+    const int64_t number = num_backwards_++;
+    if (const char* const reason = unrepeatable(frame_->inputs(), roots, targets))
+      frame_->note_unrepeatable_backward(number, reason);
+  }
   DrawLog* draw_log(const c10::GeneratorImpl& generator) const override {
     return frame_->draw_log(generator);
   }
 
  private:
   c10::intrusive_ptr<Frame> frame_;
+  std::atomic<int64_t> num_backwards_{0};
 };
 
 FrameOptions options_in_force(const CheckpointOptions& options, const StackView& around) {

@@ -29,7 +29,7 @@ Filler::~Filler() {
 }
 
 at::Tensor Filler::fill(const at::Tensor& saved) {
-  const at::Tensor* const origin = input_being_saved();
+  const at::Tensor* const origin = take_input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
   if (has_stopped_) {
     // The function caught the signal and went on: nothing it saves now counts, and it gets the

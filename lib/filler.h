@@ -48,6 +48,11 @@ class Filler final : public SlotFiller {
   bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
+  /// The exception at hand counts also if user code catches it.
+  void note_refusal() { refusal_ = std::current_exception(); }
+  void rethrow_refusal() const {
+    if (refusal_ != nullptr && !has_stopped_) std::rethrow_exception(refusal_);
+  }
   /// After the function has unwound.
   Differences take_differences();
   OpLog* log() { return log_ ? &*log_ : nullptr; }
@@ -83,6 +88,7 @@ class Filler final : public SlotFiller {
   bool must_finish_operator_ = false;
   int64_t num_seen_ = 0, num_filled_ = 0;
   int64_t num_new_ = 0, bytes_ = 0;  // for the counters, which are told once
+  std::exception_ptr refusal_;
   bool has_stopped_ = false;
   bool has_other_numbers_ = false;
 };

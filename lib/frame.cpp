@@ -165,7 +165,7 @@ void Frame::keep(const std::shared_ptr<HeldState>& held_state) {
 }
 
 int64_t Frame::add_slot(const at::Tensor& saved) {
-  const at::Tensor* const origin = input_being_saved();
+  const at::Tensor* const origin = take_input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
   if (recorded_ != nullptr && is_recording())
     recording::slot_event(EventKind::Pack, *this, static_cast<int64_t>(slots_.size()),
@@ -332,6 +332,17 @@ void Frame::owner_waits_for_backward(Run& run) {
   std::lock_guard<SpinLock> lock(mutex_);
   run.waits_for_backward = true;
   run.tell_change();
+}
+
+void Frame::note_unrepeatable_backward(int64_t number, const char* reason) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  if (inner_backwards_ == nullptr) inner_backwards_ = std::make_unique<InnerBackwards>();
+  inner_backwards_->note(number, reason);
+}
+
+const char* Frame::against_backward(int64_t number) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  return inner_backwards_ == nullptr ? nullptr : inner_backwards_->against(number);
 }
 
 Frame::SlotView Frame::view_for(int64_t only_position) {

@@ -35,6 +35,7 @@
 #include "lib/capture.h"
 #include "lib/device_rng.h"
 #include "lib/draws.h"
+#include "lib/inner_backward.h"
 #include "lib/inputs.h"
 #include "lib/op_log.h"
 #include "lib/recording.h"
@@ -103,6 +104,9 @@ class Frame final : public SlotOwner {
   Selection* selection() const { return selection_.get(); }
   Selection& selection_or_make(std::shared_ptr<const PolicyRule> rule = nullptr);
   const Inputs& inputs() const { return inputs_; }
+  void note_unrepeatable_backward(int64_t number, const char* reason);
+  /// Null if a recompute can repeat the backward of that number.
+  const char* against_backward(int64_t number);
   /// Of all generators whose draws are noted, always in the same order.
   c10::SmallVector<DrawLog*, 1> draw_logs();
   /// Where draws from a generator are noted; null if they do not matter.
@@ -120,7 +124,7 @@ class Frame final : public SlotOwner {
   /// The function threw; `settle` does the same where it has returned.
   void tell_recorders_of_throw() const;
   detail::RegionBody& body() const { return *body_; }
-  std::vector<at::Tensor> unpack_inputs() const { return inputs_.unpack(); }
+  std::vector<at::Tensor> unpack_inputs() const { return inputs_.unpack(*this); }
   std::thread::id forward_thread() const { return forward_thread_; }
   /// Whether the contents of all slots are compared.
   bool compares_contents() const;
@@ -184,6 +188,7 @@ class Frame final : public SlotOwner {
   SpinLock mutex_;  // guards what follows; never held while user code runs
   std::vector<Slot> slots_;
   c10::SmallVector<std::shared_ptr<Run>, 1> runs_;
+  std::unique_ptr<InnerBackwards> inner_backwards_;  // if there is something against one
   bool is_settled_ = false;
   bool ends_small_ = false;
   bool is_empty_ = false;

@@ -44,8 +44,7 @@ std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
 }
 
 const seam::EngineCallbacks& callbacks() {
-  static constexpr seam::EngineCallbacks ours{make_top_hooks, backward_begins_in_recompute,
-                                              run_selectively};
+  static constexpr seam::EngineCallbacks ours{make_top_hooks, backward_begins, run_selectively};
   return ours;
 }
 

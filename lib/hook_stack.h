@@ -87,6 +87,9 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual Replay* replay() { return nullptr; }
   /// Of a recompute: a guard of state.h has been opened in it.
   virtual void guard_opened(const UserRegistrations&) {}
+  /// Of a region's scope: a backward begins in it. Throws what speaks against that.
+  virtual void backward_begins(const torch::autograd::edge_list& /*roots*/,
+                               const torch::autograd::edge_list& /*targets*/) {}
   /// Adds what a guard of state.h registered, or the region of a recompute keeps.
   virtual void add_to(UserRegistrations&) const {}
   /// Of a guard that lets backward calls share recomputes.

@@ -16,7 +16,7 @@ namespace remat {
 
 namespace {
 
-thread_local const at::Tensor* being_saved = nullptr;
+thread_local SavingInput* being_saved = nullptr;
 
 /// Ends the gradient of a recompute's own backward at the input: the edge leads nowhere.
 struct InputEdge final : torch::autograd::Node {
@@ -33,11 +33,6 @@ at::Tensor in_the_role_of_input(const at::Tensor& data, bool is_leaf) {
     torch::autograd::create_gradient_edge(input, seam::make_node<InputEdge>());
   }
   return input;
-}
-
-at::Tensor without_gradient_edge(const at::Tensor& leaf) {
-  at::NoGradGuard no_grad;
-  return at::alias(leaf);
 }
 
 void refuse_tangent(const at::Tensor& tensor) {
@@ -57,9 +52,20 @@ bool has_gradient_edge(const at::Tensor& tensor) {
          (meta->requires_grad_ || tensor.grad_fn() != nullptr);
 }
 
-const at::Tensor* input_being_saved() { return being_saved; }
+at::Tensor without_gradient_edge(const at::Tensor& leaf) {
+  at::NoGradGuard no_grad;
+  return at::alias(leaf);
+}
+
+const at::Tensor* input_being_saved() {
+  return being_saved == nullptr ? nullptr : being_saved->tensor_;
+}
+const at::Tensor* take_input_being_saved() {
+  if (being_saved != nullptr) being_saved->is_slot_ = true;
+  return input_being_saved();
+}
 SavingInput::SavingInput(const at::Tensor& tensor)
-    : previous_(std::exchange(being_saved, &tensor)) {}
+    : tensor_(&tensor), previous_(std::exchange(being_saved, this)) {}
 SavingInput::~SavingInput() { being_saved = previous_; }
 
 void Inputs::save(detail::RegionBody& body, bool offload) {
@@ -67,7 +73,7 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
   body.visit_inputs([&](at::Tensor& kept) {
     const at::Tensor tensor = std::exchange(kept, at::Tensor());
     if (!tensor.defined()) {
-      saved_.push_back({{}, false, true, -1, -1});
+      saved_.push_back({{}, nullptr, {}, false, true, -1, -1});
       impls.push_back(nullptr);
       return;
     }
@@ -82,8 +88,13 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
     SavingInput saving(tensor);
     saved_.push_back({torch::autograd::SavedVariable(gets_role ? tensor.tensor_data() : tensor,
                                                      /*is_output=*/false),
-                      gets_role, tensor.is_leaf(), same_as, storage_number});
+                      nullptr, gets_role ? GradientPlace::of(tensor) : GradientPlace{}, gets_role,
+                      tensor.is_leaf(), same_as, storage_number});
     impls.push_back(tensor.unsafeGetTensorImpl());
+    if (saved_.back().variable.has_hooks() && !saving.is_slot() && tensor.has_storage())
+      saved_.back().watched.reset(new Watched{weak_storage_of(tensor),
+                                              tensor.unsafeGetTensorImpl()->version_counter(),
+                                              static_cast<uint32_t>(tensor._version())});
     if (!offload || tensor.is_cpu()) return;
     auto& variable = saved_.back().variable;
     // A slot of the region around, or what a user's hooks took, is not here any more.
@@ -92,7 +103,7 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
   });
 }
 
-std::vector<at::Tensor> Inputs::unpack() const {
+std::vector<at::Tensor> Inputs::unpack(const Frame& frame) const {
   std::vector<at::Tensor> tensors;
   tensors.reserve(saved_.size());
   for (const Input& input : saved_) {
@@ -101,6 +112,11 @@ std::vector<at::Tensor> Inputs::unpack() const {
       continue;
     }
     at::Tensor tensor = input.variable.unpack();
+    if (const Watched* const watched = input.watched.get();
+        watched != nullptr && watched->counter.current_version() != watched->version &&
+        storage_of(tensor) == watched->storage._unsafe_get_target())
+      throw_changed_argument(frame, static_cast<int64_t>(tensors.size()), tensor, watched->version,
+                             watched->counter.current_version());
     if (input.gets_role)
       tensor = in_the_role_of_input(tensor, input.is_leaf);
     else if (tensor.defined() &&

@@ -4,12 +4,16 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <memory>
 #include <vector>
 
 #include "lib/capture.h"
+#include "lib/gradient_paths.h"
 #include "remat/checkpoint.h"
 
 namespace remat {
+
+class Frame;
 
 /// Note [Inputs without history]
 /// A region's input is saved through whatever hooks are active around the region: under a parent
@@ -23,21 +27,35 @@ class Inputs {
   /// hooks around the region take wait on the CPU. Throws what the hooks around throw, and LibTorch's
   /// error for inference tensors.
   void save(detail::RegionBody& body, bool offload);
-  /// Fresh arguments for one recompute; may make parents recompute. Throws LibTorch's error when
-  /// an input was changed in place.
-  std::vector<at::Tensor> unpack() const;
+  /// Fresh arguments for one recompute of `frame`; may make parents recompute. Throws LibTorch's error
+  /// when an input was changed in place, and CheckpointError if a user's hooks kept it as it was.
+  std::vector<at::Tensor> unpack(const Frame& frame) const;
   /// The tensors die here.
   void clear() { saved_.clear(); }
 
   const StorageSet& storages() const { return storages_; }
   /// Which of the inputs' storages one has: equal for inputs that share theirs, -1 for none.
   int64_t storage_number(std::size_t input) const { return saved_[input].storage_number; }
+  /// Of each input where its gradient goes in forward.
+  template <class Visitor>
+  void visit_places(Visitor&& visitor) const {
+    for (const Input& each : saved_) visitor(each.place);
+  }
   /// The region's function has returned: the storages are not compared any more.
   void settle() { storages_.clear(); }
 
  private:
+  /// LibTorch does not look at the version of what comes from hooks. They may have kept a copy, which a
+  /// change of the original leaves alone, or the original.
+  struct Watched {
+    WeakStorage storage;
+    c10::VariableVersion counter;
+    uint32_t version;
+  };
   struct Input {
     torch::autograd::SavedVariable variable;
+    std::unique_ptr<Watched> watched;  ///< where a user's hooks took it
+    GradientPlace place;
     bool gets_role;  ///< requires grad: each run gets an alias in the role of the input
     bool is_leaf;
     int32_t same_as;  ///< the input that is the same tensor, or -1
@@ -50,19 +68,28 @@ class Inputs {
 /// While the inputs of a region are saved: the tensor whose alias is being packed, else null. A
 /// parent frame judges the alias by the tensor it stands for.
 const at::Tensor* input_being_saved();
+/// The same, for a frame that makes a slot of it, or fills one with it.
+const at::Tensor* take_input_being_saved();
 class SavingInput {
  public:
   explicit SavingInput(const at::Tensor& tensor);
   ~SavingInput();
   SavingInput(const SavingInput&) = delete;
   SavingInput& operator=(const SavingInput&) = delete;
+  bool is_slot() const { return is_slot_; }
 
  private:
-  const at::Tensor* const previous_;
+  friend const at::Tensor* input_being_saved();
+  friend const at::Tensor* take_input_being_saved();
+  const at::Tensor* const tensor_;
+  SavingInput* const previous_;
+  bool is_slot_ = false;
 };
 
 /// Whether operators see a tensor that requires grad. A view of a leaf made under no-grad claims to
 /// (its base does), but has no gradient edge; it goes through as it is.
 bool has_gradient_edge(const at::Tensor& tensor);
+/// An alias of a leaf that requires grad, made as such a view is.
+at::Tensor without_gradient_edge(const at::Tensor& leaf);
 
 }  // namespace remat

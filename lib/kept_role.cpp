@@ -5,10 +5,12 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
+#include "lib/gradient_paths.h"
 #include "lib/hook_stack.h"
 #include "lib/inputs.h"
 #include "lib/match.h"
@@ -48,36 +50,6 @@ bool is_older(const Node& node, const RegionStart& start) {
   return node.sequence_nr() < start.sequence || node.thread_id() != start.thread;
 }
 
-bool is_leaf(const Node& node) { return dynamic_cast<const AccumulateGrad*>(&node) != nullptr; }
-
-/// What a backward from `roots` comes to, nothing below `end`.
-class Reached {
- public:
-  Reached(const torch::autograd::edge_list& roots, const Node* end) {
-    std::vector<const Node*> waiting;
-    const auto reach = [&](const Edge& edge) {
-      if (!edge.is_valid()) return;
-      const auto [place, is_new] = outputs_.try_emplace(edge.function.get());
-      place->second.push_back(edge.input_nr);
-      if (is_new && edge.function.get() != end) waiting.push_back(edge.function.get());
-    };
-    for (const Edge& root : roots) reach(root);
-    while (!waiting.empty()) {
-      const Node* const node = waiting.back();
-      waiting.pop_back();
-      for (const Edge& next : node->next_edges()) reach(next);
-    }
-  }
-  bool contain(const Edge& edge) const {
-    const auto found = outputs_.find(edge.function.get());
-    return found != outputs_.end() && std::find(found->second.begin(), found->second.end(),
-                                                edge.input_nr) != found->second.end();
-  }
-
- private:
-  std::unordered_map<const Node*, c10::SmallVector<uint32_t, 2>> outputs_;
-};
-
 }  // namespace
 
 void StretchArguments::add(const at::Tensor& tensor) {
@@ -91,6 +63,7 @@ KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
                        const RegionStart& region, std::vector<at::Tensor>& leaves) {
   KeptHistory history;
   if (!value.defined() || !has_gradient_edge(value)) return history;
+  history.has_hooks = !torch::autograd::impl::hooks(value).empty();
   if (value.use_count() > num_owners) {
     const auto same =
         std::find_if(arguments.all.begin(), arguments.all.end(),
@@ -123,13 +96,20 @@ KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
   return history;
 }
 
-at::Tensor KeptRoles::give(const at::Tensor& data, bool requires_grad, bool is_leaf,
-                           const KeptHistory& history, const std::vector<at::Tensor>& read,
+GradRole grad_role_of(const at::Tensor& value) {
+  if (!value.defined() || !value.requires_grad()) return GradRole::None;
+  if (!has_gradient_edge(value)) return GradRole::NoGradViewOfLeaf;
+  return value.is_leaf() ? GradRole::Leaf : GradRole::Result;
+}
+
+at::Tensor KeptRoles::give(const at::Tensor& data, GradRole role, const KeptHistory& history,
+                           const std::vector<at::Tensor>& read,
                            const std::vector<at::Tensor>& more_sources) {
   at::Tensor kept = data.tensor_data();
-  if (!requires_grad) return kept;
-  if (is_leaf) {
+  if (role == GradRole::None) return kept;
+  if (role != GradRole::Result) {
     kept.set_requires_grad(true);
+    if (role == GradRole::NoGradViewOfLeaf) return without_gradient_edge(kept);
   } else {
     torch::autograd::edge_list edges;
     for (const auto* const sources : {&read, &more_sources})
@@ -141,18 +121,19 @@ at::Tensor KeptRoles::give(const at::Tensor& data, bool requires_grad, bool is_l
     node->set_next_edges(std::move(edges));
     torch::autograd::create_gradient_edge(kept, std::move(node));
   }
-  Role role{torch::autograd::impl::gradient_edge(kept), {}, history};
+  Role given{torch::autograd::impl::gradient_edge(kept), {}, history};
   if (history.twin == KeptHistory::Twin::Argument) {
     // Forward's numbers leave out arguments that need no gradient, as these do.
     int32_t number = -1;
     for (const at::Tensor& each : read)
       if (each.defined() && has_gradient_edge(each) && ++number == history.same_as)
-        role.original = torch::autograd::impl::gradient_edge(each);
+        given.original = torch::autograd::impl::gradient_edge(each);
     for (const Role& other : roles_)
-      if (other.edge == role.original && other.original.is_valid()) role.original = other.original;
-    if (!role.original.is_valid()) role.history.twin = KeptHistory::Twin::Unknown;
+      if (other.edge == given.original && other.original.is_valid())
+        given.original = other.original;
+    if (!given.original.is_valid()) given.history.twin = KeptHistory::Twin::Unknown;
   }
-  roles_.push_back(std::move(role));
+  roles_.push_back(std::move(given));
   return kept;
 }
 
@@ -163,16 +144,35 @@ void KeptRoles::clear() {
 
 void KeptRoles::check(const torch::autograd::edge_list& roots,
                       const torch::autograd::edge_list& targets) const {
-  // Without targets a backward goes all the way down, and meets the nodes themselves.
-  if (roles_.empty() || targets.empty()) return;
+  if (roles_.empty()) return;
+  if (targets.empty()) {
+    // A backward that goes all the way down meets the nodes themselves, or adds to what is no leaf but
+    // in the recompute.
+    std::optional<Reached> all;
+    for (const Role& role : roles_) {
+      if (role.history.twin == KeptHistory::Twin::None || !is_leaf(*role.edge.function)) continue;
+      if (!all) all.emplace(roots);
+      if (all->contain(role.edge))
+        refuse(
+            "a backward inside a recompute added to the gradient of a kept value, whose original would "
+            "have got it");
+    }
+    return;
+  }
   // Below a kept value the walk goes on with what it may come from.
-  const Reached all(roots, nullptr);
+  const Reached all(roots);
   for (const Role& role : roles_)
     for (const Edge& target : targets) {
       if (target == role.edge) {
         if (is_used_elsewhere(role, roots))
           refuse(
               "a gradient was taken, inside a recompute, of a kept value whose original is used, too");
+        if (has_hooks_elsewhere(role))
+          refuse(
+              "a gradient was taken, inside a recompute, of a kept value whose original has hooks");
+      } else if (may_be_original_leaf(role, target) && all.contain(role.edge)) {
+        refuse(
+            "a gradient was taken, inside a recompute, of a leaf of which a kept value was used");
       } else if (role.history.sources != KeptHistory::Sources::Known && all.contain(role.edge) &&
                  may_be_source(role, target)) {
         refuse("a gradient was taken, inside a recompute, past a kept value");
@@ -180,10 +180,28 @@ void KeptRoles::check(const torch::autograd::edge_list& roots,
     }
 }
 
+bool KeptRoles::may_be_original_leaf(const Role& role, const Edge& target) const {
+  if (!is_leaf(*role.edge.function) || !is_leaf(*target.function)) return false;
+  return role.history.twin == KeptHistory::Twin::Unknown ||
+         (role.history.twin == KeptHistory::Twin::Argument && target == role.original);
+}
+
+bool KeptRoles::has_hooks_elsewhere(const Role& role) const {
+  const auto has_hooks = [](const Edge& edge) {
+    return edge.is_valid() && !edge.function->tensor_pre_hooks().empty();
+  };
+  return role.history.has_hooks || has_hooks(role.original) ||
+         std::any_of(roles_.begin(), roles_.end(), [&](const Role& other) {
+           return &other != &role && other.original == role.original && has_hooks(other.edge);
+         });
+}
+
 bool KeptRoles::is_used_elsewhere(const Role& role, const torch::autograd::edge_list& roots) const {
   if (role.history.twin == KeptHistory::Twin::None) return false;
   if (role.history.twin == KeptHistory::Twin::Unknown) return true;
-  const Reached others(roots, role.edge.function.get());
+  const Reached others(roots, [&role](const GradientPlace& place) {
+    return place.at != GradientPlace::of(role.edge).at;
+  });
   return others.contain(role.original) ||
          std::any_of(roles_.begin(), roles_.end(), [&](const Role& other) {
            return &other != &role && other.original == role.original && others.contain(other.edge);

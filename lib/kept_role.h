@@ -16,11 +16,20 @@ namespace remat {
 // whole history, so a backward inside the region may go through it, or end at it. A recompute runs that
 // backward again, on a graph that is cut there, and where the two could differ it throws:
 //   through the value   its node leads to what the value may come from, and throws when it is run
-//   to the value        if the tensor that it was in forward is in use beside it: pin returns its
-//                       argument, and gradients of that count all its uses
+//   to the value        if the tensor that it was in forward is in use beside it, or has hooks: pin
+//                       returns its argument, and gradients of that count all its uses
 //   past the value      to something older than it, if save_region's function used, beside its
 //                       arguments, tensors that no recompute can find again
 // None of them can be seen in a value's data; a wrong slope would end as a wrong gradient.
+
+/// How autograd sees a value.
+enum class GradRole : uint8_t {
+  None,
+  Leaf,    ///< that requires grad
+  Result,  ///< with a history
+  NoGradViewOfLeaf
+};
+GradRole grad_role_of(const at::Tensor& value);
 
 /// Noted in forward of one kept value.
 struct KeptHistory {
@@ -29,6 +38,7 @@ struct KeptHistory {
   Twin twin = Twin::None;  ///< another variable that holds the same tensor
   int32_t same_as = -1;    ///< the argument
   Sources sources = Sources::Known;
+  bool has_hooks = false;  ///< registered on it before it was kept
 };
 
 /// What a stretch was given, by identity: compared only, and only with what is alive.
@@ -51,11 +61,10 @@ KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
 /// The kept values that one recompute has handed out.
 class KeptRoles {
  public:
-  /// An alias of `data` with the role of the original: `requires_grad`, and whether it is a leaf.
+  /// An alias of `data` with the role of the original.
   /// `read`: what its stretch would read now; `more_sources`: what else it may come from.
-  at::Tensor give(const at::Tensor& data, bool requires_grad, bool is_leaf,
-                  const KeptHistory& history, const std::vector<at::Tensor>& read,
-                  const std::vector<at::Tensor>& more_sources);
+  at::Tensor give(const at::Tensor& data, GradRole role, const KeptHistory& history,
+                  const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& more_sources);
   /// A backward begins in the recompute. Throws CheckpointError if its gradients would differ.
   void check(const torch::autograd::edge_list& roots,
              const torch::autograd::edge_list& targets) const;
@@ -68,6 +77,8 @@ class KeptRoles {
     torch::autograd::Edge edge, original;
     KeptHistory history;
   };
+  bool may_be_original_leaf(const Role& role, const torch::autograd::Edge& target) const;
+  bool has_hooks_elsewhere(const Role& role) const;
   bool is_used_elsewhere(const Role& role, const torch::autograd::edge_list& roots) const;
   bool may_be_source(const Role& role, const torch::autograd::Edge& target) const;
 

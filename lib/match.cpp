@@ -182,6 +182,26 @@ void throw_count_mismatch(const Frame& frame, int64_t forward_count, int64_t rec
       facts);
 }
 
+void throw_changed_argument(const Frame& frame, int64_t number, const at::Tensor& argument,
+                            uint32_t version_then, uint32_t version_now) {
+  CheckpointError::Facts facts = facts_of(Kind::CaptureChanged, frame);
+  facts.mismatches.push_back({number,
+                              fmt::format("saved at version {}", version_then),
+                              fmt::format("is at version {}", version_now),
+                              {},
+                              {}});
+  throw CheckpointError(
+      fmt::format(
+          "remat::checkpoint: one of the variables needed for gradient computation has "
+          "been modified by an inplace operation: {}, tensor {} of the arguments of {}, is at "
+          "version {}; expected version {} instead (Rule 10).\n"
+          "Cause: an argument of the region was changed in place after the call, and the "
+          "saved-tensor hooks around it had kept the tensor itself, not a copy.\nDo: call "
+          "backward before the change, pass a clone, or let the pack function copy.",
+          Description(argument, false).text(), number, title(frame), version_now, version_then),
+      std::move(facts));
+}
+
 void throw_double_unpack(const Frame& frame, int64_t position) {
   CheckpointError::Facts facts = facts_of(Kind::DoubleUnpack, frame);
   facts.mismatches.push_back({position, "read once", "read again in the same backward", {}, {}});

@@ -31,6 +31,10 @@ struct Differences {
 [[noreturn]] void throw_count_mismatch(const Frame& frame, int64_t forward_count,
                                        int64_t recompute_count, Differences differences,
                                        const OpLog* recompute_log);
+/// Argument `number` was changed in place, and the hooks around the region had kept no copy of it.
+[[noreturn]] void throw_changed_argument(const Frame& frame, int64_t number,
+                                         const at::Tensor& argument, uint32_t version_then,
+                                         uint32_t version_now);
 [[noreturn]] void throw_double_unpack(const Frame& frame, int64_t position);
 [[noreturn]] void throw_group_overlap(const Frame& frame, int64_t position);
 [[noreturn]] void throw_recompute_failed(const Frame& frame, const std::string& fact,

@@ -16,6 +16,7 @@
 #include "lib/filler.h"
 #include "lib/frame.h"
 #include "lib/hook_stack.h"
+#include "lib/inner_backward.h"
 #include "lib/match.h"
 #include "lib/planted_fault.h"
 #include "lib/profiler.h"
@@ -94,6 +95,22 @@ class RecomputeScope final : public detail::Scope {
     filler_.set_replay(&*selective_);
   }
   Replay* replay() override { return selective_ && is_own_thread() ? &*selective_ : nullptr; }
+  void knows_inputs(const std::vector<at::Tensor>& inputs) {
+    for (const at::Tensor& each : inputs) aliases_.push_back(GradientPlace::of(each));
+  }
+  void backward_begins(const torch::autograd::edge_list& roots,
+                       const torch::autograd::edge_list& targets) override {
+    if (!is_own_thread()) return;
+    const char* reason = frame_->against_backward(num_backwards_++);
+    if (reason == nullptr) reason = meets_original(frame_->inputs(), aliases_, roots, targets);
+    if (reason == nullptr) return;
+    try {
+      refuse_backward(reason);
+    } catch (...) {
+      filler_.note_refusal();  // also if the function catches it
+      throw;
+    }
+  }
   DrawReplay* draw_replay(const c10::GeneratorImpl& generator) override {
     if (replay_ && &replay_->original() == &generator) return &*replay_;
     for (DrawReplay& each : more_replays_)
@@ -148,6 +165,8 @@ class RecomputeScope final : public detail::Scope {
   // Rarely there.
   SpinLock own_early_lock_;
   std::unique_ptr<Early> own_early_;
+  std::vector<GradientPlace> aliases_;  // of the inputs
+  std::atomic<int64_t> num_backwards_{0};
   std::atomic<Early*> early_{nullptr};  // the same, for threads that inherited the scope
   const std::thread::id owner_ = std::this_thread::get_id();
 };
@@ -245,6 +264,9 @@ constexpr int max_attempts = 5;
 /// One attempt; false if it was disturbed: nothing of it is kept.
 bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {
   count(live_counters.recomputes);
+  // What hooks, observers and providers of the user's do here is no part of a region that waits on this
+  // thread. run_again() looks at operators if the frame does.
+  const seam::OperatorsUnseen unseen;
   try {
     recording::RecomputeSpan span(*frame);
     const auto profiled = profiler::recompute_scope(*frame);
@@ -253,6 +275,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
     std::vector<at::Tensor> inputs = frame->unpack_inputs();
     Filler filler(*frame, run, only_position);
     const auto scope = std::make_shared<RecomputeScope>(frame, filler);
+    scope->knows_inputs(inputs);
     if (scope->uses_original()) filler.forbid_stop();
     if (frame->selection() != nullptr) {
       if (frame->selection()->rule() != nullptr) frame->selection()->rule()->warn_about_unseen();
@@ -280,6 +303,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
       run.clear();
       return false;
     }
+    filler.rethrow_refusal();
     if (filler.has_other_numbers())
       throw_recompute_failed(
           *frame, "the recompute gave other values than forward, in which another thread drew",
@@ -314,14 +338,19 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
 
 }  // namespace
 
-void backward_begins_in_recompute(const torch::autograd::edge_list& roots,
-                                  const torch::autograd::edge_list& outputs) {
-  if (active_runs().entries.empty()) return;
-  active_runs().entries.back().filler->stop_before_backward();
-  for (const ActiveRuns::Entry& each : active_runs().entries)
-    each.frame->owner_waits_for_backward(*each.run);
+void backward_begins(const torch::autograd::edge_list& roots,
+                     const torch::autograd::edge_list& targets) {
+  if (!active_runs().entries.empty()) {
+    active_runs().entries.back().filler->stop_before_backward();
+    for (const ActiveRuns::Entry& each : active_runs().entries)
+      each.frame->owner_waits_for_backward(*each.run);
+  }
+  const Frame* passed_over = nullptr;
   detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
-    if (Replay* const replay = scope.replay()) replay->check_backward(roots, outputs);
+    if (scope.is_kept_stretch) passed_over = scope.frame();  // recomputes do not run what it runs
+    if (scope.frame() == passed_over) return;
+    scope.backward_begins(roots, targets);
+    if (Replay* const replay = scope.replay()) replay->check_backward(roots, targets);
   });
 }
 

@@ -245,6 +245,9 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
                                  ? known->calls[counted.call].get()
                                  : nullptr;
   const bool is_let_go = record != nullptr && record->is_let_go;
+  // Forward waits for a backward, and has not come to this call.
+  const bool is_ahead =
+      !selection_.is_settled() && (known == nullptr || counted.call >= known->calls.size());
   if (record != nullptr && !record->is_kept) record = nullptr;
   if (record != nullptr && record->is_applied && !is_handed_out(arguments[0].toTensor()))
     record = nullptr;  // what it writes to was computed for real
@@ -258,7 +261,7 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     wants_kept =
         is_keeping(rule.answer({op, traits.name, arguments, /*is_recompute=*/true, no_name}));
     lock.lock();
-    wants_kept = wants_kept && !is_let_go;
+    wants_kept = wants_kept && !is_let_go && !is_ahead;
     if (wants_kept && record == nullptr)
       mismatch(op, counted, arguments, nullptr,
                "the policy, asked again, wants a result that forward did not keep");
@@ -335,8 +338,7 @@ std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
     if (auto leaf = each.lock()) sources.emplace_back(std::move(leaf));
   for (const StretchRecord::Value& each : stretch.values) {
     const at::Tensor value = restore(each.tensor);
-    values.push_back(value.defined() ? roles_.give(value, each.requires_grad, each.is_leaf,
-                                                   each.history, read, sources)
+    values.push_back(value.defined() ? roles_.give(value, each.role, each.history, read, sources)
                                      : value);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (each.made) producers_.add(values.back(), each.made->producer, each.made->num_changes);

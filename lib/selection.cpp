@@ -528,9 +528,7 @@ void Selection::name(const at::Tensor& value, const std::string& name,
 StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number,
                                            std::size_t output, const detail::Scope& region,
                                            KeptWhere where) {
-  StretchRecord::Value kept{KeptTensor(value, region, hooks(), where),
-                            value.defined() && value.requires_grad(),
-                            !value.defined() || value.is_leaf()};
+  StretchRecord::Value kept{KeptTensor(value, region, hooks(), where), grad_role_of(value)};
   if (rule_ == nullptr || !value.defined()) return kept;
   // The recompute gets another tensor, which must have the origin that this one has.
   std::lock_guard<std::mutex> lock(mutex_);

@@ -51,7 +51,7 @@ class Packing {
 struct StretchRecord {
   struct Value {
     KeptTensor tensor;
-    bool requires_grad, is_leaf;
+    GradRole role;
     std::optional<Producers::Made> made{};
     KeptHistory history{};
   };

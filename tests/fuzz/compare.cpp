@@ -1,6 +1,9 @@
 // Runs a program plainly and checkpointed, and says whether the two agree as the Rules want.
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <sstream>
 
 #include "tests/fuzz/run.h"
@@ -49,13 +52,41 @@ Entry without_role(Entry entry) {
   return entry;
 }
 
+template <class T>
+bool is_close(const Entry& p, const Entry& c) {
+  std::vector<T> a(p.bytes.size() / sizeof(T)), b(a.size());
+  std::memcpy(a.data(), p.bytes.data(), p.bytes.size());
+  std::memcpy(b.data(), c.bytes.data(), c.bytes.size());
+  T largest = 0;
+  for (const T each : a) largest = std::max(largest, std::isfinite(each) ? std::abs(each) : T(0));
+  const T allowed = 1000 * std::numeric_limits<T>::epsilon() * largest;
+  for (std::size_t i = 0; i < a.size(); ++i)
+    if (std::isfinite(a[i]) || std::isfinite(b[i])) {
+      if (!(std::abs(a[i] - b[i]) <= allowed)) return false;
+    } else if (std::isnan(a[i]) != std::isnan(b[i])) {
+      return false;
+    }
+  return true;
+}
+
+/// The object of a view that was changed in place may be gone: LibTorch then takes its grad_fn from
+/// elsewhere, and sums a gradient of second order in another order. A frame holds what it needs for its
+/// recompute, so the object may live longer than without.
+bool is_sum_in_another_order(const Entry& p, const Entry& c) {
+  return p.label.rfind("order ", 0) == 0 && p.label.rfind("order 1", 0) != 0 && p.meta == c.meta &&
+         p.bytes.size() == c.bytes.size() &&
+         (contains(p.meta, "Double") ? is_close<double>(p, c)
+                                     : contains(p.meta, "Float") && is_close<float>(p, c));
+}
+
 std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed,
-                                  bool has_other_formulas) {
+                                  bool has_other_formulas, bool has_changed_views) {
   for (size_t i = 0; i < plain.entries.size() || i < checkpointed.entries.size(); ++i) {
     if (i >= plain.entries.size() || i >= checkpointed.entries.size())
       return Finding{"length", plain.label + ": one of the runs has more entries"};
     const Entry &p = plain.entries[i], &c = checkpointed.entries[i];
     if (p == c || (has_other_formulas && without_role(p) == without_role(c))) continue;
+    if (has_changed_views && is_sum_in_another_order(p, c)) continue;
     return Finding{"difference in " + sort_of(plain.label) + " " + sort_of(p.label) +
                        (p.meta == c.meta ? " values" : " metadata"),
                    plain.label + ", " + p.label + ":\n  plain        " + numbers(p) +
@@ -106,7 +137,7 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     if (!has_changes) return false;
     if (!undone) undone = run(program, Mode::Undone);
     return i < undone->stages.size() && !undone->stages[i].raised &&
-           !difference(undone->stages[i], checkpointed.stages[i], has_other_formulas);
+           !difference(undone->stages[i], checkpointed.stages[i], has_other_formulas, has.inplace);
   };
   auto undone_raises = [&](size_t i) {
     if (!has_changes) return false;
@@ -118,7 +149,8 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     return i < unchanged.stages.size() && unchanged.stages[i].error == plain.stages[i].error;
   };
   // What raises is caught; saving an argument may, too.
-  if (has.catches && has_changes) return std::nullopt;
+  if (has.catches && (has_changes || (has.keeps_unchanged && has.writes_inside)))
+    return std::nullopt;
   for (size_t i = 0; i < plain.stages.size() && i < checkpointed.stages.size(); ++i) {
     const Stage &p = plain.stages[i], &c = checkpointed.stages[i];
     const Step* step = i == 0 ? nullptr : &program.steps[i - 1];
@@ -149,14 +181,15 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     if (is_unchecked && p.changes.inside) return std::nullopt;
     if (p.raised) {
       // A copy made at the save is not the reference for what is written after it.
-      if (has.writes_late && is_about_changes(p)) return std::nullopt;
+      // Nor is what hooks of the program's keep: the tensor itself, of which nobody looks at the version.
+      if ((has.writes_late || has.hooks) && is_about_changes(p)) return std::nullopt;
       if (undone_agrees(i)) return std::nullopt;
       // What plain raises about, a recompute makes anew; the change is another that nothing saved.
       if (is_unchecked && raises_unchanged(i)) continue;
       return Finding{"does not raise", c.label + ": only plain raised\n  " + p.error};
     }
     if (is_unchecked) continue;
-    if (auto found = difference(p, c, has_other_formulas)) {
+    if (auto found = difference(p, c, has_other_formulas, has.inplace)) {
       // A recompute repeats what its function does to captured tensors.
       const bool is_repeated = p.changes.inside && contains(found->kind, "leaf metadata");
       if (!is_repeated && !undone_agrees(i)) return found;

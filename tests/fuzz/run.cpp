@@ -92,7 +92,8 @@ class Instead {
 /// What save_region returns: also what a recompute, which does not run it, could not know.
 struct StretchResult {
   Tensors tensors;
-  std::vector<int> same_as;  ///< the value outside of which the result is a view
+  std::vector<int> same_as;   ///< the value outside of which the result is a view
+  std::vector<size_t> first;  ///< the first result that it shares its storage with
   std::map<int, Origin> uses;
 };
 
@@ -276,6 +277,10 @@ void Interpreter::run_stretch(const Statement& s, Environment& values) {
     for (const auto& [inside, outside] : spec.results) {
       const Value& value = look_up(inner, inside);
       result.tensors.push_back(value.tensor);
+      result.first.push_back(0);
+      while (!same_storage(value.tensor, result.tensors[result.first.back()]) &&
+             result.first.back() + 1 < result.tensors.size())
+        ++result.first.back();
       result.same_as.push_back(-1);
       for (const auto& [id, around] : values)
         if (same_storage(value.tensor, around.tensor)) result.same_as.back() = id;
@@ -300,8 +305,9 @@ void Interpreter::run_stretch(const Statement& s, Environment& values) {
   for (size_t i = 0; i < result.tensors.size(); ++i) {
     const int id = spec.results[i].second;
     const Origin& use = result.uses.at(id);
-    auto origin = result.same_as[i] >= 0
-                      ? values.at(result.same_as[i]).origin
+    auto origin = result.same_as[i] >= 0 ? values.at(result.same_as[i]).origin
+                  : result.first[i] < i
+                      ? values.at(spec.results[result.first[i]].second).origin
                       : std::make_shared<Origin>(
                             Origin{.as_argument = use.as_argument, .as_capture = use.as_capture});
     values[id] = {result.tensors[i], std::move(origin)};
@@ -454,12 +460,6 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
     seen.back().origin->as_capture = true;
     const Origin inside{.foreign = true, .leaf = true};  // never changed in there
     captured[id] = {seen.back().tensor, std::make_shared<Origin>(inside)};
-  }
-  // Plain autograd lets the object of a view go, whose grad_fn it then takes from elsewhere; the order in
-  // which a second-order gradient is summed depends on that. A frame holds it for its recompute.
-  if (mode_ != Mode::Checkpointed) {
-    held_.insert(held_.end(), args.begin(), args.end());
-    for (const auto& [id, value] : captured) held_.push_back(value.tensor);
   }
   const auto uses = std::make_shared<std::vector<Origin>>();  // of the results, by regions inside
   const auto runs = std::make_shared<int64_t>(0);

@@ -23,7 +23,7 @@ enum class Mode {
   Checkpointed,
   Undone,    ///< plain, and every saved tensor is copied when it is saved: the gradients with
              ///< later changes in place undone
-  Unchanged  ///< plain, without the changes between forward and backward
+  Unchanged  ///< plain, without the changes between forward and backward of what regions use
 };
 
 /// One thing seen: its metadata as text, and its bytes.
@@ -130,7 +130,6 @@ class Interpreter {
   Record& record_;
   Environment values_;  // the outermost block's
   std::vector<Value> leaves_;
-  Tensors held_;  // what regions get and capture, where no frame holds it
   int64_t hook_calls_ = 0, scopes_alive_ = 0;
   int64_t fuse_ = -1, fuses_passed_ = 0;
   std::array<std::shared_ptr<Numbers>, 2> numbers_;

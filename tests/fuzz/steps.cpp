@@ -101,9 +101,9 @@ void Interpreter::record_state(Stage& stage) {
 }
 
 void Interpreter::change(const Step& step) {
-  if (mode_ == Mode::Unchanged) return;
   const Value& value = look_up(values_, step.target);
   const bool is_seen = value.origin->leaf || value.origin->as_argument || value.origin->as_capture;
+  if (is_seen && mode_ == Mode::Unchanged) return;
   if (is_seen) record_.changes.may_raise = true;
   if (is_seen && !program_.all_values) record_.changes.unchecked = true;
   at::AutoGradMode mode(!(value.tensor.is_leaf() && value.tensor.requires_grad()) &&

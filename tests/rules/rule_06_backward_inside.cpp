@@ -303,6 +303,81 @@ TEST_CASE("a backward inside a region ends at an input that has a history", "[ru
   }
 }
 
+TEST_CASE("a gradient that a recompute would take of less than forward did is an error",
+          "[rule-6][rule-2]") {
+  const bool early_stop = GENERATE(true, false);
+  const bool is_leaf = GENERATE(true, false);
+  CAPTURE(early_stop, is_leaf);
+  const Tensor w = leaf({3});
+  const Tensor x = is_leaf ? leaf({3}) : w * 2, unhooked = x.detach().clone().requires_grad_();
+  const auto slope = [](const Tensor& y, const Tensor& of) {
+    return torch::autograd::grad({y.sum()}, {of}, {}, /*retain_graph=*/true, false,
+                                 /*allow_unused=*/true)[0];
+  };
+  using Pair = std::function<Tensor(const Tensor&, const Tensor&)>;
+  const auto throws = [&](const Pair& f, const Tensor& a, const Tensor& b) {
+    const Tensor y = remat::checkpoint({.early_stop = early_stop}, f, a, b);
+    const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {a}); });
+    CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
+    CHECK_THAT(std::string(error.what()), contains("a gradient was taken inside a region"));
+  };
+  const auto agrees = [&](const Pair& f, const Tensor& a, const Tensor& b) {
+    require_bit_equal(grad_of(remat::checkpoint({.early_stop = early_stop}, f, a, b), {a},
+                              {.retain_graph = true}),
+                      grad_of(f(a, b), {a}, {.retain_graph = true}));
+  };
+  const Tensor other = unhooked * 3;
+
+  // Through the history of an argument.
+  if (!is_leaf)
+    throws([&](const Tensor& a, const Tensor&) { return slope(a * w, w) * a.sin(); }, x, other);
+  throws([&](const Tensor& a, const Tensor& b) { return slope(a * b, a) * a.sin(); }, x, x.view(3));
+  throws([&](const Tensor& a, const Tensor& b) { return slope(a * b, a) * a.sin(); }, x, x.cos());
+  agrees([&](const Tensor& a, const Tensor& b) { return slope(a * b, a) * a.sin(); }, x, other);
+  agrees([&](const Tensor& a, const Tensor& b) { return slope(a * b, b) * a.sin(); }, x, other);
+  agrees([&](const Tensor& a, const Tensor& b) { return slope(a * b, a) * a.sin(); }, x, x);
+  agrees([&](const Tensor& a, const Tensor& b) { return slope(a.cos(), a) * b; }, x, x.view(3));
+
+  // An argument that is captured, too.
+  throws([&](const Tensor& a, const Tensor&) { return slope(a * x, a) * a.sin(); }, x, other);
+  throws([&](const Tensor& a, const Tensor&) { return slope(a * x, x) * a.sin(); }, x, other);
+
+  // It is an error also where the function catches it.
+  throws(
+      [&](const Tensor& a, const Tensor&) {
+        Tensor found = a.detach();
+        try {
+          found = slope(a * x, a);
+        } catch (const std::exception&) {
+        }
+        return found * a.sin();
+      },
+      x, other);
+
+  // Hooks of an argument.
+  x.register_hook([](const Tensor& g) { return g * 3; });
+  throws([&](const Tensor& a, const Tensor&) { return slope(a * a, a) * a.sin(); }, x, other);
+  agrees([&](const Tensor& a, const Tensor& b) { return slope(a * b, b) * a.sin(); }, x, other);
+  agrees(
+      [&](const Tensor& a, const Tensor&) {
+        const Tensor c = a.sin();
+        return slope(c * c, c) * a;
+      },
+      x, other);
+}
+
+TEST_CASE("a recompute that ends before a backward that it could not repeat is no error",
+          "[rule-6][rule-5]") {
+  const Tensor w = leaf({3}), x = w * 2;
+  const auto f = [&w](const Tensor& a) {
+    const Tensor y = a.sin() * a;
+    torch::autograd::grad({(a * w).sum()}, {w}, {}, /*retain_graph=*/true);
+    return y;
+  };
+  require_bit_equal(grad_of(remat::checkpoint(f, x), {w}, {.retain_graph = true}),
+                    grad_of(f(x), {w}));
+}
+
 TEST_CASE("a backward inside a region over a graph that a nested region built", "[rule-6]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);

@@ -325,6 +325,33 @@ TEST_CASE("a result changed in place after the region gives the region's gradien
   require_bit_equal(grad_of(y, {x}), plain);
 }
 
+TEST_CASE("an argument that hooks keep as it is, and that is changed in place, raises",
+          "[rule-10][rule-2]") {
+  // fuzz_selective_500752. LibTorch does not look at the version of what comes from hooks.
+  const bool copies = GENERATE(true, false);
+  const bool nested = GENERATE(true, false);
+  CAPTURE(copies, nested);
+  const Tensor x = leaf({3});
+  const auto f = [](const Tensor& t) { return t.sin().exp(); };
+  const auto g = [&](const Tensor& t) {
+    return nested ? remat::checkpoint([&](const Tensor& t) { return remat::checkpoint(f, t); }, t)
+                  : remat::checkpoint(f, t);
+  };
+  const Tensor argument = x * 2;
+  const Tensors plain = grad_of(f(argument), {x}, {.retain_graph = true});
+  Tensor y;
+  {
+    const remat::SavedTensorHooksGuard guard(
+        [&](const Tensor& t) { return copies ? t.clone() : t; }, [](const Tensor& t) { return t; });
+    y = g(argument);
+  }
+  argument.detach().zero_();
+  if (copies) return require_bit_equal(grad_of(y, {x}), plain);
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
+  CHECK(error.kind() == Kind::CaptureChanged);
+  CHECK_THAT(std::string(error.what()), contains("tensor 0 of the arguments"));
+}
+
 TEST_CASE("buffers that the function itself updates raise no alarm", "[rule-10][BN-04]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);

@@ -268,7 +268,111 @@ TEST_CASE("a gradient of a kept value, inside a recompute, is right or an error"
          const Tensor q = remat::save_region([](const Tensor& y) { return y * 2; }, x.sin());
          return (slope_of(q.exp() * q, q) * x).exp();
        }},
+      // The leaf itself is asked for, and the kept value is another variable of it.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.detach().clone().requires_grad_(), q = remat::pin(y);
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.detach().clone().requires_grad_(), q = remat::pin(y);
+         (q.exp() * 2).sum().backward();
+         (y * 3).sum().backward();
+         return (y.grad() * x).exp();
+       }},
   });
+}
+
+TEST_CASE(
+    "a kept value does not have the hooks of its original, which is an error where they count",
+    "[rule-15]") {
+  const auto triples = [](const Tensor& y) {
+    y.register_hook([](const Tensor& g) { return g * 3; });
+    return y;
+  };
+  require_same_or_unsupported({
+      {true,
+       [=](const Tensor& x) {
+         const Tensor q = triples(remat::pin(x.sin()));
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [=](const Tensor& x) {
+         const Tensor q = remat::pin(triples(x.sin()));
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [=](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y);
+         triples(y);
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [=](const Tensor& x) {
+         const Tensor p = triples(remat::pin(x.sin())), q = remat::pin(p);
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [=](const Tensor& x) {
+         const auto make = [=](const Tensor& x) { return triples(x.sin()); };
+         const Tensor q = remat::save_region(make, x);
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+  });
+}
+
+TEST_CASE("a kept view of a leaf that was made without grad is one in the recompute", "[rule-15]") {
+  // fuzz_selective_432749. It claims to require grad, and no operator sees that it does.
+  require_same_or_unsupported({{true,
+                                [](const Tensor& x) {
+                                  Tensor view;
+                                  {
+                                    const at::NoGradGuard no_grad;
+                                    view = remat::pin(x.view({1, 4}));
+                                  }
+                                  return x.sin().addcmul(x, view);
+                                }},
+                               {true, [](const Tensor& x) {
+                                  Tensor view;
+                                  {
+                                    const at::NoGradGuard no_grad;
+                                    view = remat::save_region(
+                                        [](const Tensor& x) { return x.view({1, 4}); }, x);
+                                  }
+                                  return x.sin().addcmul(x, view);
+                                }}});
+}
+
+TEST_CASE("what hooks around do to a region's input is no operator of a region that waits",
+          "[rule-15]") {
+  // fuzz_selective_426277. The inner forward waits for its backward, which makes the outer region run
+  // again; its input comes back through a hook that computes.
+  const Tensor x = leaf({2}), b = at::randn({2});
+  const auto f = [&x](const Tensor& b) {
+    const Tensor v = x.sin().exp();
+    return torch::autograd::grad({((v * b).softmax(-1) * b).sum()}, {v}, {}, true)[0];
+  };
+  const auto inner = [&f](const Tensor& b) { return checkpoint(with(everything()), f, b); };
+  const remat::SavedTensorHooksGuard doubled([](const Tensor& t) { return t * 2; },
+                                             [](const Tensor& t) { return t * 0.5; });
+  CHECK(bit_equal(checkpoint(inner, b), f(b)));
+}
+
+TEST_CASE("a policy that is asked again about what forward has not come to is not held to it",
+          "[rule-15]") {
+  // fuzz_selective_444801. The recompute runs the backward for which forward waits.
+  const Tensor x = leaf({2});
+  const auto f = [](const Tensor& x) {
+    const Tensor y = x.sin().exp();
+    return (torch::autograd::grad({y.sum()}, {x}, {}, true)[0] * y).cos();
+  };
+  require_same_grads(
+      f,
+      [&](const Tensor& x) {
+        return checkpoint(with(everything({.ask_again = true}), /*early_stop=*/false), f, x);
+      },
+      x);
 }
 
 TEST_CASE("a gradient past a kept value, inside a recompute, is right or an error", "[rule-15]") {
