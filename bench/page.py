@@ -123,7 +123,7 @@ def step_cost(samples):
     for model in samples.values("model"):
         for step in samples.values("step"):
             found = samples.select(model=model, step=step)
-            if found and step not in ("one forward", "plain step"):
+            if found and step not in ("one forward, then a plain step", "plain step"):
                 groups.append((f"{model}: {step}", [(f"threads: {line['threads']}", line["of_plain_and_forward"])
                                                     for line in found]))
     yield "step_cost", plot.bars("A checkpointed step", "over (plain step + one forward); minima", "ratio", groups,

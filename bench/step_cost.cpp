@@ -118,23 +118,25 @@ void verify(const Comparison& comparison) {
 void measure(const Comparison& comparison, const bench::Arguments& arguments) {
   const Step& plain = comparison.steps.front();
   std::vector<bench::Cell> cells;
-  cells.emplace_back([&] { plain.loss(); });
+  // One sample, not a sum of two: what the one frees of memory the other uses, as a checkpointed step does.
+  cells.emplace_back([&] { plain.loss(), plain.run(); });
   for (const Step& step : comparison.steps) cells.emplace_back([&] { step.run(); });
   bench::measure(cells, arguments);
 
-  const bench::Statistics forward = cells[0].result(), step = cells[1].result();
+  const bench::Statistics limit = cells[0].result();
   const std::string threads = std::to_string(at::get_num_threads());
   std::fprintf(stderr, "%-48s %9s %12s %11s %12s %12s\n",
                (std::string("step of ") + comparison.model + ", threads: " + threads).c_str(),
                "min [ms]", "of plain+fwd", "of medians", "peak bytes", "held bytes");
   const Bytes plain_bytes = bytes_of(plain);
   for (std::size_t i = 0; i < cells.size(); ++i) {
-    const char* const name = i == 0 ? "one forward" : comparison.steps[i - 1].name;
+    const char* const name =
+        i == 0 ? "one forward, then a plain step" : comparison.steps[i - 1].name;
     const Bytes bytes = i == 0 ? Bytes{} : bytes_of(comparison.steps[i - 1]);
     if (i > 1 && bytes.peak >= plain_bytes.peak)
       throw std::runtime_error(std::string("WRONG: no bytes are saved: ") + name);
     const bench::Statistics result = cells[i].result();
-    const double of_ideal = result.min_ns / (forward.min_ns + step.min_ns);
+    const double of_ideal = result.min_ns / limit.min_ns;
     char measured[160];
     std::snprintf(measured, sizeof measured,
                   "\"of_plain_and_forward\": %.4f, \"peak_bytes\": %lld, \"held_bytes\": %lld",
@@ -144,7 +146,7 @@ void measure(const Comparison& comparison, const bench::Arguments& arguments) {
                           "\", " + arguments.clock_member(),
                       result, at::get_num_threads(), arguments.commit, measured);
     std::fprintf(stderr, "%-48s %9.1f %12.3f %11.3f", name, result.min_ns / 1e6, of_ideal,
-                 result.median_ns / (forward.median_ns + step.median_ns));
+                 result.median_ns / limit.median_ns);
     if (i > 0)
       std::fprintf(stderr, " %12lld %12lld", static_cast<long long>(bytes.peak),
                    static_cast<long long>(bytes.held));

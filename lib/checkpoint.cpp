@@ -43,8 +43,8 @@ class ForwardScope final : public Scope {
                        const torch::autograd::edge_list& targets) override {
     if (!is_own_thread()) return;
     const int64_t number = num_backwards_++;
-    if (const char* const reason = unrepeatable(frame_->inputs(), roots, targets))
-      frame_->note_unrepeatable_backward(number, reason);
+    auto asked = asked_of(frame_->inputs(), roots, targets);
+    if (!asked.is_nothing()) frame_->note_backward(number, std::move(asked));
   }
   DrawLog* draw_log(const c10::GeneratorImpl& generator) const override {
     return frame_->draw_log(generator);

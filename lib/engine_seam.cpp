@@ -326,18 +326,33 @@ bool is_mode_active() {
   return false;
 }
 
-/// Wherever it stands. Modes above it stay in their order.
-void remove_mode() {
-  c10::SmallVector<std::shared_ptr<Mode>, 4> above;
+using Modes = c10::SmallVector<std::shared_ptr<Mode>, 4>;
+
+void push_all(Modes& modes) {
+  for (; !modes.empty(); modes.pop_back())
+    TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(modes.back()));
+}
+
+/// Wherever it stands. Modes above it stay in their order; returns how many there are.
+int64_t remove_mode() {
+  Modes above;
   while (TorchDispatchModeTLS::stack_len() > 0) {
     auto top = TorchDispatchModeTLS::pop_stack();
     if (top == our_mode()) break;
     above.push_back(std::move(top));
   }
-  while (!above.empty()) {
-    TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(above.back()));
-    above.pop_back();
-  }
+  const auto num_above = static_cast<int64_t>(above.size());
+  push_all(above);
+  return num_above;
+}
+
+/// Where it stood: who opened the modes above takes the topmost away when it closes.
+void insert_mode(int64_t num_above) {
+  Modes above;
+  while (num_above-- > 0 && TorchDispatchModeTLS::stack_len() > 0)
+    above.push_back(TorchDispatchModeTLS::pop_stack());
+  TorchDispatchModeTLS::push_non_infra_mode_onto_stack(our_mode());
+  push_all(above);
 }
 
 }  // namespace
@@ -355,11 +370,11 @@ OperatorSight::~OperatorSight() {
 }
 
 OperatorsUnseen::OperatorsUnseen() : was_seen_(is_mode_active()) {
-  if (was_seen_) remove_mode();
+  if (was_seen_) num_above_ = remove_mode();
 }
 
 OperatorsUnseen::~OperatorsUnseen() {
-  if (was_seen_) TorchDispatchModeTLS::push_non_infra_mode_onto_stack(our_mode());
+  if (was_seen_) insert_mode(num_above_);
 }
 
 int64_t foreign_hook_depth() {

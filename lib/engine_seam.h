@@ -91,6 +91,7 @@ class OperatorsUnseen {
 
  private:
   bool was_seen_;
+  int64_t num_above_ = 0;  // modes of others
 };
 
 /// Whether `run_operator` runs on this thread, and what it calls.

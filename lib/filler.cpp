@@ -42,6 +42,8 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   const bool was_complete = is_complete();
   if (!pending_.empty()) compare_pending(group, /*is_end=*/origin != nullptr);
   const int64_t position = num_seen_++;
+  follows_ = position > 0 && origin == nullptr && group == group_before_;
+  group_before_ = origin == nullptr ? group : 0;
   // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
   at::Tensor kept = saved.requires_grad() ? saved.tensor_data() : saved;
   if (position < num_slots_ && view_.is_needed[static_cast<std::size_t>(position)])
@@ -109,6 +111,17 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
   num_new_ += is_new ? 1 : 0;
 }
 
+// Note [Another tensor in its place]
+// A flag of a captured tensor, `requires_grad` above all, decides which tensors an operator saves. If it
+// has changed since forward, the recompute saves one more or one less, and all that follow come to the
+// slots of others. Shapes may agree. So a tensor must also require grad as forward's did, unless it is
+// the same tensor, and begin or continue the tensors of one operator as forward's did.
+static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
+  return slot.requires_grad == judged.requires_grad() ||
+         (slot.provenance.storage._unsafe_get_target() != nullptr &&
+          slot.provenance.storage._unsafe_get_target() == storage_of(judged));
+}
+
 void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {
   const auto mismatch = [&](std::string forward, std::string now) {
     CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
@@ -136,9 +149,20 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
   }
   if (frame_.extras() != nullptr && frame_.extras()->fingerprint) return;  // compared instead
   if (frame_.options().determinism_check == DeterminismCheck::None) return;
-  if (!slot.description.describes(saved))
-    differences_.metadata.push_back(mismatch(
-        slot.description.text(), Description(saved, slot.description.has_strides()).text()));
+  const bool is_same_place = slot.follows == follows_ && is_same_kind(slot, judged);
+  if (slot.description.describes(saved) && is_same_place) return;
+  const auto text = [&](const Description& description, bool requires_grad, bool follows) {
+    return description.text() +
+           (is_same_place   ? ""
+            : requires_grad ? ", requires grad"
+                            : ", requires no grad") +
+           (slot.follows == follows_ ? ""
+            : follows                ? ", of the operator that saved the one before"
+                                     : ", the first of its operator");
+  };
+  differences_.metadata.push_back(mismatch(
+      text(slot.description, slot.requires_grad, slot.follows),
+      text(Description(saved, slot.description.has_strides()), judged.requires_grad(), follows_)));
 }
 
 // Note [Made again]

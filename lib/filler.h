@@ -49,9 +49,11 @@ class Filler final : public SlotFiller {
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
   /// The exception at hand counts also if user code catches it.
-  void note_refusal() { refusal_ = std::current_exception(); }
+  void note_refusal() {
+    if (refusal_ == nullptr) refusal_ = std::current_exception();
+  }
   void rethrow_refusal() const {
-    if (refusal_ != nullptr && !has_stopped_) std::rethrow_exception(refusal_);
+    if (refusal_ != nullptr) std::rethrow_exception(refusal_);
   }
   /// After the function has unwound.
   Differences take_differences();
@@ -85,6 +87,8 @@ class Filler final : public SlotFiller {
   };
   std::vector<Pending> pending_;  // contents to compare when their operator has returned
   uint64_t last_group_ = 0;       // of the operator that filled the last needed slot
+  uint64_t group_before_ = 0;     // of the tensor saved last; 0: the input of a region inside
+  bool follows_ = false;          // the tensor at hand is of the same operator as the one before
   bool must_finish_operator_ = false;
   int64_t num_seen_ = 0, num_filled_ = 0;
   int64_t num_new_ = 0, bytes_ = 0;  // for the counters, which are told once

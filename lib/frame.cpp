@@ -193,8 +193,8 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
     slots_.reserve(slots_.empty() ? expected_slots : 2 * slots_.size());
   slots_.push_back(std::move(slot));
   Slot& latest = slots_.back();
-  if (slots_.size() > 1 && slots_[slots_.size() - 2].saves_own_output &&
-      slots_[slots_.size() - 2].is_same_operator(latest))
+  latest.follows = slots_.size() > 1 && slots_[slots_.size() - 2].is_same_operator(latest);
+  if (latest.follows && slots_[slots_.size() - 2].saves_own_output)
     latest.saves_own_output = true;
   else if (latest.saves_own_output)
     for (auto each = slots_.rbegin() + 1; each != slots_.rend() && each->is_same_operator(latest);
@@ -334,15 +334,15 @@ void Frame::owner_waits_for_backward(Run& run) {
   run.tell_change();
 }
 
-void Frame::note_unrepeatable_backward(int64_t number, const char* reason) {
+void Frame::note_backward(int64_t number, InnerBackwards::Asked asked) {
   std::lock_guard<SpinLock> lock(mutex_);
   if (inner_backwards_ == nullptr) inner_backwards_ = std::make_unique<InnerBackwards>();
-  inner_backwards_->note(number, reason);
+  inner_backwards_->note(number, std::move(asked));
 }
 
-const char* Frame::against_backward(int64_t number) {
+InnerBackwards::Asked Frame::asked_by_backward(int64_t number) {
   std::lock_guard<SpinLock> lock(mutex_);
-  return inner_backwards_ == nullptr ? nullptr : inner_backwards_->against(number);
+  return inner_backwards_ == nullptr ? InnerBackwards::Asked{} : inner_backwards_->asked(number);
 }
 
 Frame::SlotView Frame::view_for(int64_t only_position) {

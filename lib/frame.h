@@ -104,9 +104,9 @@ class Frame final : public SlotOwner {
   Selection* selection() const { return selection_.get(); }
   Selection& selection_or_make(std::shared_ptr<const PolicyRule> rule = nullptr);
   const Inputs& inputs() const { return inputs_; }
-  void note_unrepeatable_backward(int64_t number, const char* reason);
-  /// Null if a recompute can repeat the backward of that number.
-  const char* against_backward(int64_t number);
+  /// A backward of the forward inside the region, by number.
+  void note_backward(int64_t number, InnerBackwards::Asked asked);
+  InnerBackwards::Asked asked_by_backward(int64_t number);
   /// Of all generators whose draws are noted, always in the same order.
   c10::SmallVector<DrawLog*, 1> draw_logs();
   /// Where draws from a generator are noted; null if they do not matter.
@@ -188,7 +188,7 @@ class Frame final : public SlotOwner {
   SpinLock mutex_;  // guards what follows; never held while user code runs
   std::vector<Slot> slots_;
   c10::SmallVector<std::shared_ptr<Run>, 1> runs_;
-  std::unique_ptr<InnerBackwards> inner_backwards_;  // if there is something against one
+  std::unique_ptr<InnerBackwards> inner_backwards_;  // of those that asked for something
   bool is_settled_ = false;
   bool ends_small_ = false;
   bool is_empty_ = false;

@@ -1,10 +1,13 @@
 #include "lib/gradient_paths.h"
 
+#include <ATen/ops/alias.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <vector>
+
+#include "lib/engine_seam.h"
 
 namespace remat {
 
@@ -21,31 +24,57 @@ const AccumulateGrad* as_leaf(const Node& node) {
 
 }  // namespace
 
+bool has_gradient_edge(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return tensor.requires_grad() && meta != nullptr &&
+         (meta->requires_grad_ || tensor.grad_fn() != nullptr);
+}
+
+at::Tensor without_gradient_edge(const at::Tensor& leaf) {
+  const seam::OperatorsUnseen unseen;
+  at::NoGradGuard no_grad;
+  return at::alias(leaf);
+}
+
+GradRole grad_role_of(const at::Tensor& value) {
+  if (!value.defined() || !value.requires_grad()) return GradRole::None;
+  if (!has_gradient_edge(value)) return GradRole::NoGradViewOfLeaf;
+  return value.is_leaf() ? GradRole::Leaf : GradRole::Result;
+}
+
 GradientPlace GradientPlace::of(const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
   if (meta == nullptr || !tensor.requires_grad()) return {};
   if (const auto& node = tensor.grad_fn(); node != nullptr)
-    return {node.get(), static_cast<uint32_t>(tensor.output_nr())};
-  return meta->requires_grad_ ? GradientPlace{tensor.unsafeGetTensorImpl(), 0} : GradientPlace{};
+    return {node.get(), node->sequence_nr(), static_cast<uint32_t>(tensor.output_nr())};
+  return meta->requires_grad_ ? GradientPlace{tensor.unsafeGetTensorImpl(), UINT64_MAX, 0}
+                              : GradientPlace{};
 }
 
 GradientPlace GradientPlace::of(const Edge& edge) {
   if (!edge.is_valid()) return {};
   const AccumulateGrad* const leaf = as_leaf(*edge.function);
-  return leaf == nullptr ? GradientPlace{edge.function.get(), edge.input_nr}
-                         : GradientPlace{leaf->variable.unsafeGetTensorImpl(), 0};
+  return leaf == nullptr
+             ? GradientPlace{edge.function.get(), edge.function->sequence_nr(), edge.input_nr}
+             : GradientPlace{leaf->variable.unsafeGetTensorImpl(), UINT64_MAX, 0};
+}
+
+WatchedPlace::WatchedPlace(const at::Tensor& tensor) : place_(GradientPlace::of(tensor)) {
+  is_leaf_ = place_.at == tensor.unsafeGetTensorImpl();
+  if (is_leaf_) leaf_ = WeakTensor(tensor.getIntrusivePtr());
 }
 
 bool is_leaf(const Node& node) { return as_leaf(node) != nullptr; }
 
 Reached::Reached(const torch::autograd::edge_list& roots,
-                 c10::function_ref<bool(const GradientPlace&)> goes_on) {
+                 c10::function_ref<bool(const GradientPlace&)> goes_on, uint64_t least) {
   std::vector<const Node*> waiting;
   const auto reach = [&](const Edge& edge) {
-    if (!edge.is_valid()) return;
+    if (!edge.is_valid() || (least > 0 && edge.function->topological_nr() < least)) return;
     const GradientPlace place = GradientPlace::of(edge);
-    const auto [entry, is_new] = visits_.try_emplace(place.at, Visit{edge.function.get(), {}});
+    const auto [entry, is_new] =
+        visits_.try_emplace(place.at, Visit{edge.function.get(), place.sequence, {}});
     auto& outputs = entry->second.outputs;
     if (std::find(outputs.begin(), outputs.end(), place.output) == outputs.end())
       outputs.push_back(place.output);
@@ -59,9 +88,17 @@ Reached::Reached(const torch::autograd::edge_list& roots,
   }
 }
 
+Reached Reached::towards(const torch::autograd::edge_list& targets,
+                         const torch::autograd::edge_list& roots) {
+  uint64_t least = UINT64_MAX;
+  for (const Edge& target : targets)
+    least = std::min(least, target.is_valid() ? target.function->topological_nr() : 0);
+  return Reached(roots, everywhere, least);
+}
+
 Node* Reached::node_at(const GradientPlace& place) const {
   const auto found = place.is_somewhere() ? visits_.find(place.at) : visits_.end();
-  if (found == visits_.end()) return nullptr;
+  if (found == visits_.end() || found->second.sequence != place.sequence) return nullptr;
   const auto& outputs = found->second.outputs;
   return std::find(outputs.begin(), outputs.end(), place.output) == outputs.end()
              ? nullptr

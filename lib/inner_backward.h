@@ -8,15 +8,16 @@
 // that forward runs inside the region is looked at, and the recompute that comes to the same one, by
 // its number, throws if it could not repeat it:
 //   beyond    its targets are reached through the history of an argument
-//   hooks     it takes the gradient of an argument that has hooks
+//   hooks     it takes the gradient of an argument that had hooks when the region began
 //   original  (seen in the recompute) it takes the gradient of an argument whose original is in use
 //             beside it, as a capture, or of that original beside the argument
 // A recompute that is stopped before it gets there throws nothing.
 
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
-#include <exception>
 #include <utility>
 #include <vector>
 
@@ -27,25 +28,30 @@ namespace remat {
 class Frame;
 class Inputs;
 
-/// Of one frame: its forward's backwards that no recompute can repeat, by number, and why.
+/// Of one frame: what its forward's backwards asked of its inputs, by number.
 class InnerBackwards {
  public:
-  void note(int64_t number, const char* reason) { all_.emplace_back(number, reason); }
-  /// Null if there is nothing against it.
-  const char* against(int64_t number) const;
+  struct Asked {
+    const char* against = nullptr;         ///< why no recompute can repeat it
+    c10::SmallVector<uint32_t, 2> inputs;  ///< whose gradient it took
+    bool is_nothing() const { return against == nullptr && inputs.empty(); }
+  };
+  void note(int64_t number, Asked asked) { all_.emplace_back(number, std::move(asked)); }
+  Asked asked(int64_t number) const;
 
  private:
-  std::vector<std::pair<int64_t, const char*>> all_;
+  std::vector<std::pair<int64_t, Asked>> all_;
 };
 
-/// In forward. Null, or why a recompute with such inputs could not repeat this backward.
-const char* unrepeatable(const Inputs& inputs, const torch::autograd::edge_list& roots,
-                         const torch::autograd::edge_list& targets);
+/// In forward.
+InnerBackwards::Asked asked_of(const Inputs& inputs, const torch::autograd::edge_list& roots,
+                               const torch::autograd::edge_list& targets);
 
-/// In a recompute. `aliases`: the places of the inputs that it was given.
-const char* meets_original(const Inputs& inputs, const std::vector<GradientPlace>& aliases,
-                           const torch::autograd::edge_list& roots,
-                           const torch::autograd::edge_list& targets);
+/// In a recompute. Null, or why this backward would not give what forward's did. `aliases`: of the
+/// inputs that it was given.
+const char* against(const InnerBackwards::Asked& asked, const Inputs& inputs,
+                    c10::ArrayRef<WatchedPlace> aliases, const torch::autograd::edge_list& roots,
+                    const torch::autograd::edge_list& targets);
 
 [[noreturn]] void refuse_backward(const char* reason);
 

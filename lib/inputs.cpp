@@ -1,6 +1,5 @@
 #include "lib/inputs.h"
 
-#include <ATen/ops/alias.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -24,13 +23,24 @@ struct InputEdge final : torch::autograd::Node {
   std::string name() const override { return "remat::InputEdge"; }
 };
 
-/// A tensor with the same data and version counter as `data` and the autograd role of the input.
-at::Tensor in_the_role_of_input(const at::Tensor& data, bool is_leaf) {
+/// A tensor with the same data and version counter as `data` and the role of the input; `data` itself if
+/// that asks for no more. Its own may be another by now: a parent's recompute made it, or the user said so.
+at::Tensor in_role(at::Tensor data, GradRole role) {
+  if (grad_role_of(data) == role && (role == GradRole::None || role == GradRole::NoGradViewOfLeaf))
+    return data;
   at::Tensor input = data.tensor_data();
-  if (is_leaf) {
-    input.set_requires_grad(true);
-  } else {
-    torch::autograd::create_gradient_edge(input, seam::make_node<InputEdge>());
+  switch (role) {
+    case GradRole::None:
+      break;
+    case GradRole::Leaf:
+      input.set_requires_grad(true);
+      break;
+    case GradRole::Result:
+      torch::autograd::create_gradient_edge(input, seam::make_node<InputEdge>());
+      break;
+    case GradRole::NoGradViewOfLeaf:
+      input.set_requires_grad(true);
+      return without_gradient_edge(input);
   }
   return input;
 }
@@ -45,17 +55,6 @@ void refuse_tangent(const at::Tensor& tensor) {
 }
 
 }  // namespace
-
-bool has_gradient_edge(const at::Tensor& tensor) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  return tensor.requires_grad() && meta != nullptr &&
-         (meta->requires_grad_ || tensor.grad_fn() != nullptr);
-}
-
-at::Tensor without_gradient_edge(const at::Tensor& leaf) {
-  at::NoGradGuard no_grad;
-  return at::alias(leaf);
-}
 
 const at::Tensor* input_being_saved() {
   return being_saved == nullptr ? nullptr : being_saved->tensor_;
@@ -73,7 +72,7 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
   body.visit_inputs([&](at::Tensor& kept) {
     const at::Tensor tensor = std::exchange(kept, at::Tensor());
     if (!tensor.defined()) {
-      saved_.push_back({{}, nullptr, {}, false, true, -1, -1});
+      saved_.emplace_back();
       impls.push_back(nullptr);
       return;
     }
@@ -84,22 +83,28 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
     storages_.add(tensor);
     const auto storage_number = static_cast<int32_t>(storages_.number_of(storage_of(tensor)));
     refuse_tangent(tensor);
-    const bool gets_role = has_gradient_edge(tensor);
+    const GradRole role = grad_role_of(tensor);
+    const bool has_edge = role == GradRole::Leaf || role == GradRole::Result;
     SavingInput saving(tensor);
-    saved_.push_back({torch::autograd::SavedVariable(gets_role ? tensor.tensor_data() : tensor,
-                                                     /*is_output=*/false),
-                      nullptr, gets_role ? GradientPlace::of(tensor) : GradientPlace{}, gets_role,
-                      tensor.is_leaf(), same_as, storage_number});
+    Input& input = saved_.emplace_back();
+    input.variable = torch::autograd::SavedVariable(has_edge ? tensor.tensor_data() : tensor,
+                                                    /*is_output=*/false);
+    if (has_edge) {
+      input.place = WatchedPlace(tensor);
+      input.has_tensor_hooks = !torch::autograd::impl::hooks(tensor).empty();
+    }
+    input.role = role;
+    input.same_as = same_as;
+    input.storage_number = storage_number;
     impls.push_back(tensor.unsafeGetTensorImpl());
-    if (saved_.back().variable.has_hooks() && !saving.is_slot() && tensor.has_storage())
-      saved_.back().watched.reset(new Watched{weak_storage_of(tensor),
-                                              tensor.unsafeGetTensorImpl()->version_counter(),
-                                              static_cast<uint32_t>(tensor._version())});
+    if (input.variable.has_hooks() && !saving.is_slot() && tensor.has_storage())
+      input.watched.reset(new Watched{weak_storage_of(tensor),
+                                      tensor.unsafeGetTensorImpl()->version_counter(),
+                                      static_cast<uint32_t>(tensor._version())});
     if (!offload || tensor.is_cpu()) return;
-    auto& variable = saved_.back().variable;
     // A slot of the region around, or what a user's hooks took, is not here any more.
-    if (!variable.has_hooks() && depot_of_inputs()->moves(tensor))
-      variable.register_hooks(std::make_unique<Elsewhere>(depot_of_inputs(), &tensor));
+    if (!input.variable.has_hooks() && depot_of_inputs()->moves(tensor))
+      input.variable.register_hooks(std::make_unique<Elsewhere>(depot_of_inputs(), &tensor));
   });
 }
 
@@ -111,17 +116,17 @@ std::vector<at::Tensor> Inputs::unpack(const Frame& frame) const {
       tensors.push_back(tensors[static_cast<std::size_t>(input.same_as)]);
       continue;
     }
+    Watched* const watched = input.watched.get();
+    const uint32_t expected = watched == nullptr ? 0 : watched->version.load();
+    const uint32_t version = watched == nullptr ? 0 : watched->counter.current_version();
     at::Tensor tensor = input.variable.unpack();
-    if (const Watched* const watched = input.watched.get();
-        watched != nullptr && watched->counter.current_version() != watched->version &&
-        storage_of(tensor) == watched->storage._unsafe_get_target())
-      throw_changed_argument(frame, static_cast<int64_t>(tensors.size()), tensor, watched->version,
-                             watched->counter.current_version());
-    if (input.gets_role)
-      tensor = in_the_role_of_input(tensor, input.is_leaf);
-    else if (tensor.defined() &&
-             has_gradient_edge(tensor))  // a parent's recompute made a leaf of it
-      tensor = without_gradient_edge(tensor);
+    if (watched != nullptr) {
+      if (version != expected && storage_of(tensor) == watched->storage._unsafe_get_target())
+        throw_changed_argument(frame, static_cast<int64_t>(tensors.size()), tensor, expected,
+                               version);
+      if (version == expected) watched->version = watched->counter.current_version();
+    }
+    if (tensor.defined()) tensor = in_role(std::move(tensor), input.role);
     tensors.push_back(std::move(tensor));
   }
   return tensors;

@@ -4,6 +4,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -36,10 +37,10 @@ class Inputs {
   const StorageSet& storages() const { return storages_; }
   /// Which of the inputs' storages one has: equal for inputs that share theirs, -1 for none.
   int64_t storage_number(std::size_t input) const { return saved_[input].storage_number; }
-  /// Of each input where its gradient goes in forward.
+  /// Of each input: where its gradient goes in forward (nowhere, if it is gone), and whether it had hooks.
   template <class Visitor>
   void visit_places(Visitor&& visitor) const {
-    for (const Input& each : saved_) visitor(each.place);
+    for (const Input& each : saved_) visitor(each.place.get(), each.has_tensor_hooks);
   }
   /// The region's function has returned: the storages are not compared any more.
   void settle() { storages_.clear(); }
@@ -50,16 +51,16 @@ class Inputs {
   struct Watched {
     WeakStorage storage;
     c10::VariableVersion counter;
-    uint32_t version;
+    std::atomic<uint32_t> version;  ///< the hooks themselves may write when they give it back
   };
   struct Input {
     torch::autograd::SavedVariable variable;
     std::unique_ptr<Watched> watched;  ///< where a user's hooks took it
-    GradientPlace place;
-    bool gets_role;  ///< requires grad: each run gets an alias in the role of the input
-    bool is_leaf;
-    int32_t same_as;  ///< the input that is the same tensor, or -1
-    int32_t storage_number;
+    WatchedPlace place;
+    bool has_tensor_hooks = false;
+    GradRole role = GradRole::None;  ///< of forward's; what requires grad is an alias in each run
+    int32_t same_as = -1;            ///< the input that is the same tensor, or -1
+    int32_t storage_number = -1;
   };
   c10::SmallVector<Input, 1> saved_;
   StorageSet storages_;
@@ -85,11 +86,5 @@ class SavingInput {
   SavingInput* const previous_;
   bool is_slot_ = false;
 };
-
-/// Whether operators see a tensor that requires grad. A view of a leaf made under no-grad claims to
-/// (its base does), but has no gradient edge; it goes through as it is.
-bool has_gradient_edge(const at::Tensor& tensor);
-/// An alias of a leaf that requires grad, made as such a view is.
-at::Tensor without_gradient_edge(const at::Tensor& leaf);
 
 }  // namespace remat

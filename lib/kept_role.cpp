@@ -64,6 +64,7 @@ KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
   KeptHistory history;
   if (!value.defined() || !has_gradient_edge(value)) return history;
   history.has_hooks = !torch::autograd::impl::hooks(value).empty();
+  if (value.is_leaf()) history.leaf = WeakTensor(value.getIntrusivePtr());
   if (value.use_count() > num_owners) {
     const auto same =
         std::find_if(arguments.all.begin(), arguments.all.end(),
@@ -96,12 +97,6 @@ KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
   return history;
 }
 
-GradRole grad_role_of(const at::Tensor& value) {
-  if (!value.defined() || !value.requires_grad()) return GradRole::None;
-  if (!has_gradient_edge(value)) return GradRole::NoGradViewOfLeaf;
-  return value.is_leaf() ? GradRole::Leaf : GradRole::Result;
-}
-
 at::Tensor KeptRoles::give(const at::Tensor& data, GradRole role, const KeptHistory& history,
                            const std::vector<at::Tensor>& read,
                            const std::vector<at::Tensor>& more_sources) {
@@ -121,16 +116,18 @@ at::Tensor KeptRoles::give(const at::Tensor& data, GradRole role, const KeptHist
     node->set_next_edges(std::move(edges));
     torch::autograd::create_gradient_edge(kept, std::move(node));
   }
-  Role given{torch::autograd::impl::gradient_edge(kept), {}, history};
+  Role given{
+      .edge = torch::autograd::impl::gradient_edge(kept), .original = {}, .history = history};
   if (history.twin == KeptHistory::Twin::Argument) {
     // Forward's numbers leave out arguments that need no gradient, as these do.
     int32_t number = -1;
     for (const at::Tensor& each : read)
       if (each.defined() && has_gradient_edge(each) && ++number == history.same_as)
-        given.original = torch::autograd::impl::gradient_edge(each);
+        given.original = torch::autograd::impl::gradient_edge(each),
+        given.original_tensor = WeakTensor(each.getIntrusivePtr());
     for (const Role& other : roles_)
       if (other.edge == given.original && other.original.is_valid())
-        given.original = other.original;
+        given.original = other.original, given.original_tensor = other.original_tensor;
     if (!given.original.is_valid()) given.history.twin = KeptHistory::Twin::Unknown;
   }
   roles_.push_back(std::move(given));
@@ -150,18 +147,24 @@ void KeptRoles::check(const torch::autograd::edge_list& roots,
     // in the recompute.
     std::optional<Reached> all;
     for (const Role& role : roles_) {
-      if (role.history.twin == KeptHistory::Twin::None || !is_leaf(*role.edge.function)) continue;
+      if (!is_leaf(*role.edge.function)) continue;
+      if (role.history.twin == KeptHistory::Twin::None && !role.history.has_hooks) continue;
       if (!all) all.emplace(roots);
       if (all->contain(role.edge))
         refuse(
-            "a backward inside a recompute added to the gradient of a kept value, whose original would "
-            "have got it");
+            "a backward inside a recompute added to the gradient of a kept value, of which the original, "
+            "with its hooks, would have got it");
     }
     return;
   }
   // Below a kept value the walk goes on with what it may come from.
   const Reached all(roots);
-  for (const Role& role : roles_)
+  for (const Role& role : roles_) {
+    // The engine runs the hooks of a root also where the way from it leads to no target.
+    if (std::find(roots.begin(), roots.end(), role.edge) != roots.end() &&
+        has_hooks_elsewhere(role))
+      refuse(
+          "a gradient was taken, inside a recompute, from a kept value whose original has hooks");
     for (const Edge& target : targets) {
       if (target == role.edge) {
         if (is_used_elsewhere(role, roots))
@@ -178,22 +181,31 @@ void KeptRoles::check(const torch::autograd::edge_list& roots,
         refuse("a gradient was taken, inside a recompute, past a kept value");
       }
     }
+  }
 }
 
 bool KeptRoles::may_be_original_leaf(const Role& role, const Edge& target) const {
   if (!is_leaf(*role.edge.function) || !is_leaf(*target.function)) return false;
-  return role.history.twin == KeptHistory::Twin::Unknown ||
-         (role.history.twin == KeptHistory::Twin::Argument && target == role.original);
+  if (role.history.twin == KeptHistory::Twin::Argument) return target == role.original;
+  const auto& wanted = static_cast<const AccumulateGrad&>(*target.function).variable;
+  const auto& kept = static_cast<const AccumulateGrad&>(*role.edge.function).variable;
+  return role.history.twin == KeptHistory::Twin::Unknown &&
+         (storage_of(wanted) == storage_of(kept) ||
+          wanted.unsafeGetTensorImpl() == role.history.leaf._unsafe_get_target());
 }
 
 bool KeptRoles::has_hooks_elsewhere(const Role& role) const {
-  const auto has_hooks = [](const Edge& edge) {
-    return edge.is_valid() && !edge.function->tensor_pre_hooks().empty();
-  };
-  return role.history.has_hooks || has_hooks(role.original) ||
-         std::any_of(roles_.begin(), roles_.end(), [&](const Role& other) {
-           return &other != &role && other.original == role.original && has_hooks(other.edge);
-         });
+  if (role.history.has_hooks) return true;
+  if (!role.original.is_valid()) return false;
+  const auto original = role.original_tensor.lock();
+  // Of one that is gone only the node is left, which may have other outputs.
+  if (original ? !torch::autograd::impl::hooks(at::Tensor(original)).empty()
+               : !role.original.function->tensor_pre_hooks().empty())
+    return true;
+  return std::any_of(roles_.begin(), roles_.end(), [&](const Role& other) {
+    return &other != &role && other.original == role.original &&
+           !other.edge.function->tensor_pre_hooks().empty();
+  });
 }
 
 bool KeptRoles::is_used_elsewhere(const Role& role, const torch::autograd::edge_list& roots) const {

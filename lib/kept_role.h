@@ -8,6 +8,7 @@
 
 #include "lib/capture.h"
 #include "lib/engine_seam.h"
+#include "lib/gradient_paths.h"
 
 namespace remat {
 
@@ -22,15 +23,6 @@ namespace remat {
 //                       arguments, tensors that no recompute can find again
 // None of them can be seen in a value's data; a wrong slope would end as a wrong gradient.
 
-/// How autograd sees a value.
-enum class GradRole : uint8_t {
-  None,
-  Leaf,    ///< that requires grad
-  Result,  ///< with a history
-  NoGradViewOfLeaf
-};
-GradRole grad_role_of(const at::Tensor& value);
-
 /// Noted in forward of one kept value.
 struct KeptHistory {
   enum class Twin { None, Argument, Unknown };
@@ -39,6 +31,7 @@ struct KeptHistory {
   int32_t same_as = -1;    ///< the argument
   Sources sources = Sources::Known;
   bool has_hooks = false;  ///< registered on it before it was kept
+  WeakTensor leaf{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};  ///< itself
 };
 
 /// What a stretch was given, by identity: compared only, and only with what is alive.
@@ -75,6 +68,7 @@ class KeptRoles {
   struct Role {
     /// `original`: of the tensor that it is another variable of; that may have been kept in its turn.
     torch::autograd::Edge edge, original;
+    WeakTensor original_tensor{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     KeptHistory history;
   };
   bool may_be_original_leaf(const Role& role, const torch::autograd::Edge& target) const;

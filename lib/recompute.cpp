@@ -96,19 +96,24 @@ class RecomputeScope final : public detail::Scope {
   }
   Replay* replay() override { return selective_ && is_own_thread() ? &*selective_ : nullptr; }
   void knows_inputs(const std::vector<at::Tensor>& inputs) {
-    for (const at::Tensor& each : inputs) aliases_.push_back(GradientPlace::of(each));
+    for (const at::Tensor& each : inputs)
+      aliases_.push_back(each.defined() ? WatchedPlace(each) : WatchedPlace());
   }
   void backward_begins(const torch::autograd::edge_list& roots,
                        const torch::autograd::edge_list& targets) override {
     if (!is_own_thread()) return;
-    const char* reason = frame_->against_backward(num_backwards_++);
-    if (reason == nullptr) reason = meets_original(frame_->inputs(), aliases_, roots, targets);
+    const InnerBackwards::Asked asked = frame_->asked_by_backward(num_backwards_++);
+    // What this run was to compute may be there already; then its gradients are nobody's.
+    const char* const reason = filler_.is_complete()
+                                   ? nullptr
+                                   : against(asked, frame_->inputs(), aliases_, roots, targets);
     if (reason == nullptr) return;
     try {
       refuse_backward(reason);
     } catch (...) {
       filler_.note_refusal();  // also if the function catches it
-      throw;
+      // Through a noexcept function it cannot go: the run ends with it.
+      if (frame_->body().can_be_stopped() && std::uncaught_exceptions() == 0) throw;
     }
   }
   DrawReplay* draw_replay(const c10::GeneratorImpl& generator) override {
@@ -165,7 +170,7 @@ class RecomputeScope final : public detail::Scope {
   // Rarely there.
   SpinLock own_early_lock_;
   std::unique_ptr<Early> own_early_;
-  std::vector<GradientPlace> aliases_;  // of the inputs
+  c10::SmallVector<WatchedPlace, 4> aliases_;  // of the inputs
   std::atomic<int64_t> num_backwards_{0};
   std::atomic<Early*> early_{nullptr};  // the same, for threads that inherited the scope
   const std::thread::id owner_ = std::this_thread::get_id();
@@ -184,6 +189,18 @@ ActiveRuns& active_runs() {
   thread_local ActiveRuns runs;
   return runs;
 }
+
+/// While a recompute is prepared on this thread: what the user's hooks, observers and providers
+/// differentiate is no backward of a region that waits here.
+thread_local bool is_preparing = false;
+
+struct PreparingIs {
+  explicit PreparingIs(bool now) : before(std::exchange(is_preparing, now)) {}
+  ~PreparingIs() { is_preparing = before; }
+  PreparingIs(const PreparingIs&) = delete;
+  PreparingIs& operator=(const PreparingIs&) = delete;
+  const bool before;
+};
 
 struct RunOnThisThread {
   RunOnThisThread(Frame& frame, Run& run, Filler& filler) {
@@ -234,6 +251,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
   const DeviceRngSwap device_rng(frame->device_rng());
   const SwapOfAll generators(*scope);
   {
+    const PreparingIs over(false);
     const RunOnThisThread active(*frame, run, filler);  // not while a provider runs a backward
     AmbientRestore ambient(frame->snapshot());
     detail::StackSwap clean(scope);
@@ -267,6 +285,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
   // What hooks, observers and providers of the user's do here is no part of a region that waits on this
   // thread. run_again() looks at operators if the frame does.
   const seam::OperatorsUnseen unseen;
+  const PreparingIs preparing(true);
   try {
     recording::RecomputeSpan span(*frame);
     const auto profiled = profiler::recompute_scope(*frame);
@@ -345,6 +364,7 @@ void backward_begins(const torch::autograd::edge_list& roots,
     for (const ActiveRuns::Entry& each : active_runs().entries)
       each.frame->owner_waits_for_backward(*each.run);
   }
+  if (is_preparing) return;
   const Frame* passed_over = nullptr;
   detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
     if (scope.is_kept_stretch) passed_over = scope.frame();  // recomputes do not run what it runs

@@ -14,6 +14,8 @@ struct Slot {
   Description description;
   [[no_unique_address]] Provenance provenance;  // the flags fill its last word
   bool requires_grad : 1 = false;
+  /// Of the same operator as the slot before.
+  bool follows : 1 = false;
   /// Some saved variable still refers to the slot.
   bool is_alive : 1 = true;
   /// It stands for an input of a region inside; such a tensor is complete when it is saved.

@@ -349,6 +349,7 @@ void look(const Block& block, int depth, Contents& found) {
     }
     found.inner_grad |= s.kind == Kind::InnerGrad;
     found.hooks |= s.kind == Kind::Hooks;
+    found.keeping_hooks |= s.kind == Kind::Hooks && s.salt % 4 % 3 == 0;
     found.catches |= s.kind == Kind::Catch;
     found.stretches |= s.kind == Kind::Pin || s.kind == Kind::Stretch || s.kind == Kind::Name;
     const bool has_policy = s.region.policy.kind != PolicySpec::Kind::None;

@@ -157,7 +157,8 @@ struct Contents {
   bool random = false, inplace = false, reads_twice = false, inner_grad = false, hooks = false,
        catches = false, backward_in_hook = false, writes_late = false, captures = false,
        writes_inside = false,
-       policies = false,        ///< under which operators are seen
+       keeping_hooks = false,   ///< which keep the tensor itself: see Interpreter::hooks
+      policies = false,         ///< under which operators are seen
       keeps_unchanged = false,  ///< what must not be changed: by a policy, pin or save_region
       stretches = false;
   int regions = 0, statements = 0, depth = 0;

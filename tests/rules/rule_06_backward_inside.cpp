@@ -303,44 +303,65 @@ TEST_CASE("a backward inside a region ends at an input that has a history", "[ru
   }
 }
 
+using Pair = std::function<Tensor(const Tensor&, const Tensor&)>;
+
+/// Zeros where there is no way.
+Tensor slope(const Tensor& y, const Tensor& of) {
+  const Tensor found = torch::autograd::grad({y.sum()}, {of}, {}, /*retain_graph=*/true,
+                                             /*create_graph=*/false, /*allow_unused=*/true)[0];
+  return found.defined() ? found : at::zeros_like(of);
+}
+
+void check_unsupported(const remat::CheckpointOptions& options, const Pair& f, const Tensor& a,
+                       const Tensor& b) {
+  // In forward, if a later backward there needs a recompute.
+  const auto error =
+      error_of<remat::CheckpointError>([&] { grad_of(remat::checkpoint(options, f, a, b), {a}); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
+  CHECK_THAT(std::string(error.what()), contains("a gradient was taken inside a region"));
+}
+
+void check_agrees(const remat::CheckpointOptions& options, const Pair& f, const Tensor& a,
+                  const Tensor& b) {
+  for (int i = 0; i < 2; ++i)
+    require_bit_equal(grad_of(remat::checkpoint(options, f, a, b), {a}, {.retain_graph = true}),
+                      grad_of(f(a, b), {a}, {.retain_graph = true}));
+}
+
 TEST_CASE("a gradient that a recompute would take of less than forward did is an error",
           "[rule-6][rule-2]") {
-  const bool early_stop = GENERATE(true, false);
+  remat::CheckpointOptions options{.early_stop = GENERATE(true, false)};
+  if (GENERATE(true, false)) options.policy = remat::save_ops({"aten::sin"});
   const bool is_leaf = GENERATE(true, false);
-  CAPTURE(early_stop, is_leaf);
-  const Tensor w = leaf({3});
-  const Tensor x = is_leaf ? leaf({3}) : w * 2, unhooked = x.detach().clone().requires_grad_();
-  const auto slope = [](const Tensor& y, const Tensor& of) {
-    return torch::autograd::grad({y.sum()}, {of}, {}, /*retain_graph=*/true, false,
-                                 /*allow_unused=*/true)[0];
-  };
-  using Pair = std::function<Tensor(const Tensor&, const Tensor&)>;
-  const auto throws = [&](const Pair& f, const Tensor& a, const Tensor& b) {
-    const Tensor y = remat::checkpoint({.early_stop = early_stop}, f, a, b);
-    const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {a}); });
-    CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
-    CHECK_THAT(std::string(error.what()), contains("a gradient was taken inside a region"));
-  };
-  const auto agrees = [&](const Pair& f, const Tensor& a, const Tensor& b) {
-    require_bit_equal(grad_of(remat::checkpoint({.early_stop = early_stop}, f, a, b), {a},
-                              {.retain_graph = true}),
-                      grad_of(f(a, b), {a}, {.retain_graph = true}));
-  };
-  const Tensor other = unhooked * 3;
+  const int64_t size = GENERATE(3, 8192);  // so that the recompute is stopped early, too
+  CAPTURE(options.early_stop, is_leaf, size);
+  const Tensor w = leaf({size});
+  const Tensor x = is_leaf ? leaf({size}) : w * 2;
+  const Tensor other = x.detach().clone().requires_grad_() * 3;
+  const auto throws = [&](const Pair& f, const Tensor& b) { check_unsupported(options, f, x, b); };
+  const auto agrees = [&](const Pair& f, const Tensor& b) { check_agrees(options, f, x, b); };
+  const Pair by_first = [](const Tensor& a, const Tensor& b) { return slope(a * b, a) * a.sin(); };
+  const Pair by_second = [](const Tensor& a, const Tensor& b) { return slope(a * b, b) * a.sin(); };
 
   // Through the history of an argument.
   if (!is_leaf)
-    throws([&](const Tensor& a, const Tensor&) { return slope(a * w, w) * a.sin(); }, x, other);
-  throws([&](const Tensor& a, const Tensor& b) { return slope(a * b, a) * a.sin(); }, x, x.view(3));
-  throws([&](const Tensor& a, const Tensor& b) { return slope(a * b, a) * a.sin(); }, x, x.cos());
-  agrees([&](const Tensor& a, const Tensor& b) { return slope(a * b, a) * a.sin(); }, x, other);
-  agrees([&](const Tensor& a, const Tensor& b) { return slope(a * b, b) * a.sin(); }, x, other);
-  agrees([&](const Tensor& a, const Tensor& b) { return slope(a * b, a) * a.sin(); }, x, x);
-  agrees([&](const Tensor& a, const Tensor& b) { return slope(a.cos(), a) * b; }, x, x.view(3));
+    throws([&](const Tensor& a, const Tensor&) { return slope(a * w, w) * a.sin(); }, other);
+  throws(by_first, x.view(size));
+  throws(by_first, x.cos());
+  agrees(by_first, other);
+  agrees(by_second, other);
+  agrees(by_first, x);
+  agrees([](const Tensor& a, const Tensor& b) { return slope(a.cos(), a) * b; }, x.view(size));
 
   // An argument that is captured, too.
-  throws([&](const Tensor& a, const Tensor&) { return slope(a * x, a) * a.sin(); }, x, other);
-  throws([&](const Tensor& a, const Tensor&) { return slope(a * x, x) * a.sin(); }, x, other);
+  throws([&](const Tensor& a, const Tensor&) { return slope(a * x, a) * a.sin(); }, other);
+  throws([&](const Tensor& a, const Tensor&) { return slope(a * x, x) * a.sin(); }, other);
+  throws([&](const Tensor& a, const Tensor&) { return slope(w * x, a) * a.sin(); }, other);
+  throws([&](const Tensor& a, const Tensor&) { return slope(w * a, x) * a.sin(); }, other);
+  const Tensor captured = x.cos();
+  throws([&](const Tensor& a, const Tensor&) { return slope(w * captured, a) * a.sin(); }, other);
+  agrees([&](const Tensor& a, const Tensor&) { return slope(captured * x, x) * a.sin(); }, other);
+  agrees([&](const Tensor& a, const Tensor&) { return slope(a.cos() * 2, a) * x.sin(); }, other);
 
   // It is an error also where the function catches it.
   throws(
@@ -350,20 +371,109 @@ TEST_CASE("a gradient that a recompute would take of less than forward did is an
           found = slope(a * x, a);
         } catch (const std::exception&) {
         }
-        return found * a.sin();
+        return (found * a.sin()).exp() + 1;
       },
-      x, other);
+      other);
 
-  // Hooks of an argument.
+  // Hooks that an argument has; those that the function gives it are given again.
+  if (!is_leaf)
+    agrees(
+        [](const Tensor& a, const Tensor&) {
+          const Tensor c = a * 1;
+          c.register_hook([](const Tensor& g) { return g * 3; });
+          return slope(c * c, c) * a.sin();
+        },
+        other);
   x.register_hook([](const Tensor& g) { return g * 3; });
-  throws([&](const Tensor& a, const Tensor&) { return slope(a * a, a) * a.sin(); }, x, other);
-  agrees([&](const Tensor& a, const Tensor& b) { return slope(a * b, b) * a.sin(); }, x, other);
+  throws([](const Tensor& a, const Tensor&) { return slope(a * a, a) * a.sin(); }, other);
+  agrees(by_second, other);
   agrees(
-      [&](const Tensor& a, const Tensor&) {
+      [](const Tensor& a, const Tensor&) {
         const Tensor c = a.sin();
         return slope(c * c, c) * a;
       },
+      other);
+}
+
+TEST_CASE("of several backwards inside a region those that a recompute can repeat are",
+          "[rule-6][rule-2]") {
+  const remat::CheckpointOptions options{.early_stop = GENERATE(true, false)};
+  const Tensor w = leaf({3}), x = w * 2, other = leaf({3});
+  const auto bad = [&](const Tensor& a) { return slope(a * w, w); };
+  const auto good = [](const Tensor& a) { return slope(a.exp(), a); };
+  for (const bool is_bad_first : {true, false}) {
+    // What the bad one gives is in no gradient, but the recompute cannot know that.
+    const auto both = [&](const Tensor& a, const Tensor&) {
+      const Tensor first = is_bad_first ? bad(a) : good(a);
+      const Tensor second = is_bad_first ? good(a) : bad(a);
+      return ((is_bad_first ? second : first) * a).sin().exp();
+    };
+    check_unsupported(options, both, x, other);
+  }
+  // A backward in a region inside, and one in save_region, which no recompute runs.
+  check_agrees(
+      options,
+      [&](const Tensor& a, const Tensor&) {
+        return remat::checkpoint([&](const Tensor& a) { return (good(a) * a).sin(); }, a.cos()) *
+               (good(a) * a).sin();
+      },
       x, other);
+  check_unsupported(
+      options,
+      [&](const Tensor& a, const Tensor&) {
+        return remat::checkpoint([&](const Tensor& a) { return (bad(a) * a).sin(); }, a.cos());
+      },
+      x, other);
+  check_agrees(
+      options,
+      [&](const Tensor& a, const Tensor&) {
+        const Tensor kept = remat::save_region([&](const Tensor& a) { return bad(a); }, a);
+        return (kept * good(a) * a).sin();
+      },
+      x, other);
+  check_unsupported(
+      options,
+      [&](const Tensor& a, const Tensor&) {
+        const Tensor kept = remat::save_region([&](const Tensor& a) { return good(a); }, a);
+        return (kept * bad(a) * a).sin();
+      },
+      x, other);
+}
+
+TEST_CASE("a noexcept function meets a backward that its recompute cannot repeat",
+          "[rule-6][rule-12]") {
+  const Tensor w = leaf({3}), x = w * 2;
+  x.register_hook([](const Tensor& g) { return g * 3; });
+  const auto f = [](const Tensor& a) noexcept { return (slope(a * a, a) * a).sin(); };
+  const Tensor y = remat::checkpoint(f, x);
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {w}); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
+}
+
+TEST_CASE("an argument that dies in the function is not taken for what is made there", "[rule-6]") {
+  const Tensor w = leaf({3});
+  // The node of the argument, and the leaf, make room for new ones.
+  const auto by_value = [&w](Tensor a) {
+    a = a.detach().requires_grad_();
+    const Tensor g = torch::autograd::grad({a.sin().sum()}, {a})[0];
+    return (g * w).sin();
+  };
+  const auto by_reference = [&w](const Tensor& a) {
+    return (torch::autograd::grad({a.sin().sum()}, {a})[0] * w).sin();
+  };
+  for (int i = 0; i < 50; ++i) {
+    const Tensor start = at::randn({3});
+    const Tensors expected = grad_of(by_reference(start.clone().requires_grad_()), {w});
+    require_bit_equal(grad_of(remat::checkpoint(by_value, start.clone().requires_grad_() * 1), {w}),
+                      expected);
+    require_bit_equal(grad_of(remat::checkpoint(by_value, start.clone().requires_grad_()), {w}),
+                      expected);
+    require_bit_equal(
+        grad_of(remat::checkpoint(by_reference, start.clone().requires_grad_() * 1), {w}),
+        expected);
+    require_bit_equal(grad_of(remat::checkpoint(by_reference, start.clone().requires_grad_()), {w}),
+                      expected);
+  }
 }
 
 TEST_CASE("a recompute that ends before a backward that it could not repeat is no error",

@@ -352,6 +352,55 @@ TEST_CASE("an argument that hooks keep as it is, and that is changed in place, r
   CHECK_THAT(std::string(error.what()), contains("tensor 0 of the arguments"));
 }
 
+TEST_CASE("hooks that restore an argument in its own storage raise no alarm", "[rule-10][rule-2]") {
+  const Tensor x = leaf({3}), argument = x * 2;
+  const auto f = [](const Tensor& t) { return t.sin().exp(); };
+  const Tensors plain = grad_of(f(argument), {x}, {.retain_graph = true});
+  struct Copied {
+    Tensor original, copy;
+  };
+  const remat::SavedTensorHooksGuard guard(
+      [](const Tensor& t) { return Copied{t.detach(), t.detach().clone()}; },
+      [](const Copied& saved) { return saved.original.copy_(saved.copy); });
+  const Tensor y = remat::checkpoint(f, argument);
+  for (int i = 0; i < 3; ++i) require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), plain);
+}
+
+TEST_CASE("a tensor that requires grad otherwise than in forward does not shift what is saved",
+          "[rule-10][rule-2]") {
+  const bool freezes = GENERATE(true, false);
+  const bool early_stop = GENERATE(true, false);
+  const bool is_captured = GENERATE(true, false);
+  CAPTURE(freezes, early_stop, is_captured);
+  using Pair = std::function<Tensor(const Tensor&, const Tensor&)>;
+  const std::vector<Pair> all{
+      [](const Tensor& a, const Tensor& b) { return (a * b).sin() + 1; },
+      [](const Tensor& a, const Tensor& b) { return (a.sin() * b).exp() + 1; },
+      [](const Tensor& a, const Tensor& b) { return (a.sin() * (b + 1)).sin() + 1; },
+      [](const Tensor& a, const Tensor& b) {
+        return (a.sin() * b.view({2, -1}).view(-1)).sin() + 1;
+      },
+  };
+  // Large enough for a stop before the last operator.
+  const Tensor x = leaf({9000});
+  for (const Pair& f : all) {
+    const Tensor w = at::randn({9000}).set_requires_grad(freezes);
+    const Tensors plain = grad_of(f(x, w), {x});
+    const Tensor y = remat::checkpoint(
+        {.early_stop = early_stop},
+        [&](const Tensor& a, const Tensor& b) { return f(a, is_captured ? w : b); }, x,
+        is_captured ? at::Tensor() : w);
+    w.set_requires_grad(!freezes);
+    if (!is_captured) {  // an argument comes back as it was
+      require_bit_equal(grad_of(y, {x}), plain);
+      continue;
+    }
+    const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
+    CHECK((error.kind() == Kind::MetadataMismatch || error.kind() == Kind::CaptureChanged ||
+           error.kind() == Kind::FewerTensors || error.kind() == Kind::MoreTensors));
+  }
+}
+
 TEST_CASE("buffers that the function itself updates raise no alarm", "[rule-10][BN-04]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);

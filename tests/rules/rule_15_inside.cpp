@@ -268,6 +268,17 @@ TEST_CASE("a gradient of a kept value, inside a recompute, is right or an error"
          const Tensor q = remat::save_region([](const Tensor& y) { return y * 2; }, x.sin());
          return (slope_of(q.exp() * q, q) * x).exp();
        }},
+      {true,
+       [w = leaf({4})](const Tensor& x) {
+         const Tensor q = remat::save_region([&w] { return w; });
+         const Tensor y = x.detach().clone().requires_grad_();
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {false,
+       [w = leaf({4})](const Tensor& x) {
+         const Tensor q = remat::save_region([&w] { return w; });
+         return (slope_of(w.exp() * q, w) * x).exp();
+       }},
       // The leaf itself is asked for, and the kept value is another variable of it.
       {false,
        [](const Tensor& x) {
@@ -288,7 +299,7 @@ TEST_CASE(
     "a kept value does not have the hooks of its original, which is an error where they count",
     "[rule-15]") {
   const auto triples = [](const Tensor& y) {
-    y.register_hook([](const Tensor& g) { return g * 3; });
+    y.register_hook([](const Tensor& g) { return g.defined() ? g * 3 : g; });
     return y;
   };
   require_same_or_unsupported({
@@ -318,6 +329,28 @@ TEST_CASE(
          const auto make = [=](const Tensor& x) { return triples(x.sin()); };
          const Tensor q = remat::save_region(make, x);
          return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+      {false,
+       [=](const Tensor& x) {
+         const auto make = [=](const Tensor& x) { return triples(x.detach().requires_grad_()); };
+         const Tensor q = remat::save_region(make, x.detach().clone());
+         (q.exp() * q).sum().backward();
+         return (q.grad() * x).exp();
+       }},
+      // Of another value, and of another output of the operator.
+      {true,
+       [=](const Tensor& x) {
+         const auto twice = [](const Tensor& x) { return x * 2; };
+         const Tensor q = remat::save_region(twice, x.sin());
+         triples(remat::save_region(twice, x.cos()));
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+      {true,
+       [=](const Tensor& x) {
+         const std::vector<Tensor> y = x.sin().chunk(2);
+         triples(y[0]);
+         const Tensor q = remat::pin(y[1]);
+         return (slope_of(q.exp() * q, q) * x.chunk(2)[0]).exp();
        }},
   });
 }
