@@ -22,6 +22,10 @@ const AccumulateGrad* as_leaf(const Node& node) {
   return node.sequence_nr() == UINT64_MAX ? dynamic_cast<const AccumulateGrad*>(&node) : nullptr;
 }
 
+uint32_t low_bits(const Node& node) {
+  return static_cast<uint32_t>(node.sequence_nr() % UINT32_MAX);
+}
+
 }  // namespace
 
 bool has_gradient_edge(const at::Tensor& tensor) {
@@ -47,8 +51,8 @@ GradientPlace GradientPlace::of(const at::Tensor& tensor) {
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
   if (meta == nullptr || !tensor.requires_grad()) return {};
   if (const auto& node = tensor.grad_fn(); node != nullptr)
-    return {node.get(), node->sequence_nr(), static_cast<uint32_t>(tensor.output_nr())};
-  return meta->requires_grad_ ? GradientPlace{tensor.unsafeGetTensorImpl(), UINT64_MAX, 0}
+    return {node.get(), low_bits(*node), static_cast<uint32_t>(tensor.output_nr())};
+  return meta->requires_grad_ ? GradientPlace{tensor.unsafeGetTensorImpl(), GradientPlace::leaf, 0}
                               : GradientPlace{};
 }
 
@@ -56,13 +60,12 @@ GradientPlace GradientPlace::of(const Edge& edge) {
   if (!edge.is_valid()) return {};
   const AccumulateGrad* const leaf = as_leaf(*edge.function);
   return leaf == nullptr
-             ? GradientPlace{edge.function.get(), edge.function->sequence_nr(), edge.input_nr}
-             : GradientPlace{leaf->variable.unsafeGetTensorImpl(), UINT64_MAX, 0};
+             ? GradientPlace{edge.function.get(), low_bits(*edge.function), edge.input_nr}
+             : GradientPlace{leaf->variable.unsafeGetTensorImpl(), GradientPlace::leaf, 0};
 }
 
 WatchedPlace::WatchedPlace(const at::Tensor& tensor) : place_(GradientPlace::of(tensor)) {
-  is_leaf_ = place_.at == tensor.unsafeGetTensorImpl();
-  if (is_leaf_) leaf_ = WeakTensor(tensor.getIntrusivePtr());
+  if (place_.sequence == GradientPlace::leaf) leaf_ = WeakTensor(tensor.getIntrusivePtr());
 }
 
 bool is_leaf(const Node& node) { return as_leaf(node) != nullptr; }

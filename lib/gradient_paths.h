@@ -31,9 +31,10 @@ GradRole grad_role_of(const at::Tensor& value);
 /// A leaf's is known by the leaf itself, since its node is made when it is first needed.
 struct GradientPlace {
   const void* at = nullptr;  ///< null: nowhere
-  uint64_t sequence = 0;     ///< of the node, whose address another may have later
+  uint32_t sequence = 0;     ///< of the node, low bits: another may have its address later
   uint32_t output = 0;
 
+  static constexpr uint32_t leaf = UINT32_MAX;  ///< the sequence of leaves
   static GradientPlace of(const at::Tensor& tensor);
   static GradientPlace of(const torch::autograd::Edge& edge);
   bool is_somewhere() const { return at != nullptr; }
@@ -46,12 +47,13 @@ class WatchedPlace {
   WatchedPlace() = default;
   explicit WatchedPlace(const at::Tensor& tensor);
   /// Nowhere, once the leaf is gone.
-  GradientPlace get() const { return is_leaf_ && leaf_.expired() ? GradientPlace{} : place_; }
+  GradientPlace get() const {
+    return place_.sequence == GradientPlace::leaf && leaf_.expired() ? GradientPlace{} : place_;
+  }
 
  private:
   GradientPlace place_;
   WeakTensor leaf_{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-  bool is_leaf_ = false;
 };
 
 /// Whether a node adds to the gradient of a leaf.
@@ -78,7 +80,7 @@ class Reached {
   static bool everywhere(const GradientPlace&) { return true; }
   struct Visit {
     torch::autograd::Node* node;
-    uint64_t sequence;
+    uint32_t sequence;
     c10::SmallVector<uint32_t, 2> outputs;
   };
   std::unordered_map<const void*, Visit> visits_;
