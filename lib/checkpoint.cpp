@@ -42,6 +42,7 @@ class ForwardScope final : public Scope {
   void backward_begins(const torch::autograd::edge_list& roots,
                        const torch::autograd::edge_list& targets) override {
     if (!is_own_thread()) return;
+    frame_->break_group();
     const int64_t number = num_backwards_++;
     auto asked = asked_of(frame_->inputs(), roots, targets);
     if (!asked.is_nothing()) frame_->note_backward(number, std::move(asked));

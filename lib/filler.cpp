@@ -42,8 +42,9 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   const bool was_complete = is_complete();
   if (!pending_.empty()) compare_pending(group, /*is_end=*/origin != nullptr);
   const int64_t position = num_seen_++;
-  follows_ = position > 0 && origin == nullptr && group == group_before_;
-  group_before_ = origin == nullptr ? group : 0;
+  follows_ = may_follow_ && origin == nullptr && group == group_before_;
+  may_follow_ = origin == nullptr;
+  group_before_ = group;
   // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
   at::Tensor kept = saved.requires_grad() ? saved.tensor_data() : saved;
   if (position < num_slots_ && view_.is_needed[static_cast<std::size_t>(position)])
@@ -115,11 +116,18 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
 // A flag of a captured tensor, `requires_grad` above all, decides which tensors an operator saves. If it
 // has changed since forward, the recompute saves one more or one less, and all that follow come to the
 // slots of others. Shapes may agree. So a tensor must also require grad as forward's did, unless it is
-// the same tensor, and begin or continue the tensors of one operator as forward's did.
+// the same tensor or the cast of a leaf that changed likewise, and begin or continue the tensors of one
+// operator as forward's did.
 static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
-  return slot.requires_grad == judged.requires_grad() ||
-         (slot.provenance.storage._unsafe_get_target() != nullptr &&
-          slot.provenance.storage._unsafe_get_target() == storage_of(judged));
+  const bool has_edge = has_raw_gradient_edge(judged);
+  if (slot.has_edge == has_edge) return true;
+  const Provenance& then = slot.provenance;
+  if (then.storage._unsafe_get_target() != nullptr &&
+      then.storage._unsafe_get_target() == storage_of(judged))
+    return true;
+  if (then.origin != Origin::Leaf) return false;
+  const auto leaf = then.leaf.lock();
+  return leaf && at::Tensor(leaf).requires_grad() == has_edge;
 }
 
 void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {
@@ -160,9 +168,9 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
             : follows                ? ", of the operator that saved the one before"
                                      : ", the first of its operator");
   };
-  differences_.metadata.push_back(mismatch(
-      text(slot.description, slot.requires_grad, slot.follows),
-      text(Description(saved, slot.description.has_strides()), judged.requires_grad(), follows_)));
+  differences_.metadata.push_back(mismatch(text(slot.description, slot.has_edge, slot.follows),
+                                           text(Description(saved, slot.description.has_strides()),
+                                                has_raw_gradient_edge(judged), follows_)));
 }
 
 // Note [Made again]

@@ -48,6 +48,8 @@ class Filler final : public SlotFiller {
   bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
+  /// As in Frame.
+  void break_group() { may_follow_ = false; }
   /// The exception at hand counts also if user code catches it.
   void note_refusal() {
     if (refusal_ == nullptr) refusal_ = std::current_exception();
@@ -87,7 +89,8 @@ class Filler final : public SlotFiller {
   };
   std::vector<Pending> pending_;  // contents to compare when their operator has returned
   uint64_t last_group_ = 0;       // of the operator that filled the last needed slot
-  uint64_t group_before_ = 0;     // of the tensor saved last; 0: the input of a region inside
+  uint64_t group_before_ = 0;     // of the tensor saved last
+  bool may_follow_ = false;       // the next one, if it is of that group
   bool follows_ = false;          // the tensor at hand is of the same operator as the one before
   bool must_finish_operator_ = false;
   int64_t num_seen_ = 0, num_filled_ = 0;

@@ -175,6 +175,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   slot.provenance = provenance_of(judged, start_, inputs_.storages());
   slot.group = at::sequence_number::peek();
   slot.requires_grad = judged.requires_grad();
+  slot.has_edge = has_raw_gradient_edge(judged);
   slot.is_inner_input = origin != nullptr;
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
   // What a region around keeps may be captured here: its recompute must have the data, and no shell.
@@ -193,7 +194,8 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
     slots_.reserve(slots_.empty() ? expected_slots : 2 * slots_.size());
   slots_.push_back(std::move(slot));
   Slot& latest = slots_.back();
-  latest.follows = slots_.size() > 1 && slots_[slots_.size() - 2].is_same_operator(latest);
+  latest.follows = !std::exchange(is_group_broken_, false) && slots_.size() > 1 &&
+                   slots_[slots_.size() - 2].is_same_operator(latest);
   if (latest.follows && slots_[slots_.size() - 2].saves_own_output)
     latest.saves_own_output = true;
   else if (latest.saves_own_output)
@@ -332,6 +334,11 @@ void Frame::owner_waits_for_backward(Run& run) {
   std::lock_guard<SpinLock> lock(mutex_);
   run.waits_for_backward = true;
   run.tell_change();
+}
+
+void Frame::break_group() {
+  std::lock_guard<SpinLock> lock(mutex_);
+  is_group_broken_ = true;
 }
 
 void Frame::note_backward(int64_t number, InnerBackwards::Asked asked) {

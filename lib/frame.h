@@ -104,6 +104,9 @@ class Frame final : public SlotOwner {
   Selection* selection() const { return selection_.get(); }
   Selection& selection_or_make(std::shared_ptr<const PolicyRule> rule = nullptr);
   const Inputs& inputs() const { return inputs_; }
+  /// The next slot follows none. A recompute builds more nodes in this place than forward, or fewer: it
+  /// has other recomputes in a backward, and values of stretches instead of what made them.
+  void break_group();
   /// A backward of the forward inside the region, by number.
   void note_backward(int64_t number, InnerBackwards::Asked asked);
   InnerBackwards::Asked asked_by_backward(int64_t number);
@@ -189,6 +192,7 @@ class Frame final : public SlotOwner {
   std::vector<Slot> slots_;
   c10::SmallVector<std::shared_ptr<Run>, 1> runs_;
   std::unique_ptr<InnerBackwards> inner_backwards_;  // of those that asked for something
+  bool is_group_broken_ = false;
   bool is_settled_ = false;
   bool ends_small_ = false;
   bool is_empty_ = false;

@@ -34,6 +34,11 @@ bool has_gradient_edge(const at::Tensor& tensor) {
          (meta->requires_grad_ || tensor.grad_fn() != nullptr);
 }
 
+bool has_raw_gradient_edge(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && (meta->requires_grad_ || meta->grad_fn_ != nullptr);
+}
+
 at::Tensor without_gradient_edge(const at::Tensor& leaf) {
   const seam::OperatorsUnseen unseen;
   at::NoGradGuard no_grad;
@@ -76,12 +81,15 @@ Reached::Reached(const torch::autograd::edge_list& roots,
   const auto reach = [&](const Edge& edge) {
     if (!edge.is_valid() || (least > 0 && edge.function->topological_nr() < least)) return;
     const GradientPlace place = GradientPlace::of(edge);
-    const auto [entry, is_new] =
-        visits_.try_emplace(place.at, Visit{edge.function.get(), place.sequence, {}});
-    auto& outputs = entry->second.outputs;
+    Visit& visit =
+        visits_.try_emplace(place.at, Visit{edge.function.get(), place.sequence, false, {}})
+            .first->second;
+    auto& outputs = visit.outputs;
     if (std::find(outputs.begin(), outputs.end(), place.output) == outputs.end())
       outputs.push_back(place.output);
-    if (is_new && goes_on(place)) waiting.push_back(edge.function.get());
+    if (visit.is_passed || !goes_on(place)) return;
+    visit.is_passed = true;
+    waiting.push_back(edge.function.get());
   };
   for (const Edge& root : roots) reach(root);
   while (!waiting.empty()) {

@@ -15,6 +15,8 @@ namespace remat {
 /// Whether operators see a tensor that requires grad. A view of a leaf made under no-grad claims to
 /// (its base does), but has no gradient edge; it goes through as it is.
 bool has_gradient_edge(const at::Tensor& tensor);
+/// The same, as far as it is known: the node of a view that has to be made anew is not.
+bool has_raw_gradient_edge(const at::Tensor& tensor);
 /// An alias of a leaf that requires grad, made as such a view is.
 at::Tensor without_gradient_edge(const at::Tensor& leaf);
 
@@ -61,7 +63,7 @@ bool is_leaf(const torch::autograd::Node& node);
 
 class Reached {
  public:
-  /// Goes on below a node if `goes_on` says so of the place.
+  /// Goes on below a node if `goes_on` says so of one of the places there.
   explicit Reached(const torch::autograd::edge_list& roots,
                    c10::function_ref<bool(const GradientPlace&)> goes_on = everywhere)
       : Reached(roots, goes_on, 0) {}
@@ -81,6 +83,7 @@ class Reached {
   struct Visit {
     torch::autograd::Node* node;
     uint32_t sequence;
+    bool is_passed = false;
     c10::SmallVector<uint32_t, 2> outputs;
   };
   std::unordered_map<const void*, Visit> visits_;

@@ -51,7 +51,7 @@ InnerBackwards::Asked asked_of(const Inputs& inputs, const edge_list& roots,
   if (!has_any) return asked;
   const Reached near(roots, [&places](const GradientPlace& place) {
     return std::none_of(places.begin(), places.end(),
-                        [&](const Place& each) { return each.place.at == place.at; });
+                        [&](const Place& each) { return each.place == place; });
   });
   edge_list below;
   bool leads_on = false;  // from an input to what is another target

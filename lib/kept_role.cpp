@@ -211,9 +211,8 @@ bool KeptRoles::has_hooks_elsewhere(const Role& role) const {
 bool KeptRoles::is_used_elsewhere(const Role& role, const torch::autograd::edge_list& roots) const {
   if (role.history.twin == KeptHistory::Twin::None) return false;
   if (role.history.twin == KeptHistory::Twin::Unknown) return true;
-  const Reached others(roots, [&role](const GradientPlace& place) {
-    return place.at != GradientPlace::of(role.edge).at;
-  });
+  const Reached others(
+      roots, [&role](const GradientPlace& place) { return place != GradientPlace::of(role.edge); });
   return others.contain(role.original) ||
          std::any_of(roles_.begin(), roles_.end(), [&](const Role& other) {
            return &other != &role && other.original == role.original && others.contain(other.edge);

@@ -102,6 +102,7 @@ class RecomputeScope final : public detail::Scope {
   void backward_begins(const torch::autograd::edge_list& roots,
                        const torch::autograd::edge_list& targets) override {
     if (!is_own_thread()) return;
+    filler_.break_group();
     const InnerBackwards::Asked asked = frame_->asked_by_backward(num_backwards_++);
     // What this run was to compute may be there already; then its gradients are nobody's.
     const char* const reason = filler_.is_complete()

@@ -303,6 +303,7 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 }
 
 const StretchRecord* Replay::next_stretch(const std::type_info& type) {
+  filler_.break_group();
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = selection_.lock();
   const bool is_beyond = next_stretch_ >= selection_.stretches().size();

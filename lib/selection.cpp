@@ -542,6 +542,7 @@ StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t numb
 }
 
 int64_t Selection::begin_stretch() {
+  frame_.break_group();
   std::lock_guard<std::mutex> lock(mutex_);
   stretches_.emplace_back();
   return static_cast<int64_t>(stretches_.size()) - 1;

@@ -401,6 +401,64 @@ TEST_CASE("a tensor that requires grad otherwise than in forward does not shift 
   }
 }
 
+/// Its forward runs a backward, and saves when that is over.
+struct SavesAfterBackward : torch::autograd::Function<SavesAfterBackward> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x,
+                        const Tensor& target) {
+    const at::AutoGradMode grad_mode(true);
+    const Tensor d = x.detach().requires_grad_();
+    const Tensor loss = at::mse_loss(d, target);
+    const Tensor g = torch::autograd::grad({loss}, {d})[0];
+    ctx->save_for_backward({x});
+    return remat::pin(g.detach() * 2);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& g) {
+    return {g[0] * ctx->get_saved_variables()[0], Tensor()};
+  }
+};
+
+TEST_CASE("a Function that saves after a backward or a kept value is no mismatch", "[rule-10]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({3}), target = at::randn({3});
+  const auto f = [&](const Tensor& t) {
+    return SavesAfterBackward::apply(t.sin(), target).exp().sin();
+  };
+  require_bit_equal(grad_of(remat::checkpoint({.early_stop = early_stop}, f, x), {x}),
+                    grad_of(f(x), {x}));
+}
+
+TEST_CASE("a weight that is frozen after forward does no harm where it is saved all the same",
+          "[rule-10]") {
+  const bool casts = GENERATE(true, false);
+  CAPTURE(casts);
+  const Tensor x = leaf({1, 2, 5, 5}), w = leaf({2, 2, 3, 3});
+  const auto f = [&](const Tensor& t) {
+    const auto type = casts ? at::kBFloat16 : at::kFloat;
+    return at::conv2d(t.to(type), w.to(type)).to(at::kFloat);
+  };
+  const Tensors plain = grad_of(f(x), {x});
+  const Tensor y = remat::checkpoint(f, x);
+  w.set_requires_grad(false);
+  require_bit_equal(grad_of(y, {x}), plain);
+}
+
+TEST_CASE("a view without grad of an argument that is itself a leaf view is no mismatch",
+          "[rule-10][rule-2]") {
+  const Tensor base = at::randn({4, 4});
+  const Tensor x = base[0].requires_grad_();
+  const auto f = [](const Tensor& t) {
+    Tensor view;
+    {
+      const at::NoGradGuard no_grad;
+      view = t.view(-1);
+    }
+    return (t * view).sin() * 2;
+  };
+  require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), grad_of(f(x), {x}));
+}
+
 TEST_CASE("buffers that the function itself updates raise no alarm", "[rule-10][BN-04]") {
   const bool early_stop = GENERATE(true, false);
   CAPTURE(early_stop);
