@@ -57,10 +57,11 @@ class Inputs {
     torch::autograd::SavedVariable variable;
     std::unique_ptr<Watched> watched;  ///< where a user's hooks took it
     WatchedPlace place;
-    bool has_tensor_hooks = false;
-    GradRole role = GradRole::None;  ///< of forward's; what requires grad is an alias in each run
-    int32_t same_as = -1;            ///< the input that is the same tensor, or -1
     int32_t storage_number = -1;
+    int32_t same_as : 29 = -1;  ///< the input that is the same tensor, or -1
+    GradRole role : 2 =
+        GradRole::None;  ///< of forward's; what requires grad is an alias in each run
+    bool has_tensor_hooks : 1 = false;
   };
   c10::SmallVector<Input, 1> saved_;
   StorageSet storages_;
