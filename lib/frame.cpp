@@ -352,6 +352,11 @@ InnerBackwards::Asked Frame::asked_by_backward(int64_t number) {
   return inner_backwards_ == nullptr ? InnerBackwards::Asked{} : inner_backwards_->asked(number);
 }
 
+bool Frame::has_noted_backwards() {
+  std::lock_guard<SpinLock> lock(mutex_);
+  return inner_backwards_ != nullptr;
+}
+
 Frame::SlotView Frame::view_for(int64_t only_position) {
   std::lock_guard<SpinLock> lock(mutex_);
   SlotView view;

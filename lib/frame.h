@@ -110,6 +110,7 @@ class Frame final : public SlotOwner {
   /// A backward of the forward inside the region, by number.
   void note_backward(int64_t number, InnerBackwards::Asked asked);
   InnerBackwards::Asked asked_by_backward(int64_t number);
+  bool has_noted_backwards();
   /// Of all generators whose draws are noted, always in the same order.
   c10::SmallVector<DrawLog*, 1> draw_logs();
   /// Where draws from a generator are noted; null if they do not matter.

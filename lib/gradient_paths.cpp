@@ -47,8 +47,9 @@ at::Tensor without_gradient_edge(const at::Tensor& leaf) {
 
 GradRole grad_role_of(const at::Tensor& value) {
   if (!value.defined() || !value.requires_grad()) return GradRole::None;
-  if (!has_gradient_edge(value)) return GradRole::NoGradViewOfLeaf;
-  return value.is_leaf() ? GradRole::Leaf : GradRole::Result;
+  if (value.grad_fn() != nullptr) return GradRole::Result;
+  const auto* meta = torch::autograd::impl::get_autograd_meta(value);
+  return meta != nullptr && meta->requires_grad_ ? GradRole::Leaf : GradRole::NoGradViewOfLeaf;
 }
 
 GradientPlace GradientPlace::of(const at::Tensor& tensor) {
@@ -69,8 +70,16 @@ GradientPlace GradientPlace::of(const Edge& edge) {
              : GradientPlace{leaf->variable.unsafeGetTensorImpl(), GradientPlace::leaf, 0};
 }
 
-WatchedPlace::WatchedPlace(const at::Tensor& tensor) : place_(GradientPlace::of(tensor)) {
-  if (place_.sequence == GradientPlace::leaf) leaf_ = WeakTensor(tensor.getIntrusivePtr());
+WatchedPlace::WatchedPlace(const at::Tensor& tensor) : WatchedPlace(tensor, grad_role_of(tensor)) {}
+
+WatchedPlace::WatchedPlace(const at::Tensor& tensor, GradRole role) {
+  if (role == GradRole::Leaf) {
+    place_ = {tensor.unsafeGetTensorImpl(), GradientPlace::leaf, 0};
+    leaf_ = WeakTensor(tensor.getIntrusivePtr());
+  } else if (role == GradRole::Result) {
+    const auto& node = tensor.grad_fn();
+    place_ = {node.get(), low_bits(*node), static_cast<uint32_t>(tensor.output_nr())};
+  }
 }
 
 bool is_leaf(const Node& node) { return as_leaf(node) != nullptr; }

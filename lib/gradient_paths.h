@@ -48,6 +48,8 @@ class WatchedPlace {
  public:
   WatchedPlace() = default;
   explicit WatchedPlace(const at::Tensor& tensor);
+  /// Of a tensor whose role is known.
+  WatchedPlace(const at::Tensor& tensor, GradRole role);
   /// Nowhere, once the leaf is gone.
   GradientPlace get() const {
     return place_.sequence == GradientPlace::leaf && leaf_.expired() ? GradientPlace{} : place_;

@@ -26,7 +26,7 @@ struct InputEdge final : torch::autograd::Node {
 /// A tensor with the same data and version counter as `data` and the role of the input; `data` itself if
 /// that asks for no more. Its own may be another by now: a parent's recompute made it, or the user said so.
 at::Tensor in_role(at::Tensor data, GradRole role) {
-  if (grad_role_of(data) == role && (role == GradRole::None || role == GradRole::NoGradViewOfLeaf))
+  if ((role == GradRole::None || role == GradRole::NoGradViewOfLeaf) && grad_role_of(data) == role)
     return data;
   at::Tensor input = data.tensor_data();
   switch (role) {
@@ -86,11 +86,9 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
     const GradRole role = grad_role_of(tensor);
     const bool has_edge = role == GradRole::Leaf || role == GradRole::Result;
     SavingInput saving(tensor);
-    Input& input = saved_.emplace_back();
-    input.variable = torch::autograd::SavedVariable(has_edge ? tensor.tensor_data() : tensor,
-                                                    /*is_output=*/false);
+    Input& input = saved_.emplace_back(has_edge ? tensor.tensor_data() : tensor);
     if (has_edge) {
-      input.place = WatchedPlace(tensor);
+      input.place = WatchedPlace(tensor, role);
       input.has_tensor_hooks = !torch::autograd::impl::hooks(tensor).empty();
     }
     input.role = role;

@@ -54,6 +54,8 @@ class Inputs {
     std::atomic<uint32_t> version;  ///< the hooks themselves may write when they give it back
   };
   struct Input {
+    Input() = default;
+    explicit Input(const at::Tensor& saved) : variable(saved, /*is_output=*/false) {}
     torch::autograd::SavedVariable variable;
     std::unique_ptr<Watched> watched;  ///< where a user's hooks took it
     WatchedPlace place;

@@ -171,7 +171,7 @@ class RecomputeScope final : public detail::Scope {
   // Rarely there.
   SpinLock own_early_lock_;
   std::unique_ptr<Early> own_early_;
-  c10::SmallVector<WatchedPlace, 4> aliases_;  // of the inputs
+  std::vector<WatchedPlace> aliases_;  // of the inputs, if a backward of forward's asked for one
   std::atomic<int64_t> num_backwards_{0};
   std::atomic<Early*> early_{nullptr};  // the same, for threads that inherited the scope
   const std::thread::id owner_ = std::this_thread::get_id();
@@ -295,7 +295,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
     std::vector<at::Tensor> inputs = frame->unpack_inputs();
     Filler filler(*frame, run, only_position);
     const auto scope = std::make_shared<RecomputeScope>(frame, filler);
-    scope->knows_inputs(inputs);
+    if (frame->has_noted_backwards()) scope->knows_inputs(inputs);
     if (scope->uses_original()) filler.forbid_stop();
     if (frame->selection() != nullptr) {
       if (frame->selection()->rule() != nullptr) frame->selection()->rule()->warn_about_unseen();
