@@ -86,7 +86,9 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
     const GradRole role = grad_role_of(tensor);
     const bool has_edge = role == GradRole::Leaf || role == GradRole::Result;
     SavingInput saving(tensor);
-    Input& input = saved_.emplace_back(has_edge ? tensor.tensor_data() : tensor);
+    Input made(has_edge ? tensor.tensor_data()
+                        : tensor);  // may throw, as a growing SmallVector must not
+    Input& input = saved_.emplace_back(std::move(made));
     if (has_edge) {
       input.place = WatchedPlace(tensor, role);
       input.has_tensor_hooks = !torch::autograd::impl::hooks(tensor).empty();
