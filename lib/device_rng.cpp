@@ -1,20 +1,35 @@
 #include "lib/device_rng.h"
 
 #include <ATen/Context.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 
 #include "lib/accelerator.h"
 #include "lib/cpu_rng.h"
+#include "lib/match.h"
 
 namespace remat {
 
 namespace {
 
+/// The generator of a device whose work is being captured as a graph does not tell: what is captured
+/// draws from where the graph stands when it is replayed. A state that was shared instead of copied
+/// would be "restored" to wherever it has moved to.
 at::Tensor state_of(at::Generator& generator) {
   std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.get_state();
+  try {
+    return generator.get_state();
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error& error) {
+    throw_unsupported("the random state of a device cannot be kept (Rule 11)",
+                      std::string("its generator says \"") + error.what_without_backtrace() + '"',
+                      "set preserve_rng_state = false where the function draws no random numbers; "
+                      "where it does, leave it without a region while a graph is captured");
+  }
 }
 
 void set_state(at::Generator& generator, const at::Tensor& state) {

@@ -62,11 +62,12 @@ at::Tensor checkpoint_name(const at::Tensor& x, std::string name) {
   if (region == nullptr || !x.defined()) return x;
   Selection* const selection = region->frame()->selection();
   if (selection == nullptr || !selection->looks_at_names()) return x;
+  const seam::OperatorsUnseen unseen;  // what waits on the CPU is copied
   if (region->is_recompute) {
-    const StretchRecord* const kept = region->replay()->next_stretch(typeid(at::Tensor));
-    return kept == nullptr ? x : region->replay()->values_of(*kept, {x}).front();
+    Replay& replay = *region->replay();
+    const StretchRecord* const kept = replay.next_stretch(typeid(at::Tensor), &x);
+    return kept == nullptr ? x : replay.values_of(*kept, {x}).front();
   }
-  const seam::OperatorsUnseen unseen;
   selection->name(x, name, *region);
   return x;
 }
@@ -139,6 +140,7 @@ bool KeptStretch::is_kept() const { return impl_ != nullptr && impl_->kept != nu
 void* KeptStretch::emptied() const { return impl_->kept->emptied.get(); }
 
 std::vector<at::Tensor> KeptStretch::tensors() {
+  const seam::OperatorsUnseen unseen;
   return impl_->region->replay()->values_of(*impl_->kept, impl_->read);
 }
 

@@ -302,7 +302,7 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   push_results(*record, stack, counted);
 }
 
-const StretchRecord* Replay::next_stretch(const std::type_info& type) {
+const StretchRecord* Replay::next_stretch(const std::type_info& type, const at::Tensor* named) {
   filler_.break_group();
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = selection_.lock();
@@ -323,11 +323,19 @@ const StretchRecord* Replay::next_stretch(const std::type_info& type) {
          "the function does not compute the same again",
          "make the calls depend on nothing that changes between forward and backward");
   for (const StretchRecord::Value& each : stretch->values)
-    if (each.tensor.is_changed())
+    if (each.tensor.is_changed()) {
+      // As a call whose result was changed is made again.
+      if (named != nullptr && stretch->is_name &&
+          selection_.rule()->options().allow_cache_entry_mutation) {
+        if (each.made && !producers_.find(*named))
+          producers_.add(*named, each.made->producer, each.made->num_changes);
+        return nullptr;
+      }
       fail(CheckpointError::Kind::SelectiveMutation,
            "a value that pin or save_region keeps was changed in place after forward",
            "an in-place operator, in the region or after it, wrote to it",
            "pin a copy of it, or use the operator that does not write in place");
+    }
   skip(stretch->draws);
   return stretch;
 }

@@ -28,8 +28,9 @@ class Replay {
   void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results);
 
   /// The next stretch, in forward's order; null if forward kept nothing of it. Its draws are passed
-  /// over. Throws if forward's was of another type.
-  const StretchRecord* next_stretch(const std::type_info& type);
+  /// over. Throws if forward's was of another type. `named`: what was given a name; it stands for a
+  /// kept value that was changed in place, where the policy allows that.
+  const StretchRecord* next_stretch(const std::type_info& type, const at::Tensor* named = nullptr);
   /// `read`: what the stretch would read now, and through which a gradient must not be taken.
   std::vector<at::Tensor> values_of(const StretchRecord& stretch,
                                     const std::vector<at::Tensor>& read);

@@ -519,6 +519,7 @@ void Selection::name(const at::Tensor& value, const std::string& name,
   if (!is_keeping(answer) || keep_named(value, answer, region)) return;
   auto itself = std::make_shared<StretchRecord>();
   itself->type = &typeid(at::Tensor);
+  itself->is_name = true;
   itself->values.push_back(keep_value(value, number, 0, region, where_for(answer)));
   itself->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
   itself->is_kept = true;

@@ -61,6 +61,7 @@ struct StretchRecord {
   DrawSkips draws;
   std::vector<WeakTensor> leaves;  ///< that gradients of the values lead to
   bool is_kept = false;
+  bool is_name = false;  ///< checkpoint_name's: the value that a recompute has does as well
 };
 
 class Selection {

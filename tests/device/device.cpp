@@ -103,6 +103,23 @@ TEST_CASE("a device that is first used inside a region draws the same numbers ag
   CHECK(far::position(1) == 2);
 }
 
+TEST_CASE("a generator that does not tell its state, as in the capture of a graph, is refused",
+          "[device][rule-11]") {
+  const Tensor x = far_leaf(at::randn({4}));
+  const auto f = [](const Tensor& t) { return t.sin().exp(); };
+  const Counted done;
+  far::set_capturing(true);
+  const auto error = error_of<remat::CheckpointError>([&] { checkpoint(f, x); });
+  const Tensor y = checkpoint({.preserve_rng_state = false}, f, x);
+  far::set_capturing(false);
+  CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
+  CHECK_THAT(error.what_without_backtrace(), contains("captured as a graph"));
+  CHECK_THAT(error.what_without_backtrace(), contains("preserve_rng_state = false"));
+  require_same(grad_of(y, {x})[0], grad_of(f(x), {x})[0]);
+  require_same(grad_of(checkpoint(f, x), {x})[0], grad_of(f(x), {x})[0]);
+  CHECK(done.now().frames_alive == 0);
+}
+
 TEST_CASE("a number on the CPU combined with device tensors", "[device][DEV-06]") {
   const Tensor values = at::randn({4});
   const Tensor x = far_leaf(values), s = leaf({});
@@ -266,6 +283,30 @@ TEST_CASE("a policy moves what it keeps to the CPU and back", "[device][rule-15]
   CHECK(moved.on_cpu == 2);
   CHECK(kept.kernels < none.kernels);
   CHECK(moved.kernels == kept.kernels);
+}
+
+TEST_CASE("a named argument that waits on the CPU is no call of the region's",
+          "[device][rule-15][OFF-17]") {
+  const Tensor values = at::randn({8, 8});
+  // The function copies to and from the CPU as well: its calls are compared with forward's.
+  const auto f = [](const Tensor& x) {
+    const Tensor named = remat::checkpoint_name(x, "argument");
+    const Tensor there = named.sin().to(at::kCPU).exp();
+    return there.to(x.device()).mm(named).tanh();
+  };
+  const auto everything = [](const remat::PolicyContext&) {
+    return remat::CheckpointPolicy::MustCpuOffload;
+  };
+  const Tensor plain = far_leaf(values);
+  const Tensor plain_grad = grad_of(f(plain * 1), {plain})[0];
+  for (const remat::Policy& policy :
+       {remat::offload_names({"argument"}), remat::Policy(everything)})
+    for (const bool early_stop : {true, false}) {
+      const Tensor x = far_leaf(values);
+      const Tensor y = checkpoint({.early_stop = early_stop, .policy = policy}, f, x * 1);
+      require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain_grad);
+      require_same(grad_of(y, {x})[0], plain_grad);
+    }
 }
 
 TEST_CASE("kept random operators of a device move its generator", "[device][rule-15][GUA-30]") {

@@ -117,6 +117,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+std::atomic<bool> is_capturing{false};
+
 struct Generator final : c10::GeneratorImpl {
   uint64_t next = 0;
   explicit Generator(int index) : GeneratorImpl(far::device(index), c10::DispatchKeySet()) {}
@@ -129,6 +131,7 @@ struct Generator final : c10::GeneratorImpl {
     next = static_cast<uint64_t>(*static_cast<const int64_t*>(state.data()));
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    TORCH_CHECK(!is_capturing, "not while work is being captured as a graph");
     return at::scalar_tensor(static_cast<int64_t>(next), at::kLong).getIntrusivePtr();
   }
   Generator* clone_impl() const override {
@@ -350,6 +353,8 @@ int64_t num_queued_copies() {
 }
 int64_t pinned_bytes() { return Pinned::num_live_bytes; }
 void set_has_pinned_memory(bool has) { Pinned::has = has; }
+
+void set_capturing(bool capturing) { is_capturing = capturing; }
 
 void forget_use(int index) { used[static_cast<size_t>(index)] = false; }
 

@@ -26,6 +26,9 @@ void forget_use(int index);
 double draw(int index = 0);
 uint64_t position(int index = 0);
 
+/// Whether the generators refuse to tell their states, as CUDA's do while a graph is captured.
+void set_capturing(bool capturing);
+
 /// Copies that were queued and have not run.
 int64_t num_queued_copies();
 /// Page-locked memory of the host. Without it `at::empty` of such memory throws.

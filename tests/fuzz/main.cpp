@@ -3,8 +3,8 @@
 //   fuzz --seeds A:B               the programs of the seeds in [A, B)
 //   fuzz --seconds N [--from A]    the programs from A (default 0) on, for N seconds
 //   fuzz --seed S [--print]        one program; with --print its text and nothing is run
-// With --selective the programs have policies, names, pin and save_region too. A finding is shrunk and
-// printed, and the exit status is 1. With --first the first finding ends the run, and only its seed
+// With --selective the programs have policies, names, pin and save_region too; with --device cuda they run
+// there. A finding is shrunk (on the CPU) and printed, and the exit status is 1. With --first the first finding ends the run, and only its seed
 // and kind are printed. The last line is always "N programs, M findings".
 
 #include <ATen/ATen.h>
@@ -94,7 +94,8 @@ bool agrees(uint64_t seed, bool shrinks) {
   const auto found = fuzz::check(program);
   alarm(0);
   if (!found) return true;
-  if (!shrinks) {
+  if (!shrinks || !fuzz::device().is_cpu()) {  // a process that uses an accelerator cannot fork
+    if (shrinks) std::cout << fuzz::to_text(program) << found->text << "\n";
     std::cout << "seed " << seed << ": " << found->kind << std::endl;
     return false;
   }
@@ -107,7 +108,8 @@ bool agrees(uint64_t seed, bool shrinks) {
 
 int usage() {
   std::cerr
-      << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective] [--first]\n";
+      << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective] [--first]\n"
+         "     [--device cuda]\n";
   return 2;
 }
 
@@ -137,6 +139,12 @@ int main(int argc, char** argv) {
     }
     if (i + 1 == argc) return usage();
     const char* value = argv[++i];
+    if (name == "--device") {
+      fuzz::device() = at::Device(std::string(value));
+      at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+      c10::WarningUtils::set_warnAlways(false);
+      continue;
+    }
     char* end = nullptr;
     const uint64_t number = std::strtoull(value, &end, 10);
     if (name == "--seeds" && *end == ':') {

@@ -34,6 +34,9 @@ class Numbers final : public remat::StateProvider {
   uint32_t state_;
 };
 
+/// Where programs run: the CPU unless said otherwise, before the first of them.
+at::Device& device();
+
 /// What an operator may ask of the run it is part of.
 struct Surroundings {
   int64_t* hook_calls = nullptr;

@@ -60,10 +60,13 @@ void add_guarded(std::vector<Operator>& t) {
   t.back().writes_inside = true;
   add("own_permutation", drawing([](const Tensor& x, at::Generator own, uint64_t) {
         const Tensor flat = x.reshape(-1);
-        return flat.index_select(0, at::randperm(flat.numel(), own, at::kLong)).view(x.sizes());
+        return flat
+            .index_select(0, at::randperm(flat.numel(), own, flat.options().dtype(at::kLong)))
+            .view(x.sizes());
       }),
       true);
   add("own_past_operators", drawing([](const Tensor& x, at::Generator own, uint64_t) {
+        if (!x.is_cpu()) return x;
         std::lock_guard<std::mutex> lock(own.mutex());
         return x * (0.5 + own.get<at::CPUGeneratorImpl>()->random() * 0x1p-32);
       }),

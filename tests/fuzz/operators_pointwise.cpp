@@ -172,7 +172,8 @@ void add_random(std::vector<Operator>& t) {
                })});
   t.push_back({"shuffle", 1, 1, [](const Tensors& a, Dice&, const Surroundings&) {
                  const Tensor x = line(floating(a[0]));
-                 return Tensors{x.index_select(0, at::randperm(x.size(0)))};
+                 return Tensors{
+                     x.index_select(0, at::randperm(x.size(0), x.options().dtype(at::kLong)))};
                }});
   for (size_t i = first; i < t.size(); ++i) {
     t[i].random = true;

@@ -210,6 +210,11 @@ void add_shapes(std::vector<Operator>& table) {
   add_indices(table);
 }
 
+at::Device& device() {
+  static at::Device where(at::kCPU);
+  return where;
+}
+
 const std::vector<Operator>& operators() {
   static const std::vector<Operator> table = [] {
     std::vector<Operator> all;

@@ -29,7 +29,8 @@ Tensor exact_copy(const Tensor& a) {
   at::NoGradGuard no_grad;
   if (!a.has_storage()) return a.detach().clone();
   const auto bytes = static_cast<int64_t>(a.storage().nbytes());
-  const Tensor all = at::empty({0}, at::kByte).set_(a.storage(), 0, {bytes}, {1});
+  const Tensor all =
+      at::empty({0}, a.options().dtype(at::kByte)).set_(a.storage(), 0, {bytes}, {1});
   Tensor copy = at::empty({0}, a.options())
                     .set_(all.clone().storage(), a.storage_offset(), a.sizes(), a.strides());
   copy._set_conj(a.is_conj());
@@ -53,13 +54,13 @@ Tensor half(const std::pair<bool, Tensor>& packed) {
 
 class AutocastScope {
  public:
-  AutocastScope() : before_(at::autocast::is_autocast_enabled(at::kCPU)) {
-    at::autocast::set_autocast_enabled(at::kCPU, true);
+  AutocastScope() : before_(at::autocast::is_autocast_enabled(device().type())) {
+    at::autocast::set_autocast_enabled(device().type(), true);
     at::autocast::increment_nesting();
   }
   ~AutocastScope() {
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(at::kCPU, before_);
+    at::autocast::set_autocast_enabled(device().type(), before_);
   }
   AutocastScope(const AutocastScope&) = delete;
   AutocastScope& operator=(const AutocastScope&) = delete;
@@ -67,6 +68,13 @@ class AutocastScope {
  private:
   bool before_;
 };
+
+at::Generator generator_from(uint64_t seed) {
+  if (device().is_cpu()) return at::detail::createCPUGenerator(seed);
+  at::Generator generator = at::globalContext().defaultGenerator(device()).clone();
+  generator.set_current_seed(seed);
+  return generator;
+}
 
 /// The origin of a tensor made from `sources`: theirs if it is a view of one.
 std::shared_ptr<Origin> origin_of(const Tensor& made, const std::vector<Value>& sources) {
@@ -119,7 +127,7 @@ Interpreter::Interpreter(const Program& program, Mode mode, Record& record)
   at::manual_seed(program.seed);
   for (uint32_t i = 0; i < 2; ++i) {
     numbers_[i] = std::make_shared<Numbers>(static_cast<uint32_t>(program.seed) + i);
-    generators_[i] = at::detail::createCPUGenerator(program.seed + 7 + i);
+    generators_[i] = generator_from(program.seed + 7 + i);
   }
   const Tensors tensors = make_leaves();
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -135,7 +143,7 @@ Interpreter::~Interpreter() {
 Tensors Interpreter::make_leaves() {
   Tensors made;
   for (const Leaf& leaf : program_.leaves) {
-    made.push_back(at::randn(leaf.sizes, leaf.is_double ? at::kDouble : at::kFloat));
+    made.push_back(at::randn(leaf.sizes, leaf.is_double ? at::kDouble : at::kFloat).to(device()));
     if (leaf.kind != LeafKind::Buffer) made.back().requires_grad_();
   }
   return made;

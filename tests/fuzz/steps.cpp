@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <chrono>
 #include <optional>
 #include <sstream>
 #include <thread>
@@ -22,8 +23,15 @@ remat::MemoryMeter& meter() {
 /// The bits, NaNs included. Nothing on a CPU with one thread makes two runs differ, so everything
 /// that is compared is compared bit by bit.
 std::string bytes_of(const Tensor& t) {
-  const Tensor dense = t.detach().resolve_conj().resolve_neg().contiguous();
+  const Tensor dense = t.detach().resolve_conj().resolve_neg().contiguous().cpu();
   return std::string(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
+}
+
+/// An accelerator's engine thread may still be letting go of a backward that has returned.
+template <class Condition>
+void settle(const Condition& is_settled) {
+  for (int i = 0; i < 5000 && !device().is_cpu() && !is_settled(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 /// So few that regions drop out of a small cache.
@@ -88,7 +96,7 @@ void Interpreter::record_state(Stage& stage) {
   stage.changes = record_.changes;
   if (stage.raised) return;
   stage.entries.push_back(
-      {"generator", "", bytes_of(at::globalContext().defaultGenerator(at::kCPU).get_state())});
+      {"generator", "", bytes_of(at::globalContext().defaultGenerator(device()).get_state())});
   for (size_t i = 0; i < numbers_.size(); ++i) {
     stage.entries.push_back({"numbers", std::to_string(numbers_[i]->state()), ""});
     stage.entries.push_back({"own generator", "", bytes_of(generators_[i].get_state())});
@@ -193,9 +201,10 @@ void Interpreter::run_step(const Step& step) {
   auto fault = [&](bool is_fault, const std::string& text) {
     if (is_fault && is_checkpointed) record_.faults.push_back("after " + stage.label + ": " + text);
   };
+  const bool is_sharing = program_.sharing != Sharing::None;
+  settle([&] { return is_sharing || remat::counters().recomputed_bytes_alive == before; });
   const int64_t alive = remat::counters().recomputed_bytes_alive;
   // In a thread a step shares nothing, but may end a graph of which the others hold tensors.
-  const bool is_sharing = program_.sharing != Sharing::None;
   if (!is_sharing || step.in_thread)
     fault(is_sharing ? alive > before : alive != before, "recomputed bytes are still alive");
   if (program_.sharing == Sharing::SmallCache)
@@ -218,7 +227,11 @@ void Interpreter::run_steps() {
       if (stage.raised && !is_planned) break;
     }
   }
-  if (remat::counters().recomputed_bytes_alive != bytes_before_steps_)
+  const auto has_nothing_left = [this] {
+    return remat::counters().recomputed_bytes_alive == bytes_before_steps_;
+  };
+  settle(has_nothing_left);
+  if (!has_nothing_left())
     record_.faults.push_back("after the steps: recomputed bytes are still alive");
 }
 
@@ -234,6 +247,11 @@ Record run(const Program& program, Mode mode) {
     interpreter.run_forward();
     if (!record.stages.back().raised) interpreter.run_steps();
   }).join();
+  settle([&before] {
+    const remat::Counters now = remat::counters();
+    return now.frames_alive == before.frames_alive &&
+           now.recomputed_bytes_alive == before.recomputed_bytes_alive;
+  });
   record.leaked_bytes = meter().live_bytes() - bytes;
   const remat::Counters after = remat::counters();
   if (after.frames_alive != before.frames_alive)

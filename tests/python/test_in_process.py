@@ -805,6 +805,61 @@ def a_graph_may_die_in_any_thread():
     equal(remat.counters()["frames_alive"], 0)
 
 
+# ---- a device's graphs (where there is one) ---------------------------------------------------------
+
+
+def captured(step):
+    """What `step` gives as a captured graph, replayed; it is run three times before, as capture wants."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph, found
+
+
+@case
+def a_captured_graph_holds_forward_and_recompute():
+    if not torch.cuda.is_available():
+        return
+    x = leaf().cuda().detach().requires_grad_()
+    for region in (
+        lambda y: remat.checkpoint(operators, y, preserve_rng_state=False),
+        lambda y: remat.checkpoint(operators, y, preserve_rng_state=False, save_ops=["aten::mm"]),
+    ):
+        graph, found = captured(lambda: gradient_of(region, x))
+        check(torch.equal(found, gradient_of(operators, x)), "captured")
+        with torch.no_grad():
+            x.data.mul_(0.5)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(torch.equal(found, gradient_of(operators, x)), "replayed with other numbers")
+
+
+@case
+def a_graph_cannot_be_captured_with_the_device_s_random_state():
+    if not torch.cuda.is_available():
+        return
+    x = leaf().cuda().detach().requires_grad_()
+
+    def attempt():
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            ours(operators)(x)
+
+    ours(operators)(x)
+    error = raises(RuntimeError, "preserve_rng_state", attempt)
+    check("captur" in str(error), str(error))
+    torch.cuda.synchronize()
+    same = gradient_of(ours(operators), x)
+    check(torch.equal(same, gradient_of(operators, x)), "after the failed capture")
+
+
 # ---- running them --------------------------------------------------------------------------------
 
 

@@ -26,6 +26,22 @@ constexpr int fewer = 20;  // each access it remembers takes memory
 constexpr int fewer = 1;
 #endif
 
+/// Of a thread's stack the part that thread-local data take: those of CUDA's libraries are large.
+size_t bytes_above_frames() {
+  size_t bytes = 0;
+  std::thread([&bytes] {
+    pthread_attr_t attributes;
+    void* lowest = nullptr;
+    size_t size = 0;
+    if (pthread_getattr_np(pthread_self(), &attributes) != 0) return;
+    pthread_attr_getstack(&attributes, &lowest, &size);
+    pthread_attr_destroy(&attributes);
+    bytes = static_cast<size_t>(static_cast<char*>(lowest) + size -
+                                static_cast<char*>(__builtin_frame_address(0)));
+  }).join();
+  return bytes / 4096 * 4096;
+}
+
 /// Runs `f` on a thread with a stack of that size and rethrows what it throws. No assertions in
 /// `f`: what they print may need more stack than there is.
 template <class F>
@@ -36,7 +52,8 @@ void on_small_stack(F f) {
   } job{f};
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
-  REQUIRE(pthread_attr_setstacksize(&attributes, small_stack_kb << 10) == 0);
+  static const size_t stack_bytes = (small_stack_kb << 10) + bytes_above_frames();
+  REQUIRE(pthread_attr_setstacksize(&attributes, stack_bytes) == 0);
   pthread_t thread;
   const int failure = pthread_create(
       &thread, &attributes,

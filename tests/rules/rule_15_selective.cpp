@@ -772,6 +772,27 @@ TEST_CASE("a policy that is asked again does not want back what a name let go", 
   require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
 }
 
+TEST_CASE("a named value that is changed in place is computed again where changes are allowed",
+          "[rule-15]") {
+  const bool allows = GENERATE(true, false);
+  const auto names = [](const remat::PolicyContext& call) {
+    return call.name.empty() ? CheckpointPolicy::PreferRecompute : CheckpointPolicy::MustSave;
+  };
+  const Policy policy(names, {.allow_cache_entry_mutation = allows});
+  // No call of the outer region makes it, so that the value itself is kept.
+  const auto f = [](const Tensor& x) {
+    const Tensor inner = checkpoint([](const Tensor& t) { return t.sin(); }, x);
+    const Tensor named = remat::checkpoint_name(inner, "inner");
+    const Tensor y = (named * 2).mm(x);
+    return (named.exp_() * y).tanh();
+  };
+  const Tensor x = leaf({4, 4});
+  const auto region = [&](const Tensor& t) { return checkpoint(with(policy), f, t); };
+  if (allows) return require_same_grads(f, region, x);
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(region(x), {x}); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::SelectiveMutation);
+}
+
 TEST_CASE("sparse and inference tensors go through a region with a policy", "[rule-15]") {
   const Tensor x = leaf({4, 4});
   Tensor constant;
