@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <atomic>
@@ -34,6 +35,30 @@ c10::SmallVector<c10::Device, 2> devices_in_use() {
     devices.clear();
   }
   return devices;
+}
+
+namespace {
+
+/// Newer LibTorch asks the stream. Older ones let no generator be copied meanwhile.
+template <class Guard>
+bool is_capturing_on(const Guard& guard, const c10::Device& device,
+                     const at::Generator& generator) {
+  if constexpr (requires { guard.isStreamCapturing(guard.getStream(device)); }) {
+    return guard.isStreamCapturing(guard.getStream(device));
+  } else {
+    try {
+      generator.clone();
+      return false;
+    } catch (const c10::Error&) {
+      return true;
+    }
+  }
+}
+
+}  // namespace
+
+bool is_capturing(const c10::Device& device, const at::Generator& generator) {
+  return is_capturing_on(c10::impl::VirtualGuardImpl(device.type()), device, generator);
 }
 
 }  // namespace remat

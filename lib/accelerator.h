@@ -1,6 +1,7 @@
 #pragma once
 // Which accelerator there is, and which of its devices are in use.
 
+#include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 #include <c10/util/SmallVector.h>
 
@@ -14,5 +15,9 @@ std::optional<c10::DeviceType> present_accelerator();
 /// Its devices that are initialised; initialises none. Empty without an accelerator, or if its
 /// plug-in does not tell.
 c10::SmallVector<c10::Device, 2> devices_in_use();
+
+/// Whether what this thread queues on the device becomes part of a graph instead of running.
+/// `generator`: the device's.
+bool is_capturing(const c10::Device& device, const at::Generator& generator);
 
 }  // namespace remat

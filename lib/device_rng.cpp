@@ -1,11 +1,9 @@
 #include "lib/device_rng.h"
 
 #include <ATen/Context.h>
-#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
-#include <string>
 
 #include "lib/accelerator.h"
 #include "lib/cpu_rng.h"
@@ -15,21 +13,22 @@ namespace remat {
 
 namespace {
 
-/// The generator of a device whose work is being captured as a graph does not tell: what is captured
-/// draws from where the graph stands when it is replayed. A state that was shared instead of copied
-/// would be "restored" to wherever it has moved to.
 at::Tensor state_of(at::Generator& generator) {
   std::lock_guard<std::mutex> lock(generator.mutex());
-  try {
-    return generator.get_state();
-  } catch (const c10::OutOfMemoryError&) {
-    throw;
-  } catch (const c10::Error& error) {
-    throw_unsupported("the random state of a device cannot be kept (Rule 11)",
-                      std::string("its generator says \"") + error.what_without_backtrace() + '"',
-                      "set preserve_rng_state = false where the function draws no random numbers; "
-                      "where it does, leave it without a region while a graph is captured");
-  }
+  return generator.get_state();
+}
+
+/// What is captured draws from wherever the graph stands when it is replayed, and the generator's own
+/// state stands still: restored, it would restore nothing.
+at::Tensor state_of_uncaptured(const c10::Device& device, at::Generator& generator) {
+  if (is_capturing(device, generator))
+    throw_unsupported(
+        "a region that keeps the random state of its device is captured in a graph (Rule 11)",
+        "a captured graph draws other numbers at each replay, and its recompute would draw others "
+        "than its forward",
+        "set preserve_rng_state = false if the function draws no random numbers; if it does, leave "
+        "it without a region in the captured part");
+  return state_of(generator);
 }
 
 void set_state(at::Generator& generator, const at::Tensor& state) {
@@ -56,7 +55,7 @@ std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> register
   kept->used_before_ = devices_in_use();
   for (const c10::Device& device : kept->used_before_) {
     at::Generator generator = at::globalContext().defaultGenerator(device);
-    kept->states_.push_back({generator, state_of(generator)});
+    kept->states_.push_back({generator, state_of_uncaptured(device, generator)});
   }
   return kept;
 }

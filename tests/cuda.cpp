@@ -552,26 +552,6 @@ TEST_CASE("cuda: recurrent layers with dropout are refused, not recomputed with 
   CHECK_NOTHROW(grad_of(y, lstm->parameters()));
 }
 
-TEST_CASE("cuda: a failed backward of LibTorch's own", "[.][cuda-libtorch]") {
-  for (const bool on_cpu : {true, false}) {
-    std::optional<WeakGraph> graph;
-    std::thread([&] {
-      const Tensor x = on_cpu ? leaf({8}) : cuda_leaf({8});
-      const Tensor y = x.exp();
-      const Tensor z = y.sin() * 2;
-      y.mul_(3);
-      graph.emplace(Tensors{z});
-      try {
-        z.sum().backward();
-      } catch (const std::exception& e) {
-        WARN(std::string(e.what()).substr(0, 80));
-      }
-    }).join();
-    std::this_thread::sleep_for(std::chrono::milliseconds(500));
-    WARN((on_cpu ? "cpu: " : "cuda: ") << graph->alive() << " of " << graph->size());
-  }
-}
-
 TEST_CASE("cuda: saved tensors in a file and in a smaller type", "[cuda][hooks]") {
   if (!has_cuda()) return;
   const Tensor x = cuda_leaf({1000});

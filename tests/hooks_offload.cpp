@@ -35,7 +35,12 @@ class Folder {
   Folder() : path_((fs::temp_directory_path() / "remat-test-XXXXXX").string()) {
     REQUIRE(::mkdtemp(path_.data()) != nullptr);
   }
-  ~Folder() { fs::remove_all(path_); }
+  // Not fs::remove_all: PyPI's LibTorch brings parts of std::filesystem of another libstdc++, which
+  // take the place of this one's and crash.
+  ~Folder() {
+    for (const auto& each : fs::directory_iterator(path_)) ::unlink(each.path().c_str());
+    ::rmdir(path_.c_str());
+  }
   Folder(const Folder&) = delete;
   Folder& operator=(const Folder&) = delete;
   const std::string& path() const { return path_; }

@@ -72,6 +72,8 @@ struct Event {
 thread_local int device_index = 0;
 thread_local std::array<int64_t, num_devices> stream_ids{};
 
+std::atomic<bool> is_capturing{false};
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kPrivateUse1; }
   c10::Device exchangeDevice(c10::Device next) const override {
@@ -110,14 +112,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const Event e = *static_cast<Event*>(event);
     run_until(e.stream, e.place);
   }
+  // No "override": LibTorch up to 2.11 does not ask.
+  bool isStreamCapturing(const c10::Stream&) const { return is_capturing; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override;
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
-
-std::atomic<bool> is_capturing{false};
 
 struct Generator final : c10::GeneratorImpl {
   uint64_t next = 0;
@@ -131,10 +133,10 @@ struct Generator final : c10::GeneratorImpl {
     next = static_cast<uint64_t>(*static_cast<const int64_t*>(state.data()));
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    TORCH_CHECK(!is_capturing, "not while work is being captured as a graph");
     return at::scalar_tensor(static_cast<int64_t>(next), at::kLong).getIntrusivePtr();
   }
   Generator* clone_impl() const override {
+    TORCH_CHECK(!is_capturing, "not while work is being captured as a graph");
     auto* const copy = new Generator(device_.index());
     copy->next = next;
     return copy;

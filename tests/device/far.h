@@ -26,7 +26,7 @@ void forget_use(int index);
 double draw(int index = 0);
 uint64_t position(int index = 0);
 
-/// Whether the generators refuse to tell their states, as CUDA's do while a graph is captured.
+/// Whether work is captured as a graph, as far as one can ask.
 void set_capturing(bool capturing);
 
 /// Copies that were queued and have not run.

@@ -140,7 +140,8 @@ int main(int argc, char** argv) {
     if (i + 1 == argc) return usage();
     const char* value = argv[++i];
     if (name == "--device") {
-      fuzz::device() = at::Device(std::string(value));
+      const at::Device where{std::string(value)};
+      fuzz::device() = at::Device(where.type(), where.has_index() ? where.index() : 0);
       at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
       c10::WarningUtils::set_warnAlways(false);
       continue;

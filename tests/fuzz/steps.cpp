@@ -1,6 +1,7 @@
 // Runs a program's steps, and records what they gave.
 
 #include <ATen/ATen.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -18,6 +19,14 @@ namespace {
 remat::MemoryMeter& meter() {
   static remat::MemoryMeter first;
   return first;
+}
+
+/// Of tensors, wherever they are.
+int64_t live_bytes() {
+  int64_t bytes = meter().live_bytes();
+  if (!device().is_cpu())
+    bytes += at::accelerator::getDeviceStats(device().index()).allocated_bytes[0].current;
+  return bytes;
 }
 
 /// The bits, NaNs included. Nothing on a CPU with one thread makes two runs differ, so everything
@@ -238,7 +247,7 @@ void Interpreter::run_steps() {
 Record run(const Program& program, Mode mode) {
   Record record;
   const remat::Counters before = remat::counters();
-  const int64_t bytes = meter().live_bytes();
+  const int64_t bytes = live_bytes();
   // A thread of its own: after a failed backward the engine's queue, one for a thread, keeps the
   // tasks that were left, and with them the graph, until the thread ends.
   std::thread([&] {
@@ -252,7 +261,7 @@ Record run(const Program& program, Mode mode) {
     return now.frames_alive == before.frames_alive &&
            now.recomputed_bytes_alive == before.recomputed_bytes_alive;
   });
-  record.leaked_bytes = meter().live_bytes() - bytes;
+  record.leaked_bytes = live_bytes() - bytes;
   const remat::Counters after = remat::counters();
   if (after.frames_alive != before.frames_alive)
     record.faults.push_back("at the end: frames are still alive");
