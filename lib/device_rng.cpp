@@ -87,11 +87,18 @@ std::vector<GeneratorState> DeviceRng::now() const {
 
 std::vector<GeneratorState> DeviceRng::moved(const std::vector<GeneratorState>& before,
                                              std::vector<GeneratorState> now) {
-  std::erase_if(now, [&before](const GeneratorState& each) {
-    return std::any_of(before.begin(), before.end(), [&each](const GeneratorState& other) {
-      return other.generator == each.generator && is_same(other.state, each.state);
-    });
+  const auto state_in = [](const std::vector<GeneratorState>& states, const at::Generator& of) {
+    const auto found =
+        std::find_if(states.begin(), states.end(),
+                     [&of](const GeneratorState& each) { return each.generator == of; });
+    return found == states.end() ? nullptr : &found->state;
+  };
+  std::erase_if(now, [&](const GeneratorState& each) {
+    const at::Tensor* state = state_in(before, each.generator);
+    if (state == nullptr) state = state_in(states_, each.generator);  // registered since
+    return state != nullptr && is_same(*state, each.state);
   });
+  for (const GeneratorState& each : now) moved_inside_.push_back(each.generator);
   return now;
 }
 
@@ -107,8 +114,12 @@ void DeviceRng::set(const std::vector<GeneratorState>& states) {
 }
 
 void DeviceRng::settle() {
-  std::erase_if(states_,
-                [](GeneratorState& each) { return is_same(each.state, state_of(each.generator)); });
+  std::erase_if(states_, [this](GeneratorState& each) {
+    return is_same(each.state, state_of(each.generator)) &&
+           std::find(moved_inside_.begin(), moved_inside_.end(), each.generator) ==
+               moved_inside_.end();
+  });
+  moved_inside_ = {};
   for (const c10::Device& device : devices_in_use()) {
     if (std::find(used_before_.begin(), used_before_.end(), device) != used_before_.end()) continue;
     // First used inside: it stood at the beginning of the stream of its seed.

@@ -30,12 +30,13 @@ class DeviceRng {
   static void add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered);
   /// The present states of these generators, and of the default ones of the devices in use.
   std::vector<GeneratorState> now() const;
-  /// Those of `now` that are not in `before`.
-  static std::vector<GeneratorState> moved(const std::vector<GeneratorState>& before,
-                                           std::vector<GeneratorState> now);
+  /// Those of `now` that moved since `before`, or since they were registered if that was later. What a
+  /// recompute sets it must put back, so they stay here even if they return to where they were.
+  std::vector<GeneratorState> moved(const std::vector<GeneratorState>& before,
+                                    std::vector<GeneratorState> now);
   static GeneratorState present(at::Generator generator);
   static void set(const std::vector<GeneratorState>& states);
-  /// Forgets the generators that did not move; adds those of devices first used meanwhile.
+  /// Forgets the generators that never moved; adds those of devices first used meanwhile.
   void settle();
   bool is_empty() const { return states_.empty(); }
 
@@ -43,6 +44,7 @@ class DeviceRng {
   friend class DeviceRngSwap;
   bool has(const at::Generator& generator) const;
   std::vector<GeneratorState> states_;
+  std::vector<at::Generator> moved_inside_;  // until settled
   c10::SmallVector<c10::Device, 2> used_before_;
 };
 

@@ -46,6 +46,8 @@ class Filler final : public SlotFiller {
   bool has_other_numbers() const { return has_other_numbers_; }
   /// More tensors came than forward saved, and forward is over.
   bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
+  /// Whether a StopSignal may be thrown here, as far as thread, backward and function are concerned.
+  bool is_on_own_ground() const;
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
   /// As in Frame.
@@ -66,7 +68,6 @@ class Filler final : public SlotFiller {
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
   void compare_pending(uint64_t next_group, bool is_end);
   bool wants_stop() const;
-  bool is_on_own_ground() const;
   bool can_stop(const at::Tensor& saved, int64_t position) const;
 
   Frame& frame_;

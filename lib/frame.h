@@ -115,7 +115,7 @@ class Frame final : public SlotOwner {
   c10::SmallVector<DrawLog*, 1> draw_logs();
   /// Where draws from a generator are noted; null if they do not matter.
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
-  const DeviceRng* device_rng() const { return device_rng_.get(); }
+  DeviceRng* device_rng() const { return device_rng_.get(); }
   const CurrentStreams* streams() const { return streams_.get(); }
   /// A guard of state.h was opened inside the region, on the forward's thread.
   void keep(const std::shared_ptr<StateProvider>& provider, const std::any& state);

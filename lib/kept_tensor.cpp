@@ -1,6 +1,7 @@
 #include "lib/kept_tensor.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 
@@ -114,6 +115,22 @@ at::Tensor KeptTensor::build(c10::Storage storage) const {
   return built;
 }
 
+/// A copy of a tensor with gaps or repetitions has none; what was saved of it in forward had them.
+at::Tensor KeptTensor::moved_back(const at::Tensor& copy) const {
+  const at::Tensor there = copy.to(device_);
+  if (!metadata_ || there.strides().equals(metadata_->layout.strides_arrayref())) return there;
+  at::Tensor value =
+      at::empty_strided(there.sizes(), metadata_->layout.strides_arrayref(), there.options());
+  at::Tensor into = value, from = there;
+  for (int64_t i = 0; i < into.dim(); ++i)
+    if (into.stride(i) == 0 && into.size(i) > 1) {
+      into = into.narrow(i, 0, 1);
+      from = from.narrow(i, 0, 1);
+    }
+  into.copy_(from);
+  return value;
+}
+
 at::Tensor KeptTensor::restore() const {
   if (!is_defined_) return {};
   if (is_shell()) {
@@ -129,7 +146,7 @@ at::Tensor KeptTensor::restore() const {
               "remat: a kept value was changed in place while a recompute read it");
   if (!data_) {
     const at::Tensor value = saved_ != nullptr ? saved_->unpack() : tensor_;
-    return is_copy_ ? value.to(device_) : value.tensor_data();
+    return is_copy_ ? moved_back(value) : value.tensor_data();
   }
   at::Tensor value = build(data_);
   value.unsafeGetTensorImpl()->set_version_counter(counter_);

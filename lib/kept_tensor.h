@@ -67,6 +67,7 @@ class KeptTensor {
     int64_t offset = 0;
   };
   at::Tensor build(c10::Storage storage) const;
+  at::Tensor moved_back(const at::Tensor& copy) const;
 
   // One of three, unless it is a shell. An alias costs more than its parts, which most can be taken
   // into and built of again.

@@ -277,7 +277,7 @@ DrawSkips Selection::since(const DrawMarks& marks) const {
     skips.logs.push_back(i < marks.logs.size() ? logs[i]->since(marks.logs[i])
                                                : logs[i]->since_begin());
   if (frame_.device_rng() != nullptr)
-    skips.others = DeviceRng::moved(marks.others, frame_.device_rng()->now());
+    skips.others = frame_.device_rng()->moved(marks.others, frame_.device_rng()->now());
   return skips;
 }
 

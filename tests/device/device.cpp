@@ -309,6 +309,26 @@ TEST_CASE("a named argument that waits on the CPU is no call of the region's",
     }
 }
 
+TEST_CASE("what waits on the CPU comes back with its strides",
+          "[device][rule-15][OFF-11][OFF-12]") {
+  const Tensor values = at::randn({8, 8});
+  const auto f = [](const Tensor& t) { return remat::checkpoint_name(t, "argument").sin().exp(); };
+  const auto views = {+[](const Tensor& t) { return t.slice(1, 0, 8, 2); },
+                      +[](const Tensor& t) { return t.t(); },
+                      +[](const Tensor& t) { return t.select(1, 3); },
+                      +[](const Tensor& t) { return t.select(0, 3).expand({5, 8}); }};
+  for (const auto view : views) {
+    const Tensor x = far_leaf(values), z = far_leaf(values);
+    const remat::CheckpointOptions options{.determinism_check = remat::DeterminismCheck::Values,
+                                           .policy = remat::offload_names({"argument"})};
+    const remat::CheckpointOptions layout{.determinism_check = remat::DeterminismCheck::Layout,
+                                          .policy = remat::offload_names({"argument"})};
+    const Tensor plain = grad_of(f(view(z)), {z})[0];
+    require_same(grad_of(checkpoint(options, f, view(x)), {x})[0], plain);
+    require_same(grad_of(checkpoint(layout, f, view(x)), {x})[0], plain);
+  }
+}
+
 TEST_CASE("kept random operators of a device move its generator", "[device][rule-15][GUA-30]") {
   const Tensor values = at::randn({64});
   const auto f = [](const Tensor& t) {

@@ -142,6 +142,7 @@ int main(int argc, char** argv) {
     if (name == "--device") {
       const at::Device where{std::string(value)};
       fuzz::device() = at::Device(where.type(), where.has_index() ? where.index() : 0);
+      at::ones({1}, at::TensorOptions(fuzz::device()));  // its allocator counts from its first use
       at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
       c10::WarningUtils::set_warnAlways(false);
       continue;

@@ -39,7 +39,7 @@ std::string bytes_of(const Tensor& t) {
 /// An accelerator's engine thread may still be letting go of a backward that has returned.
 template <class Condition>
 void settle(const Condition& is_settled) {
-  for (int i = 0; i < 5000 && !device().is_cpu() && !is_settled(); ++i)
+  for (int i = 0; i < 1000 && !device().is_cpu() && !is_settled(); ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 

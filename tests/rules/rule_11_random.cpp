@@ -356,6 +356,39 @@ TEST_CASE("a CPU generator of a foreign kind is set back and put forward again",
     for (int i = 0; i < 2; ++i) require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), both);
     CHECK(impl->position == 40);
   }
+  SECTION("guarded inside a kept stretch that draws nothing") {
+    const Tensor y = remat::checkpoint(
+        [&](const Tensor& t) {
+          const Tensor kept = remat::save_region(
+              [&](const Tensor& u) {
+                const remat::GeneratorGuard guard(foreign);
+                return u.sin();
+              },
+              t);
+          return kept.exp();
+        },
+        x);
+    impl->position = 40;
+    require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp(), {x}));
+    CHECK(impl->position == 40);
+  }
+  SECTION("drawn from in a kept stretch and set back behind it") {
+    Tensor y;
+    {
+      const remat::GeneratorGuard guard(foreign);
+      y = remat::checkpoint(
+          [&](const Tensor& t) {
+            const Tensor kept = remat::save_region(block, t);
+            const Tensor h = kept * drawn();
+            impl->position = 0;
+            return h.sin();
+          },
+          x);
+    }
+    impl->position = 40;
+    require_bit_equal(grad_of(y, {x}), grad_of((((x * 1).sin() * 2) * 3).sin(), {x}));
+    CHECK(impl->position == 40);
+  }
   SECTION("without a guard it moves on") {
     const Tensor y = remat::checkpoint(block, x);
     require_bit_equal(grad_of(y, {x}), grad_of((x * 3).sin() * 4, {x}));
