@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <atomic>
+#include <string_view>
 
 namespace remat {
 
@@ -49,8 +50,8 @@ bool is_capturing_on(const Guard& guard, const c10::Device& device,
     try {
       generator.clone();
       return false;
-    } catch (const c10::Error&) {
-      return true;
+    } catch (const c10::Error& error) {
+      return std::string_view(error.what()).find("captur") != std::string_view::npos;
     }
   }
 }

@@ -18,17 +18,16 @@ at::Tensor state_of(at::Generator& generator) {
   return generator.get_state();
 }
 
-/// What is captured draws from wherever the graph stands when it is replayed, and the generator's own
-/// state stands still: restored, it would restore nothing.
-at::Tensor state_of_uncaptured(const c10::Device& device, at::Generator& generator) {
-  if (is_capturing(device, generator))
-    throw_unsupported(
-        "a region that keeps the random state of its device is captured in a graph (Rule 11)",
-        "a captured graph draws other numbers at each replay, and its recompute would draw others "
-        "than its forward",
-        "set preserve_rng_state = false if the function draws no random numbers; if it does, leave "
-        "it without a region in the captured part");
-  return state_of(generator);
+/// The numbers of a captured graph depend on where its generator stands at each replay, and forward and
+/// backward may be captured in graphs of their own.
+void refuse_capture(const c10::Device& device, const at::Generator& generator) {
+  if (device.is_cpu() || !is_capturing(device, generator)) return;
+  throw_unsupported(
+      "a region that keeps the random state of its device is captured in a graph (Rule 11)",
+      "a captured graph draws other numbers at each replay, and a recompute might draw others than "
+      "its forward",
+      "set preserve_rng_state = false if the function draws no random numbers; if it does, leave it "
+      "without a region in the captured part");
 }
 
 void set_state(at::Generator& generator, const at::Tensor& state) {
@@ -55,7 +54,8 @@ std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> register
   kept->used_before_ = devices_in_use();
   for (const c10::Device& device : kept->used_before_) {
     at::Generator generator = at::globalContext().defaultGenerator(device);
-    kept->states_.push_back({generator, state_of_uncaptured(device, generator)});
+    refuse_capture(device, generator);
+    if (!kept->has(generator)) kept->states_.push_back({generator, state_of(generator)});
   }
   return kept;
 }
@@ -98,7 +98,9 @@ std::vector<GeneratorState> DeviceRng::moved(const std::vector<GeneratorState>& 
     if (state == nullptr) state = state_in(states_, each.generator);  // registered since
     return state != nullptr && is_same(*state, each.state);
   });
-  for (const GeneratorState& each : now) moved_inside_.push_back(each.generator);
+  std::lock_guard<std::mutex> lock(mutex_);  // a backward inside the region may keep, too
+  for (const GeneratorState& each : now)
+    if (!has_moved(each.generator)) moved_inside_.push_back(each.generator);
   return now;
 }
 
@@ -113,11 +115,13 @@ void DeviceRng::set(const std::vector<GeneratorState>& states) {
   }
 }
 
+bool DeviceRng::has_moved(const at::Generator& generator) const {
+  return std::find(moved_inside_.begin(), moved_inside_.end(), generator) != moved_inside_.end();
+}
+
 void DeviceRng::settle() {
   std::erase_if(states_, [this](GeneratorState& each) {
-    return is_same(each.state, state_of(each.generator)) &&
-           std::find(moved_inside_.begin(), moved_inside_.end(), each.generator) ==
-               moved_inside_.end();
+    return is_same(each.state, state_of(each.generator)) && !has_moved(each.generator);
   });
   moved_inside_ = {};
   for (const c10::Device& device : devices_in_use()) {
@@ -133,11 +137,13 @@ void DeviceRng::settle() {
 
 DeviceRngSwap::DeviceRngSwap(const DeviceRng* kept) {
   if (kept == nullptr) return;
+  // What may throw comes first.
   for (const GeneratorState& each : kept->states_) {
     at::Generator generator = each.generator;
+    refuse_capture(generator.device(), generator);
     before_.push_back({generator, state_of(generator)});
-    set_state(generator, each.state);
   }
+  DeviceRng::set(kept->states_);
 }
 
 DeviceRngSwap::~DeviceRngSwap() {

@@ -9,6 +9,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace remat {
@@ -43,8 +44,10 @@ class DeviceRng {
  private:
   friend class DeviceRngSwap;
   bool has(const at::Generator& generator) const;
+  bool has_moved(const at::Generator& generator) const;
   std::vector<GeneratorState> states_;
-  std::vector<at::Generator> moved_inside_;  // until settled
+  std::mutex mutex_;
+  std::vector<at::Generator> moved_inside_;  // until settled; guarded by mutex_
   c10::SmallVector<c10::Device, 2> used_before_;
 };
 

@@ -106,7 +106,6 @@ std::string Frame::contents_of(const at::Tensor& tensor) const {
 void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
   body_ = std::move(body);
   inputs_.save(*body_, options_.offload_inputs);
-  if (is_recording()) recorded_ = recording::region_begins(*this);
   snapshot_ = Snapshot::take();
   streams_ = CurrentStreams::here();
   auto registered = UserRegistrations::around();
@@ -116,6 +115,7 @@ void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
   if (registered)
     user_state_ = std::make_unique<UserState>(*registered, options_.preserve_rng_state);
   if (options_.preserve_rng_state) draws_.begin();
+  if (is_recording()) recorded_ = recording::region_begins(*this);  // what throws is done
   start_ = RegionStart::here();
 }
 

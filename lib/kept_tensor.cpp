@@ -119,6 +119,13 @@ at::Tensor KeptTensor::build(c10::Storage storage) const {
 at::Tensor KeptTensor::moved_back(const at::Tensor& copy) const {
   const at::Tensor there = copy.to(device_);
   if (!metadata_ || there.strides().equals(metadata_->layout.strides_arrayref())) return there;
+  // Not for a few numbers out of a large tensor: all that lies between them would be allocated.
+  constexpr int64_t max_gaps = 4, always_allowed_bytes = 1 << 20;
+  int64_t extent = 1;
+  for (int64_t i = 0; i < there.dim(); ++i)
+    extent += (there.size(i) - 1) * metadata_->layout.stride_at(static_cast<std::size_t>(i));
+  const bool is_large = extent * static_cast<int64_t>(there.element_size()) > always_allowed_bytes;
+  if (there.numel() == 0 || (is_large && extent > max_gaps * there.numel())) return there;
   at::Tensor value =
       at::empty_strided(there.sizes(), metadata_->layout.strides_arrayref(), there.options());
   at::Tensor into = value, from = there;

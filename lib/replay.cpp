@@ -326,7 +326,7 @@ const StretchRecord* Replay::next_stretch(const std::type_info& type, const at::
   for (const StretchRecord::Value& each : stretch->values)
     if (each.tensor.is_changed()) {
       // As a call whose result was changed is made again.
-      if (named != nullptr && stretch->is_name &&
+      if (named != nullptr && stretch->is_name && !each.tensor.shares_version_with(*named) &&
           selection_.rule()->options().allow_cache_entry_mutation) {
         if (each.made && !producers_.find(*named))
           producers_.add(*named, each.made->producer, each.made->num_changes);

@@ -29,7 +29,7 @@ class Replay {
 
   /// The next stretch, in forward's order; null if forward kept nothing of it. Its draws are passed
   /// over. Throws if forward's was of another type. `named`: what was given a name; it stands for a
-  /// kept value that was changed in place, where the policy allows that.
+  /// kept value that was changed in place, where the policy allows that and it is another tensor.
   const StretchRecord* next_stretch(const std::type_info& type, const at::Tensor* named = nullptr);
   /// `read`: what the stretch would read now, and through which a gradient must not be taken.
   std::vector<at::Tensor> values_of(const StretchRecord& stretch,

@@ -120,6 +120,34 @@ TEST_CASE("a region that would keep the random state of a device is not captured
   CHECK(done.now().frames_alive == 0);
 }
 
+TEST_CASE("a registered default generator of a device is put back where it was",
+          "[device][rule-11][GUA-15]") {
+  const Tensor x = far_leaf(at::randn({4}));
+  Tensor y;
+  {
+    const remat::GeneratorGuard guard(at::globalContext().defaultGenerator(far::device()));
+    y = checkpoint(noisy, x);
+  }
+  far::draw();
+  const uint64_t before = far::position();
+  grad_of(y, {x});
+  CHECK(far::position() == before);
+}
+
+TEST_CASE("a region of forward is not recomputed in a graph that is captured",
+          "[device][rule-11]") {
+  const Tensor x = far_leaf(at::randn({4}));
+  const Tensor y = checkpoint(noisy, x);
+  const uint64_t before = far::position();
+  far::set_capturing(true);
+  const auto error =
+      error_of<remat::CheckpointError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
+  far::set_capturing(false);
+  CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
+  CHECK(far::position() == before);
+  grad_of(y, {x});
+}
+
 TEST_CASE("a number on the CPU combined with device tensors", "[device][DEV-06]") {
   const Tensor values = at::randn({4});
   const Tensor x = far_leaf(values), s = leaf({});

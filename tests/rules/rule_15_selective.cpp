@@ -772,6 +772,22 @@ TEST_CASE("a policy that is asked again does not want back what a name let go", 
   require_same_grads(f, [&](const Tensor& x) { return checkpoint(with(policy), f, x); }, x);
 }
 
+TEST_CASE("a named captured tensor that changed after forward is an error all the same",
+          "[rule-15][rule-10]") {
+  const auto names = [](const remat::PolicyContext& call) {
+    return call.name.empty() ? CheckpointPolicy::PreferRecompute : CheckpointPolicy::MustSave;
+  };
+  const Policy policy(names, {.allow_cache_entry_mutation = true});
+  const Tensor x = leaf({4}), captured = at::randn({4});
+  // Nothing that autograd saves is the captured tensor.
+  const Tensor y = checkpoint(
+      with(policy),
+      [&](const Tensor& t) { return t * remat::checkpoint_name(captured, "captured").sin(); }, x);
+  captured.add_(1);
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::SelectiveMutation);
+}
+
 TEST_CASE("a named value that is changed in place is computed again where changes are allowed",
           "[rule-15]") {
   const bool allows = GENERATE(true, false);
