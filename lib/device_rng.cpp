@@ -21,7 +21,7 @@ at::Tensor state_of(at::Generator& generator) {
 /// The numbers of a captured graph depend on where its generator stands at each replay, and forward and
 /// backward may be captured in graphs of their own.
 void refuse_capture(const c10::Device& device, const at::Generator& generator) {
-  if (device.is_cpu() || !is_capturing(device, generator)) return;
+  if (device.type() != present_accelerator() || !is_capturing(device, generator)) return;
   throw_unsupported(
       "a region that keeps the random state of its device is captured in a graph (Rule 11)",
       "a captured graph draws other numbers at each replay, and a recompute might draw others than "
