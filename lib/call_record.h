@@ -71,6 +71,7 @@ struct DrawSkips {
 };
 
 struct CallRecord {
+  explicit CallRecord(bool lives_in_slab) : is_in_slab(lives_in_slab) {}
   c10::SmallVector<ArgumentRecord, 2> tensors;
   std::vector<c10::IValue> others;
   std::vector<ResultRecord> results;  ///< only under policies that look at names
@@ -80,19 +81,40 @@ struct CallRecord {
   bool is_let_go = false;  ///< was to be kept and is not: returns an argument, or a name forbade it
   bool is_written = false;     ///< kept, and then given to an operator that writes, by the region
   bool runs_for_real = false;  ///< a shell of it was read: kept as not kept
-  DrawSkips draws;
+  const bool is_in_slab;       ///< which gives the room back when all are gone
+  std::unique_ptr<DrawSkips> draws;  ///< of a random operator
 
   bool is_changed() const;
   bool has_shells() const;
 };
+
+struct CallRecordDeleter {
+  void operator()(CallRecord* record) const {
+    record->is_in_slab ? std::destroy_at(record) : delete record;
+  }
+};
+using CallRecordPtr = std::unique_ptr<CallRecord, CallRecordDeleter>;
 
 /// An operator of a region, with its calls in order.
 struct OpRecord {
   c10::OperatorHandle op;
   const OpTraits* traits;
   std::optional<CheckpointPolicy> answer_to_all;
-  std::vector<std::unique_ptr<CallRecord>> calls;  ///< null: nothing is known but that it was made
+  std::vector<CallRecordPtr> calls;  ///< null: nothing is known but that it was made
 };
+
+/// The last of a stack: an operator's arguments before its call, its results after it.
+inline c10::ArrayRef<c10::IValue> last(const torch::jit::Stack& stack, std::size_t count) {
+  return c10::ArrayRef<c10::IValue>(stack.data() + (stack.size() - count), count);
+}
+inline c10::ArrayRef<c10::IValue> arguments_of(const c10::OperatorHandle& op,
+                                               const torch::jit::Stack& stack) {
+  return last(stack, op.schema().arguments().size());
+}
+inline c10::ArrayRef<c10::IValue> results_of(const c10::OperatorHandle& op,
+                                             const torch::jit::Stack& stack) {
+  return last(stack, op.schema().returns().size());
+}
 
 /// Visits the tensors in an operator's argument or result, undefined ones included.
 template <class Visitor>

@@ -46,14 +46,8 @@ c10::TensorImpl* cast_source(const at::Tensor& tensor, const Node& node) {
 
 }  // namespace
 
-c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
-  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
 WeakStorage weak_storage_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage())
-    return WeakStorage(c10::intrusive_ptr<c10::StorageImpl>());
+  if (storage_of(tensor) == nullptr) return WeakStorage(c10::intrusive_ptr<c10::StorageImpl>());
   return tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
 }
 

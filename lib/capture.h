@@ -42,8 +42,10 @@ struct Provenance {
   Origin origin = Origin::NoStorage;
 };
 
-/// The storage of a tensor, or null if it has none.
-c10::StorageImpl* storage_of(const at::Tensor& tensor);
+/// The storage of a tensor, or null if it has none: kinds of tensors that have none leave it null.
+inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
 WeakStorage weak_storage_of(const at::Tensor& tensor);
 
 /// The storages of a region's inputs, or of its result; held weakly.

@@ -12,6 +12,7 @@
 #include "lib/hook_stack.h"
 #include "lib/inner_backward.h"
 #include "lib/match.h"
+#include "lib/operator_sight.h"
 #include "lib/policy_rule.h"
 #include "lib/profiler.h"
 #include "lib/selection.h"

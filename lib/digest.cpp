@@ -5,7 +5,7 @@
 #include <ATen/record_function.h>
 
 #include "hooks/byte_hash.h"
-#include "lib/engine_seam.h"
+#include "lib/operator_sight.h"
 
 namespace remat {
 

@@ -25,6 +25,8 @@
 #include <memory>
 #include <type_traits>
 
+#include "lib/operator_sight.h"
+
 namespace remat::seam {
 
 /// What we put into the engine; plain functions, set once.
@@ -35,8 +37,7 @@ struct EngineCallbacks {
   /// leaves).
   void (*backward_begins)(const torch::autograd::edge_list& roots,
                           const torch::autograd::edge_list& outputs);
-  /// Runs an operator below autograd, or puts results on the stack itself.
-  void (*run_operator)(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+  OperatorHandler run_operator;
 };
 
 /// Makes our engine the default one, unless it is already. Cheap when it is.
@@ -60,42 +61,6 @@ ThreadEntry* thread_entry();
 std::shared_ptr<ThreadEntry> share_thread_entry();
 /// Replaces it, null removes it; returns what was there.
 std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry);
-
-// Note [Seeing operators]
-// A TorchDispatchMode of our own interpreter: LibTorch hands it every operator that is not made of
-// others, boxed, below autograd. It is off while it handles one, as LibTorch wants it; the modes
-// of a Python process stand beside it on the same stack.
-
-/// While alive, the operators of this thread come to `run_operator`, also on the threads that run a
-/// backward for it. Nests.
-class OperatorSight {
- public:
-  OperatorSight();
-  ~OperatorSight();
-  OperatorSight(const OperatorSight&) = delete;
-  OperatorSight& operator=(const OperatorSight&) = delete;
-
- private:
-  bool is_first_;
-};
-
-bool are_operators_seen();
-
-/// While alive, they do not.
-class OperatorsUnseen {
- public:
-  OperatorsUnseen();
-  ~OperatorsUnseen();
-  OperatorsUnseen(const OperatorsUnseen&) = delete;
-  OperatorsUnseen& operator=(const OperatorsUnseen&) = delete;
-
- private:
-  bool was_seen_;
-  int64_t num_above_ = 0;  // modes of others
-};
-
-/// Whether `run_operator` runs on this thread, and what it calls.
-bool is_handling_operator();
 
 /// Number of hooks on LibTorch's own (Python's) hook stack of this thread.
 int64_t foreign_hook_depth();

@@ -14,6 +14,7 @@
 #include "lib/hook_stack.h"
 #include "lib/invariant.h"
 #include "lib/match.h"
+#include "lib/operator_sight.h"
 #include "lib/planted_fault.h"
 #include "lib/recompute.h"
 #include "lib/selection.h"

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "lib/engine_seam.h"
+#include "lib/operator_sight.h"
 
 namespace remat {
 

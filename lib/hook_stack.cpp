@@ -126,6 +126,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Sco
 }
 
 bool may_meet_hooks_around(const Scope& region, HooksAround which) {
+  if (which == HooksAround::None) return false;
   if (which == HooksAround::All) return true;  // LibTorch's own, too
   const StackNode* node = top();
   while (node != nullptr && node->scope != &region) node = node->below.get();

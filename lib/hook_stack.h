@@ -39,6 +39,7 @@ inline constexpr std::size_t num_abilities = 9;
 
 /// Which hooks a tensor passes that is saved on behalf of a region.
 enum class HooksAround {
+  None,
   Regions,  ///< of the region around it, which drops the tensor; else none
   All       ///< whatever is active around it, as for its inputs
 };

@@ -4,9 +4,9 @@
 
 #include <utility>
 
-#include "lib/engine_seam.h"
 #include "lib/frame.h"
 #include "lib/hook_stack.h"
+#include "lib/operator_sight.h"
 #include "lib/replay.h"
 #include "lib/selection.h"
 #include "remat/policy.h"

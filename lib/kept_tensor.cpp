@@ -37,7 +37,7 @@ bool has_names(auto& impl) {
 /// Whether storage, sizes and keys say all of a tensor.
 bool can_be_taken_apart(const at::Tensor& value) {
   c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
-  return typeid(impl) == typeid(c10::TensorImpl) && impl.has_storage() &&
+  return typeid(impl) == typeid(c10::TensorImpl) && storage_of(value) != nullptr &&
          impl.layout() == c10::kStrided && !impl.is_inference() && !impl.is_python_dispatch() &&
          !impl.has_symbolic_sizes_strides() && !has_names(impl) && !impl.is_wrapped_number() &&
          impl.get_backend_meta() == nullptr;
@@ -49,10 +49,10 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
                        detail::HooksAround hooks, KeptWhere where)
     : storage_(storage_of(value)), is_defined_(value.defined()) {
   if (!is_defined_) return;
-  device_ = value.device();
-  if (value.has_storage()) {
+  if (storage_ != nullptr) {
+    device_ = storage_->device();
+    storage_bytes_ = storage_->nbytes();
     num_bytes_ = static_cast<int64_t>(value.nbytes());
-    storage_bytes_ = value.storage().nbytes();
   }
   if (can_be_taken_apart(value)) {
     const c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
@@ -160,13 +160,11 @@ at::Tensor KeptTensor::restore() const {
   return value;
 }
 
-void KeptTensor::settle(bool will_be_read) {
-  if (!metadata_ || is_shell() || will_be_read || is_changed()) return;
+std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
+  if (!metadata_ || is_shell() || will_be_read || is_changed()) return std::nullopt;
   is_shell_ = true;
-  data_ = {};
-  tensor_.reset();
-  saved_.reset();
   counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
+  return Holders{std::exchange(data_, {}), std::exchange(tensor_, {}), std::move(saved_)};
 }
 
 bool KeptTensor::is_shell(const at::Tensor& tensor) {

@@ -52,8 +52,14 @@ class KeptTensor {
   /// The storage of the original, or null. Only to be compared.
   const c10::StorageImpl* storage() const { return storage_; }
 
-  /// The forward is over. Lets go of data that will not be read, if a shell can stand for it.
-  void settle(bool will_be_read);
+  /// What holds the data.
+  struct Holders {
+    c10::Storage storage;
+    at::Tensor tensor;
+    std::unique_ptr<torch::autograd::SavedVariable> saved;
+  };
+  /// The forward is over. Gives out what holds data that will not be read, if a shell can stand for it.
+  std::optional<Holders> settle(bool will_be_read);
   static bool is_shell(const at::Tensor& tensor);
   /// Whether an error says that the data of a shell were asked for.
   static bool is_shell_error(const std::exception& error);

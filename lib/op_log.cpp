@@ -14,7 +14,7 @@
 #include <string_view>
 #include <utility>
 
-#include "lib/engine_seam.h"
+#include "lib/operator_sight.h"
 
 namespace remat {
 

@@ -1,5 +1,7 @@
 #include "lib/op_traits.h"
 
+#include <c10/util/flat_hash_map.h>
+
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -77,7 +79,7 @@ bool is_made_by(const c10::OperatorHandle& op, std::size_t result) {
 }
 
 const OpTraits& traits_of(const c10::OperatorHandle& op) {
-  thread_local std::unordered_map<c10::OperatorHandle, const OpTraits*> known;
+  thread_local ska::flat_hash_map<c10::OperatorHandle, const OpTraits*> known;
   if (const auto found = known.find(op); found != known.end()) return *found->second;
   struct All {
     std::mutex mutex;

@@ -16,17 +16,29 @@ uint32_t version_of(const at::Tensor& tensor) {
 
 void Producers::add(const at::Tensor& result, Producer producer, uint32_t num_changes) {
   if (storage_of(result) != nullptr)
-    entries_.push_back({weak_storage_of(result), producer, version_of(result) - num_changes});
+    entries_.push_back({weak_storage_of(result), producer, version_of(result) - num_changes, {}});
+}
+
+void Producers::set(const at::Tensor& value, Producer producer, uint32_t num_changes) {
+  Entry* const known = find(storage_of(value));
+  if (known == nullptr) return add(value, producer, num_changes);
+  known->producer = producer;
+  known->first_version = version_of(value) - num_changes;
 }
 
 std::optional<Producers::Made> Producers::find(const at::Tensor& tensor) {
-  const c10::StorageImpl* const storage = storage_of(tensor);
-  const Entry* const entry = storage == nullptr ? nullptr : find(storage);
+  const Entry* const entry = find(storage_of(tensor));
   if (entry == nullptr) return std::nullopt;
   return Made{entry->producer, version_of(tensor) - entry->first_version};
 }
 
-const Producers::Entry* Producers::find(const c10::StorageImpl* storage) {
+Producers::Notes* Producers::notes_of(const c10::StorageImpl* storage) {
+  Entry* const entry = find(storage);
+  return entry == nullptr ? nullptr : &entry->notes;
+}
+
+Producers::Entry* Producers::find(const c10::StorageImpl* storage) {
+  if (storage == nullptr) return nullptr;
   const std::size_t size = entries_.size();
   const std::size_t first_scanned =
       std::max(num_indexed_, size > max_scanned ? size - max_scanned : 0);

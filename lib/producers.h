@@ -34,17 +34,34 @@ class Producers {
     uint32_t num_changes;
   };
   void add(const at::Tensor& result, Producer producer, uint32_t num_changes = 0);
+  /// The same for one whose storage may be known already.
+  void set(const at::Tensor& value, Producer producer, uint32_t num_changes = 0);
   /// The latest that made the tensor's storage, if known.
   std::optional<Made> find(const at::Tensor& tensor);
   void clear();
+
+  /// What forward notes of a storage that an operator made (Selection).
+  struct Notes {
+    static constexpr uint32_t not_kept = ~uint32_t{0};
+    uint32_t kept = not_kept;  ///< the number of the kept result that it is
+    bool is_read = false;      ///< by an operator that a recompute will run
+  };
+  /// Of the latest with that storage; null if there is none. Until the next `add`.
+  Notes* notes_of(const c10::StorageImpl* storage);
+  /// The notes of all.
+  template <class Visitor>
+  void visit(Visitor&& visitor) const {
+    for (const Entry& each : entries_) visitor(each.notes);
+  }
 
  private:
   struct Entry {
     WeakStorage storage;
     Producer producer;
     uint32_t first_version;
+    Notes notes;
   };
-  const Entry* find(const c10::StorageImpl* storage);
+  Entry* find(const c10::StorageImpl* storage);
   std::vector<Entry> entries_;
   ska::flat_hash_map<const c10::StorageImpl*, std::size_t> index_;  // of the first `num_indexed_`
   std::size_t num_indexed_ = 0;

@@ -18,6 +18,7 @@
 #include "lib/hook_stack.h"
 #include "lib/inner_backward.h"
 #include "lib/match.h"
+#include "lib/operator_sight.h"
 #include "lib/planted_fault.h"
 #include "lib/profiler.h"
 #include "lib/replay.h"

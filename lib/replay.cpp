@@ -18,10 +18,6 @@ namespace {
 
 constexpr std::size_t max_listed = 8;
 
-c10::ArrayRef<c10::IValue> last(const torch::jit::Stack& stack, std::size_t count) {
-  return c10::ArrayRef<c10::IValue>(stack.data() + (stack.size() - count), count);
-}
-
 }  // namespace
 
 Replay::Replay(Frame& frame, Filler& filler, const std::vector<at::Tensor>& inputs)
@@ -100,11 +96,11 @@ int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::I
 }
 
 void Replay::after_inner(const c10::OperatorHandle& op, int64_t call,
-                         c10::ArrayRef<c10::IValue> results) {
+                         c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = selection_.lock();
   const int64_t number = selection_.number_of(op);
-  if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results, StoragesOf({}));
+  if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results, given);
 }
 
 bool Replay::is_handed_out(const at::Tensor& tensor) const {
@@ -212,7 +208,7 @@ void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Co
 void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                           Counted counted) {
   const OpTraits& traits = traits_of(op);
-  const auto arguments = last(stack, op.schema().arguments().size());
+  const auto arguments = arguments_of(op, stack);
   if (has_shells_ && !traits.is_view)
     for (const c10::IValue& argument : arguments)
       visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
@@ -230,15 +226,15 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
   const StoragesOf given(arguments);
   op.callBoxed(&stack);
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  note_results(op, counted, last(stack, op.schema().returns().size()), given);
+  note_results(op, counted, results_of(op, stack), given);
 }
 
 void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   if (!looks_) return op.callBoxed(&stack);
   std::unique_lock<std::recursive_mutex> lock(mutex_);
-  std::unique_lock<std::mutex> forward = selection_.lock();
+  std::unique_lock<SpinLock> forward = selection_.lock();
   const Counted counted = count(op);
-  const auto arguments = last(stack, op.schema().arguments().size());
+  const auto arguments = arguments_of(op, stack);
   const OpRecord* const known = static_cast<std::size_t>(counted.op) < selection_.operators().size()
                                     ? &selection_.operators()[static_cast<std::size_t>(counted.op)]
                                     : nullptr;
@@ -294,7 +290,7 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     lock.unlock();
     return run_for_real(op, stack, counted);
   }
-  skip(record->draws);
+  if (record->draws != nullptr) skip(*record->draws);
   if (record->is_applied) {  // Note [Writing to a kept result]
     torch::jit::drop(stack, arguments.size() - 1);
     return;

@@ -25,7 +25,8 @@ class Replay {
 
   void run(const c10::OperatorHandle& op, torch::jit::Stack& stack);
   int64_t before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
-  void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results);
+  void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results,
+                   const StoragesOf& given);
 
   /// The next stretch, in forward's order; null if forward kept nothing of it. Its draws are passed
   /// over. Throws if forward's was of another type. `named`: what was given a name; it stands for a

@@ -1,16 +1,11 @@
 #include "lib/selection.h"
 
-#include <ATen/autocast_mode.h>
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "lib/digest.h"
 #include "lib/engine_seam.h"
 #include "lib/frame.h"
-#include "lib/match.h"
-#include "lib/replay.h"
 
 namespace remat {
 
@@ -18,16 +13,19 @@ namespace {
 
 /// Contents of tensors up to this size are compared where their origin is not known.
 constexpr std::size_t max_compared_bytes = 4096;
-/// After so many more calls, results that were held for a name are looked through.
-constexpr std::size_t sweep_interval = 32;
 
-c10::ArrayRef<c10::IValue> last(const torch::jit::Stack& stack, std::size_t count) {
-  return c10::ArrayRef<c10::IValue>(stack.data() + (stack.size() - count), count);
-}
-
-c10::ArrayRef<c10::IValue> arguments_of(const c10::OperatorHandle& op,
-                                        const torch::jit::Stack& stack) {
-  return last(stack, op.schema().arguments().size());
+/// Notes the contents of arguments that no operator, or anyone else, may have filled. Runs operators.
+void note_contents(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
+  std::size_t number = 0;
+  for (const c10::IValue& argument : arguments)
+    visit_tensors_in(argument, [&](const at::Tensor& tensor) {
+      ArgumentRecord& each = record.tensors[number++];
+      const bool may_be_filled = !each.producer || each.producer->is_factory;
+      if (may_be_filled && each.input < 0 && storage_of(tensor) != nullptr && tensor.is_cpu() &&
+          tensor.layout() == c10::kStrided && !tensor.is_nested() &&
+          tensor.nbytes() <= max_compared_bytes && !KeptTensor::is_shell(tensor))
+        each.contents = digest_of(tensor);
+    });
 }
 
 bool hold_inference(c10::ArrayRef<c10::IValue> results) {
@@ -39,89 +37,13 @@ bool hold_inference(c10::ArrayRef<c10::IValue> results) {
   return found;
 }
 
+}  // namespace
+
 KeptWhere where_for(CheckpointPolicy answer) {
   if (answer == CheckpointPolicy::MustCpuOffload) return KeptWhere::OnCpu;
   return answer == CheckpointPolicy::PreferCpuOffload ? KeptWhere::OnCpuIfPossible
                                                       : KeptWhere::InPlace;
 }
-
-// Note [Casts of leaves]
-// Autocast keeps its casts of leaves while its scope lasts: forward may have found one in the cache that
-// the recompute must make, or the other way round. So such a call has no number, no policy is asked
-// about it, and what it makes is known by the leaf (Note [The same call again]).
-bool is_cast_of_leaf(const OpTraits& traits, const torch::jit::Stack& stack) {
-  if (!traits.is_cast || !at::autocast::is_autocast_cache_enabled()) return false;
-  constexpr std::size_t num_arguments = 7;  // of _to_copy: the tensor, its dtype, ...
-  const auto arguments = last(stack, num_arguments);
-  if (!arguments[0].isTensor() || !arguments[1].isInt()) return false;
-  const at::Tensor& tensor = arguments[0].toTensor();
-  return tensor.defined() && tensor.is_leaf() && tensor.requires_grad() &&
-         tensor.scalar_type() == at::kFloat &&
-         arguments[1].toScalarType() == at::autocast::get_autocast_dtype(tensor.device().type());
-}
-
-}  // namespace
-
-void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  const OpTraits& traits = traits_of(op);
-  if (traits.is_passive || is_cast_of_leaf(traits, stack)) return op.callBoxed(&stack);
-  // The innermost region first; those around it only take note.
-  detail::Scope* innermost = nullptr;
-  const Frame* passed_over = nullptr;  // its scope follows that of a stretch
-  bool has_innermost = false;
-  struct Outer {
-    Selection* selection;
-    Replay* replay;
-    int64_t call;
-  };
-  c10::SmallVector<Outer, 2> outer;
-  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
-    if (scope.frame() == passed_over) return;
-    if (scope.is_kept_stretch) {
-      passed_over = scope.frame();
-      has_innermost = true;
-      return;
-    }
-    if (!std::exchange(has_innermost, true)) {
-      innermost = &scope;
-      return;
-    }
-    Selection* const selection = scope.selection();
-    Replay* const replay = scope.replay();
-    if (selection != nullptr || replay != nullptr) outer.push_back({selection, replay, -1});
-  });
-  for (Outer& each : outer)
-    each.call = each.selection != nullptr
-                    ? each.selection->before_inner(op, arguments_of(op, stack))
-                    : each.replay->before_inner(op, arguments_of(op, stack));
-  if (Selection* const selection = innermost == nullptr ? nullptr : innermost->selection())
-    selection->run(op, stack, *innermost);
-  else if (Replay* const replay = innermost == nullptr ? nullptr : innermost->replay())
-    replay->run(op, stack);
-  else
-    op.callBoxed(&stack);
-  const auto results = last(stack, op.schema().returns().size());
-  for (const Outer& each : outer)
-    if (each.selection != nullptr)
-      each.selection->after_inner(op, each.call, results);
-    else
-      each.replay->after_inner(op, each.call, results);
-}
-
-namespace {
-thread_local int num_packing = 0;
-}  // namespace
-
-Packing::Packing(const at::Tensor& saved) {
-  ++num_packing;
-  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
-    if (Selection* const selection = scope.selection()) selection->note_saved(saved);
-  });
-}
-
-Packing::~Packing() { --num_packing; }
-
-bool Packing::is_under_way() { return num_packing > 0; }
 
 Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
     : frame_(frame), rule_(std::move(rule)), task_at_start_(seam::graph_task_id()) {}
@@ -131,8 +53,8 @@ detail::HooksAround Selection::hooks() const {
                                                                  : detail::HooksAround::Regions;
 }
 
-std::unique_lock<std::mutex> Selection::lock() const {
-  return is_settled_ ? std::unique_lock<std::mutex>() : std::unique_lock<std::mutex>(mutex_);
+std::unique_lock<SpinLock> Selection::lock() const {
+  return is_settled_ ? std::unique_lock<SpinLock>() : std::unique_lock<SpinLock>(mutex_);
 }
 
 uint32_t Selection::number(const c10::OperatorHandle& op) {
@@ -146,61 +68,67 @@ uint32_t Selection::number(const c10::OperatorHandle& op) {
   return place->second;
 }
 
+CallRecordPtr Selection::make_record() {
+  // Under such a policy most are thrown away when the forward is over.
+  if (looks_at_names()) return CallRecordPtr(new CallRecord(/*lives_in_slab=*/false));
+  return CallRecordPtr(new (slab_.room()) CallRecord(/*lives_in_slab=*/true));
+}
+
 int64_t Selection::number_of(const c10::OperatorHandle& op) const {
   const auto found = numbers_.find(op);
   return found == numbers_.end() ? -1 : static_cast<int64_t>(found->second);
 }
 
-ArgumentRecord Selection::describe(const at::Tensor& tensor, Producers& producers) {
-  ArgumentRecord record;
-  if (!tensor.defined()) return record;
+int64_t Selection::input_of(const c10::StorageImpl* storage) const {
+  return storage == nullptr ? -1 : frame_.inputs().storages().number_of(storage);
+}
+
+void Selection::describe(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
+  for (const c10::IValue& argument : arguments) {
+    bool holds_tensors = false;
+    visit_tensors_in(argument, [&](const at::Tensor& tensor) {
+      holds_tensors = true;
+      describe(tensor, record.tensors.emplace_back());
+    });
+    if (!holds_tensors && !argument.isGenerator()) record.others.push_back(argument);
+  }
+}
+
+void Selection::describe(const at::Tensor& tensor, ArgumentRecord& record) {
+  if (!tensor.defined()) return;
   record.description = Description(tensor, /*with_strides=*/false);
   record.storage = weak_storage_of(tensor);
   if (c10::TensorImpl* const leaf = leaf_behind(tensor); leaf != nullptr && leaf->has_storage())
     record.leaf = leaf->unsafe_storage().getWeakStorageImpl();
-  const auto made = producers.find(tensor);
-  if (made) {
+  record.input = input_of(storage_of(tensor));
+  record.leaf_input = input_of(record.leaf._unsafe_get_target());
+  if (const auto made = producers_.find(tensor)) {
     record.producer = made->producer;
     record.num_changes = made->num_changes;
   }
-  const bool may_be_filled = !made || made->producer.is_factory;
-  if (may_be_filled && tensor.is_cpu() && tensor.layout() == c10::kStrided && !tensor.is_nested() &&
-      tensor.has_storage() && tensor.nbytes() <= max_compared_bytes &&
-      !KeptTensor::is_shell(tensor))
-    record.contents = digest_of(tensor);
-  return record;
 }
 
+Selection::Place* Selection::kept_place(const c10::StorageImpl* storage) {
+  const Producers::Notes* const notes = num_kept_ == 0 ? nullptr : producers_.notes_of(storage);
+  return notes == nullptr || notes->kept == Producers::Notes::not_kept ? nullptr
+                                                                       : &kept_places_[notes->kept];
+}
+
+// Under policies that look at names any result may be kept later.
 void Selection::note_read(const c10::StorageImpl* storage) {
-  if (storage != nullptr && (looks_at_names() || kept_.find(storage) != kept_.end()))
-    is_read_[storage] = true;
+  if (num_kept_ == 0 && !looks_at_names()) return;
+  if (Producers::Notes* const notes = producers_.notes_of(storage)) notes->is_read = true;
 }
 
 void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
-  if (kept_.empty() && !looks_at_names()) return;
+  if (num_kept_ == 0 && !looks_at_names()) return;
   for (const c10::IValue& argument : arguments)
     visit_tensors_in(argument, [this](const at::Tensor& tensor) { note_read(storage_of(tensor)); });
 }
 
-void Selection::note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
-  if (kept_.empty()) return;
-  visit_written(op, arguments, [this](const at::Tensor& tensor) {
-    if (const auto found = kept_.find(storage_of(tensor)); found != kept_.end())
-      note_written(found->second);
-  });
-}
-
-void Selection::note_written(const Place& place) {
-  // Not every operator that writes counts up the version.
-  if (seam::graph_task_id() == task_at_start_)
-    operators_[place.op].calls[place.call]->is_written = true;
-  else
-    let_go(place);
-}
-
 void Selection::note_saved(const at::Tensor& saved, int64_t position) {
   if (is_settled_) return;
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   note_read(storage_of(saved));
   if (rule_ == nullptr || position < 0) return;
   const auto index = static_cast<std::size_t>(position);
@@ -210,12 +138,12 @@ void Selection::note_saved(const at::Tensor& saved, int64_t position) {
 
 void Selection::note_handed_over(const at::Tensor& value, int64_t position) {
   if (is_settled_ || rule_ == nullptr) return;
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   const auto index = static_cast<std::size_t>(position);
   if (position < 0)
-    producers_.add(value, {.is_known = false});
+    producers_.set(value, {.is_known = false});
   else if (index < slot_producers_.size() && slot_producers_[index])
-    producers_.add(value, slot_producers_[index]->producer, slot_producers_[index]->num_changes);
+    producers_.set(value, slot_producers_[index]->producer, slot_producers_[index]->num_changes);
 }
 
 void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
@@ -231,22 +159,23 @@ void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
 
 int64_t Selection::before_inner(const c10::OperatorHandle& op,
                                 c10::ArrayRef<c10::IValue> arguments) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Freed freed;
+  std::lock_guard<SpinLock> lock(mutex_);
   if (is_settled_) return -1;
   OpRecord& record = operators_[number(op)];
   sequence_.push_back(number(op));
   record.calls.emplace_back();
   note_read(arguments);
-  if (record.traits->is_mutable) note_written(op, arguments);
+  if (record.traits->is_mutable) note_written(op, arguments, freed);
   return static_cast<int64_t>(record.calls.size()) - 1;
 }
 
 void Selection::after_inner(const c10::OperatorHandle& op, int64_t call,
-                            c10::ArrayRef<c10::IValue> results) {
-  std::lock_guard<std::mutex> lock(mutex_);
+                            c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
+  std::lock_guard<SpinLock> lock(mutex_);
   if (call < 0 || is_settled_) return;
   const uint32_t n = number(op);
-  note_results(operators_[n], n, static_cast<uint32_t>(call), results, StoragesOf({}));
+  note_results(operators_[n], n, static_cast<uint32_t>(call), results, given);
 }
 
 bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const {
@@ -282,7 +211,8 @@ DrawSkips Selection::since(const DrawMarks& marks) const {
 }
 
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
-                     CheckpointPolicy answer, const detail::Scope& region) const {
+                     CheckpointPolicy answer, const detail::Scope& region,
+                     detail::HooksAround hooks) {
   record.kept.clear();  // of an attempt that threw
   for (const c10::IValue& result : results) {
     KeptResult& kept = record.kept.emplace_back();
@@ -291,7 +221,7 @@ void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
     if (kept.is_list) kept.tensors.reserve(result.toListRef().size());
     if (kept.is_tensor || kept.is_list)
       visit_tensors_in(result, [&](const at::Tensor& tensor) {
-        kept.tensors.emplace_back(tensor, region, hooks(), where_for(answer));
+        kept.tensors.emplace_back(tensor, region, hooks, where_for(answer));
       });
     else
       kept.plain = result;
@@ -303,13 +233,16 @@ void Selection::add_places(uint32_t op, uint32_t call, const CallRecord& record)
   ++num_kept_;
   for (std::size_t i = 0; i < record.kept.size(); ++i)
     for (std::size_t j = 0; j < record.kept[i].tensors.size(); ++j)
-      if (const c10::StorageImpl* const storage = record.kept[i].tensors[j].storage())
-        kept_[storage] = {op, call, static_cast<uint32_t>(i), static_cast<uint32_t>(j)};
+      if (const c10::StorageImpl* const storage = record.kept[i].tensors[j].storage()) {
+        producers_.notes_of(storage)->kept = static_cast<uint32_t>(kept_places_.size());
+        kept_places_.push_back({op, call, static_cast<uint32_t>(i), static_cast<uint32_t>(j)});
+      }
 }
 
 void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
-                    const detail::Scope& region) {
-  std::unique_lock<std::mutex> lock(mutex_);
+                    const detail::Scope& region, bool is_outermost) {
+  Freed freed;
+  std::unique_lock<SpinLock> lock(mutex_);
   if (is_settled_ || rule_ == nullptr) {
     lock.unlock();
     return op.callBoxed(&stack);
@@ -330,28 +263,24 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     lock.lock();
   }
   const bool keeps = is_keeping(*answer) && traits.can_be_kept();
-  const bool applies = traits.is_mutable && !kept_.empty() && writes_to_kept(op, arguments);
+  const bool applies = traits.is_mutable && num_kept_ > 0 && writes_to_kept(op, arguments, freed);
   const bool may_get_name = rule_->looks_at_names() && traits.can_be_kept() && !is_packing;
-  std::unique_ptr<CallRecord> record;
+  CallRecordPtr record;
   if (keeps || may_get_name || applies) {
-    record = std::make_unique<CallRecord>();
-    describe(
-        arguments, producers_,
-        [this](const c10::StorageImpl* storage) {
-          return storage == nullptr ? -1 : frame_.inputs().storages().number_of(storage);
-        },
-        *record);
+    record = make_record();
+    describe(arguments, *record);
   }
   // A view reads nothing; who reads the view is seen by the storage that it shares.
   if (!keeps && !applies && !traits.is_view) note_read(arguments);
   lock.unlock();
+  if (record != nullptr) note_contents(arguments, *record);
 
   std::optional<DrawMarks> before;
   if (record != nullptr && traits.is_random) before = marks();
   const StoragesOf given(arguments);
   op.callBoxed(&stack);
-  if (before) record->draws = since(*before);
-  const auto results = last(stack, op.schema().returns().size());
+  if (before) record->draws = std::make_unique<DrawSkips>(since(*before));
+  const auto results = results_of(op, stack);
 
   if (applies) {
     record->is_kept = record->is_applied = true;
@@ -367,163 +296,23 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
       for (const ArgumentRecord& each : record->tensors)
         note_read(each.storage._unsafe_get_target());
     if (keeps && rule_->options().ask_again) {
-      operators_[n].calls[call] = std::make_unique<CallRecord>();
+      operators_[n].calls[call] = make_record();
       operators_[n].calls[call]->is_let_go = true;
     }
     return;
   }
-  if (keeps) keep(*record, results, *answer, region);
+  if (keeps) {
+    detail::HooksAround around = hooks();
+    if (is_outermost && around == detail::HooksAround::Regions) around = detail::HooksAround::None;
+    keep(*record, results, *answer, region, around);
+  }
   lock.lock();
   note_results(operators_[n], n, call, results, given);
   if (record == nullptr) return;
   if (keeps) add_places(n, call, *record);
-  if (may_get_name) {
-    bool is_first = true;
-    for (const c10::IValue& result : results)
-      visit_tensors_in(result, [&](const at::Tensor& tensor) {
-        ResultRecord& each = record->results.emplace_back();
-        if (storage_of(tensor) == nullptr || tensor.layout() != c10::kStrided || tensor.is_nested())
-          return;
-        each.storage = weak_storage_of(tensor);
-        each.dtype = tensor.scalar_type();
-        each.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
-        each.strides.assign(tensor.strides().begin(), tensor.strides().end());
-        each.offset = tensor.storage_offset();
-        if (!std::exchange(is_first, false)) each.held = tensor.tensor_data();
-      });
-    if (record->results.size() > 1) holding_.push_back({n, call, 0, 0});
-  }
+  if (may_get_name) hold_for_name({n, call, 0, 0}, *record, results);
   operators_[n].calls[call] = std::move(record);
-  if (holding_.size() >= sweep_interval)
-    std::erase_if(holding_, [this](const Place& place) {
-      CallRecord& held = *operators_[place.op].calls[place.call];
-      const bool is_over = held.results.front().storage.expired();
-      if (is_over)
-        for (ResultRecord& each : held.results) each.held.reset();
-      return is_over;
-    });
-}
-
-// Note [Writing to a kept result]
-// LibTorch's own composites write in place to what an operator inside them made: `linear` may be `mm`
-// and then `add_` of the bias. If nothing that a recompute runs has read the result before, it is kept
-// as written, and recomputes run neither operator. Otherwise its call is not kept after all. What a
-// user writes, through a tensor that shares the version counter, is an error in the recompute
-// (SelectiveMutation), except for operators that make blank tensors, which are made to be filled. A
-// backward inside the region writes to what its own formulas made: no user can help that, and the
-// call is simply not kept.
-bool Selection::writes_to_kept(const c10::OperatorHandle& op,
-                               c10::ArrayRef<c10::IValue> arguments) {
-  const auto& declared = op.schema().arguments();
-  bool stays = true;
-  c10::SmallVector<Place, 1> written;
-  for (std::size_t i = 0; i < declared.size(); ++i) {
-    if (declared[i].alias_info() == nullptr || !declared[i].alias_info()->isWrite()) continue;
-    visit_tensors_in(arguments[i], [&](const at::Tensor& tensor) {
-      const c10::StorageImpl* const storage = storage_of(tensor);
-      const auto found = storage == nullptr ? kept_.end() : kept_.find(storage);
-      if (found == kept_.end()) {
-        stays = false;
-        return;
-      }
-      const OpRecord& maker = operators_[found->second.op];
-      const CallRecord& call = *maker.calls[found->second.call];
-      const KeptTensor& kept = call.kept[found->second.result].tensors[found->second.tensor];
-      if (kept.shares_version_with(tensor) && !maker.traits->is_blank) {
-        stays = false;
-        return note_written(found->second);
-      }
-      const auto read = is_read_.find(storage);
-      stays = stays && i == 0 && !maker.traits->is_blank && !kept.is_elsewhere() &&
-              (read == is_read_.end() || !read->second);
-      written.push_back(found->second);
-    });
-  }
-  // What is returned in the recompute is the argument that was written.
-  stays = stays && op.schema().returns().size() == 1 && !is_made_by(op, 0);
-  if (stays && !written.empty()) return true;
-  for (const Place& place : written) let_go(place);
-  return false;
-}
-
-void Selection::let_go(const Place& place) {
-  CallRecord& record = *operators_[place.op].calls[place.call];
-  if (!record.is_kept) return;
-  for (const KeptResult& result : record.kept)
-    for (const KeptTensor& tensor : result.tensors) kept_.erase(tensor.storage());
-  record.kept.clear();
-  record.is_kept = false;
-  record.is_let_go = rule_->options().ask_again;
-  --num_kept_;
-  for (const ArgumentRecord& each : record.tensors) note_read(each.storage._unsafe_get_target());
-}
-
-// Whether the call that made `value` could be kept.
-bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
-                           const detail::Scope& region) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto made = producers_.find(value);
-  if (!made || made->producer.is_stretch || !made->producer.is_known || made->num_changes > 0)
-    return false;
-  const Producer found = made->producer;
-  CallRecord* const record = operators_[found.op].calls[found.call].get();
-  if (record == nullptr || found.output >= record->results.size()) return false;
-  if (record->is_kept) return true;
-  if (operators_[found.op].op.schema().returns().size() != record->results.size()) return false;
-  std::vector<c10::IValue> results;
-  for (const ResultRecord& each : record->results) {
-    if (each.dtype == c10::ScalarType::Undefined) {
-      if (storage_of(each.held) != nullptr) return false;
-      results.emplace_back(at::Tensor());
-      continue;
-    }
-    c10::intrusive_ptr<c10::StorageImpl> storage = each.storage.lock();
-    if (!storage) return false;
-    if (each.held.defined()) {
-      results.emplace_back(each.held);
-      continue;
-    }
-    // The object may be gone, behind a view of it; what it was can be built again.
-    at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(std::move(storage)), value.key_set(), c10::scalarTypeToTypeMeta(each.dtype));
-    result.unsafeGetTensorImpl()->set_sizes_and_strides(each.sizes, each.strides, each.offset);
-    result.unsafeGetTensorImpl()->set_version_counter(
-        value.unsafeGetTensorImpl()->version_counter());
-    results.emplace_back(std::move(result));
-  }
-  lock.unlock();
-  keep(*record, results, answer, region);
-  lock.lock();
-  add_places(found.op, found.call, *record);
-  return true;
-}
-
-void Selection::let_go(const at::Tensor& value) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto made = producers_.find(value);
-  if (!made || made->producer.is_stretch || !made->producer.is_known) return;
-  if (operators_[made->producer.op].calls[made->producer.call] != nullptr)
-    let_go(Place{made->producer.op, made->producer.call, 0, 0});
-}
-
-void Selection::name(const at::Tensor& value, const std::string& name,
-                     const detail::Scope& region) {
-  const int64_t number = begin_stretch();
-  rule_->see(name);
-  static const c10::OperatorHandle op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("remat::checkpoint_name", "");
-  const std::vector<c10::IValue> arguments{value, name};
-  const CheckpointPolicy answer =
-      rule_->answer({op, "remat::checkpoint_name", arguments, /*is_recompute=*/false, name});
-  if (answer == CheckpointPolicy::MustRecompute) return let_go(value);
-  if (!is_keeping(answer) || keep_named(value, answer, region)) return;
-  auto itself = std::make_shared<StretchRecord>();
-  itself->type = &typeid(at::Tensor);
-  itself->is_name = true;
-  itself->values.push_back(keep_value(value, number, 0, region, where_for(answer)));
-  itself->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
-  itself->is_kept = true;
-  keep_stretch(number, std::move(itself));
+  look_through_held(freed);
 }
 
 StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number,
@@ -532,7 +321,7 @@ StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t numb
   StretchRecord::Value kept{KeptTensor(value, region, hooks(), where), grad_role_of(value)};
   if (rule_ == nullptr || !value.defined()) return kept;
   // The recompute gets another tensor, which must have the origin that this one has.
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   if (!producers_.find(value))
     producers_.add(value, {.call = static_cast<uint32_t>(number),
                            .output = static_cast<uint32_t>(output),
@@ -544,13 +333,13 @@ StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t numb
 
 int64_t Selection::begin_stretch() {
   frame_.break_group();
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   stretches_.emplace_back();
   return static_cast<int64_t>(stretches_.size()) - 1;
 }
 
 void Selection::keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stretch) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
   stretches_[static_cast<std::size_t>(number)] = std::move(stretch);
 }
 
@@ -571,8 +360,8 @@ void Selection::add_to(recording::RegionSums& sums) const {
       for (const StretchRecord::Value& value : stretch->values) add(value.tensor);
 }
 
-bool Selection::keeps(const c10::StorageImpl* storage) const {
-  if (kept_.find(storage) != kept_.end()) return true;
+bool Selection::keeps(const c10::StorageImpl* storage) {
+  if (kept_place(storage) != nullptr) return true;
   // Of a stretch only what waits elsewhere: in its place it may be a captured tensor's too, which is
   // looked at as such.
   return std::any_of(stretches_.begin(), stretches_.end(), [storage](const auto& stretch) {
@@ -584,24 +373,20 @@ bool Selection::keeps(const c10::StorageImpl* storage) const {
   });
 }
 
-void Selection::end_naming() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (const Place& place : holding_)
-    for (ResultRecord& each : operators_[place.op].calls[place.call]->results) each.held.reset();
-  holding_ = {};
-}
-
 void Selection::settle() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  Freed freed;
+  std::lock_guard<SpinLock> lock(mutex_);
   // Who reads a shell ends the recompute with an exception, which a noexcept function lets none out.
   const bool may_have_shells = frame_.body().can_be_stopped();
-  for (const auto& [storage, place] : kept_) {
-    const auto read = is_read_.find(storage);
-    operators_[place.op].calls[place.call]->kept[place.result].tensors[place.tensor].settle(
-        !may_have_shells || (read != is_read_.end() && read->second));
-  }
-  kept_ = {};  // clear() would keep the room
-  is_read_ = {};
+  producers_.visit([&](const Producers::Notes& notes) {
+    if (notes.kept == Producers::Notes::not_kept) return;
+    const Place& place = kept_places_[notes.kept];
+    KeptTensor& kept =
+        operators_[place.op].calls[place.call]->kept[place.result].tensors[place.tensor];
+    if (auto holders = kept.settle(!may_have_shells || notes.is_read))
+      freed.holders.push_back(std::move(*holders));
+  });
+  kept_places_ = {};  // clear() would keep the room
   producers_.clear();
   slot_producers_.clear();
   for (OpRecord& op : operators_)
@@ -609,11 +394,11 @@ void Selection::settle() {
       if (call == nullptr) continue;
       if (call->is_kept)
         call->results.clear();
-      else if (call->is_let_go) {
-        call = std::make_unique<CallRecord>();
-        call->is_let_go = true;
-      } else
-        call.reset();
+      else {
+        const bool is_let_go = call->is_let_go;
+        freed.records.push_back(std::exchange(call, is_let_go ? make_record() : nullptr));
+        if (is_let_go) call->is_let_go = true;
+      }
     }
   is_settled_ = true;
 }

@@ -2,7 +2,7 @@
 // What a region keeps of its forward instead of computing it again, and who decided so.
 //
 // Note [Selective checkpointing]
-// While a region with a policy runs, each operator comes here below autograd, as engine_seam.h says
+// While a region with a policy runs, each operator comes here below autograd, as operator_sight.h says
 // (Note "Seeing operators"). The innermost region decides: its policy is asked once per call, and the call runs.
 // What is kept belongs to the frame and is replayed by its recomputes (replay.h). Regions around only
 // count the call, so that they know where its results come from. Operators that write or return
@@ -27,12 +27,14 @@
 #include "lib/policy_rule.h"
 #include "lib/producers.h"
 #include "lib/recording.h"
+#include "lib/slab.h"
+#include "lib/spin_lock.h"
 
 namespace remat {
 
 class Frame;
 
-/// Handles an operator of this thread; a callback of engine_seam.
+/// Handles an operator of this thread; a callback of operator_sight.
 void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
 /// While a pack function of the user's runs inside a region. It may read what it packs, and what it
@@ -64,16 +66,22 @@ struct StretchRecord {
   bool is_name = false;  ///< checkpoint_name's: the value that a recompute has does as well
 };
 
+/// Where a result waits that a policy keeps.
+KeptWhere where_for(CheckpointPolicy answer);
+
 class Selection {
  public:
   /// `rule` may be null: then there are only stretches.
   Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule);
 
   // In forward. `region`: the scope of the frame's first run.
-  void run(const c10::OperatorHandle& op, torch::jit::Stack& stack, const detail::Scope& region);
+  // `is_outermost`: there is none around it.
+  void run(const c10::OperatorHandle& op, torch::jit::Stack& stack, const detail::Scope& region,
+           bool is_outermost);
   /// A region inside decides about this operator; it runs between the two.
   int64_t before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
-  void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results);
+  void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results,
+                   const StoragesOf& given);
   /// Autograd saved it in the region; `position`: its slot, or -1.
   void note_saved(const at::Tensor& saved, int64_t position = -1);
   /// A backward inside the region got it: the value of that slot, or (-1) of a region inside.
@@ -107,7 +115,7 @@ class Selection {
   /// Then any result may be kept later, when others have read it.
   bool looks_at_names() const { return rule_ != nullptr && rule_->looks_at_names(); }
   /// The lock is needed until the forward is over.
-  std::unique_lock<std::mutex> lock() const;
+  std::unique_lock<SpinLock> lock() const;
   const std::vector<OpRecord>& operators() const { return operators_; }
   const std::vector<uint32_t>& sequence() const { return sequence_; }
   const std::vector<std::shared_ptr<StretchRecord>>& stretches() const { return stretches_; }
@@ -116,33 +124,43 @@ class Selection {
   /// A shell was read: from now on these calls run in recomputes.
   void run_shells_for_real();
 
-  /// Describes a call. `input_of` gives the number of an input's storage, or -1.
-  template <class InputOf>
-  static void describe(c10::ArrayRef<c10::IValue> arguments, Producers& producers,
-                       InputOf&& input_of, CallRecord& record);
-  static ArgumentRecord describe(const at::Tensor& tensor, Producers& producers);
-
   /// Whether what the region keeps has this storage, and may come back with another one.
-  bool keeps(const c10::StorageImpl* storage) const;
+  bool keeps(const c10::StorageImpl* storage);
 
  private:
   struct Place {
     uint32_t op, call, result, tensor;
   };
+  /// Let go of while the lock is held, freed when it is not: declare it before the lock.
+  struct Freed {
+    std::vector<c10::SmallVector<KeptResult, 1>> results;
+    std::vector<KeptTensor::Holders> holders;
+    std::vector<at::Tensor> held;
+    std::vector<CallRecordPtr> records;
+  };
   uint32_t number(const c10::OperatorHandle& op);
+  CallRecordPtr make_record();
+  void describe(c10::ArrayRef<c10::IValue> arguments, CallRecord& record);
+  void describe(const at::Tensor& tensor, ArgumentRecord& record);
+  int64_t input_of(const c10::StorageImpl* storage) const;
   void note_read(c10::ArrayRef<c10::IValue> arguments);
-  void note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
+  void note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
+                    Freed& freed);
   void note_read(const c10::StorageImpl* storage);
-  void note_written(const Place& place);
+  void note_written(const Place& place, Freed& freed);
   void note_results(const OpRecord& op, uint32_t number, uint32_t call,
                     c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
   bool returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const;
-  void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
-            const detail::Scope& region) const;
+  static void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
+                   const detail::Scope& region, detail::HooksAround hooks);
   void add_places(uint32_t op, uint32_t call, const CallRecord& record);
   /// An operator is about to write: whether what it writes to is kept, and stays kept as written.
-  bool writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
-  void let_go(const Place& place);
+  bool writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
+                      Freed& freed);
+  Place* kept_place(const c10::StorageImpl* storage);
+  void let_go(const Place& place, Freed& freed);
+  void hold_for_name(const Place& call, CallRecord& record, c10::ArrayRef<c10::IValue> results);
+  void look_through_held(Freed& freed);
   bool keep_named(const at::Tensor& value, CheckpointPolicy answer, const detail::Scope& region);
   void let_go(const at::Tensor& value);
   detail::HooksAround hooks() const;
@@ -150,35 +168,20 @@ class Selection {
   Frame& frame_;
   const std::shared_ptr<const PolicyRule> rule_;
   const int64_t task_at_start_;
-  mutable std::mutex mutex_;  // guards what follows until the forward is over
+  mutable SpinLock
+      mutex_;  // guards what follows until the forward is over; each call takes it twice
   std::atomic<bool> is_settled_{false};
+  Slab<CallRecord> slab_;  // outlives what follows
   std::vector<OpRecord> operators_;
   ska::flat_hash_map<c10::OperatorHandle, uint32_t> numbers_;
   std::vector<uint32_t> sequence_;  // operators as they were called
   std::vector<std::shared_ptr<StretchRecord>> stretches_;
   int64_t num_kept_ = 0;
   // While the forward runs:
-  Producers producers_;
-  ska::flat_hash_map<const c10::StorageImpl*, Place> kept_;  // by storage; settle_provenance asks
-  ska::flat_hash_map<const c10::StorageImpl*, bool> is_read_;
+  Producers producers_;             // settle_provenance asks
+  std::vector<Place> kept_places_;  // by the number that a storage's notes have
   std::vector<std::optional<Producers::Made>> slot_producers_;  // by position
   std::vector<Place> holding_;                                  // calls with results held for names
 };
-
-template <class InputOf>
-void Selection::describe(c10::ArrayRef<c10::IValue> arguments, Producers& producers,
-                         InputOf&& input_of, CallRecord& record) {
-  for (const c10::IValue& argument : arguments) {
-    bool holds_tensors = false;
-    visit_tensors_in(argument, [&](const at::Tensor& tensor) {
-      holds_tensors = true;
-      ArgumentRecord& each = record.tensors.emplace_back(describe(tensor, producers));
-      each.input = input_of(storage_of(tensor));
-      each.leaf_input = input_of(each.leaf._unsafe_get_target());
-      if (each.input >= 0) each.contents.reset();
-    });
-    if (!holds_tensors && !argument.isGenerator()) record.others.push_back(argument);
-  }
-}
 
 }  // namespace remat
