@@ -131,6 +131,7 @@ void Selection::note_saved(const at::Tensor& saved, int64_t position) {
   std::lock_guard<SpinLock> lock(mutex_);
   note_read(storage_of(saved));
   if (rule_ == nullptr || position < 0) return;
+  num_inside_.fetch_add(1, std::memory_order_relaxed);
   const auto index = static_cast<std::size_t>(position);
   if (slot_producers_.size() <= index) slot_producers_.resize(index + 1);
   slot_producers_[index] = producers_.find(saved);
@@ -278,6 +279,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   std::optional<DrawMarks> before;
   if (record != nullptr && traits.is_random) before = marks();
   const StoragesOf given(arguments);
+  const int64_t num_inside = num_inside_.load(std::memory_order_relaxed);
   op.callBoxed(&stack);
   if (before) record->draws = std::make_unique<DrawSkips>(since(*before));
   const auto results = results_of(op, stack);
@@ -288,8 +290,9 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     operators_[n].calls[call] = std::move(record);
     return;
   }
-  // Inference tensors cannot be saved.
-  if (record != nullptr && (returns_argument(*record, results) || hold_inference(results))) {
+  // Inference tensors cannot be saved. A kernel that opens regions must run again: they hold slots.
+  if (record != nullptr && (returns_argument(*record, results) || hold_inference(results) ||
+                            num_inside_.load(std::memory_order_relaxed) != num_inside)) {
     lock.lock();
     note_results(operators_[n], n, call, results, given);
     if (keeps)
@@ -333,6 +336,7 @@ StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t numb
 
 int64_t Selection::begin_stretch() {
   frame_.break_group();
+  num_inside_.fetch_add(1, std::memory_order_relaxed);
   std::lock_guard<SpinLock> lock(mutex_);
   stretches_.emplace_back();
   return static_cast<int64_t>(stretches_.size()) - 1;

@@ -176,6 +176,8 @@ class Selection {
   ska::flat_hash_map<c10::OperatorHandle, uint32_t> numbers_;
   std::vector<uint32_t> sequence_;  // operators as they were called
   std::vector<std::shared_ptr<StretchRecord>> stretches_;
+  /// Slots and stretches so far, which a recompute has to come to again.
+  std::atomic<int64_t> num_inside_{0};
   int64_t num_kept_ = 0;
   // While the forward runs:
   Producers producers_;             // settle_provenance asks

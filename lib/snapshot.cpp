@@ -1,6 +1,7 @@
 #include "lib/snapshot.h"
 
 #include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 
@@ -39,12 +40,26 @@ bool AutocastState::is_any_enabled() const {
   return std::any_of(devices.begin(), devices.end(), [](const Device& d) { return d.enabled; });
 }
 
+namespace {
+constexpr c10::DispatchKeySet graph_keys = c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+
+c10::DispatchKeySet exchange_hidden(c10::DispatchKeySet hidden) {
+  c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  const c10::DispatchKeySet before = keys.excluded_ & graph_keys;
+  if (before == hidden) return before;
+  keys.excluded_ = (keys.excluded_ - graph_keys) | hidden;
+  c10::impl::_force_tls_local_dispatch_key_set(keys);
+  return before;
+}
+}  // namespace
+
 AmbientRestore::AmbientRestore(const Snapshot& snapshot)
     : autograd_(c10::AutogradState::get_tls_state()),
       autocast_(AutocastState::now()),
       has_cast_scope_(snapshot.autocast.is_any_enabled()) {
   if (autograd_.get_inference_mode()) no_inference_.emplace(false);
   if (!c10::GradMode::is_enabled()) c10::GradMode::set_enabled(true);
+  hidden_ = exchange_hidden({});
   if (!(snapshot.autocast == autocast_) && !is_planted(Fault::Autocast)) snapshot.autocast.set();
   if (has_cast_scope_) autocast::increment_nesting();
 }
@@ -53,6 +68,7 @@ AmbientRestore::~AmbientRestore() {
   // As the autocast scopes of the front ends do: the outermost one empties the cast cache.
   if (has_cast_scope_ && autocast::decrement_nesting() == 0) autocast::clear_cache();
   autocast_.set();
+  exchange_hidden(hidden_);
   no_inference_.reset();
   c10::AutogradState::set_tls_state(autograd_);
 }

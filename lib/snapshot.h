@@ -49,6 +49,8 @@ class AmbientRestore {
   c10::AutogradState autograd_;
   AutocastState autocast_;
   bool has_cast_scope_;
+  c10::DispatchKeySet
+      hidden_;  ///< what builds graphs, where the kernel of an operator runs a backward
 };
 
 }  // namespace remat

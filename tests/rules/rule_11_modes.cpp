@@ -240,6 +240,25 @@ TEST_CASE("a recompute sees grad mode on, whatever the thread that runs backward
   }
 }
 
+TEST_CASE("a backward from below autograd recomputes as one from above", "[rule-11]") {
+  const auto f = [](const Tensor& x) {
+    Tensor y = x.sin();
+    y[0].mul_(2);  // views and changes in place are recorded, too
+    return y.exp().sin();
+  };
+  const Tensor x = leaf({4}), plain = x.detach().clone().requires_grad_();
+  f(plain).sum().backward();
+  const auto region = [&](const Tensor& x) { return remat::checkpoint(f, x); };
+  const Tensor root = remat::checkpoint(region, x).sum();
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;  // as in the kernel of an operator
+    root.backward();
+    CHECK(!x.sin().requires_grad());
+  }
+  CHECK(equal(x.grad(), plain.grad()));
+  CHECK(x.sin().requires_grad());
+}
+
 TEST_CASE("parts of a region without grad are recomputed without grad", "[rule-11]") {
   const Tensor x = leaf({4});
   Calls calls;
