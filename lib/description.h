@@ -31,6 +31,7 @@ class Description {
   /// Empty where they are not known (nested tensors).
   std::vector<int64_t> sizes() const;
   c10::ScalarType dtype() const { return dtype_; }
+  c10::Device device() const { return device_; }
   bool has_strides() const { return has_strides_; }
   bool is_undefined() const { return dtype_ == c10::ScalarType::Undefined; }
 

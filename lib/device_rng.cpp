@@ -3,7 +3,11 @@
 #include <ATen/Context.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <functional>
+#include <unordered_map>
 
 #include "lib/accelerator.h"
 #include "lib/cpu_rng.h"
@@ -40,6 +44,40 @@ bool is_same(const at::Tensor& a, const at::Tensor& b) {
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
+/// Which recompute has set a generator, and those in it that have set it again, innermost last.
+class GeneratorTurns {
+ public:
+  bool take(const c10::GeneratorImpl* generator, const DeviceRngSwap& swap) {
+    constexpr std::chrono::seconds longest_wait(60);
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto is_free = [&] {
+      const auto found = holders_.find(generator);
+      return found == holders_.end() || swap.is_inside(found->second.back());
+    };
+    if (!given_back_.wait_for(lock, longest_wait, is_free)) return false;
+    holders_[generator].push_back(&swap);
+    return true;
+  }
+
+  void give_back(const c10::GeneratorImpl* generator) noexcept {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = holders_.find(generator);
+    found->second.pop_back();
+    if (found->second.empty()) holders_.erase(found);
+    given_back_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable given_back_;
+  std::unordered_map<const c10::GeneratorImpl*, std::vector<const DeviceRngSwap*>> holders_;
+};
+
+GeneratorTurns& turns() {
+  static auto* const all = new GeneratorTurns;  // leaked: graphs may die in static destructors
+  return *all;
+}
+
 }  // namespace
 
 std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> registered) {
@@ -48,9 +86,11 @@ std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> register
   });
   if (!has_others && !present_accelerator()) return nullptr;
   auto kept = std::make_unique<DeviceRng>();
-  for (at::Generator generator : registered)
-    if (as_cpu_generator(generator) == nullptr)
-      kept->states_.push_back({generator, state_of(generator)});
+  for (at::Generator generator : registered) {
+    if (as_cpu_generator(generator) != nullptr) continue;
+    kept->states_.push_back({generator, state_of(generator)});
+    kept->registered_.push_back(generator);
+  }
   kept->used_before_ = devices_in_use();
   for (const c10::Device& device : kept->used_before_) {
     at::Generator generator = at::globalContext().defaultGenerator(device);
@@ -60,9 +100,16 @@ std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> register
   return kept;
 }
 
-bool DeviceRng::has(const at::Generator& generator) const {
-  return std::any_of(states_.begin(), states_.end(),
-                     [&](const GeneratorState& each) { return each.generator == generator; });
+const GeneratorState* DeviceRng::find(const at::Generator& generator) const {
+  const auto found = std::find_if(states_.begin(), states_.end(), [&](const GeneratorState& each) {
+    return each.generator == generator;
+  });
+  return found == states_.end() ? nullptr : &*found;
+}
+
+bool DeviceRng::is_others(const at::Generator& generator, const DevicesMet& met) const {
+  const auto known = std::find(registered_.begin(), registered_.end(), generator);
+  return known == registered_.end() && devices_in_use().size() > 1 && !met.has(generator.device());
 }
 
 void DeviceRng::add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered) {
@@ -70,6 +117,7 @@ void DeviceRng::add(std::unique_ptr<DeviceRng>& kept, const at::Generator& regis
   if (!kept) kept = std::make_unique<DeviceRng>();
   at::Generator generator = registered;
   if (!kept->has(generator)) kept->states_.push_back({generator, state_of(generator)});
+  kept->registered_.push_back(generator);
 }
 
 std::vector<GeneratorState> DeviceRng::now() const {
@@ -86,17 +134,15 @@ std::vector<GeneratorState> DeviceRng::now() const {
 }
 
 std::vector<GeneratorState> DeviceRng::moved(const std::vector<GeneratorState>& before,
-                                             std::vector<GeneratorState> now) {
-  const auto state_in = [](const std::vector<GeneratorState>& states, const at::Generator& of) {
-    const auto found =
-        std::find_if(states.begin(), states.end(),
-                     [&of](const GeneratorState& each) { return each.generator == of; });
-    return found == states.end() ? nullptr : &found->state;
-  };
+                                             std::vector<GeneratorState> now,
+                                             const DevicesMet& met) {
   std::erase_if(now, [&](const GeneratorState& each) {
-    const at::Tensor* state = state_in(before, each.generator);
-    if (state == nullptr) state = state_in(states_, each.generator);  // registered since
-    return state != nullptr && is_same(*state, each.state);
+    const auto earlier = std::find_if(before.begin(), before.end(), [&](const GeneratorState& one) {
+      return one.generator == each.generator;
+    });
+    // One that was registered since is compared with where it stood then.
+    const GeneratorState* const then = earlier == before.end() ? find(each.generator) : &*earlier;
+    return (then != nullptr && is_same(then->state, each.state)) || is_others(each.generator, met);
   });
   std::lock_guard<std::mutex> lock(mutex_);  // a backward inside the region may keep, too
   for (const GeneratorState& each : now)
@@ -119,35 +165,62 @@ bool DeviceRng::has_moved(const at::Generator& generator) const {
   return std::find(moved_inside_.begin(), moved_inside_.end(), generator) != moved_inside_.end();
 }
 
-void DeviceRng::settle() {
-  std::erase_if(states_, [this](GeneratorState& each) {
-    return is_same(each.state, state_of(each.generator)) && !has_moved(each.generator);
+void DeviceRng::settle(const DevicesMet& met) {
+  std::erase_if(states_, [&](GeneratorState& each) {
+    return (is_same(each.state, state_of(each.generator)) && !has_moved(each.generator)) ||
+           is_others(each.generator, met);
   });
   moved_inside_ = {};
   for (const c10::Device& device : devices_in_use()) {
     if (std::find(used_before_.begin(), used_before_.end(), device) != used_before_.end()) continue;
     // First used inside: it stood at the beginning of the stream of its seed.
     at::Generator generator = at::globalContext().defaultGenerator(device);
-    if (has(generator)) continue;
+    if (has(generator) || is_others(generator, met)) continue;
     at::Generator start = generator.clone();
     start.set_offset(0);
     states_.push_back({generator, state_of(start)});
   }
 }
 
-DeviceRngSwap::DeviceRngSwap(const DeviceRng* kept) {
+DeviceRngSwap::DeviceRngSwap(const DeviceRng* kept, const DeviceRngSwap* around) : around_(around) {
   if (kept == nullptr) return;
-  // What may throw comes first.
-  for (const GeneratorState& each : kept->states_) {
-    at::Generator generator = each.generator;
-    refuse_capture(generator.device(), generator);
-    before_.push_back({generator, state_of(generator)});
+  for (const GeneratorState& each : kept->states_)
+    refuse_capture(each.generator.device(), each.generator);
+  // In one order for all, so that two recomputes never wait for each other.
+  std::vector<const c10::GeneratorImpl*> wanted;
+  for (const GeneratorState& each : kept->states_)
+    wanted.push_back(each.generator.unsafeGetGeneratorImpl());
+  std::sort(wanted.begin(), wanted.end(), std::less<>());
+  turns_.reserve(wanted.size());
+  for (const c10::GeneratorImpl* generator : wanted) {
+    has_failed_ = !turns().take(generator, *this);
+    if (has_failed_) return;
+    turns_.push_back(generator);
   }
-  DeviceRng::set(kept->states_);
+  try {  // what may throw comes before anything is set
+    for (const GeneratorState& each : kept->states_)
+      before_.push_back(DeviceRng::present(each.generator));
+    DeviceRng::set(kept->states_);
+  } catch (...) {
+    give_turns_back();
+    throw;
+  }
 }
 
 DeviceRngSwap::~DeviceRngSwap() {
   for (GeneratorState& each : before_) set_state(each.generator, each.state);
+  give_turns_back();
+}
+
+void DeviceRngSwap::give_turns_back() noexcept {
+  for (const c10::GeneratorImpl* generator : turns_) turns().give_back(generator);
+  turns_.clear();
+}
+
+bool DeviceRngSwap::is_inside(const DeviceRngSwap* other) const {
+  for (const DeviceRngSwap* each = around_; each != nullptr; each = each->around_)
+    if (each == other) return true;
+  return false;
 }
 
 }  // namespace remat

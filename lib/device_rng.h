@@ -8,6 +8,7 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -19,9 +20,32 @@ struct GeneratorState {
   at::Tensor state;
 };
 
-/// Of a region: the states at its begin of the generators it drew from, once it is settled. Others
-/// that draw from a device's generator meanwhile are not told apart; a device usually belongs to one
-/// thread.
+/// The devices that tensors of a region are on.
+class DevicesMet {
+ public:
+  void add(c10::Device device) {
+    if (!device.is_cpu() && !has(device)) devices_.push_back(device);
+  }
+  void add(const at::Tensor& tensor) {
+    if (tensor.defined()) add(tensor.device());
+  }
+  bool has(c10::Device device) const {
+    return std::find(devices_.begin(), devices_.end(), device) != devices_.end();
+  }
+
+ private:
+  c10::SmallVector<c10::Device, 2> devices_;
+};
+
+// Note [Whose numbers]
+// What draws from a device's generator passes nothing that could be asked: many kernels take numbers
+// from it themselves. That a region drew is seen because the generator has moved. Where several
+// devices are in use, another thread may have moved it. So of default generators only those count
+// whose devices hold a tensor of the region's: an input, a result, or one that autograd saved. A
+// registered generator always counts. Threads that draw from one generator at once are not told
+// apart, but for recomputes, which take turns at it.
+
+/// Of a region: the states at its begin of the generators it drew from, once it is settled.
 class DeviceRng {
  public:
   /// Null where there is neither an accelerator nor anything in `registered` but CPU generators. No
@@ -34,33 +58,46 @@ class DeviceRng {
   /// Those of `now` that moved since `before`, or since they were registered if that was later. What a
   /// recompute sets it must put back, so they stay here even if they return to where they were.
   std::vector<GeneratorState> moved(const std::vector<GeneratorState>& before,
-                                    std::vector<GeneratorState> now);
+                                    std::vector<GeneratorState> now, const DevicesMet& met);
   static GeneratorState present(at::Generator generator);
   static void set(const std::vector<GeneratorState>& states);
   /// Forgets the generators that never moved; adds those of devices first used meanwhile.
-  void settle();
+  void settle(const DevicesMet& met);
   bool is_empty() const { return states_.empty(); }
 
  private:
   friend class DeviceRngSwap;
-  bool has(const at::Generator& generator) const;
+  const GeneratorState* find(const at::Generator& generator) const;
+  bool has(const at::Generator& generator) const { return find(generator) != nullptr; }
   bool has_moved(const at::Generator& generator) const;
+  /// Whether it cannot be the region that moved it.
+  bool is_others(const at::Generator& generator, const DevicesMet& met) const;
   std::vector<GeneratorState> states_;
+  std::vector<at::Generator> registered_;
   std::mutex mutex_;
   std::vector<at::Generator> moved_inside_;  // until settled; guarded by mutex_
   c10::SmallVector<c10::Device, 2> used_before_;
 };
 
 /// While alive the generators stand where the region began; then again where they were. Null: none.
+/// Waits for the recomputes of other threads that have set them. `around`: of the recompute that this
+/// one runs in, on whatever thread, or null; it need not be waited for.
 class DeviceRngSwap {
  public:
-  explicit DeviceRngSwap(const DeviceRng* kept);
+  DeviceRngSwap(const DeviceRng* kept, const DeviceRngSwap* around);
   ~DeviceRngSwap();
+  /// They did not become free in time: nothing was set.
+  bool has_failed() const { return has_failed_; }
+  bool is_inside(const DeviceRngSwap* other) const;
   DeviceRngSwap(const DeviceRngSwap&) = delete;
   DeviceRngSwap& operator=(const DeviceRngSwap&) = delete;
 
  private:
+  void give_turns_back() noexcept;
+  const DeviceRngSwap* const around_;
+  std::vector<const c10::GeneratorImpl*> turns_;
   std::vector<GeneratorState> before_;
+  bool has_failed_ = false;
 };
 
 }  // namespace remat

@@ -144,6 +144,14 @@ c10::SmallVector<DrawLog*, 1> Frame::draw_logs() {
   return logs;
 }
 
+DevicesMet Frame::devices_met() {
+  DevicesMet met;
+  inputs_.storages().visit([&](const c10::StorageImpl& storage) { met.add(storage.device()); });
+  std::lock_guard<SpinLock> lock(mutex_);
+  for (const Slot& slot : slots_) met.add(slot.description.device());
+  return met;
+}
+
 bool Frame::has_new_drawer() const {
   return options_.preserve_rng_state && draws_.has_new_drawer();
 }
@@ -238,7 +246,11 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
   if (options_.preserve_rng_state) draws_.settle();
   if (user_state_)
     for (const auto& log : user_state_->draw_logs()) log->settle();
-  if (device_rng_) device_rng_->settle();
+  if (device_rng_) {
+    DevicesMet met = devices_met();
+    visit_result([&](at::Tensor& tensor) { met.add(tensor); });
+    device_rng_->settle(met);
+  }
   if (device_rng_ && device_rng_->is_empty()) device_rng_.reset();
 
   if (selection_ != nullptr) selection_->end_naming();

@@ -116,6 +116,8 @@ class Frame final : public SlotOwner {
   /// Where draws from a generator are noted; null if they do not matter.
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
   DeviceRng* device_rng() const { return device_rng_.get(); }
+  /// So far.
+  DevicesMet devices_met();
   const CurrentStreams* streams() const { return streams_.get(); }
   /// A guard of state.h was opened inside the region, on the forward's thread.
   void keep(const std::shared_ptr<StateProvider>& provider, const std::any& state);

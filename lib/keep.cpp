@@ -153,7 +153,9 @@ void KeptStretch::keep(std::shared_ptr<void> emptied,
   Selection& selection = *impl_->region->frame()->selection();
   auto kept = std::make_shared<StretchRecord>();
   kept->type = impl_->type;
-  kept->draws = selection.since(impl_->marks);
+  DevicesMet met = impl_->region->frame()->devices_met();
+  visit_tensors([&met](const at::Tensor& value) { met.add(value); });
+  kept->draws = selection.since(impl_->marks, met);
   visit_tensors([&](at::Tensor& place) {
     const at::Tensor value = std::exchange(place, at::Tensor());
     kept->values.push_back(

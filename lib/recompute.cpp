@@ -125,6 +125,8 @@ class RecomputeScope final : public detail::Scope {
     Early* const early = early_.load();
     return early == nullptr ? nullptr : early->replay_of(generator);
   }
+  const DeviceRngSwap* device_rng() const override { return device_rng_; }
+  void set_device_rng(const DeviceRngSwap* swap) { device_rng_ = swap; }
   void guard_opened(const UserRegistrations& opened) override {
     if (filler_.is_forward_over()) return;
     const bool preserves_rng = frame_->options().preserve_rng_state;
@@ -176,7 +178,17 @@ class RecomputeScope final : public detail::Scope {
   std::atomic<int64_t> num_backwards_{0};
   std::atomic<Early*> early_{nullptr};  // the same, for threads that inherited the scope
   const std::thread::id owner_ = std::this_thread::get_id();
+  const DeviceRngSwap* device_rng_ = nullptr;
 };
+
+/// The recompute in which this thread is about to recompute another region; its swap, or null.
+const DeviceRngSwap* device_rng_around() {
+  const DeviceRngSwap* around = nullptr;
+  detail::visit(detail::Ability::Region, [&](const detail::Scope& scope) {
+    if (around == nullptr) around = scope.device_rng();
+  });
+  return around;
+}
 
 /// The recomputes this thread is running, innermost last.
 struct ActiveRuns {
@@ -250,7 +262,14 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
                            "waiting for this one",
                            "give each thread a provider of its own");
   const StreamScope streams(frame->streams(), inputs);
-  const DeviceRngSwap device_rng(frame->device_rng());
+  const DeviceRngSwap device_rng(frame->device_rng(), device_rng_around());
+  if (device_rng.has_failed())
+    throw_recompute_failed(*frame, "a device's generator did not become free within a minute",
+                           "another thread's recompute draws from it too, and may be waiting for "
+                           "this one",
+                           "let one thread at a time run backward through regions that draw from "
+                           "it, or set preserve_rng_state = false if other numbers do no harm");
+  scope->set_device_rng(&device_rng);
   const SwapOfAll generators(*scope);
   {
     const PreparingIs over(false);

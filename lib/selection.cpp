@@ -28,6 +28,14 @@ void note_contents(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
     });
 }
 
+DevicesMet devices_of(const CallRecord& record, c10::ArrayRef<c10::IValue> results) {
+  DevicesMet met;
+  for (const ArgumentRecord& each : record.tensors) met.add(each.description.device());
+  for (const c10::IValue& result : results)
+    visit_tensors_in(result, [&met](const at::Tensor& tensor) { met.add(tensor); });
+  return met;
+}
+
 bool hold_inference(c10::ArrayRef<c10::IValue> results) {
   bool found = false;
   for (const c10::IValue& result : results)
@@ -200,14 +208,14 @@ DrawMarks Selection::marks() const {
   return marks;
 }
 
-DrawSkips Selection::since(const DrawMarks& marks) const {
+DrawSkips Selection::since(const DrawMarks& marks, const DevicesMet& met) const {
   DrawSkips skips;
   const auto logs = frame_.draw_logs();
   for (std::size_t i = 0; i < logs.size(); ++i)
     skips.logs.push_back(i < marks.logs.size() ? logs[i]->since(marks.logs[i])
                                                : logs[i]->since_begin());
   if (frame_.device_rng() != nullptr)
-    skips.others = frame_.device_rng()->moved(marks.others, frame_.device_rng()->now());
+    skips.others = frame_.device_rng()->moved(marks.others, frame_.device_rng()->now(), met);
   return skips;
 }
 
@@ -281,8 +289,9 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   const StoragesOf given(arguments);
   const int64_t num_inside = num_inside_.load(std::memory_order_relaxed);
   op.callBoxed(&stack);
-  if (before) record->draws = std::make_unique<DrawSkips>(since(*before));
   const auto results = results_of(op, stack);
+  if (before)
+    record->draws = std::make_unique<DrawSkips>(since(*before, devices_of(*record, results)));
 
   if (applies) {
     record->is_kept = record->is_applied = true;

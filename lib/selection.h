@@ -92,7 +92,8 @@ class Selection {
   int64_t begin_stretch();
   void keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stretch);
   DrawMarks marks() const;
-  DrawSkips since(const DrawMarks& marks) const;
+  /// `met`: the devices of what the stretch returned, and read.
+  DrawSkips since(const DrawMarks& marks, const DevicesMet& met) const;
   /// `number`: of the stretch, `output`: of the value in it.
   StretchRecord::Value keep_value(const at::Tensor& value, int64_t number, std::size_t output,
                                   const detail::Scope& region,

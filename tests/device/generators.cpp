@@ -1,0 +1,132 @@
+// Threads that draw from the generators of devices (Rule 11), on the stand-in of far.h.
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "tests/device/far.h"
+#include "tests/support/support.h"
+
+using remat::checkpoint;
+
+namespace {
+
+Tensor far_leaf(const Tensor& values, int index) {
+  return values.detach().to(far::device(index)).requires_grad_();
+}
+
+/// Waits until all threads are here, or that does not happen.
+class Meeting {
+ public:
+  explicit Meeting(int num_threads) : num_threads_(num_threads) {}
+  bool wait() {
+    constexpr std::chrono::milliseconds longest(300);
+    const auto start = std::chrono::steady_clock::now();
+    ++num_here_;
+    while (num_here_ < num_threads_)
+      if (std::chrono::steady_clock::now() - start > longest) {
+        --num_here_;
+        return false;
+      }
+    return true;
+  }
+
+ private:
+  const int num_threads_;
+  std::atomic<int> num_here_{0};
+};
+
+}  // namespace
+
+TEST_CASE("threads with a device each draw again what they drew, and disturb nobody",
+          "[device][rule-11]") {
+  for (int i = 0; i < far::num_devices; ++i) far::draw(i);  // both are in use
+  std::vector<std::thread> threads;
+  std::atomic<int> num_right{0};
+  constexpr int num_steps = 200;
+  for (int device = 0; device < far::num_devices; ++device)
+    threads.emplace_back([&, device] {
+      for (int step = 0; step < num_steps; ++step) {
+        std::vector<double> drawn;
+        const auto f = [&](const Tensor& t) {
+          drawn.push_back(far::draw(device));
+          const Tensor between = (t * drawn.back()).sin();
+          drawn.push_back(far::draw(device));
+          return (between * drawn.back()).sin();
+        };
+        const Tensor x = far_leaf(at::ones({3}), device);
+        const uint64_t start = far::position(device);
+        const Tensor y = checkpoint({.early_stop = false}, f, x);
+        grad_of(y, {x});
+        const bool is_right = drawn.size() == 4 && drawn[2] == drawn[0] && drawn[3] == drawn[1] &&
+                              far::position(device) == start + 2;
+        num_right += is_right ? 1 : 0;
+      }
+    });
+  for (std::thread& each : threads) each.join();
+  CHECK(num_right == far::num_devices * num_steps);
+}
+
+TEST_CASE("recomputes of several threads take turns at a device's generator", "[device][rule-11]") {
+  constexpr int num_threads = 2;
+  struct Program {
+    Tensor x, y;
+    std::vector<double> drawn;
+  };
+  std::array<Program, num_threads> programs;
+  Meeting meeting(num_threads);
+  std::atomic<bool> is_forward = true, have_met = false;
+  for (Program& each : programs) {
+    each.x = leaf({3});
+    // The tensor that backward asks for first is on the CPU: it recomputes on the thread that calls it.
+    const auto f = [&](const Tensor& t) {
+      each.drawn.push_back(far::draw(0));
+      const Tensor between = (t.to(far::device(0)) * each.drawn.back()).sin().to(at::kCPU);
+      if (!is_forward && meeting.wait()) have_met = true;
+      each.drawn.push_back(far::draw(0));
+      return (between * each.drawn.back()).sin();
+    };
+    each.y = checkpoint({.early_stop = false}, f, each.x);
+  }
+  is_forward = false;
+  const uint64_t position = far::position(0);
+  std::vector<std::thread> threads;
+  for (Program& each : programs) threads.emplace_back([&each] { grad_of(each.y, {each.x}); });
+  for (std::thread& each : threads) each.join();
+  for (const Program& each : programs) {
+    REQUIRE(each.drawn.size() == 4);
+    CHECK(each.drawn[2] == each.drawn[0]);
+    CHECK(each.drawn[3] == each.drawn[1]);
+  }
+  CHECK(!have_met);
+  CHECK(far::position(0) == position);
+}
+
+TEST_CASE("a recompute inside another one, on the device's thread, need not wait for it",
+          "[device][rule-11]") {
+  std::vector<std::vector<double>> runs;  // what each run of the region drew itself
+  std::vector<double> inner;
+  const auto f = [&](const Tensor& t) {
+    std::vector<double> drawn{far::draw(0)};
+    const Tensor y = t.to(far::device(0)) * drawn[0];
+    const auto block = [&](const Tensor& u) {
+      inner.push_back(far::draw(0));
+      return (u * inner.back()).sin();
+    };
+    const Tensor z = checkpoint(block, y);
+    const Tensor slope = torch::autograd::grad({z.sum()}, {y}, {}, /*retain_graph=*/true)[0];
+    drawn.push_back(far::draw(0));
+    const Tensor result = (y * slope * drawn[1]).sin().to(at::kCPU) * t;
+    runs.push_back(std::move(drawn));
+    return result;
+  };
+  const Tensor x = leaf({3});
+  const auto start = std::chrono::steady_clock::now();
+  const Tensor y = checkpoint({.early_stop = false}, f, x);
+  grad_of(y, {x});
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+  REQUIRE(runs.size() >= 2);
+  for (const auto& each : runs) CHECK(each == runs[0]);
+  REQUIRE(inner.size() >= 4);
+  for (const double each : inner) CHECK(each == inner[0]);
+}
