@@ -5,7 +5,11 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <chrono>
+#include <mutex>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "hooks/drop.h"
 #include "lib/frame.h"
@@ -16,6 +20,7 @@
 #include "lib/policy_rule.h"
 #include "lib/profiler.h"
 #include "lib/selection.h"
+#include "lib/spin_lock.h"
 #include "lib/stack_room.h"
 
 namespace remat::detail {
@@ -45,17 +50,46 @@ class ForwardScope final : public Scope {
     if (!is_own_thread()) return;
     frame_->break_group();
     const int64_t number = num_backwards_++;
+    if (Selection* const selection = frame_->selection()) selection->note_backward();
     auto asked = asked_of(frame_->inputs(), roots, targets);
     if (!asked.is_nothing()) frame_->note_backward(number, std::move(asked));
   }
+  void backward_ended(const torch::autograd::variable_list& gradients) override {
+    if (!is_own_thread()) return;
+    std::lock_guard<SpinLock> lock(mutex_);
+    for (const at::Tensor& each : gradients)
+      if (each.defined() && !each.is_cpu()) gradients_.push_back(weak_storage_of(each));
+  }
+  void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result);
   DrawLog* draw_log(const c10::GeneratorImpl& generator) const override {
     return frame_->draw_log(generator);
   }
 
  private:
   c10::intrusive_ptr<Frame> frame_;
+  SpinLock mutex_;
+  std::vector<WeakStorage> gradients_;  // that backwards inside returned, on devices
   std::atomic<int64_t> num_backwards_{0};
 };
+
+// Note [Late threads of the engine]
+// The thread of a device lets go of the gradients that it has computed a little after the thread
+// that waits for them goes on. Such a gradient, used in the region, would still be alive at its end,
+// as what the function captures is. So a region waits for it; in vain for one that the function has
+// put into an outside variable, but its recompute is refused anyway.
+void ForwardScope::wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result) {
+  if (gradients_.empty()) return;
+  StorageSet results;
+  visit_result([&](at::Tensor& tensor) { results.add(tensor); });
+  constexpr std::chrono::milliseconds longest_wait(100);
+  const auto start = std::chrono::steady_clock::now();
+  for (const WeakStorage& each : gradients_) {
+    const c10::StorageImpl* const storage = each._unsafe_get_target();
+    if (each.expired() || results.contains(storage) || !frame_->has_slot_of(storage)) continue;
+    while (!each.expired() && std::chrono::steady_clock::now() - start < longest_wait)
+      std::this_thread::yield();
+  }
+}
 
 FrameOptions options_in_force(const CheckpointOptions& options, const StackView& around) {
   FrameOptions in_force{.early_stop = options.early_stop,
@@ -158,6 +192,7 @@ void ForwardRun::close() {
 }
 
 void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {
+  static_cast<ForwardScope&>(*scope_).wait_for_engine(visit_result);
   close();
   frame_->settle(visit_result);
 }

@@ -167,10 +167,17 @@ bool DeviceRng::has_moved(const at::Generator& generator) const {
 
 void DeviceRng::settle(const DevicesMet& met) {
   std::erase_if(states_, [&](GeneratorState& each) {
-    return (is_same(each.state, state_of(each.generator)) && !has_moved(each.generator)) ||
-           is_others(each.generator, met);
+    return is_same(each.state, state_of(each.generator)) && !has_moved(each.generator);
   });
+  states_ = at_begin(met);
   moved_inside_ = {};
+  is_settled_ = true;
+}
+
+std::vector<GeneratorState> DeviceRng::at_begin(const DevicesMet& met) const {
+  std::vector<GeneratorState> states = states_;
+  if (is_settled_) return states;
+  std::erase_if(states, [&](const GeneratorState& each) { return is_others(each.generator, met); });
   for (const c10::Device& device : devices_in_use()) {
     if (std::find(used_before_.begin(), used_before_.end(), device) != used_before_.end()) continue;
     // First used inside: it stood at the beginning of the stream of its seed.
@@ -178,17 +185,19 @@ void DeviceRng::settle(const DevicesMet& met) {
     if (has(generator) || is_others(generator, met)) continue;
     at::Generator start = generator.clone();
     start.set_offset(0);
-    states_.push_back({generator, state_of(start)});
+    states.push_back({generator, state_of(start)});
   }
+  return states;
 }
 
-DeviceRngSwap::DeviceRngSwap(const DeviceRng* kept, const DeviceRngSwap* around) : around_(around) {
-  if (kept == nullptr) return;
-  for (const GeneratorState& each : kept->states_)
+DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin,
+                             const DeviceRngSwap* around)
+    : around_(around) {
+  for (const GeneratorState& each : at_begin)
     refuse_capture(each.generator.device(), each.generator);
   // In one order for all, so that two recomputes never wait for each other.
   std::vector<const c10::GeneratorImpl*> wanted;
-  for (const GeneratorState& each : kept->states_)
+  for (const GeneratorState& each : at_begin)
     wanted.push_back(each.generator.unsafeGetGeneratorImpl());
   std::sort(wanted.begin(), wanted.end(), std::less<>());
   turns_.reserve(wanted.size());
@@ -198,9 +207,9 @@ DeviceRngSwap::DeviceRngSwap(const DeviceRng* kept, const DeviceRngSwap* around)
     turns_.push_back(generator);
   }
   try {  // what may throw comes before anything is set
-    for (const GeneratorState& each : kept->states_)
+    for (const GeneratorState& each : at_begin)
       before_.push_back(DeviceRng::present(each.generator));
-    DeviceRng::set(kept->states_);
+    DeviceRng::set(at_begin);
   } catch (...) {
     give_turns_back();
     throw;

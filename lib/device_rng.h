@@ -63,10 +63,13 @@ class DeviceRng {
   static void set(const std::vector<GeneratorState>& states);
   /// Forgets the generators that never moved; adds those of devices first used meanwhile.
   void settle(const DevicesMet& met);
+  bool is_settled() const { return is_settled_; }
   bool is_empty() const { return states_.empty(); }
+  /// The states that a recompute sets: until it is settled, of all generators that the region may have
+  /// drawn from so far.
+  std::vector<GeneratorState> at_begin(const DevicesMet& met) const;
 
  private:
-  friend class DeviceRngSwap;
   const GeneratorState* find(const at::Generator& generator) const;
   bool has(const at::Generator& generator) const { return find(generator) != nullptr; }
   bool has_moved(const at::Generator& generator) const;
@@ -77,14 +80,14 @@ class DeviceRng {
   std::mutex mutex_;
   std::vector<at::Generator> moved_inside_;  // until settled; guarded by mutex_
   c10::SmallVector<c10::Device, 2> used_before_;
+  bool is_settled_ = false;
 };
 
-/// While alive the generators stand where the region began; then again where they were. Null: none.
-/// Waits for the recomputes of other threads that have set them. `around`: of the recompute that this
+/// While alive the generators stand where the region began; then again where they were. Waits for the recomputes of other threads that have set them. `around`: of the recompute that this
 /// one runs in, on whatever thread, or null; it need not be waited for.
 class DeviceRngSwap {
  public:
-  DeviceRngSwap(const DeviceRng* kept, const DeviceRngSwap* around);
+  DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const DeviceRngSwap* around);
   ~DeviceRngSwap();
   /// They did not become free in time: nothing was set.
   bool has_failed() const { return has_failed_; }

@@ -125,7 +125,10 @@ torch::autograd::variable_list ForwardingEngine::execute(
     bool keep_graph, bool create_graph, bool accumulate_grad,
     const torch::autograd::edge_list& outputs) {
   engine_callbacks.backward_begins(roots, outputs);
-  return previous_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  auto gradients =
+      previous_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  engine_callbacks.backward_ended(gradients);
+  return gradients;
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks>

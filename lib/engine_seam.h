@@ -37,6 +37,8 @@ struct EngineCallbacks {
   /// leaves).
   void (*backward_begins)(const torch::autograd::edge_list& roots,
                           const torch::autograd::edge_list& outputs);
+  /// It has ended and returns these.
+  void (*backward_ended)(const torch::autograd::variable_list& gradients);
   OperatorHandler run_operator;
 };
 

@@ -144,12 +144,24 @@ c10::SmallVector<DrawLog*, 1> Frame::draw_logs() {
   return logs;
 }
 
+bool Frame::has_slot_of(const c10::StorageImpl* storage) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  return std::any_of(slots_.begin(), slots_.end(), [storage](const Slot& slot) {
+    return slot.provenance.storage._unsafe_get_target() == storage;
+  });
+}
+
 DevicesMet Frame::devices_met() {
   DevicesMet met;
   inputs_.storages().visit([&](const c10::StorageImpl& storage) { met.add(storage.device()); });
   std::lock_guard<SpinLock> lock(mutex_);
   for (const Slot& slot : slots_) met.add(slot.description.device());
   return met;
+}
+
+std::vector<GeneratorState> Frame::device_states_at_begin() {
+  if (device_rng_ == nullptr) return {};
+  return device_rng_->at_begin(device_rng_->is_settled() ? DevicesMet() : devices_met());
 }
 
 bool Frame::has_new_drawer() const {

@@ -116,8 +116,12 @@ class Frame final : public SlotOwner {
   /// Where draws from a generator are noted; null if they do not matter.
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
   DeviceRng* device_rng() const { return device_rng_.get(); }
+  /// Whether a slot stands for a tensor with this storage.
+  bool has_slot_of(const c10::StorageImpl* storage);
   /// So far.
   DevicesMet devices_met();
+  /// What a recompute sets the generators of devices to.
+  std::vector<GeneratorState> device_states_at_begin();
   const CurrentStreams* streams() const { return streams_.get(); }
   /// A guard of state.h was opened inside the region, on the forward's thread.
   void keep(const std::shared_ptr<StateProvider>& provider, const std::any& state);

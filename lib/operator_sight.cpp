@@ -91,6 +91,11 @@ void insert_mode(int64_t num_above) {
   push_all(above);
 }
 
+/// Whether nobody else can see this thread's operators, or the tensors of a Python class.
+bool is_alone() {
+  return !may_have_python.load(std::memory_order_relaxed) && TorchDispatchModeTLS::stack_len() == 1;
+}
+
 }  // namespace
 
 void set_operator_handler(OperatorHandler handler) { operator_handler = handler; }
@@ -101,10 +106,19 @@ void handle_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     const bool outer = std::exchange(flag, true);
     ~Handling() { flag = outer; }
   } handling;
-  if (!may_have_python.load(std::memory_order_relaxed)) {
-    const c10::impl::ExcludeDispatchKeyGuard away(mode_keys);
-    return operator_handler(op, stack);
-  }
+  // LibTorch excludes them on the way to a mode, which no other kernel that uses such views meets.
+  constexpr c10::DispatchKeySet lazy_keys(
+      {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+  struct Keys {
+    const c10::impl::LocalDispatchKeySet before = c10::impl::tls_local_dispatch_key_set();
+    ~Keys() { c10::impl::_force_tls_local_dispatch_key_set(before); }
+  } keys;
+  c10::impl::LocalDispatchKeySet below = keys.before;
+  below.excluded_ = below.excluded_ - lazy_keys;
+  const bool alone = is_alone();
+  if (alone) below.excluded_ = below.excluded_ | mode_keys;
+  c10::impl::_force_tls_local_dispatch_key_set(below);
+  if (alone) return operator_handler(op, stack);
   struct Off {  // it is the topmost one, or it would not have been called
     std::shared_ptr<Mode> mode = TorchDispatchModeTLS::pop_stack();
     ~Off() { TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(mode)); }

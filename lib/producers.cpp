@@ -20,7 +20,10 @@ void Producers::add(const at::Tensor& result, Producer producer, uint32_t num_ch
 }
 
 void Producers::set(const at::Tensor& value, Producer producer, uint32_t num_changes) {
-  Entry* const known = find(storage_of(value));
+  if (storage_of(value) == nullptr) return;
+  // Of a new storage none but the tensor, which counts as one, and `own` know.
+  const WeakStorage own = weak_storage_of(value);
+  Entry* const known = own.weak_use_count() > 2 ? find(storage_of(value)) : nullptr;
   if (known == nullptr) return add(value, producer, num_changes);
   known->producer = producer;
   known->first_version = version_of(value) - num_changes;

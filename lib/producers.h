@@ -34,7 +34,8 @@ class Producers {
     uint32_t num_changes;
   };
   void add(const at::Tensor& result, Producer producer, uint32_t num_changes = 0);
-  /// The same for one whose storage may be known already.
+  /// The same, but if the storage is known already (an operator may return a tensor that it keeps)
+  /// with the notes that it has.
   void set(const at::Tensor& value, Producer producer, uint32_t num_changes = 0);
   /// The latest that made the tensor's storage, if known.
   std::optional<Made> find(const at::Tensor& tensor);

@@ -262,7 +262,7 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
                            "waiting for this one",
                            "give each thread a provider of its own");
   const StreamScope streams(frame->streams(), inputs);
-  const DeviceRngSwap device_rng(frame->device_rng(), device_rng_around());
+  const DeviceRngSwap device_rng(frame->device_states_at_begin(), device_rng_around());
   if (device_rng.has_failed())
     throw_recompute_failed(*frame, "a device's generator did not become free within a minute",
                            "another thread's recompute draws from it too, and may be waiting for "

@@ -162,7 +162,7 @@ void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
   for (std::size_t i = 0; i < results.size(); ++i)
     visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
       const Producer producer{number, call, output++, op.traits->is_factory};
-      if (is_made_by(op.op, i) && !given.contain(tensor)) producers_.add(tensor, producer);
+      if (is_made_by(op.op, i) && !given.contain(tensor)) producers_.set(tensor, producer);
     });
 }
 
@@ -293,6 +293,14 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (before)
     record->draws = std::make_unique<DrawSkips>(since(*before, devices_of(*record, results)));
 
+  const bool opened_regions = num_inside_.load(std::memory_order_relaxed) != num_inside;
+  if (applies && opened_regions) {
+    lock.lock();
+    for (const ArgumentRecord& each : record->tensors)
+      if (const Place* const place = kept_place(each.storage._unsafe_get_target()))
+        let_go(Place(*place), freed);
+    return;
+  }
   if (applies) {
     record->is_kept = record->is_applied = true;
     lock.lock();
@@ -300,8 +308,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     return;
   }
   // Inference tensors cannot be saved. A kernel that opens regions must run again: they hold slots.
-  if (record != nullptr && (returns_argument(*record, results) || hold_inference(results) ||
-                            num_inside_.load(std::memory_order_relaxed) != num_inside)) {
+  if (record != nullptr &&
+      (opened_regions || returns_argument(*record, results) || hold_inference(results))) {
     lock.lock();
     note_results(operators_[n], n, call, results, given);
     if (keeps)

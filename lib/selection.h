@@ -86,6 +86,8 @@ class Selection {
   void note_saved(const at::Tensor& saved, int64_t position = -1);
   /// A backward inside the region got it: the value of that slot, or (-1) of a region inside.
   void note_handed_over(const at::Tensor& value, int64_t position);
+  /// A backward begins in the region.
+  void note_backward() { num_inside_.fetch_add(1, std::memory_order_relaxed); }
   void name(const at::Tensor& value, const std::string& name, const detail::Scope& region);
 
   /// The number of a new stretch; what it keeps is put in when it has run.
@@ -177,7 +179,7 @@ class Selection {
   ska::flat_hash_map<c10::OperatorHandle, uint32_t> numbers_;
   std::vector<uint32_t> sequence_;  // operators as they were called
   std::vector<std::shared_ptr<StretchRecord>> stretches_;
-  /// Slots and stretches so far, which a recompute has to come to again.
+  /// Slots, stretches and backwards so far, which a recompute has to come to again.
   std::atomic<int64_t> num_inside_{0};
   int64_t num_kept_ = 0;
   // While the forward runs:

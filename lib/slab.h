@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace remat {
@@ -16,9 +17,8 @@ class Slab {
   /// For one object more.
   void* room() {
     if (num_free_ == 0) {
-      const std::size_t size = std::min(max_block, std::size_t{1} << blocks_.size());
-      blocks_.push_back(std::make_unique_for_overwrite<Room[]>(size));
-      num_free_ = size;
+      blocks_.push_back(std::make_unique_for_overwrite<Room[]>(next_block_));
+      num_free_ = std::exchange(next_block_, std::min(2 * next_block_, max_block));
     }
     return blocks_.back()[--num_free_].bytes;
   }
@@ -27,9 +27,10 @@ class Slab {
   struct Room {
     alignas(T) std::byte bytes[sizeof(T)];
   };
-  static constexpr std::size_t max_block = 16;  // the first is for one: most regions keep little
+  static constexpr std::size_t max_block = 16;
   std::vector<std::unique_ptr<Room[]>> blocks_;
   std::size_t num_free_ = 0;
+  std::size_t next_block_ = 1;  // most regions keep little
 };
 
 }  // namespace remat

@@ -41,17 +41,26 @@ bool AutocastState::is_any_enabled() const {
 }
 
 namespace {
-constexpr c10::DispatchKeySet graph_keys = c10::autograd_dispatch_keyset_with_ADInplaceOrView;
 
-c10::DispatchKeySet exchange_hidden(c10::DispatchKeySet hidden) {
-  c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-  const c10::DispatchKeySet before = keys.excluded_ & graph_keys;
-  if (before == hidden) return before;
-  keys.excluded_ = (keys.excluded_ - graph_keys) | hidden;
-  c10::impl::_force_tls_local_dispatch_key_set(keys);
-  return before;
+/// What operators pass on their way to a kernel, and may be below already.
+constexpr c10::DispatchKeySet watched_keys =
+    c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+    c10::DispatchKeySet(
+        {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
+
+c10::DispatchKeySet hidden_keys() {
+  return c10::impl::tls_local_dispatch_key_set().excluded_ & watched_keys;
 }
+
+void hide_only(c10::DispatchKeySet hidden) {
+  c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  keys.excluded_ = (keys.excluded_ - watched_keys) | hidden;
+  c10::impl::_force_tls_local_dispatch_key_set(keys);
+}
+
 }  // namespace
+
+Snapshot Snapshot::take() { return {AutocastState::now(), hidden_keys()}; }
 
 AmbientRestore::AmbientRestore(const Snapshot& snapshot)
     : autograd_(c10::AutogradState::get_tls_state()),
@@ -59,7 +68,8 @@ AmbientRestore::AmbientRestore(const Snapshot& snapshot)
       has_cast_scope_(snapshot.autocast.is_any_enabled()) {
   if (autograd_.get_inference_mode()) no_inference_.emplace(false);
   if (!c10::GradMode::is_enabled()) c10::GradMode::set_enabled(true);
-  hidden_ = exchange_hidden({});
+  hidden_ = hidden_keys();
+  if (hidden_ != snapshot.hidden) hide_only(snapshot.hidden);
   if (!(snapshot.autocast == autocast_) && !is_planted(Fault::Autocast)) snapshot.autocast.set();
   if (has_cast_scope_) autocast::increment_nesting();
 }
@@ -68,7 +78,7 @@ AmbientRestore::~AmbientRestore() {
   // As the autocast scopes of the front ends do: the outermost one empties the cast cache.
   if (has_cast_scope_ && autocast::decrement_nesting() == 0) autocast::clear_cache();
   autocast_.set();
-  exchange_hidden(hidden_);
+  if (hidden_keys() != hidden_) hide_only(hidden_);
   no_inference_.reset();
   c10::AutogradState::set_tls_state(autograd_);
 }

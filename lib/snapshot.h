@@ -3,6 +3,7 @@
 
 #include <c10/core/AutogradState.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/SmallVector.h>
@@ -32,8 +33,9 @@ struct AutocastState {
 /// a region begins.
 struct Snapshot {
   AutocastState autocast;
+  c10::DispatchKeySet hidden;  ///< dispatch keys of autograd and lazy views that were excluded
 
-  static Snapshot take() { return {AutocastState::now()}; }
+  static Snapshot take();
 };
 
 /// While alive the ambient state is the snapshot's; then exactly what it was before.
@@ -49,8 +51,7 @@ class AmbientRestore {
   c10::AutogradState autograd_;
   AutocastState autocast_;
   bool has_cast_scope_;
-  c10::DispatchKeySet
-      hidden_;  ///< what builds graphs, where the kernel of an operator runs a backward
+  c10::DispatchKeySet hidden_;  // in the kernel of an operator that runs a backward, say
 };
 
 }  // namespace remat

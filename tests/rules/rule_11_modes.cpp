@@ -259,6 +259,34 @@ TEST_CASE("a backward from below autograd recomputes as one from above", "[rule-
   CHECK(x.sin().requires_grad());
 }
 
+TEST_CASE("what ran below autograd is recomputed below it", "[rule-11]") {
+  struct Product : torch::autograd::Function<Product> {  // recorded there, too
+    static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                          const Tensor& w) {
+      context->save_for_backward({w});
+      return x * w;
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                   const torch::autograd::variable_list& g) {
+      return {context->get_saved_variables()[0] * g[0], Tensor()};
+    }
+  };
+  constexpr int64_t size = 8192;  // after so large a tensor a recompute stops early
+  const Tensor constant = at::arange(1, size + 1, at::kFloat), w = constant.cos();
+  const auto f = [&](const Tensor& x, const Tensor& w) {
+    (void)(x * constant);  // saves nothing there
+    return Product::apply(x, w);
+  };
+  const Tensor x = at::ones({size}).requires_grad_();
+  Tensor y;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    y = remat::checkpoint(f, x, w);
+  }
+  y.backward(at::ones({size}));
+  CHECK(equal(x.grad(), w));
+}
+
 TEST_CASE("parts of a region without grad are recomputed without grad", "[rule-11]") {
   const Tensor x = leaf({4});
   Calls calls;

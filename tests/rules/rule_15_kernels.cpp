@@ -1,56 +1,90 @@
-// Rule 15 where the kernel of an operator opens regions of its own, or runs a backward.
+// Rule 15 where the kernel of an operator does more than compute: opens regions, runs a backward,
+// returns what it keeps, uses lazy views.
 
 #include <torch/library.h>
 
 #include <functional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "tests/support/support.h"
 
 using remat::checkpoint;
+using remat::CheckpointOptions;
 using remat::CheckpointPolicy;
 using remat::Policy;
 using remat::PolicyContext;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
 
 namespace {
 
-std::function<Tensor(const Tensor&)> body_of_kernel;
+// Operators whose kernels do what a test wants. Their gradients are said to be those of 3 x.
+std::function<Tensor(const Tensor&)> body_of_one;
+std::function<std::tuple<Tensor, Tensor>(const Tensor&)> body_of_two;
+std::function<void(Tensor&)> body_of_write;
 
-const auto& handle() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("remat_kernels::custom", "")
-                             .typed<Tensor(const Tensor&)>();
-  return op;
+template <class Signature>
+auto handle_of(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-/// Its gradient is said to be the same as that of 3 x.
-struct Threefold : torch::autograd::Function<Threefold> {
-  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) {
+struct One : torch::autograd::Function<One> {
+  static Tensor forward(AutogradContext*, const Tensor& x) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return handle().call(x);
+    return handle_of<Tensor(const Tensor&)>("remat_kernels::one").call(x);
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 const torch::autograd::variable_list& gradients) {
+  static variable_list backward(AutogradContext*, const variable_list& gradients) {
+    return {3 * gradients[0]};
+  }
+};
+struct Two : torch::autograd::Function<Two> {
+  static variable_list forward(AutogradContext*, const Tensor& x) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto [first, second] =
+        handle_of<std::tuple<Tensor, Tensor>(const Tensor&)>("remat_kernels::two").call(x);
+    return {first, second.alias()};
+  }
+  static variable_list backward(AutogradContext*, const variable_list& gradients) {
     return {3 * gradients[0]};
   }
 };
 
-/// An operator whose kernel does what a test wants.
-Tensor custom(const Tensor& x) {
-  static torch::Library* const library = [] {
+void define_operators() {
+  [[maybe_unused]] static torch::Library* const library = [] {
+    constexpr auto kernel = c10::DispatchKey::CompositeExplicitAutograd;
+    constexpr auto autograd = c10::DispatchKey::Autograd;
     auto* const made = new torch::Library(torch::Library::FRAGMENT, "remat_kernels", std::nullopt,
                                           __FILE__, __LINE__);
-    made->def("custom(Tensor x) -> Tensor");
-    made->impl("custom", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
-                                         [](const Tensor& each) { return body_of_kernel(each); }));
-    made->impl("custom", torch::dispatch(c10::DispatchKey::Autograd, [](const Tensor& each) {
-                 return Threefold::apply(each);
+    made->def("one(Tensor x) -> Tensor");
+    made->impl("one", torch::dispatch(kernel, [](const Tensor& x) { return body_of_one(x); }));
+    made->impl("one", torch::dispatch(autograd, [](const Tensor& x) { return One::apply(x); }));
+    made->def("two(Tensor x) -> (Tensor, Tensor)");
+    made->impl("two", torch::dispatch(kernel, [](const Tensor& x) { return body_of_two(x); }));
+    made->impl("two", torch::dispatch(autograd, [](const Tensor& x) {
+                 const variable_list both = Two::apply(x);
+                 return std::tuple(both[0], both[1]);
+               }));
+    made->def("write_(Tensor(a!) x) -> Tensor(a!)");
+    made->impl("write_", torch::dispatch(kernel, [](Tensor& x) -> Tensor& {
+                 body_of_write(x);
+                 return x;
                }));
     return made;
   }();
-  (void)library;
-  return handle().call(x);
+}
+Tensor one(const Tensor& x) {
+  define_operators();
+  return handle_of<Tensor(const Tensor&)>("remat_kernels::one").call(x);
+}
+std::tuple<Tensor, Tensor> two(const Tensor& x) {
+  define_operators();
+  return handle_of<std::tuple<Tensor, Tensor>(const Tensor&)>("remat_kernels::two").call(x);
+}
+void write(Tensor x) {
+  define_operators();
+  handle_of<Tensor&(Tensor&)>("remat_kernels::write_").call(x);
 }
 
 using Names = std::vector<std::string>;
@@ -59,6 +93,23 @@ Policy noting(Names& names, CheckpointPolicy answer) {
     names.emplace_back(context.op_name);
     return answer;
   });
+}
+CheckpointOptions always(CheckpointPolicy answer) {
+  return {.policy = Policy([answer](const PolicyContext&) { return answer; })};
+}
+CheckpointOptions keeping(std::string op) {
+  return {.policy = Policy([op = std::move(op)](const PolicyContext& context) {
+            return context.op_name == op ? CheckpointPolicy::MustSave
+                                         : CheckpointPolicy::PreferRecompute;
+          })};
+}
+
+template <class Function>
+void check_gradient(const CheckpointOptions& options, const Function& f) {
+  const Tensor x = leaf({4}), plain = x.detach().clone().requires_grad_();
+  f(plain).sum().backward();
+  checkpoint(options, f, x).sum().backward();
+  require_bit_equal({x.grad()}, {plain.grad()});
 }
 
 }  // namespace
@@ -69,7 +120,7 @@ TEST_CASE("a region in a kernel has its own policy, and the one around sees the 
        {CheckpointPolicy::MustSave, CheckpointPolicy::PreferRecompute}) {
     Names outer, inner;
     int kernels = 0;
-    body_of_kernel = [&](const Tensor& x) {
+    body_of_one = [&](const Tensor& x) {
       ++kernels;
       const at::AutoGradMode grad(true);  // else the region is a plain call
       const Tensor before = x.cos();
@@ -78,35 +129,147 @@ TEST_CASE("a region in a kernel has its own policy, and the one around sees the 
           [](const Tensor& t) { return t.sin().exp(); }, before);
       return y.tan();
     };
-    const auto f = [](const Tensor& x) { return (custom(x.sigmoid()) * x).sin(); };
+    const auto f = [](const Tensor& x) { return (one(x.sigmoid()) * x).sin(); };
     const Tensor x = leaf({4}), same = x.detach().clone().requires_grad_();
     const Tensor y = checkpoint({.policy = noting(outer, answer)}, f, x);
-    const int in_forward = kernels;
-    CHECK(in_forward == 1);
+    CHECK(kernels == 1);
     CHECK(inner == Names{"aten::sin.default", "aten::exp.default"});
-    CHECK(outer == Names{"aten::sigmoid.default", "remat_kernels::custom.default",
-                         "aten::mul.Tensor", "aten::sin.default"});
+    CHECK(outer == Names{"aten::sigmoid.default", "remat_kernels::one.default", "aten::mul.Tensor",
+                         "aten::sin.default"});
     y.sum().backward();
-    CHECK(kernels == in_forward + 1);  // what its region holds is filled by running it
+    CHECK(kernels == 2);  // what its region holds is filled by running it
     f(same).sum().backward();
     CHECK(equal(x.grad(), same.grad()));
   }
 }
 
+TEST_CASE("an operator that writes to a kept result, and opens a region, runs again", "[rule-15]") {
+  body_of_one = [](const Tensor& x) { return x * 2; };
+  body_of_write = [](Tensor& x) {
+    const at::AutoGradMode grad(true);
+    x.add_(checkpoint([](const Tensor& t) { return t.sin(); }, x.clone()));
+  };
+  check_gradient(keeping("remat_kernels::one.default"), [](const Tensor& x) {
+    const Tensor y = one(x);
+    write(y.variable_data());
+    return y.sin().exp();
+  });
+}
+
 TEST_CASE("a kernel runs a backward through a region", "[rule-15]") {
-  const auto f = [](const Tensor& x) { return x.sin().exp().sin(); };
+  // With a lazy conjugation in it: the way to a kernel excludes more keys than autograd's.
+  const auto f = [](const Tensor& x) {
+    const Tensor z = at::complex(x, x.sin());
+    return at::imag(z.conj()).mul(3).exp() * at::real(z * z.conj());
+  };
+  const bool in_region = GENERATE(true, false);
+  CAPTURE(in_region);
   const Tensor x = leaf({4}), same = x.detach().clone().requires_grad_();
   f(same).sum().backward();
-  Names names;
-  const Tensor y = checkpoint({.policy = noting(names, CheckpointPolicy::PreferRecompute)}, f, x);
-  const Tensor root = y.sum();
-  body_of_kernel = [&](const Tensor& each) {
+  Names inner, outer;
+  const Tensor root =
+      checkpoint({.policy = noting(inner, CheckpointPolicy::PreferRecompute)}, f, x).sum();
+  body_of_one = [&](const Tensor& each) {
     root.backward();
     return each.clone();
   };
-  Names outer;
-  checkpoint(
-      {.policy = noting(outer, CheckpointPolicy::PreferRecompute)},
-      [](const Tensor& t) { return custom(t.cos()); }, x);
+  const auto around = [](const Tensor& t) { return one(t.cos()); };
+  const Tensor y = leaf({4});
+  if (in_region)
+    checkpoint({.policy = noting(outer, CheckpointPolicy::PreferRecompute)}, around, y);
+  else
+    around(y);
   CHECK(equal(x.grad(), same.grad()));
+  if (in_region) CHECK(outer == Names{"aten::cos.default", "remat_kernels::one.default"});
+}
+
+TEST_CASE("a kept operator whose kernel runs a backward does not shift those of the region",
+          "[rule-6][rule-15]") {
+  const auto options =
+      GENERATE(always(CheckpointPolicy::PreferRecompute), keeping("remat_kernels::one.default"));
+  body_of_one = [](const Tensor& x) {
+    const at::AutoGradMode grad(true);
+    const Tensor other = at::ones({2}).requires_grad_();
+    struct Identity : torch::autograd::Function<Identity> {
+      static Tensor forward(AutogradContext*, const Tensor& t) { return t * 1; }
+      static variable_list backward(AutogradContext*, const variable_list& g) { return g; }
+    };
+    Identity::apply(other).backward(at::ones({2}));
+    return x * 2;
+  };
+  // Which is refused, since a recompute has the argument without its hook.
+  const auto f = [](const Tensor& x) {
+    const Tensor y = x.detach() * 2;
+    const Tensor kept = y.numel() == 4 ? one(y) : y;
+    const Tensor slope = torch::autograd::grad({(x.sin() * kept).sum()}, {x})[0];
+    return (x * slope.detach()).exp();
+  };
+  const Tensor x = leaf({4});
+  x.register_hook([](const Tensor& gradient) { return 5 * gradient; });
+  const Tensor y = checkpoint(options, f, x);
+  CHECK_THROWS_WITH(y.sum().backward(), contains("of an argument that has hooks"));
+}
+
+TEST_CASE("an operator may return a tensor that it keeps, again and again", "[rule-15]") {
+  Tensor constant = at::full({4}, 3.);
+  int kernels = 0;
+  body_of_one = [&](const Tensor&) {
+    ++kernels;
+    return constant;
+  };
+  check_gradient(keeping("remat_kernels::one.default"), [](const Tensor& x) {
+    const Tensor first = one(x.detach());
+    one(x.detach());
+    return (x.sin() * first).exp();
+  });
+  CHECK(kernels == 4);  // two in each forward
+
+  body_of_two = [&](const Tensor& x) { return std::tuple(2 * x, constant); };
+  const auto twice = [](const Tensor& x, auto&& between) {
+    Tensor a = std::get<0>(two(x));
+    const Tensor b = std::get<0>(two(x.cos()));
+    return between(a) * b;
+  };
+  // The first call is let go of, by a write and by its name; the constant is the second's, too.
+  check_gradient(keeping("remat_kernels::two.default"), [&](const Tensor& x) {
+    return twice(x, [](Tensor& a) {
+      const Tensor read = a.sin();
+      a.variable_data().add_(1.);
+      return read.exp() + a;
+    });
+  });
+  const Policy by_name([](const PolicyContext& context) {
+    if (context.op_name == "remat::checkpoint_name") return CheckpointPolicy::MustRecompute;
+    return context.op_name == "remat_kernels::two.default" ? CheckpointPolicy::PreferSave
+                                                           : CheckpointPolicy::PreferRecompute;
+  });
+  check_gradient({.policy = by_name}, [&](const Tensor& x) {
+    return twice(x, [](Tensor& a) { return remat::checkpoint_name(a, "a").sin().exp(); });
+  });
+}
+
+TEST_CASE("kernels that use lazy conjugation and negation compute the same under a policy",
+          "[rule-15]") {
+  const auto answer = GENERATE(CheckpointPolicy::PreferRecompute, CheckpointPolicy::MustSave);
+  const Seed seed(5);
+  const Tensor values = at::randn({4, 2}, at::kComplexDouble);
+  const auto f = [](const Tensor& x) { return at::view_as_real(at::linalg_pinv(x)); };
+  const Tensor x = values.clone().requires_grad_(), plain = values.clone().requires_grad_();
+  const Tensor y = checkpoint(always(answer), f, x);
+  require_bit_equal({y.detach()}, {f(plain).detach()});
+  y.sum().backward();
+  f(plain).sum().backward();
+  require_bit_equal({at::view_as_real(x.grad().resolve_conj())},
+                    {at::view_as_real(plain.grad().resolve_conj())});
+  body_of_one = [](const Tensor& t) { return at::imag(at::complex(t, t).conj()) * 3; };
+  check_gradient(always(answer), [](const Tensor& t) { return one(t).sin(); });
+}
+
+TEST_CASE("thousands of kept calls in one region", "[rule-15]") {
+  check_gradient(keeping("aten::sigmoid.default"), [](const Tensor& x) {
+    constexpr int num_calls = 3000;
+    Tensor y = x;
+    for (int i = 0; i < num_calls; ++i) y = y.sigmoid();
+    return y;
+  });
 }
