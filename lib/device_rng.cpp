@@ -4,10 +4,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <functional>
-#include <unordered_map>
 
 #include "lib/accelerator.h"
 #include "lib/cpu_rng.h"
@@ -42,40 +40,6 @@ void set_state(at::Generator& generator, const at::Tensor& state) {
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
   return a.nbytes() == b.nbytes() &&
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
-}
-
-/// Which recompute has set a generator, and those in it that have set it again, innermost last.
-class GeneratorTurns {
- public:
-  bool take(const c10::GeneratorImpl* generator, const DeviceRngSwap& swap) {
-    constexpr std::chrono::seconds longest_wait(60);
-    std::unique_lock<std::mutex> lock(mutex_);
-    const auto is_free = [&] {
-      const auto found = holders_.find(generator);
-      return found == holders_.end() || swap.is_inside(found->second.back());
-    };
-    if (!given_back_.wait_for(lock, longest_wait, is_free)) return false;
-    holders_[generator].push_back(&swap);
-    return true;
-  }
-
-  void give_back(const c10::GeneratorImpl* generator) noexcept {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = holders_.find(generator);
-    found->second.pop_back();
-    if (found->second.empty()) holders_.erase(found);
-    given_back_.notify_all();
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable given_back_;
-  std::unordered_map<const c10::GeneratorImpl*, std::vector<const DeviceRngSwap*>> holders_;
-};
-
-GeneratorTurns& turns() {
-  static auto* const all = new GeneratorTurns;  // leaked: graphs may die in static destructors
-  return *all;
 }
 
 }  // namespace
@@ -190,9 +154,7 @@ std::vector<GeneratorState> DeviceRng::at_begin(const DevicesMet& met) const {
   return states;
 }
 
-DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin,
-                             const DeviceRngSwap* around)
-    : around_(around) {
+DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const TurnTaker& taker) {
   for (const GeneratorState& each : at_begin)
     refuse_capture(each.generator.device(), each.generator);
   // In one order for all, so that two recomputes never wait for each other.
@@ -201,8 +163,9 @@ DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin,
     wanted.push_back(each.generator.unsafeGetGeneratorImpl());
   std::sort(wanted.begin(), wanted.end(), std::less<>());
   turns_.reserve(wanted.size());
+  constexpr std::chrono::seconds longest_wait(60);
   for (const c10::GeneratorImpl* generator : wanted) {
-    has_failed_ = !turns().take(generator, *this);
+    has_failed_ = !turns().take(generator, taker, longest_wait);
     if (has_failed_) return;
     turns_.push_back(generator);
   }
@@ -224,12 +187,6 @@ DeviceRngSwap::~DeviceRngSwap() {
 void DeviceRngSwap::give_turns_back() noexcept {
   for (const c10::GeneratorImpl* generator : turns_) turns().give_back(generator);
   turns_.clear();
-}
-
-bool DeviceRngSwap::is_inside(const DeviceRngSwap* other) const {
-  for (const DeviceRngSwap* each = around_; each != nullptr; each = each->around_)
-    if (each == other) return true;
-  return false;
 }
 
 }  // namespace remat

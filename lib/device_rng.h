@@ -13,6 +13,8 @@
 #include <mutex>
 #include <vector>
 
+#include "lib/turns.h"
+
 namespace remat {
 
 struct GeneratorState {
@@ -83,21 +85,19 @@ class DeviceRng {
   bool is_settled_ = false;
 };
 
-/// While alive the generators stand where the region began; then again where they were. Waits for the recomputes of other threads that have set them. `around`: of the recompute that this
-/// one runs in, on whatever thread, or null; it need not be waited for.
+/// While alive the generators stand where the region began; then again where they were. Waits for the
+/// recomputes of other threads that have set them.
 class DeviceRngSwap {
  public:
-  DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const DeviceRngSwap* around);
+  DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const TurnTaker& taker);
   ~DeviceRngSwap();
   /// They did not become free in time: nothing was set.
   bool has_failed() const { return has_failed_; }
-  bool is_inside(const DeviceRngSwap* other) const;
   DeviceRngSwap(const DeviceRngSwap&) = delete;
   DeviceRngSwap& operator=(const DeviceRngSwap&) = delete;
 
  private:
   void give_turns_back() noexcept;
-  const DeviceRngSwap* const around_;
   std::vector<const c10::GeneratorImpl*> turns_;
   std::vector<GeneratorState> before_;
   bool has_failed_ = false;

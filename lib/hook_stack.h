@@ -15,11 +15,11 @@ namespace remat {
 
 class Backwards;
 class DrawLog;
-class DeviceRngSwap;
 class DrawReplay;
 class Frame;
 class Replay;
 class Selection;
+struct TurnTaker;
 struct UserRegistrations;
 
 namespace detail {
@@ -81,8 +81,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   /// draws them again.
   virtual DrawLog* draw_log(const c10::GeneratorImpl&) const { return nullptr; }
   virtual DrawReplay* draw_replay(const c10::GeneratorImpl&) { return nullptr; }
-  /// Of a recompute: what has set devices' generators for it.
-  virtual const DeviceRngSwap* device_rng() const { return nullptr; }
+  /// Of a recompute.
+  virtual const TurnTaker* turn_taker() const { return nullptr; }
   /// Of a region's first run: what keeps its operators' results. Of a recompute: what replays them.
   /// Null where there is no such thing, and on threads that merely inherited the scope.
   virtual Selection* selection() const { return nullptr; }

@@ -62,6 +62,15 @@ class Early {
   std::list<Generator> generators_;
 };
 
+/// Of the recompute in which this thread is about to recompute another region, or null.
+const TurnTaker* turn_taker_around() {
+  const TurnTaker* around = nullptr;
+  detail::visit(detail::Ability::Region, [&](const detail::Scope& scope) {
+    if (around == nullptr) around = scope.turn_taker();
+  });
+  return around;
+}
+
 /// The scope of a recompute, alone on the stack while the function runs again.
 class RecomputeScope final : public detail::Scope {
  public:
@@ -125,8 +134,7 @@ class RecomputeScope final : public detail::Scope {
     Early* const early = early_.load();
     return early == nullptr ? nullptr : early->replay_of(generator);
   }
-  const DeviceRngSwap* device_rng() const override { return device_rng_; }
-  void set_device_rng(const DeviceRngSwap* swap) { device_rng_ = swap; }
+  const TurnTaker* turn_taker() const override { return &turn_taker_; }
   void guard_opened(const UserRegistrations& opened) override {
     if (filler_.is_forward_over()) return;
     const bool preserves_rng = frame_->options().preserve_rng_state;
@@ -178,17 +186,8 @@ class RecomputeScope final : public detail::Scope {
   std::atomic<int64_t> num_backwards_{0};
   std::atomic<Early*> early_{nullptr};  // the same, for threads that inherited the scope
   const std::thread::id owner_ = std::this_thread::get_id();
-  const DeviceRngSwap* device_rng_ = nullptr;
+  const TurnTaker turn_taker_{turn_taker_around()};
 };
-
-/// The recompute in which this thread is about to recompute another region; its swap, or null.
-const DeviceRngSwap* device_rng_around() {
-  const DeviceRngSwap* around = nullptr;
-  detail::visit(detail::Ability::Region, [&](const detail::Scope& scope) {
-    if (around == nullptr) around = scope.device_rng();
-  });
-  return around;
-}
 
 /// The recomputes this thread is running, innermost last.
 struct ActiveRuns {
@@ -255,21 +254,20 @@ class SwapOfAll {
 /// its random numbers.
 bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
                const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs) {
-  UserRestore user_state(frame->user_state());
+  UserRestore user_state(frame->user_state(), *scope->turn_taker());
   if (user_state.has_failed())
     throw_recompute_failed(*frame, "a StateProvider did not become free within ten seconds",
                            "another thread recomputes a region that uses it too, and may be "
                            "waiting for this one",
                            "give each thread a provider of its own");
   const StreamScope streams(frame->streams(), inputs);
-  const DeviceRngSwap device_rng(frame->device_states_at_begin(), device_rng_around());
+  const DeviceRngSwap device_rng(frame->device_states_at_begin(), *scope->turn_taker());
   if (device_rng.has_failed())
     throw_recompute_failed(*frame, "a device's generator did not become free within a minute",
                            "another thread's recompute draws from it too, and may be waiting for "
                            "this one",
                            "let one thread at a time run backward through regions that draw from "
                            "it, or set preserve_rng_state = false if other numbers do no harm");
-  scope->set_device_rng(&device_rng);
   const SwapOfAll generators(*scope);
   {
     const PreparingIs over(false);

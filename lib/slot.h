@@ -1,6 +1,7 @@
 #pragma once
 // One slot of a frame: what is remembered of a tensor that autograd saved in the region.
 
+#include <cstddef>
 #include <cstdint>
 
 #include "lib/capture.h"
@@ -32,5 +33,8 @@ struct Slot {
     return group == other.group && !is_inner_input && !other.is_inner_input;
   }
 };
+
+/// The index of a slot in its frame.
+inline std::size_t at_position(int64_t position) { return static_cast<std::size_t>(position); }
 
 }  // namespace remat

@@ -9,7 +9,6 @@
 #include <exception>
 #include <functional>
 #include <mutex>
-#include <thread>
 #include <unordered_map>
 #include <utility>
 
@@ -90,47 +89,6 @@ struct OutsideOfRegions {
   const detail::NoScopes no_scopes;
   const at::NoGradGuard no_grad;
 };
-
-/// Which thread's recompute has restored a provider's state. One after the other, as two at a time
-/// would mix theirs; a thread's own recomputes nest.
-class Turns {
- public:
-  bool take(const StateProvider* provider) {
-    constexpr std::chrono::seconds longest_wait(10);
-    std::unique_lock<std::mutex> lock(mutex_);
-    const auto is_free = [&] {
-      const auto found = turns_.find(provider);
-      return found == turns_.end() || found->second.owner == std::this_thread::get_id();
-    };
-    if (!given_back_.wait_for(lock, longest_wait, is_free)) return false;
-    Turn& turn = turns_[provider];
-    turn.owner = std::this_thread::get_id();
-    ++turn.depth;
-    return true;
-  }
-
-  void give_back(const StateProvider* provider) noexcept {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = turns_.find(provider);
-    if (--found->second.depth > 0) return;
-    turns_.erase(found);
-    given_back_.notify_all();
-  }
-
- private:
-  struct Turn {
-    std::thread::id owner;
-    int64_t depth = 0;
-  };
-  std::mutex mutex_;
-  std::condition_variable given_back_;
-  std::unordered_map<const StateProvider*, Turn> turns_;
-};
-
-Turns& turns() {
-  static auto* const all = new Turns;  // leaked: recomputes may run in static destructors
-  return *all;
-}
 
 }  // namespace
 
@@ -336,15 +294,16 @@ void ObservedRecompute::tell_end() noexcept {
   }
 }
 
-UserRestore::UserRestore(const UserState* state) : state_(state) {
+UserRestore::UserRestore(const UserState* state, const TurnTaker& taker) : state_(state) {
   if (state_ == nullptr) return;
   const auto& providers = state_->registered().providers;
   // In one order for all, so that two recomputes never wait for each other.
+  constexpr std::chrono::seconds longest_wait(10);
   std::vector<const StateProvider*> wanted;
   for (const auto& provider : providers) wanted.push_back(provider.get());
   std::sort(wanted.begin(), wanted.end(), std::less<>());
   for (const StateProvider* provider : wanted) {
-    has_failed_ = !turns().take(provider);
+    has_failed_ = !turns().take(provider, taker, longest_wait);
     if (has_failed_) return;
     turns_.push_back(provider);
   }

@@ -10,6 +10,7 @@
 
 #include "lib/device_rng.h"
 #include "lib/module_state.h"
+#include "lib/turns.h"
 #include "remat/state.h"
 
 namespace remat {
@@ -99,7 +100,7 @@ class ObservedRecompute {
 class UserRestore {
  public:
   /// Throws what a provider throws, having put back what was restored before.
-  explicit UserRestore(const UserState* state);
+  UserRestore(const UserState* state, const TurnTaker& taker);
   ~UserRestore();
   UserRestore(const UserRestore&) = delete;
   UserRestore& operator=(const UserRestore&) = delete;

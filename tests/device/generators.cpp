@@ -130,3 +130,37 @@ TEST_CASE("a recompute inside another one, on the device's thread, need not wait
   REQUIRE(inner.size() >= 4);
   for (const double each : inner) CHECK(each == inner[0]);
 }
+
+TEST_CASE("a provider is restored inside a recompute that has restored it, on the device's thread",
+          "[device][rule-11]") {
+  struct Number final : remat::StateProvider {
+    std::atomic<int> value = 1;
+    std::any capture() override { return value.load(); }
+    void restore(const std::any& state) override { value = std::any_cast<int>(state); }
+  };
+  const auto number = std::make_shared<Number>();
+  std::vector<int> seen;
+  const auto f = [&](const Tensor& t) {
+    const Tensor y = t.to(far::device(0)) * number->value.load();
+    const auto block = [&](const Tensor& u) {
+      seen.push_back(number->value);
+      return (u * number->value.load()).sin();
+    };
+    const Tensor z = checkpoint(block, y);
+    const Tensor slope = torch::autograd::grad({z.sum()}, {y}, {}, /*retain_graph=*/true)[0];
+    return (y * slope).sin().to(at::kCPU) * t;
+  };
+  const Tensor x = leaf({3});
+  Tensor y;
+  {
+    const remat::StateProviderGuard guard(number);
+    y = checkpoint({.early_stop = false}, f, x);
+  }
+  number->value = 99;
+  const auto start = std::chrono::steady_clock::now();
+  grad_of(y, {x});
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+  CHECK(number->value == 99);
+  REQUIRE(seen.size() >= 4);
+  for (const int each : seen) CHECK(each == 1);
+}
