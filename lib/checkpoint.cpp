@@ -54,11 +54,15 @@ class ForwardScope final : public Scope {
     auto asked = asked_of(frame_->inputs(), roots, targets);
     if (!asked.is_nothing()) frame_->note_backward(number, std::move(asked));
   }
-  void backward_ended(const torch::autograd::variable_list& gradients) override {
+  void backward_ended(const torch::autograd::variable_list& gradients,
+                      const torch::autograd::variable_list& given) override {
     if (!is_own_thread()) return;
+    StorageSet known;  // a sum, say, gives back what it was given
+    for (const at::Tensor& each : given) known.add(each);
     std::lock_guard<SpinLock> lock(mutex_);
     for (const at::Tensor& each : gradients)
-      if (each.defined() && !each.is_cpu()) gradients_.push_back(weak_storage_of(each));
+      if (each.defined() && !each.is_cpu() && !known.contains(storage_of(each)))
+        gradients_.push_back(weak_storage_of(each));
   }
   void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result);
   DrawLog* draw_log(const c10::GeneratorImpl& generator) const override {
@@ -81,11 +85,13 @@ void ForwardScope::wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_
   if (gradients_.empty()) return;
   StorageSet results;
   visit_result([&](at::Tensor& tensor) { results.add(tensor); });
-  constexpr std::chrono::milliseconds longest_wait(100);
+  constexpr std::chrono::milliseconds longest_wait(20);
   const auto start = std::chrono::steady_clock::now();
   for (const WeakStorage& each : gradients_) {
     const c10::StorageImpl* const storage = each._unsafe_get_target();
-    if (each.expired() || results.contains(storage) || !frame_->has_slot_of(storage)) continue;
+    if (each.expired() || results.contains(storage) || !frame_->has_slot_of(storage) ||
+        (frame_->selection() != nullptr && frame_->selection()->holds(storage)))
+      continue;
     while (!each.expired() && std::chrono::steady_clock::now() - start < longest_wait)
       std::this_thread::yield();
   }

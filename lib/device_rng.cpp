@@ -9,6 +9,7 @@
 
 #include "lib/accelerator.h"
 #include "lib/cpu_rng.h"
+#include "lib/device_claims.h"
 #include "lib/match.h"
 
 namespace remat {
@@ -73,7 +74,8 @@ const GeneratorState* DeviceRng::find(const at::Generator& generator) const {
 
 bool DeviceRng::is_others(const at::Generator& generator, const DevicesMet& met) const {
   const auto known = std::find(registered_.begin(), registered_.end(), generator);
-  return known == registered_.end() && devices_in_use().size() > 1 && !met.has(generator.device());
+  return known == registered_.end() && !met.has(generator.device()) &&
+         is_claimed_by_others(generator.device());
 }
 
 void DeviceRng::add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered) {
@@ -130,10 +132,10 @@ bool DeviceRng::has_moved(const at::Generator& generator) const {
 }
 
 void DeviceRng::settle(const DevicesMet& met) {
+  states_ = at_begin(met);
   std::erase_if(states_, [&](GeneratorState& each) {
     return is_same(each.state, state_of(each.generator)) && !has_moved(each.generator);
   });
-  states_ = at_begin(met);
   moved_inside_ = {};
   is_settled_ = true;
 }
@@ -141,7 +143,11 @@ void DeviceRng::settle(const DevicesMet& met) {
 std::vector<GeneratorState> DeviceRng::at_begin(const DevicesMet& met) const {
   std::vector<GeneratorState> states = states_;
   if (is_settled_) return states;
-  std::erase_if(states, [&](const GeneratorState& each) { return is_others(each.generator, met); });
+  std::unique_lock<std::mutex> lock(mutex_);
+  std::erase_if(states, [&](const GeneratorState& each) {
+    return !has_moved(each.generator) && is_others(each.generator, met);
+  });
+  lock.unlock();
   for (const c10::Device& device : devices_in_use()) {
     if (std::find(used_before_.begin(), used_before_.end(), device) != used_before_.end()) continue;
     // First used inside: it stood at the beginning of the stream of its seed.
@@ -164,13 +170,13 @@ DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const 
   std::sort(wanted.begin(), wanted.end(), std::less<>());
   turns_.reserve(wanted.size());
   constexpr std::chrono::seconds longest_wait(60);
-  for (const c10::GeneratorImpl* generator : wanted) {
-    has_failed_ = !turns().take(generator, taker, longest_wait);
-    if (has_failed_) return;
-    turns_.push_back(generator);
-  }
-  try {  // what may throw comes before anything is set
-    for (const GeneratorState& each : at_begin)
+  try {
+    for (const c10::GeneratorImpl* generator : wanted) {
+      has_failed_ = !turns().take(generator, taker, longest_wait);
+      if (has_failed_) return;
+      turns_.push_back(generator);
+    }
+    for (const GeneratorState& each : at_begin)  // what may throw comes before anything is set
       before_.push_back(DeviceRng::present(each.generator));
     DeviceRng::set(at_begin);
   } catch (...) {

@@ -41,10 +41,11 @@ class DevicesMet {
 
 // Note [Whose numbers]
 // What draws from a device's generator passes nothing that could be asked: many kernels take numbers
-// from it themselves. That a region drew is seen because the generator has moved. Where several
-// devices are in use, another thread may have moved it. So of default generators only those count
-// whose devices hold a tensor of the region's: an input, a result, or one that autograd saved. A
-// registered generator always counts. Threads that draw from one generator at once are not told
+// from it themselves. That a region drew is seen because the generator has moved; where every thread
+// has a device of its own, another thread may have moved it. So the default generator of a device on
+// which the region has no tensor (no input, no result, none that autograd saved) is taken for another
+// thread's if other threads have shown that they work there, and this one has not (device_claims).
+// A registered generator always counts. Threads that draw from one generator at once are not told
 // apart, but for recomputes, which take turns at it.
 
 /// Of a region: the states at its begin of the generators it drew from, once it is settled.
@@ -79,7 +80,7 @@ class DeviceRng {
   bool is_others(const at::Generator& generator, const DevicesMet& met) const;
   std::vector<GeneratorState> states_;
   std::vector<at::Generator> registered_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::vector<at::Generator> moved_inside_;  // until settled; guarded by mutex_
   c10::SmallVector<c10::Device, 2> used_before_;
   bool is_settled_ = false;

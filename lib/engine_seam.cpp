@@ -125,9 +125,16 @@ torch::autograd::variable_list ForwardingEngine::execute(
     bool keep_graph, bool create_graph, bool accumulate_grad,
     const torch::autograd::edge_list& outputs) {
   engine_callbacks.backward_begins(roots, outputs);
-  auto gradients =
-      previous_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
-  engine_callbacks.backward_ended(gradients);
+  torch::autograd::variable_list gradients;
+  struct Ended {
+    const torch::autograd::variable_list &gradients, &given;
+    ~Ended() { engine_callbacks.backward_ended(gradients, given); }
+  };
+  {
+    const Ended ended{gradients, inputs};
+    gradients =
+        previous_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
   return gradients;
 }
 

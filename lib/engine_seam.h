@@ -37,8 +37,10 @@ struct EngineCallbacks {
   /// leaves).
   void (*backward_begins)(const torch::autograd::edge_list& roots,
                           const torch::autograd::edge_list& outputs);
-  /// It has ended and returns these.
-  void (*backward_ended)(const torch::autograd::variable_list& gradients);
+  /// It has ended, and returns these; none if it threw. `given`: the gradients of its roots. Throws
+  /// nothing.
+  void (*backward_ended)(const torch::autograd::variable_list& gradients,
+                         const torch::autograd::variable_list& given);
   OperatorHandler run_operator;
 };
 

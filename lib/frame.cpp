@@ -7,7 +7,9 @@
 
 #include "lib/accelerator.h"
 #include "lib/counters.h"
+#include "lib/device_claims.h"
 #include "lib/digest.h"
+#include "lib/engine_seam.h"
 #include "lib/hook_stack.h"
 #include "lib/operator_sight.h"
 #include "lib/selection.h"
@@ -94,6 +96,9 @@ void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
   if (options_.preserve_rng_state && (registered || present_accelerator()))
     device_rng_ =
         DeviceRng::take(registered ? registered->generators : c10::ArrayRef<at::Generator>());
+  // What a backward runs, and the engine's threads, work for others.
+  if (device_rng_ && seam::graph_task_id() < 0)
+    inputs_.storages().visit([](const c10::StorageImpl& storage) { claim(storage.device()); });
   if (registered)
     user_state_ = std::make_unique<UserState>(*registered, options_.preserve_rng_state);
   if (options_.preserve_rng_state) draws_.begin();

@@ -43,11 +43,6 @@ std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
   return rebuilt;
 }
 
-void backward_ended(const torch::autograd::variable_list& gradients) {
-  if (!gradients.empty())
-    visit(Ability::Region, [&](Scope& scope) { scope.backward_ended(gradients); });
-}
-
 const seam::EngineCallbacks& callbacks() {
   static constexpr seam::EngineCallbacks ours{make_top_hooks, backward_begins, backward_ended,
                                               run_selectively};

@@ -95,7 +95,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual void backward_begins(const torch::autograd::edge_list& /*roots*/,
                                const torch::autograd::edge_list& /*targets*/) {}
   /// It has ended and returned these.
-  virtual void backward_ended(const torch::autograd::variable_list& /*gradients*/) {}
+  virtual void backward_ended(const torch::autograd::variable_list& /*gradients*/,
+                              const torch::autograd::variable_list& /*given*/) {}
   /// Adds what a guard of state.h registered, or the region of a recompute keeps.
   virtual void add_to(UserRegistrations&) const {}
   /// Of a guard that lets backward calls share recomputes.

@@ -195,6 +195,7 @@ struct ActiveRuns {
     Frame* frame;
     Run* run;
     Filler* filler;
+    const TurnTaker* taker;
   };
   std::vector<Entry> entries;
 };
@@ -216,8 +217,8 @@ struct PreparingIs {
 };
 
 struct RunOnThisThread {
-  RunOnThisThread(Frame& frame, Run& run, Filler& filler) {
-    active_runs().entries.push_back({&frame, &run, &filler});
+  RunOnThisThread(Frame& frame, Run& run, Filler& filler, const TurnTaker* taker) {
+    active_runs().entries.push_back({&frame, &run, &filler, taker});
   }
   ~RunOnThisThread() { active_runs().entries.pop_back(); }
 };
@@ -271,7 +272,8 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
   const SwapOfAll generators(*scope);
   {
     const PreparingIs over(false);
-    const RunOnThisThread active(*frame, run, filler);  // not while a provider runs a backward
+    // Not while a provider runs a backward.
+    const RunOnThisThread active(*frame, run, filler, scope->turn_taker());
     AmbientRestore ambient(frame->snapshot());
     detail::StackSwap clean(scope);
     std::optional<seam::OperatorSight> sight;
@@ -376,14 +378,10 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
 
 }  // namespace
 
-void backward_begins(const torch::autograd::edge_list& roots,
-                     const torch::autograd::edge_list& targets) {
-  if (!active_runs().entries.empty()) {
-    active_runs().entries.back().filler->stop_before_backward();
-    for (const ActiveRuns::Entry& each : active_runs().entries)
-      each.frame->owner_waits_for_backward(*each.run);
-  }
-  if (is_preparing) return;
+namespace {
+
+void tell_regions_of_backward(const torch::autograd::edge_list& roots,
+                              const torch::autograd::edge_list& targets) {
   const Frame* passed_over = nullptr;
   detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
     if (scope.is_kept_stretch) passed_over = scope.frame();  // recomputes do not run what it runs
@@ -391,6 +389,35 @@ void backward_begins(const torch::autograd::edge_list& roots,
     scope.backward_begins(roots, targets);
     if (Replay* const replay = scope.replay()) replay->check_backward(roots, targets);
   });
+}
+
+c10::SmallVector<const TurnTaker*, 4> takers_on_this_thread() {
+  c10::SmallVector<const TurnTaker*, 4> takers;
+  for (const ActiveRuns::Entry& each : active_runs().entries) takers.push_back(each.taker);
+  return takers;
+}
+
+}  // namespace
+
+void backward_begins(const torch::autograd::edge_list& roots,
+                     const torch::autograd::edge_list& targets) {
+  if (!active_runs().entries.empty()) {
+    active_runs().entries.back().filler->stop_before_backward();
+    for (const ActiveRuns::Entry& each : active_runs().entries)
+      each.frame->owner_waits_for_backward(*each.run);
+  }
+  if (!is_preparing) tell_regions_of_backward(roots, targets);
+  const auto takers = takers_on_this_thread();
+  if (!takers.empty()) turns().suspend(takers);
+}
+
+void backward_ended(const torch::autograd::variable_list& gradients,
+                    const torch::autograd::variable_list& given) {
+  const auto takers = takers_on_this_thread();
+  if (!takers.empty()) turns().resume(takers);
+  if (gradients.empty()) return;
+  detail::visit(detail::Ability::Region,
+                [&](detail::Scope& scope) { scope.backward_ended(gradients, given); });
 }
 
 void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_position) {

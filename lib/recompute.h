@@ -25,4 +25,9 @@ void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_po
 void backward_begins(const torch::autograd::edge_list& roots,
                      const torch::autograd::edge_list& targets);
 
+/// It has ended; `gradients`: what it returns, none if it threw; `given`: those of its roots. Throws
+/// nothing.
+void backward_ended(const torch::autograd::variable_list& gradients,
+                    const torch::autograd::variable_list& given);
+
 }  // namespace remat

@@ -381,17 +381,31 @@ void Selection::add_to(recording::RegionSums& sums) const {
       for (const StretchRecord::Value& value : stretch->values) add(value.tensor);
 }
 
+namespace {
+/// Whether one of them is of that storage, and `passes`.
+template <class Predicate>
+bool any_value_of(const std::vector<std::shared_ptr<StretchRecord>>& stretches,
+                  const c10::StorageImpl* storage, Predicate&& passes) {
+  for (const auto& stretch : stretches)
+    if (stretch != nullptr)
+      for (const StretchRecord::Value& each : stretch->values)
+        if (each.tensor.storage() == storage && passes(each.tensor)) return true;
+  return false;
+}
+}  // namespace
+
+bool Selection::holds(const c10::StorageImpl* storage) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  return kept_place(storage) != nullptr ||
+         any_value_of(stretches_, storage, [](const KeptTensor&) { return true; });
+}
+
 bool Selection::keeps(const c10::StorageImpl* storage) {
-  if (kept_place(storage) != nullptr) return true;
   // Of a stretch only what waits elsewhere: in its place it may be a captured tensor's too, which is
   // looked at as such.
-  return std::any_of(stretches_.begin(), stretches_.end(), [storage](const auto& stretch) {
-    return stretch != nullptr && std::any_of(stretch->values.begin(), stretch->values.end(),
-                                             [storage](const auto& value) {
-                                               return value.tensor.is_elsewhere() &&
-                                                      value.tensor.storage() == storage;
-                                             });
-  });
+  return kept_place(storage) != nullptr ||
+         any_value_of(stretches_, storage,
+                      [](const KeptTensor& each) { return each.is_elsewhere(); });
 }
 
 void Selection::settle() {

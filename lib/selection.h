@@ -127,6 +127,8 @@ class Selection {
   /// A shell was read: from now on these calls run in recomputes.
   void run_shells_for_real();
 
+  /// Whether it keeps the storage alive.
+  bool holds(const c10::StorageImpl* storage);
   /// Whether what the region keeps has this storage, and may come back with another one.
   bool keeps(const c10::StorageImpl* storage);
 

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <thread>
 
 #include "tests/device/far.h"
@@ -163,4 +164,128 @@ TEST_CASE("a provider is restored inside a recompute that has restored it, on th
   CHECK(number->value == 99);
   REQUIRE(seen.size() >= 4);
   for (const int each : seen) CHECK(each == 1);
+}
+
+TEST_CASE("a region draws on a device on which none of its tensors is", "[device][rule-11]") {
+  for (int i = 0; i < far::num_devices; ++i) far::draw(i);  // both are in use
+  const bool keeps = GENERATE(false, true);
+  CAPTURE(keeps);
+  std::vector<double> drawn;
+  const auto f = [&](const Tensor& t) {
+    // What is added, and where it was, is of no interest to autograd.
+    const auto add = [&](const Tensor& u) {
+      const Tensor noise = at::full({3}, far::draw(1)).to(far::device(1));
+      return (u.to(far::device(1)) + noise).to(far::device(0));
+    };
+    const Tensor noisy = keeps ? remat::save_region(add, t) : add(t);
+    drawn.push_back(far::draw(1));
+    return ((noisy.to(far::device(1)) * drawn.back()).to(far::device(0))).sin();
+  };
+  const Tensor x = far_leaf(at::ones({3}), 0);
+  const Tensor y = checkpoint({.early_stop = false}, f, x);
+  for (int i = 0; i < 3; ++i) far::draw(1);
+  const uint64_t position = far::position(1);
+  grad_of(y, {x});
+  REQUIRE(drawn.size() == 2);
+  CHECK(drawn[1] == drawn[0]);
+  CHECK(far::position(1) == position);
+}
+
+TEST_CASE("a recompute that waits for a backward lets others have its generator",
+          "[device][rule-11]") {
+  far::draw(0);
+  std::atomic<bool> is_backward = false, has_drawn = false;
+  struct Drawn {
+    std::deque<std::vector<double>> runs{};
+    void check() const {
+      REQUIRE(runs.size() >= 2);
+      REQUIRE(runs.back().size() == 2);
+      for (const auto& each : runs)  // one that forward waited for was stopped early
+        for (std::size_t i = 0; i < each.size(); ++i) CHECK(each[i] == runs.front()[i]);
+    }
+    std::vector<double>& begin() { return runs.emplace_back(); }
+  } first, second;
+  // On the CPU's thread; its own backward needs the device's.
+  const auto f = [&](const Tensor& t) {
+    std::vector<double>& drawn = first.begin();
+    const Tensor u = t.to(far::device(0)) * drawn.emplace_back(far::draw(0));
+    if (is_backward) {
+      has_drawn = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    const Tensor slope = torch::autograd::grad({u.sin().sum()}, {u}, {}, true)[0];
+    return (u * slope * drawn.emplace_back(far::draw(0))).to(at::kCPU) * t;
+  };
+  // On the device's thread meanwhile.
+  const auto g = [&](const Tensor& t) {
+    std::vector<double>& drawn = second.begin();
+    const Tensor u = (t * drawn.emplace_back(far::draw(0))).sin();
+    std::this_thread::sleep_for(std::chrono::milliseconds(is_backward ? 100 : 0));
+    return (u * drawn.emplace_back(far::draw(0))).sin();
+  };
+  const Tensor x = leaf({3}), z = far_leaf(at::ones({3}), 0);
+  const Tensor a = checkpoint({.early_stop = false}, f, x);
+  const Tensor b = checkpoint({.early_stop = false}, g, z);
+  b.register_hook([&](const Tensor&) {
+    for (int i = 0; i < 1000 && !has_drawn; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  is_backward = true;
+  const uint64_t position = far::position(0);
+  const auto start = std::chrono::steady_clock::now();
+  grad_of(a + b.to(at::kCPU), {x, z});
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+  CHECK(far::position(0) == position);
+  second.check();
+  first.check();
+}
+
+TEST_CASE("recomputes of one thread need not wait for each other", "[device][rule-11]") {
+  for (int i = 0; i < far::num_devices; ++i) far::draw(i);
+  // While the first waits for the other device, its thread takes up the second.
+  std::atomic<bool> is_backward = false;
+  const auto f = [&](const Tensor& t) {
+    const Tensor u = t * far::draw(0);
+    const Tensor w = u.to(far::device(1)).sin();
+    w.register_hook([&](const Tensor&) {
+      if (is_backward) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    });
+    const Tensor slope = torch::autograd::grad({w.exp().sum()}, {u}, {}, true)[0];
+    return (u * slope) * t;
+  };
+  const auto g = [](const Tensor& t) { return (t * far::draw(0)).sin(); };
+  const Tensor x = far_leaf(at::ones({3}), 0), z = far_leaf(at::ones({3}), 0);
+  const Tensor b = checkpoint(g, z), a = checkpoint({.early_stop = false}, f, x);
+  is_backward = true;
+  const auto start = std::chrono::steady_clock::now();
+  grad_of(a + b, {x, z});
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
+}
+
+TEST_CASE("a region does not wait for gradients that it keeps or was given", "[device]") {
+  const Tensor x = far_leaf(at::ones({3, 3}), 0), v = at::ones({3, 3}).to(far::device(0));
+  const auto seconds = [&](const remat::CheckpointOptions& options, const auto& f) {
+    const auto start = std::chrono::steady_clock::now();
+    constexpr int num_regions = 50;
+    for (int i = 0; i < num_regions; ++i) checkpoint(options, f, x);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  constexpr double in_vain = 0.5;  // of 1, were each to wait
+  const auto slope = [&](const Tensor& t) {
+    return torch::autograd::grad({t.mm(t)}, {t}, {v}, /*retain_graph=*/true)[0];
+  };
+  const auto squared = [&](const Tensor& t) {
+    const Tensor g = slope(t);
+    return (g * g * t).sin();
+  };
+  CHECK(seconds({}, squared) < in_vain);
+  CHECK(seconds({.policy = remat::save_ops({"aten::mm", "aten::add", "aten::mul"})}, squared) <
+        in_vain);
+  CHECK(seconds({}, [&](const Tensor& t) {
+          const Tensor g = remat::pin(slope(t));
+          return (g * g * t).sin();
+        }) < in_vain);
+  CHECK(seconds({}, [&](const Tensor& t) {
+          return (t * torch::autograd::grad({t + 1}, {t}, {v}, true)[0]).sin();
+        }) < in_vain);
 }
