@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lib/frame.h"
+#include "lib/operator_sight.h"
 #include "lib/replay.h"
 #include "lib/selection.h"
 
@@ -32,6 +33,7 @@ bool is_cast_of_leaf(const OpTraits& traits, const torch::jit::Stack& stack) {
 
 void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const OpTraits& traits = traits_of(op);
+  const seam::AtKernel at_kernel(traits.keys_met);
   if (traits.is_passive || is_cast_of_leaf(traits, stack)) return op.callBoxed(&stack);
   // The innermost region first; those around it only take note.
   detail::Scope* innermost = nullptr;

@@ -9,13 +9,15 @@
 #include <string_view>
 #include <unordered_map>
 
+#include "lib/operator_sight.h"
+
 namespace remat {
 
 namespace {
 
 // What autograd and views are made of (the same list as SAC_IGNORED_OPS of torch/utils/checkpoint.py,
 // with the metadata operators that have a name in C++).
-constexpr std::array<std::string_view, 22> passive_names{"aten::detach",
+constexpr std::array<std::string_view, 25> passive_names{"aten::detach",
                                                          "aten::alias",
                                                          "aten::lift_fresh",
                                                          "prim::device",
@@ -36,7 +38,10 @@ constexpr std::array<std::string_view, 22> passive_names{"aten::detach",
                                                          "aten::sym_is_contiguous",
                                                          "aten::is_same_size",
                                                          "aten::_version",
-                                                         "aten::is_set_to"};
+                                                         "aten::is_set_to",
+                                                         "aten::_nested_tensor_size",
+                                                         "aten::_nested_tensor_strides",
+                                                         "aten::_nested_tensor_storage_offsets"};
 
 OpTraits find_traits(const c10::OperatorHandle& op) {
   OpTraits traits;
@@ -52,8 +57,10 @@ OpTraits find_traits(const c10::OperatorHandle& op) {
   // Shares the storage, though its schema does not say so.
   if (name.name == "aten::_unsafe_view" || name.name == "aten::_reshape_alias")
     traits.is_view = true;
-  for (const char* blank : {"empty", "zeros", "ones", "full"})
-    traits.is_blank = traits.is_blank || name.name.find(blank) != std::string::npos;
+  for (const char* prefix : {"aten::", "aten::new_"})
+    for (const char* blank : {"empty", "zeros", "ones", "full"})
+      traits.is_blank = traits.is_blank || name.name.rfind(std::string(prefix) + blank, 0) == 0;
+  traits.keys_met = seam::keys_met(op);
   traits.is_composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
   traits.is_factory = true;
   for (const c10::Argument& argument : schema.arguments()) {
@@ -64,15 +71,24 @@ OpTraits find_traits(const c10::OperatorHandle& op) {
   for (const std::string_view constant : {"aten::zeros_like", "aten::ones_like", "aten::full_like",
                                           "aten::new_zeros", "aten::new_ones", "aten::new_full"})
     if (name.name == constant) traits.is_factory = true;
-  // An unfilled result is there to be written: kept, it would only be an error.
   for (const std::string_view unfilled : {"aten::empty", "aten::new_empty"})
-    if (name.name.rfind(unfilled, 0) == 0) traits.is_unfilled = traits.is_factory = true;
+    if (name.name.rfind(unfilled, 0) == 0) traits.is_factory = true;
+  for (const std::string_view norm :
+       {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
+    if (name.name == norm) traits.is_batch_norm = true;
   const bool is_ours = name.name.rfind("aten::", 0) == 0 || name.name.rfind("prim", 0) == 0;
   traits.is_random = traits.is_random || op.hasTag(at::Tag::nondeterministic_seeded) || !is_ours;
   return traits;
 }
 
 }  // namespace
+
+bool OpTraits::has_side_effect(c10::ArrayRef<c10::IValue> arguments) const {
+  if (!is_batch_norm) return false;
+  constexpr std::size_t running_mean = 3, training = 5;
+  return arguments.size() > training && arguments[running_mean].isTensor() &&
+         arguments[running_mean].toTensor().defined() && arguments[training].toBool();
+}
 
 bool is_made_by(const c10::OperatorHandle& op, std::size_t result) {
   return op.schema().returns()[result].alias_info() == nullptr;

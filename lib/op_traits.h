@@ -17,10 +17,13 @@ struct OpTraits {
   bool is_factory = false;    ///< has no tensor argument, or does not read it
   bool is_blank = false;      ///< makes a tensor that others will fill
 
-  bool is_cast = false;      ///< `_to_copy`, as autocast casts
-  bool is_unfilled = false;  ///< returns memory with nothing in it yet
+  bool is_cast = false;            ///< `_to_copy`, as autocast casts
+  c10::DispatchKeySet keys_met{};  ///< seam::keys_met()
+  bool is_batch_norm = false;      ///< may write statistics, which its schema does not say
 
-  bool can_be_kept() const { return !is_view && !is_mutable && !is_unfilled; }
+  bool can_be_kept() const { return !is_view && !is_mutable && !is_blank; }
+  /// This call must run in each recompute, for what it does beside returning a result.
+  bool has_side_effect(c10::ArrayRef<c10::IValue> arguments) const;
 };
 
 /// Whether the operator makes the result of that number: it returns no argument it wrote to.

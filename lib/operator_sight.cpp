@@ -1,5 +1,7 @@
 #include "lib/operator_sight.h"
 
+#include <ATen/core/PythonFallbackKernel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
@@ -8,6 +10,7 @@
 #define REMAT_HAS_INTERPRETER_HOOKS 1
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <utility>
@@ -106,24 +109,44 @@ void handle_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     const bool outer = std::exchange(flag, true);
     ~Handling() { flag = outer; }
   } handling;
-  // LibTorch excludes them on the way to a mode, which no other kernel that uses such views meets.
-  constexpr c10::DispatchKeySet lazy_keys(
-      {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor});
-  struct Keys {
-    const c10::impl::LocalDispatchKeySet before = c10::impl::tls_local_dispatch_key_set();
-    ~Keys() { c10::impl::_force_tls_local_dispatch_key_set(before); }
-  } keys;
-  c10::impl::LocalDispatchKeySet below = keys.before;
-  below.excluded_ = below.excluded_ - lazy_keys;
-  const bool alone = is_alone();
-  if (alone) below.excluded_ = below.excluded_ | mode_keys;
-  c10::impl::_force_tls_local_dispatch_key_set(below);
-  if (alone) return operator_handler(op, stack);
-  struct Off {  // it is the topmost one, or it would not have been called
-    std::shared_ptr<Mode> mode = TorchDispatchModeTLS::pop_stack();
-    ~Off() { TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(mode)); }
-  } off;
   operator_handler(op, stack);
+}
+
+AtKernel::AtKernel(c10::DispatchKeySet met) : before_(c10::impl::tls_local_dispatch_key_set()) {
+  c10::impl::LocalDispatchKeySet keys = before_;
+  {
+    const at::impl::RestorePythonTLSSnapshot on_entry;
+    keys.excluded_ = c10::impl::tls_local_dispatch_key_set().excluded_ | met;
+  }
+  const bool alone = is_alone();
+  if (alone) keys.excluded_ = keys.excluded_ | mode_keys;
+  c10::impl::_force_tls_local_dispatch_key_set(keys);
+  // It is the topmost one, or it would not have been called.
+  if (!alone) mode_ = TorchDispatchModeTLS::pop_stack();
+}
+
+AtKernel::~AtKernel() {
+  if (mode_ != nullptr) TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(mode_));
+  c10::impl::_force_tls_local_dispatch_key_set(before_);
+}
+
+c10::DispatchKeySet keys_met(const c10::OperatorHandle& op) {
+  c10::DispatchKeySet met = c10::autograd_dispatch_keyset;
+  const auto add_if_met = [&](c10::DispatchKey key) {
+    if (op.hasKernelForDispatchKey(key)) met = met.add(key);
+  };
+  // LibTorch's kernels for autograd exclude it, too, but for operators that only write.
+  const c10::FunctionSchema& schema = op.schema();
+  const bool only_writes =
+      schema.name().back() == '_' ||
+      std::any_of(schema.arguments().begin(), schema.arguments().end(),
+                  [](const c10::Argument& argument) { return argument.is_out(); });
+  if (only_writes)
+    add_if_met(c10::DispatchKey::ADInplaceOrView);
+  else
+    met = met.add(c10::DispatchKey::ADInplaceOrView);
+  for (const c10::DispatchKey key : c10::autocast_dispatch_keyset) add_if_met(key);
+  return met;
 }
 
 bool is_handling_operator() { return is_handling; }

@@ -14,8 +14,12 @@
 // them again.
 
 #include <ATen/core/stack.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <cstdint>
+#include <memory>
 
 namespace c10 {
 class OperatorHandle;
@@ -23,7 +27,7 @@ class OperatorHandle;
 
 namespace remat::seam {
 
-/// Runs an operator below autograd, or puts results on the stack itself.
+/// Runs an operator below autograd (AtKernel), or puts results on the stack itself.
 using OperatorHandler = void (*)(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 /// Once, before operators are seen.
 void set_operator_handler(OperatorHandler handler);
@@ -54,6 +58,30 @@ class OperatorsUnseen {
  private:
   bool was_seen_;
   int64_t num_above_ = 0;  // modes of others
+};
+
+// Note [Keys of a kernel]
+// On the way to a mode LibTorch excludes every dispatch key above it. A kernel that is reached without
+// a mode has only those excluded that the caller had, and that kernels on the way exclude: autograd's
+// always, ADInplaceOrView but for some that write, autocast's if the operator has a kernel there. It may depend on the
+// others: it conjugates lazily (pinv), counts up the version of what it writes (_foreach_add_), or
+// calls operators that autocast (bilinear).
+
+/// Those that kernels on the way to the operator's own exclude. Not cheap.
+c10::DispatchKeySet keys_met(const c10::OperatorHandle& op);
+
+/// While alive, in the handler: operators do not come to it, and a kernel finds the keys that it would
+/// find without a mode. `met`: keys_met() of its operator.
+class AtKernel {
+ public:
+  explicit AtKernel(c10::DispatchKeySet met);
+  ~AtKernel();
+  AtKernel(const AtKernel&) = delete;
+  AtKernel& operator=(const AtKernel&) = delete;
+
+ private:
+  const c10::impl::LocalDispatchKeySet before_;
+  std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> mode_;  // ours, if it had to be taken off
 };
 
 /// LibTorch hands our mode an operator.

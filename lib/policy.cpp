@@ -117,10 +117,11 @@ Policy by_ops(const std::vector<std::string>& names, Answer answer, SelectiveOpt
     }
     if (can_be_kept) continue;
     const char* const reason =
-        is_composite ? "\" consists of other operators and never reaches a policy itself. Do: list "
-                       "the operators it consists of; a policy function sees their names."
-                     : "\" writes to an argument or returns a view of one, so that it always runs "
-                       "again. Do: list the operator that makes the tensor.";
+        is_composite
+            ? "\" consists of other operators and never reaches a policy itself. Do: list "
+              "the operators it consists of; a policy function sees their names."
+            : "\" writes to an argument, returns a view of one or makes a blank tensor, so "
+              "that it always runs again. Do: list the operator that makes the values.";
     TORCH_WARN("remat::", function, ": \"", name, reason);
   }
   return PolicyRule::policy(

@@ -279,6 +279,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     record = make_record();
     describe(arguments, *record);
   }
+  const bool must_run = traits.has_side_effect(arguments);
   // A view reads nothing; who reads the view is seen by the storage that it shares.
   if (!keeps && !applies && !traits.is_view) note_read(arguments);
   lock.unlock();
@@ -308,8 +309,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     return;
   }
   // Inference tensors cannot be saved. A kernel that opens regions must run again: they hold slots.
-  if (record != nullptr &&
-      (opened_regions || returns_argument(*record, results) || hold_inference(results))) {
+  if (record != nullptr && (must_run || opened_regions || returns_argument(*record, results) ||
+                            hold_inference(results))) {
     lock.lock();
     note_results(operators_[n], n, call, results, given);
     if (keeps)

@@ -55,6 +55,8 @@ struct PolicyContext {
   const std::string& name;          ///< the value's name, empty unless it was given one
 };
 
+/// Must answer alike for like calls: a region that is nested in another one is a new region in each
+/// recompute of that one, and its policy is asked anew. (A counter would have to begin anew there.)
 using PolicyFn = std::function<CheckpointPolicy(const PolicyContext&)>;
 
 struct SelectiveOptions {

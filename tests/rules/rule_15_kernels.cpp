@@ -1,6 +1,7 @@
 // Rule 15 where the kernel of an operator does more than compute: opens regions, runs a backward,
 // returns what it keeps, uses lazy views.
 
+#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include <functional>
@@ -272,4 +273,94 @@ TEST_CASE("thousands of kept calls in one region", "[rule-15]") {
     for (int i = 0; i < num_calls; ++i) y = y.sigmoid();
     return y;
   });
+}
+
+TEST_CASE("writes to lists of tensors count up versions under a policy, too", "[rule-15]") {
+  const auto options = GENERATE(CheckpointOptions{}, always(CheckpointPolicy::PreferRecompute),
+                                always(CheckpointPolicy::MustSave), keeping("aten::tanh.default"));
+  const Tensor x = leaf({4});
+  const Tensor y = checkpoint(
+      options,
+      [](const Tensor& t) {
+        const Tensor saved = t.tanh();  // and changed afterwards
+        at::_foreach_add_({saved}, 1.);
+        CHECK(saved._version() == 1);
+        return saved.exp();
+      },
+      x);
+  CHECK_THROWS(y.sum().backward());
+}
+
+TEST_CASE("operators that autocast does not know call others that it casts", "[rule-15]") {
+  const Seed seed(7);
+  const Tensor a = at::randn({4, 8}), b = at::randn({4, 8}), w = at::randn({8, 8, 8});
+  const auto f = [&](const Tensor& t) { return at::bilinear(t, b, w, {}).sin(); };
+  const Tensor x = a.clone().requires_grad_(), plain = a.clone().requires_grad_();
+  Tensor y, expected;
+  {
+    struct Autocast {
+      Autocast() { at::autocast::set_autocast_enabled(at::kCPU, true); }
+      ~Autocast() {
+        at::autocast::clear_cache();
+        at::autocast::set_autocast_enabled(at::kCPU, false);
+      }
+    } autocast;
+    expected = f(plain);
+    y = checkpoint(always(CheckpointPolicy::PreferRecompute), f, x);
+  }
+  require_bit_equal({y.detach()}, {expected.detach()});
+  y.sum().backward();
+  expected.sum().backward();
+  require_bit_equal({x.grad()}, {plain.grad()});
+}
+
+TEST_CASE("a batch norm that writes its statistics runs in every recompute", "[rule-15]") {
+  const auto policy =
+      GENERATE(keeping("aten::native_batch_norm.default"), always(CheckpointPolicy::MustSave));
+  const bool early_stop = GENERATE(true, false);
+  CheckpointOptions options = policy;
+  options.early_stop = early_stop;
+  const auto f = [](const Tensor& x) {
+    const Tensor mean = at::zeros({3}), variance = at::ones({3});
+    const Tensor y = at::batch_norm(x, {}, {}, mean, variance, /*training=*/true, 0.5, 1e-5, false);
+    return y.sin() + x * mean;
+  };
+  const Tensor x = leaf({5, 3}), plain = x.detach().clone().requires_grad_();
+  f(plain).sum().backward();
+  checkpoint(options, f, x).sum().backward();
+  require_bit_equal({x.grad()}, {plain.grad()});
+}
+
+TEST_CASE("a blank tensor that is filled past all operators is made again", "[rule-15]") {
+  const auto f = [](const Tensor& x) {
+    const Tensor t = at::zeros({4});
+    for (int i = 0; i < 4; ++i) t.mutable_data_ptr<float>()[i] += static_cast<float>(i);
+    return x * t;
+  };
+  const Tensor x = leaf({4}), plain = x.detach().clone().requires_grad_();
+  f(plain).sum().backward();
+  const Tensor y = checkpoint(always(CheckpointPolicy::MustSave), f, x);
+  for (int i = 0; i < 2; ++i) {
+    x.mutable_grad() = Tensor();
+    y.sum().backward({}, /*retain_graph=*/true);
+    require_bit_equal({x.grad()}, {plain.grad()});
+  }
+}
+
+TEST_CASE("the sizes of nested tensors are no operator of the region's", "[rule-15]") {
+  // LibTorch asks for them where nothing may be thrown.
+  const auto f = [](const Tensor& x) {
+    const Tensor nested = at::_nested_tensor_from_tensor_list({x.slice(0, 0, 2), x.slice(0, 1, 4)});
+    return (nested * nested).to_padded_tensor(0.).sin();
+  };
+  Names names;
+  const Tensor x = leaf({4, 3}), plain = x.detach().clone().requires_grad_();
+  f(plain).sum().backward();
+  const auto inner = [&](const Tensor& t) {
+    return checkpoint({.policy = noting(names, CheckpointPolicy::MustSave)}, f, t);
+  };
+  checkpoint(inner, x).sum().backward();
+  require_bit_equal({x.grad()}, {plain.grad()});
+  for (const std::string& each : names)
+    CHECK(each.find("_nested_tensor_size") == std::string::npos);
 }
