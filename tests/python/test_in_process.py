@@ -654,6 +654,30 @@ def policies_work_beside_dispatch_modes_around_them():
 
 
 @case
+def kernels_under_a_policy_find_the_keys_that_they_find_without():
+    def inverse(x):
+        return torch.view_as_real(torch.linalg.pinv(x))
+
+    # It conjugates lazily, in a kernel.
+    values = torch.randn(4, 2, dtype=torch.complex128)
+    x, plain = (values.clone().requires_grad_() for _ in range(2))
+    result, expected = remat.checkpoint(inverse, x, save_ops=["aten::mm"]), inverse(plain)
+    check(torch.equal(result, expected))
+    result.sum().backward()
+    expected.sum().backward()
+    check(torch.equal(torch.view_as_real(x.grad.resolve_conj()), torch.view_as_real(plain.grad.resolve_conj())))
+
+    def changes_what_is_saved(x):
+        saved = x.tanh()
+        torch._foreach_add_([saved], 1.0)
+        equal(saved._version, 1)
+        return saved.exp()
+
+    result = remat.checkpoint(changes_what_is_saved, leaf(), save_ops=["aten::mm"]).sum()
+    raises(RuntimeError, "modified by an inplace operation", result.backward)
+
+
+@case
 def policies_work_beside_dispatch_modes_inside_them():
     inside = Counting()
 
