@@ -139,13 +139,16 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
   if (storage == nullptr) return result;
   if (inputs.contains(storage)) {
     result.origin = Origin::Input;
+    result.storage = weak_storage_of(saved);
     return result;
   }
-  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(viewed(saved));
+  const at::Tensor& root = viewed(saved);
+  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(root);
   const Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
   const bool built_inside =
       node != nullptr && node->sequence_nr() >= start.sequence && node->thread_id() == start.thread;
   result.origin = built_inside ? Origin::Inside : Origin::Outside;
+  if (!built_inside) result.leaf = WeakTensor(root.getIntrusivePtr());
   // Never changed in place: the operator in the region made it, so it is no captured tensor.
   if (!(built_inside && result.version == 0)) result.storage = weak_storage_of(saved);
   return result;
@@ -178,10 +181,10 @@ bool is_changed(const Provenance& then, const at::Tensor& now) {
       return storage_of(now) != then.storage._unsafe_get_target() ||
              static_cast<uint32_t>(now._version()) != then.version;
     case Origin::Inside:
+    case Origin::Input:
       return then.storage._unsafe_get_target() != nullptr &&
              storage_of(now) == then.storage._unsafe_get_target() &&
              static_cast<uint32_t>(now._version()) != then.version;
-    case Origin::Input:
     case Origin::NoStorage:
       return false;
   }

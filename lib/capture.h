@@ -13,7 +13,9 @@
 //   Inside   a tensor whose grad_fn was built in the region and that views nothing older. Only if
 //            the recompute saves the very same storage (a captured tensor changed in place inside
 //            the region) the version must match.
-//   Input    shares its storage with an input; autograd's own check covers it.
+//   Input    shares its storage with an input; autograd's own check covers it. Only hooks around the
+//            region make the recompute's input another one; if it saves the storage of forward's all
+//            the same, through a captured alias, the version must match.
 // Storages are remembered weakly: comparing addresses alone meets reused ones.
 
 #include <ATen/core/Tensor.h>
@@ -35,6 +37,7 @@ enum class Origin : uint8_t { Inside, Outside, Leaf, Input, NoStorage };
 /// What the capture check remembers of one saved tensor.
 struct Provenance {
   WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  /// Of an Outside tensor: itself, or what it views.
   WeakTensor leaf{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
   /// Of a cast: its own storage. Saved again, the cast counts; otherwise the leaf does.
   WeakStorage cast{c10::intrusive_ptr<c10::StorageImpl>()};
@@ -55,6 +58,10 @@ class StorageSet {
   bool contains(const c10::StorageImpl* storage) const;
   /// In the order in which they were added; -1 if it was not.
   int64_t number_of(const c10::StorageImpl* storage) const;
+  /// By number, only to be compared; null for -1.
+  const c10::StorageImpl* at(int64_t number) const {
+    return number < 0 ? nullptr : storages_[static_cast<std::size_t>(number)]._unsafe_get_target();
+  }
   void clear();
   /// Those that are alive.
   template <class Visitor>
@@ -65,7 +72,7 @@ class StorageSet {
 
  private:
   static constexpr std::size_t max_scanned = 8;
-  c10::SmallVector<WeakStorage, 4> storages_;
+  c10::SmallVector<WeakStorage, 2> storages_;
   std::unique_ptr<std::unordered_set<const c10::StorageImpl*>> index_;  // only of larger sets
 };
 

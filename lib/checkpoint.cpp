@@ -49,6 +49,7 @@ class ForwardScope final : public Scope {
                        const torch::autograd::edge_list& targets) override {
     if (!is_own_thread()) return;
     frame_->break_group();
+    frame_->note_any_backward();
     const int64_t number = num_backwards_++;
     if (Selection* const selection = frame_->selection()) selection->note_backward();
     auto asked = asked_of(frame_->inputs(), roots, targets);
@@ -63,6 +64,9 @@ class ForwardScope final : public Scope {
     for (const at::Tensor& each : gradients)
       if (each.defined() && !each.is_cpu() && !known.contains(storage_of(each)))
         gradients_.push_back(weak_storage_of(each));
+  }
+  void hook_registered(const at::TensorBase& tensor, unsigned handle, bool) override {
+    frame_->note_hook(tensor, handle);
   }
   void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result);
   DrawLog* draw_log(const c10::GeneratorImpl& generator) const override {

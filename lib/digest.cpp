@@ -11,9 +11,17 @@ namespace remat {
 
 namespace {
 
+/// Whether there are elements in memory: a tensor of zeros that LibTorch's formulas make has none, nor
+/// has one whose storage was freed (`resize_(0)`, as for sharded parameters).
+bool has_elements(const at::Tensor& tensor) {
+  if (tensor._is_zerotensor() || tensor.is_meta()) return false;
+  return !tensor.has_storage() || tensor.numel() == 0 || tensor.storage().nbytes() > 0;
+}
+
 // A transposed weight is hashed as it lies in memory: bringing it into logical order took longer
 // than all the rest. Its strides are hashed too, then.
 uint64_t digest_of_elements(const at::Tensor& tensor) {
+  if (!has_elements(tensor)) return tensor._is_zerotensor() ? 1 : 2;
   const at::Tensor near = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU);
   const at::Tensor dense = near.is_non_overlapping_and_dense() ? near : near.contiguous();
   uint64_t digest = hash_of_bytes(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());

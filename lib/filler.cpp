@@ -2,6 +2,7 @@
 
 #include <ATen/SequenceNumber.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "lib/counters.h"
@@ -130,6 +131,15 @@ static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
   return leaf && at::Tensor(leaf).requires_grad() == has_edge;
 }
 
+bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) const {
+  if (frame_.options().capture_check != CaptureCheck::Raise || !view_.is_settled ||
+      !is_changed(slot.provenance, judged))
+    return false;
+  // An argument itself is checked when it is unpacked; hooks may have restored it in its own storage.
+  return slot.provenance.origin != Origin::Input ||
+         std::find(inputs_.begin(), inputs_.end(), storage_of(judged)) == inputs_.end();
+}
+
 void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {
   const auto mismatch = [&](std::string forward, std::string now) {
     CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
@@ -144,8 +154,7 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
   };
   const at::Tensor* const origin = input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
-  if (frame_.options().capture_check == CaptureCheck::Raise && view_.is_settled &&
-      is_changed(slot.provenance, judged)) {
+  if (is_changed_capture(slot, judged)) {
     differences_.captures.push_back(
         mismatch(slot.description.text() + fmt::format(", version {}", slot.provenance.version),
                  Description(saved, slot.description.has_strides()).text() +

@@ -37,6 +37,10 @@ class Filler final : public SlotFiller {
   void forbid_stop() { early_stop_ = !view_.is_settled; }
   /// What replays kept results looks at every tensor that is saved.
   void set_replay(Replay* replay) { replay_ = replay; }
+  /// The arguments of this recompute.
+  void set_inputs(const std::vector<at::Tensor>& inputs) {
+    for (const at::Tensor& each : inputs) inputs_.push_back(storage_of(each));
+  }
   /// All is queued on the devices that the tensors need.
   void record_ready() const { ready_.record(); }
 
@@ -65,6 +69,7 @@ class Filler final : public SlotFiller {
 
  private:
   void take(int64_t position, const at::Tensor& saved, const at::Tensor& kept);
+  bool is_changed_capture(const Slot& slot, const at::Tensor& judged) const;
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
   void compare_pending(uint64_t next_group, bool is_end);
   bool wants_stop() const;
@@ -81,6 +86,7 @@ class Filler final : public SlotFiller {
   ReadyStreams ready_;
   std::optional<OpLog> log_;
   Replay* replay_ = nullptr;
+  c10::SmallVector<const c10::StorageImpl*, 2> inputs_;  // only to be compared
   Differences differences_;
   struct Pending {
     int64_t position;

@@ -198,4 +198,34 @@ bool Frame::has_noted_backwards() {
   return inner_backwards_ != nullptr;
 }
 
+void Frame::note_hook(const at::TensorBase& tensor, unsigned handle) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  if (hook_notes_ == nullptr) hook_notes_ = std::make_unique<HookNotes>();
+  hook_notes_->add(tensor, handle, has_run_backward());
+}
+
+std::optional<HookNotes::Note> Frame::noted_hook(const at::TensorBase& tensor,
+                                                 std::size_t number) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  const HookNotes::Note* const note =
+      hook_notes_ == nullptr ? nullptr : hook_notes_->find(tensor, number);
+  return note == nullptr ? std::nullopt : std::optional(*note);
+}
+
+bool Frame::has_hook_after_backward() {
+  std::lock_guard<SpinLock> lock(mutex_);
+  return hook_notes_ != nullptr && hook_notes_->any_follows_backward();
+}
+
+void Frame::visit_outside(c10::function_ref<void(at::Tensor)> visitor) {
+  inputs_.visit_leaves(visitor);
+  std::unique_lock<SpinLock> lock(mutex_);
+  c10::SmallVector<c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>, 8> alive;
+  for (const Slot& slot : slots_)
+    if (slot.provenance.origin == Origin::Leaf || slot.provenance.origin == Origin::Outside)
+      if (auto leaf = slot.provenance.leaf.lock()) alive.push_back(std::move(leaf));
+  lock.unlock();
+  for (auto& each : alive) visitor(at::Tensor(std::move(each)));
+}
+
 }  // namespace remat

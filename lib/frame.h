@@ -24,6 +24,7 @@
 
 #include <fmt/format.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -38,6 +39,7 @@
 #include "lib/inner_backward.h"
 #include "lib/inputs.h"
 #include "lib/op_log.h"
+#include "lib/outside_tensors.h"
 #include "lib/recording.h"
 #include "lib/run.h"
 #include "lib/slot.h"
@@ -111,6 +113,15 @@ class Frame final : public SlotOwner {
   void note_backward(int64_t number, InnerBackwards::Asked asked);
   InnerBackwards::Asked asked_by_backward(int64_t number);
   bool has_noted_backwards();
+  /// Whether the function has run any backward in forward.
+  bool has_run_backward() const { return has_run_backward_.load(std::memory_order_relaxed); }
+  void note_any_backward() { has_run_backward_.store(true, std::memory_order_relaxed); }
+  /// Hooks that the function registers in forward: Note [Tensors from outside].
+  void note_hook(const at::TensorBase& tensor, unsigned handle);
+  std::optional<HookNotes::Note> noted_hook(const at::TensorBase& tensor, std::size_t number);
+  bool has_hook_after_backward();
+  /// The tensors from outside that are known and alive.
+  void visit_outside(c10::function_ref<void(at::Tensor)> visitor);
   /// Of all generators whose draws are noted, always in the same order.
   c10::SmallVector<DrawLog*, 1> draw_logs();
   /// Where draws from a generator are noted; null if they do not matter.
@@ -134,7 +145,7 @@ class Frame final : public SlotOwner {
   /// The function threw; `settle` does the same where it has returned.
   void tell_recorders_of_throw() const;
   detail::RegionBody& body() const { return *body_; }
-  std::vector<at::Tensor> unpack_inputs() const { return inputs_.unpack(*this); }
+  GivenInputs unpack_inputs() const { return inputs_.unpack(*this); }
   std::thread::id forward_thread() const { return forward_thread_; }
   /// Whether the contents of all slots are compared.
   bool compares_contents() const;
@@ -193,12 +204,14 @@ class Frame final : public SlotOwner {
   std::unique_ptr<RecordedFrame> recorded_;
   RegionStart start_;
   bool sees_operators_ = false;
+  std::atomic<bool> has_run_backward_{false};
   std::thread::id forward_thread_;
 
   SpinLock mutex_;  // guards what follows; never held while user code runs
   std::vector<Slot> slots_;
   c10::SmallVector<std::shared_ptr<Run>, 1> runs_;
   std::unique_ptr<InnerBackwards> inner_backwards_;  // of those that asked for something
+  std::unique_ptr<HookNotes> hook_notes_;
   bool is_group_broken_ = false;
   bool is_settled_ = false;
   bool ends_small_ = false;

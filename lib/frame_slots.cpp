@@ -173,6 +173,7 @@ void Frame::settle_provenance(const StorageSet& results) {
     const bool is_kept = selection_ != nullptr && selection_->keeps(storage);
     if (is_gone || is_kept || results.contains(storage)) {
       provenance.origin = Origin::Inside;
+      provenance.leaf.reset();
       if (is_gone) provenance.storage.reset();
     }
   }

@@ -82,6 +82,12 @@ WatchedPlace::WatchedPlace(const at::Tensor& tensor, GradRole role) {
   }
 }
 
+at::Tensor WatchedPlace::leaf() const {
+  if (place_.sequence != GradientPlace::leaf) return {};
+  auto alive = leaf_.lock();
+  return alive ? at::Tensor(std::move(alive)) : at::Tensor();
+}
+
 bool is_leaf(const Node& node) { return as_leaf(node) != nullptr; }
 
 Reached::Reached(const torch::autograd::edge_list& roots,

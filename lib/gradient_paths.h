@@ -54,6 +54,8 @@ class WatchedPlace {
   GradientPlace get() const {
     return place_.sequence == GradientPlace::leaf && leaf_.expired() ? GradientPlace{} : place_;
   }
+  /// The leaf, if it is one and alive; else undefined.
+  at::Tensor leaf() const;
 
  private:
   GradientPlace place_;

@@ -97,6 +97,13 @@ class Scope : public std::enable_shared_from_this<Scope> {
   /// It has ended and returned these.
   virtual void backward_ended(const torch::autograd::variable_list& /*gradients*/,
                               const torch::autograd::variable_list& /*given*/) {}
+  /// Of a region's scope: a hook is about to be registered on a tensor. Of a recompute: the handle of
+  /// forward's, which is there already; or none.
+  virtual std::optional<unsigned> known_hook(const at::TensorBase&) { return std::nullopt; }
+  /// It has this handle. `is_new`: it has been registered now.
+  virtual void hook_registered(const at::TensorBase&, unsigned /*handle*/, bool /*is_new*/) {}
+  /// Of a recompute: `requires_grad_` is about to be called.
+  virtual void requires_grad_changes(const at::TensorBase&) {}
   /// Adds what a guard of state.h registered, or the region of a recompute keeps.
   virtual void add_to(UserRegistrations&) const {}
   /// Of a guard that lets backward calls share recomputes.

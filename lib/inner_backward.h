@@ -53,6 +53,11 @@ const char* against(const InnerBackwards::Asked& asked, const Inputs& inputs,
                     c10::ArrayRef<WatchedPlace> aliases, const torch::autograd::edge_list& roots,
                     const torch::autograd::edge_list& targets);
 
+/// Of a hook: it was not there yet when forward ran the backward.
+inline constexpr char hook_after_backward[] =
+    "a gradient was taken inside a region whose function later registers a hook on a tensor from "
+    "outside";
+
 [[noreturn]] void refuse_backward(const char* reason);
 
 }  // namespace remat

@@ -1,15 +1,24 @@
 #include "lib/inputs.h"
 
+#include <ATen/SparseTensorImpl.h>
+#include <ATen/ops/clone.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <typeinfo>
 #include <utility>
 
+#include "hooks/byte_hash.h"
 #include "hooks/elsewhere.h"
+#include "lib/digest.h"
 #include "lib/engine_seam.h"
+#include "lib/frame.h"
 #include "lib/match.h"
 #include "lib/offload.h"
+#include "lib/operator_sight.h"
+#include "lib/planted_fault.h"
 
 namespace remat {
 
@@ -23,27 +32,78 @@ struct InputEdge final : torch::autograd::Node {
   std::string name() const override { return "remat::InputEdge"; }
 };
 
-/// A tensor with the same data and version counter as `data` and the role of the input; `data` itself if
-/// that asks for no more. Its own may be another by now: a parent's recompute made it, or the user said so.
-at::Tensor in_role(at::Tensor data, GradRole role) {
-  if ((role == GradRole::None || role == GradRole::NoGradViewOfLeaf) && grad_role_of(data) == role)
-    return data;
-  at::Tensor input = data.tensor_data();
-  switch (role) {
-    case GradRole::None:
-      break;
-    case GradRole::Leaf:
-      input.set_requires_grad(true);
-      break;
-    case GradRole::Result:
-      torch::autograd::create_gradient_edge(input, seam::make_node<InputEdge>());
-      break;
-    case GradRole::NoGradViewOfLeaf:
-      input.set_requires_grad(true);
-      return without_gradient_edge(input);
-  }
-  return input;
+/// A node whose output with that number is the input.
+seam::NodePtr input_edge(uint32_t output_number) {
+  auto node = seam::make_node<InputEdge>();
+  for (uint32_t i = 0; i < output_number; ++i)
+    node->add_input_metadata(torch::autograd::Node::undefined_input());
+  return node;
 }
+
+uint32_t low_bits(const void* address) {
+  return static_cast<uint32_t>(combine(odd_multiplier, reinterpret_cast<uintptr_t>(address)));
+}
+
+/// A hash of where in its storage a tensor has its elements, and of what type they are. Tensors without
+/// a storage: of what stands for it.
+uint32_t layout_of(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  uint64_t hash = static_cast<uint64_t>(tensor.scalar_type());
+  const auto add = [&hash](uint64_t word) { hash = combine(hash, word); };
+  if (tensor.is_nested() || impl.has_symbolic_sizes_strides()) return static_cast<uint32_t>(hash);
+  for (const int64_t size : tensor.sizes()) add(static_cast<uint64_t>(size));
+  if (tensor.layout() == c10::kStrided) {
+    for (const int64_t stride : tensor.strides()) add(static_cast<uint64_t>(stride));
+    if (tensor.has_storage()) add(static_cast<uint64_t>(tensor.storage_offset()));
+    add(static_cast<uint64_t>(tensor.is_conj()) * 2 + static_cast<uint64_t>(tensor.is_neg()));
+  } else if (tensor.layout() == c10::kSparse) {
+    const auto& sparse = static_cast<const at::SparseTensorImpl&>(impl);
+    add(low_bits(sparse.indices().unsafeGetTensorImpl()));
+    add(low_bits(sparse.values().unsafeGetTensorImpl()));
+  }
+  return static_cast<uint32_t>(hash ^ (hash >> 32));
+}
+
+/// Copies of storages, in which tensors stay views of each other.
+class StorageCopies {
+ public:
+  at::Tensor copy_of(const at::Tensor& tensor) {
+    const at::NoGradGuard no_grad;
+    const seam::OperatorsUnseen unseen;
+    const c10::InferenceMode normal(false);
+    c10::StorageImpl* const storage = storage_of(tensor);
+    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    if (storage == nullptr || typeid(impl) != typeid(c10::TensorImpl) || tensor.is_meta() ||
+        tensor._is_zerotensor())
+      return tensor.detach().clone();
+    Copy& copy = of(tensor, storage);
+    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(copy.storage),
+                                                               impl.key_set(), impl.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(impl.sizes(), impl.strides(),
+                                                      impl.storage_offset());
+    made.unsafeGetTensorImpl()->set_version_counter(copy.counter);
+    return made;
+  }
+
+ private:
+  struct Copy {
+    const c10::StorageImpl* from;
+    c10::Storage storage;
+    c10::VariableVersion counter{0};
+  };
+  Copy& of(const at::Tensor& tensor, const c10::StorageImpl* from) {
+    for (Copy& each : copies_)
+      if (each.from == from) return each;
+    const auto num_bytes = static_cast<int64_t>(from->nbytes());
+    const auto keys = tensor.key_set() - c10::DispatchKeySet({c10::DispatchKey::Conjugate,
+                                                              c10::DispatchKey::Negative});
+    at::Tensor bytes = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(tensor.storage()), keys, caffe2::TypeMeta::Make<uint8_t>());
+    bytes.unsafeGetTensorImpl()->set_sizes_contiguous(num_bytes);
+    return copies_.emplace_back(Copy{from, bytes.clone().storage()});
+  }
+  c10::SmallVector<Copy, 2> copies_;
+};
 
 void refuse_tangent(const at::Tensor& tensor) {
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
@@ -96,11 +156,20 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
     input.role = role;
     input.same_as = same_as;
     input.storage_number = storage_number;
+    input.layout = layout_of(tensor);
+    input.counter = tensor.unsafeGetTensorImpl()->version_counter();
+    input.version = input.counter.current_version();
     impls.push_back(tensor.unsafeGetTensorImpl());
+    if (role == GradRole::Result) {
+      const auto& meta = *torch::autograd::impl::get_autograd_meta(tensor);
+      if (meta.grad_.defined() || meta.output_nr_ > 0 || meta.retains_grad_)
+        input.beside.reset(
+            new Beside{meta.grad_, static_cast<uint32_t>(tensor.output_nr()), meta.retains_grad_});
+    }
     if (input.variable.has_hooks() && !saving.is_slot() && tensor.has_storage())
-      input.watched.reset(new Watched{weak_storage_of(tensor),
-                                      tensor.unsafeGetTensorImpl()->version_counter(),
-                                      static_cast<uint32_t>(tensor._version())});
+      input.watched.reset(
+          new Watched{weak_storage_of(tensor), WeakTensor(tensor.getIntrusivePtr()),
+                      tensor.unsafeGetTensorImpl()->version_counter(), input.version});
     if (!offload || tensor.is_cpu()) return;
     // A slot of the region around, or what a user's hooks took, is not here any more.
     if (!input.variable.has_hooks() && depot_of_inputs()->moves(tensor))
@@ -108,28 +177,149 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
   });
 }
 
-std::vector<at::Tensor> Inputs::unpack(const Frame& frame) const {
-  std::vector<at::Tensor> tensors;
+bool Inputs::has_moved(const Input& input) const {
+  return input.counter.enabled() && input.counter.current_version() != input.version;
+}
+
+bool Inputs::is_written(const Input& input) const {
+  if (is_settled_) return input.is_written;
+  return std::any_of(saved_.begin(), saved_.end(), [&](const Input& other) {
+    return has_moved(other) && (&other == &input || (input.storage_number >= 0 &&
+                                                     other.storage_number == input.storage_number));
+  });
+}
+
+void Inputs::settle() {
+  const bool is_any_written = std::any_of(saved_.begin(), saved_.end(),
+                                          [this](const Input& each) { return has_moved(each); });
+  bool is_any_compared = false;
+  for (Input& input : saved_) {
+    input.is_written = is_any_written && is_written(input);
+    is_any_compared |= input.is_object() && !input.variable.has_hooks();
+  }
+  is_settled_ = true;
+  for (Input& input : saved_) input.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
+  // Those of the region around, or of hooks, would only keep what is left of a storage.
+  if (!is_any_compared) storages_.clear();
+}
+
+// What a user's hooks hold is not to be written to; the original may be what they hold.
+at::Tensor Inputs::unpack(const Frame& frame, const Input& input, std::size_t number) const {
+  const auto position = static_cast<int64_t>(number);
+  Watched* const watched = input.watched.get();
+  if (watched != nullptr && watched->is_spoiled) throw_spoiled_argument(frame, position);
+  const uint32_t expected = watched == nullptr ? 0 : watched->version.load();
+  const uint32_t version = watched == nullptr ? 0 : watched->counter.current_version();
+  at::Tensor data = input.variable.unpack();
+  if (!data.defined()) return data;
+  bool is_original = input.is_object() && !input.variable.has_hooks();
+  const c10::StorageImpl* storage = nullptr;
+  if (watched != nullptr) {
+    if (version != expected && storage_of(data) == watched->storage._unsafe_get_target())
+      throw_changed_argument(frame, position, data, expected, version, input.is_written);
+    if (version == expected) watched->version = watched->counter.current_version();
+    is_original = data.unsafeGetTensorImpl() == watched->object._unsafe_get_target();
+    storage = watched->storage._unsafe_get_target();
+  } else if (is_original) {
+    storage = storages_.at(input.storage_number);
+  }
+  if (is_original && frame.options().capture_check == CaptureCheck::Raise &&
+      !is_planted(Fault::ReplacedArgument) &&
+      (storage_of(data) != storage || layout_of(data) != input.layout))
+    throw_replaced_argument(frame, position, data);
+  return data;
+}
+
+// See Note [Functions that write to arguments].
+void Inputs::copy_written(const Frame& frame, std::vector<at::Tensor>& tensors) const {
+  StorageCopies copies;
+  const std::vector<at::Tensor> given = tensors;
+  for (std::size_t i = 0; i < saved_.size(); ++i) {
+    const Input& input = saved_[i];
+    if (!given[i].defined() || input.same_as >= 0 || !input.variable.has_hooks() ||
+        !is_written(input) || is_planted(Fault::WrittenArgument))
+      continue;
+    for (std::size_t j = 0; j < saved_.size(); ++j)
+      if (input.storage_number >= 0 && saved_[j].storage_number == input.storage_number &&
+          storage_of(given[j]) != storage_of(given[i]))
+        throw_parted_arguments(frame, static_cast<int64_t>(i), static_cast<int64_t>(j));
+    tensors[i] = copies.copy_of(given[i]);
+  }
+}
+
+/// Whether a leaf is as it was at the call, with the data that were unpacked. Hooks may have given back a
+/// copy of them, or, if they are lossy, others.
+bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data) {
+  if (!leaf.defined() || grad_role_of(leaf) != GradRole::Leaf || layout_of(leaf) != input.layout)
+    return false;
+  if (storage_of(data) != nullptr && storage_of(leaf) == storage_of(data)) return true;
+  return input.variable.has_hooks() && digest_of(leaf) == digest_of(data);
+}
+
+at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool may_be_leaf) const {
+  if (input.is_object() && grad_role_of(data) == input.role) return data;
+  // The user may have changed its role, or given it other data since.
+  if (input.role == GradRole::Leaf && may_be_leaf && !is_planted(Fault::ArgumentObject))
+    if (at::Tensor leaf = input.place.leaf(); is_unchanged(input, leaf, data)) return leaf;
+  at::Tensor alias = data.tensor_data();
+  switch (input.role) {
+    case GradRole::None:
+      break;
+    case GradRole::Leaf:
+      alias.set_requires_grad(true);
+      break;
+    case GradRole::Result: {
+      const Beside* const beside = input.beside.get();
+      torch::autograd::create_gradient_edge(
+          alias, input_edge(beside == nullptr ? 0 : beside->output_number));
+      if (beside != nullptr && beside->retains_grad) alias.retain_grad();
+      if (beside != nullptr)
+        torch::autograd::impl::get_autograd_meta(alias)->grad_ = beside->grad;
+      break;
+    }
+    case GradRole::NoGradViewOfLeaf:
+      alias.set_requires_grad(true);
+      return without_gradient_edge(alias);
+  }
+  return alias;
+}
+
+GivenInputs Inputs::unpack(const Frame& frame) const {
+  GivenInputs given;
+  std::vector<at::Tensor>& tensors = given.tensors;
   tensors.reserve(saved_.size());
-  for (const Input& input : saved_) {
+  bool is_any_written = false;
+  for (std::size_t i = 0; i < saved_.size(); ++i) {
+    const Input& input = saved_[i];
+    tensors.push_back(input.same_as >= 0 ? tensors[static_cast<std::size_t>(input.same_as)]
+                                         : unpack(frame, input, i));
+    is_any_written = is_any_written || (input.variable.has_hooks() && is_written(input));
+  }
+  if (is_any_written) copy_written(frame, tensors);
+  const bool may_be_leaf = !frame.has_run_backward();
+  for (std::size_t i = 0; i < saved_.size(); ++i) {
+    const Input& input = saved_[i];
+    at::Tensor& tensor = tensors[i];
+    if (!tensor.defined()) continue;
     if (input.same_as >= 0) {
-      tensors.push_back(tensors[static_cast<std::size_t>(input.same_as)]);
+      tensor = tensors[static_cast<std::size_t>(input.same_as)];
       continue;
     }
-    Watched* const watched = input.watched.get();
-    const uint32_t expected = watched == nullptr ? 0 : watched->version.load();
-    const uint32_t version = watched == nullptr ? 0 : watched->counter.current_version();
-    at::Tensor tensor = input.variable.unpack();
-    if (watched != nullptr) {
-      if (version != expected && storage_of(tensor) == watched->storage._unsafe_get_target())
-        throw_changed_argument(frame, static_cast<int64_t>(tensors.size()), tensor, expected,
-                               version);
-      if (version == expected) watched->version = watched->counter.current_version();
+    tensor = in_role(input, std::move(tensor), may_be_leaf && !is_written(input));
+    if (input.watched != nullptr && !is_written(input) && !tensor.is_inference()) {
+      const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+      given.held.push_back({i, counter, counter.current_version()});
     }
-    if (tensor.defined()) tensor = in_role(std::move(tensor), input.role);
-    tensors.push_back(std::move(tensor));
   }
-  return tensors;
+  return given;
+}
+
+void Inputs::check_unwritten(const Frame& frame, const GivenInputs& given) const {
+  for (const GivenInputs::Held& each : given.held) {
+    if (each.counter.current_version() == each.version) continue;
+    saved_[each.input].watched->is_spoiled = true;
+    throw_spoiled_argument(frame, static_cast<int64_t>(each.input));
+  }
 }
 
 }  // namespace remat

@@ -16,12 +16,37 @@ namespace remat {
 
 class Frame;
 
+/// The arguments of one recompute.
+struct GivenInputs {
+  std::vector<at::Tensor> tensors;
+  /// What hooks gave, and hold: the recompute is not to write to it.
+  struct Held {
+    std::size_t input;
+    c10::VariableVersion counter;
+    uint32_t version;
+  };
+  c10::SmallVector<Held, 0> held{};
+};
+
 /// Note [Inputs without history]
 /// A region's input is saved through whatever hooks are active around the region: under a parent
 /// frame it becomes a slot of the parent (Rule 2). A tensor that requires grad is saved as an alias
 /// without its history, so that a frame never keeps the graph above it alive; what is needed to
-/// rebuild `requires_grad` and leaf-ness is kept beside it. A tensor that does not require grad is
-/// the same object in every run. One tensor passed twice is one tensor in the recompute too.
+/// rebuild its role is kept beside it. A tensor that does not require grad is the same object in
+/// every run. One tensor passed twice is one tensor in the recompute too.
+///
+/// Note [Leaves as they are]
+/// A leaf that requires grad is handed to a recompute as the object that it is, if it still has the data
+/// and the role of forward: the function may ask it for its `grad`, compare it with a captured one, or
+/// look it up. Not if the function runs backwards: the recompute repeats them, and they must not
+/// accumulate into the leaf again; nor if it writes to the leaf, or hooks gave back other values. Then it
+/// is an alias.
+///
+/// Note [Functions that write to arguments]
+/// Without hooks around the region LibTorch refuses a function that writes to its own argument: the
+/// version has moved when a recompute unpacks it. Hooks may have kept a copy, and a recompute that wrote
+/// to what they give back would leave it changed for the next. So whether forward wrote is noted, by
+/// storage, and a recompute then gets copies of what came from hooks, views of one storage in one.
 class Inputs {
  public:
   /// Takes the tensors out of the body's kept arguments and saves them. `offload`: those that no
@@ -29,11 +54,16 @@ class Inputs {
   /// error for inference tensors.
   void save(detail::RegionBody& body, bool offload);
   /// Fresh arguments for one recompute of `frame`; may make parents recompute. Throws LibTorch's error
-  /// when an input was changed in place, and CheckpointError if a user's hooks kept it as it was.
-  std::vector<at::Tensor> unpack(const Frame& frame) const;
+  /// when an input was changed in place, and CheckpointError if it was given other data, if a user's
+  /// hooks kept it as it was, or if they took apart what shared memory and is written to.
+  GivenInputs unpack(const Frame& frame) const;
+  /// The recompute has ended. Throws CheckpointError if it wrote to what hooks hold, which forward did
+  /// not.
+  void check_unwritten(const Frame& frame, const GivenInputs& given) const;
   /// The tensors die here.
   void clear() { saved_.clear(); }
 
+  /// Empty when the function has returned, where nothing is compared any more.
   const StorageSet& storages() const { return storages_; }
   /// Which of the inputs' storages one has: equal for inputs that share theirs, -1 for none.
   int64_t storage_number(std::size_t input) const { return saved_[input].storage_number; }
@@ -42,31 +72,59 @@ class Inputs {
   void visit_places(Visitor&& visitor) const {
     for (const Input& each : saved_) visitor(each.place.get(), each.has_tensor_hooks);
   }
-  /// The region's function has returned: the storages are not compared any more.
-  void settle() { storages_.clear(); }
+  /// Each leaf that requires grad and is alive.
+  template <class Visitor>
+  void visit_leaves(Visitor&& visitor) const {
+    for (const Input& each : saved_)
+      if (const at::Tensor leaf = each.place.leaf(); leaf.defined()) visitor(leaf);
+  }
+  /// The region's function has returned: notes what it wrote to.
+  void settle();
 
  private:
   /// LibTorch does not look at the version of what comes from hooks. They may have kept a copy, which a
   /// change of the original leaves alone, or the original.
   struct Watched {
     WeakStorage storage;
+    WeakTensor object;
     c10::VariableVersion counter;
     std::atomic<uint32_t> version;  ///< the hooks themselves may write when they give it back
+    std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold
+  };
+  /// What a result has beside its values.
+  struct Beside {
+    at::Tensor grad;
+    uint32_t output_number = 0;
+    bool retains_grad = false;
   };
   struct Input {
     Input() = default;
     explicit Input(const at::Tensor& saved) : variable(saved, /*is_output=*/false) {}
     torch::autograd::SavedVariable variable;
     std::unique_ptr<Watched> watched;  ///< where a user's hooks took it
+    std::unique_ptr<Beside> beside;    ///< of few
     WatchedPlace place;
+    c10::VariableVersion counter{c10::VariableVersion::DISABLED};  ///< until the function has returned
+    uint32_t version = 0;
+    uint32_t layout = 0;  ///< of one that is the same object in every run
     int32_t storage_number = -1;
-    int32_t same_as : 29 = -1;  ///< the input that is the same tensor, or -1
+    int32_t same_as : 28 = -1;  ///< the input that is the same tensor, or -1
     GradRole role : 2 =
         GradRole::None;  ///< of forward's; what requires grad is an alias in each run
     bool has_tensor_hooks : 1 = false;
+    bool is_written : 1 = false;  ///< by the function, in forward; also one that shares its storage
+    bool is_object() const { return role == GradRole::None || role == GradRole::NoGradViewOfLeaf; }
   };
+  bool has_moved(const Input& input) const;
+  bool is_written(const Input& input) const;
+  at::Tensor unpack(const Frame& frame, const Input& input, std::size_t number) const;
+  void copy_written(const Frame& frame, std::vector<at::Tensor>& tensors) const;
+  static bool is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data);
+  at::Tensor in_role(const Input& input, at::Tensor data, bool may_be_leaf) const;
+
   c10::SmallVector<Input, 1> saved_;
   StorageSet storages_;
+  bool is_settled_ = false;
 };
 
 /// While the inputs of a region are saved: the tensor whose alias is being packed, else null. A

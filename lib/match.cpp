@@ -182,24 +182,70 @@ void throw_count_mismatch(const Frame& frame, int64_t forward_count, int64_t rec
       facts);
 }
 
+namespace {
+
+/// An error about an argument, by its number among the tensors of the arguments.
+[[noreturn]] void throw_about_argument(const Frame& frame, Kind kind, int64_t number,
+                                       std::string then, std::string now, std::string text) {
+  CheckpointError::Facts facts = facts_of(kind, frame);
+  facts.mismatches.push_back({number, std::move(then), std::move(now), {}, {}});
+  throw CheckpointError("remat::checkpoint: " + std::move(text), std::move(facts));
+}
+
+}  // namespace
+
 void throw_changed_argument(const Frame& frame, int64_t number, const at::Tensor& argument,
-                            uint32_t version_then, uint32_t version_now) {
-  CheckpointError::Facts facts = facts_of(Kind::CaptureChanged, frame);
-  facts.mismatches.push_back({number,
-                              fmt::format("saved at version {}", version_then),
-                              fmt::format("is at version {}", version_now),
-                              {},
-                              {}});
-  throw CheckpointError(
+                            uint32_t version_then, uint32_t version_now, bool by_function) {
+  throw_about_argument(
+      frame, Kind::CaptureChanged, number, fmt::format("saved at version {}", version_then),
+      fmt::format("is at version {}", version_now),
       fmt::format(
-          "remat::checkpoint: one of the variables needed for gradient computation has "
-          "been modified by an inplace operation: {}, tensor {} of the arguments of {}, is at "
-          "version {}; expected version {} instead (Rule 10).\n"
-          "Cause: an argument of the region was changed in place after the call, and the "
-          "saved-tensor hooks around it had kept the tensor itself, not a copy.\nDo: call "
-          "backward before the change, pass a clone, or let the pack function copy.",
-          Description(argument, false).text(), number, title(frame), version_now, version_then),
-      std::move(facts));
+          "one of the variables needed for gradient computation has been modified by an inplace "
+          "operation: {}, tensor {} of the arguments of {}, is at version {}; expected version {} "
+          "instead (Rule 10).\n"
+          "Cause: {}, and the saved-tensor hooks around it had kept the tensor itself, not a "
+          "copy.\nDo: {}, pass a clone, or let the pack function copy.",
+          Description(argument, false).text(), number, title(frame), version_now, version_then,
+          by_function ? "the region's function writes to its own argument"
+                      : "an argument of the region was changed in place after the call",
+          by_function ? "let the function write to a copy" : "call backward before the change"));
+}
+
+void throw_replaced_argument(const Frame& frame, int64_t number, const at::Tensor& now) {
+  throw_about_argument(
+      frame, Kind::CaptureChanged, number, "the data of the call",
+      Description(now, false).text() + ", other data",
+      fmt::format("An argument was given other data between the forward and the recompute, so the "
+                  "gradient would be wrong: tensor {} of the arguments of {}, which is {} now.\n"
+                  "Cause: set_data, set_, resize_ or an assignment to its data gave it another "
+                  "storage or another shape; its version does not show that.\nDo: call backward "
+                  "before, pass an alias (`x.detach()`), or set capture_check = "
+                  "CaptureCheck::Ignore to recompute with the new data.",
+                  number, title(frame), Description(now, false).text()));
+}
+
+void throw_parted_arguments(const Frame& frame, int64_t number, int64_t other) {
+  throw_about_argument(
+      frame, Kind::Unsupported, number, "one memory", "a memory of its own",
+      fmt::format("a function wrote to an argument that shares its memory with another argument, "
+                  "and the saved-tensor hooks around it gave the two back apart: tensors {} and {} "
+                  "of the arguments of {}.\n"
+                  "Cause: in the recompute the write would not reach the other one, as it did in "
+                  "forward.\nDo: pass the tensor once and make the view in the function, or let the "
+                  "function write to a copy.",
+                  number, other, title(frame)));
+}
+
+void throw_spoiled_argument(const Frame& frame, int64_t number) {
+  throw_about_argument(
+      frame, Kind::CaptureChanged, number, "not written to", "written to in a recompute",
+      fmt::format("one of the variables needed for gradient computation has been modified by an "
+                  "inplace operation: a recompute wrote to tensor {} of the arguments of {}, which "
+                  "forward had not done.\n"
+                  "Cause: the function does not do the same again, and what it wrote to belongs to "
+                  "the saved-tensor hooks around the region.\nDo: let the function write to a copy, "
+                  "and run forward again.",
+                  number, title(frame)));
 }
 
 void throw_double_unpack(const Frame& frame, int64_t position) {

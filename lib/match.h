@@ -31,10 +31,18 @@ struct Differences {
 [[noreturn]] void throw_count_mismatch(const Frame& frame, int64_t forward_count,
                                        int64_t recompute_count, Differences differences,
                                        const OpLog* recompute_log);
-/// Argument `number` was changed in place, and the hooks around the region had kept no copy of it.
+/// Argument `number` was changed in place, by the region's function if `by_function`, else later; and
+/// the hooks around the region had kept no copy of it.
 [[noreturn]] void throw_changed_argument(const Frame& frame, int64_t number,
                                          const at::Tensor& argument, uint32_t version_then,
-                                         uint32_t version_now);
+                                         uint32_t version_now, bool by_function);
+/// It was given other data, or another shape.
+[[noreturn]] void throw_replaced_argument(const Frame& frame, int64_t number,
+                                          const at::Tensor& now);
+/// The function writes to `number`, which shares its memory with `other`; hooks gave them back apart.
+[[noreturn]] void throw_parted_arguments(const Frame& frame, int64_t number, int64_t other);
+/// A recompute has written to what hooks hold for it, though forward had not.
+[[noreturn]] void throw_spoiled_argument(const Frame& frame, int64_t number);
 [[noreturn]] void throw_double_unpack(const Frame& frame, int64_t position);
 [[noreturn]] void throw_group_overlap(const Frame& frame, int64_t position);
 [[noreturn]] void throw_recompute_failed(const Frame& frame, const std::string& fact,

@@ -22,6 +22,10 @@ enum class Fault {
   TaskEnd,        ///< what a backward did not read is kept when it ends
   KeptResult,     ///< a kept call gets the result of another one
   KeptDraws,      ///< a replay does not pass over what kept calls drew
+  WrittenArgument,   ///< a recompute may write to what hooks hold for an argument
+  ReplacedArgument,  ///< nobody looks whether an argument was given other data
+  ArgumentObject,    ///< a leaf that is an argument comes back as another object
+  HookTwice,         ///< what a recompute registers on tensors from outside stays
 };
 
 #ifdef REMAT_PLANTED_FAULTS

@@ -19,11 +19,13 @@
 #include "lib/inner_backward.h"
 #include "lib/match.h"
 #include "lib/operator_sight.h"
+#include "lib/outside_tensors.h"
 #include "lib/planted_fault.h"
 #include "lib/profiler.h"
 #include "lib/replay.h"
 #include "lib/spin_lock.h"
 #include "lib/stack_room.h"
+#include "lib/variable_hooks.h"
 
 namespace remat {
 
@@ -118,14 +120,22 @@ class RecomputeScope final : public detail::Scope {
     const char* const reason = filler_.is_complete()
                                    ? nullptr
                                    : against(asked, frame_->inputs(), aliases_, roots, targets);
-    if (reason == nullptr) return;
-    try {
-      refuse_backward(reason);
-    } catch (...) {
-      filler_.note_refusal();  // also if the function catches it
-      // Through a noexcept function it cannot go: the run ends with it.
-      if (frame_->body().can_be_stopped() && std::uncaught_exceptions() == 0) throw;
-    }
+    if (reason != nullptr) refuse_here(reason);
+  }
+  // Note [Tensors from outside]
+  void set_outside(OutsideTensors* outside) { outside_ = outside; }
+  std::optional<unsigned> known_hook(const at::TensorBase& tensor) override {
+    if (outside_ == nullptr) return std::nullopt;
+    const auto note = frame_->noted_hook(tensor, outside_->count_hook(tensor));
+    if (!note || !seam::has_hook(tensor, note->handle)) return std::nullopt;
+    if (note->follows_backward && num_backwards_ > 0) refuse_here(hook_after_backward);
+    return note->handle;
+  }
+  void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) override {
+    if (is_new && outside_ != nullptr) outside_->note_hook(tensor, handle);
+  }
+  void requires_grad_changes(const at::TensorBase& tensor) override {
+    if (outside_ != nullptr) outside_->note_requires_grad(tensor);
   }
   DrawReplay* draw_replay(const c10::GeneratorImpl& generator) override {
     if (replay_ && &replay_->original() == &generator) return &*replay_;
@@ -174,8 +184,19 @@ class RecomputeScope final : public detail::Scope {
   }
 
  private:
+  void refuse_here(const char* reason) {
+    try {
+      refuse_backward(reason);
+    } catch (...) {
+      filler_.note_refusal();  // also if the function catches it
+      // Through a noexcept function it cannot go: the run ends with it.
+      if (frame_->body().can_be_stopped() && std::uncaught_exceptions() == 0) throw;
+    }
+  }
+
   c10::intrusive_ptr<Frame> frame_;
   Filler& filler_;
+  OutsideTensors* outside_ = nullptr;
   std::optional<Replay> selective_;
   std::optional<DrawReplay> replay_;    // of the default generator
   std::list<DrawReplay> more_replays_;  // of registered ones
@@ -279,6 +300,8 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
     std::optional<seam::OperatorSight> sight;
     if (frame->sees_operators()) sight.emplace();
     OpLogScope logging(filler.log());
+    OutsideTensors outside(*frame);
+    scope->set_outside(&outside);
     Scope user_scope;
     if (frame->extras() != nullptr && frame->extras()->contexts.recompute)
       user_scope = frame->extras()->contexts.recompute();
@@ -289,6 +312,9 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
       // User code may turn the signal into an exception of its own; all that is needed is there.
       if (!filler.has_stopped()) throw;
     }
+    user_scope.reset();
+    scope->set_outside(nullptr);
+    outside.finish();
     if (Replay* const replay = scope->replay()) replay->end();
     filler.finish();
     filler.record_ready();
@@ -312,11 +338,13 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
     const auto profiled = profiler::recompute_scope(*frame);
     const ObservedRecompute observed(frame->user_state(), frame->id(), frame->depth(),
                                      frame->name());
-    std::vector<at::Tensor> inputs = frame->unpack_inputs();
+    GivenInputs given = frame->unpack_inputs();
+    std::vector<at::Tensor>& inputs = given.tensors;
     Filler filler(*frame, run, only_position);
+    filler.set_inputs(inputs);
     const auto scope = std::make_shared<RecomputeScope>(frame, filler);
     if (frame->has_noted_backwards()) scope->knows_inputs(inputs);
-    if (scope->uses_original()) filler.forbid_stop();
+    if (scope->uses_original() || frame->has_hook_after_backward()) filler.forbid_stop();
     if (frame->selection() != nullptr) {
       if (frame->selection()->rule() != nullptr) frame->selection()->rule()->warn_about_unseen();
       scope->begin_replay(inputs);
@@ -343,6 +371,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
       run.clear();
       return false;
     }
+    frame->inputs().check_unwritten(*frame, given);
     filler.rethrow_refusal();
     if (filler.has_other_numbers())
       throw_recompute_failed(

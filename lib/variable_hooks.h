@@ -1,0 +1,33 @@
+#pragma once
+// Sees what functions register on tensors: hooks, and whether they require grad.
+//
+// Note [Seeing registrations]
+// `Tensor::register_hook`, `remove_hook` and `requires_grad_` reach LibTorch through one table of
+// functions, VariableHooksInterface. We put a table in front of it that forwards everything, as our
+// engine does (Note [The forwarding engine]). What goes past the table (`set_requires_grad`, hooks put
+// on nodes by hand) cannot be seen as it happens: Note [Tensors from outside].
+
+#include <ATen/core/TensorBase.h>
+
+#include <optional>
+
+namespace remat::seam {
+
+/// Told of by the thread that registers; plain functions, set once.
+struct RegistrationCallbacks {
+  /// A hook is about to be registered on a tensor. The handle of one that stands for it, with which
+  /// nothing is registered; or none.
+  std::optional<unsigned> (*hook_begins)(const at::TensorBase& tensor);
+  /// It has been, and has this handle.
+  void (*hook_registered)(const at::TensorBase& tensor, unsigned handle);
+  /// `requires_grad_` is about to be called.
+  void (*requires_grad_changes)(const at::TensorBase& tensor);
+};
+
+/// Puts our table in front, once.
+void install(const RegistrationCallbacks& callbacks);
+
+/// Whether the hook with that handle is still on the tensor.
+bool has_hook(const at::TensorBase& tensor, unsigned handle);
+
+}  // namespace remat::seam
