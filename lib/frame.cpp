@@ -204,8 +204,7 @@ void Frame::note_hook(const at::TensorBase& tensor, unsigned handle) {
   hook_notes_->add(tensor, handle, has_run_backward());
 }
 
-std::optional<HookNotes::Note> Frame::noted_hook(const at::TensorBase& tensor,
-                                                 std::size_t number) {
+std::optional<HookNotes::Note> Frame::noted_hook(const at::TensorBase& tensor, std::size_t number) {
   std::lock_guard<SpinLock> lock(mutex_);
   const HookNotes::Note* const note =
       hook_notes_ == nullptr ? nullptr : hook_notes_->find(tensor, number);

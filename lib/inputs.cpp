@@ -167,9 +167,9 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
             new Beside{meta.grad_, static_cast<uint32_t>(tensor.output_nr()), meta.retains_grad_});
     }
     if (input.variable.has_hooks() && !saving.is_slot() && tensor.has_storage())
-      input.watched.reset(
-          new Watched{weak_storage_of(tensor), WeakTensor(tensor.getIntrusivePtr()),
-                      tensor.unsafeGetTensorImpl()->version_counter(), input.version});
+      input.watched.reset(new Watched{weak_storage_of(tensor), WeakTensor(tensor.getIntrusivePtr()),
+                                      tensor.unsafeGetTensorImpl()->version_counter(),
+                                      input.version});
     if (!offload || tensor.is_cpu()) return;
     // A slot of the region around, or what a user's hooks took, is not here any more.
     if (!input.variable.has_hooks() && depot_of_inputs()->moves(tensor))
@@ -273,8 +273,7 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool may_be_leaf
       torch::autograd::create_gradient_edge(
           alias, input_edge(beside == nullptr ? 0 : beside->output_number));
       if (beside != nullptr && beside->retains_grad) alias.retain_grad();
-      if (beside != nullptr)
-        torch::autograd::impl::get_autograd_meta(alias)->grad_ = beside->grad;
+      if (beside != nullptr) torch::autograd::impl::get_autograd_meta(alias)->grad_ = beside->grad;
       break;
     }
     case GradRole::NoGradViewOfLeaf:

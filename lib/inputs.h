@@ -88,7 +88,7 @@ class Inputs {
     WeakStorage storage;
     WeakTensor object;
     c10::VariableVersion counter;
-    std::atomic<uint32_t> version;  ///< the hooks themselves may write when they give it back
+    std::atomic<uint32_t> version;        ///< the hooks themselves may write when they give it back
     std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold
   };
   /// What a result has beside its values.
@@ -104,7 +104,8 @@ class Inputs {
     std::unique_ptr<Watched> watched;  ///< where a user's hooks took it
     std::unique_ptr<Beside> beside;    ///< of few
     WatchedPlace place;
-    c10::VariableVersion counter{c10::VariableVersion::DISABLED};  ///< until the function has returned
+    c10::VariableVersion counter{
+        c10::VariableVersion::DISABLED};  ///< until the function has returned
     uint32_t version = 0;
     uint32_t layout = 0;  ///< of one that is the same object in every run
     int32_t storage_number = -1;

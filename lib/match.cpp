@@ -227,25 +227,27 @@ void throw_replaced_argument(const Frame& frame, int64_t number, const at::Tenso
 void throw_parted_arguments(const Frame& frame, int64_t number, int64_t other) {
   throw_about_argument(
       frame, Kind::Unsupported, number, "one memory", "a memory of its own",
-      fmt::format("a function wrote to an argument that shares its memory with another argument, "
-                  "and the saved-tensor hooks around it gave the two back apart: tensors {} and {} "
-                  "of the arguments of {}.\n"
-                  "Cause: in the recompute the write would not reach the other one, as it did in "
-                  "forward.\nDo: pass the tensor once and make the view in the function, or let the "
-                  "function write to a copy.",
-                  number, other, title(frame)));
+      fmt::format(
+          "a function wrote to an argument that shares its memory with another argument, "
+          "and the saved-tensor hooks around it gave the two back apart: tensors {} and {} "
+          "of the arguments of {}.\n"
+          "Cause: in the recompute the write would not reach the other one, as it did in "
+          "forward.\nDo: pass the tensor once and make the view in the function, or let the "
+          "function write to a copy.",
+          number, other, title(frame)));
 }
 
 void throw_spoiled_argument(const Frame& frame, int64_t number) {
   throw_about_argument(
       frame, Kind::CaptureChanged, number, "not written to", "written to in a recompute",
-      fmt::format("one of the variables needed for gradient computation has been modified by an "
-                  "inplace operation: a recompute wrote to tensor {} of the arguments of {}, which "
-                  "forward had not done.\n"
-                  "Cause: the function does not do the same again, and what it wrote to belongs to "
-                  "the saved-tensor hooks around the region.\nDo: let the function write to a copy, "
-                  "and run forward again.",
-                  number, title(frame)));
+      fmt::format(
+          "one of the variables needed for gradient computation has been modified by an "
+          "inplace operation: a recompute wrote to tensor {} of the arguments of {}, which "
+          "forward had not done.\n"
+          "Cause: the function does not do the same again, and what it wrote to belongs to "
+          "the saved-tensor hooks around the region.\nDo: let the function write to a copy, "
+          "and run forward again.",
+          number, title(frame)));
 }
 
 void throw_double_unpack(const Frame& frame, int64_t position) {

@@ -123,10 +123,11 @@ void OutsideTensors::put_back() noexcept {
 void OutsideTensors::finish() {
   put_back();
   if (is_lost_)
-    throw_unsupported("a recompute replaced the post-accumulate hooks of a tensor from outside",
-                      "the region's function sets them each time it runs, and those that were there "
-                      "before are gone",
-                      "set such hooks outside the region");
+    throw_unsupported(
+        "a recompute replaced the post-accumulate hooks of a tensor from outside",
+        "the region's function sets them each time it runs, and those that were there "
+        "before are gone",
+        "set such hooks outside the region");
 }
 
 }  // namespace remat
