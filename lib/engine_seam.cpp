@@ -159,6 +159,7 @@ void install(const EngineCallbacks& callbacks) {
   if (latest == nullptr) {  // constant afterwards
     engine_callbacks = callbacks;
     set_operator_handler(callbacks.run_operator);
+    install(callbacks.registrations);
   }
   // Leaked: engines own no threads here, and their teardown order would matter.
   installed.store(new ForwardingEngine(current), std::memory_order_release);

@@ -26,6 +26,7 @@
 #include <type_traits>
 
 #include "lib/operator_sight.h"
+#include "lib/variable_hooks.h"
 
 namespace remat::seam {
 
@@ -42,6 +43,7 @@ struct EngineCallbacks {
   void (*backward_ended)(const torch::autograd::variable_list& gradients,
                          const torch::autograd::variable_list& given);
   OperatorHandler run_operator;
+  RegistrationCallbacks registrations;
 };
 
 /// Makes our engine the default one, unless it is already. Cheap when it is.

@@ -217,13 +217,20 @@ bool Frame::has_hook_after_backward() {
 }
 
 void Frame::visit_outside(c10::function_ref<void(at::Tensor)> visitor) {
+  if (!may_meet_outside_) return;
   inputs_.visit_leaves(visitor);
-  std::unique_lock<SpinLock> lock(mutex_);
   c10::SmallVector<c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>, 8> alive;
-  for (const Slot& slot : slots_)
-    if (slot.provenance.origin == Origin::Leaf || slot.provenance.origin == Origin::Outside)
-      if (auto leaf = slot.provenance.leaf.lock()) alive.push_back(std::move(leaf));
-  lock.unlock();
+  {
+    std::lock_guard<SpinLock> lock(mutex_);
+    const c10::TensorImpl* latest = nullptr;  // several slots of one weight often follow each other
+    for (const Slot& slot : slots_) {
+      const Provenance& from = slot.provenance;
+      if (from.origin != Origin::Leaf && from.origin != Origin::Outside) continue;
+      if (from.leaf._unsafe_get_target() == std::exchange(latest, from.leaf._unsafe_get_target()))
+        continue;
+      if (auto leaf = from.leaf.lock()) alive.push_back(std::move(leaf));
+    }
+  }
   for (auto& each : alive) visitor(at::Tensor(std::move(each)));
 }
 

@@ -213,6 +213,7 @@ class Frame final : public SlotOwner {
   std::unique_ptr<InnerBackwards> inner_backwards_;  // of those that asked for something
   std::unique_ptr<HookNotes> hook_notes_;
   bool is_group_broken_ = false;
+  bool may_meet_outside_ = true;  ///< a slot or an input is, or may be, a tensor from outside
   bool is_settled_ = false;
   bool ends_small_ = false;
   bool is_empty_ = false;

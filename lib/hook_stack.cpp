@@ -8,7 +8,6 @@
 
 #include "lib/recompute.h"
 #include "lib/selection.h"
-#include "lib/variable_hooks.h"
 
 namespace remat::detail {
 
@@ -44,36 +43,38 @@ std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
   return rebuilt;
 }
 
-const seam::EngineCallbacks& callbacks() {
-  static constexpr seam::EngineCallbacks ours{make_top_hooks, backward_begins, backward_ended,
-                                              run_selectively};
-  return ours;
-}
-
 void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) {
   visit(Ability::Region, [&](Scope& scope) {
     if (scope.is_own_thread()) scope.hook_registered(tensor, handle, is_new);
   });
 }
 
-const seam::RegistrationCallbacks& registration_callbacks() {
-  static constexpr seam::RegistrationCallbacks ours{
-      [](const at::TensorBase& tensor) {
-        std::optional<unsigned> known;
-        visit(Ability::Region, [&](Scope& scope) {
-          if (!known && scope.is_own_thread()) known = scope.known_hook(tensor);
-        });
-        if (known) hook_registered(tensor, *known, /*is_new=*/false);
-        return known;
-      },
-      [](const at::TensorBase& tensor, unsigned handle) {
-        hook_registered(tensor, handle, /*is_new=*/true);
-      },
-      [](const at::TensorBase& tensor) {
-        visit(Ability::Region, [&](Scope& scope) {
-          if (scope.is_own_thread()) scope.requires_grad_changes(tensor);
-        });
-      }};
+std::optional<unsigned> hook_begins(const at::TensorBase& tensor) {
+  std::optional<unsigned> known;
+  visit(Ability::Region, [&](Scope& scope) {
+    if (!known && scope.is_own_thread()) known = scope.known_hook(tensor);
+  });
+  if (known) hook_registered(tensor, *known, /*is_new=*/false);
+  return known;
+}
+
+void new_hook_registered(const at::TensorBase& tensor, unsigned handle) {
+  hook_registered(tensor, handle, /*is_new=*/true);
+}
+
+void requires_grad_changes(const at::TensorBase& tensor) {
+  visit(Ability::Region, [&](Scope& scope) {
+    if (scope.is_own_thread()) scope.requires_grad_changes(tensor);
+  });
+}
+
+const seam::EngineCallbacks& callbacks() {
+  static constexpr seam::EngineCallbacks ours{
+      make_top_hooks,
+      backward_begins,
+      backward_ended,
+      run_selectively,
+      {hook_begins, new_hook_registered, requires_grad_changes}};
   return ours;
 }
 
@@ -199,7 +200,6 @@ void push(const std::shared_ptr<Scope>& scope) {
       message && scope->has(Ability::Hooks))
     TORCH_CHECK(false, *message);
   seam::install(callbacks());
-  seam::install(registration_callbacks());
   exchange_top(scope->make_node(share_top(), seam::foreign_hook_depth()));
   scope->open();
 }

@@ -156,7 +156,7 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
     input.role = role;
     input.same_as = same_as;
     input.storage_number = storage_number;
-    input.layout = layout_of(tensor);
+    if (role != GradRole::Result) input.layout = layout_of(tensor);
     input.counter = tensor.unsafeGetTensorImpl()->version_counter();
     input.version = input.counter.current_version();
     impls.push_back(tensor.unsafeGetTensorImpl());

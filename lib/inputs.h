@@ -4,6 +4,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -72,6 +73,10 @@ class Inputs {
   void visit_places(Visitor&& visitor) const {
     for (const Input& each : saved_) visitor(each.place.get(), each.has_tensor_hooks);
   }
+  bool has_leaf() const {
+    return std::any_of(saved_.begin(), saved_.end(),
+                       [](const Input& each) { return each.role == GradRole::Leaf; });
+  }
   /// Each leaf that requires grad and is alive.
   template <class Visitor>
   void visit_leaves(Visitor&& visitor) const {
@@ -107,7 +112,7 @@ class Inputs {
     c10::VariableVersion counter{
         c10::VariableVersion::DISABLED};  ///< until the function has returned
     uint32_t version = 0;
-    uint32_t layout = 0;  ///< of one that is the same object in every run
+    uint32_t layout = 0;  ///< of one that may be the same object in every run
     int32_t storage_number = -1;
     int32_t same_as : 28 = -1;  ///< the input that is the same tensor, or -1
     GradRole role : 2 =

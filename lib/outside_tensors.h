@@ -80,7 +80,7 @@ class OutsideTensors {
   static bool put_back(const Known& known);
   void put_back() noexcept;
 
-  std::vector<Known> known_;
+  c10::SmallVector<Known, 4> known_;
   std::vector<std::pair<WeakTensor, bool>> requires_grad_;
   std::vector<std::pair<WeakTensor, unsigned>> hooks_;
   std::vector<std::pair<WeakTensor, std::size_t>> counts_;

@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <functional>
-#include <mutex>
 #include <string>
 #include <utility>
 
@@ -100,11 +99,8 @@ class ForwardingTable final : public VariableHooksInterface {
 }  // namespace
 
 void install(const RegistrationCallbacks& callbacks) {
-  static std::once_flag once;
-  std::call_once(once, [&callbacks] {
-    // Leaked: tensors outlive static destruction.
-    at::impl::SetVariableHooks(new ForwardingTable(*at::impl::GetVariableHooks(), callbacks));
-  });
+  // Leaked: tensors outlive static destruction.
+  at::impl::SetVariableHooks(new ForwardingTable(*at::impl::GetVariableHooks(), callbacks));
 }
 
 bool has_hook(const at::TensorBase& tensor, unsigned handle) {

@@ -24,7 +24,7 @@ struct RegistrationCallbacks {
   void (*requires_grad_changes)(const at::TensorBase& tensor);
 };
 
-/// Puts our table in front, once.
+/// Puts our table in front. Call it once.
 void install(const RegistrationCallbacks& callbacks);
 
 /// Whether the hook with that handle is still on the tensor.
