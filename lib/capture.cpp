@@ -31,6 +31,10 @@ const at::Tensor& viewed(const at::Tensor& tensor) {
   return tensor;
 }
 
+uint32_t offset_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? static_cast<uint32_t>(tensor.storage_offset()) : 0;
+}
+
 /// The leaf of which `tensor`, made by `node`, is a cast (as autocast makes and caches them), or
 /// null. Autocast itself cannot be asked: it is off while the kernel that saves the cast runs.
 c10::TensorImpl* cast_source(const at::Tensor& tensor, const Node& node) {
@@ -134,6 +138,7 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
     result.version = static_cast<uint32_t>(leaf_tensor._version());
     result.storage = weak_storage_of(leaf_tensor);
     result.leaf = WeakTensor(root);
+    result.offset = offset_of(leaf_tensor);
     return result;
   }
   if (storage == nullptr) return result;
@@ -148,7 +153,10 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
   const bool built_inside =
       node != nullptr && node->sequence_nr() >= start.sequence && node->thread_id() == start.thread;
   result.origin = built_inside ? Origin::Inside : Origin::Outside;
-  if (!built_inside) result.leaf = WeakTensor(root.getIntrusivePtr());
+  if (!built_inside) {
+    result.leaf = WeakTensor(root.getIntrusivePtr());
+    result.offset = offset_of(saved);
+  }
   // Never changed in place: the operator in the region made it, so it is no captured tensor.
   if (!(built_inside && result.version == 0)) result.storage = weak_storage_of(saved);
   return result;
@@ -164,7 +172,8 @@ bool is_leaf_changed(const Provenance& then) {
   if (!leaf) return false;  // made inside
   const at::Tensor tensor(leaf);
   return static_cast<uint32_t>(tensor._version()) != then.version ||
-         storage_of(tensor) != then.storage._unsafe_get_target();
+         storage_of(tensor) != then.storage._unsafe_get_target() ||
+         offset_of(tensor) != then.offset;
 }
 
 bool is_changed(const Provenance& then, const at::Tensor& now) {
@@ -179,7 +188,7 @@ bool is_changed(const Provenance& then, const at::Tensor& now) {
     }
     case Origin::Outside:
       return storage_of(now) != then.storage._unsafe_get_target() ||
-             static_cast<uint32_t>(now._version()) != then.version;
+             static_cast<uint32_t>(now._version()) != then.version || offset_of(now) != then.offset;
     case Origin::Inside:
     case Origin::Input:
       return then.storage._unsafe_get_target() != nullptr &&

@@ -42,6 +42,8 @@ struct Provenance {
   /// Of a cast: its own storage. Saved again, the cast counts; otherwise the leaf does.
   WeakStorage cast{c10::intrusive_ptr<c10::StorageImpl>()};
   uint32_t version = 0, cast_version = 0;
+  /// Where in its storage the leaf, or the Outside tensor, begins (low bits): `set_data` may move that.
+  uint32_t offset = 0;
   Origin origin = Origin::NoStorage;
 };
 

@@ -502,3 +502,14 @@ TEST_CASE("tensors that die with the region never stand in for others", "[rule-1
 }
 
 }  // namespace
+
+TEST_CASE("a captured leaf that is moved to another part of its storage is a changed capture",
+          "[checkpoint][rule-10]") {
+  const Tensor x = leaf({2}), flat = at::rand({4});
+  Tensor w = flat.narrow(0, 0, 2).requires_grad_();
+  const bool has_grad = GENERATE(true, false);
+  w.set_requires_grad(has_grad);
+  const Tensor y = remat::checkpoint([w](const Tensor& t) { return (t * w).sin(); }, x);
+  w.set_data(flat.narrow(0, 2, 2));
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
+}
