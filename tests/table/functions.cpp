@@ -1,0 +1,38 @@
+// The functions and the exceptions that the table has as a whole.
+
+#include "tests/table/table.h"
+
+namespace table {
+
+std::vector<Function>& functions() {
+  static std::vector<Function> all = [] {
+    std::vector<Function> rows;
+    add_arguments(rows);
+    add_custom(rows);
+    add_views(rows);
+    add_layers(rows);
+    add_algebra(rows);
+    return rows;
+  }();
+  return all;
+}
+
+std::vector<Exception>& shared_exceptions() {
+  using Kind = Exception::Kind;
+  static std::vector<Exception> all{
+      {Kind::Skipped, "rng_off/*", "it draws numbers, which the option gives up", "", draws},
+      {Kind::Skipped, "save_as_float/*", "the guard rounds its numbers", "", is_wide},
+      {Kind::MayRaise, "strict_unpack/*", "the option forbids what the function does",
+       "already unpacked once", reads_twice},
+      {Kind::MayRaise, "exec_group/@(grad_thrice|partial|*_order|backward_inside)",
+       "these backwards read the same saved tensors, which a group forbids",
+       "in a GraphExecGroup"},
+      {Kind::MayRaise, "policy_*/*", "a kept result was changed in place, which is refused",
+       "was kept and then changed in place", writes_kept},
+      {Kind::Rounded, "policy_*/backward_inside",
+       "under a dispatch mode LibTorch takes other formulas for gradients"},
+  };
+  return all;
+}
+
+}  // namespace table
