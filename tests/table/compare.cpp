@@ -173,6 +173,8 @@ std::string disagreement(const Cell& cell) {
     text += (text.empty() ? "afterwards: " : "\nafterwards: ") + fault;
   if (text.empty() && leaks(cell, plain, checkpointed))
     text = std::to_string(checkpointed.leaked_bytes) + " bytes are never freed";
+  if (!text.empty() && !difference(cell, plain, record_of(cell, Run::Way::Plain), except).empty())
+    text += "\n(two plain runs differ as well)";
   return text;
 }
 

@@ -29,6 +29,12 @@ std::vector<Exception>& shared_exceptions() {
        "in a GraphExecGroup"},
       {Kind::MayRaise, "policy_*/*", "a kept result was changed in place, which is refused",
        "was kept and then changed in place", writes_kept},
+      {Kind::MayRaise, "*/*", "an input of a region was changed in place, by the region itself or after it",
+       "modified by an inplace operation", writes_args},
+      {Kind::NotRaised, "*/*", "the recompute makes what was changed anew, or stops before the change",
+       "", raises_changed},
+      {Kind::MayRaise, "*/backward_inside", "such an error names no node where a region is left",
+       "modified by an inplace operation", raises_changed},
       {Kind::Rounded, "policy_*/backward_inside",
        "under a dispatch mode LibTorch takes other formulas for gradients"},
   };

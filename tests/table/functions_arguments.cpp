@@ -127,29 +127,30 @@ void add_looks(std::vector<Function>& t) {
                          body_of([](const Tensors& a) {
                            const double f = a[0].stride(0) + 10 * a[0].stride(1) +
                                             100 * a[0].storage_offset() +
-                                            (a[0].is_contiguous() ? 0.5 : 0) + (a[0].is_view() ? 7 : 0);
-                           return a[0].exp() * f;
+                                            (a[0].is_contiguous() ? 0.5 : 0);
+                           return (a[0].exp() * f).sin();
                          }));
-  }).with(looks_at_args);
+  });
   add(t, "looks_at_dtype", {{3, 4}}, [](const Tensors& a) {
-    return a[0].exp() * (a[0].scalar_type() == at::kFloat ? 2 : 3) * (a[0].is_cpu() ? 5 : 7);
-  }).with(looks_at_args);
+    const int f = (a[0].scalar_type() == at::kFloat ? 2 : 3) * (a[0].is_cpu() ? 5 : 7);
+    return (a[0].exp() * f).sin();
+  });
   add(t, "looks_at_requires_grad", [] {
     return Made{{leaf({3, 4}), constant({3, 4})}, body_of([](const Tensors& a) {
-                  return a[0].exp() * a[1].cos() *
-                         factor({a[0].requires_grad(), a[1].requires_grad(), a[0].is_leaf(),
-                                 a[1].is_leaf()});
+                  const double f = factor({a[0].requires_grad(), a[1].requires_grad(),
+                                           a[0].is_leaf(), a[1].is_leaf()});
+                  return (a[0].exp() * a[1].cos() * f).sin();
                 })};
-  }).with(looks_at_args);
+  });
   const auto look = [](const Tensors& a) {
-    return a[0].exp().sin() * factor({a[0].is_leaf(), a[0].requires_grad(), a[0].retains_grad()}) *
-           (2.0 + static_cast<double>(a[0].output_nr()));
+    const double f = factor({a[0].is_leaf(), a[0].requires_grad(), a[0].retains_grad()});
+    return (a[0].exp() * f * (2.0 + static_cast<double>(a[0].output_nr()))).sin();
   };
-  add(t, "looks_at_leaf", {{3, 4}}, look).with(looks_at_args);
+  add(t, "looks_at_leaf", {{3, 4}}, look);
   add(t, "looks_at_result", [look] {
     return with_prepared({leaf({6, 4})}, [](const Tensors& a) { return Tensors{a[0].exp().chunk(2)[1]}; },
                          body_of(look));
-  }).with(looks_at_args);
+  });
   add(t, "looks_at_retaining_result", [look] {
     return with_prepared({leaf({6, 4})},
                          [](const Tensors& a) {
@@ -158,31 +159,37 @@ void add_looks(std::vector<Function>& t) {
                            return x;
                          },
                          body_of(look));
-  }).with(looks_at_args);
+  });
   add(t, "looks_at_grad_of_leaf", [] {
     Made made{{leaf({3, 4})}, body_of([](const Tensors& a) {
                 const Tensor grad = a[0].grad();
-                return a[0].exp().sin() * (grad.defined() ? grad.detach().clone() + 2 : at::ones({}));
+                return (a[0].exp() * (grad.defined() ? grad.detach().clone() + 2 : at::ones({}))).sin();
               })};
     made.args[0].mutable_grad() = at::full({3, 4}, 3.0F);
     return made;
-  }).with(looks_at_args);
+  });
   add(t, "looks_at_grad_of_captured", [] {
     Made made{{constant({3, 4})}, {}};
     made.params = {leaf({4})};
     made.params[0].mutable_grad() = at::full({4}, 3.0F);
     made.body = body_of([w = made.params[0]](const Tensors& a) {
-      return (a[0] * w).exp() * (w.grad().defined() ? 2.0 : 3.0);
+      return ((a[0] * w).exp() * (w.grad().defined() ? 2.0 : 3.0)).sin();
     });
     return made;
-  }).with(looks_at_args);
+  });
   add(t, "is_same_as_captured", [] {
     Made made{{leaf({3, 4})}, {}};
     made.body = body_of([x = made.args[0]](const Tensors& a) {
-      return a[0].exp().sin() * (a[0].is_same(x) ? 2 : 3);
+      return (a[0].exp() * (a[0].is_same(x) ? 2 : 3)).sin();
     });
     return made;
-  }).with(looks_at_args);
+  });
+  add(t, "looks_at_view", [] {
+    return with_prepared({leaf({4, 6})}, body_of([](const Tensors& a) { return a[0].t().slice(0, 1, 5); }),
+                         body_of([](const Tensors& a) {
+                           return (a[0].exp() * (a[0].is_view() ? 2 : 3)).sin();
+                         }));
+  });
   add(t, "looks_at_version", [] {
     return with_prepared({leaf({3, 4})},
                          [](const Tensors& a) {
@@ -191,9 +198,9 @@ void add_looks(std::vector<Function>& t) {
                            return Tensors{x};
                          },
                          body_of([](const Tensors& a) {
-                           return a[0].exp().sin() * static_cast<double>(1 + a[0]._version());
+                           return (a[0].exp() * static_cast<double>(1 + a[0]._version())).sin();
                          }));
-  }).with(looks_at_args);
+  });
 }
 
 /// Writes to arguments, inside and after.
@@ -208,25 +215,26 @@ void add_writes(std::vector<Function>& t) {
                            a[0].mul_(2).add_(a[1]);
                            return a[0].exp().sin();
                          }));
-  }).with(writes_args);
+  }).with(writes_args | writes_kept);
   add(t, "writes_argument_only", [copies] {
     return with_prepared({leaf({3, 4})}, copies,
                          body_of([](const Tensors& a) { return a[0].mul_(2).add_(1); }));
-  }).with(writes_args);
+  }).with(writes_args | writes_kept);
   add(t, "writes_argument_after_use", [copies] {
     return with_prepared({leaf({3, 4})}, copies, body_of([](const Tensors& a) {
                            const Tensor y = (a[0] * 3).sin();
                            a[0].mul_(2);
                            return y.exp();
                          }));
-  }).with(writes_args);
+  }).with(writes_args | writes_kept);
   add(t, "writes_frozen_argument", [] {
     return Made{{leaf({3, 4}), constant({3, 4})}, body_of([](const Tensors& a) {
                   a[1].add_(1);
                   return a[0].exp() * a[1].sin();
                 })};
-  }).with(writes_args);
-  add(t, "writes_leaf", {{3, 4}}, [](const Tensors& a) { return a[0].mul_(2).exp(); });
+  }).with(writes_args | writes_kept);
+  add(t, "writes_leaf", {{3, 4}}, [](const Tensors& a) { return a[0].mul_(2).exp(); })
+      .with(writes_args | writes_kept);
   add(t, "writes_scratch_of_its_own", {{3, 4}}, [](const Tensors& a) {
     const Tensor scratch = at::zeros({3, 4});
     scratch.copy_(a[0].detach()).mul_(0.5);
@@ -237,13 +245,15 @@ void add_writes(std::vector<Function>& t) {
                               body_of([](const Tensors& a) { return a[0].exp().sin() * a[0]; }));
     made.after = [](const Tensors& a) { a[0].mul_(2); };
     return made;
-  });
+  }).with(raises_changed)
+      .except(Kind::MayRaise, "*/backward_inside", "saving an argument is a use of it",
+              "modified by an inplace operation");
   add(t, "frozen_argument_written_after", [] {
     Made made{{leaf({3, 4}), constant({3, 4})},
               body_of([](const Tensors& a) { return a[0].exp() * a[1]; })};
     made.after = [](const Tensors& a) { a[1].mul_(2); };
     return made;
-  });
+  }).with(raises_changed);
   add(t, "set_data_after", [] {
     Made made{{leaf({3, 4})}, body_of([](const Tensors& a) { return a[0].exp().sin() * a[0]; })};
     made.after = [](const Tensors& a) { a[0].set_data(at::full({3, 4}, 0.5F)); };

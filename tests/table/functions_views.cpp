@@ -16,7 +16,7 @@ void add_in_place(std::vector<Function>& t) {
     return a[0].exp().view({2, 12}).t().reshape({3, 8}).permute({1, 0}).contiguous().sin();
   });
   add(t, "in_place_on_intermediate", {{3, 4}},
-      [](const Tensors& a) { return (a[0] * 2).add_(1).mul_(a[0]).exp().neg_(); })
+      [](const Tensors& a) { return (a[0] * 2).add_(1).mul_(a[0]).sin_().neg_(); })
       .with(writes_kept);
   add(t, "in_place_on_view", {{4, 4}}, [](const Tensors& a) {
     Tensor y = a[0].exp();
@@ -37,7 +37,7 @@ void add_in_place(std::vector<Function>& t) {
       return y.sin() + y * 2;
     });
     return made;
-  }).with(writes_kept);
+  }).with(writes_kept | raises_changed);
   add(t, "in_place_relu_after_conv", {{1, 2, 6}, {3, 2, 3}},
       [](const Tensors& a) { return at::conv1d(a[0], a[1]).relu_().sin(); })
       .with(writes_kept);

@@ -149,7 +149,7 @@ void Run::forward(const Cell& cell, Way way) {
   }
   note("result", results);
   outputs_ = differentiable(results);
-  if (made_.after) made_.after(args_);
+  if (made_.after && way != Way::Right) made_.after(args_);
 }
 
 Tensors Run::release_graph() {

@@ -24,7 +24,7 @@ struct Made {
   Tensors params{};                            ///< leaves that the body captures
   Tensors buffers{};                           ///< other captured tensors, which it may write
   Body prepare{};                              ///< makes the body's arguments of `args`, before it
-  Body right{};                                ///< the same mathematics, which plain autograd bears
+  Body right{};  ///< the same, and nothing `after`, where plain autograd refuses what `body` does
   std::function<void(const Tensors&)> after{};  ///< between forward and backward, on the arguments
 };
 
@@ -36,7 +36,7 @@ enum Trait : unsigned {
   writes_kept = 8,       ///< in place, to the result of an operator, perhaps inside a composite
   writes_captures = 16,  ///< in place, to captured tensors, with nobody who restores them
   is_wide = 32,          ///< computes with numbers that do not fit float
-  looks_at_args = 64,    ///< at more than their numbers
+  raises_changed = 64,   ///< plainly in backward, since something saved was changed in place
 };
 
 /// A reason why a cell of the table need not agree.
