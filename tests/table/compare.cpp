@@ -94,9 +94,9 @@ std::string difference(const Cell& cell, const Record& plain, const Record& chec
     // A run ends with its first error.
     if (i >= plain.stages.size() || i >= checkpointed.stages.size()) return "other stages";
     const Stage &p = plain.stages[i], &c = checkpointed.stages[i];
-    const bool is_forward = i == 0;
+    const bool may_differ = i > 0 || cell.mode.wrap != nullptr;  // a backward is part of it
     if (p.raised && c.raised) {
-      if (!is_forward || first_line(p.error) == first_line(c.error) ||
+      if (i > 0 || first_line(p.error) == first_line(c.error) ||
           is_excepted(except, Kind::MayRaise, c.error))
         return {};
       return "forward raises other errors\n  plain        " + p.error + "\n  checkpointed " +
@@ -107,10 +107,10 @@ std::string difference(const Cell& cell, const Record& plain, const Record& chec
       return c.label + ": only the checkpointed run raised\n  " + c.error;
     }
     if (p.raised) {
-      if (!is_forward && is_excepted(except, Kind::NotRaised)) {
+      if (may_differ && is_excepted(except, Kind::NotRaised)) {
         Exceptions rest = except;
         std::erase_if(rest, [](const Exception* e) { return e->kind == Kind::NotRaised; });
-        return difference(cell, record_of(cell, Run::Way::Right), checkpointed, rest);
+        return difference(cell, record_of(cell, Run::Way::Copying), checkpointed, rest);
       }
       return p.label + ": only the plain run raised\n  " + p.error;
     }

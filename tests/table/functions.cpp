@@ -8,6 +8,7 @@ std::vector<Function>& functions() {
   static std::vector<Function> all = [] {
     std::vector<Function> rows;
     add_arguments(rows);
+    add_prepared(rows);
     add_custom(rows);
     add_views(rows);
     add_layers(rows);
@@ -29,12 +30,21 @@ std::vector<Exception>& shared_exceptions() {
        "in a GraphExecGroup"},
       {Kind::MayRaise, "policy_*/*", "a kept result was changed in place, which is refused",
        "was kept and then changed in place", writes_kept},
-      {Kind::MayRaise, "*/*", "an input of a region was changed in place, by the region itself or after it",
+      {Kind::MayRaise, "*/*",
+       "an input of a region was changed in place, by the region itself or after it",
        "modified by an inplace operation", writes_args},
-      {Kind::NotRaised, "*/*", "the recompute makes what was changed anew, or stops before the change",
+      {Kind::Skipped, "@(captured|half_captured)/*",
+       "what a function writes to captured tensors it writes again in each recompute", "",
+       writes_args | writes_captures},
+      {Kind::NotRaised, "*/*",
+       "the recompute makes anew what was changed, or stops before the change; hooks may have copied it",
        "", raises_changed},
-      {Kind::MayRaise, "*/backward_inside", "such an error names no node where a region is left",
+      {Kind::MayRaise, "*/backward_inside",
+       "the error is that of a slot, which does not name the node it was an output of",
        "modified by an inplace operation", raises_changed},
+      {Kind::MayRaise, "@(captured|half_captured)/*",
+       "what was changed is captured: another error, also where autograd saved nothing of it",
+       "A parameter, buffer or captured tensor changed", raises_changed},
       {Kind::Rounded, "policy_*/backward_inside",
        "under a dispatch mode LibTorch takes other formulas for gradients"},
   };

@@ -116,21 +116,53 @@ void add_kinds(std::vector<Function>& t) {
   });
 }
 
+/// Reads of an argument what no operator reads.
+Function& add_look(std::vector<Function>& t, std::string name, Body prepare,
+                   double (*look)(const Tensor&)) {
+  return add(t, std::move(name), [prepare, look] {
+    return with_prepared({leaf({4, 6})}, prepare, body_of([look](const Tensors& a) {
+                           return (a[0].exp() * look(a[0])).sin();
+                         }));
+  });
+}
+
 /// Branches on what arguments are.
 void add_looks(std::vector<Function>& t) {
   add(t, "looks_at_sizes", {{3, 4}, {4}}, [](const Tensors& a) {
     const bool is_tall = a[0].size(0) > a[0].size(1);
     return is_tall ? a[0].sin() : a[0].exp() * a[1].dim() * a[0].numel();
   });
-  add(t, "looks_at_layout", [] {
-    return with_prepared({leaf({4, 6})}, body_of([](const Tensors& a) { return a[0].t().slice(0, 1, 5); }),
-                         body_of([](const Tensors& a) {
-                           const double f = a[0].stride(0) + 10 * a[0].stride(1) +
-                                            100 * a[0].storage_offset() +
-                                            (a[0].is_contiguous() ? 0.5 : 0);
-                           return (a[0].exp() * f).sin();
-                         }));
+  const Body part = body_of([](const Tensors& a) { return a[0].t().slice(0, 1, 5); });
+  const Body row = [](const Tensors& a) { return Tensors{a[0].exp().chunk(2)[1]}; };
+  const Body itself = [](const Tensors& a) { return a; };
+  add_look(t, "looks_at_strides", part, [](const Tensor& x) {
+    return static_cast<double>(x.stride(0) + 10 * x.stride(1) + 100 * x.storage_offset()) +
+           (x.is_contiguous() ? 0.5 : 0);
   });
+  add_look(t, "looks_at_view", part, [](const Tensor& x) { return x.is_view() ? 2.0 : 3.0; });
+  add_look(t, "looks_at_view_of_leaf", itself,
+           [](const Tensor& x) { return x.is_view() ? 2.0 : 3.0; });
+  add_look(t, "looks_at_is_leaf", itself, [](const Tensor& x) { return x.is_leaf() ? 2.0 : 3.0; });
+  add_look(t, "looks_at_is_leaf_of_result", row,
+           [](const Tensor& x) { return x.is_leaf() ? 2.0 : 3.0; });
+  add_look(t, "looks_at_requires_grad_of_result", row,
+           [](const Tensor& x) { return x.requires_grad() ? 2.0 : 3.0; });
+  add_look(t, "looks_at_output_nr", row,
+           [](const Tensor& x) { return 2.0 + static_cast<double>(x.output_nr()); });
+  add_look(t, "looks_at_retains_grad",
+           [](const Tensors& a) {
+             Tensors x{a[0].exp()};
+             x[0].retain_grad();
+             return x;
+           },
+           [](const Tensor& x) { return x.retains_grad() ? 2.0 : 3.0; });
+  add_look(t, "looks_at_grad_fn", row, [](const Tensor& x) { return x.grad_fn() ? 2.0 : 3.0; });
+  add_look(t, "looks_at_storage_size", part,
+           [](const Tensor& x) { return static_cast<double>(x.storage().nbytes()); });
+  add_look(t, "looks_at_version", [](const Tensors& a) { return Tensors{(a[0] * 2).mul_(3)}; },
+           [](const Tensor& x) { return 1.0 + static_cast<double>(x._version()); })
+      .except(Kind::Skipped, "@(hooks_clone|hooks_bytes|policy_hooks|save_on_disk)/*",
+              "what such hooks give back is another tensor, with a version of its own");
   add(t, "looks_at_dtype", {{3, 4}}, [](const Tensors& a) {
     const int f = (a[0].scalar_type() == at::kFloat ? 2 : 3) * (a[0].is_cpu() ? 5 : 7);
     return (a[0].exp() * f).sin();
@@ -141,24 +173,6 @@ void add_looks(std::vector<Function>& t) {
                                            a[0].is_leaf(), a[1].is_leaf()});
                   return (a[0].exp() * a[1].cos() * f).sin();
                 })};
-  });
-  const auto look = [](const Tensors& a) {
-    const double f = factor({a[0].is_leaf(), a[0].requires_grad(), a[0].retains_grad()});
-    return (a[0].exp() * f * (2.0 + static_cast<double>(a[0].output_nr()))).sin();
-  };
-  add(t, "looks_at_leaf", {{3, 4}}, look);
-  add(t, "looks_at_result", [look] {
-    return with_prepared({leaf({6, 4})}, [](const Tensors& a) { return Tensors{a[0].exp().chunk(2)[1]}; },
-                         body_of(look));
-  });
-  add(t, "looks_at_retaining_result", [look] {
-    return with_prepared({leaf({6, 4})},
-                         [](const Tensors& a) {
-                           Tensors x{a[0].exp()};
-                           x[0].retain_grad();
-                           return x;
-                         },
-                         body_of(look));
   });
   add(t, "looks_at_grad_of_leaf", [] {
     Made made{{leaf({3, 4})}, body_of([](const Tensors& a) {
@@ -183,23 +197,6 @@ void add_looks(std::vector<Function>& t) {
       return (a[0].exp() * (a[0].is_same(x) ? 2 : 3)).sin();
     });
     return made;
-  });
-  add(t, "looks_at_view", [] {
-    return with_prepared({leaf({4, 6})}, body_of([](const Tensors& a) { return a[0].t().slice(0, 1, 5); }),
-                         body_of([](const Tensors& a) {
-                           return (a[0].exp() * (a[0].is_view() ? 2 : 3)).sin();
-                         }));
-  });
-  add(t, "looks_at_version", [] {
-    return with_prepared({leaf({3, 4})},
-                         [](const Tensors& a) {
-                           const Tensor x = a[0] * 2;
-                           x.mul_(3);
-                           return Tensors{x};
-                         },
-                         body_of([](const Tensors& a) {
-                           return (a[0].exp() * static_cast<double>(1 + a[0]._version())).sin();
-                         }));
   });
 }
 

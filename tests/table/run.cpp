@@ -15,6 +15,7 @@
 #include "remat/memory.h"
 #include "remat/report.h"
 #include "remat/scope.h"
+#include "tests/table/surroundings.h"
 
 namespace table {
 
@@ -123,7 +124,6 @@ Tensors grad(const Tensors& outputs, const Tensors& inputs, bool retains, bool c
 Run::Run(const Cell& cell, Way way, Record& record) : record_(record) {
   at::manual_seed(cell.seed);
   made_ = cell.function.make();
-  if (way == Way::Right && made_.right) made_.body = made_.right;
   if (cell.mode.wrap) made_.body = cell.mode.wrap(made_.body);
   inputs_ = differentiable(made_.args);
   for (const Tensor& param : made_.params)
@@ -144,12 +144,13 @@ void Run::forward(const Cell& cell, Way way) {
     if (configuration.during) during_ = configuration.during();
     results = configuration.checkpointed(made_.body, args_);
   } else {
+    if (way == Way::Copying) during_ = hooks_that_clone();
     const remat::DisableCheckpointGuard plainly;
     results = configuration.plain ? configuration.plain(made_.body, args_) : made_.body(args_);
   }
   note("result", results);
   outputs_ = differentiable(results);
-  if (made_.after && way != Way::Right) made_.after(args_);
+  if (made_.after) made_.after(args_);
 }
 
 Tensors Run::release_graph() {

@@ -31,7 +31,11 @@ struct Record {
 
 class Run {
  public:
-  enum class Way { Plain, Right, Checkpointed };
+  enum class Way {
+    Plain,
+    Copying,  ///< plain, with copies of what autograd saves: no change in place is refused
+    Checkpointed
+  };
 
   Run(const Cell& cell, Way way, Record& record);
   ~Run();

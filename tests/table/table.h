@@ -24,7 +24,6 @@ struct Made {
   Tensors params{};                            ///< leaves that the body captures
   Tensors buffers{};                           ///< other captured tensors, which it may write
   Body prepare{};                              ///< makes the body's arguments of `args`, before it
-  Body right{};  ///< the same, and nothing `after`, where plain autograd refuses what `body` does
   std::function<void(const Tensors&)> after{};  ///< between forward and backward, on the arguments
 };
 
@@ -44,7 +43,7 @@ struct Exception {
   enum class Kind {
     Skipped,    ///< the cell is not run
     MayRaise,   ///< the checkpointed run may raise `error`, in words of its first line or below
-    NotRaised,  ///< where plain raises in backward, `Made::right` may be computed instead
+    NotRaised,  ///< where plain raises in backward, the values at the save may be used instead
     Versions,   ///< versions of captured tensors may differ
     Rounded,    ///< gradients may differ in rounding
   };
@@ -105,6 +104,7 @@ const std::vector<Mode>& modes();
 std::vector<Exception>& shared_exceptions();
 
 void add_arguments(std::vector<Function>& table);
+void add_prepared(std::vector<Function>& table);
 void add_custom(std::vector<Function>& table);
 void add_views(std::vector<Function>& table);
 void add_layers(std::vector<Function>& table);
