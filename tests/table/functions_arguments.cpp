@@ -244,7 +244,9 @@ void add_writes(std::vector<Function>& t) {
     return made;
   }).with(raises_changed)
       .except(Kind::MayRaise, "*/backward_inside", "saving an argument is a use of it",
-              "modified by an inplace operation");
+              "modified by an inplace operation")
+      .except(Kind::Skipped, "captured/backward_inside",
+              "autograd saves nothing of what was captured and changed: a known limit");
   add(t, "frozen_argument_written_after", [] {
     Made made{{leaf({3, 4}), constant({3, 4})},
               body_of([](const Tensors& a) { return a[0].exp() * a[1]; })};

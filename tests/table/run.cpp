@@ -124,6 +124,11 @@ Tensors grad(const Tensors& outputs, const Tensors& inputs, bool retains, bool c
 Run::Run(const Cell& cell, Way way, Record& record) : record_(record) {
   at::manual_seed(cell.seed);
   made_ = cell.function.make();
+  if (way == Way::Copying)  // in the body, since guards belong to their thread
+    made_.body = [body = made_.body](const Tensors& args) {
+      const auto hooks = hooks_that_clone();
+      return body(args);
+    };
   if (cell.mode.wrap) made_.body = cell.mode.wrap(made_.body);
   inputs_ = differentiable(made_.args);
   for (const Tensor& param : made_.params)
@@ -144,7 +149,6 @@ void Run::forward(const Cell& cell, Way way) {
     if (configuration.during) during_ = configuration.during();
     results = configuration.checkpointed(made_.body, args_);
   } else {
-    if (way == Way::Copying) during_ = hooks_that_clone();
     const remat::DisableCheckpointGuard plainly;
     results = configuration.plain ? configuration.plain(made_.body, args_) : made_.body(args_);
   }

@@ -29,7 +29,7 @@ struct Bytes {
 };
 
 bool has_plain_storage(const Tensor& t) {
-  return t.layout() == at::kStrided && t.has_storage() && !t._is_zerotensor();
+  return t.layout() == at::kStrided && t.has_storage() && !t._is_zerotensor() && !t.is_nested();
 }
 
 Bytes to_bytes(const Tensor& t) {
