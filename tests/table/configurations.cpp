@@ -16,6 +16,17 @@
 
 namespace table {
 
+Tensors plain_region(const Body& body, const Tensors& args) {
+  return remat::checkpoint(body, args);
+}
+
+Tensors each_float(Tensors tensors, const std::function<Tensor(const Tensor&)>& f) {
+  for (Tensor& t : tensors)
+    if (t.defined() && t.layout() == at::kStrided && (t.is_floating_point() || t.is_complex()))
+      t = f(t);
+  return tensors;
+}
+
 namespace {
 
 using remat::CheckpointOptions;
@@ -25,7 +36,6 @@ using remat::DeterminismCheck;
 Tensors region(const CheckpointOptions& options, const Body& body, const Tensors& args) {
   return remat::checkpoint(options, body, args);
 }
-Tensors plain_region(const Body& body, const Tensors& args) { return region({}, body, args); }
 
 Runner with(CheckpointOptions options) {
   return [options = std::move(options)](const Body& body, const Tensors& args) {
@@ -55,14 +65,6 @@ Runner inside(MakeGuard make_guard, Runner runner = plain_region) {
   };
 }
 
-template <class F>
-Tensors each_float(Tensors tensors, F f) {
-  for (Tensor& t : tensors)
-    if (t.defined() && t.layout() == at::kStrided && (t.is_floating_point() || t.is_complex()))
-      t = f(t);
-  return tensors;
-}
-
 /// What follows the body where a region holds more than it.
 Tensors sines(const Tensors& tensors) {
   return each_float(tensors, [](const Tensor& t) { return t.sin(); });
@@ -74,9 +76,8 @@ Tensors body_then_two_sines(const Body& body, const Tensors& args) {
 
 Body named_results(const Body& body) {
   return [body](const Tensors& args) {
-    return sines(each_float(body(args), [](const Tensor& t) {
-      return remat::checkpoint_name(t, "result");
-    }));
+    return sines(each_float(body(args),
+                            [](const Tensor& t) { return remat::checkpoint_name(t, "result"); }));
   };
 }
 
@@ -152,9 +153,11 @@ remat::PolicyFn alternating() {
 }
 
 std::vector<std::string> common_operators() {
-  return {"aten::mm",  "aten::addmm",         "aten::bmm", "aten::sin",        "aten::exp",
-          "aten::mul", "aten::bernoulli.p", "aten::cat", "aten::native_dropout",
-          "aten::sum", "aten::_log_softmax",  "aten::div", "aten::index.Tensor"};
+  return {"aten::mm",          "aten::addmm",        "aten::bmm",
+          "aten::sin",         "aten::exp",          "aten::mul",
+          "aten::bernoulli.p", "aten::cat",          "aten::native_dropout",
+          "aten::sum",         "aten::_log_softmax", "aten::div",
+          "aten::index.Tensor"};
 }
 
 std::shared_ptr<void> counted_scope(std::atomic<int>& alive) {
@@ -248,14 +251,11 @@ void add_shapes(std::vector<Configuration>& all) {
                    return remat::checkpoint([body, args] { return body(args); });
                  }});
   all.push_back({"half_captured", half_captured});
-  all.push_back({"after_operator",
-                 [](const Body& body, const Tensors& args) {
-                   return with_prelude(plain_region, body, args);
-                 },
-                 [](const Body& body, const Tensors& args) {
-                   return with_prelude(run_body(), body, args);
-                 },
-                 "prelude"});
+  all.push_back(
+      {"after_operator",
+       [](const Body& body, const Tensors& args) { return with_prelude(plain_region, body, args); },
+       [](const Body& body, const Tensors& args) { return with_prelude(run_body(), body, args); },
+       "prelude"});
   all.push_back({"nested_2", nested(2)});
   all.push_back({"nested_3", nested(3)});
   all.push_back({"nested_second_half",
@@ -293,15 +293,15 @@ void add_policies(std::vector<Configuration>& all) {
                  }});
   all.push_back({"policy_matmuls", with({.policy = remat::save_matmuls()})});
   all.push_back({"policy_ask_again", with({.policy = {by_name, {.ask_again = true}}})});
-  all.push_back({"policy_hooks",
-                 under(hooks_that_clone, with({.policy = {by_name, {.save_through_hooks = true}}}))});
+  all.push_back({"policy_hooks", under(hooks_that_clone,
+                                       with({.policy = {by_name, {.save_through_hooks = true}}}))});
   all.push_back({"policy_nested", [](const Body& body, const Tensors& args) {
                    const Runner inner = with({.policy = {by_name, {}}});
                    return plain_region([inner, body](const Tensors& g) { return inner(body, g); },
                                        args);
                  }});
-  all.push_back({"policy_names", with_names(remat::save_names({"result"})), body_then_sines,
-                 "sines"});
+  all.push_back(
+      {"policy_names", with_names(remat::save_names({"result"})), body_then_sines, "sines"});
   all.push_back({"policy_all_but_names", with_names(remat::save_all_but_names({"result"})),
                  body_then_sines, "sines"});
   all.push_back({"policy_names_or_ops",
@@ -317,15 +317,13 @@ void add_policies(std::vector<Configuration>& all) {
                        args);
                  },
                  body_then_two_sines, "two sines"});
-  all.push_back({"policy_save_region",
-                 [](const Body& body, const Tensors& args) {
-                   return plain_region(
-                       [body](const Tensors& given) {
-                         return sines(remat::save_region(body, given));
-                       },
-                       args);
-                 },
-                 body_then_sines, "sines"});
+  all.push_back(
+      {"policy_save_region",
+       [](const Body& body, const Tensors& args) {
+         return plain_region(
+             [body](const Tensors& given) { return sines(remat::save_region(body, given)); }, args);
+       },
+       body_then_sines, "sines"});
 }
 
 void add_guards(std::vector<Configuration>& all) {
@@ -338,10 +336,16 @@ void add_guards(std::vector<Configuration>& all) {
   all.push_back({"save_on_disk_inside", inside(save_on_disk)});
   all.push_back({"save_as_float", under([] { return remat::SaveAsGuard(at::kFloat); })});
   all.push_back({"recompute_cache", plain_region, {}, "", alive<remat::RecomputeCacheGuard>()});
-  all.push_back({"recompute_cache_tiny", plain_region, {}, "",
+  all.push_back({"recompute_cache_tiny",
+                 plain_region,
+                 {},
+                 "",
                  alive<remat::RecomputeCacheGuard>(remat::RecomputeCacheOptions{.max_bytes = 50})});
   all.push_back({"exec_group", plain_region, {}, "", alive<remat::GraphExecGroup>()});
-  all.push_back({"recorder", plain_region, {}, "",
+  all.push_back({"recorder",
+                 plain_region,
+                 {},
+                 "",
                  alive<remat::Recorder>(remat::RecorderOptions{.operators = true})});
   all.push_back({"autocast_around", under([] { return std::make_unique<Autocast>(); }),
                  under([] { return std::make_unique<Autocast>(); }, run_body()), "autocast"});
@@ -364,73 +368,6 @@ const std::vector<Configuration>& configurations() {
     add_guards(rows);
     return rows;
   }();
-  return all;
-}
-
-const std::vector<Configuration>& broken_configurations() {
-  // Each in its own way gives what no program would notice by itself.
-  static const std::vector<Configuration> all{
-      {"other_numbers", [](const Body& body, const Tensors& args) {
-         at::rand({1});
-         return plain_region(body, args);
-       }},
-      {"other_gradient", [](const Body& body, const Tensors& args) {
-         Tensors results = plain_region(body, args);
-         for (Tensor& t : results)
-           if (t.requires_grad()) t.register_hook([](const Tensor& g) { return g * 1.0000002; });
-         return results;
-       }},
-      {"other_gradient_later", [](const Body& body, const Tensors& args) {
-         Tensors results = plain_region(body, args);
-         const auto calls = std::make_shared<std::atomic<int>>(0);
-         for (Tensor& t : results)
-           if (t.requires_grad())
-             t.register_hook([calls](const Tensor& g) { return ++*calls > 1 ? g * 2 : g; });
-         return results;
-       }},
-      {"other_recompute", [](const Body& body, const Tensors& args) {
-         const auto calls = std::make_shared<std::atomic<int>>(0);
-         return plain_region(
-             [body, calls](const Tensors& given) {
-               const bool is_first = ++*calls == 1;
-               return body(each_float(given, [is_first](const Tensor& t) {
-                 return is_first ? t * 1 : t * 1.5;
-               }));
-             },
-             args);
-       }},
-      {"no_numbers_kept", with({.preserve_rng_state = false})},
-      {"other_version", [](const Body& body, const Tensors& args) {
-         for (const Tensor& t : args)
-           if (!t.requires_grad()) t.unsafeGetTensorImpl()->bump_version();
-         return plain_region(body, args);
-       }},
-      {"no_region", run_body()},
-      {"leak", [](const Body& body, const Tensors& args) {
-         static Tensors leaked;
-         leaked.push_back(at::ones({1000}));
-         return plain_region(body, args);
-       }},
-      {"frame_alive", [](const Body& body, const Tensors& args) {
-         static std::vector<Tensors> graphs;
-         graphs.push_back(plain_region(body, args));
-         return graphs.back();
-       }},
-      {"silent_error", [](const Body& body, const Tensors& args) {
-         try {
-           return plain_region(body, args);
-         } catch (const std::exception&) {
-           return Tensors{};
-         }
-       }},
-      {"other_error", [](const Body& body, const Tensors& args) {
-         try {
-           return plain_region(body, args);
-         } catch (const std::exception&) {
-           throw std::runtime_error("another error");
-         }
-       }},
-  };
   return all;
 }
 

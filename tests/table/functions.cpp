@@ -8,11 +8,11 @@ std::vector<Function>& functions() {
   static std::vector<Function> all = [] {
     std::vector<Function> rows;
     add_arguments(rows);
-    add_prepared(rows);
     add_custom(rows);
     add_views(rows);
     add_layers(rows);
     add_algebra(rows);
+    add_prepared(rows);
     return rows;
   }();
   return all;
@@ -26,8 +26,7 @@ std::vector<Exception>& shared_exceptions() {
       {Kind::MayRaise, "strict_unpack/*", "the option forbids what the function does",
        "already unpacked once", reads_twice},
       {Kind::MayRaise, "exec_group/@(grad_thrice|partial|*_order|backward_inside)",
-       "these backwards read the same saved tensors, which a group forbids",
-       "in a GraphExecGroup"},
+       "these backwards read the same saved tensors, which a group forbids", "in a GraphExecGroup"},
       {Kind::MayRaise, "policy_*/*", "a kept result was changed in place, which is refused",
        "was kept and then changed in place", writes_kept},
       {Kind::MayRaise, "*/*",

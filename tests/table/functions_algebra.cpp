@@ -15,7 +15,8 @@ Tensor definite(const Tensor& a) { return regular(a.mm(a.t())); }
 
 void add_matrices(std::vector<Function>& t) {
   const Sizes square{{3, 3}}, pair{{3, 3}, {3, 2}};
-  add(t, "solve", pair, [](const Tensors& a) { return at::linalg_solve(regular(a[0]), a[1].exp()).sin(); });
+  add(t, "solve", pair,
+      [](const Tensors& a) { return at::linalg_solve(regular(a[0]), a[1].exp()).sin(); });
   add(t, "inverse", square, [](const Tensors& a) { return at::linalg_inv(regular(a[0])).exp(); });
   add(t, "cholesky", pair, [](const Tensors& a) {
     const Tensor factor = at::linalg_cholesky(definite(a[0]));
@@ -38,8 +39,9 @@ void add_matrices(std::vector<Function>& t) {
     return at::det(a[0]).sin() + logarithm * sign;
   });
   add(t, "matrix_exp", square, [](const Tensors& a) { return at::matrix_exp(a[0].sin()).sin(); });
-  add(t, "lstsq", {{4, 3}, {4, 2}},
-      [](const Tensors& a) { return std::get<0>(at::linalg_lstsq(a[0], a[1].exp(), {}, "gels")).sin(); });
+  add(t, "lstsq", {{4, 3}, {4, 2}}, [](const Tensors& a) {
+    return std::get<0>(at::linalg_lstsq(a[0], a[1].exp(), {}, "gels")).sin();
+  });
   add(t, "triangular_and_lu", pair, [](const Tensors& a) {
     const Tensor lower = regular(a[0]).tril();
     const auto [factors, pivots] = at::linalg_lu_factor(regular(a[0]));
@@ -47,16 +49,20 @@ void add_matrices(std::vector<Function>& t) {
            at::linalg_lu_solve(factors, pivots, a[1]);
   });
   add(t, "pinv_and_norms", {{4, 3}}, [](const Tensors& a) {
-    return at::linalg_pinv(a[0]).sin() * at::linalg_norm(a[0], "nuc") + at::linalg_matrix_norm(a[0]);
+    return at::linalg_pinv(a[0]).sin() * at::linalg_norm(a[0], "nuc") +
+           at::linalg_matrix_norm(a[0]);
   });
-  add(t, "doubles", pair,
-      [](const Tensors& a) { return at::linalg_solve(regular(a[0]).exp(), a[1]).sin(); }, at::kDouble)
+  add(
+      t, "doubles", pair,
+      [](const Tensors& a) { return at::linalg_solve(regular(a[0]).exp(), a[1]).sin(); },
+      at::kDouble)
       .with(is_wide);
 }
 
 void add_products(std::vector<Function>& t) {
   add(t, "matmuls", {{2, 3, 4}, {2, 4, 3}, {3}}, [](const Tensors& a) {
-    return at::addmv(a[2], a[0].bmm(a[1].exp()).sum(0), a[2]).sin() * at::baddbmm(a[0].bmm(a[1]), a[0], a[1]).sum();
+    return at::addmv(a[2], a[0].bmm(a[1].exp()).sum(0), a[2]).sin() *
+           at::baddbmm(a[0].bmm(a[1]), a[0], a[1]).sum();
   });
   add(t, "einsum", {{2, 3}, {3, 4}, {4}}, [](const Tensors& a) {
     return at::einsum("ij,jk,k->ik", {a[0].exp(), a[1].sin(), a[2]}).tanh();
@@ -89,8 +95,8 @@ void add_reductions(std::vector<Function>& t) {
     return at::logsumexp(a[0].sin(), {1}) * a[0].exp().mean() + a[0].nansum(at::IntArrayRef{1});
   });
   add(t, "powers", {{3, 4}, {3, 4}}, [](const Tensors& a) {
-    return a[0].exp().pow(a[1]).sin() + a[0].pow(3) + at::atan2(a[0], a[1]) + at::hypot(a[0], a[1]) +
-           at::logaddexp(a[0], a[1]) + a[0].abs().xlogy(a[1].exp());
+    return a[0].exp().pow(a[1]).sin() + a[0].pow(3) + at::atan2(a[0], a[1]) +
+           at::hypot(a[0], a[1]) + at::logaddexp(a[0], a[1]) + a[0].abs().xlogy(a[1].exp());
   });
   add(t, "special", {{3, 4}}, [](const Tensors& a) {
     const Tensor x = a[0].exp() + 0.5;
@@ -103,7 +109,8 @@ void add_reductions(std::vector<Function>& t) {
            at::addcmul(y, a[0], y, 2) + at::lerp(a[0], y, 0.3) + at::floor(a[0]) * y;
   });
   add(t, "broadcast_and_trapezoid", {{3, 1}, {1, 4}}, [](const Tensors& a) {
-    return at::trapezoid(a[0].exp() * a[1].sin()) + (a[0] - a[1]).expand({3, 4}).exp().diff().sum(1);
+    return at::trapezoid(a[0].exp() * a[1].sin()) +
+           (a[0] - a[1]).expand({3, 4}).exp().diff().sum(1);
   });
   add(t, "nan_and_infinity", {{3, 4}}, [](const Tensors& a) {
     const Tensor y = (a[0] / (a[0] * 0)).exp() + a[0].log();

@@ -31,7 +31,8 @@ void add_kinds(std::vector<Function>& t) {
                   return (a[0].exp() * a[1].sin()).to(at::kFloat).tanh() + a[0].to(at::kDouble);
                 })};
   }).with(is_wide);
-  add(t, "half_precision", {{2, 3}}, [](const Tensors& a) { return a[0].exp().sin() * a[0]; },
+  add(
+      t, "half_precision", {{2, 3}}, [](const Tensors& a) { return a[0].exp().sin() * a[0]; },
       at::kBFloat16);
   add(t, "integer_beside_float", [] {
     return Made{{leaf({5, 3}), whole({4}, 5)}, body_of([](const Tensors& a) {
@@ -61,36 +62,40 @@ void add_kinds(std::vector<Function>& t) {
     return Made{{constant({3, 4})}, body_of([](const Tensors& a) { return a[0].exp().sin(); })};
   });
   add(t, "non_contiguous", [] {
-    return with_prepared({leaf({4, 6})}, body_of([](const Tensors& a) { return a[0].t().slice(0, 1, 6, 2); }),
+    return with_prepared({leaf({4, 6})},
+                         body_of([](const Tensors& a) { return a[0].t().slice(0, 1, 6, 2); }),
                          body_of([](const Tensors& a) { return a[0].exp().mm(a[0].t()); }));
   });
   add(t, "expanded", [] {
-    return with_prepared({leaf({1, 4})}, body_of([](const Tensors& a) { return a[0].expand({3, 4}); }),
+    return with_prepared({leaf({1, 4})},
+                         body_of([](const Tensors& a) { return a[0].expand({3, 4}); }),
                          body_of([](const Tensors& a) { return a[0].exp() * a[0]; }));
   });
   add(t, "same_twice", [] {
-    return with_prepared({leaf({3, 4})}, [](const Tensors& a) { return Tensors{a[0], a[0]}; },
-                         body_of([](const Tensors& a) { return a[0].exp() * a[1].sin(); }));
+    return with_prepared(
+        {leaf({3, 4})}, [](const Tensors& a) { return Tensors{a[0], a[0]}; },
+        body_of([](const Tensors& a) { return a[0].exp() * a[1].sin(); }));
   });
   add(t, "same_result_twice", [] {
-    return with_prepared({leaf({3, 4})},
-                         [](const Tensors& a) {
-                           const Tensor x = a[0].sin();
-                           return Tensors{x, x};
-                         },
-                         body_of([](const Tensors& a) { return a[0].exp() * a[1].sin(); }));
+    return with_prepared(
+        {leaf({3, 4})},
+        [](const Tensors& a) {
+          const Tensor x = a[0].sin();
+          return Tensors{x, x};
+        },
+        body_of([](const Tensors& a) { return a[0].exp() * a[1].sin(); }));
   });
   add(t, "shared_storage", [] {
-    return with_prepared({leaf({4, 4})},
-                         [](const Tensors& a) {
-                           const Tensor x = a[0].exp();
-                           return Tensors{x.slice(0, 0, 3), x.slice(0, 1, 4)};
-                         },
-                         body_of([](const Tensors& a) { return a[0].sin() * a[1].cos(); }));
+    return with_prepared(
+        {leaf({4, 4})},
+        [](const Tensors& a) {
+          const Tensor x = a[0].exp();
+          return Tensors{x.slice(0, 0, 3), x.slice(0, 1, 4)};
+        },
+        body_of([](const Tensors& a) { return a[0].sin() * a[1].cos(); }));
   });
-  add(t, "returns_argument", {{3, 4}, {3, 4}}, [](const Tensors& a) {
-    return Tensors{a[0], a[0].exp() * a[1], a[1]};
-  });
+  add(t, "returns_argument", {{3, 4}, {3, 4}},
+      [](const Tensors& a) { return Tensors{a[0], a[0].exp() * a[1], a[1]}; });
   add(t, "returns_view_of_argument", {{3, 4}},
       [](const Tensors& a) { return Tensors{a[0].t(), a[0].select(0, 1).exp()}; });
   add(t, "unused_argument", {{3, 4}, {3, 4}}, [](const Tensors& a) { return a[0].exp().sin(); });
@@ -98,21 +103,9 @@ void add_kinds(std::vector<Function>& t) {
     return Made{{leaf({3, 4}), constant({3, 4})},
                 body_of([](const Tensors& a) { return (a[0] * a[1]).exp() * a[1].sin(); })};
   });
-  add(t, "zerotensor_argument", [] {
-    return Made{{leaf({3, 4}), at::_efficientzerotensor({3, 4}, at::kFloat)},
-                body_of([](const Tensors& a) { return a[0].exp() * a[1] + a[0].sin(); })};
-  });
-  add(t, "zerotensor_inside", {{3, 4}}, [](const Tensors& a) {
-    return a[0].exp() * at::_efficientzerotensor({3, 4}, at::kFloat) + a[0].sin();
-  });
-  add(t, "zerotensor_scaled", {{3, 4}}, [](const Tensors& a) {
-    const Tensor zero = at::_efficientzerotensor({3, 4}, at::kFloat);
-    return (a[0].sin() + zero).exp() * (zero * 2);
-  });
   add(t, "sparse_argument", [] {
-    return Made{{leaf({4, 4}), constant({4, 4}).relu().to_sparse()}, body_of([](const Tensors& a) {
-                  return at::mm(a[1], a[0].exp()).sin();
-                })};
+    return Made{{leaf({4, 4}), constant({4, 4}).relu().to_sparse()},
+                body_of([](const Tensors& a) { return at::mm(a[1], a[0].exp()).sin(); })};
   });
 }
 
@@ -149,18 +142,20 @@ void add_looks(std::vector<Function>& t) {
            [](const Tensor& x) { return x.requires_grad() ? 2.0 : 3.0; });
   add_look(t, "looks_at_output_nr", row,
            [](const Tensor& x) { return 2.0 + static_cast<double>(x.output_nr()); });
-  add_look(t, "looks_at_retains_grad",
-           [](const Tensors& a) {
-             Tensors x{a[0].exp()};
-             x[0].retain_grad();
-             return x;
-           },
-           [](const Tensor& x) { return x.retains_grad() ? 2.0 : 3.0; });
+  add_look(
+      t, "looks_at_retains_grad",
+      [](const Tensors& a) {
+        Tensors x{a[0].exp()};
+        x[0].retain_grad();
+        return x;
+      },
+      [](const Tensor& x) { return x.retains_grad() ? 2.0 : 3.0; });
   add_look(t, "looks_at_grad_fn", row, [](const Tensor& x) { return x.grad_fn() ? 2.0 : 3.0; });
   add_look(t, "looks_at_storage_size", part,
            [](const Tensor& x) { return static_cast<double>(x.storage().nbytes()); });
-  add_look(t, "looks_at_version", [](const Tensors& a) { return Tensors{(a[0] * 2).mul_(3)}; },
-           [](const Tensor& x) { return 1.0 + static_cast<double>(x._version()); })
+  add_look(
+      t, "looks_at_version", [](const Tensors& a) { return Tensors{(a[0] * 2).mul_(3)}; },
+      [](const Tensor& x) { return 1.0 + static_cast<double>(x._version()); })
       .except(Kind::Skipped, "@(hooks_clone|hooks_bytes|policy_hooks|save_on_disk)/*",
               "what such hooks give back is another tensor, with a version of its own");
   add(t, "looks_at_dtype", {{3, 4}}, [](const Tensors& a) {
@@ -169,16 +164,17 @@ void add_looks(std::vector<Function>& t) {
   });
   add(t, "looks_at_requires_grad", [] {
     return Made{{leaf({3, 4}), constant({3, 4})}, body_of([](const Tensors& a) {
-                  const double f = factor({a[0].requires_grad(), a[1].requires_grad(),
-                                           a[0].is_leaf(), a[1].is_leaf()});
+                  const double f = factor(
+                      {a[0].requires_grad(), a[1].requires_grad(), a[0].is_leaf(), a[1].is_leaf()});
                   return (a[0].exp() * a[1].cos() * f).sin();
                 })};
   });
   add(t, "looks_at_grad_of_leaf", [] {
-    Made made{{leaf({3, 4})}, body_of([](const Tensors& a) {
-                const Tensor grad = a[0].grad();
-                return (a[0].exp() * (grad.defined() ? grad.detach().clone() + 2 : at::ones({}))).sin();
-              })};
+    Made made{
+        {leaf({3, 4})}, body_of([](const Tensors& a) {
+          const Tensor grad = a[0].is_leaf() ? a[0].grad() : Tensor();
+          return (a[0].exp() * (grad.defined() ? grad.detach().clone() + 2 : at::ones({}))).sin();
+        })};
     made.args[0].mutable_grad() = at::full({3, 4}, 3.0F);
     return made;
   });
@@ -230,19 +226,23 @@ void add_writes(std::vector<Function>& t) {
                   return a[0].exp() * a[1].sin();
                 })};
   }).with(writes_args | writes_kept);
-  add(t, "writes_leaf", {{3, 4}}, [](const Tensors& a) { return a[0].mul_(2).exp(); })
-      .with(writes_args | writes_kept);
+  add(t, "writes_leaf", {{3, 4}}, [](const Tensors& a) {
+    return a[0].mul_(2).exp();
+  }).with(writes_args | writes_kept);
   add(t, "writes_scratch_of_its_own", {{3, 4}}, [](const Tensors& a) {
     const Tensor scratch = at::zeros({3, 4});
     scratch.copy_(a[0].detach()).mul_(0.5);
     return a[0].exp() * scratch + at::empty({3, 4}).fill_(0.25) * a[0];
   });
-  add(t, "argument_written_after", [copies] {
-    Made made = with_prepared({leaf({3, 4})}, copies,
-                              body_of([](const Tensors& a) { return a[0].exp().sin() * a[0]; }));
-    made.after = [](const Tensors& a) { a[0].mul_(2); };
-    return made;
-  }).with(raises_changed)
+  add(t, "argument_written_after",
+      [copies] {
+        Made made =
+            with_prepared({leaf({3, 4})}, copies,
+                          body_of([](const Tensors& a) { return a[0].exp().sin() * a[0]; }));
+        made.after = [](const Tensors& a) { a[0].mul_(2); };
+        return made;
+      })
+      .with(raises_changed)
       .except(Kind::MayRaise, "*/backward_inside", "saving an argument is a use of it",
               "modified by an inplace operation")
       .except(Kind::Skipped, "captured/backward_inside",

@@ -197,9 +197,8 @@ void add_scripts(std::vector<Function>& t) {
         return x
   )");
   for (const char* const name : {"gated", "looped"})
-    add(t, std::string("script_") + name, {{3, 4}, {4, 4}}, [name](const Tensors& a) {
-      return unit->run_method(name, a[0], a[1]).toTensor().exp();
-    });
+    add(t, std::string("script_") + name, {{3, 4}, {4, 4}},
+        [name](const Tensors& a) { return unit->run_method(name, a[0], a[1]).toTensor().exp(); });
 }
 
 }  // namespace

@@ -15,9 +15,9 @@ void add_in_place(std::vector<Function>& t) {
   add(t, "view_chain", {{4, 6}}, [](const Tensors& a) {
     return a[0].exp().view({2, 12}).t().reshape({3, 8}).permute({1, 0}).contiguous().sin();
   });
-  add(t, "in_place_on_intermediate", {{3, 4}},
-      [](const Tensors& a) { return (a[0] * 2).add_(1).mul_(a[0]).sin_().neg_(); })
-      .with(writes_kept);
+  add(t, "in_place_on_intermediate", {{3, 4}}, [](const Tensors& a) {
+    return (a[0] * 2).add_(1).mul_(a[0]).sin_().neg_();
+  }).with(writes_kept);
   add(t, "in_place_on_view", {{4, 4}}, [](const Tensors& a) {
     Tensor y = a[0].exp();
     y = y * 2;
@@ -31,9 +31,9 @@ void add_in_place(std::vector<Function>& t) {
     y.mul_(2);
     return z + y;
   }).with(writes_kept | raises_changed);
-  add(t, "in_place_relu_after_conv", {{1, 2, 6}, {3, 2, 3}},
-      [](const Tensors& a) { return at::conv1d(a[0], a[1]).relu_().sin(); })
-      .with(writes_kept);
+  add(t, "in_place_relu_after_conv", {{1, 2, 6}, {3, 2, 3}}, [](const Tensors& a) {
+    return at::conv1d(a[0], a[1]).relu_().sin();
+  }).with(writes_kept);
   add(t, "copy_and_fill", {{3, 4}, {4}}, [](const Tensors& a) {
     const Tensor y = a[0] * 2;
     y.select(0, 0).copy_(a[1].exp());
@@ -91,28 +91,35 @@ void add_complex(std::vector<Function>& t) {
     const Tensor z = at::complex(a[0], a[1]);
     return Tensors{(z * z.exp()).abs(), z.angle()};
   });
-  add(t, "complex_leaf", {{3, 4}}, [](const Tensors& a) { return (a[0].exp() * a[0].conj()).sin(); },
+  add(
+      t, "complex_leaf", {{3, 4}},
+      [](const Tensors& a) { return (a[0].exp() * a[0].conj()).sin(); }, at::kComplexFloat);
+  add(
+      t, "conjugate_views", {{3, 3}},
+      [](const Tensors& a) {
+        const Tensor z = a[0].conj();
+        return Tensors{z.mm(a[0]), at::imag(z) * at::real(z).exp(), z};
+      },
       at::kComplexFloat);
-  add(t, "conjugate_views", {{3, 3}}, [](const Tensors& a) {
-    const Tensor z = a[0].conj();
-    return Tensors{z.mm(a[0]), at::imag(z) * at::real(z).exp(), z};
-  }, at::kComplexFloat);
-  add(t, "neg_view", {{3, 4}}, [](const Tensors& a) {
-    const Tensor y = at::imag(a[0].conj());
-    return y.exp() * y;
-  }, at::kComplexFloat);
+  add(
+      t, "neg_view", {{3, 4}},
+      [](const Tensors& a) {
+        const Tensor y = at::imag(a[0].conj());
+        return y.exp() * y;
+      },
+      at::kComplexFloat);
   add(t, "sparse_mm", {{3, 4}}, [](const Tensors& a) {
     const Tensor indices = at::tensor({0, 1, 1, 2, 0, 2}, at::kLong).view({2, 3});
-    const Tensor sparse = at::sparse_coo_tensor(indices, a[0].select(0, 0).slice(0, 0, 3).exp(), {3, 3});
+    const Tensor sparse =
+        at::sparse_coo_tensor(indices, a[0].select(0, 0).slice(0, 0, 3).exp(), {3, 3});
     return at::_sparse_mm(sparse, a[0]).sin();
   });
   add(t, "sparse_gradient", {{6, 3}}, [](const Tensors& a) {
     const Tensor rows = at::tensor({0, 2, 2, 5}, at::kLong);
     return at::embedding(a[0], rows, -1, false, /*sparse=*/true).sin();
   });
-  add(t, "to_sparse_and_back", {{3, 4}}, [](const Tensors& a) {
-    return a[0].relu().to_sparse().to_dense().exp() * a[0];
-  });
+  add(t, "to_sparse_and_back", {{3, 4}},
+      [](const Tensors& a) { return a[0].relu().to_sparse().to_dense().exp() * a[0]; });
   add(t, "sparse_csr_mm", [] {
     return Made{{leaf({4, 3})}, body_of([](const Tensors& a) {
                   const Tensor matrix = at::eye(4).mul_(2).to_sparse_csr();

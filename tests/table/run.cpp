@@ -199,7 +199,8 @@ void Run::note(const std::string& label, const Tensor& tensor) {
 }
 
 void Run::note(const std::string& label, const Tensors& tensors) {
-  for (std::size_t i = 0; i < tensors.size(); ++i) note(label + " " + std::to_string(i), tensors[i]);
+  for (std::size_t i = 0; i < tensors.size(); ++i)
+    note(label + " " + std::to_string(i), tensors[i]);
 }
 
 Record record_of(const Cell& cell, Run::Way way) {

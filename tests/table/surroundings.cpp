@@ -35,10 +35,10 @@ bool has_plain_storage(const Tensor& t) {
 Bytes to_bytes(const Tensor& t) {
   if (!has_plain_storage(t)) return {t.detach(), {}, {}, {}, {}};
   const auto* data = static_cast<const char*>(t.storage().data());
-  return {Tensor(),           {data, data + t.storage().nbytes()},
-          t.options(),        t.sizes().vec(),
-          t.strides().vec(),  t.storage_offset(),
-          t.is_conj(),        t.is_neg()};
+  return {Tensor(),          {data, data + t.storage().nbytes()},
+          t.options(),       t.sizes().vec(),
+          t.strides().vec(), t.storage_offset(),
+          t.is_conj(),       t.is_neg()};
 }
 
 Tensor from_bytes(const Bytes& packed) {

@@ -16,7 +16,7 @@ namespace table {
 class Engine final : public remat::StateProvider {
  public:
   /// In [0.5, 1.5).
-  double next() { return 0.5 + engine_() * 0x1p-32; }
+  double next() { return 0.5 + static_cast<double>(engine_()) * 0x1p-32; }
   std::any capture() override { return engine_; }
   void restore(const std::any& state) override { engine_ = std::any_cast<std::mt19937>(state); }
 

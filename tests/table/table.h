@@ -19,11 +19,11 @@ using Body = std::function<Tensors(const Tensors&)>;
 
 /// What a function brings to one run; made anew for each, after seeding the default generator.
 struct Made {
-  Tensors args;                                ///< leaves, and tensors without grad
-  Body body;                                   ///< what runs plainly, or in a region
-  Tensors params{};                            ///< leaves that the body captures
-  Tensors buffers{};                           ///< other captured tensors, which it may write
-  Body prepare{};                              ///< makes the body's arguments of `args`, before it
+  Tensors args;                                 ///< leaves, and tensors without grad
+  Body body;                                    ///< what runs plainly, or in a region
+  Tensors params{};                             ///< leaves that the body captures
+  Tensors buffers{};                            ///< other captured tensors, which it may write
+  Body prepare{};                               ///< makes the body's arguments of `args`, before it
   std::function<void(const Tensors&)> after{};  ///< between forward and backward, on the arguments
 };
 
@@ -51,9 +51,9 @@ struct Exception {
   std::string where;  ///< pattern of fnmatch(3), with FNM_EXTMATCH: "configuration/mode"
   std::string reason;
   std::string error{};
-  unsigned traits = 0;          ///< only for functions with one of these, if any
-  mutable int64_t cells = 0;    ///< that it applied to in this run
-  mutable int64_t needed = 0;   ///< of these, that would have disagreed without it
+  unsigned traits = 0;         ///< only for functions with one of these, if any
+  mutable int64_t cells = 0;   ///< that it applied to in this run
+  mutable int64_t needed = 0;  ///< of these, that would have disagreed without it
 };
 
 struct Function {
@@ -76,6 +76,11 @@ struct Function {
 /// Runs a body on arguments, in one way or another.
 using Runner = std::function<Tensors(const Body&, const Tensors&)>;
 
+/// A region without options.
+Tensors plain_region(const Body& body, const Tensors& args);
+/// `f` of each dense tensor of real or complex numbers, the others as they are.
+Tensors each_float(Tensors tensors, const std::function<Tensor(const Tensor&)>& f);
+
 struct Configuration {
   std::string name;
   Runner checkpointed;
@@ -91,7 +96,7 @@ class Run;
 
 struct Mode {
   std::string name;
-  std::function<void(Run&)> drive;  ///< what happens after forward
+  std::function<void(Run&)> drive;   ///< what happens after forward
   std::function<Body(Body)> wrap{};  ///< what the region runs instead of the body
 };
 
@@ -104,20 +109,18 @@ const std::vector<Mode>& modes();
 std::vector<Exception>& shared_exceptions();
 
 void add_arguments(std::vector<Function>& table);
-void add_prepared(std::vector<Function>& table);
 void add_custom(std::vector<Function>& table);
 void add_views(std::vector<Function>& table);
 void add_layers(std::vector<Function>& table);
 void add_algebra(std::vector<Function>& table);
+void add_prepared(std::vector<Function>& table);
 
 struct Cell {
   const Function& function;
   const Configuration& configuration;
   const Mode& mode;
   uint64_t seed;
-  std::string name() const {
-    return function.name + "/" + configuration.name + "/" + mode.name;
-  }
+  std::string name() const { return function.name + "/" + configuration.name + "/" + mode.name; }
 };
 
 /// The exceptions that apply to a cell.
