@@ -3,9 +3,7 @@
 #include <fnmatch.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <map>
 #include <sstream>
 
@@ -46,20 +44,6 @@ std::string text_of(const Entry& entry) {
   return text.str();
 }
 
-/// But for what rounding makes of another order of the same sums.
-bool is_close(const Entry& plain, const Entry& other) {
-  if (plain.meta != other.meta || plain.bytes.size() != other.bytes.size()) return false;
-  const std::vector<double> a = numbers_of(plain), b = numbers_of(other);
-  double largest = 0;
-  for (const double each : a) largest = std::max(largest, std::isfinite(each) ? std::abs(each) : 0);
-  const double epsilon = contains(plain.meta, "Double") ? 1e-12 : 1e-4;
-  for (std::size_t i = 0; i < a.size(); ++i)
-    if (!(std::abs(a[i] - b[i]) <= epsilon * largest) && a[i] != b[i] &&
-        !(std::isnan(a[i]) && std::isnan(b[i])))
-      return false;
-  return true;
-}
-
 /// The first exception of a kind that speaks of `text`; counts it.
 bool is_excepted(const Exceptions& exceptions, Exception::Kind kind, const std::string& text = {}) {
   for (const Exception* exception : exceptions)
@@ -78,9 +62,6 @@ std::string difference(const Stage& plain, const Stage& checkpointed, const Exce
     const Entry &p = plain.entries[i], &c = checkpointed.entries[i];
     if (p == c) continue;
     if (p.label == "versions" && is_excepted(except, Kind::Versions)) continue;
-    if (p.label == c.label && p.label.starts_with("gradient") && is_close(p, c) &&
-        is_excepted(except, Kind::Rounded))
-      continue;
     return plain.label + ", " + p.label + (p.label == c.label ? "" : " and " + c.label) +
            "\n  plain        " + text_of(p) + "\n  checkpointed " + text_of(c);
   }

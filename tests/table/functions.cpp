@@ -34,18 +34,13 @@ std::vector<Exception>& shared_exceptions() {
        "modified by an inplace operation", writes_args},
       {Kind::Skipped, "@(captured|half_captured)/*",
        "what a function writes to captured tensors it writes again in each recompute", "",
-       writes_args | writes_captures},
+       writes_args},
       {Kind::NotRaised, "*/*",
        "the recompute makes anew what was changed, or stops before the change; hooks may have copied it",
        "", raises_changed},
       {Kind::MayRaise, "*/backward_inside",
        "the error is that of a slot, which does not name the node it was an output of",
        "modified by an inplace operation", raises_changed},
-      {Kind::MayRaise, "@(captured|half_captured)/*",
-       "what was changed is captured: another error, also where autograd saved nothing of it",
-       "A parameter, buffer or captured tensor changed", raises_changed},
-      {Kind::Rounded, "policy_*/backward_inside",
-       "under a dispatch mode LibTorch takes other formulas for gradients"},
   };
   return all;
 }

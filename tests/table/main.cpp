@@ -116,8 +116,6 @@ const char* kind_of(const table::Exception& exception) {
       return "may give the right gradient where plain raises";
     case Kind::Versions:
       return "may differ in versions";
-    case Kind::Rounded:
-      return "may differ in rounding";
   }
   return "";
 }

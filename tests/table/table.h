@@ -29,13 +29,12 @@ struct Made {
 
 /// What exceptions of configurations and modes ask about a function.
 enum Trait : unsigned {
-  draws = 1,             ///< random numbers
-  reads_twice = 2,       ///< its node reads a saved tensor twice in one backward
-  writes_args = 4,       ///< in place, to its arguments
-  writes_kept = 8,       ///< in place, to the result of an operator, perhaps inside a composite
-  writes_captures = 16,  ///< in place, to captured tensors, with nobody who restores them
-  is_wide = 32,          ///< computes with numbers that do not fit float
-  raises_changed = 64,   ///< plainly in backward, since something saved was changed in place
+  draws = 1,            ///< random numbers
+  reads_twice = 2,      ///< its node reads a saved tensor twice in one backward
+  writes_args = 4,      ///< in place, to its arguments
+  writes_kept = 8,      ///< in place, to the result of an operator, perhaps inside a composite
+  is_wide = 32,         ///< computes with numbers that do not fit float
+  raises_changed = 16,  ///< plainly in backward, since something saved was changed in place
 };
 
 /// A reason why a cell of the table need not agree.
@@ -45,7 +44,6 @@ struct Exception {
     MayRaise,   ///< the checkpointed run may raise `error`, in words of its first line or below
     NotRaised,  ///< where plain raises in backward, the values at the save may be used instead
     Versions,   ///< versions of captured tensors may differ
-    Rounded,    ///< gradients may differ in rounding
   };
   Kind kind;
   std::string where;  ///< pattern of fnmatch(3), with FNM_EXTMATCH: "configuration/mode"
