@@ -246,7 +246,6 @@ void add_embeddings(std::vector<Function>& t) {
                     body_of([m](const Tensors& a) { return m->forward(a[0]).sin(); }),
                     m->parameters()};
       })
-
       .except(Kind::Versions, "*",
               "the operator writes to the table, and writes the same again when it runs again");
   add(t, "embedding_bag", [] {
