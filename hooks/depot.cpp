@@ -78,7 +78,8 @@ std::optional<Extent> stretch_of(const at::Tensor& tensor, bool keeps_bytes) {
 SavedElsewhere::SavedElsewhere(const at::Tensor& saved)
     // Without history it makes no cycle: Note [Identity packs]. As an alias it keeps the storage of
     // the save when the tensor is given another one (`set_data`).
-    : in_place_(saved.requires_grad() || is_plain(saved) ? saved.tensor_data() : saved) {
+    : in_place_(saved.requires_grad() || is_plain(saved) ? saved.tensor_data() : saved),
+      had_elements_(is_plain(saved) && extent_of(saved)) {
   if (saved.is_inference()) return;
   counter_ = saved.unsafeGetTensorImpl()->version_counter();
   version_ = static_cast<uint32_t>(saved._version());
@@ -95,8 +96,7 @@ void SavedElsewhere::check_version() const {
       counter_.current_version(), "; expected version ", version_,
       " instead.\nCause: a tensor that backward needs was changed in place after it was "
       "saved; plain autograd refuses this too.\nDo: use the out-of-place operator there.");
-  TORCH_CHECK(!in_place_.defined() || !is_plain(in_place_) || in_place_.numel() == 0 ||
-                  extent_of(in_place_),
+  TORCH_CHECK(!had_elements_ || !in_place_.defined() || extent_of(in_place_),
               "remat: the storage of a saved tensor was made smaller before backward read it.\n"
               "Cause: resize_ on the storage, as for freed parameters.\nDo: restore the storage "
               "before backward.");

@@ -62,6 +62,7 @@ class SavedElsewhere {
 
   std::mutex mutex_;
   at::Tensor in_place_;  ///< without history; undefined when moved
+  bool had_elements_;    ///< a plain tensor in memory, at the save
   std::shared_ptr<Piece> piece_;
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;

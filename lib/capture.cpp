@@ -139,6 +139,7 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
     result.storage = weak_storage_of(leaf_tensor);
     result.leaf = WeakTensor(root);
     result.offset = offset_of(leaf_tensor);
+    result.shares_leaf = storage_of(leaf_tensor) == storage;
     return result;
   }
   if (storage == nullptr) return result;
@@ -163,7 +164,8 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
 }
 
 bool is_replaced(const Provenance& then, const at::Tensor& now) {
-  return then.origin == Origin::Outside && storage_of(now) != then.storage._unsafe_get_target();
+  return (then.origin == Origin::Outside || then.origin == Origin::Input) &&
+         storage_of(now) != then.storage._unsafe_get_target();
 }
 
 bool is_leaf_changed(const Provenance& then) {
@@ -184,13 +186,18 @@ bool is_changed(const Provenance& then, const at::Tensor& now) {
           cast != nullptr && storage_of(now) == cast)
         return static_cast<uint32_t>(now._version()) != then.cast_version;
       c10::TensorImpl* const leaf = leaf_behind(now);
-      return leaf != nullptr && leaf == then.leaf._unsafe_get_target() && is_leaf_changed(then);
+      return leaf != nullptr && leaf == then.leaf._unsafe_get_target() &&
+             (is_leaf_changed(then) || (then.shares_leaf && storage_of(now) !=
+                                                                then.storage._unsafe_get_target()));
     }
     case Origin::Outside:
       return storage_of(now) != then.storage._unsafe_get_target() ||
              static_cast<uint32_t>(now._version()) != then.version || offset_of(now) != then.offset;
+    case Origin::Input:  // which arguments there are, the caller knows
+      return then.storage._unsafe_get_target() != nullptr &&
+             (storage_of(now) != then.storage._unsafe_get_target() ||
+              static_cast<uint32_t>(now._version()) != then.version);
     case Origin::Inside:
-    case Origin::Input:
       return then.storage._unsafe_get_target() != nullptr &&
              storage_of(now) == then.storage._unsafe_get_target() &&
              static_cast<uint32_t>(now._version()) != then.version;

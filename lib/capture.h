@@ -13,9 +13,9 @@
 //   Inside   a tensor whose grad_fn was built in the region and that views nothing older. Only if
 //            the recompute saves the very same storage (a captured tensor changed in place inside
 //            the region) the version must match.
-//   Input    shares its storage with an input; autograd's own check covers it. Only hooks around the
-//            region make the recompute's input another one; if it saves the storage of forward's all
-//            the same, through a captured alias, the version must match.
+//   Input    shares its storage with an input. Autograd's own check covers the argument itself. What the
+//            recompute saves in its place must lie in an argument's storage or in forward's (hooks may
+//            give back copies); a captured alias with a version of its own must have forward's.
 // Storages are remembered weakly: comparing addresses alone meets reused ones.
 
 #include <ATen/core/Tensor.h>
@@ -24,6 +24,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <unordered_set>
 
@@ -44,8 +45,15 @@ struct Provenance {
   uint32_t version = 0, cast_version = 0;
   /// Where in its storage the leaf, or the Outside tensor, begins (low bits): `set_data` may move that.
   uint32_t offset = 0;
+  bool shares_leaf = false;  ///< it lies in the leaf's storage, as a view does
   Origin origin = Origin::NoStorage;
 };
+
+/// A counter is nothing but a pointer, which it does not show.
+inline bool is_same_counter(const c10::VariableVersion& a, const c10::VariableVersion& b) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  return std::memcmp(static_cast<const void*>(&a), static_cast<const void*>(&b), sizeof(void*)) == 0;
+}
 
 /// The storage of a tensor, or null if it has none: kinds of tensors that have none leave it null.
 inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {

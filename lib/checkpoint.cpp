@@ -46,10 +46,11 @@ class ForwardScope final : public Scope {
   Selection* selection() const override { return is_own_thread() ? frame_->selection() : nullptr; }
   Frame* frame() const override { return frame_.get(); }
   void backward_begins(const torch::autograd::edge_list& roots,
-                       const torch::autograd::edge_list& targets) override {
+                       const torch::autograd::edge_list& targets, bool accumulates) override {
     if (!is_own_thread()) return;
     frame_->break_group();
     frame_->note_any_backward();
+    if (accumulates) frame_->note_accumulation(roots);
     const int64_t number = num_backwards_++;
     if (Selection* const selection = frame_->selection()) selection->note_backward();
     auto asked = asked_of(frame_->inputs(), roots, targets);

@@ -124,7 +124,7 @@ torch::autograd::variable_list ForwardingEngine::execute(
     const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs,
     bool keep_graph, bool create_graph, bool accumulate_grad,
     const torch::autograd::edge_list& outputs) {
-  engine_callbacks.backward_begins(roots, outputs);
+  engine_callbacks.backward_begins(roots, outputs, accumulate_grad);
   torch::autograd::variable_list gradients;
   struct Ended {
     const torch::autograd::variable_list &gradients, &given;

@@ -35,9 +35,9 @@ struct EngineCallbacks {
   /// Null: none of ours. Sets `is_decided` if nobody else's are wanted either.
   std::unique_ptr<torch::autograd::SavedVariableHooks> (*make_hooks)(bool& is_decided);
   /// This thread is about to run, and wait for, a backward from `roots` to `outputs` (none: to all
-  /// leaves).
+  /// leaves). `accumulates`: into leaves, instead of returning gradients.
   void (*backward_begins)(const torch::autograd::edge_list& roots,
-                          const torch::autograd::edge_list& outputs);
+                          const torch::autograd::edge_list& outputs, bool accumulates);
   /// It has ended, and returns these; none if it threw. `given`: the gradients of its roots. Throws
   /// nothing.
   void (*backward_ended)(const torch::autograd::variable_list& gradients,
@@ -70,8 +70,6 @@ std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> 
 
 /// Number of hooks on LibTorch's own (Python's) hook stack of this thread.
 int64_t foreign_hook_depth();
-
-using NodePtr = decltype(torch::autograd::Edge::function);
 
 /// A new node, in the pointer type of this LibTorch (std::shared_ptr before 2.13).
 template <class N>

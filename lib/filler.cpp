@@ -135,9 +135,15 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
   if (frame_.options().capture_check != CaptureCheck::Raise || !view_.is_settled ||
       !is_changed(slot.provenance, judged))
     return false;
-  // An argument itself is checked when it is unpacked; hooks may have restored it in its own storage.
-  return slot.provenance.origin != Origin::Input ||
-         std::find(inputs_.begin(), inputs_.end(), storage_of(judged)) == inputs_.end();
+  if (slot.provenance.origin != Origin::Input) return true;
+  // An argument itself is checked when it is unpacked, and hooks may give back a copy, or restore it in its
+  // own storage; a captured alias of it with a version of its own is not.
+  const bool is_replaced_by_copy = is_replaced(slot.provenance, judged);
+  const c10::VariableVersion& counter = judged.unsafeGetTensorImpl()->version_counter();
+  return std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
+    return each.storage == storage_of(judged) &&
+           (is_replaced_by_copy || is_same_counter(each.counter, counter));
+  });
 }
 
 void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {

@@ -39,7 +39,9 @@ class Filler final : public SlotFiller {
   void set_replay(Replay* replay) { replay_ = replay; }
   /// The arguments of this recompute.
   void set_inputs(const std::vector<at::Tensor>& inputs) {
-    for (const at::Tensor& each : inputs) inputs_.push_back(storage_of(each));
+    for (const at::Tensor& each : inputs)
+      if (each.defined())
+        inputs_.push_back({storage_of(each), each.unsafeGetTensorImpl()->version_counter()});
   }
   /// All is queued on the devices that the tensors need.
   void record_ready() const { ready_.record(); }
@@ -86,7 +88,11 @@ class Filler final : public SlotFiller {
   ReadyStreams ready_;
   std::optional<OpLog> log_;
   Replay* replay_ = nullptr;
-  c10::SmallVector<const c10::StorageImpl*, 2> inputs_;  // only to be compared
+  struct GivenInput {
+    const c10::StorageImpl* storage;  // only to be compared
+    c10::VariableVersion counter;
+  };
+  c10::SmallVector<GivenInput, 2> inputs_;
   Differences differences_;
   struct Pending {
     int64_t position;

@@ -198,6 +198,18 @@ bool Frame::has_noted_backwards() {
   return inner_backwards_ != nullptr;
 }
 
+void Frame::note_accumulation(const torch::autograd::edge_list& roots) {
+  AccumulatedLeaves all = accumulated_leaves();
+  all.add_below(roots);
+  std::lock_guard<SpinLock> lock(mutex_);
+  accumulated_leaves_ = std::make_unique<AccumulatedLeaves>(std::move(all));
+}
+
+AccumulatedLeaves Frame::accumulated_leaves() {
+  std::lock_guard<SpinLock> lock(mutex_);
+  return accumulated_leaves_ == nullptr ? AccumulatedLeaves() : *accumulated_leaves_;
+}
+
 void Frame::note_hook(const at::TensorBase& tensor, unsigned handle) {
   std::lock_guard<SpinLock> lock(mutex_);
   if (hook_notes_ == nullptr) hook_notes_ = std::make_unique<HookNotes>();

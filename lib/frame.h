@@ -36,6 +36,7 @@
 #include "lib/capture.h"
 #include "lib/device_rng.h"
 #include "lib/draws.h"
+#include "lib/gradient_sinks.h"
 #include "lib/inner_backward.h"
 #include "lib/inputs.h"
 #include "lib/op_log.h"
@@ -116,6 +117,9 @@ class Frame final : public SlotOwner {
   /// Whether the function has run any backward in forward.
   bool has_run_backward() const { return has_run_backward_.load(std::memory_order_relaxed); }
   void note_any_backward() { has_run_backward_.store(true, std::memory_order_relaxed); }
+  /// The function accumulates in forward: Note [Accumulating once].
+  void note_accumulation(const torch::autograd::edge_list& roots);
+  AccumulatedLeaves accumulated_leaves();
   /// Hooks that the function registers in forward: Note [Tensors from outside].
   void note_hook(const at::TensorBase& tensor, unsigned handle);
   std::optional<HookNotes::Note> noted_hook(const at::TensorBase& tensor, std::size_t number);
@@ -212,6 +216,7 @@ class Frame final : public SlotOwner {
   c10::SmallVector<std::shared_ptr<Run>, 1> runs_;
   std::unique_ptr<InnerBackwards> inner_backwards_;  // of those that asked for something
   std::unique_ptr<HookNotes> hook_notes_;
+  std::unique_ptr<AccumulatedLeaves> accumulated_leaves_;
   bool is_group_broken_ = false;
   bool may_meet_outside_ = true;  ///< a slot or an input is, or may be, a tensor from outside
   bool is_settled_ = false;

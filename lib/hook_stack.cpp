@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "lib/gradient_sinks.h"
 #include "lib/recompute.h"
 #include "lib/selection.h"
 
@@ -68,13 +69,22 @@ void requires_grad_changes(const at::TensorBase& tensor) {
   });
 }
 
+const seam::NodePtr* node_instead(const at::TensorBase& tensor) {
+  const seam::NodePtr* sink = nullptr;
+  if (GradientSinks::any())
+    visit(Ability::Region, [&](Scope& scope) {
+      if (sink == nullptr && scope.is_own_thread()) sink = scope.gradient_sink(tensor);
+    });
+  return sink;
+}
+
 const seam::EngineCallbacks& callbacks() {
   static constexpr seam::EngineCallbacks ours{
       make_top_hooks,
       backward_begins,
       backward_ended,
       run_selectively,
-      {hook_begins, new_hook_registered, requires_grad_changes}};
+      {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
   return ours;
 }
 

@@ -93,7 +93,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual void guard_opened(const UserRegistrations&) {}
   /// Of a region's scope: a backward begins in it. Throws what speaks against that.
   virtual void backward_begins(const torch::autograd::edge_list& /*roots*/,
-                               const torch::autograd::edge_list& /*targets*/) {}
+                               const torch::autograd::edge_list& /*targets*/,
+                               bool /*accumulates*/) {}
   /// It has ended and returned these.
   virtual void backward_ended(const torch::autograd::variable_list& /*gradients*/,
                               const torch::autograd::variable_list& /*given*/) {}
@@ -104,6 +105,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual void hook_registered(const at::TensorBase&, unsigned /*handle*/, bool /*is_new*/) {}
   /// Of a recompute: `requires_grad_` is about to be called.
   virtual void requires_grad_changes(const at::TensorBase&) {}
+  /// Of a recompute: the node at which its gradients of a leaf end; null: the leaf's own.
+  virtual const seam::NodePtr* gradient_sink(const at::TensorBase&) { return nullptr; }
   /// Adds what a guard of state.h registered, or the region of a recompute keeps.
   virtual void add_to(UserRegistrations&) const {}
   /// Of a guard that lets backward calls share recomputes.

@@ -154,6 +154,7 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
       input.has_tensor_hooks = !torch::autograd::impl::hooks(tensor).empty();
     }
     input.role = role;
+    input.is_view = role == GradRole::Result && tensor.is_view();
     input.same_as = same_as;
     input.storage_number = storage_number;
     if (role != GradRole::Result) input.layout = layout_of(tensor);
@@ -166,7 +167,7 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
         input.beside.reset(
             new Beside{meta.grad_, static_cast<uint32_t>(tensor.output_nr()), meta.retains_grad_});
     }
-    if (input.variable.has_hooks() && !saving.is_slot() && tensor.has_storage())
+    if (input.variable.has_hooks() && !saving.is_slot())
       input.watched.reset(new Watched{weak_storage_of(tensor), WeakTensor(tensor.getIntrusivePtr()),
                                       tensor.unsafeGetTensorImpl()->version_counter(),
                                       input.version});
@@ -215,7 +216,11 @@ at::Tensor Inputs::unpack(const Frame& frame, const Input& input, std::size_t nu
   bool is_original = input.is_object() && !input.variable.has_hooks();
   const c10::StorageImpl* storage = nullptr;
   if (watched != nullptr) {
-    if (version != expected && storage_of(data) == watched->storage._unsafe_get_target())
+    const bool is_alias = is_same_counter(data.unsafeGetTensorImpl()->version_counter(),
+                                          watched->counter) ||
+                          (storage_of(data) != nullptr &&
+                           storage_of(data) == watched->storage._unsafe_get_target());
+    if (version != expected && is_alias)
       throw_changed_argument(frame, position, data, expected, version, input.is_written);
     if (version == expected) watched->version = watched->counter.current_version();
     is_original = data.unsafeGetTensorImpl() == watched->object._unsafe_get_target();
@@ -237,9 +242,9 @@ void Inputs::copy_written(const Frame& frame, std::vector<at::Tensor>& tensors) 
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
     if (!given[i].defined() || input.same_as >= 0 || !input.variable.has_hooks() ||
-        !is_written(input) || is_planted(Fault::WrittenArgument))
+        is_planted(Fault::WrittenArgument))
       continue;
-    for (std::size_t j = 0; j < saved_.size(); ++j)
+    for (std::size_t j = 0; is_written(input) && j < saved_.size(); ++j)
       if (input.storage_number >= 0 && saved_[j].storage_number == input.storage_number &&
           storage_of(given[j]) != storage_of(given[i]))
         throw_parted_arguments(frame, static_cast<int64_t>(i), static_cast<int64_t>(j));
@@ -256,10 +261,10 @@ bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::
   return input.variable.has_hooks() && digest_of(leaf) == digest_of(data);
 }
 
-at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool may_be_leaf) const {
+at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_alone) const {
   if (input.is_object() && grad_role_of(data) == input.role) return data;
   // The user may have changed its role, or given it other data since.
-  if (input.role == GradRole::Leaf && may_be_leaf && !is_planted(Fault::ArgumentObject))
+  if (input.role == GradRole::Leaf && is_alone && !is_planted(Fault::ArgumentObject))
     if (at::Tensor leaf = input.place.leaf(); is_unchanged(input, leaf, data)) return leaf;
   at::Tensor alias = data.tensor_data();
   switch (input.role) {
@@ -270,6 +275,10 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool may_be_leaf
       break;
     case GradRole::Result: {
       const Beside* const beside = input.beside.get();
+      if (input.is_view && is_alone)
+        alias = torch::autograd::make_variable_differentiable_view(
+            alias, torch::autograd::ViewInfo(data.tensor_data(), nullptr, nullptr), std::nullopt,
+            /*shared_view_info=*/false, torch::autograd::CreationMeta::DEFAULT);
       torch::autograd::create_gradient_edge(
           alias, input_edge(beside == nullptr ? 0 : beside->output_number));
       if (beside != nullptr && beside->retains_grad) alias.retain_grad();
@@ -292,10 +301,10 @@ GivenInputs Inputs::unpack(const Frame& frame) const {
     const Input& input = saved_[i];
     tensors.push_back(input.same_as >= 0 ? tensors[static_cast<std::size_t>(input.same_as)]
                                          : unpack(frame, input, i));
-    is_any_written = is_any_written || (input.variable.has_hooks() && is_written(input));
+    is_any_written = is_any_written || is_written(input);
   }
   if (is_any_written) copy_written(frame, tensors);
-  const bool may_be_leaf = !frame.has_run_backward();
+  const bool is_alone = !is_any_written && !frame.has_run_backward();
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
     at::Tensor& tensor = tensors[i];
@@ -304,8 +313,8 @@ GivenInputs Inputs::unpack(const Frame& frame) const {
       tensor = tensors[static_cast<std::size_t>(input.same_as)];
       continue;
     }
-    tensor = in_role(input, std::move(tensor), may_be_leaf && !is_written(input));
-    if (input.watched != nullptr && !is_written(input) && !tensor.is_inference()) {
+    tensor = in_role(input, std::move(tensor), is_alone);
+    if (input.watched != nullptr && !is_any_written && !tensor.is_inference()) {
       const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
       given.held.push_back({i, counter, counter.current_version()});
     }

@@ -46,8 +46,9 @@ struct GivenInputs {
 /// Note [Functions that write to arguments]
 /// Without hooks around the region LibTorch refuses a function that writes to its own argument: the
 /// version has moved when a recompute unpacks it. Hooks may have kept a copy, and a recompute that wrote
-/// to what they give back would leave it changed for the next. So whether forward wrote is noted, by
-/// storage, and a recompute then gets copies of what came from hooks, views of one storage in one.
+/// to what they give back would leave it changed for the next. So what forward wrote to is noted, by
+/// storage, and a recompute then gets copies of all that came from hooks (one argument may be set to the
+/// storage of another), views of one storage in one.
 class Inputs {
  public:
   /// Takes the tensors out of the body's kept arguments and saves them. `offload`: those that no
@@ -114,10 +115,11 @@ class Inputs {
     uint32_t version = 0;
     uint32_t layout = 0;  ///< of one that may be the same object in every run
     int32_t storage_number = -1;
-    int32_t same_as : 28 = -1;  ///< the input that is the same tensor, or -1
+    int32_t same_as : 27 = -1;  ///< the input that is the same tensor, or -1
     GradRole role : 2 =
         GradRole::None;  ///< of forward's; what requires grad is an alias in each run
     bool has_tensor_hooks : 1 = false;
+    bool is_view : 1 = false;
     bool is_written : 1 = false;  ///< by the function, in forward; also one that shares its storage
     bool is_object() const { return role == GradRole::None || role == GradRole::NoGradViewOfLeaf; }
   };
@@ -126,7 +128,8 @@ class Inputs {
   at::Tensor unpack(const Frame& frame, const Input& input, std::size_t number) const;
   void copy_written(const Frame& frame, std::vector<at::Tensor>& tensors) const;
   static bool is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data);
-  at::Tensor in_role(const Input& input, at::Tensor data, bool may_be_leaf) const;
+  /// `is_alone`: nothing runs backwards there, or writes to it.
+  at::Tensor in_role(const Input& input, at::Tensor data, bool is_alone) const;
 
   c10::SmallVector<Input, 1> saved_;
   StorageSet storages_;

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "lib/frame.h"
@@ -103,6 +104,7 @@ struct KeptStretch::Impl {
   DrawMarks marks;
   std::vector<at::Tensor> read;  // in a recompute: the arguments
   StretchArguments arguments;    // in forward
+  std::vector<std::pair<c10::VariableVersion, uint32_t>> versions;  // theirs
   RegionStart start = RegionStart::here();
   std::shared_ptr<StretchScope> scope;
   const StretchRecord* kept = nullptr;
@@ -125,7 +127,12 @@ KeptStretch::KeptStretch(const std::type_info& type,
     Selection& selection = region->frame()->selection_or_make();
     impl_->number = selection.begin_stretch();
     impl_->marks = selection.marks();
-    visit_arguments([this](at::Tensor& tensor) { impl_->arguments.add(tensor); });
+    visit_arguments([this](at::Tensor& tensor) {
+      impl_->arguments.add(tensor);
+      if (!tensor.defined() || tensor.is_inference()) return;
+      const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+      impl_->versions.emplace_back(counter, counter.current_version());
+    });
   }
   impl_->scope = std::make_shared<StretchScope>(*region);
   push(impl_->scope);
@@ -149,6 +156,11 @@ void KeptStretch::keep(std::shared_ptr<void> emptied,
   if (impl_ == nullptr) return;
   pop(*std::exchange(impl_->scope, nullptr));
   if (impl_->number < 0) return;
+  // A function that writes to its argument does so in recomputes, too: nothing is kept of it.
+  if (std::any_of(impl_->versions.begin(), impl_->versions.end(), [](const auto& each) {
+        return each.first.current_version() != each.second;
+      }))
+    return;
   const seam::OperatorsUnseen unseen;
   Selection& selection = *impl_->region->frame()->selection();
   auto kept = std::make_shared<StretchRecord>();

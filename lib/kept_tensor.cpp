@@ -5,7 +5,6 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 
-#include <cstring>
 #include <string_view>
 #include <typeinfo>
 #include <utility>
@@ -99,10 +98,8 @@ bool KeptTensor::is_changed() const {
 }
 
 bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
-  // A counter is nothing but a pointer, which it does not show.
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  const c10::VariableVersion& other = tensor.unsafeGetTensorImpl()->version_counter();
-  return counter_.enabled() && std::memcmp(&counter_, &other, sizeof(void*)) == 0;
+  return counter_.enabled() &&
+         is_same_counter(counter_, tensor.unsafeGetTensorImpl()->version_counter());
 }
 
 at::Tensor KeptTensor::build(c10::Storage storage) const {

@@ -19,8 +19,9 @@ bool is_of(const WeakTensor& weak, const at::TensorBase& tensor) {
   return weak._unsafe_get_target() == tensor.unsafeGetTensorImpl();
 }
 
-/// The node that adds to a leaf's gradient, if there is one.
-torch::autograd::Node* accumulator_of(const torch::autograd::AutogradMeta& meta) {
+/// The node that made a tensor, or that adds to a leaf's gradient; null if there is none.
+torch::autograd::Node* node_of(const torch::autograd::AutogradMeta& meta) {
+  if (meta.grad_fn_ != nullptr) return meta.grad_fn_.get();
   return meta.grad_accumulator_.expired() ? nullptr : meta.grad_accumulator_._unsafe_get_target();
 }
 
@@ -49,8 +50,6 @@ bool HookNotes::any_follows_backward() const {
 OutsideTensors::OutsideTensors(Frame& frame) {
   if (is_planted(Fault::HookTwice)) return;
   frame.visit_outside([this](at::Tensor tensor) {
-    const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-    if (meta != nullptr && meta->grad_fn_ != nullptr) return;  // its role cannot be set
     const bool requires_grad = tensor.requires_grad();
     known_.push_back({std::move(tensor), requires_grad, {}});
     known_.back().hooks = hand_made(known_.back().tensor);
@@ -63,8 +62,8 @@ OutsideTensors::HandMade OutsideTensors::hand_made(const at::Tensor& tensor) {
   if (meta == nullptr) return all;
   all.on_tensor = meta->hooks_.size();
   all.after_accumulation = meta->post_acc_grad_hooks_.get();
-  if (torch::autograd::Node* const node = accumulator_of(*meta)) {
-    all.accumulator = node;
+  if (torch::autograd::Node* const node = node_of(*meta)) {
+    all.node = node;
     all.before_tensor = node->tensor_pre_hooks().size();
     all.before_node = node->pre_hooks().size();
     all.after_node = node->post_hooks().size();
@@ -82,8 +81,7 @@ bool OutsideTensors::put_back(const Known& known) {
   const HandMade& then = known.hooks;
   // Hooks of register_hook share one entry there, and were noted.
   if (meta->cpp_hooks_list_ == nullptr) shorten(meta->hooks_, then.on_tensor);
-  if (torch::autograd::Node* const node = accumulator_of(*meta);
-      node != nullptr && node == then.accumulator) {
+  if (torch::autograd::Node* const node = node_of(*meta); node != nullptr && node == then.node) {
     if (meta->cpp_hooks_list_ == nullptr) shorten(node->tensor_pre_hooks(), then.before_tensor);
     shorten(node->pre_hooks(), then.before_node);
     shorten(node->post_hooks(), then.after_node);

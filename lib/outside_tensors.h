@@ -9,7 +9,7 @@
 //                      handle of forward's and registers nothing. Any other hook that it registers is
 //                      taken off when it ends.
 //   requires_grad_     is undone when the recompute ends.
-//   set_requires_grad, hooks put on a leaf's node by hand
+//   set_requires_grad, hooks put on a node by hand
 //                      are not seen as they happen. Of the tensors that are known, those that the region
 //                      saved and the leaves among its arguments, they are undone when it ends; a
 //                      post-accumulate hook that was replaced is an error.
@@ -67,7 +67,7 @@ class OutsideTensors {
  private:
   /// What nodes and tensors hold that hooks were put on by hand.
   struct HandMade {
-    const void* accumulator = nullptr;
+    const void* node = nullptr;
     std::size_t on_tensor = 0, before_tensor = 0, before_node = 0, after_node = 0;
     const void* after_accumulation = nullptr;
   };

@@ -15,6 +15,7 @@
 #include "lib/engine_seam.h"
 #include "lib/filler.h"
 #include "lib/frame.h"
+#include "lib/gradient_sinks.h"
 #include "lib/hook_stack.h"
 #include "lib/inner_backward.h"
 #include "lib/match.h"
@@ -112,15 +113,24 @@ class RecomputeScope final : public detail::Scope {
       aliases_.push_back(each.defined() ? WatchedPlace(each) : WatchedPlace());
   }
   void backward_begins(const torch::autograd::edge_list& roots,
-                       const torch::autograd::edge_list& targets) override {
+                       const torch::autograd::edge_list& targets, bool accumulates) override {
     if (!is_own_thread()) return;
     filler_.break_group();
     const InnerBackwards::Asked asked = frame_->asked_by_backward(num_backwards_++);
     // What this run was to compute may be there already; then its gradients are nobody's.
-    const char* const reason = filler_.is_complete()
-                                   ? nullptr
-                                   : against(asked, frame_->inputs(), aliases_, roots, targets);
+    const char* reason = filler_.is_complete()
+                             ? nullptr
+                             : against(asked, frame_->inputs(), aliases_, roots, targets);
+    if (sinks_ && reason == nullptr) reason = sinks_->against(roots, targets, accumulates);
     if (reason != nullptr) refuse_here(reason);
+  }
+  // Note [Accumulating once]
+  void begin_sinks() {
+    if (auto leaves = frame_->accumulated_leaves(); !leaves.is_empty())
+      sinks_.emplace(std::move(leaves));
+  }
+  const seam::NodePtr* gradient_sink(const at::TensorBase& tensor) override {
+    return sinks_ ? sinks_->sink_of(tensor) : nullptr;
   }
   // Note [Tensors from outside]
   void set_outside(OutsideTensors* outside) { outside_ = outside; }
@@ -197,6 +207,7 @@ class RecomputeScope final : public detail::Scope {
   c10::intrusive_ptr<Frame> frame_;
   Filler& filler_;
   OutsideTensors* outside_ = nullptr;
+  std::optional<GradientSinks> sinks_;
   std::optional<Replay> selective_;
   std::optional<DrawReplay> replay_;    // of the default generator
   std::list<DrawReplay> more_replays_;  // of registered ones
@@ -344,6 +355,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
     filler.set_inputs(inputs);
     const auto scope = std::make_shared<RecomputeScope>(frame, filler);
     if (frame->has_noted_backwards()) scope->knows_inputs(inputs);
+    if (frame->has_run_backward()) scope->begin_sinks();
     if (scope->uses_original() || frame->has_hook_after_backward()) filler.forbid_stop();
     if (frame->selection() != nullptr) {
       if (frame->selection()->rule() != nullptr) frame->selection()->rule()->warn_about_unseen();
@@ -410,12 +422,12 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
 namespace {
 
 void tell_regions_of_backward(const torch::autograd::edge_list& roots,
-                              const torch::autograd::edge_list& targets) {
+                              const torch::autograd::edge_list& targets, bool accumulates) {
   const Frame* passed_over = nullptr;
   detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
     if (scope.is_kept_stretch) passed_over = scope.frame();  // recomputes do not run what it runs
     if (scope.frame() == passed_over) return;
-    scope.backward_begins(roots, targets);
+    scope.backward_begins(roots, targets, accumulates);
     if (Replay* const replay = scope.replay()) replay->check_backward(roots, targets);
   });
 }
@@ -429,13 +441,13 @@ c10::SmallVector<const TurnTaker*, 4> takers_on_this_thread() {
 }  // namespace
 
 void backward_begins(const torch::autograd::edge_list& roots,
-                     const torch::autograd::edge_list& targets) {
+                     const torch::autograd::edge_list& targets, bool accumulates) {
   if (!active_runs().entries.empty()) {
     active_runs().entries.back().filler->stop_before_backward();
     for (const ActiveRuns::Entry& each : active_runs().entries)
       each.frame->owner_waits_for_backward(*each.run);
   }
-  if (!is_preparing) tell_regions_of_backward(roots, targets);
+  if (!is_preparing) tell_regions_of_backward(roots, targets, accumulates);
   const auto takers = takers_on_this_thread();
   if (!takers.empty()) turns().suspend(takers);
 }

@@ -23,7 +23,7 @@ void recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t only_po
 /// Throws CheckpointError if a recompute cannot repeat it (Note [Backwards inside a region]), or if it
 /// asks a kept value for what no recompute knows.
 void backward_begins(const torch::autograd::edge_list& roots,
-                     const torch::autograd::edge_list& targets);
+                     const torch::autograd::edge_list& targets, bool accumulates);
 
 /// It has ended; `gradients`: what it returns, none if it threw; `given`: those of its roots. Throws
 /// nothing.

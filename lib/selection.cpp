@@ -248,6 +248,12 @@ void Selection::add_places(uint32_t op, uint32_t call, const CallRecord& record)
       }
 }
 
+void Selection::note_let_go(uint32_t op, uint32_t call) {
+  if (!rule_->options().ask_again) return;
+  operators_[op].calls[call] = make_record();
+  operators_[op].calls[call]->is_let_go = true;
+}
+
 void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                     const detail::Scope& region, bool is_outermost) {
   Freed freed;
@@ -289,7 +295,14 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (record != nullptr && traits.is_random) before = marks();
   const StoragesOf given(arguments);
   const int64_t num_inside = num_inside_.load(std::memory_order_relaxed);
-  op.callBoxed(&stack);
+  try {
+    op.callBoxed(&stack);
+  } catch (...) {
+    // Nothing was kept of it; asked again, the policy must not insist.
+    lock.lock();
+    if (keeps) note_let_go(n, call);
+    throw;
+  }
   const auto results = results_of(op, stack);
   if (before)
     record->draws = std::make_unique<DrawSkips>(since(*before, devices_of(*record, results)));
@@ -316,10 +329,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     if (keeps)
       for (const ArgumentRecord& each : record->tensors)
         note_read(each.storage._unsafe_get_target());
-    if (keeps && rule_->options().ask_again) {
-      operators_[n].calls[call] = make_record();
-      operators_[n].calls[call]->is_let_go = true;
-    }
+    if (keeps) note_let_go(n, call);
     return;
   }
   if (keeps) {

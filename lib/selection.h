@@ -159,6 +159,8 @@ class Selection {
   static void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
                    const detail::Scope& region, detail::HooksAround hooks);
   void add_places(uint32_t op, uint32_t call, const CallRecord& record);
+  /// A call was to be kept, and is not.
+  void note_let_go(uint32_t op, uint32_t call);
   /// An operator is about to write: whether what it writes to is kept, and stays kept as written.
   bool writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                       Freed& freed);

@@ -9,8 +9,6 @@
 #include <string>
 #include <utility>
 
-#include "lib/engine_seam.h"
-
 namespace remat::seam {
 
 namespace {
@@ -44,6 +42,7 @@ class ForwardingTable final : public VariableHooksInterface {
     return previous_.variable_data(tensor);
   }
   const NodePtr& grad_fn(const TensorBase& tensor) const override {
+    if (const NodePtr* const instead = callbacks_.node_instead(tensor)) return *instead;
     return previous_.grad_fn(tensor);
   }
   void remove_hook(const TensorBase& tensor, unsigned handle) const override {

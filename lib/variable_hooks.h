@@ -1,17 +1,20 @@
 #pragma once
-// Sees what functions register on tensors: hooks, and whether they require grad.
+// Sees what functions register on tensors, and says where gradients of leaves go in recomputes.
 //
 // Note [Seeing registrations]
-// `Tensor::register_hook`, `remove_hook` and `requires_grad_` reach LibTorch through one table of
+// `Tensor::register_hook`, `requires_grad_` and `grad_fn` reach LibTorch through one table of
 // functions, VariableHooksInterface. We put a table in front of it that forwards everything, as our
 // engine does (Note [The forwarding engine]). What goes past the table (`set_requires_grad`, hooks put
 // on nodes by hand) cannot be seen as it happens: Note [Tensors from outside].
 
 #include <ATen/core/TensorBase.h>
+#include <torch/csrc/autograd/edge.h>
 
 #include <optional>
 
 namespace remat::seam {
+
+using NodePtr = decltype(torch::autograd::Edge::function);
 
 /// Told of by the thread that registers; plain functions, set once.
 struct RegistrationCallbacks {
@@ -22,6 +25,8 @@ struct RegistrationCallbacks {
   void (*hook_registered)(const at::TensorBase& tensor, unsigned handle);
   /// `requires_grad_` is about to be called.
   void (*requires_grad_changes)(const at::TensorBase& tensor);
+  /// A node that is said to be a tensor's `grad_fn` on this thread; null: what LibTorch says.
+  const NodePtr* (*node_instead)(const at::TensorBase& tensor);
 };
 
 /// Puts our table in front. Call it once.
