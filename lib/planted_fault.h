@@ -22,6 +22,11 @@ enum class Fault {
   TaskEnd,        ///< what a backward did not read is kept when it ends
   KeptResult,     ///< a kept call gets the result of another one
   KeptDraws,      ///< a replay does not pass over what kept calls drew
+
+  WrittenArgument,   ///< a recompute may write into what hooks keep for an argument
+  ReplacedArgument,  ///< nobody looks whether an argument got other storage
+  ArgumentObject,    ///< a leaf argument comes back as another object, without its grad
+  HookTwice,         ///< what a recompute registers on tensors from outside stays
 };
 
 #ifdef REMAT_PLANTED_FAULTS
