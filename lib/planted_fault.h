@@ -10,21 +10,22 @@ namespace remat {
 /// Each makes one thing go wrong. tests/fuzz/faults_test.py reads the names here.
 enum class Fault {
   None,
-  RandomNumbers,     ///< a recompute draws new numbers
-  NestedDraws,       ///< a region does not note what the regions in it draw
-  Autocast,          ///< a recompute runs in the autocast state of backward
-  CaptureCheck,      ///< nobody looks whether captured tensors changed
-  SavedVersion,      ///< nobody looks whether a saved tensor was changed in place
-  LateWrite,         ///< a recompute stops before an operator has written what it saved
-  OwnOutput,         ///< a recompute stops where a C++ Function is saving its own output
-  SwappedSlots,      ///< two tensors of one shape are handed out in the place of each other
-  InnerInput,        ///< the input of an inner region comes back as zeros
-  TaskEnd,           ///< what a backward did not read is kept when it ends
-  KeptResult,        ///< a kept call gets the result of another one
-  KeptDraws,         ///< a replay does not pass over what kept calls drew
-  WrittenArgument,   ///< a recompute may write to what hooks hold for an argument
-  ReplacedArgument,  ///< nobody looks whether an argument was given other data
-  ArgumentObject,    ///< a leaf that is an argument comes back as another object
+  RandomNumbers,  ///< a recompute draws new numbers
+  NestedDraws,    ///< a region does not note what the regions in it draw
+  Autocast,       ///< a recompute runs in the autocast state of backward
+  CaptureCheck,   ///< nobody looks whether captured tensors changed
+  SavedVersion,   ///< nobody looks whether a saved tensor was changed in place
+  LateWrite,      ///< a recompute stops before an operator has written what it saved
+  OwnOutput,      ///< a recompute stops where a C++ Function is saving its own output
+  SwappedSlots,   ///< two tensors of one shape are handed out in the place of each other
+  InnerInput,     ///< the input of an inner region comes back as zeros
+  TaskEnd,        ///< what a backward did not read is kept when it ends
+  KeptResult,     ///< a kept call gets the result of another one
+  KeptDraws,      ///< a replay does not pass over what kept calls drew
+
+  WrittenArgument,   ///< a recompute may write into what hooks keep for an argument
+  ReplacedArgument,  ///< nobody looks whether an argument got other storage
+  ArgumentObject,    ///< a leaf argument comes back as another object, without its grad
   HookTwice,         ///< what a recompute registers on tensors from outside stays
 };
 

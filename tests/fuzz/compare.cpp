@@ -110,6 +110,27 @@ bool is_about_changes(const Stage& stage) {
          contains(stage.error_type, "CheckpointError 6") || is_about_kept(stage);
 }
 
+bool is_kind(const Stage& stage, remat::CheckpointError::Kind kind) {
+  return stage.error_type == "CheckpointError " + std::to_string(static_cast<int>(kind));
+}
+
+/// What a region may say, where plain autograd need not, of what programs do to arguments and captures.
+/// Of each kind of change only the errors that are right for it: others would hide what is wrong.
+bool is_about_arguments(const Changes& made, const Stage& stage) {
+  using Kind = remat::CheckpointError::Kind;
+  // A region keeps its arguments, where plain autograd keeps what was made of them.
+  const bool is_changed = contains(stage.error, "modified by an inplace operation") ||
+                          is_kind(stage, Kind::CaptureChanged);
+  const bool is_unsupported = is_kind(stage, Kind::Unsupported);
+  // A capture that is not saved is seen by what was computed from it.
+  const bool is_mismatch = is_kind(stage, Kind::ValueMismatch) ||
+                           is_kind(stage, Kind::MetadataMismatch) ||
+                           is_kind(stage, Kind::FewerTensors) || is_kind(stage, Kind::MoreTensors);
+  return (made.written && (is_changed || is_unsupported)) || (made.registered && is_unsupported) ||
+         (made.replaced_argument && is_changed) ||
+         (made.replaced_capture && (is_changed || is_mismatch));
+}
+
 /// No recompute leads a gradient through what it did not compute.
 bool is_through_kept(const Stage& stage) {
   return contains(stage.error_type, "CheckpointError 9") && contains(stage.error, "gradient");
@@ -130,32 +151,55 @@ bool is_planned(const Step* step, const Stage& stage) {
                              (step->out_of_memory >= 0 && stage.error_type == "out of memory"));
 }
 
+/// The program run in another mode, when that is first needed.
+class Reference {
+ public:
+  Reference(const Program& program, Mode mode) : program_(program), mode_(mode) {}
+  /// Its stage `i`; null if it did not come there.
+  const Stage* stage(size_t i) {
+    if (!record_) record_ = run(program_, mode_);
+    return i < record_->stages.size() ? &record_->stages[i] : nullptr;
+  }
+
+ private:
+  const Program& program_;
+  const Mode mode_;
+  std::optional<Record> record_;
+};
+
 std::optional<Finding> compare(const Program& program, const Record& plain,
                                const Record& checkpointed) {
   const Contents has = contents(program.block);
   bool has_changes = has.inplace;
-  for (const Step& step : program.steps) has_changes |= step.kind == Step::Kind::Mutate;
+  bool has_replaced = false;
+  for (const Step& step : program.steps) {
+    has_changes |= step.kind == Step::Kind::Mutate;
+    has_replaced |= step.kind == Step::Kind::Replace;
+  }
+  const bool has_changed_views = has.inplace || has.writes_arguments;
   // A backward inside a region with a policy runs under a dispatch mode, as PyTorch's own does.
   // Kernels of an accelerator may add in any order.
   const bool has_other_formulas = (has.policies && has.inner_grad) || !device().is_cpu();
-  std::optional<Record> undone;  // run when it is first needed
+  const bool may_be_undone = has_changes || has.writes_arguments || has_replaced;
+  Reference undone(program, Mode::Undone), undone_inside(program, Mode::UndoneInside);
+  auto agrees = [&](Reference& reference, size_t i) {
+    const Stage* const stage = reference.stage(i);
+    return stage != nullptr && !stage->raised &&
+           !difference(*stage, checkpointed.stages[i], has_other_formulas, has_changed_views);
+  };
   auto undone_agrees = [&](size_t i) {
-    if (!has_changes) return false;
-    if (!undone) undone = run(program, Mode::Undone);
-    return i < undone->stages.size() && !undone->stages[i].raised &&
-           !difference(undone->stages[i], checkpointed.stages[i], has_other_formulas, has.inplace);
+    return (may_be_undone && agrees(undone, i)) || (has_replaced && agrees(undone_inside, i));
   };
   auto undone_raises = [&](size_t i) {
-    if (!has_changes) return false;
-    if (!undone) undone = run(program, Mode::Undone);
-    return i < undone->stages.size() && undone->stages[i].error == checkpointed.stages[i].error;
+    const Stage* const stage = may_be_undone ? undone.stage(i) : nullptr;
+    return stage != nullptr && stage->error == checkpointed.stages[i].error;
   };
   auto raises_unchanged = [&](size_t i) {
     const Record unchanged = run(program, Mode::Unchanged);
     return i < unchanged.stages.size() && unchanged.stages[i].error == plain.stages[i].error;
   };
   // What raises is caught; saving an argument may, too.
-  if (has.catches && (has_changes || (has.keeps_unchanged && has.writes_inside)))
+  if (has.catches && (may_be_undone || (has.keeps_unchanged && has.writes_inside)))
     return std::nullopt;
   for (size_t i = 0; i < plain.stages.size() && i < checkpointed.stages.size(); ++i) {
     const Stage &p = plain.stages[i], &c = checkpointed.stages[i];
@@ -165,20 +209,22 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
         program.sharing == Sharing::Group && (i > 1 || (i == 1 && step->order > 1));
     if (c.raised && may_overlap && is_overlap(c)) return std::nullopt;
     // Not by hooks, nor by a backward inside. Composites of LibTorch do (alpha_dropout, as documented).
-    const bool may_change_kept = has.keeps_unchanged && (has_changes || has.writes_inside);
+    const bool may_change_kept = has.keeps_unchanged && (may_be_undone || has.writes_inside);
     if (c.raised && may_change_kept && is_about_kept(c)) return std::nullopt;
     if (c.raised && has.stretches && has.inner_grad && is_through_kept(c)) return std::nullopt;
     const bool may_raise = p.changes.may_raise || (has_changes && has.hooks);
     if (p.raised && c.raised) {
       const bool is_allowed = may_raise && is_about_changes(c);
-      if (p.error == c.error || is_allowed || is_about_changes(c) == is_about_changes(p) ||
-          is_about_no_grad_views(c) || undone_raises(i))
+      if (p.error == c.error || is_allowed || is_about_arguments(p.changes, c) ||
+          is_about_changes(c) == is_about_changes(p) || is_about_no_grad_views(c) ||
+          undone_raises(i))
         return std::nullopt;
       return Finding{"other error", p.label + ": plain raised\n  " + p.error +
                                         "\ncheckpointed raised " + c.error_type + "\n  " + c.error};
     }
     if (c.raised) {
       if (may_raise && is_about_changes(c)) return std::nullopt;
+      if (is_about_arguments(p.changes, c)) return std::nullopt;
       if (is_about_no_grad_views(c)) return std::nullopt;
       return Finding{"raises " + c.error_type + start_of(c.error),
                      c.label + ": only checkpointed raised " + c.error_type + "\n  " + c.error};
@@ -195,7 +241,7 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
       return Finding{"does not raise", c.label + ": only plain raised\n  " + p.error};
     }
     if (is_unchecked) continue;
-    if (auto found = difference(p, c, has_other_formulas, has.inplace)) {
+    if (auto found = difference(p, c, has_other_formulas, has_changed_views)) {
       // A recompute repeats what its function does to captured tensors.
       const bool is_repeated = p.changes.inside && contains(found->kind, "leaf metadata");
       if (!is_repeated && !undone_agrees(i)) return found;

@@ -15,6 +15,9 @@ HEADER = pathlib.Path(__file__).resolve().parents[2] / 'lib' / 'planted_fault.h'
 TO_FIND = ['--seconds', '240']
 WITHOUT = ['--seeds', '0:1000']     # for the library without a fault, in which nothing may be found
 
+# What shows only where functions do more with what they are given than compute.
+ABOUT_ARGUMENTS = {'WrittenArgument', 'ReplacedArgument', 'ArgumentObject', 'HookTwice'}
+
 
 def names():
     text = re.search(r'enum class Fault \{(.*?)\n\};', HEADER.read_text(encoding='utf-8'), re.S)[1]
@@ -38,6 +41,8 @@ def main():
         arguments = TO_FIND if number else WITHOUT
         if name.startswith('Kept'):     # only regions with policies keep anything
             arguments = ['--selective', *arguments]
+        if name in ABOUT_ARGUMENTS:
+            arguments = ['--arguments', *arguments]
         is_found, programs, seconds, output = run(program, number, arguments)
         what = output.splitlines()[0] if is_found else 'nothing'
         if number:

@@ -3,9 +3,11 @@
 //   fuzz --seeds A:B               the programs of the seeds in [A, B)
 //   fuzz --seconds N [--from A]    the programs from A (default 0) on, for N seconds
 //   fuzz --seed S [--print]        one program; with --print its text and nothing is run
-// With --selective the programs have policies, names, pin and save_region too; with --device cuda they run
-// there. A finding is shrunk (on the CPU) and printed, and the exit status is 1. With --first the first finding ends the run, and only its seed
-// and kind are printed. The last line is always "N programs, M findings".
+// With --selective the programs have policies, names, pin and save_region too; with --arguments they do more
+// with what regions are given: write to it, look at what it has beside its values, hang hooks on it, give it other
+// storages. With --device cuda they run there. A finding is shrunk (on the CPU) and printed, and the exit status is 1.
+// With --first the first finding ends the run, and only its seed and kind are printed. The last line is always
+// "N programs, M findings".
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -32,7 +34,7 @@ constexpr int seconds_to_shrink = 60;
 constexpr int max_findings = 10;
 
 volatile unsigned long long running_seed = 0, num_programs = 0;
-bool is_selective = false;
+fuzz::Topics topics;
 
 /// Says which program ended the process, which nothing else would.
 void die(int signal) {
@@ -90,7 +92,7 @@ fuzz::Program shrink(fuzz::Program program, const std::string& kind) {
 bool agrees(uint64_t seed, bool shrinks) {
   running_seed = seed;
   alarm(seconds_for_a_program);
-  const fuzz::Program program = fuzz::generate(seed, is_selective);
+  const fuzz::Program program = fuzz::generate(seed, topics);
   const auto found = fuzz::check(program);
   alarm(0);
   if (!found) return true;
@@ -107,9 +109,8 @@ bool agrees(uint64_t seed, bool shrinks) {
 }
 
 int usage() {
-  std::cerr
-      << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective] [--first]\n"
-         "     [--device cuda]\n";
+  std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
+               "     [--arguments] [--first] [--device cuda]\n";
   return 2;
 }
 
@@ -126,7 +127,11 @@ int main(int argc, char** argv) {
       continue;
     }
     if (name == "--selective") {
-      is_selective = true;
+      topics.selective = true;
+      continue;
+    }
+    if (name == "--arguments") {
+      topics.arguments = true;
       continue;
     }
     if (name == "--first") {
@@ -167,12 +172,12 @@ int main(int argc, char** argv) {
   if (last == 0) return usage();
   if (only_print) {
     for (uint64_t seed = first; seed < last; ++seed)
-      std::cout << fuzz::to_text(fuzz::generate(seed, is_selective)) << "\n";
+      std::cout << fuzz::to_text(fuzz::generate(seed, topics)) << "\n";
     return 0;
   }
   at::set_num_threads(1);
   if (in_child) {  // a seed that ends the process: shrunk with a process a try
-    const fuzz::Program program = fuzz::generate(first, is_selective);
+    const fuzz::Program program = fuzz::generate(first, topics);
     const std::string kind = kind_in_child(program);
     std::cout << "seed " << first << ": " << kind << "\n";
     if (!kind.empty()) std::cout << fuzz::to_text(shrink(program, kind));

@@ -58,6 +58,7 @@ struct Operator {
   bool backward_in_hook = false;
   bool writes_inside = false;  ///< consists of operators of which one changes another's result
   bool guarded = false;        ///< uses what state guards preserve
+  bool asks_if_view = false;   ///< of operand 0, which of an argument no recompute knows
   int weight = 2;
 };
 

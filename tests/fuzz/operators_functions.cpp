@@ -155,7 +155,7 @@ void add_functions(std::vector<Operator>& t) {
                  const Tensor x = floating(a[0]);
                  return {ChangesInput::apply(x.is_view() ? x.clone() : x)};
                }});
-  t.back().inplace = true;
+  t.back().inplace = t.back().asks_if_view = true;
   t.push_back({"TwoOutputs", 2, 3, [](const Tensors& a, Dice&, const Surroundings&) {
                  const Tensor x = line(floating(a[0]));
                  const Tensor y = floating(a[1]).to(x.scalar_type()).mean() * x.detach().cos();

@@ -64,6 +64,12 @@ std::string options_text(const RegionSpec& r) {
   return text;
 }
 
+const char* look_name(Look look) {
+  static constexpr const char* names[] = {"grad()",         "is_leaf()",   "requires_grad()",
+                                          "retains_grad()", "output_nr()", "is_same(a leaf)"};
+  return names[static_cast<int>(look)];
+}
+
 const char* sharing_text(Sharing sharing) {
   static constexpr const char* texts[] = {"", ", steps in a GraphExecGroup",
                                           ", steps under a RecomputeCacheGuard",
@@ -85,6 +91,10 @@ const char* wrap_name(Kind kind) {
       return "DebugGuard(true)";
     case Kind::Hooks:
       return "SavedTensorHooksGuard";
+    case Kind::Offload:
+      return "offload to the";
+    case Kind::Toggle:
+      return "set_requires_grad(false), and back,";
     case Kind::Autocast:
       return "autocast";
     case Kind::Provider:
@@ -109,8 +119,10 @@ void print(const Block& block, const std::string& indent, int leaves, Visible& v
     for (int i = 0; i < s.outs; ++i) outs.push_back(s.out + i);
     switch (s.kind) {
       case Kind::Operator:
+      case Kind::Write:
         out << joined(outs, value) << " = " << operators()[s.op].name << "(" << joined(s.args, seen)
-            << ")   # salt " << s.salt << "\n";
+            << ")   # " << (s.kind == Kind::Write ? "of an argument, " : "") << "salt " << s.salt
+            << "\n";
         break;
       case Kind::InnerGrad:
         out << value(s.out) << " = grad of " << seen(s.args[0]) << " for " << seen(s.args[1])
@@ -135,6 +147,20 @@ void print(const Block& block, const std::string& indent, int leaves, Visible& v
         out << indent << "  return "
             << joined(r.results, [&](const auto& p) { return operand(inside, p.first); }) << "\n";
         for (const auto& [inner, outer] : r.results) visible.insert(outer);
+        break;
+      }
+      case Kind::Copy:
+        out << value(s.out) << " = " << seen(s.args[0])
+            << (s.salt % 2 == 0 ? ".clone()\n" : ".detach().clone()\n");
+        break;
+      case Kind::Look:
+        out << value(s.out) << " = " << seen(s.args[1]) << ", changed by " << seen(s.args[0]) << "."
+            << look_name(look_of(s)) << (s.salt / 16 % 2 == 0 ? ", a branch\n" : ", a product\n");
+        break;
+      case Kind::Register: {
+        static constexpr const char* texts[] = {".retain_grad()\n", ".register_hook(g * 2)\n",
+                                                ".register_hook(g + 1)\n"};
+        out << seen(s.args[0]) << texts[static_cast<int>(hook_of(s))];
         break;
       }
       case Kind::Throw:
@@ -165,6 +191,9 @@ void print(const Block& block, const std::string& indent, int leaves, Visible& v
           static constexpr const char* functions[] = {"identity", "clone", "doubled", "struct"};
           out << " " << functions[s.salt % 4];
         }
+        if (s.kind == Kind::Offload) out << " " << (s.salt % 3 == 0 ? "CPU" : "disk");
+        if (s.kind == Kind::Toggle)
+          out << " of " << seen(s.args[0]) << (s.salt % 2 == 0 ? ", put back by a guard" : "");
         if (s.kind == Kind::Provider || s.kind == Kind::Generator) out << " " << s.salt % 2;
         out << "\n";
         print(s.block, indent + "  ", leaves, visible, out);
@@ -178,6 +207,13 @@ void print(const Step& step, const Visible& visible, std::ostream& out) {
   auto seen = [&](int id) { return operand(visible, id); };
   if (step.kind == Step::Kind::Mutate) {
     out << "change " << seen(step.target) << " in place, salt " << step.salt << "\n";
+    return;
+  }
+  if (step.kind == Step::Kind::Replace) {
+    static constexpr const char* means[] = {"set_data", "set_data to other strides", "set_",
+                                            "resize_"};
+    out << "give the leaf " << value(step.target) << " another storage by "
+        << means[static_cast<int>(means_of(step))] << "\n";
     return;
   }
   out << (step.kind == Step::Kind::Grad ? "grad" : "backward") << " of "
@@ -206,7 +242,7 @@ std::string to_text(const Program& program) {
     const Leaf& leaf = program.leaves[i];
     out << "  " << value(static_cast<int>(i)) << " = " << kinds[static_cast<int>(leaf.kind)] << " ["
         << joined(leaf.sizes, [](int64_t n) { return std::to_string(n); }) << "] "
-        << (leaf.is_double ? "double" : "float") << "\n";
+        << (leaf.is_double ? "double" : "float") << (leaf.has_grad ? " with a grad" : "") << "\n";
   }
   const int leaves = static_cast<int>(program.leaves.size());
   Visible visible;

@@ -33,6 +33,7 @@ struct Leaf {
   LeafKind kind = LeafKind::Input;
   std::vector<int64_t> sizes;
   bool is_double = false;
+  bool has_grad = false;  ///< from before the program starts
 };
 
 enum class Kind {
@@ -53,6 +54,12 @@ enum class Kind {
   Name,       ///< checkpoint_name of operand 0; `salt` chooses the name
   Pin,        ///< pin of operand 0
   Stretch,    ///< save_region of `block`, which also sees all around it
+  Offload,    ///< a wrap: a guard that moves what is saved; `salt` chooses it
+  Toggle,     ///< a wrap: operand 0, a leaf, requires no grad meanwhile
+  Copy,       ///< operand 0 in a storage of its own; with an odd `salt` without its history
+  Write,      ///< an operator that changes operand 0, here an argument of the region
+  Look,       ///< operand 1, changed by what operand 0 has beside its values; see look_of
+  Register,   ///< retain_grad of operand 0, or a hook on it; see hook_of
   Throw,
   Fuse  ///< throws in a recompute when a step has armed it
 };
@@ -91,6 +98,11 @@ struct PolicySpec {
 };
 constexpr int num_names = 4;
 
+/// What a Look looks at.
+enum class Look { Grad, IsLeaf, RequiresGrad, RetainsGrad, OutputNr, SameAsLeaf, Count };
+/// What a Register registers.
+enum class Hook { RetainGrad, Double, AddOne, Count };
+
 struct RegionSpec {
   std::vector<std::pair<int, int>> args;     ///< value outside, value inside
   std::vector<int> captures;                 ///< values outside that the function captures
@@ -121,9 +133,23 @@ struct Statement {
 };
 using Block = std::vector<Statement>;
 
+inline Look look_of(const Statement& s) {
+  return static_cast<Look>(s.salt % static_cast<uint64_t>(Look::Count));
+}
+inline Hook hook_of(const Statement& s) {
+  return static_cast<Hook>(s.salt % static_cast<uint64_t>(Hook::Count));
+}
+
 /// One use of the outputs, or a change between two uses.
 struct Step {
-  enum class Kind { Backward, Grad, Mutate };
+  enum class Kind {
+    Backward,
+    Grad,
+    Mutate,  ///< a value is changed in place
+    Replace  ///< a leaf gets another storage, or a larger one
+  };
+  /// How a Replace does it.
+  enum class Means { SetData, SetDataTransposed, Set, Resize, Count };
   Kind kind = Kind::Grad;
   std::vector<int> outputs;  ///< values of the outermost block
   std::vector<int> inputs;   ///< leaves; empty: all that require grad
@@ -134,9 +160,13 @@ struct Step {
   bool hooks = false;          ///< user hooks around the call
   int64_t fuse = -1;           ///< the checkpointed run throws at this fuse of its recomputes
   int64_t out_of_memory = -1;  ///< the checkpointed run may allocate this many bytes more
-  int target = 0;              ///< Mutate: the value
+  int target = 0;              ///< Mutate: the value; Replace: the leaf
   uint64_t salt = 0;
 };
+
+inline Step::Means means_of(const Step& step) {
+  return static_cast<Step::Means>(step.salt % static_cast<uint64_t>(Step::Means::Count));
+}
 
 /// What the steps share their recomputes through.
 enum class Sharing { None, Group, Cache, SmallCache };
@@ -156,7 +186,7 @@ struct Program {
 struct Contents {
   bool random = false, inplace = false, reads_twice = false, inner_grad = false, hooks = false,
        catches = false, backward_in_hook = false, writes_late = false, captures = false,
-       writes_inside = false,
+       writes_inside = false, writes_arguments = false, looks = false,
        keeping_hooks = false,   ///< which keep the tensor itself: see Interpreter::hooks
       policies = false,         ///< under which operators are seen
       keeps_unchanged = false,  ///< what must not be changed: by a policy, pin or save_region
@@ -165,8 +195,14 @@ struct Contents {
 };
 Contents contents(const Block& block);
 
-/// `selective`: with policies, names, pin and save_region too.
-Program generate(uint64_t seed, bool selective);
+/// What programs have beside the usual.
+struct Topics {
+  bool selective = false;  ///< policies, names, pin and save_region
+  /// What functions do with what they are given, besides computing with it (they write to it, look
+  /// at what it has beside its values, hang hooks on it), and other storages for it between steps.
+  bool arguments = false;
+};
+Program generate(uint64_t seed, Topics topics);
 std::string to_text(const Program& program);
 /// Every program that is one step smaller, largest steps first.
 std::vector<Program> smaller(const Program& program);

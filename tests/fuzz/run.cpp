@@ -4,7 +4,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
@@ -17,57 +16,6 @@ bool same_storage(const Tensor& a, const Tensor& b) {
   return a.defined() && b.defined() && a.has_storage() && b.has_storage() &&
          a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
 }
-
-bool overlaps_itself(const Tensor& a) {
-  for (int64_t i = 0; i < a.dim(); ++i)
-    if (a.stride(i) == 0 && a.size(i) > 1) return true;
-  return false;
-}
-
-/// A copy with the same layout, offset included, so that the same kernels run on it.
-Tensor exact_copy(const Tensor& a) {
-  at::NoGradGuard no_grad;
-  if (!a.has_storage()) return a.detach().clone();
-  const auto bytes = static_cast<int64_t>(a.storage().nbytes());
-  const Tensor all =
-      at::empty({0}, a.options().dtype(at::kByte)).set_(a.storage(), 0, {bytes}, {1});
-  Tensor copy = at::empty({0}, a.options())
-                    .set_(all.clone().storage(), a.storage_offset(), a.sizes(), a.strides());
-  copy._set_conj(a.is_conj());
-  copy._set_neg(a.is_neg());
-  return copy;
-}
-
-Tensor with_layout_of(const Tensor& layout, const Tensor& numbers) {
-  Tensor copy = exact_copy(layout);
-  return copy.copy_(numbers);
-}
-
-/// A pack and unpack that are exact, and keep the layout.
-std::pair<bool, Tensor> twice(const Tensor& a) {
-  const bool is_number = a.is_floating_point() && a.has_storage() && !overlaps_itself(a);
-  return {is_number, is_number ? with_layout_of(a, a * 2) : a.detach()};
-}
-Tensor half(const std::pair<bool, Tensor>& packed) {
-  return packed.first ? with_layout_of(packed.second, packed.second / 2) : packed.second;
-}
-
-class AutocastScope {
- public:
-  AutocastScope() : before_(at::autocast::is_autocast_enabled(device().type())) {
-    at::autocast::set_autocast_enabled(device().type(), true);
-    at::autocast::increment_nesting();
-  }
-  ~AutocastScope() {
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    at::autocast::set_autocast_enabled(device().type(), before_);
-  }
-  AutocastScope(const AutocastScope&) = delete;
-  AutocastScope& operator=(const AutocastScope&) = delete;
-
- private:
-  bool before_;
-};
 
 at::Generator generator_from(uint64_t seed) {
   if (device().is_cpu()) return at::detail::createCPUGenerator(seed);
@@ -83,20 +31,6 @@ std::shared_ptr<Origin> origin_of(const Tensor& made, const std::vector<Value>& 
   return std::make_shared<Origin>();
 }
 
-/// Sets a value for a time.
-template <class T>
-class Instead {
- public:
-  Instead(T& place, T value) : place_(place), before_(std::exchange(place, std::move(value))) {}
-  ~Instead() { place_ = std::move(before_); }
-  Instead(const Instead&) = delete;
-  Instead& operator=(const Instead&) = delete;
-
- private:
-  T& place_;
-  T before_;
-};
-
 /// What save_region returns: also what a recompute, which does not run it, could not know.
 struct StretchResult {
   Tensors tensors;
@@ -110,16 +44,25 @@ void visit_tensors(StretchResult& result, Visitor&& visit) {
   for (Tensor& tensor : result.tensors) visit(tensor);
 }
 
-struct Wrapped {
-  Tensor tensor;
-  int number = 0;
-};
-
 }  // namespace
+
+bool overlaps_itself(const Tensor& a) {
+  for (int64_t i = 0; i < a.dim(); ++i)
+    if (a.stride(i) == 0 && a.size(i) > 1) return true;
+  return false;
+}
 
 const Value& look_up(const Environment& values, int id) {
   auto next = values.upper_bound(id);
   return next == values.begin() ? next->second : std::prev(next)->second;
+}
+
+const Value& Interpreter::see(const Environment& values, int id) {
+  const Value& value = look_up(values, id);
+  const auto is_same = [&value](const Value& leaf) { return leaf.origin == value.origin; };
+  if (regions_around_ > 0 && std::any_of(leaves_.begin(), leaves_.end(), is_same))
+    value.origin->as_capture = true;
+  return value;
 }
 
 Interpreter::Interpreter(const Program& program, Mode mode, Record& record)
@@ -138,6 +81,13 @@ Interpreter::Interpreter(const Program& program, Mode mode, Record& record)
 
 Interpreter::~Interpreter() {
   for (Value& leaf : leaves_) leaf.tensor.mutable_grad() = Tensor();  // no cycle of graph and grad
+  drop_retained_gradients();
+}
+
+void Interpreter::drop_retained_gradients() {
+  for (auto& [id, value] : values_)
+    if (value.tensor.defined() && value.tensor.retains_grad())
+      value.tensor.mutable_grad() = Tensor();
 }
 
 Tensors Interpreter::make_leaves() {
@@ -145,25 +95,9 @@ Tensors Interpreter::make_leaves() {
   for (const Leaf& leaf : program_.leaves) {
     made.push_back(at::randn(leaf.sizes, leaf.is_double ? at::kDouble : at::kFloat).to(device()));
     if (leaf.kind != LeafKind::Buffer) made.back().requires_grad_();
+    if (leaf.has_grad) made.back().mutable_grad() = at::randn_like(made.back());
   }
   return made;
-}
-
-std::unique_ptr<remat::SavedTensorHooksGuard> Interpreter::hooks(uint64_t salt) {
-  using Guard = remat::SavedTensorHooksGuard;
-  auto same = [](const Tensor& t) { return t; };
-  if (mode_ == Mode::Undone) return std::make_unique<Guard>(exact_copy, same);
-  switch (salt % 4) {
-    case 0:
-      return std::make_unique<Guard>(same, same);
-    case 1:
-      return std::make_unique<Guard>(exact_copy, same);
-    case 2:
-      return std::make_unique<Guard>(twice, half);
-    default:
-      return std::make_unique<Guard>([](const Tensor& t) { return Wrapped{t.detach(), 3}; },
-                                     [](const Wrapped& w) { return w.tensor; });
-  }
 }
 
 void Interpreter::run_forward() {
@@ -171,8 +105,7 @@ void Interpreter::run_forward() {
   Stage stage{.label = "forward"};
   std::optional<remat::DisableCheckpointGuard> plain;
   if (mode_ != Mode::Checkpointed) plain.emplace();
-  std::unique_ptr<remat::SavedTensorHooksGuard> copies;
-  if (mode_ == Mode::Undone) copies = hooks(0);
+  const auto copies = copies_in(Mode::Undone);
   record_errors(stage, [this] { run_block(program_.block, values_); });
   if (!stage.raised) {
     for (const auto& [id, value] : values_)
@@ -194,6 +127,7 @@ void Interpreter::run_block(const Block& block, Environment& values) {
   for (const Statement& s : block) {
     switch (s.kind) {
       case Kind::Operator:
+      case Kind::Write:
         run_operator(s, values);
         break;
       case Kind::Region:
@@ -203,19 +137,28 @@ void Interpreter::run_block(const Block& block, Environment& values) {
         run_inner_grad(s, values);
         break;
       case Kind::Name: {
-        const Value& value = look_up(values, s.args[0]);
+        const Value& value = see(values, s.args[0]);
         values[s.out] = {
             remat::checkpoint_name(value.tensor, "n" + std::to_string(s.salt % num_names)),
             value.origin};
         break;
       }
       case Kind::Pin: {
-        const Value& value = look_up(values, s.args[0]);
+        const Value& value = see(values, s.args[0]);
         values[s.out] = {remat::pin(value.tensor), value.origin};
         break;
       }
       case Kind::Stretch:
         run_stretch(s, values);
+        break;
+      case Kind::Copy:
+        run_copy(s, values);
+        break;
+      case Kind::Look:
+        run_look(s, values);
+        break;
+      case Kind::Register:
+        run_register(s, values);
         break;
       case Kind::Throw:
         throw UserError();
@@ -250,8 +193,13 @@ void Interpreter::run_operator(const Statement& s, Environment& values) {
   const Operator& op = operators()[s.op];
   Dice dice(s.salt);
   std::vector<Value> operands;
-  for (const int id : s.args) operands.push_back(look_up(values, id));
-  if (op.inplace) operands[0] = changeable(operands[0], dice);
+  for (const int id : s.args) operands.push_back(see(values, id));
+  const bool is_write = s.kind == Kind::Write;
+  if (op.inplace)
+    operands[0] = is_write ? writable(operands[0], dice) : changeable(operands[0], dice);
+  // A tensor without grad that a frame keeps must not get a history: see changeable.
+  const bool has_history = !is_write || operands[0].tensor.requires_grad();
+  const at::AutoGradMode mode(at::GradMode::is_enabled() && has_history);
   Tensors tensors;
   for (const Value& value : operands) tensors.push_back(value.tensor);
   Surroundings around{.hook_calls = &hook_calls_, .max_numel = program_.large ? 6000 : 256};
@@ -271,7 +219,7 @@ void Interpreter::run_operator(const Statement& s, Environment& values) {
 void Interpreter::run_stretch(const Statement& s, Environment& values) {
   const RegionSpec& spec = s.region;
   Tensors args;
-  for (const auto& [outside, inside] : spec.args) args.push_back(look_up(values, outside).tensor);
+  for (const auto& [outside, inside] : spec.args) args.push_back(see(values, outside).tensor);
   const auto body = [this, &s, &values, &spec](const Tensors& given) {
     Environment inner;
     // Nothing outside is changed in there, since a recompute would not repeat it.
@@ -283,7 +231,7 @@ void Interpreter::run_stretch(const Statement& s, Environment& values) {
     run_block(s.block, inner);
     StretchResult result;
     for (const auto& [inside, outside] : spec.results) {
-      const Value& value = look_up(inner, inside);
+      const Value& value = see(inner, inside);
       result.tensors.push_back(value.tensor);
       result.first.push_back(0);
       while (!same_storage(value.tensor, result.tensors[result.first.back()]) &&
@@ -323,7 +271,7 @@ void Interpreter::run_stretch(const Statement& s, Environment& values) {
 }
 
 void Interpreter::run_inner_grad(const Statement& s, Environment& values) {
-  const Value of = look_up(values, s.args[0]), with = look_up(values, s.args[1]);
+  const Value of = see(values, s.args[0]), with = see(values, s.args[1]);
   // Through the region's arguments a recompute has no graph (Rule 2): only what was made inside.
   if (!of.tensor.requires_grad() || !with.tensor.requires_grad() || with.origin->foreign ||
       of.origin->foreign)
@@ -332,82 +280,6 @@ void Interpreter::run_inner_grad(const Statement& s, Environment& values) {
                                       s.salt % 10 != 0, s.salt % 4 < 2, true)[0];
   if (!grad.defined()) grad = at::zeros_like(with.tensor);
   values[s.out] = {grad, origin_of(grad, {of, with})};
-}
-
-void Interpreter::run_wrap(const Statement& s, Environment& values) {
-  switch (s.kind) {
-    case Kind::NoGrad: {
-      at::AutoGradMode mode(false);
-      return run_block(s.block, values);
-    }
-    case Kind::WithGrad: {
-      at::AutoGradMode mode(true);
-      return run_block(s.block, values);
-    }
-    case Kind::EarlyStop: {
-      remat::EarlyStopGuard guard(true);
-      return run_block(s.block, values);
-    }
-    case Kind::NoEarlyStop: {
-      remat::EarlyStopGuard guard(false);
-      return run_block(s.block, values);
-    }
-    case Kind::Debug: {
-      remat::DebugGuard guard(true);
-      return run_block(s.block, values);
-    }
-    case Kind::Hooks: {
-      const auto guard = hooks(s.salt);
-      return run_block(s.block, values);
-    }
-    case Kind::Autocast: {
-      AutocastScope scope;
-      return run_block(s.block, values);
-    }
-    case Kind::Provider:
-    case Kind::Generator:
-    case Kind::Observer:
-      return run_state_guard(s, values);
-    default:
-      try {
-        run_block(s.block, values);
-      } catch (const FuseBlown&) {  // a fault of one run must not change what the program does
-        throw;
-      } catch (const c10::OutOfMemoryError&) {
-        throw;
-      } catch (...) {
-      }
-  }
-}
-
-void Interpreter::run_state_guard(const Statement& s, Environment& values) {
-  GuardsAround with = guards_;
-  std::optional<remat::StateProviderGuard> provider;
-  std::optional<remat::GeneratorGuard> generator;
-  std::optional<remat::RecomputeObserverGuard> observers;
-  const size_t chosen = s.salt % 2;
-  if (s.kind == Kind::Provider) {
-    provider.emplace(numbers_[chosen]);
-    ++with.numbers[chosen];
-  } else if (s.kind == Kind::Generator) {
-    generator.emplace(generators_[chosen]);
-    ++with.generators[chosen];
-  } else {
-    observers.emplace(observer());
-    ++with.observers;
-  }
-  const Instead guards(guards_, with);
-  run_block(s.block, values);
-}
-
-remat::RecomputeObserver Interpreter::observer() {
-  auto tell = [this](const remat::PhaseInfo& info, int64_t change) {
-    observed_now_ += change;
-    if (observed_now_ < 0 || info.phase != remat::Phase::Recompute)
-      record_.faults.push_back("in a recompute: an observer is told of what was not begun");
-  };
-  return {.begin = [tell](const remat::PhaseInfo& info) { tell(info, 1); },
-          .end = [tell](const remat::PhaseInfo& info) { tell(info, -1); }};
 }
 
 remat::CheckpointOptions Interpreter::options(const RegionSpec& spec) {
@@ -432,20 +304,20 @@ remat::CheckpointOptions Interpreter::options(const RegionSpec& spec) {
 }
 
 Tensors Interpreter::run_body(const Statement& s, const Environment& captured, const Tensors& args,
-                              std::vector<Origin>& uses) {
+                              const std::vector<Origin>& origins, std::vector<Origin>& uses) {
   Environment inner = captured;
   for (size_t i = 0; i < leaves_.size(); ++i) inner[static_cast<int>(i)] = leaves_[i];
   for (size_t i = 0; i < args.size() && i < s.region.args.size(); ++i) {
     // A function that keeps a tensor and gives it a history with the region in it makes a cycle.
     const bool is_fixed = (args[i].is_leaf() && args[i].requires_grad()) || contents_.captures;
-    inner[s.region.args[i].second] = {
-        args[i], std::make_shared<Origin>(Origin{.foreign = true, .leaf = is_fixed})};
+    const Origin inside{.foreign = true, .leaf = is_fixed, .captured = origins[i].captured};
+    inner[s.region.args[i].second] = {args[i], std::make_shared<Origin>(inside)};
   }
   run_block(s.block, inner);
   Tensors results;
   uses.clear();
   for (const auto& [inside, outside] : s.region.results) {
-    const Value& result = look_up(inner, inside);
+    const Value& result = see(inner, inside);
     results.push_back(result.tensor);
     uses.push_back(
         {.as_argument = result.origin->as_argument, .as_capture = result.origin->as_capture});
@@ -458,24 +330,32 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
   std::vector<Value> seen = leaves_;
   Tensors args;
   for (const auto& [outside, inside] : spec.args) {
-    seen.push_back(look_up(values, outside));
+    seen.push_back(see(values, outside));
     seen.back().origin->as_argument = true;
     args.push_back(seen.back().tensor);
   }
   Environment captured;
   for (const int id : spec.captures) {
-    seen.push_back(look_up(values, id));
+    seen.push_back(see(values, id));
     seen.back().origin->as_capture = true;
     const Origin inside{.foreign = true, .leaf = true};  // never changed in there
     captured[id] = {seen.back().tensor, std::make_shared<Origin>(inside)};
   }
+  std::vector<Origin> origins;  // of the arguments, inside
+  for (const auto& [outside, inside] : spec.args) {
+    const Origin& origin = *see(values, outside).origin;
+    origins.push_back({.captured = origin.leaf || origin.captured || origin.as_capture});
+  }
   const auto uses = std::make_shared<std::vector<Origin>>();  // of the results, by regions inside
   const auto runs = std::make_shared<int64_t>(0);
-  const Body body = [this, &s, captured, uses, runs, with = guards_](const Tensors& tensors) {
+  const Body body = [this, &s, captured, origins, uses, runs, with = guards_,
+                     around = regions_around_](const Tensors& tensors) {
     const Instead guards(guards_, with);
+    const Instead regions(regions_around_, around + 1);
+    const auto copies = copies_in(Mode::UndoneInside);
     if (++*runs > 1 && observed_now_ < with.observers)
       record_.faults.push_back("in a recompute: an observer does not know of it");
-    return run_body(s, captured, tensors, *uses);
+    return run_body(s, captured, tensors, origins, *uses);
   };
   const Tensors results =
       spec.inlined ? body(args)

@@ -21,9 +21,10 @@ namespace fuzz {
 enum class Mode {
   Plain,  ///< inside DisableCheckpointGuard
   Checkpointed,
-  Undone,    ///< plain, and every saved tensor is copied when it is saved: the gradients with
-             ///< later changes in place undone
-  Unchanged  ///< plain, without the changes between forward and backward of what regions use
+  Undone,        ///< plain, and every saved tensor is copied when it is saved: the gradients with
+                 ///< later changes in place undone
+  UndoneInside,  ///< the same of what is saved in regions; the rest of the program is plain
+  Unchanged      ///< plain, without the changes between forward and backward of what regions use
 };
 
 /// One thing seen: its metadata as text, and its bytes.
@@ -32,11 +33,15 @@ struct Entry {
   bool operator==(const Entry&) const = default;
 };
 
-/// What was changed in place up to here.
+/// What was changed up to here, in place if nothing else is said.
 struct Changes {
-  bool may_raise = false;  ///< something that a region depends on
-  bool unchecked = false;  ///< the same, where only DeterminismCheck::Values could see it
-  bool inside = false;     ///< by a region: something that it was given
+  bool may_raise = false;          ///< something that a region depends on
+  bool unchecked = false;          ///< the same, where only DeterminismCheck::Values could see it
+  bool inside = false;             ///< by a region: something that it was given
+  bool written = false;            ///< by a Write: an argument, or what a function made of it
+  bool registered = false;         ///< by a region: hooks or requires_grad of what it was given
+  bool replaced_argument = false;  ///< the storage of a leaf that regions were given
+  bool replaced_capture = false;   ///< of one that they captured
 };
 
 /// The forward, or one step.
@@ -76,8 +81,9 @@ struct UserError : std::runtime_error {
 
 /// Where a storage comes from, as far as changes in place must know; shared by all that alias it.
 struct Origin {
-  bool foreign = false;  ///< an argument or captured variable of the region that runs
-  bool leaf = false;
+  bool foreign = false;      ///< an argument or captured variable of the region that runs
+  bool leaf = false;         ///< never changed in place by the program
+  bool captured = false;     ///< of an argument: something that regions may also see as a capture
   bool as_argument = false;  ///< given to a region that was run
   bool as_capture = false;
 };
@@ -93,6 +99,20 @@ struct GuardsAround {
   int observers = 0;
 };
 
+/// Sets a value for a time.
+template <class T>
+class Instead {
+ public:
+  Instead(T& place, T value) : place_(place), before_(std::exchange(place, std::move(value))) {}
+  ~Instead() { place_ = std::move(before_); }
+  Instead(const Instead&) = delete;
+  Instead& operator=(const Instead&) = delete;
+
+ private:
+  T& place_;
+  T before_;
+};
+
 class Interpreter {
  public:
   Interpreter(const Program& program, Mode mode, Record& record);
@@ -104,24 +124,38 @@ class Interpreter {
  private:
   void run_step(const Step& step);
   Tensors make_leaves();
+  /// The value that an operand names. Notes a leaf that a region captures so.
+  const Value& see(const Environment& values, int id);
   void run_block(const Block& block, Environment& values);
   void run_operator(const Statement& s, Environment& values);
   void run_region(const Statement& s, Environment& values);
   void run_wrap(const Statement& s, Environment& values);
+  void run_offload(const Statement& s, Environment& values);
+  void run_toggle(const Statement& s, Environment& values);
+  void run_look(const Statement& s, Environment& values);
+  void run_register(const Statement& s, Environment& values);
+  void run_copy(const Statement& s, Environment& values);
   void run_state_guard(const Statement& s, Environment& values);
   remat::RecomputeObserver observer();
   void run_stretch(const Statement& s, Environment& values);
   void run_inner_grad(const Statement& s, Environment& values);
   /// Operand 0 of an operator that changes it in place: itself, or a copy where it may not.
   Value changeable(const Value& value, Dice& dice);
+  /// Operand 0 of a Write: itself where it is an argument that may be changed.
+  Value writable(const Value& value, Dice& dice);
   /// Also says what regions inside did with the results.
   Tensors run_body(const Statement& s, const Environment& captured, const Tensors& args,
-                   std::vector<Origin>& uses);
+                   const std::vector<Origin>& origins, std::vector<Origin>& uses);
   remat::CheckpointOptions options(const RegionSpec& spec);
   std::unique_ptr<remat::SavedTensorHooksGuard> hooks(uint64_t salt);
+  /// Which copy what is saved, if the mode is `mode`.
+  std::unique_ptr<remat::SavedTensorHooksGuard> copies_in(Mode mode);
   void differentiate(const Step& step, Stage& stage);
   void change(const Step& step);
+  void replace(const Step& step);
   void record_tensor(Stage& stage, const std::string& label, const Tensor& tensor);
+  void drop_retained_gradients();
+  void record_gradient(Stage& stage, const std::string& label, const Tensor& gradient);
   void record_state(Stage& stage);
 
   const Program& program_;
@@ -131,6 +165,7 @@ class Interpreter {
   Environment values_;  // the outermost block's
   std::vector<Value> leaves_;
   int64_t hook_calls_ = 0, scopes_alive_ = 0;
+  int regions_around_ = 0;  // the statement that runs
   int64_t fuse_ = -1, fuses_passed_ = 0;
   std::array<std::shared_ptr<Numbers>, 2> numbers_;
   std::array<at::Generator, 2> generators_;
@@ -151,5 +186,7 @@ remat::Policy policy_of(const PolicySpec& spec);
 void record_errors(Stage& stage, const std::function<void()>& body);
 
 const Value& look_up(const Environment& values, int id);
+
+bool overlaps_itself(const Tensor& a);
 
 }  // namespace fuzz

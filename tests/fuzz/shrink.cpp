@@ -1,6 +1,7 @@
 // Lists the programs that are one step smaller than a given one.
 
 #include <functional>
+#include <utility>
 
 #include "tests/fuzz/program.h"
 
@@ -117,6 +118,7 @@ std::vector<Program> smaller(const Program& program) {
   add([](Program& p) { return p.drop_values && !(p.drop_values = false); });
   add([](Program& p) { return p.sharing != Sharing::None && ((p.sharing = Sharing::None), true); });
   for (size_t i = 0; i < program.leaves.size(); ++i) {
+    add([i](Program& p) { return std::exchange(p.leaves[i].has_grad, false); });
     add([i](Program& p) {
       std::vector<int64_t>& sizes = p.leaves[i].sizes;
       if (sizes == std::vector<int64_t>{2}) return false;

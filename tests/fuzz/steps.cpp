@@ -100,6 +100,13 @@ void Interpreter::record_tensor(Stage& stage, const std::string& label, const Te
   stage.entries.push_back({label, meta.str(), bytes_of(tensor)});
 }
 
+void Interpreter::record_gradient(Stage& stage, const std::string& label, const Tensor& gradient) {
+  record_tensor(stage, label, gradient);
+  // Whether the engine adds to a gradient in place depends on who else holds it.
+  std::string& meta = stage.entries.back().meta;
+  meta = meta.substr(0, meta.find(" version"));
+}
+
 void Interpreter::record_state(Stage& stage) {
   const int64_t calls = std::exchange(hook_calls_, 0);
   stage.changes = record_.changes;
@@ -112,6 +119,9 @@ void Interpreter::record_state(Stage& stage) {
   }
   for (size_t i = 0; i < leaves_.size(); ++i)
     record_tensor(stage, "leaf " + std::to_string(i), leaves_[i].tensor);
+  for (const auto& [id, value] : values_)
+    if (value.tensor.defined() && value.tensor.retains_grad())
+      record_gradient(stage, "retained gradient", value.tensor.grad());
   // A gradient taken inside a region is taken again in a recompute, hooks included.
   if (!contents_.inner_grad)
     stage.entries.push_back({"calls of tensor hooks", std::to_string(calls), ""});
@@ -161,11 +171,8 @@ void Interpreter::differentiate(const Step& step, Stage& stage) {
       grads = torch::autograd::grad(outputs, inputs, weights, step.retain || create, create, true);
     }
     for (size_t i = 0; i < grads.size(); ++i) {
-      record_tensor(stage, "order " + std::to_string(order) + " gradient " + std::to_string(i),
-                    grads[i]);
-      // Whether the engine adds to a gradient in place depends on who else holds it.
-      std::string& meta = stage.entries.back().meta;
-      meta = meta.substr(0, meta.find(" version"));
+      record_gradient(stage, "order " + std::to_string(order) + " gradient " + std::to_string(i),
+                      grads[i]);
     }
     outputs.clear();
     weights.clear();
@@ -192,6 +199,8 @@ void Interpreter::run_step(const Step& step) {
     record_errors(stage, [&] {
       if (step.kind == Step::Kind::Mutate) {
         change(step);
+      } else if (step.kind == Step::Kind::Replace) {
+        replace(step);
       } else {
         differentiate(step, stage);
       }
@@ -204,9 +213,11 @@ void Interpreter::run_step(const Step& step) {
     body();
   }
   for (Value& leaf : leaves_) {
-    if (step.order > 1) leaf.tensor.mutable_grad() = Tensor();
+    // But for programs that look at gradients: their steps leave them as they are.
+    if (step.order > 1 && !contents_.looks) leaf.tensor.mutable_grad() = Tensor();
   }
   record_state(stage);
+  drop_retained_gradients();  // one run may fail where the other adds to them
   auto fault = [&](bool is_fault, const std::string& text) {
     if (is_fault && is_checkpointed) record_.faults.push_back("after " + stage.label + ": " + text);
   };

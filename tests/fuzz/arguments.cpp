@@ -1,0 +1,149 @@
+// Interprets what programs do with arguments and captures besides computing with them.
+
+#include <ATen/ATen.h>
+
+#include "tests/fuzz/run.h"
+
+namespace fuzz {
+
+namespace {
+
+/// Whether it has a gradient edge of its own. A view of a leaf that was made under no-grad only claims to.
+bool has_gradient(const Tensor& t) {
+  return t.requires_grad() && t.is_floating_point() && !(t.is_leaf() && t.is_view());
+}
+
+/// `a` with a number in it, by a product or by the choice of an operator.
+Tensor marked(const Tensor& a, int64_t number, bool is_branch) {
+  if (!is_branch) return a * (1 + 0.25 * static_cast<double>(number));
+  return number % 2 == 0 ? a.sin() : a.sigmoid();
+}
+
+/// Puts back that a leaf requires grad, however the block ends.
+struct Thaw {
+  explicit Thaw(const Tensor& t) : leaf(t) {}
+  ~Thaw() { leaf.set_requires_grad(true); }
+  Thaw(const Thaw&) = delete;
+  Thaw& operator=(const Thaw&) = delete;
+  const Tensor leaf;
+};
+
+}  // namespace
+
+Value Interpreter::writable(const Value& value, Dice& dice) {
+  const Tensor& t = value.tensor;
+  const Origin& origin = *value.origin;
+  record_.changes.written = true;
+  // What a region captures it need not save, so nobody may see that it was changed (a documented limit).
+  const bool is_argument = origin.foreign && !origin.leaf && !origin.captured;
+  if (!is_argument || contents_.captures || overlaps_itself(t) || !t.is_floating_point())
+    return changeable(value, dice);
+  return value;
+}
+
+void Interpreter::run_copy(const Statement& s, Environment& values) {
+  const Tensor& t = see(values, s.args[0]).tensor;
+  values[s.out] = {s.salt % 2 == 0 ? t.clone() : t.detach().clone(), std::make_shared<Origin>()};
+}
+
+void Interpreter::run_look(const Statement& s, Environment& values) {
+  const Tensor& t = see(values, s.args[0]).tensor;
+  const Tensor a = floating(see(values, s.args[1]).tensor);
+  // The grad_fn of a view whose base was changed in place is made when somebody first asks, and with it
+  // what follows from it. It may raise for views of other sorts.
+  try {
+    t.grad_fn();
+  } catch (const c10::Error&) {
+  }
+  const bool is_branch = s.salt / 16 % 2 == 0, is_leaf = t.is_leaf() && t.requires_grad();
+  const auto look = [&]() -> Tensor {
+    switch (look_of(s)) {
+      case Look::IsLeaf:
+        return marked(a, t.is_leaf(), is_branch);
+      case Look::RequiresGrad:
+        return marked(a, t.requires_grad(), is_branch);
+      case Look::RetainsGrad:
+        return marked(a, t.retains_grad(), is_branch);
+      case Look::OutputNr:
+        return marked(a, t.output_nr(), is_branch);
+      case Look::SameAsLeaf: {
+        int64_t number = 0;  // of tensors with a history no recompute says who they are
+        for (size_t i = 0; i < leaves_.size() && is_leaf; ++i)
+          if (t.is_same(leaves_[i].tensor)) number = static_cast<int64_t>(i) + 1;
+        return marked(a, number, is_branch);
+      }
+      default: {
+        // What has a history may retain a gradient, which is another one after each step.
+        const Tensor grad = is_leaf ? t.grad() : Tensor();
+        if (!grad.defined() || is_branch) return marked(a, grad.defined(), is_branch);
+        return a * like(grad, a);
+      }
+    }
+  };
+  values[s.out] = {look(), std::make_shared<Origin>()};
+}
+
+void Interpreter::run_register(const Statement& s, Environment& values) {
+  const Tensor& t = see(values, s.args[0]).tensor;
+  if (!has_gradient(t)) return;
+  if (regions_around_ > 0) record_.changes.registered = true;
+  const Hook hook = hook_of(s);
+  t.register_hook(
+      [calls = &hook_calls_, hook, zeros = at::zeros_like(t.detach())](const Tensor& g) {
+        if (!g.defined()) return zeros;  // the hook of retain_grad() would crash
+        if (hook == Hook::RetainGrad) return g;
+        ++*calls;
+        return hook == Hook::Double ? g * 2 : g + 1;
+      });
+  if (hook == Hook::RetainGrad) t.retain_grad();
+}
+
+void Interpreter::run_toggle(const Statement& s, Environment& values) {
+  const Tensor t = see(values, s.args[0]).tensor;
+  if (!t.is_leaf() || !has_gradient(t)) return run_block(s.block, values);
+  if (regions_around_ > 0) record_.changes.registered = true;
+  t.set_requires_grad(false);
+  // An early stop ends the block as an exception does, which only some functions think of.
+  std::optional<Thaw> guard;
+  if (s.salt % 2 == 0) guard.emplace(t);
+  run_block(s.block, values);
+  t.set_requires_grad(true);
+}
+
+void Interpreter::replace(const Step& step) {
+  const Value& leaf = leaves_[static_cast<size_t>(step.target) % leaves_.size()];
+  const Origin& origin = *leaf.origin;
+  const bool is_seen = origin.as_argument || origin.as_capture;
+  if (is_seen && mode_ == Mode::Unchanged) return;
+  Changes& changes = record_.changes;
+  changes.replaced_argument |= origin.as_argument;
+  changes.replaced_capture |= origin.as_capture;
+  // A region that captures it need not save it.
+  if (origin.as_capture && !program_.all_values) changes.unchecked = true;
+  const at::NoGradGuard no_grad;
+  Tensor t = leaf.tensor;
+  const Tensor other = t.detach() * 1.25 + 0.5;
+  switch (means_of(step)) {
+    case Step::Means::SetDataTransposed:
+      return t.set_data(t.dim() < 2 ? other : other.transpose(0, 1).contiguous().transpose(0, 1));
+    case Step::Means::Set:
+      t.set_(other);
+      return;
+    case Step::Means::Resize:
+      if (!t.requires_grad() && t.dim() > 0) {  // LibTorch refuses the others
+        std::vector<int64_t> sizes = t.sizes().vec();
+        sizes[0] += 2;
+        const int64_t filled = t.numel();
+        t.resize_(sizes);
+        // Whatever was in the memory is no number to compare. Written past the version, as nothing
+        // that was there before is changed.
+        t.data().view(-1).narrow(0, filled, t.numel() - filled).fill_(2);
+        return;
+      }
+      [[fallthrough]];
+    default:
+      return t.set_data(other);
+  }
+}
+
+}  // namespace fuzz
