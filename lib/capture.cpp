@@ -187,8 +187,8 @@ bool is_changed(const Provenance& then, const at::Tensor& now) {
         return static_cast<uint32_t>(now._version()) != then.cast_version;
       c10::TensorImpl* const leaf = leaf_behind(now);
       return leaf != nullptr && leaf == then.leaf._unsafe_get_target() &&
-             (is_leaf_changed(then) || (then.shares_leaf && storage_of(now) !=
-                                                                then.storage._unsafe_get_target()));
+             (is_leaf_changed(then) ||
+              (then.shares_leaf && storage_of(now) != then.storage._unsafe_get_target()));
     }
     case Origin::Outside:
       return storage_of(now) != then.storage._unsafe_get_target() ||

@@ -52,7 +52,8 @@ struct Provenance {
 /// A counter is nothing but a pointer, which it does not show.
 inline bool is_same_counter(const c10::VariableVersion& a, const c10::VariableVersion& b) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  return std::memcmp(static_cast<const void*>(&a), static_cast<const void*>(&b), sizeof(void*)) == 0;
+  return std::memcmp(static_cast<const void*>(&a), static_cast<const void*>(&b), sizeof(void*)) ==
+         0;
 }
 
 /// The storage of a tensor, or null if it has none: kinds of tensors that have none leave it null.

@@ -166,8 +166,7 @@ void Frame::settle_provenance(const StorageSet& results) {
   may_meet_outside_ = inputs_.has_leaf();
   for (Slot& slot : slots_) {
     Provenance& provenance = slot.provenance;
-    may_meet_outside_ |=
-        provenance.origin == Origin::Leaf || provenance.origin == Origin::Outside;
+    may_meet_outside_ |= provenance.origin == Origin::Leaf || provenance.origin == Origin::Outside;
     if (provenance.origin == Origin::Leaf || provenance.origin == Origin::Input) continue;
     c10::StorageImpl* const storage = provenance.storage._unsafe_get_target();
     if (storage == nullptr) continue;

@@ -42,7 +42,8 @@ void visit_leaves_below(const edge_list& roots, Visitor&& visitor) {
   while (!waiting.empty()) {
     const Node* const node = waiting.back();
     waiting.pop_back();
-    if (is_leaf(*node)) visitor(static_cast<const torch::autograd::AccumulateGrad*>(node)->variable);
+    if (is_leaf(*node))
+      visitor(static_cast<const torch::autograd::AccumulateGrad*>(node)->variable);
     for (const Edge& next : node->next_edges()) reach(next);
   }
 }
@@ -57,9 +58,8 @@ void AccumulatedLeaves::add_below(const edge_list& roots) {
 }
 
 bool AccumulatedLeaves::contains(const c10::TensorImpl* leaf) const {
-  return std::any_of(leaves_.begin(), leaves_.end(), [leaf](const WeakTensor& each) {
-    return each._unsafe_get_target() == leaf;
-  });
+  return std::any_of(leaves_.begin(), leaves_.end(),
+                     [leaf](const WeakTensor& each) { return each._unsafe_get_target() == leaf; });
 }
 
 GradientSinks::GradientSinks(AccumulatedLeaves leaves) : leaves_(std::move(leaves)) { ++num_alive; }
@@ -93,9 +93,8 @@ const char* GradientSinks::against(const edge_list& roots, const edge_list& targ
   }
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [leaf, sink] : sinks_)
-    if (sink.has_hooks && std::any_of(targets.begin(), targets.end(), [&](const Edge& each) {
-          return each.function == sink.node;
-        }))
+    if (sink.has_hooks && std::any_of(targets.begin(), targets.end(),
+                                      [&](const Edge& each) { return each.function == sink.node; }))
       return with_hooks;
   return nullptr;
 }

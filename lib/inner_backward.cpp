@@ -90,6 +90,7 @@ const char* against(const InnerBackwards::Asked& asked, const Inputs& inputs,
     const uint32_t i = number++;
     if (std::find(asked.inputs.begin(), asked.inputs.end(), i) == asked.inputs.end()) return;
     const GradientPlace alias = i < aliases.size() ? aliases[i].get() : GradientPlace{};
+    if (alias == then) return;  // a leaf as it is
     const bool takes_original = has(targets, then);
     const bool takes_alias = !takes_original || has(targets, alias);
     is_short |= targets.empty()

@@ -216,10 +216,9 @@ at::Tensor Inputs::unpack(const Frame& frame, const Input& input, std::size_t nu
   bool is_original = input.is_object() && !input.variable.has_hooks();
   const c10::StorageImpl* storage = nullptr;
   if (watched != nullptr) {
-    const bool is_alias = is_same_counter(data.unsafeGetTensorImpl()->version_counter(),
-                                          watched->counter) ||
-                          (storage_of(data) != nullptr &&
-                           storage_of(data) == watched->storage._unsafe_get_target());
+    const bool is_alias =
+        is_same_counter(data.unsafeGetTensorImpl()->version_counter(), watched->counter) ||
+        (storage_of(data) != nullptr && storage_of(data) == watched->storage._unsafe_get_target());
     if (version != expected && is_alias)
       throw_changed_argument(frame, position, data, expected, version, input.is_written);
     if (version == expected) watched->version = watched->counter.current_version();
@@ -261,11 +260,15 @@ bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::
   return input.variable.has_hooks() && digest_of(leaf) == digest_of(data);
 }
 
-at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_alone) const {
+at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_written,
+                           bool runs_backward) const {
   if (input.is_object() && grad_role_of(data) == input.role) return data;
   // The user may have changed its role, or given it other data since.
-  if (input.role == GradRole::Leaf && is_alone && !is_planted(Fault::ArgumentObject))
-    if (at::Tensor leaf = input.place.leaf(); is_unchanged(input, leaf, data)) return leaf;
+  if (input.role == GradRole::Leaf && !is_any_written && !is_planted(Fault::ArgumentObject))
+    if (at::Tensor leaf = input.place.leaf();
+        is_unchanged(input, leaf, data) &&
+        !(runs_backward && !torch::autograd::impl::hooks(leaf).empty()))
+      return leaf;
   at::Tensor alias = data.tensor_data();
   switch (input.role) {
     case GradRole::None:
@@ -275,7 +278,7 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_alone) c
       break;
     case GradRole::Result: {
       const Beside* const beside = input.beside.get();
-      if (input.is_view && is_alone)
+      if (input.is_view && !is_any_written && !runs_backward)
         alias = torch::autograd::make_variable_differentiable_view(
             alias, torch::autograd::ViewInfo(data.tensor_data(), nullptr, nullptr), std::nullopt,
             /*shared_view_info=*/false, torch::autograd::CreationMeta::DEFAULT);
@@ -304,7 +307,7 @@ GivenInputs Inputs::unpack(const Frame& frame) const {
     is_any_written = is_any_written || is_written(input);
   }
   if (is_any_written) copy_written(frame, tensors);
-  const bool is_alone = !is_any_written && !frame.has_run_backward();
+  const bool runs_backward = frame.has_run_backward();
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
     at::Tensor& tensor = tensors[i];
@@ -313,7 +316,7 @@ GivenInputs Inputs::unpack(const Frame& frame) const {
       tensor = tensors[static_cast<std::size_t>(input.same_as)];
       continue;
     }
-    tensor = in_role(input, std::move(tensor), is_alone);
+    tensor = in_role(input, std::move(tensor), is_any_written, runs_backward);
     if (input.watched != nullptr && !is_any_written && !tensor.is_inference()) {
       const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
       given.held.push_back({i, counter, counter.current_version()});

@@ -39,9 +39,9 @@ struct GivenInputs {
 /// Note [Leaves as they are]
 /// A leaf that requires grad is handed to a recompute as the object that it is, if it still has the data
 /// and the role of forward: the function may ask it for its `grad`, compare it with a captured one, or
-/// look it up. Not if the function runs backwards: the recompute repeats them, and they must not
-/// accumulate into the leaf again; nor if it writes to the leaf, or hooks gave back other values. Then it
-/// is an alias.
+/// look it up. The function's backwards do not accumulate into it again: Note [Accumulating once]. If they
+/// could meet hooks on it, if the function writes to an argument, or hooks around the region gave back other
+/// values, it is an alias.
 ///
 /// Note [Functions that write to arguments]
 /// Without hooks around the region LibTorch refuses a function that writes to its own argument: the
@@ -128,8 +128,8 @@ class Inputs {
   at::Tensor unpack(const Frame& frame, const Input& input, std::size_t number) const;
   void copy_written(const Frame& frame, std::vector<at::Tensor>& tensors) const;
   static bool is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data);
-  /// `is_alone`: nothing runs backwards there, or writes to it.
-  at::Tensor in_role(const Input& input, at::Tensor data, bool is_alone) const;
+  at::Tensor in_role(const Input& input, at::Tensor data, bool is_any_written,
+                     bool runs_backward) const;
 
   c10::SmallVector<Input, 1> saved_;
   StorageSet storages_;

@@ -102,8 +102,8 @@ struct KeptStretch::Impl {
   const std::type_info* type = nullptr;
   int64_t number = -1;
   DrawMarks marks;
-  std::vector<at::Tensor> read;  // in a recompute: the arguments
-  StretchArguments arguments;    // in forward
+  std::vector<at::Tensor> read;                                     // in a recompute: the arguments
+  StretchArguments arguments;                                       // in forward
   std::vector<std::pair<c10::VariableVersion, uint32_t>> versions;  // theirs
   RegionStart start = RegionStart::here();
   std::shared_ptr<StretchScope> scope;
@@ -157,9 +157,8 @@ void KeptStretch::keep(std::shared_ptr<void> emptied,
   pop(*std::exchange(impl_->scope, nullptr));
   if (impl_->number < 0) return;
   // A function that writes to its argument does so in recomputes, too: nothing is kept of it.
-  if (std::any_of(impl_->versions.begin(), impl_->versions.end(), [](const auto& each) {
-        return each.first.current_version() != each.second;
-      }))
+  if (std::any_of(impl_->versions.begin(), impl_->versions.end(),
+                  [](const auto& each) { return each.first.current_version() != each.second; }))
     return;
   const seam::OperatorsUnseen unseen;
   Selection& selection = *impl_->region->frame()->selection();

@@ -280,7 +280,7 @@ TEST_CASE("hooks that change a leaf's values give the recompute what they gave",
   CHECK(bit_equal(grad_of(y, {x})[0], (x.detach() * 2).cos()));
 }
 
-TEST_CASE("a leaf is an alias where the function runs a backward, which must accumulate once",
+TEST_CASE("a leaf as it is gets the gradients of the function's own backward once",
           "[checkpoint][rule-2][rule-14]") {
   const auto f = [](const Tensor& t) {
     const Tensor y = (t * 2).sin();
@@ -322,4 +322,73 @@ TEST_CASE("a leaf that was frozen after the call counts as it was", "[checkpoint
   x.set_requires_grad(false);
   CHECK(bit_equal(grad_of(y, {w})[0], expected));
   CHECK_FALSE(x.requires_grad());
+}
+
+TEST_CASE("an argument that is a view comes back as one", "[checkpoint][rule-2]") {
+  const auto f = [](const Tensor& t) { return (t.is_view() ? t * 2 : t * 3).sin().exp(); };
+  const Tensor x = leaf({4}), copy = copy_of(x);
+  const Tensor expected = grad_of(f(copy.mul(1).slice(0, 0, 3)), {copy})[0];
+  require_thrice(remat::checkpoint(f, x.mul(1).slice(0, 0, 3)), x, expected);
+}
+
+TEST_CASE("a sparse argument that hooks keep as it is and the function writes to is an error",
+          "[checkpoint][rule-2]") {
+  const Tensor w = leaf({3}), s = at::rand({3}).to_sparse();
+  Tensor y;
+  {
+    const remat::SavedTensorHooksGuard hooks([](const Tensor& t) { return t; },
+                                             [](const Tensor& kept) { return kept; });
+    y = remat::checkpoint(
+        [](Tensor s, const Tensor& w) {
+          s.mul_(2);
+          return s.to_dense() * w * w;
+        },
+        s, w);
+  }
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {w}); }).kind() == Kind::CaptureChanged);
+}
+
+TEST_CASE(
+    "an argument that the function sets to another one's storage and writes to spoils neither",
+    "[checkpoint][rule-2]") {
+  const auto f = [](Tensor s, const Tensor& other, const Tensor& w) {
+    s.set_(other);
+    s.mul_(2);
+    return s * w * w;
+  };
+  const Tensor w = leaf({3}), s = at::rand({3}), other = at::rand({3}), copy = copy_of(w);
+  const Tensor expected = grad_of(f(s.clone(), other.clone(), copy), {copy})[0];
+  Tensor y;
+  {
+    const auto hooks = keeping_a_copy();
+    y = remat::checkpoint(f, s, other, w);
+  }
+  require_thrice(y, w, expected);
+}
+
+TEST_CASE("a leaf is itself in a function that takes gradients of it",
+          "[checkpoint][rule-2][rule-6]") {
+  const auto f = [](const Tensor& t, const Tensor& same) {
+    const Tensor inner =
+        torch::autograd::grad({(t * t).sin().sum()}, {t}, {}, true, /*create_graph=*/true)[0];
+    return (t.is_same(same) ? inner * t : inner).sin().exp() * t.grad();
+  };
+  Tensor x = leaf({3});
+  x.mutable_grad() = at::rand({3});
+  const Tensor expected = grad_of(f(x, x), {x})[0];
+  const Tensor y = remat::checkpoint([f, x](const Tensor& t) { return f(t, x); }, x);
+  require_thrice(y, x, expected);
+}
+
+TEST_CASE("a hook that a leaf got after the call is none of the function's own gradients'",
+          "[checkpoint][rule-2][rule-6]") {
+  const auto f = [](const Tensor& t) {
+    const Tensor inner = torch::autograd::grad({(t * t).sin().sum()}, {t}, {}, true)[0];
+    return (inner.detach() * t).sin().exp();
+  };
+  const Tensor x = leaf({3}), copy = copy_of(x);
+  const Tensor expected = grad_of(f(copy), {copy})[0];
+  const Tensor y = remat::checkpoint(f, x);
+  x.register_hook([](const Tensor& gradient) { return gradient * 2; });
+  CHECK(bit_equal(grad_of(y, {x})[0], 2 * expected));
 }

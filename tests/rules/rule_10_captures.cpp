@@ -513,3 +513,31 @@ TEST_CASE("a captured leaf that is moved to another part of its storage is a cha
   w.set_data(flat.narrow(0, 2, 2));
   CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
 }
+
+TEST_CASE("a captured view of a leaf that is given other data is a changed capture",
+          "[checkpoint][rule-10]") {
+  const Tensor w = leaf({2, 3}), x = leaf({3});
+  Tensor row = w[1];
+  const Tensor y = remat::checkpoint([row](const Tensor& t) { return row * t * t; }, x);
+  row.set_data(at::rand({3}));
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
+}
+
+TEST_CASE("a captured variable that was an argument too and is assigned another tensor is a change",
+          "[checkpoint][rule-10]") {
+  const Tensor s = at::rand({3}), x = leaf({3});
+  Tensor alias = s;
+  const Tensor y = remat::checkpoint(
+      [&alias](const Tensor& s, const Tensor& t) { return s * t * t + alias * t * t * t; }, s, x);
+  alias = at::rand({3});
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
+}
+
+TEST_CASE("a captured alias of an argument with a version of its own is looked at",
+          "[checkpoint][rule-10]") {
+  const Tensor s = at::rand({3}), x = leaf({3}), alias = s.data();
+  const Tensor y = remat::checkpoint(
+      [alias](const Tensor& s, const Tensor& t) { return s * t * t + alias * t * t * t; }, s, x);
+  alias.mul_(2);
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
+}

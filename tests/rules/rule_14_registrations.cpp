@@ -243,3 +243,42 @@ TEST_CASE("a recompute that throws leaves no hooks behind", "[checkpoint][rule-1
   const Tensor x = o.x.detach();
   CHECK(bit_equal(gradient, 2 * grad_of(((x * copy.detach()).sin() * copy).exp(), {copy})[0]));
 }
+
+TEST_CASE("hooks put on the node of a captured result by hand act once", "[checkpoint][rule-14]") {
+  require_as_plain([](const Tensor& x, World& o) {
+    o.c.grad_fn()->add_pre_hook(std::make_unique<Doubling>());
+    return (x * o.c * o.c).sin().exp();
+  });
+}
+
+TEST_CASE("a backward inside a region accumulates into captured leaves once",
+          "[checkpoint][rule-14][rule-6]") {
+  // Early stop would end the recompute before it.
+  require_as_plain([](const Tensor& x, World& o) {
+    (x.detach() * o.w).pow(2).sum().backward();
+    return x * x * x * o.w;
+  });
+  require_as_plain([](const Tensor& x, World& o) {
+    const Tensor square = (x.detach() * o.w + o.b).pow(2);
+    square.sum().backward({}, /*retain_graph=*/true);
+    const Tensor inner = torch::autograd::grad({square.sum()}, {o.w})[0];
+    return x * x * inner * o.w;
+  });
+}
+
+TEST_CASE(
+    "a backward inside a region through a captured result into a leaf from outside is an error",
+    "[checkpoint][rule-14][rule-6]") {
+  World o;
+  const Tensor y = remat::checkpoint(
+      [&o](const Tensor& x) {
+        (x.detach() * o.c).pow(2).sum().backward({}, /*retain_graph=*/true);
+        return x * x * x;
+      },
+      o.x);
+  const Tensor once = o.w.grad().clone();
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {o.x}); });
+  CHECK(error.kind() == Kind::Unsupported);
+  CHECK_THAT(error.what(), contains("into a leaf from outside"));
+  CHECK(bit_equal(o.w.grad(), once));
+}

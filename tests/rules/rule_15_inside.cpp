@@ -578,3 +578,22 @@ TEST_CASE("what a region inside captures and saves is no shell", "[rule-15]") {
   require_same_grads([&](const Tensor& x) { return innermost(w, x.sin()).cos(); },
                      [&](const Tensor& x) { return checkpoint(with(everything()), f, x); }, x);
 }
+
+TEST_CASE("save_region of a function that writes to its argument keeps nothing, and is right",
+          "[checkpoint][rule-15]") {
+  const auto f = [](const Tensor& x, const Tensor& w) {
+    const Tensor z = x * 2;
+    const Tensor kept = remat::save_region(
+        [](Tensor z, const Tensor& w) {
+          z.mul_(2);
+          return z * w;
+        },
+        z, w);
+    return (kept * z).sin() * z;
+  };
+  const Tensor x = leaf({3}), w = leaf({3}), copy = copy_of(x);
+  const Tensor expected = grad_of(f(copy, w), {copy})[0];
+  const Tensor y = remat::checkpoint(f, x, w);
+  for (int i = 0; i < 2; ++i)
+    CHECK(bit_equal(grad_of(y, {x}, {.retain_graph = true})[0], expected));
+}

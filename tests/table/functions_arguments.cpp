@@ -253,17 +253,22 @@ void add_writes(std::vector<Function>& t) {
     made.after = [](const Tensors& a) { a[1].mul_(2); };
     return made;
   }).with(raises_changed);
-  add(t, "set_data_after", [] {
-    Made made{{leaf({3, 4})}, body_of([](const Tensors& a) { return a[0].exp().sin() * a[0]; })};
-    made.after = [](const Tensors& a) { a[0].set_data(at::full({3, 4}, 0.5F)); };
-    return made;
-  });
+  add(t, "set_data_after",
+      [] {
+        Made made{{leaf({3, 4})},
+                  body_of([](const Tensors& a) { return a[0].exp().sin() * a[0]; })};
+        made.after = [](const Tensors& a) { a[0].set_data(at::full({3, 4}, 0.5F)); };
+        return made;
+      })
+      .with(replaces_data)
+      .except(Exception::Kind::Skipped, "captured/backward_inside",
+              "autograd saves nothing of what was captured and replaced: a known limit");
   add(t, "set_data_of_frozen_after", [] {
     Made made{{leaf({3, 4}), constant({3, 4})},
               body_of([](const Tensors& a) { return (a[0] * a[1]).exp() * a[1]; })};
     made.after = [](const Tensors& a) { a[1].set_data(at::full({3, 4}, 0.5F)); };
     return made;
-  });
+  }).with(replaces_data);
   add(t, "raises_in_forward", {{3, 4}, {3, 4}},
       [](const Tensors& a) { return a[0].exp().mm(a[1]).sin(); });
   add(t, "raises_in_backward", {{3, 4}}, [](const Tensors& a) {

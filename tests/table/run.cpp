@@ -154,7 +154,9 @@ void Run::forward(const Cell& cell, Way way) {
   }
   note("result", results);
   outputs_ = differentiable(results);
-  if (made_.after) made_.after(args_);
+  // What plain autograd saved is the object itself, with its new data: a gradient of neither.
+  const bool is_spared = way != Way::Checkpointed && (cell.function.traits & replaces_data) != 0;
+  if (made_.after && !is_spared) made_.after(args_);
 }
 
 Tensors Run::release_graph() {

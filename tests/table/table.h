@@ -24,7 +24,8 @@ struct Made {
   Tensors params{};                             ///< leaves that the body captures
   Tensors buffers{};                            ///< other captured tensors, which it may write
   Body prepare{};                               ///< makes the body's arguments of `args`, before it
-  std::function<void(const Tensors&)> after{};  ///< between forward and backward, on the arguments
+  std::function<void(const Tensors&)> after{};  ///< between forward and backward, on the arguments;
+                                                ///< not plainly with `replaces_data`: see there
 };
 
 /// What exceptions of configurations and modes ask about a function.
@@ -34,6 +35,7 @@ enum Trait : unsigned {
   writes_args = 4,      ///< in place, to its arguments
   writes_kept = 8,      ///< in place, to the result of an operator, perhaps inside a composite
   is_wide = 32,         ///< computes with numbers that do not fit float
+  replaces_data = 64,   ///< gives an argument other data, after forward
   raises_changed = 16,  ///< plainly in backward, since something saved was changed in place
 };
 
