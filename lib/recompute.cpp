@@ -124,7 +124,7 @@ class RecomputeScope final : public detail::Scope {
     if (sinks_ && reason == nullptr) reason = sinks_->against(roots, targets, accumulates);
     if (reason != nullptr) refuse_here(reason);
   }
-  // Note [Accumulating once]
+  // See Note [Accumulating once].
   void begin_sinks() {
     if (auto leaves = frame_->accumulated_leaves(); !leaves.is_empty())
       sinks_.emplace(std::move(leaves));
@@ -132,7 +132,7 @@ class RecomputeScope final : public detail::Scope {
   const seam::NodePtr* gradient_sink(const at::TensorBase& tensor) override {
     return sinks_ ? sinks_->sink_of(tensor) : nullptr;
   }
-  // Note [Tensors from outside]
+  // See Note [Tensors from outside].
   void set_outside(OutsideTensors* outside) { outside_ = outside; }
   std::optional<unsigned> known_hook(const at::TensorBase& tensor) override {
     if (outside_ == nullptr) return std::nullopt;
