@@ -182,50 +182,55 @@ void Frame::break_group() {
   is_group_broken_ = true;
 }
 
+Frame::Noted& Frame::noted() {
+  if (noted_ == nullptr) noted_ = std::make_unique<Noted>();
+  return *noted_;
+}
+
 void Frame::note_backward(int64_t number, InnerBackwards::Asked asked) {
   std::lock_guard<SpinLock> lock(mutex_);
-  if (inner_backwards_ == nullptr) inner_backwards_ = std::make_unique<InnerBackwards>();
-  inner_backwards_->note(number, std::move(asked));
+  if (!noted().backwards) noted().backwards.emplace();
+  noted().backwards->note(number, std::move(asked));
 }
 
 InnerBackwards::Asked Frame::asked_by_backward(int64_t number) {
   std::lock_guard<SpinLock> lock(mutex_);
-  return inner_backwards_ == nullptr ? InnerBackwards::Asked{} : inner_backwards_->asked(number);
+  return noted_ == nullptr || !noted_->backwards ? InnerBackwards::Asked{}
+                                                 : noted_->backwards->asked(number);
 }
 
 bool Frame::has_noted_backwards() {
   std::lock_guard<SpinLock> lock(mutex_);
-  return inner_backwards_ != nullptr;
+  return noted_ != nullptr && noted_->backwards.has_value();
 }
 
 void Frame::note_accumulation(const torch::autograd::edge_list& roots) {
   AccumulatedLeaves all = accumulated_leaves();
   all.add_below(roots);
   std::lock_guard<SpinLock> lock(mutex_);
-  accumulated_leaves_ = std::make_unique<AccumulatedLeaves>(std::move(all));
+  noted().accumulated = std::move(all);
 }
 
 AccumulatedLeaves Frame::accumulated_leaves() {
   std::lock_guard<SpinLock> lock(mutex_);
-  return accumulated_leaves_ == nullptr ? AccumulatedLeaves() : *accumulated_leaves_;
+  return noted_ == nullptr ? AccumulatedLeaves() : noted_->accumulated;
 }
 
 void Frame::note_hook(const at::TensorBase& tensor, unsigned handle) {
   std::lock_guard<SpinLock> lock(mutex_);
-  if (hook_notes_ == nullptr) hook_notes_ = std::make_unique<HookNotes>();
-  hook_notes_->add(tensor, handle, has_run_backward());
+  noted().hooks.add(tensor, handle, has_run_backward());
 }
 
 std::optional<HookNotes::Note> Frame::noted_hook(const at::TensorBase& tensor, std::size_t number) {
   std::lock_guard<SpinLock> lock(mutex_);
   const HookNotes::Note* const note =
-      hook_notes_ == nullptr ? nullptr : hook_notes_->find(tensor, number);
+      noted_ == nullptr ? nullptr : noted_->hooks.find(tensor, number);
   return note == nullptr ? std::nullopt : std::optional(*note);
 }
 
 bool Frame::has_hook_after_backward() {
   std::lock_guard<SpinLock> lock(mutex_);
-  return hook_notes_ != nullptr && hook_notes_->any_follows_backward();
+  return noted_ != nullptr && noted_->hooks.any_follows_backward();
 }
 
 void Frame::visit_outside(c10::function_ref<void(at::Tensor)> visitor) {

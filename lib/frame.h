@@ -214,9 +214,14 @@ class Frame final : public SlotOwner {
   SpinLock mutex_;  // guards what follows; never held while user code runs
   std::vector<Slot> slots_;
   c10::SmallVector<std::shared_ptr<Run>, 1> runs_;
-  std::unique_ptr<InnerBackwards> inner_backwards_;  // of those that asked for something
-  std::unique_ptr<HookNotes> hook_notes_;
-  std::unique_ptr<AccumulatedLeaves> accumulated_leaves_;
+  /// What few functions do in forward.
+  struct Noted {
+    std::optional<InnerBackwards> backwards{};  ///< those that asked for something
+    HookNotes hooks{};
+    AccumulatedLeaves accumulated{};
+  };
+  Noted& noted();
+  std::unique_ptr<Noted> noted_;
   bool is_group_broken_ = false;
   bool may_meet_outside_ = true;  ///< a slot or an input is, or may be, a tensor from outside
   bool is_settled_ = false;

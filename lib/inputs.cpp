@@ -163,14 +163,21 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
     impls.push_back(tensor.unsafeGetTensorImpl());
     if (role == GradRole::Result) {
       const auto& meta = *torch::autograd::impl::get_autograd_meta(tensor);
-      if (meta.grad_.defined() || meta.output_nr_ > 0 || meta.retains_grad_)
-        input.beside.reset(
-            new Beside{meta.grad_, static_cast<uint32_t>(tensor.output_nr()), meta.retains_grad_});
+      if (meta.grad_.defined() || meta.output_nr_ > 0 || meta.retains_grad_) {
+        Details& beside = input.make_details();
+        beside.grad = meta.grad_;
+        beside.output_number = static_cast<uint32_t>(tensor.output_nr());
+        beside.retains_grad = meta.retains_grad_;
+      }
     }
-    if (input.variable.has_hooks() && !saving.is_slot())
-      input.watched.reset(new Watched{weak_storage_of(tensor), WeakTensor(tensor.getIntrusivePtr()),
-                                      tensor.unsafeGetTensorImpl()->version_counter(),
-                                      input.version});
+    if (input.variable.has_hooks() && !saving.is_slot()) {
+      Details& watched = input.make_details();
+      watched.is_watched = true;
+      watched.storage = weak_storage_of(tensor);
+      watched.object = WeakTensor(tensor.getIntrusivePtr());
+      watched.counter = tensor.unsafeGetTensorImpl()->version_counter();
+      watched.version = input.version;
+    }
     if (!offload || tensor.is_cpu()) return;
     // A slot of the region around, or what a user's hooks took, is not here any more.
     if (!input.variable.has_hooks() && depot_of_inputs()->moves(tensor))
@@ -207,7 +214,7 @@ void Inputs::settle() {
 // What a user's hooks hold is not to be written to; the original may be what they hold.
 at::Tensor Inputs::unpack(const Frame& frame, const Input& input, std::size_t number) const {
   const auto position = static_cast<int64_t>(number);
-  Watched* const watched = input.watched.get();
+  Details* const watched = input.watched();
   if (watched != nullptr && watched->is_spoiled) throw_spoiled_argument(frame, position);
   const uint32_t expected = watched == nullptr ? 0 : watched->version.load();
   const uint32_t version = watched == nullptr ? 0 : watched->counter.current_version();
@@ -277,7 +284,7 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
       alias.set_requires_grad(true);
       break;
     case GradRole::Result: {
-      const Beside* const beside = input.beside.get();
+      const Details* const beside = input.details.get();
       if (input.is_view && !is_any_written && !runs_backward)
         alias = torch::autograd::make_variable_differentiable_view(
             alias, torch::autograd::ViewInfo(data.tensor_data(), nullptr, nullptr), std::nullopt,
@@ -317,7 +324,7 @@ GivenInputs Inputs::unpack(const Frame& frame) const {
       continue;
     }
     tensor = in_role(input, std::move(tensor), is_any_written, runs_backward);
-    if (input.watched != nullptr && !is_any_written && !tensor.is_inference()) {
+    if (input.watched() != nullptr && !is_any_written && !tensor.is_inference()) {
       const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
       given.held.push_back({i, counter, counter.current_version()});
     }
@@ -328,7 +335,7 @@ GivenInputs Inputs::unpack(const Frame& frame) const {
 void Inputs::check_unwritten(const Frame& frame, const GivenInputs& given) const {
   for (const GivenInputs::Held& each : given.held) {
     if (each.counter.current_version() == each.version) continue;
-    saved_[each.input].watched->is_spoiled = true;
+    saved_[each.input].watched()->is_spoiled = true;
     throw_spoiled_argument(frame, static_cast<int64_t>(each.input));
   }
 }

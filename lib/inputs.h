@@ -88,18 +88,18 @@ class Inputs {
   void settle();
 
  private:
-  /// LibTorch does not look at the version of what comes from hooks. They may have kept a copy, which a
-  /// change of the original leaves alone, or the original.
-  struct Watched {
-    WeakStorage storage;
-    WeakTensor object;
-    c10::VariableVersion counter;
-    std::atomic<uint32_t> version;        ///< the hooks themselves may write when they give it back
+  /// What only some inputs have.
+  struct Details {
+    /// LibTorch does not look at the version of what comes from a user's hooks. They may have kept a copy,
+    /// which a change of the original leaves alone, or the original.
+    bool is_watched = false;
+    WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
+    WeakTensor object{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+    c10::VariableVersion counter{c10::VariableVersion::DISABLED};
+    std::atomic<uint32_t> version{0};     ///< the hooks themselves may write when they give it back
     std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold
-  };
-  /// What a result has beside its values.
-  struct Beside {
-    at::Tensor grad;
+    /// What a result has beside its values.
+    at::Tensor grad{};
     uint32_t output_number = 0;
     bool retains_grad = false;
   };
@@ -107,8 +107,7 @@ class Inputs {
     Input() = default;
     explicit Input(const at::Tensor& saved) : variable(saved, /*is_output=*/false) {}
     torch::autograd::SavedVariable variable;
-    std::unique_ptr<Watched> watched;  ///< where a user's hooks took it
-    std::unique_ptr<Beside> beside;    ///< of few
+    std::unique_ptr<Details> details;
     WatchedPlace place;
     c10::VariableVersion counter{
         c10::VariableVersion::DISABLED};  ///< until the function has returned
@@ -121,6 +120,14 @@ class Inputs {
     bool has_tensor_hooks : 1 = false;
     bool is_view : 1 = false;
     bool is_written : 1 = false;  ///< by the function, in forward; also one that shares its storage
+    Details& make_details() {
+      if (details == nullptr) details = std::make_unique<Details>();
+      return *details;
+    }
+    /// Null unless a user's hooks took it.
+    Details* watched() const {
+      return details != nullptr && details->is_watched ? details.get() : nullptr;
+    }
     bool is_object() const { return role == GradRole::None || role == GradRole::NoGradViewOfLeaf; }
   };
   bool has_moved(const Input& input) const;

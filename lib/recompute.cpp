@@ -135,7 +135,7 @@ class RecomputeScope final : public detail::Scope {
   // See Note [Tensors from outside].
   void set_outside(OutsideTensors* outside) { outside_ = outside; }
   std::optional<unsigned> known_hook(const at::TensorBase& tensor) override {
-    if (outside_ == nullptr) return std::nullopt;
+    if (outside_ == nullptr || is_planted(Fault::HookTwice)) return std::nullopt;
     const auto note = frame_->noted_hook(tensor, outside_->count_hook(tensor));
     if (!note || !seam::has_hook(tensor, note->handle)) return std::nullopt;
     if (note->follows_backward && num_backwards_ > 0) refuse_here(hook_after_backward);
