@@ -242,10 +242,12 @@ void add_embeddings(std::vector<Function>& t) {
   add(t, "embedding_max_norm",
       [] {
         const auto m = torch::nn::Embedding(torch::nn::EmbeddingOptions(6, 3).max_norm(0.8)).ptr();
+        m->to(at::kDouble);  // in float a row may be over the norm again, by a rounding
         return Made{{whole({2, 4}, 6)},
                     body_of([m](const Tensors& a) { return m->forward(a[0]).sin(); }),
                     m->parameters()};
       })
+      .with(is_wide)
       .except(Kind::Versions, "*",
               "the operator writes to the table, and writes the same again when it runs again");
   add(t, "embedding_bag", [] {
