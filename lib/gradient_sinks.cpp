@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <atomic>
 #include <unordered_set>
 
 #include "lib/gradient_paths.h"
@@ -16,8 +15,6 @@ namespace {
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
-
-std::atomic<int64_t> num_alive{0};
 
 constexpr char through_outside[] =
     "a backward inside a region accumulates, through a captured tensor, into a leaf from outside";
@@ -61,11 +58,6 @@ bool AccumulatedLeaves::contains(const c10::TensorImpl* leaf) const {
   return std::any_of(leaves_.begin(), leaves_.end(),
                      [leaf](const WeakTensor& each) { return each._unsafe_get_target() == leaf; });
 }
-
-GradientSinks::GradientSinks(AccumulatedLeaves leaves) : leaves_(std::move(leaves)) { ++num_alive; }
-GradientSinks::~GradientSinks() { --num_alive; }
-
-bool GradientSinks::any() { return num_alive.load(std::memory_order_relaxed) > 0; }
 
 const seam::NodePtr* GradientSinks::sink_of(const at::TensorBase& tensor) {
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);

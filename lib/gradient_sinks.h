@@ -15,6 +15,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "lib/capture.h"
@@ -37,10 +38,7 @@ class AccumulatedLeaves {
 /// The sinks of one recompute. Any thread of it.
 class GradientSinks {
  public:
-  explicit GradientSinks(AccumulatedLeaves leaves);
-  ~GradientSinks();
-  GradientSinks(const GradientSinks&) = delete;
-  GradientSinks& operator=(const GradientSinks&) = delete;
+  explicit GradientSinks(AccumulatedLeaves leaves) : leaves_(std::move(leaves)) {}
 
   /// The node that stands for a leaf's own; null if it is none of those.
   const seam::NodePtr* sink_of(const at::TensorBase& tensor);
@@ -48,10 +46,8 @@ class GradientSinks {
   const char* against(const torch::autograd::edge_list& roots,
                       const torch::autograd::edge_list& targets, bool accumulates);
 
-  /// Whether there are any in the process: else nobody needs to ask.
-  static bool any();
-
  private:
+  const seam::NodesInstead announced_;
   const AccumulatedLeaves leaves_;
   std::mutex mutex_;
   struct Sink {

@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "lib/gradient_sinks.h"
 #include "lib/recompute.h"
 #include "lib/selection.h"
 
@@ -71,10 +70,9 @@ void requires_grad_changes(const at::TensorBase& tensor) {
 
 const seam::NodePtr* node_instead(const at::TensorBase& tensor) {
   const seam::NodePtr* sink = nullptr;
-  if (GradientSinks::any())
-    visit(Ability::Region, [&](Scope& scope) {
-      if (sink == nullptr && scope.is_own_thread()) sink = scope.gradient_sink(tensor);
-    });
+  visit(Ability::Region, [&](Scope& scope) {
+    if (sink == nullptr && scope.is_own_thread()) sink = scope.gradient_sink(tensor);
+  });
   return sink;
 }
 

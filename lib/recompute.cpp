@@ -127,7 +127,7 @@ class RecomputeScope final : public detail::Scope {
   // See Note [Accumulating once].
   void begin_sinks() {
     if (auto leaves = frame_->accumulated_leaves(); !leaves.is_empty())
-      sinks_.emplace(std::move(leaves));
+      sinks_ = std::make_unique<GradientSinks>(std::move(leaves));
   }
   const seam::NodePtr* gradient_sink(const at::TensorBase& tensor) override {
     return sinks_ ? sinks_->sink_of(tensor) : nullptr;
@@ -207,7 +207,7 @@ class RecomputeScope final : public detail::Scope {
   c10::intrusive_ptr<Frame> frame_;
   Filler& filler_;
   OutsideTensors* outside_ = nullptr;
-  std::optional<GradientSinks> sinks_;
+  std::unique_ptr<GradientSinks> sinks_;  // of few
   std::optional<Replay> selective_;
   std::optional<DrawReplay> replay_;    // of the default generator
   std::list<DrawReplay> more_replays_;  // of registered ones

@@ -42,7 +42,8 @@ class ForwardingTable final : public VariableHooksInterface {
     return previous_.variable_data(tensor);
   }
   const NodePtr& grad_fn(const TensorBase& tensor) const override {
-    if (const NodePtr* const instead = callbacks_.node_instead(tensor)) return *instead;
+    if (NodesInstead::any())
+      if (const NodePtr* const instead = callbacks_.node_instead(tensor)) return *instead;
     return previous_.grad_fn(tensor);
   }
   void remove_hook(const TensorBase& tensor, unsigned handle) const override {

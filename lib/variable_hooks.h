@@ -10,6 +10,8 @@
 #include <ATen/core/TensorBase.h>
 #include <torch/csrc/autograd/edge.h>
 
+#include <atomic>
+#include <cstdint>
 #include <optional>
 
 namespace remat::seam {
@@ -25,8 +27,22 @@ struct RegistrationCallbacks {
   void (*hook_registered)(const at::TensorBase& tensor, unsigned handle);
   /// `requires_grad_` is about to be called.
   void (*requires_grad_changes)(const at::TensorBase& tensor);
-  /// A node that is said to be a tensor's `grad_fn` on this thread; null: what LibTorch says.
+  /// A node that is said to be a tensor's `grad_fn` on this thread; null: what LibTorch says. Asked only
+  /// while any NodesInstead is alive.
   const NodePtr* (*node_instead)(const at::TensorBase& tensor);
+};
+
+/// While one is alive, somewhere in the process nodes stand for those of tensors.
+class NodesInstead {
+ public:
+  NodesInstead() { num_alive_.fetch_add(1, std::memory_order_relaxed); }
+  ~NodesInstead() { num_alive_.fetch_sub(1, std::memory_order_relaxed); }
+  NodesInstead(const NodesInstead&) = delete;
+  NodesInstead& operator=(const NodesInstead&) = delete;
+  static bool any() { return num_alive_.load(std::memory_order_relaxed) > 0; }
+
+ private:
+  static inline std::atomic<int64_t> num_alive_{0};
 };
 
 /// Puts our table in front. Call it once.
