@@ -114,6 +114,7 @@ void Frame::settle(c10::function_ref<void(detail::TensorVisitor)> visit_result) 
 }
 
 void Frame::settle(const StorageSet& results, int64_t tail_elements) {
+  std::vector<torch::autograd::SavedVariable> lost;  // die without the lock
   std::lock_guard<SpinLock> lock(mutex_);
   is_settled_ = true;
   count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
@@ -122,7 +123,7 @@ void Frame::settle(const StorageSet& results, int64_t tail_elements) {
   if (slots_.capacity() > slots_.size() + slots_.size() / 8 + 4) slots_.shrink_to_fit();
   settle_provenance(results);
   settle_operators();
-  inputs_.settle();
+  lost = inputs_.settle();
   if (selection_ != nullptr) selection_->settle();
   if (slots_.empty() || at::sequence_number::peek() != slots_.back().group) return;
   for (auto slot = slots_.rbegin(); slot != slots_.rend() && slot->group == slots_.back().group;

@@ -197,7 +197,7 @@ bool Inputs::is_written(const Input& input) const {
   });
 }
 
-void Inputs::settle() {
+std::vector<torch::autograd::SavedVariable> Inputs::settle() {
   const bool is_any_written = std::any_of(saved_.begin(), saved_.end(),
                                           [this](const Input& each) { return has_moved(each); });
   bool is_any_compared = false;
@@ -206,15 +206,22 @@ void Inputs::settle() {
     is_any_compared |= input.is_object() && !input.variable.has_hooks();
   }
   is_settled_ = true;
-  for (Input& input : saved_) input.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
+  std::vector<torch::autograd::SavedVariable> lost;
+  for (Input& input : saved_) {
+    input.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
+    input.is_lost = input.is_written && !input.variable.has_hooks();
+    if (input.is_lost) lost.push_back(std::exchange(input.variable, {}));
+  }
   // Those of the region around, or of hooks, would only keep what is left of a storage.
   if (!is_any_compared) storages_.clear();
+  return lost;
 }
 
 // What a user's hooks hold is not to be written to; the original may be what they hold.
 at::Tensor Inputs::unpack(const Frame& frame, const Input& input, std::size_t number) const {
   const auto position = static_cast<int64_t>(number);
   Details* const watched = input.watched();
+  if (input.is_lost) throw_written_argument(frame, position);
   if (watched != nullptr && watched->is_spoiled) throw_spoiled_argument(frame, position);
   const uint32_t expected = watched == nullptr ? 0 : watched->version.load();
   const uint32_t version = watched == nullptr ? 0 : watched->counter.current_version();

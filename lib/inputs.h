@@ -44,8 +44,8 @@ struct GivenInputs {
 /// values, it is an alias.
 ///
 /// Note [Functions that write to arguments]
-/// Without hooks around the region LibTorch refuses a function that writes to its own argument: the
-/// version has moved when a recompute unpacks it. Hooks may have kept a copy, and a recompute that wrote
+/// Without hooks around the region a recompute of a function that writes to its own argument is refused, as
+/// LibTorch refuses to unpack a tensor whose version has moved. Hooks may have kept a copy, and a recompute that wrote
 /// to what they give back would leave it changed for the next. So what forward wrote to is noted, by
 /// storage, and a recompute then gets copies of all that came from hooks (one argument may be set to the
 /// storage of another), views of one storage in one.
@@ -84,8 +84,9 @@ class Inputs {
     for (const Input& each : saved_)
       if (const at::Tensor leaf = each.place.leaf(); leaf.defined()) visitor(leaf);
   }
-  /// The region's function has returned: notes what it wrote to.
-  void settle();
+  /// The region's function has returned: notes what it wrote to. Gives out what no recompute can use: a
+  /// tensor that the function wrote to may have its graph as a history now, and would keep it alive.
+  std::vector<torch::autograd::SavedVariable> settle();
 
  private:
   /// What only some inputs have.
@@ -114,11 +115,12 @@ class Inputs {
     uint32_t version = 0;
     uint32_t layout = 0;  ///< of one that may be the same object in every run
     int32_t storage_number = -1;
-    int32_t same_as : 27 = -1;  ///< the input that is the same tensor, or -1
+    int32_t same_as : 26 = -1;  ///< the input that is the same tensor, or -1
     GradRole role : 2 =
         GradRole::None;  ///< of forward's; what requires grad is an alias in each run
     bool has_tensor_hooks : 1 = false;
     bool is_view : 1 = false;
+    bool is_lost : 1 = false;     ///< written, and no hooks hold what it was
     bool is_written : 1 = false;  ///< by the function, in forward; also one that shares its storage
     Details& make_details() {
       if (details == nullptr) details = std::make_unique<Details>();

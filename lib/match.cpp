@@ -211,6 +211,18 @@ void throw_changed_argument(const Frame& frame, int64_t number, const at::Tensor
           by_function ? "let the function write to a copy" : "call backward before the change"));
 }
 
+void throw_written_argument(const Frame& frame, int64_t number) {
+  throw_about_argument(
+      frame, Kind::CaptureChanged, number, "as it was passed", "written to by the function",
+      fmt::format(
+          "one of the variables needed for gradient computation has been modified by an "
+          "inplace operation: tensor {} of the arguments of {}.\n"
+          "Cause: the region's function writes to its own argument (or to one that shares its "
+          "memory), and a recompute would begin with what it has written.\nDo: let the function "
+          "write to a copy (`x = x.clone()`), or pass a clone.",
+          number, title(frame)));
+}
+
 void throw_replaced_argument(const Frame& frame, int64_t number, const at::Tensor& now) {
   throw_about_argument(
       frame, Kind::CaptureChanged, number, "the data of the call",

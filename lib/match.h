@@ -36,6 +36,8 @@ struct Differences {
 [[noreturn]] void throw_changed_argument(const Frame& frame, int64_t number,
                                          const at::Tensor& argument, uint32_t version_then,
                                          uint32_t version_now, bool by_function);
+/// The region's function writes to it, and nothing holds what it was.
+[[noreturn]] void throw_written_argument(const Frame& frame, int64_t number);
 /// It was given other data, or another shape.
 [[noreturn]] void throw_replaced_argument(const Frame& frame, int64_t number,
                                           const at::Tensor& now);

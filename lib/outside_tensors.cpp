@@ -8,6 +8,7 @@
 #include "lib/frame.h"
 #include "lib/match.h"
 #include "lib/planted_fault.h"
+#include "lib/variable_hooks.h"
 
 namespace remat {
 
@@ -115,7 +116,11 @@ void OutsideTensors::put_back() noexcept {
       if (meta != nullptr && meta->grad_fn_ == nullptr) meta->requires_grad_ = requires_grad;
     }
   for (const auto& [noted, handle] : hooks_)
-    if (auto alive = noted.lock()) at::Tensor(std::move(alive)).remove_hook(handle);
+    if (auto alive = noted.lock()) {
+      // An operator in place has begun another list of hooks.
+      const at::Tensor tensor(std::move(alive));
+      if (seam::has_hook(tensor, handle)) tensor.remove_hook(handle);
+    }
 }
 
 void OutsideTensors::finish() {

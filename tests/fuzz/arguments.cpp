@@ -102,12 +102,17 @@ void Interpreter::run_toggle(const Statement& s, Environment& values) {
   const Tensor t = see(values, s.args[0]).tensor;
   if (!t.is_leaf() || !has_gradient(t)) return run_block(s.block, values);
   if (regions_around_ > 0) record_.changes.registered = true;
-  t.set_requires_grad(false);
-  // An early stop ends the block as an exception does, which only some functions think of.
+  // An early stop ends the block as an exception does, which only some functions think of. They call
+  // requires_grad_(): the other way is not seen on tensors that nobody saves (README's limits).
   std::optional<Thaw> guard;
-  if (s.salt % 2 == 0) guard.emplace(t);
+  if (s.salt % 2 == 0) {
+    t.set_requires_grad(false);
+    guard.emplace(t);
+    return run_block(s.block, values);
+  }
+  t.requires_grad_(false);
   run_block(s.block, values);
-  t.set_requires_grad(true);
+  t.requires_grad_(true);
 }
 
 void Interpreter::replace(const Step& step) {

@@ -94,7 +94,7 @@ const char* wrap_name(Kind kind) {
     case Kind::Offload:
       return "offload to the";
     case Kind::Toggle:
-      return "set_requires_grad(false), and back,";
+      return "requires_grad_(false), and back,";
     case Kind::Autocast:
       return "autocast";
     case Kind::Provider:

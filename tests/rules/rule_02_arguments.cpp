@@ -392,3 +392,27 @@ TEST_CASE("a hook that a leaf got after the call is none of the function's own g
   x.register_hook([](const Tensor& gradient) { return gradient * 2; });
   CHECK(bit_equal(grad_of(y, {x})[0], 2 * expected));
 }
+
+TEST_CASE(
+    "a function that writes to its own argument gets an error that names it, and leaks nothing",
+    "[checkpoint][rule-2][rule-13]") {
+  const Tensor w = leaf({3});
+  const int64_t frames = remat::counters().frames_alive;
+  {
+    const Tensor out = at::zeros({2, 3});
+    const Tensor y = remat::checkpoint(
+        {.name = "writer"},
+        [](Tensor out, const Tensor& w) {
+          out.select(0, 0).copy_(w * w);
+          return (out * w).sin();
+        },
+        out, w);
+    const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {w}); });
+    CHECK(error.kind() == Kind::CaptureChanged);
+    CHECK_THAT(error.what(),
+               contains("modified by an inplace operation: tensor 0 of the arguments"));
+    CHECK_THAT(error.what(), contains("region \"writer\""));
+  }
+  grad_of(w.sin(), {w});  // the engine lets go of a failed backward when the next one begins
+  CHECK(remat::counters().frames_alive == frames);
+}

@@ -282,3 +282,13 @@ TEST_CASE(
   CHECK_THAT(error.what(), contains("into a leaf from outside"));
   CHECK(bit_equal(o.w.grad(), once));
 }
+
+TEST_CASE("a hook on a tensor that is then changed in place ends with the recompute",
+          "[checkpoint][rule-14]") {
+  require_as_plain([](const Tensor& x, World& o) {
+    const Tensor made = x * o.w;
+    made.register_hook(twice);
+    made.sin_();
+    return (made * o.b).exp();
+  });
+}
