@@ -20,12 +20,12 @@ struct RecordFunction;
 
 namespace remat {
 
-class Frame;       // lib/frame.h
-class OpLogScope;  // lib/op_log.h
+class Frame;       // lib/frame/frame.h
+class OpLogScope;  // lib/observe/op_log.h
 
 namespace detail {
 
-class Scope;  // lib/hook_stack.h
+class Scope;  // lib/scope/hook_stack.h
 
 /// The function of a region with its arguments, as its frame keeps them: the tensors in the
 /// arguments are taken out (the frame saves them as inputs) and put into a copy for each run.

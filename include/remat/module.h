@@ -38,7 +38,7 @@ struct ModuleOptions {
   BufferPolicy buffers = BufferPolicy::Restore;
 };
 
-struct UserRegistrations;  // lib/user_state.h
+struct UserRegistrations;  // lib/state/user_state.h
 
 namespace detail {
 

@@ -24,7 +24,7 @@ struct IValue;
 
 namespace remat {
 
-class PolicyRule;  // lib/policy_rule.h
+class PolicyRule;  // lib/selective/policy_rule.h
 
 /// What a policy answers for one operator call (`torch/utils/checkpoint.py`). In eager execution
 /// Prefer* acts as Must*, with two exceptions: `PreferCpuOffload` keeps a tensor where it is when it

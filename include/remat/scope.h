@@ -17,7 +17,7 @@ namespace remat {
 
 namespace detail {
 
-class Scope;  // lib/hook_stack.h
+class Scope;  // lib/scope/hook_stack.h
 
 /// Owns one entry of the calling thread's scope stack.
 class REMAT_API ScopeGuard {

@@ -16,8 +16,8 @@
 #include <unordered_set>
 #include <utility>
 
-#include "lib/cpu_rng.h"
-#include "lib/engine_seam.h"
+#include "lib/rng/cpu_rng.h"
+#include "lib/seam/engine.h"
 #include "remat/hooks.h"
 #include "remat/memory.h"
 #include "remat/plan.h"

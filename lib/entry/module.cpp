@@ -1,0 +1,242 @@
+// Bodies of module.h: what a checkpointed module has beyond the module it is.
+
+#include "remat/module.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/Type.h>
+#include <torch/nn/modules/batchnorm.h>
+
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <typeindex>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "lib/scope/hook_stack.h"
+#include "lib/state/module_access.h"
+#include "lib/state/module_state.h"
+#include "lib/state/user_state.h"
+
+namespace remat {
+
+namespace detail {
+
+namespace {
+
+// Note [Options of a cloned child]
+// A parent's clone (torch::nn::Cloneable) makes its children anew in reset(), asks each original child
+// for a clone(), and assigns that to the new child as an `Impl`: LibTorch knows nothing of the class
+// above it, the function is final, and the assignment is not virtual, so our options would be lost. All
+// that the assignment carries over is Module's own fields. So our clone() writes a name of its own
+// into the clone; when the clone dies, which is right after the assignment, the module made on this
+// thread that bears the same name by then is the one it was assigned to, and gets the options.
+// A clone that lives on bears that name until it is first called; nothing else is seen of this.
+class LiveRegions {
+ public:
+  struct Entry {
+    ModuleRegion* region;
+    torch::nn::Module* module;
+    std::thread::id thread;
+    std::type_index type;
+  };
+
+  void add(ModuleRegion& region, torch::nn::Module& module, const std::type_info& type) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    all_.emplace(&region, Entry{&region, &module, std::this_thread::get_id(), type});
+  }
+  void remove(const ModuleRegion& region) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    all_.erase(&region);
+  }
+  /// The other module of this type, made on this thread, that has the same name.
+  template <class Found>
+  void find_namesake(const ModuleRegion& region, const std::string& name, Found&& found) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto self = all_.find(&region);
+    for (auto& [address, entry] : all_)
+      if (address != &region && entry.thread == std::this_thread::get_id() &&
+          entry.type == self->second.type && ModuleAccess::name(*entry.module) == name)
+        return found(*entry.region, *entry.module);
+  }
+  std::string new_name(const std::type_info& type) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return c10::demangle(type.name()) + " (clone " + std::to_string(++num_clones_) + ")";
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const ModuleRegion*, Entry> all_;
+  int64_t num_clones_ = 0;
+};
+
+LiveRegions& live_regions() {
+  static auto* const all = new LiveRegions;  // leaked: modules may die in static destructors
+  return *all;
+}
+
+bool ends_with_and_drop(std::string_view& text, std::string_view end) {
+  if (!text.ends_with(end)) return false;
+  text.remove_suffix(end.size());
+  return true;
+}
+
+/// LibTorch's own, and others whose class says so: SyncBatchNormImpl.
+bool is_batch_norm(const torch::nn::Module& module) {
+  if (dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
+      dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
+      dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr)
+    return true;
+  static std::mutex mutex;
+  static auto* const by_type = new std::unordered_map<std::type_index, bool>;
+  const std::type_info& type = typeid(module);
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [known, is_new] = by_type->try_emplace(type, false);
+  if (is_new) {
+    const std::string name = c10::demangle(type.name());
+    std::string_view rest = name;
+    ends_with_and_drop(rest, "Impl");
+    if (rest.size() > 2 && rest.back() == 'd' && rest[rest.size() - 2] >= '1' &&
+        rest[rest.size() - 2] <= '3')
+      rest.remove_suffix(2);
+    known->second = rest.ends_with("BatchNorm");
+  }
+  return known->second;
+}
+
+}  // namespace
+
+ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
+                           ModuleOptions options)
+    : owner_(&owner), type_(type), enabled_(options.enabled && options.level > 0) {
+  TORCH_CHECK_VALUE(options.level >= 0, "remat::Checkpointed: ModuleOptions::level was ",
+                    options.level, ". Do: 0 for never, 1 and up for the level that turns it on.");
+  options_ = std::make_shared<const ModuleOptions>(std::move(options));
+  live_regions().add(*this, owner, type);
+}
+
+ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
+                           const ModuleRegion& other)
+    : owner_(&owner), type_(type), options_(other.options_), enabled_(other.is_enabled()) {
+  live_regions().add(*this, owner, type);
+}
+
+ModuleRegion::~ModuleRegion() {
+  if (was_cloned_)
+    live_regions().find_namesake(*this, *ModuleAccess::name(*owner_),
+                                 [this](ModuleRegion& child, torch::nn::Module& module) {
+                                   child.adopt(*this);
+                                   ModuleAccess::name(module).reset();
+                                 });
+  live_regions().remove(*this);
+}
+
+ModuleRegion& ModuleRegion::operator=(const ModuleRegion& other) {
+  adopt(other);
+  return *this;
+}
+
+void ModuleRegion::adopt(const ModuleRegion& other) {
+  options_ = other.options_;
+  enabled_ = other.is_enabled();
+}
+
+void ModuleRegion::was_cloned() {
+  was_cloned_ = true;
+  ModuleAccess::name(*owner_) = live_regions().new_name(type_);
+}
+
+std::shared_ptr<torch::nn::Module> ModuleRegion::owner() const {
+  auto owner = owner_->weak_from_this().lock();
+  TORCH_CHECK_VALUE(
+      owner != nullptr, "remat::Checkpointed: a ", c10::demangle(type_.name()),
+      " was called that no shared pointer owns. Cause: backward runs it again, so the "
+      "graph must keep it alive. Do: make it through remat::Checkpointed or "
+      "std::make_shared.");
+  return owner;
+}
+
+bool ModuleRegion::is_wanted() {
+  if (was_cloned_) {
+    was_cloned_ = false;  // it is no passing clone: Note [Options of a cloned child]
+    ModuleAccess::name(*owner_).reset();
+  }
+  if (!enabled_ || (options_->training_only && !owner_->is_training()) || !opens_frame())
+    return false;
+  if (options_->buffers != BufferPolicy::SkipBatchNorm || !contains_batch_norm()) return true;
+  if (!has_warned_.exchange(true))
+    TORCH_WARN("remat: Activation checkpointing skipped for a subblock containing BatchNorm (",
+               c10::demangle(type_.name()),
+               "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
+               "keeps its running statistics right.");
+  return false;
+}
+
+bool ModuleRegion::is_watched() const {
+  return opens_frame() && innermost(Ability::Region) != nullptr;
+}
+
+bool ModuleRegion::contains_batch_norm() const {
+  bool found = false;
+  owner_->apply(std::function<void(torch::nn::Module&)>(
+      [&](torch::nn::Module& module) { found = found || is_batch_norm(module); }));
+  return found;
+}
+
+void ModuleRegion::set_training_level(int64_t level) {
+  enable(options_->level > 0 && level >= options_->level);
+}
+
+namespace {
+
+UserRegistrations registrations_of(torch::nn::Module& module, BufferPolicy buffers) {
+  UserRegistrations all;
+  all.add(training_flags_of(module));
+  if (buffers != BufferPolicy::Ignore) all.providers = buffers_of(module);
+  return all;
+}
+
+}  // namespace
+
+ModuleStateGuard::ModuleStateGuard(const ModuleRegion& region)
+    : ModuleStateGuard(registrations_of(*region.owner_, region.options_->buffers)) {}
+
+ModuleStateGuard::ModuleStateGuard(const UserRegistrations& registrations)
+    : ScopeGuard(scope_that_registers(registrations)) {
+  tell_regions_around(registrations);
+}
+
+HasModuleRegion::~HasModuleRegion() = default;
+
+ModuleRegion* region_of(torch::nn::Module& module) {
+  auto* const has = dynamic_cast<HasModuleRegion*>(&module);
+  return has != nullptr ? &has->remat_region() : nullptr;
+}
+
+void refuse_sliced_clone(const std::type_info& wanted) {
+  TORCH_CHECK(false, "remat::Checkpointed: a module was cloned whose clone() does not make a ",
+              c10::demangle(wanted.name()),
+              ". Cause: it inherits clone() from a base class. Do: derive it from "
+              "torch::nn::Cloneable of itself, or override clone().");
+}
+
+template <class Do>
+void for_each_region(torch::nn::Module& root, Do&& change) {
+  root.apply(std::function<void(torch::nn::Module&)>([&](torch::nn::Module& module) {
+    if (ModuleRegion* region = region_of(module)) change(*region);
+  }));
+}
+
+}  // namespace detail
+
+void set_checkpointing(torch::nn::Module& root, bool enabled) {
+  detail::for_each_region(root, [&](detail::ModuleRegion& region) { region.enable(enabled); });
+}
+
+void set_checkpoint_level(torch::nn::Module& root, int64_t training_level) {
+  detail::for_each_region(
+      root, [&](detail::ModuleRegion& region) { region.set_training_level(training_level); });
+}
+
+}  // namespace remat

@@ -1,0 +1,233 @@
+#include "lib/frame/filler.h"
+
+#include <ATen/SequenceNumber.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lib/base/counters.h"
+#include "lib/base/planted_fault.h"
+#include "lib/seam/engine.h"
+#include "lib/selective/replay.h"
+
+namespace remat {
+
+Filler::Filler(Frame& frame, Run& run, int64_t only_position)
+    : frame_(frame),
+      run_(run),
+      view_(frame.view_for(only_position)),
+      // What forward has not run yet, as it waits for a backward, is not to be run by a recompute.
+      early_stop_(frame.options().early_stop || !view_.is_settled),
+      num_slots_(static_cast<int64_t>(view_.is_needed.size())),
+      task_at_start_(seam::graph_task_id()) {
+  if (frame.options().debug) log_.emplace();
+  run_.reserve(view_.is_needed.size());
+}
+
+Filler::~Filler() {
+  if (num_new_ > 0) count(live_counters.tensors_recomputed, num_new_);
+  if (bytes_ != 0) count(live_counters.recomputed_bytes_alive, bytes_);
+}
+
+at::Tensor Filler::fill(const at::Tensor& saved) {
+  const at::Tensor* const origin = take_input_being_saved();
+  const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  if (has_stopped_) {
+    // The function caught the signal and went on: nothing it saves now counts, and it gets the
+    // signal again, where no operator can be the one whose list is not cleared.
+    if (!view_.has_own_output && can_stop(judged, num_slots_)) throw StopSignal{};
+    return saved.requires_grad() ? saved.tensor_data() : saved;
+  }
+  if (replay_ != nullptr) replay_->check_saved(saved);
+  const uint64_t group = at::sequence_number::peek();
+  const bool was_complete = is_complete();
+  if (!pending_.empty()) compare_pending(group, /*is_end=*/origin != nullptr);
+  const int64_t position = num_seen_++;
+  follows_ = may_follow_ && origin == nullptr && group == group_before_;
+  may_follow_ = origin == nullptr;
+  group_before_ = group;
+  // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
+  at::Tensor kept = saved.requires_grad() ? saved.tensor_data() : saved;
+  if (position < num_slots_ && view_.is_needed[static_cast<std::size_t>(position)])
+    take(position, saved, kept);
+  if (is_complete() && !was_complete) last_group_ = group;
+  // A stop that waited for its operator to finish is due when another operator saves.
+  if (was_complete && (group != last_group_ || origin != nullptr)) must_finish_operator_ = false;
+  if (wants_stop() && can_stop(judged, position)) {
+    if (!has_too_many()) count(live_counters.early_stops);
+    has_stopped_ = true;
+    throw StopSignal{};
+  }
+  return kept;
+}
+
+bool Filler::wants_stop() const {
+  if (has_too_many()) return true;
+  if (!is_complete() || !early_stop_) return false;
+  if (must_finish_operator_ || !pending_.empty()) return false;
+  return !(view_.ends_small && num_seen_ == num_slots_);
+}
+
+// Note [Where a stop may be thrown]
+// Not through a noexcept function, nor out of a destructor that saves while something unwinds. Not on another thread, nor inside a backward that the function runs: the signal would cross the
+// engine's worker loop. Not while a C++ Function may be saving its own output, before or after the
+// tensor at hand: the list it saves from is cleared on the normal path only, and the output would
+// leak. Whether it does is known from forward (`saves_own_output`), or seen here. The next save is
+// asked again.
+bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
+  if (!is_on_own_ground()) return false;
+  if (is_planted(Fault::OwnOutput)) return true;
+  if (is_made_by_function(saved)) return false;
+  // Forward has not got there yet, so nothing is known of this operator.
+  if (position >= num_slots_ && !view_.is_settled) return false;
+  bool is_safe = true;
+  if (position < num_slots_)
+    frame_.with_slot(position, view_.is_settled,
+                     [&](const Slot& slot) { is_safe = !slot.saves_own_output; });
+  return is_safe;
+}
+
+void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& kept) {
+  Value value;
+  value.version = static_cast<uint32_t>(saved._version());
+  frame_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
+    compare(position, slot, saved);
+    must_finish_operator_ = slot.finish_operator && !is_planted(Fault::LateWrite);
+    const Origin origin = slot.provenance.origin;
+    if (!saved.requires_grad() && (origin == Origin::Outside || origin == Origin::Input))
+      value.alias = saved.tensor_data();  // its owner may give the object other storage
+    if (auto in_forward = frame_.expected_contents(position))
+      pending_.push_back({position, at::sequence_number::peek(), saved, *std::move(in_forward)});
+  });
+  value.tensor = kept;
+  if (!saved.is_cpu()) value.ready = ready_.of(saved);
+  if (is_planted(Fault::InnerInput) && input_being_saved() != nullptr) {
+    value.tensor = kept.new_zeros(kept.sizes());
+    value.version = static_cast<uint32_t>(value.tensor._version());
+  }
+  if (is_recording() && frame_.recorded() != nullptr)
+    recording::slot_event(EventKind::Fill, frame_, position, {});
+  const bool is_new = !run_.has(position);
+  bytes_ += run_.put(position, std::move(value));
+  num_filled_ += 1;
+  num_new_ += is_new ? 1 : 0;
+}
+
+// Note [Another tensor in its place]
+// A flag of a captured tensor, `requires_grad` above all, decides which tensors an operator saves. If it
+// has changed since forward, the recompute saves one more or one less, and all that follow come to the
+// slots of others. Shapes may agree. So a tensor must also require grad as forward's did, unless it is
+// the same tensor or the cast of a leaf that changed likewise, and begin or continue the tensors of one
+// operator as forward's did.
+static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
+  const bool has_edge = has_raw_gradient_edge(judged);
+  if (slot.has_edge == has_edge) return true;
+  const Provenance& then = slot.provenance;
+  if (then.storage._unsafe_get_target() != nullptr &&
+      then.storage._unsafe_get_target() == storage_of(judged))
+    return true;
+  if (then.origin != Origin::Leaf) return false;
+  const auto leaf = then.leaf.lock();
+  return leaf && at::Tensor(leaf).requires_grad() == has_edge;
+}
+
+bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) const {
+  if (frame_.options().capture_check != CaptureCheck::Raise || !view_.is_settled ||
+      !is_changed(slot.provenance, judged))
+    return false;
+  if (slot.provenance.origin != Origin::Input) return true;
+  // An argument itself is checked when it is unpacked, and hooks may give back a copy, or restore it in its
+  // own storage; a captured alias of it with a version of its own is not.
+  const bool is_replaced_by_copy = is_replaced(slot.provenance, judged);
+  const c10::VariableVersion& counter = judged.unsafeGetTensorImpl()->version_counter();
+  return std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
+    return each.storage == storage_of(judged) &&
+           (is_replaced_by_copy || is_same_counter(each.counter, counter));
+  });
+}
+
+void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {
+  const auto mismatch = [&](std::string forward, std::string now) {
+    CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
+    if (log_) {
+      const FrameExtras& extras = *frame_.extras();
+      const auto index = static_cast<std::size_t>(position);
+      if (index < extras.saved_by.size())
+        m.forward_op = extras.forward_log.at(extras.saved_by[index]);
+      m.recompute_op = log_->at(log_->size() - 1);
+    }
+    return m;
+  };
+  const at::Tensor* const origin = input_being_saved();
+  const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  if (is_changed_capture(slot, judged)) {
+    differences_.captures.push_back(
+        mismatch(slot.description.text() + fmt::format(", version {}", slot.provenance.version),
+                 Description(saved, slot.description.has_strides()).text() +
+                     fmt::format(", version {}{}", judged._version(),
+                                 storage_of(judged) == slot.provenance.storage._unsafe_get_target()
+                                     ? ""
+                                     : ", other storage")));
+    if (is_replaced(slot.provenance, judged)) differences_.replaced.push_back(position);
+  }
+  if (frame_.extras() != nullptr && frame_.extras()->fingerprint) return;  // compared instead
+  if (frame_.options().determinism_check == DeterminismCheck::None) return;
+  const bool is_same_place = slot.follows == follows_ && is_same_kind(slot, judged);
+  if (slot.description.describes(saved) && is_same_place) return;
+  const auto text = [&](const Description& description, bool requires_grad, bool follows) {
+    return description.text() +
+           (is_same_place   ? ""
+            : requires_grad ? ", requires grad"
+                            : ", requires no grad") +
+           (slot.follows == follows_ ? ""
+            : follows                ? ", of the operator that saved the one before"
+                                     : ", the first of its operator");
+  };
+  differences_.metadata.push_back(mismatch(text(slot.description, slot.has_edge, slot.follows),
+                                           text(Description(saved, slot.description.has_strides()),
+                                                has_raw_gradient_edge(judged), follows_)));
+}
+
+// Note [Made again]
+// A tensor without grad that the region made can outlive the forward: a region inside captured it,
+// or another thread still held it. It looks captured, and the recompute makes another one. Now that
+// the recompute has unwound, nobody but the run owns what it made; what an outside variable holds
+// has more owners.
+Differences Filler::take_differences() {
+  for (const int64_t position : differences_.replaced)
+    if (run_.owns_alone(position)) differences_.clear_capture(position);
+  return std::move(differences_);
+}
+
+void Filler::compare_pending(uint64_t next_group, bool is_end) {
+  if (pending_.empty() || (!is_end && pending_.front().group == next_group)) return;
+  for (const Pending& each : std::exchange(pending_, {})) {
+    std::string now = frame_.contents_of(each.tensor);
+    if (now == each.in_forward) continue;
+    if (!frame_.compares_contents()) {
+      has_other_numbers_ = true;
+      continue;
+    }
+    const bool is_text = frame_.extras() != nullptr && frame_.extras()->fingerprint;
+    const char* const what = is_text ? "fingerprint " : "hash ";
+    differences_.contents.push_back({each.position, what + each.in_forward, what + now, {}, {}});
+  }
+}
+
+void Filler::stop_before_backward() {
+  if (!has_stopped_) {
+    if (!is_complete() || !early_stop_ || has_too_many() || !is_on_own_ground()) return;
+    count(live_counters.early_stops);
+    has_stopped_ = true;
+  } else if (!is_on_own_ground()) {
+    return;
+  }
+  throw StopSignal{};
+}
+
+bool Filler::is_on_own_ground() const {
+  return std::this_thread::get_id() == owner_ && seam::graph_task_id() == task_at_start_ &&
+         frame_.body().can_be_stopped() && std::uncaught_exceptions() == uncaught_at_start_;
+}
+
+}  // namespace remat

@@ -1,0 +1,116 @@
+#pragma once
+// Takes the tensors of one recompute: fills and compares the slots, and says when to stop.
+
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "hooks/slot.h"
+#include "lib/frame/frame.h"
+#include "lib/frame/mismatch.h"
+#include "lib/observe/op_log.h"
+
+namespace remat {
+
+class Replay;
+
+/// The values of one recompute come in through it, one for each tensor that autograd saves.
+class Filler final : public SlotFiller {
+ public:
+  /// For every slot that is alive, or for `only_position` alone if it is not negative.
+  Filler(Frame& frame, Run& run, int64_t only_position);
+  ~Filler() override;
+
+  at::Tensor fill(const at::Tensor& saved) override;
+  /// The function is about to run a backward. No operator is under way here, so a recompute that has
+  /// all it needs ends: that backward ran in the forward, and would accumulate its gradients again.
+  void stop_before_backward();
+  /// The function has ended, by a return or a stop: takes what waited for it.
+  void finish() { compare_pending(0, /*is_end=*/true); }
+
+  /// The recompute must run to its end, unless forward has not got there yet.
+  /// The region's forward had returned when the recompute began.
+  bool is_forward_over() const { return view_.is_settled; }
+  void forbid_stop() { early_stop_ = !view_.is_settled; }
+  /// What replays kept results looks at every tensor that is saved.
+  void set_replay(Replay* replay) { replay_ = replay; }
+  /// The arguments of this recompute.
+  void set_inputs(const std::vector<at::Tensor>& inputs) {
+    for (const at::Tensor& each : inputs)
+      if (each.defined())
+        inputs_.push_back({storage_of(each), each.unsafeGetTensorImpl()->version_counter()});
+  }
+  /// All is queued on the devices that the tensors need.
+  void record_ready() const { ready_.record(); }
+
+  bool is_complete() const { return num_filled_ == view_.num_needed; }
+  bool has_stopped() const { return has_stopped_; }
+  /// A tensor saved after another thread had drawn in forward came back with other contents.
+  bool has_other_numbers() const { return has_other_numbers_; }
+  /// More tensors came than forward saved, and forward is over.
+  bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
+  /// Whether a StopSignal may be thrown here, as far as thread, backward and function are concerned.
+  bool is_on_own_ground() const;
+  int64_t num_slots() const { return num_slots_; }
+  int64_t num_seen() const { return num_seen_; }
+  /// As in Frame.
+  void break_group() { may_follow_ = false; }
+  /// The exception at hand counts also if user code catches it.
+  void note_refusal() {
+    if (refusal_ == nullptr) refusal_ = std::current_exception();
+  }
+  void rethrow_refusal() const {
+    if (refusal_ != nullptr) std::rethrow_exception(refusal_);
+  }
+  /// After the function has unwound.
+  Differences take_differences();
+  OpLog* log() { return log_ ? &*log_ : nullptr; }
+
+ private:
+  void take(int64_t position, const at::Tensor& saved, const at::Tensor& kept);
+  bool is_changed_capture(const Slot& slot, const at::Tensor& judged) const;
+  void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
+  void compare_pending(uint64_t next_group, bool is_end);
+  bool wants_stop() const;
+  bool can_stop(const at::Tensor& saved, int64_t position) const;
+
+  Frame& frame_;
+  Run& run_;
+  const Frame::SlotView view_;
+  bool early_stop_;
+  const int64_t num_slots_;
+  const int64_t task_at_start_;
+  const std::thread::id owner_ = std::this_thread::get_id();
+  const int uncaught_at_start_ = std::uncaught_exceptions();
+  ReadyStreams ready_;
+  std::optional<OpLog> log_;
+  Replay* replay_ = nullptr;
+  struct GivenInput {
+    const c10::StorageImpl* storage;  // only to be compared
+    c10::VariableVersion counter;
+  };
+  c10::SmallVector<GivenInput, 2> inputs_;
+  Differences differences_;
+  struct Pending {
+    int64_t position;
+    uint64_t group;
+    at::Tensor tensor;
+    std::string in_forward;
+  };
+  std::vector<Pending> pending_;  // contents to compare when their operator has returned
+  uint64_t last_group_ = 0;       // of the operator that filled the last needed slot
+  uint64_t group_before_ = 0;     // of the tensor saved last
+  bool may_follow_ = false;       // the next one, if it is of that group
+  bool follows_ = false;          // the tensor at hand is of the same operator as the one before
+  bool must_finish_operator_ = false;
+  int64_t num_seen_ = 0, num_filled_ = 0;
+  int64_t num_new_ = 0, bytes_ = 0;  // for the counters, which are told once
+  std::exception_ptr refusal_;
+  bool has_stopped_ = false;
+  bool has_other_numbers_ = false;
+};
+
+}  // namespace remat

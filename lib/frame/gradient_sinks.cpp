@@ -1,0 +1,94 @@
+#include "lib/frame/gradient_sinks.h"
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "lib/tensor/graph_walk.h"
+
+namespace remat {
+
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+
+constexpr char through_outside[] =
+    "a backward inside a region accumulates, through a captured tensor, into a leaf from outside";
+constexpr char with_hooks[] =
+    "a gradient was taken inside a region of a captured leaf that has hooks and into which another "
+    "backward of the region accumulates";
+
+struct SinkNode final : Node {
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
+  std::string name() const override { return "remat::GradientSink"; }
+};
+
+template <class Visitor>
+void visit_leaves_below(const edge_list& roots, Visitor&& visitor) {
+  std::unordered_set<const Node*> seen;
+  std::vector<const Node*> waiting;
+  const auto reach = [&](const Edge& edge) {
+    if (edge.is_valid() && seen.insert(edge.function.get()).second)
+      waiting.push_back(edge.function.get());
+  };
+  for (const Edge& root : roots) reach(root);
+  while (!waiting.empty()) {
+    const Node* const node = waiting.back();
+    waiting.pop_back();
+    if (is_leaf(*node))
+      visitor(static_cast<const torch::autograd::AccumulateGrad*>(node)->variable);
+    for (const Edge& next : node->next_edges()) reach(next);
+  }
+}
+
+}  // namespace
+
+void AccumulatedLeaves::add_below(const edge_list& roots) {
+  visit_leaves_below(roots, [this](const at::Tensor& leaf) {
+    if (leaf.defined() && !contains(leaf.unsafeGetTensorImpl()))
+      leaves_.emplace_back(leaf.getIntrusivePtr());
+  });
+}
+
+bool AccumulatedLeaves::contains(const c10::TensorImpl* leaf) const {
+  return std::any_of(leaves_.begin(), leaves_.end(),
+                     [leaf](const WeakTensor& each) { return each._unsafe_get_target() == leaf; });
+}
+
+const seam::NodePtr* GradientSinks::sink_of(const at::TensorBase& tensor) {
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || !meta->requires_grad_ || meta->grad_fn_ != nullptr) return nullptr;
+  c10::TensorImpl* const leaf = tensor.unsafeGetTensorImpl();
+  if (!leaves_.contains(leaf)) return nullptr;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto [found, is_new] = sinks_.try_emplace(leaf);
+  if (is_new) {
+    found->second.has_hooks = !meta->hooks_.empty();
+    found->second.node = seam::make_node<SinkNode>();
+    found->second.node->add_input_metadata(at::Tensor(tensor));
+  }
+  return &found->second.node;
+}
+
+const char* GradientSinks::against(const edge_list& roots, const edge_list& targets,
+                                   bool accumulates) {
+  if (accumulates) {
+    bool reaches_leaf = false;
+    visit_leaves_below(roots, [&](const at::Tensor& leaf) {
+      reaches_leaf = reaches_leaf || leaves_.contains(leaf.unsafeGetTensorImpl());
+    });
+    return reaches_leaf ? through_outside : nullptr;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [leaf, sink] : sinks_)
+    if (sink.has_hooks && std::any_of(targets.begin(), targets.end(),
+                                      [&](const Edge& each) { return each.function == sink.node; }))
+      return with_hooks;
+  return nullptr;
+}
+
+}  // namespace remat

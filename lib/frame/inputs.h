@@ -1,0 +1,169 @@
+#pragma once
+// The tensor arguments of a region, saved as autograd saves a tensor.
+
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "lib/tensor/capture.h"
+#include "lib/tensor/graph_walk.h"
+#include "remat/checkpoint.h"
+
+namespace remat {
+
+class Frame;
+
+/// The arguments of one recompute.
+struct GivenInputs {
+  std::vector<at::Tensor> tensors;
+  /// What hooks gave, and hold: the recompute is not to write to it.
+  struct Held {
+    std::size_t input;
+    c10::VariableVersion counter;
+    uint32_t version;
+  };
+  c10::SmallVector<Held, 0> held{};
+};
+
+/// Note [Inputs without history]
+/// A region's input is saved through whatever hooks are active around the region: under a parent
+/// frame it becomes a slot of the parent (Rule 2). A tensor that requires grad is saved as an alias
+/// without its history, so that a frame never keeps the graph above it alive; what is needed to
+/// rebuild its role is kept beside it. A tensor that does not require grad is the same object in
+/// every run. One tensor passed twice is one tensor in the recompute too.
+///
+/// Note [Leaves as they are]
+/// A leaf that requires grad is handed to a recompute as the object that it is, if it still has the data
+/// and the role of forward: the function may ask it for its `grad`, compare it with a captured one, or
+/// look it up. The function's backwards do not accumulate into it again: Note [Accumulating once]. If they
+/// could meet hooks on it, if the function writes to an argument, or hooks around the region gave back other
+/// values, it is an alias.
+///
+/// Note [Functions that write to arguments]
+/// Without hooks around the region a recompute of a function that writes to its own argument is refused, as
+/// LibTorch refuses to unpack a tensor whose version has moved. Hooks may have kept a copy, and a recompute that wrote
+/// to what they give back would leave it changed for the next. So what forward wrote to is noted, by
+/// storage, and a recompute then gets copies of all that came from hooks (one argument may be set to the
+/// storage of another), views of one storage in one.
+class Inputs {
+ public:
+  /// Takes the tensors out of the body's kept arguments and saves them. `offload`: those that no
+  /// hooks around the region take wait on the CPU. Throws what the hooks around throw, and LibTorch's
+  /// error for inference tensors.
+  void save(detail::RegionBody& body, bool offload);
+  /// Fresh arguments for one recompute of `frame`; may make parents recompute. Throws LibTorch's error
+  /// when an input was changed in place, and CheckpointError if it was given other data, if a user's
+  /// hooks kept it as it was, or if they took apart what shared memory and is written to.
+  GivenInputs unpack(const Frame& frame) const;
+  /// The recompute has ended. Throws CheckpointError if it wrote to what hooks hold, which forward did
+  /// not.
+  void check_unwritten(const Frame& frame, const GivenInputs& given) const;
+  /// The tensors die here.
+  void clear() { saved_.clear(); }
+
+  /// Empty when the function has returned, where nothing is compared any more.
+  const StorageSet& storages() const { return storages_; }
+  /// Which of the inputs' storages one has: equal for inputs that share theirs, -1 for none.
+  int64_t storage_number(std::size_t input) const { return saved_[input].storage_number; }
+  /// Of each input: where its gradient goes in forward (nowhere, if it is gone), and whether it had hooks.
+  template <class Visitor>
+  void visit_places(Visitor&& visitor) const {
+    for (const Input& each : saved_) visitor(each.place.get(), each.has_tensor_hooks);
+  }
+  bool has_leaf() const {
+    return std::any_of(saved_.begin(), saved_.end(),
+                       [](const Input& each) { return each.role == GradRole::Leaf; });
+  }
+  /// Each leaf that requires grad and is alive.
+  template <class Visitor>
+  void visit_leaves(Visitor&& visitor) const {
+    for (const Input& each : saved_)
+      if (const at::Tensor leaf = each.place.leaf(); leaf.defined()) visitor(leaf);
+  }
+  /// The region's function has returned: notes what it wrote to. Gives out what no recompute can use: a
+  /// tensor that the function wrote to may have its graph as a history now, and would keep it alive.
+  std::vector<torch::autograd::SavedVariable> settle();
+
+ private:
+  /// What only some inputs have.
+  struct Details {
+    /// LibTorch does not look at the version of what comes from a user's hooks. They may have kept a copy,
+    /// which a change of the original leaves alone, or the original.
+    bool is_watched = false;
+    WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
+    WeakTensor object{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+    c10::VariableVersion counter{c10::VariableVersion::DISABLED};
+    std::atomic<uint32_t> version{0};     ///< the hooks themselves may write when they give it back
+    std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold
+    /// What a result has beside its values.
+    at::Tensor grad{};
+    uint32_t output_number = 0;
+    bool retains_grad = false;
+  };
+  struct Input {
+    Input() = default;
+    explicit Input(const at::Tensor& saved) : variable(saved, /*is_output=*/false) {}
+    torch::autograd::SavedVariable variable;
+    std::unique_ptr<Details> details;
+    WatchedPlace place;
+    c10::VariableVersion counter{
+        c10::VariableVersion::DISABLED};  ///< until the function has returned
+    uint32_t version = 0;
+    uint32_t layout = 0;  ///< of one that may be the same object in every run
+    int32_t storage_number = -1;
+    int32_t same_as : 26 = -1;  ///< the input that is the same tensor, or -1
+    GradRole role : 2 =
+        GradRole::None;  ///< of forward's; what requires grad is an alias in each run
+    bool has_tensor_hooks : 1 = false;
+    bool is_view : 1 = false;
+    bool is_lost : 1 = false;     ///< written, and no hooks hold what it was
+    bool is_written : 1 = false;  ///< by the function, in forward; also one that shares its storage
+    Details& make_details() {
+      if (details == nullptr) details = std::make_unique<Details>();
+      return *details;
+    }
+    /// Null unless a user's hooks took it.
+    Details* watched() const {
+      return details != nullptr && details->is_watched ? details.get() : nullptr;
+    }
+    bool is_object() const { return role == GradRole::None || role == GradRole::NoGradViewOfLeaf; }
+  };
+  bool has_moved(const Input& input) const;
+  bool is_written(const Input& input) const;
+  at::Tensor unpack(const Frame& frame, const Input& input, std::size_t number) const;
+  void copy_written(const Frame& frame, std::vector<at::Tensor>& tensors) const;
+  static bool is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data);
+  at::Tensor in_role(const Input& input, at::Tensor data, bool is_any_written,
+                     bool runs_backward) const;
+
+  c10::SmallVector<Input, 1> saved_;
+  StorageSet storages_;
+  bool is_settled_ = false;
+};
+
+/// While the inputs of a region are saved: the tensor whose alias is being packed, else null. A
+/// parent frame judges the alias by the tensor it stands for.
+const at::Tensor* input_being_saved();
+/// The same, for a frame that makes a slot of it, or fills one with it.
+const at::Tensor* take_input_being_saved();
+class SavingInput {
+ public:
+  explicit SavingInput(const at::Tensor& tensor);
+  ~SavingInput();
+  SavingInput(const SavingInput&) = delete;
+  SavingInput& operator=(const SavingInput&) = delete;
+  bool is_slot() const { return is_slot_; }
+
+ private:
+  friend const at::Tensor* input_being_saved();
+  friend const at::Tensor* take_input_being_saved();
+  const at::Tensor* const tensor_;
+  SavingInput* const previous_;
+  bool is_slot_ = false;
+};
+
+}  // namespace remat

@@ -1,0 +1,91 @@
+#pragma once
+// Tensors from outside a region on which its function registers something, and what of that stays.
+//
+// Note [Tensors from outside]
+// A function may register a hook on a captured tensor, or on a leaf that is its argument, or change
+// whether one requires grad. Forward has done so, and plain execution would do it once. A recompute must
+// not do it again, nor leave it half done where it is stopped:
+//   register_hook      forward's are noted, in order. A recompute that comes to the same tensor gets the
+//                      handle of forward's and registers nothing. Any other hook that it registers is
+//                      taken off when it ends.
+//   requires_grad_     is undone when the recompute ends.
+//   set_requires_grad, hooks put on a node by hand
+//                      are not seen as they happen. Of the tensors that are known, those that the region
+//                      saved and the leaves among its arguments, they are undone when it ends; a
+//                      post-accumulate hook that was replaced is an error.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "lib/tensor/capture.h"
+
+namespace remat {
+
+class Frame;
+
+/// The hooks that a region's function registered on tensors in forward.
+class HookNotes {
+ public:
+  struct Note {
+    WeakTensor tensor;
+    unsigned handle;
+    bool follows_backward;  ///< the function had run a backward before
+  };
+  void add(const at::TensorBase& tensor, unsigned handle, bool follows_backward);
+  /// The `number`-th of that tensor; null if there are fewer.
+  const Note* find(const at::TensorBase& tensor, std::size_t number) const;
+  bool any_follows_backward() const;
+
+ private:
+  std::vector<Note> all_;
+};
+
+/// What one recompute finds on tensors from outside when it begins, and puts back when it ends. One
+/// thread.
+class OutsideTensors {
+ public:
+  explicit OutsideTensors(Frame& frame);
+  ~OutsideTensors() { put_back(); }
+  OutsideTensors(const OutsideTensors&) = delete;
+  OutsideTensors& operator=(const OutsideTensors&) = delete;
+
+  /// `requires_grad_` is about to be called.
+  void note_requires_grad(const at::TensorBase& tensor);
+  /// The recompute has registered a hook of its own.
+  void note_hook(const at::TensorBase& tensor, unsigned handle);
+  /// How many hooks the recompute has asked for on that tensor before.
+  std::size_t count_hook(const at::TensorBase& tensor);
+  /// Throws CheckpointError if something cannot be put back.
+  void finish();
+
+ private:
+  /// What nodes and tensors hold that hooks were put on by hand.
+  struct HandMade {
+    const void* node = nullptr;
+    std::size_t on_tensor = 0, before_tensor = 0, before_node = 0, after_node = 0;
+    const void* after_accumulation = nullptr;
+  };
+  struct Known {
+    at::Tensor tensor;
+    bool requires_grad;
+    HandMade hooks;
+  };
+  static HandMade hand_made(const at::Tensor& tensor);
+  static bool put_back(const Known& known);
+  void put_back() noexcept;
+
+  c10::SmallVector<Known, 4> known_;
+  std::vector<std::pair<WeakTensor, bool>> requires_grad_;
+  std::vector<std::pair<WeakTensor, unsigned>> hooks_;
+  std::vector<std::pair<WeakTensor, std::size_t>> counts_;
+  bool is_over_ = false;
+  bool is_lost_ = false;
+};
+
+}  // namespace remat

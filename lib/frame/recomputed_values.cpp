@@ -1,0 +1,75 @@
+#include "lib/frame/recomputed_values.h"
+
+#include <utility>
+
+#include "lib/base/counters.h"
+
+namespace remat {
+
+int64_t Run::put(int64_t position, Value value) {
+  const auto index = static_cast<std::size_t>(position);
+  if (values.size() <= index) values.resize(index + 1);
+  drop(position);
+  value.bytes = static_cast<int64_t>(value.tensor.has_storage() ? value.tensor.nbytes() : 0);
+  return (values[index] = std::move(value)).bytes;
+}
+
+bool Run::has(int64_t position) const {
+  const auto index = static_cast<std::size_t>(position);
+  return index < values.size() && values[index].tensor.defined();
+}
+
+Value Run::take(int64_t position) {
+  const auto index = static_cast<std::size_t>(position);
+  Value value = std::exchange(values[index], Value());
+  count(live_counters.recomputed_bytes_alive, -value.bytes);
+  return value;
+}
+
+int64_t Run::num_bytes() const {
+  int64_t bytes = 0;
+  for (const Value& value : values) bytes += value.bytes;
+  return bytes;
+}
+
+// A view refers to its base not only where it can be counted: the functions that would make it again,
+// or its base from it, own tensors too. So views give way to aliases first.
+bool Run::owns_alone(int64_t position) {
+  if (!has(position) || !peek(position).tensor.has_storage()) return false;
+  const at::Storage storage = peek(position).tensor.storage();
+  std::size_t num_owners = 1;  // `storage` here
+  for (Value& each : values)
+    for (at::Tensor* tensor : {&each.tensor, &each.alias}) {
+      if (!tensor->defined() || !tensor->has_storage() || !tensor->storage().is_alias_of(storage))
+        continue;
+      *tensor = tensor->tensor_data();
+      ++num_owners;
+    }
+  return storage.use_count() == num_owners;
+}
+
+void Run::drop(int64_t position) noexcept {
+  const auto index = static_cast<std::size_t>(position);
+  if (index >= values.size() || !values[index].tensor.defined()) return;
+  count(live_counters.recomputed_bytes_alive, -values[index].bytes);
+  values[index] = Value();
+}
+
+void Run::clear() noexcept {
+  for (std::size_t i = 0; i < values.size(); ++i) drop(static_cast<int64_t>(i));
+  values.clear();
+}
+
+void Run::tell_change() noexcept {
+  num_changes_.fetch_add(1, std::memory_order_release);
+  num_changes_.notify_all();
+}
+
+void Run::wait_for_change(std::unique_lock<SpinLock>& lock) {
+  const uint32_t before = num_changes_.load(std::memory_order_acquire);
+  lock.unlock();
+  num_changes_.wait(before, std::memory_order_acquire);
+  lock.lock();
+}
+
+}  // namespace remat

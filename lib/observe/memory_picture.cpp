@@ -1,0 +1,254 @@
+#include "lib/observe/memory_picture.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <tuple>
+
+#include "lib/observe/report_text.h"
+
+namespace remat {
+
+namespace {
+
+constexpr double kWidth = 1080, kLeft = 90, kRight = 1050, kTop = 70, kBottom = 380;
+constexpr double kBarHeight = 15, kBarGap = 3;
+constexpr double kLetterWidth = 6.5;  // of the names in bars, at most
+constexpr int kColumns = 480;
+
+struct Kind {
+  const char* name;
+  const char* color;
+  int64_t (*bytes)(const LiveKinds&);
+};
+
+/// Of tensors that are in none of the kinds.
+int64_t other_bytes(const LiveKinds& b) {
+  return b.live - b.parameters - b.inputs - b.saved - b.recomputed;
+}
+
+// From the bottom up.
+const std::array<Kind, 5> kKinds{{
+    {"parameters that regions use", "#9aa5b1", [](const LiveKinds& b) { return b.parameters; }},
+    {"inputs kept", "#2f6f9f", [](const LiveKinds& b) { return b.inputs; }},
+    {"saved by policy", "#5aa469", [](const LiveKinds& b) { return b.saved; }},
+    {"recomputed", "#e08a3c", [](const LiveKinds& b) { return b.recomputed; }},
+    {"other", "#d9d2c5", other_bytes},
+}};
+
+/// What is not seen exactly (a parameter's bytes, say) never makes a stack higher than what is alive.
+LiveKinds bounded(LiveKinds b) {
+  int64_t rest = std::max<int64_t>(b.live, 0);
+  for (int64_t* each : {&b.recomputed, &b.saved, &b.inputs, &b.parameters}) {
+    *each = std::clamp<int64_t>(*each, 0, rest);
+    rest -= *each;
+  }
+  return b;
+}
+
+struct Bar {
+  double from_ms, to_ms;
+  std::string color, name, title;
+  int64_t depth;
+  int32_t thread;
+};
+
+std::vector<Bar> bars_of(const std::vector<Event>& events) {
+  std::vector<Bar> bars;
+  for (const Event& event : events) {
+    const bool is_forward =
+        event.kind == EventKind::RegionEnds || event.kind == EventKind::RegionThrows;
+    const bool is_recompute = event.kind == EventKind::RecomputeEnds ||
+                              event.kind == EventKind::RecomputeStops ||
+                              event.kind == EventKind::RecomputeThrows;
+    if (!is_forward && !is_recompute) continue;
+    const double from = static_cast<double>(event.begin_ns) / 1e6;
+    const double to = static_cast<double>(event.time_ns) / 1e6;
+    const char* const end =
+        event.kind == EventKind::RecomputeStops ? ", stopped early"
+        : event.kind == EventKind::RegionThrows || event.kind == EventKind::RecomputeThrows
+            ? ", threw"
+            : "";
+    bars.push_back({from, to, is_forward ? "#2f6f9f" : "#e08a3c", name_shown(*event.text),
+                    fmt::format("{} {}: {:.3f} ms{}", name_shown(*event.text),
+                                is_forward ? "forward" : "recompute", to - from, end),
+                    0, event.thread});
+  }
+  // Rows: what lies inside another bar of its thread goes below it.
+  std::sort(bars.begin(), bars.end(), [](const Bar& a, const Bar& b) {
+    return std::tuple(a.thread, a.from_ms, -a.to_ms) < std::tuple(b.thread, b.from_ms, -b.to_ms);
+  });
+  std::vector<const Bar*> open;
+  for (Bar& bar : bars) {
+    while (!open.empty() &&
+           (open.back()->thread != bar.thread || open.back()->to_ms <= bar.from_ms))
+      open.pop_back();
+    bar.depth = static_cast<int64_t>(open.size());
+    open.push_back(&bar);
+  }
+  return bars;
+}
+
+double nice_step(double top) {
+  const double rough = top / 5, power = std::pow(10.0, std::floor(std::log10(rough)));
+  for (const double factor : {1.0, 2.0, 5.0})
+    if (factor * power >= rough) return factor * power;
+  return 10 * power;
+}
+
+}  // namespace
+
+std::string xml_text(const std::string& text) {
+  std::string out;
+  for (const char c : text) switch (c) {
+      case '&':
+        out += "&amp;";
+        break;
+      case '<':
+        out += "&lt;";
+        break;
+      case '>':
+        out += "&gt;";
+        break;
+      case '"':
+        out += "&quot;";
+        break;
+      default:
+        out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+    }
+  return out;
+}
+
+std::string memory_picture(const std::vector<Event>& events) {
+  // What is there all the time and none of the regions' would only press the rest flat.
+  double last_ms = 1e-6;
+  int64_t peak = 1, lasting = std::numeric_limits<int64_t>::max();
+  for (const Event& event : events) {
+    last_ms = std::max(last_ms, static_cast<double>(event.time_ns) / 1e6);
+    if (event.kind == EventKind::Operator) continue;
+    peak = std::max(peak, event.bytes.live);
+    lasting = std::min(lasting, other_bytes(bounded(event.bytes)));
+  }
+  if (lasting > peak) lasting = 0;  // no event
+  const int64_t top = std::max<int64_t>(peak - lasting, 1);
+  const std::vector<Bar> bars = bars_of(events);
+  // A row per thread and depth.
+  std::map<std::pair<int32_t, int64_t>, int64_t> rows;
+  for (const Bar& bar : bars) rows.try_emplace({bar.thread, bar.depth}, 0);
+  int64_t num_rows = 0;
+  for (auto& [place, row] : rows) row = num_rows++;
+  const double bars_top = kBottom + 45;
+  const double height = bars_top + static_cast<double>(num_rows) * (kBarHeight + kBarGap) + 20;
+
+  const auto x = [&](double ms) { return kLeft + ms / last_ms * (kRight - kLeft); };
+  const auto y = [&](double bytes) {
+    return kBottom - bytes / (1.05 * static_cast<double>(top)) * (kBottom - kTop);
+  };
+
+  std::string svg = fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" width=\"{}\" height=\"{}\" "
+      "font-family=\"Helvetica, Arial, sans-serif\" font-size=\"12\" fill=\"#333\">\n"
+      "<rect width=\"{}\" height=\"{}\" fill=\"white\"/>\n"
+      "<text x=\"{}\" y=\"24\" font-size=\"16\" font-weight=\"bold\">Live bytes of CPU tensors over "
+      "time, peak {}</text>\n",
+      kWidth, height, kWidth, height, kWidth, height, kLeft, readable_bytes(peak));
+  if (lasting > 0)
+    svg += fmt::format(
+        "<text x=\"{}\" y=\"24\" text-anchor=\"end\">not drawn: {} of other tensors, alive all the "
+        "time</text>\n",
+        kRight, readable_bytes(lasting));
+
+  double legend = kLeft;
+  for (const Kind& kind : kKinds) {
+    svg += fmt::format(
+        "<rect x=\"{:.0f}\" y=\"38\" width=\"12\" height=\"12\" fill=\"{}\"/><text x=\"{:.0f}\" "
+        "y=\"48\">{}</text>\n",
+        legend, kind.color, legend + 17, kind.name);
+    legend += 45 + 6.2 * static_cast<double>(std::char_traits<char>::length(kind.name));
+  }
+
+  const double byte_step = nice_step(static_cast<double>(top));
+  for (double bytes = 0; bytes <= static_cast<double>(top); bytes += byte_step)
+    svg += fmt::format(
+        "<line x1=\"{}\" y1=\"{:.1f}\" x2=\"{}\" y2=\"{:.1f}\" stroke=\"#e4e4e4\"/><text x=\"{}\" "
+        "y=\"{:.1f}\" text-anchor=\"end\">{}</text>\n",
+        kLeft, y(bytes), kRight, y(bytes), kLeft - 8, y(bytes) + 4,
+        readable_bytes(static_cast<int64_t>(bytes)));
+  const double ms_step = nice_step(last_ms);
+  for (double ms = 0; ms <= last_ms * 1.0001; ms += ms_step)
+    svg += fmt::format("<text x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">{:g} ms</text>\n", x(ms),
+                       kBottom + 18, ms);
+
+  // Each column shows the moment in it with the most bytes, or the last one before it.
+  std::vector<LiveKinds> columns(kColumns);
+  std::vector<bool> is_set(kColumns, false);
+  std::vector<LiveKinds> last_of(kColumns);
+  for (const Event& event : events) {
+    if (event.kind == EventKind::Operator) continue;
+    const double ms = static_cast<double>(event.time_ns) / 1e6;
+    const auto column = static_cast<std::size_t>(
+        std::min<double>(kColumns - 1, std::floor(ms / last_ms * kColumns)));
+    if (!is_set[column] || event.bytes.live >= columns[column].live) columns[column] = event.bytes;
+    is_set[column] = true;
+    last_of[column] = event.bytes;
+  }
+  for (std::size_t i = 1; i < kColumns; ++i)
+    if (!is_set[i]) columns[i] = last_of[i] = last_of[i - 1];
+
+  std::vector<double> floor_of(kColumns, 0);
+  const double column_ms = last_ms / kColumns;
+  for (const Kind& kind : kKinds) {
+    std::string up, down;
+    for (std::size_t i = 0; i < kColumns; ++i) {
+      const double below = floor_of[i];
+      const LiveKinds b = bounded(columns[i]);
+      const int64_t hidden = kind.bytes == other_bytes ? std::min(lasting, other_bytes(b)) : 0;
+      const double above = below + static_cast<double>(kind.bytes(b) - hidden);
+      floor_of[i] = above;
+      const double from = x(static_cast<double>(i) * column_ms);
+      const double to = x(static_cast<double>(i + 1) * column_ms);
+      up += fmt::format("{:.1f},{:.1f} {:.1f},{:.1f} ", from, y(above), to, y(above));
+      down = fmt::format("{:.1f},{:.1f} {:.1f},{:.1f} ", to, y(below), from, y(below)) + down;
+    }
+    svg += fmt::format("<polygon points=\"{}{}\" fill=\"{}\"/>\n", up, down, kind.color);
+  }
+  for (std::size_t i = 0; i < kColumns; ++i) {
+    const LiveKinds b = bounded(columns[i]);
+    std::string title = fmt::format("{:.3f} ms: {} alive", static_cast<double>(i) * column_ms,
+                                    readable_bytes(b.live));
+    for (const Kind& kind : kKinds)
+      title += fmt::format("\n{}: {}", kind.name, readable_bytes(kind.bytes(b)));
+    svg += fmt::format(
+        "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"transparent\"><title>{}"
+        "</title></rect>\n",
+        x(static_cast<double>(i) * column_ms), kTop, (kRight - kLeft) / kColumns, kBottom - kTop,
+        xml_text(title));
+  }
+
+  svg += fmt::format(
+      "<text x=\"{}\" y=\"{}\" fill=\"#2f6f9f\">regions, forward</text><text x=\"{}\" "
+      "y=\"{}\" fill=\"#e08a3c\">regions, recompute</text>\n",
+      kLeft, bars_top - 6, kLeft + 120, bars_top - 6);
+  for (const Bar& bar : bars) {
+    const auto row = static_cast<double>(rows.at({bar.thread, bar.depth}));
+    const double from = x(bar.from_ms), width = std::max(x(bar.to_ms) - from, 0.5);
+    const double row_top = bars_top + row * (kBarHeight + kBarGap);
+    svg += fmt::format(
+        "<rect x=\"{:.2f}\" y=\"{:.1f}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\" stroke=\"white\" "
+        "stroke-width=\"0.4\"><title>{}</title></rect>\n",
+        from, row_top, width, kBarHeight, bar.color, xml_text(bar.title));
+    // Where it fits; the pointer goes through it to the bar.
+    if (width > 14 + kLetterWidth * static_cast<double>(bar.name.size()))
+      svg += fmt::format(
+          "<text x=\"{:.2f}\" y=\"{:.1f}\" font-size=\"11\" fill=\"white\" "
+          "pointer-events=\"none\">{}</text>\n",
+          from + 5, row_top + kBarHeight - 4, xml_text(bar.name));
+  }
+  return svg + "</svg>\n";
+}
+
+}  // namespace remat

@@ -1,0 +1,342 @@
+#include "lib/observe/recording.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "lib/base/counters.h"
+#include "lib/frame/frame.h"
+#include "lib/scope/hook_stack.h"
+#include "remat/memory.h"
+
+namespace remat {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// What regions keep, for the pictures: each storage once, however many regions keep it.
+class KeptBytes {
+ public:
+  void add(const c10::StorageImpl* storage, int64_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (++owners_[storage] == 1) inputs_ += bytes;
+  }
+  void remove(const c10::StorageImpl* storage, int64_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = owners_.find(storage);
+    if (--found->second > 0) return;
+    owners_.erase(found);
+    inputs_ -= bytes;
+  }
+  void add_parameter(const c10::StorageImpl* storage, int64_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (parameters_seen_.emplace(storage, bytes).second) parameters_ += bytes;
+  }
+  void forget_parameters() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    parameters_seen_.clear();
+    parameters_ = 0;
+  }
+  void add_saved(int64_t bytes) { saved_ += bytes; }
+
+  LiveKinds now(int64_t live) const {
+    return {.live = live,
+            .parameters = parameters_,
+            .inputs = inputs_,
+            .saved = saved_,
+            .recomputed = live_counters.recomputed_bytes_alive.load(std::memory_order_relaxed)};
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, int64_t> owners_;
+  std::unordered_map<const c10::StorageImpl*, int64_t> parameters_seen_;
+  std::atomic<int64_t> inputs_{0}, saved_{0}, parameters_{0};
+};
+
+/// The recordings that are alive.
+class Recordings {
+ public:
+  void add(std::shared_ptr<Recording> recording) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto more = std::make_shared<List>(*alive_);
+    more->push_back(std::move(recording));
+    alive_ = std::move(more);
+    recording::num_alive.fetch_add(1);
+  }
+  void remove(const Recording& recording) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto fewer = std::make_shared<List>(*alive_);
+    std::erase_if(*fewer, [&](const auto& each) { return each.get() == &recording; });
+    alive_ = std::move(fewer);
+    if (recording::num_alive.fetch_sub(1) == 1) kept.forget_parameters();
+  }
+  template <class Visitor>
+  void visit(Visitor&& visitor) {
+    std::shared_ptr<const List> all;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      all = alive_;
+    }
+    for (const auto& each : *all) visitor(*each);
+  }
+  KeptBytes kept;
+
+ private:
+  using List = std::vector<std::shared_ptr<Recording>>;
+  std::mutex mutex_;
+  std::shared_ptr<const List> alive_ =
+      std::make_shared<List>();  // never changed, so visits share it
+};
+
+Recordings& recordings() {
+  static auto* const all = new Recordings;  // leaked: tensors die in static destructors
+  return *all;
+}
+
+/// Set while this thread writes an event, whose own allocations are none.
+thread_local bool is_writing = false;
+struct Writing {
+  const bool before = std::exchange(is_writing, true);
+  ~Writing() { is_writing = before; }
+};
+
+/// A meter per process, made by the first recorder that samples memory.
+const MemoryMeter& meter() {
+  static auto* const only = new MemoryMeter;
+  return *only;
+}
+
+void write(Event event, int64_t frame_id, Clock::time_point begin = {}) {
+  const Writing writing;
+  recordings().visit([&](Recording& recording) {
+    Event own = event;
+    own.time_ns = recording.now_ns();
+    if (begin != Clock::time_point{}) own.begin_ns = recording.since_start(begin);
+    if (recording.options().memory && own.kind != EventKind::Memory)
+      own.bytes = recordings().kept.now(meter().live_bytes());
+    recording.add(std::move(own), frame_id);
+  });
+}
+
+Clock::time_point time_of(int64_t ns) { return Clock::time_point(std::chrono::nanoseconds(ns)); }
+int64_t ns_of(Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+// Operators, on every thread, while a recorder that wants them is alive.
+struct OperatorStart : at::ObserverContext {
+  Clock::time_point begin = Clock::now();
+};
+std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction&) {
+  if (is_writing) return nullptr;
+  return std::make_unique<OperatorStart>();
+}
+void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
+  if (context == nullptr) return;
+  const auto begin = static_cast<OperatorStart*>(context)->begin;
+  const Writing writing;
+  const auto name = std::make_shared<const std::string>(function.name());
+  recordings().visit([&](Recording& recording) {
+    if (!recording.options().operators) return;
+    Event event{.kind = EventKind::Operator, .text = name};
+    event.time_ns = recording.now_ns();
+    event.begin_ns = recording.since_start(begin);
+    recording.add(std::move(event), -1);
+  });
+}
+
+}  // namespace
+
+namespace recording {
+std::atomic<int> num_alive{0};
+}  // namespace recording
+
+Recording::Recording(RecorderOptions options) : options_(options) {
+  TORCH_CHECK_VALUE(options.max_events >= 1, "remat::Recorder: max_events was ", options.max_events,
+                    ". Do: leave room for at least one event.");
+}
+
+int64_t Recording::since(Clock::time_point time) { return ns_of(Clock::now()) - ns_of(time); }
+int64_t Recording::since_start(Clock::time_point time) const {
+  return std::max<int64_t>(ns_of(time) - ns_of(start_), 0);
+}
+
+void Recording::add(Event event, int64_t frame_id) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (frame_id >= 0)
+    event.region =
+        region_numbers_.try_emplace(frame_id, static_cast<int64_t>(region_numbers_.size()) + 1)
+            .first->second;
+  event.thread =
+      thread_numbers_
+          .try_emplace(std::this_thread::get_id(), static_cast<int32_t>(thread_numbers_.size()) + 1)
+          .first->second;
+  events_.push_back(std::move(event));
+  if (static_cast<int64_t>(events_.size()) <= options_.max_events) return;
+  events_.pop_front();
+  ++dropped_;
+}
+
+Report Recording::report() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return {regions_, dropped_};
+}
+
+std::vector<Event> Recording::events() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return {events_.begin(), events_.end()};
+}
+
+RecordedFrame::~RecordedFrame() {
+  for (const auto& [storage, bytes] : inputs) recordings().kept.remove(storage, bytes);
+  recordings().kept.add_saved(-saved_bytes);
+}
+
+namespace recording {
+
+void start(const std::shared_ptr<Recording>& recording) {
+  if (recording->options().memory) meter();
+  if (recording->options().operators)
+    recording->operators =
+        at::addGlobalCallback(at::RecordFunctionCallback(operator_begins, operator_ends)
+                                  .scopes({at::RecordScope::FUNCTION}));
+  recordings().add(recording);
+}
+
+void stop(const Recording& recording) {
+  if (recording.operators) at::removeCallback(*recording.operators);
+  recordings().remove(recording);
+}
+
+std::unique_ptr<RecordedFrame> region_begins(const Frame& frame) {
+  const Writing writing;
+  auto recorded = std::make_unique<RecordedFrame>();
+  recorded->begin_ns = ns_of(Clock::now());
+  recorded->name = std::make_shared<const std::string>(frame.name());
+  int64_t bytes = 0;
+  // Below other hooks the inputs are theirs: slots of the region around, or the user's (Rule 2).
+  if (detail::innermost(detail::Ability::Hooks) == nullptr)
+    frame.inputs().storages().visit([&](const c10::StorageImpl& storage) {
+      const auto each = static_cast<int64_t>(storage.nbytes());
+      recorded->inputs.emplace_back(&storage, each);
+      recordings().kept.add(&storage, each);
+      bytes += each;
+    });
+  write({.kind = EventKind::RegionBegins,
+         .depth = static_cast<int32_t>(frame.depth()),
+         .number = bytes,
+         .text = recorded->name},
+        frame.id());
+  return recorded;
+}
+
+void slot_event(EventKind kind, const Frame& frame, int64_t position, const std::string& text) {
+  const Writing writing;
+  write({.kind = kind,
+         .depth = static_cast<int32_t>(frame.depth()),
+         .number = position,
+         .text = text.empty() ? nullptr : std::make_shared<const std::string>(text)},
+        frame.id());
+}
+
+void region_ends(const Frame& frame, RecordedFrame& recorded, const RegionSums& sums) {
+  const Writing writing;
+  for (const auto& [storage, bytes] : sums.parameters)
+    recordings().kept.add_parameter(storage, bytes);
+  recorded.saved_bytes = sums.saved_bytes;
+  recordings().kept.add_saved(sums.saved_bytes);
+  const auto begin = time_of(recorded.begin_ns);
+  int64_t inputs = 0;
+  for (const auto& each : recorded.inputs) inputs += each.second;
+  const double seconds = seconds_since(begin);
+  write({.kind = EventKind::RegionEnds,
+         .depth = static_cast<int32_t>(frame.depth()),
+         .number = sums.num_slots,
+         .text = recorded.name},
+        frame.id(), begin);
+  recordings().visit([&](Recording& recording) {
+    recording.sum(*recorded.name, [&](RegionReport& region) {
+      region.calls += 1;
+      region.bytes_dropped += sums.dropped_bytes;
+      region.bytes_inputs += inputs;
+      region.bytes_saved += sums.saved_bytes;
+      region.offloaded += sums.offloaded;
+      region.offload_fallbacks += sums.offload_fallbacks;
+      region.forward_s += seconds;
+    });
+  });
+}
+
+void region_throws(const Frame& frame, const RecordedFrame& recorded) {
+  write({.kind = EventKind::RegionThrows,
+         .depth = static_cast<int32_t>(frame.depth()),
+         .text = recorded.name},
+        frame.id(), time_of(recorded.begin_ns));
+}
+
+void memory_changes(int64_t live) {
+  if (is_writing) return;
+  const Writing writing;
+  recordings().visit([&](Recording& recording) {
+    if (!recording.options().memory) return;
+    Event event{.kind = EventKind::Memory};
+    event.time_ns = recording.now_ns();
+    event.bytes = recordings().kept.now(live);
+    recording.add(std::move(event), -1);
+  });
+}
+
+RecomputeSpan::RecomputeSpan(const Frame& frame) {
+  if (!is_recording() || frame.recorded() == nullptr) return;
+  frame_ = &frame;
+  begin_ = Clock::now();
+  write({.kind = EventKind::RecomputeBegins,
+         .depth = static_cast<int32_t>(frame.depth()),
+         .text = frame.recorded()->name},
+        frame.id());
+}
+
+void RecomputeSpan::ends(bool was_stopped, int64_t recomputed_bytes) {
+  end_ = was_stopped ? EventKind::RecomputeStops : EventKind::RecomputeEnds;
+  bytes_ = recomputed_bytes;
+}
+
+RecomputeSpan::~RecomputeSpan() {
+  if (frame_ == nullptr) return;
+  const double seconds = seconds_since(begin_);
+  const auto name = frame_->recorded()->name;
+  write({.kind = end_,
+         .depth = static_cast<int32_t>(frame_->depth()),
+         .number = bytes_,
+         .text = name},
+        frame_->id(), begin_);
+  const Writing writing;
+  recordings().visit([&](Recording& recording) {
+    recording.sum(*name, [&](RegionReport& region) {
+      region.recomputes += 1;
+      region.early_stops += end_ == EventKind::RecomputeStops ? 1 : 0;
+      region.bytes_recompute_peak = std::max(region.bytes_recompute_peak, bytes_);
+      region.recompute_s += seconds;
+    });
+  });
+}
+
+}  // namespace recording
+
+Recorder::Recorder(RecorderOptions options) : recording_(std::make_shared<Recording>(options)) {
+  recording::start(recording_);
+}
+
+Recorder::~Recorder() { recording::stop(*recording_); }
+
+Report Recorder::report() const { return recording_->report(); }
+
+}  // namespace remat

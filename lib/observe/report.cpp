@@ -1,0 +1,125 @@
+// Bodies of report.h: the counters, and reports as text.
+
+#include "remat/report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "lib/base/counters.h"
+#include "lib/observe/report_text.h"
+
+namespace remat {
+
+LiveCounters live_counters;
+
+Counters counters() {
+  const auto now = [](const std::atomic<int64_t>& counter) {
+    return counter.load(std::memory_order_relaxed);
+  };
+  const int64_t frames_ended =
+      now(live_counters.frames_ended);  // first: none is alive before it began
+  const int64_t frames_created = now(live_counters.frames_created);
+  return {.frames_created = frames_created,
+          .frames_alive = frames_created - frames_ended,
+          .recomputes = now(live_counters.recomputes),
+          .early_stops = now(live_counters.early_stops),
+          .tensors_dropped = now(live_counters.tensors_dropped),
+          .tensors_recomputed = now(live_counters.tensors_recomputed),
+          .recomputed_bytes_alive = now(live_counters.recomputed_bytes_alive)};
+}
+
+std::string json_string(std::string_view text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\')
+      (out += '\\') += c;
+    else if (static_cast<unsigned char>(c) < 0x20)
+      out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
+    else
+      out += c;
+  }
+  return out += '"';
+}
+
+std::string readable_bytes(int64_t bytes) {
+  const auto number = static_cast<double>(bytes);
+  if (bytes < 10'000) return fmt::format("{} B", bytes);
+  if (bytes < 10'000'000) return fmt::format("{:.1f} kB", number / 1e3);
+  if (bytes < 10'000'000'000) return fmt::format("{:.1f} MB", number / 1e6);
+  return fmt::format("{:.1f} GB", number / 1e9);
+}
+
+std::string name_shown(const std::string& name) { return name.empty() ? "(no name)" : name; }
+
+ReportTable table_of(const Report& report) {
+  ReportTable table{{"region", "calls", "recomputes", "stopped", "dropped", "inputs", "saved",
+                     "recomputed at once", "forward ms", "recompute ms"},
+                    {}};
+  bool has_offloads = false;
+  for (const RegionReport& r : report.regions)
+    has_offloads = has_offloads || r.offloaded > 0 || r.offload_fallbacks > 0;
+  if (has_offloads) {
+    table.head.emplace_back("offloaded");
+    table.head.emplace_back("not possible");
+  }
+  for (const RegionReport& r : report.regions) {
+    std::vector<std::string> row{name_shown(r.name),
+                                 fmt::format("{}", r.calls),
+                                 fmt::format("{}", r.recomputes),
+                                 fmt::format("{}", r.early_stops),
+                                 readable_bytes(r.bytes_dropped),
+                                 readable_bytes(r.bytes_inputs),
+                                 readable_bytes(r.bytes_saved),
+                                 readable_bytes(r.bytes_recompute_peak),
+                                 fmt::format("{:.3f}", r.forward_s * 1e3),
+                                 fmt::format("{:.3f}", r.recompute_s * 1e3)};
+    if (has_offloads) {
+      row.push_back(fmt::format("{}", r.offloaded));
+      row.push_back(fmt::format("{}", r.offload_fallbacks));
+    }
+    table.rows.push_back(std::move(row));
+  }
+  return table;
+}
+
+std::string Report::to_string() const {
+  const ReportTable table = table_of(*this);
+  std::vector<std::size_t> widths;
+  for (const std::string& name : table.head) widths.push_back(name.size());
+  for (const auto& row : table.rows)
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  std::string text;
+  const auto add = [&](const std::vector<std::string>& row) {
+    text += fmt::format("{:<{}}", row[0], widths[0]);
+    for (std::size_t i = 1; i < row.size(); ++i) text += fmt::format("  {:>{}}", row[i], widths[i]);
+    text += '\n';
+  };
+  add(table.head);
+  for (const auto& row : table.rows) add(row);
+  if (table.rows.empty()) text += "no region ran\n";
+  if (dropped_events > 0)
+    text += fmt::format(
+        "The oldest {} events are gone: RecorderOptions::max_events was reached. Sums count them.\n",
+        dropped_events);
+  return text;
+}
+
+std::string Report::to_json() const {
+  std::string text = "{\"regions\": [";
+  const char* comma = "";
+  for (const RegionReport& r : regions) {
+    text += fmt::format(
+        "{}\n  {{\"name\": {}, \"calls\": {}, \"recomputes\": {}, \"early_stops\": {}, "
+        "\"bytes_dropped\": {}, \"bytes_inputs\": {}, \"bytes_saved\": {}, "
+        "\"bytes_recompute_peak\": {}, \"offloaded\": {}, \"offload_fallbacks\": {}, "
+        "\"forward_s\": {:.9f}, \"recompute_s\": {:.9f}}}",
+        comma, json_string(r.name), r.calls, r.recomputes, r.early_stops, r.bytes_dropped,
+        r.bytes_inputs, r.bytes_saved, r.bytes_recompute_peak, r.offloaded, r.offload_fallbacks,
+        r.forward_s, r.recompute_s);
+    comma = ",";
+  }
+  return text + fmt::format("\n], \"dropped_events\": {}}}\n", dropped_events);
+}
+
+}  // namespace remat

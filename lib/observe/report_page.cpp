@@ -1,0 +1,48 @@
+// Recorder::write_memory_svg and write_html: the picture alone, and in a page with the table.
+
+#include <fmt/format.h>
+
+#include "lib/observe/memory_picture.h"
+#include "lib/observe/recording.h"
+#include "lib/observe/report_file.h"
+#include "lib/observe/report_text.h"
+
+namespace remat {
+
+void Recorder::write_memory_svg(const std::filesystem::path& path) const {
+  write_report_file(path, memory_picture(recording_->events()));
+}
+
+void Recorder::write_html(const std::filesystem::path& path) const {
+  const Report report = this->report();
+  const ReportTable table = table_of(report);
+  std::string page =
+      "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>remat: regions "
+      "of one run</title>\n<style>\n"
+      "body { font-family: Helvetica, Arial, sans-serif; color: #333; margin: 2em; max-width: 1120px }\n"
+      "table { border-collapse: collapse; font-size: 14px }\n"
+      "th, td { padding: 4px 10px; text-align: right; border-bottom: 1px solid #ddd }\n"
+      "th:first-child, td:first-child { text-align: left }\n"
+      "svg { max-width: 100%; height: auto }\n"
+      "</style>\n</head>\n<body>\n<h1>Regions of one run</h1>\n";
+  page += memory_picture(recording_->events());
+  page +=
+      "<p>Values appear where the pointer rests. Bytes are sums over all calls; times include the "
+      "regions inside.</p>\n<table>\n";
+  const auto add = [&](const std::vector<std::string>& row, const char* cell) {
+    page += "<tr>";
+    for (const std::string& text : row) page += fmt::format("<{0}>{1}</{0}>", cell, xml_text(text));
+    page += "</tr>\n";
+  };
+  add(table.head, "th");
+  for (const auto& row : table.rows) add(row, "td");
+  page += "</table>\n";
+  if (report.dropped_events > 0)
+    page += fmt::format(
+        "<p>The oldest {} events are gone: RecorderOptions::max_events was reached. The "
+        "table counts them, the picture does not show them.</p>\n",
+        report.dropped_events);
+  write_report_file(path, page + "</body>\n</html>\n");
+}
+
+}  // namespace remat

@@ -1,0 +1,99 @@
+// saved_tensors(): what a graph holds, before any backward.
+//
+// Note [What a node saved]
+// LibTorch has no list of a node's saved variables in C++. But each node can tell compiled autograd
+// its arguments (Node::compiled_args), which unpacks every saved variable of it. While it does, our
+// hooks note what they hold and hand out empty stand-ins (hooks/inspection.h), so nothing is computed.
+// A node that cannot do so is listed by its name.
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <algorithm>
+#include <unordered_set>
+
+#include "hooks/inspection.h"
+#include "lib/seam/engine.h"
+#include "remat/report.h"
+
+namespace remat {
+
+thread_local Inspection* Inspection::current_ = nullptr;
+
+at::Tensor Inspection::note(HeldInfo info) {
+  const at::ScalarType dtype = info.dtype == at::ScalarType::Undefined ? at::kFloat : info.dtype;
+  found_.push_back(std::move(info));
+  return stand_ins_.emplace_back(at::empty({0}, dtype));
+}
+
+bool Inspection::is_stand_in(const at::Tensor& tensor) const {
+  return std::any_of(stand_ins_.begin(), stand_ins_.end(), [&](const at::Tensor& each) {
+    return tensor.has_storage() && tensor.storage().is_alias_of(each.storage());
+  });
+}
+
+namespace {
+
+using torch::autograd::Node;
+using NodePtr = decltype(torch::autograd::Edge::function);
+
+/// In the order in which backward would run them.
+std::vector<NodePtr> nodes_below(const at::Tensor& root) {
+  std::vector<NodePtr> nodes;
+  if (!root.defined() || root.grad_fn() == nullptr) return nodes;
+  nodes.push_back(root.grad_fn());
+  std::unordered_set<const Node*> seen{nodes[0].get()};
+  for (std::size_t i = 0; i < nodes.size(); ++i)
+    for (const torch::autograd::Edge& edge : nodes[i]->next_edges())
+      if (edge.is_valid() && seen.insert(edge.function.get()).second)
+        nodes.push_back(edge.function);
+  std::stable_sort(nodes.begin(), nodes.end(), [](const NodePtr& a, const NodePtr& b) {
+    return a->sequence_nr() > b->sequence_nr();
+  });
+  return nodes;
+}
+
+}  // namespace
+
+std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root) {
+  namespace compiled = torch::dynamo::autograd;
+  std::vector<SavedTensorInfo> infos;
+  std::unordered_set<const c10::StorageImpl*> storages;
+  for (const NodePtr& node : nodes_below(root)) {
+    if (dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr) continue;
+    const std::string name = node->name();
+    Inspection inspection;
+    compiled::AutogradCompilerCall call(compiled::SizeInput::STATIC);
+    compiled::NodeCall node_call(0, node);
+    bool is_known = true;
+    try {
+      compiled::CompiledNodeArgs args(call, node_call);
+      node->compiled_args(args);
+    } catch (const std::exception&) {
+      is_known = false;
+    }
+    for (const at::Tensor& tensor : call.tensor_args.inputs) {
+      if (inspection.is_stand_in(tensor)) continue;
+      SavedTensorInfo info{
+          .node = name, .sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type()};
+      if (tensor.has_storage()) {
+        info.bytes = static_cast<int64_t>(tensor.storage().nbytes());
+        info.shares_storage = !storages.insert(tensor.storage().unsafeGetStorageImpl()).second;
+      }
+      infos.push_back(std::move(info));
+    }
+    for (HeldInfo& held : inspection.found())
+      infos.push_back({.node = name,
+                       .region = std::move(held.region),
+                       .sizes = std::move(held.sizes),
+                       .dtype = held.dtype,
+                       .bytes = held.bytes,
+                       .dropped = held.dropped});
+    if (!is_known) infos.push_back({.node = name + " (saves what it does not tell)"});
+  }
+  return infos;
+}
+
+}  // namespace remat

@@ -1,0 +1,198 @@
+#include "lib/rng/device_rng.h"
+
+#include <ATen/Context.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <functional>
+
+#include "lib/frame/mismatch.h"
+#include "lib/rng/cpu_rng.h"
+#include "lib/rng/device_claims.h"
+#include "lib/seam/accelerator.h"
+
+namespace remat {
+
+namespace {
+
+at::Tensor state_of(at::Generator& generator) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+/// The numbers of a captured graph depend on where its generator stands at each replay, and forward and
+/// backward may be captured in graphs of their own.
+void refuse_capture(const c10::Device& device, const at::Generator& generator) {
+  if (device.type() != present_accelerator() || !is_capturing(device, generator)) return;
+  throw_unsupported(
+      "a region that keeps the random state of its device is captured in a graph (Rule 11)",
+      "a captured graph draws other numbers at each replay, and a recompute might draw others than "
+      "its forward",
+      "set preserve_rng_state = false if the function draws no random numbers; if it does, leave it "
+      "without a region in the captured part");
+}
+
+void set_state(at::Generator& generator, const at::Tensor& state) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
+
+bool is_same(const at::Tensor& a, const at::Tensor& b) {
+  return a.nbytes() == b.nbytes() &&
+         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+}  // namespace
+
+std::unique_ptr<DeviceRng> DeviceRng::take(c10::ArrayRef<at::Generator> registered) {
+  const bool has_others = std::any_of(registered.begin(), registered.end(), [](const auto& each) {
+    return as_cpu_generator(each) == nullptr;
+  });
+  if (!has_others && !present_accelerator()) return nullptr;
+  auto kept = std::make_unique<DeviceRng>();
+  for (at::Generator generator : registered) {
+    if (as_cpu_generator(generator) != nullptr) continue;
+    kept->states_.push_back({generator, state_of(generator)});
+    kept->registered_.push_back(generator);
+  }
+  kept->used_before_ = devices_in_use();
+  for (const c10::Device& device : kept->used_before_) {
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    refuse_capture(device, generator);
+    if (!kept->has(generator)) kept->states_.push_back({generator, state_of(generator)});
+  }
+  return kept;
+}
+
+const GeneratorState* DeviceRng::find(const at::Generator& generator) const {
+  const auto found = std::find_if(states_.begin(), states_.end(), [&](const GeneratorState& each) {
+    return each.generator == generator;
+  });
+  return found == states_.end() ? nullptr : &*found;
+}
+
+bool DeviceRng::is_others(const at::Generator& generator, const DevicesMet& met) const {
+  const auto known = std::find(registered_.begin(), registered_.end(), generator);
+  return known == registered_.end() && !met.has(generator.device()) &&
+         is_claimed_by_others(generator.device());
+}
+
+void DeviceRng::add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered) {
+  if (as_cpu_generator(registered) != nullptr) return;
+  if (!kept) kept = std::make_unique<DeviceRng>();
+  at::Generator generator = registered;
+  if (!kept->has(generator)) kept->states_.push_back({generator, state_of(generator)});
+  kept->registered_.push_back(generator);
+}
+
+std::vector<GeneratorState> DeviceRng::now() const {
+  std::vector<GeneratorState> states;
+  const auto add = [&states](at::Generator generator) {
+    states.push_back({generator, state_of(generator)});
+  };
+  for (const GeneratorState& each : states_) add(each.generator);
+  for (const c10::Device& device : devices_in_use())
+    if (const at::Generator generator = at::globalContext().defaultGenerator(device);
+        !has(generator))
+      add(generator);
+  return states;
+}
+
+std::vector<GeneratorState> DeviceRng::moved(const std::vector<GeneratorState>& before,
+                                             std::vector<GeneratorState> now,
+                                             const DevicesMet& met) {
+  std::erase_if(now, [&](const GeneratorState& each) {
+    const auto earlier = std::find_if(before.begin(), before.end(), [&](const GeneratorState& one) {
+      return one.generator == each.generator;
+    });
+    // One that was registered since is compared with where it stood then.
+    const GeneratorState* const then = earlier == before.end() ? find(each.generator) : &*earlier;
+    return (then != nullptr && is_same(then->state, each.state)) || is_others(each.generator, met);
+  });
+  std::lock_guard<std::mutex> lock(mutex_);  // a backward inside the region may keep, too
+  for (const GeneratorState& each : now)
+    if (!has_moved(each.generator)) moved_inside_.push_back(each.generator);
+  return now;
+}
+
+GeneratorState DeviceRng::present(at::Generator generator) {
+  return {generator, state_of(generator)};
+}
+
+void DeviceRng::set(const std::vector<GeneratorState>& states) {
+  for (const GeneratorState& each : states) {
+    at::Generator generator = each.generator;
+    set_state(generator, each.state);
+  }
+}
+
+bool DeviceRng::has_moved(const at::Generator& generator) const {
+  return std::find(moved_inside_.begin(), moved_inside_.end(), generator) != moved_inside_.end();
+}
+
+void DeviceRng::settle(const DevicesMet& met) {
+  states_ = at_begin(met);
+  std::erase_if(states_, [&](GeneratorState& each) {
+    return is_same(each.state, state_of(each.generator)) && !has_moved(each.generator);
+  });
+  moved_inside_ = {};
+  is_settled_ = true;
+}
+
+std::vector<GeneratorState> DeviceRng::at_begin(const DevicesMet& met) const {
+  std::vector<GeneratorState> states = states_;
+  if (is_settled_) return states;
+  std::unique_lock<std::mutex> lock(mutex_);
+  std::erase_if(states, [&](const GeneratorState& each) {
+    return !has_moved(each.generator) && is_others(each.generator, met);
+  });
+  lock.unlock();
+  for (const c10::Device& device : devices_in_use()) {
+    if (std::find(used_before_.begin(), used_before_.end(), device) != used_before_.end()) continue;
+    // First used inside: it stood at the beginning of the stream of its seed.
+    at::Generator generator = at::globalContext().defaultGenerator(device);
+    if (has(generator) || is_others(generator, met)) continue;
+    at::Generator start = generator.clone();
+    start.set_offset(0);
+    states.push_back({generator, state_of(start)});
+  }
+  return states;
+}
+
+DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const TurnTaker& taker) {
+  for (const GeneratorState& each : at_begin)
+    refuse_capture(each.generator.device(), each.generator);
+  // In one order for all, so that two recomputes never wait for each other.
+  std::vector<const c10::GeneratorImpl*> wanted;
+  for (const GeneratorState& each : at_begin)
+    wanted.push_back(each.generator.unsafeGetGeneratorImpl());
+  std::sort(wanted.begin(), wanted.end(), std::less<>());
+  turns_.reserve(wanted.size());
+  constexpr std::chrono::seconds longest_wait(60);
+  try {
+    for (const c10::GeneratorImpl* generator : wanted) {
+      has_failed_ = !turns().take(generator, taker, longest_wait);
+      if (has_failed_) return;
+      turns_.push_back(generator);
+    }
+    for (const GeneratorState& each : at_begin)  // what may throw comes before anything is set
+      before_.push_back(DeviceRng::present(each.generator));
+    DeviceRng::set(at_begin);
+  } catch (...) {
+    give_turns_back();
+    throw;
+  }
+}
+
+DeviceRngSwap::~DeviceRngSwap() {
+  for (GeneratorState& each : before_) set_state(each.generator, each.state);
+  give_turns_back();
+}
+
+void DeviceRngSwap::give_turns_back() noexcept {
+  for (const c10::GeneratorImpl* generator : turns_) turns().give_back(generator);
+  turns_.clear();
+}
+
+}  // namespace remat

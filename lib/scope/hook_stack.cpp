@@ -1,0 +1,251 @@
+#include "lib/scope/hook_stack.h"
+
+#include <ATen/SavedTensorHooks.h>
+
+#include <bit>
+#include <utility>
+#include <vector>
+
+#include "lib/frame/recompute.h"
+#include "lib/selective/selection.h"
+
+namespace remat::detail {
+
+namespace {
+
+/// Open scopes with hooks in the whole process: without any, saving a tensor costs one load.
+std::atomic<int64_t> num_hook_scopes{0};
+
+StackNode* top() { return static_cast<StackNode*>(seam::thread_entry()); }
+
+std::shared_ptr<StackNode> share_top() {
+  return std::static_pointer_cast<StackNode>(seam::share_thread_entry());
+}
+
+std::shared_ptr<StackNode> exchange_top(std::shared_ptr<StackNode> node) {
+  return std::static_pointer_cast<StackNode>(seam::exchange_thread_entry(std::move(node)));
+}
+
+/// `node` without the closed scopes on and below it; the same node if there are none.
+std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
+  std::vector<StackNode*> open_ones;
+  bool has_closed = false;
+  for (StackNode* each = node.get(); each != nullptr; each = each->below.get()) {
+    if (each->scope->is_open())
+      open_ones.push_back(each);
+    else
+      has_closed = true;
+  }
+  if (!has_closed) return node;
+  std::shared_ptr<StackNode> rebuilt;
+  for (auto each = open_ones.rbegin(); each != open_ones.rend(); ++each)
+    rebuilt = (*each)->scope->make_node(std::move(rebuilt), (*each)->foreign_depth);
+  return rebuilt;
+}
+
+void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) {
+  visit(Ability::Region, [&](Scope& scope) {
+    if (scope.is_own_thread()) scope.hook_registered(tensor, handle, is_new);
+  });
+}
+
+std::optional<unsigned> hook_begins(const at::TensorBase& tensor) {
+  std::optional<unsigned> known;
+  visit(Ability::Region, [&](Scope& scope) {
+    if (!known && scope.is_own_thread()) known = scope.known_hook(tensor);
+  });
+  if (known) hook_registered(tensor, *known, /*is_new=*/false);
+  return known;
+}
+
+void new_hook_registered(const at::TensorBase& tensor, unsigned handle) {
+  hook_registered(tensor, handle, /*is_new=*/true);
+}
+
+void requires_grad_changes(const at::TensorBase& tensor) {
+  visit(Ability::Region, [&](Scope& scope) {
+    if (scope.is_own_thread()) scope.requires_grad_changes(tensor);
+  });
+}
+
+const seam::NodePtr* node_instead(const at::TensorBase& tensor) {
+  const seam::NodePtr* sink = nullptr;
+  visit(Ability::Region, [&](Scope& scope) {
+    if (sink == nullptr && scope.is_own_thread()) sink = scope.gradient_sink(tensor);
+  });
+  return sink;
+}
+
+const seam::EngineCallbacks& callbacks() {
+  static constexpr seam::EngineCallbacks ours{
+      make_top_hooks,
+      backward_begins,
+      backward_ended,
+      run_selectively,
+      {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
+  return ours;
+}
+
+}  // namespace
+
+StackNode::StackNode(Scope& owner, std::shared_ptr<StackNode> lower, int64_t depth)
+    : scope(&owner), below(std::move(lower)), foreign_depth(depth) {
+  if (below != nullptr) with = below->with;
+  for (uint32_t rest = owner.abilities(); rest != 0; rest &= rest - 1)
+    with[static_cast<std::size_t>(std::countr_zero(rest))] = this;
+}
+
+// One after the other: a deep stack must not be destroyed recursively.
+StackNode::~StackNode() {
+  while (below != nullptr && below.use_count() == 1) below = std::exchange(below->below, nullptr);
+}
+
+Scope* StackNode::nearest(Ability ability) const {
+  const auto index = static_cast<std::size_t>(ability);
+  const StackNode* found = with[index];
+  while (found != nullptr && !found->scope->is_open())
+    found = found->below ? found->below->with[index] : nullptr;
+  return found == nullptr ? nullptr : found->scope;
+}
+
+struct Scope::OwningNode {
+  OwningNode(std::shared_ptr<Scope> scope, std::shared_ptr<StackNode> below, int64_t foreign_depth)
+      : owner(std::move(scope)), node(*owner, std::move(below), foreign_depth) {}
+  std::shared_ptr<Scope> owner;
+  StackNode node;
+};
+
+std::shared_ptr<StackNode> Scope::make_node(std::shared_ptr<StackNode> below,
+                                            int64_t foreign_depth) {
+  if (!node_) {
+    node_.emplace(*this, std::move(below), foreign_depth);
+    return {shared_from_this(), &*node_};
+  }
+  auto owning = std::make_shared<OwningNode>(shared_from_this(), std::move(below), foreign_depth);
+  StackNode* const node = &owning->node;
+  return {std::move(owning), node};
+}
+
+void Scope::open() {
+  if (has(Ability::Hooks)) num_hook_scopes.fetch_add(1, std::memory_order_relaxed);
+  open_.store(true, std::memory_order_release);
+}
+
+void Scope::close() {
+  // Only its owner closes it, so looking first and then writing is enough.
+  if (!is_open()) return;
+  open_.store(false, std::memory_order_release);
+  if (has(Ability::Hooks)) num_hook_scopes.fetch_sub(1, std::memory_order_relaxed);
+  on_close();
+}
+
+namespace {
+thread_local const SaveAround* save_around = nullptr;
+}  // namespace
+
+SaveAround::SaveAround(const Scope& region, HooksAround which)
+    : region_(region), which_(which), outer_(std::exchange(save_around, this)) {}
+SaveAround::~SaveAround() { save_around = outer_; }
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Scope& region,
+                                                                       HooksAround which) {
+  const auto index =
+      static_cast<std::size_t>(which == HooksAround::All ? Ability::Hooks : Ability::Region);
+  const StackNode* node = top();
+  while (node != nullptr && node->scope != &region) node = node->below.get();
+  const int64_t foreign_depth = node == nullptr ? 0 : node->foreign_depth;
+  while (node != nullptr) {
+    node = node->below ? node->below->with[index] : nullptr;
+    if (node != nullptr && node->scope->is_open()) break;
+  }
+  if (node == nullptr) return nullptr;
+  if (which == HooksAround::All && foreign_depth > node->foreign_depth) return nullptr;
+  return node->scope->make_hooks_for(which);
+}
+
+bool may_meet_hooks_around(const Scope& region, HooksAround which) {
+  if (which == HooksAround::None) return false;
+  if (which == HooksAround::All) return true;  // LibTorch's own, too
+  const StackNode* node = top();
+  while (node != nullptr && node->scope != &region) node = node->below.get();
+  return node != nullptr && node->below != nullptr &&
+         node->below->nearest(Ability::Region) != nullptr;
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided) {
+  if (save_around != nullptr) {
+    is_decided = save_around->which_ == HooksAround::Regions;
+    return make_hooks_around(save_around->region_, save_around->which_);
+  }
+  if (num_hook_scopes.load(std::memory_order_relaxed) == 0) return nullptr;
+  const StackNode* node = top();
+  if (node == nullptr) return nullptr;
+  node = node->with[static_cast<std::size_t>(Ability::Hooks)];
+  while (node != nullptr && !node->scope->is_open())
+    node = node->below ? node->below->with[static_cast<std::size_t>(Ability::Hooks)] : nullptr;
+  if (node == nullptr) return nullptr;
+  const auto& foreign = at::SavedTensorDefaultHooks::get_tls_state();
+  if (foreign.disabled_error_message || foreign.is_tracing) return nullptr;
+  // Python hooks that were pushed after ours are the inner ones.
+  if (static_cast<int64_t>(foreign.stack.size()) > node->foreign_depth) return nullptr;
+  return node->scope->make_hooks();
+}
+
+StackView::StackView() : top_(top()) {}
+
+Scope* innermost(Ability ability) { return StackView().innermost(ability); }
+
+void visit(Ability ability, c10::function_ref<void(Scope&)> visitor) {
+  const auto index = static_cast<std::size_t>(ability);
+  const StackNode* node = top();
+  for (node = node == nullptr ? nullptr : node->with[index]; node != nullptr;
+       node = node->below ? node->below->with[index] : nullptr)
+    if (node->scope->is_open()) visitor(*node->scope);
+}
+
+void push(const std::shared_ptr<Scope>& scope) {
+  if (const auto& message = at::SavedTensorDefaultHooks::get_disabled_error_message();
+      message && scope->has(Ability::Hooks))
+    TORCH_CHECK(false, *message);
+  seam::install(callbacks());
+  exchange_top(scope->make_node(share_top(), seam::foreign_hook_depth()));
+  scope->open();
+}
+
+void pop(Scope& scope) {
+  scope.close();
+  StackNode* const node = top();
+  if (node == nullptr) return;
+  if (node->scope == &scope && (node->below == nullptr || node->below->scope->is_open())) {
+    exchange_top(node->below);
+    return;
+  }
+  const std::shared_ptr<StackNode> before = share_top();
+  if (auto after = without_closed(before); after != before) exchange_top(std::move(after));
+}
+
+struct StackSwap::ForeignHooks {
+  at::impl::SavedTensorDefaultHooksTLS state;
+};
+
+StackSwap::StackSwap(const std::shared_ptr<Scope>& scope) : scope_(scope) {
+  const auto& foreign = at::SavedTensorDefaultHooks::get_tls_state();
+  if (!foreign.stack.empty() || foreign.disabled_error_message || foreign.is_tracing) {
+    foreign_ = std::make_unique<ForeignHooks>(ForeignHooks{foreign});
+    at::SavedTensorDefaultHooks::set_tls_state({});
+  }
+  seam::install(callbacks());
+  previous_ = exchange_top(scope_->make_node(nullptr, seam::foreign_hook_depth()));
+  scope_->open();
+}
+
+StackSwap::~StackSwap() {
+  scope_->close();
+  exchange_top(without_closed(std::move(previous_)));
+  if (foreign_) at::SavedTensorDefaultHooks::set_tls_state(foreign_->state);
+}
+
+NoScopes::NoScopes() : previous_(exchange_top(nullptr)) {}
+NoScopes::~NoScopes() { exchange_top(without_closed(std::move(previous_))); }
+
+}  // namespace remat::detail

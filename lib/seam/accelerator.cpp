@@ -1,0 +1,65 @@
+#include "lib/seam/accelerator.h"
+
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+
+#include <atomic>
+#include <string_view>
+
+namespace remat {
+
+// One that LibTorch was built with never changes, and asking for it is not free.
+std::optional<c10::DeviceType> present_accelerator() {
+  static const std::optional<c10::DeviceType> built_in = at::getAccelerator(/*checked=*/false);
+  return built_in || !at::isPrivateUse1HooksRegistered() ? built_in
+                                                         : at::getAccelerator(/*checked=*/false);
+}
+
+c10::SmallVector<c10::Device, 2> devices_in_use() {
+  static std::atomic<bool> tells{true};
+  c10::SmallVector<c10::Device, 2> devices;
+  const auto type = present_accelerator();
+  if (!type || !tells) return devices;
+  try {
+    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
+    const c10::DeviceIndex count = at::accelerator::deviceCount();
+    for (c10::DeviceIndex i = 0; i < count; ++i)
+      if (hooks.hasPrimaryContext(i)) devices.emplace_back(*type, i);
+  } catch (const c10::Error& e) {
+    tells = false;
+    TORCH_WARN(
+        "remat: the accelerator's plug-in does not tell which devices are in use, so their ",
+        "random states and streams are not restored in recomputes: ", e.what_without_backtrace());
+    devices.clear();
+  }
+  return devices;
+}
+
+namespace {
+
+/// Newer LibTorch asks the stream. Older ones let no generator be copied meanwhile.
+template <class Guard>
+bool is_capturing_on(const Guard& guard, const c10::Device& device,
+                     const at::Generator& generator) {
+  if constexpr (requires { guard.isStreamCapturing(guard.getStream(device)); }) {
+    return guard.isStreamCapturing(guard.getStream(device));
+  } else {
+    try {
+      generator.clone();
+      return false;
+    } catch (const c10::Error& error) {
+      return std::string_view(error.what()).find("captur") != std::string_view::npos;
+    }
+  }
+}
+
+}  // namespace
+
+bool is_capturing(const c10::Device& device, const at::Generator& generator) {
+  return is_capturing_on(c10::impl::VirtualGuardImpl(device.type()), device, generator);
+}
+
+}  // namespace remat

@@ -1,0 +1,176 @@
+#include "lib/seam/dispatch_mode.h"
+
+#include <ATen/core/PythonFallbackKernel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/SmallVector.h>
+#if __has_include(<c10/core/impl/PyInterpreterHooks.h>)
+#include <c10/core/impl/PyInterpreterHooks.h>
+#define REMAT_HAS_INTERPRETER_HOOKS 1
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <utility>
+
+#include "lib/seam/fake_interpreter.h"
+
+namespace remat::seam {
+
+namespace {
+
+OperatorHandler operator_handler = nullptr;
+thread_local bool is_handling = false;
+
+/// Whether there may be modes and tensors of Python's. Known when operators are first seen; a process
+/// that loads Python later is looked at again by the next region.
+std::atomic<bool> may_have_python{true};
+
+void look_for_python() {
+#ifdef REMAT_HAS_INTERPRETER_HOOKS
+  // Asking for the interpreter itself would fix the answer for the rest of the process.
+  static const std::string key = "PyInterpreterHooks";
+  may_have_python.store(c10::impl::PyInterpreterHooksRegistry()->Has(key),
+                        std::memory_order_relaxed);
+#endif
+}
+
+constexpr c10::DispatchKeySet mode_keys({c10::DispatchKey::Python,
+                                         c10::DispatchKey::PythonTLSSnapshot});
+
+bool is_looking_away() {
+  return !may_have_python.load(std::memory_order_relaxed) &&
+         c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python);
+}
+
+void look_away(bool away) {
+  for (const c10::DispatchKey key : mode_keys) c10::impl::tls_set_dispatch_key_excluded(key, away);
+}
+
+using c10::impl::TorchDispatchModeTLS;
+using Mode = c10::impl::PyObject_TorchDispatchMode;
+
+/// Leaked, like the interpreter; one for all threads, since it knows nothing.
+const std::shared_ptr<Mode>& our_mode() {
+  static const auto* const mode = new std::shared_ptr<Mode>(
+      std::make_shared<Mode>(reinterpret_cast<PyObject*>(interpreter()), interpreter()));
+  return *mode;
+}
+
+bool is_mode_active() {
+  for (int64_t i = TorchDispatchModeTLS::stack_len() - 1; i >= 0; --i)
+    if (TorchDispatchModeTLS::get_stack_at(i) == our_mode()) return true;
+  return false;
+}
+
+using Modes = c10::SmallVector<std::shared_ptr<Mode>, 4>;
+
+void push_all(Modes& modes) {
+  for (; !modes.empty(); modes.pop_back())
+    TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(modes.back()));
+}
+
+/// Wherever it stands. Modes above it stay in their order; returns how many there are.
+int64_t remove_mode() {
+  Modes above;
+  while (TorchDispatchModeTLS::stack_len() > 0) {
+    auto top = TorchDispatchModeTLS::pop_stack();
+    if (top == our_mode()) break;
+    above.push_back(std::move(top));
+  }
+  const auto num_above = static_cast<int64_t>(above.size());
+  push_all(above);
+  return num_above;
+}
+
+/// Where it stood: who opened the modes above takes the topmost away when it closes.
+void insert_mode(int64_t num_above) {
+  Modes above;
+  while (num_above-- > 0 && TorchDispatchModeTLS::stack_len() > 0)
+    above.push_back(TorchDispatchModeTLS::pop_stack());
+  TorchDispatchModeTLS::push_non_infra_mode_onto_stack(our_mode());
+  push_all(above);
+}
+
+/// Whether nobody else can see this thread's operators, or the tensors of a Python class.
+bool is_alone() {
+  return !may_have_python.load(std::memory_order_relaxed) && TorchDispatchModeTLS::stack_len() == 1;
+}
+
+}  // namespace
+
+void set_operator_handler(OperatorHandler handler) { operator_handler = handler; }
+
+void handle_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  struct Handling {
+    bool& flag = is_handling;  // this thread's, looked up once
+    const bool outer = std::exchange(flag, true);
+    ~Handling() { flag = outer; }
+  } handling;
+  operator_handler(op, stack);
+}
+
+AtKernel::AtKernel(c10::DispatchKeySet met) : before_(c10::impl::tls_local_dispatch_key_set()) {
+  c10::impl::LocalDispatchKeySet keys = before_;
+  {
+    const at::impl::RestorePythonTLSSnapshot on_entry;
+    keys.excluded_ = c10::impl::tls_local_dispatch_key_set().excluded_ | met;
+  }
+  const bool alone = is_alone();
+  if (alone) keys.excluded_ = keys.excluded_ | mode_keys;
+  c10::impl::_force_tls_local_dispatch_key_set(keys);
+  // It is the topmost one, or it would not have been called.
+  if (!alone) mode_ = TorchDispatchModeTLS::pop_stack();
+}
+
+AtKernel::~AtKernel() {
+  if (mode_ != nullptr) TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(mode_));
+  c10::impl::_force_tls_local_dispatch_key_set(before_);
+}
+
+c10::DispatchKeySet keys_met(const c10::OperatorHandle& op) {
+  c10::DispatchKeySet met = c10::autograd_dispatch_keyset;
+  const auto add_if_met = [&](c10::DispatchKey key) {
+    if (op.hasKernelForDispatchKey(key)) met = met.add(key);
+  };
+  // LibTorch's kernels for autograd exclude it, too, but for operators that only write.
+  const c10::FunctionSchema& schema = op.schema();
+  const bool only_writes =
+      schema.name().back() == '_' ||
+      std::any_of(schema.arguments().begin(), schema.arguments().end(),
+                  [](const c10::Argument& argument) { return argument.is_out(); });
+  if (only_writes)
+    add_if_met(c10::DispatchKey::ADInplaceOrView);
+  else
+    met = met.add(c10::DispatchKey::ADInplaceOrView);
+  for (const c10::DispatchKey key : c10::autocast_dispatch_keyset) add_if_met(key);
+  return met;
+}
+
+bool is_handling_operator() { return is_handling; }
+
+bool are_operators_seen() { return is_mode_active() && !is_looking_away(); }
+
+OperatorSight::OperatorSight() : is_first_(!is_mode_active()) {
+  look_for_python();
+  was_away_ = is_looking_away();
+  if (was_away_) look_away(false);
+  if (is_first_) TorchDispatchModeTLS::push_non_infra_mode_onto_stack(our_mode());
+}
+
+OperatorSight::~OperatorSight() {
+  if (is_first_ && is_mode_active()) remove_mode();
+  if (was_away_) look_away(true);
+}
+
+OperatorsUnseen::OperatorsUnseen() : was_seen_(are_operators_seen()) {
+  if (was_seen_) num_above_ = remove_mode();
+}
+
+OperatorsUnseen::~OperatorsUnseen() {
+  if (was_seen_) insert_mode(num_above_);
+}
+
+}  // namespace remat::seam

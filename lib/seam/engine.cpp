@@ -1,0 +1,240 @@
+#include "lib/seam/engine.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#if __has_include(<torch/csrc/autograd/node_creation_hook.h>)
+#include <torch/csrc/autograd/node_creation_hook.h>
+#define REMAT_HAS_NODE_CREATION_HOOKS 1
+#endif
+
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "lib/seam/fake_interpreter.h"
+
+namespace remat::seam {
+
+namespace {
+
+using torch::autograd::Engine;
+
+EngineCallbacks engine_callbacks{};
+
+/// Names this copy of the library: two copies in one process need distinct keys.
+const std::string& slot_key() {
+  static const std::string key = [] {
+    static const char here = 0;
+    return "rm" + std::to_string(reinterpret_cast<uintptr_t>(&here) >> 4);
+  }();
+  return key;
+}
+
+using at::impl::ThreadLocalPythonObjects;
+using EntryMap = std::unordered_map<std::string, std::shared_ptr<c10::SafePyObject>>;
+
+// Note [Reading the entry]
+// Every saved tensor asks for the entry. The public way, `contains` and then `get`, hashes the key
+// three times and was a tenth of the cost of a small region; so the map itself is read. Every region
+// puts the entry in twice and takes it out twice (a key left behind would cost every node of every
+// backward a copy of the map), so the map's node is kept in between. The explicit instantiation below
+// may name a private member; a LibTorch without it does not compile.
+EntryMap ThreadLocalPythonObjects::* entry_map_of(ThreadLocalPythonObjects*);
+template <EntryMap ThreadLocalPythonObjects::* member>
+struct EntryMapAccess {
+  friend EntryMap ThreadLocalPythonObjects::* entry_map_of(ThreadLocalPythonObjects*) {
+    return member;
+  }
+};
+template struct EntryMapAccess<&ThreadLocalPythonObjects::obj_dict_>;
+
+/// The map's node while the thread has no entry.
+struct SpareNode {
+  EntryMap::node_type node;
+  ~SpareNode();
+};
+
+/// What a thread looks up once. Without constructor or destructor, so that reading it costs no check.
+struct ThreadPart {
+  EntryMap* entries = nullptr;
+  SpareNode* spare = nullptr;
+  bool is_ending = false;  ///< scopes may still close after the spare node is gone
+};
+constinit thread_local ThreadPart thread_part;
+
+SpareNode::~SpareNode() {
+  thread_part.spare = nullptr;
+  thread_part.is_ending = true;
+}
+
+/// This thread's own map. It is handed out read-only, but what is handed out is no constant.
+EntryMap& entry_map(ThreadPart& part) {
+  if (part.entries == nullptr) {
+    part.entries =
+        const_cast<EntryMap*>(&(ThreadLocalPythonObjects::get_state().*
+                                entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
+    if (!part.is_ending) {
+      thread_local SpareNode spare;
+      part.spare = &spare;
+    }
+  }
+  return *part.entries;
+}
+
+/// See Note [The forwarding engine].
+class ForwardingEngine final : public Engine {
+ public:
+  explicit ForwardingEngine(Engine& previous) : previous_(previous) {}
+
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots,
+                                         const torch::autograd::variable_list& inputs,
+                                         bool keep_graph, bool create_graph, bool accumulate_grad,
+                                         const torch::autograd::edge_list& outputs) override;
+
+  c10::intrusive_ptr<at::ivalue::Future> execute_with_graph_task(
+      const std::shared_ptr<torch::autograd::GraphTask>& graph_task, NodePtr graph_root,
+      torch::autograd::InputBuffer&& input_buffer) override {
+    return previous_.execute_with_graph_task(graph_task, std::move(graph_root),
+                                             std::move(input_buffer));
+  }
+
+  std::unique_ptr<torch::autograd::AnomalyMetadata> make_anomaly_metadata() override {
+    return previous_.make_anomaly_metadata();
+  }
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override;
+
+#ifdef REMAT_HAS_NODE_CREATION_HOOKS
+  decltype(std::declval<Engine&>().get_node_creation_hooks()) get_node_creation_hooks() override {
+    return previous_.get_node_creation_hooks();
+  }
+#endif
+
+ private:
+  Engine& previous_;
+};
+
+std::atomic<ForwardingEngine*> installed{nullptr};
+
+torch::autograd::variable_list ForwardingEngine::execute(
+    const torch::autograd::edge_list& roots, const torch::autograd::variable_list& inputs,
+    bool keep_graph, bool create_graph, bool accumulate_grad,
+    const torch::autograd::edge_list& outputs) {
+  engine_callbacks.backward_begins(roots, outputs, accumulate_grad);
+  torch::autograd::variable_list gradients;
+  struct Ended {
+    const torch::autograd::variable_list &gradients, &given;
+    ~Ended() { engine_callbacks.backward_ended(gradients, given); }
+  };
+  {
+    const Ended ended{gradients, inputs};
+    gradients =
+        previous_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+  return gradients;
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks>
+ForwardingEngine::get_default_saved_variable_hooks() {
+  bool is_decided = false;
+  auto hooks = engine_callbacks.make_hooks(is_decided);
+  if (hooks != nullptr || is_decided) return hooks;
+  return previous_.get_default_saved_variable_hooks();
+}
+
+}  // namespace
+
+void install(const EngineCallbacks& callbacks) {
+  ForwardingEngine* const ours = installed.load(std::memory_order_acquire);
+  if (ours != nullptr && &Engine::get_default_engine() == ours) return;
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  Engine& current = Engine::get_default_engine();
+  ForwardingEngine* const latest = installed.load(std::memory_order_relaxed);
+  if (&current == latest) return;
+  if (latest == nullptr) {  // constant afterwards
+    engine_callbacks = callbacks;
+    set_operator_handler(callbacks.run_operator);
+    install(callbacks.registrations);
+  }
+  // Leaked: engines own no threads here, and their teardown order would matter.
+  installed.store(new ForwardingEngine(current), std::memory_order_release);
+  torch::autograd::set_default_engine_stub(
+      +[]() -> Engine& { return *installed.load(std::memory_order_acquire); });
+}
+
+ThreadEntry::ThreadEntry() : handle_(reinterpret_cast<PyObject*>(this), interpreter()) {}
+
+std::shared_ptr<c10::SafePyObject> handle_of(std::shared_ptr<ThreadEntry> entry) {
+  c10::SafePyObject* const handle = &entry->handle_;
+  return {std::move(entry), handle};
+}
+
+namespace {
+
+ThreadEntry* entry_behind(const c10::SafePyObject& handle) {
+  return reinterpret_cast<ThreadEntry*>(handle.ptr(interpreter()));
+}
+
+std::shared_ptr<ThreadEntry> entry_behind(std::shared_ptr<c10::SafePyObject> handle) {
+  if (handle == nullptr) return nullptr;
+  ThreadEntry* const entry = entry_behind(*handle);
+  return {std::move(handle), entry};
+}
+
+}  // namespace
+
+ThreadEntry* thread_entry() {
+  const EntryMap& entries = entry_map(thread_part);
+  if (entries.empty()) return nullptr;
+  const auto found = entries.find(slot_key());
+  return found == entries.end() || found->second == nullptr ? nullptr
+                                                            : entry_behind(*found->second);
+}
+
+std::shared_ptr<ThreadEntry> share_thread_entry() {
+  const EntryMap& entries = entry_map(thread_part);
+  if (entries.empty()) return nullptr;
+  const auto found = entries.find(slot_key());
+  return found == entries.end() ? nullptr : entry_behind(found->second);
+}
+
+std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry) {
+  ThreadPart& part = thread_part;  // one look-up for all
+  EntryMap& entries = entry_map(part);
+  const auto found = entries.empty() ? entries.end() : entries.find(slot_key());
+  if (found == entries.end()) {
+    if (entry == nullptr) return nullptr;
+    if (part.spare == nullptr || part.spare->node.empty()) {
+      entries.emplace(slot_key(), handle_of(std::move(entry)));
+    } else {
+      part.spare->node.mapped() = handle_of(std::move(entry));
+      entries.insert(std::move(part.spare->node));
+    }
+    return nullptr;
+  }
+  auto previous = entry_behind(std::move(found->second));
+  if (entry != nullptr) {
+    found->second = handle_of(std::move(entry));
+  } else {
+    auto node = entries.extract(found);
+    if (part.spare != nullptr) part.spare->node = std::move(node);
+  }
+  return previous;
+}
+
+int64_t foreign_hook_depth() {
+  return static_cast<int64_t>(at::SavedTensorDefaultHooks::get_tls_state().stack.size());
+}
+
+int64_t graph_task_id() { return torch::autograd::get_current_graph_task_id(); }
+
+void at_end_of_graph_task(std::function<void()> closure) {
+  Engine::get_default_engine().queue_callback(std::move(closure));
+}
+
+}  // namespace remat::seam

@@ -1,0 +1,88 @@
+#pragma once
+// The only place that touches the autograd engine and LibTorch's unstable parts.
+//
+// Note [The forwarding engine]
+// C++ LibTorch asks `Engine::get_default_saved_variable_hooks()` before it saves a tensor, and the
+// base engine answers "none". We install an engine that forwards everything to the engine that was
+// there before and answers this one question. Replacing the engine instead would break programs
+// that ran a backward earlier: the device threads belong to the old object. Importing torch into
+// the process later installs Python's engine over ours, so every scope entry installs again.
+//
+// Note [Where the scopes live]
+// In `at::impl::ThreadLocalPythonObjects`, under a key of our own: LibTorch carries its contents to
+// every thread that runs a node of a backward, also to re-entrant ones. A plain thread_local would
+// show an engine thread the scopes of whatever ran there before. The entries carry an interpreter
+// of which LibTorch only ever calls incref and decref.
+
+#include <ATen/core/stack.h>
+#include <c10/core/SafePyObject.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <type_traits>
+
+#include "lib/seam/dispatch_mode.h"
+#include "lib/seam/variable_hooks.h"
+
+namespace remat::seam {
+
+/// What we put into the engine; plain functions, set once.
+struct EngineCallbacks {
+  /// Null: none of ours. Sets `is_decided` if nobody else's are wanted either.
+  std::unique_ptr<torch::autograd::SavedVariableHooks> (*make_hooks)(bool& is_decided);
+  /// This thread is about to run, and wait for, a backward from `roots` to `outputs` (none: to all
+  /// leaves). `accumulates`: into leaves, instead of returning gradients.
+  void (*backward_begins)(const torch::autograd::edge_list& roots,
+                          const torch::autograd::edge_list& outputs, bool accumulates);
+  /// It has ended, and returns these; none if it threw. `given`: the gradients of its roots. Throws
+  /// nothing.
+  void (*backward_ended)(const torch::autograd::variable_list& gradients,
+                         const torch::autograd::variable_list& given);
+  OperatorHandler run_operator;
+  RegistrationCallbacks registrations;
+};
+
+/// Makes our engine the default one, unless it is already. Cheap when it is.
+void install(const EngineCallbacks& callbacks);
+
+/// Something that can be the entry of this thread's slot.
+class ThreadEntry {
+ public:
+  ThreadEntry();
+  virtual ~ThreadEntry() = default;
+  ThreadEntry(const ThreadEntry&) = delete;
+  ThreadEntry& operator=(const ThreadEntry&) = delete;
+
+ private:
+  friend std::shared_ptr<c10::SafePyObject> handle_of(std::shared_ptr<ThreadEntry> entry);
+  c10::SafePyObject handle_;
+};
+
+/// The entry that LibTorch carries with this thread's state, or null.
+ThreadEntry* thread_entry();
+std::shared_ptr<ThreadEntry> share_thread_entry();
+/// Replaces it, null removes it; returns what was there.
+std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry);
+
+/// Number of hooks on LibTorch's own (Python's) hook stack of this thread.
+int64_t foreign_hook_depth();
+
+/// A new node, in the pointer type of this LibTorch (std::shared_ptr before 2.13).
+template <class N>
+NodePtr make_node() {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>)
+    return std::make_shared<N>();
+  else
+    return c10::make_intrusive<N>();
+}
+
+/// The id of the backward that runs on this thread, -1 outside.
+int64_t graph_task_id();
+/// Destroys `closure` (after calling it, on success) when the backward that runs here ends.
+void at_end_of_graph_task(std::function<void()> closure);
+
+}  // namespace remat::seam

@@ -1,0 +1,112 @@
+#include "lib/seam/variable_hooks.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/VariableHooksInterface.h>
+#include <torch/csrc/autograd/cpp_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <functional>
+#include <string>
+#include <utility>
+
+namespace remat::seam {
+
+namespace {
+
+using at::Tensor;
+using at::TensorBase;
+using at::impl::VariableHooksInterface;
+
+/// See Note [Seeing registrations]. Members that not every LibTorch has are without `override`.
+class ForwardingTable final : public VariableHooksInterface {
+ public:
+  ForwardingTable(const VariableHooksInterface& previous, const RegistrationCallbacks& callbacks)
+      : previous_(previous), callbacks_(callbacks) {}
+
+  unsigned _register_hook(const TensorBase& tensor,
+                          std::function<TensorBase(const TensorBase&)> hook) const override {
+    if (const auto known = callbacks_.hook_begins(tensor)) return *known;
+    const unsigned handle = previous_._register_hook(tensor, std::move(hook));
+    callbacks_.hook_registered(tensor, handle);
+    return handle;
+  }
+  void requires_grad_(const TensorBase& tensor, bool requires_grad) const override {
+    callbacks_.requires_grad_changes(tensor);
+    previous_.requires_grad_(tensor, requires_grad);
+  }
+
+  TensorBase tensor_data(const TensorBase& tensor) const override {
+    return previous_.tensor_data(tensor);
+  }
+  TensorBase variable_data(const TensorBase& tensor) const override {
+    return previous_.variable_data(tensor);
+  }
+  const NodePtr& grad_fn(const TensorBase& tensor) const override {
+    if (NodesInstead::any())
+      if (const NodePtr* const instead = callbacks_.node_instead(tensor)) return *instead;
+    return previous_.grad_fn(tensor);
+  }
+  void remove_hook(const TensorBase& tensor, unsigned handle) const override {
+    previous_.remove_hook(tensor, handle);
+  }
+  bool is_view(const TensorBase& tensor) const override { return previous_.is_view(tensor); }
+  const TensorBase& base(const TensorBase& tensor) const override { return previous_.base(tensor); }
+  const std::string& name(const TensorBase& tensor) const override {
+    return previous_.name(tensor);
+  }
+  bool is_leaf(const TensorBase& tensor) const override { return previous_.is_leaf(tensor); }
+  int64_t output_nr(const TensorBase& tensor) const override { return previous_.output_nr(tensor); }
+  void set_data(const TensorBase& tensor, const TensorBase& data) const override {
+    previous_.set_data(tensor, data);
+  }
+  TensorBase data(const TensorBase& tensor) const override { return previous_.data(tensor); }
+  int64_t _version(const TensorBase& tensor) const override { return previous_._version(tensor); }
+  void retain_grad(const TensorBase& tensor) const override { previous_.retain_grad(tensor); }
+  bool retains_grad(const TensorBase& tensor) const override {
+    return previous_.retains_grad(tensor);
+  }
+  void _backward(const Tensor& tensor, at::TensorList inputs, const std::optional<Tensor>& gradient,
+                 std::optional<bool> keep_graph, bool create_graph) const override {
+    previous_._backward(tensor, inputs, gradient, keep_graph, create_graph);
+  }
+  void basic_autograd_not_implemented_fallback(const c10::OperatorHandle& op,
+                                               c10::DispatchKeySet keys,
+                                               torch::jit::Stack* stack) const override {
+    previous_.basic_autograd_not_implemented_fallback(op, keys, stack);
+  }
+  std::optional<c10::ScalarType> grad_dtype(const TensorBase& tensor) const {
+    return grad_dtype_of(previous_, tensor);
+  }
+  void set_grad_dtype(const TensorBase& tensor, const std::optional<c10::ScalarType>& dtype) const {
+    set_grad_dtype_of(previous_, tensor, dtype);
+  }
+
+ private:
+  static std::optional<c10::ScalarType> grad_dtype_of(const auto& table, const TensorBase& tensor) {
+    if constexpr (requires { table.grad_dtype(tensor); }) return table.grad_dtype(tensor);
+    return std::nullopt;
+  }
+  static void set_grad_dtype_of(const auto& table, const TensorBase& tensor,
+                                const std::optional<c10::ScalarType>& dtype) {
+    if constexpr (requires { table.set_grad_dtype(tensor, dtype); })
+      table.set_grad_dtype(tensor, dtype);
+  }
+
+  const VariableHooksInterface& previous_;
+  const RegistrationCallbacks callbacks_;
+};
+
+}  // namespace
+
+void install(const RegistrationCallbacks& callbacks) {
+  // Leaked: tensors outlive static destruction.
+  at::impl::SetVariableHooks(new ForwardingTable(*at::impl::GetVariableHooks(), callbacks));
+}
+
+bool has_hook(const at::TensorBase& tensor, unsigned handle) {
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && meta->cpp_hooks_list_ != nullptr &&
+         handle < meta->cpp_hooks_list_->size() && (*meta->cpp_hooks_list_)[handle] != nullptr;
+}
+
+}  // namespace remat::seam

@@ -1,0 +1,167 @@
+#pragma once
+// One operator call of a region as a recompute must meet it again, and what is kept of it.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lib/rng/device_rng.h"
+#include "lib/rng/draws.h"
+#include "lib/selective/kept_tensor.h"
+#include "lib/selective/op_traits.h"
+#include "lib/selective/value_sources.h"
+#include "lib/tensor/tensor_metadata.h"
+#include "remat/policy.h"
+
+namespace remat {
+
+// Note [The same call again]
+// A kept result may only be returned to the call that it came from. Operator and number of the call
+// are not enough: two matrix products of the same shape that swap places would swap their results.
+// So of each tensor that a kept call reads it is known, besides shape and dtype, where it comes from:
+//   Input    the region's input of that number
+//   Inside   the result of another call, by operator, number of the call, and which result of it
+//   Outside  any other storage, or the leaf that it is a cast of
+// A tensor passes if it has the same origin, or the very storage, of the one in forward. What has no
+// origin (a storage of no operator, gone since: a scalar's tensor) passes by its description, and if
+// it is small and on the CPU by its contents. Other arguments must be equal.
+struct ArgumentRecord {
+  Description description;
+  WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  WeakStorage leaf{c10::intrusive_ptr<c10::StorageImpl>()};  ///< of the leaf that it is a cast of
+  int64_t input = -1, leaf_input = -1;                       ///< the region's inputs, by storage
+  std::optional<Producer> producer{};
+  std::optional<uint64_t> contents{};
+  uint32_t num_changes = 0;  ///< in place, of one that was made inside
+};
+
+/// What is noted of a result so that it can be kept later, when it is given a name.
+struct ResultRecord {
+  WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  at::Tensor held;  ///< a result beside the first: nothing else may hold it
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  c10::SmallVector<int64_t, 5> sizes, strides;
+  int64_t offset = 0;
+};
+
+/// A result of a kept call: a tensor, a list of tensors, or a plain value.
+struct KeptResult {
+  c10::SmallVector<KeptTensor, 1> tensors;
+  c10::IValue plain;
+  bool is_tensor = false, is_list = false;
+};
+
+/// Where all generators of a region stood before a stretch of its forward, and what recomputes that
+/// do not run the stretch must do: pass over draws of CPU generators (in the order of
+/// Frame::draw_logs), set others.
+struct DrawMarks {
+  std::vector<DrawMark> logs;
+  std::vector<GeneratorState> others;
+};
+struct DrawSkips {
+  std::vector<DrawSkip> logs;
+  std::vector<GeneratorState> others;
+};
+
+struct CallRecord {
+  explicit CallRecord(bool lives_in_slab) : is_in_slab(lives_in_slab) {}
+  c10::SmallVector<ArgumentRecord, 2> tensors;
+  std::vector<c10::IValue> others;
+  std::vector<ResultRecord> results;  ///< only under policies that look at names
+  c10::SmallVector<KeptResult, 1> kept;
+  bool is_kept = false;
+  bool is_applied = false;  ///< it wrote to a kept result, which is kept as written
+  bool is_let_go = false;  ///< was to be kept and is not: returns an argument, or a name forbade it
+  bool is_written = false;     ///< kept, and then given to an operator that writes, by the region
+  bool runs_for_real = false;  ///< a shell of it was read: kept as not kept
+  const bool is_in_slab;       ///< which gives the room back when all are gone
+  std::unique_ptr<DrawSkips> draws;  ///< of a random operator
+
+  bool is_changed() const;
+  bool has_shells() const;
+};
+
+struct CallRecordDeleter {
+  void operator()(CallRecord* record) const {
+    record->is_in_slab ? std::destroy_at(record) : delete record;
+  }
+};
+using CallRecordPtr = std::unique_ptr<CallRecord, CallRecordDeleter>;
+
+/// An operator of a region, with its calls in order.
+struct OpRecord {
+  c10::OperatorHandle op;
+  const OpTraits* traits;
+  std::optional<CheckpointPolicy> answer_to_all;
+  std::vector<CallRecordPtr> calls;  ///< null: nothing is known but that it was made
+};
+
+/// The last of a stack: an operator's arguments before its call, its results after it.
+inline c10::ArrayRef<c10::IValue> last(const torch::jit::Stack& stack, std::size_t count) {
+  return c10::ArrayRef<c10::IValue>(stack.data() + (stack.size() - count), count);
+}
+inline c10::ArrayRef<c10::IValue> arguments_of(const c10::OperatorHandle& op,
+                                               const torch::jit::Stack& stack) {
+  return last(stack, op.schema().arguments().size());
+}
+inline c10::ArrayRef<c10::IValue> results_of(const c10::OperatorHandle& op,
+                                             const torch::jit::Stack& stack) {
+  return last(stack, op.schema().returns().size());
+}
+
+/// Visits the tensors in an operator's argument or result, undefined ones included.
+template <class Visitor>
+void visit_tensors_in(const c10::IValue& value, Visitor&& visitor) {
+  if (value.isTensor()) {
+    visitor(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& each : value.toTensorVector()) visitor(each);
+  } else if (value.isList()) {
+    for (const c10::IValue& each : value.toListRef())
+      if (each.isTensor()) visitor(each.toTensor());
+  }
+}
+
+/// The storages of an operator's arguments. Some operators return one without saying so
+/// (_unsafe_view): such a result was made where the argument was.
+class StoragesOf {
+ public:
+  explicit StoragesOf(c10::ArrayRef<c10::IValue> arguments) {
+    for (const c10::IValue& argument : arguments)
+      visit_tensors_in(argument, [this](const at::Tensor& tensor) {
+        if (const auto* storage = storage_of(tensor)) storages_.push_back(storage);
+      });
+  }
+  bool contain(const at::Tensor& tensor) const {
+    const auto* const storage = storage_of(tensor);
+    return std::find(storages_.begin(), storages_.end(), storage) != storages_.end();
+  }
+
+ private:
+  c10::SmallVector<const c10::StorageImpl*, 8> storages_;
+};
+
+/// Visits the tensors that an operator writes to.
+template <class Visitor>
+void visit_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
+                   Visitor&& visitor) {
+  const auto& declared = op.schema().arguments();
+  for (std::size_t i = 0; i < declared.size(); ++i)
+    if (declared[i].alias_info() != nullptr && declared[i].alias_info()->isWrite())
+      visit_tensors_in(arguments[i], visitor);
+}
+
+/// Whether two arguments that hold no tensors are the same; what cannot be compared is.
+bool is_same_value(const c10::IValue& a, const c10::IValue& b);
+/// For errors: "[2, 3], 1.5".
+std::string text_of(const CallRecord& call);
+std::string text_of(c10::ArrayRef<c10::IValue> arguments);
+
+}  // namespace remat

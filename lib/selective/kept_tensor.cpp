@@ -1,0 +1,180 @@
+#include "lib/selective/kept_tensor.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/StorageImpl.h>
+
+#include <string_view>
+#include <typeinfo>
+#include <utility>
+
+#include "lib/base/counters.h"
+#include "lib/frame/inputs.h"
+#include "lib/frame/mismatch.h"
+#include "lib/tensor/capture.h"
+
+namespace remat {
+
+namespace {
+
+constexpr const char* shell_text =
+    "remat: the data of a kept result were read that nothing seemed to need";
+
+/// Whether the device's memory is spared by a copy on the CPU.
+bool can_move(const at::Tensor& value) {
+  return value.layout() == c10::kStrided && !value.is_nested() && value.has_storage() &&
+         !value.is_meta() && !value.is_quantized();
+}
+
+/// Tensors have names up to LibTorch 2.12.
+bool has_names(auto& impl) {
+  if constexpr (requires { impl.has_named_tensor_meta(); }) return impl.has_named_tensor_meta();
+  return false;
+}
+
+/// Whether storage, sizes and keys say all of a tensor.
+bool can_be_taken_apart(const at::Tensor& value) {
+  c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
+  return typeid(impl) == typeid(c10::TensorImpl) && storage_of(value) != nullptr &&
+         impl.layout() == c10::kStrided && !impl.is_inference() && !impl.is_python_dispatch() &&
+         !impl.has_symbolic_sizes_strides() && !has_names(impl) && !impl.is_wrapped_number() &&
+         impl.get_backend_meta() == nullptr;
+}
+
+}  // namespace
+
+KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
+                       detail::HooksAround hooks, KeptWhere where)
+    : storage_(storage_of(value)), is_defined_(value.defined()) {
+  if (!is_defined_) return;
+  if (storage_ != nullptr) {
+    device_ = storage_->device();
+    storage_bytes_ = storage_->nbytes();
+    num_bytes_ = static_cast<int64_t>(value.nbytes());
+  }
+  if (can_be_taken_apart(value)) {
+    const c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
+    metadata_.emplace(Metadata{impl.key_set(), impl.dtype(), {}, impl.storage_offset()});
+    metadata_->layout.set_sizes(impl.sizes());
+    metadata_->layout.set_strides(impl.strides());
+  }
+  if (where != KeptWhere::InPlace && !value.is_cpu()) {
+    if (can_move(value)) {
+      try {
+        tensor_ = value.tensor_data().to(c10::kCPU);
+        is_copy_ = true;
+      } catch (const c10::OutOfMemoryError&) {
+        if (where == KeptWhere::OnCpu) throw;
+      }
+    } else if (where == KeptWhere::OnCpu) {
+      throw_unsupported("a policy answered MustCpuOffload for a result that cannot be moved",
+                        "sparse, nested, quantized and meta tensors stay where they are",
+                        "answer PreferCpuOffload, which keeps such a result where it is");
+    }
+    could_not_move_ = !is_copy_;
+    count(is_copy_ ? live_counters.offloads : live_counters.offload_fallbacks);
+  }
+  if (!is_copy_ && !value.is_inference()) {
+    counter_ = value.unsafeGetTensorImpl()->version_counter();
+    version_ = counter_.current_version();
+  }
+  const bool may_meet_hooks = detail::may_meet_hooks_around(region, hooks);
+  if (!is_copy_ && metadata_ && !may_meet_hooks) {
+    data_ = value.storage();
+    return;
+  }
+  if (!is_copy_) tensor_ = value.tensor_data();
+  if (tensor_.is_inference() || !may_meet_hooks) return;
+  const detail::SaveAround around(region, hooks);
+  const SavingInput saving(value);
+  saved_ = std::make_unique<torch::autograd::SavedVariable>(std::exchange(tensor_, {}),
+                                                            /*is_output=*/false);
+}
+
+bool KeptTensor::is_changed() const {
+  return is_defined_ && !is_copy_ && !is_shell() && counter_.enabled() &&
+         counter_.current_version() != version_;
+}
+
+bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
+  return counter_.enabled() &&
+         is_same_counter(counter_, tensor.unsafeGetTensorImpl()->version_counter());
+}
+
+at::Tensor KeptTensor::build(c10::Storage storage) const {
+  std::optional<c10::InferenceMode> normal;  // as what is built was: it has a version
+  if (c10::InferenceMode::is_enabled()) normal.emplace(false);
+  at::Tensor built = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), metadata_->keys,
+                                                              metadata_->dtype);
+  built.unsafeGetTensorImpl()->set_sizes_and_strides(
+      metadata_->layout.sizes_arrayref(), metadata_->layout.strides_arrayref(), metadata_->offset);
+  return built;
+}
+
+/// A copy of a tensor with gaps or repetitions has none; what was saved of it in forward had them.
+at::Tensor KeptTensor::moved_back(const at::Tensor& copy) const {
+  const at::Tensor there = copy.to(device_);
+  if (!metadata_ || there.strides().equals(metadata_->layout.strides_arrayref())) return there;
+  // Not for a few numbers out of a large tensor: all that lies between them would be allocated.
+  constexpr int64_t max_gaps = 4, always_allowed_bytes = 1 << 20;
+  int64_t extent = 1;
+  for (int64_t i = 0; i < there.dim(); ++i)
+    extent += (there.size(i) - 1) * metadata_->layout.stride_at(static_cast<std::size_t>(i));
+  const bool is_large = extent * static_cast<int64_t>(there.element_size()) > always_allowed_bytes;
+  if (there.numel() == 0 || (is_large && extent > max_gaps * there.numel())) return there;
+  at::Tensor value =
+      at::empty_strided(there.sizes(), metadata_->layout.strides_arrayref(), there.options());
+  at::Tensor into = value, from = there;
+  for (int64_t i = 0; i < into.dim(); ++i)
+    if (into.stride(i) == 0 && into.size(i) > 1) {
+      into = into.narrow(i, 0, 1);
+      from = from.narrow(i, 0, 1);
+    }
+  into.copy_(from);
+  return value;
+}
+
+at::Tensor KeptTensor::restore() const {
+  if (!is_defined_) return {};
+  if (is_shell()) {
+    c10::Storage storage(c10::Storage::use_byte_size_t(), storage_bytes_,
+                         at::DataPtr(nullptr, device_), /*allocator=*/nullptr,
+                         /*resizable=*/false);
+    storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        shell_text);
+    return build(std::move(storage));
+  }
+  // As saved_ says, too: somebody wrote to it after it was found to be unchanged.
+  TORCH_CHECK(saved_ != nullptr || !is_changed(),
+              "remat: a kept value was changed in place while a recompute read it");
+  if (!data_) {
+    const at::Tensor value = saved_ != nullptr ? saved_->unpack() : tensor_;
+    return is_copy_ ? moved_back(value) : value.tensor_data();
+  }
+  at::Tensor value = build(data_);
+  value.unsafeGetTensorImpl()->set_version_counter(counter_);
+  return value;
+}
+
+std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
+  if (!metadata_ || is_shell() || will_be_read || is_changed()) return std::nullopt;
+  is_shell_ = true;
+  counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
+  return Holders{std::exchange(data_, {}), std::exchange(tensor_, {}), std::move(saved_)};
+}
+
+bool KeptTensor::is_shell(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return false;
+  // A shell has bytes and no data, which no other storage has outside of tracing.
+  const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
+  auto& impl = const_cast<c10::StorageImpl&>(storage);
+  return impl._mutable_data_ptr_no_checks().get() == nullptr && impl.nbytes() > 0 &&
+         impl.allocator() == nullptr && !impl.resizable() && !tensor.is_meta();
+}
+
+bool KeptTensor::is_shell_error(const std::exception& error) {
+  return std::string_view(error.what()).find(shell_text) != std::string_view::npos;
+}
+
+}  // namespace remat

@@ -1,0 +1,93 @@
+#pragma once
+// One tensor that a region keeps for its recomputes: as it is, through hooks, on the CPU, or as a shell.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/SizesAndStrides.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+
+#include "lib/scope/hook_stack.h"
+
+namespace remat {
+
+/// Where a kept tensor waits.
+enum class KeptWhere {
+  InPlace,
+  OnCpuIfPossible,
+  OnCpu  ///< or an error
+};
+
+/// Note [Kept values]
+/// What is kept is the original without its history: its storage, what it is beside that, and its version
+/// counter, so that a change in place is seen. Inside another region it is saved as a region's input is:
+/// through the hooks of that region, whose forward drops it (Rule 2); through other hooks on request.
+///
+/// A result that autograd never saved and no operator of a recompute will read is not worth its
+/// memory. Such a tensor becomes a shell: shape without data. Who reads the data of a shell all the
+/// same (past the dispatcher, say) meets an error, upon which the recompute is done once more with
+/// the operator run for real (Replay).
+class KeptTensor {
+ public:
+  KeptTensor() = default;
+  /// Throws what the hooks around throw, and CheckpointError if it must be on the CPU and cannot.
+  KeptTensor(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
+             KeptWhere where);
+
+  bool is_defined() const { return is_defined_; }
+  bool is_shell() const { return is_shell_; }
+  bool is_elsewhere() const { return is_copy_ || is_behind_hooks(); }
+  bool is_behind_hooks() const { return saved_ != nullptr && saved_->has_hooks(); }
+  /// Changed in place since, by an alias that shares the version counter.
+  bool is_changed() const;
+  bool shares_version_with(const at::Tensor& tensor) const;
+  /// [bytes] that it keeps; 0 for a shell.
+  int64_t num_bytes() const { return is_shell() ? 0 : num_bytes_; }
+  bool is_on_cpu_instead() const { return is_copy_; }
+  bool could_not_move() const { return could_not_move_; }
+  /// The value, or the shell; may make the region around recompute.
+  at::Tensor restore() const;
+  /// The storage of the original, or null. Only to be compared.
+  const c10::StorageImpl* storage() const { return storage_; }
+
+  /// What holds the data.
+  struct Holders {
+    c10::Storage storage;
+    at::Tensor tensor;
+    std::unique_ptr<torch::autograd::SavedVariable> saved;
+  };
+  /// The forward is over. Gives out what holds data that will not be read, if a shell can stand for it.
+  std::optional<Holders> settle(bool will_be_read);
+  static bool is_shell(const at::Tensor& tensor);
+  /// Whether an error says that the data of a shell were asked for.
+  static bool is_shell_error(const std::exception& error);
+
+ private:
+  /// What a tensor is beside its data.
+  struct Metadata {
+    c10::DispatchKeySet keys;
+    caffe2::TypeMeta dtype;
+    c10::impl::SizesAndStrides layout;
+    int64_t offset = 0;
+  };
+  at::Tensor build(c10::Storage storage) const;
+  at::Tensor moved_back(const at::Tensor& copy) const;
+
+  // One of three, unless it is a shell. An alias costs more than its parts, which most can be taken
+  // into and built of again.
+  c10::Storage data_;
+  at::Tensor tensor_;  ///< inference and sparse tensors, copies, ...
+  std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< where it may meet hooks
+  std::optional<Metadata> metadata_;  ///< unless it cannot be built of its parts
+  c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
+  uint32_t version_ = 0;
+  c10::Device device_ = c10::kCPU;  ///< of the original, where the copy is on the CPU
+  const c10::StorageImpl* storage_ = nullptr;
+  int64_t num_bytes_ = 0;
+  std::size_t storage_bytes_ = 0;  ///< of the original
+  bool is_defined_ = false, is_shell_ = false, is_copy_ = false, could_not_move_ = false;
+};
+
+}  // namespace remat

@@ -1,0 +1,112 @@
+#include "lib/selective/op_traits.h"
+
+#include <c10/util/flat_hash_map.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+
+#include "lib/seam/dispatch_mode.h"
+
+namespace remat {
+
+namespace {
+
+// What autograd and views are made of (the same list as SAC_IGNORED_OPS of torch/utils/checkpoint.py,
+// with the metadata operators that have a name in C++).
+constexpr std::array<std::string_view, 25> passive_names{"aten::detach",
+                                                         "aten::alias",
+                                                         "aten::lift_fresh",
+                                                         "prim::device",
+                                                         "prim::layout",
+                                                         "aten::dim",
+                                                         "aten::numel",
+                                                         "aten::size",
+                                                         "aten::stride",
+                                                         "aten::storage_offset",
+                                                         "aten::is_contiguous",
+                                                         "aten::is_strides_like_format",
+                                                         "aten::is_non_overlapping_and_dense",
+                                                         "aten::sym_size",
+                                                         "aten::sym_stride",
+                                                         "aten::sym_numel",
+                                                         "aten::sym_storage_offset",
+                                                         "aten::is_pinned",
+                                                         "aten::sym_is_contiguous",
+                                                         "aten::is_same_size",
+                                                         "aten::_version",
+                                                         "aten::is_set_to",
+                                                         "aten::_nested_tensor_size",
+                                                         "aten::_nested_tensor_strides",
+                                                         "aten::_nested_tensor_storage_offsets"};
+
+OpTraits find_traits(const c10::OperatorHandle& op) {
+  OpTraits traits;
+  const c10::OperatorName& name = op.operator_name();
+  traits.name = name.name + "." + (name.overload_name.empty() ? "default" : name.overload_name);
+  traits.is_passive =
+      std::find(passive_names.begin(), passive_names.end(), name.name) != passive_names.end();
+  const c10::FunctionSchema& schema = op.schema();
+  traits.is_cast = traits.name == "aten::_to_copy.default";
+  traits.is_mutable = schema.is_mutable();
+  for (const c10::Argument& result : schema.returns())
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) traits.is_view = true;
+  // Shares the storage, though its schema does not say so.
+  if (name.name == "aten::_unsafe_view" || name.name == "aten::_reshape_alias")
+    traits.is_view = true;
+  for (const char* prefix : {"aten::", "aten::new_"})
+    for (const char* blank : {"empty", "zeros", "ones", "full"})
+      traits.is_blank = traits.is_blank || name.name.rfind(std::string(prefix) + blank, 0) == 0;
+  traits.keys_met = seam::keys_met(op);
+  traits.is_composite = op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  traits.is_factory = true;
+  for (const c10::Argument& argument : schema.arguments()) {
+    const std::string type = argument.type()->str();
+    if (type.find("Tensor") != std::string::npos) traits.is_factory = false;
+    if (argument.name() == "generator") traits.is_random = true;
+  }
+  for (const std::string_view constant : {"aten::zeros_like", "aten::ones_like", "aten::full_like",
+                                          "aten::new_zeros", "aten::new_ones", "aten::new_full"})
+    if (name.name == constant) traits.is_factory = true;
+  for (const std::string_view unfilled : {"aten::empty", "aten::new_empty"})
+    if (name.name.rfind(unfilled, 0) == 0) traits.is_factory = true;
+  for (const std::string_view norm :
+       {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
+    if (name.name == norm) traits.is_batch_norm = true;
+  const bool is_ours = name.name.rfind("aten::", 0) == 0 || name.name.rfind("prim", 0) == 0;
+  traits.is_random = traits.is_random || op.hasTag(at::Tag::nondeterministic_seeded) || !is_ours;
+  return traits;
+}
+
+}  // namespace
+
+bool OpTraits::has_side_effect(c10::ArrayRef<c10::IValue> arguments) const {
+  if (!is_batch_norm) return false;
+  constexpr std::size_t running_mean = 3, training = 5;
+  return arguments.size() > training && arguments[running_mean].isTensor() &&
+         arguments[running_mean].toTensor().defined() && arguments[training].toBool();
+}
+
+bool is_made_by(const c10::OperatorHandle& op, std::size_t result) {
+  return op.schema().returns()[result].alias_info() == nullptr;
+}
+
+const OpTraits& traits_of(const c10::OperatorHandle& op) {
+  thread_local ska::flat_hash_map<c10::OperatorHandle, const OpTraits*> known;
+  if (const auto found = known.find(op); found != known.end()) return *found->second;
+  struct All {
+    std::mutex mutex;
+    std::unordered_map<c10::OperatorHandle, std::unique_ptr<const OpTraits>> traits;
+  };
+  static auto* const all = new All;  // leaked: threads may end after static destructors
+  std::lock_guard<std::mutex> lock(all->mutex);
+  auto& place = all->traits[op];
+  if (place == nullptr) place = std::make_unique<const OpTraits>(find_traits(op));
+  known.emplace(op, place.get());
+  return *place;
+}
+
+}  // namespace remat

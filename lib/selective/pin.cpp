@@ -1,0 +1,188 @@
+// Bodies of policy.h that run inside a region: checkpoint_name, pin, save_region.
+
+#include <torch/library.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lib/frame/frame.h"
+#include "lib/scope/hook_stack.h"
+#include "lib/seam/dispatch_mode.h"
+#include "lib/selective/replay.h"
+#include "lib/selective/selection.h"
+#include "remat/policy.h"
+
+namespace remat {
+
+namespace {
+
+/// The operator that policies are asked about for a name. Never called.
+const bool is_name_registered = [] {
+  if (c10::Dispatcher::singleton().findSchema({"remat::checkpoint_name", ""})) return true;
+  static auto* const library =  // leaked: handles to the operator may outlive static destruction
+      new torch::Library(torch::Library::FRAGMENT, "remat", std::nullopt, __FILE__, __LINE__);
+  library->def("checkpoint_name(Tensor x, str name) -> Tensor");
+  return true;
+}();
+
+/// The innermost region, if this thread takes part in it and it is not inside a kept stretch.
+detail::Scope* region_here() {
+  detail::Scope* const region = detail::innermost(detail::Ability::Region);
+  return region == nullptr || region->is_kept_stretch || !region->is_own_thread() ? nullptr
+                                                                                  : region;
+}
+
+/// While save_region() runs its function in forward: what is saved passes the hooks around.
+class StretchScope final : public detail::Scope {
+ public:
+  explicit StretchScope(detail::Scope& region) : region_(region) {
+    is_kept_stretch = true;
+    is_recompute = region.is_recompute;
+    is_inside_recompute = region.is_inside_recompute;
+    answers(detail::Ability::Hooks);
+    answers(detail::Ability::Region);
+  }
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
+    return make_hooks_for(detail::HooksAround::All);
+  }
+  /// A slot of the region's own would stay empty: its recomputes do not run the function.
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(
+      detail::HooksAround which) override {
+    return region_.is_recompute ? nullptr : detail::make_hooks_around(region_, which);
+  }
+  Frame* frame() const override { return region_.frame(); }
+
+ private:
+  detail::Scope& region_;
+};
+
+}  // namespace
+
+at::Tensor checkpoint_name(const at::Tensor& x, std::string name) {
+  detail::Scope* const region = region_here();
+  if (region == nullptr || !x.defined()) return x;
+  Selection* const selection = region->frame()->selection();
+  if (selection == nullptr || !selection->looks_at_names()) return x;
+  const seam::OperatorsUnseen unseen;  // what waits on the CPU is copied
+  if (region->is_recompute) {
+    Replay& replay = *region->replay();
+    const StretchRecord* const kept = replay.next_stretch(typeid(at::Tensor), &x);
+    return kept == nullptr ? x : replay.values_of(*kept, {x}).front();
+  }
+  selection->name(x, name, *region);
+  return x;
+}
+
+at::Tensor pin(const at::Tensor& x) {
+  detail::Scope* const region = region_here();
+  if (region == nullptr || !x.defined()) return x;
+  const seam::OperatorsUnseen unseen;
+  if (region->is_recompute) {
+    Replay* const replay = region->replay();
+    const StretchRecord* const kept =
+        replay == nullptr ? nullptr : replay->next_stretch(typeid(at::Tensor));
+    return kept == nullptr ? x : replay->values_of(*kept, {x}).front();
+  }
+  Selection& selection = region->frame()->selection_or_make();
+  const int64_t number = selection.begin_stretch();
+  auto kept = std::make_shared<StretchRecord>();
+  kept->type = &typeid(at::Tensor);
+  kept->values.push_back(selection.keep_value(x, number, 0, *region));
+  kept->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
+  kept->is_kept = true;
+  selection.note_saved(x);
+  selection.keep_stretch(number, std::move(kept));
+  return x;
+}
+
+namespace detail {
+
+struct KeptStretch::Impl {
+  Scope* region = nullptr;
+  const std::type_info* type = nullptr;
+  int64_t number = -1;
+  DrawMarks marks;
+  std::vector<at::Tensor> read;                                     // in a recompute: the arguments
+  StretchArguments arguments;                                       // in forward
+  std::vector<std::pair<c10::VariableVersion, uint32_t>> versions;  // theirs
+  RegionStart start = RegionStart::here();
+  std::shared_ptr<StretchScope> scope;
+  const StretchRecord* kept = nullptr;
+};
+
+KeptStretch::KeptStretch(const std::type_info& type,
+                         c10::function_ref<void(TensorVisitor)> visit_arguments) {
+  Scope* const region = region_here();
+  if (region == nullptr) return;
+  impl_ = std::make_unique<Impl>();
+  impl_->region = region;
+  impl_->type = &type;
+  if (region->is_recompute) {
+    if (Replay* const replay = region->replay()) impl_->kept = replay->next_stretch(type);
+    if (impl_->kept != nullptr) {
+      visit_arguments([this](at::Tensor& tensor) { impl_->read.push_back(tensor); });
+      return;
+    }
+  } else {
+    Selection& selection = region->frame()->selection_or_make();
+    impl_->number = selection.begin_stretch();
+    impl_->marks = selection.marks();
+    visit_arguments([this](at::Tensor& tensor) {
+      impl_->arguments.add(tensor);
+      if (!tensor.defined() || tensor.is_inference()) return;
+      const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+      impl_->versions.emplace_back(counter, counter.current_version());
+    });
+  }
+  impl_->scope = std::make_shared<StretchScope>(*region);
+  push(impl_->scope);
+}
+
+KeptStretch::~KeptStretch() {
+  if (impl_ != nullptr && impl_->scope != nullptr) pop(*impl_->scope);
+}
+
+bool KeptStretch::is_kept() const { return impl_ != nullptr && impl_->kept != nullptr; }
+
+void* KeptStretch::emptied() const { return impl_->kept->emptied.get(); }
+
+std::vector<at::Tensor> KeptStretch::tensors() {
+  const seam::OperatorsUnseen unseen;
+  return impl_->region->replay()->values_of(*impl_->kept, impl_->read);
+}
+
+void KeptStretch::keep(std::shared_ptr<void> emptied,
+                       c10::function_ref<void(TensorVisitor)> visit_tensors) {
+  if (impl_ == nullptr) return;
+  pop(*std::exchange(impl_->scope, nullptr));
+  if (impl_->number < 0) return;
+  // A function that writes to its argument does so in recomputes, too: nothing is kept of it.
+  if (std::any_of(impl_->versions.begin(), impl_->versions.end(),
+                  [](const auto& each) { return each.first.current_version() != each.second; }))
+    return;
+  const seam::OperatorsUnseen unseen;
+  Selection& selection = *impl_->region->frame()->selection();
+  auto kept = std::make_shared<StretchRecord>();
+  kept->type = impl_->type;
+  DevicesMet met = impl_->region->frame()->devices_met();
+  visit_tensors([&met](const at::Tensor& value) { met.add(value); });
+  kept->draws = selection.since(impl_->marks, met);
+  visit_tensors([&](at::Tensor& place) {
+    const at::Tensor value = std::exchange(place, at::Tensor());
+    kept->values.push_back(
+        selection.keep_value(value, impl_->number, kept->values.size(), *impl_->region));
+    if (value.defined()) selection.note_saved(value);
+    // The result that the function returned, and `value`.
+    constexpr std::size_t num_owners = 2;
+    std::vector<at::Tensor> leaves;
+    kept->values.back().history = history_of(value, num_owners, impl_->arguments, impl_->start,
+                                             impl_->region->frame()->start(), leaves);
+    for (const at::Tensor& leaf : leaves) kept->leaves.emplace_back(leaf.getIntrusivePtr());
+  });
+  kept->emptied = std::move(emptied);
+  kept->is_kept = true;
+  selection.keep_stretch(impl_->number, std::move(kept));
+}
+
+}  // namespace detail
+}  // namespace remat

@@ -1,0 +1,278 @@
+// Bodies of policy.h: the ready-made policies.
+
+#include "remat/policy.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "lib/selective/op_traits.h"
+#include "lib/selective/policy_rule.h"
+
+namespace remat {
+
+namespace {
+
+using Answer = CheckpointPolicy;
+
+/// From the strongest wish to save to the weakest.
+int strength(Answer answer) {
+  switch (answer) {
+    case Answer::MustSave:
+      return 5;
+    case Answer::MustCpuOffload:
+      return 4;
+    case Answer::PreferSave:
+      return 3;
+    case Answer::PreferCpuOffload:
+      return 2;
+    case Answer::PreferRecompute:
+      return 1;
+    case Answer::MustRecompute:
+      return 0;
+  }
+  return 0;
+}
+
+Answer stronger(Answer a, Answer b) { return strength(a) >= strength(b) ? a : b; }
+
+/// All operators by their name without overload. There are thousands, and policies are often made
+/// where they are used, so they are listed once, and again when a name is not found: a library may
+/// have been loaded since.
+class OperatorIndex {
+ public:
+  std::vector<c10::OperatorHandle> named(const std::string& base) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = by_name_.find(base);
+    if (found == by_name_.end()) {
+      list_all();
+      found = by_name_.find(base);
+    }
+    return found == by_name_.end() ? std::vector<c10::OperatorHandle>() : found->second;
+  }
+
+ private:
+  void list_all() {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    by_name_.clear();
+    for (const c10::OperatorName& each : dispatcher.getAllOpNames())
+      if (const auto op = dispatcher.findSchema(each)) by_name_[each.name].push_back(*op);
+  }
+  std::mutex mutex_;
+  std::unordered_map<std::string, std::vector<c10::OperatorHandle>> by_name_;
+};
+
+/// The operators that a name means; see `save_ops`.
+std::vector<c10::OperatorHandle> operators_named(const std::string& name) {
+  static auto* const index = new OperatorIndex;  // leaked: handles outlive static destruction
+  const std::size_t dot = name.find('.');
+  std::vector<c10::OperatorHandle> ops = index->named(name.substr(0, dot));
+  if (dot == std::string::npos) return ops;
+  const std::string overload = name.substr(dot + 1);
+  std::erase_if(ops, [&](const c10::OperatorHandle& op) {
+    return op.operator_name().overload_name != (overload == "default" ? "" : overload);
+  });
+  return ops;
+}
+
+/// "mm" for "aten::nm": names that differ in little.
+std::string similar_names(const std::string& name) {
+  const std::string base = name.substr(0, name.find('.'));
+  const std::string bare =
+      base.substr(base.rfind(':') == std::string::npos ? 0 : base.rfind(':') + 1);
+  std::vector<std::string> similar;
+  for (const c10::OperatorName& each : c10::Dispatcher::singleton().getAllOpNames()) {
+    const std::string other = each.name.substr(each.name.rfind(':') + 1);
+    const bool is_same_base = each.name == base || other == bare;
+    if (!is_same_base) continue;
+    similar.push_back(each.name + "." +
+                      (each.overload_name.empty() ? "default" : each.overload_name));
+    if (similar.size() == 6) break;
+  }
+  std::sort(similar.begin(), similar.end());
+  return similar.empty() ? "" : fmt::format(" Registered are: {}.", fmt::join(similar, ", "));
+}
+
+Policy by_ops(const std::vector<std::string>& names, Answer answer, SelectiveOptions options,
+              const char* function) {
+  PolicyRule::Answers answers;
+  for (const std::string& name : names) {
+    const auto ops = operators_named(name);
+    TORCH_CHECK_VALUE(!ops.empty(), "remat::", function, ": there is no operator \"", name, "\".",
+                      similar_names(name),
+                      " Do: give a registered name, as \"aten::mm\" (every overload), "
+                      "\"aten::add.Tensor\" (one) or \"aten::mm.default\" (the unnamed one).");
+    bool can_be_kept = false, is_composite = false;
+    for (const c10::OperatorHandle& op : ops) {
+      answers[op] = answer;
+      const OpTraits& traits = traits_of(op);
+      is_composite = is_composite || traits.is_composite;
+      can_be_kept = can_be_kept || (!traits.is_composite && traits.can_be_kept());
+    }
+    if (can_be_kept) continue;
+    const char* const reason =
+        is_composite
+            ? "\" consists of other operators and never reaches a policy itself. Do: list "
+              "the operators it consists of; a policy function sees their names."
+            : "\" writes to an argument, returns a view of one or makes a blank tensor, so "
+              "that it always runs again. Do: list the operator that makes the values.";
+    TORCH_WARN("remat::", function, ": \"", name, reason);
+  }
+  return PolicyRule::policy(
+      std::make_shared<const PolicyRule>(std::move(answers), Answer::PreferRecompute,
+                                         PolicyRule::Names(), Answer::PreferRecompute, options));
+}
+
+Policy by_names(const std::vector<std::string>& names, Answer answer, Answer others) {
+  PolicyRule::Names answers;
+  for (const std::string& name : names) answers[name] = answer;
+  return PolicyRule::policy(std::make_shared<const PolicyRule>(
+      PolicyRule::Answers(), others, std::move(answers), others, SelectiveOptions()));
+}
+
+}  // namespace
+
+PolicyRule::PolicyRule(PolicyFn fn, SelectiveOptions options)
+    : fn_(std::move(fn)), options_(options) {}
+
+PolicyRule::PolicyRule(Answers ops, Answer other_ops, Names names, Answer other_names,
+                       SelectiveOptions options)
+    : ops_(std::move(ops)),
+      other_ops_(other_ops),
+      names_(std::move(names)),
+      other_names_(other_names),
+      options_(options) {
+  for (const auto& [name, answer] : names_) unseen_.emplace(name, true);
+}
+
+std::optional<Answer> PolicyRule::answer_to_all(const c10::OperatorHandle& op) const {
+  if (fn_) return std::nullopt;
+  const auto found = ops_.find(op);
+  return found == ops_.end() ? other_ops_ : found->second;
+}
+
+Answer PolicyRule::answer(const PolicyContext& question) const {
+  if (fn_) return fn_(question);
+  if (question.name.empty()) return *answer_to_all(question.op);
+  const auto found = names_.find(question.name);
+  return found == names_.end() ? other_names_ : found->second;
+}
+
+void PolicyRule::see(const std::string& name) const {
+  for (const auto& each : {first_, second_})
+    if (each != nullptr) each->see(name);
+  std::lock_guard<std::mutex> lock(mutex_);
+  unseen_.erase(name);
+}
+
+void PolicyRule::warn_about_unseen() const {
+  for (const auto& each : {first_, second_})
+    if (each != nullptr) each->warn_about_unseen();
+  std::vector<std::string> names;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (std::exchange(has_warned_, true)) return;
+    for (const auto& [name, unused] : unseen_) names.push_back(name);
+  }
+  if (!names.empty())
+    TORCH_WARN("remat: a policy lists ", fmt::format("\"{}\"", fmt::join(names, "\", \"")),
+               ", but no value was given that name by remat::checkpoint_name in a region with this "
+               "policy. Do: compare the spelling.");
+}
+
+std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const PolicyRule> a,
+                                                     std::shared_ptr<const PolicyRule> b) {
+  if (a == nullptr || b == nullptr) return a == nullptr ? b : a;
+  const SelectiveOptions options{
+      a->options_.allow_cache_entry_mutation || b->options_.allow_cache_entry_mutation,
+      a->options_.save_through_hooks || b->options_.save_through_hooks,
+      a->options_.ask_again || b->options_.ask_again};
+  if (a->fn_ || b->fn_) {
+    auto both = std::make_shared<PolicyRule>(
+        [a, b](const PolicyContext& question) {
+          return stronger(a->answer(question), b->answer(question));
+        },
+        options);
+    both->first_ = a;
+    both->second_ = b;
+    return both;
+  }
+  Answers ops;
+  for (const PolicyRule* each : {a.get(), b.get()})
+    for (const auto& [op, unused] : each->ops_)
+      ops[op] = stronger(*a->answer_to_all(op), *b->answer_to_all(op));
+  Names names;
+  const auto answer_of = [](const PolicyRule& rule, const std::string& name) {
+    const auto found = rule.names_.find(name);
+    return found == rule.names_.end() ? rule.other_names_ : found->second;
+  };
+  for (const PolicyRule* each : {a.get(), b.get()})
+    for (const auto& [name, unused] : each->names_) {
+      const Answer first = answer_of(*a, name), second = answer_of(*b, name);
+      const bool both_keep = is_keeping(first) && is_keeping(second);
+      TORCH_CHECK_VALUE(!(both_keep && a->names_.contains(name) && b->names_.contains(name) &&
+                          is_offloading(first) != is_offloading(second)),
+                        "remat: the name \"", name,
+                        "\" is to be saved by one policy and offloaded by the other. Do: list it "
+                        "in one of them.");
+      names[name] = stronger(first, second);
+    }
+  return std::make_shared<const PolicyRule>(std::move(ops), stronger(a->other_ops_, b->other_ops_),
+                                            std::move(names),
+                                            stronger(a->other_names_, b->other_names_), options);
+}
+
+Policy::Policy() = default;
+Policy::Policy(PolicyFn fn, SelectiveOptions options)
+    : rule_(fn ? std::make_shared<const PolicyRule>(std::move(fn), options) : nullptr) {}
+Policy::Policy(std::shared_ptr<const PolicyRule> rule) : rule_(std::move(rule)) {}
+
+Policy save_ops(std::vector<std::string> ops, SelectiveOptions options) {
+  return by_ops(ops, Answer::MustSave, options, "save_ops");
+}
+
+Policy offload_ops(std::vector<std::string> ops, SelectiveOptions options) {
+  return by_ops(ops, Answer::MustCpuOffload, options, "offload_ops");
+}
+
+Policy save_matmuls() {
+  static const Policy policy = [] {
+    std::vector<std::string> ops{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
+                                 "aten::convolution"};
+    // Each device has attention of its own, and releases differ in what they have.
+    for (const char* name :
+         {"aten::_scaled_dot_product_flash_attention_for_cpu",
+          "aten::_scaled_dot_product_flash_attention",
+          "aten::_scaled_dot_product_efficient_attention",
+          "aten::_scaled_dot_product_cudnn_attention",
+          "aten::_scaled_dot_product_fused_attention_overrideable",
+          "aten::_flash_attention_forward", "aten::_efficient_attention_forward"})
+      if (!operators_named(name).empty()) ops.emplace_back(name);
+    return save_ops(std::move(ops));
+  }();
+  return policy;
+}
+
+Policy save_names(std::vector<std::string> names) {
+  return by_names(names, Answer::MustSave, Answer::PreferRecompute);
+}
+
+Policy save_all_but_names(std::vector<std::string> names) {
+  return by_names(names, Answer::MustRecompute, Answer::PreferSave);
+}
+
+Policy offload_names(std::vector<std::string> names) {
+  return by_names(names, Answer::MustCpuOffload, Answer::PreferRecompute);
+}
+
+Policy operator|(Policy a, Policy b) {
+  return PolicyRule::policy(PolicyRule::either(PolicyRule::of(a), PolicyRule::of(b)));
+}
+
+}  // namespace remat

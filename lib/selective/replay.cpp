@@ -1,0 +1,424 @@
+#include "lib/selective/replay.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lib/base/planted_fault.h"
+#include "lib/frame/filler.h"
+#include "lib/frame/frame.h"
+#include "lib/frame/inputs.h"
+#include "lib/frame/mismatch.h"
+#include "lib/tensor/content_hash.h"
+
+namespace remat {
+
+namespace {
+
+constexpr std::size_t max_listed = 8;
+
+}  // namespace
+
+Replay::Replay(Frame& frame, Filler& filler, const std::vector<at::Tensor>& inputs)
+    : frame_(frame), filler_(filler), selection_(*frame.selection()), given_(inputs) {
+  // Else they are seen on behalf of another region, or because forward saw them.
+  looks_ = selection_.rule() != nullptr && (!selection_.is_settled() || selection_.has_calls());
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    inputs_.emplace_back(storage_of(inputs[i]), frame.inputs().storage_number(i));
+  c10::SmallVector<const KeptTensor*, 8> behind_hooks;
+  {
+    const auto forward = selection_.lock();
+    const auto add = [&](const KeptTensor& each) {
+      // One that was changed is never given out, and whoever holds it might refuse.
+      if (each.is_behind_hooks() && !each.is_changed()) behind_hooks.push_back(&each);
+    };
+    for (const OpRecord& op : selection_.operators())
+      for (const auto& call : op.calls)
+        if (call != nullptr && call->is_kept)
+          for (const KeptResult& result : call->kept)
+            for (const KeptTensor& each : result.tensors) add(each);
+    for (const auto& stretch : selection_.stretches())
+      if (stretch != nullptr)
+        for (const StretchRecord::Value& each : stretch->values) add(each.tensor);
+  }
+  for (const KeptTensor* each : behind_hooks) fetched_.emplace(each, each->restore());
+}
+
+at::Tensor Replay::restore(const KeptTensor& kept) const {
+  const auto found = fetched_.find(&kept);
+  return found == fetched_.end() ? kept.restore() : found->second.tensor_data();
+}
+
+bool Replay::is_input(const c10::StorageImpl* storage, int64_t storage_number) const {
+  return storage != nullptr && storage_number >= 0 &&
+         std::find(inputs_.begin(), inputs_.end(), std::pair(storage, storage_number)) !=
+             inputs_.end();
+}
+
+Replay::Counted Replay::count(const c10::OperatorHandle& op) {
+  int64_t number = selection_.number_of(op);
+  if (number < 0) {
+    const auto known = std::find(strangers_.begin(), strangers_.end(), op);
+    // Far from the numbers of forward's operators, of which there may still come some.
+    constexpr int64_t first_stranger = 1 << 20;
+    number = first_stranger + (known - strangers_.begin());
+    if (known == strangers_.end()) strangers_.push_back(op);
+    sequence_.push_back(static_cast<uint32_t>(number));
+    return {number, 0};
+  }
+  const auto index = static_cast<std::size_t>(number);
+  if (counts_.size() <= index) counts_.resize(index + 1);
+  sequence_.push_back(static_cast<uint32_t>(number));
+  return {number, counts_[index]++};
+}
+
+void Replay::note_results(const c10::OperatorHandle& op, Counted counted,
+                          c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
+  const OpTraits& traits = traits_of(op);
+  if (traits.is_view) return;
+  uint32_t output = 0;
+  for (std::size_t i = 0; i < results.size(); ++i)
+    visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
+      const Producer producer{static_cast<uint32_t>(counted.op), counted.call, output++,
+                              traits.is_factory};
+      if (is_made_by(op, i) && !given.contain(tensor)) producers_.add(tensor, producer);
+    });
+}
+
+int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto forward = selection_.lock();
+  if (has_shells_)
+    for (const c10::IValue& argument : arguments)
+      visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
+  return count(op).call;
+}
+
+void Replay::after_inner(const c10::OperatorHandle& op, int64_t call,
+                         c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto forward = selection_.lock();
+  const int64_t number = selection_.number_of(op);
+  if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results, given);
+}
+
+bool Replay::is_handed_out(const at::Tensor& tensor) const {
+  const auto* const storage = storage_of(tensor);
+  return storage != nullptr &&
+         std::find(handed_out_.begin(), handed_out_.end(), storage) != handed_out_.end();
+}
+
+void Replay::check_saved(const at::Tensor& saved) {
+  if (KeptTensor::is_shell(saved)) has_read_shell_ = true;
+}
+
+std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now) {
+  const std::string was = then.description.text();
+  if (!now.defined() || !then.description.describes(now)) {
+    if (!now.defined() && then.description.is_undefined()) return "";
+    return fmt::format("was {} and is {}", was,
+                       now.defined() ? Description(now, false).text() : "undefined");
+  }
+  const c10::StorageImpl* const storage = storage_of(now);
+  if (storage != nullptr && then.storage._unsafe_get_target() == storage) return "";
+  if (is_input(storage, then.input)) return "";
+  if (const c10::TensorImpl* const leaf = leaf_behind(now);
+      leaf != nullptr && leaf->has_storage()) {
+    const c10::StorageImpl* const source = leaf->unsafe_storage().unsafeGetStorageImpl();
+    if (source == then.leaf._unsafe_get_target() || is_input(source, then.leaf_input)) return "";
+  }
+  const auto made = producers_.find(now);
+  const bool has_same_contents =
+      !then.contents || KeptTensor::is_shell(now) || *then.contents == digest_of(now);
+  const bool is_origin_known = !then.producer || then.producer->is_known;
+  if (is_origin_known && then.producer && made) {
+    const bool is_same = made->producer == *then.producer && made->num_changes == then.num_changes;
+    return is_same && has_same_contents ? "" : fmt::format("{} is the result of another call", was);
+  }
+  // A storage of no operator: a scalar, say, or what the function read from elsewhere.
+  if (!is_origin_known || (!then.producer && then.input < 0 && then.storage.expired()))
+    return has_same_contents ? "" : fmt::format("{} has other contents", was);
+  return fmt::format("{} comes from elsewhere", was);
+}
+
+void Replay::check_arguments(const CallRecord& record, const c10::OperatorHandle& op,
+                             Counted counted, c10::ArrayRef<c10::IValue> arguments) {
+  std::size_t tensor_number = 0, other_number = 0;
+  std::string difference_text;
+  for (const c10::IValue& argument : arguments) {
+    bool holds_tensors = false;
+    visit_tensors_in(argument, [&](const at::Tensor& tensor) {
+      holds_tensors = true;
+      if (!difference_text.empty()) return;
+      if (tensor_number >= record.tensors.size()) {
+        difference_text = "there are more tensors";
+        return;
+      }
+      const std::string text = difference(record.tensors[tensor_number], tensor);
+      if (!text.empty()) difference_text = fmt::format("tensor {}: {}", tensor_number, text);
+      ++tensor_number;
+    });
+    if (holds_tensors || argument.isGenerator() || !difference_text.empty()) continue;
+    if (other_number >= record.others.size() ||
+        !is_same_value(record.others[other_number], argument))
+      difference_text = "an argument that is no tensor has another value";
+    ++other_number;
+  }
+  if (difference_text.empty() && (tensor_number != record.tensors.size()))
+    difference_text = "there are fewer tensors";
+  if (!difference_text.empty()) mismatch(op, counted, arguments, &record, difference_text);
+}
+
+void Replay::skip(const DrawSkips& draws) {
+  if (is_planted(Fault::KeptDraws)) return;
+  const auto replays = frame_.draw_logs();
+  detail::Scope* const scope = detail::innermost(detail::Ability::Region);
+  for (std::size_t i = 0; i < std::min(draws.logs.size(), replays.size()); ++i)
+    if (DrawReplay* const replay =
+            scope == nullptr ? nullptr : scope->draw_replay(replays[i]->generator()))
+      replay->skip(draws.logs[i]);
+  DeviceRng::set(draws.others);
+}
+
+void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted) {
+  const uint32_t op = static_cast<uint32_t>(counted.op);
+  uint32_t output = 0;
+  const CallRecord* from = &record;
+  if (is_planted(Fault::KeptResult))
+    for (const auto& other : selection_.operators()[op].calls)
+      if (other != nullptr && other->kept.size() == record.kept.size()) from = other.get();
+  for (const KeptResult& kept : from->kept) {
+    std::vector<at::Tensor> tensors;
+    for (const KeptTensor& each : kept.tensors) {
+      tensors.push_back(restore(each));
+      has_shells_ = has_shells_ || each.is_shell();
+      producers_.add(tensors.back(), {op, counted.call, output++, false});
+      if (const auto* storage = storage_of(tensors.back())) handed_out_.push_back(storage);
+    }
+    if (kept.is_tensor)
+      stack.emplace_back(tensors.empty() ? at::Tensor() : std::move(tensors.front()));
+    else if (kept.is_list)
+      stack.emplace_back(std::move(tensors));
+    else
+      stack.push_back(kept.plain);
+  }
+}
+
+void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                          Counted counted) {
+  const OpTraits& traits = traits_of(op);
+  const auto arguments = arguments_of(op, stack);
+  if (has_shells_ && !traits.is_view)
+    for (const c10::IValue& argument : arguments)
+      visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
+  // Elsewhere the read ends in an error, which the engine carries (KeptTensor::is_shell_error).
+  if (has_read_shell_ && filler_.is_on_own_ground()) throw StopSignal{};
+  if (traits.is_mutable && !handed_out_.empty())
+    visit_written(op, arguments, [&](const at::Tensor& tensor) {
+      if (is_handed_out(tensor))
+        fail(CheckpointError::Kind::SelectiveMutation,
+             fmt::format("the recompute writes to a kept result ({}), which forward did not",
+                         traits.name),
+             "the function does not compute the same again, or wrote past the dispatcher",
+             "do not keep a result that is changed in place");
+    });
+  const StoragesOf given(arguments);
+  op.callBoxed(&stack);
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  note_results(op, counted, results_of(op, stack), given);
+}
+
+void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  if (!looks_) return op.callBoxed(&stack);
+  std::unique_lock<std::recursive_mutex> lock(mutex_);
+  std::unique_lock<SpinLock> forward = selection_.lock();
+  const Counted counted = count(op);
+  const auto arguments = arguments_of(op, stack);
+  const OpRecord* const known = static_cast<std::size_t>(counted.op) < selection_.operators().size()
+                                    ? &selection_.operators()[static_cast<std::size_t>(counted.op)]
+                                    : nullptr;
+  const CallRecord* record = known != nullptr && counted.call < known->calls.size()
+                                 ? known->calls[counted.call].get()
+                                 : nullptr;
+  const bool is_let_go = record != nullptr && record->is_let_go;
+  // Forward waits for a backward, and has not come to this call.
+  const bool is_ahead =
+      !selection_.is_settled() && (known == nullptr || counted.call >= known->calls.size());
+  if (record != nullptr && !record->is_kept) record = nullptr;
+  if (record != nullptr && record->is_applied && !is_handed_out(arguments[0].toTensor()))
+    record = nullptr;  // what it writes to was computed for real
+  const PolicyRule& rule = *selection_.rule();
+  const OpTraits& traits = traits_of(op);
+  bool wants_kept = record != nullptr;
+  if (rule.options().ask_again && traits.can_be_kept() && !Packing::is_under_way()) {
+    forward = {};
+    lock.unlock();
+    static const std::string no_name;
+    wants_kept =
+        is_keeping(rule.answer({op, traits.name, arguments, /*is_recompute=*/true, no_name}));
+    lock.lock();
+    wants_kept = wants_kept && !is_let_go && !is_ahead;
+    if (wants_kept && record == nullptr)
+      mismatch(op, counted, arguments, nullptr,
+               "the policy, asked again, wants a result that forward did not keep");
+  } else if (record == nullptr && known != nullptr && counted.call >= known->calls.size() &&
+             selection_.is_settled() &&
+             std::any_of(known->calls.begin(), known->calls.end(),
+                         [](const auto& call) { return call != nullptr && call->is_kept; })) {
+    mismatch(
+        op, counted, arguments, nullptr,
+        fmt::format("forward made {} calls of it and kept results, this one has no kept result",
+                    known->calls.size()));
+  }
+  if (!wants_kept || record->runs_for_real) {
+    forward = {};
+    lock.unlock();
+    return run_for_real(op, stack, counted);
+  }
+  check_arguments(*record, op, counted, arguments);
+  if (record->is_changed()) {
+    // What reads no tensor is filled in place everywhere (ones().tril_()), and made again as well.
+    if (!rule.options().allow_cache_entry_mutation && !traits.is_factory)
+      fail(CheckpointError::Kind::SelectiveMutation,
+           fmt::format("the result of {}, call {}, was kept and then changed in place", traits.name,
+                       counted.call),
+           "an in-place operator, in the region or after it, wrote to the kept tensor",
+           "keep another result, use the operator that does not write in place, or set "
+           "SelectiveOptions::allow_cache_entry_mutation, with which such a call runs again");
+    forward = {};
+    lock.unlock();
+    return run_for_real(op, stack, counted);
+  }
+  if (record->draws != nullptr) skip(*record->draws);
+  if (record->is_applied) {  // Note [Writing to a kept result]
+    torch::jit::drop(stack, arguments.size() - 1);
+    return;
+  }
+  torch::jit::drop(stack, arguments.size());
+  push_results(*record, stack, counted);
+}
+
+const StretchRecord* Replay::next_stretch(const std::type_info& type, const at::Tensor* named) {
+  filler_.break_group();
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  const auto forward = selection_.lock();
+  const bool is_beyond = next_stretch_ >= selection_.stretches().size();
+  // Forward waits for a backward before this call: nothing that follows here is looked at.
+  if (is_beyond && !selection_.is_settled()) return nullptr;
+  if (is_beyond)
+    fail(CheckpointError::Kind::SelectiveMismatch,
+         "the recompute calls pin, checkpoint_name or save_region more often than forward did",
+         "the function does not compute the same again",
+         "make the calls depend on nothing that changes between forward and backward");
+  const StretchRecord* const stretch = selection_.stretches()[next_stretch_++].get();
+  if (stretch == nullptr || !stretch->is_kept) return nullptr;
+  if (*stretch->type != type)
+    fail(CheckpointError::Kind::SelectiveMismatch,
+         fmt::format("call {} of pin, checkpoint_name or save_region was another one in forward",
+                     next_stretch_ - 1),
+         "the function does not compute the same again",
+         "make the calls depend on nothing that changes between forward and backward");
+  for (const StretchRecord::Value& each : stretch->values)
+    if (each.tensor.is_changed()) {
+      // As a call whose result was changed is made again.
+      if (named != nullptr && stretch->is_name && !each.tensor.shares_version_with(*named) &&
+          selection_.rule()->options().allow_cache_entry_mutation) {
+        if (each.made && !producers_.find(*named))
+          producers_.add(*named, each.made->producer, each.made->num_changes);
+        return nullptr;
+      }
+      fail(CheckpointError::Kind::SelectiveMutation,
+           "a value that pin or save_region keeps was changed in place after forward",
+           "an in-place operator, in the region or after it, wrote to it",
+           "pin a copy of it, or use the operator that does not write in place");
+    }
+  skip(stretch->draws);
+  return stretch;
+}
+
+std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
+                                          const std::vector<at::Tensor>& read) {
+  std::vector<at::Tensor> values, sources = given_;
+  for (const WeakTensor& each : stretch.leaves)
+    if (auto leaf = each.lock()) sources.emplace_back(std::move(leaf));
+  for (const StretchRecord::Value& each : stretch.values) {
+    const at::Tensor value = restore(each.tensor);
+    values.push_back(value.defined() ? roles_.give(value, each.role, each.history, read, sources)
+                                     : value);
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    if (each.made) producers_.add(values.back(), each.made->producer, each.made->num_changes);
+  }
+  return values;
+}
+
+std::string Replay::lists() const {
+  const auto name = [this](uint32_t number) {
+    constexpr uint32_t first_stranger = 1 << 20;
+    return number >= first_stranger ? traits_of(strangers_[number - first_stranger]).name
+                                    : selection_.operators()[number].traits->name;
+  };
+  const auto& forward = selection_.sequence();
+  std::size_t first = 0;
+  while (first < std::min(forward.size(), sequence_.size()) && forward[first] == sequence_[first])
+    ++first;
+  if (first == sequence_.size() && first > 0) --first;  // no difference but in what it reads
+  const std::size_t from = first < max_listed / 2 ? 0 : first - max_listed / 2;
+  std::string text = fmt::format(
+      "Operators ({} in forward, {} so far in the recompute):\n"
+      "  {:>5}  {:<40} recompute\n",
+      forward.size(), sequence_.size(), "", "forward");
+  for (std::size_t i = from; i < from + max_listed; ++i) {
+    if (i >= forward.size() && i >= sequence_.size()) break;
+    text += fmt::format("  {:>5}{} {:<40} {}\n", i, i == first ? ">" : " ",
+                        i < forward.size() ? name(forward[i]) : "",
+                        i < sequence_.size() ? name(sequence_[i]) : "");
+  }
+  return text;
+}
+
+void Replay::fail(CheckpointError::Kind kind, const std::string& fact, const std::string& cause,
+                  const std::string& advice) {
+  try {
+    throw_selective(frame_, kind, fact, cause, advice, lists(), filler_.take_differences());
+  } catch (...) {
+    note_mismatch();
+    throw;
+  }
+}
+
+void Replay::note_mismatch() {
+  // All that was asked for is there; user code caught the stop and went another way.
+  if (filler_.has_stopped()) return;
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  if (mismatch_ == nullptr) mismatch_ = std::current_exception();
+}
+
+void Replay::check_backward(const torch::autograd::edge_list& roots,
+                            const torch::autograd::edge_list& targets) {
+  try {
+    roles_.check(roots, targets);
+  } catch (...) {
+    note_mismatch();
+    throw;
+  }
+}
+
+void Replay::mismatch(const c10::OperatorHandle& op, Counted counted,
+                      c10::ArrayRef<c10::IValue> arguments, const CallRecord* record,
+                      const std::string& fact) {
+  fail(CheckpointError::Kind::SelectiveMismatch,
+       fmt::format("{}, call {}: {}\n  in forward: {}\n  now:        {}", traits_of(op).name,
+                   counted.call, fact, record == nullptr ? "(not kept)" : text_of(*record),
+                   text_of(arguments)),
+       "the function does not compute the same again: other operators, another order, or other "
+       "tensors",
+       "make it depend on nothing that changes between forward and backward, or keep the decision "
+       "itself with remat::pin");
+}
+
+void Replay::rethrow_mismatch() const {
+  if (mismatch_ != nullptr) std::rethrow_exception(mismatch_);
+}
+
+}  // namespace remat

@@ -1,0 +1,100 @@
+#pragma once
+// One recompute under a Selection: answers operator calls with what forward kept of them.
+
+#include <c10/util/SmallVector.h>
+
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <typeinfo>
+#include <vector>
+
+#include "lib/selective/kept_gradients.h"
+#include "lib/selective/selection.h"
+#include "remat/error.h"
+
+namespace remat {
+
+class Filler;
+
+class Replay {
+ public:
+  /// Restores all that is kept, which may make the region around recompute. `inputs`: the region's,
+  /// for this recompute.
+  Replay(Frame& frame, Filler& filler, const std::vector<at::Tensor>& inputs);
+
+  void run(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+  int64_t before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
+  void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results,
+                   const StoragesOf& given);
+
+  /// The next stretch, in forward's order; null if forward kept nothing of it. Its draws are passed
+  /// over. Throws if forward's was of another type. `named`: what was given a name; it stands for a
+  /// kept value that was changed in place, where the policy allows that and it is another tensor.
+  const StretchRecord* next_stretch(const std::type_info& type, const at::Tensor* named = nullptr);
+  /// `read`: what the stretch would read now, and through which a gradient must not be taken.
+  std::vector<at::Tensor> values_of(const StretchRecord& stretch,
+                                    const std::vector<at::Tensor>& read);
+
+  /// The data of a shell were needed: the recompute is worth nothing and must be done once more.
+  bool has_read_shell() const { return has_read_shell_; }
+  void note_read_shell() { has_read_shell_ = true; }
+  /// A tensor that autograd saves.
+  void check_saved(const at::Tensor& saved);
+  /// A mismatch counts also if the function caught it.
+  void rethrow_mismatch() const;
+  /// The function has ended. Who looks at what only the run owns must not find its graph alive.
+  void end() { roles_.clear(); }
+  /// The exception at hand is one.
+  void note_mismatch();
+  /// A backward begins in the recompute, and may not ask a kept value for what it does not know.
+  void check_backward(const torch::autograd::edge_list& roots,
+                      const torch::autograd::edge_list& targets);
+
+ private:
+  struct Counted {
+    int64_t op;  ///< in the Selection, or in `strangers_` from its number of operators on
+    uint32_t call;
+  };
+  Counted count(const c10::OperatorHandle& op);
+  void run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stack, Counted counted);
+  void note_results(const c10::OperatorHandle& op, Counted counted,
+                    c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
+  void check_arguments(const CallRecord& record, const c10::OperatorHandle& op, Counted counted,
+                       c10::ArrayRef<c10::IValue> arguments);
+  std::string difference(const ArgumentRecord& then, const at::Tensor& now);
+  void push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted);
+  void skip(const DrawSkips& draws);
+  bool is_input(const c10::StorageImpl* storage, int64_t storage_number) const;
+  [[noreturn]] void mismatch(const c10::OperatorHandle& op, Counted counted,
+                             c10::ArrayRef<c10::IValue> arguments, const CallRecord* record,
+                             const std::string& fact);
+  [[noreturn]] void fail(CheckpointError::Kind kind, const std::string& fact,
+                         const std::string& cause, const std::string& advice);
+  std::string lists() const;
+  bool is_handed_out(const at::Tensor& tensor) const;
+  at::Tensor restore(const KeptTensor& kept) const;
+
+  Frame& frame_;
+  Filler& filler_;
+  Selection& selection_;
+  mutable std::recursive_mutex mutex_;  // a backward inside may run on other threads
+  const std::vector<at::Tensor> given_;
+  std::vector<std::pair<const c10::StorageImpl*, int64_t>> inputs_;  // and their forward's number
+  std::vector<uint32_t> counts_;
+  std::vector<c10::OperatorHandle> strangers_;  // operators that forward did not call
+  std::vector<uint32_t> sequence_;
+  Producers producers_;
+  KeptRoles roles_;
+  /// What came back through hooks. It is fetched before the function runs: where an operator is
+  /// handled autograd is off, and a recompute of the region around could not run.
+  std::unordered_map<const KeptTensor*, at::Tensor> fetched_;
+  std::vector<const c10::StorageImpl*> handed_out_;
+  bool looks_ = false;  ///< at operators
+  std::size_t next_stretch_ = 0;
+  bool has_shells_ = false;
+  std::atomic<bool> has_read_shell_{false};
+  std::exception_ptr mismatch_;
+};
+
+}  // namespace remat

@@ -1,0 +1,459 @@
+#include "lib/selective/selection.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "lib/frame/frame.h"
+#include "lib/seam/engine.h"
+#include "lib/tensor/content_hash.h"
+
+namespace remat {
+
+namespace {
+
+/// Contents of tensors up to this size are compared where their origin is not known.
+constexpr std::size_t max_compared_bytes = 4096;
+
+/// Notes the contents of arguments that no operator, or anyone else, may have filled. Runs operators.
+void note_contents(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
+  std::size_t number = 0;
+  for (const c10::IValue& argument : arguments)
+    visit_tensors_in(argument, [&](const at::Tensor& tensor) {
+      ArgumentRecord& each = record.tensors[number++];
+      const bool may_be_filled = !each.producer || each.producer->is_factory;
+      if (may_be_filled && each.input < 0 && storage_of(tensor) != nullptr && tensor.is_cpu() &&
+          tensor.layout() == c10::kStrided && !tensor.is_nested() &&
+          tensor.nbytes() <= max_compared_bytes && !KeptTensor::is_shell(tensor))
+        each.contents = digest_of(tensor);
+    });
+}
+
+DevicesMet devices_of(const CallRecord& record, c10::ArrayRef<c10::IValue> results) {
+  DevicesMet met;
+  for (const ArgumentRecord& each : record.tensors) met.add(each.description.device());
+  for (const c10::IValue& result : results)
+    visit_tensors_in(result, [&met](const at::Tensor& tensor) { met.add(tensor); });
+  return met;
+}
+
+bool hold_inference(c10::ArrayRef<c10::IValue> results) {
+  bool found = false;
+  for (const c10::IValue& result : results)
+    visit_tensors_in(result, [&found](const at::Tensor& tensor) {
+      found = found || (tensor.defined() && tensor.is_inference());
+    });
+  return found;
+}
+
+}  // namespace
+
+KeptWhere where_for(CheckpointPolicy answer) {
+  if (answer == CheckpointPolicy::MustCpuOffload) return KeptWhere::OnCpu;
+  return answer == CheckpointPolicy::PreferCpuOffload ? KeptWhere::OnCpuIfPossible
+                                                      : KeptWhere::InPlace;
+}
+
+Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
+    : frame_(frame), rule_(std::move(rule)), task_at_start_(seam::graph_task_id()) {}
+
+detail::HooksAround Selection::hooks() const {
+  return rule_ != nullptr && rule_->options().save_through_hooks ? detail::HooksAround::All
+                                                                 : detail::HooksAround::Regions;
+}
+
+std::unique_lock<SpinLock> Selection::lock() const {
+  return is_settled_ ? std::unique_lock<SpinLock>() : std::unique_lock<SpinLock>(mutex_);
+}
+
+uint32_t Selection::number(const c10::OperatorHandle& op) {
+  const auto [place, is_new] = numbers_.emplace(op, static_cast<uint32_t>(operators_.size()));
+  if (is_new)
+    operators_.push_back(
+        {op,
+         &traits_of(op),
+         rule_ == nullptr ? CheckpointPolicy::PreferRecompute : rule_->answer_to_all(op),
+         {}});
+  return place->second;
+}
+
+CallRecordPtr Selection::make_record() {
+  // Under such a policy most are thrown away when the forward is over.
+  if (looks_at_names()) return CallRecordPtr(new CallRecord(/*lives_in_slab=*/false));
+  return CallRecordPtr(new (slab_.room()) CallRecord(/*lives_in_slab=*/true));
+}
+
+int64_t Selection::number_of(const c10::OperatorHandle& op) const {
+  const auto found = numbers_.find(op);
+  return found == numbers_.end() ? -1 : static_cast<int64_t>(found->second);
+}
+
+int64_t Selection::input_of(const c10::StorageImpl* storage) const {
+  return storage == nullptr ? -1 : frame_.inputs().storages().number_of(storage);
+}
+
+void Selection::describe(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
+  for (const c10::IValue& argument : arguments) {
+    bool holds_tensors = false;
+    visit_tensors_in(argument, [&](const at::Tensor& tensor) {
+      holds_tensors = true;
+      describe(tensor, record.tensors.emplace_back());
+    });
+    if (!holds_tensors && !argument.isGenerator()) record.others.push_back(argument);
+  }
+}
+
+void Selection::describe(const at::Tensor& tensor, ArgumentRecord& record) {
+  if (!tensor.defined()) return;
+  record.description = Description(tensor, /*with_strides=*/false);
+  record.storage = weak_storage_of(tensor);
+  if (c10::TensorImpl* const leaf = leaf_behind(tensor); leaf != nullptr && leaf->has_storage())
+    record.leaf = leaf->unsafe_storage().getWeakStorageImpl();
+  record.input = input_of(storage_of(tensor));
+  record.leaf_input = input_of(record.leaf._unsafe_get_target());
+  if (const auto made = producers_.find(tensor)) {
+    record.producer = made->producer;
+    record.num_changes = made->num_changes;
+  }
+}
+
+Selection::Place* Selection::kept_place(const c10::StorageImpl* storage) {
+  const Producers::Notes* const notes = num_kept_ == 0 ? nullptr : producers_.notes_of(storage);
+  return notes == nullptr || notes->kept == Producers::Notes::not_kept ? nullptr
+                                                                       : &kept_places_[notes->kept];
+}
+
+// Under policies that look at names any result may be kept later.
+void Selection::note_read(const c10::StorageImpl* storage) {
+  if (num_kept_ == 0 && !looks_at_names()) return;
+  if (Producers::Notes* const notes = producers_.notes_of(storage)) notes->is_read = true;
+}
+
+void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
+  if (num_kept_ == 0 && !looks_at_names()) return;
+  for (const c10::IValue& argument : arguments)
+    visit_tensors_in(argument, [this](const at::Tensor& tensor) { note_read(storage_of(tensor)); });
+}
+
+void Selection::note_saved(const at::Tensor& saved, int64_t position) {
+  if (is_settled_) return;
+  std::lock_guard<SpinLock> lock(mutex_);
+  note_read(storage_of(saved));
+  if (rule_ == nullptr || position < 0) return;
+  num_inside_.fetch_add(1, std::memory_order_relaxed);
+  const auto index = static_cast<std::size_t>(position);
+  if (slot_producers_.size() <= index) slot_producers_.resize(index + 1);
+  slot_producers_[index] = producers_.find(saved);
+}
+
+void Selection::note_handed_over(const at::Tensor& value, int64_t position) {
+  if (is_settled_ || rule_ == nullptr) return;
+  std::lock_guard<SpinLock> lock(mutex_);
+  const auto index = static_cast<std::size_t>(position);
+  if (position < 0)
+    producers_.set(value, {.is_known = false});
+  else if (index < slot_producers_.size() && slot_producers_[index])
+    producers_.set(value, slot_producers_[index]->producer, slot_producers_[index]->num_changes);
+}
+
+void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
+                             c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
+  if (op.traits->is_view) return;
+  uint32_t output = 0;
+  for (std::size_t i = 0; i < results.size(); ++i)
+    visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
+      const Producer producer{number, call, output++, op.traits->is_factory};
+      if (is_made_by(op.op, i) && !given.contain(tensor)) producers_.set(tensor, producer);
+    });
+}
+
+int64_t Selection::before_inner(const c10::OperatorHandle& op,
+                                c10::ArrayRef<c10::IValue> arguments) {
+  Freed freed;
+  std::lock_guard<SpinLock> lock(mutex_);
+  if (is_settled_) return -1;
+  OpRecord& record = operators_[number(op)];
+  sequence_.push_back(number(op));
+  record.calls.emplace_back();
+  note_read(arguments);
+  if (record.traits->is_mutable) note_written(op, arguments, freed);
+  return static_cast<int64_t>(record.calls.size()) - 1;
+}
+
+void Selection::after_inner(const c10::OperatorHandle& op, int64_t call,
+                            c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  if (call < 0 || is_settled_) return;
+  const uint32_t n = number(op);
+  note_results(operators_[n], n, static_cast<uint32_t>(call), results, given);
+}
+
+bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const {
+  bool returns = false;
+  for (const c10::IValue& result : results)
+    visit_tensors_in(result, [&](const at::Tensor& tensor) {
+      const c10::StorageImpl* const storage = storage_of(tensor);
+      returns = returns || (storage != nullptr &&
+                            std::any_of(call.tensors.begin(), call.tensors.end(),
+                                        [&](const ArgumentRecord& argument) {
+                                          return argument.storage._unsafe_get_target() == storage;
+                                        }));
+    });
+  return returns;
+}
+
+DrawMarks Selection::marks() const {
+  DrawMarks marks;
+  for (DrawLog* log : frame_.draw_logs()) marks.logs.push_back(log->mark());
+  if (frame_.device_rng() != nullptr) marks.others = frame_.device_rng()->now();
+  return marks;
+}
+
+DrawSkips Selection::since(const DrawMarks& marks, const DevicesMet& met) const {
+  DrawSkips skips;
+  const auto logs = frame_.draw_logs();
+  for (std::size_t i = 0; i < logs.size(); ++i)
+    skips.logs.push_back(i < marks.logs.size() ? logs[i]->since(marks.logs[i])
+                                               : logs[i]->since_begin());
+  if (frame_.device_rng() != nullptr)
+    skips.others = frame_.device_rng()->moved(marks.others, frame_.device_rng()->now(), met);
+  return skips;
+}
+
+void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
+                     CheckpointPolicy answer, const detail::Scope& region,
+                     detail::HooksAround hooks) {
+  record.kept.clear();  // of an attempt that threw
+  for (const c10::IValue& result : results) {
+    KeptResult& kept = record.kept.emplace_back();
+    kept.is_tensor = result.isTensor();
+    kept.is_list = result.isTensorList();
+    if (kept.is_list) kept.tensors.reserve(result.toListRef().size());
+    if (kept.is_tensor || kept.is_list)
+      visit_tensors_in(result, [&](const at::Tensor& tensor) {
+        kept.tensors.emplace_back(tensor, region, hooks, where_for(answer));
+      });
+    else
+      kept.plain = result;
+  }
+  record.is_kept = true;
+}
+
+void Selection::add_places(uint32_t op, uint32_t call, const CallRecord& record) {
+  ++num_kept_;
+  for (std::size_t i = 0; i < record.kept.size(); ++i)
+    for (std::size_t j = 0; j < record.kept[i].tensors.size(); ++j)
+      if (const c10::StorageImpl* const storage = record.kept[i].tensors[j].storage()) {
+        producers_.notes_of(storage)->kept = static_cast<uint32_t>(kept_places_.size());
+        kept_places_.push_back({op, call, static_cast<uint32_t>(i), static_cast<uint32_t>(j)});
+      }
+}
+
+void Selection::note_let_go(uint32_t op, uint32_t call) {
+  if (!rule_->options().ask_again) return;
+  operators_[op].calls[call] = make_record();
+  operators_[op].calls[call]->is_let_go = true;
+}
+
+void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                    const detail::Scope& region, bool is_outermost) {
+  Freed freed;
+  std::unique_lock<SpinLock> lock(mutex_);
+  if (is_settled_ || rule_ == nullptr) {
+    lock.unlock();
+    return op.callBoxed(&stack);
+  }
+  const uint32_t n = number(op);
+  const auto call = static_cast<uint32_t>(operators_[n].calls.size());
+  operators_[n].calls.emplace_back();
+  sequence_.push_back(n);
+  const OpTraits& traits = *operators_[n].traits;
+  std::optional<CheckpointPolicy> answer = operators_[n].answer_to_all;
+  const auto arguments = arguments_of(op, stack);
+  const bool is_packing = Packing::is_under_way();
+  if (is_packing) answer = CheckpointPolicy::PreferRecompute;
+  if (!answer) {
+    lock.unlock();
+    static const std::string no_name;
+    answer = rule_->answer({op, traits.name, arguments, /*is_recompute=*/false, no_name});
+    lock.lock();
+  }
+  const bool keeps = is_keeping(*answer) && traits.can_be_kept();
+  const bool applies = traits.is_mutable && num_kept_ > 0 && writes_to_kept(op, arguments, freed);
+  const bool may_get_name = rule_->looks_at_names() && traits.can_be_kept() && !is_packing;
+  CallRecordPtr record;
+  if (keeps || may_get_name || applies) {
+    record = make_record();
+    describe(arguments, *record);
+  }
+  const bool must_run = traits.has_side_effect(arguments);
+  // A view reads nothing; who reads the view is seen by the storage that it shares.
+  if (!keeps && !applies && !traits.is_view) note_read(arguments);
+  lock.unlock();
+  if (record != nullptr) note_contents(arguments, *record);
+
+  std::optional<DrawMarks> before;
+  if (record != nullptr && traits.is_random) before = marks();
+  const StoragesOf given(arguments);
+  const int64_t num_inside = num_inside_.load(std::memory_order_relaxed);
+  try {
+    op.callBoxed(&stack);
+  } catch (...) {
+    // Nothing was kept of it; asked again, the policy must not insist.
+    lock.lock();
+    if (keeps) note_let_go(n, call);
+    throw;
+  }
+  const auto results = results_of(op, stack);
+  if (before)
+    record->draws = std::make_unique<DrawSkips>(since(*before, devices_of(*record, results)));
+
+  const bool opened_regions = num_inside_.load(std::memory_order_relaxed) != num_inside;
+  if (applies && opened_regions) {
+    lock.lock();
+    for (const ArgumentRecord& each : record->tensors)
+      if (const Place* const place = kept_place(each.storage._unsafe_get_target()))
+        let_go(Place(*place), freed);
+    return;
+  }
+  if (applies) {
+    record->is_kept = record->is_applied = true;
+    lock.lock();
+    operators_[n].calls[call] = std::move(record);
+    return;
+  }
+  // Inference tensors cannot be saved. A kernel that opens regions must run again: they hold slots.
+  if (record != nullptr && (must_run || opened_regions || returns_argument(*record, results) ||
+                            hold_inference(results))) {
+    lock.lock();
+    note_results(operators_[n], n, call, results, given);
+    if (keeps)
+      for (const ArgumentRecord& each : record->tensors)
+        note_read(each.storage._unsafe_get_target());
+    if (keeps) note_let_go(n, call);
+    return;
+  }
+  if (keeps) {
+    detail::HooksAround around = hooks();
+    if (is_outermost && around == detail::HooksAround::Regions) around = detail::HooksAround::None;
+    keep(*record, results, *answer, region, around);
+  }
+  lock.lock();
+  note_results(operators_[n], n, call, results, given);
+  if (record == nullptr) return;
+  if (keeps) add_places(n, call, *record);
+  if (may_get_name) hold_for_name({n, call, 0, 0}, *record, results);
+  operators_[n].calls[call] = std::move(record);
+  look_through_held(freed);
+}
+
+StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number,
+                                           std::size_t output, const detail::Scope& region,
+                                           KeptWhere where) {
+  StretchRecord::Value kept{KeptTensor(value, region, hooks(), where), grad_role_of(value)};
+  if (rule_ == nullptr || !value.defined()) return kept;
+  // The recompute gets another tensor, which must have the origin that this one has.
+  std::lock_guard<SpinLock> lock(mutex_);
+  if (!producers_.find(value))
+    producers_.add(value, {.call = static_cast<uint32_t>(number),
+                           .output = static_cast<uint32_t>(output),
+                           .is_factory = true,
+                           .is_stretch = true});
+  kept.made = producers_.find(value);
+  return kept;
+}
+
+int64_t Selection::begin_stretch() {
+  frame_.break_group();
+  num_inside_.fetch_add(1, std::memory_order_relaxed);
+  std::lock_guard<SpinLock> lock(mutex_);
+  stretches_.emplace_back();
+  return static_cast<int64_t>(stretches_.size()) - 1;
+}
+
+void Selection::keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stretch) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  stretches_[static_cast<std::size_t>(number)] = std::move(stretch);
+}
+
+void Selection::add_to(recording::RegionSums& sums) const {
+  const auto add = [&](const KeptTensor& kept) {
+    sums.saved_bytes += kept.num_bytes();
+    sums.offloaded += kept.is_on_cpu_instead() ? 1 : 0;
+    sums.offload_fallbacks += kept.could_not_move() ? 1 : 0;
+  };
+  for (const OpRecord& op : operators_)
+    for (const auto& call : op.calls) {
+      if (call == nullptr) continue;
+      for (const KeptResult& result : call->kept)
+        for (const KeptTensor& kept : result.tensors) add(kept);
+    }
+  for (const auto& stretch : stretches_)
+    if (stretch != nullptr)
+      for (const StretchRecord::Value& value : stretch->values) add(value.tensor);
+}
+
+namespace {
+/// Whether one of them is of that storage, and `passes`.
+template <class Predicate>
+bool any_value_of(const std::vector<std::shared_ptr<StretchRecord>>& stretches,
+                  const c10::StorageImpl* storage, Predicate&& passes) {
+  for (const auto& stretch : stretches)
+    if (stretch != nullptr)
+      for (const StretchRecord::Value& each : stretch->values)
+        if (each.tensor.storage() == storage && passes(each.tensor)) return true;
+  return false;
+}
+}  // namespace
+
+bool Selection::holds(const c10::StorageImpl* storage) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  return kept_place(storage) != nullptr ||
+         any_value_of(stretches_, storage, [](const KeptTensor&) { return true; });
+}
+
+bool Selection::keeps(const c10::StorageImpl* storage) {
+  // Of a stretch only what waits elsewhere: in its place it may be a captured tensor's too, which is
+  // looked at as such.
+  return kept_place(storage) != nullptr ||
+         any_value_of(stretches_, storage,
+                      [](const KeptTensor& each) { return each.is_elsewhere(); });
+}
+
+void Selection::settle() {
+  Freed freed;
+  std::lock_guard<SpinLock> lock(mutex_);
+  // Who reads a shell ends the recompute with an exception, which a noexcept function lets none out.
+  const bool may_have_shells = frame_.body().can_be_stopped();
+  producers_.visit([&](const Producers::Notes& notes) {
+    if (notes.kept == Producers::Notes::not_kept) return;
+    const Place& place = kept_places_[notes.kept];
+    KeptTensor& kept =
+        operators_[place.op].calls[place.call]->kept[place.result].tensors[place.tensor];
+    if (auto holders = kept.settle(!may_have_shells || notes.is_read))
+      freed.holders.push_back(std::move(*holders));
+  });
+  kept_places_ = {};  // clear() would keep the room
+  producers_.clear();
+  slot_producers_.clear();
+  for (OpRecord& op : operators_)
+    for (auto& call : op.calls) {
+      if (call == nullptr) continue;
+      if (call->is_kept)
+        call->results.clear();
+      else {
+        const bool is_let_go = call->is_let_go;
+        freed.records.push_back(std::exchange(call, is_let_go ? make_record() : nullptr));
+        if (is_let_go) call->is_let_go = true;
+      }
+    }
+  is_settled_ = true;
+}
+
+void Selection::run_shells_for_real() {
+  const auto locked = lock();
+  for (OpRecord& op : operators_)
+    for (auto& call : op.calls)
+      if (call != nullptr && call->has_shells()) call->runs_for_real = true;
+}
+
+}  // namespace remat

@@ -1,0 +1,118 @@
+// Keeping the call that made a value which is given a name later.
+
+#include <utility>
+
+#include "lib/frame/mismatch.h"
+#include "lib/selective/selection.h"
+
+namespace remat {
+
+// Whether the call that made `value` could be kept.
+bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
+                           const detail::Scope& region) {
+  std::vector<c10::IValue> results;
+  std::unique_lock<SpinLock> lock(mutex_);
+  const auto made = producers_.find(value);
+  if (!made || made->producer.is_stretch || !made->producer.is_known || made->num_changes > 0)
+    return false;
+  const Producer found = made->producer;
+  CallRecord* const record = operators_[found.op].calls[found.call].get();
+  if (record == nullptr || found.output >= record->results.size()) return false;
+  if (record->is_kept) return true;
+  if (operators_[found.op].op.schema().returns().size() != record->results.size()) return false;
+  for (const ResultRecord& each : record->results) {
+    if (each.dtype == c10::ScalarType::Undefined) {
+      if (storage_of(each.held) != nullptr) return false;
+      results.emplace_back(at::Tensor());
+      continue;
+    }
+    c10::intrusive_ptr<c10::StorageImpl> storage = each.storage.lock();
+    if (!storage) return false;
+    if (each.held.defined()) {
+      results.emplace_back(each.held);
+      continue;
+    }
+    // The object may be gone, behind a view of it; what it was can be built again.
+    at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(std::move(storage)), value.key_set(), c10::scalarTypeToTypeMeta(each.dtype));
+    result.unsafeGetTensorImpl()->set_sizes_and_strides(each.sizes, each.strides, each.offset);
+    result.unsafeGetTensorImpl()->set_version_counter(
+        value.unsafeGetTensorImpl()->version_counter());
+    results.emplace_back(std::move(result));
+  }
+  lock.unlock();
+  keep(*record, results, answer, region, hooks());
+  lock.lock();
+  add_places(found.op, found.call, *record);
+  return true;
+}
+
+void Selection::let_go(const at::Tensor& value) {
+  Freed freed;
+  std::lock_guard<SpinLock> lock(mutex_);
+  const auto made = producers_.find(value);
+  if (!made || made->producer.is_stretch || !made->producer.is_known) return;
+  if (operators_[made->producer.op].calls[made->producer.call] != nullptr)
+    let_go(Place{made->producer.op, made->producer.call, 0, 0}, freed);
+}
+
+void Selection::name(const at::Tensor& value, const std::string& name,
+                     const detail::Scope& region) {
+  const int64_t number = begin_stretch();
+  rule_->see(name);
+  static const c10::OperatorHandle op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("remat::checkpoint_name", "");
+  const std::vector<c10::IValue> arguments{value, name};
+  const CheckpointPolicy answer =
+      rule_->answer({op, "remat::checkpoint_name", arguments, /*is_recompute=*/false, name});
+  if (answer == CheckpointPolicy::MustRecompute) return let_go(value);
+  if (!is_keeping(answer) || keep_named(value, answer, region)) return;
+  auto itself = std::make_shared<StretchRecord>();
+  itself->type = &typeid(at::Tensor);
+  itself->is_name = true;
+  itself->values.push_back(keep_value(value, number, 0, region, where_for(answer)));
+  itself->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
+  itself->is_kept = true;
+  keep_stretch(number, std::move(itself));
+}
+
+void Selection::hold_for_name(const Place& call, CallRecord& record,
+                              c10::ArrayRef<c10::IValue> results) {
+  bool is_first = true;
+  for (const c10::IValue& result : results)
+    visit_tensors_in(result, [&](const at::Tensor& tensor) {
+      ResultRecord& each = record.results.emplace_back();
+      if (storage_of(tensor) == nullptr || tensor.layout() != c10::kStrided || tensor.is_nested())
+        return;
+      each.storage = weak_storage_of(tensor);
+      each.dtype = tensor.scalar_type();
+      each.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+      each.strides.assign(tensor.strides().begin(), tensor.strides().end());
+      each.offset = tensor.storage_offset();
+      if (!std::exchange(is_first, false)) each.held = tensor.tensor_data();
+    });
+  if (record.results.size() > 1) holding_.push_back(call);
+}
+
+void Selection::look_through_held(Freed& freed) {
+  constexpr std::size_t interval = 32;  // so many more calls, and it is done
+  if (holding_.size() < interval) return;
+  std::erase_if(holding_, [&](const Place& place) {
+    CallRecord& held = *operators_[place.op].calls[place.call];
+    const bool is_over = held.results.front().storage.expired();
+    if (is_over)
+      for (ResultRecord& each : held.results) freed.held.push_back(std::exchange(each.held, {}));
+    return is_over;
+  });
+}
+
+void Selection::end_naming() {
+  Freed freed;
+  std::lock_guard<SpinLock> lock(mutex_);
+  for (const Place& place : holding_)
+    for (ResultRecord& each : operators_[place.op].calls[place.call]->results)
+      freed.held.push_back(std::exchange(each.held, {}));
+  holding_ = {};
+}
+
+}  // namespace remat

@@ -1,0 +1,80 @@
+// What a region keeps of results that are written to: as written, or not at all.
+
+#include <utility>
+
+#include "lib/seam/engine.h"
+#include "lib/selective/selection.h"
+
+namespace remat {
+
+void Selection::note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
+                             Freed& freed) {
+  visit_written(op, arguments, [&](const at::Tensor& tensor) {
+    if (const Place* const place = kept_place(storage_of(tensor))) note_written(*place, freed);
+  });
+}
+
+void Selection::note_written(const Place& place, Freed& freed) {
+  // Not every operator that writes counts up the version.
+  if (seam::graph_task_id() == task_at_start_)
+    operators_[place.op].calls[place.call]->is_written = true;
+  else
+    let_go(place, freed);
+}
+
+// Note [Writing to a kept result]
+// LibTorch's own composites write in place to what an operator inside them made: `linear` may be `mm`
+// and then `add_` of the bias. If nothing that a recompute runs has read the result before, it is kept
+// as written, and recomputes run neither operator. Otherwise its call is not kept after all. What a
+// user writes, through a tensor that shares the version counter, is an error in the recompute
+// (SelectiveMutation), except for operators that make blank tensors, which are made to be filled. A
+// backward inside the region writes to what its own formulas made: no user can help that, and the
+// call is simply not kept.
+bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
+                               Freed& freed) {
+  const auto& declared = op.schema().arguments();
+  bool stays = true;
+  c10::SmallVector<Place, 1> written;
+  for (std::size_t i = 0; i < declared.size(); ++i) {
+    if (declared[i].alias_info() == nullptr || !declared[i].alias_info()->isWrite()) continue;
+    visit_tensors_in(arguments[i], [&](const at::Tensor& tensor) {
+      const c10::StorageImpl* const storage = storage_of(tensor);
+      const Place* const place = kept_place(storage);
+      if (place == nullptr) {
+        stays = false;
+        return;
+      }
+      const OpRecord& maker = operators_[place->op];
+      const CallRecord& call = *maker.calls[place->call];
+      const KeptTensor& kept = call.kept[place->result].tensors[place->tensor];
+      if (kept.shares_version_with(tensor) && !maker.traits->is_blank) {
+        stays = false;
+        return note_written(*place, freed);
+      }
+      stays = stays && i == 0 && !maker.traits->is_blank && !kept.is_elsewhere() &&
+              !producers_.notes_of(storage)->is_read;
+      written.push_back(*place);
+    });
+  }
+  // What is returned in the recompute is the argument that was written.
+  stays = stays && op.schema().returns().size() == 1 && !is_made_by(op, 0);
+  if (stays && !written.empty()) return true;
+  for (const Place& place : written) let_go(place, freed);
+  return false;
+}
+
+void Selection::let_go(const Place& place, Freed& freed) {
+  CallRecord& record = *operators_[place.op].calls[place.call];
+  if (!record.is_kept) return;
+  for (const KeptResult& result : record.kept)
+    for (const KeptTensor& tensor : result.tensors)
+      if (Producers::Notes* const notes = producers_.notes_of(tensor.storage()))
+        notes->kept = Producers::Notes::not_kept;
+  freed.results.push_back(std::exchange(record.kept, {}));
+  record.is_kept = false;
+  record.is_let_go = rule_->options().ask_again;
+  --num_kept_;
+  for (const ArgumentRecord& each : record.tensors) note_read(each.storage._unsafe_get_target());
+}
+
+}  // namespace remat

@@ -1,0 +1,63 @@
+#include "lib/selective/value_sources.h"
+
+#include <algorithm>
+
+namespace remat {
+
+namespace {
+/// So many are looked through one by one; what a call reads was mostly made shortly before.
+constexpr std::size_t max_scanned = 32;
+
+/// Inference tensors have no version; they cannot be changed where autograd could see it.
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
+}  // namespace
+
+void Producers::add(const at::Tensor& result, Producer producer, uint32_t num_changes) {
+  if (storage_of(result) != nullptr)
+    entries_.push_back({weak_storage_of(result), producer, version_of(result) - num_changes, {}});
+}
+
+void Producers::set(const at::Tensor& value, Producer producer, uint32_t num_changes) {
+  if (storage_of(value) == nullptr) return;
+  // Of a new storage none but the tensor, which counts as one, and `own` know.
+  const WeakStorage own = weak_storage_of(value);
+  Entry* const known = own.weak_use_count() > 2 ? find(storage_of(value)) : nullptr;
+  if (known == nullptr) return add(value, producer, num_changes);
+  known->producer = producer;
+  known->first_version = version_of(value) - num_changes;
+}
+
+std::optional<Producers::Made> Producers::find(const at::Tensor& tensor) {
+  const Entry* const entry = find(storage_of(tensor));
+  if (entry == nullptr) return std::nullopt;
+  return Made{entry->producer, version_of(tensor) - entry->first_version};
+}
+
+Producers::Notes* Producers::notes_of(const c10::StorageImpl* storage) {
+  Entry* const entry = find(storage);
+  return entry == nullptr ? nullptr : &entry->notes;
+}
+
+Producers::Entry* Producers::find(const c10::StorageImpl* storage) {
+  if (storage == nullptr) return nullptr;
+  const std::size_t size = entries_.size();
+  const std::size_t first_scanned =
+      std::max(num_indexed_, size > max_scanned ? size - max_scanned : 0);
+  for (std::size_t i = size; i-- > first_scanned;)
+    if (entries_[i].storage._unsafe_get_target() == storage) return &entries_[i];
+  if (first_scanned > num_indexed_)
+    for (; num_indexed_ < size; ++num_indexed_)
+      index_[entries_[num_indexed_].storage._unsafe_get_target()] = num_indexed_;
+  const auto found = index_.find(storage);
+  return found == index_.end() ? nullptr : &entries_[found->second];
+}
+
+void Producers::clear() {
+  entries_.clear();
+  index_ = {};
+  num_indexed_ = 0;
+}
+
+}  // namespace remat

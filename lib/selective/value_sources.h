@@ -1,0 +1,71 @@
+#pragma once
+// Which operator call of a region made a storage. Looked up where a kept call is described.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "lib/tensor/capture.h"
+
+namespace remat {
+
+/// Numbers of an operator (in its Selection), of a call of it, and of a result.
+struct Producer {
+  uint32_t op = 0, call = 0, output = 0;
+  bool is_factory = false;  ///< what it made may have been filled past the dispatcher
+  bool is_stretch = false;  ///< made in save_region: `call` is its number, `op` means nothing
+  bool is_known = true;     ///< no: a value that a region recomputed for a backward inside
+  bool operator==(const Producer& other) const {
+    return op == other.op && call == other.call && output == other.output &&
+           is_stretch == other.is_stretch;
+  }
+};
+
+/// Storages are held weakly, so that no address comes twice.
+class Producers {
+ public:
+  /// What is known of a tensor. Changes in place are counted from when it was made: what comes from a
+  /// hook may have been changed on the way.
+  struct Made {
+    Producer producer;
+    uint32_t num_changes;
+  };
+  void add(const at::Tensor& result, Producer producer, uint32_t num_changes = 0);
+  /// The same, but if the storage is known already (an operator may return a tensor that it keeps)
+  /// with the notes that it has.
+  void set(const at::Tensor& value, Producer producer, uint32_t num_changes = 0);
+  /// The latest that made the tensor's storage, if known.
+  std::optional<Made> find(const at::Tensor& tensor);
+  void clear();
+
+  /// What forward notes of a storage that an operator made (Selection).
+  struct Notes {
+    static constexpr uint32_t not_kept = ~uint32_t{0};
+    uint32_t kept = not_kept;  ///< the number of the kept result that it is
+    bool is_read = false;      ///< by an operator that a recompute will run
+  };
+  /// Of the latest with that storage; null if there is none. Until the next `add`.
+  Notes* notes_of(const c10::StorageImpl* storage);
+  /// The notes of all.
+  template <class Visitor>
+  void visit(Visitor&& visitor) const {
+    for (const Entry& each : entries_) visitor(each.notes);
+  }
+
+ private:
+  struct Entry {
+    WeakStorage storage;
+    Producer producer;
+    uint32_t first_version;
+    Notes notes;
+  };
+  Entry* find(const c10::StorageImpl* storage);
+  std::vector<Entry> entries_;
+  ska::flat_hash_map<const c10::StorageImpl*, std::size_t> index_;  // of the first `num_indexed_`
+  std::size_t num_indexed_ = 0;
+};
+
+}  // namespace remat

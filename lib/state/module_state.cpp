@@ -1,0 +1,268 @@
+#include "lib/state/module_state.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/copy.h>
+#include <torch/nn/cloneable.h>
+#include <torch/nn/module.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "lib/state/module_access.h"
+
+namespace remat {
+
+HeldState::~HeldState() = default;
+
+namespace {
+
+/// The flags that recomputes hold, for the whole process. Two that want a flag the same way share it, and a
+/// recompute that finds it right takes part too: otherwise another one's end would change it under its feet.
+class HeldFlags {
+ public:
+  using Flags = std::vector<std::pair<torch::nn::Module*, bool>>;
+
+  bool take(const Flags& flags) {
+    constexpr std::chrono::seconds longest_wait(10);
+    const auto self = std::this_thread::get_id();
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto are_free = [&] {
+      for (const auto& [module, flag] : flags) {
+        const auto found = held_.find(module);
+        if (found == held_.end()) continue;
+        for (const Hold& hold : found->second)
+          if (hold.flag != flag && hold.owner != self) return false;
+      }
+      return true;
+    };
+    if (!changed_.wait_for(lock, longest_wait, are_free)) return false;
+    for (const auto& [module, flag] : flags) {
+      bool& now = ModuleAccess::training_flag(*module);
+      held_[module].push_back({self, flag, now});
+      now = flag;
+    }
+    return true;
+  }
+
+  void give_back(const Flags& flags) noexcept {
+    const auto self = std::this_thread::get_id();
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [module, flag] : flags) {
+      const auto found = held_.find(module);
+      auto& holds = found->second;
+      auto mine = holds.end();
+      while (mine != holds.begin())
+        if ((--mine)->owner == self) break;
+      // What the first holder found is what the last one leaves.
+      const bool before = mine->before;
+      const auto next = holds.erase(mine);
+      if (next != holds.end())
+        next->before = before;
+      else
+        ModuleAccess::training_flag(*module) = before;
+      if (holds.empty()) held_.erase(found);
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  struct Hold {
+    std::thread::id owner;
+    bool flag, before;
+  };
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::unordered_map<torch::nn::Module*, std::vector<Hold>> held_;
+};
+
+HeldFlags& held_flags() {
+  static auto* const all = new HeldFlags;  // leaked: recomputes may run in static destructors
+  return *all;
+}
+
+/// Every module of a tree once.
+template <class Visitor>
+void visit_modules(torch::nn::Module& root, Visitor&& visitor) {
+  std::unordered_set<torch::nn::Module*> seen;
+  const std::function<void(torch::nn::Module&)> visit = [&](torch::nn::Module& module) {
+    if (seen.insert(&module).second) visitor(module);
+  };
+  root.apply(visit);
+}
+
+class TrainingFlags final : public HeldState {
+ public:
+  explicit TrainingFlags(torch::nn::Module& root) : root_(root.weak_from_this()), subject_(&root) {
+    visit_modules(root, [&](torch::nn::Module& module) {
+      flags_.emplace(&module, ModuleAccess::training_flag(module));
+    });
+  }
+
+  const void* subject() const override { return subject_; }
+
+  std::shared_ptr<void> hold() override {
+    struct Held {
+      HeldFlags::Flags flags;
+      std::vector<std::shared_ptr<torch::nn::Module>> alive;
+      bool is_taken = false;
+      ~Held() {
+        if (is_taken) held_flags().give_back(flags);
+      }
+    };
+    auto held = std::make_shared<Held>();
+    // A module that is gone, or was taken out of the tree, does not run either.
+    if (const auto root = root_.lock()) {
+      const auto add = [&](const std::shared_ptr<torch::nn::Module>& module) {
+        const auto found = flags_.find(module.get());
+        if (found == flags_.end()) return;
+        held->flags.emplace_back(*found);
+        held->alive.push_back(module);
+      };
+      std::unordered_set<torch::nn::Module*> seen;
+      root->apply(torch::nn::Module::ModulePointerApplyFunction(
+          [&](const std::shared_ptr<torch::nn::Module>& module) {
+            if (seen.insert(module.get()).second) add(module);
+          }));
+    }
+    if (!held_flags().take(held->flags)) return nullptr;
+    held->is_taken = true;
+    return held;
+  }
+
+ private:
+  const std::weak_ptr<torch::nn::Module> root_;
+  const void* const subject_;
+  std::unordered_map<torch::nn::Module*, bool> flags_;
+};
+
+bool is_plain_cpu(const at::Tensor& tensor) {
+  return tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
+         tensor.is_non_overlapping_and_dense() && !tensor.is_quantized();
+}
+
+/// Of two tensors with the same metadata.
+bool has_same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return is_plain_cpu(a) && is_plain_cpu(b) && a.strides() == b.strides() &&
+         (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
+}
+
+/// Keeps a buffer's contents, metadata and version. Contents that did not change since the last capture
+/// are shared with it, so a constant buffer is copied once, however many graphs there are.
+class BufferProvider final : public StateProvider {
+ public:
+  explicit BufferProvider(at::Tensor buffer) : buffer_(std::move(buffer)) {}
+  ~BufferProvider() override;
+
+  std::any capture() override {
+    State now{.alias = buffer_.tensor_data(), .version = version()};
+    const std::lock_guard<std::mutex> lock(mutex_);
+    now.contents = last_contents_.lock();
+    if (now.contents == nullptr || !is_unchanged(*now.contents, now.version)) {
+      now.contents = std::make_shared<const at::Tensor>(now.alias.clone());
+      last_contents_ = now.contents;
+    }
+    last_version_ = now.version;
+    return now;
+  }
+
+  void restore(const std::any& state) override {
+    const State& wanted = std::any_cast<const State&>(state);
+    // Below the version counter: for the graph the buffer was never written.
+    const at::AutoDispatchBelowADInplaceOrView below;
+    if (!has_layout_of(wanted.alias))
+      buffer_.unsafeGetTensorImpl()->shallow_copy_from(wanted.alias.getIntrusivePtr());
+    // Where it is right already nothing is written: another thread may be reading.
+    if (!has_same_bits(buffer_, *wanted.contents)) buffer_.copy_(*wanted.contents);
+    if (buffer_.is_inference()) return;
+    c10::VariableVersion shared = buffer_.unsafeGetTensorImpl()->version_counter();
+    shared.set_version(wanted.version);
+  }
+
+ private:
+  struct State {
+    at::Tensor alias;  ///< the storage and shape of then
+    std::shared_ptr<const at::Tensor> contents{};
+    uint32_t version = 0;
+  };
+
+  uint32_t version() const { return buffer_.is_inference() ? 0 : buffer_._version(); }
+
+  bool has_layout_of(const at::Tensor& other) const {
+    return buffer_.layout() == other.layout() && buffer_.dtype() == other.dtype() &&
+           buffer_.device() == other.device() && buffer_.sizes() == other.sizes() &&
+           (buffer_.layout() != at::kStrided ||
+            (buffer_.strides() == other.strides() && buffer_.is_alias_of(other) &&
+             buffer_.storage_offset() == other.storage_offset()));
+  }
+
+  bool is_unchanged(const at::Tensor& contents, uint32_t version_now) const {
+    if (buffer_.sizes() != contents.sizes() || buffer_.dtype() != contents.dtype() ||
+        buffer_.device() != contents.device() || buffer_.layout() != contents.layout())
+      return false;
+    if (buffer_.device().is_cpu()) return has_same_bits(buffer_, contents);
+    // Looking would make the host wait for the device. Kernels that write past the version counter
+    // are those of running statistics, which are floating point.
+    return !buffer_.is_floating_point() && version_now == last_version_ &&
+           buffer_.layout() == at::kStrided;
+  }
+
+  const at::Tensor buffer_;
+  std::mutex mutex_;
+  std::weak_ptr<const at::Tensor> last_contents_;
+  uint32_t last_version_ = 0;
+};
+
+/// One provider a buffer, while any region keeps it.
+class BufferProviders {
+ public:
+  std::shared_ptr<StateProvider> of(const at::Tensor& buffer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::weak_ptr<StateProvider>& known = providers_[buffer.unsafeGetTensorImpl()];
+    if (auto provider = known.lock()) return provider;
+    auto provider = std::make_shared<BufferProvider>(buffer);
+    known = provider;
+    return provider;
+  }
+
+  void forget(const at::Tensor& buffer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = providers_.find(buffer.unsafeGetTensorImpl());
+    // Another thread may have asked since the last owner of this one went.
+    if (found != providers_.end() && found->second.expired()) providers_.erase(found);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const at::TensorImpl*, std::weak_ptr<StateProvider>> providers_;
+};
+
+BufferProviders& buffer_providers() {
+  static auto* const all = new BufferProviders;  // leaked: graphs may die in static destructors
+  return *all;
+}
+
+BufferProvider::~BufferProvider() { buffer_providers().forget(buffer_); }
+
+}  // namespace
+
+std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root) {
+  return std::make_shared<TrainingFlags>(root);
+}
+
+std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root) {
+  std::vector<std::shared_ptr<StateProvider>> all;
+  visit_modules(root, [&](torch::nn::Module& module) {
+    for (const auto& buffer : module.named_buffers(/*recurse=*/false))
+      if (buffer.value().defined()) all.push_back(buffer_providers().of(buffer.value()));
+  });
+  return all;
+}
+
+}  // namespace remat

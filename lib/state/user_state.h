@@ -1,0 +1,121 @@
+#pragma once
+// What the guards of state.h registered around a region: captured, restored, told of recomputes.
+
+#include <any>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lib/base/recompute_lock.h"
+#include "lib/rng/device_rng.h"
+#include "lib/state/module_state.h"
+#include "remat/state.h"
+
+namespace remat {
+
+class DrawLog;
+
+/// Outermost first; providers and generators once each, held states once a subject.
+struct UserRegistrations {
+  std::vector<std::shared_ptr<StateProvider>> providers;
+  std::vector<std::shared_ptr<HeldState>> held;
+  std::vector<at::Generator> generators;
+  std::vector<std::shared_ptr<const RecomputeObserver>> observers;
+
+  void add(const std::shared_ptr<StateProvider>& provider);
+  void add(const at::Generator& generator);
+  void add(const std::shared_ptr<HeldState>& held_state);
+  /// Of the guards and recomputes around this point; null if there are none. Cheap then.
+  static std::shared_ptr<const UserRegistrations> around();
+};
+
+/// A scope that registers providers and held states; `tell_regions_around` gives the same to the regions
+/// that are open already, as these things are now.
+std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations);
+void tell_regions_around(const UserRegistrations& registrations);
+
+/// A region's own: what was registered around it, and the providers' state when it began. Guards that
+/// are opened inside the region add to it: what they guard is as it was then.
+class UserState {
+ public:
+  UserState() = default;
+  /// Calls user code; throws what it throws.
+  UserState(const UserRegistrations& registered, bool preserves_rng);
+  ~UserState();
+  void keep(const std::shared_ptr<StateProvider>& provider, const std::any& state);
+  void keep(const at::Generator& generator);
+  void keep(const std::shared_ptr<HeldState>& held_state) { registered_.add(held_state); }
+  const UserRegistrations& registered() const { return registered_; }
+  /// The logs of registered CPU generators.
+  const std::vector<std::unique_ptr<DrawLog>>& draw_logs() const { return draw_logs_; }
+
+ private:
+  friend class UserRestore;
+  UserRegistrations registered_;
+  std::vector<std::any> captured_;
+  std::vector<std::unique_ptr<DrawLog>> draw_logs_;
+};
+
+/// Of a recompute that runs while its forward waits for it (a backward inside the region asked): user
+/// code may catch the stop, so that it runs on past where forward is, and opens guards that forward
+/// has not come to. What they guard is put back as it was when the guard was opened. CPU generators:
+/// RecomputeScope; held states: nothing holds them yet, and nothing need. Threads: any.
+class EarlyGuards {
+ public:
+  EarlyGuards() = default;
+  ~EarlyGuards() { put_back(); }
+  EarlyGuards(const EarlyGuards&) = delete;
+  EarlyGuards& operator=(const EarlyGuards&) = delete;
+  /// `known`: what forward registered, or null. Throws what a provider throws.
+  void add(const UserRegistrations& opened, const UserState* known, bool preserves_rng);
+  /// Latest first, before what `known` registered. Only warns of what a provider throws.
+  void put_back() noexcept;
+
+ private:
+  std::mutex mutex_;  // not held while user code runs
+  std::vector<std::pair<std::shared_ptr<StateProvider>, std::any>> providers_;
+  std::vector<GeneratorState> generators_;  // that are no CPU generators
+};
+
+/// Tells the observers that a recompute begins, and when destroyed that it has ended.
+class ObservedRecompute {
+ public:
+  ObservedRecompute(const UserState* state, int64_t frame_id, int64_t depth,
+                    const std::string& name);
+  ~ObservedRecompute();
+  ObservedRecompute(const ObservedRecompute&) = delete;
+  ObservedRecompute& operator=(const ObservedRecompute&) = delete;
+
+ private:
+  void tell_end() noexcept;
+  const UserState* const state_;
+  PhaseInfo phase_;
+  std::size_t num_told_ = 0;
+};
+
+/// The providers' state is the forward's until `put_back`, which throws what a provider throws; or
+/// until the destructor, which only warns, since something else is being thrown.
+class UserRestore {
+ public:
+  /// Throws what a provider throws, having put back what was restored before.
+  UserRestore(const UserState* state, const TurnTaker& taker);
+  ~UserRestore();
+  UserRestore(const UserRestore&) = delete;
+  UserRestore& operator=(const UserRestore&) = delete;
+  void put_back();
+  /// Another thread's recompute did not give something free in time: nothing was restored.
+  bool has_failed() const { return has_failed_; }
+
+ private:
+  void undo(bool may_throw);
+  void give_turns_back() noexcept;
+  const UserState* const state_;
+  std::vector<std::any> before_;
+  std::vector<const StateProvider*> turns_;  // taken
+  std::vector<std::shared_ptr<void>> held_;
+  bool has_failed_ = false;
+};
+
+}  // namespace remat

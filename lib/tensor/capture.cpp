@@ -1,0 +1,210 @@
+#include "lib/tensor/capture.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <string_view>
+#include <typeinfo>
+#include <unordered_map>
+
+#include "lib/base/planted_fault.h"
+
+namespace remat {
+
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::AutogradMeta;
+using torch::autograd::DifferentiableViewMeta;
+using torch::autograd::Node;
+
+/// The tensor whose history counts: the base of a differentiable view, else the tensor itself.
+const at::Tensor& viewed(const at::Tensor& tensor) {
+  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta != nullptr && meta->is_view_) {
+    const auto* view = static_cast<const DifferentiableViewMeta*>(meta);
+    if (view->has_bw_view()) return view->get_backward_view().base_;
+  }
+  return tensor;
+}
+
+uint32_t offset_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? static_cast<uint32_t>(tensor.storage_offset()) : 0;
+}
+
+/// The leaf of which `tensor`, made by `node`, is a cast (as autocast makes and caches them), or
+/// null. Autocast itself cannot be asked: it is off while the kernel that saves the cast runs.
+c10::TensorImpl* cast_source(const at::Tensor& tensor, const Node& node) {
+  if (node.num_outputs() < 1 || !node.next_edge(0).is_valid()) return nullptr;
+  Node* const source = node.next_edge(0).function.get();
+  if (source->sequence_nr() != UINT64_MAX) return nullptr;  // every AccumulateGrad has this number
+  auto* accumulate = dynamic_cast<AccumulateGrad*>(source);
+  if (accumulate == nullptr || accumulate->variable.scalar_type() == tensor.scalar_type() ||
+      node.name() != "ToCopyBackward0")
+    return nullptr;
+  return accumulate->variable.unsafeGetTensorImpl();
+}
+
+}  // namespace
+
+WeakStorage weak_storage_of(const at::Tensor& tensor) {
+  if (storage_of(tensor) == nullptr) return WeakStorage(c10::intrusive_ptr<c10::StorageImpl>());
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
+}
+
+void StorageSet::add(const at::Tensor& tensor) {
+  c10::StorageImpl* const storage = storage_of(tensor);
+  if (storage == nullptr || contains(storage)) return;
+  storages_.push_back(weak_storage_of(tensor));
+  if (storages_.size() == max_scanned + 1) {
+    index_ = std::make_unique<std::unordered_set<const c10::StorageImpl*>>();
+    for (const WeakStorage& each : storages_) index_->insert(each._unsafe_get_target());
+  } else if (storages_.size() > max_scanned) {
+    index_->insert(storage);
+  }
+}
+
+bool StorageSet::contains(const c10::StorageImpl* storage) const {
+  if (index_ != nullptr) return index_->contains(storage);
+  return std::any_of(storages_.begin(), storages_.end(), [storage](const WeakStorage& each) {
+    return each._unsafe_get_target() == storage;
+  });
+}
+
+int64_t StorageSet::number_of(const c10::StorageImpl* storage) const {
+  for (std::size_t i = 0; i < storages_.size(); ++i)
+    if (storages_[i]._unsafe_get_target() == storage) return static_cast<int64_t>(i);
+  return -1;
+}
+
+void StorageSet::clear() {
+  storages_.clear();
+  index_.reset();
+}
+
+RegionStart RegionStart::here() {
+  return {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
+}
+
+c10::TensorImpl* leaf_behind(const at::Tensor& tensor) {
+  const at::Tensor& root = viewed(tensor);
+  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(root);
+  if (meta == nullptr) return nullptr;
+  if (meta->grad_fn_ != nullptr) return cast_source(root, *meta->grad_fn_);
+  return meta->requires_grad_ ? root.unsafeGetTensorImpl() : nullptr;
+}
+
+bool is_made_by_function(const at::Tensor& tensor) {
+  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  const Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
+  if (node == nullptr) return false;
+  // Types repeat, and their names are long.
+  struct Answer {
+    const std::type_info* type = nullptr;
+    bool is_function = false;
+  };
+  constinit thread_local Answer latest;
+  const std::type_info* const type = &typeid(*node);
+  if (latest.type != type) {
+    thread_local std::unordered_map<const std::type_info*, bool> known;
+    auto found = known.find(type);
+    if (found == known.end())
+      found = known
+                  .emplace(type,
+                           std::string_view(type->name()).find("CppNode") != std::string_view::npos)
+                  .first;
+    latest = {type, found->second};
+  }
+  return latest.is_function;
+}
+
+Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
+                         const StorageSet& inputs) {
+  Provenance result;
+  result.version = static_cast<uint32_t>(saved._version());
+  c10::StorageImpl* const storage = storage_of(saved);
+  if (c10::TensorImpl* leaf = leaf_behind(saved)) {
+    result.origin = Origin::Leaf;
+    const auto root =
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf);
+    const at::Tensor leaf_tensor(root);
+    if (leaf_tensor.scalar_type() != saved.scalar_type()) {
+      result.cast = weak_storage_of(saved);
+      result.cast_version = result.version;
+    }
+    result.version = static_cast<uint32_t>(leaf_tensor._version());
+    result.storage = weak_storage_of(leaf_tensor);
+    result.leaf = WeakTensor(root);
+    result.offset = offset_of(leaf_tensor);
+    result.shares_leaf = storage_of(leaf_tensor) == storage;
+    return result;
+  }
+  if (storage == nullptr) return result;
+  if (inputs.contains(storage)) {
+    result.origin = Origin::Input;
+    result.storage = weak_storage_of(saved);
+    return result;
+  }
+  const at::Tensor& root = viewed(saved);
+  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(root);
+  const Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
+  const bool built_inside =
+      node != nullptr && node->sequence_nr() >= start.sequence && node->thread_id() == start.thread;
+  result.origin = built_inside ? Origin::Inside : Origin::Outside;
+  if (!built_inside) {
+    result.leaf = WeakTensor(root.getIntrusivePtr());
+    result.offset = offset_of(saved);
+  }
+  // Never changed in place: the operator in the region made it, so it is no captured tensor.
+  if (!(built_inside && result.version == 0)) result.storage = weak_storage_of(saved);
+  return result;
+}
+
+bool is_replaced(const Provenance& then, const at::Tensor& now) {
+  return (then.origin == Origin::Outside || then.origin == Origin::Input) &&
+         storage_of(now) != then.storage._unsafe_get_target();
+}
+
+bool is_leaf_changed(const Provenance& then) {
+  if (then.origin != Origin::Leaf) return false;
+  const auto leaf = then.leaf.lock();
+  if (!leaf) return false;  // made inside
+  const at::Tensor tensor(leaf);
+  return static_cast<uint32_t>(tensor._version()) != then.version ||
+         storage_of(tensor) != then.storage._unsafe_get_target() ||
+         offset_of(tensor) != then.offset;
+}
+
+bool is_changed(const Provenance& then, const at::Tensor& now) {
+  if (is_planted(Fault::CaptureCheck)) return false;
+  switch (then.origin) {
+    case Origin::Leaf: {
+      if (const auto* cast = then.cast._unsafe_get_target();
+          cast != nullptr && storage_of(now) == cast)
+        return static_cast<uint32_t>(now._version()) != then.cast_version;
+      c10::TensorImpl* const leaf = leaf_behind(now);
+      return leaf != nullptr && leaf == then.leaf._unsafe_get_target() &&
+             (is_leaf_changed(then) ||
+              (then.shares_leaf && storage_of(now) != then.storage._unsafe_get_target()));
+    }
+    case Origin::Outside:
+      return storage_of(now) != then.storage._unsafe_get_target() ||
+             static_cast<uint32_t>(now._version()) != then.version || offset_of(now) != then.offset;
+    case Origin::Input:  // which arguments there are, the caller knows
+      return then.storage._unsafe_get_target() != nullptr &&
+             (storage_of(now) != then.storage._unsafe_get_target() ||
+              static_cast<uint32_t>(now._version()) != then.version);
+    case Origin::Inside:
+      return then.storage._unsafe_get_target() != nullptr &&
+             storage_of(now) == then.storage._unsafe_get_target() &&
+             static_cast<uint32_t>(now._version()) != then.version;
+    case Origin::NoStorage:
+      return false;
+  }
+  return false;
+}
+
+}  // namespace remat

@@ -1,0 +1,59 @@
+#include "lib/tensor/content_hash.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
+
+#include "hooks/byte_hash.h"
+#include "lib/seam/dispatch_mode.h"
+
+namespace remat {
+
+namespace {
+
+/// Whether there are elements in memory: a tensor of zeros that LibTorch's formulas make has none, nor
+/// has one whose storage was freed (`resize_(0)`, as for sharded parameters).
+bool has_elements(const at::Tensor& tensor) {
+  if (tensor._is_zerotensor() || tensor.is_meta()) return false;
+  return !tensor.has_storage() || tensor.numel() == 0 || tensor.storage().nbytes() > 0;
+}
+
+// A transposed weight is hashed as it lies in memory: bringing it into logical order took longer
+// than all the rest. Its strides are hashed too, then.
+uint64_t digest_of_elements(const at::Tensor& tensor) {
+  if (!has_elements(tensor)) return tensor._is_zerotensor() ? 1 : 2;
+  const at::Tensor near = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU);
+  const at::Tensor dense = near.is_non_overlapping_and_dense() ? near : near.contiguous();
+  uint64_t digest = hash_of_bytes(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
+  if (!dense.is_contiguous())
+    for (const int64_t stride : dense.strides())
+      digest = combine(digest, static_cast<uint64_t>(stride));
+  return digest;
+}
+
+}  // namespace
+
+uint64_t digest_of(const at::Tensor& tensor) {
+  at::NoGradGuard no_grad;
+  const at::DisableRecordFunctionGuard unrecorded;
+  const seam::OperatorsUnseen unseen;
+  if (!tensor.defined() || tensor.is_meta()) return 0;
+  uint64_t digest = static_cast<uint64_t>(tensor.scalar_type());
+  if (tensor.is_nested()) {
+    if (tensor.layout() == at::kJagged)
+      return combine(digest, digest_of_elements(at::_nested_get_values(tensor)));
+    for (const at::Tensor& each : tensor.detach().unbind())
+      digest = combine(digest, digest_of(each));
+    return digest;
+  }
+  for (const int64_t size : tensor.sizes()) digest = combine(digest, static_cast<uint64_t>(size));
+  if (tensor.layout() == at::kSparse) {
+    digest = combine(digest, digest_of_elements(tensor._indices()));
+    return combine(digest, digest_of_elements(tensor._values()));
+  }
+  if (tensor.layout() != at::kStrided)
+    return combine(digest, digest_of_elements(tensor.to_dense()));
+  return combine(digest, digest_of_elements(tensor));
+}
+
+}  // namespace remat
