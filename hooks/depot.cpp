@@ -62,7 +62,7 @@ std::optional<Extent> extent_of(const at::Tensor& tensor) {
 }
 
 /// What moves with a tensor, if it moves: Note [What is moved].
-std::optional<Extent> stretch_of(const at::Tensor& tensor, bool keeps_bytes) {
+std::optional<Extent> range_of(const at::Tensor& tensor, bool keeps_bytes) {
   const auto own = extent_of(tensor);
   if (!own) return std::nullopt;
   const int64_t limit = std::max(max_spread * own->bytes, small_bytes);
@@ -123,8 +123,8 @@ Depot::Depot(std::unique_ptr<Place> place, DepotOptions options)
 bool Depot::moves(const at::Tensor& tensor) const {
   if (options_.skip_parameters && is_parameter(tensor)) return false;
   if (!is_plain(tensor) || !place_->takes(tensor)) return false;
-  const auto stretch = stretch_of(tensor, place_->keeps_bytes());
-  return stretch && stretch->bytes >= options_.min_bytes && tensor.storage().data() != nullptr;
+  const auto range = range_of(tensor, place_->keeps_bytes());
+  return range && range->bytes >= options_.min_bytes && tensor.storage().data() != nullptr;
 }
 
 std::shared_ptr<SavedElsewhere> Depot::take(const at::Tensor& saved, const at::Tensor* stands_for) {
@@ -191,9 +191,9 @@ void Depot::move(SavedElsewhere& saved, bool is_trusted) {
   const std::lock_guard<std::mutex> lock(saved.mutex_);
   const at::Tensor& tensor = saved.in_place_;
   if (saved.counter_.enabled() && saved.counter_.current_version() != saved.version_) return;
-  const auto stretch = stretch_of(tensor, place_->keeps_bytes());
-  if (!stretch) return;
-  auto piece = piece_for(tensor, stretch->begin, stretch->end, is_trusted);
+  const auto range = range_of(tensor, place_->keeps_bytes());
+  if (!range) return;
+  auto piece = piece_for(tensor, range->begin, range->end, is_trusted);
   if (piece == nullptr) return;
   saved.sizes_.assign(tensor.sizes().begin(), tensor.sizes().end());
   saved.strides_.assign(tensor.strides().begin(), tensor.strides().end());

@@ -6,9 +6,9 @@
 // or a view of one), large enough, and if the place takes it. The piece of its storage that moves:
 //   the whole storage   if the tensor has at least a quarter of it (or it is small): then every view
 //                       shares one piece, and comes back with its offset;
-//   its own stretch     else, if at most three quarters of that are gaps: it comes back at offset 0.
+//   its own range     else, if at most three quarters of that are gaps: it comes back at offset 0.
 // Any other tensor stays: a thin slice of something large would cost more elsewhere than here.
-// Bytes of a stretch are copied as they lie, so overlapping and expanded views come back as they were.
+// Bytes of a range are copied as they lie, so overlapping and expanded views come back as they were.
 //
 // Note [When contents are copied]
 // Generated code saves an argument that the kernel has yet to write (the noise of rrelu). Such a

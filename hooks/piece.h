@@ -1,5 +1,5 @@
 #pragma once
-// A stretch of a storage whose contents wait elsewhere, for every saved tensor that lies in it.
+// A range of a storage whose contents wait elsewhere, for every saved tensor that lies in it.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>

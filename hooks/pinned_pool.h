@@ -15,7 +15,7 @@
 
 namespace remat {
 
-/// A stretch of page-locked memory. Goes back to the pool when it dies.
+/// A range of page-locked memory. Goes back to the pool when it dies.
 class PinnedBuffer {
  public:
   explicit PinnedBuffer(at::Tensor memory) : bytes(std::move(memory)) {}

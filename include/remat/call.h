@@ -43,24 +43,24 @@ decltype(auto) call(F& fn, A&&... args) {
 /// The type an argument is kept and passed on as. What only refers to its elements (`x.sizes()`, a
 /// tensor list, a string view) would dangle at the recompute; a copy that owns them stands for it.
 template <class T>
-struct KeptAs {
+struct OwnedAs {
   using type = T;
 };
 template <class T>
-struct KeptAs<c10::ArrayRef<T>> {
+struct OwnedAs<c10::ArrayRef<T>> {
   using type = std::vector<T>;
 };
 template <>
-struct KeptAs<std::string_view> {
+struct OwnedAs<std::string_view> {
   using type = std::string;
 };
 template <class T>
-using Kept = typename KeptAs<std::decay_t<T>>::type;
+using Owned = typename OwnedAs<std::decay_t<T>>::type;
 
 template <class T>
-Kept<T> keep(T&& value) {
-  if constexpr (std::constructible_from<Kept<T>, T&&>)
-    return Kept<T>(std::forward<T>(value));
+Owned<T> own(T&& value) {
+  if constexpr (std::constructible_from<Owned<T>, T&&>)
+    return Owned<T>(std::forward<T>(value));
   else
     return value.vec();
 }
@@ -72,7 +72,7 @@ inline constexpr bool is_optional_array_ref<c10::OptionalArrayRef<T>> = true;
 
 template <class F, class... A>
 concept Runnable =
-    std::invocable<std::decay_t<F>&, Kept<A>...> || HasForward<std::decay_t<F>&, Kept<A>...>;
+    std::invocable<std::decay_t<F>&, Owned<A>...> || HasForward<std::decay_t<F>&, Owned<A>...>;
 
 /// A value whose tensors were taken out and are kept elsewhere. Threads: `filled` may be called by
 /// several at a time.

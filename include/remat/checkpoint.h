@@ -87,7 +87,7 @@ class REMAT_API ForwardRun {
   c10::intrusive_ptr<Frame> frame_;
   std::shared_ptr<Scope> scope_;
   std::shared_ptr<void> user_scope_;
-  std::shared_ptr<void> sight_;  // operators come to the policy
+  std::shared_ptr<void> dispatch_mode_;  // operators come to the policy
   std::unique_ptr<OpLogScope> logging_;
   std::unique_ptr<at::RecordFunction> profiled_;  // if LibTorch's profiler looks
 };
@@ -99,7 +99,7 @@ class Body final : public RegionBody {
 
   template <class Fn, class... Args>
   explicit Body(Fn&& fn, const Args&... args)
-      : function(std::forward<Fn>(fn)), kept_(keep(args)...) {
+      : function(std::forward<Fn>(fn)), kept_(own(args)...) {
     if constexpr (Tensors<Arguments>::any && !Tensors<Arguments>::ordered) check_ownership(args...);
   }
 
@@ -133,26 +133,26 @@ class Body final : public RegionBody {
 template <class Fn, class... Args>
 auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
   using F = std::decay_t<Fn>;
-  static_assert((std::copy_constructible<Kept<Args>> && ...),
+  static_assert((std::copy_constructible<Owned<Args>> && ...),
                 "remat::checkpoint: every argument must be copyable, since each recompute gets a "
                 "fresh copy; capture a move-only value in the function instead");
   static_assert((!is_optional_array_ref<std::decay_t<Args>> && ...),
                 "remat::checkpoint: a c10::OptionalArrayRef does not own its elements and would "
                 "dangle at the recompute; pass a std::optional of a std::vector");
-  using Result = std::decay_t<decltype(call(std::declval<F&>(), std::declval<Kept<Args>>()...))>;
+  using Result = std::decay_t<decltype(call(std::declval<F&>(), std::declval<Owned<Args>>()...))>;
   if (!opens_frame()) {
     F plain(std::forward<Fn>(fn));
-    return static_cast<Result>(call(plain, keep(std::forward<Args>(args))...));
+    return static_cast<Result>(call(plain, own(std::forward<Args>(args))...));
   }
-  using RegionOfCall = Body<F, Kept<Args>...>;
+  using RegionOfCall = Body<F, Owned<Args>...>;
   auto body = std::make_unique<RegionOfCall>(std::forward<Fn>(fn), args...);
   F& function = body->function;
   ForwardRun run(options, std::move(body));
   if constexpr (std::is_void_v<Result>) {
-    call(function, keep(std::forward<Args>(args))...);
+    call(function, own(std::forward<Args>(args))...);
     run.finish([](TensorVisitor) {});
   } else {
-    Result result = call(function, keep(std::forward<Args>(args))...);
+    Result result = call(function, own(std::forward<Args>(args))...);
     run.finish([&](TensorVisitor visitor) { Tensors<Result>::visit(result, visitor); });
     return result;
   }

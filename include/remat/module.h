@@ -118,7 +118,7 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
   CheckpointedModule(const std::type_info& type, const Impl& impl, const ModuleRegion& region)
       : Impl(impl), remat_region_(*this, type, region) {}
 
-  /// Turns the region on or off. Graphs that exist keep what they have.
+  /// RecomputeLock the region on or off. Graphs that exist keep what they have.
   void set_checkpointing(bool enabled) { remat_region_.enable(enabled); }
   /// Whether calls are regions, where grad mode, training mode and guards allow it.
   bool checkpointing() const { return remat_region_.is_enabled(); }
@@ -128,7 +128,7 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
   auto run_checkpointed(Args&&... args) {
     static_assert(
         requires(Impl& impl, Args&&... a) {
-          impl.Impl::forward(Kept<Args>(std::forward<Args>(a))...);
+          impl.Impl::forward(Owned<Args>(std::forward<Args>(a))...);
         },
         "remat::Checkpointed: forward must accept copies of its arguments, as each recompute passes "
         "them; it cannot take one by non-const reference");
@@ -140,7 +140,7 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
     }
     const ModuleStateGuard state(remat_region_);
     constexpr bool is_noexcept =
-        noexcept(std::declval<Impl&>().Impl::forward(std::declval<Kept<Args>>()...));
+        noexcept(std::declval<Impl&>().Impl::forward(std::declval<Owned<Args>>()...));
     auto forward = [self = std::shared_ptr<Impl>(remat_region_.owner(), this)](
                        auto&&... a) noexcept(is_noexcept) -> Result {
       return self->Impl::forward(std::forward<decltype(a)>(a)...);

@@ -125,19 +125,19 @@ REMAT_API at::Tensor pin(const at::Tensor& x);
 namespace detail {
 
 /// One call of save_region() or pin(): what it kept in forward, or is to keep.
-class REMAT_API KeptStretch {
+class REMAT_API SavedRegion {
  public:
   /// `type`: of what `emptied` points to. `visit_arguments` visits what the function is given.
-  KeptStretch(const std::type_info& type, c10::function_ref<void(TensorVisitor)> visit_arguments);
-  ~KeptStretch();
-  KeptStretch(const KeptStretch&) = delete;
-  KeptStretch& operator=(const KeptStretch&) = delete;
+  SavedRegion(const std::type_info& type, c10::function_ref<void(TensorVisitor)> visit_arguments);
+  ~SavedRegion();
+  SavedRegion(const SavedRegion&) = delete;
+  SavedRegion& operator=(const SavedRegion&) = delete;
   /// A recompute: the result is there, nothing is to be run.
   bool is_kept() const;
   /// An `Emptied` of the result's type, null for void; and the tensors for it.
   void* emptied() const;
   std::vector<at::Tensor> tensors();
-  /// Keeps what `visit_tensors` visits, and `emptied`. The stretch has run.
+  /// Keeps what `visit_tensors` visits, and `emptied`. The region has run.
   void keep(std::shared_ptr<void> emptied, c10::function_ref<void(TensorVisitor)> visit_tensors);
 
  private:
@@ -163,22 +163,22 @@ auto save_region(Fn&& fn, Args&&... args) {
      ...);
   };
   if constexpr (std::is_void_v<Result>) {
-    detail::KeptStretch stretch(typeid(void), visit_arguments);
-    if (stretch.is_kept()) return;
+    detail::SavedRegion region(typeid(void), visit_arguments);
+    if (region.is_kept()) return;
     detail::call(fn, std::forward<Args>(args)...);
-    stretch.keep(nullptr, [](detail::TensorVisitor) {});
+    region.keep(nullptr, [](detail::TensorVisitor) {});
   } else {
     static_assert(std::copy_constructible<Result>,
                   "remat::save_region: the result must be copyable, since each recompute gets a "
                   "copy of it");
-    detail::KeptStretch stretch(typeid(detail::Emptied<Result>), visit_arguments);
-    if (stretch.is_kept()) {
-      std::vector<at::Tensor> tensors = stretch.tensors();
-      return static_cast<detail::Emptied<Result>*>(stretch.emptied())->filled(tensors);
+    detail::SavedRegion region(typeid(detail::Emptied<Result>), visit_arguments);
+    if (region.is_kept()) {
+      std::vector<at::Tensor> tensors = region.tensors();
+      return static_cast<detail::Emptied<Result>*>(region.emptied())->filled(tensors);
     }
     Result result = detail::call(fn, std::forward<Args>(args)...);
     auto emptied = std::make_shared<detail::Emptied<Result>>(std::as_const(result));
-    stretch.keep(emptied, [&](detail::TensorVisitor visitor) { emptied->visit(visitor); });
+    region.keep(emptied, [&](detail::TensorVisitor visitor) { emptied->visit(visitor); });
     return result;
   }
 }

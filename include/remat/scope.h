@@ -37,14 +37,14 @@ class REMAT_API ScopeGuard {
 
 }  // namespace detail
 
-/// Turns early stop on or off for the regions run in its scope, over `CheckpointOptions`. Read
+/// RecomputeLock early stop on or off for the regions run in its scope, over `CheckpointOptions`. Read
 /// when a region runs forward (upstream: `set_checkpoint_early_stop`).
 class REMAT_API EarlyStopGuard : detail::ScopeGuard {
  public:
   explicit EarlyStopGuard(bool enabled);
 };
 
-/// Turns debug mode on or off over `CheckpointOptions`; `std::nullopt` defers to the option. Read
+/// RecomputeLock debug mode on or off over `CheckpointOptions`; `std::nullopt` defers to the option. Read
 /// when a region runs forward (upstream: `set_checkpoint_debug_enabled`). With REMAT_DEBUG_STACKS=1
 /// in the environment the report also shows the C++ functions that called the first operator that
 /// differs, for 10 to 20 us an operator.

@@ -14,10 +14,10 @@
 namespace remat {
 
 /// A recompute, to those that run in it: on its own thread, or on an engine's for a backward in it.
-struct TurnTaker {
-  const TurnTaker* around = nullptr;  ///< of the recompute that this one runs in, which outlives it
-  bool is_inside(const TurnTaker* other) const {
-    for (const TurnTaker* each = around; each != nullptr; each = each->around)
+struct LockOwner {
+  const LockOwner* around = nullptr;  ///< of the recompute that this one runs in, which outlives it
+  bool is_inside(const LockOwner* other) const {
+    for (const LockOwner* each = around; each != nullptr; each = each->around)
       if (each == other) return true;
     return false;
   }
@@ -25,34 +25,34 @@ struct TurnTaker {
 
 /// One recompute after the other: two at a time would mix what they set. Need not wait: a recompute
 /// inside the holder's, or on its thread; and any while the holder waits for a backward, which may
-/// need the thread of the one that wants the turn. Whoever takes a turn so has put back what it set
+/// need the thread of the one that wants it. Whoever acquires it so has put back what it set
 /// before the holder goes on. Threads: any.
-class Turns {
+class RecomputeLock {
  public:
   /// False if nobody gave it back for so long.
-  bool take(const void* subject, const TurnTaker& taker, std::chrono::seconds longest_wait);
-  /// The latest take of it.
-  void give_back(const void* subject) noexcept;
+  bool acquire(const void* subject, const LockOwner& owner, std::chrono::seconds longest_wait);
+  /// The latest acquire of it.
+  void release(const void* subject) noexcept;
 
-  using Takers = c10::ArrayRef<const TurnTaker*>;
+  using Owners = c10::ArrayRef<const LockOwner*>;
   /// They run on this thread, which is about to wait for a backward.
-  void suspend(Takers takers) noexcept;
-  /// It is over. Waits for those who took a turn meanwhile.
-  void resume(Takers takers) noexcept;
+  void yield_to_backward(Owners owners) noexcept;
+  /// It is over. Waits for those who acquired it meanwhile.
+  void resume_after_backward(Owners owners) noexcept;
 
  private:
   struct Holder {
-    const TurnTaker* taker;
+    const LockOwner* owner;
     std::thread::id thread;
     int num_waits;  ///< backwards that it waits for, one in the other
   };
   std::mutex mutex_;
   std::condition_variable changed_;
-  uint64_t num_given_back_ = 0;
+  uint64_t num_releases_ = 0;
   std::unordered_map<const void*, std::vector<Holder>> holders_;
 };
 
 /// Those of the process.
-Turns& turns();
+RecomputeLock& recompute_lock();
 
 }  // namespace remat

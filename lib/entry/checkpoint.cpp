@@ -48,7 +48,7 @@ class ForwardScope final : public Scope {
   void backward_begins(const torch::autograd::edge_list& roots,
                        const torch::autograd::edge_list& targets, bool accumulates) override {
     if (!is_own_thread()) return;
-    frame_->break_group();
+    frame_->end_operator();
     frame_->note_any_backward();
     if (accumulates) frame_->note_accumulation(roots);
     const int64_t number = num_backwards_++;
@@ -174,9 +174,9 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
   scope_ = std::move(scope);
   if (options.policy) {
     frame_->selection_or_make(PolicyRule::of(options.policy));
-    sight_ = std::make_shared<seam::OperatorSight>();
+    dispatch_mode_ = std::make_shared<seam::DispatchMode>();
   }
-  frame_->set_sees_operators(seam::are_operators_seen());
+  frame_->set_sees_operators(seam::is_dispatch_mode_on());
   if (in_force.debug) logging_ = std::make_unique<OpLogScope>(&frame_->extras()->forward_log);
   if (frame_->extras() == nullptr || !frame_->extras()->contexts.forward) return;
   try {
@@ -196,7 +196,7 @@ ForwardRun::~ForwardRun() {
 void ForwardRun::close() {
   user_scope_.reset();
   logging_.reset();
-  sight_.reset();
+  dispatch_mode_.reset();
   pop(*scope_);
   scope_.reset();
   profiled_.reset();

@@ -39,20 +39,21 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
     return saved.requires_grad() ? saved.tensor_data() : saved;
   }
   if (replay_ != nullptr) replay_->check_saved(saved);
-  const uint64_t group = at::sequence_number::peek();
+  const uint64_t operator_number = at::sequence_number::peek();
   const bool was_complete = is_complete();
-  if (!pending_.empty()) compare_pending(group, /*is_end=*/origin != nullptr);
+  if (!pending_.empty()) compare_pending(operator_number, /*is_end=*/origin != nullptr);
   const int64_t position = num_seen_++;
-  follows_ = may_follow_ && origin == nullptr && group == group_before_;
+  follows_ = may_follow_ && origin == nullptr && operator_number == operator_before_;
   may_follow_ = origin == nullptr;
-  group_before_ = group;
+  operator_before_ = operator_number;
   // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
   at::Tensor kept = saved.requires_grad() ? saved.tensor_data() : saved;
   if (position < num_slots_ && view_.is_needed[static_cast<std::size_t>(position)])
     take(position, saved, kept);
-  if (is_complete() && !was_complete) last_group_ = group;
+  if (is_complete() && !was_complete) last_operator_ = operator_number;
   // A stop that waited for its operator to finish is due when another operator saves.
-  if (was_complete && (group != last_group_ || origin != nullptr)) must_finish_operator_ = false;
+  if (was_complete && (operator_number != last_operator_ || origin != nullptr))
+    must_finish_operator_ = false;
   if (wants_stop() && can_stop(judged, position)) {
     if (!has_too_many()) count(live_counters.early_stops);
     has_stopped_ = true;
@@ -162,8 +163,8 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
   if (is_changed_capture(slot, judged)) {
     differences_.captures.push_back(
-        mismatch(slot.description.text() + fmt::format(", version {}", slot.provenance.version),
-                 Description(saved, slot.description.has_strides()).text() +
+        mismatch(slot.metadata.text() + fmt::format(", version {}", slot.provenance.version),
+                 TensorMetadata(saved, slot.metadata.has_strides()).text() +
                      fmt::format(", version {}{}", judged._version(),
                                  storage_of(judged) == slot.provenance.storage._unsafe_get_target()
                                      ? ""
@@ -173,9 +174,9 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
   if (frame_.extras() != nullptr && frame_.extras()->fingerprint) return;  // compared instead
   if (frame_.options().determinism_check == DeterminismCheck::None) return;
   const bool is_same_place = slot.follows == follows_ && is_same_kind(slot, judged);
-  if (slot.description.describes(saved) && is_same_place) return;
-  const auto text = [&](const Description& description, bool requires_grad, bool follows) {
-    return description.text() +
+  if (slot.metadata.describes(saved) && is_same_place) return;
+  const auto text = [&](const TensorMetadata& metadata, bool requires_grad, bool follows) {
+    return metadata.text() +
            (is_same_place   ? ""
             : requires_grad ? ", requires grad"
                             : ", requires no grad") +
@@ -183,8 +184,8 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
             : follows                ? ", of the operator that saved the one before"
                                      : ", the first of its operator");
   };
-  differences_.metadata.push_back(mismatch(text(slot.description, slot.has_edge, slot.follows),
-                                           text(Description(saved, slot.description.has_strides()),
+  differences_.metadata.push_back(mismatch(text(slot.metadata, slot.has_edge, slot.follows),
+                                           text(TensorMetadata(saved, slot.metadata.has_strides()),
                                                 has_raw_gradient_edge(judged), follows_)));
 }
 
@@ -199,8 +200,8 @@ Differences Filler::take_differences() {
   return std::move(differences_);
 }
 
-void Filler::compare_pending(uint64_t next_group, bool is_end) {
-  if (pending_.empty() || (!is_end && pending_.front().group == next_group)) return;
+void Filler::compare_pending(uint64_t next_operator, bool is_end) {
+  if (pending_.empty() || (!is_end && pending_.front().operator_number == next_operator)) return;
   for (const Pending& each : std::exchange(pending_, {})) {
     std::string now = frame_.contents_of(each.tensor);
     if (now == each.in_forward) continue;

@@ -57,7 +57,7 @@ class Filler final : public SlotFiller {
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
   /// As in Frame.
-  void break_group() { may_follow_ = false; }
+  void end_operator() { may_follow_ = false; }
   /// The exception at hand counts also if user code catches it.
   void note_refusal() {
     if (refusal_ == nullptr) refusal_ = std::current_exception();
@@ -73,7 +73,7 @@ class Filler final : public SlotFiller {
   void take(int64_t position, const at::Tensor& saved, const at::Tensor& kept);
   bool is_changed_capture(const Slot& slot, const at::Tensor& judged) const;
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
-  void compare_pending(uint64_t next_group, bool is_end);
+  void compare_pending(uint64_t next_operator, bool is_end);
   bool wants_stop() const;
   bool can_stop(const at::Tensor& saved, int64_t position) const;
 
@@ -96,14 +96,14 @@ class Filler final : public SlotFiller {
   Differences differences_;
   struct Pending {
     int64_t position;
-    uint64_t group;
+    uint64_t operator_number;
     at::Tensor tensor;
     std::string in_forward;
   };
   std::vector<Pending> pending_;  // contents to compare when their operator has returned
-  uint64_t last_group_ = 0;       // of the operator that filled the last needed slot
-  uint64_t group_before_ = 0;     // of the tensor saved last
-  bool may_follow_ = false;       // the next one, if it is of that group
+  uint64_t last_operator_ = 0;    // of the operator that filled the last needed slot
+  uint64_t operator_before_ = 0;  // of the tensor saved last
+  bool may_follow_ = false;       // the next one, if that operator saves it
   bool follows_ = false;          // the tensor at hand is of the same operator as the one before
   bool must_finish_operator_ = false;
   int64_t num_seen_ = 0, num_filled_ = 0;

@@ -79,10 +79,10 @@ bool Frame::compares_contents() const {
 }
 
 std::string Frame::contents_of(const at::Tensor& tensor) const {
-  if (!extras_ || !extras_->fingerprint) return fmt::format("{:016x}", digest_of(tensor));
+  if (!extras_ || !extras_->fingerprint) return fmt::format("{:016x}", content_hash(tensor));
   // What the user's function saves is none of the region's.
   const detail::NoScopes no_scopes;
-  const seam::OperatorsUnseen unseen;
+  const seam::DispatchModeOff unseen;
   at::NoGradGuard no_grad;
   return extras_->fingerprint(tensor);
 }
@@ -141,7 +141,7 @@ DevicesMet Frame::devices_met() {
   DevicesMet met;
   inputs_.storages().visit([&](const c10::StorageImpl& storage) { met.add(storage.device()); });
   std::lock_guard<SpinLock> lock(mutex_);
-  for (const Slot& slot : slots_) met.add(slot.description.device());
+  for (const Slot& slot : slots_) met.add(slot.metadata.device());
   return met;
 }
 
@@ -177,9 +177,9 @@ void Frame::owner_waits_for_backward(Run& run) {
   run.tell_change();
 }
 
-void Frame::break_group() {
+void Frame::end_operator() {
   std::lock_guard<SpinLock> lock(mutex_);
-  is_group_broken_ = true;
+  is_operator_over_ = true;
 }
 
 Frame::Noted& Frame::noted() {

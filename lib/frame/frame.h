@@ -108,8 +108,8 @@ class Frame final : public SlotOwner {
   Selection& selection_or_make(std::shared_ptr<const PolicyRule> rule = nullptr);
   const Inputs& inputs() const { return inputs_; }
   /// The next slot follows none. A recompute builds more nodes in this place than forward, or fewer: it
-  /// has other recomputes in a backward, and values of stretches instead of what made them.
-  void break_group();
+  /// has other recomputes in a backward, and values of pins instead of what made them.
+  void end_operator();
   /// A backward of the forward inside the region, by number.
   void note_backward(int64_t number, InnerBackwards::Asked asked);
   InnerBackwards::Asked asked_by_backward(int64_t number);
@@ -188,7 +188,7 @@ class Frame final : public SlotOwner {
   at::Tensor read_alone(int64_t position);
   Value take_or_copy(Run& run, int64_t position, const Task& task);
   bool is_fresh(const Run& run) const;
-  void hash_pending(uint64_t next_group, bool is_end);
+  void hash_pending(uint64_t next_operator, bool is_end);
   void settle(const StorageSet& results, int64_t tail_elements);
   void settle_provenance(const StorageSet& results);
   void settle_operators();
@@ -222,7 +222,7 @@ class Frame final : public SlotOwner {
   };
   Noted& noted();
   std::unique_ptr<Noted> noted_;
-  bool is_group_broken_ = false;
+  bool is_operator_over_ = false;
   bool may_meet_outside_ = true;  ///< a slot or an input is, or may be, a tensor from outside
   bool is_settled_ = false;
   bool ends_small_ = false;

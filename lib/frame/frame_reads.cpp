@@ -40,10 +40,10 @@ void Frame::drop_slot(int64_t position) noexcept {
 
 HeldInfo Frame::describe_slot(int64_t position) {
   std::lock_guard<SpinLock> lock(mutex_);
-  const Description& description = slots_[at_position(position)].description;
-  return {.sizes = description.sizes(),
-          .dtype = description.dtype(),
-          .bytes = description.num_bytes(),
+  const TensorMetadata& metadata = slots_[at_position(position)].metadata;
+  return {.sizes = metadata.sizes(),
+          .dtype = metadata.dtype(),
+          .bytes = metadata.num_bytes(),
           .region = name(),
           .dropped = true};
 }

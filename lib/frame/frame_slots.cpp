@@ -29,23 +29,23 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
   if (recorded_ != nullptr && is_recording())
     recording::slot_event(EventKind::Pack, *this, static_cast<int64_t>(slots_.size()),
-                          Description(saved, false).text());
+                          TensorMetadata(saved, false).text());
   Slot slot;
-  slot.description = Description(saved, options_.determinism_check >= DeterminismCheck::Layout);
+  slot.metadata = TensorMetadata(saved, options_.determinism_check >= DeterminismCheck::Layout);
   slot.provenance = provenance_of(judged, start_, inputs_.storages());
-  slot.group = at::sequence_number::peek();
+  slot.operator_number = at::sequence_number::peek();
   slot.requires_grad = judged.requires_grad();
   slot.has_edge = has_raw_gradient_edge(judged);
   slot.is_inner_input = origin != nullptr;
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
-  // What a region around keeps may be captured here: its recompute must have the data, and no shell.
+  // What a region around keeps may be captured here: its recompute must have the data, and no placeholder.
   if (sees_operators_ && depth_ > 1)
     detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
       if (scope.frame() != this && scope.selection() != nullptr)
         scope.selection()->note_saved(saved);
     });
   const bool is_compared = compares_contents() || (saved.is_cpu() && has_new_drawer());
-  if (!pending_.empty()) hash_pending(slot.group, /*is_end=*/origin != nullptr);
+  if (!pending_.empty()) hash_pending(slot.operator_number, /*is_end=*/origin != nullptr);
 
   std::lock_guard<SpinLock> lock(mutex_);
   REMAT_INVARIANT(!is_settled_, "frame {} got a slot after its function had returned", id_);
@@ -54,7 +54,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
     slots_.reserve(slots_.empty() ? expected_slots : 2 * slots_.size());
   slots_.push_back(std::move(slot));
   Slot& latest = slots_.back();
-  latest.follows = !std::exchange(is_group_broken_, false) && slots_.size() > 1 &&
+  latest.follows = !std::exchange(is_operator_over_, false) && slots_.size() > 1 &&
                    slots_[slots_.size() - 2].is_same_operator(latest);
   if (latest.follows && slots_[slots_.size() - 2].saves_own_output)
     latest.saves_own_output = true;
@@ -70,8 +70,9 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
 
 // An operator may fill a tensor after it was saved, so its contents are taken when the next
 // operator saves something, or when the function has returned.
-void Frame::hash_pending(uint64_t next_group, bool is_end) {
-  if (!is_end && slots_[at_position(pending_.front().first)].group == next_group) return;
+void Frame::hash_pending(uint64_t next_operator, bool is_end) {
+  if (!is_end && slots_[at_position(pending_.front().first)].operator_number == next_operator)
+    return;
   for (auto& [position, tensor] : std::exchange(pending_, {})) {
     std::string contents = contents_of(tensor);
     std::lock_guard<SpinLock> lock(mutex_);
@@ -125,10 +126,10 @@ void Frame::settle(const StorageSet& results, int64_t tail_elements) {
   settle_operators();
   lost = inputs_.settle();
   if (selection_ != nullptr) selection_->settle();
-  if (slots_.empty() || at::sequence_number::peek() != slots_.back().group) return;
-  for (auto slot = slots_.rbegin(); slot != slots_.rend() && slot->group == slots_.back().group;
-       ++slot)
-    tail_elements = std::max(tail_elements, slot->description.numel());
+  if (slots_.empty() || at::sequence_number::peek() != slots_.back().operator_number) return;
+  for (auto slot = slots_.rbegin();
+       slot != slots_.rend() && slot->operator_number == slots_.back().operator_number; ++slot)
+    tail_elements = std::max(tail_elements, slot->metadata.numel());
   // Under a policy the end of a region is what the policy was told that it is.
   ends_small_ = tail_elements <= max_small_tail && selection_ == nullptr;
 }
@@ -149,11 +150,11 @@ recording::RegionSums Frame::sums(const StorageSet& results) const {
                              !provenance.storage.expired() && !results.contains(storage);
     if (is_captured) continue;
     if (storage == nullptr) {  // made inside, of which no storage is remembered
-      all.dropped_bytes += slot.description.num_bytes();
+      all.dropped_bytes += slot.metadata.num_bytes();
       continue;
     }
     int64_t& bytes = dropped[storage];
-    bytes = std::max(bytes, slot.description.num_bytes());
+    bytes = std::max(bytes, slot.metadata.num_bytes());
   }
   for (const auto& [storage, bytes] : dropped) all.dropped_bytes += bytes;
   return all;

@@ -43,7 +43,7 @@ InnerBackwards::Asked asked_of(const Inputs& inputs, const edge_list& roots,
   };
   c10::SmallVector<Place, 4> places;  // in the order of the inputs
   bool has_any = false;
-  inputs.visit_places([&](const GradientPlace& place, bool has_hooks) {
+  inputs.visit_edges([&](const GradientPlace& place, bool has_hooks) {
     places.push_back({place, has_hooks});
     has_any |= place.is_somewhere();
   });
@@ -80,13 +80,13 @@ InnerBackwards::Asked asked_of(const Inputs& inputs, const edge_list& roots,
 // The input was a target of forward's. Its original may be one now, or its alias; LibTorch puts another
 // node in the place of an alias that nothing uses.
 const char* against(const InnerBackwards::Asked& asked, const Inputs& inputs,
-                    c10::ArrayRef<WatchedPlace> aliases, const edge_list& roots,
+                    c10::ArrayRef<WeakEdge> aliases, const edge_list& roots,
                     const edge_list& targets) {
   if (asked.against != nullptr || asked.inputs.empty()) return asked.against;
   const Reached all(roots);
   bool is_short = false;
   uint32_t number = 0;
-  inputs.visit_places([&](const GradientPlace& then, bool) {
+  inputs.visit_edges([&](const GradientPlace& then, bool) {
     const uint32_t i = number++;
     if (std::find(asked.inputs.begin(), asked.inputs.end(), i) == asked.inputs.end()) return;
     const GradientPlace alias = i < aliases.size() ? aliases[i].get() : GradientPlace{};

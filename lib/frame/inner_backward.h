@@ -1,7 +1,7 @@
 #pragma once
-// Backwards that a region's function runs: those that its recompute could not repeat.
+// SharedRecomputes that a region's function runs: those that its recompute could not repeat.
 //
-// Note [Backwards inside a region]
+// Note [SharedRecomputes inside a region]
 // A recompute has its arguments without their history (Note [Inputs without history]): a backward in
 // it ends there, without what lies beyond and without the hooks of the original. Where forward's went
 // on, the recompute's would give other gradients, of which nothing could be seen. So each backward
@@ -50,7 +50,7 @@ InnerBackwards::Asked asked_of(const Inputs& inputs, const torch::autograd::edge
 /// In a recompute. Null, or why this backward would not give what forward's did. `aliases`: of the
 /// inputs that it was given.
 const char* against(const InnerBackwards::Asked& asked, const Inputs& inputs,
-                    c10::ArrayRef<WatchedPlace> aliases, const torch::autograd::edge_list& roots,
+                    c10::ArrayRef<WeakEdge> aliases, const torch::autograd::edge_list& roots,
                     const torch::autograd::edge_list& targets);
 
 /// Of a hook: it was not there yet when forward ran the backward.

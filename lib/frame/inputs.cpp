@@ -69,7 +69,7 @@ class StorageCopies {
  public:
   at::Tensor copy_of(const at::Tensor& tensor) {
     const at::NoGradGuard no_grad;
-    const seam::OperatorsUnseen unseen;
+    const seam::DispatchModeOff unseen;
     const c10::InferenceMode normal(false);
     c10::StorageImpl* const storage = storage_of(tensor);
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -150,7 +150,7 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
                         : tensor);  // may throw, as a growing SmallVector must not
     Input& input = saved_.emplace_back(std::move(made));
     if (has_edge) {
-      input.place = WatchedPlace(tensor, role);
+      input.place = WeakEdge(tensor, role);
       input.has_tensor_hooks = !torch::autograd::impl::hooks(tensor).empty();
     }
     input.role = role;
@@ -271,7 +271,7 @@ bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::
   if (!leaf.defined() || grad_role_of(leaf) != GradRole::Leaf || layout_of(leaf) != input.layout)
     return false;
   if (storage_of(data) != nullptr && storage_of(leaf) == storage_of(data)) return true;
-  return input.variable.has_hooks() && digest_of(leaf) == digest_of(data);
+  return input.variable.has_hooks() && content_hash(leaf) == content_hash(data);
 }
 
 at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_written,

@@ -71,7 +71,7 @@ class Inputs {
   int64_t storage_number(std::size_t input) const { return saved_[input].storage_number; }
   /// Of each input: where its gradient goes in forward (nowhere, if it is gone), and whether it had hooks.
   template <class Visitor>
-  void visit_places(Visitor&& visitor) const {
+  void visit_edges(Visitor&& visitor) const {
     for (const Input& each : saved_) visitor(each.place.get(), each.has_tensor_hooks);
   }
   bool has_leaf() const {
@@ -109,7 +109,7 @@ class Inputs {
     explicit Input(const at::Tensor& saved) : variable(saved, /*is_output=*/false) {}
     torch::autograd::SavedVariable variable;
     std::unique_ptr<Details> details;
-    WatchedPlace place;
+    WeakEdge place;
     c10::VariableVersion counter{
         c10::VariableVersion::DISABLED};  ///< until the function has returned
     uint32_t version = 0;

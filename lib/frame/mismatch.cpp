@@ -205,7 +205,7 @@ void throw_changed_argument(const Frame& frame, int64_t number, const at::Tensor
           "instead (Rule 10).\n"
           "Cause: {}, and the saved-tensor hooks around it had kept the tensor itself, not a "
           "copy.\nDo: {}, pass a clone, or let the pack function copy.",
-          Description(argument, false).text(), number, title(frame), version_now, version_then,
+          TensorMetadata(argument, false).text(), number, title(frame), version_now, version_then,
           by_function ? "the region's function writes to its own argument"
                       : "an argument of the region was changed in place after the call",
           by_function ? "let the function write to a copy" : "call backward before the change"));
@@ -226,14 +226,14 @@ void throw_written_argument(const Frame& frame, int64_t number) {
 void throw_replaced_argument(const Frame& frame, int64_t number, const at::Tensor& now) {
   throw_about_argument(
       frame, Kind::CaptureChanged, number, "the data of the call",
-      Description(now, false).text() + ", other data",
+      TensorMetadata(now, false).text() + ", other data",
       fmt::format("An argument was given other data between the forward and the recompute, so the "
                   "gradient would be wrong: tensor {} of the arguments of {}, which is {} now.\n"
                   "Cause: set_data, set_, resize_ or an assignment to its data gave it another "
                   "storage or another shape; its version does not show that.\nDo: call backward "
                   "before, pass an alias (`x.detach()`), or set capture_check = "
                   "CaptureCheck::Ignore to recompute with the new data.",
-                  number, title(frame), Description(now, false).text()));
+                  number, title(frame), TensorMetadata(now, false).text()));
 }
 
 void throw_parted_arguments(const Frame& frame, int64_t number, int64_t other) {
@@ -334,7 +334,7 @@ at::Tensor hand_over(const Frame& frame, int64_t position, Value value) {
                     "version {}; expected version {} instead (Rule 10).\n"
                     "Cause: a tensor that backward needs is changed in place after it was saved; "
                     "plain autograd refuses this too.\nDo: use the out-of-place operator there.",
-                    Description(value.tensor, false).text(), title(frame), position,
+                    TensorMetadata(value.tensor, false).text(), title(frame), position,
                     value.tensor._version(), value.version),
         std::move(facts));
   }

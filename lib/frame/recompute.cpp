@@ -66,10 +66,10 @@ class Early {
 };
 
 /// Of the recompute in which this thread is about to recompute another region, or null.
-const TurnTaker* turn_taker_around() {
-  const TurnTaker* around = nullptr;
+const LockOwner* lock_owner_around() {
+  const LockOwner* around = nullptr;
   detail::visit(detail::Ability::Region, [&](const detail::Scope& scope) {
-    if (around == nullptr) around = scope.turn_taker();
+    if (around == nullptr) around = scope.lock_owner();
   });
   return around;
 }
@@ -110,12 +110,12 @@ class RecomputeScope final : public detail::Scope {
   Replay* replay() override { return selective_ && is_own_thread() ? &*selective_ : nullptr; }
   void knows_inputs(const std::vector<at::Tensor>& inputs) {
     for (const at::Tensor& each : inputs)
-      aliases_.push_back(each.defined() ? WatchedPlace(each) : WatchedPlace());
+      aliases_.push_back(each.defined() ? WeakEdge(each) : WeakEdge());
   }
   void backward_begins(const torch::autograd::edge_list& roots,
                        const torch::autograd::edge_list& targets, bool accumulates) override {
     if (!is_own_thread()) return;
-    filler_.break_group();
+    filler_.end_operator();
     const InnerBackwards::Asked asked = frame_->asked_by_backward(num_backwards_++);
     // What this run was to compute may be there already; then its gradients are nobody's.
     const char* reason = filler_.is_complete()
@@ -154,7 +154,7 @@ class RecomputeScope final : public detail::Scope {
     Early* const early = early_.load();
     return early == nullptr ? nullptr : early->replay_of(generator);
   }
-  const TurnTaker* turn_taker() const override { return &turn_taker_; }
+  const LockOwner* lock_owner() const override { return &lock_owner_; }
   void guard_opened(const UserRegistrations& opened) override {
     if (filler_.is_forward_over()) return;
     const bool preserves_rng = frame_->options().preserve_rng_state;
@@ -214,11 +214,11 @@ class RecomputeScope final : public detail::Scope {
   // Rarely there.
   SpinLock own_early_lock_;
   std::unique_ptr<Early> own_early_;
-  std::vector<WatchedPlace> aliases_;  // of the inputs, if a backward of forward's asked for one
+  std::vector<WeakEdge> aliases_;  // of the inputs, if a backward of forward's asked for one
   std::atomic<int64_t> num_backwards_{0};
   std::atomic<Early*> early_{nullptr};  // the same, for threads that inherited the scope
   const std::thread::id owner_ = std::this_thread::get_id();
-  const TurnTaker turn_taker_{turn_taker_around()};
+  const LockOwner lock_owner_{lock_owner_around()};
 };
 
 /// The recomputes this thread is running, innermost last.
@@ -227,7 +227,7 @@ struct ActiveRuns {
     Frame* frame;
     Run* run;
     Filler* filler;
-    const TurnTaker* taker;
+    const LockOwner* owner;
   };
   std::vector<Entry> entries;
 };
@@ -249,8 +249,8 @@ struct PreparingIs {
 };
 
 struct RunOnThisThread {
-  RunOnThisThread(Frame& frame, Run& run, Filler& filler, const TurnTaker* taker) {
-    active_runs().entries.push_back({&frame, &run, &filler, taker});
+  RunOnThisThread(Frame& frame, Run& run, Filler& filler, const LockOwner* owner) {
+    active_runs().entries.push_back({&frame, &run, &filler, owner});
   }
   ~RunOnThisThread() { active_runs().entries.pop_back(); }
 };
@@ -287,14 +287,14 @@ class SwapOfAll {
 /// its random numbers.
 bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
                const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs) {
-  UserRestore user_state(frame->user_state(), *scope->turn_taker());
+  UserRestore user_state(frame->user_state(), *scope->lock_owner());
   if (user_state.has_failed())
     throw_recompute_failed(*frame, "a StateProvider did not become free within ten seconds",
                            "another thread recomputes a region that uses it too, and may be "
                            "waiting for this one",
                            "give each thread a provider of its own");
   const StreamScope streams(frame->streams(), inputs);
-  const DeviceRngSwap device_rng(frame->device_states_at_begin(), *scope->turn_taker());
+  const DeviceRngSwap device_rng(frame->device_states_at_begin(), *scope->lock_owner());
   if (device_rng.has_failed())
     throw_recompute_failed(*frame, "a device's generator did not become free within a minute",
                            "another thread's recompute draws from it too, and may be waiting for "
@@ -305,10 +305,10 @@ bool run_again(const c10::intrusive_ptr<Frame>& frame, Run& run, Filler& filler,
   {
     const PreparingIs over(false);
     // Not while a provider runs a backward.
-    const RunOnThisThread active(*frame, run, filler, scope->turn_taker());
+    const RunOnThisThread active(*frame, run, filler, scope->lock_owner());
     AmbientRestore ambient(frame->snapshot());
     detail::StackSwap clean(scope);
-    std::optional<seam::OperatorSight> sight;
+    std::optional<seam::DispatchMode> sight;
     if (frame->sees_operators()) sight.emplace();
     OpLogScope logging(filler.log());
     OutsideTensors outside(*frame);
@@ -342,7 +342,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
   count(live_counters.recomputes);
   // What hooks, observers and providers of the user's do here is no part of a region that waits on this
   // thread. run_again() looks at operators if the frame does.
-  const seam::OperatorsUnseen unseen;
+  const seam::DispatchModeOff unseen;
   const PreparingIs preparing(true);
   try {
     recording::RecomputeSpan span(*frame);
@@ -366,14 +366,15 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, Run& run, int64_t onl
       is_undisturbed = run_again(frame, run, filler, scope, inputs);
     } catch (const std::exception& error) {
       Replay* const replay = scope->replay();
-      if (replay != nullptr && KeptTensor::is_shell_error(error)) replay->note_read_shell();
-      if (replay == nullptr || !replay->has_read_shell()) throw;
+      if (replay != nullptr && KeptTensor::is_placeholder_error(error))
+        replay->note_read_placeholder();
+      if (replay == nullptr || !replay->has_read_placeholder()) throw;
     } catch (...) {
-      if (scope->replay() == nullptr || !scope->replay()->has_read_shell()) throw;
+      if (scope->replay() == nullptr || !scope->replay()->has_read_placeholder()) throw;
     }
     if (const Replay* const replay = scope->replay()) {
-      if (replay->has_read_shell()) {
-        frame->selection()->run_shells_for_real();
+      if (replay->has_read_placeholder()) {
+        frame->selection()->run_placeholders_for_real();
         is_undisturbed = false;
       } else {
         replay->rethrow_mismatch();
@@ -425,17 +426,17 @@ void tell_regions_of_backward(const torch::autograd::edge_list& roots,
                               const torch::autograd::edge_list& targets, bool accumulates) {
   const Frame* passed_over = nullptr;
   detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
-    if (scope.is_kept_stretch) passed_over = scope.frame();  // recomputes do not run what it runs
+    if (scope.is_save_region) passed_over = scope.frame();  // recomputes do not run what it runs
     if (scope.frame() == passed_over) return;
     scope.backward_begins(roots, targets, accumulates);
     if (Replay* const replay = scope.replay()) replay->check_backward(roots, targets);
   });
 }
 
-c10::SmallVector<const TurnTaker*, 4> takers_on_this_thread() {
-  c10::SmallVector<const TurnTaker*, 4> takers;
-  for (const ActiveRuns::Entry& each : active_runs().entries) takers.push_back(each.taker);
-  return takers;
+c10::SmallVector<const LockOwner*, 4> lock_owners_on_this_thread() {
+  c10::SmallVector<const LockOwner*, 4> owners;
+  for (const ActiveRuns::Entry& each : active_runs().entries) owners.push_back(each.owner);
+  return owners;
 }
 
 }  // namespace
@@ -448,14 +449,14 @@ void backward_begins(const torch::autograd::edge_list& roots,
       each.frame->owner_waits_for_backward(*each.run);
   }
   if (!is_preparing) tell_regions_of_backward(roots, targets, accumulates);
-  const auto takers = takers_on_this_thread();
-  if (!takers.empty()) turns().suspend(takers);
+  const auto owners = lock_owners_on_this_thread();
+  if (!owners.empty()) recompute_lock().yield_to_backward(owners);
 }
 
 void backward_ended(const torch::autograd::variable_list& gradients,
                     const torch::autograd::variable_list& given) {
-  const auto takers = takers_on_this_thread();
-  if (!takers.empty()) turns().resume(takers);
+  const auto owners = lock_owners_on_this_thread();
+  if (!owners.empty()) recompute_lock().resume_after_backward(owners);
   if (gradients.empty()) return;
   detail::visit(detail::Ability::Region,
                 [&](detail::Scope& scope) { scope.backward_ended(gradients, given); });

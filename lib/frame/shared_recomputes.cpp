@@ -19,10 +19,10 @@ int64_t next_id() {
 
 }  // namespace
 
-Backwards::Backwards(TaskKey::Kind kind, int64_t max_bytes)
+SharedRecomputes::SharedRecomputes(TaskKey::Kind kind, int64_t max_bytes)
     : key_{kind, next_id()}, max_bytes_(max_bytes) {}
 
-void Backwards::forget(const Frame* frame) {
+void SharedRecomputes::forget(const Frame* frame) {
   const auto found = places_.find(frame);
   if (found == places_.end()) return;
   num_bytes_ -= found->second->bytes;
@@ -30,7 +30,7 @@ void Backwards::forget(const Frame* frame) {
   places_.erase(found);
 }
 
-bool Backwards::add(const c10::intrusive_ptr<Frame>& frame, int64_t bytes) {
+bool SharedRecomputes::add(const c10::intrusive_ptr<Frame>& frame, int64_t bytes) {
   std::vector<c10::intrusive_ptr<Frame>> dropped;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -58,13 +58,13 @@ bool Backwards::add(const c10::intrusive_ptr<Frame>& frame, int64_t bytes) {
   return true;
 }
 
-void Backwards::touch(const Frame& frame) {
+void SharedRecomputes::touch(const Frame& frame) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (const auto found = places_.find(&frame); found != places_.end())
     entries_.splice(entries_.end(), entries_, found->second);
 }
 
-void Backwards::end() noexcept {
+void SharedRecomputes::end() noexcept {
   std::list<Entry> held;
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -16,11 +16,11 @@ namespace remat {
 
 /// The frames that hold recomputed tensors for it, in the order of their latest use. Frames are held
 /// weakly, and called without a lock. Threads: any.
-class Backwards {
+class SharedRecomputes {
  public:
-  Backwards(TaskKey::Kind kind, int64_t max_bytes);
-  Backwards(const Backwards&) = delete;
-  Backwards& operator=(const Backwards&) = delete;
+  SharedRecomputes(TaskKey::Kind kind, int64_t max_bytes);
+  SharedRecomputes(const SharedRecomputes&) = delete;
+  SharedRecomputes& operator=(const SharedRecomputes&) = delete;
 
   const TaskKey& key() const { return key_; }
   bool is_cache() const { return key_.kind == TaskKey::Kind::Cache; }

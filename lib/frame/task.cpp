@@ -60,7 +60,7 @@ std::optional<Task> current_task() {
 }
 
 void notify_at_task_end(const TaskKey& task, const c10::intrusive_ptr<Frame>& frame) {
-  // Backwards nest, so a thread may serve several tasks in turn; an ended one is found expired.
+  // SharedRecomputes nest, so a thread may serve several tasks in turn; an ended one is found expired.
   thread_local std::vector<std::weak_ptr<FramesOfTask>> tasks;
   std::shared_ptr<FramesOfTask> found = tasks.empty() ? nullptr : tasks.back().lock();
   if (found != nullptr && found->task() == task) return found->add(frame);

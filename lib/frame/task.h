@@ -12,13 +12,13 @@ namespace remat {
 
 class Frame;
 
-class Backwards;
+class SharedRecomputes;
 
 /// The backward that runs on a thread.
 struct Task {
   TaskKey graph;  ///< of the engine
   /// The backward calls it shares recomputes with; null: none.
-  std::shared_ptr<Backwards> shared;
+  std::shared_ptr<SharedRecomputes> shared;
 };
 
 /// The backward that runs on this thread, if one does.

@@ -59,7 +59,7 @@ struct Event {
   int64_t time_ns = 0;   ///< since the recording began
   int64_t begin_ns = 0;  ///< of what ends here
   std::shared_ptr<const std::string>
-      text{};  ///< a region's name, an operator's, a tensor's description
+      text{};  ///< a region's name, an operator's, a tensor's metadata
   LiveKinds bytes{};
 };
 

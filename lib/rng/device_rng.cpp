@@ -160,7 +160,7 @@ std::vector<GeneratorState> DeviceRng::at_begin(const DevicesMet& met) const {
   return states;
 }
 
-DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const TurnTaker& taker) {
+DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const LockOwner& owner) {
   for (const GeneratorState& each : at_begin)
     refuse_capture(each.generator.device(), each.generator);
   // In one order for all, so that two recomputes never wait for each other.
@@ -168,31 +168,31 @@ DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const 
   for (const GeneratorState& each : at_begin)
     wanted.push_back(each.generator.unsafeGetGeneratorImpl());
   std::sort(wanted.begin(), wanted.end(), std::less<>());
-  turns_.reserve(wanted.size());
+  held_.reserve(wanted.size());
   constexpr std::chrono::seconds longest_wait(60);
   try {
     for (const c10::GeneratorImpl* generator : wanted) {
-      has_failed_ = !turns().take(generator, taker, longest_wait);
+      has_failed_ = !recompute_lock().acquire(generator, owner, longest_wait);
       if (has_failed_) return;
-      turns_.push_back(generator);
+      held_.push_back(generator);
     }
     for (const GeneratorState& each : at_begin)  // what may throw comes before anything is set
       before_.push_back(DeviceRng::present(each.generator));
     DeviceRng::set(at_begin);
   } catch (...) {
-    give_turns_back();
+    release_all();
     throw;
   }
 }
 
 DeviceRngSwap::~DeviceRngSwap() {
   for (GeneratorState& each : before_) set_state(each.generator, each.state);
-  give_turns_back();
+  release_all();
 }
 
-void DeviceRngSwap::give_turns_back() noexcept {
-  for (const c10::GeneratorImpl* generator : turns_) turns().give_back(generator);
-  turns_.clear();
+void DeviceRngSwap::release_all() noexcept {
+  for (const c10::GeneratorImpl* generator : held_) recompute_lock().release(generator);
+  held_.clear();
 }
 
 }  // namespace remat

@@ -90,7 +90,7 @@ class DeviceRng {
 /// recomputes of other threads that have set them.
 class DeviceRngSwap {
  public:
-  DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const TurnTaker& taker);
+  DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const LockOwner& owner);
   ~DeviceRngSwap();
   /// They did not become free in time: nothing was set.
   bool has_failed() const { return has_failed_; }
@@ -98,8 +98,8 @@ class DeviceRngSwap {
   DeviceRngSwap& operator=(const DeviceRngSwap&) = delete;
 
  private:
-  void give_turns_back() noexcept;
-  std::vector<const c10::GeneratorImpl*> turns_;
+  void release_all() noexcept;
+  std::vector<const c10::GeneratorImpl*> held_;
   std::vector<GeneratorState> before_;
   bool has_failed_ = false;
 };

@@ -81,10 +81,10 @@ class DrawTrack {
   std::shared_ptr<const CpuRngState> state_;
 };
 
-/// What a stretch of a forward drew: a recompute that does not run the stretch passes over it.
+/// What a interval of a forward drew: a recompute that does not run the interval passes over it.
 struct DrawSkip {
   int64_t num_draws = 0;
-  std::shared_ptr<const CpuRngState> end{};  ///< of the generator itself, if the stretch moved it
+  std::shared_ptr<const CpuRngState> end{};  ///< of the generator itself, if the interval moved it
 };
 struct DrawMark {
   int64_t num_draws;
@@ -104,10 +104,10 @@ class DrawLog {
   DrawPlan plan();
   /// The same once it is settled, else null. Lives as long as the log.
   const DrawPlan* settled_plan() const { return is_settled_ ? &plan_ : nullptr; }
-  /// Around a stretch that recomputes will not run. What is drawn next starts from a noted state.
+  /// Around a interval that recomputes will not run. What is drawn next starts from a noted state.
   DrawMark mark();
   DrawSkip since(const DrawMark& mark);
-  /// The same for a stretch in which the log began.
+  /// The same for a interval in which the log began.
   DrawSkip since_begin() { return since({0, position_at_begin_}); }
   /// Whether a thread that had never drawn before has drawn since the region began, outside of any
   /// region, or a thread other than the region's own in the region. Cheap.
@@ -152,7 +152,7 @@ class DrawReplay {
   /// The generator for the next operator, standing where forward's stood. Hold `mutex` meanwhile.
   at::Generator& next();
   std::mutex mutex;
-  /// The recompute passes over a stretch of the forward.
+  /// The recompute passes over a interval of the forward.
   void skip(const DrawSkip& skipped);
   /// Operators of the recompute that drew from the original itself.
   std::atomic<uint64_t> num_original_draws{0};

@@ -42,14 +42,14 @@ class DisableScope final : public Scope {
 class SharingScope final : public Scope {
  public:
   SharingScope(TaskKey::Kind kind, int64_t max_bytes)
-      : backwards_(std::make_shared<Backwards>(kind, max_bytes)) {
+      : backwards_(std::make_shared<SharedRecomputes>(kind, max_bytes)) {
     answers(kind == TaskKey::Kind::Group ? Ability::Group : Ability::Cache);
   }
-  std::shared_ptr<Backwards> backwards() const override { return backwards_; }
+  std::shared_ptr<SharedRecomputes> backwards() const override { return backwards_; }
 
  private:
   void on_close() override { backwards_->end(); }
-  const std::shared_ptr<Backwards> backwards_;
+  const std::shared_ptr<SharedRecomputes> backwards_;
 };
 
 std::shared_ptr<Scope> group_scope() {

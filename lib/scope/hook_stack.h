@@ -13,13 +13,13 @@
 
 namespace remat {
 
-class Backwards;
+class SharedRecomputes;
 class DrawLog;
 class DrawReplay;
 class Frame;
 class Replay;
 class Selection;
-struct TurnTaker;
+struct LockOwner;
 struct UserRegistrations;
 
 namespace detail {
@@ -82,7 +82,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual DrawLog* draw_log(const c10::GeneratorImpl&) const { return nullptr; }
   virtual DrawReplay* draw_replay(const c10::GeneratorImpl&) { return nullptr; }
   /// Of a recompute.
-  virtual const TurnTaker* turn_taker() const { return nullptr; }
+  virtual const LockOwner* lock_owner() const { return nullptr; }
   /// Of a region's first run: what keeps its operators' results. Of a recompute: what replays them.
   /// Null where there is no such thing, and on threads that merely inherited the scope.
   virtual Selection* selection() const { return nullptr; }
@@ -110,7 +110,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   /// Adds what a guard of state.h registered, or the region of a recompute keeps.
   virtual void add_to(UserRegistrations&) const {}
   /// Of a guard that lets backward calls share recomputes.
-  virtual std::shared_ptr<Backwards> backwards() const { return nullptr; }
+  virtual std::shared_ptr<SharedRecomputes> backwards() const { return nullptr; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
   bool has(Ability ability) const { return (abilities_ >> static_cast<unsigned>(ability)) & 1u; }
@@ -127,7 +127,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::string message{};             ///< of a scope that forbids hooks
   bool is_recompute = false;         ///< of a region's scope: a recompute, not the first run
   bool is_inside_recompute = false;  ///< this region or one around it is recomputed
-  bool is_kept_stretch = false;      ///< a part of its region that recomputes do not run
+  bool is_save_region = false;       ///< a part of its region that recomputes do not run
 
  protected:
   virtual void on_close() {}

@@ -151,25 +151,25 @@ c10::DispatchKeySet keys_met(const c10::OperatorHandle& op) {
 
 bool is_handling_operator() { return is_handling; }
 
-bool are_operators_seen() { return is_mode_active() && !is_looking_away(); }
+bool is_dispatch_mode_on() { return is_mode_active() && !is_looking_away(); }
 
-OperatorSight::OperatorSight() : is_first_(!is_mode_active()) {
+DispatchMode::DispatchMode() : is_first_(!is_mode_active()) {
   look_for_python();
   was_away_ = is_looking_away();
   if (was_away_) look_away(false);
   if (is_first_) TorchDispatchModeTLS::push_non_infra_mode_onto_stack(our_mode());
 }
 
-OperatorSight::~OperatorSight() {
+DispatchMode::~DispatchMode() {
   if (is_first_ && is_mode_active()) remove_mode();
   if (was_away_) look_away(true);
 }
 
-OperatorsUnseen::OperatorsUnseen() : was_seen_(are_operators_seen()) {
+DispatchModeOff::DispatchModeOff() : was_seen_(is_dispatch_mode_on()) {
   if (was_seen_) num_above_ = remove_mode();
 }
 
-OperatorsUnseen::~OperatorsUnseen() {
+DispatchModeOff::~DispatchModeOff() {
   if (was_seen_) insert_mode(num_above_);
 }
 

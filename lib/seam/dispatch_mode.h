@@ -34,26 +34,26 @@ void set_operator_handler(OperatorHandler handler);
 
 /// While alive, the operators of this thread come to the handler, also on the threads that run a
 /// backward for it. Nests.
-class OperatorSight {
+class DispatchMode {
  public:
-  OperatorSight();
-  ~OperatorSight();
-  OperatorSight(const OperatorSight&) = delete;
-  OperatorSight& operator=(const OperatorSight&) = delete;
+  DispatchMode();
+  ~DispatchMode();
+  DispatchMode(const DispatchMode&) = delete;
+  DispatchMode& operator=(const DispatchMode&) = delete;
 
  private:
   bool is_first_, was_away_;
 };
 
-bool are_operators_seen();
+bool is_dispatch_mode_on();
 
 /// While alive, they do not.
-class OperatorsUnseen {
+class DispatchModeOff {
  public:
-  OperatorsUnseen();
-  ~OperatorsUnseen();
-  OperatorsUnseen(const OperatorsUnseen&) = delete;
-  OperatorsUnseen& operator=(const OperatorsUnseen&) = delete;
+  DispatchModeOff();
+  ~DispatchModeOff();
+  DispatchModeOff(const DispatchModeOff&) = delete;
+  DispatchModeOff& operator=(const DispatchModeOff&) = delete;
 
  private:
   bool was_seen_;

@@ -40,7 +40,7 @@ struct Interpreter : c10::impl::PyInterpreterVTable {
     if (self->layout() == c10::kStrided && !self->key_set().has(c10::DispatchKey::NestedTensor))
       return {};
     // Only dense tensors have a plain copy to fall back to.
-    const OperatorsUnseen unseen;
+    const DispatchModeOff unseen;
     return self->shallow_copy_and_detach(self->version_counter(),
                                          self->allow_tensor_metadata_change());
   }

@@ -37,10 +37,10 @@ bool CallRecord::is_changed() const {
          });
 }
 
-bool CallRecord::has_shells() const {
+bool CallRecord::has_placeholders() const {
   return std::any_of(kept.begin(), kept.end(), [](const KeptResult& each) {
     return std::any_of(each.tensors.begin(), each.tensors.end(),
-                       [](const KeptTensor& tensor) { return tensor.is_shell(); });
+                       [](const KeptTensor& tensor) { return tensor.is_placeholder(); });
   });
 }
 
@@ -62,7 +62,7 @@ bool is_same_value(const c10::IValue& a, const c10::IValue& b) {
 
 std::string text_of(const CallRecord& call) {
   std::string text;
-  for (const ArgumentRecord& each : call.tensors) append(text, each.description.text());
+  for (const ArgumentRecord& each : call.tensors) append(text, each.metadata.text());
   for (const c10::IValue& each : call.others) append(text, text_of_plain(each));
   return text;
 }
@@ -72,7 +72,7 @@ std::string text_of(c10::ArrayRef<c10::IValue> arguments) {
   for (const c10::IValue& each : arguments) {
     if (holds_tensors(each))
       visit_tensors_in(each, [&](const at::Tensor& tensor) {
-        append(tensors, tensor.defined() ? Description(tensor, false).text() : "undefined");
+        append(tensors, tensor.defined() ? TensorMetadata(tensor, false).text() : "undefined");
       });
     else
       append(others, text_of_plain(each));

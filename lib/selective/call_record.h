@@ -30,14 +30,14 @@ namespace remat {
 //   Inside   the result of another call, by operator, number of the call, and which result of it
 //   Outside  any other storage, or the leaf that it is a cast of
 // A tensor passes if it has the same origin, or the very storage, of the one in forward. What has no
-// origin (a storage of no operator, gone since: a scalar's tensor) passes by its description, and if
+// origin (a storage of no operator, gone since: a scalar's tensor) passes by its metadata, and if
 // it is small and on the CPU by its contents. Other arguments must be equal.
 struct ArgumentRecord {
-  Description description;
+  TensorMetadata metadata;
   WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
   WeakStorage leaf{c10::intrusive_ptr<c10::StorageImpl>()};  ///< of the leaf that it is a cast of
   int64_t input = -1, leaf_input = -1;                       ///< the region's inputs, by storage
-  std::optional<Producer> producer{};
+  std::optional<ValueSource> source{};
   std::optional<uint64_t> contents{};
   uint32_t num_changes = 0;  ///< in place, of one that was made inside
 };
@@ -58,8 +58,8 @@ struct KeptResult {
   bool is_tensor = false, is_list = false;
 };
 
-/// Where all generators of a region stood before a stretch of its forward, and what recomputes that
-/// do not run the stretch must do: pass over draws of CPU generators (in the order of
+/// Where all generators of a region stood before a pin of its forward, and what recomputes that
+/// do not run the pin must do: pass over draws of CPU generators (in the order of
 /// Frame::draw_logs), set others.
 struct DrawMarks {
   std::vector<DrawMark> logs;
@@ -80,12 +80,12 @@ struct CallRecord {
   bool is_applied = false;  ///< it wrote to a kept result, which is kept as written
   bool is_let_go = false;  ///< was to be kept and is not: returns an argument, or a name forbade it
   bool is_written = false;     ///< kept, and then given to an operator that writes, by the region
-  bool runs_for_real = false;  ///< a shell of it was read: kept as not kept
+  bool runs_for_real = false;  ///< a placeholder of it was read: kept as not kept
   const bool is_in_slab;       ///< which gives the room back when all are gone
   std::unique_ptr<DrawSkips> draws;  ///< of a random operator
 
   bool is_changed() const;
-  bool has_shells() const;
+  bool has_placeholders() const;
 };
 
 struct CallRecordDeleter {

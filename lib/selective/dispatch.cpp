@@ -37,7 +37,7 @@ void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   if (traits.is_passive || is_cast_of_leaf(traits, stack)) return op.callBoxed(&stack);
   // The innermost region first; those around it only take note.
   detail::Scope* innermost = nullptr;
-  const Frame* passed_over = nullptr;  // its scope follows that of a stretch
+  const Frame* passed_over = nullptr;  // its scope follows that of a pin
   bool has_innermost = false, is_outermost = true;
   struct Outer {
     Selection* selection;
@@ -47,7 +47,7 @@ void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   c10::SmallVector<Outer, 2> outer;
   detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
     if (scope.frame() == passed_over) return;
-    if (scope.is_kept_stretch) {
+    if (scope.is_save_region) {
       passed_over = scope.frame();
       has_innermost = true;
       return;

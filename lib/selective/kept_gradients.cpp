@@ -52,14 +52,14 @@ bool is_older(const Node& node, const RegionStart& start) {
 
 }  // namespace
 
-void StretchArguments::add(const at::Tensor& tensor) {
+void PinArguments::add(const at::Tensor& tensor) {
   if (!tensor.defined() || !has_gradient_edge(tensor)) return;
   const Edge edge = torch::autograd::impl::gradient_edge(tensor);
   all.push_back({tensor.unsafeGetTensorImpl(), edge.function.get(), edge.input_nr});
 }
 
 KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
-                       const StretchArguments& arguments, const RegionStart& stretch,
+                       const PinArguments& arguments, const RegionStart& pin,
                        const RegionStart& region, std::vector<at::Tensor>& leaves) {
   KeptHistory history;
   if (!value.defined() || !has_gradient_edge(value)) return history;
@@ -85,7 +85,7 @@ KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
         });
     if (auto* const leaf = dynamic_cast<AccumulateGrad*>(edge.function.get())) {
       leaves.push_back(leaf->variable);
-    } else if (!is_older(*edge.function, stretch)) {
+    } else if (!is_older(*edge.function, pin)) {
       for (const Edge& next : edge.function->next_edges())
         if (next.is_valid() && seen.insert(next.function.get()).second) waiting.push_back(next);
     } else if (!is_argument) {
@@ -97,9 +97,9 @@ KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
   return history;
 }
 
-at::Tensor KeptRoles::give(const at::Tensor& data, GradRole role, const KeptHistory& history,
-                           const std::vector<at::Tensor>& read,
-                           const std::vector<at::Tensor>& more_sources) {
+at::Tensor KeptGradients::give(const at::Tensor& data, GradRole role, const KeptHistory& history,
+                               const std::vector<at::Tensor>& read,
+                               const std::vector<at::Tensor>& more_sources) {
   at::Tensor kept = data.tensor_data();
   if (role == GradRole::None) return kept;
   if (role != GradRole::Result) {
@@ -134,13 +134,13 @@ at::Tensor KeptRoles::give(const at::Tensor& data, GradRole role, const KeptHist
   return kept;
 }
 
-void KeptRoles::clear() {
+void KeptGradients::clear() {
   roles_.clear();
   sources_.clear();
 }
 
-void KeptRoles::check(const torch::autograd::edge_list& roots,
-                      const torch::autograd::edge_list& targets) const {
+void KeptGradients::check(const torch::autograd::edge_list& roots,
+                          const torch::autograd::edge_list& targets) const {
   if (roles_.empty()) return;
   if (targets.empty()) {
     // A backward that goes all the way down meets the nodes themselves, or adds to what is no leaf but
@@ -184,7 +184,7 @@ void KeptRoles::check(const torch::autograd::edge_list& roots,
   }
 }
 
-bool KeptRoles::may_be_original_leaf(const Role& role, const Edge& target) const {
+bool KeptGradients::may_be_original_leaf(const Role& role, const Edge& target) const {
   if (!is_leaf(*role.edge.function) || !is_leaf(*target.function)) return false;
   if (role.history.twin == KeptHistory::Twin::Argument) return target == role.original;
   const auto& wanted = static_cast<const AccumulateGrad&>(*target.function).variable;
@@ -194,7 +194,7 @@ bool KeptRoles::may_be_original_leaf(const Role& role, const Edge& target) const
           wanted.unsafeGetTensorImpl() == role.history.leaf._unsafe_get_target());
 }
 
-bool KeptRoles::has_hooks_elsewhere(const Role& role) const {
+bool KeptGradients::has_hooks_elsewhere(const Role& role) const {
   if (role.history.has_hooks) return true;
   if (!role.original.is_valid()) return false;
   const auto original = role.original_tensor.lock();
@@ -208,7 +208,8 @@ bool KeptRoles::has_hooks_elsewhere(const Role& role) const {
   });
 }
 
-bool KeptRoles::is_used_elsewhere(const Role& role, const torch::autograd::edge_list& roots) const {
+bool KeptGradients::is_used_elsewhere(const Role& role,
+                                      const torch::autograd::edge_list& roots) const {
   if (role.history.twin == KeptHistory::Twin::None) return false;
   if (role.history.twin == KeptHistory::Twin::Unknown) return true;
   const Reached others(
@@ -219,7 +220,7 @@ bool KeptRoles::is_used_elsewhere(const Role& role, const torch::autograd::edge_
          });
 }
 
-bool KeptRoles::may_be_source(const Role& role, const Edge& target) const {
+bool KeptGradients::may_be_source(const Role& role, const Edge& target) const {
   // What it is known to come from throws when it is met.
   if (std::find(sources_.begin(), sources_.end(), target) != sources_.end()) return false;
   const Node& node = *target.function;

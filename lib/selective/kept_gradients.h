@@ -34,8 +34,8 @@ struct KeptHistory {
   WeakTensor leaf{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};  ///< itself
 };
 
-/// What a stretch was given, by identity: compared only, and only with what is alive.
-struct StretchArguments {
+/// What a pin was given, by identity: compared only, and only with what is alive.
+struct PinArguments {
   struct Argument {
     const c10::TensorImpl* impl;
     const torch::autograd::Node* node;
@@ -48,14 +48,14 @@ struct StretchArguments {
 /// `num_owners`: of variables that hold `value` if nothing but the result does. The leaves that its
 /// gradients lead to are appended.
 KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
-                       const StretchArguments& arguments, const RegionStart& stretch,
+                       const PinArguments& arguments, const RegionStart& pin,
                        const RegionStart& region, std::vector<at::Tensor>& leaves);
 
 /// The kept values that one recompute has handed out.
-class KeptRoles {
+class KeptGradients {
  public:
   /// An alias of `data` with the role of the original.
-  /// `read`: what its stretch would read now; `more_sources`: what else it may come from.
+  /// `read`: what its pin would read now; `more_sources`: what else it may come from.
   at::Tensor give(const at::Tensor& data, GradRole role, const KeptHistory& history,
                   const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& more_sources);
   /// A backward begins in the recompute. Throws CheckpointError if its gradients would differ.

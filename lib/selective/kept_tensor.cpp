@@ -18,7 +18,7 @@ namespace remat {
 
 namespace {
 
-constexpr const char* shell_text =
+constexpr const char* placeholder_text =
     "remat: the data of a kept result were read that nothing seemed to need";
 
 /// Whether the device's memory is spared by a copy on the CPU.
@@ -93,7 +93,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
 }
 
 bool KeptTensor::is_changed() const {
-  return is_defined_ && !is_copy_ && !is_shell() && counter_.enabled() &&
+  return is_defined_ && !is_copy_ && !is_placeholder() && counter_.enabled() &&
          counter_.current_version() != version_;
 }
 
@@ -137,12 +137,12 @@ at::Tensor KeptTensor::moved_back(const at::Tensor& copy) const {
 
 at::Tensor KeptTensor::restore() const {
   if (!is_defined_) return {};
-  if (is_shell()) {
+  if (is_placeholder()) {
     c10::Storage storage(c10::Storage::use_byte_size_t(), storage_bytes_,
                          at::DataPtr(nullptr, device_), /*allocator=*/nullptr,
                          /*resizable=*/false);
     storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
-        shell_text);
+        placeholder_text);
     return build(std::move(storage));
   }
   // As saved_ says, too: somebody wrote to it after it was found to be unchanged.
@@ -158,23 +158,23 @@ at::Tensor KeptTensor::restore() const {
 }
 
 std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
-  if (!metadata_ || is_shell() || will_be_read || is_changed()) return std::nullopt;
-  is_shell_ = true;
+  if (!metadata_ || is_placeholder() || will_be_read || is_changed()) return std::nullopt;
+  is_placeholder_ = true;
   counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
   return Holders{std::exchange(data_, {}), std::exchange(tensor_, {}), std::move(saved_)};
 }
 
-bool KeptTensor::is_shell(const at::Tensor& tensor) {
+bool KeptTensor::is_placeholder(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return false;
-  // A shell has bytes and no data, which no other storage has outside of tracing.
+  // A placeholder has bytes and no data, which no other storage has outside of tracing.
   const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   auto& impl = const_cast<c10::StorageImpl&>(storage);
   return impl._mutable_data_ptr_no_checks().get() == nullptr && impl.nbytes() > 0 &&
          impl.allocator() == nullptr && !impl.resizable() && !tensor.is_meta();
 }
 
-bool KeptTensor::is_shell_error(const std::exception& error) {
-  return std::string_view(error.what()).find(shell_text) != std::string_view::npos;
+bool KeptTensor::is_placeholder_error(const std::exception& error) {
+  return std::string_view(error.what()).find(placeholder_text) != std::string_view::npos;
 }
 
 }  // namespace remat

@@ -1,5 +1,5 @@
 #pragma once
-// One tensor that a region keeps for its recomputes: as it is, through hooks, on the CPU, or as a shell.
+// One tensor that a region keeps for its recomputes: as it is, through hooks, on the CPU, or as a placeholder.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/SizesAndStrides.h>
@@ -26,7 +26,7 @@ enum class KeptWhere {
 /// through the hooks of that region, whose forward drops it (Rule 2); through other hooks on request.
 ///
 /// A result that autograd never saved and no operator of a recompute will read is not worth its
-/// memory. Such a tensor becomes a shell: shape without data. Who reads the data of a shell all the
+/// memory. Such a tensor becomes a placeholder: shape without data. Who reads the data of a placeholder all the
 /// same (past the dispatcher, say) meets an error, upon which the recompute is done once more with
 /// the operator run for real (Replay).
 class KeptTensor {
@@ -37,17 +37,17 @@ class KeptTensor {
              KeptWhere where);
 
   bool is_defined() const { return is_defined_; }
-  bool is_shell() const { return is_shell_; }
+  bool is_placeholder() const { return is_placeholder_; }
   bool is_elsewhere() const { return is_copy_ || is_behind_hooks(); }
   bool is_behind_hooks() const { return saved_ != nullptr && saved_->has_hooks(); }
   /// Changed in place since, by an alias that shares the version counter.
   bool is_changed() const;
   bool shares_version_with(const at::Tensor& tensor) const;
-  /// [bytes] that it keeps; 0 for a shell.
-  int64_t num_bytes() const { return is_shell() ? 0 : num_bytes_; }
+  /// [bytes] that it keeps; 0 for a placeholder.
+  int64_t num_bytes() const { return is_placeholder() ? 0 : num_bytes_; }
   bool is_on_cpu_instead() const { return is_copy_; }
   bool could_not_move() const { return could_not_move_; }
-  /// The value, or the shell; may make the region around recompute.
+  /// The value, or the placeholder; may make the region around recompute.
   at::Tensor restore() const;
   /// The storage of the original, or null. Only to be compared.
   const c10::StorageImpl* storage() const { return storage_; }
@@ -58,11 +58,11 @@ class KeptTensor {
     at::Tensor tensor;
     std::unique_ptr<torch::autograd::SavedVariable> saved;
   };
-  /// The forward is over. Gives out what holds data that will not be read, if a shell can stand for it.
+  /// The forward is over. Gives out what holds data that will not be read, if a placeholder can stand for it.
   std::optional<Holders> settle(bool will_be_read);
-  static bool is_shell(const at::Tensor& tensor);
-  /// Whether an error says that the data of a shell were asked for.
-  static bool is_shell_error(const std::exception& error);
+  static bool is_placeholder(const at::Tensor& tensor);
+  /// Whether an error says that the data of a placeholder were asked for.
+  static bool is_placeholder_error(const std::exception& error);
 
  private:
   /// What a tensor is beside its data.
@@ -75,7 +75,7 @@ class KeptTensor {
   at::Tensor build(c10::Storage storage) const;
   at::Tensor moved_back(const at::Tensor& copy) const;
 
-  // One of three, unless it is a shell. An alias costs more than its parts, which most can be taken
+  // One of three, unless it is a placeholder. An alias costs more than its parts, which most can be taken
   // into and built of again.
   c10::Storage data_;
   at::Tensor tensor_;  ///< inference and sparse tensors, copies, ...
@@ -87,7 +87,7 @@ class KeptTensor {
   const c10::StorageImpl* storage_ = nullptr;
   int64_t num_bytes_ = 0;
   std::size_t storage_bytes_ = 0;  ///< of the original
-  bool is_defined_ = false, is_shell_ = false, is_copy_ = false, could_not_move_ = false;
+  bool is_defined_ = false, is_placeholder_ = false, is_copy_ = false, could_not_move_ = false;
 };
 
 }  // namespace remat

@@ -25,18 +25,17 @@ const bool is_name_registered = [] {
   return true;
 }();
 
-/// The innermost region, if this thread takes part in it and it is not inside a kept stretch.
+/// The innermost region, if this thread takes part in it and it is not inside a kept pin.
 detail::Scope* region_here() {
   detail::Scope* const region = detail::innermost(detail::Ability::Region);
-  return region == nullptr || region->is_kept_stretch || !region->is_own_thread() ? nullptr
-                                                                                  : region;
+  return region == nullptr || region->is_save_region || !region->is_own_thread() ? nullptr : region;
 }
 
 /// While save_region() runs its function in forward: what is saved passes the hooks around.
-class StretchScope final : public detail::Scope {
+class SaveRegionScope final : public detail::Scope {
  public:
-  explicit StretchScope(detail::Scope& region) : region_(region) {
-    is_kept_stretch = true;
+  explicit SaveRegionScope(detail::Scope& region) : region_(region) {
+    is_save_region = true;
     is_recompute = region.is_recompute;
     is_inside_recompute = region.is_inside_recompute;
     answers(detail::Ability::Hooks);
@@ -63,10 +62,10 @@ at::Tensor checkpoint_name(const at::Tensor& x, std::string name) {
   if (region == nullptr || !x.defined()) return x;
   Selection* const selection = region->frame()->selection();
   if (selection == nullptr || !selection->looks_at_names()) return x;
-  const seam::OperatorsUnseen unseen;  // what waits on the CPU is copied
+  const seam::DispatchModeOff unseen;  // what waits on the CPU is copied
   if (region->is_recompute) {
     Replay& replay = *region->replay();
-    const StretchRecord* const kept = replay.next_stretch(typeid(at::Tensor), &x);
+    const PinRecord* const kept = replay.next_pin(typeid(at::Tensor), &x);
     return kept == nullptr ? x : replay.values_of(*kept, {x}).front();
   }
   selection->name(x, name, *region);
@@ -76,41 +75,41 @@ at::Tensor checkpoint_name(const at::Tensor& x, std::string name) {
 at::Tensor pin(const at::Tensor& x) {
   detail::Scope* const region = region_here();
   if (region == nullptr || !x.defined()) return x;
-  const seam::OperatorsUnseen unseen;
+  const seam::DispatchModeOff unseen;
   if (region->is_recompute) {
     Replay* const replay = region->replay();
-    const StretchRecord* const kept =
-        replay == nullptr ? nullptr : replay->next_stretch(typeid(at::Tensor));
+    const PinRecord* const kept =
+        replay == nullptr ? nullptr : replay->next_pin(typeid(at::Tensor));
     return kept == nullptr ? x : replay->values_of(*kept, {x}).front();
   }
   Selection& selection = region->frame()->selection_or_make();
-  const int64_t number = selection.begin_stretch();
-  auto kept = std::make_shared<StretchRecord>();
+  const int64_t number = selection.begin_pin();
+  auto kept = std::make_shared<PinRecord>();
   kept->type = &typeid(at::Tensor);
   kept->values.push_back(selection.keep_value(x, number, 0, *region));
   kept->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
   kept->is_kept = true;
   selection.note_saved(x);
-  selection.keep_stretch(number, std::move(kept));
+  selection.keep_pin(number, std::move(kept));
   return x;
 }
 
 namespace detail {
 
-struct KeptStretch::Impl {
+struct SavedRegion::Impl {
   Scope* region = nullptr;
   const std::type_info* type = nullptr;
   int64_t number = -1;
   DrawMarks marks;
   std::vector<at::Tensor> read;                                     // in a recompute: the arguments
-  StretchArguments arguments;                                       // in forward
+  PinArguments arguments;                                           // in forward
   std::vector<std::pair<c10::VariableVersion, uint32_t>> versions;  // theirs
   RegionStart start = RegionStart::here();
-  std::shared_ptr<StretchScope> scope;
-  const StretchRecord* kept = nullptr;
+  std::shared_ptr<SaveRegionScope> scope;
+  const PinRecord* kept = nullptr;
 };
 
-KeptStretch::KeptStretch(const std::type_info& type,
+SavedRegion::SavedRegion(const std::type_info& type,
                          c10::function_ref<void(TensorVisitor)> visit_arguments) {
   Scope* const region = region_here();
   if (region == nullptr) return;
@@ -118,14 +117,14 @@ KeptStretch::KeptStretch(const std::type_info& type,
   impl_->region = region;
   impl_->type = &type;
   if (region->is_recompute) {
-    if (Replay* const replay = region->replay()) impl_->kept = replay->next_stretch(type);
+    if (Replay* const replay = region->replay()) impl_->kept = replay->next_pin(type);
     if (impl_->kept != nullptr) {
       visit_arguments([this](at::Tensor& tensor) { impl_->read.push_back(tensor); });
       return;
     }
   } else {
     Selection& selection = region->frame()->selection_or_make();
-    impl_->number = selection.begin_stretch();
+    impl_->number = selection.begin_pin();
     impl_->marks = selection.marks();
     visit_arguments([this](at::Tensor& tensor) {
       impl_->arguments.add(tensor);
@@ -134,24 +133,24 @@ KeptStretch::KeptStretch(const std::type_info& type,
       impl_->versions.emplace_back(counter, counter.current_version());
     });
   }
-  impl_->scope = std::make_shared<StretchScope>(*region);
+  impl_->scope = std::make_shared<SaveRegionScope>(*region);
   push(impl_->scope);
 }
 
-KeptStretch::~KeptStretch() {
+SavedRegion::~SavedRegion() {
   if (impl_ != nullptr && impl_->scope != nullptr) pop(*impl_->scope);
 }
 
-bool KeptStretch::is_kept() const { return impl_ != nullptr && impl_->kept != nullptr; }
+bool SavedRegion::is_kept() const { return impl_ != nullptr && impl_->kept != nullptr; }
 
-void* KeptStretch::emptied() const { return impl_->kept->emptied.get(); }
+void* SavedRegion::emptied() const { return impl_->kept->emptied.get(); }
 
-std::vector<at::Tensor> KeptStretch::tensors() {
-  const seam::OperatorsUnseen unseen;
+std::vector<at::Tensor> SavedRegion::tensors() {
+  const seam::DispatchModeOff unseen;
   return impl_->region->replay()->values_of(*impl_->kept, impl_->read);
 }
 
-void KeptStretch::keep(std::shared_ptr<void> emptied,
+void SavedRegion::keep(std::shared_ptr<void> emptied,
                        c10::function_ref<void(TensorVisitor)> visit_tensors) {
   if (impl_ == nullptr) return;
   pop(*std::exchange(impl_->scope, nullptr));
@@ -160,9 +159,9 @@ void KeptStretch::keep(std::shared_ptr<void> emptied,
   if (std::any_of(impl_->versions.begin(), impl_->versions.end(),
                   [](const auto& each) { return each.first.current_version() != each.second; }))
     return;
-  const seam::OperatorsUnseen unseen;
+  const seam::DispatchModeOff unseen;
   Selection& selection = *impl_->region->frame()->selection();
-  auto kept = std::make_shared<StretchRecord>();
+  auto kept = std::make_shared<PinRecord>();
   kept->type = impl_->type;
   DevicesMet met = impl_->region->frame()->devices_met();
   visit_tensors([&met](const at::Tensor& value) { met.add(value); });
@@ -181,7 +180,7 @@ void KeptStretch::keep(std::shared_ptr<void> emptied,
   });
   kept->emptied = std::move(emptied);
   kept->is_kept = true;
-  selection.keep_stretch(impl_->number, std::move(kept));
+  selection.keep_pin(impl_->number, std::move(kept));
 }
 
 }  // namespace detail

@@ -38,9 +38,9 @@ Replay::Replay(Frame& frame, Filler& filler, const std::vector<at::Tensor>& inpu
         if (call != nullptr && call->is_kept)
           for (const KeptResult& result : call->kept)
             for (const KeptTensor& each : result.tensors) add(each);
-    for (const auto& stretch : selection_.stretches())
-      if (stretch != nullptr)
-        for (const StretchRecord::Value& each : stretch->values) add(each.tensor);
+    for (const auto& pin : selection_.pins())
+      if (pin != nullptr)
+        for (const PinRecord::Value& each : pin->values) add(each.tensor);
   }
   for (const KeptTensor* each : behind_hooks) fetched_.emplace(each, each->restore());
 }
@@ -80,16 +80,16 @@ void Replay::note_results(const c10::OperatorHandle& op, Counted counted,
   uint32_t output = 0;
   for (std::size_t i = 0; i < results.size(); ++i)
     visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
-      const Producer producer{static_cast<uint32_t>(counted.op), counted.call, output++,
-                              traits.is_factory};
-      if (is_made_by(op, i) && !given.contain(tensor)) producers_.add(tensor, producer);
+      const ValueSource source{static_cast<uint32_t>(counted.op), counted.call, output++,
+                               traits.is_factory};
+      if (is_made_by(op, i) && !given.contain(tensor)) sources_.add(tensor, source);
     });
 }
 
 int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = selection_.lock();
-  if (has_shells_)
+  if (has_placeholders_)
     for (const c10::IValue& argument : arguments)
       visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
   return count(op).call;
@@ -110,15 +110,15 @@ bool Replay::is_handed_out(const at::Tensor& tensor) const {
 }
 
 void Replay::check_saved(const at::Tensor& saved) {
-  if (KeptTensor::is_shell(saved)) has_read_shell_ = true;
+  if (KeptTensor::is_placeholder(saved)) has_read_placeholder_ = true;
 }
 
 std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now) {
-  const std::string was = then.description.text();
-  if (!now.defined() || !then.description.describes(now)) {
-    if (!now.defined() && then.description.is_undefined()) return "";
+  const std::string was = then.metadata.text();
+  if (!now.defined() || !then.metadata.describes(now)) {
+    if (!now.defined() && then.metadata.is_undefined()) return "";
     return fmt::format("was {} and is {}", was,
-                       now.defined() ? Description(now, false).text() : "undefined");
+                       now.defined() ? TensorMetadata(now, false).text() : "undefined");
   }
   const c10::StorageImpl* const storage = storage_of(now);
   if (storage != nullptr && then.storage._unsafe_get_target() == storage) return "";
@@ -128,16 +128,16 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
     const c10::StorageImpl* const source = leaf->unsafe_storage().unsafeGetStorageImpl();
     if (source == then.leaf._unsafe_get_target() || is_input(source, then.leaf_input)) return "";
   }
-  const auto made = producers_.find(now);
+  const auto made = sources_.find(now);
   const bool has_same_contents =
-      !then.contents || KeptTensor::is_shell(now) || *then.contents == digest_of(now);
-  const bool is_origin_known = !then.producer || then.producer->is_known;
-  if (is_origin_known && then.producer && made) {
-    const bool is_same = made->producer == *then.producer && made->num_changes == then.num_changes;
+      !then.contents || KeptTensor::is_placeholder(now) || *then.contents == content_hash(now);
+  const bool is_origin_known = !then.source || then.source->is_known;
+  if (is_origin_known && then.source && made) {
+    const bool is_same = made->source == *then.source && made->num_changes == then.num_changes;
     return is_same && has_same_contents ? "" : fmt::format("{} is the result of another call", was);
   }
   // A storage of no operator: a scalar, say, or what the function read from elsewhere.
-  if (!is_origin_known || (!then.producer && then.input < 0 && then.storage.expired()))
+  if (!is_origin_known || (!then.source && then.input < 0 && then.storage.expired()))
     return has_same_contents ? "" : fmt::format("{} has other contents", was);
   return fmt::format("{} comes from elsewhere", was);
 }
@@ -192,8 +192,8 @@ void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Co
     std::vector<at::Tensor> tensors;
     for (const KeptTensor& each : kept.tensors) {
       tensors.push_back(restore(each));
-      has_shells_ = has_shells_ || each.is_shell();
-      producers_.add(tensors.back(), {op, counted.call, output++, false});
+      has_placeholders_ = has_placeholders_ || each.is_placeholder();
+      sources_.add(tensors.back(), {op, counted.call, output++, false});
       if (const auto* storage = storage_of(tensors.back())) handed_out_.push_back(storage);
     }
     if (kept.is_tensor)
@@ -209,11 +209,11 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
                           Counted counted) {
   const OpTraits& traits = traits_of(op);
   const auto arguments = arguments_of(op, stack);
-  if (has_shells_ && !traits.is_view)
+  if (has_placeholders_ && !traits.is_view)
     for (const c10::IValue& argument : arguments)
       visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
-  // Elsewhere the read ends in an error, which the engine carries (KeptTensor::is_shell_error).
-  if (has_read_shell_ && filler_.is_on_own_ground()) throw StopSignal{};
+  // Elsewhere the read ends in an error, which the engine carries (KeptTensor::is_placeholder_error).
+  if (has_read_placeholder_ && filler_.is_on_own_ground()) throw StopSignal{};
   if (traits.is_mutable && !handed_out_.empty())
     visit_written(op, arguments, [&](const at::Tensor& tensor) {
       if (is_handed_out(tensor))
@@ -299,11 +299,11 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   push_results(*record, stack, counted);
 }
 
-const StretchRecord* Replay::next_stretch(const std::type_info& type, const at::Tensor* named) {
-  filler_.break_group();
+const PinRecord* Replay::next_pin(const std::type_info& type, const at::Tensor* named) {
+  filler_.end_operator();
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = selection_.lock();
-  const bool is_beyond = next_stretch_ >= selection_.stretches().size();
+  const bool is_beyond = next_pin_ >= selection_.pins().size();
   // Forward waits for a backward before this call: nothing that follows here is looked at.
   if (is_beyond && !selection_.is_settled()) return nullptr;
   if (is_beyond)
@@ -311,21 +311,21 @@ const StretchRecord* Replay::next_stretch(const std::type_info& type, const at::
          "the recompute calls pin, checkpoint_name or save_region more often than forward did",
          "the function does not compute the same again",
          "make the calls depend on nothing that changes between forward and backward");
-  const StretchRecord* const stretch = selection_.stretches()[next_stretch_++].get();
-  if (stretch == nullptr || !stretch->is_kept) return nullptr;
-  if (*stretch->type != type)
+  const PinRecord* const pin = selection_.pins()[next_pin_++].get();
+  if (pin == nullptr || !pin->is_kept) return nullptr;
+  if (*pin->type != type)
     fail(CheckpointError::Kind::SelectiveMismatch,
          fmt::format("call {} of pin, checkpoint_name or save_region was another one in forward",
-                     next_stretch_ - 1),
+                     next_pin_ - 1),
          "the function does not compute the same again",
          "make the calls depend on nothing that changes between forward and backward");
-  for (const StretchRecord::Value& each : stretch->values)
+  for (const PinRecord::Value& each : pin->values)
     if (each.tensor.is_changed()) {
       // As a call whose result was changed is made again.
-      if (named != nullptr && stretch->is_name && !each.tensor.shares_version_with(*named) &&
+      if (named != nullptr && pin->is_name && !each.tensor.shares_version_with(*named) &&
           selection_.rule()->options().allow_cache_entry_mutation) {
-        if (each.made && !producers_.find(*named))
-          producers_.add(*named, each.made->producer, each.made->num_changes);
+        if (each.made && !sources_.find(*named))
+          sources_.add(*named, each.made->source, each.made->num_changes);
         return nullptr;
       }
       fail(CheckpointError::Kind::SelectiveMutation,
@@ -333,21 +333,21 @@ const StretchRecord* Replay::next_stretch(const std::type_info& type, const at::
            "an in-place operator, in the region or after it, wrote to it",
            "pin a copy of it, or use the operator that does not write in place");
     }
-  skip(stretch->draws);
-  return stretch;
+  skip(pin->draws);
+  return pin;
 }
 
-std::vector<at::Tensor> Replay::values_of(const StretchRecord& stretch,
+std::vector<at::Tensor> Replay::values_of(const PinRecord& pin,
                                           const std::vector<at::Tensor>& read) {
   std::vector<at::Tensor> values, sources = given_;
-  for (const WeakTensor& each : stretch.leaves)
+  for (const WeakTensor& each : pin.leaves)
     if (auto leaf = each.lock()) sources.emplace_back(std::move(leaf));
-  for (const StretchRecord::Value& each : stretch.values) {
+  for (const PinRecord::Value& each : pin.values) {
     const at::Tensor value = restore(each.tensor);
     values.push_back(value.defined() ? roles_.give(value, each.role, each.history, read, sources)
                                      : value);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    if (each.made) producers_.add(values.back(), each.made->producer, each.made->num_changes);
+    if (each.made) sources_.add(values.back(), each.made->source, each.made->num_changes);
   }
   return values;
 }

@@ -28,17 +28,16 @@ class Replay {
   void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results,
                    const StoragesOf& given);
 
-  /// The next stretch, in forward's order; null if forward kept nothing of it. Its draws are passed
+  /// The next pin, in forward's order; null if forward kept nothing of it. Its draws are passed
   /// over. Throws if forward's was of another type. `named`: what was given a name; it stands for a
   /// kept value that was changed in place, where the policy allows that and it is another tensor.
-  const StretchRecord* next_stretch(const std::type_info& type, const at::Tensor* named = nullptr);
-  /// `read`: what the stretch would read now, and through which a gradient must not be taken.
-  std::vector<at::Tensor> values_of(const StretchRecord& stretch,
-                                    const std::vector<at::Tensor>& read);
+  const PinRecord* next_pin(const std::type_info& type, const at::Tensor* named = nullptr);
+  /// `read`: what the pin would read now, and through which a gradient must not be taken.
+  std::vector<at::Tensor> values_of(const PinRecord& pin, const std::vector<at::Tensor>& read);
 
-  /// The data of a shell were needed: the recompute is worth nothing and must be done once more.
-  bool has_read_shell() const { return has_read_shell_; }
-  void note_read_shell() { has_read_shell_ = true; }
+  /// The data of a placeholder were needed: the recompute is worth nothing and must be done once more.
+  bool has_read_placeholder() const { return has_read_placeholder_; }
+  void note_read_placeholder() { has_read_placeholder_ = true; }
   /// A tensor that autograd saves.
   void check_saved(const at::Tensor& saved);
   /// A mismatch counts also if the function caught it.
@@ -84,16 +83,16 @@ class Replay {
   std::vector<uint32_t> counts_;
   std::vector<c10::OperatorHandle> strangers_;  // operators that forward did not call
   std::vector<uint32_t> sequence_;
-  Producers producers_;
-  KeptRoles roles_;
+  ValueSources sources_;
+  KeptGradients roles_;
   /// What came back through hooks. It is fetched before the function runs: where an operator is
   /// handled autograd is off, and a recompute of the region around could not run.
   std::unordered_map<const KeptTensor*, at::Tensor> fetched_;
   std::vector<const c10::StorageImpl*> handed_out_;
   bool looks_ = false;  ///< at operators
-  std::size_t next_stretch_ = 0;
-  bool has_shells_ = false;
-  std::atomic<bool> has_read_shell_{false};
+  std::size_t next_pin_ = 0;
+  bool has_placeholders_ = false;
+  std::atomic<bool> has_read_placeholder_{false};
   std::exception_ptr mismatch_;
 };
 

@@ -20,17 +20,17 @@ void note_contents(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
   for (const c10::IValue& argument : arguments)
     visit_tensors_in(argument, [&](const at::Tensor& tensor) {
       ArgumentRecord& each = record.tensors[number++];
-      const bool may_be_filled = !each.producer || each.producer->is_factory;
+      const bool may_be_filled = !each.source || each.source->is_factory;
       if (may_be_filled && each.input < 0 && storage_of(tensor) != nullptr && tensor.is_cpu() &&
           tensor.layout() == c10::kStrided && !tensor.is_nested() &&
-          tensor.nbytes() <= max_compared_bytes && !KeptTensor::is_shell(tensor))
-        each.contents = digest_of(tensor);
+          tensor.nbytes() <= max_compared_bytes && !KeptTensor::is_placeholder(tensor))
+        each.contents = content_hash(tensor);
     });
 }
 
 DevicesMet devices_of(const CallRecord& record, c10::ArrayRef<c10::IValue> results) {
   DevicesMet met;
-  for (const ArgumentRecord& each : record.tensors) met.add(each.description.device());
+  for (const ArgumentRecord& each : record.tensors) met.add(each.metadata.device());
   for (const c10::IValue& result : results)
     visit_tensors_in(result, [&met](const at::Tensor& tensor) { met.add(tensor); });
   return met;
@@ -104,28 +104,29 @@ void Selection::describe(c10::ArrayRef<c10::IValue> arguments, CallRecord& recor
 
 void Selection::describe(const at::Tensor& tensor, ArgumentRecord& record) {
   if (!tensor.defined()) return;
-  record.description = Description(tensor, /*with_strides=*/false);
+  record.metadata = TensorMetadata(tensor, /*with_strides=*/false);
   record.storage = weak_storage_of(tensor);
   if (c10::TensorImpl* const leaf = leaf_behind(tensor); leaf != nullptr && leaf->has_storage())
     record.leaf = leaf->unsafe_storage().getWeakStorageImpl();
   record.input = input_of(storage_of(tensor));
   record.leaf_input = input_of(record.leaf._unsafe_get_target());
-  if (const auto made = producers_.find(tensor)) {
-    record.producer = made->producer;
+  if (const auto made = sources_.find(tensor)) {
+    record.source = made->source;
     record.num_changes = made->num_changes;
   }
 }
 
-Selection::Place* Selection::kept_place(const c10::StorageImpl* storage) {
-  const Producers::Notes* const notes = num_kept_ == 0 ? nullptr : producers_.notes_of(storage);
-  return notes == nullptr || notes->kept == Producers::Notes::not_kept ? nullptr
-                                                                       : &kept_places_[notes->kept];
+Selection::ResultIndex* Selection::kept_result(const c10::StorageImpl* storage) {
+  const ValueSources::Notes* const notes = num_kept_ == 0 ? nullptr : sources_.notes_of(storage);
+  return notes == nullptr || notes->kept == ValueSources::Notes::not_kept
+             ? nullptr
+             : &kept_results_[notes->kept];
 }
 
 // Under policies that look at names any result may be kept later.
 void Selection::note_read(const c10::StorageImpl* storage) {
   if (num_kept_ == 0 && !looks_at_names()) return;
-  if (Producers::Notes* const notes = producers_.notes_of(storage)) notes->is_read = true;
+  if (ValueSources::Notes* const notes = sources_.notes_of(storage)) notes->is_read = true;
 }
 
 void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
@@ -141,8 +142,8 @@ void Selection::note_saved(const at::Tensor& saved, int64_t position) {
   if (rule_ == nullptr || position < 0) return;
   num_inside_.fetch_add(1, std::memory_order_relaxed);
   const auto index = static_cast<std::size_t>(position);
-  if (slot_producers_.size() <= index) slot_producers_.resize(index + 1);
-  slot_producers_[index] = producers_.find(saved);
+  if (slot_sources_.size() <= index) slot_sources_.resize(index + 1);
+  slot_sources_[index] = sources_.find(saved);
 }
 
 void Selection::note_handed_over(const at::Tensor& value, int64_t position) {
@@ -150,9 +151,9 @@ void Selection::note_handed_over(const at::Tensor& value, int64_t position) {
   std::lock_guard<SpinLock> lock(mutex_);
   const auto index = static_cast<std::size_t>(position);
   if (position < 0)
-    producers_.set(value, {.is_known = false});
-  else if (index < slot_producers_.size() && slot_producers_[index])
-    producers_.set(value, slot_producers_[index]->producer, slot_producers_[index]->num_changes);
+    sources_.set(value, {.is_known = false});
+  else if (index < slot_sources_.size() && slot_sources_[index])
+    sources_.set(value, slot_sources_[index]->source, slot_sources_[index]->num_changes);
 }
 
 void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
@@ -161,8 +162,8 @@ void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
   uint32_t output = 0;
   for (std::size_t i = 0; i < results.size(); ++i)
     visit_tensors_in(results[i], [&](const at::Tensor& tensor) {
-      const Producer producer{number, call, output++, op.traits->is_factory};
-      if (is_made_by(op.op, i) && !given.contain(tensor)) producers_.set(tensor, producer);
+      const ValueSource source{number, call, output++, op.traits->is_factory};
+      if (is_made_by(op.op, i) && !given.contain(tensor)) sources_.set(tensor, source);
     });
 }
 
@@ -243,8 +244,8 @@ void Selection::add_places(uint32_t op, uint32_t call, const CallRecord& record)
   for (std::size_t i = 0; i < record.kept.size(); ++i)
     for (std::size_t j = 0; j < record.kept[i].tensors.size(); ++j)
       if (const c10::StorageImpl* const storage = record.kept[i].tensors[j].storage()) {
-        producers_.notes_of(storage)->kept = static_cast<uint32_t>(kept_places_.size());
-        kept_places_.push_back({op, call, static_cast<uint32_t>(i), static_cast<uint32_t>(j)});
+        sources_.notes_of(storage)->kept = static_cast<uint32_t>(kept_results_.size());
+        kept_results_.push_back({op, call, static_cast<uint32_t>(i), static_cast<uint32_t>(j)});
       }
 }
 
@@ -311,8 +312,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (applies && opened_regions) {
     lock.lock();
     for (const ArgumentRecord& each : record->tensors)
-      if (const Place* const place = kept_place(each.storage._unsafe_get_target()))
-        let_go(Place(*place), freed);
+      if (const ResultIndex* const place = kept_result(each.storage._unsafe_get_target()))
+        let_go(ResultIndex(*place), freed);
     return;
   }
   if (applies) {
@@ -346,33 +347,32 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   look_through_held(freed);
 }
 
-StretchRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number,
-                                           std::size_t output, const detail::Scope& region,
-                                           KeptWhere where) {
-  StretchRecord::Value kept{KeptTensor(value, region, hooks(), where), grad_role_of(value)};
+PinRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number, std::size_t output,
+                                       const detail::Scope& region, KeptWhere where) {
+  PinRecord::Value kept{KeptTensor(value, region, hooks(), where), grad_role_of(value)};
   if (rule_ == nullptr || !value.defined()) return kept;
   // The recompute gets another tensor, which must have the origin that this one has.
   std::lock_guard<SpinLock> lock(mutex_);
-  if (!producers_.find(value))
-    producers_.add(value, {.call = static_cast<uint32_t>(number),
-                           .output = static_cast<uint32_t>(output),
-                           .is_factory = true,
-                           .is_stretch = true});
-  kept.made = producers_.find(value);
+  if (!sources_.find(value))
+    sources_.add(value, {.call = static_cast<uint32_t>(number),
+                         .output = static_cast<uint32_t>(output),
+                         .is_factory = true,
+                         .is_pin = true});
+  kept.made = sources_.find(value);
   return kept;
 }
 
-int64_t Selection::begin_stretch() {
-  frame_.break_group();
+int64_t Selection::begin_pin() {
+  frame_.end_operator();
   num_inside_.fetch_add(1, std::memory_order_relaxed);
   std::lock_guard<SpinLock> lock(mutex_);
-  stretches_.emplace_back();
-  return static_cast<int64_t>(stretches_.size()) - 1;
+  pins_.emplace_back();
+  return static_cast<int64_t>(pins_.size()) - 1;
 }
 
-void Selection::keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stretch) {
+void Selection::keep_pin(int64_t number, std::shared_ptr<PinRecord> pin) {
   std::lock_guard<SpinLock> lock(mutex_);
-  stretches_[static_cast<std::size_t>(number)] = std::move(stretch);
+  pins_[static_cast<std::size_t>(number)] = std::move(pin);
 }
 
 void Selection::add_to(recording::RegionSums& sums) const {
@@ -387,19 +387,19 @@ void Selection::add_to(recording::RegionSums& sums) const {
       for (const KeptResult& result : call->kept)
         for (const KeptTensor& kept : result.tensors) add(kept);
     }
-  for (const auto& stretch : stretches_)
-    if (stretch != nullptr)
-      for (const StretchRecord::Value& value : stretch->values) add(value.tensor);
+  for (const auto& pin : pins_)
+    if (pin != nullptr)
+      for (const PinRecord::Value& value : pin->values) add(value.tensor);
 }
 
 namespace {
 /// Whether one of them is of that storage, and `passes`.
 template <class Predicate>
-bool any_value_of(const std::vector<std::shared_ptr<StretchRecord>>& stretches,
+bool any_value_of(const std::vector<std::shared_ptr<PinRecord>>& pins,
                   const c10::StorageImpl* storage, Predicate&& passes) {
-  for (const auto& stretch : stretches)
-    if (stretch != nullptr)
-      for (const StretchRecord::Value& each : stretch->values)
+  for (const auto& pin : pins)
+    if (pin != nullptr)
+      for (const PinRecord::Value& each : pin->values)
         if (each.tensor.storage() == storage && passes(each.tensor)) return true;
   return false;
 }
@@ -407,34 +407,33 @@ bool any_value_of(const std::vector<std::shared_ptr<StretchRecord>>& stretches,
 
 bool Selection::holds(const c10::StorageImpl* storage) {
   std::lock_guard<SpinLock> lock(mutex_);
-  return kept_place(storage) != nullptr ||
-         any_value_of(stretches_, storage, [](const KeptTensor&) { return true; });
+  return kept_result(storage) != nullptr ||
+         any_value_of(pins_, storage, [](const KeptTensor&) { return true; });
 }
 
 bool Selection::keeps(const c10::StorageImpl* storage) {
-  // Of a stretch only what waits elsewhere: in its place it may be a captured tensor's too, which is
+  // Of a pin only what waits elsewhere: in its place it may be a captured tensor's too, which is
   // looked at as such.
-  return kept_place(storage) != nullptr ||
-         any_value_of(stretches_, storage,
-                      [](const KeptTensor& each) { return each.is_elsewhere(); });
+  return kept_result(storage) != nullptr ||
+         any_value_of(pins_, storage, [](const KeptTensor& each) { return each.is_elsewhere(); });
 }
 
 void Selection::settle() {
   Freed freed;
   std::lock_guard<SpinLock> lock(mutex_);
-  // Who reads a shell ends the recompute with an exception, which a noexcept function lets none out.
-  const bool may_have_shells = frame_.body().can_be_stopped();
-  producers_.visit([&](const Producers::Notes& notes) {
-    if (notes.kept == Producers::Notes::not_kept) return;
-    const Place& place = kept_places_[notes.kept];
+  // Who reads a placeholder ends the recompute with an exception, which a noexcept function lets none out.
+  const bool may_have_placeholders = frame_.body().can_be_stopped();
+  sources_.visit([&](const ValueSources::Notes& notes) {
+    if (notes.kept == ValueSources::Notes::not_kept) return;
+    const ResultIndex& place = kept_results_[notes.kept];
     KeptTensor& kept =
         operators_[place.op].calls[place.call]->kept[place.result].tensors[place.tensor];
-    if (auto holders = kept.settle(!may_have_shells || notes.is_read))
+    if (auto holders = kept.settle(!may_have_placeholders || notes.is_read))
       freed.holders.push_back(std::move(*holders));
   });
-  kept_places_ = {};  // clear() would keep the room
-  producers_.clear();
-  slot_producers_.clear();
+  kept_results_ = {};  // clear() would keep the room
+  sources_.clear();
+  slot_sources_.clear();
   for (OpRecord& op : operators_)
     for (auto& call : op.calls) {
       if (call == nullptr) continue;
@@ -449,11 +448,11 @@ void Selection::settle() {
   is_settled_ = true;
 }
 
-void Selection::run_shells_for_real() {
+void Selection::run_placeholders_for_real() {
   const auto locked = lock();
   for (OpRecord& op : operators_)
     for (auto& call : op.calls)
-      if (call != nullptr && call->has_shells()) call->runs_for_real = true;
+      if (call != nullptr && call->has_placeholders()) call->runs_for_real = true;
 }
 
 }  // namespace remat

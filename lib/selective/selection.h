@@ -8,7 +8,7 @@
 // count the call, so that they know where its results come from. Operators that write or return
 // views always run again (policy.h).
 //
-// `pin` and `save_region` keep stretches instead of calls, numbered in their own order, and need no
+// `pin` and `save_region` keep pins instead of calls, numbered in their own order, and need no
 // policy.
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -38,7 +38,7 @@ class Frame;
 void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
 /// While a pack function of the user's runs inside a region. It may read what it packs, and what it
-/// made of that, past all operators, and whoever unpacks may, too: a shell would not do. So the
+/// made of that, past all operators, and whoever unpacks may, too: a placeholder would not do. So the
 /// former counts as read, and of the latter nothing is kept; its calls are counted as all others.
 class Packing {
  public:
@@ -50,11 +50,11 @@ class Packing {
 };
 
 /// One call of pin() or save_region(), or of checkpoint_name() where the value itself is kept.
-struct StretchRecord {
+struct PinRecord {
   struct Value {
     KeptTensor tensor;
     GradRole role;
-    std::optional<Producers::Made> made{};
+    std::optional<ValueSources::Made> made{};
     KeptHistory history{};
   };
   const std::type_info* type = nullptr;
@@ -71,7 +71,7 @@ KeptWhere where_for(CheckpointPolicy answer);
 
 class Selection {
  public:
-  /// `rule` may be null: then there are only stretches.
+  /// `rule` may be null: then there are only pins.
   Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule);
 
   // In forward. `region`: the scope of the frame's first run.
@@ -90,16 +90,15 @@ class Selection {
   void note_backward() { num_inside_.fetch_add(1, std::memory_order_relaxed); }
   void name(const at::Tensor& value, const std::string& name, const detail::Scope& region);
 
-  /// The number of a new stretch; what it keeps is put in when it has run.
-  int64_t begin_stretch();
-  void keep_stretch(int64_t number, std::shared_ptr<StretchRecord> stretch);
+  /// The number of a new pin; what it keeps is put in when it has run.
+  int64_t begin_pin();
+  void keep_pin(int64_t number, std::shared_ptr<PinRecord> pin);
   DrawMarks marks() const;
-  /// `met`: the devices of what the stretch returned, and read.
+  /// `met`: the devices of what the pin returned, and read.
   DrawSkips since(const DrawMarks& marks, const DevicesMet& met) const;
-  /// `number`: of the stretch, `output`: of the value in it.
-  StretchRecord::Value keep_value(const at::Tensor& value, int64_t number, std::size_t output,
-                                  const detail::Scope& region,
-                                  KeptWhere where = KeptWhere::InPlace);
+  /// `number`: of the pin, `output`: of the value in it.
+  PinRecord::Value keep_value(const at::Tensor& value, int64_t number, std::size_t output,
+                              const detail::Scope& region, KeptWhere where = KeptWhere::InPlace);
 
   /// For recorders, once the forward is over: what is kept, and where.
   void add_to(recording::RegionSums& sums) const;
@@ -113,7 +112,7 @@ class Selection {
   const PolicyRule* rule() const { return rule_.get(); }
   /// Whether a recompute has to look at operators.
   bool has_calls() const { return num_kept_ > 0 || (rule_ && rule_->options().ask_again); }
-  bool has_stretches() const { return !stretches_.empty(); }
+  bool has_pins() const { return !pins_.empty(); }
   bool is_settled() const { return is_settled_; }
   /// Then any result may be kept later, when others have read it.
   bool looks_at_names() const { return rule_ != nullptr && rule_->looks_at_names(); }
@@ -121,11 +120,11 @@ class Selection {
   std::unique_lock<SpinLock> lock() const;
   const std::vector<OpRecord>& operators() const { return operators_; }
   const std::vector<uint32_t>& sequence() const { return sequence_; }
-  const std::vector<std::shared_ptr<StretchRecord>>& stretches() const { return stretches_; }
+  const std::vector<std::shared_ptr<PinRecord>>& pins() const { return pins_; }
   /// The number of an operator, or -1 if forward did not call it.
   int64_t number_of(const c10::OperatorHandle& op) const;
-  /// A shell was read: from now on these calls run in recomputes.
-  void run_shells_for_real();
+  /// A placeholder was read: from now on these calls run in recomputes.
+  void run_placeholders_for_real();
 
   /// Whether it keeps the storage alive.
   bool holds(const c10::StorageImpl* storage);
@@ -133,7 +132,7 @@ class Selection {
   bool keeps(const c10::StorageImpl* storage);
 
  private:
-  struct Place {
+  struct ResultIndex {
     uint32_t op, call, result, tensor;
   };
   /// Let go of while the lock is held, freed when it is not: declare it before the lock.
@@ -152,7 +151,7 @@ class Selection {
   void note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                     Freed& freed);
   void note_read(const c10::StorageImpl* storage);
-  void note_written(const Place& place, Freed& freed);
+  void note_written(const ResultIndex& place, Freed& freed);
   void note_results(const OpRecord& op, uint32_t number, uint32_t call,
                     c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
   bool returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const;
@@ -164,9 +163,10 @@ class Selection {
   /// An operator is about to write: whether what it writes to is kept, and stays kept as written.
   bool writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                       Freed& freed);
-  Place* kept_place(const c10::StorageImpl* storage);
-  void let_go(const Place& place, Freed& freed);
-  void hold_for_name(const Place& call, CallRecord& record, c10::ArrayRef<c10::IValue> results);
+  ResultIndex* kept_result(const c10::StorageImpl* storage);
+  void let_go(const ResultIndex& place, Freed& freed);
+  void hold_for_name(const ResultIndex& call, CallRecord& record,
+                     c10::ArrayRef<c10::IValue> results);
   void look_through_held(Freed& freed);
   bool keep_named(const at::Tensor& value, CheckpointPolicy answer, const detail::Scope& region);
   void let_go(const at::Tensor& value);
@@ -182,15 +182,15 @@ class Selection {
   std::vector<OpRecord> operators_;
   ska::flat_hash_map<c10::OperatorHandle, uint32_t> numbers_;
   std::vector<uint32_t> sequence_;  // operators as they were called
-  std::vector<std::shared_ptr<StretchRecord>> stretches_;
-  /// Slots, stretches and backwards so far, which a recompute has to come to again.
+  std::vector<std::shared_ptr<PinRecord>> pins_;
+  /// Slots, pins and backwards so far, which a recompute has to come to again.
   std::atomic<int64_t> num_inside_{0};
   int64_t num_kept_ = 0;
   // While the forward runs:
-  Producers producers_;             // settle_provenance asks
-  std::vector<Place> kept_places_;  // by the number that a storage's notes have
-  std::vector<std::optional<Producers::Made>> slot_producers_;  // by position
-  std::vector<Place> holding_;                                  // calls with results held for names
+  ValueSources sources_;                   // settle_provenance asks
+  std::vector<ResultIndex> kept_results_;  // by the number that a storage's notes have
+  std::vector<std::optional<ValueSources::Made>> slot_sources_;  // by position
+  std::vector<ResultIndex> holding_;  // calls with results held for names
 };
 
 }  // namespace remat

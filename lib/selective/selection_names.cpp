@@ -12,10 +12,9 @@ bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
                            const detail::Scope& region) {
   std::vector<c10::IValue> results;
   std::unique_lock<SpinLock> lock(mutex_);
-  const auto made = producers_.find(value);
-  if (!made || made->producer.is_stretch || !made->producer.is_known || made->num_changes > 0)
-    return false;
-  const Producer found = made->producer;
+  const auto made = sources_.find(value);
+  if (!made || made->source.is_pin || !made->source.is_known || made->num_changes > 0) return false;
+  const ValueSource found = made->source;
   CallRecord* const record = operators_[found.op].calls[found.call].get();
   if (record == nullptr || found.output >= record->results.size()) return false;
   if (record->is_kept) return true;
@@ -50,15 +49,15 @@ bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
 void Selection::let_go(const at::Tensor& value) {
   Freed freed;
   std::lock_guard<SpinLock> lock(mutex_);
-  const auto made = producers_.find(value);
-  if (!made || made->producer.is_stretch || !made->producer.is_known) return;
-  if (operators_[made->producer.op].calls[made->producer.call] != nullptr)
-    let_go(Place{made->producer.op, made->producer.call, 0, 0}, freed);
+  const auto made = sources_.find(value);
+  if (!made || made->source.is_pin || !made->source.is_known) return;
+  if (operators_[made->source.op].calls[made->source.call] != nullptr)
+    let_go(ResultIndex{made->source.op, made->source.call, 0, 0}, freed);
 }
 
 void Selection::name(const at::Tensor& value, const std::string& name,
                      const detail::Scope& region) {
-  const int64_t number = begin_stretch();
+  const int64_t number = begin_pin();
   rule_->see(name);
   static const c10::OperatorHandle op =
       c10::Dispatcher::singleton().findSchemaOrThrow("remat::checkpoint_name", "");
@@ -67,16 +66,16 @@ void Selection::name(const at::Tensor& value, const std::string& name,
       rule_->answer({op, "remat::checkpoint_name", arguments, /*is_recompute=*/false, name});
   if (answer == CheckpointPolicy::MustRecompute) return let_go(value);
   if (!is_keeping(answer) || keep_named(value, answer, region)) return;
-  auto itself = std::make_shared<StretchRecord>();
+  auto itself = std::make_shared<PinRecord>();
   itself->type = &typeid(at::Tensor);
   itself->is_name = true;
   itself->values.push_back(keep_value(value, number, 0, region, where_for(answer)));
   itself->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
   itself->is_kept = true;
-  keep_stretch(number, std::move(itself));
+  keep_pin(number, std::move(itself));
 }
 
-void Selection::hold_for_name(const Place& call, CallRecord& record,
+void Selection::hold_for_name(const ResultIndex& call, CallRecord& record,
                               c10::ArrayRef<c10::IValue> results) {
   bool is_first = true;
   for (const c10::IValue& result : results)
@@ -97,7 +96,7 @@ void Selection::hold_for_name(const Place& call, CallRecord& record,
 void Selection::look_through_held(Freed& freed) {
   constexpr std::size_t interval = 32;  // so many more calls, and it is done
   if (holding_.size() < interval) return;
-  std::erase_if(holding_, [&](const Place& place) {
+  std::erase_if(holding_, [&](const ResultIndex& place) {
     CallRecord& held = *operators_[place.op].calls[place.call];
     const bool is_over = held.results.front().storage.expired();
     if (is_over)
@@ -109,7 +108,7 @@ void Selection::look_through_held(Freed& freed) {
 void Selection::end_naming() {
   Freed freed;
   std::lock_guard<SpinLock> lock(mutex_);
-  for (const Place& place : holding_)
+  for (const ResultIndex& place : holding_)
     for (ResultRecord& each : operators_[place.op].calls[place.call]->results)
       freed.held.push_back(std::exchange(each.held, {}));
   holding_ = {};

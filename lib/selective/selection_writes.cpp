@@ -10,11 +10,12 @@ namespace remat {
 void Selection::note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                              Freed& freed) {
   visit_written(op, arguments, [&](const at::Tensor& tensor) {
-    if (const Place* const place = kept_place(storage_of(tensor))) note_written(*place, freed);
+    if (const ResultIndex* const place = kept_result(storage_of(tensor)))
+      note_written(*place, freed);
   });
 }
 
-void Selection::note_written(const Place& place, Freed& freed) {
+void Selection::note_written(const ResultIndex& place, Freed& freed) {
   // Not every operator that writes counts up the version.
   if (seam::graph_task_id() == task_at_start_)
     operators_[place.op].calls[place.call]->is_written = true;
@@ -34,12 +35,12 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10:
                                Freed& freed) {
   const auto& declared = op.schema().arguments();
   bool stays = true;
-  c10::SmallVector<Place, 1> written;
+  c10::SmallVector<ResultIndex, 1> written;
   for (std::size_t i = 0; i < declared.size(); ++i) {
     if (declared[i].alias_info() == nullptr || !declared[i].alias_info()->isWrite()) continue;
     visit_tensors_in(arguments[i], [&](const at::Tensor& tensor) {
       const c10::StorageImpl* const storage = storage_of(tensor);
-      const Place* const place = kept_place(storage);
+      const ResultIndex* const place = kept_result(storage);
       if (place == nullptr) {
         stays = false;
         return;
@@ -52,24 +53,24 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10:
         return note_written(*place, freed);
       }
       stays = stays && i == 0 && !maker.traits->is_blank && !kept.is_elsewhere() &&
-              !producers_.notes_of(storage)->is_read;
+              !sources_.notes_of(storage)->is_read;
       written.push_back(*place);
     });
   }
   // What is returned in the recompute is the argument that was written.
   stays = stays && op.schema().returns().size() == 1 && !is_made_by(op, 0);
   if (stays && !written.empty()) return true;
-  for (const Place& place : written) let_go(place, freed);
+  for (const ResultIndex& place : written) let_go(place, freed);
   return false;
 }
 
-void Selection::let_go(const Place& place, Freed& freed) {
+void Selection::let_go(const ResultIndex& place, Freed& freed) {
   CallRecord& record = *operators_[place.op].calls[place.call];
   if (!record.is_kept) return;
   for (const KeptResult& result : record.kept)
     for (const KeptTensor& tensor : result.tensors)
-      if (Producers::Notes* const notes = producers_.notes_of(tensor.storage()))
-        notes->kept = Producers::Notes::not_kept;
+      if (ValueSources::Notes* const notes = sources_.notes_of(tensor.storage()))
+        notes->kept = ValueSources::Notes::not_kept;
   freed.results.push_back(std::exchange(record.kept, {}));
   record.is_kept = false;
   record.is_let_go = rule_->options().ask_again;

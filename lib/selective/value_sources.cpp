@@ -14,33 +14,33 @@ uint32_t version_of(const at::Tensor& tensor) {
 }
 }  // namespace
 
-void Producers::add(const at::Tensor& result, Producer producer, uint32_t num_changes) {
+void ValueSources::add(const at::Tensor& result, ValueSource source, uint32_t num_changes) {
   if (storage_of(result) != nullptr)
-    entries_.push_back({weak_storage_of(result), producer, version_of(result) - num_changes, {}});
+    entries_.push_back({weak_storage_of(result), source, version_of(result) - num_changes, {}});
 }
 
-void Producers::set(const at::Tensor& value, Producer producer, uint32_t num_changes) {
+void ValueSources::set(const at::Tensor& value, ValueSource source, uint32_t num_changes) {
   if (storage_of(value) == nullptr) return;
   // Of a new storage none but the tensor, which counts as one, and `own` know.
   const WeakStorage own = weak_storage_of(value);
   Entry* const known = own.weak_use_count() > 2 ? find(storage_of(value)) : nullptr;
-  if (known == nullptr) return add(value, producer, num_changes);
-  known->producer = producer;
+  if (known == nullptr) return add(value, source, num_changes);
+  known->source = source;
   known->first_version = version_of(value) - num_changes;
 }
 
-std::optional<Producers::Made> Producers::find(const at::Tensor& tensor) {
+std::optional<ValueSources::Made> ValueSources::find(const at::Tensor& tensor) {
   const Entry* const entry = find(storage_of(tensor));
   if (entry == nullptr) return std::nullopt;
-  return Made{entry->producer, version_of(tensor) - entry->first_version};
+  return Made{entry->source, version_of(tensor) - entry->first_version};
 }
 
-Producers::Notes* Producers::notes_of(const c10::StorageImpl* storage) {
+ValueSources::Notes* ValueSources::notes_of(const c10::StorageImpl* storage) {
   Entry* const entry = find(storage);
   return entry == nullptr ? nullptr : &entry->notes;
 }
 
-Producers::Entry* Producers::find(const c10::StorageImpl* storage) {
+ValueSources::Entry* ValueSources::find(const c10::StorageImpl* storage) {
   if (storage == nullptr) return nullptr;
   const std::size_t size = entries_.size();
   const std::size_t first_scanned =
@@ -54,7 +54,7 @@ Producers::Entry* Producers::find(const c10::StorageImpl* storage) {
   return found == index_.end() ? nullptr : &entries_[found->second];
 }
 
-void Producers::clear() {
+void ValueSources::clear() {
   entries_.clear();
   index_ = {};
   num_indexed_ = 0;

@@ -13,30 +13,29 @@
 namespace remat {
 
 /// Numbers of an operator (in its Selection), of a call of it, and of a result.
-struct Producer {
+struct ValueSource {
   uint32_t op = 0, call = 0, output = 0;
   bool is_factory = false;  ///< what it made may have been filled past the dispatcher
-  bool is_stretch = false;  ///< made in save_region: `call` is its number, `op` means nothing
+  bool is_pin = false;      ///< made in save_region: `call` is its number, `op` means nothing
   bool is_known = true;     ///< no: a value that a region recomputed for a backward inside
-  bool operator==(const Producer& other) const {
-    return op == other.op && call == other.call && output == other.output &&
-           is_stretch == other.is_stretch;
+  bool operator==(const ValueSource& other) const {
+    return op == other.op && call == other.call && output == other.output && is_pin == other.is_pin;
   }
 };
 
 /// Storages are held weakly, so that no address comes twice.
-class Producers {
+class ValueSources {
  public:
   /// What is known of a tensor. Changes in place are counted from when it was made: what comes from a
   /// hook may have been changed on the way.
   struct Made {
-    Producer producer;
+    ValueSource source;
     uint32_t num_changes;
   };
-  void add(const at::Tensor& result, Producer producer, uint32_t num_changes = 0);
+  void add(const at::Tensor& result, ValueSource source, uint32_t num_changes = 0);
   /// The same, but if the storage is known already (an operator may return a tensor that it keeps)
   /// with the notes that it has.
-  void set(const at::Tensor& value, Producer producer, uint32_t num_changes = 0);
+  void set(const at::Tensor& value, ValueSource source, uint32_t num_changes = 0);
   /// The latest that made the tensor's storage, if known.
   std::optional<Made> find(const at::Tensor& tensor);
   void clear();
@@ -58,7 +57,7 @@ class Producers {
  private:
   struct Entry {
     WeakStorage storage;
-    Producer producer;
+    ValueSource source;
     uint32_t first_version;
     Notes notes;
   };

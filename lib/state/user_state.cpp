@@ -101,11 +101,11 @@ namespace {
 template <class Keep>
 void tell_regions_around(const UserRegistrations& opened, const Keep& keep) {
   std::vector<Frame*> frames;
-  detail::Scope* recompute = nullptr;  // one at most on a thread's stack, and its stretches
+  detail::Scope* recompute = nullptr;  // one at most on a thread's stack, and its pins
   detail::visit(Ability::Region, [&](detail::Scope& scope) {
     if (!scope.is_recompute)
       frames.push_back(scope.frame());
-    else if (!scope.is_kept_stretch)
+    else if (!scope.is_save_region)
       recompute = &scope;
   });
   if (!frames.empty()) keep(frames);
@@ -294,7 +294,7 @@ void ObservedRecompute::tell_end() noexcept {
   }
 }
 
-UserRestore::UserRestore(const UserState* state, const TurnTaker& taker) : state_(state) {
+UserRestore::UserRestore(const UserState* state, const LockOwner& owner) : state_(state) {
   if (state_ == nullptr) return;
   const auto& providers = state_->registered().providers;
   // In one order for all, so that two recomputes never wait for each other.
@@ -303,9 +303,9 @@ UserRestore::UserRestore(const UserState* state, const TurnTaker& taker) : state
   for (const auto& provider : providers) wanted.push_back(provider.get());
   std::sort(wanted.begin(), wanted.end(), std::less<>());
   for (const StateProvider* provider : wanted) {
-    has_failed_ = !turns().take(provider, taker, longest_wait);
+    has_failed_ = !recompute_lock().acquire(provider, owner, longest_wait);
     if (has_failed_) return;
-    turns_.push_back(provider);
+    held_.push_back(provider);
   }
   for (const auto& held : state_->registered().held) {
     held_.push_back(held->hold());
@@ -320,14 +320,14 @@ UserRestore::UserRestore(const UserState* state, const TurnTaker& taker) : state
     }
   } catch (...) {
     undo(/*may_throw=*/false);
-    give_turns_back();
+    release_all();
     throw;
   }
 }
 
 UserRestore::~UserRestore() {
   undo(/*may_throw=*/false);
-  give_turns_back();
+  release_all();
 }
 
 void UserRestore::put_back() { undo(/*may_throw=*/true); }
@@ -349,10 +349,10 @@ void UserRestore::undo(bool may_throw) {
   TORCH_WARN("remat: a StateProvider could not put back its state while an error was on its way");
 }
 
-void UserRestore::give_turns_back() noexcept {
+void UserRestore::release_all() noexcept {
   while (!held_.empty()) held_.pop_back();
-  for (const StateProvider* provider : turns_) turns().give_back(provider);
-  turns_.clear();
+  for (const StateProvider* provider : held_) recompute_lock().release(provider);
+  held_.clear();
 }
 
 }  // namespace remat

@@ -100,7 +100,7 @@ class ObservedRecompute {
 class UserRestore {
  public:
   /// Throws what a provider throws, having put back what was restored before.
-  UserRestore(const UserState* state, const TurnTaker& taker);
+  UserRestore(const UserState* state, const LockOwner& owner);
   ~UserRestore();
   UserRestore(const UserRestore&) = delete;
   UserRestore& operator=(const UserRestore&) = delete;
@@ -110,10 +110,10 @@ class UserRestore {
 
  private:
   void undo(bool may_throw);
-  void give_turns_back() noexcept;
+  void release_all() noexcept;
   const UserState* const state_;
   std::vector<std::any> before_;
-  std::vector<const StateProvider*> turns_;  // taken
+  std::vector<const StateProvider*> held_;  // taken
   std::vector<std::shared_ptr<void>> held_;
   bool has_failed_ = false;
 };

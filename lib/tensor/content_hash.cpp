@@ -33,17 +33,17 @@ uint64_t digest_of_elements(const at::Tensor& tensor) {
 
 }  // namespace
 
-uint64_t digest_of(const at::Tensor& tensor) {
+uint64_t content_hash(const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
   const at::DisableRecordFunctionGuard unrecorded;
-  const seam::OperatorsUnseen unseen;
+  const seam::DispatchModeOff unseen;
   if (!tensor.defined() || tensor.is_meta()) return 0;
   uint64_t digest = static_cast<uint64_t>(tensor.scalar_type());
   if (tensor.is_nested()) {
     if (tensor.layout() == at::kJagged)
       return combine(digest, digest_of_elements(at::_nested_get_values(tensor)));
     for (const at::Tensor& each : tensor.detach().unbind())
-      digest = combine(digest, digest_of(each));
+      digest = combine(digest, content_hash(each));
     return digest;
   }
   for (const int64_t size : tensor.sizes()) digest = combine(digest, static_cast<uint64_t>(size));

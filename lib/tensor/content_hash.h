@@ -10,6 +10,6 @@ namespace remat {
 /// Of dtype, sizes and element bytes; equal NaN bits are equal. Compare only tensors of equal strides
 /// (which `Values` requires): one that is dense but not contiguous is taken as it lies in memory.
 /// Sparse tensors: of their indices and values. Copies what is not dense, or not on the CPU.
-uint64_t digest_of(const at::Tensor& tensor);
+uint64_t content_hash(const at::Tensor& tensor);
 
 }  // namespace remat

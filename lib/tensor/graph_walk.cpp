@@ -40,7 +40,7 @@ bool has_raw_gradient_edge(const at::Tensor& tensor) {
 }
 
 at::Tensor without_gradient_edge(const at::Tensor& leaf) {
-  const seam::OperatorsUnseen unseen;
+  const seam::DispatchModeOff unseen;
   at::NoGradGuard no_grad;
   return at::alias(leaf);
 }
@@ -70,9 +70,9 @@ GradientPlace GradientPlace::of(const Edge& edge) {
              : GradientPlace{leaf->variable.unsafeGetTensorImpl(), GradientPlace::leaf, 0};
 }
 
-WatchedPlace::WatchedPlace(const at::Tensor& tensor) : WatchedPlace(tensor, grad_role_of(tensor)) {}
+WeakEdge::WeakEdge(const at::Tensor& tensor) : WeakEdge(tensor, grad_role_of(tensor)) {}
 
-WatchedPlace::WatchedPlace(const at::Tensor& tensor, GradRole role) {
+WeakEdge::WeakEdge(const at::Tensor& tensor, GradRole role) {
   if (role == GradRole::Leaf) {
     place_ = {tensor.unsafeGetTensorImpl(), GradientPlace::leaf, 0};
     leaf_ = WeakTensor(tensor.getIntrusivePtr());
@@ -82,7 +82,7 @@ WatchedPlace::WatchedPlace(const at::Tensor& tensor, GradRole role) {
   }
 }
 
-at::Tensor WatchedPlace::leaf() const {
+at::Tensor WeakEdge::leaf() const {
   if (place_.sequence != GradientPlace::leaf) return {};
   auto alive = leaf_.lock();
   return alive ? at::Tensor(std::move(alive)) : at::Tensor();

@@ -44,12 +44,12 @@ struct GradientPlace {
 };
 
 /// The place of a tensor that may die. While a leaf is watched, no other gets its address.
-class WatchedPlace {
+class WeakEdge {
  public:
-  WatchedPlace() = default;
-  explicit WatchedPlace(const at::Tensor& tensor);
+  WeakEdge() = default;
+  explicit WeakEdge(const at::Tensor& tensor);
   /// Of a tensor whose role is known.
-  WatchedPlace(const at::Tensor& tensor, GradRole role);
+  WeakEdge(const at::Tensor& tensor, GradRole role);
   /// Nowhere, once the leaf is gone.
   GradientPlace get() const {
     return place_.sequence == GradientPlace::leaf && leaf_.expired() ? GradientPlace{} : place_;

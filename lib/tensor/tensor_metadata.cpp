@@ -12,7 +12,7 @@
 
 namespace remat {
 
-Description::Description(const at::Tensor& tensor, bool with_strides)
+TensorMetadata::TensorMetadata(const at::Tensor& tensor, bool with_strides)
     : device_(tensor.device()),
       dtype_(tensor.scalar_type()),
       layout_(tensor.layout()),
@@ -28,7 +28,7 @@ Description::Description(const at::Tensor& tensor, bool with_strides)
   if (has_strides_) std::copy_n(tensor.strides().begin(), dim_, words() + dim_);
 }
 
-bool Description::describes(const at::Tensor& tensor) const {
+bool TensorMetadata::describes(const at::Tensor& tensor) const {
   if (dtype_ != tensor.scalar_type() || device_ != tensor.device() || layout_ != tensor.layout() ||
       has_sizes_ == tensor.is_nested())
     return false;
@@ -40,15 +40,15 @@ bool Description::describes(const at::Tensor& tensor) const {
          (!has_strides_ || same(tensor.strides(), words() + dim_, dim_));
 }
 
-int64_t Description::numel() const {
+int64_t TensorMetadata::numel() const {
   return has_sizes_ ? std::accumulate(words(), words() + dim_, int64_t{1}, std::multiplies<>()) : 0;
 }
 
-std::vector<int64_t> Description::sizes() const {
+std::vector<int64_t> TensorMetadata::sizes() const {
   return has_sizes_ ? std::vector<int64_t>(words(), words() + dim_) : std::vector<int64_t>();
 }
 
-std::string Description::text() const {
+std::string TensorMetadata::text() const {
   std::string text = c10::toString(dtype_);
   if (has_sizes_)
     text += fmt::format("[{}]", fmt::join(words(), words() + dim_, ", "));

@@ -13,10 +13,10 @@ namespace remat {
 
 /// Shape, dtype, device and layout of a tensor, strides on request. Small: up to four dimensions
 /// (two with strides) need no memory of their own.
-class Description {
+class TensorMetadata {
  public:
-  Description() = default;
-  Description(const at::Tensor& tensor, bool with_strides);
+  TensorMetadata() = default;
+  TensorMetadata(const at::Tensor& tensor, bool with_strides);
 
   bool describes(const at::Tensor& tensor) const;
   /// "Float[2, 3] on cpu", with strides if they were asked for.

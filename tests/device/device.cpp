@@ -1,10 +1,10 @@
 // Regions on an accelerator: generators, streams and the engine's device threads (Rule 11), on the
-// stand-in of far.h.
+// stand-in of stand_in.h.
 
 #include <algorithm>
 #include <thread>
 
-#include "tests/device/far.h"
+#include "tests/device/stand_in.h"
 #include "tests/support/saved_tensors.h"
 #include "tests/support/support.h"
 
@@ -14,12 +14,12 @@ using torch::autograd::generated::SinBackward0;
 
 namespace {
 
-Tensor far_leaf(const Tensor& values, int index = 0) {
-  return values.detach().to(far::device(index)).requires_grad_();
+Tensor stand_in_leaf(const Tensor& values, int index = 0) {
+  return values.detach().to(stand_in::device(index)).requires_grad_();
 }
 
 /// A "dropout" of the far device: a number of its generator times the tensor.
-Tensor noisy(const Tensor& t) { return (t * far::draw(t.device().index())).sin(); }
+Tensor noisy(const Tensor& t) { return (t * stand_in::draw(t.device().index())).sin(); }
 
 void require_same(const Tensor& actual, const Tensor& expected) {
   REQUIRE(actual.device() == expected.device());
@@ -34,19 +34,19 @@ TEST_CASE("a region on a device draws what forward drew and leaves the generator
   CAPTURE(early_stop);
   const Tensor values = at::randn({6});
   const auto program = [&](bool drop) {
-    const Tensor x = far_leaf(values);
-    const uint64_t start = far::position();
+    const Tensor x = stand_in_leaf(values);
+    const uint64_t start = stand_in::position();
     const remat::EarlyStopGuard guard(early_stop);
     const auto block = [](const Tensor& t) { return noisy(noisy(t).exp()); };
     const Tensor y =
         drop ? checkpoint([&](const Tensor& t) { return checkpoint(block, block(t)); }, x)
              : block(block(x));
-    const uint64_t drawn = far::position() - start;
+    const uint64_t drawn = stand_in::position() - start;
     const Tensor grad = grad_of(y, {x})[0];
-    CHECK(far::position() - start == drawn);
+    CHECK(stand_in::position() - start == drawn);
     CHECK(drawn == 4);
     at::Tensor both = at::stack({y.detach().cpu(), grad.cpu()});
-    for (int i = 0; i < 12; ++i) far::draw();  // back to the same numbers
+    for (int i = 0; i < 12; ++i) stand_in::draw();  // back to the same numbers
     return both;
   };
   const Tensor plain = program(false);
@@ -55,19 +55,19 @@ TEST_CASE("a region on a device draws what forward drew and leaves the generator
 
 TEST_CASE("tensors on two devices: both generators are preserved", "[device][RNG-10][DEV-02]") {
   const Tensor values = at::randn({4});
-  const std::vector<Tensor> x{far_leaf(values, 0), far_leaf(values, 1)};
+  const std::vector<Tensor> x{stand_in_leaf(values, 0), stand_in_leaf(values, 1)};
   std::vector<double> drawn;
   const auto f = [&](const std::vector<Tensor>& t) {
     std::vector<Tensor> out;
     for (const Tensor& each : t) {
-      drawn.push_back(far::draw(each.device().index()));
+      drawn.push_back(stand_in::draw(each.device().index()));
       out.push_back((each * drawn.back()).sin());
     }
     return out;
   };
   const std::vector<Tensor> y = checkpoint({.early_stop = false}, f, x);
-  const uint64_t at_0 = far::position(0), at_1 = far::position(1);
-  far::draw(0);
+  const uint64_t at_0 = stand_in::position(0), at_1 = stand_in::position(1);
+  stand_in::draw(0);
   for (int i = 0; i < 2; ++i) {
     const auto index = static_cast<size_t>(i);
     require_same(grad_of(y[index], {x[index]}, {.retain_graph = true})[0],
@@ -76,42 +76,42 @@ TEST_CASE("tensors on two devices: both generators are preserved", "[device][RNG
   REQUIRE(drawn.size() == 6);
   CHECK(drawn[2] == drawn[0]);
   CHECK(drawn[3] == drawn[1]);
-  CHECK(far::position(0) == at_0 + 1);
-  CHECK(far::position(1) == at_1);
+  CHECK(stand_in::position(0) == at_0 + 1);
+  CHECK(stand_in::position(1) == at_1);
 }
 
 TEST_CASE("a device that is first used inside a region draws the same numbers again",
           "[device][DEV-08][DEV-04]") {
   const Tensor x = leaf({4});
   std::vector<double> drawn;
-  far::forget_use(1);
+  stand_in::forget_use(1);
   // Its generator stands at the start of its stream, as a fresh device's does.
   const auto f = [&](const Tensor& t) {
-    const Tensor moved = t.to(far::device(1));
-    drawn.push_back(far::draw(1));
+    const Tensor moved = t.to(stand_in::device(1));
+    drawn.push_back(stand_in::draw(1));
     return (moved * drawn.back()).sin().to(at::kCPU);
   };
-  const at::Generator generator = at::globalContext().defaultGenerator(far::device(1));
+  const at::Generator generator = at::globalContext().defaultGenerator(stand_in::device(1));
   at::Generator(generator).set_offset(0);
-  far::forget_use(1);
+  stand_in::forget_use(1);
   const Tensor y = checkpoint(f, x);
-  far::draw(1);
+  stand_in::draw(1);
   const Tensor grad = grad_of(y, {x})[0];
   REQUIRE(drawn.size() == 2);
   CHECK(drawn[0] == drawn[1]);
   require_bit_equal({grad}, grad_of((x * drawn[0]).sin(), {x}));
-  CHECK(far::position(1) == 2);
+  CHECK(stand_in::position(1) == 2);
 }
 
 TEST_CASE("a region that would keep the random state of a device is not captured in a graph",
           "[device][rule-11]") {
-  const Tensor x = far_leaf(at::randn({4}));
+  const Tensor x = stand_in_leaf(at::randn({4}));
   const auto f = [](const Tensor& t) { return t.sin().exp(); };
   const Counted done;
-  far::set_capturing(true);
+  stand_in::set_capturing(true);
   const auto error = error_of<remat::CheckpointError>([&] { checkpoint(f, x); });
   const Tensor y = checkpoint({.preserve_rng_state = false}, f, x);
-  far::set_capturing(false);
+  stand_in::set_capturing(false);
   CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
   CHECK_THAT(error.what_without_backtrace(), contains("captured in a graph"));
   CHECK_THAT(error.what_without_backtrace(), contains("preserve_rng_state = false"));
@@ -122,35 +122,35 @@ TEST_CASE("a region that would keep the random state of a device is not captured
 
 TEST_CASE("a registered default generator of a device is put back where it was",
           "[device][rule-11][GUA-15]") {
-  const Tensor x = far_leaf(at::randn({4}));
+  const Tensor x = stand_in_leaf(at::randn({4}));
   Tensor y;
   {
-    const remat::GeneratorGuard guard(at::globalContext().defaultGenerator(far::device()));
+    const remat::GeneratorGuard guard(at::globalContext().defaultGenerator(stand_in::device()));
     y = checkpoint(noisy, x);
   }
-  far::draw();
-  const uint64_t before = far::position();
+  stand_in::draw();
+  const uint64_t before = stand_in::position();
   grad_of(y, {x});
-  CHECK(far::position() == before);
+  CHECK(stand_in::position() == before);
 }
 
 TEST_CASE("a region of forward is not recomputed in a graph that is captured",
           "[device][rule-11]") {
-  const Tensor x = far_leaf(at::randn({4}));
+  const Tensor x = stand_in_leaf(at::randn({4}));
   const Tensor y = checkpoint(noisy, x);
-  const uint64_t before = far::position();
-  far::set_capturing(true);
+  const uint64_t before = stand_in::position();
+  stand_in::set_capturing(true);
   const auto error =
       error_of<remat::CheckpointError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
-  far::set_capturing(false);
+  stand_in::set_capturing(false);
   CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
-  CHECK(far::position() == before);
+  CHECK(stand_in::position() == before);
   grad_of(y, {x});
 }
 
 TEST_CASE("a number on the CPU combined with device tensors", "[device][DEV-06]") {
   const Tensor values = at::randn({4});
-  const Tensor x = far_leaf(values), s = leaf({});
+  const Tensor x = stand_in_leaf(values), s = leaf({});
   const Tensor near = leaf({4});
   const auto f = [](const Tensor& t, const Tensor& scale) { return (t * scale).sin() * t; };
   const Tensors grads = grad_of(checkpoint(f, x, s), {x, s});
@@ -161,7 +161,7 @@ TEST_CASE("a number on the CPU combined with device tensors", "[device][DEV-06]"
 
 TEST_CASE("scopes of the calling thread are seen on the device's backward thread",
           "[device][THR-09]") {
-  const Tensor x = far_leaf(at::randn({4}));
+  const Tensor x = stand_in_leaf(at::randn({4}));
   std::thread::id ran_on;
   remat::PhaseInfo phase;
   const auto branch = [&](const Tensor& t) {
@@ -199,7 +199,7 @@ TEST_CASE("many threads of backward on two devices", "[device][GUA-26]") {
   for (int i = 0; i < 4; ++i)
     threads.emplace_back([&, i] {
       for (int step = 0; step < 10; ++step) {
-        const Tensor x = far_leaf(at::ones({3}) * (i + 1), i % 2);
+        const Tensor x = stand_in_leaf(at::ones({3}) * (i + 1), i % 2);
         const auto f = [](const Tensor& t) { return t.sin().exp(); };
         const Tensor y = checkpoint([&](const Tensor& t) { return checkpoint(f, f(t)); }, x);
         const Tensor plain = grad_of(f(f(x)), {x})[0];
@@ -211,43 +211,43 @@ TEST_CASE("many threads of backward on two devices", "[device][GUA-26]") {
 }
 
 TEST_CASE("a recompute runs on the device and streams of forward", "[device][streams]") {
-  const Tensor x = far_leaf(at::randn({4}));
+  const Tensor x = stand_in_leaf(at::randn({4}));
   std::vector<int64_t> streams;
   std::vector<int> devices;
   const auto f = [&](const Tensor& t) {
-    streams.push_back(far::current_stream().id());
-    devices.push_back(far::current_device());
+    streams.push_back(stand_in::current_stream().id());
+    devices.push_back(stand_in::current_device());
     return t.sin();
   };
   Tensor y;
   {
-    const far::OnStream on(far::stream(0, 3));
-    const c10::DeviceGuard device(far::device(1));
+    const stand_in::OnStream on(stand_in::stream(0, 3));
+    const c10::DeviceGuard device(stand_in::device(1));
     y = checkpoint(f, x);
   }
-  far::clear_log();
+  stand_in::clear_log();
   SECTION("read by hand, on another stream") {
     const Tensor saved = read_saved(y, &SinBackward0::self_);
     require_same(saved.detach(), x.detach());
     // Forward's stream waits for the reader's; then the reader's for what was made on forward's.
-    CHECK(far::log() == std::vector<std::string>{"record 0", "wait 3 for 0", "record 0",
-                                                 "wait 3 for 0", "use on 3", "record 3",
-                                                 "wait 0 for 3", "use on 0"});
+    CHECK(stand_in::log() == std::vector<std::string>{"record 0", "wait 3 for 0", "record 0",
+                                                      "wait 3 for 0", "use on 3", "record 3",
+                                                      "wait 0 for 3", "use on 0"});
   }
   SECTION("read by a backward, on the stream of the node") {
     require_same(grad_of(y, {x})[0], x.cos().detach());
   }
   CHECK(streams == std::vector<int64_t>{3, 3});
   CHECK(devices == std::vector<int>{1, 1});
-  CHECK(far::current_stream().id() == 0);
-  CHECK(far::current_device() == 0);
+  CHECK(stand_in::current_stream().id() == 0);
+  CHECK(stand_in::current_device() == 0);
 }
 
 TEST_CASE("streams and device are put back when the recompute throws", "[device][rule-12]") {
-  const Tensor x = far_leaf(at::randn({4}));
+  const Tensor x = stand_in_leaf(at::randn({4}));
   Tensor y;
   {
-    const far::OnStream on(far::stream(0, 5));
+    const stand_in::OnStream on(stand_in::stream(0, 5));
     y = checkpoint(
         [](const Tensor& t) -> Tensor {
           if (remat::is_recomputing()) throw std::domain_error("in the recompute");
@@ -256,51 +256,51 @@ TEST_CASE("streams and device are put back when the recompute throws", "[device]
         x);
   }
   CHECK_THROWS_AS(read_saved(y, &SinBackward0::self_), std::domain_error);
-  CHECK(far::current_stream().id() == 0);
+  CHECK(stand_in::current_stream().id() == 0);
   CHECK_THROWS_AS(grad_of(y, {x}), std::domain_error);
 }
 
 TEST_CASE("a function that switches streams: each reader waits for the stream of its tensor",
           "[device][streams]") {
-  const Tensor x = far_leaf(at::randn({4}));
+  const Tensor x = stand_in_leaf(at::randn({4}));
   const auto f = [](const Tensor& t) {
     Tensor h;
     {
-      const far::OnStream on(far::stream(0, 7));
+      const stand_in::OnStream on(stand_in::stream(0, 7));
       h = t.sin();
     }
     return std::pair(h, h.exp());
   };
   const auto [h, y] = checkpoint({.early_stop = false}, f, x);
-  far::clear_log();
+  stand_in::clear_log();
   read_saved(h, &SinBackward0::self_);
-  const auto log = far::log();
+  const auto log = stand_in::log();
   CHECK(std::count(log.begin(), log.end(), "wait 0 for 7") == 1);
   CHECK(std::count(log.begin(), log.end(), "use on 0") == 1);
-  far::clear_log();
+  stand_in::clear_log();
   read_saved_output(y, &ExpBackward0::result_);  // made on the stream that is current
-  const auto second_log = far::log();
+  const auto second_log = stand_in::log();
   CHECK(std::count(second_log.begin(), second_log.end(), "use on 0") == 0);
 }
 
 TEST_CASE("a policy moves what it keeps to the CPU and back", "[device][rule-15][OFF-17]") {
   const Tensor values = at::randn({32, 32});
   const auto f = [](const Tensor& x) { return x.mm(x).sin().mm(x).exp(); };
-  const Tensor plain = far_leaf(values);
+  const Tensor plain = stand_in_leaf(values);
   const Tensor plain_grad = grad_of(f(plain), {plain})[0];
   const int64_t product = 32 * 32 * 4;
   struct Held {
     int64_t on_device, on_cpu, kernels;
   };
   const auto held = [&](const remat::Policy& policy) {
-    const Tensor x = far_leaf(values);
+    const Tensor x = stand_in_leaf(values);
     const LiveBytes cpu;
-    const int64_t before = far::live_bytes();
+    const int64_t before = stand_in::live_bytes();
     const Tensor y = checkpoint({.policy = policy}, f, x);
-    const int64_t on_device = far::live_bytes() - before - product, on_cpu = cpu.held();
-    const int64_t kernels = far::num_kernels("aten::mm");
+    const int64_t on_device = stand_in::live_bytes() - before - product, on_cpu = cpu.held();
+    const int64_t kernels = stand_in::num_kernels("aten::mm");
     require_same(grad_of(y, {x})[0], plain_grad);
-    return Held{on_device / product, on_cpu / product, far::num_kernels("aten::mm") - kernels};
+    return Held{on_device / product, on_cpu / product, stand_in::num_kernels("aten::mm") - kernels};
   };
   const Held none = held({}), kept = held(remat::save_ops({"aten::mm"})),
              moved = held(remat::offload_ops({"aten::mm"}));
@@ -325,12 +325,12 @@ TEST_CASE("a named argument that waits on the CPU is no call of the region's",
   const auto everything = [](const remat::PolicyContext&) {
     return remat::CheckpointPolicy::MustCpuOffload;
   };
-  const Tensor plain = far_leaf(values);
+  const Tensor plain = stand_in_leaf(values);
   const Tensor plain_grad = grad_of(f(plain * 1), {plain})[0];
   for (const remat::Policy& policy :
        {remat::offload_names({"argument"}), remat::Policy(everything)})
     for (const bool early_stop : {true, false}) {
-      const Tensor x = far_leaf(values);
+      const Tensor x = stand_in_leaf(values);
       const Tensor y = checkpoint({.early_stop = early_stop, .policy = policy}, f, x * 1);
       require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain_grad);
       require_same(grad_of(y, {x})[0], plain_grad);
@@ -346,7 +346,7 @@ TEST_CASE("what waits on the CPU comes back with its strides",
                       +[](const Tensor& t) { return t.select(1, 3); },
                       +[](const Tensor& t) { return t.select(0, 3).expand({5, 8}); }};
   for (const auto view : views) {
-    const Tensor x = far_leaf(values), z = far_leaf(values);
+    const Tensor x = stand_in_leaf(values), z = stand_in_leaf(values);
     const remat::CheckpointOptions options{.determinism_check = remat::DeterminismCheck::Values,
                                            .policy = remat::offload_names({"argument"})};
     const remat::CheckpointOptions layout{.determinism_check = remat::DeterminismCheck::Layout,
@@ -363,8 +363,8 @@ TEST_CASE("kept random operators of a device move its generator", "[device][rule
     const Tensor kept = remat::save_region([](const Tensor& u) { return noisy(u); }, t.exp());
     return noisy(kept);
   };
-  const Tensor x = far_leaf(values), z = far_leaf(values);
+  const Tensor x = stand_in_leaf(values), z = stand_in_leaf(values);
   const Tensor plain = grad_of(f(x), {x})[0];
-  for (int i = 0; i < 14; ++i) far::draw();  // the numbers come back after 16
+  for (int i = 0; i < 14; ++i) stand_in::draw();  // the numbers come back after 16
   require_same(grad_of(checkpoint(f, z), {z})[0], plain);
 }

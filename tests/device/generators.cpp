@@ -1,19 +1,19 @@
-// Threads that draw from the generators of devices (Rule 11), on the stand-in of far.h.
+// Threads that draw from the generators of devices (Rule 11), on the stand-in of stand_in.h.
 
 #include <atomic>
 #include <chrono>
 #include <deque>
 #include <thread>
 
-#include "tests/device/far.h"
+#include "tests/device/stand_in.h"
 #include "tests/support/support.h"
 
 using remat::checkpoint;
 
 namespace {
 
-Tensor far_leaf(const Tensor& values, int index) {
-  return values.detach().to(far::device(index)).requires_grad_();
+Tensor stand_in_leaf(const Tensor& values, int index) {
+  return values.detach().to(stand_in::device(index)).requires_grad_();
 }
 
 /// Waits until all threads are here, or that does not happen.
@@ -41,31 +41,31 @@ class Meeting {
 
 TEST_CASE("threads with a device each draw again what they drew, and disturb nobody",
           "[device][rule-11]") {
-  for (int i = 0; i < far::num_devices; ++i) far::draw(i);  // both are in use
+  for (int i = 0; i < stand_in::num_devices; ++i) stand_in::draw(i);  // both are in use
   std::vector<std::thread> threads;
   std::atomic<int> num_right{0};
   constexpr int num_steps = 200;
-  for (int device = 0; device < far::num_devices; ++device)
+  for (int device = 0; device < stand_in::num_devices; ++device)
     threads.emplace_back([&, device] {
       for (int step = 0; step < num_steps; ++step) {
         std::vector<double> drawn;
         const auto f = [&](const Tensor& t) {
-          drawn.push_back(far::draw(device));
+          drawn.push_back(stand_in::draw(device));
           const Tensor between = (t * drawn.back()).sin();
-          drawn.push_back(far::draw(device));
+          drawn.push_back(stand_in::draw(device));
           return (between * drawn.back()).sin();
         };
-        const Tensor x = far_leaf(at::ones({3}), device);
-        const uint64_t start = far::position(device);
+        const Tensor x = stand_in_leaf(at::ones({3}), device);
+        const uint64_t start = stand_in::position(device);
         const Tensor y = checkpoint({.early_stop = false}, f, x);
         grad_of(y, {x});
         const bool is_right = drawn.size() == 4 && drawn[2] == drawn[0] && drawn[3] == drawn[1] &&
-                              far::position(device) == start + 2;
+                              stand_in::position(device) == start + 2;
         num_right += is_right ? 1 : 0;
       }
     });
   for (std::thread& each : threads) each.join();
-  CHECK(num_right == far::num_devices * num_steps);
+  CHECK(num_right == stand_in::num_devices * num_steps);
 }
 
 TEST_CASE("recomputes of several threads take turns at a device's generator", "[device][rule-11]") {
@@ -81,16 +81,16 @@ TEST_CASE("recomputes of several threads take turns at a device's generator", "[
     each.x = leaf({3});
     // The tensor that backward asks for first is on the CPU: it recomputes on the thread that calls it.
     const auto f = [&](const Tensor& t) {
-      each.drawn.push_back(far::draw(0));
-      const Tensor between = (t.to(far::device(0)) * each.drawn.back()).sin().to(at::kCPU);
+      each.drawn.push_back(stand_in::draw(0));
+      const Tensor between = (t.to(stand_in::device(0)) * each.drawn.back()).sin().to(at::kCPU);
       if (!is_forward && meeting.wait()) have_met = true;
-      each.drawn.push_back(far::draw(0));
+      each.drawn.push_back(stand_in::draw(0));
       return (between * each.drawn.back()).sin();
     };
     each.y = checkpoint({.early_stop = false}, f, each.x);
   }
   is_forward = false;
-  const uint64_t position = far::position(0);
+  const uint64_t position = stand_in::position(0);
   std::vector<std::thread> threads;
   for (Program& each : programs) threads.emplace_back([&each] { grad_of(each.y, {each.x}); });
   for (std::thread& each : threads) each.join();
@@ -100,7 +100,7 @@ TEST_CASE("recomputes of several threads take turns at a device's generator", "[
     CHECK(each.drawn[3] == each.drawn[1]);
   }
   CHECK(!have_met);
-  CHECK(far::position(0) == position);
+  CHECK(stand_in::position(0) == position);
 }
 
 TEST_CASE("a recompute inside another one, on the device's thread, need not wait for it",
@@ -108,15 +108,15 @@ TEST_CASE("a recompute inside another one, on the device's thread, need not wait
   std::vector<std::vector<double>> runs;  // what each run of the region drew itself
   std::vector<double> inner;
   const auto f = [&](const Tensor& t) {
-    std::vector<double> drawn{far::draw(0)};
-    const Tensor y = t.to(far::device(0)) * drawn[0];
+    std::vector<double> drawn{stand_in::draw(0)};
+    const Tensor y = t.to(stand_in::device(0)) * drawn[0];
     const auto block = [&](const Tensor& u) {
-      inner.push_back(far::draw(0));
+      inner.push_back(stand_in::draw(0));
       return (u * inner.back()).sin();
     };
     const Tensor z = checkpoint(block, y);
     const Tensor slope = torch::autograd::grad({z.sum()}, {y}, {}, /*retain_graph=*/true)[0];
-    drawn.push_back(far::draw(0));
+    drawn.push_back(stand_in::draw(0));
     const Tensor result = (y * slope * drawn[1]).sin().to(at::kCPU) * t;
     runs.push_back(std::move(drawn));
     return result;
@@ -142,7 +142,7 @@ TEST_CASE("a provider is restored inside a recompute that has restored it, on th
   const auto number = std::make_shared<Number>();
   std::vector<int> seen;
   const auto f = [&](const Tensor& t) {
-    const Tensor y = t.to(far::device(0)) * number->value.load();
+    const Tensor y = t.to(stand_in::device(0)) * number->value.load();
     const auto block = [&](const Tensor& u) {
       seen.push_back(number->value);
       return (u * number->value.load()).sin();
@@ -167,33 +167,33 @@ TEST_CASE("a provider is restored inside a recompute that has restored it, on th
 }
 
 TEST_CASE("a region draws on a device on which none of its tensors is", "[device][rule-11]") {
-  for (int i = 0; i < far::num_devices; ++i) far::draw(i);  // both are in use
+  for (int i = 0; i < stand_in::num_devices; ++i) stand_in::draw(i);  // both are in use
   const bool keeps = GENERATE(false, true);
   CAPTURE(keeps);
   std::vector<double> drawn;
   const auto f = [&](const Tensor& t) {
     // What is added, and where it was, is of no interest to autograd.
     const auto add = [&](const Tensor& u) {
-      const Tensor noise = at::full({3}, far::draw(1)).to(far::device(1));
-      return (u.to(far::device(1)) + noise).to(far::device(0));
+      const Tensor noise = at::full({3}, stand_in::draw(1)).to(stand_in::device(1));
+      return (u.to(stand_in::device(1)) + noise).to(stand_in::device(0));
     };
     const Tensor noisy = keeps ? remat::save_region(add, t) : add(t);
-    drawn.push_back(far::draw(1));
-    return ((noisy.to(far::device(1)) * drawn.back()).to(far::device(0))).sin();
+    drawn.push_back(stand_in::draw(1));
+    return ((noisy.to(stand_in::device(1)) * drawn.back()).to(stand_in::device(0))).sin();
   };
-  const Tensor x = far_leaf(at::ones({3}), 0);
+  const Tensor x = stand_in_leaf(at::ones({3}), 0);
   const Tensor y = checkpoint({.early_stop = false}, f, x);
-  for (int i = 0; i < 3; ++i) far::draw(1);
-  const uint64_t position = far::position(1);
+  for (int i = 0; i < 3; ++i) stand_in::draw(1);
+  const uint64_t position = stand_in::position(1);
   grad_of(y, {x});
   REQUIRE(drawn.size() == 2);
   CHECK(drawn[1] == drawn[0]);
-  CHECK(far::position(1) == position);
+  CHECK(stand_in::position(1) == position);
 }
 
 TEST_CASE("a recompute that waits for a backward lets others have its generator",
           "[device][rule-11]") {
-  far::draw(0);
+  stand_in::draw(0);
   std::atomic<bool> is_backward = false, has_drawn = false;
   struct Drawn {
     std::deque<std::vector<double>> runs{};
@@ -208,22 +208,22 @@ TEST_CASE("a recompute that waits for a backward lets others have its generator"
   // On the CPU's thread; its own backward needs the device's.
   const auto f = [&](const Tensor& t) {
     std::vector<double>& drawn = first.begin();
-    const Tensor u = t.to(far::device(0)) * drawn.emplace_back(far::draw(0));
+    const Tensor u = t.to(stand_in::device(0)) * drawn.emplace_back(stand_in::draw(0));
     if (is_backward) {
       has_drawn = true;
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
     }
     const Tensor slope = torch::autograd::grad({u.sin().sum()}, {u}, {}, true)[0];
-    return (u * slope * drawn.emplace_back(far::draw(0))).to(at::kCPU) * t;
+    return (u * slope * drawn.emplace_back(stand_in::draw(0))).to(at::kCPU) * t;
   };
   // On the device's thread meanwhile.
   const auto g = [&](const Tensor& t) {
     std::vector<double>& drawn = second.begin();
-    const Tensor u = (t * drawn.emplace_back(far::draw(0))).sin();
+    const Tensor u = (t * drawn.emplace_back(stand_in::draw(0))).sin();
     std::this_thread::sleep_for(std::chrono::milliseconds(is_backward ? 100 : 0));
-    return (u * drawn.emplace_back(far::draw(0))).sin();
+    return (u * drawn.emplace_back(stand_in::draw(0))).sin();
   };
-  const Tensor x = leaf({3}), z = far_leaf(at::ones({3}), 0);
+  const Tensor x = leaf({3}), z = stand_in_leaf(at::ones({3}), 0);
   const Tensor a = checkpoint({.early_stop = false}, f, x);
   const Tensor b = checkpoint({.early_stop = false}, g, z);
   b.register_hook([&](const Tensor&) {
@@ -231,30 +231,30 @@ TEST_CASE("a recompute that waits for a backward lets others have its generator"
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
   });
   is_backward = true;
-  const uint64_t position = far::position(0);
+  const uint64_t position = stand_in::position(0);
   const auto start = std::chrono::steady_clock::now();
   grad_of(a + b.to(at::kCPU), {x, z});
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
-  CHECK(far::position(0) == position);
+  CHECK(stand_in::position(0) == position);
   second.check();
   first.check();
 }
 
 TEST_CASE("recomputes of one thread need not wait for each other", "[device][rule-11]") {
-  for (int i = 0; i < far::num_devices; ++i) far::draw(i);
+  for (int i = 0; i < stand_in::num_devices; ++i) stand_in::draw(i);
   // While the first waits for the other device, its thread takes up the second.
   std::atomic<bool> is_backward = false;
   const auto f = [&](const Tensor& t) {
-    const Tensor u = t * far::draw(0);
-    const Tensor w = u.to(far::device(1)).sin();
+    const Tensor u = t * stand_in::draw(0);
+    const Tensor w = u.to(stand_in::device(1)).sin();
     w.register_hook([&](const Tensor&) {
       if (is_backward) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     });
     const Tensor slope = torch::autograd::grad({w.exp().sum()}, {u}, {}, true)[0];
     return (u * slope) * t;
   };
-  const auto g = [](const Tensor& t) { return (t * far::draw(0)).sin(); };
-  const Tensor x = far_leaf(at::ones({3}), 0), z = far_leaf(at::ones({3}), 0);
+  const auto g = [](const Tensor& t) { return (t * stand_in::draw(0)).sin(); };
+  const Tensor x = stand_in_leaf(at::ones({3}), 0), z = stand_in_leaf(at::ones({3}), 0);
   const Tensor b = checkpoint(g, z), a = checkpoint({.early_stop = false}, f, x);
   is_backward = true;
   const auto start = std::chrono::steady_clock::now();
@@ -263,7 +263,7 @@ TEST_CASE("recomputes of one thread need not wait for each other", "[device][rul
 }
 
 TEST_CASE("a region does not wait for gradients that it keeps or was given", "[device]") {
-  const Tensor x = far_leaf(at::ones({3, 3}), 0), v = at::ones({3, 3}).to(far::device(0));
+  const Tensor x = stand_in_leaf(at::ones({3, 3}), 0), v = at::ones({3, 3}).to(stand_in::device(0));
   // What regions cost beside their functions, which take longer under a sanitizer, say.
   constexpr int num_regions = 50;
   const auto seconds = [&](const remat::CheckpointOptions& options, const auto& f) {

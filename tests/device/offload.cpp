@@ -1,20 +1,20 @@
-// Offloading on the stand-in of far.h, whose copies run as late as they may.
+// Offloading on the stand-in of stand_in.h, whose copies run as late as they may.
 
 #include <unistd.h>
 #include <filesystem>
 
-#include "tests/device/far.h"
 #include "tests/device/offload_cases.h"
+#include "tests/device/stand_in.h"
 
 using remat::checkpoint;
 
 namespace {
 
-const offload::Accelerator far_device{far::device(), [] { return far::live_bytes(); }};
+const offload::Accelerator far_device{stand_in::device(), [] { return stand_in::live_bytes(); }};
 
 struct NoPinnedMemory {
-  NoPinnedMemory() { far::set_has_pinned_memory(false); }
-  ~NoPinnedMemory() { far::set_has_pinned_memory(true); }
+  NoPinnedMemory() { stand_in::set_has_pinned_memory(false); }
+  ~NoPinnedMemory() { stand_in::set_has_pinned_memory(true); }
 };
 
 }  // namespace
@@ -49,47 +49,47 @@ TEST_CASE("two backward calls read offloaded tensors", "[device][OFF-13]") {
 }
 
 TEST_CASE("with pin_memory the host buffers are page-locked, and used again", "[device][OFF-14]") {
-  const Tensor x = offload::far_leaf(far_device, {5000});
+  const Tensor x = offload::stand_in_leaf(far_device, {5000});
   const auto step = [&](bool pin_memory) {
     const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory});
     const Tensor y = (x + 1).sin().exp().sin();
     offload::require_same(grad_of(y, {x}), {(x + 1).sin().exp().cos().detach() *
                                             (x + 1).sin().exp().detach() * (x + 1).cos().detach()});
   };
-  const int64_t before = far::pinned_bytes();
+  const int64_t before = stand_in::pinned_bytes();
   step(false);
-  CHECK(far::pinned_bytes() == before);
+  CHECK(stand_in::pinned_bytes() == before);
   step(true);
-  const int64_t after = far::pinned_bytes();
+  const int64_t after = stand_in::pinned_bytes();
   if (!at::hasCUDA()) CHECK(after > 0);  // else it is CUDA's
   step(true);
-  CHECK(far::pinned_bytes() == after);
+  CHECK(stand_in::pinned_bytes() == after);
 }
 
 TEST_CASE("copies run beside the work, and reads wait for them", "[device]") {
-  const Tensor x = offload::far_leaf(far_device, {5000});
+  const Tensor x = offload::stand_in_leaf(far_device, {5000});
   Tensor y;
   {
     const remat::SaveOnCpuGuard guard({.pin_memory = true});
     const Tensor a = x + 1;
-    far::clear_log();
+    stand_in::clear_log();
     y = a.sin();
-    const auto log = far::log();
-    CHECK(far::num_queued_copies() > 0);  // forward did not wait
+    const auto log = stand_in::log();
+    CHECK(stand_in::num_queued_copies() > 0);  // forward did not wait
     REQUIRE(log.size() >= 4);
     CHECK(log[0] == "record 0");
     CHECK(log[1].starts_with("wait "));  // the copy waits for what was queued
     CHECK(std::count_if(log.begin(), log.end(),
                         [](const std::string& e) { return e.starts_with("use on "); }) == 1);
   }
-  CHECK(far::num_queued_copies() == 0);  // `a` was freed, which had to wait
+  CHECK(stand_in::num_queued_copies() == 0);  // `a` was freed, which had to wait
   offload::require_same(grad_of(y, {x}), {(x + 1).cos().detach()});
 }
 
 TEST_CASE("tensors on the device wait on disk and in narrower types", "[device]") {
   std::string folder = (std::filesystem::temp_directory_path() / "remat-test-XXXXXX").string();
   REQUIRE(::mkdtemp(folder.data()) != nullptr);
-  const Tensor x = offload::far_leaf(far_device, {40, 30});
+  const Tensor x = offload::stand_in_leaf(far_device, {40, 30});
   const auto f = [&] { return ((x + 1).sin() * (x + 2).t().exp().t()).sin(); };
   const Tensor plain = grad_of(f(), {x})[0].cpu();
   const int64_t before = far_device.live_bytes();
@@ -112,11 +112,11 @@ TEST_CASE("tensors on the device wait on disk and in narrower types", "[device]"
 }
 
 TEST_CASE("parameters, their views and offloaded inputs of nested regions", "[device][GUA-42]") {
-  const Tensor p = offload::far_leaf(far_device, {64, 64});
+  const Tensor p = offload::stand_in_leaf(far_device, {64, 64});
   for (const Tensor& t : {p, p.t(), p.view({-1})})
     CHECK(offload::through(t, true).data_ptr() == t.data_ptr());
   const auto f = [](const Tensor& t, const Tensor& w) { return t.mm(w).sin(); };
-  const Tensor x = offload::far_leaf(far_device, {64, 64});
+  const Tensor x = offload::stand_in_leaf(far_device, {64, 64});
   const int64_t before = far_device.live_bytes();
   const Tensor y = remat::checkpoint(
       {.offload_inputs = true},
@@ -136,20 +136,20 @@ TEST_CASE("parameters, their views and offloaded inputs of nested regions", "[de
 
 TEST_CASE("a change in place while the copy is under way raises", "[device]") {
   const bool requires_grad = GENERATE(true, false);
-  const Tensor x = offload::far_leaf(far_device, {3000});
+  const Tensor x = offload::stand_in_leaf(far_device, {3000});
   const remat::SaveOnCpuGuard guard({.pin_memory = true});
   const Tensor h = requires_grad ? x + 1 : (x + 1).detach();
   const Tensor y = h * x, next = x.exp();
-  CHECK(far::num_queued_copies() > 0);
+  CHECK(stand_in::num_queued_copies() > 0);
   h.detach().zero_();
   CHECK_THROWS_WITH(grad_of(y, {x}), contains("modified by an inplace operation"));
   drop_ready_nodes();
 }
 
 TEST_CASE("writes through data are seen between two saves that do not require grad", "[device]") {
-  const Tensor x = offload::far_leaf(far_device, {32});
+  const Tensor x = offload::stand_in_leaf(far_device, {32});
   const remat::SaveOnCpuGuard guard;  // with page-locked memory the copy may come after the write
-  const Tensor scale = at::ones({32}).to(far::device());
+  const Tensor scale = at::ones({32}).to(stand_in::device());
   const Tensor first = x * scale, next = x.exp();
   scale.data().fill_(3);
   const Tensor second = x * scale;
@@ -158,35 +158,35 @@ TEST_CASE("writes through data are seen between two saves that do not require gr
 }
 
 TEST_CASE("side streams: what one saves another reads", "[device]") {
-  const Tensor x = offload::far_leaf(far_device, {3000});
+  const Tensor x = offload::stand_in_leaf(far_device, {3000});
   const remat::SaveOnCpuGuard guard({.pin_memory = true});
   Tensor y;
   {
-    const far::OnStream side(far::stream(0, 3));
+    const stand_in::OnStream side(stand_in::stream(0, 3));
     y = (x + 1).sin().exp();
   }
   offload::require_same(grad_of(y, {x}), {y.detach() * (x + 1).cos().detach()});
 }
 
 TEST_CASE("what waits for its operator is copied after it on its stream", "[device]") {
-  const Tensor x = offload::far_leaf(far_device, {3000});
+  const Tensor x = offload::stand_in_leaf(far_device, {3000});
   const remat::SaveOnCpuGuard guard({.pin_memory = true});
   Tensor y;
   {
-    const far::OnStream side(far::stream(0, 3));
-    y = x * at::full({3000}, 2.f).to(far::device());
+    const stand_in::OnStream side(stand_in::stream(0, 3));
+    y = x * at::full({3000}, 2.f).to(stand_in::device());
   }
-  far::clear_log();
+  stand_in::clear_log();
   const Tensor next = x.exp();
-  const auto log = far::log();
+  const auto log = stand_in::log();
   REQUIRE(log.size() > 1);
   CHECK(log[0] == "record 3");
-  offload::require_same(grad_of(y, {x}), {at::full({3000}, 2.f).to(far::device())});
+  offload::require_same(grad_of(y, {x}), {at::full({3000}, 2.f).to(stand_in::device())});
 }
 
 TEST_CASE("kept results wait on the CPU if they go through the hooks around",
           "[device][SAC-37][SAC-38]") {
-  const Tensor x = offload::far_leaf(far_device, {64, 64});
+  const Tensor x = offload::stand_in_leaf(far_device, {64, 64});
   const bool through_hooks = GENERATE(true, false);
   const auto f = [](const Tensor& t) { return t.mm(t).sin().exp(); };
   const Tensor plain = grad_of(f(x), {x})[0];
@@ -198,15 +198,15 @@ TEST_CASE("kept results wait on the CPU if they go through the hooks around",
                    f, x);
   }
   CHECK(far_device.live_bytes() - before == offload::bytes_of(y) * (through_hooks ? 1 : 2));
-  const int64_t products = far::num_kernels("aten::mm");
+  const int64_t products = stand_in::num_kernels("aten::mm");
   offload::require_same(grad_of(y, {x}), {plain});
-  CHECK(far::num_kernels("aten::mm") == products + 2);  // those of backward
+  CHECK(stand_in::num_kernels("aten::mm") == products + 2);  // those of backward
 }
 
 TEST_CASE("with skip_parameters off parameters move too, and still get their gradients",
           "[device]") {
   const bool pin_memory = GENERATE(true, false);
-  const Tensor p = offload::far_leaf(far_device, {64, 64});
+  const Tensor p = offload::stand_in_leaf(far_device, {64, 64});
   const auto f = [&] { return p.t().mm(p).sin(); };
   const Tensor plain = grad_of(f(), {p})[0];
   Tensor y;
@@ -224,10 +224,10 @@ TEST_CASE("with skip_parameters off parameters move too, and still get their gra
 // Last: the pool remembers that there is none.
 TEST_CASE("without page-locked memory ordinary memory serves", "[device][last]") {
   const NoPinnedMemory none;
-  const Tensor x = offload::far_leaf(far_device, {9'000'000});  // more than the pool has free
+  const Tensor x = offload::stand_in_leaf(far_device, {9'000'000});  // more than the pool has free
   const remat::SaveOnCpuGuard guard({.pin_memory = true});
-  const int64_t before = far::pinned_bytes();
+  const int64_t before = stand_in::pinned_bytes();
   const Tensor y = (x + 1).sin();
-  CHECK(far::pinned_bytes() == before);
+  CHECK(stand_in::pinned_bytes() == before);
   offload::require_same(grad_of(y, {x}), {(x + 1).cos().detach()});
 }

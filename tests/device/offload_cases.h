@@ -1,5 +1,5 @@
 #pragma once
-// What offloading promises on any accelerator: the stand-in of far.h, or a real one.
+// What offloading promises on any accelerator: the stand-in of stand_in.h, or a real one.
 
 #include <functional>
 #include <memory>
@@ -40,7 +40,7 @@ inline void require_same(const Tensors& actual, const Tensors& expected) {
   }
 }
 
-inline Tensor far_leaf(const Accelerator& on, at::IntArrayRef sizes) {
+inline Tensor stand_in_leaf(const Accelerator& on, at::IntArrayRef sizes) {
   return at::randn(sizes).to(on.device).requires_grad_();
 }
 
@@ -56,7 +56,7 @@ inline Tensor through(const Tensor& t, bool pin_memory) {
 
 /// SOC-03
 inline void device_bytes_are_those_without_grad(const Accelerator& on, bool pin_memory) {
-  const Tensor x = far_leaf(on, {100000});
+  const Tensor x = stand_in_leaf(on, {100000});
   const auto f = [](const Tensor& t) { return (t + 1) * (t + 1); };
   const auto held_by = [&](auto&& scope) {
     const int64_t before = on.live_bytes();
@@ -100,7 +100,7 @@ inline void what_three_layers_save_leaves_the_device(const Accelerator& on, bool
 /// OFF-03
 inline void an_offloaded_block_holds_less(const Accelerator& on) {
   const Layers layers(on, 3, 64);
-  const Tensor x = far_leaf(on, {512, 64});
+  const Tensor x = stand_in_leaf(on, {512, 64});
   const auto run = [&](bool offload) {
     const int64_t before = on.live_bytes();
     Tensor h = layers.run(0, x);
@@ -165,7 +165,7 @@ struct GivesView : torch::autograd::Function<GivesView> {
 };
 
 inline void a_view_of_an_unpacked_tensor_lives(const Accelerator& on, bool pin_memory) {
-  const Tensor x = far_leaf(on, {64, 64}), s = at::randn({64, 64}).to(on.device) * 1;
+  const Tensor x = stand_in_leaf(on, {64, 64}), s = at::randn({64, 64}).to(on.device) * 1;
   const auto f = [&] {
     Tensor h = x * 2;
     h = h.sin().cos();
@@ -217,7 +217,7 @@ inline void views_come_back_exactly(const Accelerator& on, bool pin_memory) {
 
 /// OFF-13
 inline void a_second_backward_reads_again(const Accelerator& on, bool pin_memory) {
-  const Tensor x = far_leaf(on, {300});
+  const Tensor x = stand_in_leaf(on, {300});
   const auto f = [&] { return ((x + 1).sin() * (x + 2).exp()).sin(); };
   const Tensors plain = grad_of(f(), {x});
   Tensor y;

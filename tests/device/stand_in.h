@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-namespace far {
+namespace stand_in {
 
 inline constexpr int num_devices = 2;
 
@@ -58,4 +58,4 @@ int current_device();
 std::vector<std::string> log();
 void clear_log();
 
-}  // namespace far
+}  // namespace stand_in

@@ -1,4 +1,4 @@
-#include "tests/device/far.h"
+#include "tests/device/stand_in.h"
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -20,7 +20,7 @@
 #include <mutex>
 #include <thread>
 
-namespace far {
+namespace stand_in {
 
 namespace {
 
@@ -123,7 +123,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 struct Generator final : c10::GeneratorImpl {
   uint64_t next = 0;
-  explicit Generator(int index) : GeneratorImpl(far::device(index), c10::DispatchKeySet()) {}
+  explicit Generator(int index) : GeneratorImpl(stand_in::device(index), c10::DispatchKeySet()) {}
   void set_current_seed(uint64_t) override { next = 0; }
   void set_offset(uint64_t offset) override { next = offset; }
   uint64_t get_offset() const override { return next; }
@@ -383,4 +383,4 @@ void clear_log() {
   entries.clear();
 }
 
-}  // namespace far
+}  // namespace stand_in
