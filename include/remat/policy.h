@@ -158,7 +158,7 @@ class REMAT_API SavedRegion {
 template <class Fn, class... Args>
 auto save_region(Fn&& fn, Args&&... args) {
   using Result = std::decay_t<decltype(detail::call(fn, std::forward<Args>(args)...))>;
-  const auto visit_arguments = [&]([[maybe_unused]] detail::TensorVisitor visitor) {
+  const auto visit_arguments = [&]([[maybe_unused]] TensorVisitor visitor) {
     (detail::Tensors<std::decay_t<Args>>::visit(const_cast<std::decay_t<Args>&>(args), visitor),
      ...);
   };
@@ -166,7 +166,7 @@ auto save_region(Fn&& fn, Args&&... args) {
     detail::SavedRegion region(typeid(void), visit_arguments);
     if (region.is_kept()) return;
     detail::call(fn, std::forward<Args>(args)...);
-    region.keep(nullptr, [](detail::TensorVisitor) {});
+    region.keep(nullptr, [](TensorVisitor) {});
   } else {
     static_assert(std::copy_constructible<Result>,
                   "remat::save_region: the result must be copyable, since each recompute gets a "
@@ -178,7 +178,7 @@ auto save_region(Fn&& fn, Args&&... args) {
     }
     Result result = detail::call(fn, std::forward<Args>(args)...);
     auto emptied = std::make_shared<detail::Emptied<Result>>(std::as_const(result));
-    region.keep(emptied, [&](detail::TensorVisitor visitor) { emptied->visit(visitor); });
+    region.keep(emptied, [&](TensorVisitor visitor) { emptied->visit(visitor); });
     return result;
   }
 }

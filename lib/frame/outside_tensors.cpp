@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "lib/base/planted_fault.h"
-#include "lib/frame/frame.h"
 #include "lib/frame/mismatch.h"
 #include "lib/seam/variable_hooks.h"
 
@@ -48,13 +47,11 @@ bool HookNotes::any_follows_backward() const {
                      [](const Note& each) { return each.follows_backward; });
 }
 
-OutsideTensors::OutsideTensors(Frame& frame) {
+void OutsideTensors::add(at::Tensor known) {
   if (is_planted(Fault::HookTwice)) return;
-  frame.visit_outside([this](at::Tensor tensor) {
-    const bool requires_grad = tensor.requires_grad();
-    known_.push_back({std::move(tensor), requires_grad, {}});
-    known_.back().hooks = hand_made(known_.back().tensor);
-  });
+  const bool requires_grad = known.requires_grad();
+  known_.push_back({std::move(known), requires_grad, {}});
+  known_.back().hooks = hand_made(known_.back().tensor);
 }
 
 OutsideTensors::HandMade OutsideTensors::hand_made(const at::Tensor& tensor) {
@@ -123,11 +120,11 @@ void OutsideTensors::put_back() noexcept {
     }
 }
 
-void OutsideTensors::finish() {
+void OutsideTensors::finish(const Region& region) {
   put_back();
   if (is_lost_)
     throw_unsupported(
-        "a recompute replaced the post-accumulate hooks of a tensor from outside",
+        region, "a recompute replaced the post-accumulate hooks of a tensor from outside",
         "the region's function sets them each time it runs, and those that were there "
         "before are gone",
         "set such hooks outside the region");

@@ -27,7 +27,7 @@
 
 namespace remat {
 
-class Frame;
+struct Region;
 
 /// The hooks that a region's function registered on tensors in forward.
 class HookNotes {
@@ -50,11 +50,13 @@ class HookNotes {
 /// thread.
 class OutsideTensors {
  public:
-  explicit OutsideTensors(Frame& frame);
+  OutsideTensors() = default;
   ~OutsideTensors() { put_back(); }
   OutsideTensors(const OutsideTensors&) = delete;
   OutsideTensors& operator=(const OutsideTensors&) = delete;
 
+  /// One that is known from forward; as it is now.
+  void add(at::Tensor known);
   /// `requires_grad_` is about to be called.
   void note_requires_grad(const at::TensorBase& tensor);
   /// The recompute has registered a hook of its own.
@@ -62,7 +64,7 @@ class OutsideTensors {
   /// How many hooks the recompute has asked for on that tensor before.
   std::size_t count_hook(const at::TensorBase& tensor);
   /// Throws CheckpointError if something cannot be put back.
-  void finish();
+  void finish(const Region& region);
 
  private:
   /// What nodes and tensors hold that hooks were put on by hand.

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <functional>
 
-#include "lib/frame/mismatch.h"
+#include "lib/base/error.h"
 #include "lib/rng/cpu_rng.h"
 #include "lib/rng/device_claims.h"
 #include "lib/seam/accelerator.h"

@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "lib/base/counters.h"
-#include "lib/frame/inputs.h"
-#include "lib/frame/mismatch.h"
+#include "lib/base/error.h"
+#include "lib/scope/saving_input.h"
 #include "lib/tensor/capture.h"
 
 namespace remat {
