@@ -145,8 +145,11 @@ class CheckpointedFunction {
 /// copies; an array or string that only refers to its elements (`x.sizes()`) is kept as a
 /// `std::vector` or `std::string`. Arguments must be copyable, `fn` need not be. `std::ref` passes a true reference, which
 /// must stay alive and unchanged. A struct takes part through
+///
 ///     template <class Visitor> void visit_tensors(T& value, Visitor&& visit);  // visit(at::Tensor&)
+///
 /// found by ADL.
+///
 /// `fn`: lambdas, function and member pointers, module holders (`checkpoint(block, x)`),
 /// `std::shared_ptr` of a module. It must compute the same again; Rule 10 says what is checked.
 /// Grad mode off: runs plainly; no option is looked at.
