@@ -15,7 +15,7 @@
 #include <unordered_set>
 
 #include "lib/scope/hook_stack.h"
-#include "lib/state/module_access.h"
+#include "lib/seam/module_access.h"
 #include "lib/state/module_state.h"
 #include "lib/state/user_state.h"
 

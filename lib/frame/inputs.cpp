@@ -17,6 +17,7 @@
 #include "lib/frame/mismatch.h"
 #include "lib/scope/offload.h"
 #include "lib/scope/saving_input.h"
+#include "lib/seam/autograd_meta.h"
 #include "lib/seam/dispatch_mode.h"
 #include "lib/seam/engine.h"
 #include "lib/tensor/content_hash.h"
@@ -105,9 +106,7 @@ class StorageCopies {
 };
 
 void refuse_tangent(const at::Tensor& tensor) {
-  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-  // Asking for the tangent itself takes a lock; hardly any tensor has ever had one.
-  if (meta != nullptr && meta->fw_grad_ != nullptr && tensor._fw_grad(/*level=*/0).defined())
+  if (seam::has_tangent(tensor))
     throw_unsupported("an argument carries a forward-mode tangent",
                       "forward-mode AD does not see what a recompute does",
                       "call the function without remat::checkpoint while forward-mode AD is used");
@@ -150,13 +149,8 @@ void Inputs::save(RegionBody& body, bool offload) {
     input.version = input.counter.current_version();
     impls.push_back(tensor.unsafeGetTensorImpl());
     if (role == GradRole::Result) {
-      const auto& meta = *torch::autograd::impl::get_autograd_meta(tensor);
-      if (meta.grad_.defined() || meta.output_nr_ > 0 || meta.retains_grad_) {
-        Details& beside = input.make_details();
-        beside.grad = meta.grad_;
-        beside.output_number = static_cast<uint32_t>(tensor.output_nr());
-        beside.retains_grad = meta.retains_grad_;
-      }
+      if (seam::Beside beside = seam::beside_values(tensor); beside.is_anything())
+        input.make_details().beside = std::move(beside);
     }
     if (input.variable.has_hooks() && !saving.is_slot()) {
       Details& watched = input.make_details();
@@ -279,15 +273,15 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
       alias.set_requires_grad(true);
       break;
     case GradRole::Result: {
-      const Details* const beside = input.details.get();
+      static const seam::Beside nothing;
+      const seam::Beside& beside = input.details == nullptr ? nothing : input.details->beside;
       if (input.is_view && !is_any_written && !runs_backward)
         alias = torch::autograd::make_variable_differentiable_view(
             alias, torch::autograd::ViewInfo(data.tensor_data(), nullptr, nullptr), std::nullopt,
             /*shared_view_info=*/false, torch::autograd::CreationMeta::DEFAULT);
-      torch::autograd::create_gradient_edge(
-          alias, input_edge(beside == nullptr ? 0 : beside->output_number));
-      if (beside != nullptr && beside->retains_grad) alias.retain_grad();
-      if (beside != nullptr) torch::autograd::impl::get_autograd_meta(alias)->grad_ = beside->grad;
+      torch::autograd::create_gradient_edge(alias, input_edge(beside.output_number));
+      if (beside.retains_grad) alias.retain_grad();
+      if (beside.is_anything()) seam::set_grad(alias, beside.grad);
       break;
     }
     case GradRole::NoGradViewOfLeaf:

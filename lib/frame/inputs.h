@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lib/frame/region.h"
+#include "lib/seam/autograd_meta.h"
 #include "lib/tensor/capture.h"
 #include "lib/tensor/graph_walk.h"
 
@@ -98,9 +99,7 @@ class Inputs {
     std::atomic<uint32_t> version{0};     ///< the hooks themselves may write when they give it back
     std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold
     /// What a result has beside its values.
-    at::Tensor grad{};
-    uint32_t output_number = 0;
-    bool retains_grad = false;
+    seam::Beside beside{};
   };
   struct Input {
     Input() = default;

@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "lib/seam/autograd_meta.h"
 #include "lib/tensor/capture.h"
 
 namespace remat {
@@ -67,19 +68,11 @@ class OutsideTensors {
   void finish(const Region& region);
 
  private:
-  /// What nodes and tensors hold that hooks were put on by hand.
-  struct HandMade {
-    const void* node = nullptr;
-    std::size_t on_tensor = 0, before_tensor = 0, before_node = 0, after_node = 0;
-    const void* after_accumulation = nullptr;
-  };
   struct Known {
     at::Tensor tensor;
     bool requires_grad;
-    HandMade hooks;
+    seam::HooksByHand hooks;
   };
-  static HandMade hand_made(const at::Tensor& tensor);
-  static bool put_back(const Known& known);
   void put_back() noexcept;
 
   c10::SmallVector<Known, 4> known_;

@@ -8,9 +8,9 @@
 #include <functional>
 
 #include "lib/base/error.h"
-#include "lib/rng/cpu_rng.h"
 #include "lib/rng/device_claims.h"
 #include "lib/seam/accelerator.h"
+#include "lib/seam/cpu_generator.h"
 
 namespace remat {
 

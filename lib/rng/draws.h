@@ -38,7 +38,7 @@
 #include <utility>
 
 #include "lib/base/spin_lock.h"
-#include "lib/rng/cpu_rng.h"
+#include "lib/seam/cpu_generator.h"
 
 namespace remat {
 

@@ -253,6 +253,24 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
 void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                  const detail::RegionScope&, bool) {
   if (!looks_) return op.callBoxed(&stack);
+  if (!go_on_after_mismatch([&] { answer(op, stack); })) op.callBoxed(&stack);
+}
+
+// Where nothing may unwind the function, a mismatch is noted and thrown when it has ended. False: there
+// was one.
+template <class Attempt>
+bool Replay::go_on_after_mismatch(Attempt&& attempt) {
+  const int64_t before = num_mismatches_;
+  try {
+    attempt();
+    return true;
+  } catch (...) {
+    if (num_mismatches_ == before || frame_.region().body->can_be_stopped()) throw;
+    return false;
+  }
+}
+
+void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   std::unique_lock<SpinLock> forward = record_.lock();
   const Counted counted = count(op);
@@ -322,6 +340,11 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
 }
 
 const PinRecord* Replay::next_pin(const std::type_info& type, const at::Tensor* named) {
+  const PinRecord* found = nullptr;
+  return go_on_after_mismatch([&] { found = find_next_pin(type, named); }) ? found : nullptr;
+}
+
+const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Tensor* named) {
   filler_.end_operator();
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = record_.lock();
@@ -414,17 +437,20 @@ void Replay::note_mismatch() {
   // All that was asked for is there; user code caught the stop and went another way.
   if (filler_.has_stopped()) return;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  ++num_mismatches_;
   if (mismatch_ == nullptr) mismatch_ = std::current_exception();
 }
 
 void Replay::check_backward(const torch::autograd::edge_list& roots,
                             const torch::autograd::edge_list& targets) {
-  try {
-    roles_.check(roots, targets);
-  } catch (...) {
-    note_mismatch();
-    throw;
-  }
+  go_on_after_mismatch([&] {
+    try {
+      roles_.check(roots, targets);
+    } catch (...) {
+      note_mismatch();
+      throw;
+    }
+  });
 }
 
 void Replay::mismatch(const c10::OperatorHandle& op, Counted counted,

@@ -57,6 +57,10 @@ class Replay final : public KeptReplay, public OperatorHandler {
     int64_t op;  ///< in the Selection, or in `strangers_` from its number of operators on
     uint32_t call;
   };
+  template <class Attempt>
+  bool go_on_after_mismatch(Attempt&& attempt);
+  void answer(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+  const PinRecord* find_next_pin(const std::type_info& type, const at::Tensor* named);
   Counted count(const c10::OperatorHandle& op);
   void run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stack, Counted counted);
   void note_results(const c10::OperatorHandle& op, Counted counted,
@@ -97,6 +101,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
   bool has_placeholders_ = false;
   std::atomic<bool> has_read_placeholder_{false};
   std::exception_ptr mismatch_;
+  std::atomic<int64_t> num_mismatches_{0};
 };
 
 }  // namespace remat

@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "lib/base/waiting.h"
-#include "lib/state/module_access.h"
+#include "lib/seam/module_access.h"
 
 namespace remat {
 
