@@ -305,7 +305,7 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner) : state
   for (const StateProvider* provider : wanted) {
     has_failed_ = !recompute_lock().acquire(provider, owner, longest_wait);
     if (has_failed_) return;
-    held_.push_back(provider);
+    acquired_.push_back(provider);
   }
   for (const auto& held : state_->registered().held) {
     held_.push_back(held->hold());
@@ -351,8 +351,8 @@ void UserRestore::undo(bool may_throw) {
 
 void UserRestore::release_all() noexcept {
   while (!held_.empty()) held_.pop_back();
-  for (const StateProvider* provider : held_) recompute_lock().release(provider);
-  held_.clear();
+  for (const StateProvider* provider : acquired_) recompute_lock().release(provider);
+  acquired_.clear();
 }
 
 }  // namespace remat

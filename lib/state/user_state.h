@@ -113,7 +113,7 @@ class UserRestore {
   void release_all() noexcept;
   const UserState* const state_;
   std::vector<std::any> before_;
-  std::vector<const StateProvider*> held_;  // taken
+  std::vector<const StateProvider*> acquired_;
   std::vector<std::shared_ptr<void>> held_;
   bool has_failed_ = false;
 };
