@@ -33,6 +33,9 @@
 #ifndef REMAT_EXAMPLE_TEXT
 #define REMAT_EXAMPLE_TEXT "examples/data/genesis-exodus.txt"
 #endif
+#ifndef REMAT_EXAMPLE_OUT
+#define REMAT_EXAMPLE_OUT "."
+#endif
 
 namespace {
 
@@ -47,7 +50,7 @@ constexpr const char* kUsage =
     "  --text FILE  the text to learn (default: " REMAT_EXAMPLE_TEXT
     ")\n"
     "  --small      narrow blocks: a few seconds, to see that everything works\n"
-    "  --out DIR    where to write the picture (default: the working directory)\n";
+    "  --out DIR    where to write the picture (default: " REMAT_EXAMPLE_OUT ")\n";
 
 struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -55,7 +58,7 @@ struct UsageError : std::runtime_error {
 
 struct Options {
   std::string text = REMAT_EXAMPLE_TEXT;
-  std::string out = ".";
+  std::string out = REMAT_EXAMPLE_OUT;
   std::optional<double> budget_mb;
   int64_t steps = 5;
   int64_t repeats = 5;  // timed steps of each plan

@@ -33,6 +33,9 @@
 #ifndef REMAT_EXAMPLE_TEXT
 #define REMAT_EXAMPLE_TEXT "examples/data/genesis-exodus.txt"
 #endif
+#ifndef REMAT_EXAMPLE_OUT
+#define REMAT_EXAMPLE_OUT "."
+#endif
 
 namespace {
 
@@ -44,7 +47,8 @@ constexpr const char* kUsage =
     ")\n"
     "  --steps N    training steps of each model, at least 2 (default: 20)\n"
     "  --small      a tiny model and few steps: a few seconds, to see that everything works\n"
-    "  --out DIR    where to write the picture and the page (default: the working directory)\n"
+    "  --out DIR    where to write the picture and the page (default: " REMAT_EXAMPLE_OUT
+    ")\n"
     "  --help       this text\n";
 
 struct UsageError : std::runtime_error {
@@ -53,7 +57,7 @@ struct UsageError : std::runtime_error {
 
 struct Options {
   std::string text = REMAT_EXAMPLE_TEXT;
-  std::string out = ".";
+  std::string out = REMAT_EXAMPLE_OUT;
   int64_t steps = 20;
   int64_t batch_size = 16;
   ModelOptions model;

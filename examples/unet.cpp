@@ -26,6 +26,9 @@
 #ifndef REMAT_EXAMPLE_PHOTO
 #define REMAT_EXAMPLE_PHOTO "examples/data/portrait.ppm"
 #endif
+#ifndef REMAT_EXAMPLE_OUT
+#define REMAT_EXAMPLE_OUT "."
+#endif
 
 namespace {
 
@@ -36,7 +39,7 @@ constexpr const char* kUsage =
     "  --small       a tiny net and few steps: a few seconds, to see that everything works\n"
     "  --photo FILE  a binary PPM file (default: " REMAT_EXAMPLE_PHOTO
     ")\n"
-    "  --out DIR     where to write unet.ppm (default: the working directory)\n";
+    "  --out DIR     where to write unet.ppm (default: " REMAT_EXAMPLE_OUT ")\n";
 
 struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -46,7 +49,7 @@ struct Options {
   unet::Norm norm = unet::Norm::Batch;
   std::vector<int64_t> channels{3, 16, 32, 64};
   int64_t steps = 120, batch_size = 4, crop = 64;
-  std::string photo = REMAT_EXAMPLE_PHOTO, out = ".";
+  std::string photo = REMAT_EXAMPLE_PHOTO, out = REMAT_EXAMPLE_OUT;
   bool help = false;
 };
 

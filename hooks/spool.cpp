@@ -21,7 +21,7 @@ namespace remat {
 
 namespace {
 
-constexpr int64_t page = 4096;
+constexpr int64_t file_page = 4096;
 /// How far ahead of the reader the kernel is told to read.
 constexpr int64_t ahead_bytes = 64 << 20;
 
@@ -147,7 +147,7 @@ class SpoolFile {
     uint64_t announced_in;  ///< the pass in which the kernel was told of it
   };
 
-  static int64_t room_for(int64_t size) { return (size + page - 1) / page * page; }
+  static int64_t room_for(int64_t size) { return (size + file_page - 1) / file_page * file_page; }
 
   int64_t allocate(int64_t size) {
     const int64_t room = room_for(size);

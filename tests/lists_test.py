@@ -9,7 +9,7 @@ LISTS = {'hooks': 'hooks', 'examples': 'examples', 'bench': 'bench',
          'tests': 'tests', 'tests/rules': 'tests', 'tests/support': 'tests', 'tests/fuzz': 'tests',
          'tests/python': 'tests/python'}
 LISTS |= {f'lib/{folder.name}': f'lib/{folder.name}' for folder in (ROOT / 'lib').iterdir()
-          if folder.is_dir() and folder.name != 'pch'}
+          if folder.is_dir()}
 
 
 def main():

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""sum_tests.py BUILD_DIR: adds up Meson's last test run; the last line printed is `N passed, N failed`.
+"""sum_tests.py BUILD_DIR: adds up Meson's last test run, names its slowest tests; the last line is `N passed, N failed`.
 
 A Catch2 program counts case by case, a script whose last line is `N passed, N failed` counts what it says, any
 other test counts one. Exits 1 when something failed or nothing ran.
@@ -11,6 +11,7 @@ import sys
 
 SKIPPED = 77                  # exit status by which a test says that it has nothing to run here
 LOG_LINES = 400               # shown of each failed test; the whole log is where Meson says
+SLOWEST = 10                  # tests whose seconds are printed
 
 
 def count(test):
@@ -40,14 +41,21 @@ def count(test):
     return passed, failed
 
 
+def seconds(test, name):
+    """(seconds, name) of each test in one entry of testlog.json; a Catch2 program names its slowest cases itself."""
+    cases = re.findall(r'^took ([\d.e+-]+) s: (.*)$', test.get('stderr', ''), re.M)
+    return [(float(taken), f'{name}: {case}') for taken, case in cases] or [(test['duration'], name)]
+
+
 def main():
     log = pathlib.Path(sys.argv[1]) / 'meson-logs' / 'testlog.json'
     tests = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    totals = [0, 0]
+    totals, took = [0, 0], []
     for test in tests:
         passed, failed = count(test)
         totals = [totals[0] + passed, totals[1] + failed]
         name = test['name'].split(' / ')[-1]
+        took += seconds(test, name)
         if failed:
             text = (test['stdout'] + test.get('stderr', '')).rstrip().splitlines()
             print(f'\n==== {name} ({test["result"]}) ====', *text[-LOG_LINES:], sep='\n')
@@ -55,6 +63,9 @@ def main():
             print(f'{name}: skipped. {test["stdout"].strip()}')
         else:
             print(f'{name}: {passed} passed')
+    print(f'The {SLOWEST} slowest tests, with others beside them:')
+    for taken, name in sorted(took, reverse=True)[:SLOWEST]:
+        print(f'  {taken:6.1f} s  {name}')
     print(f'{totals[0]} passed, {totals[1]} failed')
     return totals[1] > 0 or totals[0] == 0
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-HEADER = pathlib.Path(__file__).resolve().parents[2] / 'lib' / 'planted_fault.h'
+HEADER = pathlib.Path(__file__).resolve().parents[2] / 'lib' / 'base' / 'planted_fault.h'
 # Nearly all are found within seconds, all within 60 where nothing else runs; a busy machine gets four times that.
 TO_FIND = ['--seconds', '240']
 WITHOUT = ['--seeds', '0:1000']     # for the library without a fault, in which nothing may be found

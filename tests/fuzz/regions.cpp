@@ -43,7 +43,7 @@ Tensors tail(const Tensors& all, size_t from) {
   return Tensors(all.begin() + static_cast<std::ptrdiff_t>(from), all.end());
 }
 
-Tensors joined(Tensors first, const Tensors& rest) {
+Tensors appended(Tensors first, const Tensors& rest) {
   first.insert(first.end(), rest.begin(), rest.end());
   return first;
 }
@@ -76,12 +76,12 @@ Tensors call_separate(bool form, const Options& options, const Body& body, const
           return std::make_pair(out.at(0), tail(out, 1));
         },
         args[0], args[1]);
-    return joined({first}, rest);
+    return appended({first}, rest);
   }
   return call(
       form, options,
       [body](Tensor a, int, Tensor&& b, Tensors rest) {
-        return body(joined({std::move(a), std::move(b)}, rest));
+        return body(appended({std::move(a), std::move(b)}, rest));
       },
       args[0], 3, args[1], tail(args, 2));
 }
@@ -113,18 +113,18 @@ Tensors call_region(Packing packing, bool form, const Options& options, const Bo
           form, options,
           [body](std::optional<Tensor> a, std::optional<Tensor> nothing, Tuple b) {
             TORCH_CHECK(a && !nothing);
-            Tensors out = body(joined({*a}, std::get<1>(b)));
+            Tensors out = body(appended({*a}, std::get<1>(b)));
             return std::make_tuple(std::optional<Tensor>(out.at(0)), tail(out, 1));
           },
           std::optional<Tensor>(args.at(0)), std::optional<Tensor>(), Tuple("name", tail(args, 1)));
-      return joined({*first}, rest);
+      return appended({*first}, rest);
     }
     case Packing::Struct: {
       Bundle out = call(
           form, options,
-          [body](Bundle bundle) { return bundle_of(body(joined({bundle.first}, bundle.rest))); },
+          [body](Bundle bundle) { return bundle_of(body(appended({bundle.first}, bundle.rest))); },
           bundle_of(args));
-      return joined({out.first}, out.rest);
+      return appended({out.first}, out.rest);
     }
     case Packing::List: {
       using Dict = c10::Dict<std::string, Tensor>;
@@ -134,7 +134,7 @@ Tensors call_region(Packing packing, bool form, const Options& options, const Bo
       return call(
           form, options,
           [body](const c10::List<Tensor>& rest, const Dict& first) {
-            return body(joined({first.at("a")}, rest.vec()));
+            return body(appended({first.at("a")}, rest.vec()));
           },
           list, dict);
     }
@@ -144,7 +144,7 @@ Tensors call_region(Packing packing, bool form, const Options& options, const Bo
           form, options,
           [body](std::array<Either, 2> both) {
             Tensors all = {std::get<Tensor>(both[0])};
-            if (both[1].index() == 2) all = joined(all, std::get<Tensors>(both[1]));
+            if (both[1].index() == 2) all = appended(all, std::get<Tensors>(both[1]));
             return body(all);
           },
           std::array<Either, 2>{args.at(0), args.size() > 1 ? Either(tail(args, 1)) : Either(1)});
@@ -156,7 +156,7 @@ Tensors call_region(Packing packing, bool form, const Options& options, const Bo
             TORCH_CHECK(!undefined.defined() && !all.back().defined());
             return body(Tensors(all.begin(), all.end() - 1));
           },
-          joined(args, {Tensor()}), Tensor());
+          appended(args, {Tensor()}), Tensor());
     }
     default:
       return call(form, options, [body](Tensors all) { return body(std::move(all)); }, args);

@@ -51,9 +51,8 @@ def as_subproject():
         link.symlink_to(SOURCE)
     build = project / 'build'
     if not (build / 'build.ninja').exists():
-        # Unoptimised: whether it builds is the question, and the library is large. Without precompiled headers, so
-        # that a source that includes too little is found.
-        call(*MESON, 'setup', build, project, f'-Dremat:torch_root={TORCH}', '-Doptimization=0', '-Db_pch=false')
+        # Unoptimised: whether it builds is the question, and the library is large.
+        call(*MESON, 'setup', build, project, f'-Dremat:torch_root={TORCH}', '-Doptimization=0')
     call('ninja', '-C', build, '-j', JOBS, 'quickstart')
     return build / 'quickstart'
 

@@ -1,4 +1,4 @@
-// Runs the tests, and fails any case that leaves a frame, a hook or a byte behind.
+// Runs the tests, fails any case that leaves a frame, a hook or a byte behind, and says which took longest.
 
 #if __has_include(<catch2/catch_all.hpp>)
 #include <catch2/catch_all.hpp>
@@ -8,15 +8,20 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <chrono>
 #include <iostream>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "tests/support/support.h"
 
 namespace {
 
 int cases_with_leftovers = 0;
+std::vector<std::pair<double, std::string>> seconds_of_cases;
 
 #if REMAT_TEST_CATCH3
 using ListenerBase = Catch::EventListenerBase;
@@ -31,10 +36,15 @@ class LeftoverListener : public ListenerBase {
  public:
   using ListenerBase::ListenerBase;
 
-  void testCaseStarting(const Catch::TestCaseInfo&) override { before_ = baseline(); }
+  void testCaseStarting(const Catch::TestCaseInfo&) override {
+    before_ = baseline();
+    start_ = std::chrono::steady_clock::now();
+  }
 
   void testCaseEnded(const Catch::TestCaseStats& stats) override {
     const Catch::TestCaseInfo& info = info_of(stats);
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start_;
+    seconds_of_cases.emplace_back(seconds.count(), info.name);
     if (info.tagsAsString().find("[leaves-bytes]") != std::string::npos) {
       before_.live_bytes = baseline().live_bytes;
     }
@@ -53,7 +63,17 @@ class LeftoverListener : public ListenerBase {
 
  private:
   Baseline before_;
+  std::chrono::steady_clock::time_point start_;
 };
+
+// One line each, for tools/sum_tests.py.
+void print_slowest() {
+  std::sort(seconds_of_cases.rbegin(), seconds_of_cases.rend());
+  if (seconds_of_cases.size() > 10) seconds_of_cases.resize(10);
+  for (const auto& [seconds, name] : seconds_of_cases) {
+    std::cerr << "took " << seconds << " s: " << name << '\n';
+  }
+}
 
 // What LibTorch allocates once per process would otherwise count against the first test.
 void warm_up() {
@@ -71,6 +91,7 @@ int main(int argc, char** argv) {
   baseline();  // starts the byte counter before the first tensor
   warm_up();
   const int failures = Catch::Session().run(argc, argv);
+  print_slowest();
   if (cases_with_leftovers > 0) {
     std::cerr << cases_with_leftovers << " test cases left something behind\n";
   }

@@ -103,28 +103,28 @@ void add_forms(std::vector<Function>& t) {
   });
 }
 
-Tensor doubled(const Tensor& g) { return g * 2; }
+Tensor times_two(const Tensor& g) { return g * 2; }
 
 /// What arguments carry, or are given inside.
-void add_hooks(std::vector<Function>& t) {
+void add_prepared_hooks(std::vector<Function>& t) {
   const auto copy = [](const Tensors& a) { return a[0] * 2; };
   add_prepared(
       t, "hooked_result_argument", {{3, 4}},
       [](const Tensors& a) {
         const Tensor x = a[0] * 2;
-        x.register_hook(doubled);
+        x.register_hook(times_two);
         return x;
       },
       exp_sin);
   add_prepared(
       t, "hooked_leaf_argument", {{3, 4}},
       [](const Tensors& a) {
-        a[0].register_hook(doubled);
+        a[0].register_hook(times_two);
         return a[0];
       },
       exp_sin);
   add_prepared(t, "hook_on_result_argument", {{3, 4}}, copy, [](const Tensors& a) {
-    if (a[0].requires_grad()) a[0].register_hook(doubled);
+    if (a[0].requires_grad()) a[0].register_hook(times_two);
     return a[0].exp().sin();
   });
   add_prepared(t, "retain_grad_of_argument", {{3, 4}}, copy, [](const Tensors& a) {
@@ -268,7 +268,7 @@ void add_zerotensors(std::vector<Function>& t) {
 
 void add_prepared(std::vector<Function>& table) {
   add_forms(table);
-  add_hooks(table);
+  add_prepared_hooks(table);
   add_relatives(table);
   add_zerotensors(table);
 }
