@@ -54,6 +54,7 @@ class ForeignBody final : public remat::RegionBody {
       is_inside_ = false;
       throw;
     } catch (...) {
+      ++seen_.errors_inside;
       is_inside_ = false;
       throw;
     }
@@ -67,7 +68,6 @@ class ForeignBody final : public remat::RegionBody {
   }
   [[noreturn]] void raise(CheckpointError error) override {
     ++seen_.raises;
-    if (is_inside_) ++seen_.errors_inside;
     throw ForeignError(error.kind(), error.what_without_backtrace());
   }
 
@@ -161,9 +161,8 @@ TEST_CASE("every place that ends a recompute asks the binding", "[binding][rule-
     CHECK(seen.stops == 1);
   }
   SECTION("where data are read that nobody seemed to need") {
-    const auto keep_all = remat::policy([](const remat::PolicyContext&) {
-      return remat::CheckpointPolicy::MustSave;
-    });
+    const remat::Policy keep_all(
+        [](const remat::PolicyContext&) { return remat::CheckpointPolicy::MustSave; });
     bool is_forward = true;
     const Function f = [&](const Tensor& t) {
       const Tensor kept = t * 2;
@@ -201,9 +200,7 @@ TEST_CASE("nothing is thrown into a function that says that nothing may be", "[b
   }
   SECTION("with more tensors than in forward") {
     bool is_forward = true;
-    const Function f = [&](const Tensor& t) {
-      return is_forward ? t.sin() : t.sin().exp().cos();
-    };
+    const Function f = [&](const Tensor& t) { return is_forward ? t.sin() : t.sin().exp().cos(); };
     const Tensor y = foreign_region(seen, {}, f, x);
     is_forward = false;
     const auto error = error_of<ForeignError>([&] { grad_of(y, {x}); });
@@ -216,13 +213,10 @@ TEST_CASE("nothing is thrown into a function that says that nothing may be", "[b
     CHECK(seen.ends == seen.runs);
   }
   SECTION("with a policy whose kept results are asked for by other calls") {
-    const auto keep_all = remat::policy([](const remat::PolicyContext&) {
-      return remat::CheckpointPolicy::MustSave;
-    });
+    const remat::Policy keep_all(
+        [](const remat::PolicyContext&) { return remat::CheckpointPolicy::MustSave; });
     bool is_forward = true;
-    const Function f = [&](const Tensor& t) {
-      return is_forward ? (t * 2).sin() : (t * 3).sin();
-    };
+    const Function f = [&](const Tensor& t) { return is_forward ? (t * 2).sin() : (t * 3).sin(); };
     const Tensor y = foreign_region(seen, {.policy = keep_all}, f, x);
     is_forward = false;
     const auto error = error_of<ForeignError>([&] { grad_of(y, {x}); });

@@ -48,8 +48,9 @@ class REMAT_API RegionBody {
   /// What it throws reaches the caller of backward, unless `stop` was called before. Only what derives
   /// from std::exception can pass the engine.
   virtual void run_again(std::vector<at::Tensor>& inputs) = 0;
-  /// Whether anything may unwind the function before its end. If not, neither `stop` nor `raise` is
-  /// called while it runs again: it runs to its end each time, and what was found is raised after that.
+  /// Whether anything may unwind the function before its end. If not, `stop` is not called while it runs
+  /// again, and nothing that `raise` throws reaches it: it runs to its end each time, and what was found
+  /// reaches backward after that. (An operator or a backward that the function calls may fail, as ever.)
   virtual bool can_be_stopped() const = 0;
   /// Ends the recompute in the way of the function's language; called where an operator saves a tensor, or
   /// where the function begins a backward, on the thread that called `run_again`. Must not return.

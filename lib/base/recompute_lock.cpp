@@ -30,7 +30,7 @@ bool RecomputeLock::acquire(const void* subject, const LockOwner& owner,
       return true;
     }
   }
-  const Waiting waiting;
+  const WaitForThread waiting;
   std::unique_lock<std::mutex> lock(mutex_);
   while (!is_free(subject, owner)) {
     const uint64_t before = num_releases_;
@@ -72,7 +72,7 @@ void RecomputeLock::resume_after_backward(Owners owners) noexcept {
   while (!are_latest()) {
     lock.unlock();
     {
-      const Waiting waiting;
+      const WaitForThread waiting;
       std::unique_lock<std::mutex> changing(mutex_);
       changed_.wait(changing, are_latest);
     }

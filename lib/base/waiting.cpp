@@ -14,7 +14,7 @@ WaitCallbacks::~WaitCallbacks() = default;
 
 void set_wait_callbacks(WaitCallbacks* all) { callbacks.store(all, std::memory_order_release); }
 
-Waiting::Waiting() {
+WaitForThread::WaitForThread() {
   WaitCallbacks* const all = callbacks.load(std::memory_order_acquire);
   if (all != nullptr) let_go_ = all->let_go();
 }

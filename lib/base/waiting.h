@@ -7,9 +7,9 @@ namespace remat {
 
 /// While alive, this thread waits: what the binding's WaitCallbacks let go of is gone, and comes back when
 /// this dies. Declare it before the lock that the wait gives up, and hold no other one.
-class Waiting {
+class WaitForThread {
  public:
-  Waiting();
+  WaitForThread();
 
  private:
   std::shared_ptr<void> let_go_;

@@ -1,6 +1,7 @@
 #include "lib/frame/filler.h"
 
 #include <ATen/SequenceNumber.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <utility>

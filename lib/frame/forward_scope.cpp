@@ -63,7 +63,7 @@ void ForwardScope::wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_
   visit_result([&](at::Tensor& tensor) { results.add(tensor); });
   constexpr std::chrono::milliseconds longest_wait(20);
   const auto start = std::chrono::steady_clock::now();
-  const Waiting waiting;
+  const WaitForThread waiting;
   for (const WeakStorage& each : gradients_) {
     const c10::StorageImpl* const storage = each._unsafe_get_target();
     if (each.expired() || results.contains(storage) || !frame().slots().has_slot_of(storage) ||

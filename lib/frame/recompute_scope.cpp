@@ -85,6 +85,8 @@ void RecomputeScope::refuse(Throw&& refusal) {
 void RecomputeScope::backward_begins(const torch::autograd::edge_list& roots,
                                      const torch::autograd::edge_list& targets, bool accumulates) {
   filler_.end_operator();
+  // It was to end here, and could not.
+  if (!filler_.is_forward_over() && filler_.is_complete()) is_past_forward_ = true;
   const InnerBackwards::Asked asked = frame().notes().asked_by_backward(num_backwards_++);
   // What this run was to compute may be there already; then its gradients are nobody's.
   const char* reason =
@@ -118,7 +120,7 @@ void RecomputeScope::requires_grad_changes(const at::TensorBase& tensor) {
 
 // Its forward waits for a backward that asked for this recompute, which ran on past where forward is.
 void RecomputeScope::guard_opened(const UserRegistrations& opened, const std::vector<std::any>&) {
-  if (filler_.is_forward_over()) return;
+  if (filler_.is_forward_over() || !(is_past_forward_ || filler_.has_stopped())) return;
   static const UserRegistrations none;
   const UserState* const known = frame().surroundings().user_state();
   if ((known == nullptr ? none : known->registered())

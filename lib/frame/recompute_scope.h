@@ -65,6 +65,7 @@ class RecomputeScope final : public FrameScope,
   RecomputeDraws draws_;
   std::vector<WeakEdge> aliases_;  // of the inputs, if a backward of forward's asked for one
   std::atomic<int64_t> num_backwards_{0};
+  std::atomic<bool> is_past_forward_{false};  ///< which waits for a backward inside
   const std::thread::id owner_ = std::this_thread::get_id();
   const LockOwner own_lock_;
 };

@@ -70,7 +70,7 @@ void RecomputedValues::wait_for_change(std::unique_lock<SpinLock>& lock) {
   const uint32_t before = num_changes_.load(std::memory_order_acquire);
   lock.unlock();
   {
-    const Waiting waiting;
+    const WaitForThread waiting;
     num_changes_.wait(before, std::memory_order_acquire);
   }
   lock.lock();

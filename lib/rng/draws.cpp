@@ -370,7 +370,7 @@ GeneratorSwap::GeneratorSwap(const DrawReplay& replay)
     for (int i = 0; !has_turn_ && i < max_tries; ++i) {
       has_turn_ = swapping.try_lock();
       if (has_turn_) break;
-      const Waiting waiting;
+      const WaitForThread waiting;
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
     if (has_turn_) ++turns_of_this_thread;

@@ -46,7 +46,7 @@ class HeldFlags {
     while (!are_free()) {
       lock.unlock();
       {
-        const Waiting waiting;
+        const WaitForThread waiting;
         std::unique_lock<std::mutex> changing(mutex_);
         if (!changed_.wait_for(changing, longest_wait, are_free)) return false;
       }
