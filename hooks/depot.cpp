@@ -11,13 +11,11 @@
 
 #include "hooks/on_stream.h"
 #include "hooks/piece.h"
+#include "lib/seam/autograd_meta.h"
 
 namespace remat {
 
 namespace {
-
-using torch::autograd::AutogradMeta;
-using torch::autograd::DifferentiableViewMeta;
 
 /// Pieces of less are not worth being thrifty about.
 constexpr int64_t small_bytes = 1 << 16;
@@ -37,13 +35,8 @@ bool is_plain(const at::Tensor& tensor) {
 
 /// A leaf that requires grad, or a view of one. (What `detach` returns says nothing of its origin.)
 bool is_parameter(const at::Tensor& tensor) {
-  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  if (meta != nullptr && meta->is_view_) {
-    const auto* view = static_cast<const DifferentiableViewMeta*>(meta);
-    if (view->has_bw_view())
-      meta = torch::autograd::impl::get_autograd_meta(view->get_backward_view().base_);
-  }
-  return meta != nullptr && meta->requires_grad_ && meta->grad_fn_ == nullptr;
+  const at::Tensor& root = seam::viewed(tensor);
+  return seam::requires_grad_itself(root) && seam::node_of(root) == nullptr;
 }
 
 /// Where the elements of a tensor lie in its storage [bytes].

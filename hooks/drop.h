@@ -7,10 +7,11 @@
 #include <utility>
 
 #include "hooks/slot.h"
+#include "lib/seam/own_hooks.h"
 
 namespace remat {
 
-class Drop final : public torch::autograd::SavedVariableHooks {
+class Drop final : public seam::OwnHooks {
  public:
   explicit Drop(c10::intrusive_ptr<SlotOwner> owner) : owner_(std::move(owner)) {}
   ~Drop() override {
@@ -25,17 +26,14 @@ class Drop final : public torch::autograd::SavedVariableHooks {
       return inspection->note(owner_->describe_slot(position_));
     return owner_->read_slot(position_);
   }
-  // Asked before a variable is unpacked for a list of what its node saved. No `override`: LibTorch 2.6
-  // lacks it.
-  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const {
+
+ private:
+  void refuse_tracing() const override {
     TORCH_CHECK(
         Inspection::current() != nullptr,
         "remat::checkpoint: compiled autograd cannot trace a region. Do: run backward without "
         "it.");
-    return std::nullopt;
   }
-
- private:
   c10::intrusive_ptr<SlotOwner> owner_;
   int64_t position_ = -1;
 };

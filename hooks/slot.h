@@ -29,11 +29,8 @@ class SlotFiller {
  public:
   virtual ~SlotFiller() = default;
   /// Takes the next saved tensor; returns what the recomputed graph itself shall keep of it. May
-  /// throw a StopSignal to end the recompute.
+  /// end the recompute by an exception.
   virtual at::Tensor fill(const at::Tensor& saved) = 0;
 };
-
-/// Ends a recompute. Not a std::exception on purpose: the TorchScript interpreter would catch it.
-struct StopSignal {};
 
 }  // namespace remat

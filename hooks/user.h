@@ -10,11 +10,12 @@
 #include <utility>
 
 #include "hooks/inspection.h"
+#include "lib/seam/own_hooks.h"
 #include "remat/hooks.h"
 
 namespace remat {
 
-class UserHooks final : public torch::autograd::SavedVariableHooks {
+class UserHooks final : public seam::OwnHooks {
  public:
   /// Calls `pack`, which packs `saved`.
   using Surround = void (*)(const at::Tensor& saved, c10::function_ref<void()> pack);
@@ -24,11 +25,6 @@ class UserHooks final : public torch::autograd::SavedVariableHooks {
   void call_pack_hook(const at::Tensor& saved) override {
     surround_(saved, [&] { packed_ = pair_->pack(saved); });
     pair_.reset();
-  }
-  std::optional<std::pair<c10::SafePyObject, c10::SafePyObject>> retrieve_unpack_hook_data() const {
-    TORCH_CHECK(Inspection::current() != nullptr,
-                "remat::SavedTensorHooksGuard: compiled autograd supports Python's hooks only.");
-    return std::nullopt;
   }
   at::Tensor call_unpack_hook() override {
     if (Inspection* const inspection = Inspection::current()) return inspection->note({});
@@ -44,6 +40,10 @@ class UserHooks final : public torch::autograd::SavedVariableHooks {
   }
 
  private:
+  void refuse_tracing() const override {
+    TORCH_CHECK(Inspection::current() != nullptr,
+                "remat::SavedTensorHooksGuard: compiled autograd supports Python's hooks only.");
+  }
   std::shared_ptr<detail::HookPair> pair_;
   const Surround surround_;
   std::unique_ptr<detail::PackedTensor> packed_;

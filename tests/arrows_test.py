@@ -1,9 +1,12 @@
 #!/usr/bin/env python3
 """Checks the folder tree's arrows of knowledge by the includes, the citations of Notes, and the names and sizes of files.
 
-    examples, bench, tests -> include <- hooks <- lib
+    examples, bench, tests -> include <- hooks <- lib, and lib/seam below hooks
 
-Faults fail the test; sizes above the aims are printed as warnings.
+Inside lib a folder includes only lower ones (FOLDERS), and only through their doors (DOORS). A header and its
+source are one room: no include cycle of rooms crosses a folder, and none inside one has more than three.
+Members are defined in the folder that declares them. What LibTorch may change from version to version stands in
+lib/seam only (UNSTABLE). Faults fail the test; sizes above the aims are printed as warnings.
 """
 
 import re
@@ -16,7 +19,7 @@ TREES = ("include", "hooks", "lib", "tests", "examples", "bench")
 # What files of a tree may include of the project.
 MAY_INCLUDE = {
     "include": {"include"},
-    "hooks": {"include", "hooks"},
+    "hooks": {"include", "hooks", "lib/seam"},
     "lib": {"include", "hooks", "lib"},
     "tests": {"include", "tests"},
     "examples": {"include", "examples"},
@@ -27,6 +30,42 @@ LIGHT = re.compile(r"(ATen/core/(Tensor|TensorBase|Generator|List|Dict|ivalue|op
 WITH_MODULES = {"sequential.h", "module.h"}
 AVOIDED = {"utils", "util", "helpers", "helper", "misc", "manager", "common"}
 AIMS = {".h": 250, ".cpp": 400}
+
+# The folders of lib, lowest first, and the headers through which others may enter one; None: through each.
+DOORS = {
+    "base": None,
+    "seam": None,
+    "tensor": None,
+    "scope": None,
+    "rng": {"device_claims", "device_rng", "draws", "recompute_draws"},
+    "state": {"module_state", "streams", "surroundings", "user_state"},
+    "observe": {"memory_picture", "op_log", "profiler", "recording"},
+    "frame": {"active_recomputes", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "mismatch",
+              "region"},
+    "selective": {"dispatch", "policy_rule", "selection"},
+    "entry": set(),
+    "plan": set(),
+}
+FOLDERS = list(DOORS)
+# The planner is above the runtime, but uses the public headers, and what measuring needs.
+PLAN_MAY_INCLUDE = {"base", "seam", "plan"}
+
+# LibTorch's private members, names of nodes, bridges between versions. Each pattern with where it may stand besides.
+UNSTABLE = {
+    r"__has_include": set(),
+    r"requires \{ *impl\.": set(),
+    r"get_autograd_meta|AutogradMeta|DifferentiableViewMeta": set(),
+    r"(->|\.)(grad_fn_|requires_grad_|cpp_hooks_list_|post_acc_grad_hooks_|grad_accumulator_|fw_grad_)\b": set(),
+    r"(node|fn\(\)|edge\.function)(\.|->)name\(\) [=!]=": set(),
+    r"CppNode": set(),
+    r"engine_\b|mt19937": set(),
+    r"_mutable_data_ptr_no_checks|release_data_and_set_meta": set(),
+    r"CompiledNodeArgs|retrieve_unpack_hook_data|SafePyObject|PyInterpreter|TorchDispatchMode\b": set(),
+    r"set_default_engine|VariableHooksInterface|ThreadLocalPythonObjects": set(),
+    r"is_training_\b|module\.name_\b": set(),
+    r"\.what\(\)[^;]*(find|==|starts_with)": {"lib/selective/kept_tensor.cpp"},  # its own text
+}
+MAX_CYCLE = 3
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 NOTE = re.compile(r"Note \[([^\]]+)\]")
@@ -55,6 +94,8 @@ def include_faults(source, text):
     for bracket, name in INCLUDE.findall(text):
         target = target_of(source, bracket, name)
         if target is not None:
+            if tree == "hooks" and folder_of(target) == "seam":
+                continue
             if tree_of(target) not in MAY_INCLUDE[tree]:
                 yield f"{tree} must not know {tree_of(target)}: includes {name}"
             continue
@@ -71,6 +112,101 @@ def include_faults(source, text):
             yield "torch/torch.h is too heavy for the library"
         if name == "Python.h" and tree != "tests":
             yield "the library must not need Python"
+
+
+def folder_of(path):
+    """The folder of lib that a file lies in, or None."""
+    parts = path.relative_to(ROOT).parts
+    return parts[1] if parts[0] == "lib" and len(parts) == 3 and parts[1] in DOORS else None
+
+
+def room_of(path):
+    return str(path.relative_to(ROOT).with_suffix(""))
+
+
+def lib_faults(source, text):
+    """What an include of one file of lib breaks of the order of folders, and unstable words outside the seam."""
+    own = folder_of(source)
+    where = str(source.relative_to(ROOT))
+    if own is None:
+        if where.startswith("lib/") and "/pch/" not in where:
+            yield "lies in no folder of lib"
+        return
+    for bracket, name in INCLUDE.findall(text):
+        target = target_of(source, bracket, name)
+        folder = folder_of(target) if target is not None else None
+        if folder is None or folder == own:
+            continue
+        if FOLDERS.index(folder) > FOLDERS.index(own) or (own == "plan" and folder not in PLAN_MAY_INCLUDE):
+            yield f"lib/{own} must not know lib/{folder}: includes {name}"
+        elif DOORS[folder] is not None and target.stem not in DOORS[folder]:
+            yield f"{name} is no door of lib/{folder}"
+
+
+def unstable_faults(source, text):
+    where = str(source.relative_to(ROOT))
+    if not where.startswith(("lib/", "hooks/")) or where.startswith("lib/seam/"):
+        return
+    code = re.sub(r"//[^\n]*", "", text)
+    for pattern, allowed in UNSTABLE.items():
+        found = re.search(pattern, code)
+        if found and where not in allowed:
+            yield f"`{found.group(0)}` belongs into lib/seam"
+
+
+def cycles(texts):
+    """Sets of rooms of lib and hooks that include each other in a circle."""
+    arrows = {}
+    for source, text in texts.items():
+        if tree_of(source) not in ("lib", "hooks"):
+            continue
+        room = arrows.setdefault(room_of(source), set())
+        for bracket, name in INCLUDE.findall(text):
+            target = target_of(source, bracket, name)
+            if target is not None and tree_of(target) in ("lib", "hooks") and room_of(target) != room_of(source):
+                room.add(room_of(target))
+
+    def reached(start):
+        seen, waiting = set(), [start]
+        while waiting:
+            for following in arrows.get(waiting.pop(), ()):
+                if following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        return seen
+
+    below = {room: reached(room) for room in arrows}
+    found = {frozenset(other for other in below[room] if room in below.get(other, ())) for room in arrows
+             if room in below[room]}
+    return [sorted(circle) for circle in found]
+
+
+def cycle_faults(texts):
+    for circle in cycles(texts):
+        if len({Path(room).parent for room in circle}) > 1:
+            yield f"an include cycle across folders: {', '.join(circle)}"
+        elif len(circle) > MAX_CYCLE:
+            yield f"an include cycle of {len(circle)} rooms: {', '.join(circle)}"
+
+
+CLASS = re.compile(r"^(?:class|struct)\s+(?:REMAT_API\s+)?(\w+)(?:\s+final)?\s*(?:[:{]|$)", re.M)
+MEMBER = re.compile(r"^(?!\s|//|#|using|namespace|return|static_assert)[^\n;=]*?\b(\w+)::~?\w+\s*\(", re.M)
+
+
+def definition_faults(texts):
+    """Members are defined in the folder of lib or hooks that declares their class."""
+    declared = {}
+    for source, text in texts.items():
+        if tree_of(source) in ("lib", "hooks") and source.suffix == ".h":
+            for name in CLASS.findall(text):
+                declared.setdefault(name, set()).add(source.parent)
+    for source, text in texts.items():
+        if tree_of(source) not in ("lib", "hooks") or source.suffix != ".cpp":
+            continue
+        for name in sorted(set(MEMBER.findall(text))):
+            if name in declared and source.parent not in declared[name]:
+                folder = next(iter(declared[name])).relative_to(ROOT)
+                yield f"{source.relative_to(ROOT)}: defines members of {name}, which {folder} declares"
 
 
 def note_faults(texts):
@@ -98,7 +234,8 @@ def main():
             text = source.read_text(encoding="utf-8")
             texts[source] = text
             where = source.relative_to(ROOT)
-            faults += [f"{where}: {fault}" for fault in include_faults(source, text)]
+            for check in (include_faults, lib_faults, unstable_faults):
+                faults += [f"{where}: {fault}" for fault in check(source, text)]
             if AVOIDED & set(re.split(r"[_/.]", str(where))):
                 faults.append(f"{where}: the name says nothing (utils, helpers, misc, manager, common)")
             # The body of a header may open with that header, whose sentence it shares.
@@ -108,7 +245,7 @@ def main():
             lines = text.count("\n")
             if tree != "tests" and lines > AIMS[source.suffix]:
                 warnings.append(f"{where}: {lines} lines, the aim is {AIMS[source.suffix]}")
-    faults += note_faults(texts)
+    faults += [*note_faults(texts), *cycle_faults(texts), *definition_faults(texts)]
     for warning in warnings:
         print("warning:", warning)
     for fault in faults:

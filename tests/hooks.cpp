@@ -296,7 +296,7 @@ TEST_CASE("tensors may wait in files", "[hooks][HKS-14]") {
   CHECK(files() == 2);
   y = Tensor();
   CHECK(files() == 0);
-  std::filesystem::remove_all(folder);
+  std::filesystem::remove(folder);
 }
 
 TEST_CASE("double backward works with hooks active in one of the passes", "[hooks]") {

@@ -2,7 +2,8 @@
 """Checks the Markdown files against the tree: code is compiled, output is printed, files exist, texts are thrown.
 
 A block marked cpp stands, but for its indentation, in a source that the build compiles; each line of a meson or cmake
-block in a file of tests/install; the text block after "The whole program prints" is examples/quickstart.expected.
+block in a file of tests/install; a text block is what an example is expected to print. Links lead to files, and to headings
+of those. The README has at most 200 lines and leads to every page of docs/.
 """
 
 import re
@@ -10,9 +11,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+PAGES = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
+DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/METHOD.md", "bench/RESULTS.md"] + PAGES
+MAX_README_LINES = 200
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-TREES = "include|lib|hooks|tests|examples|bench|tools|subprojects|packaging"
+TREES = "docs|include|lib|hooks|tests|examples|bench|tools|subprojects|packaging"
 
 
 def compiled():
@@ -49,14 +52,54 @@ def block_faults(text):
                     yield f"`{line}` stands in no file of tests/install"
 
 
+def slugs(text):
+    """The anchors that GitHub gives the headings of a page: lower case, no punctuation, - for a space, -1 for a second one."""
+    seen = {}
+    for heading in re.findall(r"^#+ (.*)$", BLOCK.sub("", text), re.M):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)    # of a link its words
+        slug = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
+        seen[slug] = seen.get(slug, -1) + 1
+        yield slug if seen[slug] == 0 else f"{slug}-{seen[slug]}"
+
+
+def link_faults(text, name):
+    """Links to files, which are named from the page's own folder, and to headings of pages."""
+    for target in sorted(set(re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)))):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        if not file.exists():
+            yield f"there is no {target}"
+        elif anchor and anchor not in slugs(file.read_text(encoding="utf-8")):
+            yield f"there is no heading for {target}"
+
+
 def path_faults(text):
-    """Links, and names in backticks that begin with a folder of the tree; * stands for anything."""
-    prose = BLOCK.sub("", text)
-    named = set(re.findall(r"\]\(([^)#:]+)\)", prose))
-    named |= set(re.findall(rf"`((?:{TREES})/[\w./*-]+)`", prose))
+    """Names in backticks that begin with a folder of the tree; * stands for anything."""
+    named = set(re.findall(rf"`((?:{TREES})/[\w./*-]+)`", BLOCK.sub("", text)))
     for name in sorted(named - {"tests/NAME.cpp", "include/remat/NAME.h", "tests/rules/rule_NN_*.cpp"}):
         if not any(ROOT.glob(name)) and name not in ("subprojects/remat", "tests/compile_fail/*.cpp"):
             yield f"there is no {name}"
+
+
+def fits(wanted, line):
+    """Whether a line is what a line of an .expected file says, in which … stands for anything."""
+    return re.fullmatch(".*".join(map(re.escape, wanted.split("…"))), line) is not None
+
+
+def output_faults(text):
+    """A text block is an .expected file. Where there is none, since times are printed, a program
+    has the words of its first line."""
+    expected = [file.read_text(encoding="utf-8").split("\n") for file in sorted((ROOT / "examples").glob("*.expected"))]
+    sources = [joined(file.read_text(encoding="utf-8")) for file in sorted((ROOT / "examples").glob("*.cpp"))]
+    for language, block in BLOCK.findall(text):
+        lines = block.split("\n")
+        if language != "text" or any(len(lines) == len(each) and all(map(fits, each, lines)) for each in expected):
+            continue
+        words = re.findall(r"[A-Za-z]+", lines[0])
+        if not any(all(word in " ".join(re.findall(r'"([^"]*)"', source)) for word in words) for source in sources):
+            yield f"no example prints what begins with `{lines[0].strip()}`"
 
 
 def joined(text):
@@ -73,7 +116,13 @@ def note_faults(text):
 
 
 def readme_faults(text):
-    """What README.md must have: the output, every option with its default, every kind of error with its text."""
+    """What README.md must have: few lines, the output, every option with its default, a link to every page."""
+    if (lines := text.count("\n")) > MAX_README_LINES:
+        yield f"it has {lines} lines, and should have at most {MAX_README_LINES}"
+    for page in PAGES:
+        if f"]({page})" not in text:
+            yield f"it does not link {page}"
+
     expected = (ROOT / "examples/quickstart.expected").read_text(encoding="utf-8")
     if f"The whole program prints\n\n```text\n{expected}```\n" not in text:
         yield "the output after `The whole program prints` is not examples/quickstart.expected"
@@ -84,24 +133,43 @@ def readme_faults(text):
         if row is None or (default or "empty").split("::")[-1] not in row:
             yield f"the table of options does not show {name} with its default"
 
+
+def kind_faults(text):
+    """What docs/errors.md must have: every kind of error."""
     kinds = (ROOT / "include/remat/error.h").read_text(encoding="utf-8")
     for kind in re.findall(r"^    (\w+),? +///<", kinds, re.M):
         if f"`{kind}`" not in text:
             yield f"the errors do not show {kind}"
+
+
+def quote_faults(text):
+    """What tables quote of errors is a text that the library throws."""
     thrown = "".join(joined(file.read_text(encoding="utf-8")) for tree in ("lib", "hooks")
-                     for file in sorted((ROOT / tree).glob("*.cpp")))
+                     for file in sorted((ROOT / tree).rglob("*.cpp")))
     for row in re.findall(r"^\|(?: `\w+`)? \| (\"[^|]+) \|", text, re.M):
         for sentence in re.findall(r'"([^"]+)"', row):
             if sentence not in thrown:
                 yield f"no error says \"{sentence}\""
 
 
+def faults_of(name, text):
+    yield from block_faults(text)
+    yield from link_faults(text, name)
+    yield from path_faults(text)
+    yield from note_faults(text)
+    yield from quote_faults(text)
+    if name == "README.md" or name in PAGES:
+        yield from output_faults(text)
+    if name == "README.md":
+        yield from readme_faults(text)
+    if name == "docs/errors.md":
+        yield from kind_faults(text)
+
+
 def main():
     faults = []
     for name in DOCUMENTS:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        checks = [block_faults, path_faults, note_faults] + ([readme_faults] if name == "README.md" else [])
-        faults += [f"{name}: {fault}" for check in checks for fault in check(text)]
+        faults += [f"{name}: {fault}" for fault in faults_of(name, (ROOT / name).read_text(encoding="utf-8"))]
     print("\n".join(faults) if faults else "the documents agree with the tree")
     return 1 if faults else 0
 

@@ -17,9 +17,12 @@
 
 #include "remat/tensors.h"
 
-namespace remat::detail {
+namespace remat {
 
+/// Called with the place of a tensor, which it may empty or fill.
 using TensorVisitor = c10::function_ref<void(at::Tensor&)>;
+
+namespace detail {
 
 template <class F, class... A>
 concept HasForward = requires(F fn, A&&... args) { fn->forward(std::forward<A>(args)...); };
@@ -130,4 +133,5 @@ class Emptied {
       filling_;
 };
 
-}  // namespace remat::detail
+}  // namespace detail
+}  // namespace remat

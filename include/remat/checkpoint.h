@@ -10,35 +10,14 @@
 #include <utility>
 #include <vector>
 
+#include "remat/binding.h"
 #include "remat/call.h"
 #include "remat/export.h"
 #include "remat/options.h"
 
-namespace at {
-struct RecordFunction;
-}
-
 namespace remat {
 
-class Frame;       // lib/frame/frame.h
-class OpLogScope;  // lib/observe/op_log.h
-
 namespace detail {
-
-class Scope;  // lib/scope/hook_stack.h
-
-/// The function of a region with its arguments, as its frame keeps them: the tensors in the
-/// arguments are taken out (the frame saves them as inputs) and put into a copy for each run.
-class REMAT_API RegionBody {
- public:
-  virtual ~RegionBody();
-  /// Visits the tensors of the kept arguments, always in the same order.
-  virtual void visit_inputs(TensorVisitor visitor) = 0;
-  /// Runs the function with `inputs`, which it takes, in the place of the tensors; drops the result.
-  virtual void run_again(std::vector<at::Tensor>& inputs) = 0;
-  /// Whether an early stop may unwind the function; a noexcept one would end the process.
-  virtual bool can_be_stopped() const = 0;
-};
 
 /// Throws: the argument's copies share their tensors, which a region cannot keep.
 [[noreturn]] REMAT_API void refuse_shared_argument();
@@ -67,30 +46,6 @@ bool shares_tensors(T& kept, T& original) {
   Tensors<T>::visit(kept, put_back);
   return is_shared;
 }
-
-/// Whether `checkpoint()` opens a frame here: grad mode is on and no DisableCheckpointGuard.
-REMAT_API bool opens_frame();
-
-/// The first run of a region, from saving its inputs to handing over its result. The destructor
-/// without `finish` means that the function threw: nothing stays behind (Rule 12).
-class REMAT_API ForwardRun {
- public:
-  ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body);
-  ~ForwardRun();
-  ForwardRun(const ForwardRun&) = delete;
-  ForwardRun& operator=(const ForwardRun&) = delete;
-  /// Ends the run; `visit_result` visits the tensors found in the function's result.
-  void finish(c10::function_ref<void(TensorVisitor)> visit_result);
-
- private:
-  void close();
-  c10::intrusive_ptr<Frame> frame_;
-  std::shared_ptr<Scope> scope_;
-  std::shared_ptr<void> user_scope_;
-  std::shared_ptr<void> dispatch_mode_;  // operators come to the policy
-  std::unique_ptr<OpLogScope> logging_;
-  std::unique_ptr<at::RecordFunction> profiled_;  // if LibTorch's profiler looks
-};
 
 template <class F, class... A>
 class Body final : public RegionBody {
@@ -140,7 +95,7 @@ auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
                 "remat::checkpoint: a c10::OptionalArrayRef does not own its elements and would "
                 "dangle at the recompute; pass a std::optional of a std::vector");
   using Result = std::decay_t<decltype(call(std::declval<F&>(), std::declval<Owned<Args>>()...))>;
-  if (!opens_frame()) {
+  if (!opens_region()) {
     F plain(std::forward<Fn>(fn));
     return static_cast<Result>(call(plain, own(std::forward<Args>(args))...));
   }
@@ -190,8 +145,11 @@ class CheckpointedFunction {
 /// copies; an array or string that only refers to its elements (`x.sizes()`) is kept as a
 /// `std::vector` or `std::string`. Arguments must be copyable, `fn` need not be. `std::ref` passes a true reference, which
 /// must stay alive and unchanged. A struct takes part through
+///
 ///     template <class Visitor> void visit_tensors(T& value, Visitor&& visit);  // visit(at::Tensor&)
+///
 /// found by ADL.
+///
 /// `fn`: lambdas, function and member pointers, module holders (`checkpoint(block, x)`),
 /// `std::shared_ptr` of a module. It must compute the same again; Rule 10 says what is checked.
 /// Grad mode off: runs plainly; no option is looked at.

@@ -15,6 +15,7 @@ namespace remat {
 /// except those that do not derive from `std::exception` (the engine could not carry them).
 class REMAT_API CheckpointError : public c10::Error {
  public:
+  /// What went wrong.
   enum class Kind {
     FewerTensors,      ///< the recompute saved fewer tensors than forward
     MoreTensors,       ///< it tried to save more (seen only with early stop off)
@@ -29,31 +30,39 @@ class REMAT_API CheckpointError : public c10::Error {
     RecomputeFailed     ///< the recompute could not be completed
   };
 
-  /// One saved tensor that differs; `position` counts the region's saved tensors from 0. The
-  /// operators are known with `debug`, otherwise empty.
+  /// One saved tensor that differs. The operators are known with `debug`, otherwise empty.
   struct Mismatch {
-    int64_t position;
-    std::string forward, recompute;
-    std::string forward_op, recompute_op;
+    int64_t position;          ///< of the saved tensor in its region, from 0
+    std::string forward;       ///< what forward saved
+    std::string recompute;     ///< what the recompute saved instead
+    std::string forward_op;    ///< the operator that saved it in forward
+    std::string recompute_op;  ///< the operator that saved it in the recompute
   };
 
   /// What the error knows besides its text; counts are -1 where they have no meaning.
   struct Facts {
-    Kind kind = Kind::RecomputeFailed;
-    std::string region{};
-    int64_t frame_id = -1;
-    int64_t forward_count = -1, recompute_count = -1;
-    std::vector<Mismatch> mismatches{};
+    Kind kind = Kind::RecomputeFailed;   ///< what went wrong
+    std::string region{};                ///< the region's name
+    int64_t frame_id = -1;               ///< as `current_phase()` says it
+    int64_t forward_count = -1;          ///< tensors that forward saved
+    int64_t recompute_count = -1;        ///< tensors that the recompute saved
+    std::vector<Mismatch> mismatches{};  ///< the saved tensors that differ
   };
 
+  /// An error with this text and these facts.
   CheckpointError(std::string message, Facts facts);
 
+  /// What went wrong.
   Kind kind() const { return facts_.kind; }
   /// The region's name, empty if it has none.
   const std::string& region() const { return facts_.region; }
+  /// The run of the region, as `current_phase()` says it; -1 where there is none.
   int64_t frame_id() const { return facts_.frame_id; }
+  /// How many tensors forward saved; -1 where it has no meaning.
   int64_t forward_count() const { return facts_.forward_count; }
+  /// How many tensors the recompute saved; -1 where it has no meaning.
   int64_t recompute_count() const { return facts_.recompute_count; }
+  /// The saved tensors that differ, if that is what went wrong.
   const std::vector<Mismatch>& mismatches() const { return facts_.mismatches; }
 
  private:

@@ -84,6 +84,7 @@ class HookPairOf final : public HookPair {
 /// Source: `torch.autograd.graph.saved_tensors_hooks`.
 class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
  public:
+  /// Until the guard ends. Takes the two functions.
   template <class Pack, class Unpack>
   SavedTensorHooksGuard(Pack pack, Unpack unpack)
       : SavedTensorHooksGuard(
@@ -113,6 +114,7 @@ class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
 //   the guard's end: the kernel may have yet to write it.
 // * Regions: as any user hooks (Rule 16). Reads may come from any thread, and more than once.
 
+/// What a `SaveOnCpuGuard` moves, and how.
 struct SaveOnCpuOptions {
   /// Use page-locked memory (up to a quarter of the machine's), for copies beside the work. Where
   /// there is none, ordinary memory.
@@ -127,11 +129,12 @@ struct SaveOnCpuOptions {
 /// stay as they are. Source: `torch.autograd.graph.save_on_cpu`.
 class REMAT_API SaveOnCpuGuard : detail::ScopeGuard {
  public:
-  explicit SaveOnCpuGuard(SaveOnCpuOptions options = {});
+  explicit SaveOnCpuGuard(SaveOnCpuOptions options = {});  ///< until the guard ends
 };
 
+/// What a `SaveOnDiskGuard` moves, and where to.
 struct SaveOnDiskOptions {
-  std::filesystem::path directory{};
+  std::filesystem::path directory{};  ///< of the file; it must exist
   /// Smaller tensors stay [bytes].
   int64_t min_bytes = 1 << 16;
 };
@@ -145,7 +148,7 @@ struct SaveOnDiskOptions {
 /// before is intact, and the same may be tried again.
 class REMAT_API SaveOnDiskGuard : detail::ScopeGuard {
  public:
-  explicit SaveOnDiskGuard(SaveOnDiskOptions options);
+  explicit SaveOnDiskGuard(SaveOnDiskOptions options);  ///< until the guard ends
 };
 
 /// While alive, floating-point tensors that autograd saves are rounded to `dtype`. LOSSY: gradients
@@ -158,7 +161,7 @@ class REMAT_API SaveOnDiskGuard : detail::ScopeGuard {
 /// that numbers cannot be rounded to.
 class REMAT_API SaveAsGuard : detail::ScopeGuard {
  public:
-  explicit SaveAsGuard(at::ScalarType dtype, int64_t min_bytes = 0);
+  explicit SaveAsGuard(at::ScalarType dtype, int64_t min_bytes = 0);  ///< until the guard ends
 };
 
 /// While alive, opening saved-tensor hooks or a region on this thread throws `c10::Error` with
@@ -166,7 +169,7 @@ class REMAT_API SaveAsGuard : detail::ScopeGuard {
 /// active already, and leaves them active. Shares LibTorch's switch with Python.
 class REMAT_API DisableSavedTensorHooksGuard : detail::ScopeGuard {
  public:
-  explicit DisableSavedTensorHooksGuard(std::string message);
+  explicit DisableSavedTensorHooksGuard(std::string message);  ///< until the guard ends
 };
 
 }  // namespace remat

@@ -62,7 +62,7 @@ class REMAT_API MemoryMeter {
 /// Throws `c10::ValueError` if `bytes` is negative.
 class REMAT_API MemoryLimitGuard {
  public:
-  explicit MemoryLimitGuard(int64_t bytes);
+  explicit MemoryLimitGuard(int64_t bytes);  ///< until the guard ends
   ~MemoryLimitGuard();
   MemoryLimitGuard(const MemoryLimitGuard&) = delete;
   MemoryLimitGuard(MemoryLimitGuard&&) = delete;

@@ -28,14 +28,15 @@ enum class BufferPolicy {
   Ignore
 };
 
+/// The options of one checkpointed module.
 struct ModuleOptions {
-  CheckpointOptions checkpoint{};
+  CheckpointOptions checkpoint{};  ///< of its regions
   /// A module in eval mode runs plainly.
   bool training_only = true;
-  bool enabled = true;
+  bool enabled = true;  ///< calls are regions; `set_checkpointing` switches it
   /// For `set_checkpoint_level`; 0: never a region, unless `set_checkpointing` asks for it.
   int64_t level = 1;
-  BufferPolicy buffers = BufferPolicy::Restore;
+  BufferPolicy buffers = BufferPolicy::Restore;  ///< what happens to running statistics
 };
 
 struct UserRegistrations;  // lib/state/user_state.h
@@ -118,7 +119,7 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
   CheckpointedModule(const std::type_info& type, const Impl& impl, const ModuleRegion& region)
       : Impl(impl), remat_region_(*this, type, region) {}
 
-  /// RecomputeLock the region on or off. Graphs that exist keep what they have.
+  /// Turns the region on or off. Graphs that exist keep what they have.
   void set_checkpointing(bool enabled) { remat_region_.enable(enabled); }
   /// Whether calls are regions, where grad mode, training mode and guards allow it.
   bool checkpointing() const { return remat_region_.is_enabled(); }
@@ -211,14 +212,17 @@ class CheckpointedImpl : public detail::CheckpointedForward<Impl> {
   template <class... Args>
   explicit CheckpointedImpl(ModuleOptions options, Args&&... args)
       : Base(typeid(CheckpointedImpl), std::move(options), std::forward<Args>(args)...) {}
+  /// The arguments of `Impl`'s constructor, without options.
   template <class First, class... Rest>
     requires(!std::derived_from<std::remove_cvref_t<First>, CheckpointedImpl> &&
              !std::same_as<std::remove_cvref_t<First>, ModuleOptions>)
   explicit CheckpointedImpl(First&& first, Rest&&... rest)
       : Base(typeid(CheckpointedImpl), ModuleOptions{}, std::forward<First>(first),
              std::forward<Rest>(rest)...) {}
+  /// A copy as `Impl` copies, with the same options and switch.
   CheckpointedImpl(const CheckpointedImpl& other)
       : Base(typeid(CheckpointedImpl), static_cast<const Impl&>(other), other.remat_region_) {}
+  /// Assigns `Impl`, the options and the switch.
   CheckpointedImpl& operator=(const CheckpointedImpl&) = default;
 
   /// A checkpointed module with the same options and switch, as `Impl::clone` copies the rest.
@@ -243,7 +247,9 @@ class CheckpointedImpl : public detail::CheckpointedForward<Impl> {
 };
 
 /// The holder, as `TORCH_MODULE` makes one:
+///
 ///     remat::Checkpointed<BlockImpl> block(remat::ModuleOptions{.level = 2}, 512, 8);
+///
 /// (arguments of `BlockImpl`'s constructor after the options, which may be left out). Works inside
 /// `torch::nn::Sequential` and `AnyModule`, clones, saves and loads as the plain module does.
 ///
@@ -262,7 +268,7 @@ class CheckpointedImpl : public detail::CheckpointedForward<Impl> {
 template <class ImplType>
 class Checkpointed : public torch::nn::ModuleHolder<CheckpointedImpl<ImplType>> {
  public:
-  using Impl = CheckpointedImpl<ImplType>;
+  using Impl = CheckpointedImpl<ImplType>;  ///< what the holder holds
   using torch::nn::ModuleHolder<Impl>::ModuleHolder;
 
   /// Accepts calls that rely on default arguments of `ImplType::forward` too.

@@ -21,8 +21,12 @@ enum class DeterminismCheck {
 };
 
 /// What happens when a parameter, buffer or captured tensor changed between forward and recompute.
-enum class CaptureCheck { Raise, Ignore };
+enum class CaptureCheck {
+  Raise,  ///< the recompute throws `CaptureChanged`
+  Ignore  ///< it goes on with the new value
+};
 
+/// One stage of a chain: a function from tensor to tensor.
 using Stage = std::function<at::Tensor(at::Tensor)>;
 
 /// A user scope: entered when made, left when the last copy is destroyed.
@@ -31,8 +35,8 @@ using Scope = std::shared_ptr<void>;
 /// Makes the scopes of the two passes; either may be empty. Each pass enters its scope once. The
 /// pair is kept as long as the graph needs the region.
 struct ContextPair {
-  std::function<Scope()> forward{};
-  std::function<Scope()> recompute{};
+  std::function<Scope()> forward{};    ///< of the first run
+  std::function<Scope()> recompute{};  ///< of each recompute
 };
 
 /// The options of one region. Plain values; copied into the region's frame.
@@ -43,10 +47,12 @@ struct CheckpointOptions {
   bool preserve_rng_state = true;
   /// The recompute ends with the last tensor that backward needs (Rule 5).
   bool early_stop = true;
+  /// How recomputed tensors are compared with those of forward.
   DeterminismCheck determinism_check = DeterminismCheck::Metadata;
   /// If set, its text is compared instead of `determinism_check`; called under no-grad once per
   /// saved tensor in each pass, when the operator that saved the tensor has returned.
   std::function<std::string(const at::Tensor&)> fingerprint{};
+  /// What happens when a parameter, buffer or captured tensor changed.
   CaptureCheck capture_check = CaptureCheck::Raise;
   /// Record the operators of both passes, for the error report. Costs time and memory.
   bool debug = false;

@@ -23,17 +23,20 @@ class FrontierTable;  // lib/plan/solver.h
 /// and their gradients are in no budget. All numbers are finite and not negative, but for the two
 /// that say "negative".
 struct StageCost {
-  double forward_s = 0, backward_s = 0;
+  double forward_s = 0;   ///< [seconds] of a forward in grad mode
+  double backward_s = 0;  ///< [seconds] of its backward
   /// Of a forward that early stop ends at the stage's last save; at most `forward_s`. Negative:
   /// `forward_s`. A stage that saves only its input has 0.
   double forward_to_last_save_s = -1;
-  int64_t output_bytes = 0;
+  int64_t output_bytes = 0;  ///< what the stage returns
   /// What autograd keeps that is neither the stage's input nor its output nor a parameter.
   int64_t saved_bytes = 0;
-  /// What a forward that saves (a backward) has at its peak beyond all that is named here.
-  int64_t forward_tmp_bytes = 0, backward_tmp_bytes = 0;
-  int64_t grad_bytes = 0;  ///< the gradient of the output
-  bool saves_output = true;
+  /// What a forward that saves has at its peak beyond all that is named here.
+  int64_t forward_tmp_bytes = 0;
+  /// The same of a backward.
+  int64_t backward_tmp_bytes = 0;
+  int64_t grad_bytes = 0;    ///< the gradient of the output
+  bool saves_output = true;  ///< whether the output is among what autograd keeps of the stage
   /// Instead of `forward_tmp_bytes` where nothing is saved, as in a region's first run. Tensors that
   /// `saved_bytes` counts otherwise are temporaries then. Negative: `forward_tmp_bytes`.
   int64_t unsaved_tmp_bytes = -1;
@@ -41,14 +44,15 @@ struct StageCost {
 
 /// A chain of stages, each fed with the output of the one before; the last is the loss.
 struct ChainCost {
-  int64_t input_bytes = 0;  ///< for the record: budgets do not count the input
-  int64_t input_grad_bytes = 0;
-  std::vector<StageCost> stages{};
+  int64_t input_bytes = 0;          ///< for the record: budgets do not count the input
+  int64_t input_grad_bytes = 0;     ///< the gradient of the input; 0 if it takes none
+  std::vector<StageCost> stages{};  ///< in the order in which they run
 };
 
 /// Stages `first` to `last`, which one `checkpoint()` call runs.
 struct PlanRegion {
-  int64_t first = 0, last = 0;
+  int64_t first = 0;  ///< counted from 0
+  int64_t last = 0;   ///< inclusive
   friend bool operator==(const PlanRegion&, const PlanRegion&) = default;
 };
 
@@ -66,11 +70,13 @@ class REMAT_API Plan {
   /// Reads exactly what `to_string` writes. Throws `c10::ValueError` with the position for anything
   /// else: stages that are missing, repeated or out of order, an empty bracket, other spaces.
   static Plan parse(std::string_view text);
-  std::string to_string() const;
+  std::string to_string() const;  ///< the text above
 
-  int64_t stages() const { return stages_; }
-  int64_t depth() const;  ///< the deepest nesting; 0 without regions
+  int64_t stages() const { return stages_; }  ///< of the chain
+  int64_t depth() const;                      ///< the deepest nesting; 0 without regions
+  /// The number of regions.
   int64_t frames() const { return static_cast<int64_t>(regions_.size()); }
+  /// In the order in which they open.
   const std::vector<PlanRegion>& regions() const { return regions_; }
   /// How often forward, with one backward and early stop on, calls each stage: once, and once for
   /// every region around it whose recompute gets that far.
@@ -83,6 +89,7 @@ class REMAT_API Plan {
   std::vector<PlanRegion> regions_;
 };
 
+/// What `solve` and `simulate` assume.
 struct SolveOptions {
   int64_t max_depth = 0;    ///< of nesting; 0: any
   bool early_stop = true;   ///< as in the `CheckpointOptions` that the plan will run with
@@ -94,6 +101,7 @@ struct SolveOptions {
   double eps = 0;
 };
 
+/// One point of a frontier: a peak, and the least time that it takes.
 struct FrontierPoint {
   int64_t bytes = 0;   ///< the peak beyond the input
   double extra_s = 0;  ///< recomputing: seconds beyond one forward and one backward
@@ -102,6 +110,7 @@ struct FrontierPoint {
 /// No plan fits into the budget.
 class REMAT_API InfeasibleBudget : public c10::ValueError {
  public:
+  /// An error with this text.
   InfeasibleBudget(std::string message, int64_t minimum_bytes);
   /// The smallest budget for which there is a plan.
   int64_t minimum_bytes() const { return minimum_bytes_; }
@@ -139,11 +148,13 @@ class REMAT_API Frontier {
 /// than an int64_t holds.
 REMAT_API Frontier solve(const ChainCost& cost, const SolveOptions& options = {});
 
+/// What `simulate` says of a plan.
 struct Simulation {
-  int64_t peak_bytes = 0;  ///< beyond the input
-  double extra_s = 0;      ///< beyond one forward and one backward
-  std::vector<int64_t> calls{};
-  int64_t frames = 0, depth = 0;
+  int64_t peak_bytes = 0;        ///< beyond the input
+  double extra_s = 0;            ///< beyond one forward and one backward
+  std::vector<int64_t> calls{};  ///< how often forward calls each stage
+  int64_t frames = 0;            ///< regions
+  int64_t depth = 0;             ///< the deepest nesting
 };
 
 /// What a plan costs: the Rules applied to sizes, event by event, without the solver's recurrence.
@@ -152,8 +163,10 @@ struct Simulation {
 REMAT_API Simulation simulate(const ChainCost& cost, const Plan& plan,
                               const SolveOptions& options = {});
 
+/// How often `measure` runs each stage.
 struct MeasureOptions {
-  int64_t warmup = 1, repeats = 5;  ///< of each stage; the least time of the repeats is kept
+  int64_t warmup = 1;   ///< runs that are not timed
+  int64_t repeats = 5;  ///< timed runs, the least of which is kept
 };
 
 /// Runs each stage forward and backward on what the one before made of `sample`, and says what it

@@ -48,7 +48,7 @@ enum class CheckpointPolicy {
 /// (empty_like) run again in a recompute: they cost next to nothing, and a kept result would not be
 /// the view, or would be written twice.
 struct PolicyContext {
-  const c10::OperatorHandle& op;
+  const c10::OperatorHandle& op;    ///< the operator, or `remat::checkpoint_name`
   std::string_view op_name;         ///< "aten::mm.default"
   c10::ArrayRef<c10::IValue> args;  ///< the operator's arguments
   bool is_recompute;                ///< asked in a recompute (only with `ask_again`)
@@ -59,6 +59,7 @@ struct PolicyContext {
 /// recompute of that one, and its policy is asked anew. (A counter would have to begin anew there.)
 using PolicyFn = std::function<CheckpointPolicy(const PolicyContext&)>;
 
+/// What a policy does beside choosing.
 struct SelectiveOptions {
   /// A kept result may be changed in place later: its operator then runs again. Otherwise the
   /// recompute throws (`CheckpointError::Kind::SelectiveMutation`).
@@ -74,7 +75,8 @@ struct SelectiveOptions {
 class REMAT_API Policy {
  public:
   Policy();
-  Policy(PolicyFn fn, SelectiveOptions options = {});
+  Policy(PolicyFn fn, SelectiveOptions options = {});  ///< asks `fn`
+  /// The same of anything that a `PolicyFn` can be made of, with the default options.
   template <class F>
     requires(!std::same_as<std::remove_cvref_t<F>, Policy>) && std::convertible_to<F, PolicyFn>
   Policy(F&& fn) : Policy(PolicyFn(std::forward<F>(fn))) {}
@@ -98,11 +100,12 @@ REMAT_API Policy offload_ops(std::vector<std::string> ops, SelectiveOptions opti
 /// Matrix products, convolutions and scaled dot product attention.
 REMAT_API Policy save_matmuls();
 
-/// By the names that `checkpoint_name` gives (jax.checkpoint_policies): keep these values; every
-/// value but these; keep these on the CPU. A name that no value has by the first recompute is warned
-/// about, once.
+/// Keeps the values that `checkpoint_name` gave one of these names (jax.checkpoint_policies). A name
+/// that no value has by the first recompute is warned about, once.
 REMAT_API Policy save_names(std::vector<std::string> names);
+/// The same: keeps every value with a name but these.
 REMAT_API Policy save_all_but_names(std::vector<std::string> names);
+/// The same: these wait on the CPU.
 REMAT_API Policy offload_names(std::vector<std::string> names);
 
 /// Keeps what either keeps; the stronger wish to save wins, in the order MustSave, MustCpuOffload,
@@ -158,7 +161,7 @@ class REMAT_API SavedRegion {
 template <class Fn, class... Args>
 auto save_region(Fn&& fn, Args&&... args) {
   using Result = std::decay_t<decltype(detail::call(fn, std::forward<Args>(args)...))>;
-  const auto visit_arguments = [&]([[maybe_unused]] detail::TensorVisitor visitor) {
+  const auto visit_arguments = [&]([[maybe_unused]] TensorVisitor visitor) {
     (detail::Tensors<std::decay_t<Args>>::visit(const_cast<std::decay_t<Args>&>(args), visitor),
      ...);
   };
@@ -166,7 +169,7 @@ auto save_region(Fn&& fn, Args&&... args) {
     detail::SavedRegion region(typeid(void), visit_arguments);
     if (region.is_kept()) return;
     detail::call(fn, std::forward<Args>(args)...);
-    region.keep(nullptr, [](detail::TensorVisitor) {});
+    region.keep(nullptr, [](TensorVisitor) {});
   } else {
     static_assert(std::copy_constructible<Result>,
                   "remat::save_region: the result must be copyable, since each recompute gets a "
@@ -178,7 +181,7 @@ auto save_region(Fn&& fn, Args&&... args) {
     }
     Result result = detail::call(fn, std::forward<Args>(args)...);
     auto emptied = std::make_shared<detail::Emptied<Result>>(std::as_const(result));
-    region.keep(emptied, [&](detail::TensorVisitor visitor) { emptied->visit(visitor); });
+    region.keep(emptied, [&](TensorVisitor visitor) { emptied->visit(visitor); });
     return result;
   }
 }

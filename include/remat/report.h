@@ -29,10 +29,10 @@ REMAT_API Counters counters();
 
 /// Sums over all regions of one name that began while the recorder was alive.
 struct RegionReport {
-  std::string name;   ///< `CheckpointOptions::name`; empty: regions without one
-  int64_t calls = 0;  ///< first runs that returned
-  int64_t recomputes = 0;
-  int64_t early_stops = 0;
+  std::string name;           ///< `CheckpointOptions::name`; empty: regions without one
+  int64_t calls = 0;          ///< first runs that returned
+  int64_t recomputes = 0;     ///< begun, also those that failed
+  int64_t early_stops = 0;    ///< recomputes that were cut short
   int64_t bytes_dropped = 0;  ///< [bytes] that autograd would have kept; a storage once a call
   int64_t bytes_inputs = 0;   ///< [bytes] of inputs that stayed; none below another region (Rule 2)
   int64_t bytes_saved = 0;    ///< [bytes] that a policy kept
@@ -43,14 +43,16 @@ struct RegionReport {
   double recompute_s = 0;            ///< [seconds] of recomputes, those inside included
 };
 
+/// What a `Recorder` counted, by region name.
 struct REMAT_API Report {
   std::vector<RegionReport> regions;  ///< in the order of their first call
   int64_t dropped_events = 0;         ///< that `max_events` left no room for; sums count them
   /// A table for people.
   std::string to_string() const;
-  std::string to_json() const;
+  std::string to_json() const;  ///< the same numbers as one JSON object
 };
 
+/// What a `Recorder` records.
 struct RecorderOptions {
   /// Sample the live bytes of CPU tensors at every event and every allocation.
   bool memory = true;
@@ -68,12 +70,12 @@ struct RecorderOptions {
 /// Throws: `c10::ValueError` for `max_events` below 1; `c10::Error` for a file that cannot be written.
 class REMAT_API Recorder {
  public:
-  explicit Recorder(RecorderOptions options = {});
+  explicit Recorder(RecorderOptions options = {});  ///< records from now on
   ~Recorder();
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  Report report() const;
+  Report report() const;  ///< the sums so far
   /// One line an event, without times: what happened in which order. Regions are numbered from 1 in
   /// the order in which they were first seen.
   std::string event_log() const;
@@ -91,10 +93,10 @@ class REMAT_API Recorder {
 
 /// One tensor that a graph saved, or that a region would compute again for it.
 struct SavedTensorInfo {
-  std::string node{};    ///< the node's name: "SinBackward0"
-  std::string region{};  ///< of what was dropped: the region's name
-  std::vector<int64_t> sizes{};
-  at::ScalarType dtype = at::ScalarType::Undefined;
+  std::string node{};                                ///< the node's name: "SinBackward0"
+  std::string region{};                              ///< of what was dropped: the region's name
+  std::vector<int64_t> sizes{};                      ///< of the tensor
+  at::ScalarType dtype = at::ScalarType::Undefined;  ///< of the tensor
   int64_t bytes = 0;            ///< [bytes] of its storage, or of the tensor that was dropped
   bool shares_storage = false;  ///< with one before it in the list: do not add these bytes
   bool dropped = false;         ///< not there: a recompute will bring it

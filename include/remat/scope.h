@@ -37,20 +37,20 @@ class REMAT_API ScopeGuard {
 
 }  // namespace detail
 
-/// RecomputeLock early stop on or off for the regions run in its scope, over `CheckpointOptions`. Read
+/// Turns early stop on or off for the regions run in its scope, over `CheckpointOptions`. Read
 /// when a region runs forward (upstream: `set_checkpoint_early_stop`).
 class REMAT_API EarlyStopGuard : detail::ScopeGuard {
  public:
-  explicit EarlyStopGuard(bool enabled);
+  explicit EarlyStopGuard(bool enabled);  ///< until the guard ends
 };
 
-/// RecomputeLock debug mode on or off over `CheckpointOptions`; `std::nullopt` defers to the option. Read
+/// Turns debug mode on or off over `CheckpointOptions`; `std::nullopt` defers to the option. Read
 /// when a region runs forward (upstream: `set_checkpoint_debug_enabled`). With REMAT_DEBUG_STACKS=1
 /// in the environment the report also shows the C++ functions that called the first operator that
 /// differs, for 10 to 20 us an operator.
 class REMAT_API DebugGuard : detail::ScopeGuard {
  public:
-  explicit DebugGuard(std::optional<bool> enabled);
+  explicit DebugGuard(std::optional<bool> enabled);  ///< until the guard ends
 };
 
 /// `checkpoint()` calls in its scope run plainly: no frame, nothing dropped.
@@ -69,6 +69,7 @@ class REMAT_API GraphExecGroup : detail::ScopeGuard {
   GraphExecGroup();
 };
 
+/// How much a `RecomputeCacheGuard` may keep.
 struct RecomputeCacheOptions {
   /// Of all recomputed tensors that are kept, over all regions.
   int64_t max_bytes = std::numeric_limits<int64_t>::max();
@@ -82,7 +83,7 @@ struct RecomputeCacheOptions {
 /// says so. At its end everything it holds is freed. Within a GraphExecGroup the group decides.
 class REMAT_API RecomputeCacheGuard : detail::ScopeGuard {
  public:
-  explicit RecomputeCacheGuard(RecomputeCacheOptions options = {});
+  explicit RecomputeCacheGuard(RecomputeCacheOptions options = {});  ///< until the guard ends
 };
 
 /// True inside a region's first run that no recompute encloses.
@@ -90,13 +91,15 @@ REMAT_API bool is_checkpointing();
 /// True inside a recompute of any enclosing frame, also in the first run of a frame nested in it.
 REMAT_API bool is_recomputing();
 
+/// Which run of a region's function it is.
 enum class Phase { None, Forward, Recompute };
 
+/// The region whose function runs, and which of its runs it is.
 struct PhaseInfo {
-  Phase phase = Phase::None;
-  int64_t frame_id = -1;  ///< the same in forward and recompute: a key for per-region state
-  int64_t depth = 0;      ///< enclosing frames, this one included
-  std::string name{};
+  Phase phase = Phase::None;  ///< None outside of regions
+  int64_t frame_id = -1;      ///< the same in forward and recompute: a key for per-region state
+  int64_t depth = 0;          ///< enclosing frames, this one included
+  std::string name{};         ///< `CheckpointOptions::name`
 };
 
 /// The phase of the innermost frame on this thread, also on the threads of a backward.

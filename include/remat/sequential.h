@@ -16,10 +16,11 @@ enum class Split {
   Balanced  ///< lengths that differ by at most one, longer ones first
 };
 
+/// How `checkpoint_sequential` cuts and runs a chain.
 struct SequentialOptions {
   /// Of every segment; a name gets the segment's number behind it.
   CheckpointOptions checkpoint{};
-  Split split = Split::Torch;
+  Split split = Split::Torch;  ///< how the chain is cut
   /// The last segment runs plainly, as upstream: its tensors are needed at once in backward.
   bool checkpoint_last = false;
 };

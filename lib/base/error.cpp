@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "lib/base/error.h"
 #include "lib/base/invariant.h"
 #include "remat/version.h"
 
@@ -12,6 +13,15 @@ namespace remat {
 // Without a backtrace: the text is written for the user's program, not for ours, and stays short.
 CheckpointError::CheckpointError(std::string message, Facts facts)
     : c10::Error(std::move(message), /*backtrace=*/nullptr), facts_(std::move(facts)) {}
+
+void throw_unsupported(const std::string& fact, const std::string& cause,
+                       const std::string& advice) {
+  CheckpointError::Facts facts;
+  facts.kind = CheckpointError::Kind::Unsupported;
+  throw CheckpointError(
+      fmt::format("remat::checkpoint: {}.\nCause: {}.\nDo: {}.", fact, cause, advice),
+      std::move(facts));
+}
 
 void report_broken_invariant(const char* condition, const char* file, int line,
                              const std::string& message) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "lib/base/waiting.h"
+
 namespace remat {
 
 namespace {
@@ -10,23 +12,33 @@ bool is_one_of(const LockOwner* owner, RecomputeLock::Owners owners) {
 }
 }  // namespace
 
+bool RecomputeLock::is_free(const void* subject, const LockOwner& owner) const {
+  const auto found = holders_.find(subject);
+  if (found == holders_.end()) return true;
+  const Holder& latest = found->second.back();
+  return latest.thread == std::this_thread::get_id() || latest.num_waits > 0 ||
+         owner.is_inside(latest.owner);
+}
+
 bool RecomputeLock::acquire(const void* subject, const LockOwner& owner,
                             std::chrono::seconds longest_wait) {
+  const auto hold = [&] { holders_[subject].push_back({&owner, std::this_thread::get_id(), 0}); };
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_free(subject, owner)) {
+      hold();
+      return true;
+    }
+  }
+  const Waiting waiting;
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto is_free = [&] {
-    const auto found = holders_.find(subject);
-    if (found == holders_.end()) return true;
-    const Holder& latest = found->second.back();
-    return latest.thread == std::this_thread::get_id() || latest.num_waits > 0 ||
-           owner.is_inside(latest.owner);
-  };
-  while (!is_free()) {
+  while (!is_free(subject, owner)) {
     const uint64_t before = num_releases_;
-    const bool has_moved =
-        changed_.wait_for(lock, longest_wait, [&] { return is_free() || num_releases_ != before; });
+    const bool has_moved = changed_.wait_for(
+        lock, longest_wait, [&] { return is_free(subject, owner) || num_releases_ != before; });
     if (!has_moved) return false;
   }
-  holders_[subject].push_back({&owner, std::this_thread::get_id(), 0});
+  hold();
   return true;
 }
 
@@ -48,15 +60,24 @@ void RecomputeLock::yield_to_backward(Owners owners) noexcept {
 }
 
 void RecomputeLock::resume_after_backward(Owners owners) noexcept {
-  std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait(lock, [&] {
+  const auto are_latest = [&] {
     return std::all_of(holders_.begin(), holders_.end(), [&](const auto& subject) {
       const std::vector<Holder>& holders = subject.second;
       return is_one_of(holders.back().owner, owners) ||
              std::none_of(holders.begin(), holders.end(),
                           [&](const Holder& each) { return is_one_of(each.owner, owners); });
     });
-  });
+  };
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!are_latest()) {
+    lock.unlock();
+    {
+      const Waiting waiting;
+      std::unique_lock<std::mutex> changing(mutex_);
+      changed_.wait(changing, are_latest);
+    }
+    lock.lock();
+  }
   for (auto& [subject, holders] : holders_)
     for (Holder& each : holders)
       if (is_one_of(each.owner, owners)) --each.num_waits;

@@ -46,6 +46,8 @@ class RecomputeLock {
     std::thread::id thread;
     int num_waits;  ///< backwards that it waits for, one in the other
   };
+  bool is_free(const void* subject, const LockOwner& owner) const;  // holds the mutex
+
   std::mutex mutex_;
   std::condition_variable changed_;
   uint64_t num_releases_ = 0;

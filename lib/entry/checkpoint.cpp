@@ -5,131 +5,53 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <chrono>
-#include <mutex>
-#include <thread>
+#include <memory>
 #include <utility>
-#include <vector>
 
-#include "hooks/drop.h"
-#include "lib/base/spin_lock.h"
+#include "lib/base/error.h"
 #include "lib/base/stack_room.h"
-#include "lib/frame/frame.h"
-#include "lib/frame/inner_backward.h"
-#include "lib/frame/mismatch.h"
+#include "lib/frame/forward_scope.h"
 #include "lib/observe/profiler.h"
-#include "lib/scope/hook_stack.h"
 #include "lib/seam/dispatch_mode.h"
 #include "lib/selective/policy_rule.h"
 #include "lib/selective/selection.h"
 
-namespace remat::detail {
+namespace remat {
+
+using detail::Ability;
+using detail::StackView;
 
 namespace {
 
-/// The scope of a region's first run.
-class ForwardScope final : public Scope {
- public:
-  ForwardScope(c10::intrusive_ptr<Frame> frame, const Scope* around) : frame_(std::move(frame)) {
-    is_inside_recompute = around != nullptr && around->is_inside_recompute;
-    answers(Ability::Hooks);
-    answers(Ability::Region);
-  }
-  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
-    // See RecomputeScope: a thread that merely inherited the stack saves plainly.
-    if (!is_own_thread()) return nullptr;
-    return std::make_unique<Drop>(frame_);
-  }
-  bool is_own_thread() const override {
-    return std::this_thread::get_id() == frame_->forward_thread() || seam::graph_task_id() >= 0;
-  }
-  Selection* selection() const override { return is_own_thread() ? frame_->selection() : nullptr; }
-  Frame* frame() const override { return frame_.get(); }
-  void backward_begins(const torch::autograd::edge_list& roots,
-                       const torch::autograd::edge_list& targets, bool accumulates) override {
-    if (!is_own_thread()) return;
-    frame_->end_operator();
-    frame_->note_any_backward();
-    if (accumulates) frame_->note_accumulation(roots);
-    const int64_t number = num_backwards_++;
-    if (Selection* const selection = frame_->selection()) selection->note_backward();
-    auto asked = asked_of(frame_->inputs(), roots, targets);
-    if (!asked.is_nothing()) frame_->note_backward(number, std::move(asked));
-  }
-  void backward_ended(const torch::autograd::variable_list& gradients,
-                      const torch::autograd::variable_list& given) override {
-    if (!is_own_thread()) return;
-    StorageSet known;  // a sum, say, gives back what it was given
-    for (const at::Tensor& each : given) known.add(each);
-    std::lock_guard<SpinLock> lock(mutex_);
-    for (const at::Tensor& each : gradients)
-      if (each.defined() && !each.is_cpu() && !known.contains(storage_of(each)))
-        gradients_.push_back(weak_storage_of(each));
-  }
-  void hook_registered(const at::TensorBase& tensor, unsigned handle, bool) override {
-    frame_->note_hook(tensor, handle);
-  }
-  void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result);
-  DrawLog* draw_log(const c10::GeneratorImpl& generator) const override {
-    return frame_->draw_log(generator);
-  }
-
- private:
-  c10::intrusive_ptr<Frame> frame_;
-  SpinLock mutex_;
-  std::vector<WeakStorage> gradients_;  // that backwards inside returned, on devices
-  std::atomic<int64_t> num_backwards_{0};
-};
-
-// Note [Late threads of the engine]
-// The thread of a device lets go of the gradients that it has computed a little after the thread
-// that waits for them goes on. Such a gradient, used in the region, would still be alive at its end,
-// as what the function captures is. So a region waits for it; in vain for one that the function has
-// put into an outside variable, but its recompute is refused anyway.
-void ForwardScope::wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result) {
-  if (gradients_.empty()) return;
-  StorageSet results;
-  visit_result([&](at::Tensor& tensor) { results.add(tensor); });
-  constexpr std::chrono::milliseconds longest_wait(20);
-  const auto start = std::chrono::steady_clock::now();
-  for (const WeakStorage& each : gradients_) {
-    const c10::StorageImpl* const storage = each._unsafe_get_target();
-    if (each.expired() || results.contains(storage) || !frame_->has_slot_of(storage) ||
-        (frame_->selection() != nullptr && frame_->selection()->holds(storage)))
-      continue;
-    while (!each.expired() && std::chrono::steady_clock::now() - start < longest_wait)
-      std::this_thread::yield();
-  }
-}
-
-FrameOptions options_in_force(const CheckpointOptions& options, const StackView& around) {
-  FrameOptions in_force{.early_stop = options.early_stop,
-                        .debug = options.debug,
-                        .preserve_rng_state = options.preserve_rng_state,
-                        .strict_unpack = options.strict_unpack,
-                        .offload_inputs = options.offload_inputs,
-                        .determinism_check = options.determinism_check,
-                        .capture_check = options.capture_check};
-  if (const Scope* guard = around.innermost(Ability::EarlyStop))
+RegionOptions options_in_force(const CheckpointOptions& options, const StackView& around) {
+  RegionOptions in_force{.early_stop = options.early_stop,
+                         .debug = options.debug,
+                         .preserve_rng_state = options.preserve_rng_state,
+                         .strict_unpack = options.strict_unpack,
+                         .offload_inputs = options.offload_inputs,
+                         .determinism_check = options.determinism_check,
+                         .capture_check = options.capture_check};
+  if (const detail::Scope* guard = around.innermost(Ability::EarlyStop))
     in_force.early_stop_guard = guard->early_stop;
-  if (const Scope* guard = around.innermost(Ability::Debug)) in_force.debug_guard = guard->debug;
+  if (const detail::Scope* guard = around.innermost(Ability::Debug))
+    in_force.debug_guard = guard->debug;
   in_force.early_stop = in_force.early_stop_guard.value_or(options.early_stop);
   in_force.debug = in_force.debug_guard.value_or(options.debug);
   return in_force;
 }
 
-std::unique_ptr<FrameExtras> extras_of(const CheckpointOptions& options,
-                                       const FrameOptions& in_force) {
-  const bool has_extras = !options.name.empty() || options.fingerprint || options.context_fn ||
-                          in_force.debug || options.determinism_check == DeterminismCheck::Values;
-  if (!has_extras) return nullptr;
-  auto extras = std::make_unique<FrameExtras>();
+std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
+                                        const RegionOptions& in_force) {
+  TensorChecks checks = checks_for(options);
+  if (options.name.empty() && checks.empty() && !options.context_fn && !in_force.debug)
+    return nullptr;
+  auto extras = std::make_unique<RegionExtras>();
   extras->name = options.name;
-  extras->fingerprint = options.fingerprint;
+  extras->checks = std::move(checks);
   return extras;
 }
 
-void refuse(const CheckpointOptions& options, const FrameOptions& in_force) {
+void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
   TORCH_CHECK_VALUE(!(in_force.debug && options.context_fn),
                     "remat::checkpoint: debug=True is incompatible with non-default context_fn. "
                     "Do: drop one of the two for this region.");
@@ -146,10 +68,10 @@ void refuse(const CheckpointOptions& options, const FrameOptions& in_force) {
 
 }  // namespace
 
-RegionBody::~RegionBody() = default;
+namespace detail {
 
 void refuse_shared_argument() {
-  throw_unsupported(
+  remat::throw_unsupported(
       "an argument was passed whose copies share their tensors",
       "its type offers visit_tensors, but copying it copies a handle; the region takes "
       "the tensors out of its own copy, which would take them out of yours",
@@ -157,30 +79,36 @@ void refuse_shared_argument() {
       "themselves");
 }
 
-bool opens_frame() { return c10::GradMode::is_enabled() && innermost(Ability::Disable) == nullptr; }
+}  // namespace detail
+
+bool opens_region() {
+  return c10::GradMode::is_enabled() && detail::innermost(Ability::Disable) == nullptr;
+}
 
 ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body) {
   const StackView stack;
-  const FrameOptions in_force = options_in_force(options, stack);
+  const RegionOptions in_force = options_in_force(options, stack);
   refuse(options, in_force);
-  const Scope* const around = stack.innermost(Ability::Region);
+  const auto* const around =
+      static_cast<const detail::RegionScope*>(stack.innermost(Ability::Region));
   frame_ = c10::make_intrusive<Frame>(in_force, extras_of(options, in_force),
-                                      around == nullptr ? 1 : around->frame()->depth() + 1);
-  if (options.context_fn) frame_->extras()->contexts = options.context_fn();
+                                      around == nullptr ? 1 : around->region().depth + 1);
+  RegionExtras* const extras = frame_->region().extras.get();
+  if (options.context_fn) extras->contexts = options.context_fn();
   frame_->begin(std::move(body));
-  profiled_ = profiler::forward_scope(*frame_);
+  profiled_ = profiler::forward_scope(frame_->region().info.name());
   auto scope = std::make_shared<ForwardScope>(frame_, around);
-  push(scope);
+  detail::push(scope);
   scope_ = std::move(scope);
   if (options.policy) {
-    frame_->selection_or_make(PolicyRule::of(options.policy));
+    Selection::make(*frame_, PolicyRule::of(options.policy));
     dispatch_mode_ = std::make_shared<seam::DispatchMode>();
   }
   frame_->set_sees_operators(seam::is_dispatch_mode_on());
-  if (in_force.debug) logging_ = std::make_unique<OpLogScope>(&frame_->extras()->forward_log);
-  if (frame_->extras() == nullptr || !frame_->extras()->contexts.forward) return;
+  if (in_force.debug) logging_ = std::make_unique<OpLogScope>(&extras->forward_log);
+  if (extras == nullptr || !extras->contexts.forward) return;
   try {
-    user_scope_ = frame_->extras()->contexts.forward();
+    user_scope_ = extras->contexts.forward();
   } catch (...) {
     close();
     throw;
@@ -197,7 +125,7 @@ void ForwardRun::close() {
   user_scope_.reset();
   logging_.reset();
   dispatch_mode_.reset();
-  pop(*scope_);
+  detail::pop(*scope_);
   scope_.reset();
   profiled_.reset();
 }
@@ -208,4 +136,4 @@ void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {
   frame_->settle(visit_result);
 }
 
-}  // namespace remat::detail
+}  // namespace remat

@@ -15,7 +15,7 @@
 #include <unordered_set>
 
 #include "lib/scope/hook_stack.h"
-#include "lib/state/module_access.h"
+#include "lib/seam/module_access.h"
 #include "lib/state/module_state.h"
 #include "lib/state/user_state.h"
 
@@ -162,7 +162,7 @@ bool ModuleRegion::is_wanted() {
     was_cloned_ = false;  // it is no passing clone: Note [Options of a cloned child]
     ModuleAccess::name(*owner_).reset();
   }
-  if (!enabled_ || (options_->training_only && !owner_->is_training()) || !opens_frame())
+  if (!enabled_ || (options_->training_only && !owner_->is_training()) || !opens_region())
     return false;
   if (options_->buffers != BufferPolicy::SkipBatchNorm || !contains_batch_norm()) return true;
   if (!has_warned_.exchange(true))
@@ -174,7 +174,7 @@ bool ModuleRegion::is_wanted() {
 }
 
 bool ModuleRegion::is_watched() const {
-  return opens_frame() && innermost(Ability::Region) != nullptr;
+  return opens_region() && innermost(Ability::Region) != nullptr;
 }
 
 bool ModuleRegion::contains_batch_norm() const {

@@ -7,21 +7,26 @@
 
 #include "lib/base/counters.h"
 #include "lib/base/planted_fault.h"
+#include "lib/scope/saving_input.h"
 #include "lib/seam/engine.h"
-#include "lib/selective/replay.h"
+#include "lib/tensor/content_hash.h"
+#include "lib/tensor/graph_walk.h"
 
 namespace remat {
 
-Filler::Filler(Frame& frame, Run& run, int64_t only_position)
-    : frame_(frame),
-      run_(run),
-      view_(frame.view_for(only_position)),
+Filler::Filler(const Region& region, const Slots& slots, const RecordedFrame* recorded,
+               RecomputedValues& values, int64_t only_position)
+    : region_(region),
+      slots_(slots),
+      recorded_(recorded),
+      values_(values),
+      view_(slots.view_for(only_position)),
       // What forward has not run yet, as it waits for a backward, is not to be run by a recompute.
-      early_stop_(frame.options().early_stop || !view_.is_settled),
+      early_stop_(region.options.early_stop || !view_.is_settled),
       num_slots_(static_cast<int64_t>(view_.is_needed.size())),
       task_at_start_(seam::graph_task_id()) {
-  if (frame.options().debug) log_.emplace();
-  run_.reserve(view_.is_needed.size());
+  if (region.options.debug) log_.emplace();
+  values_.reserve(view_.is_needed.size());
 }
 
 Filler::~Filler() {
@@ -35,7 +40,7 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   if (has_stopped_) {
     // The function caught the signal and went on: nothing it saves now counts, and it gets the
     // signal again, where no operator can be the one whose list is not cleared.
-    if (!view_.has_own_output && can_stop(judged, num_slots_)) throw StopSignal{};
+    if (!view_.has_own_output && can_stop(judged, num_slots_)) stop();
     return saved.requires_grad() ? saved.tensor_data() : saved;
   }
   if (replay_ != nullptr) replay_->check_saved(saved);
@@ -57,7 +62,7 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   if (wants_stop() && can_stop(judged, position)) {
     if (!has_too_many()) count(live_counters.early_stops);
     has_stopped_ = true;
-    throw StopSignal{};
+    stop();
   }
   return kept;
 }
@@ -83,7 +88,7 @@ bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
   if (position >= num_slots_ && !view_.is_settled) return false;
   bool is_safe = true;
   if (position < num_slots_)
-    frame_.with_slot(position, view_.is_settled,
+    slots_.with_slot(position, view_.is_settled,
                      [&](const Slot& slot) { is_safe = !slot.saves_own_output; });
   return is_safe;
 }
@@ -91,14 +96,15 @@ bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
 void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& kept) {
   Value value;
   value.version = static_cast<uint32_t>(saved._version());
-  frame_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
+  slots_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
     compare(position, slot, saved);
     must_finish_operator_ = slot.finish_operator && !is_planted(Fault::LateWrite);
     const Origin origin = slot.provenance.origin;
     if (!saved.requires_grad() && (origin == Origin::Outside || origin == Origin::Input))
       value.alias = saved.tensor_data();  // its owner may give the object other storage
-    if (auto in_forward = frame_.expected_contents(position))
-      pending_.push_back({position, at::sequence_number::peek(), saved, *std::move(in_forward)});
+    if (const auto noted = slots_.notes_of(position); !noted.empty())
+      pending_.push_back(
+          {position, at::sequence_number::peek(), saved, {noted.begin(), noted.end()}});
   });
   value.tensor = kept;
   if (!saved.is_cpu()) value.ready = ready_.of(saved);
@@ -106,10 +112,10 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
     value.tensor = kept.new_zeros(kept.sizes());
     value.version = static_cast<uint32_t>(value.tensor._version());
   }
-  if (is_recording() && frame_.recorded() != nullptr)
-    recording::slot_event(EventKind::Fill, frame_, position, {});
-  const bool is_new = !run_.has(position);
-  bytes_ += run_.put(position, std::move(value));
+  if (is_recording() && recorded_ != nullptr)
+    recording::slot_event(EventKind::Fill, region_.info, position, {});
+  const bool is_new = !values_.has(position);
+  bytes_ += values_.put(position, std::move(value));
   num_filled_ += 1;
   num_new_ += is_new ? 1 : 0;
 }
@@ -133,7 +139,7 @@ static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
 }
 
 bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) const {
-  if (frame_.options().capture_check != CaptureCheck::Raise || !view_.is_settled ||
+  if (region_.options.capture_check != CaptureCheck::Raise || !view_.is_settled ||
       !is_changed(slot.provenance, judged))
     return false;
   if (slot.provenance.origin != Origin::Input) return true;
@@ -151,7 +157,7 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
   const auto mismatch = [&](std::string forward, std::string now) {
     CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
     if (log_) {
-      const FrameExtras& extras = *frame_.extras();
+      const RegionExtras& extras = *region_.extras;
       const auto index = static_cast<std::size_t>(position);
       if (index < extras.saved_by.size())
         m.forward_op = extras.forward_log.at(extras.saved_by[index]);
@@ -171,8 +177,9 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
                                      : ", other storage")));
     if (is_replaced(slot.provenance, judged)) differences_.replaced.push_back(position);
   }
-  if (frame_.extras() != nullptr && frame_.extras()->fingerprint) return;  // compared instead
-  if (frame_.options().determinism_check == DeterminismCheck::None) return;
+  for (const auto& check : region_.checks())
+    if (check->replaces_metadata()) return;
+  if (region_.options.determinism_check == DeterminismCheck::None) return;
   const bool is_same_place = slot.follows == follows_ && is_same_kind(slot, judged);
   if (slot.metadata.describes(saved) && is_same_place) return;
   const auto text = [&](const TensorMetadata& metadata, bool requires_grad, bool follows) {
@@ -196,23 +203,31 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
 // has more owners.
 Differences Filler::take_differences() {
   for (const int64_t position : differences_.replaced)
-    if (run_.owns_alone(position)) differences_.clear_capture(position);
+    if (values_.owns_alone(position)) differences_.clear_capture(position);
   return std::move(differences_);
 }
 
 void Filler::compare_pending(uint64_t next_operator, bool is_end) {
   if (pending_.empty() || (!is_end && pending_.front().operator_number == next_operator)) return;
-  for (const Pending& each : std::exchange(pending_, {})) {
-    std::string now = frame_.contents_of(each.tensor);
-    if (now == each.in_forward) continue;
-    if (!frame_.compares_contents()) {
-      has_other_numbers_ = true;
-      continue;
+  for (const Pending& each : std::exchange(pending_, {}))
+    for (const NoteOfSlot& then : each.in_forward) {
+      std::string now =
+          then.check == nullptr ? text_of_contents(each.tensor) : then.check->note(each.tensor);
+      if (now == then.text) continue;
+      if (then.check == nullptr) {
+        has_other_numbers_ = true;
+        continue;
+      }
+      const std::string name = std::string(then.check->report().name) + " ";
+      if (differences_.check == nullptr) differences_.check = then.check;
+      if (differences_.check == then.check)
+        differences_.contents.push_back({each.position, name + then.text, name + now, {}, {}});
     }
-    const bool is_text = frame_.extras() != nullptr && frame_.extras()->fingerprint;
-    const char* const what = is_text ? "fingerprint " : "hash ";
-    differences_.contents.push_back({each.position, what + each.in_forward, what + now, {}, {}});
-  }
+}
+
+void Filler::stop() {
+  region_.body->stop();
+  report_returned("stop");
 }
 
 void Filler::stop_before_backward() {
@@ -223,12 +238,12 @@ void Filler::stop_before_backward() {
   } else if (!is_on_own_ground()) {
     return;
   }
-  throw StopSignal{};
+  stop();
 }
 
 bool Filler::is_on_own_ground() const {
   return std::this_thread::get_id() == owner_ && seam::graph_task_id() == task_at_start_ &&
-         frame_.body().can_be_stopped() && std::uncaught_exceptions() == uncaught_at_start_;
+         region_.body->can_be_stopped() && std::uncaught_exceptions() == uncaught_at_start_;
 }
 
 }  // namespace remat

@@ -9,19 +9,20 @@
 #include <vector>
 
 #include "hooks/slot.h"
-#include "lib/frame/frame.h"
+#include "lib/frame/keeper.h"
 #include "lib/frame/mismatch.h"
+#include "lib/frame/recomputed_values.h"
+#include "lib/frame/slots.h"
 #include "lib/observe/op_log.h"
 
 namespace remat {
-
-class Replay;
 
 /// The values of one recompute come in through it, one for each tensor that autograd saves.
 class Filler final : public SlotFiller {
  public:
   /// For every slot that is alive, or for `only_position` alone if it is not negative.
-  Filler(Frame& frame, Run& run, int64_t only_position);
+  Filler(const Region& region, const Slots& slots, const RecordedFrame* recorded,
+         RecomputedValues& values, int64_t only_position);
   ~Filler() override;
 
   at::Tensor fill(const at::Tensor& saved) override;
@@ -31,12 +32,12 @@ class Filler final : public SlotFiller {
   /// The function has ended, by a return or a stop: takes what waited for it.
   void finish() { compare_pending(0, /*is_end=*/true); }
 
-  /// The recompute must run to its end, unless forward has not got there yet.
   /// The region's forward had returned when the recompute began.
   bool is_forward_over() const { return view_.is_settled; }
+  /// The recompute must run to its end, unless forward has not got there yet.
   void forbid_stop() { early_stop_ = !view_.is_settled; }
   /// What replays kept results looks at every tensor that is saved.
-  void set_replay(Replay* replay) { replay_ = replay; }
+  void set_replay(KeptReplay* replay) { replay_ = replay; }
   /// The arguments of this recompute.
   void set_inputs(const std::vector<at::Tensor>& inputs) {
     for (const at::Tensor& each : inputs)
@@ -52,11 +53,13 @@ class Filler final : public SlotFiller {
   bool has_other_numbers() const { return has_other_numbers_; }
   /// More tensors came than forward saved, and forward is over.
   bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
-  /// Whether a StopSignal may be thrown here, as far as thread, backward and function are concerned.
+  /// Whether the recompute may be ended here, as far as thread, backward and function are concerned.
   bool is_on_own_ground() const;
+  /// Ends it, in the way of the function's language.
+  [[noreturn]] void stop();
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
-  /// As in Frame.
+  /// As in Slots.
   void end_operator() { may_follow_ = false; }
   /// The exception at hand counts also if user code catches it.
   void note_refusal() {
@@ -77,9 +80,11 @@ class Filler final : public SlotFiller {
   bool wants_stop() const;
   bool can_stop(const at::Tensor& saved, int64_t position) const;
 
-  Frame& frame_;
-  Run& run_;
-  const Frame::SlotView view_;
+  const Region& region_;
+  const Slots& slots_;
+  const RecordedFrame* const recorded_;
+  RecomputedValues& values_;
+  const SlotView view_;
   bool early_stop_;
   const int64_t num_slots_;
   const int64_t task_at_start_;
@@ -87,7 +92,7 @@ class Filler final : public SlotFiller {
   const int uncaught_at_start_ = std::uncaught_exceptions();
   ReadyStreams ready_;
   std::optional<OpLog> log_;
-  Replay* replay_ = nullptr;
+  KeptReplay* replay_ = nullptr;
   struct GivenInput {
     const c10::StorageImpl* storage;  // only to be compared
     c10::VariableVersion counter;
@@ -98,7 +103,7 @@ class Filler final : public SlotFiller {
     int64_t position;
     uint64_t operator_number;
     at::Tensor tensor;
-    std::string in_forward;
+    c10::SmallVector<NoteOfSlot, 1> in_forward;
   };
   std::vector<Pending> pending_;  // contents to compare when their operator has returned
   uint64_t last_operator_ = 0;    // of the operator that filled the last needed slot

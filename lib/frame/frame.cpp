@@ -1,38 +1,31 @@
-#include "lib/frame/frame.h"
+// Frame in forward, and its end.
 
-#include <c10/core/GradMode.h>
+#include "lib/frame/frame.h"
 
 #include <algorithm>
 #include <utility>
 
 #include "lib/base/counters.h"
-#include "lib/rng/device_claims.h"
-#include "lib/scope/hook_stack.h"
-#include "lib/seam/accelerator.h"
-#include "lib/seam/dispatch_mode.h"
-#include "lib/seam/engine.h"
-#include "lib/selective/selection.h"
-#include "lib/tensor/content_hash.h"
+#include "lib/scope/saving_input.h"
 
 namespace remat {
 
-Frame::Frame(const FrameOptions& options, std::unique_ptr<FrameExtras> extras, int64_t depth)
-    : id_(live_counters.frames_created.fetch_add(1, std::memory_order_relaxed)),
-      depth_(depth),
-      options_(options),
-      extras_(std::move(extras)),
+Frame::Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int64_t depth)
+    : region_{.info = {live_counters.frames_created.fetch_add(1, std::memory_order_relaxed), depth,
+                       extras == nullptr ? nullptr : &extras->name},
+              .options = options,
+              .extras = std::move(extras)},
+      surroundings_(options.preserve_rng_state),
       forward_thread_(std::this_thread::get_id()) {}
 
 // Rule 13. What a frame holds may own other frames: through the arguments of the user's function,
 // or as slots of a parent. The first dying frame of a thread empties those that die meanwhile, one
 // after the other.
 struct Frame::Remains {
-  std::unique_ptr<Selection> selection;
-  std::unique_ptr<FrameExtras> extras;
-  std::unique_ptr<detail::RegionBody> body;
+  std::unique_ptr<Keeper> keeper;
+  Region region;
   Inputs inputs;
-  c10::SmallVector<std::shared_ptr<Run>, 1> runs;
-  std::vector<std::pair<int64_t, at::Tensor>> pending;
+  ValuesByTask::All values;
   std::unique_ptr<UserState> user_state;
   std::unique_ptr<RecordedFrame> recorded;
 };
@@ -43,23 +36,20 @@ void Frame::empty() noexcept {
   if (std::exchange(is_empty_, true)) return;
   thread_local std::vector<Remains>* waiting = nullptr;
   count(live_counters.frames_ended);
-  if (!is_settled_) count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
-  std::vector<Slot>().swap(slots_);
+  slots_.clear();
   if (waiting != nullptr) {
-    waiting->push_back({std::move(selection_), std::move(extras_), std::move(body_),
-                        std::move(inputs_), std::move(runs_), std::move(pending_),
-                        std::move(user_state_), std::move(recorded_)});
+    waiting->push_back({std::move(keeper_), std::move(region_), std::move(inputs_),
+                        values_.release(), surroundings_.release(), std::move(recorded_)});
     return;
   }
   std::vector<Remains> queue;
   waiting = &queue;
-  selection_.reset();
-  extras_.reset();
-  body_.reset();
+  keeper_.reset();
+  region_.extras.reset();
+  region_.body.reset();
   inputs_.clear();
-  runs_.clear();
-  pending_.clear();
-  user_state_.reset();
+  values_.release().clear();
+  surroundings_.release().reset();
   recorded_.reset();
   while (!queue.empty()) {
     const Remains next = std::move(queue.back());
@@ -68,187 +58,84 @@ void Frame::empty() noexcept {
   waiting = nullptr;
 }
 
-const std::string& Frame::name() const {
-  static const std::string none;
-  return extras_ ? extras_->name : none;
-}
-
-bool Frame::compares_contents() const {
-  return options_.determinism_check == DeterminismCheck::Values ||
-         (extras_ && extras_->fingerprint);
-}
-
-std::string Frame::contents_of(const at::Tensor& tensor) const {
-  if (!extras_ || !extras_->fingerprint) return fmt::format("{:016x}", content_hash(tensor));
-  // What the user's function saves is none of the region's.
-  const detail::NoScopes no_scopes;
-  const seam::DispatchModeOff unseen;
-  at::NoGradGuard no_grad;
-  return extras_->fingerprint(tensor);
-}
-
-void Frame::begin(std::unique_ptr<detail::RegionBody> body) {
-  body_ = std::move(body);
-  inputs_.save(*body_, options_.offload_inputs);
-  snapshot_ = Snapshot::take();
-  streams_ = CurrentStreams::here();
-  auto registered = UserRegistrations::around();
-  if (options_.preserve_rng_state && (registered || present_accelerator()))
-    device_rng_ =
-        DeviceRng::take(registered ? registered->generators : c10::ArrayRef<at::Generator>());
-  // What a backward runs, and the engine's threads, work for others.
-  if (device_rng_ && seam::graph_task_id() < 0)
-    inputs_.storages().visit([](const c10::StorageImpl& storage) { claim(storage.device()); });
-  if (registered)
-    user_state_ = std::make_unique<UserState>(*registered, options_.preserve_rng_state);
-  if (options_.preserve_rng_state) draws_.begin();
-  if (is_recording()) recorded_ = recording::region_begins(*this);  // what throws is done
+void Frame::begin(std::unique_ptr<RegionBody> body) {
+  region_.body = std::move(body);
+  inputs_.save(*region_.body, region_.options.offload_inputs);
+  surroundings_.begin(inputs_.storages());
+  if (is_recording())  // what throws is done
+    recorded_ = recording::region_begins(region_.info, inputs_.storages());
   start_ = RegionStart::here();
 }
 
-DrawLog* Frame::draw_log(const c10::GeneratorImpl& generator) {
-  if (!options_.preserve_rng_state) return nullptr;
-  if (&generator == &draws_.generator()) return &draws_;
-  if (user_state_)
-    for (const auto& log : user_state_->draw_logs())
-      if (&generator == &log->generator()) return log.get();
-  return nullptr;
+int64_t Frame::add_slot(const at::Tensor& saved) {
+  const at::Tensor* const origin = take_input_being_saved();
+  if (recorded_ != nullptr && is_recording())
+    recording::slot_event(EventKind::Pack, region_.info, slots_.size(),
+                          TensorMetadata(saved, false).text());
+  // What a region around keeps may be captured here: its recompute must have the data, and no placeholder.
+  if (sees_operators_ && region_.info.depth > 1)
+    detail::visit_regions([&](detail::RegionScope& scope) {
+      detail::ReadWatcher* const watcher =
+          scope.region().id == region_.info.id ? nullptr : scope.reads();
+      if (watcher != nullptr) watcher->tensor_was_read(saved);
+    });
+  const bool is_hashed = saved.is_cpu() && surroundings_.has_new_drawer();
+  const int64_t position =
+      slots_.add(region_, saved, origin, start_, inputs_.storages(), is_hashed);
+  if (region_.options.debug)
+    region_.extras->saved_by.push_back(region_.extras->forward_log.size() - 1);
+  if (keeper_ != nullptr) keeper_->slot_added(saved, position);
+  return position;
 }
 
-Selection& Frame::selection_or_make(std::shared_ptr<const PolicyRule> rule) {
-  std::lock_guard<SpinLock> lock(mutex_);
-  if (selection_ == nullptr) selection_ = std::make_unique<Selection>(*this, std::move(rule));
-  return *selection_;
-}
-
-c10::SmallVector<DrawLog*, 1> Frame::draw_logs() {
-  c10::SmallVector<DrawLog*, 1> logs;
-  if (!options_.preserve_rng_state) return logs;
-  logs.push_back(&draws_);
-  if (user_state_)
-    for (const auto& log : user_state_->draw_logs()) logs.push_back(log.get());
-  return logs;
-}
-
-bool Frame::has_slot_of(const c10::StorageImpl* storage) {
-  std::lock_guard<SpinLock> lock(mutex_);
-  return std::any_of(slots_.begin(), slots_.end(), [storage](const Slot& slot) {
-    return slot.provenance.storage._unsafe_get_target() == storage;
+void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
+  slots_.note_rest(region_);
+  StorageSet results;
+  int64_t max_elements = 0;
+  visit_result([&](at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    results.add(tensor);
+    if (!tensor.is_nested()) max_elements = std::max(max_elements, tensor.numel());
   });
+  surroundings_.settle([&] {
+    DevicesMet met = devices_met();
+    visit_result([&](at::Tensor& tensor) { met.add(tensor); });
+    return met;
+  });
+
+  if (keeper_ != nullptr) keeper_->end_naming();
+  recording::RegionSums recorded;
+  if (recorded_ != nullptr) recorded = slots_.sums(results);
+  // Under a policy the end of a region is what the policy was told that it is.
+  slots_.settle({.results = results,
+                 .max_result_elements = max_elements,
+                 .may_end_small = keeper_ == nullptr,
+                 .has_leaf_inputs = inputs_.has_leaf()},
+                [this](const c10::StorageImpl* storage) {
+                  return keeper_ != nullptr && keeper_->may_replace(storage);
+                });
+  const auto lost = inputs_.settle();
+  if (keeper_ != nullptr) keeper_->settle();
+  if (recorded_ == nullptr) return;
+  if (keeper_ != nullptr) keeper_->add_to(recorded);
+  recording::region_ends(region_.info, *recorded_, recorded);
 }
 
-DevicesMet Frame::devices_met() {
+void Frame::tell_recorders_of_throw() const {
+  if (recorded_ != nullptr) recording::region_throws(region_.info, *recorded_);
+}
+
+DevicesMet Frame::devices_met() const {
   DevicesMet met;
   inputs_.storages().visit([&](const c10::StorageImpl& storage) { met.add(storage.device()); });
-  std::lock_guard<SpinLock> lock(mutex_);
-  for (const Slot& slot : slots_) met.add(slot.metadata.device());
+  slots_.add_devices(met);
   return met;
 }
 
-std::vector<GeneratorState> Frame::device_states_at_begin() {
-  if (device_rng_ == nullptr) return {};
-  return device_rng_->at_begin(device_rng_->is_settled() ? DevicesMet() : devices_met());
-}
-
-bool Frame::has_new_drawer() const {
-  return options_.preserve_rng_state && draws_.has_new_drawer();
-}
-
-void Frame::keep(const std::shared_ptr<StateProvider>& provider, const std::any& state) {
-  if (!user_state_) user_state_ = std::make_unique<UserState>();
-  user_state_->keep(provider, state);
-}
-
-void Frame::keep(const at::Generator& generator) {
-  if (!options_.preserve_rng_state) return;
-  if (!user_state_) user_state_ = std::make_unique<UserState>();
-  user_state_->keep(generator);
-  DeviceRng::add(device_rng_, generator);
-}
-
-void Frame::keep(const std::shared_ptr<HeldState>& held_state) {
-  if (!user_state_) user_state_ = std::make_unique<UserState>();
-  user_state_->keep(held_state);
-}
-
-void Frame::owner_waits_for_backward(Run& run) {
-  std::lock_guard<SpinLock> lock(mutex_);
-  run.waits_for_backward = true;
-  run.tell_change();
-}
-
-void Frame::end_operator() {
-  std::lock_guard<SpinLock> lock(mutex_);
-  is_operator_over_ = true;
-}
-
-Frame::Noted& Frame::noted() {
-  if (noted_ == nullptr) noted_ = std::make_unique<Noted>();
-  return *noted_;
-}
-
-void Frame::note_backward(int64_t number, InnerBackwards::Asked asked) {
-  std::lock_guard<SpinLock> lock(mutex_);
-  if (!noted().backwards) noted().backwards.emplace();
-  noted().backwards->note(number, std::move(asked));
-}
-
-InnerBackwards::Asked Frame::asked_by_backward(int64_t number) {
-  std::lock_guard<SpinLock> lock(mutex_);
-  return noted_ == nullptr || !noted_->backwards ? InnerBackwards::Asked{}
-                                                 : noted_->backwards->asked(number);
-}
-
-bool Frame::has_noted_backwards() {
-  std::lock_guard<SpinLock> lock(mutex_);
-  return noted_ != nullptr && noted_->backwards.has_value();
-}
-
-void Frame::note_accumulation(const torch::autograd::edge_list& roots) {
-  AccumulatedLeaves all = accumulated_leaves();
-  all.add_below(roots);
-  std::lock_guard<SpinLock> lock(mutex_);
-  noted().accumulated = std::move(all);
-}
-
-AccumulatedLeaves Frame::accumulated_leaves() {
-  std::lock_guard<SpinLock> lock(mutex_);
-  return noted_ == nullptr ? AccumulatedLeaves() : noted_->accumulated;
-}
-
-void Frame::note_hook(const at::TensorBase& tensor, unsigned handle) {
-  std::lock_guard<SpinLock> lock(mutex_);
-  noted().hooks.add(tensor, handle, has_run_backward());
-}
-
-std::optional<HookNotes::Note> Frame::noted_hook(const at::TensorBase& tensor, std::size_t number) {
-  std::lock_guard<SpinLock> lock(mutex_);
-  const HookNotes::Note* const note =
-      noted_ == nullptr ? nullptr : noted_->hooks.find(tensor, number);
-  return note == nullptr ? std::nullopt : std::optional(*note);
-}
-
-bool Frame::has_hook_after_backward() {
-  std::lock_guard<SpinLock> lock(mutex_);
-  return noted_ != nullptr && noted_->hooks.any_follows_backward();
-}
-
-void Frame::visit_outside(c10::function_ref<void(at::Tensor)> visitor) {
-  if (!may_meet_outside_) return;
+void Frame::visit_outside(c10::function_ref<void(at::Tensor)> visitor) const {
+  if (!slots_.may_meet_outside()) return;
   inputs_.visit_leaves(visitor);
-  c10::SmallVector<c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>, 8> alive;
-  {
-    std::lock_guard<SpinLock> lock(mutex_);
-    const c10::TensorImpl* latest = nullptr;  // several slots of one weight often follow each other
-    for (const Slot& slot : slots_) {
-      const Provenance& from = slot.provenance;
-      if (from.origin != Origin::Leaf && from.origin != Origin::Outside) continue;
-      if (from.leaf._unsafe_get_target() == std::exchange(latest, from.leaf._unsafe_get_target()))
-        continue;
-      if (auto leaf = from.leaf.lock()) alive.push_back(std::move(leaf));
-    }
-  }
-  for (auto& each : alive) visitor(at::Tensor(std::move(each)));
+  slots_.visit_outside(visitor);
 }
 
 }  // namespace remat

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <unordered_set>
 
+#include "lib/seam/autograd_meta.h"
 #include "lib/tensor/graph_walk.h"
 
 namespace remat {
@@ -60,14 +61,13 @@ bool AccumulatedLeaves::contains(const c10::TensorImpl* leaf) const {
 }
 
 const seam::NodePtr* GradientSinks::sink_of(const at::TensorBase& tensor) {
-  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-  if (meta == nullptr || !meta->requires_grad_ || meta->grad_fn_ != nullptr) return nullptr;
+  if (!seam::requires_grad_itself(tensor) || seam::node_of(tensor) != nullptr) return nullptr;
   c10::TensorImpl* const leaf = tensor.unsafeGetTensorImpl();
   if (!leaves_.contains(leaf)) return nullptr;
   std::lock_guard<std::mutex> lock(mutex_);
   const auto [found, is_new] = sinks_.try_emplace(leaf);
   if (is_new) {
-    found->second.has_hooks = !meta->hooks_.empty();
+    found->second.has_hooks = seam::has_own_hooks(tensor);
     found->second.node = seam::make_node<SinkNode>();
     found->second.node->add_input_metadata(at::Tensor(tensor));
   }

@@ -100,9 +100,9 @@ const char* against(const InnerBackwards::Asked& asked, const Inputs& inputs,
   return is_short ? original : nullptr;
 }
 
-void refuse_backward(const char* reason) {
+void refuse_backward(const Region& region, const char* reason) {
   throw_unsupported(
-      reason,
+      region, reason,
       "a recompute has its arguments without their history and their hooks, so that its "
       "backward would give another gradient than forward's did",
       "take the gradient outside the region, or of a tensor that the function makes");

@@ -1,7 +1,7 @@
 #pragma once
-// SharedRecomputes that a region's function runs: those that its recompute could not repeat.
+// Backwards that a region's function runs: those that its recompute could not repeat.
 //
-// Note [SharedRecomputes inside a region]
+// Note [Backwards inside a region]
 // A recompute has its arguments without their history (Note [Inputs without history]): a backward in
 // it ends there, without what lies beyond and without the hooks of the original. Where forward's went
 // on, the recompute's would give other gradients, of which nothing could be seen. So each backward
@@ -25,8 +25,8 @@
 
 namespace remat {
 
-class Frame;
 class Inputs;
+struct Region;
 
 /// Of one frame: what its forward's backwards asked of its inputs, by number.
 class InnerBackwards {
@@ -58,6 +58,6 @@ inline constexpr char hook_after_backward[] =
     "a gradient was taken inside a region whose function later registers a hook on a tensor from "
     "outside";
 
-[[noreturn]] void refuse_backward(const char* reason);
+[[noreturn]] void refuse_backward(const Region& region, const char* reason);
 
 }  // namespace remat

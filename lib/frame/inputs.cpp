@@ -12,10 +12,12 @@
 
 #include "hooks/byte_hash.h"
 #include "hooks/elsewhere.h"
+#include "lib/base/error.h"
 #include "lib/base/planted_fault.h"
-#include "lib/frame/frame.h"
 #include "lib/frame/mismatch.h"
 #include "lib/scope/offload.h"
+#include "lib/scope/saving_input.h"
+#include "lib/seam/autograd_meta.h"
 #include "lib/seam/dispatch_mode.h"
 #include "lib/seam/engine.h"
 #include "lib/tensor/content_hash.h"
@@ -23,8 +25,6 @@
 namespace remat {
 
 namespace {
-
-thread_local SavingInput* being_saved = nullptr;
 
 /// Ends the gradient of a recompute's own backward at the input: the edge leads nowhere.
 struct InputEdge final : torch::autograd::Node {
@@ -106,9 +106,7 @@ class StorageCopies {
 };
 
 void refuse_tangent(const at::Tensor& tensor) {
-  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-  // Asking for the tangent itself takes a lock; hardly any tensor has ever had one.
-  if (meta != nullptr && meta->fw_grad_ != nullptr && tensor._fw_grad(/*level=*/0).defined())
+  if (seam::has_tangent(tensor))
     throw_unsupported("an argument carries a forward-mode tangent",
                       "forward-mode AD does not see what a recompute does",
                       "call the function without remat::checkpoint while forward-mode AD is used");
@@ -116,18 +114,7 @@ void refuse_tangent(const at::Tensor& tensor) {
 
 }  // namespace
 
-const at::Tensor* input_being_saved() {
-  return being_saved == nullptr ? nullptr : being_saved->tensor_;
-}
-const at::Tensor* take_input_being_saved() {
-  if (being_saved != nullptr) being_saved->is_slot_ = true;
-  return input_being_saved();
-}
-SavingInput::SavingInput(const at::Tensor& tensor)
-    : tensor_(&tensor), previous_(std::exchange(being_saved, this)) {}
-SavingInput::~SavingInput() { being_saved = previous_; }
-
-void Inputs::save(detail::RegionBody& body, bool offload) {
+void Inputs::save(RegionBody& body, bool offload) {
   c10::SmallVector<const c10::TensorImpl*, 8> impls;
   body.visit_inputs([&](at::Tensor& kept) {
     const at::Tensor tensor = std::exchange(kept, at::Tensor());
@@ -150,7 +137,7 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
                         : tensor);  // may throw, as a growing SmallVector must not
     Input& input = saved_.emplace_back(std::move(made));
     if (has_edge) {
-      input.place = WeakEdge(tensor, role);
+      input.edge = WeakEdge(tensor, role);
       input.has_tensor_hooks = !torch::autograd::impl::hooks(tensor).empty();
     }
     input.role = role;
@@ -162,13 +149,8 @@ void Inputs::save(detail::RegionBody& body, bool offload) {
     input.version = input.counter.current_version();
     impls.push_back(tensor.unsafeGetTensorImpl());
     if (role == GradRole::Result) {
-      const auto& meta = *torch::autograd::impl::get_autograd_meta(tensor);
-      if (meta.grad_.defined() || meta.output_nr_ > 0 || meta.retains_grad_) {
-        Details& beside = input.make_details();
-        beside.grad = meta.grad_;
-        beside.output_number = static_cast<uint32_t>(tensor.output_nr());
-        beside.retains_grad = meta.retains_grad_;
-      }
+      if (seam::Beside beside = seam::beside_values(tensor); beside.is_anything())
+        input.make_details().beside = std::move(beside);
     }
     if (input.variable.has_hooks() && !saving.is_slot()) {
       Details& watched = input.make_details();
@@ -218,11 +200,11 @@ std::vector<torch::autograd::SavedVariable> Inputs::settle() {
 }
 
 // What a user's hooks hold is not to be written to; the original may be what they hold.
-at::Tensor Inputs::unpack(const Frame& frame, const Input& input, std::size_t number) const {
+at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t number) const {
   const auto position = static_cast<int64_t>(number);
   Details* const watched = input.watched();
-  if (input.is_lost) throw_written_argument(frame, position);
-  if (watched != nullptr && watched->is_spoiled) throw_spoiled_argument(frame, position);
+  if (input.is_lost) throw_written_argument(region, position);
+  if (watched != nullptr && watched->is_spoiled) throw_spoiled_argument(region, position);
   const uint32_t expected = watched == nullptr ? 0 : watched->version.load();
   const uint32_t version = watched == nullptr ? 0 : watched->counter.current_version();
   at::Tensor data = input.variable.unpack();
@@ -234,22 +216,22 @@ at::Tensor Inputs::unpack(const Frame& frame, const Input& input, std::size_t nu
         is_same_counter(data.unsafeGetTensorImpl()->version_counter(), watched->counter) ||
         (storage_of(data) != nullptr && storage_of(data) == watched->storage._unsafe_get_target());
     if (version != expected && is_alias)
-      throw_changed_argument(frame, position, data, expected, version, input.is_written);
+      throw_changed_argument(region, position, data, expected, version, input.is_written);
     if (version == expected) watched->version = watched->counter.current_version();
     is_original = data.unsafeGetTensorImpl() == watched->object._unsafe_get_target();
     storage = watched->storage._unsafe_get_target();
   } else if (is_original) {
     storage = storages_.at(input.storage_number);
   }
-  if (is_original && frame.options().capture_check == CaptureCheck::Raise &&
+  if (is_original && region.options.capture_check == CaptureCheck::Raise &&
       !is_planted(Fault::ReplacedArgument) &&
       (storage_of(data) != storage || layout_of(data) != input.layout))
-    throw_replaced_argument(frame, position, data);
+    throw_replaced_argument(region, position, data);
   return data;
 }
 
 // See Note [Functions that write to arguments].
-void Inputs::copy_written(const Frame& frame, std::vector<at::Tensor>& tensors) const {
+void Inputs::copy_written(const Region& region, std::vector<at::Tensor>& tensors) const {
   StorageCopies copies;
   const std::vector<at::Tensor> given = tensors;
   for (std::size_t i = 0; i < saved_.size(); ++i) {
@@ -260,7 +242,7 @@ void Inputs::copy_written(const Frame& frame, std::vector<at::Tensor>& tensors) 
     for (std::size_t j = 0; is_written(input) && j < saved_.size(); ++j)
       if (input.storage_number >= 0 && saved_[j].storage_number == input.storage_number &&
           storage_of(given[j]) != storage_of(given[i]))
-        throw_parted_arguments(frame, static_cast<int64_t>(i), static_cast<int64_t>(j));
+        throw_parted_arguments(region, static_cast<int64_t>(i), static_cast<int64_t>(j));
     tensors[i] = copies.copy_of(given[i]);
   }
 }
@@ -279,7 +261,7 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
   if (input.is_object() && grad_role_of(data) == input.role) return data;
   // The user may have changed its role, or given it other data since.
   if (input.role == GradRole::Leaf && !is_any_written && !is_planted(Fault::ArgumentObject))
-    if (at::Tensor leaf = input.place.leaf();
+    if (at::Tensor leaf = input.edge.leaf();
         is_unchanged(input, leaf, data) &&
         !(runs_backward && !torch::autograd::impl::hooks(leaf).empty()))
       return leaf;
@@ -291,15 +273,15 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
       alias.set_requires_grad(true);
       break;
     case GradRole::Result: {
-      const Details* const beside = input.details.get();
+      static const seam::Beside nothing;
+      const seam::Beside& beside = input.details == nullptr ? nothing : input.details->beside;
       if (input.is_view && !is_any_written && !runs_backward)
         alias = torch::autograd::make_variable_differentiable_view(
             alias, torch::autograd::ViewInfo(data.tensor_data(), nullptr, nullptr), std::nullopt,
             /*shared_view_info=*/false, torch::autograd::CreationMeta::DEFAULT);
-      torch::autograd::create_gradient_edge(
-          alias, input_edge(beside == nullptr ? 0 : beside->output_number));
-      if (beside != nullptr && beside->retains_grad) alias.retain_grad();
-      if (beside != nullptr) torch::autograd::impl::get_autograd_meta(alias)->grad_ = beside->grad;
+      torch::autograd::create_gradient_edge(alias, input_edge(beside.output_number));
+      if (beside.retains_grad) alias.retain_grad();
+      if (beside.is_anything()) seam::set_grad(alias, beside.grad);
       break;
     }
     case GradRole::NoGradViewOfLeaf:
@@ -309,7 +291,7 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
   return alias;
 }
 
-GivenInputs Inputs::unpack(const Frame& frame) const {
+GivenInputs Inputs::unpack(const Region& region, bool runs_backward) const {
   GivenInputs given;
   std::vector<at::Tensor>& tensors = given.tensors;
   tensors.reserve(saved_.size());
@@ -317,11 +299,10 @@ GivenInputs Inputs::unpack(const Frame& frame) const {
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
     tensors.push_back(input.same_as >= 0 ? tensors[static_cast<std::size_t>(input.same_as)]
-                                         : unpack(frame, input, i));
+                                         : unpack(region, input, i));
     is_any_written = is_any_written || is_written(input);
   }
-  if (is_any_written) copy_written(frame, tensors);
-  const bool runs_backward = frame.has_run_backward();
+  if (is_any_written) copy_written(region, tensors);
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
     at::Tensor& tensor = tensors[i];
@@ -339,11 +320,11 @@ GivenInputs Inputs::unpack(const Frame& frame) const {
   return given;
 }
 
-void Inputs::check_unwritten(const Frame& frame, const GivenInputs& given) const {
+void Inputs::check_unwritten(const Region& region, const GivenInputs& given) const {
   for (const GivenInputs::Held& each : given.held) {
     if (each.counter.current_version() == each.version) continue;
     saved_[each.input].watched()->is_spoiled = true;
-    throw_spoiled_argument(frame, static_cast<int64_t>(each.input));
+    throw_spoiled_argument(region, static_cast<int64_t>(each.input));
   }
 }
 

@@ -9,13 +9,12 @@
 #include <memory>
 #include <vector>
 
+#include "lib/frame/region.h"
+#include "lib/seam/autograd_meta.h"
 #include "lib/tensor/capture.h"
 #include "lib/tensor/graph_walk.h"
-#include "remat/checkpoint.h"
 
 namespace remat {
-
-class Frame;
 
 /// The arguments of one recompute.
 struct GivenInputs {
@@ -54,14 +53,14 @@ class Inputs {
   /// Takes the tensors out of the body's kept arguments and saves them. `offload`: those that no
   /// hooks around the region take wait on the CPU. Throws what the hooks around throw, and LibTorch's
   /// error for inference tensors.
-  void save(detail::RegionBody& body, bool offload);
-  /// Fresh arguments for one recompute of `frame`; may make parents recompute. Throws LibTorch's error
+  void save(RegionBody& body, bool offload);
+  /// Fresh arguments for one recompute; `runs_backward`: forward's function did. May make parents recompute. Throws LibTorch's error
   /// when an input was changed in place, and CheckpointError if it was given other data, if a user's
   /// hooks kept it as it was, or if they took apart what shared memory and is written to.
-  GivenInputs unpack(const Frame& frame) const;
+  GivenInputs unpack(const Region& region, bool runs_backward) const;
   /// The recompute has ended. Throws CheckpointError if it wrote to what hooks hold, which forward did
   /// not.
-  void check_unwritten(const Frame& frame, const GivenInputs& given) const;
+  void check_unwritten(const Region& region, const GivenInputs& given) const;
   /// The tensors die here.
   void clear() { saved_.clear(); }
 
@@ -72,7 +71,7 @@ class Inputs {
   /// Of each input: where its gradient goes in forward (nowhere, if it is gone), and whether it had hooks.
   template <class Visitor>
   void visit_edges(Visitor&& visitor) const {
-    for (const Input& each : saved_) visitor(each.place.get(), each.has_tensor_hooks);
+    for (const Input& each : saved_) visitor(each.edge.get(), each.has_tensor_hooks);
   }
   bool has_leaf() const {
     return std::any_of(saved_.begin(), saved_.end(),
@@ -82,7 +81,7 @@ class Inputs {
   template <class Visitor>
   void visit_leaves(Visitor&& visitor) const {
     for (const Input& each : saved_)
-      if (const at::Tensor leaf = each.place.leaf(); leaf.defined()) visitor(leaf);
+      if (const at::Tensor leaf = each.edge.leaf(); leaf.defined()) visitor(leaf);
   }
   /// The region's function has returned: notes what it wrote to. Gives out what no recompute can use: a
   /// tensor that the function wrote to may have its graph as a history now, and would keep it alive.
@@ -100,16 +99,14 @@ class Inputs {
     std::atomic<uint32_t> version{0};     ///< the hooks themselves may write when they give it back
     std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold
     /// What a result has beside its values.
-    at::Tensor grad{};
-    uint32_t output_number = 0;
-    bool retains_grad = false;
+    seam::Beside beside{};
   };
   struct Input {
     Input() = default;
     explicit Input(const at::Tensor& saved) : variable(saved, /*is_output=*/false) {}
     torch::autograd::SavedVariable variable;
     std::unique_ptr<Details> details;
-    WeakEdge place;
+    WeakEdge edge;
     c10::VariableVersion counter{
         c10::VariableVersion::DISABLED};  ///< until the function has returned
     uint32_t version = 0;
@@ -134,8 +131,8 @@ class Inputs {
   };
   bool has_moved(const Input& input) const;
   bool is_written(const Input& input) const;
-  at::Tensor unpack(const Frame& frame, const Input& input, std::size_t number) const;
-  void copy_written(const Frame& frame, std::vector<at::Tensor>& tensors) const;
+  at::Tensor unpack(const Region& region, const Input& input, std::size_t number) const;
+  void copy_written(const Region& region, std::vector<at::Tensor>& tensors) const;
   static bool is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data);
   at::Tensor in_role(const Input& input, at::Tensor data, bool is_any_written,
                      bool runs_backward) const;
@@ -143,27 +140,6 @@ class Inputs {
   c10::SmallVector<Input, 1> saved_;
   StorageSet storages_;
   bool is_settled_ = false;
-};
-
-/// While the inputs of a region are saved: the tensor whose alias is being packed, else null. A
-/// parent frame judges the alias by the tensor it stands for.
-const at::Tensor* input_being_saved();
-/// The same, for a frame that makes a slot of it, or fills one with it.
-const at::Tensor* take_input_being_saved();
-class SavingInput {
- public:
-  explicit SavingInput(const at::Tensor& tensor);
-  ~SavingInput();
-  SavingInput(const SavingInput&) = delete;
-  SavingInput& operator=(const SavingInput&) = delete;
-  bool is_slot() const { return is_slot_; }
-
- private:
-  friend const at::Tensor* input_being_saved();
-  friend const at::Tensor* take_input_being_saved();
-  const at::Tensor* const tensor_;
-  SavingInput* const previous_;
-  bool is_slot_ = false;
 };
 
 }  // namespace remat

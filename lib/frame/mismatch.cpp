@@ -3,14 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
-#include "lib/base/planted_fault.h"
-#include "lib/frame/frame.h"
+#include "lib/base/invariant.h"
 #include "lib/observe/op_log.h"
-#include "lib/scope/hook_stack.h"
-#include "lib/selective/selection.h"
-#include "lib/tensor/capture.h"
+#include "lib/tensor/tensor_metadata.h"
 
 namespace remat {
 
@@ -23,16 +21,17 @@ using Mismatch = CheckpointError::Mismatch;
 constexpr std::size_t max_listed = 5;
 constexpr int64_t max_operators = 14, max_operators_beside_stacks = 6;
 
-std::string title(const Frame& frame) {
-  return frame.name().empty() ? fmt::format("region (frame {})", frame.id())
-                              : fmt::format("region \"{}\" (frame {})", frame.name(), frame.id());
+std::string title(const Region& region) {
+  const std::string& name = region.info.name();
+  return name.empty() ? fmt::format("region (frame {})", region.info.id)
+                      : fmt::format("region \"{}\" (frame {})", name, region.info.id);
 }
 
-CheckpointError::Facts facts_of(Kind kind, const Frame& frame) {
+CheckpointError::Facts facts_of(Kind kind, const Region& region) {
   CheckpointError::Facts facts;
   facts.kind = kind;
-  facts.region = frame.name();
-  facts.frame_id = frame.id();
+  facts.region = region.info.name();
+  facts.frame_id = region.info.id;
   return facts;
 }
 
@@ -65,11 +64,11 @@ void append_stack(std::string& text, const char* pass, const OpLog& log, int64_t
 }
 
 /// The debug report, or how to get it.
-std::string operators_text(const Frame& frame, const OpLog* recompute_log) {
-  if (!frame.options().debug || recompute_log == nullptr)
+std::string operators_text(const Region& region, const OpLog* recompute_log) {
+  if (!region.options.debug || recompute_log == nullptr)
     return "To see the operators of both passes and the first that differs, pass `debug = true` in "
            "CheckpointOptions, or open a remat::DebugGuard(true) around the forward.\n";
-  const OpLog& forward = frame.extras()->forward_log;
+  const OpLog& forward = region.extras->forward_log;
   const Divergence first = first_difference(forward, *recompute_log);
   std::string text =
       "You are seeing this error because you passed `debug=True` to checkpoint (or opened a "
@@ -110,26 +109,36 @@ std::string table(const std::vector<Mismatch>& mismatches) {
   return text;
 }
 
-[[noreturn]] void throw_with(const Frame& frame, Kind kind, const char* fact, const char* advice,
+[[noreturn]] void throw_with(const Region& region, Kind kind, const char* fact, const char* advice,
                              std::vector<Mismatch> mismatches, const OpLog* log) {
-  std::string text = fmt::format("remat::checkpoint: {} In {}.\n{}{}", fact, title(frame),
+  std::string text = fmt::format("remat::checkpoint: {} In {}.\n{}{}", fact, title(region),
                                  table(mismatches), advice);
-  if (kind != Kind::CaptureChanged) text += operators_text(frame, log);
-  CheckpointError::Facts facts = facts_of(kind, frame);
+  if (kind != Kind::CaptureChanged) text += operators_text(region, log);
+  CheckpointError::Facts facts = facts_of(kind, region);
   facts.mismatches = std::move(mismatches);
-  throw CheckpointError(std::move(text), std::move(facts));
+  raise(region, std::move(text), std::move(facts));
 }
 
 }  // namespace
+
+void report_returned(const char* function) {
+  REMAT_INVARIANT(false, "a RegionBody returned from {}()", function);
+  std::terminate();
+}
+
+void raise(const Region& region, std::string text, CheckpointError::Facts facts) {
+  region.body->raise(CheckpointError(std::move(text), std::move(facts)));
+  report_returned("raise");
+}
 
 void Differences::clear_capture(int64_t position) {
   std::erase_if(captures, [position](const Mismatch& m) { return m.position == position; });
 }
 
-void throw_differences(const Frame& frame, Differences differences, const OpLog* log) {
+void throw_differences(const Region& region, Differences differences, const OpLog* log) {
   if (!differences.captures.empty())
     throw_with(
-        frame, Kind::CaptureChanged,
+        region, Kind::CaptureChanged,
         "A parameter, buffer or captured tensor changed between the forward and the "
         "recompute, so the gradient would be wrong (Rule 10).",
         "Cause: it was changed in place, given other storage, or replaced (an optimizer step "
@@ -140,27 +149,21 @@ void throw_differences(const Frame& frame, Differences differences, const OpLog*
         std::move(differences.captures), log);
   if (!differences.metadata.empty())
     throw_with(
-        frame, Kind::MetadataMismatch,
+        region, Kind::MetadataMismatch,
         "Recomputed values for the following tensors have different metadata than during the "
         "forward pass.",
         "Cause: the function did not compute the same again (a branch on outside state, a "
         "changed flag).\nDo: make it depend on its arguments and on unchanged captures "
         "only, or run the region without remat::checkpoint.\n",
         std::move(differences.metadata), log);
-  throw_with(
-      frame, Kind::ValueMismatch,
-      "Recomputed values for the following tensors have different contents than during the "
-      "forward pass.",
-      "Cause: the function computes other numbers the second time (nondeterministic kernels, "
-      "an unregistered generator, or a parameter changed through .data()).\nDo: make the "
-      "kernels deterministic, and call backward before parameters change.\n",
-      std::move(differences.contents), log);
+  const TensorCheck::Report& report = differences.check->report();
+  throw_with(region, report.kind, report.fact, report.advice, std::move(differences.contents), log);
 }
 
-void throw_count_mismatch(const Frame& frame, int64_t forward_count, int64_t recompute_count,
+void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t recompute_count,
                           Differences differences, const OpLog* log) {
   const bool is_more = recompute_count > forward_count;
-  CheckpointError::Facts facts = facts_of(is_more ? Kind::MoreTensors : Kind::FewerTensors, frame);
+  CheckpointError::Facts facts = facts_of(is_more ? Kind::MoreTensors : Kind::FewerTensors, region);
   facts.forward_count = forward_count;
   facts.recompute_count = recompute_count;
   facts.mismatches = !differences.captures.empty()   ? std::move(differences.captures)
@@ -171,33 +174,34 @@ void throw_count_mismatch(const Frame& frame, int64_t forward_count, int64_t rec
                 "pass."
               : "A different number of tensors was saved during the original forward and "
                 "recomputation.";
-  throw CheckpointError(
-      fmt::format(
-          "remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n{}"
-          "Cause: the function did not run the same operators again (a branch on outside "
-          "state, a changed flag, another grad mode).\nDo: make it depend on its arguments "
-          "and on unchanged captures only.\n{}",
-          fact, title(frame), forward_count, recompute_count, is_more ? " when it was noticed" : "",
-          table(facts.mismatches), operators_text(frame, log)),
-      facts);
+  raise(region,
+        fmt::format(
+            "remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n{}"
+            "Cause: the function did not run the same operators again (a branch on outside "
+            "state, a changed flag, another grad mode).\nDo: make it depend on its arguments "
+            "and on unchanged captures only.\n{}",
+            fact, title(region), forward_count, recompute_count,
+            is_more ? " when it was noticed" : "", table(facts.mismatches),
+            operators_text(region, log)),
+        facts);
 }
 
 namespace {
 
 /// An error about an argument, by its number among the tensors of the arguments.
-[[noreturn]] void throw_about_argument(const Frame& frame, Kind kind, int64_t number,
+[[noreturn]] void throw_about_argument(const Region& region, Kind kind, int64_t number,
                                        std::string then, std::string now, std::string text) {
-  CheckpointError::Facts facts = facts_of(kind, frame);
+  CheckpointError::Facts facts = facts_of(kind, region);
   facts.mismatches.push_back({number, std::move(then), std::move(now), {}, {}});
-  throw CheckpointError("remat::checkpoint: " + std::move(text), std::move(facts));
+  raise(region, "remat::checkpoint: " + std::move(text), std::move(facts));
 }
 
 }  // namespace
 
-void throw_changed_argument(const Frame& frame, int64_t number, const at::Tensor& argument,
+void throw_changed_argument(const Region& region, int64_t number, const at::Tensor& argument,
                             uint32_t version_then, uint32_t version_now, bool by_function) {
   throw_about_argument(
-      frame, Kind::CaptureChanged, number, fmt::format("saved at version {}", version_then),
+      region, Kind::CaptureChanged, number, fmt::format("saved at version {}", version_then),
       fmt::format("is at version {}", version_now),
       fmt::format(
           "one of the variables needed for gradient computation has been modified by an inplace "
@@ -205,27 +209,27 @@ void throw_changed_argument(const Frame& frame, int64_t number, const at::Tensor
           "instead (Rule 10).\n"
           "Cause: {}, and the saved-tensor hooks around it had kept the tensor itself, not a "
           "copy.\nDo: {}, pass a clone, or let the pack function copy.",
-          TensorMetadata(argument, false).text(), number, title(frame), version_now, version_then,
+          TensorMetadata(argument, false).text(), number, title(region), version_now, version_then,
           by_function ? "the region's function writes to its own argument"
                       : "an argument of the region was changed in place after the call",
           by_function ? "let the function write to a copy" : "call backward before the change"));
 }
 
-void throw_written_argument(const Frame& frame, int64_t number) {
+void throw_written_argument(const Region& region, int64_t number) {
   throw_about_argument(
-      frame, Kind::CaptureChanged, number, "as it was passed", "written to by the function",
+      region, Kind::CaptureChanged, number, "as it was passed", "written to by the function",
       fmt::format(
           "one of the variables needed for gradient computation has been modified by an "
           "inplace operation: tensor {} of the arguments of {}.\n"
           "Cause: the region's function writes to its own argument (or to one that shares its "
           "memory), and a recompute would begin with what it has written.\nDo: let the function "
           "write to a copy (`x = x.clone()`), or pass a clone.",
-          number, title(frame)));
+          number, title(region)));
 }
 
-void throw_replaced_argument(const Frame& frame, int64_t number, const at::Tensor& now) {
+void throw_replaced_argument(const Region& region, int64_t number, const at::Tensor& now) {
   throw_about_argument(
-      frame, Kind::CaptureChanged, number, "the data of the call",
+      region, Kind::CaptureChanged, number, "the data of the call",
       TensorMetadata(now, false).text() + ", other data",
       fmt::format("An argument was given other data between the forward and the recompute, so the "
                   "gradient would be wrong: tensor {} of the arguments of {}, which is {} now.\n"
@@ -233,12 +237,12 @@ void throw_replaced_argument(const Frame& frame, int64_t number, const at::Tenso
                   "storage or another shape; its version does not show that.\nDo: call backward "
                   "before, pass an alias (`x.detach()`), or set capture_check = "
                   "CaptureCheck::Ignore to recompute with the new data.",
-                  number, title(frame), TensorMetadata(now, false).text()));
+                  number, title(region), TensorMetadata(now, false).text()));
 }
 
-void throw_parted_arguments(const Frame& frame, int64_t number, int64_t other) {
+void throw_parted_arguments(const Region& region, int64_t number, int64_t other) {
   throw_about_argument(
-      frame, Kind::Unsupported, number, "one memory", "a memory of its own",
+      region, Kind::Unsupported, number, "one memory", "a memory of its own",
       fmt::format(
           "a function wrote to an argument that shares its memory with another argument, "
           "and the saved-tensor hooks around it gave the two back apart: tensors {} and {} "
@@ -246,12 +250,12 @@ void throw_parted_arguments(const Frame& frame, int64_t number, int64_t other) {
           "Cause: in the recompute the write would not reach the other one, as it did in "
           "forward.\nDo: pass the tensor once and make the view in the function, or let the "
           "function write to a copy.",
-          number, other, title(frame)));
+          number, other, title(region)));
 }
 
-void throw_spoiled_argument(const Frame& frame, int64_t number) {
+void throw_spoiled_argument(const Region& region, int64_t number) {
   throw_about_argument(
-      frame, Kind::CaptureChanged, number, "not written to", "written to in a recompute",
+      region, Kind::CaptureChanged, number, "not written to", "written to in a recompute",
       fmt::format(
           "one of the variables needed for gradient computation has been modified by an "
           "inplace operation: a recompute wrote to tensor {} of the arguments of {}, which "
@@ -259,94 +263,82 @@ void throw_spoiled_argument(const Frame& frame, int64_t number) {
           "Cause: the function does not do the same again, and what it wrote to belongs to "
           "the saved-tensor hooks around the region.\nDo: let the function write to a copy, "
           "and run forward again.",
-          number, title(frame)));
+          number, title(region)));
 }
 
-void throw_double_unpack(const Frame& frame, int64_t position) {
-  CheckpointError::Facts facts = facts_of(Kind::DoubleUnpack, frame);
+void throw_double_unpack(const Region& region, int64_t position) {
+  CheckpointError::Facts facts = facts_of(Kind::DoubleUnpack, region);
   facts.mismatches.push_back({position, "read once", "read again in the same backward", {}, {}});
-  throw CheckpointError(
-      fmt::format("remat::checkpoint: Unpack is being triggered for a tensor that was already "
-                  "unpacked once. In {}, saved tensor at position {}, within one backward.\n"
-                  "Do: read it once and keep the result, or leave strict_unpack off: then it is "
-                  "recomputed again (Rule 9).",
-                  title(frame), position),
-      std::move(facts));
+  raise(region,
+        fmt::format("remat::checkpoint: Unpack is being triggered for a tensor that was already "
+                    "unpacked once. In {}, saved tensor at position {}, within one backward.\n"
+                    "Do: read it once and keep the result, or leave strict_unpack off: then it is "
+                    "recomputed again (Rule 9).",
+                    title(region), position),
+        std::move(facts));
 }
 
-void throw_group_overlap(const Frame& frame, int64_t position) {
-  CheckpointError::Facts facts = facts_of(Kind::GroupOverlap, frame);
+void throw_group_overlap(const Region& region, int64_t position) {
+  CheckpointError::Facts facts = facts_of(Kind::GroupOverlap, region);
   facts.mismatches.push_back({position, "read by one backward", "read by another one", {}, {}});
-  throw CheckpointError(
-      fmt::format(
-          "remat::checkpoint: Performing two backward calls that overlap (i.e. require the "
-          "same saved activation) in a GraphExecGroup. In {}, saved tensor at position {}.\n"
-          "Cause: a group releases a tensor when the first backward has read it.\n"
-          "Do: let the calls ask for disjoint gradients, close the group between them, or "
-          "use a RecomputeCacheGuard, which keeps what several calls need.",
-          title(frame), position),
-      std::move(facts));
+  raise(region,
+        fmt::format(
+            "remat::checkpoint: Performing two backward calls that overlap (i.e. require the "
+            "same saved activation) in a GraphExecGroup. In {}, saved tensor at position {}.\n"
+            "Cause: a group releases a tensor when the first backward has read it.\n"
+            "Do: let the calls ask for disjoint gradients, close the group between them, or "
+            "use a RecomputeCacheGuard, which keeps what several calls need.",
+            title(region), position),
+        std::move(facts));
 }
 
-void throw_recompute_failed(const Frame& frame, const std::string& fact, const std::string& cause,
+void throw_recompute_failed(const Region& region, const std::string& fact, const std::string& cause,
                             const std::string& advice) {
-  throw CheckpointError(fmt::format("remat::checkpoint: {}. In {}.\nCause: {}.\nDo: {}.", fact,
-                                    title(frame), cause, advice),
-                        facts_of(Kind::RecomputeFailed, frame));
+  raise(region,
+        fmt::format("remat::checkpoint: {}. In {}.\nCause: {}.\nDo: {}.", fact, title(region),
+                    cause, advice),
+        facts_of(Kind::RecomputeFailed, region));
 }
 
-void throw_selective(const Frame& frame, Kind kind, const std::string& fact,
+void throw_selective(const Region& region, Kind kind, const std::string& fact,
                      const std::string& cause, const std::string& advice, const std::string& lists,
                      Differences seen) {
   // What came back in other storage may be the run's own. It may explain that operators part, but not
   // that what is kept was written to.
   if (kind == Kind::SelectiveMutation)
     for (const int64_t position : seen.replaced) seen.clear_capture(position);
-  if (!seen.captures.empty()) throw_differences(frame, std::move(seen), nullptr);
-  throw CheckpointError(fmt::format("remat: {}: {} (Rule 15).\nCause: {}.\nDo: {}.\n{}",
-                                    title(frame), fact, cause, advice, lists),
-                        facts_of(kind, frame));
+  if (!seen.captures.empty()) throw_differences(region, std::move(seen), nullptr);
+  raise(region,
+        fmt::format("remat: {}: {} (Rule 15).\nCause: {}.\nDo: {}.\n{}", title(region), fact, cause,
+                    advice, lists),
+        facts_of(kind, region));
 }
 
-void throw_unsupported(const std::string& fact, const std::string& cause,
+void throw_unsupported(const Region& region, const std::string& fact, const std::string& cause,
                        const std::string& advice) {
-  CheckpointError::Facts facts;
-  facts.kind = Kind::Unsupported;
-  throw CheckpointError(
-      fmt::format("remat::checkpoint: {}.\nCause: {}.\nDo: {}.", fact, cause, advice),
-      std::move(facts));
+  raise(region,
+        fmt::format("remat::checkpoint: {}. In {}.\nCause: {}.\nDo: {}.", fact, title(region),
+                    cause, advice),
+        facts_of(Kind::Unsupported, region));
 }
 
-at::Tensor hand_over(const Frame& frame, int64_t position, Value value) {
-  if (is_recording() && frame.recorded() != nullptr)
-    recording::slot_event(EventKind::Read, frame, position, {});
-  if (static_cast<uint32_t>(value.tensor._version()) != value.version &&
-      !is_planted(Fault::SavedVersion)) {
-    CheckpointError::Facts facts = facts_of(Kind::ValueMismatch, frame);
-    facts.mismatches.push_back({position,
-                                fmt::format("saved at version {}", value.version),
-                                fmt::format("is at version {}", value.tensor._version()),
-                                {},
-                                {}});
-    throw CheckpointError(
+void throw_changed_value(const Region& region, int64_t position, const at::Tensor& tensor,
+                         uint32_t saved_version) {
+  CheckpointError::Facts facts = facts_of(Kind::ValueMismatch, region);
+  facts.mismatches.push_back({position,
+                              fmt::format("saved at version {}", saved_version),
+                              fmt::format("is at version {}", tensor._version()),
+                              {},
+                              {}});
+  raise(region,
         fmt::format("remat::checkpoint: one of the variables needed for gradient computation has "
                     "been modified by an inplace operation: {}, saved in {} at position {}, is at "
                     "version {}; expected version {} instead (Rule 10).\n"
                     "Cause: a tensor that backward needs is changed in place after it was saved; "
                     "plain autograd refuses this too.\nDo: use the out-of-place operator there.",
-                    TensorMetadata(value.tensor, false).text(), title(frame), position,
-                    value.tensor._version(), value.version),
+                    TensorMetadata(tensor, false).text(), title(region), position,
+                    tensor._version(), saved_version),
         std::move(facts));
-  }
-  if (value.alias.defined() && storage_of(value.alias) != storage_of(value.tensor))
-    value.tensor = std::move(value.alias);
-  if (value.ready) value.ready->wait_before_use(value.tensor);
-  // A backward inside a selective region gets it: the region must know it when it comes along.
-  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
-    if (Selection* const selection = scope.selection())
-      selection->note_handed_over(value.tensor, scope.frame() == &frame ? position : -1);
-  });
-  return std::move(value.tensor);
 }
 
 }  // namespace remat

@@ -1,20 +1,19 @@
 #pragma once
-// Compares forward and recompute, and writes the errors that say how they differ.
+// Writes the errors that say how forward and recompute differ, or why a region cannot go on.
 
 #include <string>
 #include <vector>
 
-#include "lib/frame/recomputed_values.h"
+#include "lib/frame/region.h"
 #include "remat/error.h"
 
 namespace remat {
 
-class Frame;
-class OpLog;
-
 /// What one recompute found to differ, in the order of the slots.
 struct Differences {
   std::vector<CheckpointError::Mismatch> captures, metadata, contents;
+  /// The check that found the first of `contents`.
+  const TensorCheck* check = nullptr;
   /// Positions in `captures` of tensors that came back in other storage. Whether the recompute made
   /// that itself is known when it has unwound.
   std::vector<int64_t> replaced;
@@ -24,42 +23,47 @@ struct Differences {
 };
 
 /// Throws the error for the first kind of difference that is not empty.
-[[noreturn]] void throw_differences(const Frame& frame, Differences differences,
+[[noreturn]] void throw_differences(const Region& region, Differences differences,
                                     const OpLog* recompute_log);
 /// Counts differ: more tensors if `recompute_count` exceeds `forward_count`, else fewer.
 /// `differences`: what was seen before; its positions say where the two parted.
-[[noreturn]] void throw_count_mismatch(const Frame& frame, int64_t forward_count,
+[[noreturn]] void throw_count_mismatch(const Region& region, int64_t forward_count,
                                        int64_t recompute_count, Differences differences,
                                        const OpLog* recompute_log);
 /// Argument `number` was changed in place, by the region's function if `by_function`, else later; and
 /// the hooks around the region had kept no copy of it.
-[[noreturn]] void throw_changed_argument(const Frame& frame, int64_t number,
+[[noreturn]] void throw_changed_argument(const Region& region, int64_t number,
                                          const at::Tensor& argument, uint32_t version_then,
                                          uint32_t version_now, bool by_function);
 /// The region's function writes to it, and nothing holds what it was.
-[[noreturn]] void throw_written_argument(const Frame& frame, int64_t number);
+[[noreturn]] void throw_written_argument(const Region& region, int64_t number);
 /// It was given other data, or another shape.
-[[noreturn]] void throw_replaced_argument(const Frame& frame, int64_t number,
+[[noreturn]] void throw_replaced_argument(const Region& region, int64_t number,
                                           const at::Tensor& now);
 /// The function writes to `number`, which shares its memory with `other`; hooks gave them back apart.
-[[noreturn]] void throw_parted_arguments(const Frame& frame, int64_t number, int64_t other);
+[[noreturn]] void throw_parted_arguments(const Region& region, int64_t number, int64_t other);
 /// A recompute has written to what hooks hold for it, though forward had not.
-[[noreturn]] void throw_spoiled_argument(const Frame& frame, int64_t number);
-[[noreturn]] void throw_double_unpack(const Frame& frame, int64_t position);
-[[noreturn]] void throw_group_overlap(const Frame& frame, int64_t position);
-[[noreturn]] void throw_recompute_failed(const Frame& frame, const std::string& fact,
+[[noreturn]] void throw_spoiled_argument(const Region& region, int64_t number);
+[[noreturn]] void throw_double_unpack(const Region& region, int64_t position);
+[[noreturn]] void throw_group_overlap(const Region& region, int64_t position);
+[[noreturn]] void throw_recompute_failed(const Region& region, const std::string& fact,
                                          const std::string& cause, const std::string& advice);
 /// A recompute of a selective region met other calls than forward. A changed capture in `seen` is
 /// the better explanation.
-[[noreturn]] void throw_selective(const Frame& frame, CheckpointError::Kind kind,
+[[noreturn]] void throw_selective(const Region& region, CheckpointError::Kind kind,
                                   const std::string& fact, const std::string& cause,
                                   const std::string& advice, const std::string& lists,
                                   Differences seen);
-[[noreturn]] void throw_unsupported(const std::string& fact, const std::string& cause,
-                                    const std::string& advice);
 
-/// The tensor for backward. Throws if it was changed in place after the recompute saved it, as
-/// plain autograd does (Rule 10).
-at::Tensor hand_over(const Frame& frame, int64_t position, Value value);
+/// The tensor was changed in place after the recompute saved it, which plain autograd refuses too.
+[[noreturn]] void throw_changed_value(const Region& region, int64_t position,
+                                      const at::Tensor& tensor, uint32_t saved_version);
+/// As in base/error.h, of something that the region's function did.
+[[noreturn]] void throw_unsupported(const Region& region, const std::string& fact,
+                                    const std::string& cause, const std::string& advice);
+/// A binding broke the promise that a function of RegionBody does not return.
+[[noreturn]] void report_returned(const char* function);
+/// Whatever else is to be said about a region, in the form of its function's language.
+[[noreturn]] void raise(const Region& region, std::string text, CheckpointError::Facts facts);
 
 }  // namespace remat

@@ -23,11 +23,12 @@
 #include <utility>
 #include <vector>
 
+#include "lib/seam/autograd_meta.h"
 #include "lib/tensor/capture.h"
 
 namespace remat {
 
-class Frame;
+struct Region;
 
 /// The hooks that a region's function registered on tensors in forward.
 class HookNotes {
@@ -50,11 +51,13 @@ class HookNotes {
 /// thread.
 class OutsideTensors {
  public:
-  explicit OutsideTensors(Frame& frame);
+  OutsideTensors() = default;
   ~OutsideTensors() { put_back(); }
   OutsideTensors(const OutsideTensors&) = delete;
   OutsideTensors& operator=(const OutsideTensors&) = delete;
 
+  /// One that is known from forward; as it is now.
+  void add(at::Tensor known);
   /// `requires_grad_` is about to be called.
   void note_requires_grad(const at::TensorBase& tensor);
   /// The recompute has registered a hook of its own.
@@ -62,22 +65,14 @@ class OutsideTensors {
   /// How many hooks the recompute has asked for on that tensor before.
   std::size_t count_hook(const at::TensorBase& tensor);
   /// Throws CheckpointError if something cannot be put back.
-  void finish();
+  void finish(const Region& region);
 
  private:
-  /// What nodes and tensors hold that hooks were put on by hand.
-  struct HandMade {
-    const void* node = nullptr;
-    std::size_t on_tensor = 0, before_tensor = 0, before_node = 0, after_node = 0;
-    const void* after_accumulation = nullptr;
-  };
   struct Known {
     at::Tensor tensor;
     bool requires_grad;
-    HandMade hooks;
+    seam::HooksByHand hooks;
   };
-  static HandMade hand_made(const at::Tensor& tensor);
-  static bool put_back(const Known& known);
   void put_back() noexcept;
 
   c10::SmallVector<Known, 4> known_;

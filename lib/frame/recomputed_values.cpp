@@ -3,10 +3,11 @@
 #include <utility>
 
 #include "lib/base/counters.h"
+#include "lib/base/waiting.h"
 
 namespace remat {
 
-int64_t Run::put(int64_t position, Value value) {
+int64_t RecomputedValues::put(int64_t position, Value value) {
   const auto index = static_cast<std::size_t>(position);
   if (values.size() <= index) values.resize(index + 1);
   drop(position);
@@ -14,19 +15,19 @@ int64_t Run::put(int64_t position, Value value) {
   return (values[index] = std::move(value)).bytes;
 }
 
-bool Run::has(int64_t position) const {
+bool RecomputedValues::has(int64_t position) const {
   const auto index = static_cast<std::size_t>(position);
   return index < values.size() && values[index].tensor.defined();
 }
 
-Value Run::take(int64_t position) {
+Value RecomputedValues::take(int64_t position) {
   const auto index = static_cast<std::size_t>(position);
   Value value = std::exchange(values[index], Value());
   count(live_counters.recomputed_bytes_alive, -value.bytes);
   return value;
 }
 
-int64_t Run::num_bytes() const {
+int64_t RecomputedValues::num_bytes() const {
   int64_t bytes = 0;
   for (const Value& value : values) bytes += value.bytes;
   return bytes;
@@ -34,7 +35,7 @@ int64_t Run::num_bytes() const {
 
 // A view refers to its base not only where it can be counted: the functions that would make it again,
 // or its base from it, own tensors too. So views give way to aliases first.
-bool Run::owns_alone(int64_t position) {
+bool RecomputedValues::owns_alone(int64_t position) {
   if (!has(position) || !peek(position).tensor.has_storage()) return false;
   const at::Storage storage = peek(position).tensor.storage();
   std::size_t num_owners = 1;  // `storage` here
@@ -48,27 +49,30 @@ bool Run::owns_alone(int64_t position) {
   return storage.use_count() == num_owners;
 }
 
-void Run::drop(int64_t position) noexcept {
+void RecomputedValues::drop(int64_t position) noexcept {
   const auto index = static_cast<std::size_t>(position);
   if (index >= values.size() || !values[index].tensor.defined()) return;
   count(live_counters.recomputed_bytes_alive, -values[index].bytes);
   values[index] = Value();
 }
 
-void Run::clear() noexcept {
+void RecomputedValues::clear() noexcept {
   for (std::size_t i = 0; i < values.size(); ++i) drop(static_cast<int64_t>(i));
   values.clear();
 }
 
-void Run::tell_change() noexcept {
+void RecomputedValues::tell_change() noexcept {
   num_changes_.fetch_add(1, std::memory_order_release);
   num_changes_.notify_all();
 }
 
-void Run::wait_for_change(std::unique_lock<SpinLock>& lock) {
+void RecomputedValues::wait_for_change(std::unique_lock<SpinLock>& lock) {
   const uint32_t before = num_changes_.load(std::memory_order_acquire);
   lock.unlock();
-  num_changes_.wait(before, std::memory_order_acquire);
+  {
+    const Waiting waiting;
+    num_changes_.wait(before, std::memory_order_acquire);
+  }
   lock.lock();
 }
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "lib/base/spin_lock.h"
-#include "lib/frame/task_key.h"
+#include "lib/frame/task.h"
 #include "lib/state/streams.h"
 
 namespace remat {
@@ -29,13 +29,13 @@ struct Value {
 
 /// One per frame and task. Guarded by the frame's mutex, except that the thread in `owner` fills
 /// `values` while the state is Running.
-struct Run {
+struct RecomputedValues {
   enum class State { Running, Done };
 
-  explicit Run(TaskKey key) : task(key) {}
-  ~Run() { clear(); }
-  Run(const Run&) = delete;
-  Run& operator=(const Run&) = delete;
+  explicit RecomputedValues(TaskKey key) : task(key) {}
+  ~RecomputedValues() { clear(); }
+  RecomputedValues(const RecomputedValues&) = delete;
+  RecomputedValues& operator=(const RecomputedValues&) = delete;
 
   /// Room for the values of that many slots.
   void reserve(std::size_t num_slots) { values.reserve(num_slots); }
@@ -47,7 +47,7 @@ struct Run {
   const Value& peek(int64_t position) const { return values[static_cast<std::size_t>(position)]; }
   int64_t num_bytes() const;
   void drop(int64_t position) noexcept;
-  /// Whether the storage of a value has no owner outside this run. The values that have it are then
+  /// Whether the storage of a value has no owner outside. The values that have it are then
   /// aliases of what was saved, not the same objects.
   bool owns_alone(int64_t position);
   void clear() noexcept;

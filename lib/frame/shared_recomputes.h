@@ -9,12 +9,11 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "lib/frame/frame.h"
-#include "lib/frame/task_key.h"
+#include "lib/frame/task.h"
 
 namespace remat {
 
-/// The frames that hold recomputed tensors for it, in the order of their latest use. Frames are held
+/// The members that hold recomputed tensors for it, in the order of their latest use. Members are held
 /// weakly, and called without a lock. Threads: any.
 class SharedRecomputes {
  public:
@@ -22,28 +21,31 @@ class SharedRecomputes {
   SharedRecomputes(const SharedRecomputes&) = delete;
   SharedRecomputes& operator=(const SharedRecomputes&) = delete;
 
+  /// Of the innermost group around, else of the innermost cache; null if there is neither.
+  static std::shared_ptr<SharedRecomputes> around();
+
   const TaskKey& key() const { return key_; }
   bool is_cache() const { return key_.kind == TaskKey::Kind::Cache; }
 
-  /// The frame holds so many bytes under this key. A cache makes room by having other frames drop
-  /// theirs; false if even that does not do, or if it is over: then the frame may not keep them.
-  bool add(const c10::intrusive_ptr<Frame>& frame, int64_t bytes);
-  void touch(const Frame& frame);
-  /// The guard is gone: every frame drops what it holds for it.
+  /// The member holds so many bytes under this key. A cache makes room by having other members drop
+  /// theirs; false if even that does not do, or if it is over: then the member may not keep them.
+  bool add(const c10::intrusive_ptr<TaskMember>& member, int64_t bytes);
+  void touch(const TaskMember& member);
+  /// The guard is gone: every member drops what it holds for it.
   void end() noexcept;
 
  private:
   struct Entry {
-    c10::weak_intrusive_ptr<Frame> frame;
+    c10::weak_intrusive_ptr<TaskMember> member;
     int64_t bytes;
   };
   const TaskKey key_;
   const int64_t max_bytes_;
-  void forget(const Frame* frame);  // holds the mutex
+  void forget(const TaskMember* member);  // holds the mutex
 
   std::mutex mutex_;          // guards what follows
   std::list<Entry> entries_;  // the one used least recently first
-  std::unordered_map<const Frame*, std::list<Entry>::iterator> places_;
+  std::unordered_map<const TaskMember*, std::list<Entry>::iterator> entry_of_;
   std::size_t next_sweep_ = 64;
   int64_t num_bytes_ = 0;
   bool has_ended_ = false;

@@ -3,16 +3,23 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 
-#include "lib/frame/task_key.h"
+#include "hooks/slot.h"
 
 namespace remat {
 
-class Frame;
-
 class SharedRecomputes;
+
+/// Names what a recompute is for: one backward call, or several that share it.
+struct TaskKey {
+  enum class Kind : uint8_t { Graph, Group, Cache };
+  Kind kind = Kind::Graph;
+  int64_t id = -1;  ///< of an engine graph task, or of a guard
+  bool operator==(const TaskKey&) const = default;
+};
 
 /// The backward that runs on a thread.
 struct Task {
@@ -24,8 +31,14 @@ struct Task {
 /// The backward that runs on this thread, if one does.
 std::optional<Task> current_task();
 
-/// Tells the frame when the current graph task ends, by success or by error: `Frame::end_task`, on the
-/// thread that ends it. The frame is held weakly.
-void notify_at_task_end(const TaskKey& task, const c10::intrusive_ptr<Frame>& frame);
+/// An owner of slots whose recomputed values go when a task ends.
+class TaskMember : public SlotOwner {
+ public:
+  virtual void end_task(const TaskKey& task) noexcept = 0;
+};
+
+/// Tells the member when the current graph task ends, by success or by error, on the thread that ends it.
+/// The member is held weakly.
+void notify_at_task_end(const TaskKey& task, const c10::intrusive_ptr<TaskMember>& member);
 
 }  // namespace remat

@@ -2,14 +2,12 @@
 
 #include <string>
 
-#include "lib/frame/frame.h"
-
 namespace remat::profiler {
 
-std::unique_ptr<at::RecordFunction> begin(at::StepCallbacks observers, const Frame& frame,
+std::unique_ptr<at::RecordFunction> begin(at::StepCallbacks observers, const std::string& region,
                                           const char* suffix) {
   auto scope = std::make_unique<at::RecordFunction>(std::move(observers));
-  const std::string name = frame.name().empty() ? "remat::checkpoint" : frame.name();
+  const std::string name = region.empty() ? "remat::checkpoint" : region;
   scope->before(std::string_view(name + suffix));  // which copies it
   return scope;
 }

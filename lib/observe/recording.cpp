@@ -7,7 +7,6 @@
 #include <algorithm>
 
 #include "lib/base/counters.h"
-#include "lib/frame/frame.h"
 #include "lib/scope/hook_stack.h"
 #include "remat/memory.h"
 
@@ -216,38 +215,39 @@ void stop(const Recording& recording) {
   recordings().remove(recording);
 }
 
-std::unique_ptr<RecordedFrame> region_begins(const Frame& frame) {
+std::unique_ptr<RecordedFrame> region_begins(const RegionInfo& region, const StorageSet& inputs) {
   const Writing writing;
   auto recorded = std::make_unique<RecordedFrame>();
   recorded->begin_ns = ns_of(Clock::now());
-  recorded->name = std::make_shared<const std::string>(frame.name());
+  recorded->name = std::make_shared<const std::string>(region.name());
   int64_t bytes = 0;
   // Below other hooks the inputs are theirs: slots of the region around, or the user's (Rule 2).
   if (detail::innermost(detail::Ability::Hooks) == nullptr)
-    frame.inputs().storages().visit([&](const c10::StorageImpl& storage) {
+    inputs.visit([&](const c10::StorageImpl& storage) {
       const auto each = static_cast<int64_t>(storage.nbytes());
       recorded->inputs.emplace_back(&storage, each);
       recordings().kept.add(&storage, each);
       bytes += each;
     });
   write({.kind = EventKind::RegionBegins,
-         .depth = static_cast<int32_t>(frame.depth()),
+         .depth = static_cast<int32_t>(region.depth),
          .number = bytes,
          .text = recorded->name},
-        frame.id());
+        region.id);
   return recorded;
 }
 
-void slot_event(EventKind kind, const Frame& frame, int64_t position, const std::string& text) {
+void slot_event(EventKind kind, const RegionInfo& region, int64_t position,
+                const std::string& text) {
   const Writing writing;
   write({.kind = kind,
-         .depth = static_cast<int32_t>(frame.depth()),
+         .depth = static_cast<int32_t>(region.depth),
          .number = position,
          .text = text.empty() ? nullptr : std::make_shared<const std::string>(text)},
-        frame.id());
+        region.id);
 }
 
-void region_ends(const Frame& frame, RecordedFrame& recorded, const RegionSums& sums) {
+void region_ends(const RegionInfo& region, RecordedFrame& recorded, const RegionSums& sums) {
   const Writing writing;
   for (const auto& [storage, bytes] : sums.parameters)
     recordings().kept.add_parameter(storage, bytes);
@@ -258,10 +258,10 @@ void region_ends(const Frame& frame, RecordedFrame& recorded, const RegionSums& 
   for (const auto& each : recorded.inputs) inputs += each.second;
   const double seconds = seconds_since(begin);
   write({.kind = EventKind::RegionEnds,
-         .depth = static_cast<int32_t>(frame.depth()),
+         .depth = static_cast<int32_t>(region.depth),
          .number = sums.num_slots,
          .text = recorded.name},
-        frame.id(), begin);
+        region.id, begin);
   recordings().visit([&](Recording& recording) {
     recording.sum(*recorded.name, [&](RegionReport& region) {
       region.calls += 1;
@@ -275,11 +275,11 @@ void region_ends(const Frame& frame, RecordedFrame& recorded, const RegionSums& 
   });
 }
 
-void region_throws(const Frame& frame, const RecordedFrame& recorded) {
+void region_throws(const RegionInfo& region, const RecordedFrame& recorded) {
   write({.kind = EventKind::RegionThrows,
-         .depth = static_cast<int32_t>(frame.depth()),
+         .depth = static_cast<int32_t>(region.depth),
          .text = recorded.name},
-        frame.id(), time_of(recorded.begin_ns));
+        region.id, time_of(recorded.begin_ns));
 }
 
 void memory_changes(int64_t live) {
@@ -294,14 +294,14 @@ void memory_changes(int64_t live) {
   });
 }
 
-RecomputeSpan::RecomputeSpan(const Frame& frame) {
-  if (!is_recording() || frame.recorded() == nullptr) return;
-  frame_ = &frame;
+RecomputeSpan::RecomputeSpan(const RegionInfo& region, const RecordedFrame* recorded)
+    : region_(region), recorded_(is_recording() ? recorded : nullptr) {
+  if (recorded_ == nullptr) return;
   begin_ = Clock::now();
   write({.kind = EventKind::RecomputeBegins,
-         .depth = static_cast<int32_t>(frame.depth()),
-         .text = frame.recorded()->name},
-        frame.id());
+         .depth = static_cast<int32_t>(region.depth),
+         .text = recorded_->name},
+        region.id);
 }
 
 void RecomputeSpan::ends(bool was_stopped, int64_t recomputed_bytes) {
@@ -310,14 +310,12 @@ void RecomputeSpan::ends(bool was_stopped, int64_t recomputed_bytes) {
 }
 
 RecomputeSpan::~RecomputeSpan() {
-  if (frame_ == nullptr) return;
+  if (recorded_ == nullptr) return;
   const double seconds = seconds_since(begin_);
-  const auto name = frame_->recorded()->name;
-  write({.kind = end_,
-         .depth = static_cast<int32_t>(frame_->depth()),
-         .number = bytes_,
-         .text = name},
-        frame_->id(), begin_);
+  const auto name = recorded_->name;
+  write(
+      {.kind = end_, .depth = static_cast<int32_t>(region_.depth), .number = bytes_, .text = name},
+      region_.id, begin_);
   const Writing writing;
   recordings().visit([&](Recording& recording) {
     recording.sum(*name, [&](RegionReport& region) {

@@ -20,6 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include "lib/scope/region_info.h"
+#include "lib/tensor/capture.h"
 #include "remat/report.h"
 
 namespace c10 {
@@ -27,8 +29,6 @@ struct StorageImpl;
 }
 
 namespace remat {
-
-class Frame;
 
 enum class EventKind : uint8_t {
   RegionBegins,
@@ -114,23 +114,25 @@ void start(const std::shared_ptr<Recording>& recording);
 void stop(const Recording& recording);
 
 /// A region's inputs are saved.
-std::unique_ptr<RecordedFrame> region_begins(const Frame& frame);
+std::unique_ptr<RecordedFrame> region_begins(const RegionInfo& region, const StorageSet& inputs);
 /// Autograd saved a tensor in it; a recompute filled its slot; backward read it.
-void slot_event(EventKind kind, const Frame& frame, int64_t position, const std::string& text);
+void slot_event(EventKind kind, const RegionInfo& region, int64_t position,
+                const std::string& text);
 /// The function has returned. `dropped_bytes`: what became slots.
 struct RegionSums {
   int64_t dropped_bytes = 0, num_slots = 0, saved_bytes = 0, offloaded = 0, offload_fallbacks = 0;
   std::vector<std::pair<const c10::StorageImpl*, int64_t>> parameters{};
 };
-void region_ends(const Frame& frame, RecordedFrame& recorded, const RegionSums& sums);
-void region_throws(const Frame& frame, const RecordedFrame& recorded);
+void region_ends(const RegionInfo& region, RecordedFrame& recorded, const RegionSums& sums);
+void region_throws(const RegionInfo& region, const RecordedFrame& recorded);
 /// The bytes of CPU tensors alive have become `live`.
 void memory_changes(int64_t live);
 
 /// One recompute, from its begin to its end.
 class RecomputeSpan {
  public:
-  explicit RecomputeSpan(const Frame& frame);
+  /// `recorded`: null if the region is not recorded. Both outlive it.
+  RecomputeSpan(const RegionInfo& region, const RecordedFrame* recorded);
   /// Without `ends` it was thrown out of.
   ~RecomputeSpan();
   RecomputeSpan(const RecomputeSpan&) = delete;
@@ -138,7 +140,8 @@ class RecomputeSpan {
   void ends(bool was_stopped, int64_t recomputed_bytes);
 
  private:
-  const Frame* frame_ = nullptr;
+  const RegionInfo& region_;
+  const RecordedFrame* recorded_;
   std::chrono::steady_clock::time_point begin_;
   EventKind end_ = EventKind::RecomputeThrows;
   int64_t bytes_ = 0;

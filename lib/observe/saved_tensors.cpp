@@ -1,38 +1,16 @@
 // saved_tensors(): what a graph holds, before any backward.
-//
-// Note [What a node saved]
-// LibTorch has no list of a node's saved variables in C++. But each node can tell compiled autograd
-// its arguments (Node::compiled_args), which unpacks every saved variable of it. While it does, our
-// hooks note what they hold and hand out empty stand-ins (hooks/inspection.h), so nothing is computed.
-// A node that cannot do so is listed by its name.
 
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
-
 #include <algorithm>
 #include <unordered_set>
 
 #include "hooks/inspection.h"
-#include "lib/seam/engine.h"
+#include "lib/seam/saved_of_node.h"
 #include "remat/report.h"
 
 namespace remat {
-
-thread_local Inspection* Inspection::current_ = nullptr;
-
-at::Tensor Inspection::note(HeldInfo info) {
-  const at::ScalarType dtype = info.dtype == at::ScalarType::Undefined ? at::kFloat : info.dtype;
-  found_.push_back(std::move(info));
-  return stand_ins_.emplace_back(at::empty({0}, dtype));
-}
-
-bool Inspection::is_stand_in(const at::Tensor& tensor) const {
-  return std::any_of(stand_ins_.begin(), stand_ins_.end(), [&](const at::Tensor& each) {
-    return tensor.has_storage() && tensor.storage().is_alias_of(each.storage());
-  });
-}
 
 namespace {
 
@@ -58,23 +36,14 @@ std::vector<NodePtr> nodes_below(const at::Tensor& root) {
 }  // namespace
 
 std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root) {
-  namespace compiled = torch::dynamo::autograd;
   std::vector<SavedTensorInfo> infos;
   std::unordered_set<const c10::StorageImpl*> storages;
   for (const NodePtr& node : nodes_below(root)) {
     if (dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr) continue;
     const std::string name = node->name();
     Inspection inspection;
-    compiled::AutogradCompilerCall call(compiled::SizeInput::STATIC);
-    compiled::NodeCall node_call(0, node);
-    bool is_known = true;
-    try {
-      compiled::CompiledNodeArgs args(call, node_call);
-      node->compiled_args(args);
-    } catch (const std::exception&) {
-      is_known = false;
-    }
-    for (const at::Tensor& tensor : call.tensor_args.inputs) {
+    const seam::SavedOfNode saved = seam::saved_of(node);
+    for (const at::Tensor& tensor : saved.tensors) {
       if (inspection.is_stand_in(tensor)) continue;
       SavedTensorInfo info{
           .node = name, .sizes = tensor.sizes().vec(), .dtype = tensor.scalar_type()};
@@ -91,7 +60,7 @@ std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root) {
                        .dtype = held.dtype,
                        .bytes = held.bytes,
                        .dropped = held.dropped});
-    if (!is_known) infos.push_back({.node = name + " (saves what it does not tell)"});
+    if (!saved.is_known) infos.push_back({.node = name + " (saves what it does not tell)"});
   }
   return infos;
 }

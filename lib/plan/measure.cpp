@@ -16,7 +16,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "lib/rng/cpu_rng.h"
+#include "lib/seam/cpu_generator.h"
 #include "lib/seam/engine.h"
 #include "remat/hooks.h"
 #include "remat/memory.h"

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <functional>
 
-#include "lib/frame/mismatch.h"
-#include "lib/rng/cpu_rng.h"
+#include "lib/base/error.h"
 #include "lib/rng/device_claims.h"
 #include "lib/seam/accelerator.h"
+#include "lib/seam/cpu_generator.h"
 
 namespace remat {
 

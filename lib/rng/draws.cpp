@@ -9,7 +9,8 @@
 #include <utility>
 
 #include "lib/base/planted_fault.h"
-#include "lib/scope/hook_stack.h"
+#include "lib/base/waiting.h"
+#include "lib/scope/region_scope.h"
 
 namespace remat {
 
@@ -91,10 +92,12 @@ struct Regions {
 
   static Regions around(const at::CPUGeneratorImpl& generator) {
     Regions regions;
-    detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
+    detail::visit_regions([&](detail::RegionScope& scope) {
       if (is_planted(Fault::NestedDraws) && !regions.logs.empty()) return;
-      if (DrawLog* log = scope.draw_log(generator)) regions.logs.push_back(log);
-      DrawReplay* const replay = scope.draw_replay(generator);
+      DrawSource* const draws = scope.draws();
+      if (draws == nullptr) return;
+      if (DrawLog* const log = draws->draw_log(generator)) regions.logs.push_back(log);
+      DrawReplay* const replay = draws->draw_replay(generator);
       if (replay != nullptr)
         (replay->plan().uses_original() ? regions.original : regions.replay) = replay;
     });
@@ -323,12 +326,6 @@ void DrawLog::settle() {
   is_settled_ = true;
 }
 
-DrawReplay::DrawReplay(at::CPUGeneratorImpl& original)
-    : original_(original), track_(follow(original)), settled_(nullptr), plan_(DrawPlan()) {
-  std::lock_guard<std::mutex> lock(original.mutex_);
-  plan_->unseen_start = state_of(original);
-}
-
 at::Generator& DrawReplay::next() {
   if (!generator_.defined()) {
     generator_ = at::make_generator<at::CPUGeneratorImpl>();
@@ -372,7 +369,9 @@ GeneratorSwap::GeneratorSwap(const DrawReplay& replay)
     has_turn_ = turns_of_this_thread > 0;
     for (int i = 0; !has_turn_ && i < max_tries; ++i) {
       has_turn_ = swapping.try_lock();
-      if (!has_turn_) std::this_thread::sleep_for(std::chrono::microseconds(200));
+      if (has_turn_) break;
+      const Waiting waiting;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
     if (has_turn_) ++turns_of_this_thread;
   }

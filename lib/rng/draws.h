@@ -38,7 +38,7 @@
 #include <utility>
 
 #include "lib/base/spin_lock.h"
-#include "lib/rng/cpu_rng.h"
+#include "lib/seam/cpu_generator.h"
 
 namespace remat {
 
@@ -81,7 +81,7 @@ class DrawTrack {
   std::shared_ptr<const CpuRngState> state_;
 };
 
-/// What a interval of a forward drew: a recompute that does not run the interval passes over it.
+/// What an interval of a forward drew: a recompute that does not run the interval passes over it.
 struct DrawSkip {
   int64_t num_draws = 0;
   std::shared_ptr<const CpuRngState> end{};  ///< of the generator itself, if the interval moved it
@@ -104,10 +104,10 @@ class DrawLog {
   DrawPlan plan();
   /// The same once it is settled, else null. Lives as long as the log.
   const DrawPlan* settled_plan() const { return is_settled_ ? &plan_ : nullptr; }
-  /// Around a interval that recomputes will not run. What is drawn next starts from a noted state.
+  /// Around an interval that recomputes will not run. What is drawn next starts from a noted state.
   DrawMark mark();
   DrawSkip since(const DrawMark& mark);
-  /// The same for a interval in which the log began.
+  /// The same for an interval in which the log began.
   DrawSkip since_begin() { return since({0, position_at_begin_}); }
   /// Whether a thread that had never drawn before has drawn since the region began, outside of any
   /// region, or a thread other than the region's own in the region. Cheap.
@@ -143,8 +143,6 @@ class DrawReplay {
       : original_(forward.generator()), track_(forward.track()), settled_(forward.settled_plan()) {
     if (settled_ == nullptr) plan_ = forward.plan();
   }
-  /// Without a forward: draws from the generator itself, from where it stands.
-  explicit DrawReplay(at::CPUGeneratorImpl& original);
   at::CPUGeneratorImpl& original() const { return original_; }
   const DrawPlan& plan() const { return settled_ != nullptr ? *settled_ : *plan_; }
   const std::shared_ptr<DrawTrack>& track() const { return track_; }
@@ -152,7 +150,7 @@ class DrawReplay {
   /// The generator for the next operator, standing where forward's stood. Hold `mutex` meanwhile.
   at::Generator& next();
   std::mutex mutex;
-  /// The recompute passes over a interval of the forward.
+  /// The recompute passes over an interval of the forward.
   void skip(const DrawSkip& skipped);
   /// Operators of the recompute that drew from the original itself.
   std::atomic<uint64_t> num_original_draws{0};
@@ -165,6 +163,16 @@ class DrawReplay {
   at::Generator generator_;
   int64_t num_draws_ = 0;
   std::size_t next_jump_ = 0;
+};
+
+/// What a region's scope says of draws from a generator, for its run. Threads: any.
+class DrawSource {
+ public:
+  virtual ~DrawSource() = default;
+  /// Of a first run: where the draws are noted; null if they do not matter.
+  virtual DrawLog* draw_log(const c10::GeneratorImpl&) { return nullptr; }
+  /// Of a recompute: what draws them again.
+  virtual DrawReplay* draw_replay(const c10::GeneratorImpl&) { return nullptr; }
 };
 
 /// While alive the generator itself stands where the region began, if the replay's plan uses it; then

@@ -2,12 +2,9 @@
 
 #include "remat/scope.h"
 
-#include <limits>
 #include <utility>
 
-#include "lib/frame/frame.h"
-#include "lib/frame/shared_recomputes.h"
-#include "lib/scope/hook_stack.h"
+#include "lib/scope/region_scope.h"
 
 namespace remat {
 
@@ -39,30 +36,6 @@ class DisableScope final : public Scope {
   DisableScope() { answers(Ability::Disable); }
 };
 
-class SharingScope final : public Scope {
- public:
-  SharingScope(TaskKey::Kind kind, int64_t max_bytes)
-      : backwards_(std::make_shared<SharedRecomputes>(kind, max_bytes)) {
-    answers(kind == TaskKey::Kind::Group ? Ability::Group : Ability::Cache);
-  }
-  std::shared_ptr<SharedRecomputes> backwards() const override { return backwards_; }
-
- private:
-  void on_close() override { backwards_->end(); }
-  const std::shared_ptr<SharedRecomputes> backwards_;
-};
-
-std::shared_ptr<Scope> group_scope() {
-  TORCH_CHECK(innermost(Ability::Group) == nullptr, "GraphExecGroup contexts cannot be nested");
-  return std::make_shared<SharingScope>(TaskKey::Kind::Group, std::numeric_limits<int64_t>::max());
-}
-
-std::shared_ptr<Scope> cache_scope(int64_t max_bytes) {
-  TORCH_CHECK_VALUE(max_bytes >= 0, "remat::RecomputeCacheGuard: max_bytes is ", max_bytes,
-                    ". Do: give the bytes that may be kept, 0 or more.");
-  return std::make_shared<SharingScope>(TaskKey::Kind::Cache, max_bytes);
-}
-
 }  // namespace
 }  // namespace detail
 
@@ -73,26 +46,22 @@ DebugGuard::DebugGuard(std::optional<bool> enabled)
 DisableCheckpointGuard::DisableCheckpointGuard()
     : ScopeGuard(std::make_shared<detail::DisableScope>()) {}
 
-GraphExecGroup::GraphExecGroup() : ScopeGuard(detail::group_scope()) {}
-RecomputeCacheGuard::RecomputeCacheGuard(RecomputeCacheOptions options)
-    : ScopeGuard(detail::cache_scope(options.max_bytes)) {}
-
 bool is_checkpointing() {
-  const auto* region = detail::innermost(detail::Ability::Region);
+  const auto* const region = detail::innermost_region();
   return region != nullptr && !region->is_inside_recompute;
 }
 
 bool is_recomputing() {
-  const auto* region = detail::innermost(detail::Ability::Region);
+  const auto* const region = detail::innermost_region();
   return region != nullptr && region->is_inside_recompute;
 }
 
 PhaseInfo current_phase() {
-  const auto* region = detail::innermost(detail::Ability::Region);
+  const auto* const region = detail::innermost_region();
   if (region == nullptr) return {};
-  const Frame& frame = *region->frame();
-  return {region->is_recompute ? Phase::Recompute : Phase::Forward, frame.id(), frame.depth(),
-          frame.name()};
+  const RegionInfo& info = region->region();
+  return {region->is_recompute ? Phase::Recompute : Phase::Forward, info.id, info.depth,
+          info.name()};
 }
 
 }  // namespace remat

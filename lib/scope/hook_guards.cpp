@@ -9,7 +9,7 @@
 
 #include "hooks/user.h"
 #include "lib/scope/hook_stack.h"
-#include "lib/selective/selection.h"
+#include "lib/scope/packing.h"
 
 namespace remat {
 
@@ -42,17 +42,16 @@ class UserHooksScope final : public Scope {
 /// it was before the first one when none is.
 class ForbidHooksScope final : public Scope {
  public:
-  explicit ForbidHooksScope(std::string text) {
+  explicit ForbidHooksScope(std::string text) : message_(std::move(text)) {
     // Asked here, since LibTorch's own check throws with hooks disabled already.
     TORCH_CHECK(innermost(Ability::Hooks) == nullptr &&
                     at::SavedTensorDefaultHooks::get_tls_state().stack.empty(),
-                text);
-    message = std::move(text);
+                message_);
     if (const auto* around = static_cast<const ForbidHooksScope*>(innermost(Ability::ForbidHooks)))
       before_ = around->before_;
     else
       before_ = at::SavedTensorDefaultHooks::get_disabled_error_message();
-    set_switch(message);
+    set_switch(message_);
     answers(Ability::ForbidHooks);
   }
 
@@ -64,9 +63,10 @@ class ForbidHooksScope final : public Scope {
       at::SavedTensorDefaultHooks::enable();
   }
   void on_close() override {
-    const Scope* left = innermost(Ability::ForbidHooks);
-    set_switch(left != nullptr ? left->message : before_);
+    const auto* left = static_cast<const ForbidHooksScope*>(innermost(Ability::ForbidHooks));
+    set_switch(left != nullptr ? left->message_ : before_);
   }
+  const std::string message_;
   std::optional<std::string> before_;
 };
 

@@ -6,9 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "lib/frame/recompute.h"
-#include "lib/selective/selection.h"
-
 namespace remat::detail {
 
 namespace {
@@ -43,50 +40,12 @@ std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
   return rebuilt;
 }
 
-void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) {
-  visit(Ability::Region, [&](Scope& scope) {
-    if (scope.is_own_thread()) scope.hook_registered(tensor, handle, is_new);
-  });
-}
-
-std::optional<unsigned> hook_begins(const at::TensorBase& tensor) {
-  std::optional<unsigned> known;
-  visit(Ability::Region, [&](Scope& scope) {
-    if (!known && scope.is_own_thread()) known = scope.known_hook(tensor);
-  });
-  if (known) hook_registered(tensor, *known, /*is_new=*/false);
-  return known;
-}
-
-void new_hook_registered(const at::TensorBase& tensor, unsigned handle) {
-  hook_registered(tensor, handle, /*is_new=*/true);
-}
-
-void requires_grad_changes(const at::TensorBase& tensor) {
-  visit(Ability::Region, [&](Scope& scope) {
-    if (scope.is_own_thread()) scope.requires_grad_changes(tensor);
-  });
-}
-
-const seam::NodePtr* node_instead(const at::TensorBase& tensor) {
-  const seam::NodePtr* sink = nullptr;
-  visit(Ability::Region, [&](Scope& scope) {
-    if (sink == nullptr && scope.is_own_thread()) sink = scope.gradient_sink(tensor);
-  });
-  return sink;
-}
-
-const seam::EngineCallbacks& callbacks() {
-  static constexpr seam::EngineCallbacks ours{
-      make_top_hooks,
-      backward_begins,
-      backward_ended,
-      run_selectively,
-      {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
-  return ours;
-}
+/// Null until the library is loaded; then it stays.
+constinit const seam::EngineCallbacks* engine_callbacks = nullptr;
 
 }  // namespace
+
+void set_engine_callbacks(const seam::EngineCallbacks& callbacks) { engine_callbacks = &callbacks; }
 
 StackNode::StackNode(Scope& owner, std::shared_ptr<StackNode> lower, int64_t depth)
     : scope(&owner), below(std::move(lower)), foreign_depth(depth) {
@@ -207,7 +166,7 @@ void push(const std::shared_ptr<Scope>& scope) {
   if (const auto& message = at::SavedTensorDefaultHooks::get_disabled_error_message();
       message && scope->has(Ability::Hooks))
     TORCH_CHECK(false, *message);
-  seam::install(callbacks());
+  seam::install(*engine_callbacks);
   exchange_top(scope->make_node(share_top(), seam::foreign_hook_depth()));
   scope->open();
 }
@@ -234,7 +193,7 @@ StackSwap::StackSwap(const std::shared_ptr<Scope>& scope) : scope_(scope) {
     foreign_ = std::make_unique<ForeignHooks>(ForeignHooks{foreign});
     at::SavedTensorDefaultHooks::set_tls_state({});
   }
-  seam::install(callbacks());
+  seam::install(*engine_callbacks);
   previous_ = exchange_top(scope_->make_node(nullptr, seam::foreign_hook_depth()));
   scope_->open();
 }

@@ -8,19 +8,14 @@
 #include <optional>
 #include <string>
 
+#include <c10/util/FunctionRef.h>
+
 #include "lib/seam/engine.h"
 #include "remat/scope.h"
 
 namespace remat {
 
-class SharedRecomputes;
-class DrawLog;
-class DrawReplay;
-class Frame;
-class Replay;
-class Selection;
-struct LockOwner;
-struct UserRegistrations;
+class StateSource;  // lib/state/user_state.h
 
 namespace detail {
 
@@ -75,42 +70,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(HooksAround) {
     return make_hooks();
   }
-  /// The frame of a region's scope.
-  virtual Frame* frame() const { return nullptr; }
-  /// Of a region's first run: where its draws from that generator are noted. Of a recompute: what
-  /// draws them again.
-  virtual DrawLog* draw_log(const c10::GeneratorImpl&) const { return nullptr; }
-  virtual DrawReplay* draw_replay(const c10::GeneratorImpl&) { return nullptr; }
-  /// Of a recompute.
-  virtual const LockOwner* lock_owner() const { return nullptr; }
-  /// Of a region's first run: what keeps its operators' results. Of a recompute: what replays them.
-  /// Null where there is no such thing, and on threads that merely inherited the scope.
-  virtual Selection* selection() const { return nullptr; }
-  /// Of a region's scope: whether the thread takes part in its run.
-  virtual bool is_own_thread() const { return true; }
-  virtual Replay* replay() { return nullptr; }
-  /// Of a recompute: a guard of state.h has been opened in it.
-  virtual void guard_opened(const UserRegistrations&) {}
-  /// Of a region's scope: a backward begins in it. Throws what speaks against that.
-  virtual void backward_begins(const torch::autograd::edge_list& /*roots*/,
-                               const torch::autograd::edge_list& /*targets*/,
-                               bool /*accumulates*/) {}
-  /// It has ended and returned these.
-  virtual void backward_ended(const torch::autograd::variable_list& /*gradients*/,
-                              const torch::autograd::variable_list& /*given*/) {}
-  /// Of a region's scope: a hook is about to be registered on a tensor. Of a recompute: the handle of
-  /// forward's, which is there already; or none.
-  virtual std::optional<unsigned> known_hook(const at::TensorBase&) { return std::nullopt; }
-  /// It has this handle. `is_new`: it has been registered now.
-  virtual void hook_registered(const at::TensorBase&, unsigned /*handle*/, bool /*is_new*/) {}
-  /// Of a recompute: `requires_grad_` is about to be called.
-  virtual void requires_grad_changes(const at::TensorBase&) {}
-  /// Of a recompute: the node at which its gradients of a leaf end; null: the leaf's own.
-  virtual const seam::NodePtr* gradient_sink(const at::TensorBase&) { return nullptr; }
-  /// Adds what a guard of state.h registered, or the region of a recompute keeps.
-  virtual void add_to(UserRegistrations&) const {}
-  /// Of a guard that lets backward calls share recomputes.
-  virtual std::shared_ptr<SharedRecomputes> backwards() const { return nullptr; }
+  /// What it registers for the recomputes of the regions in it; of `Ability::State`.
+  virtual const StateSource* state_source() const { return nullptr; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
   bool has(Ability ability) const { return (abilities_ >> static_cast<unsigned>(ability)) & 1u; }
@@ -122,12 +83,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   /// A node of the stack for this scope.
   std::shared_ptr<StackNode> make_node(std::shared_ptr<StackNode> below, int64_t foreign_depth);
 
-  std::optional<bool> early_stop{};
-  std::optional<bool> debug{};
-  std::string message{};             ///< of a scope that forbids hooks
-  bool is_recompute = false;         ///< of a region's scope: a recompute, not the first run
-  bool is_inside_recompute = false;  ///< this region or one around it is recomputed
-  bool is_save_region = false;       ///< a part of its region that recomputes do not run
+  std::optional<bool> early_stop{};  ///< of `Ability::EarlyStop`
+  std::optional<bool> debug{};       ///< of `Ability::Debug`
 
  protected:
   virtual void on_close() {}
@@ -139,6 +96,9 @@ class Scope : public std::enable_shared_from_this<Scope> {
   uint32_t abilities_ = 0;
   std::atomic<bool> open_{false};
 };
+
+/// What the engine is to call; set once, when the library is loaded (lib/entry/engine_callbacks.cpp).
+void set_engine_callbacks(const seam::EngineCallbacks& callbacks);
 
 /// Puts a scope on this thread's stack and makes our engine the default one. Throws the message of
 /// a disable guard if `scope` has hooks and hooks are disabled.

@@ -8,8 +8,8 @@
 #include "hooks/save_as.h"
 #include "hooks/save_on_cpu.h"
 #include "hooks/save_on_disk.h"
-#include "lib/frame/inputs.h"
 #include "lib/scope/hook_stack.h"
+#include "lib/scope/saving_input.h"
 #include "remat/hooks.h"
 
 namespace remat {

@@ -12,11 +12,10 @@
 #include <string>
 #include <vector>
 
-#include "lib/rng/device_rng.h"
-#include "lib/rng/draws.h"
 #include "lib/selective/kept_tensor.h"
 #include "lib/selective/op_traits.h"
 #include "lib/selective/value_sources.h"
+#include "lib/state/surroundings.h"
 #include "lib/tensor/tensor_metadata.h"
 #include "remat/policy.h"
 
@@ -56,18 +55,6 @@ struct KeptResult {
   c10::SmallVector<KeptTensor, 1> tensors;
   c10::IValue plain;
   bool is_tensor = false, is_list = false;
-};
-
-/// Where all generators of a region stood before a pin of its forward, and what recomputes that
-/// do not run the pin must do: pass over draws of CPU generators (in the order of
-/// Frame::draw_logs), set others.
-struct DrawMarks {
-  std::vector<DrawMark> logs;
-  std::vector<GeneratorState> others;
-};
-struct DrawSkips {
-  std::vector<DrawSkip> logs;
-  std::vector<GeneratorState> others;
 };
 
 struct CallRecord {

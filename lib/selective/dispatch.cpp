@@ -1,14 +1,16 @@
-// Who handles an operator: the innermost region decides about it, those around take note.
+#include "lib/selective/dispatch.h"
 
 #include <ATen/autocast_mode.h>
+
+#include <c10/util/SmallVector.h>
 
 #include <optional>
 #include <utility>
 
-#include "lib/frame/frame.h"
+#include "lib/scope/region_scope.h"
 #include "lib/seam/dispatch_mode.h"
-#include "lib/selective/replay.h"
-#include "lib/selective/selection.h"
+#include "lib/selective/op_traits.h"
+#include "lib/selective/operator_handler.h"
 
 namespace remat {
 
@@ -31,69 +33,45 @@ bool is_cast_of_leaf(const OpTraits& traits, const torch::jit::Stack& stack) {
 
 }  // namespace
 
-void run_selectively(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const OpTraits& traits = traits_of(op);
   const seam::AtKernel at_kernel(traits.keys_met);
   if (traits.is_passive || is_cast_of_leaf(traits, stack)) return op.callBoxed(&stack);
   // The innermost region first; those around it only take note.
-  detail::Scope* innermost = nullptr;
-  const Frame* passed_over = nullptr;  // its scope follows that of a pin
+  const detail::RegionScope* innermost = nullptr;
+  OperatorHandler* deciding = nullptr;
+  int64_t passed_over = -1;  // a region's scope follows that of its save_region
   bool has_innermost = false, is_outermost = true;
   struct Outer {
-    Selection* selection;
-    Replay* replay;
+    OperatorHandler* handler;
     int64_t call;
   };
   c10::SmallVector<Outer, 2> outer;
-  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
-    if (scope.frame() == passed_over) return;
+  detail::visit_regions([&](detail::RegionScope& scope) {
+    if (scope.region().id == passed_over) return;
     if (scope.is_save_region) {
-      passed_over = scope.frame();
+      passed_over = scope.region().id;
       has_innermost = true;
       return;
     }
+    OperatorHandler* const handler = scope.operators();
     if (!std::exchange(has_innermost, true)) {
       innermost = &scope;
+      deciding = handler;
       return;
     }
     is_outermost = false;
-    Selection* const selection = scope.selection();
-    Replay* const replay = scope.replay();
-    if (selection != nullptr || replay != nullptr) outer.push_back({selection, replay, -1});
+    if (handler != nullptr) outer.push_back({handler, -1});
   });
-  for (Outer& each : outer)
-    each.call = each.selection != nullptr
-                    ? each.selection->before_inner(op, arguments_of(op, stack))
-                    : each.replay->before_inner(op, arguments_of(op, stack));
+  for (Outer& each : outer) each.call = each.handler->before_inner(op, arguments_of(op, stack));
   std::optional<StoragesOf> given;
   if (!outer.empty()) given.emplace(arguments_of(op, stack));
-  if (Selection* const selection = innermost == nullptr ? nullptr : innermost->selection())
-    selection->run(op, stack, *innermost, is_outermost);
-  else if (Replay* const replay = innermost == nullptr ? nullptr : innermost->replay())
-    replay->run(op, stack);
+  if (deciding != nullptr)
+    deciding->run(op, stack, *innermost, is_outermost);
   else
     op.callBoxed(&stack);
   const auto results = results_of(op, stack);
-  for (const Outer& each : outer)
-    if (each.selection != nullptr)
-      each.selection->after_inner(op, each.call, results, *given);
-    else
-      each.replay->after_inner(op, each.call, results, *given);
+  for (const Outer& each : outer) each.handler->after_inner(op, each.call, results, *given);
 }
-
-namespace {
-thread_local int num_packing = 0;
-}  // namespace
-
-Packing::Packing(const at::Tensor& saved) {
-  ++num_packing;
-  detail::visit(detail::Ability::Region, [&](detail::Scope& scope) {
-    if (Selection* const selection = scope.selection()) selection->note_saved(saved);
-  });
-}
-
-Packing::~Packing() { --num_packing; }
-
-bool Packing::is_under_way() { return num_packing > 0; }
 
 }  // namespace remat

@@ -10,10 +10,10 @@
 #include <unordered_set>
 #include <utility>
 
-#include "lib/frame/inputs.h"
+#include "lib/base/error.h"
+#include "lib/frame/frame_scope.h"
 #include "lib/frame/mismatch.h"
-#include "lib/scope/hook_stack.h"
-#include "lib/selective/replay.h"
+#include "lib/selective/operator_handler.h"
 #include "lib/tensor/graph_walk.h"
 
 namespace remat {
@@ -24,24 +24,28 @@ using torch::autograd::AccumulateGrad;
 using torch::autograd::Edge;
 using torch::autograd::Node;
 
-[[noreturn]] void refuse(const char* fact) {
-  throw_unsupported(fact, "pin and save_region keep a value, not how it was computed",
-                    "compute what is differentiated inside the region again: leave pin or "
-                    "save_region away for it");
+constexpr char cause[] = "pin and save_region keep a value, not how it was computed";
+constexpr char advice[] =
+    "compute what is differentiated inside the region again: leave pin or save_region away for it";
+
+[[noreturn]] void refuse(const Region& region, const char* fact) {
+  throw_unsupported(region, fact, cause, advice);
 }
 
 /// A recompute must not be differentiated through a value that it did not compute.
 struct KeptEdge final : Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
-    try {
-      refuse("a gradient was taken, inside a recompute, through a kept value");
-    } catch (...) {
-      // Also if the function catches it.
-      detail::visit(detail::Ability::Region, [](detail::Scope& scope) {
-        if (Replay* const replay = scope.replay()) replay->note_mismatch();
-      });
-      throw;
-    }
+    constexpr char fact[] = "a gradient was taken, inside a recompute, through a kept value";
+    detail::visit_regions([&](detail::RegionScope& scope) {
+      if (!scope.is_recompute || scope.is_save_region) return;
+      try {
+        refuse(static_cast<FrameScope&>(scope).frame().region(), fact);
+      } catch (...) {
+        if (OperatorHandler* const replay = scope.operators()) replay->note_mismatch();
+        throw;
+      }
+    });
+    throw_unsupported(fact, cause, advice);  // its graph has outlived the recompute
   }
   std::string name() const override { return "remat::KeptEdge"; }
 };
@@ -152,6 +156,7 @@ void KeptGradients::check(const torch::autograd::edge_list& roots,
       if (!all) all.emplace(roots);
       if (all->contain(role.edge))
         refuse(
+            region_,
             "a backward inside a recompute added to the gradient of a kept value, of which the original, "
             "with its hooks, would have got it");
     }
@@ -164,21 +169,25 @@ void KeptGradients::check(const torch::autograd::edge_list& roots,
     if (std::find(roots.begin(), roots.end(), role.edge) != roots.end() &&
         has_hooks_elsewhere(role))
       refuse(
+          region_,
           "a gradient was taken, inside a recompute, from a kept value whose original has hooks");
     for (const Edge& target : targets) {
       if (target == role.edge) {
         if (is_used_elsewhere(role, roots))
           refuse(
+              region_,
               "a gradient was taken, inside a recompute, of a kept value whose original is used, too");
         if (has_hooks_elsewhere(role))
           refuse(
+              region_,
               "a gradient was taken, inside a recompute, of a kept value whose original has hooks");
       } else if (may_be_original_leaf(role, target) && all.contain(role.edge)) {
         refuse(
+            region_,
             "a gradient was taken, inside a recompute, of a leaf of which a kept value was used");
       } else if (role.history.sources != KeptHistory::Sources::Known && all.contain(role.edge) &&
                  may_be_source(role, target)) {
-        refuse("a gradient was taken, inside a recompute, past a kept value");
+        refuse(region_, "a gradient was taken, inside a recompute, past a kept value");
       }
     }
   }

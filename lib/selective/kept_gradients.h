@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "lib/frame/region.h"
 #include "lib/seam/engine.h"
 #include "lib/tensor/capture.h"
 #include "lib/tensor/graph_walk.h"
@@ -54,6 +55,7 @@ KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
 /// The kept values that one recompute has handed out.
 class KeptGradients {
  public:
+  explicit KeptGradients(const Region& region) : region_(region) {}
   /// An alias of `data` with the role of the original.
   /// `read`: what its pin would read now; `more_sources`: what else it may come from.
   at::Tensor give(const at::Tensor& data, GradRole role, const KeptHistory& history,
@@ -76,6 +78,7 @@ class KeptGradients {
   bool is_used_elsewhere(const Role& role, const torch::autograd::edge_list& roots) const;
   bool may_be_source(const Role& role, const torch::autograd::Edge& target) const;
 
+  const Region& region_;
   const RegionStart start_ = RegionStart::here();
   std::vector<Role> roles_;
   std::vector<torch::autograd::Edge> sources_;

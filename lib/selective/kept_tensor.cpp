@@ -10,8 +10,9 @@
 #include <utility>
 
 #include "lib/base/counters.h"
-#include "lib/frame/inputs.h"
-#include "lib/frame/mismatch.h"
+#include "lib/base/error.h"
+#include "lib/scope/saving_input.h"
+#include "lib/seam/storage.h"
 #include "lib/tensor/capture.h"
 
 namespace remat {
@@ -27,19 +28,13 @@ bool can_move(const at::Tensor& value) {
          !value.is_meta() && !value.is_quantized();
 }
 
-/// Tensors have names up to LibTorch 2.12.
-bool has_names(auto& impl) {
-  if constexpr (requires { impl.has_named_tensor_meta(); }) return impl.has_named_tensor_meta();
-  return false;
-}
-
 /// Whether storage, sizes and keys say all of a tensor.
 bool can_be_taken_apart(const at::Tensor& value) {
   c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
   return typeid(impl) == typeid(c10::TensorImpl) && storage_of(value) != nullptr &&
          impl.layout() == c10::kStrided && !impl.is_inference() && !impl.is_python_dispatch() &&
-         !impl.has_symbolic_sizes_strides() && !has_names(impl) && !impl.is_wrapped_number() &&
-         impl.get_backend_meta() == nullptr;
+         !impl.has_symbolic_sizes_strides() && !seam::has_names(impl) &&
+         !impl.is_wrapped_number() && impl.get_backend_meta() == nullptr;
 }
 
 }  // namespace
@@ -138,12 +133,7 @@ at::Tensor KeptTensor::moved_back(const at::Tensor& copy) const {
 at::Tensor KeptTensor::restore() const {
   if (!is_defined_) return {};
   if (is_placeholder()) {
-    c10::Storage storage(c10::Storage::use_byte_size_t(), storage_bytes_,
-                         at::DataPtr(nullptr, device_), /*allocator=*/nullptr,
-                         /*resizable=*/false);
-    storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
-        placeholder_text);
-    return build(std::move(storage));
+    return build(seam::storage_without_data(storage_bytes_, device_, placeholder_text));
   }
   // As saved_ says, too: somebody wrote to it after it was found to be unchanged.
   TORCH_CHECK(saved_ != nullptr || !is_changed(),
@@ -165,12 +155,7 @@ std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
 }
 
 bool KeptTensor::is_placeholder(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.has_storage()) return false;
-  // A placeholder has bytes and no data, which no other storage has outside of tracing.
-  const c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
-  auto& impl = const_cast<c10::StorageImpl&>(storage);
-  return impl._mutable_data_ptr_no_checks().get() == nullptr && impl.nbytes() > 0 &&
-         impl.allocator() == nullptr && !impl.resizable() && !tensor.is_meta();
+  return seam::has_storage_without_data(tensor);
 }
 
 bool KeptTensor::is_placeholder_error(const std::exception& error) {

@@ -5,8 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "lib/frame/frame.h"
-#include "lib/scope/hook_stack.h"
+#include "lib/frame/frame_scope.h"
 #include "lib/seam/dispatch_mode.h"
 #include "lib/selective/replay.h"
 #include "lib/selective/selection.h"
@@ -25,21 +24,22 @@ const bool is_name_registered = [] {
   return true;
 }();
 
-/// The innermost region, if this thread takes part in it and it is not inside a kept pin.
-detail::Scope* region_here() {
-  detail::Scope* const region = detail::innermost(detail::Ability::Region);
-  return region == nullptr || region->is_save_region || !region->is_own_thread() ? nullptr : region;
+/// The innermost region, if this thread takes part in it and it is not inside save_region.
+FrameScope* region_here() {
+  detail::RegionScope* const region = detail::innermost_region();
+  if (region == nullptr || region->is_save_region || !region->is_own_thread()) return nullptr;
+  return static_cast<FrameScope*>(region);
 }
 
 /// While save_region() runs its function in forward: what is saved passes the hooks around.
-class SaveRegionScope final : public detail::Scope {
+class SaveRegionScope final : public detail::RegionScope {
  public:
-  explicit SaveRegionScope(detail::Scope& region) : region_(region) {
+  explicit SaveRegionScope(detail::RegionScope& region)
+      : RegionScope(region.region()), region_(region) {
     is_save_region = true;
     is_recompute = region.is_recompute;
     is_inside_recompute = region.is_inside_recompute;
     answers(detail::Ability::Hooks);
-    answers(detail::Ability::Region);
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
     return make_hooks_for(detail::HooksAround::All);
@@ -49,22 +49,22 @@ class SaveRegionScope final : public detail::Scope {
       detail::HooksAround which) override {
     return region_.is_recompute ? nullptr : detail::make_hooks_around(region_, which);
   }
-  Frame* frame() const override { return region_.frame(); }
+  bool is_own_thread() const override { return true; }
 
  private:
-  detail::Scope& region_;
+  detail::RegionScope& region_;
 };
 
 }  // namespace
 
 at::Tensor checkpoint_name(const at::Tensor& x, std::string name) {
-  detail::Scope* const region = region_here();
+  FrameScope* const region = region_here();
   if (region == nullptr || !x.defined()) return x;
-  Selection* const selection = region->frame()->selection();
+  Selection* const selection = Selection::of(region->frame());
   if (selection == nullptr || !selection->looks_at_names()) return x;
   const seam::DispatchModeOff unseen;  // what waits on the CPU is copied
   if (region->is_recompute) {
-    Replay& replay = *region->replay();
+    Replay& replay = *Replay::of(*region);
     const PinRecord* const kept = replay.next_pin(typeid(at::Tensor), &x);
     return kept == nullptr ? x : replay.values_of(*kept, {x}).front();
   }
@@ -73,23 +73,23 @@ at::Tensor checkpoint_name(const at::Tensor& x, std::string name) {
 }
 
 at::Tensor pin(const at::Tensor& x) {
-  detail::Scope* const region = region_here();
+  FrameScope* const region = region_here();
   if (region == nullptr || !x.defined()) return x;
   const seam::DispatchModeOff unseen;
   if (region->is_recompute) {
-    Replay* const replay = region->replay();
+    Replay* const replay = Replay::of(*region);
     const PinRecord* const kept =
         replay == nullptr ? nullptr : replay->next_pin(typeid(at::Tensor));
     return kept == nullptr ? x : replay->values_of(*kept, {x}).front();
   }
-  Selection& selection = region->frame()->selection_or_make();
+  Selection& selection = Selection::make(region->frame());
   const int64_t number = selection.begin_pin();
   auto kept = std::make_shared<PinRecord>();
   kept->type = &typeid(at::Tensor);
   kept->values.push_back(selection.keep_value(x, number, 0, *region));
   kept->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
   kept->is_kept = true;
-  selection.note_saved(x);
+  selection.tensor_was_read(x);
   selection.keep_pin(number, std::move(kept));
   return x;
 }
@@ -97,7 +97,7 @@ at::Tensor pin(const at::Tensor& x) {
 namespace detail {
 
 struct SavedRegion::Impl {
-  Scope* region = nullptr;
+  FrameScope* region = nullptr;
   const std::type_info* type = nullptr;
   int64_t number = -1;
   DrawMarks marks;
@@ -111,21 +111,21 @@ struct SavedRegion::Impl {
 
 SavedRegion::SavedRegion(const std::type_info& type,
                          c10::function_ref<void(TensorVisitor)> visit_arguments) {
-  Scope* const region = region_here();
+  FrameScope* const region = region_here();
   if (region == nullptr) return;
   impl_ = std::make_unique<Impl>();
   impl_->region = region;
   impl_->type = &type;
   if (region->is_recompute) {
-    if (Replay* const replay = region->replay()) impl_->kept = replay->next_pin(type);
+    if (Replay* const replay = Replay::of(*region)) impl_->kept = replay->next_pin(type);
     if (impl_->kept != nullptr) {
       visit_arguments([this](at::Tensor& tensor) { impl_->read.push_back(tensor); });
       return;
     }
   } else {
-    Selection& selection = region->frame()->selection_or_make();
+    Selection& selection = Selection::make(region->frame());
     impl_->number = selection.begin_pin();
-    impl_->marks = selection.marks();
+    impl_->marks = region->frame().surroundings().marks();
     visit_arguments([this](at::Tensor& tensor) {
       impl_->arguments.add(tensor);
       if (!tensor.defined() || tensor.is_inference()) return;
@@ -147,7 +147,7 @@ void* SavedRegion::emptied() const { return impl_->kept->emptied.get(); }
 
 std::vector<at::Tensor> SavedRegion::tensors() {
   const seam::DispatchModeOff unseen;
-  return impl_->region->replay()->values_of(*impl_->kept, impl_->read);
+  return Replay::of(*impl_->region)->values_of(*impl_->kept, impl_->read);
 }
 
 void SavedRegion::keep(std::shared_ptr<void> emptied,
@@ -160,22 +160,22 @@ void SavedRegion::keep(std::shared_ptr<void> emptied,
                   [](const auto& each) { return each.first.current_version() != each.second; }))
     return;
   const seam::DispatchModeOff unseen;
-  Selection& selection = *impl_->region->frame()->selection();
+  Selection& selection = *Selection::of(impl_->region->frame());
   auto kept = std::make_shared<PinRecord>();
   kept->type = impl_->type;
-  DevicesMet met = impl_->region->frame()->devices_met();
+  DevicesMet met = impl_->region->frame().devices_met();
   visit_tensors([&met](const at::Tensor& value) { met.add(value); });
-  kept->draws = selection.since(impl_->marks, met);
+  kept->draws = impl_->region->frame().surroundings().since(impl_->marks, met);
   visit_tensors([&](at::Tensor& place) {
     const at::Tensor value = std::exchange(place, at::Tensor());
     kept->values.push_back(
         selection.keep_value(value, impl_->number, kept->values.size(), *impl_->region));
-    if (value.defined()) selection.note_saved(value);
+    if (value.defined()) selection.tensor_was_read(value);
     // The result that the function returned, and `value`.
     constexpr std::size_t num_owners = 2;
     std::vector<at::Tensor> leaves;
     kept->values.back().history = history_of(value, num_owners, impl_->arguments, impl_->start,
-                                             impl_->region->frame()->start(), leaves);
+                                             impl_->region->frame().start(), leaves);
     for (const at::Tensor& leaf : leaves) kept->leaves.emplace_back(leaf.getIntrusivePtr());
   });
   kept->emptied = std::move(emptied);

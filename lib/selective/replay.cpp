@@ -6,10 +6,9 @@
 #include <utility>
 
 #include "lib/base/planted_fault.h"
-#include "lib/frame/filler.h"
-#include "lib/frame/frame.h"
 #include "lib/frame/inputs.h"
 #include "lib/frame/mismatch.h"
+#include "lib/scope/packing.h"
 #include "lib/tensor/content_hash.h"
 
 namespace remat {
@@ -20,25 +19,32 @@ constexpr std::size_t max_calls_listed = 8;
 
 }  // namespace
 
-Replay::Replay(Frame& frame, Filler& filler, const std::vector<at::Tensor>& inputs)
-    : frame_(frame), filler_(filler), selection_(*frame.selection()), given_(inputs) {
+Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
+               const std::vector<at::Tensor>& inputs)
+    : frame_(frame),
+      filler_(filler),
+      selection_(selection),
+      record_(selection.record()),
+      roles_(frame.region()),
+      given_(inputs) {
   // Else they are seen on behalf of another region, or because forward saw them.
-  looks_ = selection_.rule() != nullptr && (!selection_.is_settled() || selection_.has_calls());
+  looks_ = selection_.rule() != nullptr &&
+           (!record_.is_settled || record_.num_kept > 0 || selection_.rule()->options().ask_again);
   for (std::size_t i = 0; i < inputs.size(); ++i)
     inputs_.emplace_back(storage_of(inputs[i]), frame.inputs().storage_number(i));
   c10::SmallVector<const KeptTensor*, 8> behind_hooks;
   {
-    const auto forward = selection_.lock();
+    const auto forward = record_.lock();
     const auto add = [&](const KeptTensor& each) {
       // One that was changed is never given out, and whoever holds it might refuse.
       if (each.is_behind_hooks() && !each.is_changed()) behind_hooks.push_back(&each);
     };
-    for (const OpRecord& op : selection_.operators())
+    for (const OpRecord& op : record_.operators)
       for (const auto& call : op.calls)
         if (call != nullptr && call->is_kept)
           for (const KeptResult& result : call->kept)
             for (const KeptTensor& each : result.tensors) add(each);
-    for (const auto& pin : selection_.pins())
+    for (const auto& pin : record_.pins)
       if (pin != nullptr)
         for (const PinRecord::Value& each : pin->values) add(each.tensor);
   }
@@ -57,7 +63,7 @@ bool Replay::is_input(const c10::StorageImpl* storage, int64_t storage_number) c
 }
 
 Replay::Counted Replay::count(const c10::OperatorHandle& op) {
-  int64_t number = selection_.number_of(op);
+  int64_t number = record_.number_of(op);
   if (number < 0) {
     const auto known = std::find(strangers_.begin(), strangers_.end(), op);
     // Far from the numbers of forward's operators, of which there may still come some.
@@ -88,7 +94,7 @@ void Replay::note_results(const c10::OperatorHandle& op, Counted counted,
 
 int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const auto forward = selection_.lock();
+  const auto forward = record_.lock();
   if (has_placeholders_)
     for (const c10::IValue& argument : arguments)
       visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
@@ -98,8 +104,8 @@ int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::I
 void Replay::after_inner(const c10::OperatorHandle& op, int64_t call,
                          c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const auto forward = selection_.lock();
-  const int64_t number = selection_.number_of(op);
+  const auto forward = record_.lock();
+  const int64_t number = record_.number_of(op);
   if (number >= 0) note_results(op, {number, static_cast<uint32_t>(call)}, results, given);
 }
 
@@ -111,6 +117,21 @@ bool Replay::is_handed_out(const at::Tensor& tensor) const {
 
 void Replay::check_saved(const at::Tensor& saved) {
   if (KeptTensor::is_placeholder(saved)) has_read_placeholder_ = true;
+}
+
+bool Replay::explains(const std::exception_ptr& thrown) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const std::exception& error) {
+    if (KeptTensor::is_placeholder_error(error)) has_read_placeholder_ = true;
+  } catch (...) {
+  }
+  return has_read_placeholder_;
+}
+
+bool Replay::must_run_again() {
+  if (has_read_placeholder_) selection_.run_placeholders_for_real();
+  return has_read_placeholder_;
 }
 
 std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now) {
@@ -172,11 +193,11 @@ void Replay::check_arguments(const CallRecord& record, const c10::OperatorHandle
 
 void Replay::skip(const DrawSkips& draws) {
   if (is_planted(Fault::KeptDraws)) return;
-  const auto replays = frame_.draw_logs();
-  detail::Scope* const scope = detail::innermost(detail::Ability::Region);
-  for (std::size_t i = 0; i < std::min(draws.logs.size(), replays.size()); ++i)
-    if (DrawReplay* const replay =
-            scope == nullptr ? nullptr : scope->draw_replay(replays[i]->generator()))
+  const auto logs = frame_.surroundings().draw_logs();
+  detail::RegionScope* const scope = detail::innermost_region();
+  DrawSource* const source = scope == nullptr ? nullptr : scope->draws();
+  for (std::size_t i = 0; source != nullptr && i < std::min(draws.logs.size(), logs.size()); ++i)
+    if (DrawReplay* const replay = source->draw_replay(logs[i]->generator()))
       replay->skip(draws.logs[i]);
   DeviceRng::set(draws.others);
 }
@@ -186,7 +207,7 @@ void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Co
   uint32_t output = 0;
   const CallRecord* from = &record;
   if (is_planted(Fault::KeptResult))
-    for (const auto& other : selection_.operators()[op].calls)
+    for (const auto& other : record_.operators[op].calls)
       if (other != nullptr && other->kept.size() == record.kept.size()) from = other.get();
   for (const KeptResult& kept : from->kept) {
     std::vector<at::Tensor> tensors;
@@ -213,7 +234,7 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
     for (const c10::IValue& argument : arguments)
       visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
   // Elsewhere the read ends in an error, which the engine carries (KeptTensor::is_placeholder_error).
-  if (has_read_placeholder_ && filler_.is_on_own_ground()) throw StopSignal{};
+  if (has_read_placeholder_ && filler_.is_on_own_ground()) filler_.stop();
   if (traits.is_mutable && !handed_out_.empty())
     visit_written(op, arguments, [&](const at::Tensor& tensor) {
       if (is_handed_out(tensor))
@@ -229,14 +250,33 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
   note_results(op, counted, results_of(op, stack), given);
 }
 
-void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                 const detail::RegionScope&, bool) {
   if (!looks_) return op.callBoxed(&stack);
+  if (!go_on_after_mismatch([&] { answer(op, stack); })) op.callBoxed(&stack);
+}
+
+// Where nothing may unwind the function, a mismatch is noted and thrown when it has ended. False: there
+// was one.
+template <class Attempt>
+bool Replay::go_on_after_mismatch(Attempt&& attempt) {
+  const int64_t before = num_mismatches_;
+  try {
+    attempt();
+    return true;
+  } catch (...) {
+    if (num_mismatches_ == before || frame_.region().body->can_be_stopped()) throw;
+    return false;
+  }
+}
+
+void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   std::unique_lock<std::recursive_mutex> lock(mutex_);
-  std::unique_lock<SpinLock> forward = selection_.lock();
+  std::unique_lock<SpinLock> forward = record_.lock();
   const Counted counted = count(op);
   const auto arguments = arguments_of(op, stack);
-  const OpRecord* const known = static_cast<std::size_t>(counted.op) < selection_.operators().size()
-                                    ? &selection_.operators()[static_cast<std::size_t>(counted.op)]
+  const OpRecord* const known = static_cast<std::size_t>(counted.op) < record_.operators.size()
+                                    ? &record_.operators[static_cast<std::size_t>(counted.op)]
                                     : nullptr;
   const CallRecord* record = known != nullptr && counted.call < known->calls.size()
                                  ? known->calls[counted.call].get()
@@ -244,7 +284,7 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const bool is_let_go = record != nullptr && record->is_let_go;
   // Forward waits for a backward, and has not come to this call.
   const bool is_ahead =
-      !selection_.is_settled() && (known == nullptr || counted.call >= known->calls.size());
+      !record_.is_settled && (known == nullptr || counted.call >= known->calls.size());
   if (record != nullptr && !record->is_kept) record = nullptr;
   if (record != nullptr && record->is_applied && !is_handed_out(arguments[0].toTensor()))
     record = nullptr;  // what it writes to was computed for real
@@ -263,7 +303,7 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
       mismatch(op, counted, arguments, nullptr,
                "the policy, asked again, wants a result that forward did not keep");
   } else if (record == nullptr && known != nullptr && counted.call >= known->calls.size() &&
-             selection_.is_settled() &&
+             record_.is_settled &&
              std::any_of(known->calls.begin(), known->calls.end(),
                          [](const auto& call) { return call != nullptr && call->is_kept; })) {
     mismatch(
@@ -300,18 +340,23 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
 }
 
 const PinRecord* Replay::next_pin(const std::type_info& type, const at::Tensor* named) {
+  const PinRecord* found = nullptr;
+  return go_on_after_mismatch([&] { found = find_next_pin(type, named); }) ? found : nullptr;
+}
+
+const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Tensor* named) {
   filler_.end_operator();
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  const auto forward = selection_.lock();
-  const bool is_beyond = next_pin_ >= selection_.pins().size();
+  const auto forward = record_.lock();
+  const bool is_beyond = next_pin_ >= record_.pins.size();
   // Forward waits for a backward before this call: nothing that follows here is looked at.
-  if (is_beyond && !selection_.is_settled()) return nullptr;
+  if (is_beyond && !record_.is_settled) return nullptr;
   if (is_beyond)
     fail(CheckpointError::Kind::SelectiveMismatch,
          "the recompute calls pin, checkpoint_name or save_region more often than forward did",
          "the function does not compute the same again",
          "make the calls depend on nothing that changes between forward and backward");
-  const PinRecord* const pin = selection_.pins()[next_pin_++].get();
+  const PinRecord* const pin = record_.pins[next_pin_++].get();
   if (pin == nullptr || !pin->is_kept) return nullptr;
   if (*pin->type != type)
     fail(CheckpointError::Kind::SelectiveMismatch,
@@ -356,9 +401,9 @@ std::string Replay::lists() const {
   const auto name = [this](uint32_t number) {
     constexpr uint32_t first_stranger = 1 << 20;
     return number >= first_stranger ? traits_of(strangers_[number - first_stranger]).name
-                                    : selection_.operators()[number].traits->name;
+                                    : record_.operators[number].traits->name;
   };
-  const auto& forward = selection_.sequence();
+  const auto& forward = record_.sequence;
   std::size_t first = 0;
   while (first < std::min(forward.size(), sequence_.size()) && forward[first] == sequence_[first])
     ++first;
@@ -380,7 +425,8 @@ std::string Replay::lists() const {
 void Replay::fail(CheckpointError::Kind kind, const std::string& fact, const std::string& cause,
                   const std::string& advice) {
   try {
-    throw_selective(frame_, kind, fact, cause, advice, lists(), filler_.take_differences());
+    throw_selective(frame_.region(), kind, fact, cause, advice, lists(),
+                    filler_.take_differences());
   } catch (...) {
     note_mismatch();
     throw;
@@ -391,17 +437,20 @@ void Replay::note_mismatch() {
   // All that was asked for is there; user code caught the stop and went another way.
   if (filler_.has_stopped()) return;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
+  ++num_mismatches_;
   if (mismatch_ == nullptr) mismatch_ = std::current_exception();
 }
 
 void Replay::check_backward(const torch::autograd::edge_list& roots,
                             const torch::autograd::edge_list& targets) {
-  try {
-    roles_.check(roots, targets);
-  } catch (...) {
-    note_mismatch();
-    throw;
-  }
+  go_on_after_mismatch([&] {
+    try {
+      roles_.check(roots, targets);
+    } catch (...) {
+      note_mismatch();
+      throw;
+    }
+  });
 }
 
 void Replay::mismatch(const c10::OperatorHandle& op, Counted counted,

@@ -9,24 +9,22 @@
 #include <typeinfo>
 #include <vector>
 
+#include "lib/frame/filler.h"
 #include "lib/selective/kept_gradients.h"
 #include "lib/selective/selection.h"
 #include "remat/error.h"
 
 namespace remat {
 
-class Filler;
-
-class Replay {
+class Replay final : public KeptReplay, public OperatorHandler {
  public:
   /// Restores all that is kept, which may make the region around recompute. `inputs`: the region's,
   /// for this recompute.
-  Replay(Frame& frame, Filler& filler, const std::vector<at::Tensor>& inputs);
-
-  void run(const c10::OperatorHandle& op, torch::jit::Stack& stack);
-  int64_t before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments);
-  void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results,
-                   const StoragesOf& given);
+  Replay(Frame& frame, Selection& selection, Filler& filler, const std::vector<at::Tensor>& inputs);
+  /// Of a recompute's scope; null if its region keeps nothing, or this thread takes no part.
+  static Replay* of(detail::RegionScope& recompute) {
+    return static_cast<Replay*>(recompute.operators());
+  }
 
   /// The next pin, in forward's order; null if forward kept nothing of it. Its draws are passed
   /// over. Throws if forward's was of another type. `named`: what was given a name; it stands for a
@@ -35,26 +33,34 @@ class Replay {
   /// `read`: what the pin would read now, and through which a gradient must not be taken.
   std::vector<at::Tensor> values_of(const PinRecord& pin, const std::vector<at::Tensor>& read);
 
-  /// The data of a placeholder were needed: the recompute is worth nothing and must be done once more.
-  bool has_read_placeholder() const { return has_read_placeholder_; }
-  void note_read_placeholder() { has_read_placeholder_ = true; }
-  /// A tensor that autograd saves.
-  void check_saved(const at::Tensor& saved);
-  /// A mismatch counts also if the function caught it.
-  void rethrow_mismatch() const;
-  /// The function has ended. Who looks at what only the run owns must not find its graph alive.
-  void end() { roles_.clear(); }
-  /// The exception at hand is one.
-  void note_mismatch();
-  /// A backward begins in the recompute, and may not ask a kept value for what it does not know.
+  // Of OperatorHandler.
+  void run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+           const detail::RegionScope& region, bool is_outermost) override;
+  int64_t before_inner(const c10::OperatorHandle& op,
+                       c10::ArrayRef<c10::IValue> arguments) override;
+  void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results,
+                   const StoragesOf& given) override;
+  void note_mismatch() override;
+
+  // Of KeptReplay.
+  OperatorHandler* operators() override { return this; }
+  void check_saved(const at::Tensor& saved) override;
   void check_backward(const torch::autograd::edge_list& roots,
-                      const torch::autograd::edge_list& targets);
+                      const torch::autograd::edge_list& targets) override;
+  void end() override { roles_.clear(); }
+  bool explains(const std::exception_ptr& thrown) override;
+  bool must_run_again() override;
+  void rethrow_mismatch() const override;
 
  private:
   struct Counted {
     int64_t op;  ///< in the Selection, or in `strangers_` from its number of operators on
     uint32_t call;
   };
+  template <class Attempt>
+  bool go_on_after_mismatch(Attempt&& attempt);
+  void answer(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+  const PinRecord* find_next_pin(const std::type_info& type, const at::Tensor* named);
   Counted count(const c10::OperatorHandle& op);
   void run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stack, Counted counted);
   void note_results(const c10::OperatorHandle& op, Counted counted,
@@ -77,6 +83,7 @@ class Replay {
   Frame& frame_;
   Filler& filler_;
   Selection& selection_;
+  const KeptRecord& record_;
   mutable std::recursive_mutex mutex_;  // a backward inside may run on other threads
   const std::vector<at::Tensor> given_;
   std::vector<std::pair<const c10::StorageImpl*, int64_t>> inputs_;  // and their forward's number
@@ -94,6 +101,7 @@ class Replay {
   bool has_placeholders_ = false;
   std::atomic<bool> has_read_placeholder_{false};
   std::exception_ptr mismatch_;
+  std::atomic<int64_t> num_mismatches_{0};
 };
 
 }  // namespace remat

@@ -3,8 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "lib/frame/frame.h"
+#include "lib/scope/packing.h"
 #include "lib/seam/engine.h"
+#include "lib/selective/replay.h"
 #include "lib/tensor/content_hash.h"
 
 namespace remat {
@@ -61,14 +62,19 @@ detail::HooksAround Selection::hooks() const {
                                                                  : detail::HooksAround::Regions;
 }
 
-std::unique_lock<SpinLock> Selection::lock() const {
-  return is_settled_ ? std::unique_lock<SpinLock>() : std::unique_lock<SpinLock>(mutex_);
+Selection& Selection::make(Frame& frame, std::shared_ptr<const PolicyRule> rule) {
+  static SpinLock making;  // threads of one region may pin at once
+  const std::lock_guard<SpinLock> lock(making);
+  if (frame.keeper() == nullptr)
+    frame.set_keeper(std::make_unique<Selection>(frame, std::move(rule)));
+  return *of(frame);
 }
 
 uint32_t Selection::number(const c10::OperatorHandle& op) {
-  const auto [place, is_new] = numbers_.emplace(op, static_cast<uint32_t>(operators_.size()));
+  const auto [place, is_new] =
+      record_.numbers.emplace(op, static_cast<uint32_t>(record_.operators.size()));
   if (is_new)
-    operators_.push_back(
+    record_.operators.push_back(
         {op,
          &traits_of(op),
          rule_ == nullptr ? CheckpointPolicy::PreferRecompute : rule_->answer_to_all(op),
@@ -79,12 +85,7 @@ uint32_t Selection::number(const c10::OperatorHandle& op) {
 CallRecordPtr Selection::make_record() {
   // Under such a policy most are thrown away when the forward is over.
   if (looks_at_names()) return CallRecordPtr(new CallRecord(/*lives_in_slab=*/false));
-  return CallRecordPtr(new (slab_.room()) CallRecord(/*lives_in_slab=*/true));
-}
-
-int64_t Selection::number_of(const c10::OperatorHandle& op) const {
-  const auto found = numbers_.find(op);
-  return found == numbers_.end() ? -1 : static_cast<int64_t>(found->second);
+  return CallRecordPtr(new (record_.slab.room()) CallRecord(/*lives_in_slab=*/true));
 }
 
 int64_t Selection::input_of(const c10::StorageImpl* storage) const {
@@ -117,7 +118,8 @@ void Selection::describe(const at::Tensor& tensor, ArgumentRecord& record) {
 }
 
 Selection::ResultIndex* Selection::kept_result(const c10::StorageImpl* storage) {
-  const ValueSources::Notes* const notes = num_kept_ == 0 ? nullptr : sources_.notes_of(storage);
+  const ValueSources::Notes* const notes =
+      record_.num_kept == 0 ? nullptr : sources_.notes_of(storage);
   return notes == nullptr || notes->kept == ValueSources::Notes::not_kept
              ? nullptr
              : &kept_results_[notes->kept];
@@ -125,32 +127,38 @@ Selection::ResultIndex* Selection::kept_result(const c10::StorageImpl* storage) 
 
 // Under policies that look at names any result may be kept later.
 void Selection::note_read(const c10::StorageImpl* storage) {
-  if (num_kept_ == 0 && !looks_at_names()) return;
+  if (record_.num_kept == 0 && !looks_at_names()) return;
   if (ValueSources::Notes* const notes = sources_.notes_of(storage)) notes->is_read = true;
 }
 
 void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
-  if (num_kept_ == 0 && !looks_at_names()) return;
+  if (record_.num_kept == 0 && !looks_at_names()) return;
   for (const c10::IValue& argument : arguments)
     visit_tensors_in(argument, [this](const at::Tensor& tensor) { note_read(storage_of(tensor)); });
 }
 
-void Selection::note_saved(const at::Tensor& saved, int64_t position) {
-  if (is_settled_) return;
-  std::lock_guard<SpinLock> lock(mutex_);
+void Selection::tensor_was_read(const at::Tensor& tensor) {
+  if (record_.is_settled) return;
+  std::lock_guard<SpinLock> lock(record_.mutex);
+  note_read(storage_of(tensor));
+}
+
+void Selection::slot_added(const at::Tensor& saved, int64_t position) {
+  if (record_.is_settled) return;
+  std::lock_guard<SpinLock> lock(record_.mutex);
   note_read(storage_of(saved));
-  if (rule_ == nullptr || position < 0) return;
+  if (rule_ == nullptr) return;
   num_inside_.fetch_add(1, std::memory_order_relaxed);
   const auto index = static_cast<std::size_t>(position);
   if (slot_sources_.size() <= index) slot_sources_.resize(index + 1);
   slot_sources_[index] = sources_.find(saved);
 }
 
-void Selection::note_handed_over(const at::Tensor& value, int64_t position) {
-  if (is_settled_ || rule_ == nullptr) return;
-  std::lock_guard<SpinLock> lock(mutex_);
+void Selection::value_was_handed_over(const at::Tensor& value, int64_t region, int64_t position) {
+  if (record_.is_settled || rule_ == nullptr) return;
+  std::lock_guard<SpinLock> lock(record_.mutex);
   const auto index = static_cast<std::size_t>(position);
-  if (position < 0)
+  if (region != frame_.region().info.id)
     sources_.set(value, {.is_known = false});
   else if (index < slot_sources_.size() && slot_sources_[index])
     sources_.set(value, slot_sources_[index]->source, slot_sources_[index]->num_changes);
@@ -170,10 +178,10 @@ void Selection::note_results(const OpRecord& op, uint32_t number, uint32_t call,
 int64_t Selection::before_inner(const c10::OperatorHandle& op,
                                 c10::ArrayRef<c10::IValue> arguments) {
   Freed freed;
-  std::lock_guard<SpinLock> lock(mutex_);
-  if (is_settled_) return -1;
-  OpRecord& record = operators_[number(op)];
-  sequence_.push_back(number(op));
+  std::lock_guard<SpinLock> lock(record_.mutex);
+  if (record_.is_settled) return -1;
+  OpRecord& record = record_.operators[number(op)];
+  record_.sequence.push_back(number(op));
   record.calls.emplace_back();
   note_read(arguments);
   if (record.traits->is_mutable) note_written(op, arguments, freed);
@@ -182,10 +190,10 @@ int64_t Selection::before_inner(const c10::OperatorHandle& op,
 
 void Selection::after_inner(const c10::OperatorHandle& op, int64_t call,
                             c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
-  std::lock_guard<SpinLock> lock(mutex_);
-  if (call < 0 || is_settled_) return;
+  std::lock_guard<SpinLock> lock(record_.mutex);
+  if (call < 0 || record_.is_settled) return;
   const uint32_t n = number(op);
-  note_results(operators_[n], n, static_cast<uint32_t>(call), results, given);
+  note_results(record_.operators[n], n, static_cast<uint32_t>(call), results, given);
 }
 
 bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const {
@@ -202,26 +210,8 @@ bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IVal
   return returns;
 }
 
-DrawMarks Selection::marks() const {
-  DrawMarks marks;
-  for (DrawLog* log : frame_.draw_logs()) marks.logs.push_back(log->mark());
-  if (frame_.device_rng() != nullptr) marks.others = frame_.device_rng()->now();
-  return marks;
-}
-
-DrawSkips Selection::since(const DrawMarks& marks, const DevicesMet& met) const {
-  DrawSkips skips;
-  const auto logs = frame_.draw_logs();
-  for (std::size_t i = 0; i < logs.size(); ++i)
-    skips.logs.push_back(i < marks.logs.size() ? logs[i]->since(marks.logs[i])
-                                               : logs[i]->since_begin());
-  if (frame_.device_rng() != nullptr)
-    skips.others = frame_.device_rng()->moved(marks.others, frame_.device_rng()->now(), met);
-  return skips;
-}
-
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
-                     CheckpointPolicy answer, const detail::Scope& region,
+                     CheckpointPolicy answer, const detail::RegionScope& region,
                      detail::HooksAround hooks) {
   record.kept.clear();  // of an attempt that threw
   for (const c10::IValue& result : results) {
@@ -240,7 +230,7 @@ void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
 }
 
 void Selection::add_places(uint32_t op, uint32_t call, const CallRecord& record) {
-  ++num_kept_;
+  ++record_.num_kept;
   for (std::size_t i = 0; i < record.kept.size(); ++i)
     for (std::size_t j = 0; j < record.kept[i].tensors.size(); ++j)
       if (const c10::StorageImpl* const storage = record.kept[i].tensors[j].storage()) {
@@ -251,24 +241,24 @@ void Selection::add_places(uint32_t op, uint32_t call, const CallRecord& record)
 
 void Selection::note_let_go(uint32_t op, uint32_t call) {
   if (!rule_->options().ask_again) return;
-  operators_[op].calls[call] = make_record();
-  operators_[op].calls[call]->is_let_go = true;
+  record_.operators[op].calls[call] = make_record();
+  record_.operators[op].calls[call]->is_let_go = true;
 }
 
 void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
-                    const detail::Scope& region, bool is_outermost) {
+                    const detail::RegionScope& region, bool is_outermost) {
   Freed freed;
-  std::unique_lock<SpinLock> lock(mutex_);
-  if (is_settled_ || rule_ == nullptr) {
+  std::unique_lock<SpinLock> lock(record_.mutex);
+  if (record_.is_settled || rule_ == nullptr) {
     lock.unlock();
     return op.callBoxed(&stack);
   }
   const uint32_t n = number(op);
-  const auto call = static_cast<uint32_t>(operators_[n].calls.size());
-  operators_[n].calls.emplace_back();
-  sequence_.push_back(n);
-  const OpTraits& traits = *operators_[n].traits;
-  std::optional<CheckpointPolicy> answer = operators_[n].answer_to_all;
+  const auto call = static_cast<uint32_t>(record_.operators[n].calls.size());
+  record_.operators[n].calls.emplace_back();
+  record_.sequence.push_back(n);
+  const OpTraits& traits = *record_.operators[n].traits;
+  std::optional<CheckpointPolicy> answer = record_.operators[n].answer_to_all;
   const auto arguments = arguments_of(op, stack);
   const bool is_packing = Packing::is_under_way();
   if (is_packing) answer = CheckpointPolicy::PreferRecompute;
@@ -279,7 +269,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     lock.lock();
   }
   const bool keeps = is_keeping(*answer) && traits.can_be_kept();
-  const bool applies = traits.is_mutable && num_kept_ > 0 && writes_to_kept(op, arguments, freed);
+  const bool applies =
+      traits.is_mutable && record_.num_kept > 0 && writes_to_kept(op, arguments, freed);
   const bool may_get_name = rule_->looks_at_names() && traits.can_be_kept() && !is_packing;
   CallRecordPtr record;
   if (keeps || may_get_name || applies) {
@@ -293,7 +284,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (record != nullptr) note_contents(arguments, *record);
 
   std::optional<DrawMarks> before;
-  if (record != nullptr && traits.is_random) before = marks();
+  if (record != nullptr && traits.is_random) before = frame_.surroundings().marks();
   const StoragesOf given(arguments);
   const int64_t num_inside = num_inside_.load(std::memory_order_relaxed);
   try {
@@ -306,7 +297,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   }
   const auto results = results_of(op, stack);
   if (before)
-    record->draws = std::make_unique<DrawSkips>(since(*before, devices_of(*record, results)));
+    record->draws = std::make_unique<DrawSkips>(
+        frame_.surroundings().since(*before, devices_of(*record, results)));
 
   const bool opened_regions = num_inside_.load(std::memory_order_relaxed) != num_inside;
   if (applies && opened_regions) {
@@ -319,14 +311,14 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (applies) {
     record->is_kept = record->is_applied = true;
     lock.lock();
-    operators_[n].calls[call] = std::move(record);
+    record_.operators[n].calls[call] = std::move(record);
     return;
   }
   // Inference tensors cannot be saved. A kernel that opens regions must run again: they hold slots.
   if (record != nullptr && (must_run || opened_regions || returns_argument(*record, results) ||
                             hold_inference(results))) {
     lock.lock();
-    note_results(operators_[n], n, call, results, given);
+    note_results(record_.operators[n], n, call, results, given);
     if (keeps)
       for (const ArgumentRecord& each : record->tensors)
         note_read(each.storage._unsafe_get_target());
@@ -339,20 +331,20 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     keep(*record, results, *answer, region, around);
   }
   lock.lock();
-  note_results(operators_[n], n, call, results, given);
+  note_results(record_.operators[n], n, call, results, given);
   if (record == nullptr) return;
   if (keeps) add_places(n, call, *record);
   if (may_get_name) hold_for_name({n, call, 0, 0}, *record, results);
-  operators_[n].calls[call] = std::move(record);
+  record_.operators[n].calls[call] = std::move(record);
   look_through_held(freed);
 }
 
 PinRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number, std::size_t output,
-                                       const detail::Scope& region, KeptWhere where) {
+                                       const detail::RegionScope& region, KeptWhere where) {
   PinRecord::Value kept{KeptTensor(value, region, hooks(), where), grad_role_of(value)};
   if (rule_ == nullptr || !value.defined()) return kept;
   // The recompute gets another tensor, which must have the origin that this one has.
-  std::lock_guard<SpinLock> lock(mutex_);
+  std::lock_guard<SpinLock> lock(record_.mutex);
   if (!sources_.find(value))
     sources_.add(value, {.call = static_cast<uint32_t>(number),
                          .output = static_cast<uint32_t>(output),
@@ -363,16 +355,16 @@ PinRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number, 
 }
 
 int64_t Selection::begin_pin() {
-  frame_.end_operator();
+  frame_.slots().end_operator();
   num_inside_.fetch_add(1, std::memory_order_relaxed);
-  std::lock_guard<SpinLock> lock(mutex_);
-  pins_.emplace_back();
-  return static_cast<int64_t>(pins_.size()) - 1;
+  std::lock_guard<SpinLock> lock(record_.mutex);
+  record_.pins.emplace_back();
+  return static_cast<int64_t>(record_.pins.size()) - 1;
 }
 
 void Selection::keep_pin(int64_t number, std::shared_ptr<PinRecord> pin) {
-  std::lock_guard<SpinLock> lock(mutex_);
-  pins_[static_cast<std::size_t>(number)] = std::move(pin);
+  std::lock_guard<SpinLock> lock(record_.mutex);
+  record_.pins[static_cast<std::size_t>(number)] = std::move(pin);
 }
 
 void Selection::add_to(recording::RegionSums& sums) const {
@@ -381,13 +373,13 @@ void Selection::add_to(recording::RegionSums& sums) const {
     sums.offloaded += kept.is_on_cpu_instead() ? 1 : 0;
     sums.offload_fallbacks += kept.could_not_move() ? 1 : 0;
   };
-  for (const OpRecord& op : operators_)
+  for (const OpRecord& op : record_.operators)
     for (const auto& call : op.calls) {
       if (call == nullptr) continue;
       for (const KeptResult& result : call->kept)
         for (const KeptTensor& kept : result.tensors) add(kept);
     }
-  for (const auto& pin : pins_)
+  for (const auto& pin : record_.pins)
     if (pin != nullptr)
       for (const PinRecord::Value& value : pin->values) add(value.tensor);
 }
@@ -406,35 +398,36 @@ bool any_value_of(const std::vector<std::shared_ptr<PinRecord>>& pins,
 }  // namespace
 
 bool Selection::holds(const c10::StorageImpl* storage) {
-  std::lock_guard<SpinLock> lock(mutex_);
+  std::lock_guard<SpinLock> lock(record_.mutex);
   return kept_result(storage) != nullptr ||
-         any_value_of(pins_, storage, [](const KeptTensor&) { return true; });
+         any_value_of(record_.pins, storage, [](const KeptTensor&) { return true; });
 }
 
-bool Selection::keeps(const c10::StorageImpl* storage) {
+bool Selection::may_replace(const c10::StorageImpl* storage) {
   // Of a pin only what waits elsewhere: in its place it may be a captured tensor's too, which is
   // looked at as such.
   return kept_result(storage) != nullptr ||
-         any_value_of(pins_, storage, [](const KeptTensor& each) { return each.is_elsewhere(); });
+         any_value_of(record_.pins, storage,
+                      [](const KeptTensor& each) { return each.is_elsewhere(); });
 }
 
 void Selection::settle() {
   Freed freed;
-  std::lock_guard<SpinLock> lock(mutex_);
+  std::lock_guard<SpinLock> lock(record_.mutex);
   // Who reads a placeholder ends the recompute with an exception, which a noexcept function lets none out.
-  const bool may_have_placeholders = frame_.body().can_be_stopped();
+  const bool may_have_placeholders = frame_.region().body->can_be_stopped();
   sources_.visit([&](const ValueSources::Notes& notes) {
     if (notes.kept == ValueSources::Notes::not_kept) return;
     const ResultIndex& place = kept_results_[notes.kept];
     KeptTensor& kept =
-        operators_[place.op].calls[place.call]->kept[place.result].tensors[place.tensor];
+        record_.operators[place.op].calls[place.call]->kept[place.result].tensors[place.tensor];
     if (auto holders = kept.settle(!may_have_placeholders || notes.is_read))
       freed.holders.push_back(std::move(*holders));
   });
   kept_results_ = {};  // clear() would keep the room
   sources_.clear();
   slot_sources_.clear();
-  for (OpRecord& op : operators_)
+  for (OpRecord& op : record_.operators)
     for (auto& call : op.calls) {
       if (call == nullptr) continue;
       if (call->is_kept)
@@ -445,14 +438,20 @@ void Selection::settle() {
         if (is_let_go) call->is_let_go = true;
       }
     }
-  is_settled_ = true;
+  record_.is_settled = true;
 }
 
 void Selection::run_placeholders_for_real() {
-  const auto locked = lock();
-  for (OpRecord& op : operators_)
+  const auto locked = record_.lock();
+  for (OpRecord& op : record_.operators)
     for (auto& call : op.calls)
       if (call != nullptr && call->has_placeholders()) call->runs_for_real = true;
+}
+
+std::unique_ptr<KeptReplay> Selection::begin_recompute(Filler& filler,
+                                                       const std::vector<at::Tensor>& inputs) {
+  if (rule_ != nullptr) rule_->warn_about_unseen();
+  return std::make_unique<Replay>(frame_, *this, filler, inputs);
 }
 
 }  // namespace remat

@@ -2,23 +2,23 @@
 
 #include <utility>
 
-#include "lib/frame/mismatch.h"
 #include "lib/selective/selection.h"
 
 namespace remat {
 
 // Whether the call that made `value` could be kept.
 bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
-                           const detail::Scope& region) {
+                           const detail::RegionScope& region) {
   std::vector<c10::IValue> results;
-  std::unique_lock<SpinLock> lock(mutex_);
+  std::unique_lock<SpinLock> lock(record_.mutex);
   const auto made = sources_.find(value);
   if (!made || made->source.is_pin || !made->source.is_known || made->num_changes > 0) return false;
   const ValueSource found = made->source;
-  CallRecord* const record = operators_[found.op].calls[found.call].get();
+  CallRecord* const record = record_.operators[found.op].calls[found.call].get();
   if (record == nullptr || found.output >= record->results.size()) return false;
   if (record->is_kept) return true;
-  if (operators_[found.op].op.schema().returns().size() != record->results.size()) return false;
+  if (record_.operators[found.op].op.schema().returns().size() != record->results.size())
+    return false;
   for (const ResultRecord& each : record->results) {
     if (each.dtype == c10::ScalarType::Undefined) {
       if (storage_of(each.held) != nullptr) return false;
@@ -48,15 +48,15 @@ bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
 
 void Selection::let_go(const at::Tensor& value) {
   Freed freed;
-  std::lock_guard<SpinLock> lock(mutex_);
+  std::lock_guard<SpinLock> lock(record_.mutex);
   const auto made = sources_.find(value);
   if (!made || made->source.is_pin || !made->source.is_known) return;
-  if (operators_[made->source.op].calls[made->source.call] != nullptr)
+  if (record_.operators[made->source.op].calls[made->source.call] != nullptr)
     let_go(ResultIndex{made->source.op, made->source.call, 0, 0}, freed);
 }
 
 void Selection::name(const at::Tensor& value, const std::string& name,
-                     const detail::Scope& region) {
+                     const detail::RegionScope& region) {
   const int64_t number = begin_pin();
   rule_->see(name);
   static const c10::OperatorHandle op =
@@ -97,7 +97,7 @@ void Selection::look_through_held(Freed& freed) {
   constexpr std::size_t interval = 32;  // so many more calls, and it is done
   if (holding_.size() < interval) return;
   std::erase_if(holding_, [&](const ResultIndex& place) {
-    CallRecord& held = *operators_[place.op].calls[place.call];
+    CallRecord& held = *record_.operators[place.op].calls[place.call];
     const bool is_over = held.results.front().storage.expired();
     if (is_over)
       for (ResultRecord& each : held.results) freed.held.push_back(std::exchange(each.held, {}));
@@ -107,9 +107,9 @@ void Selection::look_through_held(Freed& freed) {
 
 void Selection::end_naming() {
   Freed freed;
-  std::lock_guard<SpinLock> lock(mutex_);
+  std::lock_guard<SpinLock> lock(record_.mutex);
   for (const ResultIndex& place : holding_)
-    for (ResultRecord& each : operators_[place.op].calls[place.call]->results)
+    for (ResultRecord& each : record_.operators[place.op].calls[place.call]->results)
       freed.held.push_back(std::exchange(each.held, {}));
   holding_ = {};
 }

@@ -18,7 +18,7 @@ void Selection::note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::I
 void Selection::note_written(const ResultIndex& place, Freed& freed) {
   // Not every operator that writes counts up the version.
   if (seam::graph_task_id() == task_at_start_)
-    operators_[place.op].calls[place.call]->is_written = true;
+    record_.operators[place.op].calls[place.call]->is_written = true;
   else
     let_go(place, freed);
 }
@@ -45,7 +45,7 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10:
         stays = false;
         return;
       }
-      const OpRecord& maker = operators_[place->op];
+      const OpRecord& maker = record_.operators[place->op];
       const CallRecord& call = *maker.calls[place->call];
       const KeptTensor& kept = call.kept[place->result].tensors[place->tensor];
       if (kept.shares_version_with(tensor) && !maker.traits->is_blank) {
@@ -65,7 +65,7 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10:
 }
 
 void Selection::let_go(const ResultIndex& place, Freed& freed) {
-  CallRecord& record = *operators_[place.op].calls[place.call];
+  CallRecord& record = *record_.operators[place.op].calls[place.call];
   if (!record.is_kept) return;
   for (const KeptResult& result : record.kept)
     for (const KeptTensor& tensor : result.tensors)
@@ -74,7 +74,7 @@ void Selection::let_go(const ResultIndex& place, Freed& freed) {
   freed.results.push_back(std::exchange(record.kept, {}));
   record.is_kept = false;
   record.is_let_go = rule_->options().ask_again;
-  --num_kept_;
+  --record_.num_kept;
   for (const ArgumentRecord& each : record.tensors) note_read(each.storage._unsafe_get_target());
 }
 

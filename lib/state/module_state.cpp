@@ -15,7 +15,8 @@
 #include <unordered_set>
 #include <utility>
 
-#include "lib/state/module_access.h"
+#include "lib/base/waiting.h"
+#include "lib/seam/module_access.h"
 
 namespace remat {
 
@@ -42,7 +43,15 @@ class HeldFlags {
       }
       return true;
     };
-    if (!changed_.wait_for(lock, longest_wait, are_free)) return false;
+    while (!are_free()) {
+      lock.unlock();
+      {
+        const Waiting waiting;
+        std::unique_lock<std::mutex> changing(mutex_);
+        if (!changed_.wait_for(changing, longest_wait, are_free)) return false;
+      }
+      lock.lock();
+    }
     for (const auto& [module, flag] : flags) {
       bool& now = ModuleAccess::training_flag(*module);
       held_[module].push_back({self, flag, now});

@@ -12,9 +12,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "lib/frame/frame.h"
 #include "lib/rng/draws.h"
-#include "lib/scope/hook_stack.h"
+#include "lib/scope/region_scope.h"
 
 namespace remat {
 
@@ -22,66 +21,40 @@ namespace {
 
 using detail::Ability;
 
-class ProviderScope final : public detail::Scope {
+/// Of a guard: what it registers.
+class StateScope final : public detail::Scope, public StateSource {
  public:
-  explicit ProviderScope(std::shared_ptr<StateProvider> provider) : provider_(std::move(provider)) {
+  explicit StateScope(UserRegistrations registrations) : registrations_(std::move(registrations)) {
     answers(Ability::State);
   }
-  void add_to(UserRegistrations& all) const override { all.add(provider_); }
-
- private:
-  const std::shared_ptr<StateProvider> provider_;
-};
-
-class GeneratorScope final : public detail::Scope {
- public:
-  explicit GeneratorScope(at::Generator generator) : generator_(std::move(generator)) {
-    answers(Ability::State);
-  }
-  void add_to(UserRegistrations& all) const override { all.add(generator_); }
-
- private:
-  const at::Generator generator_;
-};
-
-class RegistrationsScope final : public detail::Scope {
- public:
-  explicit RegistrationsScope(UserRegistrations registrations)
-      : registrations_(std::move(registrations)) {
-    answers(Ability::State);
-  }
-  void add_to(UserRegistrations& all) const override {
-    for (const auto& provider : registrations_.providers) all.add(provider);
-    for (const auto& held : registrations_.held) all.add(held);
-  }
+  const StateSource* state_source() const override { return this; }
+  void add_to(UserRegistrations& all) const override { all.add(registrations_); }
 
  private:
   const UserRegistrations registrations_;
 };
 
-class ObserverScope final : public detail::Scope {
- public:
-  explicit ObserverScope(RecomputeObserver observer)
-      : observer_(std::make_shared<const RecomputeObserver>(std::move(observer))) {
-    answers(Ability::State);
-  }
-  void add_to(UserRegistrations& all) const override { all.observers.push_back(observer_); }
-
- private:
-  const std::shared_ptr<const RecomputeObserver> observer_;
-};
-
-std::shared_ptr<detail::Scope> provider_scope(std::shared_ptr<StateProvider> provider) {
+UserRegistrations only(std::shared_ptr<StateProvider> provider) {
   TORCH_CHECK_VALUE(provider != nullptr,
                     "remat::StateProviderGuard: the provider is null. Do: pass an object.");
-  return std::make_shared<ProviderScope>(std::move(provider));
+  UserRegistrations registrations;
+  registrations.providers.push_back(std::move(provider));
+  return registrations;
 }
 
-std::shared_ptr<detail::Scope> generator_scope(at::Generator generator) {
+UserRegistrations only(at::Generator generator) {
   TORCH_CHECK_VALUE(generator.defined(),
                     "remat::GeneratorGuard: the generator is not defined. Do: pass one that "
                     "at::make_generator or the like has made.");
-  return std::make_shared<GeneratorScope>(std::move(generator));
+  UserRegistrations registrations;
+  registrations.generators.push_back(std::move(generator));
+  return registrations;
+}
+
+UserRegistrations only(RecomputeObserver observer) {
+  UserRegistrations registrations;
+  registrations.observers.push_back(std::make_shared<const RecomputeObserver>(std::move(observer)));
+  return registrations;
 }
 
 /// User code runs as part of no region.
@@ -96,65 +69,69 @@ StateProvider::~StateProvider() = default;
 
 namespace {
 
-/// A guard that is opened inside regions, as a module does that guards its own state: their
-/// recomputes need it too.
-template <class Keep>
-void tell_regions_around(const UserRegistrations& opened, const Keep& keep) {
-  std::vector<Frame*> frames;
-  detail::Scope* recompute = nullptr;  // one at most on a thread's stack, and its pins
-  detail::visit(Ability::Region, [&](detail::Scope& scope) {
-    if (!scope.is_recompute)
-      frames.push_back(scope.frame());
-    else if (!scope.is_save_region)
-      recompute = &scope;
-  });
-  if (!frames.empty()) keep(frames);
-  if (recompute != nullptr && recompute->is_own_thread()) recompute->guard_opened(opened);
-}
-
 template <class T>
 bool contains(const std::vector<T>& all, const T& one) {
   return std::find(all.begin(), all.end(), one) != all.end();
 }
 
+template <class T>
+bool contains_all(const std::vector<T>& all, const std::vector<T>& wanted) {
+  return std::all_of(wanted.begin(), wanted.end(),
+                     [&](const T& each) { return contains(all, each); });
+}
+
 }  // namespace
 
 std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations) {
-  return std::make_shared<RegistrationsScope>(std::move(registrations));
+  return std::make_shared<StateScope>(std::move(registrations));
 }
 
+// A guard that is opened inside regions, as a module does that guards its own state: their recomputes
+// need it too.
 void tell_regions_around(const UserRegistrations& registrations) {
-  tell_regions_around(registrations, [&](const std::vector<Frame*>& frames) {
-    for (const auto& provider : registrations.providers) {
-      std::any state;
-      {
-        const OutsideOfRegions outside;
-        state = provider->capture();
-      }
-      for (Frame* frame : frames) frame->keep(provider, state);
-    }
-    for (const auto& held : registrations.held)
-      for (Frame* frame : frames) frame->keep(held);
+  std::vector<GuardWatcher*> first_runs;
+  GuardWatcher* recompute = nullptr;  // one at most on a thread's stack
+  detail::visit_regions([&](detail::RegionScope& scope) {
+    GuardWatcher* const watcher = scope.guards();
+    if (watcher == nullptr) return;
+    if (scope.is_recompute)
+      recompute = scope.is_own_thread() ? watcher : nullptr;
+    else
+      first_runs.push_back(watcher);
   });
+  std::vector<std::any> states;
+  for (std::size_t i = 0; !first_runs.empty() && i < registrations.providers.size(); ++i) {
+    const OutsideOfRegions outside;
+    states.push_back(registrations.providers[i]->capture());
+  }
+  for (GuardWatcher* const each : first_runs) each->guard_opened(registrations, states);
+  if (recompute != nullptr) recompute->guard_opened(registrations, {});
 }
 
 StateProviderGuard::StateProviderGuard(std::shared_ptr<StateProvider> provider)
-    : ScopeGuard(provider_scope(provider)) {
-  UserRegistrations registrations;
-  registrations.add(provider);
-  tell_regions_around(registrations);
+    : ScopeGuard(scope_that_registers(only(provider))) {
+  tell_regions_around(only(std::move(provider)));
 }
 
-GeneratorGuard::GeneratorGuard(at::Generator generator) : ScopeGuard(generator_scope(generator)) {
-  UserRegistrations registrations;
-  registrations.add(generator);
-  tell_regions_around(registrations, [&](const std::vector<Frame*>& frames) {
-    for (Frame* frame : frames) frame->keep(generator);
-  });
+GeneratorGuard::GeneratorGuard(at::Generator generator)
+    : ScopeGuard(scope_that_registers(only(generator))) {
+  tell_regions_around(only(std::move(generator)));
 }
 
 RecomputeObserverGuard::RecomputeObserverGuard(RecomputeObserver observer)
-    : ScopeGuard(std::make_shared<ObserverScope>(std::move(observer))) {}
+    : ScopeGuard(scope_that_registers(only(std::move(observer)))) {}
+
+void UserRegistrations::add(const UserRegistrations& other) {
+  for (const auto& provider : other.providers) add(provider);
+  for (const auto& each : other.held) add(each);
+  for (const at::Generator& generator : other.generators) add(generator);
+  observers.insert(observers.end(), other.observers.begin(), other.observers.end());
+}
+
+bool UserRegistrations::has(const UserRegistrations& other, bool but_generators) const {
+  return contains_all(providers, other.providers) &&
+         (but_generators || contains_all(generators, other.generators));
+}
 
 void UserRegistrations::add(const std::shared_ptr<StateProvider>& provider) {
   if (!contains(providers, provider)) providers.push_back(provider);
@@ -175,7 +152,8 @@ std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
   std::vector<const detail::Scope*> scopes;
   detail::visit(Ability::State, [&](detail::Scope& scope) { scopes.push_back(&scope); });
   auto all = std::make_shared<UserRegistrations>();
-  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope) (*scope)->add_to(*all);
+  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope)
+    (*scope)->state_source()->add_to(*all);
   return all;
 }
 
@@ -207,59 +185,6 @@ void UserState::keep(const at::Generator& generator) {
 }
 
 UserState::~UserState() = default;
-
-void EarlyGuards::add(const UserRegistrations& opened, const UserState* known, bool preserves_rng) {
-  const auto lists = [&](const auto& list, const auto& one, const auto& member) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return std::any_of(list.begin(), list.end(),
-                       [&](const auto& each) { return std::invoke(member, each) == one; });
-  };
-  using KeptProvider = decltype(providers_)::value_type;
-  for (const auto& provider : opened.providers) {
-    if (known != nullptr && contains(known->registered().providers, provider)) continue;
-    if (lists(providers_, provider, &KeptProvider::first)) continue;
-    const OutsideOfRegions outside;
-    KeptProvider kept(provider, provider->capture());
-    std::lock_guard<std::mutex> lock(mutex_);
-    providers_.push_back(std::move(kept));
-  }
-  if (!preserves_rng) return;
-  for (const at::Generator& generator : opened.generators) {
-    if (known != nullptr && contains(known->registered().generators, generator)) continue;
-    if (as_cpu_generator(generator) != nullptr ||
-        lists(generators_, generator, &GeneratorState::generator))
-      continue;
-    GeneratorState kept = DeviceRng::present(generator);
-    std::lock_guard<std::mutex> lock(mutex_);
-    generators_.push_back(std::move(kept));
-  }
-}
-
-void EarlyGuards::put_back() noexcept {
-  decltype(providers_) providers;
-  decltype(generators_) generators;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    providers.swap(providers_);
-    generators.swap(generators_);
-  }
-  const auto attempt = [](const auto& restore) {
-    try {
-      restore();
-    } catch (const std::exception& e) {
-      TORCH_WARN("remat: what a guard guards could not be put back after a recompute: ", e.what());
-    } catch (...) {
-      TORCH_WARN("remat: what a guard guards could not be put back after a recompute");
-    }
-  };
-  for (; !providers.empty(); providers.pop_back())
-    attempt([&] {
-      const OutsideOfRegions outside;
-      providers.back().first->restore(providers.back().second);
-    });
-  for (; !generators.empty(); generators.pop_back())
-    attempt([&] { DeviceRng::set({generators.back()}); });
-}
 
 ObservedRecompute::ObservedRecompute(const UserState* state, int64_t frame_id, int64_t depth,
                                      const std::string& name)

@@ -27,8 +27,29 @@ struct UserRegistrations {
   void add(const std::shared_ptr<StateProvider>& provider);
   void add(const at::Generator& generator);
   void add(const std::shared_ptr<HeldState>& held_state);
+  /// Adds all that the other has.
+  void add(const UserRegistrations& other);
+  /// Whether it has all that the other has, `but_generators` aside.
+  bool has(const UserRegistrations& other, bool but_generators) const;
   /// Of the guards and recomputes around this point; null if there are none. Cheap then.
   static std::shared_ptr<const UserRegistrations> around();
+};
+
+/// Registers state for the recomputes of the regions around this point: a guard, or a recompute, which
+/// passes on what its region registered.
+class StateSource {
+ public:
+  virtual ~StateSource() = default;
+  virtual void add_to(UserRegistrations& all) const = 0;
+};
+
+/// Told of the guards of state.h that are opened inside a region.
+class GuardWatcher {
+ public:
+  virtual ~GuardWatcher() = default;
+  /// `states`: of its providers, as they are now; only of a first run.
+  virtual void guard_opened(const UserRegistrations& opened,
+                            const std::vector<std::any>& states) = 0;
 };
 
 /// A scope that registers providers and held states; `tell_regions_around` gives the same to the regions
@@ -56,27 +77,6 @@ class UserState {
   UserRegistrations registered_;
   std::vector<std::any> captured_;
   std::vector<std::unique_ptr<DrawLog>> draw_logs_;
-};
-
-/// Of a recompute that runs while its forward waits for it (a backward inside the region asked): user
-/// code may catch the stop, so that it runs on past where forward is, and opens guards that forward
-/// has not come to. What they guard is put back as it was when the guard was opened. CPU generators:
-/// RecomputeScope; held states: nothing holds them yet, and nothing need. Threads: any.
-class EarlyGuards {
- public:
-  EarlyGuards() = default;
-  ~EarlyGuards() { put_back(); }
-  EarlyGuards(const EarlyGuards&) = delete;
-  EarlyGuards& operator=(const EarlyGuards&) = delete;
-  /// `known`: what forward registered, or null. Throws what a provider throws.
-  void add(const UserRegistrations& opened, const UserState* known, bool preserves_rng);
-  /// Latest first, before what `known` registered. Only warns of what a provider throws.
-  void put_back() noexcept;
-
- private:
-  std::mutex mutex_;  // not held while user code runs
-  std::vector<std::pair<std::shared_ptr<StateProvider>, std::any>> providers_;
-  std::vector<GeneratorState> generators_;  // that are no CPU generators
 };
 
 /// Tells the observers that a recompute begins, and when destroyed that it has ended.

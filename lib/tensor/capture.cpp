@@ -3,33 +3,18 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <string_view>
-#include <typeinfo>
-#include <unordered_map>
 
 #include "lib/base/planted_fault.h"
+#include "lib/seam/autograd_meta.h"
 
 namespace remat {
 
 namespace {
 
 using torch::autograd::AccumulateGrad;
-using torch::autograd::AutogradMeta;
-using torch::autograd::DifferentiableViewMeta;
 using torch::autograd::Node;
-
-/// The tensor whose history counts: the base of a differentiable view, else the tensor itself.
-const at::Tensor& viewed(const at::Tensor& tensor) {
-  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  if (meta != nullptr && meta->is_view_) {
-    const auto* view = static_cast<const DifferentiableViewMeta*>(meta);
-    if (view->has_bw_view()) return view->get_backward_view().base_;
-  }
-  return tensor;
-}
 
 uint32_t offset_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? static_cast<uint32_t>(tensor.storage_offset()) : 0;
@@ -43,7 +28,7 @@ c10::TensorImpl* cast_source(const at::Tensor& tensor, const Node& node) {
   if (source->sequence_nr() != UINT64_MAX) return nullptr;  // every AccumulateGrad has this number
   auto* accumulate = dynamic_cast<AccumulateGrad*>(source);
   if (accumulate == nullptr || accumulate->variable.scalar_type() == tensor.scalar_type() ||
-      node.name() != "ToCopyBackward0")
+      !seam::is_cast(node))
     return nullptr;
   return accumulate->variable.unsafeGetTensorImpl();
 }
@@ -90,35 +75,14 @@ RegionStart RegionStart::here() {
 }
 
 c10::TensorImpl* leaf_behind(const at::Tensor& tensor) {
-  const at::Tensor& root = viewed(tensor);
-  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(root);
-  if (meta == nullptr) return nullptr;
-  if (meta->grad_fn_ != nullptr) return cast_source(root, *meta->grad_fn_);
-  return meta->requires_grad_ ? root.unsafeGetTensorImpl() : nullptr;
+  const at::Tensor& root = seam::viewed(tensor);
+  if (const Node* const node = seam::node_of(root)) return cast_source(root, *node);
+  return seam::requires_grad_itself(root) ? root.unsafeGetTensorImpl() : nullptr;
 }
 
 bool is_made_by_function(const at::Tensor& tensor) {
-  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  const Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
-  if (node == nullptr) return false;
-  // Types repeat, and their names are long.
-  struct Answer {
-    const std::type_info* type = nullptr;
-    bool is_function = false;
-  };
-  constinit thread_local Answer latest;
-  const std::type_info* const type = &typeid(*node);
-  if (latest.type != type) {
-    thread_local std::unordered_map<const std::type_info*, bool> known;
-    auto found = known.find(type);
-    if (found == known.end())
-      found = known
-                  .emplace(type,
-                           std::string_view(type->name()).find("CppNode") != std::string_view::npos)
-                  .first;
-    latest = {type, found->second};
-  }
-  return latest.is_function;
+  const Node* const node = seam::node_of(tensor);
+  return node != nullptr && seam::is_function(*node);
 }
 
 Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
@@ -148,9 +112,8 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
     result.storage = weak_storage_of(saved);
     return result;
   }
-  const at::Tensor& root = viewed(saved);
-  const AutogradMeta* meta = torch::autograd::impl::get_autograd_meta(root);
-  const Node* node = meta == nullptr ? nullptr : meta->grad_fn_.get();
+  const at::Tensor& root = seam::viewed(saved);
+  const Node* const node = seam::node_of(root);
   const bool built_inside =
       node != nullptr && node->sequence_nr() >= start.sequence && node->thread_id() == start.thread;
   result.origin = built_inside ? Origin::Inside : Origin::Outside;

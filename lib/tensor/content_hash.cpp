@@ -1,5 +1,7 @@
 #include "lib/tensor/content_hash.h"
 
+#include <fmt/format.h>
+
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
@@ -20,15 +22,15 @@ bool has_elements(const at::Tensor& tensor) {
 
 // A transposed weight is hashed as it lies in memory: bringing it into logical order took longer
 // than all the rest. Its strides are hashed too, then.
-uint64_t digest_of_elements(const at::Tensor& tensor) {
+uint64_t hash_of_elements(const at::Tensor& tensor) {
   if (!has_elements(tensor)) return tensor._is_zerotensor() ? 1 : 2;
   const at::Tensor near = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU);
   const at::Tensor dense = near.is_non_overlapping_and_dense() ? near : near.contiguous();
-  uint64_t digest = hash_of_bytes(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
+  uint64_t hash = hash_of_bytes(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
   if (!dense.is_contiguous())
     for (const int64_t stride : dense.strides())
-      digest = combine(digest, static_cast<uint64_t>(stride));
-  return digest;
+      hash = combine(hash, static_cast<uint64_t>(stride));
+  return hash;
 }
 
 }  // namespace
@@ -38,22 +40,25 @@ uint64_t content_hash(const at::Tensor& tensor) {
   const at::DisableRecordFunctionGuard unrecorded;
   const seam::DispatchModeOff unseen;
   if (!tensor.defined() || tensor.is_meta()) return 0;
-  uint64_t digest = static_cast<uint64_t>(tensor.scalar_type());
+  uint64_t hash = static_cast<uint64_t>(tensor.scalar_type());
   if (tensor.is_nested()) {
     if (tensor.layout() == at::kJagged)
-      return combine(digest, digest_of_elements(at::_nested_get_values(tensor)));
+      return combine(hash, hash_of_elements(at::_nested_get_values(tensor)));
     for (const at::Tensor& each : tensor.detach().unbind())
-      digest = combine(digest, content_hash(each));
-    return digest;
+      hash = combine(hash, content_hash(each));
+    return hash;
   }
-  for (const int64_t size : tensor.sizes()) digest = combine(digest, static_cast<uint64_t>(size));
+  for (const int64_t size : tensor.sizes()) hash = combine(hash, static_cast<uint64_t>(size));
   if (tensor.layout() == at::kSparse) {
-    digest = combine(digest, digest_of_elements(tensor._indices()));
-    return combine(digest, digest_of_elements(tensor._values()));
+    hash = combine(hash, hash_of_elements(tensor._indices()));
+    return combine(hash, hash_of_elements(tensor._values()));
   }
-  if (tensor.layout() != at::kStrided)
-    return combine(digest, digest_of_elements(tensor.to_dense()));
-  return combine(digest, digest_of_elements(tensor));
+  if (tensor.layout() != at::kStrided) return combine(hash, hash_of_elements(tensor.to_dense()));
+  return combine(hash, hash_of_elements(tensor));
+}
+
+std::string text_of_contents(const at::Tensor& tensor) {
+  return fmt::format("{:016x}", content_hash(tensor));
 }
 
 }  // namespace remat

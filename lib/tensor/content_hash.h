@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <string>
 
 namespace remat {
 
@@ -11,5 +12,7 @@ namespace remat {
 /// (which `Values` requires): one that is dense but not contiguous is taken as it lies in memory.
 /// Sparse tensors: of their indices and values. Copies what is not dense, or not on the CPU.
 uint64_t content_hash(const at::Tensor& tensor);
+/// The same as text, of 16 hexadecimal digits.
+std::string text_of_contents(const at::Tensor& tensor);
 
 }  // namespace remat

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "lib/seam/autograd_meta.h"
 #include "lib/seam/dispatch_mode.h"
 
 namespace remat {
@@ -29,14 +30,12 @@ uint32_t low_bits(const Node& node) {
 }  // namespace
 
 bool has_gradient_edge(const at::Tensor& tensor) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  return tensor.requires_grad() && meta != nullptr &&
-         (meta->requires_grad_ || tensor.grad_fn() != nullptr);
+  return tensor.requires_grad() &&
+         (seam::requires_grad_itself(tensor) || tensor.grad_fn() != nullptr);
 }
 
 bool has_raw_gradient_edge(const at::Tensor& tensor) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  return meta != nullptr && (meta->requires_grad_ || meta->grad_fn_ != nullptr);
+  return seam::requires_grad_itself(tensor) || seam::node_of(tensor) != nullptr;
 }
 
 at::Tensor without_gradient_edge(const at::Tensor& leaf) {
@@ -48,18 +47,17 @@ at::Tensor without_gradient_edge(const at::Tensor& leaf) {
 GradRole grad_role_of(const at::Tensor& value) {
   if (!value.defined() || !value.requires_grad()) return GradRole::None;
   if (value.grad_fn() != nullptr) return GradRole::Result;
-  const auto* meta = torch::autograd::impl::get_autograd_meta(value);
-  return meta != nullptr && meta->requires_grad_ ? GradRole::Leaf : GradRole::NoGradViewOfLeaf;
+  return seam::requires_grad_itself(value) ? GradRole::Leaf : GradRole::NoGradViewOfLeaf;
 }
 
 GradientPlace GradientPlace::of(const at::Tensor& tensor) {
   if (!tensor.defined()) return {};
-  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-  if (meta == nullptr || !tensor.requires_grad()) return {};
+  if (!tensor.requires_grad()) return {};
   if (const auto& node = tensor.grad_fn(); node != nullptr)
     return {node.get(), low_bits(*node), static_cast<uint32_t>(tensor.output_nr())};
-  return meta->requires_grad_ ? GradientPlace{tensor.unsafeGetTensorImpl(), GradientPlace::leaf, 0}
-                              : GradientPlace{};
+  return seam::requires_grad_itself(tensor)
+             ? GradientPlace{tensor.unsafeGetTensorImpl(), GradientPlace::leaf, 0}
+             : GradientPlace{};
 }
 
 GradientPlace GradientPlace::of(const Edge& edge) {

@@ -103,7 +103,7 @@ void Interpreter::run_toggle(const Statement& s, Environment& values) {
   if (!t.is_leaf() || !has_gradient(t)) return run_block(s.block, values);
   if (regions_around_ > 0) record_.changes.registered = true;
   // An early stop ends the block as an exception does, which only some functions think of. They call
-  // requires_grad_(): the other way is not seen on tensors that nobody saves (README's limits).
+  // requires_grad_(): the other way is not seen on tensors that nobody saves (docs/limits.md).
   std::optional<Thaw> guard;
   if (s.salt % 2 == 0) {
     t.set_requires_grad(false);

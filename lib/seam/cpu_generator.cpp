@@ -1,4 +1,4 @@
-#include "lib/rng/cpu_rng.h"
+#include "lib/seam/cpu_generator.h"
 
 #include <bit>
 #include <cstring>

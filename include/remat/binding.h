@@ -1,0 +1,126 @@
+#pragma once
+// For runtimes of other languages: what they need to run their own functions as regions.
+//
+// A binding derives from RegionBody, runs the function itself the first time between the construction of a
+// ForwardRun and its `finish`, and answers what remat asks of it. `checkpoint()` is such a binding for C++
+// functions. Example: tests/binding.cpp.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <memory>
+#include <vector>
+
+#include "remat/error.h"
+#include "remat/export.h"
+#include "remat/options.h"
+
+namespace at {
+struct RecordFunction;
+}
+namespace torch::autograd {
+struct Edge;
+}
+
+namespace remat {
+
+class Frame;
+class OpLogScope;
+namespace detail {
+class Scope;
+}
+
+/// Ends a recompute that has all it needs. Not a std::exception on purpose: the TorchScript interpreter
+/// would catch it.
+struct REMAT_API StopSignal{};
+
+/// The function of a region with its arguments, as the graph keeps them: the tensors in the arguments are
+/// taken out (they are saved as autograd saves a tensor) and put into a copy for each run.
+/// Lifetime: dies with the last saved tensor of the region, on any thread, or when ForwardRun's
+/// constructor throws. Threads: several may call it at once, if several backwards recompute the region.
+class REMAT_API RegionBody {
+ public:
+  virtual ~RegionBody();
+  /// Visits the tensors of the kept arguments, always in the same order, undefined ones too.
+  virtual void visit_inputs(TensorVisitor visitor) = 0;
+  /// Runs the function with `inputs`, which it may take, in the place of the tensors; drops the result.
+  /// What it throws reaches the caller of backward, unless `stop` was called before. Only what derives
+  /// from std::exception can pass the engine.
+  virtual void run_again(std::vector<at::Tensor>& inputs) = 0;
+  /// Whether anything may unwind the function before its end. If not, neither `stop` nor `raise` is
+  /// called while it runs again: it runs to its end each time, and what was found is raised after that.
+  virtual bool can_be_stopped() const = 0;
+  /// Ends the recompute in the way of the function's language; called where an operator saves a tensor, or
+  /// where the function begins a backward, on the thread that called `run_again`. Must not return.
+  /// Default: throws a StopSignal.
+  [[noreturn]] virtual void stop();
+  /// Raises an error about the region in the form of the function's language, inside the function or in
+  /// backward. Must not return; on an engine's thread only what derives from std::exception passes.
+  /// Default: throws `error` itself.
+  [[noreturn]] virtual void raise(CheckpointError error);
+};
+
+/// The first run of a region: from saving its inputs to taking note of its result. One thread.
+class REMAT_API ForwardRun {
+ public:
+  /// Saves the inputs of `body` and begins the region: what autograd saves from now on, on this thread,
+  /// belongs to it. Throws `c10::ValueError` for options that exclude each other, CheckpointError for
+  /// what cannot be a region, and what hooks around the region throw.
+  ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body);
+  /// Without `finish` the function has thrown: nothing stays behind (Rule 12).
+  ~ForwardRun();
+  ForwardRun(const ForwardRun&) = delete;
+  ForwardRun& operator=(const ForwardRun&) = delete;
+  /// The function has returned; `visit_result` visits the tensors found in its result.
+  void finish(c10::function_ref<void(TensorVisitor)> visit_result);
+
+ private:
+  void close();
+  c10::intrusive_ptr<Frame> frame_;
+  std::shared_ptr<detail::Scope> scope_;
+  std::shared_ptr<void> user_scope_;
+  std::shared_ptr<void> dispatch_mode_;  // operators come to the policy
+  std::unique_ptr<OpLogScope> logging_;
+  std::unique_ptr<at::RecordFunction> profiled_;  // if LibTorch's profiler looks
+};
+
+/// Whether a region may begin here: grad mode is on, and no DisableCheckpointGuard is open. Otherwise
+/// the function is to be run as it is.
+REMAT_API bool opens_region();
+
+/// What to do around a wait for another thread: such a wait could be for a thread that needs a lock which
+/// this one holds (Python's, for one).
+class REMAT_API WaitCallbacks {
+ public:
+  virtual ~WaitCallbacks();
+  /// This thread is about to wait. Lets go of what others may need; throws nothing. Returns what takes
+  /// it back when it dies, on the same thread.
+  virtual std::shared_ptr<void> let_go() noexcept = 0;
+};
+
+/// Sets them for the process, null for none. Call it when no region is alive. They must outlive all waits.
+REMAT_API void set_wait_callbacks(WaitCallbacks* callbacks);
+
+/// Marks a backward that does not come through LibTorch's default engine object: the engine of another
+/// language that the binding calls itself. Regions that are open on this thread see backwards that come
+/// through the default engine by themselves; of others they must be told. One thread.
+class REMAT_API BackwardMark {
+ public:
+  /// The backward begins: from `roots` to `targets` (none: to all leaves). `accumulates`: into leaves,
+  /// instead of returning gradients. Throws CheckpointError where a recompute could not repeat it, and
+  /// what `stop` throws where a recompute has all it needs.
+  BackwardMark(const std::vector<torch::autograd::Edge>& roots,
+               const std::vector<torch::autograd::Edge>& targets, bool accumulates);
+  /// Without `finish` it has thrown.
+  ~BackwardMark();
+  BackwardMark(const BackwardMark&) = delete;
+  BackwardMark& operator=(const BackwardMark&) = delete;
+  /// It has returned `gradients`; `given`: the gradients that its roots were given.
+  void finish(const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& given);
+
+ private:
+  bool has_ended_ = false;
+};
+
+}  // namespace remat

@@ -1,0 +1,22 @@
+#include "lib/base/waiting.h"
+
+#include <atomic>
+
+#include "remat/binding.h"
+
+namespace remat {
+
+namespace {
+std::atomic<WaitCallbacks*> callbacks{nullptr};
+}  // namespace
+
+WaitCallbacks::~WaitCallbacks() = default;
+
+void set_wait_callbacks(WaitCallbacks* all) { callbacks.store(all, std::memory_order_release); }
+
+Waiting::Waiting() {
+  WaitCallbacks* const all = callbacks.load(std::memory_order_acquire);
+  if (all != nullptr) let_go_ = all->let_go();
+}
+
+}  // namespace remat

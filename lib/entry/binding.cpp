@@ -1,0 +1,35 @@
+// Bodies of binding.h, but for the first run (checkpoint.cpp) and waits (lib/base/waiting.cpp).
+
+#include "remat/binding.h"
+
+#include <torch/csrc/autograd/function.h>
+
+#include <utility>
+
+#include "lib/frame/active_recomputes.h"
+#include "lib/scope/hook_stack.h"
+
+namespace remat {
+
+RegionBody::~RegionBody() = default;
+
+void RegionBody::stop() { throw StopSignal{}; }
+
+void RegionBody::raise(CheckpointError error) { throw std::move(error); }
+
+BackwardMark::BackwardMark(const torch::autograd::edge_list& roots,
+                           const torch::autograd::edge_list& targets, bool accumulates) {
+  backward_begins(roots, targets, accumulates);
+}
+
+BackwardMark::~BackwardMark() {
+  if (!has_ended_) backward_ended({}, {});
+}
+
+void BackwardMark::finish(const torch::autograd::variable_list& gradients,
+                          const torch::autograd::variable_list& given) {
+  has_ended_ = true;
+  backward_ended(gradients, given);
+}
+
+}  // namespace remat

@@ -1,0 +1,63 @@
+// What LibTorch's engine and tensors call of ours: tells the regions of the thread, each what it watches.
+
+#include <optional>
+
+#include "lib/frame/active_recomputes.h"
+#include "lib/scope/region_scope.h"
+#include "lib/selective/dispatch.h"
+
+namespace remat::detail {
+
+namespace {
+
+/// The watcher of each region in which this thread takes part, innermost first.
+template <class Visitor>
+void visit_registrations(Visitor&& visitor) {
+  visit_regions([&](RegionScope& scope) {
+    RegistrationWatcher* const watcher = scope.is_own_thread() ? scope.registrations() : nullptr;
+    if (watcher != nullptr) visitor(*watcher);
+  });
+}
+
+void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) {
+  visit_registrations(
+      [&](RegistrationWatcher& watcher) { watcher.hook_registered(tensor, handle, is_new); });
+}
+
+std::optional<unsigned> hook_begins(const at::TensorBase& tensor) {
+  std::optional<unsigned> known;
+  visit_registrations([&](RegistrationWatcher& watcher) {
+    if (!known) known = watcher.known_hook(tensor);
+  });
+  if (known) hook_registered(tensor, *known, /*is_new=*/false);
+  return known;
+}
+
+void new_hook_registered(const at::TensorBase& tensor, unsigned handle) {
+  hook_registered(tensor, handle, /*is_new=*/true);
+}
+
+void requires_grad_changes(const at::TensorBase& tensor) {
+  visit_registrations([&](RegistrationWatcher& watcher) { watcher.requires_grad_changes(tensor); });
+}
+
+const seam::NodePtr* node_instead(const at::TensorBase& tensor) {
+  const seam::NodePtr* sink = nullptr;
+  visit_registrations([&](RegistrationWatcher& watcher) {
+    if (sink == nullptr) sink = watcher.gradient_sink(tensor);
+  });
+  return sink;
+}
+
+constexpr seam::EngineCallbacks callbacks{
+    make_top_hooks,
+    backward_begins,
+    backward_ended,
+    run_operator,
+    {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
+
+const bool are_callbacks_set = (set_engine_callbacks(callbacks), true);
+
+}  // namespace
+
+}  // namespace remat::detail

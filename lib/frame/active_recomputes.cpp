@@ -1,0 +1,80 @@
+#include "lib/frame/active_recomputes.h"
+
+#include <c10/util/SmallVector.h>
+
+#include <utility>
+#include <vector>
+
+#include "lib/scope/region_scope.h"
+
+namespace remat {
+
+namespace {
+
+struct Entry {
+  ValuesByTask* all;
+  RecomputedValues* values;
+  Filler* filler;
+  const LockOwner* owner;
+};
+
+/// Innermost last.
+std::vector<Entry>& entries() {
+  thread_local std::vector<Entry> all;
+  return all;
+}
+
+thread_local bool is_preparing = false;
+
+c10::SmallVector<const LockOwner*, 4> lock_owners() {
+  c10::SmallVector<const LockOwner*, 4> owners;
+  for (const Entry& each : entries()) owners.push_back(each.owner);
+  return owners;
+}
+
+void tell_regions(const torch::autograd::edge_list& roots,
+                  const torch::autograd::edge_list& targets, bool accumulates) {
+  int64_t passed_over = -1;
+  detail::visit_regions([&](detail::RegionScope& scope) {
+    // Recomputes do not run what save_region runs.
+    if (scope.is_save_region) passed_over = scope.region().id;
+    if (scope.region().id == passed_over || !scope.is_own_thread()) return;
+    if (detail::BackwardWatcher* const watcher = scope.backwards())
+      watcher->backward_begins(roots, targets, accumulates);
+  });
+}
+
+}  // namespace
+
+ActiveRecompute::ActiveRecompute(ValuesByTask& all, RecomputedValues& values, Filler& filler,
+                                 const LockOwner& owner) {
+  entries().push_back({&all, &values, &filler, &owner});
+}
+ActiveRecompute::~ActiveRecompute() { entries().pop_back(); }
+
+PreparingIs::PreparingIs(bool now) : before_(std::exchange(is_preparing, now)) {}
+PreparingIs::~PreparingIs() { is_preparing = before_; }
+
+void backward_begins(const torch::autograd::edge_list& roots,
+                     const torch::autograd::edge_list& targets, bool accumulates) {
+  if (!entries().empty()) {
+    entries().back().filler->stop_before_backward();
+    for (const Entry& each : entries()) each.all->owner_waits_for_backward(*each.values);
+  }
+  if (!is_preparing) tell_regions(roots, targets, accumulates);
+  if (const auto owners = lock_owners(); !owners.empty())
+    recompute_lock().yield_to_backward(owners);
+}
+
+void backward_ended(const torch::autograd::variable_list& gradients,
+                    const torch::autograd::variable_list& given) {
+  if (const auto owners = lock_owners(); !owners.empty())
+    recompute_lock().resume_after_backward(owners);
+  if (gradients.empty()) return;
+  detail::visit_regions([&](detail::RegionScope& scope) {
+    detail::BackwardWatcher* const watcher = scope.is_own_thread() ? scope.backwards() : nullptr;
+    if (watcher != nullptr) watcher->backward_ended(gradients, given);
+  });
+}
+
+}  // namespace remat

@@ -1,0 +1,77 @@
+#include "lib/frame/forward_scope.h"
+
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "hooks/drop.h"
+#include "lib/base/waiting.h"
+#include "lib/seam/engine.h"
+
+namespace remat {
+
+ForwardScope::ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around)
+    : FrameScope(std::move(frame)) {
+  is_inside_recompute = around != nullptr && around->is_inside_recompute;
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> ForwardScope::make_hooks() {
+  // See RecomputeScope: a thread that merely inherited the stack saves plainly.
+  if (!is_own_thread()) return nullptr;
+  return std::make_unique<Drop>(c10::intrusive_ptr<SlotOwner>::reclaim_copy(&frame()));
+}
+
+bool ForwardScope::is_own_thread() const {
+  return std::this_thread::get_id() == frame().forward_thread() || seam::graph_task_id() >= 0;
+}
+
+void ForwardScope::backward_begins(const torch::autograd::edge_list& roots,
+                                   const torch::autograd::edge_list& targets, bool accumulates) {
+  frame().slots().end_operator();
+  ForwardNotes& notes = frame().notes();
+  notes.note_any_backward();
+  if (accumulates) notes.note_accumulation(roots);
+  const int64_t number = num_backwards_++;
+  if (Keeper* const keeper = frame().keeper()) keeper->backward_begins();
+  auto asked = asked_of(frame().inputs(), roots, targets);
+  if (!asked.is_nothing()) notes.note_backward(number, std::move(asked));
+}
+
+void ForwardScope::backward_ended(const torch::autograd::variable_list& gradients,
+                                  const torch::autograd::variable_list& given) {
+  StorageSet known;  // a sum, say, gives back what it was given
+  for (const at::Tensor& each : given) known.add(each);
+  std::lock_guard<SpinLock> lock(mutex_);
+  for (const at::Tensor& each : gradients)
+    if (each.defined() && !each.is_cpu() && !known.contains(storage_of(each)))
+      gradients_.push_back(weak_storage_of(each));
+}
+
+void ForwardScope::hook_registered(const at::TensorBase& tensor, unsigned handle, bool) {
+  frame().notes().note_hook(tensor, handle);
+}
+
+// Note [Late threads of the engine]
+// The thread of a device lets go of the gradients that it has computed a little after the thread
+// that waits for them goes on. Such a gradient, used in the region, would still be alive at its end,
+// as what the function captures is. So a region waits for it; in vain for one that the function has
+// put into an outside variable, but its recompute is refused anyway.
+void ForwardScope::wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result) {
+  if (gradients_.empty()) return;
+  StorageSet results;
+  visit_result([&](at::Tensor& tensor) { results.add(tensor); });
+  constexpr std::chrono::milliseconds longest_wait(20);
+  const auto start = std::chrono::steady_clock::now();
+  const Waiting waiting;
+  for (const WeakStorage& each : gradients_) {
+    const c10::StorageImpl* const storage = each._unsafe_get_target();
+    if (each.expired() || results.contains(storage) || !frame().slots().has_slot_of(storage) ||
+        (frame().keeper() != nullptr && frame().keeper()->holds(storage)))
+      continue;
+    while (!each.expired() && std::chrono::steady_clock::now() - start < longest_wait)
+      std::this_thread::yield();
+  }
+}
+
+}  // namespace remat

@@ -1,0 +1,52 @@
+#pragma once
+// The scope of a region's first run: gives out slots, and notes what recomputes must know.
+
+#include <c10/util/FunctionRef.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "lib/base/spin_lock.h"
+#include "lib/frame/frame_scope.h"
+
+namespace remat {
+
+class ForwardScope final : public FrameScope,
+                           public detail::BackwardWatcher,
+                           public detail::RegistrationWatcher {
+ public:
+  /// `around`: the scope of the region around, or null.
+  ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around);
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
+  bool is_own_thread() const override;
+  DrawSource* draws() override { return &frame().surroundings(); }
+  OperatorHandler* operators() override {
+    return keeps_here() ? frame().keeper()->operators() : nullptr;
+  }
+  detail::ReadWatcher* reads() override { return keeps_here() ? frame().keeper() : nullptr; }
+  detail::BackwardWatcher* backwards() override { return this; }
+  detail::RegistrationWatcher* registrations() override { return this; }
+  GuardWatcher* guards() override { return &frame().surroundings(); }
+
+  /// The function has returned. See Note [Late threads of the engine].
+  void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result);
+
+  // Watchers.
+  void backward_begins(const torch::autograd::edge_list& roots,
+                       const torch::autograd::edge_list& targets, bool accumulates) override;
+  void backward_ended(const torch::autograd::variable_list& gradients,
+                      const torch::autograd::variable_list& given) override;
+  void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) override;
+
+ private:
+  bool keeps_here() const { return frame().keeper() != nullptr && is_own_thread(); }
+
+  SpinLock mutex_;
+  std::vector<WeakStorage> gradients_;  // that backwards inside returned, on devices
+  std::atomic<int64_t> num_backwards_{0};
+};
+
+}  // namespace remat

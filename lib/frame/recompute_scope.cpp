@@ -1,0 +1,137 @@
+#include "lib/frame/recompute_scope.h"
+
+#include <exception>
+#include <utility>
+
+#include "hooks/collect.h"
+#include "lib/base/planted_fault.h"
+#include "lib/frame/mismatch.h"
+#include "lib/seam/engine.h"
+#include "lib/seam/variable_hooks.h"
+
+namespace remat {
+
+using detail::Ability;
+
+namespace {
+
+/// Of the recompute in which this thread is about to recompute another region, or null.
+const LockOwner* lock_owner_around() {
+  const LockOwner* around = nullptr;
+  detail::visit_regions([&](const detail::RegionScope& scope) {
+    if (around == nullptr) around = scope.lock_owner;
+  });
+  return around;
+}
+
+}  // namespace
+
+RecomputeScope::RecomputeScope(c10::intrusive_ptr<Frame> recomputed, Filler& filler)
+    : FrameScope(std::move(recomputed)),
+      filler_(filler),
+      draws_(frame().surroundings().draw_logs()),
+      own_lock_{lock_owner_around()} {
+  const RegionOptions& options = frame().region().options;
+  early_stop = options.early_stop_guard;
+  debug = options.debug_guard;
+  is_recompute = is_inside_recompute = true;
+  lock_owner = &own_lock_;
+  if (frame().surroundings().user_state() != nullptr) answers(Ability::State);
+  if (early_stop) answers(Ability::EarlyStop);
+  if (debug) answers(Ability::Debug);
+}
+
+std::unique_ptr<torch::autograd::SavedVariableHooks> RecomputeScope::make_hooks() {
+  // A thread that merely inherited the stack (at::launch) saves plainly; an engine thread that
+  // runs a backward inside the region fills slots while the owner waits for it.
+  if (!is_own_thread()) return nullptr;
+  return std::make_unique<Collect>(filler_);
+}
+
+bool RecomputeScope::is_own_thread() const {
+  return std::this_thread::get_id() == owner_ || seam::graph_task_id() >= 0;
+}
+
+void RecomputeScope::begin(const std::vector<at::Tensor>& inputs) {
+  ForwardNotes& notes = frame().notes();
+  if (notes.asked_for_inputs())
+    for (const at::Tensor& each : inputs)
+      aliases_.push_back(each.defined() ? WeakEdge(each) : WeakEdge());
+  if (notes.has_run_backward())  // See Note [Accumulating once].
+    if (auto leaves = notes.accumulated_leaves(); !leaves.is_empty())
+      sinks_ = std::make_unique<GradientSinks>(std::move(leaves));
+  if (draws_.uses_original() || notes.has_hook_after_backward()) filler_.forbid_stop();
+  if (frame().keeper() == nullptr) return;
+  replay_ = frame().keeper()->begin_recompute(filler_, inputs);
+  filler_.set_replay(replay_.get());
+}
+
+void RecomputeScope::add_to(UserRegistrations& all) const {
+  all.add(frame().surroundings().user_state()->registered());
+}
+
+// What speaks against going on counts also if the function catches it.
+template <class Throw>
+void RecomputeScope::refuse(Throw&& refusal) {
+  try {
+    refusal();
+  } catch (...) {
+    filler_.note_refusal();
+    // Through a noexcept function it cannot go: the recompute ends with it.
+    if (frame().region().body->can_be_stopped() && std::uncaught_exceptions() == 0) throw;
+  }
+}
+
+void RecomputeScope::backward_begins(const torch::autograd::edge_list& roots,
+                                     const torch::autograd::edge_list& targets, bool accumulates) {
+  filler_.end_operator();
+  const InnerBackwards::Asked asked = frame().notes().asked_by_backward(num_backwards_++);
+  // What this run was to compute may be there already; then its gradients are nobody's.
+  const char* reason =
+      filler_.is_complete() ? nullptr : against(asked, frame().inputs(), aliases_, roots, targets);
+  if (sinks_ && reason == nullptr) reason = sinks_->against(roots, targets, accumulates);
+  if (reason != nullptr) refuse([&] { refuse_backward(frame().region(), reason); });
+  if (replay_) replay_->check_backward(roots, targets);
+}
+
+const seam::NodePtr* RecomputeScope::gradient_sink(const at::TensorBase& tensor) {
+  return sinks_ ? sinks_->sink_of(tensor) : nullptr;
+}
+
+// See Note [Tensors from outside].
+std::optional<unsigned> RecomputeScope::known_hook(const at::TensorBase& tensor) {
+  if (outside_ == nullptr || is_planted(Fault::HookTwice)) return std::nullopt;
+  const auto note = frame().notes().hook(tensor, outside_->count_hook(tensor));
+  if (!note || !seam::has_hook(tensor, note->handle)) return std::nullopt;
+  if (note->follows_backward && num_backwards_ > 0)
+    refuse([&] { refuse_backward(frame().region(), hook_after_backward); });
+  return note->handle;
+}
+
+void RecomputeScope::hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) {
+  if (is_new && outside_ != nullptr) outside_->note_hook(tensor, handle);
+}
+
+void RecomputeScope::requires_grad_changes(const at::TensorBase& tensor) {
+  if (outside_ != nullptr) outside_->note_requires_grad(tensor);
+}
+
+// Its forward waits for a backward that asked for this recompute, which ran on past where forward is.
+void RecomputeScope::guard_opened(const UserRegistrations& opened, const std::vector<std::any>&) {
+  if (filler_.is_forward_over()) return;
+  static const UserRegistrations none;
+  const UserState* const known = frame().surroundings().user_state();
+  if ((known == nullptr ? none : known->registered())
+          .has(opened, !frame().region().options.preserve_rng_state))
+    return;
+  refuse([&] {
+    throw_unsupported(
+        frame().region(),
+        "a recompute opened a guard of state.h that its forward has not come to yet",
+        "the function caught what ends a recompute and went on, while its forward waits for a "
+        "backward inside the region",
+        "let what ends a recompute pass, or open the guard before that backward");
+  });
+}
+
+}  // namespace remat

@@ -1,0 +1,72 @@
+#pragma once
+// The scope of a recompute, alone on the stack while the function runs again.
+
+#include <c10/util/intrusive_ptr.h>
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "lib/base/recompute_lock.h"
+#include "lib/frame/filler.h"
+#include "lib/frame/frame_scope.h"
+#include "lib/rng/recompute_draws.h"
+
+namespace remat {
+
+class RecomputeScope final : public FrameScope,
+                             public StateSource,
+                             public detail::BackwardWatcher,
+                             public detail::RegistrationWatcher,
+                             public GuardWatcher {
+ public:
+  RecomputeScope(c10::intrusive_ptr<Frame> frame, Filler& filler);
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
+  bool is_own_thread() const override;
+  DrawSource* draws() override { return &draws_; }
+  OperatorHandler* operators() override {
+    return replay_ && is_own_thread() ? replay_->operators() : nullptr;
+  }
+  detail::BackwardWatcher* backwards() override { return this; }
+  detail::RegistrationWatcher* registrations() override { return this; }
+  GuardWatcher* guards() override { return this; }
+  const StateSource* state_source() const override { return this; }
+
+  // What is known of this recompute.
+  void begin(const std::vector<at::Tensor>& inputs);
+  /// While the function runs; null before and after.
+  void set_outside(OutsideTensors* outside) { outside_ = outside; }
+  /// Null if nothing is kept.
+  KeptReplay* replay() const { return replay_.get(); }
+  RecomputeDraws& random() { return draws_; }
+  const LockOwner& own_lock() const { return own_lock_; }
+
+  // Watchers.
+  void add_to(UserRegistrations& all) const override;
+  void backward_begins(const torch::autograd::edge_list& roots,
+                       const torch::autograd::edge_list& targets, bool accumulates) override;
+  std::optional<unsigned> known_hook(const at::TensorBase& tensor) override;
+  void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) override;
+  void requires_grad_changes(const at::TensorBase& tensor) override;
+  const seam::NodePtr* gradient_sink(const at::TensorBase& tensor) override;
+  void guard_opened(const UserRegistrations& opened, const std::vector<std::any>&) override;
+
+ private:
+  template <class Throw>
+  void refuse(Throw&& refusal);
+
+  Filler& filler_;
+  OutsideTensors* outside_ = nullptr;
+  std::unique_ptr<GradientSinks> sinks_;  // of few
+  std::unique_ptr<KeptReplay> replay_;
+  RecomputeDraws draws_;
+  std::vector<WeakEdge> aliases_;  // of the inputs, if a backward of forward's asked for one
+  std::atomic<int64_t> num_backwards_{0};
+  const std::thread::id owner_ = std::this_thread::get_id();
+  const LockOwner own_lock_;
+};
+
+}  // namespace remat

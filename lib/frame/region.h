@@ -1,0 +1,52 @@
+#pragma once
+// What a region was called with: its function, the options in force, and what only some regions have.
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lib/frame/tensor_check.h"
+#include "lib/observe/op_log.h"
+#include "lib/scope/region_info.h"
+#include "remat/binding.h"
+
+namespace remat {
+
+/// The options in force for a region, guards applied.
+struct RegionOptions {
+  bool early_stop = true, debug = false, preserve_rng_state = true, strict_unpack = false;
+  bool offload_inputs = false;
+  DeterminismCheck determinism_check = DeterminismCheck::Metadata;
+  CaptureCheck capture_check = CaptureCheck::Raise;
+  /// What guards around the region said, for the regions inside its recompute.
+  std::optional<bool> early_stop_guard{}, debug_guard{};
+};
+
+/// What only some regions have.
+struct RegionExtras {
+  std::string name;
+  TensorChecks checks;
+  ContextPair contexts;
+  OpLog forward_log;
+  /// Of each slot in debug mode: the number of the operator that saved it.
+  std::vector<int64_t> saved_by;
+};
+
+struct Region {
+  RegionInfo info;
+  RegionOptions options;
+  std::unique_ptr<RegionExtras> extras{};  ///< null if it has none of them
+  std::unique_ptr<RegionBody> body{};
+
+  const TensorChecks& checks() const {
+    static const TensorChecks none;
+    return extras == nullptr ? none : extras->checks;
+  }
+};
+
+}  // namespace remat

@@ -1,0 +1,241 @@
+#include "lib/frame/slots.h"
+
+#include <ATen/SequenceNumber.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "lib/base/counters.h"
+#include "lib/base/invariant.h"
+#include "lib/tensor/content_hash.h"
+#include "lib/tensor/graph_walk.h"
+
+namespace remat {
+
+namespace {
+
+/// A tail that writes at most this many elements costs less than the throw that would skip it.
+constexpr int64_t max_small_tail = 4096;
+
+/// The number of slots of the region that this thread settled last: regions repeat.
+thread_local std::size_t expected_slots = 4;
+
+}  // namespace
+
+int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tensor* origin,
+                   const RegionStart& start, const StorageSet& inputs, bool is_hashed) {
+  const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  Slot slot;
+  slot.metadata =
+      TensorMetadata(saved, region.options.determinism_check >= DeterminismCheck::Layout);
+  slot.provenance = provenance_of(judged, start, inputs);
+  slot.operator_number = at::sequence_number::peek();
+  slot.requires_grad = judged.requires_grad();
+  slot.has_edge = has_raw_gradient_edge(judged);
+  slot.is_inner_input = origin != nullptr;
+  slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
+  if (!pending_.empty()) note_pending(region, slot.operator_number, /*is_end=*/origin != nullptr);
+
+  std::lock_guard<SpinLock> lock(mutex_);
+  REMAT_INVARIANT(!is_settled_, "frame {} got a slot after its function had returned",
+                  region.info.id);
+  const auto position = static_cast<int64_t>(slots_.size());
+  if (slots_.size() == slots_.capacity())
+    slots_.reserve(slots_.empty() ? expected_slots : 2 * slots_.size());
+  slots_.push_back(std::move(slot));
+  Slot& latest = slots_.back();
+  latest.follows = !std::exchange(is_operator_over_, false) && slots_.size() > 1 &&
+                   slots_[slots_.size() - 2].is_same_operator(latest);
+  if (latest.follows && slots_[slots_.size() - 2].saves_own_output)
+    latest.saves_own_output = true;
+  else if (latest.saves_own_output)
+    for (auto each = slots_.rbegin() + 1; each != slots_.rend() && each->is_same_operator(latest);
+         ++each)
+      each->saves_own_output = true;
+  if (is_hashed || !region.checks().empty()) pending_.emplace_back(position, saved.detach());
+  return position;
+}
+
+void Slots::end_operator() {
+  std::lock_guard<SpinLock> lock(mutex_);
+  is_operator_over_ = true;
+}
+
+// An operator may fill a tensor after it was saved, so its contents are noted when the next operator
+// saves something, or when the function has returned.
+void Slots::note_pending(const Region& region, uint64_t next_operator, bool is_end) {
+  if (!is_end && slots_[at_position(pending_.front().first)].operator_number == next_operator)
+    return;
+  for (auto& [position, tensor] : std::exchange(pending_, {})) {
+    std::vector<NoteOfSlot> made;
+    for (const auto& check : region.checks())
+      made.push_back({position, check.get(), check->note(tensor)});
+    if (made.empty()) made.push_back({position, nullptr, text_of_contents(tensor)});
+    std::lock_guard<SpinLock> lock(mutex_);
+    std::move(made.begin(), made.end(), std::back_inserter(notes_));
+  }
+}
+
+void Slots::note_rest(const Region& region) {
+  if (!pending_.empty()) note_pending(region, 0, /*is_end=*/true);
+}
+
+c10::ArrayRef<NoteOfSlot> Slots::notes_of(int64_t position) const {
+  if (notes_.empty()) return {};
+  const auto [first, last] = std::equal_range(
+      notes_.begin(), notes_.end(), NoteOfSlot{position, nullptr, {}},
+      [](const NoteOfSlot& a, const NoteOfSlot& b) { return a.position < b.position; });
+  return {notes_.data() + (first - notes_.begin()), static_cast<std::size_t>(last - first)};
+}
+
+void Slots::settle(const Ending& ending, c10::function_ref<bool(const c10::StorageImpl*)> is_kept) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  is_settled_ = true;
+  count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
+  expected_slots = std::clamp<std::size_t>(slots_.size(), 1, 64);
+  // What doubling holds in reserve, but for a few slots: not worth a move in small regions.
+  if (slots_.capacity() > slots_.size() + slots_.size() / 8 + 4) slots_.shrink_to_fit();
+  settle_provenance(ending, is_kept);
+  settle_operators();
+  if (slots_.empty() || at::sequence_number::peek() != slots_.back().operator_number) return;
+  int64_t tail_elements = ending.max_result_elements;
+  for (auto slot = slots_.rbegin();
+       slot != slots_.rend() && slot->operator_number == slots_.back().operator_number; ++slot)
+    tail_elements = std::max(tail_elements, slot->metadata.numel());
+  ends_small_ = tail_elements <= max_small_tail && ending.may_end_small;
+}
+
+void Slots::settle_provenance(const Ending& ending,
+                              c10::function_ref<bool(const c10::StorageImpl*)> is_kept) {
+  may_meet_outside_ = ending.has_leaf_inputs;
+  for (Slot& slot : slots_) {
+    Provenance& provenance = slot.provenance;
+    may_meet_outside_ |= provenance.origin == Origin::Leaf || provenance.origin == Origin::Outside;
+    if (provenance.origin == Origin::Leaf || provenance.origin == Origin::Input) continue;
+    c10::StorageImpl* const storage = provenance.storage._unsafe_get_target();
+    if (storage == nullptr) continue;
+    const bool is_gone = provenance.storage.expired();
+    // What a region keeps comes back as it is, or, from the CPU or a hook, as another tensor.
+    if (is_gone || is_kept(storage) || ending.results.contains(storage)) {
+      provenance.origin = Origin::Inside;
+      provenance.leaf.reset();
+      if (is_gone) provenance.storage.reset();
+    }
+  }
+}
+
+// Rule 5: generated code saves the mutable buffer of an operator (`noise` of rrelu) before the
+// kernel fills it. Such a buffer does not require grad and was made inside the region.
+void Slots::settle_operators() {
+  for (auto first = slots_.begin(); first != slots_.end();) {
+    const auto last = std::find_if(first, slots_.end(), [&](const Slot& slot) {
+      return &slot != &*first && !slot.is_same_operator(*first);
+    });
+    const bool may_be_unwritten = std::any_of(first, last, [](const Slot& slot) {
+      const Origin origin = slot.provenance.origin;
+      return !slot.is_inner_input && !slot.requires_grad &&
+             (origin == Origin::Inside || origin == Origin::NoStorage);
+    });
+    for (; first != last; ++first) first->finish_operator = may_be_unwritten;
+  }
+}
+
+// Before the storages of what was dropped are forgotten. What an input or a parameter holds was not
+// dropped: it is there all the same.
+recording::RegionSums Slots::sums(const StorageSet& results) {
+  recording::RegionSums all;
+  all.num_slots = static_cast<int64_t>(slots_.size());
+  std::map<const c10::StorageImpl*, int64_t> dropped;
+  for (const Slot& slot : slots_) {
+    const Provenance& provenance = slot.provenance;
+    const auto* const storage = provenance.storage._unsafe_get_target();
+    if (provenance.origin == Origin::Leaf && storage != nullptr && !provenance.storage.expired())
+      all.parameters.emplace_back(storage, static_cast<int64_t>(storage->nbytes()));
+    if (provenance.origin != Origin::Inside && provenance.origin != Origin::Outside) continue;
+    const bool is_captured = provenance.origin == Origin::Outside && storage != nullptr &&
+                             !provenance.storage.expired() && !results.contains(storage);
+    if (is_captured) continue;
+    if (storage == nullptr) {  // made inside, of which no storage is remembered
+      all.dropped_bytes += slot.metadata.num_bytes();
+      continue;
+    }
+    int64_t& bytes = dropped[storage];
+    bytes = std::max(bytes, slot.metadata.num_bytes());
+  }
+  for (const auto& [storage, bytes] : dropped) all.dropped_bytes += bytes;
+  return all;
+}
+
+void Slots::drop(int64_t position) noexcept {
+  std::lock_guard<SpinLock> lock(mutex_);
+  slots_[at_position(position)].is_alive = false;
+}
+
+HeldInfo Slots::describe(int64_t position, const Region& region) const {
+  std::lock_guard<SpinLock> lock(mutex_);
+  const TensorMetadata& metadata = slots_[at_position(position)].metadata;
+  return {.sizes = metadata.sizes(),
+          .dtype = metadata.dtype(),
+          .bytes = metadata.num_bytes(),
+          .region = region.info.name(),
+          .dropped = true};
+}
+
+SlotView Slots::view_for(int64_t only_position) const {
+  std::lock_guard<SpinLock> lock(mutex_);
+  SlotView view;
+  view.is_settled = is_settled_;
+  view.is_needed.resize(slots_.size());
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const auto position = static_cast<int64_t>(i);
+    view.has_own_output |= slots_[i].saves_own_output;
+    if (only_position >= 0 ? position != only_position : !slots_[i].is_alive) continue;
+    view.is_needed[i] = 1;
+    view.last_needed = position;
+    ++view.num_needed;
+  }
+  view.ends_small = ends_small_ && view.last_needed + 1 == static_cast<int64_t>(slots_.size());
+  return view;
+}
+
+bool Slots::is_any_leaf_changed() const {
+  std::lock_guard<SpinLock> lock(mutex_);
+  return std::any_of(slots_.begin(), slots_.end(),
+                     [](const Slot& slot) { return is_leaf_changed(slot.provenance); });
+}
+
+bool Slots::has_slot_of(const c10::StorageImpl* storage) const {
+  std::lock_guard<SpinLock> lock(mutex_);
+  return std::any_of(slots_.begin(), slots_.end(), [storage](const Slot& slot) {
+    return slot.provenance.storage._unsafe_get_target() == storage;
+  });
+}
+
+void Slots::add_devices(DevicesMet& met) const {
+  std::lock_guard<SpinLock> lock(mutex_);
+  for (const Slot& slot : slots_) met.add(slot.metadata.device());
+}
+
+void Slots::visit_outside(c10::function_ref<void(at::Tensor)> visitor) const {
+  c10::SmallVector<c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>, 8> alive;
+  {
+    std::lock_guard<SpinLock> lock(mutex_);
+    const c10::TensorImpl* latest = nullptr;  // several slots of one weight often follow each other
+    for (const Slot& slot : slots_) {
+      const Provenance& from = slot.provenance;
+      if (from.origin != Origin::Leaf && from.origin != Origin::Outside) continue;
+      if (from.leaf._unsafe_get_target() == std::exchange(latest, from.leaf._unsafe_get_target()))
+        continue;
+      if (auto leaf = from.leaf.lock()) alive.push_back(std::move(leaf));
+    }
+  }
+  for (auto& each : alive) visitor(at::Tensor(std::move(each)));
+}
+
+void Slots::clear() {
+  if (!is_settled_) count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
+  std::vector<Slot>().swap(slots_);
+}
+
+}  // namespace remat

@@ -1,0 +1,107 @@
+#pragma once
+// The slots of a region: one for each tensor that autograd saved in it, and what is known of them all.
+
+#include <c10/util/FunctionRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "hooks/inspection.h"
+#include "lib/base/spin_lock.h"
+#include "lib/frame/region.h"
+#include "lib/frame/slot.h"
+#include "lib/observe/recording.h"
+#include "lib/rng/device_rng.h"
+
+namespace remat {
+
+/// What a recompute needs to know of the slots, taken at its start.
+struct SlotView {
+  c10::SmallVector<char, 48> is_needed;  ///< by position
+  int64_t last_needed = -1, num_needed = 0;
+  bool is_settled = false;      ///< the forward has returned
+  bool ends_small = false;      ///< what a stop after the last slot would skip is next to nothing
+  bool has_own_output = false;  ///< some operator saves its own output
+};
+
+/// What a check noted of the tensor in a slot; the check is null where another thread had drawn random
+/// numbers: then it is a hash.
+struct NoteOfSlot {
+  int64_t position;
+  const TensorCheck* check;
+  std::string text;
+};
+
+/// Filled by the thread that runs the forward; read by recomputes on any.
+class Slots {
+ public:
+  /// A tensor was saved, an alias of `origin` if that is not null. `is_hashed`: its contents are noted also
+  /// without a check. Returns its position.
+  int64_t add(const Region& region, const at::Tensor& saved, const at::Tensor* origin,
+              const RegionStart& start, const StorageSet& inputs, bool is_hashed);
+  /// The next slot is of another operator than the last one, whatever the numbers of operators say. A
+  /// recompute builds more nodes in this place than forward, or fewer: it has other recomputes in a
+  /// backward, and pinned values instead of what made them.
+  void end_operator();
+  /// The function has returned: notes the contents that are still to be noted.
+  void note_rest(const Region& region);
+  /// For recorders: what `settle` drops.
+  recording::RegionSums sums(const StorageSet& results);
+
+  struct Ending {
+    const StorageSet& results;
+    int64_t max_result_elements;  ///< of one result
+    bool may_end_small;
+    bool has_leaf_inputs;
+  };
+  /// The forward is over. `is_kept`: whether a storage is kept, and may come back as another.
+  void settle(const Ending& ending, c10::function_ref<bool(const c10::StorageImpl*)> is_kept);
+
+  /// Nothing will read the slot again.
+  void drop(int64_t position) noexcept;
+  HeldInfo describe(int64_t position, const Region& region) const;
+  /// For every slot that is alive, or for `only_position` alone if it is not negative.
+  SlotView view_for(int64_t only_position) const;
+  /// Calls `fn` with a slot. Once the forward is over only `is_alive` changes, before that slots move.
+  template <class Fn>
+  void with_slot(int64_t position, bool is_settled, Fn&& fn) const {
+    std::unique_lock<SpinLock> lock(mutex_, std::defer_lock);
+    if (!is_settled) lock.lock();
+    fn(slots_[at_position(position)]);
+  }
+  /// How many there are. Once the forward is over, or on its thread.
+  int64_t size() const { return static_cast<int64_t>(slots_.size()); }
+  /// The notes of one slot; none if it is not compared beyond metadata. Call it in `with_slot`.
+  c10::ArrayRef<NoteOfSlot> notes_of(int64_t position) const;
+  /// Whether any leaf that a slot follows has changed.
+  bool is_any_leaf_changed() const;
+  bool has_slot_of(const c10::StorageImpl* storage) const;
+  void add_devices(DevicesMet& met) const;
+  /// Whether a slot or an input may be a tensor from outside.
+  bool may_meet_outside() const { return may_meet_outside_; }
+  /// The tensors from outside that slots follow and that are alive.
+  void visit_outside(c10::function_ref<void(at::Tensor)> visitor) const;
+  /// Call it before the slots go, with the frame: counts what was dropped if nobody has.
+  void clear();
+
+ private:
+  void note_pending(const Region& region, uint64_t next_operator, bool is_end);
+  void settle_provenance(const Ending& ending,
+                         c10::function_ref<bool(const c10::StorageImpl*)> is_kept);
+  void settle_operators();
+
+  mutable SpinLock mutex_;  // guards what follows; never held while user code runs
+  std::vector<Slot> slots_;
+  std::vector<NoteOfSlot> notes_;                        // by position
+  std::vector<std::pair<int64_t, at::Tensor>> pending_;  // noted when their operator is over
+  bool is_operator_over_ = false;
+  bool may_meet_outside_ = true;
+  bool is_settled_ = false;
+  bool ends_small_ = false;
+};
+
+}  // namespace remat

@@ -1,0 +1,130 @@
+#include "lib/frame/values_by_task.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "lib/base/invariant.h"
+#include "lib/base/planted_fault.h"
+#include "lib/frame/mismatch.h"
+#include "lib/frame/shared_recomputes.h"
+
+namespace remat {
+
+// Rule 4: unpacked is released, except that a cache keeps the value for the next backward.
+Value ValuesByTask::take(const Region& region, RecomputedValues& values, int64_t position,
+                         std::size_t num_slots, const Task& task) {
+  const bool is_cached = values.task.kind == TaskKey::Kind::Cache;
+  if (region.options.strict_unpack || values.task.kind == TaskKey::Kind::Group) {
+    values.handed_to.resize(num_slots, -1);
+    values.handed_to[at_position(position)] = task.graph.id;
+  }
+  return is_cached ? values.peek(position) : values.take(position);
+}
+
+// Values were kept for another backward. Captures and inputs must be as they were when they were
+// computed; otherwise the recompute that follows says what is wrong with them.
+bool ValuesByTask::is_fresh(const Region& region, const Slots& slots,
+                            const RecomputedValues& values) const {
+  for (const Value& each : values.values)
+    if (each.tensor.defined() && static_cast<uint32_t>(each.tensor._version()) != each.version)
+      return false;
+  return region.options.capture_check != CaptureCheck::Raise || !slots.is_any_leaf_changed();
+}
+
+ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, const Task& task,
+                                      int64_t position) {
+  const auto index = at_position(position);
+  const TaskKey key = task.shared ? task.shared->key() : task.graph;
+  std::shared_ptr<RecomputedValues> stale;  // dies without the lock
+  std::unique_lock<SpinLock> lock(mutex_);
+  for (;;) {
+    const auto found = std::find_if(all_.begin(), all_.end(), [&](const auto& each) {
+      return each->task == key ||
+             (each->task == task.graph && each->state == RecomputedValues::State::Done);
+    });
+    if (found == all_.end()) {
+      all_.push_back(std::make_shared<RecomputedValues>(key));
+      return {Turn::What::Recompute, {}, all_.back()};
+    }
+    const std::shared_ptr<RecomputedValues> values = *found;
+    if (values->state == RecomputedValues::State::Running) {
+      if (values->owner == std::this_thread::get_id() || values->waits_for_backward)
+        return {Turn::What::ReadAlone, {}, nullptr};
+      values->wait_for_change(lock);
+      continue;
+    }
+    const int64_t read_by = index < values->handed_to.size() ? values->handed_to[index] : -1;
+    if (region.options.strict_unpack && read_by == task.graph.id) {
+      lock.unlock();
+      throw_double_unpack(region, position);
+    }
+    if (values->task.kind == TaskKey::Kind::Group && read_by >= 0 && read_by != task.graph.id) {
+      lock.unlock();
+      throw_group_overlap(region, position);
+    }
+    if (values->graph_task != task.graph.id && !is_fresh(region, slots, *values)) {
+      stale = std::move(*found);
+      all_.erase(found);
+      continue;
+    }
+    values->graph_task = task.graph.id;
+    if (values->has(position)) {
+      const bool is_cached = values->task.kind == TaskKey::Kind::Cache;
+      return {Turn::What::Take,
+              take(region, *values, position, static_cast<std::size_t>(slots.size()), task),
+              nullptr, is_cached};
+    }
+    values->state = RecomputedValues::State::Running;
+    values->owner = std::this_thread::get_id();
+    return {Turn::What::Recompute, {}, values};
+  }
+}
+
+Value ValuesByTask::filled(const Region& region, const Slots& slots,
+                           const std::shared_ptr<RecomputedValues>& values, const TaskKey& key,
+                           const Task& task, int64_t position) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  values->task = key;
+  values->graph_task = task.graph.id;
+  values->state = RecomputedValues::State::Done;
+  values->tell_change();
+  REMAT_INVARIANT(values->has(position), "frame {}: slot {} stayed empty", region.info.id,
+                  position);
+  return take(region, *values, position, static_cast<std::size_t>(slots.size()), task);
+}
+
+void ValuesByTask::failed(const std::shared_ptr<RecomputedValues>& values) noexcept {
+  std::lock_guard<SpinLock> lock(mutex_);
+  all_.erase(std::remove(all_.begin(), all_.end(), values), all_.end());
+  values->state = RecomputedValues::State::Done;
+  values->tell_change();
+}
+
+void ValuesByTask::owner_waits_for_backward(RecomputedValues& values) {
+  std::lock_guard<SpinLock> lock(mutex_);
+  values.waits_for_backward = true;
+  values.tell_change();
+}
+
+void ValuesByTask::drop(int64_t position) noexcept {
+  // Tensors die outside the lock: in a Python process that may wait for the interpreter's lock.
+  c10::SmallVector<Value, 1> dying;
+  std::lock_guard<SpinLock> lock(mutex_);
+  for (const auto& values : all_)  // what is being filled is dropped when the task ends
+    if (values->state == RecomputedValues::State::Done && values->has(position))
+      dying.push_back(values->take(position));
+}
+
+void ValuesByTask::end_task(const TaskKey& task) noexcept {
+  if (is_planted(Fault::TaskEnd)) return;
+  std::shared_ptr<RecomputedValues> ended;
+  std::lock_guard<SpinLock> lock(mutex_);
+  const auto found = std::find_if(all_.begin(), all_.end(),
+                                  [&](const auto& values) { return values->task == task; });
+  if (found == all_.end()) return;
+  ended = std::move(*found);
+  all_.erase(found);
+}
+
+}  // namespace remat

@@ -1,0 +1,97 @@
+#pragma once
+// The scope of a region's run, and what others may ask of it: one small interface a user.
+
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "lib/scope/hook_stack.h"
+#include "lib/scope/region_info.h"
+
+namespace remat {
+
+class DrawSource;       // lib/rng/draws.h
+class GuardWatcher;     // lib/state/user_state.h
+class OperatorHandler;  // lib/selective/operator_handler.h
+struct LockOwner;       // lib/base/recompute_lock.h
+
+namespace detail {
+
+/// Told of the backwards that a region's function runs.
+class BackwardWatcher {
+ public:
+  virtual ~BackwardWatcher() = default;
+  /// A backward begins. `targets`: none for all leaves; `accumulates`: into them. Throws what speaks
+  /// against it.
+  virtual void backward_begins(const torch::autograd::edge_list& roots,
+                               const torch::autograd::edge_list& targets, bool accumulates) = 0;
+  /// A backward has ended: what it returned (nothing if it threw), and the gradients given to its roots.
+  virtual void backward_ended(const torch::autograd::variable_list& /*gradients*/,
+                              const torch::autograd::variable_list& /*given*/) {}
+};
+
+/// Told of what a region's function registers on tensors.
+class RegistrationWatcher {
+ public:
+  virtual ~RegistrationWatcher() = default;
+  /// A hook is about to be registered. A recompute answers with the handle of forward's, which is there
+  /// already.
+  virtual std::optional<unsigned> known_hook(const at::TensorBase&) { return std::nullopt; }
+  /// A hook has this handle now. `is_new`: it has been registered, none was known.
+  virtual void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) = 0;
+  /// `requires_grad_` is about to be called.
+  virtual void requires_grad_changes(const at::TensorBase&) {}
+  /// The node at which gradients of a leaf end in this run; null: the leaf's own.
+  virtual const seam::NodePtr* gradient_sink(const at::TensorBase&) { return nullptr; }
+};
+
+/// Told of the tensors whose data others than operators read in a region's first run.
+class ReadWatcher {
+ public:
+  virtual ~ReadWatcher() = default;
+  /// A tensor was saved in a region inside, or given to a user's pack function.
+  virtual void tensor_was_read(const at::Tensor& tensor) = 0;
+  /// A backward got a recomputed value, of that slot of that region.
+  virtual void value_was_handed_over(const at::Tensor& value, int64_t region, int64_t position) = 0;
+};
+
+/// The scope of a region while its function runs: the first time, or again. Each question has an answer
+/// of its own, null where there is nothing to say. Asked on threads that take part in the run.
+class RegionScope : public Scope {
+ public:
+  /// `region` lives as long as the scope.
+  explicit RegionScope(const RegionInfo& region) : region_(region) { answers(Ability::Region); }
+  const RegionInfo& region() const { return region_; }
+  /// Whether this thread takes part in the run: others merely inherited the stack (at::launch).
+  virtual bool is_own_thread() const = 0;
+  virtual DrawSource* draws() { return nullptr; }
+  virtual OperatorHandler* operators() { return nullptr; }
+  virtual ReadWatcher* reads() { return nullptr; }
+  virtual BackwardWatcher* backwards() { return nullptr; }
+  virtual RegistrationWatcher* registrations() { return nullptr; }
+  virtual GuardWatcher* guards() { return nullptr; }
+
+  bool is_recompute = false;              ///< not the first run
+  bool is_inside_recompute = false;       ///< this region, or one around it, is recomputed
+  bool is_save_region = false;            ///< a part of its region that recomputes do not run
+  const LockOwner* lock_owner = nullptr;  ///< of a recompute
+
+ private:
+  const RegionInfo& region_;
+};
+
+/// The innermost region of this thread, or null.
+inline RegionScope* innermost_region() {
+  return static_cast<RegionScope*>(innermost(Ability::Region));
+}
+
+/// Every region of this thread, innermost first.
+template <class Visitor>
+void visit_regions(Visitor&& visitor) {
+  visit(Ability::Region, [&](Scope& scope) { visitor(static_cast<RegionScope&>(scope)); });
+}
+
+}  // namespace detail
+}  // namespace remat

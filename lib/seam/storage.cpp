@@ -1,0 +1,30 @@
+#include "lib/seam/storage.h"
+
+namespace remat::seam {
+
+c10::Storage storage_without_data(std::size_t num_bytes, c10::Device device, const char* text) {
+  c10::Storage storage(c10::Storage::use_byte_size_t(), num_bytes, at::DataPtr(nullptr, device),
+                       /*allocator=*/nullptr, /*resizable=*/false);
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
+  return storage;
+}
+
+bool has_storage_without_data(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return false;
+  // It has bytes and no data, which no other storage has outside of tracing.
+  auto& impl = const_cast<c10::StorageImpl&>(*tensor.storage().unsafeGetStorageImpl());
+  return impl._mutable_data_ptr_no_checks().get() == nullptr && impl.nbytes() > 0 &&
+         impl.allocator() == nullptr && !impl.resizable() && !tensor.is_meta();
+}
+
+namespace {
+template <class Impl>
+bool asks_for_names(const Impl& impl) {
+  if constexpr (requires { impl.has_named_tensor_meta(); }) return impl.has_named_tensor_meta();
+  return false;
+}
+}  // namespace
+
+bool has_names(const c10::TensorImpl& impl) { return asks_for_names(impl); }
+
+}  // namespace remat::seam

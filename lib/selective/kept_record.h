@@ -1,0 +1,63 @@
+#pragma once
+// What a region keeps of its forward: the calls of its operators in order, and what was pinned.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <typeinfo>
+#include <vector>
+
+#include "lib/base/slab.h"
+#include "lib/base/spin_lock.h"
+#include "lib/selective/call_record.h"
+#include "lib/selective/kept_gradients.h"
+#include "lib/selective/kept_tensor.h"
+#include "lib/selective/value_sources.h"
+#include "lib/state/surroundings.h"
+
+namespace remat {
+
+/// One call of pin() or save_region(), or of checkpoint_name() where the value itself is kept.
+struct PinRecord {
+  struct Value {
+    KeptTensor tensor;
+    GradRole role;
+    std::optional<ValueSources::Made> made{};
+    KeptHistory history{};
+  };
+  const std::type_info* type = nullptr;
+  std::shared_ptr<void> emptied;
+  std::vector<Value> values;
+  DrawSkips draws;
+  std::vector<WeakTensor> leaves;  ///< that gradients of the values lead to
+  bool is_kept = false;
+  bool is_name = false;  ///< checkpoint_name's: the value that a recompute has does as well
+};
+
+/// Written by the region's Selection while the forward runs, read by the Replay of each recompute.
+struct KeptRecord {
+  mutable SpinLock mutex;  ///< guards what follows until the forward is over
+  std::atomic<bool> is_settled{false};
+  Slab<CallRecord> slab;  ///< outlives what follows
+  std::vector<OpRecord> operators;
+  ska::flat_hash_map<c10::OperatorHandle, uint32_t> numbers;
+  std::vector<uint32_t> sequence;  ///< numbers of operators, as they were called
+  std::vector<std::shared_ptr<PinRecord>> pins;
+  int64_t num_kept = 0;  ///< calls
+
+  /// Empty once the forward is over.
+  std::unique_lock<SpinLock> lock() const {
+    return is_settled ? std::unique_lock<SpinLock>() : std::unique_lock<SpinLock>(mutex);
+  }
+  /// The number of an operator, or -1 if forward did not call it.
+  int64_t number_of(const c10::OperatorHandle& op) const {
+    const auto found = numbers.find(op);
+    return found == numbers.end() ? -1 : static_cast<int64_t>(found->second);
+  }
+};
+
+}  // namespace remat

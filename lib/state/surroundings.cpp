@@ -1,0 +1,91 @@
+#include "lib/state/surroundings.h"
+
+#include <utility>
+
+#include "lib/rng/device_claims.h"
+#include "lib/seam/accelerator.h"
+#include "lib/seam/engine.h"
+
+namespace remat {
+
+void Surroundings::begin(const StorageSet& inputs) {
+  snapshot_ = Snapshot::take();
+  streams_ = CurrentStreams::here();
+  const auto registered = UserRegistrations::around();
+  if (preserves_rng_ && (registered || present_accelerator()))
+    device_rng_ =
+        DeviceRng::take(registered ? registered->generators : c10::ArrayRef<at::Generator>());
+  // What a backward runs, and the engine's threads, work for others.
+  if (device_rng_ && seam::graph_task_id() < 0)
+    inputs.visit([](const c10::StorageImpl& storage) { claim(storage.device()); });
+  if (registered) user_state_ = std::make_unique<UserState>(*registered, preserves_rng_);
+  if (preserves_rng_) draws_.begin();
+}
+
+void Surroundings::settle(MeetDevices met) {
+  if (preserves_rng_) draws_.settle();
+  if (user_state_)
+    for (const auto& log : user_state_->draw_logs()) log->settle();
+  if (device_rng_) device_rng_->settle(met());
+  if (device_rng_ && device_rng_->is_empty()) device_rng_.reset();
+}
+
+std::vector<GeneratorState> Surroundings::device_states(MeetDevices met) const {
+  if (device_rng_ == nullptr) return {};
+  return device_rng_->at_begin(device_rng_->is_settled() ? DevicesMet() : met());
+}
+
+DrawLog* Surroundings::draw_log(const c10::GeneratorImpl& generator) {
+  if (!preserves_rng_) return nullptr;
+  if (&generator == &draws_.generator()) return &draws_;
+  if (user_state_)
+    for (const auto& log : user_state_->draw_logs())
+      if (&generator == &log->generator()) return log.get();
+  return nullptr;
+}
+
+c10::SmallVector<DrawLog*, 1> Surroundings::draw_logs() {
+  c10::SmallVector<DrawLog*, 1> logs;
+  if (!preserves_rng_) return logs;
+  logs.push_back(&draws_);
+  if (user_state_)
+    for (const auto& log : user_state_->draw_logs()) logs.push_back(log.get());
+  return logs;
+}
+
+DrawMarks Surroundings::marks() {
+  DrawMarks marks;
+  for (DrawLog* log : draw_logs()) marks.logs.push_back(log->mark());
+  if (device_rng_ != nullptr) marks.others = device_rng_->now();
+  return marks;
+}
+
+DrawSkips Surroundings::since(const DrawMarks& marks, const DevicesMet& met) {
+  DrawSkips skips;
+  const auto logs = draw_logs();
+  for (std::size_t i = 0; i < logs.size(); ++i)
+    skips.logs.push_back(i < marks.logs.size() ? logs[i]->since(marks.logs[i])
+                                               : logs[i]->since_begin());
+  if (device_rng_ != nullptr)
+    skips.others = device_rng_->moved(marks.others, device_rng_->now(), met);
+  return skips;
+}
+
+UserState& Surroundings::user_state_or_make() {
+  if (!user_state_) user_state_ = std::make_unique<UserState>();
+  return *user_state_;
+}
+
+void Surroundings::guard_opened(const UserRegistrations& opened,
+                                const std::vector<std::any>& states) {
+  for (std::size_t i = 0; i < opened.providers.size(); ++i)
+    user_state_or_make().keep(opened.providers[i], states[i]);
+  for (const auto& held : opened.held) user_state_or_make().keep(held);
+  if (!preserves_rng_) return;
+  for (const at::Generator& generator : opened.generators) {
+    user_state_or_make().keep(generator);
+    DeviceRng::add(device_rng_, generator);
+  }
+}
+
+}  // namespace remat

@@ -1,0 +1,76 @@
+#pragma once
+// What the recomputes of a region must see as its forward saw it: taken at its begin, added to inside.
+
+#include <c10/util/FunctionRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <any>
+#include <memory>
+#include <vector>
+
+#include "lib/rng/device_rng.h"
+#include "lib/rng/draws.h"
+#include "lib/state/snapshot.h"
+#include "lib/state/streams.h"
+#include "lib/state/user_state.h"
+#include "lib/tensor/capture.h"
+
+namespace remat {
+
+/// Where all generators of a region stood before an interval of its forward, and what recomputes that do
+/// not run the interval must do: pass over draws of CPU generators (in the order of
+/// Surroundings::draw_logs), set others.
+struct DrawMarks {
+  std::vector<DrawMark> logs;
+  std::vector<GeneratorState> others;
+};
+struct DrawSkips {
+  std::vector<DrawSkip> logs;
+  std::vector<GeneratorState> others;
+};
+
+/// Rule 11, of one region. It changes on the thread that runs the region's forward only.
+class Surroundings final : public DrawSource, public GuardWatcher {
+ public:
+  using MeetDevices = c10::function_ref<DevicesMet()>;  ///< those of the region's tensors
+
+  explicit Surroundings(bool preserves_rng) : preserves_rng_(preserves_rng) {}
+  /// The region begins; its inputs are saved. Calls user code, and throws what that throws.
+  void begin(const StorageSet& inputs);
+  /// Its function has returned.
+  void settle(MeetDevices met);
+
+  const Snapshot& snapshot() const { return snapshot_; }
+  const CurrentStreams* streams() const { return streams_.get(); }
+  /// Null if no guard of state.h was around or in the region.
+  const UserState* user_state() const { return user_state_.get(); }
+  /// What a recompute sets the generators of devices to.
+  std::vector<GeneratorState> device_states(MeetDevices met) const;
+
+  /// Null if draws from that generator do not matter.
+  DrawLog* draw_log(const c10::GeneratorImpl& generator) override;
+  /// Of all generators whose draws are noted: the default one's first, always in the same order.
+  c10::SmallVector<DrawLog*, 1> draw_logs();
+  /// Whether a thread drew whose numbers cannot come again.
+  bool has_new_drawer() const { return preserves_rng_ && draws_.has_new_drawer(); }
+  DrawMarks marks();
+  /// `met`: the devices of what ran since the marks, without region around it.
+  DrawSkips since(const DrawMarks& marks, const DevicesMet& met);
+
+  /// A guard of state.h was opened inside the region.
+  void guard_opened(const UserRegistrations& opened, const std::vector<std::any>& states) override;
+  /// What may own other regions, to die elsewhere.
+  std::unique_ptr<UserState> release() { return std::move(user_state_); }
+
+ private:
+  UserState& user_state_or_make();
+
+  const bool preserves_rng_;
+  Snapshot snapshot_;
+  DrawLog draws_{default_cpu_generator()};
+  std::unique_ptr<CurrentStreams> streams_;
+  std::unique_ptr<DeviceRng> device_rng_;
+  std::unique_ptr<UserState> user_state_;
+};
+
+}  // namespace remat

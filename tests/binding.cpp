@@ -1,0 +1,325 @@
+// What a binding of another language relies on: remat/binding.h.
+
+#include "remat/binding.h"
+
+#include <c10/core/DispatchKey.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <thread>
+
+#include "tests/support/support.h"
+
+namespace {
+
+using remat::CheckpointError;
+using remat::CheckpointOptions;
+
+/// How a language without C++ exceptions of remat's might end a function.
+struct ForeignStop {};
+
+/// Its form of an error.
+struct ForeignError : std::runtime_error {
+  ForeignError(CheckpointError::Kind what_kind, const std::string& text)
+      : std::runtime_error(text), kind(what_kind) {}
+  CheckpointError::Kind kind;
+};
+
+/// What a binding sees of one region.
+struct Seen {
+  bool can_be_stopped = true;
+  std::atomic<int> runs{0}, ends{0}, stops{0}, raises{0};
+  std::atomic<int> stops_inside{0}, default_signals{0}, errors_inside{0};
+};
+
+using Function = std::function<Tensor(const Tensor&)>;
+
+/// A function of another language with one tensor argument.
+class ForeignBody final : public remat::RegionBody {
+ public:
+  ForeignBody(Function function, Tensor argument, Seen& seen)
+      : function_(std::move(function)), argument_(std::move(argument)), seen_(seen) {}
+  void visit_inputs(remat::TensorVisitor visitor) override { visitor(argument_); }
+  void run_again(std::vector<Tensor>& inputs) override {
+    ++seen_.runs;
+    is_inside_ = true;
+    try {
+      function_(inputs[0]);
+      ++seen_.ends;
+    } catch (const ForeignStop&) {
+      is_inside_ = false;
+      throw;
+    } catch (const remat::StopSignal&) {
+      ++seen_.default_signals;
+      is_inside_ = false;
+      throw;
+    } catch (...) {
+      is_inside_ = false;
+      throw;
+    }
+    is_inside_ = false;
+  }
+  bool can_be_stopped() const override { return seen_.can_be_stopped; }
+  [[noreturn]] void stop() override {
+    ++seen_.stops;
+    if (is_inside_) ++seen_.stops_inside;
+    throw ForeignStop{};
+  }
+  [[noreturn]] void raise(CheckpointError error) override {
+    ++seen_.raises;
+    if (is_inside_) ++seen_.errors_inside;
+    throw ForeignError(error.kind(), error.what_without_backtrace());
+  }
+
+ private:
+  const Function function_;
+  Tensor argument_;
+  Seen& seen_;
+  inline static thread_local bool is_inside_ = false;
+};
+
+Tensor foreign_region(Seen& seen, const CheckpointOptions& options, const Function& function,
+                      const Tensor& x) {
+  if (!remat::opens_region()) return function(x);
+  remat::ForwardRun run(options, std::make_unique<ForeignBody>(function, x, seen));
+  Tensor y = function(x);
+  run.finish([&](remat::TensorVisitor visitor) { visitor(y); });
+  return y;
+}
+
+constexpr int64_t large = 1 << 14;
+
+/// A gradient inside, of which the function needs nothing later.
+Tensor with_gradient_inside(const Tensor& t) {
+  const Tensor own = t.detach().requires_grad_();
+  const Tensor y = t.sin().cos();
+  const Tensor slope = torch::autograd::grad({own.sin().sum()}, {own})[0];
+  return y * slope.sum();
+}
+
+}  // namespace
+
+TEST_CASE("a foreign function runs as a region, and is ended in its own way", "[binding][rule-5]") {
+  const Tensor x = leaf({large});
+  const Function f = [](const Tensor& t) { return t.sin().cos().exp() + 1; };
+  Seen seen;
+  const LiveBytes bytes;
+  const Tensor y = foreign_region(seen, {}, f, x);
+  CHECK(bytes.held() == 4 * large);  // the result; nothing from inside
+  require_bit_equal(grad_of(y, {x}), grad_of(f(x), {x}));
+  CHECK(seen.runs == 1);
+  CHECK(seen.stops == 1);
+  CHECK(seen.ends == 0);
+  CHECK(seen.default_signals == 0);
+  CHECK(seen.raises == 0);
+}
+
+TEST_CASE("without grad mode a binding runs its function as it is", "[binding]") {
+  const at::NoGradGuard no_grad;
+  CHECK_FALSE(remat::opens_region());
+}
+
+TEST_CASE("every place that ends a recompute asks the binding", "[binding][rule-5]") {
+  const Tensor x = leaf({large});
+  Seen seen;
+  SECTION("again, where the function has caught it and goes on") {
+    const Function f = [](const Tensor& t) {
+      try {
+        return t.sin().cos();
+      } catch (...) {
+        return t.exp().tanh().sigmoid();
+      }
+    };
+    const Tensor y = foreign_region(seen, {}, f, x);
+    require_bit_equal(grad_of(y, {x}), grad_of(x.sin().cos(), {x}));
+    CHECK(seen.stops == 2);
+  }
+  SECTION("where more tensors come than in forward") {
+    bool is_forward = true;
+    const Function f = [&](const Tensor& t) {
+      const Tensor y = t.sin();
+      return is_forward ? y : y.exp().cos().exp();
+    };
+    const Tensor y = foreign_region(seen, {.early_stop = false}, f, x);
+    is_forward = false;
+    const auto error = error_of<ForeignError>([&] { grad_of(y, {x}); });
+    CHECK(error.kind == CheckpointError::Kind::MoreTensors);
+    CHECK(seen.stops == 1);
+    CHECK(seen.raises == 1);
+    CHECK(seen.errors_inside == 0);
+  }
+  SECTION("where the function begins a backward that nobody needs any more") {
+    const Function f = [](const Tensor& t) {
+      const Tensor y = t.sin();
+      const Tensor own = at::ones({2}).requires_grad_();
+      own.sum().backward();
+      return y;
+    };
+    // The result of `sum` saves nothing, so the stop is due at the backward.
+    const Tensor y = foreign_region(seen, {}, f, x);
+    require_bit_equal(grad_of(y, {x}), grad_of(x.sin(), {x}));
+    CHECK(seen.stops == 1);
+  }
+  SECTION("where data are read that nobody seemed to need") {
+    const auto keep_all = remat::policy([](const remat::PolicyContext&) {
+      return remat::CheckpointPolicy::MustSave;
+    });
+    bool is_forward = true;
+    const Function f = [&](const Tensor& t) {
+      const Tensor kept = t * 2;
+      if (!is_forward) at::ones({large}).copy_(kept);
+      return kept.neg().cos();
+    };
+    const Tensor y = foreign_region(seen, {.early_stop = false, .policy = keep_all}, f, x);
+    is_forward = false;
+    require_bit_equal(grad_of(y, {x}), grad_of((x * 2).neg().cos(), {x}));
+  }
+  SECTION("where forward waits for a backward inside") {
+    const Function f = [](const Tensor& t) {
+      const Tensor own = t.detach().requires_grad_();
+      const Tensor y = own.sin().exp();
+      const Tensor slope = torch::autograd::grad({y.sum()}, {own})[0];
+      return t.cos() * slope;
+    };
+    const Tensor y = foreign_region(seen, {.early_stop = false}, f, x);
+    CHECK(seen.stops == 1);  // what forward has not run yet is not run by the recompute
+    require_bit_equal(grad_of(y, {x}), grad_of(f(x), {x}));
+  }
+  CHECK(seen.default_signals == 0);
+}
+
+TEST_CASE("nothing is thrown into a function that says that nothing may be", "[binding][rule-5]") {
+  const Tensor x = leaf({large});
+  Seen seen;
+  seen.can_be_stopped = false;
+  SECTION("after the last tensor needed") {
+    const remat::EarlyStopGuard early_stop(true);
+    const Function f = [](const Tensor& t) { return t.sin().cos().exp() + 1; };
+    const Tensor y = foreign_region(seen, {}, f, x);
+    require_bit_equal(grad_of(y, {x}), grad_of(f(x), {x}));
+    CHECK(seen.ends == 1);
+  }
+  SECTION("with more tensors than in forward") {
+    bool is_forward = true;
+    const Function f = [&](const Tensor& t) {
+      return is_forward ? t.sin() : t.sin().exp().cos();
+    };
+    const Tensor y = foreign_region(seen, {}, f, x);
+    is_forward = false;
+    const auto error = error_of<ForeignError>([&] { grad_of(y, {x}); });
+    CHECK(error.kind == CheckpointError::Kind::MoreTensors);
+    CHECK(seen.ends == 1);
+  }
+  SECTION("with a backward inside, that forward waits for") {
+    const Tensor y = foreign_region(seen, {}, with_gradient_inside, x);
+    require_bit_equal(grad_of(y, {x}), grad_of(with_gradient_inside(x), {x}));
+    CHECK(seen.ends == seen.runs);
+  }
+  SECTION("with a policy whose kept results are asked for by other calls") {
+    const auto keep_all = remat::policy([](const remat::PolicyContext&) {
+      return remat::CheckpointPolicy::MustSave;
+    });
+    bool is_forward = true;
+    const Function f = [&](const Tensor& t) {
+      return is_forward ? (t * 2).sin() : (t * 3).sin();
+    };
+    const Tensor y = foreign_region(seen, {.policy = keep_all}, f, x);
+    is_forward = false;
+    const auto error = error_of<ForeignError>([&] { grad_of(y, {x}); });
+    CHECK(error.kind == CheckpointError::Kind::SelectiveMismatch);
+    CHECK(seen.ends == 1);
+  }
+  SECTION("with a pin that forward did not make") {
+    bool is_forward = true;
+    const Function f = [&](const Tensor& t) {
+      const Tensor y = remat::pin(t.sin());
+      return (is_forward ? y : remat::pin(y)).cos();
+    };
+    const Tensor y = foreign_region(seen, {}, f, x);
+    is_forward = false;
+    const auto error = error_of<ForeignError>([&] { grad_of(y, {x}); });
+    CHECK(error.kind == CheckpointError::Kind::SelectiveMismatch);
+    CHECK(seen.ends == 1);
+  }
+  CHECK(seen.stops_inside == 0);
+  CHECK(seen.errors_inside == 0);
+  CHECK(seen.default_signals == 0);
+}
+
+TEST_CASE("a binding raises errors in its own form, and the region can be tried again",
+          "[binding][rule-12]") {
+  const Tensor x = leaf({4}), w = leaf({4});
+  Seen seen;
+  const Function f = [&](const Tensor& t) { return (t * w).sin(); };
+  const Tensor plain = grad_of(f(x), {x})[0];
+  const Tensor y = foreign_region(seen, {.name = "mine"}, f, x);
+  {
+    const at::NoGradGuard no_grad;
+    w.add_(1);
+  }
+  const auto error = error_of<ForeignError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
+  CHECK(error.kind == CheckpointError::Kind::CaptureChanged);
+  CHECK_THAT(std::string(error.what()), contains("mine"));
+  CHECK(seen.raises == 1);
+}
+
+TEST_CASE("a wait for another thread lets go of what the binding holds", "[binding][rule-7]") {
+  struct Callbacks final : remat::WaitCallbacks {
+    std::atomic<int> num_let_go{0}, num_back{0};
+    std::shared_ptr<void> let_go() noexcept override {
+      ++num_let_go;
+      return {nullptr, [this](void*) { ++num_back; }};
+    }
+  } callbacks;
+  remat::set_wait_callbacks(&callbacks);
+  // Two reads of one region in one backward: the second thread waits for the first one's recompute. A
+  // module's buffers, as any state provider, are free for one recompute at a time.
+  struct Slow final : remat::StateProvider {
+    std::any capture() override { return 0; }
+    void restore(const std::any&) override {
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    }
+  };
+  const auto provider = std::make_shared<Slow>();
+  const auto one = [&] {
+    const Tensor x = leaf({4});
+    Tensor y;
+    {
+      const remat::StateProviderGuard guard(provider);
+      y = remat::checkpoint([](const Tensor& t) { return t.sin().exp(); }, x);
+    }
+    grad_of(y, {x});
+  };
+  std::thread first(one), second(one);
+  first.join();
+  second.join();
+  remat::set_wait_callbacks(nullptr);
+  CHECK(callbacks.num_let_go >= 1);
+  CHECK(callbacks.num_back == callbacks.num_let_go);
+}
+
+TEST_CASE("a backward of another engine is seen where it is marked", "[binding][rule-6]") {
+  const Tensor x = leaf({4});
+  const Tensor above = x.exp();  // the argument's history
+  Calls calls;
+  const auto marked = [&](bool is_marked) {
+    return [&calls, is_marked, &x](const Tensor& t) {
+      calls();
+      const Tensor y = t.sin();
+      const torch::autograd::edge_list roots{torch::autograd::impl::gradient_edge(y)};
+      const torch::autograd::edge_list targets{torch::autograd::impl::gradient_edge(x)};
+      if (is_marked) {
+        remat::BackwardMark mark(roots, targets, /*accumulates=*/false);
+        mark.finish({}, {});
+      }
+      return y.cos();
+    };
+  };
+  // A backward that goes on through the history of an argument cannot be repeated.
+  const Tensor y = remat::checkpoint(marked(true), above);
+  const auto error = error_of<CheckpointError>([&] { grad_of(y, {x}); });
+  CHECK(error.kind() == CheckpointError::Kind::Unsupported);
+  const Tensor unmarked = remat::checkpoint(marked(false), above);
+  require_bit_equal(grad_of(unmarked, {x}), grad_of(x.exp().sin().cos(), {x}));
+  CHECK(calls.count() == 4);
+}
