@@ -15,7 +15,7 @@ namespace remat {
 
 namespace {
 
-constexpr std::size_t max_listed = 8;
+constexpr std::size_t max_calls_listed = 8;
 
 }  // namespace
 
@@ -408,12 +408,12 @@ std::string Replay::lists() const {
   while (first < std::min(forward.size(), sequence_.size()) && forward[first] == sequence_[first])
     ++first;
   if (first == sequence_.size() && first > 0) --first;  // no difference but in what it reads
-  const std::size_t from = first < max_listed / 2 ? 0 : first - max_listed / 2;
+  const std::size_t from = first < max_calls_listed / 2 ? 0 : first - max_calls_listed / 2;
   std::string text = fmt::format(
       "Operators ({} in forward, {} so far in the recompute):\n"
       "  {:>5}  {:<40} recompute\n",
       forward.size(), sequence_.size(), "", "forward");
-  for (std::size_t i = from; i < from + max_listed; ++i) {
+  for (std::size_t i = from; i < from + max_calls_listed; ++i) {
     if (i >= forward.size() && i >= sequence_.size()) break;
     text += fmt::format("  {:>5}{} {:<40} {}\n", i, i == first ? ">" : " ",
                         i < forward.size() ? name(forward[i]) : "",
