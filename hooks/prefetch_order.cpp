@@ -40,16 +40,19 @@ void PrefetchOrder::prefetch_before(uint64_t number) {
 
 bool PrefetchOrder::cancels_at_end() {
   struct AtEnd {
-    std::weak_ptr<PrefetchOrder> order;
+    explicit AtEnd(std::weak_ptr<PrefetchOrder> pieces) : order(std::move(pieces)) {}
+    AtEnd(const AtEnd&) = delete;  // a copy that dies would end the backward
+    AtEnd& operator=(const AtEnd&) = delete;
     ~AtEnd() {
       if (const auto alive = order.lock()) alive->cancel_all();
     }
+    const std::weak_ptr<PrefetchOrder> order;
   };
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (std::exchange(will_cancel_, true)) return true;
   }
-  if (at_end_([at_end = std::make_shared<AtEnd>(AtEnd{weak_from_this()})] {})) return true;
+  if (at_end_([at_end = std::make_shared<AtEnd>(weak_from_this())] {})) return true;
   const std::lock_guard<std::mutex> lock(mutex_);
   will_cancel_ = false;
   return false;
