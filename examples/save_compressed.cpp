@@ -86,8 +86,7 @@ class PackedBeside final : public remat::StoredContents {
   bool is_stored_late() const override { return true; }
   void finish_store() override { packed_.get(); }
   void begin_load() override {
-    loaded_ =
-        std::async(std::launch::async, [this] { return decompressed(packed_.get(), size_); });
+    loaded_ = std::async(std::launch::async, [this] { return decompressed(packed_.get(), size_); });
   }
   torch::Tensor finish_load() override {
     if (!loaded_.valid()) begin_load();

@@ -127,10 +127,10 @@ Depot::Depot(std::unique_ptr<Place> place, DepotOptions options, DepotSurroundin
     : place_(std::move(place)),
       options_(options),
       surroundings_(surroundings),
-      order_(options.prefetch_depth > 0 ? std::make_shared<PrefetchOrder>(
-                                              static_cast<std::size_t>(options.prefetch_depth),
-                                              surroundings.at_end)
-                                        : nullptr) {}
+      order_(options.prefetch_depth > 0
+                 ? std::make_shared<PrefetchOrder>(static_cast<std::size_t>(options.prefetch_depth),
+                                                   surroundings.at_end)
+                 : nullptr) {}
 
 bool Depot::moves(const at::Tensor& tensor) const {
   if (options_.skip_parameters && is_parameter(tensor)) return false;
@@ -253,8 +253,8 @@ std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin,
   for (const auto& piece : known)
     if (piece->has(tensor, begin, end, kind, is_trusted)) return piece;
   if (bounds_stores()) finish_stores_before(end - begin);
-  auto piece = std::make_shared<Piece>(weak_from_this(), place_, surroundings_.around, tensor, begin,
-                                       end, kind, is_trusted);
+  auto piece = std::make_shared<Piece>(weak_from_this(), place_, surroundings_.around, tensor,
+                                       begin, end, kind, is_trusted);
   if (!piece->begin_store(tensor)) return nullptr;
   if (order_ != nullptr) piece->set_order(order_, order_->add(piece));
   const std::lock_guard<std::mutex> lock(mutex_);

@@ -185,11 +185,11 @@ void Piece::check_loaded(const at::Tensor& loaded) const {
   const bool is_flat = loaded.layout() == c10::kStrided && loaded.has_storage() &&
                        loaded.dim() == 1 && loaded.numel() == size && !loaded.is_conj() &&
                        !loaded.is_neg();
-  TORCH_CHECK_VALUE(is_flat && loaded.dtype() == type && loaded.device() == device_, place,
-                    "a place returned a tensor that is not like the one it was given.\nstored: ",
-                    size, " elements of ", type.name(), " on ", device_, "\nloaded: ",
-                    loaded.sizes(), " of ", loaded.dtype().name(), " on ", loaded.device(), ", ",
-                    loaded.layout(), advice);
+  TORCH_CHECK_VALUE(
+      is_flat && loaded.dtype() == type && loaded.device() == device_, place,
+      "a place returned a tensor that is not like the one it was given.\nstored: ", size,
+      " elements of ", type.name(), " on ", device_, "\nloaded: ", loaded.sizes(), " of ",
+      loaded.dtype().name(), " on ", loaded.device(), ", ", loaded.layout(), advice);
 }
 
 }  // namespace remat

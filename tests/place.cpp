@@ -143,12 +143,13 @@ TEST_CASE("a place gets flat bytes, or elements if it wants them", "[place]") {
   };
   const Tensor x = leaf({6, 5}, at::kDouble);
   const auto f = [](const Tensor& t) { return ((t + 1).t().sin() * (t + 2).t().exp()).tanh(); };
-  require_same_grads(f,
-                     [&](const Tensor& t) {
-                       const auto guard = guard_of(script);
-                       return f(t);
-                     },
-                     x);
+  require_same_grads(
+      f,
+      [&](const Tensor& t) {
+        const auto guard = guard_of(script);
+        return f(t);
+      },
+      x);
   CHECK(script->num_stored > 3);
 }
 
@@ -200,8 +201,7 @@ TEST_CASE("a place may leave tensors where they are", "[place]") {
   require_bit_equal(grad_of(y, {x}), grad_of(chain(x), {x}));
 }
 
-TEST_CASE("options of a place: small tensors and parameters stay, nonsense is refused",
-          "[place]") {
+TEST_CASE("options of a place: small tensors and parameters stay, nonsense is refused", "[place]") {
   const auto script = std::make_shared<Script>();
   const Tensor x = leaf({16});
   chain_under(script, x, {.min_bytes = 65});
@@ -315,8 +315,7 @@ TEST_CASE("a place that gives back something else gets an error that says what, 
   };
   for (const auto& [give, words] : all) {
     script->on_finish_load = [&give](int, const Tensor& held) { return give(held); };
-    const auto error =
-        error_of<c10::ValueError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
+    const auto error = error_of<c10::ValueError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
     CHECK_THAT(text_of(error), contains(words));
     CHECK_THAT(text_of(error), contains("Do: let finish_load return"));
   }
@@ -421,8 +420,7 @@ TEST_CASE("a store is finished before the first load, once", "[place]") {
         "finish_store 3, finish_load 3, finish_store 2, finish_load 2, finish_store 1, "
         "finish_load 1");
   require_bit_equal(grad_of(y, {x}), {first});
-  CHECK(script->events() ==
-        "finish_load 3, drop 3, finish_load 2, drop 2, finish_load 1, drop 1");
+  CHECK(script->events() == "finish_load 3, drop 3, finish_load 2, drop 2, finish_load 1, drop 1");
   require_bit_equal({first}, grad_of(chain(x), {x}));
 }
 
@@ -514,14 +512,15 @@ TEST_CASE("what a place computes meets no hooks, policy, profiler or autocast", 
     Tensor y;
     {
       const auto guard = guarded ? guard_of(script) : nullptr;
-      y = checkpoint({.policy = remat::save_ops({"aten::mm"})},
-                     [&](const Tensor& t) {
-                       asked();
-                       const Tensor h = block(t);
-                       const auto inner = guarded ? guard_of(script) : nullptr;
-                       return block(h);
-                     },
-                     x + 1);
+      y = checkpoint(
+          {.policy = remat::save_ops({"aten::mm"})},
+          [&](const Tensor& t) {
+            asked();
+            const Tensor h = block(t);
+            const auto inner = guarded ? guard_of(script) : nullptr;
+            return block(h);
+          },
+          x + 1);
     }
     const Tensor grad = grad_of(y, {x})[0];
     CHECK(asked.count() == 2);
