@@ -10,7 +10,6 @@
 #include <typeinfo>
 
 #include "hooks/on_stream.h"
-#include "hooks/piece.h"
 #include "lib/seam/autograd_meta.h"
 
 namespace remat {
@@ -96,13 +95,20 @@ void SavedElsewhere::check_version() const {
 }
 
 at::Tensor SavedElsewhere::unpack() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (piece_ == nullptr || raises_if_changed_) check_version();
-  return piece_ == nullptr ? in_place_ : rebuild();
+  std::shared_ptr<Piece> piece;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (piece_ == nullptr || raises_if_changed_) check_version();
+    if (piece_ == nullptr) return in_place_;
+    piece = piece_;
+  }
+  at::Tensor tensor = rebuild(*piece);
+  if (raises_if_changed_) check_version();  // the copy out may have ended in between
+  return tensor;
 }
 
-at::Tensor SavedElsewhere::rebuild() const {
-  auto [storage, counter] = piece_->fetch();
+at::Tensor SavedElsewhere::rebuild(Piece& piece) const {
+  auto [storage, counter] = piece.load();
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys_, dtype_);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef(sizes_),
                                                       c10::IntArrayRef(strides_), offset_);
@@ -110,13 +116,19 @@ at::Tensor SavedElsewhere::rebuild() const {
   return tensor;
 }
 
-Depot::Depot(std::unique_ptr<Place> place, DepotOptions options)
-    : place_(std::move(place)), options_(options) {}
+Depot::Depot(std::unique_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings)
+    : place_(std::move(place)),
+      options_(options),
+      surroundings_(surroundings),
+      order_(options.prefetch_depth > 0
+                 ? std::make_shared<PrefetchOrder>(static_cast<std::size_t>(options.prefetch_depth),
+                                                   surroundings.at_end)
+                 : nullptr) {}
 
 bool Depot::moves(const at::Tensor& tensor) const {
   if (options_.skip_parameters && is_parameter(tensor)) return false;
   if (!is_plain(tensor) || !place_->takes(tensor)) return false;
-  const auto range = range_of(tensor, place_->keeps_bytes());
+  const auto range = range_of(tensor, place_->stores_bytes());
   return range && range->bytes >= options_.min_bytes && tensor.storage().data() != nullptr;
 }
 
@@ -173,36 +185,57 @@ void Depot::settle() noexcept {
     // Something has been thrown through the guard: an operator may be half done.
     if (std::uncaught_exceptions() > 0) return;
     for (const Unsettled& each : mine) settle(each);
-  } catch (const std::exception& error) {
+  } catch (const std::exception& error) {  // pieces let nothing else through
     TORCH_WARN("remat: a saved tensor stays in memory, since it could not be moved: ",
                error.what());
   }
 }
 
 void Depot::move(SavedElsewhere& saved, bool is_trusted) {
-  at::Tensor released;  // after the lock: freeing its storage may run a deleter of the user's
-  const std::lock_guard<std::mutex> lock(saved.mutex_);
-  const at::Tensor& tensor = saved.in_place_;
-  if (saved.counter_.enabled() && saved.counter_.current_version() != saved.version_) return;
-  const auto range = range_of(tensor, place_->keeps_bytes());
+  // Nobody else moves it. Freed after the lock, since its storage may run a deleter of the user's.
+  at::Tensor tensor = saved.in_place_;
+  const auto is_changed = [&] {
+    return saved.counter_.enabled() && saved.counter_.current_version() != saved.version_;
+  };
+  if (is_changed()) return;
+  const auto range = range_of(tensor, place_->stores_bytes());
   if (!range) return;
   auto piece = piece_for(tensor, range->begin, range->end, is_trusted);
-  if (piece == nullptr) return;
+  if (piece == nullptr || is_changed()) return;
+  const std::lock_guard<std::mutex> lock(saved.mutex_);
   saved.sizes_.assign(tensor.sizes().begin(), tensor.sizes().end());
   saved.strides_.assign(tensor.strides().begin(), tensor.strides().end());
   saved.offset_ =
       tensor.storage_offset() - piece->begin() / static_cast<int64_t>(tensor.dtype().itemsize());
   saved.keys_ = tensor.key_set();
   saved.dtype_ = tensor.dtype();
-  saved.raises_if_changed_ |= piece->is_late();
+  saved.raises_if_changed_ |= piece->is_stored_late();
   saved.piece_ = std::move(piece);
-  released = std::move(saved.in_place_);
+  saved.in_place_.reset();
+}
+
+void Depot::finish_stores_before(int64_t bytes) {
+  for (;;) {
+    std::shared_ptr<Piece> oldest;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      while (!storing_.empty() && storing_.front().piece.expired()) {
+        storing_bytes_ -= storing_.front().bytes;
+        storing_.pop_front();
+      }
+      if (storing_.empty() || storing_bytes_ + bytes <= options_.max_bytes_in_flight) return;
+      oldest = storing_.front().piece.lock();
+      storing_bytes_ -= storing_.front().bytes;
+      storing_.pop_front();
+    }
+    if (oldest != nullptr) oldest->finish_store();
+  }
 }
 
 std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
                                         bool is_trusted) {
   const c10::StorageImpl* const source = tensor.storage().unsafeGetStorageImpl();
-  const auto kind = place_->keeps_bytes() ? c10::kByte : tensor.scalar_type();
+  const auto kind = place_->stores_bytes() ? c10::kByte : tensor.scalar_type();
   std::vector<std::shared_ptr<Piece>> known;  // dies after the lock: a piece asks for it
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -212,10 +245,17 @@ std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin,
   }
   for (const auto& piece : known)
     if (piece->has(tensor, begin, end, kind, is_trusted)) return piece;
-  auto piece = std::make_shared<Piece>(weak_from_this(), tensor, begin, end, kind, is_trusted);
-  if (!piece->copy(tensor, *place_)) return nullptr;
+  if (bounds_stores()) finish_stores_before(end - begin);
+  auto piece = std::make_shared<Piece>(weak_from_this(), place_, surroundings_.around, tensor,
+                                       begin, end, kind, is_trusted);
+  if (!piece->begin_store(tensor)) return nullptr;
+  if (order_ != nullptr) piece->set_order(order_, order_->add(piece));
   const std::lock_guard<std::mutex> lock(mutex_);
   pieces_[source].push_back(piece);
+  if (piece->is_stored_late() && bounds_stores()) {
+    storing_.push_back({piece, end - begin});
+    storing_bytes_ += end - begin;
+  }
   return piece;
 }
 

@@ -19,8 +19,8 @@
 //
 // A tensor that stays is kept with its version, and reading it after a change in place raises as
 // plain autograd does: LibTorch checks no version where there are hooks. What was copied keeps the
-// values of the save, unless the copy may be made later than it was asked for (Waiting::is_late):
-// then a change raises too.
+// values of the save, unless the copy may be made later than it was asked for
+// (StoredContents::is_stored_late): then a change raises too.
 //
 // Note [Sharing pieces]
 // Two saved tensors share a piece if they have the same storage object, alive all the time, the
@@ -34,6 +34,8 @@
 #include <c10/util/SmallVector.h>
 
 #include <atomic>
+#include <deque>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -42,11 +44,11 @@
 #include <utility>
 #include <vector>
 
-#include "hooks/place.h"
+#include "hooks/piece.h"
+#include "hooks/prefetch_order.h"
+#include "remat/place.h"
 
 namespace remat {
-
-class Piece;
 
 /// One saved tensor: it is where it was, or its contents are in a piece.
 class SavedElsewhere {
@@ -58,9 +60,9 @@ class SavedElsewhere {
  private:
   friend class Depot;
   void check_version() const;
-  at::Tensor rebuild() const;
+  at::Tensor rebuild(Piece& piece) const;
 
-  std::mutex mutex_;
+  std::mutex mutex_;     ///< of what a move changes; not held while a place works
   at::Tensor in_place_;  ///< without history; undefined when moved
   bool had_elements_;    ///< a plain tensor in memory, at the save
   std::shared_ptr<Piece> piece_;
@@ -78,11 +80,19 @@ struct DepotOptions {
   int64_t min_bytes = 0;
   bool skip_parameters = true;
   bool raises_if_changed = false;  ///< as plain autograd does; also what was copied
+  int64_t prefetch_depth = 0;
+  int64_t max_bytes_in_flight = std::numeric_limits<int64_t>::max();
+};
+
+/// What only the runtime can do for a depot.
+struct DepotSurroundings {
+  AroundPlace around;
+  PrefetchOrder::AtEndOfBackward at_end;
 };
 
 class Depot final : public std::enable_shared_from_this<Depot> {
  public:
-  Depot(std::unique_ptr<Place> place, DepotOptions options);
+  Depot(std::unique_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings);
 
   /// Takes a saved tensor. `stands_for`: the tensor of which it is an alias without history, which
   /// no operator is writing; or null. Throws what the place throws.
@@ -109,13 +119,26 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   std::shared_ptr<Piece> piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
                                    bool is_trusted);
   void forget(const Piece& piece);
+  bool bounds_stores() const {
+    return options_.max_bytes_in_flight < std::numeric_limits<int64_t>::max();
+  }
+  void finish_stores_before(int64_t bytes);
 
-  const std::unique_ptr<Place> place_;
+  const std::shared_ptr<Place> place_;
   const DepotOptions options_;
-  std::mutex mutex_;
+  const DepotSurroundings surroundings_;
+  const std::shared_ptr<PrefetchOrder> order_;  ///< null where nothing is loaded ahead
+  std::mutex mutex_;                            ///< not held while a place works
   std::unordered_map<const c10::StorageImpl*, std::vector<std::weak_ptr<Piece>>> pieces_;
   std::vector<Unsettled> unsettled_;
   std::atomic<bool> has_unsettled_{false};
+  /// What is stored late, oldest first, and may not be finished.
+  struct Storing {
+    std::weak_ptr<Piece> piece;
+    int64_t bytes;
+  };
+  std::deque<Storing> storing_;
+  int64_t storing_bytes_ = 0;
 };
 
 }  // namespace remat

@@ -1,8 +1,11 @@
 #include "hooks/piece.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/ScalarTypeToTypeMeta.h>
+#include <c10/util/Exception.h>
 
 #include <cstring>
+#include <exception>
 
 #include "hooks/byte_hash.h"
 #include "hooks/depot.h"
@@ -27,19 +30,29 @@ void mark(std::optional<Ready>& ready, c10::Device device) {
 
 }  // namespace
 
-Piece::Piece(std::weak_ptr<Depot> depot, const at::Tensor& tensor, int64_t begin, int64_t end,
-             c10::ScalarType kind, bool is_trusted)
+Piece::Piece(std::weak_ptr<Depot> depot, std::shared_ptr<Place> place, AroundPlace around,
+             const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
+             bool is_trusted)
     : depot_(std::move(depot)),
+      place_(std::move(place)),
+      around_(around),
       source_(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
       begin_(begin),
       end_(end),
+      device_(tensor.device()),
       kind_(kind),
       counter_(tensor.unsafeGetTensorImpl()->version_counter()),
       version_(static_cast<uint32_t>(tensor._version())),
       is_trusted_(is_trusted) {}
 
 Piece::~Piece() {
+  if (order_ != nullptr) order_->remove(number_);
   if (const auto depot = depot_.lock()) depot->forget(*this);
+}
+
+void Piece::set_order(std::shared_ptr<PrefetchOrder> order, uint64_t number) {
+  order_ = std::move(order);
+  number_ = number;
 }
 
 at::Tensor Piece::flat_view(const at::Tensor& tensor) const {
@@ -60,12 +73,37 @@ uint64_t Piece::hash_of(const at::Tensor& tensor) const {
                        static_cast<std::size_t>(end_ - begin_));
 }
 
-bool Piece::copy(const at::Tensor& tensor, Place& place) {
+void Piece::use_place(c10::function_ref<void()> use) const {
   const Unseen unseen;
+  try {
+    around_(use);
+  } catch (const std::exception&) {
+    throw;
+  } catch (...) {  // the engine carries nothing else; on its threads it would end the process
+    TORCH_CHECK(false,
+                "remat: a place for saved tensors threw something that is not a std::exception. "
+                "Do: derive the exception type from std::exception.");
+  }
+}
+
+bool Piece::begin_store(const at::Tensor& tensor) {
   if (tensor.is_cpu()) hash_ = hash_of(tensor);
-  waiting_ = place.put(flat_view(tensor));
-  if (waiting_ != nullptr) mark(copied_, tensor.device());
-  return waiting_ != nullptr;
+  use_place([&] { contents_ = place_->begin_store(flat_view(tensor)); });
+  if (contents_ == nullptr) return false;
+  is_stored_late_ = contents_->is_stored_late();
+  mark(stored_, tensor.device());
+  return true;
+}
+
+void Piece::finish_store() {
+  const std::lock_guard<std::mutex> lock(turn_);
+  finish_store_once();
+}
+
+void Piece::finish_store_once() {
+  if (!is_stored_late_ || is_store_finished_) return;
+  use_place([&] { contents_->finish_store(); });
+  is_store_finished_ = true;
 }
 
 bool Piece::has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
@@ -79,20 +117,79 @@ bool Piece::has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::Scala
   return hash_of(tensor) == hash_;
 }
 
-std::pair<c10::Storage, c10::VariableVersion> Piece::fetch() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (auto alive = fetched_.lock(); alive && fetched_counter_.current_version() == 0) {
-    c10::Storage storage(std::move(alive));
-    if (fetched_on_) fetched_on_->wait_before_use(storage);
-    return {std::move(storage), fetched_counter_};
+bool Piece::begin_load() noexcept {
+  const std::unique_lock<std::mutex> lock(turn_, std::try_to_lock);
+  if (!lock || is_load_begun_ || !loaded_.expired()) return false;
+  try {
+    if (stored_) stored_->block(current_stream(device_));
+    use_place([&] { contents_->begin_load(); });
+    is_load_begun_ = true;
+  } catch (const std::exception&) {  // such as no memory to spare: the read says what is wrong
   }
-  const Unseen unseen;
-  if (copied_) copied_->block(current_stream(copied_->stream().device()));
-  c10::Storage storage = waiting_->fetch().storage();
-  mark(fetched_on_, storage.device());
-  fetched_ = storage.getWeakStorageImpl();
-  fetched_counter_ = c10::VariableVersion(/*version=*/0);
-  return {std::move(storage), fetched_counter_};
+  return is_load_begun_;
+}
+
+void Piece::cancel_load() noexcept {
+  const std::lock_guard<std::mutex> lock(turn_);
+  if (!std::exchange(is_load_begun_, false)) return;
+  try {
+    use_place([&] { contents_->cancel_load(); });
+  } catch (const std::exception& error) {
+    TORCH_WARN("remat: a place for saved tensors could not cancel a load: ", error.what());
+  }
+}
+
+std::pair<c10::Storage, c10::VariableVersion> Piece::load() {
+  auto loaded = load_or_share();
+  if (order_ != nullptr) order_->prefetch_before(number_);
+  return loaded;
+}
+
+std::pair<c10::Storage, c10::VariableVersion> Piece::load_or_share() {
+  const std::lock_guard<std::mutex> lock(turn_);
+  if (auto alive = loaded_.lock(); alive && loaded_counter_.current_version() == 0) {
+    c10::Storage storage(std::move(alive));
+    if (loaded_on_) loaded_on_->wait_before_use(storage);
+    return {std::move(storage), loaded_counter_};
+  }
+  if (stored_) stored_->block(current_stream(device_));
+  finish_store_once();
+  is_load_begun_ = false;  // whatever comes of it
+  c10::Storage storage;
+  use_place([&] {
+    at::Tensor loaded = contents_->finish_load();
+    check_loaded(loaded);
+    // Somebody else holds it: what backward writes to it is not to come back with the next read.
+    if (loaded.use_count() > 1 || loaded.storage().use_count() > 1 ||
+        loaded.storage_offset() != 0 || !loaded.is_contiguous())
+      loaded = at::empty(loaded.sizes(), loaded.options()).copy_(loaded);
+    storage = loaded.storage();
+  });
+  mark(loaded_on_, device_);
+  loaded_ = storage.getWeakStorageImpl();
+  loaded_counter_ = c10::VariableVersion(/*version=*/0);
+  return {std::move(storage), loaded_counter_};
+}
+
+void Piece::check_loaded(const at::Tensor& loaded) const {
+  const char* const place = "remat::SaveElsewhereGuard: ";
+  const char* const advice =
+      "\nDo: let finish_load return a tensor like the one that begin_store was given: one dimension, "
+      "the same number of elements, dtype and device. What is in the place is untouched; the same "
+      "backward can be tried again on a retained graph.";
+  TORCH_CHECK_VALUE(loaded.defined(), place,
+                    "a place returned an undefined tensor for the contents of a saved one.",
+                    advice);
+  const auto type = c10::scalarTypeToTypeMeta(kind_);
+  const int64_t size = num_bytes() / static_cast<int64_t>(type.itemsize());
+  const bool is_flat = loaded.layout() == c10::kStrided && loaded.has_storage() &&
+                       loaded.dim() == 1 && loaded.numel() == size && !loaded.is_conj() &&
+                       !loaded.is_neg();
+  TORCH_CHECK_VALUE(
+      is_flat && loaded.dtype() == type && loaded.device() == device_, place,
+      "a place returned a tensor that is not like the one it was given.\nstored: ", size,
+      " elements of ", type.name(), " on ", device_, "\nloaded: ", loaded.sizes(), " of ",
+      loaded.dtype().name(), " on ", loaded.device(), ", ", loaded.layout(), advice);
 }
 
 }  // namespace remat

@@ -1,63 +1,87 @@
 #pragma once
-// A range of a storage whose contents wait elsewhere, for every saved tensor that lies in it.
+// A range of a storage whose contents are in a place, for every saved tensor that lies in it.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/FunctionRef.h>
 
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
 
-#include "hooks/place.h"
+#include "hooks/prefetch_order.h"
 #include "hooks/ready.h"
+#include "remat/place.h"
 
 namespace remat {
 
 class Depot;
 
+/// Calls its argument; what a place computes in it belongs to no region.
+using AroundPlace = void (*)(c10::function_ref<void()>);
+
 class Piece {
  public:
   /// Bytes `begin` to `end` of the tensor's storage, as elements of `kind`. `is_trusted`: nothing
-  /// but in-place operators write to it. `copy` comes before anything else.
-  Piece(std::weak_ptr<Depot> depot, const at::Tensor& tensor, int64_t begin, int64_t end,
-        c10::ScalarType kind, bool is_trusted);
+  /// but in-place operators write to it. `begin_store` comes before anything else.
+  Piece(std::weak_ptr<Depot> depot, std::shared_ptr<Place> place, AroundPlace around,
+        const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
+        bool is_trusted);
   ~Piece();
   Piece(const Piece&) = delete;
   Piece& operator=(const Piece&) = delete;
 
-  /// False: the place had rather not.
-  bool copy(const at::Tensor& tensor, Place& place);
+  /// False: the place wants it to stay where it is.
+  bool begin_store(const at::Tensor& tensor);
+  /// The original is not needed any more.
+  void finish_store();
+  /// Reads of it begin the loads of others.
+  void set_order(std::shared_ptr<PrefetchOrder> order, uint64_t number);
   /// Whether a tensor's bytes `begin` to `end` are in here, with the contents that they have now.
   bool has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
            bool is_trusted) const;
 
   const c10::StorageImpl* source() const { return source_._unsafe_get_target(); }
   int64_t begin() const { return begin_; }
-  bool is_late() const { return waiting_->is_late(); }
+  int64_t num_bytes() const { return end_ - begin_; }
+  bool is_stored_late() const { return is_stored_late_; }
+  /// Whether a load was begun: not if one is under way, or there is nothing to load.
+  bool begin_load() noexcept;
+  void cancel_load() noexcept;
   /// The contents in a storage of their own, and the version counter of tensors in it. Shared while
   /// any tensor keeps it and none was changed in place.
-  std::pair<c10::Storage, c10::VariableVersion> fetch();
+  std::pair<c10::Storage, c10::VariableVersion> load();
 
  private:
   at::Tensor flat_view(const at::Tensor& tensor) const;
   uint64_t hash_of(const at::Tensor& tensor) const;
+  void use_place(c10::function_ref<void()> use) const;
+  void finish_store_once();
+  std::pair<c10::Storage, c10::VariableVersion> load_or_share();
+  void check_loaded(const at::Tensor& loaded) const;
 
   const std::weak_ptr<Depot> depot_;
+  const std::shared_ptr<Place> place_;  ///< dies after the contents
+  const AroundPlace around_;
   const c10::weak_intrusive_ptr<c10::StorageImpl> source_;
   const int64_t begin_, end_;
+  const c10::Device device_;
   const c10::ScalarType kind_;
   const c10::VariableVersion counter_;
   const uint32_t version_;
   const bool is_trusted_;
-  uint64_t hash_ = 0;
-  std::shared_ptr<Waiting> waiting_;
-  std::optional<Ready> copied_;  ///< on an accelerator
+  bool is_stored_late_ = false;
+  uint64_t hash_ = 0, number_ = 0;
+  std::shared_ptr<PrefetchOrder> order_;
+  std::shared_ptr<StoredContents> contents_;
+  std::optional<Ready> stored_;  ///< on an accelerator
 
-  std::mutex mutex_;
-  c10::weak_intrusive_ptr<c10::StorageImpl> fetched_{c10::intrusive_ptr<c10::StorageImpl>()};
-  c10::VariableVersion fetched_counter_{c10::VariableVersion::DISABLED};
-  std::optional<Ready> fetched_on_;
+  std::mutex turn_;  ///< of those that call the contents
+  bool is_store_finished_ = false, is_load_begun_ = false;
+  c10::weak_intrusive_ptr<c10::StorageImpl> loaded_{c10::intrusive_ptr<c10::StorageImpl>()};
+  c10::VariableVersion loaded_counter_{c10::VariableVersion::DISABLED};
+  std::optional<Ready> loaded_on_;
 };
 
 }  // namespace remat

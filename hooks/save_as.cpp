@@ -59,10 +59,10 @@ bool survives(const at::Tensor& flat, const at::Tensor& back, double largest) {
          finite.equal(at::isfinite(back)) && at::isnan(flat).equal(at::isnan(back));
 }
 
-class AsNarrow final : public Waiting {
+class AsNarrow final : public StoredContents {
  public:
   AsNarrow(at::Tensor narrow, c10::ScalarType dtype) : narrow_(std::move(narrow)), dtype_(dtype) {}
-  at::Tensor fetch() override {
+  at::Tensor finish_load() override {
     if (!narrow_.is_cpu())  // the stream that asks may be another one than that of the save
       c10::impl::VirtualGuardImpl(narrow_.device().type())
           .recordDataPtrOnStream(narrow_.storage().data_ptr(), current_stream(narrow_.device()));
@@ -88,7 +88,7 @@ bool SaveAs::takes(const at::Tensor& tensor) const {
          c10::elementSize(dtype_) < c10::elementSize(from);
 }
 
-std::shared_ptr<Waiting> SaveAs::put(const at::Tensor& flat) {
+std::shared_ptr<StoredContents> SaveAs::begin_store(const at::Tensor& flat) {
   const auto numbers = [](const at::Tensor& t) { return t.is_complex() ? at::view_as_real(t) : t; };
   const double largest = largest_of(dtype_);
   const at::Tensor narrow = flat.to(dtype_);

@@ -3,7 +3,7 @@
 
 #include <c10/core/ScalarType.h>
 
-#include "hooks/place.h"
+#include "remat/place.h"
 
 namespace remat {
 
@@ -13,9 +13,9 @@ class SaveAs final : public Place {
   explicit SaveAs(c10::ScalarType dtype);
   /// Real numbers for a real type, complex ones for a complex type, and only if the type is narrower.
   bool takes(const at::Tensor& tensor) const override;
-  bool keeps_bytes() const override { return false; }
+  bool stores_bytes() const override { return false; }
   /// Null if a finite number would become infinite or NaN.
-  std::shared_ptr<Waiting> put(const at::Tensor& flat) override;
+  std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) override;
 
  private:
   const c10::ScalarType dtype_;

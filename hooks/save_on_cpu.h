@@ -8,33 +8,26 @@
 // writes to that memory, the copy may have the new values: so a tensor that was changed in place
 // after it was saved raises when it is read, as in plain autograd. In: that
 // stream waits for the copy out, copies into new device memory, and the stream that asked waits for
-// it. Each read also starts the copies of the two tensors that were saved before, which backward is
-// going to want next; what nobody asked for is dropped when that backward ends. Host memory that is
-// given back goes with the events of the copies that may still use it: the next copy into it waits.
+// it. Copies in are begun ahead: Note [Prefetching]. Host memory that is given back goes with the
+// events of the copies that may still use it: the next copy into it waits.
 //
 // Without page-locked memory (not asked for, none left, none on this accelerator) copies are made on
 // the current stream, and wait.
 
-#include <functional>
 #include <memory>
 
-#include "hooks/place.h"
+#include "remat/place.h"
 
 namespace remat {
 
-class CopyOrder;
-
 class SaveOnCpu final : public Place {
  public:
-  /// Calls and destroys its argument when the backward that runs on this thread, if any, ends.
-  using AtEndOfBackward = bool (*)(std::function<void()>);
-  SaveOnCpu(bool pin_memory, AtEndOfBackward at_end);
+  explicit SaveOnCpu(bool pin_memory) : pin_memory_(pin_memory) {}
   bool takes(const at::Tensor& tensor) const override { return !tensor.is_cpu(); }
-  std::shared_ptr<Waiting> put(const at::Tensor& flat) override;
+  std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) override;
 
  private:
   const bool pin_memory_;
-  const std::shared_ptr<CopyOrder> order_;
 };
 
 }  // namespace remat

@@ -6,11 +6,11 @@ namespace remat {
 
 namespace {
 
-class OnDisk final : public Waiting {
+class OnDisk final : public StoredContents {
  public:
   OnDisk(std::shared_ptr<SpoolRange> range, int64_t size, c10::Device device)
       : range_(std::move(range)), size_(size), device_(device) {}
-  at::Tensor fetch() override {
+  at::Tensor finish_load() override {
     const at::Tensor bytes = at::empty({size_}, at::TensorOptions(at::kByte).device(at::kCPU));
     range_->read(bytes.mutable_data_ptr());
     return device_.is_cpu() ? bytes : bytes.to(device_);
@@ -24,7 +24,7 @@ class OnDisk final : public Waiting {
 
 }  // namespace
 
-std::shared_ptr<Waiting> SaveOnDisk::put(const at::Tensor& flat) {
+std::shared_ptr<StoredContents> SaveOnDisk::begin_store(const at::Tensor& flat) {
   const at::Tensor near = flat.is_cpu() ? flat : flat.to(at::kCPU);
   auto range = spool_.write(near.const_data_ptr(), near.numel());
   return std::make_shared<OnDisk>(std::move(range), near.numel(), flat.device());

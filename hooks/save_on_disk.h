@@ -3,16 +3,15 @@
 
 #include <filesystem>
 
-#include "hooks/place.h"
 #include "hooks/spool.h"
+#include "remat/place.h"
 
 namespace remat {
 
 class SaveOnDisk final : public Place {
  public:
   explicit SaveOnDisk(std::filesystem::path directory) : spool_(std::move(directory)) {}
-  bool takes(const at::Tensor&) const override { return true; }
-  std::shared_ptr<Waiting> put(const at::Tensor& flat) override;
+  std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) override;
 
  private:
   Spool spool_;

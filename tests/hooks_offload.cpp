@@ -13,6 +13,7 @@
 #include <random>
 #include <thread>
 
+#include "remat/place.h"
 #include "tests/support/saved_tensors.h"
 
 namespace fs = std::filesystem;
@@ -99,6 +100,34 @@ class FileSizeLimit {
   Limit limit_;
 };
 
+/// A place of a program's own. `is_late`: it copies as late as it may.
+class InMemory final : public remat::Place {
+ public:
+  explicit InMemory(bool is_late) : is_late_(is_late) {}
+  std::shared_ptr<remat::StoredContents> begin_store(const Tensor& flat) override {
+    return std::make_shared<Copy>(flat, is_late_);
+  }
+
+ private:
+  class Copy final : public remat::StoredContents {
+   public:
+    Copy(const Tensor& flat, bool is_late)
+        : is_late_(is_late), held_(is_late ? flat : flat.clone()) {}
+    bool is_stored_late() const override { return is_late_; }
+    void finish_store() override { held_ = held_.clone(); }
+    void begin_load() override { loaded_ = held_.clone(); }
+    void cancel_load() override { loaded_.reset(); }
+    Tensor finish_load() override {
+      return loaded_.defined() ? std::exchange(loaded_, Tensor()) : held_.clone();
+    }
+
+   private:
+    const bool is_late_;
+    Tensor held_, loaded_;
+  };
+  const bool is_late_;
+};
+
 /// Each guard in turn, for `f(name, make)`: `make` returns a guard of any size of tensors.
 template <class F>
 void with_each_guard(F&& f) {
@@ -109,6 +138,13 @@ void with_each_guard(F&& f) {
         remat::SaveOnDiskOptions{.directory = folder.path(), .min_bytes = 0});
   };
   const auto as_itself = [] { return std::make_unique<SaveAsGuard>(at::kDouble); };
+  const auto elsewhere = [](bool is_late) {
+    return [is_late] {
+      return std::make_unique<remat::SaveElsewhereGuard>(
+          std::make_unique<InMemory>(is_late),
+          remat::SaveElsewhereOptions{.max_bytes_in_flight = 1 << 10});
+    };
+  };
   {
     INFO("SaveOnCpuGuard");
     f(on_cpu);
@@ -120,6 +156,14 @@ void with_each_guard(F&& f) {
   {
     INFO("SaveAsGuard");
     f(as_itself);
+  }
+  {
+    INFO("SaveElsewhereGuard");
+    f(elsewhere(false));
+  }
+  {
+    INFO("SaveElsewhereGuard, stored late");
+    f(elsewhere(true));
   }
 }
 

@@ -15,14 +15,18 @@ class DisableSavedTensorHooksGuard;
 class EarlyStopGuard;
 class MemoryLimitGuard;
 class MemoryMeter;
+class Place;
 class Policy;
+class SaveElsewhereGuard;
 class SavedTensorHooksGuard;
+class StoredContents;
 
 struct CheckpointOptions;
 struct ContextPair;
 struct Counters;
 struct PhaseInfo;
 struct PolicyContext;
+struct SaveElsewhereOptions;
 struct SelectiveOptions;
 
 }  // namespace remat

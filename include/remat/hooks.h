@@ -100,8 +100,8 @@ class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
   explicit SavedTensorHooksGuard(std::shared_ptr<detail::HookPair> pair);
 };
 
-// The three guards below move what autograd saves on this thread, and backward gets it back with its
-// dtype, device, sizes, strides and `requires_grad`. Common to them:
+// The three guards below, and SaveElsewhereGuard of place.h, move what autograd saves on this thread,
+// and backward gets it back with its dtype, device, sizes, strides and `requires_grad`. Common to them:
 //
 // * Parameters (leaves that require grad), their views, and whatever is not a plain strided tensor
 //   with data (sparse, nested, quantized, ...) stay where they are, and so does a view with less than
@@ -109,7 +109,8 @@ class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
 // * A storage is moved once for all views that are saved of it at the same version, and gone from
 //   its place with the last of them, also after the guard.
 // * A tensor that stays and is changed in place raises in backward as without hooks. One that was
-//   moved has the values of the save; with `pin_memory`, where the copy may come later, it raises too.
+//   moved has the values of the save; where the copy may come later (`pin_memory`, a place that says
+//   so) it raises too.
 // * A tensor that does not require grad is moved when the thread saves for the next operator, or at
 //   the guard's end: the kernel may have yet to write it.
 // * Regions: as any user hooks (Rule 16). Reads may come from any thread, and more than once.

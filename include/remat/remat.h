@@ -7,6 +7,7 @@
 #include "remat/memory.h"
 #include "remat/module.h"
 #include "remat/options.h"
+#include "remat/place.h"
 #include "remat/plan.h"
 #include "remat/policy.h"
 #include "remat/report.h"

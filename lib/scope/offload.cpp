@@ -1,5 +1,9 @@
 #include "lib/scope/offload.h"
 
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+
 #include <atomic>
 #include <functional>
 #include <utility>
@@ -11,6 +15,7 @@
 #include "lib/scope/hook_stack.h"
 #include "lib/scope/saving_input.h"
 #include "remat/hooks.h"
+#include "remat/place.h"
 
 namespace remat {
 
@@ -37,14 +42,48 @@ class ElsewhereScope final : public Scope {
   std::atomic<std::shared_ptr<Depot>> depot_;
 };
 
-std::shared_ptr<ElsewhereScope> scope_with(std::unique_ptr<Place> place, DepotOptions options) {
-  return std::make_shared<ElsewhereScope>(std::make_shared<Depot>(std::move(place), options));
-}
-
 bool at_end_of_backward(std::function<void()> closure) {
   if (seam::graph_task_id() < 0) return false;
   seam::at_end_of_graph_task(std::move(closure));
   return true;
+}
+
+/// What a place saves meets no hooks of ours, and its operators are cast in neither pass.
+void without_scopes(c10::function_ref<void()> use_place) {
+  const NoScopes no_scopes;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  use_place();
+}
+
+std::shared_ptr<Depot> depot_with(std::unique_ptr<Place> place, DepotOptions options) {
+  return std::make_shared<Depot>(
+      std::move(place), options,
+      DepotSurroundings{.around = without_scopes, .at_end = at_end_of_backward});
+}
+
+std::shared_ptr<ElsewhereScope> scope_with(std::unique_ptr<Place> place, DepotOptions options) {
+  return std::make_shared<ElsewhereScope>(depot_with(std::move(place), options));
+}
+
+/// Only copies beside the work gain by being begun ahead.
+int64_t depth_of(bool pin_memory) { return pin_memory ? 2 : 0; }
+
+std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
+                                              const SaveElsewhereOptions& options) {
+  TORCH_CHECK_VALUE(place != nullptr,
+                    "remat::SaveElsewhereGuard: the place is null.\nDo: give it one, such as "
+                    "std::make_unique<YourPlace>().");
+  const auto check = [](int64_t value, const char* name) {
+    TORCH_CHECK_VALUE(value >= 0, "remat::SaveElsewhereGuard: ", name, " is ", value,
+                      ".\nDo: give 0 or more.");
+  };
+  check(options.min_bytes, "min_bytes");
+  check(options.prefetch_depth, "prefetch_depth");
+  check(options.max_bytes_in_flight, "max_bytes_in_flight");
+  return scope_with(std::move(place), {.min_bytes = options.min_bytes,
+                                       .skip_parameters = options.skip_parameters,
+                                       .prefetch_depth = options.prefetch_depth,
+                                       .max_bytes_in_flight = options.max_bytes_in_flight});
 }
 
 }  // namespace
@@ -53,16 +92,17 @@ bool at_end_of_backward(std::function<void()> closure) {
 
 // Never destroyed: at the end of the process the accelerator may be gone already.
 const std::shared_ptr<Depot>& depot_of_inputs() {
-  static const auto* const depot = new std::shared_ptr<Depot>(std::make_shared<Depot>(
-      std::make_unique<SaveOnCpu>(/*pin_memory=*/true, detail::at_end_of_backward),
-      DepotOptions{.raises_if_changed = true}));
+  static const auto* const depot = new std::shared_ptr<Depot>(detail::depot_with(
+      std::make_unique<SaveOnCpu>(/*pin_memory=*/true),
+      {.raises_if_changed = true, .prefetch_depth = detail::depth_of(/*pin_memory=*/true)}));
   return *depot;
 }
 
 SaveOnCpuGuard::SaveOnCpuGuard(SaveOnCpuOptions options)
-    : ScopeGuard(detail::scope_with(
-          std::make_unique<SaveOnCpu>(options.pin_memory, detail::at_end_of_backward),
-          {.min_bytes = options.min_bytes, .skip_parameters = options.skip_parameters})) {}
+    : ScopeGuard(detail::scope_with(std::make_unique<SaveOnCpu>(options.pin_memory),
+                                    {.min_bytes = options.min_bytes,
+                                     .skip_parameters = options.skip_parameters,
+                                     .prefetch_depth = detail::depth_of(options.pin_memory)})) {}
 
 SaveOnDiskGuard::SaveOnDiskGuard(SaveOnDiskOptions options)
     : ScopeGuard(detail::scope_with(std::make_unique<SaveOnDisk>(std::move(options.directory)),
@@ -70,5 +110,8 @@ SaveOnDiskGuard::SaveOnDiskGuard(SaveOnDiskOptions options)
 
 SaveAsGuard::SaveAsGuard(at::ScalarType dtype, int64_t min_bytes)
     : ScopeGuard(detail::scope_with(std::make_unique<SaveAs>(dtype), {.min_bytes = min_bytes})) {}
+
+SaveElsewhereGuard::SaveElsewhereGuard(std::unique_ptr<Place> place, SaveElsewhereOptions options)
+    : ScopeGuard(detail::scope_of_user(std::move(place), options)) {}
 
 }  // namespace remat
