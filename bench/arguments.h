@@ -1,14 +1,21 @@
 #pragma once
-// The words of the command line that benchmarks share.
+// What benchmarks share of their main function: the words of the command line, the end with an error.
 
+#include <ATen/Parallel.h>
+
+#include <cstdint>
+#include <cstdio>
 #include <filesystem>
-#include <functional>
 #include <stdexcept>
 #include <string>
-
-#include "bench/measure.h"
+#include <utility>
+#include <vector>
 
 namespace bench {
+
+/// What the samples measure: the wall's time, or this thread's time on a core, which a busy
+/// machine disturbs less. The same for work that one thread does alone.
+enum class Clock { Wall, Thread };
 
 struct Arguments {
   bool smoke = false;
@@ -17,24 +24,31 @@ struct Arguments {
   int64_t sample_ns = 50'000'000;
   Clock clock = Clock::Wall;
   std::string commit{};
-
-  /// A member of a JSON line's params.
-  std::string clock_member() const {
-    return std::string("\"clock\": \"") + (clock == Clock::Wall ? "wall" : "thread") + '"';
-  }
 };
 
-/// Takes the next word of the command line.
-using NextWord = std::function<std::string()>;
+/// A word that only one program knows with the name of its value ("--threads N"), and where that goes.
+using OwnWord = std::pair<std::string, std::string*>;
 
-/// `own` takes a word that only one program knows and returns true; `own_usage` names those words.
-inline Arguments parse(
-    int argc, char** argv, const std::string& own_usage = {},
-    const std::function<bool(const std::string& word, const NextWord& value)>& own = {}) {
+/// What a command prints on its first line; empty if it fails.
+inline std::string output_of(const std::string& command) {
+  std::string line;
+  if (FILE* const pipe = popen((command + " 2>/dev/null").c_str(), "r")) {
+    char buffer[256];
+    if (std::fgets(buffer, sizeof buffer, pipe) != nullptr) line = buffer;
+    pclose(pipe);
+  }
+  while (!line.empty() && (line.back() == '\n' || line.back() == '\r')) line.pop_back();
+  return line;
+}
+
+inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = {}) {
   Arguments result;
+  std::string usage = "usage: " + std::filesystem::path(argv[0]).filename().string() +
+                      " [--smoke] [--samples N] [--sample-ms MS] [--clock wall|thread]";
+  for (const auto& [word, place] : own) usage += " [" + word + "]";
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
-    const NextWord value = [&] {
+    const auto value = [&] {
       if (++i == argc) throw std::runtime_error(word + " needs a value");
       return std::string(argv[i]);
     };
@@ -48,15 +62,27 @@ inline Arguments parse(
       result.sample_ns = std::stoll(value()) * 1'000'000;
     } else if (word == "--clock") {
       result.clock = value() == "thread" ? Clock::Thread : Clock::Wall;
-    } else if (!own || !own(word, value)) {
-      throw std::runtime_error("usage: " + std::filesystem::path(argv[0]).filename().string() +
-                               " [--smoke] [--samples N] [--sample-ms MS] [--clock wall|thread]" +
-                               own_usage);
+    } else {
+      bool is_known = false;
+      for (const auto& [name, place] : own)
+        if (name.substr(0, name.find(' ')) == word) *place = value(), is_known = true;
+      if (!is_known) throw std::runtime_error(usage);
     }
   }
   result.commit = output_of("git -C '" + std::filesystem::path(REMAT_BENCH_FOLDER).string() +
                             "' describe --always --dirty");
   return result;
+}
+
+/// The main function of a benchmark: `run` in one thread, unless it asks for more, and its exit status.
+inline int main_of(int (*run)(int argc, char** argv), int argc, char** argv) {
+  try {
+    at::set_num_threads(1);
+    return run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
 }
 
 }  // namespace bench

@@ -1,7 +1,6 @@
 // What the checks of a region cost: a training step of regions with one option changed, over the
 // same step with the defaults. See METHOD.md.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/full.h>
@@ -13,12 +12,11 @@
 #include <remat/checkpoint.h>
 
 #include <cstdio>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "bench/arguments.h"
 #include "bench/measure.h"
+#include "bench/rounds.h"
 
 namespace {
 
@@ -82,7 +80,6 @@ class Layers final : public Model {
 
 int run(int argc, char** argv) {
   const bench::Arguments arguments = bench::parse(argc, argv);
-  at::set_num_threads(1);
   const Small small;
   const Layers layers;
   const std::pair<const char*, const Model*> models[] = {{"one element", &small},
@@ -90,37 +87,23 @@ int run(int argc, char** argv) {
   const std::vector<Variant> all = variants();
   for (const auto& [model_name, model] : models) {
     const at::Tensor plain = model->step(nullptr);
-    for (const Variant& variant : all)
-      if (!plain.equal(model->step(&variant.options))) {
-        std::fprintf(stderr, "WRONG: %s, %s: the gradient is not the plain one\n", model_name,
-                     variant.name);
-        return 1;
-      }
-    if (arguments.smoke) continue;
-    std::vector<bench::Sampler> samplers;
-    std::vector<int64_t> repeats;
-    std::vector<std::vector<double>> ns(all.size());
+    std::vector<bench::Cell> cells;
     for (const Variant& variant : all) {
-      samplers.push_back([&, options = &variant.options](int64_t times) {
-        const int64_t begin = bench::now_ns(arguments.clock);
-        for (int64_t i = 0; i < times; ++i) model->step(options);
-        return bench::now_ns(arguments.clock) - begin;
-      });
-      repeats.push_back(bench::calibrate(samplers.back(), arguments.sample_ns));
+      bench::require_plain({model->step(&variant.options)}, {plain},
+                           bench::text("%s, %s", model_name, variant.name));
+      cells.emplace_back([chain = model, &variant] { chain->step(&variant.options); });
     }
-    for (int64_t round = 0; round < arguments.samples; ++round)
-      for (std::size_t i = 0; i < all.size(); ++i)
-        ns[i].push_back(static_cast<double>(samplers[i](repeats[i])) /
-                        static_cast<double>(repeats[i]));
-    const bench::Statistics defaults = bench::statistics(ns[0]);
-    std::fprintf(stderr, "%-44s %12s %12s %12s\n", (std::string("step of ") + model_name).c_str(),
+    if (arguments.smoke) continue;
+    bench::measure(cells, arguments);
+    const bench::Statistics defaults = cells[0].result();
+    std::fprintf(stderr, "%-44s %12s %12s %12s\n", bench::text("step of %s", model_name).c_str(),
                  "min [us]", "of default", "of medians");
     for (std::size_t i = 0; i < all.size(); ++i) {
-      const bench::Statistics result = bench::statistics(ns[i]);
-      bench::print_json("checks_cost",
-                        std::string("\"model\": \"") + model_name + "\", \"variant\": \"" +
-                            all[i].name + "\", " + arguments.clock_member(),
-                        result, at::get_num_threads(), arguments.commit);
+      const bench::Statistics result = cells[i].result();
+      bench::print_json(
+          "checks_cost",
+          bench::text("\"model\": \"%s\", \"variant\": \"%s\"", model_name, all[i].name), arguments,
+          result);
       std::fprintf(stderr, "%-44s %12.1f %12.3f %12.3f\n", all[i].name, result.min_ns / 1000,
                    result.min_ns / defaults.min_ns, result.median_ns / defaults.median_ns);
     }
@@ -130,11 +113,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

@@ -1,7 +1,6 @@
 // What K partial gradients through one retained graph cost: plainly, with regions, and with regions
 // that share their recomputes. See METHOD.md.
 
-#include <ATen/Parallel.h>
 #include <remat/checkpoint.h>
 #include <remat/memory.h>
 #include <remat/report.h>
@@ -91,24 +90,18 @@ Facts verify(Network& network, Way way, int64_t rows) {
   const std::vector<Tensor> found = network.jacobian(way, rows);
   const Facts facts{remat::counters().recomputes - recomputes, meter.peak_bytes() - live_bytes};
   const std::string what =
-      std::string(way_names[static_cast<int>(way)]) + ", " + std::to_string(rows) + " rows: ";
-  for (std::size_t k = 0; k < expected.size(); ++k)
-    if (!found[k].equal(expected[k]))
-      throw std::runtime_error("WRONG: " + what + "a row is not the plain one");
+      std::string(way_names[static_cast<int>(way)]) + ", " + std::to_string(rows) + " rows";
+  bench::require_plain(found, expected, what);
   if (facts.recomputes != network.expected_recomputes(way, rows))
-    throw std::runtime_error("WRONG: " + what + std::to_string(facts.recomputes) + " recomputes");
+    throw std::runtime_error("WRONG: " + what + ": " + std::to_string(facts.recomputes) +
+                             " recomputes");
   return facts;
 }
 
 int run(int argc, char** argv) {
-  int threads = 1;
-  const bench::Arguments arguments = bench::parse(
-      argc, argv, " [--threads N]", [&](const std::string& word, const bench::NextWord& value) {
-        if (word != "--threads") return false;
-        threads = std::stoi(value());
-        return true;
-      });
-  at::set_num_threads(threads);
+  std::string threads = "1";
+  const bench::Arguments arguments = bench::parse(argc, argv, {{"--threads N", &threads}});
+  at::set_num_threads(std::stoi(threads));
   torch::manual_seed(1);
   Sizes sizes;
   std::vector<int64_t> all_rows{1, 2, 5, 10, 20, 50};
@@ -135,17 +128,16 @@ int run(int argc, char** argv) {
     for (const Way way : ways) {
       const bench::Statistics result = cells[i].result();
       const char* const name = way_names[static_cast<int>(way)];
-      bench::print_json("jacobian",
-                        std::string("\"way\": \"") + name + "\", \"rows\": " +
-                            std::to_string(rows) + ", " + arguments.clock_member(),
-                        result, at::get_num_threads(), arguments.commit,
-                        "\"recomputes\": " + std::to_string(facts[i].recomputes) +
-                            ", \"peak_bytes\": " + std::to_string(facts[i].peak_bytes));
+      const auto count = static_cast<long long>(rows);
+      const auto recomputes = static_cast<long long>(facts[i].recomputes);
+      const auto peak = static_cast<long long>(facts[i].peak_bytes);
+      bench::print_json(
+          "jacobian", bench::text("\"way\": \"%s\", \"rows\": %lld", name, count), arguments,
+          result, bench::text("\"recomputes\": %lld, \"peak_bytes\": %lld", recomputes, peak));
       std::fprintf(stderr, "%-40s %10.2f %10.2f %12.2f %11lld %14lld\n",
-                   (std::to_string(rows) + ", " + name).c_str(), result.min_ns / 1e6,
-                   result.min_ns / plain.min_ns, result.median_ns / plain.median_ns,
-                   static_cast<long long>(facts[i].recomputes),
-                   static_cast<long long>(facts[i].peak_bytes));
+                   bench::text("%lld, %s", count, name).c_str(), result.min_ns / 1e6,
+                   result.min_ns / plain.min_ns, result.median_ns / plain.median_ns, recomputes,
+                   peak);
       ++i;
     }
   }
@@ -154,11 +146,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

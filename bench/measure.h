@@ -1,6 +1,8 @@
 #pragma once
-// Samples of timed work: calibration, robust statistics, the JSON line that every benchmark prints.
+// What is measured of work: robust statistics, bytes, and the JSON line that every benchmark prints.
 
+#include <ATen/core/Tensor.h>
+#include <remat/memory.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -8,16 +10,13 @@
 #include <cstdint>
 #include <cstdio>
 #include <ctime>
-#include <functional>
+#include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
-namespace bench {
+#include "bench/arguments.h"
 
-/// What the samples measure: the wall's time, or this thread's time on a core, which a busy
-/// machine disturbs less. The same for work that one thread does alone.
-enum class Clock { Wall, Thread };
+namespace bench {
 
 inline int64_t now_ns(Clock clock) {
   if (clock == Clock::Thread) {
@@ -26,16 +25,6 @@ inline int64_t now_ns(Clock clock) {
     return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
   }
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-/// Runs the work so many times and returns the [ns] that all runs took together.
-using Sampler = std::function<int64_t(int64_t repeats)>;
-
-/// The repeats that make one sample at least `sample_ns` long; the runs on the way warm up.
-inline int64_t calibrate(const Sampler& sampler, int64_t sample_ns) {
-  int64_t repeats = 1;
-  while (sampler(repeats) < sample_ns) repeats *= 2;
-  return repeats;
 }
 
 inline double median(std::vector<double> values) {
@@ -60,9 +49,45 @@ inline Statistics statistics(const std::vector<double>& values) {
           values.size()};
 }
 
+struct StepBytes {
+  int64_t held = 0, peak = 0;
+};
+
+/// Of one step, whose loss `forward` returns, beyond what is there before it: after forward, and at
+/// most.
+template <class Forward>
+StepBytes bytes_of(const Forward& forward) {
+  remat::MemoryMeter meter;
+  const int64_t before = meter.live_bytes();
+  meter.reset_peak();
+  StepBytes result;
+  {
+    const at::Tensor loss = forward();
+    result.held = meter.live_bytes() - before;
+    loss.backward();
+  }
+  result.peak = meter.peak_bytes() - before;
+  return result;
+}
+
+/// Throws if what was found is not what plain autograd gives, bit by bit.
+inline void require_plain(const std::vector<at::Tensor>& found,
+                          const std::vector<at::Tensor>& plain, const std::string& where) {
+  for (std::size_t i = 0; i < plain.size(); ++i)
+    if (!found[i].equal(plain[i]))
+      throw std::runtime_error("WRONG: " + where + ": a gradient is not the plain one");
+}
+
+template <class... Values>
+std::string text(const char* format, Values... values) {
+  char line[512];
+  std::snprintf(line, sizeof line, format, values...);
+  return line;
+}
+
 /// One line on stdout. `params` are JSON members without the braces; so is what was `measured`.
-inline void print_json(const char* name, const std::string& params, int threads,
-                       const std::string& commit, const std::string& measured) {
+inline void print_json(const char* name, const std::string& params, const Arguments& arguments,
+                       const std::string& measured) {
 #if defined(__clang__)
   const char* const compiler = "clang " __clang_version__;
 #else
@@ -71,30 +96,19 @@ inline void print_json(const char* name, const std::string& params, int threads,
   std::printf(
       "{\"bench\": \"%s\", \"params\": {%s}, %s, \"threads\": %d, \"torch\": \"%s\", "
       "\"compiler\": \"%s\", \"commit\": \"%s\"}\n",
-      name, params.c_str(), measured.c_str(), threads, TORCH_VERSION, compiler, commit.c_str());
+      name, params.c_str(), measured.c_str(), at::get_num_threads(), TORCH_VERSION, compiler,
+      arguments.commit.c_str());
   std::fflush(stdout);
 }
 
 /// The same of times, and of what else was measured (bytes, counts).
-inline void print_json(const char* name, const std::string& params, const Statistics& result,
-                       int threads, const std::string& commit, const std::string& measured = {}) {
-  char times[160];
-  std::snprintf(times, sizeof times,
-                "\"min_ns\": %.1f, \"median_ns\": %.1f, \"mad_ns\": %.1f, \"samples\": %zu",
-                result.min_ns, result.median_ns, result.mad_ns, result.samples);
-  print_json(name, params, threads, commit, (measured.empty() ? "" : measured + ", ") + times);
-}
-
-/// What a command prints on its first line; empty if it fails.
-inline std::string output_of(const std::string& command) {
-  std::string line;
-  if (FILE* const pipe = popen((command + " 2>/dev/null").c_str(), "r")) {
-    char buffer[256];
-    if (std::fgets(buffer, sizeof buffer, pipe) != nullptr) line = buffer;
-    pclose(pipe);
-  }
-  while (!line.empty() && (line.back() == '\n' || line.back() == '\r')) line.pop_back();
-  return line;
+inline void print_json(const char* name, const std::string& params, const Arguments& arguments,
+                       const Statistics& result, const std::string& measured = {}) {
+  const char* const clock = arguments.clock == Clock::Wall ? "wall" : "thread";
+  print_json(name, params + text(", \"clock\": \"%s\"", clock), arguments,
+             (measured.empty() ? "" : measured + ", ") +
+                 text("\"min_ns\": %.1f, \"median_ns\": %.1f, \"mad_ns\": %.1f, \"samples\": %zu",
+                      result.min_ns, result.median_ns, result.mad_ns, result.samples));
 }
 
 }  // namespace bench

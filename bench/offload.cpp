@@ -1,6 +1,5 @@
 // What it costs to keep saved tensors elsewhere, per saved byte, against plain autograd. See METHOD.md.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/ones_like.h>
@@ -18,6 +17,7 @@
 
 #include "bench/arguments.h"
 #include "bench/measure.h"
+#include "bench/rounds.h"
 
 namespace {
 
@@ -83,62 +83,34 @@ Times measure(const Variant& variant, int64_t numel, Clock clock) {
 }
 
 int run(int argc, char** argv) {
-  int64_t numel = 1 << 20;
-  std::filesystem::path directory = std::filesystem::temp_directory_path();
+  std::string numels = "1048576", directory = std::filesystem::temp_directory_path().string();
   const bench::Arguments arguments =
-      bench::parse(argc, argv, " [--numel N] [--directory PATH]",
-                   [&](const std::string& word, const bench::NextWord& value) {
-                     if (word == "--numel") {
-                       numel = std::stoll(value());
-                       return true;
-                     }
-                     if (word != "--directory") return false;
-                     directory = value();
-                     return true;
-                   });
-  at::set_num_threads(1);
+      bench::parse(argc, argv, {{"--numel N", &numels}, {"--directory PATH", &directory}});
+  const int64_t numel = std::stoll(numels);
   const std::vector<Variant> all = variants(directory);
   if (arguments.smoke) {
     for (const Variant& variant : all) measure(variant, 1 << 15, arguments.clock);
     return 0;
   }
   // The sides take turns; the first round warms up.
-  std::vector<std::vector<double>> forward(all.size()), backward(all.size());
-  const double bytes = static_cast<double>(num_operators * numel * 4);
+  std::vector<bench::Passes> passes;
+  for (const Variant& variant : all) passes.emplace_back(variant.name);
   for (int64_t round = -1; round < arguments.samples; ++round)
     for (std::size_t i = 0; i < all.size(); ++i) {
       const Times each = measure(all[i], numel, arguments.clock);
       if (round < 0) continue;
-      forward[i].push_back(each.forward_ns);
-      backward[i].push_back(each.backward_ns);
+      passes[i].forward.push_back(each.forward_ns);
+      passes[i].backward.push_back(each.backward_ns);
     }
-  std::fprintf(stderr, "%-26s %9s %9s   of medians: %8s %8s\n", "added ns per saved byte",
-               "forward", "backward", "forward", "backward");
-  const bench::Statistics f0 = bench::statistics(forward[0]), b0 = bench::statistics(backward[0]);
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    const bench::Statistics f = bench::statistics(forward[i]), b = bench::statistics(backward[i]);
-    for (const auto& [pass, result] : {std::pair("forward", f), std::pair("backward", b)})
-      bench::print_json("offload",
-                        std::string("\"variant\": \"") + all[i].name + "\", \"pass\": \"" + pass +
-                            "\", \"saved_bytes\": " + std::to_string(static_cast<int64_t>(bytes)) +
-                            ", " + arguments.clock_member(),
-                        result, at::get_num_threads(), arguments.commit);
-    std::fprintf(stderr, "%-26s %9.2f %9.2f               %8.2f %8.2f\n", all[i].name,
-                 (f.min_ns - f0.min_ns) / bytes, (b.min_ns - b0.min_ns) / bytes,
-                 (f.median_ns - f0.median_ns) / bytes, (b.median_ns - b0.median_ns) / bytes);
-  }
-  std::fprintf(stderr, "plain: %.2f ns per saved byte forward, %.2f backward\n", f0.min_ns / bytes,
-               b0.min_ns / bytes);
+  const double bytes = static_cast<double>(num_operators * numel * 4);
+  bench::print_passes("offload", passes, arguments, "added ns per saved byte", bytes, bytes,
+                      bench::text(", \"saved_bytes\": %.0f", bytes));
+  std::fprintf(stderr, "plain: %.2f ns per saved byte forward, %.2f backward\n",
+               bench::statistics(passes[0].forward).min_ns / bytes,
+               bench::statistics(passes[0].backward).min_ns / bytes);
   return 0;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

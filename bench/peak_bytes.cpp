@@ -1,6 +1,5 @@
 // Whether a step's peak is what theory says, to the byte, on stages whose saves are known. See METHOD.md.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
@@ -100,36 +99,35 @@ int64_t measured_peak(const Chain& chain, const remat::Plan& plan, at::Tensor& g
 
 int run(int argc, char** argv) {
   const bench::Arguments arguments = bench::parse(argc, argv);
-  at::set_num_threads(1);
   const remat::MemoryMeter first;  // before the tensors it shall count
   const int64_t bytes = arguments.smoke ? 1 << 16 : 1 << 20;
   bool all_right = true;
   for (const Chain& chain : {Chain{8, 2, bytes}, Chain{8, 5, bytes}, Chain{16, 3, bytes}}) {
-    std::fprintf(stderr, "%-40s %14s %14s %10s\n",
-                 (std::to_string(chain.stages) + " stages of " + std::to_string(chain.sines) +
-                  " tensors of " + std::to_string(chain.bytes >> 10) + " KiB")
-                     .c_str(),
-                 "theory [B]", "measured [B]", "in tensors");
+    const auto stages = static_cast<long long>(chain.stages);
+    const auto sines = static_cast<long long>(chain.sines);
+    const auto tensor = static_cast<long long>(chain.bytes);
+    std::fprintf(
+        stderr, "%-40s %14s %14s %10s\n",
+        bench::text("%lld stages of %lld tensors of %lld KiB", stages, sines, tensor >> 10).c_str(),
+        "theory [B]", "measured [B]", "in tensors");
     for (const Case& each : cases(chain)) {
       const remat::ChainCost cost = chain.cost();
       at::Tensor expected, found;
-      const uint64_t seed = 1;
-      at::manual_seed(seed);
+      at::manual_seed(1);
       measured_peak(chain, remat::Plan(chain.stages + 1), expected);
-      at::manual_seed(seed);
+      at::manual_seed(1);
       const int64_t measured = measured_peak(chain, each.plan, found);
       const int64_t simulated = remat::simulate(cost, each.plan).peak_bytes + chain.loss_bytes;
       const int64_t theory = each.by_hand.value_or(simulated);
       const bool is_right = measured == theory && simulated == theory && found.equal(expected);
       all_right &= is_right;
-      bench::print_json("peak_bytes",
-                        "\"plan\": \"" + each.name +
-                            "\", \"stages\": " + std::to_string(chain.stages) +
-                            ", \"sines\": " + std::to_string(chain.sines) +
-                            ", \"tensor_bytes\": " + std::to_string(chain.bytes),
-                        at::get_num_threads(), arguments.commit,
-                        "\"theory_bytes\": " + std::to_string(theory) +
-                            ", \"peak_bytes\": " + std::to_string(measured));
+      bench::print_json(
+          "peak_bytes",
+          bench::text("\"plan\": \"%s\", \"stages\": %lld, \"sines\": %lld, \"tensor_bytes\": %lld",
+                      each.name.c_str(), stages, sines, tensor),
+          arguments,
+          bench::text("\"theory_bytes\": %lld, \"peak_bytes\": %lld",
+                      static_cast<long long>(theory), static_cast<long long>(measured)));
       std::fprintf(stderr, "%-40s %14lld %14lld %10.3f%s\n", each.name.c_str(),
                    static_cast<long long>(theory), static_cast<long long>(measured),
                    static_cast<double>(measured) / static_cast<double>(chain.bytes),
@@ -143,11 +141,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

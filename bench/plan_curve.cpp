@@ -127,9 +127,8 @@ int run(int argc, char** argv) {
     const bench::Statistics result = bench::statistics(times);
     const auto points = static_cast<long long>(frontier.points().size());
     bench::print_json("plan_curve",
-                      "\"chain\": \"" + each.name + "\", \"points\": " + std::to_string(points) +
-                          ", " + arguments.clock_member(),
-                      result, 1, arguments.commit);
+                      bench::text("\"chain\": \"%s\", \"points\": %lld", each.name.c_str(), points),
+                      arguments, result);
     std::fprintf(stderr, "%-46s %8lld %10.2f %10.2f\n", each.name.c_str(), points,
                  result.min_ns / 1e6, result.median_ns / 1e6);
   }
@@ -141,11 +140,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

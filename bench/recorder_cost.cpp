@@ -1,8 +1,6 @@
 // What a recorder costs while it is alive: a step of the demo's model, and a chain of regions that do
 // next to nothing. See METHOD.md.
 
-#include <ATen/Parallel.h>
-
 #include <cstdio>
 #include <exception>
 #include <functional>
@@ -92,7 +90,6 @@ bool is_right(const Work& work, const Variant& variant,
 int run(int argc, char** argv) {
   // A sample is one run of the work, so the length of samples is not asked for.
   const bench::Arguments arguments = bench::parse(argc, argv);
-  at::set_num_threads(1);
   // It stays once it is there, so all variants have it.
   const remat::MemoryMeter meter;
 
@@ -127,22 +124,21 @@ int run(int argc, char** argv) {
     const bench::Statistics first = bench::statistics(ns[0]);
     for (std::size_t i = 0; i < all.size(); ++i) {
       const bench::Statistics result = bench::statistics(ns[i]);
+      const auto count = static_cast<long long>(events[i]);
       bench::print_json("recorder_cost",
-                        std::string("\"work\": \"") + work.name + "\", \"recorder\": \"" +
-                            all[i].name + "\", \"events\": " + std::to_string(events[i]) + ", " +
-                            arguments.clock_member(),
-                        result, at::get_num_threads(), arguments.commit);
+                        bench::text("\"work\": \"%s\", \"recorder\": \"%s\", \"events\": %lld",
+                                    work.name, all[i].name, count),
+                        arguments, result);
       const std::string row =
-          i == 0 ? std::string(work.name) + ", " + all[i].name : std::string("  ") + all[i].name;
+          i == 0 ? bench::text("%s, %s", work.name, all[i].name) : bench::text("  %s", all[i].name);
       // Of the rounds: a slow moment of the machine is in both sides of a ratio.
       std::vector<double> ratios;
       for (std::size_t round = 0; round < ns[i].size(); ++round)
         ratios.push_back(ns[i][round] / ns[0][round]);
       const double ratio = bench::median(ratios), added = (ratio - 1) * first.median_ns;
       std::fprintf(stderr, "%-44s %10.2f %12.3f %12.3f %10lld %12.0f\n", row.c_str(),
-                   result.min_ns / 1e6, result.min_ns / first.min_ns, ratio,
-                   static_cast<long long>(events[i]),
-                   events[i] == 0 ? 0 : added / static_cast<double>(events[i]));
+                   result.min_ns / 1e6, result.min_ns / first.min_ns, ratio, count,
+                   count == 0 ? 0 : added / static_cast<double>(count));
     }
   }
   return 0;
@@ -150,11 +146,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

@@ -3,7 +3,6 @@
 // that C++ programs write today. See METHOD.md.
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
@@ -25,6 +24,7 @@
 #include "bench/arguments.h"
 #include "bench/measure.h"
 #include "bench/peer.h"
+#include "bench/rounds.h"
 
 namespace {
 
@@ -125,7 +125,7 @@ class Side {
   explicit Side(std::string name) : name(std::move(name)) {}
   virtual ~Side() = default;
   virtual double gradient(Kind kind, const Work& work) = 0;
-  virtual int64_t sample(Kind kind, const Work& work, Clock clock, int64_t repeats) = 0;
+  virtual bench::Cell cell(Kind kind, const Work& work) = 0;
   const std::string name;
 };
 
@@ -140,12 +140,8 @@ class InProcess final : public Side {
     return x.grad().item<double>();
   }
 
-  int64_t sample(Kind kind, const Work& work, Clock clock, int64_t repeats) override {
-    const at::Tensor x = leaf();
-    run(kind, work, x);
-    const int64_t begin = bench::now_ns(clock);
-    for (int64_t i = 0; i < repeats; ++i) run(kind, work, x);
-    return bench::now_ns(clock) - begin;
+  bench::Cell cell(Kind kind, const Work& work) override {
+    return bench::Cell([this, kind, work, x = leaf()] { run(kind, work, x); });
   }
 
  private:
@@ -182,13 +178,12 @@ class Python final : public Side {
     return std::strtod(peer_.ask("gradient " + work.words(kind)).c_str(), nullptr);
   }
 
-  int64_t sample(Kind kind, const Work& work, Clock clock, int64_t repeats) override {
-    return std::strtoll(
-        peer_
-            .ask("sample " + work.words(kind) + (clock == Clock::Wall ? " wall " : " thread ") +
-                 std::to_string(repeats))
-            .c_str(),
-        nullptr, 10);
+  bench::Cell cell(Kind kind, const Work& work) override {
+    return bench::Cell([this, words = work.words(kind)](int64_t repeats, Clock clock) {
+      return std::stoll(peer_.ask("sample " + words +
+                                  (clock == Clock::Wall ? " wall " : " thread ") +
+                                  std::to_string(repeats)));
+    });
   }
 
  private:
@@ -196,68 +191,19 @@ class Python final : public Side {
 };
 
 using bench::Arguments;
-
-/// One thing that is timed, in all rounds.
-struct Cell {
-  Side* side;
-  Kind kind;
-  Work work;
-  int64_t repeats = 1;
-  std::vector<double> ns{};  ///< a run of the chain, one value a round
-};
+using bench::text;
 
 std::vector<std::string> table;
 
-template <class... Values>
-std::string cells_of(const char* format, Values... values) {
-  char line[256];
-  std::snprintf(line, sizeof line, format, values...);
-  return line;
-}
-
-template <class... Values>
-void row(const char* format, Values... values) {
-  table.push_back(cells_of(format, values...));
-}
-
 void print(const std::string& side, const std::string& kind, const Work& work,
            const Arguments& arguments, const bench::Statistics& result) {
-  bench::print_json("region_cost",
-                    "\"side\": \"" + side + "\", \"kind\": \"" + kind +
-                        "\", \"regions\": " + std::to_string(work.regions) +
-                        ", \"ops\": " + std::to_string(work.ops) + ", \"preserve_rng_state\": " +
-                        (work.preserve_rng_state ? "true" : "false") + ", " +
-                        arguments.clock_member(),
-                    result, at::get_num_threads(), arguments.commit);
-}
-
-/// Times all cells, alternately: one sample of each in every round.
-void measure(std::vector<Cell>& cells, const Arguments& arguments) {
-  for (Cell& cell : cells)
-    cell.repeats = bench::calibrate(
-        [&](int64_t repeats) {
-          return cell.side->sample(cell.kind, cell.work, arguments.clock, repeats);
-        },
-        arguments.sample_ns);
-  for (int64_t round = 0; round < arguments.samples; ++round)
-    for (Cell& cell : cells)
-      cell.ns.push_back(static_cast<double>(cell.side->sample(cell.kind, cell.work, arguments.clock,
-                                                              cell.repeats)) /
-                        static_cast<double>(cell.repeats));
-}
-
-/// Of three cells in a row (forward, plain, checkpointed of one work and side): the overhead, in
-/// [ns] per `units`. The minimum is the difference of the minima.
-bench::Statistics overhead(const Cell* cells, int64_t units) {
-  std::vector<double> rounds;
-  for (std::size_t i = 0; i < cells[0].ns.size(); ++i)
-    rounds.push_back((cells[2].ns[i] - cells[1].ns[i] - cells[0].ns[i]) /
-                     static_cast<double>(units));
-  bench::Statistics result = bench::statistics(rounds);
-  result.min_ns = (bench::statistics(cells[2].ns).min_ns - bench::statistics(cells[1].ns).min_ns -
-                   bench::statistics(cells[0].ns).min_ns) /
-                  static_cast<double>(units);
-  return result;
+  bench::print_json(
+      "region_cost",
+      text("\"side\": \"%s\", \"kind\": \"%s\", \"regions\": %lld, \"ops\": %lld, "
+           "\"preserve_rng_state\": %s",
+           side.c_str(), kind.c_str(), static_cast<long long>(work.regions),
+           static_cast<long long>(work.ops), work.preserve_rng_state ? "true" : "false"),
+      arguments, result);
 }
 
 bool verify(const std::vector<Side*>& sides, const std::vector<Work>& works) {
@@ -276,33 +222,40 @@ bool verify(const std::vector<Side*>& sides, const std::vector<Work>& works) {
   return all_right;
 }
 
-constexpr Kind steps[] = {Kind::Forward, Kind::Plain, Kind::Checkpointed};
-
 /// Chains of 20 regions, all sides.
 void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
              const Arguments& arguments) {
-  std::vector<Cell> cells;
-  for (Side* side : sides) cells.push_back({side, Kind::Sin, {}});
+  struct Timed {
+    Side* side;
+    Kind kind;
+    Work work;
+  };
+  std::vector<Timed> timed;
+  for (Side* side : sides) timed.push_back({side, Kind::Sin, {}});
   for (const Work& work : works)
     for (Side* side : sides)
-      for (const Kind kind : steps) cells.push_back({side, kind, work});
-  measure(cells, arguments);
-  for (const Cell& cell : cells)
-    print(cell.side->name, kind_names[static_cast<int>(cell.kind)], cell.work, arguments,
-          bench::statistics(cell.ns));
+      for (const Kind kind : {Kind::Forward, Kind::Plain, Kind::Checkpointed})
+        timed.push_back({side, kind, work});
+  std::vector<bench::Cell> cells;
+  for (const Timed& each : timed) cells.push_back(each.side->cell(each.kind, each.work));
+  bench::measure(cells, arguments);
+  for (std::size_t i = 0; i < timed.size(); ++i)
+    print(timed[i].side->name, kind_names[static_cast<int>(timed[i].kind)], timed[i].work,
+          arguments, cells[i].result());
 
-  const double sin_ns = bench::statistics(cells[0].ns).min_ns;
-  row("sin in grad mode: %.0f ns (C++)", sin_ns);
-  std::string heading = cells_of("%-42s %8s %7s", "overhead per region [ns]", "remat", "in sin");
+  const double sin_ns = cells[0].result().min_ns;
+  table.push_back(text("sin in grad mode: %.0f ns (C++)", sin_ns));
+  std::string heading = text("%-42s %8s %7s", "overhead per region [ns]", "remat", "in sin");
   for (std::size_t s = 1; s < sides.size(); ++s)
-    heading += cells_of(" %11s %8s", sides[s]->name.c_str(), "/ remat");
+    heading += text(" %11s %8s", sides[s]->name.c_str(), "/ remat");
   table.push_back(heading);
   std::vector<double> ours;
-  const Cell* cell = cells.data() + sides.size();
+  const bench::Cell* cell = cells.data() + sides.size();
   for (const Work& work : works) {
     std::vector<bench::Statistics> results;
     for (std::size_t s = 0; s < sides.size(); ++s, cell += 3) {
-      results.push_back(overhead(cell, work.regions));
+      results.push_back(
+          bench::overhead(cell[2], cell[1], cell[0], 1, static_cast<double>(work.regions)));
       print(sides[s]->name, "overhead per region", work, arguments, results[s]);
     }
     ours.push_back(results[0].min_ns);
@@ -314,10 +267,10 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
         return is_median ? results[s].median_ns : results[s].min_ns;
       };
       std::string line =
-          is_median ? cells_of("%-42s %8.0f %7s", "    median", value(0), "")
-                    : cells_of("%-42s %8.0f %7.2f", label.c_str(), value(0), value(0) / sin_ns);
+          is_median ? text("%-42s %8.0f %7s", "    median", value(0), "")
+                    : text("%-42s %8.0f %7.2f", label.c_str(), value(0), value(0) / sin_ns);
       for (std::size_t s = 1; s < sides.size(); ++s)
-        line += cells_of(" %11.0f %8.2f", value(s), value(s) / value(0));
+        line += text(" %11.0f %8.2f", value(s), value(s) / value(0));
       table.push_back(line);
     }
   }
@@ -326,22 +279,16 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
     const double per_tensor =
         (ours[i + 1] - ours[i]) / static_cast<double>(works[i + 1].ops - works[i].ops);
     const double per_region = ours[i] - per_tensor * static_cast<double>(works[i].ops);
-    row("in units of sin%s: %.2f per region + %.2f per saved tensor",
-        works[i].preserve_rng_state ? "" : ", preserve_rng_state = false", per_region / sin_ns,
-        per_tensor / sin_ns);
+    table.push_back(text("in units of sin%s: %.2f per region + %.2f per saved tensor",
+                         works[i].preserve_rng_state ? "" : ", preserve_rng_state = false",
+                         per_region / sin_ns, per_tensor / sin_ns));
   }
 }
 
 int run(int argc, char** argv) {
   // Empty: no Python has this LibTorch as its torch.
   std::string interpreter = REMAT_BENCH_PYTHON;
-  const Arguments arguments = bench::parse(
-      argc, argv, " [--python PYTHON]", [&](const std::string& word, const bench::NextWord& value) {
-        if (word != "--python") return false;
-        interpreter = value();
-        return true;
-      });
-  at::set_num_threads(1);
+  const Arguments arguments = bench::parse(argc, argv, {{"--python PYTHON", &interpreter}});
 
   InProcess remat("remat", std::make_unique<Remat>());
   InProcess reentrant("re-entrant", std::make_unique<Reentrant>());
@@ -367,11 +314,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "region_cost: %s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

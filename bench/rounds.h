@@ -5,37 +5,39 @@
 #include <utility>
 #include <vector>
 
-#include "bench/arguments.h"
 #include "bench/measure.h"
 
 namespace bench {
 
+/// Runs the work so many times and returns the [ns] that all runs took together.
+using Sampler = std::function<int64_t(int64_t repeats, Clock clock)>;
+
 /// One thing that is timed, in all rounds.
 struct Cell {
-  explicit Cell(std::function<void()> work) : run(std::move(work)) {}
+  explicit Cell(Sampler sampler) : sample(std::move(sampler)) {}
+  /// Every sample begins with a run that is not timed, unless a run takes longer than a sample has to.
+  explicit Cell(std::function<void()> work)
+      : sample([run = std::move(work)](int64_t repeats, Clock clock) {
+          if (repeats > 1) run();
+          const int64_t begin = now_ns(clock);
+          for (int64_t i = 0; i < repeats; ++i) run();
+          return now_ns(clock) - begin;
+        }) {}
   Statistics result() const { return statistics(ns); }
 
-  std::function<void()> run;
-  int64_t repeats = 1;
+  Sampler sample;
+  int64_t repeats = 1;       ///< that make one sample long enough
   std::vector<double> ns{};  ///< of one run, one value a round
 };
 
-/// Every sample begins with a run that is not timed, unless a run takes longer than a sample has to.
 inline void measure(std::vector<Cell>& cells, const Arguments& arguments) {
-  const auto sample = [&](const Cell& cell, int64_t repeats) {
-    if (cell.repeats > 1) cell.run();
-    const int64_t begin = now_ns(arguments.clock);
-    for (int64_t i = 0; i < repeats; ++i) cell.run();
-    return now_ns(arguments.clock) - begin;
-  };
   for (Cell& cell : cells) {
-    cell.run();
-    cell.repeats =
-        calibrate([&](int64_t repeats) { return sample(cell, repeats); }, arguments.sample_ns);
+    cell.sample(1, arguments.clock);
+    while (cell.sample(cell.repeats, arguments.clock) < arguments.sample_ns) cell.repeats *= 2;
   }
   for (int64_t round = 0; round < arguments.samples; ++round)
     for (Cell& cell : cells)
-      cell.ns.push_back(static_cast<double>(sample(cell, cell.repeats)) /
+      cell.ns.push_back(static_cast<double>(cell.sample(cell.repeats, arguments.clock)) /
                         static_cast<double>(cell.repeats));
 }
 
@@ -50,6 +52,34 @@ inline Statistics overhead(const Cell& work, const Cell& plain, const Cell& forw
   Statistics result = statistics(rounds);
   result.min_ns = difference(work.result().min_ns, plain.result().min_ns, forward.result().min_ns);
   return result;
+}
+
+/// Forward and backward of one variant: [ns], one value a round.
+struct Passes {
+  explicit Passes(std::string variant) : name(std::move(variant)) {}
+  std::string name;
+  std::vector<double> forward{}, backward{};
+};
+
+/// A JSON line of each pass, and a table of what they take beyond those of the first variant, in
+/// units of so many [ns].
+inline void print_passes(const char* bench, const std::vector<Passes>& all,
+                         const Arguments& arguments, const char* heading, double unit_of_minima,
+                         double unit_of_medians, const std::string& params = {}) {
+  std::fprintf(stderr, "%-28s %9s %9s   of medians: %8s %8s\n", heading, "forward", "backward",
+               "forward", "backward");
+  const Statistics f0 = statistics(all[0].forward), b0 = statistics(all[0].backward);
+  for (const Passes& each : all) {
+    const Statistics f = statistics(each.forward), b = statistics(each.backward);
+    for (const auto& [pass, result] : {std::pair("forward", f), std::pair("backward", b)})
+      print_json(bench,
+                 text("\"variant\": \"%s\", \"pass\": \"%s\"", each.name.c_str(), pass) + params,
+                 arguments, result);
+    std::fprintf(stderr, "%-28s %9.2f %9.2f               %8.2f %8.2f\n", each.name.c_str(),
+                 (f.min_ns - f0.min_ns) / unit_of_minima, (b.min_ns - b0.min_ns) / unit_of_minima,
+                 (f.median_ns - f0.median_ns) / unit_of_medians,
+                 (b.median_ns - b0.median_ns) / unit_of_medians);
+  }
 }
 
 }  // namespace bench

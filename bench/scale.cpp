@@ -1,7 +1,6 @@
 // Whether a region, a level of nesting and a saved tensor cost the same when there are many of them, in
 // time and in bytes that are not the program's tensors. See METHOD.md.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
@@ -26,6 +25,8 @@
 #include "bench/rounds.h"
 
 namespace {
+
+using bench::text;
 
 /// Gives tensors their data past the count: what they hold is the program's, not the regions'.
 class DataAllocator final : public c10::Allocator {
@@ -152,14 +153,13 @@ void release_saved(const at::Tensor& root) {
   }
 }
 
-/// What `make` returns holds so much of the heap, once what the first call leaves in caches is there.
+/// What `make` returns holds so many [bytes] of the heap, once what the first call leaves in caches is there.
 template <class Make>
-bench::HeapCount held_by(Make make) {
+double held_by(Make make) {
   make();
   const bench::HeapCounter counter;
   const auto made = make();
-  const bench::HeapCount result = counter.count();
-  return result;
+  return static_cast<double>(counter.count().bytes);
 }
 
 struct Bytes {
@@ -172,18 +172,17 @@ struct Bytes {
 /// Throws if a graph that is gone has left something: a count that leaks says nothing.
 Bytes bytes_of(const Shape& shape, int64_t count) {
   const at::Tensor x = leaf();
-  const auto held = [](auto make) { return static_cast<double>(held_by(make).bytes); };
   Bytes result;
-  result.checkpointed = held([&] { return shape.checkpointed(x, count); });
-  result.plain = held([&] { return sines(x, count); });
-  result.nodes = held([&] {
+  result.checkpointed = held_by([&] { return shape.checkpointed(x, count); });
+  result.plain = held_by([&] { return sines(x, count); });
+  result.nodes = held_by([&] {
     const at::Tensor y = sines(x, count);
     release_saved(y);
     return y;
   });
   {
     const at::NoGradGuard no_grad;
-    result.tensor = held([&] { return at::sin(x); });
+    result.tensor = held_by([&] { return at::sin(x); });
   }
   result.bookkeeping =
       result.checkpointed - result.nodes - static_cast<double>(shape.kept(count)) * result.tensor;
@@ -256,23 +255,15 @@ std::vector<Row> rows_of(const Shape& shape, const std::vector<bench::Cell>& cel
   return rows;
 }
 
-template <class... Values>
-std::string text(const char* format, Values... values) {
-  char line[512];
-  std::snprintf(line, sizeof line, format, values...);
-  return line;
-}
-
 void print_lines(const Shape& shape, const std::vector<bench::Cell>& cells,
                  const std::vector<Row>& rows, const bench::Arguments& arguments) {
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
-    const std::string params = text("\"shape\": \"%s\", \"count\": %lld, ", shape.name,
-                                    static_cast<long long>(row.count)) +
-                               arguments.clock_member();
+    const std::string params =
+        text("\"shape\": \"%s\", \"count\": %lld", shape.name, static_cast<long long>(row.count));
     for (std::size_t kind = 0; kind < kinds; ++kind)
-      bench::print_json("scale", params + text(", \"kind\": \"%s\"", kind_names[kind]),
-                        cells[i * kinds + kind].result(), at::get_num_threads(), arguments.commit);
+      bench::print_json("scale", params + text(", \"kind\": \"%s\"", kind_names[kind]), arguments,
+                        cells[i * kinds + kind].result());
     std::string measured =
         text("\"unit\": \"%s\", \"plain_ns_per_unit\": %.1f, \"of_plain_and_forward\": %.4f",
              row.unit, row.plain_ns, row.of_ideal);
@@ -282,8 +273,8 @@ void print_lines(const Shape& shape, const std::vector<bench::Cell>& cells,
           "\"nodes_bytes\": %.0f, \"tensor_bytes\": %.0f",
           row.bytes_per_unit, row.bytes->checkpointed, row.bytes->plain, row.bytes->nodes,
           row.bytes->tensor);
-    bench::print_json("scale", params + ", \"kind\": \"overhead per unit\"", row.overhead,
-                      at::get_num_threads(), arguments.commit, measured);
+    bench::print_json("scale", params + ", \"kind\": \"overhead per unit\"", arguments,
+                      row.overhead, measured);
   }
 }
 
@@ -318,13 +309,7 @@ void print_table(const Shape& shape, const std::vector<Row>& rows) {
 
 int run(int argc, char** argv) {
   std::string only;
-  const bench::Arguments arguments = bench::parse(
-      argc, argv, " [--unit UNIT]", [&](const std::string& word, const bench::NextWord& value) {
-        if (word != "--unit") return false;
-        only = value();
-        return true;
-      });
-  at::set_num_threads(1);
+  const bench::Arguments arguments = bench::parse(argc, argv, {{"--unit UNIT", &only}});
   static DataAllocator allocator;
   c10::SetCPUAllocator(&allocator, /*priority=*/1);
   std::vector<Shape> all = shapes(arguments.smoke);
@@ -360,11 +345,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

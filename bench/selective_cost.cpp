@@ -1,7 +1,6 @@
 // What a policy costs per operator, in forward and in replay, in units of a plain operator. See
 // METHOD.md.
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/neg.h>
 #include <ATen/ops/ones.h>
@@ -16,6 +15,7 @@
 
 #include "bench/arguments.h"
 #include "bench/measure.h"
+#include "bench/rounds.h"
 
 namespace {
 
@@ -77,61 +77,36 @@ at::Tensor gradient(const Variant* variant) {
 }
 
 int run(int argc, char** argv) {
-  int64_t repeats = 40;
-  const bench::Arguments arguments = bench::parse(
-      argc, argv, " [--repeats N]", [&](const std::string& word, const bench::NextWord& value) {
-        if (word != "--repeats") return false;
-        repeats = std::stoll(value());
-        return true;
-      });
-  at::set_num_threads(1);
+  std::string times_each = "40";
+  const bench::Arguments arguments = bench::parse(argc, argv, {{"--repeats N", &times_each}});
+  const int64_t repeats = std::stoll(times_each);
   const std::vector<Variant> all = variants();
-  for (const Variant& variant : all)
-    if (!gradient(&variant).equal(gradient(nullptr)))
-      throw std::runtime_error(std::string("WRONG: ") + variant.name +
-                               ": the gradient is not the plain one");
+  std::vector<bench::Passes> passes;
+  for (const Variant& variant : all) {
+    bench::require_plain({gradient(&variant)}, {gradient(nullptr)}, variant.name);
+    passes.emplace_back(variant.name);
+  }
   if (arguments.smoke) return 0;
   // The sides take turns; the first round warms up.
   std::vector<double> plain;
-  std::vector<std::vector<double>> forward(all.size()), backward(all.size());
   for (int64_t round = -1; round < arguments.samples; ++round) {
     const Times times = measure(nullptr, repeats, arguments.clock);
     if (round >= 0) plain.push_back(times.forward);
     for (std::size_t i = 0; i < all.size(); ++i) {
       const Times each = measure(&all[i], repeats, arguments.clock);
       if (round < 0) continue;
-      forward[i].push_back(each.forward);
-      backward[i].push_back(each.backward);
+      passes[i].forward.push_back(each.forward);
+      passes[i].backward.push_back(each.backward);
     }
   }
   const bench::Statistics neg = bench::statistics(plain);
   std::fprintf(stderr, "a plain neg of one element, grad mode on: %.0f ns (median %.0f)\n",
                neg.min_ns, neg.median_ns);
-  std::fprintf(stderr, "%-28s %18s %18s   of medians: %8s %8s\n", "added per operator, in neg",
-               "forward", "recompute", "forward", "recompute");
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    const bench::Statistics f = bench::statistics(forward[i]), b = bench::statistics(backward[i]);
-    for (const auto& [pass, result] : {std::pair("forward", f), std::pair("backward", b)})
-      bench::print_json("selective_cost",
-                        std::string("\"variant\": \"") + all[i].name + "\", \"pass\": \"" + pass +
-                            "\", " + arguments.clock_member(),
-                        result, at::get_num_threads(), arguments.commit);
-    const bench::Statistics f0 = bench::statistics(forward[0]), b0 = bench::statistics(backward[0]);
-    std::fprintf(stderr, "%-28s %18.2f %18.2f               %8.2f %8.2f\n", all[i].name,
-                 (f.min_ns - f0.min_ns) / neg.min_ns, (b.min_ns - b0.min_ns) / neg.min_ns,
-                 (f.median_ns - f0.median_ns) / neg.median_ns,
-                 (b.median_ns - b0.median_ns) / neg.median_ns);
-  }
+  bench::print_passes("selective_cost", passes, arguments, "added per operator, in neg", neg.min_ns,
+                      neg.median_ns);
   return 0;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

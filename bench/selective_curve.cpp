@@ -1,8 +1,6 @@
 // What a policy buys: bytes and time of a step for several choices of what regions keep, from nothing
 // to everything. See METHOD.md.
 
-#include <ATen/Parallel.h>
-#include <remat/memory.h>
 #include <remat/policy.h>
 #include <torch/torch.h>
 
@@ -74,34 +72,10 @@ class Stack {
   Tensor input_;
 };
 
-struct Bytes {
-  int64_t held = 0, peak = 0;
-};
-
-/// Of one step, beyond what is there before it: after forward, and at most.
-Bytes bytes_of(Stack& stack, const Choice& choice) {
-  remat::MemoryMeter meter;
-  const int64_t before = meter.live_bytes();
-  meter.reset_peak();
-  Bytes result;
-  {
-    const Tensor loss = stack.forward(choice);
-    result.held = meter.live_bytes() - before;
-    loss.backward();
-  }
-  result.peak = meter.peak_bytes() - before;
-  return result;
-}
-
 int run(int argc, char** argv) {
-  int threads = 1;
-  const bench::Arguments arguments = bench::parse(
-      argc, argv, " [--threads N]", [&](const std::string& word, const bench::NextWord& value) {
-        if (word != "--threads") return false;
-        threads = std::stoi(value());
-        return true;
-      });
-  at::set_num_threads(threads);
+  std::string threads = "1";
+  const bench::Arguments arguments = bench::parse(argc, argv, {{"--threads N", &threads}});
+  at::set_num_threads(std::stoi(threads));
   torch::manual_seed(1);
   const remat::MemoryMeter first;  // before the tensors it shall count
   ModelOptions options;
@@ -112,19 +86,15 @@ int run(int argc, char** argv) {
 
   const std::vector<Choice> all = choices();
   const std::vector<Tensor> expected = stack.gradients(all.front());
-  std::vector<Bytes> bytes;
+  std::vector<bench::StepBytes> bytes;
   std::vector<bench::Cell> cells;
   for (const Choice& choice : all) {
-    const std::vector<Tensor> found = stack.gradients(choice);
-    for (std::size_t i = 0; i < expected.size(); ++i)
-      if (!found[i].equal(expected[i]))
-        throw std::runtime_error(std::string("WRONG: ") + choice.name +
-                                 ": a gradient is not the plain one");
-    bytes.push_back(bytes_of(stack, choice));
+    bench::require_plain(stack.gradients(choice), expected, choice.name);
+    bytes.push_back(bench::bytes_of([&] { return stack.forward(choice); }));
     cells.emplace_back([&stack, &choice] { stack.step(choice); });
   }
-  const Bytes plain = bytes[0], nothing = bytes[1], everything = bytes.back();
-  for (const Bytes& each : bytes)
+  const bench::StepBytes plain = bytes[0], nothing = bytes[1], everything = bytes.back();
+  for (const bench::StepBytes& each : bytes)
     if (each.held < nothing.held || each.held > plain.held)
       throw std::runtime_error("WRONG: a policy holds less than none, or more than plain autograd");
   if (everything.held <= nothing.held)
@@ -139,19 +109,18 @@ int run(int argc, char** argv) {
   for (std::size_t i = 0; i < cells.size(); ++i) {
     const bench::Statistics result = cells[i].result();
     const bool is_step = i < all.size();
-    const Bytes held = is_step ? bytes[i] : Bytes{};
+    const bench::StepBytes held = is_step ? bytes[i] : bench::StepBytes{};
+    const auto peak_bytes = static_cast<long long>(held.peak);
+    const auto held_bytes = static_cast<long long>(held.held);
     const char* const name = is_step ? all[i].name : "(one plain forward)";
-    bench::print_json("selective_curve",
-                      std::string("\"keeps\": \"") + name + "\", " + arguments.clock_member(),
-                      result, at::get_num_threads(), arguments.commit,
-                      "\"peak_bytes\": " + std::to_string(held.peak) +
-                          ", \"held_bytes\": " + std::to_string(held.held));
+    bench::print_json(
+        "selective_curve", bench::text("\"keeps\": \"%s\"", name), arguments, result,
+        bench::text("\"peak_bytes\": %lld, \"held_bytes\": %lld", peak_bytes, held_bytes));
     std::fprintf(stderr, "%-30s %10.2f %9.3f %11.3f", name, result.min_ns / 1e6,
                  result.min_ns / step.min_ns, result.median_ns / step.median_ns);
     if (is_step)
-      std::fprintf(stderr, " %13lld %8.3f %13lld %8.3f", static_cast<long long>(held.peak),
-                   static_cast<double>(held.peak) / static_cast<double>(plain.peak),
-                   static_cast<long long>(held.held),
+      std::fprintf(stderr, " %13lld %8.3f %13lld %8.3f", peak_bytes,
+                   static_cast<double>(held.peak) / static_cast<double>(plain.peak), held_bytes,
                    static_cast<double>(held.held) / static_cast<double>(plain.held));
     std::fprintf(stderr, "\n");
   }
@@ -162,11 +131,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

@@ -1,9 +1,6 @@
 // What a checkpointed training step of a real model costs: over (plain step + one forward). See
 // METHOD.md.
 
-#include <ATen/Parallel.h>
-#include <remat/memory.h>
-
 #include <cstdio>
 #include <functional>
 #include <memory>
@@ -73,25 +70,6 @@ Comparison resnet(bool smoke) {
           {step("plain step", false), step("every block checkpointed", true)}};
 }
 
-struct Bytes {
-  int64_t held = 0, peak = 0;
-};
-
-/// Of one step, beyond what is there before it; parameters have gradients.
-Bytes bytes_of(const Step& step) {
-  remat::MemoryMeter meter;
-  const int64_t before = meter.live_bytes();
-  meter.reset_peak();
-  Bytes result;
-  {
-    const Tensor loss = step.loss();
-    result.held = meter.live_bytes() - before;
-    loss.backward();
-  }
-  result.peak = meter.peak_bytes() - before;
-  return result;
-}
-
 /// Gradients and running statistics after two steps with the same random numbers.
 std::vector<Tensor> state_of(const Step& step) {
   torch::manual_seed(2);
@@ -106,12 +84,9 @@ std::vector<Tensor> state_of(const Step& step) {
 void verify(const Comparison& comparison) {
   const std::vector<Tensor> expected = state_of(comparison.steps.front());
   for (const Step& step : comparison.steps) {
-    const std::vector<Tensor> found =
-        &step == &comparison.steps.front() ? expected : state_of(step);
-    for (std::size_t i = 0; i < expected.size(); ++i)
-      if (!found[i].equal(expected[i]))
-        throw std::runtime_error(std::string("WRONG: ") + comparison.model + ", " + step.name +
-                                 ": a gradient or a buffer is not the plain one");
+    if (&step != &comparison.steps.front())
+      bench::require_plain(state_of(step), expected,
+                           bench::text("%s, %s", comparison.model, step.name));
   }
 }
 
@@ -124,47 +99,41 @@ void measure(const Comparison& comparison, const bench::Arguments& arguments) {
   bench::measure(cells, arguments);
 
   const bench::Statistics limit = cells[0].result();
-  const std::string threads = std::to_string(at::get_num_threads());
-  std::fprintf(stderr, "%-48s %9s %12s %11s %12s %12s\n",
-               (std::string("step of ") + comparison.model + ", threads: " + threads).c_str(),
-               "min [ms]", "of plain+fwd", "of medians", "peak bytes", "held bytes");
-  const Bytes plain_bytes = bytes_of(plain);
+  std::fprintf(
+      stderr, "%-48s %9s %12s %11s %12s %12s\n",
+      bench::text("step of %s, threads: %d", comparison.model, at::get_num_threads()).c_str(),
+      "min [ms]", "of plain+fwd", "of medians", "peak bytes", "held bytes");
+  const bench::StepBytes plain_bytes = bench::bytes_of(plain.loss);
   for (std::size_t i = 0; i < cells.size(); ++i) {
     const char* const name =
         i == 0 ? "one forward, then a plain step" : comparison.steps[i - 1].name;
-    const Bytes bytes = i == 0 ? Bytes{} : bytes_of(comparison.steps[i - 1]);
+    const bench::StepBytes bytes =
+        i == 0 ? bench::StepBytes{} : bench::bytes_of(comparison.steps[i - 1].loss);
+    const auto peak = static_cast<long long>(bytes.peak), held = static_cast<long long>(bytes.held);
     if (i > 1 && bytes.peak >= plain_bytes.peak)
       throw std::runtime_error(std::string("WRONG: no bytes are saved: ") + name);
     const bench::Statistics result = cells[i].result();
     const double of_ideal = result.min_ns / limit.min_ns;
-    char measured[160];
-    std::snprintf(measured, sizeof measured,
-                  "\"of_plain_and_forward\": %.4f, \"peak_bytes\": %lld, \"held_bytes\": %lld",
-                  of_ideal, static_cast<long long>(bytes.peak), static_cast<long long>(bytes.held));
-    bench::print_json("step_cost",
-                      std::string("\"model\": \"") + comparison.model + "\", \"step\": \"" + name +
-                          "\", " + arguments.clock_member(),
-                      result, at::get_num_threads(), arguments.commit, measured);
+    bench::print_json(
+        "step_cost", bench::text("\"model\": \"%s\", \"step\": \"%s\"", comparison.model, name),
+        arguments, result,
+        bench::text("\"of_plain_and_forward\": %.4f, \"peak_bytes\": %lld, \"held_bytes\": %lld",
+                    of_ideal, peak, held));
     std::fprintf(stderr, "%-48s %9.1f %12.3f %11.3f", name, result.min_ns / 1e6, of_ideal,
                  result.median_ns / limit.median_ns);
-    if (i > 0)
-      std::fprintf(stderr, " %12lld %12lld", static_cast<long long>(bytes.peak),
-                   static_cast<long long>(bytes.held));
+    if (i > 0) std::fprintf(stderr, " %12lld %12lld", peak, held);
     std::fprintf(stderr, "\n");
   }
 }
 
 int run(int argc, char** argv) {
-  std::vector<int> threads{1, 2};
-  const bench::Arguments arguments = bench::parse(
-      argc, argv, " [--threads N]", [&](const std::string& word, const bench::NextWord& value) {
-        if (word != "--threads") return false;
-        threads = {std::stoi(value())};
-        return true;
-      });
+  std::string threads;
+  const bench::Arguments arguments = bench::parse(argc, argv, {{"--threads N", &threads}});
+  const std::vector<int> counts =
+      threads.empty() ? std::vector<int>{1, 2} : std::vector<int>{std::stoi(threads)};
   const remat::MemoryMeter first;  // before the tensors it shall count
   for (const auto& make : {transformer, resnet})
-    for (const int count : threads) {
+    for (const int count : counts) {
       at::set_num_threads(count);
       // Models of their own: once timed, running statistics have seen different numbers of steps.
       const Comparison comparison = make(arguments.smoke);
@@ -180,11 +149,4 @@ int run(int argc, char** argv) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  try {
-    return run(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s\n", error.what());
-    return 1;
-  }
-}
+int main(int argc, char** argv) { return bench::main_of(run, argc, argv); }

@@ -16,11 +16,9 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <iostream>
 #include <memory>
 #include <optional>
 #include <random>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,6 +26,7 @@
 #include "budget/picture.h"
 #include "char_transformer/model.h"
 #include "char_transformer/text.h"
+#include "command_line.h"
 #include "remat/remat.h"
 
 #ifndef REMAT_EXAMPLE_TEXT
@@ -52,10 +51,6 @@ constexpr const char* kUsage =
     "  --small      narrow blocks: a few seconds, to see that everything works\n"
     "  --out DIR    where to write the picture (default: " REMAT_EXAMPLE_OUT ")\n";
 
-struct UsageError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 struct Options {
   std::string text = REMAT_EXAMPLE_TEXT;
   std::string out = REMAT_EXAMPLE_OUT;
@@ -64,38 +59,18 @@ struct Options {
   int64_t repeats = 5;  // timed steps of each plan
   int64_t batch_size = 8;
   ModelOptions model;
-  bool help = false;
 };
-
-double parse_number(const std::string& name, const std::string& value, double least) {
-  std::size_t used = 0;
-  double number = 0;
-  try {
-    number = std::stod(value, &used);
-  } catch (const std::exception&) {
-    used = std::string::npos;
-  }
-  if (used != value.size() || !(number >= least) || number > 1e9)
-    throw UsageError(name + " needs a number, at least " + std::to_string(least) + ", got '" +
-                     value + "'");
-  return number;
-}
 
 Options parse(int argc, char** argv) {
   Options options;
   options.model.blocks = 24;
-  for (int i = 1; i < argc; ++i) {
-    const std::string name = argv[i];
-    const auto value = [&]() -> std::string {
-      if (i + 1 >= argc) throw UsageError(name + " needs a value");
-      return argv[++i];
-    };
+  parse_options(argc, argv, [&](const std::string& name, const auto& value) {
     if (name == "--budget") {
-      options.budget_mb = parse_number(name, value(), 0);
+      options.budget_mb = parse_number(name, value(), 0.0, 1e9);
     } else if (name == "--blocks") {
-      options.model.blocks = static_cast<int64_t>(parse_number(name, value(), 6));
+      options.model.blocks = parse_number<int64_t>(name, value(), 6, 1'000'000'000);
     } else if (name == "--steps") {
-      options.steps = static_cast<int64_t>(parse_number(name, value(), 1));
+      options.steps = parse_number<int64_t>(name, value(), 1, 1'000'000'000);
     } else if (name == "--text") {
       options.text = value();
     } else if (name == "--out") {
@@ -106,12 +81,11 @@ Options parse(int argc, char** argv) {
       options.batch_size = 4;
       options.repeats = 1;
       options.steps = 2;
-    } else if (name == "--help" || name == "-h") {
-      options.help = true;
     } else {
-      throw UsageError("unknown option '" + name + "'");
+      return false;
     }
-  }
+    return true;
+  });
   return options;
 }
 
@@ -274,8 +248,8 @@ void draw(const remat::Frontier& frontier, const std::vector<Candidate>& plans,
   for (const Candidate& each : plans)
     runs.push_back({each.name, megabytes(each.peak_bytes), each.least_seconds() / measured_plain,
                     &each == &plans.back()});
-  FrontierPicture("Memory and time of training " + std::to_string(blocks) + " transformer blocks",
-                  curve, runs, megabytes(budget))
+  frontier_picture("Memory and time of training " + std::to_string(blocks) + " transformer blocks",
+                   curve, runs, megabytes(budget))
       .write(path);
 }
 
@@ -371,19 +345,5 @@ int run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    const Options options = parse(argc, argv);
-    if (options.help) {
-      std::cout << kUsage;
-      return 0;
-    }
-    return run(options);
-  } catch (const UsageError& error) {
-    std::cerr << "budget: " << error.what() << "\n" << kUsage;
-  } catch (const c10::Error& error) {
-    std::cerr << "budget: " << error.what_without_backtrace() << "\n";
-  } catch (const std::exception& error) {
-    std::cerr << "budget: " << error.what() << "\n";
-  }
-  return 2;
+  return run_example("budget", kUsage, argc, argv, [&] { return run(parse(argc, argv)); });
 }

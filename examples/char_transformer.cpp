@@ -16,10 +16,8 @@
 #include <cstdio>
 #include <deque>
 #include <filesystem>
-#include <iostream>
 #include <optional>
 #include <random>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -28,6 +26,7 @@
 #include "char_transformer/text.h"
 #include "char_transformer/timeline.h"
 #include "char_transformer/training.h"
+#include "command_line.h"
 #include "remat/remat.h"
 
 #ifndef REMAT_EXAMPLE_TEXT
@@ -51,46 +50,22 @@ constexpr const char* kUsage =
     ")\n"
     "  --help       this text\n";
 
-struct UsageError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 struct Options {
   std::string text = REMAT_EXAMPLE_TEXT;
   std::string out = REMAT_EXAMPLE_OUT;
   int64_t steps = 20;
   int64_t batch_size = 16;
   ModelOptions model;
-  bool help = false;
 };
-
-int64_t parse_steps(const std::string& value) {
-  size_t used = 0;
-  int64_t steps = 0;
-  try {
-    steps = std::stoll(value, &used);
-  } catch (const std::exception&) {
-    used = std::string::npos;
-  }
-  if (used != value.size() || steps < 2 || steps > 1'000'000) {
-    throw UsageError("--steps needs a number from 2 to 1000000, got '" + value + "'");
-  }
-  return steps;
-}
 
 Options parse(int argc, char** argv) {
   Options options;
   std::optional<int64_t> steps;
-  for (int i = 1; i < argc; ++i) {
-    const std::string name = argv[i];
-    const auto value = [&]() -> std::string {
-      if (i + 1 >= argc) throw UsageError(name + " needs a value");
-      return argv[++i];
-    };
+  parse_options(argc, argv, [&](const std::string& name, const auto& value) {
     if (name == "--text") {
       options.text = value();
     } else if (name == "--steps") {
-      steps = parse_steps(value());
+      steps = parse_number<int64_t>(name, value(), 2, 1'000'000);
     } else if (name == "--out") {
       options.out = value();
     } else if (name == "--small") {
@@ -100,12 +75,11 @@ Options parse(int argc, char** argv) {
       options.model.context = 32;
       options.batch_size = 4;
       options.steps = 4;
-    } else if (name == "--help" || name == "-h") {
-      options.help = true;
     } else {
-      throw UsageError("unknown option '" + name + "'");
+      return false;
     }
-  }
+    return true;
+  });
   options.steps = steps.value_or(options.steps);
   return options;
 }
@@ -174,7 +148,7 @@ void draw(std::deque<Training>& trainings, const Batch& batch, int64_t limit_byt
     curves.push_back({trainings[i].name(), colors[i % colors.size()], timeline.samples()});
   }
   const std::string path = (std::filesystem::path(folder) / "char_transformer_memory.svg").string();
-  Picture("Activation memory during one training step", curves, limit_bytes).write(path);
+  memory_picture("Activation memory during one training step", curves, limit_bytes).write(path);
   std::printf("Memory over the time of one step: %s\n\n", path.c_str());
 }
 
@@ -252,19 +226,6 @@ int run(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  try {
-    const Options options = parse(argc, argv);
-    if (options.help) {
-      std::cout << kUsage;
-      return 0;
-    }
-    return run(options);
-  } catch (const UsageError& error) {
-    std::cerr << "char_transformer: " << error.what() << "\n" << kUsage;
-  } catch (const c10::Error& error) {
-    std::cerr << "char_transformer: " << error.what_without_backtrace() << "\n";
-  } catch (const std::exception& error) {
-    std::cerr << "char_transformer: " << error.what() << "\n";
-  }
-  return 2;
+  return run_example("char_transformer", kUsage, argc, argv,
+                     [&] { return run(parse(argc, argv)); });
 }

@@ -14,11 +14,11 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <iostream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "command_line.h"
 #include "remat/remat.h"
 #include "unet/image.h"
 #include "unet/model.h"
@@ -41,36 +41,23 @@ constexpr const char* kUsage =
     ")\n"
     "  --out DIR     where to write unet.ppm (default: " REMAT_EXAMPLE_OUT ")\n";
 
-struct UsageError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
 struct Options {
   unet::Norm norm = unet::Norm::Batch;
   std::vector<int64_t> channels{3, 16, 32, 64};
   int64_t steps = 120, batch_size = 4, crop = 64;
   std::string photo = REMAT_EXAMPLE_PHOTO, out = REMAT_EXAMPLE_OUT;
-  bool help = false;
 };
 
 Options parse(int argc, char** argv) {
   Options options;
-  for (int i = 1; i < argc; ++i) {
-    const std::string name = argv[i];
-    const auto value = [&]() -> std::string {
-      if (i + 1 >= argc) throw UsageError(name + " needs a value");
-      return argv[++i];
-    };
+  parse_options(argc, argv, [&](const std::string& name, const auto& value) {
     if (name == "--norm") {
       const std::string norm = value();
       if (norm != "instance" && norm != "batch")
         throw UsageError("--norm is 'instance' or 'batch', got '" + norm + "'");
       options.norm = norm == "batch" ? unet::Norm::Batch : unet::Norm::Instance;
     } else if (name == "--steps") {
-      const std::string text = value();
-      options.steps = std::atoll(text.c_str());
-      if (options.steps < 1 || options.steps > 1'000'000)
-        throw UsageError("--steps needs a number from 1 to 1000000, got '" + text + "'");
+      options.steps = parse_number<int64_t>(name, value(), 1, 1'000'000);
     } else if (name == "--small") {
       options.channels = {3, 4, 8, 8};
       options.steps = 10;
@@ -80,12 +67,11 @@ Options parse(int argc, char** argv) {
       options.photo = value();
     } else if (name == "--out") {
       options.out = value();
-    } else if (name == "--help" || name == "-h") {
-      options.help = true;
     } else {
-      throw UsageError("unknown option '" + name + "'");
+      return false;
     }
-  }
+    return true;
+  });
   return options;
 }
 
@@ -188,17 +174,6 @@ int run(const Options& options) {
 
 }  // namespace
 
-int main(int argc, char** argv) try {
-  const Options options = parse(argc, argv);
-  if (options.help) {
-    std::cout << kUsage;
-    return 0;
-  }
-  return run(options);
-} catch (const UsageError& e) {
-  std::cerr << "unet: " << e.what() << '\n' << kUsage;
-  return 2;
-} catch (const std::exception& e) {
-  std::cerr << "unet: " << e.what() << '\n';
-  return 2;
+int main(int argc, char** argv) {
+  return run_example("unet", kUsage, argc, argv, [&] { return run(parse(argc, argv)); });
 }

@@ -23,15 +23,6 @@ Tensor save3(const Tensor& x) { return x.sin().exp().sin(); }
 Tensor save2(const Tensor& x) { return x.sin().exp(); }
 Tensor alt2(const Tensor& x) { return x.sin() * at::arange(1, 3, x.options()); }
 
-// Runs `first` on the first call and `later` on every other one.
-template <class First, class Later>
-auto first_then(Calls& calls, First first, Later later) {
-  return [&calls, first, later](const Tensor& x) {
-    calls();
-    return calls.count() == 1 ? first(x) : later(x);
-  };
-}
-
 // The error of one backward through the region; also checks that it leaves nothing (Rule 12).
 template <class First, class Later>
 CheckpointError mismatch(First first, Later later, const CheckpointOptions& options = {}) {

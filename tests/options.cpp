@@ -14,15 +14,6 @@ using Kind = remat::CheckpointError::Kind;
 
 namespace {
 
-// Runs `first` on the first call and `later` on every other one.
-template <class First, class Later>
-auto first_then(Calls& calls, First first, Later later) {
-  return [&calls, first, later](const Tensor& x) {
-    calls();
-    return calls.count() == 1 ? first(x) : later(x);
-  };
-}
-
 template <class First, class Later>
 CheckpointError mismatch(const CheckpointOptions& options, First first, Later later,
                          const Tensor& x) {

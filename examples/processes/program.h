@@ -3,8 +3,6 @@
 
 #include <torch/torch.h>
 
-#include <cstdio>
-#include <exception>
 #include <functional>
 #include <string>
 
@@ -24,13 +22,9 @@ struct Program {
 // The exit status: 0 if all is as promised, 1 if not, 2 if it was called wrongly or failed.
 inline int run(const Program& program, int argc, char** argv) {
   const std::string usage = "usage: " + program.name + " [--processes N]\n";
-  std::string who = program.name;
-  try {
+  std::string who = program.name;  // a worker adds its rank
+  return run_example(who, usage, argc, argv, [&] {
     const Place place = parse_place(argc, argv);
-    if (place.helps) {
-      std::printf("%s", usage.c_str());
-      return 0;
-    }
     // The processes share the machine; and sums in one thread have one order.
     torch::set_num_threads(1);
     if (place.rank >= 0) {
@@ -44,12 +38,5 @@ inline int run(const Program& program, int argc, char** argv) {
     Workers workers(place.size, port);
     workers.wait(std::chrono::seconds(180));
     return program.judge(place, store) ? 0 : 1;
-  } catch (const UsageError& error) {
-    std::fprintf(stderr, "%s: %s\n%s", who.c_str(), error.what(), usage.c_str());
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "%s: %s\n", who.c_str(), error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "%s: %s\n", who.c_str(), error.what());
-  }
-  return 2;
+  });
 }

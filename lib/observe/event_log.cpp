@@ -4,83 +4,57 @@
 
 #include <c10/util/Exception.h>
 
+#include <array>
 #include <fstream>
+#include <optional>
 #include <string>
 
-#include "lib/observe/recording.h"
-#include "lib/observe/report_file.h"
 #include "lib/observe/report_text.h"
 
 namespace remat {
 
 namespace {
 
+/// What the log says of an event, by kind; of its region's number, a number, a text and a depth.
+constexpr std::array<const char*, 12> lines{
+    "region {0}{2} begins, depth {3}, keeps {1} bytes of inputs",
+    "region {0} ends, {1} slots",
+    "region {0} throws",
+    "region {0} recompute begins",
+    "region {0} recompute ends",
+    "region {0} recompute stops early",
+    "region {0} recompute throws",
+    "region {0} drops {1}: {2}",
+    "region {0} fills {1}",
+    "region {0} reads {1}",
+    "",
+    "operator {2}"};
+static_assert(lines.size() == static_cast<std::size_t>(EventKind::Operator) + 1);
+
 std::string line_of(const Event& event) {
-  const std::string region = fmt::format("region {}", event.region);
-  const std::string name =
-      event.text != nullptr && !event.text->empty() ? fmt::format(" \"{}\"", *event.text) : "";
-  switch (event.kind) {
-    case EventKind::RegionBegins:
-      return fmt::format("{}{} begins, depth {}, keeps {} bytes of inputs", region, name,
-                         event.depth, event.number);
-    case EventKind::RegionEnds:
-      return fmt::format("{} ends, {} slots", region, event.number);
-    case EventKind::RegionThrows:
-      return fmt::format("{} throws", region);
-    case EventKind::RecomputeBegins:
-      return fmt::format("{} recompute begins", region);
-    case EventKind::RecomputeEnds:
-      return fmt::format("{} recompute ends", region);
-    case EventKind::RecomputeStops:
-      return fmt::format("{} recompute stops early", region);
-    case EventKind::RecomputeThrows:
-      return fmt::format("{} recompute throws", region);
-    case EventKind::Pack:
-      return fmt::format("{} drops {}: {}", region, event.number, *event.text);
-    case EventKind::Fill:
-      return fmt::format("{} fills {}", region, event.number);
-    case EventKind::Read:
-      return fmt::format("{} reads {}", region, event.number);
-    case EventKind::Operator:
-      return fmt::format("operator {}", *event.text);
-    case EventKind::Memory:
-      break;
-  }
-  return {};
+  std::string text = event.text == nullptr ? "" : *event.text;
+  if (event.kind == EventKind::RegionBegins && !text.empty()) text = " \"" + text + '"';
+  return fmt::format(fmt::runtime(lines[static_cast<std::size_t>(event.kind)]), event.region,
+                     event.number, text, event.depth);
 }
 
 /// A slice of a thread's time, in Chrome's trace format; "" for events that are none.
 std::string slice_of(const Event& event) {
-  std::string name, kind;
-  switch (event.kind) {
-    case EventKind::RegionEnds:
-    case EventKind::RegionThrows:
-      name = name_shown(*event.text);
-      kind = "forward";
-      break;
-    case EventKind::RecomputeEnds:
-    case EventKind::RecomputeStops:
-    case EventKind::RecomputeThrows:
-      name = name_shown(*event.text) + " (recompute)";
-      kind = "recompute";
-      break;
-    case EventKind::Operator:
-      name = *event.text;
-      kind = "operator";
-      break;
-    default:
-      return {};
-  }
-  const char* const how = event.kind == EventKind::RecomputeStops    ? "stopped early"
-                          : event.kind == EventKind::RecomputeThrows ? "threw"
-                          : event.kind == EventKind::RegionThrows    ? "threw"
-                                                                     : "returned";
+  const bool is_operator = event.kind == EventKind::Operator;
+  const std::optional<Span> span = span_of(event);
+  if (!span && !is_operator) return {};
+  const bool is_recompute = span && span->is_recompute;
+  const std::string name = is_operator ? *event.text : name_shown(*event.text);
   return fmt::format(
       "{{\"name\": {}, \"cat\": \"{}\", \"ph\": \"X\", \"ts\": {:.3f}, \"dur\": {:.3f}, \"pid\": 1, "
       "\"tid\": {}, \"args\": {{\"region\": {}, \"depth\": {}, \"end\": \"{}\"}}}}",
-      json_string(name), kind, static_cast<double>(event.begin_ns) / 1e3,
+      json_string(is_recompute ? name + " (recompute)" : name),
+      is_operator    ? "operator"
+      : is_recompute ? "recompute"
+                     : "forward",
+      static_cast<double>(event.begin_ns) / 1e3,
       static_cast<double>(event.time_ns - event.begin_ns) / 1e3, event.thread, event.region,
-      event.depth, how);
+      event.depth, span ? span->end : "returned");
 }
 
 std::string counter_of(const Event& event) {

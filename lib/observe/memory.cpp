@@ -5,12 +5,11 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
-#include <cstdio>
 #include <limits>
 #include <mutex>
 #include <new>
@@ -69,12 +68,8 @@ uint64_t mark_of(const void* data) {
 // A foreign pointer's bytes before it may be a red zone of the address sanitizer, or freed memory to the
 // thread sanitizer.
 REMAT_NO_SANITIZE bool is_counted(void* data) {
-  if (reinterpret_cast<uintptr_t>(data) % alignof(Header) != 0) {
-    return false;
-  }
-  if (!is_header_within_page(static_cast<char*>(data))) {
-    return false;
-  }
+  if (reinterpret_cast<uintptr_t>(data) % alignof(Header) != 0) return false;
+  if (!is_header_within_page(static_cast<char*>(data))) return false;
   const auto* mark = reinterpret_cast<uint64_t*>(static_cast<char*>(data) - kHeaderBytes);
   return __atomic_load_n(mark, __ATOMIC_ACQUIRE) == mark_of(data);
 }
@@ -86,13 +81,8 @@ void raise_to(std::atomic<int64_t>& peak, int64_t bytes) {
 }
 
 std::string readable(int64_t bytes) {
-  constexpr int64_t kMegabyte = 1'000'000;
-  if (bytes < kMegabyte) {
-    return c10::str(bytes, " bytes");
-  }
-  char megabytes[32];
-  std::snprintf(megabytes, sizeof(megabytes), "%.2f MB", static_cast<double>(bytes) / kMegabyte);
-  return c10::str(bytes, " bytes (", megabytes, ")");
+  if (bytes < 1'000'000) return fmt::format("{} bytes", bytes);
+  return fmt::format("{} bytes ({:.2f} MB)", bytes, static_cast<double>(bytes) / 1e6);
 }
 
 class CountingAllocator final : public at::Allocator {
@@ -155,12 +145,9 @@ int64_t CountingAllocator::reserve(int64_t bytes) {
   int64_t live = live_bytes_.load();
   for (;;) {
     const int64_t limit = limit_bytes_.load();
-    if (limit != kNoLimit && (bytes > limit || live > limit - bytes)) {
+    if (limit != kNoLimit && (bytes > limit || live > limit - bytes))
       throw_out_of_memory(bytes, live, limit);
-    }
-    if (live_bytes_.compare_exchange_weak(live, live + bytes)) {
-      return live + bytes;
-    }
+    if (live_bytes_.compare_exchange_weak(live, live + bytes)) return live + bytes;
   }
 }
 
@@ -184,9 +171,7 @@ at::DataPtr CountingAllocator::allocate(size_t bytes) {
   if (is_recording()) recording::memory_changes(live);
 
   char* data = static_cast<char*>(memory.get()) + kHeaderBytes;
-  if (!is_header_within_page(data)) {
-    data += kHeaderBytes;
-  }
+  if (!is_header_within_page(data)) data += kHeaderBytes;
   const at::Device device = memory.device();
   auto* header = new (data - kHeaderBytes) Header{{}, counted, std::move(memory)};
   header->mark.store(mark_of(data), std::memory_order_release);
@@ -196,9 +181,8 @@ at::DataPtr CountingAllocator::allocate(size_t bytes) {
 void CountingAllocator::release(void* data) {
   CountingAllocator& self = Shared::get().allocator;
   if (!is_counted(data)) {
-    if (const at::DeleterFnPtr previous_release = self.previous_.raw_deleter()) {
+    if (const at::DeleterFnPtr previous_release = self.previous_.raw_deleter())
       previous_release(data);
-    }
     return;
   }
   Header* header = header_of(data);
@@ -250,9 +234,7 @@ void MemoryMeter::reset_peak() {
   Shared& shared = Shared::get();
   const std::lock_guard lock(shared.mutex);
   const int64_t last = shared.allocator.start_peak();
-  for (MemoryMeter* meter : shared.meters) {
-    meter->peak_bytes_ = std::max(meter->peak_bytes_, last);
-  }
+  for (MemoryMeter* meter : shared.meters) meter->peak_bytes_ = std::max(meter->peak_bytes_, last);
   peak_bytes_ = 0;
 }
 

@@ -1,4 +1,4 @@
-#include "lib/observe/memory_picture.h"
+// memory_picture(): live bytes over time, and the regions of that time.
 
 #include <fmt/format.h>
 
@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <optional>
 #include <tuple>
 
 #include "lib/observe/report_text.h"
@@ -23,31 +24,28 @@ constexpr int kColumns = 480;
 struct Kind {
   const char* name;
   const char* color;
-  int64_t (*bytes)(const LiveKinds&);
 };
 
-/// Of tensors that are in none of the kinds.
-int64_t other_bytes(const LiveKinds& b) {
-  return b.live - b.parameters - b.inputs - b.saved - b.recomputed;
-}
-
 // From the bottom up.
-const std::array<Kind, 5> kKinds{{
-    {"parameters that regions use", "#9aa5b1", [](const LiveKinds& b) { return b.parameters; }},
-    {"inputs kept", "#2f6f9f", [](const LiveKinds& b) { return b.inputs; }},
-    {"saved by policy", "#5aa469", [](const LiveKinds& b) { return b.saved; }},
-    {"recomputed", "#e08a3c", [](const LiveKinds& b) { return b.recomputed; }},
-    {"other", "#d9d2c5", other_bytes},
-}};
+constexpr std::array<Kind, 5> kKinds{{{"parameters that regions use", "#9aa5b1"},
+                                      {"inputs kept", "#2f6f9f"},
+                                      {"saved by policy", "#5aa469"},
+                                      {"recomputed", "#e08a3c"},
+                                      {"other", "#d9d2c5"}}};
+constexpr std::size_t kOther = kKinds.size() - 1;
+using Stack = std::array<int64_t, kKinds.size()>;
 
-/// What is not seen exactly (a parameter's bytes, say) never makes a stack higher than what is alive.
-LiveKinds bounded(LiveKinds b) {
+/// [bytes] of each kind. What is not seen exactly (a parameter's bytes, say) never makes a stack
+/// higher than what is alive: the upper kinds have what is theirs first.
+Stack stack_of(const LiveKinds& b) {
+  Stack stack{b.parameters, b.inputs, b.saved, b.recomputed, 0};
   int64_t rest = std::max<int64_t>(b.live, 0);
-  for (int64_t* each : {&b.recomputed, &b.saved, &b.inputs, &b.parameters}) {
-    *each = std::clamp<int64_t>(*each, 0, rest);
-    rest -= *each;
+  for (std::size_t i = kOther; i-- > 0;) {
+    stack[i] = std::clamp<int64_t>(stack[i], 0, rest);
+    rest -= stack[i];
   }
-  return b;
+  stack[kOther] = rest;
+  return stack;
 }
 
 struct Bar {
@@ -60,22 +58,15 @@ struct Bar {
 std::vector<Bar> bars_of(const std::vector<Event>& events) {
   std::vector<Bar> bars;
   for (const Event& event : events) {
-    const bool is_forward =
-        event.kind == EventKind::RegionEnds || event.kind == EventKind::RegionThrows;
-    const bool is_recompute = event.kind == EventKind::RecomputeEnds ||
-                              event.kind == EventKind::RecomputeStops ||
-                              event.kind == EventKind::RecomputeThrows;
-    if (!is_forward && !is_recompute) continue;
+    const std::optional<Span> span = span_of(event);
+    if (!span) continue;
     const double from = static_cast<double>(event.begin_ns) / 1e6;
     const double to = static_cast<double>(event.time_ns) / 1e6;
-    const char* const end =
-        event.kind == EventKind::RecomputeStops ? ", stopped early"
-        : event.kind == EventKind::RegionThrows || event.kind == EventKind::RecomputeThrows
-            ? ", threw"
-            : "";
-    bars.push_back({from, to, is_forward ? "#2f6f9f" : "#e08a3c", name_shown(*event.text),
-                    fmt::format("{} {}: {:.3f} ms{}", name_shown(*event.text),
-                                is_forward ? "forward" : "recompute", to - from, end),
+    const std::string name = name_shown(*event.text);
+    const std::string end = span->end == "returned" ? "" : fmt::format(", {}", span->end);
+    bars.push_back({from, to, span->is_recompute ? "#e08a3c" : "#2f6f9f", name,
+                    fmt::format("{} {}: {:.3f} ms{}", name,
+                                span->is_recompute ? "recompute" : "forward", to - from, end),
                     0, event.thread});
   }
   // Rows: what lies inside another bar of its thread goes below it.
@@ -102,27 +93,6 @@ double nice_step(double top) {
 
 }  // namespace
 
-std::string xml_text(const std::string& text) {
-  std::string out;
-  for (const char c : text) switch (c) {
-      case '&':
-        out += "&amp;";
-        break;
-      case '<':
-        out += "&lt;";
-        break;
-      case '>':
-        out += "&gt;";
-        break;
-      case '"':
-        out += "&quot;";
-        break;
-      default:
-        out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
-    }
-  return out;
-}
-
 std::string memory_picture(const std::vector<Event>& events) {
   // What is there all the time and none of the regions' would only press the rest flat.
   double last_ms = 1e-6;
@@ -131,7 +101,7 @@ std::string memory_picture(const std::vector<Event>& events) {
     last_ms = std::max(last_ms, static_cast<double>(event.time_ns) / 1e6);
     if (event.kind == EventKind::Operator) continue;
     peak = std::max(peak, event.bytes.live);
-    lasting = std::min(lasting, other_bytes(bounded(event.bytes)));
+    lasting = std::min(lasting, stack_of(event.bytes)[kOther]);
   }
   if (lasting > peak) lasting = 0;  // no event
   const int64_t top = std::max<int64_t>(peak - lasting, 1);
@@ -199,34 +169,35 @@ std::string memory_picture(const std::vector<Event>& events) {
   for (std::size_t i = 1; i < kColumns; ++i)
     if (!is_set[i]) columns[i] = last_of[i] = last_of[i - 1];
 
+  std::vector<Stack> stacks;
+  for (const LiveKinds& each : columns) stacks.push_back(stack_of(each));
   std::vector<double> floor_of(kColumns, 0);
-  const double column_ms = last_ms / kColumns;
-  for (const Kind& kind : kKinds) {
+  const auto column_x = [&](std::size_t i) {
+    return x(static_cast<double>(i) * last_ms / kColumns);
+  };
+  for (std::size_t kind = 0; kind < kKinds.size(); ++kind) {
     std::string up, down;
     for (std::size_t i = 0; i < kColumns; ++i) {
-      const double below = floor_of[i];
-      const LiveKinds b = bounded(columns[i]);
-      const int64_t hidden = kind.bytes == other_bytes ? std::min(lasting, other_bytes(b)) : 0;
-      const double above = below + static_cast<double>(kind.bytes(b) - hidden);
+      const int64_t bytes = stacks[i][kind];
+      const int64_t shown = kind == kOther ? std::max<int64_t>(bytes - lasting, 0) : bytes;
+      const double below = floor_of[i], above = below + static_cast<double>(shown);
       floor_of[i] = above;
-      const double from = x(static_cast<double>(i) * column_ms);
-      const double to = x(static_cast<double>(i + 1) * column_ms);
+      const double from = column_x(i), to = column_x(i + 1);
       up += fmt::format("{:.1f},{:.1f} {:.1f},{:.1f} ", from, y(above), to, y(above));
       down = fmt::format("{:.1f},{:.1f} {:.1f},{:.1f} ", to, y(below), from, y(below)) + down;
     }
-    svg += fmt::format("<polygon points=\"{}{}\" fill=\"{}\"/>\n", up, down, kind.color);
+    svg += fmt::format("<polygon points=\"{}{}\" fill=\"{}\"/>\n", up, down, kKinds[kind].color);
   }
   for (std::size_t i = 0; i < kColumns; ++i) {
-    const LiveKinds b = bounded(columns[i]);
-    std::string title = fmt::format("{:.3f} ms: {} alive", static_cast<double>(i) * column_ms,
-                                    readable_bytes(b.live));
-    for (const Kind& kind : kKinds)
-      title += fmt::format("\n{}: {}", kind.name, readable_bytes(kind.bytes(b)));
+    std::string title =
+        fmt::format("{:.3f} ms: {} alive", static_cast<double>(i) * last_ms / kColumns,
+                    readable_bytes(columns[i].live));
+    for (std::size_t kind = 0; kind < kKinds.size(); ++kind)
+      title += fmt::format("\n{}: {}", kKinds[kind].name, readable_bytes(stacks[i][kind]));
     svg += fmt::format(
         "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"transparent\"><title>{}"
         "</title></rect>\n",
-        x(static_cast<double>(i) * column_ms), kTop, (kRight - kLeft) / kColumns, kBottom - kTop,
-        xml_text(title));
+        column_x(i), kTop, (kRight - kLeft) / kColumns, kBottom - kTop, xml_text(title));
   }
 
   svg += fmt::format(

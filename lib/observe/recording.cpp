@@ -109,21 +109,28 @@ const MemoryMeter& meter() {
   return *only;
 }
 
-void write(Event event, int64_t frame_id, Clock::time_point begin = {}) {
+/// Gives an event of a region, or of none, to all recordings that want it. `begin`: of what it ends.
+void write(Event event, const RegionInfo* region = nullptr, Clock::time_point begin = {}) {
   const Writing writing;
+  if (region != nullptr) event.depth = static_cast<int32_t>(region->depth);
   recordings().visit([&](Recording& recording) {
+    const RecorderOptions& options = recording.options();
+    if (event.kind == EventKind::Operator && !options.operators) return;
+    if (event.kind == EventKind::Memory && !options.memory) return;
     Event own = event;
-    own.time_ns = recording.now_ns();
-    if (begin != Clock::time_point{}) own.begin_ns = recording.since_start(begin);
-    if (recording.options().memory && own.kind != EventKind::Memory)
-      own.bytes = recordings().kept.now(meter().live_bytes());
-    recording.add(std::move(own), frame_id);
+    own.time_ns = recording.time_of(Clock::now());
+    if (begin != Clock::time_point{}) own.begin_ns = recording.time_of(begin);
+    if (options.memory && event.kind != EventKind::Operator)
+      own.bytes = recordings().kept.now(event.kind == EventKind::Memory ? event.bytes.live
+                                                                        : meter().live_bytes());
+    recording.add(std::move(own), region == nullptr ? -1 : region->id);
   });
 }
 
-Clock::time_point time_of(int64_t ns) { return Clock::time_point(std::chrono::nanoseconds(ns)); }
-int64_t ns_of(Clock::time_point time) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+/// `change` gets the sums of the region's name.
+template <class Change>
+void sum(const std::string& name, const Change& change) {
+  recordings().visit([&](Recording& recording) { recording.sum(name, change); });
 }
 
 double seconds_since(Clock::time_point begin) {
@@ -140,32 +147,19 @@ std::unique_ptr<at::ObserverContext> operator_begins(const at::RecordFunction&) 
 }
 void operator_ends(const at::RecordFunction& function, at::ObserverContext* context) {
   if (context == nullptr) return;
-  const auto begin = static_cast<OperatorStart*>(context)->begin;
-  const Writing writing;
-  const auto name = std::make_shared<const std::string>(function.name());
-  recordings().visit([&](Recording& recording) {
-    if (!recording.options().operators) return;
-    Event event{.kind = EventKind::Operator, .text = name};
-    event.time_ns = recording.now_ns();
-    event.begin_ns = recording.since_start(begin);
-    recording.add(std::move(event), -1);
-  });
+  write({.kind = EventKind::Operator, .text = std::make_shared<const std::string>(function.name())},
+        nullptr, static_cast<OperatorStart*>(context)->begin);
 }
 
 }  // namespace
-
-namespace recording {
-std::atomic<int> num_alive{0};
-}  // namespace recording
 
 Recording::Recording(RecorderOptions options) : options_(options) {
   TORCH_CHECK_VALUE(options.max_events >= 1, "remat::Recorder: max_events was ", options.max_events,
                     ". Do: leave room for at least one event.");
 }
 
-int64_t Recording::since(Clock::time_point time) { return ns_of(Clock::now()) - ns_of(time); }
-int64_t Recording::since_start(Clock::time_point time) const {
-  return std::max<int64_t>(ns_of(time) - ns_of(start_), 0);
+int64_t Recording::time_of(Clock::time_point time) const {
+  return std::max<int64_t>(std::chrono::nanoseconds(time - start_).count(), 0);
 }
 
 void Recording::add(Event event, int64_t frame_id) {
@@ -199,27 +193,31 @@ RecordedFrame::~RecordedFrame() {
   recordings().kept.add_saved(-saved_bytes);
 }
 
+std::optional<Span> span_of(const Event& event) {
+  switch (event.kind) {
+    case EventKind::RegionEnds:
+      return Span{false, "returned"};
+    case EventKind::RegionThrows:
+      return Span{false, "threw"};
+    case EventKind::RecomputeEnds:
+      return Span{true, "returned"};
+    case EventKind::RecomputeStops:
+      return Span{true, "stopped early"};
+    case EventKind::RecomputeThrows:
+      return Span{true, "threw"};
+    default:
+      return std::nullopt;
+  }
+}
+
 namespace recording {
 
-void start(const std::shared_ptr<Recording>& recording) {
-  if (recording->options().memory) meter();
-  if (recording->options().operators)
-    recording->operators =
-        at::addGlobalCallback(at::RecordFunctionCallback(operator_begins, operator_ends)
-                                  .scopes({at::RecordScope::FUNCTION}));
-  recordings().add(recording);
-}
+std::atomic<int> num_alive{0};
 
-void stop(const Recording& recording) {
-  if (recording.operators) at::removeCallback(*recording.operators);
-  recordings().remove(recording);
-}
-
-std::unique_ptr<RecordedFrame> region_begins(const RegionInfo& region, const StorageSet& inputs) {
+std::unique_ptr<RecordedFrame> region_begins(const RegionInfo& info, const StorageSet& inputs) {
   const Writing writing;
   auto recorded = std::make_unique<RecordedFrame>();
-  recorded->begin_ns = ns_of(Clock::now());
-  recorded->name = std::make_shared<const std::string>(region.name());
+  recorded->name = std::make_shared<const std::string>(info.name());
   int64_t bytes = 0;
   // Below other hooks the inputs are theirs: slots of the region around, or the user's (Rule 2).
   if (detail::innermost(detail::Ability::Hooks) == nullptr)
@@ -229,79 +227,49 @@ std::unique_ptr<RecordedFrame> region_begins(const RegionInfo& region, const Sto
       recordings().kept.add(&storage, each);
       bytes += each;
     });
-  write({.kind = EventKind::RegionBegins,
-         .depth = static_cast<int32_t>(region.depth),
-         .number = bytes,
-         .text = recorded->name},
-        region.id);
+  write({.kind = EventKind::RegionBegins, .number = bytes, .text = recorded->name}, &info);
   return recorded;
 }
 
-void slot_event(EventKind kind, const RegionInfo& region, int64_t position,
-                const std::string& text) {
-  const Writing writing;
+void slot_event(EventKind kind, const RegionInfo& info, int64_t position, const std::string& text) {
   write({.kind = kind,
-         .depth = static_cast<int32_t>(region.depth),
          .number = position,
          .text = text.empty() ? nullptr : std::make_shared<const std::string>(text)},
-        region.id);
+        &info);
 }
 
-void region_ends(const RegionInfo& region, RecordedFrame& recorded, const RegionSums& sums) {
-  const Writing writing;
+void region_ends(const RegionInfo& info, RecordedFrame& recorded, const RegionSums& sums) {
   for (const auto& [storage, bytes] : sums.parameters)
     recordings().kept.add_parameter(storage, bytes);
   recorded.saved_bytes = sums.saved_bytes;
   recordings().kept.add_saved(sums.saved_bytes);
-  const auto begin = time_of(recorded.begin_ns);
-  int64_t inputs = 0;
-  for (const auto& each : recorded.inputs) inputs += each.second;
-  const double seconds = seconds_since(begin);
-  write({.kind = EventKind::RegionEnds,
-         .depth = static_cast<int32_t>(region.depth),
-         .number = sums.num_slots,
-         .text = recorded.name},
-        region.id, begin);
-  recordings().visit([&](Recording& recording) {
-    recording.sum(*recorded.name, [&](RegionReport& region) {
-      region.calls += 1;
-      region.bytes_dropped += sums.dropped_bytes;
-      region.bytes_inputs += inputs;
-      region.bytes_saved += sums.saved_bytes;
-      region.offloaded += sums.offloaded;
-      region.offload_fallbacks += sums.offload_fallbacks;
-      region.forward_s += seconds;
-    });
+  const double seconds = seconds_since(recorded.begin);
+  write({.kind = EventKind::RegionEnds, .number = sums.num_slots, .text = recorded.name}, &info,
+        recorded.begin);
+  sum(*recorded.name, [&](RegionReport& region) {
+    region.calls += 1;
+    region.bytes_dropped += sums.dropped_bytes;
+    for (const auto& [storage, bytes] : recorded.inputs) region.bytes_inputs += bytes;
+    region.bytes_saved += sums.saved_bytes;
+    region.offloaded += sums.offloaded;
+    region.offload_fallbacks += sums.offload_fallbacks;
+    region.forward_s += seconds;
   });
 }
 
-void region_throws(const RegionInfo& region, const RecordedFrame& recorded) {
-  write({.kind = EventKind::RegionThrows,
-         .depth = static_cast<int32_t>(region.depth),
-         .text = recorded.name},
-        region.id, time_of(recorded.begin_ns));
+void region_throws(const RegionInfo& info, const RecordedFrame& recorded) {
+  write({.kind = EventKind::RegionThrows, .text = recorded.name}, &info, recorded.begin);
 }
 
 void memory_changes(int64_t live) {
-  if (is_writing) return;
-  const Writing writing;
-  recordings().visit([&](Recording& recording) {
-    if (!recording.options().memory) return;
-    Event event{.kind = EventKind::Memory};
-    event.time_ns = recording.now_ns();
-    event.bytes = recordings().kept.now(live);
-    recording.add(std::move(event), -1);
-  });
+  if (!is_writing) write({.kind = EventKind::Memory, .bytes = {.live = live}});
 }
 
 RecomputeSpan::RecomputeSpan(const RegionInfo& region, const RecordedFrame* recorded)
     : region_(region), recorded_(is_recording() ? recorded : nullptr) {
   if (recorded_ == nullptr) return;
   begin_ = Clock::now();
-  write({.kind = EventKind::RecomputeBegins,
-         .depth = static_cast<int32_t>(region.depth),
-         .text = recorded_->name},
-        region.id);
+  write({.kind = EventKind::RecomputeBegins, .text = recorded_->name}, &region);
 }
 
 void RecomputeSpan::ends(bool was_stopped, int64_t recomputed_bytes) {
@@ -313,27 +281,30 @@ RecomputeSpan::~RecomputeSpan() {
   if (recorded_ == nullptr) return;
   const double seconds = seconds_since(begin_);
   const auto name = recorded_->name;
-  write(
-      {.kind = end_, .depth = static_cast<int32_t>(region_.depth), .number = bytes_, .text = name},
-      region_.id, begin_);
-  const Writing writing;
-  recordings().visit([&](Recording& recording) {
-    recording.sum(*name, [&](RegionReport& region) {
-      region.recomputes += 1;
-      region.early_stops += end_ == EventKind::RecomputeStops ? 1 : 0;
-      region.bytes_recompute_peak = std::max(region.bytes_recompute_peak, bytes_);
-      region.recompute_s += seconds;
-    });
+  write({.kind = end_, .number = bytes_, .text = name}, &region_, begin_);
+  sum(*name, [&](RegionReport& region) {
+    region.recomputes += 1;
+    region.early_stops += end_ == EventKind::RecomputeStops ? 1 : 0;
+    region.bytes_recompute_peak = std::max(region.bytes_recompute_peak, bytes_);
+    region.recompute_s += seconds;
   });
 }
 
 }  // namespace recording
 
 Recorder::Recorder(RecorderOptions options) : recording_(std::make_shared<Recording>(options)) {
-  recording::start(recording_);
+  if (options.memory) meter();
+  if (options.operators)
+    recording_->operators =
+        at::addGlobalCallback(at::RecordFunctionCallback(operator_begins, operator_ends)
+                                  .scopes({at::RecordScope::FUNCTION}));
+  recordings().add(recording_);
 }
 
-Recorder::~Recorder() { recording::stop(*recording_); }
+Recorder::~Recorder() {
+  if (recording_->operators) at::removeCallback(*recording_->operators);
+  recordings().remove(*recording_);
+}
 
 Report Recorder::report() const { return recording_->report(); }
 

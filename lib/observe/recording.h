@@ -15,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -45,6 +46,15 @@ enum class EventKind : uint8_t {
   Operator
 };
 
+struct Event;
+/// How a run of a region went that ends with an event.
+struct Span {
+  bool is_recompute = false;
+  std::string_view end;  ///< "returned", "stopped early", "threw"
+};
+/// Nothing for an event that ends none.
+std::optional<Span> span_of(const Event& event);
+
 /// [bytes] alive by kind; what is in none of the kinds is the rest of `live`.
 struct LiveKinds {
   int64_t live = 0, parameters = 0, inputs = 0, saved = 0, recomputed = 0;
@@ -67,7 +77,7 @@ struct Event {
 class RecordedFrame {
  public:
   ~RecordedFrame();
-  int64_t begin_ns = 0;
+  std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
   std::shared_ptr<const std::string> name;
   std::vector<std::pair<const c10::StorageImpl*, int64_t>> inputs;
   int64_t saved_bytes = 0;
@@ -89,13 +99,12 @@ class Recording {
   }
   Report report() const;
   std::vector<Event> events() const;
-  int64_t now_ns() const { return since(start_); }
-  int64_t since_start(std::chrono::steady_clock::time_point time) const;
+  /// [ns] from the recording's begin.
+  int64_t time_of(std::chrono::steady_clock::time_point time) const;
   /// LibTorch's handle of the callback for operators, if they are recorded.
   std::optional<uint64_t> operators{};
 
  private:
-  static int64_t since(std::chrono::steady_clock::time_point time);
   const RecorderOptions options_;
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   mutable std::mutex mutex_;
@@ -110,8 +119,6 @@ class Recording {
 namespace recording {
 
 extern std::atomic<int> num_alive;
-void start(const std::shared_ptr<Recording>& recording);
-void stop(const Recording& recording);
 
 /// A region's inputs are saved.
 std::unique_ptr<RecordedFrame> region_begins(const RegionInfo& region, const StorageSet& inputs);

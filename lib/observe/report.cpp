@@ -17,8 +17,8 @@ Counters counters() {
   const auto now = [](const std::atomic<int64_t>& counter) {
     return counter.load(std::memory_order_relaxed);
   };
-  const int64_t frames_ended =
-      now(live_counters.frames_ended);  // first: none is alive before it began
+  // First: none is alive before it began.
+  const int64_t frames_ended = now(live_counters.frames_ended);
   const int64_t frames_created = now(live_counters.frames_created);
   return {.frames_created = frames_created,
           .frames_alive = frames_created - frames_ended,
@@ -42,6 +42,23 @@ std::string json_string(std::string_view text) {
   return out += '"';
 }
 
+std::string xml_text(std::string_view text) {
+  std::string out;
+  for (const char c : text) {
+    if (c == '&')
+      out += "&amp;";
+    else if (c == '<')
+      out += "&lt;";
+    else if (c == '>')
+      out += "&gt;";
+    else if (c == '"')
+      out += "&quot;";
+    else
+      out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+  }
+  return out;
+}
+
 std::string readable_bytes(int64_t bytes) {
   const auto number = static_cast<double>(bytes);
   if (bytes < 10'000) return fmt::format("{} B", bytes);
@@ -59,25 +76,21 @@ ReportTable table_of(const Report& report) {
   bool has_offloads = false;
   for (const RegionReport& r : report.regions)
     has_offloads = has_offloads || r.offloaded > 0 || r.offload_fallbacks > 0;
-  if (has_offloads) {
-    table.head.emplace_back("offloaded");
-    table.head.emplace_back("not possible");
-  }
+  if (has_offloads) table.head.insert(table.head.end(), {"offloaded", "not possible"});
   for (const RegionReport& r : report.regions) {
     std::vector<std::string> row{name_shown(r.name),
-                                 fmt::format("{}", r.calls),
-                                 fmt::format("{}", r.recomputes),
-                                 fmt::format("{}", r.early_stops),
+                                 std::to_string(r.calls),
+                                 std::to_string(r.recomputes),
+                                 std::to_string(r.early_stops),
                                  readable_bytes(r.bytes_dropped),
                                  readable_bytes(r.bytes_inputs),
                                  readable_bytes(r.bytes_saved),
                                  readable_bytes(r.bytes_recompute_peak),
                                  fmt::format("{:.3f}", r.forward_s * 1e3),
                                  fmt::format("{:.3f}", r.recompute_s * 1e3)};
-    if (has_offloads) {
-      row.push_back(fmt::format("{}", r.offloaded));
-      row.push_back(fmt::format("{}", r.offload_fallbacks));
-    }
+    if (has_offloads)
+      for (const int64_t count : {r.offloaded, r.offload_fallbacks})
+        row.push_back(std::to_string(count));
     table.rows.push_back(std::move(row));
   }
   return table;

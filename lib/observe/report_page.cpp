@@ -2,9 +2,6 @@
 
 #include <fmt/format.h>
 
-#include "lib/observe/memory_picture.h"
-#include "lib/observe/recording.h"
-#include "lib/observe/report_file.h"
 #include "lib/observe/report_text.h"
 
 namespace remat {

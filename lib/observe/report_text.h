@@ -1,17 +1,20 @@
 #pragma once
-// Words and numbers of reports, for the table, the page and the trace alike.
+// Words, numbers and pictures of reports, for the table, the page and the trace alike; and their files.
 
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "remat/report.h"
+#include "lib/observe/recording.h"
 
 namespace remat {
 
 /// Quoted and escaped.
 std::string json_string(std::string_view text);
+/// With &, <, > and quotes escaped.
+std::string xml_text(std::string_view text);
 /// "12.3 MB"; a power of ten, three digits or more.
 std::string readable_bytes(int64_t bytes);
 std::string name_shown(const std::string& name);
@@ -21,5 +24,12 @@ struct ReportTable {
   std::vector<std::vector<std::string>> rows;
 };
 ReportTable table_of(const Report& report);
+
+/// Live bytes over time, stacked by kind, with the regions below: an SVG element. Bars and columns
+/// have titles, which browsers show under the pointer.
+std::string memory_picture(const std::vector<Event>& events);
+
+/// Writes the whole text, or throws an error that names the file.
+void write_report_file(const std::filesystem::path& path, const std::string& text);
 
 }  // namespace remat

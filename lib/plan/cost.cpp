@@ -16,13 +16,13 @@ void check_seconds(const char* name, double seconds, std::size_t stage) {
 class Bytes {
  public:
   void add(const char* name, int64_t bytes, std::size_t stage) {
-    TORCH_CHECK_VALUE(bytes >= 0, "remat::plan: ", name,
-                      stage == 0 ? std::string() : c10::str(" of stage ", stage),
-                      " must be at least 0 bytes, got ", bytes, ".");
+    const std::string where = stage == 0 ? name : c10::str(name, " of stage ", stage);
+    TORCH_CHECK_VALUE(bytes >= 0, "remat::plan: ", where, " must be at least 0 bytes, got ", bytes,
+                      ".");
     TORCH_CHECK_VALUE(
         bytes <= std::numeric_limits<int64_t>::max() - sum_,
-        "remat::plan: the bytes of the chain add up to more than an int64_t holds, at ", name,
-        stage == 0 ? std::string() : c10::str(" of stage ", stage), " = ", bytes, ".");
+        "remat::plan: the bytes of the chain add up to more than an int64_t holds, at ", where,
+        " = ", bytes, ".");
     sum_ += bytes;
   }
 

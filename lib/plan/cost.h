@@ -1,5 +1,7 @@
 #pragma once
-// The checks of what a caller says of a chain, before anything is computed with it.
+// What is asked of every chain and plan before anything is computed with them.
+
+#include <vector>
 
 #include "remat/plan.h"
 
@@ -8,5 +10,10 @@ namespace remat {
 /// Throws `c10::ValueError` for costs or options that are out of range. Afterwards sums of bytes
 /// cannot overflow: everything the chain could ever hold adds up to an int64_t.
 void check(const ChainCost& cost, const SolveOptions& options);
+
+/// A stage, or (negative) a region, by its place in Plan::regions(), from 1.
+using PlanItem = int64_t;
+/// What stands in each region, in order; 0 is the program around them.
+std::vector<std::vector<PlanItem>> items_of(const Plan& plan);
 
 }  // namespace remat

@@ -10,11 +10,6 @@ namespace remat {
 
 namespace {
 
-/// Some stages in a row that are still to be planned, with the memory left for them.
-struct Part {
-  int64_t first = 1, stages = 1, memory = 0;
-};
-
 void check_stages(const char* plan, int64_t stages) {
   TORCH_CHECK_VALUE(stages >= 1, "remat::", plan, ": a plan needs at least 1 stage, got ", stages,
                     ".");
@@ -100,86 +95,74 @@ class MixedTotals {
   std::vector<std::vector<int64_t>> rows_;
 };
 
-}  // namespace
-
-// The makers keep the parts that are left on a stack: the inside of a region is taken before what
-// follows it, so that regions come out in the order in which they open.
-
-Plan revolve_plan(int64_t stages, int64_t snapshots) {
-  check_stages("revolve_plan", stages);
-  check_memory("revolve_plan", "snapshot", snapshots);
+/// A plan of regions that are cut again. `first_region(n, memory)` is how many of n stages come first
+/// as a region; 0: the first stage is plain. What follows either has one unit of memory less.
+template <class FirstRegion>
+Plan cut(int64_t stages, int64_t memory, const FirstRegion& first_region) {
+  struct Part {
+    int64_t first, stages, memory;
+  };
   std::vector<PlanRegion> regions;
-  std::vector<Part> left{{1, stages, snapshots}};
+  // The inside of a region is taken before what follows it, so that regions come out in the order in
+  // which they open.
+  std::vector<Part> left{{1, stages, memory}};
   while (!left.empty()) {
-    const auto [first, n, s] = left.back();
+    const auto [first, n, units] = left.back();
     left.pop_back();
     if (n == 1) continue;
-    const int64_t j = revolve_split(n, s);
-    left.push_back({first + j, n - j, std::max<int64_t>(s - 1, 1)});
-    left.push_back({first, j, s});
-    regions.push_back({first, first + j - 1});
-  }
-  return Plan(stages, std::move(regions));
-}
-
-Plan mixed_plan(int64_t stages, int64_t units) {
-  check_stages("mixed_plan", stages);
-  check_memory("mixed_plan", "unit", units);
-  if (stages <= units || stages <= units + 1) return Plan(stages);
-  const MixedTotals totals(stages, units);
-  std::vector<PlanRegion> regions;
-  std::vector<Part> left{{1, stages, units}};
-  while (!left.empty()) {
-    const auto [first, n, s] = left.back();
-    left.pop_back();
-    if (n <= s + 1) continue;
-    const int64_t region = totals.first_region(n, s);
-    if (region == 0) {
-      left.push_back({first + 1, n - 1, s - 1});
-      continue;
-    }
-    left.push_back({first + region, n - region, std::max<int64_t>(s - 1, 1)});
-    left.push_back({first, region, s});
+    const int64_t region = first_region(n, units);
+    const int64_t taken = std::max<int64_t>(region, 1);
+    left.push_back({first + taken, n - taken, std::max<int64_t>(units - 1, 1)});
+    if (region == 0) continue;
+    left.push_back({first, region, units});
     regions.push_back({first, first + region - 1});
   }
   return Plan(stages, std::move(regions));
 }
 
-Plan balanced_plan(int64_t stages, int64_t segments) {
-  check_segments("balanced_plan", stages, segments);
-  const int64_t shortest = stages / segments, longer = stages % segments;
+/// Regions of `length` stages, the first `longer` of them one longer; what is left is none.
+Plan in_segments(int64_t stages, int64_t segments, int64_t longer) {
+  const int64_t length = stages / segments;
   std::vector<PlanRegion> regions;
   int64_t first = 1;
   for (int64_t i = 0; i < segments - 1; ++i) {
-    const int64_t length = shortest + (i < longer ? 1 : 0);
-    regions.push_back({first, first + length - 1});
-    first += length;
+    const int64_t last = first + length - (i < longer ? 0 : 1);
+    regions.push_back({first, last});
+    first = last + 1;
   }
   return Plan(stages, std::move(regions));
+}
+
+}  // namespace
+
+Plan revolve_plan(int64_t stages, int64_t snapshots) {
+  check_stages("revolve_plan", stages);
+  check_memory("revolve_plan", "snapshot", snapshots);
+  return cut(stages, snapshots, revolve_split);
+}
+
+Plan mixed_plan(int64_t stages, int64_t units) {
+  check_stages("mixed_plan", stages);
+  check_memory("mixed_plan", "unit", units);
+  if (stages - 1 <= units) return Plan(stages);
+  const MixedTotals totals(stages, units);
+  return cut(stages, units,
+             [&](int64_t n, int64_t s) { return n <= s + 1 ? 0 : totals.first_region(n, s); });
+}
+
+Plan balanced_plan(int64_t stages, int64_t segments) {
+  check_segments("balanced_plan", stages, segments);
+  return in_segments(stages, segments, stages % segments);
 }
 
 Plan torch_sequential_plan(int64_t stages, int64_t segments) {
   check_segments("torch_sequential_plan", stages, segments);
-  const int64_t length = stages / segments;
-  std::vector<PlanRegion> regions;
-  for (int64_t i = 0; i < segments - 1; ++i) regions.push_back({i * length + 1, (i + 1) * length});
-  return Plan(stages, std::move(regions));
+  return in_segments(stages, segments, 0);
 }
 
 Plan halving_plan(int64_t stages) {
   check_stages("halving_plan", stages);
-  std::vector<PlanRegion> regions;
-  std::vector<Part> left{{1, stages, 0}};
-  while (!left.empty()) {
-    const auto [first, n, unused] = left.back();
-    left.pop_back();
-    if (n == 1) continue;
-    const int64_t half = (n + 1) / 2;
-    left.push_back({first + half, n - half, 0});
-    left.push_back({first, half, 0});
-    regions.push_back({first, first + half - 1});
-  }
-  return Plan(stages, std::move(regions));
+  return cut(stages, 1, [](int64_t n, int64_t) { return (n + 1) / 2; });
 }
 
 }  // namespace remat

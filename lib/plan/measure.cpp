@@ -5,6 +5,7 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -57,24 +58,6 @@ at::Tensor input_from(const at::Tensor& value, bool requires_grad) {
   if (requires_grad) torch::autograd::create_gradient_edge(input, seam::make_node<StageBefore>());
   return input;
 }
-
-class CpuGeneratorScope {
- public:
-  CpuGeneratorScope() {
-    const std::lock_guard lock(generator_.mutex_);
-    before_ = state_of(generator_);
-  }
-  ~CpuGeneratorScope() {
-    const std::lock_guard lock(generator_.mutex_);
-    set_state(generator_, *before_);
-  }
-  CpuGeneratorScope(const CpuGeneratorScope&) = delete;
-  CpuGeneratorScope& operator=(const CpuGeneratorScope&) = delete;
-
- private:
-  at::CPUGeneratorImpl& generator_ = default_cpu_generator();
-  std::shared_ptr<const CpuRngState> before_;
-};
 
 /// Gives the leaves below a result gradients of zeros, and their own ones back at its end.
 class GradientScope {
@@ -262,7 +245,14 @@ ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
   TORCH_CHECK_VALUE(options.repeats >= 1,
                     "remat::measure: MeasureOptions::repeats must be at least 1, got ",
                     options.repeats, ".");
-  const CpuGeneratorScope generator;
+  at::CPUGeneratorImpl& generator = default_cpu_generator();
+  std::unique_lock lock(generator.mutex_);  // a stage takes it too
+  const auto generator_state = state_of(generator);
+  lock.unlock();
+  const auto restore = c10::make_scope_exit([&] {
+    lock.lock();
+    set_state(generator, *generator_state);
+  });
   const at::AutoGradMode grad_mode(true);
   at::Tensor input = input_from(sample, sample.requires_grad());
   ChainCost cost{storage_bytes(input), gradient_bytes(input), {}};

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "lib/plan/cost.h"
+
 namespace remat {
 
 namespace {
@@ -141,6 +143,21 @@ std::string Plan::to_string() const {
     for (; !open.empty() && open.back() == stage; open.pop_back()) text += ']';
   }
   return text + ']';
+}
+
+std::vector<std::vector<PlanItem>> items_of(const Plan& plan) {
+  std::vector<std::vector<PlanItem>> items(plan.regions().size() + 1);
+  std::vector<std::size_t> open{0};
+  std::size_t next = 1;
+  for (int64_t stage = 1; stage <= plan.stages(); ++stage) {
+    for (; next < items.size() && plan.regions()[next - 1].first == stage; ++next) {
+      items[open.back()].push_back(-static_cast<PlanItem>(next));
+      open.push_back(next);
+    }
+    items[open.back()].push_back(stage);
+    while (open.size() > 1 && plan.regions()[open.back() - 1].last == stage) open.pop_back();
+  }
+  return items;
 }
 
 int64_t Plan::depth() const {

@@ -2,21 +2,18 @@
 
 #include <utility>
 
+#include "lib/plan/cost.h"
 #include "remat/checkpoint.h"
-#include "remat/plan.h"
 
 namespace remat {
 
 namespace {
 
-/// A stage, or (negative) a region.
-using Item = int64_t;
-
 /// What all regions of one run share, and the graph keeps: the caller's vector may die before.
 struct Program {
   std::vector<Stage> stages;
-  std::vector<std::vector<Item>> items;    // of each region; 0 is the program around them
-  std::vector<CheckpointOptions> options;  // of each region
+  std::vector<std::vector<PlanItem>> items;
+  std::vector<CheckpointOptions> options;  // of each region, and (0) of the program around them
 };
 
 at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t region,
@@ -32,7 +29,7 @@ struct RegionOfPlan {
 // its plan counts as gone.
 at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t region,
                      at::Tensor x) {
-  for (const Item item : program->items[region]) {
+  for (const PlanItem item : program->items[region]) {
     if (item > 0) {
       x = program->stages[static_cast<std::size_t>(item - 1)](std::move(x));
     } else {
@@ -51,24 +48,6 @@ CheckpointOptions named(CheckpointOptions options, const PlanRegion& region) {
   return options;
 }
 
-Program program_of(const Plan& plan, const std::vector<Stage>& stages,
-                   const CheckpointOptions& options) {
-  Program program{stages, {{}}, {options}};
-  std::vector<std::size_t> open{0};
-  std::size_t next = 0;
-  for (int64_t stage = 1; stage <= plan.stages(); ++stage) {
-    for (; next < plan.regions().size() && plan.regions()[next].first == stage; ++next) {
-      program.items[open.back()].push_back(-static_cast<Item>(next + 1));
-      open.push_back(next + 1);
-      program.items.emplace_back();
-      program.options.push_back(named(options, plan.regions()[next]));
-    }
-    program.items[open.back()].push_back(stage);
-    while (open.size() > 1 && plan.regions()[open.back() - 1].last == stage) open.pop_back();
-  }
-  return program;
-}
-
 }  // namespace
 
 at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor input,
@@ -78,7 +57,9 @@ at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor in
                     " functions were passed.");
   for (std::size_t i = 0; i < stages.size(); ++i)
     TORCH_CHECK_VALUE(stages[i], "remat::run: the function of stage ", i + 1, " is empty.");
-  const auto program = std::make_shared<const Program>(program_of(plan, stages, options));
+  const auto program = std::make_shared<Program>(Program{stages, items_of(plan), {options}});
+  for (const PlanRegion& region : plan.regions())
+    program->options.push_back(named(options, region));
   return run_items(program, 0, std::move(input));
 }
 

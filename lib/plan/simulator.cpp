@@ -23,7 +23,15 @@ class Simulator {
     owner_.resize(stages + 1);
     calls_.resize(stages + 1);
     stopped_calls_.resize(stages + 1);
-    lay_out(plan);
+    // Frame 0 is the program around all regions; its values are there from the start.
+    frames_.push_back({.stages = {1, last_}, .is_recomputed = true});
+    for (const PlanRegion& region : plan.regions()) frames_.push_back({.stages = region});
+    std::vector<std::vector<PlanItem>> items = items_of(plan);
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      for (const PlanItem item : items[i])
+        (item > 0 ? owner_[item] : frames_[static_cast<std::size_t>(-item)].parent) = i;
+      frames_[i].items = std::move(items[i]);
+    }
   }
 
   Simulation result() {
@@ -43,33 +51,12 @@ class Simulator {
   }
 
  private:
-  /// A stage, or (negative) a frame.
-  using Item = int64_t;
-
   struct Frame {
     PlanRegion stages;
     std::size_t parent = 0;
-    std::vector<Item> items;
+    std::vector<PlanItem> items{};
     bool is_recomputed = false;
   };
-
-  // Frame 0 is the program around all regions; its values are there from the start.
-  void lay_out(const Plan& plan) {
-    frames_.push_back({{1, last_}, 0, {}, true});
-    for (const PlanRegion& region : plan.regions()) frames_.push_back({region, 0, {}, false});
-    std::vector<std::size_t> open{0};
-    std::size_t next = 1;
-    for (int64_t k = 1; k <= last_; ++k) {
-      for (; next < frames_.size() && frames_[next].stages.first == k; ++next) {
-        frames_[next].parent = open.back();
-        frames_[open.back()].items.push_back(-static_cast<Item>(next));
-        open.push_back(next);
-      }
-      frames_[open.back()].items.push_back(k);
-      owner_[k] = open.back();
-      while (open.size() > 1 && frames_[open.back()].stages.last == k) open.pop_back();
-    }
-  }
 
   const StageCost& stage(int64_t k) const { return cost_.stages[static_cast<std::size_t>(k - 1)]; }
   int64_t bytes_of_x(int64_t k) const { return k == 0 ? 0 : stage(k).output_bytes; }
@@ -126,7 +113,7 @@ class Simulator {
     const bool may_stop = options_.early_stop && &frame != &frames_.front();
     int64_t reached = frame.stages.first - 1;
     hold_x(reached);
-    for (const Item& item : frame.items) {
+    for (const PlanItem& item : frame.items) {
       const bool is_last = may_stop && &item == &frame.items.back();
       if (item < 0) {
         const PlanRegion& inner = frames_[static_cast<std::size_t>(-item)].stages;

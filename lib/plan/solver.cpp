@@ -14,14 +14,6 @@ namespace {
 
 constexpr int32_t kUnsolved = -1;
 
-struct PairHash {
-  std::size_t operator()(const std::pair<int32_t, int32_t>& pair) const {
-    const auto both = (static_cast<uint64_t>(static_cast<uint32_t>(pair.first)) << 32) |
-                      static_cast<uint32_t>(pair.second);
-    return static_cast<std::size_t>((both * 0x9e3779b97f4a7c15u) >> 16);
-  }
-};
-
 }  // namespace
 
 FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)
@@ -88,14 +80,14 @@ void FrontierTable::find_equal_chains() {
   }
   class_of_.resize(static_cast<std::size_t>(num_stages_ * num_stages_));
   std::map<std::pair<int64_t, int32_t>, int32_t> single;
-  std::unordered_map<std::pair<int32_t, int32_t>, int32_t, PairHash> longer;
+  std::unordered_map<int64_t, int32_t> longer;  // by the chain in front and the costs of the last
   int32_t classes = 0;
   for (int64_t s = 1; s <= num_stages_; ++s) {
     const auto begins = single.try_emplace({grad_before(s), cost_of[s]}, classes);
     classes += begins.second ? 1 : 0;
     int32_t chain = class_of_[cell(s, s)] = begins.first->second;
     for (int64_t t = s + 1; t <= num_stages_; ++t) {
-      const auto goes_on = longer.try_emplace({chain, cost_of[t]}, classes);
+      const auto goes_on = longer.try_emplace(int64_t{chain} * num_stages_ + cost_of[t], classes);
       classes += goes_on.second ? 1 : 0;
       chain = class_of_[cell(s, t)] = goes_on.first->second;
     }

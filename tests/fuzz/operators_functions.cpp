@@ -6,36 +6,20 @@
 
 #include "remat/remat.h"
 #include "tests/fuzz/operators.h"
+#include "tests/support/saving_functions.h"
 
 namespace fuzz {
 
 namespace {
 
+using remat::testing::ChangesInput;
+using remat::testing::KeepsMask;
+using remat::testing::ReadsTwice;
+using remat::testing::SavesInput;
+using remat::testing::SavesOutput;
 using torch::autograd::AutogradContext;
 using torch::autograd::Function;
 using torch::autograd::variable_list;
-
-struct SavesInput : Function<SavesInput> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-    ctx->save_for_backward({x});
-    return x.sin();
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    return {g[0] * ctx->get_saved_variables()[0].cos()};
-  }
-};
-
-struct SavesOutput : Function<SavesOutput> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-    Tensor y = x.tanh();
-    ctx->save_for_backward({y});
-    return y;
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    const Tensor y = ctx->get_saved_variables()[0];
-    return {g[0] * (1 - y * y)};
-  }
-};
 
 struct SavesAll : Function<SavesAll> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x) {
@@ -47,44 +31,6 @@ struct SavesAll : Function<SavesAll> {
   static variable_list backward(AutogradContext* ctx, const variable_list& g) {
     const variable_list saved = ctx->get_saved_variables();
     return {g[0] * (saved[0] + saved[2] * (1 - saved[0])) + saved[3] - saved[1]};
-  }
-};
-
-struct ReadsTwice : Function<ReadsTwice> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-    const Tensor inner = x.cos();
-    ctx->save_for_backward({x, inner});
-    return x * inner;
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    const variable_list first = ctx->get_saved_variables(), second = ctx->get_saved_variables();
-    return {g[0] * (second[1] - first[0] * second[0].sin()) + (first[1] - second[1])};
-  }
-};
-
-/// Keeps a mask beside the saved tensors, and saves one that has the mask's storage.
-struct KeepsMask : Function<KeepsMask> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& x) {
-    const Tensor mask = x > 0;
-    ctx->saved_data["mask"] = mask;
-    ctx->save_for_backward({x});
-    return x * mask * x;
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    return {2 * g[0] * ctx->get_saved_variables()[0] * ctx->saved_data["mask"].toTensor()};
-  }
-};
-
-struct ChangesInput : Function<ChangesInput> {
-  static Tensor forward(AutogradContext* ctx, Tensor x) {
-    x.tanh_();
-    ctx->mark_dirty({x});
-    ctx->save_for_backward({x});
-    return x;
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& g) {
-    const Tensor y = ctx->get_saved_variables()[0];
-    return {g[0] * (1 - y * y)};
   }
 };
 

@@ -8,26 +8,6 @@ using Kind = remat::CheckpointError::Kind;
 using remat::CheckpointError;
 using remat::DeterminismCheck;
 
-CheckpointError mismatch_of(const Tensor& y, const Tensor& x) {
-  auto error = error_of<CheckpointError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
-  drop_ready_nodes();
-  CHECK(remat::counters().recomputed_bytes_alive == 0);
-  return error;
-}
-
-/// True gradient, or LibTorch's error about in-place changes; anything else fails.
-template <class F>
-void require_error_or_gradient(F&& gradient, const Tensors& expected) {
-  Tensors grads;
-  try {
-    grads = gradient();
-  } catch (const c10::Error& e) {
-    CHECK_THAT(text_of(e), contains("modified by an inplace operation"));
-    return;
-  }
-  require_bit_equal(grads, expected);
-}
-
 // ---- captures -----------------------------------------------------------------------------------
 
 /// A captured tensor, what is done with it between the passes, and how the region uses it.

@@ -7,19 +7,6 @@ namespace {
 using Kind = remat::CheckpointError::Kind;
 using remat::CheckpointError;
 
-/// True gradient, or LibTorch's error about in-place changes; anything else fails.
-template <class F>
-void require_error_or_gradient(F&& gradient, const Tensors& expected) {
-  Tensors grads;
-  try {
-    grads = gradient();
-  } catch (const c10::Error& e) {
-    CHECK_THAT(text_of(e), contains("modified by an inplace operation"));
-    return;
-  }
-  require_bit_equal(grads, expected);
-}
-
 // ---- changed in place inside the region ------------------------------------------------------------
 
 TEST_CASE("a tensor saved and then changed in place in the same region is never misread",

@@ -8,22 +8,6 @@ using Kind = remat::CheckpointError::Kind;
 using remat::CheckpointError;
 using remat::DeterminismCheck;
 
-CheckpointError mismatch_of(const Tensor& y, const Tensor& x) {
-  auto error = error_of<CheckpointError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
-  drop_ready_nodes();
-  CHECK(remat::counters().recomputed_bytes_alive == 0);
-  return error;
-}
-
-/// Calls `first` once and `later` from then on.
-template <class F, class G>
-auto first_then(Calls& calls, F first, G later) {
-  return [&calls, first, later](const Tensor& t) -> Tensor {
-    calls();
-    return calls.count() == 1 ? first(t) : later(t);
-  };
-}
-
 Tensor saves_two(const Tensor& t) { return t.sin().exp(); }
 Tensor saves_three(const Tensor& t) { return t.sin().exp().sin(); }
 

@@ -10,21 +10,6 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Everything that must be as before when something failed.
-class Unchanged {
- public:
-  Unchanged() : before_(baseline()) {}
-  void require(const char* when) const {
-    INFO(when);
-    std::string found;
-    for (const std::string& each : leftovers(before_)) found += each + "; ";
-    REQUIRE(found.empty());
-  }
-
- private:
-  Baseline before_;
-};
-
 // ---- what user code throws --------------------------------------------------------------------------
 
 TEST_CASE("an exception of the function reaches the caller with its own type and text",

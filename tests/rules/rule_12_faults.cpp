@@ -13,21 +13,6 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// Everything that must be as before when something failed.
-class Unchanged {
- public:
-  Unchanged() : before_(baseline()) {}
-  void require(const char* when) const {
-    INFO(when);
-    std::string found;
-    for (const std::string& each : leftovers(before_)) found += each + "; ";
-    REQUIRE(found.empty());
-  }
-
- private:
-  Baseline before_;
-};
-
 /// Throws a Fault from the n-th operator call of this thread and of the backward passes it runs,
 /// above autograd and inside kernels alike.
 class FaultAt {

@@ -16,7 +16,9 @@
 //   graph_dies(f), nodes_below(y), WeakGraph               weak references to graph nodes
 //   contains("text"), error_of<T>(f)                       what an error says, the error itself
 //   Seed seed(7);                      seeds the CPU generator, reports it with a failure, restores
-//   leftovers(), Baseline              what a test may not leave behind; main.cpp asks after each
+//   first_then(calls, f, g)            f the first time, then g: a recompute that differs
+//   mismatch_of(y, x)                  the error of a backward that must leave nothing
+//   leftovers(), Baseline, Unchanged   what a test may not leave behind; main.cpp asks after each
 //
 // Not here, because they cost compile time: saved_tensors.h (reads saved tensors of nodes),
 // nn.h (torch::nn). Tags: a case tagged [leaves-bytes] may leave tensor bytes behind.
@@ -173,6 +175,15 @@ auto counted(Calls& calls, F f) {
   return [&calls, f = std::move(f)](auto&&... args) {
     calls();
     return f(std::forward<decltype(args)>(args)...);
+  };
+}
+
+/// Calls `first` once and `later` from then on.
+template <class F, class G>
+auto first_then(Calls& calls, F first, G later) {
+  return [&calls, first, later](const Tensor& t) -> Tensor {
+    calls();
+    return calls.count() == 1 ? first(t) : later(t);
   };
 }
 
@@ -368,6 +379,27 @@ std::string text_of(const E& error) {
 /// their graph; a backward on the same thread drops them.
 void drop_ready_nodes();
 
+/// The error of a backward through `y`, which must leave nothing.
+inline CheckpointError mismatch_of(const Tensor& y, const Tensor& x) {
+  auto error = error_of<CheckpointError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
+  drop_ready_nodes();
+  CHECK(remat::counters().recomputed_bytes_alive == 0);
+  return error;
+}
+
+/// True gradient, or LibTorch's error about in-place changes; anything else fails.
+template <class F>
+void require_error_or_gradient(F&& gradient, const Tensors& expected) {
+  Tensors grads;
+  try {
+    grads = gradient();
+  } catch (const c10::Error& e) {
+    CHECK_THAT(text_of(e), contains("modified by an inplace operation"));
+    return;
+  }
+  require_bit_equal(grads, expected);
+}
+
 // ---- random numbers --------------------------------------------------------------------------
 
 /// Seeds the CPU generator, shows the seed beside a failure, and puts the generator back at its
@@ -405,6 +437,21 @@ Baseline baseline();
 /// tensor bytes, active saved-tensor hooks or a disabled hook switch, dispatch modes, a region's
 /// phase, grad mode off, inference mode, autocast.
 std::vector<std::string> leftovers(const Baseline& before);
+
+/// Everything that must be as before when something failed.
+class Unchanged {
+ public:
+  Unchanged() : before_(baseline()) {}
+  void require(const char* when) const {
+    INFO(when);
+    std::string found;
+    for (const std::string& each : leftovers(before_)) found += each + "; ";
+    REQUIRE(found.empty());
+  }
+
+ private:
+  Baseline before_;
+};
 
 }  // namespace remat::testing
 
