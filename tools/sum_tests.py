@@ -20,11 +20,13 @@ def count(test):
     if status == SKIPPED:
         return 0, 0
     passed = failed = None
-    # Catch2's console reporter ends with one of two lines; v2 and v3 agree on the words.
-    if found := re.search(r'^All tests passed \(.* in (\d+) test cases?\)', output, re.M):
-        passed, failed = int(found[1]), 0
-    elif found := re.search(r'^test cases: *\d+ *\|(.*)$', output, re.M):
-        counts = {word: int(number) for number, word in re.findall(r'(\d+) (passed|failed)\b(?! as)', found[1])}
+    # Catch2's console reporter ends with one of two lines; v2 and v3 agree on the words. The last one counts: a case may
+    # have run its own program for another case.
+    ends = list(re.finditer(r'^All tests passed \(.* in (\d+) test cases?\)|^test cases: *\d+ *\|(.*)$', output, re.M))
+    if ends and ends[-1][1]:
+        passed, failed = int(ends[-1][1]), 0
+    elif ends:
+        counts = {word: int(number) for number, word in re.findall(r'(\d+) (passed|failed)\b(?! as)', ends[-1][2])}
         passed, failed = counts.get('passed', 0), counts.get('failed', 0)
     elif re.search(r'^No test(s ran| cases matched)', output, re.M):
         return 0, 0
