@@ -9,7 +9,20 @@
 
 namespace remat {
 
-/// One recompute, on the stack of the thread that runs it.
+/// While a recompute is prepared on this thread: what the user's hooks, observers and providers
+/// differentiate is no backward of a region that waits here.
+class PreparingRecompute {
+ public:
+  PreparingRecompute();
+  ~PreparingRecompute();
+  PreparingRecompute(const PreparingRecompute&) = delete;
+  PreparingRecompute& operator=(const PreparingRecompute&) = delete;
+
+ private:
+  const bool before_;
+};
+
+/// One recompute whose function runs, on the stack of its thread. It is prepared.
 class ActiveRecompute {
  public:
   ActiveRecompute(ValuesByTask& all, RecomputedValues& values, Filler& filler,
@@ -17,19 +30,6 @@ class ActiveRecompute {
   ~ActiveRecompute();
   ActiveRecompute(const ActiveRecompute&) = delete;
   ActiveRecompute& operator=(const ActiveRecompute&) = delete;
-};
-
-/// While a recompute is prepared on this thread: what the user's hooks, observers and providers
-/// differentiate is no backward of a region that waits here.
-class PreparingIs {
- public:
-  explicit PreparingIs(bool now);
-  ~PreparingIs();
-  PreparingIs(const PreparingIs&) = delete;
-  PreparingIs& operator=(const PreparingIs&) = delete;
-
- private:
-  const bool before_;
 };
 
 /// A backward begins on this thread: recomputes that this thread runs cannot go on before it ends,

@@ -68,6 +68,7 @@ class Filler final : public SlotFiller {
   void rethrow_refusal() const {
     if (refusal_ != nullptr) std::rethrow_exception(refusal_);
   }
+  bool has_differences() const { return differences_.any(); }
   /// After the function has unwound.
   Differences take_differences();
   OpLog* log() { return log_ ? &*log_ : nullptr; }

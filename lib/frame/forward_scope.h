@@ -32,7 +32,9 @@ class ForwardScope final : public FrameScope,
   GuardWatcher* guards() override { return &frame().surroundings(); }
 
   /// The function has returned. See Note [Late threads of the engine].
-  void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result);
+  void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result) {
+    if (!gradients_.empty()) wait_for_gradients(visit_result);
+  }
 
   // Watchers.
   void backward_begins(const torch::autograd::edge_list& roots,
@@ -42,6 +44,7 @@ class ForwardScope final : public FrameScope,
   void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) override;
 
  private:
+  void wait_for_gradients(c10::function_ref<void(TensorVisitor)> visit_result);
   bool keeps_here() const { return frame().keeper() != nullptr && is_own_thread(); }
 
   SpinLock mutex_;

@@ -48,7 +48,7 @@ void Frame::empty() noexcept {
   region_.extras.reset();
   region_.body.reset();
   inputs_.clear();
-  values_.release().clear();
+  values_.clear();
   surroundings_.release().reset();
   recorded_.reset();
   while (!queue.empty()) {

@@ -2,6 +2,7 @@
 // What a region was called with: its function, the options in force, and what only some regions have.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 #include <functional>
@@ -43,9 +44,9 @@ struct Region {
   std::unique_ptr<RegionExtras> extras{};  ///< null if it has none of them
   std::unique_ptr<RegionBody> body{};
 
-  const TensorChecks& checks() const {
-    static const TensorChecks none;
-    return extras == nullptr ? none : extras->checks;
+  c10::ArrayRef<std::unique_ptr<TensorCheck>> checks() const {
+    if (extras == nullptr) return {};
+    return extras->checks;
   }
 };
 

@@ -39,6 +39,6 @@ class TaskMember : public SlotOwner {
 
 /// Tells the member when the current graph task ends, by success or by error, on the thread that ends it.
 /// The member is held weakly.
-void notify_at_task_end(const TaskKey& task, const c10::intrusive_ptr<TaskMember>& member);
+void notify_at_task_end(const TaskKey& task, c10::weak_intrusive_ptr<TaskMember> member);
 
 }  // namespace remat

@@ -168,11 +168,13 @@ class DrawReplay {
 /// What a region's scope says of draws from a generator, for its run. Threads: any.
 class DrawSource {
  public:
-  virtual ~DrawSource() = default;
   /// Of a first run: where the draws are noted; null if they do not matter.
   virtual DrawLog* draw_log(const c10::GeneratorImpl&) { return nullptr; }
   /// Of a recompute: what draws them again.
   virtual DrawReplay* draw_replay(const c10::GeneratorImpl&) { return nullptr; }
+
+ protected:
+  ~DrawSource() = default;  // owned as something else
 };
 
 /// While alive the generator itself stands where the region began, if the replay's plan uses it; then

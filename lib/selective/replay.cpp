@@ -25,8 +25,8 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
       filler_(filler),
       selection_(selection),
       record_(selection.record()),
-      roles_(frame.region()),
-      given_(inputs) {
+      given_(inputs),
+      roles_(frame.region()) {
   // Else they are seen on behalf of another region, or because forward saw them.
   looks_ = selection_.rule() != nullptr &&
            (!record_.is_settled || record_.num_kept > 0 || selection_.rule()->options().ask_again);

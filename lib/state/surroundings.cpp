@@ -46,10 +46,7 @@ DrawLog* Surroundings::draw_log(const c10::GeneratorImpl& generator) {
 
 c10::SmallVector<DrawLog*, 1> Surroundings::draw_logs() {
   c10::SmallVector<DrawLog*, 1> logs;
-  if (!preserves_rng_) return logs;
-  logs.push_back(&draws_);
-  if (user_state_)
-    for (const auto& log : user_state_->draw_logs()) logs.push_back(log.get());
+  visit_draw_logs([&](DrawLog& log) { logs.push_back(&log); });
   return logs;
 }
 

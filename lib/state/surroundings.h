@@ -51,6 +51,13 @@ class Surroundings final : public DrawSource, public GuardWatcher {
   DrawLog* draw_log(const c10::GeneratorImpl& generator) override;
   /// Of all generators whose draws are noted: the default one's first, always in the same order.
   c10::SmallVector<DrawLog*, 1> draw_logs();
+  template <class Visitor>
+  void visit_draw_logs(Visitor&& visitor) {
+    if (!preserves_rng_) return;
+    visitor(draws_);
+    if (user_state_ != nullptr)
+      for (const auto& log : user_state_->draw_logs()) visitor(*log);
+  }
   /// Whether a thread drew whose numbers cannot come again.
   bool has_new_drawer() const { return preserves_rng_ && draws_.has_new_drawer(); }
   DrawMarks marks();

@@ -10,6 +10,7 @@
 
 #include "lib/base/recompute_lock.h"
 #include "lib/rng/device_rng.h"
+#include "lib/scope/region_info.h"
 #include "lib/state/module_state.h"
 #include "remat/state.h"
 
@@ -39,17 +40,21 @@ struct UserRegistrations {
 /// passes on what its region registered.
 class StateSource {
  public:
-  virtual ~StateSource() = default;
   virtual void add_to(UserRegistrations& all) const = 0;
+
+ protected:
+  ~StateSource() = default;  // owned as something else
 };
 
 /// Told of the guards of state.h that are opened inside a region.
 class GuardWatcher {
  public:
-  virtual ~GuardWatcher() = default;
   /// `states`: of its providers, as they are now; only of a first run.
   virtual void guard_opened(const UserRegistrations& opened,
                             const std::vector<std::any>& states) = 0;
+
+ protected:
+  ~GuardWatcher() = default;  // owned as something else
 };
 
 /// A scope that registers providers and held states; `tell_regions_around` gives the same to the regions
@@ -82,8 +87,7 @@ class UserState {
 /// Tells the observers that a recompute begins, and when destroyed that it has ended.
 class ObservedRecompute {
  public:
-  ObservedRecompute(const UserState* state, int64_t frame_id, int64_t depth,
-                    const std::string& name);
+  ObservedRecompute(const UserState* state, const RegionInfo& region);
   ~ObservedRecompute();
   ObservedRecompute(const ObservedRecompute&) = delete;
   ObservedRecompute& operator=(const ObservedRecompute&) = delete;
