@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/jit/api/compilation_unit.h>
 #include <torch/csrc/jit/frontend/ir_emitter.h>
+#include <torch/jit.h>
 #include <torch/script.h>
 
 #include "tests/support/saving_functions.h"
