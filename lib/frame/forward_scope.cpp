@@ -23,7 +23,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> ForwardScope::make_hooks() 
 }
 
 bool ForwardScope::is_own_thread() const {
-  return std::this_thread::get_id() == frame().forward_thread() || seam::graph_task_id() >= 0;
+  return std::this_thread::get_id() == owner_ || seam::graph_task_id() >= 0;
 }
 
 void ForwardScope::backward_begins(const torch::autograd::edge_list& roots,

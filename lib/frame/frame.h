@@ -23,7 +23,6 @@
 // 16. Plays with others: (engine, hook_stack).
 
 #include <memory>
-#include <thread>
 
 #include "lib/frame/forward_notes.h"
 #include "lib/frame/inputs.h"
@@ -38,7 +37,7 @@ namespace remat {
 
 class Frame final : public TaskMember {
  public:
-  Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int64_t depth);
+  Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int32_t depth);
   ~Frame() override;
 
   /// Saves the region's inputs through the hooks around it, and takes note of its surroundings.
@@ -67,9 +66,8 @@ class Frame final : public TaskMember {
   /// Null if no recorder was alive when the region began.
   RecordedFrame* recorded() const { return recorded_.get(); }
 
-  /// Where the first run of the function began, and on which thread.
+  /// Where the first run of the function began.
   const RegionStart& start() const { return start_; }
-  std::thread::id forward_thread() const { return forward_thread_; }
   /// Whether operators came to a dispatch mode of ours in the first run. LibTorch's formulas ask whether they
   /// do (isTensorSubclassLike) and save other tensors then, so it must be the same in recomputes.
   bool sees_operators() const { return sees_operators_; }
@@ -96,10 +94,9 @@ class Frame final : public TaskMember {
   std::unique_ptr<Keeper> keeper_;
   std::unique_ptr<RecordedFrame> recorded_;
   RegionStart start_;
-  std::thread::id forward_thread_;
-  bool sees_operators_ = false;
+  [[no_unique_address]] Slots slots_;
+  bool sees_operators_ = false;  // in the last word of the slots
   bool is_empty_ = false;
-  Slots slots_;
   ValuesByTask values_;
   ForwardNotes notes_;
 };

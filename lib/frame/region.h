@@ -39,7 +39,7 @@ struct RegionExtras {
 };
 
 struct Region {
-  RegionInfo info;
+  [[no_unique_address]] RegionInfo info;  // the options begin in its last word
   RegionOptions options;
   std::unique_ptr<RegionExtras> extras{};  ///< null if it has none of them
   std::unique_ptr<RegionBody> body{};

@@ -94,7 +94,7 @@ class Slots {
                          c10::function_ref<bool(const c10::StorageImpl*)> is_kept);
   void settle_operators();
 
-  mutable SpinLock mutex_;  // guards what follows; never held while user code runs
+  // Guarded by the mutex, which is never held while user code runs.
   std::vector<Slot> slots_;
   std::vector<NoteOfSlot> notes_;                        // by position
   std::vector<std::pair<int64_t, at::Tensor>> pending_;  // noted when their operator is over
@@ -102,6 +102,7 @@ class Slots {
   bool may_meet_outside_ = true;
   bool is_settled_ = false;
   bool ends_small_ = false;
+  mutable SpinLock mutex_;
 };
 
 }  // namespace remat

@@ -30,7 +30,7 @@ struct DrawSkips {
 };
 
 /// Rule 11, of one region. It changes on the thread that runs the region's forward only.
-class Surroundings final : public DrawSource, public GuardWatcher {
+class Surroundings {
  public:
   using MeetDevices = c10::function_ref<DevicesMet()>;  ///< those of the region's tensors
 
@@ -41,14 +41,16 @@ class Surroundings final : public DrawSource, public GuardWatcher {
   void settle(MeetDevices met);
 
   const Snapshot& snapshot() const { return snapshot_; }
-  const CurrentStreams* streams() const { return streams_.get(); }
+  const CurrentStreams* streams() const {
+    return devices_ == nullptr ? nullptr : devices_->streams.get();
+  }
   /// Null if no guard of state.h was around or in the region.
   const UserState* user_state() const { return user_state_.get(); }
   /// What a recompute sets the generators of devices to.
   std::vector<GeneratorState> device_states(MeetDevices met) const;
 
   /// Null if draws from that generator do not matter.
-  DrawLog* draw_log(const c10::GeneratorImpl& generator) override;
+  DrawLog* draw_log(const c10::GeneratorImpl& generator);
   /// Of all generators whose draws are noted: the default one's first, always in the same order.
   c10::SmallVector<DrawLog*, 1> draw_logs();
   template <class Visitor>
@@ -65,18 +67,23 @@ class Surroundings final : public DrawSource, public GuardWatcher {
   DrawSkips since(const DrawMarks& marks, const DevicesMet& met);
 
   /// A guard of state.h was opened inside the region.
-  void guard_opened(const UserRegistrations& opened, const std::vector<std::any>& states) override;
+  void guard_opened(const UserRegistrations& opened, const std::vector<std::any>& states);
   /// What may own other regions, to die elsewhere.
   std::unique_ptr<UserState> release() { return std::move(user_state_); }
 
  private:
+  struct Devices {
+    std::unique_ptr<CurrentStreams> streams;
+    std::unique_ptr<DeviceRng> rng;
+  };
   UserState& user_state_or_make();
+  Devices& devices_or_make();
+  DeviceRng* device_rng() const { return devices_ == nullptr ? nullptr : devices_->rng.get(); }
 
-  const bool preserves_rng_;
   Snapshot snapshot_;
-  DrawLog draws_{default_cpu_generator()};
-  std::unique_ptr<CurrentStreams> streams_;
-  std::unique_ptr<DeviceRng> device_rng_;
+  [[no_unique_address]] DrawLog draws_{default_cpu_generator()};
+  const bool preserves_rng_;          // in the last word of the log
+  std::unique_ptr<Devices> devices_;  // null where no device is in use
   std::unique_ptr<UserState> user_state_;
 };
 
