@@ -22,7 +22,7 @@ class PreparingRecompute {
   const bool before_;
 };
 
-/// One recompute whose function runs, on the stack of its thread. It is prepared.
+/// While alive, the function of a recompute runs on this thread. The recompute is prepared.
 class ActiveRecompute {
  public:
   ActiveRecompute(ValuesByTask& all, RecomputedValues& values, Filler& filler,
@@ -39,8 +39,8 @@ class ActiveRecompute {
 void backward_begins(const torch::autograd::edge_list& roots,
                      const torch::autograd::edge_list& targets, bool accumulates);
 
-/// It has ended; `gradients`: what it returns, none if it threw; `given`: those of its roots. Throws
-/// nothing.
+/// The backward has ended; `gradients`: what it returns, none if it threw; `given`: those of its
+/// roots. Throws nothing.
 void backward_ended(const torch::autograd::variable_list& gradients,
                     const torch::autograd::variable_list& given);
 

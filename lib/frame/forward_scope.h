@@ -20,7 +20,7 @@ class ForwardScope final : public FrameScope,
                            public detail::RegistrationWatcher,
                            public GuardWatcher {
  public:
-  /// `around`: the scope of the region around, or null.
+  /// `around` is the scope of the region around, or null.
   ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around);
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;

@@ -44,7 +44,7 @@ class Frame final : public TaskMember {
   void begin(std::unique_ptr<RegionBody> body);
   /// The region's function has returned: judges what was saved.
   void settle(c10::function_ref<void(TensorVisitor)> visit_result);
-  /// It threw.
+  /// The region's function threw.
   void tell_recorders_of_throw() const;
 
   int64_t add_slot(const at::Tensor& saved) override;
@@ -60,10 +60,10 @@ class Frame final : public TaskMember {
   Slots& slots() { return slots_; }
   ForwardNotes& notes() { return notes_; }
   ValuesByTask& values() { return values_; }
-  /// Null if nothing is kept. Set once, in forward.
+  /// The keeper is null if nothing is kept. Set once, in forward.
   Keeper* keeper() const { return keeper_.get(); }
   void set_keeper(std::unique_ptr<Keeper> keeper) { keeper_ = std::move(keeper); }
-  /// Null if no recorder was alive when the region began.
+  /// The record is null if no recorder was alive when the region began.
   RecordedFrame* recorded() const { return recorded_.get(); }
 
   /// Where the first run of the function began.

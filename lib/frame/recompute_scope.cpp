@@ -15,7 +15,8 @@ using detail::Ability;
 
 namespace {
 
-/// Of the recompute in which this thread is about to recompute another region, or null.
+/// Finds the owner for the recompute in which this thread is about to recompute another region; or
+/// null.
 const LockOwner* lock_owner_around() {
   const LockOwner* around = nullptr;
   detail::visit_regions([&](const detail::RegionScope& scope) {

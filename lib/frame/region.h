@@ -18,7 +18,7 @@
 
 namespace remat {
 
-/// The options in force for a region, guards applied.
+/// These options are in force for a region, guards applied.
 struct RegionOptions {
   bool early_stop = true, debug = false, preserve_rng_state = true, strict_unpack = false;
   bool offload_inputs = false;
@@ -34,7 +34,7 @@ struct RegionExtras {
   TensorChecks checks;
   ContextPair contexts;
   OpLog forward_log;
-  /// Of each slot in debug mode: the number of the operator that saved it.
+  /// In debug mode each slot has the number of the operator that saved it.
   std::vector<int64_t> saved_by;
 };
 

@@ -24,7 +24,7 @@ struct TaskKey {
 /// The backward that runs on a thread.
 struct Task {
   TaskKey graph;  ///< of the engine
-  /// The backward calls it shares recomputes with; null: none.
+  /// The backward shares recomputes with the calls in it; null: with none.
   std::shared_ptr<SharedRecomputes> shared;
 };
 

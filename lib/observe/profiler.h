@@ -22,10 +22,10 @@ inline std::unique_ptr<at::RecordFunction> scope_of(const RegionInfo& region, co
   auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   return observers ? begin(std::move(*observers), region, suffix) : nullptr;
 }
-/// Of the first run: "NAME (forward)". It is seen on the thread that runs the region.
+/// The first run is shown as "NAME (forward)". It is seen on the thread that runs the region.
 inline auto forward_scope(const RegionInfo& region) { return scope_of(region, " (forward)"); }
-/// Of a recompute: "NAME". It begins before the inputs are there, so it holds the recomputes of the
-/// regions around that it waits for, as RegionReport::recompute_s does.
+/// A recompute is shown as "NAME". It begins before the inputs are there, so it holds the
+/// recomputes of the regions around that it waits for, as RegionReport::recompute_s does.
 inline auto recompute_scope(const RegionInfo& region) { return scope_of(region, ""); }
 
 }  // namespace profiler

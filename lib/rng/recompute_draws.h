@@ -8,7 +8,7 @@
 
 namespace remat {
 
-/// The replays of one recompute. Lives as long as threads may have inherited its scope.
+/// One recompute draws from these replays. Lives as long as threads may have inherited its scope.
 class RecomputeDraws final : public DrawSource {
  public:
   RecomputeDraws() = default;

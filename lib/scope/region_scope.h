@@ -34,7 +34,7 @@ class BackwardWatcher {
   ~BackwardWatcher() = default;  // owned as something else
 };
 
-/// Told of what a region's function registers on tensors.
+/// A registration watcher is told of what a region's function registers on tensors.
 class RegistrationWatcher {
  public:
   /// A hook is about to be registered. A recompute answers with the handle of forward's, which is there
@@ -51,7 +51,8 @@ class RegistrationWatcher {
   ~RegistrationWatcher() = default;  // owned as something else
 };
 
-/// Told of the tensors whose data others than operators read in a region's first run.
+/// A read watcher is told of the tensors whose data others than operators read in a region's first
+/// run.
 class ReadWatcher {
  public:
   virtual ~ReadWatcher() = default;
@@ -86,12 +87,12 @@ class RegionScope : public Scope {
   const RegionInfo& region_;
 };
 
-/// The innermost region of this thread, or null.
+/// Finds the innermost region of this thread, or null.
 inline RegionScope* innermost_region() {
   return static_cast<RegionScope*>(innermost(Ability::Region));
 }
 
-/// Every region of this thread, innermost first.
+/// Visits every region of this thread, innermost first.
 template <class Visitor>
 void visit_regions(Visitor&& visitor) {
   visit(Ability::Region, [&](Scope& scope) { visitor(static_cast<RegionScope&>(scope)); });

@@ -24,7 +24,7 @@ inline bool requires_grad_itself(const at::TensorBase& tensor) {
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
   return meta != nullptr && meta->requires_grad_;
 }
-/// Of a leaf; without asking whether it may.
+/// Sets the flag of a leaf, without asking whether it may.
 void set_requires_grad_itself(const at::TensorBase& leaf, bool requires_grad);
 
 /// Whether hooks were put on it, and not on its node.

@@ -11,7 +11,7 @@
 
 namespace remat {
 
-/// Of one run of a region: its Selection in forward, its Replay in a recompute.
+/// One run of a region has one handler: its Selection in forward, its Replay in a recompute.
 class OperatorHandler {
  public:
   /// Its region, the innermost one, decides about this operator. `is_outermost`: there is none around it.

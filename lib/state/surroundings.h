@@ -29,7 +29,8 @@ struct DrawSkips {
   std::vector<GeneratorState> others;
 };
 
-/// Rule 11, of one region. It changes on the thread that runs the region's forward only.
+/// The surroundings of one region are what its recomputes must see (Rule 11). They change on
+/// the thread that runs the region's forward only.
 class Surroundings {
  public:
   using MeetDevices = c10::function_ref<DevicesMet()>;  ///< those of the region's tensors
@@ -44,14 +45,15 @@ class Surroundings {
   const CurrentStreams* streams() const {
     return devices_ == nullptr ? nullptr : devices_->streams.get();
   }
-  /// Null if no guard of state.h was around or in the region.
+  /// The state is null if no guard of state.h was around or in the region.
   const UserState* user_state() const { return user_state_.get(); }
-  /// What a recompute sets the generators of devices to.
+  /// A recompute sets the generators of devices to these states.
   std::vector<GeneratorState> device_states(MeetDevices met) const;
 
-  /// Null if draws from that generator do not matter.
+  /// Returns null if draws from that generator do not matter.
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
-  /// Of all generators whose draws are noted: the default one's first, always in the same order.
+  /// Returns the logs of all generators whose draws are noted: the default one's first, always in
+  /// the same order.
   c10::SmallVector<DrawLog*, 1> draw_logs();
   template <class Visitor>
   void visit_draw_logs(Visitor&& visitor) {

@@ -21,7 +21,7 @@ namespace {
 
 using detail::Ability;
 
-/// Of a guard: what it registers.
+/// A guard of state.h has this scope, with what it registers.
 class StateScope final : public detail::Scope, public StateSource {
  public:
   explicit StateScope(UserRegistrations registrations) : registrations_(std::move(registrations)) {

@@ -18,7 +18,8 @@ namespace remat {
 
 class DrawLog;
 
-/// Outermost first; providers and generators once each, held states once a subject.
+/// Guards of state.h register these, outermost first; providers and generators once each, held
+/// states once a subject.
 struct UserRegistrations {
   std::vector<std::shared_ptr<StateProvider>> providers;
   std::vector<std::shared_ptr<HeldState>> held;
@@ -32,7 +33,8 @@ struct UserRegistrations {
   void add(const UserRegistrations& other);
   /// Whether it has all that the other has, `but_generators` aside.
   bool has(const UserRegistrations& other, bool but_generators) const;
-  /// Of the guards and recomputes around this point; null if there are none. Cheap then.
+  /// Collects those of the guards and recomputes around this point; null if there are none. Cheap
+  /// then.
   static std::shared_ptr<const UserRegistrations> around();
 };
 
@@ -46,7 +48,7 @@ class StateSource {
   ~StateSource() = default;  // owned as something else
 };
 
-/// Told of the guards of state.h that are opened inside a region.
+/// A guard watcher is told of the guards of state.h that are opened inside a region.
 class GuardWatcher {
  public:
   /// `states`: of its providers, as they are now; only of a first run.
@@ -62,8 +64,8 @@ class GuardWatcher {
 std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations);
 void tell_regions_around(const UserRegistrations& registrations);
 
-/// A region's own: what was registered around it, and the providers' state when it began. Guards that
-/// are opened inside the region add to it: what they guard is as it was then.
+/// A region keeps what was registered around it, and the providers' state when it began. Guards
+/// that are opened inside the region add to it: what they guard is as it was then.
 class UserState {
  public:
   UserState() = default;
@@ -74,7 +76,7 @@ class UserState {
   void keep(const at::Generator& generator);
   void keep(const std::shared_ptr<HeldState>& held_state) { registered_.add(held_state); }
   const UserRegistrations& registered() const { return registered_; }
-  /// The logs of registered CPU generators.
+  /// Each registered CPU generator has a log.
   const std::vector<std::unique_ptr<DrawLog>>& draw_logs() const { return draw_logs_; }
 
  private:
