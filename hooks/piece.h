@@ -49,8 +49,8 @@ class Piece {
   /// Whether a load was begun: not if one is under way, or there is nothing to load.
   bool begin_load() noexcept;
   void cancel_load() noexcept;
-  /// The contents in a storage of their own, and the version counter of tensors in it. Shared while
-  /// any tensor keeps it and none was changed in place.
+  /// Returns the contents in a storage of their own, and the version counter of tensors in it.
+  /// Shared while any tensor keeps it and none was changed in place.
   std::pair<c10::Storage, c10::VariableVersion> load();
 
  private:

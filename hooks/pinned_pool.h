@@ -15,7 +15,7 @@
 
 namespace remat {
 
-/// A range of page-locked memory. Goes back to the pool when it dies.
+/// A buffer is a range of page-locked memory. Goes back to the pool when it dies.
 class PinnedBuffer {
  public:
   explicit PinnedBuffer(at::Tensor memory) : bytes(std::move(memory)) {}
@@ -24,12 +24,13 @@ class PinnedBuffer {
   PinnedBuffer& operator=(PinnedBuffer&&) = delete;
 
   at::Tensor bytes;
-  /// The last copies from and to it. They may not be done: the next one must wait for them.
+  /// The last copies from and to it are listed here. They may not be done: the next one must wait
+  /// for them.
   std::vector<std::shared_ptr<const Ready>> uses;
 };
 
-/// One for the process, any thread. Page-locking is slow, so memory that comes back is kept; never
-/// more than a quarter of the machine's memory in all, since nothing else can use it.
+/// The process has one pool, for any thread. Page-locking is slow, so memory that comes back is
+/// kept; never more than a quarter of the machine's memory in all, since nothing else can use it.
 class PinnedPool {
  public:
   static PinnedPool& get();

@@ -14,7 +14,7 @@ class SaveAs final : public Place {
   /// Real numbers for a real type, complex ones for a complex type, and only if the type is narrower.
   bool takes(const at::Tensor& tensor) const override;
   bool stores_bytes() const override { return false; }
-  /// Null if a finite number would become infinite or NaN.
+  /// Returns null if a finite number would become infinite or NaN.
   std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) override;
 
  private:

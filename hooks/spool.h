@@ -32,7 +32,7 @@ class SpoolRange {
   ~SpoolRange();
   SpoolRange(const SpoolRange&) = delete;
   SpoolRange& operator=(const SpoolRange&) = delete;
-  /// Any thread. Throws c10::Error.
+  /// Reads the bytes, on any thread. Throws c10::Error.
   void read(void* to) const;
 
  private:
@@ -46,7 +46,8 @@ class Spool {
  public:
   /// Throws c10::ValueError if no file can be made there.
   explicit Spool(std::filesystem::path directory);
-  /// Any thread. Throws c10::Error, upon which nothing is kept, if not all bytes can be written.
+  /// Writes the bytes, on any thread. Throws c10::Error, upon which nothing is kept, if not all
+  /// bytes can be written.
   std::shared_ptr<SpoolRange> write(const void* from, int64_t size);
 
  private:

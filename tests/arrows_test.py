@@ -39,7 +39,7 @@ DOORS = {
     "scope": None,
     "rng": {"device_claims", "device_rng", "draws", "recompute_draws"},
     "state": {"module_state", "streams", "surroundings", "user_state"},
-    "observe": {"memory_picture", "op_log", "profiler", "recording"},
+    "observe": {"op_log", "profiler", "recording"},
     "frame": {"active_recomputes", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "mismatch",
               "region"},
     "selective": {"dispatch", "policy_rule", "selection"},

@@ -102,6 +102,7 @@ class REMAT_API Place {
   Place& operator=(const Place&) = delete;
 };
 
+/// What a `SaveElsewhereGuard` moves, and how far it runs ahead.
 struct SaveElsewhereOptions {
   /// Smaller tensors stay [bytes].
   int64_t min_bytes = 0;
@@ -125,6 +126,7 @@ struct SaveElsewhereOptions {
 /// examples/save_compressed.cpp.
 class REMAT_API SaveElsewhereGuard : detail::ScopeGuard {
  public:
+  /// Until the guard ends.
   explicit SaveElsewhereGuard(std::unique_ptr<Place> place, SaveElsewhereOptions options = {});
 };
 

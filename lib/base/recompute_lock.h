@@ -13,7 +13,8 @@
 
 namespace remat {
 
-/// A recompute, to those that run in it: on its own thread, or on an engine's for a backward in it.
+/// An owner stands for a recompute, to those that run in it: on its own thread, or on an engine's
+/// for a backward in it.
 struct LockOwner {
   const LockOwner* around = nullptr;  ///< of the recompute that this one runs in, which outlives it
   bool is_inside(const LockOwner* other) const {
@@ -23,21 +24,21 @@ struct LockOwner {
   }
 };
 
-/// One recompute after the other: two at a time would mix what they set. Need not wait: a recompute
-/// inside the holder's, or on its thread; and any while the holder waits for a backward, which may
-/// need the thread of the one that wants it. Whoever acquires it so has put back what it set
-/// before the holder goes on. Threads: any.
+/// The lock lets one recompute set a subject after the other: two at a time would mix what they
+/// set. Need not wait: a recompute inside the holder's, or on its thread; and any while the holder
+/// waits for a backward, which may need the thread of the one that wants it. Whoever acquires it so
+/// has put back what it set before the holder goes on. Threads: any.
 class RecomputeLock {
  public:
-  /// False if nobody gave it back for so long.
+  /// Waits until the subject is free; false if nobody gave it back for so long.
   bool acquire(const void* subject, const LockOwner& owner, std::chrono::seconds longest_wait);
-  /// The latest acquire of it.
+  /// The owner that acquired the subject last gives it back.
   void release(const void* subject) noexcept;
 
   using Owners = c10::ArrayRef<const LockOwner*>;
-  /// They run on this thread, which is about to wait for a backward.
+  /// The owners run on this thread, which is about to wait for a backward.
   void yield_to_backward(Owners owners) noexcept;
-  /// It is over. Waits for those who acquired it meanwhile.
+  /// The backward is over. Waits for those who acquired it meanwhile.
   void resume_after_backward(Owners owners) noexcept;
 
  private:
@@ -54,7 +55,7 @@ class RecomputeLock {
   std::unordered_map<const void*, std::vector<Holder>> holders_;
 };
 
-/// Those of the process.
+/// All recomputes of the process share this lock.
 RecomputeLock& recompute_lock();
 
 }  // namespace remat

@@ -14,7 +14,7 @@ namespace remat {
 template <class T>
 class Slab {
  public:
-  /// For one object more.
+  /// Gives out room for one object more.
   void* room() {
     if (num_free_ == 0) {
       blocks_.push_back(std::make_unique_for_overwrite<Room[]>(next_block_));

@@ -6,8 +6,9 @@
 
 namespace remat {
 
-/// Taken and given back without a call; every saved tensor passes three of them, and std::mutex was
-/// a twentieth of its cost. A thread that has to wait gives its time away, so the holder gets on.
+/// The lock is taken and given back without a call; every saved tensor passes three of them, and
+/// std::mutex was a twentieth of its cost. A thread that has to wait gives its time away, so the
+/// holder gets on.
 class SpinLock {
  public:
   SpinLock() = default;

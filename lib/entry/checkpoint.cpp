@@ -96,7 +96,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
   RegionExtras* const extras = frame_->region().extras.get();
   if (options.context_fn) extras->contexts = options.context_fn();
   frame_->begin(std::move(body));
-  profiled_ = profiler::forward_scope(frame_->region().info.name());
+  profiled_ = profiler::forward_scope(frame_->region().info);
   auto scope = std::make_shared<ForwardScope>(frame_, around);
   detail::push(scope);
   scope_ = std::move(scope);

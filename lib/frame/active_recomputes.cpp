@@ -18,17 +18,18 @@ struct Entry {
   const LockOwner* owner;
 };
 
-/// Innermost last.
-std::vector<Entry>& entries() {
-  thread_local std::vector<Entry> all;
-  return all;
+struct ThreadState {
+  std::vector<Entry> entries;  ///< innermost last
+  bool is_preparing = false;
+};
+ThreadState& here() {
+  thread_local ThreadState state;
+  return state;
 }
-
-thread_local bool is_preparing = false;
 
 c10::SmallVector<const LockOwner*, 4> lock_owners() {
   c10::SmallVector<const LockOwner*, 4> owners;
-  for (const Entry& each : entries()) owners.push_back(each.owner);
+  for (const Entry& each : here().entries) owners.push_back(each.owner);
   return owners;
 }
 
@@ -48,20 +49,27 @@ void tell_regions(const torch::autograd::edge_list& roots,
 
 ActiveRecompute::ActiveRecompute(ValuesByTask& all, RecomputedValues& values, Filler& filler,
                                  const LockOwner& owner) {
-  entries().push_back({&all, &values, &filler, &owner});
+  ThreadState& state = here();
+  state.entries.push_back({&all, &values, &filler, &owner});
+  state.is_preparing = false;
 }
-ActiveRecompute::~ActiveRecompute() { entries().pop_back(); }
+ActiveRecompute::~ActiveRecompute() {
+  ThreadState& state = here();
+  state.entries.pop_back();
+  state.is_preparing = true;
+}
 
-PreparingIs::PreparingIs(bool now) : before_(std::exchange(is_preparing, now)) {}
-PreparingIs::~PreparingIs() { is_preparing = before_; }
+PreparingRecompute::PreparingRecompute() : before_(std::exchange(here().is_preparing, true)) {}
+PreparingRecompute::~PreparingRecompute() { here().is_preparing = before_; }
 
 void backward_begins(const torch::autograd::edge_list& roots,
                      const torch::autograd::edge_list& targets, bool accumulates) {
-  if (!entries().empty()) {
-    entries().back().filler->stop_before_backward();
-    for (const Entry& each : entries()) each.all->owner_waits_for_backward(*each.values);
+  const ThreadState& state = here();
+  if (!state.entries.empty()) {
+    state.entries.back().filler->stop_before_backward();
+    for (const Entry& each : state.entries) each.all->owner_waits_for_backward(*each.values);
   }
-  if (!is_preparing) tell_regions(roots, targets, accumulates);
+  if (!state.is_preparing) tell_regions(roots, targets, accumulates);
   if (const auto owners = lock_owners(); !owners.empty())
     recompute_lock().yield_to_backward(owners);
 }

@@ -9,7 +9,20 @@
 
 namespace remat {
 
-/// One recompute, on the stack of the thread that runs it.
+/// While a recompute is prepared on this thread: what the user's hooks, observers and providers
+/// differentiate is no backward of a region that waits here.
+class PreparingRecompute {
+ public:
+  PreparingRecompute();
+  ~PreparingRecompute();
+  PreparingRecompute(const PreparingRecompute&) = delete;
+  PreparingRecompute& operator=(const PreparingRecompute&) = delete;
+
+ private:
+  const bool before_;
+};
+
+/// While alive, the function of a recompute runs on this thread. The recompute is prepared.
 class ActiveRecompute {
  public:
   ActiveRecompute(ValuesByTask& all, RecomputedValues& values, Filler& filler,
@@ -19,19 +32,6 @@ class ActiveRecompute {
   ActiveRecompute& operator=(const ActiveRecompute&) = delete;
 };
 
-/// While a recompute is prepared on this thread: what the user's hooks, observers and providers
-/// differentiate is no backward of a region that waits here.
-class PreparingIs {
- public:
-  explicit PreparingIs(bool now);
-  ~PreparingIs();
-  PreparingIs(const PreparingIs&) = delete;
-  PreparingIs& operator=(const PreparingIs&) = delete;
-
- private:
-  const bool before_;
-};
-
 /// A backward begins on this thread: recomputes that this thread runs cannot go on before it ends,
 /// so nobody may wait for them any more (a waiting thread could be the one that backward needs).
 /// Throws CheckpointError if a recompute cannot repeat it (Note [Backwards inside a region]), or if it
@@ -39,8 +39,8 @@ class PreparingIs {
 void backward_begins(const torch::autograd::edge_list& roots,
                      const torch::autograd::edge_list& targets, bool accumulates);
 
-/// It has ended; `gradients`: what it returns, none if it threw; `given`: those of its roots. Throws
-/// nothing.
+/// The backward has ended; `gradients`: what it returns, none if it threw; `given`: those of its
+/// roots. Throws nothing.
 void backward_ended(const torch::autograd::variable_list& gradients,
                     const torch::autograd::variable_list& given);
 

@@ -49,16 +49,11 @@ class FingerprintCheck final : public TensorCheck {
   const std::function<std::string(const at::Tensor&)> fingerprint_;
 };
 
-const RegisteredCheck values([](const CheckpointOptions& options) -> std::unique_ptr<TensorCheck> {
-  const bool is_wanted =
-      options.determinism_check == DeterminismCheck::Values && !options.fingerprint;
-  return is_wanted ? std::make_unique<ValuesCheck>() : nullptr;
-});
-
-const RegisteredCheck fingerprint(
+const RegisteredCheck registered(
     [](const CheckpointOptions& options) -> std::unique_ptr<TensorCheck> {
-      if (!options.fingerprint) return nullptr;
-      return std::make_unique<FingerprintCheck>(options.fingerprint);
+      if (options.fingerprint) return std::make_unique<FingerprintCheck>(options.fingerprint);
+      if (options.determinism_check != DeterminismCheck::Values) return nullptr;
+      return std::make_unique<ValuesCheck>();
     });
 
 }  // namespace

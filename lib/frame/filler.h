@@ -20,7 +20,7 @@ namespace remat {
 /// The values of one recompute come in through it, one for each tensor that autograd saves.
 class Filler final : public SlotFiller {
  public:
-  /// For every slot that is alive, or for `only_position` alone if it is not negative.
+  /// The filler wants every slot that is alive, or `only_position` alone if it is not negative.
   Filler(const Region& region, const Slots& slots, const RecordedFrame* recorded,
          RecomputedValues& values, int64_t only_position);
   ~Filler() override;
@@ -38,7 +38,7 @@ class Filler final : public SlotFiller {
   void forbid_stop() { early_stop_ = !view_.is_settled; }
   /// What replays kept results looks at every tensor that is saved.
   void set_replay(KeptReplay* replay) { replay_ = replay; }
-  /// The arguments of this recompute.
+  /// These are the arguments of this recompute.
   void set_inputs(const std::vector<at::Tensor>& inputs) {
     for (const at::Tensor& each : inputs)
       if (each.defined())
@@ -59,7 +59,7 @@ class Filler final : public SlotFiller {
   [[noreturn]] void stop();
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
-  /// As in Slots.
+  /// The next tensor is of another operator than the last one (Slots::end_operator).
   void end_operator() { may_follow_ = false; }
   /// The exception at hand counts also if user code catches it.
   void note_refusal() {
@@ -68,6 +68,7 @@ class Filler final : public SlotFiller {
   void rethrow_refusal() const {
     if (refusal_ != nullptr) std::rethrow_exception(refusal_);
   }
+  bool has_differences() const { return differences_.any(); }
   /// After the function has unwound.
   Differences take_differences();
   OpLog* log() { return log_ ? &*log_ : nullptr; }

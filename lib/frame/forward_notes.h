@@ -15,7 +15,7 @@
 
 namespace remat {
 
-/// Of one region. Threads: any.
+/// A frame holds these notes, for its recomputes. Threads: any.
 class ForwardNotes {
  public:
   /// The function runs a backward; `asked` of the inputs, if it is anything.
@@ -37,7 +37,7 @@ class ForwardNotes {
   bool has_run_backward() const { return has_run_backward_.load(std::memory_order_relaxed); }
   void note_any_backward() { has_run_backward_.store(true, std::memory_order_relaxed); }
 
-  /// The function accumulates: Note [Accumulating once].
+  /// The function accumulates into leaves: Note [Accumulating once].
   void note_accumulation(const torch::autograd::edge_list& roots) {
     AccumulatedLeaves all = accumulated_leaves();
     all.add_below(roots);
@@ -54,7 +54,7 @@ class ForwardNotes {
     const std::lock_guard<SpinLock> lock(mutex_);
     noted().hooks.add(tensor, handle, has_run_backward());
   }
-  /// The `number`-th hook on that tensor.
+  /// Returns the `number`-th hook on that tensor, if there is one.
   std::optional<HookNotes::Note> hook(const at::TensorBase& tensor, std::size_t number) {
     const std::lock_guard<SpinLock> lock(mutex_);
     const HookNotes::Note* const note =

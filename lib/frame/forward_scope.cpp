@@ -23,7 +23,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> ForwardScope::make_hooks() 
 }
 
 bool ForwardScope::is_own_thread() const {
-  return std::this_thread::get_id() == frame().forward_thread() || seam::graph_task_id() >= 0;
+  return std::this_thread::get_id() == owner_ || seam::graph_task_id() >= 0;
 }
 
 void ForwardScope::backward_begins(const torch::autograd::edge_list& roots,
@@ -57,8 +57,7 @@ void ForwardScope::hook_registered(const at::TensorBase& tensor, unsigned handle
 // that waits for them goes on. Such a gradient, used in the region, would still be alive at its end,
 // as what the function captures is. So a region waits for it; in vain for one that the function has
 // put into an outside variable, but its recompute is refused anyway.
-void ForwardScope::wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result) {
-  if (gradients_.empty()) return;
+void ForwardScope::wait_for_gradients(c10::function_ref<void(TensorVisitor)> visit_result) {
   StorageSet results;
   visit_result([&](at::Tensor& tensor) { results.add(tensor); });
   constexpr std::chrono::milliseconds longest_wait(20);

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <vector>
 
 #include "lib/base/spin_lock.h"
@@ -14,25 +15,29 @@
 namespace remat {
 
 class ForwardScope final : public FrameScope,
+                           public DrawSource,
                            public detail::BackwardWatcher,
-                           public detail::RegistrationWatcher {
+                           public detail::RegistrationWatcher,
+                           public GuardWatcher {
  public:
-  /// `around`: the scope of the region around, or null.
+  /// `around` is the scope of the region around, or null.
   ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around);
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
   bool is_own_thread() const override;
-  DrawSource* draws() override { return &frame().surroundings(); }
+  DrawSource* draws() override { return this; }
   OperatorHandler* operators() override {
     return keeps_here() ? frame().keeper()->operators() : nullptr;
   }
   detail::ReadWatcher* reads() override { return keeps_here() ? frame().keeper() : nullptr; }
   detail::BackwardWatcher* backwards() override { return this; }
   detail::RegistrationWatcher* registrations() override { return this; }
-  GuardWatcher* guards() override { return &frame().surroundings(); }
+  GuardWatcher* guards() override { return this; }
 
   /// The function has returned. See Note [Late threads of the engine].
-  void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result);
+  void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result) {
+    if (!gradients_.empty()) wait_for_gradients(visit_result);
+  }
 
   // Watchers.
   void backward_begins(const torch::autograd::edge_list& roots,
@@ -40,10 +45,18 @@ class ForwardScope final : public FrameScope,
   void backward_ended(const torch::autograd::variable_list& gradients,
                       const torch::autograd::variable_list& given) override;
   void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) override;
+  DrawLog* draw_log(const c10::GeneratorImpl& generator) override {
+    return frame().surroundings().draw_log(generator);
+  }
+  void guard_opened(const UserRegistrations& opened, const std::vector<std::any>& states) override {
+    frame().surroundings().guard_opened(opened, states);
+  }
 
  private:
+  void wait_for_gradients(c10::function_ref<void(TensorVisitor)> visit_result);
   bool keeps_here() const { return frame().keeper() != nullptr && is_own_thread(); }
 
+  const std::thread::id owner_ = std::this_thread::get_id();
   SpinLock mutex_;
   std::vector<WeakStorage> gradients_;  // that backwards inside returned, on devices
   std::atomic<int64_t> num_backwards_{0};

@@ -10,13 +10,13 @@
 
 namespace remat {
 
-Frame::Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int64_t depth)
-    : region_{.info = {live_counters.frames_created.fetch_add(1, std::memory_order_relaxed), depth,
-                       extras == nullptr ? nullptr : &extras->name},
+Frame::Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int32_t depth)
+    : region_{.info = {.id = live_counters.frames_created.fetch_add(1, std::memory_order_relaxed),
+                       .given_name = extras == nullptr ? nullptr : &extras->name,
+                       .depth = depth},
               .options = options,
               .extras = std::move(extras)},
-      surroundings_(options.preserve_rng_state),
-      forward_thread_(std::this_thread::get_id()) {}
+      surroundings_(options.preserve_rng_state) {}
 
 // Rule 13. What a frame holds may own other frames: through the arguments of the user's function,
 // or as slots of a parent. The first dying frame of a thread empties those that die meanwhile, one
@@ -48,7 +48,7 @@ void Frame::empty() noexcept {
   region_.extras.reset();
   region_.body.reset();
   inputs_.clear();
-  values_.release().clear();
+  values_.clear();
   surroundings_.release().reset();
   recorded_.reset();
   while (!queue.empty()) {

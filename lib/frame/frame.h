@@ -23,7 +23,6 @@
 // 16. Plays with others: (engine, hook_stack).
 
 #include <memory>
-#include <thread>
 
 #include "lib/frame/forward_notes.h"
 #include "lib/frame/inputs.h"
@@ -38,14 +37,14 @@ namespace remat {
 
 class Frame final : public TaskMember {
  public:
-  Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int64_t depth);
+  Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int32_t depth);
   ~Frame() override;
 
   /// Saves the region's inputs through the hooks around it, and takes note of its surroundings.
   void begin(std::unique_ptr<RegionBody> body);
   /// The region's function has returned: judges what was saved.
   void settle(c10::function_ref<void(TensorVisitor)> visit_result);
-  /// It threw.
+  /// The region's function threw.
   void tell_recorders_of_throw() const;
 
   int64_t add_slot(const at::Tensor& saved) override;
@@ -61,15 +60,14 @@ class Frame final : public TaskMember {
   Slots& slots() { return slots_; }
   ForwardNotes& notes() { return notes_; }
   ValuesByTask& values() { return values_; }
-  /// Null if nothing is kept. Set once, in forward.
+  /// The keeper is null if nothing is kept. Set once, in forward.
   Keeper* keeper() const { return keeper_.get(); }
   void set_keeper(std::unique_ptr<Keeper> keeper) { keeper_ = std::move(keeper); }
-  /// Null if no recorder was alive when the region began.
+  /// The record is null if no recorder was alive when the region began.
   RecordedFrame* recorded() const { return recorded_.get(); }
 
-  /// Where the first run of the function began, and on which thread.
+  /// Where the first run of the function began.
   const RegionStart& start() const { return start_; }
-  std::thread::id forward_thread() const { return forward_thread_; }
   /// Whether operators came to a dispatch mode of ours in the first run. LibTorch's formulas ask whether they
   /// do (isTensorSubclassLike) and save other tensors then, so it must be the same in recomputes.
   bool sees_operators() const { return sees_operators_; }
@@ -86,7 +84,8 @@ class Frame final : public TaskMember {
   void empty() noexcept;
   struct Remains;
   at::Tensor read_alone(int64_t position);
-  Value recompute_for(const Task& task, std::shared_ptr<RecomputedValues> values, int64_t position);
+  Value recompute_for(const Task& task, const std::shared_ptr<RecomputedValues>& values,
+                      int64_t position);
   at::Tensor hand_over(int64_t position, Value value);
 
   Region region_;
@@ -95,10 +94,9 @@ class Frame final : public TaskMember {
   std::unique_ptr<Keeper> keeper_;
   std::unique_ptr<RecordedFrame> recorded_;
   RegionStart start_;
-  std::thread::id forward_thread_;
-  bool sees_operators_ = false;
+  [[no_unique_address]] Slots slots_;
+  bool sees_operators_ = false;  // in the last word of the slots
   bool is_empty_ = false;
-  Slots slots_;
   ValuesByTask values_;
   ForwardNotes notes_;
 };

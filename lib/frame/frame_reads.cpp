@@ -10,6 +10,10 @@
 
 namespace remat {
 
+namespace {
+using WeakFrame = c10::weak_intrusive_ptr<Frame>;
+}  // namespace
+
 void Frame::drop_slot(int64_t position) noexcept {
   slots_.drop(position);
   values_.drop(position);
@@ -28,7 +32,6 @@ at::Tensor Frame::read_alone(int64_t position) {
 at::Tensor Frame::read_slot(int64_t position) {
   const std::optional<Task> task = current_task();
   if (!task) return read_alone(position);
-  const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
   ValuesByTask::Turn turn = values_.next(region_, slots_, *task, position);
   switch (turn.what) {
     case ValuesByTask::Turn::What::Take:
@@ -39,20 +42,20 @@ at::Tensor Frame::read_slot(int64_t position) {
     case ValuesByTask::Turn::What::Recompute:
       break;
   }
-  return hand_over(position, recompute_for(*task, std::move(turn.values), position));
+  return hand_over(position, recompute_for(*task, turn.values, position));
 }
 
 // This thread recomputes; the others of the task wait (Rule 7).
-Value Frame::recompute_for(const Task& task, std::shared_ptr<RecomputedValues> values,
+Value Frame::recompute_for(const Task& task, const std::shared_ptr<RecomputedValues>& values,
                            int64_t position) {
   const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
   TaskKey key = task.shared ? task.shared->key() : task.graph;
   try {
-    if (task.shared == nullptr) notify_at_task_end(task.graph, self);
+    if (task.shared == nullptr) notify_at_task_end(task.graph, WeakFrame(self));
     recompute(self, *values);
     if (task.shared != nullptr && !task.shared->add(self, values->num_bytes())) {
       // Too large for the cache: kept as without one, until this backward has read it.
-      notify_at_task_end(task.graph, self);
+      notify_at_task_end(task.graph, WeakFrame(self));
       key = task.graph;
     }
   } catch (...) {

@@ -26,7 +26,7 @@ namespace remat {
 /// The leaves that a region's function accumulated into in forward.
 class AccumulatedLeaves {
  public:
-  /// Those that a backward from `roots` comes to.
+  /// Adds the leaves that a backward from `roots` comes to.
   void add_below(const torch::autograd::edge_list& roots);
   bool contains(const c10::TensorImpl* leaf) const;
   bool is_empty() const { return leaves_.empty(); }
@@ -35,14 +35,14 @@ class AccumulatedLeaves {
   std::vector<WeakTensor> leaves_;
 };
 
-/// The sinks of one recompute. Any thread of it.
+/// One recompute has these sinks, for all its threads.
 class GradientSinks {
  public:
   explicit GradientSinks(AccumulatedLeaves leaves) : leaves_(std::move(leaves)) {}
 
   /// The node that stands for a leaf's own; null if it is none of those.
   const seam::NodePtr* sink_of(const at::TensorBase& tensor);
-  /// Null, or why a backward of the recompute would not give what forward's did.
+  /// Says why a backward of the recompute would not give what forward's did; null if it would.
   const char* against(const torch::autograd::edge_list& roots,
                       const torch::autograd::edge_list& targets, bool accumulates);
 

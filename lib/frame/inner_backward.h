@@ -28,7 +28,7 @@ namespace remat {
 class Inputs;
 struct Region;
 
-/// Of one frame: what its forward's backwards asked of its inputs, by number.
+/// A frame notes what its forward's backwards asked of its inputs, by number.
 class InnerBackwards {
  public:
   struct Asked {
@@ -43,17 +43,17 @@ class InnerBackwards {
   std::vector<std::pair<int64_t, Asked>> all_;
 };
 
-/// In forward.
+/// Says what a backward in forward asks of the inputs.
 InnerBackwards::Asked asked_of(const Inputs& inputs, const torch::autograd::edge_list& roots,
                                const torch::autograd::edge_list& targets);
 
-/// In a recompute. Null, or why this backward would not give what forward's did. `aliases`: of the
-/// inputs that it was given.
+/// Says why this backward of a recompute would not give what forward's did; null if it would.
+/// `aliases`: of the inputs that the recompute was given.
 const char* against(const InnerBackwards::Asked& asked, const Inputs& inputs,
                     c10::ArrayRef<WeakEdge> aliases, const torch::autograd::edge_list& roots,
                     const torch::autograd::edge_list& targets);
 
-/// Of a hook: it was not there yet when forward ran the backward.
+/// A hook that was not there yet when forward ran the backward gives this reason.
 inline constexpr char hook_after_backward[] =
     "a gradient was taken inside a region whose function later registers a hook on a tensor from "
     "outside";

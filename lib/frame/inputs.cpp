@@ -148,10 +148,8 @@ void Inputs::save(RegionBody& body, bool offload) {
     input.counter = tensor.unsafeGetTensorImpl()->version_counter();
     input.version = input.counter.current_version();
     impls.push_back(tensor.unsafeGetTensorImpl());
-    if (role == GradRole::Result) {
-      if (seam::Beside beside = seam::beside_values(tensor); beside.is_anything())
-        input.make_details().beside = std::move(beside);
-    }
+    if (role == GradRole::Result && seam::has_beside(tensor))
+      input.make_details().beside = seam::beside_values(tensor);
     if (input.variable.has_hooks() && !saving.is_slot()) {
       Details& watched = input.make_details();
       watched.is_watched = true;
@@ -281,7 +279,7 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
             /*shared_view_info=*/false, torch::autograd::CreationMeta::DEFAULT);
       torch::autograd::create_gradient_edge(alias, input_edge(beside.output_number));
       if (beside.retains_grad) alias.retain_grad();
-      if (beside.is_anything()) seam::set_grad(alias, beside.grad);
+      if (input.details != nullptr) seam::set_grad(alias, beside.grad);
       break;
     }
     case GradRole::NoGradViewOfLeaf:

@@ -16,7 +16,7 @@
 
 namespace remat {
 
-/// The arguments of one recompute.
+/// One recompute is given these arguments.
 struct GivenInputs {
   std::vector<at::Tensor> tensors;
   /// What hooks gave, and hold: the recompute is not to write to it.
@@ -68,7 +68,8 @@ class Inputs {
   const StorageSet& storages() const { return storages_; }
   /// Which of the inputs' storages one has: equal for inputs that share theirs, -1 for none.
   int64_t storage_number(std::size_t input) const { return saved_[input].storage_number; }
-  /// Of each input: where its gradient goes in forward (nowhere, if it is gone), and whether it had hooks.
+  /// Visits, for each input, where its gradient goes in forward (nowhere, if it is gone), and
+  /// whether it had hooks.
   template <class Visitor>
   void visit_edges(Visitor&& visitor) const {
     for (const Input& each : saved_) visitor(each.edge.get(), each.has_tensor_hooks);
@@ -123,7 +124,7 @@ class Inputs {
       if (details == nullptr) details = std::make_unique<Details>();
       return *details;
     }
-    /// Null unless a user's hooks took it.
+    /// Returns null unless a user's hooks took the input.
     Details* watched() const {
       return details != nullptr && details->is_watched ? details.get() : nullptr;
     }

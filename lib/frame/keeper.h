@@ -17,7 +17,8 @@ namespace remat {
 class Filler;
 class Frame;
 
-/// One recompute of a region that keeps something: gives the kept results out again.
+/// A kept replay gives the kept results out again, in one recompute of a region that keeps
+/// something.
 class KeptReplay {
  public:
   virtual ~KeptReplay() = default;
@@ -39,7 +40,8 @@ class KeptReplay {
   virtual void rethrow_mismatch() const = 0;
 };
 
-/// Of one region. Its forward tells it what happens; a recompute asks it for a KeptReplay.
+/// A keeper keeps results of one region. Its forward tells it what happens; a recompute asks it for
+/// a KeptReplay.
 class Keeper : public detail::ReadWatcher {
  public:
   /// What handles the operators of the forward.
@@ -59,7 +61,8 @@ class Keeper : public detail::ReadWatcher {
   /// What it keeps, and where. After the forward.
   virtual void add_to(recording::RegionSums& sums) const = 0;
 
-  /// `inputs`: the region's, for this recompute. May make the region around recompute.
+  /// Begins the replay of one recompute, whose inputs are `inputs`. May make the region around
+  /// recompute.
   virtual std::unique_ptr<KeptReplay> begin_recompute(Filler& filler,
                                                       const std::vector<at::Tensor>& inputs) = 0;
 };

@@ -17,7 +17,7 @@ struct Differences {
   /// Positions in `captures` of tensors that came back in other storage. Whether the recompute made
   /// that itself is known when it has unwound.
   std::vector<int64_t> replaced;
-  /// It is no changed capture.
+  /// The tensor at that position is no changed capture.
   void clear_capture(int64_t position);
   bool any() const { return !captures.empty() || !metadata.empty() || !contents.empty(); }
 };
@@ -35,9 +35,9 @@ struct Differences {
 [[noreturn]] void throw_changed_argument(const Region& region, int64_t number,
                                          const at::Tensor& argument, uint32_t version_then,
                                          uint32_t version_now, bool by_function);
-/// The region's function writes to it, and nothing holds what it was.
+/// The region's function writes to argument `number`, and nothing holds what it was.
 [[noreturn]] void throw_written_argument(const Region& region, int64_t number);
-/// It was given other data, or another shape.
+/// Argument `number` was given other data, or another shape.
 [[noreturn]] void throw_replaced_argument(const Region& region, int64_t number,
                                           const at::Tensor& now);
 /// The function writes to `number`, which shares its memory with `other`; hooks gave them back apart.
@@ -58,7 +58,7 @@ struct Differences {
 /// The tensor was changed in place after the recompute saved it, which plain autograd refuses too.
 [[noreturn]] void throw_changed_value(const Region& region, int64_t position,
                                       const at::Tensor& tensor, uint32_t saved_version);
-/// As in base/error.h, of something that the region's function did.
+/// The region's function did what is not supported; the words are as those of base/error.h.
 [[noreturn]] void throw_unsupported(const Region& region, const std::string& fact,
                                     const std::string& cause, const std::string& advice);
 /// A binding broke the promise that a function of RegionBody does not return.

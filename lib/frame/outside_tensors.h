@@ -30,7 +30,7 @@ namespace remat {
 
 struct Region;
 
-/// The hooks that a region's function registered on tensors in forward.
+/// A frame notes the hooks that its function registered on tensors in forward.
 class HookNotes {
  public:
   struct Note {
@@ -56,7 +56,7 @@ class OutsideTensors {
   OutsideTensors(const OutsideTensors&) = delete;
   OutsideTensors& operator=(const OutsideTensors&) = delete;
 
-  /// One that is known from forward; as it is now.
+  /// The tensor is known from forward; what it has now is noted.
   void add(at::Tensor known);
   /// `requires_grad_` is about to be called.
   void note_requires_grad(const at::TensorBase& tensor);

@@ -44,7 +44,6 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                            "it, or set preserve_rng_state = false if other numbers do no harm");
   const DrawSwaps generators(scope->random());
   {
-    const PreparingIs over(false);
     // Not while a provider runs a backward.
     const ActiveRecompute active(frame.values(), values, filler, scope->own_lock());
     const AmbientRestore ambient(surroundings.snapshot());
@@ -90,6 +89,7 @@ void compare(const Region& region, Filler& filler) {
   if (filler.has_too_many() || !filler.is_complete())
     throw_count_mismatch(region, filler.num_slots(), filler.num_seen(), filler.take_differences(),
                          filler.log());
+  if (!filler.has_differences()) return;
   if (Differences differences = filler.take_differences(); differences.any())
     throw_differences(region, std::move(differences), filler.log());
 }
@@ -118,12 +118,11 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
   // What hooks, observers and providers of the user's do here is no part of a region that waits on this
   // thread. run_function() looks at operators if the frame does.
   const seam::DispatchModeOff unseen;
-  const PreparingIs preparing(true);
+  const PreparingRecompute preparing;
   try {
     recording::RecomputeSpan span(region.info, frame->recorded());
-    const auto profiled = profiler::recompute_scope(region.info.name());
-    const ObservedRecompute observed(frame->surroundings().user_state(), region.info.id,
-                                     region.info.depth, region.info.name());
+    const auto profiled = profiler::recompute_scope(region.info);
+    const ObservedRecompute observed(frame->surroundings().user_state(), region.info);
     GivenInputs given = frame->inputs().unpack(region, frame->notes().has_run_backward());
     Filler filler(region, frame->slots(), frame->recorded(), values, only_position);
     filler.set_inputs(given.tensors);

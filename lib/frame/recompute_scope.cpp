@@ -15,7 +15,8 @@ using detail::Ability;
 
 namespace {
 
-/// Of the recompute in which this thread is about to recompute another region, or null.
+/// Finds the owner for the recompute in which this thread is about to recompute another region; or
+/// null.
 const LockOwner* lock_owner_around() {
   const LockOwner* around = nullptr;
   detail::visit_regions([&](const detail::RegionScope& scope) {
@@ -27,10 +28,8 @@ const LockOwner* lock_owner_around() {
 }  // namespace
 
 RecomputeScope::RecomputeScope(c10::intrusive_ptr<Frame> recomputed, Filler& filler)
-    : FrameScope(std::move(recomputed)),
-      filler_(filler),
-      draws_(frame().surroundings().draw_logs()),
-      own_lock_{lock_owner_around()} {
+    : FrameScope(std::move(recomputed)), filler_(filler), own_lock_{lock_owner_around()} {
+  frame().surroundings().visit_draw_logs([this](DrawLog& log) { draws_.add(log); });
   const RegionOptions& options = frame().region().options;
   early_stop = options.early_stop_guard;
   debug = options.debug_guard;

@@ -39,7 +39,7 @@ class RecomputeScope final : public FrameScope,
   void begin(const std::vector<at::Tensor>& inputs);
   /// While the function runs; null before and after.
   void set_outside(OutsideTensors* outside) { outside_ = outside; }
-  /// Null if nothing is kept.
+  /// The replay is null if nothing is kept.
   KeptReplay* replay() const { return replay_.get(); }
   RecomputeDraws& random() { return draws_; }
   const LockOwner& own_lock() const { return own_lock_; }

@@ -20,15 +20,16 @@ namespace remat {
 /// A recomputed tensor as it waits for backward.
 struct Value {
   at::Tensor tensor;
-  /// Of a tensor that others own: the data as it was at the save, whatever becomes of the object.
+  /// Where others own the tensor, this alias has the data as they were at the save, whatever
+  /// becomes of the object.
   at::Tensor alias;
   std::shared_ptr<const Ready> ready{};  ///< null on the CPU
   uint32_t version = 0;
   int64_t bytes = 0;
 };
 
-/// One per frame and task. Guarded by the frame's mutex, except that the thread in `owner` fills
-/// `values` while the state is Running.
+/// A frame has one for each task. The mutex of ValuesByTask guards it, except that the thread in
+/// `owner` fills `values` while the state is Running.
 struct RecomputedValues {
   enum class State { Running, Done };
 
@@ -37,7 +38,7 @@ struct RecomputedValues {
   RecomputedValues(const RecomputedValues&) = delete;
   RecomputedValues& operator=(const RecomputedValues&) = delete;
 
-  /// Room for the values of that many slots.
+  /// Makes room for the values of that many slots.
   void reserve(std::size_t num_slots) { values.reserve(num_slots); }
   /// Returns its bytes, which the caller adds to the counter of those alive.
   int64_t put(int64_t position, Value value);
@@ -54,7 +55,7 @@ struct RecomputedValues {
 
   /// `state` or `waits_for_backward` has changed.
   void tell_change() noexcept;
-  /// Until the next change; `lock` is the frame's, and not held meanwhile.
+  /// Until the next change; `lock` is that of ValuesByTask, and not held meanwhile.
   void wait_for_change(std::unique_lock<SpinLock>& lock);
 
   TaskKey task;

@@ -2,6 +2,7 @@
 // What a region was called with: its function, the options in force, and what only some regions have.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 #include <functional>
@@ -17,7 +18,7 @@
 
 namespace remat {
 
-/// The options in force for a region, guards applied.
+/// These options are in force for a region, guards applied.
 struct RegionOptions {
   bool early_stop = true, debug = false, preserve_rng_state = true, strict_unpack = false;
   bool offload_inputs = false;
@@ -33,19 +34,19 @@ struct RegionExtras {
   TensorChecks checks;
   ContextPair contexts;
   OpLog forward_log;
-  /// Of each slot in debug mode: the number of the operator that saved it.
+  /// In debug mode each slot has the number of the operator that saved it.
   std::vector<int64_t> saved_by;
 };
 
 struct Region {
-  RegionInfo info;
+  [[no_unique_address]] RegionInfo info;  // the options begin in its last word
   RegionOptions options;
   std::unique_ptr<RegionExtras> extras{};  ///< null if it has none of them
   std::unique_ptr<RegionBody> body{};
 
-  const TensorChecks& checks() const {
-    static const TensorChecks none;
-    return extras == nullptr ? none : extras->checks;
+  c10::ArrayRef<std::unique_ptr<TensorCheck>> checks() const {
+    if (extras == nullptr) return {};
+    return extras->checks;
   }
 };
 

@@ -21,7 +21,8 @@ class SharedRecomputes {
   SharedRecomputes(const SharedRecomputes&) = delete;
   SharedRecomputes& operator=(const SharedRecomputes&) = delete;
 
-  /// Of the innermost group around, else of the innermost cache; null if there is neither.
+  /// Returns that of the innermost group around, else of the innermost cache; null if there is
+  /// neither.
   static std::shared_ptr<SharedRecomputes> around();
 
   const TaskKey& key() const { return key_; }

@@ -15,11 +15,12 @@ struct Slot {
   TensorMetadata metadata;
   [[no_unique_address]] Provenance provenance;  // the flags fill its last word
   bool requires_grad : 1 = false;
-  /// The same without what a view made under no-grad claims.
+  /// It requires grad, apart from what a view made under no-grad claims.
   bool has_edge : 1 = false;
-  /// Of the same operator as the slot before, with no backward or pinned value between the two.
+  /// The operator that saved it saved the slot before, too, with no backward or pinned value
+  /// between the two.
   bool follows : 1 = false;
-  /// It stands for an input of a region inside; such a tensor is complete when it is saved.
+  /// The slot stands for an input of a region inside; such a tensor is complete when it is saved.
   bool is_inner_input : 1 = false;
   /// The operator may write this tensor, or another that its operator saves, after it was saved: a recompute that
   /// ends here lets the operator finish (Rule 5).
@@ -34,7 +35,7 @@ struct Slot {
   }
 };
 
-/// The index of a slot in its frame.
+/// Converts a position to the index of a slot in its frame.
 inline std::size_t at_position(int64_t position) { return static_cast<std::size_t>(position); }
 
 }  // namespace remat

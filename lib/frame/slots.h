@@ -49,7 +49,7 @@ class Slots {
   void end_operator();
   /// The function has returned: notes the contents that are still to be noted.
   void note_rest(const Region& region);
-  /// For recorders: what `settle` drops.
+  /// Sums up for recorders what `settle` drops.
   recording::RegionSums sums(const StorageSet& results);
 
   struct Ending {
@@ -64,7 +64,7 @@ class Slots {
   /// Nothing will read the slot again.
   void drop(int64_t position) noexcept;
   HeldInfo describe(int64_t position, const Region& region) const;
-  /// For every slot that is alive, or for `only_position` alone if it is not negative.
+  /// Looks at every slot that is alive, or at `only_position` alone if it is not negative.
   SlotView view_for(int64_t only_position) const;
   /// Calls `fn` with a slot. Once the forward is over only `is_alive` changes, before that slots move.
   template <class Fn>
@@ -94,7 +94,7 @@ class Slots {
                          c10::function_ref<bool(const c10::StorageImpl*)> is_kept);
   void settle_operators();
 
-  mutable SpinLock mutex_;  // guards what follows; never held while user code runs
+  // Guarded by the mutex, which is never held while user code runs.
   std::vector<Slot> slots_;
   std::vector<NoteOfSlot> notes_;                        // by position
   std::vector<std::pair<int64_t, at::Tensor>> pending_;  // noted when their operator is over
@@ -102,6 +102,7 @@ class Slots {
   bool may_meet_outside_ = true;
   bool is_settled_ = false;
   bool ends_small_ = false;
+  mutable SpinLock mutex_;
 };
 
 }  // namespace remat

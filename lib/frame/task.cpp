@@ -28,13 +28,13 @@ class MembersOfTask {
 
   const TaskKey& task() const { return task_; }
 
-  void add(const c10::intrusive_ptr<TaskMember>& member) {
+  void add(WeakMember member) {
     // Members die while the task runs; forgetting them at every doubling keeps the list short.
     if (members_.size() >= next_sweep_) {
       std::erase_if(members_, [](const WeakMember& each) { return each.expired(); });
       next_sweep_ = std::max<std::size_t>(64, 2 * members_.size());
     }
-    members_.emplace_back(member);
+    members_.push_back(std::move(member));
   }
 
   void end() noexcept {
@@ -56,11 +56,11 @@ std::optional<Task> current_task() {
   return Task{{TaskKey::Kind::Graph, id}, SharedRecomputes::around()};
 }
 
-void notify_at_task_end(const TaskKey& task, const c10::intrusive_ptr<TaskMember>& member) {
+void notify_at_task_end(const TaskKey& task, WeakMember member) {
   // Backwards nest, so a thread may serve several tasks in turn; an ended one is found expired.
   thread_local std::vector<std::weak_ptr<MembersOfTask>> tasks;
   std::shared_ptr<MembersOfTask> found = tasks.empty() ? nullptr : tasks.back().lock();
-  if (found != nullptr && found->task() == task) return found->add(member);
+  if (found != nullptr && found->task() == task) return found->add(std::move(member));
   found.reset();
   std::erase_if(tasks, [&](const std::weak_ptr<MembersOfTask>& each) {
     const auto members = each.lock();
@@ -72,7 +72,7 @@ void notify_at_task_end(const TaskKey& task, const c10::intrusive_ptr<TaskMember
     seam::at_end_of_graph_task([found] { found->end(); });
     tasks.emplace_back(found);
   }
-  found->add(member);
+  found->add(std::move(member));
 }
 
 }  // namespace remat

@@ -24,7 +24,7 @@ struct TaskKey {
 /// The backward that runs on a thread.
 struct Task {
   TaskKey graph;  ///< of the engine
-  /// The backward calls it shares recomputes with; null: none.
+  /// The backward shares recomputes with the calls in it; null: with none.
   std::shared_ptr<SharedRecomputes> shared;
 };
 
@@ -39,6 +39,6 @@ class TaskMember : public SlotOwner {
 
 /// Tells the member when the current graph task ends, by success or by error, on the thread that ends it.
 /// The member is held weakly.
-void notify_at_task_end(const TaskKey& task, const c10::intrusive_ptr<TaskMember>& member);
+void notify_at_task_end(const TaskKey& task, c10::weak_intrusive_ptr<TaskMember> member);
 
 }  // namespace remat

@@ -14,7 +14,7 @@
 
 namespace remat {
 
-/// One check of the tensors of one region. Threads: several recomputes may ask at once.
+/// A check compares the tensors of one region. Threads: several recomputes may ask at once.
 class TensorCheck {
  public:
   virtual ~TensorCheck() = default;
@@ -40,7 +40,7 @@ TensorChecks checks_for(const CheckpointOptions& options);
 /// Puts a check among those that options can ask for. Of static storage.
 class RegisteredCheck {
  public:
-  /// Null: the options do not ask for it.
+  /// Makes the check; null if the options do not ask for it.
   using Make = std::unique_ptr<TensorCheck> (*)(const CheckpointOptions& options);
   explicit RegisteredCheck(Make make);
 

@@ -47,11 +47,12 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
       all_.push_back(std::make_shared<RecomputedValues>(key));
       return {Turn::What::Recompute, {}, all_.back()};
     }
-    const std::shared_ptr<RecomputedValues> values = *found;
+    RecomputedValues* const values = found->get();
     if (values->state == RecomputedValues::State::Running) {
       if (values->owner == std::this_thread::get_id() || values->waits_for_backward)
         return {Turn::What::ReadAlone, {}, nullptr};
-      values->wait_for_change(lock);
+      const std::shared_ptr<RecomputedValues> alive = *found;
+      alive->wait_for_change(lock);
       continue;
     }
     const int64_t read_by = index < values->handed_to.size() ? values->handed_to[index] : -1;
@@ -77,7 +78,7 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
     }
     values->state = RecomputedValues::State::Running;
     values->owner = std::this_thread::get_id();
-    return {Turn::What::Recompute, {}, values};
+    return {Turn::What::Recompute, {}, *found};
   }
 }
 

@@ -15,7 +15,7 @@
 
 namespace remat {
 
-/// Rules 4, 7 and 9. Threads: any.
+/// A frame's recomputed values lie here until they are read (Rules 4, 7 and 9). Threads: any.
 class ValuesByTask {
  public:
   /// What a thread that wants the value of a slot has to do.
@@ -28,11 +28,11 @@ class ValuesByTask {
   /// Waits while another thread of the task recomputes. Throws CheckpointError where the value may not be
   /// read again.
   Turn next(const Region& region, const Slots& slots, const Task& task, int64_t position);
-  /// They are recomputed, and kept under `key`. Takes the value of a slot.
+  /// The values are recomputed, and kept under `key`. Takes the value of a slot.
   Value filled(const Region& region, const Slots& slots,
                const std::shared_ptr<RecomputedValues>& values, const TaskKey& key,
                const Task& task, int64_t position);
-  /// They could not be recomputed.
+  /// The values could not be recomputed.
   void failed(const std::shared_ptr<RecomputedValues>& values) noexcept;
   /// The thread that recomputes them is about to wait for a backward: wakes the threads that wait for it.
   void owner_waits_for_backward(RecomputedValues& values);
@@ -42,6 +42,7 @@ class ValuesByTask {
 
   using All = c10::SmallVector<std::shared_ptr<RecomputedValues>, 1>;
   All release() { return std::move(all_); }
+  void clear() { all_.clear(); }
 
  private:
   Value take(const Region& region, RecomputedValues& values, int64_t position,

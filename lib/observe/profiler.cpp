@@ -4,10 +4,10 @@
 
 namespace remat::profiler {
 
-std::unique_ptr<at::RecordFunction> begin(at::StepCallbacks observers, const std::string& region,
+std::unique_ptr<at::RecordFunction> begin(at::StepCallbacks observers, const RegionInfo& region,
                                           const char* suffix) {
   auto scope = std::make_unique<at::RecordFunction>(std::move(observers));
-  const std::string name = region.empty() ? "remat::checkpoint" : region;
+  const std::string name = region.name().empty() ? "remat::checkpoint" : region.name();
   scope->before(std::string_view(name + suffix));  // which copies it
   return scope;
 }

@@ -5,27 +5,28 @@
 #include <ATen/record_function.h>
 
 #include <memory>
-#include <string>
 #include <utility>
+
+#include "lib/scope/region_info.h"
 
 namespace remat {
 
 namespace profiler {
 
-std::unique_ptr<at::RecordFunction> begin(at::StepCallbacks observers, const std::string& region,
+std::unique_ptr<at::RecordFunction> begin(at::StepCallbacks observers, const RegionInfo& region,
                                           const char* suffix);
 
-/// A scope that ends when it dies, under `region`, its name ("remat::checkpoint" without one) and
+/// A scope that ends when it dies, under the region's name ("remat::checkpoint" without one) and
 /// `suffix`; null where nobody observes, which costs one look at the thread's callbacks.
-inline std::unique_ptr<at::RecordFunction> scope_of(const std::string& region, const char* suffix) {
+inline std::unique_ptr<at::RecordFunction> scope_of(const RegionInfo& region, const char* suffix) {
   auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
   return observers ? begin(std::move(*observers), region, suffix) : nullptr;
 }
-/// Of the first run: "NAME (forward)". It is seen on the thread that runs the region.
-inline auto forward_scope(const std::string& region) { return scope_of(region, " (forward)"); }
-/// Of a recompute: "NAME". It begins before the inputs are there, so it holds the recomputes of the
-/// regions around that it waits for, as RegionReport::recompute_s does.
-inline auto recompute_scope(const std::string& region) { return scope_of(region, ""); }
+/// The first run is shown as "NAME (forward)". It is seen on the thread that runs the region.
+inline auto forward_scope(const RegionInfo& region) { return scope_of(region, " (forward)"); }
+/// A recompute is shown as "NAME". It begins before the inputs are there, so it holds the
+/// recomputes of the regions around that it waits for, as RegionReport::recompute_s does.
+inline auto recompute_scope(const RegionInfo& region) { return scope_of(region, ""); }
 
 }  // namespace profiler
 

@@ -112,7 +112,7 @@ const MemoryMeter& meter() {
 /// Gives an event of a region, or of none, to all recordings that want it. `begin`: of what it ends.
 void write(Event event, const RegionInfo* region = nullptr, Clock::time_point begin = {}) {
   const Writing writing;
-  if (region != nullptr) event.depth = static_cast<int32_t>(region->depth);
+  if (region != nullptr) event.depth = region->depth;
   recordings().visit([&](Recording& recording) {
     const RecorderOptions& options = recording.options();
     if (event.kind == EventKind::Operator && !options.operators) return;

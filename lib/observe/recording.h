@@ -135,7 +135,7 @@ void region_throws(const RegionInfo& region, const RecordedFrame& recorded);
 /// The bytes of CPU tensors alive have become `live`.
 void memory_changes(int64_t live);
 
-/// One recompute, from its begin to its end.
+/// A span records one recompute, from its begin to its end.
 class RecomputeSpan {
  public:
   /// `recorded`: null if the region is not recorded. Both outlive it.

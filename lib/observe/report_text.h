@@ -11,11 +11,11 @@
 
 namespace remat {
 
-/// Quoted and escaped.
+/// Quotes and escapes a text.
 std::string json_string(std::string_view text);
-/// With &, <, > and quotes escaped.
+/// Escapes &, <, > and quotes.
 std::string xml_text(std::string_view text);
-/// "12.3 MB"; a power of ten, three digits or more.
+/// Writes bytes as "12.3 MB": a power of ten, three digits or more.
 std::string readable_bytes(int64_t bytes);
 std::string name_shown(const std::string& name);
 
@@ -25,8 +25,8 @@ struct ReportTable {
 };
 ReportTable table_of(const Report& report);
 
-/// Live bytes over time, stacked by kind, with the regions below: an SVG element. Bars and columns
-/// have titles, which browsers show under the pointer.
+/// Draws live bytes over time, stacked by kind, with the regions below: an SVG element. Bars and
+/// columns have titles, which browsers show under the pointer.
 std::string memory_picture(const std::vector<Event>& events);
 
 /// Writes the whole text, or throws an error that names the file.

@@ -11,7 +11,7 @@ namespace remat {
 /// cannot overflow: everything the chain could ever hold adds up to an int64_t.
 void check(const ChainCost& cost, const SolveOptions& options);
 
-/// A stage, or (negative) a region, by its place in Plan::regions(), from 1.
+/// An item is a stage, or (negative) a region, by its place in Plan::regions(), from 1.
 using PlanItem = int64_t;
 /// What stands in each region, in order; 0 is the program around them.
 std::vector<std::vector<PlanItem>> items_of(const Plan& plan);

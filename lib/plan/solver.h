@@ -41,21 +41,21 @@ namespace remat::detail {
 // V(s,t) depends on nothing but the costs of its stages and the gradient before them. Sub-chains
 // with equal costs share one staircase, which makes n equal blocks a table of order n.
 
-/// The staircases of all sub-chains, and the plans that attain them.
+/// The table holds the staircases of all sub-chains, and the plans that attain them.
 class FrontierTable {
  public:
   FrontierTable(const ChainCost& cost, const SolveOptions& options);
 
   std::vector<FrontierPoint> points() const;
-  /// Of the fastest plan for the budget of a point.
+  /// Returns the fastest plan for the budget of a point.
   Plan plan(int64_t bytes) const;
 
  private:
   struct StageTicks {
     int64_t forward = 0, to_last_save = 0;
   };
-  /// One depth: the number of the staircase of each sub-chain, and where the insides of its regions
-  /// are.
+  /// A level is one depth: the number of the staircase of each sub-chain, and where the insides of
+  /// its regions are.
   struct Level {
     std::vector<int32_t> stairs;
     std::size_t inside = 0;

@@ -25,7 +25,7 @@ inline constexpr bool is_gain(int64_t ticks, int64_t over) {
   return ticks < over && (ticks == 0 || over - ticks >= int64_t{1} << (kBitsOfTicks - 50));
 }
 
-/// The ticks for a budget, `kInfeasible` below the first step.
+/// Returns the ticks for a budget, `kInfeasible` below the first step.
 int64_t value_at(const Staircase& stairs, int64_t bytes);
 
 /// The lower envelope of staircases that are sums and shifts of others. Keeps its memory from one

@@ -48,18 +48,19 @@ class DevicesMet {
 // A registered generator always counts. Threads that draw from one generator at once are not told
 // apart, but for recomputes, which take turns at it.
 
-/// Of a region: the states at its begin of the generators it drew from, once it is settled.
+/// A region keeps the states at its begin of the generators that it drew from, once it is settled.
 class DeviceRng {
  public:
-  /// Null where there is neither an accelerator nor anything in `registered` but CPU generators. No
-  /// device is initialised.
+  /// Returns null where there is neither an accelerator nor anything in `registered` but CPU
+  /// generators. No device is initialised.
   static std::unique_ptr<DeviceRng> take(c10::ArrayRef<at::Generator> registered);
   /// A generator that was registered inside the region, as it is now; none if it is a CPU generator.
   static void add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered);
-  /// The present states of these generators, and of the default ones of the devices in use.
+  /// Reads the present states of these generators, and of the default ones of the devices in use.
   std::vector<GeneratorState> now() const;
-  /// Those of `now` that moved since `before`, or since they were registered if that was later. What a
-  /// recompute sets it must put back, so they stay here even if they return to where they were.
+  /// Returns those of `now` that moved since `before`, or since they were registered if that was
+  /// later. What a recompute sets it must put back, so they stay here even if they return to where
+  /// they were.
   std::vector<GeneratorState> moved(const std::vector<GeneratorState>& before,
                                     std::vector<GeneratorState> now, const DevicesMet& met);
   static GeneratorState present(at::Generator generator);
@@ -92,7 +93,7 @@ class DeviceRngSwap {
  public:
   DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const LockOwner& owner);
   ~DeviceRngSwap();
-  /// They did not become free in time: nothing was set.
+  /// The generators did not become free in time: nothing was set.
   bool has_failed() const { return has_failed_; }
   DeviceRngSwap(const DeviceRngSwap&) = delete;
   DeviceRngSwap& operator=(const DeviceRngSwap&) = delete;

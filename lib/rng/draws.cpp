@@ -28,7 +28,7 @@ Followed& followed() {
   return *all;
 }
 
-/// Without an owner: it is leaked, too, and never counts who refers to it.
+/// The pointer has no owner: the track is leaked, too, and never counts who refers to it.
 std::shared_ptr<DrawTrack> default_track() {
   static auto* const track = new DrawTrack(default_cpu_generator());
   return {std::shared_ptr<void>(), track};
@@ -46,7 +46,7 @@ std::shared_ptr<DrawTrack> follow(at::CPUGeneratorImpl& generator) {
   return track;
 }
 
-/// The same, but null for one that nobody follows. Cheap.
+/// The track of a generator, or null if nobody follows it. Cheap.
 std::shared_ptr<DrawTrack> track_of(const at::CPUGeneratorImpl& generator) {
   if (&generator == &default_cpu_generator()) return default_track();
   if (followed().size == 0) return nullptr;

@@ -49,7 +49,7 @@ struct DrawPlan {
     std::shared_ptr<const CpuRngState> state;
   };
   c10::SmallVector<Jump, 1> jumps;
-  /// Where the generator stood when the region began, if numbers passed no operator.
+  /// The generator stood here when the region began, if numbers passed no operator.
   std::shared_ptr<const CpuRngState> unseen_start;
   std::optional<CpuRngPosition> end;  ///< where it stood at the region's end, once that is known
   /// Operators of other threads drew meanwhile, so that numbers that passed none cannot come again.
@@ -59,7 +59,8 @@ struct DrawPlan {
   bool uses_original() const { return unseen_start != nullptr; }
 };
 
-/// Where the operators of all threads left one generator. The generator's mutex is held.
+/// A track knows where the operators of all threads left one generator. The generator's mutex is
+/// held.
 class DrawTrack {
  public:
   explicit DrawTrack(at::CPUGeneratorImpl& followed_one);
@@ -96,18 +97,18 @@ class DrawLog {
  public:
   explicit DrawLog(at::CPUGeneratorImpl& generator);
   at::CPUGeneratorImpl& generator() const { return generator_; }
-  /// Since the region began.
+  /// The track follows the generator since the region began.
   const std::shared_ptr<DrawTrack>& track() const { return track_; }
   /// The region's function begins, or has returned, on this thread.
   void begin();
   void settle();
   DrawPlan plan();
-  /// The same once it is settled, else null. Lives as long as the log.
+  /// Returns the plan once it is settled, else null. Lives as long as the log.
   const DrawPlan* settled_plan() const { return is_settled_ ? &plan_ : nullptr; }
   /// Around an interval that recomputes will not run. What is drawn next starts from a noted state.
   DrawMark mark();
   DrawSkip since(const DrawMark& mark);
-  /// The same for an interval in which the log began.
+  /// Does the same for an interval in which the log began.
   DrawSkip since_begin() { return since({0, position_at_begin_}); }
   /// Whether a thread that had never drawn before has drawn since the region began, outside of any
   /// region, or a thread other than the region's own in the region. Cheap.
@@ -136,7 +137,7 @@ class DrawLog {
   std::atomic<bool> has_other_threads_{false};  // drew for the region: their order may differ
 };
 
-/// The generator of one recompute. The log outlives it.
+/// A replay has the generator of one recompute. The log outlives it.
 class DrawReplay {
  public:
   explicit DrawReplay(DrawLog& forward)
@@ -147,7 +148,8 @@ class DrawReplay {
   const DrawPlan& plan() const { return settled_ != nullptr ? *settled_ : *plan_; }
   const std::shared_ptr<DrawTrack>& track() const { return track_; }
 
-  /// The generator for the next operator, standing where forward's stood. Hold `mutex` meanwhile.
+  /// Returns the generator for the next operator, standing where forward's stood. Hold `mutex`
+  /// meanwhile.
   at::Generator& next();
   std::mutex mutex;
   /// The recompute passes over an interval of the forward.
@@ -168,11 +170,13 @@ class DrawReplay {
 /// What a region's scope says of draws from a generator, for its run. Threads: any.
 class DrawSource {
  public:
-  virtual ~DrawSource() = default;
-  /// Of a first run: where the draws are noted; null if they do not matter.
+  /// A first run says where its draws are noted; null if they do not matter.
   virtual DrawLog* draw_log(const c10::GeneratorImpl&) { return nullptr; }
-  /// Of a recompute: what draws them again.
+  /// A recompute says what draws them again.
   virtual DrawReplay* draw_replay(const c10::GeneratorImpl&) { return nullptr; }
+
+ protected:
+  ~DrawSource() = default;  // owned as something else
 };
 
 /// While alive the generator itself stands where the region began, if the replay's plan uses it; then

@@ -1,8 +1,6 @@
 #pragma once
 // Draws the random numbers of a region's forward again in one recompute, from all its generators.
 
-#include <c10/util/ArrayRef.h>
-
 #include <list>
 #include <optional>
 
@@ -10,12 +8,16 @@
 
 namespace remat {
 
-/// The replays of one recompute. Lives as long as threads may have inherited its scope.
+/// One recompute draws from these replays. Lives as long as threads may have inherited its scope.
 class RecomputeDraws final : public DrawSource {
  public:
-  /// `logs`: of forward, the default generator's first. They outlive it.
-  explicit RecomputeDraws(c10::ArrayRef<DrawLog*> logs) {
-    for (DrawLog* const each : logs) add(*each);
+  RecomputeDraws() = default;
+  /// A log of forward, which outlives it; the default generator's first.
+  void add(DrawLog& log) {
+    if (first_)
+      more_.emplace_back(log);
+    else
+      first_.emplace(log);
   }
   DrawReplay* draw_replay(const c10::GeneratorImpl& generator) override {
     DrawReplay* found = nullptr;
@@ -33,12 +35,6 @@ class RecomputeDraws final : public DrawSource {
 
  private:
   friend class DrawSwaps;
-  void add(DrawLog& log) {
-    if (first_)
-      more_.emplace_back(log);
-    else
-      first_.emplace(log);
-  }
   template <class Visitor>
   void visit(Visitor&& visitor) {
     if (first_) visitor(*first_);

@@ -40,7 +40,7 @@ std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
   return rebuilt;
 }
 
-/// Null until the library is loaded; then it stays.
+/// The pointer is null until the library is loaded; then it stays.
 constinit const seam::EngineCallbacks* engine_callbacks = nullptr;
 
 }  // namespace

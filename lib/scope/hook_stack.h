@@ -42,14 +42,14 @@ enum class HooksAround {
 
 class Scope;
 
-/// One place of the stack: a scope, and what lies below it. Immutable, so that the copies which
-/// LibTorch gives to other threads never change under them. The first node of a scope is a part of
-/// it and shares its ownership; others own it.
+/// A node is one place of the stack: a scope, and what lies below it. Immutable, so that the copies
+/// which LibTorch gives to other threads never change under them. The first node of a scope is a
+/// part of it and shares its ownership; others own it.
 struct StackNode final : seam::ThreadEntry {
   StackNode(Scope& scope, std::shared_ptr<StackNode> below, int64_t foreign_depth);
   ~StackNode() override;
 
-  /// The innermost open scope with an ability, from here downwards.
+  /// Finds the innermost open scope with an ability, from here downwards.
   Scope* nearest(Ability ability) const;
 
   Scope* const scope;
@@ -66,21 +66,21 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual ~Scope() = default;
   /// Hooks for the next saved tensor; null: save it plainly.
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() { return nullptr; }
-  /// The same for what is saved on behalf of a region in here.
+  /// Makes hooks for what is saved on behalf of a region in here.
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(HooksAround) {
     return make_hooks();
   }
-  /// What it registers for the recomputes of the regions in it; of `Ability::State`.
+  /// Says what it registers for the recomputes of the regions in it; of `Ability::State`.
   virtual const StateSource* state_source() const { return nullptr; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
   bool has(Ability ability) const { return (abilities_ >> static_cast<unsigned>(ability)) & 1u; }
-  /// One bit for each ability.
+  /// Each ability has one bit.
   uint32_t abilities() const { return abilities_; }
   void open();
   void close();
 
-  /// A node of the stack for this scope.
+  /// Makes a node of the stack for this scope.
   std::shared_ptr<StackNode> make_node(std::shared_ptr<StackNode> below, int64_t foreign_depth);
 
   std::optional<bool> early_stop{};  ///< of `Ability::EarlyStop`
@@ -110,7 +110,7 @@ void pop(Scope& scope);
 /// `is_decided` says that none are wanted.
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided);
 
-/// Of a region's scope that is open on this thread.
+/// Makes the hooks around a region whose scope is open on this thread.
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Scope& region,
                                                                        HooksAround which);
 
@@ -136,7 +136,7 @@ class SaveAround {
 class StackView {
  public:
   StackView();
-  /// The innermost open scope with an ability, or null.
+  /// Finds the innermost open scope with an ability, or null.
   Scope* innermost(Ability ability) const {
     return top_ == nullptr ? nullptr : top_->nearest(ability);
   }
@@ -145,9 +145,9 @@ class StackView {
   const StackNode* top_;
 };
 
-/// The innermost open scope with an ability, or null.
+/// Finds the innermost open scope with an ability, or null.
 Scope* innermost(Ability ability);
-/// Every open scope of this thread with an ability, innermost first.
+/// Visits every open scope of this thread with an ability, innermost first.
 void visit(Ability ability, c10::function_ref<void(Scope&)> visitor);
 
 /// While alive, the thread's stack is the given scope alone, and LibTorch's own hook stack is empty

@@ -7,8 +7,8 @@
 
 namespace remat {
 
-/// Of the whole process: what `CheckpointOptions::offload_inputs` moves to the CPU. A changed input
-/// raises when it is read, as if it had stayed.
+/// The process has one depot for what `CheckpointOptions::offload_inputs` moves to the CPU. A
+/// changed input raises when it is read, as if it had stayed.
 const std::shared_ptr<Depot>& depot_of_inputs();
 
 }  // namespace remat

@@ -7,9 +7,9 @@
 namespace remat {
 
 struct RegionInfo {
-  int64_t id = -1;    ///< of its frame, unique in the process
-  int64_t depth = 0;  ///< 1: no region around it
+  int64_t id = -1;  ///< of its frame, unique in the process
   const std::string* given_name = nullptr;
+  int32_t depth = 0;  ///< 1: no region around it
 
   /// Empty if it has none.
   const std::string& name() const {

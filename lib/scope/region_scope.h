@@ -22,7 +22,6 @@ namespace detail {
 /// Told of the backwards that a region's function runs.
 class BackwardWatcher {
  public:
-  virtual ~BackwardWatcher() = default;
   /// A backward begins. `targets`: none for all leaves; `accumulates`: into them. Throws what speaks
   /// against it.
   virtual void backward_begins(const torch::autograd::edge_list& roots,
@@ -30,12 +29,14 @@ class BackwardWatcher {
   /// A backward has ended: what it returned (nothing if it threw), and the gradients given to its roots.
   virtual void backward_ended(const torch::autograd::variable_list& /*gradients*/,
                               const torch::autograd::variable_list& /*given*/) {}
+
+ protected:
+  ~BackwardWatcher() = default;  // owned as something else
 };
 
-/// Told of what a region's function registers on tensors.
+/// A registration watcher is told of what a region's function registers on tensors.
 class RegistrationWatcher {
  public:
-  virtual ~RegistrationWatcher() = default;
   /// A hook is about to be registered. A recompute answers with the handle of forward's, which is there
   /// already.
   virtual std::optional<unsigned> known_hook(const at::TensorBase&) { return std::nullopt; }
@@ -45,9 +46,13 @@ class RegistrationWatcher {
   virtual void requires_grad_changes(const at::TensorBase&) {}
   /// The node at which gradients of a leaf end in this run; null: the leaf's own.
   virtual const seam::NodePtr* gradient_sink(const at::TensorBase&) { return nullptr; }
+
+ protected:
+  ~RegistrationWatcher() = default;  // owned as something else
 };
 
-/// Told of the tensors whose data others than operators read in a region's first run.
+/// A read watcher is told of the tensors whose data others than operators read in a region's first
+/// run.
 class ReadWatcher {
  public:
   virtual ~ReadWatcher() = default;
@@ -82,12 +87,12 @@ class RegionScope : public Scope {
   const RegionInfo& region_;
 };
 
-/// The innermost region of this thread, or null.
+/// Finds the innermost region of this thread, or null.
 inline RegionScope* innermost_region() {
   return static_cast<RegionScope*>(innermost(Ability::Region));
 }
 
-/// Every region of this thread, innermost first.
+/// Visits every region of this thread, innermost first.
 template <class Visitor>
 void visit_regions(Visitor&& visitor) {
   visit(Ability::Region, [&](Scope& scope) { visitor(static_cast<RegionScope&>(scope)); });

@@ -7,7 +7,7 @@ namespace remat {
 
 /// The tensor whose alias is being packed, else null. A region around judges the alias by it.
 const at::Tensor* input_being_saved();
-/// The same, for a frame that makes a slot of it, or fills one with it.
+/// Returns the same to a frame that makes a slot of it, or fills one with it.
 const at::Tensor* take_input_being_saved();
 
 /// While alive, what this thread saves is an alias of `tensor`: an input of a region, or a kept value.

@@ -9,7 +9,7 @@
 
 namespace remat {
 
-/// The accelerator of this build, or one that a plug-in brought (PrivateUse1, at any time).
+/// Finds the accelerator of this build, or one that a plug-in brought (PrivateUse1, at any time).
 std::optional<c10::DeviceType> present_accelerator();
 
 /// Its devices that are initialised; initialises none. Empty without an accelerator, or if its

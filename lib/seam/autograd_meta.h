@@ -24,7 +24,7 @@ inline bool requires_grad_itself(const at::TensorBase& tensor) {
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
   return meta != nullptr && meta->requires_grad_;
 }
-/// Of a leaf; without asking whether it may.
+/// Sets the flag of a leaf, without asking whether it may.
 void set_requires_grad_itself(const at::TensorBase& leaf, bool requires_grad);
 
 /// Whether hooks were put on it, and not on its node.
@@ -38,9 +38,13 @@ struct Beside {
   at::Tensor grad{};
   uint32_t output_number = 0;
   bool retains_grad = false;
-  bool is_anything() const { return grad.defined() || output_number > 0 || retains_grad; }
 };
 Beside beside_values(const at::Tensor& result);
+/// Whether there is anything.
+inline bool has_beside(const at::Tensor& result) {
+  const auto& meta = *torch::autograd::impl::get_autograd_meta(result);
+  return meta.grad_.defined() || meta.output_nr_ > 0 || meta.retains_grad_;
+}
 void set_grad(const at::Tensor& result, const at::Tensor& grad);
 
 /// How many hooks a tensor and its node have, of those that were put there by hand, past

@@ -17,12 +17,13 @@ struct CpuRngState {
 };
 
 at::CPUGeneratorImpl& default_cpu_generator();
-/// Null for one that is no such generator, though it may be on the CPU (a library's own kind).
+/// Returns null for one that is no such generator, though it may be on the CPU (a library's own
+/// kind).
 at::CPUGeneratorImpl* as_cpu_generator(const at::Generator& generator);
 
 // Of each function the caller holds the generator's mutex, if another thread can reach it.
 
-/// A copy of the present state.
+/// Copies the present state.
 std::shared_ptr<const CpuRngState> state_of(at::CPUGeneratorImpl& generator);
 /// Whether the generator stands where `state` was taken.
 bool is_at(at::CPUGeneratorImpl& generator, const CpuRngState& state);

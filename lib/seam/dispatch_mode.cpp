@@ -72,7 +72,8 @@ void push_all(Modes& modes) {
     TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(modes.back()));
 }
 
-/// Wherever it stands. Modes above it stay in their order; returns how many there are.
+/// Takes our mode off, wherever it stands. Modes above it stay in their order; returns how many
+/// there are.
 int64_t remove_mode() {
   Modes above;
   while (TorchDispatchModeTLS::stack_len() > 0) {

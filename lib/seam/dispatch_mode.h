@@ -67,7 +67,7 @@ class DispatchModeOff {
 // others: it conjugates lazily (pinv), counts up the version of what it writes (_foreach_add_), or
 // calls operators that autocast (bilinear).
 
-/// Those that kernels on the way to the operator's own exclude. Not cheap.
+/// Finds the keys that kernels on the way to the operator's own exclude. Not cheap.
 c10::DispatchKeySet keys_met(const c10::OperatorHandle& op);
 
 /// While alive, in the handler: operators do not come to it, and a kernel finds the keys that it would

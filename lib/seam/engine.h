@@ -32,14 +32,14 @@ namespace remat::seam {
 
 /// What we put into the engine; plain functions, set once.
 struct EngineCallbacks {
-  /// Null: none of ours. Sets `is_decided` if nobody else's are wanted either.
+  /// Returns null for none of ours. Sets `is_decided` if nobody else's are wanted either.
   std::unique_ptr<torch::autograd::SavedVariableHooks> (*make_hooks)(bool& is_decided);
   /// This thread is about to run, and wait for, a backward from `roots` to `outputs` (none: to all
   /// leaves). `accumulates`: into leaves, instead of returning gradients.
   void (*backward_begins)(const torch::autograd::edge_list& roots,
                           const torch::autograd::edge_list& outputs, bool accumulates);
-  /// It has ended, and returns these; none if it threw. `given`: the gradients of its roots. Throws
-  /// nothing.
+  /// The backward has ended, and returns these; none if it threw. `given`: the gradients of its
+  /// roots. Throws nothing.
   void (*backward_ended)(const torch::autograd::variable_list& gradients,
                          const torch::autograd::variable_list& given);
   OperatorHandler run_operator;
@@ -49,7 +49,7 @@ struct EngineCallbacks {
 /// Makes our engine the default one, unless it is already. Cheap when it is.
 void install(const EngineCallbacks& callbacks);
 
-/// Something that can be the entry of this thread's slot.
+/// LibTorch can carry one such entry with each thread's state.
 class ThreadEntry {
  public:
   ThreadEntry();
@@ -62,16 +62,16 @@ class ThreadEntry {
   c10::SafePyObject handle_;
 };
 
-/// The entry that LibTorch carries with this thread's state, or null.
+/// LibTorch carries this entry with the thread's state; null: there is none.
 ThreadEntry* thread_entry();
 std::shared_ptr<ThreadEntry> share_thread_entry();
 /// Replaces it, null removes it; returns what was there.
 std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry);
 
-/// Number of hooks on LibTorch's own (Python's) hook stack of this thread.
+/// Counts the hooks on LibTorch's own (Python's) hook stack of this thread.
 int64_t foreign_hook_depth();
 
-/// A new node, in the pointer type of this LibTorch (std::shared_ptr before 2.13).
+/// Makes a node, in the pointer type of this LibTorch (std::shared_ptr before 2.13).
 template <class N>
 NodePtr make_node() {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>)

@@ -5,7 +5,8 @@
 
 namespace remat::seam {
 
-/// One for all; never destroyed, since entries may outlive static destruction.
+/// All entries share one interpreter; it is never destroyed, since they may outlive static
+/// destruction.
 c10::impl::PyInterpreter* interpreter();
 
 }  // namespace remat::seam

@@ -1,11 +1,15 @@
 #include "lib/seam/storage.h"
 
+#include <string>
+
 namespace remat::seam {
 
-c10::Storage storage_without_data(std::size_t num_bytes, c10::Device device, const char* text) {
+c10::Storage storage_without_data(std::size_t num_bytes, c10::Device device,
+                                  std::string_view text) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), num_bytes, at::DataPtr(nullptr, device),
                        /*allocator=*/nullptr, /*resizable=*/false);
-  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(text);
+  storage.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      std::string(text));
   return storage;
 }
 

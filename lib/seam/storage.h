@@ -5,12 +5,12 @@
 #include <c10/core/Storage.h>
 
 #include <cstddef>
+#include <string_view>
 
 namespace remat::seam {
 
-/// A storage of so many bytes and no data. Who asks for the data gets an error with `text`, which lives as
-/// long as the storage.
-c10::Storage storage_without_data(std::size_t num_bytes, c10::Device device, const char* text);
+/// Makes a storage of so many bytes and no data. Who asks for the data gets an error with `text`.
+c10::Storage storage_without_data(std::size_t num_bytes, c10::Device device, std::string_view text);
 /// Whether the tensor has such a storage.
 bool has_storage_without_data(const at::Tensor& tensor);
 

@@ -18,12 +18,12 @@ namespace remat::seam {
 
 using NodePtr = decltype(torch::autograd::Edge::function);
 
-/// Told of by the thread that registers; plain functions, set once.
+/// The thread that registers calls them; plain functions, set once.
 struct RegistrationCallbacks {
   /// A hook is about to be registered on a tensor. The handle of one that stands for it, with which
   /// nothing is registered; or none.
   std::optional<unsigned> (*hook_begins)(const at::TensorBase& tensor);
-  /// It has been, and has this handle.
+  /// The hook has been registered, and has this handle.
   void (*hook_registered)(const at::TensorBase& tensor, unsigned handle);
   /// `requires_grad_` is about to be called.
   void (*requires_grad_changes)(const at::TensorBase& tensor);

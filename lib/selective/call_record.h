@@ -50,7 +50,7 @@ struct ResultRecord {
   int64_t offset = 0;
 };
 
-/// A result of a kept call: a tensor, a list of tensors, or a plain value.
+/// A kept call has such results: a tensor, a list of tensors, or a plain value.
 struct KeptResult {
   c10::SmallVector<KeptTensor, 1> tensors;
   c10::IValue plain;
@@ -82,7 +82,7 @@ struct CallRecordDeleter {
 };
 using CallRecordPtr = std::unique_ptr<CallRecord, CallRecordDeleter>;
 
-/// An operator of a region, with its calls in order.
+/// A region has one for each operator, with its calls in order.
 struct OpRecord {
   c10::OperatorHandle op;
   const OpTraits* traits;
@@ -90,7 +90,7 @@ struct OpRecord {
   std::vector<CallRecordPtr> calls;  ///< null: nothing is known but that it was made
 };
 
-/// The last of a stack: an operator's arguments before its call, its results after it.
+/// Returns the end of a stack: an operator's arguments before its call, its results after it.
 inline c10::ArrayRef<c10::IValue> last(const torch::jit::Stack& stack, std::size_t count) {
   return c10::ArrayRef<c10::IValue>(stack.data() + (stack.size() - count), count);
 }
@@ -116,7 +116,7 @@ void visit_tensors_in(const c10::IValue& value, Visitor&& visitor) {
   }
 }
 
-/// The storages of an operator's arguments. Some operators return one without saying so
+/// An operator's arguments have these storages. Some operators return one without saying so
 /// (_unsafe_view): such a result was made where the argument was.
 class StoragesOf {
  public:
@@ -147,7 +147,7 @@ void visit_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arg
 
 /// Whether two arguments that hold no tensors are the same; what cannot be compared is.
 bool is_same_value(const c10::IValue& a, const c10::IValue& b);
-/// For errors: "[2, 3], 1.5".
+/// Writes arguments for errors: "[2, 3], 1.5".
 std::string text_of(const CallRecord& call);
 std::string text_of(c10::ArrayRef<c10::IValue> arguments);
 

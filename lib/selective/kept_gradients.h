@@ -24,7 +24,7 @@ namespace remat {
 //                       arguments, tensors that no recompute can find again
 // None of them can be seen in a value's data; a wrong slope would end as a wrong gradient.
 
-/// Noted in forward of one kept value.
+/// Forward notes this of one kept value.
 struct KeptHistory {
   enum class Twin { None, Argument, Unknown };
   enum class Sources { Known, OlderThanRegion, Any };
@@ -56,8 +56,8 @@ KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
 class KeptGradients {
  public:
   explicit KeptGradients(const Region& region) : region_(region) {}
-  /// An alias of `data` with the role of the original.
-  /// `read`: what its pin would read now; `more_sources`: what else it may come from.
+  /// Gives out an alias of `data` with the role of the original. `read`: what its pin would read
+  /// now; `more_sources`: what else it may come from.
   at::Tensor give(const at::Tensor& data, GradRole role, const KeptHistory& history,
                   const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& more_sources);
   /// A backward begins in the recompute. Throws CheckpointError if its gradients would differ.

@@ -21,7 +21,8 @@
 
 namespace remat {
 
-/// One call of pin() or save_region(), or of checkpoint_name() where the value itself is kept.
+/// A pin is what one call of pin() or save_region() keeps, or of checkpoint_name() where the value
+/// itself is kept.
 struct PinRecord {
   struct Value {
     KeptTensor tensor;

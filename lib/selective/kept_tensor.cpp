@@ -19,7 +19,7 @@ namespace remat {
 
 namespace {
 
-constexpr const char* placeholder_text =
+constexpr std::string_view placeholder_text =
     "remat: the data of a kept result were read that nothing seemed to need";
 
 /// Whether the device's memory is spared by a copy on the CPU.
@@ -97,7 +97,8 @@ bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
          is_same_counter(counter_, tensor.unsafeGetTensorImpl()->version_counter());
 }
 
-at::Tensor KeptTensor::build(c10::Storage storage) const {
+// Everything inline: a tensor is built for each kept result that is replayed.
+[[gnu::flatten]] at::Tensor KeptTensor::build(c10::Storage storage) const {
   std::optional<c10::InferenceMode> normal;  // as what is built was: it has a version
   if (c10::InferenceMode::is_enabled()) normal.emplace(false);
   at::Tensor built = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), metadata_->keys,

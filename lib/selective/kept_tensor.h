@@ -40,7 +40,7 @@ class KeptTensor {
   bool is_placeholder() const { return is_placeholder_; }
   bool is_elsewhere() const { return is_copy_ || is_behind_hooks(); }
   bool is_behind_hooks() const { return saved_ != nullptr && saved_->has_hooks(); }
-  /// Changed in place since, by an alias that shares the version counter.
+  /// Whether it was changed in place since, by an alias that shares the version counter.
   bool is_changed() const;
   bool shares_version_with(const at::Tensor& tensor) const;
   /// [bytes] that it keeps; 0 for a placeholder.
@@ -49,7 +49,7 @@ class KeptTensor {
   bool could_not_move() const { return could_not_move_; }
   /// The value, or the placeholder; may make the region around recompute.
   at::Tensor restore() const;
-  /// The storage of the original, or null. Only to be compared.
+  /// Returns the storage of the original, or null. Only to be compared.
   const c10::StorageImpl* storage() const { return storage_; }
 
   /// What holds the data.

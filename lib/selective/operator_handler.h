@@ -11,10 +11,9 @@
 
 namespace remat {
 
-/// Of one run of a region: its Selection in forward, its Replay in a recompute.
+/// One run of a region has one handler: its Selection in forward, its Replay in a recompute.
 class OperatorHandler {
  public:
-  virtual ~OperatorHandler() = default;
   /// Its region, the innermost one, decides about this operator. `is_outermost`: there is none around it.
   virtual void run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                    const detail::RegionScope& region, bool is_outermost) = 0;
@@ -26,6 +25,9 @@ class OperatorHandler {
                            c10::ArrayRef<c10::IValue> results, const StoragesOf& given) = 0;
   /// The exception at hand says that the run cannot go on; it counts also if the function catches it.
   virtual void note_mismatch() {}
+
+ protected:
+  ~OperatorHandler() = default;  // owned as something else
 };
 
 }  // namespace remat

@@ -21,7 +21,8 @@ inline bool is_offloading(CheckpointPolicy answer) {
   return answer == CheckpointPolicy::MustCpuOffload || answer == CheckpointPolicy::PreferCpuOffload;
 }
 
-/// Immutable but for the names seen; shared by all copies of a Policy and by the regions under it.
+/// A rule is immutable but for the names seen; all copies of a Policy and the regions under it
+/// share it.
 class PolicyRule {
  public:
   using Answers = std::unordered_map<c10::OperatorHandle, CheckpointPolicy>;
@@ -54,7 +55,7 @@ class PolicyRule {
   const Names names_;
   const CheckpointPolicy other_names_ = CheckpointPolicy::PreferRecompute;
   const SelectiveOptions options_;
-  /// Of a union with a function: names are seen by both.
+  /// A union with a function has two: names are seen by both.
   std::shared_ptr<const PolicyRule> first_, second_;
   mutable std::mutex mutex_;  // guards what follows
   mutable std::map<std::string, bool> unseen_;

@@ -21,14 +21,16 @@ class Replay final : public KeptReplay, public OperatorHandler {
   /// Restores all that is kept, which may make the region around recompute. `inputs`: the region's,
   /// for this recompute.
   Replay(Frame& frame, Selection& selection, Filler& filler, const std::vector<at::Tensor>& inputs);
-  /// Of a recompute's scope; null if its region keeps nothing, or this thread takes no part.
+  /// Returns the replay of a recompute's scope; null if its region keeps nothing, or this thread
+  /// takes no part.
   static Replay* of(detail::RegionScope& recompute) {
     return static_cast<Replay*>(recompute.operators());
   }
 
-  /// The next pin, in forward's order; null if forward kept nothing of it. Its draws are passed
-  /// over. Throws if forward's was of another type. `named`: what was given a name; it stands for a
-  /// kept value that was changed in place, where the policy allows that and it is another tensor.
+  /// Finds the next pin, in forward's order; null if forward kept nothing of it. Its draws are
+  /// passed over. Throws if forward's was of another type. `named`: what was given a name; it
+  /// stands for a kept value that was changed in place, where the policy allows that and it is
+  /// another tensor.
   const PinRecord* next_pin(const std::type_info& type, const at::Tensor* named = nullptr);
   /// `read`: what the pin would read now, and through which a gradient must not be taken.
   std::vector<at::Tensor> values_of(const PinRecord& pin, const std::vector<at::Tensor>& read);

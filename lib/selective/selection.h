@@ -33,9 +33,9 @@ class Selection final : public Keeper, public OperatorHandler {
  public:
   /// `rule` may be null: then there are only pins.
   Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule);
-  /// Of a frame; null if it keeps nothing.
+  /// Returns the selection of a frame; null if it keeps nothing.
   static Selection* of(const Frame& frame) { return static_cast<Selection*>(frame.keeper()); }
-  /// The same, made if need be.
+  /// Returns the selection of a frame, which it makes if need be.
   static Selection& make(Frame& frame, std::shared_ptr<const PolicyRule> rule = nullptr);
 
   const PolicyRule* rule() const { return rule_.get(); }
@@ -48,7 +48,7 @@ class Selection final : public Keeper, public OperatorHandler {
   // In forward: pins, by number.
   int64_t begin_pin();
   void keep_pin(int64_t number, std::shared_ptr<PinRecord> pin);
-  /// `output`: of the value in the pin.
+  /// Keeps a value, which is that of number `output` in the pin.
   PinRecord::Value keep_value(const at::Tensor& value, int64_t number, std::size_t output,
                               const detail::RegionScope& region,
                               KeptWhere where = KeptWhere::InPlace);

@@ -12,7 +12,8 @@
 
 namespace remat {
 
-/// Numbers of an operator (in its Selection), of a call of it, and of a result.
+/// A value source names an operator (in its Selection), a call of it, and a result, by their
+/// numbers.
 struct ValueSource {
   uint32_t op = 0, call = 0, output = 0;
   bool is_factory = false;  ///< what it made may have been filled past the dispatcher
@@ -33,10 +34,10 @@ class ValueSources {
     uint32_t num_changes;
   };
   void add(const at::Tensor& result, ValueSource source, uint32_t num_changes = 0);
-  /// The same, but if the storage is known already (an operator may return a tensor that it keeps)
-  /// with the notes that it has.
+  /// Does the same as `add`, but if the storage is known already (an operator may return a tensor
+  /// that it keeps) with the notes that it has.
   void set(const at::Tensor& value, ValueSource source, uint32_t num_changes = 0);
-  /// The latest that made the tensor's storage, if known.
+  /// Finds the latest that made the tensor's storage, if known.
   std::optional<Made> find(const at::Tensor& tensor);
   void clear();
 
@@ -46,9 +47,9 @@ class ValueSources {
     uint32_t kept = not_kept;  ///< the number of the kept result that it is
     bool is_read = false;      ///< by an operator that a recompute will run
   };
-  /// Of the latest with that storage; null if there is none. Until the next `add`.
+  /// Finds the notes of the latest with that storage; null if there is none. Until the next `add`.
   Notes* notes_of(const c10::StorageImpl* storage);
-  /// The notes of all.
+  /// Visits the notes of all.
   template <class Visitor>
   void visit(Visitor&& visitor) const {
     for (const Entry& each : entries_) visitor(each.notes);

@@ -156,7 +156,7 @@ bool is_plain_cpu(const at::Tensor& tensor) {
          tensor.is_non_overlapping_and_dense() && !tensor.is_quantized();
 }
 
-/// Of two tensors with the same metadata.
+/// Compares two tensors with the same metadata.
 bool has_same_bits(const at::Tensor& a, const at::Tensor& b) {
   return is_plain_cpu(a) && is_plain_cpu(b) && a.strides() == b.strides() &&
          (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);

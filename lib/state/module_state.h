@@ -17,9 +17,10 @@ namespace remat {
 class HeldState {
  public:
   virtual ~HeldState();
-  /// Of two with one subject only the first is kept: that is how it was when the region began.
+  /// The subject tells held states apart: of two with one subject only the first is kept, which is
+  /// how it was when the region began.
   virtual const void* subject() const = 0;
-  /// Null: others hold it another way for so long that it seems they never end.
+  /// Holds the state; null if others hold it another way for so long that it seems they never end.
   virtual std::shared_ptr<void> hold() = 0;
 };
 

@@ -12,7 +12,7 @@
 
 namespace remat {
 
-/// Autocast as LibTorch keeps it: per device type, and one cache flag.
+/// Autocast is noted as LibTorch keeps it: per device type, and one cache flag.
 struct AutocastState {
   struct Device {
     c10::DeviceType type;
@@ -29,8 +29,8 @@ struct AutocastState {
   bool operator==(const AutocastState&) const = default;
 };
 
-/// Rule 11: what a recompute sees as forward saw it, but for its random numbers (draws). Taken when
-/// a region begins.
+/// A snapshot is what a recompute sees as forward saw it, but for its random numbers (draws; Rule
+/// 11). Taken when a region begins.
 struct Snapshot {
   AutocastState autocast;
   c10::DispatchKeySet hidden;  ///< dispatch keys of autograd and lazy views that were excluded

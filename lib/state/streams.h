@@ -20,12 +20,13 @@
 
 namespace remat {
 
-/// The current device of the accelerator, and the current stream of each of its devices in use.
+/// A thread has a current device of the accelerator, and a current stream of each of its devices in
+/// use.
 struct CurrentStreams {
   c10::Device device;
   c10::SmallVector<c10::Stream, 2> streams;
 
-  /// Null where no device is in use.
+  /// Returns null where no device is in use.
   static std::unique_ptr<CurrentStreams> here();
 };
 
@@ -42,10 +43,10 @@ class StreamScope {
   c10::SmallVector<c10::Stream, 2> replaced_;
 };
 
-/// Of one recompute: a Ready for each stream on which a tensor was made.
+/// One recompute has a Ready for each stream on which a tensor was made.
 class ReadyStreams {
  public:
-  /// Null for a tensor that is on no stream (on the CPU).
+  /// Returns null for a tensor that is on no stream (on the CPU).
   std::shared_ptr<const Ready> of(const at::Tensor& tensor);
   void record() const;
 

@@ -10,13 +10,14 @@ namespace remat {
 
 void Surroundings::begin(const StorageSet& inputs) {
   snapshot_ = Snapshot::take();
-  streams_ = CurrentStreams::here();
+  if (auto streams = CurrentStreams::here()) devices_or_make().streams = std::move(streams);
   const auto registered = UserRegistrations::around();
   if (preserves_rng_ && (registered || present_accelerator()))
-    device_rng_ =
-        DeviceRng::take(registered ? registered->generators : c10::ArrayRef<at::Generator>());
+    if (auto rng =
+            DeviceRng::take(registered ? registered->generators : c10::ArrayRef<at::Generator>()))
+      devices_or_make().rng = std::move(rng);
   // What a backward runs, and the engine's threads, work for others.
-  if (device_rng_ && seam::graph_task_id() < 0)
+  if (device_rng() != nullptr && seam::graph_task_id() < 0)
     inputs.visit([](const c10::StorageImpl& storage) { claim(storage.device()); });
   if (registered) user_state_ = std::make_unique<UserState>(*registered, preserves_rng_);
   if (preserves_rng_) draws_.begin();
@@ -26,13 +27,14 @@ void Surroundings::settle(MeetDevices met) {
   if (preserves_rng_) draws_.settle();
   if (user_state_)
     for (const auto& log : user_state_->draw_logs()) log->settle();
-  if (device_rng_) device_rng_->settle(met());
-  if (device_rng_ && device_rng_->is_empty()) device_rng_.reset();
+  if (device_rng() == nullptr) return;
+  device_rng()->settle(met());
+  if (device_rng()->is_empty()) devices_->rng.reset();
 }
 
 std::vector<GeneratorState> Surroundings::device_states(MeetDevices met) const {
-  if (device_rng_ == nullptr) return {};
-  return device_rng_->at_begin(device_rng_->is_settled() ? DevicesMet() : met());
+  if (device_rng() == nullptr) return {};
+  return device_rng()->at_begin(device_rng()->is_settled() ? DevicesMet() : met());
 }
 
 DrawLog* Surroundings::draw_log(const c10::GeneratorImpl& generator) {
@@ -46,17 +48,14 @@ DrawLog* Surroundings::draw_log(const c10::GeneratorImpl& generator) {
 
 c10::SmallVector<DrawLog*, 1> Surroundings::draw_logs() {
   c10::SmallVector<DrawLog*, 1> logs;
-  if (!preserves_rng_) return logs;
-  logs.push_back(&draws_);
-  if (user_state_)
-    for (const auto& log : user_state_->draw_logs()) logs.push_back(log.get());
+  visit_draw_logs([&](DrawLog& log) { logs.push_back(&log); });
   return logs;
 }
 
 DrawMarks Surroundings::marks() {
   DrawMarks marks;
   for (DrawLog* log : draw_logs()) marks.logs.push_back(log->mark());
-  if (device_rng_ != nullptr) marks.others = device_rng_->now();
+  if (device_rng() != nullptr) marks.others = device_rng()->now();
   return marks;
 }
 
@@ -66,9 +65,14 @@ DrawSkips Surroundings::since(const DrawMarks& marks, const DevicesMet& met) {
   for (std::size_t i = 0; i < logs.size(); ++i)
     skips.logs.push_back(i < marks.logs.size() ? logs[i]->since(marks.logs[i])
                                                : logs[i]->since_begin());
-  if (device_rng_ != nullptr)
-    skips.others = device_rng_->moved(marks.others, device_rng_->now(), met);
+  if (device_rng() != nullptr)
+    skips.others = device_rng()->moved(marks.others, device_rng()->now(), met);
   return skips;
+}
+
+Surroundings::Devices& Surroundings::devices_or_make() {
+  if (!devices_) devices_ = std::make_unique<Devices>();
+  return *devices_;
 }
 
 UserState& Surroundings::user_state_or_make() {
@@ -84,7 +88,7 @@ void Surroundings::guard_opened(const UserRegistrations& opened,
   if (!preserves_rng_) return;
   for (const at::Generator& generator : opened.generators) {
     user_state_or_make().keep(generator);
-    DeviceRng::add(device_rng_, generator);
+    if (as_cpu_generator(generator) == nullptr) DeviceRng::add(devices_or_make().rng, generator);
   }
 }
 

@@ -29,8 +29,9 @@ struct DrawSkips {
   std::vector<GeneratorState> others;
 };
 
-/// Rule 11, of one region. It changes on the thread that runs the region's forward only.
-class Surroundings final : public DrawSource, public GuardWatcher {
+/// The surroundings of one region are what its recomputes must see (Rule 11). They change on
+/// the thread that runs the region's forward only.
+class Surroundings {
  public:
   using MeetDevices = c10::function_ref<DevicesMet()>;  ///< those of the region's tensors
 
@@ -41,16 +42,26 @@ class Surroundings final : public DrawSource, public GuardWatcher {
   void settle(MeetDevices met);
 
   const Snapshot& snapshot() const { return snapshot_; }
-  const CurrentStreams* streams() const { return streams_.get(); }
-  /// Null if no guard of state.h was around or in the region.
+  const CurrentStreams* streams() const {
+    return devices_ == nullptr ? nullptr : devices_->streams.get();
+  }
+  /// The state is null if no guard of state.h was around or in the region.
   const UserState* user_state() const { return user_state_.get(); }
-  /// What a recompute sets the generators of devices to.
+  /// A recompute sets the generators of devices to these states.
   std::vector<GeneratorState> device_states(MeetDevices met) const;
 
-  /// Null if draws from that generator do not matter.
-  DrawLog* draw_log(const c10::GeneratorImpl& generator) override;
-  /// Of all generators whose draws are noted: the default one's first, always in the same order.
+  /// Returns null if draws from that generator do not matter.
+  DrawLog* draw_log(const c10::GeneratorImpl& generator);
+  /// Returns the logs of all generators whose draws are noted: the default one's first, always in
+  /// the same order.
   c10::SmallVector<DrawLog*, 1> draw_logs();
+  template <class Visitor>
+  void visit_draw_logs(Visitor&& visitor) {
+    if (!preserves_rng_) return;
+    visitor(draws_);
+    if (user_state_ != nullptr)
+      for (const auto& log : user_state_->draw_logs()) visitor(*log);
+  }
   /// Whether a thread drew whose numbers cannot come again.
   bool has_new_drawer() const { return preserves_rng_ && draws_.has_new_drawer(); }
   DrawMarks marks();
@@ -58,18 +69,23 @@ class Surroundings final : public DrawSource, public GuardWatcher {
   DrawSkips since(const DrawMarks& marks, const DevicesMet& met);
 
   /// A guard of state.h was opened inside the region.
-  void guard_opened(const UserRegistrations& opened, const std::vector<std::any>& states) override;
+  void guard_opened(const UserRegistrations& opened, const std::vector<std::any>& states);
   /// What may own other regions, to die elsewhere.
   std::unique_ptr<UserState> release() { return std::move(user_state_); }
 
  private:
+  struct Devices {
+    std::unique_ptr<CurrentStreams> streams;
+    std::unique_ptr<DeviceRng> rng;
+  };
   UserState& user_state_or_make();
+  Devices& devices_or_make();
+  DeviceRng* device_rng() const { return devices_ == nullptr ? nullptr : devices_->rng.get(); }
 
-  const bool preserves_rng_;
   Snapshot snapshot_;
-  DrawLog draws_{default_cpu_generator()};
-  std::unique_ptr<CurrentStreams> streams_;
-  std::unique_ptr<DeviceRng> device_rng_;
+  [[no_unique_address]] DrawLog draws_{default_cpu_generator()};
+  const bool preserves_rng_;          // in the last word of the log
+  std::unique_ptr<Devices> devices_;  // null where no device is in use
   std::unique_ptr<UserState> user_state_;
 };
 

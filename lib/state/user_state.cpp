@@ -21,7 +21,7 @@ namespace {
 
 using detail::Ability;
 
-/// Of a guard: what it registers.
+/// A guard of state.h has this scope, with what it registers.
 class StateScope final : public detail::Scope, public StateSource {
  public:
   explicit StateScope(UserRegistrations registrations) : registrations_(std::move(registrations)) {
@@ -186,11 +186,10 @@ void UserState::keep(const at::Generator& generator) {
 
 UserState::~UserState() = default;
 
-ObservedRecompute::ObservedRecompute(const UserState* state, int64_t frame_id, int64_t depth,
-                                     const std::string& name)
+ObservedRecompute::ObservedRecompute(const UserState* state, const RegionInfo& region)
     : state_(state) {
   if (state_ == nullptr) return;
-  phase_ = {Phase::Recompute, frame_id, depth, name};
+  phase_ = {Phase::Recompute, region.id, region.depth, region.name()};
   try {
     for (const auto& observer : state_->registered().observers) {
       const OutsideOfRegions outside;

@@ -10,6 +10,7 @@
 
 #include "lib/base/recompute_lock.h"
 #include "lib/rng/device_rng.h"
+#include "lib/scope/region_info.h"
 #include "lib/state/module_state.h"
 #include "remat/state.h"
 
@@ -17,7 +18,8 @@ namespace remat {
 
 class DrawLog;
 
-/// Outermost first; providers and generators once each, held states once a subject.
+/// Guards of state.h register these, outermost first; providers and generators once each, held
+/// states once a subject.
 struct UserRegistrations {
   std::vector<std::shared_ptr<StateProvider>> providers;
   std::vector<std::shared_ptr<HeldState>> held;
@@ -31,7 +33,8 @@ struct UserRegistrations {
   void add(const UserRegistrations& other);
   /// Whether it has all that the other has, `but_generators` aside.
   bool has(const UserRegistrations& other, bool but_generators) const;
-  /// Of the guards and recomputes around this point; null if there are none. Cheap then.
+  /// Collects those of the guards and recomputes around this point; null if there are none. Cheap
+  /// then.
   static std::shared_ptr<const UserRegistrations> around();
 };
 
@@ -39,17 +42,21 @@ struct UserRegistrations {
 /// passes on what its region registered.
 class StateSource {
  public:
-  virtual ~StateSource() = default;
   virtual void add_to(UserRegistrations& all) const = 0;
+
+ protected:
+  ~StateSource() = default;  // owned as something else
 };
 
-/// Told of the guards of state.h that are opened inside a region.
+/// A guard watcher is told of the guards of state.h that are opened inside a region.
 class GuardWatcher {
  public:
-  virtual ~GuardWatcher() = default;
   /// `states`: of its providers, as they are now; only of a first run.
   virtual void guard_opened(const UserRegistrations& opened,
                             const std::vector<std::any>& states) = 0;
+
+ protected:
+  ~GuardWatcher() = default;  // owned as something else
 };
 
 /// A scope that registers providers and held states; `tell_regions_around` gives the same to the regions
@@ -57,8 +64,8 @@ class GuardWatcher {
 std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations);
 void tell_regions_around(const UserRegistrations& registrations);
 
-/// A region's own: what was registered around it, and the providers' state when it began. Guards that
-/// are opened inside the region add to it: what they guard is as it was then.
+/// A region keeps what was registered around it, and the providers' state when it began. Guards
+/// that are opened inside the region add to it: what they guard is as it was then.
 class UserState {
  public:
   UserState() = default;
@@ -69,7 +76,7 @@ class UserState {
   void keep(const at::Generator& generator);
   void keep(const std::shared_ptr<HeldState>& held_state) { registered_.add(held_state); }
   const UserRegistrations& registered() const { return registered_; }
-  /// The logs of registered CPU generators.
+  /// Each registered CPU generator has a log.
   const std::vector<std::unique_ptr<DrawLog>>& draw_logs() const { return draw_logs_; }
 
  private:
@@ -82,8 +89,7 @@ class UserState {
 /// Tells the observers that a recompute begins, and when destroyed that it has ended.
 class ObservedRecompute {
  public:
-  ObservedRecompute(const UserState* state, int64_t frame_id, int64_t depth,
-                    const std::string& name);
+  ObservedRecompute(const UserState* state, const RegionInfo& region);
   ~ObservedRecompute();
   ObservedRecompute(const ObservedRecompute&) = delete;
   ObservedRecompute& operator=(const ObservedRecompute&) = delete;

@@ -38,9 +38,9 @@ enum class Origin : uint8_t { Inside, Outside, Leaf, Input, NoStorage };
 /// What the capture check remembers of one saved tensor.
 struct Provenance {
   WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
-  /// Of an Outside tensor: itself, or what it views.
+  /// The leaf is followed by this; of an Outside tensor it is the tensor itself, or what it views.
   WeakTensor leaf{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
-  /// Of a cast: its own storage. Saved again, the cast counts; otherwise the leaf does.
+  /// A cast has a storage of its own. Saved again, the cast counts; otherwise the leaf does.
   WeakStorage cast{c10::intrusive_ptr<c10::StorageImpl>()};
   uint32_t version = 0, cast_version = 0;
   /// Where in its storage the leaf, or the Outside tensor, begins (low bits): `set_data` may move that.
@@ -62,19 +62,19 @@ inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 }
 WeakStorage weak_storage_of(const at::Tensor& tensor);
 
-/// The storages of a region's inputs, or of its result; held weakly.
+/// A region's inputs, or its result, have these storages; they are held weakly.
 class StorageSet {
  public:
   void add(const at::Tensor& tensor);
   bool contains(const c10::StorageImpl* storage) const;
-  /// In the order in which they were added; -1 if it was not.
+  /// Storages are numbered in the order in which they were added; -1 if it was not.
   int64_t number_of(const c10::StorageImpl* storage) const;
-  /// By number, only to be compared; null for -1.
+  /// Returns the storage of a number, only to be compared; null for -1.
   const c10::StorageImpl* at(int64_t number) const {
     return number < 0 ? nullptr : storages_[static_cast<std::size_t>(number)]._unsafe_get_target();
   }
   void clear();
-  /// Those that are alive.
+  /// Visits those that are alive.
   template <class Visitor>
   void visit(Visitor&& visitor) const {
     for (const WeakStorage& each : storages_)
@@ -87,7 +87,7 @@ class StorageSet {
   std::unique_ptr<std::unordered_set<const c10::StorageImpl*>> index_;  // only of larger sets
 };
 
-/// Where a region's forward began on its thread: nodes built there later carry higher numbers.
+/// A region's forward began here on its thread: nodes built there later carry higher numbers.
 struct RegionStart {
   uint64_t sequence = 0;
   uint64_t thread = 0;
@@ -104,7 +104,7 @@ bool is_made_by_function(const at::Tensor& tensor);
 Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
                          const StorageSet& inputs);
 
-/// Of a changed capture: it is another tensor, not the same one changed in place.
+/// Whether a changed capture is another tensor, not the same one changed in place.
 bool is_replaced(const Provenance& then, const at::Tensor& now);
 
 /// Whether the leaf that `then` follows has changed; false if it follows none.

@@ -15,12 +15,12 @@ namespace remat {
 /// Whether operators see a tensor that requires grad. A view of a leaf made under no-grad claims to
 /// (its base does), but has no gradient edge; it goes through as it is.
 bool has_gradient_edge(const at::Tensor& tensor);
-/// The same, as far as it is known: the node of a view that has to be made anew is not.
+/// Whether they do, as far as it is known: the node of a view that has to be made anew is not.
 bool has_raw_gradient_edge(const at::Tensor& tensor);
 /// An alias of a leaf that requires grad, made as such a view is.
 at::Tensor without_gradient_edge(const at::Tensor& leaf);
 
-/// The part that a tensor plays.
+/// A tensor plays one of these parts.
 enum class GradRole : uint8_t {
   None,
   Leaf,    ///< that requires grad
@@ -48,7 +48,7 @@ class WeakEdge {
  public:
   WeakEdge() = default;
   explicit WeakEdge(const at::Tensor& tensor);
-  /// Of a tensor whose role is known.
+  /// Makes the edge of a tensor whose role is known.
   WeakEdge(const at::Tensor& tensor, GradRole role);
   /// Nowhere, once the leaf is gone.
   GradientPlace get() const {
@@ -76,7 +76,7 @@ class Reached {
                          const torch::autograd::edge_list& roots);
   bool contain(const GradientPlace& place) const { return node_at(place) != nullptr; }
   bool contain(const torch::autograd::Edge& edge) const { return contain(GradientPlace::of(edge)); }
-  /// Null if the place was not reached.
+  /// Returns null if the place was not reached.
   torch::autograd::Node* node_at(const GradientPlace& place) const;
 
  private:

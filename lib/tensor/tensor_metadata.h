@@ -11,8 +11,8 @@
 
 namespace remat {
 
-/// Shape, dtype, device and layout of a tensor, strides on request. Small: up to four dimensions
-/// (two with strides) need no memory of their own.
+/// Tensor metadata are the shape, dtype, device and layout of a tensor, strides on request. Small:
+/// up to four dimensions (two with strides) need no memory of their own.
 class TensorMetadata {
  public:
   TensorMetadata() = default;
