@@ -172,6 +172,8 @@ TEST_CASE("every place that ends a recompute asks the binding", "[binding][rule-
     const Tensor y = foreign_region(seen, {.early_stop = false, .policy = keep_all}, f, x);
     is_forward = false;
     require_bit_equal(grad_of(y, {x}), grad_of((x * 2).neg().cos(), {x}));
+    CHECK(seen.stops == 1);  // the next run has the data
+    CHECK(seen.runs == 2);
   }
   SECTION("where forward waits for a backward inside") {
     const Function f = [](const Tensor& t) {
