@@ -38,7 +38,7 @@ DOORS = {
     "tensor": None,
     "scope": None,
     "rng": {"device_claims", "device_rng", "draws", "recompute_draws"},
-    "state": {"module_state", "streams", "surroundings", "user_state"},
+    "state": {"early_guards", "module_state", "streams", "surroundings", "user_state"},
     "observe": {"op_log", "profiler", "recording"},
     "frame": {"active_recomputes", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "mismatch",
               "region"},

@@ -267,6 +267,56 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
   CHECK(state.equal(plain_state));
 }
 
+TEST_CASE("a gradient inside is right where its recompute runs on past it and opens guards",
+          "[state][rule-6][rule-11]") {
+  at::Generator own = at::make_generator<at::CPUGeneratorImpl>(11);
+  const auto number = std::make_shared<Number>();
+  const auto rest = [&](const at::Tensor& x, const at::Tensor& slope) {
+    const GeneratorGuard guard_own(own);
+    const StateProviderGuard guard_number(number);
+    ++number->value;
+    return x.sin() * at::rand({3}, own) + slope * number->value;
+  };
+  const auto catches = [&](const at::Tensor& x) {
+    at::Tensor slope = at::zeros_like(x);
+    try {
+      const at::Tensor y = x.square();
+      slope = torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true)[0];
+    } catch (...) {
+    }
+    return rest(x, slope);
+  };
+  const auto cannot_be_stopped = [&](const at::Tensor& x) noexcept {
+    const at::Tensor y = x.square();
+    const at::Tensor slope = torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true)[0];
+    return rest(x, slope);
+  };
+  const at::Tensor x = at::linspace(1, 2, 3).requires_grad_();
+  const auto outcome = [&](const auto& run) {
+    own.set_current_seed(3);
+    number->value = 0;
+    const at::Tensor y = run(x);
+    const int value = number->value;
+    const at::Tensor state = own.get_state();
+    const at::Tensor gradient = torch::autograd::grad({y.sum()}, {x}).front();
+    CHECK(number->value == value);
+    CHECK(own.get_state().equal(state));
+    CHECK(value == 1);
+    return std::tuple(y.detach(), gradient, state);
+  };
+  CHECK(std::get<0>(outcome(catches)).equal(std::get<0>(outcome([&](const at::Tensor& t) {
+    return checkpoint(catches, t);
+  }))));
+  CHECK(std::get<1>(outcome(catches)).equal(std::get<1>(outcome([&](const at::Tensor& t) {
+    return checkpoint(catches, t);
+  }))));
+  const auto plain = outcome(cannot_be_stopped);
+  const auto found = outcome([&](const at::Tensor& t) { return checkpoint(cannot_be_stopped, t); });
+  CHECK(std::get<0>(found).equal(std::get<0>(plain)));
+  CHECK(std::get<1>(found).equal(std::get<1>(plain)));
+  CHECK(std::get<2>(found).equal(std::get<2>(plain)));
+}
+
 TEST_CASE("guards of what each run makes anew are right in every recompute", "[state][rule-11]") {
   const bool has_backward_inside = GENERATE(false, true);
   CAPTURE(has_backward_inside);

@@ -55,11 +55,11 @@ class REMAT_API RegionBody {
   /// Ends the recompute in the way of the function's language; called where an operator saves a tensor, or
   /// where the function begins a backward, on the thread that called `run_again`. Must not return.
   /// Default: throws a StopSignal.
-  [[noreturn]] virtual void stop();
+  virtual void stop();
   /// Raises an error about the region in the form of the function's language, inside the function or in
   /// backward. Must not return; on an engine's thread only what derives from std::exception passes.
   /// Default: throws `error` itself.
-  [[noreturn]] virtual void raise(CheckpointError error);
+  virtual void raise(CheckpointError error);
 };
 
 /// The first run of a region: from saving its inputs to taking note of its result. One thread.

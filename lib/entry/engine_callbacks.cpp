@@ -56,8 +56,8 @@ constexpr seam::EngineCallbacks callbacks{
     run_operator,
     {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
 
-const bool are_callbacks_set = (set_engine_callbacks(callbacks), true);
-
 }  // namespace
+
+const seam::EngineCallbacks& engine_callbacks() { return callbacks; }
 
 }  // namespace remat::detail

@@ -54,7 +54,7 @@ class ForwardScope final : public FrameScope,
 
  private:
   void wait_for_gradients(c10::function_ref<void(TensorVisitor)> visit_result);
-  bool keeps_here() const { return frame().keeper() != nullptr && is_own_thread(); }
+  bool keeps_here() const { return is_own_thread() && frame().keeper() != nullptr; }
 
   const std::thread::id owner_ = std::this_thread::get_id();
   SpinLock mutex_;

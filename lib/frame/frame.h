@@ -84,8 +84,8 @@ class Frame final : public TaskMember {
   void empty() noexcept;
   struct Remains;
   at::Tensor read_alone(int64_t position);
-  Value recompute_for(const Task& task, const std::shared_ptr<RecomputedValues>& values,
-                      int64_t position);
+  Value recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& task,
+                      const std::shared_ptr<RecomputedValues>& values, int64_t position);
   at::Tensor hand_over(int64_t position, Value value);
 
   Region region_;

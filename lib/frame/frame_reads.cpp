@@ -32,6 +32,7 @@ at::Tensor Frame::read_alone(int64_t position) {
 at::Tensor Frame::read_slot(int64_t position) {
   const std::optional<Task> task = current_task();
   if (!task) return read_alone(position);
+  const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
   ValuesByTask::Turn turn = values_.next(region_, slots_, *task, position);
   switch (turn.what) {
     case ValuesByTask::Turn::What::Take:
@@ -42,13 +43,12 @@ at::Tensor Frame::read_slot(int64_t position) {
     case ValuesByTask::Turn::What::Recompute:
       break;
   }
-  return hand_over(position, recompute_for(*task, turn.values, position));
+  return hand_over(position, recompute_for(self, *task, turn.values, position));
 }
 
 // This thread recomputes; the others of the task wait (Rule 7).
-Value Frame::recompute_for(const Task& task, const std::shared_ptr<RecomputedValues>& values,
-                           int64_t position) {
-  const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
+Value Frame::recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& task,
+                           const std::shared_ptr<RecomputedValues>& values, int64_t position) {
   TaskKey key = task.shared ? task.shared->key() : task.graph;
   try {
     if (task.shared == nullptr) notify_at_task_end(task.graph, WeakFrame(self));
@@ -62,7 +62,7 @@ Value Frame::recompute_for(const Task& task, const std::shared_ptr<RecomputedVal
     values_.failed(values);
     throw;
   }
-  return values_.filled(region_, slots_, values, key, task, position);
+  return values_.filled(region_, values, key, task, position);
 }
 
 // The tensor for backward. Throws if it was changed in place after the recompute saved it, as plain

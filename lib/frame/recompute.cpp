@@ -43,6 +43,10 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                            "let one thread at a time run backward through regions that draw from "
                            "it, or set preserve_rng_state = false if other numbers do no harm");
   const DrawSwaps generators(scope->random());
+  struct EarlyGuardsEnd {  // if something is thrown, too
+    ~EarlyGuardsEnd() { scope.put_back_early_guards(); }
+    RecomputeScope& scope;
+  } const early_guards_end{*scope};
   {
     // Not while a provider runs a backward.
     const ActiveRecompute active(frame.values(), values, filler, scope->own_lock());
@@ -72,6 +76,7 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     filler.finish();
     filler.record_ready();
   }
+  scope->put_back_early_guards();
   user_state.put_back();
   return !generators.were_disturbed();
 }

@@ -84,8 +84,6 @@ void RecomputeScope::refuse(Throw&& refusal) {
 void RecomputeScope::backward_begins(const torch::autograd::edge_list& roots,
                                      const torch::autograd::edge_list& targets, bool accumulates) {
   filler_.end_operator();
-  // It was to end here, and could not.
-  if (!filler_.is_forward_over() && filler_.is_complete()) is_past_forward_ = true;
   const InnerBackwards::Asked asked = frame().notes().asked_by_backward(num_backwards_++);
   // What this run was to compute may be there already; then its gradients are nobody's.
   const char* reason =
@@ -117,22 +115,22 @@ void RecomputeScope::requires_grad_changes(const at::TensorBase& tensor) {
   if (outside_ != nullptr) outside_->note_requires_grad(tensor);
 }
 
-// Its forward waits for a backward that asked for this recompute, which ran on past where forward is.
+DrawReplay* RecomputeScope::draw_replay(const c10::GeneratorImpl& generator) {
+  if (DrawReplay* const replay = draws_.draw_replay(generator)) return replay;
+  EarlyGuards* const early = early_.load();
+  return early == nullptr ? nullptr : early->replay_of(generator);
+}
+
 void RecomputeScope::guard_opened(const UserRegistrations& opened, const std::vector<std::any>&) {
-  if (filler_.is_forward_over() || !(is_past_forward_ || filler_.has_stopped())) return;
-  static const UserRegistrations none;
-  const UserState* const known = frame().surroundings().user_state();
-  if ((known == nullptr ? none : known->registered())
-          .has(opened, !frame().region().options.preserve_rng_state))
-    return;
-  refuse([&] {
-    throw_unsupported(
-        frame().region(),
-        "a recompute opened a guard of state.h that its forward has not come to yet",
-        "the function caught what ends a recompute and went on, while its forward waits for a "
-        "backward inside the region",
-        "let what ends a recompute pass, or open the guard before that backward");
-  });
+  if (filler_.is_forward_over()) return;
+  if (early_.load() == nullptr) {
+    auto made = std::make_unique<EarlyGuards>();
+    const std::lock_guard<SpinLock> lock(own_early_lock_);
+    if (own_early_ == nullptr) early_ = (own_early_ = std::move(made)).get();
+  }
+  early_.load()->add(opened, frame().surroundings().user_state(), *this,
+                     frame().region().options.preserve_rng_state,
+                     std::this_thread::get_id() == owner_);
 }
 
 }  // namespace remat

@@ -13,10 +13,12 @@
 #include "lib/frame/filler.h"
 #include "lib/frame/frame_scope.h"
 #include "lib/rng/recompute_draws.h"
+#include "lib/state/early_guards.h"
 
 namespace remat {
 
 class RecomputeScope final : public FrameScope,
+                             public DrawSource,
                              public StateSource,
                              public detail::BackwardWatcher,
                              public detail::RegistrationWatcher,
@@ -26,7 +28,7 @@ class RecomputeScope final : public FrameScope,
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
   bool is_own_thread() const override;
-  DrawSource* draws() override { return &draws_; }
+  DrawSource* draws() override { return this; }
   OperatorHandler* operators() override {
     return replay_ && is_own_thread() ? replay_->operators() : nullptr;
   }
@@ -42,6 +44,10 @@ class RecomputeScope final : public FrameScope,
   /// The replay is null if nothing is kept.
   KeptReplay* replay() const { return replay_.get(); }
   RecomputeDraws& random() { return draws_; }
+  /// The function has ended: what guards past its waiting forward guarded is as it was.
+  void put_back_early_guards() noexcept {
+    if (EarlyGuards* const early = early_.load()) early->put_back();
+  }
   const LockOwner& own_lock() const { return own_lock_; }
 
   // Watchers.
@@ -52,6 +58,7 @@ class RecomputeScope final : public FrameScope,
   void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) override;
   void requires_grad_changes(const at::TensorBase& tensor) override;
   const seam::NodePtr* gradient_sink(const at::TensorBase& tensor) override;
+  DrawReplay* draw_replay(const c10::GeneratorImpl& generator) override;
   void guard_opened(const UserRegistrations& opened, const std::vector<std::any>&) override;
 
  private:
@@ -63,9 +70,12 @@ class RecomputeScope final : public FrameScope,
   std::unique_ptr<GradientSinks> sinks_;  // of few
   std::unique_ptr<KeptReplay> replay_;
   RecomputeDraws draws_;
+  // Rarely there.
+  SpinLock own_early_lock_;
+  std::unique_ptr<EarlyGuards> own_early_;
+  std::atomic<EarlyGuards*> early_{nullptr};  // the same, for threads that inherited the scope
   std::vector<WeakEdge> aliases_;  // of the inputs, if a backward of forward's asked for one
   std::atomic<int64_t> num_backwards_{0};
-  std::atomic<bool> is_past_forward_{false};  ///< which waits for a backward inside
   const std::thread::id owner_ = std::this_thread::get_id();
   const LockOwner own_lock_;
 };

@@ -236,6 +236,8 @@ void Slots::visit_outside(c10::function_ref<void(at::Tensor)> visitor) const {
 void Slots::clear() {
   if (!is_settled_) count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
   std::vector<Slot>().swap(slots_);
+  pending_ = {};
+  notes_ = {};
 }
 
 }  // namespace remat

@@ -13,10 +13,10 @@ namespace remat {
 
 // Rule 4: unpacked is released, except that a cache keeps the value for the next backward.
 Value ValuesByTask::take(const Region& region, RecomputedValues& values, int64_t position,
-                         std::size_t num_slots, const Task& task) {
+                         const Task& task) {
   const bool is_cached = values.task.kind == TaskKey::Kind::Cache;
   if (region.options.strict_unpack || values.task.kind == TaskKey::Kind::Group) {
-    values.handed_to.resize(num_slots, -1);
+    values.handed_to.resize(std::max(values.handed_to.size(), at_position(position) + 1), -1);
     values.handed_to[at_position(position)] = task.graph.id;
   }
   return is_cached ? values.peek(position) : values.take(position);
@@ -72,9 +72,7 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
     values->graph_task = task.graph.id;
     if (values->has(position)) {
       const bool is_cached = values->task.kind == TaskKey::Kind::Cache;
-      return {Turn::What::Take,
-              take(region, *values, position, static_cast<std::size_t>(slots.size()), task),
-              nullptr, is_cached};
+      return {Turn::What::Take, take(region, *values, position, task), nullptr, is_cached};
     }
     values->state = RecomputedValues::State::Running;
     values->owner = std::this_thread::get_id();
@@ -82,9 +80,8 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
   }
 }
 
-Value ValuesByTask::filled(const Region& region, const Slots& slots,
-                           const std::shared_ptr<RecomputedValues>& values, const TaskKey& key,
-                           const Task& task, int64_t position) {
+Value ValuesByTask::filled(const Region& region, const std::shared_ptr<RecomputedValues>& values,
+                           const TaskKey& key, const Task& task, int64_t position) {
   std::lock_guard<SpinLock> lock(mutex_);
   values->task = key;
   values->graph_task = task.graph.id;
@@ -92,7 +89,7 @@ Value ValuesByTask::filled(const Region& region, const Slots& slots,
   values->tell_change();
   REMAT_INVARIANT(values->has(position), "frame {}: slot {} stayed empty", region.info.id,
                   position);
-  return take(region, *values, position, static_cast<std::size_t>(slots.size()), task);
+  return take(region, *values, position, task);
 }
 
 void ValuesByTask::failed(const std::shared_ptr<RecomputedValues>& values) noexcept {

@@ -29,9 +29,8 @@ class ValuesByTask {
   /// read again.
   Turn next(const Region& region, const Slots& slots, const Task& task, int64_t position);
   /// The values are recomputed, and kept under `key`. Takes the value of a slot.
-  Value filled(const Region& region, const Slots& slots,
-               const std::shared_ptr<RecomputedValues>& values, const TaskKey& key,
-               const Task& task, int64_t position);
+  Value filled(const Region& region, const std::shared_ptr<RecomputedValues>& values,
+               const TaskKey& key, const Task& task, int64_t position);
   /// The values could not be recomputed.
   void failed(const std::shared_ptr<RecomputedValues>& values) noexcept;
   /// The thread that recomputes them is about to wait for a backward: wakes the threads that wait for it.
@@ -45,8 +44,7 @@ class ValuesByTask {
   void clear() { all_.clear(); }
 
  private:
-  Value take(const Region& region, RecomputedValues& values, int64_t position,
-             std::size_t num_slots, const Task& task);
+  Value take(const Region& region, RecomputedValues& values, int64_t position, const Task& task);
   bool is_fresh(const Region& region, const Slots& slots, const RecomputedValues& values) const;
 
   SpinLock mutex_;

@@ -326,6 +326,12 @@ void DrawLog::settle() {
   is_settled_ = true;
 }
 
+DrawReplay::DrawReplay(at::CPUGeneratorImpl& original)
+    : original_(original), track_(follow(original)), settled_(nullptr), plan_(DrawPlan()) {
+  std::lock_guard<std::mutex> lock(original.mutex_);
+  plan_->unseen_start = state_of(original);
+}
+
 at::Generator& DrawReplay::next() {
   if (!generator_.defined()) {
     generator_ = at::make_generator<at::CPUGeneratorImpl>();

@@ -144,6 +144,8 @@ class DrawReplay {
       : original_(forward.generator()), track_(forward.track()), settled_(forward.settled_plan()) {
     if (settled_ == nullptr) plan_ = forward.plan();
   }
+  /// Without a forward: draws from the generator itself, from where it stands.
+  explicit DrawReplay(at::CPUGeneratorImpl& original);
   at::CPUGeneratorImpl& original() const { return original_; }
   const DrawPlan& plan() const { return settled_ != nullptr ? *settled_ : *plan_; }
   const std::shared_ptr<DrawTrack>& track() const { return track_; }

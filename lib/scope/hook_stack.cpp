@@ -40,12 +40,7 @@ std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
   return rebuilt;
 }
 
-/// The pointer is null until the library is loaded; then it stays.
-constinit const seam::EngineCallbacks* engine_callbacks = nullptr;
-
 }  // namespace
-
-void set_engine_callbacks(const seam::EngineCallbacks& callbacks) { engine_callbacks = &callbacks; }
 
 StackNode::StackNode(Scope& owner, std::shared_ptr<StackNode> lower, int64_t depth)
     : scope(&owner), below(std::move(lower)), foreign_depth(depth) {
@@ -166,7 +161,7 @@ void push(const std::shared_ptr<Scope>& scope) {
   if (const auto& message = at::SavedTensorDefaultHooks::get_disabled_error_message();
       message && scope->has(Ability::Hooks))
     TORCH_CHECK(false, *message);
-  seam::install(*engine_callbacks);
+  seam::install(engine_callbacks());
   exchange_top(scope->make_node(share_top(), seam::foreign_hook_depth()));
   scope->open();
 }
@@ -193,7 +188,7 @@ StackSwap::StackSwap(const std::shared_ptr<Scope>& scope) : scope_(scope) {
     foreign_ = std::make_unique<ForeignHooks>(ForeignHooks{foreign});
     at::SavedTensorDefaultHooks::set_tls_state({});
   }
-  seam::install(*engine_callbacks);
+  seam::install(engine_callbacks());
   previous_ = exchange_top(scope_->make_node(nullptr, seam::foreign_hook_depth()));
   scope_->open();
 }

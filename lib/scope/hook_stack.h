@@ -97,8 +97,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::atomic<bool> open_{false};
 };
 
-/// What the engine is to call; set once, when the library is loaded (lib/entry/engine_callbacks.cpp).
-void set_engine_callbacks(const seam::EngineCallbacks& callbacks);
+/// Returns what the engine is to call. Defined above all that it calls (lib/entry/engine_callbacks.cpp).
+const seam::EngineCallbacks& engine_callbacks();
 
 /// Puts a scope on this thread's stack and makes our engine the default one. Throws the message of
 /// a disable guard if `scope` has hooks and hooks are disabled.

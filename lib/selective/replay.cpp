@@ -256,16 +256,21 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (!go_on_after_mismatch([&] { answer(op, stack); })) op.callBoxed(&stack);
 }
 
-// Where nothing may unwind the function, a mismatch is noted and thrown when it has ended. False: there
-// was one.
+// What differs is found under locks, and told without them: `raise` is the binding's. Where nothing may
+// unwind the function it is noted, and thrown when that has ended. False: there was a mismatch.
 template <class Attempt>
 bool Replay::go_on_after_mismatch(Attempt&& attempt) {
-  const int64_t before = num_mismatches_;
   try {
     attempt();
     return true;
-  } catch (...) {
-    if (num_mismatches_ == before || frame_.region().body->can_be_stopped()) throw;
+  } catch (const Mismatch& found) {
+    try {
+      throw_selective(frame_.region(), found.kind, found.fact, found.cause, found.advice,
+                      found.lists, filler_.take_differences());
+    } catch (...) {
+      note_mismatch();
+      if (frame_.region().body->can_be_stopped()) throw;
+    }
     return false;
   }
 }
@@ -424,33 +429,24 @@ std::string Replay::lists() const {
 
 void Replay::fail(CheckpointError::Kind kind, const std::string& fact, const std::string& cause,
                   const std::string& advice) {
-  try {
-    throw_selective(frame_.region(), kind, fact, cause, advice, lists(),
-                    filler_.take_differences());
-  } catch (...) {
-    note_mismatch();
-    throw;
-  }
+  throw Mismatch{kind, fact, cause, advice, lists()};
 }
 
 void Replay::note_mismatch() {
   // All that was asked for is there; user code caught the stop and went another way.
   if (filler_.has_stopped()) return;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
-  ++num_mismatches_;
   if (mismatch_ == nullptr) mismatch_ = std::current_exception();
 }
 
 void Replay::check_backward(const torch::autograd::edge_list& roots,
                             const torch::autograd::edge_list& targets) {
-  go_on_after_mismatch([&] {
-    try {
-      roles_.check(roots, targets);
-    } catch (...) {
-      note_mismatch();
-      throw;
-    }
-  });
+  try {
+    roles_.check(roots, targets);
+  } catch (...) {
+    note_mismatch();
+    if (frame_.region().body->can_be_stopped()) throw;
+  }
 }
 
 void Replay::mismatch(const c10::OperatorHandle& op, Counted counted,

@@ -59,6 +59,10 @@ class Replay final : public KeptReplay, public OperatorHandler {
     int64_t op;  ///< in the Selection, or in `strangers_` from its number of operators on
     uint32_t call;
   };
+  struct Mismatch {
+    CheckpointError::Kind kind;
+    std::string fact, cause, advice, lists;
+  };
   template <class Attempt>
   bool go_on_after_mismatch(Attempt&& attempt);
   void answer(const c10::OperatorHandle& op, torch::jit::Stack& stack);
@@ -103,7 +107,6 @@ class Replay final : public KeptReplay, public OperatorHandler {
   bool has_placeholders_ = false;
   std::atomic<bool> has_read_placeholder_{false};
   std::exception_ptr mismatch_;
-  std::atomic<int64_t> num_mismatches_{0};
 };
 
 }  // namespace remat

@@ -57,12 +57,6 @@ UserRegistrations only(RecomputeObserver observer) {
   return registrations;
 }
 
-/// User code runs as part of no region.
-struct OutsideOfRegions {
-  const detail::NoScopes no_scopes;
-  const at::NoGradGuard no_grad;
-};
-
 }  // namespace
 
 StateProvider::~StateProvider() = default;
@@ -72,12 +66,6 @@ namespace {
 template <class T>
 bool contains(const std::vector<T>& all, const T& one) {
   return std::find(all.begin(), all.end(), one) != all.end();
-}
-
-template <class T>
-bool contains_all(const std::vector<T>& all, const std::vector<T>& wanted) {
-  return std::all_of(wanted.begin(), wanted.end(),
-                     [&](const T& each) { return contains(all, each); });
 }
 
 }  // namespace
@@ -126,11 +114,6 @@ void UserRegistrations::add(const UserRegistrations& other) {
   for (const auto& each : other.held) add(each);
   for (const at::Generator& generator : other.generators) add(generator);
   observers.insert(observers.end(), other.observers.begin(), other.observers.end());
-}
-
-bool UserRegistrations::has(const UserRegistrations& other, bool but_generators) const {
-  return contains_all(providers, other.providers) &&
-         (but_generators || contains_all(generators, other.generators));
 }
 
 void UserRegistrations::add(const std::shared_ptr<StateProvider>& provider) {

@@ -10,6 +10,7 @@
 
 #include "lib/base/recompute_lock.h"
 #include "lib/rng/device_rng.h"
+#include "lib/scope/hook_stack.h"
 #include "lib/scope/region_info.h"
 #include "lib/state/module_state.h"
 #include "remat/state.h"
@@ -31,11 +32,15 @@ struct UserRegistrations {
   void add(const std::shared_ptr<HeldState>& held_state);
   /// Adds all that the other has.
   void add(const UserRegistrations& other);
-  /// Whether it has all that the other has, `but_generators` aside.
-  bool has(const UserRegistrations& other, bool but_generators) const;
   /// Collects those of the guards and recomputes around this point; null if there are none. Cheap
   /// then.
   static std::shared_ptr<const UserRegistrations> around();
+};
+
+/// While alive, user code runs as part of no region.
+struct OutsideOfRegions {
+  const detail::NoScopes no_scopes;
+  const at::NoGradGuard no_grad;
 };
 
 /// Registers state for the recomputes of the regions around this point: a guard, or a recompute, which
