@@ -38,12 +38,10 @@ Filler::~Filler() {
 at::Tensor Filler::fill(const at::Tensor& saved) {
   const at::Tensor* const origin = take_input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
-  if (has_stopped_) {
-    // The function caught the signal and went on: nothing it saves now counts, and it gets the
-    // signal again, where no operator can be the one whose list is not cleared.
-    if (!view_.has_own_output && can_stop(judged, num_slots_)) stop();
-    return saved.requires_grad() ? saved.tensor_data() : saved;
-  }
+  // The function caught the signal and went on: nothing it saves now counts. It gets no second one: it may
+  // try until nothing is thrown, and by another way than forward's meet a C++ Function of which forward
+  // does not say whether it saves its own output.
+  if (has_stopped_) return saved.requires_grad() ? saved.tensor_data() : saved;
   if (replay_ != nullptr) replay_->check_saved(saved);
   const uint64_t operator_number = at::sequence_number::peek();
   const bool was_complete = is_complete();
@@ -144,9 +142,12 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
       !is_changed(slot.provenance, judged))
     return false;
   if (slot.provenance.origin != Origin::Input) return true;
-  // An argument itself is checked when it is unpacked, and hooks may give back a copy, or restore it in its
-  // own storage; a captured alias of it with a version of its own is not.
+  // An argument itself is checked when it is unpacked, a kept alias of it when it is given out, and hooks
+  // may give back copies of both, or restore the argument in its own storage; a captured alias with a
+  // version of its own is not checked elsewhere.
   const bool is_replaced_by_copy = is_replaced(slot.provenance, judged);
+  if (is_replaced_by_copy && replay_ != nullptr && replay_->is_copy(storage_of(judged)))
+    return false;
   const c10::VariableVersion& counter = judged.unsafeGetTensorImpl()->version_counter();
   return std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
     return each.storage == storage_of(judged) &&

@@ -29,6 +29,8 @@ class KeptReplay {
   /// A backward begins in the recompute; throws if it asks a kept value for what that does not know.
   virtual void check_backward(const torch::autograd::edge_list& roots,
                               const torch::autograd::edge_list& targets) = 0;
+  /// Whether what it gave out with this storage is a copy: it came back from the CPU or out of hooks.
+  virtual bool is_copy(const c10::StorageImpl* storage) const = 0;
   /// The function has ended. Who looks at what only the recompute owns must not find its graph alive.
   virtual void end() = 0;
   /// The exception at hand ended the function: whether it did so only because data are missing which

@@ -189,7 +189,6 @@ SlotView Slots::view_for(int64_t only_position) const {
   view.is_needed.resize(slots_.size());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const auto position = static_cast<int64_t>(i);
-    view.has_own_output |= slots_[i].saves_own_output;
     if (only_position >= 0 ? position != only_position : !slots_[i].is_alive) continue;
     view.is_needed[i] = 1;
     view.last_needed = position;

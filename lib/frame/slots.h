@@ -23,9 +23,8 @@ namespace remat {
 struct SlotView {
   c10::SmallVector<char, 48> is_needed;  ///< by position
   int64_t last_needed = -1, num_needed = 0;
-  bool is_settled = false;      ///< the forward has returned
-  bool ends_small = false;      ///< what a stop after the last slot would skip is next to nothing
-  bool has_own_output = false;  ///< some operator saves its own output
+  bool is_settled = false;  ///< the forward has returned
+  bool ends_small = false;  ///< what a stop after the last slot would skip is next to nothing
 };
 
 /// What a check noted of the tensor in a slot; the check is null where another thread had drawn random

@@ -51,9 +51,19 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
   for (const KeptTensor* each : behind_hooks) fetched_.emplace(each, each->restore());
 }
 
-at::Tensor Replay::restore(const KeptTensor& kept) const {
+at::Tensor Replay::restore(const KeptTensor& kept) {
   const auto found = fetched_.find(&kept);
-  return found == fetched_.end() ? kept.restore() : found->second.tensor_data();
+  const at::Tensor value = found == fetched_.end() ? kept.restore() : found->second.tensor_data();
+  if (kept.is_elsewhere()) {
+    std::lock_guard<std::recursive_mutex> lock(mutex_);
+    copies_.add(value);
+  }
+  return value;
+}
+
+bool Replay::is_copy(const c10::StorageImpl* storage) const {
+  std::lock_guard<std::recursive_mutex> lock(mutex_);
+  return copies_.contains(storage);
 }
 
 bool Replay::is_input(const c10::StorageImpl* storage, int64_t storage_number) const {

@@ -47,6 +47,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
   // Of KeptReplay.
   OperatorHandler* operators() override { return this; }
   void check_saved(const at::Tensor& saved) override;
+  bool is_copy(const c10::StorageImpl* storage) const override;
   void check_backward(const torch::autograd::edge_list& roots,
                       const torch::autograd::edge_list& targets) override;
   void end() override { roles_.clear(); }
@@ -84,7 +85,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
                          const std::string& cause, const std::string& advice);
   std::string lists() const;
   bool is_handed_out(const at::Tensor& tensor) const;
-  at::Tensor restore(const KeptTensor& kept) const;
+  at::Tensor restore(const KeptTensor& kept);
 
   Frame& frame_;
   Filler& filler_;
@@ -102,6 +103,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
   /// handled autograd is off, and a recompute of the region around could not run.
   std::unordered_map<const KeptTensor*, at::Tensor> fetched_;
   std::vector<const c10::StorageImpl*> handed_out_;
+  StorageSet copies_;
   bool looks_ = false;  ///< at operators
   std::size_t next_pin_ = 0;
   bool has_placeholders_ = false;

@@ -222,6 +222,29 @@ TEST_CASE("a C++ Function after a stop that was caught does not leak", "[rule-5]
   require_bit_equal(grads, grad_of(x.sin() * x, {x}));
 }
 
+TEST_CASE("a C++ Function that only a recompute meets, after a caught stop, does not leak",
+          "[rule-5][LIF-17]") {  // fuzz_1795424679002496
+  const Tensor x = leaf({large});
+  int calls = 0, functions = 0;
+  Tensors grads;
+  {
+    const Tensor y = remat::checkpoint(
+        [&](const Tensor& t) {
+          Tensor h;
+          try {
+            h = t.sin().cos();
+          } catch (...) {
+          }
+          if (++calls > 1) SavesAll::apply(t), ++functions;
+          return h;
+        },
+        x);
+    grads = grad_of(y, {x});
+  }
+  require_bit_equal(grads, grad_of(x.sin().cos(), {x}));
+  CHECK(functions == 1);
+}
+
 TEST_CASE("a read in forward order meets the same values wherever the stop falls", "[rule-5]") {
   // Regions of 1 to 6 operators of every kind of save: input, result, both, none, buffer.
   const bool early_stop = GENERATE(true, false);

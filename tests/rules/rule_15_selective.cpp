@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "tests/support/saving_functions.h"
 #include "tests/support/support.h"
 
 using remat::checkpoint;
@@ -746,6 +747,35 @@ TEST_CASE("what a hook changes on the way has the same origin", "[rule-15]") {
     return checkpoint(with(policy), f, x);
   };
   require_same_grads(f, g, x);
+}
+
+TEST_CASE("a kept alias of an argument may come back out of hooks as a copy",
+          "[rule-15][rule-10]") {
+  // fuzz_selective_1795424679036395.
+  const Tensor x = leaf({2});
+  const auto f = [](const Tensor& x) {
+    return remat::testing::KeepsMask::apply(remat::checkpoint_name(x, "mask"));
+  };
+  const Policy policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; },
+                      SelectiveOptions{.save_through_hooks = true});
+  Tensor alias;
+  const auto g = [&](const Tensor& x) {
+    const remat::SavedTensorHooksGuard around([](const Tensor& t) { return t * 2; },
+                                              [](const Tensor& t) { return t.clone().mul_(0.5); });
+    return checkpoint(with(policy), [&](const Tensor& x) { return f(x) * alias; }, x);
+  };
+  const auto in_both = [&](auto make) {
+    return [&alias, make](const Tensor& x) {
+      const Tensor y = x.cos();
+      alias = y.detach();
+      return make(y);
+    };
+  };
+  require_same_grads(in_both([&](const Tensor& y) { return f(y) * alias; }), in_both(g), x);
+  // A captured alias that was replaced is no copy of the kept one.
+  const Tensor y = in_both(g)(x);
+  alias.set_data(at::ones({2}, x.options()));
+  CHECK(kind_of(y, {x}) == CheckpointError::Kind::CaptureChanged);
 }
 
 TEST_CASE("a batched product and its _unsafe_view are one origin", "[rule-15]") {
