@@ -9,6 +9,7 @@
 #include "lib/base/counters.h"
 #include "lib/base/planted_fault.h"
 #include "lib/scope/saving_input.h"
+#include "lib/seam/autograd_meta.h"
 #include "lib/seam/engine.h"
 #include "lib/tensor/content_hash.h"
 #include "lib/tensor/graph_walk.h"
@@ -150,7 +151,7 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
   const c10::VariableVersion& counter = judged.unsafeGetTensorImpl()->version_counter();
   return std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
     return each.storage == storage_of(judged) &&
-           (is_replaced_by_copy || is_same_counter(each.counter, counter));
+           (is_replaced_by_copy || seam::is_same_counter(each.counter, counter));
   });
 }
 
