@@ -17,7 +17,8 @@
 namespace remat {
 
 Filler::Filler(const Region& region, const Slots& slots, const RecordedFrame* recorded,
-               RecomputedValues& values, int64_t only_position)
+               RecomputedValues& values, int64_t only_position,
+               const std::vector<at::Tensor>& inputs)
     : region_(region),
       slots_(slots),
       recorded_(recorded),
@@ -29,6 +30,9 @@ Filler::Filler(const Region& region, const Slots& slots, const RecordedFrame* re
       task_at_start_(seam::graph_task_id()) {
   if (region.options.debug) log_.emplace();
   values_.reserve(view_.is_needed.size());
+  for (const at::Tensor& each : inputs)
+    if (each.defined())
+      inputs_.push_back({storage_of(each), each.unsafeGetTensorImpl()->version_counter()});
 }
 
 Filler::~Filler() {
