@@ -12,6 +12,7 @@
 #include <remat/checkpoint.h>
 
 #include <cstdio>
+#include <functional>
 #include <vector>
 
 #include "bench/arguments.h"
@@ -36,73 +37,57 @@ std::vector<Variant> variants() {
           {"debug = true", {.debug = true}}};
 }
 
-/// A chain of regions, forward and backward.
-class Model {
- public:
-  virtual ~Model() = default;
-  virtual at::Tensor region(const at::Tensor& x) const = 0;
-  virtual at::Tensor input() const = 0;
-  virtual int64_t num_regions() const = 0;
+/// A chain of regions of one function, forward and backward.
+struct Model {
+  const char* name;
+  int64_t num_regions;
+  at::Tensor input;
+  std::function<at::Tensor(const at::Tensor&)> region;
 
   at::Tensor step(const remat::CheckpointOptions* options) const {
-    at::Tensor x = input();
+    const at::Tensor x = input.detach().requires_grad_();
     at::Tensor y = x;
     const auto f = [this](const at::Tensor& t) { return region(t); };
-    for (int64_t i = 0; i < num_regions(); ++i)
+    for (int64_t i = 0; i < num_regions; ++i)
       y = options ? remat::checkpoint(*options, f, y) : f(y);
     y.backward(at::ones_like(y));
     return x.grad();
   }
 };
 
-/// Nothing but bookkeeping: one element, four operators a region.
-class Small final : public Model {
- public:
-  at::Tensor region(const at::Tensor& x) const override { return x.sin().sin().sin().sin(); }
-  at::Tensor input() const override { return at::full({1}, 0.5).requires_grad_(); }
-  int64_t num_regions() const override { return 20; }
-};
-
-/// Two layers with an activation between them, as the MLP of a transformer; batch 64.
-class Layers final : public Model {
- public:
-  at::Tensor region(const at::Tensor& x) const override {
-    return at::add(at::linear(at::gelu(at::linear(x, up_)), down_), x);
-  }
-  at::Tensor input() const override { return input_.detach().requires_grad_(); }
-  int64_t num_regions() const override { return 4; }
-
- private:
-  at::Tensor up_ = at::randn({1024, 256}).mul_(0.05).requires_grad_();
-  at::Tensor down_ = at::randn({256, 1024}).mul_(0.05).requires_grad_();
-  at::Tensor input_ = at::randn({64, 256});
-};
+std::vector<Model> models() {
+  const at::Tensor up = at::randn({1024, 256}).mul_(0.05).requires_grad_();
+  const at::Tensor down = at::randn({256, 1024}).mul_(0.05).requires_grad_();
+  // Nothing but bookkeeping: one element, four operators a region. And two layers with an activation
+  // between them, as the MLP of a transformer; batch 64.
+  return {{"one element", 20, at::full({1}, 0.5),
+           [](const at::Tensor& x) { return x.sin().sin().sin().sin(); }},
+          {"layers", 4, at::randn({64, 256}), [up, down](const at::Tensor& x) {
+             return at::add(at::linear(at::gelu(at::linear(x, up)), down), x);
+           }}};
+}
 
 int run(int argc, char** argv) {
   const bench::Arguments arguments = bench::parse(argc, argv);
-  const Small small;
-  const Layers layers;
-  const std::pair<const char*, const Model*> models[] = {{"one element", &small},
-                                                         {"layers", &layers}};
   const std::vector<Variant> all = variants();
-  for (const auto& [model_name, model] : models) {
-    const at::Tensor plain = model->step(nullptr);
+  for (const Model& model : models()) {
+    const at::Tensor plain = model.step(nullptr);
     std::vector<bench::Cell> cells;
     for (const Variant& variant : all) {
-      bench::require_plain({model->step(&variant.options)}, {plain},
-                           bench::text("%s, %s", model_name, variant.name));
-      cells.emplace_back([chain = model, &variant] { chain->step(&variant.options); });
+      bench::require_plain({model.step(&variant.options)}, {plain},
+                           bench::text("%s, %s", model.name, variant.name));
+      cells.emplace_back([&model, &variant] { model.step(&variant.options); });
     }
     if (arguments.smoke) continue;
     bench::measure(cells, arguments);
     const bench::Statistics defaults = cells[0].result();
-    std::fprintf(stderr, "%-44s %12s %12s %12s\n", bench::text("step of %s", model_name).c_str(),
+    std::fprintf(stderr, "%-44s %12s %12s %12s\n", bench::text("step of %s", model.name).c_str(),
                  "min [us]", "of default", "of medians");
     for (std::size_t i = 0; i < all.size(); ++i) {
       const bench::Statistics result = cells[i].result();
       bench::print_json(
           "checks_cost",
-          bench::text("\"model\": \"%s\", \"variant\": \"%s\"", model_name, all[i].name), arguments,
+          bench::text("\"model\": \"%s\", \"variant\": \"%s\"", model.name, all[i].name), arguments,
           result);
       std::fprintf(stderr, "%-44s %12.1f %12.3f %12.3f\n", all[i].name, result.min_ns / 1000,
                    result.min_ns / defaults.min_ns, result.median_ns / defaults.median_ns);

@@ -16,7 +16,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -55,23 +54,15 @@ struct Sines {
   }
 };
 
-/// How regions are made in this process.
-class Checkpointing {
- public:
-  virtual ~Checkpointing() = default;
-  virtual at::Tensor region(const Work& work, const at::Tensor& x) const = 0;
-};
+/// How a region is made in this process.
+using Region = at::Tensor (*)(const Work& work, const at::Tensor& x);
 
-class Remat final : public Checkpointing {
- public:
-  at::Tensor region(const Work& work, const at::Tensor& x) const override {
-    return work.preserve_rng_state ? remat::checkpoint(Sines{work.ops}, x)
-                                   : remat::checkpoint(without_rng_, Sines{work.ops}, x);
-  }
+const remat::CheckpointOptions without_rng{.preserve_rng_state = false};
 
- private:
-  const remat::CheckpointOptions without_rng_{.preserve_rng_state = false};
-};
+at::Tensor remat_region(const Work& work, const at::Tensor& x) {
+  return work.preserve_rng_state ? remat::checkpoint(Sines{work.ops}, x)
+                                 : remat::checkpoint(without_rng, Sines{work.ops}, x);
+}
 
 /// Forward without grad mode, and a backward inside the backward. It keeps one input, cannot nest
 /// cheaply, and torch::autograd::grad does not work through it.
@@ -112,12 +103,9 @@ class ReentrantFunction : public torch::autograd::Function<ReentrantFunction> {
   }
 };
 
-class Reentrant final : public Checkpointing {
- public:
-  at::Tensor region(const Work& work, const at::Tensor& x) const override {
-    return ReentrantFunction::apply(x, Sines{work.ops}, work.preserve_rng_state);
-  }
-};
+at::Tensor reentrant_region(const Work& work, const at::Tensor& x) {
+  return ReentrantFunction::apply(x, Sines{work.ops}, work.preserve_rng_state);
+}
 
 /// One that does the work: this process, or the Python peer.
 class Side {
@@ -131,8 +119,7 @@ class Side {
 
 class InProcess final : public Side {
  public:
-  InProcess(std::string name, std::unique_ptr<Checkpointing> checkpointing)
-      : Side(std::move(name)), checkpointing_(std::move(checkpointing)) {}
+  InProcess(std::string name, Region region) : Side(std::move(name)), region_(region) {}
 
   double gradient(Kind kind, const Work& work) override {
     const at::Tensor x = leaf();
@@ -153,13 +140,13 @@ class InProcess final : public Side {
     const Sines sines{work.ops};
     at::Tensor y = x;
     for (int64_t i = 0; i < work.regions; ++i)
-      y = kind == Kind::Checkpointed ? checkpointing_->region(work, y) : sines(y);
+      y = kind == Kind::Checkpointed ? region_(work, y) : sines(y);
     if (kind == Kind::Forward) return;
     x.mutable_grad() = at::Tensor();
     y.backward();
   }
 
-  std::unique_ptr<Checkpointing> checkpointing_;
+  const Region region_;
 };
 
 class Python final : public Side {
@@ -290,8 +277,8 @@ int run(int argc, char** argv) {
   std::string interpreter = REMAT_BENCH_PYTHON;
   const Arguments arguments = bench::parse(argc, argv, {{"--python PYTHON", &interpreter}});
 
-  InProcess remat("remat", std::make_unique<Remat>());
-  InProcess reentrant("re-entrant", std::make_unique<Reentrant>());
+  InProcess remat("remat", remat_region);
+  InProcess reentrant("re-entrant", reentrant_region);
   std::optional<Python> python;
   if (interpreter.empty())
     std::fprintf(stderr, "no Python has this LibTorch as its torch: it takes no part\n");

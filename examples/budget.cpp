@@ -16,7 +16,6 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <memory>
 #include <optional>
 #include <random>
 #include <string>
@@ -28,13 +27,6 @@
 #include "char_transformer/text.h"
 #include "command_line.h"
 #include "remat/remat.h"
-
-#ifndef REMAT_EXAMPLE_TEXT
-#define REMAT_EXAMPLE_TEXT "examples/data/genesis-exodus.txt"
-#endif
-#ifndef REMAT_EXAMPLE_OUT
-#define REMAT_EXAMPLE_OUT "."
-#endif
 
 namespace {
 
@@ -89,61 +81,6 @@ Options parse(int argc, char** argv) {
   return options;
 }
 
-// The demo's transformer as a chain: embedding, blocks, head, loss. (B, T) ids -> a number
-class Model {
- public:
-  explicit Model(const ModelOptions& options)
-      : characters_(options.vocabulary, options.width),
-        positions_(options.context, options.width),
-        norm_(torch::nn::LayerNormOptions({options.width})),
-        output_(options.width, options.vocabulary) {
-    for (int64_t i = 0; i < options.blocks; ++i) blocks_.emplace_back(options);
-    add(*characters_);
-    add(*positions_);
-    for (const Block& block : blocks_) add(*block);
-    add(*norm_);
-    add(*output_);
-    // Gradients stay where they are: no budget counts them.
-    for (torch::Tensor& each : parameters_) each.mutable_grad() = torch::zeros_like(each);
-  }
-
-  // Every stage holds what it needs; the loss reads the targets of the present batch.
-  std::vector<remat::Stage> stages() const {
-    std::vector<remat::Stage> stages;
-    stages.push_back(
-        [characters = characters_, positions = positions_](const torch::Tensor& ids) mutable {
-          return characters(ids) + positions(torch::arange(ids.size(1)));
-        });
-    for (const Block& block : blocks_)
-      stages.push_back([block = Block(block)](const torch::Tensor& x) mutable { return block(x); });
-    stages.push_back([norm = norm_, output = output_](const torch::Tensor& x) mutable {
-      return output(norm(x));
-    });
-    stages.push_back([targets = targets_](const torch::Tensor& scores) {
-      return torch::cross_entropy_loss(scores.flatten(0, 1), targets->flatten());
-    });
-    return stages;
-  }
-
-  void set_targets(const torch::Tensor& targets) { *targets_ = targets; }
-  const std::vector<torch::Tensor>& parameters() const { return parameters_; }
-  void zero_grad() {
-    for (torch::Tensor& each : parameters_) each.mutable_grad().zero_();
-  }
-
- private:
-  void add(const torch::nn::Module& module) {
-    for (const torch::Tensor& each : module.parameters()) parameters_.push_back(each);
-  }
-
-  torch::nn::Embedding characters_, positions_;
-  std::vector<Block> blocks_;
-  torch::nn::LayerNorm norm_;
-  torch::nn::Linear output_;
-  std::shared_ptr<torch::Tensor> targets_ = std::make_shared<torch::Tensor>();
-  std::vector<torch::Tensor> parameters_;
-};
-
 struct Candidate {
   std::string name;
   remat::Plan plan;
@@ -155,16 +92,14 @@ struct Candidate {
 };
 
 // Forward and backward; the same dropout each time.
-double step(Model& model, const std::vector<remat::Stage>& stages, const remat::Plan& plan,
-            const torch::Tensor& ids) {
+double step(CharTransformer& model, const std::vector<remat::Stage>& stages,
+            const remat::Plan& plan, const torch::Tensor& ids) {
   torch::manual_seed(kSeed);
-  model.zero_grad();
+  model->zero_grad(/*set_to_none=*/false);
   const auto start = std::chrono::steady_clock::now();
   remat::run(plan, stages, ids).backward();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
-
-double megabytes(int64_t bytes) { return static_cast<double>(bytes) / 1e6; }
 
 std::vector<Candidate> candidates(const remat::ChainCost& cost, const remat::Frontier& frontier,
                                   int64_t blocks, int64_t budget) {
@@ -195,8 +130,8 @@ std::vector<Candidate> candidates(const remat::ChainCost& cost, const remat::Fro
 }
 
 // Runs each plan in turn; whether all gradients are those of the first one, bit by bit.
-bool execute(std::vector<Candidate>& plans, Model& model, const std::vector<remat::Stage>& stages,
-             const torch::Tensor& ids, int64_t repeats) {
+bool execute(std::vector<Candidate>& plans, CharTransformer& model,
+             const std::vector<remat::Stage>& stages, const torch::Tensor& ids, int64_t repeats) {
   remat::MemoryMeter meter;
   std::vector<torch::Tensor> plain;
   bool equal = true;
@@ -206,7 +141,7 @@ bool execute(std::vector<Candidate>& plans, Model& model, const std::vector<rema
     const int64_t before = meter.live_bytes();
     step(model, stages, each.plan, ids);
     each.peak_bytes = meter.peak_bytes() - before;
-    const std::vector<torch::Tensor>& parameters = model.parameters();
+    const std::vector<torch::Tensor> parameters = model->parameters();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (plain.size() == i)
         plain.push_back(parameters[i].grad().clone());
@@ -254,15 +189,15 @@ void draw(const remat::Frontier& frontier, const std::vector<Candidate>& plans,
 }
 
 // A few steps of training; false if an allocation did not fit under the limit.
-bool trains(Model& model, const std::vector<remat::Stage>& stages, const remat::Plan& plan,
-            const Text& text, const Options& options, torch::optim::Adam& optimizer,
-            int64_t budget) {
+bool trains(const std::vector<remat::Stage>& stages, torch::Tensor& targets,
+            const remat::Plan& plan, const Text& text, const Options& options,
+            torch::optim::Adam& optimizer, int64_t budget) {
   std::mt19937 random(kSeed);
   try {
     for (int64_t i = 0; i < options.steps; ++i) {
       const Batch batch = text.training_batch(options.batch_size, random);
-      model.set_targets(batch.targets);
-      model.zero_grad();
+      targets = batch.targets;
+      optimizer.zero_grad(/*set_to_none=*/false);
       double loss = 0;
       {
         const remat::MemoryLimitGuard limit(remat::MemoryMeter().live_bytes() + budget);
@@ -287,11 +222,17 @@ int run(const Options& options) {
   ModelOptions shape = options.model;
   shape.vocabulary = text.vocabulary();
   torch::manual_seed(kSeed);
-  Model model(shape);
+  CharTransformer model(shape, Checkpointing::None);
+  // Gradients stay where they are: no budget counts them.
+  for (torch::Tensor& each : model->parameters()) each.mutable_grad() = torch::zeros_like(each);
   std::mt19937 random(kSeed);
   const Batch batch = text.training_batch(options.batch_size, random);
-  model.set_targets(batch.targets);
-  const std::vector<remat::Stage> stages = model.stages();
+  // The last stage, the loss, reads the targets of the present batch.
+  torch::Tensor targets = batch.targets;
+  std::vector<remat::Stage> stages = model->stages();
+  stages.push_back([&targets](const torch::Tensor& scores) {
+    return torch::cross_entropy_loss(scores.flatten(0, 1), targets.flatten());
+  });
 
   // The whole of planning: measure, solve, choose.
   const remat::ChainCost cost = remat::measure(stages, batch.inputs);
@@ -327,16 +268,16 @@ int run(const Options& options) {
   std::printf("The frontier, with these plans: %s\n\n", path.c_str());
 
   // Optimizer state is no activation: one step makes it before the limit is set.
-  torch::optim::Adam optimizer(model.parameters(), torch::optim::AdamOptions(1e-3));
+  torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
   optimizer.step();
   std::printf("Training with a limit of %.2f MB over what is alive:\n", megabytes(budget));
-  const bool fits = trains(model, stages, plan, text, options, optimizer, budget);
+  const bool fits = trains(stages, targets, plan, text, options, optimizer, budget);
   if (!fits) std::printf("FAILED: the plan does not keep its budget.\n");
   bool plain_fits = false;
   if (budget < keep_all) {
     std::printf("The same without regions:\n");
     const remat::Plan none(static_cast<int64_t>(stages.size()));
-    plain_fits = trains(model, stages, none, text, options, optimizer, budget);
+    plain_fits = trains(stages, targets, none, text, options, optimizer, budget);
     if (plain_fits) std::printf("FAILED: that should not fit.\n");
   }
   return equal && is_exact && fits && !plain_fits ? 0 : 1;

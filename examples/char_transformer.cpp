@@ -29,13 +29,6 @@
 #include "command_line.h"
 #include "remat/remat.h"
 
-#ifndef REMAT_EXAMPLE_TEXT
-#define REMAT_EXAMPLE_TEXT "examples/data/genesis-exodus.txt"
-#endif
-#ifndef REMAT_EXAMPLE_OUT
-#define REMAT_EXAMPLE_OUT "."
-#endif
-
 namespace {
 
 constexpr uint64_t kSeed = 1611;

@@ -8,6 +8,14 @@
 #include <stdexcept>
 #include <string>
 
+// Where an example finds its text, and writes to, unless its command line says otherwise.
+#ifndef REMAT_EXAMPLE_TEXT
+#define REMAT_EXAMPLE_TEXT "examples/data/genesis-exodus.txt"
+#endif
+#ifndef REMAT_EXAMPLE_OUT
+#define REMAT_EXAMPLE_OUT "."
+#endif
+
 struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

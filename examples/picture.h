@@ -2,12 +2,15 @@
 // An SVG picture with two axes. Drawn is by pixels; `x` and `y` say where values are.
 
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <fstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
+
+inline double megabytes(int64_t bytes) { return static_cast<double>(bytes) / 1e6; }
 
 struct Axis {
   std::string label;

@@ -26,9 +26,6 @@
 #ifndef REMAT_EXAMPLE_PHOTO
 #define REMAT_EXAMPLE_PHOTO "examples/data/portrait.ppm"
 #endif
-#ifndef REMAT_EXAMPLE_OUT
-#define REMAT_EXAMPLE_OUT "."
-#endif
 
 namespace {
 

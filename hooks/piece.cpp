@@ -4,23 +4,17 @@
 #include <c10/core/ScalarTypeToTypeMeta.h>
 #include <c10/util/Exception.h>
 
-#include <cstring>
 #include <exception>
 
 #include "hooks/byte_hash.h"
 #include "hooks/depot.h"
 #include "hooks/on_stream.h"
 #include "hooks/unseen.h"
+#include "lib/seam/autograd_meta.h"
 
 namespace remat {
 
 namespace {
-
-/// A counter is nothing but a pointer, which it does not show.
-bool is_same(const c10::VariableVersion& a, const c10::VariableVersion& b) {
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  return std::memcmp(&a, &b, sizeof(void*)) == 0;
-}
 
 /// What comes next on any other stream waits for what is on the current one now.
 void mark(std::optional<Ready>& ready, c10::Device device) {
@@ -110,7 +104,8 @@ bool Piece::has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::Scala
                 bool is_trusted) const {
   if (kind != kind_ || begin < begin_ || end > end_) return false;
   const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
-  if (!counter.enabled() || !is_same(counter, counter_) || counter.current_version() != version_)
+  if (!counter.enabled() || !seam::is_same_counter(counter, counter_) ||
+      counter.current_version() != version_)
     return false;
   if (!tensor.is_cpu()) return is_trusted && is_trusted_;
   if (static_cast<int64_t>(tensor.storage().nbytes()) < end_) return false;

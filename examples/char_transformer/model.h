@@ -121,6 +121,21 @@ class CharTransformerImpl : public torch::nn::Module {
     return output_(norm_(x));
   }
 
+  // The same as a chain of parts, each with what it needs, whatever is checkpointed.
+  std::vector<remat::Stage> stages() const {
+    std::vector<remat::Stage> stages;
+    stages.push_back(
+        [characters = characters_, positions = positions_](const torch::Tensor& ids) mutable {
+          return characters(ids) + positions(torch::arange(ids.size(1)));
+        });
+    for (const Block& block : blocks_)
+      stages.push_back([block = Block(block)](const torch::Tensor& x) mutable { return block(x); });
+    stages.push_back([norm = norm_, output = output_](const torch::Tensor& x) mutable {
+      return output(norm(x));
+    });
+    return stages;
+  }
+
   // The mean cross-entropy [nats per character].
   torch::Tensor loss(const torch::Tensor& ids, const torch::Tensor& targets) {
     return torch::cross_entropy_loss(forward(ids).flatten(0, 1), targets.flatten());

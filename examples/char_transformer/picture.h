@@ -15,8 +15,6 @@ struct Curve {
   std::vector<Sample> samples;
 };
 
-inline double megabytes(int64_t bytes) { return static_cast<double>(bytes) / 1e6; }
-
 // Between two samples memory stays as it was. Of the samples within one pixel's width only the
 // last, the lowest and the highest can be seen.
 inline std::string points_of(const Curve& curve, const Picture& picture) {

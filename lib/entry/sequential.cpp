@@ -7,21 +7,9 @@
 
 #include <utility>
 
+#include "remat/plan.h"
+
 namespace remat {
-
-namespace {
-
-std::vector<int64_t> segment_lengths(int64_t num_stages, int64_t segments, Split split) {
-  std::vector<int64_t> lengths(static_cast<std::size_t>(segments), num_stages / segments);
-  const int64_t rest = num_stages % segments;
-  if (split == Split::Torch)
-    lengths.back() += rest;
-  else
-    for (int64_t i = 0; i < rest; ++i) ++lengths[static_cast<std::size_t>(i)];
-  return lengths;
-}
-
-}  // namespace
 
 at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segments,
                                  at::Tensor input, const SequentialOptions& options) {
@@ -34,19 +22,21 @@ at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segme
                       "remat::checkpoint_sequential: stage ", i,
                       " (counted from 0) was empty. Do: give it a function.");
 
-  const std::vector<int64_t> lengths = segment_lengths(num_stages, segments, options.split);
+  const Plan plan = options.split == Split::Torch ? torch_sequential_plan(num_stages, segments)
+                                                  : balanced_plan(num_stages, segments);
   CheckpointOptions checkpoint_options = options.checkpoint;
   auto next = stages.begin();
   for (int64_t i = 0; i < segments; ++i) {
-    const auto end = next + lengths[static_cast<std::size_t>(i)];
-    const bool is_plain = i == segments - 1 && !options.checkpoint_last;
+    const bool is_last = i == segments - 1;  // a region of no plan
+    const auto end =
+        is_last ? stages.end() : stages.begin() + plan.regions()[static_cast<std::size_t>(i)].last;
     const auto run = [](const std::vector<Stage>& segment, at::Tensor x) {
       for (const Stage& stage : segment) x = stage(std::move(x));
       return x;
     };
     std::vector<Stage> segment(next, end);
     next = end;
-    if (is_plain) {
+    if (is_last && !options.checkpoint_last) {
       input = run(segment, std::move(input));
       continue;
     }

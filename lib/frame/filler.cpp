@@ -9,6 +9,7 @@
 #include "lib/base/counters.h"
 #include "lib/base/planted_fault.h"
 #include "lib/scope/saving_input.h"
+#include "lib/seam/autograd_meta.h"
 #include "lib/seam/engine.h"
 #include "lib/tensor/content_hash.h"
 #include "lib/tensor/graph_walk.h"
@@ -16,7 +17,8 @@
 namespace remat {
 
 Filler::Filler(const Region& region, const Slots& slots, const RecordedFrame* recorded,
-               RecomputedValues& values, int64_t only_position)
+               RecomputedValues& values, int64_t only_position,
+               const std::vector<at::Tensor>& inputs)
     : region_(region),
       slots_(slots),
       recorded_(recorded),
@@ -28,6 +30,9 @@ Filler::Filler(const Region& region, const Slots& slots, const RecordedFrame* re
       task_at_start_(seam::graph_task_id()) {
   if (region.options.debug) log_.emplace();
   values_.reserve(view_.is_needed.size());
+  for (const at::Tensor& each : inputs)
+    if (each.defined())
+      inputs_.push_back({storage_of(each), each.unsafeGetTensorImpl()->version_counter()});
 }
 
 Filler::~Filler() {
@@ -151,7 +156,7 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
   const c10::VariableVersion& counter = judged.unsafeGetTensorImpl()->version_counter();
   return std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
     return each.storage == storage_of(judged) &&
-           (is_replaced_by_copy || is_same_counter(each.counter, counter));
+           (is_replaced_by_copy || seam::is_same_counter(each.counter, counter));
   });
 }
 

@@ -20,17 +20,22 @@ namespace remat {
 /// The values of one recompute come in through it, one for each tensor that autograd saves.
 class Filler final : public SlotFiller {
  public:
-  /// The filler wants every slot that is alive, or `only_position` alone if it is not negative.
+  /// The filler wants every slot that is alive, or `only_position` alone if it is not negative. `inputs`:
+  /// the arguments of this recompute.
   Filler(const Region& region, const Slots& slots, const RecordedFrame* recorded,
-         RecomputedValues& values, int64_t only_position);
+         RecomputedValues& values, int64_t only_position, const std::vector<at::Tensor>& inputs);
   ~Filler() override;
 
   at::Tensor fill(const at::Tensor& saved) override;
   /// The function is about to run a backward. No operator is under way here, so a recompute that has
   /// all it needs ends: that backward ran in the forward, and would accumulate its gradients again.
   void stop_before_backward();
-  /// The function has ended, by a return or a stop: takes what waited for it.
-  void finish() { compare_pending(0, /*is_end=*/true); }
+  /// The function has ended, by a return or a stop: takes what waited for it. All is queued on the devices
+  /// that the tensors need.
+  void finish() {
+    compare_pending(0, /*is_end=*/true);
+    ready_.record();
+  }
 
   /// The region's forward had returned when the recompute began.
   bool is_forward_over() const { return view_.is_settled; }
@@ -38,15 +43,6 @@ class Filler final : public SlotFiller {
   void forbid_stop() { early_stop_ = !view_.is_settled; }
   /// What replays kept results looks at every tensor that is saved.
   void set_replay(KeptReplay* replay) { replay_ = replay; }
-  /// These are the arguments of this recompute.
-  void set_inputs(const std::vector<at::Tensor>& inputs) {
-    for (const at::Tensor& each : inputs)
-      if (each.defined())
-        inputs_.push_back({storage_of(each), each.unsafeGetTensorImpl()->version_counter()});
-  }
-  /// All is queued on the devices that the tensors need.
-  void record_ready() const { ready_.record(); }
-
   bool is_complete() const { return num_filled_ == view_.num_needed; }
   bool has_stopped() const { return has_stopped_; }
   /// A tensor saved after another thread had drawn in forward came back with other contents.
@@ -68,7 +64,6 @@ class Filler final : public SlotFiller {
   void rethrow_refusal() const {
     if (refusal_ != nullptr) std::rethrow_exception(refusal_);
   }
-  bool has_differences() const { return differences_.any(); }
   /// After the function has unwound.
   Differences take_differences();
   OpLog* log() { return log_ ? &*log_ : nullptr; }

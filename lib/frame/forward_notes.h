@@ -1,17 +1,19 @@
 #pragma once
 // What few functions do in forward that their recomputes must know: backwards, accumulations, hooks.
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "lib/base/spin_lock.h"
 #include "lib/frame/gradient_sinks.h"
 #include "lib/frame/inner_backward.h"
-#include "lib/frame/outside_tensors.h"
+#include "lib/tensor/capture.h"
 
 namespace remat {
 
@@ -19,19 +21,20 @@ namespace remat {
 class ForwardNotes {
  public:
   /// The function runs a backward; `asked` of the inputs, if it is anything.
-  void note_backward(int64_t number, InnerBackwards::Asked asked) {
+  void note_backward(int64_t number, AskedOfInputs asked) {
     const std::lock_guard<SpinLock> lock(mutex_);
-    if (!noted().backwards) noted().backwards.emplace();
-    noted().backwards->note(number, std::move(asked));
+    noted().backwards.emplace_back(number, std::move(asked));
   }
-  InnerBackwards::Asked asked_by_backward(int64_t number) {
+  AskedOfInputs asked_by_backward(int64_t number) {
     const std::lock_guard<SpinLock> lock(mutex_);
-    return noted_ == nullptr || !noted_->backwards ? InnerBackwards::Asked{}
-                                                   : noted_->backwards->asked(number);
+    if (noted_ != nullptr)
+      for (const auto& [each, asked] : noted_->backwards)
+        if (each == number) return asked;
+    return {};
   }
   bool asked_for_inputs() {
     const std::lock_guard<SpinLock> lock(mutex_);
-    return noted_ != nullptr && noted_->backwards.has_value();
+    return noted_ != nullptr && !noted_->backwards.empty();
   }
   /// Whether the function has run any backward.
   bool has_run_backward() const { return has_run_backward_.load(std::memory_order_relaxed); }
@@ -52,24 +55,34 @@ class ForwardNotes {
   /// The function registers a hook: Note [Tensors from outside].
   void note_hook(const at::TensorBase& tensor, unsigned handle) {
     const std::lock_guard<SpinLock> lock(mutex_);
-    noted().hooks.add(tensor, handle, has_run_backward());
+    noted().hooks.push_back(
+        {WeakTensor(tensor.getIntrusivePtr()), handle, /*follows_backward=*/has_run_backward()});
   }
+  struct Hook {
+    WeakTensor tensor;
+    unsigned handle;
+    bool follows_backward;  ///< the function had run a backward before
+  };
   /// Returns the `number`-th hook on that tensor, if there is one.
-  std::optional<HookNotes::Note> hook(const at::TensorBase& tensor, std::size_t number) {
+  std::optional<Hook> hook(const at::TensorBase& tensor, std::size_t number) {
     const std::lock_guard<SpinLock> lock(mutex_);
-    const HookNotes::Note* const note =
-        noted_ == nullptr ? nullptr : noted_->hooks.find(tensor, number);
-    return note == nullptr ? std::nullopt : std::optional(*note);
+    if (noted_ != nullptr)
+      for (const Hook& each : noted_->hooks)
+        if (each.tensor._unsafe_get_target() == tensor.unsafeGetTensorImpl() && number-- == 0)
+          return each;
+    return std::nullopt;
   }
   bool has_hook_after_backward() {
     const std::lock_guard<SpinLock> lock(mutex_);
-    return noted_ != nullptr && noted_->hooks.any_follows_backward();
+    return noted_ != nullptr && std::any_of(noted_->hooks.begin(), noted_->hooks.end(),
+                                            [](const Hook& each) { return each.follows_backward; });
   }
 
  private:
   struct Noted {
-    std::optional<InnerBackwards> backwards{};  ///< those that asked for something
-    HookNotes hooks{};
+    /// Those that asked for something, by number.
+    std::vector<std::pair<int64_t, AskedOfInputs>> backwards{};
+    std::vector<Hook> hooks{};
     AccumulatedLeaves accumulated{};
   };
   Noted& noted() {

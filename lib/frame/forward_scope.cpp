@@ -22,10 +22,6 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> ForwardScope::make_hooks() 
   return std::make_unique<Drop>(c10::intrusive_ptr<SlotOwner>::reclaim_copy(&frame()));
 }
 
-bool ForwardScope::is_own_thread() const {
-  return std::this_thread::get_id() == owner_ || seam::graph_task_id() >= 0;
-}
-
 void ForwardScope::backward_begins(const torch::autograd::edge_list& roots,
                                    const torch::autograd::edge_list& targets, bool accumulates) {
   frame().slots().end_operator();

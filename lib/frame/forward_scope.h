@@ -6,7 +6,6 @@
 #include <atomic>
 #include <memory>
 #include <optional>
-#include <thread>
 #include <vector>
 
 #include "lib/base/spin_lock.h"
@@ -14,25 +13,16 @@
 
 namespace remat {
 
-class ForwardScope final : public FrameScope,
-                           public DrawSource,
-                           public detail::BackwardWatcher,
-                           public detail::RegistrationWatcher,
-                           public GuardWatcher {
+class ForwardScope final : public FrameScope {
  public:
   /// `around` is the scope of the region around, or null.
   ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around);
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
-  bool is_own_thread() const override;
-  DrawSource* draws() override { return this; }
   OperatorHandler* operators() override {
     return keeps_here() ? frame().keeper()->operators() : nullptr;
   }
   detail::ReadWatcher* reads() override { return keeps_here() ? frame().keeper() : nullptr; }
-  detail::BackwardWatcher* backwards() override { return this; }
-  detail::RegistrationWatcher* registrations() override { return this; }
-  GuardWatcher* guards() override { return this; }
 
   /// The function has returned. See Note [Late threads of the engine].
   void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result) {
@@ -56,7 +46,6 @@ class ForwardScope final : public FrameScope,
   void wait_for_gradients(c10::function_ref<void(TensorVisitor)> visit_result);
   bool keeps_here() const { return is_own_thread() && frame().keeper() != nullptr; }
 
-  const std::thread::id owner_ = std::this_thread::get_id();
   SpinLock mutex_;
   std::vector<WeakStorage> gradients_;  // that backwards inside returned, on devices
   std::atomic<int64_t> num_backwards_{0};

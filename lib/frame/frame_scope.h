@@ -3,23 +3,37 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <thread>
 #include <utility>
 
 #include "lib/frame/frame.h"
 #include "lib/scope/region_scope.h"
+#include "lib/seam/engine.h"
 
 namespace remat {
 
 /// Every scope of a region but save_region's is one.
-class FrameScope : public detail::RegionScope {
+class FrameScope : public detail::RegionScope,
+                   public DrawSource,
+                   public detail::BackwardWatcher,
+                   public detail::RegistrationWatcher,
+                   public GuardWatcher {
  public:
   Frame& frame() const { return *frame_; }
+  bool is_own_thread() const override {
+    return std::this_thread::get_id() == owner || seam::graph_task_id() >= 0;
+  }
+  DrawSource* draws() override { return this; }
+  detail::BackwardWatcher* backwards() override { return this; }
+  detail::RegistrationWatcher* registrations() override { return this; }
+  GuardWatcher* guards() override { return this; }
 
  protected:
   explicit FrameScope(c10::intrusive_ptr<Frame> frame)
       : RegionScope(frame->region().info), frame_(std::move(frame)) {
     answers(detail::Ability::Hooks);
   }
+  const std::thread::id owner = std::this_thread::get_id();
 
  private:
   const c10::intrusive_ptr<Frame> frame_;

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <unordered_set>
 
 #include "lib/seam/autograd_meta.h"
 #include "lib/tensor/graph_walk.h"
@@ -15,7 +14,6 @@ namespace {
 
 using torch::autograd::Edge;
 using torch::autograd::edge_list;
-using torch::autograd::Node;
 
 constexpr char through_outside[] =
     "a backward inside a region accumulates, through a captured tensor, into a leaf from outside";
@@ -23,27 +21,12 @@ constexpr char with_hooks[] =
     "a gradient was taken inside a region of a captured leaf that has hooks and into which another "
     "backward of the region accumulates";
 
-struct SinkNode final : Node {
-  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
-  std::string name() const override { return "remat::GradientSink"; }
-};
-
 template <class Visitor>
 void visit_leaves_below(const edge_list& roots, Visitor&& visitor) {
-  std::unordered_set<const Node*> seen;
-  std::vector<const Node*> waiting;
-  const auto reach = [&](const Edge& edge) {
-    if (edge.is_valid() && seen.insert(edge.function.get()).second)
-      waiting.push_back(edge.function.get());
-  };
-  for (const Edge& root : roots) reach(root);
-  while (!waiting.empty()) {
-    const Node* const node = waiting.back();
-    waiting.pop_back();
+  seam::visit_nodes(roots, [&](const seam::NodePtr& node) {
     if (is_leaf(*node))
-      visitor(static_cast<const torch::autograd::AccumulateGrad*>(node)->variable);
-    for (const Edge& next : node->next_edges()) reach(next);
-  }
+      visitor(static_cast<const torch::autograd::AccumulateGrad&>(*node).variable);
+  });
 }
 
 }  // namespace
@@ -68,7 +51,7 @@ const seam::NodePtr* GradientSinks::sink_of(const at::TensorBase& tensor) {
   const auto [found, is_new] = sinks_.try_emplace(leaf);
   if (is_new) {
     found->second.has_hooks = seam::has_own_hooks(tensor);
-    found->second.node = seam::make_node<SinkNode>();
+    found->second.node = seam::make_node<seam::EndNode>("remat::GradientSink");
     found->second.node->add_input_metadata(at::Tensor(tensor));
   }
   return &found->second.node;

@@ -29,14 +29,7 @@ bool has(const edge_list& edges, const GradientPlace& place) {
 
 }  // namespace
 
-InnerBackwards::Asked InnerBackwards::asked(int64_t number) const {
-  const auto found = std::find_if(all_.begin(), all_.end(),
-                                  [number](const auto& each) { return each.first == number; });
-  return found == all_.end() ? Asked{} : found->second;
-}
-
-InnerBackwards::Asked asked_of(const Inputs& inputs, const edge_list& roots,
-                               const edge_list& targets) {
+AskedOfInputs asked_of(const Inputs& inputs, const edge_list& roots, const edge_list& targets) {
   struct Place {
     GradientPlace place;
     bool has_hooks;
@@ -47,7 +40,7 @@ InnerBackwards::Asked asked_of(const Inputs& inputs, const edge_list& roots,
     places.push_back({place, has_hooks});
     has_any |= place.is_somewhere();
   });
-  InnerBackwards::Asked asked;
+  AskedOfInputs asked;
   if (!has_any) return asked;
   const Reached near(roots, [&places](const GradientPlace& place) {
     return std::none_of(places.begin(), places.end(),
@@ -79,7 +72,7 @@ InnerBackwards::Asked asked_of(const Inputs& inputs, const edge_list& roots,
 
 // The input was a target of forward's. Its original may be one now, or its alias; LibTorch puts another
 // node in the place of an alias that nothing uses.
-const char* against(const InnerBackwards::Asked& asked, const Inputs& inputs,
+const char* against(const AskedOfInputs& asked, const Inputs& inputs,
                     c10::ArrayRef<WeakEdge> aliases, const edge_list& roots,
                     const edge_list& targets) {
   if (asked.against != nullptr || asked.inputs.empty()) return asked.against;

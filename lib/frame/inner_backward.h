@@ -18,8 +18,6 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
-#include <utility>
-#include <vector>
 
 #include "lib/tensor/graph_walk.h"
 
@@ -28,28 +26,18 @@ namespace remat {
 class Inputs;
 struct Region;
 
-/// A frame notes what its forward's backwards asked of its inputs, by number.
-class InnerBackwards {
- public:
-  struct Asked {
-    const char* against = nullptr;         ///< why no recompute can repeat it
-    c10::SmallVector<uint32_t, 2> inputs;  ///< whose gradient it took
-    bool is_nothing() const { return against == nullptr && inputs.empty(); }
-  };
-  void note(int64_t number, Asked asked) { all_.emplace_back(number, std::move(asked)); }
-  Asked asked(int64_t number) const;
-
- private:
-  std::vector<std::pair<int64_t, Asked>> all_;
+/// What a backward in forward asks of the inputs.
+struct AskedOfInputs {
+  const char* against = nullptr;         ///< why no recompute can repeat it
+  c10::SmallVector<uint32_t, 2> inputs;  ///< whose gradient it took
+  bool is_nothing() const { return against == nullptr && inputs.empty(); }
 };
-
-/// Says what a backward in forward asks of the inputs.
-InnerBackwards::Asked asked_of(const Inputs& inputs, const torch::autograd::edge_list& roots,
-                               const torch::autograd::edge_list& targets);
+AskedOfInputs asked_of(const Inputs& inputs, const torch::autograd::edge_list& roots,
+                       const torch::autograd::edge_list& targets);
 
 /// Says why this backward of a recompute would not give what forward's did; null if it would.
 /// `aliases`: of the inputs that the recompute was given.
-const char* against(const InnerBackwards::Asked& asked, const Inputs& inputs,
+const char* against(const AskedOfInputs& asked, const Inputs& inputs,
                     c10::ArrayRef<WeakEdge> aliases, const torch::autograd::edge_list& roots,
                     const torch::autograd::edge_list& targets);
 

@@ -26,15 +26,9 @@ namespace remat {
 
 namespace {
 
-/// Ends the gradient of a recompute's own backward at the input: the edge leads nowhere.
-struct InputEdge final : torch::autograd::Node {
-  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
-  std::string name() const override { return "remat::InputEdge"; }
-};
-
-/// A node whose output with that number is the input.
+/// Ends the gradient of a recompute's own backward at the input, which is the node's output with that number.
 seam::NodePtr input_edge(uint32_t output_number) {
-  auto node = seam::make_node<InputEdge>();
+  auto node = seam::make_node<seam::EndNode>("remat::InputEdge");
   for (uint32_t i = 0; i < output_number; ++i)
     node->add_input_metadata(torch::autograd::Node::undefined_input());
   return node;
@@ -211,7 +205,7 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
   const c10::StorageImpl* storage = nullptr;
   if (watched != nullptr) {
     const bool is_alias =
-        is_same_counter(data.unsafeGetTensorImpl()->version_counter(), watched->counter) ||
+        seam::is_same_counter(data.unsafeGetTensorImpl()->version_counter(), watched->counter) ||
         (storage_of(data) != nullptr && storage_of(data) == watched->storage._unsafe_get_target());
     if (version != expected && is_alias)
       throw_changed_argument(region, position, data, expected, version, input.is_written);

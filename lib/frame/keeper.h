@@ -33,13 +33,10 @@ class KeptReplay {
   virtual bool is_copy(const c10::StorageImpl* storage) const = 0;
   /// The function has ended. Who looks at what only the recompute owns must not find its graph alive.
   virtual void end() = 0;
-  /// The exception at hand ended the function: whether it did so only because data are missing which
-  /// nobody had seemed to need.
-  virtual bool explains(const std::exception_ptr& thrown) = 0;
-  /// Whether the recompute is worth nothing for such data. The next one will have them.
-  virtual bool must_run_again() = 0;
-  /// Throws what differed from forward, also if the function caught that.
-  virtual void rethrow_mismatch() const = 0;
+  /// The recompute is over, by this exception if it is not null. False if it is worth nothing, since data
+  /// are missing which nobody had seemed to need: the next one will have them. Otherwise throws what
+  /// ended it, or what differed from forward, also if the function caught that.
+  virtual bool finish(const std::exception_ptr& thrown) = 0;
 };
 
 /// A keeper keeps results of one region. Its forward tells it what happens; a recompute asks it for

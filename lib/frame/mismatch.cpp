@@ -78,11 +78,10 @@ std::string operators_text(const Region& region, const OpLog* recompute_log) {
               ? "\n"
               : " REMAT_DEBUG_STACKS=1 in the environment shows where the first that differs was "
                 "called.\n";
-  if (first.number >= 0)
+  if (first.number >= 0) {
     text += fmt::format("First difference: operator {}.\n  forward:   {}\n  recompute: {}\n",
                         first.number, first.forward.empty() ? "(none)" : first.forward,
                         first.recompute.empty() ? "(none)" : first.recompute);
-  if (first.number >= 0) {
     append_stack(text, "forward", forward, first.number);
     append_stack(text, "recompute", *recompute_log, first.number);
   }
@@ -188,19 +187,27 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
 
 namespace {
 
-/// An error about an argument, by its number among the tensors of the arguments.
-[[noreturn]] void throw_about_argument(const Region& region, Kind kind, int64_t number,
-                                       std::string then, std::string now, std::string text) {
+/// An error about one tensor: an argument, by its number among those, or what is saved at a position.
+[[noreturn]] void throw_about(const Region& region, Kind kind, int64_t number, std::string then,
+                              std::string now, std::string text) {
   CheckpointError::Facts facts = facts_of(kind, region);
   facts.mismatches.push_back({number, std::move(then), std::move(now), {}, {}});
   raise(region, "remat::checkpoint: " + std::move(text), std::move(facts));
+}
+
+[[noreturn]] void throw_plainly(const Region& region, Kind kind, const std::string& fact,
+                                const std::string& cause, const std::string& advice) {
+  raise(region,
+        fmt::format("remat::checkpoint: {}. In {}.\nCause: {}.\nDo: {}.", fact, title(region),
+                    cause, advice),
+        facts_of(kind, region));
 }
 
 }  // namespace
 
 void throw_changed_argument(const Region& region, int64_t number, const at::Tensor& argument,
                             uint32_t version_then, uint32_t version_now, bool by_function) {
-  throw_about_argument(
+  throw_about(
       region, Kind::CaptureChanged, number, fmt::format("saved at version {}", version_then),
       fmt::format("is at version {}", version_now),
       fmt::format(
@@ -216,7 +223,7 @@ void throw_changed_argument(const Region& region, int64_t number, const at::Tens
 }
 
 void throw_written_argument(const Region& region, int64_t number) {
-  throw_about_argument(
+  throw_about(
       region, Kind::CaptureChanged, number, "as it was passed", "written to by the function",
       fmt::format(
           "one of the variables needed for gradient computation has been modified by an "
@@ -228,7 +235,7 @@ void throw_written_argument(const Region& region, int64_t number) {
 }
 
 void throw_replaced_argument(const Region& region, int64_t number, const at::Tensor& now) {
-  throw_about_argument(
+  throw_about(
       region, Kind::CaptureChanged, number, "the data of the call",
       TensorMetadata(now, false).text() + ", other data",
       fmt::format("An argument was given other data between the forward and the recompute, so the "
@@ -241,7 +248,7 @@ void throw_replaced_argument(const Region& region, int64_t number, const at::Ten
 }
 
 void throw_parted_arguments(const Region& region, int64_t number, int64_t other) {
-  throw_about_argument(
+  throw_about(
       region, Kind::Unsupported, number, "one memory", "a memory of its own",
       fmt::format(
           "a function wrote to an argument that shares its memory with another argument, "
@@ -254,7 +261,7 @@ void throw_parted_arguments(const Region& region, int64_t number, int64_t other)
 }
 
 void throw_spoiled_argument(const Region& region, int64_t number) {
-  throw_about_argument(
+  throw_about(
       region, Kind::CaptureChanged, number, "not written to", "written to in a recompute",
       fmt::format(
           "one of the variables needed for gradient computation has been modified by an "
@@ -267,37 +274,29 @@ void throw_spoiled_argument(const Region& region, int64_t number) {
 }
 
 void throw_double_unpack(const Region& region, int64_t position) {
-  CheckpointError::Facts facts = facts_of(Kind::DoubleUnpack, region);
-  facts.mismatches.push_back({position, "read once", "read again in the same backward", {}, {}});
-  raise(region,
-        fmt::format("remat::checkpoint: Unpack is being triggered for a tensor that was already "
-                    "unpacked once. In {}, saved tensor at position {}, within one backward.\n"
-                    "Do: read it once and keep the result, or leave strict_unpack off: then it is "
-                    "recomputed again (Rule 9).",
-                    title(region), position),
-        std::move(facts));
+  throw_about(
+      region, Kind::DoubleUnpack, position, "read once", "read again in the same backward",
+      fmt::format("Unpack is being triggered for a tensor that was already unpacked once. In {}, "
+                  "saved tensor at position {}, within one backward.\n"
+                  "Do: read it once and keep the result, or leave strict_unpack off: then it is "
+                  "recomputed again (Rule 9).",
+                  title(region), position));
 }
 
 void throw_group_overlap(const Region& region, int64_t position) {
-  CheckpointError::Facts facts = facts_of(Kind::GroupOverlap, region);
-  facts.mismatches.push_back({position, "read by one backward", "read by another one", {}, {}});
-  raise(region,
-        fmt::format(
-            "remat::checkpoint: Performing two backward calls that overlap (i.e. require the "
-            "same saved activation) in a GraphExecGroup. In {}, saved tensor at position {}.\n"
-            "Cause: a group releases a tensor when the first backward has read it.\n"
-            "Do: let the calls ask for disjoint gradients, close the group between them, or "
-            "use a RecomputeCacheGuard, which keeps what several calls need.",
-            title(region), position),
-        std::move(facts));
+  throw_about(
+      region, Kind::GroupOverlap, position, "read by one backward", "read by another one",
+      fmt::format("Performing two backward calls that overlap (i.e. require the same saved "
+                  "activation) in a GraphExecGroup. In {}, saved tensor at position {}.\n"
+                  "Cause: a group releases a tensor when the first backward has read it.\n"
+                  "Do: let the calls ask for disjoint gradients, close the group between them, or "
+                  "use a RecomputeCacheGuard, which keeps what several calls need.",
+                  title(region), position));
 }
 
 void throw_recompute_failed(const Region& region, const std::string& fact, const std::string& cause,
                             const std::string& advice) {
-  raise(region,
-        fmt::format("remat::checkpoint: {}. In {}.\nCause: {}.\nDo: {}.", fact, title(region),
-                    cause, advice),
-        facts_of(Kind::RecomputeFailed, region));
+  throw_plainly(region, Kind::RecomputeFailed, fact, cause, advice);
 }
 
 void throw_selective(const Region& region, Kind kind, const std::string& fact,
@@ -316,29 +315,21 @@ void throw_selective(const Region& region, Kind kind, const std::string& fact,
 
 void throw_unsupported(const Region& region, const std::string& fact, const std::string& cause,
                        const std::string& advice) {
-  raise(region,
-        fmt::format("remat::checkpoint: {}. In {}.\nCause: {}.\nDo: {}.", fact, title(region),
-                    cause, advice),
-        facts_of(Kind::Unsupported, region));
+  throw_plainly(region, Kind::Unsupported, fact, cause, advice);
 }
 
 void throw_changed_value(const Region& region, int64_t position, const at::Tensor& tensor,
                          uint32_t saved_version) {
-  CheckpointError::Facts facts = facts_of(Kind::ValueMismatch, region);
-  facts.mismatches.push_back({position,
-                              fmt::format("saved at version {}", saved_version),
-                              fmt::format("is at version {}", tensor._version()),
-                              {},
-                              {}});
-  raise(region,
-        fmt::format("remat::checkpoint: one of the variables needed for gradient computation has "
-                    "been modified by an inplace operation: {}, saved in {} at position {}, is at "
-                    "version {}; expected version {} instead (Rule 10).\n"
-                    "Cause: a tensor that backward needs is changed in place after it was saved; "
-                    "plain autograd refuses this too.\nDo: use the out-of-place operator there.",
-                    TensorMetadata(tensor, false).text(), title(region), position,
-                    tensor._version(), saved_version),
-        std::move(facts));
+  throw_about(
+      region, Kind::ValueMismatch, position, fmt::format("saved at version {}", saved_version),
+      fmt::format("is at version {}", tensor._version()),
+      fmt::format("one of the variables needed for gradient computation has been modified by an "
+                  "inplace operation: {}, saved in {} at position {}, is at version {}; expected "
+                  "version {} instead (Rule 10).\n"
+                  "Cause: a tensor that backward needs is changed in place after it was saved; "
+                  "plain autograd refuses this too.\nDo: use the out-of-place operator there.",
+                  TensorMetadata(tensor, false).text(), title(region), position, tensor._version(),
+                  saved_version));
 }
 
 }  // namespace remat

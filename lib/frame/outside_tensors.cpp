@@ -3,8 +3,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <algorithm>
-
 #include "lib/base/planted_fault.h"
 #include "lib/frame/mismatch.h"
 #include "lib/seam/variable_hooks.h"
@@ -20,21 +18,6 @@ bool is_of(const WeakTensor& weak, const at::TensorBase& tensor) {
 }
 
 }  // namespace
-
-void HookNotes::add(const at::TensorBase& tensor, unsigned handle, bool follows_backward) {
-  all_.push_back({weak(tensor), handle, follows_backward});
-}
-
-const HookNotes::Note* HookNotes::find(const at::TensorBase& tensor, std::size_t number) const {
-  for (const Note& each : all_)
-    if (is_of(each.tensor, tensor) && number-- == 0) return &each;
-  return nullptr;
-}
-
-bool HookNotes::any_follows_backward() const {
-  return std::any_of(all_.begin(), all_.end(),
-                     [](const Note& each) { return each.follows_backward; });
-}
 
 void OutsideTensors::add(at::Tensor known) {
   if (is_planted(Fault::HookTwice)) return;

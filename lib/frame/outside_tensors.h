@@ -18,8 +18,6 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstddef>
-#include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -29,23 +27,6 @@
 namespace remat {
 
 struct Region;
-
-/// A frame notes the hooks that its function registered on tensors in forward.
-class HookNotes {
- public:
-  struct Note {
-    WeakTensor tensor;
-    unsigned handle;
-    bool follows_backward;  ///< the function had run a backward before
-  };
-  void add(const at::TensorBase& tensor, unsigned handle, bool follows_backward);
-  /// The `number`-th of that tensor; null if there are fewer.
-  const Note* find(const at::TensorBase& tensor, std::size_t number) const;
-  bool any_follows_backward() const;
-
- private:
-  std::vector<Note> all_;
-};
 
 /// What one recompute finds on tensors from outside when it begins, and puts back when it ends. One
 /// thread.

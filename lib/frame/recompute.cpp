@@ -74,7 +74,6 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     outside.finish(region);
     if (KeptReplay* const replay = scope->replay()) replay->end();
     filler.finish();
-    filler.record_ready();
   }
   scope->put_back_early_guards();
   user_state.put_back();
@@ -94,7 +93,6 @@ void compare(const Region& region, Filler& filler) {
   if (filler.has_too_many() || !filler.is_complete())
     throw_count_mismatch(region, filler.num_slots(), filler.num_seen(), filler.take_differences(),
                          filler.log());
-  if (!filler.has_differences()) return;
   if (Differences differences = filler.take_differences(); differences.any())
     throw_differences(region, std::move(differences), filler.log());
 }
@@ -104,15 +102,15 @@ bool run_and_replay(Frame& frame, RecomputedValues& values, Filler& filler,
                     const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs) {
   scope->begin(inputs);
   KeptReplay* const replay = scope->replay();
+  if (replay == nullptr) return run_function(frame, values, filler, scope, inputs);
   bool is_undisturbed = false;
+  std::exception_ptr thrown;
   try {
     is_undisturbed = run_function(frame, values, filler, scope, inputs);
   } catch (...) {
-    if (replay == nullptr || !replay->explains(std::current_exception())) throw;
+    thrown = std::current_exception();
   }
-  if (replay != nullptr && replay->must_run_again()) return false;
-  if (replay != nullptr) replay->rethrow_mismatch();
-  return is_undisturbed;
+  return replay->finish(thrown) && is_undisturbed;
 }
 
 /// One attempt; false if it was disturbed: nothing of it is kept.
@@ -129,8 +127,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     const auto profiled = profiler::recompute_scope(region.info);
     const ObservedRecompute observed(frame->surroundings().user_state(), region.info);
     GivenInputs given = frame->inputs().unpack(region, frame->notes().has_run_backward());
-    Filler filler(region, frame->slots(), frame->recorded(), values, only_position);
-    filler.set_inputs(given.tensors);
+    Filler filler(region, frame->slots(), frame->recorded(), values, only_position, given.tensors);
     const auto scope = std::make_shared<RecomputeScope>(frame, filler);
     if (!run_and_replay(*frame, values, filler, scope, given.tensors)) {
       values.clear();

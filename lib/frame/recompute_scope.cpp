@@ -47,10 +47,6 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> RecomputeScope::make_hooks(
   return std::make_unique<Collect>(filler_);
 }
 
-bool RecomputeScope::is_own_thread() const {
-  return std::this_thread::get_id() == owner_ || seam::graph_task_id() >= 0;
-}
-
 void RecomputeScope::begin(const std::vector<at::Tensor>& inputs) {
   ForwardNotes& notes = frame().notes();
   if (notes.asked_for_inputs())
@@ -84,7 +80,7 @@ void RecomputeScope::refuse(Throw&& refusal) {
 void RecomputeScope::backward_begins(const torch::autograd::edge_list& roots,
                                      const torch::autograd::edge_list& targets, bool accumulates) {
   filler_.end_operator();
-  const InnerBackwards::Asked asked = frame().notes().asked_by_backward(num_backwards_++);
+  const AskedOfInputs asked = frame().notes().asked_by_backward(num_backwards_++);
   // What this run was to compute may be there already; then its gradients are nobody's.
   const char* reason =
       filler_.is_complete() ? nullptr : against(asked, frame().inputs(), aliases_, roots, targets);
@@ -130,7 +126,7 @@ void RecomputeScope::guard_opened(const UserRegistrations& opened, const std::ve
   }
   early_.load()->add(opened, frame().surroundings().user_state(), *this,
                      frame().region().options.preserve_rng_state,
-                     std::this_thread::get_id() == owner_);
+                     std::this_thread::get_id() == owner);
 }
 
 }  // namespace remat

@@ -6,35 +6,25 @@
 #include <atomic>
 #include <memory>
 #include <optional>
-#include <thread>
 #include <vector>
 
 #include "lib/base/recompute_lock.h"
 #include "lib/frame/filler.h"
 #include "lib/frame/frame_scope.h"
+#include "lib/frame/outside_tensors.h"
 #include "lib/rng/recompute_draws.h"
 #include "lib/state/early_guards.h"
 
 namespace remat {
 
-class RecomputeScope final : public FrameScope,
-                             public DrawSource,
-                             public StateSource,
-                             public detail::BackwardWatcher,
-                             public detail::RegistrationWatcher,
-                             public GuardWatcher {
+class RecomputeScope final : public FrameScope, public StateSource {
  public:
   RecomputeScope(c10::intrusive_ptr<Frame> frame, Filler& filler);
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
-  bool is_own_thread() const override;
-  DrawSource* draws() override { return this; }
   OperatorHandler* operators() override {
     return replay_ && is_own_thread() ? replay_->operators() : nullptr;
   }
-  detail::BackwardWatcher* backwards() override { return this; }
-  detail::RegistrationWatcher* registrations() override { return this; }
-  GuardWatcher* guards() override { return this; }
   const StateSource* state_source() const override { return this; }
 
   // What is known of this recompute.
@@ -76,7 +66,6 @@ class RecomputeScope final : public FrameScope,
   std::atomic<EarlyGuards*> early_{nullptr};  // the same, for threads that inherited the scope
   std::vector<WeakEdge> aliases_;  // of the inputs, if a backward of forward's asked for one
   std::atomic<int64_t> num_backwards_{0};
-  const std::thread::id owner_ = std::this_thread::get_id();
   const LockOwner own_lock_;
 };
 

@@ -26,7 +26,6 @@ class SharedRecomputes {
   static std::shared_ptr<SharedRecomputes> around();
 
   const TaskKey& key() const { return key_; }
-  bool is_cache() const { return key_.kind == TaskKey::Kind::Cache; }
 
   /// The member holds so many bytes under this key. A cache makes room by having other members drop
   /// theirs; false if even that does not do, or if it is over: then the member may not keep them.

@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "hooks/inspection.h"
+#include "lib/seam/engine.h"
 #include "lib/seam/saved_of_node.h"
 #include "remat/report.h"
 
@@ -14,20 +15,13 @@ namespace remat {
 
 namespace {
 
-using torch::autograd::Node;
-using NodePtr = decltype(torch::autograd::Edge::function);
-
 /// In the order in which backward would run them.
-std::vector<NodePtr> nodes_below(const at::Tensor& root) {
-  std::vector<NodePtr> nodes;
-  if (!root.defined() || root.grad_fn() == nullptr) return nodes;
-  nodes.push_back(root.grad_fn());
-  std::unordered_set<const Node*> seen{nodes[0].get()};
-  for (std::size_t i = 0; i < nodes.size(); ++i)
-    for (const torch::autograd::Edge& edge : nodes[i]->next_edges())
-      if (edge.is_valid() && seen.insert(edge.function.get()).second)
-        nodes.push_back(edge.function);
-  std::stable_sort(nodes.begin(), nodes.end(), [](const NodePtr& a, const NodePtr& b) {
+std::vector<seam::NodePtr> nodes_below(const at::Tensor& root) {
+  std::vector<seam::NodePtr> nodes;
+  if (!root.defined()) return nodes;
+  seam::visit_nodes({{root.grad_fn(), 0}},
+                    [&nodes](const seam::NodePtr& node) { nodes.push_back(node); });
+  std::stable_sort(nodes.begin(), nodes.end(), [](const seam::NodePtr& a, const seam::NodePtr& b) {
     return a->sequence_nr() > b->sequence_nr();
   });
   return nodes;
@@ -38,7 +32,7 @@ std::vector<NodePtr> nodes_below(const at::Tensor& root) {
 std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root) {
   std::vector<SavedTensorInfo> infos;
   std::unordered_set<const c10::StorageImpl*> storages;
-  for (const NodePtr& node : nodes_below(root)) {
+  for (const seam::NodePtr& node : nodes_below(root)) {
     if (dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr) continue;
     const std::string name = node->name();
     Inspection inspection;

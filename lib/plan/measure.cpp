@@ -46,16 +46,13 @@ int64_t gradient_bytes(const at::Tensor& tensor) {
   return tensor.requires_grad() ? static_cast<int64_t>(tensor.nbytes()) : 0;
 }
 
-/// Stands for the stage before: its gradient arrives here and dies, as it would there. A leaf would
-/// keep it, or copy it first.
-struct StageBefore final : torch::autograd::Node {
-  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
-  std::string name() const override { return "remat::StageBefore"; }
-};
-
+/// The node stands for the stage before: its gradient arrives there and dies, as it would in that. A leaf
+/// would keep it, or copy it first.
 at::Tensor input_from(const at::Tensor& value, bool requires_grad) {
   at::Tensor input = value.detach();
-  if (requires_grad) torch::autograd::create_gradient_edge(input, seam::make_node<StageBefore>());
+  if (requires_grad)
+    torch::autograd::create_gradient_edge(input,
+                                          seam::make_node<seam::EndNode>("remat::StageBefore"));
   return input;
 }
 
@@ -63,19 +60,12 @@ at::Tensor input_from(const at::Tensor& value, bool requires_grad) {
 class GradientScope {
  public:
   explicit GradientScope(const at::Tensor& result) {
-    if (result.grad_fn() == nullptr) return;
-    using torch::autograd::Node;
-    std::vector<Node*> waiting{result.grad_fn().get()};
-    std::unordered_set<const Node*> seen(waiting.begin(), waiting.end());
-    while (!waiting.empty()) {
-      Node* const node = waiting.back();
-      waiting.pop_back();
-      if (auto* const leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node))
-        replace(leaf->variable);
-      for (const torch::autograd::Edge& edge : node->next_edges())
-        if (edge.is_valid() && seen.insert(edge.function.get()).second)
-          waiting.push_back(edge.function.get());
-    }
+    seam::visit_nodes({{result.grad_fn(), 0}}, [this](const seam::NodePtr& node) {
+      if (auto* const leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
+        before_.emplace_back(leaf->variable, leaf->variable.grad());
+        leaf->variable.mutable_grad() = at::zeros_like(leaf->variable);
+      }
+    });
   }
   ~GradientScope() {
     for (auto& [leaf, gradient] : before_) leaf.mutable_grad() = gradient;
@@ -84,10 +74,6 @@ class GradientScope {
   GradientScope& operator=(const GradientScope&) = delete;
 
  private:
-  void replace(const at::Tensor& leaf) {
-    before_.emplace_back(leaf, leaf.grad());
-    leaf.mutable_grad() = at::zeros_like(leaf);
-  }
   std::vector<std::pair<at::Tensor, at::Tensor>> before_;
 };
 

@@ -15,36 +15,27 @@ ScopeGuard::~ScopeGuard() { pop(*scope_); }
 
 namespace {
 
-class EarlyStopScope final : public Scope {
+/// The scope of a guard that answers one question.
+class GuardScope final : public Scope {
  public:
-  explicit EarlyStopScope(bool enabled) {
-    early_stop = enabled;
-    answers(Ability::EarlyStop);
+  explicit GuardScope(Ability ability, std::optional<bool> stops = {},
+                      std::optional<bool> debugs = {}) {
+    early_stop = stops;
+    debug = debugs;
+    answers(ability);
   }
-};
-
-class DebugScope final : public Scope {
- public:
-  explicit DebugScope(std::optional<bool> enabled) {
-    debug = enabled;
-    answers(Ability::Debug);
-  }
-};
-
-class DisableScope final : public Scope {
- public:
-  DisableScope() { answers(Ability::Disable); }
 };
 
 }  // namespace
 }  // namespace detail
 
 EarlyStopGuard::EarlyStopGuard(bool enabled)
-    : ScopeGuard(std::make_shared<detail::EarlyStopScope>(enabled)) {}
+    : ScopeGuard(std::make_shared<detail::GuardScope>(detail::Ability::EarlyStop, enabled)) {}
 DebugGuard::DebugGuard(std::optional<bool> enabled)
-    : ScopeGuard(std::make_shared<detail::DebugScope>(enabled)) {}
+    : ScopeGuard(
+          std::make_shared<detail::GuardScope>(detail::Ability::Debug, std::nullopt, enabled)) {}
 DisableCheckpointGuard::DisableCheckpointGuard()
-    : ScopeGuard(std::make_shared<detail::DisableScope>()) {}
+    : ScopeGuard(std::make_shared<detail::GuardScope>(detail::Ability::Disable)) {}
 
 bool is_checkpointing() {
   const auto* const region = detail::innermost_region();

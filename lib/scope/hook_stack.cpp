@@ -54,12 +54,12 @@ StackNode::~StackNode() {
   while (below != nullptr && below.use_count() == 1) below = std::exchange(below->below, nullptr);
 }
 
-Scope* StackNode::nearest(Ability ability) const {
+const StackNode* StackNode::nearest(Ability ability) const {
   const auto index = static_cast<std::size_t>(ability);
   const StackNode* found = with[index];
   while (found != nullptr && !found->scope->is_open())
     found = found->below ? found->below->with[index] : nullptr;
-  return found == nullptr ? nullptr : found->scope;
+  return found;
 }
 
 struct Scope::OwningNode {
@@ -95,6 +95,13 @@ void Scope::close() {
 
 namespace {
 thread_local const SaveAround* save_around = nullptr;
+
+/// Where on this thread's stack a region's scope is; or null.
+const StackNode* place_of(const Scope& region) {
+  const StackNode* node = top();
+  while (node != nullptr && node->scope != &region) node = node->below.get();
+  return node;
+}
 }  // namespace
 
 SaveAround::SaveAround(const Scope& region, HooksAround which)
@@ -103,27 +110,22 @@ SaveAround::~SaveAround() { save_around = outer_; }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Scope& region,
                                                                        HooksAround which) {
-  const auto index =
-      static_cast<std::size_t>(which == HooksAround::All ? Ability::Hooks : Ability::Region);
-  const StackNode* node = top();
-  while (node != nullptr && node->scope != &region) node = node->below.get();
-  const int64_t foreign_depth = node == nullptr ? 0 : node->foreign_depth;
-  while (node != nullptr) {
-    node = node->below ? node->below->with[index] : nullptr;
-    if (node != nullptr && node->scope->is_open()) break;
-  }
+  const StackNode* const place = place_of(region);
+  const StackNode* const node =
+      place == nullptr || place->below == nullptr
+          ? nullptr
+          : place->below->nearest(which == HooksAround::All ? Ability::Hooks : Ability::Region);
   if (node == nullptr) return nullptr;
-  if (which == HooksAround::All && foreign_depth > node->foreign_depth) return nullptr;
+  if (which == HooksAround::All && place->foreign_depth > node->foreign_depth) return nullptr;
   return node->scope->make_hooks_for(which);
 }
 
 bool may_meet_hooks_around(const Scope& region, HooksAround which) {
   if (which == HooksAround::None) return false;
   if (which == HooksAround::All) return true;  // LibTorch's own, too
-  const StackNode* node = top();
-  while (node != nullptr && node->scope != &region) node = node->below.get();
-  return node != nullptr && node->below != nullptr &&
-         node->below->nearest(Ability::Region) != nullptr;
+  const StackNode* const place = place_of(region);
+  return place != nullptr && place->below != nullptr &&
+         place->below->nearest(Ability::Region) != nullptr;
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided) {
@@ -133,10 +135,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_dec
   }
   if (num_hook_scopes.load(std::memory_order_relaxed) == 0) return nullptr;
   const StackNode* node = top();
-  if (node == nullptr) return nullptr;
-  node = node->with[static_cast<std::size_t>(Ability::Hooks)];
-  while (node != nullptr && !node->scope->is_open())
-    node = node->below ? node->below->with[static_cast<std::size_t>(Ability::Hooks)] : nullptr;
+  if (node != nullptr) node = node->nearest(Ability::Hooks);
   if (node == nullptr) return nullptr;
   const auto& foreign = at::SavedTensorDefaultHooks::get_tls_state();
   if (foreign.disabled_error_message || foreign.is_tracing) return nullptr;

@@ -49,8 +49,8 @@ struct StackNode final : seam::ThreadEntry {
   StackNode(Scope& scope, std::shared_ptr<StackNode> below, int64_t foreign_depth);
   ~StackNode() override;
 
-  /// Finds the innermost open scope with an ability, from here downwards.
-  Scope* nearest(Ability ability) const;
+  /// Finds the node of the innermost open scope with an ability, from here downwards.
+  const StackNode* nearest(Ability ability) const;
 
   Scope* const scope;
   std::shared_ptr<StackNode> below;
@@ -138,7 +138,8 @@ class StackView {
   StackView();
   /// Finds the innermost open scope with an ability, or null.
   Scope* innermost(Ability ability) const {
-    return top_ == nullptr ? nullptr : top_->nearest(ability);
+    const StackNode* const node = top_ == nullptr ? nullptr : top_->nearest(ability);
+    return node == nullptr ? nullptr : node->scope;
   }
 
  private:

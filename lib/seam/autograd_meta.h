@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace remat::seam {
 
@@ -26,6 +27,13 @@ inline bool requires_grad_itself(const at::TensorBase& tensor) {
 }
 /// Sets the flag of a leaf, without asking whether it may.
 void set_requires_grad_itself(const at::TensorBase& leaf, bool requires_grad);
+
+/// Whether tensors count their versions together. A counter is nothing but a pointer, which it does not show.
+inline bool is_same_counter(const c10::VariableVersion& a, const c10::VariableVersion& b) {
+  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
+  return std::memcmp(static_cast<const void*>(&a), static_cast<const void*>(&b), sizeof(void*)) ==
+         0;
+}
 
 /// Whether hooks were put on it, and not on its node.
 bool has_own_hooks(const at::TensorBase& tensor);

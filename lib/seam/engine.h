@@ -23,7 +23,11 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <type_traits>
+#include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "lib/seam/dispatch_mode.h"
 #include "lib/seam/variable_hooks.h"
@@ -72,12 +76,38 @@ std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> 
 int64_t foreign_hook_depth();
 
 /// Makes a node, in the pointer type of this LibTorch (std::shared_ptr before 2.13).
-template <class N>
-NodePtr make_node() {
+template <class N, class... Arguments>
+NodePtr make_node(Arguments&&... arguments) {
   if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>)
-    return std::make_shared<N>();
+    return std::make_shared<N>(std::forward<Arguments>(arguments)...);
   else
-    return c10::make_intrusive<N>();
+    return c10::make_intrusive<N>(std::forward<Arguments>(arguments)...);
+}
+
+/// A node where gradients end.
+class EndNode final : public torch::autograd::Node {
+ public:
+  explicit EndNode(const char* name) : name_(name) {}
+  torch::autograd::variable_list apply(torch::autograd::variable_list&&) override { return {}; }
+  std::string name() const override { return name_; }
+
+ private:
+  const char* const name_;
+};
+
+/// Visits every node that a backward from the roots may come to, once, the nearer ones first.
+template <class Visitor>
+void visit_nodes(const torch::autograd::edge_list& roots, Visitor&& visitor) {
+  std::vector<NodePtr> nodes;
+  std::unordered_set<const torch::autograd::Node*> seen;
+  const auto reach = [&](const torch::autograd::Edge& edge) {
+    if (edge.is_valid() && seen.insert(edge.function.get()).second) nodes.push_back(edge.function);
+  };
+  for (const torch::autograd::Edge& root : roots) reach(root);
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    for (const torch::autograd::Edge& next : nodes[i]->next_edges()) reach(next);
+    visitor(nodes[i]);
+  }
 }
 
 /// The id of the backward that runs on this thread, -1 outside.

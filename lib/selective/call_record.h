@@ -66,9 +66,8 @@ struct CallRecord {
   bool is_kept = false;
   bool is_applied = false;  ///< it wrote to a kept result, which is kept as written
   bool is_let_go = false;  ///< was to be kept and is not: returns an argument, or a name forbade it
-  bool is_written = false;     ///< kept, and then given to an operator that writes, by the region
-  bool runs_for_real = false;  ///< a placeholder of it was read: kept as not kept
-  const bool is_in_slab;       ///< which gives the room back when all are gone
+  bool is_written = false;  ///< kept, and then given to an operator that writes, by the region
+  const bool is_in_slab;    ///< which gives the room back when all are gone
   std::unique_ptr<DrawSkips> draws;  ///< of a random operator
 
   bool is_changed() const;

@@ -12,6 +12,7 @@
 #include "lib/base/counters.h"
 #include "lib/base/error.h"
 #include "lib/scope/saving_input.h"
+#include "lib/seam/autograd_meta.h"
 #include "lib/seam/storage.h"
 #include "lib/tensor/capture.h"
 
@@ -94,7 +95,7 @@ bool KeptTensor::is_changed() const {
 
 bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
   return counter_.enabled() &&
-         is_same_counter(counter_, tensor.unsafeGetTensorImpl()->version_counter());
+         seam::is_same_counter(counter_, tensor.unsafeGetTensorImpl()->version_counter());
 }
 
 // Everything inline: a tensor is built for each kept result that is replayed.

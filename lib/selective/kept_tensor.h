@@ -36,7 +36,6 @@ class KeptTensor {
   KeptTensor(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
              KeptWhere where);
 
-  bool is_defined() const { return is_defined_; }
   bool is_placeholder() const { return is_placeholder_; }
   bool is_elsewhere() const { return is_copy_ || is_behind_hooks(); }
   bool is_behind_hooks() const { return saved_ != nullptr && saved_->has_hooks(); }

@@ -129,19 +129,18 @@ void Replay::check_saved(const at::Tensor& saved) {
   if (KeptTensor::is_placeholder(saved)) has_read_placeholder_ = true;
 }
 
-bool Replay::explains(const std::exception_ptr& thrown) {
+bool Replay::finish(const std::exception_ptr& thrown) {
   try {
-    std::rethrow_exception(thrown);
+    if (thrown != nullptr) std::rethrow_exception(thrown);
+    if (mismatch_ != nullptr) std::rethrow_exception(mismatch_);
   } catch (const std::exception& error) {
     if (KeptTensor::is_placeholder_error(error)) has_read_placeholder_ = true;
+    if (!has_read_placeholder_) throw;
   } catch (...) {
+    if (!has_read_placeholder_) throw;
   }
-  return has_read_placeholder_;
-}
-
-bool Replay::must_run_again() {
   if (has_read_placeholder_) selection_.run_placeholders_for_real();
-  return has_read_placeholder_;
+  return !has_read_placeholder_;
 }
 
 std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now) {
@@ -326,7 +325,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
         fmt::format("forward made {} calls of it and kept results, this one has no kept result",
                     known->calls.size()));
   }
-  if (!wants_kept || record->runs_for_real) {
+  if (!wants_kept || (selection_.runs_placeholders() && record->has_placeholders())) {
     forward = {};
     lock.unlock();
     return run_for_real(op, stack, counted);
@@ -470,10 +469,6 @@ void Replay::mismatch(const c10::OperatorHandle& op, Counted counted,
        "tensors",
        "make it depend on nothing that changes between forward and backward, or keep the decision "
        "itself with remat::pin");
-}
-
-void Replay::rethrow_mismatch() const {
-  if (mismatch_ != nullptr) std::rethrow_exception(mismatch_);
 }
 
 }  // namespace remat

@@ -51,9 +51,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
   void check_backward(const torch::autograd::edge_list& roots,
                       const torch::autograd::edge_list& targets) override;
   void end() override { roles_.clear(); }
-  bool explains(const std::exception_ptr& thrown) override;
-  bool must_run_again() override;
-  void rethrow_mismatch() const override;
+  bool finish(const std::exception_ptr& thrown) override;
 
  private:
   struct Counted {

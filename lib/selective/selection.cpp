@@ -441,13 +441,6 @@ void Selection::settle() {
   record_.is_settled = true;
 }
 
-void Selection::run_placeholders_for_real() {
-  const auto locked = record_.lock();
-  for (OpRecord& op : record_.operators)
-    for (auto& call : op.calls)
-      if (call != nullptr && call->has_placeholders()) call->runs_for_real = true;
-}
-
 std::unique_ptr<KeptReplay> Selection::begin_recompute(Filler& filler,
                                                        const std::vector<at::Tensor>& inputs) {
   if (rule_ != nullptr) rule_->warn_about_unseen();

@@ -42,8 +42,9 @@ class Selection final : public Keeper, public OperatorHandler {
   /// Whether any result may be kept later, when others have read it.
   bool looks_at_names() const { return rule_ != nullptr && rule_->looks_at_names(); }
   const KeptRecord& record() const { return record_; }
-  /// A placeholder was read: from now on these calls run in recomputes.
-  void run_placeholders_for_real();
+  /// A placeholder was read: from now on the calls that have one run in recomputes.
+  void run_placeholders_for_real() { runs_placeholders_ = true; }
+  bool runs_placeholders() const { return runs_placeholders_; }
 
   // In forward: pins, by number.
   int64_t begin_pin();
@@ -124,6 +125,7 @@ class Selection final : public Keeper, public OperatorHandler {
   KeptRecord record_;
   /// Slots, pins and backwards so far, which a recompute has to come to again.
   std::atomic<int64_t> num_inside_{0};
+  std::atomic<bool> runs_placeholders_{false};
   // While the forward runs:
   ValueSources sources_;                   // settle_provenance asks
   std::vector<ResultIndex> kept_results_;  // by the number that a storage's notes have

@@ -24,7 +24,6 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <unordered_set>
 
@@ -48,13 +47,6 @@ struct Provenance {
   bool shares_leaf = false;  ///< it lies in the leaf's storage, as a view does
   Origin origin = Origin::NoStorage;
 };
-
-/// A counter is nothing but a pointer, which it does not show.
-inline bool is_same_counter(const c10::VariableVersion& a, const c10::VariableVersion& b) {
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
-  return std::memcmp(static_cast<const void*>(&a), static_cast<const void*>(&b), sizeof(void*)) ==
-         0;
-}
 
 /// The storage of a tensor, or null if it has none: kinds of tensors that have none leave it null.
 inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
