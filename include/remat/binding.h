@@ -9,6 +9,7 @@
 #include <c10/util/FunctionRef.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <cstddef>
 #include <memory>
 #include <vector>
 
@@ -62,13 +63,23 @@ class REMAT_API RegionBody {
   virtual void raise(CheckpointError error);
 };
 
+/// What is known of a function besides how to run it. A binding may leave all of it out.
+struct FunctionFacts {
+  /// The module that the function is, or null: its training flags and buffers are in recomputes as in forward.
+  torch::nn::Module* module = nullptr;
+  /// Where the function object lies: with `debug`, a region looks there for addresses of the thread's stack.
+  const void* object = nullptr;
+  std::size_t num_bytes = 0;  ///< of the object
+};
+
 /// The first run of a region: from saving its inputs to taking note of its result. One thread.
 class REMAT_API ForwardRun {
  public:
   /// Saves the inputs of `body` and begins the region: what autograd saves from now on, on this thread,
   /// belongs to it. Throws `c10::ValueError` for options that exclude each other, CheckpointError for
   /// what cannot be a region, and what hooks around the region throw.
-  ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body);
+  ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
+             const FunctionFacts& facts = {});
   /// Without `finish` the function has thrown: nothing stays behind (Rule 12).
   ~ForwardRun();
   ForwardRun(const ForwardRun&) = delete;
@@ -78,6 +89,7 @@ class REMAT_API ForwardRun {
 
  private:
   void close();
+  std::shared_ptr<void> modules_;  // registers their state; dies last
   c10::intrusive_ptr<Frame> frame_;
   std::shared_ptr<detail::Scope> scope_;
   std::shared_ptr<void> user_scope_;

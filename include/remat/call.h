@@ -15,7 +15,15 @@
 #include <utility>
 #include <vector>
 
+#include "remat/function_module.h"
 #include "remat/tensors.h"
+
+namespace c10 {
+struct IValue;
+}
+namespace torch::jit {
+struct Module;
+}
 
 namespace remat {
 
@@ -27,20 +35,69 @@ namespace detail {
 template <class F, class... A>
 concept HasForward = requires(F fn, A&&... args) { fn->forward(std::forward<A>(args)...); };
 
-/// Not std::invocable alone: LibTorch's module holders claim to return void from the call operator
-/// when `forward` is a template (torch::nn::Sequential), and then do not compile.
+/// A `Checkpointed` that is a region's function runs in that region, and opens none of its own.
 template <class F, class... A>
-concept CallsForward = HasForward<F, A...> && (!std::invocable<F, A...> || (requires {
-                         typename std::decay_t<F>::ContainedType;
-                       } && std::is_void_v<std::invoke_result_t<F, A...>>));
+concept RunsInCallersRegion =
+    requires(F& fn, A&&... args) { fn->run_in_callers_region(std::forward<A>(args)...); };
 
-/// `fn(args...)` in the sense of std::invoke, or `fn->forward(args...)`.
+// The call operator of LibTorch's holders claims to return void where `forward` is a template (Sequential), and
+// asked whether it takes arguments that `forward` does not take it is an error. So a holder is called through
+// `forward`, unless its class has a call operator of its own.
+template <class F, class... A>
+concept Invokes =
+    (!requires { typename F::ContainedType; } || requires { &F::operator(); }) && std::invocable<F&, A...>;
+
+template <class F, class... A>
+concept CallsForward = HasForward<F&, A...> && !Invokes<F, A...>;
+
+template <class F, class... A>
+concept CallsAnyModule =
+    IsAnyModule<F> && requires(F& fn, A&&... args) { fn.forward(std::forward<A>(args)...); };
+
+template <class F>
+concept IsScriptModule = std::is_same_v<F, torch::jit::Module>;
+
+template <class F, class... A>
+concept CallsScriptModule =
+    IsScriptModule<F> && !Invokes<F, A...> && (std::convertible_to<A, c10::IValue> && ...);
+
+/// Depends on a template parameter, so that IValue may be incomplete where nobody has script modules.
+template <class F>
+struct ScriptValue {
+  using type = c10::IValue;
+};
+
+/// `fn(args...)` in the sense of std::invoke, or `forward` of the module that `fn` is.
 template <class F, class... A>
 decltype(auto) call(F& fn, A&&... args) {
-  if constexpr (CallsForward<F&, A...>)
+  if constexpr (RunsInCallersRegion<F, A...>) {
+    return fn->run_in_callers_region(std::forward<A>(args)...);
+  } else if constexpr (CallsForward<F, A...>) {
     return fn->forward(std::forward<A>(args)...);
-  else
+  } else if constexpr (CallsAnyModule<F, A...>) {
+    return fn.forward(std::forward<A>(args)...);
+  } else if constexpr (CallsScriptModule<F, A...>) {
+    std::vector<typename ScriptValue<F>::type> values;
+    (values.emplace_back(std::forward<A>(args)), ...);
+    return fn.forward(std::move(values));
+  } else {
     return std::invoke(fn, std::forward<A>(args)...);
+  }
+}
+
+/// Visits the tensors in the result of a call. A script module's are inside an IValue.
+template <class Result>
+void visit_result(Result& result, TensorVisitor visitor) {
+  if constexpr (std::is_same_v<Result, c10::IValue>)
+    result.visit([&](const Result& value) {
+      if (value.isTensor()) {
+        at::Tensor tensor = value.toTensor();
+        visitor(tensor);
+      }
+      return false;
+    });
+  else
+    Tensors<Result>::visit(result, visitor);
 }
 
 /// The type an argument is kept and passed on as. What only refers to its elements (`x.sizes()`, a
@@ -74,8 +131,10 @@ template <class T>
 inline constexpr bool is_optional_array_ref<c10::OptionalArrayRef<T>> = true;
 
 template <class F, class... A>
-concept Runnable =
-    std::invocable<std::decay_t<F>&, Owned<A>...> || HasForward<std::decay_t<F>&, Owned<A>...>;
+concept RunnableAs = Invokes<F, A...> || HasForward<F&, A...> || RunsInCallersRegion<F, A...> ||
+                     CallsAnyModule<F, A...> || CallsScriptModule<F, A...>;
+template <class F, class... A>
+concept Runnable = RunnableAs<std::decay_t<F>, Owned<A>...>;
 
 /// A value whose tensors were taken out and are kept elsewhere. Threads: `filled` may be called by
 /// several at a time.

@@ -47,6 +47,11 @@ bool shares_tensors(T& kept, T& original) {
   return is_shared;
 }
 
+/// Whether a BatchNorm in these modules is why a call runs plainly (`SkipBatchNorm`): then what registers
+/// their state with the regions around, else null.
+REMAT_API std::shared_ptr<void> skips_batch_norm(const CheckpointOptions& options,
+                                                 torch::nn::Module* module);
+
 template <class F, class... A>
 class Body final : public RegionBody {
  public:
@@ -85,9 +90,19 @@ class Body final : public RegionBody {
   Emptied<Arguments> kept_;
 };
 
+template <class F>
+FunctionFacts facts_of(const F& function, torch::nn::Module* module) {
+  if constexpr (IsShared<F>)
+    return facts_of(function.shared_function(), module);
+  else
+    return {.module = module,
+            .object = &function,
+            .num_bytes = std::is_empty_v<F> ? 0 : sizeof(function)};
+}
+
 template <class Fn, class... Args>
 auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
-  using F = std::decay_t<Fn>;
+  using F = Kept<Fn>;
   static_assert((std::copy_constructible<Owned<Args>> && ...),
                 "remat::checkpoint: every argument must be copyable, since each recompute gets a "
                 "fresh copy; capture a move-only value in the function instead");
@@ -95,41 +110,64 @@ auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
                 "remat::checkpoint: a c10::OptionalArrayRef does not own its elements and would "
                 "dangle at the recompute; pass a std::optional of a std::vector");
   using Result = std::decay_t<decltype(call(std::declval<F&>(), std::declval<Owned<Args>>()...))>;
-  if (!opens_region()) {
-    F plain(std::forward<Fn>(fn));
+  torch::nn::Module* const module = module_of_call(fn, args...);
+  std::shared_ptr<void> skipped;
+  if (options.buffers == BufferPolicy::SkipBatchNorm) skipped = skips_batch_norm(options, module);
+  if (!opens_region() || skipped != nullptr) {
+    F plain(keep(std::forward<Fn>(fn)));
     return static_cast<Result>(call(plain, own(std::forward<Args>(args))...));
   }
   using RegionOfCall = Body<F, Owned<Args>...>;
-  auto body = std::make_unique<RegionOfCall>(std::forward<Fn>(fn), args...);
+  auto body = std::make_unique<RegionOfCall>(keep(std::forward<Fn>(fn)), args...);
   F& function = body->function;
-  ForwardRun run(options, std::move(body));
+  ForwardRun run(options, std::move(body), facts_of(function, module));
   if constexpr (std::is_void_v<Result>) {
     call(function, own(std::forward<Args>(args))...);
     run.finish([](TensorVisitor) {});
   } else {
     Result result = call(function, own(std::forward<Args>(args))...);
-    run.finish([&](TensorVisitor visitor) { Tensors<Result>::visit(result, visitor); });
+    run.finish([&](TensorVisitor visitor) { visit_result(result, visitor); });
     return result;
   }
 }
+
+/// A call of a member of a module through a raw pointer, which the region keeps as a shared one.
+template <class Fn, class M, class... Args>
+  requires std::is_member_pointer_v<std::decay_t<Fn>> && IsModulePointer<std::decay_t<M>>
+auto run_call(const CheckpointOptions& options, Fn&& fn, M&& object, Args&&... args) {
+  return run_region(options, std::forward<Fn>(fn), keep(object), std::forward<Args>(args)...);
+}
+template <class... FnAndArgs>
+auto run_call(const CheckpointOptions& options, FnAndArgs&&... fn_and_args) {
+  return run_region(options, std::forward<FnAndArgs>(fn_and_args)...);
+}
+
+/// One function that all regions of it share.
+template <class F>
+struct SharedFunction {
+  std::shared_ptr<F> function;
+
+  const F& shared_function() const { return *function; }
+  template <class... A>
+  decltype(auto) operator()(A&&... args) const {
+    return call(*function, std::forward<A>(args)...);
+  }
+};
 
 template <class Fn>
 class CheckpointedFunction {
  public:
   CheckpointedFunction(Fn fn, CheckpointOptions options)
-      : function_(std::make_shared<Fn>(std::move(fn))), options_(std::move(options)) {}
+      : function_{std::make_shared<Kept<Fn>>(keep(std::move(fn)))}, options_(std::move(options)) {}
 
   template <class... Args>
     requires Runnable<Fn&, Args...>
   auto operator()(Args&&... args) const {
-    auto shared = [function = function_](auto&&... a) -> decltype(auto) {
-      return call(*function, std::forward<decltype(a)>(a)...);
-    };
-    return run_region(options_, std::move(shared), std::forward<Args>(args)...);
+    return run_region(options_, function_, std::forward<Args>(args)...);
   }
 
  private:
-  std::shared_ptr<Fn> function_;
+  SharedFunction<Kept<Fn>> function_;
   CheckpointOptions options_;
 };
 
@@ -150,8 +188,12 @@ class CheckpointedFunction {
 ///
 /// found by ADL.
 ///
-/// `fn`: lambdas, function and member pointers, module holders (`checkpoint(block, x)`),
-/// `std::shared_ptr` of a module. It must compute the same again; Rule 10 says what is checked.
+/// `fn`: lambdas, function and member pointers; modules: holders (`checkpoint(block, x)`), shared and raw pointers,
+/// `torch::nn::AnyModule` (its result is a tensor), `torch::jit::Module` (an IValue). It must compute the same
+/// again; Rule 10 says what is checked. A recompute sees a torch::nn module's training flags and buffers as
+/// forward saw them, and puts them back (`CheckpointOptions::buffers`); other functions name the modules that they
+/// call (`modules`). A module behind a raw pointer is kept alive if a shared pointer owns it. A `Checkpointed` opens
+/// no region of its own in this one.
 /// Grad mode off: runs plainly; no option is looked at.
 /// Threads: any; a recompute runs on the thread of the backward that asks.
 /// Throws: what `fn` throws; `CheckpointError`; `c10::ValueError` for options that exclude each
@@ -161,14 +203,14 @@ template <class Fn, class... Args>
   requires detail::Runnable<Fn, Args...>
 auto checkpoint(Fn&& fn, Args&&... args) {
   static const CheckpointOptions defaults;
-  return detail::run_region(defaults, std::forward<Fn>(fn), std::forward<Args>(args)...);
+  return detail::run_call(defaults, std::forward<Fn>(fn), std::forward<Args>(args)...);
 }
 
 /// The same with options: `checkpoint({.name = "block 3"}, fn, x)`.
 template <class Fn, class... Args>
   requires detail::Runnable<Fn, Args...>
 auto checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
-  return detail::run_region(options, std::forward<Fn>(fn), std::forward<Args>(args)...);
+  return detail::run_call(options, std::forward<Fn>(fn), std::forward<Args>(args)...);
 }
 
 /// A callable: each call is a checkpoint of `fn`, which is held once and shared by all calls and

@@ -17,17 +17,6 @@
 
 namespace remat {
 
-/// What happens to a module's buffers (running statistics, estimates) that its forward writes.
-enum class BufferPolicy {
-  /// A recompute sees them as forward saw them, and puts them back: after any number of steps they
-  /// equal those of the module without regions. One copy of what a forward changes stays with its graph.
-  Restore,
-  /// A module that contains a BatchNorm runs without a region, and says so once.
-  SkipBatchNorm,
-  /// A recompute writes them once more.
-  Ignore
-};
-
 /// The options of one checkpointed module.
 struct ModuleOptions {
   CheckpointOptions checkpoint{};  ///< of its regions
@@ -68,7 +57,6 @@ class REMAT_API ModuleRegion {
 
  private:
   friend class ModuleStateGuard;
-  bool contains_batch_norm() const;
   void adopt(const ModuleRegion& other);
 
   torch::nn::Module* const owner_;
@@ -89,10 +77,16 @@ class REMAT_API ModuleStateGuard : ScopeGuard {
   explicit ModuleStateGuard(const UserRegistrations& registrations);
 };
 
+template <class Impl, class... Args>
+concept TakesForward =
+    requires(Impl& impl, Args&&... args) { impl.Impl::forward(std::forward<Args>(args)...); };
+
 /// How `set_checkpointing` finds checkpointed modules.
 class REMAT_API HasModuleRegion {
  public:
   virtual ~HasModuleRegion();
+  /// The type of the module without regions.
+  virtual const std::type_info& plain_type() const = 0;
 
  private:
   friend REMAT_API ModuleRegion* region_of(torch::nn::Module& module);
@@ -125,7 +119,8 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
   bool checkpointing() const { return remat_region_.is_enabled(); }
 
   /// Calls `Impl::forward` as a region, with any arguments that it accepts (default ones too).
-  template <class... Args>
+  /// `R`: the result that a template `forward` is asked for (`Sequential`), void for its own choice.
+  template <class R = void, class... Args>
   auto run_checkpointed(Args&&... args) {
     static_assert(
         requires(Impl& impl, Args&&... a) {
@@ -133,42 +128,62 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
         },
         "remat::Checkpointed: forward must accept copies of its arguments, as each recompute passes "
         "them; it cannot take one by non-const reference");
-    using Result = std::decay_t<decltype(this->Impl::forward(std::forward<Args>(args)...))>;
+    using Result = std::decay_t<decltype(call_plain<R>(*this, std::forward<Args>(args)...))>;
     if (!remat_region_.is_wanted()) {
       std::optional<ModuleStateGuard> state;
       if (remat_region_.is_watched()) state.emplace(remat_region_);
-      return static_cast<Result>(Impl::forward(std::forward<Args>(args)...));
+      return static_cast<Result>(call_plain<R>(*this, std::forward<Args>(args)...));
     }
     const ModuleStateGuard state(remat_region_);
     constexpr bool is_noexcept =
         noexcept(std::declval<Impl&>().Impl::forward(std::declval<Owned<Args>>()...));
     auto forward = [self = std::shared_ptr<Impl>(remat_region_.owner(), this)](
                        auto&&... a) noexcept(is_noexcept) -> Result {
-      return self->Impl::forward(std::forward<decltype(a)>(a)...);
+      return call_plain<R>(*self, std::forward<decltype(a)>(a)...);
     };
     return run_region(remat_region_.checkpoint_options(), std::move(forward),
                       std::forward<Args>(args)...);
+  }
+
+  /// The module is the function of a region that the caller has opened, with options of the caller's.
+  template <class... Args>
+    requires TakesForward<Impl, Args...>
+  decltype(auto) run_in_callers_region(Args&&... args) {
+    return Impl::forward(std::forward<Args>(args)...);
   }
 
  protected:
   ModuleRegion remat_region_;
 
  private:
+  template <class R, class... Args>
+  static decltype(auto) call_plain(Impl& impl, Args&&... args) {
+    if constexpr (std::is_void_v<R>)
+      return impl.Impl::forward(std::forward<Args>(args)...);
+    else
+      return impl.Impl::template forward<R>(std::forward<Args>(args)...);
+  }
   ModuleRegion& remat_region() override { return remat_region_; }
+  const std::type_info& plain_type() const override { return typeid(Impl); }
 };
 
 template <class Impl>
 constexpr auto forward_of() {
-  static_assert(
-      requires { &Impl::forward; },
-      "remat::Checkpointed takes modules with one forward, which is no template; derive a "
-      "module from this one and give it such a forward");
-  return &Impl::forward;
+  if constexpr (requires { &Impl::forward; }) return &Impl::forward;
 }
 
-/// `forward` with the signature of `Impl::forward`, as `torch::nn::AnyModule` wants it.
+/// `forward` with the signature of `Impl::forward`, as `torch::nn::AnyModule` wants it. Where that is a template
+/// (`Sequential`), or has overloads, it is a template, too.
 template <class Impl, class Function = decltype(forward_of<Impl>())>
-class CheckpointedForward;
+class CheckpointedForward : public CheckpointedModule<Impl> {
+ public:
+  using CheckpointedModule<Impl>::CheckpointedModule;
+  template <class R = void, class... Args>
+    requires TakesForward<Impl, Owned<Args>...>
+  auto forward(Args&&... args) {
+    return this->template run_checkpointed<R>(std::forward<Args>(args)...);
+  }
+};
 
 template <class Impl, class C, class R, class... A>
 class CheckpointedForward<Impl, R (C::*)(A...)> : public CheckpointedModule<Impl> {
@@ -199,7 +214,7 @@ class CheckpointedForward<Impl, R (C::*)(A...) const noexcept>
 }  // namespace detail
 
 /// An `Impl` whose forward is a region. It is an `Impl`: same children, same parameter and buffer
-/// names, same archives, same `forward` signature (one, not a template).
+/// names, same archives, same `forward` signature (a template where that is one, or is overloaded).
 template <class Impl>
 class CheckpointedImpl : public detail::CheckpointedForward<Impl> {
   using Base = detail::CheckpointedForward<Impl>;
@@ -277,6 +292,11 @@ class Checkpointed : public torch::nn::ModuleHolder<CheckpointedImpl<ImplType>> 
     return this->get()->run_checkpointed(std::forward<Args>(args)...);
   }
 };
+
+/// The type of a module as `typeid(module)` gives it without regions: `Impl` of a `Checkpointed<Impl>`. For
+/// programs that tell modules apart by type, as initialisation of weights does. `module.as<Impl>()` and
+/// dynamic_cast find an `Impl` in both.
+REMAT_API const std::type_info& module_type(const torch::nn::Module& module);
 
 /// Switches every `Checkpointed` in a tree of modules, `root` among them.
 REMAT_API void set_checkpointing(torch::nn::Module& root, bool enabled);

@@ -6,8 +6,13 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "remat/policy.h"
+
+namespace torch::nn {
+class Module;
+}
 
 namespace remat {
 
@@ -24,6 +29,17 @@ enum class DeterminismCheck {
 enum class CaptureCheck {
   Raise,  ///< the recompute throws `CaptureChanged`
   Ignore  ///< it goes on with the new value
+};
+
+/// What happens to a module's buffers (running statistics, estimates) that its forward writes.
+enum class BufferPolicy {
+  /// A recompute sees them as forward saw them, and puts them back: after any number of steps they
+  /// equal those of the module without regions. One copy of what a forward changes stays with its graph.
+  Restore,
+  /// A module that contains a BatchNorm runs without a region, and says so once.
+  SkipBatchNorm,
+  /// A recompute writes them once more.
+  Ignore
 };
 
 /// One stage of a chain: a function from tensor to tensor.
@@ -65,6 +81,14 @@ struct CheckpointOptions {
   bool offload_inputs = false;
   /// A second read of a saved tensor in one backward is an error instead of one more recompute.
   bool strict_unpack = false;
+  /// What recomputes do to the buffers of the modules below, and of the function where it is a module: a
+  /// holder, a (shared) pointer, an `AnyModule`. A `Checkpointed` asks `ModuleOptions::buffers`, too: of
+  /// the two the one that is not `Restore` holds.
+  BufferPolicy buffers = BufferPolicy::Restore;
+  /// Modules that a function calls without being one, a lambda for instance: recomputes see their training flags
+  /// and, as `buffers` says, their buffers as forward saw them, and put them back; with all below them.
+  /// Read when the region begins; not kept alive. Null is a `c10::ValueError`.
+  std::vector<std::shared_ptr<torch::nn::Module>> modules{};
 };
 
 }  // namespace remat

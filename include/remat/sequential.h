@@ -33,8 +33,9 @@ struct SequentialOptions {
 REMAT_API at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segments,
                                            at::Tensor input, const SequentialOptions& options = {});
 
-/// The same for the modules of a `Sequential`, which the graph keeps alive. A BatchNorm in a segment
-/// updates its statistics once more in the recompute: make it a `Checkpointed`, which does not.
+/// The same for the modules of a `Sequential`, which the graph keeps alive: recomputes see their training flags and
+/// buffers as forward saw them, and put them back (`CheckpointOptions::buffers`). Stages that are functions do not
+/// show their modules: name those in `CheckpointOptions::modules`.
 REMAT_API at::Tensor checkpoint_sequential(torch::nn::Sequential stages, int64_t segments,
                                            at::Tensor input, const SequentialOptions& options = {});
 

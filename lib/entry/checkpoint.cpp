@@ -10,6 +10,8 @@
 
 #include "lib/base/error.h"
 #include "lib/base/stack_room.h"
+#include "lib/entry/module_function.h"
+#include "lib/entry/stack_captures.h"
 #include "lib/frame/forward_scope.h"
 #include "lib/observe/profiler.h"
 #include "lib/seam/dispatch_mode.h"
@@ -29,6 +31,7 @@ RegionOptions options_in_force(const CheckpointOptions& options, const StackView
                          .preserve_rng_state = options.preserve_rng_state,
                          .strict_unpack = options.strict_unpack,
                          .offload_inputs = options.offload_inputs,
+                         .ignores_buffers = options.buffers == BufferPolicy::Ignore,
                          .determinism_check = options.determinism_check,
                          .capture_check = options.capture_check};
   if (const detail::Scope* guard = around.innermost(Ability::EarlyStop))
@@ -85,10 +88,13 @@ bool opens_region() {
   return c10::GradMode::is_enabled() && detail::innermost(Ability::Disable) == nullptr;
 }
 
-ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body) {
+ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
+                       const FunctionFacts& facts) {
   const StackView stack;
   const RegionOptions in_force = options_in_force(options, stack);
   refuse(options, in_force);
+  if (facts.module != nullptr || !options.modules.empty())
+    modules_ = register_modules(options, facts.module);
   const auto* const around =
       static_cast<const detail::RegionScope*>(stack.innermost(Ability::Region));
   frame_ = c10::make_intrusive<Frame>(in_force, extras_of(options, in_force),
@@ -105,6 +111,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
     dispatch_mode_ = std::make_shared<seam::DispatchMode>();
   }
   frame_->set_sees_operators(seam::is_dispatch_mode_on());
+  if (in_force.debug) warn_of_stack_captures(facts, options.name);
   if (in_force.debug) logging_ = std::make_unique<OpLogScope>(&extras->forward_log);
   if (extras == nullptr || !extras->contexts.forward) return;
   try {

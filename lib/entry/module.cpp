@@ -4,16 +4,14 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
-#include <torch/nn/modules/batchnorm.h>
 
 #include <mutex>
 #include <string>
-#include <string_view>
 #include <thread>
 #include <typeindex>
 #include <unordered_map>
-#include <unordered_set>
 
+#include "lib/entry/module_function.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/module_access.h"
 #include "lib/state/module_state.h"
@@ -76,35 +74,6 @@ LiveRegions& live_regions() {
   return *all;
 }
 
-bool ends_with_and_drop(std::string_view& text, std::string_view end) {
-  if (!text.ends_with(end)) return false;
-  text.remove_suffix(end.size());
-  return true;
-}
-
-/// LibTorch's own, and others whose class says so: SyncBatchNormImpl.
-bool is_batch_norm(const torch::nn::Module& module) {
-  if (dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
-      dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
-      dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr)
-    return true;
-  static std::mutex mutex;
-  static auto* const by_type = new std::unordered_map<std::type_index, bool>;
-  const std::type_info& type = typeid(module);
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto [known, is_new] = by_type->try_emplace(type, false);
-  if (is_new) {
-    const std::string name = c10::demangle(type.name());
-    std::string_view rest = name;
-    ends_with_and_drop(rest, "Impl");
-    if (rest.size() > 2 && rest.back() == 'd' && rest[rest.size() - 2] >= '1' &&
-        rest[rest.size() - 2] <= '3')
-      rest.remove_suffix(2);
-    known->second = rest.ends_with("BatchNorm");
-  }
-  return known->second;
-}
-
 }  // namespace
 
 ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
@@ -164,7 +133,8 @@ bool ModuleRegion::is_wanted() {
   }
   if (!enabled_ || (options_->training_only && !owner_->is_training()) || !opens_region())
     return false;
-  if (options_->buffers != BufferPolicy::SkipBatchNorm || !contains_batch_norm()) return true;
+  if (options_->buffers != BufferPolicy::SkipBatchNorm || !contains_batch_norm(*owner_))
+    return true;
   if (!has_warned_.exchange(true))
     TORCH_WARN("remat: Activation checkpointing skipped for a subblock containing BatchNorm (",
                c10::demangle(type_.name()),
@@ -177,27 +147,9 @@ bool ModuleRegion::is_watched() const {
   return opens_region() && innermost(Ability::Region) != nullptr;
 }
 
-bool ModuleRegion::contains_batch_norm() const {
-  bool found = false;
-  owner_->apply(std::function<void(torch::nn::Module&)>(
-      [&](torch::nn::Module& module) { found = found || is_batch_norm(module); }));
-  return found;
-}
-
 void ModuleRegion::set_training_level(int64_t level) {
   enable(options_->level > 0 && level >= options_->level);
 }
-
-namespace {
-
-UserRegistrations registrations_of(torch::nn::Module& module, BufferPolicy buffers) {
-  UserRegistrations all;
-  all.add(training_flags_of(module));
-  if (buffers != BufferPolicy::Ignore) all.providers = buffers_of(module);
-  return all;
-}
-
-}  // namespace
 
 ModuleStateGuard::ModuleStateGuard(const ModuleRegion& region)
     : ModuleStateGuard(registrations_of(*region.owner_, region.options_->buffers)) {}
@@ -229,6 +181,11 @@ void for_each_region(torch::nn::Module& root, Do&& change) {
 }
 
 }  // namespace detail
+
+const std::type_info& module_type(const torch::nn::Module& module) {
+  const auto* const has = dynamic_cast<const detail::HasModuleRegion*>(&module);
+  return has != nullptr ? has->plain_type() : typeid(module);
+}
 
 void set_checkpointing(torch::nn::Module& root, bool enabled) {
   detail::for_each_region(root, [&](detail::ModuleRegion& region) { region.enable(enabled); });

@@ -11,8 +11,12 @@
 
 namespace remat {
 
-at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segments,
-                                 at::Tensor input, const SequentialOptions& options) {
+namespace {
+
+/// `modules`: of each stage, or none at all.
+at::Tensor run_segments(const std::vector<Stage>& stages,
+                        const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
+                        int64_t segments, at::Tensor input, const SequentialOptions& options) {
   const auto num_stages = static_cast<int64_t>(stages.size());
   TORCH_CHECK_VALUE(segments >= 1 && segments <= num_stages,
                     "remat::checkpoint_sequential: ", num_stages, " stages were to be cut into ",
@@ -34,6 +38,7 @@ at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segme
       for (const Stage& stage : segment) x = stage(std::move(x));
       return x;
     };
+    const auto first = next - stages.begin(), last = end - stages.begin();
     std::vector<Stage> segment(next, end);
     next = end;
     if (is_last && !options.checkpoint_last) {
@@ -42,6 +47,11 @@ at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segme
     }
     if (!options.checkpoint.name.empty())
       checkpoint_options.name = options.checkpoint.name + " " + std::to_string(i);
+    if (!modules.empty()) {
+      checkpoint_options.modules = options.checkpoint.modules;
+      checkpoint_options.modules.insert(checkpoint_options.modules.end(), modules.begin() + first,
+                                        modules.begin() + last);
+    }
     input = checkpoint(
         checkpoint_options,
         [run, segment = std::move(segment)](at::Tensor x) { return run(segment, std::move(x)); },
@@ -50,9 +60,17 @@ at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segme
   return input;
 }
 
+}  // namespace
+
+at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segments,
+                                 at::Tensor input, const SequentialOptions& options) {
+  return run_segments(stages, {}, segments, std::move(input), options);
+}
+
 at::Tensor checkpoint_sequential(torch::nn::Sequential stages, int64_t segments, at::Tensor input,
                                  const SequentialOptions& options) {
   std::vector<Stage> functions;
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;
   int64_t position = 0;
   for (torch::nn::AnyModule& module : *stages) {
     functions.emplace_back([module, position](at::Tensor x) mutable -> at::Tensor {
@@ -64,9 +82,10 @@ at::Tensor checkpoint_sequential(torch::nn::Sequential stages, int64_t segments,
                         " and no tensor. Do: wrap it in a module or function that returns one.");
       return *tensor;
     });
+    modules.push_back(module.ptr());
     ++position;
   }
-  return checkpoint_sequential(functions, segments, std::move(input), options);
+  return run_segments(functions, modules, segments, std::move(input), options);
 }
 
 }  // namespace remat

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lib/base/counters.h"
+#include "lib/frame/running_statistics.h"
 #include "lib/scope/saving_input.h"
 
 namespace remat {
@@ -106,14 +107,18 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
   if (keeper_ != nullptr) keeper_->end_naming();
   recording::RegionSums recorded;
   if (recorded_ != nullptr) recorded = slots_.sums(results);
+  std::vector<const c10::StorageImpl*> statistics;
   // Under a policy the end of a region is what the policy was told that it is.
-  slots_.settle({.results = results,
-                 .max_result_elements = max_elements,
-                 .may_end_small = keeper_ == nullptr,
-                 .has_leaf_inputs = inputs_.has_leaf()},
-                [this](const c10::StorageImpl* storage) {
-                  return keeper_ != nullptr && keeper_->may_replace(storage);
-                });
+  slots_.settle(
+      {.results = results,
+       .max_result_elements = max_elements,
+       .may_end_small = keeper_ == nullptr,
+       .has_leaf_inputs = inputs_.has_leaf()},
+      [this](const c10::StorageImpl* storage) {
+        return keeper_ != nullptr && keeper_->may_replace(storage);
+      },
+      [&](const c10::StorageImpl* buffer) { statistics.push_back(buffer); });
+  if (!statistics.empty()) warn_of_running_statistics(region_, surroundings_, statistics);
   const auto lost = inputs_.settle();
   if (keeper_ != nullptr) keeper_->settle();
   if (recorded_ == nullptr) return;

@@ -89,7 +89,8 @@ c10::ArrayRef<NoteOfSlot> Slots::notes_of(int64_t position) const {
   return {notes_.data() + (first - notes_.begin()), static_cast<std::size_t>(last - first)};
 }
 
-void Slots::settle(const Ending& ending, c10::function_ref<bool(const c10::StorageImpl*)> is_kept) {
+void Slots::settle(const Ending& ending, c10::function_ref<bool(const c10::StorageImpl*)> is_kept,
+                   StorageVisitor saw_statistics) {
   std::lock_guard<SpinLock> lock(mutex_);
   is_settled_ = true;
   count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
@@ -97,7 +98,7 @@ void Slots::settle(const Ending& ending, c10::function_ref<bool(const c10::Stora
   // What doubling holds in reserve, but for a few slots: not worth a move in small regions.
   if (slots_.capacity() > slots_.size() + slots_.size() / 8 + 4) slots_.shrink_to_fit();
   settle_provenance(ending, is_kept);
-  settle_operators();
+  settle_operators(saw_statistics);
   if (slots_.empty() || at::sequence_number::peek() != slots_.back().operator_number) return;
   int64_t tail_elements = ending.max_result_elements;
   for (auto slot = slots_.rbegin();
@@ -125,9 +126,38 @@ void Slots::settle_provenance(const Ending& ending,
   }
 }
 
+namespace {
+
+/// A batch norm in training saves what it normalised, maybe its weight, the two running statistics, and the mean and
+/// deviation of the batch. In eval mode the last two are empty; no other operator of LibTorch saves such four.
+template <class Visitor>
+void visit_running_statistics(const Slot* first, const Slot* last, Visitor&& visitor) {
+  const auto is_vector = [](const Slot& slot, Origin origin) {
+    return slot.provenance.origin == origin && !slot.requires_grad && slot.metadata.dim() == 1;
+  };
+  const Slot* captured[2] = {};
+  std::size_t num_captured = 0, num_made = 0;
+  for (const Slot* slot = first; slot != last; ++slot)
+    if (is_vector(*slot, Origin::Outside)) {
+      if (num_captured == 2) return;
+      captured[num_captured++] = slot;
+    }
+  if (num_captured < 2 || captured[0]->metadata.numel() != captured[1]->metadata.numel()) return;
+  for (const Slot* slot = first; slot != last; ++slot)
+    num_made +=
+        is_vector(*slot, Origin::Inside) && slot->metadata.numel() == captured[0]->metadata.numel();
+  if (num_made < 2) return;
+  for (const Slot* slot : captured) visitor(slot->provenance.storage._unsafe_get_target());
+}
+
+/// A batch norm saves five tensors at least.
+constexpr std::ptrdiff_t min_saved_by_batch_norm = 5;
+
+}  // namespace
+
 // Rule 5: generated code saves the mutable buffer of an operator (`noise` of rrelu) before the
 // kernel fills it. Such a buffer does not require grad and was made inside the region.
-void Slots::settle_operators() {
+void Slots::settle_operators(StorageVisitor saw_statistics) {
   for (auto first = slots_.begin(); first != slots_.end();) {
     const auto last = std::find_if(first, slots_.end(), [&](const Slot& slot) {
       return &slot != &*first && !slot.is_same_operator(*first);
@@ -137,6 +167,8 @@ void Slots::settle_operators() {
       return !slot.is_inner_input && !slot.requires_grad &&
              (origin == Origin::Inside || origin == Origin::NoStorage);
     });
+    if (last - first >= min_saved_by_batch_norm)
+      visit_running_statistics(&*first, &*first + (last - first), saw_statistics);
     for (; first != last; ++first) first->finish_operator = may_be_unwritten;
   }
 }

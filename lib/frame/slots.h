@@ -57,8 +57,11 @@ class Slots {
     bool may_end_small;
     bool has_leaf_inputs;
   };
+  using StorageVisitor = c10::function_ref<void(const c10::StorageImpl*)>;
   /// The forward is over. `is_kept`: whether a storage is kept, and may come back as another.
-  void settle(const Ending& ending, c10::function_ref<bool(const c10::StorageImpl*)> is_kept);
+  /// `saw_statistics` is told the captured buffers that look like running statistics of a batch norm in training.
+  void settle(const Ending& ending, c10::function_ref<bool(const c10::StorageImpl*)> is_kept,
+              StorageVisitor saw_statistics);
 
   /// Nothing will read the slot again.
   void drop(int64_t position) noexcept;
@@ -91,7 +94,7 @@ class Slots {
   void note_pending(const Region& region, uint64_t next_operator, bool is_end);
   void settle_provenance(const Ending& ending,
                          c10::function_ref<bool(const c10::StorageImpl*)> is_kept);
-  void settle_operators();
+  void settle_operators(StorageVisitor saw_statistics);
 
   // Guarded by the mutex, which is never held while user code runs.
   std::vector<Slot> slots_;

@@ -1,5 +1,5 @@
 #pragma once
-// Two fields of torch::nn::Module that have no setter of their own.
+// Fields of torch::nn::Module that have no setter of their own, or of which only copies are public.
 
 #include <torch/nn/cloneable.h>
 
@@ -17,6 +17,8 @@ template <>
 class Cloneable<remat::ModuleAccess> {
  public:
   static bool& training_flag(Module& module) { return module.is_training_; }
+  static const auto& children(const Module& module) { return module.children_; }
+  static const auto& buffers(const Module& module) { return module.buffers_; }
   static std::optional<std::string>& name(Module& module) { return module.name_; }
 };
 

@@ -2,21 +2,27 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/copy.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/Type.h>
 #include <torch/nn/cloneable.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
-#include <functional>
 #include <mutex>
+#include <string>
+#include <string_view>
 #include <thread>
+#include <typeindex>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 
 #include "lib/base/waiting.h"
 #include "lib/seam/module_access.h"
+#include "lib/tensor/capture.h"
 
 namespace remat {
 
@@ -28,7 +34,8 @@ namespace {
 /// recompute that finds it right takes part too: otherwise another one's end would change it under its feet.
 class HeldFlags {
  public:
-  using Flags = std::vector<std::pair<torch::nn::Module*, bool>>;
+  using Flag = std::pair<torch::nn::Module*, bool>;
+  using Flags = std::vector<Flag>;
 
   bool take(const Flags& flags) {
     constexpr std::chrono::seconds longest_wait(10);
@@ -96,60 +103,91 @@ HeldFlags& held_flags() {
   return *all;
 }
 
-/// Every module of a tree once.
+/// Every module of a tree, one that is in it twice maybe twice.
 template <class Visitor>
 void visit_modules(torch::nn::Module& root, Visitor&& visitor) {
-  std::unordered_set<torch::nn::Module*> seen;
-  const std::function<void(torch::nn::Module&)> visit = [&](torch::nn::Module& module) {
-    if (seen.insert(&module).second) visitor(module);
-  };
-  root.apply(visit);
+  visitor(root);
+  for (const auto& child : ModuleAccess::children(root))
+    if (child.value() != nullptr) visit_modules(*child.value(), visitor);
 }
 
 class TrainingFlags final : public HeldState {
  public:
   explicit TrainingFlags(torch::nn::Module& root) : root_(root.weak_from_this()), subject_(&root) {
     visit_modules(root, [&](torch::nn::Module& module) {
-      flags_.emplace(&module, ModuleAccess::training_flag(module));
+      flags_.emplace_back(&module, ModuleAccess::training_flag(module));
     });
   }
 
   const void* subject() const override { return subject_; }
 
   std::shared_ptr<void> hold() override {
-    struct Held {
-      HeldFlags::Flags flags;
-      std::vector<std::shared_ptr<torch::nn::Module>> alive;
-      bool is_taken = false;
-      ~Held() {
-        if (is_taken) held_flags().give_back(flags);
-      }
-    };
     auto held = std::make_shared<Held>();
     // A module that is gone, or was taken out of the tree, does not run either.
-    if (const auto root = root_.lock()) {
-      const auto add = [&](const std::shared_ptr<torch::nn::Module>& module) {
-        const auto found = flags_.find(module.get());
-        if (found == flags_.end()) return;
-        held->flags.emplace_back(*found);
-        held->alive.push_back(module);
-      };
-      std::unordered_set<torch::nn::Module*> seen;
-      root->apply(torch::nn::Module::ModulePointerApplyFunction(
-          [&](const std::shared_ptr<torch::nn::Module>& module) {
-            if (seen.insert(module.get()).second) add(module);
-          }));
-    }
+    if (const auto root = root_.lock()) add(root, *held);
     if (!held_flags().take(held->flags)) return nullptr;
     held->is_taken = true;
     return held;
   }
 
  private:
+  struct Held {
+    HeldFlags::Flags flags;
+    std::vector<std::shared_ptr<torch::nn::Module>> alive;
+    std::size_t next = 0;  // where the next module is expected, if the tree is as it was
+    bool is_taken = false;
+    ~Held() {
+      if (is_taken) held_flags().give_back(flags);
+    }
+  };
+
+  void add(const std::shared_ptr<torch::nn::Module>& module, Held& held) const {
+    auto found = flags_.begin() + static_cast<std::ptrdiff_t>(std::min(held.next, flags_.size()));
+    if (found == flags_.end() || found->first != module.get())
+      found = std::find_if(flags_.begin(), flags_.end(),
+                           [&](const auto& flag) { return flag.first == module.get(); });
+    if (found != flags_.end()) {
+      held.flags.push_back(*found);
+      held.alive.push_back(module);
+      held.next = static_cast<std::size_t>(found - flags_.begin()) + 1;
+    }
+    for (const auto& child : ModuleAccess::children(*module))
+      if (child.value() != nullptr) add(child.value(), held);
+  }
+
   const std::weak_ptr<torch::nn::Module> root_;
   const void* const subject_;
-  std::unordered_map<torch::nn::Module*, bool> flags_;
+  c10::SmallVector<HeldFlags::Flag, 4> flags_;
 };
+
+bool ends_with_and_drop(std::string_view& text, std::string_view end) {
+  if (!text.ends_with(end)) return false;
+  text.remove_suffix(end.size());
+  return true;
+}
+
+/// LibTorch's own, and others whose class says so: SyncBatchNormImpl.
+bool is_batch_norm(const torch::nn::Module& module) {
+  if (dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
+      dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
+      dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr)
+    return true;
+  static std::mutex mutex;
+  static auto* const by_type = new std::unordered_map<std::type_index, bool>;
+  const std::type_info& type = typeid(module);
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [known, is_new] = by_type->try_emplace(type, false);
+  if (is_new) {
+    const std::string name = c10::demangle(type.name());
+    std::string_view rest = name;
+    ends_with_and_drop(rest, "Impl");
+    if (rest.size() > 2 && rest.back() == 'd' && rest[rest.size() - 2] >= '1' &&
+        rest[rest.size() - 2] <= '3')
+      rest.remove_suffix(2);
+    known->second = rest.ends_with("BatchNorm");
+  }
+  return known->second;
+}
 
 bool is_plain_cpu(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
@@ -168,6 +206,8 @@ class BufferProvider final : public StateProvider {
  public:
   explicit BufferProvider(at::Tensor buffer) : buffer_(std::move(buffer)) {}
   ~BufferProvider() override;
+
+  const c10::StorageImpl* storage() const { return storage_of(buffer_); }
 
   std::any capture() override {
     State now{.alias = buffer_.tensor_data(), .version = version()};
@@ -268,10 +308,21 @@ std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root) {
 std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root) {
   std::vector<std::shared_ptr<StateProvider>> all;
   visit_modules(root, [&](torch::nn::Module& module) {
-    for (const auto& buffer : module.named_buffers(/*recurse=*/false))
+    for (const auto& buffer : ModuleAccess::buffers(module))
       if (buffer.value().defined()) all.push_back(buffer_providers().of(buffer.value()));
   });
   return all;
+}
+
+bool may_restore(const StateProvider& provider, const c10::StorageImpl* buffer) {
+  const auto* const ours = dynamic_cast<const BufferProvider*>(&provider);
+  return ours == nullptr || ours->storage() == buffer;
+}
+
+bool contains_batch_norm(torch::nn::Module& root) {
+  bool found = false;
+  visit_modules(root, [&](torch::nn::Module& module) { found = found || is_batch_norm(module); });
+  return found;
 }
 
 }  // namespace remat

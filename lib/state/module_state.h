@@ -6,6 +6,9 @@
 
 #include "remat/state.h"
 
+namespace c10 {
+struct StorageImpl;
+}
 namespace torch::nn {
 class Module;
 }
@@ -30,5 +33,11 @@ std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root);
 /// A provider for each buffer of a module and of all below it; for one buffer it is the same object, whoever
 /// asks, so regions that share buffers keep each once.
 std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root);
+
+/// Whether the provider restores a buffer with this storage, or may, since it is the user's.
+bool may_restore(const StateProvider& provider, const c10::StorageImpl* buffer);
+
+/// Whether the module or one below it is a batch norm: LibTorch's own, or of a class that says so (SyncBatchNormImpl).
+bool contains_batch_norm(torch::nn::Module& root);
 
 }  // namespace remat

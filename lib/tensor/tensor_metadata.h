@@ -30,6 +30,8 @@ class TensorMetadata {
   }
   /// Empty where they are not known (nested tensors).
   std::vector<int64_t> sizes() const;
+  /// 0 where it is not known.
+  int64_t dim() const { return dim_; }
   c10::ScalarType dtype() const { return dtype_; }
   c10::Device device() const { return device_; }
   bool has_strides() const { return has_strides_; }

@@ -1,0 +1,25 @@
+#pragma once
+// Remembers for which names something was said already, so that a warning comes once for each.
+
+#include <cstddef>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+
+namespace remat {
+
+/// Threads: any. Programs that make up new names for ever hear no more after the first thousand.
+class OncePerName {
+ public:
+  bool is_first(const std::string& name) {
+    constexpr std::size_t most = 1000;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return names_.size() < most && names_.insert(name).second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_set<std::string> names_;
+};
+
+}  // namespace remat

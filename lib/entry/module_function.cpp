@@ -1,0 +1,85 @@
+#include "lib/entry/module_function.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/Type.h>
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <utility>
+
+#include "lib/base/once_per_name.h"
+#include "lib/scope/hook_stack.h"
+#include "remat/checkpoint.h"
+
+namespace remat {
+
+namespace {
+
+/// While alive, the regions that begin here restore what it registers; those around are told of it.
+class ModulesGuard : detail::ScopeGuard {
+ public:
+  explicit ModulesGuard(const UserRegistrations& registrations)
+      : ScopeGuard(scope_that_registers(registrations)) {
+    tell_regions_around(registrations);
+  }
+};
+
+template <class Visitor>
+void visit_modules_of(const CheckpointOptions& options, torch::nn::Module* module,
+                      Visitor&& visitor) {
+  if (module != nullptr) visitor(*module);
+  for (const auto& named : options.modules) {
+    TORCH_CHECK_VALUE(named != nullptr,
+                      "remat::checkpoint: a module in CheckpointOptions::modules was null. Do: "
+                      "name modules that exist, holder.ptr() for a holder.");
+    visitor(*named);
+  }
+}
+
+}  // namespace
+
+UserRegistrations registrations_of(torch::nn::Module& module, BufferPolicy buffers) {
+  UserRegistrations all;
+  all.add(training_flags_of(module));
+  if (buffers != BufferPolicy::Ignore) all.providers = buffers_of(module);
+  return all;
+}
+
+std::shared_ptr<void> register_modules(const CheckpointOptions& options,
+                                       torch::nn::Module* module) {
+  if (module == nullptr && options.modules.empty()) return nullptr;
+  UserRegistrations all;
+  visit_modules_of(options, module, [&](torch::nn::Module& each) {
+    all.add(registrations_of(each, options.buffers));
+  });
+  return std::make_shared<ModulesGuard>(all);
+}
+
+namespace detail {
+
+std::shared_ptr<const void> owner_of(const torch::nn::Module* module) {
+  if (module == nullptr) return nullptr;
+  return module->weak_from_this().lock();
+}
+
+std::shared_ptr<void> skips_batch_norm(const CheckpointOptions& options,
+                                       torch::nn::Module* module) {
+  if (!opens_region()) return nullptr;
+  const torch::nn::Module* found = nullptr;
+  visit_modules_of(options, module, [&](torch::nn::Module& each) {
+    if (found == nullptr && contains_batch_norm(each)) found = &each;
+  });
+  if (found == nullptr) return nullptr;
+  const std::string type = c10::demangle(typeid(*found).name());
+  static OncePerName warned;
+  if (warned.is_first(options.name + '\n' + type))
+    TORCH_WARN("remat: Activation checkpointing skipped for a subblock containing BatchNorm (",
+               type,
+               "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
+               "keeps its running statistics right.");
+  return register_modules(options, module);
+}
+
+}  // namespace detail
+
+}  // namespace remat

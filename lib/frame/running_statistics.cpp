@@ -1,0 +1,42 @@
+#include "lib/frame/running_statistics.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+#include "lib/base/once_per_name.h"
+#include "lib/state/module_state.h"
+
+namespace remat {
+
+namespace {
+
+bool may_be_restored(const UserState* state, const c10::StorageImpl* buffer) {
+  if (state == nullptr) return false;
+  const auto& providers = state->registered().providers;
+  return std::any_of(providers.begin(), providers.end(),
+                     [&](const auto& provider) { return may_restore(*provider, buffer); });
+}
+
+}  // namespace
+
+void warn_of_running_statistics(const Region& region, const Surroundings& surroundings,
+                                const std::vector<const c10::StorageImpl*>& statistics) {
+  if (region.options.ignores_buffers) return;
+  const UserState* const state = surroundings.user_state();
+  if (std::all_of(statistics.begin(), statistics.end(),
+                  [&](const auto* buffer) { return may_be_restored(state, buffer); }))
+    return;
+  static OncePerName warned;
+  const std::string& name = region.info.name();
+  if (!warned.is_first(name)) return;
+  TORCH_WARN(
+      "remat::checkpoint: a batch norm in training mode ran in ",
+      name.empty() ? "a region without a name" : "region \"" + name + "\"",
+      ", whose recompute will update its running statistics once more. Cause: the region's "
+      "function is not the module, so that its buffers are not known. Do: pass the module as "
+      "the function, or name it in CheckpointOptions::modules; a script module's buffers "
+      "need a StateProvider; BufferPolicy::Ignore if twice is right.");
+}
+
+}  // namespace remat
