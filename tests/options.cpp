@@ -47,6 +47,8 @@ TEST_CASE("every option has a default, and names may be given in order", "[optio
   CHECK_FALSE(defaults.policy);
   CHECK_FALSE(defaults.offload_inputs);
   CHECK_FALSE(defaults.strict_unpack);
+  CHECK(defaults.buffers == remat::BufferPolicy::Restore);
+  CHECK(defaults.modules.empty());
   const Tensor x = leaf({2});
   checkpoint(
       {.name = "block 3", .early_stop = false}, [](const Tensor& t) { return t.sin(); }, x)

@@ -1,6 +1,10 @@
 #pragma once
 // checkpoint(): run a function now, drop what autograd saves in it, compute it again in backward.
 
+#if defined(__cplusplus) && __cplusplus < 202002L
+#error "remat needs C++20: compile with -std=c++20, or set CMAKE_CXX_STANDARD to 20"
+#endif
+
 #include <ATen/core/Tensor.h>
 
 #include <concepts>
@@ -14,6 +18,7 @@
 #include "remat/call.h"
 #include "remat/export.h"
 #include "remat/options.h"
+#include "remat/refused.h"
 
 namespace remat {
 
@@ -165,6 +170,12 @@ class CheckpointedFunction {
   auto operator()(Args&&... args) const {
     return run_region(options_, function_, std::forward<Args>(args)...);
   }
+#define REMAT_REFUSE(cause)                                      \
+  template <class... Args>                                       \
+    requires IsRefusedBecause<not_a_region::cause, Fn&, Args...> \
+  not_a_region::cause operator()(Args&&...) const = delete;
+  REMAT_CAUSES(REMAT_REFUSE)
+#undef REMAT_REFUSE
 
  private:
   SharedFunction<Kept<Fn>> function_;
@@ -212,6 +223,18 @@ template <class Fn, class... Args>
 auto checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
   return detail::run_call(options, std::forward<Fn>(fn), std::forward<Args>(args)...);
 }
+
+// What cannot be called is refused in a sentence; to requires-expressions it is no valid call.
+#define REMAT_REFUSE(cause)                                                                   \
+  template <class Fn, class... Args>                                                          \
+    requires detail::IsRefusedBecause<not_a_region::cause, Fn, Args...>                       \
+  not_a_region::cause checkpoint(Fn&& fn, Args&&... args) = delete;                           \
+  template <class Fn, class... Args>                                                          \
+    requires detail::IsRefusedBecause<not_a_region::cause, Fn, Args...>                       \
+  not_a_region::cause checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) = \
+      delete;
+REMAT_CAUSES(REMAT_REFUSE)
+#undef REMAT_REFUSE
 
 /// A callable: each call is a checkpoint of `fn`, which is held once and shared by all calls and
 /// by the graphs they made (it may be move-only).

@@ -81,6 +81,10 @@ ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
     : owner_(&owner), type_(type), enabled_(options.enabled && options.level > 0) {
   TORCH_CHECK_VALUE(options.level >= 0, "remat::Checkpointed: ModuleOptions::level was ",
                     options.level, ". Do: 0 for never, 1 and up for the level that turns it on.");
+  // Of the two places where it can be said; the region, and what it warns of, asks the one in its options.
+  if (options.buffers == BufferPolicy::Restore) options.buffers = options.checkpoint.buffers;
+  options.checkpoint.buffers =
+      options.buffers == BufferPolicy::Ignore ? BufferPolicy::Ignore : BufferPolicy::Restore;
   options_ = std::make_shared<const ModuleOptions>(std::move(options));
   live_regions().add(*this, owner, type);
 }

@@ -1,25 +1,32 @@
 #!/usr/bin/env python3
 """run.py COMPILER [FLAG...]: every .cpp beside this file must fail to compile, with the words of its line 1.
 
-Line 1 is `// expect: TEXT`. The last line printed is `N passed, N failed`.
+Line 1 is `// expect: TEXT`, or `// first line: TEXT` if TEXT must stand in the first error (clang: before the second).
+Line 2 may be `// flags: FLAG...`, which come last. The last line printed is `N passed, N failed`.
 """
 import concurrent.futures
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 
 def fault(case, compiler):
     """What is wrong with a case; empty if it fails to compile as it should."""
-    first = case.read_text().partition('\n')[0]
+    first, second = case.read_text().split('\n', 2)[:2]
     mark, _, expected = first.partition(': ')
-    if mark != '// expect' or not expected.strip():
-        return f'line 1 is not `// expect: TEXT`: {first}'
-    run = subprocess.run([*compiler, '-fsyntax-only', str(case)], capture_output=True, text=True)
+    if mark not in ('// expect', '// first line') or not expected.strip():
+        return f'line 1 is not `// expect: TEXT` or `// first line: TEXT`: {first}'
+    flags = second.removeprefix('// flags: ').split() if second.startswith('// flags: ') else []
+    run = subprocess.run([*compiler, *flags, '-fsyntax-only', str(case)], capture_output=True, text=True)
     output = run.stdout + run.stderr
     if run.returncode == 0:
         return 'it compiles'
+    if mark == '// first line':    # clang says which function is deleted in a note below
+        found = re.search(r'error: .*(\n(?!.*error: ).*)*' if any('clang' in word for word in compiler) else r'error: .*',
+                          output)
+        output = found[0] if found else output
     if expected.strip() not in output:
         return f'it fails without saying "{expected.strip()}":\n{output[:3000]}'
     return ''

@@ -1,0 +1,118 @@
+#pragma once
+// Why a call cannot be a region, as types whose names are the first line of the compiler's message.
+
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "remat/call.h"
+#include "remat/options.h"
+
+namespace remat {
+
+// Each cause once: REMAT_CAUSES(X) calls X with it.
+#define REMAT_CAUSES(X)                                                           \
+  X(a_parameter_is_a_non_const_reference__take_it_by_value_or_const_reference)    \
+  X(an_argument_is_missing)                                                       \
+  X(an_argument_is_missing__function_pointers_have_no_default_arguments)          \
+  X(there_are_more_arguments_than_parameters)                                     \
+  X(an_argument_has_a_type_that_the_function_does_not_take)                       \
+  X(the_base_class_Module_has_no_forward__pass_a_pointer_to_the_modules_own_type) \
+  X(the_function_is_a_module_by_value__pass_its_holder_or_a_pointer_to_it)        \
+  X(the_module_has_no_forward)                                                    \
+  X(forward_is_private_or_none_of_its_overloads_takes_these_arguments)            \
+  X(an_argument_of_a_script_module_is_nothing_that_an_IValue_can_hold)            \
+  X(the_function_cannot_be_called_with_copies_of_these_arguments)
+
+/// The causes. Deleted overloads return them, so that the compiler names them.
+namespace not_a_region {
+#define REMAT_CAUSE(cause) \
+  struct cause {};
+REMAT_CAUSES(REMAT_CAUSE)
+#undef REMAT_CAUSE
+}  // namespace not_a_region
+
+namespace detail {
+
+template <int64_t n>
+using Count = std::integral_constant<int64_t, n>;
+template <class R, class... P>
+Count<sizeof...(P)> num_parameters(R (*)(P...));
+template <class R, class C, class... P>
+Count<sizeof...(P)> num_parameters(R (C::*)(P...));
+template <class R, class C, class... P>
+Count<sizeof...(P)> num_parameters(R (C::*)(P...) const);
+
+/// A class that has a member `forward` of whatever access makes the name ambiguous here.
+struct NamesForward {
+  int forward;
+};
+template <class M>
+struct AlsoForward : M, NamesForward {};
+template <class M>
+constexpr bool has_forward() {
+  if constexpr (std::is_final_v<M>)
+    return true;
+  else
+    return !requires { &AlsoForward<M>::forward; };
+}
+
+template <class Function, class... A>
+constexpr auto cause_by_number() {
+  if constexpr (requires { num_parameters(std::declval<Function>()); }) {
+    constexpr int64_t wanted = decltype(num_parameters(std::declval<Function>()))::value;
+    constexpr int64_t given = sizeof...(A);
+    if constexpr (given < wanted && std::is_pointer_v<Function>)
+      return not_a_region::an_argument_is_missing__function_pointers_have_no_default_arguments{};
+    else if constexpr (given < wanted)
+      return not_a_region::an_argument_is_missing{};
+    else if constexpr (given > wanted)
+      return not_a_region::there_are_more_arguments_than_parameters{};
+    else
+      return not_a_region::an_argument_has_a_type_that_the_function_does_not_take{};
+  } else {
+    return not_a_region::the_function_cannot_be_called_with_copies_of_these_arguments{};
+  }
+}
+
+/// Why `F` does not take the arguments `A`, each as it is kept; void if it does.
+template <class F, class... A>
+constexpr auto cause_of() {
+  if constexpr (RunnableAs<F, A...> || std::is_same_v<F, CheckpointOptions>) {
+    return;
+  } else if constexpr (IsModule<F>) {
+    return not_a_region::the_function_is_a_module_by_value__pass_its_holder_or_a_pointer_to_it{};
+  } else if constexpr (IsModulePointer<F> || OwnsModule<F>) {
+    using M = std::remove_cvref_t<decltype(*std::declval<F&>())>;
+    if constexpr (std::is_same_v<M, torch::nn::Module>)
+      return not_a_region::
+          the_base_class_Module_has_no_forward__pass_a_pointer_to_the_modules_own_type{};
+    else if constexpr (HasForward<F&, A&...>)
+      return not_a_region::
+          a_parameter_is_a_non_const_reference__take_it_by_value_or_const_reference{};
+    else if constexpr (!has_forward<M>())
+      return not_a_region::the_module_has_no_forward{};
+    else if constexpr (requires { &M::forward; })
+      return cause_by_number<decltype(&M::forward), A...>();
+    else
+      return not_a_region::forward_is_private_or_none_of_its_overloads_takes_these_arguments{};
+  } else if constexpr (IsScriptModule<F>) {
+    return not_a_region::an_argument_of_a_script_module_is_nothing_that_an_IValue_can_hold{};
+  } else if constexpr (std::is_invocable_v<F&, A&...>) {
+    return not_a_region::
+        a_parameter_is_a_non_const_reference__take_it_by_value_or_const_reference{};
+  } else if constexpr (std::is_pointer_v<F>) {
+    return cause_by_number<F, A...>();
+  } else if constexpr (requires { &F::operator(); }) {
+    return cause_by_number<decltype(&F::operator()), A...>();
+  } else {
+    return not_a_region::the_function_cannot_be_called_with_copies_of_these_arguments{};
+  }
+}
+
+template <class Cause, class F, class... A>
+concept IsRefusedBecause =
+    std::is_same_v<Cause, decltype(cause_of<std::decay_t<F>, Owned<A>...>())>;
+
+}  // namespace detail
+}  // namespace remat

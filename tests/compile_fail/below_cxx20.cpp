@@ -1,0 +1,3 @@
+// first line: remat needs C++20: compile with -std=c++20
+// flags: -std=c++17
+#include "remat/checkpoint.h"

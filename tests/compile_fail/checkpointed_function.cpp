@@ -1,0 +1,7 @@
+// first line: not_a_region::an_argument_is_missing remat
+#include "remat/checkpoint.h"
+
+void f(const at::Tensor& x) {
+  const auto g = remat::checkpointed([](at::Tensor a, at::Tensor b) { return a; });
+  g(x);
+}
