@@ -245,6 +245,9 @@ TEST_CASE("a script module is the function of a region", "[modules]") {
   torch::jit::Module module("m");
   module.define("def forward(self, x, y):\n  return (x * y).sin().sin()\n");
   const Tensor x = leaf({4}), y = at::randn({4});
+  // The profiling executor runs the first calls with other operators than later ones.
+  for (int i = 0; i < 4; ++i) module.forward({x, y}).toTensor().sum().backward();
+  x.mutable_grad() = Tensor();
   const Counted done;
   checkpoint(module, x, y).toTensor().sum().backward();
   CHECK(done.now().recomputes == 1);
