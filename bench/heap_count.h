@@ -26,8 +26,7 @@ class HeapCounter {
  public:
   HeapCounter() { state() = {.is_counting = true}; }
   ~HeapCounter() { state().is_counting = false; }
-  HeapCounter(const HeapCounter&) = delete;
-  HeapCounter& operator=(const HeapCounter&) = delete;
+  HeapCounter& operator=(HeapCounter&&) = delete;
   HeapCount count() const { return state().count; }
 
   /// Called by malloc and free; allocates nothing itself.

@@ -41,8 +41,7 @@ class Shard {
         accumulation_(padded_, [this] { reduce(); }) {
     resize(0);
   }
-  Shard(const Shard&) = delete;  // the hook refers to it
-  Shard& operator=(const Shard&) = delete;
+  Shard& operator=(Shard&&) = delete;  // the hook refers to it
 
   torch::Tensor& part() { return part_; }
   torch::Tensor whole() const {

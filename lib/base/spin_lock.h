@@ -11,10 +11,6 @@ namespace remat {
 /// holder gets on.
 class SpinLock {
  public:
-  SpinLock() = default;
-  SpinLock(const SpinLock&) = delete;
-  SpinLock& operator=(const SpinLock&) = delete;
-
   void lock() noexcept {
     while (is_held_.exchange(true, std::memory_order_acquire)) wait();
   }

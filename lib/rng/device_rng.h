@@ -95,8 +95,7 @@ class DeviceRngSwap {
   ~DeviceRngSwap();
   /// The generators did not become free in time: nothing was set.
   bool has_failed() const { return has_failed_; }
-  DeviceRngSwap(const DeviceRngSwap&) = delete;
-  DeviceRngSwap& operator=(const DeviceRngSwap&) = delete;
+  DeviceRngSwap& operator=(DeviceRngSwap&&) = delete;
 
  private:
   void release_all() noexcept;

@@ -187,8 +187,7 @@ class GeneratorSwap {
  public:
   explicit GeneratorSwap(const DrawReplay& replay);
   ~GeneratorSwap();
-  GeneratorSwap(const GeneratorSwap&) = delete;
-  GeneratorSwap& operator=(const GeneratorSwap&) = delete;
+  GeneratorSwap& operator=(GeneratorSwap&&) = delete;
   /// Whether the numbers drawn so far, all of the function's, cannot be those of the forward.
   bool was_disturbed() const;
 

@@ -122,8 +122,7 @@ class SaveAround {
  public:
   SaveAround(const Scope& region, HooksAround which);
   ~SaveAround();
-  SaveAround(const SaveAround&) = delete;
-  SaveAround& operator=(const SaveAround&) = delete;
+  SaveAround& operator=(SaveAround&&) = delete;
 
  private:
   friend std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided);
@@ -157,8 +156,7 @@ class StackSwap {
  public:
   explicit StackSwap(const std::shared_ptr<Scope>& scope);
   ~StackSwap();
-  StackSwap(const StackSwap&) = delete;
-  StackSwap& operator=(const StackSwap&) = delete;
+  StackSwap& operator=(StackSwap&&) = delete;
 
  private:
   struct ForeignHooks;
@@ -172,8 +170,7 @@ class NoScopes {
  public:
   NoScopes();
   ~NoScopes();
-  NoScopes(const NoScopes&) = delete;
-  NoScopes& operator=(const NoScopes&) = delete;
+  NoScopes& operator=(NoScopes&&) = delete;
 
  private:
   std::shared_ptr<StackNode> previous_;

@@ -96,8 +96,7 @@ class ObservedRecompute {
  public:
   ObservedRecompute(const UserState* state, const RegionInfo& region);
   ~ObservedRecompute();
-  ObservedRecompute(const ObservedRecompute&) = delete;
-  ObservedRecompute& operator=(const ObservedRecompute&) = delete;
+  ObservedRecompute& operator=(ObservedRecompute&&) = delete;
 
  private:
   void tell_end() noexcept;
@@ -113,8 +112,7 @@ class UserRestore {
   /// Throws what a provider throws, having put back what was restored before.
   UserRestore(const UserState* state, const LockOwner& owner);
   ~UserRestore();
-  UserRestore(const UserRestore&) = delete;
-  UserRestore& operator=(const UserRestore&) = delete;
+  UserRestore& operator=(UserRestore&&) = delete;
   void put_back();
   /// Another thread's recompute did not give something free in time: nothing was restored.
   bool has_failed() const { return has_failed_; }
