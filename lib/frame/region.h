@@ -2,7 +2,6 @@
 // What a region was called with: its function, the options in force, and what only some regions have.
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 #include <functional>
@@ -15,6 +14,7 @@
 #include "lib/observe/op_log.h"
 #include "lib/scope/region_info.h"
 #include "remat/binding.h"
+#include "remat/options.h"
 
 namespace remat {
 
@@ -31,7 +31,7 @@ struct RegionOptions {
 /// What only some regions have.
 struct RegionExtras {
   std::string name;
-  TensorChecks checks;
+  std::optional<TensorCheck> check;
   ContextPair contexts;
   OpLog forward_log;
   /// In debug mode each slot has the number of the operator that saved it.
@@ -44,9 +44,9 @@ struct Region {
   std::unique_ptr<RegionExtras> extras{};  ///< null if it has none of them
   std::unique_ptr<RegionBody> body{};
 
-  c10::ArrayRef<std::unique_ptr<TensorCheck>> checks() const {
-    if (extras == nullptr) return {};
-    return extras->checks;
+  /// Null if there is none.
+  const TensorCheck* check() const {
+    return extras != nullptr && extras->check ? &*extras->check : nullptr;
   }
 };
 
