@@ -15,7 +15,7 @@
 
 namespace remat {
 
-class StateSource;  // lib/state/user_state.h
+struct UserRegistrations;  // lib/state/user_state.h
 
 namespace detail {
 
@@ -71,7 +71,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
     return make_hooks();
   }
   /// Says what it registers for the recomputes of the regions in it; of `Ability::State`.
-  virtual const StateSource* state_source() const { return nullptr; }
+  virtual const UserRegistrations* registered_state() const { return nullptr; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
   bool has(Ability ability) const { return (abilities_ >> static_cast<unsigned>(ability)) & 1u; }

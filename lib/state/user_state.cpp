@@ -22,13 +22,12 @@ namespace {
 using detail::Ability;
 
 /// A guard of state.h has this scope, with what it registers.
-class StateScope final : public detail::Scope, public StateSource {
+class StateScope final : public detail::Scope {
  public:
   explicit StateScope(UserRegistrations registrations) : registrations_(std::move(registrations)) {
     answers(Ability::State);
   }
-  const StateSource* state_source() const override { return this; }
-  void add_to(UserRegistrations& all) const override { all.add(registrations_); }
+  const UserRegistrations* registered_state() const override { return &registrations_; }
 
  private:
   const UserRegistrations registrations_;
@@ -37,31 +36,19 @@ class StateScope final : public detail::Scope, public StateSource {
 UserRegistrations only(std::shared_ptr<StateProvider> provider) {
   TORCH_CHECK_VALUE(provider != nullptr,
                     "remat::StateProviderGuard: the provider is null. Do: pass an object.");
-  UserRegistrations registrations;
-  registrations.providers.push_back(std::move(provider));
-  return registrations;
+  return {.providers = {std::move(provider)}};
 }
 
 UserRegistrations only(at::Generator generator) {
   TORCH_CHECK_VALUE(generator.defined(),
                     "remat::GeneratorGuard: the generator is not defined. Do: pass one that "
                     "at::make_generator or the like has made.");
-  UserRegistrations registrations;
-  registrations.generators.push_back(std::move(generator));
-  return registrations;
+  return {.generators = {std::move(generator)}};
 }
 
 UserRegistrations only(RecomputeObserver observer) {
-  UserRegistrations registrations;
-  registrations.observers.push_back(std::make_shared<const RecomputeObserver>(std::move(observer)));
-  return registrations;
+  return {.observers = {std::make_shared<const RecomputeObserver>(std::move(observer))}};
 }
-
-}  // namespace
-
-StateProvider::~StateProvider() = default;
-
-namespace {
 
 template <class T>
 bool contains(const std::vector<T>& all, const T& one) {
@@ -69,6 +56,8 @@ bool contains(const std::vector<T>& all, const T& one) {
 }
 
 }  // namespace
+
+StateProvider::~StateProvider() = default;
 
 std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations) {
   return std::make_shared<StateScope>(std::move(registrations));
@@ -136,7 +125,7 @@ std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
   detail::visit(Ability::State, [&](detail::Scope& scope) { scopes.push_back(&scope); });
   auto all = std::make_shared<UserRegistrations>();
   for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope)
-    (*scope)->state_source()->add_to(*all);
+    all->add(*(*scope)->registered_state());
   return all;
 }
 

@@ -22,10 +22,10 @@ class DrawLog;
 /// Guards of state.h register these, outermost first; providers and generators once each, held
 /// states once a subject.
 struct UserRegistrations {
-  std::vector<std::shared_ptr<StateProvider>> providers;
-  std::vector<std::shared_ptr<HeldState>> held;
-  std::vector<at::Generator> generators;
-  std::vector<std::shared_ptr<const RecomputeObserver>> observers;
+  std::vector<std::shared_ptr<StateProvider>> providers{};
+  std::vector<std::shared_ptr<HeldState>> held{};
+  std::vector<at::Generator> generators{};
+  std::vector<std::shared_ptr<const RecomputeObserver>> observers{};
 
   void add(const std::shared_ptr<StateProvider>& provider);
   void add(const at::Generator& generator);
@@ -41,16 +41,6 @@ struct UserRegistrations {
 struct OutsideOfRegions {
   const detail::NoScopes no_scopes;
   const at::NoGradGuard no_grad;
-};
-
-/// Registers state for the recomputes of the regions around this point: a guard, or a recompute, which
-/// passes on what its region registered.
-class StateSource {
- public:
-  virtual void add_to(UserRegistrations& all) const = 0;
-
- protected:
-  ~StateSource() = default;  // owned as something else
 };
 
 /// A guard watcher is told of the guards of state.h that are opened inside a region.
