@@ -5,11 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <exception>
-#include <functional>
-#include <mutex>
-#include <unordered_map>
 #include <utility>
 
 #include "lib/rng/draws.h"
@@ -53,6 +49,13 @@ UserRegistrations only(RecomputeObserver observer) {
 template <class T>
 bool contains(const std::vector<T>& all, const T& one) {
   return std::find(all.begin(), all.end(), one) != all.end();
+}
+
+std::vector<const void*> providers_of(const UserState* state) {
+  std::vector<const void*> all;
+  if (state != nullptr)
+    for (const auto& provider : state->registered().providers) all.push_back(provider.get());
+  return all;
 }
 
 }  // namespace
@@ -190,19 +193,12 @@ void ObservedRecompute::tell_end() noexcept {
   }
 }
 
-UserRestore::UserRestore(const UserState* state, const LockOwner& owner) : state_(state) {
-  if (state_ == nullptr) return;
+UserRestore::UserRestore(const UserState* state, const LockOwner& owner)
+    : state_(state),
+      hold_(providers_of(state), owner, std::chrono::seconds(10)),
+      has_failed_(hold_.has_failed()) {
+  if (state_ == nullptr || has_failed_) return;
   const auto& providers = state_->registered().providers;
-  // In one order for all, so that two recomputes never wait for each other.
-  constexpr std::chrono::seconds longest_wait(10);
-  std::vector<const StateProvider*> wanted;
-  for (const auto& provider : providers) wanted.push_back(provider.get());
-  std::sort(wanted.begin(), wanted.end(), std::less<>());
-  for (const StateProvider* provider : wanted) {
-    has_failed_ = !recompute_lock().acquire(provider, owner, longest_wait);
-    if (has_failed_) return;
-    acquired_.push_back(provider);
-  }
   for (const auto& held : state_->registered().held) {
     held_.push_back(held->hold());
     has_failed_ = held_.back() == nullptr;
@@ -216,14 +212,13 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner) : state
     }
   } catch (...) {
     undo(/*may_throw=*/false);
-    release_all();
     throw;
   }
 }
 
 UserRestore::~UserRestore() {
   undo(/*may_throw=*/false);
-  release_all();
+  while (!held_.empty()) held_.pop_back();
 }
 
 void UserRestore::put_back() { undo(/*may_throw=*/true); }
@@ -243,12 +238,6 @@ void UserRestore::undo(bool may_throw) {
   if (!thrown) return;
   if (may_throw) std::rethrow_exception(thrown);
   TORCH_WARN("remat: a StateProvider could not put back its state while an error was on its way");
-}
-
-void UserRestore::release_all() noexcept {
-  while (!held_.empty()) held_.pop_back();
-  for (const StateProvider* provider : acquired_) recompute_lock().release(provider);
-  acquired_.clear();
 }
 
 }  // namespace remat

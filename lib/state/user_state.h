@@ -3,9 +3,6 @@
 
 #include <any>
 #include <memory>
-#include <mutex>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "lib/base/recompute_lock.h"
@@ -109,12 +106,11 @@ class UserRestore {
 
  private:
   void undo(bool may_throw);
-  void release_all() noexcept;
   const UserState* const state_;
+  const RecomputeHold hold_;
   std::vector<std::any> before_;
-  std::vector<const StateProvider*> acquired_;
   std::vector<std::shared_ptr<void>> held_;
-  bool has_failed_ = false;
+  bool has_failed_;
 };
 
 }  // namespace remat
