@@ -48,10 +48,6 @@ class HeapCounter {
   }
 };
 
-/// Blocks that no count sees, neither when they are taken nor when they are given back.
-inline void* take_uncounted(std::size_t alignment, std::size_t bytes);
-inline void give_back_uncounted(void* block);
-
 }  // namespace bench
 
 #if REMAT_BENCH_COUNTS_HEAP
@@ -100,6 +96,7 @@ void* realloc(void* block, std::size_t bytes) noexcept {
 
 namespace bench {
 
+/// Blocks that no count sees, neither when they are taken nor when they are given back.
 #if REMAT_BENCH_COUNTS_HEAP
 inline void* take_uncounted(std::size_t alignment, std::size_t bytes) {
   void* const block = __libc_memalign(alignment, bytes);
