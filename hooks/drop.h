@@ -3,7 +3,6 @@
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
-#include <optional>
 #include <utility>
 
 #include "hooks/slot.h"

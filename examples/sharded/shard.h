@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 
 #include "../processes/accumulation.h"
 #include "../processes/group.h"

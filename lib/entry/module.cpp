@@ -12,7 +12,6 @@
 #include <thread>
 #include <typeindex>
 #include <unordered_map>
-#include <unordered_set>
 
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/module_access.h"
