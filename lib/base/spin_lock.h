@@ -14,7 +14,6 @@ class SpinLock {
   void lock() noexcept {
     while (is_held_.exchange(true, std::memory_order_acquire)) wait();
   }
-  bool try_lock() noexcept { return !is_held_.exchange(true, std::memory_order_acquire); }
   void unlock() noexcept { is_held_.store(false, std::memory_order_release); }
 
  private:

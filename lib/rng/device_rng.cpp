@@ -96,14 +96,11 @@ void DeviceRng::add(std::unique_ptr<DeviceRng>& kept, const at::Generator& regis
 
 std::vector<GeneratorState> DeviceRng::now() const {
   std::vector<GeneratorState> states;
-  const auto add = [&states](at::Generator generator) {
-    states.push_back({generator, state_of(generator)});
-  };
-  for (const GeneratorState& each : states_) add(each.generator);
+  for (const GeneratorState& each : states_) states.push_back(present(each.generator));
   for (const c10::Device& device : devices_in_use())
     if (const at::Generator generator = at::globalContext().defaultGenerator(device);
         !has(generator))
-      add(generator);
+      states.push_back(present(generator));
   return states;
 }
 
