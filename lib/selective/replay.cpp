@@ -390,11 +390,17 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
 std::vector<at::Tensor> Replay::values_of(const PinRecord& pin,
                                           const std::vector<at::Tensor>& read) {
   std::vector<at::Tensor> values, sources = given_;
+  bool is_open = false;  // a leaf that is gone was the function's own
   for (const WeakTensor& each : pin.leaves)
-    if (auto leaf = each.lock()) sources.emplace_back(std::move(leaf));
+    if (auto leaf = each.lock())
+      sources.emplace_back(std::move(leaf));
+    else
+      is_open = true;
   for (const PinRecord::Value& each : pin.values) {
+    KeptHistory history = each.history;
+    history.is_open |= is_open;
     const at::Tensor value = restore(each.tensor);
-    values.push_back(value.defined() ? roles_.give(value, each.role, each.history, read, sources)
+    values.push_back(value.defined() ? roles_.give(value, each.role, history, read, sources)
                                      : value);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (each.made) sources_.add(values.back(), each.made->source, each.made->num_changes);

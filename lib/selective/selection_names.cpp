@@ -70,7 +70,7 @@ void Selection::name(const at::Tensor& value, const std::string& name,
   itself->type = &typeid(at::Tensor);
   itself->is_name = true;
   itself->values.push_back(keep_value(value, number, 0, region, where_for(answer)));
-  itself->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
+  itself->values.back().history.is_argument = true;
   itself->is_kept = true;
   keep_pin(number, std::move(itself));
 }
