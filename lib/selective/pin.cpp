@@ -83,14 +83,8 @@ at::Tensor pin(const at::Tensor& x) {
     return kept == nullptr ? x : replay->values_of(*kept, {x}).front();
   }
   Selection& selection = Selection::make(region->frame());
-  const int64_t number = selection.begin_pin();
-  auto kept = std::make_shared<PinRecord>();
-  kept->type = &typeid(at::Tensor);
-  kept->values.push_back(selection.keep_value(x, number, 0, *region));
-  kept->values.back().history.is_argument = true;
-  kept->is_kept = true;
+  selection.keep_itself(x, selection.begin_pin(), *region, KeptWhere::InPlace, /*is_name=*/false);
   selection.tensor_was_read(x);
-  selection.keep_pin(number, std::move(kept));
   return x;
 }
 
@@ -180,7 +174,6 @@ void SavedRegion::keep(std::shared_ptr<void> emptied,
         history_of(value, num_owners, impl_->known, impl_->start, kept->leaves);
   });
   kept->emptied = std::move(emptied);
-  kept->is_kept = true;
   selection.keep_pin(impl_->number, std::move(kept));
 }
 
