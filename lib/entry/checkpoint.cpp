@@ -42,12 +42,12 @@ RegionOptions options_in_force(const CheckpointOptions& options, const StackView
 
 std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
                                         const RegionOptions& in_force) {
-  const bool is_checked =
-      options.fingerprint || options.determinism_check == DeterminismCheck::Values;
-  if (options.name.empty() && !is_checked && !options.context_fn && !in_force.debug) return nullptr;
+  TensorChecks checks = checks_for(options);
+  if (options.name.empty() && checks.empty() && !options.context_fn && !in_force.debug)
+    return nullptr;
   auto extras = std::make_unique<RegionExtras>();
   extras->name = options.name;
-  if (is_checked) extras->check.emplace(options.fingerprint);
+  extras->checks = std::move(checks);
   return extras;
 }
 

@@ -106,8 +106,9 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
     const Origin origin = slot.provenance.origin;
     if (!saved.requires_grad() && (origin == Origin::Outside || origin == Origin::Input))
       value.alias = saved.tensor_data();  // its owner may give the object other storage
-    if (const std::string* const noted = slots_.note_of(position))
-      pending_.push_back({position, at::sequence_number::peek(), saved, *noted});
+    if (const auto noted = slots_.notes_of(position); !noted.empty())
+      pending_.push_back(
+          {position, at::sequence_number::peek(), saved, {noted.begin(), noted.end()}});
   });
   value.tensor = kept;
   if (!saved.is_cpu()) value.ready = ready_.of(saved);
@@ -183,7 +184,8 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
                                      : ", other storage")));
     if (is_replaced(slot.provenance, judged)) differences_.replaced.push_back(position);
   }
-  if (const TensorCheck* const check = region_.check(); check && check->replaces_metadata()) return;
+  for (const auto& check : region_.checks())
+    if (check->replaces_metadata()) return;
   if (region_.options.determinism_check == DeterminismCheck::None) return;
   const bool is_same_place = slot.follows == follows_ && is_same_kind(slot, judged);
   if (slot.metadata.describes(saved) && is_same_place) return;
@@ -214,18 +216,20 @@ Differences Filler::take_differences() {
 
 void Filler::compare_pending(uint64_t next_operator, bool is_end) {
   if (pending_.empty() || (!is_end && pending_.front().operator_number == next_operator)) return;
-  const TensorCheck* const check = region_.check();
-  for (const Pending& each : std::exchange(pending_, {})) {
-    const std::string now =
-        check == nullptr ? text_of_contents(each.tensor) : check->note(each.tensor);
-    if (now == each.in_forward) continue;
-    if (check == nullptr) {
-      has_other_numbers_ = true;
-      continue;
+  for (const Pending& each : std::exchange(pending_, {}))
+    for (const NoteOfSlot& then : each.in_forward) {
+      std::string now =
+          then.check == nullptr ? text_of_contents(each.tensor) : then.check->note(each.tensor);
+      if (now == then.text) continue;
+      if (then.check == nullptr) {
+        has_other_numbers_ = true;
+        continue;
+      }
+      const std::string name = std::string(then.check->report().name) + " ";
+      if (differences_.check == nullptr) differences_.check = then.check;
+      if (differences_.check == then.check)
+        differences_.contents.push_back({each.position, name + then.text, name + now, {}, {}});
     }
-    const std::string name = std::string(check->name()) + " ";
-    differences_.contents.push_back({each.position, name + each.in_forward, name + now, {}, {}});
-  }
 }
 
 void Filler::stop() {

@@ -99,7 +99,7 @@ class Filler final : public SlotFiller {
     int64_t position;
     uint64_t operator_number;
     at::Tensor tensor;
-    std::string in_forward;
+    c10::SmallVector<NoteOfSlot, 1> in_forward;
   };
   std::vector<Pending> pending_;  // contents to compare when their operator has returned
   uint64_t last_operator_ = 0;    // of the operator that filled the last needed slot

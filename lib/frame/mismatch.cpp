@@ -155,14 +155,8 @@ void throw_differences(const Region& region, Differences differences, const OpLo
         "changed flag).\nDo: make it depend on its arguments and on unchanged captures "
         "only, or run the region without remat::checkpoint.\n",
         std::move(differences.metadata), log);
-  throw_with(
-      region, Kind::ValueMismatch,
-      "Recomputed values for the following tensors have different contents than during the forward "
-      "pass.",
-      "Cause: the function computes other numbers the second time (nondeterministic kernels, an "
-      "unregistered generator, or a parameter changed through .data()).\nDo: make the kernels "
-      "deterministic, and call backward before parameters change.\n",
-      std::move(differences.contents), log);
+  const TensorCheck::Report& report = differences.check->report();
+  throw_with(region, report.kind, report.fact, report.advice, std::move(differences.contents), log);
 }
 
 void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t recompute_count,

@@ -12,6 +12,8 @@ namespace remat {
 /// What one recompute found to differ, in the order of the slots.
 struct Differences {
   std::vector<CheckpointError::Mismatch> captures, metadata, contents;
+  /// The check that found the first of `contents`.
+  const TensorCheck* check = nullptr;
   /// Positions in `captures` of tensors that came back in other storage. Whether the recompute made
   /// that itself is known when it has unwound.
   std::vector<int64_t> replaced;

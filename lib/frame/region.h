@@ -2,6 +2,7 @@
 // What a region was called with: its function, the options in force, and what only some regions have.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/ArrayRef.h>
 
 #include <cstdint>
 #include <memory>
@@ -13,7 +14,6 @@
 #include "lib/observe/op_log.h"
 #include "lib/scope/region_info.h"
 #include "remat/binding.h"
-#include "remat/options.h"
 
 namespace remat {
 
@@ -30,7 +30,7 @@ struct RegionOptions {
 /// What only some regions have.
 struct RegionExtras {
   std::string name;
-  std::optional<TensorCheck> check;
+  TensorChecks checks;
   ContextPair contexts;
   OpLog forward_log;
   /// In debug mode each slot has the number of the operator that saved it.
@@ -43,9 +43,9 @@ struct Region {
   std::unique_ptr<RegionExtras> extras{};  ///< null if it has none of them
   std::unique_ptr<RegionBody> body{};
 
-  /// Null if there is none.
-  const TensorCheck* check() const {
-    return extras != nullptr && extras->check ? &*extras->check : nullptr;
+  c10::ArrayRef<std::unique_ptr<TensorCheck>> checks() const {
+    if (extras == nullptr) return {};
+    return extras->checks;
   }
 };
 

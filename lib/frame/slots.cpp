@@ -53,7 +53,7 @@ int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tens
     for (auto each = slots_.rbegin() + 1; each != slots_.rend() && each->is_same_operator(latest);
          ++each)
       each->saves_own_output = true;
-  if (is_hashed || region.check() != nullptr) pending_.emplace_back(position, saved.detach());
+  if (is_hashed || !region.checks().empty()) pending_.emplace_back(position, saved.detach());
   return position;
 }
 
@@ -68,10 +68,12 @@ void Slots::note_pending(const Region& region, uint64_t next_operator, bool is_e
   if (!is_end && slots_[at_position(pending_.front().first)].operator_number == next_operator)
     return;
   for (auto& [position, tensor] : std::exchange(pending_, {})) {
-    std::string note =
-        region.check() != nullptr ? region.check()->note(tensor) : text_of_contents(tensor);
+    std::vector<NoteOfSlot> made;
+    for (const auto& check : region.checks())
+      made.push_back({position, check.get(), check->note(tensor)});
+    if (made.empty()) made.push_back({position, nullptr, text_of_contents(tensor)});
     std::lock_guard<SpinLock> lock(mutex_);
-    notes_.emplace_back(position, std::move(note));
+    std::move(made.begin(), made.end(), std::back_inserter(notes_));
   }
 }
 
@@ -79,11 +81,12 @@ void Slots::note_rest(const Region& region) {
   if (!pending_.empty()) note_pending(region, 0, /*is_end=*/true);
 }
 
-const std::string* Slots::note_of(int64_t position) const {
-  const auto found =
-      std::lower_bound(notes_.begin(), notes_.end(), position,
-                       [](const auto& note, int64_t wanted) { return note.first < wanted; });
-  return found == notes_.end() || found->first != position ? nullptr : &found->second;
+c10::ArrayRef<NoteOfSlot> Slots::notes_of(int64_t position) const {
+  if (notes_.empty()) return {};
+  const auto [first, last] = std::equal_range(
+      notes_.begin(), notes_.end(), NoteOfSlot{position, nullptr, {}},
+      [](const NoteOfSlot& a, const NoteOfSlot& b) { return a.position < b.position; });
+  return {notes_.data() + (first - notes_.begin()), static_cast<std::size_t>(last - first)};
 }
 
 void Slots::settle(const Ending& ending, c10::function_ref<bool(const c10::StorageImpl*)> is_kept) {

@@ -27,6 +27,14 @@ struct SlotView {
   bool ends_small = false;  ///< what a stop after the last slot would skip is next to nothing
 };
 
+/// What a check noted of the tensor in a slot; the check is null where another thread had drawn random
+/// numbers: then it is a hash.
+struct NoteOfSlot {
+  int64_t position;
+  const TensorCheck* check;
+  std::string text;
+};
+
 /// Filled by the thread that runs the forward; read by recomputes on any.
 class Slots {
  public:
@@ -66,9 +74,8 @@ class Slots {
   }
   /// How many there are. Once the forward is over, or on its thread.
   int64_t size() const { return static_cast<int64_t>(slots_.size()); }
-  /// What the region's check noted of the tensor in a slot; without a check a hash, where another thread
-  /// had drawn random numbers. Null if it is not compared beyond metadata. Call it in `with_slot`.
-  const std::string* note_of(int64_t position) const;
+  /// The notes of one slot; none if it is not compared beyond metadata. Call it in `with_slot`.
+  c10::ArrayRef<NoteOfSlot> notes_of(int64_t position) const;
   /// Whether any leaf that a slot follows has changed.
   bool is_any_leaf_changed() const;
   bool has_slot_of(const c10::StorageImpl* storage) const;
@@ -88,7 +95,7 @@ class Slots {
 
   // Guarded by the mutex, which is never held while user code runs.
   std::vector<Slot> slots_;
-  std::vector<std::pair<int64_t, std::string>> notes_;   // by position
+  std::vector<NoteOfSlot> notes_;                        // by position
   std::vector<std::pair<int64_t, at::Tensor>> pending_;  // noted when their operator is over
   bool is_operator_over_ = false;
   bool may_meet_outside_ = true;

@@ -1,18 +1,20 @@
 #include "lib/frame/tensor_check.h"
 
-#include "lib/scope/hook_stack.h"
-#include "lib/seam/dispatch_mode.h"
-#include "lib/tensor/content_hash.h"
+#include <utility>
 
 namespace remat {
 
-std::string TensorCheck::note(const at::Tensor& saved) const {
-  if (!fingerprint_) return text_of_contents(saved);
-  // What the user's function saves is none of the region's.
-  const detail::NoScopes no_scopes;
-  const seam::DispatchModeOff unseen;
-  const at::NoGradGuard no_grad;
-  return fingerprint_(saved);
+namespace {
+constinit const RegisteredCheck* first = nullptr;
+}  // namespace
+
+RegisteredCheck::RegisteredCheck(Make make) : make_(make), next_(std::exchange(first, this)) {}
+
+TensorChecks checks_for(const CheckpointOptions& options) {
+  TensorChecks checks;
+  for (const RegisteredCheck* each = first; each != nullptr; each = each->next_)
+    if (auto check = each->make_(options)) checks.push_back(std::move(check));
+  return checks;
 }
 
 }  // namespace remat
