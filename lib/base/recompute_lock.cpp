@@ -73,15 +73,13 @@ RecomputeLock& recompute_lock() {
   return *all;
 }
 
-RecomputeHold::RecomputeHold(std::vector<const void*> subjects, const LockOwner& owner,
-                             std::chrono::milliseconds longest_wait)
-    : RecomputeHold(std::move(subjects)) {
+void RecomputeHold::acquire(const LockOwner& owner, std::chrono::milliseconds longest_wait) {
   std::sort(subjects_.begin(), subjects_.end(), std::less<>());
   while (has_failed() && recompute_lock().acquire(subjects_[num_held_], owner, longest_wait))
     ++num_held_;
 }
 
-RecomputeHold::~RecomputeHold() {
+void RecomputeHold::release() noexcept {
   while (num_held_ > 0) recompute_lock().release(subjects_[--num_held_]);
 }
 

@@ -64,13 +64,19 @@ RecomputeLock& recompute_lock();
 class RecomputeHold {
  public:
   RecomputeHold(std::vector<const void*> subjects, const LockOwner& owner,
-                std::chrono::milliseconds longest_wait);
-  ~RecomputeHold();
+                std::chrono::milliseconds longest_wait)
+      : subjects_(std::move(subjects)) {
+    if (has_failed()) acquire(owner, longest_wait);
+  }
+  ~RecomputeHold() {
+    if (num_held_ > 0) release();
+  }
   RecomputeHold& operator=(RecomputeHold&&) = delete;
   bool has_failed() const { return num_held_ < subjects_.size(); }
 
  private:
-  explicit RecomputeHold(std::vector<const void*> subjects) : subjects_(std::move(subjects)) {}
+  void acquire(const LockOwner& owner, std::chrono::milliseconds longest_wait);
+  void release() noexcept;
   std::vector<const void*> subjects_;
   std::size_t num_held_ = 0;
 };
