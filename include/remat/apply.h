@@ -57,14 +57,16 @@ ModuleChoice choose(ModuleChoice rest = {}) {
   }
 }
 
-/// A module of a tree, by its path in it ("" is the root), and its type as it is written in code.
+/// A module of a tree that a choice meant.
 struct ChosenModule {
-  std::string path{}, type{};
+  std::string path{};  ///< in the tree; "" is the root
+  std::string type{};  ///< as it is written in code
 };
 
 /// A module that cannot be made a region from outside.
 struct RefusedModule {
-  std::string path{}, type{};
+  std::string path{};    ///< in the tree; "" is the root
+  std::string type{};    ///< as it is written in code
   std::string reason{};  ///< why not
   std::string cure{};    ///< what to write instead
 };
@@ -90,7 +92,8 @@ struct AppliedCheckpointing {
 /// can step in: they are in `refused`, with what to write instead.
 /// Training flags and buffers (running statistics) are those of forward in each recompute, as `Checkpointed` and
 /// `BufferPolicy` say. Tensors in arguments are inputs of the region where the type is a tensor or a standard
-/// container of tensors; a struct is copied as it is.
+/// container of tensors; a struct is copied as it is. A forward that is noexcept cannot be told: no stop or error
+/// could pass it, and the process would end; leave such elements out.
 /// `set_checkpointing` and `set_checkpoint_level` switch these regions, too.
 ///
 /// Without options a Checkpointed keeps its own, an element that is on keeps what it has, and others get
@@ -103,6 +106,7 @@ struct AppliedCheckpointing {
 /// Source: `apply_activation_checkpointing` of torch/distributed/algorithms/_checkpoint.
 [[nodiscard]] REMAT_API AppliedCheckpointing apply_checkpointing(torch::nn::Module& root,
                                                                  const ModuleChoice& choice);
+/// The same with options for all that are chosen.
 [[nodiscard]] REMAT_API AppliedCheckpointing apply_checkpointing(torch::nn::Module& root,
                                                                  const ModuleChoice& choice,
                                                                  const ModuleOptions& options);
@@ -111,20 +115,23 @@ struct AppliedCheckpointing {
 /// reasons and cures of all such, and changes nothing then. Returns the regions.
 REMAT_API std::vector<ChosenModule> require_checkpointing(torch::nn::Module& root,
                                                           const ModuleChoice& choice);
+/// The same with options for all that are chosen.
 REMAT_API std::vector<ChosenModule> require_checkpointing(torch::nn::Module& root,
                                                           const ModuleChoice& choice,
                                                           const ModuleOptions& options);
 
-/// Ends that for the chosen modules, or for all: Sequentials call their elements as before, and each
+/// Ends that for all modules of the tree: Sequentials call their elements as before, and each
 /// `Checkpointed` is switched off. Returns those that were regions; what was none stays as it was.
 /// Graphs that exist still recompute. Threads and errors: as `apply_checkpointing`.
 REMAT_API std::vector<ChosenModule> remove_checkpointing(torch::nn::Module& root);
+/// Ends it for the chosen modules.
 REMAT_API std::vector<ChosenModule> remove_checkpointing(torch::nn::Module& root,
                                                          const ModuleChoice& choice);
 
 /// A module that should be a region, and is called past it.
 struct UnusedRegion {
-  std::string path{}, type{};
+  std::string path{};    ///< in the tree; "" is the root
+  std::string type{};    ///< as it is written in code
   std::string reason{};  ///< what was seen
   std::string cure{};    ///< what to write instead
 };
