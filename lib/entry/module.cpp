@@ -2,9 +2,11 @@
 
 #include "remat/module.h"
 
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include <mutex>
 #include <string>
@@ -15,6 +17,7 @@
 
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/module_access.h"
+#include "lib/seam/stand_in.h"
 #include "lib/state/module_state.h"
 #include "lib/state/user_state.h"
 
@@ -109,9 +112,7 @@ bool is_batch_norm(const torch::nn::Module& module) {
 ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
                            ModuleOptions options)
     : owner_(&owner), type_(type), enabled_(options.enabled && options.level > 0) {
-  TORCH_CHECK_VALUE(options.level >= 0, "remat::Checkpointed: ModuleOptions::level was ",
-                    options.level, ". Do: 0 for never, 1 and up for the level that turns it on.");
-  options_ = std::make_shared<const ModuleOptions>(std::move(options));
+  set_options(std::move(options));
   live_regions().add(*this, owner, type);
 }
 
@@ -119,6 +120,12 @@ ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
                            const ModuleRegion& other)
     : owner_(&owner), type_(type), options_(other.options_), enabled_(other.is_enabled()) {
   live_regions().add(*this, owner, type);
+}
+
+void ModuleRegion::set_options(ModuleOptions options) {
+  TORCH_CHECK_VALUE(options.level >= 0, "remat::Checkpointed: ModuleOptions::level was ",
+                    options.level, ". Do: 0 for never, 1 and up for the level that turns it on.");
+  options_ = std::make_shared<const ModuleOptions>(std::move(options));
 }
 
 ModuleRegion::~ModuleRegion() {
@@ -161,8 +168,9 @@ bool ModuleRegion::is_wanted() {
     was_cloned_ = false;  // it is no passing clone: Note [Options of a cloned child]
     ModuleAccess::name(*owner_).reset();
   }
-  if (!enabled_ || (options_->training_only && !owner_->is_training()) || !opens_region())
-    return false;
+  if (!is_on() || !c10::GradMode::is_enabled()) return false;
+  if (!was_called_.load(std::memory_order_relaxed)) was_called_ = true;
+  if (!opens_region()) return false;
   if (options_->buffers != BufferPolicy::SkipBatchNorm || !contains_batch_norm()) return true;
   if (!has_warned_.exchange(true))
     TORCH_WARN("remat: Activation checkpointing skipped for a subblock containing BatchNorm (",
@@ -170,6 +178,10 @@ bool ModuleRegion::is_wanted() {
                "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
                "keeps its running statistics right.");
   return false;
+}
+
+bool ModuleRegion::is_on() const {
+  return enabled_ && (!options_->training_only || owner_->is_training());
 }
 
 bool ModuleRegion::is_watched() const {
@@ -224,6 +236,9 @@ template <class Do>
 void for_each_region(torch::nn::Module& root, Do&& change) {
   root.apply(std::function<void(torch::nn::Module&)>([&](torch::nn::Module& module) {
     if (ModuleRegion* region = region_of(module)) change(*region);
+    if (auto* const sequential = dynamic_cast<torch::nn::SequentialImpl*>(&module))
+      for (torch::nn::AnyModule& element : *sequential)
+        if (const auto stand_in = seam::stand_in_of(element)) change(*region_of(*stand_in));
   }));
 }
 
