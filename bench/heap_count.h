@@ -26,8 +26,7 @@ class HeapCounter {
  public:
   HeapCounter() { state() = {.is_counting = true}; }
   ~HeapCounter() { state().is_counting = false; }
-  HeapCounter(const HeapCounter&) = delete;
-  HeapCounter& operator=(const HeapCounter&) = delete;
+  HeapCounter& operator=(HeapCounter&&) = delete;
   HeapCount count() const { return state().count; }
 
   /// Called by malloc and free; allocates nothing itself.
@@ -48,10 +47,6 @@ class HeapCounter {
     return of_thread;
   }
 };
-
-/// Blocks that no count sees, neither when they are taken nor when they are given back.
-inline void* take_uncounted(std::size_t alignment, std::size_t bytes);
-inline void give_back_uncounted(void* block);
 
 }  // namespace bench
 
@@ -101,6 +96,7 @@ void* realloc(void* block, std::size_t bytes) noexcept {
 
 namespace bench {
 
+/// Blocks that no count sees, neither when they are taken nor when they are given back.
 #if REMAT_BENCH_COUNTS_HEAP
 inline void* take_uncounted(std::size_t alignment, std::size_t bytes) {
   void* const block = __libc_memalign(alignment, bytes);

@@ -37,6 +37,8 @@ SECTIONS = (
     ("selective_curve", "What does a policy buy?",
      "Blocks of the demo's model, each a region, with what the policy keeps."),
     ("selective_cost", "What does a policy cost per operator?", "In units of a plain operator on one element."),
+    ("recipes", "Where do regions go in programs that are no chain of blocks?",
+     "Each program in several ways; bytes and times of a step, over the plain one's."),
     ("jacobian", "What do many gradients of one graph cost?",
      "Rows of a Jacobian by `torch::autograd::grad` with a retained graph, eight regions of real layers."),
     ("checks_cost", "What do the options cost?", "A step with one option changed, over the step with the defaults."),
@@ -146,6 +148,17 @@ def selective_curve(samples):
                                          low=(None, 0.9))
 
 
+def recipes(samples):
+    groups = []
+    for recipe in samples.values("recipe"):
+        plain = samples.one(recipe=recipe, variant="plain")
+        groups += [(f"{recipe}: {line['params']['variant']}",
+                    [("peak", line["peak_bytes"] / plain["peak_bytes"]), ("time", line["min_ns"] / plain["min_ns"])])
+                   for line in samples.select(recipe=recipe) if line is not plain]
+    yield "recipes", plot.bars("Programs with regions in several places", "a step, over the plain one; minima", "ratio", groups,
+                               mark=("plain", 1))
+
+
 def jacobian(samples):
     ways = samples.values("way")
     for name, title, unit, value in (
@@ -204,7 +217,7 @@ def main():
     page = ["# What the benchmarks measured", "",
             "Made by `./dev bench`; [METHOD.md](METHOD.md) says how each is measured and what it leaves out. Minima are over",
             "rounds in which everything that is compared takes turns. Every program compares gradients with plain autograd's,",
-            "bit by bit, before it takes a time.", "", *facts(machine, every), ""]
+            "bit by bit unless sums are made in parts, before it takes a time.", "", *facts(machine, every), ""]
     for name, question, words in SECTIONS:
         command = " ".join(["./dev bench", name, *machine["arguments"]])
         page += [f"## {question}", "", textwrap.fill(words, 118, break_on_hyphens=False), "", f"`{command}`", "", "```text", *table_of(folder, name), "```", ""]

@@ -43,8 +43,7 @@ class Peer {
     waitpid(process_, nullptr, 0);
   }
 
-  Peer(const Peer&) = delete;
-  Peer& operator=(const Peer&) = delete;
+  Peer& operator=(Peer&&) = delete;
 
   std::string ask(const std::string& question) {
     std::fprintf(questions_, "%s\n", question.c_str());

@@ -2,7 +2,6 @@
 // next to nothing. See METHOD.md.
 
 #include <cstdio>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>

@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <vector>
 
 #include "remat/module.h"
 

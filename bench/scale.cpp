@@ -81,53 +81,38 @@ struct Shape {
   const char* unit;
   at::Tensor (*checkpointed)(const at::Tensor&, int64_t);
   std::vector<int64_t> counts;
-  /// Of `sin`, that backward must run again.
-  double (*recomputed)(double count);
-  /// Tensors made inside that stay as inputs of regions.
-  int64_t (*kept)(int64_t count);
-  bool has_bytes;
+  /// All tensors made inside but the last stay, as inputs of regions.
+  bool keeps_inputs = false;
   /// The unit is what comes on top of a work of one: the first shape's region is not counted.
-  bool is_beyond_first;
+  bool is_beyond_first = false;
+  /// Backward must run each level again as often as it lies deep; its bytes say nothing.
+  bool is_triangle = false;
+
+  /// How many `sin` backward must run again.
+  double recomputed(double count) const { return is_triangle ? count * (count + 1) / 2 : count; }
 };
 
-double as_many(double count) { return count; }
-double triangle(double count) { return count * (count + 1) / 2; }
-int64_t none(int64_t) { return 0; }
-int64_t all_but_one(int64_t count) { return count - 1; }
-
 std::vector<Shape> shapes(bool smoke) {
-  std::vector<Shape> all{{"regions in a chain",
-                          "region",
-                          [](const at::Tensor& x, int64_t n) { return chain(x, n); },
-                          {1, 10, 100, 1'000, 10'000, 100'000},
-                          as_many,
-                          all_but_one,
-                          true,
-                          false},
-                         {"tensors saved in a region",
-                          "saved tensor",
-                          one_region,
-                          {1, 10, 100, 1'000, 10'000},
-                          as_many,
-                          none,
-                          true,
-                          true},
-                         {"levels, each first computes",
-                          "level",
-                          nested_first,
-                          {1, 10, 100, 1'000},
-                          as_many,
-                          none,
-                          true,
-                          false},
-                         {"levels, each last computes",
-                          "run of a level",
-                          nested_last,
-                          {1, 10, 100, 1'000},
-                          triangle,
-                          none,
-                          false,
-                          false}};
+  std::vector<Shape> all{
+      {.name = "regions in a chain",
+       .unit = "region",
+       .checkpointed = [](const at::Tensor& x, int64_t n) { return chain(x, n); },
+       .counts = {1, 10, 100, 1'000, 10'000, 100'000},
+       .keeps_inputs = true},
+      {.name = "tensors saved in a region",
+       .unit = "saved tensor",
+       .checkpointed = one_region,
+       .counts = {1, 10, 100, 1'000, 10'000},
+       .is_beyond_first = true},
+      {.name = "levels, each first computes",
+       .unit = "level",
+       .checkpointed = nested_first,
+       .counts = {1, 10, 100, 1'000}},
+      {.name = "levels, each last computes",
+       .unit = "run of a level",
+       .checkpointed = nested_last,
+       .counts = {1, 10, 100, 1'000},
+       .is_triangle = true}};
   if (smoke)
     for (Shape& shape : all) shape.counts.pop_back();
   return all;
@@ -184,8 +169,8 @@ Bytes bytes_of(const Shape& shape, int64_t count) {
     const at::NoGradGuard no_grad;
     result.tensor = held_by([&] { return at::sin(x); });
   }
-  result.bookkeeping =
-      result.checkpointed - result.nodes - static_cast<double>(shape.kept(count)) * result.tensor;
+  const auto kept = static_cast<double>(shape.keeps_inputs ? count - 1 : 0);
+  result.bookkeeping = result.checkpointed - result.nodes - kept * result.tensor;
   const bench::HeapCounter counter;
   gradient(x, shape.checkpointed(x, count));
   x.mutable_grad() = at::Tensor();
@@ -234,7 +219,7 @@ std::vector<Row> rows_of(const Shape& shape, const std::vector<bench::Cell>& cel
     row.plain_ns = cell[Plain].result().min_ns / count;
     row.of_ideal = cell[Checkpointed].result().min_ns /
                    (cell[Plain].result().min_ns + forwards * cell[Forward].result().min_ns);
-    if (REMAT_BENCH_COUNTS_HEAP && shape.has_bytes) row.bytes = bytes_of(shape, row.count);
+    if (REMAT_BENCH_COUNTS_HEAP && !shape.is_triangle) row.bytes = bytes_of(shape, row.count);
     row.bytes_per_unit = row.bytes ? row.bytes->bookkeeping : 0;
     double units = runs;
     if (shape.is_beyond_first && i == 0) {
@@ -317,7 +302,7 @@ int run(int argc, char** argv) {
   for (const Shape& shape : all)
     for (const int64_t count : shape.counts) {
       verify(shape, count);
-      if (REMAT_BENCH_COUNTS_HEAP && shape.has_bytes) bytes_of(shape, count);
+      if (REMAT_BENCH_COUNTS_HEAP && !shape.is_triangle) bytes_of(shape, count);
     }
   if (arguments.smoke) return 0;
 

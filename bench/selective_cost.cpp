@@ -9,7 +9,6 @@
 #include <remat/policy.h>
 
 #include <cstdio>
-#include <stdexcept>
 #include <string>
 #include <vector>
 

@@ -143,8 +143,7 @@ class Training {
     for (size_t i = 0; i < parameters_.size(); ++i)
       counters_.emplace_back(parameters_[i], [this, i] { ++num_ready_[i]; });
   }
-  Training(const Training&) = delete;  // the counters refer to it
-  Training& operator=(const Training&) = delete;
+  Training& operator=(Training&&) = delete;  // the counters refer to it
 
   // Forward, backward and the optimizer's step; returns the loss.
   double train(const Batch& batch) {

@@ -22,7 +22,6 @@
 #include <future>
 #include <memory>
 #include <stdexcept>
-#include <string>
 #include <utility>
 #include <vector>
 

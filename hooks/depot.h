@@ -41,7 +41,6 @@
 #include <optional>
 #include <thread>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "hooks/piece.h"

@@ -3,7 +3,6 @@
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
-#include <optional>
 #include <utility>
 
 #include "hooks/slot.h"
@@ -17,8 +16,7 @@ class Drop final : public seam::OwnHooks {
   ~Drop() override {
     if (position_ >= 0) owner_->drop_slot(position_);
   }
-  Drop(const Drop&) = delete;
-  Drop& operator=(const Drop&) = delete;
+  Drop& operator=(Drop&&) = delete;
 
   void call_pack_hook(const at::Tensor& saved) override { position_ = owner_->add_slot(saved); }
   at::Tensor call_unpack_hook() override {

@@ -24,8 +24,7 @@ class Inspection {
  public:
   Inspection() : previous_(std::exchange(current_, this)) {}
   ~Inspection() { current_ = previous_; }
-  Inspection(const Inspection&) = delete;
-  Inspection& operator=(const Inspection&) = delete;
+  Inspection& operator=(Inspection&&) = delete;
 
   static Inspection* current() { return current_; }
 

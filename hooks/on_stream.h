@@ -16,8 +16,7 @@ class OnStream {
   explicit OnStream(const c10::Stream& stream)
       : guard_(stream.device_type()), before_(guard_.exchangeStream(stream)) {}
   ~OnStream() { guard_.exchangeStream(before_); }
-  OnStream(const OnStream&) = delete;
-  OnStream& operator=(const OnStream&) = delete;
+  OnStream& operator=(OnStream&&) = delete;
 
  private:
   const c10::impl::VirtualGuardImpl guard_;

@@ -29,8 +29,7 @@ class Piece {
         const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
         bool is_trusted);
   ~Piece();
-  Piece(const Piece&) = delete;
-  Piece& operator=(const Piece&) = delete;
+  Piece& operator=(Piece&&) = delete;
 
   /// False: the place wants it to stay where it is.
   bool begin_store(const at::Tensor& tensor);

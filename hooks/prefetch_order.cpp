@@ -41,8 +41,7 @@ void PrefetchOrder::prefetch_before(uint64_t number) {
 bool PrefetchOrder::cancels_at_end() {
   struct AtEnd {
     explicit AtEnd(std::weak_ptr<PrefetchOrder> pieces) : order(std::move(pieces)) {}
-    AtEnd(const AtEnd&) = delete;  // a copy that dies would end the backward
-    AtEnd& operator=(const AtEnd&) = delete;
+    AtEnd& operator=(AtEnd&&) = delete;  // a copy that dies would end the backward
     ~AtEnd() {
       if (const auto alive = order.lock()) alive->cancel_all();
     }

@@ -87,8 +87,7 @@ class SpoolFile {
                       ".\nDo: name a directory that exists and that this user may write to.");
   }
   ~SpoolFile() { ::close(fd_); }
-  SpoolFile(const SpoolFile&) = delete;
-  SpoolFile& operator=(const SpoolFile&) = delete;
+  SpoolFile& operator=(SpoolFile&&) = delete;
 
   bool is_of_this_process() const { return process_ == process_number; }
 

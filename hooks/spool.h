@@ -30,8 +30,7 @@ class SpoolRange {
  public:
   SpoolRange(std::shared_ptr<SpoolFile> file, int64_t offset, int64_t size, uint64_t number);
   ~SpoolRange();
-  SpoolRange(const SpoolRange&) = delete;
-  SpoolRange& operator=(const SpoolRange&) = delete;
+  SpoolRange& operator=(SpoolRange&&) = delete;
   /// Reads the bytes, on any thread. Throws c10::Error.
   void read(void* to) const;
 

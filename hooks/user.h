@@ -6,7 +6,6 @@
 
 #include <exception>
 #include <memory>
-#include <optional>
 #include <utility>
 
 #include "hooks/inspection.h"

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "remat/apply.h"
 #include "tests/support/nn.h"
 
 namespace {
@@ -69,6 +70,57 @@ TEST_CASE("README: modules and chains run as regions", "[readme]") {
   const at::Tensor z = remat::checkpoint_sequential(net, 2, x, {.split = remat::Split::Balanced});
   CHECK(done.now().frames_created == 3);
   CHECK(bit_equal(y, z));
+}
+
+namespace {
+
+struct BlockImpl : torch::nn::Module {
+  BlockImpl() { register_module("linear", linear); }
+  at::Tensor forward(const at::Tensor& x) { return linear(x).sin(); }
+  torch::nn::Linear linear{4, 4};
+};
+TORCH_MODULE(Block);
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    register_module("layer1", layer1);
+    register_module("layer2", layer2);
+    register_module("tail", tail);
+  }
+  at::Tensor forward(const at::Tensor& x) { return tail(layer2->forward(layer1->forward(x))); }
+  torch::nn::Sequential layer1{Block(), Block()}, layer2{Block(), Block()};
+  Block tail;
+};
+TORCH_MODULE(Net);
+
+}  // namespace
+
+TEST_CASE("docs: regions of a model that somebody else wrote", "[readme]") {
+  Net net;
+  const std::ostringstream printed;
+  std::streambuf* const before = std::cout.rdbuf(printed.rdbuf());
+  auto applied = remat::apply_checkpointing(*net, {.name = "layer1.*"});  // by path
+  applied = remat::apply_checkpointing(*net, {.type = "Block", .every = 2});
+  applied = remat::apply_checkpointing(*net, remat::choose<Block>({.name = "layer*.*"}));
+  applied = remat::apply_checkpointing(*net, remat::ModuleChoice::parse("every=2,name=layer*.*"));
+  applied = remat::apply_checkpointing(*net, {.type = "Block"}, {.training_only = false});
+  std::cout << applied.to_string();  // what are regions now; what cannot be, why, and what to write
+  remat::require_checkpointing(*net, {.name = "layer1.*"});  // throws if one of them cannot be
+  remat::remove_checkpointing(*net, {.name = "layer1.1"});
+  remat::remove_checkpointing(*net);
+  const Counted done;
+  net(leaf({2, 4}));
+  CHECK(done.now().frames_created == 0);
+  remat::require_checkpointing(*net, {.name = "layer1.*"});
+  net(leaf({2, 4}));
+  CHECK(done.now().frames_created == 2);
+  remat::reset_unused_regions(*net);
+  const at::Tensor loss = net->layer1->ptr(0)->as<Block>()->forward(leaf({2, 4})).sum();
+  for (const remat::UnusedRegion& unused : remat::unused_regions(*net, loss))
+    std::cout << unused.reason << ". Do: " << unused.cure << ".\n";
+  std::cout.rdbuf(before);
+  CHECK_THAT(printed.str(), contains("region: layer2.1 (BlockImpl)\nno region: tail (BlockImpl)") &&
+                                contains("layer1.0 (BlockImpl) was switched on as an element"));
 }
 
 TEST_CASE("README: a recorder and a list of what is saved", "[readme]") {

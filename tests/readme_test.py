@@ -20,7 +20,7 @@ TREES = "docs|include|lib|hooks|tests|examples|bench|tools|subprojects|packaging
 
 def compiled():
     """The sources that a program of the build is made of, and the headers that only those include."""
-    folders = ("examples", "tests", "tests/rules", "tests/python")
+    folders = ("examples", "tests", "tests/rules", "tests/python", "bench")
     yield from (file for folder in folders for file in sorted((ROOT / folder).glob("*.cpp")))
     yield from sorted((ROOT / "examples").rglob("*.h"))
 

@@ -18,10 +18,8 @@ struct Sample {
 // Samples the operators of the thread that starts it, backward included. One at a time.
 class Timeline {
  public:
-  Timeline() = default;
   ~Timeline() { stop(); }
-  Timeline(const Timeline&) = delete;
-  Timeline& operator=(const Timeline&) = delete;
+  Timeline& operator=(Timeline&&) = delete;
 
   void start() {
     start_bytes_ = meter_.live_bytes();

@@ -45,8 +45,7 @@ class Workers {
     }
   }
   ~Workers() { end(); }
-  Workers(const Workers&) = delete;
-  Workers& operator=(const Workers&) = delete;
+  Workers& operator=(Workers&&) = delete;
 
   // Until all have ended well. Throws as soon as one has not, or the time is over: the others would
   // wait for it.

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 
 #include "../processes/accumulation.h"
 #include "../processes/group.h"
@@ -41,8 +40,7 @@ class Shard {
         accumulation_(padded_, [this] { reduce(); }) {
     resize(0);
   }
-  Shard(const Shard&) = delete;  // the hook refers to it
-  Shard& operator=(const Shard&) = delete;
+  Shard& operator=(Shard&&) = delete;  // the hook refers to it
 
   torch::Tensor& part() { return part_; }
   torch::Tensor whole() const {

@@ -49,7 +49,17 @@ class REMAT_API ModuleRegion {
   bool is_enabled() const { return enabled_; }
   void enable(bool enabled) { enabled_ = enabled; }
   void set_training_level(int64_t level);
+  /// Whether its switch and the module's mode ask for regions now.
+  bool is_on() const;
+  /// Whether a call of the module's came here, with grad mode on, while it was on: it opened a region, or a
+  /// guard or policy kept it from that. Since the module was made, or since `forget_calls`.
+  void note_call() { was_called_ = true; }
+  bool was_called() const { return was_called_; }
+  void forget_calls() { was_called_ = false; }
   const CheckpointOptions& checkpoint_options() const { return options_->checkpoint; }
+  const ModuleOptions& options() const { return *options_; }
+  /// Takes other options; the switch stays. No call of the module may run meanwhile.
+  void set_options(ModuleOptions options);
   /// The module, which its regions keep alive; throws if no shared pointer owns it.
   std::shared_ptr<torch::nn::Module> owner() const;
   /// This object's module was made by clone(); see Note [Options of a cloned child].
@@ -64,6 +74,7 @@ class REMAT_API ModuleRegion {
   std::shared_ptr<const ModuleOptions> options_;
   std::atomic<bool> enabled_;
   std::atomic<bool> has_warned_{false};
+  std::atomic<bool> was_called_{false};
   bool was_cloned_ = false;
 };
 
@@ -92,6 +103,8 @@ class REMAT_API HasModuleRegion {
   friend REMAT_API ModuleRegion* region_of(torch::nn::Module& module);
   virtual ModuleRegion& remat_region() = 0;
 };
+/// Null for what is no checkpointed module.
+REMAT_API ModuleRegion* region_of(torch::nn::Module& module);
 
 /// Throws: `Impl::clone` made something else than an `Impl`.
 [[noreturn]] REMAT_API void refuse_sliced_clone(const std::type_info& wanted);
@@ -149,6 +162,7 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
   template <class... Args>
     requires TakesForward<Impl, Args...>
   decltype(auto) run_in_callers_region(Args&&... args) {
+    remat_region_.note_call();
     return Impl::forward(std::forward<Args>(args)...);
   }
 

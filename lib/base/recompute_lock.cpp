@@ -1,6 +1,7 @@
 #include "lib/base/recompute_lock.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "lib/base/waiting.h"
 
@@ -21,24 +22,15 @@ bool RecomputeLock::is_free(const void* subject, const LockOwner& owner) const {
 }
 
 bool RecomputeLock::acquire(const void* subject, const LockOwner& owner,
-                            std::chrono::seconds longest_wait) {
-  const auto hold = [&] { holders_[subject].push_back({&owner, std::this_thread::get_id(), 0}); };
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (is_free(subject, owner)) {
-      hold();
-      return true;
-    }
-  }
-  const WaitForThread waiting;
+                            std::chrono::milliseconds longest_wait) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!is_free(subject, owner)) {
-    const uint64_t before = num_releases_;
-    const bool has_moved = changed_.wait_for(
-        lock, longest_wait, [&] { return is_free(subject, owner) || num_releases_ != before; });
-    if (!has_moved) return false;
+    const auto has_moved = [&, before = num_releases_] {
+      return is_free(subject, owner) || num_releases_ != before;
+    };
+    if (!wait_until(has_moved, lock, changed_, longest_wait)) return false;
   }
-  hold();
+  holders_[subject].push_back({&owner, std::this_thread::get_id(), 0});
   return true;
 }
 
@@ -69,14 +61,7 @@ void RecomputeLock::resume_after_backward(Owners owners) noexcept {
     });
   };
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!are_latest()) {
-    lock.unlock();
-    {
-      const WaitForThread waiting;
-      std::unique_lock<std::mutex> changing(mutex_);
-      changed_.wait(changing, are_latest);
-    }
-    lock.lock();
+  while (!wait_until(are_latest, lock, changed_, std::chrono::hours(1))) {
   }
   for (auto& [subject, holders] : holders_)
     for (Holder& each : holders)
@@ -86,6 +71,16 @@ void RecomputeLock::resume_after_backward(Owners owners) noexcept {
 RecomputeLock& recompute_lock() {
   static auto* const all = new RecomputeLock;  // leaked: recomputes may run in static destructors
   return *all;
+}
+
+void RecomputeHold::acquire(const LockOwner& owner, std::chrono::milliseconds longest_wait) {
+  std::sort(subjects_.begin(), subjects_.end(), std::less<>());
+  while (has_failed() && recompute_lock().acquire(subjects_[num_held_], owner, longest_wait))
+    ++num_held_;
+}
+
+void RecomputeHold::release() noexcept {
+  while (num_held_ > 0) recompute_lock().release(subjects_[--num_held_]);
 }
 
 }  // namespace remat

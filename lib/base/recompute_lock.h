@@ -9,6 +9,7 @@
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace remat {
@@ -30,11 +31,6 @@ struct LockOwner {
 /// has put back what it set before the holder goes on. Threads: any.
 class RecomputeLock {
  public:
-  /// Waits until the subject is free; false if nobody gave it back for so long.
-  bool acquire(const void* subject, const LockOwner& owner, std::chrono::seconds longest_wait);
-  /// The owner that acquired the subject last gives it back.
-  void release(const void* subject) noexcept;
-
   using Owners = c10::ArrayRef<const LockOwner*>;
   /// The owners run on this thread, which is about to wait for a backward.
   void yield_to_backward(Owners owners) noexcept;
@@ -42,6 +38,11 @@ class RecomputeLock {
   void resume_after_backward(Owners owners) noexcept;
 
  private:
+  friend class RecomputeHold;
+  /// Waits until the subject is free; false if nobody gave it back for so long.
+  bool acquire(const void* subject, const LockOwner& owner, std::chrono::milliseconds longest_wait);
+  /// The owner that acquired the subject last gives it back.
+  void release(const void* subject) noexcept;
   struct Holder {
     const LockOwner* owner;
     std::thread::id thread;
@@ -57,5 +58,27 @@ class RecomputeLock {
 
 /// All recomputes of the process share this lock.
 RecomputeLock& recompute_lock();
+
+/// While alive an owner has subjects of that lock: it acquires them in one order for all, so that two
+/// recomputes never wait for each other, and none after one that nobody gave back for so long.
+class RecomputeHold {
+ public:
+  RecomputeHold(std::vector<const void*> subjects, const LockOwner& owner,
+                std::chrono::milliseconds longest_wait)
+      : subjects_(std::move(subjects)) {
+    if (has_failed()) acquire(owner, longest_wait);
+  }
+  ~RecomputeHold() {
+    if (num_held_ > 0) release();
+  }
+  RecomputeHold& operator=(RecomputeHold&&) = delete;
+  bool has_failed() const { return num_held_ < subjects_.size(); }
+
+ private:
+  void acquire(const LockOwner& owner, std::chrono::milliseconds longest_wait);
+  void release() noexcept;
+  std::vector<const void*> subjects_;
+  std::size_t num_held_ = 0;
+};
 
 }  // namespace remat

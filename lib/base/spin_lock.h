@@ -11,14 +11,9 @@ namespace remat {
 /// holder gets on.
 class SpinLock {
  public:
-  SpinLock() = default;
-  SpinLock(const SpinLock&) = delete;
-  SpinLock& operator=(const SpinLock&) = delete;
-
   void lock() noexcept {
     while (is_held_.exchange(true, std::memory_order_acquire)) wait();
   }
-  bool try_lock() noexcept { return !is_held_.exchange(true, std::memory_order_acquire); }
   void unlock() noexcept { is_held_.store(false, std::memory_order_release); }
 
  private:

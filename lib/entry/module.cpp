@@ -2,8 +2,10 @@
 
 #include "remat/module.h"
 
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include <mutex>
 #include <string>
@@ -14,6 +16,7 @@
 #include "lib/entry/module_function.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/module_access.h"
+#include "lib/seam/stand_in.h"
 #include "lib/state/module_state.h"
 #include "lib/state/user_state.h"
 
@@ -79,13 +82,7 @@ LiveRegions& live_regions() {
 ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
                            ModuleOptions options)
     : owner_(&owner), type_(type), enabled_(options.enabled && options.level > 0) {
-  TORCH_CHECK_VALUE(options.level >= 0, "remat::Checkpointed: ModuleOptions::level was ",
-                    options.level, ". Do: 0 for never, 1 and up for the level that turns it on.");
-  // Of the two places where it can be said; the region, and what it warns of, asks the one in its options.
-  if (options.buffers == BufferPolicy::Restore) options.buffers = options.checkpoint.buffers;
-  options.checkpoint.buffers =
-      options.buffers == BufferPolicy::Ignore ? BufferPolicy::Ignore : BufferPolicy::Restore;
-  options_ = std::make_shared<const ModuleOptions>(std::move(options));
+  set_options(std::move(options));
   live_regions().add(*this, owner, type);
 }
 
@@ -93,6 +90,16 @@ ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
                            const ModuleRegion& other)
     : owner_(&owner), type_(type), options_(other.options_), enabled_(other.is_enabled()) {
   live_regions().add(*this, owner, type);
+}
+
+void ModuleRegion::set_options(ModuleOptions options) {
+  TORCH_CHECK_VALUE(options.level >= 0, "remat::Checkpointed: ModuleOptions::level was ",
+                    options.level, ". Do: 0 for never, 1 and up for the level that turns it on.");
+  // Of the two places where it can be said; the region, and what it warns of, asks the one in its options.
+  if (options.buffers == BufferPolicy::Restore) options.buffers = options.checkpoint.buffers;
+  options.checkpoint.buffers =
+      options.buffers == BufferPolicy::Ignore ? BufferPolicy::Ignore : BufferPolicy::Restore;
+  options_ = std::make_shared<const ModuleOptions>(std::move(options));
 }
 
 ModuleRegion::~ModuleRegion() {
@@ -135,8 +142,9 @@ bool ModuleRegion::is_wanted() {
     was_cloned_ = false;  // it is no passing clone: Note [Options of a cloned child]
     ModuleAccess::name(*owner_).reset();
   }
-  if (!enabled_ || (options_->training_only && !owner_->is_training()) || !opens_region())
-    return false;
+  if (!is_on() || !c10::GradMode::is_enabled()) return false;
+  if (!was_called_.load(std::memory_order_relaxed)) was_called_ = true;
+  if (!opens_region()) return false;
   if (options_->buffers != BufferPolicy::SkipBatchNorm || !contains_batch_norm(*owner_))
     return true;
   if (!has_warned_.exchange(true))
@@ -145,6 +153,10 @@ bool ModuleRegion::is_wanted() {
                "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
                "keeps its running statistics right.");
   return false;
+}
+
+bool ModuleRegion::is_on() const {
+  return enabled_ && (!options_->training_only || owner_->is_training());
 }
 
 bool ModuleRegion::is_watched() const {
@@ -181,6 +193,9 @@ template <class Do>
 void for_each_region(torch::nn::Module& root, Do&& change) {
   root.apply(std::function<void(torch::nn::Module&)>([&](torch::nn::Module& module) {
     if (ModuleRegion* region = region_of(module)) change(*region);
+    if (auto* const sequential = dynamic_cast<torch::nn::SequentialImpl*>(&module))
+      for (torch::nn::AnyModule& element : *sequential)
+        if (const auto stand_in = seam::stand_in_of(element)) change(*region_of(*stand_in));
   }));
 }
 

@@ -15,8 +15,7 @@ class PreparingRecompute {
  public:
   PreparingRecompute();
   ~PreparingRecompute();
-  PreparingRecompute(const PreparingRecompute&) = delete;
-  PreparingRecompute& operator=(const PreparingRecompute&) = delete;
+  PreparingRecompute& operator=(PreparingRecompute&&) = delete;
 
  private:
   const bool before_;
@@ -28,8 +27,7 @@ class ActiveRecompute {
   ActiveRecompute(ValuesByTask& all, RecomputedValues& values, Filler& filler,
                   const LockOwner& owner);
   ~ActiveRecompute();
-  ActiveRecompute(const ActiveRecompute&) = delete;
-  ActiveRecompute& operator=(const ActiveRecompute&) = delete;
+  ActiveRecompute& operator=(ActiveRecompute&&) = delete;
 };
 
 /// A backward begins on this thread: recomputes that this thread runs cannot go on before it ends,

@@ -66,6 +66,7 @@ class Filler final : public SlotFiller {
   }
   /// After the function has unwound.
   Differences take_differences();
+  bool has_differences() const { return differences_.any(); }
   OpLog* log() { return log_ ? &*log_ : nullptr; }
 
  private:

@@ -66,8 +66,6 @@ class Frame final : public TaskMember {
   /// The record is null if no recorder was alive when the region began.
   RecordedFrame* recorded() const { return recorded_.get(); }
 
-  /// Where the first run of the function began.
-  const RegionStart& start() const { return start_; }
   /// Whether operators came to a dispatch mode of ours in the first run. LibTorch's formulas ask whether they
   /// do (isTensorSubclassLike) and save other tensors then, so it must be the same in recomputes.
   bool sees_operators() const { return sees_operators_; }

@@ -267,10 +267,13 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
     case GradRole::Result: {
       static const seam::Beside nothing;
       const seam::Beside& beside = input.details == nullptr ? nothing : input.details->beside;
-      if (input.is_view && !is_any_written && !runs_backward)
+      if (input.is_view && !is_any_written && !runs_backward) {
+        // What is viewed requires grad, as in forward: a view of it without grad mode claims that it does.
+        const at::Tensor base = data.tensor_data().set_requires_grad(true);
         alias = torch::autograd::make_variable_differentiable_view(
-            alias, torch::autograd::ViewInfo(data.tensor_data(), nullptr, nullptr), std::nullopt,
+            alias, torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt,
             /*shared_view_info=*/false, torch::autograd::CreationMeta::DEFAULT);
+      }
       torch::autograd::create_gradient_edge(alias, input_edge(beside.output_number));
       if (beside.retains_grad) alias.retain_grad();
       if (input.details != nullptr) seam::set_grad(alias, beside.grad);

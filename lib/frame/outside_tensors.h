@@ -32,10 +32,8 @@ struct Region;
 /// thread.
 class OutsideTensors {
  public:
-  OutsideTensors() = default;
   ~OutsideTensors() { put_back(); }
-  OutsideTensors(const OutsideTensors&) = delete;
-  OutsideTensors& operator=(const OutsideTensors&) = delete;
+  OutsideTensors& operator=(OutsideTensors&&) = delete;
 
   /// The tensor is known from forward; what it has now is noted.
   void add(at::Tensor known);

@@ -93,6 +93,7 @@ void compare(const Region& region, Filler& filler) {
   if (filler.has_too_many() || !filler.is_complete())
     throw_count_mismatch(region, filler.num_slots(), filler.num_seen(), filler.take_differences(),
                          filler.log());
+  if (!filler.has_differences()) return;
   if (Differences differences = filler.take_differences(); differences.any())
     throw_differences(region, std::move(differences), filler.log());
 }

@@ -61,10 +61,6 @@ void RecomputeScope::begin(const std::vector<at::Tensor>& inputs) {
   filler_.set_replay(replay_.get());
 }
 
-void RecomputeScope::add_to(UserRegistrations& all) const {
-  all.add(frame().surroundings().user_state()->registered());
-}
-
 // What speaks against going on counts also if the function catches it.
 template <class Throw>
 void RecomputeScope::refuse(Throw&& refusal) {

@@ -17,7 +17,7 @@
 
 namespace remat {
 
-class RecomputeScope final : public FrameScope, public StateSource {
+class RecomputeScope final : public FrameScope {
  public:
   RecomputeScope(c10::intrusive_ptr<Frame> frame, Filler& filler);
 
@@ -25,7 +25,9 @@ class RecomputeScope final : public FrameScope, public StateSource {
   OperatorHandler* operators() override {
     return replay_ && is_own_thread() ? replay_->operators() : nullptr;
   }
-  const StateSource* state_source() const override { return this; }
+  const UserRegistrations* registered_state() const override {
+    return &frame().surroundings().user_state()->registered();
+  }
 
   // What is known of this recompute.
   void begin(const std::vector<at::Tensor>& inputs);
@@ -41,7 +43,6 @@ class RecomputeScope final : public FrameScope, public StateSource {
   const LockOwner& own_lock() const { return own_lock_; }
 
   // Watchers.
-  void add_to(UserRegistrations& all) const override;
   void backward_begins(const torch::autograd::edge_list& roots,
                        const torch::autograd::edge_list& targets, bool accumulates) override;
   std::optional<unsigned> known_hook(const at::TensorBase& tensor) override;

@@ -35,8 +35,7 @@ struct RecomputedValues {
 
   explicit RecomputedValues(TaskKey key) : task(key) {}
   ~RecomputedValues() { clear(); }
-  RecomputedValues(const RecomputedValues&) = delete;
-  RecomputedValues& operator=(const RecomputedValues&) = delete;
+  RecomputedValues& operator=(RecomputedValues&&) = delete;
 
   /// Makes room for the values of that many slots.
   void reserve(std::size_t num_slots) { values.reserve(num_slots); }

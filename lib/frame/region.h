@@ -5,7 +5,6 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>

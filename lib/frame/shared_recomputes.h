@@ -18,8 +18,7 @@ namespace remat {
 class SharedRecomputes {
  public:
   SharedRecomputes(TaskKey::Kind kind, int64_t max_bytes);
-  SharedRecomputes(const SharedRecomputes&) = delete;
-  SharedRecomputes& operator=(const SharedRecomputes&) = delete;
+  SharedRecomputes& operator=(SharedRecomputes&&) = delete;
 
   /// Returns that of the innermost group around, else of the innermost cache; null if there is
   /// neither.

@@ -23,8 +23,7 @@ class MembersOfTask {
  public:
   explicit MembersOfTask(TaskKey task) : task_(task) {}
   ~MembersOfTask() { end(); }
-  MembersOfTask(const MembersOfTask&) = delete;
-  MembersOfTask& operator=(const MembersOfTask&) = delete;
+  MembersOfTask& operator=(MembersOfTask&&) = delete;
 
   const TaskKey& task() const { return task_; }
 

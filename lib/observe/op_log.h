@@ -41,8 +41,7 @@ class OpLogScope {
  public:
   explicit OpLogScope(OpLog* log);
   ~OpLogScope();
-  OpLogScope(const OpLogScope&) = delete;
-  OpLogScope& operator=(const OpLogScope&) = delete;
+  OpLogScope& operator=(OpLogScope&&) = delete;
 
  private:
   OpLog* previous_ = nullptr;

@@ -142,8 +142,7 @@ class RecomputeSpan {
   RecomputeSpan(const RegionInfo& region, const RecordedFrame* recorded);
   /// Without `ends` it was thrown out of.
   ~RecomputeSpan();
-  RecomputeSpan(const RecomputeSpan&) = delete;
-  RecomputeSpan& operator=(const RecomputeSpan&) = delete;
+  RecomputeSpan& operator=(RecomputeSpan&&) = delete;
   void ends(bool was_stopped, int64_t recomputed_bytes);
 
  private:

@@ -70,8 +70,7 @@ class GradientScope {
   ~GradientScope() {
     for (auto& [leaf, gradient] : before_) leaf.mutable_grad() = gradient;
   }
-  GradientScope(const GradientScope&) = delete;
-  GradientScope& operator=(const GradientScope&) = delete;
+  GradientScope& operator=(GradientScope&&) = delete;
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> before_;

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <functional>
 
 #include "lib/base/error.h"
 #include "lib/rng/device_claims.h"
@@ -41,6 +40,15 @@ void set_state(at::Generator& generator, const at::Tensor& state) {
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
   return a.nbytes() == b.nbytes() &&
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+std::vector<const void*> subjects_of(const std::vector<GeneratorState>& states) {
+  std::vector<const void*> generators;
+  for (const GeneratorState& each : states) {
+    refuse_capture(each.generator.device(), each.generator);
+    generators.push_back(each.generator.unsafeGetGeneratorImpl());
+  }
+  return generators;
 }
 
 }  // namespace
@@ -88,14 +96,11 @@ void DeviceRng::add(std::unique_ptr<DeviceRng>& kept, const at::Generator& regis
 
 std::vector<GeneratorState> DeviceRng::now() const {
   std::vector<GeneratorState> states;
-  const auto add = [&states](at::Generator generator) {
-    states.push_back({generator, state_of(generator)});
-  };
-  for (const GeneratorState& each : states_) add(each.generator);
+  for (const GeneratorState& each : states_) states.push_back(present(each.generator));
   for (const c10::Device& device : devices_in_use())
     if (const at::Generator generator = at::globalContext().defaultGenerator(device);
         !has(generator))
-      add(generator);
+      states.push_back(present(generator));
   return states;
 }
 
@@ -160,39 +165,16 @@ std::vector<GeneratorState> DeviceRng::at_begin(const DevicesMet& met) const {
   return states;
 }
 
-DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const LockOwner& owner) {
-  for (const GeneratorState& each : at_begin)
-    refuse_capture(each.generator.device(), each.generator);
-  // In one order for all, so that two recomputes never wait for each other.
-  std::vector<const c10::GeneratorImpl*> wanted;
-  for (const GeneratorState& each : at_begin)
-    wanted.push_back(each.generator.unsafeGetGeneratorImpl());
-  std::sort(wanted.begin(), wanted.end(), std::less<>());
-  held_.reserve(wanted.size());
-  constexpr std::chrono::seconds longest_wait(60);
-  try {
-    for (const c10::GeneratorImpl* generator : wanted) {
-      has_failed_ = !recompute_lock().acquire(generator, owner, longest_wait);
-      if (has_failed_) return;
-      held_.push_back(generator);
-    }
-    for (const GeneratorState& each : at_begin)  // what may throw comes before anything is set
-      before_.push_back(DeviceRng::present(each.generator));
-    DeviceRng::set(at_begin);
-  } catch (...) {
-    release_all();
-    throw;
-  }
+DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const LockOwner& owner)
+    : hold_(subjects_of(at_begin), owner, std::chrono::seconds(60)) {
+  if (has_failed()) return;
+  for (const GeneratorState& each : at_begin)  // what may throw comes before anything is set
+    before_.push_back(DeviceRng::present(each.generator));
+  DeviceRng::set(at_begin);
 }
 
 DeviceRngSwap::~DeviceRngSwap() {
   for (GeneratorState& each : before_) set_state(each.generator, each.state);
-  release_all();
-}
-
-void DeviceRngSwap::release_all() noexcept {
-  for (const c10::GeneratorImpl* generator : held_) recompute_lock().release(generator);
-  held_.clear();
 }
 
 }  // namespace remat

@@ -94,15 +94,12 @@ class DeviceRngSwap {
   DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const LockOwner& owner);
   ~DeviceRngSwap();
   /// The generators did not become free in time: nothing was set.
-  bool has_failed() const { return has_failed_; }
-  DeviceRngSwap(const DeviceRngSwap&) = delete;
-  DeviceRngSwap& operator=(const DeviceRngSwap&) = delete;
+  bool has_failed() const { return hold_.has_failed(); }
+  DeviceRngSwap& operator=(DeviceRngSwap&&) = delete;
 
  private:
-  void release_all() noexcept;
-  std::vector<const c10::GeneratorImpl*> held_;
+  const RecomputeHold hold_;
   std::vector<GeneratorState> before_;
-  bool has_failed_ = false;
 };
 
 }  // namespace remat

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "lib/base/planted_fault.h"
-#include "lib/base/waiting.h"
 #include "lib/scope/region_scope.h"
 
 namespace remat {
@@ -361,8 +360,9 @@ void DrawReplay::skip(const DrawSkip& skipped) {
 }
 
 namespace {
-std::mutex swapping;
-thread_local int turns_of_this_thread = 0;
+/// Swaps of all threads take turns, of all generators. Their owner is none that yields: whoever waits goes
+/// on without a turn soon.
+constexpr LockOwner turn_at_generators;
 }  // namespace
 
 GeneratorSwap::GeneratorSwap(const DrawReplay& replay)
@@ -370,17 +370,9 @@ GeneratorSwap::GeneratorSwap(const DrawReplay& replay)
       generator_(replay.original()),
       plan_(replay.plan()),
       track_(replay.track().get()) {
-  if (plan_.uses_original()) {
-    constexpr int max_tries = 100;
-    has_turn_ = turns_of_this_thread > 0;
-    for (int i = 0; !has_turn_ && i < max_tries; ++i) {
-      has_turn_ = swapping.try_lock();
-      if (has_turn_) break;
-      const WaitForThread waiting;
-      std::this_thread::sleep_for(std::chrono::microseconds(200));
-    }
-    if (has_turn_) ++turns_of_this_thread;
-  }
+  if (plan_.uses_original())
+    turn_.emplace(std::vector<const void*>{&turn_at_generators}, turn_at_generators,
+                  std::chrono::milliseconds(20));
   std::lock_guard<std::mutex> lock(generator_.mutex_);
   track_->look();
   num_unseen_ = track_->num_unseen;
@@ -397,15 +389,12 @@ void GeneratorSwap::set_state_known(const CpuRngState& state) {
 // A recompute that draws from its own generator may still seed the generator itself. That is undone,
 // unless other threads' operators have drawn from it since.
 GeneratorSwap::~GeneratorSwap() {
-  {
-    std::lock_guard<std::mutex> lock(generator_.mutex_);
-    track_->look();
-    if (plan_.uses_original() ||
-        (track_->num_unseen != num_unseen_ && lasting_draws(*track_) == num_draws_))
-      set_state_known(*before_);
-    if (plan_.uses_original()) undone_draws(*track_) += replay_.num_original_draws;
-  }
-  if (has_turn_ && --turns_of_this_thread == 0) swapping.unlock();
+  std::lock_guard<std::mutex> lock(generator_.mutex_);
+  track_->look();
+  if (plan_.uses_original() ||
+      (track_->num_unseen != num_unseen_ && lasting_draws(*track_) == num_draws_))
+    set_state_known(*before_);
+  if (plan_.uses_original()) undone_draws(*track_) += replay_.num_original_draws;
 }
 
 bool GeneratorSwap::was_disturbed() const {

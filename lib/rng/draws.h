@@ -35,8 +35,8 @@
 #include <mutex>
 #include <optional>
 #include <thread>
-#include <utility>
 
+#include "lib/base/recompute_lock.h"
 #include "lib/base/spin_lock.h"
 #include "lib/seam/cpu_generator.h"
 
@@ -187,8 +187,7 @@ class GeneratorSwap {
  public:
   explicit GeneratorSwap(const DrawReplay& replay);
   ~GeneratorSwap();
-  GeneratorSwap(const GeneratorSwap&) = delete;
-  GeneratorSwap& operator=(const GeneratorSwap&) = delete;
+  GeneratorSwap& operator=(GeneratorSwap&&) = delete;
   /// Whether the numbers drawn so far, all of the function's, cannot be those of the forward.
   bool was_disturbed() const;
 
@@ -201,7 +200,7 @@ class GeneratorSwap {
   DrawTrack* const track_;  // of the replay
   std::shared_ptr<const CpuRngState> before_;
   uint64_t num_unseen_ = 0, num_draws_ = 0;
-  bool has_turn_ = false;
+  std::optional<RecomputeHold> turn_;
 };
 
 }  // namespace remat

@@ -11,7 +11,6 @@ namespace remat {
 /// One recompute draws from these replays. Lives as long as threads may have inherited its scope.
 class RecomputeDraws final : public DrawSource {
  public:
-  RecomputeDraws() = default;
   /// A log of forward, which outlives it; the default generator's first.
   void add(DrawLog& log) {
     if (first_)

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 
 #include <c10/util/FunctionRef.h>
 
@@ -15,7 +14,7 @@
 
 namespace remat {
 
-class StateSource;  // lib/state/user_state.h
+struct UserRegistrations;  // lib/state/user_state.h
 
 namespace detail {
 
@@ -71,7 +70,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
     return make_hooks();
   }
   /// Says what it registers for the recomputes of the regions in it; of `Ability::State`.
-  virtual const StateSource* state_source() const { return nullptr; }
+  virtual const UserRegistrations* registered_state() const { return nullptr; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
   bool has(Ability ability) const { return (abilities_ >> static_cast<unsigned>(ability)) & 1u; }
@@ -122,8 +121,7 @@ class SaveAround {
  public:
   SaveAround(const Scope& region, HooksAround which);
   ~SaveAround();
-  SaveAround(const SaveAround&) = delete;
-  SaveAround& operator=(const SaveAround&) = delete;
+  SaveAround& operator=(SaveAround&&) = delete;
 
  private:
   friend std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided);
@@ -157,8 +155,7 @@ class StackSwap {
  public:
   explicit StackSwap(const std::shared_ptr<Scope>& scope);
   ~StackSwap();
-  StackSwap(const StackSwap&) = delete;
-  StackSwap& operator=(const StackSwap&) = delete;
+  StackSwap& operator=(StackSwap&&) = delete;
 
  private:
   struct ForeignHooks;
@@ -172,8 +169,7 @@ class NoScopes {
  public:
   NoScopes();
   ~NoScopes();
-  NoScopes(const NoScopes&) = delete;
-  NoScopes& operator=(const NoScopes&) = delete;
+  NoScopes& operator=(NoScopes&&) = delete;
 
  private:
   std::shared_ptr<StackNode> previous_;

@@ -12,8 +12,7 @@ class Packing {
  public:
   explicit Packing(const at::Tensor& saved);
   ~Packing();
-  Packing(const Packing&) = delete;
-  Packing& operator=(const Packing&) = delete;
+  Packing& operator=(Packing&&) = delete;
   static bool is_under_way();
 };
 

@@ -15,8 +15,7 @@ class SavingInput {
  public:
   explicit SavingInput(const at::Tensor& tensor);
   ~SavingInput();
-  SavingInput(const SavingInput&) = delete;
-  SavingInput& operator=(const SavingInput&) = delete;
+  SavingInput& operator=(SavingInput&&) = delete;
   /// Whether a region around has made a slot of it.
   bool is_slot() const { return is_slot_; }
 

@@ -103,6 +103,4 @@ bool is_at(at::CPUGeneratorImpl& generator, const CpuRngPosition& position) {
          std::memcmp(data.state_.data(), &position.first_words, sizeof position.first_words) == 0;
 }
 
-uint64_t seed_of(at::CPUGeneratorImpl& generator) { return data_of(engine_of(generator)).seed_; }
-
 }  // namespace remat

@@ -42,7 +42,5 @@ struct CpuRngPosition {
 };
 CpuRngPosition position_of(at::CPUGeneratorImpl& generator);
 bool is_at(at::CPUGeneratorImpl& generator, const CpuRngPosition& position);
-/// What it was seeded with last.
-uint64_t seed_of(at::CPUGeneratorImpl& generator);
 
 }  // namespace remat

@@ -38,8 +38,7 @@ class DispatchMode {
  public:
   DispatchMode();
   ~DispatchMode();
-  DispatchMode(const DispatchMode&) = delete;
-  DispatchMode& operator=(const DispatchMode&) = delete;
+  DispatchMode& operator=(DispatchMode&&) = delete;
 
  private:
   bool is_first_, was_away_;
@@ -52,8 +51,7 @@ class DispatchModeOff {
  public:
   DispatchModeOff();
   ~DispatchModeOff();
-  DispatchModeOff(const DispatchModeOff&) = delete;
-  DispatchModeOff& operator=(const DispatchModeOff&) = delete;
+  DispatchModeOff& operator=(DispatchModeOff&&) = delete;
 
  private:
   bool was_seen_;
@@ -76,8 +74,7 @@ class AtKernel {
  public:
   explicit AtKernel(c10::DispatchKeySet met);
   ~AtKernel();
-  AtKernel(const AtKernel&) = delete;
-  AtKernel& operator=(const AtKernel&) = delete;
+  AtKernel& operator=(AtKernel&&) = delete;
 
  private:
   const c10::impl::LocalDispatchKeySet before_;

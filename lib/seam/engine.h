@@ -58,8 +58,7 @@ class ThreadEntry {
  public:
   ThreadEntry();
   virtual ~ThreadEntry() = default;
-  ThreadEntry(const ThreadEntry&) = delete;
-  ThreadEntry& operator=(const ThreadEntry&) = delete;
+  ThreadEntry& operator=(ThreadEntry&&) = delete;
 
  private:
   friend std::shared_ptr<c10::SafePyObject> handle_of(std::shared_ptr<ThreadEntry> entry);

@@ -37,8 +37,7 @@ class NodesInstead {
  public:
   NodesInstead() { num_alive_.fetch_add(1, std::memory_order_relaxed); }
   ~NodesInstead() { num_alive_.fetch_sub(1, std::memory_order_relaxed); }
-  NodesInstead(const NodesInstead&) = delete;
-  NodesInstead& operator=(const NodesInstead&) = delete;
+  NodesInstead& operator=(NodesInstead&&) = delete;
   static bool any() { return num_alive_.load(std::memory_order_relaxed) > 0; }
 
  private:

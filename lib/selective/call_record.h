@@ -115,15 +115,20 @@ void visit_tensors_in(const c10::IValue& value, Visitor&& visitor) {
   }
 }
 
+/// The same of several.
+template <class Visitor>
+void visit_tensors_in(c10::ArrayRef<c10::IValue> values, Visitor&& visitor) {
+  for (const c10::IValue& each : values) visit_tensors_in(each, visitor);
+}
+
 /// An operator's arguments have these storages. Some operators return one without saying so
 /// (_unsafe_view): such a result was made where the argument was.
 class StoragesOf {
  public:
   explicit StoragesOf(c10::ArrayRef<c10::IValue> arguments) {
-    for (const c10::IValue& argument : arguments)
-      visit_tensors_in(argument, [this](const at::Tensor& tensor) {
-        if (const auto* storage = storage_of(tensor)) storages_.push_back(storage);
-      });
+    visit_tensors_in(arguments, [this](const at::Tensor& tensor) {
+      if (const auto* storage = storage_of(tensor)) storages_.push_back(storage);
+    });
   }
   bool contain(const at::Tensor& tensor) const {
     const auto* const storage = storage_of(tensor);

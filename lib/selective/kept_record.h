@@ -35,7 +35,6 @@ struct PinRecord {
   std::vector<Value> values;
   DrawSkips draws;
   std::vector<WeakTensor> leaves;  ///< that gradients of the values lead to
-  bool is_kept = false;
   bool is_name = false;  ///< checkpoint_name's: the value that a recompute has does as well
 };
 
@@ -46,13 +45,29 @@ struct KeptRecord {
   Slab<CallRecord> slab;  ///< outlives what follows
   std::vector<OpRecord> operators;
   ska::flat_hash_map<c10::OperatorHandle, uint32_t> numbers;
-  std::vector<uint32_t> sequence;  ///< numbers of operators, as they were called
-  std::vector<std::shared_ptr<PinRecord>> pins;
-  int64_t num_kept = 0;  ///< calls
+  std::vector<uint32_t> sequence;                ///< numbers of operators, as they were called
+  std::vector<std::shared_ptr<PinRecord>> pins;  ///< null: nothing is kept of it
+  int64_t num_kept = 0;                          ///< calls
 
   /// Empty once the forward is over.
   std::unique_lock<SpinLock> lock() const {
     return is_settled ? std::unique_lock<SpinLock>() : std::unique_lock<SpinLock>(mutex);
+  }
+  template <class Visitor>
+  void visit_pinned(Visitor&& visitor) const {
+    for (const auto& pin : pins)
+      if (pin != nullptr)
+        for (const PinRecord::Value& each : pin->values) visitor(each.tensor);
+  }
+  /// Visits what is kept of calls and pins.
+  template <class Visitor>
+  void visit_kept(Visitor&& visitor) const {
+    for (const OpRecord& op : operators)
+      for (const auto& call : op.calls)
+        if (call != nullptr && call->is_kept)
+          for (const KeptResult& result : call->kept)
+            for (const KeptTensor& each : result.tensors) visitor(each);
+    visit_pinned(visitor);
   }
   /// The number of an operator, or -1 if forward did not call it.
   int64_t number_of(const c10::OperatorHandle& op) const {

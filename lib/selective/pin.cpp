@@ -83,14 +83,8 @@ at::Tensor pin(const at::Tensor& x) {
     return kept == nullptr ? x : replay->values_of(*kept, {x}).front();
   }
   Selection& selection = Selection::make(region->frame());
-  const int64_t number = selection.begin_pin();
-  auto kept = std::make_shared<PinRecord>();
-  kept->type = &typeid(at::Tensor);
-  kept->values.push_back(selection.keep_value(x, number, 0, *region));
-  kept->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
-  kept->is_kept = true;
+  selection.keep_itself(x, selection.begin_pin(), *region, KeptWhere::InPlace, /*is_name=*/false);
   selection.tensor_was_read(x);
-  selection.keep_pin(number, std::move(kept));
   return x;
 }
 
@@ -101,8 +95,8 @@ struct SavedRegion::Impl {
   const std::type_info* type = nullptr;
   int64_t number = -1;
   DrawMarks marks;
-  std::vector<at::Tensor> read;                                     // in a recompute: the arguments
-  PinArguments arguments;                                           // in forward
+  std::vector<at::Tensor> read;      // in a recompute: the arguments
+  std::vector<GradientPlace> known;  // in forward: where gradients of the arguments go
   std::vector<std::pair<c10::VariableVersion, uint32_t>> versions;  // theirs
   RegionStart start = RegionStart::here();
   std::shared_ptr<SaveRegionScope> scope;
@@ -127,7 +121,7 @@ SavedRegion::SavedRegion(const std::type_info& type,
     impl_->number = selection.begin_pin();
     impl_->marks = region->frame().surroundings().marks();
     visit_arguments([this](at::Tensor& tensor) {
-      impl_->arguments.add(tensor);
+      impl_->known.push_back(GradientPlace::of(tensor));
       if (!tensor.defined() || tensor.is_inference()) return;
       const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
       impl_->versions.emplace_back(counter, counter.current_version());
@@ -166,6 +160,9 @@ void SavedRegion::keep(std::shared_ptr<void> emptied,
   DevicesMet met = impl_->region->frame().devices_met();
   visit_tensors([&met](const at::Tensor& value) { met.add(value); });
   kept->draws = impl_->region->frame().surroundings().since(impl_->marks, met);
+  // The region's arguments a recompute has, whatever function captured them.
+  impl_->region->frame().inputs().visit_edges(
+      [this](const GradientPlace& place, bool) { impl_->known.push_back(place); });
   visit_tensors([&](at::Tensor& place) {
     const at::Tensor value = std::exchange(place, at::Tensor());
     kept->values.push_back(
@@ -173,13 +170,10 @@ void SavedRegion::keep(std::shared_ptr<void> emptied,
     if (value.defined()) selection.tensor_was_read(value);
     // The result that the function returned, and `value`.
     constexpr std::size_t num_owners = 2;
-    std::vector<at::Tensor> leaves;
-    kept->values.back().history = history_of(value, num_owners, impl_->arguments, impl_->start,
-                                             impl_->region->frame().start(), leaves);
-    for (const at::Tensor& leaf : leaves) kept->leaves.emplace_back(leaf.getIntrusivePtr());
+    kept->values.back().history =
+        history_of(value, num_owners, impl_->known, impl_->start, kept->leaves);
   });
   kept->emptied = std::move(emptied);
-  kept->is_kept = true;
   selection.keep_pin(impl_->number, std::move(kept));
 }
 

@@ -35,18 +35,10 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
   c10::SmallVector<const KeptTensor*, 8> behind_hooks;
   {
     const auto forward = record_.lock();
-    const auto add = [&](const KeptTensor& each) {
+    record_.visit_kept([&](const KeptTensor& each) {
       // One that was changed is never given out, and whoever holds it might refuse.
       if (each.is_behind_hooks() && !each.is_changed()) behind_hooks.push_back(&each);
-    };
-    for (const OpRecord& op : record_.operators)
-      for (const auto& call : op.calls)
-        if (call != nullptr && call->is_kept)
-          for (const KeptResult& result : call->kept)
-            for (const KeptTensor& each : result.tensors) add(each);
-    for (const auto& pin : record_.pins)
-      if (pin != nullptr)
-        for (const PinRecord::Value& each : pin->values) add(each.tensor);
+    });
   }
   for (const KeptTensor* each : behind_hooks) fetched_.emplace(each, each->restore());
 }
@@ -106,8 +98,7 @@ int64_t Replay::before_inner(const c10::OperatorHandle& op, c10::ArrayRef<c10::I
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = record_.lock();
   if (has_placeholders_)
-    for (const c10::IValue& argument : arguments)
-      visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
+    visit_tensors_in(arguments, [this](const at::Tensor& tensor) { check_saved(tensor); });
   return count(op).call;
 }
 
@@ -240,8 +231,7 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
   const OpTraits& traits = traits_of(op);
   const auto arguments = arguments_of(op, stack);
   if (has_placeholders_ && !traits.is_view)
-    for (const c10::IValue& argument : arguments)
-      visit_tensors_in(argument, [this](const at::Tensor& tensor) { check_saved(tensor); });
+    visit_tensors_in(arguments, [this](const at::Tensor& tensor) { check_saved(tensor); });
   // Elsewhere the read ends in an error, which the engine carries (KeptTensor::is_placeholder_error).
   if (has_read_placeholder_ && filler_.is_on_own_ground()) filler_.stop();
   if (traits.is_mutable && !handed_out_.empty())
@@ -371,7 +361,7 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
          "the function does not compute the same again",
          "make the calls depend on nothing that changes between forward and backward");
   const PinRecord* const pin = record_.pins[next_pin_++].get();
-  if (pin == nullptr || !pin->is_kept) return nullptr;
+  if (pin == nullptr) return nullptr;
   if (*pin->type != type)
     fail(CheckpointError::Kind::SelectiveMismatch,
          fmt::format("call {} of pin, checkpoint_name or save_region was another one in forward",
@@ -399,11 +389,17 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
 std::vector<at::Tensor> Replay::values_of(const PinRecord& pin,
                                           const std::vector<at::Tensor>& read) {
   std::vector<at::Tensor> values, sources = given_;
+  bool is_open = false;  // a leaf that is gone was the function's own
   for (const WeakTensor& each : pin.leaves)
-    if (auto leaf = each.lock()) sources.emplace_back(std::move(leaf));
+    if (auto leaf = each.lock())
+      sources.emplace_back(std::move(leaf));
+    else
+      is_open = true;
   for (const PinRecord::Value& each : pin.values) {
+    KeptHistory history = each.history;
+    history.is_open |= is_open;
     const at::Tensor value = restore(each.tensor);
-    values.push_back(value.defined() ? roles_.give(value, each.role, each.history, read, sources)
+    values.push_back(value.defined() ? roles_.give(value, each.role, history, read, sources)
                                      : value);
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     if (each.made) sources_.add(values.back(), each.made->source, each.made->num_changes);

@@ -18,31 +18,28 @@ constexpr std::size_t max_compared_bytes = 4096;
 /// Notes the contents of arguments that no operator, or anyone else, may have filled. Runs operators.
 void note_contents(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
   std::size_t number = 0;
-  for (const c10::IValue& argument : arguments)
-    visit_tensors_in(argument, [&](const at::Tensor& tensor) {
-      ArgumentRecord& each = record.tensors[number++];
-      const bool may_be_filled = !each.source || each.source->is_factory;
-      if (may_be_filled && each.input < 0 && storage_of(tensor) != nullptr && tensor.is_cpu() &&
-          tensor.layout() == c10::kStrided && !tensor.is_nested() &&
-          tensor.nbytes() <= max_compared_bytes && !KeptTensor::is_placeholder(tensor))
-        each.contents = content_hash(tensor);
-    });
+  visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
+    ArgumentRecord& each = record.tensors[number++];
+    const bool may_be_filled = !each.source || each.source->is_factory;
+    if (may_be_filled && each.input < 0 && storage_of(tensor) != nullptr && tensor.is_cpu() &&
+        tensor.layout() == c10::kStrided && !tensor.is_nested() &&
+        tensor.nbytes() <= max_compared_bytes && !KeptTensor::is_placeholder(tensor))
+      each.contents = content_hash(tensor);
+  });
 }
 
 DevicesMet devices_of(const CallRecord& record, c10::ArrayRef<c10::IValue> results) {
   DevicesMet met;
   for (const ArgumentRecord& each : record.tensors) met.add(each.metadata.device());
-  for (const c10::IValue& result : results)
-    visit_tensors_in(result, [&met](const at::Tensor& tensor) { met.add(tensor); });
+  visit_tensors_in(results, [&met](const at::Tensor& tensor) { met.add(tensor); });
   return met;
 }
 
 bool hold_inference(c10::ArrayRef<c10::IValue> results) {
   bool found = false;
-  for (const c10::IValue& result : results)
-    visit_tensors_in(result, [&found](const at::Tensor& tensor) {
-      found = found || (tensor.defined() && tensor.is_inference());
-    });
+  visit_tensors_in(results, [&found](const at::Tensor& tensor) {
+    found = found || (tensor.defined() && tensor.is_inference());
+  });
   return found;
 }
 
@@ -133,8 +130,7 @@ void Selection::note_read(const c10::StorageImpl* storage) {
 
 void Selection::note_read(c10::ArrayRef<c10::IValue> arguments) {
   if (record_.num_kept == 0 && !looks_at_names()) return;
-  for (const c10::IValue& argument : arguments)
-    visit_tensors_in(argument, [this](const at::Tensor& tensor) { note_read(storage_of(tensor)); });
+  visit_tensors_in(arguments, [this](const at::Tensor& tensor) { note_read(storage_of(tensor)); });
 }
 
 void Selection::tensor_was_read(const at::Tensor& tensor) {
@@ -198,15 +194,14 @@ void Selection::after_inner(const c10::OperatorHandle& op, int64_t call,
 
 bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const {
   bool returns = false;
-  for (const c10::IValue& result : results)
-    visit_tensors_in(result, [&](const at::Tensor& tensor) {
-      const c10::StorageImpl* const storage = storage_of(tensor);
-      returns = returns || (storage != nullptr &&
-                            std::any_of(call.tensors.begin(), call.tensors.end(),
-                                        [&](const ArgumentRecord& argument) {
-                                          return argument.storage._unsafe_get_target() == storage;
-                                        }));
-    });
+  visit_tensors_in(results, [&](const at::Tensor& tensor) {
+    const c10::StorageImpl* const storage = storage_of(tensor);
+    returns = returns || (storage != nullptr &&
+                          std::any_of(call.tensors.begin(), call.tensors.end(),
+                                      [&](const ArgumentRecord& argument) {
+                                        return argument.storage._unsafe_get_target() == storage;
+                                      }));
+  });
   return returns;
 }
 
@@ -367,48 +362,38 @@ void Selection::keep_pin(int64_t number, std::shared_ptr<PinRecord> pin) {
   record_.pins[static_cast<std::size_t>(number)] = std::move(pin);
 }
 
+void Selection::keep_itself(const at::Tensor& value, int64_t number,
+                            const detail::RegionScope& region, KeptWhere where, bool is_name) {
+  auto itself = std::make_shared<PinRecord>();
+  itself->type = &typeid(at::Tensor);
+  itself->is_name = is_name;
+  itself->values.push_back(keep_value(value, number, 0, region, where));
+  itself->values.back().history.is_argument = true;
+  keep_pin(number, std::move(itself));
+}
+
 void Selection::add_to(recording::RegionSums& sums) const {
-  const auto add = [&](const KeptTensor& kept) {
+  record_.visit_kept([&](const KeptTensor& kept) {
     sums.saved_bytes += kept.num_bytes();
     sums.offloaded += kept.is_on_cpu_instead() ? 1 : 0;
     sums.offload_fallbacks += kept.could_not_move() ? 1 : 0;
-  };
-  for (const OpRecord& op : record_.operators)
-    for (const auto& call : op.calls) {
-      if (call == nullptr) continue;
-      for (const KeptResult& result : call->kept)
-        for (const KeptTensor& kept : result.tensors) add(kept);
-    }
-  for (const auto& pin : record_.pins)
-    if (pin != nullptr)
-      for (const PinRecord::Value& value : pin->values) add(value.tensor);
+  });
 }
-
-namespace {
-/// Whether one of them is of that storage, and `passes`.
-template <class Predicate>
-bool any_value_of(const std::vector<std::shared_ptr<PinRecord>>& pins,
-                  const c10::StorageImpl* storage, Predicate&& passes) {
-  for (const auto& pin : pins)
-    if (pin != nullptr)
-      for (const PinRecord::Value& each : pin->values)
-        if (each.tensor.storage() == storage && passes(each.tensor)) return true;
-  return false;
-}
-}  // namespace
 
 bool Selection::holds(const c10::StorageImpl* storage) {
   std::lock_guard<SpinLock> lock(record_.mutex);
-  return kept_result(storage) != nullptr ||
-         any_value_of(record_.pins, storage, [](const KeptTensor&) { return true; });
+  bool holds = kept_result(storage) != nullptr;
+  record_.visit_pinned([&](const KeptTensor& each) { holds |= each.storage() == storage; });
+  return holds;
 }
 
 bool Selection::may_replace(const c10::StorageImpl* storage) {
   // Of a pin only what waits elsewhere: in its place it may be a captured tensor's too, which is
   // looked at as such.
-  return kept_result(storage) != nullptr ||
-         any_value_of(record_.pins, storage,
-                      [](const KeptTensor& each) { return each.is_elsewhere(); });
+  bool may = kept_result(storage) != nullptr;
+  record_.visit_pinned(
+      [&](const KeptTensor& each) { may |= each.storage() == storage && each.is_elsewhere(); });
+  return may;
 }
 
 void Selection::settle() {

@@ -49,6 +49,9 @@ class Selection final : public Keeper, public OperatorHandler {
   // In forward: pins, by number.
   int64_t begin_pin();
   void keep_pin(int64_t number, std::shared_ptr<PinRecord> pin);
+  /// Keeps what a pin or a name was given, as a pin.
+  void keep_itself(const at::Tensor& value, int64_t number, const detail::RegionScope& region,
+                   KeptWhere where, bool is_name);
   /// Keeps a value, which is that of number `output` in the pin.
   PinRecord::Value keep_value(const at::Tensor& value, int64_t number, std::size_t output,
                               const detail::RegionScope& region,

@@ -66,13 +66,7 @@ void Selection::name(const at::Tensor& value, const std::string& name,
       rule_->answer({op, "remat::checkpoint_name", arguments, /*is_recompute=*/false, name});
   if (answer == CheckpointPolicy::MustRecompute) return let_go(value);
   if (!is_keeping(answer) || keep_named(value, answer, region)) return;
-  auto itself = std::make_shared<PinRecord>();
-  itself->type = &typeid(at::Tensor);
-  itself->is_name = true;
-  itself->values.push_back(keep_value(value, number, 0, region, where_for(answer)));
-  itself->values.back().history = KeptHistory{KeptHistory::Twin::Argument, 0};
-  itself->is_kept = true;
-  keep_pin(number, std::move(itself));
+  keep_itself(value, number, region, where_for(answer), /*is_name=*/true);
 }
 
 void Selection::hold_for_name(const ResultIndex& call, CallRecord& record,

@@ -22,10 +22,8 @@ namespace remat {
 /// The guards of one recompute. Held states need nothing: nobody holds them yet. Threads: any.
 class EarlyGuards {
  public:
-  EarlyGuards() = default;
   ~EarlyGuards() { put_back(); }
-  EarlyGuards(const EarlyGuards&) = delete;
-  EarlyGuards& operator=(const EarlyGuards&) = delete;
+  EarlyGuards& operator=(EarlyGuards&&) = delete;
 
   /// `known`: what forward registered, or null. `draws`: the recompute's own; CPU generators that it does not
   /// draw again are drawn from themselves, since the function may seed them, too. `puts_back`: on the

@@ -50,15 +50,7 @@ class HeldFlags {
       }
       return true;
     };
-    while (!are_free()) {
-      lock.unlock();
-      {
-        const WaitForThread waiting;
-        std::unique_lock<std::mutex> changing(mutex_);
-        if (!changed_.wait_for(changing, longest_wait, are_free)) return false;
-      }
-      lock.lock();
-    }
+    if (!wait_until(are_free, lock, changed_, longest_wait)) return false;
     for (const auto& [module, flag] : flags) {
       bool& now = ModuleAccess::training_flag(*module);
       held_[module].push_back({self, flag, now});

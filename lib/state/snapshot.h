@@ -43,8 +43,7 @@ class AmbientRestore {
  public:
   explicit AmbientRestore(const Snapshot& snapshot);
   ~AmbientRestore();
-  AmbientRestore(const AmbientRestore&) = delete;
-  AmbientRestore& operator=(const AmbientRestore&) = delete;
+  AmbientRestore& operator=(AmbientRestore&&) = delete;
 
  private:
   std::optional<c10::InferenceMode> no_inference_;

@@ -35,8 +35,7 @@ class StreamScope {
  public:
   StreamScope(const CurrentStreams* of_forward, c10::ArrayRef<at::Tensor> inputs);
   ~StreamScope();
-  StreamScope(const StreamScope&) = delete;
-  StreamScope& operator=(const StreamScope&) = delete;
+  StreamScope& operator=(StreamScope&&) = delete;
 
  private:
   std::unique_ptr<CurrentStreams> before_;

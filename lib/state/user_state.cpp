@@ -5,11 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <exception>
-#include <functional>
-#include <mutex>
-#include <unordered_map>
 #include <utility>
 
 #include "lib/rng/draws.h"
@@ -22,13 +18,12 @@ namespace {
 using detail::Ability;
 
 /// A guard of state.h has this scope, with what it registers.
-class StateScope final : public detail::Scope, public StateSource {
+class StateScope final : public detail::Scope {
  public:
   explicit StateScope(UserRegistrations registrations) : registrations_(std::move(registrations)) {
     answers(Ability::State);
   }
-  const StateSource* state_source() const override { return this; }
-  void add_to(UserRegistrations& all) const override { all.add(registrations_); }
+  const UserRegistrations* registered_state() const override { return &registrations_; }
 
  private:
   const UserRegistrations registrations_;
@@ -37,38 +32,35 @@ class StateScope final : public detail::Scope, public StateSource {
 UserRegistrations only(std::shared_ptr<StateProvider> provider) {
   TORCH_CHECK_VALUE(provider != nullptr,
                     "remat::StateProviderGuard: the provider is null. Do: pass an object.");
-  UserRegistrations registrations;
-  registrations.providers.push_back(std::move(provider));
-  return registrations;
+  return {.providers = {std::move(provider)}};
 }
 
 UserRegistrations only(at::Generator generator) {
   TORCH_CHECK_VALUE(generator.defined(),
                     "remat::GeneratorGuard: the generator is not defined. Do: pass one that "
                     "at::make_generator or the like has made.");
-  UserRegistrations registrations;
-  registrations.generators.push_back(std::move(generator));
-  return registrations;
+  return {.generators = {std::move(generator)}};
 }
 
 UserRegistrations only(RecomputeObserver observer) {
-  UserRegistrations registrations;
-  registrations.observers.push_back(std::make_shared<const RecomputeObserver>(std::move(observer)));
-  return registrations;
+  return {.observers = {std::make_shared<const RecomputeObserver>(std::move(observer))}};
 }
-
-}  // namespace
-
-StateProvider::~StateProvider() = default;
-
-namespace {
 
 template <class T>
 bool contains(const std::vector<T>& all, const T& one) {
   return std::find(all.begin(), all.end(), one) != all.end();
 }
 
+std::vector<const void*> providers_of(const UserState* state) {
+  std::vector<const void*> all;
+  if (state != nullptr)
+    for (const auto& provider : state->registered().providers) all.push_back(provider.get());
+  return all;
+}
+
 }  // namespace
+
+StateProvider::~StateProvider() = default;
 
 std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations) {
   return std::make_shared<StateScope>(std::move(registrations));
@@ -136,7 +128,7 @@ std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
   detail::visit(Ability::State, [&](detail::Scope& scope) { scopes.push_back(&scope); });
   auto all = std::make_shared<UserRegistrations>();
   for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope)
-    (*scope)->state_source()->add_to(*all);
+    all->add(*(*scope)->registered_state());
   return all;
 }
 
@@ -201,19 +193,12 @@ void ObservedRecompute::tell_end() noexcept {
   }
 }
 
-UserRestore::UserRestore(const UserState* state, const LockOwner& owner) : state_(state) {
-  if (state_ == nullptr) return;
+UserRestore::UserRestore(const UserState* state, const LockOwner& owner)
+    : state_(state),
+      hold_(providers_of(state), owner, std::chrono::seconds(10)),
+      has_failed_(hold_.has_failed()) {
+  if (state_ == nullptr || has_failed_) return;
   const auto& providers = state_->registered().providers;
-  // In one order for all, so that two recomputes never wait for each other.
-  constexpr std::chrono::seconds longest_wait(10);
-  std::vector<const StateProvider*> wanted;
-  for (const auto& provider : providers) wanted.push_back(provider.get());
-  std::sort(wanted.begin(), wanted.end(), std::less<>());
-  for (const StateProvider* provider : wanted) {
-    has_failed_ = !recompute_lock().acquire(provider, owner, longest_wait);
-    if (has_failed_) return;
-    acquired_.push_back(provider);
-  }
   for (const auto& held : state_->registered().held) {
     held_.push_back(held->hold());
     has_failed_ = held_.back() == nullptr;
@@ -227,14 +212,13 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner) : state
     }
   } catch (...) {
     undo(/*may_throw=*/false);
-    release_all();
     throw;
   }
 }
 
 UserRestore::~UserRestore() {
   undo(/*may_throw=*/false);
-  release_all();
+  while (!held_.empty()) held_.pop_back();
 }
 
 void UserRestore::put_back() { undo(/*may_throw=*/true); }
@@ -254,12 +238,6 @@ void UserRestore::undo(bool may_throw) {
   if (!thrown) return;
   if (may_throw) std::rethrow_exception(thrown);
   TORCH_WARN("remat: a StateProvider could not put back its state while an error was on its way");
-}
-
-void UserRestore::release_all() noexcept {
-  while (!held_.empty()) held_.pop_back();
-  for (const StateProvider* provider : acquired_) recompute_lock().release(provider);
-  acquired_.clear();
 }
 
 }  // namespace remat

@@ -3,9 +3,6 @@
 
 #include <any>
 #include <memory>
-#include <mutex>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "lib/base/recompute_lock.h"
@@ -22,10 +19,10 @@ class DrawLog;
 /// Guards of state.h register these, outermost first; providers and generators once each, held
 /// states once a subject.
 struct UserRegistrations {
-  std::vector<std::shared_ptr<StateProvider>> providers;
-  std::vector<std::shared_ptr<HeldState>> held;
-  std::vector<at::Generator> generators;
-  std::vector<std::shared_ptr<const RecomputeObserver>> observers;
+  std::vector<std::shared_ptr<StateProvider>> providers{};
+  std::vector<std::shared_ptr<HeldState>> held{};
+  std::vector<at::Generator> generators{};
+  std::vector<std::shared_ptr<const RecomputeObserver>> observers{};
 
   void add(const std::shared_ptr<StateProvider>& provider);
   void add(const at::Generator& generator);
@@ -41,16 +38,6 @@ struct UserRegistrations {
 struct OutsideOfRegions {
   const detail::NoScopes no_scopes;
   const at::NoGradGuard no_grad;
-};
-
-/// Registers state for the recomputes of the regions around this point: a guard, or a recompute, which
-/// passes on what its region registered.
-class StateSource {
- public:
-  virtual void add_to(UserRegistrations& all) const = 0;
-
- protected:
-  ~StateSource() = default;  // owned as something else
 };
 
 /// A guard watcher is told of the guards of state.h that are opened inside a region.
@@ -96,8 +83,7 @@ class ObservedRecompute {
  public:
   ObservedRecompute(const UserState* state, const RegionInfo& region);
   ~ObservedRecompute();
-  ObservedRecompute(const ObservedRecompute&) = delete;
-  ObservedRecompute& operator=(const ObservedRecompute&) = delete;
+  ObservedRecompute& operator=(ObservedRecompute&&) = delete;
 
  private:
   void tell_end() noexcept;
@@ -113,20 +99,18 @@ class UserRestore {
   /// Throws what a provider throws, having put back what was restored before.
   UserRestore(const UserState* state, const LockOwner& owner);
   ~UserRestore();
-  UserRestore(const UserRestore&) = delete;
-  UserRestore& operator=(const UserRestore&) = delete;
+  UserRestore& operator=(UserRestore&&) = delete;
   void put_back();
   /// Another thread's recompute did not give something free in time: nothing was restored.
   bool has_failed() const { return has_failed_; }
 
  private:
   void undo(bool may_throw);
-  void release_all() noexcept;
   const UserState* const state_;
+  const RecomputeHold hold_;
   std::vector<std::any> before_;
-  std::vector<const StateProvider*> acquired_;
   std::vector<std::shared_ptr<void>> held_;
-  bool has_failed_ = false;
+  bool has_failed_;
 };
 
 }  // namespace remat

@@ -231,6 +231,29 @@ TEST_CASE("an argument of a nested region that its parent recomputes may change 
   CHECK(inner_calls.count() >= 2);
 }
 
+TEST_CASE("a view without grad mode of an argument that is a view claims what it does in forward",
+          "[rule-2][rule-10]") {
+  // fuzz_selective_116552. LibTorch: such a view requires grad if what it views does, and has no node.
+  const Tensor x = leaf({2}), w = leaf({1, 1});
+  std::vector<bool> claims;
+  const auto f = [&](const Tensor& t) {
+    Tensor view;
+    {
+      const at::NoGradGuard no_grad;
+      view = t.view({1, 1});
+    }
+    claims.push_back(view.requires_grad());
+    return at::linear(view, w, t.view({1})).exp();
+  };
+  const auto on_view = [&](auto call) {
+    return [call](const Tensor& t) { return call((t * 2).unbind()[0]); };
+  };
+  require_same_grads(on_view(f), on_view([&](const Tensor& t) { return remat::checkpoint(f, t); }),
+                     x);
+  CHECK(claims.size() >= 3);
+  CHECK(std::count(claims.begin(), claims.end(), true) == static_cast<int64_t>(claims.size()));
+}
+
 TEST_CASE("a region that changes its input in place raises or gives the true gradient",
           "[rule-2][rule-10]") {
   // The recompute would change it a second time.

@@ -268,11 +268,38 @@ TEST_CASE("a gradient of a kept value, inside a recompute, is right or an error"
          const Tensor q = remat::save_region([](const Tensor& y) { return y * 2; }, x.sin());
          return (slope_of(q.exp() * q, q) * x).exp();
        }},
-      {true,
+      // q is a leaf that others hold; a recompute cannot tell which.
+      {false,
        [w = leaf({4})](const Tensor& x) {
          const Tensor q = remat::save_region([&w] { return w; });
          const Tensor y = x.detach().clone().requires_grad_();
          return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.detach().clone().requires_grad_();
+         const Tensor q = remat::save_region([&] { return y; });
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin();
+         const Tensor p = remat::save_region([](const Tensor& y) { return y; }, y);
+         const Tensor q = remat::pin(p);
+         return (slope_of(y.exp() * q, q) * x).exp();
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor a = remat::pin(x.detach().clone().requires_grad_());
+         const Tensor p = remat::pin(x.sin()), q = remat::pin(x.cos());
+         const Tensors slopes =
+             torch::autograd::grad({(a * p * q.exp()).sum()}, {a, p, q}, {}, true);
+         return (slopes[0] * x).exp() + slopes[1] * slopes[2];
+       }},
+      {true,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y), z = y * q;
+         return (slope_of(z.exp(), z) * x).exp();
        }},
       {false,
        [w = leaf({4})](const Tensor& x) {
@@ -336,6 +363,35 @@ TEST_CASE(
          const Tensor q = remat::save_region(make, x.detach().clone());
          (q.exp() * q).sum().backward();
          return (q.grad() * x).exp();
+       }},
+      {false,
+       [=](const Tensor& x) {
+         const Tensor y = x.sin(), q = remat::pin(y);
+         triples(q);
+         return (slope_of(y.exp(), x) * q).exp();
+       }},
+      {false,
+       [=](const Tensor& x) {
+         const auto make = [=](const Tensor& x) { return triples(x.sin()); };
+         const Tensor q = remat::pin(remat::save_region(make, x));
+         return (slope_of(q.exp() * q, q) * x).exp();
+       }},
+      {true,
+       [=](const Tensor& x) {
+         const Tensor q = remat::pin(triples(x.sin())), z = q.exp();
+         return (slope_of(z * z, z) * x).exp();
+       }},
+      {false,
+       [=](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::pin(y);
+         triples(remat::pin(remat::save_region([](const Tensor& y) { return y; }, y)));
+         return (slope_of(p.exp() * p, p) * x).exp();
+       }},
+      {false,
+       [=](const Tensor& x) {
+         const Tensor y = x.sin();
+         triples(remat::save_region([&] { return y; }));
+         return (slope_of(y.exp(), y) * x).exp();
        }},
       // Of another value, and of another output of the operator.
       {true,
@@ -444,6 +500,33 @@ TEST_CASE("a gradient past a kept value, inside a recompute, is right or an erro
          const Tensor y = x.sin(), p = remat::pin(y);
          const Tensor q = remat::save_region([](const Tensor& a) { return a * 2; }, y.exp());
          return (slope_of(p * q, p) * x).exp();
+       }},
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::save_region([&] { return y * 2; });
+         const Tensor q = remat::pin(p);
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      // It is read by another pin, which has nothing to do with it.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.sin(), p = remat::pin(y), q = remat::save_region([&] { return y * 2; });
+         return (slope_of(y.exp() * q, y) * p).exp();
+       }},
+      // It reads a leaf of the function's own.
+      {false,
+       [](const Tensor& x) {
+         const Tensor y = x.detach().clone().requires_grad_();
+         const Tensor q = remat::save_region([&] { return y * 2; });
+         return (slope_of(y.exp() * q, y) * x).exp();
+       }},
+      // Of an operator with two results it was given one, and reads the other.
+      {false,
+       [](const Tensor& x) {
+         const std::vector<Tensor> y = x.sin().chunk(2);
+         const auto sum = [&y](const Tensor& a) { return a * 2 + y[1]; };
+         const Tensor q = remat::save_region(sum, y[0]);
+         return (slope_of(y[1].exp() * q, y[1]) * x.chunk(2)[0]).exp();
        }},
       // It is an error also where the function catches it.
       {false,
