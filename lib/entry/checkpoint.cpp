@@ -29,6 +29,7 @@ RegionOptions options_in_force(const CheckpointOptions& options, const StackView
                          .preserve_rng_state = options.preserve_rng_state,
                          .strict_unpack = options.strict_unpack,
                          .offload_inputs = options.offload_inputs,
+                         .copies_inputs = options.inputs == InputMode::CopyOnWrite,
                          .determinism_check = options.determinism_check,
                          .capture_check = options.capture_check};
   if (const detail::Scope* guard = around.innermost(Ability::EarlyStop))
