@@ -163,3 +163,53 @@ TEST_CASE("impossible segments and stages are refused by name", "[sequential][NE
   CHECK_THAT(wrong, contains("stage 1"));
   CHECK_THAT(wrong, contains("and no tensor"));
 }
+
+namespace {
+
+/// Layers in the style of VGG: activations in place, views between, dropout.
+nn::Sequential vgg() {
+  const auto relu = [] { return nn::ReLU(nn::ReLUOptions().inplace(true)); };
+  const auto conv = [](int64_t in, int64_t out) {
+    return nn::Conv2d(nn::Conv2dOptions(in, out, 3).padding(1));
+  };
+  return nn::Sequential(conv(3, 4), relu(), conv(4, 4), relu(),
+                        nn::MaxPool2d(nn::MaxPool2dOptions(2)), conv(4, 6),
+                        nn::Flatten(nn::FlattenOptions().start_dim(1)), relu(),
+                        nn::Linear(6 * 16, 8), nn::Dropout(nn::DropoutOptions(0.5).inplace(true)),
+                        nn::Linear(8, 8), relu(), nn::Linear(8, 5));
+}
+
+}  // namespace
+
+TEST_CASE("a chain with activations in place works at every number of segments",
+          "[sequential][copies][BEQ-08]") {
+  const Seed seed;
+  nn::Sequential net = vgg();
+  const auto length = static_cast<int64_t>(net->size());
+  const Parameters parameters = parameters_of(*net);
+  const Tensor x = leaf({2, 3, 8, 8});
+  const bool is_named = GENERATE(false, true);  // options that say nothing of inputs
+  for (const Split split : {Split::Torch, Split::Balanced})
+    for (const bool last : {false, true})
+      for (int64_t segments = 1; segments <= length; ++segments) {
+        CAPTURE(segments, last, is_named);
+        SequentialOptions options{.split = split, .checkpoint_last = last};
+        if (is_named) options.checkpoint = {.name = "vgg"};
+        require_same_grads(
+            parameters, [&](const Tensor& t) { return net->forward(t); },
+            [&](const Tensor& t) { return checkpoint_sequential(net, segments, t, options); }, x);
+      }
+}
+
+TEST_CASE("a chain that is told to share its inputs names the segment that writes to its own",
+          "[sequential][error]") {
+  nn::Sequential net = vgg();
+  SequentialOptions options{.checkpoint_last = true};
+  options.checkpoint = {.name = "vgg", .inputs = remat::InputMode::Shared};
+  const Tensor x = leaf({2, 3, 8, 8});
+  const Tensor y = checkpoint_sequential(net, static_cast<int64_t>(net->size()), x, options);
+  const auto error = error_of<remat::CheckpointError>([&] { y.sum().backward(); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::InputChanged);
+  CHECK_THAT(text_of(error), contains("tensor 0 of the arguments of region \"vgg 11\" (frame"));
+  drop_ready_nodes();
+}

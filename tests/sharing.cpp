@@ -203,9 +203,7 @@ TEST_CASE("a capture or an input that changed is never served from the cache",
     grad_of(y, {x, w}, {.retain_graph = true});
     FAIL("the change was not seen");
   } catch (const remat::CheckpointError& e) {
-    CHECK(e.kind() == Kind::CaptureChanged);
-  } catch (const c10::Error& e) {  // LibTorch's own check of the region's input
-    CHECK_THAT(e.what(), contains("modified by an inplace operation"));
+    CHECK((e.kind() == Kind::CaptureChanged || e.kind() == Kind::InputChanged));
   }
   CHECK(bytes_alive() == 0);
 }

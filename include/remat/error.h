@@ -27,7 +27,8 @@ class REMAT_API CheckpointError : public c10::Error {
     SelectiveMutation,  ///< a kept result was changed in place
     GroupOverlap,       ///< two backward calls of a group use the same saved tensors
     Unsupported,        ///< something LibTorch or this version cannot do
-    RecomputeFailed     ///< the recompute could not be completed
+    RecomputeFailed,    ///< the recompute could not be completed
+    InputChanged        ///< an argument of the region is not what the call was given
   };
 
   /// One saved tensor that differs. The operators are known with `debug`, otherwise empty.

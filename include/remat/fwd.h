@@ -6,6 +6,7 @@ namespace remat {
 enum class CaptureCheck;
 enum class CheckpointPolicy;
 enum class DeterminismCheck;
+enum class InputMode;
 enum class Phase;
 
 class CheckpointError;

@@ -42,6 +42,24 @@ enum class BufferPolicy {
   Ignore
 };
 
+/// What a region keeps of its tensor arguments for its recomputes.
+enum class InputMode {
+  /// What suits the call: `CopyOnWrite` in `checkpoint_sequential`, whose segments begin wherever the chain
+  /// is cut, `Shared` elsewhere.
+  Default,
+  /// The tensors themselves, as autograd saves them. One that was changed in place before backward, by the
+  /// function or by whoever has it, is an error in backward: `CheckpointError::Kind::InputChanged`.
+  Shared,
+  /// A copy of its own of each, so that functions that write to their arguments, as
+  /// `ReLU(inplace = true)` does, and changes after the call do no harm. On the CPU nothing is copied until
+  /// somebody asks for a mutable pointer to the argument's storage; then all of the storage is, once for
+  /// each region that needs it, and the argument stays at its address. What is written through a pointer
+  /// taken before the call is not seen, as in every mode. Copied at once is: memory that LibTorch did not
+  /// allocate (`from_blob`), what is less than half of its storage, tensors on accelerators, sparse and
+  /// other special tensors, and everything with a LibTorch older than 2.13.
+  CopyOnWrite
+};
+
 /// One stage of a chain: a function from tensor to tensor.
 using Stage = std::function<at::Tensor(at::Tensor)>;
 
@@ -89,6 +107,8 @@ struct CheckpointOptions {
   /// and, as `buffers` says, their buffers as forward saw them, and put them back; with all below them.
   /// Read when the region begins; not kept alive. Null is a `c10::ValueError`.
   std::vector<std::shared_ptr<torch::nn::Module>> modules{};
+  /// What the region keeps of its tensor arguments.
+  InputMode inputs = InputMode::Default;
 };
 
 }  // namespace remat

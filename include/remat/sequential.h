@@ -18,7 +18,8 @@ enum class Split {
 
 /// How `checkpoint_sequential` cuts and runs a chain.
 struct SequentialOptions {
-  /// Of every segment; a name gets the segment's number behind it.
+  /// Of every segment; a name gets the segment's number behind it. `InputMode::Default` is
+  /// `CopyOnWrite` here, so that a segment may begin with an in-place activation.
   CheckpointOptions checkpoint{};
   Split split = Split::Torch;  ///< how the chain is cut
   /// The last segment runs plainly, as upstream: its tensors are needed at once in backward.
@@ -26,7 +27,8 @@ struct SequentialOptions {
 };
 
 /// Runs the stages one after the other, each but the last segment as one region.
-/// Memory: the segments' inputs, and what the last segment saves. Stages are copied into the regions.
+/// Memory: the segments' inputs, and what the last segment saves; a copy of an input that is written to
+/// in place while its original is needed by somebody else (InputMode). Stages are copied into the regions.
 /// Throws `c10::ValueError` for less than one segment, more segments than stages, an empty stage, or
 /// one whose result is not a tensor; else what `checkpoint()` throws.
 /// Source: `torch.utils.checkpoint.checkpoint_sequential`.

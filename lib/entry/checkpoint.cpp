@@ -32,6 +32,7 @@ RegionOptions options_in_force(const CheckpointOptions& options, const StackView
                          .strict_unpack = options.strict_unpack,
                          .offload_inputs = options.offload_inputs,
                          .ignores_buffers = options.buffers == BufferPolicy::Ignore,
+                         .copies_inputs = options.inputs == InputMode::CopyOnWrite,
                          .determinism_check = options.determinism_check,
                          .capture_check = options.capture_check};
   if (const detail::Scope* guard = around.innermost(Ability::EarlyStop))

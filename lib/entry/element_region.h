@@ -16,6 +16,7 @@ class ElementRegion final : public seam::StandIn, public detail::HasModuleRegion
 
  private:
   detail::ModuleRegion& remat_region() override { return region_; }
+  const std::type_info& plain_type() const override { return original().type_info(); }
 
   const std::shared_ptr<torch::nn::Module> module_;
   detail::ModuleRegion region_;

@@ -29,6 +29,9 @@ at::Tensor run_segments(const std::vector<Stage>& stages,
   const Plan plan = options.split == Split::Torch ? torch_sequential_plan(num_stages, segments)
                                                   : balanced_plan(num_stages, segments);
   CheckpointOptions checkpoint_options = options.checkpoint;
+  // Where a chain is cut is no reason for its activations to be out of place.
+  if (checkpoint_options.inputs == InputMode::Default)
+    checkpoint_options.inputs = InputMode::CopyOnWrite;
   auto next = stages.begin();
   for (int64_t i = 0; i < segments; ++i) {
     const bool is_last = i == segments - 1;  // a region of no plan

@@ -47,8 +47,11 @@ class Filler final : public SlotFiller {
   bool has_stopped() const { return has_stopped_; }
   /// A tensor saved after another thread had drawn in forward came back with other contents.
   bool has_other_numbers() const { return has_other_numbers_; }
-  /// More tensors came than forward saved, and forward is over.
-  bool has_too_many() const { return view_.is_settled && num_seen_ > num_slots_; }
+  /// More tensors came than forward saved, and forward is over. With early stop on that is no difference,
+  /// since all that was needed came before, and might as well have been the end.
+  bool has_too_many() const {
+    return view_.is_settled && num_seen_ > num_slots_ && !region_.options.early_stop;
+  }
   /// Whether the recompute may be ended here, as far as thread, backward and function are concerned.
   bool is_on_own_ground() const;
   /// Ends it, in the way of the function's language.

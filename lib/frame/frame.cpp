@@ -61,7 +61,7 @@ void Frame::empty() noexcept {
 
 void Frame::begin(std::unique_ptr<RegionBody> body) {
   region_.body = std::move(body);
-  inputs_.save(*region_.body, region_.options.offload_inputs);
+  inputs_.save(region_);
   surroundings_.begin(inputs_.storages());
   if (is_recording())  // what throws is done
     recorded_ = recording::region_begins(region_.info, inputs_.storages());

@@ -1,24 +1,22 @@
 #include "lib/frame/inputs.h"
 
 #include <ATen/SparseTensorImpl.h>
-#include <ATen/ops/clone.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <typeinfo>
+#include <optional>
 #include <utility>
 
 #include "hooks/byte_hash.h"
 #include "hooks/elsewhere.h"
 #include "lib/base/error.h"
 #include "lib/base/planted_fault.h"
+#include "lib/frame/input_copies.h"
 #include "lib/frame/mismatch.h"
 #include "lib/scope/offload.h"
 #include "lib/scope/saving_input.h"
 #include "lib/seam/autograd_meta.h"
-#include "lib/seam/dispatch_mode.h"
 #include "lib/seam/engine.h"
 #include "lib/tensor/content_hash.h"
 
@@ -58,46 +56,10 @@ uint32_t layout_of(const at::Tensor& tensor) {
   return static_cast<uint32_t>(hash ^ (hash >> 32));
 }
 
-/// Copies of storages, in which tensors stay views of each other.
-class StorageCopies {
- public:
-  at::Tensor copy_of(const at::Tensor& tensor) {
-    const at::NoGradGuard no_grad;
-    const seam::DispatchModeOff unseen;
-    const c10::InferenceMode normal(false);
-    c10::StorageImpl* const storage = storage_of(tensor);
-    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    if (storage == nullptr || typeid(impl) != typeid(c10::TensorImpl) || tensor.is_meta() ||
-        tensor._is_zerotensor())
-      return tensor.detach().clone();
-    Copy& copy = of(tensor, storage);
-    at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(copy.storage),
-                                                               impl.key_set(), impl.dtype());
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(impl.sizes(), impl.strides(),
-                                                      impl.storage_offset());
-    made.unsafeGetTensorImpl()->set_version_counter(copy.counter);
-    return made;
-  }
-
- private:
-  struct Copy {
-    const c10::StorageImpl* from;
-    c10::Storage storage;
-    c10::VariableVersion counter{0};
-  };
-  Copy& of(const at::Tensor& tensor, const c10::StorageImpl* from) {
-    for (Copy& each : copies_)
-      if (each.from == from) return each;
-    const auto num_bytes = static_cast<int64_t>(from->nbytes());
-    const auto keys = tensor.key_set() - c10::DispatchKeySet({c10::DispatchKey::Conjugate,
-                                                              c10::DispatchKey::Negative});
-    at::Tensor bytes = at::detail::make_tensor<c10::TensorImpl>(
-        c10::Storage(tensor.storage()), keys, caffe2::TypeMeta::Make<uint8_t>());
-    bytes.unsafeGetTensorImpl()->set_sizes_contiguous(num_bytes);
-    return copies_.emplace_back(Copy{from, bytes.clone().storage()});
-  }
-  c10::SmallVector<Copy, 2> copies_;
-};
+/// Where a tensor's storage has its memory; null for one without.
+const void* data_of(const at::Tensor& tensor) {
+  return storage_of(tensor) == nullptr ? nullptr : storage_of(tensor)->data();
+}
 
 void refuse_tangent(const at::Tensor& tensor) {
   if (seam::has_tangent(tensor))
@@ -108,8 +70,16 @@ void refuse_tangent(const at::Tensor& tensor) {
 
 }  // namespace
 
-void Inputs::save(RegionBody& body, bool offload) {
+void Inputs::save(const Region& region) {
+  RegionBody& body = *region.body;
   c10::SmallVector<const c10::TensorImpl*, 8> impls;
+  std::optional<InputCopies> copies;
+  if (region.options.copies_inputs) {
+    copies.emplace(InputCopies::How::Lazily);
+    body.visit_inputs([&](at::Tensor& kept) {
+      if (kept.defined()) copies->expect(kept);
+    });
+  }
   body.visit_inputs([&](at::Tensor& kept) {
     const at::Tensor tensor = std::exchange(kept, at::Tensor());
     if (!tensor.defined()) {
@@ -126,9 +96,11 @@ void Inputs::save(RegionBody& body, bool offload) {
     refuse_tangent(tensor);
     const GradRole role = grad_role_of(tensor);
     const bool has_edge = role == GradRole::Leaf || role == GradRole::Result;
+    const at::Tensor copy = copies ? copies->copy_of(tensor) : at::Tensor();
     SavingInput saving(tensor);
-    Input made(has_edge ? tensor.tensor_data()
-                        : tensor);  // may throw, as a growing SmallVector must not
+    Input made(copy.defined() ? copy
+               : has_edge     ? tensor.tensor_data()
+                              : tensor);  // may throw, as a growing SmallVector must not
     Input& input = saved_.emplace_back(std::move(made));
     if (has_edge) {
       input.edge = WeakEdge(tensor, role);
@@ -138,25 +110,40 @@ void Inputs::save(RegionBody& body, bool offload) {
     input.is_view = role == GradRole::Result && tensor.is_view();
     input.same_as = same_as;
     input.storage_number = storage_number;
-    if (role != GradRole::Result) input.layout = layout_of(tensor);
+    if (role != GradRole::Result || copy.defined()) input.layout = layout_of(tensor);
     input.counter = tensor.unsafeGetTensorImpl()->version_counter();
     input.version = input.counter.current_version();
     impls.push_back(tensor.unsafeGetTensorImpl());
     if (role == GradRole::Result && seam::has_beside(tensor))
       input.make_details().beside = seam::beside_values(tensor);
+    if (copy.defined()) {
+      Details& details = input.make_details();
+      details.is_copy = true;
+      details.original = WeakTensor(tensor.getIntrusivePtr());
+      details.copy = weak_storage_of(copy);
+      if (data_of(copy) == data_of(tensor)) details.shared_data = data_of(copy);
+    }
     if (input.variable.has_hooks() && !saving.is_slot()) {
+      const at::Tensor& given = copy.defined() ? copy : tensor;
       Details& watched = input.make_details();
       watched.is_watched = true;
-      watched.storage = weak_storage_of(tensor);
-      watched.object = WeakTensor(tensor.getIntrusivePtr());
-      watched.counter = tensor.unsafeGetTensorImpl()->version_counter();
-      watched.version = input.version;
+      watched.storage = weak_storage_of(given);
+      watched.object = WeakTensor(given.getIntrusivePtr());
+      watched.counter = given.unsafeGetTensorImpl()->version_counter();
+      watched.version = watched.counter.current_version();
     }
-    if (!offload || tensor.is_cpu()) return;
+    if (!region.options.offload_inputs || tensor.is_cpu()) return;
     // A slot of the region around, or what a user's hooks took, is not here any more.
-    if (!input.variable.has_hooks() && depot_of_inputs()->moves(tensor))
+    if (!input.variable.has_hooks() && depot_of_inputs()->moves(tensor)) {
       input.variable.register_hooks(std::make_unique<Elsewhere>(depot_of_inputs(), &tensor));
+      input.is_offloaded = true;
+    }
   });
+}
+
+/// Whether it is kept as it is, here or where we put it, and its version is compared.
+bool Inputs::is_held(const Input& input) const {
+  return !input.is_copy() && (!input.variable.has_hooks() || input.is_offloaded);
 }
 
 bool Inputs::has_moved(const Input& input) const {
@@ -177,13 +164,14 @@ std::vector<torch::autograd::SavedVariable> Inputs::settle() {
   bool is_any_compared = false;
   for (Input& input : saved_) {
     input.is_written = is_any_written && is_written(input);
-    is_any_compared |= input.is_object() && !input.variable.has_hooks();
+    is_any_compared |= input.is_object() && !input.variable.has_hooks() && !input.is_copy();
   }
   is_settled_ = true;
   std::vector<torch::autograd::SavedVariable> lost;
   for (Input& input : saved_) {
-    input.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
-    input.is_lost = input.is_written && !input.variable.has_hooks();
+    if (!is_held(input) && !input.is_copy())
+      input.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
+    input.is_lost = input.is_written && is_held(input);
     if (input.is_lost) lost.push_back(std::exchange(input.variable, {}));
   }
   // Those of the region around, or of hooks, would only keep what is left of a storage.
@@ -191,16 +179,31 @@ std::vector<torch::autograd::SavedVariable> Inputs::settle() {
   return lost;
 }
 
+// See Note [Inputs that are copies].
+bool Inputs::is_copy_stale(const Input& input, const at::Tensor& data) const {
+  const Details& details = *input.details;
+  if (details.shared_data == nullptr || !has_moved(input) ||
+      storage_of(data) != details.copy._unsafe_get_target() || data_of(data) != details.shared_data)
+    return false;
+  const auto original = details.original.lock();
+  return original && layout_of(at::Tensor(original)) == input.layout;
+}
+
 // What a user's hooks hold is not to be written to; the original may be what they hold.
 at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t number) const {
   const auto position = static_cast<int64_t>(number);
   Details* const watched = input.watched();
-  if (input.is_lost) throw_written_argument(region, position);
-  if (watched != nullptr && watched->is_spoiled) throw_spoiled_argument(region, position);
+  if (input.is_lost || (is_held(input) && has_moved(input)))
+    throw_changed_argument(region, position, input.version, input.counter.current_version(),
+                           input.is_lost || !is_settled_ ? ChangedBy::Function : ChangedBy::Others);
+  if (input.details != nullptr && input.details->is_spoiled)
+    throw_spoiled_argument(region, position);
   const uint32_t expected = watched == nullptr ? 0 : watched->version.load();
   const uint32_t version = watched == nullptr ? 0 : watched->counter.current_version();
   at::Tensor data = input.variable.unpack();
   if (!data.defined()) return data;
+  if (input.is_copy() && is_copy_stale(input, data))
+    throw_unseen_write(region, position, input.version, input.counter.current_version());
   bool is_original = input.is_object() && !input.variable.has_hooks();
   const c10::StorageImpl* storage = nullptr;
   if (watched != nullptr) {
@@ -208,35 +211,48 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
         seam::is_same_counter(data.unsafeGetTensorImpl()->version_counter(), watched->counter) ||
         (storage_of(data) != nullptr && storage_of(data) == watched->storage._unsafe_get_target());
     if (version != expected && is_alias)
-      throw_changed_argument(region, position, data, expected, version, input.is_written);
+      throw_changed_argument(region, position, expected, version,
+                             input.is_written ? ChangedBy::Function : ChangedBy::Others,
+                             /*is_held_by_hooks=*/true);
     if (version == expected) watched->version = watched->counter.current_version();
     is_original = data.unsafeGetTensorImpl() == watched->object._unsafe_get_target();
     storage = watched->storage._unsafe_get_target();
   } else if (is_original) {
     storage = storages_.at(input.storage_number);
   }
-  if (is_original && region.options.capture_check == CaptureCheck::Raise &&
+  if (is_original && !input.is_copy() && region.options.capture_check == CaptureCheck::Raise &&
       !is_planted(Fault::ReplacedArgument) &&
       (storage_of(data) != storage || layout_of(data) != input.layout))
     throw_replaced_argument(region, position, data);
   return data;
 }
 
-// See Note [Functions that write to arguments].
-void Inputs::copy_written(const Region& region, std::vector<at::Tensor>& tensors) const {
-  StorageCopies copies;
+// See Note [Functions that write to arguments], and Note [Inputs that are copies]. Says which are the
+// recompute's own.
+std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& tensors,
+                               bool is_any_written) const {
+  using How = InputCopies::How;
+  InputCopies at_once(How::AtOnce);
+  InputCopies lazy(is_any_written ? How::Lazily : How::OnlyIfLazily);
   const std::vector<at::Tensor> given = tensors;
+  std::vector<bool> are_own(saved_.size());
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
-    if (!given[i].defined() || input.same_as >= 0 || !input.variable.has_hooks() ||
-        is_planted(Fault::WrittenArgument))
+    if (!given[i].defined() || input.same_as >= 0 || is_planted(Fault::WrittenArgument) ||
+        !(input.is_copy() || (is_any_written && input.variable.has_hooks())))
       continue;
     for (std::size_t j = 0; is_written(input) && j < saved_.size(); ++j)
       if (input.storage_number >= 0 && saved_[j].storage_number == input.storage_number &&
           storage_of(given[j]) != storage_of(given[i]))
         throw_parted_arguments(region, static_cast<int64_t>(i), static_cast<int64_t>(j));
-    tensors[i] = copies.copy_of(given[i]);
+    if (at::Tensor made = (input.is_copy() ? lazy : at_once).copy_of(given[i]); made.defined()) {
+      tensors[i] = std::move(made);
+      are_own[i] = true;
+    } else if (input.is_copy()) {
+      tensors[i] = given[i].tensor_data();
+    }
   }
+  return are_own;
 }
 
 /// Whether a leaf is as it was at the call, with the data that were unpacked. Hooks may have given back a
@@ -245,7 +261,9 @@ bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::
   if (!leaf.defined() || grad_role_of(leaf) != GradRole::Leaf || layout_of(leaf) != input.layout)
     return false;
   if (storage_of(data) != nullptr && storage_of(leaf) == storage_of(data)) return true;
-  return input.variable.has_hooks() && content_hash(leaf) == content_hash(data);
+  if (input.is_copy() && data_of(data) != nullptr && data_of(leaf) == data_of(data)) return true;
+  return (input.is_copy() || input.variable.has_hooks()) &&
+         content_hash(leaf) == content_hash(data);
 }
 
 at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_written,
@@ -297,7 +315,9 @@ GivenInputs Inputs::unpack(const Region& region, bool runs_backward) const {
                                          : unpack(region, input, i));
     is_any_written = is_any_written || is_written(input);
   }
-  if (is_any_written) copy_written(region, tensors);
+  std::vector<bool> are_own;
+  if (is_any_written || region.options.copies_inputs)
+    are_own = copy(region, tensors, is_any_written);
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
     at::Tensor& tensor = tensors[i];
@@ -307,7 +327,8 @@ GivenInputs Inputs::unpack(const Region& region, bool runs_backward) const {
       continue;
     }
     tensor = in_role(input, std::move(tensor), is_any_written, runs_backward);
-    if (input.watched() != nullptr && !is_any_written && !tensor.is_inference()) {
+    if ((input.watched() != nullptr || input.is_copy()) && !is_any_written &&
+        (are_own.empty() || !are_own[i]) && !tensor.is_inference()) {
       const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
       given.held.push_back({i, counter, counter.current_version()});
     }
@@ -318,7 +339,7 @@ GivenInputs Inputs::unpack(const Region& region, bool runs_backward) const {
 void Inputs::check_unwritten(const Region& region, const GivenInputs& given) const {
   for (const GivenInputs::Held& each : given.held) {
     if (each.counter.current_version() == each.version) continue;
-    saved_[each.input].watched()->is_spoiled = true;
+    saved_[each.input].details->is_spoiled = true;
     throw_spoiled_argument(region, static_cast<int64_t>(each.input));
   }
 }

@@ -48,15 +48,22 @@ struct GivenInputs {
 /// to what they give back would leave it changed for the next. So what forward wrote to is noted, by
 /// storage, and a recompute then gets copies of all that came from hooks (one argument may be set to the
 /// storage of another), views of one storage in one.
+///
+/// Note [Inputs that are copies]
+/// With InputMode::CopyOnWrite what is saved is a copy of the argument, lazy if it can be
+/// (lib/seam/lazy_copy.h), and hooks and regions around get that. A recompute is given a lazy copy of the
+/// copy; where that would have to be made at once, only if forward wrote to an argument. A lazy copy does
+/// not see what is written past LibTorch's mutable pointers. So if an argument's version has moved, its copy
+/// shares its memory all the same, and it still looks as it did (which it would not after `squeeze_` or
+/// `t_`, which write nothing), the copy is not trusted.
 class Inputs {
  public:
-  /// Takes the tensors out of the body's kept arguments and saves them. `offload`: those that no
-  /// hooks around the region take wait on the CPU. Throws what the hooks around throw, and LibTorch's
-  /// error for inference tensors.
-  void save(RegionBody& body, bool offload);
-  /// Fresh arguments for one recompute; `runs_backward`: forward's function did. May make parents recompute. Throws LibTorch's error
-  /// when an input was changed in place, and CheckpointError if it was given other data, if a user's
-  /// hooks kept it as it was, or if they took apart what shared memory and is written to.
+  /// Takes the tensors out of the body's kept arguments and saves them, as the region's options say. Throws what
+  /// the hooks around throw, and LibTorch's error for inference tensors.
+  void save(const Region& region);
+  /// Fresh arguments for one recompute; `runs_backward`: forward's function did. May make parents recompute. Throws CheckpointError
+  /// if an input was changed in place or given other data, if a user's hooks kept it as it was, or if they
+  /// took apart what shared memory and is written to.
   GivenInputs unpack(const Region& region, bool runs_backward) const;
   /// The recompute has ended. Throws CheckpointError if it wrote to what hooks hold, which forward did
   /// not.
@@ -98,7 +105,12 @@ class Inputs {
     WeakTensor object{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     c10::VariableVersion counter{c10::VariableVersion::DISABLED};
     std::atomic<uint32_t> version{0};     ///< the hooks themselves may write when they give it back
-    std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold
+    std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold, or to a copy
+    /// See Note [Inputs that are copies]. Of one: the argument, where its memory was, and the copy's storage.
+    bool is_copy = false;
+    WeakTensor original{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+    const void* shared_data = nullptr;
+    WeakStorage copy{c10::intrusive_ptr<c10::StorageImpl>()};
     /// What a result has beside its values.
     seam::Beside beside{};
   };
@@ -109,16 +121,17 @@ class Inputs {
     std::unique_ptr<Details> details;
     WeakEdge edge;
     c10::VariableVersion counter{
-        c10::VariableVersion::DISABLED};  ///< until the function has returned
+        c10::VariableVersion::DISABLED};  ///< of what hooks hold, until the function has returned
     uint32_t version = 0;
     uint32_t layout = 0;  ///< of one that may be the same object in every run
     int32_t storage_number = -1;
-    int32_t same_as : 26 = -1;  ///< the input that is the same tensor, or -1
+    int32_t same_as : 25 = -1;  ///< the input that is the same tensor, or -1
     GradRole role : 2 =
         GradRole::None;  ///< of forward's; what requires grad is an alias in each run
     bool has_tensor_hooks : 1 = false;
     bool is_view : 1 = false;
-    bool is_lost : 1 = false;     ///< written, and no hooks hold what it was
+    bool is_offloaded : 1 = false;  ///< by the option: hooks of ours hold it
+    bool is_lost : 1 = false;       ///< written, and nobody holds what it was
     bool is_written : 1 = false;  ///< by the function, in forward; also one that shares its storage
     Details& make_details() {
       if (details == nullptr) details = std::make_unique<Details>();
@@ -128,12 +141,16 @@ class Inputs {
     Details* watched() const {
       return details != nullptr && details->is_watched ? details.get() : nullptr;
     }
+    bool is_copy() const { return details != nullptr && details->is_copy; }
     bool is_object() const { return role == GradRole::None || role == GradRole::NoGradViewOfLeaf; }
   };
+  bool is_held(const Input& input) const;
   bool has_moved(const Input& input) const;
   bool is_written(const Input& input) const;
+  bool is_copy_stale(const Input& input, const at::Tensor& data) const;
   at::Tensor unpack(const Region& region, const Input& input, std::size_t number) const;
-  void copy_written(const Region& region, std::vector<at::Tensor>& tensors) const;
+  std::vector<bool> copy(const Region& region, std::vector<at::Tensor>& tensors,
+                         bool is_any_written) const;
   static bool is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data);
   at::Tensor in_role(const Input& input, at::Tensor data, bool is_any_written,
                      bool runs_backward) const;

@@ -205,38 +205,56 @@ namespace {
 
 }  // namespace
 
-void throw_changed_argument(const Region& region, int64_t number, const at::Tensor& argument,
-                            uint32_t version_then, uint32_t version_now, bool by_function) {
-  throw_about(
-      region, Kind::CaptureChanged, number, fmt::format("saved at version {}", version_then),
-      fmt::format("is at version {}", version_now),
-      fmt::format(
-          "one of the variables needed for gradient computation has been modified by an inplace "
-          "operation: {}, tensor {} of the arguments of {}, is at version {}; expected version {} "
-          "instead (Rule 10).\n"
-          "Cause: {}, and the saved-tensor hooks around it had kept the tensor itself, not a "
-          "copy.\nDo: {}, pass a clone, or let the pack function copy.",
-          TensorMetadata(argument, false).text(), number, title(region), version_now, version_then,
-          by_function ? "the region's function writes to its own argument"
-                      : "an argument of the region was changed in place after the call",
-          by_function ? "let the function write to a copy" : "call backward before the change"));
+namespace {
+
+/// The sentence by which people look it up, and which argument it is.
+std::string changed_argument(const Region& region, int64_t number, uint32_t then, uint32_t now) {
+  return fmt::format(
+      "one of the variables needed for gradient computation has been modified by an inplace "
+      "operation: tensor {} of the arguments of {}, counted from 0, {}.\n",
+      number, title(region),
+      then == now ? "was written to through another one that shares its memory"
+                  : fmt::format("is at version {}; expected version {} instead", now, then));
 }
 
-void throw_written_argument(const Region& region, int64_t number) {
+}  // namespace
+
+void throw_changed_argument(const Region& region, int64_t number, uint32_t then, uint32_t now,
+                            ChangedBy by, bool is_held_by_hooks) {
+  const bool by_function = by == ChangedBy::Function;
   throw_about(
-      region, Kind::CaptureChanged, number, "as it was passed", "written to by the function",
+      region, Kind::InputChanged, number, fmt::format("passed at version {}", then),
+      by_function ? "written to by the function" : fmt::format("is at version {}", now),
       fmt::format(
-          "one of the variables needed for gradient computation has been modified by an "
-          "inplace operation: tensor {} of the arguments of {}.\n"
-          "Cause: the region's function writes to its own argument (or to one that shares its "
-          "memory), and a recompute would begin with what it has written.\nDo: let the function "
-          "write to a copy (`x = x.clone()`), or pass a clone.",
-          number, title(region)));
+          "{}Cause: {}, {}.\nDo: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and "
+          "the region keeps a copy of its own; or pass a clone (`x.clone()`), or {}.",
+          changed_argument(region, number, then, now),
+          by_function
+              ? "the region's function writes to its own argument, as an in-place activation "
+                "at its beginning does"
+              : "it was changed in place after the call of the region",
+          is_held_by_hooks
+              ? "and the saved-tensor hooks around it had kept the tensor itself, not a "
+                "copy"
+              : "and a recompute would begin with what was written",
+          by_function ? "let the function use the out-of-place operator"
+                      : "call backward before the change"));
+}
+
+void throw_unseen_write(const Region& region, int64_t number, uint32_t then, uint32_t now) {
+  throw_about(
+      region, Kind::InputChanged, number, fmt::format("passed at version {}", then),
+      fmt::format("is at version {}", now),
+      fmt::format(
+          "{}Cause: it was written to past LibTorch's mutable pointers, so that the copy which the "
+          "region keeps (InputMode::CopyOnWrite) is lost, too.\nDo: write through "
+          "`mutable_data_ptr()`, or pass a clone (`x.clone()`).",
+          changed_argument(region, number, then, now)));
 }
 
 void throw_replaced_argument(const Region& region, int64_t number, const at::Tensor& now) {
   throw_about(
-      region, Kind::CaptureChanged, number, "the data of the call",
+      region, Kind::InputChanged, number, "the data of the call",
       TensorMetadata(now, false).text() + ", other data",
       fmt::format("An argument was given other data between the forward and the recompute, so the "
                   "gradient would be wrong: tensor {} of the arguments of {}, which is {} now.\n"
@@ -262,7 +280,7 @@ void throw_parted_arguments(const Region& region, int64_t number, int64_t other)
 
 void throw_spoiled_argument(const Region& region, int64_t number) {
   throw_about(
-      region, Kind::CaptureChanged, number, "not written to", "written to in a recompute",
+      region, Kind::InputChanged, number, "not written to", "written to in a recompute",
       fmt::format(
           "one of the variables needed for gradient computation has been modified by an "
           "inplace operation: a recompute wrote to tensor {} of the arguments of {}, which "

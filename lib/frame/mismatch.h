@@ -30,13 +30,15 @@ struct Differences {
 [[noreturn]] void throw_count_mismatch(const Region& region, int64_t forward_count,
                                        int64_t recompute_count, Differences differences,
                                        const OpLog* recompute_log);
-/// Argument `number` was changed in place, by the region's function if `by_function`, else later; and
-/// the hooks around the region had kept no copy of it.
+enum class ChangedBy { Function, Others };
+/// Argument `number` was changed in place, by the region's function or later; and nothing holds what it was,
+/// neither the region nor the hooks around it.
 [[noreturn]] void throw_changed_argument(const Region& region, int64_t number,
-                                         const at::Tensor& argument, uint32_t version_then,
-                                         uint32_t version_now, bool by_function);
-/// The region's function writes to argument `number`, and nothing holds what it was.
-[[noreturn]] void throw_written_argument(const Region& region, int64_t number);
+                                         uint32_t version_then, uint32_t version_now, ChangedBy by,
+                                         bool is_held_by_hooks = false);
+/// Argument `number` was changed in place, past the copy that the region keeps of it.
+[[noreturn]] void throw_unseen_write(const Region& region, int64_t number, uint32_t version_then,
+                                     uint32_t version_now);
 /// Argument `number` was given other data, or another shape.
 [[noreturn]] void throw_replaced_argument(const Region& region, int64_t number,
                                           const at::Tensor& now);

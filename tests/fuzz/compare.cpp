@@ -107,7 +107,8 @@ bool is_about_changes(const Stage& stage) {
   return contains(stage.error, "modified by an inplace operation") ||
          contains(stage.error, "changed") || contains(stage.error_type, "CheckpointError 3") ||
          contains(stage.error_type, "CheckpointError 4") ||
-         contains(stage.error_type, "CheckpointError 6") || is_about_kept(stage);
+         contains(stage.error_type, "CheckpointError 6") ||
+         contains(stage.error_type, "CheckpointError 11") || is_about_kept(stage);
 }
 
 bool is_kind(const Stage& stage, remat::CheckpointError::Kind kind) {
@@ -120,7 +121,8 @@ bool is_about_arguments(const Changes& made, const Stage& stage) {
   using Kind = remat::CheckpointError::Kind;
   // A region keeps its arguments, where plain autograd keeps what was made of them.
   const bool is_changed = contains(stage.error, "modified by an inplace operation") ||
-                          is_kind(stage, Kind::CaptureChanged);
+                          is_kind(stage, Kind::CaptureChanged) ||
+                          is_kind(stage, Kind::InputChanged);
   const bool is_unsupported = is_kind(stage, Kind::Unsupported);
   // A capture that is not saved is seen by what was computed from it.
   const bool is_mismatch = is_kind(stage, Kind::ValueMismatch) ||

@@ -288,6 +288,7 @@ Statement Generator::make_region(const std::vector<int>& visible, int depth, boo
   region.strict = features_.strict && dice_.percent(50);
   region.fingerprint = !program_.all_values && dice_.percent(4);
   if (features_.policies && dice_.percent(60)) region.policy = make_policy();
+  region.copies = topics_.copies && dice_.percent(80);
   region.determinism = program_.all_values ? 3 : static_cast<int>(dice_.below(4));
   return s;
 }

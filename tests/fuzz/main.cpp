@@ -5,7 +5,7 @@
 //   fuzz --seed S [--print]        one program; with --print its text and nothing is run
 // With --selective the programs have policies, names, pin and save_region too; with --arguments they do more
 // with what regions are given: write to it, look at what it has beside its values, hang hooks on it, give it other
-// storages. With --device cuda they run there. A finding is shrunk (on the CPU) and printed, and the exit status is 1.
+// storages. With --copies most regions keep copies of their arguments. With --device cuda they run there. A finding is shrunk (on the CPU) and printed, and the exit status is 1.
 // With --first the first finding ends the run, and only its seed and kind are printed. The last line is always
 // "N programs, M findings".
 
@@ -110,7 +110,7 @@ bool agrees(uint64_t seed, bool shrinks) {
 
 int usage() {
   std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
-               "     [--arguments] [--first] [--device cuda]\n";
+               "     [--arguments] [--copies] [--first] [--device cuda]\n";
   return 2;
 }
 
@@ -132,6 +132,10 @@ int main(int argc, char** argv) {
     }
     if (name == "--arguments") {
       topics.arguments = true;
+      continue;
+    }
+    if (name == "--copies") {
+      topics.copies = true;
       continue;
     }
     if (name == "--first") {

@@ -49,6 +49,7 @@ std::string options_text(const RegionSpec& r) {
   if (r.scopes) text += ", context_fn";
   if (r.strict) text += ", strict_unpack";
   if (r.fingerprint) text += ", fingerprint";
+  if (r.copies) text += ", inputs copied";
   if (r.named) text += ", named";
   if (r.policy.kind != PolicySpec::Kind::None) {
     static constexpr const char* kinds[] = {

@@ -117,6 +117,7 @@ struct RegionSpec {
   bool scopes = false;  ///< with a context_fn
   bool strict = false;  ///< strict_unpack
   bool fingerprint = false;
+  bool copies = false;  ///< InputMode::CopyOnWrite
   int determinism = 1;  ///< remat::DeterminismCheck
   PolicySpec policy{};
 };
@@ -201,6 +202,8 @@ struct Topics {
   /// What functions do with what they are given, besides computing with it (they write to it, look
   /// at what it has beside its values, hang hooks on it), and other storages for it between steps.
   bool arguments = false;
+  /// Regions keep copies of their arguments.
+  bool copies = false;
 };
 Program generate(uint64_t seed, Topics topics);
 std::string to_text(const Program& program);

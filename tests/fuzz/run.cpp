@@ -289,6 +289,7 @@ remat::CheckpointOptions Interpreter::options(const RegionSpec& spec) {
   chosen.early_stop = spec.early_stop;
   chosen.debug = spec.debug;
   chosen.strict_unpack = spec.strict;
+  if (spec.copies) chosen.inputs = remat::InputMode::CopyOnWrite;
   chosen.determinism_check = static_cast<remat::DeterminismCheck>(spec.determinism);
   if (spec.fingerprint)
     chosen.fingerprint = [](const Tensor& t) { return std::to_string(t.numel()); };

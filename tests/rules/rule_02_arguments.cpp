@@ -155,7 +155,7 @@ TEST_CASE(
     y = remat::checkpoint({.name = "writer"}, writes_to_its_argument, x, s);
   }
   const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
-  CHECK(error.kind() == Kind::CaptureChanged);
+  CHECK(error.kind() == Kind::InputChanged);
   CHECK_THAT(error.what(), contains("modified by an inplace operation"));
   CHECK_THAT(error.what(), contains("tensor 1 of the arguments of region \"writer\""));
   CHECK_THAT(error.what(), contains("the region's function writes to its own argument"));
@@ -179,7 +179,7 @@ TEST_CASE("a recompute that writes to an argument which forward left alone is an
   for (int i = 0; i < 2; ++i) {
     const auto error =
         error_of<remat::CheckpointError>([&] { grad_of(y, {x}, {.retain_graph = true}); });
-    CHECK(error.kind() == Kind::CaptureChanged);
+    CHECK(error.kind() == Kind::InputChanged);
     CHECK_THAT(error.what(), contains("a recompute wrote to tensor 1"));
   }
 }
@@ -203,7 +203,7 @@ TEST_CASE("an argument that is given other data after the call is an error that 
     const Tensor y = region(s, remat::CaptureCheck::Raise);
     change(how, s);
     const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
-    CHECK(error.kind() == Kind::CaptureChanged);
+    CHECK(error.kind() == Kind::InputChanged);
     CHECK_THAT(error.what(), contains("tensor 1 of the arguments of region \"scale\""));
     CHECK_THAT(error.what(), contains("given other data"));
   }
@@ -241,7 +241,7 @@ TEST_CASE("an argument that hooks keep as the object that it is, given other dat
     y = remat::checkpoint([](const Tensor& x, const Tensor& s) { return (x * s).sin(); }, x, s);
   }
   s.set_data(at::ones({3}));
-  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::InputChanged);
 }
 
 TEST_CASE("a leaf comes back as the object that it is", "[checkpoint][rule-2]") {
@@ -345,7 +345,7 @@ TEST_CASE("a sparse argument that hooks keep as it is and the function writes to
         },
         s, w);
   }
-  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {w}); }).kind() == Kind::CaptureChanged);
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {w}); }).kind() == Kind::InputChanged);
 }
 
 TEST_CASE(
@@ -408,7 +408,7 @@ TEST_CASE(
         },
         out, w);
     const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {w}); });
-    CHECK(error.kind() == Kind::CaptureChanged);
+    CHECK(error.kind() == Kind::InputChanged);
     CHECK_THAT(error.what(),
                contains("modified by an inplace operation: tensor 0 of the arguments"));
     CHECK_THAT(error.what(), contains("region \"writer\""));

@@ -53,6 +53,53 @@ TEST_CASE("more tensors are seen with early stop off, and harmless where it stop
   }
 }
 
+TEST_CASE("more tensors than needed are no mismatch under early stop, stopped or not",
+          "[rule-10][rule-5][DET-02]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({3});
+  Calls calls;
+  const auto f = [&](const Tensor& t, bool is_caught) {
+    calls();
+    const Tensor y = saves_two(t);
+    if (calls.count() == 1) return y;
+    if (!is_caught) return saves_two(y).exp();
+    try {
+      return saves_two(y);
+    } catch (...) {
+      return y.exp().sin();
+    }
+  };
+  const auto expect = [&](const Tensor& y) {
+    if (early_stop) {
+      require_bit_equal(grad_of(y, {x}), grad_of(saves_two(x), {x}));
+    } else {
+      CHECK(mismatch_of(y, x).kind() == Kind::MoreTensors);
+    }
+    CHECK(calls.count() == 2);
+  };
+  const remat::CheckpointOptions options{.early_stop = early_stop};
+  SECTION("in a function that cannot be stopped") {
+    expect(remat::checkpoint(options, [&](const Tensor& t) noexcept { return f(t, false); }, x));
+  }
+  SECTION("in one that catches the stop") {
+    expect(remat::checkpoint(options, [&](const Tensor& t) { return f(t, true); }, x));
+  }
+  SECTION("in one that can be stopped") {
+    expect(remat::checkpoint(options, [&](const Tensor& t) { return f(t, false); }, x));
+  }
+  SECTION("before what is needed has come they are") {
+    const Tensor y = remat::checkpoint(
+        options,
+        [&](const Tensor& t) {
+          calls();
+          return saves_two(calls.count() == 1 ? t : at::cat({t, t}).exp());
+        },
+        x);
+    CHECK(mismatch_of(y, x).kind() == (early_stop ? Kind::MetadataMismatch : Kind::MoreTensors));
+  }
+}
+
 TEST_CASE("with slots that died the count is still that of all saves", "[rule-10][rule-1]") {
   const Tensor x = leaf({3});
   Calls calls;

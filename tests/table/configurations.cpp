@@ -240,6 +240,7 @@ void add_options(std::vector<Configuration>& all) {
   all.push_back({"capture_ignore", with({.capture_check = remat::CaptureCheck::Ignore})});
   all.push_back({"strict_unpack", with({.strict_unpack = true})});
   all.push_back({"offload_inputs", with({.offload_inputs = true})});
+  all.push_back({"inputs_copied", with({.inputs = remat::InputMode::CopyOnWrite})});
   all.push_back({"context_fn", with_scopes});
   all.push_back({"checkpointed_form", [](const Body& body, const Tensors& args) {
                    return remat::checkpointed(body, {.name = "form"})(args);

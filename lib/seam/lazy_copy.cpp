@@ -1,0 +1,141 @@
+#include "lib/seam/lazy_copy.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+namespace remat::seam {
+
+namespace {
+
+template <class Storage>
+constexpr bool has_materializer =
+    requires(Storage& storage, void (*before_write)(c10::StorageImpl*)) {
+      storage.set_materializer(before_write);
+      storage.clear_materializer();
+      storage.has_materializer();
+    };
+
+struct Sharer;
+
+/// Memory that storages share.
+struct Sharing {
+  at::DataPtr memory;
+  c10::SmallVector<Sharer*, 3> sharers;
+};
+
+/// The context of each of those storages' pointers.
+struct Sharer {
+  std::shared_ptr<Sharing> sharing;
+  c10::StorageImpl* storage;
+  bool is_original;
+};
+
+// It orders changes of who shares what, and copies before writes. Never destroyed: tensors outlive static
+// objects.
+std::mutex& sharing_mutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
+
+void remove(Sharer& sharer) {
+  auto& all = sharer.sharing->sharers;
+  all.erase(std::remove(all.begin(), all.end(), &sharer), all.end());
+}
+
+/// The deleter of the pointers.
+void leave(void* context) {
+  const std::unique_ptr<Sharer> gone(
+      static_cast<Sharer*>(context));  // frees the memory after the lock
+  const std::lock_guard<std::mutex> lock(sharing_mutex());
+  remove(*gone);
+}
+
+Sharer* sharer_of(c10::StorageImpl& storage) {
+  const at::DataPtr& pointer = storage._mutable_data_ptr_no_checks();
+  return pointer.get_deleter() == &leave ? static_cast<Sharer*>(pointer.get_context()) : nullptr;
+}
+
+at::DataPtr pointer_of(std::unique_ptr<Sharer> sharer) {
+  const at::DataPtr& memory = sharer->sharing->memory;
+  void* const data = memory.get();
+  const c10::Device device = memory.device();
+  return {data, sharer.release(), &leave, device};
+}
+
+/// Gives a storage memory of its own. Returns the pointer that it had.
+at::DataPtr move_away(Sharer& sharer) {
+  c10::StorageImpl& storage = *sharer.storage;
+  at::DataPtr own = storage.allocator()->clone(sharer.sharing->memory.get(), storage.nbytes());
+  remove(sharer);
+  at::DataPtr left = std::move(storage._mutable_data_ptr_no_checks());
+  storage.set_data_ptr_noswap(std::move(own));
+  return left;
+}
+
+/// The materializer. If memory runs out, it throws and is called again before the next write.
+void before_write(c10::StorageImpl* storage) {
+  c10::SmallVector<at::DataPtr, 2> left;  // ends after the lock
+  const std::lock_guard<std::mutex> lock(sharing_mutex());
+  Sharer* const writer = sharer_of(*storage);
+  if (writer == nullptr) return;
+  auto& all = writer->sharing->sharers;
+  if (!writer->is_original) {
+    if (all.size() > 1) left.push_back(move_away(*writer));
+    return;
+  }
+  left.reserve(all.size());
+  while (all.size() > 1)
+    left.push_back(move_away(*(all.back() == writer ? all.front() : all.back())));
+}
+
+template <class Storage>
+c10::intrusive_ptr<Storage> make_lazy_copy(Storage& storage) {
+  if constexpr (has_materializer<Storage>) {
+    c10::Allocator* const allocator = storage.allocator();
+    if (storage.device_type() != c10::kCPU || allocator == nullptr ||
+        storage.sym_nbytes().is_heap_allocated() || storage.nbytes() == 0)
+      return {};
+    const std::lock_guard<std::mutex> lock(sharing_mutex());
+    at::DataPtr& pointer = storage._mutable_data_ptr_no_checks();
+    const bool is_new = sharer_of(storage) == nullptr;
+    if (pointer.get() == nullptr ||
+        (is_new && (storage.has_materializer() || !allocator->is_simple_data_ptr(pointer))))
+      return {};
+    const auto sharing = is_new ? std::make_shared<Sharing>() : sharer_of(storage)->sharing;
+    auto original = is_new ? std::make_unique<Sharer>(sharing, &storage, true) : nullptr;
+    auto sharer = std::make_unique<Sharer>(sharing, nullptr, false);
+    auto copy = c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(), storage.nbytes(),
+        at::DataPtr(nullptr, pointer.device()), allocator, storage.resizable());
+    sharing->sharers.reserve(sharing->sharers.size() + 2);
+    // From here on nothing throws.
+    if (is_new) {
+      sharing->memory = std::move(pointer);
+      sharing->sharers.push_back(original.get());
+      storage.set_data_ptr_noswap(pointer_of(std::move(original)));
+    } else if (sharing->sharers.size() == 1) {
+      sharer_of(storage)->storage = &storage;  // the pointer may have come from another one
+      sharer_of(storage)->is_original = true;
+    }
+    sharer->storage = copy.get();
+    sharing->sharers.push_back(sharer.get());
+    copy->set_data_ptr_noswap(pointer_of(std::move(sharer)));
+    copy->set_materializer(&before_write);
+    if (!storage.has_materializer()) storage.set_materializer(&before_write);
+    return copy;
+  }
+  return {};
+}
+
+}  // namespace
+
+c10::intrusive_ptr<c10::StorageImpl> lazy_copy(c10::StorageImpl& storage) {
+  return make_lazy_copy(storage);
+}
+
+}  // namespace remat::seam
