@@ -54,7 +54,7 @@ class HeldFlags {
     for (const auto& [module, flag] : flags) {
       bool& now = ModuleAccess::training_flag(*module);
       held_[module].push_back({self, flag, now});
-      now = flag;
+      set_flag(now, flag);
     }
     return true;
   }
@@ -74,13 +74,18 @@ class HeldFlags {
       if (next != holds.end())
         next->before = before;
       else
-        ModuleAccess::training_flag(*module) = before;
+        set_flag(ModuleAccess::training_flag(*module), before);
       if (holds.empty()) held_.erase(found);
     }
     changed_.notify_all();
   }
 
  private:
+  /// A forward on another thread may read a flag that stays as it is.
+  static void set_flag(bool& flag, bool value) {
+    if (flag != value) flag = value;
+  }
+
   struct Hold {
     std::thread::id owner;
     bool flag, before;
