@@ -22,7 +22,7 @@ struct RegionOptions {
   bool early_stop = true, debug = false, preserve_rng_state = true, strict_unpack = false;
   bool offload_inputs = false;
   bool ignores_buffers = false;  ///< `BufferPolicy::Ignore`
-  bool copies_inputs = false;  ///< InputMode::CopyOnWrite
+  bool copies_inputs = false;    ///< InputMode::CopyOnWrite
   DeterminismCheck determinism_check = DeterminismCheck::Metadata;
   CaptureCheck capture_check = CaptureCheck::Raise;
   /// What guards around the region said, for the regions inside its recompute.
