@@ -55,10 +55,12 @@ const InputCopies::Copy* InputCopies::of(const at::Tensor& tensor) {
   for (const Expected& each : expected_)
     if (each.storage == from && 2 * (each.range.end - each.range.begin) < num_bytes)
       range = each.range;
+  // A function may look at the version.
+  const c10::VariableVersion counter(static_cast<uint32_t>(tensor._version()));
   const bool is_whole = range.begin == 0 && range.end == num_bytes;
   if (how_ != How::AtOnce && is_whole)
     if (auto lazy = seam::lazy_copy(*from))
-      return &copies_.emplace_back(Copy{from, c10::Storage(std::move(lazy)), 0});
+      return &copies_.emplace_back(Copy{from, c10::Storage(std::move(lazy)), 0, counter});
   if (how_ == How::OnlyIfLazily) return nullptr;
   const auto keys = tensor.key_set() -
                     c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
@@ -66,7 +68,7 @@ const InputCopies::Copy* InputCopies::of(const at::Tensor& tensor) {
                                                               caffe2::TypeMeta::Make<uint8_t>());
   bytes.unsafeGetTensorImpl()->set_sizes_contiguous(range.end - range.begin);
   bytes.unsafeGetTensorImpl()->set_storage_offset(range.begin);
-  return &copies_.emplace_back(Copy{from, bytes.clone().storage(), range.begin});
+  return &copies_.emplace_back(Copy{from, bytes.clone().storage(), range.begin, counter});
 }
 
 at::Tensor InputCopies::copy_of(const at::Tensor& tensor) {

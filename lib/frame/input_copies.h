@@ -38,7 +38,7 @@ class InputCopies {
     const c10::StorageImpl* from;
     c10::Storage storage;
     int64_t begin;
-    c10::VariableVersion counter{0};
+    c10::VariableVersion counter;
   };
   static Range range_of(const at::Tensor& tensor);
   const Copy* of(const at::Tensor& tensor);

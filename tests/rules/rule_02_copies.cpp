@@ -232,6 +232,26 @@ TEST_CASE("with copies roles, sizes and strides are those of the arguments", "[r
   }
 }
 
+TEST_CASE("with copies a function that looks at versions sees those of the call",
+          "[rule-2][copies]") {
+  const Tensor x = leaf({3});
+  Tensor h = x * 2;
+  h.add_(1);
+  std::vector<int64_t> seen;
+  const Tensor y = remat::checkpoint(
+      copies,
+      [&](Tensor t) {
+        seen.push_back(t._version());
+        t.relu_();
+        seen.push_back(t._version());
+        return t.sin();
+      },
+      h);
+  h.add_(1);
+  grad_of(y, {x});
+  CHECK(seen == std::vector<int64_t>{1, 2, 1, 2});
+}
+
 TEST_CASE("with copies arguments that share memory go on sharing it", "[rule-2][copies]") {
   // The write to one is seen through the other, in the recompute as in forward.
   const bool early_stop = GENERATE(true, false);
