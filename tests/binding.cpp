@@ -320,3 +320,29 @@ TEST_CASE("a backward of another engine is seen where it is marked", "[binding][
   require_bit_equal(grad_of(unmarked, {x}), grad_of(x.exp().sin().cos(), {x}));
   CHECK(calls.count() == 4);
 }
+
+TEST_CASE("a body that returns from raise is told so, by a text to report", "[binding][rule-10]") {
+  class Returning final : public remat::RegionBody {
+   public:
+    explicit Returning(Tensor argument) : argument_(std::move(argument)) {}
+    void visit_inputs(remat::TensorVisitor visitor) override { visitor(argument_); }
+    void run_again(std::vector<Tensor>& inputs) override { inputs[0].narrow(0, 0, 2).exp(); }
+    bool can_be_stopped() const override { return true; }
+    void raise(CheckpointError) override {}
+
+   private:
+    Tensor argument_;
+  };
+  const Tensor x = leaf({3});
+  Tensor y;
+  {
+    remat::ForwardRun run({}, std::make_unique<Returning>(x));
+    y = x.exp();
+    run.finish([&](remat::TensorVisitor visitor) { visitor(y); });
+  }
+  const std::string text = error_of<c10::Error>([&] { grad_of(y, {x}); }).what_without_backtrace();
+  CHECK_THAT(text, contains("remat " REMAT_VERSION ": internal check failed: "));
+  CHECK_THAT(text, contains("mismatch.cpp:"));
+  CHECK_THAT(text, contains("a RegionBody returned from raise()"));
+  CHECK_THAT(text, contains("This is a bug in remat. Please report it with this text"));
+}

@@ -223,14 +223,35 @@ TEST_CASE("tensors on the CPU pass SaveOnCpuGuard uncopied", "[hooks][offload][O
   CHECK(held_by(true) == plain);
 }
 
-TEST_CASE("a SaveOnCpuGuard for tensors larger than any moves nothing",
-          "[hooks][offload][OFF-07]") {
-  require_same_grads([](const Tensor& x) { return (x * x).exp(); },
-                     [](const Tensor& x) {
-                       const SaveOnCpuGuard guard({.min_bytes = 1 << 30});
-                       return (x * x).exp();
-                     },
-                     leaf({5, 3}));
+TEST_CASE("tensors of min_bytes are moved, and smaller ones stay", "[hooks][offload][OFF-07]") {
+  const Folder folder;
+  // Of (x + 1).sin(), beside its result: x + 1, which sin saves.
+  const auto held = [](int64_t num_bytes, auto make_guard) {
+    const Tensor x = leaf({num_bytes / 4});
+    const LiveBytes bytes;
+    Tensor y;
+    {
+      [[maybe_unused]] const auto guard = make_guard();
+      y = (x + 1).sin();
+    }
+    return bytes.held() - num_bytes;
+  };
+  const auto on_disk = [&](int64_t num_bytes, std::optional<int64_t> min_bytes) {
+    return held(num_bytes, [&] {
+      remat::SaveOnDiskOptions options{.directory = folder.path()};
+      if (min_bytes) options.min_bytes = *min_bytes;
+      return std::make_unique<SaveOnDiskGuard>(options);
+    });
+  };
+  CHECK(on_disk(4096, 4096) == 0);
+  CHECK(on_disk(4096, 4097) == 4096);
+  CHECK(on_disk(65536, std::nullopt) == 0);
+  CHECK(on_disk(65532, std::nullopt) == 65532);
+  const auto narrower = [&](int64_t min_bytes) {
+    return held(4096, [&] { return std::make_unique<SaveAsGuard>(at::kBFloat16, min_bytes); });
+  };
+  CHECK(narrower(4096) == 2048);
+  CHECK(narrower(4097) == 4096);
 }
 
 TEST_CASE("nested offload guards: the innermost packs, and the outer one is back after it",

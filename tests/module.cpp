@@ -295,21 +295,35 @@ TORCH_MODULE(Nested);
 }  // namespace
 
 TEST_CASE("checkpointed layers in blocks give every weight and bias a grad", "[module][WRP-04]") {
-  const Seed seed;
-  nn::Sequential blocks;
-  for (int block = 0; block < 3; ++block) {
-    blocks->push_back(Checkpointed<nn::LinearImpl>(10, 10));
-    blocks->push_back(Nested());
-    blocks->push_back(nn::BatchNorm1d(10));
-  }
-  for (int iteration = 0; iteration < 6; ++iteration) {
-    const Counted done;
-    blocks->forward(at::randn({4, 10})).sum().backward();
-    CHECK(done.now().frames_created == 6);
-    for (const Tensor& parameter : blocks->parameters()) {
-      CHECK(parameter.requires_grad());
-      CHECK(parameter.grad().defined());
+  nn::Sequential blocks, plain;
+  {
+    const Seed seed;
+    for (int block = 0; block < 3; ++block) {
+      blocks->push_back(Checkpointed<nn::LinearImpl>(10, 10));
+      blocks->push_back(Nested());
+      blocks->push_back(nn::BatchNorm1d(10));
     }
+  }
+  {
+    const Seed seed;  // the same weights
+    for (int block = 0; block < 3; ++block) {
+      for (int layer = 0; layer < 2; ++layer) plain->push_back(nn::Linear(10, 10));
+      plain->push_back(nn::BatchNorm1d(10));
+    }
+  }
+  const Seed seed;
+  for (int iteration = 0; iteration < 6; ++iteration) {
+    const Tensor x = at::randn({4, 10});
+    const Counted done;
+    blocks->forward(x).exp().sum().backward();
+    CHECK(done.now().frames_created == 6);
+    plain->forward(x).exp().sum().backward();
+    const auto parameters = blocks->parameters(), expected = plain->parameters();
+    REQUIRE(parameters.size() == expected.size());
+    for (size_t i = 0; i < parameters.size(); ++i)
+      require_bit_equal({parameters[i].detach(), parameters[i].grad()},
+                        {expected[i].detach(), expected[i].grad()});
+    require_bit_equal(blocks->buffers(), plain->buffers());
   }
 }
 

@@ -2,6 +2,8 @@
 // stand-in of stand_in.h.
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "tests/device/stand_in.h"
@@ -210,6 +212,69 @@ TEST_CASE("many threads of backward on two devices", "[device][GUA-26]") {
   CHECK(right == 40);
 }
 
+namespace {
+
+/// Lets threads go when two have come, or not at all for want of a second.
+class Meeting {
+ public:
+  bool wait() {
+    std::unique_lock lock(mutex_);
+    ++num_here_;
+    changed_.notify_all();
+    return changed_.wait_for(lock, std::chrono::seconds(20), [&] { return num_here_ == 2; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int num_here_ = 0;
+};
+Meeting* meeting = nullptr;
+std::atomic<int> num_met{0};
+
+/// sin, whose backward reads what it saved when another one does, too.
+struct SinThatMeets : torch::autograd::Function<SinThatMeets> {
+  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x) {
+    ctx->save_for_backward({x});
+    return x.sin();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list& g) {
+    if (meeting != nullptr && meeting->wait()) ++num_met;
+    return {g[0] * ctx->get_saved_variables()[0].cos()};
+  }
+};
+
+}  // namespace
+
+TEST_CASE("two engine threads of one backward ask for one region together",
+          "[device][rule-7][GUA-26]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor values = at::randn({6});
+  Calls calls;
+  const auto f = counted(calls, [](const Tensor& a, const Tensor& b) {
+    return std::pair(SinThatMeets::apply(a.exp()).exp(), SinThatMeets::apply(b.cos()).exp());
+  });
+  const auto grads = [](const std::pair<Tensor, Tensor>& both, const Tensors& x) {
+    return torch::autograd::grad({both.first.sum(), both.second.sum()}, x);
+  };
+  const Tensors x{stand_in_leaf(values, 0), stand_in_leaf(values, 1)};
+  const Tensors plain = grads(f(x[0], x[1]), x);
+  for (int step = 0; step < 20; ++step) {
+    calls.reset();
+    const auto both = checkpoint({.early_stop = early_stop}, f, x[0], x[1]);
+    Meeting of_two;
+    meeting = &of_two;
+    num_met = 0;
+    const Tensors actual = grads(both, x);
+    meeting = nullptr;
+    REQUIRE(num_met == 2);
+    CHECK(calls.count() == 2);
+    for (size_t i = 0; i < 2; ++i) require_same(actual[i], plain[i]);
+  }
+}
+
 TEST_CASE("a recompute runs on the device and streams of forward", "[device][streams]") {
   const Tensor x = stand_in_leaf(at::randn({4}));
   std::vector<int64_t> streams;
@@ -290,17 +355,19 @@ TEST_CASE("a policy moves what it keeps to the CPU and back", "[device][rule-15]
   const Tensor plain_grad = grad_of(f(plain), {plain})[0];
   const int64_t product = 32 * 32 * 4;
   struct Held {
-    int64_t on_device, on_cpu, kernels;
+    int64_t on_device, on_cpu, kernels, offloaded;
   };
   const auto held = [&](const remat::Policy& policy) {
     const Tensor x = stand_in_leaf(values);
+    const remat::Recorder recorder;
     const LiveBytes cpu;
     const int64_t before = stand_in::live_bytes();
     const Tensor y = checkpoint({.policy = policy}, f, x);
     const int64_t on_device = stand_in::live_bytes() - before - product, on_cpu = cpu.held();
     const int64_t kernels = stand_in::num_kernels("aten::mm");
     require_same(grad_of(y, {x})[0], plain_grad);
-    return Held{on_device / product, on_cpu / product, stand_in::num_kernels("aten::mm") - kernels};
+    return Held{on_device / product, on_cpu / product, stand_in::num_kernels("aten::mm") - kernels,
+                recorder.report().regions.at(0).offloaded};
   };
   const Held none = held({}), kept = held(remat::save_ops({"aten::mm"})),
              moved = held(remat::offload_ops({"aten::mm"}));
@@ -309,6 +376,8 @@ TEST_CASE("a policy moves what it keeps to the CPU and back", "[device][rule-15]
   CHECK(kept.on_cpu == 0);
   CHECK(moved.on_device == 0);
   CHECK(moved.on_cpu == 2);
+  CHECK(kept.offloaded == 0);
+  CHECK(moved.offloaded == 2);
   CHECK(kept.kernels < none.kernels);
   CHECK(moved.kernels == kept.kernels);
 }

@@ -22,6 +22,9 @@ struct NoPinnedMemory {
 TEST_CASE("under SaveOnCpuGuard the device holds what it holds without grad", "[device][SOC-03]") {
   offload::device_bytes_are_those_without_grad(far_device, GENERATE(false, true));
 }
+TEST_CASE("tensors smaller than min_bytes stay on the device", "[device][OFF-07]") {
+  offload::smaller_tensors_stay(far_device, GENERATE(false, true));
+}
 TEST_CASE("what three layers save waits on the CPU", "[device][OFF-01]") {
   offload::what_three_layers_save_leaves_the_device(far_device, GENERATE(false, true));
 }

@@ -80,6 +80,25 @@ inline void device_bytes_are_those_without_grad(const Accelerator& on, bool pin_
   require_same(grad_of(y3, {x}), grad_of(y1, {x}));
 }
 
+/// OFF-07
+inline void smaller_tensors_stay(const Accelerator& on, bool pin_memory) {
+  const Tensor x = stand_in_leaf(on, {1024});
+  // Of (x + 1).sin(), beside its result: x + 1, which sin saves.
+  const auto held = [&](int64_t min_bytes) {
+    const int64_t before = on.live_bytes();
+    Tensor y;
+    {
+      const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory, .min_bytes = min_bytes});
+      y = (x + 1).sin();
+    }
+    const int64_t held = on.live_bytes() - before - bytes_of(y);
+    require_same(grad_of(y, {x}), {(x + 1).cos().detach()});
+    return held;
+  };
+  CHECK(held(4096) == 0);
+  CHECK(held(4097) == 4096);
+}
+
 /// OFF-01
 inline void what_three_layers_save_leaves_the_device(const Accelerator& on, bool pin_memory) {
   const Layers layers(on, 3, 10);

@@ -1,6 +1,8 @@
 // Rule 2: what arguments bring along beside their values, and functions that write to them.
 
+#include <ATen/ops/_make_dual.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <filesystem>
@@ -39,6 +41,28 @@ void require_thrice(const Tensor& y, const Tensor& x, const Tensor& expected) {
 }
 
 }  // namespace
+
+TEST_CASE("an argument that carries a forward-mode tangent is refused", "[rule-2]") {
+  struct Level {
+    const uint64_t index = torch::autograd::ForwardADLevel::get_next_idx();
+    ~Level() { torch::autograd::ForwardADLevel::release_idx(index); }
+  } level;
+  const Tensor x = leaf({3});
+  Calls calls;
+  const auto f = counted(calls, [](const Tensor& t) { return t.sin().exp(); });
+  {
+    const Tensor dual = at::_make_dual(x, at::ones({3}), static_cast<int64_t>(level.index));
+    const auto error = error_of<remat::CheckpointError>([&] { remat::checkpoint(f, dual); });
+    CHECK(error.kind() == Kind::Unsupported);
+    CHECK(std::string(error.what_without_backtrace()) ==
+          "remat::checkpoint: an argument carries a forward-mode tangent.\n"
+          "Cause: forward-mode AD does not see what a recompute does.\n"
+          "Do: call the function without remat::checkpoint while forward-mode AD is used.");
+    CHECK(calls.count() == 0);
+    CHECK(f(dual)._fw_grad(static_cast<int64_t>(level.index)).defined());
+  }
+  require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), grad_of(f(x), {x}));
+}
 
 TEST_CASE(
     "a function may write to an argument of which hooks keep a copy, as often as it is recomputed",

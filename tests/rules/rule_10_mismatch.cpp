@@ -125,13 +125,23 @@ TEST_CASE("another shape, dtype or device is an error that names region and posi
   struct Change {
     const char* what;
     std::function<Tensor(const Tensor&)> later;
-    const char *forward, *recompute;
+    std::vector<const char*> forward, recompute;  // of positions 1 and 2
   };
   const std::vector<Change> changes{
-      {"shape", [](const Tensor& t) { return (t.sin() * at::ones({3, 1})).exp().sum(0); }, "[2]",
-       "[3, 2]"},
-      {"dtype", [](const Tensor& t) { return t.sin().to(at::kDouble).exp().to(at::kFloat); },
-       "Float", "Double"},
+      {"shape",
+       [](const Tensor& t) { return (t.sin() * at::ones({3, 1})).exp().sum(0); },
+       {"Float[2] on cpu", "Float[2] on cpu"},
+       {"Float[3, 1] on cpu", "Float[3, 2] on cpu"}},
+      {"dtype",
+       [](const Tensor& t) { return (t.sin() * at::ones({2}, at::kDouble)).exp().to(at::kFloat); },
+       {"Float[2] on cpu", "Float[2] on cpu"},
+       {"Double[2] on cpu", "Double[2] on cpu"}},
+      {"device",
+       [](const Tensor& t) {
+         return (t.sin().to(at::kMeta) * at::ones({2}, at::Device(at::kMeta))).exp();
+       },
+       {"Float[2] on cpu", "Float[2] on cpu"},
+       {"Float[2] on meta", "Float[2] on meta"}},
   };
   for (const Change& change : changes) {
     CAPTURE(change.what);
@@ -147,11 +157,14 @@ TEST_CASE("another shape, dtype or device is an error that names region and posi
     CHECK(error.region() == "changing");
     const std::string text = text_of(error);
     CHECK_THAT(text, contains("changing"));
-    if (error.kind() == Kind::MetadataMismatch) {
-      CHECK_THAT(text, contains("have different metadata"));
-      REQUIRE_FALSE(error.mismatches().empty());
-    } else {
-      CHECK(error.kind() == Kind::FewerTensors);
+    CHECK_THAT(text, contains("have different metadata"));
+    CHECK(error.kind() == Kind::MetadataMismatch);
+    REQUIRE(error.mismatches().size() == 2);
+    for (size_t i = 0; i < 2; ++i) {
+      CHECK(error.mismatches()[i].position == static_cast<int64_t>(i) + 1);
+      CHECK(error.mismatches()[i].forward == change.forward[i]);
+      CHECK(error.mismatches()[i].recompute == change.recompute[i]);
+      CHECK_THAT(text, contains(change.recompute[i]));
     }
   }
 }

@@ -1,11 +1,11 @@
 // The two operator counters: calls seen by RecordFunction, and CPU kernels that really ran.
 
-#include <ATen/CPUFunctions.h>
-#include <ATen/ops/native_dropout_native.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <mutex>
+#include <set>
 
 #include "tests/support/support.h"
 
@@ -46,27 +46,23 @@ std::unique_ptr<at::ObserverContext> record_call(const at::RecordFunction& call)
   return nullptr;
 }
 
-// A kernel's name as a template argument.
-template <size_t N>
-struct Name {
-  constexpr Name(const char (&text)[N]) { std::copy_n(text, N, value); }  // NOLINT: implicit
-  char value[N];
-};
+// The kernel that stood there before, which it calls.
+class CountingKernel : public c10::OperatorKernel {
+ public:
+  using Kernel = decltype(std::declval<c10::OperatorHandle>().getComputedKernelForDispatchKey({}));
 
-template <Name name, class Signature, Signature* kernel>
-struct Counting;
-template <Name name, class Result, class... Args, Result (*kernel)(Args...)>
-struct Counting<name, Result(Args...), kernel> {
-  static Result run(Args... args) {
-    kernel_log.add(name.value);
-    return kernel(std::forward<Args>(args)...);
+  CountingKernel(std::string name, Kernel kernel)
+      : name_(std::move(name)), kernel_(std::move(kernel)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    kernel_log.add(name_);
+    kernel_.callBoxed(op, keys, stack);
   }
-};
 
-template <Name name, class Signature, Signature* kernel>
-void replace(torch::Library& library) {
-  library.impl(name.value, &Counting<name, Signature, kernel>::run);
-}
+ private:
+  const std::string name_;
+  const Kernel kernel_;
+};
 
 class QuietWarnings : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
@@ -86,36 +82,61 @@ void OpCounter::reset() { operator_log.clear(); }
 
 struct KernelCounter::State {
   torch::Library library{torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__};
+  std::set<std::string> names;
 };
 
-KernelCounter::KernelCounter() {
+KernelCounter::KernelCounter(const std::vector<std::string>& more) {
   QuietWarnings quiet;  // LibTorch warns about replaced kernels
   c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   state_ = std::make_unique<State>();
-  torch::Library& library = state_->library;
-  using Unary = Tensor(const Tensor&);
-  using Binary = Tensor(const Tensor&, const Tensor&);
-  replace<"sin", Unary, at::cpu::sin>(library);
-  replace<"cos", Unary, at::cpu::cos>(library);
-  replace<"exp", Unary, at::cpu::exp>(library);
-  replace<"relu", Unary, at::cpu::relu>(library);
-  replace<"sigmoid", Unary, at::cpu::sigmoid>(library);
-  replace<"mm", Binary, at::cpu::mm>(library);
-  replace<"bmm", Binary, at::cpu::bmm>(library);
-  replace<"mul.Tensor", Binary, at::cpu::mul>(library);
-  replace<"addmm",
-          Tensor(const Tensor&, const Tensor&, const Tensor&, const at::Scalar&, const at::Scalar&),
-          at::cpu::addmm>(library);
-  replace<"cumsum", Tensor(const Tensor&, int64_t, std::optional<at::ScalarType>), at::cpu::cumsum>(
-      library);
-  replace<"native_dropout", std::tuple<Tensor, Tensor>(const Tensor&, double, std::optional<bool>),
-          at::native::native_dropout_cpu>(library);
-  replace<"cat", Tensor(const at::ITensorListRef&, int64_t), at::cpu::cat>(library);
+  state_->names = {"sin", "cos",        "exp",   "relu",   "sigmoid",        "mm",
+                   "bmm", "mul.Tensor", "addmm", "cumsum", "native_dropout", "cat"};
+  state_->names.insert(more.begin(), more.end());
+  for (const std::string& name : state_->names) {
+    const size_t dot = name.find('.');
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+        ("aten::" + name.substr(0, dot)).c_str(),
+        dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
+    auto kernel = std::make_unique<CountingKernel>(
+        name, op.getComputedKernelForDispatchKey(c10::DispatchKey::CPU));
+    state_->library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+  }
   kernel_log.clear();
 }
 KernelCounter::~KernelCounter() = default;
-int64_t KernelCounter::count(const std::string& kernel) const { return kernel_log.count(kernel); }
+int64_t KernelCounter::count(const std::string& kernel) const {
+  if (state_->names.count(kernel) == 0)
+    throw std::logic_error("Nobody counts the kernel " + kernel +
+                           ": name it to the KernelCounter.");
+  return kernel_log.count(kernel);
+}
 std::vector<std::string> KernelCounter::names() const { return kernel_log.names(); }
 void KernelCounter::reset() { kernel_log.clear(); }
+
+namespace detail {
+
+Counts counts_of(const Kernels& kernels, const std::function<void()>& run) {
+  std::vector<std::string> names = kernels.kept;
+  names.insert(names.end(), kernels.again.begin(), kernels.again.end());
+  const KernelCounter counter(names);
+  run();
+  Counts counts;
+  for (const std::string& name : names) counts[name] = counter.count(name);
+  return counts;
+}
+
+void require_kernels(const Kernels& kernels, const Counts& actual, const Counts& plain) {
+  for (const std::string& name : kernels.kept) {
+    CAPTURE(name);
+    REQUIRE(plain.at(name) > 0);
+    CHECK(actual.at(name) == plain.at(name));
+  }
+  for (const std::string& name : kernels.again) {
+    CAPTURE(name);
+    CHECK(actual.at(name) > plain.at(name));
+  }
+}
+
+}  // namespace detail
 
 }  // namespace remat::testing

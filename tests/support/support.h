@@ -129,6 +129,8 @@ void require_same_outcome(const Outcome& actual, const Outcome& plain);
 
 }  // namespace detail
 
+struct Kernels;
+
 /// Runs `f` on copies of `inputs` from a fixed seed, then one backward through all of its outputs
 /// that require grad (tensors, vectors, pairs and tuples of them; anything else is ignored) with
 /// outer gradients that differ from element to element.
@@ -150,7 +152,8 @@ void require_same_grads(const Parameters& parameters, F&& plain, G&& checkpointe
   detail::require_same_outcome(run(parameters, std::forward<G>(checkpointed), inputs...), expected);
 }
 template <class F, class G, class... T>
-  requires(!std::same_as<std::remove_cvref_t<F>, Parameters>)
+  requires(!std::same_as<std::remove_cvref_t<F>, Parameters> &&
+           !std::same_as<std::remove_cvref_t<F>, Kernels>)
 void require_same_grads(F&& plain, G&& checkpointed, const T&... inputs) {
   require_same_grads(Parameters{}, std::forward<F>(plain), std::forward<G>(checkpointed),
                      inputs...);
@@ -271,11 +274,11 @@ class OpCounter {
 };
 
 /// CPU kernels that ran, by operator name: "sin", "cos", "exp", "mm", "addmm", "bmm", "mul.Tensor",
-/// "relu", "sigmoid", "cumsum", "cat", "native_dropout". Below autograd, on every thread: the
-/// kernels are replaced by counting ones while it lives. One at a time.
+/// "relu", "sigmoid", "cumsum", "cat", "native_dropout", and what else is named to it. Below autograd,
+/// on every thread: the kernels are replaced by counting ones while it lives. One at a time.
 class KernelCounter {
  public:
-  KernelCounter();
+  explicit KernelCounter(const std::vector<std::string>& more = {});
   ~KernelCounter();
   KernelCounter(const KernelCounter&) = delete;
   KernelCounter& operator=(const KernelCounter&) = delete;
@@ -287,6 +290,31 @@ class KernelCounter {
   struct State;
   std::unique_ptr<State> state_;
 };
+
+/// What a policy is to do, by kernels: `kept` run as often as without a region, forward and backward
+/// together, `again` more often.
+struct Kernels {
+  std::vector<std::string> kept, again{};
+};
+
+namespace detail {
+
+using Counts = std::map<std::string, int64_t>;
+Counts counts_of(const Kernels& kernels, const std::function<void()>& run);
+void require_kernels(const Kernels& kernels, const Counts& actual, const Counts& plain);
+
+}  // namespace detail
+
+/// The same gradients, and the policy of the region did what `kernels` says.
+template <class F, class G, class... T>
+void require_same_grads(const Kernels& kernels, F&& plain, G&& checkpointed, const T&... inputs) {
+  require_same_grads(plain, checkpointed, inputs...);
+  const auto counts = [&](auto& f) {
+    return detail::counts_of(kernels, [&] { run(Parameters{}, f, inputs...); });
+  };
+  const detail::Counts expected = counts(plain);
+  detail::require_kernels(kernels, counts(checkpointed), expected);
+}
 
 // ---- the graph -------------------------------------------------------------------------------
 
