@@ -1,257 +1,121 @@
-// The CPU allocator that counts and limits, and the meter and guard in front of it.
+// The meter and the limit of a device's memory.
 
 #include "remat/memory.h"
 
-#include <c10/core/Allocator.h>
-#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
-#include <fmt/format.h>
 
 #include <algorithm>
-#include <atomic>
-#include <cstddef>
-#include <limits>
+#include <map>
 #include <mutex>
-#include <new>
 #include <set>
-#include <string>
-#include <utility>
+#include <unordered_map>
 
-#include "lib/observe/recording.h"
-
-#if defined(__GNUC__) || defined(__clang__)
-#define REMAT_NO_SANITIZE __attribute__((no_sanitize("address", "thread")))
-#else
-#define REMAT_NO_SANITIZE
-#endif
+#include "lib/observe/memory_source.h"
 
 namespace remat {
+
+// What meters and guards of one device share. Leaked, like the source: tensors outlive static objects.
+struct detail::MeteredDevice {
+  MemorySource& source;
+  std::mutex mutex{};  // of the members below
+  std::map<const MemoryMeter*, int64_t>
+      peaks{};                      // of all meters that are alive, but for the last's
+  std::multiset<int64_t> limits{};  // of all guards that are alive
+
+  static MeteredDevice& of(c10::Device device) {
+    // The CPU without a lock: every event of a recorder asks it.
+    static MeteredDevice& cpu = *new MeteredDevice{cpu_memory()};
+    if (device.is_cpu()) return cpu;
+    static std::mutex mutex;
+    static auto& others = *new std::unordered_map<c10::Device, MeteredDevice*>;
+    MemorySource& source = device_memory(device);
+    const std::lock_guard lock(mutex);
+    MeteredDevice*& found = others[device];
+    if (found == nullptr) found = new MeteredDevice{source};
+    return *found;
+  }
+
+  // Note [Meters share one peak]
+  // Allocations raise one peak, which is cheap however many meters there are. Whenever a meter
+  // starts afresh, the shared peak is added to what every other meter has seen, then starts afresh.
+  void start_peak() {
+    const int64_t last = source.start_peak();
+    for (auto& [meter, peak] : peaks) peak = std::max(peak, last);
+  }
+
+  void apply_limit() {
+    start_peak();  // setting a limit may start one
+    source.set_limit(limits.empty() ? MemorySource::no_limit : *limits.begin());
+  }
+};
+
 namespace {
 
-constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max();
-
-// Note [A header in front of the data]
-// A counting allocator has to find an allocation's size again when it is freed. Keeping it in a
-// context object of the DataPtr is the obvious way and breaks two users of the allocator who need
-// the context to be the data pointer itself: oneDNN takes and returns its buffers by
-// `raw_allocate` / `raw_deallocate`, and copy-on-write storage asserts it. A table from pointer to
-// size needs a lock in every allocation. So the size stands in the 64 bytes before the data.
-//
-// `raw_deallocate` may also bring back memory from before this allocator was installed. The mark
-// in the header tells such memory apart. Looking for it in front of a foreign pointer is safe
-// because it is looked for within one page only: our data never starts in a page's first 64 bytes.
-//
-// The mark is stored last with release and read first with acquire, so that the thread which
-// frees sees the header written by the thread that allocated, by no other synchronisation.
-struct Header {
-  std::atomic<uint64_t> mark{0};  // first: is_counted() reads it before it knows of a Header
-  int64_t bytes = 0;
-  at::DataPtr previous;
-};
-
-constexpr size_t kHeaderBytes = 64;  // keeps the alignment of c10's CPU allocator
-constexpr size_t kPageBytes = 4096;
-static_assert(sizeof(Header) <= kHeaderBytes && alignof(Header) <= kHeaderBytes);
-
-bool is_header_within_page(const char* data) {
-  return reinterpret_cast<uintptr_t>(data) % kPageBytes >= kHeaderBytes;
+c10::Device with_index(c10::Device device) {
+  if (device.is_cpu()) return c10::Device(c10::kCPU);
+  if (device.has_index()) return device;
+  return c10::impl::VirtualGuardImpl(device.type()).getDevice();
 }
 
-Header* header_of(void* data) {
-  return std::launder(reinterpret_cast<Header*>(static_cast<char*>(data) - kHeaderBytes));
-}
-
-uint64_t mark_of(const void* data) {
-  return reinterpret_cast<uintptr_t>(data) ^ 0x72656d61745f6d65;  // arbitrary
-}
-
-// A foreign pointer's bytes before it may be a red zone of the address sanitizer, or freed memory to the
-// thread sanitizer.
-REMAT_NO_SANITIZE bool is_counted(void* data) {
-  if (reinterpret_cast<uintptr_t>(data) % alignof(Header) != 0) return false;
-  if (!is_header_within_page(static_cast<char*>(data))) return false;
-  const auto* mark = reinterpret_cast<uint64_t*>(static_cast<char*>(data) - kHeaderBytes);
-  return __atomic_load_n(mark, __ATOMIC_ACQUIRE) == mark_of(data);
-}
-
-void raise_to(std::atomic<int64_t>& peak, int64_t bytes) {
-  int64_t seen = peak.load();
-  while (seen < bytes && !peak.compare_exchange_weak(seen, bytes)) {
-  }
-}
-
-std::string readable(int64_t bytes) {
-  if (bytes < 1'000'000) return fmt::format("{} bytes", bytes);
-  return fmt::format("{} bytes ({:.2f} MB)", bytes, static_cast<double>(bytes) / 1e6);
-}
-
-class CountingAllocator final : public at::Allocator {
- public:
-  explicit CountingAllocator(at::Allocator& previous) : previous_(previous) {}
-
-  at::DataPtr allocate(size_t bytes) override;
-  at::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* dest, const void* src, std::size_t count) const override {
-    previous_.copy_data(dest, src, count);
-  }
-
-  int64_t live_bytes() const { return live_bytes_.load(); }
-  // The highest live_bytes() since the last call, which starts the next one at what is live now.
-  int64_t start_peak();
-  int64_t peak_bytes() const { return peak_bytes_.load(); }
-  void set_limit(int64_t bytes) { limit_bytes_.store(bytes); }
-
- private:
-  static void release(void* data);
-  int64_t reserve(int64_t bytes);
-
-  at::Allocator& previous_;
-  std::atomic<int64_t> live_bytes_{0};
-  std::atomic<int64_t> peak_bytes_{0};
-  std::atomic<int64_t> limit_bytes_{kNoLimit};
-};
-
-// What meters and guards share. Leaked, like the allocator: tensors outlive static objects.
-struct Shared {
-  CountingAllocator& allocator;
-  std::mutex mutex;               // of the members below and of every meter's own peak
-  std::set<MemoryMeter*> meters;  // all that are alive
-  std::multiset<int64_t> limits;  // of all guards that are alive
-
-  static Shared& get() {
-    static Shared& shared = *install();
-    return shared;
-  }
-
- private:
-  static Shared* install() {
-    auto* shared = new Shared{*new CountingAllocator(*c10::GetCPUAllocator()), {}, {}, {}};
-    c10::SetCPUAllocator(&shared->allocator, /*priority=*/255);
-    return shared;
-  }
-};
-
-[[noreturn]] void throw_out_of_memory(int64_t bytes, int64_t live, int64_t limit) {
-  TORCH_CHECK_WITH(
-      OutOfMemoryError, false,
-      "remat::MemoryLimitGuard: out of memory: an allocation did not fit under the "
-      "limit.\n  asked for: ",
-      readable(bytes), "\n  live:      ", readable(live), "\n  limit:     ", readable(limit),
-      "\nDo: checkpoint more of the model (remat::checkpoint), use a smaller batch, or "
-      "raise the limit.");
-}
-
-int64_t CountingAllocator::reserve(int64_t bytes) {
-  int64_t live = live_bytes_.load();
-  for (;;) {
-    const int64_t limit = limit_bytes_.load();
-    if (limit != kNoLimit && (bytes > limit || live > limit - bytes))
-      throw_out_of_memory(bytes, live, limit);
-    if (live_bytes_.compare_exchange_weak(live, live + bytes)) return live + bytes;
-  }
-}
-
-at::DataPtr CountingAllocator::allocate(size_t bytes) {
-  // Room for the header, and to move out of a page's first bytes.
-  constexpr size_t kExtraBytes = 2 * kHeaderBytes;
-  if (bytes == 0 || bytes > std::numeric_limits<int64_t>::max() - kExtraBytes) {
-    at::DataPtr nothing = previous_.allocate(bytes);  // null, or its own error
-    return nothing ? std::move(nothing) : at::DataPtr(nullptr, nullptr, &release, nothing.device());
-  }
-  const auto counted = static_cast<int64_t>(bytes);
-  const int64_t live = reserve(counted);
-  at::DataPtr memory;
-  try {
-    memory = previous_.allocate(bytes + kExtraBytes);
-  } catch (...) {
-    live_bytes_.fetch_sub(counted);
-    throw;
-  }
-  raise_to(peak_bytes_, live);
-  if (is_recording()) recording::memory_changes(live);
-
-  char* data = static_cast<char*>(memory.get()) + kHeaderBytes;
-  if (!is_header_within_page(data)) data += kHeaderBytes;
-  const at::Device device = memory.device();
-  auto* header = new (data - kHeaderBytes) Header{{}, counted, std::move(memory)};
-  header->mark.store(mark_of(data), std::memory_order_release);
-  return {data, data, &release, device};
-}
-
-void CountingAllocator::release(void* data) {
-  CountingAllocator& self = Shared::get().allocator;
-  if (!is_counted(data)) {
-    if (const at::DeleterFnPtr previous_release = self.previous_.raw_deleter())
-      previous_release(data);
-    return;
-  }
-  Header* header = header_of(data);
-  const int64_t bytes = header->bytes;
-  at::DataPtr memory = std::move(header->previous);
-  header->mark.store(0, std::memory_order_relaxed);
-  header->~Header();
-  memory.clear();
-  const int64_t live = self.live_bytes_.fetch_sub(bytes) - bytes;
-  if (is_recording()) recording::memory_changes(live);
-}
-
-int64_t CountingAllocator::start_peak() {
-  const int64_t last = peak_bytes_.exchange(live_bytes_.load());
-  raise_to(peak_bytes_, live_bytes_.load());  // what another thread took in between
-  return last;
+int64_t checked_limit(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes >= 0, "remat::MemoryLimitGuard: the limit must be at least 0 bytes, got ",
+                    bytes, ".");
+  return bytes;
 }
 
 }  // namespace
 
-// Note [Meters share one peak]
-// Allocations raise one peak, which is cheap however many meters there are. Whenever a meter
-// starts afresh, the shared peak is added to what every other meter has seen, then starts afresh.
+MemoryMeter::MemoryMeter() : MemoryMeter(c10::Device(c10::kCPU)) {}
 
-MemoryMeter::MemoryMeter() {
-  Shared& shared = Shared::get();
+MemoryMeter::MemoryMeter(c10::Device device)
+    : device_(with_index(device)), shared_(detail::MeteredDevice::of(device_)) {
   {
-    const std::lock_guard lock(shared.mutex);
-    shared.meters.insert(this);
+    const std::lock_guard lock(shared_.mutex);
+    shared_.peaks.emplace(this, 0);
   }
   reset_peak();
 }
 
 MemoryMeter::~MemoryMeter() {
-  Shared& shared = Shared::get();
-  const std::lock_guard lock(shared.mutex);
-  shared.meters.erase(this);
+  const std::lock_guard lock(shared_.mutex);
+  shared_.peaks.erase(this);
 }
 
-int64_t MemoryMeter::live_bytes() const { return Shared::get().allocator.live_bytes(); }
+bool MemoryMeter::is_exact() const { return shared_.source.is_exact(); }
+
+int64_t MemoryMeter::live_bytes() const { return shared_.source.live_bytes(); }
 
 int64_t MemoryMeter::peak_bytes() const {
-  Shared& shared = Shared::get();
-  const std::lock_guard lock(shared.mutex);
-  return std::max(peak_bytes_, shared.allocator.peak_bytes());
+  const std::lock_guard lock(shared_.mutex);
+  return std::max(shared_.peaks.at(this), shared_.source.peak_bytes());
 }
 
 void MemoryMeter::reset_peak() {
-  Shared& shared = Shared::get();
-  const std::lock_guard lock(shared.mutex);
-  const int64_t last = shared.allocator.start_peak();
-  for (MemoryMeter* meter : shared.meters) meter->peak_bytes_ = std::max(meter->peak_bytes_, last);
-  peak_bytes_ = 0;
+  const std::lock_guard lock(shared_.mutex);
+  shared_.start_peak();
+  shared_.peaks.at(this) = 0;
 }
 
-MemoryLimitGuard::MemoryLimitGuard(int64_t bytes) : bytes_(bytes) {
-  TORCH_CHECK_VALUE(bytes >= 0, "remat::MemoryLimitGuard: the limit must be at least 0 bytes, got ",
-                    bytes, ".");
-  Shared& shared = Shared::get();
-  const std::lock_guard lock(shared.mutex);
-  shared.limits.insert(bytes);
-  shared.allocator.set_limit(*shared.limits.begin());
+MemoryLimitGuard::MemoryLimitGuard(int64_t bytes)
+    : MemoryLimitGuard(bytes, c10::Device(c10::kCPU)) {}
+
+MemoryLimitGuard::MemoryLimitGuard(int64_t bytes, c10::Device device)
+    : bytes_(checked_limit(bytes)), shared_(detail::MeteredDevice::of(with_index(device))) {
+  const std::lock_guard lock(shared_.mutex);
+  const auto own = shared_.limits.insert(bytes);
+  try {
+    shared_.apply_limit();
+  } catch (...) {
+    shared_.limits.erase(own);
+    throw;
+  }
 }
 
 MemoryLimitGuard::~MemoryLimitGuard() {
-  Shared& shared = Shared::get();
-  const std::lock_guard lock(shared.mutex);
-  shared.limits.erase(shared.limits.find(bytes_));
-  shared.allocator.set_limit(shared.limits.empty() ? kNoLimit : *shared.limits.begin());
+  const std::lock_guard lock(shared_.mutex);
+  shared_.limits.erase(shared_.limits.find(bytes_));
+  shared_.apply_limit();
 }
 
 }  // namespace remat

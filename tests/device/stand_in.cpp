@@ -8,6 +8,10 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
+#include <torch/version.h>
+#if __has_include(<c10/core/CachingDeviceAllocator.h>)
+#include <c10/core/CachingDeviceAllocator.h>
+#endif
 
 #include <array>
 #include <atomic>
@@ -183,39 +187,124 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-struct Memory final : c10::Allocator {
-  c10::DataPtr allocate(size_t bytes) override {
-    used[static_cast<size_t>(device_index)] = true;
-    auto* const block = static_cast<char*>(std::malloc(header + bytes));
-    new (block) Header{static_cast<int64_t>(bytes), {}};
-    num_live_bytes += static_cast<int64_t>(bytes);
-    return {block + header, block, &release, device(device_index)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+// What LibTorch 2.9 and newer ask of an accelerator's allocator.
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 9)
+#define STAND_IN_HAS_STATISTICS 1
+using DeviceAllocator = c10::DeviceAllocator;
+#else
+#define STAND_IN_HAS_STATISTICS 0
+using DeviceAllocator = c10::Allocator;
+#endif
+
+/// [bytes] of one device's tensors.
+struct Sums {
+  int64_t requested = 0, requested_peak = 0, rounded = 0, rounded_peak = 0;
+};
+
+struct Memory final : DeviceAllocator {
   struct Header {
     int64_t bytes;
+    int index;
     std::array<std::atomic<int64_t>, 4> users;  ///< streams of the pool that may use it
   };
+  c10::DataPtr allocate(size_t bytes) override {
+    const int index = device_index;
+    used[static_cast<size_t>(index)] = true;
+    const auto wanted = static_cast<int64_t>(bytes);
+    change(index, wanted);
+    auto* const block = static_cast<char*>(std::malloc(header + bytes));
+    new (block) Header{wanted, index, {}};
+    report(block, index, wanted);
+    return {block + header, block, &release, device(index)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   // What a caching allocator does: memory is used again at once, but for streams it was told of.
   static void release(void* block) {
     auto* const told = static_cast<Header*>(block);
     for (const auto& user : told->users)
       if (user != 0) run_all(user);
-    num_live_bytes -= told->bytes;
-    std::memset(static_cast<char*>(block) + header, 0x77, static_cast<size_t>(told->bytes));
+    const int64_t bytes = told->bytes;
+    change(told->index, -bytes);
+    report(block, told->index, -bytes);
+    std::memset(static_cast<char*>(block) + header, 0x77, static_cast<size_t>(bytes));
     const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
     freed.push_back(block);  // a late copy may still read it
     if (num_queued_copies() > 0) return;
     for (void* each : freed) std::free(each);
     freed.clear();
   }
-  static inline std::vector<void*> freed;
-  static constexpr size_t header = 64;
-  static inline std::atomic<int64_t> num_live_bytes{0};
   void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(to, from, bytes);
   }
+
+  /// As an allocator would round that has pieces of 512 bytes.
+  static int64_t rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }
+  static void change(int index, int64_t bytes) {
+    const std::lock_guard<std::mutex> lock(sums_mutex);
+    Sums& sum = sums[static_cast<size_t>(index)];
+    const int64_t change = bytes > 0 ? rounded(bytes) : -rounded(-bytes);
+    TORCH_CHECK_WITH(OutOfMemoryError, sum.rounded + change <= total,
+                     "far is out of memory: ", bytes, " bytes asked for, ", total - sum.rounded,
+                     " free");
+    sum.requested += bytes;
+    sum.rounded += change;
+    sum.requested_peak = std::max(sum.requested_peak, sum.requested);
+    sum.rounded_peak = std::max(sum.rounded_peak, sum.rounded);
+    num_live_bytes += bytes;
+  }
+  static void report(void* block, int index, int64_t bytes) {
+    if (!c10::memoryProfilingEnabled()) return;
+    size_t now = 0;
+    {
+      const std::lock_guard<std::mutex> lock(sums_mutex);
+      now = static_cast<size_t>(sums[static_cast<size_t>(index)].rounded);
+    }
+    c10::reportMemoryUsageToProfiler(block, bytes > 0 ? rounded(bytes) : -rounded(-bytes), now, now,
+                                     device(index));
+  }
+
+#if STAND_IN_HAS_STATISTICS
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override {}
+  void recordStream(const c10::DataPtr& data, c10::Stream s) override {
+    Guard().recordDataPtrOnStream(data, s);
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
+    const std::lock_guard<std::mutex> lock(sums_mutex);
+    const Sums& sum = sums[static_cast<size_t>(index)];
+    c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.allocated_bytes[0].current = sum.rounded;
+    stats.allocated_bytes[0].peak = sum.rounded_peak;
+    if (tells_requests) {
+      stats.requested_bytes[0].current = sum.requested;
+      stats.requested_bytes[0].peak = sum.requested_peak;
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex index) override {
+    const std::lock_guard<std::mutex> lock(sums_mutex);
+    Sums& sum = sums[static_cast<size_t>(index)];
+    sum.requested_peak = sum.requested;
+    sum.rounded_peak = sum.rounded;
+  }
+  // No "override": LibTorch 2.9 does not ask.
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) {
+    const std::lock_guard<std::mutex> lock(sums_mutex);
+    return {static_cast<size_t>(total - sums[static_cast<size_t>(index)].rounded),
+            static_cast<size_t>(total)};
+  }
+#endif
+
+  static inline std::vector<void*> freed;
+  static constexpr size_t header = 64;
+  static inline std::atomic<int64_t> num_live_bytes{0};
+  static inline std::mutex sums_mutex;
+  static inline std::array<Sums, num_devices> sums{};
+  static inline std::atomic<int64_t> total{default_total_bytes};
+  static inline std::atomic<bool> tells_requests{true};
 };
+static_assert(sizeof(Memory::Header) <= Memory::header);
 Memory memory;
 
 void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const {
@@ -342,6 +431,8 @@ int64_t live_bytes() {
   }
   return last;
 }
+void set_total_bytes(int64_t bytes) { Memory::total = bytes; }
+void set_tells_requests(bool tells) { Memory::tells_requests = tells; }
 int64_t num_kernels(const std::string& op) {
   std::lock_guard<std::mutex> lock(kernels_mutex);
   return kernels[op];

@@ -35,6 +35,12 @@ int64_t num_queued_copies();
 int64_t pinned_bytes();
 void set_has_pinned_memory(bool has);
 
+/// What each device has. An allocation above it throws `c10::OutOfMemoryError`.
+inline constexpr int64_t default_total_bytes = int64_t{1} << 40;
+void set_total_bytes(int64_t bytes);
+/// Whether the allocator's statistics say what tensors asked for, besides what it rounded that to.
+void set_tells_requests(bool tells);
+
 /// Bytes of tensors on the devices, and how often an operator ("aten::mm") was computed for them.
 int64_t live_bytes();
 int64_t num_kernels(const std::string& op);

@@ -1,0 +1,107 @@
+// Bytes of an accelerator's tensors, by its allocator's statistics; a limit by holding the rest.
+
+#include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+
+#include "lib/base/error.h"
+#include "lib/observe/memory_source.h"
+#include "lib/seam/device_allocator.h"
+
+namespace remat {
+namespace {
+
+// Note [A limit by holding the rest]
+// LibTorch has no limit that all accelerators share. An allocation of our own that leaves just the room
+// below the limit is one: the next allocation that does not fit gets the device's own error. It is no
+// tensor of the program's, so it is taken off what is counted.
+class DeviceMemory final : public MemorySource {
+ public:
+  explicit DeviceMemory(c10::Device device) : device_(device) {
+    if (const char* const cause = seam::why_memory_is_unknown(device))
+      throw_unsupported(fmt::format("the bytes of device {} cannot be counted", device.str()),
+                        cause,
+                        "count what the CPU holds (a MemoryMeter without a device), or ask the "
+                        "device's own tools");
+    one_byte();  // a device is used before it has statistics
+  }
+
+  int64_t live_bytes() const override {
+    const std::lock_guard lock(mutex_);
+    return seam::device_bytes(device_).live - num_held_;
+  }
+  int64_t start_peak() override {
+    const std::lock_guard lock(mutex_);
+    const int64_t last = seam::device_bytes(device_).peak - num_held_;
+    seam::reset_device_peak(device_);
+    return last;
+  }
+  int64_t peak_bytes() const override {
+    const std::lock_guard lock(mutex_);
+    return seam::device_bytes(device_).peak - num_held_;
+  }
+  bool is_exact() const override {
+    const at::Tensor something = one_byte();  // shows which numbers the allocator counts
+    return seam::device_bytes(device_).are_requested;
+  }
+  void set_limit(int64_t bytes) override;
+
+ private:
+  at::Tensor one_byte() const {
+    return at::empty({1}, at::TensorOptions(at::kByte).device(device_));
+  }
+  void hold(int64_t bytes);
+
+  const c10::Device device_;
+  mutable std::mutex mutex_;  // what is held is taken off what is alive
+  at::DataPtr held_;
+  int64_t num_held_ = 0;
+};
+
+void DeviceMemory::set_limit(int64_t bytes) {
+  const c10::DeviceGuard guard(device_);
+  const std::lock_guard lock(mutex_);
+  held_.clear();
+  num_held_ = 0;
+  if (bytes != no_limit) {
+    const std::optional<int64_t> free = seam::free_device_bytes(device_);
+    if (!free)
+      throw_unsupported(fmt::format("device {} cannot be limited", device_.str()),
+                        "its allocator does not say how much memory is free",
+                        "limit the CPU's memory, or set a limit by the device's own tools");
+    hold(*free - std::max<int64_t>(bytes - seam::device_bytes(device_).live, 0));
+  }
+  seam::reset_device_peak(device_);  // not what was held
+}
+
+void DeviceMemory::hold(int64_t bytes) {
+  const int64_t before = seam::device_bytes(device_).live;
+  // What is free need not be free in one piece, nor to the last byte.
+  for (int64_t wanted = bytes; wanted > 0; wanted -= std::max<int64_t>(bytes / 64, 1)) {
+    try {
+      held_ = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(wanted));
+      num_held_ = seam::device_bytes(device_).live - before;
+      return;
+    } catch (const c10::OutOfMemoryError&) {
+    }
+  }
+}
+
+}  // namespace
+
+MemorySource& device_memory(c10::Device device) {
+  static std::mutex mutex;
+  static auto& all = *new std::unordered_map<c10::Device, DeviceMemory*>;
+  const std::lock_guard lock(mutex);
+  const auto known = all.find(device);
+  if (known != all.end()) return *known->second;
+  return *all.emplace(device, new DeviceMemory(device)).first->second;
+}
+
+}  // namespace remat

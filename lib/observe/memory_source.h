@@ -1,0 +1,36 @@
+#pragma once
+// What counts the bytes of one device's tensors, and limits them.
+
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <limits>
+
+namespace remat {
+
+/// Counts the bytes of one device. Any thread may read; `start_peak` and `set_limit` have one caller at
+/// a time. Lives until the process ends.
+class MemorySource {
+ public:
+  static constexpr int64_t no_limit = std::numeric_limits<int64_t>::max();
+
+  virtual int64_t live_bytes() const = 0;
+  /// Returns the most `live_bytes()` since its last call, and starts anew at what is alive now.
+  virtual int64_t start_peak() = 0;
+  virtual int64_t peak_bytes() const = 0;
+  /// Whether bytes are those asked for; if not, they are as the allocator rounds them.
+  virtual bool is_exact() const = 0;
+  /// Refuses allocations that would take `live_bytes()` above `bytes`. May start the peak anew.
+  virtual void set_limit(int64_t bytes) = 0;
+
+ protected:
+  ~MemorySource() = default;
+};
+
+/// Installs the counting allocator when it is first called.
+MemorySource& cpu_memory();
+/// Of an accelerator's device, which has an index. Uses the device. Throws `CheckpointError` (Unsupported)
+/// if its allocator does not tell.
+MemorySource& device_memory(c10::Device device);
+
+}  // namespace remat

@@ -1,0 +1,83 @@
+#include "lib/seam/device_allocator.h"
+
+#include <c10/core/Allocator.h>
+
+#if __has_include(<c10/core/CachingDeviceAllocator.h>)
+#include <c10/core/CachingDeviceAllocator.h>
+#endif
+
+// Declared here for LibTorch before 2.9, which does not define it.
+namespace c10 {
+struct DeviceAllocator;
+}
+
+namespace remat::seam {
+
+namespace {
+
+constexpr bool is_requested_kind(int64_t requested, int64_t allocated) {
+  return requested != 0 || allocated == 0;
+}
+
+// A template, so that what LibTorch lacks is not looked for.
+template <class Allocator>
+struct Asked {
+  static constexpr bool is_known = requires { sizeof(Allocator); };
+
+  static Allocator* of(c10::Device device) {
+    if constexpr (is_known)
+      return dynamic_cast<Allocator*>(c10::GetAllocator(device.type()));
+    else
+      return nullptr;
+  }
+
+  static DeviceBytes bytes(c10::Device device) {
+    if constexpr (is_known) {
+      const auto stats = of(device)->getDeviceStats(device.index());
+      const auto& requested = stats.requested_bytes[0];  // of both pools together
+      const auto& allocated = stats.allocated_bytes[0];
+      // An allocator that does not count requests leaves all of their numbers 0.
+      if (is_requested_kind(requested.current, allocated.current) &&
+          is_requested_kind(requested.peak, allocated.peak))
+        return {requested.current, requested.peak, true};
+      return {allocated.current, allocated.peak, false};
+    } else {
+      return {};
+    }
+  }
+
+  static void reset_peak(c10::Device device) {
+    if constexpr (is_known) of(device)->resetPeakStats(device.index());
+  }
+
+  static std::optional<int64_t> free_bytes(c10::Device device) {
+    if constexpr (is_known) {
+      if constexpr (requires(Allocator& a) { a.getMemoryInfo(device.index()); }) {
+        try {
+          of(device)->emptyCache();
+          return static_cast<int64_t>(of(device)->getMemoryInfo(device.index()).first);
+        } catch (const c10::NotImplementedError&) {
+        }
+      }
+    }
+    return std::nullopt;
+  }
+};
+using AskedAllocator = Asked<c10::DeviceAllocator>;
+
+}  // namespace
+
+const char* why_memory_is_unknown(c10::Device device) {
+  if (!AskedAllocator::is_known)
+    return "LibTorch before 2.9 has no interface that tells what an accelerator's memory holds";
+  if (AskedAllocator::of(device) == nullptr)
+    return "the device's allocator is no c10::DeviceAllocator, so that it has no statistics";
+  return nullptr;
+}
+DeviceBytes device_bytes(c10::Device device) { return AskedAllocator::bytes(device); }
+void reset_device_peak(c10::Device device) { AskedAllocator::reset_peak(device); }
+std::optional<int64_t> free_device_bytes(c10::Device device) {
+  return AskedAllocator::free_bytes(device);
+}
+
+}  // namespace remat::seam

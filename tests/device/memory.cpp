@@ -1,0 +1,165 @@
+// remat/memory.h on the stand-in, whose allocator rounds to 512 bytes: meters, limits.
+
+#include "remat/memory.h"
+
+#include <thread>
+
+#include "tests/device/stand_in.h"
+#include "tests/support/support.h"
+
+using remat::CheckpointError;
+using remat::MemoryLimitGuard;
+using remat::MemoryMeter;
+
+namespace {
+
+Tensor bytes_on(int index, int64_t bytes) {
+  return at::empty({bytes}, at::TensorOptions(at::kByte).device(stand_in::device(index)));
+}
+
+/// Makes the device small while it lives.
+struct Small {
+  explicit Small(int64_t bytes) { stand_in::set_total_bytes(bytes); }
+  ~Small() { stand_in::set_total_bytes(stand_in::default_total_bytes); }
+};
+
+}  // namespace
+
+TEST_CASE("a meter of a device counts the bytes asked for, of that device", "[device][memory]") {
+  const MemoryMeter first(stand_in::device(0)), second(stand_in::device(1)), cpu;
+  CHECK(first.is_exact());
+  CHECK(first.device() == stand_in::device(0));
+  CHECK(cpu.device() == at::Device(at::kCPU));
+  const int64_t before = first.live_bytes(), there = second.live_bytes(), here = cpu.live_bytes();
+  for (const int64_t bytes : {1, 7, 512, 513, 100'003}) {
+    const Tensor tensor = bytes_on(0, bytes);
+    CHECK(first.live_bytes() == before + bytes);
+    CHECK(second.live_bytes() == there);
+  }
+  const Tensor one = bytes_on(1, 10);
+  CHECK(first.live_bytes() == before);
+  CHECK(second.live_bytes() == there + 10);
+  CHECK(cpu.live_bytes() == here);
+  const MemoryMeter current(at::Device(at::kPrivateUse1));
+  CHECK(current.device() == stand_in::device(stand_in::current_device()));
+}
+
+TEST_CASE("peaks of a device's meters are their own", "[device][memory]") {
+  const at::Device device = stand_in::device(0);
+  MemoryMeter outer(device);
+  const int64_t before = outer.live_bytes();
+  {
+    const Tensor large = bytes_on(0, 5000);
+  }
+  MemoryMeter inner(device);
+  CHECK(inner.peak_bytes() == before);
+  {
+    const Tensor small = bytes_on(0, 700);
+  }
+  CHECK(inner.peak_bytes() == before + 700);
+  CHECK(outer.peak_bytes() == before + 5000);
+  outer.reset_peak();
+  CHECK(outer.peak_bytes() == before);
+  CHECK(inner.peak_bytes() == before + 700);
+}
+
+TEST_CASE("a meter says whether the allocator tells only what it rounded", "[device][memory]") {
+  struct Rounding {
+    Rounding() { stand_in::set_tells_requests(false); }
+    ~Rounding() { stand_in::set_tells_requests(true); }
+  };
+  const MemoryMeter meter(stand_in::device(0));
+  const Rounding only;
+  const int64_t before = meter.live_bytes();
+  const Tensor tensor = bytes_on(0, 513);
+  CHECK(meter.live_bytes() == before + 1024);
+  CHECK_FALSE(MemoryMeter(stand_in::device(0)).is_exact());
+}
+
+TEST_CASE("a limit on a device refuses what does not fit, on that device only",
+          "[device][memory]") {
+  const Small small(1 << 20);
+  const at::Device device = stand_in::device(0);
+  MemoryMeter meter(device);
+  const int64_t before = meter.live_bytes();
+  {
+    const MemoryLimitGuard limit(before + 4096, device);
+    CHECK(meter.live_bytes() == before);
+    CHECK(meter.peak_bytes() == before);
+    {
+      const Tensor fits = bytes_on(0, 4096 - 512);
+      CHECK(meter.live_bytes() == before + 4096 - 512);
+      CHECK_THROWS_AS(bytes_on(0, 1024), c10::OutOfMemoryError);
+      CHECK(meter.live_bytes() == before + 4096 - 512);
+      const Tensor there = bytes_on(1, 100'000);
+      {
+        const MemoryLimitGuard looser(before + 100'000, device);
+        CHECK_THROWS_AS(bytes_on(0, 1024), c10::OutOfMemoryError);
+      }
+      const MemoryLimitGuard tighter(0, device);
+      CHECK_THROWS_AS(bytes_on(0, 1), c10::OutOfMemoryError);
+    }
+    const Tensor again = bytes_on(0, 4096 - 512);
+  }
+  const Tensor large = bytes_on(0, 500'000);
+  CHECK(meter.live_bytes() == before + 500'000);
+  CHECK(meter.peak_bytes() == before + 500'000);
+}
+
+TEST_CASE("a region fits under a device's limit that plain does not", "[device][memory]") {
+  const Small small(1 << 20);
+  const auto chain = [](const Tensor& x) {
+    Tensor y = x;
+    for (int i = 0; i < 8; ++i) y = y.sin();
+    return y;
+  };
+  const Tensor x = at::randn({2048}).to(stand_in::device(0)).requires_grad_();
+  const Tensor plain = grad_of(chain(x), {x})[0].cpu();
+  stand_in::live_bytes();
+  MemoryMeter meter(stand_in::device(0));
+  const int64_t before = meter.live_bytes();
+  {
+    const MemoryLimitGuard limit(before + 5 * 8192, stand_in::device(0));
+    CHECK_THROWS_AS(chain(x), c10::OutOfMemoryError);
+    const Tensor y = remat::checkpoint(chain, x);
+    CHECK(meter.peak_bytes() - before <= 5 * 8192);
+    CHECK(meter.live_bytes() - before == 8192);
+  }
+  stand_in::live_bytes();
+  const Tensor y = remat::checkpoint(chain, x);
+  meter.reset_peak();
+  require_bit_equal({grad_of(y, {x})[0].cpu()}, {plain});
+  // Held: y, its gradient; recomputed: the seven that sin saves; a cosine and a product.
+  CHECK(meter.peak_bytes() - before <= 11 * 8192);
+  CHECK(meter.peak_bytes() - before >= 9 * 8192);
+}
+
+TEST_CASE("meters of a device in many threads", "[device][memory]") {
+  const at::Device device = stand_in::device(1);
+  MemoryMeter meter(device);
+  const int64_t before = meter.live_bytes();
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([&] {
+      for (int round = 0; round < 200; ++round) {
+        MemoryMeter own(device);
+        const Tensor tensor = bytes_on(1, 1000);
+        if (own.peak_bytes() < before + 1000 || own.peak_bytes() > before + 4000) ++wrong;
+      }
+    });
+  for (std::thread& each : threads) each.join();
+  CHECK(wrong == 0);
+  CHECK(meter.live_bytes() == before);
+  CHECK(meter.peak_bytes() >= before + 1000);
+}
+
+TEST_CASE("devices whose memory nobody tells are refused", "[device][memory]") {
+  const auto error = error_of<CheckpointError>([] { MemoryMeter meter((at::Device(at::kMeta))); });
+  CHECK(error.kind() == CheckpointError::Kind::Unsupported);
+  CHECK_THAT(error.what(), contains("the bytes of device meta"));
+  CHECK_THAT(error.what(), contains("the device's allocator is no c10::DeviceAllocator"));
+  CHECK_THROWS_AS(MemoryMeter(at::Device(at::kXLA, 0)), CheckpointError);
+  CHECK_THROWS_AS(MemoryLimitGuard(1, at::Device(at::kMeta)), CheckpointError);
+  CHECK_THROWS_AS(MemoryLimitGuard(-1, stand_in::device(0)), c10::ValueError);
+}
