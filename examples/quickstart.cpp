@@ -19,16 +19,16 @@ int main() {
                               torch::nn::Linear(1024, 256));
   const torch::Tensor input = torch::randn({64, 256});
 
-  const auto gradients = [&](const char* name, const auto& forward) {
+  const auto gradients = [&meter, &input, &block](const char* name, auto forward) {
     const int64_t before = meter.live_bytes();
     const torch::Tensor loss = forward(input).square().mean();
     std::cout << name << meter.live_bytes() - before << " bytes alive after forward\n";
     return torch::autograd::grad({loss}, block->parameters());
   };
-  const auto plain =
-      gradients("plain:        ", [&](const torch::Tensor& x) { return block->forward(x); });
+  const auto plain = gradients(
+      "plain:        ", [block](const torch::Tensor& x) mutable { return block->forward(x); });
   const auto checkpointed = gradients(
-      "checkpointed: ", [&](const torch::Tensor& x) { return remat::checkpoint(block, x); });
+      "checkpointed: ", [block](const torch::Tensor& x) { return remat::checkpoint(block, x); });
 
   const bool equal = std::equal(plain.begin(), plain.end(), checkpointed.begin(), torch::equal);
   std::cout << "gradients bit-equal: " << (equal ? "yes" : "no") << "\n";

@@ -6,7 +6,7 @@
 Inside lib a folder includes only lower ones (FOLDERS), and only through their doors (DOORS). A header and its
 source are one room: no include cycle of rooms crosses a folder, and none inside one has more than three.
 Members are defined in the folder that declares them. What LibTorch may change from version to version stands in
-lib/seam only (UNSTABLE). Faults fail the test; sizes above the aims are printed as warnings.
+lib/seam only (UNSTABLE). No text for users cites a Rule by its number. Faults fail the test; sizes above the aims are printed as warnings.
 """
 
 import re
@@ -38,7 +38,7 @@ DOORS = {
     "tensor": None,
     "scope": None,
     "rng": {"device_claims", "device_rng", "draws", "recompute_draws"},
-    "state": {"early_guards", "module_state", "streams", "surroundings", "user_state"},
+    "state": {"early_guards", "module_state", "parameter_names", "streams", "surroundings", "user_state"},
     "observe": {"op_log", "profiler", "recording"},
     "frame": {"active_recomputes", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "mismatch",
               "region"},
@@ -155,6 +155,19 @@ def unstable_faults(source, text):
             yield f"`{found.group(0)}` belongs into lib/seam"
 
 
+STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+
+
+def rule_faults(source, text):
+    """Rules have numbers for those who work on the code. Users are told what they say."""
+    if tree_of(source) not in ("include", "hooks", "lib", "examples", "bench"):
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        for literal in STRING.findall(line.split("//")[0]):
+            if re.search(r"\b[Rr]ules? \d", literal):
+                yield f"a text for users cites a Rule by its number (line {number})"
+
+
 def cycles(texts):
     """Sets of rooms of lib and hooks that include each other in a circle."""
     arrows = {}
@@ -235,7 +248,7 @@ def main():
             text = source.read_text(encoding="utf-8")
             texts[source] = text
             where = source.relative_to(ROOT)
-            for check in (include_faults, lib_faults, unstable_faults):
+            for check in (include_faults, lib_faults, unstable_faults, rule_faults):
                 faults += [f"{where}: {fault}" for fault in check(source, text)]
             if AVOIDED & set(re.split(r"[_/.]", str(where))):
                 faults.append(f"{where}: the name says nothing (utils, helpers, misc, manager, common)")

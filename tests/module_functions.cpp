@@ -2,6 +2,8 @@
 
 #include <torch/csrc/jit/api/module.h>
 
+#include <any>
+
 #include "tests/support/nn.h"
 
 using remat::BufferPolicy;
@@ -51,6 +53,55 @@ void require_plain_buffers(Normed module, const Tensor& x, Region&& region) {
   CHECK(done.now().recomputes == 1);
   require_bit_equal(module->buffers(), expected);
 }
+
+}  // namespace
+
+// What cannot be a region is no valid call to a requires-expression, whatever the cause.
+namespace {
+
+template <class F, class... A>
+concept MayBeRegion = requires(F& fn, A&... args) { checkpoint(fn, args...); };
+template <class F, class... A>
+concept MayBeRegionWithOptions = requires(const CheckpointOptions& options, F& fn, A&... args) {
+  checkpoint(options, fn, args...);
+};
+template <class F, class... A>
+concept MayBe = MayBeRegion<F, A...> && MayBeRegionWithOptions<F, A...>;
+template <class F, class... A>
+concept CannotBe = !MayBeRegion<F, A...> && !MayBeRegionWithOptions<F, A...>;
+
+Tensor scaled(const Tensor& x, double = 2) { return x; }
+constexpr auto takes_reference = [](Tensor& x) { return x; };
+constexpr auto takes_tensor = [](const Tensor& x) { return x; };
+struct WithoutForward : nn::Module {};
+class WithPrivateForward : public nn::Module {
+  Tensor forward(Tensor x) { return x; }
+};
+struct WithOverloads : nn::Module {
+  Tensor forward(Tensor x) { return x; }
+  Tensor forward(Tensor x, double) { return x; }
+};
+
+using Pointer = std::shared_ptr<NormedImpl>;
+static_assert(MayBe<Normed, Tensor> && MayBe<NormedImpl*, Tensor> && MayBe<Pointer, Tensor>);
+static_assert(MayBe<nn::AnyModule, Tensor> && MayBe<torch::jit::Module, Tensor>);
+static_assert(MayBe<decltype(takes_tensor), Tensor> && MayBe<decltype(scaled), Tensor, double>);
+static_assert(MayBe<decltype(takes_reference), std::reference_wrapper<Tensor>>);
+static_assert(MayBe<WithOverloads*, Tensor> && MayBe<WithOverloads*, Tensor, double>);
+static_assert(CannotBe<NormedImpl, Tensor>);
+static_assert(CannotBe<nn::Module*, Tensor> && CannotBe<std::shared_ptr<nn::Module>, Tensor>);
+static_assert(CannotBe<Normed> && CannotBe<Normed, Tensor, Tensor> &&
+              CannotBe<Normed, std::string>);
+static_assert(CannotBe<Pointer> && CannotBe<NormedImpl*, int>);
+static_assert(CannotBe<WithoutForward*, Tensor> && CannotBe<WithPrivateForward*, Tensor>);
+static_assert(CannotBe<WithOverloads*, Tensor, Tensor>);
+static_assert(CannotBe<torch::jit::Module, std::vector<std::any>>);
+static_assert(CannotBe<decltype(takes_reference), Tensor>);
+static_assert(CannotBe<decltype(takes_tensor)> && CannotBe<decltype(takes_tensor), int, int>);
+static_assert(CannotBe<decltype(scaled), Tensor> &&
+              CannotBe<decltype(scaled), std::string, double>);
+static_assert(CannotBe<int, Tensor> && CannotBe<Tensor, Tensor> &&
+              CannotBe<CheckpointOptions, Tensor>);
 
 }  // namespace
 

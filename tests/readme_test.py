@@ -152,6 +152,12 @@ def quote_faults(text):
                 yield f"no error says \"{sentence}\""
 
 
+def rule_faults(text):
+    """Pages for users say what holds; the Rules' numbers are for those who work on the code."""
+    for number in sorted(set(re.findall(r"\b[Rr]ules? \d+", text))):
+        yield f"it cites {number}"
+
+
 def faults_of(name, text):
     yield from block_faults(text)
     yield from link_faults(text, name)
@@ -160,6 +166,7 @@ def faults_of(name, text):
     yield from quote_faults(text)
     if name == "README.md" or name in PAGES:
         yield from output_faults(text)
+        yield from rule_faults(text)
     if name == "README.md":
         yield from readme_faults(text)
     if name == "docs/errors.md":

@@ -97,7 +97,8 @@ struct AppliedCheckpointing {
 /// `set_checkpointing` and `set_checkpoint_level` switch these regions, too.
 ///
 /// Without options a Checkpointed keeps its own, an element that is on keeps what it has, and others get
-/// `ModuleOptions{}`. With options all chosen get those, named by their path; a name gets the path behind it.
+/// `ModuleOptions{}`; those without a name are named by their path. With options all chosen get those, named by their
+/// path; a name gets the path behind it.
 /// Doing so again changes the options, and no more.
 /// Memory: of a region, as `checkpoint()` says. Graphs that exist keep what they have.
 /// Threads: no other thread may use the tree meanwhile, and no forward of it run; after it, as `Checkpointed`.

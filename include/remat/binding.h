@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <typeinfo>
 #include <vector>
 
 #include "remat/error.h"
@@ -65,11 +66,15 @@ class REMAT_API RegionBody {
 
 /// What is known of a function besides how to run it. A binding may leave all of it out.
 struct FunctionFacts {
-  /// The module that the function is, or null: its training flags and buffers are in recomputes as in forward.
+  /// The module that the function is, or null: its training flags and buffers are in recomputes as in forward, and
+  /// errors name its parameters and buffers.
   torch::nn::Module* module = nullptr;
   /// Where the function object lies: with `debug`, a region looks there for addresses of the thread's stack.
   const void* object = nullptr;
   std::size_t num_bytes = 0;  ///< of the object
+  /// Where the options give no name, the region is called by this type, or by the module's: as it is written, without
+  /// namespace and `Impl`. Looked at when somebody asks for the name.
+  const std::type_info* type = nullptr;
 };
 
 /// The first run of a region: from saving its inputs to taking note of its result. One thread.

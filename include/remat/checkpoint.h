@@ -97,12 +97,15 @@ class Body final : public RegionBody {
 
 template <class F>
 FunctionFacts facts_of(const F& function, torch::nn::Module* module) {
-  if constexpr (IsShared<F>)
+  if constexpr (IsShared<F>) {
     return facts_of(function.shared_function(), module);
-  else
-    return {.module = module,
-            .object = &function,
-            .num_bytes = std::is_empty_v<F> ? 0 : sizeof(function)};
+  } else {
+    FunctionFacts facts{.module = module,
+                        .object = &function,
+                        .num_bytes = std::is_empty_v<F> ? 0 : sizeof(function)};
+    if constexpr (requires { F::type_of_name(); }) facts.type = &F::type_of_name();
+    return facts;
+  }
 }
 
 template <class Fn, class... Args>
@@ -213,7 +216,7 @@ class CheckpointedFunction {
 template <class Fn, class... Args>
   requires detail::Runnable<Fn, Args...>
 auto checkpoint(Fn&& fn, Args&&... args) {
-  static const CheckpointOptions defaults;
+  static const CheckpointOptions defaults{.location = {}};
   return detail::run_call(defaults, std::forward<Fn>(fn), std::forward<Args>(args)...);
 }
 

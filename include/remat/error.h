@@ -31,13 +31,18 @@ class REMAT_API CheckpointError : public c10::Error {
     InputChanged        ///< an argument of the region is not what the call was given
   };
 
-  /// One saved tensor that differs. The operators are known with `debug`, otherwise empty.
+  /// One saved tensor that differs. With `debug` the operators are known, with the shapes of their arguments; without,
+  /// of some tensors the node of forward's, such as "ConvolutionBackward0"; else they are empty.
   struct Mismatch {
     int64_t position;          ///< of the saved tensor in its region, from 0
     std::string forward;       ///< what forward saved
     std::string recompute;     ///< what the recompute saved instead
     std::string forward_op;    ///< the operator that saved it in forward
     std::string recompute_op;  ///< the operator that saved it in the recompute
+    /// The parameter or buffer that forward saved, such as "parameter 'conv1.weight' of UNetBlock"; empty if it was none
+    /// of a module that the region knows: its function, those in `CheckpointOptions::modules`, those of regions around.
+    std::string forward_tensor{};
+    std::string recompute_tensor{};  ///< the same of the recompute
   };
 
   /// What the error knows besides its text; counts are -1 where they have no meaning.
@@ -55,7 +60,7 @@ class REMAT_API CheckpointError : public c10::Error {
 
   /// What went wrong.
   Kind kind() const { return facts_.kind; }
-  /// The region's name, empty if it has none.
+  /// The region's name, empty if it has none; the default one, too (`CheckpointOptions::name`).
   const std::string& region() const { return facts_.region; }
   /// The run of the region, as `current_phase()` says it; -1 where there is none.
   int64_t frame_id() const { return facts_.frame_id; }

@@ -29,5 +29,6 @@ struct PhaseInfo;
 struct PolicyContext;
 struct SaveElsewhereOptions;
 struct SelectiveOptions;
+struct SourceLocation;
 
 }  // namespace remat

@@ -19,7 +19,8 @@ namespace remat {
 
 /// The options of one checkpointed module.
 struct ModuleOptions {
-  CheckpointOptions checkpoint{};  ///< of its regions
+  /// Of its regions. Without a name they are called by the type of the module.
+  CheckpointOptions checkpoint{.location = {}};
   /// A module in eval mode runs plainly.
   bool training_only = true;
   bool enabled = true;  ///< calls are regions; `set_checkpointing` switches it
@@ -88,6 +89,12 @@ class REMAT_API ModuleStateGuard : ScopeGuard {
   explicit ModuleStateGuard(const UserRegistrations& registrations);
 };
 
+/// A function whose regions are called by a type, if their options do not name them.
+template <class F, class Type>
+struct CalledByType : F {
+  static const std::type_info& type_of_name() { return typeid(Type); }
+};
+
 template <class Impl, class... Args>
 concept TakesForward =
     requires(Impl& impl, Args&&... args) { impl.Impl::forward(std::forward<Args>(args)...); };
@@ -154,7 +161,8 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
                        auto&&... a) noexcept(is_noexcept) -> Result {
       return call_plain<R>(*self, std::forward<decltype(a)>(a)...);
     };
-    return run_region(remat_region_.checkpoint_options(), std::move(forward),
+    return run_region(remat_region_.checkpoint_options(),
+                      CalledByType<decltype(forward), Impl>{std::move(forward)},
                       std::forward<Args>(args)...);
   }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -73,9 +74,22 @@ struct ContextPair {
   std::function<Scope()> recompute{};  ///< of each recompute
 };
 
+/// A line of a program. (Not std::source_location, which clang knows from 16 on only.)
+struct SourceLocation {
+  const char* file = nullptr;  ///< as the compiler was given it; null: not known
+  uint32_t line = 0;           ///< from 1
+
+  /// Where this stands; in the default initialiser of a member: where the struct is initialised with braces.
+  static constexpr SourceLocation current(const char* file = __builtin_FILE(),
+                                          uint32_t line = __builtin_LINE()) {
+    return {file, line};
+  }
+};
+
 /// The options of one region. Plain values; copied into the region's frame.
 struct CheckpointOptions {
-  /// Shown in errors, reports and traces.
+  /// Shown in errors, reports and traces. Empty: a function that is a module is called by its type, without namespace
+  /// and `Impl`.
   std::string name{};
   /// The recompute draws the random numbers that forward drew (Rule 11).
   bool preserve_rng_state = true;
@@ -109,6 +123,9 @@ struct CheckpointOptions {
   std::vector<std::shared_ptr<torch::nn::Module>> modules{};
   /// What the region keeps of its tensor arguments.
   InputMode inputs = InputMode::Default;
+  /// Shown in errors: where these options were written, which is the call for `checkpoint({.name = "x"}, ...)`. Set by
+  /// itself where they are written with braces; not for `CheckpointOptions options;`.
+  SourceLocation location = SourceLocation::current();
 };
 
 }  // namespace remat

@@ -29,8 +29,8 @@ REMAT_API Counters counters();
 
 /// Sums over all regions of one name that began while the recorder was alive.
 struct RegionReport {
-  std::string name;           ///< `CheckpointOptions::name`; empty: regions without one
-  int64_t calls = 0;          ///< first runs that returned
+  std::string name;   ///< `CheckpointOptions::name`, or its default; empty: regions without one
+  int64_t calls = 0;  ///< first runs that returned
   int64_t recomputes = 0;     ///< begun, also those that failed
   int64_t early_stops = 0;    ///< recomputes that were cut short
   int64_t bytes_dropped = 0;  ///< [bytes] that autograd would have kept; a storage once a call

@@ -99,7 +99,7 @@ struct PhaseInfo {
   Phase phase = Phase::None;  ///< None outside of regions
   int64_t frame_id = -1;      ///< the same in forward and recompute: a key for per-region state
   int64_t depth = 0;          ///< enclosing frames, this one included
-  std::string name{};         ///< `CheckpointOptions::name`
+  std::string name{};         ///< `CheckpointOptions::name`, or its default
 };
 
 /// The phase of the innermost frame on this thread, also on the threads of a backward.

@@ -18,9 +18,9 @@ enum class Split {
 
 /// How `checkpoint_sequential` cuts and runs a chain.
 struct SequentialOptions {
-  /// Of every segment; a name gets the segment's number behind it. `InputMode::Default` is
-  /// `CopyOnWrite` here, so that a segment may begin with an in-place activation.
-  CheckpointOptions checkpoint{};
+  /// Of every segment; a name gets the segment's number behind it, without one segments are called "stages 0 to 3".
+  /// `InputMode::Default` is `CopyOnWrite` here, so that a segment may begin with an in-place activation.
+  CheckpointOptions checkpoint{.location = {}};
   Split split = Split::Torch;  ///< how the chain is cut
   /// The last segment runs plainly, as upstream: its tensors are needed at once in backward.
   bool checkpoint_last = false;

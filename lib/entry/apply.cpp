@@ -147,7 +147,10 @@ ModuleOptions options_at(const std::string& path, ModuleOptions options) {
 void switch_on(const Way& way, const ModuleOptions* options) {
   const std::string& path = way.chosen->path;
   if (way.region != nullptr) {
-    if (options != nullptr) way.region->set_options(options_at(path, *options));
+    if (options != nullptr)
+      way.region->set_options(options_at(path, *options));
+    else if (way.region->checkpoint_options().name.empty())
+      way.region->set_options(options_at(path, way.region->options()));
     way.region->enable(true);
     return;
   }

@@ -5,7 +5,11 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <torch/nn/module.h>
+
+#include <algorithm>
 #include <memory>
+#include <typeinfo>
 #include <utility>
 
 #include "lib/base/error.h"
@@ -26,21 +30,25 @@ using detail::StackView;
 namespace {
 
 RegionOptions options_in_force(const CheckpointOptions& options, const StackView& around) {
-  RegionOptions in_force{.early_stop = options.early_stop,
-                         .debug = options.debug,
-                         .preserve_rng_state = options.preserve_rng_state,
-                         .strict_unpack = options.strict_unpack,
-                         .offload_inputs = options.offload_inputs,
-                         .ignores_buffers = options.buffers == BufferPolicy::Ignore,
-                         .copies_inputs = options.inputs == InputMode::CopyOnWrite,
-                         .determinism_check = options.determinism_check,
-                         .capture_check = options.capture_check};
-  if (const detail::Scope* guard = around.innermost(Ability::EarlyStop))
-    in_force.early_stop_guard = guard->early_stop;
-  if (const detail::Scope* guard = around.innermost(Ability::Debug))
-    in_force.debug_guard = guard->debug;
-  in_force.early_stop = in_force.early_stop_guard.value_or(options.early_stop);
-  in_force.debug = in_force.debug_guard.value_or(options.debug);
+  RegionOptions in_force{
+      .early_stop = options.early_stop,
+      .debug = options.debug,
+      .preserve_rng_state = options.preserve_rng_state,
+      .strict_unpack = options.strict_unpack,
+      .offload_inputs = options.offload_inputs,
+      .ignores_buffers = options.buffers == BufferPolicy::Ignore,
+      .copies_inputs = options.inputs == InputMode::CopyOnWrite,
+      .determinism_check = options.determinism_check,
+      .capture_check = options.capture_check,
+      .line = static_cast<uint16_t>(std::min<uint32_t>(options.location.line, UINT16_MAX))};
+  if (const detail::Scope* guard = around.innermost(Ability::EarlyStop)) {
+    in_force.early_stop_guard = RegionOptions::guarded(guard->early_stop);
+    in_force.early_stop = guard->early_stop.value_or(options.early_stop);
+  }
+  if (const detail::Scope* guard = around.innermost(Ability::Debug)) {
+    in_force.debug_guard = RegionOptions::guarded(guard->debug);
+    in_force.debug = guard->debug.value_or(options.debug);
+  }
   return in_force;
 }
 
@@ -98,8 +106,11 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
     modules_ = register_modules(options, facts.module);
   const auto* const around =
       static_cast<const detail::RegionScope*>(stack.innermost(Ability::Region));
+  const std::type_info* type = facts.type;
+  if (type == nullptr && facts.module != nullptr) type = &typeid(*facts.module);
   frame_ = c10::make_intrusive<Frame>(in_force, extras_of(options, in_force),
-                                      around == nullptr ? 1 : around->region().depth + 1);
+                                      around == nullptr ? 1 : around->region().depth + 1, type,
+                                      options.location.file);
   RegionExtras* const extras = frame_->region().extras.get();
   if (options.context_fn) extras->contexts = options.context_fn();
   frame_->begin(std::move(body));
@@ -112,7 +123,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
     dispatch_mode_ = std::make_shared<seam::DispatchMode>();
   }
   frame_->set_sees_operators(seam::is_dispatch_mode_on());
-  if (in_force.debug) warn_of_stack_captures(facts, options.name);
+  if (in_force.debug) warn_of_stack_captures(facts, frame_->region().info.name());
   if (in_force.debug) logging_ = std::make_unique<OpLogScope>(&extras->forward_log);
   if (extras == nullptr || !extras->contexts.forward) return;
   try {

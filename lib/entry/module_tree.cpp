@@ -1,7 +1,6 @@
 #include "lib/entry/module_tree.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/Type.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,8 +16,6 @@ constexpr std::string_view conditions_text =
     "Do: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a "
     "dot, `**` anything, `|` stands between several), type (of classes, the same way) and every (a number from 1 "
     "up); for example \"every=2,name=layers.*,type=Bottleneck\".";
-
-constexpr std::string_view checkpointed_begin = "remat::Checkpointed<";
 
 void add_tree(std::vector<TreeModule>& all, const std::string& path, const std::string& name,
               torch::nn::Module& module, torch::nn::Module* parent) {
@@ -167,24 +164,7 @@ std::vector<TreeModule> chosen_of(torch::nn::Module& root, const ModuleChoice& c
   return chosen;
 }
 
-std::string written_type(const std::type_info& type) {
-  std::string text = c10::demangle(type.name());
-  const auto replace = [&text](std::string_view from, std::string_view to) {
-    for (std::size_t at = 0; (at = text.find(from, at)) != text.npos; at += to.size())
-      text.replace(at, from.size(), to);
-  };
-  replace("(anonymous namespace)::", "");
-  replace("remat::CheckpointedImpl<", checkpointed_begin);
-  replace(" >", ">");
-  return text;
-}
-
 std::string written_type(const torch::nn::Module& module) { return written_type(typeid(module)); }
-
-std::string plain_type(const std::string& written) {
-  if (!written.starts_with(checkpointed_begin) || !written.ends_with('>')) return written;
-  return written.substr(checkpointed_begin.size(), written.size() - checkpointed_begin.size() - 1);
-}
 
 ModuleChoice ModuleChoice::parse(std::string_view text) {
   TORCH_CHECK_VALUE(!trimmed(text).empty(), "remat::ModuleChoice::parse: the text was empty. ",

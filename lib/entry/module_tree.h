@@ -3,9 +3,9 @@
 
 #include <string>
 #include <string_view>
-#include <typeinfo>
 #include <vector>
 
+#include "lib/base/type_name.h"
 #include "remat/apply.h"
 
 namespace remat {
@@ -25,10 +25,7 @@ std::vector<TreeModule> chosen_of(torch::nn::Module& root, const ModuleChoice& c
 /// Whether it has a condition beyond `every`.
 bool has_condition(const ModuleChoice& choice);
 
-/// A class as it is written in code: without unnamed namespaces, a Checkpointed by the name of its holder.
-std::string written_type(const std::type_info& type);
+/// The class of a module as it is written in code.
 std::string written_type(const torch::nn::Module& module);
-/// The `BlockImpl` of a `remat::Checkpointed<BlockImpl>`; others as they are.
-std::string plain_type(const std::string& written);
 
 }  // namespace remat

@@ -5,6 +5,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 
+#include <cstddef>
+#include <string>
 #include <utility>
 
 #include "remat/plan.h"
@@ -12,6 +14,11 @@
 namespace remat {
 
 namespace {
+
+std::string name_of_stages(std::ptrdiff_t first, std::ptrdiff_t last) {
+  if (first == last) return "stage " + std::to_string(first);
+  return "stages " + std::to_string(first) + " to " + std::to_string(last);
+}
 
 /// `modules`: of each stage, or none at all.
 at::Tensor run_segments(const std::vector<Stage>& stages,
@@ -48,8 +55,9 @@ at::Tensor run_segments(const std::vector<Stage>& stages,
       input = run(segment, std::move(input));
       continue;
     }
-    if (!options.checkpoint.name.empty())
-      checkpoint_options.name = options.checkpoint.name + " " + std::to_string(i);
+    checkpoint_options.name = options.checkpoint.name.empty()
+                                  ? name_of_stages(first, last - 1)
+                                  : options.checkpoint.name + " " + std::to_string(i);
     if (!modules.empty()) {
       checkpoint_options.modules = options.checkpoint.modules;
       checkpoint_options.modules.insert(checkpoint_options.modules.end(), modules.begin() + first,

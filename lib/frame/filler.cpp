@@ -161,7 +161,9 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
 }
 
 void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {
-  const auto mismatch = [&](std::string forward, std::string now) {
+  const at::Tensor* const origin = input_being_saved();
+  const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  const auto difference = [&](std::string forward, std::string now) {
     CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
     if (log_) {
       const RegionExtras& extras = *region_.extras;
@@ -170,18 +172,16 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
         m.forward_op = extras.forward_log.at(extras.saved_by[index]);
       m.recompute_op = log_->at(log_->size() - 1);
     }
-    return m;
+    return Difference{std::move(m), SlotIdentity(slot), TensorIdentity::of(judged)};
   };
-  const at::Tensor* const origin = input_being_saved();
-  const at::Tensor& judged = origin != nullptr ? *origin : saved;
   if (is_changed_capture(slot, judged)) {
-    differences_.captures.push_back(
-        mismatch(slot.metadata.text() + fmt::format(", version {}", slot.provenance.version),
-                 TensorMetadata(saved, slot.metadata.has_strides()).text() +
-                     fmt::format(", version {}{}", judged._version(),
-                                 storage_of(judged) == slot.provenance.storage._unsafe_get_target()
-                                     ? ""
-                                     : ", other storage")));
+    differences_.captures.push_back(difference(
+        slot.metadata.text() + fmt::format(", version {}", slot.provenance.version),
+        TensorMetadata(saved, slot.metadata.has_strides()).text() +
+            fmt::format(", version {}{}", judged._version(),
+                        storage_of(judged) == slot.provenance.storage._unsafe_get_target()
+                            ? ""
+                            : ", other storage")));
     if (is_replaced(slot.provenance, judged)) differences_.replaced.push_back(position);
   }
   for (const auto& check : region_.checks())
@@ -198,9 +198,10 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
             : follows                ? ", of the operator that saved the one before"
                                      : ", the first of its operator");
   };
-  differences_.metadata.push_back(mismatch(text(slot.metadata, slot.has_edge, slot.follows),
-                                           text(TensorMetadata(saved, slot.metadata.has_strides()),
-                                                has_raw_gradient_edge(judged), follows_)));
+  differences_.metadata.push_back(
+      difference(text(slot.metadata, slot.has_edge, slot.follows),
+                 text(TensorMetadata(saved, slot.metadata.has_strides()),
+                      has_raw_gradient_edge(judged), follows_)));
 }
 
 // Note [Made again]
@@ -227,8 +228,13 @@ void Filler::compare_pending(uint64_t next_operator, bool is_end) {
       }
       const std::string name = std::string(then.check->report().name) + " ";
       if (differences_.check == nullptr) differences_.check = then.check;
-      if (differences_.check == then.check)
-        differences_.contents.push_back({each.position, name + then.text, name + now, {}, {}});
+      if (differences_.check != then.check) continue;
+      SlotIdentity slot_identity;
+      slots_.with_slot(each.position, view_.is_settled,
+                       [&](const Slot& slot) { slot_identity = SlotIdentity(slot); });
+      differences_.contents.push_back({{each.position, name + then.text, name + now, {}, {}},
+                                       std::move(slot_identity),
+                                       TensorIdentity::of(each.tensor)});
     }
 }
 

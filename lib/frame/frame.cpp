@@ -11,12 +11,23 @@
 
 namespace remat {
 
-Frame::Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int32_t depth)
+namespace {
+
+RegionName region_name(const RegionExtras* extras, const std::type_info* type) {
+  return extras != nullptr && !extras->name.empty() ? RegionName(&extras->name) : RegionName(type);
+}
+
+}  // namespace
+
+Frame::Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int32_t depth,
+             const std::type_info* type, const char* file)
     : region_{.info = {.id = live_counters.frames_created.fetch_add(1, std::memory_order_relaxed),
-                       .given_name = extras == nullptr ? nullptr : &extras->name,
+                       .called = region_name(extras.get(), type),
                        .depth = depth},
               .options = options,
-              .extras = std::move(extras)},
+              .extras = std::move(extras),
+              .file = file,
+              .surroundings = &surroundings_},
       surroundings_(options.preserve_rng_state) {}
 
 // Rule 13. What a frame holds may own other frames: through the arguments of the user's function,

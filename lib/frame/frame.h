@@ -23,6 +23,7 @@
 // 16. Plays with others: (engine, hook_stack).
 
 #include <memory>
+#include <typeinfo>
 
 #include "lib/frame/forward_notes.h"
 #include "lib/frame/inputs.h"
@@ -37,7 +38,9 @@ namespace remat {
 
 class Frame final : public TaskMember {
  public:
-  Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int32_t depth);
+  /// `type` names the region if the extras do not; both it and `file` may be null.
+  Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int32_t depth,
+        const std::type_info* type, const char* file);
   ~Frame() override;
 
   /// Saves the region's inputs through the hooks around it, and takes note of its surroundings.

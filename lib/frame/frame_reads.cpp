@@ -72,7 +72,8 @@ at::Tensor Frame::hand_over(int64_t position, Value value) {
     recording::slot_event(EventKind::Read, region_.info, position, {});
   if (static_cast<uint32_t>(value.tensor._version()) != value.version &&
       !is_planted(Fault::SavedVersion))
-    throw_changed_value(region_, position, value.tensor, value.version);
+    throw_changed_value(region_, position, slots_.identity_of(position), value.tensor,
+                        value.version);
   if (value.alias.defined() && storage_of(value.alias) != storage_of(value.tensor))
     value.tensor = std::move(value.alias);
   if (value.ready) value.ready->wait_before_use(value.tensor);

@@ -189,12 +189,24 @@ bool Inputs::is_copy_stale(const Input& input, const at::Tensor& data) const {
   return original && layout_of(at::Tensor(original)) == input.layout;
 }
 
+/// As far as it is known without the tensor.
+TensorIdentity Inputs::identity_of(const Input& input) const {
+  TensorIdentity identity;
+  if (const at::Tensor leaf = input.edge.leaf(); leaf.defined())
+    identity.object = WeakTensor(leaf.getIntrusivePtr());
+  else if (input.details != nullptr)
+    identity.object = input.is_copy() ? input.details->original : input.details->object;
+  identity.storage = storages_.weak_at(input.storage_number);
+  return identity;
+}
+
 // What a user's hooks hold is not to be written to; the original may be what they hold.
 at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t number) const {
   const auto position = static_cast<int64_t>(number);
   Details* const watched = input.watched();
   if (input.is_lost || (is_held(input) && has_moved(input)))
-    throw_changed_argument(region, position, input.version, input.counter.current_version(),
+    throw_changed_argument(region, position, identity_of(input), input.version,
+                           input.counter.current_version(),
                            input.is_lost || !is_settled_ ? ChangedBy::Function : ChangedBy::Others);
   if (input.details != nullptr && input.details->is_spoiled)
     throw_spoiled_argument(region, position);
@@ -203,7 +215,8 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
   at::Tensor data = input.variable.unpack();
   if (!data.defined()) return data;
   if (input.is_copy() && is_copy_stale(input, data))
-    throw_unseen_write(region, position, input.version, input.counter.current_version());
+    throw_unseen_write(region, position, identity_of(input), input.version,
+                       input.counter.current_version());
   bool is_original = input.is_object() && !input.variable.has_hooks();
   const c10::StorageImpl* storage = nullptr;
   if (watched != nullptr) {
@@ -211,7 +224,7 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
         seam::is_same_counter(data.unsafeGetTensorImpl()->version_counter(), watched->counter) ||
         (storage_of(data) != nullptr && storage_of(data) == watched->storage._unsafe_get_target());
     if (version != expected && is_alias)
-      throw_changed_argument(region, position, expected, version,
+      throw_changed_argument(region, position, identity_of(input), expected, version,
                              input.is_written ? ChangedBy::Function : ChangedBy::Others,
                              /*is_held_by_hooks=*/true);
     if (version == expected) watched->version = watched->counter.current_version();

@@ -147,6 +147,7 @@ class Inputs {
   bool is_held(const Input& input) const;
   bool has_moved(const Input& input) const;
   bool is_written(const Input& input) const;
+  TensorIdentity identity_of(const Input& input) const;
   bool is_copy_stale(const Input& input, const at::Tensor& data) const;
   at::Tensor unpack(const Region& region, const Input& input, std::size_t number) const;
   std::vector<bool> copy(const Region& region, std::vector<at::Tensor>& tensors,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <tuple>
 #include <utility>
 
 #include "lib/base/invariant.h"
@@ -20,12 +21,6 @@ using Mismatch = CheckpointError::Mismatch;
 // So that a plain error stays under 40 lines and a debug report under 60.
 constexpr std::size_t max_listed = 5;
 constexpr int64_t max_operators = 14, max_operators_beside_stacks = 6;
-
-std::string title(const Region& region) {
-  const std::string& name = region.info.name();
-  return name.empty() ? fmt::format("region (frame {})", region.info.id)
-                      : fmt::format("region \"{}\" (frame {})", name, region.info.id);
-}
 
 CheckpointError::Facts facts_of(Kind kind, const Region& region) {
   CheckpointError::Facts facts;
@@ -92,27 +87,71 @@ std::string operators_text(const Region& region, const OpLog* recompute_log) {
   return text;
 }
 
-std::string table(const std::vector<Mismatch>& mismatches) {
+/// The names that errors say: which parameter or buffer a tensor is, and what saved it.
+Mismatch with_names(const Region& region, Difference difference) {
+  Mismatch& mismatch = difference.mismatch;
+  mismatch.forward_tensor = name_of(region, difference.forward.tensor);
+  mismatch.recompute_tensor = name_of(region, difference.recompute);
+  if (mismatch.forward_op.empty()) mismatch.forward_op = saver_of(difference.forward);
+  return std::move(mismatch);
+}
+
+std::vector<Mismatch> with_names(const Region& region, std::vector<Difference> differences) {
+  std::vector<Mismatch> all;
+  for (Difference& each : differences) {
+    const bool is_listed = all.size() < max_listed;
+    all.push_back(is_listed ? with_names(region, std::move(each)) : std::move(each.mismatch));
+  }
+  return all;
+}
+
+/// What both passes saved. Of a capture that was replaced only the new one may have a name.
+std::string common_name(const Mismatch& mismatch, Kind kind) {
+  const auto& [then, now] = std::tie(mismatch.forward_tensor, mismatch.recompute_tensor);
+  if (kind == Kind::CaptureChanged) return then.empty() ? now : then;
+  return then == now ? then : std::string();
+}
+
+std::string table(const std::vector<Mismatch>& mismatches, Kind kind) {
   std::string text;
   for (std::size_t i = 0; i < std::min(mismatches.size(), max_listed); ++i) {
     const Mismatch& m = mismatches[i];
-    const auto with_op = [](const std::string& what, const std::string& op) {
-      return op.empty() ? what : what + ", saved by " + op;
+    const std::string name = common_name(m, kind);
+    const auto line = [&](const std::string& what, const std::string& tensor,
+                          const std::string& op) {
+      return what + (name.empty() && !tensor.empty() ? ", " + tensor : "") +
+             (op.empty() ? "" : ", saved by " + op);
     };
-    text +=
-        fmt::format("saved tensor at position {}:\n  forward:   {}\n  recompute: {}\n", m.position,
-                    with_op(m.forward, m.forward_op), with_op(m.recompute, m.recompute_op));
+    const std::string position = fmt::format("saved tensor at position {}", m.position);
+    text += fmt::format("{}:\n  forward:   {}\n  recompute: {}\n",
+                        name.empty() ? position : fmt::format("{} ({})", name, position),
+                        line(m.forward, m.forward_tensor, m.forward_op),
+                        line(m.recompute, m.recompute_tensor, m.recompute_op));
   }
   if (mismatches.size() > max_listed)
     text += fmt::format("… and {} more.\n", mismatches.size() - max_listed);
   return text;
 }
 
+/// Whether a change has a tensor that no module is known to have, and none is known.
+bool lacks_names(const Region& region, const std::vector<Mismatch>& mismatches) {
+  return !knows_modules(region) &&
+         std::any_of(mismatches.begin(), mismatches.end(), [](const Mismatch& each) {
+           return each.forward_tensor.empty() && each.recompute_tensor.empty();
+         });
+}
+
 [[noreturn]] void throw_with(const Region& region, Kind kind, const char* fact, const char* advice,
-                             std::vector<Mismatch> mismatches, const OpLog* log) {
+                             std::vector<Difference> differences, const OpLog* log) {
+  std::vector<Mismatch> mismatches = with_names(region, std::move(differences));
   std::string text = fmt::format("remat::checkpoint: {} In {}.\n{}{}", fact, title(region),
-                                 table(mismatches), advice);
-  if (kind != Kind::CaptureChanged) text += operators_text(region, log);
+                                 table(mismatches, kind), advice);
+  if (kind != Kind::CaptureChanged)
+    text += operators_text(region, log);
+  else if (lacks_names(region, mismatches))
+    text +=
+        "To see which parameter or buffer it is, pass the module as the function, or name it in "
+        "CheckpointOptions::modules.\n";
   CheckpointError::Facts facts = facts_of(kind, region);
   facts.mismatches = std::move(mismatches);
   raise(region, std::move(text), std::move(facts));
@@ -131,7 +170,8 @@ void raise(const Region& region, std::string text, CheckpointError::Facts facts)
 }
 
 void Differences::clear_capture(int64_t position) {
-  std::erase_if(captures, [position](const Mismatch& m) { return m.position == position; });
+  std::erase_if(captures,
+                [position](const Difference& each) { return each.mismatch.position == position; });
 }
 
 void throw_differences(const Region& region, Differences differences, const OpLog* log) {
@@ -139,7 +179,7 @@ void throw_differences(const Region& region, Differences differences, const OpLo
     throw_with(
         region, Kind::CaptureChanged,
         "A parameter, buffer or captured tensor changed between the forward and the "
-        "recompute, so the gradient would be wrong (Rule 10).",
+        "recompute, so the gradient would be wrong.",
         "Cause: it was changed in place, given other storage, or replaced (an optimizer step "
         "between forward and backward does this). A tensor without grad that the function makes and "
         "leaves in an outside variable counts as captured too.\nDo: call backward before the change, pass "
@@ -165,9 +205,10 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
   CheckpointError::Facts facts = facts_of(is_more ? Kind::MoreTensors : Kind::FewerTensors, region);
   facts.forward_count = forward_count;
   facts.recompute_count = recompute_count;
-  facts.mismatches = !differences.captures.empty()   ? std::move(differences.captures)
-                     : !differences.metadata.empty() ? std::move(differences.metadata)
-                                                     : std::move(differences.contents);
+  facts.mismatches =
+      with_names(region, !differences.captures.empty()   ? std::move(differences.captures)
+                         : !differences.metadata.empty() ? std::move(differences.metadata)
+                                                         : std::move(differences.contents));
   const char* fact =
       is_more ? "trying to save more tensors during recomputation than during the original forward "
                 "pass."
@@ -180,7 +221,7 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
             "state, a changed flag, another grad mode).\nDo: make it depend on its arguments "
             "and on unchanged captures only.\n{}",
             fact, title(region), forward_count, recompute_count,
-            is_more ? " when it was noticed" : "", table(facts.mismatches),
+            is_more ? " when it was noticed" : "", table(facts.mismatches, facts.kind),
             operators_text(region, log)),
         facts);
 }
@@ -188,10 +229,19 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
 namespace {
 
 /// An error about one tensor: an argument, by its number among those, or what is saved at a position.
-[[noreturn]] void throw_about(const Region& region, Kind kind, int64_t number, std::string then,
-                              std::string now, std::string text) {
+struct About {
+  int64_t number;
+  std::string then, now, tensor{}, op{};
+};
+[[noreturn]] void throw_about(const Region& region, Kind kind, About about, std::string text) {
   CheckpointError::Facts facts = facts_of(kind, region);
-  facts.mismatches.push_back({number, std::move(then), std::move(now), {}, {}});
+  facts.mismatches.push_back({.position = about.number,
+                              .forward = std::move(about.then),
+                              .recompute = std::move(about.now),
+                              .forward_op = std::move(about.op),
+                              .recompute_op = {},
+                              .forward_tensor = about.tensor,
+                              .recompute_tensor = about.tensor});
   raise(region, "remat::checkpoint: " + std::move(text), std::move(facts));
 }
 
@@ -207,28 +257,42 @@ namespace {
 
 namespace {
 
+/// ", parameter 'weight' of Linear," or so behind a word; nothing if there is no name.
+std::string apposition(const std::string& name, const char* end = "") {
+  return name.empty() ? "" : ", " + name + end;
+}
+
+/// ", parameter 'weight' of Linear, saved by MmBackward0".
+std::string slot_words(const About& about) {
+  return apposition(about.tensor) + (about.op.empty() ? "" : ", saved by " + about.op);
+}
+
 /// The sentence by which people look it up, and which argument it is.
-std::string changed_argument(const Region& region, int64_t number, uint32_t then, uint32_t now) {
+std::string changed_argument(const Region& region, const About& about, uint32_t then,
+                             uint32_t now) {
   return fmt::format(
       "one of the variables needed for gradient computation has been modified by an inplace "
-      "operation: tensor {} of the arguments of {}, counted from 0, {}.\n",
-      number, title(region),
+      "operation: tensor {} of the arguments of {}, counted from 0{}, {}.\n",
+      about.number, title(region), apposition(about.tensor),
       then == now ? "was written to through another one that shares its memory"
                   : fmt::format("is at version {}; expected version {} instead", now, then));
 }
 
 }  // namespace
 
-void throw_changed_argument(const Region& region, int64_t number, uint32_t then, uint32_t now,
-                            ChangedBy by, bool is_held_by_hooks) {
+void throw_changed_argument(const Region& region, int64_t number, const TensorIdentity& argument,
+                            uint32_t then, uint32_t now, ChangedBy by, bool is_held_by_hooks) {
   const bool by_function = by == ChangedBy::Function;
-  throw_about(
-      region, Kind::InputChanged, number, fmt::format("passed at version {}", then),
+  const About about{
+      number, fmt::format("passed at version {}", then),
       by_function ? "written to by the function" : fmt::format("is at version {}", now),
+      name_of(region, argument)};
+  throw_about(
+      region, Kind::InputChanged, about,
       fmt::format(
           "{}Cause: {}, {}.\nDo: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and "
           "the region keeps a copy of its own; or pass a clone (`x.clone()`), or {}.",
-          changed_argument(region, number, then, now),
+          changed_argument(region, about, then, now),
           by_function
               ? "the region's function writes to its own argument, as an in-place activation "
                 "at its beginning does"
@@ -241,33 +305,38 @@ void throw_changed_argument(const Region& region, int64_t number, uint32_t then,
                       : "call backward before the change"));
 }
 
-void throw_unseen_write(const Region& region, int64_t number, uint32_t then, uint32_t now) {
+void throw_unseen_write(const Region& region, int64_t number, const TensorIdentity& argument,
+                        uint32_t then, uint32_t now) {
+  const About about{number, fmt::format("passed at version {}", then),
+                    fmt::format("is at version {}", now), name_of(region, argument)};
   throw_about(
-      region, Kind::InputChanged, number, fmt::format("passed at version {}", then),
-      fmt::format("is at version {}", now),
+      region, Kind::InputChanged, about,
       fmt::format(
           "{}Cause: it was written to past LibTorch's mutable pointers, so that the copy which the "
           "region keeps (InputMode::CopyOnWrite) is lost, too.\nDo: write through "
           "`mutable_data_ptr()`, or pass a clone (`x.clone()`).",
-          changed_argument(region, number, then, now)));
+          changed_argument(region, about, then, now)));
 }
 
 void throw_replaced_argument(const Region& region, int64_t number, const at::Tensor& now) {
+  const About about{number, "the data of the call",
+                    TensorMetadata(now, false).text() + ", other data",
+                    name_of(region, TensorIdentity::of(now))};
   throw_about(
-      region, Kind::InputChanged, number, "the data of the call",
-      TensorMetadata(now, false).text() + ", other data",
+      region, Kind::InputChanged, about,
       fmt::format("An argument was given other data between the forward and the recompute, so the "
-                  "gradient would be wrong: tensor {} of the arguments of {}, which is {} now.\n"
+                  "gradient would be wrong: tensor {} of the arguments of {}{}, which is {} now.\n"
                   "Cause: set_data, set_, resize_ or an assignment to its data gave it another "
                   "storage or another shape; its version does not show that.\nDo: call backward "
                   "before, pass an alias (`x.detach()`), or set capture_check = "
                   "CaptureCheck::Ignore to recompute with the new data.",
-                  number, title(region), TensorMetadata(now, false).text()));
+                  number, title(region), apposition(about.tensor),
+                  TensorMetadata(now, false).text()));
 }
 
 void throw_parted_arguments(const Region& region, int64_t number, int64_t other) {
   throw_about(
-      region, Kind::Unsupported, number, "one memory", "a memory of its own",
+      region, Kind::Unsupported, {number, "one memory", "a memory of its own"},
       fmt::format(
           "a function wrote to an argument that shares its memory with another argument, "
           "and the saved-tensor hooks around it gave the two back apart: tensors {} and {} "
@@ -280,7 +349,7 @@ void throw_parted_arguments(const Region& region, int64_t number, int64_t other)
 
 void throw_spoiled_argument(const Region& region, int64_t number) {
   throw_about(
-      region, Kind::InputChanged, number, "not written to", "written to in a recompute",
+      region, Kind::InputChanged, {number, "not written to", "written to in a recompute"},
       fmt::format(
           "one of the variables needed for gradient computation has been modified by an "
           "inplace operation: a recompute wrote to tensor {} of the arguments of {}, which "
@@ -291,25 +360,29 @@ void throw_spoiled_argument(const Region& region, int64_t number) {
           number, title(region)));
 }
 
-void throw_double_unpack(const Region& region, int64_t position) {
+void throw_double_unpack(const Region& region, int64_t position, const SlotIdentity& slot) {
+  const About about{position, "read once", "read again in the same backward",
+                    name_of(region, slot.tensor), saver_of(slot)};
   throw_about(
-      region, Kind::DoubleUnpack, position, "read once", "read again in the same backward",
+      region, Kind::DoubleUnpack, about,
       fmt::format("Unpack is being triggered for a tensor that was already unpacked once. In {}, "
-                  "saved tensor at position {}, within one backward.\n"
+                  "saved tensor at position {}{}, within one backward.\n"
                   "Do: read it once and keep the result, or leave strict_unpack off: then it is "
-                  "recomputed again (Rule 9).",
-                  title(region), position));
+                  "recomputed again.",
+                  title(region), position, slot_words(about)));
 }
 
-void throw_group_overlap(const Region& region, int64_t position) {
+void throw_group_overlap(const Region& region, int64_t position, const SlotIdentity& slot) {
+  const About about{position, "read by one backward", "read by another one",
+                    name_of(region, slot.tensor), saver_of(slot)};
   throw_about(
-      region, Kind::GroupOverlap, position, "read by one backward", "read by another one",
+      region, Kind::GroupOverlap, about,
       fmt::format("Performing two backward calls that overlap (i.e. require the same saved "
-                  "activation) in a GraphExecGroup. In {}, saved tensor at position {}.\n"
+                  "activation) in a GraphExecGroup. In {}, saved tensor at position {}{}.\n"
                   "Cause: a group releases a tensor when the first backward has read it.\n"
                   "Do: let the calls ask for disjoint gradients, close the group between them, or "
                   "use a RecomputeCacheGuard, which keeps what several calls need.",
-                  title(region), position));
+                  title(region), position, slot_words(about)));
 }
 
 void throw_recompute_failed(const Region& region, const std::string& fact, const std::string& cause,
@@ -319,15 +392,21 @@ void throw_recompute_failed(const Region& region, const std::string& fact, const
 
 void throw_selective(const Region& region, Kind kind, const std::string& fact,
                      const std::string& cause, const std::string& advice, const std::string& lists,
-                     Differences seen) {
+                     const TensorIdentity& tensor, Differences seen) {
   // What came back in other storage may be the run's own. It may explain that operators part, but not
   // that what is kept was written to.
   if (kind == Kind::SelectiveMutation)
     for (const int64_t position : seen.replaced) seen.clear_capture(position);
   if (!seen.captures.empty()) throw_differences(region, std::move(seen), nullptr);
+  // The words that people look up.
+  const char* const sentence =
+      kind == Kind::SelectiveMutation
+          ? "Tensor cached during selective activation checkpoint has been mutated. In "
+          : "";
+  const std::string name = name_of(region, tensor);
   raise(region,
-        fmt::format("remat: {}: {} (Rule 15).\nCause: {}.\nDo: {}.\n{}", title(region), fact, cause,
-                    advice, lists),
+        fmt::format("remat: {}{}: {}{}.\nCause: {}.\nDo: {}.\n{}", sentence, title(region), fact,
+                    name.empty() ? "" : ": " + name, cause, advice, lists),
         facts_of(kind, region));
 }
 
@@ -336,18 +415,21 @@ void throw_unsupported(const Region& region, const std::string& fact, const std:
   throw_plainly(region, Kind::Unsupported, fact, cause, advice);
 }
 
-void throw_changed_value(const Region& region, int64_t position, const at::Tensor& tensor,
-                         uint32_t saved_version) {
+void throw_changed_value(const Region& region, int64_t position, const SlotIdentity& slot,
+                         const at::Tensor& tensor, uint32_t saved_version) {
+  const About about{position, fmt::format("saved at version {}", saved_version),
+                    fmt::format("is at version {}", tensor._version()),
+                    name_of(region, slot.tensor), saver_of(slot)};
   throw_about(
-      region, Kind::ValueMismatch, position, fmt::format("saved at version {}", saved_version),
-      fmt::format("is at version {}", tensor._version()),
-      fmt::format("one of the variables needed for gradient computation has been modified by an "
-                  "inplace operation: {}, saved in {} at position {}, is at version {}; expected "
-                  "version {} instead (Rule 10).\n"
-                  "Cause: a tensor that backward needs is changed in place after it was saved; "
-                  "plain autograd refuses this too.\nDo: use the out-of-place operator there.",
-                  TensorMetadata(tensor, false).text(), title(region), position, tensor._version(),
-                  saved_version));
+      region, Kind::ValueMismatch, about,
+      fmt::format(
+          "one of the variables needed for gradient computation has been modified by an "
+          "inplace operation: {}{}, saved in {} at position {}{}, is at version {}; expected "
+          "version {} instead.\n"
+          "Cause: a tensor that backward needs is changed in place after it was saved; "
+          "plain autograd refuses this too.\nDo: use the out-of-place operator there.",
+          TensorMetadata(tensor, false).text(), apposition(about.tensor), title(region), position,
+          about.op.empty() ? "" : " by " + about.op, tensor._version(), saved_version));
 }
 
 }  // namespace remat

@@ -4,14 +4,22 @@
 #include <string>
 #include <vector>
 
+#include "lib/frame/naming.h"
 #include "lib/frame/region.h"
 #include "remat/error.h"
 
 namespace remat {
 
+/// A saved tensor that differs; it gets its names when the error is built.
+struct Difference {
+  CheckpointError::Mismatch mismatch;
+  SlotIdentity forward;
+  TensorIdentity recompute{};
+};
+
 /// What one recompute found to differ, in the order of the slots.
 struct Differences {
-  std::vector<CheckpointError::Mismatch> captures, metadata, contents;
+  std::vector<Difference> captures, metadata, contents;
   /// The check that found the first of `contents`.
   const TensorCheck* check = nullptr;
   /// Positions in `captures` of tensors that came back in other storage. Whether the recompute made
@@ -34,10 +42,12 @@ enum class ChangedBy { Function, Others };
 /// Argument `number` was changed in place, by the region's function or later; and nothing holds what it was,
 /// neither the region nor the hooks around it.
 [[noreturn]] void throw_changed_argument(const Region& region, int64_t number,
-                                         uint32_t version_then, uint32_t version_now, ChangedBy by,
+                                         const TensorIdentity& argument, uint32_t version_then,
+                                         uint32_t version_now, ChangedBy by,
                                          bool is_held_by_hooks = false);
 /// Argument `number` was changed in place, past the copy that the region keeps of it.
-[[noreturn]] void throw_unseen_write(const Region& region, int64_t number, uint32_t version_then,
+[[noreturn]] void throw_unseen_write(const Region& region, int64_t number,
+                                     const TensorIdentity& argument, uint32_t version_then,
                                      uint32_t version_now);
 /// Argument `number` was given other data, or another shape.
 [[noreturn]] void throw_replaced_argument(const Region& region, int64_t number,
@@ -46,20 +56,23 @@ enum class ChangedBy { Function, Others };
 [[noreturn]] void throw_parted_arguments(const Region& region, int64_t number, int64_t other);
 /// A recompute has written to what hooks hold for it, though forward had not.
 [[noreturn]] void throw_spoiled_argument(const Region& region, int64_t number);
-[[noreturn]] void throw_double_unpack(const Region& region, int64_t position);
-[[noreturn]] void throw_group_overlap(const Region& region, int64_t position);
+[[noreturn]] void throw_double_unpack(const Region& region, int64_t position,
+                                      const SlotIdentity& slot);
+[[noreturn]] void throw_group_overlap(const Region& region, int64_t position,
+                                      const SlotIdentity& slot);
 [[noreturn]] void throw_recompute_failed(const Region& region, const std::string& fact,
                                          const std::string& cause, const std::string& advice);
 /// A recompute of a selective region met other calls than forward. A changed capture in `seen` is
-/// the better explanation.
+/// the better explanation. `tensor`: what the fact ends with, if it has a name.
 [[noreturn]] void throw_selective(const Region& region, CheckpointError::Kind kind,
                                   const std::string& fact, const std::string& cause,
                                   const std::string& advice, const std::string& lists,
-                                  Differences seen);
+                                  const TensorIdentity& tensor, Differences seen);
 
 /// The tensor was changed in place after the recompute saved it, which plain autograd refuses too.
 [[noreturn]] void throw_changed_value(const Region& region, int64_t position,
-                                      const at::Tensor& tensor, uint32_t saved_version);
+                                      const SlotIdentity& slot, const at::Tensor& tensor,
+                                      uint32_t saved_version);
 /// The region's function did what is not supported; the words are as those of base/error.h.
 [[noreturn]] void throw_unsupported(const Region& region, const std::string& fact,
                                     const std::string& cause, const std::string& advice);

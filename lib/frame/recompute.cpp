@@ -87,7 +87,7 @@ void compare(const Region& region, Filler& filler) {
     throw_recompute_failed(
         region, "the recompute gave other values than forward, in which another thread drew",
         "a thread that the function starts itself draws from the default CPU generator, or an "
-        "operator of the region gives other values each time it runs (Rule 11)",
+        "operator of the region gives other values each time it runs",
         "draw on the thread that calls the region, or set preserve_rng_state = false if other "
         "numbers do no harm");
   if (filler.has_too_many() || !filler.is_complete())
@@ -172,7 +172,7 @@ void recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
       throw_recompute_failed(region, "the recompute could not draw the numbers that forward drew",
                              "the region takes numbers from the default CPU generator past "
                              "LibTorch's operators, or seeds it, while another thread draws from "
-                             "it too, in forward or now (Rule 11)",
+                             "it too, in forward or now",
                              "let one thread at a time draw from it, or set preserve_rng_state = "
                              "false if other numbers do no harm");
 }

@@ -17,17 +17,35 @@
 
 namespace remat {
 
+class Surroundings;
+
 /// These options are in force for a region, guards applied.
 struct RegionOptions {
-  bool early_stop = true, debug = false, preserve_rng_state = true, strict_unpack = false;
-  bool offload_inputs = false;
-  bool ignores_buffers = false;  ///< `BufferPolicy::Ignore`
-  bool copies_inputs = false;    ///< InputMode::CopyOnWrite
-  DeterminismCheck determinism_check = DeterminismCheck::Metadata;
-  CaptureCheck capture_check = CaptureCheck::Raise;
+  bool early_stop : 1 = true;
+  bool debug : 1 = false;
+  bool preserve_rng_state : 1 = true;
+  bool strict_unpack : 1 = false;
+  bool offload_inputs : 1 = false;
+  bool ignores_buffers : 1 = false;  ///< `BufferPolicy::Ignore`
+  bool copies_inputs : 1 = false;    ///< InputMode::CopyOnWrite
+  DeterminismCheck determinism_check : 3 = DeterminismCheck::Metadata;
+  CaptureCheck capture_check : 2 = CaptureCheck::Raise;
   /// What guards around the region said, for the regions inside its recompute.
-  std::optional<bool> early_stop_guard{}, debug_guard{};
+  enum class Guarded : uint8_t { No, Off, On };
+  Guarded early_stop_guard : 2 = Guarded::No;
+  Guarded debug_guard : 2 = Guarded::No;
+  /// Of `CheckpointOptions::location`; the largest stands for all from there on.
+  uint16_t line = 0;
+
+  static Guarded guarded(std::optional<bool> said) {
+    return !said ? Guarded::No : *said ? Guarded::On : Guarded::Off;
+  }
+  static std::optional<bool> said(Guarded guarded) {
+    if (guarded == Guarded::No) return std::nullopt;
+    return guarded == Guarded::On;
+  }
 };
+static_assert(sizeof(RegionOptions) == 4, "they fill the last word of the info");
 
 /// What only some regions have.
 struct RegionExtras {
@@ -44,6 +62,9 @@ struct Region {
   RegionOptions options;
   std::unique_ptr<RegionExtras> extras{};  ///< null if it has none of them
   std::unique_ptr<RegionBody> body{};
+  const char* file = nullptr;  ///< of `CheckpointOptions::location`
+  /// What is registered around it knows the names of tensors; null for a region that is told of without its frame.
+  const Surroundings* surroundings = nullptr;
 
   c10::ArrayRef<std::unique_ptr<TensorCheck>> checks() const {
     if (extras == nullptr) return {};

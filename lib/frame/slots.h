@@ -12,6 +12,7 @@
 
 #include "hooks/inspection.h"
 #include "lib/base/spin_lock.h"
+#include "lib/frame/naming.h"
 #include "lib/frame/region.h"
 #include "lib/frame/slot.h"
 #include "lib/observe/recording.h"
@@ -74,6 +75,11 @@ class Slots {
     std::unique_lock<SpinLock> lock(mutex_, std::defer_lock);
     if (!is_settled) lock.lock();
     fn(slots_[at_position(position)]);
+  }
+  /// For an error about it.
+  SlotIdentity identity_of(int64_t position) const {
+    const std::lock_guard<SpinLock> lock(mutex_);
+    return SlotIdentity(slots_[at_position(position)]);
   }
   /// How many there are. Once the forward is over, or on its thread.
   int64_t size() const { return static_cast<int64_t>(slots_.size()); }

@@ -58,11 +58,11 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
     const int64_t read_by = index < values->handed_to.size() ? values->handed_to[index] : -1;
     if (region.options.strict_unpack && read_by == task.graph.id) {
       lock.unlock();
-      throw_double_unpack(region, position);
+      throw_double_unpack(region, position, slots.identity_of(position));
     }
     if (values->task.kind == TaskKey::Kind::Group && read_by >= 0 && read_by != task.graph.id) {
       lock.unlock();
-      throw_group_overlap(region, position);
+      throw_group_overlap(region, position, slots.identity_of(position));
     }
     if (values->graph_task != task.graph.id && !is_fresh(region, slots, *values)) {
       stale = std::move(*found);

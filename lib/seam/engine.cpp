@@ -231,6 +231,25 @@ int64_t foreign_hook_depth() {
   return static_cast<int64_t>(at::SavedTensorDefaultHooks::get_tls_state().stack.size());
 }
 
+std::string name_of_node(uint64_t sequence_number) {
+  const NodePtr current = torch::autograd::get_current_node();
+  if (current == nullptr) return {};
+  // Numbers count up on each thread: what leads on to the node has a higher one.
+  std::vector<const torch::autograd::Node*> waiting{current.get()};
+  std::unordered_set<const torch::autograd::Node*> seen{current.get()};
+  while (!waiting.empty()) {
+    const torch::autograd::Node& node = *waiting.back();
+    waiting.pop_back();
+    if (node.sequence_nr() == sequence_number) return node.name();
+    for (const torch::autograd::Edge& next : node.next_edges())
+      if (next.is_valid() && next.function->thread_id() == current->thread_id() &&
+          next.function->sequence_nr() >= sequence_number &&
+          seen.insert(next.function.get()).second)
+        waiting.push_back(next.function.get());
+  }
+  return {};
+}
+
 int64_t graph_task_id() { return torch::autograd::get_current_graph_task_id(); }
 
 void at_end_of_graph_task(std::function<void()> closure) {

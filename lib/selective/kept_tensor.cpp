@@ -93,6 +93,12 @@ bool KeptTensor::is_changed() const {
          counter_.current_version() != version_;
 }
 
+TensorIdentity KeptTensor::identity() const {
+  TensorIdentity identity;
+  if (data_) identity.storage = data_.getWeakStorageImpl();
+  return identity;
+}
+
 bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
   return counter_.enabled() &&
          seam::is_same_counter(counter_, tensor.unsafeGetTensorImpl()->version_counter());

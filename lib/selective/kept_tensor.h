@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "lib/scope/hook_stack.h"
+#include "lib/tensor/capture.h"
 
 namespace remat {
 
@@ -50,6 +51,9 @@ class KeptTensor {
   at::Tensor restore() const;
   /// Returns the storage of the original, or null. Only to be compared.
   const c10::StorageImpl* storage() const { return storage_; }
+
+  /// For an error about it.
+  TensorIdentity identity() const;
 
   /// What holds the data.
   struct Holders {

@@ -265,7 +265,7 @@ bool Replay::go_on_after_mismatch(Attempt&& attempt) {
   } catch (const Mismatch& found) {
     try {
       throw_selective(frame_.region(), found.kind, found.fact, found.cause, found.advice,
-                      found.lists, filler_.take_differences());
+                      found.lists, found.tensor, filler_.take_differences());
     } catch (...) {
       note_mismatch();
       if (frame_.region().body->can_be_stopped()) throw;
@@ -380,7 +380,8 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
       fail(CheckpointError::Kind::SelectiveMutation,
            "a value that pin or save_region keeps was changed in place after forward",
            "an in-place operator, in the region or after it, wrote to it",
-           "pin a copy of it, or use the operator that does not write in place");
+           "pin a copy of it, or use the operator that does not write in place",
+           each.tensor.identity());
     }
   skip(pin->draws);
   return pin;
@@ -433,8 +434,8 @@ std::string Replay::lists() const {
 }
 
 void Replay::fail(CheckpointError::Kind kind, const std::string& fact, const std::string& cause,
-                  const std::string& advice) {
-  throw Mismatch{kind, fact, cause, advice, lists()};
+                  const std::string& advice, const TensorIdentity& tensor) {
+  throw Mismatch{kind, fact, cause, advice, lists(), tensor};
 }
 
 void Replay::note_mismatch() {

@@ -61,6 +61,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
   struct Mismatch {
     CheckpointError::Kind kind;
     std::string fact, cause, advice, lists;
+    TensorIdentity tensor;  ///< named in the fact, if it has a name
   };
   template <class Attempt>
   bool go_on_after_mismatch(Attempt&& attempt);
@@ -80,7 +81,8 @@ class Replay final : public KeptReplay, public OperatorHandler {
                              c10::ArrayRef<c10::IValue> arguments, const CallRecord* record,
                              const std::string& fact);
   [[noreturn]] void fail(CheckpointError::Kind kind, const std::string& fact,
-                         const std::string& cause, const std::string& advice);
+                         const std::string& cause, const std::string& advice,
+                         const TensorIdentity& tensor = {});
   std::string lists() const;
   bool is_handed_out(const at::Tensor& tensor) const;
   at::Tensor restore(const KeptTensor& kept);

@@ -117,6 +117,7 @@ class TrainingFlags final : public HeldState {
   }
 
   const void* subject() const override { return subject_; }
+  std::shared_ptr<torch::nn::Module> module() const override { return root_.lock(); }
 
   std::shared_ptr<void> hold() override {
     auto held = std::make_shared<Held>();

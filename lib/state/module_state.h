@@ -25,6 +25,9 @@ class HeldState {
   virtual const void* subject() const = 0;
   /// Holds the state; null if others hold it another way for so long that it seems they never end.
   virtual std::shared_ptr<void> hold() = 0;
+  /// The module whose state it is, for errors that name its tensors; null if it is that of none, or of one that is gone
+  /// or that no shared pointer owns.
+  virtual std::shared_ptr<torch::nn::Module> module() const { return nullptr; }
 };
 
 /// The flags as they are now, of a module and all below it.

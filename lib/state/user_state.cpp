@@ -163,7 +163,7 @@ UserState::~UserState() = default;
 
 ObservedRecompute::ObservedRecompute(const UserState* state, const RegionInfo& region)
     : state_(state) {
-  if (state_ == nullptr) return;
+  if (state_ == nullptr || state_->registered().observers.empty()) return;
   phase_ = {Phase::Recompute, region.id, region.depth, region.name()};
   try {
     for (const auto& observer : state_->registered().observers) {

@@ -65,6 +65,12 @@ int64_t StorageSet::number_of(const c10::StorageImpl* storage) const {
   return -1;
 }
 
+WeakStorage StorageSet::weak_at(int64_t number) const {
+  if (number < 0 || number >= static_cast<int64_t>(storages_.size()))
+    return WeakStorage(c10::intrusive_ptr<c10::StorageImpl>());
+  return storages_[static_cast<std::size_t>(number)];
+}
+
 void StorageSet::clear() {
   storages_.clear();
   index_.reset();
@@ -78,6 +84,17 @@ c10::TensorImpl* leaf_behind(const at::Tensor& tensor) {
   const at::Tensor& root = seam::viewed(tensor);
   if (const Node* const node = seam::node_of(root)) return cast_source(root, *node);
   return seam::requires_grad_itself(root) ? root.unsafeGetTensorImpl() : nullptr;
+}
+
+TensorIdentity TensorIdentity::of(const at::Tensor& tensor) {
+  c10::TensorImpl* const leaf = leaf_behind(tensor);
+  TensorIdentity identity;
+  identity.object = WeakTensor(
+      leaf == nullptr
+          ? seam::viewed(tensor).getIntrusivePtr()
+          : c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf));
+  identity.storage = weak_storage_of(tensor);
+  return identity;
 }
 
 bool is_made_by_function(const at::Tensor& tensor) {

@@ -48,6 +48,18 @@ struct Provenance {
   Origin origin = Origin::NoStorage;
 };
 
+/// By what an error may find out, when it is built, which tensor one was.
+struct TensorIdentity {
+  /// The tensor, or what it views or is autocast's cast of.
+  WeakTensor object{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+  WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
+
+  static TensorIdentity of(const at::Tensor& tensor);
+  static TensorIdentity of(const Provenance& provenance) {
+    return {provenance.leaf, provenance.storage};
+  }
+};
+
 /// The storage of a tensor, or null if it has none: kinds of tensors that have none leave it null.
 inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
@@ -61,6 +73,8 @@ class StorageSet {
   bool contains(const c10::StorageImpl* storage) const;
   /// Storages are numbered in the order in which they were added; -1 if it was not.
   int64_t number_of(const c10::StorageImpl* storage) const;
+  /// The storage of a number; empty for -1, and if they were cleared.
+  WeakStorage weak_at(int64_t number) const;
   /// Returns the storage of a number, only to be compared; null for -1.
   const c10::StorageImpl* at(int64_t number) const {
     return number < 0 ? nullptr : storages_[static_cast<std::size_t>(number)]._unsafe_get_target();

@@ -1,0 +1,58 @@
+#include "lib/frame/naming.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <string_view>
+
+#include "lib/seam/engine.h"
+#include "lib/state/parameter_names.h"
+#include "lib/state/surroundings.h"
+
+namespace remat {
+
+namespace {
+
+/// ", options at train.cpp:42"; empty if it is not known. What is initialised without braces stands where the options
+/// are declared.
+std::string place_of_options(const Region& region) {
+  if (region.file == nullptr) return {};
+  const std::string_view path = region.file;
+  if (path.ends_with("remat/options.h")) return {};
+  const std::string_view file = path.substr(path.find_last_of("/\\") + 1);
+  const bool is_line_known = region.options.line != UINT16_MAX;
+  return fmt::format(", options at {}{}", file,
+                     is_line_known ? fmt::format(":{}", region.options.line) : "");
+}
+
+const UserRegistrations* registrations_around(const Region& region) {
+  const UserState* const state =
+      region.surroundings == nullptr ? nullptr : region.surroundings->user_state();
+  return state == nullptr ? nullptr : &state->registered();
+}
+
+}  // namespace
+
+std::string title(const Region& region) {
+  const std::string& name = region.info.name();
+  return fmt::format("region{} (frame {}{})", name.empty() ? "" : fmt::format(" \"{}\"", name),
+                     region.info.id, place_of_options(region));
+}
+
+std::string name_of(const Region& region, const TensorIdentity& tensor) {
+  const UserRegistrations* const all = registrations_around(region);
+  return all == nullptr ? std::string() : parameter_name(*all, tensor);
+}
+
+bool knows_modules(const Region& region) {
+  const UserRegistrations* const all = registrations_around(region);
+  return all != nullptr && std::any_of(all->held.begin(), all->held.end(),
+                                       [](const auto& held) { return held->module() != nullptr; });
+}
+
+// The operator's node is made before it saves anything: it has the number before the one that is next then.
+std::string saver_of(const SlotIdentity& slot) {
+  return slot.operator_number == 0 ? std::string() : seam::name_of_node(slot.operator_number - 1);
+}
+
+}  // namespace remat
