@@ -59,8 +59,8 @@ const std::string cause_of_change =
     "CaptureCheck::Ignore to recompute with the new value.\n";
 const std::string changed_weight =
     "parameter 'conv1.weight' of UNetBlock (saved tensor at position 1):\n"
-    "  forward:   Float[3, 3, 1, 1] on cpu, version 0, saved by ConvolutionBackward0\n"
-    "  recompute: Float[3, 3, 1, 1] on cpu, version 1\n";
+    "  forward:   Float[3, 3, 1, 1] on cpu, version 1, saved by ConvolutionBackward0\n"
+    "  recompute: Float[3, 3, 1, 1] on cpu, version 2\n";
 
 }  // namespace
 
@@ -113,8 +113,8 @@ TEST_CASE("the whole text of a changed parameter", "[error][names]") {
         changed +
             "region (frame #).\n"
             "saved tensor at position 1:\n"
-            "  forward:   Float[3, 3, 1, 1] on cpu, version 0, saved by ConvolutionBackward0\n"
-            "  recompute: Float[3, 3, 1, 1] on cpu, version 1\n" +
+            "  forward:   Float[3, 3, 1, 1] on cpu, version 1, saved by ConvolutionBackward0\n"
+            "  recompute: Float[3, 3, 1, 1] on cpu, version 2\n" +
             cause_of_change +
             "To see which parameter or buffer it is, pass the module as the function, or name it in "
             "CheckpointOptions::modules.\n");
@@ -185,7 +185,7 @@ TEST_CASE("where the passes saved other tensors each line has its own name", "[e
   CHECK_THAT(
       text_of_backward(y),
       contains("In region \"Pair\" (frame #).\n"
-               "saved tensor at position 1:\n"
+               "saved tensor at position 0:\n"
                "  forward:   Float[2, 4] on cpu, parameter 'wide' of Pair, saved by MulBackward0\n"
                "  recompute: Float[4] on cpu, parameter 'narrow' of Pair\n"));
 }
@@ -209,7 +209,7 @@ TEST_CASE("a buffer that changes after forward is named, with what saved it", "[
       contains("one of the variables needed for gradient computation has been modified by an "
                "inplace operation: Float[3, 1, 1] on cpu, buffer 'scale' of UNetBlock, saved "
                "in region \"UNetBlock\" (frame #) at position ") &&
-          contains(" by MulBackward0, is at version 1; expected version 0 instead.\nCause: "));
+          contains(" by MulBackward0, is at version 2; expected version 1 instead.\nCause: "));
 }
 
 TEST_CASE("an argument that is a buffer of a known module has its name", "[error][names]") {
@@ -221,7 +221,7 @@ TEST_CASE("an argument that is a buffer of a known module has its name", "[error
   CHECK_THAT(
       text_of_backward(y),
       contains("tensor 1 of the arguments of region (frame #), counted from 0, buffer 'scale' "
-               "of UNetBlock, is at version 1; expected version 0 instead.\n"));
+               "of UNetBlock, is at version 2; expected version 1 instead.\n"));
 }
 
 TEST_CASE("calls of a group that overlap name the tensor and what saved it", "[error][names]") {

@@ -33,8 +33,8 @@ TEST_CASE("a function that writes to its argument is told so in backward, with t
   const Tensor x = leaf({3});
   const Tensor h = x * 2;
   const Tensor y = remat::checkpoint(
-      {.name = "block 3"}, [](const Tensor& w, Tensor t) { return relu_block(t) * w; }, leaf({3}),
-      h);
+      {.name = "block 3", .location = {"train.cpp", 42}},
+      [](const Tensor& w, Tensor t) { return relu_block(t) * w; }, leaf({3}), h);
   for (int i = 0; i < 2; ++i) {
     const CheckpointError error = mismatch_of(y, x);
     CHECK(error.kind() == Kind::InputChanged);
@@ -46,7 +46,7 @@ TEST_CASE("a function that writes to its argument is told so in backward, with t
         text_of(error) ==
         "remat::checkpoint: " + inplace +
             "tensor 1 of the arguments of region \"block 3\" (frame " + frame +
-            "), counted from 0, is at version 1; expected version 0 instead.\n"
+            ", options at train.cpp:42), counted from 0, is at version 1; expected version 0 instead.\n"
             "Cause: the region's function writes to its own argument, as an in-place activation at "
             "its beginning does, and a recompute would begin with what was written.\n"
             "Do: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and the region "
