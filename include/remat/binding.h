@@ -10,6 +10,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <typeinfo>
 #include <vector>
@@ -31,7 +32,8 @@ class Frame;
 class OpLogScope;
 namespace detail {
 class Scope;
-}
+class ScriptCall;
+}  // namespace detail
 
 /// Ends a recompute that has all it needs. Not a std::exception on purpose: the TorchScript interpreter
 /// would catch it.
@@ -64,6 +66,9 @@ class REMAT_API RegionBody {
   virtual void raise(CheckpointError error);
 };
 
+using OpaqueVisitor = c10::function_ref<void(int64_t number, const void* object,
+                                             std::size_t num_bytes, const std::type_info& type)>;
+
 /// What is known of a function besides how to run it. A binding may leave all of it out.
 struct FunctionFacts {
   /// The module that the function is, or null: its training flags and buffers are in recomputes as in forward, and
@@ -75,6 +80,11 @@ struct FunctionFacts {
   /// Where the options give no name, the region is called by this type, or by the module's: as it is written, without
   /// namespace and `Impl`. Looked at when somebody asks for the name.
   const std::type_info* type = nullptr;
+  /// The script module that the function is, or whose method: as `module`.
+  const detail::ScriptCall* script = nullptr;
+  /// Visits the kept arguments that are copied as they are, since no tensors are looked for in them: the number of
+  /// each, where it lies, its size and type. Null if there are none.
+  void (*visit_opaque)(const RegionBody& body, OpaqueVisitor visitor) = nullptr;
 };
 
 /// The first run of a region: from saving its inputs to taking note of its result. One thread.
@@ -100,6 +110,7 @@ class REMAT_API ForwardRun {
   std::shared_ptr<void> user_scope_;
   std::shared_ptr<void> dispatch_mode_;  // operators come to the policy
   std::unique_ptr<OpLogScope> logging_;
+  void (*visit_opaque_)(const RegionBody& body, OpaqueVisitor visitor);
   std::unique_ptr<at::RecordFunction> profiled_;  // if LibTorch's profiler looks
 };
 

@@ -22,8 +22,9 @@ namespace c10 {
 struct IValue;
 }
 namespace torch::jit {
+struct Method;
 struct Module;
-}
+}  // namespace torch::jit
 
 namespace remat {
 
@@ -55,17 +56,24 @@ concept CallsAnyModule =
     IsAnyModule<F> && requires(F& fn, A&&... args) { fn.forward(std::forward<A>(args)...); };
 
 template <class F>
-concept IsScriptModule = std::is_same_v<F, torch::jit::Module>;
+concept IsScript = std::is_same_v<F, torch::jit::Module> || std::is_same_v<F, torch::jit::Method>;
 
 template <class F, class... A>
-concept CallsScriptModule =
-    IsScriptModule<F> && !Invokes<F, A...> && (std::convertible_to<A, c10::IValue> && ...);
+concept CallsScript =
+    IsScript<F> && !Invokes<F, A...> && (std::convertible_to<A, c10::IValue> && ...);
 
 /// Depends on a template parameter, so that IValue may be incomplete where nobody has script modules.
 template <class F>
 struct ScriptValue {
   using type = c10::IValue;
 };
+
+template <class F, class... A>
+std::vector<typename ScriptValue<F>::type> script_values(A&&... args) {
+  std::vector<typename ScriptValue<F>::type> values;
+  (values.emplace_back(std::forward<A>(args)), ...);
+  return values;
+}
 
 /// `fn(args...)` in the sense of std::invoke, or `forward` of the module that `fn` is.
 template <class F, class... A>
@@ -76,10 +84,12 @@ decltype(auto) call(F& fn, A&&... args) {
     return fn->forward(std::forward<A>(args)...);
   } else if constexpr (CallsAnyModule<F, A...>) {
     return fn.forward(std::forward<A>(args)...);
-  } else if constexpr (CallsScriptModule<F, A...>) {
-    std::vector<typename ScriptValue<F>::type> values;
-    (values.emplace_back(std::forward<A>(args)), ...);
-    return fn.forward(std::move(values));
+  } else if constexpr (CallsScript<F, A...>) {
+    auto values = script_values<F>(std::forward<A>(args)...);
+    if constexpr (std::is_same_v<F, torch::jit::Module>)
+      return fn.forward(std::move(values));
+    else
+      return fn(std::move(values));
   } else {
     return std::invoke(fn, std::forward<A>(args)...);
   }
@@ -132,7 +142,7 @@ inline constexpr bool is_optional_array_ref<c10::OptionalArrayRef<T>> = true;
 
 template <class F, class... A>
 concept RunnableAs = Invokes<F, A...> || HasForward<F&, A...> || RunsInCallersRegion<F, A...> ||
-                     CallsAnyModule<F, A...> || CallsScriptModule<F, A...>;
+                     CallsAnyModule<F, A...> || CallsScript<F, A...>;
 template <class F, class... A>
 concept Runnable = RunnableAs<std::decay_t<F>, Owned<A>...>;
 

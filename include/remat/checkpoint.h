@@ -19,6 +19,7 @@
 #include "remat/export.h"
 #include "remat/options.h"
 #include "remat/refused.h"
+#include "remat/script_call.h"
 
 namespace remat {
 
@@ -57,6 +58,26 @@ bool shares_tensors(T& kept, T& original) {
 REMAT_API std::shared_ptr<void> skips_batch_norm(const CheckpointOptions& options,
                                                  torch::nn::Module* module);
 
+/// A function without a script.
+struct NoScript {
+  explicit NoScript(const auto&) {}
+};
+
+template <class F>
+const auto& unshared(const F& function) {
+  if constexpr (IsShared<F>)
+    return unshared(function.shared_function());
+  else
+    return function;
+}
+template <class F>
+using Unshared = std::decay_t<decltype(unshared(std::declval<const F&>()))>;
+
+/// Copied into a region as it is, but it may hold tensors.
+template <class T>
+inline constexpr bool is_opaque =
+    std::is_class_v<T> && !Tensors<T>::any && !std::is_trivially_copyable_v<T>;
+
 template <class F, class... A>
 class Body final : public RegionBody {
  public:
@@ -64,7 +85,7 @@ class Body final : public RegionBody {
 
   template <class Fn, class... Args>
   explicit Body(Fn&& fn, const Args&... args)
-      : function(std::forward<Fn>(fn)), kept_(own(args)...) {
+      : function(std::forward<Fn>(fn)), script(unshared(function)), kept_(own(args)...) {
     if constexpr (Tensors<Arguments>::any && !Tensors<Arguments>::ordered) check_ownership(args...);
   }
 
@@ -72,15 +93,50 @@ class Body final : public RegionBody {
 
   void run_again(std::vector<at::Tensor>& inputs) override {
     Arguments fresh = kept_.filled(inputs);
-    std::apply([this](A&... args) { static_cast<void>(call(function, std::move(args)...)); },
-               fresh);
+    std::apply([this](A&... args) { static_cast<void>(run(std::move(args)...)); }, fresh);
+  }
+
+  /// One run of the function.
+  template <class... Args>
+  decltype(auto) run(Args&&... args) {
+    if constexpr (is_script)
+      return script.run(script_values<Unshared<F>>(std::forward<Args>(args)...));
+    else
+      return call(function, std::forward<Args>(args)...);
+  }
+
+  FunctionFacts facts(torch::nn::Module* module) const {
+    FunctionFacts all = facts_of(unshared(function), module);
+    if constexpr (is_script) all.script = &script;
+    if constexpr ((is_opaque<A> || ...)) all.visit_opaque = visit_opaque;
+    return all;
   }
 
   bool can_be_stopped() const override { return !std::is_nothrow_invocable_v<F&, A...>; }
 
+  static constexpr bool is_script = IsScript<Unshared<F>>;
   F function;
+  [[no_unique_address]] std::conditional_t<is_script, ScriptCall, NoScript> script;
 
  private:
+  template <class Fn>
+  static FunctionFacts facts_of(const Fn& fn, torch::nn::Module* module) {
+    FunctionFacts facts{
+        .module = module, .object = &fn, .num_bytes = std::is_empty_v<Fn> ? 0 : sizeof(fn)};
+    if constexpr (requires { Fn::type_of_name(); }) facts.type = &Fn::type_of_name();
+    return facts;
+  }
+
+  static void visit_opaque(const RegionBody& body, OpaqueVisitor visitor) {
+    int64_t number = 0;
+    const auto visit = [&]<class T>(const T& argument) {
+      if constexpr (is_opaque<T>) visitor(number, &argument, sizeof(T), typeid(T));
+      ++number;
+    };
+    std::apply([&](const A&... kept) { (visit(kept), ...); },
+               static_cast<const Body&>(body).kept_.value);
+  }
+
   template <class... Args>
   void check_ownership(const Args&... args) {
     const auto check = [](auto& kept, const auto& original) {
@@ -94,19 +150,6 @@ class Body final : public RegionBody {
 
   Emptied<Arguments> kept_;
 };
-
-template <class F>
-FunctionFacts facts_of(const F& function, torch::nn::Module* module) {
-  if constexpr (IsShared<F>) {
-    return facts_of(function.shared_function(), module);
-  } else {
-    FunctionFacts facts{.module = module,
-                        .object = &function,
-                        .num_bytes = std::is_empty_v<F> ? 0 : sizeof(function)};
-    if constexpr (requires { F::type_of_name(); }) facts.type = &F::type_of_name();
-    return facts;
-  }
-}
 
 template <class Fn, class... Args>
 auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
@@ -127,13 +170,14 @@ auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
   }
   using RegionOfCall = Body<F, Owned<Args>...>;
   auto body = std::make_unique<RegionOfCall>(keep(std::forward<Fn>(fn)), args...);
-  F& function = body->function;
-  ForwardRun run(options, std::move(body), facts_of(function, module));
+  RegionOfCall& region = *body;
+  const FunctionFacts facts = region.facts(module);
+  ForwardRun run(options, std::move(body), facts);
   if constexpr (std::is_void_v<Result>) {
-    call(function, own(std::forward<Args>(args))...);
+    region.run(own(std::forward<Args>(args))...);
     run.finish([](TensorVisitor) {});
   } else {
-    Result result = call(function, own(std::forward<Args>(args))...);
+    Result result = region.run(own(std::forward<Args>(args))...);
     run.finish([&](TensorVisitor visitor) { visit_result(result, visitor); });
     return result;
   }

@@ -96,7 +96,7 @@ constexpr auto cause_of() {
       return cause_by_number<decltype(&M::forward), A...>();
     else
       return not_a_region::forward_is_private_or_none_of_its_overloads_takes_these_arguments{};
-  } else if constexpr (IsScriptModule<F>) {
+  } else if constexpr (IsScript<F>) {
     return not_a_region::an_argument_of_a_script_module_is_nothing_that_an_IValue_can_hold{};
   } else if constexpr (std::is_invocable_v<F&, A&...>) {
     return not_a_region::

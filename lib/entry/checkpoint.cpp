@@ -15,12 +15,15 @@
 #include "lib/base/error.h"
 #include "lib/base/stack_room.h"
 #include "lib/entry/module_function.h"
+#include "lib/entry/opaque_arguments.h"
 #include "lib/entry/stack_captures.h"
 #include "lib/frame/forward_scope.h"
 #include "lib/observe/profiler.h"
 #include "lib/seam/dispatch_mode.h"
+#include "lib/seam/script.h"
 #include "lib/selective/policy_rule.h"
 #include "lib/selective/selection.h"
+#include "remat/script_call.h"
 
 namespace remat {
 
@@ -63,6 +66,15 @@ std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
   return extras;
 }
 
+/// Inside a region script functions run in a way that a recompute can repeat.
+void* script_call_began() {
+  detail::RegionScope* const region = detail::innermost_region();
+  if (region == nullptr || !region->is_own_thread() || region->scripts() == nullptr) return nullptr;
+  return region->scripts()->began();
+}
+
+constexpr seam::ScriptCallObserver script_calls{script_call_began, ScriptWatch::ended};
+
 void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
   TORCH_CHECK_VALUE(!(in_force.debug && options.context_fn),
                     "remat::checkpoint: debug=True is incompatible with non-default context_fn. "
@@ -98,12 +110,16 @@ bool opens_region() {
 }
 
 ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
-                       const FunctionFacts& facts) {
+                       const FunctionFacts& facts)
+    : visit_opaque_(facts.visit_opaque) {
+  static const bool observes_scripts = (seam::observe_script_calls(script_calls), true);
+  static_cast<void>(observes_scripts);
   const StackView stack;
   const RegionOptions in_force = options_in_force(options, stack);
   refuse(options, in_force);
-  if (facts.module != nullptr || !options.modules.empty())
-    modules_ = register_modules(options, facts.module);
+  if (facts.module != nullptr || facts.script != nullptr || !options.modules.empty())
+    modules_ = register_modules(options, facts.module,
+                                facts.script == nullptr ? nullptr : &facts.script->module());
   const auto* const around =
       static_cast<const detail::RegionScope*>(stack.innermost(Ability::Region));
   const std::type_info* type = facts.type;
@@ -150,9 +166,14 @@ void ForwardRun::close() {
 }
 
 void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {
-  static_cast<ForwardScope&>(*scope_).wait_for_engine(visit_result);
+  auto& scope = static_cast<ForwardScope&>(*scope_);
+  scope.wait_for_engine(visit_result);
+  scope.scripts()->end();
+  if (!scope.scripts()->plans().empty()) frame_->notes().note_scripts(scope.scripts()->plans());
   close();
   frame_->settle(visit_result);
+  if (visit_opaque_ != nullptr && frame_->region().info.depth > 1)
+    warn_of_opaque_arguments(*frame_, visit_opaque_);
 }
 
 }  // namespace remat

@@ -45,13 +45,16 @@ UserRegistrations registrations_of(torch::nn::Module& module, BufferPolicy buffe
   return all;
 }
 
-std::shared_ptr<void> register_modules(const CheckpointOptions& options,
-                                       torch::nn::Module* module) {
-  if (module == nullptr && options.modules.empty()) return nullptr;
+std::shared_ptr<void> register_modules(const CheckpointOptions& options, torch::nn::Module* module,
+                                       const torch::jit::Module* script) {
+  if (module == nullptr && script == nullptr && options.modules.empty()) return nullptr;
   UserRegistrations all;
   visit_modules_of(options, module, [&](torch::nn::Module& each) {
     all.add(registrations_of(each, options.buffers));
   });
+  if (script != nullptr)
+    for (const auto& provider : state_of(*script, options.buffers == BufferPolicy::Ignore))
+      all.add(provider);
   return std::make_shared<ModulesGuard>(all);
 }
 

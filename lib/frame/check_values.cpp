@@ -16,8 +16,9 @@ constexpr char fact[] =
     "Recomputed values for the following tensors have different contents than during the forward pass.";
 constexpr char advice[] =
     "Cause: the function computes other numbers the second time (nondeterministic kernels, an "
-    "unregistered generator, or a parameter changed through .data()).\nDo: make the kernels "
-    "deterministic, and call backward before parameters change.\n";
+    "unregistered generator, a parameter changed through .data(), or a counter that it reads: a step "
+    "number, annealing, warm-up).\nDo: make the kernels deterministic, call backward before parameters "
+    "change, and pass such a number as an argument: the recompute gets forward's.\n";
 
 class ValuesCheck final : public TensorCheck {
  public:

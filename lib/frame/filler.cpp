@@ -7,10 +7,14 @@
 #include <utility>
 
 #include "lib/base/counters.h"
+#include "lib/base/once_per_name.h"
 #include "lib/base/planted_fault.h"
 #include "lib/scope/saving_input.h"
 #include "lib/seam/autograd_meta.h"
+#include "lib/seam/dispatch_mode.h"
 #include "lib/seam/engine.h"
+#include "lib/seam/script.h"
+#include "lib/state/user_state.h"
 #include "lib/tensor/content_hash.h"
 #include "lib/tensor/graph_walk.h"
 
@@ -57,6 +61,11 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   operator_before_ = operator_number;
   // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
   at::Tensor kept = saved.requires_grad() ? saved.tensor_data() : saved;
+  if (is_vouched(saved)) {
+    const seam::DispatchModeOff unseen;
+    const at::NoGradGuard no_grad;
+    kept = saved.tensor_data().clone();
+  }
   if (position < num_slots_ && view_.is_needed[static_cast<std::size_t>(position)])
     take(position, saved, kept);
   if (is_complete() && !was_complete) last_operator_ = operator_number;
@@ -86,6 +95,7 @@ bool Filler::wants_stop() const {
 // asked again.
 bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
   if (!is_on_own_ground()) return false;
+  if (!may_stop_in_scripts_ && seam::is_in_script()) return false;
   if (is_planted(Fault::OwnOutput)) return true;
   if (is_made_by_function(saved)) return false;
   // Forward has not got there yet, so nothing is known of this operator.
@@ -99,18 +109,20 @@ bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
 
 void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& kept) {
   Value value;
-  value.version = static_cast<uint32_t>(saved._version());
+  value.version = static_cast<uint32_t>((is_vouched(saved) ? kept : saved)._version());
   slots_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
     compare(position, slot, saved);
     must_finish_operator_ = slot.finish_operator && !is_planted(Fault::LateWrite);
     const Origin origin = slot.provenance.origin;
-    if (!saved.requires_grad() && (origin == Origin::Outside || origin == Origin::Input))
+    if (!saved.requires_grad() && !is_vouched(saved) &&
+        (origin == Origin::Outside || origin == Origin::Input))
       value.alias = saved.tensor_data();  // its owner may give the object other storage
     if (const auto noted = slots_.notes_of(position); !noted.empty())
       pending_.push_back(
           {position, at::sequence_number::peek(), saved, {noted.begin(), noted.end()}});
   });
   value.tensor = kept;
+  value.is_own_alias = saved.requires_grad();
   if (!saved.is_cpu()) value.ready = ready_.of(saved);
   if (is_planted(Fault::InnerInput) && input_being_saved() != nullptr) {
     value.tensor = kept.new_zeros(kept.sizes());
@@ -145,6 +157,8 @@ static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
 bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) const {
   if (region_.options.capture_check != CaptureCheck::Raise || !view_.is_settled ||
       !is_changed(slot.provenance, judged))
+    return false;
+  if (is_vouched(judged) && slot.provenance.storage._unsafe_get_target() == storage_of(judged))
     return false;
   if (slot.provenance.origin != Origin::Input) return true;
   // An argument itself is checked when it is unpacked, a kept alias of it when it is given out, and hooks
@@ -257,6 +271,33 @@ void Filler::stop_before_backward() {
 bool Filler::is_on_own_ground() const {
   return std::this_thread::get_id() == owner_ && seam::graph_task_id() == task_at_start_ &&
          region_.body->can_be_stopped() && std::uncaught_exceptions() == uncaught_at_start_;
+}
+
+void Filler::note_members(const UserState* state) {
+  if (state == nullptr) return;
+  for (const auto& held : state->registered().held)
+    differences_.has_other_members |= held->has_other_members();
+}
+
+// The graph of a recompute is nobody's: it dies when the function has unwound. A tensor put into a variable
+// outside keeps it, with copies of ours of what its nodes saved.
+void Filler::warn_of_survivors(bool has_run_backward) const {
+  if (has_run_backward) return;  // threads of devices may still hold parts of it
+  const bool survives = std::any_of(
+      values_.values.begin(), values_.values.end(),
+      [](const Value& each) { return each.is_own_alias && each.tensor.use_count() > 1; });
+  if (!survives) return;
+  static OncePerName warned;
+  const std::string& name = region_.info.name();
+  if (!warned.is_first(name)) return;
+  TORCH_WARN(
+      "remat::checkpoint: a tensor that a recompute of ",
+      name.empty() ? "a region without a name" : "region \"" + name + "\"",
+      " computed is still there after it. Cause: the function puts it into a variable outside (it "
+      "appends an auxiliary loss or an attention map to a list), once in forward and again in "
+      "each recompute: a loss counts twice, and its graph stays in memory. Do: return the "
+      "tensor from the function (in a tuple, a vector, a struct with visit_tensors), or do "
+      "it only if !remat::is_recomputing().");
 }
 
 }  // namespace remat

@@ -17,6 +17,8 @@
 
 namespace remat {
 
+class UserState;
+
 /// The values of one recompute come in through it, one for each tensor that autograd saves.
 class Filler final : public SlotFiller {
  public:
@@ -41,6 +43,10 @@ class Filler final : public SlotFiller {
   bool is_forward_over() const { return view_.is_settled; }
   /// The recompute must run to its end, unless forward has not got there yet.
   void forbid_stop() { early_stop_ = !view_.is_settled; }
+  /// Not before a script function has returned: then it is known what it ran.
+  void forbid_stop_in_scripts() { may_stop_in_scripts_ = false; }
+  /// Of these storages providers say that they are as forward saw them. Note [Written by a provider].
+  void set_vouched(const StorageSet* storages) { vouched_ = storages; }
   /// What replays kept results looks at every tensor that is saved.
   void set_replay(KeptReplay* replay) { replay_ = replay; }
   bool is_complete() const { return num_filled_ == view_.num_needed; }
@@ -70,10 +76,20 @@ class Filler final : public SlotFiller {
   /// After the function has unwound.
   Differences take_differences();
   bool has_differences() const { return differences_.any(); }
+  bool has_changed_captures() const { return !differences_.captures.empty(); }
+  /// The function itself has written to what it captured.
+  void blame_function() { differences_.function_writes = true; }
+  /// Looks whether its module has other members now.
+  void note_members(const UserState* state);
+  /// The function has unwound: warns, once for each name, if a part of the graph that it made now is still there.
+  void warn_of_survivors(bool has_run_backward) const;
   OpLog* log() { return log_ ? &*log_ : nullptr; }
 
  private:
   void take(int64_t position, const at::Tensor& saved, const at::Tensor& kept);
+  bool is_vouched(const at::Tensor& tensor) const {
+    return vouched_ != nullptr && vouched_->contains(storage_of(tensor));
+  }
   bool is_changed_capture(const Slot& slot, const at::Tensor& judged) const;
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
   void compare_pending(uint64_t next_operator, bool is_end);
@@ -93,6 +109,7 @@ class Filler final : public SlotFiller {
   ReadyStreams ready_;
   std::optional<OpLog> log_;
   KeptReplay* replay_ = nullptr;
+  const StorageSet* vouched_ = nullptr;
   struct GivenInput {
     const c10::StorageImpl* storage;  // only to be compared
     c10::VariableVersion counter;
@@ -116,6 +133,7 @@ class Filler final : public SlotFiller {
   std::exception_ptr refusal_;
   bool has_stopped_ = false;
   bool has_other_numbers_ = false;
+  bool may_stop_in_scripts_ = true;
 };
 
 }  // namespace remat

@@ -13,6 +13,7 @@
 #include "lib/base/spin_lock.h"
 #include "lib/frame/gradient_sinks.h"
 #include "lib/frame/inner_backward.h"
+#include "lib/seam/script.h"
 #include "lib/tensor/capture.h"
 
 namespace remat {
@@ -72,6 +73,16 @@ class ForwardNotes {
           return each;
     return std::nullopt;
   }
+  /// The function called script functions, which ran these plans. Noted when it has returned.
+  void note_scripts(std::vector<seam::ScriptPlan> plans) {
+    const std::lock_guard<SpinLock> lock(mutex_);
+    noted().scripts = std::move(plans);
+    has_scripts_.store(true, std::memory_order_release);
+  }
+  bool has_scripts() const { return has_scripts_.load(std::memory_order_acquire); }
+  /// Only if it has; they do not change.
+  const std::vector<seam::ScriptPlan>& scripts() const { return noted_->scripts; }
+
   bool has_hook_after_backward() {
     const std::lock_guard<SpinLock> lock(mutex_);
     return noted_ != nullptr && std::any_of(noted_->hooks.begin(), noted_->hooks.end(),
@@ -84,13 +95,14 @@ class ForwardNotes {
     std::vector<std::pair<int64_t, AskedOfInputs>> backwards{};
     std::vector<Hook> hooks{};
     AccumulatedLeaves accumulated{};
+    std::vector<seam::ScriptPlan> scripts{};
   };
   Noted& noted() {
     if (noted_ == nullptr) noted_ = std::make_unique<Noted>();
     return *noted_;
   }
   SpinLock mutex_;
-  std::atomic<bool> has_run_backward_{false};
+  std::atomic<bool> has_run_backward_{false}, has_scripts_{false};
   std::unique_ptr<Noted> noted_;
 };
 

@@ -19,6 +19,7 @@ ForwardScope::ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::Region
 std::unique_ptr<torch::autograd::SavedVariableHooks> ForwardScope::make_hooks() {
   // See RecomputeScope: a thread that merely inherited the stack saves plainly.
   if (!is_own_thread()) return nullptr;
+  if (seam::is_in_script()) scripts()->saw_save();
   return std::make_unique<Drop>(c10::intrusive_ptr<SlotOwner>::reclaim_copy(&frame()));
 }
 

@@ -61,6 +61,7 @@ class Frame final : public TaskMember {
   const Inputs& inputs() const { return inputs_; }
   Surroundings& surroundings() { return surroundings_; }
   Slots& slots() { return slots_; }
+  const Slots& slots() const { return slots_; }
   ForwardNotes& notes() { return notes_; }
   ValuesByTask& values() { return values_; }
   /// The keeper is null if nothing is kept. Set once, in forward.

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lib/frame/frame.h"
+#include "lib/frame/script_watch.h"
 #include "lib/scope/region_scope.h"
 #include "lib/seam/engine.h"
 
@@ -27,6 +28,7 @@ class FrameScope : public detail::RegionScope,
   detail::BackwardWatcher* backwards() override { return this; }
   detail::RegistrationWatcher* registrations() override { return this; }
   GuardWatcher* guards() override { return this; }
+  ScriptWatch* scripts() override { return &scripts_; }
 
  protected:
   explicit FrameScope(c10::intrusive_ptr<Frame> frame)
@@ -37,6 +39,7 @@ class FrameScope : public detail::RegionScope,
 
  private:
   const c10::intrusive_ptr<Frame> frame_;
+  ScriptWatch scripts_;
 };
 
 }  // namespace remat

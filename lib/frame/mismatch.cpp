@@ -141,8 +141,28 @@ bool lacks_names(const Region& region, const std::vector<Mismatch>& mismatches) 
          });
 }
 
-[[noreturn]] void throw_with(const Region& region, Kind kind, const char* fact, const char* advice,
-                             std::vector<Difference> differences, const OpLog* log) {
+/// What the recompute saw of a function that its first forward initialises: it comes before the usual causes.
+std::string first_forward_text(const Differences& differences) {
+  constexpr char advice[] =
+      "run one forward outside regions before training (under a remat::DisableCheckpointGuard)";
+  if (differences.has_other_members)
+    return fmt::format(
+        "Seen: the function's module has other parameters or modules than when forward began: it "
+        "makes them in its first forward, and the recompute finds them made; {}.\n",
+        advice);
+  if (differences.function_writes)
+    return fmt::format(
+        "Seen: the function itself writes to a captured tensor. If that is what its first forward "
+        "initialises (activation normalisation, a cache that is filled once), {}; if it is state that each "
+        "forward updates, make its module the region's function or name it in "
+        "CheckpointOptions::modules.\n",
+        advice);
+  return {};
+}
+
+[[noreturn]] void throw_with(const Region& region, Kind kind, const char* fact,
+                             const std::string& advice, std::vector<Difference> differences,
+                             const OpLog* log) {
   std::vector<Mismatch> mismatches = with_names(region, std::move(differences));
   std::string text = fmt::format("remat::checkpoint: {} In {}.\n{}{}", fact, title(region),
                                  table(mismatches, kind), advice);
@@ -175,25 +195,28 @@ void Differences::clear_capture(int64_t position) {
 }
 
 void throw_differences(const Region& region, Differences differences, const OpLog* log) {
+  const std::string seen = first_forward_text(differences);
   if (!differences.captures.empty())
     throw_with(
         region, Kind::CaptureChanged,
         "A parameter, buffer or captured tensor changed between the forward and the "
         "recompute, so the gradient would be wrong.",
-        "Cause: it was changed in place, given other storage, or replaced (an optimizer step "
-        "between forward and backward does this). A tensor without grad that the function makes and "
-        "leaves in an outside variable counts as captured too.\nDo: call backward before the change, pass "
-        "the tensor as an argument, or set capture_check = CaptureCheck::Ignore to "
-        "recompute with the new value.\n",
+        seen +
+            "Cause: it was changed in place, given other storage, or replaced (an optimizer step "
+            "between forward and backward does this). A tensor without grad that the function makes and "
+            "leaves in an outside variable counts as captured too.\nDo: call backward before the change, pass "
+            "the tensor as an argument, or set capture_check = CaptureCheck::Ignore to "
+            "recompute with the new value.\n",
         std::move(differences.captures), log);
   if (!differences.metadata.empty())
     throw_with(
         region, Kind::MetadataMismatch,
         "Recomputed values for the following tensors have different metadata than during the "
         "forward pass.",
-        "Cause: the function did not compute the same again (a branch on outside state, a "
-        "changed flag).\nDo: make it depend on its arguments and on unchanged captures "
-        "only, or run the region without remat::checkpoint.\n",
+        seen +
+            "Cause: the function did not compute the same again (a branch on outside state, a "
+            "changed flag, an initialisation in its first forward).\nDo: make it depend on its arguments and on unchanged captures "
+            "only, or run the region without remat::checkpoint.\n",
         std::move(differences.metadata), log);
   const TensorCheck::Report& report = differences.check->report();
   throw_with(region, report.kind, report.fact, report.advice, std::move(differences.contents), log);
@@ -209,21 +232,23 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
       with_names(region, !differences.captures.empty()   ? std::move(differences.captures)
                          : !differences.metadata.empty() ? std::move(differences.metadata)
                                                          : std::move(differences.contents));
+  const std::string seen = first_forward_text(differences);
   const char* fact =
       is_more ? "trying to save more tensors during recomputation than during the original forward "
                 "pass."
               : "A different number of tensors was saved during the original forward and "
                 "recomputation.";
-  raise(region,
-        fmt::format(
-            "remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n{}"
-            "Cause: the function did not run the same operators again (a branch on outside "
-            "state, a changed flag, another grad mode).\nDo: make it depend on its arguments "
-            "and on unchanged captures only.\n{}",
-            fact, title(region), forward_count, recompute_count,
-            is_more ? " when it was noticed" : "", table(facts.mismatches, facts.kind),
-            operators_text(region, log)),
-        facts);
+  raise(
+      region,
+      fmt::format(
+          "remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n{}{}"
+          "Cause: the function did not run the same operators again (a branch on outside "
+          "state, a changed flag, an initialisation in its first forward, another grad mode).\nDo: make it depend on its arguments "
+          "and on unchanged captures only.\n{}",
+          fact, title(region), forward_count, recompute_count,
+          is_more ? " when it was noticed" : "", table(facts.mismatches, facts.kind), seen,
+          operators_text(region, log)),
+      facts);
 }
 
 namespace {
@@ -388,6 +413,19 @@ void throw_group_overlap(const Region& region, int64_t position, const SlotIdent
 void throw_recompute_failed(const Region& region, const std::string& fact, const std::string& cause,
                             const std::string& advice) {
   throw_plainly(region, Kind::RecomputeFailed, fact, cause, advice);
+}
+
+void throw_changed_script(const Region& region) {
+  throw_recompute_failed(
+      region,
+      "this region runs a TorchScript function whose executor changed its plan between forward "
+      "and recompute, so that the saved tensors would not be those of forward",
+      "TorchScript profiles the first calls of a function and runs an optimised plan after them, "
+      "which saves other tensors; a call outside the region, before this backward, made it "
+      "settle, or a function was called past its module",
+      "make the script module itself the region's function, `checkpoint(module, x)`: then the "
+      "region keeps the plan of forward; or call the function two times with backward before "
+      "training, or under torch::jit::GraphOptimizerEnabledGuard(false)");
 }
 
 void throw_selective(const Region& region, Kind kind, const std::string& fact,

@@ -25,6 +25,10 @@ struct Differences {
   /// Positions in `captures` of tensors that came back in other storage. Whether the recompute made
   /// that itself is known when it has unwound.
   std::vector<int64_t> replaced;
+  /// The recompute wrote to a captured tensor itself.
+  bool function_writes = false;
+  /// The function's module has other parameters or modules than when forward began.
+  bool has_other_members = false;
   /// The tensor at that position is no changed capture.
   void clear_capture(int64_t position);
   bool any() const { return !captures.empty() || !metadata.empty() || !contents.empty(); }
@@ -62,6 +66,8 @@ enum class ChangedBy { Function, Others };
                                       const SlotIdentity& slot);
 [[noreturn]] void throw_recompute_failed(const Region& region, const std::string& fact,
                                          const std::string& cause, const std::string& advice);
+/// LibTorch ran another plan of a script function in the recompute than in forward, or would.
+[[noreturn]] void throw_changed_script(const Region& region);
 /// A recompute of a selective region met other calls than forward. A changed capture in `seen` is
 /// the better explanation. `tensor`: what the fact ends with, if it has a name.
 [[noreturn]] void throw_selective(const Region& region, CheckpointError::Kind kind,

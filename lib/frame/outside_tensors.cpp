@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "lib/base/planted_fault.h"
 #include "lib/frame/mismatch.h"
 #include "lib/seam/variable_hooks.h"
@@ -23,7 +25,16 @@ void OutsideTensors::add(at::Tensor known) {
   if (is_planted(Fault::HookTwice)) return;
   const bool requires_grad = known.requires_grad();
   const seam::HooksByHand hooks = seam::hooks_by_hand(known);
-  known_.push_back({std::move(known), requires_grad, hooks});
+  const auto& counter = known.unsafeGetTensorImpl()->version_counter();
+  const uint32_t version = counter.enabled() ? counter.current_version() : 0;
+  known_.push_back({std::move(known), requires_grad, version, hooks});
+}
+
+bool OutsideTensors::has_written() const {
+  return std::any_of(known_.begin(), known_.end(), [](const Known& each) {
+    const auto& counter = each.tensor.unsafeGetTensorImpl()->version_counter();
+    return counter.enabled() && counter.current_version() != each.version;
+  });
 }
 
 void OutsideTensors::note_requires_grad(const at::TensorBase& tensor) {

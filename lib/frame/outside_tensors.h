@@ -18,6 +18,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -43,6 +44,8 @@ class OutsideTensors {
   void note_hook(const at::TensorBase& tensor, unsigned handle);
   /// How many hooks the recompute has asked for on that tensor before.
   std::size_t count_hook(const at::TensorBase& tensor);
+  /// Whether the recompute has written to a known tensor.
+  bool has_written() const;
   /// Throws CheckpointError if something cannot be put back.
   void finish(const Region& region);
 
@@ -50,6 +53,7 @@ class OutsideTensors {
   struct Known {
     at::Tensor tensor;
     bool requires_grad;
+    uint32_t version;
     seam::HooksByHand hooks;
   };
   void put_back() noexcept;

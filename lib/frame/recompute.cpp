@@ -21,13 +21,31 @@ namespace remat {
 
 namespace {
 
+/// While the storages are known.
+class VouchedFor {
+ public:
+  VouchedFor(Filler& filler, const StorageSet& storages) : filler_(filler) {
+    filler_.set_vouched(&storages);
+  }
+  ~VouchedFor() { filler_.set_vouched(nullptr); }
+  VouchedFor& operator=(VouchedFor&&) = delete;
+
+ private:
+  Filler& filler_;
+};
+
 /// Runs the function with everything around it as forward had it. Returns normally after a stop, too;
 /// false if another thread disturbed its random numbers.
 bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                   const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs) {
   const Region& region = frame.region();
   Surroundings& surroundings = frame.surroundings();
-  UserRestore user_state(surroundings.user_state(), scope->own_lock());
+  std::vector<at::Tensor> captured;
+  if (const UserState* const state = surroundings.user_state();
+      state != nullptr && state->has_users_providers())
+    frame.visit_outside([&](at::Tensor known) { captured.push_back(std::move(known)); });
+  UserRestore user_state(surroundings.user_state(), scope->own_lock(), std::move(captured));
+  const VouchedFor vouched(filler, user_state.written());
   if (user_state.has_failed())
     throw_recompute_failed(region, "a StateProvider did not become free within ten seconds",
                            "another thread recomputes a region that uses it too, and may be "
@@ -71,18 +89,24 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     }
     user_scope.reset();
     scope->set_outside(nullptr);
+    if (filler.has_changed_captures() && outside.has_written()) filler.blame_function();
     outside.finish(region);
     if (KeptReplay* const replay = scope->replay()) replay->end();
     filler.finish();
   }
   scope->put_back_early_guards();
   user_state.put_back();
+  filler.warn_of_survivors(frame.notes().has_run_backward());
   return !generators.were_disturbed();
 }
 
 /// Throws what differs from forward.
-void compare(const Region& region, Filler& filler) {
+void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& scripts) {
+  const Region& region = frame.region();
+  const ForwardNotes& notes = frame.notes();
   filler.rethrow_refusal();
+  if (notes.has_scripts() && !ran_same_plans(notes.scripts(), scripts))
+    throw_changed_script(region);
   if (filler.has_other_numbers())
     throw_recompute_failed(
         region, "the recompute gave other values than forward, in which another thread drew",
@@ -90,6 +114,8 @@ void compare(const Region& region, Filler& filler) {
         "operator of the region gives other values each time it runs",
         "draw on the thread that calls the region, or set preserve_rng_state = false if other "
         "numbers do no harm");
+  if (filler.has_too_many() || !filler.is_complete() || filler.has_differences())
+    filler.note_members(frame.surroundings().user_state());
   if (filler.has_too_many() || !filler.is_complete())
     throw_count_mismatch(region, filler.num_slots(), filler.num_seen(), filler.take_differences(),
                          filler.log());
@@ -135,7 +161,8 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
       return false;
     }
     frame->inputs().check_unwritten(region, given);
-    compare(region, filler);
+    scope->scripts()->end();
+    compare(*frame, filler, scope->scripts()->plans());
     if (is_planted(Fault::SwappedSlots) && values.has(0) && values.has(1) &&
         values.peek(0).tensor.sizes().equals(values.peek(1).tensor.sizes()))
       std::swap(values.values[0], values.values[1]);

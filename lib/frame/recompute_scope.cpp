@@ -44,6 +44,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> RecomputeScope::make_hooks(
   // A thread that merely inherited the stack (at::launch) saves plainly; an engine thread that
   // runs a backward inside the region fills slots while the owner waits for it.
   if (!is_own_thread()) return nullptr;
+  if (frame().notes().has_scripts() && seam::is_in_script()) scripts()->saw_save();
   return std::make_unique<Collect>(filler_);
 }
 
@@ -56,6 +57,7 @@ void RecomputeScope::begin(const std::vector<at::Tensor>& inputs) {
     if (auto leaves = notes.accumulated_leaves(); !leaves.is_empty())
       sinks_ = std::make_unique<GradientSinks>(std::move(leaves));
   if (draws_.uses_original() || notes.has_hook_after_backward()) filler_.forbid_stop();
+  if (notes.has_scripts()) filler_.forbid_stop_in_scripts();
   if (frame().keeper() == nullptr) return;
   replay_ = frame().keeper()->begin_recompute(filler_, inputs);
   filler_.set_replay(replay_.get());

@@ -25,6 +25,7 @@ struct Value {
   at::Tensor alias;
   std::shared_ptr<const Ready> ready{};  ///< null on the CPU
   uint32_t version = 0;
+  bool is_own_alias = false;  ///< of what was saved: owned here and by the recomputed graph alone
   int64_t bytes = 0;
 };
 

@@ -243,6 +243,14 @@ bool Slots::has_slot_of(const c10::StorageImpl* storage) const {
   });
 }
 
+bool Slots::has_captured(const void* tensor) const {
+  std::lock_guard<SpinLock> lock(mutex_);
+  return std::any_of(slots_.begin(), slots_.end(), [tensor](const Slot& slot) {
+    return slot.provenance.origin == Origin::Outside &&
+           slot.provenance.leaf._unsafe_get_target() == tensor;
+  });
+}
+
 void Slots::add_devices(DevicesMet& met) const {
   std::lock_guard<SpinLock> lock(mutex_);
   for (const Slot& slot : slots_) met.add(slot.metadata.device());

@@ -15,6 +15,7 @@ namespace remat {
 class DrawSource;       // lib/rng/draws.h
 class GuardWatcher;     // lib/state/user_state.h
 class OperatorHandler;  // lib/selective/operator_handler.h
+class ScriptWatch;      // lib/frame/script_watch.h
 struct LockOwner;       // lib/base/recompute_lock.h
 
 namespace detail {
@@ -77,6 +78,7 @@ class RegionScope : public Scope {
   virtual BackwardWatcher* backwards() { return nullptr; }
   virtual RegistrationWatcher* registrations() { return nullptr; }
   virtual GuardWatcher* guards() { return nullptr; }
+  virtual ScriptWatch* scripts() { return nullptr; }
 
   bool is_recompute = false;              ///< not the first run
   bool is_inside_recompute = false;       ///< this region, or one around it, is recomputed

@@ -18,6 +18,7 @@ class Cloneable<remat::ModuleAccess> {
  public:
   static bool& training_flag(Module& module) { return module.is_training_; }
   static const auto& children(const Module& module) { return module.children_; }
+  static const auto& parameters(const Module& module) { return module.parameters_; }
   static const auto& buffers(const Module& module) { return module.buffers_; }
   static std::optional<std::string>& name(Module& module) { return module.name_; }
 };

@@ -22,6 +22,7 @@
 
 #include "lib/base/waiting.h"
 #include "lib/seam/module_access.h"
+#include "lib/seam/script.h"
 #include "lib/tensor/capture.h"
 
 namespace remat {
@@ -112,12 +113,24 @@ class TrainingFlags final : public HeldState {
  public:
   explicit TrainingFlags(torch::nn::Module& root) : root_(root.weak_from_this()), subject_(&root) {
     visit_modules(root, [&](torch::nn::Module& module) {
+      num_parameters_ += ModuleAccess::parameters(module).size();
       flags_.emplace_back(&module, ModuleAccess::training_flag(module));
     });
   }
 
   const void* subject() const override { return subject_; }
   std::shared_ptr<torch::nn::Module> module() const override { return root_.lock(); }
+
+  bool has_other_members() const override {
+    const auto root = root_.lock();
+    if (root == nullptr) return false;
+    std::size_t num_modules = 0, num_parameters = 0;
+    visit_modules(*root, [&](torch::nn::Module& module) {
+      ++num_modules;
+      num_parameters += ModuleAccess::parameters(module).size();
+    });
+    return num_modules != flags_.size() || num_parameters != num_parameters_;
+  }
 
   std::shared_ptr<void> hold() override {
     auto held = std::make_shared<Held>();
@@ -156,6 +169,7 @@ class TrainingFlags final : public HeldState {
   const std::weak_ptr<torch::nn::Module> root_;
   const void* const subject_;
   c10::SmallVector<HeldFlags::Flag, 4> flags_;
+  std::size_t num_parameters_ = 0;
 };
 
 bool ends_with_and_drop(std::string_view& text, std::string_view end) {
@@ -312,9 +326,42 @@ std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root) 
   return all;
 }
 
+namespace {
+
+/// Their training flags are attributes of script modules.
+class ScriptFlags final : public StateProvider {
+ public:
+  explicit ScriptFlags(const torch::jit::Module& root)
+      : root_(std::make_shared<const torch::jit::Module>(root)) {}
+  std::any capture() override { return seam::training_flags_of(*root_); }
+  void restore(const std::any& flags) override {
+    seam::set_training_flags(*root_, std::any_cast<const std::vector<bool>&>(flags));
+  }
+
+ private:
+  const std::shared_ptr<const torch::jit::Module> root_;
+};
+
+}  // namespace
+
+std::vector<std::shared_ptr<StateProvider>> state_of(const torch::jit::Module& root,
+                                                     bool flags_only) {
+  std::vector<std::shared_ptr<StateProvider>> all;
+  if (!seam::training_flags_of(root).empty()) all.push_back(std::make_shared<ScriptFlags>(root));
+  if (flags_only) return all;
+  for (const at::Tensor& buffer : seam::buffers_of(root))
+    all.push_back(buffer_providers().of(buffer));
+  return all;
+}
+
 bool may_restore(const StateProvider& provider, const c10::StorageImpl* buffer) {
   const auto* const ours = dynamic_cast<const BufferProvider*>(&provider);
-  return ours == nullptr || ours->storage() == buffer;
+  return ours == nullptr ? is_users(provider) : ours->storage() == buffer;
+}
+
+bool is_users(const StateProvider& provider) {
+  return dynamic_cast<const BufferProvider*>(&provider) == nullptr &&
+         dynamic_cast<const ScriptFlags*>(&provider) == nullptr;
 }
 
 bool contains_batch_norm(torch::nn::Module& root) {

@@ -12,6 +12,9 @@ struct StorageImpl;
 namespace torch::nn {
 class Module;
 }
+namespace torch::jit {
+struct Module;
+}
 
 namespace remat {
 
@@ -28,6 +31,8 @@ class HeldState {
   /// The module whose state it is, for errors that name its tensors; null if it is that of none, or of one that is gone
   /// or that no shared pointer owns.
   virtual std::shared_ptr<torch::nn::Module> module() const { return nullptr; }
+  /// Whether parameters or modules came to the subject, or went, since.
+  virtual bool has_other_members() const { return false; }
 };
 
 /// The flags as they are now, of a module and all below it.
@@ -37,8 +42,16 @@ std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root);
 /// asks, so regions that share buffers keep each once.
 std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root);
 
+/// Of a script module and all below it: a provider of its training flags and, unless `flags_only`, one for each
+/// buffer.
+std::vector<std::shared_ptr<StateProvider>> state_of(const torch::jit::Module& root,
+                                                     bool flags_only);
+
 /// Whether the provider restores a buffer with this storage, or may, since it is the user's.
 bool may_restore(const StateProvider& provider, const c10::StorageImpl* buffer);
+
+/// Whether a provider is the user's, and not one of those above.
+bool is_users(const StateProvider& provider);
 
 /// Whether the module or one below it is a batch norm: LibTorch's own, or of a class that says so (SyncBatchNormImpl).
 bool contains_batch_norm(torch::nn::Module& root);

@@ -159,6 +159,11 @@ void UserState::keep(const at::Generator& generator) {
   draw_logs_.back()->begin();
 }
 
+bool UserState::has_users_providers() const {
+  return std::any_of(registered_.providers.begin(), registered_.providers.end(),
+                     [](const auto& provider) { return is_users(*provider); });
+}
+
 UserState::~UserState() = default;
 
 ObservedRecompute::ObservedRecompute(const UserState* state, const RegionInfo& region)
@@ -193,11 +198,14 @@ void ObservedRecompute::tell_end() noexcept {
   }
 }
 
-UserRestore::UserRestore(const UserState* state, const LockOwner& owner)
+UserRestore::UserRestore(const UserState* state, const LockOwner& owner,
+                         std::vector<at::Tensor> captured)
     : state_(state),
       hold_(providers_of(state), owner, std::chrono::seconds(10)),
       has_failed_(hold_.has_failed()) {
   if (state_ == nullptr || has_failed_) return;
+  for (at::Tensor& each : captured)
+    if (!each.is_inference()) captured_.push_back({each, static_cast<uint32_t>(each._version())});
   const auto& providers = state_->registered().providers;
   for (const auto& held : state_->registered().held) {
     held_.push_back(held->hold());
@@ -208,11 +216,22 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner)
     const OutsideOfRegions outside;
     for (std::size_t i = 0; i < providers.size(); ++i) {
       before_.push_back(providers[i]->capture());
-      providers[i]->restore(state_->captured_[i]);
+      restore(*providers[i], state_->captured_[i]);
     }
   } catch (...) {
     undo(/*may_throw=*/false);
     throw;
+  }
+}
+
+void UserRestore::restore(StateProvider& provider, const std::any& state) {
+  provider.restore(state);
+  if (captured_.empty() || !is_users(provider)) return;
+  for (const Captured& each : captured_) {
+    if (static_cast<uint32_t>(each.tensor._version()) == each.version) continue;
+    written_.add(each.tensor);
+    c10::VariableVersion shared = each.tensor.unsafeGetTensorImpl()->version_counter();
+    shared.set_version(each.version);
   }
 }
 
@@ -230,7 +249,7 @@ void UserRestore::undo(bool may_throw) {
     before_.pop_back();
     try {
       const OutsideOfRegions outside;
-      state_->registered().providers[before_.size()]->restore(state);
+      restore(*state_->registered().providers[before_.size()], state);
     } catch (...) {
       if (!thrown) thrown = std::current_exception();
     }

@@ -10,6 +10,7 @@
 #include "lib/scope/hook_stack.h"
 #include "lib/scope/region_info.h"
 #include "lib/state/module_state.h"
+#include "lib/tensor/capture.h"
 #include "remat/state.h"
 
 namespace remat {
@@ -68,6 +69,8 @@ class UserState {
   void keep(const at::Generator& generator);
   void keep(const std::shared_ptr<HeldState>& held_state) { registered_.add(held_state); }
   const UserRegistrations& registered() const { return registered_; }
+  /// Whether it has a provider that is no module's.
+  bool has_users_providers() const;
   /// Each registered CPU generator has a log.
   const std::vector<std::unique_ptr<DrawLog>>& draw_logs() const { return draw_logs_; }
 
@@ -92,24 +95,40 @@ class ObservedRecompute {
   std::size_t num_told_ = 0;
 };
 
+/// Note [Written by a provider]
+/// A provider that restores with `copy_` moves the version of a buffer that the region captured, and it is the
+/// provider's word that the buffer then is what forward saw. So the versions of such tensors are put back, for all
+/// graphs that saved them; the capture check does not look at their versions; and what the recompute saves of them
+/// is copied, as they will be overwritten when it ends.
+
 /// The providers' state is the forward's until `put_back`, which throws what a provider throws; or
 /// until the destructor, which only warns, since something else is being thrown.
 class UserRestore {
  public:
+  /// `captured` are known tensors from outside the region: Note [Written by a provider].
   /// Throws what a provider throws, having put back what was restored before.
-  UserRestore(const UserState* state, const LockOwner& owner);
+  UserRestore(const UserState* state, const LockOwner& owner, std::vector<at::Tensor> captured);
   ~UserRestore();
   UserRestore& operator=(UserRestore&&) = delete;
   void put_back();
   /// Another thread's recompute did not give something free in time: nothing was restored.
   bool has_failed() const { return has_failed_; }
+  /// The storages of the captured tensors that a provider of the user's wrote to.
+  const StorageSet& written() const { return written_; }
 
  private:
+  void restore(StateProvider& provider, const std::any& state);
   void undo(bool may_throw);
   const UserState* const state_;
   const RecomputeHold hold_;
   std::vector<std::any> before_;
   std::vector<std::shared_ptr<void>> held_;
+  struct Captured {
+    at::Tensor tensor;
+    uint32_t version;
+  };
+  std::vector<Captured> captured_;
+  StorageSet written_;
   bool has_failed_;
 };
 

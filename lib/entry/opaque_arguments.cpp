@@ -1,0 +1,52 @@
+#include "lib/entry/opaque_arguments.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/Type.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "lib/base/once_per_name.h"
+#include "lib/frame/frame.h"
+
+namespace remat {
+
+namespace {
+
+/// Only what lies in the argument itself is looked at, not what its members point to.
+bool holds_saved_tensor(const Slots& slots, const void* object, std::size_t num_bytes) {
+  const auto* const bytes = static_cast<const char*>(object);
+  for (std::size_t at = 0; at + sizeof(void*) <= num_bytes; at += sizeof(void*)) {
+    const void* word = nullptr;
+    std::memcpy(&word, bytes + at, sizeof word);
+    if (word != nullptr && slots.has_captured(word)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void warn_of_opaque_arguments(const Frame& frame,
+                              void (*visit_opaque)(const RegionBody&, OpaqueVisitor)) {
+  visit_opaque(*frame.region().body, [&](int64_t number, const void* object, std::size_t num_bytes,
+                                         const std::type_info& type) {
+    if (!holds_saved_tensor(frame.slots(), object, num_bytes)) return;
+    static OncePerName warned;
+    const std::string& name = frame.region().info.name();
+    if (!warned.is_first(name)) return;
+    const std::string type_name = c10::demangle(type.name());
+    TORCH_WARN(
+        "remat::checkpoint: argument ", number, " of ",
+        name.empty() ? "a region without a name" : "region \"" + name + "\"",
+        ", counted from 0, is a ", type_name,
+        " that holds a tensor which the region saved, but it has no visit_tensors. Cause: it "
+        "is copied as a captured tensor is, so that its tensors, and the graph behind them, stay in "
+        "memory although the region lies in another one, which would compute them again. "
+        "Do: write `template <class Visitor> void visit_tensors(",
+        type_name,
+        "& value, Visitor&& visit)` beside the type, which calls visit(tensor) for each of "
+        "its tensors; or pass the tensors as arguments of their own.");
+  });
+}
+
+}  // namespace remat

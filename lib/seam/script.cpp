@@ -1,0 +1,254 @@
+#include "lib/seam/script.h"
+
+#include <ATen/core/function.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/jit/api/function_impl.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/ir/ir.h>
+#include <torch/csrc/jit/runtime/graph_executor.h>
+#include <torch/csrc/jit/runtime/interpreter.h>
+#include <torch/csrc/jit/runtime/profiling_record.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+namespace remat::seam {
+
+namespace {
+
+namespace jit = torch::jit;
+
+thread_local int num_pinned_running = 0;
+
+struct RunsPinned {
+  RunsPinned() { ++num_pinned_running; }
+  ~RunsPinned() { --num_pinned_running; }
+};
+
+void add_settled(ScriptPlan& plan, jit::Function& function);
+
+/// Adds what the functions have settled on that a graph calls, in its blocks and the graphs inside it.
+void add_nested(ScriptPlan& plan, const jit::Block& block) {
+  for (const jit::Node* const node : block.nodes()) {
+    if (node->kind() == c10::prim::CallFunction) {
+      const auto type = node->input(0)->type()->cast<c10::FunctionType>();
+      if (type != nullptr)
+        add_settled(plan, *type->function());
+      else
+        plan.is_known = false;
+    } else if (node->kind() == c10::prim::CallMethod) {
+      plan.is_known = false;  // through an interface: what is not is inlined
+    }
+    if (node->hasAttribute(c10::attr::Subgraph) &&
+        node->kindOf(c10::attr::Subgraph) == jit::AttributeKind::g)
+      add_nested(plan, *node->g(c10::attr::Subgraph)->block());
+    for (const jit::Block* const inner : node->blocks()) add_nested(plan, *inner);
+  }
+}
+
+void add_settled(ScriptPlan& plan, jit::Function& function) {
+  auto* const graph_function = jit::tryToGraphFunction(function);
+  if (graph_function == nullptr) return;
+  jit::GraphExecutor& executor = graph_function->get_executor();
+  if (!executor.isOptimized()) {
+    plan.graphs.emplace_back();
+    return;
+  }
+  for (const auto& [arguments, settled] : executor.getDebugState().execution_plans) {
+    plan.graphs.push_back(settled.graph);
+    add_nested(plan, *settled.graph->block());
+  }
+}
+
+ScriptPlan plan_of(const std::shared_ptr<jit::Graph>& graph) {
+  ScriptPlan plan;
+  plan.graphs.push_back(graph);
+  if (graph != nullptr) add_nested(plan, *graph->block());
+  return plan;
+}
+
+/// Methods that are called through an interface are those of the module, or of one below it.
+void add_methods(ScriptPlan& plan, const jit::Module& module) {
+  for (const auto& each : module.modules())
+    for (jit::Function* const method : each.type()->methods()) add_settled(plan, *method);
+  plan.is_known = true;
+}
+
+bool contains_profiling(const jit::Block& block) {
+  for (const jit::Node* const node : block.nodes()) {
+    if (node->kind() == c10::prim::profile || node->kind() == c10::prim::profile_ivalue)
+      return true;
+    for (const jit::Block* const inner : node->blocks())
+      if (contains_profiling(*inner)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+struct PinnedScript::Plan {
+  jit::Function* function;
+  jit::ExecutionPlan plan;  // none for a function that is no graph: it has no executor
+  ScriptPlan settled{};
+  std::optional<jit::Module> module{};
+  std::once_flag made_again{};
+  jit::Code again{};  // the plan as it is without profiling
+
+  ScriptPlan settled_now() const {
+    ScriptPlan now = plan_of(plan.graph);
+    if (!now.is_known && module.has_value()) add_methods(now, *module);
+    return now;
+  }
+};
+
+PinnedScript::PinnedScript(jit::Function& function, const jit::Module* module,
+                           std::vector<c10::IValue>& stack)
+    : plan_(new Plan{.function = &function, .plan = {}}) {
+  auto* const graph_function = jit::tryToGraphFunction(function);
+  if (graph_function == nullptr) return;
+  if (module != nullptr) plan_->module = *module;
+  plan_->plan = graph_function->get_executor().getPlanFor(stack);
+  plan_->settled = plan_->settled_now();
+}
+
+PinnedScript::~PinnedScript() = default;
+
+void PinnedScript::run(std::vector<c10::IValue>& stack) const {
+  const RunsPinned pinned;
+  RECORD_TORCHSCRIPT_FUNCTION(plan_->function->name(), stack);
+  const ScriptsUnoptimized nested;
+  if (plan_->plan)
+    jit::InterpreterState(plan_->plan.code).run(stack);
+  else
+    plan_->function->run(stack);
+}
+
+void PinnedScript::run_again(std::vector<c10::IValue>& stack) const {
+  if (!plan_->plan) return run(stack);
+  std::call_once(plan_->made_again, [this] {
+    plan_->again = plan_->plan.code;
+    if (!contains_profiling(*plan_->plan.graph->block())) return;
+    const auto graph = plan_->plan.graph->copy();
+    jit::ProfilingRecord::removeProfileCounter(graph->block());
+    jit::ProfilingRecord::removeProfilingNodes(graph->block());
+    plan_->again = jit::Code(graph, plan_->function->name());
+  });
+  const RunsPinned pinned;
+  RECORD_TORCHSCRIPT_FUNCTION(plan_->function->name(), stack);
+  const ScriptsUnoptimized nested;
+  jit::InterpreterState(plan_->again).run(stack);
+}
+
+bool PinnedScript::is_changed() const {
+  return plan_->plan && !(plan_->settled_now() == plan_->settled);
+}
+
+void normalize_arguments(jit::Function& function, std::vector<c10::IValue>& stack) {
+  function.getSchema().checkAndNormalizeInputs(stack);
+}
+
+bool is_in_script() { return jit::in_torchscript_runtime() && num_pinned_running == 0; }
+
+namespace {
+
+/// Its plan stands for none.
+struct Nothing {
+  std::shared_ptr<jit::Graph> graph = std::make_shared<jit::Graph>();
+  jit::GraphExecutor executor{graph, "remat_nothing", jit::ExecutorExecutionMode::SIMPLE};
+  std::shared_ptr<jit::Graph> planned;
+  Nothing() {
+    jit::Stack stack;
+    planned = executor.getPlanFor(stack).graph;
+  }
+};
+
+Nothing& nothing() {
+  static auto* const all = new Nothing;
+  return *all;
+}
+
+}  // namespace
+
+ScriptPlan last_script_plan() {
+  const auto graph = jit::lastExecutedOptimizedGraph();
+  if (graph == nullptr || graph == nothing().planned) return {};
+  return plan_of(graph);
+}
+
+void forget_last_script_plan() {
+  if (jit::lastExecutedOptimizedGraph() == nothing().planned) return;
+  jit::Stack stack;
+  nothing().executor.run(stack);
+}
+
+ScriptsUnoptimized::ScriptsUnoptimized() : before_(jit::getGraphExecutorOptimize()) {
+  if (before_) jit::setGraphExecutorOptimize(false);
+}
+
+ScriptsUnoptimized::~ScriptsUnoptimized() {
+  if (before_) jit::setGraphExecutorOptimize(true);
+}
+
+namespace {
+
+ScriptCallObserver call_observer{};
+
+struct Begun final : at::ObserverContext {
+  explicit Begun(void* what) : begun(what) {}
+  void* const begun;
+};
+
+std::unique_ptr<at::ObserverContext> call_began(const at::RecordFunction&) {
+  // Interpreters record calls as well, when the plan was chosen.
+  if (num_pinned_running > 0 || jit::in_torchscript_runtime()) return nullptr;
+  void* const begun = call_observer.began();
+  return begun == nullptr ? nullptr : std::make_unique<Begun>(begun);
+}
+
+void call_ended(const at::RecordFunction&, at::ObserverContext* context) {
+  if (context != nullptr) call_observer.ended(static_cast<Begun*>(context)->begun);
+}
+
+}  // namespace
+
+void observe_script_calls(const ScriptCallObserver& observer) {
+  call_observer = observer;
+  at::addGlobalCallback(at::RecordFunctionCallback(call_began, call_ended)
+                            .scopes({at::RecordScope::TORCHSCRIPT_FUNCTION}));
+}
+
+std::vector<at::Tensor> buffers_of(const jit::Module& module) {
+  std::vector<at::Tensor> all;
+  for (const at::Tensor& each : module.buffers())
+    if (each.defined()) all.push_back(each);
+  return all;
+}
+
+namespace {
+
+template <class Visitor>
+void visit_trainable(const jit::Module& module, Visitor&& visitor) {
+  for (jit::Module each : module.modules())
+    if (each.hasattr("training") && each.attr("training").isBool()) visitor(each);
+}
+
+}  // namespace
+
+std::vector<bool> training_flags_of(const jit::Module& module) {
+  std::vector<bool> flags;
+  visit_trainable(
+      module, [&](const jit::Module& each) { flags.push_back(each.attr("training").toBool()); });
+  return flags;
+}
+
+void set_training_flags(const jit::Module& module, const std::vector<bool>& flags) {
+  std::size_t next = 0;
+  visit_trainable(module, [&](jit::Module& each) {
+    const bool flag = next < flags.size() && flags[next];
+    if (next++ < flags.size() && each.attr("training").toBool() != flag)
+      each.setattr("training", flag);
+  });
+}
+
+}  // namespace remat::seam
