@@ -1,5 +1,7 @@
 #include "lib/seam/autograd_meta.h"
 
+#include <torch/csrc/autograd/generated/Functions.h>
+
 #include <string_view>
 #include <typeinfo>
 #include <unordered_map>
@@ -91,7 +93,7 @@ bool cut_hooks(const at::Tensor& tensor, const HooksByHand& then) {
   return meta->post_acc_grad_hooks_.get() == then.after_accumulation;
 }
 
-bool is_cast(const Node& node) { return node.name() == "ToCopyBackward0"; }
+const std::type_info& type_of_casts = typeid(torch::autograd::generated::ToCopyBackward0);
 
 bool is_function(const Node& node) {
   // Types repeat, and their names are long.

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <typeinfo>
 
 namespace remat::seam {
 
@@ -66,8 +67,10 @@ HooksByHand hooks_by_hand(const at::Tensor& tensor);
 /// Takes off those that came since. False if some that were there are gone.
 bool cut_hooks(const at::Tensor& tensor, const HooksByHand& then);
 
-/// Whether the node is that of a cast to another type.
-bool is_cast(const torch::autograd::Node& node);
+extern const std::type_info& type_of_casts;
+/// Whether the node is that of a cast to another type. Every saved tensor asks: LibTorch alone has such a type, so
+/// its address tells.
+inline bool is_cast(const torch::autograd::Node& node) { return &typeid(node) == &type_of_casts; }
 /// Whether it is that of a C++ autograd Function.
 bool is_function(const torch::autograd::Node& node);
 

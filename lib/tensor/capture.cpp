@@ -20,17 +20,36 @@ uint32_t offset_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? static_cast<uint32_t>(tensor.storage_offset()) : 0;
 }
 
-/// The leaf of which `tensor`, made by `node`, is a cast (as autocast makes and caches them), or
-/// null. Autocast itself cannot be asked: it is off while the kernel that saves the cast runs.
+/// What `node` made its only differentiable argument from, or null if it has none or several.
+Node* only_source(const Node& node) {
+  Node* source = nullptr;
+  for (const auto& edge : node.next_edges()) {
+    if (!edge.is_valid()) continue;
+    if (source != nullptr) return nullptr;
+    source = edge.function.get();
+  }
+  return source;
+}
+
+/// The leaf of which `tensor`, made by `node`, is a cast (as autocast makes and caches them), or a cast of
+/// what was made of that leaf alone (`weight.t()`); or null. Autocast itself cannot be asked: it is off
+/// while the kernel that saves the cast runs.
 c10::TensorImpl* cast_source(const at::Tensor& tensor, const Node& node) {
-  if (node.num_outputs() < 1 || !node.next_edge(0).is_valid()) return nullptr;
-  Node* const source = node.next_edge(0).function.get();
-  if (source->sequence_nr() != UINT64_MAX) return nullptr;  // every AccumulateGrad has this number
-  auto* accumulate = dynamic_cast<AccumulateGrad*>(source);
-  if (accumulate == nullptr || accumulate->variable.scalar_type() == tensor.scalar_type() ||
-      !seam::is_cast(node))
-    return nullptr;
-  return accumulate->variable.unsafeGetTensorImpl();
+  if (!seam::is_cast(node)) return nullptr;
+  constexpr int max_steps = 8;
+  const Node* made_by = &node;
+  for (int step = 0; step < max_steps; ++step) {
+    Node* const source = only_source(*made_by);
+    if (source == nullptr) return nullptr;
+    if (source->sequence_nr() == UINT64_MAX) {  // as every AccumulateGrad
+      auto* const accumulate = dynamic_cast<AccumulateGrad*>(source);
+      if (accumulate == nullptr || accumulate->variable.scalar_type() == tensor.scalar_type())
+        return nullptr;
+      return accumulate->variable.unsafeGetTensorImpl();
+    }
+    made_by = source;
+  }
+  return nullptr;
 }
 
 }  // namespace

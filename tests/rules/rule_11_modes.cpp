@@ -73,6 +73,42 @@ Tensors grad_in_thread(const Tensor& y, const Tensors& inputs, GradOptions optio
 
 // ---- autocast ---------------------------------------------------------------------------------------
 
+TEST_CASE("a parameter that changed is noticed behind autocast's cast of its view",
+          "[rule-10][rule-11][GUA-01]") {
+  struct Use {
+    const char* what;
+    std::function<Tensor(const Tensor& x, const Tensor& w)> run;
+  };
+  const std::vector<Use> uses{
+      {"itself", [](const Tensor& x, const Tensor& w) { return x.mm(w); }},
+      {"transposed", [](const Tensor& x, const Tensor& w) { return x.mm(w.t()); }},
+      {"addmm", [](const Tensor& x, const Tensor& w) { return at::addmm(w[0], x, w.t()); }},
+      {"several views",
+       [](const Tensor& x, const Tensor& w) {
+         return x.mm(w.view({2, 8}).view({4, 4}).narrow(0, 0, 4).t());
+       }},
+      {"made of it", [](const Tensor& x, const Tensor& w) { return x.mm(w * 0.5); }},
+  };
+  for (const Use& use : uses)
+    for (const bool cache : {true, false}) {
+      CAPTURE(use.what, cache);
+      const Tensor x = leaf({4, 4}), w = leaf({4, 4});
+      const auto forward = [&](bool drop) {
+        const Autocast autocast(true, at::kBFloat16, cache);
+        const auto f = [&](const Tensor& t) { return use.run(t, w).sin(); };
+        return drop ? remat::checkpoint(f, x) : f(x);
+      };
+      require_bit_equal(grad_of(forward(true), {x, w}), grad_of(forward(false), {x, w}));
+      const Tensor y = forward(true);
+      {
+        const at::NoGradGuard no_grad;
+        w.mul_(3);
+      }
+      const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x, w}); });
+      CHECK(error.kind() == remat::CheckpointError::Kind::CaptureChanged);
+    }
+}
+
 TEST_CASE("a recompute runs under forward's autocast, whatever surrounds the backward",
           "[rule-11]") {
   const bool in_forward = GENERATE(true, false);
