@@ -1,5 +1,6 @@
 // Programs in the style of those that others wrote: trained ten steps, plain and with regions.
 
+#include <torch/csrc/jit/api/module.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
@@ -289,6 +290,59 @@ class LanguageModel {
   optim::Adam optimizer_{model_->parameters(), optim::AdamOptions(1e-2)};
 };
 
+/// A script module that somebody exported, under a head of one's own.
+class FineTuned {
+ public:
+  explicit FineTuned(bool regions) : regions_(regions) {
+    for (int i = 0; i < num_blocks; ++i) blocks_.push_back(block());
+    std::vector<Tensor> all = head_->parameters();
+    for (const auto& each : blocks_)
+      for (const Tensor& parameter : each.parameters()) all.push_back(parameter);
+    optimizer_.emplace(all, optim::AdamOptions(1e-3));
+  }
+  Tensor step() {
+    const Tensor points = at::randn({64, 16}), truth = at::randint(0, 5, {64});
+    return stepped(*optimizer_, [&] {
+      Tensor x = points;
+      for (auto& each : blocks_)
+        x = regions_ ? checkpoint(each, x).toTensor() : each.forward({x}).toTensor();
+      return at::cross_entropy_loss(head_->forward(x), truth);
+    });
+  }
+  Tensors state() const {
+    Tensors all = state_of(*head_);
+    for (const auto& each : blocks_) {
+      for (const Tensor& parameter : each.parameters()) all.push_back(parameter);
+      for (const Tensor& buffer : each.buffers()) all.push_back(buffer);
+    }
+    return all;
+  }
+
+ private:
+  static torch::jit::Module block() {
+    torch::jit::Module module("block");
+    module.register_parameter("wide", at::randn({16, 64}).mul_(0.2).requires_grad_(), false);
+    module.register_parameter("narrow", at::randn({64, 16}).mul_(0.1).requires_grad_(), false);
+    module.register_parameter("scale", at::ones({64}).requires_grad_(), false);
+    module.register_parameter("shift", at::zeros({64}).requires_grad_(), false);
+    module.register_buffer("mean", at::zeros({64}));
+    module.register_buffer("var", at::ones({64}));
+    module.register_attribute("training", c10::BoolType::get(), true);
+    module.define(R"(
+def forward(self, x):
+  h = torch.batch_norm(x.matmul(self.wide), self.scale, self.shift, self.mean, self.var, self.training, 0.1, 1e-5, True)
+  h = torch.dropout(torch.sigmoid(h) * h, 0.1, self.training)
+  return x + h.matmul(self.narrow)
+)");
+    return module;
+  }
+  static constexpr int num_blocks = 4;
+  const bool regions_;
+  std::vector<torch::jit::Module> blocks_;
+  nn::Linear head_{16, 5};
+  std::optional<optim::Adam> optimizer_;
+};
+
 template <class Program>
 void require_trained_alike(double at_most) {
   const Training plain = train([] { return Program(false); });
@@ -323,4 +377,8 @@ TEST_CASE("a flow that its first batch initialises trains as without regions", "
 
 TEST_CASE("an LSTM that regions cut in time trains as without them", "[programs]") {
   require_trained_alike<LanguageModel>(0.7);
+}
+
+TEST_CASE("a script module is fine-tuned as without regions", "[programs][script]") {
+  require_trained_alike<FineTuned>(0.6);
 }

@@ -35,8 +35,8 @@ void warn_of_running_statistics(const Region& region, const Surroundings& surrou
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
       ", whose recompute will update its running statistics once more. Cause: the region's "
       "function is not the module, so that its buffers are not known. Do: pass the module as "
-      "the function, or name it in CheckpointOptions::modules; a script module's buffers "
-      "need a StateProvider; BufferPolicy::Ignore if twice is right.");
+      "the function, or name it in CheckpointOptions::modules; a script module's are "
+      "known if it is the function itself; BufferPolicy::Ignore if twice is right.");
 }
 
 }  // namespace remat
