@@ -32,6 +32,12 @@ namespace detail {
 class Scope;
 }
 
+/// Changes with everything in this header on which a compiled binding depends. The library calls a body
+/// through its vtable, so a binding that was compiled against another number must not be used with it.
+inline constexpr int binding_abi = 1;
+/// The number of the library that is loaded: compare it with `binding_abi` before anything else.
+REMAT_API int loaded_binding_abi() noexcept;
+
 /// Ends a recompute that has all it needs. Not a std::exception on purpose: the TorchScript interpreter
 /// would catch it.
 struct REMAT_API StopSignal{};
@@ -70,6 +76,8 @@ struct FunctionFacts {
   /// Where the function object lies: with `debug`, a region looks there for addresses of the thread's stack.
   const void* object = nullptr;
   std::size_t num_bytes = 0;  ///< of the object
+  /// A recompute ends with the last tensor needed even where a throw costs more than all that it skips.
+  bool always_stops = false;
 };
 
 /// The first run of a region: from saving its inputs to taking note of its result. One thread.

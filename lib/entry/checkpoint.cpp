@@ -25,7 +25,8 @@ using detail::StackView;
 
 namespace {
 
-RegionOptions options_in_force(const CheckpointOptions& options, const StackView& around) {
+RegionOptions options_in_force(const CheckpointOptions& options, const FunctionFacts& facts,
+                               const StackView& around) {
   RegionOptions in_force{.early_stop = options.early_stop,
                          .debug = options.debug,
                          .preserve_rng_state = options.preserve_rng_state,
@@ -33,6 +34,7 @@ RegionOptions options_in_force(const CheckpointOptions& options, const StackView
                          .offload_inputs = options.offload_inputs,
                          .ignores_buffers = options.buffers == BufferPolicy::Ignore,
                          .copies_inputs = options.inputs == InputMode::CopyOnWrite,
+                         .always_stops = facts.always_stops,
                          .determinism_check = options.determinism_check,
                          .capture_check = options.capture_check};
   if (const detail::Scope* guard = around.innermost(Ability::EarlyStop))
@@ -92,7 +94,7 @@ bool opens_region() {
 ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
                        const FunctionFacts& facts) {
   const StackView stack;
-  const RegionOptions in_force = options_in_force(options, stack);
+  const RegionOptions in_force = options_in_force(options, facts, stack);
   refuse(options, in_force);
   if (facts.module != nullptr || !options.modules.empty())
     modules_ = register_modules(options, facts.module);

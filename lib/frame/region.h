@@ -23,6 +23,7 @@ struct RegionOptions {
   bool offload_inputs = false;
   bool ignores_buffers = false;  ///< `BufferPolicy::Ignore`
   bool copies_inputs = false;    ///< InputMode::CopyOnWrite
+  bool always_stops = false;     ///< FunctionFacts::always_stops
   DeterminismCheck determinism_check = DeterminismCheck::Metadata;
   CaptureCheck capture_check = CaptureCheck::Raise;
   /// What guards around the region said, for the regions inside its recompute.
