@@ -83,6 +83,7 @@ _WORDS = (
     ("(or opened a remat::DebugGuard)", ""),
     ("set preserve_rng_state = false", "set preserve_rng_state=False"),
     ("preserve_rng_state = false", "preserve_rng_state=False"),
+    ("SelectiveOptions::allow_cache_entry_mutation", "allow_cache_entry_mutation=True"),
     ("remat::checkpoint", "remat.checkpoint"),
     ("remat::", "remat."),
 )  # fmt: skip
@@ -106,6 +107,8 @@ def make_error(
     if kind == ErrorKind.FEWER_TENSORS.value:
         fact, _, rest = text.partition("\n")
         text = fact + "\n" + _COUNTS.format(forward_count, recompute_count) + rest
+    if kind == ErrorKind.SELECTIVE_MUTATION.value:
+        text = "Tensor cached during selective activation checkpoint has been mutated\n" + text
     error = CheckpointError(text)
     error.kind = ErrorKind(kind)
     error.region = region
