@@ -42,7 +42,8 @@ auto node_in(Held& held) {
 /// Where the gradient of a tensor goes, or of a `GradientEdge`; nowhere for one that has none.
 Edge edge_of(PyObject* object) {
   if (const at::Tensor* const tensor = tensor_in(object)) {
-    if (const auto& node = tensor->grad_fn()) return {node, static_cast<uint32_t>(tensor->output_nr())};
+    if (const auto& node = tensor->grad_fn())
+      return {node, static_cast<uint32_t>(tensor->output_nr())};
     return {torch::autograd::impl::try_get_grad_accumulator(*tensor), 0};
   }
   if (PyTuple_Check(object) == 0 || PyTuple_GET_SIZE(object) < 2) return {};
@@ -88,8 +89,9 @@ PyObject* run_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count,
   for (Py_ssize_t i = 0; i < std::min(count, num_arguments); ++i) all[i] = arguments[i];
   for (Py_ssize_t i = 0; keywords != nullptr && i < PyTuple_GET_SIZE(keywords); ++i) {
     PyObject* const name = PyTuple_GET_ITEM(keywords, i);
-    const char* const known[num_arguments] = {"tensors", "grad_tensors", "keep_graph", "create_graph",
-                                              "inputs", "allow_unreachable", "accumulate_grad"};
+    const char* const known[num_arguments] = {"tensors",        "grad_tensors", "keep_graph",
+                                              "create_graph",   "inputs",       "allow_unreachable",
+                                              "accumulate_grad"};
     for (Py_ssize_t j = 0; j < num_arguments; ++j)
       if (PyUnicode_CompareWithASCIIString(name, known[j]) == 0) all[j] = arguments[count + i];
   }
@@ -102,7 +104,8 @@ PyObject* run_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count,
                           : edge_of(item));
     });
     visit_items(all[at_inputs], [&](PyObject* item) { targets.push_back(edge_of(item)); });
-    const bool accumulates = all[at_accumulate] != nullptr && PyObject_IsTrue(all[at_accumulate]) == 1;
+    const bool accumulates =
+        all[at_accumulate] != nullptr && PyObject_IsTrue(all[at_accumulate]) == 1;
     BackwardMark mark(roots, targets, accumulates);
     const py::object result = py::reinterpret_steal<py::object>(run());
     if (!result) return nullptr;

@@ -20,16 +20,17 @@ namespace {
 
 /// What the drop-in needs of torch.utils.checkpoint; never freed.
 struct Upstream {
-  PyObject* generator = nullptr;         ///< the function that is stood in for
-  PyObject* globals = nullptr;           ///< its module's dictionary, read at each call as it does
+  PyObject* generator = nullptr;  ///< the function that is stood in for
+  PyObject* globals = nullptr;    ///< its module's dictionary, read at each call as it does
   PyObject* noop_context_fn = nullptr;
   PyObject* default_metadata = nullptr;  ///< its own function for determinism_check="default"
   PyObject* no_metadata = nullptr;       ///< ... for "none"
-  PyObject* is_tracing = nullptr;        ///< whether the call is torch.compile's, asked under a dispatch mode
-  PyObject* contexts = nullptr;          ///< (policy, forward context, recompute context) of a context_fn
-  PyObject* debug_contexts = nullptr;    ///< (forward context, recompute context, on_error)
-  PyObject* fingerprint = nullptr;       ///< the text that a metadata function gives of a tensor
-  PyObject* leave = nullptr;             ///< leaves a context; whether it has suppressed the exception
+  PyObject* is_tracing =
+      nullptr;  ///< whether the call is torch.compile's, asked under a dispatch mode
+  PyObject* contexts = nullptr;  ///< (policy, forward context, recompute context) of a context_fn
+  PyObject* debug_contexts = nullptr;  ///< (forward context, recompute context, on_error)
+  PyObject* fingerprint = nullptr;     ///< the text that a metadata function gives of a tensor
+  PyObject* leave = nullptr;  ///< leaves a context; whether it has suppressed the exception
   bool is_on = false;
 };
 Upstream& upstream() {
@@ -77,9 +78,9 @@ struct Run {
   enum class State { New, Open, Plain, Over };
   State state = State::New;
   CheckpointOptions options;
-  std::unique_ptr<Body> body;        // until the region opens
-  py::object forward_context;        // null for none
-  std::optional<ForwardRun> forward; // while it is open
+  std::unique_ptr<Body> body;         // until the region opens
+  py::object forward_context;         // null for none
+  std::optional<ForwardRun> forward;  // while it is open
 
   void open();
   void finish();
@@ -124,8 +125,7 @@ void Run::finish() {
 }
 
 struct RegionObject {
-  PyObject_HEAD
-  alignas(Run) unsigned char storage[sizeof(Run)];
+  PyObject_HEAD alignas(Run) unsigned char storage[sizeof(Run)];
   Run& run() { return *std::launder(reinterpret_cast<Run*>(storage)); }
 };
 
@@ -161,13 +161,16 @@ PyObject* region_throw(PyObject* self, PyObject* const* arguments, Py_ssize_t co
   Run& run = reinterpret_cast<RegionObject*>(self)->run();
   PyObject* error = count == 0 ? nullptr : arguments[count > 1 ? 1 : 0];
   py::object made;
-  if (error != nullptr && PyExceptionClass_Check(count > 1 && error == Py_None ? arguments[0] : error) != 0) {
-    made = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(error == Py_None ? arguments[0] : error));
+  if (error != nullptr &&
+      PyExceptionClass_Check(count > 1 && error == Py_None ? arguments[0] : error) != 0) {
+    made = py::reinterpret_steal<py::object>(
+        PyObject_CallNoArgs(error == Py_None ? arguments[0] : error));
     if (!made) return nullptr;
     error = made.ptr();
   }
   if (error == nullptr || PyExceptionInstance_Check(error) == 0) {
-    PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
+    PyErr_SetString(PyExc_TypeError,
+                    "exceptions must be classes or instances deriving from BaseException");
     return nullptr;
   }
   bool is_suppressed = false;
@@ -182,10 +185,11 @@ PyObject* region_throw(PyObject* self, PyObject* const* arguments, Py_ssize_t co
   });
   if (!is_left) return nullptr;
   if (is_suppressed)
-    PyErr_SetString(PyExc_RuntimeError,
-                    "torch.utils.checkpoint: the forward context provided by context_fn suppressed an "
-                    "exception raised during the checkpointed forward. Cause: the forward has failed, so "
-                    "that there is nothing to return.");
+    PyErr_SetString(
+        PyExc_RuntimeError,
+        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an "
+        "exception raised during the checkpointed forward. Cause: the forward has failed, so "
+        "that there is nothing to return.");
   else
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), error);
   return nullptr;
@@ -234,7 +238,8 @@ PyTypeObject* region_type() {
       {Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
       {Py_tp_iternext, reinterpret_cast<void*>(region_next)},
       {Py_tp_methods, region_methods},
-      {Py_tp_doc, const_cast<char*>("A region: `next` begins it, and once more ends it. One thread.")},
+      {Py_tp_doc,
+       const_cast<char*>("A region: `next` begins it, and once more ends it. One thread.")},
       {0, nullptr}};
   static PyType_Spec spec{"remat._remat.Region", static_cast<int>(sizeof(RegionObject)), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
@@ -259,8 +264,8 @@ void set_determinism_check(CheckpointOptions& options, PyObject* check) {
   } else if (function == nullptr) {
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
     const py::object known = py::reinterpret_steal<py::object>(PyDict_Keys(table));
-    PyErr_Format(PyExc_ValueError, "determinism_check should be one of %S, but got %S",
-                 known.ptr(), check);
+    PyErr_Format(PyExc_ValueError, "determinism_check should be one of %S, but got %S", known.ptr(),
+                 check);
     throw py::error_already_set();
   } else {  // one that the program has added
     const std::shared_ptr<PyObject> kept(function, [](PyObject* last) { drop(&last, 1); });
@@ -268,7 +273,8 @@ void set_determinism_check(CheckpointOptions& options, PyObject* check) {
     options.fingerprint = [kept](const at::Tensor& tensor) {
       const Locked locked(Locked::AtEnd::Wait);
       try {
-        return py::handle(upstream().fingerprint)(py::handle(kept.get()), tensor).cast<std::string>();
+        return py::handle(upstream().fingerprint)(py::handle(kept.get()), tensor)
+            .cast<std::string>();
       } catch (py::error_already_set& error) {
         error.restore();
       }
@@ -335,9 +341,9 @@ PyObject* region(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObje
   }
 }
 
-PyMethodDef region_method{
-    "region", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(region)),
-    METH_FASTCALL | METH_KEYWORDS, nullptr};
+PyMethodDef region_method{"region",
+                          reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(region)),
+                          METH_FASTCALL | METH_KEYWORDS, nullptr};
 
 }  // namespace
 
@@ -345,9 +351,7 @@ void add_drop_in(py::module_& module) {
   module.attr("_region") =
       py::reinterpret_steal<py::object>(PyCFunction_NewEx(&region_method, nullptr, nullptr));
   module.def("_set_upstream", [](const py::dict& all) {
-    const auto take = [&](const char* name) {
-      return py::object(all[name]).release().ptr();
-    };
+    const auto take = [&](const char* name) { return py::object(all[name]).release().ptr(); };
     Upstream& torch = upstream();
     torch.generator = take("generator");
     torch.globals = take("globals");

@@ -31,10 +31,11 @@ py::dict counters() {
 PYBIND11_MODULE(_remat, module) {
   using namespace remat::python;
   if (remat::loaded_binding_abi() != remat::binding_abi) {
-    PyErr_Format(PyExc_ImportError,
-                 "remat: the extension module was built for libremat's binding number %d, and the library "
-                 "that is loaded has %d. Do: install the package again, so that both come from one build.",
-                 remat::binding_abi, remat::loaded_binding_abi());
+    PyErr_Format(
+        PyExc_ImportError,
+        "remat: the extension module was built for libremat's binding number %d, and the library "
+        "that is loaded has %d. Do: install the package again, so that both come from one build.",
+        remat::binding_abi, remat::loaded_binding_abi());
     throw py::error_already_set();
   }
   add_process(module);

@@ -93,37 +93,42 @@ void add_policy(py::module_& module) {
             return all;
           },
           "The operator's arguments, in the order of its schema.");
-  py::class_<Policy>(module, "Policy", "What of a region is kept instead of recomputed. Immutable; any thread.")
+  py::class_<Policy>(module, "Policy",
+                     "What of a region is kept instead of recomputed. Immutable; any thread.")
       .def(py::init([](const py::function& function, bool allow_cache_entry_mutation,
                        bool save_through_hooks, bool ask_again) {
-             return Policy(asks(function.ptr()), {.allow_cache_entry_mutation = allow_cache_entry_mutation,
-                                                  .save_through_hooks = save_through_hooks,
-                                                  .ask_again = ask_again});
+             return Policy(asks(function.ptr()),
+                           {.allow_cache_entry_mutation = allow_cache_entry_mutation,
+                            .save_through_hooks = save_through_hooks,
+                            .ask_again = ask_again});
            }),
            py::arg("function"), py::kw_only(), py::arg("allow_cache_entry_mutation") = false,
            py::arg("save_through_hooks") = false, py::arg("ask_again") = false)
       .def("__or__", [](const Policy& self, const Policy& other) { return self | other; });
 
   const auto options = [](bool mutation, bool hooks, bool again) {
-    return SelectiveOptions{.allow_cache_entry_mutation = mutation, .save_through_hooks = hooks,
-                            .ask_again = again};
+    return SelectiveOptions{
+        .allow_cache_entry_mutation = mutation, .save_through_hooks = hooks, .ask_again = again};
   };
   using Names = std::vector<std::string>;
-  module.def("_save_ops", torch::wrap_pybind_function([options](Names ops, bool mutation, bool hooks,
-                                                                bool again) {
-               return save_ops(std::move(ops), options(mutation, hooks, again));
-             }));
+  module.def("_save_ops", torch::wrap_pybind_function(
+                              [options](Names ops, bool mutation, bool hooks, bool again) {
+                                return save_ops(std::move(ops), options(mutation, hooks, again));
+                              }));
   module.def("_offload_ops", torch::wrap_pybind_function([options](Names ops, bool mutation,
                                                                    bool hooks, bool again) {
                return offload_ops(std::move(ops), options(mutation, hooks, again));
              }));
   module.def("save_matmuls", torch::wrap_pybind_function([] { return save_matmuls(); }));
-  module.def("_save_names", torch::wrap_pybind_function([](Names all) { return save_names(std::move(all)); }));
-  module.def("_save_all_but_names",
-             torch::wrap_pybind_function([](Names all) { return save_all_but_names(std::move(all)); }));
+  module.def("_save_names",
+             torch::wrap_pybind_function([](Names all) { return save_names(std::move(all)); }));
+  module.def("_save_all_but_names", torch::wrap_pybind_function([](Names all) {
+               return save_all_but_names(std::move(all));
+             }));
   module.def("_offload_names",
              torch::wrap_pybind_function([](Names all) { return offload_names(std::move(all)); }));
-  module.def("checkpoint_name", torch::wrap_pybind_function([](const at::Tensor& x, std::string name) {
+  module.def("checkpoint_name",
+             torch::wrap_pybind_function([](const at::Tensor& x, std::string name) {
                return checkpoint_name(x, std::move(name));
              }));
   module.def("pin", torch::wrap_pybind_function([](const at::Tensor& x) { return pin(x); }));

@@ -40,9 +40,7 @@ void interpreter_ends() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-bool may_enter() {
-  return !is_ending.load() || std::this_thread::get_id() == ending_thread;
-}
+bool may_enter() { return !is_ending.load() || std::this_thread::get_id() == ending_thread; }
 
 [[noreturn]] void wait_for_the_end() {
   for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
@@ -127,12 +125,11 @@ void add_process(py::module_& module) {
   static LetGo let_go;
   set_wait_callbacks(&let_go);
   module.def("_interpreter_ends", interpreter_ends);
-  module.def(
-      "_set_names",
-      [](py::object stop, py::object make_error, py::object run_in, py::object device_context) {
-        names() = {stop.release().ptr(), make_error.release().ptr(), run_in.release().ptr(),
-                   device_context.release().ptr(), nullptr};
-      });
+  module.def("_set_names", [](py::object stop, py::object make_error, py::object run_in,
+                              py::object device_context) {
+    names() = {stop.release().ptr(), make_error.release().ptr(), run_in.release().ptr(),
+               device_context.release().ptr(), nullptr};
+  });
   module.def("_set_decorator", [](py::object make) { names().decorator = make.release().ptr(); });
 }
 

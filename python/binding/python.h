@@ -1,8 +1,8 @@
 #pragma once
 // What all sources of the extension module need of CPython: objects that may die on any thread, and errors.
 
-#include <torch/csrc/python_headers.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/python_headers.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <exception>
@@ -17,9 +17,9 @@ using Object = py::object;
 
 /// What the pure Python part of the package tells the extension once, at import.
 struct Names {
-  PyObject* stop = nullptr;        ///< the class that ends a recompute, an exception
-  PyObject* make_error = nullptr;  ///< makes a CheckpointError of what it knows
-  PyObject* run_in = nullptr;      ///< runs a function inside context managers
+  PyObject* stop = nullptr;            ///< the class that ends a recompute, an exception
+  PyObject* make_error = nullptr;      ///< makes a CheckpointError of what it knows
+  PyObject* run_in = nullptr;          ///< runs a function inside context managers
   PyObject* device_context = nullptr;  ///< finds the `torch.device` that is a context now, or None
   PyObject* decorator = nullptr;       ///< makes a decorator of options
 };

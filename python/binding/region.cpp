@@ -93,8 +93,8 @@ Body::Body(const Call& call, InputArguments inputs)
   // A tuple of names alone: the collector would find out the same.
   if (names_ != nullptr && PyObject_GC_IsTracked(names_) != 0) PyObject_GC_UnTrack(names_);
   const auto size = static_cast<std::size_t>(call.size());
-  const auto num_inputs = static_cast<std::size_t>(
-      inputs == InputArguments::All ? call.size() : call.num_positional);
+  const auto num_inputs =
+      static_cast<std::size_t>(inputs == InputArguments::All ? call.size() : call.num_positional);
   kept_.reserve(size + 1);
   kept_.push_back(new_reference(call.function));
   for (std::size_t i = 0; i < size; ++i) {
@@ -293,23 +293,23 @@ class OptionsReader {
     if (*text == "strict_unpack") return options.strict_unpack = is_true(value), true;
     if (*text == "debug") return options.debug = is_true(value), true;
     if (*text == "determinism_check")
-      return options.determinism_check = choice<DeterminismCheck>(
-                 value, "determinism_check",
-                 {{"metadata", DeterminismCheck::Metadata},
-                  {"default", DeterminismCheck::Metadata},
-                  {"none", DeterminismCheck::None},
-                  {"layout", DeterminismCheck::Layout},
-                  {"values", DeterminismCheck::Values}}),
+      return options.determinism_check =
+                 choice<DeterminismCheck>(value, "determinism_check",
+                                          {{"metadata", DeterminismCheck::Metadata},
+                                           {"default", DeterminismCheck::Metadata},
+                                           {"none", DeterminismCheck::None},
+                                           {"layout", DeterminismCheck::Layout},
+                                           {"values", DeterminismCheck::Values}}),
              true;
     if (*text == "capture_check")
-      return options.capture_check =
-                 choice<CaptureCheck>(value, "capture_check",
-                                      {{"raise", CaptureCheck::Raise}, {"ignore", CaptureCheck::Ignore}}),
+      return options.capture_check = choice<CaptureCheck>(
+                 value, "capture_check",
+                 {{"raise", CaptureCheck::Raise}, {"ignore", CaptureCheck::Ignore}}),
              true;
     if (*text == "input_mode")
-      return options.inputs = choice<InputMode>(value, "input_mode",
-                                                {{"shared", InputMode::Shared},
-                                                 {"copy_on_write", InputMode::CopyOnWrite}}),
+      return options.inputs = choice<InputMode>(
+                 value, "input_mode",
+                 {{"shared", InputMode::Shared}, {"copy_on_write", InputMode::CopyOnWrite}}),
              true;
     return false;
   }

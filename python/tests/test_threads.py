@@ -130,25 +130,28 @@ x = torch.randn(8, 8, requires_grad=True)
 kept = [remat.checkpoint(f, x, [object()]) for _ in range(20)]
 kept[0].sum().backward(retain_graph=True)
 """,
+    # A daemon thread that runs operators at the end aborts the process with plain torch, too; this one sleeps.
     "graphs in a daemon thread": """
 x = torch.randn(8, 8, requires_grad=True)
 def work():
-    kept = []
+    kept = [remat.checkpoint(f, x, [object()]) for _ in range(20)]
     while True:
-        kept.append(remat.checkpoint(f, x, [object()]))
-        if len(kept) > 50: kept.clear()
+        time.sleep(0.001)
 threading.Thread(target=work, daemon=True).start()
-time.sleep(float(sys.argv[1]))
+time.sleep(0.1)
 """,
-    "backwards in a daemon thread": """
+    "graphs that threads of C++ let go of": """
+@torch.jit.script
+def slow(x: torch.Tensor, n: int):
+    y = x
+    for i in range(n):
+        y = (y @ y).tanh()
+    return y
 x = torch.randn(8, 8, requires_grad=True)
-def work():
-    while True:
-        remat.checkpoint(f, x, [object()]).sum().backward()
-threading.Thread(target=work, daemon=True).start()
-time.sleep(float(sys.argv[1]))
+for n in range(40, 400, 40):
+    torch.jit.fork(slow, remat.checkpoint(f, x, [object()]), n)
 """,
-    "an exception at the end": """
+    "a backward at the end": """
 x = torch.randn(8, 8, requires_grad=True)
 kept = remat.checkpoint(f, x, [object()])
 import atexit
@@ -160,17 +163,16 @@ HEAD = """
 import sys, threading, time, torch, remat
 torch.set_num_threads(1)
 def f(x, anything): return (x @ x).sin().exp().cos()
-def plain(f, *args): return f(*args)
 """
 
 
 class Exits(Case):
-    RUNS = 3  # each takes the seconds that torch takes to be imported
+    RUNS = 2  # each takes the seconds that torch takes to be imported
 
     def test_a_process_ends_with_live_graphs(self) -> None:
         for name, text in EXITS.items():
-            for i in range(self.RUNS):
-                done = run_script(HEAD + text, str(0.05 + 0.013 * i))
+            for _ in range(self.RUNS):
+                done = run_script(HEAD + text)
                 self.assertEqual(done.returncode, 0, f"{name}: {done.stdout}")
 
     def test_import_takes_little_time(self) -> None:
