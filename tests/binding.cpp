@@ -115,6 +115,25 @@ TEST_CASE("a foreign function runs as a region, and is ended in its own way", "[
   CHECK(seen.raises == 0);
 }
 
+TEST_CASE("a recompute ends where the function's facts want it, also where that skips little",
+          "[binding][rule-5]") {
+  const Tensor x = leaf({4});
+  const Function f = [](const Tensor& t) { return t.sin().exp(); };
+  const bool always_stops = GENERATE(false, true);
+  Seen seen;
+  remat::ForwardRun run({}, std::make_unique<ForeignBody>(f, x, seen),
+                        {.always_stops = always_stops});
+  Tensor y = f(x);
+  run.finish([&](remat::TensorVisitor visitor) { visitor(y); });
+  require_bit_equal(grad_of(y, {x}), grad_of(f(x), {x}));
+  CHECK(seen.stops == (always_stops ? 1 : 0));
+  CHECK(seen.ends == (always_stops ? 0 : 1));
+}
+
+TEST_CASE("a binding can tell which library it runs with", "[binding]") {
+  CHECK(remat::loaded_binding_abi() == remat::binding_abi);
+}
+
 TEST_CASE("without grad mode a binding runs its function as it is", "[binding]") {
   const at::NoGradGuard no_grad;
   CHECK_FALSE(remat::opens_region());

@@ -35,6 +35,12 @@ class Scope;
 class ScriptCall;
 }  // namespace detail
 
+/// Changes with everything in this header on which a compiled binding depends. The library calls a body
+/// through its vtable, so a binding that was compiled against another number must not be used with it.
+inline constexpr int binding_abi = 1;
+/// The number of the library that is loaded: compare it with `binding_abi` before anything else.
+REMAT_API int loaded_binding_abi() noexcept;
+
 /// Ends a recompute that has all it needs. Not a std::exception on purpose: the TorchScript interpreter
 /// would catch it.
 struct REMAT_API StopSignal{};
@@ -85,6 +91,8 @@ struct FunctionFacts {
   /// Visits the kept arguments that are copied as they are, since no tensors are looked for in them: the number of
   /// each, where it lies, its size and type. Null if there are none.
   void (*visit_opaque)(const RegionBody& body, OpaqueVisitor visitor) = nullptr;
+  /// A recompute ends with the last tensor needed even where a throw costs more than all that it skips.
+  bool always_stops = false;
 };
 
 /// The first run of a region: from saving its inputs to taking note of its result. One thread.

@@ -11,6 +11,8 @@
 
 namespace remat {
 
+int loaded_binding_abi() noexcept { return binding_abi; }
+
 RegionBody::~RegionBody() = default;
 
 void RegionBody::stop() { throw StopSignal{}; }

@@ -32,18 +32,20 @@ using detail::StackView;
 
 namespace {
 
-RegionOptions options_in_force(const CheckpointOptions& options, const StackView& around) {
-  RegionOptions in_force{
-      .early_stop = options.early_stop,
-      .debug = options.debug,
-      .preserve_rng_state = options.preserve_rng_state,
-      .strict_unpack = options.strict_unpack,
-      .offload_inputs = options.offload_inputs,
-      .ignores_buffers = options.buffers == BufferPolicy::Ignore,
-      .copies_inputs = options.inputs == InputMode::CopyOnWrite,
-      .determinism_check = options.determinism_check,
-      .capture_check = options.capture_check,
-      .line = static_cast<uint16_t>(std::min<uint32_t>(options.location.line, UINT16_MAX))};
+RegionOptions options_in_force(const CheckpointOptions& options, const FunctionFacts& facts,
+                               const StackView& around) {
+  RegionOptions in_force{.line = static_cast<uint16_t>(
+                             std::min<uint32_t>(options.location.line, RegionOptions::max_line)),
+                         .early_stop = options.early_stop,
+                         .debug = options.debug,
+                         .preserve_rng_state = options.preserve_rng_state,
+                         .strict_unpack = options.strict_unpack,
+                         .offload_inputs = options.offload_inputs,
+                         .ignores_buffers = options.buffers == BufferPolicy::Ignore,
+                         .copies_inputs = options.inputs == InputMode::CopyOnWrite,
+                         .always_stops = facts.always_stops,
+                         .determinism_check = options.determinism_check,
+                         .capture_check = options.capture_check};
   if (const detail::Scope* guard = around.innermost(Ability::EarlyStop)) {
     in_force.early_stop_guard = RegionOptions::guarded(guard->early_stop);
     in_force.early_stop = guard->early_stop.value_or(options.early_stop);
@@ -115,7 +117,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
   static const bool observes_scripts = (seam::observe_script_calls(script_calls), true);
   static_cast<void>(observes_scripts);
   const StackView stack;
-  const RegionOptions in_force = options_in_force(options, stack);
+  const RegionOptions in_force = options_in_force(options, facts, stack);
   refuse(options, in_force);
   if (facts.module != nullptr || facts.script != nullptr || !options.modules.empty())
     modules_ = register_modules(options, facts.module,

@@ -21,21 +21,24 @@ class Surroundings;
 
 /// These options are in force for a region, guards applied.
 struct RegionOptions {
+  static constexpr uint16_t max_line = 0x7fff;
+  enum class Guarded : uint8_t { No, Off, On };
+
+  // In this order no field crosses a byte that it may not cross.
+  uint16_t line : 15 = 0;  ///< of `CheckpointOptions::location`; `max_line` for all from there on
   bool early_stop : 1 = true;
+  /// What guards around the region said, for the regions inside its recompute.
+  Guarded early_stop_guard : 2 = Guarded::No;
+  Guarded debug_guard : 2 = Guarded::No;
   bool debug : 1 = false;
   bool preserve_rng_state : 1 = true;
   bool strict_unpack : 1 = false;
   bool offload_inputs : 1 = false;
   bool ignores_buffers : 1 = false;  ///< `BufferPolicy::Ignore`
   bool copies_inputs : 1 = false;    ///< InputMode::CopyOnWrite
+  bool always_stops : 1 = false;     ///< FunctionFacts::always_stops
   DeterminismCheck determinism_check : 3 = DeterminismCheck::Metadata;
   CaptureCheck capture_check : 2 = CaptureCheck::Raise;
-  /// What guards around the region said, for the regions inside its recompute.
-  enum class Guarded : uint8_t { No, Off, On };
-  Guarded early_stop_guard : 2 = Guarded::No;
-  Guarded debug_guard : 2 = Guarded::No;
-  /// Of `CheckpointOptions::location`; the largest stands for all from there on.
-  uint16_t line = 0;
 
   static Guarded guarded(std::optional<bool> said) {
     return !said ? Guarded::No : *said ? Guarded::On : Guarded::Off;

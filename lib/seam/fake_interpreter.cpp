@@ -3,7 +3,15 @@
 #include <c10/core/SafePyObject.h>
 #include <c10/core/TensorImpl.h>
 
+#if __has_include(<c10/core/impl/PyInterpreterHooks.h>)
+#include <c10/core/impl/PyInterpreterHooks.h>
+#define REMAT_HAS_GLOBAL_INTERPRETER 1
+#else
+#define REMAT_HAS_GLOBAL_INTERPRETER 0
+#endif
+
 #include <string>
+#include <tuple>
 
 #include "lib/seam/dispatch_mode.h"
 
@@ -37,9 +45,11 @@ struct Interpreter : c10::impl::PyInterpreterVTable {
 #endif
   size_t refcnt(PyObject*) const { return 1; }
   c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* self) const {
-    if (self->layout() == c10::kStrided && !self->key_set().has(c10::DispatchKey::NestedTensor))
+    if (self->layout() == c10::kStrided &&
+        !self->key_set().has_any(
+            c10::DispatchKeySet{c10::DispatchKey::NestedTensor, c10::DispatchKey::Python}))
       return {};
-    // Only dense tensors have a plain copy to fall back to.
+    // Only dense tensors have a plain copy to fall back to; one of a Python class would lose what it wraps.
     const DispatchModeOff unseen;
     return self->shallow_copy_and_detach(self->version_counter(),
                                          self->allow_tensor_metadata_change());
@@ -48,9 +58,17 @@ struct Interpreter : c10::impl::PyInterpreterVTable {
     handle_operator(op, *stack);
   }
   void reportErrorCallback(PyObject*, c10::DispatchKey) const { refuse(); }
-  void python_op_registration_trampoline(const c10::OperatorHandle&, c10::DispatchKey,
-                                         c10::DispatchKeySet, torch::jit::Stack*, bool,
-                                         bool) const {
+  /// An operator's kernel is a Python function: the mode on top is asked to run it, by its interpreter.
+  void python_op_registration_trampoline(const c10::OperatorHandle& op, c10::DispatchKey key,
+                                         c10::DispatchKeySet keys, torch::jit::Stack* stack,
+                                         bool with_keyset, bool with_op) const {
+#if REMAT_HAS_GLOBAL_INTERPRETER
+    if (c10::impl::PyInterpreter* const python = c10::impl::getGlobalPyInterpreter())
+      return (*python)->python_op_registration_trampoline(op, key, keys, stack, with_keyset,
+                                                          with_op);
+#else
+    static_cast<void>(std::tie(op, key, keys, stack, with_keyset, with_op));
+#endif
     refuse();
   }
   void throw_abstract_impl_not_imported_error(std::string, const char*, const char*) const {

@@ -1,0 +1,137 @@
+// Policies, ready-made and of Python functions.
+
+#include "policy.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "python.h"
+
+namespace remat::python {
+
+namespace {
+
+/// What a Python policy is asked with; empty when the question is over.
+class Question {
+ public:
+  explicit Question(const PolicyContext& context) : context_(&context) {}
+  void end() { context_ = nullptr; }
+  const PolicyContext& context() const {
+    if (context_ == nullptr)
+      throw py::value_error("remat: a policy's context is valid during the call only");
+    return *context_;
+  }
+
+ private:
+  const PolicyContext* context_;
+};
+
+CheckpointPolicy answer_in(const py::object& answer) {
+  if (PyBool_Check(answer.ptr()))
+    return answer.ptr() == Py_True ? CheckpointPolicy::MustSave : CheckpointPolicy::PreferRecompute;
+  const auto number = py::int_(answer.attr("value")).cast<int>();
+  if (number < 0 || number > static_cast<int>(CheckpointPolicy::PreferCpuOffload))
+    throw py::value_error("remat: a policy must return a CheckpointPolicy or a bool");
+  return static_cast<CheckpointPolicy>(number);
+}
+
+PolicyFn asks(PyObject* function) {
+  Py_INCREF(function);
+  const std::shared_ptr<PyObject> kept(function, [](PyObject* last) { drop(&last, 1); });
+  return [kept](const PolicyContext& context) {
+    const Locked locked(Locked::AtEnd::Wait);
+    try {
+      const py::object question = py::cast(Question(context));
+      struct Ended {
+        ~Ended() { question.cast<Question&>().end(); }
+        const py::object& question;
+      } const ended{question};
+      return answer_in(py::handle(kept.get())(question));
+    } catch (py::error_already_set& error) {
+      error.restore();
+    } catch (py::builtin_exception& error) {
+      error.set_error();
+    }
+    throw_persisted();
+  };
+}
+
+}  // namespace
+
+Policy policy_in(PyObject* object) {
+  if (object == Py_None) return {};
+  if (py::isinstance<Policy>(object)) return py::handle(object).cast<Policy>();
+  if (PyCallable_Check(object) != 0) return Policy(asks(object));
+  PyErr_Format(PyExc_TypeError,
+               "remat: a policy must be a remat.Policy, a function or None, and is %R", object);
+  throw py::error_already_set();
+}
+
+void add_policy(py::module_& module) {
+  py::class_<Question>(module, "PolicyContext",
+                       "One question to a policy function; valid during the call only.")
+      .def_property_readonly(
+          "op_name", [](const Question& self) { return std::string(self.context().op_name); },
+          "The operator: 'aten::mm.default'; 'remat::checkpoint_name' for a value with a name.")
+      .def_property_readonly(
+          "name", [](const Question& self) { return self.context().name; },
+          "The name that `checkpoint_name` gave the value; '' for operators.")
+      .def_property_readonly(
+          "is_recompute", [](const Question& self) { return self.context().is_recompute; },
+          "Whether a recompute asks; only with `ask_again`.")
+      .def_property_readonly(
+          "args",
+          [](const Question& self) {
+            py::tuple all(self.context().args.size());
+            for (std::size_t i = 0; i < all.size(); ++i)
+              all[i] = torch::jit::toPyObject(self.context().args[i]);
+            return all;
+          },
+          "The operator's arguments, in the order of its schema.");
+  py::class_<Policy>(module, "Policy",
+                     "What of a region is kept instead of recomputed. Immutable; any thread.")
+      .def(py::init([](const py::function& function, bool allow_cache_entry_mutation,
+                       bool save_through_hooks, bool ask_again) {
+             return Policy(asks(function.ptr()),
+                           {.allow_cache_entry_mutation = allow_cache_entry_mutation,
+                            .save_through_hooks = save_through_hooks,
+                            .ask_again = ask_again});
+           }),
+           py::arg("function"), py::kw_only(), py::arg("allow_cache_entry_mutation") = false,
+           py::arg("save_through_hooks") = false, py::arg("ask_again") = false)
+      .def("__or__", [](const Policy& self, const Policy& other) { return self | other; });
+
+  const auto options = [](bool mutation, bool hooks, bool again) {
+    return SelectiveOptions{
+        .allow_cache_entry_mutation = mutation, .save_through_hooks = hooks, .ask_again = again};
+  };
+  using Names = std::vector<std::string>;
+  module.def("_save_ops", torch::wrap_pybind_function(
+                              [options](Names ops, bool mutation, bool hooks, bool again) {
+                                return save_ops(std::move(ops), options(mutation, hooks, again));
+                              }));
+  module.def("_offload_ops", torch::wrap_pybind_function([options](Names ops, bool mutation,
+                                                                   bool hooks, bool again) {
+               return offload_ops(std::move(ops), options(mutation, hooks, again));
+             }));
+  module.def("save_matmuls", torch::wrap_pybind_function([] { return save_matmuls(); }));
+  module.def("_save_names",
+             torch::wrap_pybind_function([](Names all) { return save_names(std::move(all)); }));
+  module.def("_save_all_but_names", torch::wrap_pybind_function([](Names all) {
+               return save_all_but_names(std::move(all));
+             }));
+  module.def("_offload_names",
+             torch::wrap_pybind_function([](Names all) { return offload_names(std::move(all)); }));
+  module.def("checkpoint_name",
+             torch::wrap_pybind_function([](const at::Tensor& x, std::string name) {
+               return checkpoint_name(x, std::move(name));
+             }));
+  module.def("pin", torch::wrap_pybind_function([](const at::Tensor& x) { return pin(x); }));
+}
+
+}  // namespace remat::python

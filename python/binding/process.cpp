@@ -1,0 +1,136 @@
+// The interpreter around the regions: its lock, its end, its exceptions.
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <new>
+#include <string>
+#include <thread>
+
+#include "python.h"
+#include "remat/binding.h"
+
+namespace remat::python {
+
+namespace {
+
+/// Threads that are on the way to the lock, or run a recompute under it.
+std::atomic<int> num_inside{0};
+std::atomic<bool> is_ending{false};
+std::thread::id ending_thread;
+
+/// Waits for the lock while others have it, as every wait of the library must.
+class LetGo final : public WaitCallbacks {
+ public:
+  std::shared_ptr<void> let_go() noexcept override {
+    if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return nullptr;
+    return std::make_shared<py::gil_scoped_release>();
+  }
+};
+
+/// Called by atexit, with the lock held.
+void interpreter_ends() {
+  ending_thread = std::this_thread::get_id();
+  is_ending.store(true);
+  const py::gil_scoped_release unlocked;
+  // A recompute that runs now may take long, or wait for something that never comes.
+  constexpr std::chrono::seconds longest_wait(2);
+  const auto start = std::chrono::steady_clock::now();
+  while (num_inside.load() != 0 && std::chrono::steady_clock::now() - start < longest_wait)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+bool may_enter() { return !is_ending.load() || std::this_thread::get_id() == ending_thread; }
+
+[[noreturn]] void wait_for_the_end() {
+  for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+}
+
+}  // namespace
+
+Names& names() {
+  static Names all;
+  return all;
+}
+
+Locked::Locked(AtEnd at_end) {
+  num_inside.fetch_add(1);
+  if (Py_IsInitialized() == 0 || !may_enter()) {
+    num_inside.fetch_sub(1);
+    if (at_end == AtEnd::Wait) wait_for_the_end();
+    return;
+  }
+  new (lock_) py::gil_scoped_acquire();
+  is_locked_ = true;
+}
+
+Locked::~Locked() {
+  if (!is_locked_) return;
+  std::launder(reinterpret_cast<py::gil_scoped_acquire*>(lock_))->~gil_scoped_acquire();
+  num_inside.fetch_sub(1);
+}
+
+void drop(PyObject* const* objects, std::size_t count) noexcept {
+  const Locked locked(Locked::AtEnd::GiveUp);
+  if (!locked) return;
+  // What dies may run code, in the middle of an exception's way.
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  for (std::size_t i = 0; i < count; ++i) Py_XDECREF(objects[i]);
+  PyErr_Restore(type, value, traceback);
+}
+
+PyObject* make_error(const CheckpointError& error) {
+  py::list mismatches;
+  for (const CheckpointError::Mismatch& each : error.mismatches())
+    mismatches.append(py::make_tuple(each.position, each.forward, each.recompute, each.forward_op,
+                                     each.recompute_op));
+  return PyObject_CallFunction(names().make_error, "isOLLLO", static_cast<int>(error.kind()),
+                               error.what_without_backtrace(), py::str(error.region()).ptr(),
+                               static_cast<long long>(error.frame_id()),
+                               static_cast<long long>(error.forward_count()),
+                               static_cast<long long>(error.recompute_count()), mismatches.ptr());
+}
+
+void set_error(const CheckpointError& error) {
+  PyObject* const made = make_error(error);
+  if (made == nullptr) return;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made)), made);
+  Py_DECREF(made);
+}
+
+void set_error_in_flight() noexcept {
+  try {
+    throw;
+  } catch (const CheckpointError& error) {
+    set_error(error);
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (py::builtin_exception& error) {
+    error.set_error();
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+  } catch (...) {
+    PyErr_SetString(PyExc_RuntimeError, "remat: an unknown C++ exception");
+  }
+}
+
+void throw_persisted() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+void add_process(py::module_& module) {
+  static LetGo let_go;
+  set_wait_callbacks(&let_go);
+  module.def("_interpreter_ends", interpreter_ends);
+  module.def("_set_names", [](py::object stop, py::object make_error, py::object run_in,
+                              py::object device_context) {
+    names() = {stop.release().ptr(), make_error.release().ptr(), run_in.release().ptr(),
+               device_context.release().ptr(), nullptr};
+  });
+  module.def("_set_decorator", [](py::object make) { names().decorator = make.release().ptr(); });
+}
+
+}  // namespace remat::python

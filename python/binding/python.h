@@ -1,0 +1,74 @@
+#pragma once
+// What all sources of the extension module need of CPython: objects that may die on any thread, and errors.
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/python_headers.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <exception>
+#include <utility>
+
+#include "remat/error.h"
+
+namespace remat::python {
+
+/// A strong reference that only threads which hold the interpreter's lock touch.
+using Object = py::object;
+
+/// What the pure Python part of the package tells the extension once, at import.
+struct Names {
+  PyObject* stop = nullptr;            ///< the class that ends a recompute, an exception
+  PyObject* make_error = nullptr;      ///< makes a CheckpointError of what it knows
+  PyObject* run_in = nullptr;          ///< runs a function inside context managers
+  PyObject* device_context = nullptr;  ///< finds the `torch.device` that is a context now, or None
+  PyObject* decorator = nullptr;       ///< makes a decorator of options
+};
+/// Never freed: the process may end while regions are alive.
+Names& names();
+
+/// Sets the Python error that `error` is. The interpreter's lock is held.
+void set_error(const CheckpointError& error);
+/// The exception that `error` is, as a new reference; null with a Python error set.
+PyObject* make_error(const CheckpointError& error);
+/// Sets the Python error that the exception in flight is. To be called in a handler, with the lock held.
+void set_error_in_flight() noexcept;
+/// Throws the Python error that is set, so that it may cross threads.
+[[noreturn]] void throw_persisted();
+
+// Note [The end of the process]
+// While the interpreter ends, a thread that asks for its lock is ended where it stands; with C++ frames on
+// its stack that is the end of the process, by abort. An engine's thread or a daemon thread that drops a
+// graph would get there with the references that the graph's regions hold, where plain torch holds none.
+// So from the interpreter's atexit on, other threads than the one that ends it do not ask for the lock any
+// more: references leak, and a recompute waits for the process to end. Those that have asked before are
+// waited for.
+
+/// The interpreter's lock, for code that any thread may come to. See Note [The end of the process].
+class Locked {
+ public:
+  enum class AtEnd {
+    Wait,   ///< never returns where the interpreter is ending
+    GiveUp  ///< then nothing is locked
+  };
+  explicit Locked(AtEnd at_end);
+  ~Locked();
+  Locked(const Locked&) = delete;
+  Locked& operator=(const Locked&) = delete;
+  explicit operator bool() const { return is_locked_; }
+
+ private:
+  bool is_locked_ = false;
+  alignas(py::gil_scoped_acquire) unsigned char lock_[sizeof(py::gil_scoped_acquire)];
+};
+
+/// Drops references on any thread.
+void drop(PyObject* const* objects, std::size_t count) noexcept;
+
+/// Adds what a source defines to the module. They throw py::error_already_set.
+void add_process(py::module_& module);   // process.cpp
+void add_region(py::module_& module);    // region.cpp
+void add_drop_in(py::module_& module);   // drop_in.cpp
+void add_backward(py::module_& module);  // backward.cpp
+void add_policy(py::module_& module);    // policy.cpp
+
+}  // namespace remat::python

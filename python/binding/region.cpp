@@ -1,0 +1,424 @@
+// A Python function as a region: its arguments, its recomputes, its stop, its errors; `checkpoint` itself.
+
+#include "region.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "policy.h"
+#include "remat/options.h"
+
+namespace remat::python {
+
+const at::Tensor* tensor_in(PyObject* object) {
+  if (!THPVariable_CheckTypeExact(Py_TYPE(object)) &&
+      PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass)) == 0)
+    return nullptr;
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  return tensor.defined() ? &tensor : nullptr;
+}
+
+namespace {
+
+PyObject* new_reference(PyObject* object) {
+  Py_XINCREF(object);
+  return object;
+}
+
+/// The interpreter's frame evaluation hook, in torch's hands.
+PyObject* set_eval_frame() {
+  static PyObject* const function =
+      py::object(py::module_::import("torch._C._dynamo.eval_frame").attr("set_eval_frame"))
+          .release()
+          .ptr();
+  return function;
+}
+
+/// Calls `visitor` with each tensor in a function's result: itself, in tuples, lists, dictionaries, and in
+/// the attributes of data classes.
+void visit_tensors(PyObject* result, TensorVisitor visitor, int depth = 0) {
+  if (const at::Tensor* const tensor = tensor_in(result)) {
+    at::Tensor visited = *tensor;
+    visitor(visited);
+    return;
+  }
+  if (result == Py_None || depth == 16) return;
+  if (PyTuple_Check(result)) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(result); ++i)
+      visit_tensors(PyTuple_GET_ITEM(result, i), visitor, depth + 1);
+  } else if (PyList_Check(result)) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(result); ++i)
+      visit_tensors(PyList_GET_ITEM(result, i), visitor, depth + 1);
+  } else if (PyDict_Check(result)) {
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(result, &position, &key, &value) != 0)
+      visit_tensors(value, visitor, depth + 1);
+  } else if (PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(result)),
+                                    "__dataclass_fields__") != 0) {
+    PyObject* const attributes = PyObject_GetAttrString(result, "__dict__");
+    if (attributes == nullptr) return PyErr_Clear();  // one with slots
+    visit_tensors(attributes, visitor, depth + 1);
+    Py_DECREF(attributes);
+  }
+}
+
+}  // namespace
+
+WithoutCompiler::WithoutCompiler() {
+  before_ = PyObject_CallOneArg(set_eval_frame(), Py_None);
+  if (before_ == nullptr) throw python_error();
+  if (before_ == Py_None) Py_CLEAR(before_);
+}
+
+WithoutCompiler::~WithoutCompiler() {
+  if (before_ == nullptr) return;
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  Py_XDECREF(PyObject_CallOneArg(set_eval_frame(), before_));
+  PyErr_Restore(type, value, traceback);
+  Py_DECREF(before_);
+}
+
+// ---- the body ----------------------------------------------------------------------------------------
+
+Body::Body(const Call& call, InputArguments inputs)
+    : names_(new_reference(call.names)),
+      num_positional_(static_cast<uint32_t>(call.num_positional)) {
+  // A tuple of names alone: the collector would find out the same.
+  if (names_ != nullptr && PyObject_GC_IsTracked(names_) != 0) PyObject_GC_UnTrack(names_);
+  const auto size = static_cast<std::size_t>(call.size());
+  const auto num_inputs =
+      static_cast<std::size_t>(inputs == InputArguments::All ? call.size() : call.num_positional);
+  kept_.reserve(size + 1);
+  kept_.push_back(new_reference(call.function));
+  for (std::size_t i = 0; i < size; ++i) {
+    PyObject* const argument = call.arguments[i];
+    const at::Tensor* const tensor = i < num_inputs ? tensor_in(argument) : nullptr;
+    if (tensor == nullptr) {
+      kept_.push_back(new_reference(argument));
+      continue;
+    }
+    inputs_.push_back(*tensor);
+    kept_.push_back(nullptr);
+    note_kind(argument, i);
+  }
+  if (at::impl::PythonTorchFunctionTLS::stack_len() == 0) return;
+  PyObject* const device_context = PyObject_CallNoArgs(names().device_context);
+  if (device_context == nullptr) throw python_error();
+  if (device_context == Py_None)
+    Py_DECREF(device_context);
+  else
+    rare().device_context = device_context;
+}
+
+Body::~Body() {
+  kept_.push_back(names_);
+  if (rare_ != nullptr) {
+    for (PyObject* each : {rare_->recompute_context, rare_->on_error, rare_->device_context})
+      kept_.push_back(each);
+    for (const Kind& each : rare_->kinds) {
+      kept_.push_back(each.type);
+      kept_.push_back(each.attributes);
+    }
+  }
+  drop(kept_.data(), kept_.size());
+}
+
+void Body::note_kind(PyObject* object, std::size_t argument) {
+  const bool is_plain = Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  PyObject** const attributes = _PyObject_GetDictPtr(object);
+  const bool has_attributes =
+      attributes != nullptr && *attributes != nullptr && PyDict_GET_SIZE(*attributes) > 0;
+  if (is_plain && !has_attributes) return;
+  PyObject* const copy = has_attributes ? PyDict_Copy(*attributes) : nullptr;
+  if (has_attributes && copy == nullptr) throw python_error();
+  rare().kinds.push_back(
+      {argument, new_reference(reinterpret_cast<PyObject*>(Py_TYPE(object))), copy});
+}
+
+void Body::visit_inputs(TensorVisitor visitor) {
+  for (at::Tensor& each : inputs_) visitor(each);
+}
+
+void Body::set_contexts(PyObject* recompute_context, PyObject* on_error) {
+  if (recompute_context == nullptr && on_error == nullptr) return;
+  rare().recompute_context = new_reference(recompute_context);
+  rare().on_error = new_reference(on_error);
+}
+
+// See Note [The function's objects].
+PyObject* Body::wrap(at::Tensor tensor, std::size_t argument) {
+  const Kind* kind = nullptr;
+  if (rare_ != nullptr)
+    for (const Kind& each : rare_->kinds)
+      if (each.argument == argument) kind = &each;
+  if (kind == nullptr) return THPVariable_Wrap(std::move(tensor));
+  const bool has_object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() != nullptr;
+  PyObject* const object =
+      has_object ? THPVariable_Wrap(std::move(tensor))
+                 : THPVariable_Wrap(tensor, reinterpret_cast<PyTypeObject*>(kind->type));
+  if (object == nullptr || has_object || kind->attributes == nullptr) return object;
+  PyObject** const attributes = _PyObject_GetDictPtr(object);
+  if (attributes == nullptr) return object;
+  if (*attributes == nullptr) *attributes = PyDict_New();
+  if (*attributes == nullptr || PyDict_Update(*attributes, kind->attributes) != 0) {
+    Py_DECREF(object);
+    return nullptr;
+  }
+  return object;
+}
+
+PyObject* Body::call_again(PyObject** arguments) {
+  const std::size_t flag = PY_VECTORCALL_ARGUMENTS_OFFSET;
+  if (rare_ == nullptr || (rare_->recompute_context == nullptr && rare_->device_context == nullptr))
+    return PyObject_Vectorcall(kept_[0], arguments, num_positional_ | flag, names_);
+  const auto or_none = [](PyObject* object) { return object == nullptr ? Py_None : object; };
+  c10::SmallVector<PyObject*, 16> all{nullptr, or_none(rare_->recompute_context),
+                                      or_none(rare_->device_context), kept_[0]};
+  all.append(arguments, arguments + kept_.size() - 1);
+  return PyObject_Vectorcall(names().run_in, all.data() + 1, (num_positional_ + 3) | flag, names_);
+}
+
+void Body::run_again(std::vector<at::Tensor>& inputs) {
+  const Locked locked(Locked::AtEnd::Wait);
+  // The references that this run takes die with it, whatever happens.
+  struct Arguments {
+    c10::SmallVector<PyObject*, 16> all{nullptr};  // room for a method's object
+    c10::SmallVector<PyObject*, 8> own;
+    ~Arguments() {
+      if (own.empty()) return;
+      PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+      PyErr_Fetch(&type, &value, &traceback);
+      for (PyObject* each : own) Py_DECREF(each);
+      PyErr_Restore(type, value, traceback);
+    }
+  } arguments;
+  std::size_t next = 0;
+  for (std::size_t i = 1; i < kept_.size(); ++i) {
+    PyObject* argument = kept_[i];
+    if (argument == nullptr) {
+      argument = wrap(std::move(inputs[next++]), i - 1);
+      if (argument == nullptr) throw_persisted();
+      arguments.own.push_back(argument);
+    }
+    arguments.all.push_back(argument);
+  }
+  const WithoutCompiler uncompiled;
+  if (PyObject* const result = call_again(arguments.all.data() + 1)) {
+    Py_DECREF(result);
+  } else if (PyErr_ExceptionMatches(names().stop) != 0) {
+    PyErr_Clear();
+  } else {
+    throw_persisted();
+  }
+}
+
+// Note [The stop]
+// A C++ exception must not cross the interpreter's frames. An operator's boundary turns a `python_error`
+// into the Python error that is set, as it does for one that a hook written in Python raises, and the
+// function's frames are left one after the other, `with` and `finally` included.
+void Body::stop() {
+  const py::gil_scoped_acquire locked;
+  PyErr_SetNone(names().stop);
+  throw python_error();
+}
+
+void Body::raise(CheckpointError error) {
+  const Locked locked(Locked::AtEnd::Wait);
+  PyObject* const on_error = rare_ == nullptr ? nullptr : rare_->on_error;
+  if (on_error == nullptr) {
+    set_error(error);
+  } else if (PyObject* const made = make_error(error)) {
+    PyObject* const result = PyObject_CallOneArg(on_error, made);
+    Py_XDECREF(result);
+    if (result != nullptr) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made)), made);
+    Py_DECREF(made);
+  }
+  throw_persisted();
+}
+
+// ---- checkpoint --------------------------------------------------------------------------------------
+
+PyObject* run_region(const CheckpointOptions& options, const Call& call) {
+  const auto run = [&] {
+    return PyObject_Vectorcall(call.function, call.arguments,
+                               static_cast<std::size_t>(call.num_positional), call.names);
+  };
+  if (!opens_region()) return run();
+  try {
+    torch::PyWarningHandler warnings;
+    try {
+      ForwardRun region(options, std::make_unique<Body>(call, InputArguments::All));
+      py::object result;
+      {
+        const WithoutCompiler uncompiled;
+        result = py::reinterpret_steal<py::object>(run());
+      }
+      if (!result) {
+        warnings.set_in_exception();
+        return nullptr;
+      }
+      region.finish([&](TensorVisitor visitor) { visit_tensors(result.ptr(), visitor); });
+      return result.release().ptr();
+    } catch (...) {
+      warnings.set_in_exception();
+      throw;
+    }
+  } catch (...) {
+    set_error_in_flight();
+    return nullptr;
+  }
+}
+
+namespace {
+
+/// Options of `checkpoint` by the names of its keyword arguments.
+class OptionsReader {
+ public:
+  /// Whether `name` is an option's; takes its value then. Throws python_error for a wrong value.
+  bool take(PyObject* name, PyObject* value) {
+    const std::optional<std::string_view> text = view(name);
+    if (!text) throw python_error();
+    if (*text == "name") return options.name = text_of(value, "name"), true;
+    if (*text == "policy") return options.policy = policy_in(value), true;
+    if (*text == "early_stop") return options.early_stop = is_true(value), true;
+    if (*text == "offload_inputs") return options.offload_inputs = is_true(value), true;
+    if (*text == "preserve_rng_state") return options.preserve_rng_state = is_true(value), true;
+    if (*text == "strict_unpack") return options.strict_unpack = is_true(value), true;
+    if (*text == "debug") return options.debug = is_true(value), true;
+    if (*text == "determinism_check")
+      return options.determinism_check =
+                 choice<DeterminismCheck>(value, "determinism_check",
+                                          {{"metadata", DeterminismCheck::Metadata},
+                                           {"default", DeterminismCheck::Metadata},
+                                           {"none", DeterminismCheck::None},
+                                           {"layout", DeterminismCheck::Layout},
+                                           {"values", DeterminismCheck::Values}}),
+             true;
+    if (*text == "capture_check")
+      return options.capture_check = choice<CaptureCheck>(
+                 value, "capture_check",
+                 {{"raise", CaptureCheck::Raise}, {"ignore", CaptureCheck::Ignore}}),
+             true;
+    if (*text == "input_mode")
+      return options.inputs = choice<InputMode>(
+                 value, "input_mode",
+                 {{"shared", InputMode::Shared}, {"copy_on_write", InputMode::CopyOnWrite}}),
+             true;
+    return false;
+  }
+  CheckpointOptions options;
+
+ private:
+  static std::optional<std::string_view> view(PyObject* text) {
+    Py_ssize_t size = 0;
+    const char* const data = PyUnicode_AsUTF8AndSize(text, &size);
+    if (data == nullptr) return std::nullopt;
+    return std::string_view(data, static_cast<std::size_t>(size));
+  }
+  static std::string text_of(PyObject* value, const char* option) {
+    if (PyUnicode_Check(value) == 0) {
+      PyErr_Format(PyExc_TypeError, "remat.checkpoint: %s must be a str, and is %R", option, value);
+      throw python_error();
+    }
+    const auto text = view(value);
+    if (!text) throw python_error();
+    return std::string(*text);
+  }
+  static bool is_true(PyObject* value) {
+    const int is = PyObject_IsTrue(value);
+    if (is < 0) throw python_error();
+    return is != 0;
+  }
+  template <class T>
+  static T choice(PyObject* value, const char* option,
+                  std::initializer_list<std::pair<std::string_view, T>> choices) {
+    const std::string text = text_of(value, option);
+    std::string known;
+    for (const auto& [name, meaning] : choices) {
+      if (name == text) return meaning;
+      known += (known.empty() ? "'" : ", '") + std::string(name) + "'";
+    }
+    PyErr_Format(PyExc_ValueError, "remat.checkpoint: %s must be one of %s, and is '%s'", option,
+                 known.c_str(), text.c_str());
+    throw python_error();
+  }
+};
+
+/// checkpoint(function, *args, **options_and_kwargs)
+PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
+  if (count == 0) return PyObject_Vectorcall(names().decorator, arguments, 0, keywords);
+  static const CheckpointOptions defaults;
+  Call call{arguments[0], arguments + 1, count - 1, keywords};
+  if (keywords == nullptr) return run_region(defaults, call);
+  try {
+    OptionsReader reader;
+    c10::SmallVector<PyObject*, 16> own(call.arguments, call.arguments + call.num_positional);
+    py::list names;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(keywords); ++i) {
+      PyObject* const name = PyTuple_GET_ITEM(keywords, i);
+      PyObject* const value = call.arguments[call.num_positional + i];
+      if (reader.take(name, value)) continue;
+      own.push_back(value);
+      names.append(py::handle(name));
+    }
+    const py::object kept_names = names.empty() ? py::object() : py::object(py::tuple(names));
+    call.names = kept_names.ptr();
+    call.arguments = own.data();
+    return run_region(reader.options, call);
+  } catch (...) {
+    set_error_in_flight();
+    return nullptr;
+  }
+}
+
+constexpr char checkpoint_text[] =
+    R"(checkpoint(function, /, *args, name="", policy=None, early_stop=True, determinism_check="metadata",
+           capture_check="raise", offload_inputs=False, preserve_rng_state=True, input_mode="shared",
+           strict_unpack=False, debug=False, **kwargs)
+checkpoint(**options) -> a decorator
+--
+
+Runs `function(*args, **kwargs)` now and returns its result. Nothing that autograd saves inside is kept: it is
+computed again, by running `function` again with the same arguments, when backward first asks for it.
+
+Memory: tensors among the arguments stay until the graph that refers to the region is gone; under an enclosing
+region not even they do. What a container or another object holds stays as it is, with its history.
+Arguments: a tensor arrives in a recompute with the same data and without its history; a leaf, and what needs no
+gradient, as the same object.
+
+name: shown in errors, reports and traces.
+policy: what is kept instead of recomputed: `save_ops([...])`, `save_matmuls()`, `a | b`, or a function of a
+    PolicyContext that returns a CheckpointPolicy or a bool.
+early_stop: a recompute ends with the last tensor that backward needs.
+determinism_check: how recomputed tensors are compared with those of forward: "none" (their number), "metadata"
+    (shape, dtype, device), "layout" (strides too), "values" (bitwise).
+capture_check: "raise" if a parameter or captured tensor changed before the recompute, or "ignore".
+offload_inputs: inputs on an accelerator wait on the CPU.
+preserve_rng_state: a recompute draws the random numbers that forward drew.
+input_mode: "copy_on_write" for functions that write to their arguments.
+strict_unpack: a second read of a saved tensor in one backward is an error instead of one more recompute.
+debug: records the operators of both passes for the error report.
+
+Grad mode off: the function runs plainly.
+Threads: any; a recompute runs on the thread of the backward that asks.
+Raises: what `function` raises, with its traceback; CheckpointError; ValueError for options that are wrong.)";
+
+PyMethodDef checkpoint_method{
+    "checkpoint", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(checkpoint)),
+    METH_FASTCALL | METH_KEYWORDS, checkpoint_text};
+
+}  // namespace
+
+void add_region(py::module_& module) {
+  module.attr("checkpoint") =
+      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&checkpoint_method, nullptr, nullptr));
+}
+
+}  // namespace remat::python

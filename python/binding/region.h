@@ -1,0 +1,98 @@
+#pragma once
+// A Python function with its arguments, as the body of a region.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "python.h"
+#include "remat/binding.h"
+
+namespace remat::python {
+
+/// A call as CPython hands it over: `names` is a tuple of the names of the last arguments, or null.
+struct Call {
+  PyObject* function;
+  PyObject* const* arguments;
+  Py_ssize_t num_positional;
+  PyObject* names;
+  Py_ssize_t num_named() const { return names == nullptr ? 0 : PyTuple_GET_SIZE(names); }
+  Py_ssize_t size() const { return num_positional + num_named(); }
+};
+
+/// The tensor that `object` is, or null.
+const at::Tensor* tensor_in(PyObject* object);
+
+/// Which arguments are inputs of a region. Other tensors are kept as they are, with their history.
+enum class InputArguments { Positional, All };
+
+// Note [The function's objects]
+// The graph owns the body, and Python's cyclic collector does not see through the graph. So a body keeps
+// what it was called with in an array of its own: no tuple, no dictionary, no closure that the collector
+// would go through in every step. A tensor argument is taken out of the array while the region waits, and
+// its object made again for a recompute: it is the same object if the library gives back the same tensor,
+// as it does for leaves and for what needs no gradient. What else such an object was, its class and its
+// attributes, is kept beside.
+
+class Body final : public RegionBody {
+ public:
+  Body(const Call& call, InputArguments inputs);
+  ~Body() override;
+
+  void visit_inputs(TensorVisitor visitor) override;
+  void run_again(std::vector<at::Tensor>& inputs) override;
+  bool can_be_stopped() const override { return true; }
+  [[noreturn]] void stop() override;
+  [[noreturn]] void raise(CheckpointError error) override;
+
+  /// What recomputes run in, a context manager; and what is called with an error about the region, to
+  /// raise a better one. Null for none.
+  void set_contexts(PyObject* recompute_context, PyObject* on_error);
+
+ private:
+  /// The class and the attributes of an argument that is no plain tensor.
+  struct Kind {
+    std::size_t argument;
+    PyObject* type;
+    PyObject* attributes;  // null for none
+  };
+  struct Rare {
+    PyObject* recompute_context = nullptr;
+    PyObject* on_error = nullptr;
+    PyObject* device_context = nullptr;
+    std::vector<Kind> kinds;
+  };
+  Rare& rare() {
+    if (rare_ == nullptr) rare_ = std::make_unique<Rare>();
+    return *rare_;
+  }
+  void note_kind(PyObject* object, std::size_t argument);
+  PyObject* wrap(at::Tensor tensor, std::size_t argument);
+  PyObject* call_again(PyObject** arguments);
+
+  c10::SmallVector<PyObject*, 4> kept_;  // the function, then its arguments; null for an input
+  PyObject* names_;
+  uint32_t num_positional_;
+  c10::SmallVector<at::Tensor, 2> inputs_;  // until the library takes them
+  std::unique_ptr<Rare> rare_;
+};
+
+/// Runs a call as a region, and returns its result as a new reference; null with a Python error set.
+PyObject* run_region(const CheckpointOptions& options, const Call& call);
+
+/// While alive, torch.compile leaves the frames of this thread alone: forward and recompute must do the same.
+class WithoutCompiler {
+ public:
+  WithoutCompiler();
+  ~WithoutCompiler();
+  WithoutCompiler(const WithoutCompiler&) = delete;
+  WithoutCompiler& operator=(const WithoutCompiler&) = delete;
+
+ private:
+  PyObject* before_;  // null: there was nothing to be put back
+};
+
+}  // namespace remat::python

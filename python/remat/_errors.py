@@ -1,0 +1,119 @@
+"""Errors about regions, and what ends a recompute."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import torch.utils.checkpoint as upstream
+
+
+class StopRecompute(upstream._StopRecomputationError):
+    """Ends a recompute that has all it needs. Raised by an operator inside a region's function, in backward.
+
+    Code that catches it and goes on does no harm.
+    """
+
+
+class ErrorKind(enum.Enum):
+    """What went wrong."""
+
+    FEWER_TENSORS = 0
+    """The recompute saved fewer tensors than forward."""
+    MORE_TENSORS = 1
+    """It tried to save more; seen only with early stop off."""
+    METADATA_MISMATCH = 2
+    """Other shape, dtype, device, or strides ("layout")."""
+    VALUE_MISMATCH = 3
+    """Other elements ("values"), or changed in place after the save."""
+    CAPTURE_CHANGED = 4
+    """A parameter, buffer or captured tensor is not what forward used."""
+    DOUBLE_UNPACK = 5
+    """With `strict_unpack`: read twice in one backward."""
+    SELECTIVE_MISMATCH = 6
+    """A recompute asks for a result that forward did not keep."""
+    SELECTIVE_MUTATION = 7
+    """A kept result was changed in place."""
+    GROUP_OVERLAP = 8
+    """Two backward calls of a group use the same saved tensors."""
+    UNSUPPORTED = 9
+    """Something that torch or this version cannot do."""
+    RECOMPUTE_FAILED = 10
+    """The recompute could not be completed."""
+    INPUT_CHANGED = 11
+    """An argument of the region is not what the call was given."""
+
+
+class Mismatch(NamedTuple):
+    """One saved tensor that differs. The operators are known with `debug`, otherwise ''."""
+
+    position: int
+    """Of the saved tensor in its region, from 0."""
+    forward: str
+    recompute: str
+    forward_op: str
+    recompute_op: str
+
+
+class CheckpointError(upstream.CheckpointError):
+    """A recompute and its forward differ, or a region cannot go on.
+
+    Raised by `checkpoint` and by backward. What the region's function itself raises arrives as it is.
+    """
+
+    kind: ErrorKind = ErrorKind.RECOMPUTE_FAILED
+    region: str = ""
+    """The region's name, '' if it has none."""
+    frame_id: int = -1
+    forward_count: int = -1
+    """Tensors that forward saved, -1 where it has no meaning."""
+    recompute_count: int = -1
+    """Tensors that the recompute saved, -1 where it has no meaning."""
+    mismatches: tuple[Mismatch, ...] = ()
+
+
+# What the library's texts say to C++ programs, in Python's words.
+_WORDS = (
+    ("remat::checkpoint: ", "torch.utils.checkpoint: "),
+    ("inputs = remat::InputMode::CopyOnWrite in CheckpointOptions", "input_mode=\"copy_on_write\""),
+    ("InputMode::CopyOnWrite", "input_mode=\"copy_on_write\""),
+    ("capture_check = CaptureCheck::Ignore", "capture_check=\"ignore\""),
+    ("pass `debug = true` in CheckpointOptions, or open a remat::DebugGuard(true) around the forward",
+     "pass `debug=True` to checkpoint"),
+    ("(or opened a remat::DebugGuard)", ""),
+    ("set preserve_rng_state = false", "set preserve_rng_state=False"),
+    ("preserve_rng_state = false", "preserve_rng_state=False"),
+    ("SelectiveOptions::allow_cache_entry_mutation", "allow_cache_entry_mutation=True"),
+    ("remat::checkpoint", "remat.checkpoint"),
+    ("remat::", "remat."),
+)  # fmt: skip
+
+# Where torch.utils.checkpoint puts numbers into its text, so do we: programs look for them.
+_COUNTS = "Number of tensors saved during forward: {}\nNumber of tensors saved during recomputation: {}.\n"
+
+
+def make_error(
+    kind: int,
+    text: str,
+    region: str,
+    frame_id: int,
+    forward_count: int,
+    recompute_count: int,
+    mismatches: list[tuple[int, str, str, str, str]],
+) -> CheckpointError:
+    """The exception for an error of the library; its first line is that of torch.utils.checkpoint, where there is one."""
+    for theirs, ours in _WORDS:
+        text = text.replace(theirs, ours)
+    if kind == ErrorKind.FEWER_TENSORS.value:
+        fact, _, rest = text.partition("\n")
+        text = fact + "\n" + _COUNTS.format(forward_count, recompute_count) + rest
+    if kind == ErrorKind.SELECTIVE_MUTATION.value:
+        text = "Tensor cached during selective activation checkpoint has been mutated\n" + text
+    error = CheckpointError(text)
+    error.kind = ErrorKind(kind)
+    error.region = region
+    error.frame_id = frame_id
+    error.forward_count = forward_count
+    error.recompute_count = recompute_count
+    error.mismatches = tuple(Mismatch(*each) for each in mismatches)
+    return error

@@ -1,0 +1,65 @@
+"""Loads the extension module, if it fits to the torch that is here; and tells it what it needs of Python."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+import torch
+
+from . import _build
+
+
+def _release(version: str) -> str:
+    return version.split("+")[0]
+
+
+# One binary serves exactly the LibTorch that it was built against: the layouts of its classes differ.
+if _release(torch.__version__) != _release(_build.torch_version):
+    raise ImportError(
+        f"remat was built against torch {_build.torch_version}, and torch {torch.__version__} is installed. "
+        "Do: build remat against this torch (pip install --no-build-isolation --force-reinstall .), or install "
+        "the other one."
+    )
+
+try:
+    import remat._remat as _remat
+except ImportError as error:
+    if not ("undefined symbol" in str(error) or "libremat" in str(error)) or "binding number" in str(error):
+        raise
+    raise ImportError(
+        f"remat: the extension module and libremat.so do not fit together, or one is missing ({error}). "
+        "Do: install the package again, so that both come from one build."
+    ) from error
+
+from ._engine import put_in_front  # noqa: E402
+from ._errors import StopRecompute, make_error  # noqa: E402
+
+
+def _run_in(recompute_context: Any, device_context: Any, function: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Runs a recompute inside the contexts that its region has, in the order of torch.utils.checkpoint."""
+    if recompute_context is None:
+        with device_context:
+            function(*args, **kwargs)
+    elif device_context is None:
+        with recompute_context:
+            function(*args, **kwargs)
+    else:
+        with recompute_context, device_context:
+            function(*args, **kwargs)
+
+
+def _device_context() -> Any:
+    """The innermost `with torch.device(...)` or default device, or None."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode
+    return None
+
+
+_remat._set_names(StopRecompute, make_error, _run_in, _device_context)
+put_in_front(_remat)
+atexit.register(_remat._interpreter_ends)

@@ -1,0 +1,80 @@
+"""What the tests of the package share."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import unittest
+from typing import Any, Callable
+
+import torch
+
+import remat
+
+
+def leaf(*sizes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*(sizes or (4, 4)), generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def gradient(result: Any, *inputs: torch.Tensor, **options: Any) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(result.sum(), inputs, **options)
+
+
+def run_script(text: str, *arguments: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a process of its own, with the package that this one has."""
+    folder = os.path.dirname(os.path.dirname(remat.__file__))
+    path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
+    return subprocess.run(
+        [sys.executable, "-c", text, *arguments], env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        text=True, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+class Case(unittest.TestCase):
+    """Fails a test that leaves a region, a hook or an installation behind."""
+
+    def setUp(self) -> None:
+        torch.manual_seed(0)
+
+    def tearDown(self) -> None:
+        gc.collect()
+        left = []
+        counters = remat.counters()
+        for name in ("frames_alive", "recomputed_bytes_alive"):
+            if counters[name]:
+                left.append(f"{name} = {counters[name]}")
+        if remat.is_checkpointing() or remat.is_recomputing():
+            left.append("a region is open")
+        if remat.is_installed():
+            left.append("the drop-in is installed")
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            left.append("hooks")
+        if torch._C._len_torch_dispatch_stack():
+            left.append("a dispatch mode")
+        self.assertEqual(left, [], "left behind")
+
+    def check_equal(self, found: Any, expected: Any, message: str = "") -> None:
+        if isinstance(expected, torch.Tensor):
+            self.assertIsInstance(found, torch.Tensor, message)
+            self.assertTrue(torch.equal(found, expected), message)
+        elif isinstance(expected, (tuple, list)):
+            self.assertEqual(len(found), len(expected), message)
+            for each, other in zip(found, expected):
+                self.check_equal(each, other, message)
+        else:
+            self.assertEqual(found, expected, message)
+
+
+class CountedFunction:
+    """A function that counts its runs, and how many came to their end."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.runs, self.ends = function, 0, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.runs += 1
+        result = self.function(*args, **kwargs)
+        self.ends += 1
+        return result

@@ -1,0 +1,373 @@
+"""remat under torch.utils.checkpoint: what upstream's users write means the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import unittest
+import warnings
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as upstream
+from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as imported_early
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+
+import remat
+from common import Case, CountedFunction, gradient, leaf, run_script
+
+
+def operators(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().exp().cos().matmul(x)
+
+
+region = functools.partial(checkpoint, use_reentrant=False)
+
+
+class DropIn(Case):
+    def setUp(self) -> None:
+        super().setUp()
+        remat.install()
+        self.before = remat.counters()["frames_created"]
+
+    def tearDown(self) -> None:
+        remat.uninstall()
+        super().tearDown()
+
+    def num_regions(self) -> int:
+        return remat.counters()["frames_created"] - self.before
+
+
+class Calls(DropIn):
+    def test_checkpoint(self) -> None:
+        x = leaf()
+        self.check_equal(gradient(region(operators, x), x), gradient(operators(x), x))
+        self.assertEqual(self.num_regions(), 1)
+
+    def test_arguments_and_keywords(self) -> None:
+        x, w = leaf(seed=1), leaf(seed=2)
+        f = lambda t, n, *, other, flag=True: (t * n * other).sin().exp()  # noqa: E731
+        found = region(f, x, 3, other=w, flag=False, preserve_rng_state=False)
+        self.check_equal(gradient(found, x, w), gradient(f(x, 3, other=w), x, w))
+
+    def test_reentrant_calls_stay_upstream_s(self) -> None:
+        x = leaf()
+        checkpoint(operators, x, use_reentrant=True).sum().backward()
+        self.check_equal(x.grad, gradient(operators(x), x)[0])
+        self.assertEqual(self.num_regions(), 0)
+
+    def test_sequential(self) -> None:
+        x = leaf(3, 4)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+        parameters = list(model.parameters())
+        found = checkpoint_sequential(model, 3, x, use_reentrant=False)
+        self.check_equal(gradient(found, x, *parameters), gradient(model(x), x, *parameters))
+        self.assertEqual(self.num_regions(), 2)
+
+    def test_composable(self) -> None:
+        if not torch.distributed.is_available():
+            self.skipTest("no torch.distributed")
+        from torch.distributed._composable import checkpoint as composable
+
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+        x = leaf(3, 4)
+        expected = gradient(model(x), x, *model.parameters())
+        composable(model)
+        self.check_equal(gradient(model(x), x, *model.parameters()), expected)
+        self.assertEqual(self.num_regions(), 1)
+
+    def test_a_failing_forward_leaves_nothing(self) -> None:
+        x = leaf()
+
+        def failing(t: torch.Tensor) -> torch.Tensor:
+            t.sin()
+            raise LookupError("mine")
+
+        with self.assertRaisesRegex(LookupError, "mine"):
+            region(failing, x)
+
+    def test_a_generator_that_is_dropped_ends_its_region(self) -> None:
+        x = leaf()
+        generator = upstream._checkpoint_without_reentrant_generator(
+            operators, True, upstream.noop_context_fn, "default", False, True, x
+        )
+        next(generator)
+        self.assertTrue(remat.is_checkpointing())
+        del generator
+        self.assertFalse(remat.is_checkpointing())
+
+    def test_nested_in_upstream_s_and_around(self) -> None:
+        x = leaf()
+        ours = lambda t: region(operators, t)  # noqa: E731
+
+        def theirs(f: Any, t: torch.Tensor) -> torch.Tensor:
+            remat.uninstall()
+            try:
+                generator = imported_early(f, True, upstream.noop_context_fn, "default", False, True, t)
+                next(generator)
+                remat.install()
+                y = f(t)
+                remat.uninstall()
+                with contextlib.suppress(StopIteration):
+                    next(generator)
+                return y
+            finally:
+                remat.install()
+
+        plain = gradient(operators(operators(x)), x)
+        self.check_equal(gradient(theirs(lambda t: ours(operators(t)), x), x), plain)
+        self.check_equal(gradient(region(lambda t: theirs(operators, operators(t)), x), x), plain)
+        self.check_equal(gradient(remat.checkpoint(lambda t: region(operators, operators(t)), x), x), plain)
+
+
+class Installing(Case):
+    def test_it_reaches_names_imported_before_and_after(self) -> None:
+        x = leaf()
+        before = remat.counters()["frames_created"]
+        with remat.installed():
+            from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as imported_late
+
+            self.assertIs(imported_early, sys.modules[__name__].imported_early)
+            region(operators, x)
+        self.assertEqual(remat.counters()["frames_created"] - before, 1)
+        region(operators, x)
+        self.assertEqual(remat.counters()["frames_created"] - before, 1)
+        generator = imported_late(operators, True, upstream.noop_context_fn, "default", False, True, x)
+        self.assertEqual(type(generator).__name__, "generator")  # upstream's again
+        generator.close()
+
+    def test_installations_nest(self) -> None:
+        self.assertFalse(remat.is_installed())
+        with remat.installed():
+            with remat.installed():
+                pass
+            self.assertTrue(remat.is_installed())
+        self.assertFalse(remat.is_installed())
+        remat.uninstall()
+
+    def test_a_program_runs_with_it(self) -> None:
+        import tempfile
+
+        with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+            script.write(
+                "import sys, torch\n"
+                "from torch.utils.checkpoint import checkpoint\n"
+                "import remat\n"
+                "checkpoint(torch.sin, torch.ones(3, requires_grad=True), use_reentrant=False)\n"
+                "print(__name__, sys.argv[1:], remat.counters()['frames_created'])\n"
+            )
+            script.flush()
+            text = "import runpy, sys; sys.argv[0:1] = ['remat']; runpy.run_module('remat', run_name='__main__')"
+            done = run_script(text, script.name, "--flag", "value")
+        self.assertIn("__main__ ['--flag', 'value'] 1", done.stdout)
+
+
+class Settings(DropIn):
+    def test_the_early_stop_is_where_upstream_stops(self) -> None:
+        x = leaf(3)
+        f = CountedFunction(lambda t: t.sin())  # so small that a stop never pays
+        gradient(region(f, x), x)
+        self.assertEqual((f.runs, f.ends), (2, 1))
+        for settings, context in (
+            ({"early_stop": False}, contextlib.nullcontext()),
+            ({}, upstream.set_checkpoint_early_stop(False)),
+        ):
+            f = CountedFunction(lambda t: t.sin())
+            with context:
+                y = region(f, x, **settings)
+            gradient(y, x)
+            self.assertEqual((f.runs, f.ends), (2, 2))
+
+    def test_determinism_checks(self) -> None:
+        x = leaf()
+        other_shape = lambda t: (t[:2] if remat.is_recomputing() else t).detach().sin() * t.sum()  # noqa: E731
+        with self.assertRaisesRegex(upstream.CheckpointError, "have different metadata"):
+            gradient(region(other_shape, x), x)
+        gradient(region(lambda t: (t * 1).sin(), x, determinism_check="none"), x)
+        with self.assertRaisesRegex(ValueError, "determinism_check should be one of"):
+            region(operators, x, determinism_check="other")
+        with torch.no_grad(), self.assertRaises(ValueError):
+            region(operators, x, determinism_check="other")
+
+    def test_a_determinism_check_of_the_program_s_own(self) -> None:
+        x = leaf()
+        table = upstream._allowed_determinism_checks_to_fns
+        table["sum"] = lambda t: float(t.sum())
+        try:
+            runs: list[int] = []
+            f = lambda t: (runs.append(1), (t * len(runs)).sin())[1]  # noqa: E731
+            with self.assertRaises(upstream.CheckpointError):
+                gradient(region(f, x, determinism_check="sum"), x)
+            self.check_equal(gradient(region(operators, x, determinism_check="sum"), x), gradient(operators(x), x))
+        finally:
+            del table["sum"]
+
+    def test_debug_texts_are_upstream_s(self) -> None:
+        x = leaf()
+        f = lambda t: (t.sin() if remat.is_recomputing() else t.cos().exp()).tanh()  # noqa: E731
+        for settings, context in (
+            ({"debug": True}, contextlib.nullcontext()),
+            ({}, upstream.set_checkpoint_debug_enabled(True)),
+        ):
+            with context:
+                y = region(f, x, **settings)
+            with self.assertRaisesRegex(upstream.CheckpointError, "You are seeing this error because you passed"):
+                gradient(y, x)
+        with self.assertRaisesRegex(ValueError, "debug=True is incompatible"):
+            region(f, x, debug=True, context_fn=lambda: (contextlib.nullcontext(), contextlib.nullcontext()))
+
+    def test_context_functions(self) -> None:
+        x = leaf()
+        events: list[str] = []
+
+        class Context:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def __enter__(self) -> None:
+                events.append("enter " + self.name)
+
+            def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+                events.append(f"exit {self.name} {kind and kind.__mro__[1].__name__}")
+
+        f = lambda t: t.sin().exp()  # noqa: E731
+        y = region(f, x, context_fn=lambda: (Context("forward"), Context("recompute")))
+        self.check_equal(gradient(y, x), gradient(f(x), x))
+        self.assertEqual(
+            events, ["enter forward", "exit forward None", "enter recompute", "exit recompute _StopRecomputationError"]
+        )
+
+    def test_a_context_that_suppresses_is_an_error(self) -> None:
+        def failing(t: torch.Tensor) -> torch.Tensor:
+            raise LookupError("mine")
+
+        contexts = lambda: (contextlib.suppress(LookupError), contextlib.nullcontext())  # noqa: E731
+        with self.assertRaisesRegex(RuntimeError, "suppressed an exception"):
+            region(failing, leaf(), context_fn=contexts)
+
+    def test_groups(self) -> None:
+        x, w = leaf(seed=1), leaf(seed=2)
+        f = CountedFunction(lambda t: (t.sin() @ w).exp())
+        y = region(f, x)
+        with upstream.GraphExecGroup():
+            found = gradient(y, x, retain_graph=True)
+        self.check_equal(found, gradient(f.function(x), x))
+        y = region(f, x)
+        with upstream.GraphExecGroup():
+            gradient(y, x, retain_graph=True)
+            with self.assertRaisesRegex(upstream.CheckpointError, "Performing two backward calls that overlap"):
+                gradient(y, x)
+
+    def test_reading_twice_is_an_error(self) -> None:
+        class Twice(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, t):  # type: ignore[no-untyped-def]
+                ctx.save_for_backward(t.sin())
+                return t.cos()
+
+            @staticmethod
+            def backward(ctx, g):  # type: ignore[no-untyped-def]
+                return g * ctx.saved_tensors[0] * ctx.saved_tensors[0]
+
+        x = leaf()
+        with self.assertRaisesRegex(upstream.CheckpointError, "already unpacked once"):
+            gradient(region(Twice.apply, x), x)
+
+    def test_changed_parameters_are_recomputed_with(self) -> None:
+        x, w = leaf(seed=1), leaf(seed=2)
+        f = lambda t: (t * w).sin().exp()  # noqa: E731
+        y = region(f, x)
+        with torch.no_grad():
+            w.add_(1)
+        self.check_equal(gradient(y, x), gradient(f(x), x))
+
+
+class Selective(DropIn):
+    OPS = [torch.ops.aten.mm.default]
+
+    def check(self, context_fn: Any, is_native: bool) -> None:
+        x = leaf()
+        f = CountedFunction(lambda t: (t @ t).sin().exp() @ t)
+        y = region(f, x, context_fn=context_fn)
+        plain = gradient(f.function(x), x)
+        self.check_equal(gradient(y, x, retain_graph=True), plain)
+        if is_native:  # upstream's modes can be used once
+            self.check_equal(gradient(y, x), plain)
+        else:
+            with self.assertRaisesRegex(RuntimeError, "Trying to backward an extra time"):
+                gradient(y, x)
+
+    def test_lists_run_natively(self) -> None:
+        self.check(functools.partial(create_selective_checkpoint_contexts, self.OPS), True)
+        self.check(lambda: create_selective_checkpoint_contexts(self.OPS), True)
+        self.check(functools.partial(create_selective_checkpoint_contexts, self.OPS, True), True)
+
+    def test_policy_functions_run_as_upstream_s_modes(self) -> None:
+        asked = []
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            asked.append(context.op_output)
+            save = op is torch.ops.aten.mm.default
+            return upstream.CheckpointPolicy.MUST_SAVE if save else upstream.CheckpointPolicy.PREFER_RECOMPUTE
+
+        self.check(functools.partial(create_selective_checkpoint_contexts, policy), False)
+        self.assertTrue(all(isinstance(each, torch.Tensor) for each in asked))
+
+    def test_a_list_that_changes_is_read_at_each_call(self) -> None:
+        ops = list(self.OPS)
+        context_fn = functools.partial(create_selective_checkpoint_contexts, ops)
+        self.check(context_fn, True)
+        ops.append(torch.ops.aten.sin.default)
+        self.check(context_fn, True)
+
+    def test_wrong_lists_are_upstream_s_errors(self) -> None:
+        with self.assertRaisesRegex(ValueError, "to be an OpOverload"):
+            region(operators, leaf(), context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.mm]))
+
+    def test_changed_kept_results_are_errors(self) -> None:
+        x = leaf()
+        f = lambda t: (t @ t).relu_().sin().exp()  # noqa: E731
+        context_fn = functools.partial(create_selective_checkpoint_contexts, self.OPS)
+        with self.assertRaisesRegex(RuntimeError, "has been mutated"):
+            gradient(region(f, x, context_fn=context_fn), x)
+        context_fn = functools.partial(create_selective_checkpoint_contexts, self.OPS, allow_cache_entry_mutation=True)
+        self.check_equal(gradient(region(f, x, context_fn=context_fn), x), gradient(f(x), x))
+
+
+class Tracing(DropIn):
+    def test_traced_calls_are_upstream_s(self) -> None:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        x = leaf()
+
+        def step(t: torch.Tensor) -> torch.Tensor:
+            return gradient(region(operators, t), t)[0]
+
+        traced = make_fx(step)(x)
+        self.assertEqual(self.num_regions(), 0)
+        self.check_equal(traced(x), gradient(operators(x), x)[0])
+
+    def test_compiled_inside_and_around(self) -> None:
+        x = leaf()
+        plain = gradient(operators(x), x)
+        inside = torch.compile(operators, backend="aot_eager")
+        self.check_equal(gradient(region(inside, x), x), plain)
+        around = torch.compile(lambda t: region(operators, t), backend="aot_eager")
+        self.check_equal(gradient(around(x), x), plain)
+        broken = torch.compile(lambda t: gradient(region(operators, t), t)[0], backend="eager")
+        self.check_equal(broken(x), plain[0])
+
+    def test_fake_tensors(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with FakeTensorMode():
+            x = torch.empty(4, 4, requires_grad=True)
+            y = region(operators, x)
+            y.sum().backward()
+            self.assertEqual(x.grad.shape, (4, 4))  # type: ignore[union-attr]
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,665 @@
+"""`remat.checkpoint`: results, arguments, errors, backward inside, lifetime."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import traceback
+import unittest
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.utils.checkpoint as upstream
+
+import remat
+from common import Case, CountedFunction, gradient, leaf
+
+
+def operators(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().exp().cos().matmul(x)
+
+
+class Results(Case):
+    def test_gradients_are_those_without_a_region(self) -> None:
+        x = leaf()
+        f = CountedFunction(operators)
+        self.check_equal(gradient(remat.checkpoint(f, x), x), gradient(operators(x), x))
+        self.assertEqual(f.runs, 2)
+
+    def test_any_result_comes_back_untouched(self) -> None:
+        x = leaf()
+        marker = object()
+        found = remat.checkpoint(lambda t: (t.sin(), [t.cos()], {"a": marker}, None), x)
+        self.assertIs(found[2]["a"], marker)
+        self.check_equal(gradient(found[0] * found[1][0], x), gradient(x.sin() * x.cos(), x))
+
+    def test_without_grad_mode_the_function_runs_plainly(self) -> None:
+        x = leaf()
+        before = remat.counters()["frames_created"]
+        with torch.no_grad():
+            remat.checkpoint(operators, x)
+        self.assertEqual(remat.counters()["frames_created"], before)
+
+    def test_keyword_arguments_reach_the_function(self) -> None:
+        x, y = leaf(seed=1), leaf(seed=2)
+
+        def f(a: torch.Tensor, *, scale: float, other: torch.Tensor) -> torch.Tensor:
+            return (a * scale * other).sin()
+
+        found = remat.checkpoint(f, x, scale=2.0, other=y, name="keywords")
+        self.check_equal(gradient(found, x, y), gradient(f(x, scale=2.0, other=y), x, y))
+
+    def test_it_decorates(self) -> None:
+        x = leaf()
+
+        @remat.checkpoint(name="decorated", early_stop=False)
+        def f(t: torch.Tensor) -> torch.Tensor:
+            "its text"
+            return operators(t)
+
+        self.assertEqual(f.__doc__, "its text")
+        self.check_equal(gradient(f(x), x), gradient(operators(x), x))
+
+        class Layer(torch.nn.Module):
+            @remat.checkpoint()
+            def forward(self, t: torch.Tensor) -> torch.Tensor:
+                return operators(t)
+
+        self.check_equal(gradient(Layer()(x), x), gradient(operators(x), x))
+
+    def test_nested_regions(self) -> None:
+        x = leaf()
+        inner = lambda t: remat.checkpoint(operators, t)  # noqa: E731
+        outer = lambda t: inner(inner(t).sin())  # noqa: E731
+        plain = lambda t: operators(operators(t).sin())  # noqa: E731
+        self.check_equal(gradient(remat.checkpoint(outer, x), x), gradient(plain(x), x))
+
+    def test_sixty_levels(self) -> None:
+        x = leaf()
+
+        def level(n: int, t: torch.Tensor) -> torch.Tensor:
+            return t.sin() if n == 0 else remat.checkpoint(level, n - 1, t).cos()
+
+        plain = x.sin()
+        for _ in range(60):
+            plain = plain.cos()
+        self.check_equal(gradient(level(60, x), x), gradient(plain, x))
+
+    def test_second_derivatives(self) -> None:
+        x = leaf().double().detach().requires_grad_()
+        f = lambda t: remat.checkpoint(operators, t)  # noqa: E731
+        self.assertTrue(torch.autograd.gradcheck(f, x))
+        self.assertTrue(torch.autograd.gradgradcheck(f, x))
+
+    def test_random_numbers_are_drawn_again(self) -> None:
+        x = leaf(64, 64)
+        f = lambda t: torch.nn.functional.dropout(t.sin(), 0.5).exp()  # noqa: E731
+        torch.manual_seed(3)
+        plain = gradient(f(x), x)
+        torch.manual_seed(3)
+        y = remat.checkpoint(f, x)
+        torch.rand(5)
+        self.check_equal(gradient(y, x), plain)
+
+    def test_autocast_is_that_of_forward(self) -> None:
+        x, w = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
+        f = lambda t: (t @ w).sin() @ w  # noqa: E731
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            plain, ours = f(x), remat.checkpoint(f, x)
+        self.check_equal(gradient(ours, x, w), gradient(plain, x, w))
+
+    def test_a_device_context_is_that_of_forward(self) -> None:
+        x = leaf()
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            self.assertEqual(torch.empty(1).device.type, "meta")
+            return t.sin().exp()
+
+        for early_stop in (True, False):
+            with torch.device("meta"):
+                y = remat.checkpoint(f, x, early_stop=early_stop)
+            self.check_equal(gradient(y, x), gradient(x.sin().exp(), x))
+
+    def test_options_are_checked(self) -> None:
+        x = leaf()
+        with self.assertRaisesRegex(ValueError, "determinism_check must be one of .*'metadata'.*'sometimes'"):
+            remat.checkpoint(operators, x, determinism_check="sometimes")
+        with self.assertRaisesRegex(TypeError, "a policy must be"):
+            remat.checkpoint(operators, x, policy=3)
+        with self.assertRaises(TypeError):
+            remat.checkpoint(operators, x, name=3)
+        with self.assertRaises(ValueError):
+            remat.save_ops(["aten::no_such_operator"])
+
+    def test_contents_are_compared_on_request(self) -> None:
+        x = leaf()
+        runs = []
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            return (t * len(runs)).sin().exp()
+
+        y = remat.checkpoint(f, x, determinism_check="values", preserve_rng_state=False)
+        with self.assertRaises(remat.CheckpointError) as caught:
+            gradient(y, x)
+        self.assertIs(caught.exception.kind, remat.ErrorKind.VALUE_MISMATCH)
+
+
+class Arguments(Case):
+    def test_leaves_are_the_same_objects(self) -> None:
+        seen: list[object] = []
+        parameter = torch.nn.Parameter(torch.ones(4))
+        parameter.mark = "mine"  # type: ignore[attr-defined]
+
+        def f(p: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+            seen.append((p, plain))
+            return (p * plain).sin().exp()
+
+        constant = torch.ones(4)
+        gradient(remat.checkpoint(f, parameter, constant), parameter)
+        self.assertEqual(len(seen), 2)
+        for each in seen:
+            self.assertIs(each[0], parameter)  # type: ignore[index]
+            self.assertIs(each[1], constant)  # type: ignore[index]
+
+    def test_results_keep_class_and_attributes(self) -> None:
+        class Marked(torch.Tensor):
+            pass
+
+        for kind in (torch.Tensor, Marked):
+            x = torch.ones(4).as_subclass(kind).requires_grad_()
+            middle = x * 2
+            middle.mark = "mine"  # type: ignore[attr-defined]
+            seen = []
+
+            def f(t: torch.Tensor) -> torch.Tensor:
+                seen.append((type(t), getattr(t, "mark", None), t.requires_grad, t.is_leaf))
+                return t.sin().exp()
+
+            gradient(remat.checkpoint(f, middle), x)
+            self.assertEqual(seen, [(kind, "mine", True, False)] * 2)
+
+    def test_tensors_of_wrapping_classes(self) -> None:
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        def step(call: object, chained: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            x = TwoTensor(torch.ones(3, 3) * 0.3, torch.ones(3, 3) * 0.4).requires_grad_()
+            y = call((x * 1) if chained else x)  # type: ignore[operator]
+            y.sum().backward()
+            return x.grad.a, x.grad.b
+
+        f = lambda t: (t @ t).sin().exp().sin()  # noqa: E731
+        policies = [None, remat.save_matmuls(), remat.save_ops(["aten::sin", "aten::exp"]), remat.save_ops(["aten::bmm"])]
+        for policy in policies:
+            for chained in (False, True):
+                ours = step(lambda t: remat.checkpoint(f, t, policy=policy), chained)
+                self.check_equal(ours, step(f, chained))
+
+    def test_arguments_that_are_no_tensors_stay_what_they_are(self) -> None:
+        x = leaf()
+        marker, seen = object(), []
+        remat_call = remat.checkpoint(lambda t, m, items: (seen.append((m, items)), t.sin().exp())[1], x, marker, [x])
+        gradient(remat_call, x)
+        self.assertTrue(all(m is marker and items[0] is x for m, items in seen))
+
+    def test_one_tensor_twice_is_one_tensor(self) -> None:
+        x = leaf()
+        seen = []
+        f = lambda a, b: (seen.append(a is b), (a * b).sin().exp())[1]  # noqa: E731
+        gradient(remat.checkpoint(f, x * 1, x), x)
+        y = x * 1
+        gradient(remat.checkpoint(f, y, y), x)
+        self.assertEqual(seen, [False, False, True, True])
+
+    def test_a_region_does_not_keep_the_graph_above(self) -> None:
+        x = leaf()
+        middle = x.sin()
+        node = middle.grad_fn
+        kept = remat.checkpoint(lambda t: t.exp().sin().detach(), middle)
+        alive = remat.counters()["frames_alive"]
+        self.assertEqual(alive, 0)
+        del middle, node, kept
+
+    def test_a_changed_argument_is_an_error(self) -> None:
+        x = leaf()
+        y = x * 1
+        z = remat.checkpoint(operators, y)
+        with torch.no_grad():
+            y.add_(1)
+        with self.assertRaisesRegex(remat.CheckpointError, "modified by an inplace operation") as caught:
+            gradient(z, x)
+        self.assertIs(caught.exception.kind, remat.ErrorKind.INPUT_CHANGED)
+
+    def test_functions_that_write_to_their_arguments(self) -> None:
+        x = leaf()
+        relu = torch.nn.ReLU(inplace=True)
+        f = lambda t: relu(t).sin().exp()  # noqa: E731
+        plain = gradient(f(x * 1), x)
+        self.check_equal(gradient(remat.checkpoint(f, x * 1, input_mode="copy_on_write"), x), plain)
+        with self.assertRaises(remat.CheckpointError):
+            gradient(remat.checkpoint(f, x * 1), x)
+
+    def test_a_changed_parameter_is_an_error(self) -> None:
+        x, w = leaf(seed=1), leaf(seed=2)
+        f = lambda t: (t * w).sin().exp()  # noqa: E731
+        y = remat.checkpoint(f, x, name="mine")
+        with torch.no_grad():
+            w.add_(1)
+        with self.assertRaisesRegex(remat.CheckpointError, "mine") as caught:
+            gradient(y, x, retain_graph=True)
+        self.assertIs(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
+        y = remat.checkpoint(f, x, capture_check="ignore")
+        with torch.no_grad():
+            w.add_(1)
+        self.check_equal(gradient(y, x), gradient(f(x), x))
+
+
+class Stops(Case):
+    def test_a_recompute_ends_with_the_last_tensor_needed(self) -> None:
+        x = leaf(128, 128)
+        f = CountedFunction(lambda t: (t.sin().exp().cos() + 1) * 2)
+        gradient(remat.checkpoint(f, x), x)
+        self.assertEqual((f.runs, f.ends), (2, 1))
+        f = CountedFunction(f.function)
+        gradient(remat.checkpoint(f, x, early_stop=False), x)
+        self.assertEqual((f.runs, f.ends), (2, 2))
+
+    def test_contexts_are_left(self) -> None:
+        x = leaf(128, 128)
+        events = []
+
+        @contextlib.contextmanager
+        def context() -> object:  # type: ignore[misc]
+            events.append("in")
+            try:
+                yield
+            finally:
+                events.append("out")
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            with context():
+                return t.sin().exp().cos() + 1
+
+        gradient(remat.checkpoint(f, x), x)
+        self.assertEqual(events, ["in", "out"] * 2)
+
+    def test_a_function_may_catch_everything(self) -> None:
+        x = leaf(128, 128)
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            try:
+                return t.sin().exp().cos()
+            except BaseException:
+                return t.tanh().sigmoid()
+
+        self.check_equal(gradient(remat.checkpoint(f, x), x), gradient(x.sin().exp().cos(), x))
+
+    def test_a_function_may_turn_it_into_another_exception(self) -> None:
+        x = leaf(128, 128)
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            try:
+                return t.sin().exp().cos()
+            except Exception as error:
+                raise ValueError("mine") from error
+
+        self.check_equal(gradient(remat.checkpoint(f, x), x), gradient(x.sin().exp().cos(), x))
+
+    def test_custom_functions_are_stopped(self) -> None:
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, t):  # type: ignore[no-untyped-def]
+                ctx.save_for_backward(t)
+                return t * t
+
+            @staticmethod
+            def backward(ctx, g):  # type: ignore[no-untyped-def]
+                (t,) = ctx.saved_tensors
+                return g * 2 * t
+
+        x = leaf(128, 128)
+        f = lambda t: Square.apply(Square.apply(t.sin())) + 1  # noqa: E731
+        self.check_equal(gradient(remat.checkpoint(f, x), x), gradient(f(x), x))
+
+    def test_a_generator_and_a_comprehension_are_ended(self) -> None:
+        x = leaf(128, 128)
+
+        def parts(t: torch.Tensor) -> object:
+            for _ in range(3):
+                t = t.sin().exp()
+                yield t
+
+        f = lambda t: sum(each for each in parts(t)) + 1  # type: ignore[attr-defined]  # noqa: E731
+        self.check_equal(gradient(remat.checkpoint(f, x), x), gradient(f(x), x))
+
+
+class Errors(Case):
+    def test_exceptions_arrive_as_they_are(self) -> None:
+        class Mine(Exception):
+            pass
+
+        x = leaf()
+        for kind in (Mine, KeyboardInterrupt, SystemExit, StopIteration, GeneratorExit):
+            raised: list[BaseException] = []
+
+            def failing(t: torch.Tensor) -> torch.Tensor:
+                y = t.sin().exp()
+                if remat.is_recomputing():
+                    raised.append(kind("in the recompute"))
+                    raise raised[0]
+                return y.cos()
+
+            y = remat.checkpoint(failing, x)
+            names = []
+            try:
+                gradient(y, x, retain_graph=True)
+            except kind as error:
+                self.assertIs(error, raised[0])
+                names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+            self.assertIn("failing", names)
+            raised.clear()  # it knows this frame, which knows `y`, whose region knows the function, and so it
+
+            def failing_at_once(t: torch.Tensor) -> torch.Tensor:
+                raise kind("in forward")
+
+            with self.assertRaises(kind):
+                remat.checkpoint(failing_at_once, x)
+
+    def test_the_same_backward_can_be_tried_again(self) -> None:
+        x = leaf()
+        attempts = []
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            attempts.append(1)
+            y = t.sin().exp()
+            if len(attempts) == 2:
+                raise MemoryError("once")
+            return y.cos()
+
+        y = remat.checkpoint(f, x)
+        with self.assertRaises(MemoryError):
+            gradient(y, x, retain_graph=True)
+        self.check_equal(gradient(y, x), gradient(x.sin().exp().cos(), x))
+
+    def test_errors_know_what_is_wrong(self) -> None:
+        x = leaf()
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            y = t.sin()
+            return y if remat.is_recomputing() else y.exp().cos()
+
+        with self.assertRaises(upstream.CheckpointError) as caught:
+            gradient(remat.checkpoint(f, x, name="block 3"), x)
+        error = caught.exception
+        self.assertIsInstance(error, remat.CheckpointError)
+        self.assertIs(error.kind, remat.ErrorKind.FEWER_TENSORS)
+        self.assertEqual((error.region, error.forward_count, error.recompute_count), ("block 3", 3, 1))
+        first, second = str(error).split("\n")[:2]
+        self.assertTrue(first.startswith("torch.utils.checkpoint: A different number of tensors was saved"), first)
+        self.assertEqual(second, "Number of tensors saved during forward: 3")
+        self.assertNotIn("::", str(error))
+
+        def g(t: torch.Tensor) -> torch.Tensor:
+            return (t[:2] if remat.is_recomputing() else t).sin().exp()
+
+        with self.assertRaises(remat.CheckpointError) as caught_too:
+            gradient(remat.checkpoint(g, x), x)
+        self.assertIs(caught_too.exception.kind, remat.ErrorKind.METADATA_MISMATCH)
+        self.assertEqual(caught_too.exception.mismatches[0].position, 0)
+
+    def test_a_debug_report_names_the_operator(self) -> None:
+        x = leaf()
+        f = lambda t: (t.sin() if remat.is_recomputing() else t.cos().exp()).tanh()  # noqa: E731
+        with self.assertRaisesRegex(remat.CheckpointError, "aten::cos"):
+            gradient(remat.checkpoint(f, x, debug=True), x)
+
+    def test_a_recursion_error_is_one(self) -> None:
+        x = leaf()
+
+        def endless(t: torch.Tensor) -> torch.Tensor:
+            return endless(t)
+
+        f = lambda t: endless(t) if remat.is_recomputing() else t.sin().exp()  # noqa: E731
+        with self.assertRaises(RecursionError):
+            gradient(remat.checkpoint(f, x), x)
+
+
+class BackwardInside(Case):
+    def test_gradients_accumulate_once(self) -> None:
+        w = leaf(seed=2)
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            own = t.detach().requires_grad_()
+            (own * w).sin().sum().backward()
+            return (t * own.grad).sin()
+
+        for call in (torch.autograd.backward, torch.Tensor.backward):
+            x = leaf(seed=1)
+            plain = f(x)
+            call(plain.sum())
+            expected = (x.grad.clone(), w.grad.clone())
+            x.grad = w.grad = None
+            for early_stop in (True, False):
+                call(remat.checkpoint(f, x, early_stop=early_stop).sum())
+                self.check_equal((x.grad, w.grad), expected)
+                x.grad = w.grad = None
+
+    def test_gradients_of_the_region_itself(self) -> None:
+        x = leaf()
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            y = t.sin().exp()
+            (slope,) = torch.autograd.grad(y.sum(), t, create_graph=True)
+            return y * slope
+
+        self.check_equal(gradient(remat.checkpoint(f, x), x), gradient(f(x), x))
+
+    def test_edges_of_the_graph_are_roots_and_targets(self) -> None:
+        x = leaf()
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            own = t.detach().requires_grad_()
+            y = own.sin().exp()
+            edge = torch.autograd.graph.get_gradient_edge(y)
+            target = torch.autograd.graph.get_gradient_edge(own)
+            (slope,) = torch.autograd.grad([edge], [target], [torch.ones_like(y)])
+            return (t * slope).cos()
+
+        self.check_equal(gradient(remat.checkpoint(f, x), x), gradient(f(x), x))
+
+    def test_a_backward_beyond_the_region_is_refused(self) -> None:
+        x = leaf()
+        above = x.exp()
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            y = t.sin()
+            (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+            return y.cos() * slope
+
+        with self.assertRaises(remat.CheckpointError) as caught:
+            gradient(remat.checkpoint(f, above), x)
+        self.assertIs(caught.exception.kind, remat.ErrorKind.UNSUPPORTED)
+
+    def test_backward_from_inside_backward(self) -> None:
+        x = leaf()
+
+        class Inner(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, t):  # type: ignore[no-untyped-def]
+                ctx.save_for_backward(t)
+                return t.clone()
+
+            @staticmethod
+            def backward(ctx, g):  # type: ignore[no-untyped-def]
+                (t,) = ctx.saved_tensors
+                with torch.enable_grad():
+                    own = t.detach().requires_grad_()
+                    return g * gradient(remat.checkpoint(operators, own), own)[0]
+
+        f = lambda t: Inner.apply(t.sin()).exp()  # noqa: E731
+        found = gradient(remat.checkpoint(f, x), x)
+        expected = gradient(f(x), x)
+        self.check_equal(found, expected)
+
+
+class Lifetime(Case):
+    def test_a_region_makes_nothing_for_the_cyclic_collector(self) -> None:
+        x = leaf()
+        scale = 2.0
+
+        def f(t: torch.Tensor, factor: float, *, bias: float) -> torch.Tensor:
+            return (t * factor + bias).sin().exp().cos()
+
+        kept = []
+        gc.collect()
+        gc.disable()
+        try:
+            for count in (0, 50):
+                kept = [None] * count  # type: ignore[list-item]
+                before = len(gc.get_objects())
+                for i in range(count):
+                    kept[i] = remat.checkpoint(f, x, scale, bias=1.0)
+                if count:
+                    # The result and its node may be known to the collector; the region is not.
+                    plain: list[object] = [None] * count
+                    with_regions = len(gc.get_objects()) - before
+                    before = len(gc.get_objects())
+                    for i in range(count):
+                        plain[i] = f(x, scale, bias=1.0)
+                    self.assertLessEqual(with_regions, len(gc.get_objects()) - before)
+        finally:
+            gc.enable()
+
+    def test_what_a_call_was_given_dies_with_the_graph(self) -> None:
+        class Anything:
+            pass
+
+        x = leaf()
+        thing, function = Anything(), lambda t, thing: t.sin().exp()
+        known = [weakref.ref(thing), weakref.ref(function)]
+        y = remat.checkpoint(function, x, thing)
+        del thing, function
+        self.assertTrue(all(each() is not None for each in known))
+        del y
+        self.assertTrue(all(each() is None for each in known))
+
+    def test_a_backward_ends_it(self) -> None:
+        class Anything:
+            pass
+
+        x = leaf()
+        thing = Anything()
+        known = weakref.ref(thing)
+        y = remat.checkpoint(lambda t, thing: t.sin().exp(), x, thing)
+        del thing
+        y.sum().backward()
+        self.assertIsNone(known())
+        self.assertEqual(remat.counters()["frames_alive"], 0)
+
+    def test_many_steps_do_not_grow(self) -> None:
+        x = leaf()
+
+        def step() -> None:
+            y = remat.checkpoint(operators, x)
+            gradient(remat.checkpoint(operators, y), x)
+
+        for _ in range(500):
+            step()
+        blocks = sys.getallocatedblocks()
+        objects = len(gc.get_objects())
+        for _ in range(5000):
+            step()
+        gc.collect()
+        self.assertLess(sys.getallocatedblocks() - blocks, 500)
+        self.assertLess(len(gc.get_objects()) - objects, 100)
+
+    def test_a_graph_may_die_in_any_thread(self) -> None:
+        graphs = [remat.checkpoint(operators, leaf()) for _ in range(20)]
+        thread = threading.Thread(target=graphs.clear)
+        thread.start()
+        thread.join()
+        self.assertEqual(remat.counters()["frames_alive"], 0)
+
+
+class Policies(Case):
+    def test_kept_results_are_not_computed_again(self) -> None:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Counting(TorchDispatchMode):
+            def __init__(self) -> None:
+                super().__init__()
+                self.products = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+                self.products += func is torch.ops.aten.mm.default
+                return func(*args, **(kwargs or {}))
+
+        x = leaf()
+        f = lambda t: (t @ t).sin().exp() @ t  # noqa: E731
+        plain = gradient(f(x), x)
+        for policy in (
+            remat.save_matmuls(),
+            remat.save_ops([torch.ops.aten.mm.default]),
+            remat.save_ops([torch.ops.aten.mm, "aten::bmm"]) | remat.save_ops(["aten::exp"]),
+            lambda context: context.op_name == "aten::mm.default",
+            remat.Policy(lambda context: remat.CheckpointPolicy.MUST_SAVE if "mm" in context.op_name else False),
+        ):
+            y = remat.checkpoint(f, x, policy=policy)
+            with Counting() as counting:
+                self.check_equal(gradient(y, x, retain_graph=True), plain)
+            # Four products are backward's own.
+            self.assertEqual(counting.products, 4)
+            self.check_equal(gradient(y, x), plain)
+
+    def test_an_exception_of_a_policy_arrives(self) -> None:
+        x = leaf()
+
+        def policy(context: remat.PolicyContext) -> bool:
+            raise LookupError("no answer")
+
+        with self.assertRaisesRegex(LookupError, "no answer"):
+            remat.checkpoint(operators, x, policy=policy)
+
+    def test_a_context_is_over_after_the_call(self) -> None:
+        kept = []
+        remat.checkpoint(operators, leaf(), policy=lambda context: bool(kept.append(context)))
+        with self.assertRaisesRegex(ValueError, "during the call"):
+            kept[0].op_name
+
+    def test_operators_written_in_python(self) -> None:
+        counts = [0]
+        with torch.library._scoped_library("remat_test", "FRAGMENT"):
+
+            @torch.library.custom_op("remat_test::sine", mutates_args=())
+            def sine(x: torch.Tensor) -> torch.Tensor:
+                counts[0] += 1
+                return x.sin()
+
+            sine.register_autograd(
+                lambda ctx, g: g * ctx.saved_tensors[0].cos(),
+                setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+            )
+            x = leaf()
+            f = lambda t: (sine(t) * t.sin().exp()).sin()  # noqa: E731
+            plain = gradient(x.sin() * x.sin().exp(), x)
+            del plain
+            expected = gradient(f(x), x)
+            counts[0] = 0
+            y = remat.checkpoint(f, x, policy=remat.save_ops(["remat_test::sine"]))
+            self.check_equal(gradient(y, x), expected)
+            self.assertEqual(counts[0], 1)
+
+    def test_names_and_pins(self) -> None:
+        x = leaf()
+        f = lambda t: remat.checkpoint_name(t.sin(), "kept").exp() * remat.pin(t.cos())  # noqa: E731
+        plain = lambda t: t.sin().exp() * t.cos()  # noqa: E731
+        expected = gradient(plain(x), x)
+        for policy in (remat.save_names(["kept"]), remat.save_all_but_names(["other"]), None):
+            self.check_equal(gradient(remat.checkpoint(f, x, policy=policy), x), expected)
+
+
+if __name__ == "__main__":
+    unittest.main()
