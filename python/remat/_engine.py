@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._C import _ImperativeEngine  # type: ignore[attr-defined]
+from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
 
@@ -12,7 +12,7 @@ def put_in_front(extension: Any) -> None:
     """Once for the process, at import. Outside of regions a backward costs one call more."""
     extension._set_engine_run_backward(Variable._execution_engine.run_backward)
 
-    class Engine(_ImperativeEngine):  # type: ignore[misc]
+    class Engine(_ImperativeEngine):
         run_backward = staticmethod(extension._run_backward)
 
     Variable._execution_engine = Engine()
