@@ -160,19 +160,19 @@ std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stag
   program->regions.push_back({{}, options, {}});
   std::vector<Open> open{{0, plan.stages()}};
   auto next = plan.regions().begin();
-  for (int64_t stage = 0; stage < plan.stages(); ++stage) {
+  for (int64_t stage = 1; stage <= plan.stages(); ++stage) {
     for (; next != plan.regions().end() && next->first == stage; ++next) {
       const std::size_t region = program->regions.size();
       program->regions[open.back().region].items.push_back(-static_cast<int64_t>(region));
       program->regions.push_back({{}, options, {}});
       program->regions.back().options.name = name_of(options.name, *next);
       for (int64_t inside = next->first; inside <= next->last; ++inside)
-        if (PyObject* const module = modules[static_cast<std::size_t>(inside)])
+        if (PyObject* const module = modules[static_cast<std::size_t>(inside - 1)])
           program->regions.back().modules.push_back(module);
       open.push_back({region, next->last});
     }
-    program->regions[open.back().region].items.push_back(stage + 1);
-    while (open.back().last == stage) open.pop_back();
+    program->regions[open.back().region].items.push_back(stage);
+    while (open.size() > 1 && open.back().last == stage) open.pop_back();
   }
   return program;
 }
@@ -261,7 +261,7 @@ void add_plan(py::module_& module) {
     module.def(name, torch::wrap_pybind_function(std::move(function)));
   };
   py::class_<Plan>(module, "Plan",
-                   "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs from 0,\n"
+                   "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs from 1,\n"
                    "in the order in which they open. As text: '[ck[ck[1] 2] ck[3] 4 5]'. Immutable.")
       .def(py::init(torch::wrap_pybind_function(make_plan)), py::arg("stages"),
            py::arg("regions") = Regions{})
@@ -274,7 +274,8 @@ void add_plan(py::module_& module) {
       })
       .def("__hash__", [](const Plan& self) { return py::hash(py::str(self.to_string())); })
       .def("__reduce__", [](const py::object& self) {
-        return py::make_tuple(py::type::of(self).attr("parse"), py::make_tuple(py::str(self)));
+        return py::make_tuple(py::type::of(self),
+                              py::make_tuple(self.attr("stages"), self.attr("regions")));
       })
       .def_property_readonly("stages", &Plan::stages, "Of the chain.")
       .def_property_readonly("depth", &Plan::depth, "The deepest nesting; 0 without regions.")

@@ -91,7 +91,7 @@ class Fitted:
                 f"{simulation.frames:>8} {simulation.depth:>6}"
             )
 
-        each = Plan(num_stages, [(i, i) for i in range(num_stages - 1)])
+        each = Plan(num_stages, [(i, i) for i in range(1, num_stages)])
         least = self.frontier.plan(self.frontier.points[0].bytes)
         lines = [
             f"{'regions':<28} {'peak bytes':>16} {'':>7} {'step time':>11} {'regions':>8} {'depth':>6}",

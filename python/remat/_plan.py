@@ -261,8 +261,8 @@ def checkpoint_sequential(
         raise ValueError(f"remat.checkpoint_sequential: split must be 'torch' or 'balanced', and is {split!r}")
     plan = plans[split](len(functions), segments)
     if checkpoint_last:
-        first = plan.regions[-1][1] + 1 if plan.regions else 0
-        plan = Plan(plan.stages, [*plan.regions, (first, plan.stages - 1)])
+        first = plan.regions[-1][1] + 1 if plan.regions else 1
+        plan = Plan(plan.stages, [*plan.regions, (first, plan.stages)])
     return run(plan, functions, input, **{"input_mode": "copy_on_write", **options})
 
 

@@ -68,9 +68,9 @@ class Plans(unittest.TestCase):
         text = "[ck[ck[1] 2] ck[3] 4 5]"
         plan = remat.Plan.parse(text)
         self.assertEqual(str(plan), text)
-        self.assertEqual(plan, remat.Plan(5, [(0, 1), (0, 0), (2, 2)]))
+        self.assertEqual(plan, remat.Plan(5, [(1, 2), (1, 1), (3, 3)]))
         self.assertEqual((plan.stages, plan.depth, plan.frames), (5, 2, 3))
-        self.assertEqual(plan.regions, [(0, 1), (0, 0), (2, 2)])
+        self.assertEqual(plan.regions, [(1, 2), (1, 1), (3, 3)])
         self.assertEqual(plan.calls(), [3, 2, 2, 1, 1])
         self.assertEqual(pickle.loads(pickle.dumps(plan)), plan)
         self.assertEqual(len({plan, remat.Plan.parse(text)}), 1)
@@ -128,7 +128,7 @@ class Plans(unittest.TestCase):
         step(net, net, x)
         before = meter.live_bytes
         loss = remat.run(plan, list(net), x)
-        held = remat.run(remat.Plan(5, [(0, 2)]), list(net), x)
+        held = remat.run(remat.Plan(5, [(1, 3)]), list(net), x)
         two = meter.live_bytes - before
         del held
         self.assertEqual(two, 2 * (meter.live_bytes - before))
@@ -141,7 +141,7 @@ class Plans(unittest.TestCase):
         def broken(x: torch.Tensor) -> torch.Tensor:
             raise KeyError("stage")
 
-        plan = remat.Plan(2, [(0, 0)])
+        plan = remat.Plan(2, [(1, 1)])
         for call in (lambda stages: remat.run(plan, stages, x), lambda stages: remat.measure(stages, x)):
             with self.assertRaisesRegex(KeyError, "stage"):
                 call([torch.sin, broken])  # type: ignore[list-item]
