@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Union
+from typing import Any, Callable, Optional, Union
 
 import torch
 import torch.nn as nn
@@ -11,7 +11,20 @@ import torch.nn as nn
 from ._extension import _remat
 from ._choice import class_name
 from ._modules import Region, _switch_off, _switch_on, plain_class
-from ._plan import ChainCost, Frontier, Plan, Simulation, Stage, measure, run, simulate, solve
+from ._observe import MemoryMeter
+from ._plan import (
+    ChainCost,
+    Frontier,
+    InfeasibleBudget,
+    Plan,
+    Simulation,
+    Stage,
+    _buffers_kept,
+    measure,
+    run,
+    simulate,
+    solve,
+)
 
 _FRAME_COST_S = 15e-6  # of one region, in Python
 
@@ -31,6 +44,47 @@ def _children(sequential: nn.Module) -> list[Stage]:
     return list(sequential._modules.values())  # type: ignore[arg-type]  # one that is there twice runs twice
 
 
+def _leaves_below(root: torch.Tensor) -> list[torch.Tensor]:
+    """Those that a backward of `root` would give gradients."""
+    found: list[torch.Tensor] = []
+    waiting: list[Any] = [root.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting.extend(each for each, _ in node.next_functions)
+    return found
+
+
+def _peak_of(chain: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor) -> int:
+    """[bytes] of CPU tensors at the peak of one step beyond what is there before it and gradients of leaves."""
+    input = sample.detach().requires_grad_(sample.requires_grad)
+    meter = MemoryMeter()
+    before = meter.live_bytes
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        result = chain(input)
+        forward_peak = meter.peak_bytes - before
+        if not result.requires_grad:
+            return forward_peak
+        leaves = _leaves_below(result)
+        gradients = [each.grad for each in leaves]
+        try:
+            live = meter.live_bytes
+            for each in leaves:
+                each.grad = torch.zeros_like(each)
+            added = meter.live_bytes - live
+            meter.reset_peak()
+            torch.autograd.backward([result], [torch.ones_like(result)])
+            return max(forward_peak, meter.peak_bytes - before - added)
+        finally:
+            for leaf, gradient in zip(leaves, gradients):
+                leaf.grad = gradient
+
+
 class Fitted:
     """What `fit` chose. A function: `fitted(x)` runs the chain as planned. `str` makes tables of it."""
 
@@ -44,6 +98,7 @@ class Fitted:
         early_stop: bool,
         frame_cost_s: float,
         options: dict[str, Any],
+        measured_bytes: Optional[int],
     ) -> None:
         self.stages = stages
         self.budget_bytes = budget_bytes
@@ -54,6 +109,8 @@ class Fitted:
         """The least time for every budget."""
         self.plan = plan
         """What was chosen."""
+        self.measured_bytes = measured_bytes
+        """[bytes] that a step had at its peak; None where it was not run, or not on the CPU."""
         self._settings: dict[str, Any] = {"early_stop": early_stop, "frame_cost_s": frame_cost_s}
         self._options = options
 
@@ -99,6 +156,7 @@ class Fitted:
             row("each stage but the last", simulate(self.cost, each, **self._settings)),
             row("the least memory", simulate(self.cost, least, **self._settings)),
             row(f"chosen for {self.budget_bytes:,}", self.simulation),
+            *([] if self.measured_bytes is None else [f"{'... as one step has shown':<28} {self.measured_bytes:>16,}"]),
             f"plan: {self.plan}",
             "",
             f"{'stage':>5} {'forward ms':>11} {'backward ms':>12} {'output bytes':>13} {'saved bytes':>13} {'calls':>6}",
@@ -120,6 +178,7 @@ def fit(
     repeats: int = 5,
     max_depth: int = 0,
     frame_cost_s: float = _FRAME_COST_S,
+    verify: bool = True,
     progress: bool = True,
     **options: Any,
 ) -> Fitted:
@@ -136,8 +195,11 @@ def fit(
     budget_bytes: what a step may have at its peak [bytes], beyond the input, parameters and their gradients. What the
     program holds beside the chain counts on top.
     warmup, repeats, progress: as of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
+    verify: run a step as planned and look at its peak, which is higher than the sum of the stages' costs where stages
+        share parameters, say; above the budget, a smaller plan is taken. Only where the sample is on the CPU.
     options: of all regions, as of `checkpoint`.
 
+    Afterwards parameters have the `.grad` they had, modules their buffers, the CPU generator its state.
     Raises InfeasibleBudget, which knows the least possible budget; else as `measure`.
     """
     if isinstance(model_or_stages, nn.Module) and not (
@@ -160,11 +222,24 @@ def fit(
     early_stop = bool(options.get("early_stop", True))
     frontier = solve(cost, max_depth=max_depth, early_stop=early_stop, frame_cost_s=frame_cost_s)
     plan = frontier.plan(budget_bytes)
+    peak: Optional[int] = None
+    if verify and sample.device.type == "cpu":
+        beyond = 0  # [bytes] of which the stages' costs know nothing
+        while True:
+            with _buffers_kept(functions):
+                peak = _peak_of(lambda x: run(plan, functions, x, **options), sample)
+            if peak <= budget_bytes:
+                break
+            beyond += max(peak - budget_bytes, 1)
+            try:
+                plan = frontier.plan(max(0, budget_bytes - beyond))
+            except InfeasibleBudget as error:
+                raise InfeasibleBudget(error.args[0], error.minimum_bytes + beyond) from None
     if isinstance(stages, nn.Sequential):
         region = Region(options, training_only=True, level=1, buffers="restore", enabled=True)
         region.plan = PlannedChain(plan, options)
         _switch_on(stages, region)
-    return Fitted(stages, budget_bytes, cost, frontier, plan, early_stop, frame_cost_s, options)
+    return Fitted(stages, budget_bytes, cost, frontier, plan, early_stop, frame_cost_s, options, peak)
 
 
 __all__ = ["Fitted", "fit"]

@@ -199,8 +199,8 @@ class Plans(unittest.TestCase):
         budget = whole // 3
         fitted = remat.fit(net, x, budget, repeats=1)
         self.assertLessEqual(fitted.peak_bytes, budget)
-        self.assertLessEqual(peak(net), budget + 8)
-        self.assertLessEqual(peak(fitted), budget + 8)
+        self.assertLessEqual(peak(net), budget)
+        self.assertLessEqual(peak(fitted), budget)
         self.assertGreater(remat.counters()["recomputes"], 0)
         self.assert_same(step(net, net, x), step(plain, plain, x))
         text = str(fitted)
@@ -209,7 +209,7 @@ class Plans(unittest.TestCase):
         self.assertEqual(list(net.state_dict()), list(plain.state_dict()))
         for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
             zeroed(other)
-            self.assertLessEqual(peak(other), budget + 8)
+            self.assertLessEqual(peak(other), budget)
         net.eval()
         frames = remat.counters()["frames_created"]
         net(x)
@@ -229,6 +229,30 @@ class Plans(unittest.TestCase):
         with remat.Recorder() as recorder:
             fitted(x).backward()
         self.assertTrue(all(each.name.startswith("chain, stage") for each in recorder.report().regions))
+
+    def test_fit_of_stages_that_share_parameters(self) -> None:
+        # The gradient of a shared parameter waits for its second part: no stage's cost shows it.
+        torch.manual_seed(1)
+        block, x = Block(norm=True), sample()
+        head = nn.Linear(64, 64)
+        zeroed(head)
+        head.weight.grad.fill_(3)
+        net = nn.Sequential(head, *(Block() for _ in range(6)), head, block, Loss())
+        before = [*(b.clone() for b in net.buffers()), torch.get_rng_state(), head.weight.grad.clone()]
+        least = remat.solve(remat.measure(net, x, repeats=1)).points[0].bytes
+        with self.assertRaises(remat.InfeasibleBudget) as raised:
+            remat.fit(net, x, least, repeats=1)
+        self.assertGreaterEqual(raised.exception.minimum_bytes, least + head.weight.nbytes)
+        budget = raised.exception.minimum_bytes
+        fitted = remat.fit(net, x, budget, repeats=1)
+        self.assertLessEqual(fitted.measured_bytes, budget)
+        self.assert_same([*net.buffers(), torch.get_rng_state(), head.weight.grad], before)
+        self.assertIn("as one step has shown", str(fitted))
+        zeroed(net)
+        meter = remat.MemoryMeter()
+        live = meter.live_bytes
+        fitted(x).backward()
+        self.assertLessEqual(meter.peak_bytes - live, budget)
 
     def test_fit_refuses(self) -> None:
         with self.assertRaises(remat.InfeasibleBudget) as raised:
