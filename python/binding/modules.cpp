@@ -13,7 +13,9 @@
 #include <unordered_map>
 #include <utility>
 
+#include "remat/module.h"
 #include "remat/options.h"
+#include "remat/scope.h"
 
 namespace remat::python {
 
@@ -222,6 +224,21 @@ CheckpointOptions with_modules(CheckpointOptions options, const ModuleState& sta
   return options;
 }
 
+ModulesWatched::ModulesWatched(const std::vector<PyObject*>& modules) {
+  if (!opens_region() || (!is_checkpointing() && !is_recomputing())) return;
+  struct Guard {
+    explicit Guard(const std::shared_ptr<torch::nn::Module>& stand_in)
+        : kept(stand_in), region(*kept, typeid(StandIn), {}), guard(region) {}
+    const std::shared_ptr<torch::nn::Module> kept;
+    const detail::ModuleRegion region;
+    const detail::ModuleStateGuard guard;
+  };
+  const ModuleState state(modules);
+  if (state.stand_in() != nullptr) guard_ = std::make_shared<Guard>(state.stand_in());
+}
+
+ModulesWatched::~ModulesWatched() = default;
+
 // ---- the function of a region -------------------------------------------------------------------------
 
 namespace {
@@ -314,6 +331,25 @@ PyObject* run_module(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
   }
 }
 
+/// _run_watched(forward, module, *args, **kwargs): plainly, but that regions around know of the module.
+PyObject* run_watched(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
+  if (count < 2) {
+    PyErr_SetString(PyExc_TypeError, "_run_watched(forward, module, *args, **kwargs)");
+    return nullptr;
+  }
+  try {
+    const ModulesWatched watched({arguments[1]});
+    return PyObject_Vectorcall(arguments[0], arguments + 1, static_cast<std::size_t>(count - 1), keywords);
+  } catch (...) {
+    set_error_in_flight();
+    return nullptr;
+  }
+}
+
+PyMethodDef run_watched_method{
+    "_run_watched", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_watched)),
+    METH_FASTCALL | METH_KEYWORDS, nullptr};
+
 PyMethodDef run_module_method{
     "_run_module", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_module)),
     METH_FASTCALL | METH_KEYWORDS, nullptr};
@@ -323,6 +359,8 @@ PyMethodDef run_module_method{
 void add_modules(py::module_& module) {
   py::class_<CheckpointOptions>(module, "_Options")
       .def(py::init(torch::wrap_pybind_function([](const py::dict& options) { return options_in(options); })));
+  module.attr("_run_watched") =
+      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&run_watched_method, nullptr, nullptr));
   module.attr("_run_module") =
       py::reinterpret_steal<py::object>(PyCFunction_NewEx(&run_module_method, nullptr, nullptr));
 }

@@ -69,6 +69,19 @@ class ModuleState {
 /// `options` with what the region needs to know of the modules.
 CheckpointOptions with_modules(CheckpointOptions options, const ModuleState& state);
 
+/// While alive, regions that are open around this point restore the modules' buffers in their recomputes, as
+/// they are now. Does nothing where there are no such regions.
+class ModulesWatched {
+ public:
+  explicit ModulesWatched(const std::vector<PyObject*>& modules);
+  ~ModulesWatched();
+  ModulesWatched(const ModulesWatched&) = delete;
+  ModulesWatched& operator=(const ModulesWatched&) = delete;
+
+ private:
+  std::shared_ptr<void> guard_;
+};
+
 /// As run_region, with the state of these modules: a new reference, or null with a Python error set.
 PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& call,
                                 const std::vector<PyObject*>& modules);

@@ -47,6 +47,7 @@ struct Program {
     std::vector<PyObject*> modules;  // of its stages; borrowed from those
   };
   std::vector<PyObject*> stages;
+  std::vector<PyObject*> modules;  // of each stage, or null; borrowed
   std::vector<Region> regions;  // the first is the whole chain
 
   Program() = default;
@@ -63,6 +64,8 @@ at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t 
   for (const int64_t item : program->regions[region].items) {
     if (item > 0) {
       const auto stage = static_cast<std::size_t>(item - 1);
+      std::optional<ModulesWatched> watched;  // a stage of no region of the plan, in one of the program's
+      if (region == 0 && program->modules[stage] != nullptr) watched.emplace(std::vector{program->modules[stage]});
       x = call_stage(program->stages[stage], stage + 1, std::move(x), "run");
     } else {
       x = run_region(program, static_cast<std::size_t>(-item), std::move(x));
@@ -145,7 +148,7 @@ std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stag
     throw py::value_error("remat.run: the plan has " + std::to_string(plan.stages()) + " stages, but " +
                           std::to_string(stages.size()) + " functions were passed.");
   auto program = std::make_shared<Program>();
-  std::vector<PyObject*> modules;
+  std::vector<PyObject*>& modules = program->modules;
   for (const py::handle stage : stages) {
     if (PyCallable_Check(stage.ptr()) == 0)
       throw py::type_error("remat.run: a stage must be a function or a module.");

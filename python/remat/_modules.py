@@ -115,8 +115,10 @@ def _make_class(plain: Any) -> Any:
     @functools.wraps(plain_forward)
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         region: Optional[Region] = self.__dict__.get(_KEY)
-        if region is None or _runs_plainly(self, region):
+        if region is None:
             return plain_forward(self, *args, **kwargs)
+        if _runs_plainly(self, region):
+            return _remat._run_watched(plain_forward, self, *args, **kwargs)
         if region.plan is not None:
             return region.plan.run(self, *args, **kwargs)
         return _remat._run_module(region.native, plain_forward, self, *args, **kwargs)
@@ -155,11 +157,14 @@ def _rebuilt(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 def _why_not(module: nn.Module) -> Optional[tuple[str, str]]:
     """(reason, cure) if the module cannot be a region."""
     import torch
+    from torch.nn.modules.lazy import LazyModuleMixin
 
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a script module, whose class cannot change", "remat.checkpoint(module, ...) where it is called"
     if plain_class(module).forward is nn.Module.forward:
         return "it has no forward, so no call of it could be a region", "choose its children: name=PATH.*"
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        return "it is a lazy module, which takes another class when it is first called", "call it once before"
     if "forward" in module.__dict__:
         return (
             "its object has a forward of its own, which goes past that of its class",

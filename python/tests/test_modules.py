@@ -96,6 +96,20 @@ class Modules(unittest.TestCase):
         remat.Checkpointed(net.layers)
         self.assert_same(train(net), train(plain))
 
+    def test_modules_that_are_no_regions_are_known_to_those_around(self) -> None:
+        plain, net = made(True), made(True)
+        remat.apply(net, names="**")
+        remat.set_checkpointing(net, False)
+        run = remat.checkpointed(lambda x: net(x))
+        results = []
+        for module, function in ((plain, plain), (net, run)):
+            torch.manual_seed(1)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                function(torch.randn(6, 8)).sum().backward()
+            results.append([*(p.grad for p in module.parameters()), *module.buffers()])
+        self.assert_same(results[1], results[0])
+
     def test_checkpoint_of_a_module_or_its_method_restores_buffers(self) -> None:
         import functools
 
@@ -305,6 +319,11 @@ class Modules(unittest.TestCase):
         self.assertEqual([each.path for each in applied.refused], ["stem", "list"])
         self.assertIn("no region: list (ModuleList): it has no forward", str(applied))
         self.assertIn("choose its children: name=list.*", str(applied))
+        lazy = nn.LazyLinear(3)
+        with self.assertRaisesRegex(ValueError, "lazy"):
+            remat.Checkpointed(lazy)
+        lazy(torch.ones(2, 2))
+        remat.Checkpointed(lazy)
         with self.assertRaisesRegex(ValueError, "script module"):
             remat.Checkpointed(torch.jit.script(nn.Linear(2, 2)))
 

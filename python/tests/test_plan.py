@@ -8,6 +8,7 @@ import io
 import pickle
 import sys
 import unittest
+import warnings
 from unittest import mock
 
 import torch
@@ -172,6 +173,14 @@ class Plans(unittest.TestCase):
         for _ in range(2):
             wanted = step(plain, plain, x)
             self.assert_same(step(planned, lambda x: remat.run(plan, planned, x), x), wanted)
+
+    def test_a_plan_in_a_region_restores_the_buffers_of_all_stages(self) -> None:
+        plain, planned, x = chain(4, norm=True), chain(4, norm=True), sample()
+        plan = remat.Plan.parse("[ck[ck[1] 2] ck[3] 4 5]")
+        wanted = step(plain, plain, x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.assert_same(step(planned, lambda x: remat.checkpoint(lambda y: remat.run(plan, planned, y), x), x), wanted)
 
     def test_measuring_leaves_gradients_buffers_and_random_numbers(self) -> None:
         net, x = chain(2, norm=True), sample()
