@@ -73,7 +73,8 @@ class ObjectProvider final : public StateProvider {
   }
   void restore(const std::any& state) override {
     call_locked([&] {
-      object().attr("restore")(py::handle(std::any_cast<const std::shared_ptr<PyObject>&>(state).get()));
+      object().attr("restore")(
+          py::handle(std::any_cast<const std::shared_ptr<PyObject>&>(state).get()));
     });
   }
 
@@ -134,9 +135,8 @@ void add_guards(py::module_& module) {
     module.def(name, torch::wrap_pybind_function(std::move(function)));
   };
   define("_open_save_on_cpu", [](bool pin_memory, int64_t min_bytes, bool skip_parameters) {
-    return open<SaveOnCpuGuard>(SaveOnCpuOptions{.pin_memory = pin_memory,
-                                                 .min_bytes = min_bytes,
-                                                 .skip_parameters = skip_parameters});
+    return open<SaveOnCpuGuard>(SaveOnCpuOptions{
+        .pin_memory = pin_memory, .min_bytes = min_bytes, .skip_parameters = skip_parameters});
   });
   define("_open_save_on_disk", [](const std::string& directory, int64_t min_bytes) {
     return open<SaveOnDiskGuard>(
@@ -145,8 +145,9 @@ void add_guards(py::module_& module) {
   define("_open_save_as", [](at::ScalarType dtype, int64_t min_bytes) {
     return open<SaveAsGuard>(dtype, min_bytes);
   });
-  define("_open_disable_saved_tensors_hooks",
-         [](std::string message) { return open<DisableSavedTensorHooksGuard>(std::move(message)); });
+  define("_open_disable_saved_tensors_hooks", [](std::string message) {
+    return open<DisableSavedTensorHooksGuard>(std::move(message));
+  });
   define("_open_early_stop", [](bool enabled) { return open<EarlyStopGuard>(enabled); });
   define("_open_debug", [](std::optional<bool> enabled) { return open<DebugGuard>(enabled); });
   define("_open_disable_checkpoint", [] { return open<DisableCheckpointGuard>(); });
@@ -162,21 +163,27 @@ void add_guards(py::module_& module) {
   define("_open_generator",
          [](const py::object& generator) { return open<GeneratorGuard>(generator_in(generator)); });
   define("_open_observe_recomputes", [](const py::object& begin, const py::object& end) {
-    return open<RecomputeObserverGuard>(RecomputeObserver{.begin = tells(begin), .end = tells(end)});
+    return open<RecomputeObserverGuard>(
+        RecomputeObserver{.begin = tells(begin), .end = tells(end)});
   });
   define("_open_memory_limit", [](int64_t bytes) { return open<MemoryLimitGuard>(bytes); });
 
-  py::class_<PhaseInfo>(module, "PhaseInfo", "The region whose function runs, and which of its runs it is.")
-      .def_property_readonly("phase",
-                             [](const PhaseInfo& self) {
-                               switch (self.phase) {
-                                 case Phase::Forward: return "forward";
-                                 case Phase::Recompute: return "recompute";
-                                 case Phase::None: break;
-                               }
-                               return "none";
-                             },
-                             "'forward', 'recompute', or 'none' outside of regions.")
+  py::class_<PhaseInfo>(module, "PhaseInfo",
+                        "The region whose function runs, and which of its runs it is.")
+      .def_property_readonly(
+          "phase",
+          [](const PhaseInfo& self) {
+            switch (self.phase) {
+              case Phase::Forward:
+                return "forward";
+              case Phase::Recompute:
+                return "recompute";
+              case Phase::None:
+                break;
+            }
+            return "none";
+          },
+          "'forward', 'recompute', or 'none' outside of regions.")
       .def_readonly("frame_id", &PhaseInfo::frame_id,
                     "The same in forward and recompute: a key for state of one region. -1 outside.")
       .def_readonly("depth", &PhaseInfo::depth, "Enclosing regions, this one included.")
@@ -188,8 +195,9 @@ void add_guards(py::module_& module) {
         return py::str("PhaseInfo(phase={!r}, frame_id={}, depth={}, name={!r})")
             .format(phase, self.frame_id, self.depth, self.name);
       });
-  module.def("current_phase", [] { return current_phase(); },
-             "The phase of the innermost region on this thread, also on the threads of a backward.");
+  module.def(
+      "current_phase", [] { return current_phase(); },
+      "The phase of the innermost region on this thread, also on the threads of a backward.");
 }
 
 }  // namespace remat::python

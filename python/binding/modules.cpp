@@ -85,9 +85,10 @@ class HeldFlags {
     const auto start = std::chrono::steady_clock::now();
     while (!are_free(flags)) {
       if (std::chrono::steady_clock::now() - start > longest_wait) {
-        PyErr_SetString(PyExc_RuntimeError,
-                        "remat: a recompute waited ten seconds for another thread's, which needs the other "
-                        "training flag of the same module.");
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "remat: a recompute waited ten seconds for another thread's, which needs the other "
+            "training flag of the same module.");
         throw python_error();
       }
       const py::gil_scoped_release unlocked;
@@ -186,7 +187,8 @@ void ModuleState::add(PyObject* module, int depth) {
 ModuleState::~ModuleState() {
   std::vector<PyObject*> all;
   for (const Flag& each : flags_) all.push_back(each.attributes);
-  for (const Buffer& each : buffers_) all.insert(all.end(), {each.dictionary, each.name, each.tensor});
+  for (const Buffer& each : buffers_)
+    all.insert(all.end(), {each.dictionary, each.name, each.tensor});
   drop(all.data(), all.size());
 }
 
@@ -246,14 +248,14 @@ namespace {
 /// A function with the state of its modules: called once for the forward, then by recomputes. No object
 /// for the cyclic collector: Note [The function's objects].
 struct FunctionObject {
-  PyObject_HEAD
-  vectorcallfunc call;
+  PyObject_HEAD vectorcallfunc call;
   PyObject* function;
   ModuleState* state;
   bool has_run;
 };
 
-PyObject* function_call(PyObject* object, PyObject* const* arguments, std::size_t flags, PyObject* names) {
+PyObject* function_call(PyObject* object, PyObject* const* arguments, std::size_t flags,
+                        PyObject* names) {
   auto& self = *reinterpret_cast<FunctionObject*>(object);
   if (!self.has_run) {
     self.has_run = true;
@@ -284,9 +286,9 @@ PyTypeObject* function_type() {
                                 {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
                                 {Py_tp_members, members},
                                 {0, nullptr}};
-  static PyType_Spec spec{"remat._remat.FunctionOfModules", static_cast<int>(sizeof(FunctionObject)), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                          slots};
+  static PyType_Spec spec{
+      "remat._remat.FunctionOfModules", static_cast<int>(sizeof(FunctionObject)), 0,
+      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   return type;
 }
@@ -339,7 +341,8 @@ PyObject* run_watched(PyObject*, PyObject* const* arguments, Py_ssize_t count, P
   }
   try {
     const ModulesWatched watched({arguments[1]});
-    return PyObject_Vectorcall(arguments[0], arguments + 1, static_cast<std::size_t>(count - 1), keywords);
+    return PyObject_Vectorcall(arguments[0], arguments + 1, static_cast<std::size_t>(count - 1),
+                               keywords);
   } catch (...) {
     set_error_in_flight();
     return nullptr;
@@ -358,7 +361,8 @@ PyMethodDef run_module_method{
 
 void add_modules(py::module_& module) {
   py::class_<CheckpointOptions>(module, "_Options")
-      .def(py::init(torch::wrap_pybind_function([](const py::dict& options) { return options_in(options); })));
+      .def(py::init(torch::wrap_pybind_function(
+          [](const py::dict& options) { return options_in(options); })));
   module.attr("_run_watched") =
       py::reinterpret_steal<py::object>(PyCFunction_NewEx(&run_watched_method, nullptr, nullptr));
   module.attr("_run_module") =

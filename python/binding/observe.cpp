@@ -16,7 +16,8 @@ namespace {
 
 /// A sequence of integers as torch.Size is made by its class.
 py::object size_of(const std::vector<int64_t>& sizes) {
-  static PyObject* const type = py::object(py::module_::import("torch").attr("Size")).release().ptr();
+  static PyObject* const type =
+      py::object(py::module_::import("torch").attr("Size")).release().ptr();
   return py::handle(type)(py::cast(sizes));
 }
 
@@ -39,8 +40,9 @@ py::list saved_tensors_below(const at::Tensor& root) {
 }  // namespace
 
 void add_observe(py::module_& module) {
-  py::class_<RegionReport>(module, "RegionReport",
-                           "Sums over all regions of one name that began while the recorder recorded.")
+  py::class_<RegionReport>(
+      module, "RegionReport",
+      "Sums over all regions of one name that began while the recorder recorded.")
       .def_readonly("name", &RegionReport::name, "Of the regions; '' for those without one.")
       .def_readonly("calls", &RegionReport::calls, "First runs that returned.")
       .def_readonly("recomputes", &RegionReport::recomputes, "Begun, also those that failed.")
@@ -52,14 +54,16 @@ void add_observe(py::module_& module) {
       .def_readonly("bytes_saved", &RegionReport::bytes_saved, "[bytes] that a policy kept.")
       .def_readonly("bytes_recompute_peak", &RegionReport::bytes_recompute_peak,
                     "[bytes], the most that one recompute computed again.")
-      .def_readonly("offloaded", &RegionReport::offloaded, "Results that a policy moved to the CPU.")
+      .def_readonly("offloaded", &RegionReport::offloaded,
+                    "Results that a policy moved to the CPU.")
       .def_readonly("offload_fallbacks", &RegionReport::offload_fallbacks,
                     "Results that PREFER_CPU_OFFLOAD could not move.")
       .def_readonly("forward_s", &RegionReport::forward_s,
                     "[seconds] of first runs, regions inside included.")
       .def_readonly("recompute_s", &RegionReport::recompute_s,
                     "[seconds] of recomputes, those inside included.");
-  py::class_<Report>(module, "Report", "What a recorder counted, by region name; `str` makes a table of it.")
+  py::class_<Report>(module, "Report",
+                     "What a recorder counted, by region name; `str` makes a table of it.")
       .def_readonly("regions", &Report::regions, "In the order of their first call.")
       .def_readonly("dropped_events", &Report::dropped_events,
                     "That `max_events` left no room for; sums count them.")
@@ -76,12 +80,17 @@ void add_observe(py::module_& module) {
       .def("report", &Recorder::report, unlocked)
       .def("event_log", &Recorder::event_log, unlocked)
       .def("page", &Recorder::to_html, unlocked)
-      .def("write_chrome_trace",
-           [](const Recorder& self, const std::string& path) { self.write_chrome_trace(path); }, unlocked)
-      .def("write_memory_svg",
-           [](const Recorder& self, const std::string& path) { self.write_memory_svg(path); }, unlocked)
-      .def("write_html", [](const Recorder& self, const std::string& path) { self.write_html(path); },
-           unlocked);
+      .def(
+          "write_chrome_trace",
+          [](const Recorder& self, const std::string& path) { self.write_chrome_trace(path); },
+          unlocked)
+      .def(
+          "write_memory_svg",
+          [](const Recorder& self, const std::string& path) { self.write_memory_svg(path); },
+          unlocked)
+      .def(
+          "write_html",
+          [](const Recorder& self, const std::string& path) { self.write_html(path); }, unlocked);
   module.def("_saved_tensors", torch::wrap_pybind_function(saved_tensors_below));
 
   py::class_<MemoryMeter>(
@@ -93,8 +102,9 @@ void add_observe(py::module_& module) {
       .def(py::init<>())
       .def_property_readonly("live_bytes", &MemoryMeter::live_bytes,
                              "[bytes] alive now in the whole process: the same for every meter.")
-      .def_property_readonly("peak_bytes", &MemoryMeter::peak_bytes,
-                             "[bytes], the most at one moment since the meter was made or `reset_peak`.")
+      .def_property_readonly(
+          "peak_bytes", &MemoryMeter::peak_bytes,
+          "[bytes], the most at one moment since the meter was made or `reset_peak`.")
       .def("reset_peak", &MemoryMeter::reset_peak, "Starts a new peak at the present live bytes.");
 }
 

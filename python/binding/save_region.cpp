@@ -71,9 +71,12 @@ PyObject* save_region(PyObject*, PyObject* const* arguments, Py_ssize_t count, P
         for (Py_ssize_t i = 0; i < call.size(); ++i) visit_tensors(call.arguments[i], visitor);
       });
       if (region.is_kept())
-        return filled(*static_cast<const Emptied*>(region.emptied()), region.tensors()).release().ptr();
-      py::object result = py::reinterpret_steal<py::object>(PyObject_Vectorcall(
-          call.function, call.arguments, static_cast<std::size_t>(call.num_positional), call.names));
+        return filled(*static_cast<const Emptied*>(region.emptied()), region.tensors())
+            .release()
+            .ptr();
+      py::object result = py::reinterpret_steal<py::object>(
+          PyObject_Vectorcall(call.function, call.arguments,
+                              static_cast<std::size_t>(call.num_positional), call.names));
       if (!result) {
         warnings.set_in_exception();
         return nullptr;
@@ -113,7 +116,8 @@ PyMethodDef method{"save_region",
 }  // namespace
 
 void add_save_region(py::module_& module) {
-  module.attr("save_region") = py::reinterpret_steal<py::object>(PyCFunction_NewEx(&method, nullptr, nullptr));
+  module.attr("save_region") =
+      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&method, nullptr, nullptr));
 }
 
 }  // namespace remat::python
