@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import remat
+from common import Case
 
 
 def function(x: torch.Tensor) -> torch.Tensor:
@@ -29,7 +30,7 @@ def gradient(run: object = function, size: int = 64) -> torch.Tensor:
     return x.grad
 
 
-class Guards(unittest.TestCase):
+class Guards(Case):
     def test_save_on_disk(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             meter = remat.MemoryMeter()

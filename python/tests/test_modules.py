@@ -13,6 +13,7 @@ import torch
 import torch.nn as nn
 
 import remat
+from common import Case
 
 
 class Block(nn.Module):
@@ -65,7 +66,7 @@ def train(net: nn.Module, steps: int = 3) -> list[torch.Tensor]:
     return [*losses, *(each.detach().clone() for each in net.state_dict().values())]
 
 
-class Modules(unittest.TestCase):
+class Modules(Case):
     def assert_same(self, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         self.assertEqual(len(found), len(wanted))
         for i, (a, b) in enumerate(zip(found, wanted)):
@@ -359,7 +360,7 @@ class Modules(unittest.TestCase):
             gc.enable()
 
 
-class SaveRegion(unittest.TestCase):
+class SaveRegion(Case):
     def test_what_it_runs_is_not_run_again(self) -> None:
         runs = []
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 import remat
+from common import Case
 
 
 def function(x: torch.Tensor) -> torch.Tensor:
     return x.sin().exp().cos()
 
 
-class Observe(unittest.TestCase):
+class Observe(Case):
     def test_report_figures(self) -> None:
         x = torch.ones(1000, requires_grad=True)
         with remat.Recorder() as recorder:

@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 
 import remat
+from common import Case
 
 
 class Block(nn.Module):
@@ -59,7 +60,7 @@ def step(net: nn.Module, run: object, x: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *(each.grad.clone() for each in net.parameters()), *(b.clone() for b in net.buffers())]
 
 
-class Plans(unittest.TestCase):
+class Plans(Case):
     def assert_same(self, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         self.assertEqual(len(found), len(wanted))
         for a, b in zip(found, wanted):
