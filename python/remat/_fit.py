@@ -230,7 +230,8 @@ def fit(
                 peak = _peak_of(lambda x: run(plan, functions, x, **options), sample)
             if peak <= budget_bytes:
                 break
-            beyond += max(peak - budget_bytes, 1)
+            expected = simulate(cost, plan, early_stop=early_stop).peak_bytes
+            beyond = max(beyond + 1, peak - expected)  # the next plan is a smaller one
             try:
                 plan = frontier.plan(max(0, budget_bytes - beyond))
             except InfeasibleBudget as error:
