@@ -18,7 +18,7 @@ def output_of(*command: str) -> str:
     folder = os.path.dirname(os.path.dirname(remat.__file__))
     path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / command[0]), *command[1:]], env=os.environ | {"PYTHONPATH": path},
+        [sys.executable, str(EXAMPLES / command[0]), *command[1:]], env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         text=True, timeout=300, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     if done.returncode != 0:

@@ -15,6 +15,8 @@ import torch.nn as nn
 import remat
 from common import Case
 
+torch.set_num_threads(1)  # small tensors, maybe on a busy machine
+
 
 class Block(nn.Module):
     def __init__(self, width: int = 8, norm: bool = False) -> None:

@@ -17,6 +17,8 @@ import torch.nn as nn
 import remat
 from common import Case
 
+torch.set_num_threads(1)  # small tensors, maybe on a busy machine
+
 
 class Block(nn.Module):
     def __init__(self, width: int = 64, norm: bool = False) -> None:
