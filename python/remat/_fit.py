@@ -195,8 +195,8 @@ def fit(
     budget_bytes: what a step may have at its peak [bytes], beyond the input, parameters and their gradients. What the
     program holds beside the chain counts on top.
     warmup, repeats, progress: as of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
-    verify: run a step as planned and look at its peak, which is higher than the sum of the stages' costs where stages
-        share parameters, say; above the budget, a smaller plan is taken. Only where the sample is on the CPU.
+    verify: run a step as planned and look at its peak, which may be higher than the stages' costs say: where stages
+        share parameters, or have buffers that are restored; above the budget, a smaller plan is taken. Only where the sample is on the CPU.
     options: of all regions, as of `checkpoint`.
 
     Afterwards parameters have the `.grad` they had, modules their buffers, the CPU generator its state.

@@ -45,7 +45,7 @@ class Examples(unittest.TestCase):
             import transformers  # noqa: F401
         except ImportError:
             self.skipTest("the package transformers is not installed")
-        text = output_of("gpt2.py", "--small", "--steps", "2", "--blocks", "4")
+        text = output_of("gpt2.py", "--small", "--steps", "2", "--blocks", "6")
         self.assertIn("all trainings are equal, bit by bit", text)
         self.assertIn("the plan's peak is within its budget", text)
 
