@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterable
-from typing import Callable, Union
+from typing import Callable, NamedTuple, Union
 
 import torch.nn as nn
 
@@ -19,8 +18,7 @@ _CONDITIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class ModuleChoice:
+class ModuleChoice(NamedTuple):
     """Modules of a tree that fit every condition that is set.
 
         ModuleChoice(name="layers.*")                       # the children of `layers`

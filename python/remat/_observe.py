@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 from typing import NamedTuple, Optional, Union
 
@@ -71,6 +70,8 @@ class Recorder:
         self._recorder.write_chrome_trace(os.fspath(path))
 
     def _repr_html_(self) -> str:
+        import html
+
         page = html.escape(self.page(), quote=True)
         return f'<iframe srcdoc="{page}" width="100%" height="640" style="border: 0"></iframe>'
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -34,8 +33,7 @@ class InfeasibleBudget(ValueError):
         return type(self), (self.args[0], self.minimum_bytes)
 
 
-@dataclasses.dataclass(frozen=True)
-class StageCost:
+class StageCost(NamedTuple):
     """What one stage of a chain costs; each storage once. Parameters and their gradients are in no budget."""
 
     forward_s: float = 0.0
@@ -60,8 +58,7 @@ class StageCost:
     """Instead of `forward_tmp_bytes` where nothing is saved. Negative: the same."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ChainCost:
+class ChainCost(NamedTuple):
     """A chain of stages, each fed with the output of the one before; the last is the loss."""
 
     input_bytes: int = 0
@@ -71,7 +68,7 @@ class ChainCost:
     stages: tuple[StageCost, ...] = ()
 
     def _tuple(self) -> _remat._CostTuple:
-        return self.input_bytes, self.input_grad_bytes, [dataclasses.astuple(each) for each in self.stages]
+        return self.input_bytes, self.input_grad_bytes, self.stages
 
 
 class FrontierPoint(NamedTuple):

@@ -9,7 +9,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _StageTuple = tuple[float, float, float, int, int, int, int, int, bool, int]
-_CostTuple = tuple[int, int, list[_StageTuple]]
+_CostTuple = tuple[int, int, Sequence[_StageTuple]]
 
 # process.cpp
 def _interpreter_ends() -> None: ...
