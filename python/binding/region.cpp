@@ -306,16 +306,17 @@ class OptionsReader {
                  {{"raise", CaptureCheck::Raise}, {"ignore", CaptureCheck::Ignore}}),
              true;
     if (*text == "buffers")
-      return options.buffers = choice<BufferPolicy>(value, "buffers",
-                                                    {{"restore", BufferPolicy::Restore},
-                                                     {"ignore", BufferPolicy::Ignore}}),
+      return options.buffers = choice<BufferPolicy>(
+                 value, "buffers",
+                 {{"restore", BufferPolicy::Restore}, {"ignore", BufferPolicy::Ignore}}),
              true;
     if (*text == "modules") {
       static PyObject* const type =
           py::object(py::module_::import("torch.nn").attr("Module")).release().ptr();
       for (const py::handle each : py::reinterpret_borrow<py::object>(value)) {
         if (PyObject_IsInstance(each.ptr(), type) != 1) {
-          PyErr_Format(PyExc_TypeError, "remat.checkpoint: modules must be modules, and one is %R", each.ptr());
+          PyErr_Format(PyExc_TypeError, "remat.checkpoint: modules must be modules, and one is %R",
+                       each.ptr());
           throw python_error();
         }
         modules.push_back(each.ptr());
@@ -390,7 +391,8 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
   try {
     PyObject* const module = module_in(call.function);
     if (keywords == nullptr)
-      return module == nullptr ? run_region(defaults, call) : run_region_of_modules(defaults, call, {module});
+      return module == nullptr ? run_region(defaults, call)
+                               : run_region_of_modules(defaults, call, {module});
     OptionsReader reader;
     if (module != nullptr) reader.modules.push_back(module);
     c10::SmallVector<PyObject*, 16> own(call.arguments, call.arguments + call.num_positional);
