@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks the Markdown files against the tree: code is compiled, output is printed, files exist, texts are thrown.
 
-A block marked cpp stands, but for its indentation, in a source that the build compiles; each line of a meson or cmake
-block in a file of tests/install; a text block is what an example is expected to print. Links lead to files, and to headings
+A block marked cpp stands, but for its indentation, in a source that the build compiles; one marked python in an example or
+a test of the package; each line of a meson or cmake block in a file of tests/install; a text block is what an example is expected to print. Links lead to files, and to headings
 of those. The README has at most 200 lines and leads to every page of docs/.
 """
 
@@ -15,7 +15,7 @@ PAGES = sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
 DOCUMENTS = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/METHOD.md", "bench/RESULTS.md"] + PAGES
 MAX_README_LINES = 200
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-TREES = "docs|include|lib|hooks|tests|examples|bench|tools|subprojects|packaging"
+TREES = "docs|include|lib|hooks|tests|examples|bench|python|tools|subprojects|packaging"
 
 
 def compiled():
@@ -41,11 +41,15 @@ def stands_in(block, text):
 
 def block_faults(text):
     sources = [file.read_text(encoding="utf-8") for file in compiled()]
+    scripts = [file.read_text(encoding="utf-8") for folder in ("python/examples", "python/tests")
+               for file in sorted((ROOT / folder).glob("*.py"))]
     installing = [file.read_text(encoding="utf-8") for file in (ROOT / "tests/install").rglob("*") if file.is_file()]
     for language, block in BLOCK.findall(text):
         first = block.strip().split("\n")[0].strip()
         if language == "cpp" and not any(stands_in(block, source) for source in sources):
             yield f"the block that begins with `{first}` stands in no source that is compiled"
+        if language == "python" and not any(stands_in(block, script) for script in scripts):
+            yield f"the block that begins with `{first}` stands in no script that is run"
         if language in ("meson", "cmake"):
             for line in filter(None, map(str.strip, block.split("\n"))):
                 if not any(line in map(str.strip, file.split("\n")) for file in installing):

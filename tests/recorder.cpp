@@ -131,6 +131,24 @@ TEST_CASE("a recorder sees whole regions only, and nothing when it is gone", "[r
   CHECK(region(second, "after").calls == 1);
 }
 
+TEST_CASE("a recorder that was stopped keeps what it has", "[report][recorder]") {
+  const Tensor x = leaf({10});
+  Recorder recorder({.operators = true});
+  checkpoint({.name = "seen"}, two_sins, x).sum().backward();
+  recorder.stop();
+  recorder.stop();
+  checkpoint({.name = "unseen"}, two_sins, x).sum().backward();
+  REQUIRE(recorder.report().regions.size() == 1);
+  CHECK(region(recorder, "seen").recomputes == 1);
+  CHECK(occurrences(recorder.event_log(), "seen") > 0);
+  CHECK(occurrences(recorder.to_html(), "unseen") == 0);
+  // Another one may begin, and ends on its own.
+  const Recorder next;
+  checkpoint({.name = "again"}, two_sins, x);
+  CHECK(region(next, "again").calls == 1);
+  CHECK(recorder.report().regions.size() == 1);
+}
+
 TEST_CASE("with too many events the oldest go, and the sums stay exact", "[report][recorder]") {
   const Tensor x = leaf({4});
   const Recorder recorder({.memory = false, .max_events = 10});

@@ -51,7 +51,7 @@ struct ChainCost {
 
 /// Stages `first` to `last`, which one `checkpoint()` call runs.
 struct PlanRegion {
-  int64_t first = 0;  ///< counted from 0
+  int64_t first = 0;  ///< counted from 1
   int64_t last = 0;   ///< inclusive
   friend bool operator==(const PlanRegion&, const PlanRegion&) = default;
 };

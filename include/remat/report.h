@@ -62,7 +62,7 @@ struct RecorderOptions {
   int64_t max_events = 1 << 20;
 };
 
-/// Records, while alive, what regions do on every thread of the process. Several may be alive.
+/// Records, while alive or until `stop`, what regions do on every thread of the process. Several may be alive.
 /// Without one, each place that could record costs one test of a flag. All functions may be called
 /// meanwhile, on any thread.
 /// Memory: about 100 bytes an event, `max_events` at most.
@@ -75,6 +75,9 @@ class REMAT_API Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
+  /// Records no more; what was recorded stays. Once more does nothing. Not beside itself on another thread.
+  void stop();
+
   Report report() const;  ///< the sums so far
   /// One line an event, without times: what happened in which order. Regions are numbered from 1 in
   /// the order in which they were first seen.
@@ -86,6 +89,7 @@ class REMAT_API Recorder {
   void write_memory_svg(const std::filesystem::path& path) const;
   /// One page without scripts or other files: the picture, values under the pointer, the table.
   void write_html(const std::filesystem::path& path) const;
+  std::string to_html() const;  ///< the same page
 
  private:
   std::shared_ptr<class Recording> recording_;

@@ -69,7 +69,7 @@ class Recordings {
   void remove(const Recording& recording) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto fewer = std::make_shared<List>(*alive_);
-    std::erase_if(*fewer, [&](const auto& each) { return each.get() == &recording; });
+    if (std::erase_if(*fewer, [&](const auto& each) { return each.get() == &recording; }) == 0) return;
     alive_ = std::move(fewer);
     if (recording::num_alive.fetch_sub(1) == 1) kept.forget_parameters();
   }
@@ -301,8 +301,11 @@ Recorder::Recorder(RecorderOptions options) : recording_(std::make_shared<Record
   recordings().add(recording_);
 }
 
-Recorder::~Recorder() {
+Recorder::~Recorder() { stop(); }
+
+void Recorder::stop() {
   if (recording_->operators) at::removeCallback(*recording_->operators);
+  recording_->operators.reset();
   recordings().remove(*recording_);
 }
 

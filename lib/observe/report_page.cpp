@@ -10,7 +10,7 @@ void Recorder::write_memory_svg(const std::filesystem::path& path) const {
   write_report_file(path, memory_picture(recording_->events()));
 }
 
-void Recorder::write_html(const std::filesystem::path& path) const {
+std::string Recorder::to_html() const {
   const Report report = this->report();
   const ReportTable table = table_of(report);
   std::string page =
@@ -39,7 +39,11 @@ void Recorder::write_html(const std::filesystem::path& path) const {
         "<p>The oldest {} events are gone: RecorderOptions::max_events was reached. The "
         "table counts them, the picture does not show them.</p>\n",
         report.dropped_events);
-  write_report_file(path, page + "</body>\n</html>\n");
+  return page + "</body>\n</html>\n";
+}
+
+void Recorder::write_html(const std::filesystem::path& path) const {
+  write_report_file(path, to_html());
 }
 
 }  // namespace remat

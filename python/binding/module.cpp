@@ -43,6 +43,11 @@ PYBIND11_MODULE(_remat, module) {
   add_region(module);
   add_drop_in(module);
   add_backward(module);
+  add_modules(module);
+  add_save_region(module);
+  add_guards(module);
+  add_observe(module);
+  add_plan(module);
   module.def("counters", counters);
   module.def("is_checkpointing", remat::is_checkpointing);
   module.def("is_recomputing", remat::is_recomputing);

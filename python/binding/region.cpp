@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "modules.h"
 #include "policy.h"
 #include "remat/options.h"
 
@@ -39,9 +40,9 @@ PyObject* set_eval_frame() {
   return function;
 }
 
-/// Calls `visitor` with each tensor in a function's result: itself, in tuples, lists, dictionaries, and in
-/// the attributes of data classes.
-void visit_tensors(PyObject* result, TensorVisitor visitor, int depth = 0) {
+}  // namespace
+
+void visit_tensors(PyObject* result, TensorVisitor visitor, int depth) {
   if (const at::Tensor* const tensor = tensor_in(result)) {
     at::Tensor visited = *tensor;
     visitor(visited);
@@ -67,8 +68,6 @@ void visit_tensors(PyObject* result, TensorVisitor visitor, int depth = 0) {
     Py_DECREF(attributes);
   }
 }
-
-}  // namespace
 
 WithoutCompiler::WithoutCompiler() {
   before_ = PyObject_CallOneArg(set_eval_frame(), Py_None);
@@ -306,6 +305,24 @@ class OptionsReader {
                  value, "capture_check",
                  {{"raise", CaptureCheck::Raise}, {"ignore", CaptureCheck::Ignore}}),
              true;
+    if (*text == "buffers")
+      return options.buffers = choice<BufferPolicy>(
+                 value, "buffers",
+                 {{"restore", BufferPolicy::Restore}, {"ignore", BufferPolicy::Ignore}}),
+             true;
+    if (*text == "modules") {
+      static PyObject* const type =
+          py::object(py::module_::import("torch.nn").attr("Module")).release().ptr();
+      for (const py::handle each : py::reinterpret_borrow<py::object>(value)) {
+        if (PyObject_IsInstance(each.ptr(), type) != 1) {
+          PyErr_Format(PyExc_TypeError, "remat.checkpoint: modules must be modules, and one is %R",
+                       each.ptr());
+          throw python_error();
+        }
+        modules.push_back(each.ptr());
+      }
+      return true;
+    }
     if (*text == "input_mode")
       return options.inputs = choice<InputMode>(
                  value, "input_mode",
@@ -314,6 +331,7 @@ class OptionsReader {
     return false;
   }
   CheckpointOptions options;
+  std::vector<PyObject*> modules;  // borrowed from the argument
 
  private:
   static std::optional<std::string_view> view(PyObject* text) {
@@ -351,14 +369,32 @@ class OptionsReader {
   }
 };
 
+}  // namespace
+
+CheckpointOptions options_in(const py::dict& named) {
+  OptionsReader reader;
+  for (const auto& [name, value] : named) {
+    if (reader.take(name.ptr(), value.ptr()) && reader.modules.empty()) continue;
+    PyErr_Format(PyExc_TypeError, "remat: there is no option %R here", name.ptr());
+    throw python_error();
+  }
+  return reader.options;
+}
+
+namespace {
+
 /// checkpoint(function, *args, **options_and_kwargs)
 PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
   if (count == 0) return PyObject_Vectorcall(names().decorator, arguments, 0, keywords);
   static const CheckpointOptions defaults;
   Call call{arguments[0], arguments + 1, count - 1, keywords};
-  if (keywords == nullptr) return run_region(defaults, call);
   try {
+    PyObject* const module = module_in(call.function);
+    if (keywords == nullptr)
+      return module == nullptr ? run_region(defaults, call)
+                               : run_region_of_modules(defaults, call, {module});
     OptionsReader reader;
+    if (module != nullptr) reader.modules.push_back(module);
     c10::SmallVector<PyObject*, 16> own(call.arguments, call.arguments + call.num_positional);
     py::list names;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(keywords); ++i) {
@@ -371,7 +407,8 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
     const py::object kept_names = names.empty() ? py::object() : py::object(py::tuple(names));
     call.names = kept_names.ptr();
     call.arguments = own.data();
-    return run_region(reader.options, call);
+    return reader.modules.empty() ? run_region(reader.options, call)
+                                  : run_region_of_modules(reader.options, call, reader.modules);
   } catch (...) {
     set_error_in_flight();
     return nullptr;
@@ -381,7 +418,7 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
 constexpr char checkpoint_text[] =
     R"(checkpoint(function, /, *args, name="", policy=None, early_stop=True, determinism_check="metadata",
            capture_check="raise", offload_inputs=False, preserve_rng_state=True, input_mode="shared",
-           strict_unpack=False, debug=False, **kwargs)
+           buffers="restore", modules=(), strict_unpack=False, debug=False, **kwargs)
 checkpoint(**options) -> a decorator
 --
 
@@ -403,6 +440,9 @@ capture_check: "raise" if a parameter or captured tensor changed before the reco
 offload_inputs: inputs on an accelerator wait on the CPU.
 preserve_rng_state: a recompute draws the random numbers that forward drew.
 input_mode: "copy_on_write" for functions that write to their arguments.
+buffers: "restore": a recompute sees the buffers of the function's modules (running statistics) as forward saw
+    them, and puts them back; "ignore": it writes them once more. The function is a module, its bound method, a
+    functools.partial of one, or names in `modules` those that it calls. Their training flags are forward's, too.
 strict_unpack: a second read of a saved tensor in one backward is an error instead of one more recompute.
 debug: records the operators of both passes for the error report.
 

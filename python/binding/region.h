@@ -80,6 +80,14 @@ class Body final : public RegionBody {
   std::unique_ptr<Rare> rare_;
 };
 
+/// Calls `visitor` with each tensor in a function's result: itself, in tuples, lists, dictionaries, and in
+/// the attributes of data classes.
+void visit_tensors(PyObject* result, TensorVisitor visitor, int depth = 0);
+
+/// Options by the names of the keyword arguments of `checkpoint`; those of its modules are not among them.
+/// Throws python_error or py::error_already_set for others.
+CheckpointOptions options_in(const py::dict& named);
+
 /// Runs a call as a region, and returns its result as a new reference; null with a Python error set.
 PyObject* run_region(const CheckpointOptions& options, const Call& call);
 

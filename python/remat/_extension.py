@@ -23,7 +23,7 @@ if _release(torch.__version__) != _release(_build.torch_version):
     )
 
 try:
-    import remat._remat as _remat
+    from . import _remat as _remat
 except ImportError as error:
     if not ("undefined symbol" in str(error) or "libremat" in str(error)) or "binding number" in str(error):
         raise
@@ -54,7 +54,7 @@ def _device_context() -> Any:
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
 
-    for mode in reversed(_get_current_function_mode_stack()):
+    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
         if isinstance(mode, DeviceContext):
             return mode
     return None

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any, Callable, Literal, Optional, TypeVar, Uni
 from ._extension import _remat
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch.nn as nn
+
     from ._policy import CheckpointPolicy, Policy, PolicyContext
 
     AnyPolicy = Union[Policy, Callable[[PolicyContext], Union[CheckpointPolicy, bool]], None]
@@ -57,6 +61,8 @@ if TYPE_CHECKING:
         offload_inputs: bool = False,
         preserve_rng_state: bool = True,
         input_mode: Literal["shared", "copy_on_write"] = "shared",
+        buffers: Literal["restore", "ignore"] = "restore",
+        modules: Iterable[nn.Module] = (),
         strict_unpack: bool = False,
         debug: bool = False,
         **kwargs: Any,

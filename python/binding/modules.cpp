@@ -1,0 +1,372 @@
+// State of Python modules in regions, and `_run_module`, the call of a module that is a region.
+
+#include "modules.h"
+
+#include <structmember.h>
+#include <torch/nn/module.h>
+
+#include <chrono>
+#include <cstddef>
+#include <new>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "remat/module.h"
+#include "remat/options.h"
+#include "remat/scope.h"
+
+namespace remat::python {
+
+namespace {
+
+PyObject* new_reference(PyObject* object) {
+  Py_XINCREF(object);
+  return object;
+}
+
+PyObject* imported(const char* module, const char* name) {
+  return py::object(py::module_::import(module).attr(name)).release().ptr();
+}
+
+bool is_module(PyObject* object) {
+  static PyObject* const type = imported("torch.nn", "Module");
+  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(type)) != 0;
+}
+
+/// An entry of a dictionary, borrowed; null if there is none.
+PyObject* entry(PyObject* dictionary, const char* name) {
+  PyObject* const found = PyDict_GetItemString(dictionary, name);
+  return found;
+}
+
+/// Holds a module's buffers under numbers.
+struct StandIn : torch::nn::Module {
+  void add(const at::Tensor& buffer) { register_buffer(std::to_string(num_buffers++), buffer); }
+  int64_t num_buffers = 0;
+};
+
+/// What the library can copy and write: no class of its own, and with contents.
+bool can_be_restored(PyObject* buffer, const at::Tensor& tensor) {
+  if (tensor.unsafeGetTensorImpl()->is_python_dispatch() || tensor.is_meta()) return false;
+  // A lazy module's, which has no shape yet.
+  return PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(buffer)), "materialize") == 0;
+}
+
+}  // namespace
+
+PyObject* module_in(PyObject* function) {
+  if (PyFunction_Check(function)) return nullptr;
+  if (PyMethod_Check(function)) {
+    PyObject* const self = PyMethod_GET_SELF(function);
+    return is_module(self) ? self : nullptr;
+  }
+  if (is_module(function)) return function;
+  static PyObject* const partial = imported("functools", "partial");
+  if (reinterpret_cast<PyObject*>(Py_TYPE(function)) != partial) return nullptr;
+  PyObject* const inner = PyObject_GetAttrString(function, "func");
+  if (inner == nullptr) throw python_error();
+  Py_DECREF(inner);  // the partial has it
+  return module_in(inner);
+}
+
+// ---- flags --------------------------------------------------------------------------------------------
+
+/// The flags that recomputes hold, for the whole process, under the interpreter's lock. Two that want a
+/// flag the same way share it, and one that finds it right takes part too: otherwise another one's end
+/// would change it under its feet.
+class HeldFlags {
+ public:
+  using Flag = ModuleState::Flag;
+
+  void take(const std::vector<Flag>& flags) {
+    constexpr std::chrono::seconds longest_wait(10);
+    const auto start = std::chrono::steady_clock::now();
+    while (!are_free(flags)) {
+      if (std::chrono::steady_clock::now() - start > longest_wait) {
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "remat: a recompute waited ten seconds for another thread's, which needs the other "
+            "training flag of the same module.");
+        throw python_error();
+      }
+      const py::gil_scoped_release unlocked;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    for (const Flag& flag : flags) {
+      const bool now = entry(flag.attributes, "training") == Py_True;
+      held_[flag.attributes].push_back({std::this_thread::get_id(), flag.is_training, now});
+      set(flag.attributes, now, flag.is_training);
+    }
+  }
+
+  void give_back(const std::vector<Flag>& flags) {
+    const auto self = std::this_thread::get_id();
+    for (const Flag& flag : flags) {
+      const auto found = held_.find(flag.attributes);
+      auto& holds = found->second;
+      auto mine = holds.end();
+      while (mine != holds.begin())
+        if ((--mine)->owner == self) break;
+      // What the first holder found is what the last one leaves.
+      const bool before = mine->before;
+      const auto next = holds.erase(mine);
+      if (next != holds.end())
+        next->before = before;
+      else
+        set(flag.attributes, entry(flag.attributes, "training") == Py_True, before);
+      if (holds.empty()) held_.erase(found);
+    }
+  }
+
+ private:
+  struct Hold {
+    std::thread::id owner;
+    bool flag, before;
+  };
+  bool are_free(const std::vector<Flag>& flags) const {
+    for (const Flag& flag : flags) {
+      const auto found = held_.find(flag.attributes);
+      if (found == held_.end()) continue;
+      for (const Hold& hold : found->second)
+        if (hold.flag != flag.is_training && hold.owner != std::this_thread::get_id()) return false;
+    }
+    return true;
+  }
+  static void set(PyObject* attributes, bool now, bool wanted) {
+    if (now != wanted) PyDict_SetItemString(attributes, "training", wanted ? Py_True : Py_False);
+  }
+  std::unordered_map<PyObject*, std::vector<Hold>> held_;
+};
+
+namespace {
+
+HeldFlags& held_flags() {
+  static auto* const all = new HeldFlags;  // leaked: recomputes may run late
+  return *all;
+}
+
+}  // namespace
+
+// ---- the state ----------------------------------------------------------------------------------------
+
+ModuleState::ModuleState(const std::vector<PyObject*>& roots) {
+  for (PyObject* root : roots) add(root, 0);
+}
+
+void ModuleState::add(PyObject* module, int depth) {
+  PyObject* const attributes = PyObject_GenericGetDict(module, nullptr);
+  if (attributes == nullptr) {
+    PyErr_Clear();
+    return;
+  }
+  const auto owned = py::reinterpret_steal<py::object>(attributes);
+  // A script module has these in C++.
+  if (PyObject* const training = entry(attributes, "training"); training != nullptr)
+    flags_.push_back({new_reference(attributes), training == Py_True});
+  PyObject *name = nullptr, *value = nullptr;
+  Py_ssize_t position = 0;
+  PyObject* const buffers = entry(attributes, "_buffers");
+  while (buffers != nullptr && PyDict_Check(buffers) != 0 &&
+         PyDict_Next(buffers, &position, &name, &value) != 0) {
+    const at::Tensor* const tensor = tensor_in(value);
+    if (tensor == nullptr || !can_be_restored(value, *tensor)) continue;
+    buffers_.push_back({new_reference(buffers), new_reference(name), new_reference(value)});
+    if (stand_in_ == nullptr) stand_in_ = std::make_shared<StandIn>();
+    static_cast<StandIn&>(*stand_in_).add(*tensor);
+  }
+  PyObject* const children = entry(attributes, "_modules");
+  constexpr int deepest = 200;  // a tree with a cycle ends somewhere
+  if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest) return;
+  position = 0;
+  while (PyDict_Next(children, &position, &name, &value) != 0)
+    if (is_module(value)) add(value, depth + 1);
+}
+
+ModuleState::~ModuleState() {
+  std::vector<PyObject*> all;
+  for (const Flag& each : flags_) all.push_back(each.attributes);
+  for (const Buffer& each : buffers_)
+    all.insert(all.end(), {each.dictionary, each.name, each.tensor});
+  drop(all.data(), all.size());
+}
+
+ModuleState::Hold::Hold(const ModuleState& state) : state_(state) {
+  held_flags().take(state.flags_);
+  is_taken_ = true;
+  for (const Buffer& each : state.buffers_) {
+    PyObject* const now = PyDict_GetItem(each.dictionary, each.name);
+    buffers_before_.push_back(new_reference(now));
+    if (now != each.tensor) PyDict_SetItem(each.dictionary, each.name, each.tensor);
+  }
+}
+
+ModuleState::Hold::~Hold() {
+  if (!is_taken_) return;
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  for (std::size_t i = buffers_before_.size(); i-- > 0;) {
+    const Buffer& each = state_.buffers_[i];
+    PyObject* const before = buffers_before_[i];
+    if (before == nullptr)
+      PyDict_DelItem(each.dictionary, each.name);
+    else if (PyDict_GetItem(each.dictionary, each.name) != before)
+      PyDict_SetItem(each.dictionary, each.name, before);
+    Py_XDECREF(before);
+  }
+  held_flags().give_back(state_.flags_);
+  PyErr_Clear();
+  PyErr_Restore(type, value, traceback);
+}
+
+CheckpointOptions with_modules(CheckpointOptions options, const ModuleState& state) {
+  if (state.stand_in() != nullptr && options.buffers == BufferPolicy::Restore)
+    options.modules.push_back(state.stand_in());
+  return options;
+}
+
+ModulesWatched::ModulesWatched(const std::vector<PyObject*>& modules) {
+  if (!opens_region() || (!is_checkpointing() && !is_recomputing())) return;
+  struct Guard {
+    explicit Guard(const std::shared_ptr<torch::nn::Module>& stand_in)
+        : kept(stand_in), region(*kept, typeid(StandIn), {}), guard(region) {}
+    const std::shared_ptr<torch::nn::Module> kept;
+    const detail::ModuleRegion region;
+    const detail::ModuleStateGuard guard;
+  };
+  const ModuleState state(modules);
+  if (state.stand_in() != nullptr) guard_ = std::make_shared<Guard>(state.stand_in());
+}
+
+ModulesWatched::~ModulesWatched() = default;
+
+// ---- the function of a region -------------------------------------------------------------------------
+
+namespace {
+
+/// A function with the state of its modules: called once for the forward, then by recomputes. No object
+/// for the cyclic collector: Note [The function's objects].
+struct FunctionObject {
+  PyObject_HEAD vectorcallfunc call;
+  PyObject* function;
+  ModuleState* state;
+  bool has_run;
+};
+
+PyObject* function_call(PyObject* object, PyObject* const* arguments, std::size_t flags,
+                        PyObject* names) {
+  auto& self = *reinterpret_cast<FunctionObject*>(object);
+  if (!self.has_run) {
+    self.has_run = true;
+    return PyObject_Vectorcall(self.function, arguments, flags, names);
+  }
+  try {
+    const ModuleState::Hold hold(*self.state);
+    return PyObject_Vectorcall(self.function, arguments, flags, names);
+  } catch (...) {
+    set_error_in_flight();
+    return nullptr;
+  }
+}
+
+void function_dealloc(PyObject* object) {
+  auto& self = *reinterpret_cast<FunctionObject*>(object);
+  delete self.state;
+  Py_XDECREF(self.function);
+  PyTypeObject* const type = Py_TYPE(object);
+  PyObject_Free(object);
+  Py_DECREF(type);
+}
+
+PyTypeObject* function_type() {
+  static PyMemberDef members[] = {
+      {"__vectorcalloffset__", T_PYSSIZET, offsetof(FunctionObject, call), READONLY, nullptr}, {}};
+  static PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(function_dealloc)},
+                                {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+                                {Py_tp_members, members},
+                                {0, nullptr}};
+  static PyType_Spec spec{
+      "remat._remat.FunctionOfModules", static_cast<int>(sizeof(FunctionObject)), 0,
+      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
+  static auto* const type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  return type;
+}
+
+}  // namespace
+
+PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& call,
+                                const std::vector<PyObject*>& modules) {
+  if (!opens_region()) return run_region(options, call);
+  try {
+    auto state = std::make_unique<ModuleState>(modules);
+    const CheckpointOptions all = with_modules(options, *state);
+    auto* const object = PyObject_New(FunctionObject, function_type());
+    if (object == nullptr) return nullptr;
+    object->call = function_call;
+    object->function = new_reference(call.function);
+    object->state = state.release();
+    object->has_run = false;
+    const auto owned = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(object));
+    return run_region(all, {owned.ptr(), call.arguments, call.num_positional, call.names});
+  } catch (...) {
+    set_error_in_flight();
+    return nullptr;
+  }
+}
+
+namespace {
+
+/// _run_module(options, forward, module, *args, **kwargs)
+PyObject* run_module(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
+  if (count < 3) {
+    PyErr_SetString(PyExc_TypeError, "_run_module(options, forward, module, *args, **kwargs)");
+    return nullptr;
+  }
+  try {
+    const auto& options = py::handle(arguments[0]).cast<const CheckpointOptions&>();
+    return run_region_of_modules(options, {arguments[1], arguments + 2, count - 2, keywords},
+                                 {arguments[2]});
+  } catch (...) {
+    set_error_in_flight();
+    return nullptr;
+  }
+}
+
+/// _run_watched(forward, module, *args, **kwargs): plainly, but that regions around know of the module.
+PyObject* run_watched(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
+  if (count < 2) {
+    PyErr_SetString(PyExc_TypeError, "_run_watched(forward, module, *args, **kwargs)");
+    return nullptr;
+  }
+  try {
+    const ModulesWatched watched({arguments[1]});
+    return PyObject_Vectorcall(arguments[0], arguments + 1, static_cast<std::size_t>(count - 1),
+                               keywords);
+  } catch (...) {
+    set_error_in_flight();
+    return nullptr;
+  }
+}
+
+PyMethodDef run_watched_method{
+    "_run_watched", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_watched)),
+    METH_FASTCALL | METH_KEYWORDS, nullptr};
+
+PyMethodDef run_module_method{
+    "_run_module", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run_module)),
+    METH_FASTCALL | METH_KEYWORDS, nullptr};
+
+}  // namespace
+
+void add_modules(py::module_& module) {
+  py::class_<CheckpointOptions>(module, "_Options")
+      .def(py::init(torch::wrap_pybind_function(
+          [](const py::dict& options) { return options_in(options); })));
+  module.attr("_run_watched") =
+      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&run_watched_method, nullptr, nullptr));
+  module.attr("_run_module") =
+      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&run_module_method, nullptr, nullptr));
+}
+
+}  // namespace remat::python

@@ -1,0 +1,363 @@
+// The planner, and chains of Python functions that run as a plan says.
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "modules.h"
+#include "remat/options.h"
+#include "remat/plan.h"
+
+namespace remat::python {
+
+namespace {
+
+[[noreturn]] void throw_python_error() { throw python_error(); }
+
+/// Calls a stage with the lock held. Nothing of the tensor stays behind; the caller's own is moved on.
+at::Tensor call_stage(PyObject* stage, std::size_t number, at::Tensor x, const char* verb) {
+  PyObject* const argument = THPVariable_Wrap(std::move(x));
+  if (argument == nullptr) throw_python_error();
+  PyObject* const result = PyObject_CallOneArg(stage, argument);
+  Py_DECREF(argument);
+  if (result == nullptr) throw_python_error();
+  const auto owned = py::reinterpret_steal<py::object>(result);
+  const at::Tensor* const tensor = tensor_in(result);
+  if (tensor == nullptr) {
+    PyErr_Format(PyExc_TypeError, "remat.%s: stage %zu returned %R, and must return one tensor.",
+                 verb, number, reinterpret_cast<PyObject*>(Py_TYPE(result)));
+    throw_python_error();
+  }
+  return *tensor;
+}
+
+// ---- running ------------------------------------------------------------------------------------------
+
+/// A plan with its stages. The graph keeps it, so nothing in it is the cyclic collector's.
+struct Program {
+  struct Region {
+    std::vector<int64_t> items;  // stages from 1, regions as negative numbers
+    CheckpointOptions options;
+    std::vector<PyObject*> modules;  // of its stages; borrowed from those
+  };
+  std::vector<PyObject*> stages;
+  std::vector<PyObject*> modules;  // of each stage, or null; borrowed
+  std::vector<Region> regions;     // the first is the whole chain
+
+  Program() = default;
+  ~Program() { drop(stages.data(), stages.size()); }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+};
+
+at::Tensor run_region(const std::shared_ptr<const Program>& program, std::size_t region,
+                      at::Tensor x);
+
+// Each tensor is moved on: whoever still held the input of a region that has begun would keep what its plan
+// counts as gone.
+at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t region,
+                     at::Tensor x) {
+  for (const int64_t item : program->regions[region].items) {
+    if (item > 0) {
+      const auto stage = static_cast<std::size_t>(item - 1);
+      std::optional<ModulesWatched>
+          watched;  // a stage of no region of the plan, in one of the program's
+      if (region == 0 && program->modules[stage] != nullptr)
+        watched.emplace(std::vector{program->modules[stage]});
+      x = call_stage(program->stages[stage], stage + 1, std::move(x), "run");
+    } else {
+      x = run_region(program, static_cast<std::size_t>(-item), std::move(x));
+    }
+  }
+  return x;
+}
+
+/// The stages of a region, as its body.
+class StagesBody final : public RegionBody {
+ public:
+  StagesBody(std::shared_ptr<const Program> program, std::size_t region, at::Tensor input,
+             std::unique_ptr<ModuleState> modules)
+      : program_(std::move(program)),
+        region_(region),
+        input_(std::move(input)),
+        modules_(std::move(modules)) {}
+
+  void visit_inputs(TensorVisitor visitor) override { visitor(input_); }
+  bool can_be_stopped() const override { return true; }
+
+  void run_again(std::vector<at::Tensor>& inputs) override {
+    const Locked locked(Locked::AtEnd::Wait);
+    try {
+      const WithoutCompiler uncompiled;
+      std::optional<ModuleState::Hold> hold;
+      if (modules_ != nullptr) hold.emplace(*modules_);
+      run_items(program_, region_, std::move(inputs[0]));
+      return;
+    } catch (...) {
+      set_error_in_flight();
+    }
+    if (PyErr_ExceptionMatches(names().stop) == 0) throw_persisted();
+    PyErr_Clear();
+  }
+
+  // See Note [The stop].
+  [[noreturn]] void stop() override {
+    const py::gil_scoped_acquire locked;
+    PyErr_SetNone(names().stop);
+    throw python_error();
+  }
+
+  [[noreturn]] void raise(CheckpointError error) override {
+    const Locked locked(Locked::AtEnd::Wait);
+    set_error(error);
+    throw_persisted();
+  }
+
+ private:
+  const std::shared_ptr<const Program> program_;
+  const std::size_t region_;
+  at::Tensor input_;
+  const std::unique_ptr<ModuleState> modules_;
+};
+
+at::Tensor run_region(const std::shared_ptr<const Program>& program, std::size_t region,
+                      at::Tensor x) {
+  if (!opens_region()) return run_items(program, region, std::move(x));
+  const Program::Region& planned = program->regions[region];
+  std::unique_ptr<ModuleState> modules;
+  if (!planned.modules.empty()) modules = std::make_unique<ModuleState>(planned.modules);
+  const CheckpointOptions options =
+      modules != nullptr ? with_modules(planned.options, *modules) : planned.options;
+  ForwardRun run(options, std::make_unique<StagesBody>(program, region, x, std::move(modules)));
+  at::Tensor result = run_items(program, region, std::move(x));
+  run.finish([&](TensorVisitor visitor) {
+    at::Tensor visited = result;
+    visitor(visited);
+  });
+  return result;
+}
+
+std::string name_of(const std::string& name, const PlanRegion& region) {
+  const std::string stages =
+      region.first == region.last
+          ? "stage " + std::to_string(region.first)
+          : "stages " + std::to_string(region.first) + " to " + std::to_string(region.last);
+  return name.empty() ? stages : name + ", " + stages;
+}
+
+std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stages,
+                                          const CheckpointOptions& options) {
+  if (static_cast<int64_t>(stages.size()) != plan.stages())
+    throw py::value_error("remat.run: the plan has " + std::to_string(plan.stages()) +
+                          " stages, but " + std::to_string(stages.size()) +
+                          " functions were passed.");
+  auto program = std::make_shared<Program>();
+  std::vector<PyObject*>& modules = program->modules;
+  for (const py::handle stage : stages) {
+    if (PyCallable_Check(stage.ptr()) == 0)
+      throw py::type_error("remat.run: a stage must be a function or a module.");
+    program->stages.push_back(stage.inc_ref().ptr());
+    modules.push_back(module_in(stage.ptr()));
+  }
+  // Regions in the order in which they open, each with its end; the innermost that is open gets the stage.
+  struct Open {
+    std::size_t region;
+    int64_t last;
+  };
+  program->regions.push_back({{}, options, {}});
+  std::vector<Open> open{{0, plan.stages()}};
+  auto next = plan.regions().begin();
+  for (int64_t stage = 1; stage <= plan.stages(); ++stage) {
+    for (; next != plan.regions().end() && next->first == stage; ++next) {
+      const std::size_t region = program->regions.size();
+      program->regions[open.back().region].items.push_back(-static_cast<int64_t>(region));
+      program->regions.push_back({{}, options, {}});
+      program->regions.back().options.name = name_of(options.name, *next);
+      for (int64_t inside = next->first; inside <= next->last; ++inside)
+        if (PyObject* const module = modules[static_cast<std::size_t>(inside - 1)])
+          program->regions.back().modules.push_back(module);
+      open.push_back({region, next->last});
+    }
+    program->regions[open.back().region].items.push_back(stage);
+    while (open.size() > 1 && open.back().last == stage) open.pop_back();
+  }
+  return program;
+}
+
+/// Runs it on a tensor: a new reference, or null with a Python error set.
+PyObject* run(const std::shared_ptr<const Program>& program, at::Tensor input) {
+  try {
+    torch::PyWarningHandler warnings;
+    try {
+      const WithoutCompiler uncompiled;
+      return THPVariable_Wrap(run_items(program, 0, std::move(input)));
+    } catch (...) {
+      warnings.set_in_exception();
+      throw;
+    }
+  } catch (...) {
+    set_error_in_flight();
+    return nullptr;
+  }
+}
+
+// ---- planning -----------------------------------------------------------------------------------------
+
+using StageTuple =
+    std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t>;
+using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>>;
+
+ChainCost cost_in(const CostTuple& cost) {
+  ChainCost chain{std::get<0>(cost), std::get<1>(cost), {}};
+  for (const auto& [forward_s, backward_s, to_last_save_s, output, saved, forward_tmp, backward_tmp,
+                    grad, saves_output, unsaved_tmp] : std::get<2>(cost))
+    chain.stages.push_back({forward_s, backward_s, to_last_save_s, output, saved, forward_tmp,
+                            backward_tmp, grad, saves_output, unsaved_tmp});
+  return chain;
+}
+
+CostTuple tuple_of(const ChainCost& chain) {
+  CostTuple cost{chain.input_bytes, chain.input_grad_bytes, {}};
+  for (const StageCost& each : chain.stages)
+    std::get<2>(cost).emplace_back(each.forward_s, each.backward_s, each.forward_to_last_save_s,
+                                   each.output_bytes, each.saved_bytes, each.forward_tmp_bytes,
+                                   each.backward_tmp_bytes, each.grad_bytes, each.saves_output,
+                                   each.unsaved_tmp_bytes);
+  return cost;
+}
+
+CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64_t warmup,
+                         int64_t repeats) {
+  std::vector<Stage> all;
+  for (const py::handle stage : stages) {
+    const std::shared_ptr<PyObject> kept(stage.inc_ref().ptr(),
+                                         [](PyObject* last) { drop(&last, 1); });
+    all.push_back([kept, number = all.size() + 1](at::Tensor x) {
+      const Locked locked(Locked::AtEnd::Wait);
+      try {
+        return call_stage(kept.get(), number, std::move(x), "measure");
+      } catch (python_error&) {
+        throw_persisted();
+      }
+    });
+  }
+  const py::gil_scoped_release unlocked;
+  return tuple_of(measure(all, sample, {.warmup = warmup, .repeats = repeats}));
+}
+
+Plan plan_for(const Frontier& frontier, int64_t budget_bytes) {
+  try {
+    return frontier.plan(budget_bytes);
+  } catch (const InfeasibleBudget& error) {
+    const py::object made =
+        py::module_::import("remat._plan")
+            .attr("InfeasibleBudget")(error.what_without_backtrace(), error.minimum_bytes());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+    throw py::error_already_set();
+  }
+}
+
+using Regions = std::vector<std::pair<int64_t, int64_t>>;
+
+Plan make_plan(int64_t stages, const Regions& regions) {
+  std::vector<PlanRegion> all;
+  for (const auto& [first, last] : regions) all.push_back({first, last});
+  return Plan(stages, std::move(all));
+}
+
+}  // namespace
+
+void add_plan(py::module_& module) {
+  const auto define = [&](const char* name, auto function) {
+    module.def(name, torch::wrap_pybind_function(std::move(function)));
+  };
+  py::class_<Plan>(
+      module, "Plan",
+      "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs from 1,\n"
+      "in the order in which they open. As text: '[ck[ck[1] 2] ck[3] 4 5]'. Immutable.")
+      .def(py::init(torch::wrap_pybind_function(make_plan)), py::arg("stages"),
+           py::arg("regions") = Regions{})
+      .def_static("parse", torch::wrap_pybind_function([](const std::string& text) {
+                    return Plan::parse(text);
+                  }),
+                  "Reads what `str` writes. Raises ValueError with the position for anything else.")
+      .def("__str__", &Plan::to_string)
+      .def("__repr__", [](const Plan& self) { return "Plan.parse('" + self.to_string() + "')"; })
+      .def("__eq__",
+           [](const Plan& self, const py::object& other) {
+             return py::isinstance<Plan>(other) && self == other.cast<const Plan&>();
+           })
+      .def("__hash__", [](const Plan& self) { return py::hash(py::str(self.to_string())); })
+      .def("__reduce__",
+           [](const py::object& self) {
+             return py::make_tuple(py::type::of(self),
+                                   py::make_tuple(self.attr("stages"), self.attr("regions")));
+           })
+      .def_property_readonly("stages", &Plan::stages, "Of the chain.")
+      .def_property_readonly("depth", &Plan::depth, "The deepest nesting; 0 without regions.")
+      .def_property_readonly("frames", &Plan::frames, "The number of regions.")
+      .def_property_readonly(
+          "regions",
+          [](const Plan& self) {
+            Regions all;
+            for (const PlanRegion& each : self.regions()) all.emplace_back(each.first, each.last);
+            return all;
+          },
+          "(first, last) of each, in the order in which they open.")
+      .def("calls", &Plan::calls,
+           "How often forward, with one backward and early stop, calls each stage.");
+
+  py::class_<Frontier>(module, "Frontier",
+                       "What `solve` found: the least time for every budget. Any thread.")
+      .def_property_readonly("_points",
+                             [](const Frontier& self) {
+                               std::vector<std::pair<int64_t, double>> all;
+                               for (const FrontierPoint& each : self.points())
+                                 all.emplace_back(each.bytes, each.extra_s);
+                               return all;
+                             })
+      .def(
+          "plan", torch::wrap_pybind_function(plan_for), py::arg("budget_bytes"),
+          "The fastest plan whose peak is at most `budget_bytes` [bytes] beyond the input. Raises\n"
+          "InfeasibleBudget below the first point.");
+
+  define("_solve", [](const CostTuple& cost, int64_t max_depth, bool early_stop,
+                      double frame_cost_s, double eps) {
+    const py::gil_scoped_release unlocked;
+    return solve(cost_in(cost), {.max_depth = max_depth,
+                                 .early_stop = early_stop,
+                                 .frame_cost_s = frame_cost_s,
+                                 .eps = eps});
+  });
+  define("_simulate",
+         [](const CostTuple& cost, const Plan& plan, bool early_stop, double frame_cost_s) {
+           const Simulation result = simulate(
+               cost_in(cost), plan, {.early_stop = early_stop, .frame_cost_s = frame_cost_s});
+           return std::make_tuple(result.peak_bytes, result.extra_s, result.calls, result.frames,
+                                  result.depth);
+         });
+  define("_measure", measure_stages);
+  define("revolve_plan",
+         [](int64_t stages, int64_t snapshots) { return revolve_plan(stages, snapshots); });
+  define("mixed_plan", [](int64_t stages, int64_t units) { return mixed_plan(stages, units); });
+  define("balanced_plan",
+         [](int64_t stages, int64_t segments) { return balanced_plan(stages, segments); });
+  define("torch_sequential_plan",
+         [](int64_t stages, int64_t segments) { return torch_sequential_plan(stages, segments); });
+  define("halving_plan", [](int64_t stages) { return halving_plan(stages); });
+
+  define("_run", [](const Plan& plan, const py::list& stages, const at::Tensor& input,
+                    const CheckpointOptions& options) {
+    PyObject* const result = run(program_of(plan, stages, options), input);
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+  });
+}
+
+}  // namespace remat::python

@@ -1,0 +1,123 @@
+// `save_region`: a call whose results are kept, whatever a policy sees of it.
+
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <typeinfo>
+#include <utility>
+#include <vector>
+
+#include "region.h"
+#include "remat/policy.h"
+
+namespace remat::python {
+
+namespace {
+
+/// A function's result without its tensors, which the library keeps.
+struct Emptied {
+  std::vector<PyObject*> leaves;  // null where a tensor was
+  PyObject* structure = nullptr;  // of torch's trees
+  std::vector<at::Tensor> tensors;
+
+  Emptied() = default;
+  ~Emptied() {
+    leaves.push_back(structure);
+    drop(leaves.data(), leaves.size());
+  }
+  Emptied(const Emptied&) = delete;
+  Emptied& operator=(const Emptied&) = delete;
+};
+
+PyObject* tree_function(const char* name) {
+  return py::object(py::module_::import("torch.utils._pytree").attr(name)).release().ptr();
+}
+
+std::shared_ptr<Emptied> emptied_of(py::handle result) {
+  static PyObject* const flatten = tree_function("tree_flatten");
+  auto emptied = std::make_shared<Emptied>();
+  const py::tuple flat = py::handle(flatten)(result);
+  emptied->structure = py::object(flat[1]).release().ptr();
+  for (const py::handle leaf : py::list(flat[0])) {
+    const at::Tensor* const tensor = tensor_in(leaf.ptr());
+    if (tensor != nullptr) emptied->tensors.push_back(*tensor);
+    emptied->leaves.push_back(tensor != nullptr ? nullptr : leaf.inc_ref().ptr());
+  }
+  return emptied;
+}
+
+py::object filled(const Emptied& emptied, std::vector<at::Tensor> tensors) {
+  static PyObject* const unflatten = tree_function("tree_unflatten");
+  py::list leaves;
+  std::size_t next = 0;
+  for (PyObject* leaf : emptied.leaves)
+    leaves.append(leaf != nullptr ? py::reinterpret_borrow<py::object>(leaf)
+                                  : py::reinterpret_steal<py::object>(
+                                        THPVariable_Wrap(std::move(tensors[next++]))));
+  return py::handle(unflatten)(leaves, py::handle(emptied.structure));
+}
+
+/// save_region(function, /, *args, **kwargs)
+PyObject* save_region(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
+  if (count == 0) {
+    PyErr_SetString(PyExc_TypeError, "remat.save_region: a function is needed");
+    return nullptr;
+  }
+  const Call call{arguments[0], arguments + 1, count - 1, keywords};
+  try {
+    torch::PyWarningHandler warnings;
+    try {
+      detail::SavedRegion region(typeid(Emptied), [&](TensorVisitor visitor) {
+        for (Py_ssize_t i = 0; i < call.size(); ++i) visit_tensors(call.arguments[i], visitor);
+      });
+      if (region.is_kept())
+        return filled(*static_cast<const Emptied*>(region.emptied()), region.tensors())
+            .release()
+            .ptr();
+      py::object result = py::reinterpret_steal<py::object>(
+          PyObject_Vectorcall(call.function, call.arguments,
+                              static_cast<std::size_t>(call.num_positional), call.names));
+      if (!result) {
+        warnings.set_in_exception();
+        return nullptr;
+      }
+      const std::shared_ptr<Emptied> emptied = emptied_of(result);
+      region.keep(emptied, [&](TensorVisitor visitor) {
+        for (at::Tensor& each : emptied->tensors) visitor(each);
+      });
+      emptied->tensors.clear();
+      return result.release().ptr();
+    } catch (...) {
+      warnings.set_in_exception();
+      throw;
+    }
+  } catch (...) {
+    set_error_in_flight();
+    return nullptr;
+  }
+}
+
+constexpr char text[] =
+    R"(save_region(function, /, *args, **kwargs)
+--
+
+Inside a region: keeps what autograd saves in `function(*args, **kwargs)` and what it returns, so that it is not run
+again. For kernels that no operator policy sees: custom Functions, calls past the dispatcher, communication. Outside
+of regions: `function(*args, **kwargs)`.
+
+It belongs to the innermost region; when the recompute of an enclosing one runs that region's forward again,
+`function` runs again. The result: a tensor, or tensors in tuples, lists and dictionaries, beside objects that come
+back as they are.)";
+
+PyMethodDef method{"save_region",
+                   reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(save_region)),
+                   METH_FASTCALL | METH_KEYWORDS, text};
+
+}  // namespace
+
+void add_save_region(py::module_& module) {
+  module.attr("save_region") =
+      py::reinterpret_steal<py::object>(PyCFunction_NewEx(&method, nullptr, nullptr));
+}
+
+}  // namespace remat::python

@@ -1,0 +1,3 @@
+"""What this package was built against; written by the build."""
+
+torch_version: str

@@ -1,0 +1,147 @@
+"""Which modules of a tree are meant: by path, by class, by a function, every n-th."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import Callable, NamedTuple, Union
+
+import torch.nn as nn
+
+Types = Union[str, type[nn.Module], Iterable[Union[str, type[nn.Module]]]]
+
+_CONDITIONS = (
+    "Do: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a dot, "
+    "`**` anything, `|` stands between several), type (of classes, the same way) and every (a number from 1 up); "
+    'for example "every=2,name=layers.*,type=Bottleneck".'
+)
+
+
+class ModuleChoice(NamedTuple):
+    """Modules of a tree that fit every condition that is set.
+
+        ModuleChoice(name="layers.*")                       # the children of `layers`
+        ModuleChoice(types=Bottleneck, every=2)             # the first of these, the third, ...
+        ModuleChoice.parse("every=2,name=layers.*,type=Bottleneck")
+
+    Paths are those of `named_modules()`: "layers.0.conv". The root's is "".
+    """
+
+    name: str = ""
+    """A pattern over the path: `*` is anything but a dot, `**` anything, `?` one character but a dot; with `|`
+    between several. It never means the root."""
+    types: Types = ()
+    """Classes (what derives from them, too) and names of classes, which may be patterns; with `|` between several."""
+    predicate: Union[Callable[[str, nn.Module], bool], None] = None
+    """Asked last, with the path and the module."""
+    every: int = 1
+    """Of what fits the rest, in the order of the tree: the first and every n-th after it."""
+
+    @staticmethod
+    def parse(text: str) -> ModuleChoice:
+        """Makes one of `key=value` with commas between; the keys are name, type and every. Raises ValueError."""
+        if not text.strip():
+            raise ValueError(f"remat.ModuleChoice.parse: the text was empty. {_CONDITIONS}")
+        found: dict[str, str] = {}
+        every = 1
+        for part in text.split(","):
+
+            def refuse(cause: str, part: str = part.strip()) -> ValueError:
+                return ValueError(
+                    f'remat.ModuleChoice.parse: "{part}" in "{text}" was no condition. Cause: {cause}. {_CONDITIONS}'
+                )
+
+            key, equals, value = (each.strip() for each in part.partition("="))
+            if not equals:
+                raise refuse("it has no `=`")
+            if key in found:
+                raise refuse(f"the key {key} stands there twice")
+            if key not in ("name", "type", "every"):
+                raise refuse(f'there is no key "{key}"')
+            if not value:
+                raise refuse("its value is empty")
+            found[key] = value
+            if key == "every":
+                if not re.fullmatch("[0-9]{1,18}", value) or int(value) < 1:
+                    raise refuse(f'"{value}" is no number from 1 up')
+                every = int(value)
+            elif not all(pattern.strip() for pattern in value.split("|")):
+                raise refuse("a pattern beside `|` is empty")
+        return ModuleChoice(name=found.get("name", ""), types=found.get("type", ()), every=every)
+
+    def __str__(self) -> str:
+        parts = [f"name={self.name}"] if self.name else []
+        types = [each if isinstance(each, str) else each.__qualname__ for each in _listed(self.types)]
+        if types:
+            parts.append("type=" + "|".join(types))
+        if self.predicate is not None:
+            parts.append("a function")
+        if self.every != 1:
+            parts.append(f"every={self.every}")
+        return ",".join(parts)
+
+    def chosen(self, root: nn.Module, verb: str) -> list[tuple[str, nn.Module]]:
+        """(path, module) of each that is meant. Raises ValueError if it is wrong or means none; `verb` is who asks."""
+        types = _listed(self.types)
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"{verb}: every was {self.every!r}. Do: 1 for each, 2 for every second, and so on.")
+        if not self.name and not types and self.predicate is None:
+            raise ValueError(
+                f"{verb}: the choice had no condition. Cause: all modules would be regions in each other. Do: choose "
+                'by name, types or a predicate: types=Bottleneck, every=2; or "every=2,type=Bottleneck".'
+            )
+        for patterns in (self.name, *(each for each in types if isinstance(each, str))):
+            if patterns and not all(pattern.strip() for pattern in patterns.split("|")):
+                raise ValueError(
+                    f'{verb}: a pattern in "{patterns}" was empty. Do: write something before and after each `|`.'
+                )
+        tree = list(root.named_modules(remove_duplicate=False))
+        fitting = [(path, module) for path, module in tree if self._fits(path, module, types)]
+        if not fitting:
+            there = [f"{path or 'the root'} ({class_name(module)})" for path, module in tree]
+            more = [f"and {len(there) - 12} more"] if len(there) > 12 else []
+            raise ValueError(
+                f'{verb}: no module of the tree fits "{self}". Cause: the tree has {", ".join(there[:12] + more)}. '
+                "Do: choose of these. In paths `*` is anything but a dot: `layers.*` are the children of layers, "
+                "`layers.**` all below it."
+            )
+        return fitting[:: self.every]
+
+    def _fits(self, path: str, module: nn.Module, types: list[Union[str, type[nn.Module]]]) -> bool:
+        if self.name and (not path or not _pattern(self.name, ".").fullmatch(path)):
+            return False
+        if types and not any(_is_of(module, each) for each in types):
+            return False
+        return self.predicate is None or bool(self.predicate(path, module))
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, without regions."""
+    return type(module).__name__
+
+
+def _listed(types: Types) -> list[Union[str, type[nn.Module]]]:
+    if isinstance(types, (str, type)):
+        return [types] if types else []
+    return list(types)
+
+
+def _is_of(module: nn.Module, wanted: Union[str, type[nn.Module]]) -> bool:
+    if not isinstance(wanted, str):
+        return isinstance(module, wanted)
+    pattern = _pattern(wanted, "")
+    parts = f"{type(module).__module__}.{type(module).__qualname__}".split(".")
+    return any(pattern.fullmatch(".".join(parts[i:])) for i in range(len(parts)))
+
+
+@functools.lru_cache(maxsize=256)
+def _pattern(patterns: str, separator: str) -> re.Pattern[str]:
+    """`*` does not pass the separator, `**` does; without one they are the same."""
+    inside = f"[^{re.escape(separator)}]" if separator else "."
+    found = []
+    for pattern in patterns.split("|"):
+        pieces = re.split(r"(\*\*|\*|\?)", pattern.strip())
+        meaning = {"**": ".*", "*": inside + "*", "?": inside}
+        found.append("".join(meaning.get(piece, re.escape(piece)) for piece in pieces))
+    return re.compile("|".join(f"(?:{each})" for each in found), re.DOTALL)

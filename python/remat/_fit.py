@@ -1,0 +1,246 @@
+"""`fit`: measures a chain, finds the fastest regions for a byte budget, applies them, and says what it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Callable, Optional, Union
+
+import torch
+import torch.nn as nn
+
+from ._extension import _remat
+from ._choice import class_name
+from ._modules import Region, _switch_off, _switch_on, plain_class
+from ._observe import MemoryMeter
+from ._plan import (
+    ChainCost,
+    Frontier,
+    InfeasibleBudget,
+    Plan,
+    Simulation,
+    Stage,
+    _buffers_kept,
+    measure,
+    run,
+    simulate,
+    solve,
+)
+
+_FRAME_COST_S = 15e-6  # of one region, in Python
+
+
+class PlannedChain:
+    """What a Sequential runs with: its children are looked up at each call."""
+
+    def __init__(self, plan: Plan, options: dict[str, Any]) -> None:
+        self.plan = plan
+        self.options = options
+
+    def run(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
+        return run(self.plan, _children(module), input, **self.options)
+
+
+def _children(sequential: nn.Module) -> list[Stage]:
+    return list(sequential._modules.values())  # type: ignore[arg-type]  # one that is there twice runs twice
+
+
+def _leaves_below(root: torch.Tensor) -> list[torch.Tensor]:
+    """Those that a backward of `root` would give gradients."""
+    found: list[torch.Tensor] = []
+    waiting: list[Any] = [root.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting.extend(each for each, _ in node.next_functions)
+    return found
+
+
+def _peak_of(chain: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor) -> int:
+    """[bytes] of CPU tensors at the peak of one step beyond what is there before it and gradients of leaves."""
+    input = sample.detach().requires_grad_(sample.requires_grad)
+    meter = MemoryMeter()
+    before = meter.live_bytes
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        result = chain(input)
+        forward_peak = meter.peak_bytes - before
+        if not result.requires_grad:
+            return forward_peak
+        leaves = _leaves_below(result)
+        gradients = [each.grad for each in leaves]
+        try:
+            live = meter.live_bytes
+            for each in leaves:
+                each.grad = torch.zeros_like(each)
+            added = meter.live_bytes - live
+            meter.reset_peak()
+            torch.autograd.backward([result], [torch.ones_like(result)])
+            return max(forward_peak, meter.peak_bytes - before - added)
+        finally:
+            for leaf, gradient in zip(leaves, gradients):
+                leaf.grad = gradient
+
+
+class Fitted:
+    """What `fit` chose. A function: `fitted(x)` runs the chain as planned. `str` makes tables of it."""
+
+    def __init__(
+        self,
+        stages: Union[nn.Sequential, list[Stage]],
+        budget_bytes: int,
+        cost: ChainCost,
+        frontier: Frontier,
+        plan: Plan,
+        early_stop: bool,
+        frame_cost_s: float,
+        options: dict[str, Any],
+        measured_bytes: Optional[int],
+    ) -> None:
+        self.stages = stages
+        self.budget_bytes = budget_bytes
+        """As asked for [bytes]."""
+        self.cost = cost
+        """What was measured."""
+        self.frontier = frontier
+        """The least time for every budget."""
+        self.plan = plan
+        """What was chosen."""
+        self.measured_bytes = measured_bytes
+        """[bytes] that a step had at its peak; None where it was not run, or not on the CPU."""
+        self._settings: dict[str, Any] = {"early_stop": early_stop, "frame_cost_s": frame_cost_s}
+        self._options = options
+
+    @property
+    def simulation(self) -> Simulation:
+        """What the plan is expected to take."""
+        return simulate(self.cost, self.plan, **self._settings)
+
+    @property
+    def peak_bytes(self) -> int:
+        """[bytes] that a step is expected to have at its peak beyond the input, parameters and their gradients."""
+        return self.simulation.peak_bytes
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.stages, nn.Sequential):
+            result: torch.Tensor = self.stages(input)
+            return result
+        return run(self.plan, self.stages, input, **self._options)
+
+    def remove(self) -> None:
+        """A Sequential runs plainly again."""
+        if isinstance(self.stages, nn.Sequential):
+            _switch_off(self.stages)
+
+    def __str__(self) -> str:
+        step_s = sum(each.forward_s + each.backward_s for each in self.cost.stages)
+        num_stages = len(self.cost.stages)
+        plain = simulate(self.cost, Plan(num_stages), **self._settings)
+
+        def row(name: str, simulation: Simulation) -> str:
+            share = simulation.peak_bytes / max(1, plain.peak_bytes)
+            time = 1 + simulation.extra_s / step_s if step_s > 0 else 1.0
+            return (
+                f"{name:<28} {simulation.peak_bytes:>16,} {share:>7.1%} {time:>9.2f} x "
+                f"{simulation.frames:>8} {simulation.depth:>6}"
+            )
+
+        each = Plan(num_stages, [(i, i) for i in range(1, num_stages)])
+        least = self.frontier.plan(self.frontier.points[0].bytes)
+        lines = [
+            f"{'regions':<28} {'peak bytes':>16} {'':>7} {'step time':>11} {'regions':>8} {'depth':>6}",
+            row("none", plain),
+            row("each stage but the last", simulate(self.cost, each, **self._settings)),
+            row("the least memory", simulate(self.cost, least, **self._settings)),
+            row(f"chosen for {self.budget_bytes:,}", self.simulation),
+            *([] if self.measured_bytes is None else [f"{'... as one step has shown':<28} {self.measured_bytes:>16,}"]),
+            f"plan: {self.plan}",
+            "",
+            f"{'stage':>5} {'forward ms':>11} {'backward ms':>12} {'output bytes':>13} {'saved bytes':>13} {'calls':>6}",
+        ]
+        for i, (stage, calls) in enumerate(zip(self.cost.stages, self.plan.calls())):
+            lines.append(
+                f"{i + 1:>5} {stage.forward_s * 1e3:>11.3f} {stage.backward_s * 1e3:>12.3f} "
+                f"{stage.output_bytes:>13,} {stage.saved_bytes:>13,} {calls:>6}"
+            )
+        return "\n".join(lines)
+
+
+def fit(
+    model_or_stages: Union[nn.Sequential, Iterable[Stage]],
+    sample: torch.Tensor,
+    budget_bytes: int,
+    *,
+    warmup: int = 1,
+    repeats: int = 5,
+    max_depth: int = 0,
+    frame_cost_s: float = _FRAME_COST_S,
+    verify: bool = True,
+    progress: bool = True,
+    **options: Any,
+) -> Fitted:
+    """Measures the stages on `sample`, finds the fastest plan under the budget, and applies it.
+
+        fitted = remat.fit(model, x, budget_bytes=64_000_000)    # model: an nn.Sequential
+        print(fitted)                                            # what was measured and chosen
+        model(x).sum().backward()                                # as planned
+
+    A Sequential runs as planned from now on, in training mode (as a `Checkpointed` does), until `remat.remove(model)`.
+    Of a list of functions the result is what runs as planned: `fitted(x)`. Stages are functions from one tensor to one
+    tensor, the last one as a rule the loss.
+
+    budget_bytes: what a step may have at its peak [bytes], beyond the input, parameters and their gradients. What the
+    program holds beside the chain counts on top.
+    warmup, repeats, progress: as of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
+    verify: run a step as planned and look at its peak, which may be higher than the stages' costs say: where stages
+        share parameters, or have buffers that are restored; above the budget, a smaller plan is taken. Only where the sample is on the CPU.
+    options: of all regions, as of `checkpoint`.
+
+    Afterwards parameters have the `.grad` they had, modules their buffers, the CPU generator its state.
+    Raises InfeasibleBudget, which knows the least possible budget; else as `measure`.
+    """
+    if isinstance(model_or_stages, nn.Module) and not (
+        isinstance(model_or_stages, nn.Sequential) and plain_class(model_or_stages).forward is nn.Sequential.forward
+    ):
+        raise ValueError(
+            f"remat.fit: a {class_name(model_or_stages)} does not say what its stages are. Do: pass them as a list of "
+            "functions from one tensor to one tensor, [embed, *blocks, head_and_loss] say, and call the result in the "
+            "place of the model."
+        )
+    stages: Union[nn.Sequential, list[Stage]]
+    if isinstance(model_or_stages, nn.Sequential):
+        stages = model_or_stages
+        _switch_off(stages)
+        functions = _children(stages)
+    else:
+        functions = stages = list(model_or_stages)
+    _remat._Options(options)  # refuses wrong ones before the measuring
+    cost = measure(functions, sample, warmup=warmup, repeats=repeats, progress=progress)
+    early_stop = bool(options.get("early_stop", True))
+    frontier = solve(cost, max_depth=max_depth, early_stop=early_stop, frame_cost_s=frame_cost_s)
+    plan = frontier.plan(budget_bytes)
+    peak: Optional[int] = None
+    if verify and sample.device.type == "cpu":
+        beyond = 0  # [bytes] of which the stages' costs know nothing
+        while True:
+            with _buffers_kept(functions):
+                peak = _peak_of(lambda x: run(plan, functions, x, **options), sample)
+            if peak <= budget_bytes:
+                break
+            expected = simulate(cost, plan, early_stop=early_stop).peak_bytes
+            beyond = max(beyond + 1, peak - expected)  # the next plan is a smaller one
+            try:
+                plan = frontier.plan(max(0, budget_bytes - beyond))
+            except InfeasibleBudget as error:
+                raise InfeasibleBudget(error.args[0], error.minimum_bytes + beyond) from None
+    if isinstance(stages, nn.Sequential):
+        region = Region(options, training_only=True, level=1, buffers="restore", enabled=True)
+        region.plan = PlannedChain(plan, options)
+        _switch_on(stages, region)
+    return Fitted(stages, budget_bytes, cost, frontier, plan, early_stop, frame_cost_s, options, peak)
+
+
+__all__ = ["Fitted", "fit"]

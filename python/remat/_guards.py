@@ -1,0 +1,204 @@
+"""Guards: context managers that say what happens to regions and saved tensors in a scope.
+
+Each may be entered again and nested, and is a decorator, too. It belongs to the thread that entered it, and holds
+for the threads on which a backward called there runs. Innermost wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from typing import Any, Callable, Optional, Protocol, TypeVar, Union
+
+import torch
+
+from ._extension import _remat
+
+F = TypeVar("F", bound=Callable[..., Any])
+Path = Union[str, "os.PathLike[str]"]
+
+
+class Guard(contextlib.AbstractContextManager["Guard", None]):
+    """A scope of the library: `with guard: ...`, or `@guard` on a function."""
+
+    def __init__(self, text: str, open: Callable[[], _remat.OpenGuard]) -> None:
+        self._text = text
+        self._open = open
+        self._entered: list[tuple[int, _remat.OpenGuard]] = []
+
+    def __enter__(self) -> Guard:
+        self._entered.append((threading.get_ident(), self._open()))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        this_thread = threading.get_ident()
+        for i in reversed(range(len(self._entered))):
+            if self._entered[i][0] == this_thread:
+                self._entered.pop(i)[1].end()
+                return
+        raise RuntimeError(f"{self._text} was left on a thread that has not entered it")
+
+    def __call__(self, function: F) -> F:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return guarded  # type: ignore[return-value]
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+# ---- where saved tensors wait ----------------------------------------------------------------------------
+
+
+def save_on_cpu(*, pin_memory: bool = False, min_bytes: int = 0, skip_parameters: bool = True) -> Guard:
+    """Tensors of an accelerator that autograd saves wait on the CPU. Those on the CPU stay as they are.
+
+    Backward gets them with their dtype, device, sizes and strides. A storage is moved once for all views of it.
+    Parameters, their views, and what is not a plain strided tensor stay.
+
+    pin_memory: page-locked memory (up to a quarter of the machine's), for copies beside the work.
+    min_bytes: smaller tensors stay [bytes].
+    skip_parameters: if not, parameters move, too.
+    """
+    return Guard("remat.save_on_cpu", lambda: _remat._open_save_on_cpu(pin_memory, min_bytes, skip_parameters))
+
+
+def save_on_disk(directory: Path, *, min_bytes: int = 1 << 16) -> Guard:
+    """Tensors that autograd saves wait in a file in `directory`, which must exist.
+
+    The file has no name; nothing is left of it, however the process ends. It takes as many bytes as waited at the
+    same time, until the scope and all that waits are gone. min_bytes: smaller tensors stay [bytes].
+    Raises ValueError if no file can be made there; a full disk is an error of the operator that saves.
+    """
+    path = os.fspath(directory)
+    return Guard("remat.save_on_disk", lambda: _remat._open_save_on_disk(path, min_bytes))
+
+
+def save_as(dtype: torch.dtype, *, min_bytes: int = 0) -> Guard:
+    """Floating-point tensors that autograd saves are rounded to `dtype`. LOSSY: gradients come from the rounded numbers.
+
+    Only to a dtype with fewer bytes; integers stay, and so does a tensor with a finite number that `dtype` cannot
+    hold. Raises ValueError for a dtype that numbers cannot be rounded to.
+    """
+    return Guard("remat.save_as", lambda: _remat._open_save_as(dtype, min_bytes))
+
+
+def disable_saved_tensors_hooks(message: str) -> Guard:
+    """Opening saved-tensor hooks or a region raises RuntimeError with this message; torch's own switch."""
+    return Guard(
+        "remat.disable_saved_tensors_hooks", lambda: _remat._open_disable_saved_tensors_hooks(message)
+    )
+
+
+# ---- what regions do ----------------------------------------------------------------------------------------
+
+
+def early_stop(enabled: bool) -> Guard:
+    """Turns early stop on or off for regions that run forward in the scope, over the option of `checkpoint`."""
+    return Guard(f"remat.early_stop({enabled})", lambda: _remat._open_early_stop(enabled))
+
+
+def debug(enabled: Optional[bool] = True) -> Guard:
+    """Turns the recording of operators, for error reports, on or off; None leaves it to the option of `checkpoint`."""
+    return Guard(f"remat.debug({enabled})", lambda: _remat._open_debug(enabled))
+
+
+def disable_checkpoint() -> Guard:
+    """Regions that would begin in the scope run plainly: nothing is dropped."""
+    return Guard("remat.disable_checkpoint()", _remat._open_disable_checkpoint)
+
+
+def recompute_cache(max_bytes: Optional[int] = None) -> Guard:
+    """Backwards in the scope keep what regions recomputed for the next ones: many overlapping `torch.autograd.grad`
+    calls on a retained graph cost one recompute a region.
+
+    max_bytes: of all recomputed tensors that are kept; beyond it the regions used least recently go [bytes].
+    What is held at the end of the scope is freed.
+    """
+    return Guard("remat.recompute_cache", lambda: _remat._open_recompute_cache(max_bytes))
+
+
+def graph_exec_group() -> Guard:
+    """Several backwards in the scope share one recompute of each region, as those of a split backward do.
+
+    Each saved tensor is released when a backward has read it; a second one that reads it raises CheckpointError
+    (GROUP_OVERLAP).
+    """
+    return Guard("remat.graph_exec_group()", _remat._open_graph_exec_group)
+
+
+def memory_limit(bytes: int) -> Guard:
+    """An allocation that would take `MemoryMeter().live_bytes` above `bytes` raises torch.OutOfMemoryError.
+
+    CPU memory, the whole process, all threads: the way to see on any machine what a small one would do. What a meter
+    does not count is not limited. Raises ValueError if `bytes` is negative.
+    """
+    return Guard(f"remat.memory_limit({bytes})", lambda: _remat._open_memory_limit(bytes))
+
+
+MemoryLimit = memory_limit
+
+
+# ---- what recomputes see --------------------------------------------------------------------------------
+
+
+class StateProvider(Protocol):
+    """State of the program's own that a region's function reads, such as the state of a random generator.
+
+    `capture` is called when a region begins, and around its recomputes; `restore` before each recompute, and after
+    it with what was there before. Recomputes of several threads that use one provider take turns.
+    """
+
+    def capture(self) -> Any: ...
+    def restore(self, state: Any, /) -> None: ...
+
+
+def state_provider(provider: StateProvider) -> Guard:
+    """Regions that begin in the scope keep what `provider` captured, and restore it around their recomputes."""
+    return Guard("remat.state_provider", lambda: _remat._open_state_provider(provider))
+
+
+def preserve_generator(generator: torch.Generator) -> Guard:
+    """Regions in the scope preserve this generator as they do the default ones (`preserve_rng_state`)."""
+    return Guard("remat.preserve_generator", lambda: _remat._open_generator(generator))
+
+
+def observe_recomputes(
+    begin: Optional[Callable[[_remat.PhaseInfo], object]] = None,
+    end: Optional[Callable[[_remat.PhaseInfo], object]] = None,
+) -> Guard:
+    """Recomputes of regions that begin in the scope call these before and after, on their threads, in pairs.
+
+    What `begin` raises fails the recompute; what `end` raises is a warning.
+    """
+    return Guard("remat.observe_recomputes", lambda: _remat._open_observe_recomputes(begin, end))
+
+
+PhaseInfo = _remat.PhaseInfo
+current_phase = _remat.current_phase
+
+__all__ = [
+    "Guard",
+    "MemoryLimit",
+    "PhaseInfo",
+    "StateProvider",
+    "current_phase",
+    "debug",
+    "disable_checkpoint",
+    "disable_saved_tensors_hooks",
+    "early_stop",
+    "graph_exec_group",
+    "memory_limit",
+    "observe_recomputes",
+    "preserve_generator",
+    "recompute_cache",
+    "save_as",
+    "save_on_cpu",
+    "save_on_disk",
+    "state_provider",
+]

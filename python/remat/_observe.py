@@ -1,0 +1,105 @@
+"""Seeing what happens: recorders of what regions do, cost and hold; what a graph saved; bytes of tensors."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple, Optional, Union
+
+import torch
+
+from ._extension import _remat
+
+MemoryMeter = _remat.MemoryMeter
+Report = _remat.Report
+RegionReport = _remat.RegionReport
+
+Path = Union[str, "os.PathLike[str]"]
+
+
+class Recorder:
+    """Records what regions do on every thread of the process, from its making to `stop` or the end of a `with`.
+
+        with remat.Recorder() as recorder:
+            model(x).sum().backward()
+        print(recorder.report())      # a table: calls, recomputes, bytes, times by region
+        recorder.write_html("step.html")
+
+    In a notebook it shows its page: live bytes over time, regions, the table.
+
+    memory: sample the live bytes of CPU tensors at every event and every allocation.
+    operators: also record the operators that run, 1 to 3 us each.
+    max_events: beyond it the oldest events go, and the report says so; sums stay exact. About 100 bytes each.
+    Several may record at a time. Threads: any.
+    """
+
+    def __init__(self, *, memory: bool = True, operators: bool = False, max_events: int = 1 << 20) -> None:
+        self._recorder = _remat._Recorder(memory, operators, max_events)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Records no more; what was recorded stays."""
+        self._recorder.stop()
+
+    def report(self) -> _remat.Report:
+        """The sums so far; `str` makes a table of it, `to_json` text."""
+        return self._recorder.report()
+
+    def event_log(self) -> str:
+        """One line an event, without times: what happened in which order. Regions are numbered from 1."""
+        return self._recorder.event_log()
+
+    def page(self) -> str:
+        """One HTML page without scripts or other files: live bytes over time, the regions, the table."""
+        return self._recorder.page()
+
+    def write_html(self, path: Path) -> None:
+        """Writes `page()`."""
+        self._recorder.write_html(os.fspath(path))
+
+    def write_memory_svg(self, path: Path) -> None:
+        """Live bytes over time, stacked by kind, with the regions below."""
+        self._recorder.write_memory_svg(os.fspath(path))
+
+    def write_chrome_trace(self, path: Path) -> None:
+        """For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their threads."""
+        self._recorder.write_chrome_trace(os.fspath(path))
+
+    def _repr_html_(self) -> str:
+        import html
+
+        page = html.escape(self.page(), quote=True)
+        return f'<iframe srcdoc="{page}" width="100%" height="640" style="border: 0"></iframe>'
+
+
+class SavedTensor(NamedTuple):
+    """One tensor that a graph saved, or that a region would compute again for it."""
+
+    node: str
+    """The node's name: "SinBackward0"."""
+    region: str
+    """Of what was dropped: the region's name."""
+    shape: torch.Size
+    dtype: Optional[torch.dtype]
+    """None for a tensor that hooks of the program packed, and for a node that cannot say what it saved."""
+    bytes: int
+    """[bytes] of its storage, or of the tensor that was dropped."""
+    shares_storage: bool
+    """With one before it in the list: these bytes are not to be added."""
+    dropped: bool
+    """It is not there: a recompute will bring it."""
+
+
+def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
+    """What the graph below `root` saved, in the order in which backward would read it.
+
+    Computes nothing. A tensor that one node saved twice is listed once. Not beside a backward over the same graph.
+    """
+    return [SavedTensor(*each) for each in _remat._saved_tensors(root)]
+
+
+__all__ = ["MemoryMeter", "Recorder", "RegionReport", "Report", "SavedTensor", "saved_tensors"]

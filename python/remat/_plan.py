@@ -1,0 +1,284 @@
+"""Where to checkpoint a chain of stages: plans, what they cost, the fastest one under a byte budget."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Callable, NamedTuple, Optional
+
+import torch
+import torch.nn as nn
+
+from ._extension import _remat
+
+Plan = _remat.Plan
+Stage = Callable[[torch.Tensor], torch.Tensor]
+
+revolve_plan = _remat.revolve_plan
+mixed_plan = _remat.mixed_plan
+balanced_plan = _remat.balanced_plan
+torch_sequential_plan = _remat.torch_sequential_plan
+halving_plan = _remat.halving_plan
+
+
+class InfeasibleBudget(ValueError):
+    """No plan fits into the budget."""
+
+    def __init__(self, message: str, minimum_bytes: int) -> None:
+        super().__init__(message.replace("remat::", "remat."))
+        self.minimum_bytes = minimum_bytes
+        """The smallest budget for which there is a plan [bytes]."""
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.args[0], self.minimum_bytes)
+
+
+class StageCost(NamedTuple):
+    """What one stage of a chain costs; each storage once. Parameters and their gradients are in no budget."""
+
+    forward_s: float = 0.0
+    """[seconds] of a forward in grad mode."""
+    backward_s: float = 0.0
+    """[seconds] of its backward."""
+    forward_to_last_save_s: float = -1.0
+    """[seconds] of a forward that ends at the stage's last save. Negative: `forward_s`."""
+    output_bytes: int = 0
+    """[bytes] that the stage returns."""
+    saved_bytes: int = 0
+    """[bytes] that autograd keeps and that are neither input nor output nor parameters."""
+    forward_tmp_bytes: int = 0
+    """[bytes] at the peak of a forward that saves, beyond all that is named here."""
+    backward_tmp_bytes: int = 0
+    """The same of a backward."""
+    grad_bytes: int = 0
+    """[bytes] of the output's gradient."""
+    saves_output: bool = True
+    """Whether the output is among what autograd keeps of the stage."""
+    unsaved_tmp_bytes: int = -1
+    """Instead of `forward_tmp_bytes` where nothing is saved. Negative: the same."""
+
+
+class ChainCost(NamedTuple):
+    """A chain of stages, each fed with the output of the one before; the last is the loss."""
+
+    input_bytes: int = 0
+    """[bytes], for the record: budgets do not count the input."""
+    input_grad_bytes: int = 0
+    """[bytes] of the gradient of the input; 0 if it takes none."""
+    stages: tuple[StageCost, ...] = ()
+
+    def _tuple(self) -> _remat._CostTuple:
+        return self.input_bytes, self.input_grad_bytes, self.stages
+
+
+class FrontierPoint(NamedTuple):
+    """One point of a frontier: a peak, and the least time that it takes."""
+
+    bytes: int
+    """[bytes] of the peak beyond the input."""
+    extra_s: float
+    """[seconds] beyond one forward and one backward."""
+
+
+class Simulation(NamedTuple):
+    """What `simulate` says of a plan."""
+
+    peak_bytes: int
+    """[bytes] beyond the input."""
+    extra_s: float
+    """[seconds] beyond one forward and one backward."""
+    calls: list[int]
+    """How often forward calls each stage."""
+    frames: int
+    """Regions."""
+    depth: int
+    """The deepest nesting."""
+
+
+class Frontier:
+    """What `solve` found: for every budget the least time. Any thread."""
+
+    def __init__(self, native: _remat.Frontier) -> None:
+        self._native = native
+        self.points = [FrontierPoint(*each) for each in native._points]
+        """Bytes rise and seconds fall from point to point; the last one recomputes nothing."""
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """The fastest plan whose peak is at most `budget_bytes` [bytes] beyond the input; of the equally fast ones
+        one of the smallest peak. Raises InfeasibleBudget below the first point."""
+        return self._native.plan(budget_bytes)
+
+
+def solve(
+    cost: ChainCost, *, max_depth: int = 0, early_stop: bool = True, frame_cost_s: float = 0.0, eps: float = 0.0
+) -> Frontier:
+    """The exact frontier of time and memory over all plans, for every budget at once.
+
+    max_depth: of nesting; 0: any. early_stop: as the plan will run. frame_cost_s: [seconds], paid once a region.
+    eps: in [0, 1); points that are faster than the one before by less than this share are dropped.
+    Cubic in the number of different stages times the number of points; chains of equal stages are much cheaper.
+    Raises ValueError for costs or options out of range.
+    """
+    return Frontier(_remat._solve(cost._tuple(), max_depth, early_stop, frame_cost_s, eps))
+
+
+def simulate(cost: ChainCost, plan: Plan, *, early_stop: bool = True, frame_cost_s: float = 0.0) -> Simulation:
+    """What a plan costs, event by event, without the solver's recurrence."""
+    return Simulation(*_remat._simulate(cost._tuple(), plan, early_stop, frame_cost_s))
+
+
+def stages_of(stages: Iterable[Stage]) -> list[Stage]:
+    """A Sequential is the list of its children."""
+    return list(stages)
+
+
+# ---- measuring ----------------------------------------------------------------------------------------------
+
+
+class _Progress:
+    """A bar, if tqdm is installed and measuring takes more than a second."""
+
+    def __init__(self, num_stages: int, is_wanted: bool) -> None:
+        self._bar: Any = None
+        self.stage = -1
+        if not is_wanted:
+            return
+        try:
+            from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
+        except ImportError:
+            return
+        self._bar = tqdm(total=num_stages, desc="remat.measure", unit="stage", delay=1.0, leave=False)
+
+    @property
+    def is_there(self) -> bool:
+        return self._bar is not None
+
+    def begins(self, stage: int) -> None:
+        self.stage = stage
+        self._bar.update(stage - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _modules_of(stages: Sequence[Stage]) -> Iterator[nn.Module]:
+    for stage in stages:
+        for found in (stage, getattr(stage, "__self__", None), getattr(stage, "func", None)):
+            if isinstance(found, nn.Module):
+                yield found
+                break
+
+
+@contextlib.contextmanager
+def _buffers_kept(stages: Sequence[Stage]) -> Iterator[None]:
+    """Running statistics are afterwards what they were."""
+    buffers = {
+        id(buffer): (buffer, buffer.detach().clone())
+        for module in _modules_of(stages)
+        for buffer in module.buffers()
+        if not torch.nn.parameter.is_lazy(buffer)
+    }
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers.values():
+                if not torch.equal(buffer, before):
+                    buffer.data.copy_(before)
+
+
+def measure(
+    stages: Iterable[Stage], sample: torch.Tensor, *, warmup: int = 1, repeats: int = 5, progress: bool = True
+) -> ChainCost:
+    """Runs each stage forward and backward on what the one before made of `sample`, and says what it cost.
+
+    stages: functions from one tensor to one tensor, modules, or a Sequential; the last one is the loss.
+    warmup: runs that are not timed. repeats: timed runs, the least of which is kept.
+    progress: a bar where it takes more than a second and tqdm is installed.
+
+    Bytes are those of storages; temporaries are what the CPU allocator gives out, so other devices have none here.
+    Times are those of the calling thread. Parameters have gradients throughout, as in training that sets them to
+    zero: a program that drops them (`zero_grad(set_to_none=True)`) needs their bytes on top.
+    Afterwards parameters have the `.grad` they had, modules their buffers, the CPU generator its state.
+    Raises what a stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages.
+    """
+    functions = stages_of(stages)
+    bar = _Progress(len(functions), progress)
+
+    def shown(number: int, stage: Stage) -> Stage:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            if bar.stage != number:  # its first call, which is not timed
+                bar.begins(number)
+            return stage(x)
+
+        return run
+
+    try:
+        with _buffers_kept(functions):
+            counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
+            input_bytes, input_grad_bytes, costs = _remat._measure(counted, sample, warmup, repeats)
+    finally:
+        bar.close()
+    return ChainCost(input_bytes, input_grad_bytes, tuple(StageCost(*each) for each in costs))
+
+
+# ---- running ------------------------------------------------------------------------------------------------
+
+
+def run(plan: Plan, stages: Iterable[Stage], input: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Runs the stages on `input` with nested regions as the plan says, all with the options of `checkpoint`.
+
+    The stages that a region runs are added to its name. Stages that are modules have their buffers and training
+    flags restored in recomputes. Memory: at most what `simulate` says for measured costs; the loss and its gradient,
+    which the caller of `backward()` holds to its end, count a few bytes more.
+    Raises ValueError if plan and stages have different numbers; else as `checkpoint`.
+    """
+    return _remat._run(plan, stages_of(stages), input, _remat._Options(options))
+
+
+def checkpoint_sequential(
+    stages: Iterable[Stage],
+    segments: int,
+    input: torch.Tensor,
+    *,
+    split: str = "torch",
+    checkpoint_last: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Runs the stages one after the other in so many segments, each but the last as one region.
+
+    split: "torch": equal segments, the last takes the rest; "balanced": lengths that differ by at most one.
+    checkpoint_last: the last segment is a region, too.
+    input_mode is "copy_on_write" unless it is said, so that a segment may begin with an in-place activation.
+    """
+    functions = stages_of(stages)
+    plans = {"torch": torch_sequential_plan, "balanced": balanced_plan}
+    if split not in plans:
+        raise ValueError(f"remat.checkpoint_sequential: split must be 'torch' or 'balanced', and is {split!r}")
+    plan = plans[split](len(functions), segments)
+    if checkpoint_last:
+        first = plan.regions[-1][1] + 1 if plan.regions else 1
+        plan = Plan(plan.stages, [*plan.regions, (first, plan.stages)])
+    return run(plan, functions, input, **{"input_mode": "copy_on_write", **options})
+
+
+__all__ = [
+    "ChainCost",
+    "Frontier",
+    "FrontierPoint",
+    "InfeasibleBudget",
+    "Plan",
+    "Simulation",
+    "StageCost",
+    "balanced_plan",
+    "checkpoint_sequential",
+    "halving_plan",
+    "measure",
+    "mixed_plan",
+    "revolve_plan",
+    "run",
+    "simulate",
+    "solve",
+    "torch_sequential_plan",
+]

@@ -1,0 +1,54 @@
+"""The examples run, and say what they promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+
+import remat
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def output_of(*command: str) -> str:
+    """What an example prints."""
+    folder = os.path.dirname(os.path.dirname(remat.__file__))
+    path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / command[0]), *command[1:]], env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        text=True, timeout=300, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise AssertionError(f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+class Examples(unittest.TestCase):
+    def test_quickstart_prints_what_the_documents_show(self) -> None:
+        self.assertEqual(
+            output_of("quickstart.py"),
+            "plain:        589828 bytes alive after forward\n"
+            "checkpointed: 65540 bytes alive after forward\n"
+            "gradients bit-equal: yes\n",
+        )
+
+    def test_tour(self) -> None:
+        text = output_of("tour.py")
+        self.assertIn("region: 4 (Block)", text)
+        self.assertIn("chosen for 300,000", text)
+
+    def test_gpt2(self) -> None:
+        try:
+            import transformers  # noqa: F401
+        except ImportError:
+            self.skipTest("the package transformers is not installed")
+        text = output_of("gpt2.py", "--small", "--steps", "2", "--blocks", "6")
+        self.assertIn("all trainings are equal, bit by bit", text)
+        self.assertIn("the plan's peak is within its budget", text)
+
+
+if __name__ == "__main__":
+    unittest.main()

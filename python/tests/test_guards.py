@@ -1,0 +1,257 @@
+"""Guards: each does in its scope what it says, and nothing behind it."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import unittest
+import weakref
+from pathlib import Path
+
+import torch
+
+import remat
+from common import Case
+
+
+def function(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().exp().cos()
+
+
+def leaf(size: int = 64) -> torch.Tensor:
+    return torch.linspace(0, 1, size).requires_grad_()
+
+
+def gradient(run: object = function, size: int = 64) -> torch.Tensor:
+    x = leaf(size)
+    run(x).sum().backward()  # type: ignore[operator]
+    assert x.grad is not None
+    return x.grad
+
+
+class Guards(Case):
+    def test_save_on_disk(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            meter = remat.MemoryMeter()
+            x = leaf(1 << 16)
+            before = meter.live_bytes
+            with remat.save_on_disk(Path(folder), min_bytes=1):
+                y = function(x).sum()
+            self.assertLess(meter.live_bytes - before, 1 << 18)  # four tensors of it without
+            self.assertEqual(list(Path(folder).iterdir()), [])  # it has no name
+            y.backward()
+            self.assertTrue(torch.equal(x.grad, gradient(size=1 << 16)))
+            with remat.save_on_disk(folder, min_bytes=1):
+                self.assertTrue(torch.equal(gradient(lambda x: remat.checkpoint(function, x)), gradient()))
+        with self.assertRaises(ValueError):
+            with remat.save_on_disk("/no/such/folder"):
+                pass
+
+    def test_save_as_is_lossy_and_halves_bytes(self) -> None:
+        meter = remat.MemoryMeter()
+        x = leaf(1 << 12)
+        held = []
+        for guard in (remat.save_as(torch.float32), remat.save_as(torch.bfloat16)):
+            before = meter.live_bytes
+            with guard:
+                y = function(x).sum()
+            held.append(meter.live_bytes - before)
+            (grad,) = torch.autograd.grad(y, x)
+            del y
+        self.assertLess(held[1], 0.6 * held[0])
+        self.assertFalse(torch.equal(grad, gradient(size=1 << 12)))
+        self.assertTrue(torch.allclose(grad, gradient(size=1 << 12), atol=0.05))
+        with self.assertRaises(ValueError):
+            with remat.save_as(torch.int32):
+                pass
+
+    def test_save_on_cpu_leaves_tensors_of_the_cpu(self) -> None:
+        with remat.save_on_cpu(pin_memory=False, min_bytes=1):
+            self.assertTrue(torch.equal(gradient(), gradient()))
+
+    def test_disable_saved_tensors_hooks(self) -> None:
+        with remat.disable_saved_tensors_hooks("not here"):
+            with self.assertRaisesRegex(RuntimeError, "not here"):
+                remat.checkpoint(function, leaf())
+        remat.checkpoint(function, leaf()).sum().backward()
+
+    def test_early_stop(self) -> None:
+        for enabled in (True, False):
+            runs: list[str] = []
+
+            def logged(x: torch.Tensor) -> torch.Tensor:
+                y = function(x)
+                runs.append("end")
+                return y + 1
+
+            with remat.early_stop(enabled):
+                y = remat.checkpoint(logged, leaf()).sum()
+            y.backward()
+            self.assertEqual(len(runs), 1 if enabled else 2)
+
+    def test_disable_checkpoint(self) -> None:
+        before = remat.counters()["frames_created"]
+        with remat.disable_checkpoint():
+            remat.checkpoint(function, leaf()).sum().backward()
+        self.assertEqual(remat.counters()["frames_created"], before)
+
+    def test_recompute_cache_and_its_limit(self) -> None:
+        for limit, recomputes in ((None, 1), (0, 3)):
+            x = leaf()
+            y = remat.checkpoint(function, x).sum()
+            before = remat.counters()["recomputes"]
+            with remat.recompute_cache(limit):
+                grads = [torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(3)]
+            self.assertEqual(remat.counters()["recomputes"] - before, recomputes)
+            self.assertTrue(all(torch.equal(each, gradient()) for each in grads))
+            self.assertEqual(remat.counters()["recomputed_bytes_alive"], 0)
+
+    def test_graph_exec_group(self) -> None:
+        x, w = leaf(), leaf()
+        y = remat.checkpoint(lambda x, w: x.sin() * w.cos(), x, w).sum()
+        before = remat.counters()["recomputes"]
+        with remat.graph_exec_group():
+            torch.autograd.grad(y, x, retain_graph=True)
+            with self.assertRaises(remat.CheckpointError) as raised:
+                torch.autograd.grad(y, x, retain_graph=True)
+        self.assertIs(raised.exception.kind, remat.ErrorKind.GROUP_OVERLAP)
+        self.assertEqual(remat.counters()["recomputes"] - before, 1)
+
+    def test_debug_names_operators(self) -> None:
+        calls = []
+
+        def other(x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return x.sin() if len(calls) == 1 else x.double().cos()
+
+        with remat.debug():
+            y = remat.checkpoint(other, leaf()).sum()
+        with self.assertRaisesRegex(remat.CheckpointError, "aten::") as raised:
+            y.backward()
+        self.assertIn("sin", raised.exception.mismatches[0].forward_op)
+
+    def test_memory_limit(self) -> None:
+        meter = remat.MemoryMeter()
+        with remat.memory_limit(meter.live_bytes + 1_000_000):
+            torch.empty(100_000)
+            with self.assertRaises(torch.OutOfMemoryError):
+                torch.empty(1_000_000)
+        torch.empty(1_000_000)
+        with self.assertRaises(ValueError):
+            with remat.MemoryLimit(-1):
+                pass
+
+    def test_state_provider(self) -> None:
+        class RandomState:
+            def __init__(self) -> None:
+                self.captures = 0
+
+            def capture(self) -> object:
+                self.captures += 1
+                return random.getstate()
+
+            def restore(self, state: object) -> None:
+                random.setstate(state)  # type: ignore[arg-type]
+
+        def drawing(x: torch.Tensor) -> torch.Tensor:
+            return (x * random.random()).sin().cos()
+
+        random.seed(1)
+        wanted = [gradient(drawing), random.random()]
+        random.seed(1)
+        provider = RandomState()
+        with remat.state_provider(provider):
+            found = [gradient(lambda x: remat.checkpoint(drawing, x)), random.random()]
+        self.assertTrue(torch.equal(found[0], wanted[0]))
+        self.assertEqual(found[1], wanted[1])
+        self.assertGreaterEqual(provider.captures, 2)
+        gone = weakref.ref(provider)
+        del provider
+        self.assertIsNone(gone())
+
+    def test_a_provider_that_raises(self) -> None:
+        class Broken:
+            def capture(self) -> object:
+                raise KeyError("capture")
+
+            def restore(self, state: object) -> None:
+                pass
+
+        with self.assertRaisesRegex(KeyError, "capture"):
+            with remat.state_provider(Broken()):
+                remat.checkpoint(function, leaf())
+
+    def test_preserve_generator(self) -> None:
+        results = []
+        for run in (lambda f, x: f(x), remat.checkpoint):
+            generator = torch.Generator().manual_seed(4)
+
+            def drawing(x: torch.Tensor, generator: torch.Generator = generator) -> torch.Tensor:
+                return (x * torch.rand(x.shape, generator=generator)).sin()
+
+            with remat.preserve_generator(generator):
+                results.append([gradient(lambda x: run(drawing, x)), torch.rand(1, generator=generator)])  # type: ignore[operator]
+        for a, b in zip(*results):
+            self.assertTrue(torch.equal(a, b))
+        with self.assertRaises(TypeError):
+            with remat.preserve_generator(3):  # type: ignore[arg-type]
+                pass
+
+    def test_observe_recomputes(self) -> None:
+        seen: list[tuple[str, str, str, int]] = []
+        with remat.observe_recomputes(
+            lambda phase: seen.append(("begin", phase.name, phase.phase, phase.depth)),
+            lambda phase: seen.append(("end", phase.name, phase.phase, phase.depth)),
+        ):
+            y = remat.checkpoint(function, leaf(), name="one").sum()
+        y.backward()
+        self.assertEqual(seen, [("begin", "one", "recompute", 1), ("end", "one", "recompute", 1)])
+
+        def broken(phase: remat.PhaseInfo) -> None:
+            raise KeyError(phase.name)
+
+        with remat.observe_recomputes(begin=broken):
+            y = remat.checkpoint(function, leaf(), name="two").sum()
+        with self.assertRaisesRegex(KeyError, "two"):
+            y.backward()
+
+    def test_current_phase(self) -> None:
+        seen = []
+
+        def asking(x: torch.Tensor) -> torch.Tensor:
+            seen.append(remat.current_phase())
+            return function(x)
+
+        gradient(lambda x: remat.checkpoint(asking, x, name="here"))
+        self.assertEqual([each.phase for each in seen], ["forward", "recompute"])
+        self.assertEqual(seen[0].frame_id, seen[1].frame_id)
+        self.assertEqual((seen[0].name, seen[0].depth), ("here", 1))
+        self.assertEqual(remat.current_phase().phase, "none")
+        self.assertIn("frame_id=-1", repr(remat.current_phase()))
+
+    def test_guards_nest_are_decorators_and_belong_to_their_thread(self) -> None:
+        def frames() -> int:
+            before = remat.counters()["frames_created"]
+            remat.checkpoint(function, leaf())
+            return remat.counters()["frames_created"] - before
+
+        guard = remat.disable_checkpoint()
+        with guard:
+            with guard:
+                self.assertEqual(frames(), 0)
+            self.assertEqual(frames(), 0)
+            found: list[int] = []
+            thread = threading.Thread(target=lambda: found.append(frames()))
+            thread.start()
+            thread.join()
+            self.assertEqual(found, [1])
+        self.assertEqual(frames(), 1)
+        self.assertEqual(guard(frames)(), 0)
+        self.assertEqual(frames(), 1)
+        with self.assertRaises(RuntimeError):
+            guard.__exit__(None, None, None)
+
+
+if __name__ == "__main__":
+    unittest.main()

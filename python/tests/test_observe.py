@@ -1,0 +1,88 @@
+"""Recorders, what graphs hold, and meters: their figures."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import unittest
+from pathlib import Path
+
+import torch
+
+import remat
+from common import Case
+
+
+def function(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().exp().cos()
+
+
+class Observe(Case):
+    def test_report_figures(self) -> None:
+        x = torch.ones(1000, requires_grad=True)
+        with remat.Recorder() as recorder:
+            for _ in range(3):
+                remat.checkpoint(function, x, name="block").sum().backward()
+        remat.checkpoint(function, x, name="later").sum().backward()
+        report = recorder.report()
+        (region,) = report.regions
+        self.assertEqual(region.name, "block")
+        self.assertEqual((region.calls, region.recomputes), (3, 3))
+        # Two results, 4000 bytes each: what is saved of x is there anyway.
+        self.assertEqual(region.bytes_dropped, 3 * 2 * 4000)
+        self.assertEqual(region.bytes_inputs, 3 * 4000)
+        self.assertGreater(region.recompute_s, 0)
+        self.assertEqual(json.loads(report.to_json())["regions"][0]["calls"], 3)
+        self.assertIn("block", str(report))
+        self.assertNotIn("later", str(report))
+
+    def test_event_log_and_files(self) -> None:
+        x = torch.ones(1000, requires_grad=True)
+        recorder = remat.Recorder(operators=True)
+        remat.checkpoint(function, x, name="block").sum().backward()
+        recorder.stop()
+        recorder.stop()
+        log = recorder.event_log()
+        self.assertIn("block", log)
+        self.assertIn("<iframe", recorder._repr_html_())
+        self.assertIn("block", recorder.page())
+        with tempfile.TemporaryDirectory() as folder:
+            recorder.write_html(Path(folder) / "page.html")
+            recorder.write_memory_svg(Path(folder) / "memory.svg")
+            recorder.write_chrome_trace(Path(folder) / "trace.json")
+            self.assertEqual((Path(folder) / "page.html").read_text(), recorder.page())
+            self.assertTrue((Path(folder) / "memory.svg").read_text().startswith("<svg"))
+            trace = json.loads((Path(folder) / "trace.json").read_text())
+            self.assertTrue(any("sin" in str(each.get("name")) for each in trace["traceEvents"]))
+        with self.assertRaises(RuntimeError):
+            recorder.write_html("/no/such/folder/page.html")
+
+    def test_wrong_options(self) -> None:
+        with self.assertRaises(ValueError):
+            remat.Recorder(max_events=0)
+
+    def test_saved_tensors(self) -> None:
+        x = torch.ones(10, requires_grad=True)
+        plain = remat.saved_tensors(function(x))
+        self.assertEqual([each.node for each in plain], ["CosBackward0", "ExpBackward0", "SinBackward0"])
+        self.assertEqual([each.bytes for each in plain], [40, 40, 40])
+        self.assertEqual(plain[0].shape, torch.Size([10]))
+        self.assertEqual(plain[0].dtype, torch.float32)
+        self.assertTrue(plain[1].shares_storage)  # cos saves its argument, exp its result
+        dropped = remat.saved_tensors(remat.checkpoint(function, x, name="block"))
+        self.assertTrue(all(each.dropped and each.region == "block" for each in dropped))
+
+    def test_meter(self) -> None:
+        meter = remat.MemoryMeter()
+        before = meter.live_bytes
+        x = torch.empty(1000)
+        self.assertEqual(meter.live_bytes - before, 4000)
+        del x
+        self.assertEqual(meter.live_bytes, before)
+        self.assertEqual(meter.peak_bytes - before, 4000)
+        meter.reset_peak()
+        self.assertEqual(meter.peak_bytes, before)
+
+
+if __name__ == "__main__":
+    unittest.main()
