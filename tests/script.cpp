@@ -90,7 +90,30 @@ void settle(jit::Module& module, bool requires_grad) {
   for (const Tensor& each : module.parameters()) each.mutable_grad() = Tensor();
 }
 
+/// The first script that a program's regions meet inside a function is saved plainly.
+void meet_first_script() {
+  jit::Module module("first");
+  module.define("def forward(self, x):\n  return (x * x).sin()\n");
+  in_lambda(module, leaf({2})).sum().backward();
+}
+
 }  // namespace
+
+TEST_CASE("the first script that a region meets inside its function has the plain gradient",
+          "[script][modules]") {
+  jit::Module module("first");
+  module.define("def forward(self, x):\n  return (x * x).sin()\n");
+  const bool early_stop = GENERATE(true, false);
+  const Tensor x = leaf({4});
+  const Tensor y = checkpoint(
+      {.early_stop = early_stop},
+      [module](const Tensor& in) mutable {
+        return module.forward({in.sin().sin()}).toTensor().sin();
+      },
+      x);
+  const Tensor h = x.sin().sin();
+  CHECK(bit_equal(grad_of(y, {x})[0], grad_of((h * h).sin().sin(), {x})[0]));
+}
 
 TEST_CASE("a script module as the function trains as without regions from the first step on",
           "[script][modules]") {
@@ -129,6 +152,7 @@ TEST_CASE("a method of a script module is the function of a region", "[script][m
 
 TEST_CASE("a script module inside a lambda equals it run without the optimiser",
           "[script][modules]") {
+  meet_first_script();
   const auto unoptimized = [](jit::Module& module, const Tensor& x) {
     const jit::GraphOptimizerEnabledGuard off(false);
     return plainly(module, x);
@@ -146,6 +170,7 @@ TEST_CASE("a script module inside a lambda equals it run without the optimiser",
 
 TEST_CASE("a script's plan that changed between forward and recompute is an error that says so",
           "[script][modules][rule-10]") {
+  meet_first_script();
   jit::Module module = made();
   const Tensor x = leaf({4, 8});
   const Tensor y = checkpoint(
@@ -161,6 +186,7 @@ TEST_CASE("a script's plan that changed between forward and recompute is an erro
 
 TEST_CASE("a settled script called past its module recomputes, an unsettled one says so",
           "[script][modules][rule-10]") {
+  meet_first_script();
   const auto unit = std::make_shared<jit::CompilationUnit>();
   unit->define(std::nullopt, "def f(x, w):\n  return (x * w).sin().sin()\n", jit::nativeResolver(),
                nullptr);
@@ -181,6 +207,7 @@ TEST_CASE("a settled script called past its module recomputes, an unsettled one 
 }
 
 TEST_CASE("what a settled plan falls back on is the same in the recompute", "[script][modules]") {
+  meet_first_script();
   for (const bool is_function : {true, false}) {
     jit::Module module = made();
     settle(module, /*requires_grad=*/false);  // the plan fits arguments without grad

@@ -20,7 +20,6 @@
 #include "lib/frame/forward_scope.h"
 #include "lib/observe/profiler.h"
 #include "lib/seam/dispatch_mode.h"
-#include "lib/seam/script.h"
 #include "lib/selective/policy_rule.h"
 #include "lib/selective/selection.h"
 #include "remat/script_call.h"
@@ -68,15 +67,6 @@ std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
   return extras;
 }
 
-/// Inside a region script functions run in a way that a recompute can repeat.
-void* script_call_began() {
-  detail::RegionScope* const region = detail::innermost_region();
-  if (region == nullptr || !region->is_own_thread() || region->scripts() == nullptr) return nullptr;
-  return region->scripts()->began();
-}
-
-constexpr seam::ScriptCallObserver script_calls{script_call_began, ScriptWatch::ended};
-
 void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
   TORCH_CHECK_VALUE(!(in_force.debug && options.context_fn),
                     "remat::checkpoint: debug=True is incompatible with non-default context_fn. "
@@ -114,8 +104,6 @@ bool opens_region() {
 ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
                        const FunctionFacts& facts)
     : visit_opaque_(facts.visit_opaque) {
-  static const bool observes_scripts = (seam::observe_script_calls(script_calls), true);
-  static_cast<void>(observes_scripts);
   const StackView stack;
   const RegionOptions in_force = options_in_force(options, facts, stack);
   refuse(options, in_force);

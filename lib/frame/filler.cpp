@@ -122,7 +122,7 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
           {position, at::sequence_number::peek(), saved, {noted.begin(), noted.end()}});
   });
   value.tensor = kept;
-  value.is_own_alias = saved.requires_grad();
+  value.is_own_alias = !kept.is_same(saved);
   if (!saved.is_cpu()) value.ready = ready_.of(saved);
   if (is_planted(Fault::InnerInput) && input_being_saved() != nullptr) {
     value.tensor = kept.new_zeros(kept.sizes());

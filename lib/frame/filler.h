@@ -43,6 +43,8 @@ class Filler final : public SlotFiller {
   bool is_forward_over() const { return view_.is_settled; }
   /// The recompute must run to its end, unless forward has not got there yet.
   void forbid_stop() { early_stop_ = !view_.is_settled; }
+  /// What comes after the last slot is nobody's.
+  void ignore_rest() { rest_is_plain_ = true; }
   /// Not before a script function has returned: then it is known what it ran.
   void forbid_stop_in_scripts() { may_stop_in_scripts_ = false; }
   /// Of these storages providers say that they are as forward saw them. Note [Written by a provider].
@@ -56,7 +58,8 @@ class Filler final : public SlotFiller {
   /// More tensors came than forward saved, and forward is over. With early stop on that is no difference,
   /// since all that was needed came before, and might as well have been the end.
   bool has_too_many() const {
-    return view_.is_settled && num_seen_ > num_slots_ && !region_.options.early_stop;
+    return view_.is_settled && num_seen_ > num_slots_ && !region_.options.early_stop &&
+           !rest_is_plain_;
   }
   /// Whether the recompute may be ended here, as far as thread, backward and function are concerned.
   bool is_on_own_ground() const;
@@ -134,6 +137,7 @@ class Filler final : public SlotFiller {
   bool has_stopped_ = false;
   bool has_other_numbers_ = false;
   bool may_stop_in_scripts_ = true;
+  bool rest_is_plain_ = false;
 };
 
 }  // namespace remat

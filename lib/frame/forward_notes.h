@@ -79,6 +79,9 @@ class ForwardNotes {
     noted().scripts = std::move(plans);
     has_scripts_.store(true, std::memory_order_release);
   }
+  /// What the function saved after the last slot is saved plainly: Note [The first script].
+  void note_plain_rest() { has_plain_rest_.store(true, std::memory_order_relaxed); }
+  bool has_plain_rest() const { return has_plain_rest_.load(std::memory_order_relaxed); }
   bool has_scripts() const { return has_scripts_.load(std::memory_order_acquire); }
   /// Only if it has; they do not change.
   const std::vector<seam::ScriptPlan>& scripts() const { return noted_->scripts; }
@@ -102,7 +105,7 @@ class ForwardNotes {
     return *noted_;
   }
   SpinLock mutex_;
-  std::atomic<bool> has_run_backward_{false}, has_scripts_{false};
+  std::atomic<bool> has_run_backward_{false}, has_scripts_{false}, has_plain_rest_{false};
   std::unique_ptr<Noted> noted_;
 };
 

@@ -19,8 +19,19 @@ ForwardScope::ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::Region
 std::unique_ptr<torch::autograd::SavedVariableHooks> ForwardScope::make_hooks() {
   // See RecomputeScope: a thread that merely inherited the stack saves plainly.
   if (!is_own_thread()) return nullptr;
-  if (seam::is_in_script()) scripts()->saw_save();
+  if (rest_is_plain_ || (seam::is_in_script() && !may_drop_in_script())) return nullptr;
   return std::make_unique<Drop>(c10::intrusive_ptr<SlotOwner>::reclaim_copy(&frame()));
+}
+
+// See Note [The first script].
+bool ForwardScope::may_drop_in_script() {
+  if (ScriptWatch::begin_observing()) {
+    rest_is_plain_ = true;
+    frame().notes().note_plain_rest();
+    return false;
+  }
+  scripts()->saw_save();
+  return true;
 }
 
 void ForwardScope::backward_begins(const torch::autograd::edge_list& roots,

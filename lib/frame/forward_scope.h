@@ -43,11 +43,13 @@ class ForwardScope final : public FrameScope {
 
  private:
   void wait_for_gradients(c10::function_ref<void(TensorVisitor)> visit_result);
+  bool may_drop_in_script();
   bool keeps_here() const { return is_own_thread() && frame().keeper() != nullptr; }
 
   SpinLock mutex_;
   std::vector<WeakStorage> gradients_;  // that backwards inside returned, on devices
   std::atomic<int64_t> num_backwards_{0};
+  bool rest_is_plain_ = false;  // what is saved from now on is not dropped
 };
 
 }  // namespace remat

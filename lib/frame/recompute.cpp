@@ -25,7 +25,7 @@ namespace {
 class VouchedFor {
  public:
   VouchedFor(Filler& filler, const StorageSet& storages) : filler_(filler) {
-    filler_.set_vouched(&storages);
+    if (!storages.is_empty()) filler_.set_vouched(&storages);
   }
   ~VouchedFor() { filler_.set_vouched(nullptr); }
   VouchedFor& operator=(VouchedFor&&) = delete;

@@ -57,6 +57,7 @@ void RecomputeScope::begin(const std::vector<at::Tensor>& inputs) {
     if (auto leaves = notes.accumulated_leaves(); !leaves.is_empty())
       sinks_ = std::make_unique<GradientSinks>(std::move(leaves));
   if (draws_.uses_original() || notes.has_hook_after_backward()) filler_.forbid_stop();
+  if (notes.has_plain_rest()) filler_.ignore_rest();
   if (notes.has_scripts()) filler_.forbid_stop_in_scripts();
   if (frame().keeper() == nullptr) return;
   replay_ = frame().keeper()->begin_recompute(filler_, inputs);

@@ -1,8 +1,11 @@
 #include "lib/frame/script_watch.h"
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <utility>
+
+#include "lib/scope/region_scope.h"
 
 namespace remat {
 
@@ -19,7 +22,20 @@ struct Announced {
   const seam::ScriptsUnoptimized unoptimized{};
 };
 
+void* call_began() {
+  detail::RegionScope* const region = detail::innermost_region();
+  if (region == nullptr || !region->is_own_thread() || region->scripts() == nullptr) return nullptr;
+  return region->scripts()->began();
+}
+
 }  // namespace
+
+bool ScriptWatch::begin_observing() {
+  static std::atomic<bool> observes{false};
+  if (observes.load(std::memory_order_acquire) || observes.exchange(true)) return false;
+  seam::observe_script_calls({call_began, ended});
+  return true;
+}
 
 void ScriptWatch::take_unannounced() {
   if (unannounced == nullptr) return;
@@ -32,6 +48,7 @@ void ScriptWatch::saw_save() {
   take_unannounced();
   seam::forget_last_script_plan();
   unannounced = this;
+  saw_unannounced_ = true;
 }
 
 void* ScriptWatch::began() {
@@ -48,7 +65,7 @@ void ScriptWatch::ended(void* begun) {
   call->watch.plans_.push_back(seam::last_script_plan());
 }
 
-void ScriptWatch::end() {
+void ScriptWatch::end_unannounced() {
   if (unannounced != this) return;
   take_unannounced();
   unannounced = nullptr;

@@ -80,6 +80,7 @@ class StorageSet {
     return number < 0 ? nullptr : storages_[static_cast<std::size_t>(number)]._unsafe_get_target();
   }
   void clear();
+  bool is_empty() const { return storages_.empty(); }
   /// Visits those that are alive.
   template <class Visitor>
   void visit(Visitor&& visitor) const {
