@@ -173,7 +173,7 @@ class Exits(Case):
 
     def test_import_takes_little_time(self) -> None:
         text = "import time, torch, torch.utils.checkpoint; t = time.process_time(); import remat; print(time.process_time() - t)"
-        self.assertLess(min(float(run_script(text).stdout) for _ in range(3)), 0.05)
+        self.assertLess(min(float(run_script(text).stdout.split()[-1]) for _ in range(3)), 0.05)
 
     def test_another_torch_is_refused_in_words(self) -> None:
         done = run_script("import torch; torch.__version__ = '1.0.0'; import remat")
