@@ -72,6 +72,7 @@ class REMAT_API RegionBody {
   virtual void raise(CheckpointError error);
 };
 
+/// Gets to know an argument: its number, from 0, where it lies, its size [bytes] and its type.
 using OpaqueVisitor = c10::function_ref<void(int64_t number, const void* object,
                                              std::size_t num_bytes, const std::type_info& type)>;
 

@@ -69,7 +69,8 @@ class Recordings {
   void remove(const Recording& recording) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto fewer = std::make_shared<List>(*alive_);
-    if (std::erase_if(*fewer, [&](const auto& each) { return each.get() == &recording; }) == 0) return;
+    if (std::erase_if(*fewer, [&](const auto& each) { return each.get() == &recording; }) == 0)
+      return;
     alive_ = std::move(fewer);
     if (recording::num_alive.fetch_sub(1) == 1) kept.forget_parameters();
   }

@@ -65,15 +65,15 @@ class Locked {
 void drop(PyObject* const* objects, std::size_t count) noexcept;
 
 /// Adds what a source defines to the module. They throw py::error_already_set.
-void add_process(py::module_& module);   // process.cpp
-void add_region(py::module_& module);    // region.cpp
-void add_drop_in(py::module_& module);   // drop_in.cpp
-void add_backward(py::module_& module);  // backward.cpp
-void add_policy(py::module_& module);    // policy.cpp
-void add_modules(py::module_& module);   // modules.cpp
+void add_process(py::module_& module);      // process.cpp
+void add_region(py::module_& module);       // region.cpp
+void add_drop_in(py::module_& module);      // drop_in.cpp
+void add_backward(py::module_& module);     // backward.cpp
+void add_policy(py::module_& module);       // policy.cpp
+void add_modules(py::module_& module);      // modules.cpp
 void add_save_region(py::module_& module);  // save_region.cpp
-void add_guards(py::module_& module);    // guards.cpp
-void add_observe(py::module_& module);   // observe.cpp
-void add_plan(py::module_& module);      // plan.cpp
+void add_guards(py::module_& module);       // guards.cpp
+void add_observe(py::module_& module);      // observe.cpp
+void add_plan(py::module_& module);         // plan.cpp
 
 }  // namespace remat::python
