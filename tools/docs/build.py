@@ -107,7 +107,8 @@ class Site:
         """A page that shows a file of the tree, or the files of a folder with the sentence that each opens with."""
         title = f"# {path} {{#{self.sources[path]}}}\n\n"
         if (ROOT / path).is_file():
-            command = "include{lineno}" if Path(path).suffix in (".h", ".cpp", ".py") else "verbinclude"
+            # Doxygen takes torch.nn in Python for the namespace, which has no page.
+            command = "include{lineno}" if Path(path).suffix in (".h", ".cpp") else "verbinclude"
             return f"{title}\\{command} {path}\n"
         rows = []
         for file in sorted((ROOT / path).rglob("*")):
