@@ -24,8 +24,8 @@ namespace {
 /// While the storages are known.
 class VouchedFor {
  public:
-  VouchedFor(Filler& filler, const StorageSet& storages) : filler_(filler) {
-    if (!storages.is_empty()) filler_.set_vouched(&storages);
+  VouchedFor(Filler& filler, const StorageSet* storages) : filler_(filler) {
+    filler_.set_vouched(storages);
   }
   ~VouchedFor() { filler_.set_vouched(nullptr); }
   VouchedFor& operator=(VouchedFor&&) = delete;
@@ -44,7 +44,7 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
   if (const UserState* const state = surroundings.user_state();
       state != nullptr && state->has_users_providers())
     frame.visit_outside([&](at::Tensor known) { captured.push_back(std::move(known)); });
-  UserRestore user_state(surroundings.user_state(), scope->own_lock(), std::move(captured));
+  UserRestore user_state(surroundings.user_state(), scope->own_lock(), captured);
   const VouchedFor vouched(filler, user_state.written());
   if (user_state.has_failed())
     throw_recompute_failed(region, "a StateProvider did not become free within ten seconds",

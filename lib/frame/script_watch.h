@@ -12,7 +12,7 @@ namespace remat {
 /// Note [The first script]
 /// While LibTorch announces calls, every change of a thread's state costs it more, whether scripts run or not: 2,000
 /// instructions a saved tensor in a recompute. So it is asked to when an operator of a script saves the first time in a
-/// region. That call has begun with the optimiser on, and the region is not the only one of it: so what this one
+/// region. That call has begun with the optimiser on, so that a recompute could not repeat it: what this one
 /// region saves from there on is saved plainly, and not recomputed.
 class ScriptWatch {
  public:

@@ -199,13 +199,15 @@ void ObservedRecompute::tell_end() noexcept {
 }
 
 UserRestore::UserRestore(const UserState* state, const LockOwner& owner,
-                         std::vector<at::Tensor> captured)
+                         const std::vector<at::Tensor>& captured)
     : state_(state),
       hold_(providers_of(state), owner, std::chrono::seconds(10)),
       has_failed_(hold_.has_failed()) {
   if (state_ == nullptr || has_failed_) return;
-  for (at::Tensor& each : captured)
-    if (!each.is_inference()) captured_.push_back({each, static_cast<uint32_t>(each._version())});
+  if (!captured.empty()) watched_ = std::make_unique<Watched>();
+  for (const at::Tensor& each : captured)
+    if (!each.is_inference())
+      watched_->captured.emplace_back(each, static_cast<uint32_t>(each._version()));
   const auto& providers = state_->registered().providers;
   for (const auto& held : state_->registered().held) {
     held_.push_back(held->hold());
@@ -226,12 +228,12 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner,
 
 void UserRestore::restore(StateProvider& provider, const std::any& state) {
   provider.restore(state);
-  if (captured_.empty() || !is_users(provider)) return;
-  for (const Captured& each : captured_) {
-    if (static_cast<uint32_t>(each.tensor._version()) == each.version) continue;
-    written_.add(each.tensor);
-    c10::VariableVersion shared = each.tensor.unsafeGetTensorImpl()->version_counter();
-    shared.set_version(each.version);
+  if (watched_ == nullptr || !is_users(provider)) return;
+  for (const auto& [tensor, version] : watched_->captured) {
+    if (static_cast<uint32_t>(tensor._version()) == version) continue;
+    watched_->written.add(tensor);
+    c10::VariableVersion shared = tensor.unsafeGetTensorImpl()->version_counter();
+    shared.set_version(version);
   }
 }
 

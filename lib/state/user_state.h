@@ -3,6 +3,7 @@
 
 #include <any>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "lib/base/recompute_lock.h"
@@ -107,14 +108,17 @@ class UserRestore {
  public:
   /// `captured` are known tensors from outside the region: Note [Written by a provider].
   /// Throws what a provider throws, having put back what was restored before.
-  UserRestore(const UserState* state, const LockOwner& owner, std::vector<at::Tensor> captured);
+  UserRestore(const UserState* state, const LockOwner& owner,
+              const std::vector<at::Tensor>& captured);
   ~UserRestore();
   UserRestore& operator=(UserRestore&&) = delete;
   void put_back();
   /// Another thread's recompute did not give something free in time: nothing was restored.
   bool has_failed() const { return has_failed_; }
-  /// The storages of the captured tensors that a provider of the user's wrote to.
-  const StorageSet& written() const { return written_; }
+  /// The storages of the captured tensors that a provider of the user's wrote to; null for none.
+  const StorageSet* written() const {
+    return watched_ == nullptr || watched_->written.is_empty() ? nullptr : &watched_->written;
+  }
 
  private:
   void restore(StateProvider& provider, const std::any& state);
@@ -123,12 +127,11 @@ class UserRestore {
   const RecomputeHold hold_;
   std::vector<std::any> before_;
   std::vector<std::shared_ptr<void>> held_;
-  struct Captured {
-    at::Tensor tensor;
-    uint32_t version;
+  struct Watched {
+    std::vector<std::pair<at::Tensor, uint32_t>> captured;  // with versions
+    StorageSet written;
   };
-  std::vector<Captured> captured_;
-  StorageSet written_;
+  std::unique_ptr<Watched> watched_;
   bool has_failed_;
 };
 
