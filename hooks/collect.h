@@ -12,7 +12,9 @@ class Collect final : public torch::autograd::SavedVariableHooks {
   /// `filler` is used by the pack call only, which follows at once.
   explicit Collect(SlotFiller& filler) : filler_(&filler) {}
 
-  void call_pack_hook(const at::Tensor& saved) override { kept_ = filler_->fill(saved); }
+  void call_pack_hook(const at::Tensor& saved) override {
+    if (!filler_->fill(saved, kept_)) filler_->stop();
+  }
   at::Tensor call_unpack_hook() override { return kept_; }
 
  private:

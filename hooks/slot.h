@@ -28,9 +28,12 @@ class SlotOwner : public c10::intrusive_ptr_target {
 class SlotFiller {
  public:
   virtual ~SlotFiller() = default;
-  /// Takes the next saved tensor; returns what the recomputed graph itself shall keep of it. May
-  /// end the recompute by an exception.
-  virtual at::Tensor fill(const at::Tensor& saved) = 0;
+  /// Takes the next saved tensor, and sets what the recomputed graph itself shall keep of it. False: the
+  /// recompute ends here, by `stop`.
+  virtual bool fill(const at::Tensor& saved, at::Tensor& kept) = 0;
+  /// Throws. Called with nothing to clean up on the way: each such frame costs about as much as a small
+  /// operator.
+  [[noreturn]] virtual void stop() = 0;
 };
 
 }  // namespace remat

@@ -44,13 +44,15 @@ Filler::~Filler() {
   if (bytes_ != 0) count(live_counters.recomputed_bytes_alive, bytes_);
 }
 
-at::Tensor Filler::fill(const at::Tensor& saved) {
+bool Filler::fill(const at::Tensor& saved, at::Tensor& kept) {
   const at::Tensor* const origin = take_input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
+  // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
+  kept = saved.requires_grad() ? saved.tensor_data() : saved;
   // The function caught the signal and went on: nothing it saves now counts. It gets no second one: it may
   // try until nothing is thrown, and by another way than forward's meet a C++ Function of which forward
   // does not say whether it saves its own output.
-  if (has_stopped_) return saved.requires_grad() ? saved.tensor_data() : saved;
+  if (has_stopped_) return true;
   if (replay_ != nullptr) replay_->check_saved(saved);
   const uint64_t operator_number = at::sequence_number::peek();
   const bool was_complete = is_complete();
@@ -59,8 +61,6 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   follows_ = may_follow_ && origin == nullptr && operator_number == operator_before_;
   may_follow_ = origin == nullptr;
   operator_before_ = operator_number;
-  // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
-  at::Tensor kept = saved.requires_grad() ? saved.tensor_data() : saved;
   if (is_vouched(saved)) {
     const seam::DispatchModeOff unseen;
     const at::NoGradGuard no_grad;
@@ -75,9 +75,9 @@ at::Tensor Filler::fill(const at::Tensor& saved) {
   if (wants_stop() && can_stop(judged, position)) {
     if (!has_too_many()) count(live_counters.early_stops);
     has_stopped_ = true;
-    stop();
+    return false;
   }
-  return kept;
+  return true;
 }
 
 bool Filler::wants_stop() const {

@@ -28,7 +28,7 @@ class Filler final : public SlotFiller {
          RecomputedValues& values, int64_t only_position, const std::vector<at::Tensor>& inputs);
   ~Filler() override;
 
-  at::Tensor fill(const at::Tensor& saved) override;
+  bool fill(const at::Tensor& saved, at::Tensor& kept) override;
   /// The function is about to run a backward. No operator is under way here, so a recompute that has
   /// all it needs ends: that backward ran in the forward, and would accumulate its gradients again.
   void stop_before_backward();
@@ -64,7 +64,7 @@ class Filler final : public SlotFiller {
   /// Whether the recompute may be ended here, as far as thread, backward and function are concerned.
   bool is_on_own_ground() const;
   /// Ends it, in the way of the function's language.
-  [[noreturn]] void stop();
+  [[noreturn]] void stop() override;
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
   /// The next tensor is of another operator than the last one (Slots::end_operator).

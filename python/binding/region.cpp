@@ -223,8 +223,10 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
 // into the Python error that is set, as it does for one that a hook written in Python raises, and the
 // function's frames are left one after the other, `with` and `finally` included.
 void Body::stop() {
-  const py::gil_scoped_acquire locked;
-  PyErr_SetNone(names().stop);
+  {
+    const py::gil_scoped_acquire locked;
+    PyErr_SetNone(names().stop);
+  }
   throw python_error();
 }
 
