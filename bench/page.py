@@ -44,6 +44,8 @@ SECTIONS = (
     ("checks_cost", "What do the options cost?", "A step with one option changed, over the step with the defaults."),
     ("recorder_cost", "What does looking on cost?", "The demo's step, and the smallest regions, under a recorder."),
     ("offload", "What does it cost to keep tensors elsewhere?", "Time added per saved byte, by guard."),
+    ("tiers", "Is moving better than recomputing?",
+     "Steps with the same peak: what is saved waits in a file, or is computed again. `waited`: for the file, of the step."),
     ("plan_curve", "How long does planning take?", "The frontier of time and memory for all budgets at once."),
 )
 

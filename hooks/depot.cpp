@@ -94,13 +94,23 @@ void SavedElsewhere::check_version() const {
               "before backward.");
 }
 
+c10::Storage SavedElsewhere::storage_in_place() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return in_place_.defined() ? in_place_.storage() : c10::Storage();
+}
+
 at::Tensor SavedElsewhere::unpack() {
   std::shared_ptr<Piece> piece;
+  at::Tensor in_place;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (piece_ == nullptr || raises_if_changed_) check_version();
-    if (piece_ == nullptr) return in_place_;
+    if (piece_ == nullptr) in_place = in_place_;
     piece = piece_;
+  }
+  if (piece == nullptr) {
+    if (order_ != nullptr) order_->prefetch_before(number_);
+    return in_place;
   }
   at::Tensor tensor = rebuild(*piece);
   if (raises_if_changed_) check_version();  // the copy out may have ended in between
@@ -118,12 +128,12 @@ at::Tensor SavedElsewhere::rebuild(Piece& piece) const {
 
 Depot::Depot(std::unique_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings)
     : place_(std::move(place)),
-      options_(options),
+      options_(std::move(options)),
       surroundings_(surroundings),
-      order_(options.prefetch_depth > 0
-                 ? std::make_shared<PrefetchOrder>(static_cast<std::size_t>(options.prefetch_depth),
-                                                   surroundings.at_end)
-                 : nullptr) {}
+      order_(options_.prefetch_depth > 0 ? std::make_shared<PrefetchOrder>(
+                                               static_cast<std::size_t>(options_.prefetch_depth),
+                                               options_.staying, surroundings.at_end)
+                                         : nullptr) {}
 
 bool Depot::moves(const at::Tensor& tensor) const {
   if (options_.skip_parameters && is_parameter(tensor)) return false;
@@ -140,6 +150,13 @@ std::shared_ptr<SavedElsewhere> Depot::take(const at::Tensor& saved, const at::T
   const at::Tensor& judged = stands_for == nullptr ? saved : *stands_for;
   if (!moves(judged)) return taken;
   const bool is_trusted = judged.requires_grad();
+  if (options_.staying != nullptr) {
+    const SavingOperator by{std::this_thread::get_id(), operator_number};
+    stay(taken, judged,
+         {taken, by, std::nullopt, is_trusted, is_trusted || stands_for != nullptr, 0});
+    move_excess(judged.device(), &by);
+    return taken;
+  }
   if (is_trusted || stands_for != nullptr) {
     move(*taken, is_trusted);
   } else {
@@ -150,6 +167,31 @@ std::shared_ptr<SavedElsewhere> Depot::take(const at::Tensor& saved, const at::T
     has_unsettled_.store(true, std::memory_order_relaxed);
   }
   return taken;
+}
+
+void Depot::stay(const std::shared_ptr<SavedElsewhere>& saved, const at::Tensor& judged,
+                 Staying::Entry entry) {
+  if (!judged.is_cpu()) entry.stream = current_stream(judged.device());
+  if (order_ != nullptr) {
+    saved->order_ = order_;
+    saved->number_ = entry.number = order_->next_number();
+  }
+  saved->share_ = options_.staying->add(judged, std::move(entry));
+}
+
+void Depot::move_excess(c10::Device device, const SavingOperator* running) {
+  for (const Staying::Entry& each : options_.staying->take_excess(device, running)) {
+    const auto saved = std::static_pointer_cast<SavedElsewhere>(each.saved.lock());
+    if (saved == nullptr) continue;
+    std::optional<OnStream> as_then;
+    if (each.stream) as_then.emplace(*each.stream);
+    try {
+      move(*saved, each.is_trusted, each.number);
+    } catch (const std::exception& error) {  // pieces let nothing else through
+      TORCH_WARN("remat: a saved tensor stays in memory, since it could not be moved: ",
+                 error.what());
+    }
+  }
 }
 
 std::vector<Depot::Unsettled> Depot::take_unsettled(const uint64_t* but_operator) {
@@ -179,11 +221,13 @@ void Depot::settle_other_operators(uint64_t operator_number) {
 }
 
 void Depot::settle() noexcept {
-  if (!has_unsettled_.load(std::memory_order_relaxed)) return;
+  if (options_.staying == nullptr && !has_unsettled_.load(std::memory_order_relaxed)) return;
   try {
     const auto mine = take_unsettled(nullptr);
     // Something has been thrown through the guard: an operator may be half done.
     if (std::uncaught_exceptions() > 0) return;
+    if (options_.staying != nullptr)
+      for (const c10::Device device : options_.staying->devices()) move_excess(device, nullptr);
     for (const Unsettled& each : mine) settle(each);
   } catch (const std::exception& error) {  // pieces let nothing else through
     TORCH_WARN("remat: a saved tensor stays in memory, since it could not be moved: ",
@@ -191,7 +235,7 @@ void Depot::settle() noexcept {
   }
 }
 
-void Depot::move(SavedElsewhere& saved, bool is_trusted) {
+void Depot::move(SavedElsewhere& saved, bool is_trusted, uint64_t number) {
   // Nobody else moves it. Freed after the lock, since its storage may run a deleter of the user's.
   at::Tensor tensor = saved.in_place_;
   const auto is_changed = [&] {
@@ -200,7 +244,7 @@ void Depot::move(SavedElsewhere& saved, bool is_trusted) {
   if (is_changed()) return;
   const auto range = range_of(tensor, place_->stores_bytes());
   if (!range) return;
-  auto piece = piece_for(tensor, range->begin, range->end, is_trusted);
+  auto piece = piece_for(tensor, range->begin, range->end, is_trusted, number);
   if (piece == nullptr || is_changed()) return;
   const std::lock_guard<std::mutex> lock(saved.mutex_);
   saved.sizes_.assign(tensor.sizes().begin(), tensor.sizes().end());
@@ -212,6 +256,7 @@ void Depot::move(SavedElsewhere& saved, bool is_trusted) {
   saved.raises_if_changed_ |= piece->is_stored_late();
   saved.piece_ = std::move(piece);
   saved.in_place_.reset();
+  saved.share_.reset();
 }
 
 void Depot::finish_stores_before(int64_t bytes) {
@@ -233,7 +278,7 @@ void Depot::finish_stores_before(int64_t bytes) {
 }
 
 std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
-                                        bool is_trusted) {
+                                        bool is_trusted, uint64_t number) {
   const c10::StorageImpl* const source = tensor.storage().unsafeGetStorageImpl();
   const auto kind = place_->stores_bytes() ? c10::kByte : tensor.scalar_type();
   std::vector<std::shared_ptr<Piece>> known;  // dies after the lock: a piece asks for it
@@ -249,7 +294,11 @@ std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin,
   auto piece = std::make_shared<Piece>(weak_from_this(), place_, surroundings_.around, tensor,
                                        begin, end, kind, is_trusted);
   if (!piece->begin_store(tensor)) return nullptr;
-  if (order_ != nullptr) piece->set_order(order_, order_->add(piece));
+  if (order_ != nullptr) {
+    if (number == 0) number = order_->next_number();
+    order_->add(number, piece);
+    piece->set_order(order_, number);
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   pieces_[source].push_back(piece);
   if (piece->is_stored_late() && bounds_stores()) {

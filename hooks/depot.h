@@ -45,16 +45,18 @@
 
 #include "hooks/piece.h"
 #include "hooks/prefetch_order.h"
+#include "hooks/staying.h"
 #include "remat/place.h"
 
 namespace remat {
 
 /// One saved tensor: it is where it was, or its contents are in a piece.
-class SavedElsewhere {
+class SavedElsewhere final : public InPlace {
  public:
   explicit SavedElsewhere(const at::Tensor& saved);
   /// Throws LibTorch's error if the contents have been changed since.
   at::Tensor unpack();
+  c10::Storage storage_in_place() override;
 
  private:
   friend class Depot;
@@ -68,6 +70,10 @@ class SavedElsewhere {
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;
   bool raises_if_changed_ = false;  ///< also when moved
+  // Of one that may move later (Note [What stays]).
+  std::unique_ptr<Staying::Share> share_;
+  std::shared_ptr<PrefetchOrder> order_;
+  uint64_t number_ = 0;
   // Of a moved one: what it was.
   c10::SmallVector<int64_t, 4> sizes_, strides_;
   int64_t offset_ = 0;
@@ -81,6 +87,7 @@ struct DepotOptions {
   bool raises_if_changed = false;  ///< as plain autograd does; also what was copied
   int64_t prefetch_depth = 0;
   int64_t max_bytes_in_flight = std::numeric_limits<int64_t>::max();
+  std::shared_ptr<Staying> staying = nullptr;  ///< null: all that can moves when it is saved
 };
 
 /// What only the runtime can do for a depot.
@@ -114,9 +121,13 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   void settle_other_operators(uint64_t operator_number);
   std::vector<Unsettled> take_unsettled(const uint64_t* but_operator);
   void settle(const Unsettled& unsettled);
-  void move(SavedElsewhere& saved, bool is_trusted);
+  void stay(const std::shared_ptr<SavedElsewhere>& saved, const at::Tensor& judged,
+            Staying::Entry entry);
+  void move_excess(c10::Device device, const SavingOperator* running);
+  /// `number`: in the order of saving; 0: the last.
+  void move(SavedElsewhere& saved, bool is_trusted, uint64_t number = 0);
   std::shared_ptr<Piece> piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
-                                   bool is_trusted);
+                                   bool is_trusted, uint64_t number);
   void forget(const Piece& piece);
   bool bounds_stores() const {
     return options_.max_bytes_in_flight < std::numeric_limits<int64_t>::max();

@@ -42,6 +42,7 @@ class Piece {
            bool is_trusted) const;
 
   const c10::StorageImpl* source() const { return source_._unsafe_get_target(); }
+  c10::Device device() const { return device_; }
   int64_t begin() const { return begin_; }
   int64_t num_bytes() const { return end_ - begin_; }
   bool is_stored_late() const { return is_stored_late_; }

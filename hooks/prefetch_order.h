@@ -7,6 +7,10 @@
 // more than that are under way, or when that backward ends. Outside of a backward nothing is loaded
 // ahead: there is no telling what is read next, nor when to let go of it. A load that cannot be begun
 // (no memory to spare) is left to the read itself.
+//
+// Where saved tensors may stay in place up to a budget (Note [What stays]), loads begin as soon as backward has
+// made room for them, as many as there is room for. No bandwidth need be known for that: nothing could begin
+// earlier without taking more than the budget.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,29 +19,35 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 namespace remat {
 
 class Piece;
+class Staying;
 
 class PrefetchOrder : public std::enable_shared_from_this<PrefetchOrder> {
  public:
   /// Destroys its argument (after calling it, on success) when the backward that runs on this thread
   /// ends; false if none runs.
   using AtEndOfBackward = bool (*)(std::function<void()>);
-  PrefetchOrder(std::size_t depth, AtEndOfBackward at_end) : depth_(depth), at_end_(at_end) {}
+  /// `depth`: so many at the least. `staying`: whose room decides how many more; null for none.
+  PrefetchOrder(std::size_t depth, std::shared_ptr<Staying> staying, AtEndOfBackward at_end);
 
-  /// Numbers count from 1.
-  uint64_t add(const std::shared_ptr<Piece>& piece);
+  /// Of what is saved next; counts from 1.
+  uint64_t next_number();
+  void add(uint64_t number, const std::shared_ptr<Piece>& piece);
   void remove(uint64_t number);
   /// `number` has been read: begins the loads of those before it.
   void prefetch_before(uint64_t number);
 
  private:
+  std::vector<std::shared_ptr<Piece>> window_before(uint64_t number);
   bool cancels_at_end();
   void cancel_all();
 
   const std::size_t depth_;
+  const std::shared_ptr<Staying> staying_;
   const AtEndOfBackward at_end_;
   std::mutex mutex_;
   std::map<uint64_t, std::weak_ptr<Piece>> all_;

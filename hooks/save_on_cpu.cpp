@@ -38,17 +38,18 @@ std::optional<CopyStreams> copy_streams(c10::Device device) {
   return all->emplace(device.index(), made).first->second;
 }
 
-class Pageable final : public StoredContents {
+class Pageable final : public HostContents {
  public:
   Pageable(at::Tensor host, c10::Device device) : host_(std::move(host)), device_(device) {}
   at::Tensor finish_load() override { return host_.to(device_); }
+  at::Tensor bytes_on_host() const override { return host_; }
 
  private:
   const at::Tensor host_;
   const c10::Device device_;
 };
 
-class Pinned final : public StoredContents {
+class Pinned final : public HostContents {
  public:
   Pinned(CopyStreams streams, const at::Tensor& flat, PinnedBuffer buffer)
       : streams_(streams),
@@ -92,6 +93,10 @@ class Pinned final : public StoredContents {
     return std::exchange(on_device_, at::Tensor());
   }
   void cancel_load() override { on_device_.reset(); }
+  at::Tensor bytes_on_host() const override {
+    copied_->synchronize();
+    return host();
+  }
 
  private:
   at::Tensor host() const { return buffer_.bytes.narrow(0, 0, size_); }
@@ -107,7 +112,7 @@ class Pinned final : public StoredContents {
 
 }  // namespace
 
-std::shared_ptr<StoredContents> SaveOnCpu::begin_store(const at::Tensor& flat) {
+std::shared_ptr<HostContents> SaveOnCpu::begin_host_store(const at::Tensor& flat) const {
   if (pin_memory_)
     if (const auto streams = copy_streams(flat.device()))
       if (auto buffer = PinnedPool::get().take(flat.numel()))

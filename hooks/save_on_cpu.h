@@ -20,11 +20,21 @@
 
 namespace remat {
 
+/// Contents on the CPU.
+class HostContents : public StoredContents {
+ public:
+  /// The bytes, once they are there; waits for the copy. Valid while this lives. Any thread, also beside loads.
+  virtual at::Tensor bytes_on_host() const = 0;
+};
+
 class SaveOnCpu final : public Place {
  public:
   explicit SaveOnCpu(bool pin_memory) : pin_memory_(pin_memory) {}
   bool takes(const at::Tensor& tensor) const override { return !tensor.is_cpu(); }
-  std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) override;
+  std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) override {
+    return begin_host_store(flat);
+  }
+  std::shared_ptr<HostContents> begin_host_store(const at::Tensor& flat) const;
 
  private:
   const bool pin_memory_;

@@ -78,11 +78,12 @@ int open_unnamed(const std::filesystem::path& directory) {
 
 class SpoolFile {
  public:
-  explicit SpoolFile(const std::filesystem::path& directory) : directory_(directory) {
+  SpoolFile(const std::filesystem::path& directory, const char* user)
+      : directory_(directory), user_(user) {
     watch_forks();
     process_ = process_number;
     fd_ = open_unnamed(directory);
-    TORCH_CHECK_VALUE(fd_ >= 0, "remat::SaveOnDiskGuard: no file could be made in the directory \"",
+    TORCH_CHECK_VALUE(fd_ >= 0, "remat::", user_, ": no file could be made in the directory \"",
                       directory.string(), "\".\nCause: ", words_of(errno),
                       ".\nDo: name a directory that exists and that this user may write to.");
   }
@@ -104,7 +105,7 @@ class SpoolFile {
         const int code = count == 0 ? ENOSPC : errno;
         release(offset, size);
         TORCH_CHECK(
-            false, "remat::SaveOnDiskGuard: ", size,
+            false, "remat::", user_, ": ", size,
             " bytes of a saved tensor could not be written to a file in \"", directory_.string(),
             "\".\nCause: ", words_of(code), " (after ", done,
             " bytes).\nDo: make room there, or name another directory; what was saved before "
@@ -124,7 +125,7 @@ class SpoolFile {
           ::pread(fd_, to + done, static_cast<std::size_t>(size - done), offset + done);
       if (count < 0 && errno == EINTR) continue;
       TORCH_CHECK(
-          count > 0, "remat::SaveOnDiskGuard: ", size,
+          count > 0, "remat::", user_, ": ", size,
           " bytes of a saved tensor could not be read back from a file in \"", directory_.string(),
           "\".\nCause: ", count == 0 ? std::string("the file was made shorter") : words_of(errno),
           ".\nDo: try the same backward again, or run forward again.");
@@ -202,6 +203,7 @@ class SpoolFile {
   }
 
   const std::filesystem::path directory_;
+  const char* const user_;
   int fd_ = -1;
   uint64_t process_ = 0;
   std::mutex mutex_;
@@ -223,14 +225,16 @@ void SpoolRange::read(void* to) const {
   file_->read(static_cast<char*>(to), offset_, size_, number_);
 }
 
-Spool::Spool(std::filesystem::path directory)
-    : directory_(std::move(directory)), file_(std::make_shared<SpoolFile>(directory_)) {}
+Spool::Spool(std::filesystem::path directory, const char* user)
+    : directory_(std::move(directory)),
+      user_(user),
+      file_(std::make_shared<SpoolFile>(directory_, user_)) {}
 
 std::shared_ptr<SpoolRange> Spool::write(const void* from, int64_t size) {
   std::shared_ptr<SpoolFile> file;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!file_->is_of_this_process()) file_ = std::make_shared<SpoolFile>(directory_);
+    if (!file_->is_of_this_process()) file_ = std::make_shared<SpoolFile>(directory_, user_);
     file = file_;
   }
   const auto [offset, number] = file->write(static_cast<const char*>(from), size);

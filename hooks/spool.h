@@ -43,14 +43,15 @@ class SpoolRange {
 
 class Spool {
  public:
-  /// Throws c10::ValueError if no file can be made there.
-  explicit Spool(std::filesystem::path directory);
+  /// `user`: whose file it is, for errors. Throws c10::ValueError if no file can be made there.
+  Spool(std::filesystem::path directory, const char* user);
   /// Writes the bytes, on any thread. Throws c10::Error, upon which nothing is kept, if not all
   /// bytes can be written.
   std::shared_ptr<SpoolRange> write(const void* from, int64_t size);
 
  private:
   const std::filesystem::path directory_;
+  const char* const user_;
   std::mutex mutex_;
   std::shared_ptr<SpoolFile> file_;
 };

@@ -14,6 +14,8 @@
 #include <thread>
 
 #include "remat/place.h"
+#include "remat/tiers.h"
+#include "tests/support/files.h"
 #include "tests/support/saved_tensors.h"
 
 namespace fs = std::filesystem;
@@ -29,76 +31,6 @@ namespace {
 constexpr auto changed = "modified by an inplace operation";
 
 int64_t bytes_of(const Tensor& t) { return static_cast<int64_t>(t.nbytes()); }
-
-/// An empty directory that goes when it dies.
-class Folder {
- public:
-  Folder() : path_((fs::temp_directory_path() / "remat-test-XXXXXX").string()) {
-    REQUIRE(::mkdtemp(path_.data()) != nullptr);
-  }
-  // Not fs::remove_all: PyPI's LibTorch brings parts of std::filesystem of another libstdc++, which
-  // take the place of this one's and crash.
-  ~Folder() {
-    for (const auto& each : fs::directory_iterator(path_)) ::unlink(each.path().c_str());
-    ::rmdir(path_.c_str());
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  const std::string& path() const { return path_; }
-  int64_t num_entries() const {
-    return std::distance(fs::directory_iterator(path_), fs::directory_iterator());
-  }
-  /// Open files of this process that were in it, most of which have no name any more.
-  std::vector<fs::path> open_files() const {
-    std::vector<fs::path> found;
-    for (const auto& each : fs::directory_iterator("/proc/self/fd")) {
-      std::error_code gone;
-      const std::string target = fs::read_symlink(each.path(), gone).string();
-      if (!gone && target.starts_with(path_ + "/")) found.push_back(each.path());
-    }
-    return found;
-  }
-  /// Status of its only open file.
-  struct stat status() const {
-    const auto files = open_files();
-    REQUIRE(files.size() == 1);
-    struct stat status{};
-    REQUIRE(::stat(files[0].c_str(), &status) == 0);
-    return status;
-  }
-
- private:
-  std::string path_;
-};
-
-/// Sets the soft limit of a resource while it lives.
-class Limit {
- public:
-  Limit(__rlimit_resource resource, rlim_t value) : resource_(resource) {
-    REQUIRE(::getrlimit(resource_, &before_) == 0);
-    rlimit limit = before_;
-    limit.rlim_cur = value;
-    REQUIRE(::setrlimit(resource_, &limit) == 0);
-  }
-  ~Limit() { ::setrlimit(resource_, &before_); }
-  Limit(const Limit&) = delete;
-  Limit& operator=(const Limit&) = delete;
-
- private:
-  const __rlimit_resource resource_;
-  rlimit before_{};
-};
-
-/// A file that grows beyond a limit is an error code and no signal.
-class FileSizeLimit {
- public:
-  explicit FileSizeLimit(rlim_t bytes) : limit_(RLIMIT_FSIZE, bytes) {}
-  ~FileSizeLimit() { std::signal(SIGXFSZ, before_); }
-
- private:
-  void (*before_)(int) = std::signal(SIGXFSZ, SIG_IGN);
-  Limit limit_;
-};
 
 /// A place of a program's own. `is_late`: it copies as late as it may.
 class InMemory final : public remat::Place {
@@ -137,6 +69,10 @@ void with_each_guard(F&& f) {
     return std::make_unique<SaveOnDiskGuard>(
         remat::SaveOnDiskOptions{.directory = folder.path(), .min_bytes = 0});
   };
+  const auto in_tiers = [&] {
+    return std::make_unique<remat::SaveInTiersGuard>(
+        remat::SaveInTiersOptions{.host_bytes = 0, .directory = folder.path(), .min_bytes = 0});
+  };
   const auto as_itself = [] { return std::make_unique<SaveAsGuard>(at::kDouble); };
   const auto elsewhere = [](bool is_late) {
     return [is_late] {
@@ -156,6 +92,10 @@ void with_each_guard(F&& f) {
   {
     INFO("SaveAsGuard");
     f(as_itself);
+  }
+  {
+    INFO("SaveInTiersGuard");
+    f(in_tiers);
   }
   {
     INFO("SaveElsewhereGuard");

@@ -2,9 +2,11 @@
 
 #include <any>
 #include <cstdint>
+#include <cstdio>
 #include <filesystem>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -234,6 +236,29 @@ TEST_CASE("README: saved tensors can wait on disk", "[readme]") {
     y = block(y);                     // what autograd saves here does too
   }
   require_bit_equal(grad_of(y, {x}), grad_of(block(block(x + 1)), {x}));
+}
+
+TEST_CASE("README: saved tensors in tiers", "[readme]") {
+  const std::filesystem::path folder = std::filesystem::temp_directory_path();
+  const auto block = [](const at::Tensor& t) { return t.sin().exp(); };
+  const at::Tensor x = leaf({400'000});
+  at::Tensor y = x + 1;
+  // clang-format off
+    std::optional<remat::TierCounters> counters;
+    {
+      const remat::SaveInTiersGuard tiers({.host_bytes = 8 << 20, .directory = folder});
+      counters = tiers.counters();
+      for (int i = 0; i < 8; ++i) y = block(y);
+    }
+    y.sum().backward();
+    std::printf("%lld bytes written, %.3f s waited\n",
+                static_cast<long long>(counters->now().bytes_to_disk),
+                counters->now().seconds_waited);
+  // clang-format on
+  CHECK(counters->now().bytes_to_disk > 0);
+  at::Tensor plain = x + 1;
+  for (int i = 0; i < 8; ++i) plain = block(plain);
+  require_bit_equal({x.grad()}, grad_of(plain.sum(), {x}));
 }
 
 TEST_CASE("README: a meter counts bytes and a limit refuses them", "[readme]") {

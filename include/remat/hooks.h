@@ -124,6 +124,9 @@ struct SaveOnCpuOptions {
   int64_t min_bytes = 0;
   /// `false`: parameters and their views move too.
   bool skip_parameters = true;
+  /// With `pin_memory`: how many copies back are begun ahead of the one that is read, in the reverse order
+  /// of saving; 0: none.
+  int64_t prefetch_depth = 2;
 };
 
 /// While alive, tensors of an accelerator that autograd saves wait on the CPU. Tensors on the CPU
@@ -138,6 +141,9 @@ struct SaveOnDiskOptions {
   std::filesystem::path directory{};  ///< of the file; it must exist
   /// Smaller tensors stay [bytes].
   int64_t min_bytes = 1 << 16;
+  /// How many reads are begun ahead of the one that is asked for, in the reverse order of saving, by a
+  /// thread of the library's; 0: none.
+  int64_t prefetch_depth = 1;
 };
 
 /// While alive, tensors that autograd saves wait in a file: one for the guard, with no name, which

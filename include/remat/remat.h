@@ -15,4 +15,5 @@
 #include "remat/scope.h"
 #include "remat/sequential.h"
 #include "remat/state.h"
+#include "remat/tiers.h"
 #include "remat/version.h"

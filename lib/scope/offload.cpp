@@ -10,12 +10,14 @@
 
 #include "hooks/elsewhere.h"
 #include "hooks/save_as.h"
+#include "hooks/save_in_tiers.h"
 #include "hooks/save_on_cpu.h"
 #include "hooks/save_on_disk.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/scope/saving_input.h"
 #include "remat/hooks.h"
 #include "remat/place.h"
+#include "remat/tiers.h"
 
 namespace remat {
 
@@ -65,8 +67,10 @@ std::shared_ptr<ElsewhereScope> scope_with(std::unique_ptr<Place> place, DepotOp
   return std::make_shared<ElsewhereScope>(depot_with(std::move(place), options));
 }
 
-/// Only copies beside the work gain by being begun ahead.
-int64_t depth_of(bool pin_memory) { return pin_memory ? 2 : 0; }
+void check_not_negative(const char* guard, int64_t value, const char* name) {
+  TORCH_CHECK_VALUE(value >= 0, "remat::", guard, ": ", name, " is ", value,
+                    ".\nDo: give 0 or more.");
+}
 
 std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
                                               const SaveElsewhereOptions& options) {
@@ -74,8 +78,7 @@ std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
                     "remat::SaveElsewhereGuard: the place is null.\nDo: give it one, such as "
                     "std::make_unique<YourPlace>().");
   const auto check = [](int64_t value, const char* name) {
-    TORCH_CHECK_VALUE(value >= 0, "remat::SaveElsewhereGuard: ", name, " is ", value,
-                      ".\nDo: give 0 or more.");
+    check_not_negative("SaveElsewhereGuard", value, name);
   };
   check(options.min_bytes, "min_bytes");
   check(options.prefetch_depth, "prefetch_depth");
@@ -86,6 +89,43 @@ std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
                                        .max_bytes_in_flight = options.max_bytes_in_flight});
 }
 
+std::shared_ptr<ElsewhereScope> scope_of(const SaveOnCpuOptions& options) {
+  check_not_negative("SaveOnCpuGuard", options.min_bytes, "min_bytes");
+  check_not_negative("SaveOnCpuGuard", options.prefetch_depth, "prefetch_depth");
+  // Only copies beside the work gain by being begun ahead.
+  return scope_with(std::make_unique<SaveOnCpu>(options.pin_memory),
+                    {.min_bytes = options.min_bytes,
+                     .skip_parameters = options.skip_parameters,
+                     .prefetch_depth = options.pin_memory ? options.prefetch_depth : 0});
+}
+
+std::shared_ptr<ElsewhereScope> scope_of(SaveOnDiskOptions options) {
+  check_not_negative("SaveOnDiskGuard", options.min_bytes, "min_bytes");
+  check_not_negative("SaveOnDiskGuard", options.prefetch_depth, "prefetch_depth");
+  return scope_with(std::make_unique<SaveOnDisk>(std::move(options.directory)),
+                    {.min_bytes = options.min_bytes, .prefetch_depth = options.prefetch_depth});
+}
+
+std::shared_ptr<ElsewhereScope> scope_of(const SaveInTiersOptions& options,
+                                         const std::shared_ptr<TierTotals>& totals) {
+  check_not_negative("SaveInTiersGuard", options.device_bytes, "device_bytes");
+  check_not_negative("SaveInTiersGuard", options.host_bytes, "host_bytes");
+  check_not_negative("SaveInTiersGuard", options.min_bytes, "min_bytes");
+  check_not_negative("SaveInTiersGuard", options.max_bytes_in_flight, "max_bytes_in_flight");
+  TORCH_CHECK_VALUE(
+      !options.directory.empty() || options.host_bytes == SaveInTiersOptions().host_bytes,
+      "remat::SaveInTiersGuard: host_bytes is ", options.host_bytes,
+      " and there is no directory for what is more.\nDo: name a directory, or leave "
+      "host_bytes out.");
+  const std::shared_ptr<const std::atomic<int64_t>> on_host(totals, &totals->on_host);
+  return scope_with(
+      std::make_unique<SaveInTiers>(options, totals),
+      {.min_bytes = options.min_bytes,
+       .prefetch_depth = 1,
+       .max_bytes_in_flight = options.max_bytes_in_flight,
+       .staying = std::make_shared<Staying>(options.host_bytes, options.device_bytes, on_host)});
+}
+
 }  // namespace
 
 }  // namespace detail
@@ -94,22 +134,36 @@ std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
 const std::shared_ptr<Depot>& depot_of_inputs() {
   static const auto* const depot = new std::shared_ptr<Depot>(detail::depot_with(
       std::make_unique<SaveOnCpu>(/*pin_memory=*/true),
-      {.raises_if_changed = true, .prefetch_depth = detail::depth_of(/*pin_memory=*/true)}));
+      {.raises_if_changed = true, .prefetch_depth = SaveOnCpuOptions().prefetch_depth}));
   return *depot;
 }
 
-SaveOnCpuGuard::SaveOnCpuGuard(SaveOnCpuOptions options)
-    : ScopeGuard(detail::scope_with(std::make_unique<SaveOnCpu>(options.pin_memory),
-                                    {.min_bytes = options.min_bytes,
-                                     .skip_parameters = options.skip_parameters,
-                                     .prefetch_depth = detail::depth_of(options.pin_memory)})) {}
+SaveOnCpuGuard::SaveOnCpuGuard(SaveOnCpuOptions options) : ScopeGuard(detail::scope_of(options)) {}
 
 SaveOnDiskGuard::SaveOnDiskGuard(SaveOnDiskOptions options)
-    : ScopeGuard(detail::scope_with(std::make_unique<SaveOnDisk>(std::move(options.directory)),
-                                    {.min_bytes = options.min_bytes})) {}
+    : ScopeGuard(detail::scope_of(std::move(options))) {}
 
 SaveAsGuard::SaveAsGuard(at::ScalarType dtype, int64_t min_bytes)
     : ScopeGuard(detail::scope_with(std::make_unique<SaveAs>(dtype), {.min_bytes = min_bytes})) {}
+
+SaveInTiersGuard::SaveInTiersGuard(const SaveInTiersOptions& options)
+    : SaveInTiersGuard(options, std::make_shared<TierTotals>()) {}
+
+SaveInTiersGuard::SaveInTiersGuard(const SaveInTiersOptions& options,
+                                   std::shared_ptr<TierTotals> totals)
+    : ScopeGuard(detail::scope_of(options, totals)), totals_(std::move(totals)) {}
+
+TierCounts TierCounters::now() const {
+  return {.bytes_on_host = totals_->on_host,
+          .bytes_on_disk = totals_->on_disk,
+          .bytes_to_host = totals_->to_host,
+          .bytes_to_disk = totals_->to_disk,
+          .bytes_loaded = totals_->loaded,
+          .loads = totals_->num_loads,
+          .waits = totals_->num_waits,
+          .seconds_waited = 1e-9 * static_cast<double>(totals_->waited_ns),
+          .failed_writes = totals_->num_failed_writes};
+}
 
 SaveElsewhereGuard::SaveElsewhereGuard(std::unique_ptr<Place> place, SaveElsewhereOptions options)
     : ScopeGuard(detail::scope_of_user(std::move(place), options)) {}

@@ -1,0 +1,105 @@
+#include "hooks/background.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+namespace remat {
+
+namespace {
+
+/// Another one in each child of a fork.
+std::atomic<int64_t> process_now{1};
+
+}  // namespace
+
+bool Background::Job::begin() {
+  const int64_t process = process_now;
+  int64_t state = state_.load();
+  while (state != over && state != process)
+    if (state_.compare_exchange_weak(state, process)) return true;
+  return false;
+}
+
+void Background::Job::run() noexcept {
+  try {
+    work_();
+  } catch (...) {
+    error_ = std::current_exception();
+  }
+  work_ = nullptr;
+  state_.store(over);
+  state_.notify_all();
+}
+
+void Background::Job::wait() {
+  if (begin()) run();
+  for (int64_t state = state_.load(); state != over; state = state_.load()) state_.wait(state);
+  if (error_) std::rethrow_exception(error_);
+}
+
+bool Background::Job::cancel() {
+  int64_t state = waiting;
+  if (!state_.compare_exchange_strong(state, process_now)) return false;
+  work_ = nullptr;
+  state_.store(over);
+  state_.notify_all();
+  return true;
+}
+
+// Never destroyed: the thread may outlive the program's static objects.
+Background& Background::get() {
+  static auto* const background = new Background;
+  return *background;
+}
+
+Background::Background() {
+  // The child's copy of the queue is whole, and its copy of the condition is made anew: the thread that
+  // waits on it is not there.
+  pthread_atfork([] { Background::get().mutex_.lock(); }, [] { Background::get().mutex_.unlock(); },
+                 [] {
+                   Background& here = Background::get();
+                   ++process_now;
+                   new (&here.work_comes_) std::condition_variable;
+                   here.jobs_.clear();  // those who wait for one run it
+                   here.mutex_.unlock();
+                 });
+}
+
+std::shared_ptr<Background::Job> Background::run(std::function<void()> work) {
+  auto job = std::make_shared<Job>(std::move(work));
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (process_with_thread_ != process_now) start();
+    if (process_with_thread_ == process_now) jobs_.push_back(job);
+  }
+  work_comes_.notify_one();
+  return job;
+}
+
+void Background::start() {
+  try {
+    std::thread([this] { serve(); }).detach();
+    process_with_thread_ = process_now;
+  } catch (const std::system_error&) {  // no thread to be had
+  }
+}
+
+void Background::serve() {
+  for (;;) {
+    std::shared_ptr<Job> job;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      work_comes_.wait(lock, [&] { return !jobs_.empty(); });
+      job = std::move(jobs_.front());
+      jobs_.pop_front();
+    }
+    if (job->begin()) job->run();
+  }
+}
+
+}  // namespace remat

@@ -1,0 +1,62 @@
+#pragma once
+// One thread of the process that reads and writes files beside the program.
+//
+// Note [Jobs]
+// A job that nobody has begun is run by whoever waits for it: nothing waits behind others, and without the
+// thread (there is none to be had, or the process is the child of a fork) all goes on as if it were not
+// there. A job works on memory and files only; it calls nothing of LibTorch's but what frees memory.
+//
+// After fork() the child has the jobs of its parent, and not the thread. One that was running then may be
+// half done in the child's memory, so it is run again: a job may be run twice, and must do the same.
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+
+namespace remat {
+
+class Background {
+ public:
+  /// Something to be done; kept by those who care.
+  class Job {
+   public:
+    explicit Job(std::function<void()> work) : work_(std::move(work)) {}
+    /// Returns when it is done or was cancelled; runs it here if nobody has begun. Throws what it threw.
+    void wait();
+    /// False if it has begun. What it holds is let go of.
+    bool cancel();
+    bool is_over() const { return state_.load() == over; }
+
+   private:
+    friend class Background;
+    static constexpr int64_t waiting = 0, over = -1;  ///< else: the process that runs it
+    /// Whether this thread is to run it.
+    bool begin();
+    void run() noexcept;
+
+    std::function<void()> work_;
+    std::exception_ptr error_;
+    std::atomic<int64_t> state_{waiting};
+  };
+
+  static Background& get();
+  /// Queues it. First come, first served.
+  std::shared_ptr<Job> run(std::function<void()> work);
+
+ private:
+  Background();
+  void start();
+  void serve();
+
+  std::mutex mutex_;
+  std::condition_variable work_comes_;
+  std::deque<std::shared_ptr<Job>> jobs_;
+  int64_t process_with_thread_ = 0;
+};
+
+}  // namespace remat

@@ -1,0 +1,95 @@
+#include "hooks/staying.h"
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+namespace remat {
+
+namespace {
+
+std::pair<c10::DeviceType, c10::DeviceIndex> key_of(c10::Device device) {
+  return {device.type(), device.index()};
+}
+
+}  // namespace
+
+Staying::Staying(int64_t on_cpu, int64_t on_each_device,
+                 std::shared_ptr<const std::atomic<int64_t>> host_copies)
+    : on_cpu_(on_cpu), on_each_device_(on_each_device), host_copies_(std::move(host_copies)) {}
+
+int64_t Staying::budget(c10::Device device) const {
+  return device.is_cpu() ? std::max<int64_t>(0, on_cpu_ - *host_copies_) : on_each_device_;
+}
+
+std::unique_ptr<Staying::Share> Staying::add(const at::Tensor& tensor, Entry entry) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  OfDevice& here = devices_[key_of(tensor.device())];
+  if (here.bytes == nullptr) here.bytes = std::make_shared<std::atomic<int64_t>>(0);
+  here.entries.push_back(std::move(entry));
+  return std::make_unique<Share>(here.bytes, static_cast<int64_t>(tensor.storage().nbytes()));
+}
+
+std::vector<Staying::Entry> Staying::take_excess(c10::Device device,
+                                                 const SavingOperator* running) {
+  std::vector<Entry> excess;
+  std::vector<std::shared_ptr<InPlace>> alive;  // die after the lock
+  const int64_t allowed = budget(device);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = devices_.find(key_of(device));
+  if (found == devices_.end() || *found->second.bytes <= allowed) return excess;
+  std::deque<Entry>& entries = found->second.entries;
+  struct Stored {
+    std::size_t num_ours = 0;
+    bool is_looked_at = false, has_to_move = false;
+  };
+  std::unordered_map<const c10::StorageImpl*, Stored> storages;
+  std::vector<c10::Storage> of_entry;
+  std::erase_if(entries, [&](const Entry& each) {
+    auto saved = each.saved.lock();
+    if (saved == nullptr) return true;
+    c10::Storage storage = saved->storage_in_place();
+    if (!storage) return true;
+    of_entry.push_back(std::move(storage));
+    storages[of_entry.back().unsafeGetStorageImpl()].num_ours += 1;
+    alive.push_back(std::move(saved));
+    return false;
+  });
+  // What is looked at here holds each storage once more.
+  int64_t staying = 0;
+  for (std::size_t i = entries.size(); i-- > 0;) {
+    Stored& stored = storages[of_entry[i].unsafeGetStorageImpl()];
+    if (std::exchange(stored.is_looked_at, true)) continue;
+    if (of_entry[i].use_count() > 2 * stored.num_ours) continue;
+    const auto bytes = static_cast<int64_t>(of_entry[i].nbytes());
+    stored.has_to_move = staying + bytes > allowed;
+    if (!stored.has_to_move) staying += bytes;
+  }
+  for (std::size_t i = entries.size(); i-- > 0;) {
+    const Entry& entry = entries[i];
+    if (!storages[of_entry[i].unsafeGetStorageImpl()].has_to_move) continue;
+    const bool may_be_written =
+        !entry.is_complete && running != nullptr &&
+        (entry.by.thread != running->thread || entry.by.number == running->number);
+    if (may_be_written) continue;
+    excess.push_back(entry);
+    entries.erase(entries.begin() + static_cast<std::ptrdiff_t>(i));
+    of_entry.erase(of_entry.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  return excess;
+}
+
+std::vector<c10::Device> Staying::devices() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<c10::Device> all;
+  for (const auto& [key, each] : devices_) all.emplace_back(key.first, key.second);
+  return all;
+}
+
+int64_t Staying::room(c10::Device device) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = devices_.find(key_of(device));
+  return budget(device) - (found == devices_.end() ? 0 : found->second.bytes->load());
+}
+
+}  // namespace remat

@@ -1,0 +1,155 @@
+// Tiers on the stand-in of stand_in.h: device, CPU, file.
+
+#include "remat/tiers.h"
+
+#include <thread>
+
+#include "remat/memory.h"
+#include "tests/device/offload_cases.h"
+#include "tests/device/stand_in.h"
+#include "tests/support/files.h"
+
+using remat::checkpoint;
+using remat::SaveInTiersGuard;
+using remat::SaveInTiersOptions;
+using remat::TierCounters;
+
+namespace {
+
+constexpr int64_t kibibyte = 1 << 10;
+constexpr int length = 12;
+
+Tensor chain(Tensor x, int count = length) {
+  for (int i = 0; i < count; ++i) x = x.sin();
+  return x;
+}
+
+/// One KiB on the device.
+Tensor leaf_there(int index = 0) {
+  return at::randn({kibibyte / 4}).to(stand_in::device(index)).requires_grad_();
+}
+
+void wait_for(const std::function<bool()>& is_so) {
+  for (int i = 0; i < 5000 && !is_so(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  REQUIRE(is_so());
+}
+
+}  // namespace
+
+TEST_CASE("an accelerator keeps its budget, the CPU its own, the file the rest",
+          "[device][tiers]") {
+  const Folder folder;
+  const bool pin_memory = GENERATE(false, true);
+  const int64_t on_device = GENERATE(0, 2, 5, 100), on_host = GENERATE(0, 3, 100);
+  const Tensor x = leaf_there();
+  const Tensors plain = grad_of(chain(x), {x});
+  const int64_t before = stand_in::live_bytes();
+  {
+    Tensor y;
+    std::optional<TierCounters> counters;
+    {
+      const SaveInTiersGuard guard({.device_bytes = on_device * kibibyte,
+                                    .host_bytes = on_host * kibibyte,
+                                    .directory = folder.path(),
+                                    .min_bytes = 0,
+                                    .pin_memory = pin_memory});
+      counters = guard.counters();
+      y = chain(x);
+    }
+    CAPTURE(pin_memory, on_device, on_host);
+    // The test holds x, y holds its result.
+    const int64_t num_left = std::max<int64_t>(0, length - 1 - on_device);
+    const int64_t num_written = std::max<int64_t>(0, num_left - on_host);
+    wait_for([&] { return counters->now().bytes_on_disk == num_written * kibibyte; });
+    wait_for(
+        [&] { return counters->now().bytes_on_host == std::min(num_left, on_host) * kibibyte; });
+    CHECK(counters->now().bytes_to_host == num_left * kibibyte);
+    CHECK(stand_in::live_bytes() - before ==
+          (1 + std::min<int64_t>(on_device, length - 1)) * kibibyte);
+    for (int i = 0; i < 2; ++i)
+      offload::require_same(grad_of(y, {x}, {.retain_graph = true}), plain);
+    offload::require_same(grad_of(y, {x}), plain);
+    CHECK(counters->now().loads >= num_left);
+  }
+  wait_for([&] { return stand_in::live_bytes() == before; });  // the engine's thread lets go late
+}
+
+TEST_CASE("backward on an accelerator brings back no more than there is room for",
+          "[device][tiers]") {
+  const Tensor x = leaf_there();
+  remat::MemoryMeter meter(stand_in::device());
+  /// What backward needs beyond what it finds.
+  const auto needed = [&](const Tensor& y) {
+    const int64_t before = meter.live_bytes();
+    meter.reset_peak();
+    grad_of(y, {x});
+    return meter.peak_bytes() - before;
+  };
+  const int64_t plain = needed(chain(x, 32));
+  const int64_t on_device = GENERATE(0, 1, 3);
+  Tensor y;
+  {
+    const SaveInTiersGuard guard({.device_bytes = on_device * kibibyte, .min_bytes = 0});
+    y = chain(x, 32);
+  }
+  // What is read, the next, and one whose copy the allocator may not have seen the end of.
+  CHECK(needed(y) <= plain + 3 * kibibyte);
+}
+
+TEST_CASE("two devices have a budget each, and share the CPU's", "[device][tiers]") {
+  const Folder folder;
+  const Tensor a = leaf_there(0), b = leaf_there(1);
+  const Tensors plain_a = grad_of(chain(a), {a}), plain_b = grad_of(chain(b), {b});
+  Tensor y, z;
+  std::optional<TierCounters> counters;
+  {
+    const SaveInTiersGuard guard({.device_bytes = 4 * kibibyte,
+                                  .host_bytes = 5 * kibibyte,
+                                  .directory = folder.path(),
+                                  .min_bytes = 0});
+    counters = guard.counters();
+    y = chain(a);
+    z = chain(b);
+  }
+  CHECK(counters->now().bytes_to_host == 2 * (length - 1 - 4) * kibibyte);
+  wait_for([&] { return counters->now().bytes_on_host == 5 * kibibyte; });
+  offload::require_same(grad_of(z, {b}), plain_b);
+  offload::require_same(grad_of(y, {a}), plain_a);
+}
+
+TEST_CASE("inputs of regions on an accelerator wait in tiers", "[device][tiers]") {
+  const Folder folder;
+  const Tensor x = leaf_there();
+  const auto regions = [](Tensor t) {
+    for (int i = 0; i < 6; ++i) t = checkpoint([](const Tensor& u) { return chain(u, 3); }, t);
+    return t;
+  };
+  const Tensors plain = grad_of(chain(x, 18), {x});
+  Tensor y;
+  std::optional<TierCounters> counters;
+  {
+    const SaveInTiersGuard guard({.device_bytes = kibibyte,
+                                  .host_bytes = 2 * kibibyte,
+                                  .directory = folder.path(),
+                                  .min_bytes = 0});
+    counters = guard.counters();
+    y = regions(x);
+  }
+  CHECK(counters->now().bytes_to_host == 4 * kibibyte);
+  offload::require_same(grad_of(y, {x}), plain);
+}
+
+TEST_CASE("copies of tiers wait for the stream that saved", "[device][tiers]") {
+  const Tensor x = leaf_there();
+  const Tensors plain = grad_of(chain(x), {x});
+  Tensor y = x;
+  {
+    const SaveInTiersGuard guard({.device_bytes = 3 * kibibyte, .min_bytes = 0});
+    for (int i = 0; i < 3; ++i) {
+      const stand_in::OnStream on(stand_in::stream(0, i + 1));
+      y = chain(y, length / 3);
+    }
+  }
+  offload::require_same(grad_of(y, {x}), plain);
+}

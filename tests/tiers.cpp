@@ -1,0 +1,296 @@
+// Tiers of the CPU: what stays, what goes to the file and in which order, what backward holds, and what
+// goes wrong.
+
+#include "remat/tiers.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "remat/memory.h"
+#include "remat/policy.h"
+#include "tests/support/files.h"
+#include "tests/support/saved_tensors.h"
+#include "tests/support/warnings.h"
+
+using remat::checkpoint;
+using remat::SaveInTiersGuard;
+using remat::SaveInTiersOptions;
+using remat::TierCounters;
+
+namespace {
+
+constexpr int64_t mebibyte = 1 << 20;
+constexpr int64_t num_elements = mebibyte / 4;
+constexpr int length = 12;
+
+/// Each saves its input, of one MiB.
+Tensor chain(Tensor x, int count = length) {
+  for (int i = 0; i < count; ++i) x = x.sin();
+  return x;
+}
+
+/// Until what the library writes beside the program is written.
+void wait_for_bytes_on_disk(const TierCounters& counters, int64_t bytes) {
+  for (int i = 0; i < 5000 && counters.now().bytes_on_disk != bytes; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  REQUIRE(counters.now().bytes_on_disk == bytes);
+}
+
+struct Forward {
+  Tensor y;
+  TierCounters counters;
+};
+
+/// `f(x)` under a guard with so many MiB.
+template <class F>
+Forward forward_in_tiers(const Folder& folder, int64_t mebibytes, F&& f, const Tensor& x) {
+  const SaveInTiersGuard guard({.host_bytes = mebibytes * mebibyte, .directory = folder.path()});
+  Tensor y = f(x);
+  return {std::move(y), guard.counters()};
+}
+
+}  // namespace
+
+TEST_CASE("within its budget nothing moves", "[tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const Tensors plain = grad_of(chain(x), {x});
+  const auto [y, counters] = forward_in_tiers(folder, length, [](Tensor t) { return chain(t); }, x);
+  require_bit_equal(grad_of(y, {x}), plain);
+  CHECK(counters.now().bytes_to_disk == 0);
+  CHECK(counters.now().loads == 0);
+}
+
+TEST_CASE("memory holds the budget, and the file the rest: what was saved first", "[tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const Tensors plain = grad_of(chain(x), {x});
+  const int64_t budget = GENERATE(0, 1, 3, 8);
+  const remat::MemoryMeter meter;
+  const int64_t before = meter.live_bytes();
+  {
+    const auto [y, counters] =
+        forward_in_tiers(folder, budget, [](Tensor t) { return chain(t); }, x);
+    // The input is held by the test, the output by y and saved by nobody.
+    const int64_t num_moved = length - 1 - budget;
+    wait_for_bytes_on_disk(counters, num_moved * mebibyte);
+    CHECK(meter.live_bytes() - before == (budget + 1) * mebibyte);
+    CHECK(counters.now().bytes_to_disk == num_moved * mebibyte);
+    require_bit_equal(grad_of(y, {x}), plain);
+    // Each came back once, and what stayed never went: the newest stayed.
+    CHECK(counters.now().loads == num_moved);
+    CHECK(counters.now().bytes_loaded == num_moved * mebibyte);
+  }
+  CHECK(meter.live_bytes() == before);
+}
+
+TEST_CASE("backward brings back no more than there is room for", "[tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const int64_t budget = GENERATE(0, 2, 4);
+  const auto [y, counters] =
+      forward_in_tiers(folder, budget, [](Tensor t) { return chain(t, 32); }, x);
+  wait_for_bytes_on_disk(counters, (31 - budget) * mebibyte);
+  remat::MemoryMeter meter;
+  const int64_t before = meter.live_bytes();
+  const Tensor gradient = grad_of(y, {x})[0];
+  // A node has its gradient, what it is computed from, cos of that, and the result; the meter began with
+  // the budget full, and one load may run ahead where there is no room.
+  CHECK(meter.peak_bytes() - before <= (4 + (budget == 0 ? 2 : 1)) * mebibyte);
+}
+
+TEST_CASE("what the program holds does not move", "[tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  Tensors held;
+  const auto keep_all = [&](Tensor t) {
+    for (int i = 0; i < length; ++i) held.push_back(t = t.sin());
+    return t;
+  };
+  const auto [y, counters] = forward_in_tiers(folder, 0, keep_all, x);
+  CHECK(counters.now().bytes_to_disk == 0);
+  require_bit_equal(grad_of(y, {x}), grad_of(chain(x), {x}));
+}
+
+TEST_CASE("what the program has let go of moves with the next save", "[tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const auto hold_for_a_while = [&](Tensor t) {
+    Tensors held;
+    for (int i = 0; i < 6; ++i) held.push_back(t = t.sin());
+    held.clear();
+    return chain(t, 2);
+  };
+  const auto [y, counters] = forward_in_tiers(folder, 0, hold_for_a_while, x);
+  wait_for_bytes_on_disk(counters, 7 * mebibyte);
+  require_bit_equal(grad_of(y, {x}), grad_of(chain(x, 8), {x}));
+}
+
+TEST_CASE("a storage counts once, and all views of it move together", "[tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const auto views = [](const Tensor& t) {
+    const Tensor once = t * 2;
+    const Tensor low = once.narrow(0, 0, num_elements / 2);
+    const Tensor high = once.narrow(0, num_elements / 2, num_elements / 2);
+    return (low.sin() * high.sin() + once.view({2, -1}).cos().sum(0)).sum();
+  };
+  const Tensors plain = grad_of(views(x), {x});
+  const int64_t budget = GENERATE(0, 3);
+  const auto [y, counters] = forward_in_tiers(folder, budget, views, x);
+  require_bit_equal(grad_of(y, {x}), plain);
+  if (budget == 3) CHECK(counters.now().bytes_to_disk == 0);
+  // once, and low.sin(), high.sin().
+  if (budget == 0) CHECK(counters.now().bytes_to_disk <= 2 * mebibyte);
+}
+
+TEST_CASE("gradients in tiers are plain ones, with regions, again and of second order", "[tiers]") {
+  const Folder folder;
+  const int64_t budget = GENERATE(0, 2, 100);
+  const Tensor w = leaf({64, 64});
+  const auto block = [](const Tensor& t, const Tensor& weight) {
+    return at::gelu(at::linear(t, weight)).sin() + t;
+  };
+  const auto in_regions = [&](const Tensor& t, bool with_regions, bool has_policy) {
+    Tensor y = t;
+    for (int i = 0; i < 4; ++i) {
+      const auto inner = [&block](const Tensor& a, const Tensor& b) { return block(a, b); };
+      if (!with_regions)
+        y = inner(y, w);
+      else if (has_policy)
+        y = checkpoint({.policy = remat::save_ops({"aten::mm", "aten::addmm"})}, inner, y, w);
+      else
+        y = checkpoint(
+            [inner](const Tensor& a, const Tensor& b) { return checkpoint(inner, a, b); }, y, w);
+    }
+    return y;
+  };
+  const Tensor x = leaf({256, 64});
+  const auto second_order = [&](const Tensor& y) {
+    const Tensor g = torch::autograd::grad({y.sum()}, {x}, {}, true, true)[0];
+    return torch::autograd::grad({g.square().sum()}, {x, w}, {}, true);
+  };
+  const Tensor plain = in_regions(x, false, false);
+  const Tensors first = grad_of(plain, {x, w}, {.retain_graph = true});
+  const Tensors second = second_order(plain);
+  const auto options =
+      SaveInTiersOptions{.host_bytes = budget * 1024, .directory = folder.path(), .min_bytes = 0};
+  Tensor y;
+  {
+    const SaveInTiersGuard guard(options);
+    y = in_regions(x, true, GENERATE(false, true));
+  }
+  for (int i = 0; i < 3; ++i) require_bit_equal(grad_of(y, {x, w}, {.retain_graph = true}), first);
+  require_bit_equal(second_order(y), second);
+  require_bit_equal(grad_of(y, {x, w}), first);
+}
+
+TEST_CASE("several threads save in tiers and read from them", "[tiers][threads]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const Tensors plain = grad_of(chain(x), {x});
+  std::vector<Tensors> found(4);
+  std::vector<std::thread> threads;
+  for (Tensors& each : found)
+    threads.emplace_back([&] {
+      for (int i = 0; i < 5; ++i) {
+        const auto [y, counters] =
+            forward_in_tiers(folder, i % 3, [](Tensor t) { return chain(t); }, x);
+        each = grad_of(y, {x});
+      }
+    });
+  for (std::thread& each : threads) each.join();
+  for (const Tensors& each : found) require_bit_equal(each, plain);
+}
+
+TEST_CASE("a saved tensor that is changed in place raises, wherever it is", "[tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const int64_t budget = GENERATE(0, 1, 100);
+  const int which = GENERATE(0, 3, 5);
+  const SaveInTiersOptions options{.host_bytes = budget * mebibyte, .directory = folder.path()};
+  Tensor y = x;
+  {
+    const SaveInTiersGuard guard(options);
+    Tensor changed;
+    for (int i = 0; i < 6; ++i) {
+      const Tensor next = y.sin();
+      if (i == which) changed = next.detach();  // shares the version
+      y = next.cos();
+    }
+    changed.zero_();
+  }
+  CHECK_THAT(text_of(error_of<c10::Error>([&] { grad_of(y, {x}); })),
+             contains("modified by an inplace operation"));
+}
+
+TEST_CASE("what does not fit on the disk stays in memory, with a warning", "[tiers][faults]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const Tensors plain = grad_of(chain(x), {x});
+  Tensors found;
+  int64_t num_failed = 0;
+  const std::string warnings = warnings_of([&] {
+    const FileSizeLimit limit(4 * mebibyte);
+    const auto [y, counters] = forward_in_tiers(folder, 0, [](Tensor t) { return chain(t); }, x);
+    found = grad_of(y, {x}, {.retain_graph = true});
+    require_bit_equal(grad_of(y, {x}), found);
+    num_failed = counters.now().failed_writes;
+  });
+  require_bit_equal(found, plain);
+  CHECK(num_failed > 0);
+  CHECK_THAT(warnings, contains("stays in memory, beyond the budget of its tier"));
+  CHECK_THAT(warnings, contains("could not be written to a file"));
+}
+
+TEST_CASE("a forward that throws leaves nothing behind", "[tiers][faults]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const remat::MemoryMeter meter;
+  const int64_t before = meter.live_bytes();
+  CHECK_THROWS_AS(forward_in_tiers(
+                      folder, 1,
+                      [](Tensor t) -> Tensor {
+                        t = chain(t);
+                        throw std::runtime_error("stop");
+                      },
+                      x),
+                  std::runtime_error);
+  for (int i = 0; i < 1000 && meter.live_bytes() != before; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK(meter.live_bytes() == before);
+}
+
+TEST_CASE("a child of a fork reads what its parent saved in tiers", "[tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const Tensors plain = grad_of(chain(x), {x});
+  const auto [y, counters] = forward_in_tiers(folder, 1, [](Tensor t) { return chain(t); }, x);
+  const pid_t child = ::fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    const auto again = forward_in_tiers(folder, 1, [](Tensor t) { return chain(t); }, x);
+    const bool is_same =
+        bit_equal(grad_of(y, {x})[0], plain[0]) && bit_equal(grad_of(again.y, {x})[0], plain[0]);
+    ::_exit(is_same ? 0 : 1);
+  }
+  int status = -1;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  require_bit_equal(grad_of(y, {x}), plain);
+}
+
+TEST_CASE("options of tiers that are wrong are refused", "[tiers]") {
+  const auto refused = [](const SaveInTiersOptions& options) {
+    return text_of(error_of<c10::ValueError>([&] { const SaveInTiersGuard guard(options); }));
+  };
+  CHECK_THAT(refused({.device_bytes = -1}), contains("device_bytes is -1"));
+  CHECK_THAT(refused({.host_bytes = -5, .directory = "/tmp"}), contains("host_bytes is -5"));
+  CHECK_THAT(refused({.min_bytes = -1}), contains("min_bytes is -1"));
+  CHECK_THAT(refused({.host_bytes = 10}), contains("there is no directory for what is more"));
+  CHECK_THAT(refused({.directory = "/does/not/exist"}),
+             contains("SaveInTiersGuard: no file could be made"));
+}
