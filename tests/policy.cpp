@@ -360,6 +360,44 @@ TEST_CASE("a policy function is asked about names too", "[policy]") {
                                         "aten::exp.default"});
 }
 
+TEST_CASE("a policy may answer yes or no", "[policy]") {
+  const Tensor x = leaf({8, 8}), y = leaf({8, 8});
+  const auto is_product = [](const PolicyContext& question) {
+    return question.op_name == "aten::mm.default";
+  };
+  static_assert(std::is_same_v<decltype(is_product(std::declval<PolicyContext>())), bool>);
+  const Policy policy = GENERATE_COPY(Policy(is_product), Policy(is_product, {.ask_again = true}));
+  KernelCounter kernels;
+  const Tensor loss = checkpoint(with(policy), sum_sin_mm_cos, x, y);
+  kernels.reset();
+  require_bit_equal(grad_of(loss, {x, y}), grad_of(sum_sin_mm_cos(x, y), {x, y}));
+  // Two of backward's own each, and plain's one of forward.
+  CHECK(kernels.count("mm") == 5);
+}
+
+TEST_CASE("the ready-made policies take the options of others", "[policy]") {
+  const auto changes_what_is_kept = [](const Policy& policy) {
+    const Tensor x = leaf({8, 8}), y = leaf({8, 8});
+    const auto f = [](const Tensor& a, const Tensor& b) {
+      const Tensor product = remat::checkpoint_name(a.mm(b), "product");
+      const Tensor loss = product.exp().sum();
+      product.detach().mul_(2);
+      return loss;
+    };
+    return [=] {
+      require_bit_equal(grad_of(checkpoint(with(policy), f, x, y), {x, y}),
+                        grad_of(f(x, y), {x, y}));
+    };
+  };
+  const SelectiveOptions allowed{.allow_cache_entry_mutation = true};
+  CHECK_THROWS_AS(changes_what_is_kept(remat::save_matmuls())(), CheckpointError);
+  CHECK_NOTHROW(changes_what_is_kept(remat::save_matmuls(allowed))());
+  CHECK_THROWS_AS(changes_what_is_kept(remat::save_names({"product"}))(), CheckpointError);
+  CHECK_NOTHROW(changes_what_is_kept(remat::save_names({"product"}, allowed))());
+  CHECK_NOTHROW(changes_what_is_kept(remat::save_all_but_names({"other"}, allowed))());
+  CHECK_NOTHROW(changes_what_is_kept(remat::offload_names({"product"}, allowed))());
+}
+
 TEST_CASE("a value that no operator of the region made is kept itself", "[policy]") {
   const Tensor x = leaf({3});
   const auto f = [](const Tensor& x) {

@@ -80,6 +80,16 @@ class REMAT_API Policy {
   template <class F>
     requires(!std::same_as<std::remove_cvref_t<F>, Policy>) && std::convertible_to<F, PolicyFn>
   Policy(F&& fn) : Policy(PolicyFn(std::forward<F>(fn))) {}
+  /// The same of a function that only says whether to keep the result: `true` is MustSave, `false`
+  /// PreferRecompute.
+  template <class F>
+    requires std::same_as<std::invoke_result_t<std::decay_t<F>&, const PolicyContext&>, bool>
+  Policy(F&& fn, SelectiveOptions options = {})
+      : Policy(PolicyFn([fn = std::forward<F>(fn)](const PolicyContext& question) mutable {
+                 return fn(question) ? CheckpointPolicy::MustSave
+                                     : CheckpointPolicy::PreferRecompute;
+               }),
+               options) {}
 
   /// Whether there is a function to ask.
   explicit operator bool() const { return rule_ != nullptr; }
@@ -98,15 +108,15 @@ REMAT_API Policy save_ops(std::vector<std::string> ops, SelectiveOptions options
 /// Listed: MustCpuOffload; the results wait on the CPU. Results that are there are simply kept.
 REMAT_API Policy offload_ops(std::vector<std::string> ops, SelectiveOptions options = {});
 /// Matrix products, convolutions and scaled dot product attention.
-REMAT_API Policy save_matmuls();
+REMAT_API Policy save_matmuls(SelectiveOptions options = {});
 
 /// Keeps the values that `checkpoint_name` gave one of these names (jax.checkpoint_policies). A name
 /// that no value has by the first recompute is warned about, once.
-REMAT_API Policy save_names(std::vector<std::string> names);
+REMAT_API Policy save_names(std::vector<std::string> names, SelectiveOptions options = {});
 /// The same: keeps every value with a name but these.
-REMAT_API Policy save_all_but_names(std::vector<std::string> names);
+REMAT_API Policy save_all_but_names(std::vector<std::string> names, SelectiveOptions options = {});
 /// The same: these wait on the CPU.
-REMAT_API Policy offload_names(std::vector<std::string> names);
+REMAT_API Policy offload_names(std::vector<std::string> names, SelectiveOptions options = {});
 
 /// Keeps what either keeps; the stronger wish to save wins, in the order MustSave, MustCpuOffload,
 /// PreferSave, PreferCpuOffload, PreferRecompute, MustRecompute. An option that either has is on.

@@ -129,11 +129,12 @@ Policy by_ops(const std::vector<std::string>& names, Answer answer, SelectiveOpt
                                          PolicyRule::Names(), Answer::PreferRecompute, options));
 }
 
-Policy by_names(const std::vector<std::string>& names, Answer answer, Answer others) {
+Policy by_names(const std::vector<std::string>& names, Answer answer, Answer others,
+                const SelectiveOptions& options) {
   PolicyRule::Names answers;
   for (const std::string& name : names) answers[name] = answer;
   return PolicyRule::policy(std::make_shared<const PolicyRule>(
-      PolicyRule::Answers(), others, std::move(answers), others, SelectiveOptions()));
+      PolicyRule::Answers(), others, std::move(answers), others, options));
 }
 
 }  // namespace
@@ -241,8 +242,8 @@ Policy offload_ops(std::vector<std::string> ops, SelectiveOptions options) {
   return by_ops(ops, Answer::MustCpuOffload, options, "offload_ops");
 }
 
-Policy save_matmuls() {
-  static const Policy policy = [] {
+Policy save_matmuls(SelectiveOptions options) {
+  const auto policy_with = [](const SelectiveOptions& with) {
     std::vector<std::string> ops{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
                                  "aten::convolution"};
     // Each device has attention of its own, and releases differ in what they have.
@@ -254,21 +255,25 @@ Policy save_matmuls() {
           "aten::_scaled_dot_product_fused_attention_overrideable",
           "aten::_flash_attention_forward", "aten::_efficient_attention_forward"})
       if (!operators_named(name).empty()) ops.emplace_back(name);
-    return save_ops(std::move(ops));
-  }();
+    return save_ops(std::move(ops), with);
+  };
+  // Regions ask for it each time; its operators are looked up once.
+  if (options.allow_cache_entry_mutation || options.save_through_hooks || options.ask_again)
+    return policy_with(options);
+  static const Policy policy = policy_with({});
   return policy;
 }
 
-Policy save_names(std::vector<std::string> names) {
-  return by_names(names, Answer::MustSave, Answer::PreferRecompute);
+Policy save_names(std::vector<std::string> names, SelectiveOptions options) {
+  return by_names(names, Answer::MustSave, Answer::PreferRecompute, options);
 }
 
-Policy save_all_but_names(std::vector<std::string> names) {
-  return by_names(names, Answer::MustRecompute, Answer::PreferSave);
+Policy save_all_but_names(std::vector<std::string> names, SelectiveOptions options) {
+  return by_names(names, Answer::MustRecompute, Answer::PreferSave, options);
 }
 
-Policy offload_names(std::vector<std::string> names) {
-  return by_names(names, Answer::MustCpuOffload, Answer::PreferRecompute);
+Policy offload_names(std::vector<std::string> names, SelectiveOptions options) {
+  return by_names(names, Answer::MustCpuOffload, Answer::PreferRecompute, options);
 }
 
 Policy operator|(Policy a, Policy b) {
