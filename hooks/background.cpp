@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -58,6 +59,7 @@ Background& Background::get() {
 }
 
 Background::Background() {
+  std::atexit([] { get().end(); });
   // The child's copy of the queue is whole, and its copy of the condition is made anew: the thread that
   // waits on it is not there.
   pthread_atfork([] { Background::get().mutex_.lock(); }, [] { Background::get().mutex_.unlock(); },
@@ -66,6 +68,7 @@ Background::Background() {
                    ++process_now;
                    new (&here.work_comes_) std::condition_variable;
                    here.jobs_.clear();  // those who wait for one run it
+                   here.is_running_ = false;
                    here.mutex_.unlock();
                  });
 }
@@ -74,10 +77,10 @@ std::shared_ptr<Background::Job> Background::run(std::function<void()> work) {
   auto job = std::make_shared<Job>(std::move(work));
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (process_with_thread_ != process_now) start();
-    if (process_with_thread_ == process_now) jobs_.push_back(job);
+    if (process_with_thread_ != process_now && !is_over_) start();
+    if (process_with_thread_ == process_now && !is_over_) jobs_.push_back(job);
   }
-  work_comes_.notify_one();
+  work_comes_.notify_all();
   return job;
 }
 
@@ -90,16 +93,26 @@ void Background::start() {
 }
 
 void Background::serve() {
+  std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    std::shared_ptr<Job> job;
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
-      work_comes_.wait(lock, [&] { return !jobs_.empty(); });
-      job = std::move(jobs_.front());
-      jobs_.pop_front();
-    }
+    work_comes_.wait(lock, [&] { return !jobs_.empty(); });
+    std::shared_ptr<Job> job = std::move(jobs_.front());
+    jobs_.pop_front();
+    is_running_ = true;
+    lock.unlock();
     if (job->begin()) job->run();
+    job.reset();
+    lock.lock();
+    is_running_ = false;
+    work_comes_.notify_all();
   }
+}
+
+void Background::end() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  is_over_ = true;
+  jobs_.clear();  // those who wait for one run it
+  work_comes_.wait(lock, [&] { return !is_running_; });
 }
 
 }  // namespace remat

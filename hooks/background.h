@@ -6,6 +6,9 @@
 // thread (there is none to be had, or the process is the child of a fork) all goes on as if it were not
 // there. A job works on memory and files only; it calls nothing of LibTorch's but what frees memory.
 //
+// At the end of the process no job is begun any more, and the one that runs is waited for: it may free what static
+// objects of LibTorch's count.
+//
 // After fork() the child has the jobs of its parent, and not the thread. One that was running then may be
 // half done in the child's memory, so it is run again: a job may be run twice, and must do the same.
 
@@ -52,11 +55,13 @@ class Background {
   Background();
   void start();
   void serve();
+  void end();
 
   std::mutex mutex_;
   std::condition_variable work_comes_;
   std::deque<std::shared_ptr<Job>> jobs_;
   int64_t process_with_thread_ = 0;
+  bool is_running_ = false, is_over_ = false;
 };
 
 }  // namespace remat

@@ -176,7 +176,8 @@ void Depot::stay(const std::shared_ptr<SavedElsewhere>& saved, const at::Tensor&
     saved->order_ = order_;
     saved->number_ = entry.number = order_->next_number();
   }
-  saved->share_ = options_.staying->add(judged, std::move(entry));
+  saved->share_ = options_.staying->share_of(judged);
+  options_.staying->add(judged.device(), std::move(entry));
 }
 
 void Depot::move_excess(c10::Device device, const SavingOperator* running) {

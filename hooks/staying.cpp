@@ -22,12 +22,16 @@ int64_t Staying::budget(c10::Device device) const {
   return device.is_cpu() ? std::max<int64_t>(0, on_cpu_ - *host_copies_) : on_each_device_;
 }
 
-std::unique_ptr<Staying::Share> Staying::add(const at::Tensor& tensor, Entry entry) {
+std::unique_ptr<Staying::Share> Staying::share_of(const at::Tensor& tensor) {
   const std::lock_guard<std::mutex> lock(mutex_);
   OfDevice& here = devices_[key_of(tensor.device())];
   if (here.bytes == nullptr) here.bytes = std::make_shared<std::atomic<int64_t>>(0);
-  here.entries.push_back(std::move(entry));
   return std::make_unique<Share>(here.bytes, static_cast<int64_t>(tensor.storage().nbytes()));
+}
+
+void Staying::add(c10::Device device, Entry entry) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  devices_[key_of(device)].entries.push_back(std::move(entry));
 }
 
 std::vector<Staying::Entry> Staying::take_excess(c10::Device device,

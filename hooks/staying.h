@@ -68,8 +68,10 @@ class Staying {
     const int64_t bytes_;
   };
 
-  /// Takes note; the share dies when the tensor moves or nobody needs it any more.
-  std::unique_ptr<Share> add(const at::Tensor& tensor, Entry entry);
+  /// Dies when the tensor moves or nobody needs it any more.
+  std::unique_ptr<Share> share_of(const at::Tensor& tensor);
+  /// Takes note: from now on any thread that saves may move it.
+  void add(c10::Device device, Entry entry);
   /// Takes out what is to move from a device. `running`: what an operator may yet
   /// write to stays; null at the end of the guard.
   std::vector<Entry> take_excess(c10::Device device, const SavingOperator* running);
