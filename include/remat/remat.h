@@ -4,6 +4,7 @@
 #include "remat/apply.h"
 #include "remat/checkpoint.h"
 #include "remat/error.h"
+#include "remat/fit.h"
 #include "remat/hooks.h"
 #include "remat/memory.h"
 #include "remat/module.h"

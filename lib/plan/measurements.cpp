@@ -1,0 +1,124 @@
+#include "lib/plan/measurements.h"
+
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <sstream>
+
+namespace remat {
+
+namespace {
+
+constexpr const char* heading = "remat measurements 1";
+
+using Measurements = std::map<std::string, ChainCost>;
+
+[[noreturn]] void refuse(const std::filesystem::path& file, std::size_t line, const char* what) {
+  TORCH_CHECK_VALUE(
+      false, "remat::fit: line ", line, " of \"", file.string(), "\" ", what,
+      ".\nDo: name a file that fit has written, or remove it: what is needed is measured anew.");
+}
+
+/// The lines of a file, by number.
+class Lines {
+ public:
+  explicit Lines(const std::filesystem::path& file) : file_(file), in_(file) {}
+  bool exists() const { return in_.is_open(); }
+  bool next() {
+    ++number_;
+    return static_cast<bool>(std::getline(in_, line_));
+  }
+  const std::string& text() const { return line_; }
+  /// Its words after `word`, into numbers.
+  template <class... T>
+  void read(const char* word, T&... numbers) {
+    if (!next()) refuse(file_, number_, "is missing");
+    std::istringstream in(line_);
+    std::string first, rest;
+    in >> first;
+    const bool is_read = first == word && static_cast<bool>((in >> ... >> numbers));
+    if (!is_read || (in >> rest)) refuse(file_, number_, "is no line of measurements");
+  }
+  std::size_t number() const { return number_; }
+
+ private:
+  const std::filesystem::path& file_;
+  std::ifstream in_;
+  std::string line_;
+  std::size_t number_ = 0;
+};
+
+Measurements read_all(const std::filesystem::path& file) {
+  Measurements all;
+  Lines lines(file);
+  if (!lines.exists()) return all;
+  if (!lines.next() || lines.text() != heading)
+    refuse(file, lines.number(), "does not begin a file of measurements");
+  while (lines.next()) {
+    const std::string with = lines.text();
+    ChainCost cost;
+    std::size_t num_stages = 0;
+    lines.read("chain", cost.input_bytes, cost.input_grad_bytes, num_stages);
+    for (std::size_t i = 0; i < num_stages; ++i) {
+      StageCost stage;
+      lines.read("stage", stage.forward_s, stage.backward_s, stage.forward_to_last_save_s,
+                 stage.output_bytes, stage.saved_bytes, stage.forward_tmp_bytes,
+                 stage.backward_tmp_bytes, stage.grad_bytes, stage.saves_output,
+                 stage.unsaved_tmp_bytes);
+      cost.stages.push_back(stage);
+    }
+    all.insert_or_assign(with, std::move(cost));
+  }
+  return all;
+}
+
+}  // namespace
+
+std::string measured_with(std::size_t num_stages, const at::Tensor& sample,
+                          const MeasureOptions& options) {
+  return fmt::format("{} stages, {} {}{} on {}, warmup {}, repeats {}, LibTorch {}, {} threads",
+                     num_stages, c10::toString(sample.scalar_type()), c10::str(sample.sizes()),
+                     sample.requires_grad() ? " that requires grad" : "", sample.device().str(),
+                     options.warmup, options.repeats, TORCH_VERSION, at::get_num_threads());
+}
+
+std::optional<ChainCost> read_measurement(const std::filesystem::path& file,
+                                          const std::string& with) {
+  Measurements all = read_all(file);
+  const auto found = all.find(with);
+  if (found == all.end()) return std::nullopt;
+  return std::move(found->second);
+}
+
+void add_measurement(const std::filesystem::path& file, const std::string& with,
+                     const ChainCost& cost) {
+  Measurements all = read_all(file);
+  all.insert_or_assign(with, cost);
+  const std::string beside = fmt::format("{}.{}", file.string(), ::getpid());
+  std::ofstream out(beside);
+  out << heading << "\n";
+  for (const auto& [key, chain] : all) {
+    out << key << "\n"
+        << fmt::format("chain {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
+                       chain.stages.size());
+    for (const StageCost& stage : chain.stages)
+      out << fmt::format("stage {} {} {} {} {} {} {} {} {:d} {}\n", stage.forward_s,
+                         stage.backward_s, stage.forward_to_last_save_s, stage.output_bytes,
+                         stage.saved_bytes, stage.forward_tmp_bytes, stage.backward_tmp_bytes,
+                         stage.grad_bytes, stage.saves_output, stage.unsaved_tmp_bytes);
+  }
+  out.close();
+  const bool is_written = out && std::rename(beside.c_str(), file.c_str()) == 0;
+  if (!is_written) std::remove(beside.c_str());
+  TORCH_CHECK_VALUE(
+      is_written, "remat::fit: measurements could not be written to \"", file.string(),
+      "\".\nDo: name a file in a directory that exists and that this user may write to.");
+}
+
+}  // namespace remat

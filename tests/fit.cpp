@@ -1,0 +1,226 @@
+// fit: what it chooses, keeps, finds again and says.
+
+#include "remat/fit.h"
+
+#include <fstream>
+#include <sstream>
+#include <thread>
+
+#include "remat/memory.h"
+#include "tests/support/files.h"
+#include "tests/support/nn.h"
+
+using remat::fit;
+using remat::FitOptions;
+using remat::Fitted;
+using remat::Stage;
+
+namespace {
+
+struct Chain {
+  Tensors weights;
+  std::vector<Stage> stages;
+  std::shared_ptr<std::atomic<int>> calls = std::make_shared<std::atomic<int>>(0);
+
+  explicit Chain(int count = 8, int64_t width = 64) {
+    for (int i = 0; i < count; ++i) {
+      const Tensor weight = (at::randn({width, width}) / 8).requires_grad_();
+      weight.mutable_grad() = at::zeros_like(weight);
+      weights.push_back(weight);
+      stages.emplace_back([weight, calls = calls](const Tensor& x) {
+        ++*calls;
+        return at::gelu(at::mm(x, weight)).sin();
+      });
+    }
+    stages.emplace_back([](const Tensor& x) { return x.square().sum(); });
+  }
+  Tensor plain(Tensor x) const {
+    for (const Stage& each : stages) x = each(x);
+    return x;
+  }
+  Tensors gradients(const Tensor& loss) const {
+    for (const Tensor& each : weights) each.grad().zero_();
+    loss.backward();
+    Tensors found;
+    for (const Tensor& each : weights) found.push_back(each.grad().clone());
+    return found;
+  }
+  /// [bytes] of a step, beyond what there is before it.
+  template <class F>
+  int64_t peak(F&& f) const {
+    remat::MemoryMeter meter;
+    const int64_t before = meter.live_bytes();
+    gradients_zero();
+    meter.reset_peak();
+    f().backward();
+    return meter.peak_bytes() - before;
+  }
+  void gradients_zero() const {
+    for (const Tensor& each : weights) each.grad().zero_();
+  }
+};
+
+const FitOptions quick{.measure = {.warmup = 0, .repeats = 1}};
+
+}  // namespace
+
+TEST_CASE("fit keeps a step under its budget, with plain gradients", "[fit]") {
+  const remat::MemoryMeter meter;
+  const Chain chain;
+  const Tensor x = at::randn({128, 64});
+  const int64_t plain_peak = chain.peak([&] { return chain.plain(x); });
+  const int64_t share = GENERATE(2, 3);
+  const int64_t budget = plain_peak / share;
+  const Fitted fitted = fit(chain.stages, x, budget, quick);
+  CHECK(chain.peak([&] { return fitted(x); }) <= budget);
+  CHECK(fitted.plan().frames() > 0);
+  REQUIRE(fitted.measured_peak());
+  CHECK(*fitted.measured_peak() <= budget);
+  CHECK(fitted.predicted().peak_bytes <= budget);
+  const Tensors expected = chain.gradients(chain.plain(x));
+  require_bit_equal(chain.gradients(fitted(x)), expected);
+  // Nothing is recomputed where there is room.
+  CHECK(fit(chain.stages, x, 2 * plain_peak, quick).plan().frames() == 0);
+}
+
+TEST_CASE("fit measures and plans anew for inputs of another kind, once each", "[fit]") {
+  const Chain chain;
+  const Tensor x = at::randn({128, 64}), larger = at::randn({256, 64});
+  const int64_t budget = chain.peak([&] { return chain.plain(x); });
+  const Fitted fitted = fit(chain.stages, x, budget, quick);
+  CHECK(fitted.plan().frames() == 0);
+  require_bit_equal(chain.gradients(fitted(larger)), chain.gradients(chain.plain(larger)));
+  CHECK(fitted.plan().frames() > 0);
+  CHECK(chain.peak([&] { return fitted(larger); }) <= budget);
+  const int before = *chain.calls;
+  fitted(x);
+  CHECK(*chain.calls - before == 8);
+  CHECK(fitted.plan().frames() == 0);
+  CHECK_THROWS_AS(fitted(at::randn({1 << 14, 64})), remat::InfeasibleBudget);
+  fitted(x);  // as before
+}
+
+TEST_CASE("measurements are kept in a file, and used again", "[fit]") {
+  const Folder folder;
+  const std::string file = folder.path() + "/measurements";
+  const Chain chain;
+  const Tensor x = at::randn({128, 64});
+  FitOptions options = quick;
+  options.measurements = file;
+  options.verify = false;
+  const int64_t budget = chain.peak([&] { return chain.plain(x); }) / 2;
+  const Fitted first = fit(chain.stages, x, budget, options);
+  CHECK(first.was_measured());
+  const int before = *chain.calls;
+  const Fitted again = fit(chain.stages, x, budget, options);
+  CHECK_FALSE(again.was_measured());
+  CHECK(*chain.calls == before);
+  CHECK(again.plan() == first.plan());
+  CHECK(again.table() == first.table());
+  // Each kind of sample has its own, and the first one's stay.
+  CHECK(fit(chain.stages, at::randn({64, 64}), budget, options).was_measured());
+  CHECK_FALSE(fit(chain.stages, x, budget, options).was_measured());
+  CHECK(folder.num_entries() == 1);
+}
+
+TEST_CASE("a file that is none of measurements is refused, and left alone", "[fit]") {
+  const Folder folder;
+  const std::string file = folder.path() + "/notes";
+  const Chain chain(2);
+  FitOptions options = quick;
+  options.measurements = file;
+  const auto refused = [&](const std::string& contents) {
+    std::ofstream(file) << contents;
+    const std::string text = text_of(error_of<c10::ValueError>(
+        [&] { fit(chain.stages, at::randn({4, 64}), 1 << 30, options); }));
+    std::ifstream in(file);
+    std::stringstream now;
+    now << in.rdbuf();
+    CHECK(now.str() == contents);
+    return text;
+  };
+  CHECK_THAT(refused("milk\n"), contains("line 1 of"));
+  CHECK_THAT(refused("remat measurements 1\nsomething\nchain 1 2 1\n"), contains("line 4"));
+  CHECK_THAT(refused("remat measurements 1\nsomething\nchain 1 two 1\n"),
+             contains("is no line of measurements"));
+  options.measurements = "/does/not/exist/file";
+  CHECK_THAT(text_of(error_of<c10::ValueError>(
+                 [&] { fit(chain.stages, at::randn({4, 64}), 1 << 30, options); })),
+             contains("could not be written"));
+}
+
+TEST_CASE("fit says what is possible where the budget is too small", "[fit]") {
+  const Chain chain;
+  const Tensor x = at::randn({128, 64});
+  const auto error = error_of<remat::InfeasibleBudget>([&] { fit(chain.stages, x, 1000, quick); });
+  CHECK(error.minimum_bytes() > 1000);
+  CHECK_NOTHROW(fit(chain.stages, x, 2 * error.minimum_bytes(), quick));
+  CHECK_THAT(text_of(error_of<c10::ValueError>([&] { fit(chain.stages, x, -1, quick); })),
+             contains("the budget is -1"));
+  CHECK_THAT(text_of(error_of<c10::ValueError>([&] { fit(chain.stages, Tensor(), 1, quick); })),
+             contains("the sample is an undefined tensor"));
+}
+
+TEST_CASE("fit sees what stages' costs do not say", "[fit]") {
+  // What a stage returns is kept by the program as well.
+  const remat::MemoryMeter meter;
+  auto kept = std::make_shared<Tensors>();
+  const Chain chain;
+  std::vector<Stage> stages = chain.stages;
+  for (std::size_t i = 0; i + 1 < stages.size(); ++i)
+    stages[i] = [kept, stage = stages[i], i](const Tensor& x) {
+      Tensor y = stage(x);
+      kept->resize(8);
+      (*kept)[i] = y.detach();
+      return y;
+    };
+  const Tensor x = at::randn({128, 64});
+  const int64_t budget = chain.peak([&] { return chain.plain(x); }) * 2 / 3;
+  const Fitted fitted = fit(stages, x, budget, quick);
+  kept->clear();
+  CHECK(chain.peak([&] { return fitted(x); }) <= budget);
+}
+
+TEST_CASE("fit puts back gradients and random numbers", "[fit]") {
+  Chain chain;
+  chain.stages.insert(chain.stages.begin() + 1,
+                      [](const Tensor& x) { return at::dropout(x, 0.5, true); });
+  for (const Tensor& each : chain.weights) each.grad().fill_(3);
+  const Tensor x = at::randn({128, 64});
+  const Tensor state = generator_state();
+  const Fitted fitted = fit(chain.stages, x, 1 << 30, quick);
+  CHECK(bit_equal(generator_state(), state));
+  for (const Tensor& each : chain.weights) CHECK(bit_equal(each.grad(), at::full_like(each, 3)));
+}
+
+TEST_CASE("a table and a picture say what was chosen", "[fit]") {
+  const Chain chain;
+  const Tensor x = at::randn({128, 64});
+  const int64_t budget = chain.peak([&] { return chain.plain(x); }) / 2;
+  const Fitted fitted = fit(chain.stages, x, budget, quick);
+  const std::string table = fitted.table();
+  CHECK_THAT(table, contains("chosen for"));
+  CHECK_THAT(table, contains("plan: " + fitted.plan().to_string()));
+  CHECK_THAT(table, contains("... as one step has shown"));
+  CHECK(std::count(table.begin(), table.end(), '\n') == 8 + 9);
+  const std::string picture = fitted.picture();
+  CHECK(picture.rfind("<svg", 0) == 0);
+  CHECK_THAT(picture, contains("budget"));
+  CHECK_THAT(picture, contains("<circle"));
+}
+
+TEST_CASE("threads call a fitted chain at once", "[fit][threads]") {
+  const Chain chain;
+  const Tensor x = at::randn({128, 64});
+  const Fitted fitted = fit(chain.stages, x, 1 << 30, quick);
+  std::vector<std::thread> threads;
+  std::atomic<int> right = 0;
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([&, i] {
+      const Tensor mine = x.narrow(0, 0, 32 + 8 * (i % 2)).clone().requires_grad_();
+      const Tensor found = torch::autograd::grad({fitted(mine)}, {mine})[0];
+      right += bit_equal(found, torch::autograd::grad({chain.plain(mine)}, {mine})[0]);
+    });
+  for (std::thread& each : threads) each.join();
+  CHECK(right == 4);
+}
