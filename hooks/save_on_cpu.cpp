@@ -8,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "hooks/copy_watch.h"
 #include "hooks/on_stream.h"
 #include "hooks/pinned_pool.h"
 
@@ -65,6 +66,7 @@ class Pinned final : public HostContents {
     for (const auto& use : buffer_.uses) use->block(streams_.out);
     {
       const OnStream out(streams_.out);
+      const WatchedCopy copy(streams_.out, CopyWatch::Direction::Out, size_);
       host().copy_(flat, /*non_blocking=*/true);
     }
     guard.recordDataPtrOnStream(flat.storage().data_ptr(), streams_.out);
@@ -80,7 +82,10 @@ class Pinned final : public HostContents {
     copied_->block(streams_.in);
     const OnStream in(streams_.in);
     at::Tensor target = at::empty({size_}, at::TensorOptions(at::kByte).device(device_));
-    target.copy_(host(), /*non_blocking=*/true);
+    {
+      const WatchedCopy copy(streams_.in, CopyWatch::Direction::In, size_);
+      target.copy_(host(), /*non_blocking=*/true);
+    }
     auto arrived = std::make_shared<Ready>(streams_.in);
     arrived->record();
     buffer_.uses = {arrived};  // it has waited for the copy out

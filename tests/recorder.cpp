@@ -230,6 +230,34 @@ TEST_CASE("live bytes are sampled by kind", "[report][recorder]") {
   CHECK_THAT(picture, contains("recomputed: "));
 }
 
+TEST_CASE("what was alive when an allocation met a limit is told by region and kind",
+          "[report][recorder]") {
+  const Tensor x = leaf({1000}), w = leaf({1000});
+  const Recorder recorder;
+  const Tensor y =
+      checkpoint({.name = "kept"}, [&](const Tensor& t) { return (t * w).sin(); }, x.exp());
+  const remat::MemoryMeter meter;
+  const int64_t live = meter.live_bytes();
+  {
+    const remat::MemoryLimitGuard limit(live + 3999);
+    CHECK_THROWS_AS(y.sin(), c10::OutOfMemoryError);
+  }
+  const auto report = recorder.report();
+  REQUIRE(report.failed_allocations.size() == 1);
+  const remat::FailedAllocation& failed = report.failed_allocations[0];
+  CHECK(failed.device == at::kCPU);
+  CHECK(failed.asked_bytes == 4000);
+  CHECK(failed.live_bytes == live);
+  CHECK(failed.parameters_bytes == 4000);
+  REQUIRE(failed.held.size() == 1);
+  CHECK(failed.held[0].region == "kept");
+  CHECK(failed.held[0].inputs_bytes == 4000);
+  CHECK(failed.held[0].recomputed_bytes == 0);
+  CHECK(report.devices.empty());
+  CHECK_THAT(report.to_string(), contains("An allocation of 4000 B did not fit on cpu beside "));
+  CHECK_THAT(report.to_json(), contains("{\"device\": \"cpu\", \"asked_bytes\": 4000"));
+}
+
 TEST_CASE("the picture leaves out what is there all the time, and names the regions",
           "[report][recorder]") {
   const Tensor x = leaf({50'000});

@@ -101,4 +101,11 @@ class REMAT_API MemoryLimitGuard {
   detail::MeteredDevice& shared_;
 };
 
+/// [bytes] that tensors on `device` could take now: what the device has free once its allocator has
+/// given back what it caches (which waits for the device); on the CPU what the smallest
+/// `MemoryLimitGuard` leaves.
+/// Throws `CheckpointError` (`Unsupported`) if the device does not say, and on the CPU without a limit:
+/// its memory is every program's. Any thread.
+REMAT_API int64_t free_bytes(c10::Device device);
+
 }  // namespace remat

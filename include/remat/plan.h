@@ -2,10 +2,12 @@
 // Where to checkpoint a chain of stages: plans, what they cost, the fastest one under a byte budget.
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -47,6 +49,9 @@ struct ChainCost {
   int64_t input_bytes = 0;          ///< for the record: budgets do not count the input
   int64_t input_grad_bytes = 0;     ///< the gradient of the input; 0 if it takes none
   std::vector<StageCost> stages{};  ///< in the order in which they run
+  /// What the allocator takes beyond what is asked for, as a share of it: its rounding at the peaks
+  /// that were measured. Budgets do not count it; `free_budget` takes it off.
+  double rounding = 0;
 };
 
 /// Stages `first` to `last`, which one `checkpoint()` call runs.
@@ -163,10 +168,12 @@ struct Simulation {
 REMAT_API Simulation simulate(const ChainCost& cost, const Plan& plan,
                               const SolveOptions& options = {});
 
-/// How often `measure` runs each stage.
+/// How `measure` runs each stage.
 struct MeasureOptions {
   int64_t warmup = 1;   ///< runs that are not timed
   int64_t repeats = 5;  ///< timed runs, the least of which is kept
+  /// Whose bytes and time count, what is elsewhere counts nothing; none: the sample's device.
+  std::optional<c10::Device> device{};
 };
 
 /// Runs each stage forward and backward on what the one before made of `sample`, and says what it
@@ -174,16 +181,27 @@ struct MeasureOptions {
 ///
 /// Bytes are those of storages, so a view counts with all that it keeps alive; saved tensors whose
 /// storage outlives the stage's graph (parameters, constants) count nothing. Temporaries are what
-/// the CPU allocator gives out (`MemoryMeter`), so other devices have none here, and times are
-/// those of the calling thread. Parameters have gradients throughout, as in training that sets them
+/// the device's allocator gives out (`MemoryMeter`). Times on the CPU are those of the calling thread;
+/// on an accelerator those between events on the current stream, each run alone and waited for, so
+/// that a stage whose operators are queued more slowly than they run costs what queueing them does.
+/// Parameters have gradients throughout, as in training that sets them
 /// to zero: a program that drops them (`zero_grad(set_to_none=true)`) needs their bytes on top.
 ///
-/// Afterwards parameters have the `.grad` they had and the default CPU generator its state. Other
+/// Afterwards parameters have the `.grad` they had, and the default generators of the CPU and of the
+/// device their states. Other
 /// side effects of running a stage stay: running statistics, hooks, generators of its own.
 /// Throws what a stage throws; `c10::ValueError` for no stages or repeats, an undefined sample, or
-/// a stage that returns an undefined tensor.
+/// a stage that returns an undefined tensor; `CheckpointError` (`Unsupported`) if the device's
+/// allocator does not tell its bytes.
 REMAT_API ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
                             const MeasureOptions& options = {});
+
+/// The budget [bytes] for a plan of `cost` in what `device` has free now (`free_bytes`): less `margin`,
+/// a share in [0, 1) of it for pieces that fit nothing, and less the rounding that was measured. What
+/// the chain's input, parameters and gradients take is to be there already.
+/// Throws as `free_bytes`; `c10::ValueError` for a margin or a rounding out of range.
+/// Example: examples/budget.cpp.
+REMAT_API int64_t free_budget(const ChainCost& cost, c10::Device device, double margin = 0.05);
 
 /// Runs the stages on `input` with nested `checkpoint()` calls as the plan says, all with `options`;
 /// the stages a region runs are added to its name. The stages are copied once, and are kept as long

@@ -2,6 +2,7 @@
 // Seeing what happens: process-wide counts, and recorders of what regions do, cost and hold.
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -41,30 +42,73 @@ struct RegionReport {
   int64_t offload_fallbacks = 0;     ///< results that `PreferCpuOffload` could not move
   double forward_s = 0;              ///< [seconds] of first runs, regions inside included
   double recompute_s = 0;            ///< [seconds] of recomputes, those inside included
+  /// [seconds] from begin to end on the streams that first runs were queued on, regions inside
+  /// included, summed over devices; 0 without an accelerator.
+  double device_forward_s = 0;
+  /// The same of recomputes, from when their inputs were there.
+  double device_recompute_s = 0;
+};
+
+/// What a recorder saw of one device of an accelerator.
+struct DeviceReport {
+  c10::Device device = c10::kCPU;  ///< which one
+  bool is_exact = true;     ///< bytes are those asked for; if not, as the allocator rounds them
+  int64_t peak_bytes = 0;   ///< [bytes] the most that were alive at once
+  int64_t bytes_out = 0;    ///< [bytes] copied to the host beside the work: offload
+  int64_t bytes_in = 0;     ///< [bytes] copied back
+  double copies_out_s = 0;  ///< [seconds] on the device of the copies out
+  double copies_in_s = 0;   ///< [seconds] on the device of the copies back
+};
+
+/// What was alive when an allocation did not fit: on an accelerator, or under a `MemoryLimitGuard`.
+struct FailedAllocation {
+  /// What regions of one name held on the device.
+  struct Held {
+    std::string region;            ///< the name; empty: of regions without one
+    int64_t regions = 0;           ///< how many
+    int64_t inputs_bytes = 0;      ///< [bytes] of inputs that stayed; a storage once
+    int64_t saved_bytes = 0;       ///< [bytes] that a policy kept
+    int64_t recomputed_bytes = 0;  ///< [bytes] recomputed and not yet handed over
+  };
+  c10::Device device = c10::kCPU;  ///< where it did not fit
+  int64_t asked_bytes = -1;        ///< [bytes] asked for; -1: the device's allocator does not tell
+  int64_t live_bytes = 0;          ///< [bytes] of all tensors there
+  int64_t parameters_bytes = 0;    ///< [bytes] of parameters that regions use
+  std::vector<Held> held{};        ///< what held most first
 };
 
 /// What a `Recorder` counted, by region name.
 struct REMAT_API Report {
-  std::vector<RegionReport> regions;  ///< in the order of their first call
-  int64_t dropped_events = 0;         ///< that `max_events` left no room for; sums count them
-  /// A table for people.
+  std::vector<RegionReport> regions;    ///< in the order of their first call
+  int64_t dropped_events = 0;           ///< that `max_events` left no room for; sums count them
+  std::vector<DeviceReport> devices{};  ///< accelerators' devices that were in use
+  /// The first allocations that failed, 16 at most.
+  std::vector<FailedAllocation> failed_allocations{};
+  /// A table for people, and what was alive at failed allocations.
   std::string to_string() const;
   std::string to_json() const;  ///< the same numbers as one JSON object
 };
 
 /// What a `Recorder` records.
 struct RecorderOptions {
-  /// Sample the live bytes of CPU tensors at every event and every allocation.
+  /// Sample the live bytes: of CPU tensors at every event and every allocation, of an accelerator's
+  /// devices in use at every event and after every operator, with the peak since the sample before.
   bool memory = true;
   /// Also record the operators that run, on every thread. Costs 1 to 3 us each.
   bool operators = false;
   /// The oldest events go first, and the report says so. Sums stay exact.
   int64_t max_events = 1 << 20;
+  /// Time regions and the copies of offload on an accelerator by events on the streams that run them.
+  bool device_time = true;
 };
 
 /// Records, while alive or until `stop`, what regions do on every thread of the process. Several may be alive.
 /// Without one, each place that could record costs one test of a flag. All functions may be called
 /// meanwhile, on any thread.
+/// Devices: nothing waits for one while regions run. What the work on its streams took is looked up
+/// by `report()` and by what draws or writes, which wait until what was recorded by then is done. Each
+/// timed run takes two events of the device. A Recorder that is made while devices are in use waits
+/// for them once, to set its clock by theirs. Work that is captured as a graph is not timed.
 /// Memory: about 100 bytes an event, `max_events` at most.
 /// Threads: events of all threads, in the order in which they came in.
 /// Throws: `c10::ValueError` for `max_events` below 1; `c10::Error` for a file that cannot be written.
@@ -78,16 +122,16 @@ class REMAT_API Recorder {
   /// Records no more; what was recorded stays. Once more does nothing. Not beside itself on another thread.
   void stop();
 
-  Report report() const;  ///< the sums so far
+  Report report() const;  ///< the sums so far; waits for the device work that they count
   /// One line an event, without times: what happened in which order. Regions are numbered from 1 in
   /// the order in which they were first seen.
   std::string event_log() const;
   /// For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their threads,
-  /// live bytes as a counter.
+  /// what ran on a device as slices of its streams, live bytes as a counter for each device.
   void write_chrome_trace(const std::filesystem::path& path) const;
-  /// Live bytes over time, stacked by kind, with the regions below.
+  /// Live bytes over time, stacked by kind, with the regions below; one such picture for each device.
   void write_memory_svg(const std::filesystem::path& path) const;
-  /// One page without scripts or other files: the picture, values under the pointer, the table.
+  /// One page without scripts or other files: the pictures, values under the pointer, the tables.
   void write_html(const std::filesystem::path& path) const;
   std::string to_html() const;  ///< the same page
 

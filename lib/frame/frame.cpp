@@ -134,7 +134,9 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
   if (keeper_ != nullptr) keeper_->settle();
   if (recorded_ == nullptr) return;
   if (keeper_ != nullptr) keeper_->add_to(recorded);
-  recording::region_ends(region_.info, *recorded_, recorded);
+  DevicesMet met = devices_met();
+  visit_result([&](at::Tensor& tensor) { met.add(tensor); });
+  recording::region_ends(region_.info, *recorded_, met, std::move(recorded));
 }
 
 void Frame::tell_recorders_of_throw() const {

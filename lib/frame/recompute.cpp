@@ -37,7 +37,8 @@ class VouchedFor {
 /// Runs the function with everything around it as forward had it. Returns normally after a stop, too;
 /// false if another thread disturbed its random numbers.
 bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
-                  const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs) {
+                  const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs,
+                  recording::RecomputeSpan& span) {
   const Region& region = frame.region();
   Surroundings& surroundings = frame.surroundings();
   std::vector<at::Tensor> captured;
@@ -52,6 +53,7 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                            "waiting for this one",
                            "give each thread a provider of its own");
   const StreamScope streams(surroundings.streams(), inputs);
+  const recording::RecomputeSpan::Running running(span);
   const DeviceRngSwap device_rng(surroundings.device_states([&] { return frame.devices_met(); }),
                                  scope->own_lock());
   if (device_rng.has_failed())
@@ -126,14 +128,15 @@ void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& 
 
 /// Runs the function, and looks at what was kept for it. False if the run is worth nothing.
 bool run_and_replay(Frame& frame, RecomputedValues& values, Filler& filler,
-                    const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs) {
+                    const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs,
+                    recording::RecomputeSpan& span) {
   scope->begin(inputs);
   KeptReplay* const replay = scope->replay();
-  if (replay == nullptr) return run_function(frame, values, filler, scope, inputs);
+  if (replay == nullptr) return run_function(frame, values, filler, scope, inputs, span);
   bool is_undisturbed = false;
   std::exception_ptr thrown;
   try {
-    is_undisturbed = run_function(frame, values, filler, scope, inputs);
+    is_undisturbed = run_function(frame, values, filler, scope, inputs, span);
   } catch (...) {
     thrown = std::current_exception();
   }
@@ -151,12 +154,14 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
   const PreparingRecompute preparing;
   try {
     recording::RecomputeSpan span(region.info, frame->recorded());
+    if (is_recording() && frame->recorded() != nullptr)
+      values.recorded = frame->recorded()->kept.recomputed;
     const auto profiled = profiler::recompute_scope(region.info);
     const ObservedRecompute observed(frame->surroundings().user_state(), region.info);
     GivenInputs given = frame->inputs().unpack(region, frame->notes().has_run_backward());
     Filler filler(region, frame->slots(), frame->recorded(), values, only_position, given.tensors);
     const auto scope = std::make_shared<RecomputeScope>(frame, filler);
-    if (!run_and_replay(*frame, values, filler, scope, given.tensors)) {
+    if (!run_and_replay(*frame, values, filler, scope, given.tensors, span)) {
       values.clear();
       return false;
     }

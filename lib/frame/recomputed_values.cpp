@@ -12,6 +12,7 @@ int64_t RecomputedValues::put(int64_t position, Value value) {
   if (values.size() <= index) values.resize(index + 1);
   drop(position);
   value.bytes = static_cast<int64_t>(value.tensor.has_storage() ? value.tensor.nbytes() : 0);
+  if (recorded != nullptr && value.bytes > 0) recorded->add(value.tensor.device(), value.bytes);
   return (values[index] = std::move(value)).bytes;
 }
 
@@ -23,6 +24,7 @@ bool RecomputedValues::has(int64_t position) const {
 Value RecomputedValues::take(int64_t position) {
   const auto index = static_cast<std::size_t>(position);
   Value value = std::exchange(values[index], Value());
+  if (recorded != nullptr && value.bytes > 0) recorded->add(value.tensor.device(), -value.bytes);
   count(live_counters.recomputed_bytes_alive, -value.bytes);
   return value;
 }
@@ -52,7 +54,9 @@ bool RecomputedValues::owns_alone(int64_t position) {
 void RecomputedValues::drop(int64_t position) noexcept {
   const auto index = static_cast<std::size_t>(position);
   if (index >= values.size() || !values[index].tensor.defined()) return;
-  count(live_counters.recomputed_bytes_alive, -values[index].bytes);
+  const Value& value = values[index];
+  if (recorded != nullptr && value.bytes > 0) recorded->add(value.tensor.device(), -value.bytes);
+  count(live_counters.recomputed_bytes_alive, -value.bytes);
   values[index] = Value();
 }
 

@@ -13,6 +13,7 @@
 
 #include "lib/base/spin_lock.h"
 #include "lib/frame/task.h"
+#include "lib/observe/recording.h"
 #include "lib/state/streams.h"
 
 namespace remat {
@@ -65,6 +66,8 @@ struct RecomputedValues {
   /// The owner runs a backward inside the recompute: a waiting thread could be the one it needs.
   bool waits_for_backward = false;
   c10::SmallVector<Value, 4> values;  // by position
+  /// Recorders see what is alive by it; null if the region is not recorded.
+  std::shared_ptr<RecomputedBytes> recorded{};
   /// By position, where it is asked for: the engine's id of the backward that read it, or -1.
   std::vector<int64_t> handed_to;
 

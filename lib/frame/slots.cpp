@@ -183,7 +183,8 @@ recording::RegionSums Slots::sums(const StorageSet& results) {
     const Provenance& provenance = slot.provenance;
     const auto* const storage = provenance.storage._unsafe_get_target();
     if (provenance.origin == Origin::Leaf && storage != nullptr && !provenance.storage.expired())
-      all.parameters.emplace_back(storage, static_cast<int64_t>(storage->nbytes()));
+      all.parameters.push_back(
+          {storage, storage->device(), static_cast<int64_t>(storage->nbytes())});
     if (provenance.origin != Origin::Inside && provenance.origin != Origin::Outside) continue;
     const bool is_captured = provenance.origin == Origin::Outside && storage != nullptr &&
                              !provenance.storage.expired() && !results.contains(storage);

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <limits>
@@ -93,6 +94,12 @@ class CountingAllocator final : public at::Allocator, public MemorySource {
   int64_t start_peak() override;
   int64_t peak_bytes() const override { return peak_bytes_.load(); }
   bool is_exact() const override { return true; }
+  int64_t num_failed() const override { return num_failed_.load(); }
+  std::optional<int64_t> free_bytes() override {
+    const int64_t limit = limit_bytes_.load();
+    if (limit == no_limit) return std::nullopt;
+    return std::max<int64_t>(limit - live_bytes_.load(), 0);
+  }
   void set_limit(int64_t bytes) override { limit_bytes_.store(bytes); }
 
  private:
@@ -103,6 +110,7 @@ class CountingAllocator final : public at::Allocator, public MemorySource {
   std::atomic<int64_t> live_bytes_{0};
   std::atomic<int64_t> peak_bytes_{0};
   std::atomic<int64_t> limit_bytes_{no_limit};
+  std::atomic<int64_t> num_failed_{0};
 };
 
 // Leaked: tensors outlive static objects.
@@ -129,8 +137,11 @@ int64_t CountingAllocator::reserve(int64_t bytes) {
   int64_t live = live_bytes_.load();
   for (;;) {
     const int64_t limit = limit_bytes_.load();
-    if (limit != no_limit && (bytes > limit || live > limit - bytes))
+    if (limit != no_limit && (bytes > limit || live > limit - bytes)) {
+      num_failed_.fetch_add(1);
+      if (is_recording()) recording::allocation_fails(bytes, live);
       throw_out_of_memory(bytes, live, limit);
+    }
     if (live_bytes_.compare_exchange_weak(live, live + bytes)) return live + bytes;
   }
 }

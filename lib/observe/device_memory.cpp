@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -46,6 +47,14 @@ class DeviceMemory final : public MemorySource {
     const std::lock_guard lock(mutex_);
     return seam::device_bytes(device_).peak - num_held_;
   }
+  int64_t num_failed() const override {
+    const std::lock_guard lock(mutex_);
+    return seam::device_bytes(device_).num_failed - num_own_failed_;
+  }
+  std::optional<int64_t> free_bytes() override {
+    const c10::DeviceGuard guard(device_);
+    return seam::free_device_bytes(device_);
+  }
   bool is_exact() const override {
     const at::Tensor something = one_byte();  // shows which numbers the allocator counts
     return seam::device_bytes(device_).are_requested;
@@ -62,6 +71,7 @@ class DeviceMemory final : public MemorySource {
   mutable std::mutex mutex_;  // what is held is taken off what is alive
   at::DataPtr held_;
   int64_t num_held_ = 0;
+  int64_t num_own_failed_ = 0;  // while looking for a piece to hold
 };
 
 void DeviceMemory::set_limit(int64_t bytes) {
@@ -81,12 +91,14 @@ void DeviceMemory::set_limit(int64_t bytes) {
 }
 
 void DeviceMemory::hold(int64_t bytes) {
-  const int64_t before = seam::device_bytes(device_).live;
+  const seam::DeviceBytes before = seam::device_bytes(device_);
+  const auto own_failures = c10::make_scope_exit(
+      [&] { num_own_failed_ += seam::device_bytes(device_).num_failed - before.num_failed; });
   // What is free need not be free in one piece, nor to the last byte.
   for (int64_t wanted = bytes; wanted > 0; wanted -= std::max<int64_t>(bytes / 64, 1)) {
     try {
       held_ = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(wanted));
-      num_held_ = seam::device_bytes(device_).live - before;
+      num_held_ = seam::device_bytes(device_).live - before.live;
       return;
     } catch (const c10::OutOfMemoryError&) {
     }

@@ -7,6 +7,7 @@
 #include <array>
 #include <fstream>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "lib/observe/report_text.h"
@@ -57,12 +58,37 @@ std::string slice_of(const Event& event) {
       event.depth, span ? span->end : "returned");
 }
 
+/// In a trace each device is a process; the host is the first.
+int process_of(c10::Device device) { return 2 + device.index(); }
+
+/// The same of a stream's time.
+std::string slice_of(const DeviceBar& bar) {
+  constexpr std::array<const char*, 4> categories{"forward", "recompute", "copy", "copy"};
+  const bool is_recompute = bar.kind == DeviceBar::Kind::Recompute;
+  return fmt::format(
+      "{{\"name\": {}, \"cat\": \"{}, device\", \"ph\": \"X\", \"ts\": {:.3f}, \"dur\": {:.3f}, "
+      "\"pid\": {}, \"tid\": {}, \"args\": {{\"region\": {}, \"bytes\": {}}}}}",
+      json_string(is_recompute ? name_of(bar) + " (recompute)" : name_of(bar)),
+      categories[static_cast<std::size_t>(bar.kind)], static_cast<double>(bar.begin_ns) / 1e3,
+      static_cast<double>(bar.end_ns - bar.begin_ns) / 1e3, process_of(bar.stream.device()),
+      bar.stream.id(), bar.region, bar.bytes);
+}
+
+std::string name_of_process(c10::Device device) {
+  return fmt::format(
+      "{{\"name\": \"process_name\", \"ph\": \"M\", \"pid\": {}, \"args\": {{\"name\": {}}}}}",
+      process_of(device), json_string(device.str()));
+}
+
 std::string counter_of(const Event& event) {
   const LiveKinds& b = event.bytes;
+  const std::string name =
+      event.device.is_cpu() ? "live bytes" : "live bytes of " + event.device.str();
   return fmt::format(
-      "{{\"name\": \"live bytes\", \"ph\": \"C\", \"ts\": {:.3f}, \"pid\": 1, \"args\": {{\"live\": "
+      "{{\"name\": {}, \"ph\": \"C\", \"ts\": {:.3f}, \"pid\": 1, \"args\": {{\"live\": "
       "{}, \"inputs kept\": {}, \"saved by policy\": {}, \"recomputed\": {}}}}}",
-      static_cast<double>(event.time_ns) / 1e3, b.live, b.inputs, b.saved, b.recomputed);
+      json_string(name), static_cast<double>(event.time_ns) / 1e3, b.live, b.inputs, b.saved,
+      b.recomputed);
 }
 
 }  // namespace
@@ -96,7 +122,12 @@ void Recorder::write_chrome_trace(const std::filesystem::path& path) const {
   };
   for (const Event& event : recording_->events()) {
     add(slice_of(event));
-    if (recording_->options().memory && event.kind != EventKind::Operator) add(counter_of(event));
+    if (recording_->options().memory && has_bytes(event)) add(counter_of(event));
+  }
+  std::set<c10::DeviceIndex> named;
+  for (const DeviceBar& bar : recording_->bars()) {
+    if (named.insert(bar.stream.device_index()).second) add(name_of_process(bar.stream.device()));
+    add(slice_of(bar));
   }
   write_report_file(path, text + "\n]}\n");
 }

@@ -4,6 +4,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <map>
@@ -11,6 +12,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "lib/base/error.h"
 #include "lib/observe/memory_source.h"
 
 namespace remat {
@@ -116,6 +118,18 @@ MemoryLimitGuard::~MemoryLimitGuard() {
   const std::lock_guard lock(shared_.mutex);
   shared_.limits.erase(shared_.limits.find(bytes_));
   shared_.apply_limit();
+}
+
+int64_t free_bytes(c10::Device device) {
+  device = with_index(device);
+  const std::optional<int64_t> free = detail::MeteredDevice::of(device).source.free_bytes();
+  if (free) return *free;
+  throw_unsupported(
+      fmt::format("what device {} has free is not known", device.str()),
+      device.is_cpu()
+          ? "no MemoryLimitGuard is alive, and without one the memory is every program's"
+          : "its allocator does not say how much memory is free",
+      "name the bytes yourself");
 }
 
 }  // namespace remat

@@ -16,7 +16,7 @@ namespace remat {
 
 namespace {
 
-constexpr double kWidth = 1080, kLeft = 90, kRight = 1050, kTop = 70, kBottom = 380;
+constexpr double kWidth = drawing_width, kLeft = 90, kRight = 1050, kTop = 70, kBottom = 380;
 constexpr double kBarHeight = 15, kBarGap = 3;
 constexpr double kLetterWidth = 6.5;  // of the names in bars, at most
 constexpr int kColumns = 480;
@@ -52,31 +52,54 @@ struct Bar {
   double from_ms, to_ms;
   std::string color, name, title;
   int64_t depth;
-  int32_t thread;
+  int64_t lane;  ///< thread or stream
 };
 
-std::vector<Bar> bars_of(const std::vector<Event>& events) {
+constexpr const char* kForward = "#2f6f9f";
+constexpr const char* kRecompute = "#e08a3c";
+constexpr const char* kCopy = "#8c6bb1";
+
+double ms_of(int64_t ns) { return static_cast<double>(ns) / 1e6; }
+
+Bar bar_of(const DeviceBar& bar) {
+  const double from = ms_of(bar.begin_ns), to = ms_of(bar.end_ns);
+  const std::string name = name_of(bar);
+  const bool is_copy = bar.bytes > 0 || bar.name == nullptr;
+  const bool is_recompute = bar.kind == DeviceBar::Kind::Recompute;
+  const char* const color = is_copy ? kCopy : is_recompute ? kRecompute : kForward;
+  const std::string what = is_copy        ? readable_bytes(bar.bytes)
+                           : is_recompute ? "recompute"
+                                          : "forward";
+  return {from,
+          to,
+          color,
+          name,
+          fmt::format("{} {} on {}: {:.3f} ms", name, what, bar.stream.device().str(), to - from),
+          0,
+          bar.stream.id()};
+}
+
+std::vector<Bar> bars_of(const Timeline& timeline) {
   std::vector<Bar> bars;
-  for (const Event& event : events) {
+  for (const DeviceBar& each : timeline.bars) bars.push_back(bar_of(each));
+  for (const Event& event : timeline.events) {
     const std::optional<Span> span = span_of(event);
     if (!span) continue;
-    const double from = static_cast<double>(event.begin_ns) / 1e6;
-    const double to = static_cast<double>(event.time_ns) / 1e6;
+    const double from = ms_of(event.begin_ns), to = ms_of(event.time_ns);
     const std::string name = name_shown(*event.text);
     const std::string end = span->end == "returned" ? "" : fmt::format(", {}", span->end);
-    bars.push_back({from, to, span->is_recompute ? "#e08a3c" : "#2f6f9f", name,
+    bars.push_back({from, to, span->is_recompute ? kRecompute : kForward, name,
                     fmt::format("{} {}: {:.3f} ms{}", name,
                                 span->is_recompute ? "recompute" : "forward", to - from, end),
                     0, event.thread});
   }
-  // Rows: what lies inside another bar of its thread goes below it.
+  // Rows: what lies inside another bar of its thread or stream goes below it.
   std::sort(bars.begin(), bars.end(), [](const Bar& a, const Bar& b) {
-    return std::tuple(a.thread, a.from_ms, -a.to_ms) < std::tuple(b.thread, b.from_ms, -b.to_ms);
+    return std::tuple(a.lane, a.from_ms, -a.to_ms) < std::tuple(b.lane, b.from_ms, -b.to_ms);
   });
   std::vector<const Bar*> open;
   for (Bar& bar : bars) {
-    while (!open.empty() &&
-           (open.back()->thread != bar.thread || open.back()->to_ms <= bar.from_ms))
+    while (!open.empty() && (open.back()->lane != bar.lane || open.back()->to_ms <= bar.from_ms))
       open.pop_back();
     bar.depth = static_cast<int64_t>(open.size());
     open.push_back(&bar);
@@ -93,22 +116,45 @@ double nice_step(double top) {
 
 }  // namespace
 
-std::string memory_picture(const std::vector<Event>& events) {
-  // What is there all the time and none of the regions' would only press the rest flat.
+std::vector<Timeline> timelines_of(Recording& recording) {
+  std::vector<Timeline> timelines{{c10::kCPU, {}, {}}};
+  const auto of = [&](c10::Device device) -> Timeline& {
+    for (Timeline& each : timelines)
+      if (each.device == device) return each;
+    return timelines.emplace_back(Timeline{device, {}, {}});
+  };
+  for (Event& event : recording.events()) of(event.device).events.push_back(std::move(event));
+  for (DeviceBar& bar : recording.bars()) of(bar.stream.device()).bars.push_back(std::move(bar));
+  std::sort(timelines.begin() + 1, timelines.end(), [](const Timeline& a, const Timeline& b) {
+    return a.device.index() < b.device.index();
+  });
+  return timelines;
+}
+
+double last_ms_of(const std::vector<Timeline>& timelines) {
   double last_ms = 1e-6;
+  for (const Timeline& timeline : timelines) {
+    for (const Event& event : timeline.events) last_ms = std::max(last_ms, ms_of(event.time_ns));
+    for (const DeviceBar& bar : timeline.bars) last_ms = std::max(last_ms, ms_of(bar.end_ns));
+  }
+  return last_ms;
+}
+
+Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_drawing) {
+  const std::vector<Event>& events = timeline.events;
+  // What is there all the time and none of the regions' would only press the rest flat.
   int64_t peak = 1, lasting = std::numeric_limits<int64_t>::max();
   for (const Event& event : events) {
-    last_ms = std::max(last_ms, static_cast<double>(event.time_ns) / 1e6);
-    if (event.kind == EventKind::Operator) continue;
+    if (!has_bytes(event)) continue;
     peak = std::max(peak, event.bytes.live);
     lasting = std::min(lasting, stack_of(event.bytes)[kOther]);
   }
   if (lasting > peak) lasting = 0;  // no event
   const int64_t top = std::max<int64_t>(peak - lasting, 1);
-  const std::vector<Bar> bars = bars_of(events);
-  // A row per thread and depth.
-  std::map<std::pair<int32_t, int64_t>, int64_t> rows;
-  for (const Bar& bar : bars) rows.try_emplace({bar.thread, bar.depth}, 0);
+  const std::vector<Bar> bars = bars_of(timeline);
+  // A row per thread, or stream, and depth.
+  std::map<std::pair<int64_t, int64_t>, int64_t> rows;
+  for (const Bar& bar : bars) rows.try_emplace({bar.lane, bar.depth}, 0);
   int64_t num_rows = 0;
   for (auto& [place, row] : rows) row = num_rows++;
   const double bars_top = kBottom + 45;
@@ -120,12 +166,14 @@ std::string memory_picture(const std::vector<Event>& events) {
   };
 
   std::string svg = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" width=\"{}\" height=\"{}\" "
-      "font-family=\"Helvetica, Arial, sans-serif\" font-size=\"12\" fill=\"#333\">\n"
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" y=\"{}\" viewBox=\"0 0 {} {}\" width=\"{}\" "
+      "height=\"{}\" font-family=\"Helvetica, Arial, sans-serif\" font-size=\"12\" fill=\"#333\">\n"
       "<rect width=\"{}\" height=\"{}\" fill=\"white\"/>\n"
-      "<text x=\"{}\" y=\"24\" font-size=\"16\" font-weight=\"bold\">Live bytes of CPU tensors over "
-      "time, peak {}</text>\n",
-      kWidth, height, kWidth, height, kWidth, height, kLeft, readable_bytes(peak));
+      "<text x=\"{}\" y=\"24\" font-size=\"16\" font-weight=\"bold\">Live bytes of {} over time, peak "
+      "{}</text>\n",
+      top_of_drawing, kWidth, height, kWidth, height, kWidth, height, kLeft,
+      timeline.device.is_cpu() ? "CPU tensors" : "tensors on " + timeline.device.str(),
+      readable_bytes(peak));
   if (lasting > 0)
     svg += fmt::format(
         "<text x=\"{}\" y=\"24\" text-anchor=\"end\">not drawn: {} of other tensors, alive all the "
@@ -158,7 +206,7 @@ std::string memory_picture(const std::vector<Event>& events) {
   std::vector<bool> is_set(kColumns, false);
   std::vector<LiveKinds> last_of(kColumns);
   for (const Event& event : events) {
-    if (event.kind == EventKind::Operator) continue;
+    if (!has_bytes(event)) continue;
     const double ms = static_cast<double>(event.time_ns) / 1e6;
     const auto column = static_cast<std::size_t>(
         std::min<double>(kColumns - 1, std::floor(ms / last_ms * kColumns)));
@@ -204,8 +252,11 @@ std::string memory_picture(const std::vector<Event>& events) {
       "<text x=\"{}\" y=\"{}\" fill=\"#2f6f9f\">regions, forward</text><text x=\"{}\" "
       "y=\"{}\" fill=\"#e08a3c\">regions, recompute</text>\n",
       kLeft, bars_top - 6, kLeft + 120, bars_top - 6);
+  if (std::any_of(bars.begin(), bars.end(), [](const Bar& bar) { return bar.color == kCopy; }))
+    svg += fmt::format("<text x=\"{}\" y=\"{}\" fill=\"{}\">copies of offload</text>\n",
+                       kLeft + 260, bars_top - 6, kCopy);
   for (const Bar& bar : bars) {
-    const auto row = static_cast<double>(rows.at({bar.thread, bar.depth}));
+    const auto row = static_cast<double>(rows.at({bar.lane, bar.depth}));
     const double from = x(bar.from_ms), width = std::max(x(bar.to_ms) - from, 0.5);
     const double row_top = bars_top + row * (kBarHeight + kBarGap);
     svg += fmt::format(
@@ -219,7 +270,7 @@ std::string memory_picture(const std::vector<Event>& events) {
           "pointer-events=\"none\">{}</text>\n",
           from + 5, row_top + kBarHeight - 4, xml_text(bar.name));
   }
-  return svg + "</svg>\n";
+  return {svg + "</svg>\n", height};
 }
 
 }  // namespace remat

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 
 namespace remat {
 
@@ -20,6 +21,10 @@ class MemorySource {
   virtual int64_t peak_bytes() const = 0;
   /// Whether bytes are those asked for; if not, they are as the allocator rounds them.
   virtual bool is_exact() const = 0;
+  /// Counts the allocations that did not fit so far, but for the limit's own.
+  virtual int64_t num_failed() const = 0;
+  /// [bytes] that allocations could take now; nothing if that is not known.
+  virtual std::optional<int64_t> free_bytes() = 0;
   /// Refuses allocations that would take `live_bytes()` above `bytes`. May start the peak anew.
   virtual void set_limit(int64_t bytes) = 0;
 

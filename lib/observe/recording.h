@@ -5,6 +5,13 @@
 // Every place that can record asks `is_recording()` first, which reads one flag; the rest is out of line.
 // A frame notes at its begin whether it is recorded; one that began before any recorder stays
 // unrecorded, so that sums hold whole regions only. Events go to every recording that is alive.
+//
+// Note [Samples of a device]
+// An accelerator's allocator tells each allocation to whoever took the place of LibTorch's profiler on the
+// thread, in rounded sizes. A recorder would shut the profiler out, and be told nothing on threads that were
+// not given its state. So the allocator's statistics are asked instead, at every event of a region and after
+// every operator on any thread: bytes as asked for, and what was alive at most in between. They also count the
+// allocations that did not fit, and the operator that asked ends before anything that regions hold is let go.
 
 #include <atomic>
 #include <chrono>
@@ -21,13 +28,12 @@
 #include <utility>
 #include <vector>
 
+#include "lib/observe/kept_bytes.h"
+#include "lib/observe/queued_work.h"
+#include "lib/rng/device_rng.h"
 #include "lib/scope/region_info.h"
 #include "lib/tensor/capture.h"
 #include "remat/report.h"
-
-namespace c10 {
-struct StorageImpl;
-}
 
 namespace remat {
 
@@ -55,13 +61,9 @@ struct Span {
 /// Nothing for an event that ends none.
 std::optional<Span> span_of(const Event& event);
 
-/// [bytes] alive by kind; what is in none of the kinds is the rest of `live`.
-struct LiveKinds {
-  int64_t live = 0, parameters = 0, inputs = 0, saved = 0, recomputed = 0;
-};
-
 struct Event {
   EventKind kind;
+  c10::Device device = c10::kCPU;  ///< of `bytes`
   int32_t depth = 0;
   int32_t thread = 0;    ///< from 1, in order of appearance
   int64_t region = 0;    ///< from 1, in order of appearance; 0: none
@@ -73,14 +75,27 @@ struct Event {
   LiveKinds bytes{};
 };
 
+/// Work of a region, or of a copy, on a stream of a device.
+struct DeviceBar {
+  enum class Kind : uint8_t { Forward, Recompute, CopyOut, CopyIn };
+  Kind kind;
+  c10::Stream stream;
+  int64_t region = 0;                         ///< as an event's
+  std::shared_ptr<const std::string> name{};  ///< of the region
+  int64_t bytes = 0;                          ///< of a copy
+  int64_t begin_ns = 0, end_ns = 0;           ///< since the recording began
+};
+
 /// What the graph keeps of a region on its own account, in a frame that is recorded.
 class RecordedFrame {
  public:
+  RecordedFrame() = default;
   ~RecordedFrame();
+  RecordedFrame& operator=(RecordedFrame&&) = delete;
   std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
-  std::shared_ptr<const std::string> name;
-  std::vector<std::pair<const c10::StorageImpl*, int64_t>> inputs;
-  int64_t saved_bytes = 0;
+  KeptOfRegion kept{};
+  std::vector<std::shared_ptr<QueuedWork>> forward{};  ///< on the devices that it may use
+  std::vector<c10::Device> devices{};                  ///< that it was found to use
 };
 
 class Recording {
@@ -89,22 +104,42 @@ class Recording {
 
   const RecorderOptions& options() const { return options_; }
   void add(Event event, int64_t frame_id);
+  /// Work on a device that has ended, or will.
+  void add(std::shared_ptr<const QueuedWork> work, DeviceBar bar, int64_t frame_id);
+  void add(FailedAllocation failed);
+  /// A device is in use.
+  void saw(c10::Device device, bool is_exact, int64_t peak_bytes);
+  /// Sets the host's clock by those of the devices in use, if they are not set yet.
+  void set_clocks(bool waits);
   /// `change` gets the sums of the region's name.
   template <class Change>
   void sum(const std::string& name, Change&& change) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto [known, is_new] = by_name_.try_emplace(name, regions_.size());
-    if (is_new) regions_.emplace_back().name = name;
-    change(regions_[known->second]);
+    change(of_name(name));
   }
-  Report report() const;
+  /// Waits for the work on devices that was added so far, as `bars` does.
+  Report report();
   std::vector<Event> events() const;
+  std::vector<DeviceBar> bars();
   /// [ns] from the recording's begin.
   int64_t time_of(std::chrono::steady_clock::time_point time) const;
   /// LibTorch's handle of the callback for operators, if they are recorded.
   std::optional<uint64_t> operators{};
+  /// The same of the one that samples devices.
+  std::optional<uint64_t> samples{};
 
  private:
+  static constexpr std::size_t max_failed = 16;
+  struct Pending {
+    std::shared_ptr<const QueuedWork> work;
+    DeviceBar bar;
+  };
+  RegionReport& of_name(const std::string& name);
+  DeviceReport& of_device(c10::Device device);
+  int64_t number_of(int64_t frame_id);
+  void finish(const Pending& pending);
+  void collect(bool waits);
+
   const RecorderOptions options_;
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   mutable std::mutex mutex_;
@@ -114,6 +149,11 @@ class Recording {
   std::map<std::string, std::size_t> by_name_;
   std::unordered_map<int64_t, int64_t> region_numbers_;
   std::unordered_map<std::thread::id, int32_t> thread_numbers_;
+  std::deque<Pending> pending_;
+  std::deque<DeviceBar> bars_;
+  std::vector<DeviceReport> devices_;
+  std::vector<FailedAllocation> failed_;
+  std::unordered_map<c10::Device, std::shared_ptr<DeviceClock>> clocks_;  // null: cannot be set
 };
 
 namespace recording {
@@ -127,13 +167,18 @@ void slot_event(EventKind kind, const RegionInfo& region, int64_t position,
                 const std::string& text);
 /// The function has returned. `dropped_bytes`: what became slots.
 struct RegionSums {
-  int64_t dropped_bytes = 0, num_slots = 0, saved_bytes = 0, offloaded = 0, offload_fallbacks = 0;
-  std::vector<std::pair<const c10::StorageImpl*, int64_t>> parameters{};
+  int64_t dropped_bytes = 0, num_slots = 0, offloaded = 0, offload_fallbacks = 0;
+  std::vector<DeviceBytes> saved{};
+  std::vector<KeptStorage> parameters{};
 };
-void region_ends(const RegionInfo& region, RecordedFrame& recorded, const RegionSums& sums);
+/// `met`: the devices of its tensors.
+void region_ends(const RegionInfo& region, RecordedFrame& recorded, const DevicesMet& met,
+                 RegionSums sums);
 void region_throws(const RegionInfo& region, const RecordedFrame& recorded);
 /// The bytes of CPU tensors alive have become `live`.
 void memory_changes(int64_t live);
+/// An allocation of `asked` bytes on the CPU did not fit beside those alive.
+void allocation_fails(int64_t asked, int64_t live);
 
 /// A span records one recompute, from its begin to its end.
 class RecomputeSpan {
@@ -145,12 +190,31 @@ class RecomputeSpan {
   RecomputeSpan& operator=(RecomputeSpan&&) = delete;
   void ends(bool was_stopped, int64_t recomputed_bytes);
 
+  /// While alive the function runs, on the streams of forward.
+  class Running {
+   public:
+    explicit Running(RecomputeSpan& span) : span_(span) {
+      if (span.recorded_ != nullptr) span.work_begins();
+    }
+    ~Running() {
+      if (span_.recorded_ != nullptr) span_.work_ends();
+    }
+    Running& operator=(Running&&) = delete;
+
+   private:
+    RecomputeSpan& span_;
+  };
+
  private:
+  void work_begins();
+  void work_ends();
+
   const RegionInfo& region_;
   const RecordedFrame* recorded_;
   std::chrono::steady_clock::time_point begin_;
   EventKind end_ = EventKind::RecomputeThrows;
   int64_t bytes_ = 0;
+  std::vector<std::shared_ptr<QueuedWork>> work_;
 };
 
 }  // namespace recording

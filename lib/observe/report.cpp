@@ -76,6 +76,11 @@ ReportTable table_of(const Report& report) {
   bool has_offloads = false;
   for (const RegionReport& r : report.regions)
     has_offloads = has_offloads || r.offloaded > 0 || r.offload_fallbacks > 0;
+  const bool has_devices = std::any_of(
+      report.regions.begin(), report.regions.end(),
+      [](const RegionReport& r) { return r.device_forward_s > 0 || r.device_recompute_s > 0; });
+  if (has_devices)
+    table.head.insert(table.head.end(), {"forward ms, device", "recompute ms, device"});
   if (has_offloads) table.head.insert(table.head.end(), {"offloaded", "not possible"});
   for (const RegionReport& r : report.regions) {
     std::vector<std::string> row{name_shown(r.name),
@@ -88,12 +93,55 @@ ReportTable table_of(const Report& report) {
                                  readable_bytes(r.bytes_recompute_peak),
                                  fmt::format("{:.3f}", r.forward_s * 1e3),
                                  fmt::format("{:.3f}", r.recompute_s * 1e3)};
+    if (has_devices)
+      for (const double seconds : {r.device_forward_s, r.device_recompute_s})
+        row.push_back(fmt::format("{:.3f}", seconds * 1e3));
     if (has_offloads)
       for (const int64_t count : {r.offloaded, r.offload_fallbacks})
         row.push_back(std::to_string(count));
     table.rows.push_back(std::move(row));
   }
   return table;
+}
+
+std::string name_of(const DeviceBar& bar) {
+  switch (bar.kind) {
+    case DeviceBar::Kind::CopyOut:
+      return "copy to the host";
+    case DeviceBar::Kind::CopyIn:
+      return "copy from the host";
+    default:
+      return name_shown(*bar.name);
+  }
+}
+
+std::vector<std::string> notes_of(const Report& report) {
+  std::vector<std::string> notes;
+  for (const DeviceReport& d : report.devices) {
+    std::string note =
+        fmt::format("{}: at most {} alive at once{}", d.device.str(), readable_bytes(d.peak_bytes),
+                    d.is_exact ? "" : ", as its allocator rounds them");
+    if (d.bytes_out > 0 || d.bytes_in > 0)
+      note += fmt::format("; copied to the host {} in {:.3f} ms, back {} in {:.3f} ms",
+                          readable_bytes(d.bytes_out), d.copies_out_s * 1e3,
+                          readable_bytes(d.bytes_in), d.copies_in_s * 1e3);
+    notes.push_back(note + ".");
+  }
+  for (const FailedAllocation& f : report.failed_allocations) {
+    std::string note =
+        fmt::format("An allocation{} did not fit on {} beside {} alive: parameters of regions {}",
+                    f.asked_bytes < 0 ? "" : " of " + readable_bytes(f.asked_bytes), f.device.str(),
+                    readable_bytes(f.live_bytes), readable_bytes(f.parameters_bytes));
+    int64_t rest = f.live_bytes - f.parameters_bytes;
+    for (const FailedAllocation::Held& h : f.held) {
+      note += fmt::format("; {} ({} of them): inputs {}, saved {}, recomputed {}",
+                          name_shown(h.region), h.regions, readable_bytes(h.inputs_bytes),
+                          readable_bytes(h.saved_bytes), readable_bytes(h.recomputed_bytes));
+      rest -= h.inputs_bytes + h.saved_bytes + h.recomputed_bytes;
+    }
+    notes.push_back(note + fmt::format("; other {}.", readable_bytes(std::max<int64_t>(rest, 0))));
+  }
+  return notes;
 }
 
 std::string Report::to_string() const {
@@ -111,6 +159,7 @@ std::string Report::to_string() const {
   add(table.head);
   for (const auto& row : table.rows) add(row);
   if (table.rows.empty()) text += "no region ran\n";
+  for (const std::string& note : notes_of(*this)) (text += note) += '\n';
   if (dropped_events > 0)
     text += fmt::format(
         "The oldest {} events are gone: RecorderOptions::max_events was reached. Sums count them.\n",
@@ -126,13 +175,43 @@ std::string Report::to_json() const {
         "{}\n  {{\"name\": {}, \"calls\": {}, \"recomputes\": {}, \"early_stops\": {}, "
         "\"bytes_dropped\": {}, \"bytes_inputs\": {}, \"bytes_saved\": {}, "
         "\"bytes_recompute_peak\": {}, \"offloaded\": {}, \"offload_fallbacks\": {}, "
-        "\"forward_s\": {:.9f}, \"recompute_s\": {:.9f}}}",
+        "\"forward_s\": {:.9f}, \"recompute_s\": {:.9f}, \"device_forward_s\": {:.9f}, "
+        "\"device_recompute_s\": {:.9f}}}",
         comma, json_string(r.name), r.calls, r.recomputes, r.early_stops, r.bytes_dropped,
         r.bytes_inputs, r.bytes_saved, r.bytes_recompute_peak, r.offloaded, r.offload_fallbacks,
-        r.forward_s, r.recompute_s);
+        r.forward_s, r.recompute_s, r.device_forward_s, r.device_recompute_s);
     comma = ",";
   }
-  return text + fmt::format("\n], \"dropped_events\": {}}}\n", dropped_events);
+  text += "\n], \"devices\": [";
+  comma = "";
+  for (const DeviceReport& d : devices) {
+    text += fmt::format(
+        "{}\n  {{\"device\": {}, \"is_exact\": {}, \"peak_bytes\": {}, \"bytes_out\": {}, "
+        "\"bytes_in\": {}, \"copies_out_s\": {:.9f}, \"copies_in_s\": {:.9f}}}",
+        comma, json_string(d.device.str()), d.is_exact, d.peak_bytes, d.bytes_out, d.bytes_in,
+        d.copies_out_s, d.copies_in_s);
+    comma = ",";
+  }
+  text += "], \"failed_allocations\": [";
+  comma = "";
+  for (const FailedAllocation& f : failed_allocations) {
+    text += fmt::format(
+        "{}\n  {{\"device\": {}, \"asked_bytes\": {}, \"live_bytes\": {}, "
+        "\"parameters_bytes\": {}, \"held\": [",
+        comma, json_string(f.device.str()), f.asked_bytes, f.live_bytes, f.parameters_bytes);
+    const char* inner = "";
+    for (const FailedAllocation::Held& h : f.held) {
+      text += fmt::format(
+          "{}\n    {{\"region\": {}, \"regions\": {}, \"inputs_bytes\": {}, \"saved_bytes\": {}, "
+          "\"recomputed_bytes\": {}}}",
+          inner, json_string(h.region), h.regions, h.inputs_bytes, h.saved_bytes,
+          h.recomputed_bytes);
+      inner = ",";
+    }
+    text += "]}";
+    comma = ",";
+  }
+  return text + fmt::format("], \"dropped_events\": {}}}\n", dropped_events);
 }
 
 }  // namespace remat

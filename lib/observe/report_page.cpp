@@ -7,7 +7,21 @@
 namespace remat {
 
 void Recorder::write_memory_svg(const std::filesystem::path& path) const {
-  write_report_file(path, memory_picture(recording_->events()));
+  const std::vector<Timeline> timelines = timelines_of(*recording_);
+  const double last_ms = last_ms_of(timelines);
+  std::string svg;
+  double height = 0;
+  for (const Timeline& each : timelines) {
+    const Drawing drawing = memory_picture(each, last_ms, height);
+    svg += drawing.svg;
+    height += drawing.height;
+  }
+  if (timelines.size() > 1)
+    svg = fmt::format(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {0} {1}\" width=\"{0}\" "
+        "height=\"{1}\">\n{2}</svg>\n",
+        drawing_width, height, svg);
+  write_report_file(path, svg);
 }
 
 std::string Recorder::to_html() const {
@@ -22,7 +36,9 @@ std::string Recorder::to_html() const {
       "th:first-child, td:first-child { text-align: left }\n"
       "svg { max-width: 100%; height: auto }\n"
       "</style>\n</head>\n<body>\n<h1>Regions of one run</h1>\n";
-  page += memory_picture(recording_->events());
+  const std::vector<Timeline> timelines = timelines_of(*recording_);
+  const double last_ms = last_ms_of(timelines);
+  for (const Timeline& each : timelines) page += memory_picture(each, last_ms).svg;
   page +=
       "<p>Values appear where the pointer rests. Bytes are sums over all calls; times include the "
       "regions inside.</p>\n<table>\n";
@@ -34,6 +50,8 @@ std::string Recorder::to_html() const {
   add(table.head, "th");
   for (const auto& row : table.rows) add(row, "td");
   page += "</table>\n";
+  for (const std::string& note : notes_of(report))
+    page += fmt::format("<p>{}</p>\n", xml_text(note));
   if (report.dropped_events > 0)
     page += fmt::format(
         "<p>The oldest {} events are gone: RecorderOptions::max_events was reached. The "

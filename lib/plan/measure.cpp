@@ -1,7 +1,10 @@
 // What the stages of a chain cost: each is run forward and backward on its own.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -11,13 +14,14 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
 #include <mutex>
 #include <unordered_set>
 #include <utility>
 
+#include "lib/plan/stage_clock.h"
 #include "lib/seam/cpu_generator.h"
+#include "lib/seam/device_allocator.h"
 #include "lib/seam/engine.h"
 #include "remat/hooks.h"
 #include "remat/memory.h"
@@ -27,14 +31,32 @@ namespace remat {
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
+/// What is measured: bytes of one device, and time on it.
+struct Measured {
+  c10::Device device;
+  StageClock clock{device};
+  // Of what the stages asked for, and of what the allocator made of it.
+  int64_t requested_bytes = 0, rounded_bytes = 0;
 
-double seconds_between(Clock::time_point start, Clock::time_point end) {
-  return std::chrono::duration<double>(end - start).count();
+  double rounding() const {
+    if (requested_bytes <= 0) return 0;
+    return std::max(0.0,
+                    static_cast<double>(rounded_bytes) / static_cast<double>(requested_bytes) - 1);
+  }
+};
+
+/// Backward on an accelerator ends before the engine's thread of the device has let go of the last
+/// node's tensors; it has when it has run another one.
+void wait_for_engine(c10::Device device) {
+  if (device.is_cpu()) return;
+  const at::Tensor nothing = at::empty({0}, at::TensorOptions(at::kFloat).device(device));
+  nothing.set_requires_grad(true);
+  nothing.neg().backward(at::empty_like(nothing));
 }
 
-int64_t storage_bytes(const at::Tensor& tensor) {
-  return tensor.has_storage() ? static_cast<int64_t>(tensor.storage().nbytes()) : 0;
+int64_t storage_bytes(const at::Tensor& tensor, c10::Device device) {
+  if (!tensor.has_storage() || tensor.device() != device) return 0;
+  return static_cast<int64_t>(tensor.storage().nbytes());
 }
 
 const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
@@ -42,8 +64,9 @@ const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 }
 
 /// A gradient has the shape of its tensor and a storage of its own.
-int64_t gradient_bytes(const at::Tensor& tensor) {
-  return tensor.requires_grad() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+int64_t gradient_bytes(const at::Tensor& tensor, c10::Device device) {
+  const bool has_gradient = tensor.requires_grad() && tensor.device() == device;
+  return has_gradient ? static_cast<int64_t>(tensor.nbytes()) : 0;
 }
 
 /// The node stands for the stage before: its gradient arrives there and dies, as it would in that. A leaf
@@ -78,22 +101,26 @@ class GradientScope {
 
 /// What autograd saved while a stage ran.
 struct Saves {
+  explicit Saves(const Measured& measured) : measured(measured) {}
+
   struct Storage {
     const c10::StorageImpl* identity;
     c10::weak_intrusive_ptr<c10::StorageImpl> alive;
     int64_t bytes;
   };
+  const Measured& measured;
   std::vector<Storage> storages;  // each once
   std::unordered_set<const c10::StorageImpl*> seen;
-  Clock::time_point last;
+  StageClock::Moment last;
   bool is_empty = true;
 
   void note(const at::Tensor& tensor) {
     is_empty = false;
     if (const auto* const identity = storage_of(tensor);
         identity != nullptr && seen.insert(identity).second)
-      storages.push_back({identity, tensor.storage().getWeakStorageImpl(), storage_bytes(tensor)});
-    last = Clock::now();
+      storages.push_back({identity, tensor.storage().getWeakStorageImpl(),
+                          storage_bytes(tensor, measured.device)});
+    last = measured.clock.now();
   }
   /// [bytes] of what died with the graph; without these two.
   int64_t dead_bytes(const c10::StorageImpl* input, const c10::StorageImpl* output) const {
@@ -108,8 +135,8 @@ struct Saves {
 /// A stage and its input.
 class Trial {
  public:
-  Trial(const Stage& stage, at::Tensor input, std::size_t number)
-      : stage_(stage), input_(std::move(input)), number_(number) {}
+  Trial(const Stage& stage, at::Tensor input, std::size_t number, Measured& measured)
+      : stage_(stage), input_(std::move(input)), number_(number), measured_(measured) {}
 
   StageCost cost(const MeasureOptions& options) {
     const at::Tensor first = forward_noting().first;
@@ -134,7 +161,7 @@ class Trial {
   }
 
   std::pair<at::Tensor, std::shared_ptr<Saves>> forward_noting() {
-    auto saves = std::make_shared<Saves>();
+    auto saves = std::make_shared<Saves>(measured_);
     const SavedTensorHooksGuard noting(
         [saves](const at::Tensor& tensor) {
           saves->note(tensor);
@@ -147,33 +174,49 @@ class Trial {
     return {std::move(output), std::move(saves)};
   }
 
-  static void backward(const at::Tensor& output) {
+  void backward(const at::Tensor& output) const {
     if (output.requires_grad()) output.backward(at::ones_like(output));
   }
 
   void measure_bytes(StageCost& cost) {
     output_ = at::Tensor();
-    MemoryMeter meter;
+    const c10::Device device = measured_.device;
+    wait_for_engine(device);
+    MemoryMeter meter(device);
     const int64_t before = meter.live_bytes();
+    const seam::DeviceBytes told_before = told();
     auto [output, saves] = forward_noting();
     const int64_t held = meter.live_bytes() - before;
-    const int64_t forward_peak = meter.peak_bytes() - before;
-    cost.output_bytes = storage_bytes(output);
-    cost.grad_bytes = gradient_bytes(output);
+    int64_t peak = meter.peak_bytes() - before;
+    const int64_t forward_peak = peak;
+    add_rounding(told_before);
+    cost.output_bytes = storage_bytes(output, device);
+    cost.grad_bytes = gradient_bytes(output, device);
     cost.saves_output = saves->seen.contains(storage_of(output));
     if (output.requires_grad()) {
       const at::Tensor gradient = at::ones_like(output);
       meter.reset_peak();
       output.backward(gradient);
-      const int64_t peak = meter.peak_bytes() - before;
+      peak = meter.peak_bytes() - before;
+      add_rounding(told_before);
       cost.backward_tmp_bytes =
-          std::max<int64_t>(0, peak - held - cost.grad_bytes - gradient_bytes(input_));
+          std::max<int64_t>(0, peak - held - cost.grad_bytes - gradient_bytes(input_, device));
     }
     const c10::StorageImpl* const identity = storage_of(output);
     output = at::Tensor();
+    wait_for_engine(device);
     cost.saved_bytes = saves->dead_bytes(storage_of(input_), identity);
     cost.forward_tmp_bytes =
         std::max<int64_t>(0, forward_peak - cost.saved_bytes - cost.output_bytes);
+  }
+
+  seam::DeviceBytes told() const {
+    return measured_.device.is_cpu() ? seam::DeviceBytes() : seam::device_bytes(measured_.device);
+  }
+  void add_rounding(const seam::DeviceBytes& before) {
+    const seam::DeviceBytes now = told();
+    measured_.requested_bytes += now.peak - before.live;
+    measured_.rounded_bytes += now.rounded_peak - before.rounded_live;
   }
 
   // As in the first run of a region: what is saved dies as soon as nothing else needs it.
@@ -187,7 +230,8 @@ class Trial {
                             "remat::measure: a stage ran a backward of its own, which the "
                             "planner cannot price.");
         });
-    const MemoryMeter meter;
+    wait_for_engine(measured_.device);
+    const MemoryMeter meter(measured_.device);
     const int64_t before = meter.live_bytes();
     output_ = forward().detach();
     cost.unsaved_tmp_bytes = std::max<int64_t>(0, meter.peak_bytes() - before - cost.output_bytes);
@@ -196,17 +240,20 @@ class Trial {
   void measure_seconds(StageCost& cost, int64_t repeats) {
     cost.forward_s = cost.backward_s = cost.forward_to_last_save_s =
         std::numeric_limits<double>::infinity();
+    const StageClock& clock = measured_.clock;
     for (int64_t i = 0; i < repeats; ++i) {
-      const Clock::time_point start = Clock::now();
+      const auto start = clock.now();
       auto [output, saves] = forward_noting();
-      const Clock::time_point between = Clock::now();
-      cost.forward_s = std::min(cost.forward_s, seconds_between(start, between));
-      cost.forward_to_last_save_s = std::min(
-          cost.forward_to_last_save_s, saves->is_empty ? 0 : seconds_between(start, saves->last));
-      const Clock::time_point backward_start = Clock::now();
+      const auto end = clock.now();
+      cost.forward_s = std::min(cost.forward_s, clock.seconds_between(start, end));
+      cost.forward_to_last_save_s =
+          std::min(cost.forward_to_last_save_s,
+                   saves->is_empty ? 0 : clock.seconds_between(start, saves->last));
+      const auto backward_start = clock.now();
       backward(output);
       output = at::Tensor();
-      cost.backward_s = std::min(cost.backward_s, seconds_between(backward_start, Clock::now()));
+      cost.backward_s =
+          std::min(cost.backward_s, clock.seconds_between(backward_start, clock.now()));
     }
     cost.forward_to_last_save_s = std::min(cost.forward_to_last_save_s, cost.forward_s);
   }
@@ -214,8 +261,30 @@ class Trial {
   const Stage& stage_;
   const at::Tensor input_;
   const std::size_t number_;
+  Measured& measured_;
   at::Tensor output_;
   bool requires_grad_ = false;
+};
+
+/// The default generator of a device stands afterwards where it stood before.
+class DeviceGeneratorScope {
+ public:
+  explicit DeviceGeneratorScope(c10::Device device) {
+    if (device.is_cpu()) return;
+    generator_ = at::globalContext().defaultGenerator(device);
+    const std::lock_guard lock(generator_.mutex());
+    state_ = generator_.get_state().clone();
+  }
+  ~DeviceGeneratorScope() {
+    if (!generator_.defined()) return;
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(state_);
+  }
+  DeviceGeneratorScope& operator=(DeviceGeneratorScope&&) = delete;
+
+ private:
+  at::Generator generator_;
+  at::Tensor state_;
 };
 
 }  // namespace
@@ -239,14 +308,19 @@ ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
     set_state(generator, *generator_state);
   });
   const at::AutoGradMode grad_mode(true);
+  const c10::Device device = MemoryMeter(options.device.value_or(sample.device())).device();
+  const DeviceGeneratorScope device_generator(device);
+  Measured measured{device};
   at::Tensor input = input_from(sample, sample.requires_grad());
-  ChainCost cost{storage_bytes(input), gradient_bytes(input), {}};
+  ChainCost cost{.input_bytes = storage_bytes(input, device),
+                 .input_grad_bytes = gradient_bytes(input, device)};
   for (std::size_t i = 0; i < stages.size(); ++i) {
     TORCH_CHECK_VALUE(stages[i], "remat::measure: the function of stage ", i + 1, " is empty.");
-    Trial trial(stages[i], std::move(input), i + 1);
+    Trial trial(stages[i], std::move(input), i + 1, measured);
     cost.stages.push_back(trial.cost(options));
     input = trial.output();
   }
+  cost.rounding = measured.rounding();
   return cost;
 }
 

@@ -41,14 +41,14 @@ c10::SmallVector<c10::Device, 2> devices_in_use() {
 namespace {
 
 /// Newer LibTorch asks the stream. Older ones let no generator be copied meanwhile.
-template <class Guard>
-bool is_capturing_on(const Guard& guard, const c10::Device& device,
-                     const at::Generator& generator) {
-  if constexpr (requires { guard.isStreamCapturing(guard.getStream(device)); }) {
-    return guard.isStreamCapturing(guard.getStream(device));
+template <class Guard, class GeneratorOf>
+bool is_capturing_on(const Guard& guard, const c10::Stream& stream,
+                     const GeneratorOf& generator_of) {
+  if constexpr (requires { guard.isStreamCapturing(stream); }) {
+    return guard.isStreamCapturing(stream);
   } else {
     try {
-      generator.clone();
+      generator_of().clone();
       return false;
     } catch (const c10::Error& error) {
       return std::string_view(error.what()).find("captur") != std::string_view::npos;
@@ -59,7 +59,16 @@ bool is_capturing_on(const Guard& guard, const c10::Device& device,
 }  // namespace
 
 bool is_capturing(const c10::Device& device, const at::Generator& generator) {
-  return is_capturing_on(c10::impl::VirtualGuardImpl(device.type()), device, generator);
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return is_capturing_on(guard, guard.getStream(device), [&] { return generator; });
+}
+
+bool is_capturing(const c10::Stream& stream) {
+  return is_capturing_on(c10::impl::VirtualGuardImpl(stream.device_type()), stream, [&] {
+    return at::globalContext()
+        .getAcceleratorHooksInterface(stream.device_type())
+        .getDefaultGenerator(stream.device_index());
+  });
 }
 
 }  // namespace remat

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 
 #include <optional>
@@ -19,5 +20,7 @@ c10::SmallVector<c10::Device, 2> devices_in_use();
 /// Whether what this thread queues on the device becomes part of a graph instead of running.
 /// `generator`: the device's.
 bool is_capturing(const c10::Device& device, const at::Generator& generator);
+/// The same of one stream.
+bool is_capturing(const c10::Stream& stream);
 
 }  // namespace remat

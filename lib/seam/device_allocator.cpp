@@ -37,10 +37,15 @@ struct Asked {
       const auto& requested = stats.requested_bytes[0];  // of both pools together
       const auto& allocated = stats.allocated_bytes[0];
       // An allocator that does not count requests leaves all of their numbers 0.
-      if (is_requested_kind(requested.current, allocated.current) &&
-          is_requested_kind(requested.peak, allocated.peak))
-        return {requested.current, requested.peak, true};
-      return {allocated.current, allocated.peak, false};
+      const bool are_requested = is_requested_kind(requested.current, allocated.current) &&
+                                 is_requested_kind(requested.peak, allocated.peak);
+      const auto& told = are_requested ? requested : allocated;
+      return {.live = told.current,
+              .peak = told.peak,
+              .are_requested = are_requested,
+              .rounded_live = allocated.current,
+              .rounded_peak = allocated.peak,
+              .num_failed = stats.num_ooms};
     } else {
       return {};
     }

@@ -13,8 +13,10 @@ const char* why_memory_is_unknown(c10::Device device);
 
 /// [bytes] of a device's tensors.
 struct DeviceBytes {
-  int64_t live = 0, peak = 0;  ///< peak: since the last reset
-  bool are_requested = true;   ///< `false`: as the allocator rounds them
+  int64_t live = 0, peak = 0;                  ///< peak: since the last reset
+  bool are_requested = true;                   ///< `false`: as the allocator rounds them
+  int64_t rounded_live = 0, rounded_peak = 0;  ///< the same as the allocator rounds them
+  int64_t num_failed = 0;                      ///< allocations that did not fit, since it began
 };
 /// The allocator's statistics. Only where memory is known, and the device has been used.
 DeviceBytes device_bytes(c10::Device device);

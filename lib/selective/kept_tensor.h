@@ -45,6 +45,8 @@ class KeptTensor {
   bool shares_version_with(const at::Tensor& tensor) const;
   /// [bytes] that it keeps; 0 for a placeholder.
   int64_t num_bytes() const { return is_placeholder() ? 0 : num_bytes_; }
+  /// Of the original.
+  c10::Device device() const { return device_; }
   bool is_on_cpu_instead() const { return is_copy_; }
   bool could_not_move() const { return could_not_move_; }
   /// The value, or the placeholder; may make the region around recompute.
@@ -86,7 +88,7 @@ class KeptTensor {
   std::optional<Metadata> metadata_;  ///< unless it cannot be built of its parts
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;
-  c10::Device device_ = c10::kCPU;  ///< of the original, where the copy is on the CPU
+  c10::Device device_ = c10::kCPU;  ///< of the original
   const c10::StorageImpl* storage_ = nullptr;
   int64_t num_bytes_ = 0;
   std::size_t storage_bytes_ = 0;  ///< of the original

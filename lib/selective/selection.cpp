@@ -374,7 +374,8 @@ void Selection::keep_itself(const at::Tensor& value, int64_t number,
 
 void Selection::add_to(recording::RegionSums& sums) const {
   record_.visit_kept([&](const KeptTensor& kept) {
-    sums.saved_bytes += kept.num_bytes();
+    if (const int64_t bytes = kept.num_bytes(); bytes > 0)
+      remat::add_to(sums.saved, kept.is_on_cpu_instead() ? c10::kCPU : kept.device(), bytes);
     sums.offloaded += kept.is_on_cpu_instead() ? 1 : 0;
     sums.offload_fallbacks += kept.could_not_move() ? 1 : 0;
   });

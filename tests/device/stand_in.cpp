@@ -13,6 +13,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #endif
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -42,8 +43,12 @@ void write_down(std::string entry) {
 // runs the queue up to there, if it runs at once, or queues the wait. Streams that a test names run
 // at once.
 constexpr int64_t first_pool_stream = 100;
+struct Work {
+  std::function<void()> run;
+  bool is_mark = false;  ///< of an event, and no copy
+};
 struct Queue {
-  std::deque<std::function<void()>> work;
+  std::deque<Work> work;
   uint64_t num_done = 0;
   uint64_t end() const { return num_done + work.size(); }
 };
@@ -55,28 +60,38 @@ void run_until(int64_t stream, uint64_t place) {
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
   Queue& queue = queues[stream];
   while (queue.num_done < place && !queue.work.empty()) {
-    const auto work = std::move(queue.work.front());
+    const Work work = std::move(queue.work.front());
     queue.work.pop_front();
-    work();
+    work.run();
     ++queue.num_done;
   }
 }
 void run_all(int64_t stream) { run_until(stream, UINT64_MAX); }
-void enqueue(int64_t stream, std::function<void()> work) {
+void enqueue(int64_t stream, std::function<void()> work, bool is_mark = false) {
   if (stream < first_pool_stream) return work();
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
-  queues[stream].work.push_back(std::move(work));
+  queues[stream].work.push_back({std::move(work), is_mark});
+}
+
+// The device's clock runs as the host's, and is put on by the time that each kernel and copy is said to take.
+std::atomic<int64_t> work_ns{0}, skew_ns{0};
+int64_t device_now_ns() {
+  return skew_ns +
+         std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 struct Event {
   int64_t stream = 0;
   uint64_t place = 0;
+  /// When the device passed it, of an event with times; 0: not yet.
+  std::shared_ptr<std::atomic<int64_t>> passed_ns;
 };
+std::atomic<int64_t> num_synchronized{0};
 
 thread_local int device_index = 0;
 thread_local std::array<int64_t, num_devices> stream_ids{};
 
-std::atomic<bool> is_capturing{false};
+std::atomic<bool> is_capturing{false}, has_event_times{true};
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kPrivateUse1; }
@@ -101,10 +116,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream(d.index(), next_pool_stream++);
   }
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex,
-              const c10::EventFlag) const override {
+              const c10::EventFlag flag) const override {
     const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
     if (*event == nullptr) *event = new Event;
-    *static_cast<Event*>(*event) = {s.id(), queues[s.id()].end()};
+    std::shared_ptr<std::atomic<int64_t>> passed;
+    if (flag == c10::EventFlag::BACKEND_DEFAULT) {
+      TORCH_CHECK(has_event_times, "far has no events with times");
+      passed = std::make_shared<std::atomic<int64_t>>(0);
+      enqueue(s.id(), [passed] { *passed = device_now_ns(); }, /*is_mark=*/true);
+    }
+    *static_cast<Event*>(*event) = {s.id(), queues[s.id()].end(), std::move(passed)};
+    if (flag == c10::EventFlag::BACKEND_DEFAULT) return;
     write_down("record " + std::to_string(s.id()));
   }
   void block(void* event, const c10::Stream& s) const override {
@@ -114,7 +136,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     const Event e = *static_cast<Event*>(event);
+    ++num_synchronized;
     run_until(e.stream, e.place);
+  }
+  bool queryEvent(void* event) const override {
+    const Event e = *static_cast<Event*>(event);
+    const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
+    return queues[e.stream].num_done >= e.place;
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    const auto passed_ns = [](void* event) {
+      return static_cast<Event*>(event)->passed_ns->load();
+    };
+    return static_cast<double>(passed_ns(to) - passed_ns(from)) / 1e6;
   }
   // No "override": LibTorch up to 2.11 does not ask.
   bool isStreamCapturing(const c10::Stream&) const { return is_capturing; }
@@ -198,7 +232,7 @@ using DeviceAllocator = c10::Allocator;
 
 /// [bytes] of one device's tensors.
 struct Sums {
-  int64_t requested = 0, requested_peak = 0, rounded = 0, rounded_peak = 0;
+  int64_t requested = 0, requested_peak = 0, rounded = 0, rounded_peak = 0, num_failed = 0;
 };
 
 struct Memory final : DeviceAllocator {
@@ -243,6 +277,7 @@ struct Memory final : DeviceAllocator {
     const std::lock_guard<std::mutex> lock(sums_mutex);
     Sums& sum = sums[static_cast<size_t>(index)];
     const int64_t change = bytes > 0 ? rounded(bytes) : -rounded(-bytes);
+    if (sum.rounded + change > total) ++sum.num_failed;
     TORCH_CHECK_WITH(OutOfMemoryError, sum.rounded + change <= total,
                      "far is out of memory: ", bytes, " bytes asked for, ", total - sum.rounded,
                      " free");
@@ -273,6 +308,7 @@ struct Memory final : DeviceAllocator {
     const std::lock_guard<std::mutex> lock(sums_mutex);
     const Sums& sum = sums[static_cast<size_t>(index)];
     c10::CachingDeviceAllocator::DeviceStats stats;
+    stats.num_ooms = sum.num_failed;
     stats.allocated_bytes[0].current = sum.rounded;
     stats.allocated_bytes[0].peak = sum.rounded_peak;
     if (tells_requests) {
@@ -341,7 +377,8 @@ at::Tensor near(const at::Tensor& tensor) {
 }
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  const auto copy = [from = near(from), to = near(to)] {
+  const auto copy = [from = near(from), to = near(to), is_beside = non_blocking] {
+    if (is_beside) skew_ns += work_ns;
     const at::NoGradGuard no_grad;
     const_cast<at::Tensor&>(to).copy_(from);
   };
@@ -384,6 +421,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     std::lock_guard<std::mutex> lock(kernels_mutex);
     ++kernels[op.operator_name().name];
   }
+  skew_ns += work_ns;
   at::native::cpu_fallback(op, stack);
 }
 
@@ -441,11 +479,17 @@ int64_t num_kernels(const std::string& op) {
 int64_t num_queued_copies() {
   const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
   int64_t sum = 0;
-  for (const auto& [stream, queue] : queues) sum += static_cast<int64_t>(queue.work.size());
+  for (const auto& [stream, queue] : queues)
+    sum += std::count_if(queue.work.begin(), queue.work.end(),
+                         [](const Work& each) { return !each.is_mark; });
   return sum;
 }
 int64_t pinned_bytes() { return Pinned::num_live_bytes; }
 void set_has_pinned_memory(bool has) { Pinned::has = has; }
+
+void set_work_time(std::chrono::nanoseconds each) { work_ns = each.count(); }
+void set_has_event_times(bool has) { has_event_times = has; }
+int64_t num_waits() { return num_synchronized; }
 
 void set_capturing(bool capturing) { is_capturing = capturing; }
 

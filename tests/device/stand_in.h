@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,14 @@ uint64_t position(int index = 0);
 
 /// Whether work is captured as a graph, as far as one can ask.
 void set_capturing(bool capturing);
+
+/// What the device's clock, which events read, takes each kernel and each copy that need not wait for, beside
+/// the host's time.
+void set_work_time(std::chrono::nanoseconds each);
+/// Without them an event that shall have a time is refused.
+void set_has_event_times(bool has);
+/// How often the host has waited for an event.
+int64_t num_waits();
 
 /// Copies that were queued and have not run.
 int64_t num_queued_copies();

@@ -1,0 +1,105 @@
+#include "lib/observe/device_samples.h"
+
+#include <algorithm>
+#include <chrono>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+
+#include "lib/observe/memory_source.h"
+#include "lib/observe/recordings.h"
+#include "lib/seam/accelerator.h"
+#include "remat/error.h"
+#include "remat/memory.h"
+
+namespace remat {
+
+namespace {
+
+/// What was last seen of a device in use.
+class SampledDevice {
+ public:
+  explicit SampledDevice(c10::Device device) : meter_(device), source_(device_memory(device)) {}
+
+  /// Tells all recordings what is alive, and what was since the last sample.
+  void sample() {
+    const std::lock_guard lock(mutex_);
+    const int64_t live = meter_.live_bytes(), peak = meter_.peak_bytes();
+    const int64_t num_failed = source_.num_failed();
+    const c10::Device device = meter_.device();
+    if (const bool fails = num_failed > std::exchange(num_failed_, num_failed); fails)
+      tell([&](Recording& each) { each.add(KeptBytes::all().failed(device, -1, live)); });
+    const int64_t before = std::exchange(last_live_, live);
+    const bool hides_peak = peak > std::max(before, live);
+    if (hides_peak) meter_.reset_peak();
+    if (live == before && !hides_peak) return;
+    tell([&](Recording& each) {
+      each.saw(device, is_exact_, std::max(live, peak));
+      for (const int64_t bytes : {hides_peak ? peak : live, live}) {
+        each.add(Event{.kind = EventKind::Memory,
+                       .device = device,
+                       .time_ns = each.time_of(std::chrono::steady_clock::now()),
+                       .bytes = KeptBytes::all().now(device, bytes)},
+                 -1);
+        if (!hides_peak) break;
+      }
+    });
+  }
+  /// A recorder begins: what was before is none of its business.
+  void forget(Recording& recording) {
+    const std::lock_guard lock(mutex_);
+    meter_.reset_peak();
+    last_live_ = meter_.live_bytes();
+    num_failed_ = source_.num_failed();
+    recording.saw(meter_.device(), is_exact_, last_live_);
+    recording.add(Event{.kind = EventKind::Memory,
+                        .device = meter_.device(),
+                        .bytes = KeptBytes::all().now(meter_.device(), last_live_)},
+                  -1);
+  }
+
+ private:
+  template <class Visitor>
+  static void tell(Visitor&& visitor) {
+    recordings().visit([&](Recording& each) {
+      if (each.options().memory) visitor(each);
+    });
+  }
+  std::mutex mutex_;
+  MemoryMeter meter_;
+  MemorySource& source_;
+  const bool is_exact_ = meter_.is_exact();
+  int64_t last_live_ = -1, num_failed_ = source_.num_failed();
+};
+
+/// Null: its allocator does not tell.
+SampledDevice* sampled(c10::Device device) {
+  static std::mutex mutex;
+  static auto& all = *new std::unordered_map<c10::Device, SampledDevice*>;
+  const std::lock_guard lock(mutex);
+  const auto [known, is_new] = all.try_emplace(device, nullptr);
+  if (is_new) {
+    try {
+      known->second = new SampledDevice(device);
+    } catch (const CheckpointError&) {
+    }
+  }
+  return known->second;
+}
+
+}  // namespace
+
+void sample_devices() {
+  if (Writing::is_here()) return;
+  const Writing writing;
+  for (const c10::Device device : devices_in_use())
+    if (SampledDevice* const each = sampled(device)) each->sample();
+}
+
+void begin_samples(Recording& recording) {
+  const Writing writing;
+  for (const c10::Device device : devices_in_use())
+    if (SampledDevice* const each = sampled(device)) each->forget(recording);
+}
+
+}  // namespace remat

@@ -1,0 +1,13 @@
+#pragma once
+// What is alive on an accelerator's devices: Note [Samples of a device].
+
+#include "lib/observe/recording.h"
+
+namespace remat {
+
+/// Tells the recordings that want it what is alive on the devices in use, and was since the last sample.
+void sample_devices();
+/// A recording begins: what was before is none of its business.
+void begin_samples(Recording& recording);
+
+}  // namespace remat

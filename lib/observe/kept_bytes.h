@@ -1,0 +1,96 @@
+#pragma once
+// What recorded regions keep and have recomputed, by device: for the pictures, and for allocations that fail.
+
+#include <c10/core/Device.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "remat/report.h"
+
+namespace c10 {
+struct StorageImpl;
+}
+
+namespace remat {
+
+/// [bytes] alive by kind; what is in none of the kinds is the rest of `live`.
+struct LiveKinds {
+  int64_t live = 0, parameters = 0, inputs = 0, saved = 0, recomputed = 0;
+};
+
+struct KeptStorage {
+  const c10::StorageImpl* identity;
+  c10::Device device;
+  int64_t bytes;
+};
+struct DeviceBytes {
+  c10::Device device;
+  int64_t bytes;
+};
+
+/// Adds to what is there of the same device.
+void add_to(std::vector<DeviceBytes>& sums, c10::Device device, int64_t bytes);
+
+/// What was recomputed for one region and not yet handed over. Any thread.
+class RecomputedBytes {
+ public:
+  void add(c10::Device device, int64_t bytes);
+  int64_t on(c10::Device device) const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<DeviceBytes> bytes_;
+};
+
+/// What one region keeps, from its begin until its graph is gone.
+struct KeptOfRegion {
+  int64_t id = -1;  ///< of its frame
+  std::shared_ptr<const std::string> name;
+  std::vector<KeptStorage> inputs;
+  std::vector<DeviceBytes> saved;
+  std::shared_ptr<RecomputedBytes> recomputed = std::make_shared<RecomputedBytes>();
+};
+
+/// The process has one. Any thread.
+class KeptBytes {
+ public:
+  static KeptBytes& all();
+
+  /// `region` is known from here on: its inputs do not change any more.
+  void add(const KeptOfRegion& region);
+  void remove(const KeptOfRegion& region);
+  /// What a policy kept of it.
+  void set_saved(KeptOfRegion& region, std::vector<DeviceBytes> saved);
+  void add_parameter(const KeptStorage& parameter);
+  void forget_parameters();
+  void add_recomputed(c10::Device device, int64_t bytes);
+
+  LiveKinds now(c10::Device device, int64_t live) const;
+  /// What is alive, as regions hold it; what holds most first.
+  FailedAllocation failed(c10::Device device, int64_t asked, int64_t live) const;
+
+ private:
+  struct Sums {
+    std::atomic<int64_t> parameters{0}, inputs{0}, saved{0}, recomputed{0};
+  };
+  // The CPU, and the devices of the accelerator that there is.
+  static constexpr std::size_t num_places = 65;
+  static std::size_t place_of(c10::Device device);
+  Sums& sums(c10::Device device) { return sums_[place_of(device)]; }
+
+  mutable std::mutex mutex_;                                     // of what is no sum
+  std::map<int64_t, const KeptOfRegion*> regions_;               // in the order of their begins
+  std::unordered_map<const c10::StorageImpl*, int64_t> owners_;  // each storage once
+  std::unordered_map<const c10::StorageImpl*, DeviceBytes> parameters_;
+  std::array<Sums, num_places> sums_;
+};
+
+}  // namespace remat

@@ -1,0 +1,169 @@
+// The planner on the stand-in: stages measured in the device's bytes and time, plans at their budgets.
+
+#include "tests/device/stand_in.h"
+#include "tests/support/support.h"
+
+using remat::ChainCost;
+using remat::MemoryLimitGuard;
+using remat::MemoryMeter;
+using remat::Plan;
+using remat::Stage;
+using remat::StageCost;
+
+namespace {
+
+constexpr int64_t num_elements = 3000, bytes = 4 * num_elements;
+
+Tensor leaf_on(int index) {
+  return at::randn({num_elements}).to(stand_in::device(index)).requires_grad_();
+}
+
+/// Stages of so many sines each, and a loss.
+std::vector<Stage> sines(const std::vector<int64_t>& counts) {
+  std::vector<Stage> stages;
+  for (const int64_t count : counts)
+    stages.emplace_back([count](Tensor y) {
+      for (int64_t i = 0; i < count; ++i) y = y.sin();
+      return y;
+    });
+  stages.emplace_back([](const Tensor& y) { return y.sin().sum(); });
+  return stages;
+}
+
+struct Step {
+  int64_t peak_bytes;
+  Tensor gradient;
+};
+
+Step step(const Plan& plan, const std::vector<Stage>& stages, const Tensor& x) {
+  const Tensor input = x.detach().requires_grad_();
+  stand_in::live_bytes();
+  MemoryMeter meter(x.device());
+  const int64_t before = meter.live_bytes();
+  {
+    const Tensor loss = remat::run(plan, stages, input);
+    loss.backward(at::ones_like(loss));
+  }
+  const int64_t peak = meter.peak_bytes() - before;
+  return {peak, input.grad().cpu()};
+}
+
+}  // namespace
+
+TEST_CASE("stages on a device cost its bytes and its time", "[device][plan]") {
+  const Tensor x = leaf_on(1);
+  struct SlowDevice {
+    SlowDevice() { stand_in::set_work_time(std::chrono::milliseconds(10)); }
+    ~SlowDevice() { stand_in::set_work_time(std::chrono::nanoseconds(0)); }
+  } const slow;
+  const uint64_t position = stand_in::position(1);
+  const ChainCost cost = remat::measure(sines({3}), x, {.repeats = 2});
+  CHECK(stand_in::position(1) == position);
+  CHECK(cost.input_bytes == bytes);
+  CHECK(cost.input_grad_bytes == bytes);
+  const StageCost& stage = cost.stages[0];
+  CHECK(stage.output_bytes == bytes);
+  CHECK(stage.saved_bytes == 2 * bytes);
+  CHECK(stage.grad_bytes == bytes);
+  CHECK(stage.backward_tmp_bytes == bytes);  // the cosine
+  CHECK(stage.forward_tmp_bytes == 0);
+  CHECK_FALSE(stage.saves_output);
+  CHECK(stage.unsaved_tmp_bytes == bytes);
+  // Of each sine a kernel, and two in backward; the first two before the last save.
+  CHECK(stage.forward_s >= 0.030);
+  CHECK(stage.forward_to_last_save_s >= 0.020);
+  CHECK(stage.forward_to_last_save_s < stage.forward_s - 0.005);
+  CHECK(stage.backward_s >= 0.060);
+  // 12,000 bytes are rounded to 12,288; the loss is small.
+  CHECK(cost.rounding > 288.0 / 12'000 - 1e-9);
+  CHECK(cost.rounding < 0.1);
+}
+
+TEST_CASE("the bytes of another device count nothing", "[device][plan]") {
+  const Tensor x = leaf_on(0);
+  const std::vector<Stage> stages{[](const Tensor& y) { return y.sin().sin(); },
+                                  [](const Tensor& y) { return y.to(stand_in::device(1)); },
+                                  [](const Tensor& y) { return y.sin().sin().sum(); }};
+  const ChainCost first = remat::measure(stages, x, {.repeats = 1});
+  CHECK(first.stages[0].saved_bytes == bytes);
+  CHECK(first.stages[1].output_bytes == 0);
+  CHECK(first.stages[2].saved_bytes == 0);
+  CHECK(first.stages[2].backward_tmp_bytes == 0);
+  const ChainCost second = remat::measure(stages, x, {.repeats = 1, .device = stand_in::device(1)});
+  CHECK(second.input_bytes == 0);
+  CHECK(second.stages[0].saved_bytes == 0);
+  CHECK(second.stages[1].output_bytes == bytes);
+  CHECK(second.stages[2].saved_bytes == bytes);
+}
+
+TEST_CASE("a device without times of events is measured by waiting for it", "[device][plan]") {
+  struct NoTimes {
+    NoTimes() { stand_in::set_has_event_times(false); }
+    ~NoTimes() { stand_in::set_has_event_times(true); }
+  } const no_times;
+  const int64_t waits = stand_in::num_waits();
+  const ChainCost cost = remat::measure(sines({2}), leaf_on(0), {.repeats = 1});
+  CHECK(stand_in::num_waits() > waits);
+  CHECK(cost.stages[0].forward_s > 0);
+  CHECK(cost.stages[0].backward_s > 0);
+  CHECK(cost.stages[0].forward_to_last_save_s <= cost.stages[0].forward_s);
+}
+
+TEST_CASE("every plan of a measured chain peaks on the device as predicted", "[device][plan]") {
+  const Tensor x = leaf_on(0);
+  const std::vector<Stage> stages = sines({2, 1, 3, 2, 4});
+  const ChainCost cost = remat::measure(stages, x, {.repeats = 1});
+  const remat::Frontier frontier = remat::solve(cost);
+  const Step plain = step(Plan(6), stages, x);
+  CHECK(plain.peak_bytes == (12 + 2) * bytes + 8);  // of the loss and its gradient
+  REQUIRE(frontier.points().size() >= 4);
+  for (const remat::FrontierPoint& point : frontier.points()) {
+    const Plan plan = frontier.plan(point.bytes);
+    const Step done = step(plan, stages, x);
+    INFO(plan.to_string());
+    // The caller holds the loss and its gradient to the end.
+    CHECK(done.peak_bytes >= point.bytes);
+    CHECK(done.peak_bytes <= point.bytes + 8);
+    require_bit_equal({done.gradient}, {plain.gradient});
+  }
+}
+
+TEST_CASE("a plan for what a device has free fits, and plain does not", "[device][plan]") {
+  struct Small {
+    explicit Small(int64_t total) { stand_in::set_total_bytes(total); }
+    ~Small() { stand_in::set_total_bytes(stand_in::default_total_bytes); }
+  };
+  const Tensor x = leaf_on(0);
+  const std::vector<Stage> stages = sines({3, 3, 3, 3, 3, 3});
+  const ChainCost cost = remat::measure(stages, x, {.repeats = 1});
+  const Step plain = step(Plan(7), stages, x);
+  stand_in::live_bytes();
+  const int64_t live = stand_in::default_total_bytes - remat::free_bytes(stand_in::device(0));
+  const Small small(live + 13 * bytes);
+  CHECK(remat::free_bytes(stand_in::device(0)) == 13 * bytes);
+  const int64_t budget = remat::free_budget(cost, stand_in::device(0));
+  CHECK(budget < 13 * bytes);
+  CHECK(budget == static_cast<int64_t>(13 * bytes * 0.95 / (1 + cost.rounding)));
+  CHECK(remat::free_budget(cost, stand_in::device(0), 0) > budget);
+  const Step done = step(remat::solve(cost).plan(budget), stages, x);
+  CHECK(done.peak_bytes <= budget);
+  require_bit_equal({done.gradient}, {plain.gradient});
+  CHECK_THROWS_AS(step(Plan(7), stages, x), c10::OutOfMemoryError);
+  stand_in::live_bytes();
+}
+
+TEST_CASE("what is free is refused where nobody says it", "[device][plan]") {
+  const auto error =
+      error_of<remat::CheckpointError>([] { remat::free_bytes(at::Device(at::kCPU)); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
+  CHECK_THAT(text_of(error), contains("what device cpu has free is not known"));
+  {
+    const MemoryLimitGuard limit(MemoryMeter().live_bytes() + 5000);
+    CHECK(remat::free_bytes(at::Device(at::kCPU)) == 5000);
+    const Tensor some = at::empty({1000}, at::kByte);
+    CHECK(remat::free_bytes(at::Device(at::kCPU)) == 4000);
+  }
+  const ChainCost cost{.rounding = -1};
+  CHECK_THROWS_AS(remat::free_budget({}, stand_in::device(0), 1), c10::ValueError);
+  CHECK_THROWS_AS(remat::free_budget(cost, stand_in::device(0)), c10::ValueError);
+}
