@@ -80,9 +80,7 @@ bool are_close(const Entry& p, const Entry& c) {
 /// elsewhere once its object is gone. A region asks for those of its arguments, also of one that its
 /// function does not use, and holds what it needs for its recompute. Sums of gradients follow the
 /// numbers of the nodes: that `grad_fn` is read early changes their rounding without regions as well.
-bool is_gradient(const Entry& entry) {
-  return entry.label.rfind("order ", 0) == 0;
-}
+bool is_gradient(const Entry& entry) { return entry.label.rfind("order ", 0) == 0; }
 
 std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed,
                                   bool has_other_formulas, bool has_changed_views) {
