@@ -217,12 +217,8 @@ class CheckpointedFunction {
   auto operator()(Args&&... args) const {
     return run_region(options_, function_, std::forward<Args>(args)...);
   }
-#define REMAT_REFUSE(cause)                                      \
-  template <class... Args>                                       \
-    requires IsRefusedBecause<not_a_region::cause, Fn&, Args...> \
-  not_a_region::cause operator()(Args&&...) const = delete;
-  REMAT_CAUSES(REMAT_REFUSE)
-#undef REMAT_REFUSE
+  template <class... Args, IsRefused Cause = CauseOf<Fn&, Args...>>
+  Cause operator()(Args&&...) const = delete;
 
  private:
   SharedFunction<Kept<Fn>> function_;
@@ -272,16 +268,10 @@ auto checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
 }
 
 // What cannot be called is refused in a sentence; to requires-expressions it is no valid call.
-#define REMAT_REFUSE(cause)                                                                   \
-  template <class Fn, class... Args>                                                          \
-    requires detail::IsRefusedBecause<not_a_region::cause, Fn, Args...>                       \
-  not_a_region::cause checkpoint(Fn&& fn, Args&&... args) = delete;                           \
-  template <class Fn, class... Args>                                                          \
-    requires detail::IsRefusedBecause<not_a_region::cause, Fn, Args...>                       \
-  not_a_region::cause checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) = \
-      delete;
-REMAT_CAUSES(REMAT_REFUSE)
-#undef REMAT_REFUSE
+template <class Fn, class... Args, detail::IsRefused Cause = detail::CauseOf<Fn, Args...>>
+Cause checkpoint(Fn&& fn, Args&&... args) = delete;
+template <class Fn, class... Args, detail::IsRefused Cause = detail::CauseOf<Fn, Args...>>
+Cause checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) = delete;
 
 /// A callable: each call is a checkpoint of `fn`, which is held once and shared by all calls and
 /// by the graphs they made (it may be move-only).
