@@ -56,7 +56,8 @@ bool shares_tensors(T& kept, T& original) {
 /// Whether a BatchNorm in these modules is why a call runs plainly (`SkipBatchNorm`): then what registers
 /// their state with the regions around, else null.
 REMAT_API std::shared_ptr<void> skips_batch_norm(const CheckpointOptions& options,
-                                                 torch::nn::Module* module);
+                                                 torch::nn::Module* module,
+                                                 const torch::jit::Module* script = nullptr);
 
 /// A function without a script.
 struct NoScript {
@@ -163,7 +164,12 @@ auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
   using Result = std::decay_t<decltype(call(std::declval<F&>(), std::declval<Owned<Args>>()...))>;
   torch::nn::Module* const module = module_of_call(fn, args...);
   std::shared_ptr<void> skipped;
-  if (options.buffers == BufferPolicy::SkipBatchNorm) skipped = skips_batch_norm(options, module);
+  if (options.buffers == BufferPolicy::SkipBatchNorm) {
+    if constexpr (IsScript<Unshared<F>>)
+      skipped = skips_batch_norm(options, module, &ScriptCall(unshared(fn)).module());
+    else
+      skipped = skips_batch_norm(options, module);
+  }
   if (!opens_region() || skipped != nullptr) {
     F plain(keep(std::forward<Fn>(fn)));
     return static_cast<Result>(call(plain, own(std::forward<Args>(args))...));
