@@ -1,7 +1,9 @@
 // Where regions go in programs that are no chain of blocks: recurrent nets, losses with gradients in
-// them, long functions without modules. See METHOD.md and docs/programs.md.
+// them, long functions without modules, two nets that train each other, script modules. See METHOD.md and docs/programs.md.
 
 #include <remat/checkpoint.h>
+#include <remat/sequential.h>
+#include <torch/script.h>
 #include <torch/torch.h>
 
 #include <cstdio>
@@ -175,6 +177,104 @@ Recipe splatting(bool smoke) {
           /*sums_in_parts=*/true};
 }
 
+// ---- two nets that train each other ------------------------------------------------------------
+
+/// A step has three backward calls; the loss of the last one is returned.
+Recipe adversarial(bool smoke) {
+  const int64_t batch = smoke ? 2 : 16, width = smoke ? 4 : 32;
+  const auto wider = [](int64_t in, int64_t out, int64_t stride) {
+    return nn::ConvTranspose2d(
+        nn::ConvTranspose2dOptions(in, out, 4).stride(stride).padding(stride - 1).bias(false));
+  };
+  const auto narrower = [](int64_t in, int64_t out, int64_t stride) {
+    return nn::Conv2d(nn::Conv2dOptions(in, out, 4).stride(stride).padding(stride - 1).bias(false));
+  };
+  const auto relu = [] { return nn::ReLU(nn::ReLUOptions(true)); };
+  const auto leaky = [] {
+    return nn::LeakyReLU(nn::LeakyReLUOptions().negative_slope(0.2).inplace(true));
+  };
+  const nn::Sequential maker(wider(16, 4 * width, 1), nn::BatchNorm2d(4 * width), relu(),
+                             wider(4 * width, 2 * width, 2), nn::BatchNorm2d(2 * width), relu(),
+                             wider(2 * width, width, 2), nn::BatchNorm2d(width), relu(),
+                             wider(width, 3, 2), nn::Tanh());
+  const nn::Sequential judge(narrower(3, width, 2), leaky(), narrower(width, 2 * width, 2),
+                             nn::BatchNorm2d(2 * width), leaky(), narrower(2 * width, 4 * width, 2),
+                             nn::BatchNorm2d(4 * width), leaky(), narrower(4 * width, 1, 1),
+                             nn::Flatten());
+  const Tensor real = at::randn({batch, 3, 32, 32}), noise = at::randn({batch, 16, 1, 1});
+  const auto step = [=](int64_t of_maker, int64_t of_judge) {
+    const auto run = [](nn::Sequential net, int64_t segments, const Tensor& x) {
+      return segments == 0 ? net->forward(x)
+                           : remat::checkpoint_sequential(
+                                 net, segments, x,
+                                 {.split = remat::Split::Balanced, .checkpoint_last = true});
+    };
+    const auto judged = [=](const Tensor& x, double truth) {
+      const Tensor y = run(judge, of_judge, x);
+      return at::binary_cross_entropy_with_logits(y, at::full_like(y, truth));
+    };
+    return [=] {
+      const Tensor made = run(maker, of_maker, noise);
+      judged(real, 1).backward();
+      judged(made.detach(), 0).backward();
+      return judged(made, 1);
+    };
+  };
+  std::vector<Tensor> parameters = maker->parameters();
+  for (const Tensor& each : judge->parameters()) parameters.push_back(each);
+  return {"GAN of two convolutional nets",
+          parameters,
+          {{"plain", step(0, 0)},
+           {"the discriminator in 3 regions", step(0, 3)},
+           {"both in 3 regions", step(3, 3)}}};
+}
+
+// ---- a model that is a script ------------------------------------------------------------------
+
+Recipe scripted(bool smoke) {
+  const int64_t batch = smoke ? 4 : 512, width = smoke ? 8 : 128;
+  const auto parameter = [](at::IntArrayRef sizes, double scale) {
+    return at::randn(sizes).mul_(scale).requires_grad_();
+  };
+  std::vector<torch::jit::Module> blocks;
+  std::vector<Tensor> parameters;
+  for (int i = 0; i < 8; ++i) {
+    torch::jit::Module& block = blocks.emplace_back("block");
+    block.register_parameter("wide", parameter({width, 4 * width}, 0.1), false);
+    block.register_parameter("narrow", parameter({4 * width, width}, 0.05), false);
+    block.register_parameter("scale", at::ones({width}).requires_grad_(), false);
+    block.define(R"(
+def forward(self, x):
+  h = torch.matmul(torch.layer_norm(x, [x.size(1)], self.scale), self.wide)
+  return x + torch.matmul(torch.sigmoid(1.702 * h) * h, self.narrow)
+)");
+    for (const Tensor& each : block.parameters()) parameters.push_back(each);
+  }
+  const Tensor given = at::randn({batch, width});
+  const auto each_by = [=](auto run) {
+    return [=] {
+      Tensor x = given;
+      for (const torch::jit::Module& block : blocks) x = run(block, x);
+      return x.square().mean();
+    };
+  };
+  const auto plain = [](torch::jit::Module block, const Tensor& x) {
+    return block.forward({x}).toTensor();
+  };
+  const auto region = [](const torch::jit::Module& block, const Tensor& x) {
+    return checkpoint(block, x).toTensor();
+  };
+  const auto inside = [plain](const torch::jit::Module& block, const Tensor& x) {
+    return checkpoint([=](const Tensor& in) { return plain(block, in); }, x);
+  };
+  for (int i = 0; i < 3; ++i) each_by(plain)().backward();  // executors settle
+  return {"script module of 8 blocks",
+          parameters,
+          {{"plain", each_by(plain)},
+           {"each block a region", each_by(region)},
+           {"each called in a region's lambda", each_by(inside)}}};
+}
+
 std::vector<Tensor> gradients(const Recipe& recipe, const Variant& variant) {
   for (const Tensor& each : recipe.parameters) each.mutable_grad() = Tensor();
   variant.loss().backward();
@@ -197,7 +297,7 @@ int run(int argc, char** argv) {
   at::set_num_threads(std::stoi(threads));
   at::manual_seed(1);
   const remat::MemoryMeter first;  // before the tensors it shall count
-  for (const auto make : {recurrent, physics, splatting}) {
+  for (const auto make : {recurrent, physics, splatting, adversarial, scripted}) {
     const Recipe recipe = make(arguments.smoke);
     const std::vector<Tensor> plain = gradients(recipe, recipe.variants[0]);
     std::vector<bench::StepBytes> bytes;

@@ -5,6 +5,7 @@
 #include <any>
 
 #include "tests/support/nn.h"
+#include "tests/support/warnings.h"
 
 using remat::BufferPolicy;
 using remat::checkpoint;
@@ -21,14 +22,6 @@ struct NormedImpl : nn::Module {
   nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(6));
 };
 TORCH_MODULE(Normed);
-
-struct Warnings : c10::WarningHandler {
-  Warnings() : guard(this) { c10::WarningUtils::set_warnAlways(true); }
-  ~Warnings() override { c10::WarningUtils::set_warnAlways(false); }
-  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
-  std::vector<std::string> texts;
-  c10::WarningUtils::WarningHandlerGuard guard;
-};
 
 Tensors copies_of(const Tensors& tensors) {
   Tensors copies;

@@ -6,6 +6,7 @@
 #include <torch/csrc/jit/runtime/graph_executor.h>
 
 #include "tests/support/nn.h"
+#include "tests/support/warnings.h"
 
 namespace jit = torch::jit;
 using remat::checkpoint;
@@ -234,4 +235,34 @@ TEST_CASE("the training flag of a script module is forward's in a recompute", "[
   y.sum().backward();
   CHECK_FALSE(module.attr("training").toBool());
   CHECK(bit_equal(at::stack(after), module.attr("mean").toTensor()));
+}
+
+TEST_CASE("SkipBatchNorm runs a script module with a batch norm plainly, and says so once",
+          "[script][modules]") {
+  Warnings warnings;
+  const remat::CheckpointOptions skip{.buffers = remat::BufferPolicy::SkipBatchNorm};
+  const Counted done;
+  const auto run = [&](jit::Module& module, const Tensor& x) {
+    return checkpoint(skip, module, x).toTensor();
+  };
+  require_alike(trained(run), trained(plainly));
+  REQUIRE(warnings.texts.size() == 1);
+  CHECK_THAT(warnings.texts[0],
+             contains("skipped for a subblock containing BatchNorm (__torch__.m"));
+  SECTION("of a module below, in a function that a method calls") {
+    jit::Module outer("outer");
+    outer.register_module("inner", made());
+    outer.define("def forward(self, x):\n  return self.inner(x)\n");
+    checkpoint(skip, outer, leaf({4, 8})).toTensor().sum().backward();
+    const auto shared = remat::checkpointed(outer, skip);
+    shared(leaf({4, 8})).toTensor().sum().backward();
+    checkpoint(skip, outer.get_method("forward"), leaf({4, 8})).toTensor().sum().backward();
+  }
+  CHECK(done.now().recomputes == 0);
+  SECTION("one without is a region") {
+    jit::Module plain("plain");
+    plain.define("def forward(self, x):\n  return (x * x).sin()\n");
+    checkpoint(skip, plain, leaf({4, 8})).toTensor().sum().backward();
+    CHECK(done.now().recomputes == 1);
+  }
 }

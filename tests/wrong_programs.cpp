@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "tests/support/nn.h"
+#include "tests/support/warnings.h"
 
 namespace nn = torch::nn;
 using remat::checkpoint;
@@ -11,14 +12,6 @@ using remat::DeterminismCheck;
 using Kind = CheckpointError::Kind;
 
 namespace {
-
-struct Warnings : c10::WarningHandler {
-  Warnings() : guard(this) { c10::WarningUtils::set_warnAlways(true); }
-  ~Warnings() override { c10::WarningUtils::set_warnAlways(false); }
-  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
-  std::vector<std::string> texts;
-  c10::WarningUtils::WarningHandlerGuard guard;
-};
 
 /// Its flag is a buffer, so that a recompute initialises again, as forward did.
 struct ActNormImpl : nn::Module {

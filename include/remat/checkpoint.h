@@ -56,7 +56,8 @@ bool shares_tensors(T& kept, T& original) {
 /// Whether a BatchNorm in these modules is why a call runs plainly (`SkipBatchNorm`): then what registers
 /// their state with the regions around, else null.
 REMAT_API std::shared_ptr<void> skips_batch_norm(const CheckpointOptions& options,
-                                                 torch::nn::Module* module);
+                                                 torch::nn::Module* module,
+                                                 const torch::jit::Module* script = nullptr);
 
 /// A function without a script.
 struct NoScript {
@@ -163,7 +164,12 @@ auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
   using Result = std::decay_t<decltype(call(std::declval<F&>(), std::declval<Owned<Args>>()...))>;
   torch::nn::Module* const module = module_of_call(fn, args...);
   std::shared_ptr<void> skipped;
-  if (options.buffers == BufferPolicy::SkipBatchNorm) skipped = skips_batch_norm(options, module);
+  if (options.buffers == BufferPolicy::SkipBatchNorm) {
+    if constexpr (IsScript<Unshared<F>>)
+      skipped = skips_batch_norm(options, module, &ScriptCall(unshared(fn)).module());
+    else
+      skipped = skips_batch_norm(options, module);
+  }
   if (!opens_region() || skipped != nullptr) {
     F plain(keep(std::forward<Fn>(fn)));
     return static_cast<Result>(call(plain, own(std::forward<Args>(args))...));
@@ -217,12 +223,8 @@ class CheckpointedFunction {
   auto operator()(Args&&... args) const {
     return run_region(options_, function_, std::forward<Args>(args)...);
   }
-#define REMAT_REFUSE(cause)                                      \
-  template <class... Args>                                       \
-    requires IsRefusedBecause<not_a_region::cause, Fn&, Args...> \
-  not_a_region::cause operator()(Args&&...) const = delete;
-  REMAT_CAUSES(REMAT_REFUSE)
-#undef REMAT_REFUSE
+  template <class... Args, IsRefused Cause = CauseOf<Fn&, Args...>>
+  Cause operator()(Args&&...) const = delete;
 
  private:
   SharedFunction<Kept<Fn>> function_;
@@ -272,16 +274,10 @@ auto checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
 }
 
 // What cannot be called is refused in a sentence; to requires-expressions it is no valid call.
-#define REMAT_REFUSE(cause)                                                                   \
-  template <class Fn, class... Args>                                                          \
-    requires detail::IsRefusedBecause<not_a_region::cause, Fn, Args...>                       \
-  not_a_region::cause checkpoint(Fn&& fn, Args&&... args) = delete;                           \
-  template <class Fn, class... Args>                                                          \
-    requires detail::IsRefusedBecause<not_a_region::cause, Fn, Args...>                       \
-  not_a_region::cause checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) = \
-      delete;
-REMAT_CAUSES(REMAT_REFUSE)
-#undef REMAT_REFUSE
+template <class Fn, class... Args, detail::IsRefused Cause = detail::CauseOf<Fn, Args...>>
+Cause checkpoint(Fn&& fn, Args&&... args) = delete;
+template <class Fn, class... Args, detail::IsRefused Cause = detail::CauseOf<Fn, Args...>>
+Cause checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) = delete;
 
 /// A callable: each call is a checkpoint of `fn`, which is held once and shared by all calls and
 /// by the graphs they made (it may be move-only).

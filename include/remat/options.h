@@ -37,7 +37,8 @@ enum class BufferPolicy {
   /// A recompute sees them as forward saw them, and puts them back: after any number of steps they
   /// equal those of the module without regions. One copy of what a forward changes stays with its graph.
   Restore,
-  /// A module that contains a BatchNorm runs without a region, and says so once.
+  /// A module that contains a BatchNorm runs without a region, and says so once. A script module contains one
+  /// if a method of it, or of one below it, calls one.
   SkipBatchNorm,
   /// A recompute writes them once more.
   Ignore

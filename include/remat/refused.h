@@ -10,26 +10,19 @@
 
 namespace remat {
 
-// Each cause once: REMAT_CAUSES(X) calls X with it.
-#define REMAT_CAUSES(X)                                                           \
-  X(a_parameter_is_a_non_const_reference__take_it_by_value_or_const_reference)    \
-  X(an_argument_is_missing)                                                       \
-  X(an_argument_is_missing__function_pointers_have_no_default_arguments)          \
-  X(there_are_more_arguments_than_parameters)                                     \
-  X(an_argument_has_a_type_that_the_function_does_not_take)                       \
-  X(the_base_class_Module_has_no_forward__pass_a_pointer_to_the_modules_own_type) \
-  X(the_function_is_a_module_by_value__pass_its_holder_or_a_pointer_to_it)        \
-  X(the_module_has_no_forward)                                                    \
-  X(forward_is_private_or_none_of_its_overloads_takes_these_arguments)            \
-  X(an_argument_of_a_script_module_is_nothing_that_an_IValue_can_hold)            \
-  X(the_function_cannot_be_called_with_copies_of_these_arguments)
-
-/// The causes. Deleted overloads return them, so that the compiler names them.
+/// Why a call is refused. The deleted overloads have it as a template argument, which compilers print.
 namespace not_a_region {
-#define REMAT_CAUSE(cause) \
-  struct cause {};
-REMAT_CAUSES(REMAT_CAUSE)
-#undef REMAT_CAUSE
+struct a_parameter_is_a_non_const_reference__take_it_by_value_or_const_reference {};
+struct an_argument_is_missing {};
+struct an_argument_is_missing__function_pointers_have_no_default_arguments {};
+struct there_are_more_arguments_than_parameters {};
+struct an_argument_has_a_type_that_the_function_does_not_take {};
+struct the_base_class_Module_has_no_forward__pass_a_pointer_to_the_modules_own_type {};
+struct the_function_is_a_module_by_value__pass_its_holder_or_a_pointer_to_it {};
+struct the_module_has_no_forward {};
+struct forward_is_private_or_none_of_its_overloads_takes_these_arguments {};
+struct an_argument_of_a_script_module_is_nothing_that_an_IValue_can_hold {};
+struct the_function_cannot_be_called_with_copies_of_these_arguments {};
 }  // namespace not_a_region
 
 namespace detail {
@@ -110,9 +103,12 @@ constexpr auto cause_of() {
   }
 }
 
-template <class Cause, class F, class... A>
-concept IsRefusedBecause =
-    std::is_same_v<Cause, decltype(cause_of<std::decay_t<F>, Owned<A>...>())>;
+/// The cause for a call's arguments as they are given; void if they can be a region.
+template <class F, class... A>
+using CauseOf = decltype(cause_of<std::decay_t<F>, Owned<A>...>());
+
+template <class Cause>
+concept IsRefused = !std::is_void_v<Cause>;
 
 }  // namespace detail
 }  // namespace remat

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
+#include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 
 #include <functional>
@@ -9,6 +10,7 @@
 
 #include "lib/base/once_per_name.h"
 #include "lib/scope/hook_stack.h"
+#include "lib/seam/script.h"
 #include "remat/checkpoint.h"
 
 namespace remat {
@@ -65,22 +67,23 @@ std::shared_ptr<const void> owner_of(const torch::nn::Module* module) {
   return module->weak_from_this().lock();
 }
 
-std::shared_ptr<void> skips_batch_norm(const CheckpointOptions& options,
-                                       torch::nn::Module* module) {
+std::shared_ptr<void> skips_batch_norm(const CheckpointOptions& options, torch::nn::Module* module,
+                                       const torch::jit::Module* script) {
   if (!opens_region()) return nullptr;
-  const torch::nn::Module* found = nullptr;
+  std::string type;
   visit_modules_of(options, module, [&](torch::nn::Module& each) {
-    if (found == nullptr && contains_batch_norm(each)) found = &each;
+    if (type.empty() && contains_batch_norm(each)) type = c10::demangle(typeid(each).name());
   });
-  if (found == nullptr) return nullptr;
-  const std::string type = c10::demangle(typeid(*found).name());
+  if (type.empty() && script != nullptr && seam::calls_batch_norm(*script))
+    type = script->type()->name()->qualifiedName();
+  if (type.empty()) return nullptr;
   static OncePerName warned;
   if (warned.is_first(options.name + '\n' + type))
     TORCH_WARN("remat: Activation checkpointing skipped for a subblock containing BatchNorm (",
                type,
                "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
                "keeps its running statistics right.");
-  return register_modules(options, module);
+  return register_modules(options, module, script);
 }
 
 }  // namespace detail

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <string_view>
 #include <utility>
 
 namespace remat::seam {
@@ -216,6 +217,43 @@ void observe_script_calls(const ScriptCallObserver& observer) {
   call_observer = observer;
   at::addGlobalCallback(at::RecordFunctionCallback(call_began, call_ended)
                             .scopes({at::RecordScope::TORCHSCRIPT_FUNCTION}));
+}
+
+namespace {
+
+bool calls_batch_norm(jit::Function& function);
+
+bool calls_batch_norm(const jit::Block& block) {
+  for (const jit::Node* const node : block.nodes()) {
+    if (std::string_view(node->kind().toUnqualString()).find("batch_norm") !=
+        std::string_view::npos)
+      return true;
+    if (node->kind() == c10::prim::CallFunction) {
+      const auto type = node->input(0)->type()->cast<c10::FunctionType>();
+      if (type != nullptr && calls_batch_norm(*type->function())) return true;
+    }
+    if (node->hasAttribute(c10::attr::Subgraph) &&
+        node->kindOf(c10::attr::Subgraph) == jit::AttributeKind::g &&
+        calls_batch_norm(*node->g(c10::attr::Subgraph)->block()))
+      return true;
+    for (const jit::Block* const inner : node->blocks())
+      if (calls_batch_norm(*inner)) return true;
+  }
+  return false;
+}
+
+bool calls_batch_norm(jit::Function& function) {
+  auto* const graph_function = jit::tryToGraphFunction(function);
+  return graph_function != nullptr && calls_batch_norm(*graph_function->graph()->block());
+}
+
+}  // namespace
+
+bool calls_batch_norm(const jit::Module& module) {
+  for (const auto& each : module.modules())
+    for (jit::Function* const method : each.type()->methods())
+      if (calls_batch_norm(*method)) return true;
+  return false;
 }
 
 std::vector<at::Tensor> buffers_of(const jit::Module& module) {

@@ -81,6 +81,9 @@ struct ScriptCallObserver {
 /// For the process. LibTorch asks it at such calls only.
 void observe_script_calls(const ScriptCallObserver& observer);
 
+/// Whether a method of a script module, or of one below it, calls an operator that is a batch norm.
+bool calls_batch_norm(const torch::jit::Module& module);
+
 /// The tensors that a script module and all below it hold as buffers; where their training flags are.
 std::vector<at::Tensor> buffers_of(const torch::jit::Module& module);
 std::vector<bool> training_flags_of(const torch::jit::Module& module);

@@ -1,4 +1,4 @@
-// first line: not_a_region::an_argument_is_missing remat
+// first line: not_a_region::an_argument_is_missing
 #include "remat/checkpoint.h"
 
 void f(const at::Tensor& x) {

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """run.py COMPILER [FLAG...]: every .cpp beside this file must fail to compile, with the words of its line 1.
 
-Line 1 is `// expect: TEXT`, or `// first line: TEXT` if TEXT must stand in the first error (clang: before the second).
+Line 1 is `// expect: TEXT`, or `// first line: TEXT` if TEXT must stand in the first error or, with clang, in the first
+note below it. TEXT ends where its last word does.
 Line 2 may be `// flags: FLAG...`, which come last. The last line printed is `N passed, N failed`.
 """
 import concurrent.futures
@@ -10,6 +11,9 @@ import pathlib
 import re
 import subprocess
 import sys
+
+# clang says in a note which function is deleted.
+FIRST_NOTE = r'(?:(?:\n(?!.*(?:error|note): ).*)*\n.*note: .*)?'
 
 
 def fault(case, compiler):
@@ -23,11 +27,10 @@ def fault(case, compiler):
     output = run.stdout + run.stderr
     if run.returncode == 0:
         return 'it compiles'
-    if mark == '// first line':    # clang says which function is deleted in a note below
-        found = re.search(r'error: .*(\n(?!.*error: ).*)*' if any('clang' in word for word in compiler) else r'error: .*',
-                          output)
+    if mark == '// first line':
+        found = re.search(r'error: .*' + (FIRST_NOTE if any('clang' in word for word in compiler) else ''), output)
         output = found[0] if found else output
-    if expected.strip() not in output:
+    if not re.search(re.escape(expected.strip()) + r'(?!\w)', output):
         return f'it fails without saying "{expected.strip()}":\n{output[:3000]}'
     return ''
 

@@ -1,26 +1,20 @@
 #pragma once
-// What LibTorch warns of, as text.
+// LibTorch's warnings, collected instead of printed.
 
 #include <c10/util/Exception.h>
 
 #include <string>
+#include <vector>
 
 namespace remat::testing {
 
-/// The warnings that `f` gives on this thread, also those that are given once.
-template <class F>
-std::string warnings_of(F&& f) {
-  struct Warnings : c10::WarningHandler {
-    void process(const c10::Warning& warning) override { text += warning.msg() + "\n"; }
-    std::string text;
-  } warnings;
-  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
-  c10::WarningUtils::set_warnAlways(true);
-  struct Once {
-    ~Once() { c10::WarningUtils::set_warnAlways(false); }
-  } const once;
-  f();
-  return warnings.text;
-}
+/// Collects the thread's warnings while alive, each as often as it comes.
+struct Warnings : c10::WarningHandler {
+  Warnings() : guard(this) { c10::WarningUtils::set_warnAlways(true); }
+  ~Warnings() override { c10::WarningUtils::set_warnAlways(false); }
+  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
+  std::vector<std::string> texts;
+  c10::WarningUtils::WarningHandlerGuard guard;
+};
 
 }  // namespace remat::testing
