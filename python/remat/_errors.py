@@ -101,6 +101,7 @@ _NAMES = (
     (re.compile(r"\b[A-Z][A-Za-z]*Options::"), ""),  # an option of whatever it is: by its name alone
     (re.compile(r"\b(preserve_rng_state|early_stop|debug|strict_unpack) = (true|false)\b"),
      lambda found: f"{found[1]}={found[2].capitalize()}"),
+    (re.compile(r"\bat::k([A-Z][A-Za-z0-9]*)"), lambda found: f"torch.{found[1].lower()}"),
     (re.compile(r"\bremat::plan: "), "remat.solve: "),
     (re.compile(r"\bremat::([a-zA-Z_]+)(?:::([a-z_]+))?"),
      lambda found: f"remat.{found[1]}.{found[2]}" if found[2] else f"remat.{found[1]}"),
