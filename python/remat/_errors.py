@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+import functools
+import re
+from typing import Any, Callable, NamedTuple, TypeVar
 
 import torch.utils.checkpoint as upstream
 
@@ -72,21 +74,66 @@ class CheckpointError(upstream.CheckpointError):
     mismatches: tuple[Mismatch, ...] = ()
 
 
-# What the library's texts say to C++ programs, in Python's words.
-_WORDS = (
+# What the library's texts say to C++ programs, in Python's words: phrases first, then what is left of single names.
+_PHRASES = (
     ("remat::checkpoint: ", "torch.utils.checkpoint: "),
-    ("inputs = remat::InputMode::CopyOnWrite in CheckpointOptions", "input_mode=\"copy_on_write\""),
-    ("InputMode::CopyOnWrite", "input_mode=\"copy_on_write\""),
-    ("capture_check = CaptureCheck::Ignore", "capture_check=\"ignore\""),
+    ("inputs = remat::InputMode::CopyOnWrite in CheckpointOptions", 'input_mode="copy_on_write"'),
+    ("(InputMode::CopyOnWrite)", '(input_mode="copy_on_write")'),
+    ("capture_check = CaptureCheck::Ignore", 'capture_check="ignore"'),
     ("pass `debug = true` in CheckpointOptions, or open a remat::DebugGuard(true) around the forward",
-     "pass `debug=True` to checkpoint"),
-    ("(or opened a remat::DebugGuard)", ""),
-    ("set preserve_rng_state = false", "set preserve_rng_state=False"),
-    ("preserve_rng_state = false", "preserve_rng_state=False"),
+     "pass `debug=True` to checkpoint, or run the forward under remat.debug()"),
+    ("(or opened a remat::DebugGuard)", "(or ran the forward under remat.debug())"),
+    ("under a remat::DisableCheckpointGuard", "under remat.disable_checkpoint()"),
+    ("under torch::jit::GraphOptimizerEnabledGuard(false)", "under torch.jit.optimized_execution(False)"),
+    ("name it in CheckpointOptions::modules", "name it in `modules`"),
+    ("use a RecomputeCacheGuard", "use remat.recompute_cache()"),
+    ("BufferPolicy::Ignore", 'buffers="ignore"'),
     ("SelectiveOptions::allow_cache_entry_mutation", "allow_cache_entry_mutation=True"),
-    ("remat::checkpoint", "remat.checkpoint"),
-    ("remat::", "remat."),
+    ("`mutable_data_ptr()`", "an operator"),
 )  # fmt: skip
+_GUARDS = {
+    "MemoryLimitGuard": "memory_limit", "RecomputeCacheGuard": "recompute_cache", "SaveAsGuard": "save_as",
+    "SaveElsewhereGuard": "save_elsewhere", "SaveOnDiskGuard": "save_on_disk", "StateProviderGuard": "state_provider",
+    "DisableCheckpointGuard": "disable_checkpoint", "DebugGuard": "debug", "GeneratorGuard": "preserve_generator",
+}  # fmt: skip
+_NAMES = (
+    (re.compile(rf"\b({'|'.join(_GUARDS)})\b"), lambda found: _GUARDS[found[1]]),
+    (re.compile(r"\b[A-Z][A-Za-z]*Options::"), ""),  # an option of whatever it is: by its name alone
+    (re.compile(r"\b(preserve_rng_state|early_stop|debug|strict_unpack) = (true|false)\b"),
+     lambda found: f"{found[1]}={found[2].capitalize()}"),
+    (re.compile(r"\bat::k([A-Z][A-Za-z0-9]*)"), lambda found: f"torch.{found[1].lower()}"),
+    (re.compile(r"\bremat::plan: "), "remat.solve: "),
+    (re.compile(r"\bremat::([a-zA-Z_]+)(?:::([a-z_]+))?"),
+     lambda found: f"remat.{found[1]}.{found[2]}" if found[2] else f"remat.{found[1]}"),
+)  # fmt: skip
+
+R = TypeVar("R")
+
+
+def in_python_words(text: str) -> str:
+    """A text of the library, as one who calls it from Python would say it."""
+    for theirs, ours in _PHRASES:
+        text = text.replace(theirs, ours)
+    for pattern, name in _NAMES:
+        text = pattern.sub(name, text)
+    return text
+
+
+def translated(function: Callable[..., R]) -> Callable[..., R]:
+    """`function` of the extension, whose errors about its arguments come in Python's words."""
+
+    @functools.wraps(function)
+    def translating(*args: Any, **kwargs: Any) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            # What a function of the program raises has words of its own.
+            if type(error) not in (ValueError, RuntimeError) or not str(error).startswith("remat::"):
+                raise
+            raise type(error)(in_python_words(str(error))) from None
+
+    return translating
+
 
 # Where torch.utils.checkpoint puts numbers into its text, so do we: programs look for them.
 _COUNTS = "Number of tensors saved during forward: {}\nNumber of tensors saved during recomputation: {}.\n"
@@ -102,8 +149,7 @@ def make_error(
     mismatches: list[tuple[int, str, str, str, str]],
 ) -> CheckpointError:
     """The exception for an error of the library; its first line is that of torch.utils.checkpoint, where there is one."""
-    for theirs, ours in _WORDS:
-        text = text.replace(theirs, ours)
+    text = in_python_words(text)
     if kind == ErrorKind.FEWER_TENSORS.value:
         fact, _, rest = text.partition("\n")
         text = fact + "\n" + _COUNTS.format(forward_count, recompute_count) + rest

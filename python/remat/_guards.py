@@ -14,6 +14,7 @@ from typing import Any, Callable, Optional, Protocol, TypeVar, Union
 
 import torch
 
+from ._errors import translated
 from ._extension import _remat
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,7 +26,7 @@ class Guard(contextlib.AbstractContextManager["Guard", None]):
 
     def __init__(self, text: str, open: Callable[[], _remat.OpenGuard]) -> None:
         self._text = text
-        self._open = open
+        self._open = translated(open)
         self._entered: list[tuple[int, _remat.OpenGuard]] = []
 
     def __enter__(self) -> Guard:

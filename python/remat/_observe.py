@@ -7,6 +7,7 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 
+from ._errors import in_python_words, translated
 from ._extension import _remat
 
 MemoryMeter = _remat.MemoryMeter
@@ -33,7 +34,7 @@ class Recorder:
     """
 
     def __init__(self, *, memory: bool = True, operators: bool = False, max_events: int = 1 << 20) -> None:
-        self._recorder = _remat._Recorder(memory, operators, max_events)
+        self._recorder = translated(_remat._Recorder)(memory, operators, max_events)
 
     def __enter__(self) -> Recorder:
         return self
@@ -55,7 +56,7 @@ class Recorder:
 
     def page(self) -> str:
         """One HTML page without scripts or other files: live bytes over time, the regions, the table."""
-        return self._recorder.page()
+        return in_python_words(self._recorder.page())
 
     def write_html(self, path: Path) -> None:
         """Writes `page()`."""

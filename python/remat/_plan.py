@@ -9,23 +9,28 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 import torch.nn as nn
 
+from ._errors import in_python_words, translated
 from ._extension import _remat
 
 Plan = _remat.Plan
 Stage = Callable[[torch.Tensor], torch.Tensor]
 
-revolve_plan = _remat.revolve_plan
-mixed_plan = _remat.mixed_plan
-balanced_plan = _remat.balanced_plan
-torch_sequential_plan = _remat.torch_sequential_plan
-halving_plan = _remat.halving_plan
+_remat.Plan.__init__ = translated(_remat.Plan.__init__)  # type: ignore[method-assign]
+_remat.Plan.parse = staticmethod(translated(_remat.Plan.parse))  # type: ignore[method-assign]
+revolve_plan = translated(_remat.revolve_plan)
+mixed_plan = translated(_remat.mixed_plan)
+balanced_plan = translated(_remat.balanced_plan)
+torch_sequential_plan = translated(_remat.torch_sequential_plan)
+halving_plan = translated(_remat.halving_plan)
+_solve, _simulate = translated(_remat._solve), translated(_remat._simulate)
+_measure, _run = translated(_remat._measure), translated(_remat._run)
 
 
 class InfeasibleBudget(ValueError):
     """No plan fits into the budget."""
 
     def __init__(self, message: str, minimum_bytes: int) -> None:
-        super().__init__(message.replace("remat::", "remat."))
+        super().__init__(in_python_words(message))
         self.minimum_bytes = minimum_bytes
         """The smallest budget for which there is a plan [bytes]."""
 
@@ -119,12 +124,12 @@ def solve(
     Cubic in the number of different stages times the number of points; chains of equal stages are much cheaper.
     Raises ValueError for costs or options out of range.
     """
-    return Frontier(_remat._solve(cost._tuple(), max_depth, early_stop, frame_cost_s, eps))
+    return Frontier(_solve(cost._tuple(), max_depth, early_stop, frame_cost_s, eps))
 
 
 def simulate(cost: ChainCost, plan: Plan, *, early_stop: bool = True, frame_cost_s: float = 0.0) -> Simulation:
     """What a plan costs, event by event, without the solver's recurrence."""
-    return Simulation(*_remat._simulate(cost._tuple(), plan, early_stop, frame_cost_s))
+    return Simulation(*_simulate(cost._tuple(), plan, early_stop, frame_cost_s))
 
 
 def stages_of(stages: Iterable[Stage]) -> list[Stage]:
@@ -217,7 +222,7 @@ def measure(
     try:
         with _buffers_kept(functions):
             counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
-            input_bytes, input_grad_bytes, costs = _remat._measure(counted, sample, warmup, repeats)
+            input_bytes, input_grad_bytes, costs = _measure(counted, sample, warmup, repeats)
     finally:
         bar.close()
     return ChainCost(input_bytes, input_grad_bytes, tuple(StageCost(*each) for each in costs))
@@ -234,7 +239,7 @@ def run(plan: Plan, stages: Iterable[Stage], input: torch.Tensor, **options: Any
     which the caller of `backward()` holds to its end, count a few bytes more.
     Raises ValueError if plan and stages have different numbers; else as `checkpoint`.
     """
-    return _remat._run(plan, stages_of(stages), input, _remat._Options(options))
+    return _run(plan, stages_of(stages), input, _remat._Options(options))
 
 
 def checkpoint_sequential(

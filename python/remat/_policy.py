@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import Union
+from typing import Any, Callable, Union
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ._errors import translated
 from ._extension import _remat
 
 Policy = _remat.Policy
 PolicyContext = _remat.PolicyContext
-save_matmuls = _remat.save_matmuls
 checkpoint_name = _remat.checkpoint_name
 pin = _remat.pin
 
@@ -46,6 +47,81 @@ def name_of(operator: Operator) -> str:
     raise TypeError(f"remat: an operator must be a name, or of torch.ops, and is {operator!r}")
 
 
+# ---- copies and pickles -----------------------------------------------------------------------------------
+
+# How each policy was made: (function, arguments, keywords). The library's policies cannot be asked.
+_recipes: weakref.WeakKeyDictionary[Policy, tuple[Callable[..., Policy], tuple[Any, ...], dict[str, Any]]]
+_recipes = weakref.WeakKeyDictionary()
+
+
+def _noted(policy: Policy, make: Callable[..., Policy], *args: Any, **keywords: Any) -> Policy:
+    _recipes[policy] = (make, args, keywords)
+    return policy
+
+
+def _make_again(make: Callable[..., Policy], args: tuple[Any, ...], keywords: dict[str, Any]) -> Policy:
+    return make(*args, **keywords)
+
+
+def _either(one: Policy, other: Policy) -> Policy:
+    return one | other
+
+
+_native_init, _native_or = Policy.__init__, Policy.__or__
+
+
+def _init(
+    self: Policy,
+    function: Callable[[PolicyContext], Any],
+    *,
+    allow_cache_entry_mutation: bool = False,
+    save_through_hooks: bool = False,
+    ask_again: bool = False,
+) -> None:
+    """A policy that asks `function`, which is called with a PolicyContext and returns a CheckpointPolicy or a bool."""
+    options = {
+        "allow_cache_entry_mutation": allow_cache_entry_mutation,
+        "save_through_hooks": save_through_hooks,
+        "ask_again": ask_again,
+    }
+    _native_init(self, function, **options)
+    _noted(self, Policy, function, **options)
+
+
+def _or(self: Policy, other: Policy) -> Policy:
+    if not isinstance(other, Policy):
+        return NotImplemented
+    return _noted(_native_or(self, other), _either, self, other)
+
+
+def _repr(self: Policy) -> str:
+    make, args, keywords = _recipes[self]
+    if make is _either:
+        return " | ".join(map(repr, args))
+    said = [*map(repr, args), *(f"{name}={value!r}" for name, value in keywords.items() if value)]
+    return f"remat.{make.__name__}({', '.join(said)})"
+
+
+Policy.__init__ = _init  # type: ignore[assignment, method-assign]
+Policy.__or__ = _or  # type: ignore[method-assign]
+Policy.__repr__ = _repr  # type: ignore[method-assign]
+Policy.__reduce__ = lambda self: (_make_again, _recipes[self])  # type: ignore[assignment, method-assign]
+Policy.__copy__ = lambda self: self  # type: ignore[attr-defined]
+Policy.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+
+# ---- ready-made ----------------------------------------------------------------------------------------------
+
+
+def save_matmuls() -> Policy:
+    """Keeps the results of matrix products, convolutions and scaled dot product attention."""
+    return _noted(_remat.save_matmuls(), save_matmuls)
+
+
+def _of_ops(native: Any, make: Callable[..., Policy], ops: Iterable[Operator], **options: bool) -> Policy:
+    names = [name_of(op) for op in ops]
+    return _noted(translated(native)(names, *options.values()), make, names, **options)
+
+
 def save_ops(
     ops: Iterable[Operator],
     *,
@@ -58,9 +134,12 @@ def save_ops(
     Memory: what is kept lives as long as the region's graph. Raises ValueError for a name that no loaded
     library has registered.
     """
-    return _remat._save_ops(
-        [name_of(op) for op in ops], allow_cache_entry_mutation, save_through_hooks, ask_again
-    )
+    return _of_ops(
+        _remat._save_ops, save_ops, ops,
+        allow_cache_entry_mutation=allow_cache_entry_mutation,
+        save_through_hooks=save_through_hooks,
+        ask_again=ask_again,
+    )  # fmt: skip
 
 
 def offload_ops(
@@ -71,21 +150,27 @@ def offload_ops(
     ask_again: bool = False,
 ) -> Policy:
     """The same; the results wait on the CPU."""
-    return _remat._offload_ops(
-        [name_of(op) for op in ops], allow_cache_entry_mutation, save_through_hooks, ask_again
-    )
+    return _of_ops(
+        _remat._offload_ops, offload_ops, ops,
+        allow_cache_entry_mutation=allow_cache_entry_mutation,
+        save_through_hooks=save_through_hooks,
+        ask_again=ask_again,
+    )  # fmt: skip
 
 
 def save_names(names: Iterable[str]) -> Policy:
     """Keeps the values that `checkpoint_name` gave one of these names."""
-    return _remat._save_names(list(names))
+    all_names = list(names)
+    return _noted(_remat._save_names(all_names), save_names, all_names)
 
 
 def save_all_but_names(names: Iterable[str]) -> Policy:
     """Keeps every value with a name but these."""
-    return _remat._save_all_but_names(list(names))
+    all_names = list(names)
+    return _noted(_remat._save_all_but_names(all_names), save_all_but_names, all_names)
 
 
 def offload_names(names: Iterable[str]) -> Policy:
     """The values with these names wait on the CPU."""
-    return _remat._offload_names(list(names))
+    all_names = list(names)
+    return _noted(_remat._offload_names(all_names), offload_names, all_names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import unittest
@@ -12,6 +13,7 @@ from typing import Any, Callable
 import torch
 
 import remat
+from remat import _errors, _extension, _region
 
 
 def leaf(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -32,8 +34,27 @@ def run_script(text: str, *arguments: str, timeout: int = 120) -> subprocess.Com
     )  # fmt: skip
 
 
+# What a C++ program would write, and nobody who uses the package. Operators have names of their own.
+FOREIGN = re.compile(r"remat::|\bat::|\b[A-Z]\w*::|\b[A-Z]\w*(?:Guard|Options)\b|\w = (?:true|false)\b")
+foreign_texts: list[str] = []
+
+
+def _checked_error(*facts: Any) -> remat.CheckpointError:
+    error = _errors.make_error(*facts)
+    if FOREIGN.search(str(error)):
+        foreign_texts.append(str(error))
+    return error
+
+
+# Every error that the library makes in a test comes by here.
+_extension._remat._set_names(
+    _errors.StopRecompute, _checked_error, _extension._run_in, _extension._device_context
+)
+_extension._remat._set_decorator(_region.Checkpointing)
+
+
 class Case(unittest.TestCase):
-    """Fails a test that leaves a region, a hook or an installation behind."""
+    """Fails a test that leaves a region, a hook or an installation behind, or sees an error in another language's words."""
 
     def setUp(self) -> None:
         torch.manual_seed(0)
@@ -54,6 +75,8 @@ class Case(unittest.TestCase):
         if torch._C._len_torch_dispatch_stack():
             left.append("a dispatch mode")
         self.assertEqual(left, [], "left behind")
+        foreign, foreign_texts[:] = foreign_texts[:], []
+        self.assertEqual(foreign, [], "words of C++")
 
     def check_equal(self, found: Any, expected: Any, message: str = "") -> None:
         if isinstance(expected, torch.Tensor):

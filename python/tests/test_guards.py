@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import remat
-from common import Case
+from common import FOREIGN, Case
 
 
 def function(x: torch.Tensor) -> torch.Tensor:
@@ -251,6 +251,29 @@ class Guards(Case):
         self.assertEqual(frames(), 1)
         with self.assertRaises(RuntimeError):
             guard.__exit__(None, None, None)
+
+    def test_errors_are_in_python_s_words(self) -> None:
+        for call, text in (
+            (lambda: remat.memory_limit(-1).__enter__(), r"remat\.memory_limit: the limit must be at least 0 bytes"),
+            (lambda: remat.recompute_cache(-1).__enter__(), r"remat\.recompute_cache: max_bytes is -1"),
+            (lambda: remat.save_as(torch.int32).__enter__(), r"remat\.save_as: .* torch\.bfloat16"),
+            (lambda: remat.save_on_disk("/no/such/folder").__enter__(), r"remat\.save_on_disk: no file could be made"),
+            (lambda: remat.save_ops(["aten::no"]), r'remat\.save_ops: there is no operator "aten::no"'),
+            (lambda: remat.Recorder(max_events=0), r"remat\.Recorder: max_events was 0"),
+            (lambda: remat.Plan(0), r"remat\.Plan: a plan needs at least 1 stage"),
+            (lambda: remat.Plan.parse("[1"), r"remat\.Plan\.parse: "),
+            (lambda: remat.solve(remat.ChainCost()), r"remat\.solve: a chain needs at least one stage"),
+            (lambda: remat.run(remat.Plan(2), [torch.sin], leaf()), r"remat\.run: the plan has 2 stages"),
+        ):
+            with self.assertRaisesRegex(ValueError, "(?s)" + text) as caught:
+                call()
+            self.assertIsNone(FOREIGN.search(str(caught.exception)), str(caught.exception))
+
+        def failing(x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("remat:: is what I write")
+
+        with self.assertRaisesRegex(ValueError, "is what I write"):
+            remat.measure([failing], leaf())
 
 
 if __name__ == "__main__":

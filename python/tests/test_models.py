@@ -236,12 +236,87 @@ if __name__ == "__main__":
 """
 
 
+FULLY_SHARDED = """
+import os, sys, tempfile, torch, torch.multiprocessing as mp, torch.distributed as dist
+import remat
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+class Net(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+        layer = lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 8))
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + self.run(layer, x)
+        return x
+
+def train(run, mesh, prepare=lambda net: None):
+    torch.manual_seed(1)
+    net = Net(run)
+    prepare(net)
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    torch.manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = net(torch.randn(4, 8)).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses + [p.full_tensor().detach() for p in net.parameters()]
+
+def worker(rank, path):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    theirs = lambda f, x: checkpoint(f, x, use_reentrant=False)
+    plain = lambda f, x: f(x)
+    expected = train(plain, mesh)
+    found = {"upstream": train(theirs, mesh)}
+    with remat.installed():
+        found["drop-in"] = train(theirs, mesh)
+    found["own"] = train(remat.checkpoint, mesh)
+    found["apply"] = train(plain, mesh, lambda net: remat.apply(net, names="layers.*"))
+    other = [way for way, each in found.items() if not all(map(torch.equal, each, expected))]
+    said = f"rank {rank} other: {other} recomputes: {remat.counters()['recomputes']}\\n"
+    os.write(1, said.encode())  # in one piece: both processes write to this pipe
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("fork")
+        processes = [context.Process(target=worker, args=(rank, folder + "/store")) for rank in range(2)]
+        for each in processes: each.start()
+        for each in processes: each.join()
+        print("exit", [each.exitcode for each in processes])
+"""
+
+
 class Distributed(Case):
     def test_two_processes_with_gradients_in_common(self) -> None:
         if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
             self.skipTest("no Gloo")
         done = run_script(DISTRIBUTED)
         self.assertEqual(done.stdout.count("same 80"), 2, done.stdout)
+        self.assertIn("exit [0, 0]", done.stdout)
+
+    def test_parameters_in_shards(self) -> None:
+        if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+            self.skipTest("no Gloo")
+        try:
+            from torch.distributed.fsdp import fully_shard  # noqa: F401
+        except ImportError:
+            self.skipTest("this torch has no fully_shard")
+        done = run_script(FULLY_SHARDED, timeout=300)
+        self.assertEqual(done.stdout.count("other: [] recomputes: 120"), 2, done.stdout)
         self.assertIn("exit [0, 0]", done.stdout)
 
 

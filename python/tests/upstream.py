@@ -102,6 +102,17 @@ def fetch() -> Path:
     return tree
 
 
+def ends_of(report: Path) -> dict[str, str]:
+    """{test: how it ended}, of what pytest wrote; empty if it did not."""
+    ends: dict[str, str] = {}
+    if report.exists():
+        for case in xml.parse(report).iter("testcase"):
+            children = {each.tag for each in case}
+            end = "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
+            ends[f"{case.get('classname')}.{case.get('name')}"] = end
+    return ends
+
+
 def run(sources: Path, suite: str, with_remat: bool, timeout_s: int) -> tuple[dict[str, str], dict[str, int], str]:
     """({test: how it ended}, remat's counters, the output's end)."""
     file, chosen = SUITES[suite]
@@ -116,12 +127,7 @@ def run(sources: Path, suite: str, with_remat: bool, timeout_s: int) -> tuple[di
             cwd=sources / "test", env=os.environ | {"CI": ""}, text=True, timeout=timeout_s,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        ends: dict[str, str] = {}
-        if report.exists():
-            for case in xml.parse(report).iter("testcase"):
-                children = {each.tag for each in case}
-                end = "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
-                ends[f"{case.get('classname')}.{case.get('name')}"] = end
+        ends = ends_of(report)
     counters: dict[str, int] = {}
     for line in child.stdout.splitlines():
         if line.startswith("REMAT "):

@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""Ends processes that still have regions alive or at work, many times, and counts how they end.
+
+    python/tests/exits.py [--runs N] [CASE...]
+
+Each case runs plainly, with torch's checkpoint, with that under the drop-in, and with remat's own: a process that has
+imported everything forks N times, and each fork runs the case and ends as a program ends. Where plain torch ends
+well, remat must. Prints a table of exit codes other than 0; the exit status says whether remat has some that neither
+plain torch nor torch's own checkpoint has in this case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gc
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+SIDES = ("plain", "upstream", "drop-in", "own")
+
+CASES = {
+    "live graphs": """
+        x = torch.randn(8, 8, requires_grad=True)
+        kept = [region(x) for _ in range(20)]
+        kept[0].sum().backward(retain_graph=True)
+    """,
+    "graphs in a daemon thread that sleeps": """
+        def work():
+            x = torch.randn(8, 8, requires_grad=True)
+            kept = [region(x) for _ in range(20)]
+            ready.set()
+            while True:
+                time.sleep(0.001)
+        threading.Thread(target=work, daemon=True).start()
+        ready.wait()
+    """,
+    "a daemon thread that makes graphs": """
+        def work():
+            x = torch.randn(8, 8, requires_grad=True)
+            while True:
+                kept = [region(x) for _ in range(4)]
+                ready.set()
+        threading.Thread(target=work, daemon=True).start()
+        ready.wait()
+    """,
+    "a daemon thread that trains": """
+        def work():
+            x = torch.randn(8, 8, requires_grad=True)
+            while True:
+                region(x).sum().backward()
+                ready.set()
+        threading.Thread(target=work, daemon=True).start()
+        ready.wait()
+    """,
+    "a daemon thread that recomputes for long": """
+        def work():
+            x = torch.randn(8, 8, requires_grad=True)
+            def slow(t):
+                for _ in range(200):
+                    t = t.sin()
+                    time.sleep(0)
+                return t
+            while True:
+                y = call(slow, x).sum()
+                ready.set()
+                y.backward()
+        threading.Thread(target=work, daemon=True).start()
+        ready.wait()
+    """,
+    "threads of the engine's pool": """
+        class Deep(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, t, depth):
+                ctx.depth = depth
+                ctx.save_for_backward(t)
+                return t.clone()
+            @staticmethod
+            def backward(ctx, g):
+                (t,) = ctx.saved_tensors
+                if ctx.depth == 0:
+                    return g, None
+                with torch.enable_grad():
+                    own = t.detach().requires_grad_()
+                    y = call(lambda t: Deep.apply(t.sin(), ctx.depth - 1).cos(), own)
+                    return torch.autograd.grad(y.sum(), own)[0] * g, None
+        x = torch.randn(4, requires_grad=True)
+        kept = call(lambda t: Deep.apply(t.sin(), 80), x)
+        kept.sum().backward(retain_graph=True)
+        assert x.grad is not None
+    """,
+    "graphs that threads of C++ let go of": """
+        x = torch.randn(8, 8, requires_grad=True)
+        for n in range(40, 400, 40):
+            torch.jit.fork(SLOW, region(x), n)
+    """,
+    "a backward at the end": """
+        import atexit
+        x = torch.randn(8, 8, requires_grad=True)
+        kept = region(x)
+        atexit.register(lambda: torch.autograd.grad(region(x).sum(), x))
+        sys.exit(0)
+    """,
+    "an exception ends it": """
+        x = torch.randn(8, 8, requires_grad=True)
+        def failing(t):
+            y = t.sin().exp()
+            calls.append(y)
+            if len(calls) == 2:
+                raise SystemExit(0)
+            return y.cos()
+        calls = []
+        call(failing, x).sum().backward()
+        sys.exit(0)
+    """,
+}
+
+HEAD = """
+import sys, threading, time, torch
+ready = threading.Event()
+def f(x, anything):
+    return (x @ x).sin().exp().cos()
+def region(x):
+    return call(f, x, [object()])
+"""
+
+
+def calls(side: str) -> Any:
+    """What runs a function on this side."""
+    import torch  # noqa: F401
+    from torch.utils.checkpoint import checkpoint
+
+    if side == "plain":
+        return lambda function, *args: function(*args)
+    if side == "own":
+        import remat
+
+        return remat.checkpoint
+    if side == "drop-in":
+        import remat
+
+        remat.install()
+    return lambda function, *args: checkpoint(function, *args, use_reentrant=False)
+
+
+def fork_many(case: str, side: str, runs: int) -> str:
+    """The program to run in a fork; in the parent the process ends here."""
+    import torch
+
+    torch.set_num_threads(1)
+    text = HEAD + textwrap.dedent(CASES[case])
+    names = {"call": calls(side), "__name__": "__main__"}
+    if "SLOW" in text:
+        source = "def slow(x, n: int):\n  for i in range(n):\n    x = (x @ x).tanh()\n  return x\n"
+        names["SLOW"] = torch.jit.CompilationUnit(source).slow
+    ends: collections.Counter[int] = collections.Counter()
+    gc.collect()
+    gc.freeze()  # what was imported is no affair of a fork's last collection, which takes most of its time
+    for _ in range(runs):
+        child = os.fork()
+        if child == 0:
+            sys.modules["__main__"].__dict__.update(names)
+            return text
+        ends[os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])] += 1
+    print(json.dumps(ends))
+    sys.exit(0)
+
+
+def compare(cases: list[str], runs: int) -> int:
+    """Prints the table; the number of cases in which remat alone ends badly."""
+    print(f"{'exit codes but 0, of ' + str(runs):42} " + " ".join(f"{side:>16}" for side in SIDES))
+    worse = 0
+    for case in cases:
+        bad = {}
+        for side in SIDES:
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", __file__, "--runs", str(runs), "--side", side, case],
+                text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            lines = done.stdout.strip().splitlines()
+            if not lines:
+                sys.exit(f"{case}, {side}: {done.stderr[-2000:]}")
+            bad[side] = {code: count for code, count in json.loads(lines[-1]).items() if code != "0"}
+            for line in sorted(set(done.stderr.splitlines())) if bad[side] else ():
+                print(f"  {side}: {line[:150]}", file=sys.stderr)
+        said = [" ".join(f"{code}: {count}" for code, count in bad[side].items()) or "-" for side in SIDES]
+        print(f"{case:42} " + " ".join(f"{each:>16}" for each in said), flush=True)
+        worse += bool((bad["drop-in"] or bad["own"]) and not (bad["plain"] or bad["upstream"]))
+    return worse
+
+
+parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+parser.add_argument("--runs", type=int, default=300)
+parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {', '.join(CASES)}; all if none is named")
+options = parser.parse_args()
+if set(options.cases) - set(CASES):
+    parser.error(f"unknown: {', '.join(set(options.cases) - set(CASES))}")
+if options.side is None:
+    sys.exit(1 if compare(options.cases or list(CASES), options.runs) else 0)
+exec(compile(fork_many(options.cases[0], options.side, options.runs), options.cases[0], "exec"))
