@@ -8,7 +8,6 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
-#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
@@ -19,6 +18,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "lib/plan/measure.h"
 #include "lib/plan/stage_clock.h"
 #include "lib/seam/cpu_generator.h"
 #include "lib/seam/device_allocator.h"
@@ -287,6 +287,24 @@ class DeviceGeneratorScope {
   at::Tensor state_;
 };
 
+/// The same of the CPU's.
+class GeneratorScope {
+ public:
+  GeneratorScope() : generator_(default_cpu_generator()) {
+    const std::lock_guard lock(generator_.mutex_);  // a stage takes it too
+    state_ = state_of(generator_);
+  }
+  ~GeneratorScope() {
+    const std::lock_guard lock(generator_.mutex_);
+    set_state(generator_, *state_);
+  }
+  GeneratorScope& operator=(GeneratorScope&&) = delete;
+
+ private:
+  at::CPUGeneratorImpl& generator_;
+  std::shared_ptr<const CpuRngState> state_;
+};
+
 }  // namespace
 
 ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
@@ -299,14 +317,7 @@ ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
   TORCH_CHECK_VALUE(options.repeats >= 1,
                     "remat::measure: MeasureOptions::repeats must be at least 1, got ",
                     options.repeats, ".");
-  at::CPUGeneratorImpl& generator = default_cpu_generator();
-  std::unique_lock lock(generator.mutex_);  // a stage takes it too
-  const auto generator_state = state_of(generator);
-  lock.unlock();
-  const auto restore = c10::make_scope_exit([&] {
-    lock.lock();
-    set_state(generator, *generator_state);
-  });
+  const GeneratorScope generator;
   const at::AutoGradMode grad_mode(true);
   const c10::Device device = MemoryMeter(options.device.value_or(sample.device())).device();
   const DeviceGeneratorScope device_generator(device);
@@ -322,6 +333,27 @@ ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
   }
   cost.rounding = measured.rounding();
   return cost;
+}
+
+int64_t measure_peak(const Stage& chain, const at::Tensor& sample, const MeasureOptions& options) {
+  const GeneratorScope generator;
+  const at::AutoGradMode grad_mode(true);
+  MemoryMeter meter(options.device.value_or(sample.device()));
+  const c10::Device device = meter.device();
+  const DeviceGeneratorScope device_generator(device);
+  const at::Tensor input = input_from(sample, sample.requires_grad());
+  wait_for_engine(device);
+  const int64_t before = meter.live_bytes();
+  meter.reset_peak();
+  at::Tensor output = chain(input);
+  const int64_t forward_peak = meter.peak_bytes() - before;
+  if (!output.requires_grad()) return forward_peak;
+  const int64_t live = meter.live_bytes();
+  const GradientScope gradients(output);
+  const int64_t gradients_bytes = meter.live_bytes() - live;
+  meter.reset_peak();
+  output.backward(at::ones_like(output));
+  return std::max(forward_peak, meter.peak_bytes() - before - gradients_bytes);
 }
 
 }  // namespace remat

@@ -19,7 +19,8 @@ constexpr const char* heading = "remat measurements 1";
 
 using Measurements = std::map<std::string, ChainCost>;
 
-[[noreturn]] void refuse(const std::filesystem::path& file, std::size_t line, const char* what) {
+[[noreturn]] void refuse_line(const std::filesystem::path& file, std::size_t line,
+                              const char* what) {
   TORCH_CHECK_VALUE(
       false, "remat::fit: line ", line, " of \"", file.string(), "\" ", what,
       ".\nDo: name a file that fit has written, or remove it: what is needed is measured anew.");
@@ -38,12 +39,12 @@ class Lines {
   /// Its words after `word`, into numbers.
   template <class... T>
   void read(const char* word, T&... numbers) {
-    if (!next()) refuse(file_, number_, "is missing");
+    if (!next()) refuse_line(file_, number_, "is missing");
     std::istringstream in(line_);
     std::string first, rest;
     in >> first;
     const bool is_read = first == word && static_cast<bool>((in >> ... >> numbers));
-    if (!is_read || (in >> rest)) refuse(file_, number_, "is no line of measurements");
+    if (!is_read || (in >> rest)) refuse_line(file_, number_, "is no line of measurements");
   }
   std::size_t number() const { return number_; }
 
@@ -59,12 +60,12 @@ Measurements read_all(const std::filesystem::path& file) {
   Lines lines(file);
   if (!lines.exists()) return all;
   if (!lines.next() || lines.text() != heading)
-    refuse(file, lines.number(), "does not begin a file of measurements");
+    refuse_line(file, lines.number(), "does not begin a file of measurements");
   while (lines.next()) {
     const std::string with = lines.text();
     ChainCost cost;
     std::size_t num_stages = 0;
-    lines.read("chain", cost.input_bytes, cost.input_grad_bytes, num_stages);
+    lines.read("chain", cost.input_bytes, cost.input_grad_bytes, cost.rounding, num_stages);
     for (std::size_t i = 0; i < num_stages; ++i) {
       StageCost stage;
       lines.read("stage", stage.forward_s, stage.backward_s, stage.forward_to_last_save_s,
@@ -105,8 +106,8 @@ void add_measurement(const std::filesystem::path& file, const std::string& with,
   out << heading << "\n";
   for (const auto& [key, chain] : all) {
     out << key << "\n"
-        << fmt::format("chain {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
-                       chain.stages.size());
+        << fmt::format("chain {} {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
+                       chain.rounding, chain.stages.size());
     for (const StageCost& stage : chain.stages)
       out << fmt::format("stage {} {} {} {} {} {} {} {} {:d} {}\n", stage.forward_s,
                          stage.backward_s, stage.forward_to_last_save_s, stage.output_bytes,
