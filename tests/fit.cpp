@@ -3,6 +3,7 @@
 #include "remat/fit.h"
 
 #include <fstream>
+#include <iostream>
 #include <sstream>
 #include <thread>
 
@@ -207,6 +208,20 @@ TEST_CASE("a table and a picture say what was chosen", "[fit]") {
   CHECK(picture.rfind("<svg", 0) == 0);
   CHECK_THAT(picture, contains("budget"));
   CHECK_THAT(picture, contains("<circle"));
+}
+
+TEST_CASE("README: one call for a budget", "[fit][readme]") {
+  const Chain chain;
+  const std::vector<Stage>& stages = chain.stages;
+  const Tensor sample = at::randn({64, 64}), input = sample;
+  const int64_t budget = 1 << 20;
+  // clang-format off
+  const remat::Fitted model = remat::fit(stages, sample, budget);
+  std::cout << model.table();        // what was chosen, and beside what
+  const at::Tensor sum = model(input);  // as planned; an input of another shape is measured and planned for anew
+  sum.backward();
+  // clang-format on
+  CHECK(bit_equal(sum, chain.plain(input)));
 }
 
 TEST_CASE("threads call a fitted chain at once", "[fit][threads]") {
