@@ -122,7 +122,7 @@ bool is_made_by_function(const at::Tensor& tensor) {
 }
 
 bool is_built_since(const RegionStart& start, const at::Tensor& tensor) {
-  const Node* const node = seam::node_of(seam::viewed(tensor));
+  const Node* const node = seam::node_of(tensor);
   return node != nullptr && node->sequence_nr() >= start.sequence &&
          node->thread_id() == start.thread;
 }

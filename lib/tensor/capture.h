@@ -104,7 +104,7 @@ struct RegionStart {
 /// The TensorImpl of the leaf that a tensor is, views, or was cast from by autocast; or null.
 c10::TensorImpl* leaf_behind(const at::Tensor& tensor);
 
-/// Whether an operator made the tensor, or what it views, since the region began, and autograd knows it.
+/// Whether an operator made the tensor, which is no view, since the region began, and autograd knows it.
 bool is_built_since(const RegionStart& start, const at::Tensor& tensor);
 
 /// Whether a C++ autograd Function made the tensor.
