@@ -311,6 +311,28 @@ int64_t count_instantiated() {
 
 }  // namespace
 
+namespace {
+
+struct BeginsInPlaceImpl : nn::Module {
+  Tensor forward(Tensor x) { return linear->forward(x.relu_()).sin() * x; }
+  nn::Linear linear = register_module("linear", nn::Linear(6, 6));
+};
+
+}  // namespace
+
+TEST_CASE("a Checkpointed that copies its inputs may begin with an activation in place",
+          "[module][copies]") {
+  const Seed seed;
+  Checkpointed<BeginsInPlaceImpl> block(
+      ModuleOptions{.checkpoint = {.inputs = remat::InputMode::CopyOnWrite}});
+  const Tensor x = leaf({4, 6});
+  const Counted done;
+  const Tensors with = grad_of(block(x * 1), {x, block->linear->weight});
+  CHECK(done.now().recomputes == 1);
+  remat::set_checkpointing(*block, false);
+  require_bit_equal(with, grad_of(block(x * 1), {x, block->linear->weight}));
+}
+
 TEST_CASE("every stock module may be Checkpointed", "[modules][module]") {
   CHECK(count_instantiated<
             nn::Conv1dImpl, nn::Conv2dImpl, nn::ConvTranspose2dImpl, nn::PixelShuffleImpl,

@@ -1,6 +1,8 @@
 // Programs that misuse a region, each with the text that its user reads.
 
+#include <algorithm>
 #include <optional>
+#include <string>
 
 #include "tests/support/nn.h"
 #include "tests/support/warnings.h"
@@ -107,7 +109,18 @@ TEST_CASE("a function that keeps nothing outside is not warned of", "[errors]") 
         x);
     y.sum().backward();
   }
-  CHECK(warnings.texts.empty());
+  const auto writes = [](Tensor t) { return (t.relu_().sin() * t).exp(); };
+  for (const auto* const op : {"aten::relu_", "aten::sin", "aten::exp"})
+    checkpoint({.name = "keeps what a policy says",
+                .policy = remat::save_ops({op}),
+                .inputs = remat::InputMode::CopyOnWrite},
+               writes, x * 2)
+        .sum()
+        .backward();
+  const auto is_of_survivors = [](const std::string& text) {
+    return text.find("is still there after it") != std::string::npos;
+  };
+  CHECK(std::none_of(warnings.texts.begin(), warnings.texts.end(), is_of_survivors));
 }
 
 TEST_CASE("a struct without visit_tensors in a nested region is warned of", "[errors]") {
@@ -124,6 +137,27 @@ TEST_CASE("a struct without visit_tensors in a nested region is warned of", "[er
   CHECK_THAT(warnings.texts[0],
              contains("argument 0 of region \"of a pair\", counted from 0, is a "));
   CHECK_THAT(warnings.texts[0], contains("void visit_tensors("));
+}
+
+TEST_CASE("a struct without visit_tensors is not warned of where its tensors stay anyway",
+          "[errors]") {
+  Warnings warnings;
+  const Tensor x = leaf({4}), w = leaf({4});
+  const auto inner = [](const Pair& each, const Tensor& t) {
+    return (each.first * each.second * t).sin();
+  };
+  const Tensor made_before = w.exp();
+  const Pair given{at::arange(4) * 0.5, made_before};  // no graph; a graph of outside both regions
+  checkpoint(
+      [=](const Tensor& t) {
+        const Tensor h = t.sin();
+        return checkpoint(inner, given, h) + checkpoint(inner, Pair{given.first, w}, h);
+      },
+      x)
+      .sum()
+      .backward();
+  checkpoint(inner, Pair{w.exp(), x.cos()}, x).sum().backward();  // in no other region
+  CHECK(warnings.texts.empty());
 }
 
 TEST_CASE("a counter that changes values only is named among the causes", "[errors][rule-10]") {
@@ -170,4 +204,22 @@ TEST_CASE("a provider that restores with copy_ is no changed capture", "[state][
   CHECK(bit_equal(grad_of(y, {x})[0], grad_of((x * at_y).sin().sin(), {x})[0]));
   CHECK(bit_equal(buffer, kept));
   CHECK(buffer._version() == version);
+}
+
+TEST_CASE("a null pointer to a module is refused before it is called", "[errors][modules]") {
+  const Tensor x = leaf({4, 4});
+  nn::ModuleList list(nn::Linear(4, 4));
+  const auto says = [](auto call) {
+    CHECK_THAT(error_of<c10::ValueError>(call).what(),
+               contains("the module to call was a null pointer. Cause: as<T>(), ptr<T>()"));
+  };
+  says([&] { checkpoint(list[0]->as<nn::Conv2dImpl>(), x); });
+  says([&] { checkpoint(list->ptr<nn::Conv2dImpl>(0), x); });
+  says([&] { remat::checkpointed(list->ptr<nn::Conv2dImpl>(0))(x); });
+  says([&] {
+    checkpoint({.name = "b"}, &nn::Conv2dImpl::forward, list[0]->as<nn::Conv2dImpl>(), x);
+  });
+  says([&] { checkpoint(nn::Linear(nullptr), x); });
+  const at::NoGradGuard no_grad;
+  says([&] { checkpoint(list[0]->as<nn::Conv2dImpl>(), x); });
 }

@@ -18,6 +18,9 @@ namespace remat::detail {
 /// What shares the ownership of a module; empty if no shared pointer owns it, or if it is null.
 REMAT_API std::shared_ptr<const void> owner_of(const torch::nn::Module* module);
 
+/// Throws: the module of a call is a null pointer.
+[[noreturn]] REMAT_API void refuse_null_module();
+
 // A class that derives from Module is complete where it is called, and so is Module then: the conversion of
 // pointers is known without its header.
 template <class M>
@@ -54,6 +57,8 @@ torch::nn::Module* module_of(const F& fn) {
   } else if constexpr (IsShared<F>) {
     module = module_of(fn.shared_function());
   }
+  if constexpr (IsModulePointer<F> || OwnsModule<F>)
+    if (module == nullptr) refuse_null_module();
   return const_cast<torch::nn::Module*>(module);
 }
 

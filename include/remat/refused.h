@@ -8,6 +8,10 @@
 #include "remat/call.h"
 #include "remat/options.h"
 
+namespace torch::jit {
+struct Function;
+}
+
 namespace remat {
 
 /// Why a call is refused. The deleted overloads have it as a template argument, which compilers print.
@@ -21,6 +25,7 @@ struct the_base_class_Module_has_no_forward__pass_a_pointer_to_the_modules_own_t
 struct the_function_is_a_module_by_value__pass_its_holder_or_a_pointer_to_it {};
 struct the_module_has_no_forward {};
 struct forward_is_private_or_none_of_its_overloads_takes_these_arguments {};
+struct a_function_of_TorchScript_without_a_module__call_it_in_a_lambda {};
 struct an_argument_of_a_script_module_is_nothing_that_an_IValue_can_hold {};
 struct the_function_cannot_be_called_with_copies_of_these_arguments {};
 }  // namespace not_a_region
@@ -91,6 +96,8 @@ constexpr auto cause_of() {
       return not_a_region::forward_is_private_or_none_of_its_overloads_takes_these_arguments{};
   } else if constexpr (IsScript<F>) {
     return not_a_region::an_argument_of_a_script_module_is_nothing_that_an_IValue_can_hold{};
+  } else if constexpr (std::is_convertible_v<F, const torch::jit::Function*>) {
+    return not_a_region::a_function_of_TorchScript_without_a_module__call_it_in_a_lambda{};
   } else if constexpr (std::is_invocable_v<F&, A&...>) {
     return not_a_region::
         a_parameter_is_a_non_const_reference__take_it_by_value_or_const_reference{};

@@ -67,6 +67,14 @@ std::shared_ptr<const void> owner_of(const torch::nn::Module* module) {
   return module->weak_from_this().lock();
 }
 
+void refuse_null_module() {
+  TORCH_CHECK_VALUE(
+      false,
+      "remat::checkpoint: the module to call was a null pointer. Cause: as<T>(), ptr<T>() and "
+      "dynamic casts return one where the module is of another type; or the holder is empty. Do: "
+      "name the type that the module has (typeid(module) says), or make the module first.");
+}
+
 std::shared_ptr<void> skips_batch_norm(const CheckpointOptions& options, torch::nn::Module* module,
                                        const torch::jit::Module* script) {
   if (!opens_region()) return nullptr;

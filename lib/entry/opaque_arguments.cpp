@@ -8,29 +8,45 @@
 
 #include "lib/base/once_per_name.h"
 #include "lib/frame/frame.h"
+#include "lib/frame/frame_scope.h"
+#include "lib/scope/region_scope.h"
 
 namespace remat {
 
 namespace {
 
 /// Only what lies in the argument itself is looked at, not what its members point to.
-bool holds_saved_tensor(const Slots& slots, const void* object, std::size_t num_bytes) {
+bool holds_saved_tensor(const Frame& frame, const Frame& around, const void* object,
+                        std::size_t num_bytes) {
   const auto* const bytes = static_cast<const char*>(object);
   for (std::size_t at = 0; at + sizeof(void*) <= num_bytes; at += sizeof(void*)) {
     const void* word = nullptr;
     std::memcpy(&word, bytes + at, sizeof word);
-    if (word != nullptr && slots.has_captured(word)) return true;
+    if (word == nullptr) continue;
+    const at::Tensor captured = frame.slots().captured_at(word);
+    if (captured.defined() && around.has_built(captured)) return true;
   }
   return false;
+}
+
+const Frame* frame_around() {
+  const Frame* found = nullptr;
+  detail::visit_regions([&](detail::RegionScope& region) {
+    if (found != nullptr) return;
+    if (auto* const scope = dynamic_cast<FrameScope*>(&region)) found = &scope->frame();
+  });
+  return found;
 }
 
 }  // namespace
 
 void warn_of_opaque_arguments(const Frame& frame,
                               void (*visit_opaque)(const RegionBody&, OpaqueVisitor)) {
+  const Frame* const around = frame_around();
+  if (around == nullptr) return;
   visit_opaque(*frame.region().body, [&](int64_t number, const void* object, std::size_t num_bytes,
                                          const std::type_info& type) {
-    if (!holds_saved_tensor(frame.slots(), object, num_bytes)) return;
+    if (!holds_saved_tensor(frame, *around, object, num_bytes)) return;
     static OncePerName warned;
     const std::string& name = frame.region().info.name();
     if (!warned.is_first(name)) return;

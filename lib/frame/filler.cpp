@@ -293,9 +293,9 @@ void Filler::warn_of_survivors(bool has_run_backward) const {
   TORCH_WARN(
       "remat::checkpoint: a tensor that a recompute of ",
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
-      " computed is still there after it. Cause: the function puts it into a variable outside (it "
-      "appends an auxiliary loss or an attention map to a list), once in forward and again in "
-      "each recompute: a loss counts twice, and its graph stays in memory. Do: return the "
+      " computed is still there after it. Cause: the function puts it into a variable outside (a "
+      "list of auxiliary losses, a member that holds an attention map), once in forward and again "
+      "in each recompute: what it appends to counts twice, and the recompute's graph stays in memory. Do: return the "
       "tensor from the function (in a tuple, a vector, a struct with visit_tensors), or do "
       "it only if !remat::is_recomputing().");
 }

@@ -84,7 +84,8 @@ class Filler final : public SlotFiller {
   void blame_function() { differences_.function_writes = true; }
   /// Looks whether its module has other members now.
   void note_members(const UserState* state);
-  /// The function has unwound: warns, once for each name, if a part of the graph that it made now is still there.
+  /// The function has unwound, and its arguments are gone, which know what wrote to them: warns, once for each
+  /// name, if a part of the graph that it made now is still there.
   void warn_of_survivors(bool has_run_backward) const;
   OpLog* log() { return log_ ? &*log_ : nullptr; }
 

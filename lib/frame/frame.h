@@ -62,6 +62,8 @@ class Frame final : public TaskMember {
   Surroundings& surroundings() { return surroundings_; }
   Slots& slots() { return slots_; }
   const Slots& slots() const { return slots_; }
+  /// Whether a recompute makes the tensor again: an operator made it since forward began.
+  bool has_built(const at::Tensor& tensor) const { return is_built_since(start_, tensor); }
   ForwardNotes& notes() { return notes_; }
   ValuesByTask& values() { return values_; }
   /// The keeper is null if nothing is kept. Set once, in forward.

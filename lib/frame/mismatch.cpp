@@ -214,8 +214,8 @@ void throw_differences(const Region& region, Differences differences, const OpLo
         "Recomputed values for the following tensors have different metadata than during the "
         "forward pass.",
         seen +
-            "Cause: the function did not compute the same again (a branch on outside state, a "
-            "changed flag, an initialisation in its first forward).\nDo: make it depend on its arguments and on unchanged captures "
+            "Cause: the function did not compute the same again (a branch on outside state, a cache that "
+            "each call extends, a changed flag, an initialisation in its first forward).\nDo: make it depend on its arguments and on unchanged captures "
             "only, or run the region without remat::checkpoint.\n",
         std::move(differences.metadata), log);
   const TensorCheck::Report& report = differences.check->report();

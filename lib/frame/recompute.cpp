@@ -98,7 +98,6 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
   }
   scope->put_back_early_guards();
   user_state.put_back();
-  filler.warn_of_survivors(frame.notes().has_run_backward());
   return !generators.were_disturbed();
 }
 
@@ -160,7 +159,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     const ObservedRecompute observed(frame->surroundings().user_state(), region.info);
     GivenInputs given = frame->inputs().unpack(region, frame->notes().has_run_backward());
     Filler filler(region, frame->slots(), frame->recorded(), values, only_position, given.tensors);
-    const auto scope = std::make_shared<RecomputeScope>(frame, filler);
+    auto scope = std::make_shared<RecomputeScope>(frame, filler);
     if (!run_and_replay(*frame, values, filler, scope, given.tensors, span)) {
       values.clear();
       return false;
@@ -172,6 +171,9 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
         values.peek(0).tensor.sizes().equals(values.peek(1).tensor.sizes()))
       std::swap(values.values[0], values.values[1]);
     span.ends(filler.has_stopped(), values.num_bytes());
+    scope.reset();
+    given.tensors.clear();
+    filler.warn_of_survivors(frame->notes().has_run_backward());
     return true;
   } catch (const std::exception&) {
     values.clear();

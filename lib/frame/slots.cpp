@@ -244,12 +244,13 @@ bool Slots::has_slot_of(const c10::StorageImpl* storage) const {
   });
 }
 
-bool Slots::has_captured(const void* tensor) const {
+at::Tensor Slots::captured_at(const void* address) const {
   std::lock_guard<SpinLock> lock(mutex_);
-  return std::any_of(slots_.begin(), slots_.end(), [tensor](const Slot& slot) {
+  const auto found = std::find_if(slots_.begin(), slots_.end(), [address](const Slot& slot) {
     return slot.provenance.origin == Origin::Outside &&
-           slot.provenance.leaf._unsafe_get_target() == tensor;
+           slot.provenance.leaf._unsafe_get_target() == address;
   });
+  return found == slots_.end() ? at::Tensor() : at::Tensor(found->provenance.leaf.lock());
 }
 
 void Slots::add_devices(DevicesMet& met) const {

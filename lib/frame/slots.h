@@ -88,8 +88,8 @@ class Slots {
   /// Whether any leaf that a slot follows has changed.
   bool is_any_leaf_changed() const;
   bool has_slot_of(const c10::StorageImpl* storage) const;
-  /// Whether that is the TensorImpl of a tensor from outside, no leaf, that was saved.
-  bool has_captured(const void* tensor) const;
+  /// The tensor from outside, no leaf, that was saved and has its TensorImpl there; undefined if none has.
+  at::Tensor captured_at(const void* address) const;
   void add_devices(DevicesMet& met) const;
   /// Whether a slot or an input may be a tensor from outside.
   bool may_meet_outside() const { return may_meet_outside_; }

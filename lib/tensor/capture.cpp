@@ -121,6 +121,12 @@ bool is_made_by_function(const at::Tensor& tensor) {
   return node != nullptr && seam::is_function(*node);
 }
 
+bool is_built_since(const RegionStart& start, const at::Tensor& tensor) {
+  const Node* const node = seam::node_of(tensor);
+  return node != nullptr && node->sequence_nr() >= start.sequence &&
+         node->thread_id() == start.thread;
+}
+
 Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
                          const StorageSet& inputs) {
   Provenance result;
@@ -149,9 +155,7 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
     return result;
   }
   const at::Tensor& root = seam::viewed(saved);
-  const Node* const node = seam::node_of(root);
-  const bool built_inside =
-      node != nullptr && node->sequence_nr() >= start.sequence && node->thread_id() == start.thread;
+  const bool built_inside = is_built_since(start, root);
   result.origin = built_inside ? Origin::Inside : Origin::Outside;
   if (!built_inside) {
     result.leaf = WeakTensor(root.getIntrusivePtr());

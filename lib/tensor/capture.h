@@ -104,6 +104,9 @@ struct RegionStart {
 /// The TensorImpl of the leaf that a tensor is, views, or was cast from by autocast; or null.
 c10::TensorImpl* leaf_behind(const at::Tensor& tensor);
 
+/// Whether an operator made the tensor, which is no view, since the region began, and autograd knows it.
+bool is_built_since(const RegionStart& start, const at::Tensor& tensor);
+
 /// Whether a C++ autograd Function made the tensor.
 bool is_made_by_function(const at::Tensor& tensor);
 

@@ -55,6 +55,24 @@ TEST_CASE("a region on a device draws what forward drew and leaves the generator
   require_bit_equal({program(true)}, {plain});
 }
 
+TEST_CASE("with copies a function may write to its argument on a device", "[device][copies]") {
+  const Tensor values = at::randn({6});
+  const auto block = [](Tensor t) { return (t.mul_(2).sin() * t).exp(); };
+  const auto program = [&](auto run) {
+    const Tensor x = stand_in_leaf(values);
+    const Tensor given = x * 3;
+    const Tensor y = run(given);
+    given.mul_(0);  // what comes later does no harm either
+    return grad_of(y, {x})[0];
+  };
+  Calls calls;
+  const Tensor with = program([&](const Tensor& t) {
+    return checkpoint({.inputs = remat::InputMode::CopyOnWrite}, counted(calls, block), t);
+  });
+  CHECK(calls.count() == 2);
+  require_same(with, program([&](const Tensor& t) { return block(t.clone()); }));
+}
+
 TEST_CASE("tensors on two devices: both generators are preserved", "[device][RNG-10][DEV-02]") {
   const Tensor values = at::randn({4});
   const std::vector<Tensor> x{stand_in_leaf(values, 0), stand_in_leaf(values, 1)};
