@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "examples/device.h"
+
 namespace bench {
 
 /// What the samples measure: the wall's time, or this thread's time on a core, which a busy
@@ -23,6 +25,7 @@ struct Arguments {
   int64_t samples = 15;
   int64_t sample_ns = 50'000'000;
   Clock clock = Clock::Wall;
+  at::Device device = at::kCPU;  ///< where the work runs; with an index, if it is no CPU
   std::string commit{};
 };
 
@@ -43,8 +46,9 @@ inline std::string output_of(const std::string& command) {
 
 inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = {}) {
   Arguments result;
-  std::string usage = "usage: " + std::filesystem::path(argv[0]).filename().string() +
-                      " [--smoke] [--samples N] [--sample-ms MS] [--clock wall|thread]";
+  std::string usage =
+      "usage: " + std::filesystem::path(argv[0]).filename().string() +
+      " [--smoke] [--samples N] [--sample-ms MS] [--clock wall|thread] [--device NAME]";
   for (const auto& [word, place] : own) usage += " [" + word + "]";
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -60,6 +64,8 @@ inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = 
       result.samples = std::stoll(value());
     } else if (word == "--sample-ms") {
       result.sample_ns = std::stoll(value()) * 1'000'000;
+    } else if (word == "--device") {
+      result.device = usable_device(value());
     } else if (word == "--clock") {
       result.clock = value() == "thread" ? Clock::Thread : Clock::Wall;
     } else {
@@ -69,6 +75,8 @@ inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = 
       if (!is_known) throw std::runtime_error(usage);
     }
   }
+  if (!result.device.is_cpu() && result.clock == Clock::Thread)
+    throw std::runtime_error("--clock thread says nothing of work on " + result.device.str());
   result.commit = output_of("git -C '" + std::filesystem::path(REMAT_BENCH_FOLDER).string() +
                             "' describe --always --dirty");
   return result;

@@ -21,8 +21,6 @@
 
 namespace {
 
-using bench::Clock;
-
 constexpr int64_t num_operators = 16;
 
 struct Variant {
@@ -31,19 +29,24 @@ struct Variant {
   std::function<std::shared_ptr<void>()> guard;
 };
 
-std::vector<Variant> variants(const std::filesystem::path& directory) {
-  return {
-      {"plain", true, [] { return nullptr; }},
-      {"SaveOnCpuGuard (stays)", true, [] { return std::make_shared<remat::SaveOnCpuGuard>(); }},
-      {"SaveOnDiskGuard", true,
-       [directory] {
-         return std::make_shared<remat::SaveOnDiskGuard>(
-             remat::SaveOnDiskOptions{.directory = directory});
-       }},
-      {"SaveAsGuard(kBFloat16)", false,
-       [] { return std::make_shared<remat::SaveAsGuard>(at::kBFloat16); }},
-      {"SaveAsGuard(kHalf)", false,
-       [] { return std::make_shared<remat::SaveAsGuard>(at::kHalf); }}};
+std::vector<Variant> variants(const std::filesystem::path& directory, const at::Device& device) {
+  const auto pinned = [] {
+    return std::make_shared<remat::SaveOnCpuGuard>(remat::SaveOnCpuOptions{.pin_memory = true});
+  };
+  std::vector<Variant> all{{"plain", true, [] { return nullptr; }},
+                           {device.is_cpu() ? "SaveOnCpuGuard (stays)" : "SaveOnCpuGuard", true,
+                            [] { return std::make_shared<remat::SaveOnCpuGuard>(); }},
+                           {"SaveOnDiskGuard", true,
+                            [directory] {
+                              return std::make_shared<remat::SaveOnDiskGuard>(
+                                  remat::SaveOnDiskOptions{.directory = directory});
+                            }},
+                           {"SaveAsGuard(kBFloat16)", false,
+                            [] { return std::make_shared<remat::SaveAsGuard>(at::kBFloat16); }},
+                           {"SaveAsGuard(kHalf)", false,
+                            [] { return std::make_shared<remat::SaveAsGuard>(at::kHalf); }}};
+  if (!device.is_cpu()) all.insert(all.begin() + 2, {"SaveOnCpuGuard, pin_memory", true, pinned});
+  return all;
 }
 
 struct Times {
@@ -60,19 +63,20 @@ at::Tensor plain_gradient(const at::Tensor& at_x) {
 }
 
 /// A chain of sines: each saves its input, all but the first of which can be moved.
-Times measure(const Variant& variant, int64_t numel, Clock clock) {
-  const at::Tensor x = at::rand({numel}).requires_grad_();
-  x.mutable_data_ptr<float>()[0] = 0.25f;
+Times measure(const Variant& variant, int64_t numel, const bench::Arguments& arguments) {
+  at::Tensor values = at::rand({numel});
+  values.mutable_data_ptr<float>()[0] = 0.25f;
+  const at::Tensor x = values.to(arguments.device).requires_grad_();
   Times times;
-  const int64_t start = bench::now_ns(clock);
+  const int64_t start = bench::now_ns(arguments);
   at::Tensor y = x;
   {
     const auto guard = variant.guard();
     for (int64_t i = 0; i <= num_operators; ++i) y = y.sin();
   }
-  const int64_t between = bench::now_ns(clock);
+  const int64_t between = bench::now_ns(arguments);
   y.backward(at::ones_like(y));
-  times.backward_ns = static_cast<double>(bench::now_ns(clock) - between);
+  times.backward_ns = static_cast<double>(bench::now_ns(arguments) - between);
   times.forward_ns = static_cast<double>(between - start);
   // Rounded tensors cannot give the plain gradient; all others must, bit by bit.
   const at::Tensor expected = plain_gradient(x);
@@ -87,9 +91,9 @@ int run(int argc, char** argv) {
   const bench::Arguments arguments =
       bench::parse(argc, argv, {{"--numel N", &numels}, {"--directory PATH", &directory}});
   const int64_t numel = std::stoll(numels);
-  const std::vector<Variant> all = variants(directory);
+  const std::vector<Variant> all = variants(directory, arguments.device);
   if (arguments.smoke) {
-    for (const Variant& variant : all) measure(variant, 1 << 15, arguments.clock);
+    for (const Variant& variant : all) measure(variant, 1 << 15, arguments);
     return 0;
   }
   // The sides take turns; the first round warms up.
@@ -97,7 +101,7 @@ int run(int argc, char** argv) {
   for (const Variant& variant : all) passes.emplace_back(variant.name);
   for (int64_t round = -1; round < arguments.samples; ++round)
     for (std::size_t i = 0; i < all.size(); ++i) {
-      const Times each = measure(all[i], numel, arguments.clock);
+      const Times each = measure(all[i], numel, arguments);
       if (round < 0) continue;
       passes[i].forward.push_back(each.forward_ns);
       passes[i].backward.push_back(each.backward_ns);

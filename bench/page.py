@@ -2,7 +2,10 @@
 """Makes bench/RESULTS.md and bench/plots/ of what `./dev bench` measured.
 
     python3 bench/page.py --begin FOLDER [ARGUMENT...]    notes the machine, and the arguments of all programs
+    python3 bench/page.py --on-devices                    names the benchmarks that run on accelerators
     python3 bench/page.py FOLDER
+
+With `--device NAME` among the arguments the page is bench/RESULTS-NAME.md, of those benchmarks.
 
 FOLDER then holds, of each benchmark, NAME.jsonl (its lines) and NAME.txt (its table). Numbers come from there alone.
 """
@@ -32,6 +35,9 @@ SECTIONS = (
     ("step_cost", "What does a whole step cost?",
      "A training step over (plain step + one forward), which is what recomputing must cost; bytes beyond what is there "
      "before the step."),
+    ("gpt_step", "How fast does a GPT train, and with which peak?",
+     "A step of a GPT, forward and backward, whose stages are its blocks: tokens a second, and bytes beyond what is there "
+     "before. Plans are made of measured stages for a half and a quarter of what the plain step has at its peak."),
     ("peak_bytes", "Is the peak what theory says?",
      "Stages of `sin`, whose saves are known. The program fails if one byte differs."),
     ("selective_curve", "What does a policy buy?",
@@ -48,6 +54,21 @@ SECTIONS = (
      "Steps with the same peak: what is saved waits in a file, or is computed again. `waited`: for the file, of the step."),
     ("plan_curve", "How long does planning take?", "The frontier of time and memory for all budgets at once."),
 )
+
+
+# Those that take `--device`.
+ON_DEVICES = ("region_cost", "step_cost", "gpt_step", "peak_bytes", "selective_cost", "offload")
+
+
+def device_words(arguments):
+    return [value for word, value in zip(arguments, arguments[1:]) if word == "--device"]
+
+
+def device_of(arguments):
+    """The device that arguments name, without its number; '' for the CPU."""
+    named = device_words(arguments)
+    device = named[-1].split(":")[0] if named else ""
+    return "" if device == "cpu" else device
 
 
 def busy_cores(seconds=2):
@@ -197,7 +218,7 @@ def facts(machine, every):
            f"Samples: {of_all(line['samples'] for line in lines if 'samples' in line)} of each.")
     if machine["busy_cores"] > 0.2:
         yield "* **The machine was not idle: times are disturbed.** Bytes and counts are exact."
-    if machine["arguments"]:
+    if [word for word in machine["arguments"] if word not in ("--device", *device_words(machine["arguments"]))]:
         yield "* A quick look: with the arguments that stand below, not the defaults."
 
 
@@ -209,31 +230,37 @@ def table_of(folder, name):
 def main():
     if sys.argv[1] == "--begin":
         return begin(pathlib.Path(sys.argv[2]), sys.argv[3:])
+    if sys.argv[1] == "--on-devices":
+        return print("\n".join(ON_DEVICES))
     folder = pathlib.Path(sys.argv[1])
     machine = json.loads((folder / "machine.json").read_text())
     without = {file.stem for file in BENCH.glob("*.cpp")} - {name for name, _, _ in SECTIONS}
     if without:
         sys.exit(f"{', '.join(sorted(without))}: no section here")
-    every = {name: Samples(folder, name) for name, _, _ in SECTIONS}
+    device = device_of(machine["arguments"])
+    sections = [section for section in SECTIONS if not device or section[0] in ON_DEVICES]
+    suffix = f"-{device.upper()}" if device else ""
+    every = {name: Samples(folder, name) for name, _, _ in sections}
     plots = {}
-    page = ["# What the benchmarks measured", "",
-            "Made by `./dev bench`; [METHOD.md](METHOD.md) says how each is measured and what it leaves out. Minima are over",
+    page = ["# What the benchmarks measured" + (f" on {device}" if device else ""), "",
+            f"Made by `./dev bench{f' --device {device}' if device else ''}`; [METHOD.md](METHOD.md) says how each is measured and what it leaves out. Minima are over",
             "rounds in which everything that is compared takes turns. Every program compares gradients with plain autograd's,",
             "bit by bit unless sums are made in parts, before it takes a time.", "", *facts(machine, every), ""]
-    for name, question, words in SECTIONS:
+    for name, question, words in sections:
         command = " ".join(["./dev bench", name, *machine["arguments"]])
         page += [f"## {question}", "", textwrap.fill(words, 118, break_on_hyphens=False), "", f"`{command}`", "", "```text", *table_of(folder, name), "```", ""]
         for file, picture in globals()[name](every[name]) if name in globals() else ():
             plots[f"{file}.svg"] = picture
             title = re.search(r'font-size="16"[^>]*>([^<]*)<', picture)[1]
-            page += [f"![{title}](plots/{file}.svg)", ""]
+            page += [f"![{title}](plots{suffix}/{file}.svg)", ""]
     # All of it or nothing: what is there stays if a number is missing.
-    (BENCH / "RESULTS.md").write_text("\n".join(page).rstrip() + "\n")
-    shutil.rmtree(BENCH / "plots", ignore_errors=True)
-    (BENCH / "plots").mkdir()
+    results, folder_of_plots = BENCH / f"RESULTS{suffix}.md", BENCH / f"plots{suffix}"
+    results.write_text("\n".join(page).rstrip() + "\n")
+    shutil.rmtree(folder_of_plots, ignore_errors=True)
+    folder_of_plots.mkdir()
     for file, picture in plots.items():
-        (BENCH / "plots" / file).write_text(picture)
-    print(f"{BENCH / 'RESULTS.md'}, {len(plots)} plots")
+        (folder_of_plots / file).write_text(picture)
+    print(f"{results}, {len(plots)} plots")
 
 
 if __name__ == "__main__":

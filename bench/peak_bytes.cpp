@@ -82,11 +82,12 @@ std::vector<Case> cases(const Chain& chain) {
       {"revolve, 2 states", remat::revolve_plan(all, 2)}};
 }
 
-int64_t measured_peak(const Chain& chain, const remat::Plan& plan, at::Tensor& gradient) {
-  const at::Tensor x = at::rand({chain.bytes / 4}).requires_grad_();
-  const at::Tensor one = at::ones({});
+int64_t measured_peak(const Chain& chain, const remat::Plan& plan, const at::Device& device,
+                      at::Tensor& gradient) {
+  const at::Tensor x = at::rand({chain.bytes / 4}).to(device).requires_grad_();
+  const at::Tensor one = at::ones({}).to(device);
   const std::vector<remat::Stage> stages = chain.functions();
-  remat::MemoryMeter meter;
+  remat::MemoryMeter meter(device);
   const int64_t before = meter.live_bytes();
   meter.reset_peak();
   const at::Tensor loss = remat::run(plan, stages, x);
@@ -113,9 +114,9 @@ int run(int argc, char** argv) {
       const remat::ChainCost cost = chain.cost();
       at::Tensor expected, found;
       at::manual_seed(1);
-      measured_peak(chain, remat::Plan(chain.stages + 1), expected);
+      measured_peak(chain, remat::Plan(chain.stages + 1), arguments.device, expected);
       at::manual_seed(1);
-      const int64_t measured = measured_peak(chain, each.plan, found);
+      const int64_t measured = measured_peak(chain, each.plan, arguments.device, found);
       const int64_t simulated = remat::simulate(cost, each.plan).peak_bytes + chain.loss_bytes;
       const int64_t theory = each.by_hand.value_or(simulated);
       const bool is_right = measured == theory && simulated == theory && found.equal(expected);

@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -42,7 +43,9 @@ struct Work {
   }
 };
 
-at::Tensor leaf() { return at::full({1}, 0.5).requires_grad_(); }
+at::Tensor leaf(const at::Device& device) {
+  return at::full({1}, 0.5, at::TensorOptions(device)).requires_grad_();
+}
 
 /// What a region computes.
 struct Sines {
@@ -118,16 +121,17 @@ class Side {
 
 class InProcess final : public Side {
  public:
-  InProcess(std::string name, Region region) : Side(std::move(name)), region_(region) {}
+  InProcess(std::string name, Region region, const at::Device& device)
+      : Side(std::move(name)), region_(region), device_(device) {}
 
   double gradient(Kind kind, const Work& work) override {
-    const at::Tensor x = leaf();
+    const at::Tensor x = leaf(device_);
     run(kind, work, x);
     return x.grad().item<double>();
   }
 
   bench::Cell cell(Kind kind, const Work& work) override {
-    return bench::Cell([this, kind, work, x = leaf()] { run(kind, work, x); });
+    return bench::Cell([this, kind, work, x = leaf(device_)] { run(kind, work, x); });
   }
 
  private:
@@ -146,6 +150,7 @@ class InProcess final : public Side {
   }
 
   const Region region_;
+  const at::Device device_;
 };
 
 class Python final : public Side {
@@ -165,10 +170,14 @@ class Python final : public Side {
   }
 
   bench::Cell cell(Kind kind, const Work& work) override {
-    return bench::Cell([this, words = work.words(kind)](int64_t repeats, Clock clock) {
-      return std::stoll(peer_.ask("sample " + words +
-                                  (clock == Clock::Wall ? " wall " : " thread ") +
-                                  std::to_string(repeats)));
+    return bench::Cell([this, words = work.words(kind)](int64_t repeats,
+                                                        const bench::Arguments& arguments) {
+      std::istringstream answer(peer_.ask("sample " + words +
+                                          (arguments.clock == Clock::Wall ? " wall " : " thread ") +
+                                          std::to_string(repeats)));
+      bench::Sample sample;
+      answer >> sample.ns >> sample.host_ns;
+      return sample;
     });
   }
 
@@ -182,14 +191,15 @@ using bench::text;
 std::vector<std::string> table;
 
 void print(const std::string& side, const std::string& kind, const Work& work,
-           const Arguments& arguments, const bench::Statistics& result) {
+           const Arguments& arguments, const bench::Statistics& result,
+           const std::string& measured = {}) {
   bench::print_json(
       "region_cost",
       text("\"side\": \"%s\", \"kind\": \"%s\", \"regions\": %lld, \"ops\": %lld, "
            "\"preserve_rng_state\": %s",
            side.c_str(), kind.c_str(), static_cast<long long>(work.regions),
            static_cast<long long>(work.ops), work.preserve_rng_state ? "true" : "false"),
-      arguments, result);
+      arguments, result, measured);
 }
 
 bool verify(const std::vector<Side*>& sides, const std::vector<Work>& works) {
@@ -227,7 +237,7 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
   bench::measure(cells, arguments);
   for (std::size_t i = 0; i < timed.size(); ++i)
     print(timed[i].side->name, kind_names[static_cast<int>(timed[i].kind)], timed[i].work,
-          arguments, cells[i].result());
+          arguments, cells[i].result(), cells[i].host_json(arguments));
 
   const double sin_ns = cells[0].result().min_ns;
   table.push_back(text("sin in grad mode: %.0f ns (C++)", sin_ns));
@@ -235,6 +245,9 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
   for (std::size_t s = 1; s < sides.size(); ++s)
     heading += text(" %11s %8s", sides[s]->name.c_str(), "/ remat");
   table.push_back(heading);
+  const auto host_ns = [](const bench::Cell& cell) {
+    return bench::statistics(cell.host_ns).min_ns;
+  };
   std::vector<double> ours;
   const bench::Cell* cell = cells.data() + sides.size();
   for (const Work& work : works) {
@@ -259,6 +272,18 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
         line += text(" %11.0f %8.2f", value(s), value(s) / value(0));
       table.push_back(line);
     }
+    if (!arguments.device.is_cpu()) {
+      // The cells of this work begin where those of all sides do.
+      const bench::Cell* const first = cell - 3 * sides.size();
+      std::string line = text("%-42s", "    until it is queued");
+      for (std::size_t s = 0; s < sides.size(); ++s) {
+        const bench::Cell* const own = first + 3 * s;
+        line += text(s == 0 ? " %8.0f        " : " %11.0f         ",
+                     (host_ns(own[2]) - host_ns(own[1]) - host_ns(own[0])) /
+                         static_cast<double>(work.regions));
+      }
+      table.push_back(line);
+    }
   }
   // Two points make a line: what a region costs, and what each tensor saved in it costs.
   for (std::size_t i = 0; i + 1 < works.size(); i += 2) {
@@ -276,14 +301,15 @@ int run(int argc, char** argv) {
   std::string interpreter = REMAT_BENCH_PYTHON;
   const Arguments arguments = bench::parse(argc, argv, {{"--python PYTHON", &interpreter}});
 
-  InProcess remat("remat", remat_region);
-  InProcess reentrant("re-entrant", reentrant_region);
+  InProcess remat("remat", remat_region, arguments.device);
+  InProcess reentrant("re-entrant", reentrant_region, arguments.device);
   std::optional<Python> python;
   if (interpreter.empty())
     std::fprintf(stderr, "no Python has this LibTorch as its torch: it takes no part\n");
   else if (arguments.with_peer)
     python.emplace(std::vector<std::string>{
-        interpreter, std::filesystem::path(REMAT_BENCH_FOLDER) / "region_cost.py"});
+        interpreter, std::filesystem::path(REMAT_BENCH_FOLDER) / "region_cost.py",
+        arguments.device.str()});
   std::vector<Side*> sides{&remat, &reentrant};
   if (python) sides.push_back(&*python);
 

@@ -4,8 +4,9 @@
 It reads one question a line and answers with one:
     version                                      -> torch's version and the folder of its libraries
     gradient KIND REGIONS OPS RNG                -> the gradient of the chain's input, as a hexadecimal float
-    sample KIND REGIONS OPS RNG CLOCK REPEATS    -> the nanoseconds that so many runs took together
-KIND: sin, forward, plain, checkpointed. RNG: 1 or 0, preserve_rng_state. CLOCK: wall or thread.
+    sample KIND REGIONS OPS RNG CLOCK REPEATS    -> the nanoseconds that so many runs took together, and until
+                                                    they were queued on the device
+Its argument names the device. KIND: sin, forward, plain, checkpointed. RNG: 1 or 0, preserve_rng_state. CLOCK: wall or thread.
 """
 
 import gc
@@ -68,8 +69,16 @@ def step(kind, regions, ops, preserve_rng_state, x):
     return {"sin": sin, "forward": forward, "plain": plain, "checkpointed": checkpointed}[kind]
 
 
+DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+
+
 def leaf():
-    return torch.full((1,), 0.5, requires_grad=True)
+    return torch.full((1,), 0.5, device=DEVICE, requires_grad=True)
+
+
+def wait():
+    if DEVICE.type != "cpu":
+        torch.accelerator.current_stream(DEVICE).synchronize()
 
 
 def gradient(kind, regions, ops, preserve_rng_state):
@@ -83,12 +92,15 @@ def sample(kind, regions, ops, preserve_rng_state, clock, repeats):
     run()
     gc.collect()
     gc.disable()  # as timeit does
+    wait()
     begin = now()
     for _ in range(repeats):
         run()
+    queued = now() - begin
+    wait()
     taken = now() - begin
     gc.enable()
-    return taken
+    return taken, queued
 
 
 def answer(line):
@@ -100,7 +112,7 @@ def answer(line):
     if question == "gradient":
         return gradient(*work)
     clock, repeats = rest
-    return str(sample(*work, clock, int(repeats)))
+    return "{} {}".format(*sample(*work, clock, int(repeats)))
 
 
 if __name__ == "__main__":

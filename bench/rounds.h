@@ -9,36 +9,51 @@
 
 namespace bench {
 
-/// Runs the work so many times and returns the [ns] that all runs took together.
-using Sampler = std::function<int64_t(int64_t repeats, Clock clock)>;
+/// What all runs of a sample took together.
+struct Sample {
+  int64_t ns = 0;       ///< until the device had done them
+  int64_t host_ns = 0;  ///< until they were queued; the same on the CPU
+};
+/// Runs the work so many times.
+using Sampler = std::function<Sample(int64_t repeats, const Arguments& arguments)>;
 
 /// One thing that is timed, in all rounds.
 struct Cell {
   explicit Cell(Sampler sampler) : sample(std::move(sampler)) {}
   /// Every sample begins with a run that is not timed, unless a run takes longer than a sample has to.
   explicit Cell(std::function<void()> work)
-      : sample([run = std::move(work)](int64_t repeats, Clock clock) {
+      : sample([run = std::move(work)](int64_t repeats, const Arguments& arguments) {
           if (repeats > 1) run();
-          const int64_t begin = now_ns(clock);
+          const int64_t begin = now_ns(arguments);
           for (int64_t i = 0; i < repeats; ++i) run();
-          return now_ns(clock) - begin;
+          const int64_t queued = now_ns(arguments.clock);
+          return Sample{now_ns(arguments) - begin, queued - begin};
         }) {}
   Statistics result() const { return statistics(ns); }
+  /// A JSON member about the host's time; empty on the CPU, whose time it is.
+  std::string host_json(const Arguments& arguments) const {
+    if (arguments.device.is_cpu()) return {};
+    return text("\"host_min_ns\": %.1f", statistics(host_ns).min_ns);
+  }
 
   Sampler sample;
   int64_t repeats = 1;       ///< that make one sample long enough
   std::vector<double> ns{};  ///< of one run, one value a round
+  std::vector<double> host_ns{};
 };
 
 inline void measure(std::vector<Cell>& cells, const Arguments& arguments) {
   for (Cell& cell : cells) {
-    cell.sample(1, arguments.clock);
-    while (cell.sample(cell.repeats, arguments.clock) < arguments.sample_ns) cell.repeats *= 2;
+    cell.sample(1, arguments);
+    while (cell.sample(cell.repeats, arguments).ns < arguments.sample_ns) cell.repeats *= 2;
   }
   for (int64_t round = 0; round < arguments.samples; ++round)
-    for (Cell& cell : cells)
-      cell.ns.push_back(static_cast<double>(cell.sample(cell.repeats, arguments.clock)) /
-                        static_cast<double>(cell.repeats));
+    for (Cell& cell : cells) {
+      const Sample sample = cell.sample(cell.repeats, arguments);
+      cell.ns.push_back(static_cast<double>(sample.ns) / static_cast<double>(cell.repeats));
+      cell.host_ns.push_back(static_cast<double>(sample.host_ns) /
+                             static_cast<double>(cell.repeats));
+    }
 }
 
 /// Of the same rounds: what `work` takes beyond `plain` and `times` runs of `forward`, [ns] per

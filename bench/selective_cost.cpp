@@ -18,8 +18,6 @@
 
 namespace {
 
-using bench::Clock;
-
 constexpr int64_t num_operators = 500;
 
 /// Negations of one element: nothing of them is saved, so that what is measured beside them is the
@@ -50,16 +48,16 @@ struct Times {
   double forward = 0, backward = 0;
 };
 
-Times measure(const Variant* variant, int64_t repeats, Clock clock) {
-  const at::Tensor x = at::ones({1}).requires_grad_();
+Times measure(const Variant* variant, int64_t repeats, const bench::Arguments& arguments) {
+  const at::Tensor x = at::ones({1}, at::TensorOptions(arguments.device)).requires_grad_();
   Times times;
   for (int64_t i = 0; i < repeats; ++i) {
-    const int64_t start = bench::now_ns(clock);
+    const int64_t start = bench::now_ns(arguments);
     const at::Tensor y =
         variant == nullptr ? chain(x) : remat::checkpoint(variant->options, chain, x);
-    const int64_t between = bench::now_ns(clock);
+    const int64_t between = bench::now_ns(arguments);
     y.backward();
-    times.backward += static_cast<double>(bench::now_ns(clock) - between);
+    times.backward += static_cast<double>(bench::now_ns(arguments) - between);
     times.forward += static_cast<double>(between - start);
     x.mutable_grad() = at::Tensor();
   }
@@ -69,8 +67,8 @@ Times measure(const Variant* variant, int64_t repeats, Clock clock) {
   return {divide(times.forward), divide(times.backward)};
 }
 
-at::Tensor gradient(const Variant* variant) {
-  const at::Tensor x = at::ones({1}).requires_grad_();
+at::Tensor gradient(const Variant* variant, const at::Device& device) {
+  const at::Tensor x = at::ones({1}, at::TensorOptions(device)).requires_grad_();
   (variant == nullptr ? chain(x) : remat::checkpoint(variant->options, chain, x)).backward();
   return x.grad();
 }
@@ -82,17 +80,18 @@ int run(int argc, char** argv) {
   const std::vector<Variant> all = variants();
   std::vector<bench::Passes> passes;
   for (const Variant& variant : all) {
-    bench::require_plain({gradient(&variant)}, {gradient(nullptr)}, variant.name);
+    bench::require_plain({gradient(&variant, arguments.device)},
+                         {gradient(nullptr, arguments.device)}, variant.name);
     passes.emplace_back(variant.name);
   }
   if (arguments.smoke) return 0;
   // The sides take turns; the first round warms up.
   std::vector<double> plain;
   for (int64_t round = -1; round < arguments.samples; ++round) {
-    const Times times = measure(nullptr, repeats, arguments.clock);
+    const Times times = measure(nullptr, repeats, arguments);
     if (round >= 0) plain.push_back(times.forward);
     for (std::size_t i = 0; i < all.size(); ++i) {
-      const Times each = measure(&all[i], repeats, arguments.clock);
+      const Times each = measure(&all[i], repeats, arguments);
       if (round < 0) continue;
       passes[i].forward.push_back(each.forward);
       passes[i].backward.push_back(each.backward);

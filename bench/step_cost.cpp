@@ -36,14 +36,16 @@ struct Comparison {
   std::vector<Step> steps;
 };
 
-Comparison transformer(bool smoke) {
+Comparison transformer(bool smoke, const torch::Device& device) {
   ModelOptions options;
   options.vocabulary = 64;
   if (smoke) options.blocks = 4, options.context = 16, options.width = 32;
-  const Tensor ids = torch::randint(options.vocabulary, {8, options.context + 1}, torch::kLong);
+  const Tensor ids =
+      torch::randint(options.vocabulary, {8, options.context + 1}, torch::kLong).to(device);
   const auto step = [&](const char* name, Checkpointing mode) {
     torch::manual_seed(1);
     CharTransformer model(options, mode);
+    model->to(device);
     return Step{name, model.ptr(), [model, ids]() mutable {
                   const int64_t length = ids.size(1) - 1;
                   return model->loss(ids.narrow(1, 0, length), ids.narrow(1, 1, length));
@@ -55,14 +57,17 @@ Comparison transformer(bool smoke) {
            step("nested groups of blocks", Checkpointing::NestedGroups)}};
 }
 
-Comparison resnet(bool smoke) {
+Comparison resnet(bool smoke, const torch::Device& device) {
   bench::ResNetOptions options;
   if (smoke) options.blocks = 1, options.width = 4;
-  const Tensor pictures = smoke ? torch::rand({2, 3, 8, 8}) : torch::rand({16, 3, 32, 32});
-  const Tensor classes = torch::randint(options.classes, {pictures.size(0)}, torch::kLong);
+  const Tensor pictures =
+      (smoke ? torch::rand({2, 3, 8, 8}) : torch::rand({16, 3, 32, 32})).to(device);
+  const Tensor classes =
+      torch::randint(options.classes, {pictures.size(0)}, torch::kLong).to(device);
   const auto step = [&](const char* name, bool is_checkpointed) {
     torch::manual_seed(1);
     bench::ResNet model(options, is_checkpointed);
+    model->to(device);
     return Step{name, model.ptr(),
                 [model, pictures, classes]() mutable { return model->loss(pictures, classes); }};
   };
@@ -103,12 +108,13 @@ void measure(const Comparison& comparison, const bench::Arguments& arguments) {
       stderr, "%-48s %9s %12s %11s %12s %12s\n",
       bench::text("step of %s, threads: %d", comparison.model, at::get_num_threads()).c_str(),
       "min [ms]", "of plain+fwd", "of medians", "peak bytes", "held bytes");
-  const bench::StepBytes plain_bytes = bench::bytes_of(plain.loss);
+  const bench::StepBytes plain_bytes = bench::bytes_of(plain.loss, arguments.device);
   for (std::size_t i = 0; i < cells.size(); ++i) {
     const char* const name =
         i == 0 ? "one forward, then a plain step" : comparison.steps[i - 1].name;
     const bench::StepBytes bytes =
-        i == 0 ? bench::StepBytes{} : bench::bytes_of(comparison.steps[i - 1].loss);
+        i == 0 ? bench::StepBytes{}
+               : bench::bytes_of(comparison.steps[i - 1].loss, arguments.device);
     const auto peak = static_cast<long long>(bytes.peak), held = static_cast<long long>(bytes.held);
     if (i > 1 && bytes.peak >= plain_bytes.peak)
       throw std::runtime_error(std::string("WRONG: no bytes are saved: ") + name);
@@ -118,7 +124,8 @@ void measure(const Comparison& comparison, const bench::Arguments& arguments) {
         "step_cost", bench::text("\"model\": \"%s\", \"step\": \"%s\"", comparison.model, name),
         arguments, result,
         bench::text("\"of_plain_and_forward\": %.4f, \"peak_bytes\": %lld, \"held_bytes\": %lld",
-                    of_ideal, peak, held));
+                    of_ideal, peak, held) +
+            (arguments.device.is_cpu() ? "" : ", " + cells[i].host_json(arguments)));
     std::fprintf(stderr, "%-48s %9.1f %12.3f %11.3f", name, result.min_ns / 1e6, of_ideal,
                  result.median_ns / limit.median_ns);
     if (i > 0) std::fprintf(stderr, " %12lld %12lld", peak, held);
@@ -129,14 +136,17 @@ void measure(const Comparison& comparison, const bench::Arguments& arguments) {
 int run(int argc, char** argv) {
   std::string threads;
   const bench::Arguments arguments = bench::parse(argc, argv, {{"--threads N", &threads}});
-  const std::vector<int> counts =
-      threads.empty() ? std::vector<int>{1, 2} : std::vector<int>{std::stoi(threads)};
-  const remat::MemoryMeter first;  // before the tensors it shall count
+  std::vector<int> counts{1};
+  if (!threads.empty())
+    counts = {std::stoi(threads)};
+  else if (arguments.device.is_cpu())
+    counts = {1, 2};
+  const remat::MemoryMeter first(arguments.device);  // before the tensors it shall count
   for (const auto& make : {transformer, resnet})
     for (const int count : counts) {
       at::set_num_threads(count);
       // Models of their own: once timed, running statistics have seen different numbers of steps.
-      const Comparison comparison = make(arguments.smoke);
+      const Comparison comparison = make(arguments.smoke, arguments.device);
       verify(comparison);
       if (arguments.smoke) continue;
       // The calling thread's own time says nothing of a step that several threads share.

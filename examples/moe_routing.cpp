@@ -5,7 +5,7 @@
 // recompute then sends some tokens elsewhere, so the experts get batches of other sizes than in
 // forward. remat notices and throws. With the routing pinned, the recompute goes the forward's way.
 //
-// Exit status: 0 if all of that happened as described, else 1.
+// Exit status: 0 if all of that happened as described, else 1, or 2 if it was called wrongly.
 
 #include <torch/torch.h>
 
@@ -13,9 +13,14 @@
 #include <string>
 #include <vector>
 
+#include "command_line.h"
 #include "remat/remat.h"
+#include "target.h"
 
 namespace {
+
+constexpr const char* kUsage =
+    "usage: moe_routing [--device NAME] [--dtype NAME]\n" REMAT_TARGET_USAGE;
 
 constexpr int64_t tokens = 512, width = 32, experts = 4;
 
@@ -25,7 +30,7 @@ torch::Tensor scores_in_some_order(const torch::Tensor& x, const torch::Tensor& 
   ++calls;
   std::vector<torch::Tensor> columns;
   for (int64_t expert = 0; expert < w.size(1); ++expert) {
-    torch::Tensor sum = torch::zeros({x.size(0)});
+    torch::Tensor sum = torch::zeros({x.size(0)}, x.options());
     for (int64_t i = 0; i < width; ++i) {
       const int64_t k = (7 * i + 3 * calls + 5 * expert) % width;
       sum = sum + x.select(1, k) * w.index({k, expert});
@@ -68,11 +73,15 @@ struct MixtureImpl : torch::nn::Module {
 TORCH_MODULE(Mixture);
 
 // One step; prints and returns whether backward succeeded.
-bool steps(const char* name, bool pins) {
+bool steps(const char* name, bool pins, const Target& target) {
   torch::manual_seed(5);
   Mixture mixture(pins);
-  const torch::Tensor x = torch::randn({tokens, width}, torch::requires_grad());
-  const torch::Tensor y = remat::checkpoint({.name = "mixture"}, mixture, x);
+  mixture->to(target.device);
+  const torch::Tensor x = torch::randn({tokens, width}).to(target.device).requires_grad_();
+  const torch::Tensor y = [&] {
+    const Autocast autocast(target);
+    return remat::checkpoint({.name = "mixture"}, mixture, x);
+  }();
   try {
     y.square().mean().backward();
   } catch (const remat::CheckpointError& error) {
@@ -86,8 +95,14 @@ bool steps(const char* name, bool pins) {
 
 }  // namespace
 
-int main() {
-  const bool plain_works = steps("routing computed again", false);
-  const bool pinned_works = steps("routing pinned", true);
-  return !plain_works && pinned_works ? 0 : 1;
+int main(int argc, char** argv) {
+  return run_example("moe_routing", kUsage, argc, argv, [&] {
+    Target target;
+    parse_options(argc, argv, [&](const std::string& name, const auto& value) {
+      return target.take(name, value);
+    });
+    const bool plain_works = steps("routing computed again", false, target);
+    const bool pinned_works = steps("routing pinned", true, target);
+    return !plain_works && pinned_works ? 0 : 1;
+  });
 }

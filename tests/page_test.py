@@ -2,12 +2,14 @@
 """Opens what a run draws in headless Chromium: no script error, nothing else loaded, all of it there, labels readable.
 
 Usage: page_test.py CHAR_TRANSFORMER     the built example, which writes a recorder's page and a picture
+       page_test.py --devices DEVICE     the tests on the stand-in for accelerators, of which a case writes a page
 
 It then spoils the page in several ways and requires that each is found. Ends with 77 where there is no Chromium.
 """
 
 import html.parser
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,7 +26,7 @@ addEventListener('load', () => {
   const faults = [];
   const box = element => element.getBoundingClientRect();
   const sheets = [...document.querySelectorAll('svg')];
-  if (sheets.length !== 1) faults.push(sheets.length + ' pictures, not one');
+  if (sheets.length !== NUM_PICTURES) faults.push(sheets.length + ' pictures, not NUM_PICTURES');
   for (const sheet of sheets) {
     const edge = box(sheet);
     if (edge.width < 600 || edge.height < 300) faults.push('the picture is tiny');
@@ -91,10 +93,11 @@ def opened(browser, page, folder):
     return Page(run.stdout), console
 
 
-def faults_of(browser, text, folder, rows=()):
-    """What is wrong with a page, as lines; `rows` are the regions that it must list and draw."""
+def faults_of(browser, text, folder, rows=(), devices=()):
+    """What is wrong with a page, as lines; `rows` are the regions that it must list and draw, also on each of `devices`."""
     page = Path(folder) / "page.html"
-    page.write_text(text.replace("</body>", PROBE + "</body>"), encoding="utf-8")
+    probe = PROBE.replace("NUM_PICTURES", str(1 + len(devices)))
+    page.write_text(text.replace("</body>", probe + "</body>"), encoding="utf-8")
     seen, console = opened(browser, page, folder)
     faults = [f"the browser's console says {line.strip()}" for line in console]
     # Chromium does not tell scripts what it loads from files.
@@ -107,8 +110,9 @@ def faults_of(browser, text, folder, rows=()):
         if name not in seen.names:
             faults.append(f"the table does not list {name}")
         for what in ("forward", "recompute"):
-            if not any(re.match(rf"{name} {what}: [\d.]+ ms", title) for title in seen.titles):
-                faults.append(f"no bar shows {name} {what}")
+            for where in ("", *(f" on {device}" for device in devices)):
+                if not any(re.match(rf"{name} {what}{where}: [\d.]+ ms", title) for title in seen.titles):
+                    faults.append(f"no bar shows {name} {what}{where}")
     return faults
 
 
@@ -124,7 +128,19 @@ def spoiled(page):
     yield "a file beside it", "loads", page.replace("<h1>", '<img src="no-such-file.png"><h1>')
 
 
-def main(program):
+def of_devices(browser, program, folder):
+    """What is wrong with the page of a run on two devices."""
+    page = Path(folder) / "devices.html"
+    subprocess.run([program, "[page]"], env={**os.environ, "REMAT_TEST_PAGE": str(page)}, capture_output=True, check=True)
+    text, devices = page.read_text(encoding="utf-8"), ("far:0", "far:1")
+    faults = faults_of(browser, text, folder, rows=("block",), devices=devices)
+    if not any("far:1" in fault for fault in
+               faults_of(browser, text.replace("forward on far:1", "on far:1"), folder, rows=("block",), devices=devices)):
+        faults.append("a device without bars was not found")
+    return faults
+
+
+def main(program, has_devices=False):
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         print("There is no Chromium here (Debian: apt-get install chromium), so no page was opened.")
@@ -134,6 +150,10 @@ def main(program):
         if not any("pictures" in fault for fault in empty):
             print(f"{browser} does not run here, so no page was opened: {empty}")
             return SKIPPED
+        if has_devices:
+            faults = of_devices(browser, program, folder)
+            print("\n".join(faults) if faults else "the page of two devices opens without a fault")
+            return 1 if faults else 0
         run = subprocess.run([program, "--small", "--out", folder], capture_output=True, text=True, check=False)
         if run.returncode != 0:
             print(run.stdout + run.stderr)
@@ -153,6 +173,8 @@ def main(program):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1] == "--devices":
+        sys.exit(main(sys.argv[2], has_devices=True))
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     sys.exit(main(sys.argv[1]))

@@ -5,7 +5,10 @@ interpreter whose package it is (empty if there is none).
 Asked by meson.build and by `dev`, so that both always mean the same LibTorch. Order: the root given as
 argument, TORCH_ROOT, the Python package of this tree's .venv, that of the current `python3`, the system's.
 A root that was asked for is taken or refused, never passed over.
+
+With --device TYPE (cuda, xpu, ...) only one that was built for it will do.
 """
+import argparse
 import os
 import pathlib
 import re
@@ -15,6 +18,9 @@ import sys
 
 OLDEST = (2, 6)
 TREE = pathlib.Path(__file__).resolve().parent.parent
+
+# What the library for a device is called where its name is not the device's.
+BUILT_FOR = {'cuda': ('cuda', 'hip')}
 
 # -I and no `import torch`: a folder named torch in the working directory is found as a namespace package
 # (it has no origin), and the import would take seconds. -I also hides `pip install --user`, hence the append.
@@ -59,14 +65,16 @@ def version(root):
     return None
 
 
-def judge(root):
-    """(library folder, version text, '') of a usable root, or what is wrong with it in the third place."""
+def judge(root, device='cpu'):
+    """(library folder, version text, '') of a root that the device can use, or what is wrong with it in the third place."""
     folder, found = library_folder(root), version(root)
     if folder is None or found is None:
         return None, None, f'{root} holds no LibTorch (looked for include/torch and lib/libtorch.so)'
     text = '.'.join(map(str, found))
     if found < OLDEST:
         return None, None, f'{root} is LibTorch {text}; remat needs {OLDEST[0]}.{OLDEST[1]} or newer'
+    if device != 'cpu' and not any((folder / f'libtorch_{name}.so').exists() for name in BUILT_FOR.get(device, (device,))):
+        return None, None, f'{root} is LibTorch {text} without {device}'
     return folder, text, ''
 
 
@@ -92,12 +100,17 @@ def candidates(given):
 
 
 def main():
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument('root', nargs='?', default='')
+    parser.add_argument('--device', default='cpu')
+    arguments = parser.parse_args()
+    device = arguments.device.split(':')[0]
     refused = []
-    for root, origin, asked_for in candidates(sys.argv[1] if len(sys.argv) > 1 else ''):
+    for root, origin, asked_for in candidates(arguments.root):
         if not root:
             continue
         root = pathlib.Path(root).expanduser().absolute()
-        folder, text, fault = judge(root)
+        folder, text, fault = judge(root, device)
         if not fault:
             print(root, folder, text, origin, interpreter(root), sep='\n')
             return 0
@@ -105,6 +118,10 @@ def main():
         if asked_for:
             break
     print('No usable LibTorch.', *refused, sep='\n  ', file=sys.stderr)
+    if device != 'cpu':
+        print(f'Do: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for {device}: an unpacked one, or the\n'
+              f'    folder torch of a Python package that has it.', file=sys.stderr)
+        return 1
     print('Do: set TORCH_ROOT (or -Dtorch_root) to an unpacked LibTorch, or `pip install torch==2.13.0`.',
           file=sys.stderr)
     return 1

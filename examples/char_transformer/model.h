@@ -18,6 +18,7 @@ struct ModelOptions {
   int64_t heads = 4;
   int64_t context = 128;
   double dropout = 0.1;
+  bool ties_output = false;  // the scores are products with the characters' embeddings, as in GPT-2
 };
 
 enum class Checkpointing { None, EveryBlock, NestedGroups, SaveMatmuls, SaveByName };
@@ -84,7 +85,10 @@ class CharTransformerImpl : public torch::nn::Module {
             register_module("positions", torch::nn::Embedding(options.context, options.width))),
         norm_(register_module("norm",
                               torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})))),
-        output_(register_module("output", torch::nn::Linear(options.width, options.vocabulary))) {
+        output_(
+            options.ties_output
+                ? torch::nn::Linear(nullptr)
+                : register_module("output", torch::nn::Linear(options.width, options.vocabulary))) {
     for (int64_t i = 0; i < options.blocks; ++i) {
       blocks_.push_back(register_module("block" + std::to_string(i), Block(options)));
     }
@@ -92,7 +96,7 @@ class CharTransformerImpl : public torch::nn::Module {
 
   // (B, T) ids -> (B, T, vocabulary) scores of the character that follows
   torch::Tensor forward(const torch::Tensor& ids) {
-    torch::Tensor x = characters_(ids) + positions_(torch::arange(ids.size(1)));
+    torch::Tensor x = characters_(ids) + positions_(torch::arange(ids.size(1), ids.options()));
     switch (checkpointing_) {
       case Checkpointing::None:
         for (Block& block : blocks_) x = block(x);
@@ -118,7 +122,7 @@ class CharTransformerImpl : public torch::nn::Module {
                                 block, x);
         break;
     }
-    return output_(norm_(x));
+    return scores(norm_(x), output_, characters_);
   }
 
   // The same as a chain of parts, each with what it needs, whatever is checkpointed.
@@ -126,13 +130,14 @@ class CharTransformerImpl : public torch::nn::Module {
     std::vector<remat::Stage> stages;
     stages.push_back(
         [characters = characters_, positions = positions_](const torch::Tensor& ids) mutable {
-          return characters(ids) + positions(torch::arange(ids.size(1)));
+          return characters(ids) + positions(torch::arange(ids.size(1), ids.options()));
         });
     for (const Block& block : blocks_)
       stages.push_back([block = Block(block)](const torch::Tensor& x) mutable { return block(x); });
-    stages.push_back([norm = norm_, output = output_](const torch::Tensor& x) mutable {
-      return output(norm(x));
-    });
+    stages.push_back(
+        [norm = norm_, output = output_, characters = characters_](const torch::Tensor& x) mutable {
+          return scores(norm(x), output, characters);
+        });
     return stages;
   }
 
@@ -142,6 +147,10 @@ class CharTransformerImpl : public torch::nn::Module {
   }
 
  private:
+  static torch::Tensor scores(const torch::Tensor& x, torch::nn::Linear& output,
+                              torch::nn::Embedding& characters) {
+    return output ? output(x) : torch::linear(x, characters->weight);
+  }
   // Keeps the input of each block and recomputes the inside of one block at a time in backward.
   static torch::Tensor run_checkpointed(std::vector<Block> blocks, torch::Tensor x) {
     for (const Block& block : blocks) x = remat::checkpoint({.name = "block"}, block, x);

@@ -14,6 +14,8 @@
 struct Batch {
   torch::Tensor inputs;   // (B, T) ids
   torch::Tensor targets;  // (B, T) the character that follows each input
+
+  Batch to(const torch::Device& device) const { return {inputs.to(device), targets.to(device)}; }
 };
 
 class Text {

@@ -18,6 +18,7 @@ struct Sample {
 // Samples the operators of the thread that starts it, backward included. One at a time.
 class Timeline {
  public:
+  explicit Timeline(c10::Device device) : meter_(device) {}
   ~Timeline() { stop(); }
   Timeline& operator=(Timeline&&) = delete;
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "../target.h"
 #include "model.h"
 #include "remat/memory.h"
 #include "text.h"
@@ -26,10 +27,12 @@ class Training {
  public:
   // The same seed makes the same parameters, whatever is checkpointed.
   Training(std::string name, const ModelOptions& options, Checkpointing checkpointing,
-           uint64_t seed)
+           uint64_t seed, const Target& target)
       : name_(std::move(name)),
         seed_(seed),
-        model_(seeded_model(options, checkpointing, seed)),
+        target_(target),
+        meter_(target.device),
+        model_(seeded_model(options, checkpointing, seed, target)),
         optimizer_(model_->parameters(), torch::optim::AdamOptions(2e-3)) {
     // Gradients and optimizer state are no activations: make the former now, and leave the
     // first step, in which Adam makes the latter, out of the numbers.
@@ -39,10 +42,12 @@ class Training {
   }
 
   const std::string& name() const { return name_; }
+  c10::Device device() const { return target_.device; }
 
   // Forward, backward and the optimizer's step; the first two are sampled if there is a timeline.
-  Step train(const Batch& batch, Timeline* timeline = nullptr) {
+  Step train(const Batch& given, Timeline* timeline = nullptr) {
     Step step;
+    const Batch batch = given.to(target_.device);
     torch::manual_seed(++seed_);  // the same dropout in every training, also when interleaved
     model_->train();
     optimizer_.zero_grad(/*set_to_none=*/false);
@@ -52,7 +57,10 @@ class Training {
     if (timeline) timeline->start();
     const auto start = std::chrono::steady_clock::now();
     {
-      const torch::Tensor loss = model_->loss(batch.inputs, batch.targets);
+      const torch::Tensor loss = [&] {
+        const Autocast autocast(target_);
+        return model_->loss(batch.inputs, batch.targets);
+      }();
       step.after_forward_bytes = meter_.live_bytes() - before;
       if (timeline) timeline->backward_starts();
       loss.backward();
@@ -61,13 +69,16 @@ class Training {
     if (timeline) timeline->stop();
     step.peak_bytes = meter_.peak_bytes() - before;
     optimizer_.step();
+    target_.wait();
     step.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     steps_.push_back(step);
     return step;
   }
 
-  double evaluate(const Batch& batch) {
+  double evaluate(const Batch& given) {
     torch::NoGradGuard no_grad;
+    const Autocast autocast(target_);
+    const Batch batch = given.to(target_.device);
     model_->eval();
     return model_->loss(batch.inputs, batch.targets).item<double>();
   }
@@ -96,9 +107,11 @@ class Training {
 
  private:
   static CharTransformer seeded_model(const ModelOptions& options, Checkpointing checkpointing,
-                                      uint64_t seed) {
+                                      uint64_t seed, const Target& target) {
     torch::manual_seed(seed);
-    return CharTransformer(options, checkpointing);
+    CharTransformer model(options, checkpointing);
+    model->to(target.device);
+    return model;
   }
 
   int64_t largest(int64_t Step::* bytes) const {
@@ -109,6 +122,7 @@ class Training {
 
   std::string name_;
   uint64_t seed_;
+  Target target_;
   remat::MemoryMeter meter_;
   CharTransformer model_;
   torch::optim::Adam optimizer_;

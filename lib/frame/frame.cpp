@@ -75,7 +75,9 @@ void Frame::begin(std::unique_ptr<RegionBody> body) {
   inputs_.save(region_);
   surroundings_.begin(inputs_.storages());
   if (is_recording())  // what throws is done
-    recorded_ = recording::region_begins(region_.info, inputs_.storages());
+    recorded_ = recording::region_begins(
+        region_.info, inputs_.storages(),
+        [&](const c10::StorageImpl& storage) { return inputs_.is_offloaded(storage); });
   start_ = RegionStart::here();
 }
 

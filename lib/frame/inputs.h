@@ -81,6 +81,13 @@ class Inputs {
   void visit_edges(Visitor&& visitor) const {
     for (const Input& each : saved_) visitor(each.edge.get(), each.has_tensor_hooks);
   }
+  /// Whether the inputs that have the storage wait on the CPU.
+  bool is_offloaded(const c10::StorageImpl& storage) const {
+    const int64_t number = storages_.number_of(&storage);
+    return std::any_of(saved_.begin(), saved_.end(), [&](const Input& each) {
+      return each.is_offloaded && each.storage_number == number;
+    });
+  }
   bool has_leaf() const {
     return std::any_of(saved_.begin(), saved_.end(),
                        [](const Input& each) { return each.role == GradRole::Leaf; });

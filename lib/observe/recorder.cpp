@@ -129,7 +129,9 @@ namespace recording {
 
 std::atomic<int> num_alive{0};
 
-std::unique_ptr<RecordedFrame> region_begins(const RegionInfo& info, const StorageSet& inputs) {
+std::unique_ptr<RecordedFrame> region_begins(
+    const RegionInfo& info, const StorageSet& inputs,
+    c10::function_ref<bool(const c10::StorageImpl&)> is_moved) {
   auto recorded = std::make_unique<RecordedFrame>();
   recorded->kept.id = info.id;
   recorded->kept.name = std::make_shared<const std::string>(info.name());
@@ -145,7 +147,7 @@ std::unique_ptr<RecordedFrame> region_begins(const RegionInfo& info, const Stora
   const bool keeps_inputs = detail::innermost(detail::Ability::Hooks) == nullptr;
   inputs.visit([&](const c10::StorageImpl& storage) {
     add_device(storage.device());
-    if (!keeps_inputs) return;
+    if (!keeps_inputs || is_moved(storage)) return;
     const auto each = static_cast<int64_t>(storage.nbytes());
     recorded->kept.inputs.push_back({&storage, storage.device(), each});
     bytes += each;

@@ -13,6 +13,8 @@
 // every operator on any thread: bytes as asked for, and what was alive at most in between. They also count the
 // allocations that did not fit, and the operator that asked ends before anything that regions hold is let go.
 
+#include <c10/util/FunctionRef.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -160,8 +162,10 @@ namespace recording {
 
 extern std::atomic<int> num_alive;
 
-/// A region's inputs are saved.
-std::unique_ptr<RecordedFrame> region_begins(const RegionInfo& region, const StorageSet& inputs);
+/// A region's inputs are saved. `is_moved`: whether what has the storage waits elsewhere.
+std::unique_ptr<RecordedFrame> region_begins(
+    const RegionInfo& region, const StorageSet& inputs,
+    c10::function_ref<bool(const c10::StorageImpl&)> is_moved);
 /// Autograd saved a tensor in it; a recompute filled its slot; backward read it.
 void slot_event(EventKind kind, const RegionInfo& region, int64_t position,
                 const std::string& text);

@@ -1,5 +1,6 @@
 // Recorder on the stand-in: bytes and time of each device, copies of offload, allocations that fail.
 
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -198,6 +199,7 @@ TEST_CASE("the copies of offload are bars of their own streams", "[device][recor
   CHECK(occurrences(page, "copy to the host 4000 B on far:0: ") == 1);
   CHECK(occurrences(page, "copy from the host 4000 B on far:0: ") == 1);
   CHECK_THAT(page, contains("copies of offload"));
+  CHECK(region(recorder.report(), "r").bytes_inputs == 0);  // none stayed
 }
 
 TEST_CASE("what was alive when an allocation of a device failed is told by region and kind",
@@ -258,4 +260,16 @@ TEST_CASE("an allocation that fails in a recompute finds recomputed bytes", "[de
   // Slots of what the first three read: the input and two results, of which the last is not there yet.
   CHECK(report.failed_allocations[0].held[0].recomputed_bytes == 3 * 4000);
   CHECK(report.failed_allocations[0].held[0].inputs_bytes == 4000);
+}
+
+// Not one of the tests: tests/page_test.py runs it, and opens what it writes.
+TEST_CASE("a page of two devices", "[.][page]") {
+  const char* const path = std::getenv("REMAT_TEST_PAGE");
+  REQUIRE(path != nullptr);
+  const Tensor first = leaf_on(0, {50'000}), second = leaf_on(1, {50'000});
+  const SlowDevice slow;
+  const Recorder recorder;
+  for (const Tensor& x : {first, second})
+    checkpoint({.name = "block", .offload_inputs = true}, two_sins, x.exp()).sum().backward();
+  recorder.write_html(path);
 }

@@ -1,0 +1,76 @@
+#pragma once
+// Where an example runs, and in which precision: --device NAME and --dtype NAME.
+
+#include <ATen/autocast_mode.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/torch.h>
+
+#include <string>
+
+#include "command_line.h"
+#include "device.h"
+
+#define REMAT_TARGET_USAGE                                                      \
+  "  --device NAME  where to run: cpu, cuda, cuda:1, xpu, ... (default: cpu)\n" \
+  "  --dtype NAME   float32, or bfloat16 by autocast (default: float32)\n"
+
+struct Target {
+  torch::Device device = torch::kCPU;
+  torch::ScalarType dtype = torch::kFloat;
+
+  // Takes one of the two options; whether it was one.
+  template <class Value>
+  bool take(const std::string& name, const Value& value) {
+    if (name == "--device") {
+      device = usable_device(value());
+    } else if (name == "--dtype") {
+      const std::string dtype_name = value();
+      if (dtype_name != "float32" && dtype_name != "bfloat16")
+        throw UsageError("--dtype is 'float32' or 'bfloat16', got '" + dtype_name + "'");
+      dtype = dtype_name == "bfloat16" ? torch::kBFloat16 : torch::kFloat;
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  // Kernels of an accelerator may add in another order each time; those of the CPU here do not.
+  bool is_reproducible() const { return device.is_cpu(); }
+  std::string name() const {
+    return device.str() + (dtype == torch::kBFloat16 ? ", bfloat16 by autocast" : ", float32");
+  }
+  // Until the device has done what was queued on the current stream.
+  void wait() const {
+    if (device.is_cpu()) return;
+    c10::Event event(device.type());
+    event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    event.synchronize();
+  }
+};
+
+// While alive, what autocast knows computes in the target's precision. A weight is cast where it is used:
+// autocast's cache of casts would keep them longer than their stage.
+class Autocast {
+ public:
+  explicit Autocast(const Target& target)
+      : type_(target.device.type()),
+        was_enabled_(at::autocast::is_autocast_enabled(type_)),
+        was_cached_(at::autocast::is_autocast_cache_enabled()),
+        dtype_before_(at::autocast::get_autocast_dtype(type_)) {
+    at::autocast::set_autocast_enabled(type_, target.dtype != torch::kFloat);
+    at::autocast::set_autocast_dtype(type_, torch::kBFloat16);
+    at::autocast::set_autocast_cache_enabled(false);
+  }
+  ~Autocast() {
+    at::autocast::set_autocast_cache_enabled(was_cached_);
+    at::autocast::set_autocast_dtype(type_, dtype_before_);
+    at::autocast::set_autocast_enabled(type_, was_enabled_);
+  }
+  Autocast& operator=(Autocast&&) = delete;
+
+ private:
+  const torch::DeviceType type_;
+  const bool was_enabled_, was_cached_;
+  const torch::ScalarType dtype_before_;
+};
