@@ -19,6 +19,7 @@ import time
 import plot
 
 BENCH = pathlib.Path(__file__).resolve().parent
+PYTHON_BENCH = BENCH.parent / "python" / "bench"
 # In the order of the page: benchmark, question, what the reader should know beside it.
 SECTIONS = (
     ("region_cost", "What does a region cost?",
@@ -26,12 +27,18 @@ SECTIONS = (
      "bookkeeping is all that is left. `python` is `torch.utils.checkpoint(use_reentrant=False)` on the same LibTorch; "
      "`re-entrant` is a C++ `torch::autograd::Function` that runs forward without grad mode and calls backward in its "
      "backward, as programs without this library do it. All in one run, in turns."),
+    ("python_region_cost", "What does a region cost in Python?",
+     "The same of the Python package, beside `torch.utils.checkpoint` itself in the same process: as the drop-in, which stops "
+     "recomputes where that does, and by its own interface, which stops where it pays. \"Wanted\" is what was aimed at; "
+     "[METHOD.md](METHOD.md#python_region_cost-what-a-region-costs-in-python) says why some is not reached."),
     ("scale", "Does it stay so when there are many?",
      "The same overhead per unit, and the bytes that regions hold beyond the program's tensors and autograd's nodes. Plain "
      "autograd gets slower itself when a graph outgrows the caches: its step per unit stands beside it."),
     ("step_cost", "What does a whole step cost?",
      "A training step over (plain step + one forward), which is what recomputing must cost; bytes beyond what is there "
      "before the step."),
+    ("python_gpt2_step", "What does a step in Python cost?",
+     "Forward and backward of a small GPT2 of the package `transformers`, every block a region."),
     ("peak_bytes", "Is the peak what theory says?",
      "Stages of `sin`, whose saves are known. The program fails if one byte differs."),
     ("selective_curve", "What does a policy buy?",
@@ -99,6 +106,20 @@ def region_cost(samples):
                               for side in samples.values("side")]))
     yield "region_cost", plot.bars("Overhead per region", "beyond plain step and one forward; one element, 20 regions in a "
                                    "chain, minima", "ns per region", groups)
+
+
+def python_region_cost(samples):
+    groups = [(case, [(side, samples.one(case=case, side=side)["min_ns"] / 1000) for side in samples.values("side")])
+              for case in samples.values("case")]
+    yield "python_region_cost", plot.bars("Overhead per region in Python", "beyond plain step and one forward; four elements, 20 "
+                                          "regions in a chain, minima", "us per region (logarithmic)", groups, log=True)
+
+
+def python_gpt2_step(samples):
+    groups = [(batch, [(side, samples.one(batch=batch, side=side)["min_ns"] / samples.one(batch=batch, side="plain")["min_ns"])
+                       for side in samples.values("side") if side != "plain"]) for batch in samples.values("batch")]
+    yield "python_gpt2_step", plot.bars("A step of a small GPT2 in Python", "over the plain step; minima", "ratio", groups,
+                                        mark=("plain", 1))
 
 
 def scale(samples):
@@ -209,16 +230,22 @@ def main():
         return begin(pathlib.Path(sys.argv[2]), sys.argv[3:])
     folder = pathlib.Path(sys.argv[1])
     machine = json.loads((folder / "machine.json").read_text())
-    without = {file.stem for file in BENCH.glob("*.cpp")} - {name for name, _, _ in SECTIONS}
+    there = {file.stem for file in BENCH.glob("*.cpp")}
+    there |= {f"python_{file.stem}" for file in PYTHON_BENCH.glob("*.py") if "__main__" in file.read_text()}
+    without = there - {name for name, _, _ in SECTIONS}
     if without:
         sys.exit(f"{', '.join(sorted(without))}: no section here")
-    every = {name: Samples(folder, name) for name, _, _ in SECTIONS}
+    # Those of Python run where there is one.
+    every = {name: Samples(folder, name) for name, _, _ in SECTIONS
+             if not name.startswith("python_") or (folder / f"{name}.jsonl").exists()}
     plots = {}
     page = ["# What the benchmarks measured", "",
             "Made by `./dev bench`; [METHOD.md](METHOD.md) says how each is measured and what it leaves out. Minima are over",
             "rounds in which everything that is compared takes turns. Every program compares gradients with plain autograd's,",
             "bit by bit unless sums are made in parts, before it takes a time.", "", *facts(machine, every), ""]
     for name, question, words in SECTIONS:
+        if name not in every:
+            continue
         command = " ".join(["./dev bench", name, *machine["arguments"]])
         page += [f"## {question}", "", textwrap.fill(words, 118, break_on_hyphens=False), "", f"`{command}`", "", "```text", *table_of(folder, name), "```", ""]
         for file, picture in globals()[name](every[name]) if name in globals() else ():
