@@ -22,6 +22,7 @@ import time
 import plot
 
 BENCH = pathlib.Path(__file__).resolve().parent
+PYTHON_BENCH = BENCH.parent / "python" / "bench"
 # In the order of the page: benchmark, question, what the reader should know beside it.
 SECTIONS = (
     ("region_cost", "What does a region cost?",
@@ -29,6 +30,10 @@ SECTIONS = (
      "bookkeeping is all that is left. `python` is `torch.utils.checkpoint(use_reentrant=False)` on the same LibTorch; "
      "`re-entrant` is a C++ `torch::autograd::Function` that runs forward without grad mode and calls backward in its "
      "backward, as programs without this library do it. All in one run, in turns."),
+    ("python_region_cost", "What does a region cost in Python?",
+     "The same of the Python package, beside `torch.utils.checkpoint` itself in the same process: as the drop-in, which stops "
+     "recomputes where that does, and by its own interface, which stops where it pays. \"Wanted\" is what was aimed at; "
+     "[METHOD.md](METHOD.md#python_region_cost-what-a-region-costs-in-python) says why some is not reached."),
     ("scale", "Does it stay so when there are many?",
      "The same overhead per unit, and the bytes that regions hold beyond the program's tensors and autograd's nodes. Plain "
      "autograd gets slower itself when a graph outgrows the caches: its step per unit stands beside it."),
@@ -38,6 +43,8 @@ SECTIONS = (
     ("gpt_step", "How fast does a GPT train, and with which peak?",
      "A step of a GPT, forward and backward, whose stages are its blocks: tokens a second, and bytes beyond what is there "
      "before. Plans are made of measured stages for a half and a quarter of what the plain step has at its peak."),
+    ("python_gpt2_step", "What does a step in Python cost?",
+     "Forward and backward of a small GPT2 of the package `transformers`, every block a region."),
     ("peak_bytes", "Is the peak what theory says?",
      "Stages of `sin`, whose saves are known. The program fails if one byte differs."),
     ("selective_curve", "What does a policy buy?",
@@ -122,6 +129,20 @@ def region_cost(samples):
                               for side in samples.values("side")]))
     yield "region_cost", plot.bars("Overhead per region", "beyond plain step and one forward; one element, 20 regions in a "
                                    "chain, minima", "ns per region", groups)
+
+
+def python_region_cost(samples):
+    groups = [(case, [(side, samples.one(case=case, side=side)["min_ns"] / 1000) for side in samples.values("side")])
+              for case in samples.values("case")]
+    yield "python_region_cost", plot.bars("Overhead per region in Python", "beyond plain step and one forward; four elements, 20 "
+                                          "regions in a chain, minima", "us per region (logarithmic)", groups, log=True)
+
+
+def python_gpt2_step(samples):
+    groups = [(batch, [(side, samples.one(batch=batch, side=side)["min_ns"] / samples.one(batch=batch, side="plain")["min_ns"])
+                       for side in samples.values("side") if side != "plain"]) for batch in samples.values("batch")]
+    yield "python_gpt2_step", plot.bars("A step of a small GPT2 in Python", "over the plain step; minima", "ratio", groups,
+                                        mark=("plain", 1))
 
 
 def scale(samples):
@@ -234,12 +255,17 @@ def main():
         return print("\n".join(ON_DEVICES))
     folder = pathlib.Path(sys.argv[1])
     machine = json.loads((folder / "machine.json").read_text())
-    without = {file.stem for file in BENCH.glob("*.cpp")} - {name for name, _, _ in SECTIONS}
+    there = {file.stem for file in BENCH.glob("*.cpp")}
+    there |= {f"python_{file.stem}" for file in PYTHON_BENCH.glob("*.py") if "__main__" in file.read_text()}
+    without = there - {name for name, _, _ in SECTIONS}
     if without:
         sys.exit(f"{', '.join(sorted(without))}: no section here")
     device = device_of(machine["arguments"])
-    sections = [section for section in SECTIONS if not device or section[0] in ON_DEVICES]
     suffix = f"-{device.upper()}" if device else ""
+    # Those of Python run where there is one.
+    sections = [section for section in SECTIONS
+                if (not device or section[0] in ON_DEVICES)
+                and (not section[0].startswith("python_") or (folder / f"{section[0]}.jsonl").exists())]
     every = {name: Samples(folder, name) for name, _, _ in sections}
     plots = {}
     page = ["# What the benchmarks measured" + (f" on {device}" if device else ""), "",

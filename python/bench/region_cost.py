@@ -1,27 +1,23 @@
 #!/usr/bin/env python3
 """What a region costs in Python: remat beside torch.utils.checkpoint, interleaved in one process.
 
-    python/bench/region_cost.py [--rounds N] [--json]
+    python/bench/region_cost.py [--samples N] [--sample-ms MS] [--clock wall|thread] [--smoke]
 
 Overhead of a region is what forward and backward take with it, less forward and backward without, less one more
-forward. Of each, the least of all rounds counts; gradients are compared first. "drop-in": a stop where upstream
-stops; "own": `remat.checkpoint`, a stop where it pays. On a machine with other work the ratios fall, too: what a
-cold cache adds is in all columns. METHOD.md in bench/ says how the C++ figures are made.
+forward: differences of minima. Gradients are compared first. "drop-in": a stop where upstream stops; "own":
+`remat.checkpoint`, a stop where it pays. bench/METHOD.md says what the numbers leave out.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import sys
-import time
 from typing import Any, Callable
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import remat
+from measure import Side, parse, print_line, rounds, say
 
 theirs = functools.partial(checkpoint, use_reentrant=False)
 
@@ -86,19 +82,8 @@ CASES["four of five in one"] = (
 )
 
 
-def least(step: Callable[[], Any], before: float) -> float:
-    """[us] of one step; the least of a few samples of about 10 ms, and of `before`."""
-    start = time.perf_counter()
-    step()
-    count = max(1, int(0.01 / max(time.perf_counter() - start, 1e-6)))
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    return min(before, (time.perf_counter() - start) / count * 1e6 / REGIONS)
-
-
-def measure(case: str, rounds: int) -> dict[str, Any]:
-    plain, upstream, own, wanted, wanted_own = CASES[case]
+def sides_of(case: str) -> list[Side]:
+    plain, upstream, own, _, _ = CASES[case]
     x, gradient = torch.linspace(0, 1, 4).requires_grad_(), torch.ones(4)
 
     def chained(f: Step) -> torch.Tensor:
@@ -111,47 +96,49 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
         chained(f).backward(gradient)
 
     def of(f: Step) -> torch.Tensor:
-        return torch.autograd.grad(f(x), x, gradient)[0]
+        return torch.autograd.grad(chained(f), x, gradient)[0]
 
-    assert torch.equal(of(own), of(plain))
+    before = remat.counters()["frames_created"]
+    assert torch.equal(of(own), of(plain)), case
+    assert remat.counters()["frames_created"] - before >= REGIONS, case
+    before = remat.counters()["frames_created"]
     with remat.installed():
-        assert torch.equal(of(upstream), of(plain))
-    times = dict.fromkeys(("forward", "plain", "upstream", "drop-in", "own"), float("inf"))
-    for _ in range(rounds):
-        times["forward"] = least(lambda: chained(plain), times["forward"])
-        times["plain"] = least(lambda: step(plain), times["plain"])
-        times["upstream"] = least(lambda: step(upstream), times["upstream"])
-        with remat.installed():
-            times["drop-in"] = least(lambda: step(upstream), times["drop-in"])
-        times["own"] = least(lambda: step(own), times["own"])
-    base = times["forward"] + times["plain"]
-    over = {name: times[name] - base for name in ("upstream", "drop-in", "own")}
-    return {
-        "bench": "python_region_cost", "case": case, "plain_us": times["plain"],
-        **{f"{name}_us": value for name, value in over.items()},
-        "ratio": over["upstream"] / over["drop-in"], "wanted": wanted,
-        "ratio_own": over["upstream"] / over["own"], "wanted_own": wanted_own,
-        "torch": torch.__version__, "python": sys.version.split()[0],
-    }  # fmt: skip
+        assert torch.equal(of(upstream), of(plain)), case
+    assert remat.counters()["frames_created"] - before >= REGIONS, case
+    return [
+        Side("forward", lambda: chained(plain)),
+        Side("plain", lambda: step(plain)),
+        Side("upstream", lambda: step(upstream)),
+        Side("drop-in", lambda: step(upstream), remat.installed),
+        Side("own", lambda: step(own)),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--json", action="store_true", help="a line for each case, instead of a table")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    if not options.json:
-        print(f"{'overhead per region [us]':24} {'upstream':>9} {'drop-in':>8} {'ratio':>6} {'own':>8} {'ratio':>6}")
+    options = parse(__doc__ or "")
+    say(
+        f"{'overhead per region [ns]':24} {'upstream':>9} {'drop-in':>9} {'upstream /':>11} {'wanted':>7} "
+        f"{'own':>9} {'upstream /':>11} {'wanted':>7}"
+    )
     for case in CASES:
-        row = measure(case, options.rounds)
-        if options.json:
-            print(json.dumps(row), flush=True)
+        sides = sides_of(case)
+        if options.smoke:
+            say(f"{case:24} gradients are the plain ones")
             continue
-        print(
-            f"{case:24} {row['upstream_us']:9.1f} {row['drop-in_us']:8.1f} {row['ratio']:6.1f} "
-            f"{row['own_us']:8.1f} {row['ratio_own']:6.1f}",
-            flush=True,
+        taken = rounds(sides, options)
+        base_ns = min(taken["forward"]) + min(taken["plain"])
+        least: dict[str, float] = {}
+        for side in ("upstream", "drop-in", "own"):
+            least[side] = (min(taken[side]) - base_ns) / REGIONS
+            differences = [
+                (ns - forward - plain) / REGIONS
+                for ns, forward, plain in zip(taken[side], taken["forward"], taken["plain"])
+            ]
+            print_line("python_region_cost", {"case": case, "side": side}, options, least[side], differences)
+        wanted, wanted_own = CASES[case][3:]
+        say(
+            f"{case:24} {least['upstream']:9.0f} {least['drop-in']:9.0f} {least['upstream'] / least['drop-in']:11.1f} "
+            f"{wanted:7.0f} {least['own']:9.0f} {least['upstream'] / least['own']:11.1f} {wanted_own or '-':>7}"
         )
 
 

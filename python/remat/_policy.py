@@ -94,7 +94,7 @@ def _or(self: Policy, other: Policy) -> Policy:
     return _noted(_native_or(self, other), _either, self, other)
 
 
-def _repr(self: Policy) -> str:
+def _repr(self: Any) -> str:
     make, args, keywords = _recipes[self]
     if make is _either:
         return " | ".join(map(repr, args))
@@ -102,10 +102,14 @@ def _repr(self: Policy) -> str:
     return f"remat.{make.__name__}({', '.join(said)})"
 
 
-Policy.__init__ = _init  # type: ignore[assignment, method-assign]
+def _reduce(self: Any) -> tuple[Any, ...]:
+    return _make_again, _recipes[self]
+
+
+Policy.__init__ = _init  # type: ignore[method-assign]
 Policy.__or__ = _or  # type: ignore[method-assign]
 Policy.__repr__ = _repr  # type: ignore[method-assign]
-Policy.__reduce__ = lambda self: (_make_again, _recipes[self])  # type: ignore[assignment, method-assign]
+Policy.__reduce__ = _reduce  # type: ignore[method-assign]
 Policy.__copy__ = lambda self: self  # type: ignore[attr-defined]
 Policy.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
 
