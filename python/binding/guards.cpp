@@ -17,6 +17,7 @@
 #include "remat/memory.h"
 #include "remat/scope.h"
 #include "remat/state.h"
+#include "remat/tiers.h"
 
 namespace remat::python {
 
@@ -142,6 +143,27 @@ void add_guards(py::module_& module) {
     return open<SaveOnDiskGuard>(
         SaveOnDiskOptions{.directory = std::filesystem::path(directory), .min_bytes = min_bytes});
   });
+  define("_open_save_in_tiers",
+         [](int64_t device_bytes, std::optional<int64_t> host_bytes, const std::string& directory,
+            int64_t min_bytes, bool pin_memory, int64_t max_bytes_in_flight) {
+           SaveInTiersOptions options{.device_bytes = device_bytes,
+                                      .directory = std::filesystem::path(directory),
+                                      .min_bytes = min_bytes,
+                                      .pin_memory = pin_memory,
+                                      .max_bytes_in_flight = max_bytes_in_flight};
+           if (host_bytes) options.host_bytes = *host_bytes;
+           auto guard = std::make_shared<SaveInTiersGuard>(options);
+           TierCounters counters = guard->counters();
+           return std::pair(OpenGuard(std::move(guard)), std::move(counters));
+         });
+  py::class_<TierCounters>(module, "TierCounters",
+                           "The counts of one scope of tiers, also after it.")
+      .def("now", [](const TierCounters& self) {
+        const TierCounts now = self.now();
+        return py::make_tuple(now.bytes_on_host, now.bytes_on_disk, now.bytes_to_host,
+                              now.bytes_to_disk, now.bytes_loaded, now.loads, now.waits,
+                              now.seconds_waited, now.failed_writes);
+      });
   define("_open_save_as", [](at::ScalarType dtype, int64_t min_bytes) {
     return open<SaveAsGuard>(dtype, min_bytes);
   });

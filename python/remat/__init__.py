@@ -58,6 +58,7 @@ from ._guards import (
     recompute_cache,
     save_as,
     save_on_cpu,
+    save_in_tiers,
     save_on_disk,
     state_provider,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "save_matmuls",
     "save_names",
     "save_on_cpu",
+    "save_in_tiers",
     "save_on_disk",
     "save_ops",
     "save_region",

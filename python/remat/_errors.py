@@ -93,7 +93,8 @@ _PHRASES = (
 )  # fmt: skip
 _GUARDS = {
     "MemoryLimitGuard": "memory_limit", "RecomputeCacheGuard": "recompute_cache", "SaveAsGuard": "save_as",
-    "SaveElsewhereGuard": "save_elsewhere", "SaveOnDiskGuard": "save_on_disk", "StateProviderGuard": "state_provider",
+    "SaveElsewhereGuard": "save_elsewhere", "SaveInTiersGuard": "save_in_tiers", "SaveOnDiskGuard": "save_on_disk",
+    "StateProviderGuard": "state_provider",
     "DisableCheckpointGuard": "disable_checkpoint", "DebugGuard": "debug", "GeneratorGuard": "preserve_generator",
 }  # fmt: skip
 _NAMES = (

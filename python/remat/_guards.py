@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import threading
-from typing import Any, Callable, Optional, Protocol, TypeVar, Union
+from typing import Any, Callable, NamedTuple, Optional, Protocol, TypeVar, Union
 
 import torch
 
@@ -78,6 +78,84 @@ def save_on_disk(directory: Path, *, min_bytes: int = 1 << 16) -> Guard:
     """
     path = os.fspath(directory)
     return Guard("remat.save_on_disk", lambda: _remat._open_save_on_disk(path, min_bytes))
+
+
+class TierCounts(NamedTuple):
+    """What the tiers of one scope hold, or have moved."""
+
+    bytes_on_host: int
+    """Copies of accelerators' tensors that are on the CPU now."""
+    bytes_on_disk: int
+    """What is in the file now."""
+    bytes_to_host: int
+    """Moved to the CPU so far."""
+    bytes_to_disk: int
+    """Written so far."""
+    bytes_loaded: int
+    """Brought back so far."""
+    loads: int
+    waits: int
+    """For the file: reads that had not ended when backward came, writes that forward waited for."""
+    seconds_waited: float
+    """In all threads."""
+    failed_writes: int
+    """What they were to move stays in memory."""
+
+
+class Tiers(Guard):
+    """What `save_in_tiers` returns: a guard that counts."""
+
+    def __init__(self, open: Callable[[], tuple[_remat.OpenGuard, _remat.TierCounters]]) -> None:
+        self._counters: Optional[_remat.TierCounters] = None
+
+        def begin() -> _remat.OpenGuard:
+            guard, self._counters = open()
+            return guard
+
+        super().__init__("remat.save_in_tiers", begin)
+
+    def __enter__(self) -> Tiers:
+        super().__enter__()
+        return self
+
+    @property
+    def counts(self) -> TierCounts:
+        """Of the scope that was entered last, also after it. Any thread."""
+        if self._counters is None:
+            return TierCounts(0, 0, 0, 0, 0, 0, 0, 0.0, 0)
+        return TierCounts(*self._counters.now())
+
+
+def save_in_tiers(
+    *,
+    device_bytes: int = 0,
+    host_bytes: Optional[int] = None,
+    directory: Optional[Path] = None,
+    min_bytes: int = 1 << 16,
+    pin_memory: bool = True,
+    max_bytes_in_flight: int = 64 << 20,
+) -> Tiers:
+    """What autograd saves stays where it is up to a budget; beyond it what was saved first, which backward needs last,
+    waits on the CPU, and beyond that in a file. What is needed next comes back ahead of backward.
+
+        with remat.save_in_tiers(device_bytes=8 << 30, host_bytes=32 << 30, directory="/nvme") as tiers:
+            loss = model(batch)
+        loss.backward()
+        print(tiers.counts)
+
+    device_bytes: may stay on each accelerator. host_bytes: may be in the CPU's memory, copies of accelerators' tensors and
+        saved tensors of the CPU's own; None: no limit. Both are of what is held for backward alone.
+    directory: of the file for the rest; it must exist. Without one, host_bytes must not be given.
+    min_bytes: smaller tensors stay and count nowhere. pin_memory: copies use page-locked memory.
+    max_bytes_in_flight: beyond the budgets, of what is on its way to the file.
+
+    A saved tensor that is changed in place raises in backward, wherever it is. What cannot be written (a full disk) stays
+    in memory, with a warning. Raises ValueError for numbers below 0, and if no file can be made.
+    """
+    path = "" if directory is None else os.fspath(directory)
+    return Tiers(
+        lambda: _remat._open_save_in_tiers(device_bytes, host_bytes, path, min_bytes, pin_memory, max_bytes_in_flight)
+    )
 
 
 def save_as(dtype: torch.dtype, *, min_bytes: int = 0) -> Guard:
@@ -198,7 +276,10 @@ __all__ = [
     "observe_recomputes",
     "preserve_generator",
     "recompute_cache",
+    "TierCounts",
+    "Tiers",
     "save_as",
+    "save_in_tiers",
     "save_on_cpu",
     "save_on_disk",
     "state_provider",

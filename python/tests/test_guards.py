@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
+import time
 import unittest
 import weakref
 from pathlib import Path
@@ -46,6 +47,37 @@ class Guards(Case):
                 self.assertTrue(torch.equal(gradient(lambda x: remat.checkpoint(function, x)), gradient()))
         with self.assertRaises(ValueError):
             with remat.save_on_disk("/no/such/folder"):
+                pass
+
+    def test_save_in_tiers(self) -> None:
+        def chain(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(8):
+                x = x.sin()
+            return x
+
+        with tempfile.TemporaryDirectory() as folder:
+            meter = remat.MemoryMeter()
+            x = leaf(1 << 18)  # 1 MiB
+            before = meter.live_bytes
+            with remat.save_in_tiers(host_bytes=3 << 20, directory=Path(folder)) as tiers:
+                y = chain(x)
+            for _ in range(5000):
+                if tiers.counts.bytes_on_disk == 4 << 20:
+                    break
+                time.sleep(0.001)
+            self.assertEqual(tiers.counts.bytes_on_disk, 4 << 20)
+            self.assertEqual(meter.live_bytes - before, 4 << 20)  # the budget, and y
+            y.sum().backward()
+            self.assertEqual(tiers.counts.loads, 4)
+            self.assertTrue(torch.equal(x.grad, gradient(chain, 1 << 18)))
+            with tiers:  # again
+                pass
+            self.assertEqual(tiers.counts.loads, 0)
+        with self.assertRaisesRegex(ValueError, "there is no directory for what is more"):
+            with remat.save_in_tiers(host_bytes=10):
+                pass
+        with self.assertRaisesRegex(ValueError, r"remat\.save_in_tiers: device_bytes is -1"):
+            with remat.save_in_tiers(device_bytes=-1):
                 pass
 
     def test_save_as_is_lossy_and_halves_bytes(self) -> None:
