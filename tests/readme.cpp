@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "remat/apply.h"
+#include "remat/tiers.h"
 #include "tests/support/nn.h"
 
 namespace {
