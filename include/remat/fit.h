@@ -19,9 +19,9 @@ namespace remat {
 /// How `fit` measures and plans.
 struct FitOptions {
   CheckpointOptions checkpoint{.location = {}};  ///< of all regions of the plan
-  MeasureOptions measure{};
-  int64_t max_depth = 0;    ///< of nesting; 0: any
-  double frame_cost_s = 0;  ///< of one region [seconds]
+  MeasureOptions measure{};                      ///< of each stage
+  int64_t max_depth = 0;                         ///< of nesting; 0: any
+  double frame_cost_s = 0;                       ///< of one region [seconds]
   /// Runs a step as planned and looks at its peak, which may be higher than the stages' costs say: where
   /// stages share parameters, have buffers that are restored, or the program keeps what they return. Above the budget,
   /// a smaller plan is taken.
@@ -42,7 +42,7 @@ class REMAT_API Fitted {
 
   int64_t budget_bytes() const;  ///< as asked for
   // Of the sample that was fitted last:
-  Plan plan() const;
+  Plan plan() const;             ///< what was chosen
   ChainCost cost() const;        ///< as measured, or as the file had it
   bool was_measured() const;     ///< not: the file had it
   Frontier frontier() const;     ///< the least time for every budget

@@ -40,7 +40,7 @@ struct TierCounts {
   int64_t bytes_to_host = 0;  ///< moved to the CPU so far
   int64_t bytes_to_disk = 0;  ///< written so far
   int64_t bytes_loaded = 0;   ///< brought back so far
-  int64_t loads = 0;
+  int64_t loads = 0;          ///< reads that brought something back
   int64_t waits =
       0;  ///< for the file: reads that had not ended when backward came, writes that forward waited for
   double seconds_waited = 0;  ///< in all threads
@@ -50,7 +50,7 @@ struct TierCounts {
 /// The counts of one guard; also after it. Copies count the same. Threads: any.
 class REMAT_API TierCounters {
  public:
-  TierCounts now() const;
+  TierCounts now() const;  ///< what they are at this moment
 
  private:
   friend class SaveInTiersGuard;
@@ -80,6 +80,7 @@ class REMAT_API SaveInTiersGuard : detail::ScopeGuard {
  public:
   /// Until the guard ends.
   explicit SaveInTiersGuard(const SaveInTiersOptions& options);
+  /// What this guard's tiers hold and have moved.
   TierCounters counters() const { return TierCounters(totals_); }
 
  private:
