@@ -36,7 +36,7 @@ class Written {
   Written(std::shared_ptr<TierTotals> totals, int64_t size)
       : totals_(std::move(totals)), size_(size) {}
   ~Written() {
-    if (range_ != nullptr) totals_->on_disk -= size_;
+    if (is_counted_) totals_->on_disk -= size_;
   }
   Written& operator=(Written&&) = delete;
 
@@ -44,14 +44,18 @@ class Written {
   void write(Spool& spool, const void* from) {
     try {
       range_ = spool.write(from, size_);
-      totals_->to_disk += size_;
-      totals_->on_disk += size_;
     } catch (const std::exception& error) {
       totals_->num_failed_writes += 1;
       error_ = error.what();
     }
   }
   // When that is done:
+  /// What was in memory is not any more.
+  void count() {
+    totals_->to_disk += size_;
+    totals_->on_disk += size_;
+    is_counted_ = true;
+  }
   /// Null if it has failed, or was not begun.
   const std::shared_ptr<const SpoolRange>& range() const { return range_; }
   void warn_if_failed() {
@@ -67,6 +71,7 @@ class Written {
   const int64_t size_;
   std::shared_ptr<const SpoolRange> range_;
   std::string error_;
+  bool is_counted_ = false;
 };
 
 /// The bytes of a range; counts them, and what the thread waits for them.
@@ -88,7 +93,7 @@ class OwnOnDisk final : public StoredContents {
         state_(std::make_shared<State>(totals_, flat)),
         job_(Background::get().run([spool = std::move(spool), state = state_] {
           state->written.write(*spool, state->flat.const_data_ptr());
-          if (state->written.range() != nullptr) state->flat.reset();
+          if (state->written.range() != nullptr) state->let_go();
         })) {}
   ~OwnOnDisk() override { job_->cancel(); }
   OwnOnDisk& operator=(OwnOnDisk&&) = delete;
@@ -115,6 +120,11 @@ class OwnOnDisk final : public StoredContents {
   struct State {
     State(std::shared_ptr<TierTotals> totals, at::Tensor from)
         : written(std::move(totals), from.numel()), flat(std::move(from)) {}
+    /// On the background's thread, which may be the last to hold what others have read (tools/tsan.supp).
+    [[gnu::noinline]] void let_go() {
+      flat.reset();
+      written.count();
+    }
     Written written;
     at::Tensor flat;  ///< until it is written
   };
@@ -153,9 +163,12 @@ class SaveInTiers::OnHost final : public StoredContents {
   void begin_spill(std::shared_ptr<Spool> spool) {
     totals_->not_leaving_host -= size_;
     job_ = Background::get().run([spool = std::move(spool), state = state_] {
-      const auto host = state->host();
+      auto host = state->host();
       state->written.write(*spool, host->bytes_on_host().const_data_ptr());
-      if (state->written.range() != nullptr) state->leave_host();
+      if (state->written.range() == nullptr) return;
+      state->leave_host();
+      host.reset();
+      state->written.count();
     });
   }
   bool is_spilled() const { return job_->is_over(); }

@@ -68,7 +68,7 @@ struct SinesImpl : nn::Module {
     ++num_calls;
     return linear(x).sin().sin();
   }
-  int64_t num_calls = 0;
+  std::atomic<int64_t> num_calls{0};  // threads run it side by side
   nn::Linear linear;
 };
 TORCH_MODULE(Sines);

@@ -289,7 +289,10 @@ TEST_CASE("a child of a fork reads what its parent saved in tiers", "[tiers]") {
   if (child == 0) {
     bool is_right = false;
     try {
-      is_right = are_right(saved) && are_right(save());
+      is_right = are_right(saved);
+#ifndef __SANITIZE_THREAD__  // it allows no threads there
+      is_right = is_right && are_right(save());
+#endif
     } catch (const std::exception& error) {
       std::fprintf(stderr, "%s\n", error.what());
     }
