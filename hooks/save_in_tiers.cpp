@@ -120,8 +120,7 @@ class OwnOnDisk final : public StoredContents {
   struct State {
     State(std::shared_ptr<TierTotals> totals, at::Tensor from)
         : written(std::move(totals), from.numel()), flat(std::move(from)) {}
-    /// On the background's thread, which may be the last to hold what others have read (tools/tsan.supp).
-    [[gnu::noinline]] void let_go() {
+    void let_go() {
       flat.reset();
       written.count();
     }
