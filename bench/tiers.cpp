@@ -85,7 +85,7 @@ Model deep(bool smoke) {
 struct Tiers {
   std::string directory;
   int64_t host_bytes = 0, min_bytes = 1 << 16;
-  std::optional<remat::TierCounters> counters;
+  std::optional<remat::TierCounters> counters{};
 
   Tensor forward(const std::function<Tensor()>& loss) {
     const remat::SaveInTiersGuard guard({.host_bytes = host_bytes,
