@@ -62,15 +62,22 @@ Background::Background() {
   std::atexit([] { get().end(); });
   // The child's copy of the queue is whole, and its copy of the condition is made anew: the thread that
   // waits on it is not there.
-  pthread_atfork([] { Background::get().mutex_.lock(); }, [] { Background::get().mutex_.unlock(); },
-                 [] {
-                   Background& here = Background::get();
-                   ++process_now;
-                   new (&here.work_comes_) std::condition_variable;
-                   here.jobs_.clear();  // those who wait for one run it
-                   here.is_running_ = false;
-                   here.mutex_.unlock();
-                 });
+  pthread_atfork(
+      [] {
+        Background& here = Background::get();
+        std::unique_lock<std::mutex> lock(here.mutex_);
+        here.work_comes_.wait(lock, [&] { return !here.is_running_; });
+        lock.release();  // until parent and child are apart
+      },
+      [] { Background::get().mutex_.unlock(); },
+      [] {
+        Background& here = Background::get();
+        ++process_now;
+        new (&here.work_comes_) std::condition_variable;
+        here.jobs_.clear();  // those who wait for one run it
+        here.is_running_ = false;
+        here.mutex_.unlock();
+      });
 }
 
 std::shared_ptr<Background::Job> Background::run(std::function<void()> work) {

@@ -9,8 +9,8 @@
 // At the end of the process no job is begun any more, and the one that runs is waited for: it may free what static
 // objects of LibTorch's count.
 //
-// After fork() the child has the jobs of its parent, and not the thread. One that was running then may be
-// half done in the child's memory, so it is run again: a job may be run twice, and must do the same.
+// After fork() the child has the jobs of its parent, and not the thread. fork() waits for the one that the thread runs:
+// half done in the child's memory, nobody could end it.
 
 #include <atomic>
 #include <condition_variable>
