@@ -98,10 +98,9 @@ void Inputs::save(const Region& region) {
     const bool has_edge = role == GradRole::Leaf || role == GradRole::Result;
     const at::Tensor copy = copies ? copies->copy_of(tensor) : at::Tensor();
     SavingInput saving(tensor);
-    Input made(copy.defined() ? copy
-               : has_edge     ? tensor.tensor_data()
-                              : tensor);  // may throw, as a growing SmallVector must not
-    Input& input = saved_.emplace_back(std::move(made));
+    // May throw, as a growing SmallVector must not.
+    HeldInput held(copy.defined() ? copy : tensor, has_edge && !copy.defined());
+    Input& input = saved_.emplace_back(std::move(held));
     if (has_edge) {
       input.edge = WeakEdge(tensor, role);
       input.has_tensor_hooks = !torch::autograd::impl::hooks(tensor).empty();
@@ -123,7 +122,7 @@ void Inputs::save(const Region& region) {
       details.copy = weak_storage_of(copy);
       if (data_of(copy) == data_of(tensor)) details.shared_data = data_of(copy);
     }
-    if (input.variable.has_hooks() && !saving.is_slot()) {
+    if (input.held.has_hooks() && !saving.is_slot()) {
       const at::Tensor& given = copy.defined() ? copy : tensor;
       Details& watched = input.make_details();
       watched.is_watched = true;
@@ -134,8 +133,8 @@ void Inputs::save(const Region& region) {
     }
     if (!region.options.offload_inputs || tensor.is_cpu()) return;
     // A slot of the region around, or what a user's hooks took, is not here any more.
-    if (!input.variable.has_hooks() && depot_of_inputs()->moves(tensor)) {
-      input.variable.register_hooks(std::make_unique<Elsewhere>(depot_of_inputs(), &tensor));
+    if (!input.held.has_hooks() && depot_of_inputs()->moves(tensor)) {
+      input.held.register_hooks(std::make_unique<Elsewhere>(depot_of_inputs(), &tensor));
       input.is_offloaded = true;
     }
   });
@@ -143,7 +142,7 @@ void Inputs::save(const Region& region) {
 
 /// Whether it is kept as it is, here or where we put it, and its version is compared.
 bool Inputs::is_held(const Input& input) const {
-  return !input.is_copy() && (!input.variable.has_hooks() || input.is_offloaded);
+  return !input.is_copy() && (!input.held.has_hooks() || input.is_offloaded);
 }
 
 bool Inputs::has_moved(const Input& input) const {
@@ -158,21 +157,21 @@ bool Inputs::is_written(const Input& input) const {
   });
 }
 
-std::vector<torch::autograd::SavedVariable> Inputs::settle() {
+std::vector<HeldInput> Inputs::settle() {
   const bool is_any_written = std::any_of(saved_.begin(), saved_.end(),
                                           [this](const Input& each) { return has_moved(each); });
   bool is_any_compared = false;
   for (Input& input : saved_) {
     input.is_written = is_any_written && is_written(input);
-    is_any_compared |= input.is_object() && !input.variable.has_hooks() && !input.is_copy();
+    is_any_compared |= input.is_object() && !input.held.has_hooks() && !input.is_copy();
   }
   is_settled_ = true;
-  std::vector<torch::autograd::SavedVariable> lost;
+  std::vector<HeldInput> lost;
   for (Input& input : saved_) {
     if (!is_held(input) && !input.is_copy())
       input.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
     input.is_lost = input.is_written && is_held(input);
-    if (input.is_lost) lost.push_back(std::exchange(input.variable, {}));
+    if (input.is_lost) lost.push_back(std::exchange(input.held, {}));
   }
   // Those of the region around, or of hooks, would only keep what is left of a storage.
   if (!is_any_compared) storages_.clear();
@@ -212,12 +211,12 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
     throw_spoiled_argument(region, position);
   const uint32_t expected = watched == nullptr ? 0 : watched->version.load();
   const uint32_t version = watched == nullptr ? 0 : watched->counter.current_version();
-  at::Tensor data = input.variable.unpack();
+  at::Tensor data = input.held.unpack();
   if (!data.defined()) return data;
   if (input.is_copy() && is_copy_stale(input, data))
     throw_unseen_write(region, position, identity_of(input), input.version,
                        input.counter.current_version());
-  bool is_original = input.is_object() && !input.variable.has_hooks();
+  bool is_original = input.is_object() && !input.held.has_hooks();
   const c10::StorageImpl* storage = nullptr;
   if (watched != nullptr) {
     const bool is_alias =
@@ -252,7 +251,7 @@ std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& te
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
     if (!given[i].defined() || input.same_as >= 0 || is_planted(Fault::WrittenArgument) ||
-        !(input.is_copy() || (is_any_written && input.variable.has_hooks())))
+        !(input.is_copy() || (is_any_written && input.held.has_hooks())))
       continue;
     for (std::size_t j = 0; is_written(input) && j < saved_.size(); ++j)
       if (input.storage_number >= 0 && saved_[j].storage_number == input.storage_number &&
@@ -275,7 +274,7 @@ bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::
     return false;
   if (storage_of(data) != nullptr && storage_of(leaf) == storage_of(data)) return true;
   if (input.is_copy() && data_of(data) != nullptr && data_of(leaf) == data_of(data)) return true;
-  return (input.is_copy() || input.variable.has_hooks()) &&
+  return (input.is_copy() || input.held.has_hooks()) &&
          content_hash(leaf) == content_hash(data);
 }
 
@@ -288,7 +287,7 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
         is_unchanged(input, leaf, data) &&
         !(runs_backward && !torch::autograd::impl::hooks(leaf).empty()))
       return leaf;
-  at::Tensor alias = data.tensor_data();
+  at::Tensor alias = input.held.builds_alias() ? std::move(data) : data.tensor_data();
   switch (input.role) {
     case GradRole::None:
       break;
@@ -300,7 +299,7 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
       const seam::Beside& beside = input.details == nullptr ? nothing : input.details->beside;
       if (input.is_view && !is_any_written && !runs_backward) {
         // What is viewed requires grad, as in forward: a view of it without grad mode claims that it does.
-        const at::Tensor base = data.tensor_data().set_requires_grad(true);
+        const at::Tensor base = alias.tensor_data().set_requires_grad(true);
         alias = torch::autograd::make_variable_differentiable_view(
             alias, torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt,
             /*shared_view_info=*/false, torch::autograd::CreationMeta::DEFAULT);

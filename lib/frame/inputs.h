@@ -2,13 +2,14 @@
 // The tensor arguments of a region, saved as autograd saves a tensor.
 
 #include <c10/util/SmallVector.h>
-#include <torch/csrc/autograd/saved_variable.h>
 
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <utility>
 #include <vector>
 
+#include "lib/frame/held_input.h"
 #include "lib/frame/region.h"
 #include "lib/seam/autograd_meta.h"
 #include "lib/tensor/capture.h"
@@ -100,7 +101,7 @@ class Inputs {
   }
   /// The region's function has returned: notes what it wrote to. Gives out what no recompute can use: a
   /// tensor that the function wrote to may have its graph as a history now, and would keep it alive.
-  std::vector<torch::autograd::SavedVariable> settle();
+  std::vector<HeldInput> settle();
 
  private:
   /// What only some inputs have.
@@ -123,8 +124,8 @@ class Inputs {
   };
   struct Input {
     Input() = default;
-    explicit Input(const at::Tensor& saved) : variable(saved, /*is_output=*/false) {}
-    torch::autograd::SavedVariable variable;
+    explicit Input(HeldInput kept) : held(std::move(kept)) {}
+    HeldInput held;
     std::unique_ptr<Details> details;
     WeakEdge edge;
     c10::VariableVersion counter{

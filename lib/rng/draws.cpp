@@ -254,7 +254,7 @@ void DrawLog::begin() {
   new_drawers_at_begin_ = num_new_drawers.load();
   track_ = follow(generator_);
   std::lock_guard<std::mutex> lock(generator_.mutex_);
-  position_at_begin_ = track_->look();
+  track_->look();
   unseen_at_begin_ = track_->num_unseen;
   draws_at_begin_ = lasting_draws(*track_);
   start_ = track_->state();
@@ -264,62 +264,80 @@ bool DrawLog::has_new_drawer() const {
   return has_other_threads_ || num_new_drawers.load() != new_drawers_at_begin_;
 }
 
+const DrawPlan DrawLog::no_draws;
+
+DrawLog::Drawn& DrawLog::drawn() {
+  if (drawn_ == nullptr) drawn_ = std::make_unique<Drawn>();
+  return *drawn_;
+}
+
 void DrawLog::look_for_unseen() {
   track_->look();
-  if (track_->num_unseen != unseen_at_begin_) plan_.unseen_start = start_;
+  if (track_->num_unseen != unseen_at_begin_) drawn().plan.unseen_start = start_;
 }
 
 void DrawLog::draw_begins(at::CPUGeneratorImpl& source) {
   std::lock_guard<SpinLock> lock(mutex_);
   if (is_settled_) return;
+  Drawn& so_far = drawn();
   if (&source == &generator_) {
     look_for_unseen();
-    ++num_draws_from_original_;
+    ++so_far.num_draws_from_original;
   }
   if (std::this_thread::get_id() != thread_) has_other_threads_ = true;
-  if (num_draws_ == 0 || std::exchange(must_note_next_, false) ||
-      position_of(source) != end_of_last_)
-    plan_.jumps.push_back({num_draws_, state_of(source)});
-  ++num_draws_;
+  if (so_far.num_draws == 0 || std::exchange(so_far.must_note_next, false) ||
+      position_of(source) != so_far.end_of_last)
+    so_far.plan.jumps.push_back({so_far.num_draws, state_of(source)});
+  ++so_far.num_draws;
 }
 
 void DrawLog::draw_ends(at::CPUGeneratorImpl& source) {
   std::lock_guard<SpinLock> lock(mutex_);
-  end_of_last_ = position_of(source);
+  if (drawn_ != nullptr) drawn_->end_of_last = position_of(source);
 }
 
 DrawMark DrawLog::mark() {
   std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
   std::lock_guard<SpinLock> lock(mutex_);
-  return {num_draws_, position_of(generator_)};
+  return {num_draws(), position_of(generator_)};
 }
 
 DrawSkip DrawLog::since(const DrawMark& mark) {
   std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
   std::lock_guard<SpinLock> lock(mutex_);
-  DrawSkip skipped{num_draws_ - mark.num_draws};
+  return skip_since(mark.num_draws, position_of(generator_) != mark.position);
+}
+
+DrawSkip DrawLog::since_begin() {
+  std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
+  std::lock_guard<SpinLock> lock(mutex_);
+  return skip_since(0, start_ != nullptr && !is_at(generator_, *start_));
+}
+
+DrawSkip DrawLog::skip_since(int64_t num_draws_before, bool has_moved) {
+  DrawSkip skipped{num_draws() - num_draws_before};
   if (!is_settled_) look_for_unseen();
-  if (position_of(generator_) != mark.position) skipped.end = track_->state();
-  if (skipped.num_draws > 0) must_note_next_ = true;
+  if (has_moved) skipped.end = track_->state();
+  if (skipped.num_draws > 0) drawn().must_note_next = true;
   return skipped;
 }
 
 DrawPlan DrawLog::plan() {
-  if (is_settled_) return plan_;
+  if (const DrawPlan* const settled = settled_plan()) return *settled;
   std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
   std::lock_guard<SpinLock> lock(mutex_);
   if (!is_settled_) look_for_unseen();
-  return plan_;
+  return drawn_ == nullptr ? no_draws : drawn_->plan;
 }
 
 void DrawLog::settle() {
   std::lock_guard<std::mutex> generator_lock(generator_.mutex_);
   std::lock_guard<SpinLock> lock(mutex_);
   look_for_unseen();
-  if (plan_.uses_original()) {
-    plan_.end = position_of(generator_);
-    plan_.had_strangers =
-        lasting_draws(*track_) - draws_at_begin_ != static_cast<uint64_t>(num_draws_from_original_);
+  if (drawn_ != nullptr && drawn_->plan.uses_original()) {
+    drawn_->plan.end = position_of(generator_);
+    drawn_->plan.had_strangers = lasting_draws(*track_) - draws_at_begin_ !=
+                                 static_cast<uint64_t>(drawn_->num_draws_from_original);
   }
   start_.reset();
   is_settled_ = true;

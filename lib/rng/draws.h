@@ -104,12 +104,14 @@ class DrawLog {
   void settle();
   DrawPlan plan();
   /// Returns the plan once it is settled, else null. Lives as long as the log.
-  const DrawPlan* settled_plan() const { return is_settled_ ? &plan_ : nullptr; }
+  const DrawPlan* settled_plan() const {
+    return is_settled_ ? (drawn_ == nullptr ? &no_draws : &drawn_->plan) : nullptr;
+  }
   /// Around an interval that recomputes will not run. What is drawn next starts from a noted state.
   DrawMark mark();
   DrawSkip since(const DrawMark& mark);
   /// Does the same for an interval in which the log began.
-  DrawSkip since_begin() { return since({0, position_at_begin_}); }
+  DrawSkip since_begin();
   /// Whether a thread that had never drawn before has drawn since the region began, outside of any
   /// region, or a thread other than the region's own in the region. Cheap.
   bool has_new_drawer() const;
@@ -120,19 +122,27 @@ class DrawLog {
   void draw_ends(at::CPUGeneratorImpl& source);
 
  private:
-  void look_for_unseen();  // holds both mutexes
+  static const DrawPlan no_draws;
+  /// What only regions that draw have.
+  struct Drawn {
+    DrawPlan plan;
+    CpuRngPosition end_of_last{};  // of the source after the region's latest draw
+    int64_t num_draws = 0, num_draws_from_original = 0;
+    bool must_note_next = false;
+  };
+  // Holds the mutex, as those that follow do.
+  Drawn& drawn();
+  int64_t num_draws() const { return drawn_ == nullptr ? 0 : drawn_->num_draws; }
+  void look_for_unseen();  // holds the generator's, too
+  DrawSkip skip_since(int64_t num_draws_before, bool has_moved);
 
   at::CPUGeneratorImpl& generator_;
   std::thread::id thread_;
   uint64_t new_drawers_at_begin_ = 0, unseen_at_begin_ = 0, draws_at_begin_ = 0;
-  CpuRngPosition position_at_begin_{};
   std::shared_ptr<DrawTrack> track_;
-  mutable SpinLock mutex_;  // guards what follows; taken after a generator's
-  DrawPlan plan_;
-  std::shared_ptr<const CpuRngState> start_;
-  CpuRngPosition end_of_last_;  // of the source after the region's latest draw
-  int64_t num_draws_ = 0, num_draws_from_original_ = 0;
-  bool must_note_next_ = false;
+  std::shared_ptr<const CpuRngState> start_;  // until it is settled
+  std::unique_ptr<Drawn> drawn_;              // null before the first draw
+  mutable SpinLock mutex_;                    // guards what stands above; taken after a generator's
   std::atomic<bool> is_settled_{false};
   std::atomic<bool> has_other_threads_{false};  // drew for the region: their order may differ
 };

@@ -227,6 +227,10 @@ std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> 
   return previous;
 }
 
+bool saves_plainly() {
+  return Engine::get_default_engine().get_default_saved_variable_hooks() == nullptr;
+}
+
 int64_t foreign_hook_depth() {
   return static_cast<int64_t>(at::SavedTensorDefaultHooks::get_tls_state().stack.size());
 }

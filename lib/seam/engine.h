@@ -71,6 +71,9 @@ std::shared_ptr<ThreadEntry> share_thread_entry();
 /// Replaces it, null removes it; returns what was there.
 std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry);
 
+/// Whether LibTorch would save a tensor on this thread without hooks now.
+bool saves_plainly();
+
 /// Counts the hooks on LibTorch's own (Python's) hook stack of this thread.
 int64_t foreign_hook_depth();
 
