@@ -41,8 +41,9 @@ using EntryMap = std::unordered_map<std::string, std::shared_ptr<c10::SafePyObje
 // Every saved tensor asks for the entry. The public way, `contains` and then `get`, hashes the key
 // three times and was a tenth of the cost of a small region; so the map itself is read. Every region
 // puts the entry in twice and takes it out twice (a key left behind would cost every node of every
-// backward a copy of the map), so the map's node is kept in between. The explicit instantiation below
-// may name a private member; a LibTorch without it does not compile.
+// backward a copy of the map). Mostly there is no other entry; so a map with ours alone is kept in between, and
+// changes places with the empty one. The explicit instantiation below may name a private member; a LibTorch
+// without it does not compile.
 EntryMap ThreadLocalPythonObjects::* entry_map_of(ThreadLocalPythonObjects*);
 template <EntryMap ThreadLocalPythonObjects::* member>
 struct EntryMapAccess {
@@ -52,21 +53,21 @@ struct EntryMapAccess {
 };
 template struct EntryMapAccess<&ThreadLocalPythonObjects::obj_dict_>;
 
-/// The map's node while the thread has no entry.
-struct SpareNode {
-  EntryMap::node_type node;
-  ~SpareNode();
+/// A map with our key and nothing there, while the thread has no entry; else empty.
+struct SpareMap {
+  EntryMap map{{slot_key(), nullptr}};
+  ~SpareMap();
 };
 
 /// What a thread looks up once. Without constructor or destructor, so that reading it costs no check.
 struct ThreadPart {
   EntryMap* entries = nullptr;
-  SpareNode* spare = nullptr;
-  bool is_ending = false;  ///< scopes may still close after the spare node is gone
+  EntryMap* spare = nullptr;
+  bool is_ending = false;  ///< scopes may still close after the spare map is gone
 };
 constinit thread_local ThreadPart thread_part;
 
-SpareNode::~SpareNode() {
+SpareMap::~SpareMap() {
   thread_part.spare = nullptr;
   thread_part.is_ending = true;
 }
@@ -78,8 +79,8 @@ EntryMap& entry_map(ThreadPart& part) {
         const_cast<EntryMap*>(&(ThreadLocalPythonObjects::get_state().*
                                 entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
     if (!part.is_ending) {
-      thread_local SpareNode spare;
-      part.spare = &spare;
+      thread_local SpareMap spare;
+      part.spare = &spare.map;
     }
   }
   return *part.entries;
@@ -206,23 +207,29 @@ std::shared_ptr<ThreadEntry> share_thread_entry() {
 std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry) {
   ThreadPart& part = thread_part;  // one look-up for all
   EntryMap& entries = entry_map(part);
-  const auto found = entries.empty() ? entries.end() : entries.find(slot_key());
-  if (found == entries.end()) {
+  if (entries.empty()) {
     if (entry == nullptr) return nullptr;
-    if (part.spare == nullptr || part.spare->node.empty()) {
-      entries.emplace(slot_key(), handle_of(std::move(entry)));
+    if (part.spare != nullptr && !part.spare->empty()) {
+      entries.swap(*part.spare);
+      entries.begin()->second = handle_of(std::move(entry));
     } else {
-      part.spare->node.mapped() = handle_of(std::move(entry));
-      entries.insert(std::move(part.spare->node));
+      entries.emplace(slot_key(), handle_of(std::move(entry)));
     }
+    return nullptr;
+  }
+  const auto found = entries.find(slot_key());
+  if (found == entries.end()) {
+    if (entry != nullptr) entries.emplace(slot_key(), handle_of(std::move(entry)));
     return nullptr;
   }
   auto previous = entry_behind(std::move(found->second));
   if (entry != nullptr) {
     found->second = handle_of(std::move(entry));
+  } else if (entries.size() == 1 && part.spare != nullptr && part.spare->empty()) {
+    found->second = nullptr;
+    entries.swap(*part.spare);
   } else {
-    auto node = entries.extract(found);
-    if (part.spare != nullptr) part.spare->node = std::move(node);
+    entries.erase(found);
   }
   return previous;
 }
