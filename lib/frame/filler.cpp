@@ -75,7 +75,8 @@ bool Filler::fill(const at::Tensor& saved, at::Tensor& kept) {
   if (wants_stop() && can_stop(judged, position)) {
     if (!has_too_many()) count(live_counters.early_stops);
     has_stopped_ = true;
-    return false;
+    // Each frame on the way that has something to clean up costs about as much as a small operator.
+    return origin != nullptr && stop_after_inputs(*this);
   }
   return true;
 }

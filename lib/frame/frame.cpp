@@ -72,7 +72,7 @@ void Frame::empty() noexcept {
 
 void Frame::begin(std::unique_ptr<RegionBody> body) {
   region_.body = std::move(body);
-  inputs_.save(region_);
+  if (SlotFiller* const ended = inputs_.save(region_)) ended->stop();
   surroundings_.begin(inputs_.storages());
   if (is_recording())  // what throws is done
     recorded_ = recording::region_begins(

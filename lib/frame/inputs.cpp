@@ -70,8 +70,9 @@ void refuse_tangent(const at::Tensor& tensor) {
 
 }  // namespace
 
-void Inputs::save(const Region& region) {
+SlotFiller* Inputs::save(const Region& region) {
   RegionBody& body = *region.body;
+  SlotFiller* stops = nullptr;
   c10::SmallVector<const c10::TensorImpl*, 8> impls;
   std::optional<InputCopies> copies;
   if (region.options.copies_inputs) {
@@ -97,7 +98,7 @@ void Inputs::save(const Region& region) {
     const GradRole role = grad_role_of(tensor);
     const bool has_edge = role == GradRole::Leaf || role == GradRole::Result;
     const at::Tensor copy = copies ? copies->copy_of(tensor) : at::Tensor();
-    SavingInput saving(tensor);
+    SavingInput saving(tensor, &stops);
     // May throw, as a growing SmallVector must not.
     HeldInput held(copy.defined() ? copy : tensor, has_edge && !copy.defined());
     Input& input = saved_.emplace_back(std::move(held));
@@ -138,6 +139,7 @@ void Inputs::save(const Region& region) {
       input.is_offloaded = true;
     }
   });
+  return stops;
 }
 
 /// Whether it is kept as it is, here or where we put it, and its version is compared.
@@ -274,8 +276,7 @@ bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::
     return false;
   if (storage_of(data) != nullptr && storage_of(leaf) == storage_of(data)) return true;
   if (input.is_copy() && data_of(data) != nullptr && data_of(leaf) == data_of(data)) return true;
-  return (input.is_copy() || input.held.has_hooks()) &&
-         content_hash(leaf) == content_hash(data);
+  return (input.is_copy() || input.held.has_hooks()) && content_hash(leaf) == content_hash(data);
 }
 
 at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_written,

@@ -17,6 +17,8 @@
 
 namespace remat {
 
+class SlotFiller;  // hooks/slot.h
+
 /// One recompute is given these arguments.
 struct GivenInputs {
   std::vector<at::Tensor> tensors;
@@ -60,8 +62,9 @@ struct GivenInputs {
 class Inputs {
  public:
   /// Takes the tensors out of the body's kept arguments and saves them, as the region's options say. Throws what
-  /// the hooks around throw, and LibTorch's error for inference tensors.
-  void save(const Region& region);
+  /// the hooks around throw, and LibTorch's error for inference tensors. If that was the last that a recompute
+  /// around had to do, returns its filler, which is to be stopped; else null.
+  SlotFiller* save(const Region& region);
   /// Fresh arguments for one recompute; `runs_backward`: forward's function did. May make parents recompute. Throws CheckpointError
   /// if an input was changed in place or given other data, if a user's hooks kept it as it was, or if they
   /// took apart what shared memory and is written to.

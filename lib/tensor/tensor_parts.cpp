@@ -32,7 +32,8 @@ TensorParts::TensorParts(const at::Tensor& tensor)
 [[gnu::flatten]] at::Tensor TensorParts::build() const {
   std::optional<c10::InferenceMode> normal;  // as what is built was: it has a version
   if (c10::InferenceMode::is_enabled()) normal.emplace(false);
-  at::Tensor built = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), keys_, dtype_);
+  at::Tensor built =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), keys_, dtype_);
   c10::TensorImpl& impl = *built.unsafeGetTensorImpl();
   impl.set_sizes_and_strides(layout_.sizes_arrayref(), layout_.strides_arrayref(), offset_);
   impl.set_version_counter(counter_);
