@@ -2,6 +2,7 @@
 // both. See METHOD.md.
 
 #include <remat/checkpoint.h>
+#include <remat/report.h>
 #include <remat/tiers.h>
 #include <torch/torch.h>
 
@@ -126,7 +127,17 @@ int64_t fit(const Model& model, Tiers& tiers, const std::function<Tensor()>& los
   return low;
 }
 
-void measure(const Model& model, const std::string& directory, const bench::Arguments& arguments) {
+/// A step under a recorder; its page shows what ran beside what.
+void write_page(const std::string& path, const Model& model, const std::function<Tensor()>& loss) {
+  zero(model);
+  const remat::Recorder recorder;
+  loss().backward();
+  recorder.write_html(path);
+  std::fprintf(stderr, "%s\n%s\n", path.c_str(), recorder.report().to_string().c_str());
+}
+
+void measure(const Model& model, const std::string& directory, const bench::Arguments& arguments,
+             const std::string& page) {
   const std::vector<Tensor> expected = gradients(model, model.plain);
   bench::require_plain(gradients(model, model.in_regions), expected, model.name + ", regions");
   const int64_t plain_peak = peak_of(model, model.plain);
@@ -152,6 +163,7 @@ void measure(const Model& model, const std::string& directory, const bench::Argu
       side.loss().backward();
     });
   }
+  if (!page.empty()) return write_page(page, model, sides[2].loss);
   if (arguments.smoke) {
     if (moved.counters->now().bytes_to_disk == 0)
       throw std::runtime_error("WRONG: nothing was moved in " + model.name);
@@ -185,9 +197,12 @@ void measure(const Model& model, const std::string& directory, const bench::Argu
 
 int run(int argc, char** argv) {
   std::string directory = std::filesystem::temp_directory_path().string();
-  const bench::Arguments arguments = bench::parse(argc, argv, {{"--directory PATH", &directory}});
+  std::string page;  // of one step of the demo's model, instead of times
+  const bench::Arguments arguments =
+      bench::parse(argc, argv, {{"--directory PATH", &directory}, {"--page FILE", &page}});
   at::set_num_threads(1);
-  for (const auto& make : {demo, deep}) measure(make(arguments.smoke), directory, arguments);
+  measure(demo(arguments.smoke), directory, arguments, page);
+  if (page.empty()) measure(deep(arguments.smoke), directory, arguments, page);
   return 0;
 }
 

@@ -16,6 +16,8 @@ namespace {
 /// Another one in each child of a fork.
 std::atomic<int64_t> process_now{1};
 
+thread_local bool is_serving = false;
+
 }  // namespace
 
 bool Background::Job::begin() {
@@ -57,6 +59,8 @@ Background& Background::get() {
   static auto* const background = new Background;
   return *background;
 }
+
+bool Background::is_here() { return is_serving; }
 
 Background::Background() {
   std::atexit([] { get().end(); });
@@ -100,6 +104,7 @@ void Background::start() {
 }
 
 void Background::serve() {
+  is_serving = true;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     work_comes_.wait(lock, [&] { return !jobs_.empty(); });

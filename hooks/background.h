@@ -48,6 +48,8 @@ class Background {
   };
 
   static Background& get();
+  /// Whether this thread is the one that runs jobs.
+  static bool is_here();
   /// Queues it. First come, first served.
   std::shared_ptr<Job> run(std::function<void()> work);
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "hooks/background.h"
+#include "hooks/file_watch.h"
 #include "hooks/save_on_disk.h"
 
 namespace remat {
@@ -102,6 +103,7 @@ class OwnOnDisk final : public StoredContents {
   void finish_store() override {
     if (!job_->is_over()) {
       const Waiting waiting(*totals_);
+      const WatchedFileWork watched(FileWatch::Work::Wait, size_);
       job_->wait();
     }
     state_->written.warn_if_failed();
@@ -173,6 +175,7 @@ class SaveInTiers::OnHost final : public StoredContents {
   bool is_spilled() const { return job_->is_over(); }
   void wait_for_spill() {
     const Waiting waiting(*totals_);
+    const WatchedFileWork watched(FileWatch::Work::Wait, size_);
     job_->wait();
     state_->written.warn_if_failed();
   }

@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "hooks/file_watch.h"
+
 namespace remat {
 
 namespace {
@@ -43,7 +45,11 @@ void SpoolLoad::begin(std::shared_ptr<const SpoolRange> range, int64_t size) {
 at::Tensor SpoolLoad::finish() {
   const auto job = std::exchange(job_, nullptr);
   at::Tensor bytes = std::exchange(bytes_, at::Tensor());
-  job->wait();
+  if (!job->is_over()) {
+    const WatchedFileWork watched(FileWatch::Work::Wait, bytes.numel());
+    job->wait();
+  }
+  job->wait();  // throws what it threw
   return bytes;
 }
 

@@ -17,6 +17,8 @@
 #include <system_error>
 #include <vector>
 
+#include "hooks/file_watch.h"
+
 namespace remat {
 
 namespace {
@@ -222,6 +224,7 @@ SpoolRange::SpoolRange(std::shared_ptr<SpoolFile> file, int64_t offset, int64_t 
       num_forks_(num_forks) {}
 SpoolRange::~SpoolRange() { file_->drop(offset_, size_, number_, num_forks_ == num_forks); }
 void SpoolRange::read(void* to) const {
+  const WatchedFileWork watched(FileWatch::Work::Read, size_);
   file_->read(static_cast<char*>(to), offset_, size_, number_);
 }
 
@@ -231,6 +234,7 @@ Spool::Spool(std::filesystem::path directory, const char* user)
       file_(std::make_shared<SpoolFile>(directory_, user_)) {}
 
 std::shared_ptr<SpoolRange> Spool::write(const void* from, int64_t size) {
+  const WatchedFileWork watched(FileWatch::Work::Write, size);
   std::shared_ptr<SpoolFile> file;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

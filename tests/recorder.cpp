@@ -1,10 +1,9 @@
 // Recorder: sums per region, the order of events, and the files it writes.
 
 #include <algorithm>
-#include <fstream>
-#include <sstream>
 #include <thread>
 
+#include "tests/support/files.h"
 #include "tests/support/support.h"
 
 using remat::checkpoint;
@@ -23,22 +22,9 @@ RegionReport region(const Recorder& recorder, const std::string& name) {
   return {};
 }
 
-std::string text_in(const std::filesystem::path& path) {
-  std::ifstream file(path);
-  std::stringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
 std::filesystem::path in_temporary_folder(const std::string& name) {
   return std::filesystem::temp_directory_path() /
          ("remat-" + std::to_string(::getpid()) + "-" + name);
-}
-
-int64_t occurrences(const std::string& text, const std::string& part) {
-  int64_t count = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
-  return count;
 }
 
 }  // namespace

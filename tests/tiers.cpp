@@ -10,6 +10,7 @@
 
 #include "remat/memory.h"
 #include "remat/policy.h"
+#include "remat/report.h"
 #include "tests/support/files.h"
 #include "tests/support/saved_tensors.h"
 #include "tests/support/warnings.h"
@@ -315,4 +316,35 @@ TEST_CASE("options of tiers that are wrong are refused", "[tiers]") {
   CHECK_THAT(refused({.host_bytes = 10}), contains("there is no directory for what is more"));
   CHECK_THAT(refused({.directory = "/does/not/exist"}),
              contains("SaveInTiersGuard: no file could be made"));
+}
+
+TEST_CASE("a recorder sees what tiers write, read and wait for", "[tiers][recorder]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const Tensors plain = grad_of(chain(x), {x});
+  const remat::Recorder recorder({.memory = GENERATE(true, false)});
+  const auto [y, counters] = forward_in_tiers(
+      folder, 3, [](Tensor t) { return checkpoint([](Tensor u) { return u.cos(); }, chain(t)); },
+      x);
+  wait_for_bytes_on_disk(counters, (length - 3) * mebibyte);
+  const remat::FileReport before = recorder.report().files;
+  CHECK(before.bytes_written == counters.now().bytes_to_disk);
+  CHECK(before.bytes_read == 0);
+  CHECK(before.write_s > 0);
+  y.sum().backward();
+  const remat::Report report = recorder.report();
+  CHECK(report.files.bytes_written == counters.now().bytes_to_disk);
+  CHECK(report.files.bytes_read == counters.now().bytes_loaded);
+  CHECK(report.files.read_s > 0);
+  // Held up: what was waited for, and what was read by the program's own thread because nobody else had begun.
+  CHECK(report.files.waits <= counters.now().waits);
+  CHECK(report.files.waited_s <= counters.now().seconds_waited);
+  CHECK(occurrences(recorder.event_log(), "writes 1048576 bytes to a file") == length - 3);
+  CHECK(occurrences(recorder.event_log(), "reads 1048576 bytes from a file") == length - 3);
+  CHECK(occurrences(recorder.to_html(), "write to a file: 1048.6 kB") == length - 3);
+  CHECK(occurrences(report.to_string(), "Files: written 9437.2 kB") == 1);
+  CHECK(occurrences(report.to_json(), "\"bytes_written\": 9437184, \"bytes_read\": 9437184") == 1);
+  const std::filesystem::path trace = folder.path() + "/trace.json";
+  recorder.write_chrome_trace(trace);
+  CHECK(occurrences(text_in(trace), "\"read from a file\"") == length - 3);
 }

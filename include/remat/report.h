@@ -60,6 +60,16 @@ struct DeviceReport {
   double copies_in_s = 0;   ///< [seconds] on the device of the copies back
 };
 
+/// What a recorder saw of the files of offload and tiers.
+struct FileReport {
+  int64_t bytes_written = 0;  ///< [bytes] moved to files
+  int64_t bytes_read = 0;     ///< [bytes] brought back
+  double write_s = 0;         ///< [seconds] of writing, on any thread
+  double read_s = 0;          ///< [seconds] of reading, on any thread
+  int64_t waits = 0;          ///< how often a thread of the program's read, wrote or waited itself
+  double waited_s = 0;        ///< [seconds] of that: what was not done beside the program
+};
+
 /// What was alive when an allocation did not fit: on an accelerator, or under a `MemoryLimitGuard`.
 struct FailedAllocation {
   /// What regions of one name held on the device.
@@ -84,6 +94,7 @@ struct REMAT_API Report {
   std::vector<DeviceReport> devices{};  ///< accelerators' devices that were in use
   /// The first allocations that failed, 16 at most.
   std::vector<FailedAllocation> failed_allocations{};
+  FileReport files{};  ///< all 0 where nothing went to a file
   /// A table for people, and what was alive at failed allocations.
   std::string to_string() const;
   std::string to_json() const;  ///< the same numbers as one JSON object

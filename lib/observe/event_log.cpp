@@ -17,7 +17,7 @@ namespace remat {
 namespace {
 
 /// What the log says of an event, by kind; of its region's number, a number, a text and a depth.
-constexpr std::array<const char*, 12> lines{
+constexpr std::array<const char*, 15> lines{
     "region {0}{2} begins, depth {3}, keeps {1} bytes of inputs",
     "region {0} ends, {1} slots",
     "region {0} throws",
@@ -29,8 +29,11 @@ constexpr std::array<const char*, 12> lines{
     "region {0} fills {1}",
     "region {0} reads {1}",
     "",
-    "operator {2}"};
-static_assert(lines.size() == static_cast<std::size_t>(EventKind::Operator) + 1);
+    "operator {2}",
+    "writes {1} bytes to a file",
+    "reads {1} bytes from a file",
+    "waits for {1} bytes of a file"};
+static_assert(lines.size() == static_cast<std::size_t>(EventKind::FileWait) + 1);
 
 std::string line_of(const Event& event) {
   std::string text = event.text == nullptr ? "" : *event.text;
@@ -43,6 +46,12 @@ std::string line_of(const Event& event) {
 std::string slice_of(const Event& event) {
   const bool is_operator = event.kind == EventKind::Operator;
   const std::optional<Span> span = span_of(event);
+  if (const char* const work = file_work_of(event))
+    return fmt::format(
+        "{{\"name\": \"{}\", \"cat\": \"file\", \"ph\": \"X\", \"ts\": {:.3f}, \"dur\": {:.3f}, "
+        "\"pid\": 1, \"tid\": {}, \"args\": {{\"bytes\": {}}}}}",
+        work, static_cast<double>(event.begin_ns) / 1e3,
+        static_cast<double>(event.time_ns - event.begin_ns) / 1e3, event.thread, event.number);
   if (!span && !is_operator) return {};
   const bool is_recompute = span && span->is_recompute;
   const std::string name = is_operator ? *event.text : name_shown(*event.text);

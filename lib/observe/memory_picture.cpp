@@ -58,6 +58,7 @@ struct Bar {
 constexpr const char* kForward = "#2f6f9f";
 constexpr const char* kRecompute = "#e08a3c";
 constexpr const char* kCopy = "#8c6bb1";
+constexpr const char* kWait = "#b5473c";
 
 double ms_of(int64_t ns) { return static_cast<double>(ns) / 1e6; }
 
@@ -83,9 +84,14 @@ std::vector<Bar> bars_of(const Timeline& timeline) {
   std::vector<Bar> bars;
   for (const DeviceBar& each : timeline.bars) bars.push_back(bar_of(each));
   for (const Event& event : timeline.events) {
+    const double from = ms_of(event.begin_ns), to = ms_of(event.time_ns);
+    if (const char* const work = file_work_of(event))
+      bars.push_back(
+          {from, to, event.kind == EventKind::FileWait ? kWait : kCopy, work,
+           fmt::format("{}: {} in {:.3f} ms", work, readable_bytes(event.number), to - from), 0,
+           event.thread});
     const std::optional<Span> span = span_of(event);
     if (!span) continue;
-    const double from = ms_of(event.begin_ns), to = ms_of(event.time_ns);
     const std::string name = name_shown(*event.text);
     const std::string end = span->end == "returned" ? "" : fmt::format(", {}", span->end);
     bars.push_back({from, to, span->is_recompute ? kRecompute : kForward, name,
@@ -255,6 +261,9 @@ Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_d
   if (std::any_of(bars.begin(), bars.end(), [](const Bar& bar) { return bar.color == kCopy; }))
     svg += fmt::format("<text x=\"{}\" y=\"{}\" fill=\"{}\">copies of offload</text>\n",
                        kLeft + 260, bars_top - 6, kCopy);
+  if (std::any_of(bars.begin(), bars.end(), [](const Bar& bar) { return bar.color == kWait; }))
+    svg += fmt::format("<text x=\"{}\" y=\"{}\" fill=\"{}\">waiting for files</text>\n",
+                       kLeft + 390, bars_top - 6, kWait);
   for (const Bar& bar : bars) {
     const auto row = static_cast<double>(rows.at({bar.lane, bar.depth}));
     const double from = x(bar.from_ms), width = std::max(x(bar.to_ms) - from, 0.5);

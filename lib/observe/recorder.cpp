@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "hooks/copy_watch.h"
+#include "hooks/file_watch.h"
 #include "hooks/on_stream.h"
 #include "lib/observe/device_samples.h"
 #include "lib/observe/recordings.h"
@@ -118,6 +119,31 @@ class RecordedCopies final : public CopyWatch {
     const auto& copy = *static_cast<Begun*>(begun.get());
     copy.work->end();
     write(copy.work, copy.bar, -1);
+  }
+};
+
+class RecordedFiles final : public FileWatch {
+  void ended(const Ended& work) noexcept override {
+    if (!is_recording()) return;
+    const double seconds = seconds_since(work.begin);
+    const EventKind kind = work.work == Work::Write  ? EventKind::FileWrite
+                           : work.work == Work::Read ? EventKind::FileRead
+                                                     : EventKind::FileWait;
+    write({.kind = kind, .number = work.bytes}, nullptr, work.begin);
+    recordings().visit([&](Recording& recording) {
+      recording.sum_files([&](FileReport& files) {
+        if (work.work == Work::Write) {
+          files.bytes_written += work.bytes;
+          files.write_s += seconds;
+        } else if (work.work == Work::Read) {
+          files.bytes_read += work.bytes;
+          files.read_s += seconds;
+        }
+        if (!work.held_up) return;
+        files.waits += 1;
+        files.waited_s += seconds;
+      });
+    });
   }
 };
 
@@ -269,6 +295,8 @@ Recorder::Recorder(RecorderOptions options) : recording_(std::make_shared<Record
     CopyWatch::only.store(copies, std::memory_order_release);
     recording_->set_clocks(/*waits=*/true);
   }
+  static auto* const files = new RecordedFiles;
+  FileWatch::only.store(files, std::memory_order_release);
   if (options.memory) begin_samples(*recording_);
   recordings().add(recording_);
 }

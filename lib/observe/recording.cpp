@@ -146,7 +146,7 @@ void Recording::collect(bool waits) {
 Report Recording::report() {
   collect(/*waits=*/true);
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {regions_, dropped_, devices_, failed_};
+  return {regions_, dropped_, devices_, failed_, files_};
 }
 
 std::vector<DeviceBar> Recording::bars() {

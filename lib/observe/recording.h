@@ -51,7 +51,10 @@ enum class EventKind : uint8_t {
   Fill,
   Read,
   Memory,
-  Operator
+  Operator,
+  FileWrite,
+  FileRead,
+  FileWait
 };
 
 struct Event;
@@ -109,6 +112,12 @@ class Recording {
   /// Work on a device that has ended, or will.
   void add(std::shared_ptr<const QueuedWork> work, DeviceBar bar, int64_t frame_id);
   void add(FailedAllocation failed);
+  /// `change` gets the sums of files.
+  template <class Change>
+  void sum_files(Change&& change) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    change(files_);
+  }
   /// A device is in use.
   void saw(c10::Device device, bool is_exact, int64_t peak_bytes);
   /// Sets the host's clock by those of the devices in use, if they are not set yet.
@@ -155,6 +164,7 @@ class Recording {
   std::deque<DeviceBar> bars_;
   std::vector<DeviceReport> devices_;
   std::vector<FailedAllocation> failed_;
+  FileReport files_;
   std::unordered_map<c10::Device, std::shared_ptr<DeviceClock>> clocks_;  // null: cannot be set
 };
 

@@ -115,8 +115,27 @@ std::string name_of(const DeviceBar& bar) {
   }
 }
 
+const char* file_work_of(const Event& event) {
+  switch (event.kind) {
+    case EventKind::FileWrite:
+      return "write to a file";
+    case EventKind::FileRead:
+      return "read from a file";
+    case EventKind::FileWait:
+      return "wait for a file";
+    default:
+      return nullptr;
+  }
+}
+
 std::vector<std::string> notes_of(const Report& report) {
   std::vector<std::string> notes;
+  if (const FileReport& f = report.files; f.bytes_written > 0 || f.bytes_read > 0)
+    notes.push_back(fmt::format(
+        "Files: written {} in {:.3f} ms, read back {} in {:.3f} ms; the program's own threads were "
+        "held up by that for {:.3f} ms ({} times).",
+        readable_bytes(f.bytes_written), f.write_s * 1e3, readable_bytes(f.bytes_read),
+        f.read_s * 1e3, f.waited_s * 1e3, f.waits));
   for (const DeviceReport& d : report.devices) {
     std::string note =
         fmt::format("{}: at most {} alive at once{}", d.device.str(), readable_bytes(d.peak_bytes),
@@ -211,7 +230,13 @@ std::string Report::to_json() const {
     text += "]}";
     comma = ",";
   }
-  return text + fmt::format("], \"dropped_events\": {}}}\n", dropped_events);
+  return text +
+         fmt::format(
+             "], \"files\": {{\"bytes_written\": {}, \"bytes_read\": {}, \"write_s\": {:.9f}, "
+             "\"read_s\": {:.9f}, \"waits\": {}, \"waited_s\": {:.9f}}}, "
+             "\"dropped_events\": {}}}\n",
+             files.bytes_written, files.bytes_read, files.write_s, files.read_s, files.waits,
+             files.waited_s, dropped_events);
 }
 
 }  // namespace remat

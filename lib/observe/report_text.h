@@ -20,6 +20,8 @@ std::string readable_bytes(int64_t bytes);
 std::string name_shown(const std::string& name);
 /// As a bar is called: the region, or the way of the copy.
 std::string name_of(const DeviceBar& bar);
+/// As work on a file is called; null for an event of another kind.
+const char* file_work_of(const Event& event);
 /// Whether an event says how many bytes are alive.
 inline bool has_bytes(const Event& event) { return event.kind != EventKind::Operator; }
 

@@ -1,5 +1,5 @@
 #pragma once
-// Directories for tests, and files that may not grow.
+// Directories for tests, what stands in files there, and files that may not grow.
 
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -7,12 +7,27 @@
 
 #include <csignal>
 #include <filesystem>
+#include <fstream>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "tests/support/support.h"
 
 namespace remat::testing {
+
+inline std::string text_in(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+inline int64_t occurrences(const std::string& text, const std::string& part) {
+  int64_t count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
 
 /// An empty directory that goes when it dies.
 class Folder {
