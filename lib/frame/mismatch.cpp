@@ -223,7 +223,8 @@ void throw_differences(const Region& region, Differences differences, const OpLo
 }
 
 void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t recompute_count,
-                          Differences differences, const OpLog* log) {
+                          Differences differences, std::optional<Difference> parting,
+                          const OpLog* log) {
   const bool is_more = recompute_count > forward_count;
   CheckpointError::Facts facts = facts_of(is_more ? Kind::MoreTensors : Kind::FewerTensors, region);
   facts.forward_count = forward_count;
@@ -233,6 +234,8 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
                          : !differences.metadata.empty() ? std::move(differences.metadata)
                                                          : std::move(differences.contents));
   const std::string seen = first_forward_text(differences);
+  if (facts.mismatches.empty() && parting)
+    facts.mismatches.push_back(with_names(region, std::move(*parting)));
   const char* fact =
       is_more ? "trying to save more tensors during recomputation than during the original forward "
                 "pass."

@@ -119,7 +119,7 @@ void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& 
     filler.note_members(frame.surroundings().user_state());
   if (filler.has_too_many() || !filler.is_complete())
     throw_count_mismatch(region, filler.num_slots(), filler.num_seen(), filler.take_differences(),
-                         filler.log());
+                         filler.take_parting(), filler.log());
   if (!filler.has_differences()) return;
   if (Differences differences = filler.take_differences(); differences.any())
     throw_differences(region, std::move(differences), filler.log());

@@ -39,6 +39,8 @@ RecomputeScope::RecomputeScope(c10::intrusive_ptr<Frame> recomputed, Filler& fil
   if (early_stop) answers(Ability::EarlyStop);
   if (debug) answers(Ability::Debug);
 }
+  if (const auto& extras = frame().region().extras; extras && extras->training_level)
+    answers(Ability::Level);
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> RecomputeScope::make_hooks() {
   // A thread that merely inherited the stack (at::launch) saves plainly; an engine thread that
