@@ -71,6 +71,8 @@ enum class ChangedBy { Function, Others };
                                       const SlotIdentity& slot);
 [[noreturn]] void throw_recompute_failed(const Region& region, const std::string& fact,
                                          const std::string& cause, const std::string& advice);
+/// LibTorch's default dtype is not what it was in forward.
+[[noreturn]] void throw_default_dtype(const Region& region, at::ScalarType in_forward);
 /// LibTorch ran another plan of a script function in the recompute than in forward, or would.
 [[noreturn]] void throw_changed_script(const Region& region);
 /// A recompute of a selective region met other calls than forward. A changed capture in `seen` is
