@@ -357,3 +357,52 @@ TEST_CASE("an error says where the options of its region were written", "[error]
   CHECK(remat::SequentialOptions{.checkpoint_last = true}.checkpoint.location.file == nullptr);
   CHECK(ModuleOptions{.checkpoint = {.name = "x"}}.checkpoint.location.line == __LINE__);
 }
+
+TEST_CASE("in a mismatch both lines name the operator, without debug", "[error][names]") {
+  struct Branch : nn::Module {
+    Tensor weight = register_parameter("weight", at::ones({4}));
+    bool is_first = true;
+    Tensor forward(const Tensor& x) {
+      const Tensor y = std::exchange(is_first, false) ? (x * weight).view({2, 2}).sin()
+                                                      : x.view({2, 2}).exp().cos();
+      return y.sigmoid();
+    }
+  };
+  const auto branch = std::make_shared<Branch>();
+  const Tensor y = checkpoint(branch, leaf({4}));
+  const std::string text = text_of_backward(y);
+  CHECK_THAT(text, contains("saved tensor at position 0:\n"
+                            "  forward:   Float[4] on cpu, parameter 'weight' of Branch, saved by "
+                            "MulBackward0\n"
+                            "  recompute: Float[2, 2] on cpu, saved by ExpBackward0\n"));
+  CHECK_THAT(text, contains("To see the operators of both passes"));
+}
+
+TEST_CASE("where the numbers differ the first tensor that only one pass saved is named",
+          "[error][names]") {
+  struct Counts : nn::Module {
+    Tensor weight = register_parameter("weight", at::ones({4}));
+    int64_t calls = 0, more_from = 0;
+    Tensor forward(const Tensor& x) {
+      const Tensor y = x.sin();
+      return (++calls == 1) == (more_from == 0) ? y * weight : y;
+    }
+  };
+  const auto counts = std::make_shared<Counts>();
+  SECTION("fewer") {
+    const Tensor y = checkpoint(counts, leaf({4}));
+    CHECK_THAT(text_of_backward(y),
+               contains("tensors\nsaved tensor at position 1:\n"
+                        "  forward:   Float[4] on cpu, parameter 'weight' of Counts, saved by "
+                        "MulBackward0\n"
+                        "  recompute: (none)\n"));
+  }
+  SECTION("more") {
+    counts->more_from = 2;
+    const Tensor y = checkpoint({.early_stop = false}, counts, leaf({4}));
+    CHECK_THAT(text_of_backward(y),
+               contains("when it was noticed\nsaved tensor at position 1:\n"
+                        "  forward:   (none)\n"
+                        "  recompute: Float[4] on cpu, parameter 'weight' of Counts\n"));
+  }
+}

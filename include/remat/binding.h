@@ -126,6 +126,8 @@ class REMAT_API ForwardRun {
 /// Whether a region may begin here: grad mode is on, and no DisableCheckpointGuard is open. Otherwise
 /// the function is to be run as it is.
 REMAT_API bool opens_region();
+/// And whether the level in the options, if they have one, asks for it.
+REMAT_API bool opens_region(const CheckpointOptions& options);
 
 /// What to do around a wait for another thread: such a wait could be for a thread that needs a lock which
 /// this one holds (Python's, for one).

@@ -53,11 +53,14 @@ bool shares_tensors(T& kept, T& original) {
   return is_shared;
 }
 
-/// Whether a BatchNorm in these modules is why a call runs plainly (`SkipBatchNorm`): then what registers
-/// their state with the regions around, else null.
-REMAT_API std::shared_ptr<void> skips_batch_norm(const CheckpointOptions& options,
-                                                 torch::nn::Module* module,
-                                                 const torch::jit::Module* script = nullptr);
+/// A call that runs plainly because its options say so; registers its modules' state with the regions around.
+struct PlainCall {
+  bool is_plain = false;
+  std::shared_ptr<void> registered{};
+};
+/// Whether its level, or a BatchNorm in its modules (`SkipBatchNorm`), is why a call runs plainly.
+REMAT_API PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
+                                 const torch::jit::Module* script = nullptr);
 
 /// A function without a script.
 struct NoScript {
@@ -163,14 +166,14 @@ auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
                 "dangle at the recompute; pass a std::optional of a std::vector");
   using Result = std::decay_t<decltype(call(std::declval<F&>(), std::declval<Owned<Args>>()...))>;
   torch::nn::Module* const module = module_of_call(fn, args...);
-  std::shared_ptr<void> skipped;
-  if (options.buffers == BufferPolicy::SkipBatchNorm) {
+  PlainCall plainly;
+  if (options.buffers == BufferPolicy::SkipBatchNorm || options.level) {
     if constexpr (IsScript<Unshared<F>>)
-      skipped = skips_batch_norm(options, module, &ScriptCall(unshared(fn)).module());
+      plainly = runs_plainly(options, module, &ScriptCall(unshared(fn)).module());
     else
-      skipped = skips_batch_norm(options, module);
+      plainly = runs_plainly(options, module);
   }
-  if (!opens_region() || skipped != nullptr) {
+  if (plainly.is_plain || !opens_region()) {
     F plain(keep(std::forward<Fn>(fn)));
     return static_cast<Result>(call(plain, own(std::forward<Args>(args))...));
   }

@@ -10,6 +10,7 @@ enum class InputMode;
 enum class Phase;
 
 class CheckpointError;
+class CheckpointLevelGuard;
 class DebugGuard;
 class DisableCheckpointGuard;
 class DisableSavedTensorHooksGuard;
@@ -30,5 +31,6 @@ struct PolicyContext;
 struct SaveElsewhereOptions;
 struct SelectiveOptions;
 struct SourceLocation;
+struct ValueComparison;
 
 }  // namespace remat

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,7 +24,27 @@ enum class DeterminismCheck {
   None,      ///< the number of tensors only
   Metadata,  ///< shape, dtype, device
   Layout,    ///< + strides
-  Values     ///< + the elements, bitwise, by a 64-bit hash kept per tensor
+  Values  ///< + the elements, bitwise, by a 64-bit hash kept per tensor, unless `ValueComparison` says otherwise
+};
+
+/// When `DeterminismCheck::Values` finds the elements of two tensors equal. By itself: if all their bits are, by a
+/// 64-bit hash that is kept of each tensor; then a NaN equals one of the same bits, and 0 does not equal -0.
+struct ValueComparison {
+  /// Which of two elements that are both NaN are equal.
+  enum class Nan {
+    Bits,  ///< those of the same bits
+    Any    ///< all; of a complex number each part by itself
+  };
+
+  /// Elements of floating point are equal if |recomputed - forward| <= absolute_tolerance +
+  /// relative_tolerance * |forward|, or if their bits are; an infinity equals itself only. Others are compared
+  /// bitwise. With a tolerance the elements that are compared are kept, instead of a hash: `max_elements` bounds them.
+  double absolute_tolerance = 0;
+  double relative_tolerance = 0;  ///< see `absolute_tolerance`
+  /// So many elements of each tensor are compared at most, spread evenly over it; 0: all. What differs elsewhere is not
+  /// found, in exchange for the time of the hash, or with a tolerance for memory.
+  int64_t max_elements = 0;
+  Nan nan = Nan::Bits;  ///< which NaN are equal
 };
 
 /// What happens when a parameter, buffer or captured tensor changed between forward and recompute.
@@ -98,6 +119,9 @@ struct CheckpointOptions {
   bool early_stop = true;
   /// How recomputed tensors are compared with those of forward.
   DeterminismCheck determinism_check = DeterminismCheck::Metadata;
+  /// How `DeterminismCheck::Values` compares elements. A tolerance that is negative or NaN, or a negative
+  /// `max_elements`, is a `c10::ValueError`.
+  ValueComparison values{};
   /// If set, its text is compared instead of `determinism_check`; called under no-grad once per
   /// saved tensor in each pass, when the operator that saved the tensor has returned.
   std::function<std::string(const at::Tensor&)> fingerprint{};
@@ -124,6 +148,9 @@ struct CheckpointOptions {
   std::vector<std::shared_ptr<torch::nn::Module>> modules{};
   /// What the region keeps of its tensor arguments.
   InputMode inputs = InputMode::Default;
+  /// Under a `CheckpointLevelGuard` the call is a region if `training_level >= level`, else it runs plainly. Level 0
+  /// is never a region, with or without guard. No level: guards do not matter.
+  std::optional<int64_t> level{};
   /// Shown in errors: where these options were written, which is the call for `checkpoint({.name = "x"}, ...)`. Set by
   /// itself where they are written with braces; not for `CheckpointOptions options;`.
   SourceLocation location = SourceLocation::current();

@@ -5,6 +5,9 @@
 
 #include <array>
 #include <concepts>
+#include <deque>
+#include <forward_list>
+#include <list>
 #include <map>
 #include <optional>
 #include <tuple>
@@ -23,6 +26,9 @@ class Dict;
 namespace torch {
 template <typename Key, typename Value>
 class OrderedDict;
+namespace nn::utils::rnn {
+class PackedSequence;
+}
 }  // namespace torch
 
 namespace remat::detail {
@@ -81,6 +87,17 @@ template <class T, class A>
 struct Tensors<std::vector<T, A>> : TensorsOfElements<T> {};
 template <class T, std::size_t N>
 struct Tensors<std::array<T, N>> : TensorsOfElements<T> {};
+template <class T, class A>
+struct Tensors<std::deque<T, A>> : TensorsOfElements<T> {};
+template <class T, class A>
+struct Tensors<std::list<T, A>> : TensorsOfElements<T> {};
+template <class T, class A>
+struct Tensors<std::forward_list<T, A>> : TensorsOfElements<T> {};
+
+// Note [Sets]
+// A set of tensors is ordered, or looked up, by what they are: their addresses as a rule. Taken out and filled with the
+// tensors of a recompute it would be walked in another order, and find none of those that it holds. So it is kept as it
+// is, and its tensors count as captured: their order, and what is found, are those of forward.
 
 template <class T>
 struct Tensors<std::optional<T>> {
@@ -150,9 +167,14 @@ struct TensorsOfMap {
 
 template <class K, class V, class C, class A>
 struct Tensors<std::map<K, V, C, A>> : TensorsOfMap<std::map<K, V, C, A>, true> {};
+template <class K, class V, class C, class A>
+struct Tensors<std::multimap<K, V, C, A>> : TensorsOfMap<std::multimap<K, V, C, A>, true> {};
 template <class K, class V, class H, class E, class A>
 struct Tensors<std::unordered_map<K, V, H, E, A>>
     : TensorsOfMap<std::unordered_map<K, V, H, E, A>, false> {};
+template <class K, class V, class H, class E, class A>
+struct Tensors<std::unordered_multimap<K, V, H, E, A>>
+    : TensorsOfMap<std::unordered_multimap<K, V, H, E, A>, false> {};
 
 /// Visits a copy of an element behind a proxy and writes it back if a tensor in it was replaced.
 template <class V, class Visit, class Write>
@@ -228,6 +250,20 @@ struct Tensors<torch::OrderedDict<K, V>> {
     if constexpr (shared)
       for (auto& item : dict) Inner::own(item.value());
   }
+};
+
+// Its constructor would compute what is missing; the accessors lead to the members themselves.
+template <std::same_as<torch::nn::utils::rnn::PackedSequence> T>
+struct Tensors<T> {
+  static constexpr bool any = true, ordered = true, shared = false;
+  template <class Visit>
+  static void visit(T& packed, Visit& visitor) {
+    visitor(const_cast<at::Tensor&>(packed.data()));
+    visitor(const_cast<at::Tensor&>(packed.batch_sizes()));
+    visitor(const_cast<at::Tensor&>(packed.sorted_indices()));
+    visitor(const_cast<at::Tensor&>(packed.unsorted_indices()));
+  }
+  static void own(T&) {}
 };
 
 }  // namespace remat::detail

@@ -57,13 +57,16 @@ RegionOptions options_in_force(const CheckpointOptions& options, const FunctionF
 }
 
 std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
-                                        const RegionOptions& in_force) {
+                                        const RegionOptions& in_force, const StackView& around) {
   TensorChecks checks = checks_for(options);
-  if (options.name.empty() && checks.empty() && !options.context_fn && !in_force.debug)
+  const detail::Scope* const level_guard = around.innermost(Ability::Level);
+  if (options.name.empty() && checks.empty() && !options.context_fn && !in_force.debug &&
+      level_guard == nullptr)
     return nullptr;
   auto extras = std::make_unique<RegionExtras>();
   extras->name = options.name;
   extras->checks = std::move(checks);
+  if (level_guard != nullptr) extras->training_level = level_guard->training_level();
   return extras;
 }
 
@@ -101,6 +104,12 @@ bool opens_region() {
   return c10::GradMode::is_enabled() && detail::innermost(Ability::Disable) == nullptr;
 }
 
+bool opens_region(const CheckpointOptions& options) {
+  if (!opens_region() || !options.level) return opens_region();
+  const detail::Scope* const guard = detail::innermost(Ability::Level);
+  return *options.level > 0 && (guard == nullptr || guard->training_level() >= *options.level);
+}
+
 ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
                        const FunctionFacts& facts)
     : visit_opaque_(facts.visit_opaque) {
@@ -114,7 +123,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
       static_cast<const detail::RegionScope*>(stack.innermost(Ability::Region));
   const std::type_info* type = facts.type;
   if (type == nullptr && facts.module != nullptr) type = &typeid(*facts.module);
-  frame_ = c10::make_intrusive<Frame>(in_force, extras_of(options, in_force),
+  frame_ = c10::make_intrusive<Frame>(in_force, extras_of(options, in_force, stack),
                                       around == nullptr ? 1 : around->region().depth + 1, type,
                                       options.location.file);
   RegionExtras* const extras = frame_->region().extras.get();

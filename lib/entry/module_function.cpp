@@ -75,23 +75,25 @@ void refuse_null_module() {
       "name the type that the module has (typeid(module) says), or make the module first.");
 }
 
-std::shared_ptr<void> skips_batch_norm(const CheckpointOptions& options, torch::nn::Module* module,
-                                       const torch::jit::Module* script) {
-  if (!opens_region()) return nullptr;
+PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
+                       const torch::jit::Module* script) {
+  if (!opens_region()) return {};
+  if (!opens_region(options)) return {true, register_modules(options, module, script)};
+  if (options.buffers != BufferPolicy::SkipBatchNorm) return {};
   std::string type;
   visit_modules_of(options, module, [&](torch::nn::Module& each) {
     if (type.empty() && contains_batch_norm(each)) type = c10::demangle(typeid(each).name());
   });
   if (type.empty() && script != nullptr && seam::calls_batch_norm(*script))
     type = script->type()->name()->qualifiedName();
-  if (type.empty()) return nullptr;
+  if (type.empty()) return {};
   static OncePerName warned;
   if (warned.is_first(options.name + '\n' + type))
     TORCH_WARN("remat: Activation checkpointing skipped for a subblock containing BatchNorm (",
                type,
                "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
                "keeps its running statistics right.");
-  return register_modules(options, module, script);
+  return {true, register_modules(options, module, script)};
 }
 
 }  // namespace detail

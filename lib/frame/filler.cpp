@@ -54,6 +54,7 @@ bool Filler::fill(const at::Tensor& saved, at::Tensor& kept) {
   // does not say whether it saves its own output.
   if (has_stopped_) return true;
   if (replay_ != nullptr) replay_->check_saved(saved);
+  if (!differences_.metadata.empty() && !log_) name_operators(saved);
   const uint64_t operator_number = at::sequence_number::peek();
   const bool was_complete = is_complete();
   if (!pending_.empty()) compare_pending(operator_number, /*is_end=*/origin != nullptr);
@@ -68,6 +69,10 @@ bool Filler::fill(const at::Tensor& saved, at::Tensor& kept) {
   }
   if (position < num_slots_ && view_.is_needed[static_cast<std::size_t>(position)])
     take(position, saved, kept);
+  if (has_too_many() && !first_beyond_)
+    first_beyond_ = Difference{{position, "(none)", TensorMetadata(saved, false).text(), {}, {}},
+                               {},
+                               TensorIdentity::of(judged)};
   if (is_complete() && !was_complete) last_operator_ = operator_number;
   // A stop that waited for its operator to finish is due when another operator saves.
   if (was_complete && (operator_number != last_operator_ || origin != nullptr))
@@ -187,7 +192,8 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
         m.forward_op = extras.forward_log.at(extras.saved_by[index]);
       m.recompute_op = log_->at(log_->size() - 1);
     }
-    return Difference{std::move(m), SlotIdentity(slot), TensorIdentity::of(judged)};
+    return Difference{std::move(m), SlotIdentity(slot), TensorIdentity::of(judged),
+                      origin == nullptr ? at::sequence_number::peek() : 0};
   };
   if (is_changed_capture(slot, judged)) {
     differences_.captures.push_back(difference(
@@ -219,6 +225,31 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
                       has_raw_gradient_edge(judged), follows_)));
 }
 
+// The node of an operator that saves cannot be reached from here; from what later operators save of its result it can.
+// Of the last one nothing is saved: it has no name.
+void Filler::name_operators(const at::Tensor& saved) {
+  constexpr std::size_t max_named = 5;  // as many as an error lists
+  const std::size_t num = std::min(differences_.metadata.size(), max_named);
+  for (std::size_t i = 0; i < num; ++i) {
+    Difference& each = differences_.metadata[i];
+    if (each.recompute_operator == 0) continue;
+    std::string name = seam::name_of_node(each.recompute_operator - 1, seam::node_of(saved));
+    if (name.empty()) continue;
+    each.mismatch.recompute_op = std::move(name);
+    each.recompute_operator = 0;
+  }
+}
+
+std::optional<Difference> Filler::take_parting() {
+  if (first_beyond_) return std::move(first_beyond_);
+  if (!view_.is_settled || num_seen_ >= num_slots_) return std::nullopt;
+  std::optional<Difference> missing;
+  slots_.with_slot(num_seen_, view_.is_settled, [&](const Slot& slot) {
+    missing = Difference{{num_seen_, slot.metadata.text(), "(none)", {}, {}}, SlotIdentity(slot)};
+  });
+  return missing;
+}
+
 // Note [Made again]
 // A tensor without grad that the region made can outlive the forward: a region inside captured it,
 // or another thread still held it. It looks captured, and the recompute makes another one. Now that
@@ -236,20 +267,21 @@ void Filler::compare_pending(uint64_t next_operator, bool is_end) {
     for (const NoteOfSlot& then : each.in_forward) {
       std::string now =
           then.check == nullptr ? text_of_contents(each.tensor) : then.check->note(each.tensor);
-      if (now == then.text) continue;
+      if (then.check == nullptr ? now == then.text : then.check->agrees(then.text, now)) continue;
       if (then.check == nullptr) {
         has_other_numbers_ = true;
         continue;
       }
-      const std::string name = std::string(then.check->report().name) + " ";
       if (differences_.check == nullptr) differences_.check = then.check;
       if (differences_.check != then.check) continue;
       SlotIdentity slot_identity;
       slots_.with_slot(each.position, view_.is_settled,
                        [&](const Slot& slot) { slot_identity = SlotIdentity(slot); });
-      differences_.contents.push_back({{each.position, name + then.text, name + now, {}, {}},
-                                       std::move(slot_identity),
-                                       TensorIdentity::of(each.tensor)});
+      auto [then_text, now_text] = then.check->texts(then.text, now);
+      differences_.contents.push_back(
+          {{each.position, std::move(then_text), std::move(now_text), {}, {}},
+           std::move(slot_identity),
+           TensorIdentity::of(each.tensor)});
     }
 }
 

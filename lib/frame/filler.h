@@ -78,6 +78,8 @@ class Filler final : public SlotFiller {
   }
   /// After the function has unwound.
   Differences take_differences();
+  /// The first tensor that only one of the passes saved, if one of them saved more.
+  std::optional<Difference> take_parting();
   bool has_differences() const { return differences_.any(); }
   bool has_changed_captures() const { return !differences_.captures.empty(); }
   /// The function itself has written to what it captured.
@@ -97,6 +99,7 @@ class Filler final : public SlotFiller {
   bool is_changed_capture(const Slot& slot, const at::Tensor& judged) const;
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
   void compare_pending(uint64_t next_operator, bool is_end);
+  void name_operators(const at::Tensor& saved);
   bool wants_stop() const;
   bool can_stop(const at::Tensor& saved, int64_t position) const;
 
@@ -120,6 +123,7 @@ class Filler final : public SlotFiller {
   };
   c10::SmallVector<GivenInput, 2> inputs_;
   Differences differences_;
+  std::optional<Difference> first_beyond_;  // what was saved after forward's last
   struct Pending {
     int64_t position;
     uint64_t operator_number;

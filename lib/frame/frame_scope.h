@@ -3,8 +3,10 @@
 
 #include <c10/util/intrusive_ptr.h>
 
+#include <any>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "lib/frame/frame.h"
 #include "lib/frame/script_watch.h"
@@ -29,6 +31,8 @@ class FrameScope : public detail::RegionScope,
   detail::RegistrationWatcher* registrations() override { return this; }
   GuardWatcher* guards() override { return this; }
   ScriptWatch* scripts() override { return &scripts_; }
+  /// In a recompute: the providers of the user's state become what they were at this point of forward.
+  virtual void move_providers(const std::vector<std::any>&) {}
 
  protected:
   explicit FrameScope(c10::intrusive_ptr<Frame> frame)

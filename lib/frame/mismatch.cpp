@@ -1,5 +1,6 @@
 #include "lib/frame/mismatch.h"
 
+#include <c10/core/DefaultDtype.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -223,7 +224,8 @@ void throw_differences(const Region& region, Differences differences, const OpLo
 }
 
 void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t recompute_count,
-                          Differences differences, const OpLog* log) {
+                          Differences differences, std::optional<Difference> parting,
+                          const OpLog* log) {
   const bool is_more = recompute_count > forward_count;
   CheckpointError::Facts facts = facts_of(is_more ? Kind::MoreTensors : Kind::FewerTensors, region);
   facts.forward_count = forward_count;
@@ -232,6 +234,8 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
       with_names(region, !differences.captures.empty()   ? std::move(differences.captures)
                          : !differences.metadata.empty() ? std::move(differences.metadata)
                                                          : std::move(differences.contents));
+  if (facts.mismatches.empty() && parting)
+    facts.mismatches.push_back(with_names(region, std::move(*parting)));
   const std::string seen = first_forward_text(differences);
   const char* fact =
       is_more ? "trying to save more tensors during recomputation than during the original forward "
@@ -413,6 +417,17 @@ void throw_group_overlap(const Region& region, int64_t position, const SlotIdent
 void throw_recompute_failed(const Region& region, const std::string& fact, const std::string& cause,
                             const std::string& advice) {
   throw_plainly(region, Kind::RecomputeFailed, fact, cause, advice);
+}
+
+void throw_default_dtype(const Region& region, at::ScalarType in_forward) {
+  throw_recompute_failed(
+      region,
+      fmt::format("the default dtype was {} when the region began and is {} now, so that the "
+                  "recompute could make tensors of another dtype",
+                  c10::toString(in_forward), c10::toString(c10::get_default_dtype_as_scalartype())),
+      "torch::set_default_dtype was called since, and a recompute cannot set what all threads share",
+      "set it back before backward; or restore it by a StateProvider, if no other thread depends on "
+      "it");
 }
 
 void throw_changed_script(const Region& region) {

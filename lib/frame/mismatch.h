@@ -1,6 +1,7 @@
 #pragma once
 // Writes the errors that say how forward and recompute differ, or why a region cannot go on.
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,8 @@ struct Difference {
   CheckpointError::Mismatch mismatch;
   SlotIdentity forward;
   TensorIdentity recompute{};
+  /// As a slot's, of the recompute, until the name of that operator is known; 0 for none.
+  uint64_t recompute_operator = 0;
 };
 
 /// What one recompute found to differ, in the order of the slots.
@@ -38,9 +41,11 @@ struct Differences {
 [[noreturn]] void throw_differences(const Region& region, Differences differences,
                                     const OpLog* recompute_log);
 /// Counts differ: more tensors if `recompute_count` exceeds `forward_count`, else fewer.
-/// `differences`: what was seen before; its positions say where the two parted.
+/// `differences`: what was seen before; its positions say where the two parted. If there are none, `parting` is the
+/// first tensor that only one of them saved.
 [[noreturn]] void throw_count_mismatch(const Region& region, int64_t forward_count,
                                        int64_t recompute_count, Differences differences,
+                                       std::optional<Difference> parting,
                                        const OpLog* recompute_log);
 enum class ChangedBy { Function, Others };
 /// Argument `number` was changed in place, by the region's function or later; and nothing holds what it was,
@@ -66,6 +71,8 @@ enum class ChangedBy { Function, Others };
                                       const SlotIdentity& slot);
 [[noreturn]] void throw_recompute_failed(const Region& region, const std::string& fact,
                                          const std::string& cause, const std::string& advice);
+/// LibTorch's default dtype is not what it was in forward.
+[[noreturn]] void throw_default_dtype(const Region& region, at::ScalarType in_forward);
 /// LibTorch ran another plan of a script function in the recompute than in forward, or would.
 [[noreturn]] void throw_changed_script(const Region& region);
 /// A recompute of a selective region met other calls than forward. A changed capture in `seen` is

@@ -52,6 +52,8 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                            "another thread recomputes a region that uses it too, and may be "
                            "waiting for this one",
                            "give each thread a provider of its own");
+  if (!surroundings.snapshot().has_default_dtype())
+    throw_default_dtype(region, surroundings.snapshot().default_dtype);
   const StreamScope streams(surroundings.streams(), inputs);
   const recording::RecomputeSpan::Running running(span);
   const DeviceRngSwap device_rng(surroundings.device_states([&] { return frame.devices_met(); }),
@@ -78,6 +80,7 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     OutsideTensors outside;
     frame.visit_outside([&](at::Tensor known) { outside.add(std::move(known)); });
     scope->set_outside(&outside);
+    scope->set_user_restore(&user_state);
     Scope user_scope;
     if (region.extras != nullptr && region.extras->contexts.recompute)
       user_scope = region.extras->contexts.recompute();
@@ -91,6 +94,7 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     }
     user_scope.reset();
     scope->set_outside(nullptr);
+    scope->set_user_restore(nullptr);
     if (filler.has_changed_captures() && outside.has_written()) filler.blame_function();
     outside.finish(region);
     if (KeptReplay* const replay = scope->replay()) replay->end();
@@ -119,7 +123,7 @@ void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& 
     filler.note_members(frame.surroundings().user_state());
   if (filler.has_too_many() || !filler.is_complete())
     throw_count_mismatch(region, filler.num_slots(), filler.num_seen(), filler.take_differences(),
-                         filler.log());
+                         filler.take_parting(), filler.log());
   if (!filler.has_differences()) return;
   if (Differences differences = filler.take_differences(); differences.any())
     throw_differences(region, std::move(differences), filler.log());

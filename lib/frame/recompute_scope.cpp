@@ -6,6 +6,7 @@
 #include "hooks/collect.h"
 #include "lib/base/planted_fault.h"
 #include "lib/frame/mismatch.h"
+#include "lib/seam/dispatch_mode.h"
 #include "lib/seam/engine.h"
 #include "lib/seam/variable_hooks.h"
 
@@ -38,6 +39,8 @@ RecomputeScope::RecomputeScope(c10::intrusive_ptr<Frame> recomputed, Filler& fil
   if (frame().surroundings().user_state() != nullptr) answers(Ability::State);
   if (early_stop) answers(Ability::EarlyStop);
   if (debug) answers(Ability::Debug);
+  if (const auto& extras = frame().region().extras; extras && extras->training_level)
+    answers(Ability::Level);
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> RecomputeScope::make_hooks() {
@@ -62,6 +65,13 @@ void RecomputeScope::begin(const std::vector<at::Tensor>& inputs) {
   if (frame().keeper() == nullptr) return;
   replay_ = frame().keeper()->begin_recompute(filler_, inputs);
   filler_.set_replay(replay_.get());
+}
+
+void RecomputeScope::move_providers(const std::vector<std::any>& states) {
+  if (user_restore_ == nullptr || states.empty()) return;
+  const seam::DispatchModeOff unseen;
+  user_restore_->move_to(states);
+  filler_.set_vouched(user_restore_->written());
 }
 
 // What speaks against going on counts also if the function catches it.

@@ -33,6 +33,10 @@ class RecomputeScope final : public FrameScope {
   void begin(const std::vector<at::Tensor>& inputs);
   /// While the function runs; null before and after.
   void set_outside(OutsideTensors* outside) { outside_ = outside; }
+  /// While the function runs; null before and after.
+  void set_user_restore(UserRestore* restore) { user_restore_ = restore; }
+  void move_providers(const std::vector<std::any>& states) override;
+  int64_t training_level() const override { return *frame().region().extras->training_level; }
   /// The replay is null if nothing is kept.
   KeptReplay* replay() const { return replay_.get(); }
   RecomputeDraws& random() { return draws_; }
@@ -58,6 +62,7 @@ class RecomputeScope final : public FrameScope {
 
   Filler& filler_;
   OutsideTensors* outside_ = nullptr;
+  UserRestore* user_restore_ = nullptr;
   std::unique_ptr<GradientSinks> sinks_;  // of few
   std::unique_ptr<KeptReplay> replay_;
   RecomputeDraws draws_;

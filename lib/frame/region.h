@@ -58,6 +58,8 @@ struct RegionExtras {
   OpLog forward_log;
   /// In debug mode each slot has the number of the operator that saved it.
   std::vector<int64_t> saved_by;
+  /// Of the `CheckpointLevelGuard` around the region, for the calls inside its recompute.
+  std::optional<int64_t> training_level;
 };
 
 struct Region {

@@ -14,8 +14,9 @@ namespace {
 bool may_be_restored(const UserState* state, const c10::StorageImpl* buffer) {
   if (state == nullptr) return false;
   const auto& providers = state->registered().providers;
-  return std::any_of(providers.begin(), providers.end(),
-                     [&](const auto& provider) { return may_restore(*provider, buffer); });
+  return std::any_of(providers.begin(), providers.end(), [&](const auto& provider) {
+    return buffer == nullptr || may_restore(*provider, buffer);
+  });
 }
 
 }  // namespace
@@ -31,7 +32,8 @@ void warn_of_running_statistics(const Region& region, const Surroundings& surrou
   const std::string& name = region.info.name();
   if (!warned.is_first(name)) return;
   TORCH_WARN(
-      "remat::checkpoint: a batch norm in training mode ran in ",
+      "remat::checkpoint: ", statistics.front() == nullptr ? "an instance" : "a batch",
+      " norm in training mode ran in ",
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
       ", whose recompute will update its running statistics once more. Cause: the region's "
       "function is not the module, so that its buffers are not known. Do: pass the module as "

@@ -130,6 +130,8 @@ namespace {
 
 /// A batch norm in training saves what it normalised, maybe its weight, the two running statistics, and the mean and
 /// deviation of the batch. In eval mode the last two are empty; no other operator of LibTorch saves such four.
+/// An instance norm with running statistics calls it with copies of them, for each sample and channel, of what it laid
+/// out as one sample, and writes their means back: the visitor gets null, which stands for buffers that are not known.
 template <class Visitor>
 void visit_running_statistics(const Slot* first, const Slot* last, Visitor&& visitor) {
   const auto is_vector = [](const Slot& slot, Origin origin) {
@@ -142,6 +144,16 @@ void visit_running_statistics(const Slot* first, const Slot* last, Visitor&& vis
       if (num_captured == 2) return;
       captured[num_captured++] = slot;
     }
+  if (num_captured == 0) {
+    const auto sizes = first->metadata.sizes();
+    if (sizes.size() < 3 || sizes[0] != 1) return;
+    const auto is_row = [&](const Slot& slot) {
+      return is_vector(slot, Origin::Inside) && slot.metadata.numel() == sizes[1];
+    };
+    constexpr std::ptrdiff_t statistics_and_moments = 4;
+    if (std::count_if(first, last, is_row) >= statistics_and_moments) visitor(nullptr);
+    return;
+  }
   if (num_captured < 2 || captured[0]->metadata.numel() != captured[1]->metadata.numel()) return;
   for (const Slot* slot = first; slot != last; ++slot)
     num_made +=

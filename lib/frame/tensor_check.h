@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "remat/error.h"
@@ -18,7 +19,7 @@ namespace remat {
 class TensorCheck {
  public:
   virtual ~TensorCheck() = default;
-  /// What is noted of a tensor; the recomputed one must have the same. Asked when the operator that saved
+  /// What is noted of a tensor; that of the recomputed one must agree. Asked when the operator that saved
   /// the tensor is over, so that its contents are there. What it runs belongs to no region.
   virtual std::string note(const at::Tensor& saved) const = 0;
   /// What the error says, if one has another note: its kind, the fact, cause and advice; and what notes
@@ -28,6 +29,15 @@ class TensorCheck {
     const char *fact, *advice, *name;
   };
   virtual const Report& report() const = 0;
+  virtual bool agrees(const std::string& forward, const std::string& recompute) const {
+    return forward == recompute;
+  }
+  /// What the table says of two notes that do not agree.
+  virtual std::pair<std::string, std::string> texts(const std::string& forward,
+                                                    const std::string& recompute) const {
+    const std::string name = std::string(report().name) + " ";
+    return {name + forward, name + recompute};
+  }
   /// Whether shape, dtype and device may differ where it finds tensors equal.
   virtual bool replaces_metadata() const { return false; }
 };

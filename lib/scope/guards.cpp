@@ -26,6 +26,17 @@ class GuardScope final : public Scope {
   }
 };
 
+class LevelScope final : public Scope {
+ public:
+  explicit LevelScope(int64_t training_level) : training_level_(training_level) {
+    answers(Ability::Level);
+  }
+  int64_t training_level() const override { return training_level_; }
+
+ private:
+  const int64_t training_level_;
+};
+
 }  // namespace
 }  // namespace detail
 
@@ -36,6 +47,8 @@ DebugGuard::DebugGuard(std::optional<bool> enabled)
           std::make_shared<detail::GuardScope>(detail::Ability::Debug, std::nullopt, enabled)) {}
 DisableCheckpointGuard::DisableCheckpointGuard()
     : ScopeGuard(std::make_shared<detail::GuardScope>(detail::Ability::Disable)) {}
+CheckpointLevelGuard::CheckpointLevelGuard(int64_t training_level)
+    : ScopeGuard(std::make_shared<detail::LevelScope>(training_level)) {}
 
 bool is_checkpointing() {
   const auto* const region = detail::innermost_region();

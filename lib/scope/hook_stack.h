@@ -28,9 +28,10 @@ enum class Ability : uint8_t {
   ForbidHooks,
   State,
   Group,
-  Cache
+  Cache,
+  Level
 };
-inline constexpr std::size_t num_abilities = 9;
+inline constexpr std::size_t num_abilities = 10;
 
 /// Which hooks a tensor passes that is saved on behalf of a region.
 enum class HooksAround {
@@ -71,6 +72,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   }
   /// Says what it registers for the recomputes of the regions in it; of `Ability::State`.
   virtual const UserRegistrations* registered_state() const { return nullptr; }
+  /// Up to which level calls in it are regions; of `Ability::Level`.
+  virtual int64_t training_level() const { return 0; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
   bool has(Ability ability) const { return (abilities_ >> static_cast<unsigned>(ability)) & 1u; }

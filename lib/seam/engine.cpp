@@ -244,10 +244,14 @@ int64_t foreign_hook_depth() {
 
 std::string name_of_node(uint64_t sequence_number) {
   const NodePtr current = torch::autograd::get_current_node();
+  return name_of_node(sequence_number, current.get());
+}
+
+std::string name_of_node(uint64_t sequence_number, const torch::autograd::Node* current) {
   if (current == nullptr) return {};
   // Numbers count up on each thread: what leads on to the node has a higher one.
-  std::vector<const torch::autograd::Node*> waiting{current.get()};
-  std::unordered_set<const torch::autograd::Node*> seen{current.get()};
+  std::vector<const torch::autograd::Node*> waiting{current};
+  std::unordered_set<const torch::autograd::Node*> seen{current};
   while (!waiting.empty()) {
     const torch::autograd::Node& node = *waiting.back();
     waiting.pop_back();

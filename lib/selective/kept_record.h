@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <any>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -34,6 +35,7 @@ struct PinRecord {
   std::shared_ptr<void> emptied;
   std::vector<Value> values;
   DrawSkips draws;
+  std::vector<std::any> states;  ///< of the region's providers, as save_region's function left them
   std::vector<WeakTensor> leaves;  ///< that gradients of the values lead to
   bool is_name = false;  ///< checkpoint_name's: the value that a recompute has does as well
 };

@@ -113,6 +113,7 @@ SavedRegion::SavedRegion(const std::type_info& type,
   if (region->is_recompute) {
     if (Replay* const replay = Replay::of(*region)) impl_->kept = replay->next_pin(type);
     if (impl_->kept != nullptr) {
+      region->move_providers(impl_->kept->states);
       visit_arguments([this](at::Tensor& tensor) { impl_->read.push_back(tensor); });
       return;
     }
@@ -160,6 +161,8 @@ void SavedRegion::keep(std::shared_ptr<void> emptied,
   DevicesMet met = impl_->region->frame().devices_met();
   visit_tensors([&met](const at::Tensor& value) { met.add(value); });
   kept->draws = impl_->region->frame().surroundings().since(impl_->marks, met);
+  if (const UserState* const state = impl_->region->frame().surroundings().user_state())
+    kept->states = state->states_now();
   // The region's arguments a recompute has, whatever function captured them.
   impl_->region->frame().inputs().visit_edges(
       [this](const GradientPlace& place, bool) { impl_->known.push_back(place); });

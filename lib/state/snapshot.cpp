@@ -1,6 +1,7 @@
 #include "lib/state/snapshot.h"
 
 #include <ATen/autocast_mode.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
@@ -60,7 +61,13 @@ void hide_only(c10::DispatchKeySet hidden) {
 
 }  // namespace
 
-Snapshot Snapshot::take() { return {AutocastState::now(), hidden_keys()}; }
+Snapshot Snapshot::take() {
+  return {AutocastState::now(), c10::get_default_dtype_as_scalartype(), hidden_keys()};
+}
+
+bool Snapshot::has_default_dtype() const {
+  return c10::get_default_dtype_as_scalartype() == default_dtype;
+}
 
 AmbientRestore::AmbientRestore(const Snapshot& snapshot)
     : autograd_(c10::AutogradState::get_tls_state()),

@@ -29,13 +29,23 @@ struct AutocastState {
   bool operator==(const AutocastState&) const = default;
 };
 
+/// Note [The default dtype]
+/// One for the whole process, without a lock: a recompute that set it would change what other threads compute. So it is
+/// only noted, and a recompute that finds another one is refused, once providers have restored what they restore. Of
+/// tensors that are made inside and never saved no other check would see the difference. The number of threads within
+/// an operator is not noted: where it decides how a sum is rounded, results differ by that, as they do between any two
+/// runs.
+
 /// A snapshot is what a recompute sees as forward saw it, but for its random numbers (draws; Rule
 /// 11). Taken when a region begins.
 struct Snapshot {
-  AutocastState autocast;
+  [[no_unique_address]] AutocastState autocast;
+  /// See Note [The default dtype].
+  c10::ScalarType default_dtype;
   c10::DispatchKeySet hidden;  ///< dispatch keys of autograd and lazy views that were excluded
 
   static Snapshot take();
+  bool has_default_dtype() const;
 };
 
 /// While alive the ambient state is the snapshot's; then exactly what it was before.

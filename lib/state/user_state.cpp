@@ -164,6 +164,16 @@ bool UserState::has_users_providers() const {
                      [](const auto& provider) { return is_users(*provider); });
 }
 
+std::vector<std::any> UserState::states_now() const {
+  std::vector<std::any> states;
+  states.reserve(registered_.providers.size());
+  for (const auto& provider : registered_.providers) {
+    const OutsideOfRegions outside;
+    states.push_back(provider->capture());
+  }
+  return states;
+}
+
 UserState::~UserState() = default;
 
 ObservedRecompute::ObservedRecompute(const UserState* state, const RegionInfo& region)
@@ -240,6 +250,12 @@ void UserRestore::restore(StateProvider& provider, const std::any& state) {
 UserRestore::~UserRestore() {
   undo(/*may_throw=*/false);
   while (!held_.empty()) held_.pop_back();
+}
+
+void UserRestore::move_to(const std::vector<std::any>& states) {
+  const OutsideOfRegions outside;
+  for (std::size_t i = 0; i < states.size(); ++i)
+    restore(*state_->registered().providers[i], states[i]);
 }
 
 void UserRestore::put_back() { undo(/*may_throw=*/true); }

@@ -72,6 +72,8 @@ class UserState {
   const UserRegistrations& registered() const { return registered_; }
   /// Whether it has a provider that is no module's.
   bool has_users_providers() const;
+  /// What the providers capture now, in their order. Calls user code; throws what it throws.
+  std::vector<std::any> states_now() const;
   /// Each registered CPU generator has a log.
   const std::vector<std::unique_ptr<DrawLog>>& draw_logs() const { return draw_logs_; }
 
@@ -112,6 +114,8 @@ class UserRestore {
               const std::vector<at::Tensor>& captured);
   ~UserRestore();
   UserRestore& operator=(UserRestore&&) = delete;
+  /// The providers' states become these, of the first of them: in the middle of a recompute.
+  void move_to(const std::vector<std::any>& states);
   void put_back();
   /// Another thread's recompute did not give something free in time: nothing was restored.
   bool has_failed() const { return has_failed_; }
