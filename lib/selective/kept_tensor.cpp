@@ -166,6 +166,8 @@ bool KeptTensor::is_placeholder(const at::Tensor& tensor) {
   return seam::has_storage_without_data(tensor);
 }
 
+bool KeptTensor::can_be_placeholder(const at::Tensor& tensor) { return can_be_taken_apart(tensor); }
+
 bool KeptTensor::is_placeholder_error(const std::exception& error) {
   return std::string_view(error.what()).find(placeholder_text) != std::string_view::npos;
 }

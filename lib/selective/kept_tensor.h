@@ -66,6 +66,8 @@ class KeptTensor {
   /// The forward is over. Gives out what holds data that will not be read, if a placeholder can stand for it.
   std::optional<Holders> settle(bool will_be_read);
   static bool is_placeholder(const at::Tensor& tensor);
+  /// Whether one could stand for it.
+  static bool can_be_placeholder(const at::Tensor& tensor);
   /// Whether an error says that the data of a placeholder were asked for.
   static bool is_placeholder_error(const std::exception& error);
 

@@ -43,6 +43,13 @@ bool hold_inference(c10::ArrayRef<c10::IValue> results) {
   return found;
 }
 
+bool hold_arguments(c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
+  bool found = false;
+  visit_tensors_in(results,
+                   [&](const at::Tensor& tensor) { found = found || given.contain(tensor); });
+  return found;
+}
+
 }  // namespace
 
 KeptWhere where_for(CheckpointPolicy answer) {
@@ -52,7 +59,9 @@ KeptWhere where_for(CheckpointPolicy answer) {
 }
 
 Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
-    : frame_(frame), rule_(std::move(rule)), task_at_start_(seam::graph_task_id()) {}
+    : frame_(frame), rule_(std::move(rule)), task_at_start_(seam::graph_task_id()) {
+  if (rule_ != nullptr) best_ = BestRun::begin(frame, rule_->chooser());
+}
 
 detail::HooksAround Selection::hooks() const {
   return rule_ != nullptr && rule_->options().save_through_hooks ? detail::HooksAround::All
@@ -137,6 +146,7 @@ void Selection::tensor_was_read(const at::Tensor& tensor) {
   if (record_.is_settled) return;
   std::lock_guard<SpinLock> lock(record_.mutex);
   note_read(storage_of(tensor));
+  if (best_ != nullptr) best_->hold(storage_of(tensor));
 }
 
 void Selection::slot_added(const at::Tensor& saved, int64_t position) {
@@ -144,6 +154,7 @@ void Selection::slot_added(const at::Tensor& saved, int64_t position) {
   std::lock_guard<SpinLock> lock(record_.mutex);
   note_read(storage_of(saved));
   if (rule_ == nullptr) return;
+  if (best_ != nullptr) best_->add_slot(storage_of(saved), position);
   num_inside_.fetch_add(1, std::memory_order_relaxed);
   const auto index = static_cast<std::size_t>(position);
   if (slot_sources_.size() <= index) slot_sources_.resize(index + 1);
@@ -180,6 +191,7 @@ int64_t Selection::before_inner(const c10::OperatorHandle& op,
   record_.sequence.push_back(number(op));
   record.calls.emplace_back();
   note_read(arguments);
+  if (best_ != nullptr) best_->hold(arguments);
   if (record.traits->is_mutable) note_written(op, arguments, freed);
   return static_cast<int64_t>(record.calls.size()) - 1;
 }
@@ -263,6 +275,18 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     answer = rule_->answer({op, traits.name, arguments, /*is_recompute=*/false, no_name});
     lock.lock();
   }
+  const bool is_for_choice =
+      best_ != nullptr && !is_packing && seam::graph_task_id() == task_at_start_;
+  std::size_t best_call = 0;
+  bool is_chosen = false;
+  if (is_for_choice) {
+    best_call = best_->begin_call(op, traits, arguments, is_keeping(*answer));
+    is_chosen = best_->keeps_call();
+    if (is_chosen) answer = CheckpointPolicy::PreferSave;
+    if (best_->must_let_go()) let_go_chosen(freed);
+  } else if (best_ != nullptr) {
+    best_->hold(arguments);
+  }
   const bool keeps = is_keeping(*answer) && traits.can_be_kept();
   const bool applies =
       traits.is_mutable && record_.num_kept > 0 && writes_to_kept(op, arguments, freed);
@@ -270,6 +294,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   CallRecordPtr record;
   if (keeps || may_get_name || applies) {
     record = make_record();
+    record->is_chosen = is_chosen;
     describe(arguments, *record);
   }
   const bool must_run = traits.has_side_effect(arguments);
@@ -282,20 +307,31 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (record != nullptr && traits.is_random) before = frame_.surroundings().marks();
   const StoragesOf given(arguments);
   const int64_t num_inside = num_inside_.load(std::memory_order_relaxed);
+  CallClock clock(is_for_choice ? best_.get() : nullptr, op, traits, arguments);
   try {
     op.callBoxed(&stack);
   } catch (...) {
     // Nothing was kept of it; asked again, the policy must not insist.
     lock.lock();
+    if (is_for_choice) best_->call_threw();
     if (keeps) note_let_go(n, call);
     throw;
   }
   const auto results = results_of(op, stack);
+  clock.stop(results);
   if (before)
     record->draws = std::make_unique<DrawSkips>(
         frame_.surroundings().since(*before, devices_of(*record, results)));
 
   const bool opened_regions = num_inside_.load(std::memory_order_relaxed) != num_inside;
+  if (is_for_choice && best_->is_measured()) {
+    lock.lock();
+    best_->end_call(best_call, results, given,
+                    traits.can_be_kept() && !must_run && !opened_regions &&
+                        !hold_arguments(results, given) && !hold_inference(results),
+                    clock);
+    lock.unlock();
+  }
   if (applies && opened_regions) {
     lock.lock();
     for (const ArgumentRecord& each : record->tensors)
@@ -399,6 +435,8 @@ bool Selection::may_replace(const c10::StorageImpl* storage) {
 
 void Selection::settle() {
   Freed freed;
+  const std::unique_ptr<BestRun> best = std::move(best_);
+  if (best != nullptr) best->end();
   std::lock_guard<SpinLock> lock(record_.mutex);
   // Who reads a placeholder ends the recompute with an exception, which a noexcept function lets none out.
   const bool may_have_placeholders = frame_.region().body->can_be_stopped();

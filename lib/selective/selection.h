@@ -20,6 +20,7 @@
 
 #include "lib/frame/frame.h"
 #include "lib/frame/keeper.h"
+#include "lib/selective/best_run.h"
 #include "lib/selective/kept_record.h"
 #include "lib/selective/operator_handler.h"
 #include "lib/selective/policy_rule.h"
@@ -120,6 +121,7 @@ class Selection final : public Keeper, public OperatorHandler {
   bool keep_named(const at::Tensor& value, CheckpointPolicy answer,
                   const detail::RegionScope& region);
   void let_go(const at::Tensor& value);
+  void let_go_chosen(Freed& freed);
   detail::HooksAround hooks() const;
 
   Frame& frame_;
@@ -134,6 +136,7 @@ class Selection final : public Keeper, public OperatorHandler {
   std::vector<ResultIndex> kept_results_;  // by the number that a storage's notes have
   std::vector<std::optional<ValueSources::Made>> slot_sources_;  // by position
   std::vector<ResultIndex> holding_;  // calls with results held for names
+  std::unique_ptr<BestRun> best_;     // null unless save_best chooses
 };
 
 }  // namespace remat
