@@ -482,6 +482,52 @@ TEST_CASE("a policy that is asked again does not refuse what was chosen", "[save
   CHECK(kernels.count("exp") == 2);  // and that of the plain run
 }
 
+TEST_CASE("a recorder tells what a policy decided, and why", "[save_best][recorder]") {
+  const auto f = [](const Tensor& x) {
+    return (x.detach().exp().cumsum(0).view({2, 5}).sin().view({10}) * x).sum();
+  };
+  const Tensor x = leaf({10});
+  const Policy best = save_best(told(40, {{"aten::sin.default", 2}}));
+  checkpoint(with(best), f, x);
+  const Policy listed([](const PolicyContext& call) {
+    return call.op_name == "aten::cumsum.default" ? CheckpointPolicy::MustSave
+           : call.op_name == "aten::view.default" ? CheckpointPolicy::PreferSave
+                                                  : CheckpointPolicy::MustRecompute;
+  });
+  remat::Recorder recorder;
+  checkpoint(with(best, "best"), f, x);  // is measured
+  checkpoint(with(best, "best"), f, x);
+  checkpoint(with(listed, "listed"), f, x);
+  const auto log = recorder.event_log();
+  CAPTURE(log);
+  CHECK_THAT(log, contains("region 1 recomputes aten::sin.default: PreferRecompute\n"));
+  CHECK_THAT(log, contains("region 2 keeps aten::sin.default, 40 bytes: save_best\n"));
+  CHECK_THAT(log, contains("region 3 keeps aten::cumsum.default, 40 bytes: MustSave\n"));
+  CHECK_THAT(log, contains("region 3 recomputes aten::exp.default: MustRecompute\n"));
+  CHECK_THAT(
+      log, contains("region 3 recomputes aten::view.default: PreferSave, but it returns a view\n"));
+  const remat::Report report = recorder.report();
+  REQUIRE(report.regions.size() == 2);
+  const auto decided = [](const remat::RegionReport& region, const std::string& outcome,
+                          const std::string& op) {
+    std::pair<int64_t, int64_t> calls_and_bytes{0, 0};
+    for (const remat::DecisionReport& each : region.decisions)
+      if (each.outcome == outcome && each.op == op)
+        calls_and_bytes = {calls_and_bytes.first + each.calls, calls_and_bytes.second + each.bytes};
+    return calls_and_bytes;
+  };
+  CHECK(decided(report.regions[0], "kept", "aten::sin.default") ==
+        std::pair<int64_t, int64_t>(1, 40));
+  CHECK(decided(report.regions[0], "recomputed", "aten::sin.default") ==
+        std::pair<int64_t, int64_t>(1, 0));
+  CHECK(decided(report.regions[1], "kept", "aten::cumsum.default") ==
+        std::pair<int64_t, int64_t>(1, 40));
+  CHECK_THAT(report.to_string(),
+             contains("best: kept aten::sin.default, 1 calls, 40 B: save_best"));
+  CHECK_THAT(report.to_json(), contains("\"outcome\": \"kept\", \"reason\": \"save_best\""));
+  CHECK_THAT(recorder.to_html(), contains("kept aten::sin.default"));
+}
+
 TEST_CASE("regions of real blocks' size are chosen for exactly, larger ones within a bound",
           "[save_best]") {
   // Sums of costs that are all different, so that hardly a set is as good as another.

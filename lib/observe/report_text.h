@@ -21,7 +21,9 @@ std::string name_shown(const std::string& name);
 /// As a bar is called: the region, or the way of the copy.
 std::string name_of(const DeviceBar& bar);
 /// Whether an event says how many bytes are alive.
-inline bool has_bytes(const Event& event) { return event.kind != EventKind::Operator; }
+inline bool has_bytes(const Event& event) {
+  return event.kind != EventKind::Operator && event.kind != EventKind::Decision;
+}
 
 struct ReportTable {
   std::vector<std::string> head;
@@ -29,7 +31,7 @@ struct ReportTable {
 };
 ReportTable table_of(const Report& report);
 
-/// What the table has no room for, a line each: devices, and what was alive when allocations failed.
+/// What the table has no room for, a line each: what policies decided, devices, and what was alive when allocations failed.
 std::vector<std::string> notes_of(const Report& report);
 
 /// What happened on one device: the CPU has no bars.

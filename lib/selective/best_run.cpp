@@ -77,6 +77,7 @@ BestRun::BestRun(std::shared_ptr<BestChooser> chooser, const Frame& frame, int64
     if (holds && current_ == nullptr) current_ = way.get();
     ways_.emplace_back(std::move(way), holds);
   }
+  is_measured_ = begin.is_measured;
   if (begin.is_measured) measured_ = std::make_unique<MeasuredCalls>();
 }
 

@@ -3,8 +3,8 @@
 //
 // Note [Results that are written to]
 // An operator that writes in place to what a call made is applied to the kept result, and skipped with
-// it, where LibTorch itself writes and nothing has read the result before: see
-// Note [Writing to a kept result]. Then both count as one call. What is written to otherwise would be
+// it, where LibTorch itself writes and nothing has read the result before, as the
+// text of Note [Writing to a kept result] has it. Then both count as one call. What is written to otherwise would be
 // computed again all the same, so such a call is not for choice.
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -31,7 +31,7 @@ class BestRun {
                                         const std::shared_ptr<BestChooser>& chooser);
   BestRun(std::shared_ptr<BestChooser> chooser, const Frame& frame, int64_t number);
 
-  bool is_measured() const { return measured_ != nullptr; }
+  bool is_measured() const { return is_measured_; }
   // Not for several threads at once:
   /// A call begins; returns its number. `is_kept_anyway`: by another policy.
   std::size_t begin_call(const c10::OperatorHandle& op, const OpTraits& traits,
@@ -69,6 +69,7 @@ class BestRun {
 
   const std::shared_ptr<BestChooser> chooser_;
   const Frame& frame_;
+  bool is_measured_ = false;
   /// That agree so far, the oldest first; whether they hold for this run.
   std::vector<std::pair<std::shared_ptr<const ChosenWay>, bool>> ways_;
   const ChosenWay* current_ = nullptr;

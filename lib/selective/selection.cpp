@@ -1,6 +1,10 @@
 #include "lib/selective/selection.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
+#include <string_view>
 #include <utility>
 
 #include "lib/scope/packing.h"
@@ -56,6 +60,12 @@ KeptWhere where_for(CheckpointPolicy answer) {
   if (answer == CheckpointPolicy::MustCpuOffload) return KeptWhere::OnCpu;
   return answer == CheckpointPolicy::PreferCpuOffload ? KeptWhere::OnCpuIfPossible
                                                       : KeptWhere::InPlace;
+}
+
+KeptWhere Selection::where_of(const at::Tensor& value, CheckpointPolicy answer) const {
+  const bool is_small = value.defined() && storage_of(value) != nullptr &&
+                        static_cast<int64_t>(value.nbytes()) < rule_->options().min_offload_bytes;
+  return is_small ? KeptWhere::InPlace : where_for(answer);
 }
 
 Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
@@ -219,7 +229,7 @@ bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IVal
 
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
                      CheckpointPolicy answer, const detail::RegionScope& region,
-                     detail::HooksAround hooks) {
+                     detail::HooksAround hooks) const {
   record.kept.clear();  // of an attempt that threw
   for (const c10::IValue& result : results) {
     KeptResult& kept = record.kept.emplace_back();
@@ -228,7 +238,7 @@ void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
     if (kept.is_list) kept.tensors.reserve(result.toListRef().size());
     if (kept.is_tensor || kept.is_list)
       visit_tensors_in(result, [&](const at::Tensor& tensor) {
-        kept.tensors.emplace_back(tensor, region, hooks, where_for(answer));
+        kept.tensors.emplace_back(tensor, region, hooks, where_of(tensor, answer));
       });
     else
       kept.plain = result;
@@ -275,15 +285,15 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     answer = rule_->answer({op, traits.name, arguments, /*is_recompute=*/false, no_name});
     lock.lock();
   }
-  const bool is_for_choice =
-      best_ != nullptr && !is_packing && seam::graph_task_id() == task_at_start_;
+  const std::shared_ptr<BestRun> best =
+      is_packing || seam::graph_task_id() != task_at_start_ ? nullptr : best_;
   std::size_t best_call = 0;
   bool is_chosen = false;
-  if (is_for_choice) {
-    best_call = best_->begin_call(op, traits, arguments, is_keeping(*answer));
-    is_chosen = best_->keeps_call();
+  if (best != nullptr) {
+    best_call = best->begin_call(op, traits, arguments, is_keeping(*answer));
+    is_chosen = best->keeps_call();
     if (is_chosen) answer = CheckpointPolicy::PreferSave;
-    if (best_->must_let_go()) let_go_chosen(freed);
+    if (best->must_let_go()) let_go_chosen(freed);
   } else if (best_ != nullptr) {
     best_->hold(arguments);
   }
@@ -298,6 +308,14 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     describe(arguments, *record);
   }
   const bool must_run = traits.has_side_effect(arguments);
+  // A view or a write that nobody wants to keep is not worth a line.
+  if (frame_.recorded() != nullptr && (traits.can_be_kept() || is_keeping(*answer)))
+    note_decision(n, call, *answer, is_chosen,
+                  traits.is_view      ? "returns a view"
+                  : traits.is_mutable ? "writes to an argument"
+                  : traits.is_blank   ? "makes a tensor to be filled"
+                  : must_run          ? "changes what is not its result"
+                                      : nullptr);
   // A view reads nothing; who reads the view is seen by the storage that it shares.
   if (!keeps && !applies && !traits.is_view) note_read(arguments);
   lock.unlock();
@@ -307,13 +325,13 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (record != nullptr && traits.is_random) before = frame_.surroundings().marks();
   const StoragesOf given(arguments);
   const int64_t num_inside = num_inside_.load(std::memory_order_relaxed);
-  CallClock clock(is_for_choice ? best_.get() : nullptr, op, traits, arguments);
+  CallClock clock(best.get(), op, traits, arguments);
   try {
     op.callBoxed(&stack);
   } catch (...) {
     // Nothing was kept of it; asked again, the policy must not insist.
     lock.lock();
-    if (is_for_choice) best_->call_threw();
+    if (best != nullptr && best_ != nullptr) best->call_threw();
     if (keeps) note_let_go(n, call);
     throw;
   }
@@ -324,12 +342,14 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
         frame_.surroundings().since(*before, devices_of(*record, results)));
 
   const bool opened_regions = num_inside_.load(std::memory_order_relaxed) != num_inside;
-  if (is_for_choice && best_->is_measured()) {
+  if (best != nullptr && best->is_measured()) {
     lock.lock();
-    best_->end_call(best_call, results, given,
-                    traits.can_be_kept() && !must_run && !opened_regions &&
-                        !hold_arguments(results, given) && !hold_inference(results),
-                    clock);
+    // On a thread that merely inherited the stack it may end after the region.
+    if (best_ != nullptr)
+      best->end_call(best_call, results, given,
+                     traits.can_be_kept() && !must_run && !opened_regions &&
+                         !hold_arguments(results, given) && !hold_inference(results),
+                     clock);
     lock.unlock();
   }
   if (applies && opened_regions) {
@@ -408,7 +428,37 @@ void Selection::keep_itself(const at::Tensor& value, int64_t number,
   keep_pin(number, std::move(itself));
 }
 
+void Selection::note_decision(uint32_t op, uint32_t call, CheckpointPolicy answer, bool is_chosen,
+                              const char* against) {
+  decisions_.push_back({op, call, answer, is_chosen, against});
+}
+
 void Selection::add_to(recording::RegionSums& sums) const {
+  constexpr std::array<std::string_view, 6> answers{"MustSave",       "PreferSave",
+                                                    "MustRecompute",  "PreferRecompute",
+                                                    "MustCpuOffload", "PreferCpuOffload"};
+  for (const Decision& each : decisions_) {
+    const OpRecord& op = record_.operators[each.op];
+    const CallRecord* const record = op.calls[each.call].get();
+    recording::DecidedCall decided{op.traits->name, "recomputed", {}, 0};
+    decided.reason =
+        each.is_chosen ? "save_best" : std::string(answers[static_cast<std::size_t>(each.answer)]);
+    if (record != nullptr && record->is_kept) {
+      bool is_moved = false;
+      for (const KeptResult& result : record->kept)
+        for (const KeptTensor& kept : result.tensors) {
+          decided.bytes += kept.num_bytes();
+          is_moved = is_moved || kept.is_on_cpu_instead();
+        }
+      decided.outcome = is_moved ? "moved" : "kept";
+      if (!is_keeping(each.answer)) decided.reason = "a name";
+      if (decided.bytes == 0) decided.reason += ", nobody reads it";
+    } else if (is_keeping(each.answer)) {
+      decided.reason += each.against == nullptr ? ", but it is written to, or cannot be given again"
+                                                : fmt::format(", but it {}", each.against);
+    }
+    sums.decisions.push_back(std::move(decided));
+  }
   record_.visit_kept([&](const KeptTensor& kept) {
     if (const int64_t bytes = kept.num_bytes(); bytes > 0)
       remat::add_to(sums.saved, kept.is_on_cpu_instead() ? c10::kCPU : kept.device(), bytes);
@@ -435,7 +485,11 @@ bool Selection::may_replace(const c10::StorageImpl* storage) {
 
 void Selection::settle() {
   Freed freed;
-  const std::unique_ptr<BestRun> best = std::move(best_);
+  std::shared_ptr<BestRun> best;
+  {
+    const std::lock_guard<SpinLock> lock(record_.mutex);
+    best = std::exchange(best_, nullptr);
+  }
   if (best != nullptr) best->end();
   std::lock_guard<SpinLock> lock(record_.mutex);
   // Who reads a placeholder ends the recompute with an exception, which a noexcept function lets none out.
