@@ -68,7 +68,8 @@ TEST_CASE("docs/selective.md: a policy that chooses by itself", "[readme]") {
   const auto block = [](const Tensor& x) { return x.mm(x).sin().exp(); };
   Tensor y;
   static const remat::Policy best = remat::save_best({.bytes = 8 << 20});  // for all steps
-  for (int step = 0; step < 3; ++step) y = remat::checkpoint({.name = "b", .policy = best}, block, x);
+  for (int step = 0; step < 3; ++step)
+    y = remat::checkpoint({.name = "block", .policy = best}, block, x);
   for (const remat::BestChoice& each : remat::best_choices(best))
     std::cout << each.region << " keeps " << each.kept_bytes << " bytes and spares "
               << each.saved_seconds << " seconds\n";
