@@ -37,6 +37,19 @@ bool PinnedPool::make_room(int64_t size) {
 }
 
 std::optional<PinnedBuffer> PinnedPool::take(int64_t size) {
+  bool is_short = false;
+  std::optional<PinnedBuffer> taken = take(size, is_short);
+  if (is_short) {
+    TORCH_WARN_ONCE(
+        "remat: page-locked memory of the host is short: ", size,
+        " bytes could not be had, so copies to and from the device use ordinary memory and wait. At "
+        "most a quarter of the machine's memory is page-locked. Do: move less, or give the process "
+        "a larger limit of locked memory (ulimit -l).");
+  }
+  return taken;
+}
+
+std::optional<PinnedBuffer> PinnedPool::take(int64_t size, bool& is_short) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!is_available_) return std::nullopt;
   if (const auto found = free_.lower_bound(size);
@@ -48,13 +61,16 @@ std::optional<PinnedBuffer> PinnedPool::take(int64_t size) {
   }
   const int64_t room = (size + page - 1) / page * page;
   try {
+    is_short = true;
     if (!make_room(room)) return std::nullopt;
     std::optional<PinnedBuffer> buffer(
         at::empty({room}, at::TensorOptions(at::kByte).pinned_memory(true)));
     bytes_ += room;
+    is_short = false;
     return buffer;
   } catch (const c10::OutOfMemoryError&) {
   } catch (const c10::Error&) {
+    is_short = false;
     is_available_ = false;  // this accelerator has none
   }
   return std::nullopt;

@@ -34,11 +34,13 @@ class PinnedBuffer {
 class PinnedPool {
  public:
   static PinnedPool& get();
-  /// At least so many bytes; none if there are no more, or the accelerator has no such memory.
+  /// At least so many bytes; none if there are no more, which is warned about once, or the accelerator has
+  /// no such memory.
   std::optional<PinnedBuffer> take(int64_t size);
 
  private:
   PinnedPool();
+  std::optional<PinnedBuffer> take(int64_t size, bool& is_short);
   bool make_room(int64_t size);
   friend class PinnedBuffer;
   struct Free {

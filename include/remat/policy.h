@@ -5,6 +5,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <concepts>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -68,6 +69,9 @@ struct SelectiveOptions {
   bool save_through_hooks = false;
   /// The policy is asked in the recompute too, which must not want to save what forward did not.
   bool ask_again = false;
+  /// [bytes] Results smaller than this stay where they are when the policy wants them on the CPU: a
+  /// copy each way would cost more than their memory is worth. 0: all are moved.
+  int64_t min_offload_bytes = 0;
 };
 
 /// A policy function with its options; empty means "recompute everything". Copies share the

@@ -28,6 +28,16 @@ struct Counters {
 /// Always on, any thread; each member is exact, taken one after the other.
 REMAT_API Counters counters();
 
+/// What became of calls of one operator in regions with a policy: those with the same outcome, for
+/// the same reason.
+struct DecisionReport {
+  std::string op;       ///< "aten::mm.default"
+  std::string outcome;  ///< "kept", "moved" (kept elsewhere) or "recomputed"
+  std::string reason;   ///< what the policy answered, or why that could not be
+  int64_t calls = 0;    ///< in all first runs
+  int64_t bytes = 0;    ///< [bytes] that these calls keep; results that nobody reads have none
+};
+
 /// Sums over all regions of one name that began while the recorder was alive.
 struct RegionReport {
   std::string name;   ///< `CheckpointOptions::name`, or its default; empty: regions without one
@@ -47,6 +57,7 @@ struct RegionReport {
   double device_forward_s = 0;
   /// The same of recomputes, from when their inputs were there.
   double device_recompute_s = 0;
+  std::vector<DecisionReport> decisions{};  ///< of its policy, in the order of their first call
 };
 
 /// What a recorder saw of one device of an accelerator.

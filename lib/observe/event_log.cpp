@@ -17,7 +17,7 @@ namespace remat {
 namespace {
 
 /// What the log says of an event, by kind; of its region's number, a number, a text and a depth.
-constexpr std::array<const char*, 15> lines{
+constexpr std::array<const char*, 16> lines{
     "region {0}{2} begins, depth {3}, keeps {1} bytes of inputs",
     "region {0} ends, {1} slots",
     "region {0} throws",
@@ -29,6 +29,7 @@ constexpr std::array<const char*, 15> lines{
     "region {0} fills {1}",
     "region {0} reads {1}",
     "",
+    "region {0} {2}",
     "operator {2}",
     "writes {1} bytes to a file",
     "reads {1} bytes from a file",

@@ -7,6 +7,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "hooks/copy_watch.h"
@@ -97,6 +99,21 @@ std::vector<std::shared_ptr<QueuedWork>> work_on(const std::vector<c10::Device>&
   for (const c10::Device device : devices)
     if (auto work = QueuedWork::begin(current_stream(device))) all.push_back(std::move(work));
   return all;
+}
+
+/// As the log says it: kept, moved, recomputed.
+std::string_view verb_of(std::string_view outcome) {
+  return outcome == "kept" ? "keeps" : outcome == "moved" ? "moves" : "recomputes";
+}
+
+void add(const recording::DecidedCall& call, std::vector<DecisionReport>& to) {
+  auto same = std::find_if(to.begin(), to.end(), [&](const DecisionReport& each) {
+    return each.op == call.op && each.outcome == call.outcome && each.reason == call.reason;
+  });
+  if (same == to.end())
+    same = to.insert(to.end(), {std::string(call.op), std::string(call.outcome), call.reason});
+  same->calls += 1;
+  same->bytes += call.bytes;
 }
 
 class RecordedCopies final : public CopyWatch {
@@ -209,6 +226,13 @@ void region_ends(const RegionInfo& info, RecordedFrame& recorded, const DevicesM
   int64_t saved_bytes = 0;
   for (const DeviceBytes& each : sums.saved) saved_bytes += each.bytes;
   KeptBytes::all().set_saved(recorded.kept, std::move(sums.saved));
+  for (const DecidedCall& each : sums.decisions)
+    write({.kind = EventKind::Decision,
+           .number = each.bytes,
+           .text = std::make_shared<const std::string>(fmt::format(
+               "{} {}{}: {}", verb_of(each.outcome), each.op,
+               each.bytes > 0 ? fmt::format(", {} bytes", each.bytes) : "", each.reason))},
+          &info);
   const double seconds = seconds_since(recorded.begin);
   write({.kind = EventKind::RegionEnds, .number = sums.num_slots, .text = recorded.kept.name},
         &info, recorded.begin);
@@ -217,6 +241,7 @@ void region_ends(const RegionInfo& info, RecordedFrame& recorded, const DevicesM
     region.bytes_dropped += sums.dropped_bytes;
     for (const KeptStorage& each : recorded.kept.inputs) region.bytes_inputs += each.bytes;
     region.bytes_saved += saved_bytes;
+    for (const DecidedCall& each : sums.decisions) add(each, region.decisions);
     region.offloaded += sums.offloaded;
     region.offload_fallbacks += sums.offload_fallbacks;
     region.forward_s += seconds;

@@ -51,6 +51,7 @@ enum class EventKind : uint8_t {
   Fill,
   Read,
   Memory,
+  Decision,
   Operator,
   FileWrite,
   FileRead,
@@ -179,11 +180,18 @@ std::unique_ptr<RecordedFrame> region_begins(
 /// Autograd saved a tensor in it; a recompute filled its slot; backward read it.
 void slot_event(EventKind kind, const RegionInfo& region, int64_t position,
                 const std::string& text);
+/// What became of one call under a policy, as DecisionReport says it.
+struct DecidedCall {
+  std::string_view op, outcome;  ///< live for good
+  std::string reason;
+  int64_t bytes = 0;
+};
 /// The function has returned. `dropped_bytes`: what became slots.
 struct RegionSums {
   int64_t dropped_bytes = 0, num_slots = 0, offloaded = 0, offload_fallbacks = 0;
   std::vector<DeviceBytes> saved{};
   std::vector<KeptStorage> parameters{};
+  std::vector<DecidedCall> decisions{};  ///< in the order of the calls
 };
 /// `met`: the devices of its tensors.
 void region_ends(const RegionInfo& region, RecordedFrame& recorded, const DevicesMet& met,

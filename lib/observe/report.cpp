@@ -136,6 +136,10 @@ std::vector<std::string> notes_of(const Report& report) {
         "held up by that for {:.3f} ms ({} times).",
         readable_bytes(f.bytes_written), f.write_s * 1e3, readable_bytes(f.bytes_read),
         f.read_s * 1e3, f.waited_s * 1e3, f.waits));
+  for (const RegionReport& r : report.regions)
+    for (const DecisionReport& d : r.decisions)
+      notes.push_back(fmt::format("{}: {} {}, {} calls, {}: {}", name_shown(r.name), d.outcome,
+                                  d.op, d.calls, readable_bytes(d.bytes), d.reason));
   for (const DeviceReport& d : report.devices) {
     std::string note =
         fmt::format("{}: at most {} alive at once{}", d.device.str(), readable_bytes(d.peak_bytes),
@@ -195,10 +199,19 @@ std::string Report::to_json() const {
         "\"bytes_dropped\": {}, \"bytes_inputs\": {}, \"bytes_saved\": {}, "
         "\"bytes_recompute_peak\": {}, \"offloaded\": {}, \"offload_fallbacks\": {}, "
         "\"forward_s\": {:.9f}, \"recompute_s\": {:.9f}, \"device_forward_s\": {:.9f}, "
-        "\"device_recompute_s\": {:.9f}}}",
+        "\"device_recompute_s\": {:.9f}, \"decisions\": [",
         comma, json_string(r.name), r.calls, r.recomputes, r.early_stops, r.bytes_dropped,
         r.bytes_inputs, r.bytes_saved, r.bytes_recompute_peak, r.offloaded, r.offload_fallbacks,
         r.forward_s, r.recompute_s, r.device_forward_s, r.device_recompute_s);
+    const char* inner = "";
+    for (const DecisionReport& d : r.decisions) {
+      text += fmt::format(
+          "{}\n    {{\"op\": {}, \"outcome\": {}, \"reason\": {}, \"calls\": {}, \"bytes\": {}}}",
+          inner, json_string(d.op), json_string(d.outcome), json_string(d.reason), d.calls,
+          d.bytes);
+      inner = ",";
+    }
+    text += "]}";
     comma = ",";
   }
   text += "\n], \"devices\": [";

@@ -23,7 +23,9 @@ std::string name_of(const DeviceBar& bar);
 /// As work on a file is called; null for an event of another kind.
 const char* file_work_of(const Event& event);
 /// Whether an event says how many bytes are alive.
-inline bool has_bytes(const Event& event) { return event.kind != EventKind::Operator; }
+inline bool has_bytes(const Event& event) {
+  return event.kind != EventKind::Operator && event.kind != EventKind::Decision;
+}
 
 struct ReportTable {
   std::vector<std::string> head;
@@ -31,7 +33,7 @@ struct ReportTable {
 };
 ReportTable table_of(const Report& report);
 
-/// What the table has no room for, a line each: devices, and what was alive when allocations failed.
+/// What the table has no room for, a line each: what policies decided, devices, and what was alive when allocations failed.
 std::vector<std::string> notes_of(const Report& report);
 
 /// What happened on one device: the CPU has no bars.

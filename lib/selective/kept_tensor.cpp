@@ -2,13 +2,16 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 
+#include <mutex>
 #include <string_view>
 #include <typeinfo>
 #include <utility>
 
+#include "hooks/save_on_cpu.h"
 #include "lib/base/counters.h"
 #include "lib/base/error.h"
 #include "lib/scope/saving_input.h"
@@ -38,7 +41,53 @@ bool can_be_taken_apart(const at::Tensor& value) {
          !impl.is_wrapped_number() && impl.get_backend_meta() == nullptr;
 }
 
+/// Its memory as bytes.
+at::Tensor flat_bytes_of(const at::Tensor& value) {
+  const auto keys = value.key_set() -
+                    c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  at::Tensor flat = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(value.storage()), keys,
+                                                             c10::scalarTypeToTypeMeta(at::kByte));
+  const auto size = static_cast<int64_t>(value.nbytes());
+  const int64_t stride = 1;
+  flat.unsafeGetTensorImpl()->set_sizes_and_strides(
+      c10::IntArrayRef(size), c10::IntArrayRef(stride),
+      value.storage_offset() * static_cast<int64_t>(value.element_size()));
+  return flat;
+}
+
 }  // namespace
+
+/// The memory of a tensor, on the CPU. Any thread.
+class MovedBytes {
+ public:
+  explicit MovedBytes(const at::Tensor& flat)
+      : contents_(SaveOnCpu(/*pin_memory=*/true).begin_host_store(flat)) {
+    contents_->finish_store();  // see Note [Kept values]
+  }
+  /// On the device again, in memory of its own.
+  c10::Storage load() {
+    const std::lock_guard<std::mutex> lock(turn_);
+    return contents_->finish_load().storage();
+  }
+
+ private:
+  std::mutex turn_;
+  const std::shared_ptr<HostContents> contents_;
+};
+
+// Throws if there is no memory.
+void KeptTensor::move(const at::Tensor& value, bool may_meet_hooks) {
+  const bool is_plain =
+      metadata_ && !may_meet_hooks && value.numel() > 0 && value.is_non_overlapping_and_dense();
+  if (is_plain) {
+    const at::NoGradGuard no_grad;
+    moved_ = std::make_shared<MovedBytes>(flat_bytes_of(value));
+    metadata_->offset = 0;
+  } else {
+    tensor_ = value.tensor_data().to(c10::kCPU);
+  }
+  is_copy_ = true;
+}
 
 KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
                        detail::HooksAround hooks, KeptWhere where)
@@ -55,11 +104,11 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     metadata_->layout.set_sizes(impl.sizes());
     metadata_->layout.set_strides(impl.strides());
   }
+  const bool may_meet_hooks = detail::may_meet_hooks_around(region, hooks);
   if (where != KeptWhere::InPlace && !value.is_cpu()) {
     if (can_move(value)) {
       try {
-        tensor_ = value.tensor_data().to(c10::kCPU);
-        is_copy_ = true;
+        move(value, may_meet_hooks);
       } catch (const c10::OutOfMemoryError&) {
         if (where == KeptWhere::OnCpu) throw;
       }
@@ -75,7 +124,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     counter_ = value.unsafeGetTensorImpl()->version_counter();
     version_ = counter_.current_version();
   }
-  const bool may_meet_hooks = detail::may_meet_hooks_around(region, hooks);
+  if (moved_ != nullptr) return;
   if (!is_copy_ && metadata_ && !may_meet_hooks) {
     data_ = value.storage();
     return;
@@ -146,6 +195,7 @@ at::Tensor KeptTensor::restore() const {
   // As saved_ says, too: somebody wrote to it after it was found to be unchanged.
   TORCH_CHECK(saved_ != nullptr || !is_changed(),
               "remat: a kept value was changed in place while a recompute read it");
+  if (moved_ != nullptr) return build(moved_->load());
   if (!data_) {
     const at::Tensor value = saved_ != nullptr ? saved_->unpack() : tensor_;
     return is_copy_ ? moved_back(value) : value.tensor_data();
@@ -159,12 +209,15 @@ std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
   if (!metadata_ || is_placeholder() || will_be_read || is_changed()) return std::nullopt;
   is_placeholder_ = true;
   counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
-  return Holders{std::exchange(data_, {}), std::exchange(tensor_, {}), std::move(saved_)};
+  return Holders{std::exchange(data_, {}), std::exchange(tensor_, {}), std::move(saved_),
+                 std::move(moved_)};
 }
 
 bool KeptTensor::is_placeholder(const at::Tensor& tensor) {
   return seam::has_storage_without_data(tensor);
 }
+
+bool KeptTensor::can_be_placeholder(const at::Tensor& tensor) { return can_be_taken_apart(tensor); }
 
 bool KeptTensor::is_placeholder_error(const std::exception& error) {
   return std::string_view(error.what()).find(placeholder_text) != std::string_view::npos;

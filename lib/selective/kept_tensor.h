@@ -26,10 +26,17 @@ enum class KeptWhere {
 /// counter, so that a change in place is seen. Inside another region it is saved as a region's input is:
 /// through the hooks of that region, whose forward drops it (Rule 2); through other hooks on request.
 ///
+/// What shall wait on the CPU and lies in memory without gaps is copied there beside the host's work,
+/// through page-locked memory (Note [Copies beside the work]). What the device runs next waits for
+/// the copy: whoever writes to the original, also past the dispatcher, must not reach it. In a
+/// recompute the copy back is queued beside the work as well.
+///
 /// A result that autograd never saved and no operator of a recompute will read is not worth its
 /// memory. Such a tensor becomes a placeholder: shape without data. Who reads the data of a placeholder all the
 /// same (past the dispatcher, say) meets an error, upon which the recompute is done once more with
 /// the operator run for real (Replay).
+class MovedBytes;
+
 class KeptTensor {
  public:
   KeptTensor() = default;
@@ -62,10 +69,13 @@ class KeptTensor {
     c10::Storage storage;
     at::Tensor tensor;
     std::unique_ptr<torch::autograd::SavedVariable> saved;
+    std::shared_ptr<MovedBytes> moved;
   };
   /// The forward is over. Gives out what holds data that will not be read, if a placeholder can stand for it.
   std::optional<Holders> settle(bool will_be_read);
   static bool is_placeholder(const at::Tensor& tensor);
+  /// Whether one could stand for it.
+  static bool can_be_placeholder(const at::Tensor& tensor);
   /// Whether an error says that the data of a placeholder were asked for.
   static bool is_placeholder_error(const std::exception& error);
 
@@ -78,13 +88,15 @@ class KeptTensor {
     int64_t offset = 0;
   };
   at::Tensor build(c10::Storage storage) const;
+  void move(const at::Tensor& value, bool may_meet_hooks);
   at::Tensor moved_back(const at::Tensor& copy) const;
 
-  // One of three, unless it is a placeholder. An alias costs more than its parts, which most can be taken
+  // One of four, unless it is a placeholder. An alias costs more than its parts, which most can be taken
   // into and built of again.
   c10::Storage data_;
   at::Tensor tensor_;  ///< inference and sparse tensors, copies, ...
   std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< where it may meet hooks
+  std::shared_ptr<MovedBytes> moved_;                      ///< all of its memory, on the CPU
   std::optional<Metadata> metadata_;  ///< unless it cannot be built of its parts
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;

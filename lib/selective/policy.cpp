@@ -152,6 +152,9 @@ PolicyRule::PolicyRule(Answers ops, Answer other_ops, Names names, Answer other_
   for (const auto& [name, answer] : names_) unseen_.emplace(name, true);
 }
 
+PolicyRule::PolicyRule(std::shared_ptr<BestChooser> chooser, SelectiveOptions options)
+    : options_(options), chooser_(std::move(chooser)) {}
+
 std::optional<Answer> PolicyRule::answer_to_all(const c10::OperatorHandle& op) const {
   if (fn_) return std::nullopt;
   const auto found = ops_.find(op);
@@ -193,7 +196,12 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
   const SelectiveOptions options{
       a->options_.allow_cache_entry_mutation || b->options_.allow_cache_entry_mutation,
       a->options_.save_through_hooks || b->options_.save_through_hooks,
-      a->options_.ask_again || b->options_.ask_again};
+      a->options_.ask_again || b->options_.ask_again,
+      std::max(a->options_.min_offload_bytes, b->options_.min_offload_bytes)};
+  TORCH_CHECK_VALUE(a->chooser_ == nullptr || b->chooser_ == nullptr,
+                    "remat: two policies were joined that both choose by themselves (save_best). "
+                    "Do: join save_best with policies that list what to keep.");
+  const auto& chooser = a->chooser_ != nullptr ? a->chooser_ : b->chooser_;
   if (a->fn_ || b->fn_) {
     auto both = std::make_shared<PolicyRule>(
         [a, b](const PolicyContext& question) {
@@ -202,6 +210,7 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
         options);
     both->first_ = a;
     both->second_ = b;
+    both->chooser_ = chooser;
     return both;
   }
   Answers ops;
@@ -224,9 +233,11 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
                         "in one of them.");
       names[name] = stronger(first, second);
     }
-  return std::make_shared<const PolicyRule>(std::move(ops), stronger(a->other_ops_, b->other_ops_),
-                                            std::move(names),
-                                            stronger(a->other_names_, b->other_names_), options);
+  auto joined = std::make_shared<PolicyRule>(std::move(ops), stronger(a->other_ops_, b->other_ops_),
+                                             std::move(names),
+                                             stronger(a->other_names_, b->other_names_), options);
+  joined->chooser_ = chooser;
+  return joined;
 }
 
 Policy::Policy() = default;

@@ -14,6 +14,8 @@
 
 namespace remat {
 
+class BestChooser;
+
 inline bool is_keeping(CheckpointPolicy answer) {
   return answer != CheckpointPolicy::MustRecompute && answer != CheckpointPolicy::PreferRecompute;
 }
@@ -31,6 +33,8 @@ class PolicyRule {
   PolicyRule(PolicyFn fn, SelectiveOptions options);
   PolicyRule(Answers ops, CheckpointPolicy other_ops, Names names, CheckpointPolicy other_names,
              SelectiveOptions options);
+  /// Keeps what it chooses, and nothing else.
+  PolicyRule(std::shared_ptr<BestChooser> chooser, SelectiveOptions options);
   static Policy policy(std::shared_ptr<const PolicyRule> rule) { return Policy(std::move(rule)); }
   static const std::shared_ptr<const PolicyRule>& of(const Policy& policy) { return policy.rule_; }
   static std::shared_ptr<const PolicyRule> either(std::shared_ptr<const PolicyRule> a,
@@ -42,6 +46,8 @@ class PolicyRule {
   CheckpointPolicy answer(const PolicyContext& question) const;
 
   const SelectiveOptions& options() const { return options_; }
+  /// Chooses beside the answers; may be null.
+  const std::shared_ptr<BestChooser>& chooser() const { return chooser_; }
   /// Whether a name can make a difference: what is needed for that is noted of every call then.
   bool looks_at_names() const { return fn_ || !names_.empty(); }
   void see(const std::string& name) const;
@@ -57,6 +63,7 @@ class PolicyRule {
   const SelectiveOptions options_;
   /// A union with a function has two: names are seen by both.
   std::shared_ptr<const PolicyRule> first_, second_;
+  std::shared_ptr<BestChooser> chooser_;
   mutable std::mutex mutex_;  // guards what follows
   mutable std::map<std::string, bool> unseen_;
   mutable bool has_warned_ = false;

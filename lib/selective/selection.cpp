@@ -1,6 +1,10 @@
 #include "lib/selective/selection.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
+#include <string_view>
 #include <utility>
 
 #include "lib/scope/packing.h"
@@ -43,6 +47,13 @@ bool hold_inference(c10::ArrayRef<c10::IValue> results) {
   return found;
 }
 
+bool hold_arguments(c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
+  bool found = false;
+  visit_tensors_in(results,
+                   [&](const at::Tensor& tensor) { found = found || given.contain(tensor); });
+  return found;
+}
+
 }  // namespace
 
 KeptWhere where_for(CheckpointPolicy answer) {
@@ -51,8 +62,16 @@ KeptWhere where_for(CheckpointPolicy answer) {
                                                       : KeptWhere::InPlace;
 }
 
+KeptWhere Selection::where_of(const at::Tensor& value, CheckpointPolicy answer) const {
+  const bool is_small = value.defined() && storage_of(value) != nullptr &&
+                        static_cast<int64_t>(value.nbytes()) < rule_->options().min_offload_bytes;
+  return is_small ? KeptWhere::InPlace : where_for(answer);
+}
+
 Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
-    : frame_(frame), rule_(std::move(rule)), task_at_start_(seam::graph_task_id()) {}
+    : frame_(frame), rule_(std::move(rule)), task_at_start_(seam::graph_task_id()) {
+  if (rule_ != nullptr) best_ = BestRun::begin(frame, rule_->chooser());
+}
 
 detail::HooksAround Selection::hooks() const {
   return rule_ != nullptr && rule_->options().save_through_hooks ? detail::HooksAround::All
@@ -137,6 +156,7 @@ void Selection::tensor_was_read(const at::Tensor& tensor) {
   if (record_.is_settled) return;
   std::lock_guard<SpinLock> lock(record_.mutex);
   note_read(storage_of(tensor));
+  if (best_ != nullptr) best_->hold(storage_of(tensor));
 }
 
 void Selection::slot_added(const at::Tensor& saved, int64_t position) {
@@ -144,6 +164,7 @@ void Selection::slot_added(const at::Tensor& saved, int64_t position) {
   std::lock_guard<SpinLock> lock(record_.mutex);
   note_read(storage_of(saved));
   if (rule_ == nullptr) return;
+  if (best_ != nullptr) best_->add_slot(storage_of(saved), position);
   num_inside_.fetch_add(1, std::memory_order_relaxed);
   const auto index = static_cast<std::size_t>(position);
   if (slot_sources_.size() <= index) slot_sources_.resize(index + 1);
@@ -180,6 +201,7 @@ int64_t Selection::before_inner(const c10::OperatorHandle& op,
   record_.sequence.push_back(number(op));
   record.calls.emplace_back();
   note_read(arguments);
+  if (best_ != nullptr) best_->hold(arguments);
   if (record.traits->is_mutable) note_written(op, arguments, freed);
   return static_cast<int64_t>(record.calls.size()) - 1;
 }
@@ -207,7 +229,7 @@ bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IVal
 
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
                      CheckpointPolicy answer, const detail::RegionScope& region,
-                     detail::HooksAround hooks) {
+                     detail::HooksAround hooks) const {
   record.kept.clear();  // of an attempt that threw
   for (const c10::IValue& result : results) {
     KeptResult& kept = record.kept.emplace_back();
@@ -216,7 +238,7 @@ void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
     if (kept.is_list) kept.tensors.reserve(result.toListRef().size());
     if (kept.is_tensor || kept.is_list)
       visit_tensors_in(result, [&](const at::Tensor& tensor) {
-        kept.tensors.emplace_back(tensor, region, hooks, where_for(answer));
+        kept.tensors.emplace_back(tensor, region, hooks, where_of(tensor, answer));
       });
     else
       kept.plain = result;
@@ -263,6 +285,18 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
     answer = rule_->answer({op, traits.name, arguments, /*is_recompute=*/false, no_name});
     lock.lock();
   }
+  const std::shared_ptr<BestRun> best =
+      is_packing || seam::graph_task_id() != task_at_start_ ? nullptr : best_;
+  std::size_t best_call = 0;
+  bool is_chosen = false;
+  if (best != nullptr) {
+    best_call = best->begin_call(op, traits, arguments, is_keeping(*answer));
+    is_chosen = best->keeps_call();
+    if (is_chosen) answer = CheckpointPolicy::PreferSave;
+    if (best->must_let_go()) let_go_chosen(freed);
+  } else if (best_ != nullptr) {
+    best_->hold(arguments);
+  }
   const bool keeps = is_keeping(*answer) && traits.can_be_kept();
   const bool applies =
       traits.is_mutable && record_.num_kept > 0 && writes_to_kept(op, arguments, freed);
@@ -270,9 +304,18 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   CallRecordPtr record;
   if (keeps || may_get_name || applies) {
     record = make_record();
+    record->is_chosen = is_chosen;
     describe(arguments, *record);
   }
   const bool must_run = traits.has_side_effect(arguments);
+  // A view or a write that nobody wants to keep is not worth a line.
+  if (frame_.recorded() != nullptr && (traits.can_be_kept() || is_keeping(*answer)))
+    note_decision(n, call, *answer, is_chosen,
+                  traits.is_view      ? "returns a view"
+                  : traits.is_mutable ? "writes to an argument"
+                  : traits.is_blank   ? "makes a tensor to be filled"
+                  : must_run          ? "changes what is not its result"
+                                      : nullptr);
   // A view reads nothing; who reads the view is seen by the storage that it shares.
   if (!keeps && !applies && !traits.is_view) note_read(arguments);
   lock.unlock();
@@ -282,20 +325,33 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (record != nullptr && traits.is_random) before = frame_.surroundings().marks();
   const StoragesOf given(arguments);
   const int64_t num_inside = num_inside_.load(std::memory_order_relaxed);
+  CallClock clock(best.get(), op, traits, arguments);
   try {
     op.callBoxed(&stack);
   } catch (...) {
     // Nothing was kept of it; asked again, the policy must not insist.
     lock.lock();
+    if (best != nullptr && best_ != nullptr) best->call_threw();
     if (keeps) note_let_go(n, call);
     throw;
   }
   const auto results = results_of(op, stack);
+  clock.stop(results);
   if (before)
     record->draws = std::make_unique<DrawSkips>(
         frame_.surroundings().since(*before, devices_of(*record, results)));
 
   const bool opened_regions = num_inside_.load(std::memory_order_relaxed) != num_inside;
+  if (best != nullptr && best->is_measured()) {
+    lock.lock();
+    // On a thread that merely inherited the stack it may end after the region.
+    if (best_ != nullptr)
+      best->end_call(best_call, results, given,
+                     traits.can_be_kept() && !must_run && !opened_regions &&
+                         !hold_arguments(results, given) && !hold_inference(results),
+                     clock);
+    lock.unlock();
+  }
   if (applies && opened_regions) {
     lock.lock();
     for (const ArgumentRecord& each : record->tensors)
@@ -372,7 +428,37 @@ void Selection::keep_itself(const at::Tensor& value, int64_t number,
   keep_pin(number, std::move(itself));
 }
 
+void Selection::note_decision(uint32_t op, uint32_t call, CheckpointPolicy answer, bool is_chosen,
+                              const char* against) {
+  decisions_.push_back({op, call, answer, is_chosen, against});
+}
+
 void Selection::add_to(recording::RegionSums& sums) const {
+  constexpr std::array<std::string_view, 6> answers{"MustSave",       "PreferSave",
+                                                    "MustRecompute",  "PreferRecompute",
+                                                    "MustCpuOffload", "PreferCpuOffload"};
+  for (const Decision& each : decisions_) {
+    const OpRecord& op = record_.operators[each.op];
+    const CallRecord* const record = op.calls[each.call].get();
+    recording::DecidedCall decided{op.traits->name, "recomputed", {}, 0};
+    decided.reason =
+        each.is_chosen ? "save_best" : std::string(answers[static_cast<std::size_t>(each.answer)]);
+    if (record != nullptr && record->is_kept) {
+      bool is_moved = false;
+      for (const KeptResult& result : record->kept)
+        for (const KeptTensor& kept : result.tensors) {
+          decided.bytes += kept.num_bytes();
+          is_moved = is_moved || kept.is_on_cpu_instead();
+        }
+      decided.outcome = is_moved ? "moved" : "kept";
+      if (!is_keeping(each.answer)) decided.reason = "a name";
+      if (decided.bytes == 0) decided.reason += ", nobody reads it";
+    } else if (is_keeping(each.answer)) {
+      decided.reason += each.against == nullptr ? ", but it is written to, or cannot be given again"
+                                                : fmt::format(", but it {}", each.against);
+    }
+    sums.decisions.push_back(std::move(decided));
+  }
   record_.visit_kept([&](const KeptTensor& kept) {
     if (const int64_t bytes = kept.num_bytes(); bytes > 0)
       remat::add_to(sums.saved, kept.is_on_cpu_instead() ? c10::kCPU : kept.device(), bytes);
@@ -399,6 +485,12 @@ bool Selection::may_replace(const c10::StorageImpl* storage) {
 
 void Selection::settle() {
   Freed freed;
+  std::shared_ptr<BestRun> best;
+  {
+    const std::lock_guard<SpinLock> lock(record_.mutex);
+    best = std::exchange(best_, nullptr);
+  }
+  if (best != nullptr) best->end();
   std::lock_guard<SpinLock> lock(record_.mutex);
   // Who reads a placeholder ends the recompute with an exception, which a noexcept function lets none out.
   const bool may_have_placeholders = frame_.region().body->can_be_stopped();

@@ -20,6 +20,7 @@
 
 #include "lib/frame/frame.h"
 #include "lib/frame/keeper.h"
+#include "lib/selective/best_run.h"
 #include "lib/selective/kept_record.h"
 #include "lib/selective/operator_handler.h"
 #include "lib/selective/policy_rule.h"
@@ -104,8 +105,8 @@ class Selection final : public Keeper, public OperatorHandler {
   void note_results(const OpRecord& op, uint32_t number, uint32_t call,
                     c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
   bool returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const;
-  static void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
-                   const detail::RegionScope& region, detail::HooksAround hooks);
+  void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
+            const detail::RegionScope& region, detail::HooksAround hooks) const;
   void add_places(uint32_t op, uint32_t call, const CallRecord& record);
   /// A call was to be kept, and is not.
   void note_let_go(uint32_t op, uint32_t call);
@@ -120,6 +121,10 @@ class Selection final : public Keeper, public OperatorHandler {
   bool keep_named(const at::Tensor& value, CheckpointPolicy answer,
                   const detail::RegionScope& region);
   void let_go(const at::Tensor& value);
+  void let_go_chosen(Freed& freed);
+  KeptWhere where_of(const at::Tensor& value, CheckpointPolicy answer) const;
+  void note_decision(uint32_t op, uint32_t call, CheckpointPolicy answer, bool is_chosen,
+                     const char* against);
   detail::HooksAround hooks() const;
 
   Frame& frame_;
@@ -134,6 +139,15 @@ class Selection final : public Keeper, public OperatorHandler {
   std::vector<ResultIndex> kept_results_;  // by the number that a storage's notes have
   std::vector<std::optional<ValueSources::Made>> slot_sources_;  // by position
   std::vector<ResultIndex> holding_;  // calls with results held for names
+  std::shared_ptr<BestRun> best_;     // null unless save_best chooses
+  /// What was answered, and why that could not be; null: it could. Of a region that is recorded.
+  struct Decision {
+    uint32_t op, call;
+    CheckpointPolicy answer;
+    bool is_chosen;
+    const char* against;
+  };
+  std::vector<Decision> decisions_;
 };
 
 }  // namespace remat

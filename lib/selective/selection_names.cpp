@@ -66,7 +66,7 @@ void Selection::name(const at::Tensor& value, const std::string& name,
       rule_->answer({op, "remat::checkpoint_name", arguments, /*is_recompute=*/false, name});
   if (answer == CheckpointPolicy::MustRecompute) return let_go(value);
   if (!is_keeping(answer) || keep_named(value, answer, region)) return;
-  keep_itself(value, number, region, where_for(answer), /*is_name=*/true);
+  keep_itself(value, number, region, where_of(value, answer), /*is_name=*/true);
 }
 
 void Selection::hold_for_name(const ResultIndex& call, CallRecord& record,

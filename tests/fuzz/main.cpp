@@ -3,7 +3,8 @@
 //   fuzz --seeds A:B               the programs of the seeds in [A, B)
 //   fuzz --seconds N [--from A]    the programs from A (default 0) on, for N seconds
 //   fuzz --seed S [--print]        one program; with --print its text and nothing is run
-// With --selective the programs have policies, names, pin and save_region too; with --arguments they do more
+// With --selective the programs have policies, names, pin and save_region too, with --best also policies that choose
+// by themselves; with --arguments they do more
 // with what regions are given: write to it, look at what it has beside its values, hang hooks on it, give it other
 // storages. With --copies most regions keep copies of their arguments. With --device cuda they run there. A finding is shrunk (on the CPU) and printed, and the exit status is 1.
 // With --first the first finding ends the run, and only its seed and kind are printed. The last line is always
@@ -110,7 +111,7 @@ bool agrees(uint64_t seed, bool shrinks) {
 
 int usage() {
   std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
-               "     [--arguments] [--copies] [--first] [--device cuda]\n";
+               "     [--best] [--arguments] [--copies] [--first] [--device cuda]\n";
   return 2;
 }
 
@@ -128,6 +129,10 @@ int main(int argc, char** argv) {
     }
     if (name == "--selective") {
       topics.selective = true;
+      continue;
+    }
+    if (name == "--best") {
+      topics.selective = topics.best = true;
       continue;
     }
     if (name == "--arguments") {

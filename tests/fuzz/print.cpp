@@ -53,8 +53,9 @@ std::string options_text(const RegionSpec& r) {
   if (r.named) text += ", named";
   if (r.policy.kind != PolicySpec::Kind::None) {
     static constexpr const char* kinds[] = {
-        "nothing", "everything",    "operators",       "offloaded operators", "function",
-        "names",   "all but names", "offloaded names", "operators | names"};
+        "nothing",           "everything", "operators",     "offloaded operators",
+        "function",          "names",      "all but names", "offloaded names",
+        "operators | names", "",           "the best"};
     text += std::string(", keeps ") + kinds[static_cast<int>(r.policy.kind)] + " " +
             std::to_string(r.policy.salt);
     if (r.policy.allows_mutation) text += " (allow_cache_entry_mutation)";

@@ -90,7 +90,8 @@ struct PolicySpec {
     AllButNames,
     OffloadNames,
     Union,  ///< of operators and names
-    Count
+    Count,  ///< of those that are drawn
+    Best    ///< save_best, in programs with `Topics::best`
   };
   Kind kind = Kind::None;
   uint64_t salt = 0;
@@ -192,6 +193,7 @@ struct Contents {
       policies = false,         ///< under which operators are seen
       keeps_unchanged = false,  ///< what must not be changed: by a policy, pin or save_region
       stretches = false;
+  bool chooses = false;  ///< a policy that goes by earlier runs
   int regions = 0, statements = 0, depth = 0;
 };
 Contents contents(const Block& block);
@@ -204,6 +206,7 @@ struct Topics {
   bool arguments = false;
   /// Regions keep copies of their arguments.
   bool copies = false;
+  bool best = false;  ///< half of the policies choose by themselves
 };
 Program generate(uint64_t seed, Topics topics);
 std::string to_text(const Program& program);
