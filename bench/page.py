@@ -59,6 +59,8 @@ SECTIONS = (
     ("offload", "What does it cost to keep tensors elsewhere?", "Time added per saved byte, by guard."),
     ("tiers", "Is moving better than recomputing?",
      "Steps with the same peak: what is saved waits in a file, or is computed again. `waited`: for the file, of the step."),
+    ("plan_keeping", "What do plans gain that may keep results?",
+     "The same budgets for plans whose regions only recompute, and for plans whose regions may keep results of operator calls."),
     ("plan_curve", "How long does planning take?", "The frontier of time and memory for all budgets at once."),
 )
 

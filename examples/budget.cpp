@@ -1,7 +1,7 @@
-// Trains a deep transformer under a byte budget: measures it, finds the fastest plan that fits, and
-// trains with a memory limit of exactly that budget.
+// Trains a deep transformer under a byte budget: fits it, which measures it and finds the fastest plan
+// that keeps the budget, and trains with a memory limit of exactly that budget.
 //
-// It prints what was measured, the plans that people write by hand (no regions, every block,
+// It prints what was measured and chosen, the plans that people write by hand (no regions, every block,
 // checkpoint_sequential) beside the planner's, each with its predicted and its measured peak and
 // time; draws the whole frontier of memory and time with them; and then trains a few steps under
 // the limit, beyond which an allocation fails.
@@ -100,17 +100,19 @@ struct Candidate {
 
 // Forward and backward; the same dropout each time.
 double step(CharTransformer& model, const std::vector<remat::Stage>& stages,
-            const remat::Plan& plan, const torch::Tensor& ids, const Target& target) {
+            const remat::Plan& plan, const std::vector<remat::Policy>& policies,
+            const torch::Tensor& ids, const Target& target) {
   torch::manual_seed(kSeed);
   model->zero_grad(/*set_to_none=*/false);
   const auto start = std::chrono::steady_clock::now();
-  remat::run(plan, stages, ids).backward();
+  remat::run(plan, stages, ids, {}, policies).backward();
   target.wait();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-std::vector<Candidate> candidates(const remat::ChainCost& cost, const remat::Frontier& frontier,
-                                  int64_t blocks, int64_t budget) {
+std::vector<Candidate> candidates(const remat::Fitted& fitted, int64_t blocks) {
+  const remat::ChainCost cost = fitted.cost();
+  const remat::Frontier frontier = fitted.frontier();
   const auto stages = static_cast<int64_t>(cost.stages.size());
   // Plans of the blocks alone, moved behind the embedding.
   const auto around_blocks = [&](const remat::Plan& plan) {
@@ -133,22 +135,22 @@ std::vector<Candidate> candidates(const remat::ChainCost& cost, const remat::Fro
   for (const int64_t segments : {4, 5, 6})
     add("sequential " + std::to_string(segments),
         around_blocks(remat::torch_sequential_plan(blocks, segments)));
-  add("for the budget", frontier.plan(budget));
+  add("for the budget", fitted.plan());
   return all;
 }
 
 // Runs each plan in turn; whether all gradients are those of the first one, bit by bit.
 bool execute(std::vector<Candidate>& plans, CharTransformer& model,
-             const std::vector<remat::Stage>& stages, const torch::Tensor& ids, int64_t repeats,
-             const Target& target) {
+             const std::vector<remat::Stage>& stages, const std::vector<remat::Policy>& policies,
+             const torch::Tensor& ids, int64_t repeats, const Target& target) {
   remat::MemoryMeter meter(target.device);
   std::vector<torch::Tensor> plain;
   bool equal = true;
   for (Candidate& each : plans) {
-    step(model, stages, each.plan, ids, target);
+    step(model, stages, each.plan, policies, ids, target);
     meter.reset_peak();
     const int64_t before = meter.live_bytes();
-    step(model, stages, each.plan, ids, target);
+    step(model, stages, each.plan, policies, ids, target);
     each.peak_bytes = meter.peak_bytes() - before;
     const std::vector<torch::Tensor> parameters = model->parameters();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -160,7 +162,7 @@ bool execute(std::vector<Candidate>& plans, CharTransformer& model,
   }
   for (int64_t i = 0; i < repeats; ++i)
     for (Candidate& each : plans)
-      each.seconds.push_back(step(model, stages, each.plan, ids, target));
+      each.seconds.push_back(step(model, stages, each.plan, policies, ids, target));
   return equal;
 }
 
@@ -198,10 +200,20 @@ void draw(const remat::Frontier& frontier, const std::vector<Candidate>& plans,
       .write(path);
 }
 
+// The peak of what `work` allocates, beyond what there was before.
+template <class Work>
+int64_t peak_of(const Work& work, const torch::Device& device) {
+  work();  // a first run allocates what stays
+  remat::MemoryMeter meter(device);
+  const int64_t before = meter.live_bytes();
+  meter.reset_peak();
+  work();
+  return meter.peak_bytes() - before;
+}
+
 // A few steps of training; false if an allocation did not fit under the limit.
-bool trains(const std::vector<remat::Stage>& stages, torch::Tensor& targets,
-            const remat::Plan& plan, const Text& text, const Options& options,
-            torch::optim::Adam& optimizer, int64_t budget) {
+bool trains(const remat::Stage& loss_of, torch::Tensor& targets, const Text& text,
+            const Options& options, torch::optim::Adam& optimizer, int64_t budget) {
   std::mt19937 random(kSeed);
   try {
     for (int64_t i = 0; i < options.steps; ++i) {
@@ -213,7 +225,7 @@ bool trains(const std::vector<remat::Stage>& stages, torch::Tensor& targets,
         const torch::Device device = options.target.device;
         const remat::MemoryLimitGuard limit(remat::MemoryMeter(device).live_bytes() + budget,
                                             device);
-        const torch::Tensor result = remat::run(plan, stages, batch.inputs);
+        const torch::Tensor result = loss_of(batch.inputs);
         loss = result.item<double>();
         result.backward();
       }
@@ -253,14 +265,18 @@ int run(const Options& options) {
       return stage(x);
     };
 
-  // The whole of planning: measure, solve, choose.
-  const remat::ChainCost cost = remat::measure(stages, batch.inputs);
-  const remat::Frontier frontier = remat::solve(cost);
-  const int64_t keep_all = frontier.points().back().bytes;
-  const int64_t budget = options.takes_free  ? remat::free_budget(cost, options.target.device)
-                         : options.budget_mb ? std::llround(*options.budget_mb * 1e6)
-                                             : keep_all / 4;
-  const remat::Plan plan = frontier.plan(budget);
+  // What a step takes without regions, run once.
+  const remat::Plan none(static_cast<int64_t>(stages.size()));
+  const int64_t keep_all = peak_of(
+      [&] { step(model, stages, none, {}, batch.inputs, options.target); }, options.target.device);
+  int64_t budget = options.budget_mb ? std::llround(*options.budget_mb * 1e6) : keep_all / 4;
+  if (options.takes_free)
+    budget = remat::free_budget(remat::measure(stages, batch.inputs), options.target.device);
+
+  // The whole of planning: measure, solve, choose, see that it fits.
+  const remat::Fitted fitted = remat::fit(stages, batch.inputs, budget);
+  const remat::ChainCost cost = fitted.cost();
+  const remat::Frontier frontier = fitted.frontier();
 
   double plain_seconds = 0;
   for (const remat::StageCost& each : cost.stages)
@@ -278,11 +294,12 @@ int run(const Options& options) {
               megabytes(block.saved_bytes));
   std::printf("Frontier: %zu plans, from %.2f MB to %.2f MB.\n", frontier.points().size(),
               megabytes(frontier.points().front().bytes), megabytes(keep_all));
-  std::printf("Budget %.2f MB: %s\n", megabytes(budget), plan.to_string().c_str());
+  std::printf("Budget %.2f MB:\n\n%s", megabytes(budget), fitted.table().c_str());
   std::fflush(stdout);
 
-  std::vector<Candidate> plans = candidates(cost, frontier, shape.blocks, budget);
-  const bool equal = execute(plans, model, stages, batch.inputs, options.repeats, options.target);
+  std::vector<Candidate> plans = candidates(fitted, shape.blocks);
+  const bool equal = execute(plans, model, stages, fitted.policies(), batch.inputs, options.repeats,
+                             options.target);
   const bool is_exact = print_table(plans, plain_seconds);
   const bool must_equal = options.target.is_reproducible();
   std::printf("Gradients of all plans: %s.\n",
@@ -299,13 +316,15 @@ int run(const Options& options) {
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
   optimizer.step();
   std::printf("Training with a limit of %.2f MB over what is alive:\n", megabytes(budget));
-  const bool fits = trains(stages, targets, plan, text, options, optimizer, budget);
+  const bool fits = trains(fitted, targets, text, options, optimizer, budget);
   if (!fits) std::printf("FAILED: the plan does not keep its budget.\n");
   bool plain_fits = false;
   if (budget < keep_all) {
     std::printf("The same without regions:\n");
-    const remat::Plan none(static_cast<int64_t>(stages.size()));
-    plain_fits = trains(stages, targets, none, text, options, optimizer, budget);
+    const remat::Stage without = [&](const torch::Tensor& x) {
+      return remat::run(none, stages, x);
+    };
+    plain_fits = trains(without, targets, text, options, optimizer, budget);
     if (plain_fits) std::printf("FAILED: that should not fit.\n");
   }
   return (equal || !must_equal) && is_exact && fits && !plain_fits ? 0 : 1;

@@ -178,11 +178,15 @@ TEST_CASE("fit sees what stages' costs do not say", "[fit]") {
     kept->clear();
     return chain.peak([&] { return fitted(x); });
   };
-  FitOptions unverified = quick;
+  // A policy's bytes are measured as a whole, with what is left behind.
+  FitOptions verified = quick;
+  verified.keeps_results = false;
+  FitOptions unverified = verified;
   unverified.verify = false;
   const auto points = fit(stages, x, 1 << 30, unverified).frontier().points();
   const int64_t budget = points[points.size() / 2].bytes + 1000;
-  const Fitted trusted = fit(stages, x, budget, unverified), tried = fit(stages, x, budget, quick);
+  const Fitted trusted = fit(stages, x, budget, unverified),
+               tried = fit(stages, x, budget, verified);
   CHECK(peak(trusted) > trusted.predicted().peak_bytes + 1000);
   CHECK(*tried.measured_peak() > tried.predicted().peak_bytes + 1000);
   CHECK(peak(tried) <= budget);
@@ -214,6 +218,44 @@ TEST_CASE("a table and a picture say what was chosen", "[fit]") {
   CHECK(picture.rfind("<svg", 0) == 0);
   CHECK_THAT(picture, contains("budget"));
   CHECK_THAT(picture, contains("<circle"));
+}
+
+TEST_CASE("fit keeps results where that is faster, says so, and finds it again in its file",
+          "[fit]") {
+  const remat::MemoryMeter meter;
+  const Folder folder;
+  const Chain chain(8, 128);
+  const Tensor x = at::randn({32, 128});
+  FitOptions options{.measure = {.warmup = 1, .repeats = 5}};
+  options.measurements = folder.path() + "/measurements";
+  const int64_t plain_peak = chain.peak([&] { return chain.plain(x); });
+  const int64_t budget = plain_peak * 3 / 4;
+  const Fitted fitted = fit(chain.stages, x, budget, options);
+  // What is chosen depends on times; what is possible does not.
+  const remat::ChainCost cost = fitted.cost();
+  for (std::size_t i = 0; i + 1 < cost.stages.size(); ++i)
+    REQUIRE_FALSE(cost.stages[i].keeping.empty());
+  CHECK(fitted.policies().size() == remat::policies_to_try().size());
+  CHECK(chain.peak([&] { return fitted(x); }) <= budget);
+  require_bit_equal(chain.gradients(fitted(x)), chain.gradients(chain.plain(x)));
+  const std::string table = fitted.table();
+  for (const remat::PlanRegion& region : fitted.plan().regions())
+    CHECK_THAT(table, contains(region.policy == 0 ? std::string("   recomputed")
+                                                  : " kept, the rest recomputed (policy " +
+                                                        std::to_string(region.policy) + ")"));
+  CHECK_THAT(table, contains("   kept\n"));  // the loss
+  const Fitted again = fit(chain.stages, x, budget, options);
+  CHECK_FALSE(again.was_measured());
+  CHECK(again.table() == table);
+  REQUIRE(again.cost().stages[0].keeping.size() == cost.stages[0].keeping.size());
+  CHECK(again.cost().stages[0].keeping[0].kept_bytes == cost.stages[0].keeping[0].kept_bytes);
+  // Without is measured on its own.
+  options.keeps_results = false;
+  const Fitted without = fit(chain.stages, x, budget, options);
+  CHECK(without.was_measured());
+  CHECK(without.policies().empty());
+  CHECK(without.cost().stages[0].keeping.empty());
+  CHECK(without.plan().policies() == 0);
 }
 
 TEST_CASE("README: one call for a budget", "[fit][readme]") {

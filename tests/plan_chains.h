@@ -36,6 +36,31 @@ inline std::vector<Plan> plans_of(int64_t stages, bool is_canonical) {
 inline std::vector<Plan> canonical_plans(int64_t stages) { return plans_of(stages, true); }
 inline std::vector<Plan> all_plans(int64_t stages) { return plans_of(stages, false); }
 
+/// All canonical plans of a chain, with every choice of the policies that its stages have costs of.
+inline std::vector<Plan> plans_keeping(const ChainCost& cost) {
+  const auto stages = static_cast<int64_t>(cost.stages.size());
+  std::vector<std::vector<PlanRegion>> lists;
+  for (const Plan& plan : canonical_plans(stages)) lists.push_back(plan.regions());
+  for (int64_t stage = 1; stage <= stages; ++stage)
+    for (std::size_t i = 0, end = lists.size(); i < end; ++i)
+      for (std::size_t region = 0; region < lists[i].size(); ++region) {
+        const std::vector<PlanRegion>& list = lists[i];
+        if (list[region] != PlanRegion{stage, stage}) continue;
+        int64_t around = 0;  // it and those around or in it
+        for (const PlanRegion& each : list)
+          around += each.first <= stage && each.last >= stage ? 1 : 0;
+        if (around > 1) continue;
+        for (const KeepingCost& keeping :
+             cost.stages[static_cast<std::size_t>(stage - 1)].keeping) {
+          lists.push_back(lists[i]);
+          lists.back()[region].policy = keeping.policy;
+        }
+      }
+  std::vector<Plan> plans;
+  for (auto& list : lists) plans.emplace_back(stages, std::move(list));
+  return plans;
+}
+
 /// Equal stages of one second that save nothing but input and output, all of one byte, and a loss
 /// that costs nothing.
 inline ChainCost unit_chain(int64_t stages) {

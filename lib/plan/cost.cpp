@@ -1,5 +1,6 @@
 #include "lib/plan/cost.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -63,7 +64,21 @@ void check(const ChainCost& cost, const SolveOptions& options) {
     bytes.add("grad_bytes", stage.grad_bytes, number);
     if (stage.unsaved_tmp_bytes >= 0)
       bytes.add("unsaved_tmp_bytes", stage.unsaved_tmp_bytes, number);
-    seconds += stage.forward_s + options.frame_cost_s;
+    double longest_s = 0;
+    for (const KeepingCost& each : stage.keeping) {
+      check_seconds("extra_s of a policy", each.extra_s, number);
+      TORCH_CHECK_VALUE(each.policy >= 1, "remat::plan: a policy of stage ", number,
+                        " must have a number from 1 on, got ", each.policy, ".");
+      TORCH_CHECK_VALUE(each.backward_bytes >= each.kept_bytes,
+                        "remat::plan: backward_bytes of policy ", each.policy, " of stage ", number,
+                        " must be at least its kept_bytes of ", each.kept_bytes, ", got ",
+                        each.backward_bytes, ".");
+      bytes.add("kept_bytes of a policy", each.kept_bytes, number);
+      bytes.add("forward_tmp_bytes of a policy", each.forward_tmp_bytes, number);
+      bytes.add("backward_bytes of a policy", each.backward_bytes, number);
+      longest_s = std::max(longest_s, each.extra_s);
+    }
+    seconds += stage.forward_s + longest_s + options.frame_cost_s;
   }
   // Every stage may be called once more for every stage behind it.
   const auto stages = static_cast<double>(cost.stages.size());
@@ -72,6 +87,13 @@ void check(const ChainCost& cost, const SolveOptions& options) {
       "remat::plan: the seconds of the chain add up to more than a double holds, with "
       "forward_s of all stages and frame_cost_s = ",
       options.frame_cost_s, ".");
+}
+
+const KeepingCost* keeping_with(const StageCost& stage, int64_t policy) {
+  const auto found =
+      std::find_if(stage.keeping.begin(), stage.keeping.end(),
+                   [policy](const KeepingCost& each) { return each.policy == policy; });
+  return found == stage.keeping.end() ? nullptr : &*found;
 }
 
 }  // namespace remat

@@ -11,6 +11,9 @@ namespace remat {
 /// cannot overflow: everything the chain could ever hold adds up to an int64_t.
 void check(const ChainCost& cost, const SolveOptions& options);
 
+/// What the stage costs under the policy of that number; null if it has no such cost.
+const KeepingCost* keeping_with(const StageCost& stage, int64_t policy);
+
 /// An item is a stage, or (negative) a region, by its place in Plan::regions(), from 1.
 using PlanItem = int64_t;
 /// What stands in each region, in order; 0 is the program around them.

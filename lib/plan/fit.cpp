@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include "lib/plan/cost.h"
 #include "lib/plan/frontier_picture.h"
 #include "lib/plan/measure.h"
 #include "lib/plan/measurements.h"
@@ -91,7 +92,7 @@ void Fitted::Impl::verify(Fit& fit, const at::Tensor& sample) const {
   int64_t unknown_bytes = 0;  // to the costs
   for (;;) {
     const Stage planned = [&](at::Tensor x) {
-      return run(fit.plan, stages, std::move(x), options.checkpoint);
+      return run(fit.plan, stages, std::move(x), options.checkpoint, options.measure.policies);
     };
     fit.measured_peak = measure_peak(planned, sample, options.measure);
     if (*fit.measured_peak <= budget_bytes) return;
@@ -118,10 +119,12 @@ Fitted::Fitted(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 at::Tensor Fitted::operator()(at::Tensor input) const {
   TORCH_CHECK_VALUE(input.defined(), "remat::Fitted: the input is an undefined tensor.");
   const Plan& plan = impl_->fit_for(input).plan;
-  return run(plan, impl_->stages, std::move(input), impl_->options.checkpoint);
+  return run(plan, impl_->stages, std::move(input), impl_->options.checkpoint,
+             impl_->options.measure.policies);
 }
 
 int64_t Fitted::budget_bytes() const { return impl_->budget_bytes; }
+std::vector<Policy> Fitted::policies() const { return impl_->options.measure.policies; }
 
 namespace {
 
@@ -162,6 +165,21 @@ std::string Fitted::picture() const {
   });
 }
 
+namespace {
+
+/// What a plan does to a stage, in words.
+std::string way_of(const Plan& plan, const StageCost& stage, int64_t number) {
+  for (const PlanRegion& region : plan.regions()) {
+    if (region.first > number || region.last < number) continue;
+    if (region.policy == 0) return "recomputed";
+    return fmt::format("{} kept, the rest recomputed (policy {})",
+                       with_commas(keeping_with(stage, region.policy)->kept_bytes), region.policy);
+  }
+  return "kept";
+}
+
+}  // namespace
+
 std::string Fitted::table() const {
   return of_last(*impl_, [this](const Fit& fit) {
     const SolveOptions options = impl_->solve_options();
@@ -187,16 +205,16 @@ std::string Fitted::table() const {
     if (fit.measured_peak)
       text += fmt::format("{:<32} {:>16}\n", "... as one step has shown",
                           with_commas(*fit.measured_peak));
-    text +=
-        fmt::format("plan: {}\n\n{:>5} {:>11} {:>12} {:>14} {:>14} {:>6}\n", fit.plan.to_string(),
-                    "stage", "forward ms", "backward ms", "output bytes", "saved bytes", "calls");
+    text += fmt::format("plan: {}\n\n{:>5} {:>11} {:>12} {:>14} {:>14} {:>6}   {}\n",
+                        fit.plan.to_string(), "stage", "forward ms", "backward ms", "output bytes",
+                        "saved bytes", "calls", "what becomes of them");
     const std::vector<int64_t> calls = fit.plan.calls();
     for (std::size_t i = 0; i < fit.cost.stages.size(); ++i) {
       const StageCost& stage = fit.cost.stages[i];
-      text +=
-          fmt::format("{:>5} {:>11.3f} {:>12.3f} {:>14} {:>14} {:>6}\n", i + 1,
-                      1e3 * stage.forward_s, 1e3 * stage.backward_s,
-                      with_commas(stage.output_bytes), with_commas(stage.saved_bytes), calls[i]);
+      text += fmt::format("{:>5} {:>11.3f} {:>12.3f} {:>14} {:>14} {:>6}   {}\n", i + 1,
+                          1e3 * stage.forward_s, 1e3 * stage.backward_s,
+                          with_commas(stage.output_bytes), with_commas(stage.saved_bytes), calls[i],
+                          way_of(fit.plan, stage, static_cast<int64_t>(i) + 1));
     }
     return text;
   });
@@ -211,6 +229,12 @@ Fitted fit(std::vector<Stage> stages, const at::Tensor& sample, int64_t budget_b
   impl->stages = std::move(stages);
   impl->budget_bytes = budget_bytes;
   impl->options = std::move(options);
+  MeasureOptions& measuring = impl->options.measure;
+  measuring.early_stop = impl->options.checkpoint.early_stop;
+  if (!impl->options.keeps_results)
+    measuring.policies.clear();
+  else if (measuring.policies.empty())
+    measuring.policies = policies_to_try();
   impl->fit_for(sample);
   return Fitted(std::move(impl));
 }

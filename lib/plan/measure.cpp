@@ -1,7 +1,5 @@
 // What the stages of a chain cost: each is run forward and backward on its own.
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -14,15 +12,16 @@
 
 #include <algorithm>
 #include <limits>
-#include <mutex>
+#include <optional>
 #include <unordered_set>
 #include <utility>
 
+#include "lib/plan/generator_scopes.h"
 #include "lib/plan/measure.h"
 #include "lib/plan/stage_clock.h"
-#include "lib/seam/cpu_generator.h"
 #include "lib/seam/device_allocator.h"
 #include "lib/seam/engine.h"
+#include "remat/checkpoint.h"
 #include "remat/hooks.h"
 #include "remat/memory.h"
 #include "remat/plan.h"
@@ -138,7 +137,7 @@ class Trial {
   Trial(const Stage& stage, at::Tensor input, std::size_t number, Measured& measured)
       : stage_(stage), input_(std::move(input)), number_(number), measured_(measured) {}
 
-  StageCost cost(const MeasureOptions& options) {
+  StageCost cost(const MeasureOptions& options, bool is_last) {
     const at::Tensor first = forward_noting().first;
     const GradientScope gradients(first);
     backward(first);
@@ -147,6 +146,7 @@ class Trial {
     measure_bytes(cost);
     measure_bytes_without_saves(cost);
     measure_seconds(cost, options.repeats);
+    if (!is_last && first.requires_grad()) measure_policies(cost, options);
     return cost;
   }
   /// What the next stage is fed with.
@@ -258,51 +258,84 @@ class Trial {
     cost.forward_to_last_save_s = std::min(cost.forward_to_last_save_s, cost.forward_s);
   }
 
+  at::Tensor forward_under(const Policy& policy, const MeasureOptions& options) const {
+    return checkpoint({.early_stop = options.early_stop, .policy = policy, .location = {}}, stage_,
+                      input_);
+  }
+
+  // Note [Regions as measured]
+  // What a region with a policy costs is measured as a whole, beside the stage without a region: what it
+  // holds between forward and backward, and the peak of all that follows. How a replay hands out
+  // what was kept, what else a recompute makes meanwhile and when that dies cannot be added up from parts.
+  void measure_policies(StageCost& cost, const MeasureOptions& options) {
+    output_ = at::Tensor();
+    std::vector<KeepingCost> all;
+    std::vector<double> seconds(options.policies.size(), std::numeric_limits<double>::infinity());
+    for (std::size_t i = 0; i < options.policies.size(); ++i) {
+      backward(forward_under(options.policies[i], options));
+      all.push_back(keeping_bytes(options.policies[i], options, cost));
+      all.back().policy = static_cast<int64_t>(i) + 1;
+    }
+    // In turns, as the difference counts.
+    const StageClock& clock = measured_.clock;
+    const auto seconds_of = [&](const auto& run_forward) {
+      const auto start = clock.now();
+      backward(run_forward());
+      return clock.seconds_between(start, clock.now());
+    };
+    double plain_s = std::numeric_limits<double>::infinity();
+    for (int64_t repeat = 0; repeat < (all.empty() ? 0 : options.repeats); ++repeat) {
+      plain_s = std::min(plain_s, seconds_of([&] { return forward(); }));
+      for (std::size_t i = 0; i < all.size(); ++i)
+        seconds[i] = std::min(
+            seconds[i], seconds_of([&] { return forward_under(options.policies[i], options); }));
+    }
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      // No region is free, and a difference of less is noise, which a search for the fastest plan would find.
+      constexpr double least_share = 0.01;
+      all[i].extra_s = std::max(least_share * plain_s, seconds[i] - plain_s);
+      const bool is_useful = all[i].kept_bytes > 0 && all[i].kept_bytes < cost.saved_bytes;
+      if (is_useful) cost.keeping.push_back(all[i]);
+    }
+    output_ = forward().detach();
+  }
+
+  KeepingCost keeping_bytes(const Policy& policy, const MeasureOptions& options,
+                            const StageCost& cost) const {
+    const c10::Device device = measured_.device;
+    wait_for_engine(device);
+    MemoryMeter meter(device);
+    const int64_t before = meter.live_bytes();
+    at::Tensor output = forward_under(policy, options);
+    KeepingCost keeping;
+    keeping.kept_bytes = std::max<int64_t>(0, meter.live_bytes() - before - cost.output_bytes);
+    keeping.forward_tmp_bytes =
+        std::max<int64_t>(0, meter.peak_bytes() - before - cost.output_bytes - keeping.kept_bytes);
+    // Here the output is alive to the end. In a chain the stage behind has let go of it by then, so it counts only if
+    // the policy keeps it: if it outlives its tensor in another run.
+    const at::Tensor gradient = at::ones_like(output);
+    const int64_t gradient_bytes =
+        meter.live_bytes() - before - cost.output_bytes - keeping.kept_bytes;
+    meter.reset_peak();
+    output.backward(gradient);
+    const int64_t peak = meter.peak_bytes() - before - gradient_bytes;
+    output = forward_under(policy, options);
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
+    if (output.has_storage()) storage = output.storage().getWeakStorageImpl();
+    const seam::NodePtr graph = output.grad_fn();
+    output = at::Tensor();
+    const bool keeps_output = storage && !storage->expired();
+    keeping.backward_bytes =
+        std::max(keeping.kept_bytes, peak - (keeps_output ? 0 : cost.output_bytes));
+    return keeping;
+  }
+
   const Stage& stage_;
   const at::Tensor input_;
   const std::size_t number_;
   Measured& measured_;
   at::Tensor output_;
   bool requires_grad_ = false;
-};
-
-/// The default generator of a device stands afterwards where it stood before.
-class DeviceGeneratorScope {
- public:
-  explicit DeviceGeneratorScope(c10::Device device) {
-    if (device.is_cpu()) return;
-    generator_ = at::globalContext().defaultGenerator(device);
-    const std::lock_guard lock(generator_.mutex());
-    state_ = generator_.get_state().clone();
-  }
-  ~DeviceGeneratorScope() {
-    if (!generator_.defined()) return;
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(state_);
-  }
-  DeviceGeneratorScope& operator=(DeviceGeneratorScope&&) = delete;
-
- private:
-  at::Generator generator_;
-  at::Tensor state_;
-};
-
-/// The same of the CPU's.
-class GeneratorScope {
- public:
-  GeneratorScope() : generator_(default_cpu_generator()) {
-    const std::lock_guard lock(generator_.mutex_);  // a stage takes it too
-    state_ = state_of(generator_);
-  }
-  ~GeneratorScope() {
-    const std::lock_guard lock(generator_.mutex_);
-    set_state(generator_, *state_);
-  }
-  GeneratorScope& operator=(GeneratorScope&&) = delete;
-
- private:
-  at::CPUGeneratorImpl& generator_;
-  std::shared_ptr<const CpuRngState> state_;
 };
 
 }  // namespace
@@ -328,7 +361,7 @@ ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
   for (std::size_t i = 0; i < stages.size(); ++i) {
     TORCH_CHECK_VALUE(stages[i], "remat::measure: the function of stage ", i + 1, " is empty.");
     Trial trial(stages[i], std::move(input), i + 1, measured);
-    cost.stages.push_back(trial.cost(options));
+    cost.stages.push_back(trial.cost(options, i + 1 == stages.size()));
     input = trial.output();
   }
   cost.rounding = measured.rounding();

@@ -10,6 +10,8 @@
 #include <fstream>
 #include <map>
 #include <sstream>
+#include <string_view>
+#include <utility>
 
 namespace remat {
 
@@ -33,7 +35,13 @@ class Lines {
   bool exists() const { return in_.is_open(); }
   bool next() {
     ++number_;
+    if (std::exchange(is_ahead_, false)) return true;
     return static_cast<bool>(std::getline(in_, line_));
+  }
+  /// Whether the next line, which stays the next one, begins so.
+  bool next_begins(std::string_view word) {
+    is_ahead_ = is_ahead_ || static_cast<bool>(std::getline(in_, line_));
+    return is_ahead_ && line_.starts_with(word);
   }
   const std::string& text() const { return line_; }
   /// Its words after `word`, into numbers.
@@ -53,6 +61,7 @@ class Lines {
   std::ifstream in_;
   std::string line_;
   std::size_t number_ = 0;
+  bool is_ahead_ = false;  // the line is the next one already
 };
 
 Measurements read_all(const std::filesystem::path& file) {
@@ -72,7 +81,13 @@ Measurements read_all(const std::filesystem::path& file) {
                  stage.output_bytes, stage.saved_bytes, stage.forward_tmp_bytes,
                  stage.backward_tmp_bytes, stage.grad_bytes, stage.saves_output,
                  stage.unsaved_tmp_bytes);
-      cost.stages.push_back(stage);
+      while (lines.next_begins("keeping ")) {
+        KeepingCost keeping;
+        lines.read("keeping", keeping.policy, keeping.extra_s, keeping.kept_bytes,
+                   keeping.forward_tmp_bytes, keeping.backward_bytes);
+        stage.keeping.push_back(keeping);
+      }
+      cost.stages.push_back(std::move(stage));
     }
     all.insert_or_assign(with, std::move(cost));
   }
@@ -83,10 +98,15 @@ Measurements read_all(const std::filesystem::path& file) {
 
 std::string measured_with(std::size_t num_stages, const at::Tensor& sample,
                           const MeasureOptions& options) {
-  return fmt::format("{} stages, {} {}{} on {}, warmup {}, repeats {}, LibTorch {}, {} threads",
-                     num_stages, c10::toString(sample.scalar_type()), c10::str(sample.sizes()),
-                     sample.requires_grad() ? " that requires grad" : "", sample.device().str(),
-                     options.warmup, options.repeats, TORCH_VERSION, at::get_num_threads());
+  std::string with =
+      fmt::format("{} stages, {} {}{} on {}, warmup {}, repeats {}, LibTorch {}, {} threads",
+                  num_stages, c10::toString(sample.scalar_type()), c10::str(sample.sizes()),
+                  sample.requires_grad() ? " that requires grad" : "", sample.device().str(),
+                  options.warmup, options.repeats, TORCH_VERSION, at::get_num_threads());
+  if (!options.policies.empty())
+    with += fmt::format(", {} policies{}", options.policies.size(),
+                        options.early_stop ? "" : " without early stop");
+  return with;
 }
 
 std::optional<ChainCost> read_measurement(const std::filesystem::path& file,
@@ -108,11 +128,15 @@ void add_measurement(const std::filesystem::path& file, const std::string& with,
     out << key << "\n"
         << fmt::format("chain {} {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
                        chain.rounding, chain.stages.size());
-    for (const StageCost& stage : chain.stages)
+    for (const StageCost& stage : chain.stages) {
       out << fmt::format("stage {} {} {} {} {} {} {} {} {:d} {}\n", stage.forward_s,
                          stage.backward_s, stage.forward_to_last_save_s, stage.output_bytes,
                          stage.saved_bytes, stage.forward_tmp_bytes, stage.backward_tmp_bytes,
                          stage.grad_bytes, stage.saves_output, stage.unsaved_tmp_bytes);
+      for (const KeepingCost& each : stage.keeping)
+        out << fmt::format("keeping {} {} {} {} {}\n", each.policy, each.extra_s, each.kept_bytes,
+                           each.forward_tmp_bytes, each.backward_bytes);
+    }
   }
   out.close();
   const bool is_written = out && std::rename(beside.c_str(), file.c_str()) == 0;

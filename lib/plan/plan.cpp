@@ -3,6 +3,7 @@
 #include "remat/plan.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "lib/plan/cost.h"
@@ -11,7 +12,7 @@ namespace remat {
 
 namespace {
 
-constexpr std::string_view kOpen = "ck[";
+constexpr std::string_view kOpen = "ck";
 
 // Note [Plans are flat]
 // A plan is kept as the list of its regions in the order in which they open. The spans of a tree
@@ -59,21 +60,44 @@ class Parser {
   static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
   void item() {
-    while (next_is(kOpen)) {
+    while (const std::optional<int64_t> policy = next_opens()) {
       open_.push_back(regions_.size());
-      regions_.push_back({stage_ + 1, 0});
+      regions_.push_back({stage_ + 1, 0, *policy});
     }
     number();
   }
 
-  void number() {
+  /// The policy of a region that begins here.
+  std::optional<int64_t> next_opens() {
+    const std::size_t start = position_;
+    if (!next_is(kOpen)) return std::nullopt;
+    const std::size_t number = position_;
+    const int64_t policy = digits();
+    const bool has_number = position_ > number;
+    if (!next_is("[")) {
+      position_ = start;
+      return std::nullopt;
+    }
+    if (has_number && text_[number] == '0')
+      refuse(text_, number, "the number of a policy begins with 1 to 9");
+    return policy;
+  }
+
+  /// 0 if there are none.
+  int64_t digits() {
     const std::size_t start = position_;
     int64_t value = 0;
     while (position_ < text_.size() && text_[position_] >= '0' && text_[position_] <= '9') {
       // More digits than stages fit into any memory are wrong already.
-      if (position_ - start >= 18) refuse(text_, start, "a stage number has too many digits");
+      if (position_ - start >= 18) refuse(text_, start, "a number has too many digits");
       value = 10 * value + (text_[position_++] - '0');
     }
+    return value;
+  }
+
+  void number() {
+    const std::size_t start = position_;
+    const int64_t value = digits();
     if (position_ == start) fail(c10::str("stage ", stage_ + 1, " or 'ck[' was expected"));
     if (value != stage_ + 1 || text_[start] == '0')
       refuse(text_, start,
@@ -119,9 +143,21 @@ Plan::Plan(int64_t stages, std::vector<PlanRegion> regions)
                       " is empty, outside of 1 to ", stages,
                       ", or comes after one that begins later.");
     while (open.back().last < region.first) open.pop_back();
+    TORCH_CHECK_VALUE(region.policy >= 0, "remat::Plan: the policy of a region of stages ",
+                      region.first, " to ", region.last, " is ", region.policy,
+                      ".\nDo: give the number of one, from 1, or 0 for none.");
+    TORCH_CHECK_VALUE(region.policy == 0 || region.first == region.last,
+                      "remat::Plan: a region of stages ", region.first, " to ", region.last,
+                      " has a policy.\nDo: give policies to regions of one stage.");
     TORCH_CHECK_VALUE(region.last <= open.back().last, "remat::Plan: a region of stages ",
                       region.first, " to ", region.last, " overlaps one of stages ",
                       open.back().first, " to ", open.back().last, ".");
+    TORCH_CHECK_VALUE(
+        open.size() == 1 || (region.policy == 0 && open.back().policy == 0),
+        "remat::Plan: a region of stages ", region.first, " to ", region.last,
+        " is inside of one of stages ", open.back().first, " to ", open.back().last,
+        ", and one of them has a policy.\nDo: give policies to regions that are in no "
+        "other one and have none in them.");
     open.push_back(region);
     first = region.first;
   }
@@ -137,6 +173,8 @@ std::string Plan::to_string() const {
     if (stage > 1) text += ' ';
     for (; next < regions_.size() && regions_[next].first == stage; ++next) {
       text += kOpen;
+      if (regions_[next].policy > 0) text += std::to_string(regions_[next].policy);
+      text += '[';
       open.push_back(regions_[next].last);
     }
     text += std::to_string(stage);
@@ -158,6 +196,12 @@ std::vector<std::vector<PlanItem>> items_of(const Plan& plan) {
     while (open.size() > 1 && plan.regions()[open.back() - 1].last == stage) open.pop_back();
   }
   return items;
+}
+
+int64_t Plan::policies() const {
+  int64_t most = 0;
+  for (const PlanRegion& region : regions_) most = std::max(most, region.policy);
+  return most;
 }
 
 int64_t Plan::depth() const {

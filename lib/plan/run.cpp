@@ -51,15 +51,22 @@ CheckpointOptions named(CheckpointOptions options, const PlanRegion& region) {
 }  // namespace
 
 at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor input,
-               const CheckpointOptions& options) {
+               const CheckpointOptions& options, const std::vector<Policy>& policies) {
   TORCH_CHECK_VALUE(static_cast<int64_t>(stages.size()) == plan.stages(),
                     "remat::run: the plan has ", plan.stages(), " stages, but ", stages.size(),
                     " functions were passed.");
   for (std::size_t i = 0; i < stages.size(); ++i)
     TORCH_CHECK_VALUE(stages[i], "remat::run: the function of stage ", i + 1, " is empty.");
+  TORCH_CHECK_VALUE(plan.policies() <= static_cast<int64_t>(policies.size()),
+                    "remat::run: the plan has a region with policy ", plan.policies(), ", but ",
+                    policies.size(),
+                    " policies were passed.\nDo: pass those that the stages were measured with.");
   const auto program = std::make_shared<Program>(Program{stages, items_of(plan), {options}});
-  for (const PlanRegion& region : plan.regions())
+  for (const PlanRegion& region : plan.regions()) {
     program->options.push_back(named(options, region));
+    if (region.policy > 0)
+      program->options.back().policy = policies[static_cast<std::size_t>(region.policy - 1)];
+  }
   return run_items(program, 0, std::move(input));
 }
 

@@ -23,9 +23,16 @@ class Simulator {
     owner_.resize(stages + 1);
     calls_.resize(stages + 1);
     stopped_calls_.resize(stages + 1);
+    keeping_.resize(stages + 1);
     // Frame 0 is the program around all regions; its values are there from the start.
     frames_.push_back({.stages = {1, last_}, .is_recomputed = true});
-    for (const PlanRegion& region : plan.regions()) frames_.push_back({.stages = region});
+    for (const PlanRegion& region : plan.regions()) {
+      frames_.push_back({.stages = region});
+      if (region.policy == 0) continue;
+      keeping_[region.first] = keeping_with(stage(region.first), region.policy);
+      TORCH_CHECK_VALUE(keeping_[region.first] != nullptr, "remat::simulate: stage ", region.first,
+                        " has no cost under policy ", region.policy, ".");
+    }
     std::vector<std::vector<PlanItem>> items = items_of(plan);
     for (std::size_t i = 0; i < items.size(); ++i) {
       for (const PlanItem item : items[i])
@@ -40,12 +47,17 @@ class Simulator {
     Simulation result;
     result.peak_bytes = peak_;
     result.frames = static_cast<int64_t>(frames_.size()) - 1;
-    result.extra_s = options_.frame_cost_s * static_cast<double>(result.frames);
+    // What a policy costs was measured with its frame.
+    const auto unmeasured = static_cast<double>(
+        std::count_if(frames_.begin() + 1, frames_.end(),
+                      [](const Frame& frame) { return frame.stages.policy == 0; }));
+    result.extra_s = options_.frame_cost_s * unmeasured;
     for (int64_t k = 1; k <= last_; ++k) {
       const auto complete = static_cast<double>(calls_[k] - 1);
       result.extra_s += complete * stage(k).forward_s +
                         static_cast<double>(stopped_calls_[k]) * seconds_to_last_save(k);
-      result.calls.push_back(calls_[k] + stopped_calls_[k]);
+      if (const KeepingCost* const keeping = keeping_[k]) result.extra_s += keeping->extra_s;
+      result.calls.push_back(calls_[k] + stopped_calls_[k] + (keeping_[k] != nullptr ? 1 : 0));
     }
     return result;
   }
@@ -107,6 +119,23 @@ class Simulator {
     }
   }
 
+  /// Runs a stage under a policy, outside of all other regions: what is kept stays.
+  void run_keeping(int64_t k) {
+    ++calls_[k];
+    hold_x(k);
+    add(keeping_[k]->kept_bytes);
+    use(keeping_[k]->forward_tmp_bytes);
+    drop_x(k - 1);
+  }
+
+  /// The recompute of such a stage and its backward, of which only the peak is known.
+  void finish_keeping(int64_t k) {
+    use(keeping_[k]->backward_bytes - keeping_[k]->kept_bytes);
+    add(-keeping_[k]->kept_bytes);
+    add(bytes_of_d(k - 1));
+    drop_x(k - 1);
+  }
+
   /// Runs a frame's items and keeps what they save: forward of the program, recompute of a region
   /// (Rules 2, 3), which ends at its last save (Rule 5). Returns the last stage whose output is held.
   int64_t fill(const Frame& frame) {
@@ -119,7 +148,10 @@ class Simulator {
         const PlanRegion& inner = frames_[static_cast<std::size_t>(-item)].stages;
         hold_x(reached);  // the inner region's input: saved by this frame
         if (is_last) return reached;
-        sweep(inner);
+        if (inner.policy > 0)
+          run_keeping(inner.first);
+        else
+          sweep(inner);
         reached = inner.last;
         continue;
       }
@@ -152,10 +184,14 @@ class Simulator {
   void run_backward() {
     add(bytes_of_d(last_));
     for (int64_t k = last_; k >= 1; --k) {
-      recompute(owner_[k]);
-      add(bytes_of_d(k - 1));
-      use(stage(k).backward_tmp_bytes);
-      release(k);  // unpacked is released (Rule 4)
+      if (keeping_[k] != nullptr) {
+        finish_keeping(k);
+      } else {
+        recompute(owner_[k]);
+        add(bytes_of_d(k - 1));
+        use(stage(k).backward_tmp_bytes);
+        release(k);  // unpacked is released (Rule 4)
+      }
       add(-bytes_of_d(k));
       if (k == last_) drop_x(k);
     }
@@ -181,6 +217,7 @@ class Simulator {
   std::vector<std::size_t> owner_;  // the innermost frame of a stage
   std::vector<int64_t> holders_of_x_;
   std::vector<int64_t> calls_, stopped_calls_;  // complete ones; those that early stop ended
+  std::vector<const KeepingCost*> keeping_;     // null: of no region with a policy
   int64_t live_ = 0, peak_ = 0;
 };
 

@@ -13,6 +13,8 @@ namespace {
 
 constexpr int32_t kUnsolved = -1;
 
+const Staircase kFree{{0, 0}};
+
 }  // namespace
 
 FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)
@@ -46,7 +48,11 @@ FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)
 // See Note [Whole ticks].
 void FrontierTable::scale_seconds() {
   double sum = 0;
-  for (const StageCost& each : cost_.stages) sum += each.forward_s + options_.frame_cost_s;
+  for (const StageCost& each : cost_.stages) {
+    double longest = 0;
+    for (const KeepingCost& keeping : each.keeping) longest = std::max(longest, keeping.extra_s);
+    sum += each.forward_s + longest + options_.frame_cost_s;
+  }
   std::frexp(sum * static_cast<double>(num_stages_), &exponent_);
   exponent_ -= kBitsOfTicks;
   const auto ticks = [this](double seconds) {
@@ -58,8 +64,10 @@ void FrontierTable::scale_seconds() {
   for (int64_t k = 1; k <= num_stages_; ++k) {
     const bool may_stop = options_.early_stop && stage(k).forward_to_last_save_s >= 0;
     const int64_t forward = ticks(stage(k).forward_s);
-    ticks_[k] = {forward, may_stop ? ticks(stage(k).forward_to_last_save_s) : forward};
+    ticks_[k] = {forward, may_stop ? ticks(stage(k).forward_to_last_save_s) : forward, {}};
     forward_before_[k + 1] = forward_before_[k] + forward;
+    for (const KeepingCost& each : stage(k).keeping)
+      ticks_[k].keeping.push_back(ticks(each.extra_s));
   }
 }
 
@@ -120,6 +128,13 @@ int64_t FrontierTable::bytes_to_save(int64_t s, int64_t t) const {
   return std::max(forward, backward);
 }
 
+/// The same of stage s as a region that keeps results, at the chain's end.
+int64_t FrontierTable::bytes_to_keep(int64_t s, const KeepingCost& keeping) const {
+  const int64_t forward = stage(s).output_bytes + keeping.kept_bytes + keeping.forward_tmp_bytes;
+  const int64_t backward = stage(s).grad_bytes + std::max(keeping.backward_bytes, grad_before(s));
+  return std::max(forward, backward);
+}
+
 int64_t FrontierTable::sweep_ticks(int64_t s, int64_t e) const {
   return forward_before_[e] - forward_before_[s] + ticks_[e].to_last_save + frame_ticks_;
 }
@@ -160,7 +175,6 @@ const FrontierTable::Level* FrontierTable::below_of(const Level& level, int64_t 
 }
 
 void FrontierTable::solve_chain(Level& level, int64_t s, int64_t t) {
-  static const Staircase kFree{{0, 0}};
   envelope_.clear();
   if (s == t) {
     envelope_.lower(kFree, 0, bytes_to_save(s, s));
@@ -186,8 +200,19 @@ void FrontierTable::solve_chain(Level& level, int64_t s, int64_t t) {
                              stairs(inside, s, q - 1), sweep_ticks(s, q - 1),
                              sweep_bytes_[region] + grad_waiting(t));
     }
+    if (t == num_stages_) solve_keeping(level, s);
   }
   envelope_.thin(options_.eps);
+}
+
+// See Note [Regions that keep].
+void FrontierTable::solve_keeping(Level& level, int64_t s) {
+  const Staircase& rest = stairs(level, s + 1, num_stages_);
+  for (std::size_t i = 0; i < stage(s).keeping.size(); ++i) {
+    const KeepingCost& keeping = stage(s).keeping[i];
+    envelope_.lower_to_sum(rest, keeping.kept_bytes + stage(s).output_bytes, kFree,
+                           ticks_[s].keeping[i], bytes_to_keep(s, keeping));
+  }
 }
 
 std::vector<FrontierPoint> FrontierTable::points() const {
@@ -223,6 +248,23 @@ Plan FrontierTable::plan(int64_t bytes) const {
           const int64_t value = rest + inside + sweep_ticks(s, q - 1);
           if (is_gain(value, best)) std::tie(best, end) = std::pair(value, q);
         }
+      }
+      const KeepingCost* keeping = nullptr;
+      for (std::size_t i = 0; level.has_regions && t == num_stages_ && i < stage(s).keeping.size();
+           ++i) {
+        const KeepingCost& each = stage(s).keeping[i];
+        if (budget < bytes_to_keep(s, each)) continue;
+        const int64_t rest =
+            value_at(stairs(level, s + 1, t), budget - each.kept_bytes - stage(s).output_bytes);
+        if (rest == kInfeasible || !is_gain(rest + ticks_[s].keeping[i], best)) continue;
+        best = rest + ticks_[s].keeping[i];
+        keeping = &each;
+      }
+      if (keeping != nullptr) {
+        regions.push_back({s, s, keeping->policy});
+        budget -= keeping->kept_bytes + stage(s).output_bytes;
+        ++s;
+        continue;
       }
       if (end == s) {
         budget -= kept;

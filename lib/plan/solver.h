@@ -29,6 +29,27 @@ namespace remat::detail {
 // With a depth limit there is one table per level; regions of a level take their insides from the
 // level below. Without one a level is its own inside.
 //
+// Note [Regions that keep]
+// A stage may be a region with a policy that keeps some results of operator calls. Each way in which
+// it can keep, c, is one more branch of the minimum:
+//
+//     V(s+1,t, m - kept_c - x_s) + extra_c              if m >= keeping(s,c)
+//
+// where keeping(s,c) is the larger one of what its forward takes and of what its recompute and backward
+// take with the gradient of x_s. These are measured as one peak (KeepingCost::backward_bytes), since
+// a replay hands out kept results in an order of its own.
+//
+// Only for t = L, outside of all other regions. Inside of one, the first run would drop what is kept, the
+// recompute of the region around would make and hold it, and the stage's own recompute would release
+// it as it reads: another peak than outside, and measured otherwise. It would rarely serve: who has bytes to
+// keep results has them to save one stage's input instead of nesting. Regions of several stages
+// keep nothing, either: their recompute holds the saves of all of them at once, so a region for each
+// stage, which takes one input more, is nearly always better. In this model the search is exact, and as
+// cheap as without: a branch for each stage and way.
+//
+// Sub-chains that end with the last stage share no staircase (Note [Equal stages]: equal ones have the same
+// number of stages), so stages may be equal and keep differently.
+//
 // Note [Whole ticks]
 // Seconds are rounded to multiples of a power of two, so small that the largest sum (the seconds of
 // all stages and frames times the stages) still fits into 62 bits. Sums then do not depend on their
@@ -53,6 +74,7 @@ class FrontierTable {
  private:
   struct StageTicks {
     int64_t forward = 0, to_last_save = 0;
+    std::vector<int64_t> keeping{};  // in the order of StageCost::keeping
   };
   /// A level is one depth: the number of the staircase of each sub-chain, and where the insides of
   /// its regions are.
@@ -79,6 +101,7 @@ class FrontierTable {
     return staircases_[static_cast<std::size_t>(level.stairs[cell(s, t)])];
   }
   int64_t bytes_to_save(int64_t s, int64_t t) const;
+  int64_t bytes_to_keep(int64_t s, const KeepingCost& keeping) const;
   int64_t sweep_ticks(int64_t s, int64_t e) const;
 
   void scale_seconds();
@@ -88,6 +111,8 @@ class FrontierTable {
   void fill(std::size_t number, bool is_last);
   const Level* below_of(const Level& level, int64_t s, int64_t t) const;
   void solve_chain(Level& level, int64_t s, int64_t t);
+  /// Lowers what `solve_chain` found for stages s to the last one by the ways to keep of stage s.
+  void solve_keeping(Level& level, int64_t s);
 
   const ChainCost cost_;
   const SolveOptions options_;

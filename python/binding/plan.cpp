@@ -284,7 +284,11 @@ void add_plan(py::module_& module) {
       .def(py::init(torch::wrap_pybind_function(make_plan)), py::arg("stages"),
            py::arg("regions") = Regions{})
       .def_static("parse", torch::wrap_pybind_function([](const std::string& text) {
-                    return Plan::parse(text);
+                    Plan plan = Plan::parse(text);
+                    if (plan.policies() > 0)
+                      throw py::value_error("remat.Plan.parse: '" + text +
+                                            "' has regions with policies, which run in C++ only.");
+                    return plan;
                   }),
                   "Reads what `str` writes. Raises ValueError with the position for anything else.")
       .def("__str__", &Plan::to_string)

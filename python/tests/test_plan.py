@@ -151,6 +151,8 @@ class Plans(Case):
                 call([torch.sin, broken])  # type: ignore[list-item]
             with self.assertRaisesRegex(TypeError, "stage 1 returned"):
                 call([lambda x: 3, torch.sin])  # type: ignore[list-item,return-value]
+        with self.assertRaisesRegex(ValueError, "with policies, which run in C"):
+            remat.Plan.parse("[ck2[1] 2]")
         with self.assertRaisesRegex(ValueError, "the plan has 2 stages, but 1"):
             remat.run(plan, [torch.sin], x)
         with self.assertRaises(TypeError):
