@@ -22,8 +22,8 @@ namespace seam {
 void warn(std::string text, const std::source_location& where) {
   const WarningWords words = warning_words.load(std::memory_order_acquire);
   if (words != nullptr) text = words(std::move(text));
-  c10::warn(c10::Warning(c10::UserWarning(),
-                         {__func__, where.file_name(), where.line()}, std::move(text),
+  c10::warn(c10::Warning(c10::UserWarning(), {__func__, where.file_name(), where.line()},
+                         std::move(text),
                          /*verbatim=*/words != nullptr));
 }
 
