@@ -11,6 +11,7 @@
 
 #include "hooks/on_stream.h"
 #include "lib/seam/autograd_meta.h"
+#include "lib/seam/warn.h"
 
 namespace remat {
 
@@ -189,8 +190,8 @@ void Depot::move_excess(c10::Device device, const SavingOperator* running) {
     try {
       move(*saved, each.is_trusted, each.number);
     } catch (const std::exception& error) {  // pieces let nothing else through
-      TORCH_WARN("remat: a saved tensor stays in memory, since it could not be moved: ",
-                 error.what());
+      seam::warn(c10::str("remat: a saved tensor stays in memory, since it could not be moved: ",
+                          seam::text_of(error)));
     }
   }
 }
@@ -231,8 +232,8 @@ void Depot::settle() noexcept {
       for (const c10::Device device : options_.staying->devices()) move_excess(device, nullptr);
     for (const Unsettled& each : mine) settle(each);
   } catch (const std::exception& error) {  // pieces let nothing else through
-    TORCH_WARN("remat: a saved tensor stays in memory, since it could not be moved: ",
-               error.what());
+    seam::warn(c10::str("remat: a saved tensor stays in memory, since it could not be moved: ",
+                        seam::text_of(error)));
   }
 }
 

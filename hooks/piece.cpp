@@ -10,7 +10,9 @@
 #include "hooks/depot.h"
 #include "hooks/on_stream.h"
 #include "hooks/unseen.h"
+#include "lib/base/waiting.h"
 #include "lib/seam/autograd_meta.h"
+#include "lib/seam/warn.h"
 
 namespace remat {
 
@@ -90,7 +92,7 @@ bool Piece::begin_store(const at::Tensor& tensor) {
 }
 
 void Piece::finish_store() {
-  const std::lock_guard<std::mutex> lock(turn_);
+  const auto lock = lock_in_turn(turn_);
   finish_store_once();
 }
 
@@ -125,12 +127,13 @@ bool Piece::begin_load() noexcept {
 }
 
 void Piece::cancel_load() noexcept {
-  const std::lock_guard<std::mutex> lock(turn_);
+  const auto lock = lock_in_turn(turn_);
   if (!std::exchange(is_load_begun_, false)) return;
   try {
     use_place([&] { contents_->cancel_load(); });
   } catch (const std::exception& error) {
-    TORCH_WARN("remat: a place for saved tensors could not cancel a load: ", error.what());
+    seam::warn(c10::str("remat: a place for saved tensors could not cancel a load: ",
+                        seam::text_of(error)));
   }
 }
 
@@ -141,7 +144,7 @@ std::pair<c10::Storage, c10::VariableVersion> Piece::load() {
 }
 
 std::pair<c10::Storage, c10::VariableVersion> Piece::load_or_share() {
-  const std::lock_guard<std::mutex> lock(turn_);
+  const auto lock = lock_in_turn(turn_);
   if (auto alive = loaded_.lock(); alive && loaded_counter_.current_version() == 0) {
     c10::Storage storage(std::move(alive));
     if (loaded_on_) loaded_on_->wait_before_use(storage);

@@ -10,6 +10,7 @@
 #include "hooks/background.h"
 #include "hooks/file_watch.h"
 #include "hooks/save_on_disk.h"
+#include "lib/seam/warn.h"
 
 namespace remat {
 
@@ -47,7 +48,7 @@ class Written {
       range_ = spool.write(from, size_);
     } catch (const std::exception& error) {
       totals_->num_failed_writes += 1;
-      error_ = error.what();
+      error_ = seam::text_of(error);
     }
   }
   // When that is done:
@@ -61,10 +62,10 @@ class Written {
   const std::shared_ptr<const SpoolRange>& range() const { return range_; }
   void warn_if_failed() {
     if (const std::string error = std::exchange(error_, {}); !error.empty())
-      TORCH_WARN(
+      seam::warn(c10::str(
           "remat: a saved tensor stays in memory, beyond the budget of its tier, since it could "
           "not be moved: ",
-          error);
+          error));
   }
 
  private:

@@ -5,9 +5,11 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 
+#include <chrono>
 #include <mutex>
 #include <thread>
 
+#include "remat/binding.h"
 #include "tests/support/saved_tensors.h"
 
 using remat::checkpoint;
@@ -591,4 +593,47 @@ TEST_CASE("contents are asked by one thread at a time", "[place][threads]") {
   for (std::thread& each : threads) each.join();
   CHECK(wrong == 0);
   CHECK(script->num_at_once == 0);
+}
+
+TEST_CASE("who waits for contents lets go of what the binding holds", "[place][threads][binding]") {
+  // As an interpreter's lock: the first thread has it and waits for the contents, which the second one loads; that takes
+  // the lock.
+  static thread_local bool holds;
+  struct Callbacks final : remat::WaitCallbacks {
+    std::timed_mutex language;
+    std::shared_ptr<void> let_go() noexcept override {
+      if (!holds) return nullptr;
+      language.unlock();
+      return {nullptr, [this](void*) { language.lock(); }};
+    }
+  } callbacks;
+  remat::set_wait_callbacks(&callbacks);
+  const auto script = std::make_shared<Script>();
+  std::atomic<bool> is_loading{false}, got_language{false};
+  script->on_finish_load = [&](int, const Tensor& t) {
+    if (!is_loading.exchange(true)) {
+      got_language = callbacks.language.try_lock_for(std::chrono::seconds(10));
+      if (got_language) callbacks.language.unlock();
+    }
+    return t.clone();
+  };
+  const Tensor x = leaf({64});
+  Tensor y, z, of_second;  // two nodes, each of which locks itself, that saved the same
+  {
+    const SaveElsewhereGuard guard(std::make_unique<Keeper>(script));
+    y = x * 2;
+    z = y.sin();
+    of_second = y.cos();
+  }
+  callbacks.language.lock();
+  holds = true;
+  std::thread second([&] { grad_of(of_second, {y}); });
+  while (!is_loading) std::this_thread::yield();
+  const Tensor gradient = grad_of(z, {y})[0];
+  holds = false;
+  callbacks.language.unlock();
+  second.join();
+  remat::set_wait_callbacks(nullptr);
+  CHECK(got_language);
+  CHECK(bit_equal(gradient, y.detach().cos()));
 }

@@ -36,4 +36,15 @@ bool wait_until(const Holds& holds, std::unique_lock<std::mutex>& lock,
   return is_in_time;
 }
 
+/// Locks `mutex`, whose holder may need what the binding's WaitCallbacks let go of: a thread that must wait for it waits
+/// without that. It gets it back when it has the mutex, which is no standstill, as nobody waits for this mutex with it.
+inline std::unique_lock<std::mutex> lock_in_turn(std::mutex& mutex) {
+  std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+  if (!lock) {
+    const WaitForThread waiting;
+    lock.lock();
+  }
+  return lock;
+}
+
 }  // namespace remat

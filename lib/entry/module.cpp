@@ -17,6 +17,7 @@
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/module_access.h"
 #include "lib/seam/stand_in.h"
+#include "lib/seam/warn.h"
 #include "lib/state/module_state.h"
 #include "lib/state/user_state.h"
 
@@ -148,10 +149,11 @@ bool ModuleRegion::is_wanted() {
   if (options_->buffers != BufferPolicy::SkipBatchNorm || !contains_batch_norm(*owner_))
     return true;
   if (!has_warned_.exchange(true))
-    TORCH_WARN("remat: Activation checkpointing skipped for a subblock containing BatchNorm (",
-               c10::demangle(type_.name()),
-               "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
-               "keeps its running statistics right.");
+    seam::warn(
+        c10::str("remat: Activation checkpointing skipped for a subblock containing BatchNorm (",
+                 c10::demangle(type_.name()),
+                 "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
+                 "keeps its running statistics right."));
   return false;
 }
 

@@ -11,6 +11,7 @@
 #include "lib/base/once_per_name.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/script.h"
+#include "lib/seam/warn.h"
 #include "remat/checkpoint.h"
 
 namespace remat {
@@ -89,10 +90,10 @@ PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* modu
   if (type.empty()) return {};
   static OncePerName warned;
   if (warned.is_first(options.name + '\n' + type))
-    TORCH_WARN("remat: Activation checkpointing skipped for a subblock containing BatchNorm (",
-               type,
-               "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
-               "keeps its running statistics right.");
+    seam::warn(c10::str(
+        "remat: Activation checkpointing skipped for a subblock containing BatchNorm (", type,
+        "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
+        "keeps its running statistics right."));
   return {true, register_modules(options, module, script)};
 }
 

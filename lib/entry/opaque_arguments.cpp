@@ -10,6 +10,7 @@
 #include "lib/frame/frame.h"
 #include "lib/frame/frame_scope.h"
 #include "lib/scope/region_scope.h"
+#include "lib/seam/warn.h"
 
 namespace remat {
 
@@ -51,7 +52,7 @@ void warn_of_opaque_arguments(const Frame& frame,
     const std::string& name = frame.region().info.name();
     if (!warned.is_first(name)) return;
     const std::string type_name = c10::demangle(type.name());
-    TORCH_WARN(
+    seam::warn(c10::str(
         "remat::checkpoint: argument ", number, " of ",
         name.empty() ? "a region without a name" : "region \"" + name + "\"",
         ", counted from 0, is a ", type_name,
@@ -61,7 +62,7 @@ void warn_of_opaque_arguments(const Frame& frame,
         "Do: write `template <class Visitor> void visit_tensors(",
         type_name,
         "& value, Visitor&& visit)` beside the type, which calls visit(tensor) for each of "
-        "its tensors; or pass the tensors as arguments of their own.");
+        "its tensors; or pass the tensors as arguments of their own."));
   });
 }
 

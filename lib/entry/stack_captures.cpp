@@ -7,6 +7,7 @@
 
 #include "lib/base/once_per_name.h"
 #include "lib/base/stack_room.h"
+#include "lib/seam/warn.h"
 
 namespace remat {
 
@@ -28,14 +29,14 @@ void warn_of_stack_captures(const FunctionFacts& facts, const std::string& name)
   if (!holds_stack_address(facts)) return;
   static OncePerName warned;
   if (!warned.is_first(name)) return;
-  TORCH_WARN(
+  seam::warn(c10::str(
       "remat::checkpoint: the function of ",
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
       " holds the address of a local variable of its caller. Cause: it captures by reference "
       "([&]), or a pointer to an object on the stack; backward runs it again, and crashes if "
       "the variable is gone by then. Do: capture by value ([=], a module's holder is a shared "
       "pointer), or pass the variable as an argument; nothing, if backward ends before the "
-      "variable does.");
+      "variable does."));
 }
 
 }  // namespace remat

@@ -14,6 +14,7 @@
 #include "lib/seam/dispatch_mode.h"
 #include "lib/seam/engine.h"
 #include "lib/seam/script.h"
+#include "lib/seam/warn.h"
 #include "lib/state/user_state.h"
 #include "lib/tensor/content_hash.h"
 #include "lib/tensor/graph_walk.h"
@@ -323,14 +324,14 @@ void Filler::warn_of_survivors(bool has_run_backward) const {
   static OncePerName warned;
   const std::string& name = region_.info.name();
   if (!warned.is_first(name)) return;
-  TORCH_WARN(
+  seam::warn(c10::str(
       "remat::checkpoint: a tensor that a recompute of ",
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
       " computed is still there after it. Cause: the function puts it into a variable outside (a "
       "list of auxiliary losses, a member that holds an attention map), once in forward and again "
       "in each recompute: what it appends to counts twice, and the recompute's graph stays in memory. Do: return the "
       "tensor from the function (in a tuple, a vector, a struct with visit_tensors), or do "
-      "it only if !remat::is_recomputing().");
+      "it only if !remat::is_recomputing()."));
 }
 
 }  // namespace remat

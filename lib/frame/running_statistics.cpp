@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "lib/base/once_per_name.h"
+#include "lib/seam/warn.h"
 #include "lib/state/module_state.h"
 
 namespace remat {
@@ -31,14 +32,14 @@ void warn_of_running_statistics(const Region& region, const Surroundings& surrou
   static OncePerName warned;
   const std::string& name = region.info.name();
   if (!warned.is_first(name)) return;
-  TORCH_WARN(
+  seam::warn(c10::str(
       "remat::checkpoint: ", statistics.front() == nullptr ? "an instance" : "a batch",
       " norm in training mode ran in ",
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
       ", whose recompute will update its running statistics once more. Cause: the region's "
       "function is not the module, so that its buffers are not known. Do: pass the module as "
       "the function, or name it in CheckpointOptions::modules; a script module's are "
-      "known if it is the function itself; BufferPolicy::Ignore if twice is right.");
+      "known if it is the function itself; BufferPolicy::Ignore if twice is right."));
 }
 
 }  // namespace remat

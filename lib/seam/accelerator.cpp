@@ -9,6 +9,8 @@
 #include <atomic>
 #include <string_view>
 
+#include "lib/seam/warn.h"
+
 namespace remat {
 
 // One that LibTorch was built with never changes, and asking for it is not free.
@@ -30,9 +32,9 @@ c10::SmallVector<c10::Device, 2> devices_in_use() {
       if (hooks.hasPrimaryContext(i)) devices.emplace_back(*type, i);
   } catch (const c10::Error& e) {
     tells = false;
-    TORCH_WARN(
+    seam::warn(c10::str(
         "remat: the accelerator's plug-in does not tell which devices are in use, so their ",
-        "random states and streams are not restored in recomputes: ", e.what_without_backtrace());
+        "random states and streams are not restored in recomputes: ", e.what_without_backtrace()));
     devices.clear();
   }
   return devices;

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "lib/seam/warn.h"
 #include "lib/selective/op_traits.h"
 #include "lib/selective/policy_rule.h"
 
@@ -122,7 +123,7 @@ Policy by_ops(const std::vector<std::string>& names, Answer answer, SelectiveOpt
               "the operators it consists of; a policy function sees their names."
             : "\" writes to an argument, returns a view of one or makes a blank tensor, so "
               "that it always runs again. Do: list the operator that makes the values.";
-    TORCH_WARN("remat::", function, ": \"", name, reason);
+    seam::warn(c10::str("remat::", function, ": \"", name, reason));
   }
   return PolicyRule::policy(
       std::make_shared<const PolicyRule>(std::move(answers), Answer::PreferRecompute,
@@ -185,9 +186,10 @@ void PolicyRule::warn_about_unseen() const {
     for (const auto& [name, unused] : unseen_) names.push_back(name);
   }
   if (!names.empty())
-    TORCH_WARN("remat: a policy lists ", fmt::format("\"{}\"", fmt::join(names, "\", \"")),
-               ", but no value was given that name by remat::checkpoint_name in a region with this "
-               "policy. Do: compare the spelling.");
+    seam::warn(c10::str(
+        "remat: a policy lists ", fmt::format("\"{}\"", fmt::join(names, "\", \"")),
+        ", but no value was given that name by remat::checkpoint_name in a region with this "
+        "policy. Do: compare the spelling."));
 }
 
 std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const PolicyRule> a,

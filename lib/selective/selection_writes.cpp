@@ -34,7 +34,8 @@ void Selection::note_written(const ResultIndex& place, Freed& freed) {
 bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                                Freed& freed) {
   const auto& declared = op.schema().arguments();
-  bool stays = true;
+  // What writes sizes and strides (transpose_) writes nothing to the contents that are kept: it must run again.
+  bool stays = !op.hasTag(at::Tag::inplace_view);
   c10::SmallVector<ResultIndex, 1> written;
   for (std::size_t i = 0; i < declared.size(); ++i) {
     if (declared[i].alias_info() == nullptr || !declared[i].alias_info()->isWrite()) continue;

@@ -6,6 +6,8 @@
 #include <exception>
 #include <functional>
 
+#include "lib/seam/warn.h"
+
 namespace remat {
 
 template <class List, class Value, class Member>
@@ -65,9 +67,10 @@ void EarlyGuards::put_back() noexcept {
     try {
       restore();
     } catch (const std::exception& e) {
-      TORCH_WARN("remat: what a guard guards could not be put back after a recompute: ", e.what());
+      seam::warn(c10::str("remat: what a guard guards could not be put back after a recompute: ",
+                          seam::text_of(e)));
     } catch (...) {
-      TORCH_WARN("remat: what a guard guards could not be put back after a recompute");
+      seam::warn("remat: what a guard guards could not be put back after a recompute");
     }
   };
   for (; !providers.empty(); providers.pop_back())

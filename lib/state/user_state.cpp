@@ -10,6 +10,7 @@
 
 #include "lib/rng/draws.h"
 #include "lib/scope/region_scope.h"
+#include "lib/seam/warn.h"
 
 namespace remat {
 
@@ -201,9 +202,10 @@ void ObservedRecompute::tell_end() noexcept {
       const OutsideOfRegions outside;
       if (observer.end) observer.end(phase_);
     } catch (const std::exception& e) {
-      TORCH_WARN("remat: a RecomputeObserver's end threw, which is ignored: ", e.what());
+      seam::warn(
+          c10::str("remat: a RecomputeObserver's end threw, which is ignored: ", seam::text_of(e)));
     } catch (...) {
-      TORCH_WARN("remat: a RecomputeObserver's end threw, which is ignored");
+      seam::warn("remat: a RecomputeObserver's end threw, which is ignored");
     }
   }
 }
@@ -274,7 +276,7 @@ void UserRestore::undo(bool may_throw) {
   }
   if (!thrown) return;
   if (may_throw) std::rethrow_exception(thrown);
-  TORCH_WARN("remat: a StateProvider could not put back its state while an error was on its way");
+  seam::warn("remat: a StateProvider could not put back its state while an error was on its way");
 }
 
 }  // namespace remat

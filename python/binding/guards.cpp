@@ -1,5 +1,6 @@
 // The library's guards: offloading, narrower types, caches, switches, state, observers; and the phase of a region.
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Generator.h>
 #include <torch/csrc/Generator.h>
 
@@ -11,10 +12,14 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "device.h"
 #include "python.h"
+#include "region.h"
 #include "remat/hooks.h"
 #include "remat/memory.h"
+#include "remat/place.h"
 #include "remat/scope.h"
 #include "remat/state.h"
 #include "remat/tiers.h"
@@ -113,6 +118,114 @@ ObjectProviders& object_providers() {
 
 ObjectProvider::~ObjectProvider() { object_providers().forget(object_.get()); }
 
+// ---- places -------------------------------------------------------------------------------------------
+
+/// What an object that is a place can do beyond `store` and `load`.
+struct PlaceFacts {
+  bool stores_bytes, takes, finishes_stores, begins_loads, cancels_loads;
+};
+
+/// Calls a place's method: with the lock, and seen by nobody. The library has turned off what C++ can meet; a function
+/// mode (`with torch.device(...)`) and torch.compile's hook are Python's own.
+template <class Action>
+auto call_place(Action&& action) {
+  return call_locked([&] {
+    const WithoutCompiler uncompiled;
+    using Modes = at::impl::PythonTorchFunctionTLS;
+    struct WithoutModes {
+      at::impl::TorchFunctionDisabledState before = Modes::get_disabled_state();
+      WithoutModes() { Modes::set_disabled_state(at::impl::ALL_DISABLED); }
+      ~WithoutModes() { Modes::set_disabled_state(before); }
+    } const unseen;
+    return action();
+  });
+}
+
+/// What `store` of an object returned, for one range of a storage.
+class ObjectContents final : public StoredContents {
+ public:
+  ObjectContents(std::shared_ptr<PyObject> place, const PlaceFacts& facts, py::handle contents,
+                 const at::Tensor& flat)
+      : place_(std::move(place)),
+        facts_(facts),
+        contents_(shared(contents)),
+        size_(flat.numel()),
+        dtype_(flat.scalar_type()),
+        device_(flat.device()) {}
+
+  bool is_stored_late() const override { return facts_.finishes_stores; }
+  void finish_store() override { tell("finish_store"); }
+  void begin_load() override {
+    if (facts_.begins_loads) tell("begin_load");
+  }
+  void cancel_load() override {
+    if (facts_.cancels_loads) tell("cancel_load");
+  }
+  at::Tensor finish_load() override {
+    return call_place([&] {
+      const py::object loaded = place().attr("load")(py::handle(contents_.get()));
+      const at::Tensor* const tensor = tensor_in(loaded.ptr());
+      const bool is_alike = tensor != nullptr && tensor->layout() == c10::kStrided &&
+                            tensor->dim() == 1 && tensor->numel() == size_ &&
+                            tensor->scalar_type() == dtype_ && tensor->device() == device_;
+      if (is_alike) return *tensor;
+      PyErr_Format(
+          tensor == nullptr ? PyExc_TypeError : PyExc_ValueError,
+          "remat.save_elsewhere: `load` of %R returned something that is not like what `store` was "
+          "given: %lld elements of %S on %S, in one dimension. It was: %R.\nDo: return a tensor like "
+          "that. What is in the place is untouched; the same backward can be tried again on a "
+          "retained graph.",
+          place_.get(), static_cast<long long>(size_), py::cast(dtype_).ptr(),
+          py::cast(device_).ptr(),
+          tensor == nullptr ? loaded.ptr() : description_of(*tensor).ptr());
+      throw py::error_already_set();
+    });
+  }
+
+ private:
+  py::handle place() const { return place_.get(); }
+  void tell(const char* method) {
+    call_place([&] { place().attr(method)(py::handle(contents_.get())); });
+  }
+  static py::object description_of(const at::Tensor& tensor) {
+    return py::str("{} of {} on {}")
+        .format(std::vector<int64_t>(tensor.sizes().begin(), tensor.sizes().end()),
+                tensor.scalar_type(), tensor.device());
+  }
+
+  const std::shared_ptr<PyObject> place_;
+  const PlaceFacts facts_;
+  const std::shared_ptr<PyObject> contents_;
+  const int64_t size_;
+  const at::ScalarType dtype_;
+  const c10::Device device_;
+};
+
+/// An object with `store(flat)` and `load(contents)`.
+class ObjectPlace final : public Place {
+ public:
+  ObjectPlace(py::handle object, const PlaceFacts& facts)
+      : object_(shared(object)), facts_(facts) {}
+
+  bool takes(const at::Tensor& tensor) const override {
+    if (!facts_.takes) return true;
+    return call_place([&] { return py::bool_(object().attr("takes")(tensor)).cast<bool>(); });
+  }
+  bool stores_bytes() const override { return facts_.stores_bytes; }
+  std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) override {
+    return call_place([&]() -> std::shared_ptr<StoredContents> {
+      const py::object contents = object().attr("store")(flat);
+      if (contents.is_none()) return nullptr;
+      return std::make_shared<ObjectContents>(object_, facts_, contents, flat);
+    });
+  }
+
+ private:
+  py::handle object() const { return object_.get(); }
+  const std::shared_ptr<PyObject> object_;
+  const PlaceFacts facts_;
+};
+
 std::function<void(const PhaseInfo&)> tells(const py::object& function) {
   if (function.is_none()) return {};
   return [kept = shared(function)](const PhaseInfo& phase) {
@@ -135,13 +248,18 @@ void add_guards(py::module_& module) {
   const auto define = [&](const char* name, auto function) {
     module.def(name, torch::wrap_pybind_function(std::move(function)));
   };
-  define("_open_save_on_cpu", [](bool pin_memory, int64_t min_bytes, bool skip_parameters) {
-    return open<SaveOnCpuGuard>(SaveOnCpuOptions{
-        .pin_memory = pin_memory, .min_bytes = min_bytes, .skip_parameters = skip_parameters});
-  });
-  define("_open_save_on_disk", [](const std::string& directory, int64_t min_bytes) {
-    return open<SaveOnDiskGuard>(
-        SaveOnDiskOptions{.directory = std::filesystem::path(directory), .min_bytes = min_bytes});
+  define("_open_save_on_cpu",
+         [](bool pin_memory, int64_t min_bytes, bool skip_parameters, int64_t prefetch_depth) {
+           return open<SaveOnCpuGuard>(SaveOnCpuOptions{.pin_memory = pin_memory,
+                                                        .min_bytes = min_bytes,
+                                                        .skip_parameters = skip_parameters,
+                                                        .prefetch_depth = prefetch_depth});
+         });
+  define("_open_save_on_disk", [](const std::string& directory, int64_t min_bytes,
+                                  int64_t prefetch_depth) {
+    return open<SaveOnDiskGuard>(SaveOnDiskOptions{.directory = std::filesystem::path(directory),
+                                                   .min_bytes = min_bytes,
+                                                   .prefetch_depth = prefetch_depth});
   });
   define("_open_save_in_tiers",
          [](int64_t device_bytes, std::optional<int64_t> host_bytes, const std::string& directory,
@@ -164,6 +282,17 @@ void add_guards(py::module_& module) {
                               now.bytes_to_disk, now.bytes_loaded, now.loads, now.waits,
                               now.seconds_waited, now.failed_writes);
       });
+  define("_open_save_elsewhere", [](const py::object& place, const std::vector<bool>& facts,
+                                    int64_t min_bytes, bool skip_parameters, int64_t prefetch_depth,
+                                    int64_t max_bytes_in_flight) {
+    return open<SaveElsewhereGuard>(
+        std::make_unique<ObjectPlace>(
+            place, PlaceFacts{facts.at(0), facts.at(1), facts.at(2), facts.at(3), facts.at(4)}),
+        SaveElsewhereOptions{.min_bytes = min_bytes,
+                             .skip_parameters = skip_parameters,
+                             .prefetch_depth = prefetch_depth,
+                             .max_bytes_in_flight = max_bytes_in_flight});
+  });
   define("_open_save_as", [](at::ScalarType dtype, int64_t min_bytes) {
     return open<SaveAsGuard>(dtype, min_bytes);
   });
@@ -188,7 +317,13 @@ void add_guards(py::module_& module) {
     return open<RecomputeObserverGuard>(
         RecomputeObserver{.begin = tells(begin), .end = tells(end)});
   });
-  define("_open_memory_limit", [](int64_t bytes) { return open<MemoryLimitGuard>(bytes); });
+  define("_open_memory_limit", [](int64_t bytes, const py::object& device) {
+    const c10::Device limited = device_in(device);
+    return with_package_errors([&] {
+      return limited.is_cpu() ? open<MemoryLimitGuard>(bytes)
+                              : open<MemoryLimitGuard>(bytes, limited);
+    });
+  });
 
   py::class_<PhaseInfo>(module, "PhaseInfo",
                         "The region whose function runs, and which of its runs it is.")

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "device.h"
 #include "python.h"
 #include "remat/memory.h"
 #include "remat/report.h"
@@ -61,20 +62,64 @@ void add_observe(py::module_& module) {
       .def_readonly("forward_s", &RegionReport::forward_s,
                     "[seconds] of first runs, regions inside included.")
       .def_readonly("recompute_s", &RegionReport::recompute_s,
-                    "[seconds] of recomputes, those inside included.");
+                    "[seconds] of recomputes, those inside included.")
+      .def_readonly(
+          "device_forward_s", &RegionReport::device_forward_s,
+          "[seconds] of first runs on the streams they were queued on, summed over devices; 0 on the\n"
+          "CPU.")
+      .def_readonly("device_recompute_s", &RegionReport::device_recompute_s,
+                    "[seconds] of recomputes, likewise, from when their inputs were there.");
+  py::class_<DeviceReport>(module, "DeviceReport",
+                           "What a recorder saw of one device of an accelerator.")
+      .def_readonly("device", &DeviceReport::device, "Which one: a torch.device.")
+      .def_readonly("is_exact", &DeviceReport::is_exact,
+                    "Bytes are those asked for; if not, as the allocator rounds them.")
+      .def_readonly("peak_bytes", &DeviceReport::peak_bytes, "[bytes], the most alive at once.")
+      .def_readonly("bytes_out", &DeviceReport::bytes_out,
+                    "[bytes] copied to the host beside the work: offload.")
+      .def_readonly("bytes_in", &DeviceReport::bytes_in, "[bytes] copied back.")
+      .def_readonly("copies_out_s", &DeviceReport::copies_out_s,
+                    "[seconds] on the device of the copies out.")
+      .def_readonly("copies_in_s", &DeviceReport::copies_in_s,
+                    "[seconds] on the device of the copies back.");
+  using Held = FailedAllocation::Held;
+  py::class_<Held>(module, "HeldBytes",
+                   "What regions of one name held when an allocation did not fit.")
+      .def_readonly("region", &Held::region, "The name; '' for regions without one.")
+      .def_readonly("regions", &Held::regions, "How many.")
+      .def_readonly("inputs_bytes", &Held::inputs_bytes,
+                    "[bytes] of inputs that stayed; a storage once.")
+      .def_readonly("saved_bytes", &Held::saved_bytes, "[bytes] that a policy kept.")
+      .def_readonly("recomputed_bytes", &Held::recomputed_bytes,
+                    "[bytes] recomputed and not yet handed over.");
+  py::class_<FailedAllocation>(
+      module, "FailedAllocation",
+      "What was alive when an allocation did not fit: on an accelerator, or under `memory_limit`.")
+      .def_readonly("device", &FailedAllocation::device, "Where it did not fit: a torch.device.")
+      .def_readonly("asked_bytes", &FailedAllocation::asked_bytes,
+                    "[bytes] asked for; -1: the device's allocator does not tell.")
+      .def_readonly("live_bytes", &FailedAllocation::live_bytes, "[bytes] of all tensors there.")
+      .def_readonly("parameters_bytes", &FailedAllocation::parameters_bytes,
+                    "[bytes] of parameters that regions use.")
+      .def_readonly("held", &FailedAllocation::held, "By region; what held most first.");
   py::class_<Report>(module, "Report",
                      "What a recorder counted, by region name; `str` makes a table of it.")
       .def_readonly("regions", &Report::regions, "In the order of their first call.")
       .def_readonly("dropped_events", &Report::dropped_events,
                     "That `max_events` left no room for; sums count them.")
+      .def_readonly("devices", &Report::devices, "Of accelerators that were in use.")
+      .def_readonly("failed_allocations", &Report::failed_allocations,
+                    "The first that failed, 16 at most.")
       .def("__str__", &Report::to_string)
       .def("to_json", &Report::to_json, "The same numbers as one JSON object, as text.");
 
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Recorder>(module, "_Recorder")
-      .def(py::init([](bool memory, bool operators, int64_t max_events) {
-        return std::make_unique<Recorder>(
-            RecorderOptions{.memory = memory, .operators = operators, .max_events = max_events});
+      .def(py::init([](bool memory, bool operators, int64_t max_events, bool device_time) {
+        return std::make_unique<Recorder>(RecorderOptions{.memory = memory,
+                                                          .operators = operators,
+                                                          .max_events = max_events,
+                                                          .device_time = device_time});
       }))
       .def("stop", &Recorder::stop, unlocked)
       .def("report", &Recorder::report, unlocked)
@@ -95,17 +140,34 @@ void add_observe(py::module_& module) {
 
   py::class_<MemoryMeter>(
       module, "MemoryMeter",
-      "Counts the bytes that torch's CPU allocator has given out and not got back, exactly.\n\n"
-      "The first meter of the process puts a counting allocator in front of the one that is there. Make it\n"
-      "before the tensors that shall be counted. Not counted: older tensors, `from_numpy`, pinned and\n"
-      "accelerator memory. Threads: any.")
-      .def(py::init<>())
+      "MemoryMeter(device=None): counts the bytes that torch's allocator of the CPU, or of another device, has\n"
+      "given out and not got back.\n\n"
+      "The CPU: exactly. The first meter of the process puts a counting allocator in front of the one that is\n"
+      "there. Make it before the tensors that shall be counted. Not counted: older tensors, `from_numpy`, pinned\n"
+      "memory. An accelerator: what its allocator says of all the process's tensors there, whenever they were\n"
+      "made; starting a peak resets the one that `torch.cuda.max_memory_allocated` reads. Threads: any.\n"
+      "Raises CheckpointError (UNSUPPORTED) for a device whose allocator does not tell.")
+      .def(py::init([](const py::object& device) {
+             const c10::Device counted = device_in(device);
+             return with_package_errors([&] {
+               return counted.is_cpu() ? std::make_unique<MemoryMeter>()
+                                       : std::make_unique<MemoryMeter>(counted);
+             });
+           }),
+           py::arg("device") = py::none())
+      .def_property_readonly("device", &MemoryMeter::device, "What is counted: a torch.device.")
+      .def_property_readonly("is_exact", &MemoryMeter::is_exact,
+                             "Whether bytes are those asked for, not as the allocator rounds them.")
       .def_property_readonly("live_bytes", &MemoryMeter::live_bytes,
                              "[bytes] alive now in the whole process: the same for every meter.")
       .def_property_readonly(
           "peak_bytes", &MemoryMeter::peak_bytes,
           "[bytes], the most at one moment since the meter was made or `reset_peak`.")
       .def("reset_peak", &MemoryMeter::reset_peak, "Starts a new peak at the present live bytes.");
+  module.def("_free_bytes", torch::wrap_pybind_function([](const py::object& device) {
+               const c10::Device asked = device_in(device);
+               return with_package_errors([&] { return free_bytes(asked); });
+             }));
 }
 
 }  // namespace remat::python

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "device.h"
 #include "modules.h"
 #include "remat/options.h"
 #include "remat/plan.h"
@@ -211,10 +212,10 @@ PyObject* run(const std::shared_ptr<const Program>& program, at::Tensor input) {
 
 using StageTuple =
     std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t>;
-using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>>;
+using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>, double>;
 
 ChainCost cost_in(const CostTuple& cost) {
-  ChainCost chain{std::get<0>(cost), std::get<1>(cost), {}};
+  ChainCost chain{std::get<0>(cost), std::get<1>(cost), {}, std::get<3>(cost)};
   for (const auto& [forward_s, backward_s, to_last_save_s, output, saved, forward_tmp, backward_tmp,
                     grad, saves_output, unsaved_tmp] : std::get<2>(cost))
     chain.stages.push_back({forward_s, backward_s, to_last_save_s, output, saved, forward_tmp,
@@ -223,7 +224,7 @@ ChainCost cost_in(const CostTuple& cost) {
 }
 
 CostTuple tuple_of(const ChainCost& chain) {
-  CostTuple cost{chain.input_bytes, chain.input_grad_bytes, {}};
+  CostTuple cost{chain.input_bytes, chain.input_grad_bytes, {}, chain.rounding};
   for (const StageCost& each : chain.stages)
     std::get<2>(cost).emplace_back(each.forward_s, each.backward_s, each.forward_to_last_save_s,
                                    each.output_bytes, each.saved_bytes, each.forward_tmp_bytes,
@@ -233,7 +234,9 @@ CostTuple tuple_of(const ChainCost& chain) {
 }
 
 CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64_t warmup,
-                         int64_t repeats) {
+                         int64_t repeats, const py::object& device) {
+  MeasureOptions options{.warmup = warmup, .repeats = repeats, .device = {}};
+  if (!device.is_none()) options.device = device_in(device);
   std::vector<Stage> all;
   for (const py::handle stage : stages) {
     const std::shared_ptr<PyObject> kept(stage.inc_ref().ptr(),
@@ -247,8 +250,10 @@ CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64
       }
     });
   }
-  const py::gil_scoped_release unlocked;
-  return tuple_of(measure(all, sample, {.warmup = warmup, .repeats = repeats}));
+  return with_package_errors([&] {
+    const py::gil_scoped_release unlocked;
+    return tuple_of(measure(all, sample, options));
+  });
 }
 
 Plan plan_for(const Frontier& frontier, int64_t budget_bytes) {
@@ -347,6 +352,10 @@ void add_plan(py::module_& module) {
                                   result.depth);
          });
   define("_measure", measure_stages);
+  define("_free_budget", [](const CostTuple& cost, const py::object& device, double margin) {
+    const c10::Device asked = device_in(device);
+    return with_package_errors([&] { return free_budget(cost_in(cost), asked, margin); });
+  });
   define("revolve_plan",
          [](int64_t stages, int64_t snapshots) { return revolve_plan(stages, snapshots); });
   define("mixed_plan", [](int64_t stages, int64_t units) { return mixed_plan(stages, units); });

@@ -3,6 +3,8 @@
 #include "policy.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
 #include <memory>
@@ -30,6 +32,42 @@ class Question {
  private:
   const PolicyContext* context_;
 };
+
+/// An argument as torch hands it to a dispatch mode, whose numbers are dtypes where the schema says so.
+py::object argument_in(const c10::Argument& argument, const c10::IValue& value) {
+  const c10::Type* type = argument.real_type().get();
+  if (const auto* const optional = type->castRaw<c10::OptionalType>())
+    type = optional->getElementType().get();
+  if (!value.isInt()) return torch::jit::toPyObject(value);
+  switch (type->kind()) {
+    case c10::TypeKind::ScalarTypeType:
+      return py::cast(static_cast<at::ScalarType>(value.toInt()));
+    case c10::TypeKind::LayoutType:
+      return py::cast(static_cast<at::Layout>(value.toInt()));
+    case c10::TypeKind::MemoryFormatType:
+      return py::cast(static_cast<at::MemoryFormat>(value.toInt()));
+    default:
+      return torch::jit::toPyObject(value);
+  }
+}
+
+/// (args, kwargs) of a call, as torch hands them to a dispatch mode: without defaults at the end.
+py::tuple call_of(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> values) {
+  const auto& arguments = schema.arguments();
+  const auto is_default = [&](std::size_t i) {
+    return arguments[i].default_value().has_value() && *arguments[i].default_value() == values[i];
+  };
+  std::size_t first_keyword = 0;
+  while (first_keyword < values.size() && !arguments[first_keyword].kwarg_only()) ++first_keyword;
+  std::size_t num_positional = first_keyword;
+  while (num_positional > 0 && is_default(num_positional - 1)) --num_positional;
+  py::tuple args(num_positional);
+  for (std::size_t i = 0; i < num_positional; ++i) args[i] = argument_in(arguments[i], values[i]);
+  py::dict kwargs;
+  for (std::size_t i = first_keyword; i < values.size(); ++i)
+    if (!is_default(i)) kwargs[arguments[i].name().c_str()] = argument_in(arguments[i], values[i]);
+  return py::make_tuple(args, kwargs);
+}
 
 CheckpointPolicy answer_in(const py::object& answer) {
   if (PyBool_Check(answer.ptr()))
@@ -92,7 +130,17 @@ void add_policy(py::module_& module) {
               all[i] = torch::jit::toPyObject(self.context().args[i]);
             return all;
           },
-          "The operator's arguments, in the order of its schema.");
+          "The operator's arguments, in the order of its schema.")
+      .def_property_readonly(
+          "op",
+          [](const Question& self) {
+            return py::reinterpret_borrow<py::object>(
+                torch::detail::getTorchApiFunction(self.context().op));
+          },
+          "The operator as torch.ops has it: torch.ops.aten.mm.default.")
+      .def("_call_of", [](const Question& self) {
+        return call_of(self.context().op.schema(), self.context().args);
+      });
   py::class_<Policy>(module, "Policy",
                      "What of a region is kept instead of recomputed. Immutable; any thread.")
       .def(py::init([](const py::function& function, bool allow_cache_entry_mutation,

@@ -6,9 +6,12 @@
 #include <new>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "python.h"
 #include "remat/binding.h"
+#include "remat/words.h"
 
 namespace remat::python {
 
@@ -38,6 +41,21 @@ void interpreter_ends() {
   const auto start = std::chrono::steady_clock::now();
   while (num_inside.load() != 0 && std::chrono::steady_clock::now() - start < longest_wait)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+/// What C++ programs would write, and what stands for it in Python. Plain texts: a warning may come where the
+/// interpreter's lock must not be asked for. Set once, at import; never freed.
+std::vector<std::pair<std::string, std::string>>& python_words() {
+  static auto* const all = new std::vector<std::pair<std::string, std::string>>;
+  return *all;
+}
+
+std::string in_python_words(std::string text) {
+  for (const auto& [theirs, ours] : python_words())
+    for (std::size_t at = text.find(theirs); at != std::string::npos;
+         at = text.find(theirs, at + ours.size()))
+      text.replace(at, theirs.size(), ours);
+  return text;
 }
 
 bool may_enter() { return !is_ending.load() || std::this_thread::get_id() == ending_thread; }
@@ -129,6 +147,11 @@ void add_process(py::module_& module) {
                               py::object device_context) {
     names() = {stop.release().ptr(), make_error.release().ptr(), run_in.release().ptr(),
                device_context.release().ptr(), nullptr};
+  });
+  module.def("_set_words", [](std::vector<std::pair<std::string, std::string>> words) {
+    set_warning_words(nullptr);
+    python_words() = std::move(words);
+    set_warning_words(in_python_words);
   });
   module.def("_set_decorator", [](py::object make) { names().decorator = make.release().ptr(); });
 }

@@ -302,6 +302,7 @@ class OptionsReader {
                                            {"layout", DeterminismCheck::Layout},
                                            {"values", DeterminismCheck::Values}}),
              true;
+    if (*text == "fingerprint") return set_fingerprint(value), true;
     if (*text == "capture_check")
       return options.capture_check = choice<CaptureCheck>(
                  value, "capture_check",
@@ -336,6 +337,25 @@ class OptionsReader {
   std::vector<PyObject*> modules;  // borrowed from the argument
 
  private:
+  void set_fingerprint(PyObject* function) {
+    if (function == Py_None) return;
+    if (PyCallable_Check(function) == 0) {
+      PyErr_Format(PyExc_TypeError, "remat.checkpoint: fingerprint must be a function, and is %R",
+                   function);
+      throw python_error();
+    }
+    Py_INCREF(function);
+    const std::shared_ptr<PyObject> kept(function, [](PyObject* last) { drop(&last, 1); });
+    options.fingerprint = [kept](const at::Tensor& tensor) {
+      const Locked locked(Locked::AtEnd::Wait);
+      try {
+        return std::string(py::str(py::handle(kept.get())(tensor)));
+      } catch (py::error_already_set& error) {
+        error.restore();
+      }
+      throw_persisted();
+    };
+  }
   static std::optional<std::string_view> view(PyObject* text) {
     Py_ssize_t size = 0;
     const char* const data = PyUnicode_AsUTF8AndSize(text, &size);
@@ -419,7 +439,7 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
 
 constexpr char checkpoint_text[] =
     R"(checkpoint(function, /, *args, name="", policy=None, early_stop=True, determinism_check="metadata",
-           capture_check="raise", offload_inputs=False, preserve_rng_state=True, input_mode="shared",
+           fingerprint=None, capture_check="raise", offload_inputs=False, preserve_rng_state=True, input_mode="shared",
            buffers="restore", modules=(), strict_unpack=False, debug=False, **kwargs)
 checkpoint(**options) -> a decorator
 --
@@ -438,6 +458,7 @@ policy: what is kept instead of recomputed: `save_ops([...])`, `save_matmuls()`,
 early_stop: a recompute ends with the last tensor that backward needs.
 determinism_check: how recomputed tensors are compared with those of forward: "none" (their number), "metadata"
     (shape, dtype, device), "layout" (strides too), "values" (bitwise).
+fingerprint: a function of a tensor, whose results' texts are compared instead.
 capture_check: "raise" if a parameter or captured tensor changed before the recompute, or "ignore".
 offload_inputs: inputs on an accelerator wait on the CPU.
 preserve_rng_state: a recompute draws the random numbers that forward drew.

@@ -2,6 +2,7 @@
 """What docs/from-python.md shows, as a program: each part of the package once."""
 
 import tempfile
+import zlib
 from pathlib import Path
 
 import torch
@@ -74,11 +75,26 @@ with tempfile.TemporaryDirectory() as folder:
     with remat.recompute_cache(max_bytes=64_000_000):
         loss.backward()
 
+
+class Compressed:
+    def store(self, flat):
+        packed = zlib.compress(bytes(flat.tolist()), level=1)
+        return packed if len(packed) < flat.numel() else None  # None: it stays
+
+    def load(self, packed):
+        return torch.frombuffer(bytearray(zlib.decompress(packed)), dtype=torch.uint8)
+
+
+with remat.save_elsewhere(Compressed(), min_bytes=1 << 14):
+    model(x).sum().backward()
+
 # ---- seeing
 meter = remat.MemoryMeter()
 with remat.Recorder() as recorder:
     remat.checkpoint(block, x, name="block").sum().backward()
 print(recorder.report())
+for unused in remat.unused_regions(model, model(x).sum()):
+    print(unused.path, unused.cure)
 print(meter.peak_bytes, "bytes at the peak;", len(remat.saved_tensors(block(x))), "tensors saved by a block")
 
 # ---- plans

@@ -76,6 +76,14 @@ class CheckpointError(upstream.CheckpointError):
 
 # What the library's texts say to C++ programs, in Python's words: phrases first, then what is left of single names.
 _PHRASES = (
+    # Of warnings.
+    ("a RecomputeObserver's end threw, which is ignored", "what observe_recomputes was given as `end` raised, which is ignored"),
+    ("remat: a StateProvider could", "remat.state_provider: a provider could"),
+    ("remat: what a guard guards could not be put back", "remat: what a guard inside a region guards could not be put back"),
+    ("(in a tuple, a vector, a struct with visit_tensors)", "(in a tuple, a list, a dictionary, a dataclass)"),
+    ("a member that holds an attention map", "an attribute that holds an attention map"),
+    ("only if !remat::is_recomputing()", "only if not remat.is_recomputing()"),
+    # Of errors, and of both.
     ("remat::checkpoint: ", "torch.utils.checkpoint: "),
     ("inputs = remat::InputMode::CopyOnWrite in CheckpointOptions", 'input_mode="copy_on_write"'),
     ("(InputMode::CopyOnWrite)", '(input_mode="copy_on_write")'),
@@ -90,6 +98,7 @@ _PHRASES = (
     ("BufferPolicy::Ignore", 'buffers="ignore"'),
     ("SelectiveOptions::allow_cache_entry_mutation", "allow_cache_entry_mutation=True"),
     ("`mutable_data_ptr()`", "an operator"),
+    ("is no c10::DeviceAllocator, so that it has no statistics", "keeps no statistics"),
 )  # fmt: skip
 _GUARDS = {
     "MemoryLimitGuard": "memory_limit", "RecomputeCacheGuard": "recompute_cache", "SaveAsGuard": "save_as",
@@ -107,6 +116,11 @@ _NAMES = (
     (re.compile(r"\bremat::([a-zA-Z_]+)(?:::([a-z_]+))?"),
      lambda found: f"remat.{found[1]}.{found[2]}" if found[2] else f"remat.{found[1]}"),
 )  # fmt: skip
+
+# Warnings come from any thread, where no Python can run: the extension puts these texts in, one after the other.
+WORDS_OF_WARNINGS = [
+    ("remat::checkpoint: ", "remat.checkpoint: "), *_PHRASES, *_GUARDS.items(), ("remat::", "remat."),
+]  # fmt: skip
 
 R = TypeVar("R")
 

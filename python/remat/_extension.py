@@ -33,7 +33,7 @@ except ImportError as error:
     ) from error
 
 from ._engine import put_in_front  # noqa: E402
-from ._errors import StopRecompute, make_error  # noqa: E402
+from ._errors import WORDS_OF_WARNINGS, StopRecompute, make_error  # noqa: E402
 
 
 def _run_in(recompute_context: Any, device_context: Any, function: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -61,5 +61,6 @@ def _device_context() -> Any:
 
 
 _remat._set_names(StopRecompute, make_error, _run_in, _device_context)
+_remat._set_words(WORDS_OF_WARNINGS)
 put_in_front(_remat)
 atexit.register(_remat._interpreter_ends)

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from ._extension import _remat
 from ._choice import class_name
-from ._modules import Region, _switch_off, _switch_on, plain_class
+from ._modules import Region, _leaves_below, _switch_off, _switch_on, plain_class
 from ._observe import MemoryMeter
 from ._plan import (
     ChainCost,
@@ -44,28 +44,19 @@ def _children(sequential: nn.Module) -> list[Stage]:
     return list(sequential._modules.values())  # type: ignore[arg-type]  # one that is there twice runs twice
 
 
-def _leaves_below(root: torch.Tensor) -> list[torch.Tensor]:
-    """Those that a backward of `root` would give gradients."""
-    found: list[torch.Tensor] = []
-    waiting: list[Any] = [root.grad_fn]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.append(node.variable)
-        waiting.extend(each for each, _ in node.next_functions)
-    return found
+def _random_states_kept(device: torch.device) -> Any:
+    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "get_rng_state"):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 def _peak_of(chain: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor) -> int:
-    """[bytes] of CPU tensors at the peak of one step beyond what is there before it and gradients of leaves."""
+    """[bytes] of tensors on the sample's device at the peak of one step beyond what is there before it and gradients of
+    leaves."""
     input = sample.detach().requires_grad_(sample.requires_grad)
-    meter = MemoryMeter()
+    meter = MemoryMeter(sample.device)
     before = meter.live_bytes
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with _random_states_kept(sample.device), torch.enable_grad():
         result = chain(input)
         forward_peak = meter.peak_bytes - before
         if not result.requires_grad:
@@ -110,7 +101,7 @@ class Fitted:
         self.plan = plan
         """What was chosen."""
         self.measured_bytes = measured_bytes
-        """[bytes] that a step had at its peak; None where it was not run, or not on the CPU."""
+        """[bytes] that a step had at its peak on the sample's device; None without `verify`."""
         self._settings: dict[str, Any] = {"early_stop": early_stop, "frame_cost_s": frame_cost_s}
         self._options = options
 
@@ -174,6 +165,7 @@ def fit(
     sample: torch.Tensor,
     budget_bytes: int,
     *,
+    cost: Optional[ChainCost] = None,
     warmup: int = 1,
     repeats: int = 5,
     max_depth: int = 0,
@@ -192,14 +184,18 @@ def fit(
     Of a list of functions the result is what runs as planned: `fitted(x)`. Stages are functions from one tensor to one
     tensor, the last one as a rule the loss.
 
+    cost: what `measure` said of the same stages before, in this process or another one (a ChainCost can be pickled):
+        nothing is measured then.
     budget_bytes: what a step may have at its peak [bytes], beyond the input, parameters and their gradients. What the
     program holds beside the chain counts on top.
     warmup, repeats, progress: as of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
     verify: run a step as planned and look at its peak, which may be higher than the stages' costs say: where stages
-        share parameters, or have buffers that are restored; above the budget, a smaller plan is taken. Only where the sample is on the CPU.
+        share parameters, or have buffers that are restored; above the budget, a smaller plan is taken.
     options: of all regions, as of `checkpoint`.
 
-    Afterwards parameters have the `.grad` they had, modules their buffers, the CPU generator its state.
+    Bytes and time are those of the sample's device.
+    Afterwards parameters have the `.grad` they had, modules their buffers, the generators of the CPU and of the device
+    their states.
     Raises InfeasibleBudget, which knows the least possible budget; else as `measure`.
     """
     if isinstance(model_or_stages, nn.Module) and not (
@@ -218,12 +214,15 @@ def fit(
     else:
         functions = stages = list(model_or_stages)
     _remat._Options(options)  # refuses wrong ones before the measuring
-    cost = measure(functions, sample, warmup=warmup, repeats=repeats, progress=progress)
+    if cost is None:
+        cost = measure(functions, sample, warmup=warmup, repeats=repeats, progress=progress)
+    elif len(cost.stages) != len(functions):
+        raise ValueError(f"remat.fit: the cost is of {len(cost.stages)} stages, and there are {len(functions)}.")
     early_stop = bool(options.get("early_stop", True))
     frontier = solve(cost, max_depth=max_depth, early_stop=early_stop, frame_cost_s=frame_cost_s)
     plan = frontier.plan(budget_bytes)
     peak: Optional[int] = None
-    if verify and sample.device.type == "cpu":
+    if verify:
         beyond = 0  # [bytes] of which the stages' costs know nothing
         while True:
             with _buffers_kept(functions):

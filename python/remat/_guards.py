@@ -18,6 +18,7 @@ from ._errors import translated
 from ._extension import _remat
 
 F = TypeVar("F", bound=Callable[..., Any])
+Contents = TypeVar("Contents")
 Path = Union[str, "os.PathLike[str]"]
 
 
@@ -56,7 +57,9 @@ class Guard(contextlib.AbstractContextManager["Guard", None]):
 # ---- where saved tensors wait ----------------------------------------------------------------------------
 
 
-def save_on_cpu(*, pin_memory: bool = False, min_bytes: int = 0, skip_parameters: bool = True) -> Guard:
+def save_on_cpu(
+    *, pin_memory: bool = False, min_bytes: int = 0, skip_parameters: bool = True, prefetch_depth: int = 2
+) -> Guard:
     """Tensors of an accelerator that autograd saves wait on the CPU. Those on the CPU stay as they are.
 
     Backward gets them with their dtype, device, sizes and strides. A storage is moved once for all views of it.
@@ -65,19 +68,25 @@ def save_on_cpu(*, pin_memory: bool = False, min_bytes: int = 0, skip_parameters
     pin_memory: page-locked memory (up to a quarter of the machine's), for copies beside the work.
     min_bytes: smaller tensors stay [bytes].
     skip_parameters: if not, parameters move, too.
+    prefetch_depth: how many copies back are begun ahead of the one that backward reads.
+    Raises ValueError for a negative number.
     """
-    return Guard("remat.save_on_cpu", lambda: _remat._open_save_on_cpu(pin_memory, min_bytes, skip_parameters))
+    return Guard(
+        "remat.save_on_cpu",
+        lambda: _remat._open_save_on_cpu(pin_memory, min_bytes, skip_parameters, prefetch_depth),
+    )
 
 
-def save_on_disk(directory: Path, *, min_bytes: int = 1 << 16) -> Guard:
+def save_on_disk(directory: Path, *, min_bytes: int = 1 << 16, prefetch_depth: int = 1) -> Guard:
     """Tensors that autograd saves wait in a file in `directory`, which must exist.
 
     The file has no name; nothing is left of it, however the process ends. It takes as many bytes as waited at the
     same time, until the scope and all that waits are gone. min_bytes: smaller tensors stay [bytes].
+    prefetch_depth: how many reads are begun ahead of the one that backward waits for.
     Raises ValueError if no file can be made there; a full disk is an error of the operator that saves.
     """
     path = os.fspath(directory)
-    return Guard("remat.save_on_disk", lambda: _remat._open_save_on_disk(path, min_bytes))
+    return Guard("remat.save_on_disk", lambda: _remat._open_save_on_disk(path, min_bytes, prefetch_depth))
 
 
 class TierCounts(NamedTuple):
@@ -158,6 +167,77 @@ def save_in_tiers(
     )
 
 
+class Place(Protocol[Contents]):
+    """Where saved tensors can wait: an object with these two methods, and more if it likes.
+
+    `store` gets a flat tensor (one dimension, dense, no gradient; to be read only) and returns what `load` will be
+    called with, as often as backward reads it; None: this one stays where it is. `load` returns a tensor as the one that
+    was stored: one dimension, as many elements, the same dtype and device. What `store` returned is let go of with the
+    last saved tensor that needs it.
+
+    What is called if it is there:
+        takes(tensor) -> bool: whether a saved tensor may be moved here, by its device, dtype and size; cheap.
+        stores_bytes: an attribute. True, the default: `store` gets bytes (torch.uint8), and `load` must give back the
+            same. False: it gets elements in the tensor's dtype, and may give back others, if it is lossy.
+        begin_load(contents): begins the copy back, and returns soon: it will probably be read next. What it raises is
+            dropped, and counts as not begun.
+        cancel_load(contents): nobody has asked for what `begin_load` began. What it raises is a warning.
+        finish_store(contents): says that `store` may have returned before it had copied everything; returns when the
+            tensor that was stored is not needed any more. A saved tensor that is changed in place after its save then
+            raises when it is read, as in plain autograd.
+
+    Methods may be called on several threads at once, those for one `contents` never. What they compute is not recorded:
+    no autograd, no hooks, guards or modes of the thread that calls.
+    """
+
+    def store(self, flat: torch.Tensor, /) -> Optional[Contents]: ...
+    def load(self, contents: Contents, /) -> torch.Tensor: ...
+
+
+def save_elsewhere(
+    place: Place[Any],
+    *,
+    min_bytes: int = 0,
+    skip_parameters: bool = True,
+    prefetch_depth: int = 1,
+    max_bytes_in_flight: int = 64 << 20,
+) -> Guard:
+    """What autograd saves waits in a place of the program's own: compressed, on another machine, in a file of its own.
+
+        class Compressed:
+            def store(self, flat):
+                packed = zlib.compress(flat.cpu().numpy())
+                return packed if len(packed) < flat.numel() else None
+
+            def load(self, packed):
+                return torch.frombuffer(bytearray(zlib.decompress(packed)), dtype=torch.uint8)
+
+        with remat.save_elsewhere(Compressed(), min_bytes=1 << 14):
+            loss = model(x).sum()
+
+    Backward gets saved tensors back with their dtype, device, sizes and strides; those that share a storage are stored
+    once. The place lives until the scope and all that waits are gone.
+
+    min_bytes: smaller tensors stay [bytes]. skip_parameters: if not, parameters and their views move, too.
+    prefetch_depth: how many loads are begun ahead of the one that is read, in the reverse order of saving.
+    max_bytes_in_flight: [bytes] of originals that unfinished stores hold at the most (see `finish_store`).
+    What a method raises reaches the operator that saves, or the backward, with its type; the same backward on a retained
+    graph asks anew. At the scope's end it is a warning, and the tensor stays.
+    Raises TypeError for what is no place; ValueError for a negative option.
+    """
+    for method in ("store", "load"):
+        if not callable(getattr(place, method, None)):
+            raise TypeError(f"remat.save_elsewhere: a place must have a method `{method}`, and {place!r} has none")
+    facts = [bool(getattr(place, "stores_bytes", True))]
+    facts += [hasattr(place, each) for each in ("takes", "finish_store", "begin_load", "cancel_load")]
+    return Guard(
+        "remat.save_elsewhere",
+        lambda: _remat._open_save_elsewhere(
+            place, facts, min_bytes, skip_parameters, prefetch_depth, max_bytes_in_flight
+        ),
+    )
+
+
 def save_as(dtype: torch.dtype, *, min_bytes: int = 0) -> Guard:
     """Floating-point tensors that autograd saves are rounded to `dtype`. LOSSY: gradients come from the rounded numbers.
 
@@ -211,13 +291,17 @@ def graph_exec_group() -> Guard:
     return Guard("remat.graph_exec_group()", _remat._open_graph_exec_group)
 
 
-def memory_limit(bytes: int) -> Guard:
-    """An allocation that would take `MemoryMeter().live_bytes` above `bytes` raises torch.OutOfMemoryError.
+def memory_limit(bytes: int, device: Union[torch.device, str, int, None] = None) -> Guard:
+    """An allocation that would take `MemoryMeter(device).live_bytes` above `bytes` raises torch.OutOfMemoryError.
 
-    CPU memory, the whole process, all threads: the way to see on any machine what a small one would do. What a meter
-    does not count is not limited. Raises ValueError if `bytes` is negative.
+    The whole process, all threads: the way to see on any machine what a small one would do. What a meter does not count
+    is not limited. On an accelerator the guard takes the rest of the device's free memory, so that the error is the
+    device's own, and the limit as fine as its allocator's pieces. device: None: the CPU.
+    Raises ValueError if `bytes` is negative; CheckpointError (UNSUPPORTED) as `MemoryMeter`, and if the device does not
+    say what it has free.
     """
-    return Guard(f"remat.memory_limit({bytes})", lambda: _remat._open_memory_limit(bytes))
+    where = "" if device is None else f", {str(device)!r}"
+    return Guard(f"remat.memory_limit({bytes}{where})", lambda: _remat._open_memory_limit(bytes, device))
 
 
 MemoryLimit = memory_limit
@@ -265,6 +349,7 @@ __all__ = [
     "Guard",
     "MemoryLimit",
     "PhaseInfo",
+    "Place",
     "StateProvider",
     "current_phase",
     "debug",
@@ -279,6 +364,7 @@ __all__ = [
     "TierCounts",
     "Tiers",
     "save_as",
+    "save_elsewhere",
     "save_in_tiers",
     "save_on_cpu",
     "save_on_disk",

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable
 from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
+import torch
 import torch.nn as nn
 
 from ._choice import ModuleChoice, Types, class_name
@@ -44,15 +45,17 @@ class Region:
         self.buffers = buffers
         self.enabled = enabled
         self.plan: Any = None  # of a Sequential: see _fit.py
+        self.was_called = False  # with grad mode on; what unused_regions asks
         self.native = _remat._Options({**options, "buffers": "ignore" if buffers == "ignore" else "restore"})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copy = Region.__new__(Region)
         copy.__dict__.update(self.__dict__)
+        copy.was_called = False
         return copy
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "native"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("native", "was_called")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         plan = state.pop("plan")
@@ -77,9 +80,15 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return found
 
 
+def _is_on(module: nn.Module, region: Region) -> bool:
+    return region.enabled and (module.training or not region.training_only)
+
+
 def _runs_plainly(module: nn.Module, region: Region) -> bool:
-    if not region.enabled or (region.training_only and not module.training):
+    if not _is_on(module, region):
         return True
+    if not region.was_called and torch.is_grad_enabled():
+        region.was_called = True
     return region.buffers == "skip_batch_norm" and _skips(module)
 
 
@@ -156,7 +165,6 @@ def _rebuilt(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def _why_not(module: nn.Module) -> Optional[tuple[str, str]]:
     """(reason, cure) if the module cannot be a region."""
-    import torch
     from torch.nn.modules.lazy import LazyModuleMixin
 
     if isinstance(module, torch.jit.ScriptModule):
@@ -369,16 +377,99 @@ def set_checkpoint_level(model: nn.Module, training_level: int) -> None:
             region.enabled = 0 < region.level <= training_level
 
 
+# ---- what is called past its region --------------------------------------------------------------------------
+
+
+class UnusedRegion(NamedTuple):
+    """A module that should be a region, and is called past it."""
+
+    path: str
+    """In the tree; '' is the root."""
+    type: str
+    reason: str
+    """What was seen."""
+    cure: str
+    """What to write instead."""
+
+
+def _leaves_below(root: torch.Tensor) -> list[torch.Tensor]:
+    """Those that a backward of `root` would give gradients."""
+    found: list[torch.Tensor] = []
+    waiting: list[Any] = [root.grad_fn]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        waiting.extend(each for each, _ in node.next_functions)
+    return found
+
+
+def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]:
+    """Finds what should be a region and never was: modules below `model` that are switched on as regions, some of whose
+    parameters are in the graph of `result`, and whose own call was never reached. The results are right then, and all
+    memory is held. That is how a parent ends that calls a module's parts instead of the module, or
+    `Block.forward(block, x)`. Ask it once, after a forward:
+
+        for unused in remat.unused_regions(model, loss):
+            print(unused.path, unused.cure)
+
+    "Never" is since the module became a region, or since `reset_unused_regions`: a module that is called both ways is
+    not found. What is switched off, or in eval mode with `training_only`, when this asks is left out. A call under
+    `disable_checkpoint`, or one that "skip_batch_norm" runs plainly, counts as reached; one without grad mode does not.
+    A module without parameters that require grad is never found, and one whose parameters others use, too, may be found
+    though nobody called it.
+    It walks the graph once, before a backward or after it. Threads: no forward of `model` may run meanwhile.
+    Raises ValueError for a `result` without a graph.
+    """
+    if result.grad_fn is None:
+        raise ValueError(
+            "remat.unused_regions: the result had no graph. Cause: it does not require grad, or was computed without grad "
+            "mode. Do: pass what backward is called on."
+        )
+    used = {id(leaf) for leaf in _leaves_below(result)}
+    found = []
+    for path, module in model.named_modules():
+        region = _region_of(module)
+        if region is None or not _is_on(module, region) or region.was_called:
+            continue
+        if any(id(parameter) in used for parameter in module.parameters()):
+            found.append(
+                UnusedRegion(
+                    path,
+                    class_name(module),
+                    "its parameters are in the graph, and its own call was never reached",
+                    f"call the module itself ({path or 'the root'}) where its parts or its class's forward are called, or "
+                    "make what is called there a region",
+                )
+            )
+    return found
+
+
+def reset_unused_regions(model: nn.Module) -> None:
+    """Forgets which calls were reached, for all below `model`."""
+    for module in model.modules():
+        region = _region_of(module)
+        if region is not None:
+            region.was_called = False
+
+
 __all__ = [
     "Applied",
     "Checkpointed",
     "ChosenModule",
     "ModuleChoice",
     "RefusedModule",
+    "UnusedRegion",
     "apply",
     "is_checkpointed",
     "plain_class",
     "remove",
+    "reset_unused_regions",
     "set_checkpoint_level",
     "set_checkpointing",
+    "unused_regions",
 ]

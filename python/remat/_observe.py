@@ -11,6 +11,9 @@ from ._errors import in_python_words, translated
 from ._extension import _remat
 
 MemoryMeter = _remat.MemoryMeter
+DeviceReport = _remat.DeviceReport
+FailedAllocation = _remat.FailedAllocation
+HeldBytes = _remat.HeldBytes
 Report = _remat.Report
 RegionReport = _remat.RegionReport
 
@@ -27,14 +30,19 @@ class Recorder:
 
     In a notebook it shows its page: live bytes over time, regions, the table.
 
-    memory: sample the live bytes of CPU tensors at every event and every allocation.
+    memory: sample the live bytes of CPU tensors at every event and every allocation, those of an accelerator's devices
+        in use at every event and after every operator.
     operators: also record the operators that run, 1 to 3 us each.
     max_events: beyond it the oldest events go, and the report says so; sums stay exact. About 100 bytes each.
+    device_time: time regions and the copies of offload on an accelerator, by events on the streams that run them. Nothing
+        waits for a device meanwhile; `report` and what draws or writes do.
     Several may record at a time. Threads: any.
     """
 
-    def __init__(self, *, memory: bool = True, operators: bool = False, max_events: int = 1 << 20) -> None:
-        self._recorder = translated(_remat._Recorder)(memory, operators, max_events)
+    def __init__(
+        self, *, memory: bool = True, operators: bool = False, max_events: int = 1 << 20, device_time: bool = True
+    ) -> None:
+        self._recorder = translated(_remat._Recorder)(memory, operators, max_events, device_time)
 
     def __enter__(self) -> Recorder:
         return self
@@ -77,6 +85,16 @@ class Recorder:
         return f'<iframe srcdoc="{page}" width="100%" height="640" style="border: 0"></iframe>'
 
 
+def free_bytes(device: Union[torch.device, str, int, None] = None) -> int:
+    """[bytes] that tensors on `device` could take now: what the device has free once its allocator has given back what it
+    caches (which waits for the device); on the CPU what the smallest `memory_limit` leaves.
+
+    Raises CheckpointError (UNSUPPORTED) if the device does not say, and on the CPU without a limit: its memory is every
+    program's. Threads: any.
+    """
+    return _remat._free_bytes(device)
+
+
 class SavedTensor(NamedTuple):
     """One tensor that a graph saved, or that a region would compute again for it."""
 
@@ -103,4 +121,15 @@ def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
     return [SavedTensor(*each) for each in _remat._saved_tensors(root)]
 
 
-__all__ = ["MemoryMeter", "Recorder", "RegionReport", "Report", "SavedTensor", "saved_tensors"]
+__all__ = [
+    "DeviceReport",
+    "FailedAllocation",
+    "HeldBytes",
+    "MemoryMeter",
+    "Recorder",
+    "RegionReport",
+    "Report",
+    "SavedTensor",
+    "free_bytes",
+    "saved_tensors",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 import torch.nn as nn
@@ -14,6 +14,7 @@ from ._extension import _remat
 
 Plan = _remat.Plan
 Stage = Callable[[torch.Tensor], torch.Tensor]
+Device = Union[torch.device, str, int]
 
 _remat.Plan.__init__ = translated(_remat.Plan.__init__)  # type: ignore[method-assign]
 _remat.Plan.parse = staticmethod(translated(_remat.Plan.parse))  # type: ignore[method-assign]
@@ -24,6 +25,7 @@ torch_sequential_plan = translated(_remat.torch_sequential_plan)
 halving_plan = translated(_remat.halving_plan)
 _solve, _simulate = translated(_remat._solve), translated(_remat._simulate)
 _measure, _run = translated(_remat._measure), translated(_remat._run)
+_free_budget = translated(_remat._free_budget)
 
 
 class InfeasibleBudget(ValueError):
@@ -71,9 +73,12 @@ class ChainCost(NamedTuple):
     input_grad_bytes: int = 0
     """[bytes] of the gradient of the input; 0 if it takes none."""
     stages: tuple[StageCost, ...] = ()
+    rounding: float = 0.0
+    """What the allocator takes beyond what is asked for, as a share of it. Budgets do not count it; `free_budget` takes
+    it off."""
 
     def _tuple(self) -> _remat._CostTuple:
-        return self.input_bytes, self.input_grad_bytes, self.stages
+        return self.input_bytes, self.input_grad_bytes, self.stages, self.rounding
 
 
 class FrontierPoint(NamedTuple):
@@ -194,19 +199,29 @@ def _buffers_kept(stages: Sequence[Stage]) -> Iterator[None]:
 
 
 def measure(
-    stages: Iterable[Stage], sample: torch.Tensor, *, warmup: int = 1, repeats: int = 5, progress: bool = True
+    stages: Iterable[Stage],
+    sample: torch.Tensor,
+    *,
+    warmup: int = 1,
+    repeats: int = 5,
+    device: Optional[Device] = None,
+    progress: bool = True,
 ) -> ChainCost:
     """Runs each stage forward and backward on what the one before made of `sample`, and says what it cost.
 
     stages: functions from one tensor to one tensor, modules, or a Sequential; the last one is the loss.
     warmup: runs that are not timed. repeats: timed runs, the least of which is kept.
+    device: whose bytes and time count, what is elsewhere counts nothing; None: the sample's.
     progress: a bar where it takes more than a second and tqdm is installed.
 
-    Bytes are those of storages; temporaries are what the CPU allocator gives out, so other devices have none here.
-    Times are those of the calling thread. Parameters have gradients throughout, as in training that sets them to
+    Bytes are those of storages; temporaries are what the device's allocator gives out. Times on the CPU are those of
+    the calling thread; on an accelerator those between events on the current stream, each run alone and waited for.
+    Parameters have gradients throughout, as in training that sets them to
     zero: a program that drops them (`zero_grad(set_to_none=True)`) needs their bytes on top.
-    Afterwards parameters have the `.grad` they had, modules their buffers, the CPU generator its state.
-    Raises what a stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages.
+    Afterwards parameters have the `.grad` they had, modules their buffers, the generators of the CPU and of the device
+    their states.
+    Raises what a stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages;
+    CheckpointError (UNSUPPORTED) for a device whose allocator does not tell its bytes.
     """
     functions = stages_of(stages)
     bar = _Progress(len(functions), progress)
@@ -222,10 +237,23 @@ def measure(
     try:
         with _buffers_kept(functions):
             counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
-            input_bytes, input_grad_bytes, costs = _measure(counted, sample, warmup, repeats)
+            input_bytes, input_grad_bytes, costs, rounding = _measure(counted, sample, warmup, repeats, device)
     finally:
         bar.close()
-    return ChainCost(input_bytes, input_grad_bytes, tuple(StageCost(*each) for each in costs))
+    return ChainCost(input_bytes, input_grad_bytes, tuple(StageCost(*each) for each in costs), rounding)
+
+
+def free_budget(cost: ChainCost, device: Optional[Device] = None, *, margin: float = 0.05) -> int:
+    """The budget [bytes] for a plan of `cost` in what `device` has free now: `free_bytes`, less a share of it for pieces
+    that fit nothing, and less the rounding that was measured.
+
+        cost = remat.measure(stages, x)
+        plan = remat.solve(cost).plan(remat.free_budget(cost, x.device))
+
+    What the chain's input, parameters and gradients take is to be there already. margin: the share, in [0, 1).
+    Raises as `free_bytes`; ValueError for a margin out of range.
+    """
+    return _free_budget(cost._tuple(), device, margin)
 
 
 # ---- running ------------------------------------------------------------------------------------------------
@@ -278,6 +306,7 @@ __all__ = [
     "StageCost",
     "balanced_plan",
     "checkpoint_sequential",
+    "free_budget",
     "halving_plan",
     "measure",
     "mixed_plan",

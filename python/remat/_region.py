@@ -10,6 +10,7 @@ from ._extension import _remat
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
     import torch.nn as nn
 
     from ._policy import CheckpointPolicy, Policy, PolicyContext
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
         policy: AnyPolicy = None,
         early_stop: bool = True,
         determinism_check: Literal["none", "metadata", "layout", "values"] = "metadata",
+        fingerprint: Optional[Callable[[torch.Tensor], object]] = None,
         capture_check: Literal["raise", "ignore"] = "raise",
         offload_inputs: bool = False,
         preserve_rng_state: bool = True,

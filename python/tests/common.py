@@ -35,7 +35,7 @@ def run_script(text: str, *arguments: str, timeout: int = 120) -> subprocess.Com
 
 
 # What a C++ program would write, and nobody who uses the package. Operators have names of their own.
-FOREIGN = re.compile(r"remat::|\bat::|\b[A-Z]\w*::|\b[A-Z]\w*(?:Guard|Options)\b|\w = (?:true|false)\b")
+FOREIGN = re.compile(r"remat::|\b(?:at|c10)::|\b[A-Z]\w*::|\b[A-Z]\w*(?:Guard|Options)\b|\w = (?:true|false)\b")
 foreign_texts: list[str] = []
 
 

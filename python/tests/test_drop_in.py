@@ -16,6 +16,7 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as im
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 import remat
+from remat import _drop_in as drop_in
 from common import Case, CountedFunction, gradient, leaf, run_script
 
 
@@ -304,7 +305,167 @@ class Selective(DropIn):
         self.check(lambda: create_selective_checkpoint_contexts(self.OPS), True)
         self.check(functools.partial(create_selective_checkpoint_contexts, self.OPS, True), True)
 
-    def test_policy_functions_run_as_upstream_s_modes(self) -> None:
+    def test_policy_functions_run_natively(self) -> None:
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            if context.is_recompute:
+                return None
+            save = op is torch.ops.aten.mm.default
+            return upstream.CheckpointPolicy.MUST_SAVE if save else upstream.CheckpointPolicy.PREFER_RECOMPUTE
+
+        def with_options(ops: Any, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            return op in ops
+
+        class Config:
+            def policy(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+                return op is torch.ops.aten.mm.default
+
+        for each in (policy, functools.partial(with_options, self.OPS), Config().policy, lambda _, op, *args: "mm" in str(op)):
+            self.check(functools.partial(create_selective_checkpoint_contexts, each), True)
+            self.check(lambda: create_selective_checkpoint_contexts(each, allow_cache_entry_mutation=True), True)
+
+    def test_policy_functions_are_asked_what_upstream_asks(self) -> None:
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.ReLU(inplace=True), torch.nn.Dropout(0.5),
+            torch.nn.Flatten(1), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Softmax(-1),
+        )  # fmt: skip
+        weight = model[5].weight
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = model(x).to(torch.float64, memory_format=torch.contiguous_format)
+            y = torch.cat([y, torch.zeros_like(y, dtype=torch.float64)], dim=1).chunk(2, dim=1)[0]
+            y = y.clone()
+            y[0, :2] = 1.0
+            return torch.nn.functional.scaled_dot_product_attention(y[None], y[None], y[None]).sum(0, keepdim=True)
+
+        def text_of(value: Any) -> str:
+            if isinstance(value, torch.Tensor):
+                own = "weight" if value is weight else "tensor"
+                return f"{own} {value.dtype} {tuple(value.shape)} {value.stride()} {value.requires_grad}"
+            if isinstance(value, (list, tuple)):
+                return str([text_of(each) for each in value])
+            return f"{type(value).__name__} {value}"
+
+        asked: list[Any] = []
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            assert isinstance(op, torch._ops.OpOverload)
+            asked.append((op, *map(text_of, args), {name: text_of(value) for name, value in kwargs.items()}))
+            return False
+
+        x = torch.randn(2, 1, 4, 4).requires_grad_()
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        region(f, x, context_fn=contexts)
+        natively = asked[:]
+        self.assertEqual(self.num_regions(), 1)
+        asked.clear()
+        remat.uninstall()
+        try:
+            region(f, x, context_fn=contexts)
+        finally:
+            remat.install()
+        self.assertGreater(len(asked), 20)
+        self.assertTrue(any("weight" in str(each) for each in asked))
+        # What makes nothing and only passes a value on is no question.
+        self.assertEqual(natively, [each for each in asked if each[0] is not torch.ops.aten.lift_fresh.default])
+
+    def test_answers_of_policy_functions(self) -> None:
+        x = leaf()
+        f = CountedFunction(lambda t: (t @ t).sin().exp() @ t)
+        for answer in (None, "no answer", 0, upstream.CheckpointPolicy.MUST_CPU_OFFLOAD, True, False):
+            y = region(f, x, context_fn=lambda: create_selective_checkpoint_contexts(lambda context, op, *args: answer))
+            self.check_equal(gradient(y, x), gradient(f.function(x), x))
+
+        class Mine(Exception):
+            pass
+
+        def failing(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            raise Mine(op)
+
+        with self.assertRaises(Mine) as caught:
+            region(f, x, context_fn=lambda: create_selective_checkpoint_contexts(failing))
+        self.assertIs(caught.exception.args[0], torch.ops.aten.mm.default)
+
+    def test_graphs_do_not_keep_policy_functions(self) -> None:
+        import weakref
+
+        x = leaf()
+
+        def made() -> Any:
+            seen: list[Any] = []  # what a function sees may lead to the graph that holds it
+            policy = lambda context, op, *args, **kwargs: bool(seen.append(args)) or len(seen) % 2 == 0  # noqa: E731
+            y = region(
+                lambda t: (t @ t).sin().exp() @ t, x, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+            )
+            self.check_equal(gradient(y, x, retain_graph=True), gradient((x @ x).sin().exp() @ x, x))
+            return weakref.ref(policy), weakref.ref(y)
+
+        self.assertEqual([each() for each in made()], [None, None])
+
+    def test_policy_functions_that_could_look_at_results_run_as_upstream_s_modes(self) -> None:
+        def keeps(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            all = [context]
+            return all[0].op_output is not None
+
+        def closes(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            return (lambda: context.op_output)() is not None
+
+        def looks(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            return op is torch.ops.aten.mm.default and getattr(context, "op_output") is not None
+
+        def hands_on(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            return looks(context, op, *args, **kwargs)
+
+        def renames(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            other = context
+            return other.is_recompute
+
+        def finds(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+            return locals()["context"].is_recompute
+
+        def takes_all(*args: Any, **kwargs: Any) -> bool:
+            return args[0].is_recompute
+
+        @functools.wraps(takes_all)
+        def wrapped(*args: Any, **kwargs: Any) -> bool:
+            return takes_all(*args, **kwargs)
+
+        class Callable:
+            def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+                return False
+
+        for policy in (keeps, closes, looks, hands_on, renames, finds, takes_all, wrapped, Callable()):
+            x = leaf()
+            y = region(
+                lambda t: (t @ t).sin().exp() @ t, x, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+            )
+            gradient(y, x, retain_graph=True)
+            if policy in (looks, hands_on, keeps, closes):
+                with self.assertRaisesRegex(RuntimeError, "Trying to backward an extra time"):
+                    gradient(y, x)
+            self.assertFalse(drop_in._may_be_asked_before(policy))
+        self.assertFalse(drop_in._may_be_asked_before(functools.partial(hands_on)))
+        self.assertFalse(drop_in._may_be_asked_before(print))
+
+    def test_flex_attention_meets_upstream_s_modes(self) -> None:
+        done = run_script(
+            "import functools, torch, remat\n"
+            "from torch.nn.attention.flex_attention import flex_attention\n"
+            "from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts\n"
+            "w = torch.ones(16, 16, requires_grad=True)\n"
+            "def f(t):\n"
+            "    with torch.no_grad():\n"
+            "        t = flex_attention(t, t, t)\n"
+            "    return (t[0, 0] @ w).sin()\n"
+            "policy = lambda context, op, *args, **kwargs: op is torch.ops.aten.mm.default\n"
+            "with remat.installed():\n"
+            "    y = checkpoint(f, torch.ones(1, 1, 16, 16), use_reentrant=False,\n"
+            "        context_fn=functools.partial(create_selective_checkpoint_contexts, policy))\n"
+            "    y.sum().backward()\n"
+            "print('equal' if torch.allclose(w.grad, (torch.ones(16, 16) * 16).cos() * 16) else w.grad)\n"
+        )
+        self.assertIn("equal", done.stdout)
+
+    def test_results_reach_policy_functions_that_look_at_them(self) -> None:
         asked = []
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -39,6 +40,16 @@ class Examples(unittest.TestCase):
         text = output_of("tour.py")
         self.assertIn("region: 4 (Block)", text)
         self.assertIn("chosen for 300,000", text)
+
+    def test_types(self) -> None:
+        if importlib.util.find_spec("mypy") is None:
+            self.skipTest("the package mypy is not installed")
+        folder = os.path.dirname(os.path.dirname(remat.__file__))
+        done = subprocess.run(
+            [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--cache-dir", os.devnull, "-p", "remat"],
+            cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.assertEqual(done.returncode, 0, done.stdout)
 
     def test_gpt2(self) -> None:
         try:

@@ -308,5 +308,265 @@ class Guards(Case):
             remat.measure([failing], leaf())
 
 
+class Kept:
+    """A place that copies, and counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.stored: list[torch.Tensor] = []
+        self.events: list[str] = []
+
+    def store(self, flat: torch.Tensor) -> object:
+        self.stored.append(flat.clone())
+        self.events.append("store")
+        return [self.stored[-1]]
+
+    def load(self, contents: list[torch.Tensor]) -> torch.Tensor:
+        self.events.append("load")
+        return contents[0].clone()
+
+
+class Places(Case):
+    def test_what_is_saved_waits_in_the_place(self) -> None:
+        class Contents:
+            def __init__(self, flat: torch.Tensor) -> None:
+                self.bytes = bytes(flat.tolist())
+
+        class Place:
+            alive: weakref.WeakSet[Contents] = weakref.WeakSet()
+
+            def store(self, flat: torch.Tensor) -> Contents:
+                assert flat.dtype == torch.uint8 and flat.dim() == 1 and not flat.requires_grad
+                contents = Contents(flat)
+                self.alive.add(contents)
+                return contents
+
+            def load(self, contents: Contents) -> torch.Tensor:
+                return torch.frombuffer(bytearray(contents.bytes), dtype=torch.uint8)
+
+        place = Place()
+        held = weakref.ref(place)
+        x = leaf(1 << 12)
+        f = lambda x: function(x).view(64, 64).t().mul(x.view(64, 64)[::2, 1:3].sum())  # noqa: E731
+        guard = remat.save_elsewhere(place)
+        meter = remat.MemoryMeter()
+        with guard:
+            before = meter.live_bytes
+            y = f(x).sum()
+            self.assertLess(meter.live_bytes - before, 1 << 14)  # less than one of them
+        self.assertEqual(len(Place.alive), 3)  # the result of exp, which cos saves, too; the factors of the product
+        y.backward(retain_graph=True)
+        first = x.grad
+        x.grad = None
+        y.backward()
+        self.check_equal(x.grad, first)
+        self.check_equal(x.grad, gradient(f, 1 << 12))
+        self.assertEqual(len(Place.alive), 0)
+        del place, guard, y
+        self.assertIsNone(held())
+
+    def test_regions_inside(self) -> None:
+        place = Kept()
+        with remat.save_elsewhere(place):
+            found = gradient(lambda x: remat.checkpoint(function, x * 2))
+        self.assertEqual(place.events, ["store", "load"])  # the region's argument
+        self.check_equal(found, gradient(lambda x: function(x * 2)))
+
+    def test_what_stays(self) -> None:
+        class Choosy(Kept):
+            def takes(self, tensor: torch.Tensor) -> bool:
+                return tensor.dtype == torch.float64
+
+            def store(self, flat: torch.Tensor) -> object:
+                return super().store(flat) if flat.numel() > 1000 else None
+
+        for dtype, size, num_stored in ((torch.float32, 500, 0), (torch.float64, 20, 0), (torch.float64, 500, 1)):
+            place = Choosy()
+            x = torch.linspace(0, 1, size, dtype=dtype).requires_grad_()
+            with remat.save_elsewhere(place):
+                y = function(x).sum()
+            self.assertEqual(len(place.stored), num_stored)
+            y.backward()
+            self.check_equal(x.grad, torch.autograd.grad(function(x).sum(), x)[0])
+        place = Kept()
+        with remat.save_elsewhere(place, min_bytes=1000):
+            gradient(size=249)
+            self.assertEqual(place.events, [])
+            gradient(size=250)
+            self.assertEqual(len(place.stored), 1)
+
+    def test_elements(self) -> None:
+        class Rounded(Kept):
+            stores_bytes = False
+
+            def store(self, flat: torch.Tensor) -> object:
+                assert flat.dtype == torch.float32
+                return super().store(flat.bfloat16())
+
+            def load(self, contents: list[torch.Tensor]) -> torch.Tensor:
+                return super().load(contents).float()
+
+        x = leaf()
+        with remat.save_elsewhere(Rounded()):
+            y = (x * 2).sin().sum()
+        (found,) = torch.autograd.grad(y, x)
+        self.check_equal(found, (x * 2).bfloat16().float().cos() * 2)
+
+    def test_the_order_of_loads(self) -> None:
+        class Ahead(Kept):
+            def begin_load(self, contents: object) -> None:
+                self.events.append("begin")
+
+            def cancel_load(self, contents: object) -> None:
+                self.events.append("cancel")
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return (((x * 2).sin() * 2).sin() * 2).sin()
+
+        place = Ahead()
+        with remat.save_elsewhere(place):
+            y = f(leaf()).sum()
+        self.assertEqual(place.events, ["store"] * 3)
+        place.events.clear()
+        y.backward()
+        self.assertEqual(place.events, ["load", "begin", "load", "begin", "load"])
+        place = Ahead()
+        with remat.save_elsewhere(place, prefetch_depth=0):
+            f(leaf()).sum().backward()
+        self.assertEqual(place.events, ["store"] * 3 + ["load"] * 3)
+
+    def test_late_stores(self) -> None:
+        class Late(Kept):
+            def finish_store(self, contents: object) -> None:
+                self.events.append("finish")
+
+        place = Late()
+        with remat.save_elsewhere(place, max_bytes_in_flight=300):
+            x = leaf()  # 256 bytes each
+            y = (x * 2).sin()
+            z = (y * 2).sin()
+        self.assertEqual(place.events, ["store", "finish", "store"])
+        z.sum().backward()
+        self.assertEqual(place.events[3:], ["finish", "load", "load"])
+        with remat.save_elsewhere(place):
+            y = leaf() * 2
+            z = y.sin().sum()
+        y.detach().zero_()
+        with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+            z.backward()
+
+    def test_errors_keep_their_types_and_can_be_tried_again(self) -> None:
+        class Failing(Kept):
+            fails = ""
+            loaded: object = None
+
+            def store(self, flat: torch.Tensor) -> object:
+                if self.fails == "store":
+                    raise LookupError("of store")
+                return super().store(flat)
+
+            def load(self, contents: list[torch.Tensor]) -> torch.Tensor:
+                if self.fails == "load":
+                    raise LookupError("of load")
+                if self.fails == "result":
+                    return self.loaded  # type: ignore[return-value]
+                return super().load(contents)
+
+        place = Failing()
+        x = leaf()
+        with remat.save_elsewhere(place):
+            place.fails = "store"
+            with self.assertRaisesRegex(LookupError, "of store"):
+                (x * 2).exp()
+            place.fails = ""
+            y = (x * 2).exp().sum()
+        place.fails = "load"
+        with self.assertRaisesRegex(LookupError, "of load"):
+            y.backward()
+        place.fails = "result"
+        for place.loaded, kind, text in (
+            (None, TypeError, "`load` of .* returned something that is not like .*256 elements of torch.uint8 on cpu.*: None"),
+            (torch.ones(256), ValueError, r"It was: '\[256\] of torch.float32 on cpu'"),
+            (torch.ones(255).byte(), ValueError, r"It was: '\[255\] of torch.uint8 on cpu'"),
+            (torch.ones(16, 16).byte(), ValueError, r"It was: '\[16, 16\]"),
+            (torch.ones(256, device="meta").byte(), ValueError, "on meta"),
+        ):
+            with self.assertRaisesRegex(kind, "(?s)" + text) as caught:
+                y.backward()
+            self.assertIsNone(FOREIGN.search(str(caught.exception)), str(caught.exception))
+        place.fails = ""
+        y.backward()
+        self.check_equal(x.grad, (x * 2).exp() * 2)
+        with self.assertRaisesRegex(TypeError, "a place must have a method `load`"):
+            remat.save_elsewhere(type("Half", (), {"store": lambda self, flat: None})())
+        with self.assertRaisesRegex(ValueError, r"^remat\.save_elsewhere: .*-1"):
+            with remat.save_elsewhere(place, min_bytes=-1):
+                pass
+
+    def test_nobody_sees_what_a_place_computes(self) -> None:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Seen(TorchDispatchMode):
+            ops: list[str] = []
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+                self.ops.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        class Place(Kept):
+            def load(self, contents: list[torch.Tensor]) -> torch.Tensor:
+                assert torch.empty(1).device.type == "cpu"
+                result = super().load(contents).mul(1)
+                assert result.grad_fn is None
+                return result
+
+        x, place = leaf(), Place()
+        y = x * 2
+        with torch.device("meta"), Seen(), remat.save_elsewhere(place):
+            z = y.exp()
+            (found,) = torch.autograd.grad(z, y, torch.ones_like(z, device="cpu"))
+        self.check_equal(found, z)
+        self.assertEqual(place.events, ["store", "load"])
+        self.assertFalse([each for each in Seen.ops if "clone" in each or "empty" in each], Seen.ops)
+
+    def test_threads_that_want_the_same_contents(self) -> None:
+        loading, reading = threading.Event(), threading.Event()
+
+        class Slow(Kept):
+            def load(self, contents: list[torch.Tensor]) -> torch.Tensor:
+                loading.set()
+                reading.wait(10)
+                time.sleep(0.1)  # the other one waits for this, with the interpreter's lock if nobody takes care
+                return super().load(contents)
+
+        class Reads(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):  # type: ignore[no-untyped-def]
+                ctx.save_for_backward(x)
+                return x.cos()
+
+            @staticmethod
+            def backward(ctx, g):  # type: ignore[no-untyped-def]
+                loading.wait(10)
+                reading.set()
+                (x,) = ctx.saved_tensors  # with the interpreter's lock
+                return -x.sin() * g
+
+        x = leaf()
+        with remat.save_elsewhere(Slow()):
+            y = x * 2
+            one, other = y.sin().sum(), Reads.apply(y).sum()
+        found: list[torch.Tensor] = []
+        threads = [
+            threading.Thread(target=lambda z=z: found.append(torch.autograd.grad(z, y)[0]), daemon=True)
+            for z in (one, other)
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(60)
+            self.assertFalse(each.is_alive(), "a standstill")
+        self.assertEqual(len(found), 2)
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -392,5 +392,64 @@ class SaveRegion(Case):
         self.assertEqual(remat.save_region(lambda a, b=2: a + b, 1), 3)
 
 
+class Parts(nn.Module):
+    """Calls its first block as a module, of the second one the parts, of the third one its class's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third, _ = self.blocks
+        x = second[1](second[0](first(x)))
+        return nn.Sequential.forward(third, x)  # type: ignore[arg-type]
+
+
+class Unused(Case):
+    def unused(self, model: nn.Module, result: torch.Tensor) -> list[str]:
+        return [each.path for each in remat.unused_regions(model, result)]
+
+    def test_modules_that_are_called_past_their_regions_are_found(self) -> None:
+        model, x = Parts(), torch.ones(2, 4)
+        remat.apply(model, names="blocks.*")
+        result = model(x)
+        self.assertEqual(self.unused(model, result), ["blocks.1", "blocks.2"])  # the fourth is in no graph
+        found = remat.unused_regions(model, result.sum())[0]
+        self.assertEqual(found.type, "Sequential")
+        self.assertIn("blocks.1", found.cure)
+        result.sum().backward()
+        self.assertEqual(self.unused(model, result), ["blocks.1", "blocks.2"])
+        remat.set_checkpointing(model.blocks[2], False)
+        self.assertEqual(self.unused(model, result), ["blocks.1"])
+        model.blocks[1].eval()
+        self.assertEqual(self.unused(model, result), [])
+        model.blocks[1].train()
+        model.blocks[1](x)
+        self.assertEqual(self.unused(model, result), [])
+        remat.reset_unused_regions(model)
+        self.assertEqual(self.unused(model, result), ["blocks.0", "blocks.1"])
+
+    def test_what_counts_as_reached(self) -> None:
+        for reach, is_reached in (
+            (lambda model: model.blocks[0](torch.ones(2, 4)), True),
+            (torch.no_grad()(lambda model: model.blocks[0](torch.ones(2, 4))), False),
+            (remat.disable_checkpoint()(lambda model: model.blocks[0](torch.ones(2, 4))), True),
+        ):
+            model = Parts()
+            remat.apply(model, names="blocks.0")
+            reach(model)
+            result = nn.Sequential.forward(model.blocks[0], torch.ones(2, 4))  # type: ignore[arg-type]
+            self.assertEqual(self.unused(model, result), [] if is_reached else ["blocks.0"])
+            again = copy.deepcopy(model)
+            result = nn.Sequential.forward(again.blocks[0], torch.ones(2, 4))  # type: ignore[arg-type]
+            self.assertEqual(self.unused(again, result), ["blocks.0"])
+            again = pickle.loads(pickle.dumps(model))
+            self.assertTrue(remat.is_checkpointed(again.blocks[0]))
+
+    def test_a_result_without_a_graph_is_refused(self) -> None:
+        with self.assertRaisesRegex(ValueError, "the result had no graph"):
+            remat.unused_regions(Parts(), torch.ones(1))
+
+
 if __name__ == "__main__":
     unittest.main()

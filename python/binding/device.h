@@ -1,0 +1,34 @@
+#pragma once
+// Devices as Python programs say them.
+
+#include <torch/csrc/Device.h>
+
+#include <c10/core/Device.h>
+
+#include <utility>
+
+#include "python.h"
+
+namespace remat::python {
+
+/// A `torch.device`, a text or a number, as torch's own functions take them. None: the CPU. Throws py::error_already_set.
+inline c10::Device device_in(const py::object& device) {
+  if (device.is_none()) return c10::kCPU;
+  if (THPDevice_Check(device.ptr())) return reinterpret_cast<THPDevice*>(device.ptr())->device;
+  static PyObject* const type =
+      py::object(py::module_::import("torch").attr("device")).release().ptr();
+  return reinterpret_cast<THPDevice*>(py::handle(type)(device).ptr())->device;
+}
+
+/// Calls it; an error of the library becomes the package's CheckpointError.
+template <class Action>
+auto with_package_errors(Action&& action) {
+  try {
+    return action();
+  } catch (const CheckpointError& error) {
+    set_error(error);
+  }
+  throw py::error_already_set();
+}
+
+}  // namespace remat::python

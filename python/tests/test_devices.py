@@ -1,0 +1,160 @@
+"""Bytes, times and plans of an accelerator's device, on the stand-in that the tests of C++ have: REMAT_STAND_IN names it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import types
+import unittest
+
+import torch
+
+STAND_IN = os.environ.get("REMAT_STAND_IN", "")
+if STAND_IN:
+    module = types.ModuleType("torch.far")
+    vars(module).update(is_available=lambda: True, device_count=lambda: 2, current_device=lambda: 0)
+    torch.ops.load_library(STAND_IN)
+    torch._register_device_module("far", module)
+
+import remat  # noqa: E402
+from common import FOREIGN, Case  # noqa: E402
+
+BYTES = 4000
+
+
+def function(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().exp().cos()
+
+
+class Unknown(Case):
+    def test_devices_whose_bytes_nobody_knows(self) -> None:
+        for call in (lambda: remat.MemoryMeter("meta"), lambda: remat.free_bytes("cpu"), remat.free_bytes):
+            with self.assertRaises(remat.CheckpointError) as caught:
+                call()
+            self.assertEqual(caught.exception.kind, remat.ErrorKind.UNSUPPORTED)
+            self.assertIsNone(FOREIGN.search(str(caught.exception)), str(caught.exception))
+        for wrong in ("no such device", 1.5):
+            with self.assertRaises((RuntimeError, TypeError)):
+                remat.MemoryMeter(wrong)  # type: ignore[arg-type]
+
+    def test_the_cpu_is_a_device(self) -> None:
+        meter = remat.MemoryMeter("cpu")
+        self.assertEqual((meter.device, meter.is_exact), (torch.device("cpu"), True))
+        self.assertEqual(meter.live_bytes, remat.MemoryMeter().live_bytes)
+        with remat.memory_limit(meter.live_bytes + 1000, "cpu"):
+            self.assertEqual(remat.free_bytes(), 1000)
+            cost = remat.ChainCost(stages=(remat.StageCost(),), rounding=0.25)
+            self.assertEqual(remat.free_budget(cost, margin=0.5), 400)
+
+    def test_allocations_that_fail_are_in_the_report(self) -> None:
+        x = torch.ones(1000, requires_grad=True)
+        meter = remat.MemoryMeter()
+        with remat.Recorder() as recorder:
+            y = remat.checkpoint(function, x * 2, name="block")
+            with remat.memory_limit(meter.live_bytes + 100):
+                with self.assertRaises(torch.OutOfMemoryError):
+                    torch.empty(1 << 12)
+        (failed,) = recorder.report().failed_allocations
+        self.assertEqual((failed.device, failed.asked_bytes), (torch.device("cpu"), 1 << 14))
+        self.assertGreaterEqual(failed.live_bytes, 2 * BYTES)
+        (held,) = failed.held
+        self.assertEqual((held.region, held.regions, held.inputs_bytes), ("block", 1, BYTES))
+        self.assertEqual((held.saved_bytes, held.recomputed_bytes), (0, 0))
+        if not STAND_IN:
+            self.assertEqual(recorder.report().devices, [])
+        del y
+
+
+@unittest.skipUnless(STAND_IN, "REMAT_STAND_IN names no stand-in for a device")
+class Device(Case):
+    def setUp(self) -> None:
+        super().setUp()
+        self.device = torch.device("far:0")
+        self.x = torch.linspace(0, 1, 1000).to(self.device).requires_grad_()
+
+    def test_meters_and_limits(self) -> None:
+        meter = remat.MemoryMeter("far")
+        self.assertEqual((meter.device, meter.is_exact), (self.device, True))
+        before = meter.live_bytes
+        y = self.x.sin()
+        self.assertEqual(meter.live_bytes - before, BYTES)
+        del y
+        self.assertEqual(meter.live_bytes, before)
+        self.assertEqual(meter.peak_bytes - before, BYTES)
+        self.assertGreater(remat.free_bytes(self.device), 0)
+        set_total_bytes = ctypes.CDLL(STAND_IN)["_ZN8stand_in15set_total_bytesEl"]  # the limit takes all that is left
+        set_total_bytes(ctypes.c_long(1 << 20))
+        try:
+            with remat.memory_limit(before + 10 * BYTES, self.device) as guard:
+                self.assertEqual(repr(guard), f"remat.memory_limit({before + 10 * BYTES}, 'far:0')")
+                torch.empty(1000).to(self.device)
+                with self.assertRaises(torch.OutOfMemoryError):
+                    torch.empty(20_000).to(self.device)
+            torch.empty(20_000).to(self.device)
+        finally:
+            set_total_bytes(ctypes.c_long(1 << 40))
+
+    def test_reports(self) -> None:
+        with remat.Recorder() as recorder:
+            remat.checkpoint(function, self.x, name="block").sum().backward()
+        report = recorder.report()
+        (device,) = report.devices
+        self.assertEqual((device.device, device.is_exact, device.bytes_out, device.bytes_in), (self.device, True, 0, 0))
+        self.assertGreater(device.peak_bytes, 2 * BYTES)
+        (region,) = report.regions
+        self.assertGreater(region.device_forward_s, 0)
+        self.assertGreater(region.device_recompute_s, 0)
+        with remat.Recorder(device_time=False) as recorder:
+            remat.checkpoint(function, self.x, name="block").sum().backward()
+        self.assertEqual(recorder.report().regions[0].device_forward_s, 0)
+
+    def test_offload_is_in_reports(self) -> None:
+        with remat.Recorder() as recorder, remat.save_on_cpu(pin_memory=True):
+            y = function(self.x * 2)
+            y.sum().backward()
+        (device,) = recorder.report().devices
+        self.assertEqual((device.bytes_out, device.bytes_in), (2 * BYTES, 3 * BYTES))  # one is read by two nodes
+
+    def test_fit(self) -> None:
+        stages = [torch.sin, torch.exp, torch.sin, torch.exp, torch.sin, torch.exp, lambda t: t.sin().sum()]
+        cost = remat.measure(stages, self.x)
+        self.assertEqual(cost.stages[1].output_bytes, BYTES)
+        self.assertEqual(cost, remat.ChainCost(*cost))
+        on_cpu = remat.measure(stages, self.x, device="cpu")
+        self.assertEqual(on_cpu.stages[1].output_bytes, 0)
+        least = remat.solve(cost).points[0].bytes
+        self.assertLess(least, remat.simulate(cost, remat.Plan(7)).peak_bytes)
+        fitted = remat.fit(stages, self.x, least + BYTES, cost=cost)
+        self.assertIs(fitted.cost, cost)
+        self.assertIsNotNone(fitted.measured_bytes)
+        self.assertLessEqual(fitted.measured_bytes, least + BYTES)  # type: ignore[arg-type]
+        self.assertGreater(fitted.plan.frames, 0)
+        (found,) = torch.autograd.grad(fitted(self.x), self.x)
+        y = self.x
+        for stage in stages:
+            y = stage(y)
+        self.assertTrue(torch.equal(found.cpu(), torch.autograd.grad(y, self.x)[0].cpu()))
+        self.assertGreater(remat.free_budget(cost, self.device), 0)
+        with self.assertRaisesRegex(ValueError, "the cost is of 7 stages, and there are 6"):
+            remat.fit(stages[1:], self.x, least, cost=cost)
+
+    def test_a_place_gets_the_device_s_tensors(self) -> None:
+        seen = []
+
+        class OnTheCpu:
+            def store(self, flat: torch.Tensor) -> torch.Tensor:
+                seen.append(flat.device)
+                return flat.cpu()
+
+            def load(self, contents: torch.Tensor) -> torch.Tensor:
+                return contents.to("far:0")
+
+        with remat.save_elsewhere(OnTheCpu()):
+            y = function(self.x * 2)
+        (found,) = torch.autograd.grad(y.sum(), self.x)
+        self.assertEqual(seen, [self.device] * 2)
+        self.assertTrue(torch.equal(found.cpu(), torch.autograd.grad(function(self.x * 2).sum(), self.x)[0].cpu()))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,189 @@
+"""Warnings of the library, each that a Python program can meet: they come through `warnings`, in Python's words."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import unittest
+import warnings
+from typing import Any, Callable
+
+import torch
+
+import remat
+from common import FOREIGN, Case, leaf, run_script
+
+
+class Warnings(Case):
+    def check(self, action: Callable[[], object], text: str) -> None:
+        """`action` warns once, in these words."""
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            action()
+        said = [str(each.message) for each in seen]
+        self.assertEqual(len(said), 1, said)
+        self.assertRegex(said[0], "(?s)" + text)
+        self.assertIsNone(FOREIGN.search(said[0]), said[0])
+        self.assertNotIn("Exception raised from", said[0])  # a stack of C++
+        self.assertNotIn(".cpp", said[0])
+        self.assertIs(seen[0].category, UserWarning)
+
+    def test_running_statistics(self) -> None:
+        norm = torch.nn.BatchNorm1d(4)
+        self.check(
+            lambda: remat.checkpoint(lambda t: norm(t).sin(), leaf(), name="statistics"),
+            r'^remat\.checkpoint: a batch norm .* ran in region "statistics".*name it in `modules`.*buffers="ignore" if',
+        )
+
+    def test_a_tensor_that_outlives_its_recompute(self) -> None:
+        kept: list[torch.Tensor] = []
+
+        def keeps(x: torch.Tensor) -> torch.Tensor:
+            y = x.sin()
+            kept.append(y)
+            return y.exp().sin()
+
+        def step() -> None:
+            remat.checkpoint(keeps, leaf(), name="survivor").sum().backward()
+            kept.clear()
+
+        self.check(
+            step,
+            r'^remat\.checkpoint: a tensor that a recompute of region "survivor".*an attribute that holds.*'
+            r"\(in a tuple, a list, a dictionary, a dataclass\), or do it only if not remat\.is_recomputing\(\)\.$",
+        )
+
+    def test_lists_of_operators(self) -> None:
+        self.check(lambda: remat.save_ops(["aten::matmul"]), r'^remat\.save_ops: "aten::matmul" consists of other')
+        self.check(lambda: remat.offload_ops(["aten::add_"]), r'^remat\.offload_ops: "aten::add_" writes to an argument')
+
+    def test_a_name_that_nobody_gives(self) -> None:
+        self.check(
+            lambda: remat.checkpoint(lambda t: t.sin().exp(), leaf(), policy=remat.save_names(["up"])).sum().backward(),
+            r'^remat: a policy lists "up", but no value was given that name by remat\.checkpoint_name',
+        )
+
+    def test_an_observer_that_raises(self) -> None:
+        def end(phase: remat.PhaseInfo) -> None:
+            raise LookupError("mine")
+
+        with remat.observe_recomputes(end=end):
+            y = remat.checkpoint(lambda t: t.sin().exp(), leaf()).sum()
+        self.check(y.backward, r"^remat: what observe_recomputes was given as `end` raised, which is ignored: .*mine")
+
+    def test_a_provider_that_raises_while_an_error_is_on_its_way(self) -> None:
+        class Provider:
+            restores = 0
+
+            def capture(self) -> int:
+                return 0
+
+            def restore(self, state: int) -> None:
+                self.restores += 1
+                if self.restores > 1:
+                    raise LookupError("mine")
+
+        def failing(x: torch.Tensor) -> torch.Tensor:
+            if remat.is_recomputing():
+                raise ArithmeticError("first")
+            return x.sin().exp()
+
+        with remat.state_provider(Provider()):
+            y = remat.checkpoint(failing, leaf()).sum()
+
+        def step() -> None:
+            with self.assertRaisesRegex(ArithmeticError, "first"):
+                y.backward()
+
+        self.check(step, r"^remat\.state_provider: a provider could not put back its state while an error was on its way")
+
+    def test_a_guard_that_a_recompute_opens_too_early(self) -> None:
+        class Provider:
+            def capture(self) -> int:
+                return 0
+
+            def restore(self, state: int) -> None:
+                raise LookupError("mine")
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x.sin().exp()
+            with contextlib.suppress(Exception):  # its recompute would end here, where forward waits for it
+                torch.autograd.grad(y.sum(), x)
+            with remat.state_provider(Provider()):
+                return y.cos()
+
+        self.check(
+            lambda: remat.checkpoint(f, leaf()),
+            r"^remat: what a guard inside a region guards could not be put back after a recompute: .*mine",
+        )
+
+    def test_a_place_that_fails_at_the_end_of_the_scope(self) -> None:
+        class Full:
+            def store(self, flat: torch.Tensor) -> Any:
+                raise OSError("no room")
+
+            def load(self, contents: Any) -> torch.Tensor:
+                raise AssertionError
+
+        x, factor = leaf(64), torch.full((64,), 3.0)
+
+        def step() -> None:
+            with remat.save_elsewhere(Full()):
+                y = x * factor  # an operator may go on writing to what it saves: it moves when the next one comes
+            y.sum().backward()
+
+        self.check(step, r"^remat: a saved tensor stays in memory, since it could not be moved: .*no room")
+        self.check_equal(x.grad, factor)
+
+    def test_a_place_that_cannot_cancel(self) -> None:
+        class Place:
+            begun: list[Any] = []
+
+            def store(self, flat: torch.Tensor) -> Any:
+                return [flat.clone()]
+
+            def load(self, contents: Any) -> torch.Tensor:
+                return contents[0]
+
+            def begin_load(self, contents: Any) -> None:
+                self.begun.append(contents)
+
+            def cancel_load(self, contents: Any) -> None:
+                raise LookupError("mine")
+
+        x = leaf(64)
+        with remat.save_elsewhere(Place()):
+            y = (x * 3).sin()
+            z = (x * 2).sin()
+        self.check(
+            lambda: torch.autograd.grad(z.sum(), x),
+            r"^remat: a place for saved tensors could not cancel a load: .*mine",
+        )
+        self.assertEqual(len(Place.begun), 1)
+        del y
+
+    def test_a_file_that_is_full(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            done = run_script(
+                "import resource, sys, time, torch, remat\n"
+                "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+                "x = torch.ones(1 << 19, requires_grad=True)\n"
+                "with remat.save_in_tiers(host_bytes=1 << 21, directory=sys.argv[1]):\n"
+                "    y = x\n"
+                "    for i in range(20):\n"
+                "        y = y.sin()\n"
+                "        time.sleep(0.01)\n"
+                "y.sum().backward()\n",
+                folder,
+            )
+        self.assertIn(
+            "UserWarning: remat: a saved tensor stays in memory, beyond the budget of its tier, since it could not be moved: ",
+            done.stdout,
+        )
+        self.assertEqual(done.returncode, 0, done.stdout)
+        self.assertIsNone(FOREIGN.search(done.stdout), done.stdout)
+        self.assertNotIn("Exception raised from", done.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()
