@@ -231,6 +231,25 @@ int64_t foreign_hook_depth() {
   return static_cast<int64_t>(at::SavedTensorDefaultHooks::get_tls_state().stack.size());
 }
 
+namespace {
+
+template <class Hooks>
+void forbid(const std::string& message) {
+  if constexpr (requires { Hooks::disable(message, /*fail_if_non_empty=*/false); }) {
+    Hooks::disable(message, /*fail_if_non_empty=*/false);
+  } else {  // before 2.8 it refuses while any are there
+    auto state = Hooks::get_tls_state();
+    state.disabled_error_message = message;
+    Hooks::set_tls_state(state);
+  }
+}
+
+}  // namespace
+
+void forbid_foreign_hooks(const std::string& message) {
+  forbid<at::SavedTensorDefaultHooks>(message);
+}
+
 std::string name_of_node(uint64_t sequence_number) {
   const NodePtr current = torch::autograd::get_current_node();
   if (current == nullptr) return {};
