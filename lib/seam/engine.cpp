@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "lib/seam/fake_interpreter.h"
+#include "lib/seam/torch_version.h"
 
 namespace remat::seam {
 
@@ -157,6 +158,7 @@ void install(const EngineCallbacks& callbacks) {
   ForwardingEngine* const latest = installed.load(std::memory_order_relaxed);
   if (&current == latest) return;
   if (latest == nullptr) {  // constant afterwards
+    refuse_other_torch();
     engine_callbacks = callbacks;
     set_operator_handler(callbacks.run_operator);
     install(callbacks.registrations);
