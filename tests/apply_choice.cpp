@@ -167,6 +167,10 @@ TEST_CASE("a choice that is wrong says what was, which keys there are, and an ex
       text_of_error([&] { remove_checkpointing(*model, {.type = "Blok", .every = 3}); }),
       contains("remat::remove_checkpointing: no module of the tree fits \"type=Blok,every=3\"") &&
           contains("and 9 more"));
+  nn::Sequential eleven;
+  for (int i = 0; i < 11; ++i) eleven->push_back(nn::Tanh());
+  CHECK_THAT(text_of_error([&] { require_checkpointing(*eleven, {.name = "layers.*"}); }),
+             contains("10 (torch::nn::TanhImpl). Do: "));  // twelve with the root: all are named
   CHECK_THAT(text_of_error([&] { static_cast<void>(apply_checkpointing(*model, {.every = 2})); }),
              contains("remat::apply_checkpointing: the choice had no condition."));
   CHECK_THAT(text_of_error([&] { require_checkpointing(*model, {.name = "*", .every = 0}); }),

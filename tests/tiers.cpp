@@ -6,6 +6,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <fstream>
+#include <string>
 #include <thread>
 
 #include "remat/memory.h"
@@ -37,6 +39,13 @@ void wait_for_bytes_on_disk(const TierCounters& counters, int64_t bytes) {
   for (int i = 0; i < 5000 && counters.now().bytes_on_disk != bytes; ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   REQUIRE(counters.now().bytes_on_disk == bytes);
+}
+
+int64_t num_threads() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);)
+    if (line.rfind("Threads:", 0) == 0) return std::stoll(line.substr(8));
+  return -1;
 }
 
 struct Forward {
@@ -100,6 +109,20 @@ TEST_CASE("backward brings back no more than there is room for", "[tiers]") {
   // A node has its gradient, what it is computed from, cos of that, and the result; the meter began with
   // the budget full, and one load may run ahead where there is no room.
   CHECK(meter.peak_bytes() - before <= (4 + (budget == 0 ? 2 : 1)) * mebibyte);
+}
+
+TEST_CASE("one thread of the library writes what moves, however much it is", "[tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const auto run = [&] {
+    const auto [y, counters] = forward_in_tiers(folder, 0, [](Tensor t) { return chain(t); }, x);
+    wait_for_bytes_on_disk(counters, (length - 1) * mebibyte);
+    static_cast<void>(grad_of(y, {x}));
+  };
+  run();  // starts it
+  const int64_t before = num_threads();
+  for (int i = 0; i < 3; ++i) run();
+  CHECK(num_threads() == before);
 }
 
 TEST_CASE("what the program holds does not move", "[tiers]") {

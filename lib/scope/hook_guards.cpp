@@ -58,7 +58,7 @@ class ForbidHooksScope final : public Scope {
  private:
   static void set_switch(const std::optional<std::string>& text) {
     if (text)
-      at::SavedTensorDefaultHooks::disable(*text, /*fail_if_non_empty=*/false);
+      seam::forbid_foreign_hooks(*text);
     else
       at::SavedTensorDefaultHooks::enable();
   }

@@ -27,7 +27,7 @@ c10::SmallVector<c10::Device, 2> devices_in_use() {
   if (!type || !tells) return devices;
   try {
     const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
-    const c10::DeviceIndex count = at::accelerator::deviceCount();
+    const c10::DeviceIndex count = c10::impl::VirtualGuardImpl(*type).deviceCount();
     for (c10::DeviceIndex i = 0; i < count; ++i)
       if (hooks.hasPrimaryContext(i)) devices.emplace_back(*type, i);
   } catch (const c10::Error& e) {

@@ -17,10 +17,19 @@ AutogradMeta* meta_of(const at::TensorBase& tensor) {
   return torch::autograd::impl::get_autograd_meta(tensor);
 }
 
+/// What a weak pointer that has not expired points to.
+template <class Weak>
+Node* target_of(const Weak& pointer) {
+  if constexpr (requires { pointer._unsafe_get_target(); })
+    return pointer._unsafe_get_target();
+  else
+    return pointer.lock().get();  // a std::weak_ptr before 2.13
+}
+
 /// The node that made a tensor, or that adds to a leaf's gradient; null if there is none.
 Node* either_node(const AutogradMeta& meta) {
   if (meta.grad_fn_ != nullptr) return meta.grad_fn_.get();
-  return meta.grad_accumulator_.expired() ? nullptr : meta.grad_accumulator_._unsafe_get_target();
+  return meta.grad_accumulator_.expired() ? nullptr : target_of(meta.grad_accumulator_);
 }
 
 template <class Hooks>

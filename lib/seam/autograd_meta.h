@@ -3,6 +3,7 @@
 // node, hooks; and the few nodes that are known by name.
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstddef>

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "lib/seam/fake_interpreter.h"
+#include "lib/seam/torch_version.h"
 
 namespace remat::seam {
 
@@ -158,6 +159,7 @@ void install(const EngineCallbacks& callbacks) {
   ForwardingEngine* const latest = installed.load(std::memory_order_relaxed);
   if (&current == latest) return;
   if (latest == nullptr) {  // constant afterwards
+    refuse_other_torch();
     engine_callbacks = callbacks;
     set_operator_handler(callbacks.run_operator);
     install(callbacks.registrations);
@@ -240,6 +242,25 @@ bool saves_plainly() {
 
 int64_t foreign_hook_depth() {
   return static_cast<int64_t>(at::SavedTensorDefaultHooks::get_tls_state().stack.size());
+}
+
+namespace {
+
+template <class Hooks>
+void forbid(const std::string& message) {
+  if constexpr (requires { Hooks::disable(message, /*fail_if_non_empty=*/false); }) {
+    Hooks::disable(message, /*fail_if_non_empty=*/false);
+  } else {  // before 2.8 it refuses while any are there
+    auto state = Hooks::get_tls_state();
+    state.disabled_error_message = message;
+    Hooks::set_tls_state(state);
+  }
+}
+
+}  // namespace
+
+void forbid_foreign_hooks(const std::string& message) {
+  forbid<at::SavedTensorDefaultHooks>(message);
 }
 
 std::string name_of_node(uint64_t sequence_number) {

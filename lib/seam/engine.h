@@ -76,6 +76,8 @@ bool saves_plainly();
 
 /// Counts the hooks on LibTorch's own (Python's) hook stack of this thread.
 int64_t foreign_hook_depth();
+/// Lets none be pushed there; those that are there may stay.
+void forbid_foreign_hooks(const std::string& message);
 
 /// Makes a node, in the pointer type of this LibTorch (std::shared_ptr before 2.13).
 template <class N, class... Arguments>

@@ -7,10 +7,12 @@ little to do. The last line printed is `N passed, N failed`.
 """
 import os
 import pathlib
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCE, BUILD, TORCH = map(pathlib.Path, sys.argv[1:4])
@@ -74,6 +76,73 @@ def through_cmake():
     return build / 'quickstart'
 
 
+SHIM = '''// Stands for another LibTorch: says of itself that it is one.
+#include <string>
+namespace at {
+__attribute__((visibility("default"))) std::string show_config() { return "..., TORCH_VERSION=1.99.2, ..."; }
+}  // namespace at
+'''
+
+
+def refuses_another_torch():
+    """What a program prints that runs with a LibTorch that the library was not built for: empty if that is right."""
+    source, shim = WORK / 'shim.cpp', WORK / 'shim.so'
+    source.write_text(SHIM)
+    flags = output_of('pkg-config', '--cflags', 'remat', env=dict(os.environ, PKG_CONFIG_PATH=str(find_in_stage('remat.pc'))))
+    call(*compiler(), '-std=c++20', '-shared', '-fPIC', source, *(word for word in flags.split() if word.startswith('-D')),
+         '-o', shim)
+    run = subprocess.run([WORK / 'quickstart-pkg-config'], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                         env=dict(os.environ, LD_PRELOAD=str(shim)))
+    wanted = 'but this process runs LibTorch 1.99.'
+    return '' if run.returncode != 0 and wanted in run.stdout else f'it did not say "{wanted}":\n{run.stdout}'
+
+
+def refuses_other_headers():
+    """What CMake says where the folder of LibTorch has another one now: empty if that is right."""
+    package = find_in_stage('rematConfig.cmake')
+    other = WORK / 'other-torch'
+    for folder in ('include/torch/csrc/api/include/torch', 'lib'):
+        (other / folder).mkdir(parents=True, exist_ok=True)
+    (other / 'include/torch/csrc/api/include/torch/version.h').write_text(
+        '#define TORCH_VERSION_MAJOR 1\n#define TORCH_VERSION_MINOR 99\n#define TORCH_VERSION_PATCH 2\n')
+    (other / 'lib/libtorch.so').touch()
+    copy = WORK / 'other-package'
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(package, copy)
+    text = (copy / 'rematConfig.cmake').read_text()
+    (copy / 'rematConfig.cmake').write_text(re.sub(r'set\(_remat_torch_(root|libdir) .*\)', lambda found:
+        f'set(_remat_torch_{found[1]} "{other}{"/lib" if found[1] == "libdir" else ""}")', text))
+    run = subprocess.run(['cmake', '-G', 'Ninja', '-S', HERE / 'cmake', '-B', WORK / 'cmake-other', f'-Dremat_DIR={copy}',
+                          f'-DQUICKSTART={QUICKSTART}', f'-DCMAKE_CXX_COMPILER={compiler()[-1]}'], text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wanted = 'this program uses 1.99.2'
+    said = ' '.join(run.stdout.split())
+    return '' if run.returncode != 0 and wanted in said else f'it did not say "{wanted}":\n{run.stdout}'
+
+
+def from_a_wrap():
+    """A project that has the wrap file of a release finds remat: empty if it can be configured."""
+    project = WORK / 'wrapped'
+    shutil.rmtree(project, ignore_errors=True)
+    (project / 'subprojects/packagefiles').mkdir(parents=True)
+    shutil.copy2(HERE / 'subproject/meson.build', project)
+    shutil.copy2(QUICKSTART, project)
+    archive = project / 'subprojects/packagefiles/remat-0.1.0.tar.xz'
+    with tarfile.open(archive, 'w:xz', preset=0) as tar:
+        for name in ('meson.build', 'meson_options.txt', 'LICENSE', 'README.md', 'CHANGELOG.md', 'docs', 'include', 'hooks', 'lib',
+                     'packaging', 'python', 'tools', 'subprojects'):
+            tar.add(SOURCE / name, f'remat-0.1.0/{name}', filter=lambda each: None if '/.git' in each.name else each)
+    (project / 'subprojects/remat.wrap').write_text(output_of(sys.executable, SOURCE / 'packaging/make_wrap.py', archive))
+    call(*MESON, 'setup', project / 'build', project, f'-Dremat:torch_root={TORCH}', stdout=subprocess.DEVNULL)
+    return ''
+
+
+def has_papers():
+    """Licence and documents come along."""
+    missing = [name for name in ('LICENSE', 'README.md', 'CHANGELOG.md', 'guide.md') if not list(STAGE.rglob(name))]
+    return f'not installed: {", ".join(missing)}' if missing else ''
+
+
 def compiler():
     return shlex.split(os.environ.get('CXX', 'g++'))
 
@@ -93,6 +162,15 @@ def main():
         except (OSError, subprocess.CalledProcessError) as error:
             fault = f'{error}\n'
         print(f'{name}: {fault or "ok"}')
+        passed, failed = passed + (not fault), failed + bool(fault)
+    for check, tool in ((refuses_another_torch, 'pkg-config'), (refuses_other_headers, 'cmake'), (has_papers, ''), (from_a_wrap, '')):
+        if tool and not shutil.which(tool):
+            continue
+        try:
+            fault = check()
+        except (OSError, subprocess.CalledProcessError) as error:
+            fault = f'{error}\n'
+        print(f'{check.__name__.replace("_", " ")}: {fault or "ok"}')
         passed, failed = passed + (not fault), failed + bool(fault)
     print(f'{passed} passed, {failed} failed')
     return failed > 0

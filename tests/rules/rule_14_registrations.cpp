@@ -189,6 +189,14 @@ TEST_CASE("a flag that a function switches off and on again is on after a stop b
     o.b.requires_grad_(true);
     return y + o.b;
   });
+  require_as_plain([](const Tensor& x, World& o) {  // two of them
+    o.w.requires_grad_(false);
+    o.b.requires_grad_(false);
+    const Tensor y = (x + o.w + o.b).sin().exp().sin();
+    o.w.requires_grad_(true);
+    o.b.requires_grad_(true);
+    return y + o.w + o.b;
+  });
   require_as_plain([](const Tensor& x, World& o) {
     const Tensor mine = x;
     mine.set_requires_grad(false);
