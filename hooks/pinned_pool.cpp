@@ -4,7 +4,10 @@
 #include <c10/util/Exception.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <iterator>
+
+#include "lib/seam/warn.h"
 
 namespace remat {
 
@@ -39,13 +42,13 @@ bool PinnedPool::make_room(int64_t size) {
 std::optional<PinnedBuffer> PinnedPool::take(int64_t size) {
   bool is_short = false;
   std::optional<PinnedBuffer> taken = take(size, is_short);
-  if (is_short) {
-    TORCH_WARN_ONCE(
+  static std::atomic<bool> has_warned{false};
+  if (is_short && !has_warned.exchange(true))
+    seam::warn(c10::str(
         "remat: page-locked memory of the host is short: ", size,
         " bytes could not be had, so copies to and from the device use ordinary memory and wait. At "
         "most a quarter of the machine's memory is page-locked. Do: move less, or give the process "
-        "a larger limit of locked memory (ulimit -l).");
-  }
+        "a larger limit of locked memory (ulimit -l)."));
   return taken;
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lib/base/counters.h"
+#include "lib/seam/warn.h"
 #include "lib/selective/op_traits.h"
 #include "lib/selective/policy_rule.h"
 
@@ -79,12 +80,12 @@ void BestChooser::end(const std::string& name, bool is_new,
       if (++region.num_rounds <= max_rounds)
         region.num_to_measure = options_.profile_runs;
       else
-        TORCH_WARN(
+        seam::warn(c10::str(
             "remat::save_best: region \"", name,
             "\" ran other operators, or shapes, than in the runs that were measured, for the ",
             max_rounds,
             "th time. From now on nothing is kept of such runs. Do: give regions that do "
-            "different things different names (CheckpointOptions::name), or policies of their own.");
+            "different things different names (CheckpointOptions::name), or policies of their own."));
       return;
     }
     if (measured == nullptr) return;
