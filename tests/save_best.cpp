@@ -311,6 +311,23 @@ TEST_CASE("regions inside regions keep what was chosen before the outer one bega
   }
 }
 
+TEST_CASE("what was chosen inside three regions holds from the next outermost one on",
+          "[save_best][nesting]") {
+  const Policy policy = save_best(told(60, {{"aten::exp.default", 10}, {"aten::sin.default", 3}}));
+  const auto inner = [](const Tensor& x) { return x.exp().sin().cos() * x; };
+  const auto middle = [&](const Tensor& x) {
+    return checkpoint(with(policy, "inner"), inner, x.sin()).cos();
+  };
+  const auto outer = [&](const Tensor& x) { return checkpoint(middle, x.exp()).sin(); };
+  const Tensor x = leaf({5});
+  const Tensor expected = grad_of(inner(x.exp().sin()).cos().sin(), {x})[0];
+  // The first run measures. Its recompute opens a new region in the middle, later than the choice.
+  const Tensor first = checkpoint(outer, x), second = checkpoint(outer, x);
+  CHECK(best_choices(policy).at(0).kept_bytes > 0);
+  CHECK(bit_equal(grad_of(first, {x})[0], expected));
+  CHECK(bit_equal(grad_of(second, {x})[0], expected));
+}
+
 TEST_CASE("other shapes are measured anew", "[save_best]") {
   const auto f = [](const Tensor& x) { return x.exp().cumsum(0).sin().sum(); };
   const Policy policy = save_best(told(100, {{"aten::cumsum.default", 1}}));

@@ -124,7 +124,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
   const std::type_info* type = facts.type;
   if (type == nullptr && facts.module != nullptr) type = &typeid(*facts.module);
   frame_ = c10::make_intrusive<Frame>(in_force, extras_of(options, in_force, stack),
-                                      around == nullptr ? 1 : around->region().depth + 1, type,
+                                      around == nullptr ? nullptr : &around->region(), type,
                                       options.location.file);
   RegionExtras* const extras = frame_->region().extras.get();
   if (options.context_fn) extras->contexts = options.context_fn();

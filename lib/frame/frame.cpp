@@ -19,16 +19,18 @@ RegionName region_name(const RegionExtras* extras, const std::type_info* type) {
 
 }  // namespace
 
-Frame::Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int32_t depth,
-             const std::type_info* type, const char* file)
+Frame::Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras,
+             const RegionInfo* around, const std::type_info* type, const char* file)
     : region_{.info = {.id = live_counters.frames_created.fetch_add(1, std::memory_order_relaxed),
                        .called = region_name(extras.get(), type),
-                       .depth = depth},
+                       .depth = around == nullptr ? 1 : around->depth + 1},
               .options = options,
               .extras = std::move(extras),
               .file = file,
               .surroundings = &surroundings_},
-      surroundings_(options.preserve_rng_state) {}
+      surroundings_(options.preserve_rng_state) {
+  region_.info.outermost = around == nullptr ? region_.info.id : around->outermost;
+}
 
 // Rule 13. What a frame holds may own other frames: through the arguments of the user's function,
 // or as slots of a parent. The first dying frame of a thread empties those that die meanwhile, one

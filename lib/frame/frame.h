@@ -38,9 +38,9 @@ namespace remat {
 
 class Frame final : public TaskMember {
  public:
-  /// `type` names the region if the extras do not; both it and `file` may be null.
-  Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras, int32_t depth,
-        const std::type_info* type, const char* file);
+  /// `type` names the region if the extras do not; it, `around` and `file` may be null.
+  Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras,
+        const RegionInfo* around, const std::type_info* type, const char* file);
   ~Frame() override;
 
   /// Saves the region's inputs through the hooks around it, and takes note of its surroundings.

@@ -28,6 +28,9 @@ struct RegionInfo {
   int64_t id = -1;  ///< of its frame, unique in the process
   RegionName called{};
   int32_t depth = 0;  ///< 1: no region around it
+  /// The number of the region around all others that it lies in, or its own. A recompute opens nested regions anew,
+  /// with other numbers and the same outermost one.
+  int64_t outermost = -1;
 
   /// Empty if it has none.
   const std::string& name() const { return called.text(); }

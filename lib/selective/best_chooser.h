@@ -6,8 +6,8 @@
 // nobody asks twice: a recompute takes what forward kept. But a region that is nested in another one
 // is a new region in each recompute of that one, and what it keeps is saved in slots of the region
 // around, which must be the same again. So a choice is never changed, and it holds for regions from a
-// number on: an outermost region's own number decides, for a nested one that of the region around
-// it, which its recomputes have, too.
+// number on: that of the outermost region (`RegionInfo::outermost`), which stays the same however often and
+// from which depth the nested ones are opened anew.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 

@@ -9,7 +9,6 @@
 #include <optional>
 
 #include "lib/frame/inputs.h"
-#include "lib/scope/region_scope.h"
 #include "lib/seam/accelerator.h"
 #include "lib/seam/autograd_meta.h"
 
@@ -60,17 +59,12 @@ bool wait_for_devices_of(c10::ArrayRef<c10::IValue> values) {
 std::unique_ptr<BestRun> BestRun::begin(const Frame& frame,
                                         const std::shared_ptr<BestChooser>& chooser) {
   if (chooser == nullptr) return nullptr;
-  // See Note [Choices and when they hold].
-  const int64_t own = frame.region().info.id;
-  int64_t number = own;
-  detail::visit_regions([&](const detail::RegionScope& scope) {
-    if (number == own) number = scope.region().id;
-  });
-  return std::make_unique<BestRun>(chooser, frame, number);
+  return std::make_unique<BestRun>(chooser, frame);
 }
 
-BestRun::BestRun(std::shared_ptr<BestChooser> chooser, const Frame& frame, int64_t number)
+BestRun::BestRun(std::shared_ptr<BestChooser> chooser, const Frame& frame)
     : chooser_(std::move(chooser)), frame_(frame) {
+  const int64_t number = frame.region().info.outermost;
   BestChooser::Begin begin = chooser_->begin(frame.region().info.name());
   for (auto& way : begin.ways) {
     const bool holds = way->since <= number;

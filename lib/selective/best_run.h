@@ -29,7 +29,7 @@ class BestRun {
   /// A region's forward begins, on this thread. Null if nothing chooses for it.
   static std::unique_ptr<BestRun> begin(const Frame& frame,
                                         const std::shared_ptr<BestChooser>& chooser);
-  BestRun(std::shared_ptr<BestChooser> chooser, const Frame& frame, int64_t number);
+  BestRun(std::shared_ptr<BestChooser> chooser, const Frame& frame);
 
   bool is_measured() const { return is_measured_; }
   // Not for several threads at once:
