@@ -60,7 +60,7 @@ Sharer* sharer_of(c10::StorageImpl& storage) {
   return pointer.get_deleter() == &leave ? static_cast<Sharer*>(pointer.get_context()) : nullptr;
 }
 
-at::DataPtr pointer_of(std::unique_ptr<Sharer> sharer) {
+[[maybe_unused]] at::DataPtr pointer_of(std::unique_ptr<Sharer> sharer) {
   const at::DataPtr& memory = sharer->sharing->memory;
   void* const data = memory.get();
   const c10::Device device = memory.device();
