@@ -27,6 +27,7 @@ _exit_group = upstream.GraphExecGroup.__exit__
 _NAME = "_checkpoint_without_reentrant_generator"
 _lock = threading.Lock()
 _num_installed = 0
+_native_functions = False
 
 
 # ---- selective contexts ---------------------------------------------------------------------------------
@@ -66,7 +67,9 @@ def _policy_of(ops: Any, allow_mutation: bool) -> Optional[Policy]:
 # of regions inside, which have policies of their own.
 # Higher-order operators look for a rule for each mode that is on, and find none for the library's, which is no object
 # of Python's. Upstream's modes have rules for some; of those a program runs `flex_attention` without a compiler around
-# it. So where that was imported functions run in upstream's modes, too.
+# it. So where that was imported functions run in upstream's modes, too. Tensors of classes that answer for their sizes
+# look at the modes as well, and end the process: what a region meets is not known when it begins, so that the program
+# has to say that functions may run natively.
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FRAMES = frozenset(("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"))
@@ -93,7 +96,7 @@ def _looks_at_results(code: types.CodeType, position: int) -> bool:
 
 def _may_be_asked_before(function: Any) -> bool:
     """See Note [Policy functions]."""
-    if "torch.nn.attention.flex_attention" in sys.modules:
+    if not _native_functions or "torch.nn.attention.flex_attention" in sys.modules:
         return False
     position = 0
     while True:
@@ -263,17 +266,22 @@ def _replace(old: Any, new: Any) -> None:
             names[_NAME] = new
 
 
-def install() -> None:
+def install(*, native_policy_functions: bool = False) -> None:
     """From now on, regions of `torch.utils.checkpoint` (use_reentrant=False) run on remat, in the whole process.
 
     That holds for whoever imported it before or imports it later: transformers, Lightning, torchtune, the wrappers
     of FSDP, the composable `checkpoint`, `checkpoint_sequential`. Re-entrant calls, calls that torch.compile traces
     and compiled autograd stay with upstream's code. Regions that are alive stay what they are. Each call asks for
     one `uninstall`. Threads: any.
+
+    native_policy_functions: until the last `uninstall`, policy functions of selective contexts that do not look at
+        operators' results run as native policies. Not for regions with tensors whose class dispatches on sizes, which
+        no native policy meets: those end the process.
     """
-    global _num_installed
+    global _num_installed, _native_functions
     with _lock:
         _num_installed += 1
+        _native_functions = _native_functions or native_policy_functions
         if _num_installed > 1:
             return
         upstream.GraphExecGroup.__enter__ = _enter_both  # type: ignore[method-assign]
@@ -284,13 +292,14 @@ def install() -> None:
 
 def uninstall() -> None:
     """Takes one `install` back. Does nothing where there is none."""
-    global _num_installed
+    global _num_installed, _native_functions
     with _lock:
         if _num_installed == 0:
             return
         _num_installed -= 1
         if _num_installed > 0:
             return
+        _native_functions = False
         _remat._turn_drop_in(False)  # who has imported the name meanwhile gets upstream's code through it
         _replace(_remat._region, _generator)
         upstream.GraphExecGroup.__enter__ = _enter_group  # type: ignore[method-assign]
@@ -303,9 +312,9 @@ def is_installed() -> bool:
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
+def installed(*, native_policy_functions: bool = False) -> Iterator[None]:
     """`install` for the time of a `with`, in the whole process."""
-    install()
+    install(native_policy_functions=native_policy_functions)
     try:
         yield
     finally:

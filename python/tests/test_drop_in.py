@@ -288,6 +288,14 @@ class Settings(DropIn):
 class Selective(DropIn):
     OPS = [torch.ops.aten.mm.default]
 
+    def setUp(self) -> None:
+        super().setUp()
+        remat.install(native_policy_functions=True)
+
+    def tearDown(self) -> None:
+        remat.uninstall()
+        super().tearDown()
+
     def check(self, context_fn: Any, is_native: bool) -> None:
         x = leaf()
         f = CountedFunction(lambda t: (t @ t).sin().exp() @ t)
@@ -322,6 +330,16 @@ class Selective(DropIn):
         for each in (policy, functools.partial(with_options, self.OPS), Config().policy, lambda _, op, *args: "mm" in str(op)):
             self.check(functools.partial(create_selective_checkpoint_contexts, each), True)
             self.check(lambda: create_selective_checkpoint_contexts(each, allow_cache_entry_mutation=True), True)
+
+    def test_policy_functions_run_as_upstream_s_modes_unless_native_ones_are_wanted(self) -> None:
+        remat.uninstall()
+        remat.uninstall()
+        remat.install()
+        try:
+            saves = lambda context, op, *args, **kwargs: op is torch.ops.aten.mm.default  # noqa: E731
+            self.check(functools.partial(create_selective_checkpoint_contexts, saves), False)
+        finally:
+            remat.install()
 
     def test_policy_functions_are_asked_what_upstream_asks(self) -> None:
         model = torch.nn.Sequential(
@@ -359,10 +377,12 @@ class Selective(DropIn):
         self.assertEqual(self.num_regions(), 1)
         asked.clear()
         remat.uninstall()
+        remat.uninstall()
         try:
             region(f, x, context_fn=contexts)
         finally:
             remat.install()
+            remat.install(native_policy_functions=True)
         self.assertGreater(len(asked), 20)
         self.assertTrue(any("weight" in str(each) for each in asked))
         # What makes nothing and only passes a value on is no question.
