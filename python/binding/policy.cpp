@@ -7,6 +7,8 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <remat/save_best.h>
+
 #include <memory>
 #include <string>
 #include <utility>
@@ -168,6 +170,21 @@ void add_policy(py::module_& module) {
                return offload_ops(std::move(ops), options(mutation, hooks, again));
              }));
   module.def("save_matmuls", torch::wrap_pybind_function([] { return save_matmuls(); }));
+  module.def("_save_best", torch::wrap_pybind_function([](int64_t bytes, int profile_runs) {
+               return save_best({.bytes = bytes, .profile_runs = profile_runs});
+             }));
+  module.def("_best_choices", [](const Policy& policy) {
+    py::list all;
+    for (const BestChoice& choice : best_choices(policy)) {
+      py::list calls;
+      for (const BestCall& call : choice.calls)
+        calls.append(
+            py::make_tuple(call.op, call.seconds, call.bytes, call.kept_bytes, call.is_kept));
+      all.append(py::make_tuple(choice.region, std::move(calls), choice.kept_bytes,
+                                choice.saved_seconds, choice.bound_seconds));
+    }
+    return all;
+  });
   module.def("_save_names",
              torch::wrap_pybind_function([](Names all) { return save_names(std::move(all)); }));
   module.def("_save_all_but_names", torch::wrap_pybind_function([](Names all) {

@@ -15,14 +15,18 @@ from ._extension import _remat  # first: it says what is wrong if the extension 
 from ._errors import CheckpointError, ErrorKind, Mismatch
 from ._region import Checkpointing, checkpoint, checkpointed
 from ._policy import (
+    BestCall,
+    BestChoice,
     CheckpointPolicy,
     Policy,
     PolicyContext,
+    best_choices,
     checkpoint_name,
     offload_names,
     offload_ops,
     pin,
     save_all_but_names,
+    save_best,
     save_matmuls,
     save_names,
     save_ops,
@@ -112,6 +116,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Applied",
+    "BestCall",
+    "BestChoice",
     "ChainCost",
     "CheckpointError",
     "CheckpointPolicy",
@@ -149,6 +155,7 @@ __all__ = [
     "UnusedRegion",
     "apply",
     "balanced_plan",
+    "best_choices",
     "checkpoint",
     "checkpoint_name",
     "checkpoint_sequential",
@@ -186,6 +193,7 @@ __all__ = [
     "run",
     "save_all_but_names",
     "save_as",
+    "save_best",
     "save_elsewhere",
     "save_matmuls",
     "save_names",

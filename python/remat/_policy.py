@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Callable, Union
 
 import torch
@@ -18,16 +19,20 @@ checkpoint_name = _remat.checkpoint_name
 pin = _remat.pin
 
 __all__ = [
+    "BestCall",
+    "BestChoice",
     "CheckpointPolicy",
     "Operator",
     "Policy",
     "PolicyContext",
+    "best_choices",
     "checkpoint_name",
     "name_of",
     "offload_names",
     "offload_ops",
     "pin",
     "save_all_but_names",
+    "save_best",
     "save_matmuls",
     "save_names",
     "save_ops",
@@ -119,6 +124,60 @@ Policy.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
 def save_matmuls() -> Policy:
     """Keeps the results of matrix products, convolutions and scaled dot product attention."""
     return _noted(_remat.save_matmuls(), save_matmuls)
+
+
+def save_best(bytes: int, *, profile_runs: int = 2) -> Policy:
+    """Keeps, of each region, the results that spare a recompute most time and take no more than `bytes`.
+
+    The first `profile_runs` runs of a region keep nothing and are measured, call by call; then the best choice is
+    computed on the graph of its calls, and holds for the runs that begin later. Regions are told apart by name,
+    function and the shapes of their arguments. `best_choices` says what was chosen. A copy or a pickle that is
+    loaded measures anew.
+
+    Memory: figures and choices live as long as the policy, some hundred bytes a call. Raises ValueError for negative
+    bytes and for fewer than one run.
+    """
+    return _noted(translated(_remat._save_best)(bytes, profile_runs), save_best, bytes, profile_runs=profile_runs)
+
+
+@dataclass(frozen=True)
+class BestCall:
+    """One operator call of a region as `save_best` knows it."""
+
+    op: str
+    """"aten::mm.default"."""
+    seconds: float
+    """What it takes; 0 if a recompute stops before it."""
+    bytes: int
+    """Of its results."""
+    kept_bytes: int
+    """What keeping it takes: less if nobody would read a result."""
+    is_kept: bool
+    """As chosen, or by a policy that was joined with `|`."""
+
+
+@dataclass(frozen=True)
+class BestChoice:
+    """What `save_best` chose for one region."""
+
+    region: str
+    """Its name; "" if it has none."""
+    calls: tuple[BestCall, ...]
+    """Those of the measured run, in order."""
+    kept_bytes: int
+    """What the choice takes."""
+    saved_seconds: float
+    """What a recompute is spared."""
+    bound_seconds: float
+    """No choice spares more; the same where the choice is known to be the best."""
+
+
+def best_choices(policy: Policy) -> list[BestChoice]:
+    """The choices that hold for runs which begin now. Empty for a policy without `save_best` in it."""
+    return [
+        BestChoice(region, tuple(BestCall(*call) for call in calls), kept, saved, bound)
+        for region, calls, kept, saved, bound in _remat._best_choices(policy)
+    ]
 
 
 def _of_ops(native: Any, make: Callable[..., Policy], ops: Iterable[Operator], **options: bool) -> Policy:

@@ -694,6 +694,29 @@ class Policies(Case):
             self.assertEqual(counting.products, 4)
             self.check_equal(gradient(y, x), plain)
 
+    def test_a_policy_chooses_by_itself(self) -> None:
+        x = torch.rand(64, 64, dtype=torch.float64, requires_grad=True)
+        f = lambda t: (t @ t).sin().exp() @ t  # noqa: E731
+        plain = gradient(f(x), x)
+        one = x.nelement() * x.element_size()
+        for policy, room in ((remat.save_best(2 * one), 2), (remat.save_best(bytes=0, profile_runs=1), 0)):
+            self.assertEqual(remat.best_choices(policy), [])
+            for _ in range(4):
+                y = remat.checkpoint(f, x, policy=policy, name="block")
+                self.check_equal(gradient(y, x), plain)
+            (choice,) = remat.best_choices(policy)
+            self.assertEqual(choice.region, "block")
+            self.assertEqual([call.op for call in choice.calls],
+                             ["aten::mm.default", "aten::sin.default", "aten::exp.default", "aten::mm.default"])
+            self.assertLessEqual(choice.kept_bytes, room * one)
+            self.assertEqual(sum(call.kept_bytes for call in choice.calls if call.is_kept), choice.kept_bytes)
+            self.assertEqual(choice.saved_seconds > 0, any(call.is_kept and call.seconds > 0 for call in choice.calls))
+            self.assertAlmostEqual(choice.bound_seconds, choice.saved_seconds)
+        self.assertEqual(remat.best_choices(remat.save_matmuls()), [])
+        for wrong in (lambda: remat.save_best(-1), lambda: remat.save_best(1, profile_runs=0)):
+            with self.assertRaisesRegex(ValueError, "save_best"):
+                wrong()
+
     def test_an_exception_of_a_policy_arrives(self) -> None:
         x = leaf()
 
@@ -742,6 +765,7 @@ class Policies(Case):
         for policy, text in (
             (remat.save_matmuls(), "remat.save_matmuls()"),
             (remat.save_ops([torch.ops.aten.mm], ask_again=True), "remat.save_ops(['aten::mm'], ask_again=True)"),
+            (remat.save_matmuls() | remat.save_best(8), "remat.save_matmuls() | remat.save_best(8, profile_runs=2)"),
             (remat.save_names(["a"]) | remat.save_ops(["aten::mm"]),
              "remat.save_names(['a']) | remat.save_ops(['aten::mm'])"),
             (remat.Policy(keeps_products), f"remat.Policy({keeps_products!r})"),
