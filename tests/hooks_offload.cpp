@@ -434,6 +434,28 @@ TEST_CASE("a backward that writes to what it unpacked does not spoil a second re
   require_bit_equal(grad_of(y, {x}), {first});
 }
 
+TEST_CASE("a second read shares the first one's bytes, unless those were changed",
+          "[hooks][offload]") {
+  const Folder folder;
+  const Tensor x = leaf({64});
+  Tensor y, expected;
+  {
+    const SaveOnDiskGuard guard(all_in(folder));
+    const Tensor h = x + 1;
+    expected = h.detach().clone();
+    y = h.sin();
+  }
+  const Tensor first = read_saved(y, &nodes::SinBackward0::self_);
+  CHECK(read_saved(y, &nodes::SinBackward0::self_).is_alias_of(first));
+  {
+    const at::NoGradGuard no_grad;
+    first.detach().zero_();
+  }
+  const Tensor second = read_saved(y, &nodes::SinBackward0::self_);
+  CHECK(bit_equal(second, expected));
+  CHECK_FALSE(second.is_alias_of(first));
+}
+
 // ---- in place --------------------------------------------------------------------------------
 
 TEST_CASE(
