@@ -148,6 +148,17 @@ TEST_CASE("a replay in another order is refused", "[rule-15]") {
   CHECK_THAT(error.what(), contains("call "));
 }
 
+TEST_CASE("a kept result of one output of a call is not that of its other output", "[rule-15]") {
+  Calls calls;
+  const auto f = counted(calls, [&calls](const Tensor& x) {
+    const auto [variance, mean] = at::var_mean(x, at::IntArrayRef{1});
+    return (calls.count() == 1 ? variance : mean).mul(3).sin();
+  });
+  const Tensor x = leaf({4, 4});
+  const Tensor y = checkpoint(with(remat::save_ops({"aten::mul"})), f, x);
+  CHECK(kind_of(y, {x}) == CheckpointError::Kind::SelectiveMismatch);
+}
+
 TEST_CASE("asked again, a policy must not want more than forward kept", "[rule-15]") {
   const Tensor x = leaf({3});
   const auto f = [](const Tensor& x) { return x.sin().cos().exp(); };
