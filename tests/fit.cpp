@@ -239,7 +239,8 @@ TEST_CASE("fit keeps results where that is faster, says so, and finds it again i
   CHECK(chain.peak([&] { return fitted(x); }) <= budget);
   require_bit_equal(chain.gradients(fitted(x)), chain.gradients(chain.plain(x)));
   const std::string table = fitted.table();
-  for (const remat::PlanRegion& region : fitted.plan().regions())
+  const remat::Plan plan = fitted.plan();
+  for (const remat::PlanRegion& region : plan.regions())
     CHECK_THAT(table, contains(region.policy == 0 ? std::string("   recomputed")
                                                   : " kept, the rest recomputed (policy " +
                                                         std::to_string(region.policy) + ")"));
