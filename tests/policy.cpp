@@ -1,6 +1,7 @@
 // Everything in policy.h: the ready-made policies, names, pin and save_region.
 
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
 #include <string>
 
@@ -86,10 +87,29 @@ TEST_CASE("an unknown operator is refused when the policy is made", "[policy]") 
   CHECK_THROWS_AS(remat::save_ops({"aten::no_such_op"}), c10::ValueError);
   CHECK_THROWS_WITH(remat::save_ops({"aten::no_such_op"}), contains("aten::no_such_op"));
   CHECK_THROWS_AS(remat::save_ops({"aten::add.NoSuch"}), c10::ValueError);
-  CHECK_THROWS_WITH(remat::offload_ops({"mm"}), contains("aten::mm.default"));
+  CHECK_THROWS_WITH(remat::offload_ops({"mm"}), contains(" Registered are: aten::mm.d"));
+  CHECK_THROWS_WITH(remat::save_ops({"aten::no_such_op"}), !contains("Registered are"));
   CHECK_THROWS_AS(remat::save_ops({""}), c10::ValueError);
   CHECK(static_cast<bool>(remat::save_ops({})));
   CHECK_FALSE(static_cast<bool>(Policy()));
+}
+
+TEST_CASE("operators come and go with their libraries", "[policy]") {
+  const auto is_known = [] {
+    try {
+      return static_cast<bool>(remat::save_ops({"remat_policy::comes_and_goes"}));
+    } catch (const c10::ValueError&) {
+      return false;
+    }
+  };
+  for (int i = 0; i < 2; ++i) {
+    CHECK_FALSE(is_known());
+    torch::Library library(torch::Library::FRAGMENT, "remat_policy", std::nullopt, __FILE__,
+                           __LINE__);
+    library.def("comes_and_goes(Tensor x) -> Tensor");
+    CHECK(is_known());
+  }
+  CHECK_FALSE(is_known());
 }
 
 TEST_CASE("a name without overload means every overload", "[policy]") {
@@ -209,6 +229,19 @@ TEST_CASE("matmuls saved in a chain run twice less", "[policy]") {
         return checkpoint(with(remat::save_ops(held_in_a_variable)), f, x, y);
       },
       x, y);
+}
+
+TEST_CASE("save_matmuls keeps the device's attention", "[policy]") {
+  const Tensor q = leaf({1, 2, 8, 4}), k = leaf({1, 2, 8, 4}), v = leaf({1, 2, 8, 4});
+  const auto f = [](const Tensor& q, const Tensor& k, const Tensor& v) {
+    return at::scaled_dot_product_attention(q, k, v).sin();
+  };
+  require_same_grads(
+      {.kept = {"_scaled_dot_product_flash_attention_for_cpu"}}, f,
+      [&](const Tensor& q, const Tensor& k, const Tensor& v) {
+        return checkpoint(with(remat::save_matmuls()), f, q, k, v);
+      },
+      q, k, v);
 }
 
 TEST_CASE("a detach between two kept operators is neither asked about nor kept", "[policy]") {

@@ -45,28 +45,34 @@ Answer stronger(Answer a, Answer b) { return strength(a) >= strength(b) ? a : b;
 
 /// All operators by their name without overload. There are thousands, and policies are often made
 /// where they are used, so they are listed once, and again when a name is not found: a library may
-/// have been loaded since.
+/// have been loaded since. One that was unloaded took its operators with it: names are listed, not they.
 class OperatorIndex {
  public:
   std::vector<c10::OperatorHandle> named(const std::string& base) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto found = by_name_.find(base);
-    if (found == by_name_.end()) {
-      list_all();
-      found = by_name_.find(base);
-    }
-    return found == by_name_.end() ? std::vector<c10::OperatorHandle>() : found->second;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<c10::OperatorHandle> ops = registered(base);
+    if (!ops.empty()) return ops;
+    NamesByBase all;
+    for (const c10::OperatorName& each : c10::Dispatcher::singleton().getAllOpNames())
+      all[each.name].push_back(each);
+    by_base_ = std::move(all);
+    return registered(base);
   }
 
  private:
-  void list_all() {
-    auto& dispatcher = c10::Dispatcher::singleton();
-    by_name_.clear();
-    for (const c10::OperatorName& each : dispatcher.getAllOpNames())
-      if (const auto op = dispatcher.findSchema(each)) by_name_[each.name].push_back(*op);
+  using NamesByBase = std::unordered_map<std::string, std::vector<c10::OperatorName>>;
+
+  std::vector<c10::OperatorHandle> registered(const std::string& base) const {
+    std::vector<c10::OperatorHandle> ops;
+    const auto found = by_base_.find(base);
+    if (found == by_base_.end()) return ops;
+    for (const c10::OperatorName& each : found->second)
+      if (const auto op = c10::Dispatcher::singleton().findSchema(each)) ops.push_back(*op);
+    return ops;
   }
+
   std::mutex mutex_;
-  std::unordered_map<std::string, std::vector<c10::OperatorHandle>> by_name_;
+  NamesByBase by_base_;
 };
 
 /// The operators that a name means; see `save_ops`.
@@ -90,8 +96,7 @@ std::string similar_names(const std::string& name) {
   std::vector<std::string> similar;
   for (const c10::OperatorName& each : c10::Dispatcher::singleton().getAllOpNames()) {
     const std::string other = each.name.substr(each.name.rfind(':') + 1);
-    const bool is_same_base = each.name == base || other == bare;
-    if (!is_same_base) continue;
+    if (other != bare) continue;
     similar.push_back(each.name + "." +
                       (each.overload_name.empty() ? "default" : each.overload_name));
     if (similar.size() == 6) break;
