@@ -269,12 +269,30 @@ struct Warnings : c10::WarningHandler {
 struct SyncBatchNormImpl : nn::Module {  // somebody's own
   Tensor forward(const Tensor& x) { return x.sin(); }
 };
+struct OwnBatchNorm1dImpl : SyncBatchNormImpl {};
+struct OwnBatchNorm3dImpl : SyncBatchNormImpl {};
+struct OwnBatchNorm4dImpl : SyncBatchNormImpl {};  // there is no such thing
 struct HoldsOneImpl : nn::Module {
   HoldsOneImpl() { register_module("norm", std::make_shared<SyncBatchNormImpl>()); }
   Tensor forward(const Tensor& x) { return x.exp().exp(); }
 };
 
 }  // namespace
+
+TEST_CASE("SkipBatchNorm knows a batch norm of somebody's own by its name", "[module]") {
+  const auto recomputes = [](auto&& norm) {
+    const Counted done;
+    norm(leaf({4})).sum().backward();
+    return done.now().recomputes;
+  };
+  const ModuleOptions skip{.buffers = BufferPolicy::SkipBatchNorm};
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  CHECK(recomputes(Checkpointed<SyncBatchNormImpl>(skip)) == 0);
+  CHECK(recomputes(Checkpointed<OwnBatchNorm1dImpl>(skip)) == 0);
+  CHECK(recomputes(Checkpointed<OwnBatchNorm3dImpl>(skip)) == 0);
+  CHECK(recomputes(Checkpointed<OwnBatchNorm4dImpl>(skip)) == 1);
+}
 
 TEST_CASE("SkipBatchNorm runs a module with a BatchNorm plainly, and says so once", "[module]") {
   const Seed seed;

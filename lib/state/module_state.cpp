@@ -24,6 +24,7 @@
 #include "lib/seam/module_access.h"
 #include "lib/seam/script.h"
 #include "lib/tensor/capture.h"
+#include "remat/module.h"
 
 namespace remat {
 
@@ -186,7 +187,7 @@ bool is_batch_norm(const torch::nn::Module& module) {
     return true;
   static std::mutex mutex;
   static auto* const by_type = new std::unordered_map<std::type_index, bool>;
-  const std::type_info& type = typeid(module);
+  const std::type_info& type = module_type(module);
   const std::lock_guard<std::mutex> lock(mutex);
   const auto [known, is_new] = by_type->try_emplace(type, false);
   if (is_new) {
