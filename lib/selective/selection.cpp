@@ -521,7 +521,8 @@ void Selection::settle() {
 
 std::unique_ptr<KeptReplay> Selection::begin_recompute(Filler& filler,
                                                        const std::vector<at::Tensor>& inputs) {
-  if (rule_ != nullptr) rule_->warn_about_unseen();
+  // In the midst of forward names may yet come.
+  if (rule_ != nullptr && record_.is_settled) rule_->warn_about_unseen();
   return std::make_unique<Replay>(frame_, *this, filler, inputs);
 }
 

@@ -7,6 +7,7 @@
 
 #include "tests/support/saving_functions.h"
 #include "tests/support/support.h"
+#include "tests/support/warnings.h"
 
 using remat::checkpoint;
 using remat::CheckpointError;
@@ -156,6 +157,36 @@ TEST_CASE("a kept result of one output of a call is not that of its other output
   });
   const Tensor x = leaf({4, 4});
   const Tensor y = checkpoint(with(remat::save_ops({"aten::mul"})), f, x);
+  CHECK(kind_of(y, {x}) == CheckpointError::Kind::SelectiveMismatch);
+}
+
+TEST_CASE("memory of the program's own is compared, and read as any other", "[rule-15]") {
+  // Beside what is kept without data, which LibTorch's storages of such memory resemble.
+  const int64_t count = GENERATE(4, 0);
+  CAPTURE(count);
+  std::vector<float> numbers{1, 2, 3, 4};
+  Calls calls;
+  const auto f = counted(calls, [&](const Tensor& x) {
+    return x.mul(at::from_blob(count > 0 ? numbers.data() : nullptr, {count})).sin();
+  });
+  const Tensor x = leaf({count});
+  const Tensor y = checkpoint(saving({"aten::mul"}), f, x);
+  CHECK(bit_equal(grad_of(y, {x}, {.retain_graph = true})[0],
+                  grad_of(x.mul(at::tensor(numbers).narrow(0, 0, count)).sin(), {x})[0]));
+  CHECK(calls.count() == 2);
+  if (count == 0) return;
+  numbers[0] = 5;
+  CHECK(kind_of(y, {x}) == CheckpointError::Kind::SelectiveMismatch);
+}
+
+TEST_CASE("a kept call of a list of tensors knows each of them", "[rule-15]") {
+  Calls calls;
+  const auto f = counted(calls, [&calls](const Tensor& x) {
+    const Tensor a = x.relu(), b = x.sigmoid();
+    return at::cat(calls.count() == 1 ? Tensors{a, b} : Tensors{b, a}).sin();
+  });
+  const Tensor x = leaf({4, 4});
+  const Tensor y = checkpoint(saving({"aten::cat"}), f, x);
   CHECK(kind_of(y, {x}) == CheckpointError::Kind::SelectiveMismatch);
 }
 
@@ -351,6 +382,21 @@ TEST_CASE("data that are read past the dispatcher are there although nothing see
   calls.reset();
   grad_of(y, {x});
   CHECK(calls.count() == 1);
+}
+
+TEST_CASE("a recompute that is done once more holds nothing of the first attempt", "[rule-15]") {
+  const Tensor x = leaf({1000});
+  const LiveBytes bytes;
+  std::vector<int64_t> held;
+  const auto f = [&](const Tensor& x) {
+    held.push_back(bytes.held());
+    const Tensor y = x.exp().cos();  // what exp saves is filled before the data of cos are read
+    const double first = static_cast<double>(y.data_ptr<float>()[0]);
+    return (y * first).sin();
+  };
+  grad_of(checkpoint(saving({"aten::cos", "aten::mul"}), f, x), {x});
+  REQUIRE(held.size() == 3);  // forward, an attempt that finds that the data are read, another
+  CHECK(held[2] == held[1]);
 }
 
 TEST_CASE("any subset of random operators is kept, and all draw what forward drew", "[rule-15]") {
@@ -843,6 +889,36 @@ TEST_CASE("a named captured tensor that changed after forward is an error all th
   captured.add_(1);
   const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
   CHECK(error.kind() == remat::CheckpointError::Kind::SelectiveMutation);
+}
+
+TEST_CASE("a value of a region inside that is named in a backward is kept itself", "[rule-15]") {
+  // Of no call of this region: none is kept in its place.
+  struct NamesWhatItSaved : torch::autograd::Function<NamesWhatItSaved> {
+    static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& t) {
+      context->save_for_backward({t});
+      return t * 2;
+    }
+    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                   torch::autograd::variable_list grads) {
+      return {grads[0] * remat::checkpoint_name(context->get_saved_variables()[0], "value")};
+    }
+  };
+  const auto f = [](const Tensor& x) {
+    const Tensor y = x.sin();
+    const auto inner = [](const Tensor& t) { return NamesWhatItSaved::apply(t.exp()); };
+    const Tensor slope = grad_of(checkpoint(inner, y), {y})[0];
+    return (slope * y).exp();
+  };
+  const Tensor x = leaf({4});
+  KernelCounter kernels;
+  Warnings warnings;
+  const Tensor y = checkpoint(with(remat::save_names({"value"})), f, x);
+  kernels.reset();
+  const Tensor gradient = grad_of(y, {x})[0];
+  CHECK(kernels.count("sin") == 1);
+  // The backward makes this region recompute in the midst of forward, before it meets the name.
+  CHECK(warnings.texts.empty());
+  CHECK(bit_equal(gradient, grad_of(f(x), {x})[0]));
 }
 
 TEST_CASE("a named value that is changed in place is computed again where changes are allowed",
