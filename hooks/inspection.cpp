@@ -10,9 +10,8 @@ namespace remat {
 thread_local Inspection* Inspection::current_ = nullptr;
 
 at::Tensor Inspection::note(HeldInfo info) {
-  const at::ScalarType dtype = info.dtype == at::ScalarType::Undefined ? at::kFloat : info.dtype;
   found_.push_back(std::move(info));
-  return stand_ins_.emplace_back(at::empty({0}, dtype));
+  return stand_ins_.emplace_back(at::empty({0}));
 }
 
 bool Inspection::is_stand_in(const at::Tensor& tensor) const {

@@ -82,7 +82,7 @@ const char* against(const AskedOfInputs& asked, const Inputs& inputs,
   inputs.visit_edges([&](const GradientPlace& then, bool) {
     const uint32_t i = number++;
     if (std::find(asked.inputs.begin(), asked.inputs.end(), i) == asked.inputs.end()) return;
-    const GradientPlace alias = i < aliases.size() ? aliases[i].get() : GradientPlace{};
+    const GradientPlace alias = aliases.at(i).get();
     if (alias == then) return;  // a leaf as it is
     const bool takes_original = has(targets, then);
     const bool takes_alias = !takes_original || has(targets, alias);
