@@ -144,6 +144,15 @@ TEST_CASE("a file that is none of measurements is refused, and left alone", "[fi
   CHECK_THAT(refused("remat measurements 1\nsomething\nchain 1 2 0 1\n"), contains("line 4"));
   CHECK_THAT(refused("remat measurements 1\nsomething\nchain 1 two 0 1\n"),
              contains("is no line of measurements"));
+  // Where the disk is full, nothing is left beside the file.
+  options.measurements = folder.path() + "/full";
+  {
+    const FileSizeLimit limit(10);
+    CHECK_THAT(text_of(error_of<c10::ValueError>(
+                   [&] { fit(chain.stages, at::randn({4, 64}), 1 << 30, options); })),
+               contains("could not be written"));
+  }
+  CHECK(folder.num_entries() == 1);
   options.measurements = "/does/not/exist/file";
   CHECK_THAT(text_of(error_of<c10::ValueError>(
                  [&] { fit(chain.stages, at::randn({4, 64}), 1 << 30, options); })),
@@ -207,10 +216,10 @@ TEST_CASE("fit puts back gradients and random numbers", "[fit]") {
 TEST_CASE("a table and a picture say what was chosen", "[fit]") {
   const Chain chain;
   const Tensor x = at::randn({128, 64});
-  const int64_t budget = chain.peak([&] { return chain.plain(x); }) / 2;
+  const int64_t budget = 500'000;
   const Fitted fitted = fit(chain.stages, x, budget, quick);
   const std::string table = fitted.table();
-  CHECK_THAT(table, contains("chosen for"));
+  CHECK_THAT(table, contains("chosen for 500,000 "));
   CHECK_THAT(table, contains("plan: " + fitted.plan().to_string()));
   CHECK_THAT(table, contains("... as one step has shown"));
   CHECK(std::count(table.begin(), table.end(), '\n') == 9 + 9);
@@ -218,6 +227,14 @@ TEST_CASE("a table and a picture say what was chosen", "[fit]") {
   CHECK(picture.rfind("<svg", 0) == 0);
   CHECK_THAT(picture, contains("budget"));
   CHECK_THAT(picture, contains("<circle"));
+  // Each axis is cut into 4 to 10 steps.
+  const int64_t lines_across = occurrences(picture, "text-anchor=\"end\""),
+                lines_up = occurrences(picture, "text-anchor=\"middle\"") - 1;  // the words below
+  CAPTURE(picture);
+  CHECK(lines_across - 1 >= 3);
+  CHECK(lines_across - 1 <= 10);
+  CHECK(lines_up - 1 >= 4);
+  CHECK(lines_up - 1 <= 10);
 }
 
 TEST_CASE("fit keeps results where that is faster, says so, and finds it again in its file",

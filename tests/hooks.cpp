@@ -402,6 +402,13 @@ TEST_CASE("of nested disable guards the innermost message is thrown", "[hooks][H
     CHECK_THAT(message(), contains("outer message"));
   }
   CHECK(message() == "allowed");
+  // The outer one ends first.
+  std::optional<DisableSavedTensorHooksGuard> outer(std::in_place, "outer message"),
+      inner(std::in_place, "inner message");
+  outer.reset();
+  CHECK_THAT(message(), contains("inner message"));
+  inner.reset();
+  CHECK(message() == "allowed");
 }
 
 // ---- misuse ----------------------------------------------------------------------------------
@@ -590,6 +597,55 @@ TEST_CASE("a SavedVariable made under a guard packs once and unpacks at every re
   CHECK(unpacks.count() == 1);
   CHECK(at::equal(saved->unpack(), a));
   CHECK(unpacks.count() == 2);
+}
+
+TEST_CASE("a saved tensor with a hook of ours refuses to be traced", "[hooks]") {
+  // What compiled autograd asks of each.
+  const auto trace = [](const auto& saved) {
+    if constexpr (requires { saved.retrieve_unpack_hook_data(); })
+      saved.retrieve_unpack_hook_data();
+    return requires { saved.retrieve_unpack_hook_data(); };
+  };
+  const Tensor a = leaf({3});
+  const SavedVariable plain(a, false);
+  std::optional<SavedVariable> packed, dropped;
+  {
+    const SavedTensorHooksGuard guard(identity, identity);
+    packed.emplace(a, false);
+  }
+  checkpoint(
+      [&](const Tensor& t) {
+        dropped.emplace(t.sin(), false);
+        return t;
+      },
+      a);
+  if (!trace(plain)) return;
+  CHECK_THROWS_WITH(trace(*packed), contains("compiled autograd supports Python's hooks only"));
+  CHECK_THROWS_WITH(trace(*dropped), contains("compiled autograd cannot trace a region"));
+}
+
+TEST_CASE("what a function saves by hand around a backward is what it saves again",
+          "[hooks][rule-6]") {
+  // Nothing of the region is built between the two, in forward and in a recompute.
+  const Tensor x = leaf({3}), w = leaf({3});
+  const Tensor outside = w.sin();
+  std::optional<SavedVariable> first, second;
+  const Tensor y = checkpoint(
+      [&](const Tensor& t) {
+        const Tensor a = t.cos(), b = t.exp();
+        SavedVariable before(a, false);
+        grad_of(outside, {w}, {.retain_graph = true});
+        SavedVariable after(b, false);
+        if (!remat::is_recomputing()) {
+          first.emplace(std::move(before));
+          second.emplace(std::move(after));
+        }
+        return (a * b).sin();
+      },
+      x);
+  CHECK(bit_equal(first->unpack(), x.cos()));
+  CHECK(bit_equal(second->unpack(), x.exp()));
+  CHECK(bit_equal(grad_of(y, {x})[0], grad_of((x.cos() * x.exp()).sin(), {x})[0]));
 }
 
 TEST_CASE("task ids are -1 outside backward and grow by one per backward", "[hooks][HKS-28]") {

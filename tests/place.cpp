@@ -203,6 +203,15 @@ TEST_CASE("a place may leave tensors where they are", "[place]") {
   require_bit_equal(grad_of(y, {x}), grad_of(chain(x), {x}));
 }
 
+TEST_CASE("a place to which nothing went ends with its guard", "[place]") {
+  const auto script = std::make_shared<Script>();
+  script->takes = [](const Tensor&) { return false; };
+  const Tensor x = leaf({64});
+  const Tensor y = chain_under(script, x);
+  CHECK(script->places.count() == 0);
+  CHECK(bit_equal(grad_of(y, {x})[0], grad_of(chain(x), {x})[0]));
+}
+
 TEST_CASE("options of a place: small tensors and parameters stay, nonsense is refused", "[place]") {
   const auto script = std::make_shared<Script>();
   const Tensor x = leaf({16});

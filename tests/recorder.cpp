@@ -1,6 +1,7 @@
 // Recorder: sums per region, the order of events, and the files it writes.
 
 #include <algorithm>
+#include <chrono>
 #include <thread>
 
 #include "tests/support/files.h"
@@ -242,6 +243,65 @@ TEST_CASE("what was alive when an allocation met a limit is told by region and k
   CHECK(report.devices.empty());
   CHECK_THAT(report.to_string(), contains("An allocation of 4000 B did not fit on cpu beside "));
   CHECK_THAT(report.to_json(), contains("{\"device\": \"cpu\", \"asked_bytes\": 4000"));
+}
+
+TEST_CASE("what was recomputed and never read is not told of as recomputed", "[report][recorder]") {
+  const Tensor x = leaf({1000}), w = leaf({1000});
+  const Recorder recorder;
+  const Tensor y = checkpoint(
+      {.name = "half read"}, [](const Tensor& a, const Tensor& b) { return a.exp() * b.exp(); }, x,
+      w);
+  grad_of(y, {x}, {.retain_graph = true});
+  const remat::MemoryMeter meter;
+  {
+    const remat::MemoryLimitGuard limit(meter.live_bytes() + 3999);
+    CHECK_THROWS_AS(y.sin(), c10::OutOfMemoryError);
+  }
+  const auto failed = recorder.report().failed_allocations;
+  REQUIRE(failed.size() == 1);
+  REQUIRE(failed[0].held.size() == 1);
+  CHECK(failed[0].held[0].inputs_bytes == 8000);
+  CHECK(failed[0].held[0].recomputed_bytes == 0);
+}
+
+TEST_CASE("each recorder sees the parameters, and the first sixteen failed allocations",
+          "[report][recorder]") {
+  const Tensor x = leaf({1000}), w = leaf({1000});
+  for (int i = 0; i < 2; ++i) {
+    const Recorder recorder;
+    const Tensor y = checkpoint([&](const Tensor& t) { return (t * w).sin(); }, x.exp());
+    const remat::MemoryMeter meter;
+    const remat::MemoryLimitGuard limit(meter.live_bytes() + 3999);
+    for (int j = 0; j < 20; ++j) CHECK_THROWS_AS(y.sin(), c10::OutOfMemoryError);
+    const auto failed = recorder.report().failed_allocations;
+    CHECK(failed.size() == 16);
+    for (const remat::FailedAllocation& each : failed) CHECK(each.parameters_bytes == 4000);
+  }
+}
+
+TEST_CASE("what was read ahead of backward is not waited for", "[report][recorder]") {
+  constexpr int64_t length = 8, bytes = 1 << 20;
+  const Folder folder;
+  const Tensor x = leaf({bytes / 4});
+  const Recorder recorder;
+  const auto read_bytes = [&] { return recorder.report().files.bytes_read; };
+  Tensor y = x + 1;
+  {
+    const remat::SaveOnDiskGuard guard({.directory = folder.path(), .prefetch_depth = 1});
+    for (int64_t i = 0; i < length; ++i) {
+      y = y.sin();
+      if (i + 1 == length) continue;
+      y.register_hook([&, i](const Tensor&) {  // a read is under way
+        for (int tries = 0; tries < 1000 && read_bytes() < (length - i) * bytes; ++tries)
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      });
+    }
+  }
+  const int64_t waits = recorder.report().files.waits;  // for the writes
+  grad_of(y, {x});
+  CHECK(read_bytes() == length * bytes);
+  CHECK(recorder.report().files.waits - waits <= 2);  // for the first, which nobody had begun
 }
 
 TEST_CASE("the picture leaves out what is there all the time, and names the regions",

@@ -1,6 +1,7 @@
 // The guards of state.h: providers, generators and observers.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ThreadLocalState.h>
 #include <c10/core/GeneratorImpl.h>
 
 #include <random>
@@ -225,6 +226,7 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
   at::Generator far = at::make_generator<FarGenerator>();
   const auto number = std::make_shared<Number>();
   int runs = 0;
+  std::vector<at::ThreadLocalState> threads;  // that a run began, say, and that have not ended
   const auto region = [&](const at::Tensor& x) {
     ++runs;
     try {
@@ -238,6 +240,7 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
     const at::Tensor noise = at::rand({3}, own);
     far.get<FarGenerator>()->draw();
     ++number->value;
+    threads.emplace_back();
     return x.sin() * noise;
   };
   const auto reset = [&] {
@@ -245,6 +248,7 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
     far.get<FarGenerator>()->position = 0;
     number->value = 0;
     runs = 0;
+    threads.clear();
   };
   const at::Tensor x = at::ones({3}).requires_grad_();
   const auto gradient = [&](bool is_region) {

@@ -421,6 +421,34 @@ TEST_CASE("what a policy moves is copied before anybody can write to it",
     require_same(grad_of(sine, {x}, {.retain_graph = true})[0], plain_grad);
 }
 
+TEST_CASE("a result that waits on the CPU, and that the region writes to, is computed again",
+          "[device][rule-15][OFF-17]") {
+  // What waits is as it was before the write, which the recompute has to repeat.
+  const Tensor values = at::randn({8, 8});
+  const auto f = [](const Tensor& x) { return x.mm(x).mul_(2).sin(); };
+  const Tensor plain = stand_in_leaf(values), x = stand_in_leaf(values);
+  const Tensor plain_grad = grad_of(f(plain), {plain})[0];
+  const Tensor y = checkpoint({.policy = remat::offload_ops({"aten::mm"})}, f, x);
+  require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain_grad);
+  require_same(grad_of(y, {x})[0], plain_grad);
+}
+
+TEST_CASE("what was copied back and nobody read leaves the device when its backward ends",
+          "[device][OFF-14]") {
+  const Tensor x = stand_in_leaf(at::randn({64, 64}));
+  Tensor middle, y;
+  {
+    const remat::SaveOnCpuGuard guard({.pin_memory = true, .prefetch_depth = 2});
+    middle = (x + 1).sin().cos();
+    y = middle.exp().tan();
+  }
+  const int64_t before = stand_in::live_bytes();
+  stand_in::clear_log();
+  grad_of(y, {middle}, {.retain_graph = true});
+  CHECK(stand_in::live_bytes() == before);
+  require_same(grad_of(y, {x})[0], grad_of((x + 1).sin().cos().exp().tan(), {x})[0]);
+}
+
 TEST_CASE("a named argument that waits on the CPU is no call of the region's",
           "[device][rule-15][OFF-17]") {
   const Tensor values = at::randn({8, 8});

@@ -123,6 +123,28 @@ TEST_CASE("what a partial backward did not need is dropped at its end", "[rule-4
   CHECK(remat::counters().recomputed_bytes_alive == 0);
 }
 
+TEST_CASE("what was recomputed for a part of the graph that dies meanwhile is freed at once",
+          "[rule-4]") {
+  const Tensor x = leaf({side, side});
+  Tensor a, b;
+  std::vector<int64_t> alive;
+  std::function<void()> let_go = [&] {
+    alive.push_back(remat::counters().recomputed_bytes_alive);
+    b.reset();
+    alive.push_back(remat::counters().recomputed_bytes_alive);
+  };
+  Calls calls;
+  const auto f = counted(calls, [&](const Tensor& t) {
+    return std::pair(InBackward::apply(t.sin(), &let_go).sin(), t.exp());
+  });
+  std::tie(a, b) = remat::checkpoint(f, x);
+  const Tensor gradient = grad_of(a, {x})[0];
+  REQUIRE(alive.size() == 2);
+  CHECK(alive[0] - alive[1] == tensor_bytes);  // the result of exp
+  CHECK(calls.count() == 2);
+  CHECK(bit_equal(gradient, grad_of(x.sin().sin(), {x})[0]));
+}
+
 TEST_CASE("a hundred partial gradients on a retained graph leave the bytes flat",
           "[rule-4][GUA-19]") {
   Tensors leaves;

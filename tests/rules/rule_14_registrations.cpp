@@ -206,6 +206,28 @@ TEST_CASE("a flag that a function switches off and on again is on after a stop b
   });
 }
 
+TEST_CASE("hooks put on a known leaf by hand act once", "[checkpoint][rule-14]") {
+  require_as_plain([](const Tensor& x, World& o) {
+    torch::autograd::impl::get_autograd_meta(o.w)->hooks_.push_back(std::make_unique<Doubling>());
+    return (x * o.w + o.b).sin().exp();
+  });
+}
+
+TEST_CASE("a hook put by hand on a captured tensor without grad is there once",
+          "[checkpoint][rule-14]") {
+  const Tensor x = leaf({3}), mask = at::rand({3});
+  const Tensor y = remat::checkpoint(
+      [mask](const Tensor& x) {
+        torch::autograd::impl::materialize_autograd_meta(mask)->hooks_.push_back(
+            std::make_unique<Doubling>());
+        return (x * mask).sin().exp();
+      },
+      x);
+  CHECK(bit_equal(grad_of(y, {x})[0], grad_of((x * mask).sin().exp(), {x})[0]));
+  // Were it made a leaf that requires grad now, it would meet them all.
+  CHECK(torch::autograd::impl::get_autograd_meta(mask)->hooks_.size() == 1);
+}
+
 TEST_CASE("hooks put on the node of a known leaf by hand act once", "[checkpoint][rule-14]") {
   require_as_plain([](const Tensor& x, World& o) {
     torch::autograd::impl::grad_accumulator(o.w)->add_pre_hook(std::make_unique<Doubling>());

@@ -70,6 +70,23 @@ TEST_CASE("a pack function inside a region reads kept results past all operators
   }
 }
 
+TEST_CASE("what a pack function reads past all operators is kept with its data", "[rule-15]") {
+  const Tensor x = leaf({8});
+  Calls calls;
+  const auto f = counted(calls, [](const Tensor& x) {
+    Tensor y;
+    {
+      const remat::SavedTensorHooksGuard hooks(raw_copy, same);
+      y = x.exp();  // saves its own result, which no operator reads that would need the data
+    }
+    return y.mul(2).sin();
+  });
+  const Tensor y = checkpoint(with(everything()), f, x);
+  const Tensor gradient = grad_of(y, {x})[0];
+  CHECK(calls.count() == 2);  // no recompute more, to find out that the data are needed
+  CHECK(bit_equal(gradient, grad_of(f(x), {x})[0]));
+}
+
 TEST_CASE("a pack function that throws away a C++ Function's save leaves nothing behind",
           "[rule-15]") {
   struct SavesInner : torch::autograd::Function<SavesInner> {

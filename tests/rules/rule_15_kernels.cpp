@@ -175,6 +175,25 @@ TEST_CASE("an operator that writes to a kept result, and opens a region, runs ag
   });
 }
 
+TEST_CASE("an operator whose kernel pins a value runs again under a policy that keeps it",
+          "[rule-15]") {
+  // Passed over, it would not count up the pins, and the next one would get its value.
+  int kernels = 0;
+  body_of_one = [&](const Tensor& x) {
+    ++kernels;
+    return remat::pin(x.mul(3));
+  };
+  const auto f = [](const Tensor& x) {
+    const Tensor y = one(x);
+    return (y * remat::pin(x.sin())).exp();
+  };
+  const Tensor x = leaf({4});
+  const Tensor y = checkpoint(keeping("remat_kernels::one.default"), f, x);
+  const Tensor gradient = grad_of(y, {x})[0];
+  CHECK(kernels == 2);
+  CHECK(bit_equal(gradient, grad_of(f(x), {x})[0]));
+}
+
 TEST_CASE("a kernel runs a backward through a region", "[rule-15]") {
   // With a lazy conjugation in it: the way to a kernel excludes more keys than autograd's.
   const auto f = [](const Tensor& x) {
