@@ -55,7 +55,7 @@ ValueSources::Entry* ValueSources::find(const c10::StorageImpl* storage) {
 }
 
 void ValueSources::clear() {
-  entries_.clear();
+  entries_ = {};  // clear() would keep the room
   index_ = {};
   num_indexed_ = 0;
 }

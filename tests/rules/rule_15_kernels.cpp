@@ -194,6 +194,32 @@ TEST_CASE("an operator whose kernel pins a value runs again under a policy that 
   CHECK(bit_equal(gradient, grad_of(f(x), {x})[0]));
 }
 
+TEST_CASE("of what it made a region under a policy remembers no more than it needs", "[rule-15]") {
+  const Tensor x = leaf({4});
+  const auto f = [](const Tensor& x) { return x.exp().sin().add(1); };
+  const auto num_weak = [](const Tensor& t) {
+    return t.storage().getWeakStorageImpl().weak_use_count();
+  };
+  CHECK(num_weak(checkpoint(keeping("aten::exp.default"), f, x)) == num_weak(f(x)));
+}
+
+TEST_CASE("a kernel that pins a value runs again while forward waits for a backward",
+          "[rule-6][rule-15]") {
+  int kernels = 0;
+  body_of_one = [&](const Tensor& x) {
+    ++kernels;
+    return remat::pin(x.mul(3));
+  };
+  const auto f = [](const Tensor& x) {
+    const Tensor y = one(x.cos()).sin();
+    return (grad_of(y, {x}, {.retain_graph = true})[0] * y).exp();
+  };
+  const Tensor x = leaf({4});
+  const Tensor y = checkpoint(keeping("aten::exp.default"), f, x);
+  CHECK(kernels == 2);
+  CHECK(bit_equal(grad_of(y, {x})[0], grad_of(f(x), {x})[0]));
+}
+
 TEST_CASE("a kernel runs a backward through a region", "[rule-15]") {
   // With a lazy conjugation in it: the way to a kernel excludes more keys than autograd's.
   const auto f = [](const Tensor& x) {
