@@ -188,9 +188,7 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
     CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
     if (log_) {
       const RegionExtras& extras = *region_.extras;
-      const auto index = static_cast<std::size_t>(position);
-      if (index < extras.saved_by.size())
-        m.forward_op = extras.forward_log.at(extras.saved_by[index]);
+      m.forward_op = extras.forward_log.at(extras.saved_by.at(at_position(position)));
       m.recompute_op = log_->at(log_->size() - 1);
     }
     return Difference{std::move(m), SlotIdentity(slot), TensorIdentity::of(judged),

@@ -68,7 +68,6 @@ BestRun::BestRun(std::shared_ptr<BestChooser> chooser, const Frame& frame)
   BestChooser::Begin begin = chooser_->begin(frame.region().info.name());
   for (auto& way : begin.ways) {
     const bool holds = way->since <= number;
-    if (holds && current_ == nullptr) current_ = way.get();
     ways_.emplace_back(std::move(way), holds);
   }
   is_measured_ = begin.is_measured;
