@@ -784,6 +784,50 @@ TEST_CASE("an exception of a hook that sees a region's input keeps its type",
   CHECK(calls.count() == 2);
 }
 
+TEST_CASE("a write to an argument that hooks part from its view is refused", "[hooks][rule-2]") {
+  const Tensor x = leaf({4}), a = at::rand({4});
+  const auto copy = [](const Tensor& t) { return t.clone(); };
+  const bool is_first = GENERATE(true, false);
+  const auto f = [](Tensor written, const Tensor& view, const Tensor& x) {
+    written.mul_(2);
+    return (x * view * written).exp();
+  };
+  Tensor y;
+  {
+    const SavedTensorHooksGuard guard(copy, copy);
+    if (is_first)
+      y = checkpoint(f, a, a.view({4}), x);
+    else
+      y = checkpoint([f](const Tensor& x, Tensor a, const Tensor& view) { return f(a, view, x); },
+                     x, a, a.view({4}));
+  }
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
+  CHECK_THAT(error.what(), contains("gave the two back apart"));
+}
+
+TEST_CASE("an argument that was changed is refused although hooks gave back a copy once",
+          "[hooks][rule-2]") {
+  const Tensor x = leaf({4}), plain = grad_of((x * 1).sin().exp(), {x})[0];
+  const Tensor a = x * 1;
+  int unpacks = 0;
+  Tensor y;
+  {
+    const SavedTensorHooksGuard guard([](const Tensor& t) { return std::pair(t, t.clone()); },
+                                      [&](const std::pair<Tensor, Tensor>& both) {
+                                        return ++unpacks == 1 ? both.second : both.first;
+                                      });
+    y = checkpoint([](const Tensor& t) { return t.sin().exp(); }, a);
+  }
+  {
+    const at::NoGradGuard no_grad;
+    a.add_(1);
+  }
+  CHECK(bit_equal(grad_of(y, {x}, {.retain_graph = true})[0], plain));
+  for (int i = 0; i < 2; ++i)
+    CHECK_THROWS_AS(grad_of(y, {x}, {.retain_graph = true}), remat::CheckpointError);
+}
+
 TEST_CASE("hooks inside a region hide the region's own, in both passes", "[hooks][rule-16]") {
   const Tensor x = leaf({5});
   Calls packs, unpacks;

@@ -79,6 +79,20 @@ TEST_CASE("the inputs of nested regions are not kept, and a policy's results are
   CHECK(region(recorder, "inner").recomputes == 1);
 }
 
+TEST_CASE("what a call returns beside its first result is dropped under a policy of names, too",
+          "[report][recorder]") {
+  const Tensor x = leaf({100, 10});
+  const auto f = [](const Tensor& t) {
+    const auto [largest, place] = t.exp().max(1);
+    return largest.sin();
+  };
+  const Recorder recorder;
+  checkpoint({.name = "plain"}, f, x);
+  checkpoint({.name = "names", .policy = remat::save_names({"another"})}, f, x);
+  CHECK(region(recorder, "plain").bytes_dropped == 4000 + 800 + 400);  // exp, places, largest
+  CHECK(region(recorder, "names").bytes_dropped == 4000 + 800 + 400);
+}
+
 TEST_CASE("the event log tells what happened in order", "[report][recorder]") {
   const Tensor x = leaf({2, 3});
   const Recorder recorder;

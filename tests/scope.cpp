@@ -142,6 +142,31 @@ TEST_CASE("a recompute on another thread uses the forward's guards, not that thr
   }
 }
 
+TEST_CASE("regions that a recompute opens have the DebugGuard of the forward", "[scope]") {
+  bool differs = false;
+  const auto inner = [&](const Tensor& t) {
+    const Tensor y = t.sin();
+    const bool is_again = remat::current_phase().phase == Phase::Recompute;
+    return (differs && is_again ? y.narrow(0, 0, 2) : y).exp();
+  };
+  const auto f = [&](const Tensor& x) {
+    const Tensor a = x * 1;
+    const Tensor slope = grad_of(checkpoint({.name = "inner"}, inner, a), {a})[0];
+    return (slope * x).exp();
+  };
+  const Tensor x = leaf({4});
+  Tensor y;
+  {
+    const DebugGuard debug(true);
+    y = checkpoint(f, x);
+  }
+  differs = true;
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
+  REQUIRE(error.mismatches().size() == 1);
+  CHECK_THAT(error.mismatches()[0].forward_op, contains("aten::exp"));
+  CHECK_THAT(error.what(), contains("Operators of the forward"));
+}
+
 TEST_CASE("guards destroyed out of order end their own effect only", "[scope][hooks][GUA-27]") {
   const Tensor x = leaf({100'000});
   SECTION("early stop") {

@@ -145,6 +145,21 @@ TEST_CASE("what was recomputed for a part of the graph that dies meanwhile is fr
   CHECK(bit_equal(gradient, grad_of(x.sin().sin(), {x})[0]));
 }
 
+TEST_CASE("what a region's function holds goes when backward has read all that it saved",
+          "[rule-4][rule-13]") {
+  const Alive alive;
+  std::vector<int64_t> counts;
+  std::function<void()> note = [&] { counts.push_back(alive.count()); };
+  const Tensor x = leaf({side, side});
+  const Tensor y =
+      remat::checkpoint([probe = alive.probe()](const Tensor& t) { return t.sin().exp(); },
+                        InBackward::apply(x, &note));
+  note();
+  const Tensor gradient = grad_of(y, {x})[0];
+  CHECK(counts == std::vector<int64_t>{1, 0});  // in the midst of the backward, after the region
+  CHECK(bit_equal(gradient, grad_of(x.sin().exp(), {x})[0]));
+}
+
 TEST_CASE("a hundred partial gradients on a retained graph leave the bytes flat",
           "[rule-4][GUA-19]") {
   Tensors leaves;
