@@ -523,3 +523,20 @@ TEST_CASE("a captured alias of an argument with a version of its own is looked a
   alias.mul_(2);
   CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
 }
+
+TEST_CASE("what a function makes once, keeps and returns may not be changed before backward",
+          "[rule-10]") {
+  // It looks made inside, and the recompute takes what is there.
+  const Tensor x = leaf({4});
+  Tensor mask;
+  const auto f = [&mask](const Tensor& t) {
+    if (!mask.defined()) mask = at::rand({4});
+    return std::pair((t * mask).sin(), mask);
+  };
+  const Tensor y = remat::checkpoint(f, x).first;
+  const Tensor plain = grad_of((x * mask).sin(), {x})[0];
+  CHECK(bit_equal(grad_of(y, {x}, {.retain_graph = true})[0], plain));
+  mask.mul_(2);
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::CaptureChanged);
+}

@@ -190,6 +190,19 @@ TEST_CASE("a kept call of a list of tensors knows each of them", "[rule-15]") {
   CHECK(kind_of(y, {x}) == CheckpointError::Kind::SelectiveMismatch);
 }
 
+TEST_CASE("a kept value of pin is not given to a save_region in its place", "[rule-15]") {
+  Calls calls;
+  const auto f = counted(calls, [&calls](const Tensor& x) {
+    const auto both = [&x] { return std::pair(x.sin(), x.cos()); };
+    return (calls.count() == 1 ? remat::pin(x.sin()) : remat::save_region(both).first).exp();
+  });
+  const Tensor x = leaf({4});
+  const Tensor y = checkpoint(f, x);
+  const auto error = error_of<CheckpointError>([&] { grad_of(y, {x}); });
+  CHECK(error.kind() == CheckpointError::Kind::SelectiveMismatch);
+  CHECK_THAT(error.what(), contains("was another one in forward"));
+}
+
 TEST_CASE("asked again, a policy must not want more than forward kept", "[rule-15]") {
   const Tensor x = leaf({3});
   const auto f = [](const Tensor& x) { return x.sin().cos().exp(); };
