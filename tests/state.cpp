@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "tests/support/support.h"
+#include "tests/support/warnings.h"
 
 using remat::checkpoint;
 using remat::GeneratorGuard;
@@ -269,6 +270,36 @@ TEST_CASE("what a recompute does under guards that forward has not come to is un
   const auto [found, state] = gradient(true);
   CHECK(found.equal(plain));
   CHECK(state.equal(plain_state));
+}
+
+TEST_CASE("what cannot be undone of a guard that forward has not come to is a warning",
+          "[state][rule-6][rule-12]") {
+  struct Stuck final : remat::StateProvider {
+    bool throws = true;
+    std::any capture() override { return 0; }
+    void restore(const std::any&) override {
+      if (throws) throw std::runtime_error("stuck");
+    }
+  };
+  const auto stuck = std::make_shared<Stuck>();
+  const auto region = [stuck](const at::Tensor& x) {
+    try {
+      const at::Tensor y = x.square();
+      torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true);
+    } catch (...) {
+    }
+    const StateProviderGuard guard(stuck);
+    return x.sin().exp();
+  };
+  const at::Tensor x = at::ones({3}).requires_grad_();
+  remat::testing::Warnings warnings;
+  const at::Tensor y = checkpoint(region, x);
+  REQUIRE(warnings.texts.size() == 1);
+  CHECK_THAT(warnings.texts[0],
+             contains("what a guard guards could not be put back after a recompute: stuck"));
+  stuck->throws = false;
+  CHECK(torch::autograd::grad({y.sum()}, {x})[0].equal(
+      torch::autograd::grad({x.sin().exp().sum()}, {x})[0]));
 }
 
 TEST_CASE("a gradient inside is right where its recompute runs on past it and opens guards",

@@ -449,6 +449,17 @@ TEST_CASE("what was copied back and nobody read leaves the device when its backw
   require_same(grad_of(y, {x})[0], grad_of((x + 1).sin().cos().exp().tan(), {x})[0]);
 }
 
+TEST_CASE("an offloaded argument without grad leaves the device with the program's last hold on it",
+          "[device][OFF-03]") {
+  const Tensor values = at::rand({32, 32}), x = stand_in_leaf(at::randn({32, 32}));
+  const auto f = [](const Tensor& t, const Tensor& mask) { return (t * mask).sin(); };
+  const Tensor plain = grad_of(f(x, values.to(stand_in::device())), {x})[0];
+  const int64_t before = stand_in::live_bytes();
+  const Tensor y = checkpoint({.offload_inputs = true}, f, x, values.to(stand_in::device()));
+  CHECK(stand_in::live_bytes() - before == 32 * 32 * 4);  // the result
+  require_same(grad_of(y, {x})[0], plain);
+}
+
 TEST_CASE("a named argument that waits on the CPU is no call of the region's",
           "[device][rule-15][OFF-17]") {
   const Tensor values = at::randn({8, 8});
