@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <typeinfo>
 #include <vector>
@@ -33,7 +34,9 @@ struct _object;
 
 namespace remat {
 
+struct ChainCost;
 class Frame;
+struct MeasureOptions;
 class OpLogScope;
 namespace detail {
 class Scope;
@@ -175,5 +178,13 @@ class REMAT_API BackwardMark {
  private:
   bool has_ended_ = false;
 };
+
+/// Runs a stage as a region with these options, with a body of the binding. `stage`: its number, from 0.
+using StageRegion = std::function<at::Tensor(std::size_t stage, const CheckpointOptions& options,
+                                             at::Tensor input)>;
+/// Does what `measure` does, with stages that are functions of the binding's language: where one is measured under a policy,
+/// `run_region` runs it. (`checkpoint()` would end its recompute by an exception of C++.)
+REMAT_API ChainCost measure_stages(const std::vector<Stage>& stages, const at::Tensor& sample,
+                                   const MeasureOptions& options, const StageRegion& run_region);
 
 }  // namespace remat
