@@ -62,7 +62,7 @@ def _device_context() -> Any:
 
 
 _remat._set_names(StopRecompute, make_error, _run_in, _device_context)
-_remat._set_dispatch_mode(SeesOperators())
+_remat._set_dispatch_mode(SeesOperators())  # type: ignore[no-untyped-call]
 _remat._set_words(WORDS_OF_WARNINGS)
 put_in_front(_remat)
 atexit.register(_remat._interpreter_ends)

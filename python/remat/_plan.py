@@ -96,7 +96,7 @@ class StageCost(NamedTuple):
 
     @classmethod
     def _of(cls, numbers: _remat._StageTuple) -> StageCost:
-        return cls(*numbers[:-1], tuple(KeepingCost(*each) for each in numbers[-1]))  # type: ignore[arg-type, call-arg]
+        return cls(*numbers[:-1], tuple(KeepingCost(*each) for each in numbers[-1]))
 
 
 class ChainCost(NamedTuple):
