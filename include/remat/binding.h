@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <typeinfo>
 #include <vector>
@@ -26,9 +27,16 @@ namespace torch::autograd {
 struct Edge;
 }
 
+namespace c10::impl {
+struct PyInterpreter;
+}
+struct _object;
+
 namespace remat {
 
+struct ChainCost;
 class Frame;
+struct MeasureOptions;
 class OpLogScope;
 namespace detail {
 class Scope;
@@ -142,6 +150,14 @@ class REMAT_API WaitCallbacks {
 /// Sets them for the process, null for none. Call it when no region is alive. They must outlive all waits.
 REMAT_API void set_wait_callbacks(WaitCallbacks* callbacks);
 
+/// For a binding of Python: what other code of Python sees on the stack of dispatch modes while a region with a policy
+/// runs. Operators come to the library all the same, natively, but Python's modes, tensor classes that answer for their
+/// sizes, and operators of higher order meet `object`, an instance of a TorchDispatchMode that runs what it is given. Without it
+/// they meet what is no object of Python's, and may end the process.
+/// `object`: a reference, which is kept until the process ends. `interpreter`: LibTorch's of Python, whose table of
+/// functions the library replaces by one that forwards to it. Call it once, when no region is alive.
+REMAT_API void set_dispatch_mode(_object* object, c10::impl::PyInterpreter* interpreter);
+
 /// Marks a backward that does not come through LibTorch's default engine object: the engine of another
 /// language that the binding calls itself. Regions that are open on this thread see backwards that come
 /// through the default engine by themselves; of others they must be told. One thread.
@@ -162,5 +178,13 @@ class REMAT_API BackwardMark {
  private:
   bool has_ended_ = false;
 };
+
+/// Runs a stage as a region with these options, with a body of the binding. `stage`: its number, from 0.
+using StageRegion = std::function<at::Tensor(std::size_t stage, const CheckpointOptions& options,
+                                             at::Tensor input)>;
+/// Does what `measure` does, with stages that are functions of the binding's language: where one is measured under a policy,
+/// `run_region` runs it. (`checkpoint()` would end its recompute by an exception of C++.)
+REMAT_API ChainCost measure_stages(const std::vector<Stage>& stages, const at::Tensor& sample,
+                                   const MeasureOptions& options, const StageRegion& run_region);
 
 }  // namespace remat

@@ -21,6 +21,7 @@
 #include "lib/plan/stage_clock.h"
 #include "lib/seam/device_allocator.h"
 #include "lib/seam/engine.h"
+#include "remat/binding.h"
 #include "remat/checkpoint.h"
 #include "remat/hooks.h"
 #include "remat/memory.h"
@@ -34,6 +35,7 @@ namespace {
 struct Measured {
   c10::Device device;
   StageClock clock{device};
+  const StageRegion* run_region = nullptr;  ///< a binding's
   // Of what the stages asked for, and of what the allocator made of it.
   int64_t requested_bytes = 0, rounded_bytes = 0;
 
@@ -259,8 +261,11 @@ class Trial {
   }
 
   at::Tensor forward_under(const Policy& policy, const MeasureOptions& options) const {
-    return checkpoint({.early_stop = options.early_stop, .policy = policy, .location = {}}, stage_,
-                      input_);
+    const CheckpointOptions region{
+        .early_stop = options.early_stop, .policy = policy, .location = {}};
+    if (measured_.run_region != nullptr)
+      return (*measured_.run_region)(number_ - 1, region, input_);
+    return checkpoint(region, stage_, input_);
   }
 
   // Note [Regions as measured]
@@ -338,10 +343,8 @@ class Trial {
   bool requires_grad_ = false;
 };
 
-}  // namespace
-
-ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
-                  const MeasureOptions& options) {
+ChainCost measure_all(const std::vector<Stage>& stages, const at::Tensor& sample,
+                      const MeasureOptions& options, const StageRegion* run_region) {
   TORCH_CHECK_VALUE(!stages.empty(), "remat::measure: no stages were passed.");
   TORCH_CHECK_VALUE(sample.defined(), "remat::measure: the sample is an undefined tensor.");
   TORCH_CHECK_VALUE(options.warmup >= 0,
@@ -354,7 +357,7 @@ ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
   const at::AutoGradMode grad_mode(true);
   const c10::Device device = MemoryMeter(options.device.value_or(sample.device())).device();
   const DeviceGeneratorScope device_generator(device);
-  Measured measured{device};
+  Measured measured{.device = device, .run_region = run_region};
   at::Tensor input = input_from(sample, sample.requires_grad());
   ChainCost cost{.input_bytes = storage_bytes(input, device),
                  .input_grad_bytes = gradient_bytes(input, device)};
@@ -366,6 +369,18 @@ ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
   }
   cost.rounding = measured.rounding();
   return cost;
+}
+
+}  // namespace
+
+ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
+                  const MeasureOptions& options) {
+  return measure_all(stages, sample, options, nullptr);
+}
+
+ChainCost measure_stages(const std::vector<Stage>& stages, const at::Tensor& sample,
+                         const MeasureOptions& options, const StageRegion& run_region) {
+  return measure_all(stages, sample, options, &run_region);
 }
 
 int64_t measure_peak(const Stage& chain, const at::Tensor& sample, const MeasureOptions& options) {

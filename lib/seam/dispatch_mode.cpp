@@ -13,9 +13,12 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <utility>
 
 #include "lib/seam/fake_interpreter.h"
+#include "lib/seam/python_interpreter.h"
+#include "remat/binding.h"
 
 namespace remat::seam {
 
@@ -53,15 +56,39 @@ using c10::impl::TorchDispatchModeTLS;
 using Mode = c10::impl::PyObject_TorchDispatchMode;
 
 /// Leaked, like the interpreter; one for all threads, since it knows nothing.
-const std::shared_ptr<Mode>& our_mode() {
+const std::shared_ptr<Mode>& mode_without_python() {
   static const auto* const mode = new std::shared_ptr<Mode>(
       std::make_shared<Mode>(reinterpret_cast<PyObject*>(interpreter()), interpreter()));
   return *mode;
 }
 
+/// See Note [A mode that is Python's]. Leaked, too.
+struct PythonMode {
+  std::shared_ptr<Mode> mode;
+  PyObject* object;
+  c10::impl::PyInterpreter* interpreter;
+  std::once_flag is_looked_into;
+};
+std::atomic<PythonMode*> python_mode{nullptr};
+
+const std::shared_ptr<Mode>& our_mode() {
+  PythonMode* const python = python_mode.load(std::memory_order_acquire);
+  return python == nullptr ? mode_without_python() : python->mode;
+}
+
+bool is_ours(const std::shared_ptr<Mode>& mode) {
+  const PythonMode* const python = python_mode.load(std::memory_order_acquire);
+  if (python == nullptr) return mode == mode_without_python();
+  if (mode == python->mode) return true;
+  // Python code that has taken it off for a while puts on a new reference to the object.
+  return (&mode->pyinterpreter() == python->interpreter &&
+          mode->ptr(python->interpreter) == python->object) ||
+         mode == mode_without_python();
+}
+
 bool is_mode_active() {
   for (int64_t i = TorchDispatchModeTLS::stack_len() - 1; i >= 0; --i)
-    if (TorchDispatchModeTLS::get_stack_at(i) == our_mode()) return true;
+    if (is_ours(TorchDispatchModeTLS::get_stack_at(i))) return true;
   return false;
 }
 
@@ -78,7 +105,7 @@ int64_t remove_mode() {
   Modes above;
   while (TorchDispatchModeTLS::stack_len() > 0) {
     auto top = TorchDispatchModeTLS::pop_stack();
-    if (top == our_mode()) break;
+    if (is_ours(top)) break;
     above.push_back(std::move(top));
   }
   const auto num_above = static_cast<int64_t>(above.size());
@@ -150,12 +177,19 @@ c10::DispatchKeySet keys_met(const c10::OperatorHandle& op) {
   return met;
 }
 
+bool is_our_mode_on_top() {
+  const int64_t num_modes = TorchDispatchModeTLS::stack_len();
+  return num_modes > 0 && is_ours(TorchDispatchModeTLS::get_stack_at(num_modes - 1));
+}
+
 bool is_handling_operator() { return is_handling; }
 
 bool is_dispatch_mode_on() { return is_mode_active() && !is_looking_away(); }
 
 DispatchMode::DispatchMode() : is_first_(!is_mode_active()) {
   look_for_python();
+  if (PythonMode* const python = python_mode.load(std::memory_order_acquire))
+    std::call_once(python->is_looked_into, [&] { look_into(*python->interpreter); });
   was_away_ = is_looking_away();
   if (was_away_) look_away(false);
   if (is_first_) TorchDispatchModeTLS::push_non_infra_mode_onto_stack(our_mode());
@@ -175,3 +209,14 @@ DispatchModeOff::~DispatchModeOff() {
 }
 
 }  // namespace remat::seam
+
+namespace remat {
+
+void set_dispatch_mode(PyObject* object, c10::impl::PyInterpreter* interpreter) {
+  using seam::Mode;
+  seam::python_mode.store(
+      new seam::PythonMode{std::make_shared<Mode>(object, interpreter), object, interpreter, {}},
+      std::memory_order_release);
+}
+
+}  // namespace remat

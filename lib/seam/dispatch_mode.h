@@ -45,6 +45,8 @@ class DispatchMode {
 };
 
 bool is_dispatch_mode_on();
+/// Whether operators that LibTorch hands to a mode now are ours to handle.
+bool is_our_mode_on_top();
 
 /// While alive, they do not.
 class DispatchModeOff {

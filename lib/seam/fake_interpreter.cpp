@@ -44,16 +44,7 @@ struct Interpreter : c10::impl::PyInterpreterVTable {
   bool try_incref(const c10::impl::PyObjectSlot&) const { return true; }
 #endif
   size_t refcnt(PyObject*) const { return 1; }
-  c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* self) const {
-    if (self->layout() == c10::kStrided &&
-        !self->key_set().has_any(
-            c10::DispatchKeySet{c10::DispatchKey::NestedTensor, c10::DispatchKey::Python}))
-      return {};
-    // Only dense tensors have a plain copy to fall back to; one of a Python class would lose what it wraps.
-    const DispatchModeOff unseen;
-    return self->shallow_copy_and_detach(self->version_counter(),
-                                         self->allow_tensor_metadata_change());
-  }
+  c10::intrusive_ptr<TensorImpl> detach(const TensorImpl* self) const { return detached(self); }
   void dispatch(const c10::OperatorHandle& op, torch::jit::Stack* stack) const {
     handle_operator(op, *stack);
   }
@@ -109,6 +100,17 @@ struct Interpreter : c10::impl::PyInterpreterVTable {
 };
 
 }  // namespace
+
+c10::intrusive_ptr<c10::TensorImpl> detached(const c10::TensorImpl* tensor) {
+  if (tensor->layout() == c10::kStrided &&
+      !tensor->key_set().has_any(
+          c10::DispatchKeySet{c10::DispatchKey::NestedTensor, c10::DispatchKey::Python}))
+    return {};
+  // Only dense tensors have a plain copy to fall back to; one of a Python class would lose what it wraps.
+  const DispatchModeOff unseen;
+  return tensor->shallow_copy_and_detach(tensor->version_counter(),
+                                         tensor->allow_tensor_metadata_change());
+}
 
 c10::impl::PyInterpreter* interpreter() {
   static auto* const vtable = new Interpreter;

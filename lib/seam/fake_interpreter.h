@@ -9,4 +9,7 @@ namespace remat::seam {
 /// destruction.
 c10::impl::PyInterpreter* interpreter();
 
+/// What an interpreter's `detach` answers where our mode is the topmost: null for the plain copy.
+c10::intrusive_ptr<c10::TensorImpl> detached(const c10::TensorImpl* tensor);
+
 }  // namespace remat::seam

@@ -135,10 +135,10 @@ bool Replay::finish(const std::exception_ptr& thrown) {
 }
 
 std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now) {
-  const std::string was = then.metadata.text();
+  const auto was = [&then] { return then.metadata.text(); };
   if (!now.defined() || !then.metadata.describes(now)) {
     if (!now.defined() && then.metadata.is_undefined()) return "";
-    return fmt::format("was {} and is {}", was,
+    return fmt::format("was {} and is {}", was(),
                        now.defined() ? TensorMetadata(now, false).text() : "undefined");
   }
   const c10::StorageImpl* const storage = storage_of(now);
@@ -155,12 +155,13 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
   const bool is_origin_known = !then.source || then.source->is_known;
   if (is_origin_known && then.source && made) {
     const bool is_same = made->source == *then.source && made->num_changes == then.num_changes;
-    return is_same && has_same_contents ? "" : fmt::format("{} is the result of another call", was);
+    return is_same && has_same_contents ? ""
+                                        : fmt::format("{} is the result of another call", was());
   }
   // A storage of no operator: a scalar, say, or what the function read from elsewhere.
   if (!is_origin_known || (!then.source && then.input < 0 && then.storage.expired()))
-    return has_same_contents ? "" : fmt::format("{} has other contents", was);
-  return fmt::format("{} comes from elsewhere", was);
+    return has_same_contents ? "" : fmt::format("{} has other contents", was());
+  return fmt::format("{} comes from elsewhere", was());
 }
 
 void Replay::check_arguments(const CallRecord& record, const c10::OperatorHandle& op,

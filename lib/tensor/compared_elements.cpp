@@ -94,11 +94,11 @@ void append(std::string& bytes, const at::Tensor& tensor, const ValueComparison&
   if (has_elements && tensor.is_nested()) {
     if (tensor.layout() == at::kJagged) return append(bytes, at::_nested_get_values(tensor), rule);
     for (const at::Tensor& each : tensor.unbind()) append(bytes, each, rule);
-  } else if (has_elements && tensor.layout() == at::kSparse) {
+  } else if (has_elements && !has_no_memory(tensor) && tensor.layout() == at::kSparse) {
     append(bytes, tensor._indices(), rule);
     append(bytes, tensor._values(), rule);
-  } else if (!has_elements || tensor.layout() != at::kStrided || tensor.is_quantized() ||
-             (tensor.numel() > 0 && tensor.storage().nbytes() == 0)) {
+  } else if (!has_elements || has_no_memory(tensor) || tensor.layout() != at::kStrided ||
+             tensor.is_quantized() || (tensor.numel() > 0 && tensor.storage().nbytes() == 0)) {
     append_hash(bytes, tensor);
   } else {
     append_dense(bytes, tensor, rule);

@@ -6,6 +6,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 
+#include <typeinfo>
+
 #include "hooks/byte_hash.h"
 #include "lib/seam/dispatch_mode.h"
 
@@ -22,10 +24,7 @@ bool has_elements(const at::Tensor& tensor) {
 
 // A transposed weight is hashed as it lies in memory: bringing it into logical order took longer
 // than all the rest. Its strides are hashed too, then.
-uint64_t hash_of_elements(const at::Tensor& tensor) {
-  if (!has_elements(tensor)) return tensor._is_zerotensor() ? 1 : 2;
-  const at::Tensor near = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU);
-  const at::Tensor dense = near.is_non_overlapping_and_dense() ? near : near.contiguous();
+uint64_t hash_of_dense(const at::Tensor& dense) {
   uint64_t hash = hash_of_bytes(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
   if (!dense.is_contiguous())
     for (const int64_t stride : dense.strides())
@@ -33,9 +32,39 @@ uint64_t hash_of_elements(const at::Tensor& tensor) {
   return hash;
 }
 
+uint64_t hash_of_elements(const at::Tensor& tensor) {
+  if (!has_elements(tensor)) return tensor._is_zerotensor() ? 1 : 2;
+  const at::Tensor near = tensor.detach().resolve_conj().resolve_neg().to(at::kCPU);
+  return hash_of_dense(near.is_non_overlapping_and_dense() ? near : near.contiguous());
+}
+
+/// Whether the elements can be read where they lie. Then no operator is run, and none needs to be hidden: guards and
+/// operators are most of what the hash of a small tensor costs.
+bool lies_open(const c10::TensorImpl& impl) {
+  constexpr c10::DispatchKeySet not_as_it_lies(
+      {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor,
+       c10::DispatchKey::Python, c10::DispatchKey::Functionalize});
+  return typeid(impl) == typeid(c10::TensorImpl) && impl.layout() == c10::kStrided &&
+         impl.device().is_cpu() && !impl.key_set().has_any(not_as_it_lies) && impl.has_storage() &&
+         !impl.has_symbolic_sizes_strides() && impl.is_non_overlapping_and_dense() &&
+         (impl.numel() == 0 || impl.storage().nbytes() > 0);
+}
+
 }  // namespace
 
+bool has_no_memory(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  if (impl.key_set().has(c10::DispatchKey::Functionalize)) return true;
+  if (!impl.is_python_dispatch()) return false;
+  return !impl.has_storage() || impl.unsafe_storage().data() == nullptr;
+}
+
 uint64_t content_hash(const at::Tensor& tensor) {
+  if (tensor.defined() && lies_open(*tensor.unsafeGetTensorImpl())) {
+    uint64_t hash = static_cast<uint64_t>(tensor.scalar_type());
+    for (const int64_t size : tensor.sizes()) hash = combine(hash, static_cast<uint64_t>(size));
+    return combine(hash, hash_of_dense(tensor));
+  }
   at::NoGradGuard no_grad;
   const at::DisableRecordFunctionGuard unrecorded;
   const seam::DispatchModeOff unseen;
@@ -48,6 +77,7 @@ uint64_t content_hash(const at::Tensor& tensor) {
       hash = combine(hash, content_hash(each));
     return hash;
   }
+  if (has_no_memory(tensor)) return hash;
   for (const int64_t size : tensor.sizes()) hash = combine(hash, static_cast<uint64_t>(size));
   if (tensor.layout() == at::kSparse) {
     hash = combine(hash, hash_of_elements(tensor._indices()));

@@ -138,7 +138,8 @@ bool guarded(Action&& action) {
       action();
     } catch (...) {
       warnings.set_in_exception();
-      throw;
+      set_error_in_flight();
+      return false;
     }
     return true;
   } catch (...) {

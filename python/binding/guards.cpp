@@ -301,6 +301,8 @@ void add_guards(py::module_& module) {
   });
   define("_open_early_stop", [](bool enabled) { return open<EarlyStopGuard>(enabled); });
   define("_open_debug", [](std::optional<bool> enabled) { return open<DebugGuard>(enabled); });
+  define("_open_checkpoint_level",
+         [](int64_t training_level) { return open<CheckpointLevelGuard>(training_level); });
   define("_open_disable_checkpoint", [] { return open<DisableCheckpointGuard>(); });
   define("_open_graph_exec_group", [] { return open<GraphExecGroup>(); });
   define("_open_recompute_cache", [](std::optional<int64_t> max_bytes) {

@@ -299,6 +299,10 @@ PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& ca
                                 const std::vector<PyObject*>& modules) {
   if (!opens_region()) return run_region(options, call);
   try {
+    if (!opens_region(options)) {  // by its level: a region around it sees to the modules
+      const ModulesWatched watched(modules);
+      return run_region(options, call);
+    }
     auto state = std::make_unique<ModuleState>(modules);
     const CheckpointOptions all = with_modules(options, *state);
     auto* const object = PyObject_New(FunctionObject, function_type());

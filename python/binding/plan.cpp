@@ -12,6 +12,8 @@
 
 #include "device.h"
 #include "modules.h"
+#include "policy.h"
+#include "remat/binding.h"
 #include "remat/options.h"
 #include "remat/plan.h"
 
@@ -129,8 +131,8 @@ class StagesBody final : public RegionBody {
 
 at::Tensor run_region(const std::shared_ptr<const Program>& program, std::size_t region,
                       at::Tensor x) {
-  if (!opens_region()) return run_items(program, region, std::move(x));
   const Program::Region& planned = program->regions[region];
+  if (!opens_region(planned.options)) return run_items(program, region, std::move(x));
   std::unique_ptr<ModuleState> modules;
   if (!planned.modules.empty()) modules = std::make_unique<ModuleState>(planned.modules);
   const CheckpointOptions options =
@@ -153,11 +155,18 @@ std::string name_of(const std::string& name, const PlanRegion& region) {
 }
 
 std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stages,
-                                          const CheckpointOptions& options) {
+                                          const CheckpointOptions& options,
+                                          const std::vector<Policy>& policies) {
   if (static_cast<int64_t>(stages.size()) != plan.stages())
     throw py::value_error("remat.run: the plan has " + std::to_string(plan.stages()) +
                           " stages, but " + std::to_string(stages.size()) +
                           " functions were passed.");
+  if (plan.policies() > static_cast<int64_t>(policies.size()))
+    throw py::value_error("remat.run: the plan has a region with policy " +
+                          std::to_string(plan.policies()) + ", but " +
+                          std::to_string(policies.size()) +
+                          " policies were passed. Do: pass those that the stages were measured "
+                          "with, run(..., policies=...).");
   auto program = std::make_shared<Program>();
   std::vector<PyObject*>& modules = program->modules;
   for (const py::handle stage : stages) {
@@ -180,6 +189,9 @@ std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stag
       program->regions[open.back().region].items.push_back(-static_cast<int64_t>(region));
       program->regions.push_back({{}, options, {}});
       program->regions.back().options.name = name_of(options.name, *next);
+      if (next->policy > 0)
+        program->regions.back().options.policy =
+            policies[static_cast<std::size_t>(next->policy - 1)];
       for (int64_t inside = next->first; inside <= next->last; ++inside)
         if (PyObject* const module = modules[static_cast<std::size_t>(inside - 1)])
           program->regions.back().modules.push_back(module);
@@ -200,7 +212,8 @@ PyObject* run(const std::shared_ptr<const Program>& program, at::Tensor input) {
       return THPVariable_Wrap(run_items(program, 0, std::move(input)));
     } catch (...) {
       warnings.set_in_exception();
-      throw;
+      set_error_in_flight();
+      return nullptr;
     }
   } catch (...) {
     set_error_in_flight();
@@ -210,32 +223,62 @@ PyObject* run(const std::shared_ptr<const Program>& program, at::Tensor input) {
 
 // ---- planning -----------------------------------------------------------------------------------------
 
-using StageTuple =
-    std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t>;
+using KeepingTuple = std::tuple<int64_t, double, int64_t, int64_t, int64_t>;
+using StageTuple = std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t,
+                              bool, int64_t, std::vector<KeepingTuple>>;
 using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>, double>;
 
 ChainCost cost_in(const CostTuple& cost) {
   ChainCost chain{std::get<0>(cost), std::get<1>(cost), {}, std::get<3>(cost)};
   for (const auto& [forward_s, backward_s, to_last_save_s, output, saved, forward_tmp, backward_tmp,
-                    grad, saves_output, unsaved_tmp] : std::get<2>(cost))
-    chain.stages.push_back({forward_s, backward_s, to_last_save_s, output, saved, forward_tmp,
-                            backward_tmp, grad, saves_output, unsaved_tmp});
+                    grad, saves_output, unsaved_tmp, keeping] : std::get<2>(cost)) {
+    chain.stages.push_back({forward_s,
+                            backward_s,
+                            to_last_save_s,
+                            output,
+                            saved,
+                            forward_tmp,
+                            backward_tmp,
+                            grad,
+                            saves_output,
+                            unsaved_tmp,
+                            {}});
+    for (const auto& [policy, extra_s, kept, kept_forward_tmp, backward] : keeping)
+      chain.stages.back().keeping.push_back({policy, extra_s, kept, kept_forward_tmp, backward});
+  }
   return chain;
 }
 
 CostTuple tuple_of(const ChainCost& chain) {
   CostTuple cost{chain.input_bytes, chain.input_grad_bytes, {}, chain.rounding};
-  for (const StageCost& each : chain.stages)
+  for (const StageCost& each : chain.stages) {
+    std::vector<KeepingTuple> keeping;
+    for (const KeepingCost& one : each.keeping)
+      keeping.emplace_back(one.policy, one.extra_s, one.kept_bytes, one.forward_tmp_bytes,
+                           one.backward_bytes);
     std::get<2>(cost).emplace_back(each.forward_s, each.backward_s, each.forward_to_last_save_s,
                                    each.output_bytes, each.saved_bytes, each.forward_tmp_bytes,
                                    each.backward_tmp_bytes, each.grad_bytes, each.saves_output,
-                                   each.unsaved_tmp_bytes);
+                                   each.unsaved_tmp_bytes, std::move(keeping));
+  }
   return cost;
 }
 
+/// What Python code means by policies: those of the package, or functions.
+std::vector<Policy> policies_in(const py::list& all) {
+  std::vector<Policy> policies;
+  for (const py::handle each : all) policies.push_back(policy_in(each.ptr()));
+  return policies;
+}
+
 CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64_t warmup,
-                         int64_t repeats, const py::object& device) {
-  MeasureOptions options{.warmup = warmup, .repeats = repeats, .device = {}};
+                         int64_t repeats, const py::object& device, const py::list& policies,
+                         bool early_stop) {
+  MeasureOptions options{.warmup = warmup,
+                         .repeats = repeats,
+                         .device = {},
+                         .policies = policies_in(policies),
+                         .early_stop = early_stop};
   if (!device.is_none()) options.device = device_in(device);
   std::vector<Stage> all;
   for (const py::handle stage : stages) {
@@ -250,9 +293,25 @@ CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64
       }
     });
   }
+  // Each stage as a chain of its own, which is one region.
+  const auto run_region = [&stages](std::size_t stage, const CheckpointOptions& region,
+                                    at::Tensor input) {
+    const Locked locked(Locked::AtEnd::Wait);
+    PyObject* result = nullptr;
+    try {
+      py::list one;
+      one.append(stages[stage]);
+      result = run(program_of(Plan(1, {{1, 1}}), one, region, {}), std::move(input));
+    } catch (...) {
+      set_error_in_flight();
+    }
+    if (result == nullptr) throw_persisted();
+    const auto owned = py::reinterpret_steal<py::object>(result);
+    return THPVariable_Unpack(result);
+  };
   return with_package_errors([&] {
     const py::gil_scoped_release unlocked;
-    return tuple_of(measure(all, sample, options));
+    return tuple_of(remat::measure_stages(all, sample, options, run_region));
   });
 }
 
@@ -268,12 +327,28 @@ Plan plan_for(const Frontier& frontier, int64_t budget_bytes) {
   }
 }
 
-using Regions = std::vector<std::pair<int64_t, int64_t>>;
-
-Plan make_plan(int64_t stages, const Regions& regions) {
+/// Regions as (first, last) or (first, last, policy).
+Plan make_plan(int64_t stages, const py::iterable& regions) {
   std::vector<PlanRegion> all;
-  for (const auto& [first, last] : regions) all.push_back({first, last});
+  for (const py::handle each : regions) {
+    const py::tuple numbers(py::reinterpret_borrow<py::object>(each));
+    if (numbers.size() != 2 && numbers.size() != 3)
+      throw py::value_error(
+          "remat.Plan: a region is (first, last) or (first, last, policy), and one is " +
+          std::string(py::repr(each)) + ".");
+    all.push_back({numbers[0].cast<int64_t>(), numbers[1].cast<int64_t>(),
+                   numbers.size() == 3 ? numbers[2].cast<int64_t>() : 0});
+  }
   return Plan(stages, std::move(all));
+}
+
+py::list regions_of(const Plan& plan) {
+  static PyObject* const type =
+      py::object(py::module_::import("remat._plan").attr("PlanRegion")).release().ptr();
+  py::list all;
+  for (const PlanRegion& each : plan.regions())
+    all.append(py::handle(type)(each.first, each.last, each.policy));
+  return all;
 }
 
 }  // namespace
@@ -285,15 +360,12 @@ void add_plan(py::module_& module) {
   py::class_<Plan>(
       module, "Plan",
       "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs from 1,\n"
-      "in the order in which they open. As text: '[ck[ck[1] 2] ck[3] 4 5]'. Immutable.")
+      "in the order in which they open; (stage, stage, policy) is one that keeps what the policy of that\n"
+      "number says. As text: '[ck[ck[1] 2] ck2[3] 4 5]'. Immutable.")
       .def(py::init(torch::wrap_pybind_function(make_plan)), py::arg("stages"),
-           py::arg("regions") = Regions{})
+           py::arg("regions") = py::tuple())
       .def_static("parse", torch::wrap_pybind_function([](const std::string& text) {
-                    Plan plan = Plan::parse(text);
-                    if (plan.policies() > 0)
-                      throw py::value_error("remat.Plan.parse: '" + text +
-                                            "' has regions with policies, which run in C++ only.");
-                    return plan;
+                    return Plan::parse(text);
                   }),
                   "Reads what `str` writes. Raises ValueError with the position for anything else.")
       .def("__str__", &Plan::to_string)
@@ -311,14 +383,10 @@ void add_plan(py::module_& module) {
       .def_property_readonly("stages", &Plan::stages, "Of the chain.")
       .def_property_readonly("depth", &Plan::depth, "The deepest nesting; 0 without regions.")
       .def_property_readonly("frames", &Plan::frames, "The number of regions.")
-      .def_property_readonly(
-          "regions",
-          [](const Plan& self) {
-            Regions all;
-            for (const PlanRegion& each : self.regions()) all.emplace_back(each.first, each.last);
-            return all;
-          },
-          "(first, last) of each, in the order in which they open.")
+      .def_property_readonly("policies", &Plan::policies,
+                             "The largest number of a policy; 0 without any.")
+      .def_property_readonly("regions", regions_of,
+                             "A PlanRegion for each, in the order in which they open.")
       .def("calls", &Plan::calls,
            "How often forward, with one backward and early stop, calls each stage.");
 
@@ -352,6 +420,7 @@ void add_plan(py::module_& module) {
                                   result.depth);
          });
   define("_measure", measure_stages);
+  define("policies_to_try", [] { return policies_to_try(); });
   define("_free_budget", [](const CostTuple& cost, const py::object& device, double margin) {
     const c10::Device asked = device_in(device);
     return with_package_errors([&] { return free_budget(cost_in(cost), asked, margin); });
@@ -366,8 +435,8 @@ void add_plan(py::module_& module) {
   define("halving_plan", [](int64_t stages) { return halving_plan(stages); });
 
   define("_run", [](const Plan& plan, const py::list& stages, const at::Tensor& input,
-                    const CheckpointOptions& options) {
-    PyObject* const result = run(program_of(plan, stages, options), input);
+                    const CheckpointOptions& options, const py::list& policies) {
+    PyObject* const result = run(program_of(plan, stages, options, policies_in(policies)), input);
     if (result == nullptr) throw py::error_already_set();
     return py::reinterpret_steal<py::object>(result);
   });

@@ -1,5 +1,7 @@
 // The interpreter around the regions: its lock, its end, its exceptions.
 
+#include <torch/csrc/PyInterpreter.h>
+
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -120,6 +122,10 @@ void set_error(const CheckpointError& error) {
 void set_error_in_flight() noexcept {
   try {
     throw;
+  } catch (
+      python_error&
+          error) {  // the stop of a region around: thrown once more, it would cost as much again
+    error.restore();
   } catch (const CheckpointError& error) {
     set_error(error);
   } catch (py::error_already_set& error) {
@@ -148,6 +154,8 @@ void add_process(py::module_& module) {
     names() = {stop.release().ptr(), make_error.release().ptr(), run_in.release().ptr(),
                device_context.release().ptr(), nullptr};
   });
+  module.def("_set_dispatch_mode",
+             [](py::object mode) { set_dispatch_mode(mode.release().ptr(), getPyInterpreter()); });
   module.def("_set_words", [](std::vector<std::pair<std::string, std::string>> words) {
     set_warning_words(nullptr);
     python_words() = std::move(words);

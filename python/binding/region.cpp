@@ -251,7 +251,7 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
     return PyObject_Vectorcall(call.function, call.arguments,
                                static_cast<std::size_t>(call.num_positional), call.names);
   };
-  if (!opens_region()) return run();
+  if (!opens_region(options)) return run();
   try {
     torch::PyWarningHandler warnings;
     try {
@@ -269,7 +269,8 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
       return result.release().ptr();
     } catch (...) {
       warnings.set_in_exception();
-      throw;
+      set_error_in_flight();
+      return nullptr;
     }
   } catch (...) {
     set_error_in_flight();
@@ -302,6 +303,8 @@ class OptionsReader {
                                            {"layout", DeterminismCheck::Layout},
                                            {"values", DeterminismCheck::Values}}),
              true;
+    if (*text == "value_comparison") return set_value_comparison(value), true;
+    if (*text == "level") return options.level = level_in(value), true;
     if (*text == "fingerprint") return set_fingerprint(value), true;
     if (*text == "capture_check")
       return options.capture_check = choice<CaptureCheck>(
@@ -355,6 +358,34 @@ class OptionsReader {
       }
       throw_persisted();
     };
+  }
+  void set_value_comparison(PyObject* rule) {
+    if (rule == Py_None) return;
+    static PyObject* const type =
+        py::object(py::module_::import("remat._region").attr("ValueComparison")).release().ptr();
+    if (PyObject_IsInstance(rule, type) != 1) {
+      PyErr_Format(PyExc_TypeError,
+                   "remat.checkpoint: value_comparison must be a remat.ValueComparison, and is %R",
+                   rule);
+      throw python_error();
+    }
+    const auto fact = [&](const char* name) { return py::handle(rule).attr(name); };
+    options.values = {.absolute_tolerance = py::float_(fact("absolute_tolerance")),
+                      .relative_tolerance = py::float_(fact("relative_tolerance")),
+                      .max_elements = py::int_(fact("max_elements")),
+                      .nan = choice<ValueComparison::Nan>(py::object(fact("nan")).ptr(), "nan",
+                                                          {{"bits", ValueComparison::Nan::Bits},
+                                                           {"any", ValueComparison::Nan::Any}})};
+  }
+  static std::optional<int64_t> level_in(PyObject* value) {
+    if (value == Py_None) return std::nullopt;
+    if (PyLong_Check(value) == 0) {
+      PyErr_Format(PyExc_TypeError, "remat.checkpoint: level must be an int, and is %R", value);
+      throw python_error();
+    }
+    const long long level = PyLong_AsLongLong(value);
+    if (level == -1 && PyErr_Occurred() != nullptr) throw python_error();
+    return level;
   }
   static std::optional<std::string_view> view(PyObject* text) {
     Py_ssize_t size = 0;
@@ -440,7 +471,7 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
 constexpr char checkpoint_text[] =
     R"(checkpoint(function, /, *args, name="", policy=None, early_stop=True, determinism_check="metadata",
            fingerprint=None, capture_check="raise", offload_inputs=False, preserve_rng_state=True, input_mode="shared",
-           buffers="restore", modules=(), strict_unpack=False, debug=False, **kwargs)
+           buffers="restore", modules=(), strict_unpack=False, debug=False, level=None, value_comparison=None, **kwargs)
 checkpoint(**options) -> a decorator
 --
 
@@ -468,6 +499,8 @@ buffers: "restore": a recompute sees the buffers of the function's modules (runn
     functools.partial of one, or names in `modules` those that it calls. Their training flags are forward's, too.
 strict_unpack: a second read of a saved tensor in one backward is an error instead of one more recompute.
 debug: records the operators of both passes for the error report.
+level: under `checkpoint_level(n)` the call is a region if n >= level, else it runs plainly; 0: never. None: always.
+value_comparison: a ValueComparison, which says how determinism_check="values" compares elements.
 
 Grad mode off: the function runs plainly.
 Threads: any; a recompute runs on the thread of the backward that asks.

@@ -89,7 +89,8 @@ PyObject* save_region(PyObject*, PyObject* const* arguments, Py_ssize_t count, P
       return result.release().ptr();
     } catch (...) {
       warnings.set_in_exception();
-      throw;
+      set_error_in_flight();
+      return nullptr;
     }
   } catch (...) {
     set_error_in_flight();

@@ -64,12 +64,9 @@ def _policy_of(ops: Any, allow_mutation: bool) -> Optional[Policy]:
 # `is_recompute`, and never handed on. All else that it is given is the same: the operator, and its arguments as
 # torch hands them to a dispatch mode. What it is not asked about are operators that only pass a value on (`alias`,
 # `lift_fresh`, beside `detach`), casts of leaves that autocast caches, as those are made once a scope, and operators
-# of regions inside, which have policies of their own.
-# Higher-order operators look for a rule for each mode that is on, and find none for the library's, which is no object
-# of Python's. Upstream's modes have rules for some; of those a program runs `flex_attention` without a compiler around
-# it. So where that was imported functions run in upstream's modes, too. Tensors of classes that answer for their sizes
-# look at the modes as well, and end the process: what a region meets is not known when it begins, so that the program
-# has to say that functions may run natively.
+# of regions inside, which have policies of their own. All that decides what is kept, and no gradient.
+# Nor is it asked about operators of higher order, which upstream's modes may keep the results of. Of those a program
+# runs `flex_attention` without a compiler around it, so where that was imported functions run in upstream's modes.
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _FRAMES = frozenset(("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe"))
@@ -266,7 +263,7 @@ def _replace(old: Any, new: Any) -> None:
             names[_NAME] = new
 
 
-def install(*, native_policy_functions: bool = False) -> None:
+def install(*, native_policy_functions: bool = True) -> None:
     """From now on, regions of `torch.utils.checkpoint` (use_reentrant=False) run on remat, in the whole process.
 
     That holds for whoever imported it before or imports it later: transformers, Lightning, torchtune, the wrappers
@@ -274,14 +271,13 @@ def install(*, native_policy_functions: bool = False) -> None:
     and compiled autograd stay with upstream's code. Regions that are alive stay what they are. Each call asks for
     one `uninstall`. Threads: any.
 
-    native_policy_functions: until the last `uninstall`, policy functions of selective contexts that do not look at
-        operators' results run as native policies. Not for regions with tensors whose class dispatches on sizes, which
-        no native policy meets: those end the process.
+    native_policy_functions: policy functions of selective contexts that do not look at operators' results run as
+        native policies. False, until the last `uninstall`: all run in upstream's modes.
     """
     global _num_installed, _native_functions
     with _lock:
         _num_installed += 1
-        _native_functions = _native_functions or native_policy_functions
+        _native_functions = native_policy_functions and (_native_functions or _num_installed == 1)
         if _num_installed > 1:
             return
         upstream.GraphExecGroup.__enter__ = _enter_both  # type: ignore[method-assign]
@@ -312,7 +308,7 @@ def is_installed() -> bool:
 
 
 @contextlib.contextmanager
-def installed(*, native_policy_functions: bool = False) -> Iterator[None]:
+def installed(*, native_policy_functions: bool = True) -> Iterator[None]:
     """`install` for the time of a `with`, in the whole process."""
     install(native_policy_functions=native_policy_functions)
     try:

@@ -32,6 +32,7 @@ except ImportError as error:
         "Do: install the package again, so that both come from one build."
     ) from error
 
+from ._dispatch_mode import SeesOperators  # noqa: E402
 from ._engine import put_in_front  # noqa: E402
 from ._errors import WORDS_OF_WARNINGS, StopRecompute, make_error  # noqa: E402
 
@@ -61,6 +62,7 @@ def _device_context() -> Any:
 
 
 _remat._set_names(StopRecompute, make_error, _run_in, _device_context)
+_remat._set_dispatch_mode(SeesOperators())  # type: ignore[no-untyped-call]
 _remat._set_words(WORDS_OF_WARNINGS)
 put_in_front(_remat)
 atexit.register(_remat._interpreter_ends)

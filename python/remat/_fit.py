@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Callable, Optional, Union
 
 import torch
@@ -19,8 +19,10 @@ from ._plan import (
     Plan,
     Simulation,
     Stage,
+    StageCost,
     _buffers_kept,
     measure,
+    policies_to_try,
     run,
     simulate,
     solve,
@@ -32,16 +34,29 @@ _FRAME_COST_S = 15e-6  # of one region, in Python
 class PlannedChain:
     """What a Sequential runs with: its children are looked up at each call."""
 
-    def __init__(self, plan: Plan, options: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, policies: Sequence[Any], options: dict[str, Any]) -> None:
         self.plan = plan
+        self.policies = policies
         self.options = options
 
     def run(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        return run(self.plan, _children(module), input, **self.options)
+        return run(self.plan, _children(module), input, policies=self.policies, **self.options)
 
 
 def _children(sequential: nn.Module) -> list[Stage]:
     return list(sequential._modules.values())  # type: ignore[arg-type]  # one that is there twice runs twice
+
+
+def _way_of(plan: Plan, stage: StageCost, number: int) -> str:
+    """What a plan does to what a stage saves, in words."""
+    for region in plan.regions:
+        if not region.first <= number <= region.last:
+            continue
+        if region.policy == 0:
+            return "recomputed"
+        kept_bytes = next(each.kept_bytes for each in stage.keeping if each.policy == region.policy)
+        return f"{kept_bytes:,} kept, the rest recomputed (policy {region.policy})"
+    return "kept"
 
 
 def _random_states_kept(device: torch.device) -> Any:
@@ -90,6 +105,7 @@ class Fitted:
         frame_cost_s: float,
         options: dict[str, Any],
         measured_bytes: Optional[int],
+        policies: Sequence[Any] = (),
     ) -> None:
         self.stages = stages
         self.budget_bytes = budget_bytes
@@ -102,6 +118,8 @@ class Fitted:
         """What was chosen."""
         self.measured_bytes = measured_bytes
         """[bytes] that a step had at its peak on the sample's device; None without `verify`."""
+        self.policies = list(policies)
+        """Which the numbers in plans mean."""
         self._settings: dict[str, Any] = {"early_stop": early_stop, "frame_cost_s": frame_cost_s}
         self._options = options
 
@@ -119,7 +137,7 @@ class Fitted:
         if isinstance(self.stages, nn.Sequential):
             result: torch.Tensor = self.stages(input)
             return result
-        return run(self.plan, self.stages, input, **self._options)
+        return run(self.plan, self.stages, input, policies=self.policies, **self._options)
 
     def remove(self) -> None:
         """A Sequential runs plainly again."""
@@ -150,12 +168,13 @@ class Fitted:
             *([] if self.measured_bytes is None else [f"{'... as one step has shown':<28} {self.measured_bytes:>16,}"]),
             f"plan: {self.plan}",
             "",
-            f"{'stage':>5} {'forward ms':>11} {'backward ms':>12} {'output bytes':>13} {'saved bytes':>13} {'calls':>6}",
+            f"{'stage':>5} {'forward ms':>11} {'backward ms':>12} {'output bytes':>13} {'saved bytes':>13} {'calls':>6}"
+            "   what becomes of them",
         ]
         for i, (stage, calls) in enumerate(zip(self.cost.stages, self.plan.calls())):
             lines.append(
                 f"{i + 1:>5} {stage.forward_s * 1e3:>11.3f} {stage.backward_s * 1e3:>12.3f} "
-                f"{stage.output_bytes:>13,} {stage.saved_bytes:>13,} {calls:>6}"
+                f"{stage.output_bytes:>13,} {stage.saved_bytes:>13,} {calls:>6}   {_way_of(self.plan, stage, i + 1)}"
             )
         return "\n".join(lines)
 
@@ -170,6 +189,8 @@ def fit(
     repeats: int = 5,
     max_depth: int = 0,
     frame_cost_s: float = _FRAME_COST_S,
+    keeps_results: bool = True,
+    policies: Optional[Sequence[Any]] = None,
     verify: bool = True,
     progress: bool = True,
     **options: Any,
@@ -185,10 +206,12 @@ def fit(
     tensor, the last one as a rule the loss.
 
     cost: what `measure` said of the same stages before, in this process or another one (a ChainCost can be pickled):
-        nothing is measured then.
+        nothing is measured then. Its numbers of policies mean those of `policies`.
     budget_bytes: what a step may have at its peak [bytes], beyond the input, parameters and their gradients. What the
     program holds beside the chain counts on top.
     warmup, repeats, progress: as of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
+    keeps_results: regions of one stage may keep results of operators. Measuring takes longer for it.
+    policies: which results; None: `policies_to_try()`.
     verify: run a step as planned and look at its peak, which may be higher than the stages' costs say: where stages
         share parameters, or have buffers that are restored; above the budget, a smaller plan is taken.
     options: of all regions, as of `checkpoint`.
@@ -214,11 +237,22 @@ def fit(
     else:
         functions = stages = list(model_or_stages)
     _remat._Options(options)  # refuses wrong ones before the measuring
+    early_stop = bool(options.get("early_stop", True))
+    tried = [] if not keeps_results else policies_to_try() if policies is None else list(policies)
     if cost is None:
-        cost = measure(functions, sample, warmup=warmup, repeats=repeats, progress=progress)
+        cost = measure(
+            functions,
+            sample,
+            warmup=warmup,
+            repeats=repeats,
+            policies=tried,
+            early_stop=early_stop,
+            progress=progress,
+        )
     elif len(cost.stages) != len(functions):
         raise ValueError(f"remat.fit: the cost is of {len(cost.stages)} stages, and there are {len(functions)}.")
-    early_stop = bool(options.get("early_stop", True))
+    if not keeps_results:
+        cost = cost._replace(stages=tuple(each._replace(keeping=()) for each in cost.stages))
     frontier = solve(cost, max_depth=max_depth, early_stop=early_stop, frame_cost_s=frame_cost_s)
     plan = frontier.plan(budget_bytes)
     peak: Optional[int] = None
@@ -226,7 +260,7 @@ def fit(
         beyond = 0  # [bytes] of which the stages' costs know nothing
         while True:
             with _buffers_kept(functions):
-                peak = _peak_of(lambda x: run(plan, functions, x, **options), sample)
+                peak = _peak_of(lambda x: run(plan, functions, x, policies=tried, **options), sample)
             if peak <= budget_bytes:
                 break
             expected = simulate(cost, plan, early_stop=early_stop).peak_bytes
@@ -237,9 +271,9 @@ def fit(
                 raise InfeasibleBudget(error.args[0], error.minimum_bytes + beyond) from None
     if isinstance(stages, nn.Sequential):
         region = Region(options, training_only=True, level=1, buffers="restore", enabled=True)
-        region.plan = PlannedChain(plan, options)
+        region.plan = PlannedChain(plan, tried, options)
         _switch_on(stages, region)
-    return Fitted(stages, budget_bytes, cost, frontier, plan, early_stop, frame_cost_s, options, peak)
+    return Fitted(stages, budget_bytes, cost, frontier, plan, early_stop, frame_cost_s, options, peak, tried)
 
 
 __all__ = ["Fitted", "fit"]

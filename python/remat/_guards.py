@@ -262,6 +262,17 @@ def early_stop(enabled: bool) -> Guard:
     return Guard(f"remat.early_stop({enabled})", lambda: _remat._open_early_stop(enabled))
 
 
+def checkpoint_level(training_level: int) -> Guard:
+    """Decides by level which calls are regions: of those with a `level` (`checkpoint(..., level=2)`) the ones with
+    `0 < level <= training_level`; the others run plainly. Calls without a level are regions as ever.
+
+    Recomputes see the level that forward saw. The levels of modules (`set_checkpoint_level`) are their own.
+    """
+    return Guard(
+        f"remat.checkpoint_level({training_level})", lambda: _remat._open_checkpoint_level(training_level)
+    )
+
+
 def debug(enabled: Optional[bool] = True) -> Guard:
     """Turns the recording of operators, for error reports, on or off; None leaves it to the option of `checkpoint`."""
     return Guard(f"remat.debug({enabled})", lambda: _remat._open_debug(enabled))

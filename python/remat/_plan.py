@@ -11,6 +11,7 @@ import torch.nn as nn
 
 from ._errors import in_python_words, translated
 from ._extension import _remat
+from ._policy import Policy, _noted
 
 Plan = _remat.Plan
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -40,6 +41,33 @@ class InfeasibleBudget(ValueError):
         return type(self), (self.args[0], self.minimum_bytes)
 
 
+class PlanRegion(NamedTuple):
+    """Stages `first` to `last`, which run as one region."""
+
+    first: int
+    """From 1."""
+    last: int
+    """Inclusive."""
+    policy: int = 0
+    """The number of a policy, from 1, by which a region of one stage keeps results; 0: it keeps none."""
+
+
+class KeepingCost(NamedTuple):
+    """A stage as a region whose policy keeps some results: what that costs beside the stage without a region."""
+
+    policy: int
+    """Its number among those that were measured, from 1."""
+    extra_s: float = 0.0
+    """[seconds] that forward and backward take longer."""
+    kept_bytes: int = 0
+    """[bytes] from forward to backward, beyond the stage's input and output."""
+    forward_tmp_bytes: int = 0
+    """[bytes] of forward at its peak, beyond output and `kept_bytes`."""
+    backward_bytes: int = 0
+    """[bytes] of recompute and backward at their peak, beyond the stage's input and the gradient of its output: with
+    what is kept, and with the gradient of the input."""
+
+
 class StageCost(NamedTuple):
     """What one stage of a chain costs; each storage once. Parameters and their gradients are in no budget."""
 
@@ -63,6 +91,12 @@ class StageCost(NamedTuple):
     """Whether the output is among what autograd keeps of the stage."""
     unsaved_tmp_bytes: int = -1
     """Instead of `forward_tmp_bytes` where nothing is saved. Negative: the same."""
+    keeping: tuple[KeepingCost, ...] = ()
+    """What policies make of it; none: it is recomputed as a whole, or not at all."""
+
+    @classmethod
+    def _of(cls, numbers: _remat._StageTuple) -> StageCost:
+        return cls(*numbers[:-1], tuple(KeepingCost(*each) for each in numbers[-1]))
 
 
 class ChainCost(NamedTuple):
@@ -205,6 +239,8 @@ def measure(
     warmup: int = 1,
     repeats: int = 5,
     device: Optional[Device] = None,
+    policies: Sequence[Any] = (),
+    early_stop: bool = True,
     progress: bool = True,
 ) -> ChainCost:
     """Runs each stage forward and backward on what the one before made of `sample`, and says what it cost.
@@ -212,6 +248,9 @@ def measure(
     stages: functions from one tensor to one tensor, modules, or a Sequential; the last one is the loss.
     warmup: runs that are not timed. repeats: timed runs, the least of which is kept.
     device: whose bytes and time count, what is elsewhere counts nothing; None: the sample's.
+    policies: each stage but the last is measured as a region under each of these, too: `StageCost.keeping` has those
+        that keep something, and less than the stage without a region does. `policies_to_try()` has some.
+    early_stop: of those regions.
     progress: a bar where it takes more than a second and tqdm is installed.
 
     Bytes are those of storages; temporaries are what the device's allocator gives out. Times on the CPU are those of
@@ -237,10 +276,12 @@ def measure(
     try:
         with _buffers_kept(functions):
             counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
-            input_bytes, input_grad_bytes, costs, rounding = _measure(counted, sample, warmup, repeats, device)
+            input_bytes, input_grad_bytes, costs, rounding = _measure(
+                counted, sample, warmup, repeats, device, list(policies), early_stop
+            )
     finally:
         bar.close()
-    return ChainCost(input_bytes, input_grad_bytes, tuple(StageCost(*each) for each in costs), rounding)
+    return ChainCost(input_bytes, input_grad_bytes, tuple(map(StageCost._of, costs)), rounding)
 
 
 def free_budget(cost: ChainCost, device: Optional[Device] = None, *, margin: float = 0.05) -> int:
@@ -256,18 +297,32 @@ def free_budget(cost: ChainCost, device: Optional[Device] = None, *, margin: flo
     return _free_budget(cost._tuple(), device, margin)
 
 
+def policies_to_try() -> list[Policy]:
+    """Policies worth measuring, by what they keep: attention; matrix products, convolutions and attention
+    (`save_matmuls`); all results but those of operators that work element by element."""
+    return [_noted(each, _policy_to_try, i) for i, each in enumerate(_remat.policies_to_try())]
+
+
+def _policy_to_try(index: int) -> Policy:
+    return policies_to_try()[index]
+
+
 # ---- running ------------------------------------------------------------------------------------------------
 
 
-def run(plan: Plan, stages: Iterable[Stage], input: torch.Tensor, **options: Any) -> torch.Tensor:
+def run(
+    plan: Plan, stages: Iterable[Stage], input: torch.Tensor, *, policies: Sequence[Any] = (), **options: Any
+) -> torch.Tensor:
     """Runs the stages on `input` with nested regions as the plan says, all with the options of `checkpoint`.
 
+    policies: those that the plan's numbers mean, as they were measured. Regions without a number have the `policy` of
+        the options.
     The stages that a region runs are added to its name. Stages that are modules have their buffers and training
     flags restored in recomputes. Memory: at most what `simulate` says for measured costs; the loss and its gradient,
     which the caller of `backward()` holds to its end, count a few bytes more.
-    Raises ValueError if plan and stages have different numbers; else as `checkpoint`.
+    Raises ValueError if plan and stages have different numbers, and for a policy that is not there; else as `checkpoint`.
     """
-    return _run(plan, stages_of(stages), input, _remat._Options(options))
+    return _run(plan, stages_of(stages), input, _remat._Options(options), list(policies))
 
 
 def checkpoint_sequential(
@@ -291,7 +346,7 @@ def checkpoint_sequential(
         raise ValueError(f"remat.checkpoint_sequential: split must be 'torch' or 'balanced', and is {split!r}")
     plan = plans[split](len(functions), segments)
     if checkpoint_last:
-        first = plan.regions[-1][1] + 1 if plan.regions else 1
+        first = plan.regions[-1].last + 1 if plan.regions else 1
         plan = Plan(plan.stages, [*plan.regions, (first, plan.stages)])
     return run(plan, functions, input, **{"input_mode": "copy_on_write", **options})
 
@@ -301,7 +356,9 @@ __all__ = [
     "Frontier",
     "FrontierPoint",
     "InfeasibleBudget",
+    "KeepingCost",
     "Plan",
+    "PlanRegion",
     "Simulation",
     "StageCost",
     "balanced_plan",
@@ -310,6 +367,7 @@ __all__ = [
     "halving_plan",
     "measure",
     "mixed_plan",
+    "policies_to_try",
     "revolve_plan",
     "run",
     "simulate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, Callable, Literal, Optional, TypeVar, Union, overload
 
@@ -19,6 +20,33 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueComparison:
+    """How `determinism_check="values"` compares elements: `checkpoint(..., value_comparison=ValueComparison(...))`.
+
+    By itself all bits must be equal, by a 64-bit hash that is kept of each tensor: a NaN equals one of the same bits,
+    and 0 does not equal -0. Elements of floating point are equal, too, if |recomputed - forward| <= absolute_tolerance +
+    relative_tolerance * |forward|; an infinity equals itself only. With a tolerance the elements that are compared are
+    kept instead of a hash. Raises ValueError for what is negative or NaN.
+    """
+
+    absolute_tolerance: float = 0.0
+    relative_tolerance: float = 0.0
+    max_elements: int = 0
+    """So many elements of each tensor are compared at most, spread evenly over it; 0: all. What differs elsewhere is not
+    found."""
+    nan: Literal["bits", "any"] = "bits"
+    """Which NaN are equal: those of the same bits, or all."""
+
+    def __post_init__(self) -> None:
+        for name in ("absolute_tolerance", "relative_tolerance", "max_elements"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise ValueError(f"remat.ValueComparison: {name} must be 0 or more, and is {value!r}")
+        if self.nan not in ("bits", "any"):
+            raise ValueError(f"remat.ValueComparison: nan must be 'bits' or 'any', and is {self.nan!r}")
 
 
 class Checkpointing:
@@ -67,6 +95,8 @@ if TYPE_CHECKING:
         modules: Iterable[nn.Module] = (),
         strict_unpack: bool = False,
         debug: bool = False,
+        level: Optional[int] = None,
+        value_comparison: Optional[ValueComparison] = None,
         **kwargs: Any,
     ) -> R: ...
     @overload

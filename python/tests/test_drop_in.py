@@ -290,7 +290,7 @@ class Selective(DropIn):
 
     def setUp(self) -> None:
         super().setUp()
-        remat.install(native_policy_functions=True)
+        remat.install()
 
     def tearDown(self) -> None:
         remat.uninstall()
@@ -331,15 +331,16 @@ class Selective(DropIn):
             self.check(functools.partial(create_selective_checkpoint_contexts, each), True)
             self.check(lambda: create_selective_checkpoint_contexts(each, allow_cache_entry_mutation=True), True)
 
-    def test_policy_functions_run_as_upstream_s_modes_unless_native_ones_are_wanted(self) -> None:
+    def test_policy_functions_run_in_upstream_s_modes_where_the_program_says_so(self) -> None:
+        saves = functools.partial(create_selective_checkpoint_contexts, lambda context, op, *args, **kwargs: op in self.OPS)
+        with remat.installed(native_policy_functions=False):
+            self.check(saves, False)
+        self.check(saves, False)  # until the last uninstall
         remat.uninstall()
         remat.uninstall()
         remat.install()
-        try:
-            saves = lambda context, op, *args, **kwargs: op is torch.ops.aten.mm.default  # noqa: E731
-            self.check(functools.partial(create_selective_checkpoint_contexts, saves), False)
-        finally:
-            remat.install()
+        remat.install()
+        self.check(saves, True)
 
     def test_policy_functions_are_asked_what_upstream_asks(self) -> None:
         model = torch.nn.Sequential(
@@ -382,7 +383,7 @@ class Selective(DropIn):
             region(f, x, context_fn=contexts)
         finally:
             remat.install()
-            remat.install(native_policy_functions=True)
+            remat.install()
         self.assertGreater(len(asked), 20)
         self.assertTrue(any("weight" in str(each) for each in asked))
         # What makes nothing and only passes a value on is no question.

@@ -13,7 +13,7 @@ import unittest
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.utils.checkpoint as upstream
@@ -158,6 +158,108 @@ class Results(Case):
         with self.assertRaises(remat.CheckpointError) as caught:
             gradient(y, x)
         self.assertIs(caught.exception.kind, remat.ErrorKind.VALUE_MISMATCH)
+
+
+class Levels(Case):
+    def test_levels_decide_which_calls_are_regions(self) -> None:
+        x = leaf()
+        plain = gradient(operators(x), x)
+        for training_level, level, is_region in ((None, 3, True), (None, 0, False), (2, 1, True), (2, 2, True), (2, 3, False),
+                                                 (0, 1, False), (9, 0, False), (0, None, True)):  # fmt: skip
+            before = remat.counters()["frames_created"]
+            if training_level is None:
+                y = remat.checkpoint(operators, x, level=level)
+            else:
+                with remat.checkpoint_level(training_level):
+                    y = remat.checkpoint(operators, x, level=level)
+            self.assertEqual(remat.counters()["frames_created"] - before, int(is_region), (training_level, level))
+            self.check_equal(gradient(y, x), plain)
+        with self.assertRaisesRegex(TypeError, "level must be an int"):
+            remat.checkpoint(operators, x, level="2")
+
+    def test_recomputes_see_the_level_that_forward_saw(self) -> None:
+        x = leaf()
+        inner = remat.checkpoint(level=2)(torch.sin)
+        f = lambda x: inner(x).exp()  # noqa: E731
+        plain = gradient(f(x), x)
+        for training_level, regions in ((1, 1), (2, 3)):  # two in forward and recompute of the outer one
+            before = remat.counters()["frames_created"]
+            with remat.checkpoint_level(training_level):
+                y = remat.checkpoint(f, x, level=1, early_stop=False)
+            with remat.checkpoint_level(3 - training_level):
+                self.check_equal(gradient(y, x), plain)
+            self.assertEqual(remat.counters()["frames_created"] - before, regions)
+
+    def test_a_module_that_is_no_region_by_its_level_leaves_its_buffers_to_the_region_around(self) -> None:
+        torch.manual_seed(0)
+        norm, x = torch.nn.BatchNorm1d(4), leaf(8, 4)
+        with remat.checkpoint_level(1):
+            y = remat.checkpoint(lambda x: remat.checkpoint(norm, x.sin(), level=2).exp(), x)
+        gradient(y, x)
+        self.assertEqual(int(norm.num_batches_tracked), 1)
+
+    def test_levels_of_plans(self) -> None:
+        x = leaf()
+        stages = [torch.sin, torch.exp, torch.sum]
+        for training_level, regions in ((1, 0), (2, 2)):
+            before = remat.counters()["frames_created"]
+            with remat.checkpoint_level(training_level):
+                remat.run(remat.Plan.parse("[ck[1] ck[2] 3]"), stages, x, level=2)
+            self.assertEqual(remat.counters()["frames_created"] - before, regions)
+
+
+class Values(Case):
+    def read(self, change: Any, **rule: Any) -> None:
+        """Backward of a region whose recompute saves something else."""
+        x, is_first = leaf(), [True]
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            factor = torch.ones(4, 4)
+            if not is_first:
+                factor = change(factor)
+            is_first.clear()
+            return (x * factor).sin()
+
+        y = remat.checkpoint(f, x, determinism_check="values", value_comparison=remat.ValueComparison(**rule))
+        gradient(y, x)
+
+    def test_tolerances_samples_and_nan(self) -> None:
+        near, far = (lambda t: t + 1e-6), (lambda t: t + 1e-2)
+        for change, rule, agrees in (
+            (near, {}, False),
+            (near, {"absolute_tolerance": 1e-4}, True),
+            (far, {"absolute_tolerance": 1e-4}, False),
+            (far, {"relative_tolerance": 0.1}, True),
+            (lambda t: t.index_fill(0, torch.tensor([1]), 2), {"max_elements": 1}, True),
+            (lambda t: t * 2, {"max_elements": 1}, False),
+        ):
+            if agrees:
+                self.read(change, **rule)
+            else:
+                with self.assertRaises(remat.CheckpointError) as raised:
+                    self.read(change, **rule)
+                self.assertIs(raised.exception.kind, remat.ErrorKind.VALUE_MISMATCH)
+
+    def test_which_nan_are_equal(self) -> None:
+        x, bits = leaf(), [0x7FC00000, 0x7FC00001]
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            nan = torch.tensor([bits.pop(0)], dtype=torch.int32).view(torch.float32)
+            return x * nan
+
+        options = {"determinism_check": "values", "early_stop": False}
+        any_nan = remat.ValueComparison(nan="any")
+        gradient(remat.checkpoint(f, x, value_comparison=any_nan, **options), x)
+        bits[:] = [0x7FC00000, 0x7FC00001]
+        with self.assertRaises(remat.CheckpointError):
+            gradient(remat.checkpoint(f, x, **options), x)
+
+    def test_wrong_rules(self) -> None:
+        for rule in ({"absolute_tolerance": -1}, {"relative_tolerance": float("nan")}, {"max_elements": -1}, {"nan": "no"}):
+            with self.assertRaisesRegex(ValueError, "remat.ValueComparison"):
+                remat.ValueComparison(**rule)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(TypeError, "must be a remat.ValueComparison"):
+            remat.checkpoint(torch.sin, leaf(), value_comparison=0.1)  # type: ignore[call-overload]
 
 
 class Arguments(Case):

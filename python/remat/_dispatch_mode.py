@@ -1,0 +1,25 @@
+"""The library's dispatch mode as code of Python meets it, while a region with a policy runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class SeesOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operators never come here: the library handles them before, natively. What does come is what torch asks the
+    topmost mode without the dispatcher: operators of higher order, and what classes of tensors say of themselves. That
+    is done as it is, with the mode off, in forward and in recomputes alike: nothing of it is kept."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    def __repr__(self) -> str:
+        return "<the dispatch mode of remat's policies>"
