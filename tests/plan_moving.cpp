@@ -1,8 +1,10 @@
 // remat/plan.h: plans that move what stages save, measured, solved and run.
 
-#include <set>
+#include <torch/csrc/autograd/variable.h>
 
+#include "remat/checkpoint.h"
 #include "remat/fit.h"
+#include "remat/hooks.h"
 #include "tests/plan_chains.h"
 #include "tests/support/files.h"
 #include "tests/support/support.h"
@@ -92,7 +94,7 @@ TEST_CASE("measure says what of a stage can move, and what copies take", "[plan]
   REQUIRE(cost.moving);
   CHECK(cost.moving->store_s_per_byte > 0);
   CHECK(cost.moving->load_s_per_byte > 0);
-  CHECK(cost.moving->held_up_share >= 0);
+  CHECK(cost.moving->held_up_share > 0);
   CHECK(cost.stages[0].saved_bytes == kBytes);
   CHECK(cost.stages[0].movable_bytes == kBytes);
   CHECK(cost.stages[1].movable_bytes == 0);
@@ -156,6 +158,36 @@ TEST_CASE("a plan that moves runs backward several times, in part, and with its 
   for (std::size_t i = 0; i < plain.size(); ++i) CHECK(bit_equal(plain[i], moved[i]));
 }
 
+TEST_CASE("a plan that moves inside of a region, or on a caller's leaf, has plain gradients",
+          "[plan]") {
+  const Folder folder;
+  const MoveOptions moving{.directory = folder.path(), .min_bytes = 0};
+  const std::vector<Stage> stages = various_stages();
+  const Plan plan = Plan::parse("[mv[1] mv[ck[2]] mv[ck[3]] 4 5]");
+  const Tensor x = leaf({kElements});
+  const auto gradient = [&](const auto& loss_of) {
+    x.mutable_grad() = Tensor();
+    loss_of(x).backward();
+    return std::exchange(x.mutable_grad(), Tensor());
+  };
+  const Tensor plain =
+      gradient([&](const Tensor& t) { return remat::run(Plan(5), stages, t, {}, {}, moving); });
+  const auto moved = [&](const Tensor& t) { return remat::run(plan, stages, t, {}, {}, moving); };
+  CHECK(bit_equal(gradient([&](const Tensor& t) { return remat::checkpoint(moved, t); }), plain));
+  {
+    const remat::SaveOnDiskGuard around({.directory = folder.path(), .min_bytes = 0});
+    CHECK(bit_equal(gradient(moved), plain));
+  }
+  // Stages that return what they are given: no hook is left on the caller's tensor.
+  std::vector<Stage> chain{[](const Tensor& t) { return t; }, [](const Tensor& t) { return t; }};
+  chain.insert(chain.end(), stages.begin(), stages.end());
+  const auto with_same = [&](const Tensor& t) {
+    return remat::run(Plan::parse("[mv[1] mv[2] mv[3] 4 5 6 7]"), chain, t, {}, {}, moving);
+  };
+  for (int i = 0; i < 3; ++i) CHECK(bit_equal(gradient(with_same), plain));
+  CHECK(torch::autograd::impl::hooks(x).empty());
+}
+
 TEST_CASE("a value that moves and is changed in place raises in backward", "[plan]") {
   const Folder folder;
   const MoveOptions moving{.directory = folder.path(), .min_bytes = 0};
@@ -211,6 +243,21 @@ TEST_CASE("fit moves where that takes less time than recomputing more often", "[
   const remat::Fitted again = remat::fit(chain, x, budget, options);
   CHECK_FALSE(again.was_measured());
   CHECK(again.plan() == fitted.plan());
+}
+
+TEST_CASE("README: a plan that moves", "[plan][readme]") {
+  const Folder folder;
+  const std::string directory = folder.path();
+  const std::vector<Stage> stages = various_stages();
+  const Tensor sample = leaf({kElements}), input = sample;
+  const int64_t budget = 13 * kBytes;
+  // clang-format off
+  const remat::MoveOptions moving{.directory = directory};  // none, for an accelerator: on the CPU
+  const remat::ChainCost cost = remat::measure(stages, sample, {.moving = moving});
+  const remat::Plan plan = remat::solve(cost).plan(budget);  // [1 mv[2] mv[ck[3 4]] ck[5] 6], say
+  const at::Tensor loss = remat::run(plan, stages, input, {}, {}, moving);
+  // clang-format on
+  CHECK(bit_equal(grad_of(loss, {input})[0], execute(Plan(5), stages, input, {}).gradient));
 }
 
 TEST_CASE("a plan that moves says what it lacks", "[plan]") {

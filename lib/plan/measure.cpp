@@ -378,14 +378,17 @@ class Trial {
     const double store_s = copies.store_s_per_byte * bytes, load_s = copies.load_s_per_byte * bytes;
     if (!(store_s + load_s > 0)) return 1;
     double staying_s = std::numeric_limits<double>::infinity(), moving_s = staying_s;
-    for (int64_t i = 0; i < options.repeats; ++i) {
+    constexpr int64_t times_repeats = 3;  // it is one stage for all, and a small difference
+    for (int64_t i = 0; i < times_repeats * options.repeats; ++i) {
       staying_s = std::min(staying_s, seconds_of_two(nullptr));
       const auto depot = depot_of_moves(measured_.place, options.moving->min_bytes);
       moving_s = std::min(moving_s, seconds_of_two(depot));
     }
     const double waiting_s =
         std::max(0.0, store_s - cost.forward_s) + std::max(0.0, load_s - cost.backward_s);
-    return std::max(0.0, (moving_s - staying_s - waiting_s) / (store_s + load_s));
+    constexpr double least_share =
+        0.1;  // no move is free: less is noise, which a search would find
+    return std::max(least_share, (moving_s - staying_s - waiting_s) / (store_s + load_s));
   }
 
  private:

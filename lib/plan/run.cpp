@@ -72,7 +72,8 @@ at::Tensor run_moving(const std::shared_ptr<const Program>& program, const Plan&
     }
     if (before != nullptr) {
       before->finish_stores();
-      if (x.requires_grad())
+      // A leaf outlives the step: a stage has returned the caller's tensor.
+      if (x.requires_grad() && !x.is_leaf())
         x.register_hook([before](const at::Tensor&) { before->begin_loads(); });
     }
     before = std::move(depot);
