@@ -59,8 +59,9 @@ SECTIONS = (
     ("offload", "What does it cost to keep tensors elsewhere?", "Time added per saved byte, by guard."),
     ("tiers", "Is moving better than recomputing?",
      "Steps with the same peak: what is saved waits in a file, or is computed again. `waited`: for the file, of the step."),
-    ("plan_keeping", "What do plans gain that may keep results?",
-     "The same budgets for plans whose regions only recompute, and for plans whose regions may keep results of operator calls."),
+    ("plan_keeping", "What do plans gain that may keep results, or move them?",
+     "The same budgets for plans whose regions only recompute, whose regions may keep results of operator calls, that may move "
+     "what is saved to a file, and that may do both."),
     ("plan_curve", "How long does planning take?", "The frontier of time and memory for all budgets at once."),
 )
 

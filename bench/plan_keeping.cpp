@@ -1,10 +1,11 @@
-// What plans gain whose regions may keep results: a step's time beside that of plans that only recompute, at equal
-// budgets. See METHOD.md.
+// What plans gain whose regions may keep results, and that may move what is saved: a step's time beside that of plans
+// that only recompute, at equal budgets. See METHOD.md.
 
 #include <remat/plan.h>
 #include <torch/torch.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -25,8 +26,9 @@ using torch::Tensor;
 /// The demo's model as a chain, with a loss that needs no targets.
 class Chain {
  public:
-  Chain(const ModelOptions& options, int64_t batch)
-      : model_(options, Checkpointing::None),
+  Chain(const ModelOptions& options, int64_t batch, remat::MoveOptions moving)
+      : moving(std::move(moving)),
+        model_(options, Checkpointing::None),
         ids_(torch::randint(options.vocabulary, {batch, options.context}, torch::kLong)),
         stages_(model_->stages()) {
     stages_.emplace_back([](const Tensor& scores) { return scores.logsumexp(-1).mean(); });
@@ -38,7 +40,7 @@ class Chain {
 
   void step(const Plan& plan) {
     model_->zero_grad(/*set_to_none=*/false);
-    remat::run(plan, stages_, ids_, {}, policies).backward();
+    remat::run(plan, stages_, ids_, {}, policies, moving).backward();
   }
   std::vector<Tensor> gradients(const Plan& plan) {
     torch::manual_seed(2);
@@ -56,6 +58,7 @@ class Chain {
   }
 
   const std::vector<remat::Policy> policies = remat::policies_to_try();
+  const remat::MoveOptions moving;
 
  private:
   CharTransformer model_;
@@ -71,23 +74,34 @@ struct Candidate {
   int64_t peak_bytes = 0;
 };
 
-void run_with(const bench::Arguments& arguments, const char* model, double dropout) {
+void run_with(const bench::Arguments& arguments, const char* model, double dropout,
+              const std::string& directory) {
   ModelOptions options;
   options.vocabulary = 65, options.dropout = dropout;
   int64_t batch = 8;
   if (arguments.smoke) options.blocks = 3, options.context = 16, options.width = 32, batch = 2;
   torch::manual_seed(1);
-  Chain chain(options, batch);
-  const ChainCost cost =
-      remat::measure(chain.stages(), chain.input(),
-                     {.repeats = arguments.smoke ? 1 : 7, .policies = chain.policies});
-  ChainCost without = cost;
+  remat::MoveOptions moving{.directory = directory};
+  if (arguments.smoke) moving.min_bytes = 0;
+  Chain chain(options, batch, moving);
+  const ChainCost cost = remat::measure(
+      chain.stages(), chain.input(),
+      {.repeats = arguments.smoke ? 1 : 7, .policies = chain.policies, .moving = chain.moving});
+  ChainCost may_keep = cost;
+  may_keep.moving.reset();
+  ChainCost may_move = cost, without = may_keep;
   double plain_s = 0;
-  for (remat::StageCost& each : without.stages) {
+  for (remat::StageCost& each : may_move.stages) {
     each.keeping.clear();
     plain_s += each.forward_s + each.backward_s;
   }
-  const Frontier regions = remat::solve(without), keeping = remat::solve(cost);
+  without.stages = may_move.stages;
+  if (!cost.moving) throw std::runtime_error("WRONG: nothing can move.");
+  std::fprintf(stderr, "copies: %.3f ms a MB there, %.3f back; held up: %.2f of that\n",
+               1e9 * cost.moving->store_s_per_byte, 1e9 * cost.moving->load_s_per_byte,
+               cost.moving->held_up_share);
+  const Frontier regions = remat::solve(without), keeping = remat::solve(may_keep),
+                 moves = remat::solve(may_move), all_ways = remat::solve(cost);
   const int64_t least = regions.points().front().bytes, most = regions.points().back().bytes;
 
   std::vector<Candidate> all{{"no regions", Plan(static_cast<int64_t>(cost.stages.size())), most}};
@@ -96,6 +110,8 @@ void run_with(const bench::Arguments& arguments, const char* model, double dropo
     const std::string share = std::to_string(percent) + " % of the span, ";
     all.push_back({share + "regions", regions.plan(budget), budget});
     all.push_back({share + "keeping", keeping.plan(budget), budget});
+    all.push_back({share + "moving", moves.plan(budget), budget});
+    all.push_back({share + "both", all_ways.plan(budget), budget});
   }
   std::vector<bench::Cell> cells;
   const std::vector<Tensor> expected = chain.gradients(all.front().plan);
@@ -118,8 +134,8 @@ void run_with(const bench::Arguments& arguments, const char* model, double dropo
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Candidate& each = all[i];
     const bench::Statistics result = cells[i].result();
-    const bool is_keeping = i > 0 && i % 2 == 0;
-    const double of_regions = is_keeping ? result.min_ns / cells[i - 1].result().min_ns : 1;
+    const std::size_t beside = i == 0 ? 0 : i - (i - 1) % 4;  // the plan of regions for that budget
+    const double of_regions = result.min_ns / cells[beside].result().min_ns;
     bench::print_json(
         "plan_keeping",
         bench::text("\"model\": \"%s\", \"plan\": \"%s\"", model, each.name.c_str()), arguments,
@@ -137,10 +153,11 @@ void run_with(const bench::Arguments& arguments, const char* model, double dropo
 }
 
 int run(int argc, char** argv) {
-  const bench::Arguments arguments = bench::parse(argc, argv);
+  std::string directory = std::filesystem::temp_directory_path().string();
+  const bench::Arguments arguments = bench::parse(argc, argv, {{"--directory PATH", &directory}});
   const remat::MemoryMeter first;  // before the tensors it shall count
-  run_with(arguments, "the demo's model", 0.1);
-  run_with(arguments, "the demo's model, no dropout", 0);
+  run_with(arguments, "the demo's model", 0.1, directory);
+  run_with(arguments, "the demo's model, no dropout", 0, directory);
   return 0;
 }
 

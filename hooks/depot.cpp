@@ -127,7 +127,7 @@ at::Tensor SavedElsewhere::rebuild(Piece& piece) const {
   return tensor;
 }
 
-Depot::Depot(std::unique_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings)
+Depot::Depot(std::shared_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings)
     : place_(std::move(place)),
       options_(std::move(options)),
       surroundings_(surroundings),

@@ -98,7 +98,8 @@ struct DepotSurroundings {
 
 class Depot final : public std::enable_shared_from_this<Depot> {
  public:
-  Depot(std::unique_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings);
+  /// Depots may share a place.
+  Depot(std::shared_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings);
 
   /// Takes a saved tensor. `stands_for`: the tensor of which it is an alias without history, which
   /// no operator is writing; or null. Throws what the place throws.
@@ -108,6 +109,10 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   /// No operator runs on this thread: what waited for its end is moved. What cannot be, stays; a
   /// warning says so.
   void settle() noexcept;
+  /// What is on its way has left its storages. Only with a bound on the bytes in flight.
+  void finish_stores() { finish_stores_before(options_.max_bytes_in_flight); }
+  /// Backward, which runs on this thread, will soon read all. Only where loads are begun ahead.
+  void begin_loads() { order_->begin_all(); }
 
  private:
   friend class Piece;

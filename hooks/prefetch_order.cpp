@@ -27,8 +27,19 @@ void PrefetchOrder::remove(uint64_t number) {
   all_.erase(number);
 }
 
-void PrefetchOrder::prefetch_before(uint64_t number) {
-  const auto next = window_before(number);
+void PrefetchOrder::prefetch_before(uint64_t number) { begin(window_before(number)); }
+
+void PrefetchOrder::begin_all() {
+  std::vector<std::shared_ptr<Piece>> all;  // dies after the lock, for which they ask
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto each = all_.rbegin(); each != all_.rend(); ++each)
+      if (auto piece = each->second.lock()) all.push_back(std::move(piece));
+  }
+  begin(all);
+}
+
+void PrefetchOrder::begin(const std::vector<std::shared_ptr<Piece>>& next) {
   if (next.empty() || !cancels_at_end()) return;
   std::vector<std::shared_ptr<Piece>> too_many;  // die after the lock, for which they ask
   for (const auto& piece : next) {

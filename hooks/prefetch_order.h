@@ -40,9 +40,12 @@ class PrefetchOrder : public std::enable_shared_from_this<PrefetchOrder> {
   void remove(uint64_t number);
   /// `number` has been read: begins the loads of those before it.
   void prefetch_before(uint64_t number);
+  /// Begins the loads of all, the last first.
+  void begin_all();
 
  private:
   std::vector<std::shared_ptr<Piece>> window_before(uint64_t number);
+  void begin(const std::vector<std::shared_ptr<Piece>>& window);
   bool cancels_at_end();
   void cancel_all();
 

@@ -1,6 +1,7 @@
 #pragma once
 // All plans of short chains, and chains that several tests of the planner use.
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -59,6 +60,29 @@ inline std::vector<Plan> plans_keeping(const ChainCost& cost) {
   std::vector<Plan> plans;
   for (auto& list : lists) plans.emplace_back(stages, std::move(list));
   return plans;
+}
+
+/// The plans with every choice of the items that move, but for the last one.
+inline std::vector<Plan> plans_moving(const std::vector<Plan>& plans) {
+  std::vector<Plan> all;
+  for (const Plan& plan : plans) {
+    std::vector<int64_t> firsts;  // of the items outside of regions
+    int64_t end = 0;
+    for (int64_t stage = 1; stage <= plan.stages(); ++stage) {
+      if (stage <= end) continue;
+      end = stage;
+      for (const PlanRegion& each : plan.regions())
+        if (each.first == stage) end = std::max(end, each.last);
+      if (end < plan.stages()) firsts.push_back(stage);
+    }
+    for (std::size_t choice = 0; choice < std::size_t{1} << firsts.size(); ++choice) {
+      std::vector<int64_t> moved;
+      for (std::size_t i = 0; i < firsts.size(); ++i)
+        if ((choice >> i & 1) != 0) moved.push_back(firsts[i]);
+      all.emplace_back(plan.stages(), plan.regions(), std::move(moved));
+    }
+  }
+  return all;
 }
 
 /// Equal stages of one second that save nothing but input and output, all of one byte, and a loss

@@ -20,6 +20,7 @@ using remat::SolveOptions;
 using remat::StageCost;
 using remat::testing::canonical_plans;
 using remat::testing::plans_keeping;
+using remat::testing::plans_moving;
 using remat::testing::unit_chain;
 namespace vectors = remat::testing::plan_vectors;
 
@@ -116,6 +117,19 @@ class RandomChains {
         keeping.backward_bytes = keeping.kept_bytes + number(0, 9);
         each.keeping.push_back(keeping);
       }
+    return cost;
+  }
+
+  /// ... and what most stages save or return can move, in any time.
+  ChainCost moving_chain(int64_t stages) {
+    ChainCost cost = number(0, 1) == 0 ? chain(stages) : keeping_chain(stages);
+    for (StageCost& each : cost.stages) {
+      each.movable_bytes = number(0, each.saved_bytes);
+      each.has_movable_output = number(0, 3) > 0;
+    }
+    cost.moving = remat::MoveCost{.store_s_per_byte = static_cast<double>(number(0, 3)),
+                                  .load_s_per_byte = static_cast<double>(number(0, 3)),
+                                  .held_up_share = static_cast<double>(number(0, 1))};
     return cost;
   }
 
@@ -234,6 +248,67 @@ TEST_CASE(
     }
   }
   CHECK(10 * num_keeping > num_points);  // by far not only plans that recompute
+}
+
+TEST_CASE("where saves may move the frontier is the best of all plans of up to five stages",
+          "[plan]") {
+  const Seed seed;
+  RandomChains random(seed.value());
+  int64_t num_points = 0, num_moving = 0;
+  for (int64_t i = 0; i < 400; ++i) {
+    const ChainCost cost = random.moving_chain(1 + i % 5);
+    const SolveOptions options{.max_depth = random.number(0, 2),
+                               .early_stop = random.number(0, 4) > 0,
+                               .frame_cost_s = random.number(0, 2) == 0 ? 2.0 : 0.0};
+    std::map<int64_t, double> least;  // extra seconds by peak
+    for (const Plan& plan : plans_moving(plans_keeping(cost))) {
+      if (options.max_depth > 0 && plan.depth() > options.max_depth) continue;
+      const remat::Simulation simulation = remat::simulate(cost, plan, options);
+      const auto [entry, is_new] = least.try_emplace(simulation.peak_bytes, simulation.extra_s);
+      if (!is_new) entry->second = std::min(entry->second, simulation.extra_s);
+    }
+    INFO("chain " << i);
+    const Frontier frontier = remat::solve(cost, options);
+    REQUIRE(points_of(frontier) == best_of(least));
+    for (const FrontierPoint& point : frontier.points()) {
+      const Plan plan = frontier.plan(point.bytes);
+      INFO(plan.to_string());
+      const remat::Simulation simulation = remat::simulate(cost, plan, options);
+      REQUIRE(simulation.peak_bytes == point.bytes);
+      REQUIRE(simulation.extra_s == point.extra_s);
+      REQUIRE(Plan::parse(plan.to_string()) == plan);
+      ++num_points;
+      num_moving += plan.moved().empty() ? 0 : 1;
+    }
+  }
+  CHECK(10 * num_moving > num_points);
+}
+
+TEST_CASE("longer chains that may move cost what their points say, never more than without",
+          "[plan]") {
+  const Seed seed;
+  RandomChains random(seed.value());
+  bool is_faster = false, is_smaller = false;
+  for (int64_t i = 0; i < 12; ++i) {
+    const ChainCost cost = random.moving_chain(15 + i);
+    ChainCost without = cost;
+    without.moving.reset();
+    const SolveOptions options{.max_depth = random.number(0, 3)};
+    const Frontier frontier = remat::solve(cost, options), staying = remat::solve(without, options);
+    for (const FrontierPoint& point : frontier.points()) {
+      const remat::Simulation simulation =
+          remat::simulate(cost, frontier.plan(point.bytes), options);
+      REQUIRE(simulation.peak_bytes == point.bytes);
+      REQUIRE(simulation.extra_s == point.extra_s);
+    }
+    for (const FrontierPoint& point : staying.points()) {
+      REQUIRE(extra_at(frontier, point.bytes) <= point.extra_s);
+      is_faster |= extra_at(frontier, point.bytes) < point.extra_s;
+    }
+    is_smaller |= frontier.points().front().bytes < staying.points().front().bytes;
+  }
+  CHECK(is_faster);
+  CHECK(is_smaller);
 }
 
 TEST_CASE("longer chains that may keep cost what their points say, never more than without",

@@ -158,6 +158,26 @@ REMAT_API void set_wait_callbacks(WaitCallbacks* callbacks);
 /// functions the library replaces by one that forwards to it. Call it once, when no region is alive.
 REMAT_API void set_dispatch_mode(_object* object, c10::impl::PyInterpreter* interpreter);
 
+/// How many hooks a binding has in a table that LibTorch knows as one hook (Python's have one for each tensor).
+struct HookTable {
+  const void* table;  ///< its address: which one it is
+  int64_t size;
+};
+
+/// Hooks of a binding's language, so that a recompute does not register again what forward registered.
+class REMAT_API HookTables {
+ public:
+  virtual ~HookTables();
+  /// The tables of a tensor and of its node, of which one at least has a hook. Throws nothing.
+  virtual std::vector<HookTable> of(const at::Tensor& tensor) noexcept = 0;
+  /// Takes off what came last, until they are no larger than they were; what is in tables that came since, all.
+  /// Throws nothing.
+  virtual void cut(const at::Tensor& tensor, const std::vector<HookTable>& then) noexcept = 0;
+};
+
+/// Sets them for the process, null for none. Call it when no region is alive. They must outlive all recomputes.
+REMAT_API void set_hook_tables(HookTables* tables);
+
 /// Marks a backward that does not come through LibTorch's default engine object: the engine of another
 /// language that the binding calls itself. Regions that are open on this thread see backwards that come
 /// through the default engine by themselves; of others they must be told. One thread.

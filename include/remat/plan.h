@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -56,6 +57,19 @@ struct StageCost {
   int64_t unsaved_tmp_bytes = -1;
   /// What policies make of it; none: it is recomputed as a whole, or not at all.
   std::vector<KeepingCost> keeping{};
+  /// Of `saved_bytes`, what goes away when what the stage saves is moved.
+  int64_t movable_bytes = 0;
+  /// Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves its input.
+  bool has_movable_output = false;
+};
+
+/// What it costs to copy saved tensors to where they wait, and back. No number is negative.
+struct MoveCost {
+  double store_s_per_byte = 0;  ///< [seconds per byte] of copies there, with nothing beside them
+  double load_s_per_byte = 0;   ///< [seconds per byte] of copies back
+  /// By which share of these seconds the program takes longer beside which they run; above 1 where preparing
+  /// copies takes longer than copying.
+  double held_up_share = 0;
 };
 
 /// A chain of stages, each fed with the output of the one before; the last is the loss.
@@ -66,6 +80,8 @@ struct ChainCost {
   /// What the allocator takes beyond what is asked for, as a share of it: its rounding at the peaks
   /// that were measured. Budgets do not count it; `free_budget` takes it off.
   double rounding = 0;
+  /// None: nothing moves.
+  std::optional<MoveCost> moving{};
 };
 
 /// Stages `first` to `last`, which one `checkpoint()` call runs.
@@ -81,16 +97,21 @@ struct PlanRegion {
 /// else. As text, with stages counted from 1:
 ///
 ///     plan := '[' item (' ' item)* ']'        item := stage | 'ck' plan | 'ck' policy '[' stage ']'
+///                                                     | 'mv[' item ']'
 ///
 /// for example "[ck[ck[1] 2] ck[3] 4 5]", or "[ck2[1] ck[2] 3]", where the region of stage 1 keeps what
-/// the second policy says. Such a region has one stage and is in no other one.
+/// the second policy says. Such a region has one stage and is in no other one. What autograd saves of an
+/// item in 'mv[]' (of a region: its input) waits elsewhere until backward comes near: "[1 mv[2] mv[ck[3 4]] 5]".
+/// Such an item is in no region, and is not the last one.
 /// A value: copied freely, never changed.
 class REMAT_API Plan {
  public:
   /// `regions` in the order in which they open: by first stage, the outer one before those inside.
   /// Throws `c10::ValueError` if `stages` is below 1, regions overlap or are out of order, or one with
-  /// a policy has several stages or is in another one.
-  explicit Plan(int64_t stages, std::vector<PlanRegion> regions = {});
+  /// a policy has several stages or is in another one. `moved`: the first stages of items that move what
+  /// they save, in order; throws for one that begins no item outside of regions, and for the last item.
+  explicit Plan(int64_t stages, std::vector<PlanRegion> regions = {},
+                std::vector<int64_t> moved = {});
   /// Reads exactly what `to_string` writes. Throws `c10::ValueError` with the position for anything
   /// else: stages that are missing, repeated or out of order, an empty bracket, other spaces.
   static Plan parse(std::string_view text);
@@ -102,6 +123,8 @@ class REMAT_API Plan {
   int64_t frames() const { return static_cast<int64_t>(regions_.size()); }
   /// In the order in which they open.
   const std::vector<PlanRegion>& regions() const { return regions_; }
+  /// The first stages of the items that move what they save, in order.
+  const std::vector<int64_t>& moved() const { return moved_; }
   int64_t policies() const;  ///< the largest number of a policy; 0 without any
   /// How often forward, with one backward and early stop on, calls each stage: once, and once for
   /// every region around it whose recompute gets that far.
@@ -110,8 +133,11 @@ class REMAT_API Plan {
   friend bool operator==(const Plan&, const Plan&) = default;
 
  private:
+  void check_moved() const;
+
   int64_t stages_;
   std::vector<PlanRegion> regions_;
+  std::vector<int64_t> moved_;
 };
 
 /// What `solve` and `simulate` assume.
@@ -168,6 +194,12 @@ class REMAT_API Frontier {
 /// of regions of several stages may be a region that keeps results, in any of the ways in
 /// `StageCost::keeping`.
 ///
+/// With `ChainCost::moving`, what stages and regions outside of other regions save may wait elsewhere. The model:
+/// whole values and one channel, on which the copies of one item (a stage or a region) run beside the item behind it. Its
+/// forward ends when they have been written, and they are read back from the beginning of its backward; both
+/// times the bytes are still, or again, in memory. The program waits for what takes longer than that forward, or
+/// than that backward with its first recompute. The search is exact in this model.
+///
 /// Cost: cubic in the number of different stages times the number of points; chains of equal stages
 /// are much cheaper. Measured: bench/RESULTS.md. The points take 16 bytes each while the `Frontier`
 /// lives.
@@ -191,6 +223,16 @@ struct Simulation {
 REMAT_API Simulation simulate(const ChainCost& cost, const Plan& plan,
                               const SolveOptions& options = {});
 
+/// Where it waits what a plan moves.
+struct MoveOptions {
+  /// Of a file without a name (as with `SaveOnDiskGuard`); it must exist. Empty: an accelerator's tensors wait on
+  /// the CPU, and the CPU's own do not move.
+  std::filesystem::path directory{};
+  int64_t min_bytes = 1 << 16;  ///< smaller tensors stay [bytes]
+  /// Copies between accelerator and CPU use page-locked memory, if there is some.
+  bool pin_memory = true;
+};
+
 /// How `measure` runs each stage.
 struct MeasureOptions {
   int64_t warmup = 1;   ///< runs that are not timed
@@ -202,6 +244,8 @@ struct MeasureOptions {
   /// has some.
   std::vector<Policy> policies{};
   bool early_stop = true;  ///< of those regions
+  /// What stages save, and their outputs, are tried to move so; none: plans will not move anything.
+  std::optional<MoveOptions> moving{};
 };
 
 /// Policies worth measuring, by what they keep: attention; matrix products, convolutions and attention
@@ -237,15 +281,17 @@ REMAT_API int64_t free_budget(const ChainCost& cost, c10::Device device, double 
 
 /// Runs the stages on `input` with nested `checkpoint()` calls as the plan says, all with `options`;
 /// the stages a region runs are added to its name. `policies` are those that the plan's numbers mean,
-/// as they were measured; regions without a number have the one of `options`. The stages are copied once, and are kept as long
+/// as they were measured; regions without a number have the one of `options`. What the plan moves waits where `moving`
+/// says (common rules: hooks.h, above SaveOnCpuGuard); what cannot be written stays in memory, with a warning.
+/// The stages are copied once, and are kept as long
 /// as the graph. Memory: at most what `simulate` says for measured costs; the loss and its gradient,
 /// which the caller of `backward()` holds to its end, count a few bytes more.
-/// Throws `c10::ValueError` if plan and stages have different numbers, and for a policy that is not
-/// there; else as `checkpoint()`.
+/// Throws `c10::ValueError` if plan and stages have different numbers, for a policy that is not
+/// there, and for a plan that moves if `moving` has no directory and the input is the CPU's, or no file can be made there; else as `checkpoint()`.
 /// Example: examples/budget.cpp.
 REMAT_API at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor input,
                          const CheckpointOptions& options = {},
-                         const std::vector<Policy>& policies = {});
+                         const std::vector<Policy>& policies = {}, const MoveOptions& moving = {});
 
 // Plans by formula, for chains that nobody measured. All throw `c10::ValueError` if `stages` is
 // below 1 or the second number is out of its range.

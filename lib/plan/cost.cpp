@@ -13,6 +13,11 @@ void check_seconds(const char* name, double seconds, std::size_t stage) {
                     stage, " must be finite and at least 0 seconds, got ", seconds, ".");
 }
 
+void check_move(const char* name, double number) {
+  TORCH_CHECK_VALUE(std::isfinite(number) && number >= 0, "remat::plan: MoveCost::", name,
+                    " must be finite and at least 0, got ", number, ".");
+}
+
 /// Adds bytes of which a negative number makes no sense.
 class Bytes {
  public:
@@ -43,6 +48,11 @@ void check(const ChainCost& cost, const SolveOptions& options) {
                     options.frame_cost_s, ".");
   TORCH_CHECK_VALUE(options.eps >= 0 && options.eps < 1,
                     "remat::plan: SolveOptions::eps must be in [0, 1), got ", options.eps, ".");
+  if (cost.moving) {
+    check_move("store_s_per_byte", cost.moving->store_s_per_byte);
+    check_move("load_s_per_byte", cost.moving->load_s_per_byte);
+    check_move("held_up_share", cost.moving->held_up_share);
+  }
   Bytes bytes;
   bytes.add("input_bytes", cost.input_bytes, 0);
   bytes.add("input_grad_bytes", cost.input_grad_bytes, 0);
@@ -79,6 +89,11 @@ void check(const ChainCost& cost, const SolveOptions& options) {
       longest_s = std::max(longest_s, each.extra_s);
     }
     seconds += stage.forward_s + longest_s + options.frame_cost_s;
+    TORCH_CHECK_VALUE(stage.movable_bytes >= 0 && stage.movable_bytes <= stage.saved_bytes,
+                      "remat::plan: movable_bytes of stage ", number,
+                      " must be at least 0 and at most its saved_bytes of ", stage.saved_bytes,
+                      ", got ", stage.movable_bytes, ".");
+    if (cost.moving) seconds += stage.backward_s + seconds_of_copies(*cost.moving, stage);
   }
   // Every stage may be called once more for every stage behind it.
   const auto stages = static_cast<double>(cost.stages.size());
@@ -87,6 +102,12 @@ void check(const ChainCost& cost, const SolveOptions& options) {
       "remat::plan: the seconds of the chain add up to more than a double holds, with "
       "forward_s of all stages and frame_cost_s = ",
       options.frame_cost_s, ".");
+}
+
+double seconds_of_copies(const MoveCost& moving, const StageCost& stage) {
+  const auto bytes =
+      static_cast<double>(stage.output_bytes) + static_cast<double>(stage.saved_bytes);
+  return (1 + moving.held_up_share) * bytes * (moving.store_s_per_byte + moving.load_s_per_byte);
 }
 
 const KeepingCost* keeping_with(const StageCost& stage, int64_t policy) {

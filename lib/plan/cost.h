@@ -14,6 +14,9 @@ void check(const ChainCost& cost, const SolveOptions& options);
 /// What the stage costs under the policy of that number; null if it has no such cost.
 const KeepingCost* keeping_with(const StageCost& stage, int64_t policy);
 
+/// [seconds] at most, of copying all that the stage saves, and back.
+double seconds_of_copies(const MoveCost& moving, const StageCost& stage);
+
 /// An item is a stage, or (negative) a region, by its place in Plan::regions(), from 1.
 using PlanItem = int64_t;
 /// What stands in each region, in order; 0 is the program around them.

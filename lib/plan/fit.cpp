@@ -59,6 +59,10 @@ struct Fitted::Impl {
             .frame_cost_s = options.frame_cost_s};
   }
   const Fit& fit_for(const at::Tensor& sample);
+  at::Tensor run_planned(const Plan& plan, at::Tensor input) const {
+    return run(plan, stages, std::move(input), options.checkpoint, options.measure.policies,
+               options.measure.moving.value_or(MoveOptions()));
+  }
 
  private:
   Fit find(const at::Tensor& sample, const std::string& with) const;
@@ -91,9 +95,7 @@ Fit Fitted::Impl::find(const at::Tensor& sample, const std::string& with) const 
 void Fitted::Impl::verify(Fit& fit, const at::Tensor& sample) const {
   int64_t unknown_bytes = 0;  // to the costs
   for (;;) {
-    const Stage planned = [&](at::Tensor x) {
-      return run(fit.plan, stages, std::move(x), options.checkpoint, options.measure.policies);
-    };
+    const Stage planned = [&](at::Tensor x) { return run_planned(fit.plan, std::move(x)); };
     fit.measured_peak = measure_peak(planned, sample, options.measure);
     if (*fit.measured_peak <= budget_bytes) return;
     const int64_t expected = simulate(fit.cost, fit.plan, solve_options()).peak_bytes;
@@ -119,8 +121,7 @@ Fitted::Fitted(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 at::Tensor Fitted::operator()(at::Tensor input) const {
   TORCH_CHECK_VALUE(input.defined(), "remat::Fitted: the input is an undefined tensor.");
   const Plan& plan = impl_->fit_for(input).plan;
-  return run(plan, impl_->stages, std::move(input), impl_->options.checkpoint,
-             impl_->options.measure.policies);
+  return impl_->run_planned(plan, std::move(input));
 }
 
 int64_t Fitted::budget_bytes() const { return impl_->budget_bytes; }
@@ -169,13 +170,17 @@ namespace {
 
 /// What a plan does to a stage, in words.
 std::string way_of(const Plan& plan, const StageCost& stage, int64_t number) {
+  const auto moves = [&](int64_t first) {
+    return std::binary_search(plan.moved().begin(), plan.moved().end(), first);
+  };
   for (const PlanRegion& region : plan.regions()) {
     if (region.first > number || region.last < number) continue;
-    if (region.policy == 0) return "recomputed";
-    return fmt::format("{} kept, the rest recomputed (policy {})",
+    const char* const input = moves(region.first) ? "input moved, " : "";
+    if (region.policy == 0) return std::string(input) + "recomputed";
+    return fmt::format("{}{} kept, the rest recomputed (policy {})", input,
                        with_commas(keeping_with(stage, region.policy)->kept_bytes), region.policy);
   }
-  return "kept";
+  return moves(number) ? "moved" : "kept";
 }
 
 }  // namespace
@@ -205,6 +210,13 @@ std::string Fitted::table() const {
     if (fit.measured_peak)
       text += fmt::format("{:<32} {:>16}\n", "... as one step has shown",
                           with_commas(*fit.measured_peak));
+    if (fit.cost.moving)
+      text += fmt::format(
+          "{:<32} {:>16} there, {} back; what runs beside takes {:.0f} % of that longer\n",
+          "copies of 1,000,000 bytes take",
+          fmt::format("{:.3f} ms", 1e9 * fit.cost.moving->store_s_per_byte),
+          fmt::format("{:.3f} ms", 1e9 * fit.cost.moving->load_s_per_byte),
+          100 * fit.cost.moving->held_up_share);
     text += fmt::format("plan: {}\n\n{:>5} {:>11} {:>12} {:>14} {:>14} {:>6}   {}\n",
                         fit.plan.to_string(), "stage", "forward ms", "backward ms", "output bytes",
                         "saved bytes", "calls", "what becomes of them");

@@ -12,13 +12,17 @@
 
 #include <algorithm>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <unordered_set>
 #include <utility>
 
+#include "hooks/depot.h"
 #include "lib/plan/generator_scopes.h"
 #include "lib/plan/measure.h"
+#include "lib/plan/moves.h"
 #include "lib/plan/stage_clock.h"
+#include "lib/scope/offload.h"
 #include "lib/seam/device_allocator.h"
 #include "lib/seam/engine.h"
 #include "remat/binding.h"
@@ -36,6 +40,7 @@ struct Measured {
   c10::Device device;
   StageClock clock{device};
   const StageRegion* run_region = nullptr;  ///< a binding's
+  std::shared_ptr<Place> place{};  // for what moves; null: nothing does
   // Of what the stages asked for, and of what the allocator made of it.
   int64_t requested_bytes = 0, rounded_bytes = 0;
 
@@ -148,14 +153,19 @@ class Trial {
     measure_bytes(cost);
     measure_bytes_without_saves(cost);
     measure_seconds(cost, options.repeats);
-    if (!is_last && first.requires_grad()) measure_policies(cost, options);
+    if (!is_last && first.requires_grad()) {
+      measure_policies(cost, options);
+      if (measured_.place != nullptr) measure_moves(cost, options);
+    }
     return cost;
   }
+  /// Whether the input goes away when the stage moves what it saves.
+  bool moves_input() const { return moves_input_; }
   /// What the next stage is fed with.
   at::Tensor output() const { return input_from(output_, requires_grad_); }
 
  private:
-  at::Tensor forward() {
+  at::Tensor forward() const {
     at::Tensor output = stage_(input_);
     TORCH_CHECK_VALUE(output.defined(), "remat::measure: stage ", number_,
                       " returned an undefined tensor.");
@@ -335,12 +345,89 @@ class Trial {
     return keeping;
   }
 
+  /// What is held for backward when nobody else holds the input, and whether that is.
+  std::pair<int64_t, bool> held_after_forward(const std::shared_ptr<Depot>& depot) const {
+    const c10::Device device = measured_.device;
+    wait_for_engine(device);
+    const MemoryMeter meter(device);
+    const int64_t before = meter.live_bytes();
+    at::Tensor input = input_from(input_.clone(), input_.requires_grad());
+    const auto storage = input.storage().getWeakStorageImpl();
+    at::Tensor output;
+    {
+      std::optional<DepotGuard> guard;
+      if (depot != nullptr) guard.emplace(depot);
+      output = stage_(std::move(input));
+    }
+    if (depot != nullptr) depot->finish_stores();
+    return {meter.live_bytes() - before, !storage.expired()};
+  }
+
+  void measure_moves(StageCost& cost, const MeasureOptions& options) {
+    const auto depot = depot_of_moves(measured_.place, options.moving->min_bytes);
+    cost.has_movable_output = requires_grad_ && depot->moves(output());
+    if (!input_.has_storage()) return;
+    const auto [bytes, has_input] = held_after_forward(nullptr);
+    const auto [bytes_left, has_input_left] = held_after_forward(depot);
+    moves_input_ = !has_input || !has_input_left;
+    const int64_t of_input =
+        has_input && !has_input_left ? storage_bytes(input_, measured_.device) : 0;
+    cost.movable_bytes = std::clamp<int64_t>(bytes - bytes_left - of_input, 0, cost.saved_bytes);
+  }
+
+ public:
+  /// The share of copies by which this stage takes longer beside those of its own saves. Note [Times of moves].
+  double held_up_share(const StageCost& cost, const MoveCost& copies,
+                       const MeasureOptions& options) {
+    const auto bytes = static_cast<double>(cost.movable_bytes);
+    const double store_s = copies.store_s_per_byte * bytes, load_s = copies.load_s_per_byte * bytes;
+    if (!(store_s + load_s > 0)) return 1;
+    double staying_s = std::numeric_limits<double>::infinity(), moving_s = staying_s;
+    constexpr int64_t times_repeats = 3;  // it is one stage for all, and a small difference
+    for (int64_t i = 0; i < times_repeats * options.repeats; ++i) {
+      staying_s = std::min(staying_s, seconds_of_two(nullptr));
+      const auto depot = depot_of_moves(measured_.place, options.moving->min_bytes);
+      moving_s = std::min(moving_s, seconds_of_two(depot));
+    }
+    const double waiting_s =
+        std::max(0.0, store_s - cost.forward_s) + std::max(0.0, load_s - cost.backward_s);
+    constexpr double least_share =
+        0.1;  // no move is free: less is noise, which a search would find
+    return std::max(least_share, (moving_s - staying_s - waiting_s) / (store_s + load_s));
+  }
+
+ private:
+  // Note [Times of moves]
+  // Copies are timed alone, of as many bytes as the stage that saves most can move. What runs beside them
+  // is slower: it prepares them, and shares memory and cores. How much is the difference that moving makes to a
+  // stage that is run twice, so that the copies of the first run are beside the second, in forward and backward,
+  // less what is waited for.
+  double seconds_of_two(const std::shared_ptr<Depot>& depot) const {
+    const StageClock& clock = measured_.clock;
+    const auto start = clock.now();
+    at::Tensor first;
+    {
+      std::optional<DepotGuard> guard;
+      if (depot != nullptr) guard.emplace(depot);
+      first = forward();
+    }
+    at::Tensor second = forward();
+    if (depot != nullptr) {
+      depot->finish_stores();
+      second.register_hook([depot](const at::Tensor&) { depot->begin_loads(); });
+    }
+    backward(second);
+    second.reset();
+    backward(first);
+    return clock.seconds_between(start, clock.now());
+  }
+
   const Stage& stage_;
   const at::Tensor input_;
   const std::size_t number_;
   Measured& measured_;
   at::Tensor output_;
-  bool requires_grad_ = false;
+  bool requires_grad_ = false, moves_input_ = true;
 };
 
 ChainCost measure_all(const std::vector<Stage>& stages, const at::Tensor& sample,
@@ -358,16 +445,32 @@ ChainCost measure_all(const std::vector<Stage>& stages, const at::Tensor& sample
   const c10::Device device = MemoryMeter(options.device.value_or(sample.device())).device();
   const DeviceGeneratorScope device_generator(device);
   Measured measured{.device = device, .run_region = run_region};
+  if (options.moving) measured.place = place_of(*options.moving, device, "remat::measure");
   at::Tensor input = input_from(sample, sample.requires_grad());
   ChainCost cost{.input_bytes = storage_bytes(input, device),
                  .input_grad_bytes = gradient_bytes(input, device)};
+  std::unique_ptr<Trial> mover;  // of what moves most
+  StageCost most_moved;
   for (std::size_t i = 0; i < stages.size(); ++i) {
     TORCH_CHECK_VALUE(stages[i], "remat::measure: the function of stage ", i + 1, " is empty.");
-    Trial trial(stages[i], std::move(input), i + 1, measured);
-    cost.stages.push_back(trial.cost(options, i + 1 == stages.size()));
-    input = trial.output();
+    auto trial = std::make_unique<Trial>(stages[i], std::move(input), i + 1, measured);
+    cost.stages.push_back(trial->cost(options, i + 1 == stages.size()));
+    if (!trial->moves_input() && i > 0) cost.stages[i - 1].has_movable_output = false;
+    input = trial->output();
+    if (cost.stages[i].movable_bytes <= most_moved.movable_bytes) continue;
+    most_moved = cost.stages[i];
+    mover = std::move(trial);
   }
   cost.rounding = measured.rounding();
+  const bool has_movable_output =
+      std::any_of(cost.stages.begin(), cost.stages.end(),
+                  [](const StageCost& each) { return each.has_movable_output; });
+  if (mover == nullptr && !has_movable_output) return cost;
+  constexpr int64_t least_bytes = 1 << 20;
+  cost.moving = measure_copies(*measured.place, device,
+                               std::max(least_bytes, most_moved.movable_bytes), options.repeats);
+  cost.moving->held_up_share =
+      mover == nullptr ? 1 : mover->held_up_share(most_moved, *cost.moving, options);
   return cost;
 }
 

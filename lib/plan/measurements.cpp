@@ -75,12 +75,18 @@ Measurements read_all(const std::filesystem::path& file) {
     ChainCost cost;
     std::size_t num_stages = 0;
     lines.read("chain", cost.input_bytes, cost.input_grad_bytes, cost.rounding, num_stages);
+    if (lines.next_begins("moving ")) {
+      MoveCost& moving = cost.moving.emplace();
+      lines.read("moving", moving.store_s_per_byte, moving.load_s_per_byte, moving.held_up_share);
+    }
     for (std::size_t i = 0; i < num_stages; ++i) {
       StageCost stage;
       lines.read("stage", stage.forward_s, stage.backward_s, stage.forward_to_last_save_s,
                  stage.output_bytes, stage.saved_bytes, stage.forward_tmp_bytes,
                  stage.backward_tmp_bytes, stage.grad_bytes, stage.saves_output,
                  stage.unsaved_tmp_bytes);
+      if (lines.next_begins("moves "))
+        lines.read("moves", stage.movable_bytes, stage.has_movable_output);
       while (lines.next_begins("keeping ")) {
         KeepingCost keeping;
         lines.read("keeping", keeping.policy, keeping.extra_s, keeping.kept_bytes,
@@ -106,6 +112,11 @@ std::string measured_with(std::size_t num_stages, const at::Tensor& sample,
   if (!options.policies.empty())
     with += fmt::format(", {} policies{}", options.policies.size(),
                         options.early_stop ? "" : " without early stop");
+  if (options.moving)
+    with += fmt::format(", moves of {} and more {}", options.moving->min_bytes,
+                        options.moving->directory.empty()
+                            ? (options.moving->pin_memory ? "to page-locked memory" : "to the CPU")
+                            : "to " + options.moving->directory.string());
   return with;
 }
 
@@ -128,11 +139,16 @@ void add_measurement(const std::filesystem::path& file, const std::string& with,
     out << key << "\n"
         << fmt::format("chain {} {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
                        chain.rounding, chain.stages.size());
+    if (chain.moving)
+      out << fmt::format("moving {} {} {}\n", chain.moving->store_s_per_byte,
+                         chain.moving->load_s_per_byte, chain.moving->held_up_share);
     for (const StageCost& stage : chain.stages) {
       out << fmt::format("stage {} {} {} {} {} {} {} {} {:d} {}\n", stage.forward_s,
                          stage.backward_s, stage.forward_to_last_save_s, stage.output_bytes,
                          stage.saved_bytes, stage.forward_tmp_bytes, stage.backward_tmp_bytes,
                          stage.grad_bytes, stage.saves_output, stage.unsaved_tmp_bytes);
+      if (chain.moving)
+        out << fmt::format("moves {} {:d}\n", stage.movable_bytes, stage.has_movable_output);
       for (const KeepingCost& each : stage.keeping)
         out << fmt::format("keeping {} {} {} {} {}\n", each.policy, each.extra_s, each.kept_bytes,
                            each.forward_tmp_bytes, each.backward_bytes);

@@ -12,7 +12,7 @@ namespace remat {
 
 namespace {
 
-constexpr std::string_view kOpen = "ck";
+constexpr std::string_view kOpen = "ck", kMove = "mv[";
 
 // Note [Plans are flat]
 // A plan is kept as the list of its regions in the order in which they open. The spans of a tree
@@ -28,10 +28,10 @@ constexpr std::string_view kOpen = "ck";
     shown = (from > 0 ? "..." : "") + std::string(text.substr(from, kShown)) +
             (from + kShown < text.size() ? "..." : "");
   }
-  TORCH_CHECK_VALUE(false, "remat::Plan::parse: ", fact, " at position ", position,
-                    ".\n  text: ", shown,
-                    "\nDo: write stages from 1 on, each once and in order, and regions as ck[...], "
-                    "separated by single spaces: [ck[ck[1] 2] ck[3] 4 5]");
+  TORCH_CHECK_VALUE(
+      false, "remat::Plan::parse: ", fact, " at position ", position, ".\n  text: ", shown,
+      "\nDo: write stages from 1 on, each once and in order, regions as ck[...] and what "
+      "moves as mv[...], separated by single spaces: [ck[ck[1] 2] mv[ck[3]] 4 5]");
 }
 
 /// What stands at a position, for an error.
@@ -50,16 +50,21 @@ class Parser {
     while (!open_.empty()) {
       item();
       while (!open_.empty() && next_is("]")) close();
+      if (open_.size() == 1 && is_moving_) fail("']' after what moves was expected");
       if (!open_.empty()) expect(" ", "a space and another item, or ']', was expected");
     }
     if (position_ != text_.size()) fail("nothing was expected after the plan");
-    return Plan(stage_, std::move(regions_));
+    return Plan(stage_, std::move(regions_), std::move(moved_));
   }
 
  private:
   static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
 
   void item() {
+    if (open_.size() == 1 && next_is(kMove)) {
+      moved_.push_back(stage_ + 1);
+      is_moving_ = true;
+    }
     while (const std::optional<int64_t> policy = next_opens()) {
       open_.push_back(regions_.size());
       regions_.push_back({stage_ + 1, 0, *policy});
@@ -98,6 +103,8 @@ class Parser {
   void number() {
     const std::size_t start = position_;
     const int64_t value = digits();
+    if (position_ == start && next_is(kMove))
+      refuse(text_, start, "'mv[' was found in another bracket: what moves is outside of regions,");
     if (position_ == start) fail(c10::str("stage ", stage_ + 1, " or 'ck[' was expected"));
     if (value != stage_ + 1 || text_[start] == '0')
       refuse(text_, start,
@@ -107,6 +114,8 @@ class Parser {
   }
 
   void close() {
+    // The bracket of 'mv[' is around an item of the plan itself.
+    if (open_.size() == 1 && std::exchange(is_moving_, false)) return;
     if (open_.back() != kNone) regions_[open_.back()].last = stage_;
     open_.pop_back();
   }
@@ -126,14 +135,16 @@ class Parser {
   std::string_view text_;
   std::size_t position_ = 0;
   int64_t stage_ = 0;
+  bool is_moving_ = false;  // a bracket of 'mv[' is open
   std::vector<std::size_t> open_;
   std::vector<PlanRegion> regions_;
+  std::vector<int64_t> moved_;
 };
 
 }  // namespace
 
-Plan::Plan(int64_t stages, std::vector<PlanRegion> regions)
-    : stages_(stages), regions_(std::move(regions)) {
+Plan::Plan(int64_t stages, std::vector<PlanRegion> regions, std::vector<int64_t> moved)
+    : stages_(stages), regions_(std::move(regions)), moved_(std::move(moved)) {
   TORCH_CHECK_VALUE(stages >= 1, "remat::Plan: a plan needs at least 1 stage, got ", stages, ".");
   std::vector<PlanRegion> open{{1, stages}};
   int64_t first = 1;
@@ -161,6 +172,29 @@ Plan::Plan(int64_t stages, std::vector<PlanRegion> regions)
     open.push_back(region);
     first = region.first;
   }
+  check_moved();
+}
+
+void Plan::check_moved() const {
+  int64_t begin = 1, end = 0;  // of an item
+  std::size_t region = 0;
+  for (std::size_t i = 0; i < moved_.size(); ++i) {
+    TORCH_CHECK_VALUE(moved_[i] >= (i == 0 ? 1 : moved_[i - 1] + 1) && moved_[i] <= stages_,
+                      "remat::Plan: what moves begins with stage ", moved_[i],
+                      ", which is out of order, or outside of 1 to ", stages_, ".");
+    for (; end < moved_[i]; end = std::max(end, begin)) {
+      begin = end + 1;
+      while (region < regions_.size() && regions_[region].first <= begin) {
+        if (regions_[region].first == begin) end = std::max(end, regions_[region].last);
+        ++region;
+      }
+    }
+    TORCH_CHECK_VALUE(begin == moved_[i], "remat::Plan: what moves begins with stage ", moved_[i],
+                      ", which is inside of a region.\nDo: move whole regions and stages outside "
+                      "of them.");
+    TORCH_CHECK_VALUE(end < stages_, "remat::Plan: the last item, from stage ", moved_[i],
+                      ", moves: backward needs it at once.\nDo: leave it where it is.");
+  }
 }
 
 Plan Plan::parse(std::string_view text) { return Parser(text).parse(); }
@@ -168,9 +202,15 @@ Plan Plan::parse(std::string_view text) { return Parser(text).parse(); }
 std::string Plan::to_string() const {
   std::string text = "[";
   std::vector<int64_t> open;  // last stages
-  std::size_t next = 0;
+  std::size_t next = 0, next_moved = 0;
+  bool moves = false;
   for (int64_t stage = 1; stage <= stages_; ++stage) {
     if (stage > 1) text += ' ';
+    if (next_moved < moved_.size() && moved_[next_moved] == stage) {
+      ++next_moved;
+      moves = true;
+      text += kMove;
+    }
     for (; next < regions_.size() && regions_[next].first == stage; ++next) {
       text += kOpen;
       if (regions_[next].policy > 0) text += std::to_string(regions_[next].policy);
@@ -179,6 +219,7 @@ std::string Plan::to_string() const {
     }
     text += std::to_string(stage);
     for (; !open.empty() && open.back() == stage; open.pop_back()) text += ']';
+    if (open.empty() && std::exchange(moves, false)) text += ']';
   }
   return text + ']';
 }

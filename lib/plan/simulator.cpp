@@ -24,6 +24,7 @@ class Simulator {
     calls_.resize(stages + 1);
     stopped_calls_.resize(stages + 1);
     keeping_.resize(stages + 1);
+    load_before_.resize(stages + 1);
     // Frame 0 is the program around all regions; its values are there from the start.
     frames_.push_back({.stages = {1, last_}, .is_recomputed = true});
     for (const PlanRegion& region : plan.regions()) {
@@ -39,6 +40,9 @@ class Simulator {
         (item > 0 ? owner_[item] : frames_[static_cast<std::size_t>(-item)].parent) = i;
       frames_[i].items = std::move(items[i]);
     }
+    moves_.resize(stages + 1);
+    if (cost.moving) moving_ = *cost.moving;
+    for (const int64_t first : plan.moved()) moves_[first].is_planned = true;
   }
 
   Simulation result() {
@@ -51,7 +55,7 @@ class Simulator {
     const auto unmeasured = static_cast<double>(
         std::count_if(frames_.begin() + 1, frames_.end(),
                       [](const Frame& frame) { return frame.stages.policy == 0; }));
-    result.extra_s = options_.frame_cost_s * unmeasured;
+    result.extra_s = options_.frame_cost_s * unmeasured + seconds_of_moves_;
     for (int64_t k = 1; k <= last_; ++k) {
       const auto complete = static_cast<double>(calls_[k] - 1);
       result.extra_s += complete * stage(k).forward_s +
@@ -68,6 +72,13 @@ class Simulator {
     std::size_t parent = 0;
     std::vector<PlanItem> items{};
     bool is_recomputed = false;
+  };
+
+  /// What an item moves, by its first stage.
+  struct Move {
+    bool is_planned = false, has_input = false;
+    int64_t saved_bytes = 0;  ///< besides the input
+    int64_t next = 0;         ///< the first stage of the item behind
   };
 
   const StageCost& stage(int64_t k) const { return cost_.stages[static_cast<std::size_t>(k - 1)]; }
@@ -136,6 +147,60 @@ class Simulator {
     drop_x(k - 1);
   }
 
+  // The program's own items, of which some move what they save. It is held by its item's place until the
+  // one behind it has run, and again from the beginning of that one's backward.
+
+  /// The item before, if it moves, has been waited for.
+  void end_item(int64_t first, int64_t last, bool may_hold_output) {
+    if (moved_before_ > 0) {
+      Move& before = moves_[moved_before_];
+      before.next = first;
+      wait_for(before, moving_.store_s_per_byte, forward_seconds(first, last));
+      add(-before.saved_bytes);
+      if (before.has_input) drop_x(moved_before_ - 1);
+      load_before_[last] = moved_before_;
+    }
+    moved_before_ = 0;
+    Move& move = moves_[first];
+    if (move.is_planned) {
+      const bool is_stage = owner_[first] == 0;
+      move.has_input = first > 1 && stage(first - 1).has_movable_output &&
+                       holders_of_x_[first - 1] == 1 && !is_output_held_;
+      move.saved_bytes = is_stage ? stage(first).movable_bytes : 0;
+      const double copies = moving_.store_s_per_byte + moving_.load_s_per_byte;
+      seconds_of_moves_ += moving_.held_up_share * copies * bytes_of(move, first);
+      moved_before_ = first;
+    }
+    is_output_held_ = may_hold_output;
+  }
+
+  double bytes_of(const Move& move, int64_t first) const {
+    return static_cast<double>(move.saved_bytes + (move.has_input ? bytes_of_x(first - 1) : 0));
+  }
+  void wait_for(const Move& move, double s_per_byte, double beside) {
+    const auto first = static_cast<int64_t>(&move - moves_.data());
+    seconds_of_moves_ += std::max(0.0, s_per_byte * bytes_of(move, first) - beside);
+  }
+  double forward_seconds(int64_t first, int64_t last) const {
+    double seconds = 0;
+    for (int64_t k = first; k <= last; ++k) seconds += stage(k).forward_s;
+    return seconds;
+  }
+
+  /// The backward of the item that ends with stage k begins.
+  void load_before(int64_t k) {
+    const int64_t first = load_before_[k];
+    if (first == 0) return;
+    const Move& move = moves_[first];
+    double beside = 0;
+    for (int64_t each = move.next; each <= k; ++each) beside += stage(each).backward_s;
+    if (owner_[k] != 0 && keeping_[k] == nullptr)
+      beside += forward_seconds(move.next, k - 1) + seconds_to_last_save(k);
+    wait_for(move, moving_.load_s_per_byte, beside);
+    add(move.saved_bytes);
+    if (move.has_input) hold_x(first - 1);
+  }
+
   /// Runs a frame's items and keeps what they save: forward of the program, recompute of a region
   /// (Rules 2, 3), which ends at its last save (Rule 5). Returns the last stage whose output is held.
   int64_t fill(const Frame& frame) {
@@ -153,6 +218,7 @@ class Simulator {
         else
           sweep(inner);
         reached = inner.last;
+        if (&frame == &frames_.front()) end_item(inner.first, inner.last, inner.policy > 0);
         continue;
       }
       const int64_t k = item;
@@ -171,6 +237,7 @@ class Simulator {
       use(stage(k).forward_tmp_bytes);
       drop_x(reached);
       reached = k;
+      if (&frame == &frames_.front()) end_item(k, k, false);
     }
     return reached;
   }
@@ -184,6 +251,7 @@ class Simulator {
   void run_backward() {
     add(bytes_of_d(last_));
     for (int64_t k = last_; k >= 1; --k) {
+      load_before(k);
       if (keeping_[k] != nullptr) {
         finish_keeping(k);
       } else {
@@ -218,6 +286,13 @@ class Simulator {
   std::vector<int64_t> holders_of_x_;
   std::vector<int64_t> calls_, stopped_calls_;  // complete ones; those that early stop ended
   std::vector<const KeepingCost*> keeping_;     // null: of no region with a policy
+  MoveCost moving_{};
+  std::vector<Move> moves_;  // by the first stage
+  std::vector<int64_t>
+      load_before_;  // by the last stage of an item: whose move is read beside its backward
+  int64_t moved_before_ = 0;     // the first stage of the item before, if it moves
+  bool is_output_held_ = false;  // by the item before, perhaps
+  double seconds_of_moves_ = 0;
   int64_t live_ = 0, peak_ = 0;
 };
 
@@ -228,6 +303,9 @@ Simulation simulate(const ChainCost& cost, const Plan& plan, const SolveOptions&
   TORCH_CHECK_VALUE(static_cast<int64_t>(cost.stages.size()) == plan.stages(),
                     "remat::simulate: the plan has ", plan.stages(), " stages, the chain has ",
                     cost.stages.size(), ".");
+  TORCH_CHECK_VALUE(cost.moving || plan.moved().empty(),
+                    "remat::simulate: the plan moves, and the chain has no ChainCost::moving.\nDo: "
+                    "measure with MeasureOptions::moving.");
   Simulation result = Simulator(cost, plan, options).result();
   result.depth = plan.depth();
   return result;

@@ -27,7 +27,7 @@ FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)
   if (!is_limited) {
     levels_.push_back({std::vector<int32_t>(cells, kUnsolved), 0, true});
     fill(0, false);
-    fill(0, true);
+    fill_outermost(0);
     return;
   }
   levels_.push_back({std::vector<int32_t>(cells, kUnsolved), 0, false});
@@ -42,7 +42,14 @@ FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)
     break;
   }
   levels_.push_back({std::vector<int32_t>(cells, kUnsolved), levels_.size() - 1, true});
-  fill(levels_.size() - 1, true);
+  fill_outermost(levels_.size() - 1);
+}
+
+void FrontierTable::fill_outermost(std::size_t number) {
+  if (cost_.moving)
+    fill_moving();
+  else
+    fill(number, true);
 }
 
 // See Note [Whole ticks].
@@ -52,6 +59,7 @@ void FrontierTable::scale_seconds() {
     double longest = 0;
     for (const KeepingCost& keeping : each.keeping) longest = std::max(longest, keeping.extra_s);
     sum += each.forward_s + longest + options_.frame_cost_s;
+    if (cost_.moving) sum += each.backward_s + seconds_of_copies(*cost_.moving, each);
   }
   std::frexp(sum * static_cast<double>(num_stages_), &exponent_);
   exponent_ -= kBitsOfTicks;
@@ -59,12 +67,19 @@ void FrontierTable::scale_seconds() {
     return static_cast<int64_t>(std::llround(std::ldexp(seconds, -exponent_)));
   };
   frame_ticks_ = ticks(options_.frame_cost_s);
+  if (cost_.moving) {
+    store_ticks_ = std::ldexp(cost_.moving->store_s_per_byte, -exponent_);
+    load_ticks_ = std::ldexp(cost_.moving->load_s_per_byte, -exponent_);
+    busy_ticks_ = cost_.moving->held_up_share * (store_ticks_ + load_ticks_);
+  }
   ticks_.resize(static_cast<std::size_t>(num_stages_) + 1);
   forward_before_.resize(ticks_.size() + 1);
+  backward_before_.resize(ticks_.size() + 1);
   for (int64_t k = 1; k <= num_stages_; ++k) {
     const bool may_stop = options_.early_stop && stage(k).forward_to_last_save_s >= 0;
     const int64_t forward = ticks(stage(k).forward_s);
     ticks_[k] = {forward, may_stop ? ticks(stage(k).forward_to_last_save_s) : forward, {}};
+    if (cost_.moving) backward_before_[k + 1] = backward_before_[k] + ticks(stage(k).backward_s);
     forward_before_[k + 1] = forward_before_[k] + forward;
     for (const KeepingCost& each : stage(k).keeping)
       ticks_[k].keeping.push_back(ticks(each.extra_s));
@@ -217,18 +232,20 @@ void FrontierTable::solve_keeping(Level& level, int64_t s) {
 
 std::vector<FrontierPoint> FrontierTable::points() const {
   std::vector<FrontierPoint> points;
-  for (const Step& step : stairs(levels_.back(), 1, num_stages_))
+  for (const Step& step : cost_.moving ? moving_[1].at({}) : stairs(levels_.back(), 1, num_stages_))
     points.push_back({step.bytes, std::ldexp(static_cast<double>(step.ticks), exponent_)});
   return points;
 }
 
 Plan FrontierTable::plan(int64_t bytes) const {
-  struct Part {
-    int64_t first, last, bytes;
-    std::size_t level;
-  };
+  if (cost_.moving) return plan_moving(bytes);
   std::vector<PlanRegion> regions;
-  std::vector<Part> waiting{{1, num_stages_, bytes, levels_.size() - 1}};
+  append_regions({1, num_stages_, bytes, levels_.size() - 1}, regions);
+  return Plan(num_stages_, std::move(regions));
+}
+
+void FrontierTable::append_regions(const Part& part, std::vector<PlanRegion>& regions) const {
+  std::vector<Part> waiting{part};
   while (!waiting.empty()) {
     auto [s, t, budget, number] = waiting.back();
     waiting.pop_back();
@@ -277,7 +294,6 @@ Plan FrontierTable::plan(int64_t bytes) const {
       number = level.inside;
     }
   }
-  return Plan(num_stages_, std::move(regions));
 }
 
 }  // namespace remat::detail

@@ -1,8 +1,10 @@
 #pragma once
 // The exact frontier of time and memory over all plans, as a table over all sub-chains.
 
+#include <compare>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <vector>
 
 #include "lib/plan/staircase.h"
@@ -50,6 +52,27 @@ namespace remat::detail {
 // Sub-chains that end with the last stage share no staircase (Note [Equal stages]: equal ones have the same
 // number of stages), so stages may be equal and keep differently.
 //
+// Note [What moves]
+// With ChainCost::moving, an item outside of regions (a stage, a region s..q-1, a region that keeps) may move what
+// it saves: a region its input, a stage its input and part of what it saves. That of an item is in memory while the
+// item behind it runs forward, and again while that runs backward; in between it is elsewhere. So the outermost
+// level, and only that, has a state more: p, the bytes that the item before moves. With m' = m - p,
+//
+//     V(s,p,m) = min of
+//       V(s+1, b, m' + p - saved_s - x_s + moved) + wait         if m' >= saving(s,L)
+//       V(q, b, m' + p - x_{q-1} + moved) + sweep(s,q-1) + V(s,q-1,m') + wait
+//                                                                if m' >= sweeping(s,q-1)
+//       V(s+1, b, m' + p - kept_c - x_s + moved) + extra_c + wait  if m' >= keeping(s,c)
+//
+// where b and moved are 0, or b what the item moves and moved that much of what was charged (x_{s-1}, which the
+// chain before paid for, and part of saved_s). wait is what copying p takes longer than the item's forward, and back
+// than its backward with its first recompute; the share of copies by which the program is held up is paid by the item that moves.
+//
+// An input moves only if the item itself is all that holds it: not the chain's own, not one that the stage before
+// saves as its output, none behind a region that keeps (which may keep its output). That is the second part of the state.
+// There are as many different p as stages have different inputs, so this is of the order of the rest of the search,
+// and far less where stages are equal.
+//
 // Note [Whole ticks]
 // Seconds are rounded to multiples of a power of two, so small that the largest sum (the seconds of
 // all stages and frames times the stages) still fits into 62 bits. Sums then do not depend on their
@@ -84,6 +107,23 @@ class FrontierTable {
     bool has_regions = true;
   };
 
+  /// What the item before moves, and whether the input of the next one is held by somebody else. See Note [What moves].
+  struct Before {
+    int64_t moved_bytes = 0;
+    bool holds_input = true;
+    friend auto operator<=>(const Before&, const Before&) = default;
+  };
+  /// One way to go on at the outermost level: an item.
+  struct Item {
+    int64_t first, next;         // stages; next: behind it
+    const KeepingCost* keeping;  // of a region that keeps
+    bool is_region, moves;
+    int64_t need;    // bytes, without what the item before moves
+    int64_t charge;  // bytes that stay until backward, less what is not there any more
+    int64_t ticks;   // but for its inside
+    Before then;
+  };
+
   const StageCost& stage(int64_t k) const { return cost_.stages[static_cast<std::size_t>(k - 1)]; }
   int64_t grad_before(int64_t s) const {
     return s == 1 ? cost_.input_grad_bytes : stage(s - 1).grad_bytes;
@@ -109,22 +149,43 @@ class FrontierTable {
   void measure_sweeps();
   /// Fills the sub-chains that end before the last stage, or those that end with it.
   void fill(std::size_t number, bool is_last);
+  /// The sub-chains that end with the last stage, which no region does.
+  void fill_outermost(std::size_t number);
   const Level* below_of(const Level& level, int64_t s, int64_t t) const;
   void solve_chain(Level& level, int64_t s, int64_t t);
   /// Lowers what `solve_chain` found for stages s to the last one by the ways to keep of stage s.
   void solve_keeping(Level& level, int64_t s);
+  // solver_moves.cpp:
+  /// Fills what `fill` does for sub-chains that end with the last stage.
+  void fill_moving();
+  /// The ways to go on from stage s, in the order in which ties are broken.
+  std::vector<Item> items_from(int64_t s, const Before& before) const;
+  int64_t ticks_of_waiting(const Before& before, const Item& item) const;
+  const Staircase& inside_of(const Item& item) const;
+  Plan plan_moving(int64_t bytes) const;
+
+  /// Stages `first` to `last` on a level, with so many bytes.
+  struct Part {
+    int64_t first, last, bytes;
+    std::size_t level;
+  };
+  /// Appends the regions of the fastest plan of a part.
+  void append_regions(const Part& part, std::vector<PlanRegion>& regions) const;
 
   const ChainCost cost_;
   const SolveOptions options_;
   const int64_t num_stages_;
   int exponent_ = 0;  // a tick is 2^exponent_ seconds
   int64_t frame_ticks_ = 0;
-  std::vector<StageTicks> ticks_;        // by stage
-  std::vector<int64_t> forward_before_;  // ticks of all stages before
-  std::vector<int32_t> class_of_;        // equal for sub-chains of equal costs
-  std::vector<int64_t> sweep_bytes_;     // to run the stages of a sub-chain without saving
-  std::vector<Level> levels_;            // the last one is the chain's
+  std::vector<StageTicks> ticks_;                          // by stage
+  std::vector<int64_t> forward_before_, backward_before_;  // ticks of all stages before
+  std::vector<int32_t> class_of_;                          // equal for sub-chains of equal costs
+  std::vector<int64_t> sweep_bytes_;  // to run the stages of a sub-chain without saving
+  std::vector<Level> levels_;         // the last one is the chain's
   std::deque<Staircase> staircases_;
+  /// By stage, where something moves: what it takes from there on.
+  std::vector<std::map<Before, Staircase>> moving_;
+  double store_ticks_ = 0, load_ticks_ = 0, busy_ticks_ = 0;  // per byte
   Envelope envelope_;
 };
 

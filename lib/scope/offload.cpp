@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <functional>
+#include <limits>
 #include <utility>
 
 #include "hooks/elsewhere.h"
@@ -13,6 +14,7 @@
 #include "hooks/save_in_tiers.h"
 #include "hooks/save_on_cpu.h"
 #include "hooks/save_on_disk.h"
+#include "hooks/staying.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/scope/saving_input.h"
 #include "remat/hooks.h"
@@ -57,7 +59,7 @@ void without_scopes(c10::function_ref<void()> use_place) {
   use_place();
 }
 
-std::shared_ptr<Depot> depot_with(std::unique_ptr<Place> place, DepotOptions options) {
+std::shared_ptr<Depot> depot_with(std::shared_ptr<Place> place, DepotOptions options) {
   return std::make_shared<Depot>(
       std::move(place), options,
       DepotSurroundings{.around = without_scopes, .at_end = at_end_of_backward});
@@ -137,6 +139,20 @@ const std::shared_ptr<Depot>& depot_of_inputs() {
       {.raises_if_changed = true, .prefetch_depth = SaveOnCpuOptions().prefetch_depth}));
   return *depot;
 }
+
+std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes) {
+  // All at once is on its way, of one item of a plan; what runs meanwhile is to end it.
+  constexpr int64_t unbounded = std::numeric_limits<int64_t>::max() / 2;
+  static const auto nothing = std::make_shared<const std::atomic<int64_t>>(0);
+  return detail::depot_with(std::move(place),
+                            {.min_bytes = min_bytes,
+                             .prefetch_depth = 1,
+                             .max_bytes_in_flight = unbounded,
+                             .staying = std::make_shared<Staying>(0, 0, nothing)});
+}
+
+DepotGuard::DepotGuard(std::shared_ptr<Depot> depot)
+    : ScopeGuard(std::make_shared<detail::ElsewhereScope>(std::move(depot))) {}
 
 SaveOnCpuGuard::SaveOnCpuGuard(SaveOnCpuOptions options) : ScopeGuard(detail::scope_of(options)) {}
 

@@ -4,11 +4,22 @@
 #include <memory>
 
 #include "hooks/depot.h"
+#include "remat/place.h"
+#include "remat/scope.h"
 
 namespace remat {
 
 /// The process has one depot for what `CheckpointOptions::offload_inputs` moves to the CPU. A
 /// changed input raises when it is read, as if it had stayed.
 const std::shared_ptr<Depot>& depot_of_inputs();
+
+/// A depot that moves all that nobody else holds, and that can be told to end its stores and to begin its loads.
+std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes);
+
+/// While alive, what autograd saves on this thread is taken by a depot.
+class DepotGuard : detail::ScopeGuard {
+ public:
+  explicit DepotGuard(std::shared_ptr<Depot> depot);
+};
 
 }  // namespace remat

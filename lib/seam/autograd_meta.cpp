@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/generated/Functions.h>
 
+#include <atomic>
 #include <string_view>
 #include <typeinfo>
 #include <unordered_map>
@@ -31,6 +32,8 @@ Node* either_node(const AutogradMeta& meta) {
   if (meta.grad_fn_ != nullptr) return meta.grad_fn_.get();
   return meta.grad_accumulator_.expired() ? nullptr : target_of(meta.grad_accumulator_);
 }
+
+std::atomic<HookTables*> hook_tables{nullptr};
 
 template <class Hooks>
 void shorten(Hooks& hooks, std::size_t size) {
@@ -86,12 +89,19 @@ HooksByHand hooks_by_hand(const at::Tensor& tensor) {
     all.before_node = node->pre_hooks().size();
     all.after_node = node->post_hooks().size();
   }
+  const bool has_any = all.on_tensor + all.before_tensor + all.before_node + all.after_node > 0 ||
+                       all.after_accumulation != nullptr;
+  if (HookTables* const tables = has_any ? hook_tables.load() : nullptr)
+    all.tables = tables->of(tensor);
   return all;
 }
 
 bool cut_hooks(const at::Tensor& tensor, const HooksByHand& then) {
   AutogradMeta* const meta = meta_of(tensor);
   if (meta == nullptr) return true;
+  HookTables* const tables = hook_tables.load();
+  const bool may_have_tables = !then.tables.empty() || !meta->hooks_.empty();
+  if (tables != nullptr && may_have_tables) tables->cut(tensor, then.tables);
   // Hooks of register_hook share one entry there, and were noted.
   if (meta->cpp_hooks_list_ == nullptr) shorten(meta->hooks_, then.on_tensor);
   if (Node* const node = either_node(*meta); node != nullptr && node == then.node) {
@@ -123,3 +133,11 @@ bool is_function(const Node& node) {
 }
 
 }  // namespace remat::seam
+
+namespace remat {
+
+HookTables::~HookTables() = default;
+
+void set_hook_tables(HookTables* tables) { seam::hook_tables.store(tables); }
+
+}  // namespace remat

@@ -10,6 +10,9 @@
 #include <cstdint>
 #include <cstring>
 #include <typeinfo>
+#include <vector>
+
+#include "remat/binding.h"
 
 namespace remat::seam {
 
@@ -58,11 +61,12 @@ inline bool has_beside(const at::Tensor& result) {
 void set_grad(const at::Tensor& result, const at::Tensor& grad);
 
 /// How many hooks a tensor and its node have, of those that were put there by hand, past
-/// `Tensor::register_hook`.
+/// `Tensor::register_hook`, or in a binding's language.
 struct HooksByHand {
   const void* node = nullptr;
   std::size_t on_tensor = 0, before_tensor = 0, before_node = 0, after_node = 0;
   const void* after_accumulation = nullptr;
+  std::vector<HookTable> tables{};  ///< of the binding's language
 };
 HooksByHand hooks_by_hand(const at::Tensor& tensor);
 /// Takes off those that came since. False if some that were there are gone.

@@ -29,8 +29,8 @@ namespace remat {
 //   Inside   the result of another call, by operator, number of the call, and which result of it
 //   Outside  any other storage, or the leaf that it is a cast of
 // A tensor passes if it has the same origin, or the very storage, of the one in forward. What has no
-// origin (a storage of no operator, gone since: a scalar's tensor) passes by its metadata, and if
-// it is small and on the CPU by its contents. Other arguments must be equal.
+// origin (a storage of no operator: the tensor of a Python number) passes by its contents if it is small and on
+// the CPU, and otherwise, if the storage is gone, by its metadata. Other arguments must be equal.
 struct ArgumentRecord {
   TensorMetadata metadata;
   WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};

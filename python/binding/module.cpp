@@ -39,6 +39,7 @@ PYBIND11_MODULE(_remat, module) {
     throw py::error_already_set();
   }
   add_process(module);
+  add_hook_tables();
   add_policy(module);
   add_region(module);
   add_drop_in(module);

@@ -64,6 +64,8 @@ class Locked {
 /// Drops references on any thread.
 void drop(PyObject* const* objects, std::size_t count) noexcept;
 
+/// Lets regions see Python's hooks.
+void add_hook_tables();  // hook_tables.cpp
 /// Adds what a source defines to the module. They throw py::error_already_set.
 void add_process(py::module_& module);      // process.cpp
 void add_region(py::module_& module);       // region.cpp

@@ -371,6 +371,85 @@ class Arguments(Case):
         self.check_equal(gradient(y, x), gradient(f(x), x))
 
 
+class Hooks(Case):
+    """What a function registers on tensors from outside is registered once, as plain execution does."""
+
+    def gradients(self, register: Callable[[torch.Tensor], object], is_argument: bool, around: Callable[..., torch.Tensor],
+                  times: int = 1) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        w, x = leaf(), leaf()
+
+        def f(t: torch.Tensor, *arguments: torch.Tensor) -> torch.Tensor:
+            factor = arguments[0] if is_argument else w
+            register(factor)
+            return (t.sin() * factor).exp()
+
+        y = x
+        for _ in range(times):
+            y = around(f, y, w) if is_argument else around(f, y)
+        y.sum().backward()
+        assert w.grad is not None and x.grad is not None
+        return [w.grad, x.grad]
+
+    def test_hooks_on_leaves_from_outside(self) -> None:
+        def node(t: torch.Tensor) -> torch.autograd.graph.Node:
+            made = t.expand_as(t).grad_fn
+            assert made is not None
+            return made.next_functions[0][0]  # type: ignore[return-value]
+
+        def halve(t: torch.Tensor) -> None:
+            assert t.grad is not None
+            t.grad.mul_(0.5)
+
+        kinds: dict[str, Callable[[torch.Tensor], object]] = {
+            "tensor": lambda t: t.register_hook(lambda g: g * 2),
+            "after accumulation": lambda t: t.register_post_accumulate_grad_hook(halve),
+            "before the node": lambda t: node(t).register_prehook(lambda g: (g[0] * 2,)),
+            "two": lambda t: (t.register_hook(lambda g: g * 2), t.register_hook(lambda g: g + 1)),
+        }
+        plainly = lambda f, *arguments: f(*arguments)  # noqa: E731
+        for name, register in kinds.items():
+            for is_argument in (False, True):
+                for times in (1, 2):
+                    with self.subTest(name=name, is_argument=is_argument, times=times):
+                        self.assertTrue(all(map(torch.equal, self.gradients(register, is_argument, remat.checkpoint, times),
+                                                self.gradients(register, is_argument, plainly, times))))
+
+    def test_hooks_run_as_often_as_they_are_registered(self) -> None:
+        w, x = leaf(), leaf()
+        calls = []
+        w.register_hook(lambda g: calls.append("before"))
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            w.register_hook(lambda g: calls.append("inside"))
+            return t.sin() * w
+
+        y = remat.checkpoint(f, x)
+        w.register_hook(lambda g: calls.append("behind"))
+        y.sum().backward()
+        self.assertEqual(calls, ["before", "inside", "behind"])
+        w.register_hook(lambda g: calls.append("later"))
+        calls.clear()
+        (w * 2).sum().backward()
+        self.assertEqual(calls, ["before", "inside", "behind", "later"])
+
+    def test_a_hook_that_only_a_recompute_registers_is_gone(self) -> None:
+        w, x = leaf(), leaf()
+        runs, calls = [], []
+
+        def f(t: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            if len(runs) == 2:
+                w.register_hook(lambda g: calls.append("recompute's"))
+            return t.sin() * w
+
+        remat.checkpoint(f, x).sum().backward()
+        self.assertEqual(len(runs), 2)
+        w.register_hook(lambda g: calls.append("later"))
+        (w * 2).sum().backward()
+        self.assertEqual(calls, ["later"])
+
+
 class Stops(Case):
     def test_a_recompute_ends_with_the_last_tensor_needed(self) -> None:
         x = leaf(128, 128)
@@ -879,6 +958,23 @@ class Policies(Case):
             with Counting() as counting:
                 self.check_equal(gradient(y, x), plain)
             self.assertEqual(counting.products, 4)  # backward's own: the region's two are kept
+
+    def test_numbers_are_compared_by_value(self) -> None:
+        x = leaf()
+        names: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            lambda t: (t * 2).sin(), lambda t: (t / 3).sin(), lambda t: (0.5 * t).exp().sin(),
+            lambda t: remat.checkpoint_name(t * 2, "doubled").sin(), lambda t: (t * torch.tensor([2.0])).sin()]
+        for f in names:
+            expected = gradient(f(x), x)
+            for policy in (remat.save_ops(["aten::mul", "aten::div"]), remat.save_names(["doubled"]), remat.save_best(1 << 20)):
+                for _ in range(4):  # save_best measures in the first ones
+                    self.check_equal(gradient(remat.checkpoint(f, x, policy=policy, name="numbers"), x), expected)
+        factors = iter((2, 3))
+        y = remat.checkpoint(lambda t: (t * next(factors)).sin(), x, policy=remat.save_ops(["aten::mul"]))
+        with self.assertRaises(remat.CheckpointError) as raised:
+            y.sum().backward()
+        self.assertEqual(raised.exception.kind, remat.ErrorKind.SELECTIVE_MISMATCH)
+        self.assertIn("has other contents", str(raised.exception))
 
     def test_names_and_pins(self) -> None:
         x = leaf()

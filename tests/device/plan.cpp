@@ -1,6 +1,7 @@
 // The planner on the stand-in: stages measured in the device's bytes and time, plans at their budgets.
 
 #include "tests/device/stand_in.h"
+#include "tests/support/files.h"
 #include "tests/support/support.h"
 
 using remat::ChainCost;
@@ -35,13 +36,14 @@ struct Step {
   Tensor gradient;
 };
 
-Step step(const Plan& plan, const std::vector<Stage>& stages, const Tensor& x) {
+Step step(const Plan& plan, const std::vector<Stage>& stages, const Tensor& x,
+          const remat::MoveOptions& moving = {}) {
   const Tensor input = x.detach().requires_grad_();
   stand_in::live_bytes();
   MemoryMeter meter(x.device());
   const int64_t before = meter.live_bytes();
   {
-    const Tensor loss = remat::run(plan, stages, input);
+    const Tensor loss = remat::run(plan, stages, input, {}, {}, moving);
     loss.backward(at::ones_like(loss));
   }
   const int64_t peak = meter.peak_bytes() - before;
@@ -125,6 +127,37 @@ TEST_CASE("every plan of a measured chain peaks on the device as predicted", "[d
     CHECK(done.peak_bytes >= point.bytes);
     CHECK(done.peak_bytes <= point.bytes + 8);
     require_bit_equal({done.gradient}, {plain.gradient});
+  }
+}
+
+TEST_CASE("a plan that moves sends a device's values to the CPU or a file, within its prediction",
+          "[device][plan]") {
+  const Tensor x = leaf_on(0);
+  const std::vector<Stage> stages = sines({2, 1, 3, 2, 4});
+  const Step plain = step(Plan(6), stages, x);
+  const Folder folder;
+  for (const std::string& directory : {std::string(), folder.path()}) {
+    INFO("directory \"" << directory << "\"");
+    const remat::MoveOptions moving{.directory = directory, .min_bytes = 0};
+    ChainCost cost = remat::measure(stages, x, {.repeats = 1, .moving = moving});
+    REQUIRE(cost.moving);
+    CHECK(cost.stages[2].movable_bytes == 2 * bytes);  // of three saved values one is the input
+    CHECK(cost.stages[2].has_movable_output);
+    // The stand-in's copies wait for the host; as if they were fast, so that plans move much.
+    cost.moving = remat::MoveCost{.store_s_per_byte = 1e-15, .load_s_per_byte = 1e-15};
+    const remat::Frontier frontier = remat::solve(cost);
+    int64_t num_moving = 0;
+    for (const remat::FrontierPoint& point : frontier.points()) {
+      const Plan plan = frontier.plan(point.bytes);
+      INFO(plan.to_string());
+      num_moving += plan.moved().empty() ? 0 : 1;
+      const Step done = step(plan, stages, x, moving);
+      CHECK(done.peak_bytes <= point.bytes + 8);
+      require_bit_equal({done.gradient}, {plain.gradient});
+    }
+    CHECK(num_moving > 0);
+    CHECK(step(Plan::parse("[1 mv[2] mv[3] mv[4] 5 6]"), stages, x, moving).peak_bytes <
+          plain.peak_bytes);
   }
 }
 

@@ -1,0 +1,141 @@
+// The outermost level of the search where what is saved may move. See Note [What moves].
+
+#include <cmath>
+#include <iterator>
+#include <set>
+#include <utility>
+
+#include "lib/plan/cost.h"
+#include "lib/plan/solver.h"
+
+namespace remat::detail {
+
+std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Before& before) const {
+  std::vector<Item> items;
+  const StageCost& here = stage(s);
+  const int64_t input =
+      !before.holds_input && stage(s - 1).has_movable_output ? stage(s - 1).output_bytes : 0;
+  // The same item, and, if that gains anything, moving what goes away then.
+  const auto add = [&](Item item, int64_t movable) {
+    items.push_back(item);
+    if (movable == 0 || item.next > num_stages_) return;
+    item.moves = true;
+    item.charge -= movable;
+    item.then.moved_bytes = movable;
+    item.ticks += std::llround(busy_ticks_ * static_cast<double>(movable));
+    items.push_back(item);
+  };
+  const int64_t output = here.output_bytes;
+  add({s,
+       s + 1,
+       nullptr,
+       false,
+       false,
+       bytes_to_save(s, num_stages_),
+       here.saved_bytes + output,
+       0,
+       {0, here.saves_output}},
+      input + here.movable_bytes);
+  const Level& outermost = levels_.back();
+  for (int64_t q = s + 1; outermost.has_regions && q <= num_stages_; ++q)
+    add({s,
+         q,
+         nullptr,
+         true,
+         false,
+         sweep_bytes_[cell(s, q - 1)],
+         stage(q - 1).output_bytes,
+         sweep_ticks(s, q - 1),
+         {0, false}},
+        input);
+  for (std::size_t i = 0; outermost.has_regions && s < num_stages_ && i < here.keeping.size(); ++i)
+    add({s,
+         s + 1,
+         &here.keeping[i],
+         true,
+         false,
+         bytes_to_keep(s, here.keeping[i]),
+         here.keeping[i].kept_bytes + output,
+         ticks_[s].keeping[i],
+         {0, true}},
+        input);
+  return items;
+}
+
+int64_t FrontierTable::ticks_of_waiting(const Before& before, const Item& item) const {
+  const auto bytes = static_cast<double>(before.moved_bytes);
+  if (before.moved_bytes == 0) return 0;
+  const int64_t forward = forward_before_[item.next] - forward_before_[item.first];
+  int64_t backward = backward_before_[item.next] - backward_before_[item.first];
+  if (item.is_region && item.keeping == nullptr)
+    backward += sweep_ticks(item.first, item.next - 1) - frame_ticks_;
+  return std::max<int64_t>(0, std::llround(store_ticks_ * bytes) - forward) +
+         std::max<int64_t>(0, std::llround(load_ticks_ * bytes) - backward);
+}
+
+const Staircase& FrontierTable::inside_of(const Item& item) const {
+  static const Staircase nothing{{0, 0}};
+  if (!item.is_region || item.keeping != nullptr) return nothing;
+  return stairs(levels_[levels_.back().inside], item.first, item.next - 1);
+}
+
+void FrontierTable::fill_moving() {
+  std::vector<std::set<Before>> befores(static_cast<std::size_t>(num_stages_) + 2);
+  befores[1].insert(Before());
+  for (int64_t s = 1; s <= num_stages_; ++s)
+    for (const Before& before : befores[s])
+      for (const Item& item : items_from(s, before)) befores[item.next].insert(item.then);
+  moving_.resize(befores.size());
+  const Staircase end{{0, 0}};
+  for (const Before& before : befores.back()) moving_.back().emplace(before, end);
+  for (int64_t s = num_stages_; s >= 1; --s) {
+    for (const Before& before : befores[s]) {
+      envelope_.clear();
+      // In bytes beyond those that the item before moves.
+      for (const Item& item : items_from(s, before)) {
+        const int64_t charge = item.next > num_stages_ ? 0 : item.charge - before.moved_bytes;
+        envelope_.lower_to_sum(moving_[item.next].at(item.then), charge, inside_of(item),
+                               item.ticks + ticks_of_waiting(before, item), item.need);
+      }
+      envelope_.thin(options_.eps);
+      Staircase found = envelope_.stairs();
+      for (Step& step : found) step.bytes += before.moved_bytes;
+      moving_[s].emplace(before, std::move(found));
+    }
+  }
+}
+
+Plan FrontierTable::plan_moving(int64_t bytes) const {
+  std::vector<PlanRegion> regions;
+  std::vector<int64_t> moved;
+  Before before;
+  for (int64_t s = 1; s <= num_stages_;) {
+    const int64_t beyond = bytes - before.moved_bytes;
+    int64_t best = kInfeasible;
+    Item chosen{};
+    for (const Item& item : items_from(s, before)) {
+      if (beyond < item.need) continue;
+      const int64_t rest = item.next > num_stages_
+                               ? 0
+                               : value_at(moving_[item.next].at(item.then), bytes - item.charge);
+      const int64_t inside = value_at(inside_of(item), beyond);
+      if (rest == kInfeasible || inside == kInfeasible) continue;
+      const int64_t ticks = rest + inside + item.ticks + ticks_of_waiting(before, item);
+      if (!is_gain(ticks, best)) continue;
+      best = ticks;
+      chosen = item;
+    }
+    if (chosen.moves) moved.push_back(s);
+    if (chosen.is_region) {
+      const int64_t policy = chosen.keeping == nullptr ? 0 : chosen.keeping->policy;
+      regions.push_back({s, chosen.next - 1, policy});
+      if (policy == 0) append_regions({s, chosen.next - 1, beyond, levels_.back().inside}, regions);
+    }
+    bytes -= chosen.charge;
+    before = chosen.then;
+    s = chosen.next;
+  }
+  return Plan(num_stages_, std::move(regions), std::move(moved));
+}
+
+}  // namespace remat::detail
