@@ -4,7 +4,9 @@ meson-python leaves that step out. Then pip compiles all to learn the metadata, 
 """
 from __future__ import annotations
 
+import os
 import pathlib
+import sysconfig
 from typing import Any
 
 import pyproject_metadata
@@ -21,6 +23,9 @@ try:
     import tomllib
 except ImportError:  # before Python 3.11
     import tomli as tomllib  # type: ignore[import-not-found, no-redef]
+
+# Meson and the other tools are found where pip has installed them, too, in an environment that is not activated.
+os.environ['PATH'] = os.pathsep.join([os.environ.get('PATH', os.defpath), sysconfig.get_path('scripts')])
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: dict[str, Any] | None = None) -> str:
