@@ -6,7 +6,8 @@ Asked by meson.build and by `dev`, so that both always mean the same LibTorch. O
 argument, TORCH_ROOT, the Python package of this tree's .venv, that of the current `python3`, the system's.
 A root that was asked for is taken or refused, never passed over.
 
-With --device TYPE (cuda, xpu, ...) only one that was built for it will do.
+With --device TYPE (cuda, xpu, ...) only one that was built for it will do. With --python PATH no other interpreter's
+package will.
 """
 import argparse
 import os
@@ -103,7 +104,11 @@ def main():
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument('root', nargs='?', default='')
     parser.add_argument('--device', default='cpu')
+    parser.add_argument('--python', default='')
     arguments = parser.parse_args()
+    if arguments.python:
+        PYTHONS.clear()
+        PYTHONS[arguments.python] = f'the Python package of {arguments.python}'
     device = arguments.device.split(':')[0]
     refused = []
     for root, origin, asked_for in candidates(arguments.root):
@@ -118,6 +123,10 @@ def main():
         if asked_for:
             break
     print('No usable LibTorch.', *refused, sep='\n  ', file=sys.stderr)
+    if arguments.python and not refused:
+        print(f'Cause: the Python that builds the package, {arguments.python}, has no torch; with build isolation it has\n'
+              f'    none of what is installed. Do: install torch there, and give pip --no-build-isolation.', file=sys.stderr)
+        return 1
     if device != 'cpu':
         print(f'Do: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for {device}: an unpacked one, or the\n'
               f'    folder torch of a Python package that has it.', file=sys.stderr)

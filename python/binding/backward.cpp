@@ -80,8 +80,10 @@ std::vector<at::Tensor> tensors_of(PyObject* sequence) {
 PyObject* run_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count,
                        PyObject* keywords) {
   const auto run = [&] {
-    return PyObject_Vectorcall(engine_run_backward, arguments, static_cast<std::size_t>(count),
-                               keywords);
+    return in_python([&] {
+      return PyObject_Vectorcall(engine_run_backward, arguments, static_cast<std::size_t>(count),
+                                 keywords);
+    });
   };
   if (!is_checkpointing() && !is_recomputing()) return run();
   constexpr Py_ssize_t at_inputs = 4, at_accumulate = 6, num_arguments = 7;

@@ -65,8 +65,8 @@ bool is_compiled_autograd_on() {
 bool is_for_upstream() {
   if (!upstream().is_on || is_compiled_autograd_on()) return true;
   if (!c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
-  const py::object result =
-      py::reinterpret_steal<py::object>(PyObject_CallNoArgs(upstream().is_tracing));
+  const py::object result = py::reinterpret_steal<py::object>(
+      in_python([] { return PyObject_CallNoArgs(upstream().is_tracing); }));
   if (!result) throw python_error();
   return result.ptr() == Py_True;
 }
@@ -98,7 +98,7 @@ void Run::open() {
   state = State::Open;
   if (!forward_context) return;
   try {
-    py::type::of(forward_context).attr("__enter__")(forward_context);
+    call_python(py::type::of(forward_context).attr("__enter__"), forward_context);
   } catch (...) {
     forward_context = py::object();
     forward.reset();
@@ -110,9 +110,8 @@ void Run::open() {
 bool Run::leave_context(py::handle error) {
   if (!forward_context) return false;
   const py::object context = std::exchange(forward_context, py::object());
-  const py::object result = py::reinterpret_steal<py::object>(PyObject_CallFunctionObjArgs(
-      upstream().leave, context.ptr(), error ? error.ptr() : Py_None, nullptr));
-  if (!result) throw py::error_already_set();
+  const py::object result =
+      call_python(upstream().leave, context, error ? error : py::handle(Py_None));
   return result.ptr() == Py_True;
 }
 
@@ -274,7 +273,7 @@ void set_determinism_check(CheckpointOptions& options, PyObject* check) {
     options.fingerprint = [kept](const at::Tensor& tensor) {
       const Locked locked(Locked::AtEnd::Wait);
       try {
-        return py::handle(upstream().fingerprint)(py::handle(kept.get()), tensor)
+        return call_python(upstream().fingerprint, py::handle(kept.get()), tensor)
             .cast<std::string>();
       } catch (py::error_already_set& error) {
         error.restore();
@@ -305,14 +304,14 @@ void prepare(Run& run, PyObject* const* arguments, Py_ssize_t count, PyObject* k
       throw py::error_already_set();
     }
     set_determinism_check(options, arguments[3]);
-    const py::tuple found = py::handle(torch.debug_contexts)();
+    const py::tuple found = call_python(torch.debug_contexts);
     run.forward_context = found[0];
     recompute_context = found[1];
     on_error = found[2];
   } else {
     set_determinism_check(options, arguments[3]);
     if (context_fn != torch.noop_context_fn) {
-      const py::tuple found = py::handle(torch.contexts)(py::handle(context_fn));
+      const py::tuple found = call_python(torch.contexts, py::handle(context_fn));
       if (!found[0].is_none()) options.policy = policy_in(found[0].ptr());
       if (!found[1].is_none()) run.forward_context = found[1];
       if (!found[2].is_none()) recompute_context = found[2];

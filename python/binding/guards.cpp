@@ -34,7 +34,7 @@ class OpenGuard {
   explicit OpenGuard(std::shared_ptr<void> guard) : guard_(std::move(guard)) {}
   void end() {
     const std::shared_ptr<void> ended = std::move(guard_);
-    const py::gil_scoped_release unlocked;  // what has to be written is written now
+    const Unlocked unlocked;  // what has to be written is written now
     const_cast<std::shared_ptr<void>&>(ended).reset();
   }
 
@@ -75,12 +75,12 @@ class ObjectProvider final : public StateProvider {
   explicit ObjectProvider(py::handle object) : object_(shared(object)) {}
   ~ObjectProvider() override;
   std::any capture() override {
-    return call_locked([&] { return std::any(shared(py::object(object().attr("capture")()))); });
+    return call_locked([&] { return std::any(shared(call_python(object().attr("capture")))); });
   }
   void restore(const std::any& state) override {
     call_locked([&] {
-      object().attr("restore")(
-          py::handle(std::any_cast<const std::shared_ptr<PyObject>&>(state).get()));
+      call_python(object().attr("restore"),
+                  py::handle(std::any_cast<const std::shared_ptr<PyObject>&>(state).get()));
     });
   }
 
@@ -163,7 +163,7 @@ class ObjectContents final : public StoredContents {
   }
   at::Tensor finish_load() override {
     return call_place([&] {
-      const py::object loaded = place().attr("load")(py::handle(contents_.get()));
+      const py::object loaded = call_python(place().attr("load"), py::handle(contents_.get()));
       const at::Tensor* const tensor = tensor_in(loaded.ptr());
       const bool is_alike = tensor != nullptr && tensor->layout() == c10::kStrided &&
                             tensor->dim() == 1 && tensor->numel() == size_ &&
@@ -185,7 +185,7 @@ class ObjectContents final : public StoredContents {
  private:
   py::handle place() const { return place_.get(); }
   void tell(const char* method) {
-    call_place([&] { place().attr(method)(py::handle(contents_.get())); });
+    call_place([&] { call_python(place().attr(method), py::handle(contents_.get())); });
   }
   static py::object description_of(const at::Tensor& tensor) {
     return py::str("{} of {} on {}")
@@ -209,12 +209,13 @@ class ObjectPlace final : public Place {
 
   bool takes(const at::Tensor& tensor) const override {
     if (!facts_.takes) return true;
-    return call_place([&] { return py::bool_(object().attr("takes")(tensor)).cast<bool>(); });
+    return call_place(
+        [&] { return py::bool_(call_python(object().attr("takes"), tensor)).cast<bool>(); });
   }
   bool stores_bytes() const override { return facts_.stores_bytes; }
   std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) override {
     return call_place([&]() -> std::shared_ptr<StoredContents> {
-      const py::object contents = object().attr("store")(flat);
+      const py::object contents = call_python(object().attr("store"), flat);
       if (contents.is_none()) return nullptr;
       return std::make_shared<ObjectContents>(object_, facts_, contents, flat);
     });
@@ -229,7 +230,7 @@ class ObjectPlace final : public Place {
 std::function<void(const PhaseInfo&)> tells(const py::object& function) {
   if (function.is_none()) return {};
   return [kept = shared(function)](const PhaseInfo& phase) {
-    call_locked([&] { py::handle(kept.get())(phase); });
+    call_locked([&] { call_python(kept.get(), phase); });
   };
 }
 

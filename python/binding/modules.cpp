@@ -91,7 +91,7 @@ class HeldFlags {
             "training flag of the same module.");
         throw python_error();
       }
-      const py::gil_scoped_release unlocked;
+      const Unlocked unlocked;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     for (const Flag& flag : flags) {
@@ -263,7 +263,7 @@ PyObject* function_call(PyObject* object, PyObject* const* arguments, std::size_
   }
   try {
     const ModuleState::Hold hold(*self.state);
-    return PyObject_Vectorcall(self.function, arguments, flags, names);
+    return in_python([&] { return PyObject_Vectorcall(self.function, arguments, flags, names); });
   } catch (...) {
     set_error_in_flight();
     return nullptr;
@@ -345,8 +345,10 @@ PyObject* run_watched(PyObject*, PyObject* const* arguments, Py_ssize_t count, P
   }
   try {
     const ModulesWatched watched({arguments[1]});
-    return PyObject_Vectorcall(arguments[0], arguments + 1, static_cast<std::size_t>(count - 1),
-                               keywords);
+    return in_python([&] {
+      return PyObject_Vectorcall(arguments[0], arguments + 1, static_cast<std::size_t>(count - 1),
+                                 keywords);
+    });
   } catch (...) {
     set_error_in_flight();
     return nullptr;

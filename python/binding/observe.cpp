@@ -25,7 +25,7 @@ py::object size_of(const std::vector<int64_t>& sizes) {
 py::list saved_tensors_below(const at::Tensor& root) {
   std::vector<SavedTensorInfo> found;
   {
-    const py::gil_scoped_release unlocked;  // a node written in Python is asked with the lock
+    const Unlocked unlocked;  // a node written in Python is asked with the lock
     found = saved_tensors(root);
   }
   py::list all;
@@ -113,7 +113,7 @@ void add_observe(py::module_& module) {
       .def("__str__", &Report::to_string)
       .def("to_json", &Report::to_json, "The same numbers as one JSON object, as text.");
 
-  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  const auto unlocked = py::call_guard<Unlocked>();
   py::class_<Recorder>(module, "_Recorder")
       .def(py::init([](bool memory, bool operators, int64_t max_events, bool device_time) {
         return std::make_unique<Recorder>(RecorderOptions{.memory = memory,

@@ -27,7 +27,7 @@ namespace {
 at::Tensor call_stage(PyObject* stage, std::size_t number, at::Tensor x, const char* verb) {
   PyObject* const argument = THPVariable_Wrap(std::move(x));
   if (argument == nullptr) throw_python_error();
-  PyObject* const result = PyObject_CallOneArg(stage, argument);
+  PyObject* const result = in_python([&] { return PyObject_CallOneArg(stage, argument); });
   Py_DECREF(argument);
   if (result == nullptr) throw_python_error();
   const auto owned = py::reinterpret_steal<py::object>(result);
@@ -111,7 +111,7 @@ class StagesBody final : public RegionBody {
 
   // See Note [The stop].
   [[noreturn]] void stop() override {
-    const py::gil_scoped_acquire locked;
+    const Locked locked(Locked::AtEnd::Wait);
     PyErr_SetNone(names().stop);
     throw python_error();
   }
@@ -310,7 +310,7 @@ CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64
     return THPVariable_Unpack(result);
   };
   return with_package_errors([&] {
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     return tuple_of(remat::measure_stages(all, sample, options, run_region));
   });
 }
@@ -406,7 +406,7 @@ void add_plan(py::module_& module) {
 
   define("_solve", [](const CostTuple& cost, int64_t max_depth, bool early_stop,
                       double frame_cost_s, double eps) {
-    const py::gil_scoped_release unlocked;
+    const Unlocked unlocked;
     return solve(cost_in(cost), {.max_depth = max_depth,
                                  .early_stop = early_stop,
                                  .frame_cost_s = frame_cost_s,

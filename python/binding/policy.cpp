@@ -91,7 +91,7 @@ PolicyFn asks(PyObject* function) {
         ~Ended() { question.cast<Question&>().end(); }
         const py::object& question;
       } const ended{question};
-      return answer_in(py::handle(kept.get())(question));
+      return answer_in(call_python(kept.get(), question));
     } catch (py::error_already_set& error) {
       error.restore();
     } catch (py::builtin_exception& error) {

@@ -21,6 +21,8 @@ namespace {
 
 /// Threads that are on the way to the lock, or run a recompute under it.
 std::atomic<int> num_inside{0};
+/// Of them, those that are this thread: it is waited for, so that it must not wait itself.
+thread_local int depth = 0;
 std::atomic<bool> is_ending{false};
 std::thread::id ending_thread;
 
@@ -29,7 +31,7 @@ class LetGo final : public WaitCallbacks {
  public:
   std::shared_ptr<void> let_go() noexcept override {
     if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return nullptr;
-    return std::make_shared<py::gil_scoped_release>();
+    return std::make_shared<Unlocked>();
   }
 };
 
@@ -37,7 +39,7 @@ class LetGo final : public WaitCallbacks {
 void interpreter_ends() {
   ending_thread = std::this_thread::get_id();
   is_ending.store(true);
-  const py::gil_scoped_release unlocked;
+  const Unlocked unlocked;
   // A recompute that runs now may take long, or wait for something that never comes.
   constexpr std::chrono::seconds longest_wait(2);
   const auto start = std::chrono::steady_clock::now();
@@ -60,13 +62,22 @@ std::string in_python_words(std::string text) {
   return text;
 }
 
-bool may_enter() { return !is_ending.load() || std::this_thread::get_id() == ending_thread; }
+/// Also while the interpreter ends, and without a look at what is gone then.
+bool has_lock() { return PyGILState_GetThisThreadState() != nullptr && PyGILState_Check() != 0; }
 
-[[noreturn]] void wait_for_the_end() {
-  for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+/// Whether this thread may ask for the lock. One that has it already asks for nothing, and must not wait: with the lock it
+/// would keep the interpreter from its end.
+bool may_enter() {
+  if (has_lock()) return true;
+  if (Py_IsInitialized() == 0) return false;
+  return depth > 0 || !is_ending.load() || std::this_thread::get_id() == ending_thread;
 }
 
 }  // namespace
+
+void wait_for_the_end() noexcept {
+  for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+}
 
 Names& names() {
   static Names all;
@@ -75,17 +86,19 @@ Names& names() {
 
 Locked::Locked(AtEnd at_end) {
   num_inside.fetch_add(1);
-  if (Py_IsInitialized() == 0 || !may_enter()) {
+  if (!may_enter()) {
     num_inside.fetch_sub(1);
     if (at_end == AtEnd::Wait) wait_for_the_end();
     return;
   }
-  new (lock_) py::gil_scoped_acquire();
+  in_python([&] { new (lock_) py::gil_scoped_acquire(); });
+  ++depth;
   is_locked_ = true;
 }
 
 Locked::~Locked() {
   if (!is_locked_) return;
+  --depth;
   std::launder(reinterpret_cast<py::gil_scoped_acquire*>(lock_))->~gil_scoped_acquire();
   num_inside.fetch_sub(1);
 }
@@ -96,7 +109,9 @@ void drop(PyObject* const* objects, std::size_t count) noexcept {
   // What dies may run code, in the middle of an exception's way.
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
   PyErr_Fetch(&type, &value, &traceback);
-  for (std::size_t i = 0; i < count; ++i) Py_XDECREF(objects[i]);
+  in_python([&] {
+    for (std::size_t i = 0; i < count; ++i) Py_XDECREF(objects[i]);
+  });
   PyErr_Restore(type, value, traceback);
 }
 
@@ -134,6 +149,8 @@ void set_error_in_flight() noexcept {
     error.set_error();
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
+  } catch (abi::__forced_unwind&) {  // out of Python code that `in_python` is not around
+    wait_for_the_end();
   } catch (...) {
     PyErr_SetString(PyExc_RuntimeError, "remat: an unknown C++ exception");
   }

@@ -5,6 +5,8 @@
 #include <torch/csrc/python_headers.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cxxabi.h>
+
 #include <exception>
 #include <utility>
 
@@ -36,12 +38,53 @@ void set_error_in_flight() noexcept;
 [[noreturn]] void throw_persisted();
 
 // Note [The end of the process]
-// While the interpreter ends, a thread that asks for its lock is ended where it stands; with C++ frames on
-// its stack that is the end of the process, by abort. An engine's thread or a daemon thread that drops a
-// graph would get there with the references that the graph's regions hold, where plain torch holds none.
-// So from the interpreter's atexit on, other threads than the one that ends it do not ask for the lock any
-// more: references leak, and a recompute waits for the process to end. Those that have asked before are
-// waited for.
+// While the interpreter ends, a thread that asks for its lock is ended where it stands, by an exception that no
+// handler may keep and no destructor may let through: with C++ frames on its stack the process aborts. An
+// engine's thread or a daemon thread that drops a graph would get there with the references that the graph's
+// regions hold, where plain torch holds none. So from the interpreter's atexit on, other threads than the one
+// that ends it do not ask for the lock any more: references leak, and a recompute waits for the process to end.
+// Those that have asked before are waited for, though not for ever.
+// A thread whose region is still at work then meets that exception in the region's function, where a function
+// without a region has C frames alone and is ended quietly. So wherever this package calls Python or takes the
+// lock, `in_python` catches the exception before anything is unwound, and the thread waits there for the process
+// to end. What is left are LibTorch's own frames inside the function, which abort without a region, too.
+
+/// Never returns. The lock is not held, and nothing on this thread's stack is touched any more.
+[[noreturn]] void wait_for_the_end() noexcept;
+
+/// Calls Python, or takes its lock, below C++ frames. See Note [The end of the process].
+template <class Action>
+decltype(auto) in_python(Action&& action) {
+  try {
+    return action();
+  } catch (abi::__forced_unwind&) {
+    wait_for_the_end();
+  }
+}
+
+/// `function(*arguments)`. Throws py::error_already_set.
+template <class... Arguments>
+py::object call_python(py::handle function, Arguments&&... arguments) {
+  const py::tuple all = py::make_tuple(std::forward<Arguments>(arguments)...);
+  PyObject* const result =
+      in_python([&] { return PyObject_CallObject(function.ptr(), all.ptr()); });
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+/// The interpreter's lock is let go of while this is alive. See Note [The end of the process].
+class Unlocked {
+ public:
+  Unlocked() : thread_(PyEval_SaveThread()) {}
+  ~Unlocked() {
+    in_python([&] { PyEval_RestoreThread(thread_); });
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* const thread_;
+};
 
 /// The interpreter's lock, for code that any thread may come to. See Note [The end of the process].
 class Locked {

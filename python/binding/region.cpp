@@ -108,7 +108,8 @@ Body::Body(const Call& call, InputArguments inputs)
     note_kind(argument, i);
   }
   if (at::impl::PythonTorchFunctionTLS::stack_len() == 0) return;
-  PyObject* const device_context = PyObject_CallNoArgs(names().device_context);
+  PyObject* const device_context =
+      in_python([] { return PyObject_CallNoArgs(names().device_context); });
   if (device_context == nullptr) throw python_error();
   if (device_context == Py_None)
     Py_DECREF(device_context);
@@ -176,12 +177,16 @@ PyObject* Body::wrap(at::Tensor tensor, std::size_t argument) {
 PyObject* Body::call_again(PyObject** arguments) {
   const std::size_t flag = PY_VECTORCALL_ARGUMENTS_OFFSET;
   if (rare_ == nullptr || (rare_->recompute_context == nullptr && rare_->device_context == nullptr))
-    return PyObject_Vectorcall(kept_[0], arguments, num_positional_ | flag, names_);
+    return in_python(
+        [&] { return PyObject_Vectorcall(kept_[0], arguments, num_positional_ | flag, names_); });
   const auto or_none = [](PyObject* object) { return object == nullptr ? Py_None : object; };
   c10::SmallVector<PyObject*, 16> all{nullptr, or_none(rare_->recompute_context),
                                       or_none(rare_->device_context), kept_[0]};
   all.append(arguments, arguments + kept_.size() - 1);
-  return PyObject_Vectorcall(names().run_in, all.data() + 1, (num_positional_ + 3) | flag, names_);
+  return in_python([&] {
+    return PyObject_Vectorcall(names().run_in, all.data() + 1, (num_positional_ + 3) | flag,
+                               names_);
+  });
 }
 
 void Body::run_again(std::vector<at::Tensor>& inputs) {
@@ -194,7 +199,9 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
       if (own.empty()) return;
       PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
       PyErr_Fetch(&type, &value, &traceback);
-      for (PyObject* each : own) Py_DECREF(each);
+      in_python([&] {
+        for (PyObject* each : own) Py_DECREF(each);
+      });
       PyErr_Restore(type, value, traceback);
     }
   } arguments;
@@ -224,7 +231,7 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
 // function's frames are left one after the other, `with` and `finally` included.
 void Body::stop() {
   {
-    const py::gil_scoped_acquire locked;
+    const Locked locked(Locked::AtEnd::Wait);
     PyErr_SetNone(names().stop);
   }
   throw python_error();
@@ -236,7 +243,7 @@ void Body::raise(CheckpointError error) {
   if (on_error == nullptr) {
     set_error(error);
   } else if (PyObject* const made = make_error(error)) {
-    PyObject* const result = PyObject_CallOneArg(on_error, made);
+    PyObject* const result = in_python([&] { return PyObject_CallOneArg(on_error, made); });
     Py_XDECREF(result);
     if (result != nullptr) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made)), made);
     Py_DECREF(made);
@@ -248,8 +255,10 @@ void Body::raise(CheckpointError error) {
 
 PyObject* run_region(const CheckpointOptions& options, const Call& call) {
   const auto run = [&] {
-    return PyObject_Vectorcall(call.function, call.arguments,
-                               static_cast<std::size_t>(call.num_positional), call.names);
+    return in_python([&] {
+      return PyObject_Vectorcall(call.function, call.arguments,
+                                 static_cast<std::size_t>(call.num_positional), call.names);
+    });
   };
   if (!opens_region(options)) return run();
   try {
@@ -352,7 +361,7 @@ class OptionsReader {
     options.fingerprint = [kept](const at::Tensor& tensor) {
       const Locked locked(Locked::AtEnd::Wait);
       try {
-        return std::string(py::str(py::handle(kept.get())(tensor)));
+        return std::string(py::str(call_python(kept.get(), tensor)));
       } catch (py::error_already_set& error) {
         error.restore();
       }

@@ -74,9 +74,10 @@ PyObject* save_region(PyObject*, PyObject* const* arguments, Py_ssize_t count, P
         return filled(*static_cast<const Emptied*>(region.emptied()), region.tensors())
             .release()
             .ptr();
-      py::object result = py::reinterpret_steal<py::object>(
-          PyObject_Vectorcall(call.function, call.arguments,
-                              static_cast<std::size_t>(call.num_positional), call.names));
+      py::object result = py::reinterpret_steal<py::object>(in_python([&] {
+        return PyObject_Vectorcall(call.function, call.arguments,
+                                   static_cast<std::size_t>(call.num_positional), call.names);
+      }));
       if (!result) {
         warnings.set_in_exception();
         return nullptr;

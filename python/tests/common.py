@@ -24,14 +24,18 @@ def gradient(result: Any, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
     return torch.autograd.grad(result.sum(), inputs, **options)
 
 
-def run_script(text: str, *arguments: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
     """Runs a program in a process of its own, with the package that this one has."""
     folder = os.path.dirname(os.path.dirname(remat.__file__))
     path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
     return subprocess.run(
-        [sys.executable, "-c", text, *arguments], env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        [sys.executable, *arguments], env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         text=True, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+
+
+def run_script(text: str, *arguments: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
+    return run_python("-c", text, *arguments, timeout=timeout)
 
 
 # What a C++ program would write, and nobody who uses the package. Operators have names of their own.

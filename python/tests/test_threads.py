@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import unittest
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from common import Case, gradient, leaf, run_script
+from common import Case, gradient, leaf, run_python, run_script
 
 
 def operators(x: torch.Tensor) -> torch.Tensor:
@@ -170,6 +172,19 @@ class Exits(Case):
             for _ in range(self.RUNS):
                 done = run_script(HEAD + text)
                 self.assertEqual(done.returncode, 0, f"{name}: {done.stdout}")
+
+    def test_a_daemon_thread_inside_a_region_does_not_abort_the_end(self) -> None:
+        program = os.path.join(os.path.dirname(__file__), "exits.py")
+        for side, case in (
+            ("own", "a daemon thread that sleeps in a function"),
+            ("own", "a daemon thread that sleeps in a recompute"),
+            ("drop-in", "a daemon thread that sleeps in a recompute"),
+            ("own", "daemon threads that sleep in what regions call"),
+            ("own", "a daemon thread whose state provider is asked"),
+        ):
+            with self.subTest(side, case=case):
+                done = run_python("-W", "ignore", program, "--runs", "2", "--side", side, case)
+                self.assertEqual(json.loads(done.stdout.splitlines()[-1]), {"0": 2}, done.stdout)
 
     def test_import_takes_little_time(self) -> None:
         text = "import time, torch, torch.utils.checkpoint; t = time.process_time(); import remat; print(time.process_time() - t)"
