@@ -407,6 +407,10 @@ TEST_CASE("measure leaves gradients and random numbers as they were", "[plan]") 
   CHECK_THAT(text({stages[0], nullptr}, at::ones({8})), contains("stage 2 is empty"));
   CHECK_THAT(text({[](const Tensor&) { return Tensor(); }}, at::ones({8})),
              contains("stage 1 returned an undefined tensor"));
+  for (const bool requires_grad : {true, false})
+    CHECK_THAT(text({[](const Tensor& x) { return x * 2; }, [](Tensor x) { return x.relu_(); }},
+                    at::ones({8}).set_requires_grad(requires_grad)),
+               contains("stage 2 writes to its input in place") && contains("inplace = false"));
 }
 
 TEST_CASE("the peak of every plan that runs is the simulated one, to the byte", "[plan]") {

@@ -266,8 +266,8 @@ REMAT_API std::vector<Policy> policies_to_try();
 /// Afterwards parameters have the `.grad` they had, and the default generators of the CPU and of the
 /// device their states. Other
 /// side effects of running a stage stay: running statistics, hooks, generators of its own.
-/// Throws what a stage throws; `c10::ValueError` for no stages or repeats, an undefined sample, or
-/// a stage that returns an undefined tensor; `CheckpointError` (`Unsupported`) if the device's
+/// Throws what a stage throws; `c10::ValueError` for no stages or repeats, an undefined sample, a stage that writes to
+/// its input in place (no region could begin with it), or one that returns an undefined tensor; `CheckpointError` (`Unsupported`) if the device's
 /// allocator does not tell its bytes.
 REMAT_API ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
                             const MeasureOptions& options = {});

@@ -11,6 +11,7 @@
 #include "lib/seam/lazy_copy.h"
 #include "lib/seam/storage.h"
 #include "lib/tensor/capture.h"
+#include "lib/tensor/content_hash.h"
 
 namespace remat {
 
@@ -20,7 +21,8 @@ namespace {
 bool is_plain(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return storage_of(tensor) != nullptr && typeid(impl) == typeid(c10::TensorImpl) &&
-         !tensor.is_meta() && !tensor._is_zerotensor() && !impl.has_symbolic_sizes_strides();
+         !tensor.is_meta() && !tensor._is_zerotensor() && !impl.has_symbolic_sizes_strides() &&
+         !has_no_memory(tensor);
 }
 
 constexpr int64_t alignment = 64;  // of what allocators give

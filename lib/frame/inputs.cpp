@@ -201,6 +201,14 @@ TensorIdentity Inputs::identity_of(const Input& input) const {
   return identity;
 }
 
+/// Its storage was resized to nothing: to read it would end the process. Sharded parameters, which are leaves, are
+/// freed so between their uses, and have their memory again by the time when the function reads them.
+bool Inputs::is_freed(const Input& input, const at::Tensor& data) {
+  return input.role != GradRole::Leaf && storage_of(data) != nullptr &&
+         storage_of(data)->nbytes() == 0 && data.numel() > 0 && data.layout() == c10::kStrided &&
+         !data.is_meta() && !data._is_zerotensor() && !has_no_memory(data);
+}
+
 // What a user's hooks hold is not to be written to; the original may be what they hold.
 at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t number) const {
   const auto position = static_cast<int64_t>(number);
@@ -234,6 +242,7 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
   } else if (is_original) {
     storage = storages_.at(input.storage_number);
   }
+  if (is_freed(input, data)) throw_replaced_argument(region, position, data);
   if (is_original && !input.is_copy() && region.options.capture_check == CaptureCheck::Raise &&
       !is_planted(Fault::ReplacedArgument) &&
       (storage_of(data) != storage || layout_of(data) != input.layout))

@@ -156,6 +156,7 @@ class Inputs {
     bool is_object() const { return role == GradRole::None || role == GradRole::NoGradViewOfLeaf; }
   };
   bool is_held(const Input& input) const;
+  static bool is_freed(const Input& input, const at::Tensor& data);
   bool has_moved(const Input& input) const;
   bool is_written(const Input& input) const;
   TensorIdentity identity_of(const Input& input) const;

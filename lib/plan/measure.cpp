@@ -40,7 +40,7 @@ struct Measured {
   c10::Device device;
   StageClock clock{device};
   const StageRegion* run_region = nullptr;  ///< a binding's
-  std::shared_ptr<Place> place{};  // for what moves; null: nothing does
+  std::shared_ptr<Place> place{};           // for what moves; null: nothing does
   // Of what the stages asked for, and of what the allocator made of it.
   int64_t requested_bytes = 0, rounded_bytes = 0;
 
@@ -145,6 +145,7 @@ class Trial {
       : stage_(stage), input_(std::move(input)), number_(number), measured_(measured) {}
 
   StageCost cost(const MeasureOptions& options, bool is_last) {
+    refuse_writing();
     const at::Tensor first = forward_noting().first;
     const GradientScope gradients(first);
     backward(first);
@@ -165,6 +166,19 @@ class Trial {
   at::Tensor output() const { return input_from(output_, requires_grad_); }
 
  private:
+  // A plan that begins a region with such a stage would end in an error of its backward.
+  void refuse_writing() const {
+    if (!input_.has_storage() || input_.is_inference()) return;
+    const at::Tensor input = input_from(input_.clone(), input_.requires_grad());
+    const int64_t version = input._version();
+    stage_(input);
+    TORCH_CHECK_VALUE(input._version() == version, "remat::measure: stage ", number_,
+                      " writes to its input in place.\nCause: a region that begins with it could "
+                      "not be computed again, since its input is another one by then.\nDo: make it "
+                      "one stage with the one before it, or let it return a new tensor (inplace = "
+                      "false).");
+  }
+
   at::Tensor forward() const {
     at::Tensor output = stage_(input_);
     TORCH_CHECK_VALUE(output.defined(), "remat::measure: stage ", number_,

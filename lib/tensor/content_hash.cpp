@@ -47,7 +47,8 @@ bool lies_open(const c10::TensorImpl& impl) {
   return typeid(impl) == typeid(c10::TensorImpl) && impl.layout() == c10::kStrided &&
          impl.device().is_cpu() && !impl.key_set().has_any(not_as_it_lies) && impl.has_storage() &&
          !impl.has_symbolic_sizes_strides() && impl.is_non_overlapping_and_dense() &&
-         (impl.numel() == 0 || impl.storage().nbytes() > 0);
+         static_cast<std::size_t>(impl.storage_offset() + impl.numel()) * impl.itemsize() <=
+             impl.storage().nbytes();
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ Threads: everything here may be called from any thread; a guard is the affair of
 
 from __future__ import annotations
 
-from ._extension import _remat  # first: it says what is wrong if the extension does not fit
+from ._extension import _remat as _remat  # first: it says what is wrong if the extension does not fit
 from ._errors import CheckpointError, ErrorKind, Mismatch
 from ._region import Checkpointing, ValueComparison, checkpoint, checkpointed
 from ._policy import (

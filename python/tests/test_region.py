@@ -347,6 +347,33 @@ class Arguments(Case):
             gradient(z, x)
         self.assertIs(caught.exception.kind, remat.ErrorKind.INPUT_CHANGED)
 
+    def test_an_argument_whose_memory_was_freed_is_an_error(self) -> None:
+        x = leaf()
+        between = x * 1
+        y = remat.checkpoint(lambda t: (t * 1).sin().exp(), between)
+        between.untyped_storage().resize_(0)
+        with self.assertRaises(remat.CheckpointError) as raised:
+            y.sum().backward()
+        self.assertEqual(raised.exception.kind, remat.ErrorKind.INPUT_CHANGED)
+
+    def test_wrapping_classes_as_copies(self) -> None:
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        def gradients(around: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            torch.manual_seed(0)
+            a = torch.randn(4, 4)
+            x = TwoTensor(a, a * 2).requires_grad_()
+            around(lambda t: (t @ t).sin(), x).sum().backward()
+            return x.grad.a + x.grad.b
+
+        expected = gradients(lambda f, x: f(x))
+        for around in (lambda f, x: remat.checkpoint(f, x, input_mode="copy_on_write"),
+                       lambda f, x: remat.checkpoint_sequential([f], 1, x),
+                       lambda f, x: remat.checkpoint(lambda t: remat.checkpoint(f, t), x)):  # fmt: skip
+            self.check_equal(gradients(around), expected)
+        twice = gradients(lambda f, x: f(f(x)))
+        self.check_equal(gradients(lambda f, x: remat.checkpoint_sequential([f, f], 2, x)), twice)
+
     def test_functions_that_write_to_their_arguments(self) -> None:
         x = leaf()
         relu = torch.nn.ReLU(inplace=True)
