@@ -6,6 +6,7 @@
 #include <remat/tiers.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <functional>
@@ -13,6 +14,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "bench/arguments.h"
@@ -165,6 +167,13 @@ void measure(const Model& model, const std::string& directory, const bench::Argu
   }
   if (!page.empty()) return write_page(page, model, sides[2].loss);
   if (arguments.smoke) {
+    // Where backward comes before a write has begun, there is nothing to write any more.
+    for (int i = 0; i < 1000 && moved.counters->now().bytes_to_disk == 0; ++i) {
+      zero(model);
+      const Tensor loss = sides[2].loss();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      loss.backward();
+    }
     if (moved.counters->now().bytes_to_disk == 0)
       throw std::runtime_error("WRONG: nothing was moved in " + model.name);
     return;

@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/variable.h>
 
+#include <fstream>
+
 #include "remat/checkpoint.h"
 #include "remat/fit.h"
 #include "remat/hooks.h"
@@ -227,22 +229,27 @@ TEST_CASE("fit moves where that takes less time than recomputing more often", "[
   const ChainCost staying = remat::measure(chain, x, {.repeats = 3});
   const remat::Frontier without = remat::solve(staying);
   const int64_t budget = without.points().front().bytes + kBytes + 8;
+  const remat::Fitted measured = remat::fit(chain, x, budget, options);
+  CHECK(measured.measured_peak().value() <= budget);
+  CHECK_THAT(measured.table(), contains("copies of 1,000,000 bytes take"));
 
+  // What copies take here depends on what else the machine does: say that they take next to nothing.
+  std::string file = text_in(options.measurements);
+  const std::size_t line = file.find("moving ");
+  REQUIRE(line != std::string::npos);
+  file.replace(line, file.find('\n', line) - line, "moving 1e-15 1e-15 0.1");
+  std::ofstream(options.measurements) << file;
   const remat::Fitted fitted = remat::fit(chain, x, budget, options);
+  CHECK_FALSE(fitted.was_measured());
   INFO(fitted.table() << without.plan(budget).to_string());
   CHECK_FALSE(fitted.plan().moved().empty());
   CHECK(fitted.plan().depth() < without.plan(budget).depth());
   CHECK(fitted.measured_peak().value() <= budget);
   CHECK_THAT(fitted.table(), contains("input moved, recomputed") || contains("  moved\n"));
-  CHECK_THAT(fitted.table(), contains("copies of 1,000,000 bytes take"));
   fitted(x).backward();
   const Tensor gradient = std::exchange(x.mutable_grad(), Tensor());
   remat::run(Plan(7), chain, x).backward();
   CHECK(bit_equal(x.grad(), gradient));
-  // The file has all of it.
-  const remat::Fitted again = remat::fit(chain, x, budget, options);
-  CHECK_FALSE(again.was_measured());
-  CHECK(again.plan() == fitted.plan());
 }
 
 TEST_CASE("README: a plan that moves", "[plan][readme]") {

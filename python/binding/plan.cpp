@@ -161,6 +161,11 @@ std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stag
     throw py::value_error("remat.run: the plan has " + std::to_string(plan.stages()) +
                           " stages, but " + std::to_string(stages.size()) +
                           " functions were passed.");
+  if (!plan.moved().empty())
+    throw py::value_error(
+        "remat.run: the plan moves what stage " + std::to_string(plan.moved().front()) +
+        " saves, which is offered in C++ only. Do: solve without moves, or run the plan without them, "
+        "Plan(plan.stages, plan.regions), under save_in_tiers.");
   if (plan.policies() > static_cast<int64_t>(policies.size()))
     throw py::value_error("remat.run: the plan has a region with policy " +
                           std::to_string(plan.policies()) + ", but " +
@@ -328,7 +333,7 @@ Plan plan_for(const Frontier& frontier, int64_t budget_bytes) {
 }
 
 /// Regions as (first, last) or (first, last, policy).
-Plan make_plan(int64_t stages, const py::iterable& regions) {
+Plan make_plan(int64_t stages, const py::iterable& regions, std::vector<int64_t> moved) {
   std::vector<PlanRegion> all;
   for (const py::handle each : regions) {
     const py::tuple numbers(py::reinterpret_borrow<py::object>(each));
@@ -339,7 +344,7 @@ Plan make_plan(int64_t stages, const py::iterable& regions) {
     all.push_back({numbers[0].cast<int64_t>(), numbers[1].cast<int64_t>(),
                    numbers.size() == 3 ? numbers[2].cast<int64_t>() : 0});
   }
-  return Plan(stages, std::move(all));
+  return Plan(stages, std::move(all), std::move(moved));
 }
 
 py::list regions_of(const Plan& plan) {
@@ -361,9 +366,10 @@ void add_plan(py::module_& module) {
       module, "Plan",
       "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs from 1,\n"
       "in the order in which they open; (stage, stage, policy) is one that keeps what the policy of that\n"
-      "number says. As text: '[ck[ck[1] 2] ck2[3] 4 5]'. Immutable.")
+      "number says. As text: '[ck[ck[1] 2] ck2[3] 4 5]'. `moved`: the first stages of what moves what it\n"
+      "saves, 'mv[2]' as text, which `run` does in C++ only. Immutable.")
       .def(py::init(torch::wrap_pybind_function(make_plan)), py::arg("stages"),
-           py::arg("regions") = py::tuple())
+           py::arg("regions") = py::tuple(), py::arg("moved") = std::vector<int64_t>())
       .def_static("parse", torch::wrap_pybind_function([](const std::string& text) {
                     return Plan::parse(text);
                   }),
@@ -377,8 +383,9 @@ void add_plan(py::module_& module) {
       .def("__hash__", [](const Plan& self) { return py::hash(py::str(self.to_string())); })
       .def("__reduce__",
            [](const py::object& self) {
-             return py::make_tuple(py::type::of(self),
-                                   py::make_tuple(self.attr("stages"), self.attr("regions")));
+             return py::make_tuple(
+                 py::type::of(self),
+                 py::make_tuple(self.attr("stages"), self.attr("regions"), self.attr("moved")));
            })
       .def_property_readonly("stages", &Plan::stages, "Of the chain.")
       .def_property_readonly("depth", &Plan::depth, "The deepest nesting; 0 without regions.")
@@ -387,6 +394,8 @@ void add_plan(py::module_& module) {
                              "The largest number of a policy; 0 without any.")
       .def_property_readonly("regions", regions_of,
                              "A PlanRegion for each, in the order in which they open.")
+      .def_property_readonly("moved", &Plan::moved,
+                             "The first stages of what moves what it saves, in order.")
       .def("calls", &Plan::calls,
            "How often forward, with one backward and early stop, calls each stage.");
 

@@ -68,6 +68,14 @@ class Plans(Case):
         for a, b in zip(found, wanted):
             self.assertTrue(torch.equal(a, b))
 
+    def test_a_plan_that_moves_is_kept_and_not_run(self) -> None:
+        plan = remat.Plan.parse("[mv[1] mv[ck[2]] 3]")
+        self.assertEqual(plan.moved, [1, 2])
+        self.assertEqual(plan, remat.Plan(3, [(2, 2)], [1, 2]))
+        self.assertEqual(pickle.loads(pickle.dumps(plan)), plan)
+        with self.assertRaisesRegex(ValueError, "the plan moves what stage 1 saves, which is offered in C"):
+            remat.run(plan, [torch.sin, torch.cos, torch.sum], torch.ones(4, requires_grad=True))
+
     def test_text_and_values(self) -> None:
         text = "[ck[ck[1] 2] ck[3] 4 5]"
         plan = remat.Plan.parse(text)
