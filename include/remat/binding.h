@@ -161,7 +161,7 @@ REMAT_API void set_dispatch_mode(_object* object, c10::impl::PyInterpreter* inte
 /// How many hooks a binding has in a table that LibTorch knows as one hook (Python's have one for each tensor).
 struct HookTable {
   const void* table;  ///< its address: which one it is
-  int64_t size;
+  int64_t size;       ///< the number of hooks in it
 };
 
 /// Hooks of a binding's language, so that a recompute does not register again what forward registered.
