@@ -5,6 +5,7 @@
 #include <structmember.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <new>
@@ -41,11 +42,22 @@ PyObject* entry(PyObject* dictionary, const char* name) {
   return found;
 }
 
-/// Holds a module's buffers under numbers.
+/// Holds modules' buffers under their paths and a number, "Block|norm|running_mean|0", of which remat/_errors.py makes
+/// what users call them: LibTorch allows no dots.
 struct StandIn : torch::nn::Module {
-  void add(const at::Tensor& buffer) { register_buffer(std::to_string(num_buffers++), buffer); }
+  void add(const std::string& path, const at::Tensor& buffer) {
+    register_buffer(path + "|" + std::to_string(num_buffers++), buffer);
+  }
   int64_t num_buffers = 0;
 };
+
+/// "Block" of "package.Block"; a name of a module or buffer as it may stand in a path.
+std::string last_name(const std::string& name) { return name.substr(name.rfind('.') + 1); }
+std::string path_to(const std::string& path, PyObject* name) {
+  std::string text = PyUnicode_Check(name) != 0 ? std::string(py::str(name)) : std::string("?");
+  std::replace(text.begin(), text.end(), '.', '_');
+  return path + "|" + text;
+}
 
 /// What the library can copy and write: no class of its own, and with contents.
 bool can_be_restored(PyObject* buffer, const at::Tensor& tensor) {
@@ -152,10 +164,10 @@ HeldFlags& held_flags() {
 // ---- the state ----------------------------------------------------------------------------------------
 
 ModuleState::ModuleState(const std::vector<PyObject*>& roots) {
-  for (PyObject* root : roots) add(root, 0);
+  for (PyObject* root : roots) add(root, 0, last_name(Py_TYPE(root)->tp_name));
 }
 
-void ModuleState::add(PyObject* module, int depth) {
+void ModuleState::add(PyObject* module, int depth, const std::string& path) {
   PyObject* const attributes = PyObject_GenericGetDict(module, nullptr);
   if (attributes == nullptr) {
     PyErr_Clear();
@@ -174,14 +186,14 @@ void ModuleState::add(PyObject* module, int depth) {
     if (tensor == nullptr || !can_be_restored(value, *tensor)) continue;
     buffers_.push_back({new_reference(buffers), new_reference(name), new_reference(value)});
     if (stand_in_ == nullptr) stand_in_ = std::make_shared<StandIn>();
-    static_cast<StandIn&>(*stand_in_).add(*tensor);
+    static_cast<StandIn&>(*stand_in_).add(path_to(path, name), *tensor);
   }
   PyObject* const children = entry(attributes, "_modules");
   constexpr int deepest = 200;  // a tree with a cycle ends somewhere
   if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest) return;
   position = 0;
   while (PyDict_Next(children, &position, &name, &value) != 0)
-    if (is_module(value)) add(value, depth + 1);
+    if (is_module(value)) add(value, depth + 1, path_to(path, name));
 }
 
 ModuleState::~ModuleState() {

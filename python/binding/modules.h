@@ -2,6 +2,7 @@
 // Python modules behind a region's function: their training flags and buffers, for its recomputes.
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "region.h"
@@ -59,7 +60,7 @@ class ModuleState {
     PyObject* name;
     PyObject* tensor;
   };
-  void add(PyObject* module, int depth);
+  void add(PyObject* module, int depth, const std::string& path);
 
   std::vector<Flag> flags_;
   std::vector<Buffer> buffers_;

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 import torch
+import torch.nn as nn
 import torch.utils.checkpoint as upstream
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -475,6 +476,32 @@ class Hooks(Case):
         w.register_hook(lambda g: calls.append("later"))
         (w * 2).sum().backward()
         self.assertEqual(calls, ["later"])
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.inner.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale: torch.Tensor = self.inner.scale  # type: ignore[assignment]
+        return self.inner(x).sin() * scale
+
+
+class Names(Case):
+    def test_a_changed_buffer_is_called_by_its_path(self) -> None:
+        module = Named()
+        calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            lambda x: remat.checkpoint(module, x), lambda x: remat.checkpoint(lambda t: module(t), x, modules=[module]),
+            lambda x: remat.Checkpointed(module)(x)]
+        for call in calls:
+            y = call(torch.randn(3, 4, requires_grad=True))
+            with torch.no_grad():
+                module.inner.scale.add_(1)  # type: ignore[operator,union-attr]
+            with self.assertRaises(remat.CheckpointError) as raised:
+                y.sum().backward()
+            self.assertIn("buffer 'inner.scale' of Named", str(raised.exception))
 
 
 class Stops(Case):

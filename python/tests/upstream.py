@@ -122,9 +122,10 @@ def run(sources: Path, suite: str, with_remat: bool, timeout_s: int) -> tuple[di
         arguments += ["--rootdir", str(sources / "test"), f"--junitxml={report}", "--tb=line", "-W", "ignore"]
         if chosen:
             arguments += ["-k", chosen]
+        path = os.pathsep.join(map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))))
         child = subprocess.run(
             [sys.executable, "-c", RUN, json.dumps([with_remat, GONE, arguments])],
-            cwd=sources / "test", env=os.environ | {"CI": ""}, text=True, timeout=timeout_s,
+            cwd=sources / "test", env=os.environ | {"CI": "", "PYTHONPATH": path}, text=True, timeout=timeout_s,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         ends = ends_of(report)
