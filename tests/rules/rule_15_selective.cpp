@@ -1,6 +1,7 @@
 // Rule 15: kept results are replayed to the call they came from, survive a second backward, and never
 // stand for another call's.
 
+#include <ATen/ScalarOps.h>
 #include <ATen/autocast_mode.h>
 
 #include <string>
@@ -953,6 +954,20 @@ TEST_CASE("a named value that is changed in place is computed again where change
   if (allows) return require_same_grads(f, region, x);
   const auto error = error_of<remat::CheckpointError>([&] { grad_of(region(x), {x}); });
   CHECK(error.kind() == remat::CheckpointError::Kind::SelectiveMutation);
+}
+
+TEST_CASE("what a call computed from a number is kept, by the number's value", "[rule-15]") {
+  // As bindings pass numbers: a tensor of no operator, which the graph holds.
+  double number = 2;
+  const auto f = [&](const Tensor& x) {
+    return (x * at::native::wrapped_scalar_tensor(number)).sin();
+  };
+  const Tensor x = leaf({4, 4});
+  const auto region = [&](const Tensor& t) { return checkpoint(saving({"aten::mul"}), f, t); };
+  require_same_grads(f, region, x);
+  const Tensor y = region(x);
+  number = 3;
+  CHECK(kind_of(y, {x}) == CheckpointError::Kind::SelectiveMismatch);
 }
 
 TEST_CASE("sparse and inference tensors go through a region with a policy", "[rule-15]") {
