@@ -77,7 +77,9 @@ std::optional<Statement> Generator::make_about_arguments(const std::vector<int>&
     const int id = !is_inside          ? pick(visible)
                    : dice_.percent(50) ? pick_leaf()
                                        : pick_given(visible);
-    const int64_t first = features_.retains ? 0 : 1, last = static_cast<int64_t>(Hook::Count);
+    // That one retains its gradient is not said again by a recompute that passes over save_region.
+    const int64_t first = features_.retains && nested_stretches_ == 0 ? 0 : 1,
+                  last = static_cast<int64_t>(Hook::Count);
     return make_register(id, static_cast<Hook>(first + dice_.below(last - first)));
   }
   // What comes back from hooks for a leaf is another object, which no Toggle of the leaf reaches.
