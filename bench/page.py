@@ -63,6 +63,8 @@ SECTIONS = (
      "The same budgets for plans whose regions only recompute, whose regions may keep results of operator calls, that may move "
      "what is saved to a file, and that may do both."),
     ("plan_curve", "How long does planning take?", "The frontier of time and memory for all budgets at once."),
+    ("plan_gap", "What does a plan lose to schedules of all kinds?",
+     "Step times of plans over the least of all schedules, for the same bytes; chains of four stages and a loss."),
 )
 
 
