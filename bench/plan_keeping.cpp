@@ -6,6 +6,9 @@
 
 #include <cstdio>
 #include <filesystem>
+#include <functional>
+#include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -15,6 +18,7 @@
 #include "bench/measure.h"
 #include "bench/rounds.h"
 #include "examples/char_transformer/model.h"
+#include "examples/unet/model.h"
 
 namespace {
 
@@ -23,24 +27,24 @@ using remat::Frontier;
 using remat::Plan;
 using torch::Tensor;
 
-/// The demo's model as a chain, with a loss that needs no targets.
+/// A chain of stages with a loss that needs no targets.
 class Chain {
  public:
-  Chain(const ModelOptions& options, int64_t batch, remat::MoveOptions moving)
+  Chain(std::shared_ptr<torch::nn::Module> model, std::vector<remat::Stage> stages, Tensor input,
+        remat::MoveOptions moving)
       : moving(std::move(moving)),
-        model_(options, Checkpointing::None),
-        ids_(torch::randint(options.vocabulary, {batch, options.context}, torch::kLong)),
-        stages_(model_->stages()) {
-    stages_.emplace_back([](const Tensor& scores) { return scores.logsumexp(-1).mean(); });
+        model_(std::move(model)),
+        input_(std::move(input)),
+        stages_(std::move(stages)) {
     for (Tensor& each : model_->parameters()) each.mutable_grad() = torch::zeros_like(each);
   }
 
   const std::vector<remat::Stage>& stages() const { return stages_; }
-  const Tensor& input() const { return ids_; }
+  const Tensor& input() const { return input_; }
 
   void step(const Plan& plan) {
     model_->zero_grad(/*set_to_none=*/false);
-    remat::run(plan, stages_, ids_, {}, policies, moving).backward();
+    remat::run(plan, stages_, input_, {}, policies, moving).backward();
   }
   std::vector<Tensor> gradients(const Plan& plan) {
     torch::manual_seed(2);
@@ -61,10 +65,95 @@ class Chain {
   const remat::MoveOptions moving;
 
  private:
-  CharTransformer model_;
-  const Tensor ids_;
+  std::shared_ptr<torch::nn::Module> model_;
+  const Tensor input_;
   std::vector<remat::Stage> stages_;
 };
+
+Chain demo(double dropout, bool smoke, remat::MoveOptions moving) {
+  ModelOptions options;
+  options.vocabulary = 65, options.dropout = dropout;
+  int64_t batch = 8;
+  if (smoke) options.blocks = 3, options.context = 16, options.width = 32, batch = 2;
+  CharTransformer model(options, Checkpointing::None);
+  std::vector<remat::Stage> stages = model->stages();
+  stages.emplace_back([](const Tensor& scores) { return scores.logsumexp(-1).mean(); });
+  const Tensor ids = torch::randint(options.vocabulary, {batch, options.context}, torch::kLong);
+  return {model.ptr(), std::move(stages), ids, std::move(moving)};
+}
+
+/// What goes from stage to stage of a U-Net: what waits for the way up, and the picture, which is the last one.
+using Parts = std::vector<Tensor>;
+
+/// As the one tensor that a stage takes and returns.
+Tensor packed(const Parts& parts) {
+  if (parts.size() == 1) return parts.front();
+  Parts flat;
+  for (const Tensor& each : parts) flat.push_back(each.flatten());
+  return torch::cat(flat);
+}
+Parts unpacked(const Tensor& flat, const std::vector<std::vector<int64_t>>& shapes) {
+  if (shapes.size() == 1) return {flat};
+  std::vector<int64_t> sizes;
+  for (const auto& shape : shapes)
+    sizes.push_back(std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>()));
+  Parts parts = flat.split_with_sizes(sizes);
+  for (std::size_t i = 0; i < parts.size(); ++i) parts[i] = parts[i].view(shapes[i]);
+  return parts;
+}
+
+/// Three levels of the example's blocks, each block two stages.
+Chain u_net(bool smoke, remat::MoveOptions moving) {
+  const int64_t batch = smoke ? 1 : 4, side = smoke ? 8 : 96, width = smoke ? 4 : 24;
+  const auto model = std::make_shared<torch::nn::Module>("u_net");
+  const Tensor input = torch::randn({batch, 3, side, side});
+  std::vector<remat::Stage> stages;
+  Parts now{input};  // what the next stage is given
+  const auto add = [&](const std::function<void(Parts&)>& work) {
+    std::vector<std::vector<int64_t>> shapes;
+    for (const Tensor& each : now) shapes.push_back(each.sizes().vec());
+    stages.emplace_back([work, shapes](const Tensor& flat) {
+      Parts parts = unpacked(flat, shapes);
+      work(parts);
+      return packed(parts);
+    });
+    const torch::NoGradGuard no_grad;
+    work(now);
+  };
+  const auto add_block = [&](int64_t to, const std::function<void(Parts&)>& prepare) {
+    Parts prepared = now;
+    prepare(prepared);
+    const auto block =
+        std::make_shared<unet::BlockImpl>(prepared.back().size(1), to, unet::Norm::Instance);
+    model->register_module("block" + std::to_string(stages.size()), block);
+    // Convolution, norm and activation.
+    const auto run = [block](Parts& parts, int64_t first) {
+      for (auto layer = block->layers->begin() + first; layer != block->layers->begin() + first + 3;
+           ++layer)
+        parts.back() = layer->forward(parts.back());
+    };
+    add([=](Parts& parts) {
+      prepare(parts);
+      run(parts, 0);
+    });
+    add([=](Parts& parts) { run(parts, 3); });
+  };
+  const auto down = [](Parts& parts) { parts.push_back(torch::max_pool2d(parts.back(), 2)); };
+  const auto up = [](Parts& parts) {
+    const Tensor below = parts.back();
+    parts.pop_back();
+    const Tensor beside = parts.back();
+    parts.back() =
+        torch::cat({beside, torch::upsample_nearest2d(below, {beside.size(2), beside.size(3)})}, 1);
+  };
+  add_block(width, [](Parts&) {});
+  add_block(2 * width, down);
+  add_block(4 * width, down);
+  add_block(2 * width, up);
+  add_block(width, up);
+  stages.emplace_back([](const Tensor& picture) { return picture.square().mean(); });
+  return {model, std::move(stages), input, std::move(moving)};
+}
 
 struct Candidate {
   std::string name;
@@ -74,16 +163,7 @@ struct Candidate {
   int64_t peak_bytes = 0;
 };
 
-void run_with(const bench::Arguments& arguments, const char* model, double dropout,
-              const std::string& directory) {
-  ModelOptions options;
-  options.vocabulary = 65, options.dropout = dropout;
-  int64_t batch = 8;
-  if (arguments.smoke) options.blocks = 3, options.context = 16, options.width = 32, batch = 2;
-  torch::manual_seed(1);
-  remat::MoveOptions moving{.directory = directory};
-  if (arguments.smoke) moving.min_bytes = 0;
-  Chain chain(options, batch, moving);
+void run_with(const bench::Arguments& arguments, const char* model, Chain chain) {
   const ChainCost cost = remat::measure(
       chain.stages(), chain.input(),
       {.repeats = arguments.smoke ? 1 : 7, .policies = chain.policies, .moving = chain.moving});
@@ -156,8 +236,14 @@ int run(int argc, char** argv) {
   std::string directory = std::filesystem::temp_directory_path().string();
   const bench::Arguments arguments = bench::parse(argc, argv, {{"--directory PATH", &directory}});
   const remat::MemoryMeter first;  // before the tensors it shall count
-  run_with(arguments, "the demo's model", 0.1, directory);
-  run_with(arguments, "the demo's model, no dropout", 0, directory);
+  remat::MoveOptions moving{.directory = directory};
+  if (arguments.smoke) moving.min_bytes = 0;
+  torch::manual_seed(1);
+  run_with(arguments, "the demo's model", demo(0.1, arguments.smoke, moving));
+  torch::manual_seed(1);
+  run_with(arguments, "the demo's model, no dropout", demo(0, arguments.smoke, moving));
+  torch::manual_seed(1);
+  run_with(arguments, "a U-Net", u_net(arguments.smoke, moving));
   return 0;
 }
 
