@@ -276,7 +276,7 @@ class Run:
             policies: dict[str, Callable[[], Any]] = {
                 "matmuls": remat.save_matmuls,
                 "operators": lambda: remat.save_ops(["aten::sin", "aten::tanh", "aten::exp", "aten::_softmax"]),
-                "function": lambda: lambda op, *_: "mm" in str(op) or "mul" in str(op),
+                "function": lambda: lambda context: "mm" in context.op_name or "mul" in context.op_name,
                 "best": lambda: remat.save_best(200),
                 "offload": lambda: remat.offload_ops(["aten::mm", "aten::mul"]),
                 "names": lambda: remat.save_names(["n"]),
