@@ -9,6 +9,8 @@
 #include <thread>
 #include <utility>
 
+#include "lib/base/waiting.h"
+
 namespace remat {
 
 namespace {
@@ -41,7 +43,11 @@ void Background::Job::run() noexcept {
 
 void Background::Job::wait() {
   if (begin()) run();
-  for (int64_t state = state_.load(); state != over; state = state_.load()) state_.wait(state);
+  if (state_.load() != over) {
+    // What the job frees at its end may be memory of a binding's language, which needs what that lets go of.
+    const WaitForThread waiting;
+    for (int64_t state = state_.load(); state != over; state = state_.load()) state_.wait(state);
+  }
   if (error_) std::rethrow_exception(error_);
 }
 

@@ -8,7 +8,9 @@
 #include <stdexcept>
 #include <thread>
 
-#include "tests/support/support.h"
+#include "remat/plan.h"
+#include "tests/support/files.h"
+#include "tests/support/nn.h"
 
 namespace {
 
@@ -364,4 +366,72 @@ TEST_CASE("a body that returns from raise is told so, by a text to report", "[bi
   CHECK_THAT(text, contains("mismatch.cpp:"));
   CHECK_THAT(text, contains("a RegionBody returned from raise()"));
   CHECK_THAT(text, contains("This is a bug in remat. Please report it with this text"));
+}
+
+TEST_CASE("a binding runs the items of a plan, and what they save moves", "[binding][plan]") {
+  const Folder folder;
+  const Tensor x = leaf({large});
+  const std::vector<Function> functions{[](const Tensor& t) { return t.sin().cos(); },
+                                        [](const Tensor& t) { return t.exp().tanh(); },
+                                        [](const Tensor& t) { return t.cos().exp(); },
+                                        [](const Tensor& t) { return t.square().sum(); }};
+  Tensor plain = x;
+  for (const Function& each : functions) plain = each(plain);
+  const Tensor expected = grad_of(plain, {x})[0];
+  plain.reset();
+  const remat::Plan plan = remat::Plan::parse("[mv[1] mv[ck[2 3]] 4]");
+  Seen seen;
+  std::vector<std::size_t> items;
+  const auto run_item = [&](std::size_t item, Tensor t) {
+    items.push_back(item);
+    if (item == 1) {
+      const Function both = [&](const Tensor& u) { return functions[2](functions[1](u)); };
+      return foreign_region(seen, {}, both, t);
+    }
+    return functions[item == 0 ? 0 : 3](t);
+  };
+  const LiveBytes bytes;
+  const remat::MoveOptions moving{.directory = folder.path(), .min_bytes = 0};
+  const Tensor loss = remat::run_items(plan, x, moving, run_item);
+  CHECK(items == std::vector<std::size_t>{0, 1, 2});
+  CHECK(bytes.held() == 4 * large + 4);  // what the last one saved, and the loss
+  require_bit_equal(grad_of(loss, {x}), {expected});
+  CHECK(seen.runs == 1);
+
+  const auto throws = [](std::size_t item, Tensor t) -> Tensor {
+    if (item == 1) throw ForeignStop{};
+    return t.sin().cos();
+  };
+  CHECK_THROWS_AS(remat::run_items(plan, x, moving, throws), ForeignStop);
+  CHECK_THAT(text_of(error_of<c10::ValueError>([&] { remat::run_items(plan, x, {}, run_item); })),
+             contains("the plan moves tensors of the CPU, and MoveOptions names no directory"));
+  CHECK(bit_equal(grad_of(remat::run_items(remat::Plan(3), x, {}, run_item), {x})[0], expected));
+}
+
+TEST_CASE("errors call tensors what a module that stands for others says", "[binding][rule-10]") {
+  struct StandIn : torch::nn::Module, remat::TensorNames {
+    explicit StandIn(Tensor stands_for) : tensor(std::move(stands_for)) {
+      register_buffer("0", at::ones({4}));
+    }
+    void visit_tensors(Visitor visitor) const override {
+      visitor("parameter 'other' of Block", at::ones({4}));
+      visitor("parameter 'conv1.weight' of Block", tensor);
+      visitor("parameter 'missing' of Block", Tensor());
+    }
+    Tensor tensor;
+  };
+  const Tensor x = leaf({4}), weight = leaf({4});
+  const auto stand_in = std::make_shared<StandIn>(weight);
+  const Tensor buffer = stand_in->buffers()[0];
+  const auto changed = [&](const Tensor& tensor) {
+    const Tensor y = remat::checkpoint(
+        {.modules = {stand_in}}, [&](const Tensor& t) { return (t * weight).sin() * buffer; }, x);
+    {
+      const at::NoGradGuard no_grad;
+      tensor.add_(1);
+    }
+    return text_of(error_of<CheckpointError>([&] { y.sum().backward(); }));
+  };
+  CHECK_THAT(changed(weight), contains("parameter 'conv1.weight' of Block (saved tensor at"));
+  CHECK_THAT(changed(buffer), !contains("StandIn"));
 }

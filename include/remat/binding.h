@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <typeinfo>
 #include <vector>
 
@@ -37,7 +38,9 @@ namespace remat {
 struct ChainCost;
 class Frame;
 struct MeasureOptions;
+struct MoveOptions;
 class OpLogScope;
+class Plan;
 namespace detail {
 class Scope;
 class ScriptCall;
@@ -102,6 +105,17 @@ struct FunctionFacts {
   void (*visit_opaque)(const RegionBody& body, OpaqueVisitor visitor) = nullptr;
   /// A recompute ends with the last tensor needed even where a throw costs more than all that it skips.
   bool always_stops = false;
+};
+
+/// What a module may be, too, that stands for modules of another language: in errors the tensors of those have the names
+/// that it says, instead of the paths of its own.
+class REMAT_API TensorNames {
+ public:
+  /// Gets to know a tensor and its name: "parameter 'conv1.weight' of UNetBlock".
+  using Visitor = c10::function_ref<void(const std::string& name, const at::Tensor& tensor)>;
+  virtual ~TensorNames();
+  /// Visits the parameters and buffers, when an error looks for a name. Any thread. Throws nothing.
+  virtual void visit_tensors(Visitor visitor) const = 0;
 };
 
 /// The first run of a region: from saving its inputs to taking note of its result. One thread.
@@ -206,5 +220,13 @@ using StageRegion = std::function<at::Tensor(std::size_t stage, const Checkpoint
 /// `run_region` runs it. (`checkpoint()` would end its recompute by an exception of C++.)
 REMAT_API ChainCost measure_stages(const std::vector<Stage>& stages, const at::Tensor& sample,
                                    const MeasureOptions& options, const StageRegion& run_region);
+
+/// Runs an item of a plan that is in no region: a stage, or a region with all that it runs. `item`: its number, from 0.
+using ItemRun = std::function<at::Tensor(std::size_t item, at::Tensor input)>;
+/// Does what `run` does around all regions, with items that the binding runs: each on what the one before returned, and
+/// what the plan moves of what they save waits where `moving` says. Keeps nothing of `run_item`.
+/// Throws what an item throws; `c10::ValueError` as `run`, if the plan moves and there is no place for that.
+REMAT_API at::Tensor run_items(const Plan& plan, at::Tensor input, const MoveOptions& moving,
+                               const ItemRun& run_item);
 
 }  // namespace remat

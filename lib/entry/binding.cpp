@@ -19,6 +19,8 @@ void RegionBody::stop() { throw StopSignal{}; }
 
 void RegionBody::raise(CheckpointError error) { throw std::move(error); }
 
+TensorNames::~TensorNames() = default;
+
 BackwardMark::BackwardMark(const torch::autograd::edge_list& roots,
                            const torch::autograd::edge_list& targets, bool accumulates) {
   backward_begins(roots, targets, accumulates);

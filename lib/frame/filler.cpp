@@ -130,6 +130,9 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
   });
   value.tensor = kept;
   value.is_own_alias = !kept.is_same(saved);
+  constexpr std::size_t num_owners = 2;  // the graph's hook, and the value
+  if (value.is_own_alias)
+    value.num_companions = static_cast<uint8_t>(value.tensor.use_count() - num_owners);
   if (!saved.is_cpu()) value.ready = ready_.of(saved);
   if (is_planted(Fault::InnerInput) && input_being_saved() != nullptr) {
     value.tensor = kept.new_zeros(kept.sizes());
@@ -315,9 +318,10 @@ void Filler::note_members(const UserState* state) {
 // outside keeps it, with copies of ours of what its nodes saved.
 void Filler::warn_of_survivors(bool has_run_backward) const {
   if (has_run_backward) return;  // threads of devices may still hold parts of it
-  const bool survives = std::any_of(
-      values_.values.begin(), values_.values.end(),
-      [](const Value& each) { return each.is_own_alias && each.tensor.use_count() > 1; });
+  const bool survives =
+      std::any_of(values_.values.begin(), values_.values.end(), [](const Value& each) {
+        return each.is_own_alias && each.tensor.use_count() > 1U + each.num_companions;
+      });
   if (!survives) return;
   static OncePerName warned;
   const std::string& name = region_.info.name();

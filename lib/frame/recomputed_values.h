@@ -27,6 +27,8 @@ struct Value {
   std::shared_ptr<const Ready> ready{};  ///< null on the CPU
   uint32_t version = 0;
   bool is_own_alias = false;  ///< of what was saved: owned here and by the recomputed graph alone
+  /// But for these owners of an alias: the object of another language that it came with.
+  uint8_t num_companions = 0;
   int64_t bytes = 0;
 };
 

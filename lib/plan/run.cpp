@@ -9,11 +9,13 @@
 #include <functional>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "hooks/depot.h"
 #include "lib/plan/cost.h"
 #include "lib/plan/moves.h"
 #include "lib/scope/offload.h"
+#include "remat/binding.h"
 #include "remat/checkpoint.h"
 
 namespace remat {
@@ -52,34 +54,47 @@ at::Tensor run_item(const std::shared_ptr<const Program>& program, PlanItem item
   return checkpoint(program->options[region], RegionOfPlan{program, region}, std::move(x));
 }
 
-/// The program around all regions. See Note [What a plan moves].
-at::Tensor run_moving(const std::shared_ptr<const Program>& program, const Plan& plan,
-                      const std::shared_ptr<Place>& place, int64_t min_bytes, at::Tensor x) {
-  std::shared_ptr<Depot> before;  // of the item before, if it moves
-  auto moved = plan.moved().begin();
-  for (const PlanItem item : program->items[0]) {
-    const int64_t first =
-        item > 0 ? item : plan.regions()[static_cast<std::size_t>(-item) - 1].first;
+/// A depot for each item that moves what it saves, while the program around all regions runs. See Note
+/// [What a plan moves].
+class Moves {
+ public:
+  Moves(const Plan& plan, std::shared_ptr<Place> place, int64_t min_bytes)
+      : place_(std::move(place)),
+        min_bytes_(min_bytes),
+        moved_(plan.moved().begin()),
+        end_(plan.moved().end()) {}
+
+  /// Runs the next item, which begins with the stage of that number.
+  template <class RunItem>
+  at::Tensor run(int64_t first, const RunItem& run_item) {
     std::shared_ptr<Depot> depot;
-    if (moved != plan.moved().end() && *moved == first) {
-      depot = depot_of_moves(place, min_bytes);
-      ++moved;
+    if (moved_ != end_ && *moved_ == first) {
+      depot = depot_of_moves(place_, min_bytes_);
+      ++moved_;
     }
+    at::Tensor x;
     {
       std::optional<DepotGuard> guard;
       if (depot != nullptr) guard.emplace(depot);
-      x = run_item(program, item, std::move(x));
+      x = run_item();
     }
-    if (before != nullptr) {
-      before->finish_stores();
+    if (before_ != nullptr) {
+      before_->finish_stores();
       // A leaf outlives the step: a stage has returned the caller's tensor.
       if (x.requires_grad() && !x.is_leaf())
-        x.register_hook([before](const at::Tensor&) { before->begin_loads(); });
+        x.register_hook([before = before_](const at::Tensor&) { before->begin_loads(); });
     }
-    before = std::move(depot);
+    before_ = std::move(depot);
+    return x;
   }
-  return x;
-}
+
+ private:
+  const std::shared_ptr<Place> place_;
+  const int64_t min_bytes_;
+  std::vector<int64_t>::const_iterator moved_;
+  const std::vector<int64_t>::const_iterator end_;
+  std::shared_ptr<Depot> before_;  // of the item before, if it moves
+};
 
 CheckpointOptions named(CheckpointOptions options, const PlanRegion& region) {
   const std::string stages = region.first == region.last
@@ -109,9 +124,24 @@ at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor in
     if (region.policy > 0)
       program->options.back().policy = policies[static_cast<std::size_t>(region.policy - 1)];
   }
-  if (plan.moved().empty()) return run_items(program, 0, std::move(input));
-  const std::shared_ptr<Place> place = place_of(moving, input.device(), "remat::run");
-  return run_moving(program, plan, place, moving.min_bytes, std::move(input));
+  return run_items(plan, std::move(input), moving, [&program](std::size_t item, at::Tensor x) {
+    return run_item(program, program->items[0][item], std::move(x));
+  });
+}
+
+at::Tensor run_items(const Plan& plan, at::Tensor input, const MoveOptions& moving,
+                     const ItemRun& run_item) {
+  const std::vector<PlanItem> items = items_of(plan)[0];
+  std::optional<Moves> moves;
+  if (!plan.moved().empty())
+    moves.emplace(plan, place_of(moving, input.device(), "remat::run"), moving.min_bytes);
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const auto run_here = [&] { return run_item(i, std::move(input)); };
+    const int64_t first =
+        items[i] > 0 ? items[i] : plan.regions()[static_cast<std::size_t>(-items[i]) - 1].first;
+    input = moves ? moves->run(first, run_here) : run_here();
+  }
+  return input;
 }
 
 }  // namespace remat

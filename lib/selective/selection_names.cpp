@@ -21,7 +21,6 @@ bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
     return false;
   for (const ResultRecord& each : record->results) {
     if (each.dtype == c10::ScalarType::Undefined) {
-      if (storage_of(each.held) != nullptr) return false;
       results.emplace_back(at::Tensor());
       continue;
     }
@@ -75,10 +74,12 @@ void Selection::hold_for_name(const ResultIndex& call, CallRecord& record,
   for (const c10::IValue& result : results)
     visit_tensors_in(result, [&](const at::Tensor& tensor) {
       ResultRecord& each = record.results.emplace_back();
-      if (storage_of(tensor) == nullptr || tensor.layout() != c10::kStrided || tensor.is_nested())
-        return;
-      each.storage = weak_storage_of(tensor);
+      if (!tensor.defined()) return;
       each.dtype = tensor.scalar_type();
+      // What has its elements elsewhere (nested tensors, wrappers of Python's) cannot be built again of these parts: the
+      // value with the name is kept, not its call.
+      if (!KeptTensor::can_be_placeholder(tensor)) return;
+      each.storage = weak_storage_of(tensor);
       each.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
       each.strides.assign(tensor.strides().begin(), tensor.strides().end());
       each.offset = tensor.storage_offset();

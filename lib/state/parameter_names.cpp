@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include "lib/base/type_name.h"
+#include "remat/binding.h"
 
 namespace remat {
 
@@ -12,33 +13,27 @@ namespace {
 /// Looks among some tensors of a module for one that is the object itself, or that alone has its storage.
 class ParameterSearch {
  public:
-  struct Found {
-    const char* kind = "";
-    std::string path{};
-  };
-
   ParameterSearch(const c10::TensorImpl* object, const c10::StorageImpl* storage)
       : object_(object), storage_(storage) {}
 
-  void add(const char* kind, const torch::OrderedDict<std::string, at::Tensor>& tensors) {
-    for (const auto& each : tensors) {
-      if (!each.value().defined()) continue;
-      if (each.value().unsafeGetTensorImpl() == object_ && same_.path.empty())
-        same_ = {kind, each.key()};
-      if (storage_ == nullptr || storage_of(each.value()) != storage_) continue;
-      if (num_sharing_++ == 0) sharing_ = {kind, each.key()};
-    }
+  /// `name`: makes the text.
+  template <class Name>
+  void add(const at::Tensor& tensor, const Name& name) {
+    if (!tensor.defined()) return;
+    if (tensor.unsafeGetTensorImpl() == object_ && same_.empty()) same_ = name();
+    if (storage_ == nullptr || storage_of(tensor) != storage_) return;
+    if (num_sharing_++ == 0) sharing_ = name();
   }
 
-  const Found& best() const {
-    static const Found none;
-    return !same_.path.empty() ? same_ : num_sharing_ == 1 ? sharing_ : none;
+  const std::string& best() const {
+    static const std::string none;
+    return !same_.empty() ? same_ : num_sharing_ == 1 ? sharing_ : none;
   }
 
  private:
   const c10::TensorImpl* const object_;
   const c10::StorageImpl* const storage_;
-  Found same_, sharing_;
+  std::string same_, sharing_;
   int num_sharing_ = 0;
 };
 
@@ -53,10 +48,21 @@ std::string parameter_name(const UserRegistrations& registered, const TensorIden
     const auto module = (*held)->module();
     if (module == nullptr) continue;
     ParameterSearch search(object.get(), storage.get());
-    search.add("parameter", module->named_parameters());
-    search.add("buffer", module->named_buffers());
-    if (const auto& found = search.best(); !found.path.empty())
-      return fmt::format("{} '{}' of {}", found.kind, found.path, short_type(typeid(*module)));
+    const auto add_all = [&](const char* kind, const auto& tensors) {
+      for (const auto& each : tensors)
+        search.add(each.value(), [&] {
+          return fmt::format("{} '{}' of {}", kind, each.key(), short_type(typeid(*module)));
+        });
+    };
+    if (const auto* const foreign = dynamic_cast<const TensorNames*>(module.get())) {
+      foreign->visit_tensors([&](const std::string& name, const at::Tensor& named) {
+        search.add(named, [&] { return name; });
+      });
+    } else {
+      add_all("parameter", module->named_parameters());
+      add_all("buffer", module->named_buffers());
+    }
+    if (!search.best().empty()) return search.best();
   }
   return {};
 }

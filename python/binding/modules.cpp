@@ -5,7 +5,6 @@
 #include <structmember.h>
 #include <torch/nn/module.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <new>
@@ -42,22 +41,68 @@ PyObject* entry(PyObject* dictionary, const char* name) {
   return found;
 }
 
-/// Holds modules' buffers under their paths and a number, "Block|norm|running_mean|0", of which remat/_errors.py makes
-/// what users call them: LibTorch allows no dots.
-struct StandIn : torch::nn::Module {
-  void add(const std::string& path, const at::Tensor& buffer) {
-    register_buffer(path + "|" + std::to_string(num_buffers++), buffer);
-  }
-  int64_t num_buffers = 0;
-};
-
-/// "Block" of "package.Block"; a name of a module or buffer as it may stand in a path.
-std::string last_name(const std::string& name) { return name.substr(name.rfind('.') + 1); }
-std::string path_to(const std::string& path, PyObject* name) {
-  std::string text = PyUnicode_Check(name) != 0 ? std::string(py::str(name)) : std::string("?");
-  std::replace(text.begin(), text.end(), '.', '_');
-  return path + "|" + text;
+std::string text_of(PyObject* name) {
+  return PyUnicode_Check(name) != 0 ? std::string(py::str(name)) : std::string("?");
 }
+
+/// "Block" of "package.Block".
+std::string class_of(PyObject* module) {
+  const std::string name = Py_TYPE(module)->tp_name;
+  return name.substr(name.rfind('.') + 1);
+}
+
+constexpr int deepest = 200;  // a tree with a cycle ends somewhere
+
+/// Parameters and buffers of a module and of all below it, with their names. Interpreter's lock.
+void visit_named(PyObject* module, int depth, const std::string& path, const std::string& root,
+                 TensorNames::Visitor visitor) {
+  const auto attributes =
+      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
+  if (!attributes) return PyErr_Clear();
+  PyObject *name = nullptr, *value = nullptr;
+  const auto visit_entries = [&](const char* of, const auto& action) {
+    PyObject* const all = entry(attributes.ptr(), of);
+    if (all == nullptr || PyDict_Check(all) == 0) return;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(all, &position, &name, &value) != 0) action();
+  };
+  for (const auto& [of, kind] :
+       {std::pair("_parameters", "parameter"), std::pair("_buffers", "buffer")})
+    visit_entries(of, [&, word = std::string(kind)] {
+      if (const at::Tensor* const tensor = tensor_in(value))
+        visitor(word + " '" + path + text_of(name) + "' of " + root, *tensor);
+    });
+  if (depth == deepest) return;
+  visit_entries("_modules", [&] {
+    if (is_module(value)) visit_named(value, depth + 1, path + text_of(name) + ".", root, visitor);
+  });
+}
+
+/// Stands for Python modules: has their buffers, and knows what users call their tensors. It has those modules as they
+/// have been given, since it may outlive whoever made it.
+class StandIn final : public torch::nn::Module, public TensorNames {
+ public:
+  explicit StandIn(const std::vector<PyObject*>& roots) : roots_(roots) {
+    for (PyObject* root : roots_) Py_INCREF(root);
+  }
+  ~StandIn() override { drop(roots_.data(), roots_.size()); }
+  StandIn(const StandIn&) = delete;
+  StandIn& operator=(const StandIn&) = delete;
+
+  void add(const at::Tensor& buffer) { register_buffer(std::to_string(num_buffers_++), buffer); }
+
+  void visit_tensors(Visitor visitor) const override {
+    const Locked locked(Locked::AtEnd::Wait);
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    for (PyObject* root : roots_) visit_named(root, 0, "", class_of(root), visitor);
+    PyErr_Restore(type, value, traceback);
+  }
+
+ private:
+  const std::vector<PyObject*> roots_;
+  int64_t num_buffers_ = 0;
+};
 
 /// What the library can copy and write: no class of its own, and with contents.
 bool can_be_restored(PyObject* buffer, const at::Tensor& tensor) {
@@ -163,11 +208,12 @@ HeldFlags& held_flags() {
 
 // ---- the state ----------------------------------------------------------------------------------------
 
-ModuleState::ModuleState(const std::vector<PyObject*>& roots) {
-  for (PyObject* root : roots) add(root, 0, last_name(Py_TYPE(root)->tp_name));
+ModuleState::ModuleState(const std::vector<PyObject*>& roots)
+    : stand_in_(std::make_shared<StandIn>(roots)) {
+  for (PyObject* root : roots) add(root, 0);
 }
 
-void ModuleState::add(PyObject* module, int depth, const std::string& path) {
+void ModuleState::add(PyObject* module, int depth) {
   PyObject* const attributes = PyObject_GenericGetDict(module, nullptr);
   if (attributes == nullptr) {
     PyErr_Clear();
@@ -185,15 +231,13 @@ void ModuleState::add(PyObject* module, int depth, const std::string& path) {
     const at::Tensor* const tensor = tensor_in(value);
     if (tensor == nullptr || !can_be_restored(value, *tensor)) continue;
     buffers_.push_back({new_reference(buffers), new_reference(name), new_reference(value)});
-    if (stand_in_ == nullptr) stand_in_ = std::make_shared<StandIn>();
-    static_cast<StandIn&>(*stand_in_).add(path_to(path, name), *tensor);
+    static_cast<StandIn&>(*stand_in_).add(*tensor);
   }
   PyObject* const children = entry(attributes, "_modules");
-  constexpr int deepest = 200;  // a tree with a cycle ends somewhere
   if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest) return;
   position = 0;
   while (PyDict_Next(children, &position, &name, &value) != 0)
-    if (is_module(value)) add(value, depth + 1, path_to(path, name));
+    if (is_module(value)) add(value, depth + 1);
 }
 
 ModuleState::~ModuleState() {
@@ -233,8 +277,7 @@ ModuleState::Hold::~Hold() {
 }
 
 CheckpointOptions with_modules(CheckpointOptions options, const ModuleState& state) {
-  if (state.stand_in() != nullptr && options.buffers == BufferPolicy::Restore)
-    options.modules.push_back(state.stand_in());
+  options.modules.push_back(state.stand_in());
   return options;
 }
 
@@ -248,7 +291,7 @@ ModulesWatched::ModulesWatched(const std::vector<PyObject*>& modules) {
     const detail::ModuleStateGuard guard;
   };
   const ModuleState state(modules);
-  if (state.stand_in() != nullptr) guard_ = std::make_shared<Guard>(state.stand_in());
+  if (state.has_buffers()) guard_ = std::make_shared<Guard>(state.stand_in());
 }
 
 ModulesWatched::~ModulesWatched() = default;

@@ -2,7 +2,6 @@
 // Python modules behind a region's function: their training flags and buffers, for its recomputes.
 
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "region.h"
@@ -31,8 +30,9 @@ class ModuleState {
   ModuleState(const ModuleState&) = delete;
   ModuleState& operator=(const ModuleState&) = delete;
 
-  /// Shares the buffers; null if there are none.
+  /// Shares the buffers, and says what errors call the modules' tensors.
   const std::shared_ptr<torch::nn::Module>& stand_in() const { return stand_in_; }
+  bool has_buffers() const { return !buffers_.empty(); }
 
   /// While alive, flags and buffers are as they were noted. Throws python_error where other threads hold
   /// them otherwise for ten seconds.
@@ -60,11 +60,11 @@ class ModuleState {
     PyObject* name;
     PyObject* tensor;
   };
-  void add(PyObject* module, int depth, const std::string& path);
+  void add(PyObject* module, int depth);
 
   std::vector<Flag> flags_;
   std::vector<Buffer> buffers_;
-  std::shared_ptr<torch::nn::Module> stand_in_;
+  const std::shared_ptr<torch::nn::Module> stand_in_;
 };
 
 /// `options` with what the region needs to know of the modules.

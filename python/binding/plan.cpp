@@ -62,23 +62,42 @@ struct Program {
 at::Tensor run_region(const std::shared_ptr<const Program>& program, std::size_t region,
                       at::Tensor x);
 
+at::Tensor run_item(const std::shared_ptr<const Program>& program, std::size_t region, int64_t item,
+                    at::Tensor x) {
+  if (item < 0) return run_region(program, static_cast<std::size_t>(-item), std::move(x));
+  const auto stage = static_cast<std::size_t>(item - 1);
+  std::optional<ModulesWatched>
+      watched;  // a stage of no region of the plan, in one of the program's
+  if (region == 0 && program->modules[stage] != nullptr)
+    watched.emplace(std::vector{program->modules[stage]});
+  return call_stage(program->stages[stage], stage + 1, std::move(x), "run");
+}
+
 // Each tensor is moved on: whoever still held the input of a region that has begun would keep what its plan
 // counts as gone.
 at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t region,
                      at::Tensor x) {
-  for (const int64_t item : program->regions[region].items) {
-    if (item > 0) {
-      const auto stage = static_cast<std::size_t>(item - 1);
-      std::optional<ModulesWatched>
-          watched;  // a stage of no region of the plan, in one of the program's
-      if (region == 0 && program->modules[stage] != nullptr)
-        watched.emplace(std::vector{program->modules[stage]});
-      x = call_stage(program->stages[stage], stage + 1, std::move(x), "run");
-    } else {
-      x = run_region(program, static_cast<std::size_t>(-item), std::move(x));
-    }
-  }
+  for (const int64_t item : program->regions[region].items)
+    x = run_item(program, region, item, std::move(x));
   return x;
+}
+
+// The interpreter's lock is let go of between the items: what moves is waited for there, and freed on the thread that
+// writes it, where a storage of NumPy's needs the lock.
+at::Tensor run_planned(const std::shared_ptr<const Program>& program, const Plan& plan,
+                       const MoveOptions& moving, at::Tensor input) {
+  if (plan.moved().empty()) return run_items(program, 0, std::move(input));
+  const Unlocked unlocked;
+  const auto run_outermost = [&program](std::size_t item, at::Tensor x) {
+    const Locked locked(Locked::AtEnd::Wait);
+    try {
+      return run_item(program, 0, program->regions[0].items[item], std::move(x));
+    } catch (...) {
+      set_error_in_flight();
+    }
+    throw_persisted();
+  };
+  return remat::run_items(plan, std::move(input), moving, run_outermost);
 }
 
 /// The stages of a region, as its body.
@@ -161,11 +180,6 @@ std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stag
     throw py::value_error("remat.run: the plan has " + std::to_string(plan.stages()) +
                           " stages, but " + std::to_string(stages.size()) +
                           " functions were passed.");
-  if (!plan.moved().empty())
-    throw py::value_error(
-        "remat.run: the plan moves what stage " + std::to_string(plan.moved().front()) +
-        " saves, which is offered in C++ only. Do: solve without moves, or run the plan without them, "
-        "Plan(plan.stages, plan.regions), under save_in_tiers.");
   if (plan.policies() > static_cast<int64_t>(policies.size()))
     throw py::value_error("remat.run: the plan has a region with policy " +
                           std::to_string(plan.policies()) + ", but " +
@@ -208,13 +222,14 @@ std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stag
   return program;
 }
 
-/// Runs it on a tensor: a new reference, or null with a Python error set.
-PyObject* run(const std::shared_ptr<const Program>& program, at::Tensor input) {
+/// Runs a plan on a tensor: a new reference, or null with a Python error set.
+PyObject* run(const std::shared_ptr<const Program>& program, const Plan& plan,
+              const MoveOptions& moving, at::Tensor input) {
   try {
     torch::PyWarningHandler warnings;
     try {
       const WithoutCompiler uncompiled;
-      return THPVariable_Wrap(run_items(program, 0, std::move(input)));
+      return THPVariable_Wrap(run_planned(program, plan, moving, std::move(input)));
     } catch (...) {
       warnings.set_in_exception();
       set_error_in_flight();
@@ -230,13 +245,24 @@ PyObject* run(const std::shared_ptr<const Program>& program, at::Tensor input) {
 
 using KeepingTuple = std::tuple<int64_t, double, int64_t, int64_t, int64_t>;
 using StageTuple = std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t,
-                              bool, int64_t, std::vector<KeepingTuple>>;
-using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>, double>;
+                              bool, int64_t, std::vector<KeepingTuple>, int64_t, bool>;
+using MoveCostTuple = std::tuple<double, double, double>;
+using CostTuple =
+    std::tuple<int64_t, int64_t, std::vector<StageTuple>, double, std::optional<MoveCostTuple>>;
+using MoveTuple = std::tuple<std::string, int64_t, bool>;
+
+MoveOptions moving_in(const MoveTuple& moving) {
+  const auto& [directory, min_bytes, pin_memory] = moving;
+  return {.directory = directory, .min_bytes = min_bytes, .pin_memory = pin_memory};
+}
 
 ChainCost cost_in(const CostTuple& cost) {
   ChainCost chain{std::get<0>(cost), std::get<1>(cost), {}, std::get<3>(cost)};
+  if (const auto& moving = std::get<4>(cost))
+    chain.moving = {std::get<0>(*moving), std::get<1>(*moving), std::get<2>(*moving)};
   for (const auto& [forward_s, backward_s, to_last_save_s, output, saved, forward_tmp, backward_tmp,
-                    grad, saves_output, unsaved_tmp, keeping] : std::get<2>(cost)) {
+                    grad, saves_output, unsaved_tmp, keeping, movable, has_movable_output] :
+       std::get<2>(cost)) {
     chain.stages.push_back({forward_s,
                             backward_s,
                             to_last_save_s,
@@ -247,7 +273,9 @@ ChainCost cost_in(const CostTuple& cost) {
                             grad,
                             saves_output,
                             unsaved_tmp,
-                            {}});
+                            {},
+                            movable,
+                            has_movable_output});
     for (const auto& [policy, extra_s, kept, kept_forward_tmp, backward] : keeping)
       chain.stages.back().keeping.push_back({policy, extra_s, kept, kept_forward_tmp, backward});
   }
@@ -255,7 +283,10 @@ ChainCost cost_in(const CostTuple& cost) {
 }
 
 CostTuple tuple_of(const ChainCost& chain) {
-  CostTuple cost{chain.input_bytes, chain.input_grad_bytes, {}, chain.rounding};
+  CostTuple cost{chain.input_bytes, chain.input_grad_bytes, {}, chain.rounding, {}};
+  if (chain.moving)
+    std::get<4>(cost).emplace(chain.moving->store_s_per_byte, chain.moving->load_s_per_byte,
+                              chain.moving->held_up_share);
   for (const StageCost& each : chain.stages) {
     std::vector<KeepingTuple> keeping;
     for (const KeepingCost& one : each.keeping)
@@ -264,7 +295,8 @@ CostTuple tuple_of(const ChainCost& chain) {
     std::get<2>(cost).emplace_back(each.forward_s, each.backward_s, each.forward_to_last_save_s,
                                    each.output_bytes, each.saved_bytes, each.forward_tmp_bytes,
                                    each.backward_tmp_bytes, each.grad_bytes, each.saves_output,
-                                   each.unsaved_tmp_bytes, std::move(keeping));
+                                   each.unsaved_tmp_bytes, std::move(keeping), each.movable_bytes,
+                                   each.has_movable_output);
   }
   return cost;
 }
@@ -278,13 +310,14 @@ std::vector<Policy> policies_in(const py::list& all) {
 
 CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64_t warmup,
                          int64_t repeats, const py::object& device, const py::list& policies,
-                         bool early_stop) {
+                         bool early_stop, const std::optional<MoveTuple>& moving) {
   MeasureOptions options{.warmup = warmup,
                          .repeats = repeats,
                          .device = {},
                          .policies = policies_in(policies),
                          .early_stop = early_stop};
   if (!device.is_none()) options.device = device_in(device);
+  if (moving) options.moving = moving_in(*moving);
   std::vector<Stage> all;
   for (const py::handle stage : stages) {
     const std::shared_ptr<PyObject> kept(stage.inc_ref().ptr(),
@@ -306,7 +339,8 @@ CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64
     try {
       py::list one;
       one.append(stages[stage]);
-      result = run(program_of(Plan(1, {{1, 1}}), one, region, {}), std::move(input));
+      const Plan plan(1, {{1, 1}});
+      result = run(program_of(plan, one, region, {}), plan, {}, std::move(input));
     } catch (...) {
       set_error_in_flight();
     }
@@ -366,8 +400,9 @@ void add_plan(py::module_& module) {
       module, "Plan",
       "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs from 1,\n"
       "in the order in which they open; (stage, stage, policy) is one that keeps what the policy of that\n"
-      "number says. As text: '[ck[ck[1] 2] ck2[3] 4 5]'. `moved`: the first stages of what moves what it\n"
-      "saves, 'mv[2]' as text, which `run` does in C++ only. Immutable.")
+      "number says. As text: '[ck[ck[1] 2] ck2[3] 4 5]'. `moved`: the first stages of those stages and regions,\n"
+      "outside of other regions, whose saved tensors wait elsewhere: '[1 mv[2] mv[ck[3 4]] 5]' as text. Not the\n"
+      "last one. Immutable.")
       .def(py::init(torch::wrap_pybind_function(make_plan)), py::arg("stages"),
            py::arg("regions") = py::tuple(), py::arg("moved") = std::vector<int64_t>())
       .def_static("parse", torch::wrap_pybind_function([](const std::string& text) {
@@ -443,12 +478,14 @@ void add_plan(py::module_& module) {
          [](int64_t stages, int64_t segments) { return torch_sequential_plan(stages, segments); });
   define("halving_plan", [](int64_t stages) { return halving_plan(stages); });
 
-  define("_run", [](const Plan& plan, const py::list& stages, const at::Tensor& input,
-                    const CheckpointOptions& options, const py::list& policies) {
-    PyObject* const result = run(program_of(plan, stages, options, policies_in(policies)), input);
-    if (result == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(result);
-  });
+  define("_run",
+         [](const Plan& plan, const py::list& stages, const at::Tensor& input,
+            const CheckpointOptions& options, const py::list& policies, const MoveTuple& moving) {
+           PyObject* const result = run(program_of(plan, stages, options, policies_in(policies)),
+                                        plan, moving_in(moving), input);
+           if (result == nullptr) throw py::error_already_set();
+           return py::reinterpret_steal<py::object>(result);
+         });
 }
 
 }  // namespace remat::python

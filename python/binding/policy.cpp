@@ -71,13 +71,27 @@ py::tuple call_of(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> 
   return py::make_tuple(args, kwargs);
 }
 
-CheckpointPolicy answer_in(const py::object& answer) {
+CheckpointPolicy answer_in(const py::object& answer, py::handle function,
+                           const PolicyContext& context) {
   if (PyBool_Check(answer.ptr()))
     return answer.ptr() == Py_True ? CheckpointPolicy::MustSave : CheckpointPolicy::PreferRecompute;
-  const auto number = py::int_(answer.attr("value")).cast<int>();
-  if (number < 0 || number > static_cast<int>(CheckpointPolicy::PreferCpuOffload))
-    throw py::value_error("remat: a policy must return a CheckpointPolicy or a bool");
-  return static_cast<CheckpointPolicy>(number);
+  static PyObject* const type =
+      py::object(py::module_::import("torch.utils.checkpoint").attr("CheckpointPolicy"))
+          .release()
+          .ptr();
+  if (reinterpret_cast<PyObject*>(Py_TYPE(answer.ptr())) == type)
+    return static_cast<CheckpointPolicy>(py::int_(answer.attr("value")).cast<int>());
+  const std::string asked(context.op_name);
+  // No TypeError: `x @ y` would make one of its own of it.
+  PyErr_Format(PyExc_ValueError,
+               "remat: the policy %R returned %R when it was asked about %s.%s\nDo: return a "
+               "CheckpointPolicy, such as CheckpointPolicy.MUST_SAVE, or a bool: True to keep the "
+               "result, False to compute it again.",
+               function.ptr(), answer.ptr(), asked.c_str(),
+               answer.is_none() ? "\nCause: a function that comes to its end without `return` "
+                                  "returns None."
+                                : "");
+  throw py::error_already_set();
 }
 
 PolicyFn asks(PyObject* function) {
@@ -91,7 +105,7 @@ PolicyFn asks(PyObject* function) {
         ~Ended() { question.cast<Question&>().end(); }
         const py::object& question;
       } const ended{question};
-      return answer_in(call_python(kept.get(), question));
+      return answer_in(call_python(kept.get(), question), kept.get(), context);
     } catch (py::error_already_set& error) {
       error.restore();
     } catch (py::builtin_exception& error) {

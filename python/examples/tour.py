@@ -108,3 +108,8 @@ frontier = remat.solve(cost)
 plan = frontier.plan(frontier.points[0].bytes)
 remat.run(plan, stages, x).backward()
 print("the least memory:", plan)
+
+with tempfile.TemporaryDirectory() as folder:
+    moving = remat.MoveOptions(directory=folder)  # none, for an accelerator: on the CPU
+    fitted = remat.fit(stages, x, budget_bytes=300_000, moving=moving)
+    remat.run(remat.Plan.parse("[mv[1] mv[ck[2 3]] 4 5 6 7]"), stages, x, moving=moving).backward()

@@ -107,10 +107,8 @@ _GUARDS = {
     "DisableCheckpointGuard": "disable_checkpoint", "DebugGuard": "debug", "GeneratorGuard": "preserve_generator",
 }  # fmt: skip
 _NAMES = (
-    # A buffer by its path in the module, which the extension can only write without dots and with a number behind.
-    (re.compile(r"buffer '([^'|]+)\|([^']+)\|\d+' of StandIn\b"),
-     lambda found: f"buffer '{found[2].replace('|', '.')}' of {found[1]}"),
     (re.compile(rf"\b({'|'.join(_GUARDS)})\b"), lambda found: _GUARDS[found[1]]),
+    (re.compile(r"\b([A-Z][A-Za-z]*Cost)::"), lambda found: f"{found[1]}."),
     (re.compile(r"\b[A-Z][A-Za-z]*Options::"), ""),  # an option of whatever it is: by its name alone
     (re.compile(r"\b(preserve_rng_state|early_stop|debug|strict_unpack) = (true|false)\b"),
      lambda found: f"{found[1]}={found[2].capitalize()}"),

@@ -16,6 +16,8 @@ from ._plan import (
     ChainCost,
     Frontier,
     InfeasibleBudget,
+    MoveCost,
+    MoveOptions,
     Plan,
     Simulation,
     Stage,
@@ -34,13 +36,18 @@ _FRAME_COST_S = 15e-6  # of one region, in Python
 class PlannedChain:
     """What a Sequential runs with: its children are looked up at each call."""
 
-    def __init__(self, plan: Plan, policies: Sequence[Any], options: dict[str, Any]) -> None:
+    moving: Optional[MoveOptions] = None  # of chains that were pickled before there was one
+
+    def __init__(
+        self, plan: Plan, policies: Sequence[Any], moving: Optional[MoveOptions], options: dict[str, Any]
+    ) -> None:
         self.plan = plan
         self.policies = policies
+        self.moving = moving
         self.options = options
 
     def run(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        return run(self.plan, _children(module), input, policies=self.policies, **self.options)
+        return run(self.plan, _children(module), input, policies=self.policies, moving=self.moving, **self.options)
 
 
 def _children(sequential: nn.Module) -> list[Stage]:
@@ -52,11 +59,20 @@ def _way_of(plan: Plan, stage: StageCost, number: int) -> str:
     for region in plan.regions:
         if not region.first <= number <= region.last:
             continue
+        moves = "input moved, " if region.first in plan.moved else ""
         if region.policy == 0:
-            return "recomputed"
+            return f"{moves}recomputed"
         kept_bytes = next(each.kept_bytes for each in stage.keeping if each.policy == region.policy)
-        return f"{kept_bytes:,} kept, the rest recomputed (policy {region.policy})"
-    return "kept"
+        return f"{moves}{kept_bytes:,} kept, the rest recomputed (policy {region.policy})"
+    return "moved" if number in plan.moved else "kept"
+
+
+def _text_of_copies(moving: MoveCost) -> str:
+    there, back = (f"{1e9 * each:.3f} ms" for each in (moving.store_s_per_byte, moving.load_s_per_byte))
+    return (
+        f"{'copies of 1,000,000 bytes':<28} {there:>16} there, {back} back; "
+        f"what runs beside takes {moving.held_up_share:.0%} of that longer"
+    )
 
 
 def _random_states_kept(device: torch.device) -> Any:
@@ -69,9 +85,9 @@ def _peak_of(chain: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor
     """[bytes] of tensors on the sample's device at the peak of one step beyond what is there before it and gradients of
     leaves."""
     input = sample.detach().requires_grad_(sample.requires_grad)
-    meter = MemoryMeter(sample.device)
-    before = meter.live_bytes
     with _random_states_kept(sample.device), torch.enable_grad():
+        meter = MemoryMeter(sample.device)
+        before = meter.live_bytes
         result = chain(input)
         forward_peak = meter.peak_bytes - before
         if not result.requires_grad:
@@ -106,6 +122,7 @@ class Fitted:
         options: dict[str, Any],
         measured_bytes: Optional[int],
         policies: Sequence[Any] = (),
+        moving: Optional[MoveOptions] = None,
     ) -> None:
         self.stages = stages
         self.budget_bytes = budget_bytes
@@ -120,6 +137,8 @@ class Fitted:
         """[bytes] that a step had at its peak on the sample's device; None without `verify`."""
         self.policies = list(policies)
         """Which the numbers in plans mean."""
+        self.moving = moving
+        """Where waits what the plan moves."""
         self._settings: dict[str, Any] = {"early_stop": early_stop, "frame_cost_s": frame_cost_s}
         self._options = options
 
@@ -137,7 +156,7 @@ class Fitted:
         if isinstance(self.stages, nn.Sequential):
             result: torch.Tensor = self.stages(input)
             return result
-        return run(self.plan, self.stages, input, policies=self.policies, **self._options)
+        return run(self.plan, self.stages, input, policies=self.policies, moving=self.moving, **self._options)
 
     def remove(self) -> None:
         """A Sequential runs plainly again."""
@@ -166,6 +185,7 @@ class Fitted:
             row("the least memory", simulate(self.cost, least, **self._settings)),
             row(f"chosen for {self.budget_bytes:,}", self.simulation),
             *([] if self.measured_bytes is None else [f"{'... as one step has shown':<28} {self.measured_bytes:>16,}"]),
+            *([] if self.cost.moving is None else [_text_of_copies(self.cost.moving)]),
             f"plan: {self.plan}",
             "",
             f"{'stage':>5} {'forward ms':>11} {'backward ms':>12} {'output bytes':>13} {'saved bytes':>13} {'calls':>6}"
@@ -191,6 +211,7 @@ def fit(
     frame_cost_s: float = _FRAME_COST_S,
     keeps_results: bool = True,
     policies: Optional[Sequence[Any]] = None,
+    moving: Optional[MoveOptions] = None,
     verify: bool = True,
     progress: bool = True,
     **options: Any,
@@ -206,12 +227,13 @@ def fit(
     tensor, the last one as a rule the loss.
 
     cost: what `measure` said of the same stages before, in this process or another one (a ChainCost can be pickled):
-        nothing is measured then. Its numbers of policies mean those of `policies`.
+        nothing is measured then. Its numbers of policies mean those of `policies`, and what copies take is of `moving`.
     budget_bytes: what a step may have at its peak [bytes], beyond the input, parameters and their gradients. What the
     program holds beside the chain counts on top.
     warmup, repeats, progress: as of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
     keeps_results: regions of one stage may keep results of operators. Measuring takes longer for it.
     policies: which results; None: `policies_to_try()`.
+    moving: where what stages and regions save may wait instead, `MoveOptions(directory=...)`; None: nothing moves.
     verify: run a step as planned and look at its peak, which may be higher than the stages' costs say: where stages
         share parameters, or have buffers that are restored; above the budget, a smaller plan is taken.
     options: of all regions, as of `checkpoint`.
@@ -247,12 +269,15 @@ def fit(
             repeats=repeats,
             policies=tried,
             early_stop=early_stop,
+            moving=moving,
             progress=progress,
         )
     elif len(cost.stages) != len(functions):
         raise ValueError(f"remat.fit: the cost is of {len(cost.stages)} stages, and there are {len(functions)}.")
     if not keeps_results:
         cost = cost._replace(stages=tuple(each._replace(keeping=()) for each in cost.stages))
+    if moving is None and cost.moving is not None:
+        cost = cost._replace(moving=None)
     frontier = solve(cost, max_depth=max_depth, early_stop=early_stop, frame_cost_s=frame_cost_s)
     plan = frontier.plan(budget_bytes)
     peak: Optional[int] = None
@@ -260,7 +285,7 @@ def fit(
         beyond = 0  # [bytes] of which the stages' costs know nothing
         while True:
             with _buffers_kept(functions):
-                peak = _peak_of(lambda x: run(plan, functions, x, policies=tried, **options), sample)
+                peak = _peak_of(lambda x: run(plan, functions, x, policies=tried, moving=moving, **options), sample)
             if peak <= budget_bytes:
                 break
             expected = simulate(cost, plan, early_stop=early_stop).peak_bytes
@@ -271,9 +296,9 @@ def fit(
                 raise InfeasibleBudget(error.args[0], error.minimum_bytes + beyond) from None
     if isinstance(stages, nn.Sequential):
         region = Region(options, training_only=True, level=1, buffers="restore", enabled=True)
-        region.plan = PlannedChain(plan, tried, options)
+        region.plan = PlannedChain(plan, tried, moving, options)
         _switch_on(stages, region)
-    return Fitted(stages, budget_bytes, cost, frontier, plan, early_stop, frame_cost_s, options, peak, tried)
+    return Fitted(stages, budget_bytes, cost, frontier, plan, early_stop, frame_cost_s, options, peak, tried, moving)
 
 
 __all__ = ["Fitted", "fit"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
@@ -11,6 +13,7 @@ import torch.nn as nn
 
 from ._errors import in_python_words, translated
 from ._extension import _remat
+from ._guards import Path
 from ._policy import Policy, _noted
 
 Plan = _remat.Plan
@@ -93,10 +96,27 @@ class StageCost(NamedTuple):
     """Instead of `forward_tmp_bytes` where nothing is saved. Negative: the same."""
     keeping: tuple[KeepingCost, ...] = ()
     """What policies make of it; none: it is recomputed as a whole, or not at all."""
+    movable_bytes: int = 0
+    """[bytes] of `saved_bytes` that go away when what the stage saves is moved."""
+    has_movable_output: bool = False
+    """Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves its input."""
 
     @classmethod
     def _of(cls, numbers: _remat._StageTuple) -> StageCost:
-        return cls(*numbers[:-1], tuple(KeepingCost(*each) for each in numbers[-1]))
+        keeping = tuple(KeepingCost(*each) for each in numbers[-3])
+        return cls(*numbers[:-3], keeping, *numbers[-2:])
+
+
+class MoveCost(NamedTuple):
+    """What it costs to copy saved tensors to where they wait, and back."""
+
+    store_s_per_byte: float = 0.0
+    """[seconds per byte] of copies there, with nothing beside them."""
+    load_s_per_byte: float = 0.0
+    """[seconds per byte] of copies back."""
+    held_up_share: float = 0.0
+    """By which share of these seconds the program takes longer beside which they run; above 1 where preparing copies takes
+    longer than copying."""
 
 
 class ChainCost(NamedTuple):
@@ -110,9 +130,41 @@ class ChainCost(NamedTuple):
     rounding: float = 0.0
     """What the allocator takes beyond what is asked for, as a share of it. Budgets do not count it; `free_budget` takes
     it off."""
+    moving: Optional[MoveCost] = None
+    """None: nothing moves."""
+
+    @classmethod
+    def _of(cls, numbers: _remat._CostTuple) -> ChainCost:
+        input_bytes, input_grad_bytes, stages, rounding, moving = numbers
+        move_cost = None if moving is None else MoveCost(*moving)
+        return cls(input_bytes, input_grad_bytes, tuple(map(StageCost._of, stages)), rounding, move_cost)
 
     def _tuple(self) -> _remat._CostTuple:
-        return self.input_bytes, self.input_grad_bytes, self.stages, self.rounding
+        return self.input_bytes, self.input_grad_bytes, self.stages, self.rounding, self.moving
+
+
+@dataclass(frozen=True)
+class MoveOptions:
+    """Where waits what a plan moves: `measure(..., moving=MoveOptions(directory="/nvme"))`, of `fit` and `run`, too."""
+
+    directory: Optional[Path] = None
+    """Of a file without a name (as with `save_on_disk`); it must exist. None: an accelerator's tensors wait on the CPU, and
+    the CPU's own do not move."""
+    min_bytes: int = 1 << 16
+    """[bytes]; smaller tensors stay."""
+    pin_memory: bool = True
+    """Copies between accelerator and CPU use page-locked memory, if there is some."""
+
+    def _tuple(self) -> _remat._MoveTuple:
+        return "" if self.directory is None else os.fspath(self.directory), self.min_bytes, self.pin_memory
+
+
+def _moves_of(moving: Optional[MoveOptions], user: str) -> Optional[_remat._MoveTuple]:
+    if moving is None:
+        return None
+    if not isinstance(moving, MoveOptions):
+        raise TypeError(f"{user}: moving must be a remat.MoveOptions or None, and is {moving!r}")
+    return moving._tuple()
 
 
 class FrontierPoint(NamedTuple):
@@ -156,7 +208,8 @@ class Frontier:
 def solve(
     cost: ChainCost, *, max_depth: int = 0, early_stop: bool = True, frame_cost_s: float = 0.0, eps: float = 0.0
 ) -> Frontier:
-    """The exact frontier of time and memory over all plans, for every budget at once.
+    """The exact frontier of time and memory over all plans, for every budget at once. With a cost that has `moving`, what
+    stages and regions outside of other regions save may wait elsewhere.
 
     max_depth: of nesting; 0: any. early_stop: as the plan will run. frame_cost_s: [seconds], paid once a region.
     eps: in [0, 1); points that are faster than the one before by less than this share are dropped.
@@ -241,6 +294,7 @@ def measure(
     device: Optional[Device] = None,
     policies: Sequence[Any] = (),
     early_stop: bool = True,
+    moving: Optional[MoveOptions] = None,
     progress: bool = True,
 ) -> ChainCost:
     """Runs each stage forward and backward on what the one before made of `sample`, and says what it cost.
@@ -251,6 +305,7 @@ def measure(
     policies: each stage but the last is measured as a region under each of these, too: `StageCost.keeping` has those
         that keep something, and less than the stage without a region does. `policies_to_try()` has some.
     early_stop: of those regions.
+    moving: what stages save, and their outputs, are tried to move so; None: plans will not move anything.
     progress: a bar where it takes more than a second and tqdm is installed.
 
     Bytes are those of storages; temporaries are what the device's allocator gives out. Times on the CPU are those of
@@ -259,10 +314,11 @@ def measure(
     zero: a program that drops them (`zero_grad(set_to_none=True)`) needs their bytes on top.
     Afterwards parameters have the `.grad` they had, modules their buffers, the generators of the CPU and of the device
     their states.
-    Raises what a stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages;
-    CheckpointError (UNSUPPORTED) for a device whose allocator does not tell its bytes.
+    Raises what a stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages, and for a
+    `moving` that has no place for the device's tensors; CheckpointError (UNSUPPORTED) for a device whose allocator does not tell its bytes.
     """
     functions = stages_of(stages)
+    moves = _moves_of(moving, "remat.measure")
     bar = _Progress(len(functions), progress)
 
     def shown(number: int, stage: Stage) -> Stage:
@@ -276,12 +332,10 @@ def measure(
     try:
         with _buffers_kept(functions):
             counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
-            input_bytes, input_grad_bytes, costs, rounding = _measure(
-                counted, sample, warmup, repeats, device, list(policies), early_stop
-            )
+            cost = _measure(counted, sample, warmup, repeats, device, list(policies), early_stop, moves)
     finally:
         bar.close()
-    return ChainCost(input_bytes, input_grad_bytes, tuple(map(StageCost._of, costs)), rounding)
+    return ChainCost._of(cost)
 
 
 def free_budget(cost: ChainCost, device: Optional[Device] = None, *, margin: float = 0.05) -> int:
@@ -311,18 +365,27 @@ def _policy_to_try(index: int) -> Policy:
 
 
 def run(
-    plan: Plan, stages: Iterable[Stage], input: torch.Tensor, *, policies: Sequence[Any] = (), **options: Any
+    plan: Plan,
+    stages: Iterable[Stage],
+    input: torch.Tensor,
+    *,
+    policies: Sequence[Any] = (),
+    moving: Optional[MoveOptions] = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Runs the stages on `input` with nested regions as the plan says, all with the options of `checkpoint`.
 
     policies: those that the plan's numbers mean, as they were measured. Regions without a number have the `policy` of
         the options.
+    moving: where waits what the plan moves; None: `MoveOptions()`. What cannot be written stays in memory, with a warning.
     The stages that a region runs are added to its name. Stages that are modules have their buffers and training
     flags restored in recomputes. Memory: at most what `simulate` says for measured costs; the loss and its gradient,
     which the caller of `backward()` holds to its end, count a few bytes more.
-    Raises ValueError if plan and stages have different numbers, and for a policy that is not there; else as `checkpoint`.
+    Raises ValueError if plan and stages have different numbers, for a policy that is not there, and for a plan that moves
+    if `moving` has no directory and the input is on the CPU, or no file can be made there; else as `checkpoint`.
     """
-    return _run(plan, stages_of(stages), input, _remat._Options(options), list(policies))
+    moves = _moves_of(moving, "remat.run") or MoveOptions()._tuple()
+    return _run(plan, stages_of(stages), input, _remat._Options(options), list(policies), moves)
 
 
 def checkpoint_sequential(
@@ -357,6 +420,8 @@ __all__ = [
     "FrontierPoint",
     "InfeasibleBudget",
     "KeepingCost",
+    "MoveCost",
+    "MoveOptions",
     "Plan",
     "PlanRegion",
     "Simulation",

@@ -11,8 +11,12 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _KeepingTuple = tuple[int, float, int, int, int]
-_StageTuple = tuple[float, float, float, int, int, int, int, int, bool, int, Sequence[_KeepingTuple]]
-_CostTuple = tuple[int, int, Sequence[_StageTuple], float]
+_StageTuple = tuple[
+    float, float, float, int, int, int, int, int, bool, int, Sequence[_KeepingTuple], int, bool
+]
+_MoveCostTuple = tuple[float, float, float]
+_CostTuple = tuple[int, int, Sequence[_StageTuple], float, Optional[_MoveCostTuple]]
+_MoveTuple = tuple[str, int, bool]
 _Device = Union[torch.device, str, int, None]
 
 # process.cpp
@@ -308,7 +312,7 @@ class MemoryMeter:
 
 # plan.cpp
 class Plan:
-    """Which stages of a chain are regions. As text: '[ck[ck[1] 2] ck2[3] 4 5]'. Immutable."""
+    """Which stages of a chain are regions, and what moves. As text: '[ck[ck[1] 2] ck2[3] mv[4] 5]'. Immutable."""
 
     def __init__(
         self,
@@ -351,6 +355,7 @@ def _measure(
     device: _Device,
     policies: list[Any],
     early_stop: bool,
+    moving: Optional[_MoveTuple],
     /,
 ) -> _CostTuple: ...
 def policies_to_try() -> list[Policy]: ...
@@ -361,6 +366,7 @@ def _run(
     input: torch.Tensor,
     options: _Options,
     policies: list[Any],
+    moving: _MoveTuple,
     /,
 ) -> torch.Tensor: ...
 def revolve_plan(stages: int, snapshots: int, /) -> Plan:

@@ -138,6 +138,45 @@ class Device(Case):
         with self.assertRaisesRegex(ValueError, "the cost is of 7 stages, and there are 6"):
             remat.fit(stages[1:], self.x, least, cost=cost)
 
+    def test_plans_that_move_to_the_cpu(self) -> None:
+        def wide(t: torch.Tensor) -> torch.Tensor:
+            return t.sin().exp().sin().exp()
+
+        stages = [wide, wide, wide, wide, lambda t: t.sin().sum()]
+        moving = remat.MoveOptions(min_bytes=0)
+        cost = remat.measure(stages, self.x, repeats=1, moving=moving)
+        assert cost.moving is not None
+        self.assertGreater(cost.stages[1].movable_bytes, 0)
+        plain = self.x
+        for stage in stages:
+            plain = stage(plain)
+        expected = torch.autograd.grad(plain, self.x)[0].cpu()
+        del plain
+        meter = remat.MemoryMeter(self.device)
+        for text in ("[mv[1] mv[2] mv[3] mv[4] 5]", "[mv[ck[1]] mv[ck[2]] mv[ck[ck[3] 4]] 5]", "[mv[1] ck[2] mv[3] 4 5]"):
+            plan = remat.Plan.parse(text)
+            for options in (moving, None, remat.MoveOptions(min_bytes=0, pin_memory=False)):
+                before = meter.live_bytes
+                meter.reset_peak()
+                with remat.Recorder() as recorder:
+                    (found,) = torch.autograd.grad(remat.run(plan, stages, self.x, moving=options), self.x)
+                self.assertTrue(torch.equal(found.cpu(), expected), text)
+                (device,) = recorder.report().devices
+                if options is moving:
+                    self.assertGreater(device.bytes_out, 0)
+                    self.assertGreaterEqual(device.bytes_in, device.bytes_out)  # some are read by two nodes
+                    # The caller holds the loss and its gradient.
+                    self.assertLessEqual(meter.peak_bytes - before, remat.simulate(cost, plan).peak_bytes + 8, text)
+                elif options is None:
+                    self.assertEqual(device.bytes_out, 0)  # 4,000 bytes are less than what moves by default
+                del found
+        budget = remat.simulate(cost, remat.Plan.parse("[mv[1] mv[2] mv[3] mv[4] 5]")).peak_bytes + BYTES
+        cheap = cost._replace(moving=remat.MoveCost(1e-15, 1e-15, 0.1))
+        fitted = remat.fit(stages, self.x, budget, cost=cheap, moving=moving)
+        self.assertNotEqual(fitted.plan.moved, [])
+        self.assertLessEqual(fitted.measured_bytes, budget)  # type: ignore[arg-type]
+        self.assertTrue(torch.equal(torch.autograd.grad(fitted(self.x), self.x)[0].cpu(), expected))
+
     def test_a_place_gets_the_device_s_tensors(self) -> None:
         seen = []
 

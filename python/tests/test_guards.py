@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import remat
-from common import FOREIGN, Case
+from common import FOREIGN, Case, run_script
 
 
 def function(x: torch.Tensor) -> torch.Tensor:
@@ -48,6 +48,27 @@ class Guards(Case):
         with self.assertRaises(ValueError):
             with remat.save_on_disk("/no/such/folder"):
                 pass
+
+    def test_memory_of_python_waits_in_tiers(self) -> None:
+        # The thread that writes it frees it, and needs the interpreter's lock for that while another one waits for it.
+        ended = run_script(
+            """
+import array, tempfile, torch, remat
+N = 1 << 20
+w = torch.ones(N, requires_grad=True)
+def twos():
+    return torch.frombuffer(array.array("f", [2.0]) * N, dtype=torch.float32)
+with tempfile.TemporaryDirectory() as folder:
+    for _ in range(3):
+        with remat.save_in_tiers(host_bytes=0, directory=folder, max_bytes_in_flight=1, min_bytes=0):
+            results = [remat.checkpoint(lambda t: (t * w).sin(), twos()) for _ in range(8)]
+        sum(y.sum() for y in results).backward()
+assert torch.allclose(w.grad, 3 * 8 * 2 * torch.full((N,), 2.0).cos())
+print("over")
+""",
+            timeout=60,
+        )
+        self.assertEqual((ended.returncode, ended.stdout.split()), (0, ["over"]), ended.stdout)
 
     def test_save_in_tiers(self) -> None:
         def chain(x: torch.Tensor) -> torch.Tensor:

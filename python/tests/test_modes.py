@@ -114,6 +114,45 @@ class Modes(Case):
                 """)
         )
 
+    def test_values_with_names_whose_class_has_its_elements_elsewhere(self) -> None:
+        # Of the storage of such a tensor, its sizes and its keys no other one can be made.
+        ended = run_script("""
+import torch, remat
+from torch.testing._internal.two_tensor import TwoTensor
+
+def two():
+    torch.manual_seed(0)
+    return TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_()
+
+def jagged():
+    torch.manual_seed(0)
+    rows = [torch.randn(2, 4), torch.randn(3, 4)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged).requires_grad_()
+
+parts = {two: lambda t: [t.a, t.b], jagged: lambda t: [t.values()]}
+name = remat.checkpoint_name
+functions = [
+    lambda t: name(t.sin(), "a").exp(),
+    lambda t: name(t, "a").exp().sin(),
+    lambda t: name(t.sin().unsqueeze(-1), "a").exp(),
+    lambda t: name((t * 2).sin(), "a") * t,
+    lambda t: remat.pin(t.sin()).exp(),
+]
+for make, parts_of in parts.items():
+    for i, f in enumerate(functions):
+        plain = make()
+        f(plain).sum().backward()
+        for policy in (None, remat.save_names(["a"]), remat.save_all_but_names([]), lambda question: True):
+            x = make()
+            y = remat.checkpoint(f, x, policy=policy).sum()
+            for _ in range(2):
+                (gradient,) = torch.autograd.grad(y, x, retain_graph=True)
+                for found, wanted in zip(parts_of(gradient), parts_of(plain.grad)):
+                    assert torch.equal(found, wanted), (make, i, policy)
+print("over")
+""")
+        self.assertEqual((ended.returncode, ended.stdout.splitlines()[-1:]), (0, ["over"]), ended.stdout)
+
     def test_jagged_tensors(self) -> None:
         self.check("""
             values_of = lambda gradient: gradient.values() if gradient.is_nested else gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import os
@@ -503,6 +504,69 @@ class Names(Case):
                 y.sum().backward()
             self.assertIn("buffer 'inner.scale' of Named", str(raised.exception))
 
+    def change_in(self, module: nn.Module, call: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> str:
+        """What backward raises if a tensor is changed before it."""
+        y = call(torch.randn(3, 4, requires_grad=True))
+        with torch.no_grad():
+            tensor.add_(1)
+        with self.assertRaises(remat.CheckpointError) as raised:
+            y.sum().backward()
+        self.assertEqual(raised.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
+        return str(raised.exception)
+
+    def test_a_changed_parameter_is_called_by_its_path(self) -> None:
+        for module in (nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sigmoid()), Named()):
+            path, owner = ("0.0.weight", "Sequential") if isinstance(module, nn.Sequential) else ("inner.weight", "Named")
+            weight = module.get_parameter(path)
+            checkpointed = remat.Checkpointed(copy.deepcopy(module))
+            calls: list[tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]] = [
+                (lambda x: remat.checkpoint(module, x), weight),
+                (lambda x: remat.checkpoint(module.forward, x), weight),
+                (lambda x: remat.checkpoint(functools.partial(module), x), weight),
+                (lambda x: remat.checkpoint(lambda t: module(t), x, modules=[nn.Linear(2, 2), module]), weight),
+                (lambda x: remat.checkpoint(module, x, buffers="ignore"), weight),
+                (lambda x: remat.run(remat.Plan(2, [(1, 1)]), [module, torch.sum], x), weight),
+                (lambda x: remat.checkpoint(lambda t: remat.checkpoint(module, t).exp(), x), weight),
+                (checkpointed, checkpointed.get_parameter(path)),
+            ]
+            for call, tensor in calls:
+                text = self.change_in(module, call, tensor)
+                self.assertIn(f"parameter '{path}' of {owner} (saved tensor at", text)
+                self.assertNotIn("StandIn", text)
+        # Nobody says whose it is.
+        self.assertIn("name it in `modules`", self.change_in(module, lambda x: remat.checkpoint(lambda t: module(t), x), weight))
+
+    def test_a_parameter_of_a_region_around_is_called_by_its_path(self) -> None:
+        module = Named()
+        module.forward = lambda x: remat.checkpoint(lambda t: module.inner(t).sin(), x).exp()  # type: ignore[method-assign]
+        text = self.change_in(module, lambda x: remat.checkpoint(module, x), module.inner.weight)
+        self.assertIn("parameter 'inner.weight' of Named", text)
+
+    def test_a_changed_argument_that_is_a_parameter_is_called_by_its_path(self) -> None:
+        module = Named()
+        y = remat.checkpoint(lambda t, w: (t @ w).sin(), torch.randn(3, 4), module.inner.weight, modules=[module])
+        with torch.no_grad():
+            module.inner.weight.add_(1)
+        with self.assertRaises(remat.CheckpointError) as raised:
+            y.sum().backward()
+        self.assertEqual(raised.exception.kind, remat.ErrorKind.INPUT_CHANGED)
+        self.assertIn("parameter 'inner.weight' of Named", str(raised.exception))
+
+    def test_names_keep_nothing_alive(self) -> None:
+        module, other = Named(), Named()
+        known = [weakref.ref(module), weakref.ref(other)]
+        gc.disable()
+        self.addCleanup(gc.enable)
+        y = remat.checkpoint(lambda t: t.sin(), remat.checkpoint(module, leaf()), modules=[other])
+        count = sys.getrefcount(module)
+        for _ in range(100):
+            remat.checkpoint(module, leaf()).sum().backward()
+        self.assertEqual(sys.getrefcount(module), count)
+        del module, other
+        self.assertNotIn(None, [each() for each in known])  # the graph has them
+        del y
+        self.assertEqual([each() for each in known], [None, None])
+
 
 class Stops(Case):
     def test_a_recompute_ends_with_the_last_tensor_needed(self) -> None:
@@ -960,6 +1024,22 @@ class Policies(Case):
 
         with self.assertRaisesRegex(LookupError, "no answer"):
             remat.checkpoint(operators, x, policy=policy)
+
+    def test_a_policy_that_returns_something_else_is_told_so(self) -> None:
+        def forgets(context: remat.PolicyContext) -> Any:
+            if context.op_name == "aten::mm.default":
+                return True
+
+        for answer in (forgets, lambda context: "no", lambda context: 1, lambda context: [True]):
+            for policy in (answer, remat.Policy(answer), remat.save_matmuls() | remat.Policy(answer)):
+                with self.assertRaises(ValueError) as raised:
+                    remat.checkpoint(lambda t: (t @ t).sin().exp(), leaf(), policy=policy)
+                text = str(raised.exception)
+                self.assertIn("when it was asked about aten::", text)
+                self.assertIn("Do: return a CheckpointPolicy, such as CheckpointPolicy.MUST_SAVE, or a bool", text)
+                self.assertEqual("returned None" in text and "without `return`" in text, answer is forgets)
+        for answer in (lambda context: remat.CheckpointPolicy.MUST_SAVE, lambda context: False):
+            remat.checkpoint(operators, leaf(), policy=answer).sum().backward()
 
     def test_a_context_is_over_after_the_call(self) -> None:
         kept = []

@@ -53,6 +53,31 @@ class Warnings(Case):
             r"\(in a tuple, a list, a dictionary, a dataclass\), or do it only if not remat\.is_recomputing\(\)\.$",
         )
 
+    def test_a_tensor_of_a_class_of_its_own_does_not_outlive_its_recompute(self) -> None:
+        # It has an object of Python's beside it, which is no owner.
+        ended = run_script("""
+import warnings
+import torch, remat
+from torch.testing._internal.two_tensor import TwoTensor
+
+kept = []
+def step(function):
+    x = TwoTensor(torch.ones(3, 4), torch.ones(3, 4)).requires_grad_()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        remat.checkpoint(function, x, name=function.__name__).sum().backward()
+    kept.clear()
+    print(function.__name__, len(seen))
+def plain(x):
+    return x.sin().exp().cos()
+def survivor(x):
+    kept.append(x.sin())
+    return kept[-1].exp().sin()
+step(plain)
+step(survivor)
+""")
+        self.assertEqual((ended.returncode, ended.stdout.splitlines()[-2:]), (0, ["plain 0", "survivor 1"]), ended.stdout)
+
     def test_lists_of_operators(self) -> None:
         self.check(lambda: remat.save_ops(["aten::matmul"]), r'^remat\.save_ops: "aten::matmul" consists of other')
         self.check(lambda: remat.offload_ops(["aten::add_"]), r'^remat\.offload_ops: "aten::add_" writes to an argument')

@@ -429,3 +429,20 @@ TEST_CASE("the sizes of nested tensors are no operator of the region's", "[rule-
   for (const std::string& each : names)
     CHECK(each.find("_nested_tensor_size") == std::string::npos);
 }
+
+TEST_CASE("a nested tensor with a name is kept as it is", "[rule-15]") {
+  // Of its storage, sizes and keys alone none could be made.
+  const auto f = [](const Tensor& x) {
+    const Tensor nested = at::_nested_tensor_from_tensor_list({x.slice(0, 0, 2), x.slice(0, 1, 4)});
+    const Tensor named = remat::checkpoint_name(nested * nested, "square");
+    return (named * nested).to_padded_tensor(0.).sin();
+  };
+  const Tensor x = leaf({4, 3}), plain = x.detach().clone().requires_grad_();
+  f(plain).sum().backward();
+  for (const Policy& policy :
+       {remat::save_names({"square"}), remat::save_all_but_names({"other"})}) {
+    x.mutable_grad() = Tensor();
+    checkpoint({.policy = policy}, f, x).sum().backward();
+    require_bit_equal({x.grad()}, {plain.grad()});
+  }
+}
