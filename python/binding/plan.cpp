@@ -230,13 +230,15 @@ PyObject* run(const std::shared_ptr<const Program>& program, at::Tensor input) {
 
 using KeepingTuple = std::tuple<int64_t, double, int64_t, int64_t, int64_t>;
 using StageTuple = std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t,
-                              bool, int64_t, std::vector<KeepingTuple>>;
-using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>, double>;
+                              bool, int64_t, std::vector<KeepingTuple>, int64_t, int64_t>;
+using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>, double, int64_t>;
 
 ChainCost cost_in(const CostTuple& cost) {
   ChainCost chain{std::get<0>(cost), std::get<1>(cost), {}, std::get<3>(cost)};
+  chain.cached_cast_bytes = std::get<4>(cost);
   for (const auto& [forward_s, backward_s, to_last_save_s, output, saved, forward_tmp, backward_tmp,
-                    grad, saves_output, unsaved_tmp, keeping] : std::get<2>(cost)) {
+                    grad, saves_output, unsaved_tmp, keeping, first_read_tmp, stopped_tmp] :
+       std::get<2>(cost)) {
     chain.stages.push_back({forward_s,
                             backward_s,
                             to_last_save_s,
@@ -250,12 +252,15 @@ ChainCost cost_in(const CostTuple& cost) {
                             {}});
     for (const auto& [policy, extra_s, kept, kept_forward_tmp, backward] : keeping)
       chain.stages.back().keeping.push_back({policy, extra_s, kept, kept_forward_tmp, backward});
+    chain.stages.back().first_read_tmp_bytes = first_read_tmp;
+    chain.stages.back().stopped_tmp_bytes = stopped_tmp;
   }
   return chain;
 }
 
 CostTuple tuple_of(const ChainCost& chain) {
-  CostTuple cost{chain.input_bytes, chain.input_grad_bytes, {}, chain.rounding};
+  CostTuple cost{
+      chain.input_bytes, chain.input_grad_bytes, {}, chain.rounding, chain.cached_cast_bytes};
   for (const StageCost& each : chain.stages) {
     std::vector<KeepingTuple> keeping;
     for (const KeepingCost& one : each.keeping)
@@ -264,7 +269,8 @@ CostTuple tuple_of(const ChainCost& chain) {
     std::get<2>(cost).emplace_back(each.forward_s, each.backward_s, each.forward_to_last_save_s,
                                    each.output_bytes, each.saved_bytes, each.forward_tmp_bytes,
                                    each.backward_tmp_bytes, each.grad_bytes, each.saves_output,
-                                   each.unsaved_tmp_bytes, std::move(keeping));
+                                   each.unsaved_tmp_bytes, std::move(keeping),
+                                   each.first_read_tmp_bytes, each.stopped_tmp_bytes);
   }
   return cost;
 }

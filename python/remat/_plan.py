@@ -93,10 +93,16 @@ class StageCost(NamedTuple):
     """Instead of `forward_tmp_bytes` where nothing is saved. Negative: the same."""
     keeping: tuple[KeepingCost, ...] = ()
     """What policies make of it; none: it is recomputed as a whole, or not at all."""
+    first_read_tmp_bytes: int = 0
+    """[bytes] that a backward has made, beyond `grad_bytes`, when it first reads what autograd keeps: a region that ends
+    with the stage is computed again beside it."""
+    stopped_tmp_bytes: int = -1
+    """Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond `saved_bytes`, and the
+    output if autograd keeps it. Negative: the same."""
 
     @classmethod
     def _of(cls, numbers: _remat._StageTuple) -> StageCost:
-        return cls(*numbers[:-1], tuple(KeepingCost(*each) for each in numbers[-1]))
+        return cls(*numbers)._replace(keeping=tuple(KeepingCost(*each) for each in numbers[10]))
 
 
 class ChainCost(NamedTuple):
@@ -110,9 +116,12 @@ class ChainCost(NamedTuple):
     rounding: float = 0.0
     """What the allocator takes beyond what is asked for, as a share of it. Budgets do not count it; `free_budget` takes
     it off."""
+    cached_cast_bytes: int = 0
+    """[bytes] of casts of weights that autocast's cache keeps beyond their stages, where it is around all of them. They
+    count in every peak, from beginning to end, and are in no stage's bytes."""
 
     def _tuple(self) -> _remat._CostTuple:
-        return self.input_bytes, self.input_grad_bytes, self.stages, self.rounding
+        return self.input_bytes, self.input_grad_bytes, self.stages, self.rounding, self.cached_cast_bytes
 
 
 class FrontierPoint(NamedTuple):

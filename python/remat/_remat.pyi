@@ -11,8 +11,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _KeepingTuple = tuple[int, float, int, int, int]
-_StageTuple = tuple[float, float, float, int, int, int, int, int, bool, int, Sequence[_KeepingTuple]]
-_CostTuple = tuple[int, int, Sequence[_StageTuple], float]
+_StageTuple = tuple[float, float, float, int, int, int, int, int, bool, int, Sequence[_KeepingTuple], int, int]
+_CostTuple = tuple[int, int, Sequence[_StageTuple], float, int]
 _Device = Union[torch.device, str, int, None]
 
 # process.cpp
