@@ -2,6 +2,8 @@
 
 #include "remat/fit.h"
 
+#include <ATen/autocast_mode.h>
+
 #include <fstream>
 #include <iostream>
 #include <sstream>
@@ -121,6 +123,12 @@ TEST_CASE("measurements are kept in a file, and used again", "[fit]") {
   // Each kind of sample has its own, and the first one's stay.
   CHECK(fit(chain.stages, at::randn({64, 64}), budget, options).was_measured());
   CHECK_FALSE(fit(chain.stages, x, budget, options).was_measured());
+  // So has autocast around them.
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  CHECK(fit(chain.stages, x, budget, options).was_measured());
+  CHECK_FALSE(fit(chain.stages, x, budget, options).was_measured());
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  CHECK_FALSE(fit(chain.stages, x, budget, options).was_measured());
   CHECK(folder.num_entries() == 1);
 }
 
@@ -141,8 +149,8 @@ TEST_CASE("a file that is none of measurements is refused, and left alone", "[fi
     return text;
   };
   CHECK_THAT(refused("milk\n"), contains("line 1 of"));
-  CHECK_THAT(refused("remat measurements 1\nsomething\nchain 1 2 0 1\n"), contains("line 4"));
-  CHECK_THAT(refused("remat measurements 1\nsomething\nchain 1 two 0 1\n"),
+  CHECK_THAT(refused("remat measurements 2\nsomething\nchain 1 2 0 0 1\n"), contains("line 4"));
+  CHECK_THAT(refused("remat measurements 2\nsomething\nchain 1 two 0 0 1\n"),
              contains("is no line of measurements"));
   // Where the disk is full, nothing is left beside the file.
   options.measurements = folder.path() + "/full";

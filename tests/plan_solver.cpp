@@ -102,6 +102,7 @@ class RandomChains {
       cost.stages.push_back(has_equal_stages ? kinds[static_cast<std::size_t>(number(0, 1))]
                                              : stage());
     if (number(0, 1) == 1) cost.stages.back() = {};
+    if (number(0, 3) == 0) cost.cached_cast_bytes = number(0, 20);
     return cost;
   }
 
@@ -147,6 +148,8 @@ class RandomChains {
     cost.forward_tmp_bytes = number(0, 3);
     cost.backward_tmp_bytes = number(0, 3);
     if (number(0, 3) == 0) cost.unsaved_tmp_bytes = number(0, 9);
+    if (number(0, 2) == 0) cost.first_read_tmp_bytes = number(0, 9);
+    if (number(0, 2) == 0) cost.stopped_tmp_bytes = number(0, 9);
     cost.saves_output = number(0, 1) == 1;
     return cost;
   }
@@ -567,9 +570,11 @@ TEST_CASE("costs and options out of range are refused with their value", "[plan]
              contains("add up to more than a double holds"));
   CHECK_THAT(text([](ChainCost& c) { c.input_grad_bytes = -7; }),
              contains("input_grad_bytes must be at least 0 bytes, got -7"));
+  CHECK_THAT(text([](ChainCost& c) { c.cached_cast_bytes = -7; }),
+             contains("cached_cast_bytes must be at least 0 bytes, got -7"));
   for (int64_t StageCost::* member :
        {&StageCost::output_bytes, &StageCost::saved_bytes, &StageCost::forward_tmp_bytes,
-        &StageCost::backward_tmp_bytes, &StageCost::grad_bytes})
+        &StageCost::backward_tmp_bytes, &StageCost::grad_bytes, &StageCost::first_read_tmp_bytes})
     CHECK_THAT(text([&](ChainCost& c) { c.stages[1].*member = -3; }),
                contains("of stage 2 must be at least 0 bytes, got -3"));
   const auto keeping = [&](remat::KeepingCost cost) {

@@ -35,7 +35,7 @@ struct KeepingCost {
 };
 
 /// What one stage of a chain costs: time in [s], memory in [bytes], each storage once. Parameters
-/// and their gradients are in no budget. All numbers are finite and not negative, but for the two
+/// and their gradients are in no budget. All numbers are finite and not negative, but for those
 /// that say "negative".
 struct StageCost {
   double forward_s = 0;   ///< [seconds] of a forward in grad mode
@@ -61,6 +61,12 @@ struct StageCost {
   int64_t movable_bytes = 0;
   /// Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves its input.
   bool has_movable_output = false;
+  /// What a backward has made, beyond `grad_bytes`, when it first reads what autograd keeps: a region that
+  /// ends with the stage is computed again beside it.
+  int64_t first_read_tmp_bytes = 0;
+  /// Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond `saved_bytes`, and the output if
+  /// autograd keeps it. Negative: `forward_tmp_bytes`.
+  int64_t stopped_tmp_bytes = -1;
 };
 
 /// What it costs to copy saved tensors to where they wait, and back. No number is negative.
@@ -82,6 +88,9 @@ struct ChainCost {
   double rounding = 0;
   /// None: nothing moves.
   std::optional<MoveCost> moving{};
+  /// Casts of weights that autocast's cache keeps beyond their stages, where it is around all of them. They
+  /// count in every peak, from beginning to end, and are in no stage's bytes.
+  int64_t cached_cast_bytes = 0;
 };
 
 /// Stages `first` to `last`, which one `checkpoint()` call runs.
@@ -256,7 +265,9 @@ REMAT_API std::vector<Policy> policies_to_try();
 /// cost. Grad mode is on; `sample` takes part in backward if it requires grad.
 ///
 /// Bytes are those of storages, so a view counts with all that it keeps alive; saved tensors whose
-/// storage outlives the stage's graph (parameters, constants) count nothing. Temporaries are what
+/// storage outlives the stage's graph (parameters, constants) count nothing. Where autocast is on around
+/// `measure`, as it should be if it is around the program, the casts in its cache are counted apart
+/// (`cached_cast_bytes`), and the cache is emptied. Temporaries are what
 /// the device's allocator gives out (`MemoryMeter`). Times on the CPU are those of the calling thread;
 /// on an accelerator those between events on the current stream, each run alone and waited for, so
 /// that a stage whose operators are queued more slowly than they run costs what queueing them does.

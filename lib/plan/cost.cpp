@@ -56,6 +56,7 @@ void check(const ChainCost& cost, const SolveOptions& options) {
   Bytes bytes;
   bytes.add("input_bytes", cost.input_bytes, 0);
   bytes.add("input_grad_bytes", cost.input_grad_bytes, 0);
+  bytes.add("cached_cast_bytes", cost.cached_cast_bytes, 0);
   double seconds = 0;
   for (std::size_t i = 0; i < cost.stages.size(); ++i) {
     const StageCost& stage = cost.stages[i];
@@ -74,6 +75,9 @@ void check(const ChainCost& cost, const SolveOptions& options) {
     bytes.add("grad_bytes", stage.grad_bytes, number);
     if (stage.unsaved_tmp_bytes >= 0)
       bytes.add("unsaved_tmp_bytes", stage.unsaved_tmp_bytes, number);
+    bytes.add("first_read_tmp_bytes", stage.first_read_tmp_bytes, number);
+    if (stage.stopped_tmp_bytes >= 0)
+      bytes.add("stopped_tmp_bytes", stage.stopped_tmp_bytes, number);
     double longest_s = 0;
     for (const KeepingCost& each : stage.keeping) {
       check_seconds("extra_s of a policy", each.extra_s, number);

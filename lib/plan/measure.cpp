@@ -1,9 +1,12 @@
 // What the stages of a chain cost: each is run forward and backward on its own.
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
@@ -43,6 +46,7 @@ struct Measured {
   std::shared_ptr<Place> place{};           // for what moves; null: nothing does
   // Of what the stages asked for, and of what the allocator made of it.
   int64_t requested_bytes = 0, rounded_bytes = 0;
+  int64_t cached_cast_bytes = 0;
 
   double rounding() const {
     if (requested_bytes <= 0) return 0;
@@ -84,6 +88,42 @@ at::Tensor input_from(const at::Tensor& value, bool requires_grad) {
                                           seam::make_node<seam::EndNode>("remat::StageBefore"));
   return input;
 }
+
+/// A backward of ones through a stage, as in a chain: the stage behind hands over its gradient and keeps nothing. That
+/// of the last one is the caller's, who holds it to the end.
+class BackwardOfStage {
+ public:
+  /// What it begins with; made before bytes are counted.
+  struct Start {
+    at::Tensor root = at::zeros({}), gradient = at::ones({});
+  };
+  BackwardOfStage(const at::Tensor& output, const Start& start, bool is_last) : start_(start) {
+    at::Tensor gradient = at::ones_like(output);
+    if (is_last) callers_ = gradient;
+    auto behind = seam::make_node<StageBehind>(std::move(gradient));
+    behind->add_next_edge(torch::autograd::impl::gradient_edge(output));
+    at::Tensor root = start.root;
+    torch::autograd::create_gradient_edge(root, std::move(behind));
+  }
+  void run() const { start_.root.backward(start_.gradient); }
+
+ private:
+  class StageBehind final : public torch::autograd::Node {
+   public:
+    explicit StageBehind(at::Tensor gradient) : gradient_(std::move(gradient)) {}
+    torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
+      torch::autograd::variable_list gradients;
+      gradients.push_back(std::move(gradient_));
+      return gradients;
+    }
+    std::string name() const override { return "remat::StageBehind"; }
+
+   private:
+    at::Tensor gradient_;
+  };
+  const Start& start_;
+  at::Tensor callers_;
+};
 
 /// Gives the leaves below a result gradients of zeros, and their own ones back at its end.
 class GradientScope {
@@ -145,7 +185,9 @@ class Trial {
       : stage_(stage), input_(std::move(input)), number_(number), measured_(measured) {}
 
   StageCost cost(const MeasureOptions& options, bool is_last) {
+    is_last_ = is_last;
     refuse_writing();
+    count_cached_casts();
     const at::Tensor first = forward_noting().first;
     const GradientScope gradients(first);
     backward(first);
@@ -153,6 +195,7 @@ class Trial {
     StageCost cost;
     measure_bytes(cost);
     measure_bytes_without_saves(cost);
+    measure_recompute(cost, options);
     measure_seconds(cost, options.repeats);
     if (!is_last && first.requires_grad()) {
       measure_policies(cost, options);
@@ -162,10 +205,36 @@ class Trial {
   }
   /// Whether the input goes away when the stage moves what it saves.
   bool moves_input() const { return moves_input_; }
+  /// Whether backward reads anything that was saved.
+  bool reads() const { return reads_; }
   /// What the next stage is fed with.
   at::Tensor output() const { return input_from(output_, requires_grad_); }
 
  private:
+  // Note [Casts in the cache]
+  // Autocast caches casts of leaves, the chain's input among them, and empties its cache when its outermost scope ends.
+  // Where that is around the program, casts outlive their stages: they are counted once for all plans
+  // (ChainCost::cached_cast_bytes), and taken off what a stage holds. A step begins without any, and so does each run
+  // here: a cast from before would be an older node, and backward comes to those later.
+  void count_cached_casts() {
+    cached_bytes_ = bytes_of_casts_behind(input_);
+    at::Tensor chain_input = input_;
+    if (number_ == 1 && input_.requires_grad()) {
+      chain_input = input_.detach();
+      chain_input.set_requires_grad(true);
+    }
+    measured_.cached_cast_bytes +=
+        chain_input.is_same(input_) ? cached_bytes_ : bytes_of_casts_behind(chain_input);
+  }
+  int64_t bytes_of_casts_behind(const at::Tensor& input) const {
+    at::autocast::clear_cache();
+    stage_(input);
+    wait_for_engine(measured_.device);
+    const MemoryMeter meter(measured_.device);
+    const int64_t with_casts = meter.live_bytes();
+    at::autocast::clear_cache();
+    return with_casts - meter.live_bytes();
+  }
   // A plan that begins a region with such a stage would end in an error of its backward.
   void refuse_writing() const {
     if (!input_.has_storage() || input_.is_inference()) return;
@@ -204,10 +273,17 @@ class Trial {
     if (output.requires_grad()) output.backward(at::ones_like(output));
   }
 
+  /// What was before has ended, and left no casts.
+  void begin_run() const {
+    at::autocast::clear_cache();
+    wait_for_engine(measured_.device);
+  }
+
   void measure_bytes(StageCost& cost) {
     output_ = at::Tensor();
     const c10::Device device = measured_.device;
-    wait_for_engine(device);
+    const BackwardOfStage::Start start;
+    begin_run();
     MemoryMeter meter(device);
     const int64_t before = meter.live_bytes();
     const seam::DeviceBytes told_before = told();
@@ -220,9 +296,9 @@ class Trial {
     cost.grad_bytes = gradient_bytes(output, device);
     cost.saves_output = saves->seen.contains(storage_of(output));
     if (output.requires_grad()) {
-      const at::Tensor gradient = at::ones_like(output);
+      const BackwardOfStage backward(output, start, is_last_);
       meter.reset_peak();
-      output.backward(gradient);
+      backward.run();
       peak = meter.peak_bytes() - before;
       add_rounding(told_before);
       cost.backward_tmp_bytes =
@@ -233,7 +309,7 @@ class Trial {
     wait_for_engine(device);
     cost.saved_bytes = saves->dead_bytes(storage_of(input_), identity);
     cost.forward_tmp_bytes =
-        std::max<int64_t>(0, forward_peak - cost.saved_bytes - cost.output_bytes);
+        std::max<int64_t>(0, forward_peak - cost.saved_bytes - cost.output_bytes - cached_bytes_);
   }
 
   seam::DeviceBytes told() const {
@@ -256,11 +332,41 @@ class Trial {
                             "remat::measure: a stage ran a backward of its own, which the "
                             "planner cannot price.");
         });
-    wait_for_engine(measured_.device);
+    begin_run();
     const MemoryMeter meter(measured_.device);
     const int64_t before = meter.live_bytes();
     output_ = forward().detach();
-    cost.unsaved_tmp_bytes = std::max<int64_t>(0, meter.peak_bytes() - before - cost.output_bytes);
+    cost.unsaved_tmp_bytes =
+        std::max<int64_t>(0, meter.peak_bytes() - before - cost.output_bytes - cached_bytes_);
+  }
+
+  // A stop comes where regions may end, and what backward has made before it reads depends on the first
+  // operators of it alone; so a region shows both.
+  void measure_recompute(StageCost& cost, const MeasureOptions& options) {
+    if (!requires_grad_) return;
+    output_ = at::Tensor();
+    const c10::Device device = measured_.device;
+    const BackwardOfStage::Start start;
+    begin_run();
+    MemoryMeter meter(device);
+    int64_t live = -1, peak = 0;  // when a recompute began, and of it
+    const auto watch = [&]() -> Scope {
+      live = meter.live_bytes();
+      meter.reset_peak();
+      return Scope(nullptr, [&](void*) { peak = meter.peak_bytes(); });
+    };
+    const int64_t before = meter.live_bytes();
+    const at::Tensor output =
+        forward_in({.early_stop = options.early_stop,
+                    .context_fn = [&] { return ContextPair{.forward = {}, .recompute = watch}; },
+                    .location = {}});
+    const int64_t held = meter.live_bytes() - before;
+    BackwardOfStage(output, start, is_last_).run();
+    reads_ = live >= 0;
+    if (!reads_) return;
+    cost.first_read_tmp_bytes = std::max<int64_t>(0, live - before - held - cost.grad_bytes);
+    cost.stopped_tmp_bytes = std::max<int64_t>(
+        0, peak - live - cost.saved_bytes - (cost.saves_output ? cost.output_bytes : 0));
   }
 
   void measure_seconds(StageCost& cost, int64_t repeats) {
@@ -268,6 +374,7 @@ class Trial {
         std::numeric_limits<double>::infinity();
     const StageClock& clock = measured_.clock;
     for (int64_t i = 0; i < repeats; ++i) {
+      at::autocast::clear_cache();
       const auto start = clock.now();
       auto [output, saves] = forward_noting();
       const auto end = clock.now();
@@ -285,8 +392,9 @@ class Trial {
   }
 
   at::Tensor forward_under(const Policy& policy, const MeasureOptions& options) const {
-    const CheckpointOptions region{
-        .early_stop = options.early_stop, .policy = policy, .location = {}};
+    return forward_in({.early_stop = options.early_stop, .policy = policy, .location = {}});
+  }
+  at::Tensor forward_in(const CheckpointOptions& region) const {
     if (measured_.run_region != nullptr)
       return (*measured_.run_region)(number_ - 1, region, input_);
     return checkpoint(region, stage_, input_);
@@ -332,9 +440,9 @@ class Trial {
   KeepingCost keeping_bytes(const Policy& policy, const MeasureOptions& options,
                             const StageCost& cost) const {
     const c10::Device device = measured_.device;
-    wait_for_engine(device);
+    begin_run();
     MemoryMeter meter(device);
-    const int64_t before = meter.live_bytes();
+    const int64_t before = meter.live_bytes() + cached_bytes_;
     at::Tensor output = forward_under(policy, options);
     KeepingCost keeping;
     keeping.kept_bytes = std::max<int64_t>(0, meter.live_bytes() - before - cost.output_bytes);
@@ -362,7 +470,7 @@ class Trial {
   /// What is held for backward when nobody else holds the input, and whether that is.
   std::pair<int64_t, bool> held_after_forward(const std::shared_ptr<Depot>& depot) const {
     const c10::Device device = measured_.device;
-    wait_for_engine(device);
+    begin_run();
     const MemoryMeter meter(device);
     const int64_t before = meter.live_bytes();
     at::Tensor input = input_from(input_.clone(), input_.requires_grad());
@@ -441,8 +549,16 @@ class Trial {
   const std::size_t number_;
   Measured& measured_;
   at::Tensor output_;
-  bool requires_grad_ = false, moves_input_ = true;
+  int64_t cached_bytes_ = 0;  // see Note [Casts in the cache]
+  bool is_last_ = false, requires_grad_ = false, moves_input_ = true, reads_ = true;
 };
+
+/// A stage that reads nothing leaves the recompute of its region to the stage before it, beside what backward has made
+/// by then.
+void recompute_before(const StageCost& before, StageCost& stage) {
+  stage.first_read_tmp_bytes =
+      std::max<int64_t>(0, before.grad_bytes + before.first_read_tmp_bytes - stage.grad_bytes);
+}
 
 ChainCost measure_all(const std::vector<Stage>& stages, const at::Tensor& sample,
                       const MeasureOptions& options, const StageRegion* run_region) {
@@ -470,12 +586,15 @@ ChainCost measure_all(const std::vector<Stage>& stages, const at::Tensor& sample
     auto trial = std::make_unique<Trial>(stages[i], std::move(input), i + 1, measured);
     cost.stages.push_back(trial->cost(options, i + 1 == stages.size()));
     if (!trial->moves_input() && i > 0) cost.stages[i - 1].has_movable_output = false;
+    if (!trial->reads() && i > 0) recompute_before(cost.stages[i - 1], cost.stages[i]);
     input = trial->output();
     if (cost.stages[i].movable_bytes <= most_moved.movable_bytes) continue;
     most_moved = cost.stages[i];
     mover = std::move(trial);
   }
+  at::autocast::clear_cache();
   cost.rounding = measured.rounding();
+  cost.cached_cast_bytes = measured.cached_cast_bytes;
   const bool has_movable_output =
       std::any_of(cost.stages.begin(), cost.stages.end(),
                   [](const StageCost& each) { return each.has_movable_output; });
@@ -507,6 +626,7 @@ int64_t measure_peak(const Stage& chain, const at::Tensor& sample, const Measure
   const c10::Device device = meter.device();
   const DeviceGeneratorScope device_generator(device);
   const at::Tensor input = input_from(sample, sample.requires_grad());
+  at::autocast::clear_cache();  // the step makes its own casts
   wait_for_engine(device);
   const int64_t before = meter.live_bytes();
   meter.reset_peak();

@@ -1,6 +1,7 @@
 #include "lib/plan/measurements.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 #include <torch/version.h>
@@ -17,7 +18,7 @@ namespace remat {
 
 namespace {
 
-constexpr const char* heading = "remat measurements 1";
+constexpr const char* heading = "remat measurements 2";
 
 using Measurements = std::map<std::string, ChainCost>;
 
@@ -74,7 +75,8 @@ Measurements read_all(const std::filesystem::path& file) {
     const std::string with = lines.text();
     ChainCost cost;
     std::size_t num_stages = 0;
-    lines.read("chain", cost.input_bytes, cost.input_grad_bytes, cost.rounding, num_stages);
+    lines.read("chain", cost.input_bytes, cost.input_grad_bytes, cost.rounding,
+               cost.cached_cast_bytes, num_stages);
     if (lines.next_begins("moving ")) {
       MoveCost& moving = cost.moving.emplace();
       lines.read("moving", moving.store_s_per_byte, moving.load_s_per_byte, moving.held_up_share);
@@ -84,7 +86,7 @@ Measurements read_all(const std::filesystem::path& file) {
       lines.read("stage", stage.forward_s, stage.backward_s, stage.forward_to_last_save_s,
                  stage.output_bytes, stage.saved_bytes, stage.forward_tmp_bytes,
                  stage.backward_tmp_bytes, stage.grad_bytes, stage.saves_output,
-                 stage.unsaved_tmp_bytes);
+                 stage.unsaved_tmp_bytes, stage.first_read_tmp_bytes, stage.stopped_tmp_bytes);
       if (lines.next_begins("moves "))
         lines.read("moves", stage.movable_bytes, stage.has_movable_output);
       while (lines.next_begins("keeping ")) {
@@ -102,6 +104,26 @@ Measurements read_all(const std::filesystem::path& file) {
 
 }  // namespace
 
+namespace {
+
+/// Of the CPU's and the sample's device; empty where it is off.
+std::string autocast_around(c10::DeviceType sample) {
+  std::string text;
+  const auto add = [&](c10::DeviceType type) {
+    if (!at::autocast::is_autocast_available(type) || !at::autocast::is_autocast_enabled(type))
+      return;
+    text +=
+        fmt::format(", autocast to {} on {}", c10::toString(at::autocast::get_autocast_dtype(type)),
+                    c10::DeviceTypeName(type, true));
+  };
+  add(c10::kCPU);
+  if (sample != c10::kCPU) add(sample);
+  if (!text.empty() && !at::autocast::is_autocast_cache_enabled()) text += " without its cache";
+  return text;
+}
+
+}  // namespace
+
 std::string measured_with(std::size_t num_stages, const at::Tensor& sample,
                           const MeasureOptions& options) {
   std::string with =
@@ -109,6 +131,7 @@ std::string measured_with(std::size_t num_stages, const at::Tensor& sample,
                   num_stages, c10::toString(sample.scalar_type()), c10::str(sample.sizes()),
                   sample.requires_grad() ? " that requires grad" : "", sample.device().str(),
                   options.warmup, options.repeats, TORCH_VERSION, at::get_num_threads());
+  with += autocast_around(sample.device().type());
   if (!options.policies.empty())
     with += fmt::format(", {} policies{}", options.policies.size(),
                         options.early_stop ? "" : " without early stop");
@@ -137,16 +160,17 @@ void add_measurement(const std::filesystem::path& file, const std::string& with,
   out << heading << "\n";
   for (const auto& [key, chain] : all) {
     out << key << "\n"
-        << fmt::format("chain {} {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
-                       chain.rounding, chain.stages.size());
+        << fmt::format("chain {} {} {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
+                       chain.rounding, chain.cached_cast_bytes, chain.stages.size());
     if (chain.moving)
       out << fmt::format("moving {} {} {}\n", chain.moving->store_s_per_byte,
                          chain.moving->load_s_per_byte, chain.moving->held_up_share);
     for (const StageCost& stage : chain.stages) {
-      out << fmt::format("stage {} {} {} {} {} {} {} {} {:d} {}\n", stage.forward_s,
+      out << fmt::format("stage {} {} {} {} {} {} {} {} {:d} {} {} {}\n", stage.forward_s,
                          stage.backward_s, stage.forward_to_last_save_s, stage.output_bytes,
                          stage.saved_bytes, stage.forward_tmp_bytes, stage.backward_tmp_bytes,
-                         stage.grad_bytes, stage.saves_output, stage.unsaved_tmp_bytes);
+                         stage.grad_bytes, stage.saves_output, stage.unsaved_tmp_bytes,
+                         stage.first_read_tmp_bytes, stage.stopped_tmp_bytes);
       if (chain.moving)
         out << fmt::format("moves {} {:d}\n", stage.movable_bytes, stage.has_movable_output);
       for (const KeepingCost& each : stage.keeping)

@@ -49,7 +49,7 @@ class Simulator {
     run_forward();
     run_backward();
     Simulation result;
-    result.peak_bytes = peak_;
+    result.peak_bytes = peak_ + cost_.cached_cast_bytes;
     result.frames = static_cast<int64_t>(frames_.size()) - 1;
     // What a policy costs was measured with its frame.
     const auto unmeasured = static_cast<double>(
@@ -227,7 +227,8 @@ class Simulator {
         const bool is_cut = seconds_to_last_save(k) < stage(k).forward_s;
         if (!is_cut || stage(k).saves_output) hold_x(k);
         save(k);
-        use(stage(k).forward_tmp_bytes);
+        use(is_cut && stage(k).stopped_tmp_bytes >= 0 ? stage(k).stopped_tmp_bytes
+                                                      : stage(k).forward_tmp_bytes);
         if (!is_cut || stage(k).saves_output) drop_x(k);
         return reached;
       }
@@ -255,7 +256,7 @@ class Simulator {
       if (keeping_[k] != nullptr) {
         finish_keeping(k);
       } else {
-        recompute(owner_[k]);
+        recompute(owner_[k], stage(k).first_read_tmp_bytes);
         add(bytes_of_d(k - 1));
         use(stage(k).backward_tmp_bytes);
         release(k);  // unpacked is released (Rule 4)
@@ -265,10 +266,13 @@ class Simulator {
     }
   }
 
-  /// Once per frame and backward (Rule 7), frames around it first: they hold its input.
-  void recompute(std::size_t frame) {
+  /// Once per frame and backward (Rule 7), frames around it first: they hold its input. At the first
+  /// read, beside what backward has made by then.
+  void recompute(std::size_t frame, int64_t first_read_tmp_bytes) {
     std::vector<std::size_t> waiting;
     for (; !frames_[frame].is_recomputed; frame = frames_[frame].parent) waiting.push_back(frame);
+    if (waiting.empty()) return;
+    add(first_read_tmp_bytes);
     for (; !waiting.empty(); waiting.pop_back()) {
       Frame& next = frames_[waiting.back()];
       const int64_t input = next.stages.first - 1;  // held by the parent's slot until now
@@ -276,6 +280,7 @@ class Simulator {
       drop_x(input);
       next.is_recomputed = true;
     }
+    add(-first_read_tmp_bytes);
   }
 
   const ChainCost& cost_;

@@ -89,15 +89,15 @@ void FrontierTable::scale_seconds() {
 // See Note [Equal stages].
 void FrontierTable::find_equal_chains() {
   using Costs = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                           bool, bool>;
+                           int64_t, int64_t, bool, bool>;
   std::map<Costs, int32_t> costs;
   std::vector<int32_t> cost_of(static_cast<std::size_t>(num_stages_) + 1);
   for (int64_t k = 1; k <= num_stages_; ++k) {
     const StageCost& each = stage(k);
     const Costs key{ticks_[k].forward,       ticks_[k].to_last_save, each.output_bytes,
                     each.saved_bytes,        each.forward_tmp_bytes, unsaved_tmp(k),
-                    each.backward_tmp_bytes, each.grad_bytes,        each.saves_output,
-                    k == num_stages_};
+                    each.backward_tmp_bytes, each.grad_bytes,        each.first_read_tmp_bytes,
+                    each.stopped_tmp_bytes,  each.saves_output,      k == num_stages_};
     cost_of[k] = costs.emplace(key, static_cast<int32_t>(costs.size())).first->second;
   }
   class_of_.resize(static_cast<std::size_t>(num_stages_ * num_stages_));
@@ -134,10 +134,11 @@ int64_t FrontierTable::bytes_to_save(int64_t s, int64_t t) const {
   const bool is_recompute = t < num_stages_;
   // The caller holds the last output.
   const bool is_held = each.saves_output || s == num_stages_;
-  const bool is_cut =
-      is_recompute && s == t && !each.saves_output && ticks_[s].to_last_save < ticks_[s].forward;
-  const int64_t forward = grad_waiting(t) + each.saved_bytes + (is_cut ? 0 : each.output_bytes) +
-                          each.forward_tmp_bytes;
+  const bool is_cut = is_recompute && s == t && ticks_[s].to_last_save < ticks_[s].forward;
+  const int64_t temporary =
+      is_cut && each.stopped_tmp_bytes >= 0 ? each.stopped_tmp_bytes : each.forward_tmp_bytes;
+  const int64_t forward = grad_waiting(t) + each.saved_bytes +
+                          (is_cut && !each.saves_output ? 0 : each.output_bytes) + temporary;
   const int64_t backward = each.grad_bytes + grad_before(s) + each.saved_bytes +
                            (is_held ? each.output_bytes : 0) + each.backward_tmp_bytes;
   return std::max(forward, backward);
@@ -233,11 +234,13 @@ void FrontierTable::solve_keeping(Level& level, int64_t s) {
 std::vector<FrontierPoint> FrontierTable::points() const {
   std::vector<FrontierPoint> points;
   for (const Step& step : cost_.moving ? moving_[1].at({}) : stairs(levels_.back(), 1, num_stages_))
-    points.push_back({step.bytes, std::ldexp(static_cast<double>(step.ticks), exponent_)});
+    points.push_back({step.bytes + cost_.cached_cast_bytes,
+                      std::ldexp(static_cast<double>(step.ticks), exponent_)});
   return points;
 }
 
 Plan FrontierTable::plan(int64_t bytes) const {
+  bytes -= cost_.cached_cast_bytes;
   if (cost_.moving) return plan_moving(bytes);
   std::vector<PlanRegion> regions;
   append_regions({1, num_stages_, bytes, levels_.size() - 1}, regions);

@@ -14,7 +14,8 @@ namespace remat::detail {
 
 // Note [The recurrence]
 // V(s,t,m) is the least time of recomputing for stages s..t, which some region ends with t (or the
-// chain does), with m bytes beyond x_{s-1}, while the gradient of x_t is alive or to come.
+// chain does), with m bytes beyond x_{s-1}, while the gradient of x_t is alive or to come. d_t is that gradient
+// with what the backward of t has made before it first reads, which is when t is recomputed.
 //
 //     V(s,s,m) = 0                                      if m >= saving(s,s)
 //     V(s,t,m) = min of
@@ -128,8 +129,11 @@ class FrontierTable {
   int64_t grad_before(int64_t s) const {
     return s == 1 ? cost_.input_grad_bytes : stage(s - 1).grad_bytes;
   }
-  /// The gradient that waits while a recompute runs stages up to t; in forward there is none.
-  int64_t grad_waiting(int64_t t) const { return t < num_stages_ ? stage(t).grad_bytes : 0; }
+  /// The gradient that waits while a recompute runs stages up to t, with what the backward of t has made by then;
+  /// in forward there is none.
+  int64_t grad_waiting(int64_t t) const {
+    return t < num_stages_ ? stage(t).grad_bytes + stage(t).first_read_tmp_bytes : 0;
+  }
   int64_t unsaved_tmp(int64_t k) const {
     return stage(k).unsaved_tmp_bytes >= 0 ? stage(k).unsaved_tmp_bytes
                                            : stage(k).forward_tmp_bytes;

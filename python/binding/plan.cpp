@@ -245,10 +245,10 @@ PyObject* run(const std::shared_ptr<const Program>& program, const Plan& plan,
 
 using KeepingTuple = std::tuple<int64_t, double, int64_t, int64_t, int64_t>;
 using StageTuple = std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t,
-                              bool, int64_t, std::vector<KeepingTuple>, int64_t, bool>;
+                              bool, int64_t, std::vector<KeepingTuple>, int64_t, bool, int64_t, int64_t>;
 using MoveCostTuple = std::tuple<double, double, double>;
 using CostTuple =
-    std::tuple<int64_t, int64_t, std::vector<StageTuple>, double, std::optional<MoveCostTuple>>;
+    std::tuple<int64_t, int64_t, std::vector<StageTuple>, double, std::optional<MoveCostTuple>, int64_t>;
 using MoveTuple = std::tuple<std::string, int64_t, bool>;
 
 MoveOptions moving_in(const MoveTuple& moving) {
@@ -258,10 +258,11 @@ MoveOptions moving_in(const MoveTuple& moving) {
 
 ChainCost cost_in(const CostTuple& cost) {
   ChainCost chain{std::get<0>(cost), std::get<1>(cost), {}, std::get<3>(cost)};
+  chain.cached_cast_bytes = std::get<5>(cost);
   if (const auto& moving = std::get<4>(cost))
     chain.moving = {std::get<0>(*moving), std::get<1>(*moving), std::get<2>(*moving)};
   for (const auto& [forward_s, backward_s, to_last_save_s, output, saved, forward_tmp, backward_tmp,
-                    grad, saves_output, unsaved_tmp, keeping, movable, has_movable_output] :
+                    grad, saves_output, unsaved_tmp, keeping, movable, has_movable_output, first_read_tmp, stopped_tmp] :
        std::get<2>(cost)) {
     chain.stages.push_back({forward_s,
                             backward_s,
@@ -278,12 +279,14 @@ ChainCost cost_in(const CostTuple& cost) {
                             has_movable_output});
     for (const auto& [policy, extra_s, kept, kept_forward_tmp, backward] : keeping)
       chain.stages.back().keeping.push_back({policy, extra_s, kept, kept_forward_tmp, backward});
+    chain.stages.back().first_read_tmp_bytes = first_read_tmp;
+    chain.stages.back().stopped_tmp_bytes = stopped_tmp;
   }
   return chain;
 }
 
 CostTuple tuple_of(const ChainCost& chain) {
-  CostTuple cost{chain.input_bytes, chain.input_grad_bytes, {}, chain.rounding, {}};
+  CostTuple cost{chain.input_bytes, chain.input_grad_bytes, {}, chain.rounding, {}, chain.cached_cast_bytes};
   if (chain.moving)
     std::get<4>(cost).emplace(chain.moving->store_s_per_byte, chain.moving->load_s_per_byte,
                               chain.moving->held_up_share);
@@ -296,7 +299,7 @@ CostTuple tuple_of(const ChainCost& chain) {
                                    each.output_bytes, each.saved_bytes, each.forward_tmp_bytes,
                                    each.backward_tmp_bytes, each.grad_bytes, each.saves_output,
                                    each.unsaved_tmp_bytes, std::move(keeping), each.movable_bytes,
-                                   each.has_movable_output);
+                                   each.has_movable_output, each.first_read_tmp_bytes, each.stopped_tmp_bytes);
   }
   return cost;
 }

@@ -100,11 +100,16 @@ class StageCost(NamedTuple):
     """[bytes] of `saved_bytes` that go away when what the stage saves is moved."""
     has_movable_output: bool = False
     """Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves its input."""
+    first_read_tmp_bytes: int = 0
+    """[bytes] that a backward has made, beyond `grad_bytes`, when it first reads what autograd keeps: a region that ends
+    with the stage is computed again beside it."""
+    stopped_tmp_bytes: int = -1
+    """Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond `saved_bytes`, and the
+    output if autograd keeps it. Negative: the same."""
 
     @classmethod
     def _of(cls, numbers: _remat._StageTuple) -> StageCost:
-        keeping = tuple(KeepingCost(*each) for each in numbers[-3])
-        return cls(*numbers[:-3], keeping, *numbers[-2:])
+        return cls(*numbers)._replace(keeping=tuple(KeepingCost(*each) for each in numbers[10]))
 
 
 class MoveCost(NamedTuple):
@@ -132,15 +137,20 @@ class ChainCost(NamedTuple):
     it off."""
     moving: Optional[MoveCost] = None
     """None: nothing moves."""
+    cached_cast_bytes: int = 0
+    """[bytes] of casts of weights that autocast's cache keeps beyond their stages, where it is around all of them. They
+    count in every peak, from beginning to end, and are in no stage's bytes."""
 
     @classmethod
     def _of(cls, numbers: _remat._CostTuple) -> ChainCost:
-        input_bytes, input_grad_bytes, stages, rounding, moving = numbers
+        input_bytes, input_grad_bytes, stages, rounding, moving, cached = numbers
         move_cost = None if moving is None else MoveCost(*moving)
-        return cls(input_bytes, input_grad_bytes, tuple(map(StageCost._of, stages)), rounding, move_cost)
+        return cls(input_bytes, input_grad_bytes, tuple(map(StageCost._of, stages)), rounding, move_cost, cached)
 
     def _tuple(self) -> _remat._CostTuple:
-        return self.input_bytes, self.input_grad_bytes, self.stages, self.rounding, self.moving
+        return (
+            self.input_bytes, self.input_grad_bytes, self.stages, self.rounding, self.moving, self.cached_cast_bytes
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

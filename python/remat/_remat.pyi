@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 _KeepingTuple = tuple[int, float, int, int, int]
 _StageTuple = tuple[
-    float, float, float, int, int, int, int, int, bool, int, Sequence[_KeepingTuple], int, bool
+    float, float, float, int, int, int, int, int, bool, int, Sequence[_KeepingTuple], int, bool, int, int
 ]
 _MoveCostTuple = tuple[float, float, float]
-_CostTuple = tuple[int, int, Sequence[_StageTuple], float, Optional[_MoveCostTuple]]
+_CostTuple = tuple[int, int, Sequence[_StageTuple], float, Optional[_MoveCostTuple], int]
 _MoveTuple = tuple[str, int, bool]
 _Device = Union[torch.device, str, int, None]
 
