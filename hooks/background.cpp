@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <new>
 #include <system_error>
@@ -76,7 +77,10 @@ Background::Background() {
       [] {
         Background& here = Background::get();
         std::unique_lock<std::mutex> lock(here.mutex_);
-        here.work_comes_.wait(lock, [&] { return !here.is_running_; });
+        // What runs may need what a binding's thread that forks lets go of, as in `wait`.
+        while (!wait_until([&] { return !here.is_running_; }, lock, here.work_comes_,
+                           std::chrono::hours(1))) {
+        }
         lock.release();  // until parent and child are apart
       },
       [] { Background::get().mutex_.unlock(); },

@@ -41,6 +41,7 @@ struct MeasureOptions;
 struct MoveOptions;
 class OpLogScope;
 class Plan;
+class TensorNames;
 namespace detail {
 class Scope;
 class ScriptCall;
@@ -81,6 +82,9 @@ class REMAT_API RegionBody {
   /// backward. Must not return; on an engine's thread only what derives from std::exception passes.
   /// Default: throws `error` itself.
   virtual void raise(CheckpointError error);
+  /// What errors call the tensors of the function's modules in another language; lives as long as the body.
+  /// Default: null, nobody knows.
+  virtual const TensorNames* tensor_names() const;
 };
 
 /// Gets to know an argument: its number, from 0, where it lies, its size [bytes] and its type.
@@ -107,8 +111,8 @@ struct FunctionFacts {
   bool always_stops = false;
 };
 
-/// What a module may be, too, that stands for modules of another language: in errors the tensors of those have the names
-/// that it says, instead of the paths of its own.
+/// What errors call tensors of modules of another language. A body may have such names; and a `torch::nn::Module` that stands
+/// for such modules may be this, too: then its names hold, instead of the paths of its own tensors.
 class REMAT_API TensorNames {
  public:
   /// Gets to know a tensor and its name: "parameter 'conv1.weight' of UNetBlock".

@@ -19,6 +19,8 @@ void RegionBody::stop() { throw StopSignal{}; }
 
 void RegionBody::raise(CheckpointError error) { throw std::move(error); }
 
+const TensorNames* RegionBody::tensor_names() const { return nullptr; }
+
 TensorNames::~TensorNames() = default;
 
 BackwardMark::BackwardMark(const torch::autograd::edge_list& roots,

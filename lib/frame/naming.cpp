@@ -8,6 +8,7 @@
 #include "lib/seam/engine.h"
 #include "lib/state/parameter_names.h"
 #include "lib/state/surroundings.h"
+#include "remat/binding.h"
 
 namespace remat {
 
@@ -32,6 +33,10 @@ const UserRegistrations* registrations_around(const Region& region) {
   return state == nullptr ? nullptr : &state->registered();
 }
 
+const TensorNames* names_of_body(const Region& region) {
+  return region.body == nullptr ? nullptr : region.body->tensor_names();
+}
+
 }  // namespace
 
 std::string title(const Region& region) {
@@ -41,11 +46,15 @@ std::string title(const Region& region) {
 }
 
 std::string name_of(const Region& region, const TensorIdentity& tensor) {
+  if (const TensorNames* const names = names_of_body(region)) {
+    if (std::string name = parameter_name(*names, tensor); !name.empty()) return name;
+  }
   const UserRegistrations* const all = registrations_around(region);
   return all == nullptr ? std::string() : parameter_name(*all, tensor);
 }
 
 bool knows_modules(const Region& region) {
+  if (names_of_body(region) != nullptr) return true;
   const UserRegistrations* const all = registrations_around(region);
   return all != nullptr && std::any_of(all->held.begin(), all->held.end(),
                                        [](const auto& held) { return held->module() != nullptr; });

@@ -39,6 +39,17 @@ class ParameterSearch {
 
 }  // namespace
 
+std::string parameter_name(const TensorNames& names, const TensorIdentity& tensor) {
+  const auto object = tensor.object.lock();
+  const auto storage = tensor.storage.lock();
+  if (!object && !storage) return {};
+  ParameterSearch search(object.get(), storage.get());
+  names.visit_tensors([&](const std::string& name, const at::Tensor& named) {
+    search.add(named, [&] { return name; });
+  });
+  return search.best();
+}
+
 std::string parameter_name(const UserRegistrations& registered, const TensorIdentity& tensor) {
   // What is gone is no tensor of a module any more, and its place may be another's.
   const auto object = tensor.object.lock();
@@ -47,6 +58,10 @@ std::string parameter_name(const UserRegistrations& registered, const TensorIden
   for (auto held = registered.held.rbegin(); held != registered.held.rend(); ++held) {
     const auto module = (*held)->module();
     if (module == nullptr) continue;
+    if (const auto* const foreign = dynamic_cast<const TensorNames*>(module.get())) {
+      if (std::string name = parameter_name(*foreign, tensor); !name.empty()) return name;
+      continue;
+    }
     ParameterSearch search(object.get(), storage.get());
     const auto add_all = [&](const char* kind, const auto& tensors) {
       for (const auto& each : tensors)
@@ -54,14 +69,8 @@ std::string parameter_name(const UserRegistrations& registered, const TensorIden
           return fmt::format("{} '{}' of {}", kind, each.key(), short_type(typeid(*module)));
         });
     };
-    if (const auto* const foreign = dynamic_cast<const TensorNames*>(module.get())) {
-      foreign->visit_tensors([&](const std::string& name, const at::Tensor& named) {
-        search.add(named, [&] { return name; });
-      });
-    } else {
-      add_all("parameter", module->named_parameters());
-      add_all("buffer", module->named_buffers());
-    }
+    add_all("parameter", module->named_parameters());
+    add_all("buffer", module->named_buffers());
     if (!search.best().empty()) return search.best();
   }
   return {};

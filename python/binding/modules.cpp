@@ -78,26 +78,31 @@ void visit_named(PyObject* module, int depth, const std::string& path, const std
   });
 }
 
+/// The same of several, from any thread. Throws nothing.
+void visit_named(const std::vector<PyObject*>& roots, TensorNames::Visitor visitor) {
+  const Locked locked(Locked::AtEnd::Wait);
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  for (PyObject* root : roots) visit_named(root, 0, "", class_of(root), visitor);
+  PyErr_Restore(type, value, traceback);
+}
+
+std::vector<PyObject*> new_references(const std::vector<PyObject*>& objects) {
+  for (PyObject* each : objects) Py_INCREF(each);
+  return objects;
+}
+
 /// Stands for Python modules: has their buffers, and knows what users call their tensors. It has those modules as they
 /// have been given, since it may outlive whoever made it.
 class StandIn final : public torch::nn::Module, public TensorNames {
  public:
-  explicit StandIn(const std::vector<PyObject*>& roots) : roots_(roots) {
-    for (PyObject* root : roots_) Py_INCREF(root);
-  }
+  explicit StandIn(const std::vector<PyObject*>& roots) : roots_(new_references(roots)) {}
   ~StandIn() override { drop(roots_.data(), roots_.size()); }
   StandIn(const StandIn&) = delete;
   StandIn& operator=(const StandIn&) = delete;
 
   void add(const at::Tensor& buffer) { register_buffer(std::to_string(num_buffers_++), buffer); }
-
-  void visit_tensors(Visitor visitor) const override {
-    const Locked locked(Locked::AtEnd::Wait);
-    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
-    PyErr_Fetch(&type, &value, &traceback);
-    for (PyObject* root : roots_) visit_named(root, 0, "", class_of(root), visitor);
-    PyErr_Restore(type, value, traceback);
-  }
+  void visit_tensors(Visitor visitor) const override { visit_named(roots_, visitor); }
 
  private:
   const std::vector<PyObject*> roots_;
@@ -208,10 +213,11 @@ HeldFlags& held_flags() {
 
 // ---- the state ----------------------------------------------------------------------------------------
 
-ModuleState::ModuleState(const std::vector<PyObject*>& roots)
-    : stand_in_(std::make_shared<StandIn>(roots)) {
-  for (PyObject* root : roots) add(root, 0);
+ModuleState::ModuleState(const std::vector<PyObject*>& roots) : roots_(new_references(roots)) {
+  for (PyObject* root : roots_) add(root, 0);
 }
+
+void ModuleState::visit_tensors(Visitor visitor) const { visit_named(roots_, visitor); }
 
 void ModuleState::add(PyObject* module, int depth) {
   PyObject* const attributes = PyObject_GenericGetDict(module, nullptr);
@@ -231,6 +237,7 @@ void ModuleState::add(PyObject* module, int depth) {
     const at::Tensor* const tensor = tensor_in(value);
     if (tensor == nullptr || !can_be_restored(value, *tensor)) continue;
     buffers_.push_back({new_reference(buffers), new_reference(name), new_reference(value)});
+    if (stand_in_ == nullptr) stand_in_ = std::make_shared<StandIn>(roots_);
     static_cast<StandIn&>(*stand_in_).add(*tensor);
   }
   PyObject* const children = entry(attributes, "_modules");
@@ -241,7 +248,7 @@ void ModuleState::add(PyObject* module, int depth) {
 }
 
 ModuleState::~ModuleState() {
-  std::vector<PyObject*> all;
+  std::vector<PyObject*> all = roots_;
   for (const Flag& each : flags_) all.push_back(each.attributes);
   for (const Buffer& each : buffers_)
     all.insert(all.end(), {each.dictionary, each.name, each.tensor});
@@ -277,7 +284,7 @@ ModuleState::Hold::~Hold() {
 }
 
 CheckpointOptions with_modules(CheckpointOptions options, const ModuleState& state) {
-  options.modules.push_back(state.stand_in());
+  if (state.stand_in() != nullptr) options.modules.push_back(state.stand_in());
   return options;
 }
 
@@ -291,7 +298,7 @@ ModulesWatched::ModulesWatched(const std::vector<PyObject*>& modules) {
     const detail::ModuleStateGuard guard;
   };
   const ModuleState state(modules);
-  if (state.has_buffers()) guard_ = std::make_shared<Guard>(state.stand_in());
+  if (state.stand_in() != nullptr) guard_ = std::make_shared<Guard>(state.stand_in());
 }
 
 ModulesWatched::~ModulesWatched() = default;
@@ -349,6 +356,11 @@ PyTypeObject* function_type() {
 }
 
 }  // namespace
+
+const TensorNames* tensor_names_of(PyObject* function) {
+  if (Py_TYPE(function)->tp_dealloc != function_dealloc) return nullptr;
+  return reinterpret_cast<FunctionObject*>(function)->state;
+}
 
 PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& call,
                                 const std::vector<PyObject*>& modules) {

@@ -23,16 +23,17 @@ PyObject* module_in(PyObject* function);
 // begins, and put in place around each recompute.
 
 /// The flags and buffers of modules and of all below them as they are now. Interpreter's lock.
-class ModuleState {
+class ModuleState final : public TensorNames {
  public:
   explicit ModuleState(const std::vector<PyObject*>& roots);
-  ~ModuleState();
+  ~ModuleState() override;
   ModuleState(const ModuleState&) = delete;
   ModuleState& operator=(const ModuleState&) = delete;
 
-  /// Shares the buffers, and says what errors call the modules' tensors.
+  /// Shares the buffers, and says what errors call the modules' tensors. Null if there are no buffers.
   const std::shared_ptr<torch::nn::Module>& stand_in() const { return stand_in_; }
-  bool has_buffers() const { return !buffers_.empty(); }
+  /// Without the interpreter's lock.
+  void visit_tensors(Visitor visitor) const override;
 
   /// While alive, flags and buffers are as they were noted. Throws python_error where other threads hold
   /// them otherwise for ten seconds.
@@ -62,9 +63,10 @@ class ModuleState {
   };
   void add(PyObject* module, int depth);
 
+  const std::vector<PyObject*> roots_;
   std::vector<Flag> flags_;
   std::vector<Buffer> buffers_;
-  const std::shared_ptr<torch::nn::Module> stand_in_;
+  std::shared_ptr<torch::nn::Module> stand_in_;
 };
 
 /// `options` with what the region needs to know of the modules.
@@ -82,6 +84,10 @@ class ModulesWatched {
  private:
   std::shared_ptr<void> guard_;
 };
+
+/// What errors call the tensors of the modules of a function that `run_region_of_modules` made; null for others. Without the
+/// interpreter's lock.
+const TensorNames* tensor_names_of(PyObject* function);
 
 /// As run_region, with the state of these modules: a new reference, or null with a Python error set.
 PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& call,

@@ -141,6 +141,8 @@ class StagesBody final : public RegionBody {
     throw_persisted();
   }
 
+  const TensorNames* tensor_names() const override { return modules_.get(); }
+
  private:
   const std::shared_ptr<const Program> program_;
   const std::size_t region_;
@@ -244,11 +246,12 @@ PyObject* run(const std::shared_ptr<const Program>& program, const Plan& plan,
 // ---- planning -----------------------------------------------------------------------------------------
 
 using KeepingTuple = std::tuple<int64_t, double, int64_t, int64_t, int64_t>;
-using StageTuple = std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t,
-                              bool, int64_t, std::vector<KeepingTuple>, int64_t, bool, int64_t, int64_t>;
+using StageTuple =
+    std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t,
+               std::vector<KeepingTuple>, int64_t, bool, int64_t, int64_t>;
 using MoveCostTuple = std::tuple<double, double, double>;
-using CostTuple =
-    std::tuple<int64_t, int64_t, std::vector<StageTuple>, double, std::optional<MoveCostTuple>, int64_t>;
+using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>, double,
+                             std::optional<MoveCostTuple>, int64_t>;
 using MoveTuple = std::tuple<std::string, int64_t, bool>;
 
 MoveOptions moving_in(const MoveTuple& moving) {
@@ -262,8 +265,8 @@ ChainCost cost_in(const CostTuple& cost) {
   if (const auto& moving = std::get<4>(cost))
     chain.moving = {std::get<0>(*moving), std::get<1>(*moving), std::get<2>(*moving)};
   for (const auto& [forward_s, backward_s, to_last_save_s, output, saved, forward_tmp, backward_tmp,
-                    grad, saves_output, unsaved_tmp, keeping, movable, has_movable_output, first_read_tmp, stopped_tmp] :
-       std::get<2>(cost)) {
+                    grad, saves_output, unsaved_tmp, keeping, movable, has_movable_output,
+                    first_read_tmp, stopped_tmp] : std::get<2>(cost)) {
     chain.stages.push_back({forward_s,
                             backward_s,
                             to_last_save_s,
@@ -286,7 +289,8 @@ ChainCost cost_in(const CostTuple& cost) {
 }
 
 CostTuple tuple_of(const ChainCost& chain) {
-  CostTuple cost{chain.input_bytes, chain.input_grad_bytes, {}, chain.rounding, {}, chain.cached_cast_bytes};
+  CostTuple cost{chain.input_bytes,      chain.input_grad_bytes, {}, chain.rounding, {},
+                 chain.cached_cast_bytes};
   if (chain.moving)
     std::get<4>(cost).emplace(chain.moving->store_s_per_byte, chain.moving->load_s_per_byte,
                               chain.moving->held_up_share);
@@ -295,11 +299,11 @@ CostTuple tuple_of(const ChainCost& chain) {
     for (const KeepingCost& one : each.keeping)
       keeping.emplace_back(one.policy, one.extra_s, one.kept_bytes, one.forward_tmp_bytes,
                            one.backward_bytes);
-    std::get<2>(cost).emplace_back(each.forward_s, each.backward_s, each.forward_to_last_save_s,
-                                   each.output_bytes, each.saved_bytes, each.forward_tmp_bytes,
-                                   each.backward_tmp_bytes, each.grad_bytes, each.saves_output,
-                                   each.unsaved_tmp_bytes, std::move(keeping), each.movable_bytes,
-                                   each.has_movable_output, each.first_read_tmp_bytes, each.stopped_tmp_bytes);
+    std::get<2>(cost).emplace_back(
+        each.forward_s, each.backward_s, each.forward_to_last_save_s, each.output_bytes,
+        each.saved_bytes, each.forward_tmp_bytes, each.backward_tmp_bytes, each.grad_bytes,
+        each.saves_output, each.unsaved_tmp_bytes, std::move(keeping), each.movable_bytes,
+        each.has_movable_output, each.first_read_tmp_bytes, each.stopped_tmp_bytes);
   }
   return cost;
 }

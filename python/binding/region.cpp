@@ -237,6 +237,8 @@ void Body::stop() {
   throw python_error();
 }
 
+const TensorNames* Body::tensor_names() const { return tensor_names_of(kept_.front()); }
+
 void Body::raise(CheckpointError error) {
   const Locked locked(Locked::AtEnd::Wait);
   PyObject* const on_error = rare_ == nullptr ? nullptr : rare_->on_error;

@@ -47,6 +47,7 @@ class Body final : public RegionBody {
   bool can_be_stopped() const override { return true; }
   [[noreturn]] void stop() override;
   [[noreturn]] void raise(CheckpointError error) override;
+  const TensorNames* tensor_names() const override;
 
   /// What recomputes run in, a context manager; and what is called with an error about the region, to
   /// raise a better one. Null for none.
