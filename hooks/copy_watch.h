@@ -12,7 +12,8 @@ namespace remat {
 
 class CopyWatch {
  public:
-  enum class Direction { Out, In };
+  /// Wait: no copy, but a stream of the program that stands still until one back is done.
+  enum class Direction { Out, In, Wait };
   /// A copy of so many bytes is about to be queued on `stream`. Returns what `ends` gets; null: nothing.
   virtual std::shared_ptr<void> begins(const c10::Stream& stream, Direction direction,
                                        int64_t bytes) = 0;
@@ -26,7 +27,7 @@ class CopyWatch {
   ~CopyWatch() = default;
 };
 
-/// While alive, a copy is queued.
+/// While alive, a copy is queued, or a wait for one.
 class WatchedCopy {
  public:
   WatchedCopy(const c10::Stream& stream, CopyWatch::Direction direction, int64_t bytes)

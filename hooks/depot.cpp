@@ -33,12 +33,6 @@ bool is_plain(const at::Tensor& tensor) {
                                   c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize}));
 }
 
-/// A leaf that requires grad, or a view of one. (What `detach` returns says nothing of its origin.)
-bool is_parameter(const at::Tensor& tensor) {
-  const at::Tensor& root = seam::viewed(tensor);
-  return seam::requires_grad_itself(root) && seam::node_of(root) == nullptr;
-}
-
 /// Where the elements of a tensor lie in its storage [bytes].
 struct Extent {
   int64_t begin, end, bytes;  ///< `bytes`: of the elements that there are, gaps not counted
@@ -54,6 +48,13 @@ std::optional<Extent> extent_of(const at::Tensor& tensor) {
   return Extent{begin, end, std::min(tensor.numel(), last + 1) * each};
 }
 
+/// Whether `saved` has the memory of what it stands for. A kept result may be a copy on the CPU already.
+bool is_alias(const at::Tensor& saved, const at::Tensor* stands_for) {
+  if (stands_for == nullptr) return false;
+  return !saved.has_storage() || !stands_for->has_storage() ||
+         saved.storage().unsafeGetStorageImpl() == stands_for->storage().unsafeGetStorageImpl();
+}
+
 /// What moves with a tensor, if it moves: Note [What is moved].
 std::optional<Extent> range_of(const at::Tensor& tensor, bool keeps_bytes) {
   const auto own = extent_of(tensor);
@@ -67,6 +68,11 @@ std::optional<Extent> range_of(const at::Tensor& tensor, bool keeps_bytes) {
 }
 
 }  // namespace
+
+bool is_parameter(const at::Tensor& tensor) {
+  const at::Tensor& root = seam::viewed(tensor);
+  return seam::requires_grad_itself(root) && seam::node_of(root) == nullptr;
+}
 
 SavedElsewhere::SavedElsewhere(const at::Tensor& saved)
     // Without history it makes no cycle: Note [Identity packs]. As an alias it keeps the storage of
@@ -119,11 +125,12 @@ at::Tensor SavedElsewhere::unpack() {
 }
 
 at::Tensor SavedElsewhere::rebuild(Piece& piece) const {
-  auto [storage, counter] = piece.load();
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys_, dtype_);
+  Piece::Loaded loaded = piece.load();
+  at::Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(std::move(loaded.storage), keys_, dtype_);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef(sizes_),
                                                       c10::IntArrayRef(strides_), offset_);
-  tensor.unsafeGetTensorImpl()->set_version_counter(counter);
+  tensor.unsafeGetTensorImpl()->set_version_counter(loaded.counter);
   return tensor;
 }
 
@@ -148,7 +155,7 @@ std::shared_ptr<SavedElsewhere> Depot::take(const at::Tensor& saved, const at::T
   if (has_unsettled_.load(std::memory_order_relaxed)) settle_other_operators(operator_number);
   auto taken = std::make_shared<SavedElsewhere>(saved);
   taken->raises_if_changed_ = options_.raises_if_changed;
-  const at::Tensor& judged = stands_for == nullptr ? saved : *stands_for;
+  const at::Tensor& judged = is_alias(saved, stands_for) ? *stands_for : saved;
   if (!moves(judged)) return taken;
   const bool is_trusted = judged.requires_grad();
   if (options_.staying != nullptr) {
@@ -168,6 +175,12 @@ std::shared_ptr<SavedElsewhere> Depot::take(const at::Tensor& saved, const at::T
     has_unsettled_.store(true, std::memory_order_relaxed);
   }
   return taken;
+}
+
+std::shared_ptr<Piece> Depot::keep(const at::Tensor& dense, uint64_t number) {
+  const int64_t begin = dense.storage_offset() * static_cast<int64_t>(dense.dtype().itemsize());
+  return piece_for(dense, begin, begin + static_cast<int64_t>(dense.nbytes()),
+                   /*is_trusted=*/false, number);
 }
 
 void Depot::stay(const std::shared_ptr<SavedElsewhere>& saved, const at::Tensor& judged,
@@ -293,8 +306,8 @@ std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin,
   for (const auto& piece : known)
     if (piece->has(tensor, begin, end, kind, is_trusted)) return piece;
   if (bounds_stores()) finish_stores_before(end - begin);
-  auto piece = std::make_shared<Piece>(weak_from_this(), place_, surroundings_.around, tensor,
-                                       begin, end, kind, is_trusted);
+  auto piece = std::make_shared<Piece>(weak_from_this(), place_, surroundings_.around,
+                                       options_.totals, tensor, begin, end, kind, is_trusted);
   if (!piece->begin_store(tensor)) return nullptr;
   if (order_ != nullptr) {
     if (number == 0) number = order_->next_number();

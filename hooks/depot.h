@@ -87,8 +87,12 @@ struct DepotOptions {
   bool raises_if_changed = false;  ///< as plain autograd does; also what was copied
   int64_t prefetch_depth = 0;
   int64_t max_bytes_in_flight = std::numeric_limits<int64_t>::max();
-  std::shared_ptr<Staying> staying = nullptr;  ///< null: all that can moves when it is saved
+  std::shared_ptr<Staying> staying = nullptr;    ///< null: all that can moves when it is saved
+  std::shared_ptr<MoveTotals> totals = nullptr;  ///< what has moved; null: nobody counts
 };
+
+/// A leaf that requires grad, or a view of one. (What `detach` returns says nothing of its origin.)
+bool is_parameter(const at::Tensor& tensor);
 
 /// What only the runtime can do for a depot.
 struct DepotSurroundings {
@@ -101,9 +105,12 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   /// Depots may share a place.
   Depot(std::shared_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings);
 
-  /// Takes a saved tensor. `stands_for`: the tensor of which it is an alias without history, which
+  /// Takes a saved tensor. `stands_for`: the tensor of which it is an alias without history, or a copy, and which
   /// no operator is writing; or null. Throws what the place throws.
   std::shared_ptr<SavedElsewhere> take(const at::Tensor& saved, const at::Tensor* stands_for);
+  /// Takes the memory of a tensor without gaps, now. Its owner sees to it that what is written to it meanwhile does no
+  /// harm. `number`: in the order of saving, of the owner's choice. Null: the place wants it to stay.
+  std::shared_ptr<Piece> keep(const at::Tensor& dense, uint64_t number);
   /// Whether a tensor would be moved.
   bool moves(const at::Tensor& tensor) const;
   /// No operator runs on this thread: what waited for its end is moved. What cannot be, stays; a
@@ -113,6 +120,10 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   void finish_stores() { finish_stores_before(options_.max_bytes_in_flight); }
   /// Backward, which runs on this thread, will soon read all. Only where loads are begun ahead.
   void begin_loads() { order_->begin_all(); }
+  /// The same of what has a number below this, up to the depth.
+  void begin_loads_before(uint64_t number) {
+    if (order_ != nullptr) order_->prefetch_before(number);
+  }
 
  private:
   friend class Piece;

@@ -27,11 +27,12 @@ void mark(std::optional<Ready>& ready, c10::Device device) {
 }  // namespace
 
 Piece::Piece(std::weak_ptr<Depot> depot, std::shared_ptr<Place> place, AroundPlace around,
-             const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
-             bool is_trusted)
+             std::shared_ptr<MoveTotals> totals, const at::Tensor& tensor, int64_t begin,
+             int64_t end, c10::ScalarType kind, bool is_trusted)
     : depot_(std::move(depot)),
       place_(std::move(place)),
       around_(around),
+      totals_(std::move(totals)),
       source_(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
       begin_(begin),
       end_(end),
@@ -71,6 +72,7 @@ uint64_t Piece::hash_of(const at::Tensor& tensor) const {
 
 void Piece::use_place(c10::function_ref<void()> use) const {
   const Unseen unseen;
+  const TimeSpent time(totals_ == nullptr ? nullptr : &totals_->spent_ns);
   try {
     around_(use);
   } catch (const std::exception&) {
@@ -88,6 +90,10 @@ bool Piece::begin_store(const at::Tensor& tensor) {
   if (contents_ == nullptr) return false;
   is_stored_late_ = contents_->is_stored_late();
   mark(stored_, tensor.device());
+  if (totals_ != nullptr) {
+    totals_->num_moves += 1;
+    totals_->bytes_moved += num_bytes();
+  }
   return true;
 }
 
@@ -137,13 +143,13 @@ void Piece::cancel_load() noexcept {
   }
 }
 
-std::pair<c10::Storage, c10::VariableVersion> Piece::load() {
-  auto loaded = load_or_share();
+Piece::Loaded Piece::load() {
+  Loaded loaded = load_or_share();
   if (order_ != nullptr) order_->prefetch_before(number_);
   return loaded;
 }
 
-std::pair<c10::Storage, c10::VariableVersion> Piece::load_or_share() {
+Piece::Loaded Piece::load_or_share() {
   const auto lock = lock_in_turn(turn_);
   if (auto alive = loaded_.lock(); alive && loaded_counter_.current_version() == 0) {
     c10::Storage storage(std::move(alive));
@@ -152,7 +158,7 @@ std::pair<c10::Storage, c10::VariableVersion> Piece::load_or_share() {
   }
   if (stored_) stored_->block(current_stream(device_));
   finish_store_once();
-  is_load_begun_ = false;  // whatever comes of it
+  const bool was_begun = std::exchange(is_load_begun_, false);  // whatever comes of it
   c10::Storage storage;
   use_place([&] {
     at::Tensor loaded = contents_->finish_load();
@@ -166,7 +172,12 @@ std::pair<c10::Storage, c10::VariableVersion> Piece::load_or_share() {
   mark(loaded_on_, device_);
   loaded_ = storage.getWeakStorageImpl();
   loaded_counter_ = c10::VariableVersion(/*version=*/0);
-  return {std::move(storage), loaded_counter_};
+  if (totals_ != nullptr) {
+    totals_->num_loads += 1;
+    totals_->num_loads_ahead += was_begun ? 1 : 0;
+    totals_->bytes_loaded += num_bytes();
+  }
+  return {std::move(storage), loaded_counter_, /*is_new=*/true, was_begun};
 }
 
 void Piece::check_loaded(const at::Tensor& loaded) const {

@@ -10,6 +10,7 @@
 #include <optional>
 #include <utility>
 
+#include "hooks/move_totals.h"
 #include "hooks/prefetch_order.h"
 #include "hooks/ready.h"
 #include "remat/place.h"
@@ -24,10 +25,10 @@ using AroundPlace = void (*)(c10::function_ref<void()>);
 class Piece {
  public:
   /// Bytes `begin` to `end` of the tensor's storage, as elements of `kind`. `is_trusted`: nothing
-  /// but in-place operators write to it. `begin_store` comes before anything else.
+  /// but in-place operators write to it. `totals`: null if nobody counts. `begin_store` comes before anything else.
   Piece(std::weak_ptr<Depot> depot, std::shared_ptr<Place> place, AroundPlace around,
-        const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
-        bool is_trusted);
+        std::shared_ptr<MoveTotals> totals, const at::Tensor& tensor, int64_t begin, int64_t end,
+        c10::ScalarType kind, bool is_trusted);
   ~Piece();
   Piece& operator=(Piece&&) = delete;
 
@@ -42,6 +43,8 @@ class Piece {
            bool is_trusted) const;
 
   const c10::StorageImpl* source() const { return source_._unsafe_get_target(); }
+  /// Whether anybody has the original yet.
+  bool is_source_alive() const { return !source_.expired(); }
   c10::Device device() const { return device_; }
   int64_t begin() const { return begin_; }
   int64_t num_bytes() const { return end_ - begin_; }
@@ -49,21 +52,27 @@ class Piece {
   /// Whether a load was begun: not if one is under way, or there is nothing to load.
   bool begin_load() noexcept;
   void cancel_load() noexcept;
-  /// Returns the contents in a storage of their own, and the version counter of tensors in it.
+  struct Loaded {
+    c10::Storage storage;          ///< of its own
+    c10::VariableVersion counter;  ///< of tensors in it
+    bool is_new = false;           ///< came from the place just now
+    bool was_begun = false;        ///< and had been begun before it was asked for
+  };
   /// Shared while any tensor keeps it and none was changed in place.
-  std::pair<c10::Storage, c10::VariableVersion> load();
+  Loaded load();
 
  private:
   at::Tensor flat_view(const at::Tensor& tensor) const;
   uint64_t hash_of(const at::Tensor& tensor) const;
   void use_place(c10::function_ref<void()> use) const;
   void finish_store_once();
-  std::pair<c10::Storage, c10::VariableVersion> load_or_share();
+  Loaded load_or_share();
   void check_loaded(const at::Tensor& loaded) const;
 
   const std::weak_ptr<Depot> depot_;
   const std::shared_ptr<Place> place_;  ///< dies after the contents
   const AroundPlace around_;
+  const std::shared_ptr<MoveTotals> totals_;
   const c10::weak_intrusive_ptr<c10::StorageImpl> source_;
   const int64_t begin_, end_;
   const c10::Device device_;

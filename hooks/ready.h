@@ -21,6 +21,7 @@ class Ready {
     if (waiting != stream_) event_.block(waiting);
   }
   void synchronize() const { event_.synchronize(); }
+  bool is_over() const { return event_.query(); }
   /// Makes what was done fit for use on the stream that is current for its device. `storage`: what
   /// it was done to, for the allocator to know.
   void wait_before_use(const c10::Storage& storage) const {

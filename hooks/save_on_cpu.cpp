@@ -74,6 +74,7 @@ class Pinned final : public HostContents {
     buffer_.uses = {copied_};
   }
 
+  std::shared_ptr<const Ready> copied() const { return copied_; }
   bool is_stored_late() const override { return true; }
   void finish_store() override {
     if (!arrived_) copied_->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
@@ -94,6 +95,7 @@ class Pinned final : public HostContents {
   }
   at::Tensor finish_load() override {
     if (!on_device_.defined()) begin_load();
+    const WatchedCopy waiting(current_stream(device_), CopyWatch::Direction::Wait, size_);
     arrived_->wait_before_use(on_device_);
     return std::exchange(on_device_, at::Tensor());
   }
@@ -120,8 +122,12 @@ class Pinned final : public HostContents {
 std::shared_ptr<HostContents> SaveOnCpu::begin_host_store(const at::Tensor& flat) const {
   if (pin_memory_)
     if (const auto streams = copy_streams(flat.device()))
-      if (auto buffer = PinnedPool::get().take(flat.numel()))
-        return std::make_shared<Pinned>(*streams, flat, std::move(*buffer));
+      if (auto buffer = PinnedPool::get().take(flat.numel())) {
+        CopiesInFlight::Claim claim(in_flight_.get(), flat.numel());
+        auto contents = std::make_shared<Pinned>(*streams, flat, std::move(*buffer));
+        claim.queued(contents->copied());
+        return contents;
+      }
   return std::make_shared<Pageable>(flat.to(at::kCPU), flat.device());
 }
 

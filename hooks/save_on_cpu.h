@@ -9,13 +9,17 @@
 // after it was saved raises when it is read, as in plain autograd. In: that
 // stream waits for the copy out, copies into new device memory, and the stream that asked waits for
 // it. Copies in are begun ahead: Note [Prefetching]. Host memory that is given back goes with the
-// events of the copies that may still use it: the next copy into it waits.
+// events of the copies that may still use it: the next copy into it waits. How many bytes may be on their way
+// out can be bounded: Note [Bytes in flight].
 //
 // Without page-locked memory (not asked for, none left, none on this accelerator) copies are made on
 // the current stream, and wait.
 
+#include <cstdint>
+#include <limits>
 #include <memory>
 
+#include "hooks/copies_in_flight.h"
 #include "remat/place.h"
 
 namespace remat {
@@ -29,7 +33,13 @@ class HostContents : public StoredContents {
 
 class SaveOnCpu final : public Place {
  public:
-  explicit SaveOnCpu(bool pin_memory) : pin_memory_(pin_memory) {}
+  static constexpr int64_t unbounded = std::numeric_limits<int64_t>::max();
+  /// `max_bytes_in_flight`: of copies that run beside the work.
+  explicit SaveOnCpu(bool pin_memory, int64_t max_bytes_in_flight = unbounded)
+      : pin_memory_(pin_memory),
+        in_flight_(max_bytes_in_flight == unbounded
+                       ? nullptr
+                       : std::make_unique<CopiesInFlight>(max_bytes_in_flight)) {}
   bool takes(const at::Tensor& tensor) const override { return !tensor.is_cpu(); }
   std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) override {
     return begin_host_store(flat);
@@ -38,6 +48,7 @@ class SaveOnCpu final : public Place {
 
  private:
   const bool pin_memory_;
+  const std::unique_ptr<CopiesInFlight> in_flight_;  ///< null: no bound
 };
 
 }  // namespace remat

@@ -237,7 +237,7 @@ TEST_CASE("cuda: kept products stay on the device, go to the CPU, or through the
   CHECK(held(remat::save_ops({"aten::mm"}), false) == 2);
   CHECK(held(remat::save_ops({"aten::mm"}), true) == 2);
   CHECK(held(remat::save_ops({"aten::mm"}, {.save_through_hooks = true}), true) == 0);
-  CHECK(held(remat::offload_ops({"aten::mm"}), false) == 0);
+  CHECK(held(remat::offload_ops({"aten::mm"}, {.min_offload_bytes = 0}), false) == 0);
 }
 
 TEST_CASE("cuda: kept random operators move the generator as they did", "[cuda][rule-15][GUA-30]") {

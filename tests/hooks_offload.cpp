@@ -348,6 +348,32 @@ TEST_CASE("parameters and views of leaves stay where they are", "[hooks][offload
   CHECK(bytes.held() == 0);
 }
 
+TEST_CASE("a guard counts what it moves and brings back, also when it is gone", "[hooks]") {
+  const Folder folder;
+  const Tensor x = leaf({1000});
+  std::optional<remat::MoveCounters> counters;
+  Tensor y;
+  {
+    const SaveOnDiskGuard guard(all_in(folder));
+    counters = guard.counters();
+    CHECK(counters->now().moves == 0);
+    y = (x + 1).sin().exp();  // saves x + 1 and the result
+  }
+  const remat::MoveCounts moved = counters->now();
+  CHECK(moved.moves == 2);
+  CHECK(moved.bytes_moved == 2 * 4000);
+  CHECK(moved.loads == 0);
+  for (int64_t i = 1; i <= 2; ++i) {
+    grad_of(y, {x}, {.retain_graph = true});
+    const remat::MoveCounts read = counters->now();
+    CHECK(read.moves == 2);
+    CHECK(read.loads == 2 * i);
+    CHECK(read.loads_ahead == i);  // all but the one that backward reads first
+    CHECK(read.bytes_loaded == 2 * i * 4000);
+    CHECK(read.seconds_waited > 0);
+  }
+}
+
 TEST_CASE("a tensor and its views are stored once", "[hooks][offload]") {
   const Folder folder;
   const Tensor x = leaf({64, 96}), w = leaf({96, 96});

@@ -324,6 +324,18 @@ TEST_CASE("what cannot be moved to the CPU is refused, or kept if that is prefer
   CHECK(recorder.report().regions.at(0).offload_fallbacks == 2);
 }
 
+TEST_CASE("numbers of a policy's options that are negative are refused", "[policy]") {
+  const auto none = [](const PolicyContext&) { return CheckpointPolicy::PreferRecompute; };
+  for (const remat::SelectiveOptions& options :
+       {remat::SelectiveOptions{.min_offload_bytes = -1},
+        remat::SelectiveOptions{.prefetch_depth = -1},
+        remat::SelectiveOptions{.max_bytes_in_flight = -1}}) {
+    CHECK_THROWS_AS(remat::offload_ops({"aten::mm"}, options), c10::ValueError);
+    CHECK_THROWS_AS(remat::offload_names({"a"}, options), c10::ValueError);
+    CHECK_THROWS_WITH(Policy(none, options), contains("was -1. Do: give 0 or more."));
+  }
+}
+
 TEST_CASE("a union keeps what either keeps, and the stronger wish wins", "[policy]") {
   KernelCounter kernels;
   const Tensor x = leaf({4});

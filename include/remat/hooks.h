@@ -6,6 +6,7 @@
 #include <concepts>
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -15,6 +16,8 @@
 #include "remat/scope.h"
 
 namespace remat {
+
+struct MoveTotals;  // hooks/move_totals.h
 
 namespace detail {
 
@@ -127,6 +130,32 @@ struct SaveOnCpuOptions {
   /// With `pin_memory`: how many copies back are begun ahead of the one that is read, in the reverse order
   /// of saving; 0: none.
   int64_t prefetch_depth = 2;
+  /// With `pin_memory`: bytes of originals whose copies are not done, so that their memory cannot be used again,
+  /// unless a single one is larger. Beyond that the program waits for the oldest copy. Default: no limit.
+  int64_t max_bytes_in_flight = std::numeric_limits<int64_t>::max();
+};
+
+/// What one guard has moved since it began.
+struct MoveCounts {
+  int64_t moves = 0;         ///< copies out
+  int64_t bytes_moved = 0;   ///< [bytes] of these
+  int64_t loads = 0;         ///< copies back that somebody asked for
+  int64_t loads_ahead = 0;   ///< of these, those that were begun before that
+  int64_t bytes_loaded = 0;  ///< [bytes] of `loads`
+  /// That threads of the program spent on both: queueing copies, copying or waiting.
+  double seconds_waited = 0;
+};
+
+/// The counts of one guard; also after it. Copies count the same. Threads: any.
+class REMAT_API MoveCounters {
+ public:
+  MoveCounts now() const;  ///< what they are at this moment
+
+ private:
+  friend class SaveOnCpuGuard;
+  friend class SaveOnDiskGuard;
+  explicit MoveCounters(std::shared_ptr<const MoveTotals> totals) : totals_(std::move(totals)) {}
+  std::shared_ptr<const MoveTotals> totals_;
 };
 
 /// While alive, tensors of an accelerator that autograd saves wait on the CPU. Tensors on the CPU
@@ -134,6 +163,12 @@ struct SaveOnCpuOptions {
 class REMAT_API SaveOnCpuGuard : detail::ScopeGuard {
  public:
   explicit SaveOnCpuGuard(SaveOnCpuOptions options = {});  ///< until the guard ends
+  /// What this guard has moved.
+  MoveCounters counters() const { return MoveCounters(totals_); }
+
+ private:
+  SaveOnCpuGuard(const SaveOnCpuOptions& options, std::shared_ptr<MoveTotals> totals);
+  std::shared_ptr<MoveTotals> totals_;
 };
 
 /// What a `SaveOnDiskGuard` moves, and where to.
@@ -156,6 +191,12 @@ struct SaveOnDiskOptions {
 class REMAT_API SaveOnDiskGuard : detail::ScopeGuard {
  public:
   explicit SaveOnDiskGuard(SaveOnDiskOptions options);  ///< until the guard ends
+  /// What this guard has moved.
+  MoveCounters counters() const { return MoveCounters(totals_); }
+
+ private:
+  SaveOnDiskGuard(SaveOnDiskOptions options, std::shared_ptr<MoveTotals> totals);
+  std::shared_ptr<MoveTotals> totals_;
 };
 
 /// While alive, floating-point tensors that autograd saves are rounded to `dtype`. LOSSY: gradients

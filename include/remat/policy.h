@@ -60,7 +60,7 @@ struct PolicyContext {
 /// recompute of that one, and its policy is asked anew. (A counter would have to begin anew there.)
 using PolicyFn = std::function<CheckpointPolicy(const PolicyContext&)>;
 
-/// What a policy does beside choosing.
+/// What a policy does beside choosing. A negative number is a `c10::ValueError` where the policy is made.
 struct SelectiveOptions {
   /// A kept result may be changed in place later: its operator then runs again. Otherwise the
   /// recompute throws (`CheckpointError::Kind::SelectiveMutation`).
@@ -71,7 +71,15 @@ struct SelectiveOptions {
   bool ask_again = false;
   /// [bytes] Results smaller than this stay where they are when the policy wants them on the CPU: a
   /// copy each way would cost more than their memory is worth. 0: all are moved.
-  int64_t min_offload_bytes = 0;
+  int64_t min_offload_bytes = 1 << 16;
+  /// How many copies back from the CPU are begun ahead of the one that a recompute reads: of the same region, in
+  /// the order of its calls, then of the region that ran before it; 0: none. So many results at the most are
+  /// on the device beside those that the recompute uses.
+  int64_t prefetch_depth = 2;
+  /// [bytes] Of originals whose copies to the CPU are not done, so that their memory cannot be used
+  /// again, unless a single one is larger. Beyond that the program waits for the oldest copy. The last two
+  /// hold for all regions of the process together whose policies have the same two.
+  int64_t max_bytes_in_flight = 64 << 20;
 };
 
 /// A policy function with its options; empty means "recompute everything". Copies share the
@@ -109,7 +117,9 @@ class REMAT_API Policy {
 /// that no loaded library has registered; warns about one that never reaches a policy because it
 /// consists of others.
 REMAT_API Policy save_ops(std::vector<std::string> ops, SelectiveOptions options = {});
-/// Listed: MustCpuOffload; the results wait on the CPU. Results that are there are simply kept.
+/// Listed: MustCpuOffload; the results wait on the CPU. Results that are there are simply kept, and so are those of
+/// less than `SelectiveOptions::min_offload_bytes`. Copies run beside the device's work, and come back ahead of
+/// it; a result that the region writes to, or that is held when it ends, is copied before that.
 REMAT_API Policy offload_ops(std::vector<std::string> ops, SelectiveOptions options = {});
 /// Matrix products, convolutions and scaled dot product attention.
 REMAT_API Policy save_matmuls(SelectiveOptions options = {});
@@ -123,7 +133,8 @@ REMAT_API Policy save_all_but_names(std::vector<std::string> names, SelectiveOpt
 REMAT_API Policy offload_names(std::vector<std::string> names, SelectiveOptions options = {});
 
 /// Keeps what either keeps; the stronger wish to save wins, in the order MustSave, MustCpuOffload,
-/// PreferSave, PreferCpuOffload, PreferRecompute, MustRecompute. An option that either has is on.
+/// PreferSave, PreferCpuOffload, PreferRecompute, MustRecompute. An option that either has is on; the numbers
+/// are those of the one that offloads (of both: the larger ones, of `max_bytes_in_flight` the smaller).
 /// Throws `c10::ValueError` if a name is to be saved by one and offloaded by the other.
 REMAT_API Policy operator|(Policy a, Policy b);
 

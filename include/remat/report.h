@@ -47,11 +47,19 @@ struct RegionReport {
   int64_t bytes_dropped = 0;  ///< [bytes] that autograd would have kept; a storage once a call
   int64_t bytes_inputs = 0;   ///< [bytes] of inputs that stayed; none below another region (Rule 2)
   int64_t bytes_saved = 0;    ///< [bytes] that a policy kept
-  int64_t bytes_recompute_peak = 0;  ///< [bytes] the most that one recompute computed again
-  int64_t offloaded = 0;             ///< results that a policy moved to the CPU
-  int64_t offload_fallbacks = 0;     ///< results that `PreferCpuOffload` could not move
-  double forward_s = 0;              ///< [seconds] of first runs, regions inside included
-  double recompute_s = 0;            ///< [seconds] of recomputes, those inside included
+  int64_t bytes_recompute_peak = 0;    ///< [bytes] the most that one recompute computed again
+  int64_t offloaded = 0;               ///< results that a policy moved to the CPU
+  int64_t offload_fallbacks = 0;       ///< results that `PreferCpuOffload` could not move
+  int64_t bytes_offloaded = 0;         ///< [bytes] of results that a policy moved to the CPU
+  int64_t bytes_inputs_offloaded = 0;  ///< [bytes] of inputs that `offload_inputs` moved
+  int64_t offload_loads = 0;           ///< how often a recompute brought a moved result back
+  /// Of these, those whose copies were begun before the recompute asked for them.
+  int64_t offload_loads_ahead = 0;
+  int64_t bytes_loaded = 0;  ///< [bytes] of all that recomputes brought back
+  /// [seconds] that threads of the program spent on moving results: queueing copies, copying or waiting.
+  double offload_wait_s = 0;
+  double forward_s = 0;    ///< [seconds] of first runs, regions inside included
+  double recompute_s = 0;  ///< [seconds] of recomputes, those inside included
   /// [seconds] from begin to end on the streams that first runs were queued on, regions inside
   /// included, summed over devices; 0 without an accelerator.
   double device_forward_s = 0;
@@ -69,6 +77,8 @@ struct DeviceReport {
   int64_t bytes_in = 0;     ///< [bytes] copied back
   double copies_out_s = 0;  ///< [seconds] on the device of the copies out
   double copies_in_s = 0;   ///< [seconds] on the device of the copies back
+  /// [seconds] that streams of the program stood still since a copy back was not there.
+  double waited_s = 0;
 };
 
 /// What a recorder saw of the files of offload and tiers.

@@ -92,6 +92,13 @@ class Inputs {
       return each.is_offloaded && each.storage_number == number;
     });
   }
+  /// Whether an input that has the storage is kept as it is, by the region itself.
+  bool is_in_place(const c10::StorageImpl& storage) const {
+    const int64_t number = storages_.number_of(&storage);
+    return number >= 0 && std::any_of(saved_.begin(), saved_.end(), [&](const Input& each) {
+             return each.storage_number == number && !each.held.has_hooks() && !each.is_copy();
+           });
+  }
   bool has_leaf() const {
     return std::any_of(saved_.begin(), saved_.end(),
                        [](const Input& each) { return each.role == GradRole::Leaf; });

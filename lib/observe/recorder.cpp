@@ -127,8 +127,9 @@ class RecordedCopies final : public CopyWatch {
     recordings().visit([](Recording& each) { each.set_clocks(/*waits=*/false); });
     auto work = QueuedWork::begin(stream);
     if (work == nullptr) return nullptr;
-    const auto kind =
-        direction == Direction::Out ? DeviceBar::Kind::CopyOut : DeviceBar::Kind::CopyIn;
+    const auto kind = direction == Direction::Out  ? DeviceBar::Kind::CopyOut
+                      : direction == Direction::In ? DeviceBar::Kind::CopyIn
+                                                   : DeviceBar::Kind::CopyWait;
     return std::make_shared<Begun>(
         Begun{std::move(work), {.kind = kind, .stream = stream, .bytes = bytes}});
   }
@@ -190,8 +191,12 @@ std::unique_ptr<RecordedFrame> region_begins(
   const bool keeps_inputs = detail::innermost(detail::Ability::Hooks) == nullptr;
   inputs.visit([&](const c10::StorageImpl& storage) {
     add_device(storage.device());
-    if (!keeps_inputs || is_moved(storage)) return;
+    if (!keeps_inputs) return;
     const auto each = static_cast<int64_t>(storage.nbytes());
+    if (is_moved(storage)) {
+      recorded->inputs_offloaded_bytes += each;
+      return;
+    }
     recorded->kept.inputs.push_back({&storage, storage.device(), each});
     bytes += each;
   });
@@ -244,7 +249,19 @@ void region_ends(const RegionInfo& info, RecordedFrame& recorded, const DevicesM
     for (const DecidedCall& each : sums.decisions) add(each, region.decisions);
     region.offloaded += sums.offloaded;
     region.offload_fallbacks += sums.offload_fallbacks;
+    region.bytes_offloaded += sums.bytes_offloaded;
+    region.bytes_inputs_offloaded += recorded.inputs_offloaded_bytes;
+    region.offload_wait_s += sums.offload_wait_s;
     region.forward_s += seconds;
+  });
+}
+
+void kept_was_loaded(const RecordedFrame& recorded, int64_t bytes, bool was_ahead, double seconds) {
+  sum(*recorded.kept.name, [&](RegionReport& region) {
+    region.offload_loads += 1;
+    region.offload_loads_ahead += was_ahead ? 1 : 0;
+    region.bytes_loaded += bytes;
+    region.offload_wait_s += seconds;
   });
 }
 

@@ -115,6 +115,9 @@ void Recording::finish(const Pending& pending) {
       device.bytes_in += bar.bytes;
       device.copies_in_s += seconds;
       break;
+    case DeviceBar::Kind::CopyWait:
+      device.waited_s += seconds;
+      return;  // the copy has a bar, and so has what waits
   }
   bars_.push_back(std::move(bar));
   if (static_cast<int64_t>(bars_.size()) <= options_.max_events) return;

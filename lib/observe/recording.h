@@ -83,12 +83,12 @@ struct Event {
 
 /// Work of a region, or of a copy, on a stream of a device.
 struct DeviceBar {
-  enum class Kind : uint8_t { Forward, Recompute, CopyOut, CopyIn };
+  enum class Kind : uint8_t { Forward, Recompute, CopyOut, CopyIn, CopyWait };
   Kind kind;
   c10::Stream stream;
   int64_t region = 0;                         ///< as an event's
   std::shared_ptr<const std::string> name{};  ///< of the region
-  int64_t bytes = 0;                          ///< of a copy
+  int64_t bytes = 0;                          ///< of a copy, or of one that is waited for
   int64_t begin_ns = 0, end_ns = 0;           ///< since the recording began
 };
 
@@ -100,6 +100,7 @@ class RecordedFrame {
   RecordedFrame& operator=(RecordedFrame&&) = delete;
   std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
   KeptOfRegion kept{};
+  int64_t inputs_offloaded_bytes = 0;
   std::vector<std::shared_ptr<QueuedWork>> forward{};  ///< on the devices that it may use
   std::vector<c10::Device> devices{};                  ///< that it was found to use
 };
@@ -188,7 +189,9 @@ struct DecidedCall {
 };
 /// The function has returned. `dropped_bytes`: what became slots.
 struct RegionSums {
-  int64_t dropped_bytes = 0, num_slots = 0, offloaded = 0, offload_fallbacks = 0;
+  int64_t dropped_bytes = 0, num_slots = 0, offloaded = 0, offload_fallbacks = 0,
+          bytes_offloaded = 0;
+  double offload_wait_s = 0;
   std::vector<DeviceBytes> saved{};
   std::vector<KeptStorage> parameters{};
   std::vector<DecidedCall> decisions{};  ///< in the order of the calls
@@ -197,6 +200,8 @@ struct RegionSums {
 void region_ends(const RegionInfo& region, RecordedFrame& recorded, const DevicesMet& met,
                  RegionSums sums);
 void region_throws(const RegionInfo& region, const RecordedFrame& recorded);
+/// A recompute brought back what a policy had moved.
+void kept_was_loaded(const RecordedFrame& recorded, int64_t bytes, bool was_ahead, double seconds);
 /// The bytes of CPU tensors alive have become `live`.
 void memory_changes(int64_t live);
 /// An allocation of `asked` bytes on the CPU did not fit beside those alive.

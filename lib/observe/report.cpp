@@ -75,13 +75,17 @@ ReportTable table_of(const Report& report) {
                     {}};
   bool has_offloads = false;
   for (const RegionReport& r : report.regions)
-    has_offloads = has_offloads || r.offloaded > 0 || r.offload_fallbacks > 0;
+    has_offloads =
+        has_offloads || r.offloaded > 0 || r.offload_fallbacks > 0 || r.bytes_inputs_offloaded > 0;
   const bool has_devices = std::any_of(
       report.regions.begin(), report.regions.end(),
       [](const RegionReport& r) { return r.device_forward_s > 0 || r.device_recompute_s > 0; });
   if (has_devices)
     table.head.insert(table.head.end(), {"forward ms, device", "recompute ms, device"});
-  if (has_offloads) table.head.insert(table.head.end(), {"offloaded", "not possible"});
+  if (has_offloads)
+    table.head.insert(table.head.end(),
+                      {"offloaded", "not possible", "bytes offloaded", "inputs offloaded",
+                       "brought back", "ahead", "bytes back", "offload ms"});
   for (const RegionReport& r : report.regions) {
     std::vector<std::string> row{name_shown(r.name),
                                  std::to_string(r.calls),
@@ -97,8 +101,11 @@ ReportTable table_of(const Report& report) {
       for (const double seconds : {r.device_forward_s, r.device_recompute_s})
         row.push_back(fmt::format("{:.3f}", seconds * 1e3));
     if (has_offloads)
-      for (const int64_t count : {r.offloaded, r.offload_fallbacks})
-        row.push_back(std::to_string(count));
+      row.insert(row.end(),
+                 {std::to_string(r.offloaded), std::to_string(r.offload_fallbacks),
+                  readable_bytes(r.bytes_offloaded), readable_bytes(r.bytes_inputs_offloaded),
+                  std::to_string(r.offload_loads), std::to_string(r.offload_loads_ahead),
+                  readable_bytes(r.bytes_loaded), fmt::format("{:.3f}", r.offload_wait_s * 1e3)});
     table.rows.push_back(std::move(row));
   }
   return table;
@@ -145,9 +152,11 @@ std::vector<std::string> notes_of(const Report& report) {
         fmt::format("{}: at most {} alive at once{}", d.device.str(), readable_bytes(d.peak_bytes),
                     d.is_exact ? "" : ", as its allocator rounds them");
     if (d.bytes_out > 0 || d.bytes_in > 0)
-      note += fmt::format("; copied to the host {} in {:.3f} ms, back {} in {:.3f} ms",
-                          readable_bytes(d.bytes_out), d.copies_out_s * 1e3,
-                          readable_bytes(d.bytes_in), d.copies_in_s * 1e3);
+      note += fmt::format(
+          "; copied to the host {} in {:.3f} ms, back {} in {:.3f} ms, "
+          "waited for what was not back {:.3f} ms",
+          readable_bytes(d.bytes_out), d.copies_out_s * 1e3, readable_bytes(d.bytes_in),
+          d.copies_in_s * 1e3, d.waited_s * 1e3);
     notes.push_back(note + ".");
   }
   for (const FailedAllocation& f : report.failed_allocations) {
@@ -198,11 +207,15 @@ std::string Report::to_json() const {
         "{}\n  {{\"name\": {}, \"calls\": {}, \"recomputes\": {}, \"early_stops\": {}, "
         "\"bytes_dropped\": {}, \"bytes_inputs\": {}, \"bytes_saved\": {}, "
         "\"bytes_recompute_peak\": {}, \"offloaded\": {}, \"offload_fallbacks\": {}, "
+        "\"bytes_offloaded\": {}, \"bytes_inputs_offloaded\": {}, \"offload_loads\": {}, "
+        "\"offload_loads_ahead\": {}, \"bytes_loaded\": {}, \"offload_wait_s\": {:.9f}, "
         "\"forward_s\": {:.9f}, \"recompute_s\": {:.9f}, \"device_forward_s\": {:.9f}, "
         "\"device_recompute_s\": {:.9f}, \"decisions\": [",
         comma, json_string(r.name), r.calls, r.recomputes, r.early_stops, r.bytes_dropped,
         r.bytes_inputs, r.bytes_saved, r.bytes_recompute_peak, r.offloaded, r.offload_fallbacks,
-        r.forward_s, r.recompute_s, r.device_forward_s, r.device_recompute_s);
+        r.bytes_offloaded, r.bytes_inputs_offloaded, r.offload_loads, r.offload_loads_ahead,
+        r.bytes_loaded, r.offload_wait_s, r.forward_s, r.recompute_s, r.device_forward_s,
+        r.device_recompute_s);
     const char* inner = "";
     for (const DecisionReport& d : r.decisions) {
       text += fmt::format(
@@ -219,9 +232,10 @@ std::string Report::to_json() const {
   for (const DeviceReport& d : devices) {
     text += fmt::format(
         "{}\n  {{\"device\": {}, \"is_exact\": {}, \"peak_bytes\": {}, \"bytes_out\": {}, "
-        "\"bytes_in\": {}, \"copies_out_s\": {:.9f}, \"copies_in_s\": {:.9f}}}",
+        "\"bytes_in\": {}, \"copies_out_s\": {:.9f}, \"copies_in_s\": {:.9f}, "
+        "\"waited_s\": {:.9f}}}",
         comma, json_string(d.device.str()), d.is_exact, d.peak_bytes, d.bytes_out, d.bytes_in,
-        d.copies_out_s, d.copies_in_s);
+        d.copies_out_s, d.copies_in_s, d.waited_s);
     comma = ",";
   }
   text += "], \"failed_allocations\": [";

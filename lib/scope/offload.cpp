@@ -7,9 +7,12 @@
 #include <atomic>
 #include <functional>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <utility>
 
 #include "hooks/elsewhere.h"
+#include "hooks/move_totals.h"
 #include "hooks/save_as.h"
 #include "hooks/save_in_tiers.h"
 #include "hooks/save_on_cpu.h"
@@ -91,21 +94,27 @@ std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
                                        .max_bytes_in_flight = options.max_bytes_in_flight});
 }
 
-std::shared_ptr<ElsewhereScope> scope_of(const SaveOnCpuOptions& options) {
+std::shared_ptr<ElsewhereScope> scope_of(const SaveOnCpuOptions& options,
+                                         std::shared_ptr<MoveTotals> totals) {
   check_not_negative("SaveOnCpuGuard", options.min_bytes, "min_bytes");
+  check_not_negative("SaveOnCpuGuard", options.max_bytes_in_flight, "max_bytes_in_flight");
   check_not_negative("SaveOnCpuGuard", options.prefetch_depth, "prefetch_depth");
   // Only copies beside the work gain by being begun ahead.
-  return scope_with(std::make_unique<SaveOnCpu>(options.pin_memory),
+  return scope_with(std::make_unique<SaveOnCpu>(options.pin_memory, options.max_bytes_in_flight),
                     {.min_bytes = options.min_bytes,
                      .skip_parameters = options.skip_parameters,
-                     .prefetch_depth = options.pin_memory ? options.prefetch_depth : 0});
+                     .prefetch_depth = options.pin_memory ? options.prefetch_depth : 0,
+                     .totals = std::move(totals)});
 }
 
-std::shared_ptr<ElsewhereScope> scope_of(SaveOnDiskOptions options) {
+std::shared_ptr<ElsewhereScope> scope_of(SaveOnDiskOptions options,
+                                         std::shared_ptr<MoveTotals> totals) {
   check_not_negative("SaveOnDiskGuard", options.min_bytes, "min_bytes");
   check_not_negative("SaveOnDiskGuard", options.prefetch_depth, "prefetch_depth");
   return scope_with(std::make_unique<SaveOnDisk>(std::move(options.directory)),
-                    {.min_bytes = options.min_bytes, .prefetch_depth = options.prefetch_depth});
+                    {.min_bytes = options.min_bytes,
+                     .prefetch_depth = options.prefetch_depth,
+                     .totals = std::move(totals)});
 }
 
 std::shared_ptr<ElsewhereScope> scope_of(const SaveInTiersOptions& options,
@@ -140,6 +149,18 @@ const std::shared_ptr<Depot>& depot_of_inputs() {
   return *depot;
 }
 
+const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight) {
+  static std::mutex mutex;
+  static auto* const all = new std::map<std::pair<int64_t, int64_t>, std::shared_ptr<Depot>>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& depot = (*all)[{prefetch_depth, max_bytes_in_flight}];
+  if (depot == nullptr)
+    depot =
+        detail::depot_with(std::make_unique<SaveOnCpu>(/*pin_memory=*/true, max_bytes_in_flight),
+                           {.prefetch_depth = prefetch_depth});
+  return depot;
+}
+
 std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes) {
   // All at once is on its way, of one item of a plan; what runs meanwhile is to end it.
   constexpr int64_t unbounded = std::numeric_limits<int64_t>::max() / 2;
@@ -154,10 +175,26 @@ std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_
 DepotGuard::DepotGuard(std::shared_ptr<Depot> depot)
     : ScopeGuard(std::make_shared<detail::ElsewhereScope>(std::move(depot))) {}
 
-SaveOnCpuGuard::SaveOnCpuGuard(SaveOnCpuOptions options) : ScopeGuard(detail::scope_of(options)) {}
+SaveOnCpuGuard::SaveOnCpuGuard(SaveOnCpuOptions options)
+    : SaveOnCpuGuard(options, std::make_shared<MoveTotals>()) {}
+
+SaveOnCpuGuard::SaveOnCpuGuard(const SaveOnCpuOptions& options, std::shared_ptr<MoveTotals> totals)
+    : ScopeGuard(detail::scope_of(options, totals)), totals_(std::move(totals)) {}
 
 SaveOnDiskGuard::SaveOnDiskGuard(SaveOnDiskOptions options)
-    : ScopeGuard(detail::scope_of(std::move(options))) {}
+    : SaveOnDiskGuard(std::move(options), std::make_shared<MoveTotals>()) {}
+
+SaveOnDiskGuard::SaveOnDiskGuard(SaveOnDiskOptions options, std::shared_ptr<MoveTotals> totals)
+    : ScopeGuard(detail::scope_of(std::move(options), totals)), totals_(std::move(totals)) {}
+
+MoveCounts MoveCounters::now() const {
+  return {.moves = totals_->num_moves,
+          .bytes_moved = totals_->bytes_moved,
+          .loads = totals_->num_loads,
+          .loads_ahead = totals_->num_loads_ahead,
+          .bytes_loaded = totals_->bytes_loaded,
+          .seconds_waited = 1e-9 * static_cast<double>(totals_->spent_ns)};
+}
 
 SaveAsGuard::SaveAsGuard(at::ScalarType dtype, int64_t min_bytes)
     : ScopeGuard(detail::scope_with(std::make_unique<SaveAs>(dtype), {.min_bytes = min_bytes})) {}

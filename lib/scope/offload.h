@@ -1,5 +1,5 @@
 #pragma once
-// Saved tensors that wait elsewhere: the depot of the inputs of regions.
+// Saved tensors that wait elsewhere: the depots of what regions keep.
 
 #include <memory>
 
@@ -12,6 +12,10 @@ namespace remat {
 /// The process has one depot for what `CheckpointOptions::offload_inputs` moves to the CPU. A
 /// changed input raises when it is read, as if it had stayed.
 const std::shared_ptr<Depot>& depot_of_inputs();
+
+/// The process has one depot for the results that policies move to the CPU with these options. Who gives it something
+/// numbers it: Note [Moving kept results].
+const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight);
 
 /// A depot that moves all that nobody else holds, and that can be told to end its stores and to begin its loads.
 std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes);

@@ -1,22 +1,20 @@
 #include "lib/selective/kept_tensor.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 
-#include <mutex>
 #include <string_view>
 #include <typeinfo>
 #include <utility>
 
-#include "hooks/save_on_cpu.h"
+#include "hooks/piece.h"
 #include "lib/base/counters.h"
 #include "lib/base/error.h"
 #include "lib/scope/saving_input.h"
 #include "lib/seam/autograd_meta.h"
 #include "lib/seam/storage.h"
+#include "lib/selective/kept_moves.h"
 #include "lib/tensor/capture.h"
 
 namespace remat {
@@ -25,12 +23,6 @@ namespace {
 
 constexpr std::string_view placeholder_text =
     "remat: the data of a kept result were read that nothing seemed to need";
-
-/// Whether the device's memory is spared by a copy on the CPU.
-bool can_move(const at::Tensor& value) {
-  return value.layout() == c10::kStrided && !value.is_nested() && value.has_storage() &&
-         !value.is_meta() && !value.is_quantized();
-}
 
 /// Whether storage, sizes and keys say all of a tensor.
 bool can_be_taken_apart(const at::Tensor& value) {
@@ -41,56 +33,29 @@ bool can_be_taken_apart(const at::Tensor& value) {
          !impl.is_wrapped_number() && impl.get_backend_meta() == nullptr;
 }
 
-/// Its memory as bytes.
-at::Tensor flat_bytes_of(const at::Tensor& value) {
-  const auto keys = value.key_set() -
-                    c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-  at::Tensor flat = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(value.storage()), keys,
-                                                             c10::scalarTypeToTypeMeta(at::kByte));
-  const auto size = static_cast<int64_t>(value.nbytes());
-  const int64_t stride = 1;
-  flat.unsafeGetTensorImpl()->set_sizes_and_strides(
-      c10::IntArrayRef(size), c10::IntArrayRef(stride),
-      value.storage_offset() * static_cast<int64_t>(value.element_size()));
-  return flat;
-}
-
 }  // namespace
 
-/// The memory of a tensor, on the CPU. Any thread.
-class MovedBytes {
- public:
-  explicit MovedBytes(const at::Tensor& flat)
-      : contents_(SaveOnCpu(/*pin_memory=*/true).begin_host_store(flat)) {
-    contents_->finish_store();  // see Note [Kept values]
-  }
-  /// On the device again, in memory of its own.
-  c10::Storage load() {
-    const std::lock_guard<std::mutex> lock(turn_);
-    return contents_->finish_load().storage();
-  }
-
- private:
-  std::mutex turn_;
-  const std::shared_ptr<HostContents> contents_;
-};
-
-// Throws if there is no memory.
-void KeptTensor::move(const at::Tensor& value, bool may_meet_hooks) {
+// Throws if it cannot be copied, and has changed nothing then.
+void KeptTensor::move(const at::Tensor& value, bool may_meet_hooks, const KeptPlace& place) {
   const bool is_plain =
       metadata_ && !may_meet_hooks && value.numel() > 0 && value.is_non_overlapping_and_dense();
-  if (is_plain) {
-    const at::NoGradGuard no_grad;
-    moved_ = std::make_shared<MovedBytes>(flat_bytes_of(value));
+  if (is_plain) moved_ = place.moves->move(value, place.is_beside);
+  if (moved_ != nullptr) {
     metadata_->offset = 0;
+    if (place.is_beside && moved_->is_stored_late()) note_version(value);
   } else {
     tensor_ = value.tensor_data().to(c10::kCPU);
   }
   is_copy_ = true;
 }
 
+void KeptTensor::note_version(const at::Tensor& value) {
+  counter_ = value.unsafeGetTensorImpl()->version_counter();
+  version_ = counter_.current_version();
+}
+
 KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
-                       detail::HooksAround hooks, KeptWhere where)
+                       detail::HooksAround hooks, const KeptPlace& place)
     : storage_(storage_of(value)), is_defined_(value.defined()) {
   if (!is_defined_) return;
   if (storage_ != nullptr) {
@@ -105,14 +70,15 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     metadata_->layout.set_strides(impl.strides());
   }
   const bool may_meet_hooks = detail::may_meet_hooks_around(region, hooks);
-  if (where != KeptWhere::InPlace && !value.is_cpu()) {
-    if (can_move(value)) {
+  if (place.where != KeptWhere::InPlace && !value.is_cpu()) {
+    const bool must_move = place.where == KeptWhere::OnCpu;
+    if (can_be_moved(value)) {
       try {
-        move(value, may_meet_hooks);
-      } catch (const c10::OutOfMemoryError&) {
-        if (where == KeptWhere::OnCpu) throw;
+        move(value, may_meet_hooks, place);
+      } catch (const c10::Error&) {  // no memory of the host, say
+        if (must_move) throw;
       }
-    } else if (where == KeptWhere::OnCpu) {
+    } else if (must_move) {
       throw_unsupported("a policy answered MustCpuOffload for a result that cannot be moved",
                         "sparse, nested, quantized and meta tensors stay where they are",
                         "answer PreferCpuOffload, which keeps such a result where it is");
@@ -120,10 +86,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     could_not_move_ = !is_copy_;
     count(is_copy_ ? live_counters.offloads : live_counters.offload_fallbacks);
   }
-  if (!is_copy_ && !value.is_inference()) {
-    counter_ = value.unsafeGetTensorImpl()->version_counter();
-    version_ = counter_.current_version();
-  }
+  if (!is_copy_ && !value.is_inference()) note_version(value);
   if (moved_ != nullptr) return;
   if (!is_copy_ && metadata_ && !may_meet_hooks) {
     data_ = value.storage();
@@ -138,8 +101,8 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
 }
 
 bool KeptTensor::is_changed() const {
-  return is_defined_ && !is_copy_ && !is_placeholder() && counter_.enabled() &&
-         counter_.current_version() != version_;
+  return was_changed_ || (is_defined_ && !is_placeholder() && counter_.enabled() &&
+                          counter_.current_version() != version_);
 }
 
 TensorIdentity KeptTensor::identity() const {
@@ -187,7 +150,7 @@ at::Tensor KeptTensor::moved_back(const at::Tensor& copy) const {
   return value;
 }
 
-at::Tensor KeptTensor::restore() const {
+at::Tensor KeptTensor::restore(std::optional<Load>* load) const {
   if (!is_defined_) return {};
   if (is_placeholder()) {
     return build(seam::storage_without_data(storage_bytes_, device_, placeholder_text));
@@ -195,8 +158,15 @@ at::Tensor KeptTensor::restore() const {
   // As saved_ says, too: somebody wrote to it after it was found to be unchanged.
   TORCH_CHECK(saved_ != nullptr || !is_changed(),
               "remat: a kept value was changed in place while a recompute read it");
-  if (moved_ != nullptr) return build(moved_->load());
+  if (moved_ != nullptr) {
+    Piece::Loaded loaded = moved_->load();
+    if (load != nullptr && loaded.is_new) *load = {num_bytes_, loaded.was_begun};
+    at::Tensor value = build(std::move(loaded.storage));
+    value.unsafeGetTensorImpl()->set_version_counter(loaded.counter);
+    return value;
+  }
   if (!data_) {
+    if (load != nullptr && is_copy_) *load = Load{num_bytes_};
     const at::Tensor value = saved_ != nullptr ? saved_->unpack() : tensor_;
     return is_copy_ ? moved_back(value) : value.tensor_data();
   }
@@ -213,8 +183,20 @@ std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
                  std::move(moved_)};
 }
 
+std::shared_ptr<Piece> KeptTensor::end_forward() {
+  if (moved_ == nullptr || !counter_.enabled()) return nullptr;
+  was_changed_ = is_changed();
+  counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
+  return moved_->is_source_alive() ? moved_ : nullptr;
+}
+
 bool KeptTensor::is_placeholder(const at::Tensor& tensor) {
   return seam::has_storage_without_data(tensor);
+}
+
+bool KeptTensor::can_be_moved(const at::Tensor& value) {
+  return value.layout() == c10::kStrided && !value.is_nested() && value.has_storage() &&
+         !value.is_meta() && !value.is_quantized();
 }
 
 bool KeptTensor::can_be_placeholder(const at::Tensor& tensor) { return can_be_taken_apart(tensor); }

@@ -21,28 +21,34 @@ enum class KeptWhere {
   OnCpu  ///< or an error
 };
 
+class KeptMoves;  // lib/selective/kept_moves.h
+class Piece;      // hooks/piece.h
+
+/// ... and how it gets there.
+struct KeptPlace {
+  KeptWhere where = KeptWhere::InPlace;
+  KeptMoves* moves = nullptr;  ///< null: it stays
+  bool is_beside = false;      ///< see KeptMoves::move; else the device's next work waits for it
+};
+
 /// Note [Kept values]
 /// What is kept is the original without its history: its storage, what it is beside that, and its version
 /// counter, so that a change in place is seen. Inside another region it is saved as a region's input is:
 /// through the hooks of that region, whose forward drops it (Rule 2); through other hooks on request.
 ///
-/// What shall wait on the CPU and lies in memory without gaps is copied there beside the host's work,
-/// through page-locked memory (Note [Copies beside the work]). What the device runs next waits for
-/// the copy: whoever writes to the original, also past the dispatcher, must not reach it. In a
-/// recompute the copy back is queued beside the work as well.
+/// What shall wait on the CPU and lies in memory without gaps goes to a depot: Note [Moving kept results]. A
+/// copy that fails leaves it where it is, or is an error if it must move; nothing else changes.
 ///
 /// A result that autograd never saved and no operator of a recompute will read is not worth its
 /// memory. Such a tensor becomes a placeholder: shape without data. Who reads the data of a placeholder all the
 /// same (past the dispatcher, say) meets an error, upon which the recompute is done once more with
 /// the operator run for real (Replay).
-class MovedBytes;
-
 class KeptTensor {
  public:
   KeptTensor() = default;
   /// Throws what the hooks around throw, and CheckpointError if it must be on the CPU and cannot.
   KeptTensor(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
-             KeptWhere where);
+             const KeptPlace& place);
 
   bool is_placeholder() const { return is_placeholder_; }
   bool is_elsewhere() const { return is_copy_ || is_behind_hooks(); }
@@ -56,8 +62,13 @@ class KeptTensor {
   c10::Device device() const { return device_; }
   bool is_on_cpu_instead() const { return is_copy_; }
   bool could_not_move() const { return could_not_move_; }
+  /// What one restore brought back from the CPU, beside the work.
+  struct Load {
+    int64_t bytes = 0;
+    bool was_begun = false;  ///< before it was asked for
+  };
   /// The value, or the placeholder; may make the region around recompute.
-  at::Tensor restore() const;
+  at::Tensor restore(std::optional<Load>* load = nullptr) const;
   /// Returns the storage of the original, or null. Only to be compared.
   const c10::StorageImpl* storage() const { return storage_; }
 
@@ -69,11 +80,16 @@ class KeptTensor {
     c10::Storage storage;
     at::Tensor tensor;
     std::unique_ptr<torch::autograd::SavedVariable> saved;
-    std::shared_ptr<MovedBytes> moved;
+    std::shared_ptr<Piece> moved;
   };
   /// The forward is over. Gives out what holds data that will not be read, if a placeholder can stand for it.
   std::optional<Holders> settle(bool will_be_read);
+  /// The same of all that is kept, after that. Returns the piece whose store is to be finished, if somebody else has
+  /// the original.
+  std::shared_ptr<Piece> end_forward();
   static bool is_placeholder(const at::Tensor& tensor);
+  /// Whether the device's memory is spared by a copy on the CPU.
+  static bool can_be_moved(const at::Tensor& value);
   /// Whether one could stand for it.
   static bool can_be_placeholder(const at::Tensor& tensor);
   /// Whether an error says that the data of a placeholder were asked for.
@@ -88,7 +104,8 @@ class KeptTensor {
     int64_t offset = 0;
   };
   at::Tensor build(c10::Storage storage) const;
-  void move(const at::Tensor& value, bool may_meet_hooks);
+  void move(const at::Tensor& value, bool may_meet_hooks, const KeptPlace& place);
+  void note_version(const at::Tensor& value);
   at::Tensor moved_back(const at::Tensor& copy) const;
 
   // One of four, unless it is a placeholder. An alias costs more than its parts, which most can be taken
@@ -96,7 +113,7 @@ class KeptTensor {
   c10::Storage data_;
   at::Tensor tensor_;  ///< inference and sparse tensors, copies, ...
   std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< where it may meet hooks
-  std::shared_ptr<MovedBytes> moved_;                      ///< all of its memory, on the CPU
+  std::shared_ptr<Piece> moved_;                           ///< all of its memory, on the CPU
   std::optional<Metadata> metadata_;  ///< unless it cannot be built of its parts
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;
@@ -105,6 +122,7 @@ class KeptTensor {
   int64_t num_bytes_ = 0;
   std::size_t storage_bytes_ = 0;  ///< of the original
   bool is_defined_ = false, is_placeholder_ = false, is_copy_ = false, could_not_move_ = false;
+  bool was_changed_ = false;  ///< by the forward's end, while it was copied
 };
 
 }  // namespace remat

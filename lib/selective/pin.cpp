@@ -83,7 +83,7 @@ at::Tensor pin(const at::Tensor& x) {
     return kept == nullptr ? x : replay->values_of(*kept, {x}).front();
   }
   Selection& selection = Selection::make(region->frame());
-  selection.keep_itself(x, selection.begin_pin(), *region, KeptWhere::InPlace, /*is_name=*/false);
+  selection.keep_itself(x, selection.begin_pin(), *region, {}, /*is_name=*/false);
   selection.tensor_was_read(x);
   return x;
 }

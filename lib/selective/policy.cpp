@@ -143,10 +143,21 @@ Policy by_names(const std::vector<std::string>& names, Answer answer, Answer oth
       PolicyRule::Answers(), others, std::move(answers), others, options));
 }
 
+const SelectiveOptions& checked(const SelectiveOptions& options) {
+  const auto check = [](int64_t value, const char* name) {
+    TORCH_CHECK_VALUE(value >= 0, "remat: SelectiveOptions::", name, " was ", value,
+                      ". Do: give 0 or more.");
+  };
+  check(options.min_offload_bytes, "min_offload_bytes");
+  check(options.prefetch_depth, "prefetch_depth");
+  check(options.max_bytes_in_flight, "max_bytes_in_flight");
+  return options;
+}
+
 }  // namespace
 
 PolicyRule::PolicyRule(PolicyFn fn, SelectiveOptions options)
-    : fn_(std::move(fn)), options_(options) {}
+    : fn_(std::move(fn)), options_(checked(options)) {}
 
 PolicyRule::PolicyRule(Answers ops, Answer other_ops, Names names, Answer other_names,
                        SelectiveOptions options)
@@ -154,12 +165,21 @@ PolicyRule::PolicyRule(Answers ops, Answer other_ops, Names names, Answer other_
       other_ops_(other_ops),
       names_(std::move(names)),
       other_names_(other_names),
-      options_(options) {
+      options_(checked(options)) {
   for (const auto& [name, answer] : names_) unseen_.emplace(name, true);
 }
 
 PolicyRule::PolicyRule(std::shared_ptr<BestChooser> chooser, SelectiveOptions options)
-    : options_(options), chooser_(std::move(chooser)) {}
+    : options_(checked(options)), chooser_(std::move(chooser)) {}
+
+bool PolicyRule::may_offload() const {
+  const auto offloads = [](const auto& answers) {
+    return std::any_of(answers.begin(), answers.end(),
+                       [](const auto& each) { return is_offloading(each.second); });
+  };
+  return fn_ || is_offloading(other_ops_) || is_offloading(other_names_) || offloads(ops_) ||
+         offloads(names_);
+}
 
 std::optional<Answer> PolicyRule::answer_to_all(const c10::OperatorHandle& op) const {
   if (fn_) return std::nullopt;
@@ -200,11 +220,17 @@ void PolicyRule::warn_about_unseen() const {
 std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const PolicyRule> a,
                                                      std::shared_ptr<const PolicyRule> b) {
   if (a == nullptr || b == nullptr) return a == nullptr ? b : a;
-  const SelectiveOptions options{
-      a->options_.allow_cache_entry_mutation || b->options_.allow_cache_entry_mutation,
-      a->options_.save_through_hooks || b->options_.save_through_hooks,
-      a->options_.ask_again || b->options_.ask_again,
-      std::max(a->options_.min_offload_bytes, b->options_.min_offload_bytes)};
+  SelectiveOptions options = (a->may_offload() ? a : b)->options_;
+  for (const PolicyRule* each : {a.get(), b.get()}) {
+    const SelectiveOptions& own = each->options_;
+    options.allow_cache_entry_mutation |= own.allow_cache_entry_mutation;
+    options.save_through_hooks |= own.save_through_hooks;
+    options.ask_again |= own.ask_again;
+    if (!each->may_offload()) continue;
+    options.min_offload_bytes = std::max(options.min_offload_bytes, own.min_offload_bytes);
+    options.prefetch_depth = std::max(options.prefetch_depth, own.prefetch_depth);
+    options.max_bytes_in_flight = std::min(options.max_bytes_in_flight, own.max_bytes_in_flight);
+  }
   TORCH_CHECK_VALUE(a->chooser_ == nullptr || b->chooser_ == nullptr,
                     "remat: two policies were joined that both choose by themselves (save_best). "
                     "Do: join save_best with policies that list what to keep.");

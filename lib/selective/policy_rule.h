@@ -46,6 +46,8 @@ class PolicyRule {
   CheckpointPolicy answer(const PolicyContext& question) const;
 
   const SelectiveOptions& options() const { return options_; }
+  /// Whether any answer of it may be to move a result.
+  bool may_offload() const;
   /// Chooses beside the answers; may be null.
   const std::shared_ptr<BestChooser>& chooser() const { return chooser_; }
   /// Whether a name can make a difference: what is needed for that is noted of every call then.

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "lib/base/planted_fault.h"
@@ -41,15 +42,27 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
     });
   }
   for (const KeptTensor* each : behind_hooks) fetched_.emplace(each, each->restore());
+  selection_.begin_loads();
 }
 
 at::Tensor Replay::restore(const KeptTensor& kept) {
   const auto found = fetched_.find(&kept);
-  const at::Tensor value = found == fetched_.end() ? kept.restore() : found->second.tensor_data();
+  const at::Tensor value = found == fetched_.end() ? moved_back(kept) : found->second.tensor_data();
   if (kept.is_elsewhere()) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     copies_.add(value);
   }
+  return value;
+}
+
+at::Tensor Replay::moved_back(const KeptTensor& kept) const {
+  const RecordedFrame* const recorded = is_recording() ? frame_.recorded() : nullptr;
+  if (recorded == nullptr || !kept.is_on_cpu_instead()) return kept.restore();
+  std::optional<KeptTensor::Load> load;
+  const auto begin = std::chrono::steady_clock::now();
+  at::Tensor value = kept.restore(&load);
+  const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
+  if (load) recording::kept_was_loaded(*recorded, load->bytes, load->was_begun, spent.count());
   return value;
 }
 
@@ -212,13 +225,20 @@ void Replay::push_results(const CallRecord& record, torch::jit::Stack& stack, Co
   if (is_planted(Fault::KeptResult))
     for (const auto& other : record_.operators[op].calls)
       if (other != nullptr && other->kept.size() == record.kept.size()) from = other.get();
+  std::vector<std::vector<at::Tensor>> restored;
   for (const KeptResult& kept : from->kept) {
-    std::vector<at::Tensor> tensors;
-    for (const KeptTensor& each : kept.tensors) {
-      tensors.push_back(restore(each));
+    restored.emplace_back();
+    for (const KeptTensor& each : kept.tensors) restored.back().push_back(restore(each));
+  }
+  const std::lock_guard<std::recursive_mutex> lock(mutex_);
+  for (std::size_t i = 0; i < restored.size(); ++i) {
+    const KeptResult& kept = from->kept[i];
+    std::vector<at::Tensor>& tensors = restored[i];
+    for (std::size_t j = 0; j < tensors.size(); ++j) {
+      const KeptTensor& each = kept.tensors[j];
       has_placeholders_ = has_placeholders_ || each.is_placeholder();
-      sources_.add(tensors.back(), {op, counted.call, output++, false});
-      if (const auto* storage = storage_of(tensors.back())) handed_out_.push_back(storage);
+      sources_.add(tensors[j], {op, counted.call, output++, false});
+      if (const auto* storage = storage_of(tensors[j])) handed_out_.push_back(storage);
     }
     if (kept.is_tensor)
       stack.emplace_back(tensors.empty() ? at::Tensor() : std::move(tensors.front()));
@@ -344,6 +364,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     return;
   }
   torch::jit::drop(stack, arguments.size());
+  if (!forward.owns_lock()) lock.unlock();
   push_results(*record, stack, counted);
 }
 

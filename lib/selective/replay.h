@@ -74,6 +74,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
   void check_arguments(const CallRecord& record, const c10::OperatorHandle& op, Counted counted,
                        c10::ArrayRef<c10::IValue> arguments);
   std::string difference(const ArgumentRecord& then, const at::Tensor& now);
+  /// Takes its locks itself: what it waits for, others who want the same may be loading.
   void push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted);
   void skip(const DrawSkips& draws);
   bool is_input(const c10::StorageImpl* storage, int64_t storage_number) const;
@@ -86,6 +87,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
   std::string lists() const;
   bool is_handed_out(const at::Tensor& tensor) const;
   at::Tensor restore(const KeptTensor& kept);
+  at::Tensor moved_back(const KeptTensor& kept) const;
 
   Frame& frame_;
   Filler& filler_;

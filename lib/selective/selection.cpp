@@ -1,5 +1,6 @@
 #include "lib/selective/selection.h"
 
+#include <c10/core/GradMode.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "hooks/depot.h"
 #include "lib/scope/packing.h"
 #include "lib/seam/engine.h"
 #include "lib/selective/replay.h"
@@ -56,21 +58,33 @@ bool hold_arguments(c10::ArrayRef<c10::IValue> results, const StoragesOf& given)
 
 }  // namespace
 
-KeptWhere where_for(CheckpointPolicy answer) {
-  if (answer == CheckpointPolicy::MustCpuOffload) return KeptWhere::OnCpu;
-  return answer == CheckpointPolicy::PreferCpuOffload ? KeptWhere::OnCpuIfPossible
-                                                      : KeptWhere::InPlace;
+KeptPlace Selection::place_of(const at::Tensor& value, CheckpointPolicy answer, bool is_beside) {
+  if (!is_offloading(answer)) return {};
+  // What cannot be moved is refused, however small.
+  const bool is_small = value.defined() && KeptTensor::can_be_moved(value) &&
+                        static_cast<int64_t>(value.nbytes()) < rule_->options().min_offload_bytes;
+  if (is_small) return {};
+  const bool must_move = answer == CheckpointPolicy::MustCpuOffload;
+  return {must_move ? KeptWhere::OnCpu : KeptWhere::OnCpuIfPossible, &*moves_, is_beside};
 }
 
-KeptWhere Selection::where_of(const at::Tensor& value, CheckpointPolicy answer) const {
-  const bool is_small = value.defined() && storage_of(value) != nullptr &&
-                        static_cast<int64_t>(value.nbytes()) < rule_->options().min_offload_bytes;
-  return is_small ? KeptWhere::InPlace : where_for(answer);
+/// Whether a copy would spare no memory: the value's own stays.
+bool Selection::is_alive_anyway(const at::Tensor& value) const {
+  const c10::StorageImpl* const storage = storage_of(value);
+  return storage != nullptr && (is_parameter(value) || frame_.inputs().is_in_place(*storage));
+}
+
+/// Whether all that may write to what is made here comes to us, until the forward ends: Note [Moving kept results].
+bool Selection::sees_writers(const detail::RegionScope& region) const {
+  return c10::GradMode::is_enabled() && region.is_own_thread() &&
+         seam::graph_task_id() == task_at_start_;
 }
 
 Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
     : frame_(frame), rule_(std::move(rule)), task_at_start_(seam::graph_task_id()) {
-  if (rule_ != nullptr) best_ = BestRun::begin(frame, rule_->chooser());
+  if (rule_ == nullptr) return;
+  moves_.emplace(frame.region().info.id, rule_->options());
+  best_ = BestRun::begin(frame, rule_->chooser());
 }
 
 detail::HooksAround Selection::hooks() const {
@@ -229,8 +243,9 @@ bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IVal
 
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
                      CheckpointPolicy answer, const detail::RegionScope& region,
-                     detail::HooksAround hooks) const {
+                     detail::HooksAround hooks) {
   record.kept.clear();  // of an attempt that threw
+  const bool is_beside = is_offloading(answer) && sees_writers(region);
   for (const c10::IValue& result : results) {
     KeptResult& kept = record.kept.emplace_back();
     kept.is_tensor = result.isTensor();
@@ -238,7 +253,7 @@ void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
     if (kept.is_list) kept.tensors.reserve(result.toListRef().size());
     if (kept.is_tensor || kept.is_list)
       visit_tensors_in(result, [&](const at::Tensor& tensor) {
-        kept.tensors.emplace_back(tensor, region, hooks, where_of(tensor, answer));
+        kept.tensors.emplace_back(tensor, region, hooks, place_of(tensor, answer, is_beside));
       });
     else
       kept.plain = result;
@@ -379,7 +394,13 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (keeps) {
     detail::HooksAround around = hooks();
     if (is_outermost && around == detail::HooksAround::Regions) around = detail::HooksAround::None;
-    keep(*record, results, *answer, region, around);
+    try {
+      keep(*record, results, *answer, region, around);
+    } catch (...) {
+      lock.lock();
+      note_let_go(n, call);
+      throw;
+    }
   }
   lock.lock();
   note_results(record_.operators[n], n, call, results, given);
@@ -391,8 +412,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
 }
 
 PinRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number, std::size_t output,
-                                       const detail::RegionScope& region, KeptWhere where) {
-  PinRecord::Value kept{KeptTensor(value, region, hooks(), where), grad_role_of(value)};
+                                       const detail::RegionScope& region, const KeptPlace& place) {
+  PinRecord::Value kept{KeptTensor(value, region, hooks(), place), grad_role_of(value)};
   if (rule_ == nullptr || !value.defined()) return kept;
   // The recompute gets another tensor, which must have the origin that this one has.
   std::lock_guard<SpinLock> lock(record_.mutex);
@@ -419,11 +440,12 @@ void Selection::keep_pin(int64_t number, std::shared_ptr<PinRecord> pin) {
 }
 
 void Selection::keep_itself(const at::Tensor& value, int64_t number,
-                            const detail::RegionScope& region, KeptWhere where, bool is_name) {
+                            const detail::RegionScope& region, const KeptPlace& place,
+                            bool is_name) {
   auto itself = std::make_shared<PinRecord>();
   itself->type = &typeid(at::Tensor);
   itself->is_name = is_name;
-  itself->values.push_back(keep_value(value, number, 0, region, where));
+  itself->values.push_back(keep_value(value, number, 0, region, place));
   itself->values.back().history.is_argument = true;
   keep_pin(number, std::move(itself));
 }
@@ -463,8 +485,10 @@ void Selection::add_to(recording::RegionSums& sums) const {
     if (const int64_t bytes = kept.num_bytes(); bytes > 0)
       remat::add_to(sums.saved, kept.is_on_cpu_instead() ? c10::kCPU : kept.device(), bytes);
     sums.offloaded += kept.is_on_cpu_instead() ? 1 : 0;
+    sums.bytes_offloaded += kept.is_on_cpu_instead() ? kept.num_bytes() : 0;
     sums.offload_fallbacks += kept.could_not_move() ? 1 : 0;
   });
+  if (moves_) sums.offload_wait_s += 1e-9 * static_cast<double>(moves_->spent_ns());
 }
 
 bool Selection::holds(const c10::StorageImpl* storage) {
@@ -484,6 +508,13 @@ bool Selection::may_replace(const c10::StorageImpl* storage) {
 }
 
 void Selection::settle() {
+  std::vector<std::shared_ptr<Piece>> unfinished;
+  end_forward(unfinished);
+  // What the device runs next may write to what is still being copied.
+  for (const auto& piece : unfinished) piece->finish_store();
+}
+
+void Selection::end_forward(std::vector<std::shared_ptr<Piece>>& unfinished) {
   Freed freed;
   std::shared_ptr<BestRun> best;
   {
@@ -508,9 +539,12 @@ void Selection::settle() {
   for (OpRecord& op : record_.operators)
     for (auto& call : op.calls) {
       if (call == nullptr) continue;
-      if (call->is_kept)
+      if (call->is_kept) {
         call->results.clear();
-      else {
+        for (KeptResult& result : call->kept)
+          for (KeptTensor& kept : result.tensors)
+            if (auto piece = kept.end_forward()) unfinished.push_back(std::move(piece));
+      } else {
         const bool is_let_go = call->is_let_go;
         freed.records.push_back(std::exchange(call, is_let_go ? make_record() : nullptr));
         if (is_let_go) call->is_let_go = true;

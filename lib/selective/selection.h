@@ -15,20 +15,19 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "lib/frame/frame.h"
 #include "lib/frame/keeper.h"
 #include "lib/selective/best_run.h"
+#include "lib/selective/kept_moves.h"
 #include "lib/selective/kept_record.h"
 #include "lib/selective/operator_handler.h"
 #include "lib/selective/policy_rule.h"
 
 namespace remat {
-
-/// Where a result waits that a policy keeps.
-KeptWhere where_for(CheckpointPolicy answer);
 
 class Selection final : public Keeper, public OperatorHandler {
  public:
@@ -46,17 +45,20 @@ class Selection final : public Keeper, public OperatorHandler {
   /// A placeholder was read: from now on the calls that have one run in recomputes.
   void run_placeholders_for_real() { runs_placeholders_ = true; }
   bool runs_placeholders() const { return runs_placeholders_; }
+  /// A recompute begins, which will read what was moved.
+  void begin_loads() const {
+    if (moves_) moves_->begin_loads();
+  }
 
   // In forward: pins, by number.
   int64_t begin_pin();
   void keep_pin(int64_t number, std::shared_ptr<PinRecord> pin);
   /// Keeps what a pin or a name was given, as a pin.
   void keep_itself(const at::Tensor& value, int64_t number, const detail::RegionScope& region,
-                   KeptWhere where, bool is_name);
+                   const KeptPlace& place, bool is_name);
   /// Keeps a value, which is that of number `output` in the pin.
   PinRecord::Value keep_value(const at::Tensor& value, int64_t number, std::size_t output,
-                              const detail::RegionScope& region,
-                              KeptWhere where = KeptWhere::InPlace);
+                              const detail::RegionScope& region, const KeptPlace& place = {});
   void name(const at::Tensor& value, const std::string& name, const detail::RegionScope& region);
 
   // Of OperatorHandler.
@@ -106,7 +108,7 @@ class Selection final : public Keeper, public OperatorHandler {
                     c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
   bool returns_argument(const CallRecord& call, c10::ArrayRef<c10::IValue> results) const;
   void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
-            const detail::RegionScope& region, detail::HooksAround hooks) const;
+            const detail::RegionScope& region, detail::HooksAround hooks);
   void add_places(uint32_t op, uint32_t call, const CallRecord& record);
   /// A call was to be kept, and is not.
   void note_let_go(uint32_t op, uint32_t call);
@@ -122,7 +124,10 @@ class Selection final : public Keeper, public OperatorHandler {
                   const detail::RegionScope& region);
   void let_go(const at::Tensor& value);
   void let_go_chosen(Freed& freed);
-  KeptWhere where_of(const at::Tensor& value, CheckpointPolicy answer) const;
+  KeptPlace place_of(const at::Tensor& value, CheckpointPolicy answer, bool is_beside);
+  bool is_alive_anyway(const at::Tensor& value) const;
+  void end_forward(std::vector<std::shared_ptr<Piece>>& unfinished);
+  bool sees_writers(const detail::RegionScope& region) const;
   void note_decision(uint32_t op, uint32_t call, CheckpointPolicy answer, bool is_chosen,
                      const char* against);
   detail::HooksAround hooks() const;
@@ -130,6 +135,7 @@ class Selection final : public Keeper, public OperatorHandler {
   Frame& frame_;
   const std::shared_ptr<const PolicyRule> rule_;
   const int64_t task_at_start_;
+  std::optional<KeptMoves> moves_;  ///< none without a rule
   KeptRecord record_;
   /// Slots, pins and backwards so far, which a recompute has to come to again.
   std::atomic<int64_t> num_inside_{0};

@@ -65,7 +65,10 @@ void Selection::name(const at::Tensor& value, const std::string& name,
       rule_->answer({op, "remat::checkpoint_name", arguments, /*is_recompute=*/false, name});
   if (answer == CheckpointPolicy::MustRecompute) return let_go(value);
   if (!is_keeping(answer) || keep_named(value, answer, region)) return;
-  keep_itself(value, number, region, where_of(value, answer), /*is_name=*/true);
+  // Writes to it are its owner's affair, of which we are not told.
+  const KeptPlace place =
+      is_alive_anyway(value) ? KeptPlace() : place_of(value, answer, /*is_beside=*/false);
+  keep_itself(value, number, region, place, /*is_name=*/true);
 }
 
 void Selection::hold_for_name(const ResultIndex& call, CallRecord& record,

@@ -49,7 +49,8 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10:
       const OpRecord& maker = record_.operators[place->op];
       const CallRecord& call = *maker.calls[place->call];
       const KeptTensor& kept = call.kept[place->result].tensors[place->tensor];
-      if (kept.shares_version_with(tensor) && !maker.traits->is_blank) {
+      if (kept.shares_version_with(tensor) && !maker.traits->is_blank &&
+          !kept.is_on_cpu_instead()) {
         stays = false;
         return note_written(*place, freed);
       }

@@ -388,7 +388,7 @@ TEST_CASE("a policy moves what it keeps to the CPU and back", "[device][rule-15]
                 stand_in::num_kernels("aten::mm") - kernels, report.offloaded};
   };
   const Held none = held({}), kept = held(remat::save_ops({"aten::mm"})),
-             moved = held(remat::offload_ops({"aten::mm"})),
+             moved = held(remat::offload_ops({"aten::mm"}, {.min_offload_bytes = 0})),
              small = held(remat::offload_ops({"aten::mm"}, {.min_offload_bytes = product + 1})),
              large = held(remat::offload_ops({"aten::mm"}, {.min_offload_bytes = product}));
   CHECK(none.on_device == 0);
@@ -415,7 +415,8 @@ TEST_CASE("what a policy moves is copied before anybody can write to it",
   };
   const Tensor plain = stand_in_leaf(values), x = stand_in_leaf(values);
   const Tensor plain_grad = grad_of(f(plain).second, {plain})[0];
-  const auto [product, sine] = checkpoint({.policy = remat::offload_ops({"aten::mm"})}, f, x);
+  const auto [product, sine] =
+      checkpoint({.policy = remat::offload_ops({"aten::mm"}, {.min_offload_bytes = 0})}, f, x);
   product.data().mul_(3);
   for (int i = 0; i < 3; ++i)
     require_same(grad_of(sine, {x}, {.retain_graph = true})[0], plain_grad);
@@ -428,7 +429,8 @@ TEST_CASE("a result that waits on the CPU, and that the region writes to, is com
   const auto f = [](const Tensor& x) { return x.mm(x).mul_(2).sin(); };
   const Tensor plain = stand_in_leaf(values), x = stand_in_leaf(values);
   const Tensor plain_grad = grad_of(f(plain), {plain})[0];
-  const Tensor y = checkpoint({.policy = remat::offload_ops({"aten::mm"})}, f, x);
+  const Tensor y =
+      checkpoint({.policy = remat::offload_ops({"aten::mm"}, {.min_offload_bytes = 0})}, f, x);
   require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain_grad);
   require_same(grad_of(y, {x})[0], plain_grad);
 }
@@ -460,12 +462,13 @@ TEST_CASE("an offloaded argument without grad leaves the device with the program
   require_same(grad_of(y, {x})[0], plain);
 }
 
-TEST_CASE("a named argument that waits on the CPU is no call of the region's",
+TEST_CASE("a named value that waits on the CPU is no call of the region's",
           "[device][rule-15][OFF-17]") {
   const Tensor values = at::randn({8, 8});
   // The function copies to and from the CPU as well: its calls are compared with forward's.
   const auto f = [](const Tensor& x) {
-    const Tensor named = remat::checkpoint_name(x, "argument");
+    // No call made it as it is, so it is kept itself; an argument would stay where it is.
+    const Tensor named = remat::checkpoint_name((x * 1).add_(0), "named");
     const Tensor there = named.sin().to(at::kCPU).exp();
     return there.to(x.device()).mm(named).tanh();
   };
@@ -474,8 +477,8 @@ TEST_CASE("a named argument that waits on the CPU is no call of the region's",
   };
   const Tensor plain = stand_in_leaf(values);
   const Tensor plain_grad = grad_of(f(plain * 1), {plain})[0];
-  for (const remat::Policy& policy :
-       {remat::offload_names({"argument"}), remat::Policy(everything)})
+  for (const remat::Policy& policy : {remat::offload_names({"named"}, {.min_offload_bytes = 0}),
+                                      remat::Policy(everything, {.min_offload_bytes = 0})})
     for (const bool early_stop : {true, false}) {
       const Tensor x = stand_in_leaf(values);
       const Tensor y = checkpoint({.early_stop = early_stop, .policy = policy}, f, x * 1);
@@ -487,20 +490,27 @@ TEST_CASE("a named argument that waits on the CPU is no call of the region's",
 TEST_CASE("what waits on the CPU comes back with its strides",
           "[device][rule-15][OFF-11][OFF-12]") {
   const Tensor values = at::randn({8, 8});
-  const auto f = [](const Tensor& t) { return remat::checkpoint_name(t, "argument").sin().exp(); };
+  // A view is no call's, so that it is kept itself.
+  const auto f = [](const Tensor& t, Tensor (*view)(const Tensor&)) {
+    return remat::checkpoint_name(view(t * 1), "view").sin().exp();
+  };
   const auto views = {+[](const Tensor& t) { return t.slice(1, 0, 8, 2); },
                       +[](const Tensor& t) { return t.t(); },
                       +[](const Tensor& t) { return t.select(1, 3); },
                       +[](const Tensor& t) { return t.select(0, 3).expand({5, 8}); }};
   for (const auto view : views) {
     const Tensor x = stand_in_leaf(values), z = stand_in_leaf(values);
+    const remat::Policy moved = remat::offload_names({"view"}, {.min_offload_bytes = 0});
     const remat::CheckpointOptions options{.determinism_check = remat::DeterminismCheck::Values,
-                                           .policy = remat::offload_names({"argument"})};
+                                           .policy = moved};
     const remat::CheckpointOptions layout{.determinism_check = remat::DeterminismCheck::Layout,
-                                          .policy = remat::offload_names({"argument"})};
-    const Tensor plain = grad_of(f(view(z)), {z})[0];
-    require_same(grad_of(checkpoint(options, f, view(x)), {x})[0], plain);
-    require_same(grad_of(checkpoint(layout, f, view(x)), {x})[0], plain);
+                                          .policy = moved};
+    const Tensor plain = grad_of(f(z, view), {z})[0];
+    for (const auto& each : {options, layout}) {
+      const remat::Recorder recorder;
+      require_same(grad_of(checkpoint(each, f, x, view), {x})[0], plain);
+      CHECK(recorder.report().regions.at(0).offloaded == 1);
+    }
   }
 }
 

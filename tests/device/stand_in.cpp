@@ -376,6 +376,8 @@ at::Tensor near(const at::Tensor& tensor) {
                        tensor.options().device(at::kCPU).pinned_memory(false));
 }
 
+std::atomic<int64_t> copies_until_failure{-1};
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const auto copy = [from = near(from), to = near(to), is_beside = non_blocking] {
     if (is_beside) skew_ns += work_ns;
@@ -385,6 +387,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const at::Device where = to.is_cpu() ? from.device() : to.device();
   const int64_t on = Guard().getStream(where).id();
   if (non_blocking) {
+    TORCH_CHECK(copies_until_failure < 0 || copies_until_failure-- != 0, "far failed to copy");
     enqueue(on, copy);
   } else {
     run_all(on);
@@ -484,6 +487,7 @@ int64_t num_queued_copies() {
                          [](const Work& each) { return !each.is_mark; });
   return sum;
 }
+void fail_copy_after(int64_t count) { copies_until_failure = count; }
 int64_t pinned_bytes() { return Pinned::num_live_bytes; }
 void set_has_pinned_memory(bool has) { Pinned::has = has; }
 

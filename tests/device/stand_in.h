@@ -40,6 +40,8 @@ int64_t num_waits();
 
 /// Copies that were queued and have not run.
 int64_t num_queued_copies();
+/// The copies that need not wait, after so many of them, fail once; -1: none.
+void fail_copy_after(int64_t count);
 /// Page-locked memory of the host. Without it `at::empty` of such memory throws.
 int64_t pinned_bytes();
 void set_has_pinned_memory(bool has);

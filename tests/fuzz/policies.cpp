@@ -130,7 +130,8 @@ remat::Policy policy_of(const PolicySpec& spec) {
   Dice dice(spec.salt);
   const remat::SelectiveOptions options{.allow_cache_entry_mutation = spec.allows_mutation,
                                         .save_through_hooks = spec.through_hooks,
-                                        .ask_again = spec.asks_again};
+                                        .ask_again = spec.asks_again,
+                                        .min_offload_bytes = 0};
   const auto none = [](const PolicyContext&) { return CheckpointPolicy::PreferRecompute; };
   switch (spec.kind) {
     case PolicySpec::Kind::None:
@@ -148,7 +149,7 @@ remat::Policy policy_of(const PolicySpec& spec) {
     case PolicySpec::Kind::AllButNames:
       return remat::save_all_but_names(some_names(dice)) | Policy(none, options);
     case PolicySpec::Kind::OffloadNames:
-      return remat::offload_names(some_names(dice));
+      return remat::offload_names(some_names(dice), {.min_offload_bytes = 0});
     case PolicySpec::Kind::Union:
       return remat::save_ops(some_operators(dice), options) | remat::save_names(some_names(dice));
     default:

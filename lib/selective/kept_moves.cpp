@@ -1,0 +1,37 @@
+#include "lib/selective/kept_moves.h"
+
+#include <algorithm>
+
+#include "hooks/move_totals.h"
+#include "lib/scope/offload.h"
+
+namespace remat {
+
+namespace {
+
+/// So many numbers a region has; of what is more none is loaded ahead.
+constexpr int bits_of_region = 20;
+constexpr uint64_t last_index = (uint64_t{1} << bits_of_region) - 2;
+
+}  // namespace
+
+uint64_t KeptMoves::number_of(uint64_t index) const {
+  const uint64_t after = (static_cast<uint64_t>(region_) + 1) << bits_of_region;
+  return after - 1 - std::min(index, last_index);
+}
+
+std::shared_ptr<Piece> KeptMoves::move(const at::Tensor& value, bool is_beside) {
+  const TimeSpent time(&spent_ns_);
+  const auto& depot = depot_of_kept(options_.prefetch_depth, options_.max_bytes_in_flight);
+  auto piece = depot->keep(value, number_of(num_moved_++));
+  if (piece != nullptr && !is_beside) piece->finish_store();
+  return piece;
+}
+
+void KeptMoves::begin_loads() const {
+  if (num_moved_ == 0) return;
+  depot_of_kept(options_.prefetch_depth, options_.max_bytes_in_flight)
+      ->begin_loads_before(number_of(0) + 1);
+}
+
+}  // namespace remat
