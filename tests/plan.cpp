@@ -413,6 +413,22 @@ TEST_CASE("measure leaves gradients and random numbers as they were", "[plan]") 
                contains("stage 2 writes to its input in place") && contains("inplace = false"));
 }
 
+TEST_CASE("measure needs no last stage that can run again, as no plan of solve has a region there",
+          "[plan]") {
+  int calls = 0;
+  const Stage irregular = [&](const Tensor& t) {
+    return ++calls % 2 == 0 ? t.sin() : t.exp().exp();
+  };
+  const Stage last = [&](const Tensor& t) { return irregular(t).sum(); };
+  const Tensor sample = leaf({8});
+  const remat::MeasureOptions options{.warmup = 0, .repeats = 1};
+  CHECK(remat::measure({[](const Tensor& t) { return t.cos(); }, last}, sample, options)
+            .stages.size() == 2);
+  CHECK_THROWS_AS(
+      remat::measure({irregular, [](const Tensor& t) { return t.sum(); }}, sample, options),
+      remat::CheckpointError);
+}
+
 TEST_CASE("the peak of every plan that runs is the simulated one, to the byte", "[plan]") {
   const std::vector<Stage> stages = various_stages();
   const Tensor x = leaf({kElements});

@@ -250,11 +250,14 @@ void add_guards(py::module_& module) {
     module.def(name, torch::wrap_pybind_function(std::move(function)));
   };
   define("_open_save_on_cpu",
-         [](bool pin_memory, int64_t min_bytes, bool skip_parameters, int64_t prefetch_depth) {
-           return open<SaveOnCpuGuard>(SaveOnCpuOptions{.pin_memory = pin_memory,
-                                                        .min_bytes = min_bytes,
-                                                        .skip_parameters = skip_parameters,
-                                                        .prefetch_depth = prefetch_depth});
+         [](bool pin_memory, int64_t min_bytes, bool skip_parameters, int64_t prefetch_depth,
+            std::optional<int64_t> max_bytes_in_flight) {
+           SaveOnCpuOptions options{.pin_memory = pin_memory,
+                                    .min_bytes = min_bytes,
+                                    .skip_parameters = skip_parameters,
+                                    .prefetch_depth = prefetch_depth};
+           if (max_bytes_in_flight) options.max_bytes_in_flight = *max_bytes_in_flight;
+           return open<SaveOnCpuGuard>(options);
          });
   define("_open_save_on_disk", [](const std::string& directory, int64_t min_bytes,
                                   int64_t prefetch_depth) {

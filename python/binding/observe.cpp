@@ -59,6 +59,18 @@ void add_observe(py::module_& module) {
                     "Results that a policy moved to the CPU.")
       .def_readonly("offload_fallbacks", &RegionReport::offload_fallbacks,
                     "Results that PREFER_CPU_OFFLOAD could not move.")
+      .def_readonly("bytes_offloaded", &RegionReport::bytes_offloaded,
+                    "[bytes] of results that a policy moved to the CPU.")
+      .def_readonly("bytes_inputs_offloaded", &RegionReport::bytes_inputs_offloaded,
+                    "[bytes] of inputs that `offload_inputs` moved.")
+      .def_readonly("offload_loads", &RegionReport::offload_loads,
+                    "How often a recompute brought a moved result back.")
+      .def_readonly("offload_loads_ahead", &RegionReport::offload_loads_ahead,
+                    "Of these, those that were begun before the recompute asked.")
+      .def_readonly("bytes_loaded", &RegionReport::bytes_loaded,
+                    "[bytes] of all that recomputes brought back.")
+      .def_readonly("offload_wait_s", &RegionReport::offload_wait_s,
+                    "[seconds] that threads spent on moving results: queueing, copying, waiting.")
       .def_readonly("forward_s", &RegionReport::forward_s,
                     "[seconds] of first runs, regions inside included.")
       .def_readonly("recompute_s", &RegionReport::recompute_s,
@@ -81,7 +93,9 @@ void add_observe(py::module_& module) {
       .def_readonly("copies_out_s", &DeviceReport::copies_out_s,
                     "[seconds] on the device of the copies out.")
       .def_readonly("copies_in_s", &DeviceReport::copies_in_s,
-                    "[seconds] on the device of the copies back.");
+                    "[seconds] on the device of the copies back.")
+      .def_readonly("waited_s", &DeviceReport::waited_s,
+                    "[seconds] that streams stood still since a copy back was not there.");
   using Held = FailedAllocation::Held;
   py::class_<Held>(module, "HeldBytes",
                    "What regions of one name held when an allocation did not fit.")

@@ -115,6 +115,19 @@ PolicyFn asks(PyObject* function) {
   };
 }
 
+/// The options of a policy, in their order in SelectiveOptions.
+using OptionsTuple = std::tuple<bool, bool, bool, int64_t, int64_t, int64_t>;
+
+SelectiveOptions options_in(const OptionsTuple& options) {
+  const auto& [mutation, hooks, again, min_offload, prefetch_depth, in_flight] = options;
+  return {.allow_cache_entry_mutation = mutation,
+          .save_through_hooks = hooks,
+          .ask_again = again,
+          .min_offload_bytes = min_offload,
+          .prefetch_depth = prefetch_depth,
+          .max_bytes_in_flight = in_flight};
+}
+
 }  // namespace
 
 Policy policy_in(PyObject* object) {
@@ -159,31 +172,31 @@ void add_policy(py::module_& module) {
       });
   py::class_<Policy>(module, "Policy",
                      "What of a region is kept instead of recomputed. Immutable; any thread.")
-      .def(py::init([](const py::function& function, bool allow_cache_entry_mutation,
-                       bool save_through_hooks, bool ask_again) {
-             return Policy(asks(function.ptr()),
-                           {.allow_cache_entry_mutation = allow_cache_entry_mutation,
-                            .save_through_hooks = save_through_hooks,
-                            .ask_again = ask_again});
+      .def(py::init([](const py::function& function, const OptionsTuple& options) {
+             return Policy(asks(function.ptr()), options_in(options));
            }),
-           py::arg("function"), py::kw_only(), py::arg("allow_cache_entry_mutation") = false,
-           py::arg("save_through_hooks") = false, py::arg("ask_again") = false)
+           py::arg("function"), py::arg("options"))
       .def("__or__", [](const Policy& self, const Policy& other) { return self | other; });
 
-  const auto options = [](bool mutation, bool hooks, bool again) {
-    return SelectiveOptions{
-        .allow_cache_entry_mutation = mutation, .save_through_hooks = hooks, .ask_again = again};
-  };
   using Names = std::vector<std::string>;
-  module.def("_save_ops", torch::wrap_pybind_function(
-                              [options](Names ops, bool mutation, bool hooks, bool again) {
-                                return save_ops(std::move(ops), options(mutation, hooks, again));
-                              }));
-  module.def("_offload_ops", torch::wrap_pybind_function([options](Names ops, bool mutation,
-                                                                   bool hooks, bool again) {
-               return offload_ops(std::move(ops), options(mutation, hooks, again));
+  const auto def_listed = [&module]<class Make>(const char* name, Make make) {
+    module.def(name, torch::wrap_pybind_function([make](Names listed, const OptionsTuple& options) {
+                 return make(std::move(listed), options_in(options));
+               }));
+  };
+  def_listed("_save_ops",
+             [](Names all, SelectiveOptions o) { return save_ops(std::move(all), o); });
+  def_listed("_offload_ops",
+             [](Names all, SelectiveOptions o) { return offload_ops(std::move(all), o); });
+  def_listed("_save_names",
+             [](Names all, SelectiveOptions o) { return save_names(std::move(all), o); });
+  def_listed("_save_all_but_names",
+             [](Names all, SelectiveOptions o) { return save_all_but_names(std::move(all), o); });
+  def_listed("_offload_names",
+             [](Names all, SelectiveOptions o) { return offload_names(std::move(all), o); });
+  module.def("_save_matmuls", torch::wrap_pybind_function([](const OptionsTuple& options) {
+               return save_matmuls(options_in(options));
              }));
-  module.def("save_matmuls", torch::wrap_pybind_function([] { return save_matmuls(); }));
   module.def("_save_best", torch::wrap_pybind_function([](int64_t bytes, int profile_runs) {
                return save_best({.bytes = bytes, .profile_runs = profile_runs});
              }));
@@ -199,13 +212,6 @@ void add_policy(py::module_& module) {
     }
     return all;
   });
-  module.def("_save_names",
-             torch::wrap_pybind_function([](Names all) { return save_names(std::move(all)); }));
-  module.def("_save_all_but_names", torch::wrap_pybind_function([](Names all) {
-               return save_all_but_names(std::move(all));
-             }));
-  module.def("_offload_names",
-             torch::wrap_pybind_function([](Names all) { return offload_names(std::move(all)); }));
   module.def("checkpoint_name",
              torch::wrap_pybind_function([](const at::Tensor& x, std::string name) {
                return checkpoint_name(x, std::move(name));

@@ -84,6 +84,121 @@ WithoutCompiler::~WithoutCompiler() {
   Py_DECREF(before_);
 }
 
+// ---- containers among the arguments ------------------------------------------------------------------
+
+namespace {
+
+PyTypeObject* type_of_collections(const char* name) {
+  return reinterpret_cast<PyTypeObject*>(
+      py::object(py::module_::import("collections").attr(name)).release().ptr());
+}
+
+/// Copies built-in containers in depth, and shares everything else. One that is there twice is copied once.
+class ContainerCopies {
+ public:
+  /// A new reference to the copy, or to the object itself if there is no container in it that can change.
+  /// Throws python_error.
+  PyObject* of(PyObject* object) {
+    PyObject* const copy = copied(object);
+    if (copy == nullptr) throw python_error();
+    return copy;
+  }
+
+ private:
+  PyObject* copied(PyObject* object) {
+    if (PyTuple_CheckExact(object)) return copied_tuple(object);
+    if (PyList_CheckExact(object)) return copied_list(object);
+    if (PyDict_CheckExact(object)) return copied_dictionary(object, PyDict_Copy(object));
+    if (PySet_CheckExact(object)) return noted(object, PySet_New(object));
+    static PyTypeObject* const ordered = type_of_collections("OrderedDict");
+    static PyTypeObject* const with_default = type_of_collections("defaultdict");
+    static PyTypeObject* const deque = type_of_collections("deque");
+    const PyTypeObject* const type = Py_TYPE(object);
+    if (type != ordered && type != with_default && type != deque) return new_reference(object);
+    PyObject* const copy = in_python([&] { return PyObject_CallMethod(object, "copy", nullptr); });
+    return type == deque ? noted(object, copy) : copied_dictionary(object, copy);
+  }
+
+  PyObject* known(PyObject* object) const {
+    for (const auto& [original, copy] : all_)
+      if (original == object) return new_reference(copy);
+    return nullptr;
+  }
+  PyObject* noted(PyObject* object, PyObject* copy) {
+    if (copy != nullptr) all_.emplace_back(object, copy);
+    return copy;
+  }
+
+  PyObject* copied_tuple(PyObject* tuple) {
+    PyObject* copy = nullptr;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
+      PyObject* const item = PyTuple_GET_ITEM(tuple, i);
+      PyObject* const item_copy = copied(item);
+      if (item_copy == item) {
+        Py_DECREF(item_copy);
+        continue;
+      }
+      if (item_copy != nullptr && copy == nullptr) {
+        copy = PyTuple_New(PyTuple_GET_SIZE(tuple));
+        for (Py_ssize_t j = 0; copy != nullptr && j < PyTuple_GET_SIZE(tuple); ++j)
+          PyTuple_SET_ITEM(copy, j, new_reference(PyTuple_GET_ITEM(tuple, j)));
+      }
+      if (item_copy == nullptr || copy == nullptr) {
+        Py_XDECREF(item_copy);
+        Py_XDECREF(copy);
+        return nullptr;
+      }
+      Py_DECREF(item);  // which the tuple that is copied still has
+      PyTuple_SET_ITEM(copy, i, item_copy);
+    }
+    return copy == nullptr ? new_reference(tuple) : copy;
+  }
+
+  PyObject* copied_list(PyObject* list) {
+    if (PyObject* const copy = known(list)) return copy;
+    PyObject* const copy = noted(list, PyList_GetSlice(list, 0, PyList_GET_SIZE(list)));
+    for (Py_ssize_t i = 0; copy != nullptr && i < PyList_GET_SIZE(copy); ++i) {
+      PyObject* const item_copy = copied(PyList_GET_ITEM(copy, i));
+      if (item_copy == nullptr) return forget(copy);
+      PyList_SetItem(copy, i, item_copy);
+    }
+    return copy;
+  }
+
+  PyObject* copied_dictionary(PyObject* dictionary, PyObject* made) {
+    if (PyObject* const copy = known(dictionary)) {
+      Py_XDECREF(made);
+      return copy;
+    }
+    PyObject* const copy = noted(dictionary, made);
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t position = 0;
+    while (copy != nullptr && PyDict_Next(copy, &position, &key, &value) != 0) {
+      PyObject* const value_copy = copied(value);
+      if (value_copy == nullptr) return forget(copy);
+      // The key is there: the dictionary keeps its size and order.
+      const int failed = value_copy == value ? 0 : PyDict_SetItem(copy, key, value_copy);
+      Py_DECREF(value_copy);
+      if (failed != 0) return forget(copy);
+    }
+    return copy;
+  }
+
+  PyObject* forget(PyObject* copy) {
+    all_.clear();
+    Py_DECREF(copy);
+    return nullptr;
+  }
+
+  c10::SmallVector<std::pair<PyObject*, PyObject*>, 4> all_;
+};
+
+bool may_be_container(PyObject* object) {
+  return tensor_in(object) == nullptr && PyUnicode_CheckExact(object) == 0 && object != Py_None;
+}
+
+}  // namespace
+
 // ---- the body ----------------------------------------------------------------------------------------
 
 Body::Body(const Call& call, InputArguments inputs)
@@ -94,13 +209,16 @@ Body::Body(const Call& call, InputArguments inputs)
   const auto size = static_cast<std::size_t>(call.size());
   const auto num_inputs =
       static_cast<std::size_t>(inputs == InputArguments::All ? call.size() : call.num_positional);
+  ContainerCopies copies;
   kept_.reserve(size + 1);
   kept_.push_back(new_reference(call.function));
   for (std::size_t i = 0; i < size; ++i) {
     PyObject* const argument = call.arguments[i];
     const at::Tensor* const tensor = i < num_inputs ? tensor_in(argument) : nullptr;
     if (tensor == nullptr) {
-      kept_.push_back(new_reference(argument));
+      const bool is_copied = inputs == InputArguments::All && may_be_container(argument);
+      kept_.push_back(is_copied ? copies.of(argument) : new_reference(argument));
+      if (kept_.back() != argument) rare().containers.push_back(kept_.size() - 1);
       continue;
     }
     inputs_.push_back(*tensor);
@@ -205,9 +323,20 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
       PyErr_Restore(type, value, traceback);
     }
   } arguments;
-  std::size_t next = 0;
+  std::size_t next = 0, next_container = 0;
+  ContainerCopies copies;
   for (std::size_t i = 1; i < kept_.size(); ++i) {
     PyObject* argument = kept_[i];
+    if (rare_ != nullptr && next_container < rare_->containers.size() &&
+        rare_->containers[next_container] == i) {
+      ++next_container;
+      try {
+        argument = copies.of(argument);
+      } catch (const python_error&) {
+        throw_persisted();
+      }
+      arguments.own.push_back(argument);
+    }
     if (argument == nullptr) {
       argument = wrap(std::move(inputs[next++]), i - 1);
       if (argument == nullptr) throw_persisted();

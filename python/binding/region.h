@@ -36,6 +36,9 @@ enum class InputArguments { Positional, All };
 // its object made again for a recompute: it is the same object if the library gives back the same tensor,
 // as it does for leaves and for what needs no gradient. What else such an object was, its class and its
 // attributes, is kept beside.
+// With InputArguments::All, a list, dictionary or set among the arguments is kept as a copy of what it was, and each
+// recompute gets a copy of that: programs go on with theirs (a list of features to which each block's result is
+// appended), and so may the function. Upstream passes the object on as it is by then.
 
 class Body final : public RegionBody {
  public:
@@ -65,6 +68,7 @@ class Body final : public RegionBody {
     PyObject* on_error = nullptr;
     PyObject* device_context = nullptr;
     std::vector<Kind> kinds;
+    std::vector<std::size_t> containers;  // places in `kept_` of what is copied for each run
   };
   Rare& rare() {
     if (rare_ == nullptr) rare_ = std::make_unique<Rare>();

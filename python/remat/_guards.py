@@ -58,7 +58,12 @@ class Guard(contextlib.AbstractContextManager["Guard", None]):
 
 
 def save_on_cpu(
-    *, pin_memory: bool = False, min_bytes: int = 0, skip_parameters: bool = True, prefetch_depth: int = 2
+    *,
+    pin_memory: bool = False,
+    min_bytes: int = 0,
+    skip_parameters: bool = True,
+    prefetch_depth: int = 2,
+    max_bytes_in_flight: Optional[int] = None,
 ) -> Guard:
     """Tensors of an accelerator that autograd saves wait on the CPU. Those on the CPU stay as they are.
 
@@ -69,11 +74,15 @@ def save_on_cpu(
     min_bytes: smaller tensors stay [bytes].
     skip_parameters: if not, parameters move, too.
     prefetch_depth: how many copies back are begun ahead of the one that backward reads.
+    max_bytes_in_flight: with `pin_memory`, of originals whose copies are not done [bytes]; beyond that the program waits.
+    None: no limit.
     Raises ValueError for a negative number.
     """
     return Guard(
         "remat.save_on_cpu",
-        lambda: _remat._open_save_on_cpu(pin_memory, min_bytes, skip_parameters, prefetch_depth),
+        lambda: _remat._open_save_on_cpu(
+            pin_memory, min_bytes, skip_parameters, prefetch_depth, max_bytes_in_flight
+        ),
     )
 
 

@@ -75,6 +75,23 @@ def _either(one: Policy, other: Policy) -> Policy:
 _native_init, _native_or = Policy.__init__, Policy.__or__
 
 
+_MIN_OFFLOAD_BYTES, _PREFETCH_DEPTH, _MAX_BYTES_IN_FLIGHT = 1 << 16, 2, 64 << 20
+# Of a policy that offloads nothing.
+_DEFAULTS = {
+    "allow_cache_entry_mutation": False,
+    "save_through_hooks": False,
+    "ask_again": False,
+    "min_offload_bytes": _MIN_OFFLOAD_BYTES,
+    "prefetch_depth": _PREFETCH_DEPTH,
+    "max_bytes_in_flight": _MAX_BYTES_IN_FLIGHT,
+}
+
+
+def _with(native: Callable[..., Any], *arguments: Any, options: dict[str, Any]) -> Any:
+    """Calls the library with options, some of them left out."""
+    return translated(native)(*arguments, tuple((_DEFAULTS | options).values()))
+
+
 def _init(
     self: Policy,
     function: Callable[[PolicyContext], Any],
@@ -82,14 +99,23 @@ def _init(
     allow_cache_entry_mutation: bool = False,
     save_through_hooks: bool = False,
     ask_again: bool = False,
+    min_offload_bytes: int = _MIN_OFFLOAD_BYTES,
+    prefetch_depth: int = _PREFETCH_DEPTH,
+    max_bytes_in_flight: int = _MAX_BYTES_IN_FLIGHT,
 ) -> None:
-    """A policy that asks `function`, which is called with a PolicyContext and returns a CheckpointPolicy or a bool."""
+    """A policy that asks `function`, which is called with a PolicyContext and returns a CheckpointPolicy or a bool.
+
+    The options are those of `save_ops` and, for what it wants on the CPU, of `offload_ops`.
+    """
     options = {
         "allow_cache_entry_mutation": allow_cache_entry_mutation,
         "save_through_hooks": save_through_hooks,
         "ask_again": ask_again,
+        "min_offload_bytes": min_offload_bytes,
+        "prefetch_depth": prefetch_depth,
+        "max_bytes_in_flight": max_bytes_in_flight,
     }
-    _native_init(self, function, **options)
+    _with(lambda *given: _native_init(self, *given), function, options=options)
     _noted(self, Policy, function, **options)
 
 
@@ -103,7 +129,9 @@ def _repr(self: Any) -> str:
     make, args, keywords = _recipes[self]
     if make is _either:
         return " | ".join(map(repr, args))
-    said = [*map(repr, args), *(f"{name}={value!r}" for name, value in keywords.items() if value)]
+    said = [
+        *map(repr, args), *(f"{name}={value!r}" for name, value in keywords.items() if value != _DEFAULTS.get(name))
+    ]  # fmt: skip
     return f"remat.{make.__name__}({', '.join(said)})"
 
 
@@ -118,12 +146,24 @@ Policy.__reduce__ = _reduce  # type: ignore[method-assign]
 Policy.__copy__ = lambda self: self  # type: ignore[attr-defined]
 Policy.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
 
+def _of(native: Callable[..., Any], make: Callable[..., Policy], options: dict[str, Any], *listed: list[str]) -> Policy:
+    return _noted(_with(native, *listed, options=options), make, *listed, **options)
+
+
 # ---- ready-made ----------------------------------------------------------------------------------------------
 
 
-def save_matmuls() -> Policy:
-    """Keeps the results of matrix products, convolutions and scaled dot product attention."""
-    return _noted(_remat.save_matmuls(), save_matmuls)
+def save_matmuls(
+    *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False
+) -> Policy:
+    """Keeps the results of matrix products, convolutions and scaled dot product attention; options as of `save_ops`.
+
+    A convolution whose activation writes to its result (`ReLU(inplace=True)` with no norm between) needs
+    `allow_cache_entry_mutation`: it runs again then.
+    """
+    return _of(_remat._save_matmuls, save_matmuls,
+               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
+                "ask_again": ask_again})  # fmt: skip
 
 
 def save_best(bytes: int, *, profile_runs: int = 2) -> Policy:
@@ -180,11 +220,6 @@ def best_choices(policy: Policy) -> list[BestChoice]:
     ]
 
 
-def _of_ops(native: Any, make: Callable[..., Policy], ops: Iterable[Operator], **options: bool) -> Policy:
-    names = [name_of(op) for op in ops]
-    return _noted(translated(native)(names, *options.values()), make, names, **options)
-
-
 def save_ops(
     ops: Iterable[Operator],
     *,
@@ -194,15 +229,16 @@ def save_ops(
 ) -> Policy:
     """Keeps the results of these operators: `save_ops(["aten::mm"])`, `save_ops([torch.ops.aten.mm.default])`.
 
+    allow_cache_entry_mutation: a kept result may be changed in place later; its operator then runs again. Otherwise
+    backward raises a CheckpointError.
+    save_through_hooks: kept results pass the saved-tensor hooks around the region, as its inputs do.
+    ask_again: the recompute asks, too.
     Memory: what is kept lives as long as the region's graph. Raises ValueError for a name that no loaded
     library has registered.
     """
-    return _of_ops(
-        _remat._save_ops, save_ops, ops,
-        allow_cache_entry_mutation=allow_cache_entry_mutation,
-        save_through_hooks=save_through_hooks,
-        ask_again=ask_again,
-    )  # fmt: skip
+    return _of(_remat._save_ops, save_ops,
+               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
+                "ask_again": ask_again}, [name_of(op) for op in ops])  # fmt: skip
 
 
 def offload_ops(
@@ -211,29 +247,61 @@ def offload_ops(
     allow_cache_entry_mutation: bool = False,
     save_through_hooks: bool = False,
     ask_again: bool = False,
+    min_offload_bytes: int = _MIN_OFFLOAD_BYTES,
+    prefetch_depth: int = _PREFETCH_DEPTH,
+    max_bytes_in_flight: int = _MAX_BYTES_IN_FLIGHT,
 ) -> Policy:
-    """The same; the results wait on the CPU."""
-    return _of_ops(
-        _remat._offload_ops, offload_ops, ops,
-        allow_cache_entry_mutation=allow_cache_entry_mutation,
-        save_through_hooks=save_through_hooks,
-        ask_again=ask_again,
-    )  # fmt: skip
+    """The same; the results wait on the CPU, copied there beside the device's work, and back ahead of it.
+
+    min_offload_bytes: smaller results stay where they are [bytes].
+    prefetch_depth: how many copies back are begun ahead of the one that a recompute reads.
+    max_bytes_in_flight: of originals whose copies are not done [bytes]; beyond that the program waits.
+    Raises ValueError for a negative number, too.
+    """
+    return _of(_remat._offload_ops, offload_ops,
+               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
+                "ask_again": ask_again, "min_offload_bytes": min_offload_bytes, "prefetch_depth": prefetch_depth,
+                "max_bytes_in_flight": max_bytes_in_flight}, [name_of(op) for op in ops])  # fmt: skip
 
 
-def save_names(names: Iterable[str]) -> Policy:
-    """Keeps the values that `checkpoint_name` gave one of these names."""
-    all_names = list(names)
-    return _noted(_remat._save_names(all_names), save_names, all_names)
+def save_names(
+    names: Iterable[str],
+    *,
+    allow_cache_entry_mutation: bool = False,
+    save_through_hooks: bool = False,
+    ask_again: bool = False,
+) -> Policy:
+    """Keeps the values that `checkpoint_name` gave one of these names; options as of `save_ops`."""
+    return _of(_remat._save_names, save_names,
+               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
+                "ask_again": ask_again}, list(names))  # fmt: skip
 
 
-def save_all_but_names(names: Iterable[str]) -> Policy:
-    """Keeps every value with a name but these."""
-    all_names = list(names)
-    return _noted(_remat._save_all_but_names(all_names), save_all_but_names, all_names)
+def save_all_but_names(
+    names: Iterable[str],
+    *,
+    allow_cache_entry_mutation: bool = False,
+    save_through_hooks: bool = False,
+    ask_again: bool = False,
+) -> Policy:
+    """Keeps every value with a name but these; options as of `save_ops`."""
+    return _of(_remat._save_all_but_names, save_all_but_names,
+               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
+                "ask_again": ask_again}, list(names))  # fmt: skip
 
 
-def offload_names(names: Iterable[str]) -> Policy:
-    """The values with these names wait on the CPU."""
-    all_names = list(names)
-    return _noted(_remat._offload_names(all_names), offload_names, all_names)
+def offload_names(
+    names: Iterable[str],
+    *,
+    allow_cache_entry_mutation: bool = False,
+    save_through_hooks: bool = False,
+    ask_again: bool = False,
+    min_offload_bytes: int = _MIN_OFFLOAD_BYTES,
+    prefetch_depth: int = _PREFETCH_DEPTH,
+    max_bytes_in_flight: int = _MAX_BYTES_IN_FLIGHT,
+) -> Policy:
+    """The values with these names wait on the CPU; options as of `offload_ops`."""
+    return _of(_remat._offload_names, offload_names,
+               {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
+                "ask_again": ask_again, "min_offload_bytes": min_offload_bytes, "prefetch_depth": prefetch_depth,
+                "max_bytes_in_flight": max_bytes_in_flight}, list(names))  # fmt: skip

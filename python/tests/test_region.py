@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -320,6 +321,87 @@ class Arguments(Case):
         remat_call = remat.checkpoint(lambda t, m, items: (seen.append((m, items)), t.sin().exp())[1], x, marker, [x])
         gradient(remat_call, x)
         self.assertTrue(all(m is marker and items[0] is x for m, items in seen))
+
+    def test_containers_may_change_after_the_call(self) -> None:
+        a, b, w = leaf(), leaf(seed=1), leaf(seed=2)
+
+        class Features:
+            def __init__(self) -> None:
+                self.all = [a * 2]
+
+        def total(features: Any) -> torch.Tensor:
+            found: list[torch.Tensor] = []
+            torch.utils._pytree.tree_map_only(torch.Tensor, found.append, features)
+            return (sum(found) * w).sin()
+
+        makers: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+            "append": (lambda: [a * 2], lambda features: features.append(b)),
+            "pop": (lambda: [a * 2, a], lambda features: features.pop()),
+            "a leaf replaced": (lambda: [a], lambda features: features.__setitem__(0, b)),
+            "replaced": (lambda: [a * 2], lambda features: features.__setitem__(0, b * 2)),
+            "dictionary": (lambda: {"x": a}, lambda features: features.update(x=b, y=b)),
+            "in a tuple": (lambda: (a, [a.sin()], "text"), lambda features: features[1].append(b)),
+            "deep": (lambda: [{"x": ([a],)}], lambda features: features[0]["x"][0].append(b)),
+            "ordered": (lambda: collections.OrderedDict(x=a), lambda features: features.update(x=b)),
+            "default": (lambda: collections.defaultdict(list, x=[a]), lambda features: features["x"].append(b)),
+            "deque": (lambda: collections.deque([a]), lambda features: features.append(b)),
+        }
+        for name, (make, change) in makers.items():
+            for with_keyword in (False, True):
+                with self.subTest(name, with_keyword=with_keyword):
+                    plain = gradient(total(make()), a, w)
+                    features = make()
+                    if with_keyword:
+                        result = remat.checkpoint(lambda *, features: total(features), features=features)
+                    else:
+                        result = remat.checkpoint(total, features)
+                    change(features)
+                    for _ in range(2):
+                        for one, other in zip(plain, gradient(result, a, w, retain_graph=True)):
+                            self.assertTrue(torch.equal(one, other))
+
+    def test_functions_may_change_containers(self) -> None:
+        x, w = leaf(), leaf(seed=1)
+
+        def block(x: torch.Tensor, losses: list[torch.Tensor], seen: set[int]) -> torch.Tensor:
+            self.assertEqual((len(losses), len(seen)), (0, 0))
+            losses.append((x * w).exp().sum())
+            seen.add(1)
+            return (x * w).sin() * losses[0]
+
+        losses: list[torch.Tensor] = []
+        seen: set[int] = set()
+        result = remat.checkpoint(block, x, losses, seen)
+        self.assertEqual((len(losses), seen), (1, {1}))  # the caller's own
+        seen.add(2)
+        plain = gradient(block(x, [], set()), x, w)
+        for _ in range(2):
+            for one, other in zip(plain, gradient(result, x, w, retain_graph=True)):
+                self.assertTrue(torch.equal(one, other))
+        self.assertEqual((len(losses), seen), (1, {1, 2}))
+
+    def test_containers_keep_their_shape(self) -> None:
+        x = leaf()
+        shared = [x * 1]
+        cyclic: list[Any] = [x]
+        cyclic.append(cyclic)
+        size = x.size()
+
+        def check(first: Any, again: Any, cyclic: Any, size: Any, text: Any) -> torch.Tensor:
+            self.assertIs(first["a"], again[0])
+            self.assertIs(cyclic[1], cyclic)
+            self.assertEqual((list(first), type(size), text), (["b", "a"], torch.Size, ("text", 1)))
+            return (first["a"][0] * cyclic[0]).sin()
+
+        result = remat.checkpoint(check, {"b": 1, "a": shared}, (shared,), cyclic, size, ("text", 1))
+        (found,) = gradient(result, x)
+        (plain,) = gradient((x * x).sin(), x)
+        torch.testing.assert_close(found, plain)
+        kept = weakref.ref(shared[0])
+        del result, found, shared
+        cyclic.clear()
+        gc.collect()
+        self.assertIsNone(kept())
 
     def test_one_tensor_twice_is_one_tensor(self) -> None:
         x = leaf()
@@ -1081,6 +1163,9 @@ class Policies(Case):
             (remat.save_matmuls(), "remat.save_matmuls()"),
             (remat.save_ops([torch.ops.aten.mm], ask_again=True), "remat.save_ops(['aten::mm'], ask_again=True)"),
             (remat.save_matmuls() | remat.save_best(8), "remat.save_matmuls() | remat.save_best(8, profile_runs=2)"),
+            (remat.save_matmuls(allow_cache_entry_mutation=True), "remat.save_matmuls(allow_cache_entry_mutation=True)"),
+            (remat.save_matmuls() | remat.offload_ops(["aten::sin"], min_offload_bytes=0, prefetch_depth=0),
+             "remat.save_matmuls() | remat.offload_ops(['aten::sin'], min_offload_bytes=0, prefetch_depth=0)"),
             (remat.save_names(["a"]) | remat.save_ops(["aten::mm"]),
              "remat.save_names(['a']) | remat.save_ops(['aten::mm'])"),
             (remat.Policy(keeps_products), f"remat.Policy({keeps_products!r})"),
@@ -1092,6 +1177,35 @@ class Policies(Case):
             with Counting() as counting:
                 self.check_equal(gradient(y, x), plain)
             self.assertEqual(counting.products, 4)  # backward's own: the region's two are kept
+
+    def test_kept_results_may_be_written_to_on_request(self) -> None:
+        x, w = leaf(1, 3, 6, 6), leaf(3, 3, 3, 3, seed=1)
+        f = lambda t: torch.relu_(remat.checkpoint_name(torch.conv2d(t, w), "products"))  # noqa: E731
+        plain = gradient(f(x), x, w)
+        makers: list[Callable[..., remat.Policy]] = [
+            remat.save_matmuls,
+            functools.partial(remat.save_ops, ["aten::convolution"]),
+            functools.partial(remat.offload_ops, ["aten::convolution"]),
+            functools.partial(remat.save_names, ["products"]),
+            functools.partial(remat.save_all_but_names, ["others"]),
+            functools.partial(remat.offload_names, ["products"]),
+            functools.partial(remat.Policy, lambda context: context.op_name.startswith("aten::convolution")),
+        ]
+        for make in makers:
+            with self.subTest(make):
+                with self.assertRaises(remat.CheckpointError) as raised:
+                    gradient(remat.checkpoint(f, x, policy=make()), x, w)
+                self.assertEqual(raised.exception.kind, remat.ErrorKind.SELECTIVE_MUTATION)
+                self.assertIn("set allow_cache_entry_mutation=True", str(raised.exception))
+                result = remat.checkpoint(f, x, policy=make(allow_cache_entry_mutation=True))
+                for one, other in zip(plain, gradient(result, x, w)):
+                    self.assertTrue(torch.equal(one, other))
+
+    def test_wrong_numbers_of_offload(self) -> None:
+        for name in ("min_offload_bytes", "prefetch_depth", "max_bytes_in_flight"):
+            for make in (remat.offload_ops, remat.offload_names):
+                with self.assertRaisesRegex(ValueError, name):
+                    make(["aten::mm"], **{name: -1})
 
     def test_numbers_are_compared_by_value(self) -> None:
         x = leaf()
