@@ -109,7 +109,8 @@ class StageCost(NamedTuple):
 
     @classmethod
     def _of(cls, numbers: _remat._StageTuple) -> StageCost:
-        return cls(*numbers)._replace(keeping=tuple(KeepingCost(*each) for each in numbers[10]))
+        keeping = tuple(KeepingCost(*each) for each in numbers[10])
+        return cls(*numbers[:10], keeping, *numbers[11:])
 
 
 class MoveCost(NamedTuple):
