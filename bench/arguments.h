@@ -44,11 +44,15 @@ inline std::string output_of(const std::string& command) {
   return line;
 }
 
-inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = {}) {
+/// Where the work of a program can run.
+enum class RunsOn { Cpu, AnyDevice };
+
+inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = {},
+                       RunsOn where = RunsOn::Cpu) {
   Arguments result;
-  std::string usage =
-      "usage: " + std::filesystem::path(argv[0]).filename().string() +
-      " [--smoke] [--samples N] [--sample-ms MS] [--clock wall|thread] [--device NAME]";
+  std::string usage = "usage: " + std::filesystem::path(argv[0]).filename().string() +
+                      " [--smoke] [--samples N] [--sample-ms MS] [--clock wall|thread]";
+  if (where == RunsOn::AnyDevice) usage += " [--device NAME]";
   for (const auto& [word, place] : own) usage += " [" + word + "]";
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -66,6 +70,9 @@ inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = 
       result.sample_ns = std::stoll(value()) * 1'000'000;
     } else if (word == "--device") {
       result.device = usable_device(value());
+      if (where == RunsOn::Cpu && !result.device.is_cpu())
+        throw std::runtime_error(std::filesystem::path(argv[0]).filename().string() +
+                                 " measures on the CPU only. Do: leave out --device.");
     } else if (word == "--clock") {
       result.clock = value() == "thread" ? Clock::Thread : Clock::Wall;
     } else {

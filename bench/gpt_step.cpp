@@ -199,7 +199,8 @@ int run(int argc, char** argv) {
   std::string name = "small", dtype = "float32", interpreter = REMAT_BENCH_PYTHON;
   const bench::Arguments arguments = bench::parse(
       argc, argv,
-      {{"--model NAME", &name}, {"--dtype NAME", &dtype}, {"--python PYTHON", &interpreter}});
+      {{"--model NAME", &name}, {"--dtype NAME", &dtype}, {"--python PYTHON", &interpreter}},
+      bench::RunsOn::AnyDevice);
   Target target;
   target.device = arguments.device;
   target.take("--dtype", [&] { return dtype; });

@@ -89,7 +89,8 @@ Times measure(const Variant& variant, int64_t numel, const bench::Arguments& arg
 int run(int argc, char** argv) {
   std::string numels = "1048576", directory = std::filesystem::temp_directory_path().string();
   const bench::Arguments arguments =
-      bench::parse(argc, argv, {{"--numel N", &numels}, {"--directory PATH", &directory}});
+      bench::parse(argc, argv, {{"--numel N", &numels}, {"--directory PATH", &directory}},
+                   bench::RunsOn::AnyDevice);
   const int64_t numel = std::stoll(numels);
   const std::vector<Variant> all = variants(directory, arguments.device);
   if (arguments.smoke) {

@@ -98,7 +98,7 @@ int64_t measured_peak(const Chain& chain, const remat::Plan& plan, const at::Dev
 }
 
 int run(int argc, char** argv) {
-  const bench::Arguments arguments = bench::parse(argc, argv);
+  const bench::Arguments arguments = bench::parse(argc, argv, {}, bench::RunsOn::AnyDevice);
   const remat::MemoryMeter first;  // before the tensors it shall count
   const int64_t bytes = arguments.smoke ? 1 << 16 : 1 << 20;
   bool all_right = true;

@@ -299,7 +299,8 @@ void regions(const std::vector<Side*>& sides, const std::vector<Work>& works,
 int run(int argc, char** argv) {
   // Empty: no Python has this LibTorch as its torch.
   std::string interpreter = REMAT_BENCH_PYTHON;
-  const Arguments arguments = bench::parse(argc, argv, {{"--python PYTHON", &interpreter}});
+  const Arguments arguments =
+      bench::parse(argc, argv, {{"--python PYTHON", &interpreter}}, bench::RunsOn::AnyDevice);
 
   InProcess remat("remat", remat_region, arguments.device);
   InProcess reentrant("re-entrant", reentrant_region, arguments.device);

@@ -75,7 +75,8 @@ at::Tensor gradient(const Variant* variant, const at::Device& device) {
 
 int run(int argc, char** argv) {
   std::string times_each = "40";
-  const bench::Arguments arguments = bench::parse(argc, argv, {{"--repeats N", &times_each}});
+  const bench::Arguments arguments =
+      bench::parse(argc, argv, {{"--repeats N", &times_each}}, bench::RunsOn::AnyDevice);
   const int64_t repeats = std::stoll(times_each);
   const std::vector<Variant> all = variants();
   std::vector<bench::Passes> passes;

@@ -135,7 +135,8 @@ void measure(const Comparison& comparison, const bench::Arguments& arguments) {
 
 int run(int argc, char** argv) {
   std::string threads;
-  const bench::Arguments arguments = bench::parse(argc, argv, {{"--threads N", &threads}});
+  const bench::Arguments arguments =
+      bench::parse(argc, argv, {{"--threads N", &threads}}, bench::RunsOn::AnyDevice);
   std::vector<int> counts{1};
   if (!threads.empty())
     counts = {std::stoi(threads)};
