@@ -69,23 +69,18 @@ std::string readable_bytes(int64_t bytes) {
 
 std::string name_shown(const std::string& name) { return name.empty() ? "(no name)" : name; }
 
-ReportTable table_of(const Report& report) {
-  ReportTable table{{"region", "calls", "recomputes", "stopped", "dropped", "inputs", "saved",
-                     "recomputed at once", "forward ms", "recompute ms"},
+std::vector<ReportTable> tables_of(const Report& report) {
+  ReportTable regions{{"region", "calls", "recomputes", "stopped", "dropped", "inputs", "saved",
+                       "recomputed at once", "forward ms", "recompute ms"},
+                      {}};
+  ReportTable moved{{"region", "offloaded", "not possible", "bytes offloaded", "inputs offloaded",
+                     "brought back", "ahead", "bytes back", "offload ms"},
                     {}};
-  bool has_offloads = false;
-  for (const RegionReport& r : report.regions)
-    has_offloads =
-        has_offloads || r.offloaded > 0 || r.offload_fallbacks > 0 || r.bytes_inputs_offloaded > 0;
   const bool has_devices = std::any_of(
       report.regions.begin(), report.regions.end(),
       [](const RegionReport& r) { return r.device_forward_s > 0 || r.device_recompute_s > 0; });
   if (has_devices)
-    table.head.insert(table.head.end(), {"forward ms, device", "recompute ms, device"});
-  if (has_offloads)
-    table.head.insert(table.head.end(),
-                      {"offloaded", "not possible", "bytes offloaded", "inputs offloaded",
-                       "brought back", "ahead", "bytes back", "offload ms"});
+    regions.head.insert(regions.head.end(), {"forward ms, device", "recompute ms, device"});
   for (const RegionReport& r : report.regions) {
     std::vector<std::string> row{name_shown(r.name),
                                  std::to_string(r.calls),
@@ -100,15 +95,17 @@ ReportTable table_of(const Report& report) {
     if (has_devices)
       for (const double seconds : {r.device_forward_s, r.device_recompute_s})
         row.push_back(fmt::format("{:.3f}", seconds * 1e3));
-    if (has_offloads)
-      row.insert(row.end(),
-                 {std::to_string(r.offloaded), std::to_string(r.offload_fallbacks),
-                  readable_bytes(r.bytes_offloaded), readable_bytes(r.bytes_inputs_offloaded),
-                  std::to_string(r.offload_loads), std::to_string(r.offload_loads_ahead),
-                  readable_bytes(r.bytes_loaded), fmt::format("{:.3f}", r.offload_wait_s * 1e3)});
-    table.rows.push_back(std::move(row));
+    regions.rows.push_back(std::move(row));
+    if (r.offloaded == 0 && r.offload_fallbacks == 0 && r.bytes_inputs_offloaded == 0) continue;
+    moved.rows.push_back({name_shown(r.name), std::to_string(r.offloaded),
+                          std::to_string(r.offload_fallbacks), readable_bytes(r.bytes_offloaded),
+                          readable_bytes(r.bytes_inputs_offloaded), std::to_string(r.offload_loads),
+                          std::to_string(r.offload_loads_ahead), readable_bytes(r.bytes_loaded),
+                          fmt::format("{:.3f}", r.offload_wait_s * 1e3)});
   }
-  return table;
+  std::vector<ReportTable> tables{std::move(regions)};
+  if (!moved.rows.empty()) tables.push_back(std::move(moved));
+  return tables;
 }
 
 std::string name_of(const DeviceBar& bar) {
@@ -176,8 +173,10 @@ std::vector<std::string> notes_of(const Report& report) {
   return notes;
 }
 
-std::string Report::to_string() const {
-  const ReportTable table = table_of(*this);
+namespace {
+
+/// In columns, the first one to the left.
+std::string text_of(const ReportTable& table) {
   std::vector<std::size_t> widths;
   for (const std::string& name : table.head) widths.push_back(name.size());
   for (const auto& row : table.rows)
@@ -190,7 +189,18 @@ std::string Report::to_string() const {
   };
   add(table.head);
   for (const auto& row : table.rows) add(row);
-  if (table.rows.empty()) text += "no region ran\n";
+  return text;
+}
+
+}  // namespace
+
+std::string Report::to_string() const {
+  std::string text;
+  for (const ReportTable& table : tables_of(*this)) {
+    if (!text.empty()) text += '\n';
+    text += text_of(table);
+    if (table.rows.empty()) text += "no region ran\n";
+  }
   for (const std::string& note : notes_of(*this)) (text += note) += '\n';
   if (dropped_events > 0)
     text += fmt::format(

@@ -26,12 +26,11 @@ void Recorder::write_memory_svg(const std::filesystem::path& path) const {
 
 std::string Recorder::to_html() const {
   const Report report = this->report();
-  const ReportTable table = table_of(report);
   std::string page =
       "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>remat: regions "
       "of one run</title>\n<style>\n"
       "body { font-family: Helvetica, Arial, sans-serif; color: #333; margin: 2em; max-width: 1120px }\n"
-      "table { border-collapse: collapse; font-size: 14px }\n"
+      "table { border-collapse: collapse; font-size: 14px; margin-bottom: 1.5em }\n"
       "th, td { padding: 4px 10px; text-align: right; border-bottom: 1px solid #ddd }\n"
       "th:first-child, td:first-child { text-align: left }\n"
       "svg { max-width: 100%; height: auto }\n"
@@ -41,15 +40,18 @@ std::string Recorder::to_html() const {
   for (const Timeline& each : timelines) page += memory_picture(each, last_ms).svg;
   page +=
       "<p>Values appear where the pointer rests. Bytes are sums over all calls; times include the "
-      "regions inside.</p>\n<table>\n";
+      "regions inside.</p>\n";
   const auto add = [&](const std::vector<std::string>& row, const char* cell) {
     page += "<tr>";
     for (const std::string& text : row) page += fmt::format("<{0}>{1}</{0}>", cell, xml_text(text));
     page += "</tr>\n";
   };
-  add(table.head, "th");
-  for (const auto& row : table.rows) add(row, "td");
-  page += "</table>\n";
+  for (const ReportTable& table : tables_of(report)) {
+    page += "<table>\n";
+    add(table.head, "th");
+    for (const auto& row : table.rows) add(row, "td");
+    page += "</table>\n";
+  }
   for (const std::string& note : notes_of(report))
     page += fmt::format("<p>{}</p>\n", xml_text(note));
   if (report.dropped_events > 0)

@@ -31,7 +31,8 @@ struct ReportTable {
   std::vector<std::string> head;
   std::vector<std::vector<std::string>> rows;
 };
-ReportTable table_of(const Report& report);
+/// Of all regions and, if anything was offloaded, of those that did.
+std::vector<ReportTable> tables_of(const Report& report);
 
 /// What the table has no room for, a line each: what policies decided, devices, and what was alive when allocations failed.
 std::vector<std::string> notes_of(const Report& report);
