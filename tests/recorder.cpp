@@ -407,6 +407,18 @@ TEST_CASE("saved_tensors lists what a graph holds, and starts no recompute", "[r
   CHECK(remat::saved_tensors(Tensor()).empty());
 }
 
+TEST_CASE("saved_tensors lists tensors without a storage", "[report][GUA-41]") {
+  const Tensor sparse = at::eye(3).to_sparse(), x = leaf({3, 2});
+  const Tensor y = checkpoint(two_sins, at::mm(sparse, x));
+  const auto infos = remat::saved_tensors(y);
+  REQUIRE(infos.size() == 3);
+  CHECK(infos[0].dropped);
+  CHECK(infos[2].sizes == std::vector<int64_t>{3, 3});
+  CHECK(infos[2].bytes == 0);  // of a storage that it does not have
+  y.sum().backward();
+  CHECK(x.grad().defined());
+}
+
 TEST_CASE("saved_tensors knows custom Functions and the program's own hooks", "[report][GUA-41]") {
   struct Twice : torch::autograd::Function<Twice> {
     static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& t) {

@@ -151,6 +151,18 @@ TEST_CASE("a method of a script module is the function of a region", "[script][m
   }
 }
 
+TEST_CASE("a script function is called with fewer arguments than it has", "[script][modules]") {
+  jit::Module module("defaults");
+  module.define(
+      "def forward(self, x, factor: float = 3.0, times: int = 2):\n"
+      "  for i in range(times):\n    x = (x * factor).sin()\n  return x\n");
+  const Tensor x = leaf({4});
+  const Tensor plain = grad_of(plainly(module, x), {x})[0];
+  for (int i = 0; i < 3; ++i) CHECK(bit_equal(grad_of(as_function(module, x), {x})[0], plain));
+  const Tensor other = grad_of(module.forward({x, 0.5}).toTensor(), {x})[0];
+  CHECK(bit_equal(grad_of(checkpoint(module, x, 0.5).toTensor(), {x})[0], other));
+}
+
 TEST_CASE("a script module inside a lambda equals it run without the optimiser",
           "[script][modules]") {
   meet_first_script();

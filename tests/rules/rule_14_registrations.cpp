@@ -94,6 +94,16 @@ TEST_CASE("a hook that the function takes off again acts on nothing", "[checkpoi
   });
 }
 
+TEST_CASE("of two hooks on one leaf the function takes off the second", "[checkpoint][rule-14]") {
+  require_as_plain([](const Tensor& x, World& o) {
+    o.w.register_hook(twice);
+    const auto second = o.w.register_hook([](const Tensor& gradient) { return gradient + 1; });
+    const Tensor y = (x * o.w + o.b).sin();
+    o.w.remove_hook(second);
+    return y.exp();
+  });
+}
+
 TEST_CASE("a hook that a region inside a region registers acts once", "[checkpoint][rule-14]") {
   require_as_plain([](const Tensor& x, World& o) {
     return remat::checkpoint(
