@@ -150,7 +150,7 @@ while thread.is_alive():
     forks += 1
 print("forks" if forks > 1 else f"only {forks}")
 """, timeout=60)
-        self.assertEqual((done.returncode, done.stdout), (0, "forks\n"))
+        self.assertEqual((done.returncode, done.stdout.split()[-1:]), (0, ["forks"]), done.stdout)
 
 
 EXITS = {
