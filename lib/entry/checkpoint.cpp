@@ -132,6 +132,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
   profiled_ = profiler::forward_scope(frame_->region().info);
   auto scope = std::make_shared<ForwardScope>(frame_, around);
   detail::push(scope);
+  if (in_force.capture_check == CaptureCheck::Raise) seam::NodeWatches::begin(scope);
   scope_ = std::move(scope);
   if (options.policy) {
     Selection::make(*frame_, PolicyRule::of(options.policy));
@@ -160,6 +161,7 @@ void ForwardRun::close() {
   logging_.reset();
   dispatch_mode_.reset();
   detail::pop(*scope_);
+  seam::NodeWatches::end();
   scope_.reset();
   profiled_.reset();
 }

@@ -117,10 +117,12 @@ bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
 void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& kept) {
   Value value;
   value.version = static_cast<uint32_t>((is_vouched(saved) ? kept : saved)._version());
+  bool is_made_inside = false;
   slots_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
     compare(position, slot, saved);
     must_finish_operator_ = slot.finish_operator && !is_planted(Fault::LateWrite);
     const Origin origin = slot.provenance.origin;
+    is_made_inside = !slot.is_inner_input && (origin == Origin::Inside || origin == Origin::NoStorage);
     if (!saved.requires_grad() && !is_vouched(saved) &&
         (origin == Origin::Outside || origin == Origin::Input))
       value.alias = saved.tensor_data();  // its owner may give the object other storage
@@ -128,6 +130,11 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
       pending_.push_back(
           {position, at::sequence_number::peek(), saved, {noted.begin(), noted.end()}});
   });
+  if (operands_ != nullptr && differences_.operands.empty() &&
+      std::this_thread::get_id() == owner_) {
+    const at::Tensor* const origin = input_being_saved();
+    if (operands_->made(origin != nullptr ? *origin : saved, is_made_inside)) note_operands();
+  }
   value.tensor = kept;
   value.is_own_alias = !kept.is_same(saved);
   constexpr std::size_t num_owners = 2;  // the graph's hook, and the value
@@ -225,6 +232,26 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
       difference(text(slot.metadata, slot.has_edge, slot.follows),
                  text(TensorMetadata(saved, slot.metadata.has_strides()),
                       has_raw_gradient_edge(judged), follows_)));
+}
+
+void Filler::note_operands() {
+  for (const ChangedOperands::Change& each : operands_->changes()) {
+    if (!each.is_read) continue;
+    const auto alive = each.then->object.lock();
+    const std::string what =
+        alive ? TensorMetadata(at::Tensor(alive), false).text() : std::string("a tensor");
+    const bool has_other_storage =
+        alive && storage_of(at::Tensor(alive)) != each.then->storage._unsafe_get_target();
+    SlotIdentity identity;
+    identity.tensor = {each.then->object, each.then->storage};
+    differences_.operands.push_back(
+        {{-1, fmt::format("{}, version {}", what, each.then->version),
+          fmt::format("{}, version {}{}", what, each.version,
+                      has_other_storage ? ", other storage" : ""),
+          {},
+          {}},
+         std::move(identity)});
+  }
 }
 
 // The node of an operator that saves cannot be reached from here; from what later operators save of its result it can.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hooks/slot.h"
+#include "lib/frame/captured_operands.h"
 #include "lib/frame/keeper.h"
 #include "lib/frame/mismatch.h"
 #include "lib/frame/recomputed_values.h"
@@ -49,6 +50,12 @@ class Filler final : public SlotFiller {
   void forbid_stop_in_scripts() { may_stop_in_scripts_ = false; }
   /// Of these storages providers say that they are as forward saw them. Note [Written by a provider].
   void set_vouched(const StorageSet* storages) { vouched_ = storages; }
+  /// While the function runs, if what it computes with has changed; else null.
+  void set_operands(ChangedOperands* operands) { operands_ = operands; }
+  /// The operator at work is not run again: its result was kept.
+  void result_was_kept() {
+    if (operands_ != nullptr) operands_->forgive_operator();
+  }
   /// What replays kept results looks at every tensor that is saved.
   void set_replay(KeptReplay* replay) { replay_ = replay; }
   bool is_complete() const { return num_filled_ == view_.num_needed; }
@@ -98,6 +105,7 @@ class Filler final : public SlotFiller {
   }
   bool is_changed_capture(const Slot& slot, const at::Tensor& judged) const;
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
+  void note_operands();
   void compare_pending(uint64_t next_operator, bool is_end);
   void name_operators(const at::Tensor& saved);
   bool wants_stop() const;
@@ -116,6 +124,7 @@ class Filler final : public SlotFiller {
   ReadyStreams ready_;
   std::optional<OpLog> log_;
   KeptReplay* replay_ = nullptr;
+  ChangedOperands* operands_ = nullptr;
   const StorageSet* vouched_ = nullptr;
   struct GivenInput {
     const c10::StorageImpl* storage;  // only to be compared

@@ -13,6 +13,8 @@ namespace remat {
 
 ForwardScope::ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around)
     : FrameScope(std::move(frame)) {
+  const RegionStart& start = this->frame().start();
+  pass_over_from(start.sequence, start.thread);
   is_inside_recompute = around != nullptr && around->is_inside_recompute;
 }
 

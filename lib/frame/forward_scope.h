@@ -9,10 +9,11 @@
 
 #include "lib/base/spin_lock.h"
 #include "lib/frame/frame_scope.h"
+#include "lib/seam/variable_hooks.h"
 
 namespace remat {
 
-class ForwardScope final : public FrameScope {
+class ForwardScope final : public FrameScope, public seam::NodeWatch {
  public:
   /// `around` is the scope of the region around, or null.
   ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around);
@@ -29,6 +30,11 @@ class ForwardScope final : public FrameScope {
   }
 
   // Watchers.
+  bool is_watching() const override { return is_open(); }
+  /// See Note [Captures that nothing saves].
+  void node_asked(const at::TensorBase& tensor, const torch::autograd::Node*) override {
+    frame().operands().note(tensor, frame().inputs().storages());
+  }
   void backward_begins(const torch::autograd::edge_list& roots,
                        const torch::autograd::edge_list& targets, bool accumulates) override;
   void backward_ended(const torch::autograd::variable_list& gradients,

@@ -65,6 +65,7 @@ void Frame::empty() noexcept {
   values_.clear();
   surroundings_.release().reset();
   recorded_.reset();
+  operands_.clear();
   while (!queue.empty()) {
     const Remains next = std::move(queue.back());
     queue.pop_back();
@@ -106,6 +107,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
 
 void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
   slots_.note_rest(region_);
+  if (!operands_.is_empty()) operands_.settle();
   StorageSet results;
   int64_t max_elements = 0;
   visit_result([&](at::Tensor& tensor) {

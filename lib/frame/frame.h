@@ -25,6 +25,7 @@
 #include <memory>
 #include <typeinfo>
 
+#include "lib/frame/captured_operands.h"
 #include "lib/frame/forward_notes.h"
 #include "lib/frame/inputs.h"
 #include "lib/frame/keeper.h"
@@ -64,6 +65,8 @@ class Frame final : public TaskMember {
   const Slots& slots() const { return slots_; }
   /// Whether a recompute makes the tensor again: an operator made it since forward began.
   bool has_built(const at::Tensor& tensor) const { return is_built_since(start_, tensor); }
+  const RegionStart& start() const { return start_; }
+  CapturedOperands& operands() { return operands_; }
   ForwardNotes& notes() { return notes_; }
   ValuesByTask& values() { return values_; }
   /// The keeper is null if nothing is kept. Set once, in forward.
@@ -103,6 +106,7 @@ class Frame final : public TaskMember {
   bool is_empty_ = false;
   ValuesByTask values_;
   ForwardNotes notes_;
+  CapturedOperands operands_;
 };
 
 }  // namespace remat

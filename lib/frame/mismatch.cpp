@@ -123,7 +123,9 @@ std::string table(const std::vector<Mismatch>& mismatches, Kind kind) {
       return what + (name.empty() && !tensor.empty() ? ", " + tensor : "") +
              (op.empty() ? "" : ", saved by " + op);
     };
-    const std::string position = fmt::format("saved tensor at position {}", m.position);
+    const std::string position = m.position < 0
+                                     ? "captured tensor that nothing saved"
+                                     : fmt::format("saved tensor at position {}", m.position);
     text += fmt::format("{}:\n  forward:   {}\n  recompute: {}\n",
                         name.empty() ? position : fmt::format("{} ({})", name, position),
                         line(m.forward, m.forward_tensor, m.forward_op),
@@ -197,7 +199,7 @@ void Differences::clear_capture(int64_t position) {
 
 void throw_differences(const Region& region, Differences differences, const OpLog* log) {
   const std::string seen = first_forward_text(differences);
-  if (!differences.captures.empty())
+  if (differences.has_captures())
     throw_with(
         region, Kind::CaptureChanged,
         "A parameter, buffer or captured tensor changed between the forward and the "
@@ -208,7 +210,7 @@ void throw_differences(const Region& region, Differences differences, const OpLo
             "leaves in an outside variable counts as captured too.\nDo: call backward before the change, pass "
             "the tensor as an argument, or set capture_check = CaptureCheck::Ignore to "
             "recompute with the new value.\n",
-        std::move(differences.captures), log);
+        std::move(differences.changed_captures()), log);
   if (!differences.metadata.empty())
     throw_with(
         region, Kind::MetadataMismatch,
@@ -231,7 +233,7 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
   facts.forward_count = forward_count;
   facts.recompute_count = recompute_count;
   facts.mismatches =
-      with_names(region, !differences.captures.empty()   ? std::move(differences.captures)
+      with_names(region, differences.has_captures()      ? std::move(differences.changed_captures())
                          : !differences.metadata.empty() ? std::move(differences.metadata)
                                                          : std::move(differences.contents));
   if (facts.mismatches.empty() && parting)
@@ -450,7 +452,8 @@ void throw_selective(const Region& region, Kind kind, const std::string& fact,
   // that what is kept was written to.
   if (kind == Kind::SelectiveMutation)
     for (const int64_t position : seen.replaced) seen.clear_capture(position);
-  if (!seen.captures.empty()) throw_differences(region, std::move(seen), nullptr);
+  if (!seen.captures.empty() || (kind != Kind::SelectiveMutation && seen.has_captures()))
+    throw_differences(region, std::move(seen), nullptr);
   // The words that people look up.
   const char* const sentence =
       kind == Kind::SelectiveMutation

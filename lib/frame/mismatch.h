@@ -23,6 +23,8 @@ struct Difference {
 /// What one recompute found to differ, in the order of the slots.
 struct Differences {
   std::vector<Difference> captures, metadata, contents;
+  /// Captures that nothing saved, with which something was computed that was saved. They have no position.
+  std::vector<Difference> operands;
   /// The check that found the first of `contents`.
   const TensorCheck* check = nullptr;
   /// Positions in `captures` of tensors that came back in other storage. Whether the recompute made
@@ -34,7 +36,10 @@ struct Differences {
   bool has_other_members = false;
   /// The tensor at that position is no changed capture.
   void clear_capture(int64_t position);
-  bool any() const { return !captures.empty() || !metadata.empty() || !contents.empty(); }
+  bool any() const { return has_captures() || !metadata.empty() || !contents.empty(); }
+  bool has_captures() const { return !captures.empty() || !operands.empty(); }
+  /// Those that were saved; if there are none, the others.
+  std::vector<Difference>& changed_captures() { return captures.empty() ? operands : captures; }
 };
 
 /// Throws the error for the first kind of difference that is not empty.

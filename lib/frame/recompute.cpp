@@ -34,6 +34,15 @@ class VouchedFor {
   Filler& filler_;
 };
 
+/// Null if nothing changed of what forward computed with. See Note [Captures that nothing saves].
+std::unique_ptr<ChangedOperands> operands_to_follow(Frame& frame, const Filler& filler,
+                                                    const UserRestore& user_state) {
+  if (frame.operands().is_empty() || !filler.is_forward_over()) return nullptr;
+  const std::vector<const CapturedOperand*> changed = frame.operands().changed();
+  if (changed.empty()) return nullptr;
+  return std::make_unique<ChangedOperands>(changed, user_state.written());
+}
+
 /// Runs the function with everything around it as forward had it. Returns normally after a stop, too;
 /// false if another thread disturbed its random numbers.
 bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
@@ -81,6 +90,9 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     frame.visit_outside([&](at::Tensor known) { outside.add(std::move(known)); });
     scope->set_outside(&outside);
     scope->set_user_restore(&user_state);
+    const auto changed = operands_to_follow(frame, filler, user_state);
+    const seam::OnlyNodeWatch watch(changed.get());
+    filler.set_operands(changed.get());
     Scope user_scope;
     if (region.extras != nullptr && region.extras->contexts.recompute)
       user_scope = region.extras->contexts.recompute();
@@ -93,6 +105,7 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
       if (!filler.has_stopped()) throw;
     }
     user_scope.reset();
+    filler.set_operands(nullptr);
     scope->set_outside(nullptr);
     scope->set_user_restore(nullptr);
     if (filler.has_changed_captures() && outside.has_written()) filler.blame_function();

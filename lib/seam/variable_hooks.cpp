@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -16,6 +17,8 @@ namespace {
 using at::Tensor;
 using at::TensorBase;
 using at::impl::VariableHooksInterface;
+
+constinit thread_local NodeWatch* innermost_watch = nullptr;
 
 /// See Note [Seeing registrations]. Members that not every LibTorch has are without `override`.
 class ForwardingTable final : public VariableHooksInterface {
@@ -42,9 +45,11 @@ class ForwardingTable final : public VariableHooksInterface {
     return previous_.variable_data(tensor);
   }
   const NodePtr& grad_fn(const TensorBase& tensor) const override {
-    if (NodesInstead::any())
-      if (const NodePtr* const instead = callbacks_.node_instead(tensor)) return *instead;
-    return previous_.grad_fn(tensor);
+    const NodePtr* const instead =
+        NodesInstead::any() ? callbacks_.node_instead(tensor) : nullptr;
+    const NodePtr& node = instead != nullptr ? *instead : previous_.grad_fn(tensor);
+    if (NodeWatches::any()) NodeWatches::tell(tensor, node.get());
+    return node;
   }
   void remove_hook(const TensorBase& tensor, unsigned handle) const override {
     previous_.remove_hook(tensor, handle);
@@ -97,6 +102,54 @@ class ForwardingTable final : public VariableHooksInterface {
 };
 
 }  // namespace
+
+/// A thread that ends while a region is open on it lets go of what watches for the region.
+struct NodeWatches::AtThreadExit {
+  ~AtThreadExit() {
+    while (innermost_watch != nullptr) drop_innermost();
+  }
+  void touch() const {}
+};
+
+void NodeWatches::drop_innermost() {
+  const std::shared_ptr<NodeWatch> alive = std::move(innermost_watch->self_);
+  innermost_watch = innermost_watch->outer_;
+  num_told_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void NodeWatches::begin(std::shared_ptr<NodeWatch> watch) {
+  static thread_local const AtThreadExit at_thread_exit;
+  at_thread_exit.touch();
+  NodeWatch* const innermost = watch.get();
+  innermost->outer_ = std::exchange(innermost_watch, innermost);
+  innermost->self_ = std::move(watch);
+  num_told_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void NodeWatches::end() {
+  while (innermost_watch != nullptr && !innermost_watch->is_watching()) drop_innermost();
+}
+
+void NodeWatches::tell(const at::TensorBase& tensor, const torch::autograd::Node* node) {
+  for (NodeWatch* each = innermost_watch; each != nullptr; each = each->outer_) {
+    if (node != nullptr && node->sequence_nr() >= each->passed_over_from_ &&
+        node->thread_id() == each->passed_over_thread_)
+      continue;
+    if (each->is_watching()) each->node_asked(tensor, node);
+  }
+}
+
+OnlyNodeWatch::OnlyNodeWatch(NodeWatch* watch)
+    : watch_(watch), before_(std::exchange(innermost_watch, watch)) {
+  if (watch != nullptr) NodeWatches::num_told_.fetch_add(1, std::memory_order_relaxed);
+}
+
+OnlyNodeWatch::~OnlyNodeWatch() {
+  // One of a region that was begun meanwhile and has not ended would be lost.
+  while (innermost_watch != watch_ && innermost_watch != nullptr) NodeWatches::drop_innermost();
+  innermost_watch = before_;
+  if (watch_ != nullptr) NodeWatches::num_told_.fetch_sub(1, std::memory_order_relaxed);
+}
 
 void install(const RegistrationCallbacks& callbacks) {
   // Leaked: tensors outlive static destruction.

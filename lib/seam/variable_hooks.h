@@ -1,5 +1,5 @@
 #pragma once
-// Sees what functions register on tensors, and says where gradients of leaves go in recomputes.
+// Sees what functions register on tensors and whose nodes they ask for, and says where gradients of leaves go in recomputes.
 //
 // Note [Seeing registrations]
 // `Tensor::register_hook`, `requires_grad_` and `grad_fn` reach LibTorch through one table of
@@ -12,6 +12,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 
 namespace remat::seam {
@@ -42,6 +43,62 @@ class NodesInstead {
 
  private:
   static inline std::atomic<int64_t> num_alive_{0};
+};
+
+/// A node watch is told of the tensors whose `grad_fn` is asked for on a thread. An operator asks for those of all
+/// tensors through which gradients may flow, when its own node has been made and its kernel has not run.
+class NodeWatch {
+ public:
+  NodeWatch() = default;
+  virtual ~NodeWatch() = default;
+  NodeWatch& operator=(NodeWatch&&) = delete;
+  /// False from when it is over: then it is told nothing, on whatever thread it ended.
+  virtual bool is_watching() const = 0;
+  /// `node`: the answer; null for a leaf.
+  virtual void node_asked(const at::TensorBase& tensor, const torch::autograd::Node* node) = 0;
+
+ protected:
+  /// It need not be told of nodes that this thread has made from this sequence number on.
+  void pass_over_from(uint64_t sequence, uint64_t thread) {
+    passed_over_from_ = sequence;
+    passed_over_thread_ = thread;
+  }
+
+ private:
+  friend class NodeWatches;
+  uint64_t passed_over_from_ = UINT64_MAX, passed_over_thread_ = 0;
+  NodeWatch* outer_ = nullptr;
+  std::shared_ptr<NodeWatch> self_;  // while it is among those of a thread
+};
+
+/// Those of this thread, innermost first.
+class NodeWatches {
+ public:
+  /// From now on it is told, too.
+  static void begin(std::shared_ptr<NodeWatch> watch);
+  /// Lets go of those that are over. One that ended before an inner one, or on another thread, goes with a later call.
+  static void end();
+  static void tell(const at::TensorBase& tensor, const torch::autograd::Node* node);
+  /// Whether any thread has one: saves the others from looking.
+  static bool any() { return num_told_.load(std::memory_order_relaxed) > 0; }
+
+ private:
+  friend class OnlyNodeWatch;
+  struct AtThreadExit;
+  static void drop_innermost();
+  static inline std::atomic<int64_t> num_told_{0};
+};
+
+/// While alive this watch alone is told on the thread, or none if it is null. It outlives this.
+class OnlyNodeWatch {
+ public:
+  explicit OnlyNodeWatch(NodeWatch* watch);
+  ~OnlyNodeWatch();
+  OnlyNodeWatch& operator=(OnlyNodeWatch&&) = delete;
+
+ private:
+  NodeWatch* const watch_;
+  NodeWatch* const before_;
 };
 
 /// Puts our table in front. Call it once.

@@ -10,6 +10,7 @@
 #include "lib/frame/inputs.h"
 #include "lib/frame/mismatch.h"
 #include "lib/scope/packing.h"
+#include "lib/seam/variable_hooks.h"
 #include "lib/tensor/content_hash.h"
 
 namespace remat {
@@ -359,6 +360,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     return run_for_real(op, stack, counted);
   }
   if (record->draws != nullptr) skip(*record->draws);
+  filler_.result_was_kept();
   if (record->is_applied) {  // Note [Writing to a kept result]
     torch::jit::drop(stack, arguments.size() - 1);
     return;
@@ -414,6 +416,7 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
 
 std::vector<at::Tensor> Replay::values_of(const PinRecord& pin,
                                           const std::vector<at::Tensor>& read) {
+  const seam::OnlyNodeWatch unwatched(nullptr);  // kept values depend on nothing that changed
   std::vector<at::Tensor> values, sources = given_;
   bool is_open = false;  // a leaf that is gone was the function's own
   for (const WeakTensor& each : pin.leaves)

@@ -1,0 +1,123 @@
+#include "lib/frame/captured_operands.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "lib/base/planted_fault.h"
+#include "lib/seam/autograd_meta.h"
+
+namespace remat {
+
+namespace {
+
+/// What all tensors have that count their versions together: a number that says which counter it is.
+const void* address_of(const c10::VariableVersion& counter) {
+  const void* address = nullptr;
+  static_assert(sizeof(counter) == sizeof(address));
+  std::memcpy(&address, static_cast<const void*>(&counter), sizeof(address));
+  return address;
+}
+
+uint32_t offset_of(const c10::TensorImpl& impl) {
+  return impl.has_storage() ? static_cast<uint32_t>(impl.storage_offset()) : 0;
+}
+
+/// The node of the operator at work was the last that this thread made.
+uint64_t number_at_work() { return at::sequence_number::peek() - 1; }
+
+}  // namespace
+
+bool CapturedOperand::is_changed() const {
+  if (counter.current_version() != version) return true;
+  const auto alive = object.lock();
+  return alive && (alive->unsafe_storage().unsafeGetStorageImpl() != storage._unsafe_get_target() ||
+                   offset_of(*alive) != offset);
+}
+
+bool CapturedOperands::Noted::has(const c10::VariableVersion& counter) const {
+  if (!index.empty()) return index.contains(address_of(counter));
+  return std::any_of(all.rbegin(), all.rend(), [&](const CapturedOperand& each) {
+    return seam::is_same_counter(each.counter, counter);
+  });
+}
+
+void CapturedOperands::note(const at::TensorBase& tensor, const StorageSet& inputs) {
+  constexpr std::size_t max_scanned = 16;
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const c10::VariableVersion& counter = impl.version_counter();
+  if (impl.is_wrapped_number() || !counter.enabled()) return;
+  if (noted_ != nullptr && noted_->has(counter)) return;
+  c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
+  if (inputs.contains(storage)) return;
+  if (noted_ == nullptr) noted_ = std::make_unique<Noted>();
+  noted_->all.push_back(
+      {.counter = counter,
+       .object = WeakTensor(tensor.getIntrusivePtr()),
+       .storage = storage == nullptr ? WeakStorage(c10::intrusive_ptr<c10::StorageImpl>())
+                                     : impl.unsafe_storage().getWeakStorageImpl(),
+       .version = counter.current_version(),
+       .offset = offset_of(impl)});
+  if (!noted_->index.empty()) {
+    noted_->index.insert(address_of(counter));
+  } else if (noted_->all.size() > max_scanned) {
+    for (const CapturedOperand& each : noted_->all) noted_->index.insert(address_of(each.counter));
+  }
+}
+
+void CapturedOperands::settle() {
+  std::unordered_set<const void*>().swap(noted_->index);
+  std::erase_if(noted_->all, [](const CapturedOperand& each) { return !each.is_alive(); });
+  noted_->all.shrink_to_fit();
+  if (noted_->all.empty()) noted_.reset();
+}
+
+std::vector<const CapturedOperand*> CapturedOperands::changed() const {
+  std::vector<const CapturedOperand*> all;
+  if (noted_ == nullptr || is_planted(Fault::CaptureCheck)) return all;
+  for (const CapturedOperand& each : noted_->all)
+    if (each.is_changed()) all.push_back(&each);
+  return all;
+}
+
+ChangedOperands::ChangedOperands(const std::vector<const CapturedOperand*>& changed,
+                                 const StorageSet* vouched)
+    : vouched_(vouched), thread_(at::RecordFunction::currentThreadId()) {
+  for (const CapturedOperand* each : changed)
+    changes_.push_back({each, each->counter.current_version(), /*is_read=*/false});
+}
+
+void ChangedOperands::forgive_operator() {
+  if (at::RecordFunction::currentThreadId() == thread_) tainted_.erase(number_at_work());
+}
+
+void ChangedOperands::node_asked(const at::TensorBase& tensor, const torch::autograd::Node* node) {
+  const uint64_t number = number_at_work();
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
+  if (number != at_work_) operands_.clear();
+  at_work_ = number;
+  operands_.push_back(storage);
+  if (node != nullptr && is_tainted(*node)) tainted_.insert(number);
+  const c10::VariableVersion& counter = impl.version_counter();
+  if (!counter.enabled() || (vouched_ != nullptr && vouched_->contains(storage))) return;
+  for (Change& each : changes_)
+    if (seam::is_same_counter(each.then->counter, counter) &&
+        counter.current_version() == each.version) {
+      each.is_read = true;
+      tainted_.insert(number);
+    }
+}
+
+bool ChangedOperands::made(const at::Tensor& saved, bool is_made_inside) const {
+  if (tainted_.empty()) return false;
+  if (const torch::autograd::Node* const node = seam::node_of(saved)) return is_tainted(*node);
+  // Without a node it is an argument of the operator at work, or what its kernel has made.
+  return is_made_inside && at_work_ == number_at_work() && tainted_.contains(at_work_) &&
+         std::find(operands_.begin(), operands_.end(), storage_of(saved)) == operands_.end();
+}
+
+}  // namespace remat

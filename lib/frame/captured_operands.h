@@ -1,0 +1,102 @@
+#pragma once
+// Finds captured tensors that a region's function computes with, which autograd need not save, and that changed.
+//
+// Note [Captures that nothing saves]
+// `x + bias` saves nothing: a recompute would take the bias as it is by then, and what is saved after it would be
+// another forward's. But an operator asks each tensor through which its gradient may flow for its node
+// (seam::NodeWatch). So forward notes those that come from outside: leaves, tensors without grad, older
+// results. They are told apart by their version counters, which views share. When a recompute begins, their versions and
+// storages are compared. If some changed, and only then, the recompute is watched: an operator that is given one of
+// them, or the result of such an operator, is tainted; and a tensor that backward needs which such an operator made is a
+// changed capture (Rule 10). What the recompute does not reach, and what does not come into a saved tensor, does no
+// harm, and raises nothing. One that the function itself has written to in this recompute before it reads it is taken as made
+// there.
+// Not seen: what operators without any gradient read (a mask that is computed of a changed tensor), and another tensor in
+// the place of one that nothing saved.
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "lib/seam/variable_hooks.h"
+#include "lib/tensor/capture.h"
+
+namespace remat {
+
+/// A captured tensor that a region's forward computed with.
+struct CapturedOperand {
+  c10::VariableVersion counter;
+  WeakTensor object;  ///< it, or a view of it; dead if that was made for the call
+  WeakStorage storage;
+  uint32_t version = 0;
+  uint32_t offset = 0;  ///< where in its storage the object began (low bits)
+
+  /// Whether it was changed in place or given other data.
+  bool is_changed() const;
+  bool is_alive() const { return !object.expired() || !storage.expired(); }
+};
+
+/// A frame has these. Noted on the forward's thread; read when forward is over.
+class CapturedOperands {
+ public:
+  /// An operator computes with a tensor from outside. The first time counts. `inputs`: the region's, which are looked
+  /// at elsewhere.
+  void note(const at::TensorBase& tensor, const StorageSet& inputs);
+  /// The forward is over.
+  void settle();
+  /// Returns those that have changed since; they live as long as this.
+  std::vector<const CapturedOperand*> changed() const;
+  /// There are none, in most regions.
+  bool is_empty() const { return noted_ == nullptr; }
+  void clear() { noted_.reset(); }
+
+ private:
+  struct Noted {
+    bool has(const c10::VariableVersion& counter) const;
+
+    std::vector<CapturedOperand> all;
+    std::unordered_set<const void*> index;  // of their counters, if they are many
+  };
+  std::unique_ptr<Noted> noted_;
+};
+
+/// Follows what one recompute computes with changed captures. On its thread.
+class ChangedOperands final : public seam::NodeWatch {
+ public:
+  /// `vouched`: providers say of these storages that they are as forward saw them; null for none.
+  ChangedOperands(const std::vector<const CapturedOperand*>& changed, const StorageSet* vouched);
+
+  /// The operator at work has its result from elsewhere.
+  void forgive_operator();
+  /// Whether a tensor that autograd saves now was computed with a changed capture. `is_made_inside`: as forward's was.
+  bool made(const at::Tensor& saved, bool is_made_inside) const;
+  struct Change {
+    const CapturedOperand* then;
+    uint32_t version;  ///< when the recompute began
+    bool is_read;      ///< by an operator so far
+  };
+  const std::vector<Change>& changes() const { return changes_; }
+
+  bool is_watching() const override { return true; }
+  void node_asked(const at::TensorBase& tensor, const torch::autograd::Node* node) override;
+
+ private:
+  bool is_tainted(const torch::autograd::Node& node) const {
+    return node.thread_id() == thread_ && tainted_.contains(node.sequence_nr());
+  }
+  std::vector<Change> changes_;
+  const StorageSet* const vouched_;
+  const uint64_t thread_;
+  std::unordered_set<uint64_t> tainted_;  // sequence numbers of operators' nodes
+  uint64_t at_work_ = 0;                  // that of the operator whose tensors these are:
+  c10::SmallVector<const c10::StorageImpl*, 4> operands_;
+};
+
+}  // namespace remat
