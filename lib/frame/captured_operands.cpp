@@ -22,8 +22,11 @@ const void* address_of(const c10::VariableVersion& counter) {
   return address;
 }
 
+/// Low bits; 0 for kinds of tensors that would have to be asked, in Python maybe.
 uint32_t offset_of(const c10::TensorImpl& impl) {
-  return impl.has_storage() ? static_cast<uint32_t>(impl.storage_offset()) : 0;
+  const bool is_plain = impl.has_storage() && !impl.is_python_dispatch() && !impl.is_nested() &&
+                        !impl.has_symbolic_sizes_strides();
+  return is_plain ? static_cast<uint32_t>(impl.storage_offset()) : 0;
 }
 
 /// The node of the operator at work was the last that this thread made.
