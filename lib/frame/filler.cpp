@@ -171,10 +171,24 @@ static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
   return leaf && at::Tensor(leaf).requires_grad() == has_edge;
 }
 
-bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) const {
-  if (region_.options.capture_check != CaptureCheck::Raise || !view_.is_settled ||
-      !is_changed(slot.provenance, judged))
+// Another leaf in the place of a leaf may have been made inside. A result that was there before the recompute was not, and
+// forward had a leaf: the variable that the function captured has been assigned another tensor since, as fast weights are.
+bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
+  const Provenance& then = slot.provenance;
+  if (then.origin != Origin::Leaf || then.leaf.expired() || std::this_thread::get_id() != owner_)
     return false;
+  const at::Tensor& root = seam::viewed(judged);
+  return seam::node_of(root) != nullptr && !is_built_since(start_, root) &&
+         leaf_behind(judged) != then.leaf._unsafe_get_target() &&
+         std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
+           return each.storage == storage_of(judged);
+         });
+}
+
+bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) const {
+  if (region_.options.capture_check != CaptureCheck::Raise || !view_.is_settled) return false;
+  if (is_older_result(slot, judged)) return true;
+  if (!is_changed(slot.provenance, judged)) return false;
   if (is_vouched(judged) && slot.provenance.storage._unsafe_get_target() == storage_of(judged))
     return false;
   if (slot.provenance.origin != Origin::Input) return true;

@@ -104,6 +104,7 @@ class Filler final : public SlotFiller {
     return vouched_ != nullptr && vouched_->contains(storage_of(tensor));
   }
   bool is_changed_capture(const Slot& slot, const at::Tensor& judged) const;
+  bool is_older_result(const Slot& slot, const at::Tensor& judged) const;
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
   void note_operands();
   void compare_pending(uint64_t next_operator, bool is_end);
@@ -120,6 +121,7 @@ class Filler final : public SlotFiller {
   const int64_t num_slots_;
   const int64_t task_at_start_;
   const std::thread::id owner_ = std::this_thread::get_id();
+  const RegionStart start_ = RegionStart::here();
   const int uncaught_at_start_ = std::uncaught_exceptions();
   ReadyStreams ready_;
   std::optional<OpLog> log_;

@@ -503,6 +503,33 @@ TEST_CASE("a captured view of a leaf that is given other data is a changed captu
   CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
 }
 
+TEST_CASE("a captured leaf whose variable is assigned a later result is a changed capture",
+          "[rule-10]") {
+  // As in meta learning, where each inner step makes fast weights of those before it.
+  const Tensor x = leaf({2, 3});
+  const Tensor first = leaf({3, 3});
+  Tensor w = first;
+  const auto f = [&](const Tensor& t) { return t.mm(w).sin(); };
+  const Tensor inner = remat::checkpoint({.name = "inner"}, f, x).sum();
+  const Tensor gradient = grad_of(inner, {first}, {.create_graph = true})[0];
+  w = w - gradient * 0.1;
+  const Tensor outer = remat::checkpoint(f, x);
+  const CheckpointError error = mismatch_of(outer, first);
+  CHECK(error.kind() == Kind::CaptureChanged);
+  CHECK(error.region() == "inner");
+  // By value each region has its own.
+  Tensor v = first;
+  const auto step = [&x](const Tensor& weight) {
+    return remat::checkpoint([weight](const Tensor& t) { return t.mm(weight).sin(); }, x).sum();
+  };
+  const auto plain_step = [&x](const Tensor& weight) { return x.mm(weight).sin().sum(); };
+  const auto after_two = [&](const auto& run) {
+    const Tensor loss = run(v);
+    return run(v - grad_of(loss, {v}, {.create_graph = true})[0] * 0.1);
+  };
+  require_bit_equal(grad_of(after_two(step), {first}), grad_of(after_two(plain_step), {first}));
+}
+
 TEST_CASE("a captured variable that was an argument too and is assigned another tensor is a change",
           "[checkpoint][rule-10]") {
   const Tensor s = at::rand({3}), x = leaf({3});
