@@ -481,6 +481,40 @@ class Arguments(Case):
             w.add_(1)
         self.check_equal(gradient(y, x), gradient(f(x), x))
 
+    def test_a_changed_bias_that_nothing_saved_is_an_error(self) -> None:
+        layer = torch.nn.Linear(4, 4)
+        x = torch.randn(2, 4)  # needs no gradient: neither weight nor bias is saved
+        for changed in (layer.weight, layer.bias):
+            y = remat.checkpoint(lambda t: layer(t).relu().exp(), x, modules=[layer])
+            alone = remat.checkpoint(layer, x)  # nothing that is saved depends on them
+            with torch.no_grad():
+                changed.add_(1)
+            with self.assertRaisesRegex(remat.CheckpointError, "nothing saved") as caught:
+                y.sum().backward()
+            self.assertIs(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
+            alone.sum().backward()
+
+    def test_fast_weights_that_a_closure_finds_replaced_are_an_error(self) -> None:
+        x, first = leaf(seed=1), leaf(seed=2)
+
+        def after_two_steps(around: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor],
+                            by_value: bool) -> torch.Tensor:
+            w = first
+            try:
+                for _ in range(2):
+                    loss = around((lambda t, w=w: (t * w).sin()) if by_value else (lambda t: (t * w).sin()), x).sum()
+                    step, = torch.autograd.grad(loss, w, create_graph=True)
+                    w = w - 0.1 * step
+                return gradient((x * w).sin(), first)
+            finally:
+                w = first  # what a closure owns of its own graph is a cycle
+
+        plain = after_two_steps(lambda f, t: f(t), by_value=True)
+        self.check_equal(after_two_steps(remat.checkpoint, by_value=True), plain)
+        with self.assertRaises(remat.CheckpointError) as caught:
+            after_two_steps(remat.checkpoint, by_value=False)
+        self.assertIs(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
+
 
 class Hooks(Case):
     """What a function registers on tensors from outside is registered once, as plain execution does."""
