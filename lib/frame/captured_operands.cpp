@@ -6,8 +6,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "lib/base/planted_fault.h"
+#include "lib/frame/frame_scope.h"
+#include "lib/frame/naming.h"
 #include "lib/seam/autograd_meta.h"
 
 namespace remat {
@@ -27,6 +30,17 @@ uint32_t offset_of(const c10::TensorImpl& impl) {
   const bool is_plain = impl.has_storage() && !impl.is_python_dispatch() && !impl.is_nested() &&
                         !impl.has_symbolic_sizes_strides();
   return is_plain ? static_cast<uint32_t>(impl.storage_offset()) : 0;
+}
+
+/// What the regions of this thread call it: one inside the recomputed one may know the module.
+std::string name_here(const CapturedOperand& operand) {
+  std::string name;
+  detail::visit_regions([&](detail::RegionScope& scope) {
+    if (name.empty() && !scope.is_save_region)
+      name = name_of(static_cast<FrameScope&>(scope).frame().region(),
+                     {operand.object, operand.storage});
+  });
+  return name;
 }
 
 /// The node of the operator at work was the last that this thread made.
@@ -90,7 +104,7 @@ ChangedOperands::ChangedOperands(const std::vector<const CapturedOperand*>& chan
                                  const StorageSet* vouched)
     : vouched_(vouched), thread_(at::RecordFunction::currentThreadId()) {
   for (const CapturedOperand* each : changed)
-    changes_.push_back({each, each->counter.current_version(), /*is_read=*/false});
+    changes_.push_back({each, each->counter.current_version(), /*is_read=*/false, {}});
 }
 
 void ChangedOperands::forgive_operator() {
@@ -110,7 +124,7 @@ void ChangedOperands::node_asked(const at::TensorBase& tensor, const torch::auto
   for (Change& each : changes_)
     if (seam::is_same_counter(each.then->counter, counter) &&
         counter.current_version() == each.version) {
-      each.is_read = true;
+      if (!std::exchange(each.is_read, true)) each.name = name_here(*each.then);
       tainted_.insert(number);
     }
 }

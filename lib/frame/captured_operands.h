@@ -81,6 +81,7 @@ class ChangedOperands final : public seam::NodeWatch {
     const CapturedOperand* then;
     uint32_t version;  ///< when the recompute began
     bool is_read;      ///< by an operator so far
+    std::string name;  ///< that a region knows in which it is read
   };
   const std::vector<Change>& changes() const { return changes_; }
 

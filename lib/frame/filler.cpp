@@ -263,7 +263,8 @@ void Filler::note_operands() {
           fmt::format("{}, version {}{}", what, each.version,
                       has_other_storage ? ", other storage" : ""),
           {},
-          {}},
+          {},
+          each.name},
          std::move(identity)});
   }
 }

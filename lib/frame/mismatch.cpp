@@ -91,7 +91,8 @@ std::string operators_text(const Region& region, const OpLog* recompute_log) {
 /// The names that errors say: which parameter or buffer a tensor is, and what saved it.
 Mismatch with_names(const Region& region, Difference difference) {
   Mismatch& mismatch = difference.mismatch;
-  mismatch.forward_tensor = name_of(region, difference.forward.tensor);
+  if (mismatch.forward_tensor.empty())
+    mismatch.forward_tensor = name_of(region, difference.forward.tensor);
   mismatch.recompute_tensor = name_of(region, difference.recompute);
   if (mismatch.forward_op.empty()) mismatch.forward_op = saver_of(difference.forward);
   return std::move(mismatch);
@@ -124,7 +125,7 @@ std::string table(const std::vector<Mismatch>& mismatches, Kind kind) {
              (op.empty() ? "" : ", saved by " + op);
     };
     const std::string position = m.position < 0
-                                     ? "captured tensor that nothing saved"
+                                     ? "captured tensor that the region does not save"
                                      : fmt::format("saved tensor at position {}", m.position);
     text += fmt::format("{}:\n  forward:   {}\n  recompute: {}\n",
                         name.empty() ? position : fmt::format("{} ({})", name, position),
