@@ -15,9 +15,10 @@
 
 namespace bench {
 
-/// What the samples measure: the wall's time, or this thread's time on a core, which a busy
-/// machine disturbs less. The same for work that one thread does alone.
-enum class Clock { Wall, Thread };
+/// What the samples measure: the wall's time, or time on a core, which a busy machine disturbs less: of this thread
+/// (the same for work that one thread does alone), or of all threads of the process (the host's part of work on a
+/// device, whose backward another thread runs).
+enum class Clock { Wall, Thread, Process };
 
 struct Arguments {
   bool smoke = false;
@@ -51,7 +52,7 @@ inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = 
                        RunsOn where = RunsOn::Cpu) {
   Arguments result;
   std::string usage = "usage: " + std::filesystem::path(argv[0]).filename().string() +
-                      " [--smoke] [--samples N] [--sample-ms MS] [--clock wall|thread]";
+                      " [--smoke] [--samples N] [--sample-ms MS] [--clock wall|thread|process]";
   if (where == RunsOn::AnyDevice) usage += " [--device NAME]";
   for (const auto& [word, place] : own) usage += " [" + word + "]";
   for (int i = 1; i < argc; ++i) {
@@ -74,7 +75,10 @@ inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = 
         throw std::runtime_error(std::filesystem::path(argv[0]).filename().string() +
                                  " measures on the CPU only. Do: leave out --device.");
     } else if (word == "--clock") {
-      result.clock = value() == "thread" ? Clock::Thread : Clock::Wall;
+      const std::string clock = value();
+      result.clock = clock == "thread"    ? Clock::Thread
+                     : clock == "process" ? Clock::Process
+                                          : Clock::Wall;
     } else {
       bool is_known = false;
       for (const auto& [name, place] : own)

@@ -22,9 +22,10 @@
 namespace bench {
 
 inline int64_t now_ns(Clock clock) {
-  if (clock == Clock::Thread) {
+  if (clock != Clock::Wall) {
     timespec time{};
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    clock_gettime(clock == Clock::Thread ? CLOCK_THREAD_CPUTIME_ID : CLOCK_PROCESS_CPUTIME_ID,
+                  &time);
     return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
   }
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -125,7 +126,9 @@ inline void print_json(const char* name, const std::string& params, const Argume
 /// The same of times, and of what else was measured (bytes, counts).
 inline void print_json(const char* name, const std::string& params, const Arguments& arguments,
                        const Statistics& result, const std::string& measured = {}) {
-  const char* const clock = arguments.clock == Clock::Wall ? "wall" : "thread";
+  const char* const clock = arguments.clock == Clock::Wall     ? "wall"
+                            : arguments.clock == Clock::Thread ? "thread"
+                                                               : "process";
   print_json(name, params + text(", \"clock\": \"%s\"", clock), arguments,
              (measured.empty() ? "" : measured + ", ") +
                  text("\"min_ns\": %.1f, \"median_ns\": %.1f, \"mad_ns\": %.1f, \"samples\": %zu",

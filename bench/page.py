@@ -69,7 +69,8 @@ SECTIONS = (
 
 
 # Those that take `--device`.
-ON_DEVICES = ("region_cost", "step_cost", "gpt_step", "peak_bytes", "selective_cost", "offload")
+ON_DEVICES = ("region_cost", "step_cost", "gpt_step", "peak_bytes", "selective_cost", "selective_curve", "offload", "plan_keeping",
+              "recorder_cost")
 
 
 def device_words(arguments):

@@ -54,7 +54,7 @@ class Chain {
     return all;
   }
   int64_t peak_bytes(const Plan& plan) {
-    remat::MemoryMeter meter;
+    remat::MemoryMeter meter(input_.device());
     const int64_t before = meter.live_bytes();
     meter.reset_peak();
     step(plan);
@@ -70,15 +70,17 @@ class Chain {
   std::vector<remat::Stage> stages_;
 };
 
-Chain demo(double dropout, bool smoke, remat::MoveOptions moving) {
+Chain demo(double dropout, bool smoke, const at::Device& device, remat::MoveOptions moving) {
   ModelOptions options;
   options.vocabulary = 65, options.dropout = dropout;
   int64_t batch = 8;
   if (smoke) options.blocks = 3, options.context = 16, options.width = 32, batch = 2;
   CharTransformer model(options, Checkpointing::None);
+  model->to(device);
   std::vector<remat::Stage> stages = model->stages();
   stages.emplace_back([](const Tensor& scores) { return scores.logsumexp(-1).mean(); });
-  const Tensor ids = torch::randint(options.vocabulary, {batch, options.context}, torch::kLong);
+  const Tensor ids =
+      torch::randint(options.vocabulary, {batch, options.context}, torch::kLong).to(device);
   return {model.ptr(), std::move(stages), ids, std::move(moving)};
 }
 
@@ -103,10 +105,10 @@ Parts unpacked(const Tensor& flat, const std::vector<std::vector<int64_t>>& shap
 }
 
 /// Three levels of the example's blocks, each block two stages.
-Chain u_net(bool smoke, remat::MoveOptions moving) {
+Chain u_net(bool smoke, const at::Device& device, remat::MoveOptions moving) {
   const int64_t batch = smoke ? 1 : 4, side = smoke ? 8 : 96, width = smoke ? 4 : 24;
   const auto model = std::make_shared<torch::nn::Module>("u_net");
-  const Tensor input = torch::randn({batch, 3, side, side});
+  const Tensor input = torch::randn({batch, 3, side, side}).to(device);
   std::vector<remat::Stage> stages;
   Parts now{input};  // what the next stage is given
   const auto add = [&](const std::function<void(Parts&)>& work) {
@@ -126,6 +128,7 @@ Chain u_net(bool smoke, remat::MoveOptions moving) {
     const auto block =
         std::make_shared<unet::BlockImpl>(prepared.back().size(1), to, unet::Norm::Instance);
     model->register_module("block" + std::to_string(stages.size()), block);
+    static_cast<torch::nn::Module&>(*block).to(device);  // a block has a member of that name
     // Convolution, norm and activation.
     const auto run = [block](Parts& parts, int64_t first) {
       for (auto layer = block->layers->begin() + first; layer != block->layers->begin() + first + 3;
@@ -234,16 +237,18 @@ void run_with(const bench::Arguments& arguments, const char* model, Chain chain)
 
 int run(int argc, char** argv) {
   std::string directory = std::filesystem::temp_directory_path().string();
-  const bench::Arguments arguments = bench::parse(argc, argv, {{"--directory PATH", &directory}});
-  const remat::MemoryMeter first;  // before the tensors it shall count
+  const bench::Arguments arguments =
+      bench::parse(argc, argv, {{"--directory PATH", &directory}}, bench::RunsOn::AnyDevice);
+  const at::Device device = arguments.device;
+  const remat::MemoryMeter first(device);  // before the tensors it shall count
   remat::MoveOptions moving{.directory = directory};
   if (arguments.smoke) moving.min_bytes = 0;
   torch::manual_seed(1);
-  run_with(arguments, "the demo's model", demo(0.1, arguments.smoke, moving));
+  run_with(arguments, "the demo's model", demo(0.1, arguments.smoke, device, moving));
   torch::manual_seed(1);
-  run_with(arguments, "the demo's model, no dropout", demo(0, arguments.smoke, moving));
+  run_with(arguments, "the demo's model, no dropout", demo(0, arguments.smoke, device, moving));
   torch::manual_seed(1);
-  run_with(arguments, "a U-Net", u_net(arguments.smoke, moving));
+  run_with(arguments, "a U-Net", u_net(arguments.smoke, device, moving));
   return 0;
 }
 

@@ -1,16 +1,18 @@
-// What a recorder costs while it is alive: a step of the demo's model, and a chain of regions that do
-// next to nothing. See METHOD.md.
+// What a recorder, or a meter of a device, costs while it is alive: a step of the demo's model, and a chain of regions
+// that do next to nothing. See METHOD.md.
 
 #include <cstdio>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "bench/arguments.h"
 #include "bench/measure.h"
 #include "examples/char_transformer/model.h"
+#include "remat/allocations.h"
 #include "remat/memory.h"
 #include "remat/report.h"
 
@@ -18,15 +20,45 @@ namespace {
 
 struct Variant {
   const char* name;
-  std::optional<remat::RecorderOptions> recorder;
+  std::optional<remat::RecorderOptions> recorder{};
+  bool has_meter = false;        ///< of the device, made for each run and asked after it
+  bool has_allocations = false;  ///< a RecordAllocationsGuard
 };
 
-std::vector<Variant> variants() {
-  return {{"no recorder", std::nullopt},
-          {"without memory", remat::RecorderOptions{.memory = false}},
-          {"a recorder", remat::RecorderOptions{}},
-          {"with operators", remat::RecorderOptions{.operators = true}}};
+std::vector<Variant> variants(const at::Device& device) {
+  std::vector<Variant> all{{"no recorder"},
+                           {"without memory", remat::RecorderOptions{.memory = false}},
+                           {"a recorder", remat::RecorderOptions{}},
+                           {"with operators", remat::RecorderOptions{.operators = true}}};
+  if (device.is_cpu()) return all;
+  // The first once more: how far it differs from itself.
+  all.insert(all.begin() + 1, {{"no recorder, again"}, {.name = "a meter", .has_meter = true}});
+  all.push_back(
+      {.name = "with allocations", .recorder = remat::RecorderOptions{}, .has_allocations = true});
+  return all;
 }
+
+/// What is alive of a variant while its work runs.
+class Alive {
+ public:
+  Alive(const Variant& variant, const at::Device& device) {
+    if (variant.has_meter) meter_.emplace(device);
+    if (variant.recorder) recorder_.emplace(*variant.recorder);
+    if (variant.has_allocations) allocations_.emplace();
+  }
+  /// Asks the meter, if there is one, as a program does after a step.
+  void ask() {
+    if (!meter_) return;
+    if (meter_->peak_bytes() < meter_->live_bytes()) throw std::runtime_error("WRONG: a meter");
+    meter_->reset_peak();
+  }
+  const remat::Recorder* recorder() const { return recorder_ ? &*recorder_ : nullptr; }
+
+ private:
+  std::optional<remat::MemoryMeter> meter_;
+  std::optional<remat::Recorder> recorder_;
+  std::optional<remat::RecordAllocationsGuard> allocations_;
+};
 
 /// Something to run; `regions` first runs each time.
 struct Work {
@@ -35,14 +67,15 @@ struct Work {
   std::function<std::vector<torch::Tensor>()> run;
 };
 
-std::vector<Work> works(bool smoke) {
+std::vector<Work> works(bool smoke, const at::Device& device) {
   ModelOptions options;
   options.vocabulary = 64;
   if (smoke) options.blocks = 4, options.context = 16, options.width = 32;
   torch::manual_seed(1);
   CharTransformer model(options, Checkpointing::EveryBlock);
+  model->to(device);
   const torch::Tensor ids =
-      torch::randint(options.vocabulary, {8, options.context + 1}, torch::kLong);
+      torch::randint(options.vocabulary, {8, options.context + 1}, torch::kLong).to(device);
   const auto step = [model, ids]() mutable {
     torch::manual_seed(2);
     model->zero_grad();
@@ -52,8 +85,8 @@ std::vector<Work> works(bool smoke) {
     return gradients;
   };
   const int64_t length = smoke ? 10 : 1000;
-  const auto chain = [length] {
-    const torch::Tensor x = torch::full({1}, 0.5, torch::requires_grad());
+  const auto chain = [length, device] {
+    const torch::Tensor x = torch::full({1}, 0.5, torch::TensorOptions(device).requires_grad(true));
     torch::Tensor y = x;
     for (int64_t i = 0; i < length; ++i)
       y = remat::checkpoint({.name = "sin"}, [](const torch::Tensor& t) { return t.sin(); }, y);
@@ -65,60 +98,76 @@ std::vector<Work> works(bool smoke) {
 }
 
 /// How many events a recorder gets from one run: all but the last one are dropped.
-int64_t count_events(const Work& work, remat::RecorderOptions options) {
-  options.max_events = 1;
-  const remat::Recorder recorder(options);
+int64_t count_events(const Work& work, Variant variant, const at::Device& device) {
+  if (!variant.recorder) return 0;
+  variant.recorder->max_events = 1;
+  const Alive alive(variant, device);
   work.run();
-  return recorder.report().dropped_events + 1;
+  return alive.recorder()->report().dropped_events + 1;
 }
 
 /// Whether the recorder counted all regions and changed no gradient.
-bool is_right(const Work& work, const Variant& variant,
-              const std::vector<torch::Tensor>& expected) {
-  std::unique_ptr<remat::Recorder> recorder;
-  if (variant.recorder) recorder = std::make_unique<remat::Recorder>(*variant.recorder);
+bool is_right(const Work& work, const Variant& variant, const std::vector<torch::Tensor>& expected,
+              const at::Device& device) {
+  Alive alive(variant, device);
   const std::vector<torch::Tensor> found = work.run();
-  for (std::size_t i = 0; i < expected.size(); ++i)
-    if (!found[i].equal(expected[i])) return false;
-  if (!recorder) return true;
-  const remat::Report report = recorder->report();
+  alive.ask();
+  bench::require_plain(found, expected, variant.name);
+  if (alive.recorder() == nullptr) return true;
+  const remat::Report report = alive.recorder()->report();
   return report.regions.size() == 1 && report.regions[0].calls == work.regions &&
          report.regions[0].recomputes == work.regions;
 }
 
 int run(int argc, char** argv) {
   // A sample is one run of the work, so the length of samples is not asked for.
-  const bench::Arguments arguments = bench::parse(argc, argv);
+  std::string only, times = "1";
+  const bench::Arguments arguments = bench::parse(
+      argc, argv, {{"--only VARIANT", &only}, {"--steps N", &times}}, bench::RunsOn::AnyDevice);
+  const at::Device device = arguments.device;
   // It stays once it is there, so all variants have it.
   const remat::MemoryMeter meter;
+  const remat::MemoryMeter first(device);  // before the tensors it shall count
+
+  if (!only.empty()) {  // for those who count instructions: the demo's model alone
+    const Work work = works(arguments.smoke, device).front();
+    for (const Variant& variant : variants(device))
+      for (int64_t i = 0; variant.name == only && i < std::stoll(times); ++i) {
+        Alive alive(variant, device);
+        work.run();
+        alive.ask();
+      }
+    return 0;
+  }
 
   if (!arguments.smoke)
     std::fprintf(stderr, "%-44s %10s %12s %12s %10s %12s\n", "step of regions, recorded",
                  "min [ms]", "of the first", "of rounds", "events", "ns an event");
-  for (const Work& work : works(arguments.smoke)) {
+  for (const Work& work : works(arguments.smoke, device)) {
     std::vector<torch::Tensor> expected;
     for (const torch::Tensor& each : work.run()) expected.push_back(each.clone());
-    const std::vector<Variant> all = variants();
+    const std::vector<Variant> all = variants(device);
     for (const Variant& variant : all)
-      if (!is_right(work, variant, expected)) {
+      if (!is_right(work, variant, expected, device)) {
         std::fprintf(stderr, "WRONG: %s, %s\n", work.name, variant.name);
         return 1;
       }
     if (arguments.smoke) continue;
 
     std::vector<int64_t> events;
-    for (const Variant& variant : all)
-      events.push_back(variant.recorder ? count_events(work, *variant.recorder) : 0);
+    for (const Variant& variant : all) events.push_back(count_events(work, variant, device));
     std::vector<std::vector<double>> ns(all.size());
     for (int64_t round = 0; round < arguments.samples; ++round)
       for (std::size_t turn = 0; turn < all.size(); ++turn) {
         // Each round begins with another one: what ran before leaves its mark on the caches.
         const std::size_t i = (turn + static_cast<std::size_t>(round)) % all.size();
-        std::unique_ptr<remat::Recorder> recorder;
-        if (all[i].recorder) recorder = std::make_unique<remat::Recorder>(*all[i].recorder);
-        const int64_t begin = bench::now_ns(arguments.clock);
+        const int64_t before = bench::now_ns(arguments);
+        Alive alive(all[i], device);
+        // A recorder is made before a sample, a meter in it.
+        const int64_t begin = all[i].has_meter ? before : bench::now_ns(arguments);
         work.run();
-        ns[i].push_back(static_cast<double>(bench::now_ns(arguments.clock) - begin));
+        alive.ask();
+        ns[i].push_back(static_cast<double>(bench::now_ns(arguments) - begin));
       }
     const bench::Statistics first = bench::statistics(ns[0]);
     for (std::size_t i = 0; i < all.size(); ++i) {

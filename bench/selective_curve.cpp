@@ -43,7 +43,7 @@ std::vector<Choice> choices() {
 class Stack {
  public:
   Stack(const ModelOptions& options, const Tensor& input) : input_(input) {
-    for (int64_t i = 0; i < options.blocks; ++i) blocks_.emplace_back(options);
+    for (int64_t i = 0; i < options.blocks; ++i) blocks_.emplace_back(options)->to(input.device());
   }
 
   Tensor forward(const Choice& choice) {
@@ -74,15 +74,16 @@ class Stack {
 
 int run(int argc, char** argv) {
   std::string threads = "1";
-  const bench::Arguments arguments = bench::parse(argc, argv, {{"--threads N", &threads}});
+  const bench::Arguments arguments =
+      bench::parse(argc, argv, {{"--threads N", &threads}}, bench::RunsOn::AnyDevice);
   at::set_num_threads(std::stoi(threads));
   torch::manual_seed(1);
-  const remat::MemoryMeter first;  // before the tensors it shall count
+  const remat::MemoryMeter first(arguments.device);  // before the tensors it shall count
   ModelOptions options;
   options.blocks = 6;
   int64_t batch = 8;
   if (arguments.smoke) options.blocks = 2, options.context = 16, options.width = 32, batch = 2;
-  Stack stack(options, torch::randn({batch, options.context, options.width}));
+  Stack stack(options, torch::randn({batch, options.context, options.width}).to(arguments.device));
 
   const std::vector<Choice> all = choices();
   const std::vector<Tensor> expected = stack.gradients(all.front());
@@ -90,7 +91,7 @@ int run(int argc, char** argv) {
   std::vector<bench::Cell> cells;
   for (const Choice& choice : all) {
     bench::require_plain(stack.gradients(choice), expected, choice.name);
-    bytes.push_back(bench::bytes_of([&] { return stack.forward(choice); }));
+    bytes.push_back(bench::bytes_of([&] { return stack.forward(choice); }, arguments.device));
     cells.emplace_back([&stack, &choice] { stack.step(choice); });
   }
   const bench::StepBytes plain = bytes[0], nothing = bytes[1], everything = bytes.back();

@@ -144,6 +144,8 @@ int run(const Options& options) {
   if (photo.size(1) < options.crop || photo.size(2) < options.crop)
     throw std::runtime_error("the photograph is smaller than a crop of " +
                              std::to_string(options.crop) + " pixels");
+  std::filesystem::create_directories(options.out);
+  if (!options.target.device.is_cpu()) std::printf("On %s.\n\n", options.target.name().c_str());
   const char* names[] = {"nothing", "blocks", "blocks and levels"};
   std::vector<Training> trainings;
   std::printf("%-20s %12s %8s %8s %10s  %s\n", "checkpointed", "peak bytes", "of plain", "time",

@@ -137,6 +137,8 @@ def of_devices(browser, program, folder):
     if not any("far:1" in fault for fault in
                faults_of(browser, text.replace("forward on far:1", "on far:1"), folder, rows=("block",), devices=devices)):
         faults.append("a device without bars was not found")
+    if text.count("given out by the allocator") != len(devices) or text.count("<polyline") != len(devices):
+        faults.append("the pictures of devices lack the line of their allocators")
     return faults
 
 

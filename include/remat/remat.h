@@ -1,6 +1,7 @@
 #pragma once
 // Everything: the umbrella header.
 
+#include "remat/allocations.h"
 #include "remat/apply.h"
 #include "remat/checkpoint.h"
 #include "remat/error.h"

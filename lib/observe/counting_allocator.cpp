@@ -95,6 +95,7 @@ class CountingAllocator final : public at::Allocator, public MemorySource {
   int64_t peak_bytes() const override { return peak_bytes_.load(); }
   bool is_exact() const override { return true; }
   int64_t num_failed() const override { return num_failed_.load(); }
+  MemoryNow now() const override { return {live_bytes(), peak_bytes(), num_failed()}; }
   std::optional<int64_t> free_bytes() override {
     const int64_t limit = limit_bytes_.load();
     if (limit == no_limit) return std::nullopt;

@@ -13,6 +13,7 @@
 
 #include "lib/base/error.h"
 #include "lib/observe/memory_source.h"
+#include "lib/observe/recordings.h"
 #include "lib/seam/device_allocator.h"
 
 namespace remat {
@@ -50,6 +51,11 @@ class DeviceMemory final : public MemorySource {
   int64_t num_failed() const override {
     const std::lock_guard lock(mutex_);
     return seam::device_bytes(device_).num_failed - num_own_failed_;
+  }
+  MemoryNow now() const override {
+    const std::lock_guard lock(mutex_);
+    const seam::DeviceBytes bytes = seam::device_bytes(device_);
+    return {bytes.live - num_held_, bytes.peak - num_held_, bytes.num_failed - num_own_failed_};
   }
   std::optional<int64_t> free_bytes() override {
     const c10::DeviceGuard guard(device_);
@@ -94,11 +100,14 @@ void DeviceMemory::hold(int64_t bytes) {
   const seam::DeviceBytes before = seam::device_bytes(device_);
   const auto own_failures = c10::make_scope_exit(
       [&] { num_own_failed_ += seam::device_bytes(device_).num_failed - before.num_failed; });
+  const Writing writing;  // nor are they allocations of the program
   // What is free need not be free in one piece, nor to the last byte.
   for (int64_t wanted = bytes; wanted > 0; wanted -= std::max<int64_t>(bytes / 64, 1)) {
     try {
       held_ = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(wanted));
-      num_held_ = seam::device_bytes(device_).live - before.live;
+      const seam::DeviceBytes now = seam::device_bytes(device_);
+      // What another thread has allocated meanwhile is not ours.
+      num_held_ = now.are_requested ? wanted : now.live - before.live;
       return;
     } catch (const c10::OutOfMemoryError&) {
     }

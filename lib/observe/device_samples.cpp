@@ -1,6 +1,8 @@
 #include "lib/observe/device_samples.h"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <mutex>
 #include <unordered_map>
@@ -16,6 +18,19 @@ namespace remat {
 
 namespace {
 
+/// [bytes] that were asked for in vain since a sample, by device; -1: nobody told.
+std::array<std::atomic<int64_t>, 64>& refused() {
+  static auto& all = *[] {
+    auto* const none = new std::array<std::atomic<int64_t>, 64>;
+    for (auto& each : *none) each = -1;
+    return none;
+  }();
+  return all;
+}
+std::atomic<int64_t>& refused_on(c10::Device device) {
+  return refused()[static_cast<std::size_t>(std::clamp<int>(device.index(), 0, 63))];
+}
+
 /// What was last seen of a device in use.
 class SampledDevice {
  public:
@@ -24,11 +39,14 @@ class SampledDevice {
   /// Tells all recordings what is alive, and what was since the last sample.
   void sample() {
     const std::lock_guard lock(mutex_);
-    const int64_t live = meter_.live_bytes(), peak = meter_.peak_bytes();
-    const int64_t num_failed = source_.num_failed();
+    // One question: an allocator's answer is long, and given under its lock.
+    const auto [live, peak, num_failed] = now_of(meter_);
     const c10::Device device = meter_.device();
-    if (const bool fails = num_failed > std::exchange(num_failed_, num_failed); fails)
-      tell([&](Recording& each) { each.add(KeptBytes::all().failed(device, -1, live)); });
+    const int64_t asked = refused_on(device).exchange(-1);
+    if (const bool fails = num_failed > std::exchange(num_failed_, num_failed); fails) {
+      const FailedAllocation failed = KeptBytes::all().failed(device, asked, live);
+      tell([&](Recording& each) { each.add(failed); });
+    }
     const int64_t before = std::exchange(last_live_, live);
     const bool hides_peak = peak > std::max(before, live);
     if (hides_peak) meter_.reset_peak();
@@ -88,6 +106,8 @@ SampledDevice* sampled(c10::Device device) {
 }
 
 }  // namespace
+
+void note_refused(c10::Device device, int64_t bytes) { refused_on(device) = bytes; }
 
 void sample_devices() {
   if (Writing::is_here()) return;

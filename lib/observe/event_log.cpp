@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <array>
+#include <cstdlib>
 #include <fstream>
 #include <optional>
 #include <set>
@@ -17,7 +18,7 @@ namespace remat {
 namespace {
 
 /// What the log says of an event, by kind; of its region's number, a number, a text and a depth.
-constexpr std::array<const char*, 16> lines{
+constexpr std::array<const char*, 17> lines{
     "region {0}{2} begins, depth {3}, keeps {1} bytes of inputs",
     "region {0} ends, {1} slots",
     "region {0} throws",
@@ -33,10 +34,16 @@ constexpr std::array<const char*, 16> lines{
     "operator {2}",
     "writes {1} bytes to a file",
     "reads {1} bytes from a file",
-    "waits for {1} bytes of a file"};
-static_assert(lines.size() == static_cast<std::size_t>(EventKind::FileWait) + 1);
+    "waits for {1} bytes of a file",
+    ""};
+static_assert(lines.size() == static_cast<std::size_t>(EventKind::Allocation) + 1);
 
 std::string line_of(const Event& event) {
+  if (event.kind == EventKind::Allocation)
+    return fmt::format("{}{} {} bytes on {}, {} alive",
+                       event.region == 0 ? "" : fmt::format("region {} ", event.region),
+                       event.number < 0 ? "frees" : "allocates", std::abs(event.number),
+                       event.device.str(), event.bytes.live);
   std::string text = event.text == nullptr ? "" : *event.text;
   if (event.kind == EventKind::RegionBegins && !text.empty()) text = " \"" + text + '"';
   return fmt::format(fmt::runtime(lines[static_cast<std::size_t>(event.kind)]), event.region,
@@ -90,6 +97,21 @@ std::string name_of_process(c10::Device device) {
       process_of(device), json_string(device.str()));
 }
 
+/// A moment of a thread; and what the allocator has given out then.
+std::string moment_of(const Event& event) {
+  const std::string name = event.text == nullptr ? "" : name_shown(*event.text);
+  return fmt::format(
+      "{{\"name\": \"{0} on {1}\", \"cat\": \"allocation\", \"ph\": \"i\", \"s\": \"t\", \"ts\": {2:.3f}, "
+      "\"pid\": 1, \"tid\": {3}, \"args\": {{\"bytes\": {4}, \"region\": {5}, \"name\": {6}, \"inputs kept\": "
+      "{7}, \"saved by policy\": {8}, \"recomputed\": {9}}}}},\n"
+      "{{\"name\": \"allocated on {1}\", \"ph\": \"C\", \"ts\": {2:.3f}, \"pid\": 1, \"args\": {{\"rounded\": "
+      "{10}}}}}",
+      event.number < 0 ? "frees" : "allocates", event.device.str(),
+      static_cast<double>(event.time_ns) / 1e3, event.thread, std::abs(event.number), event.region,
+      json_string(name), event.bytes.inputs, event.bytes.saved, event.bytes.recomputed,
+      event.bytes.live);
+}
+
 std::string counter_of(const Event& event) {
   const LiveKinds& b = event.bytes;
   const std::string name =
@@ -132,6 +154,7 @@ void Recorder::write_chrome_trace(const std::filesystem::path& path) const {
   };
   for (const Event& event : recording_->events()) {
     add(slice_of(event));
+    if (event.kind == EventKind::Allocation) add(moment_of(event));
     if (recording_->options().memory && has_bytes(event)) add(counter_of(event));
   }
   std::set<c10::DeviceIndex> named;

@@ -24,6 +24,7 @@ struct detail::MeteredDevice {
   std::map<const MemoryMeter*, int64_t>
       peaks{};                      // of all meters that are alive, but for the last's
   std::multiset<int64_t> limits{};  // of all guards that are alive
+  int64_t applied_limit = MemorySource::no_limit;
 
   static MeteredDevice& of(c10::Device device) {
     // The CPU without a lock: every event of a recorder asks it.
@@ -47,8 +48,12 @@ struct detail::MeteredDevice {
   }
 
   void apply_limit() {
+    const int64_t smallest = limits.empty() ? MemorySource::no_limit : *limits.begin();
+    // Setting it anew would leave other threads without one for a moment.
+    if (smallest == applied_limit) return;
     start_peak();  // setting a limit may start one
-    source.set_limit(limits.empty() ? MemorySource::no_limit : *limits.begin());
+    source.set_limit(smallest);
+    applied_limit = smallest;
   }
 };
 
@@ -67,6 +72,14 @@ int64_t checked_limit(int64_t bytes) {
 }
 
 }  // namespace
+
+MemoryNow now_of(const MemoryMeter& meter) {
+  detail::MeteredDevice& shared = detail::MeteredDevice::of(meter.device());
+  const std::lock_guard lock(shared.mutex);
+  MemoryNow now = shared.source.now();
+  now.peak_bytes = std::max(now.peak_bytes, shared.peaks.at(&meter));
+  return now;
+}
 
 MemoryMeter::MemoryMeter() : MemoryMeter(c10::Device(c10::kCPU)) {}
 

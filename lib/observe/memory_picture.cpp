@@ -113,6 +113,35 @@ std::vector<Bar> bars_of(const Timeline& timeline) {
   return bars;
 }
 
+/// What the allocator has given out, in its sizes, from one report to the next. In between, and behind what a thread of
+/// which it does not tell has done, the line is where it was last.
+template <class Place>
+std::string line_of_allocations(const std::vector<Event>& events, const Place& place_of) {
+  std::string points;
+  double level = 0, column = -1, low = 0, high = 0;
+  for (const Event& event : events) {
+    if (event.kind != EventKind::Allocation) continue;
+    const auto [x, y] = place_of(event);
+    // Of those within half a unit only the lowest, the highest and the last can be seen.
+    if (points.empty() || x - column >= 0.5) {
+      if (!points.empty()) points += fmt::format("{:.1f},{:.1f} ", x, level);
+      column = x;
+      low = high = y;
+      points += fmt::format("{:.1f},{:.1f} ", x, y);
+    } else if (y < low || y > high) {
+      low = std::min(low, y);
+      high = std::max(high, y);
+      points += fmt::format("{:.1f},{:.1f} ", column, y);
+    }
+    level = y;
+  }
+  if (points.empty()) return {};
+  return fmt::format(
+      "<polyline points=\"{}\" fill=\"none\" stroke=\"#7b2d26\" stroke-width=\"1\"/>\n<text x=\"{}\" "
+      "y=\"{}\" text-anchor=\"end\" fill=\"#7b2d26\">line: given out by the allocator, in its sizes</text>\n",
+      points, kRight, kTop - 6);
+}
+
 double nice_step(double top) {
   const double rough = top / 5, power = std::pow(10.0, std::floor(std::log10(rough)));
   for (const double factor : {1.0, 2.0, 5.0})
@@ -156,7 +185,9 @@ Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_d
     lasting = std::min(lasting, stack_of(event.bytes)[kOther]);
   }
   if (lasting > peak) lasting = 0;  // no event
-  const int64_t top = std::max<int64_t>(peak - lasting, 1);
+  int64_t top = std::max<int64_t>(peak - lasting, 1);
+  for (const Event& event : events)
+    if (event.kind == EventKind::Allocation) top = std::max(top, event.bytes.live - lasting);
   const std::vector<Bar> bars = bars_of(timeline);
   // A row per thread, or stream, and depth.
   std::map<std::pair<int64_t, int64_t>, int64_t> rows;
@@ -253,6 +284,11 @@ Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_d
         "</title></rect>\n",
         column_x(i), kTop, (kRight - kLeft) / kColumns, kBottom - kTop, xml_text(title));
   }
+
+  svg += line_of_allocations(events, [&](const Event& event) {
+    return std::pair(x(ms_of(event.time_ns)),
+                     y(static_cast<double>(std::max<int64_t>(event.bytes.live - lasting, 0))));
+  });
 
   svg += fmt::format(
       "<text x=\"{}\" y=\"{}\" fill=\"#2f6f9f\">regions, forward</text><text x=\"{}\" "

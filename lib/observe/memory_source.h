@@ -9,6 +9,13 @@
 
 namespace remat {
 
+class MemoryMeter;
+
+/// All that a source knows of one moment.
+struct MemoryNow {
+  int64_t live_bytes = 0, peak_bytes = 0, num_failed = 0;
+};
+
 /// Counts the bytes of one device. Any thread may read; `start_peak` and `set_limit` have one caller at
 /// a time. Lives until the process ends.
 class MemorySource {
@@ -23,6 +30,8 @@ class MemorySource {
   virtual bool is_exact() const = 0;
   /// Counts the allocations that did not fit so far, but for the limit's own.
   virtual int64_t num_failed() const = 0;
+  /// The same three at the price of one.
+  virtual MemoryNow now() const = 0;
   /// [bytes] that allocations could take now; nothing if that is not known.
   virtual std::optional<int64_t> free_bytes() = 0;
   /// Refuses allocations that would take `live_bytes()` above `bytes`. May start the peak anew.
@@ -37,5 +46,8 @@ MemorySource& cpu_memory();
 /// Of an accelerator's device, which has an index. Uses the device. Throws `CheckpointError` (Unsupported)
 /// if its allocator does not tell.
 MemorySource& device_memory(c10::Device device);
+
+/// All that a meter's source knows now, with the meter's own peak.
+MemoryNow now_of(const MemoryMeter& meter);
 
 }  // namespace remat

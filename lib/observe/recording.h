@@ -9,7 +9,8 @@
 // Note [Samples of a device]
 // An accelerator's allocator tells each allocation to whoever took the place of LibTorch's profiler on the
 // thread, in rounded sizes. A recorder would shut the profiler out, and be told nothing on threads that were
-// not given its state. So the allocator's statistics are asked instead, at every event of a region and after
+// not given its state: so that is a guard's work, for who wants it (remat/allocations.h). By itself a recorder
+// asks the allocator's statistics, at every event of a region and after
 // every operator on any thread: bytes as asked for, and what was alive at most in between. They also count the
 // allocations that did not fit, and the operator that asked ends before anything that regions hold is let go.
 
@@ -55,7 +56,8 @@ enum class EventKind : uint8_t {
   Operator,
   FileWrite,
   FileRead,
-  FileWait
+  FileWait,
+  Allocation
 };
 
 struct Event;
@@ -73,7 +75,7 @@ struct Event {
   int32_t depth = 0;
   int32_t thread = 0;    ///< from 1, in order of appearance
   int64_t region = 0;    ///< from 1, in order of appearance; 0: none
-  int64_t number = 0;    ///< of a slot; or [bytes]
+  int64_t number = 0;    ///< of a slot; or [bytes], less than 0 for those freed
   int64_t time_ns = 0;   ///< since the recording began
   int64_t begin_ns = 0;  ///< of what ends here
   std::shared_ptr<const std::string>

@@ -24,7 +24,8 @@ std::string name_of(const DeviceBar& bar);
 const char* file_work_of(const Event& event);
 /// Whether an event says how many bytes are alive.
 inline bool has_bytes(const Event& event) {
-  return event.kind != EventKind::Operator && event.kind != EventKind::Decision;
+  return event.kind != EventKind::Operator && event.kind != EventKind::Decision &&
+         event.kind != EventKind::Allocation;  // which has rounded ones
 }
 
 struct ReportTable {

@@ -2,6 +2,8 @@
 
 #include "remat/memory.h"
 
+#include <functional>
+#include <optional>
 #include <thread>
 
 #include "tests/device/stand_in.h"
@@ -152,6 +154,97 @@ TEST_CASE("meters of a device in many threads", "[device][memory]") {
   CHECK(wrong == 0);
   CHECK(meter.live_bytes() == before);
   CHECK(meter.peak_bytes() >= before + 1000);
+}
+
+TEST_CASE("a device that does not say what it has free is metered, but not limited",
+          "[device][memory]") {
+  struct Silent {
+    Silent() { stand_in::set_tells_free(false); }
+    ~Silent() { stand_in::set_tells_free(true); }
+  };
+  const at::Device device = stand_in::device(0);
+  MemoryMeter meter(device);
+  const int64_t before = meter.live_bytes();
+  {
+    const Silent silent;
+    const auto error = error_of<CheckpointError>([&] { MemoryLimitGuard limit(1000, device); });
+    CHECK(error.kind() == CheckpointError::Kind::Unsupported);
+    CHECK_THAT(error.what(), contains("device far:0 cannot be limited"));
+    CHECK_THAT(error.what(), contains("does not say how much memory is free"));
+    CHECK_THAT(error_of<CheckpointError>([&] { remat::free_bytes(device); }).what(),
+               contains("what device far:0 has free is not known"));
+    const Tensor tensor = bytes_on(0, 5000);  // nothing was left behind
+    CHECK(meter.live_bytes() == before + 5000);
+  }
+  const MemoryLimitGuard limit(before + 1024, device);
+  CHECK_THROWS_AS(bytes_on(0, 5000), c10::OutOfMemoryError);
+}
+
+TEST_CASE(
+    "what another thread allocates while a limit is made is counted, and refused by the one there is",
+    "[device][memory]") {
+  struct Hook {
+    explicit Hook(std::function<void(int64_t)> call) {
+      stand_in::set_before_allocation(std::move(call));
+    }
+    ~Hook() { stand_in::set_before_allocation({}); }
+  };
+  const Small small(1 << 20);
+  const at::Device device = stand_in::device(0);
+  const MemoryMeter meter(device);
+  const int64_t before = meter.live_bytes();
+  Tensor other;
+  std::optional<MemoryLimitGuard> limit;
+  {
+    const Hook hook([&](int64_t bytes) {
+      if (bytes > 100'000 && !other.defined())  // what the limit holds
+        std::thread([&] { other = bytes_on(0, 5000); }).join();
+    });
+    limit.emplace(before + 50'000, device);
+  }
+  REQUIRE(other.defined());
+  CHECK(meter.live_bytes() == before + 5000);
+  bool fits = false;
+  {
+    const Hook hook([&](int64_t bytes) {
+      if (bytes > 200'000)
+        std::thread([&] {
+          try {
+            bytes_on(0, 150'000);
+            fits = true;
+          } catch (const c10::OutOfMemoryError&) {
+          }
+        }).join();
+    });
+    const MemoryLimitGuard looser(before + 300'000, device), same(before + 50'000, device);
+  }
+  CHECK_FALSE(fits);
+  CHECK_THROWS_AS(bytes_on(0, 100'000), c10::OutOfMemoryError);
+}
+
+TEST_CASE("meters and limits of two devices at once, in threads of their own", "[device][memory]") {
+  const Small small(1 << 22);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([&, index = i % 2] {
+      const at::Device device = stand_in::device(index);
+      for (int round = 0; round < 20; ++round) {
+        MemoryMeter outer(device), inner(device);
+        const MemoryLimitGuard limit(1 << 20, device);
+        const Tensor fits = bytes_on(index, 10'000 * (index + 1));
+        if (inner.peak_bytes() < 10'000 * (index + 1)) ++wrong;
+        if (outer.peak_bytes() > 1 << 20) ++wrong;
+        try {
+          bytes_on(index, 1 << 21);
+          ++wrong;
+        } catch (const c10::OutOfMemoryError&) {
+        }
+      }
+    });
+  for (std::thread& each : threads) each.join();
+  CHECK(wrong == 0);
+  const Tensor after = bytes_on(0, 1 << 21), other = bytes_on(1, 1 << 21);  // no limit is left
 }
 
 TEST_CASE("devices whose memory nobody tells are refused", "[device][memory]") {

@@ -5,6 +5,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "remat/allocations.h"
 #include "tests/device/stand_in.h"
 #include "tests/support/support.h"
 
@@ -262,6 +263,39 @@ TEST_CASE("an allocation that fails in a recompute finds recomputed bytes", "[de
   CHECK(report.failed_allocations[0].held[0].inputs_bytes == 4000);
 }
 
+TEST_CASE("LibTorch's memory history of a device has the regions' names around their allocations",
+          "[device][recorder]") {
+  const bool of_all_threads = GENERATE(false, true);
+  const Tensor x = leaf_on(0, {1000});
+  const Tensor one = at::ones_like(x);
+  const stand_in::History history(of_all_threads);
+  // How many results of 4,000 bytes come between each begin and end of that scope.
+  const auto allocations_in = [&](const std::string& name) {
+    std::vector<int64_t> counts;
+    bool is_inside = false;
+    for (const std::string& entry : history.entries()) {
+      if (entry == "START " + name) is_inside = true, counts.push_back(0);
+      if (entry == "END " + name) is_inside = false;
+      if (is_inside && entry == "allocates 4096") ++counts.back();
+    }
+    return counts;
+  };
+  const auto three = [](const Tensor& t) { return t.sin().sin().sin(); };
+  const Tensor y = checkpoint({.name = "layer"}, three, x);
+  CHECK(allocations_in("layer (forward)") == std::vector<int64_t>{3});
+  CHECK(allocations_in("layer").empty());
+  const Tensor z = checkpoint(three, y);
+  const int64_t kernels = stand_in::num_kernels("aten::sin");
+  z.backward(one);
+  CHECK(allocations_in("layer (forward)") == std::vector<int64_t>{3});
+  CHECK(allocations_in("remat::checkpoint (forward)") == std::vector<int64_t>{3});
+  // On the device's thread of the engine: what the kernels of each recompute returned.
+  const int64_t again = stand_in::num_kernels("aten::sin") - kernels;
+  CHECK(again >= 4);
+  CHECK(allocations_in("layer") == std::vector<int64_t>{again / 2});
+  CHECK(allocations_in("remat::checkpoint") == std::vector<int64_t>{again / 2});
+}
+
 // Not one of the tests: tests/page_test.py runs it, and opens what it writes.
 TEST_CASE("a page of two devices", "[.][page]") {
   const char* const path = std::getenv("REMAT_TEST_PAGE");
@@ -269,6 +303,7 @@ TEST_CASE("a page of two devices", "[.][page]") {
   const Tensor first = leaf_on(0, {50'000}), second = leaf_on(1, {50'000});
   const SlowDevice slow;
   const Recorder recorder;
+  const remat::RecordAllocationsGuard allocations;
   for (const Tensor& x : {first, second})
     checkpoint({.name = "block", .offload_inputs = true}, two_sins, x.exp()).sum().backward();
   recorder.write_html(path);

@@ -5,13 +5,17 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 #include <torch/version.h>
 #if __has_include(<c10/core/CachingDeviceAllocator.h>)
 #include <c10/core/CachingDeviceAllocator.h>
 #endif
+
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
@@ -24,6 +28,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace stand_in {
 
@@ -160,23 +165,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 struct Generator final : c10::GeneratorImpl {
-  uint64_t next = 0;
+  uint64_t next = 0, seed_set = 0;
   explicit Generator(int index) : GeneratorImpl(stand_in::device(index), c10::DispatchKeySet()) {}
-  void set_current_seed(uint64_t) override { next = 0; }
+  void set_current_seed(uint64_t seed) override {
+    next = 0;
+    seed_set = seed;
+  }
   void set_offset(uint64_t offset) override { next = offset; }
   uint64_t get_offset() const override { return next; }
-  uint64_t current_seed() const override { return 0; }
-  uint64_t seed() override { return 0; }
+  uint64_t current_seed() const override { return seed_set; }
+  uint64_t seed() override {
+    set_current_seed(seed_set + 1);
+    return seed_set;
+  }
   void set_state(const c10::TensorImpl& state) override {
-    next = static_cast<uint64_t>(*static_cast<const int64_t*>(state.data()));
+    const auto* const numbers = static_cast<const int64_t*>(state.data());
+    next = static_cast<uint64_t>(numbers[0]);
+    seed_set = static_cast<uint64_t>(numbers[1]);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    return at::scalar_tensor(static_cast<int64_t>(next), at::kLong).getIntrusivePtr();
+    return at::tensor({static_cast<int64_t>(next), static_cast<int64_t>(seed_set)}, at::kLong)
+        .getIntrusivePtr();
   }
   Generator* clone_impl() const override {
     TORCH_CHECK(!is_capturing, "not while work is being captured as a graph");
     auto* const copy = new Generator(device_.index());
     copy->next = next;
+    copy->seed_set = seed_set;
     return copy;
   }
 };
@@ -214,9 +229,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return num_devices; }  // at::manual_seed asks
   bool hasPrimaryContext(c10::DeviceIndex index) const override { return is_in_use(index); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
-    used[static_cast<size_t>(index)] = true;
     return generator(index);
   }
 };
@@ -229,6 +244,15 @@ using DeviceAllocator = c10::DeviceAllocator;
 #define STAND_IN_HAS_STATISTICS 0
 using DeviceAllocator = c10::Allocator;
 #endif
+
+std::mutex history_mutex;
+std::vector<std::string> history;
+std::atomic<bool> has_history{false};
+void note_in_history(std::string entry) {
+  if (!has_history) return;
+  const std::lock_guard<std::mutex> lock(history_mutex);
+  history.push_back(std::move(entry));
+}
 
 /// [bytes] of one device's tensors.
 struct Sums {
@@ -245,8 +269,9 @@ struct Memory final : DeviceAllocator {
     const int index = device_index;
     used[static_cast<size_t>(index)] = true;
     const auto wanted = static_cast<int64_t>(bytes);
+    if (before_allocation) before_allocation(wanted);
     change(index, wanted);
-    auto* const block = static_cast<char*>(std::malloc(header + bytes));
+    auto* const block = static_cast<char*>(take_block(header + bytes));
     new (block) Header{wanted, index, {}};
     report(block, index, wanted);
     return {block + header, block, &release, device(index)};
@@ -260,6 +285,10 @@ struct Memory final : DeviceAllocator {
     const int64_t bytes = told->bytes;
     change(told->index, -bytes);
     report(block, told->index, -bytes);
+    if (is_only_reserved(header + static_cast<size_t>(bytes))) {
+      munmap(block, header + static_cast<size_t>(bytes));
+      return;
+    }
     std::memset(static_cast<char*>(block) + header, 0x77, static_cast<size_t>(bytes));
     const std::lock_guard<std::recursive_mutex> lock(queues_mutex);
     freed.push_back(block);  // a late copy may still read it
@@ -271,16 +300,31 @@ struct Memory final : DeviceAllocator {
     std::memcpy(to, from, bytes);
   }
 
+  // What a limit holds is never touched, and may be more than this machine has.
+  static bool is_only_reserved(size_t bytes) { return bytes >= size_t{1} << 30; }
+  static void* take_block(size_t bytes) {
+    if (!is_only_reserved(bytes)) return std::malloc(bytes);
+    void* const block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    TORCH_CHECK(block != MAP_FAILED, "the machine cannot reserve ", bytes, " bytes");
+    return block;
+  }
+
   /// As an allocator would round that has pieces of 512 bytes.
   static int64_t rounded(int64_t bytes) { return (bytes + 511) / 512 * 512; }
   static void change(int index, int64_t bytes) {
-    const std::lock_guard<std::mutex> lock(sums_mutex);
+    std::unique_lock<std::mutex> lock(sums_mutex);
     Sums& sum = sums[static_cast<size_t>(index)];
     const int64_t change = bytes > 0 ? rounded(bytes) : -rounded(-bytes);
-    if (sum.rounded + change > total) ++sum.num_failed;
-    TORCH_CHECK_WITH(OutOfMemoryError, sum.rounded + change <= total,
-                     "far is out of memory: ", bytes, " bytes asked for, ", total - sum.rounded,
-                     " free");
+    if (sum.rounded + change > total) {
+      ++sum.num_failed;
+      const auto live = static_cast<size_t>(sum.rounded);
+      const int64_t free = total - sum.rounded;
+      lock.unlock();
+      c10::reportOutOfMemoryToProfiler(bytes, live, live, device(index));
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "far is out of memory: ", bytes,
+                       " bytes asked for, ", free, " free");
+    }
     sum.requested += bytes;
     sum.rounded += change;
     sum.requested_peak = std::max(sum.requested_peak, sum.requested);
@@ -288,6 +332,8 @@ struct Memory final : DeviceAllocator {
     num_live_bytes += bytes;
   }
   static void report(void* block, int index, int64_t bytes) {
+    note_in_history((bytes > 0 ? "allocates " : "frees ") +
+                    std::to_string(rounded(std::abs(bytes))));
     if (!c10::memoryProfilingEnabled()) return;
     size_t now = 0;
     {
@@ -326,6 +372,7 @@ struct Memory final : DeviceAllocator {
   }
   // No "override": LibTorch 2.9 does not ask.
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) {
+    TORCH_CHECK_NOT_IMPLEMENTED(tells_free, "far does not tell what is free");
     const std::lock_guard<std::mutex> lock(sums_mutex);
     return {static_cast<size_t>(total - sums[static_cast<size_t>(index)].rounded),
             static_cast<size_t>(total)};
@@ -338,7 +385,8 @@ struct Memory final : DeviceAllocator {
   static inline std::mutex sums_mutex;
   static inline std::array<Sums, num_devices> sums{};
   static inline std::atomic<int64_t> total{default_total_bytes};
-  static inline std::atomic<bool> tells_requests{true};
+  static inline std::function<void(int64_t)> before_allocation;
+  static inline std::atomic<bool> tells_requests{true}, tells_free{true};
 };
 static_assert(sizeof(Memory::Header) <= Memory::header);
 Memory memory;
@@ -368,12 +416,6 @@ at::Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
   return at::detail::empty_strided_generic(
       C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), &memory,
       c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype.value_or(at::kFloat));
-}
-
-/// A CPU tensor over the same memory.
-at::Tensor near(const at::Tensor& tensor) {
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
-                       tensor.options().device(at::kCPU).pinned_memory(false));
 }
 
 std::atomic<int64_t> copies_until_failure{-1};
@@ -420,11 +462,11 @@ std::mutex kernels_mutex;
 std::map<std::string, int64_t> kernels;
 
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  {
-    std::lock_guard<std::mutex> lock(kernels_mutex);
-    ++kernels[op.operator_name().name];
-  }
-  skew_ns += work_ns;
+  // A view of a copy would be no view: what is written to it would be lost.
+  for (const c10::Argument& each : op.schema().returns())
+    TORCH_CHECK(each.alias_info() == nullptr || each.alias_info()->isWrite(),
+                "far has no kernel of the view ", op.operator_name());
+  work_begins(op.operator_name().name);
   at::native::cpu_fallback(op, stack);
 }
 
@@ -439,6 +481,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("resize_", &resize);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("unfold", &at::native::unfold);
   m.impl("view", [](const at::Tensor& self, c10::SymIntArrayRef sizes) {
     return at::native::view(self, C10_AS_INTARRAYREF_SLOW(sizes));
   });
@@ -472,8 +515,54 @@ int64_t live_bytes() {
   }
   return last;
 }
+void set_before_allocation(std::function<void(int64_t bytes)> call) {
+  Memory::before_allocation = std::move(call);
+}
+int64_t rounded_bytes(int index) {
+  const std::lock_guard<std::mutex> lock(Memory::sums_mutex);
+  return Memory::sums[static_cast<size_t>(index)].rounded;
+}
+
+// As torch/csrc/cuda/memory_snapshot.cpp does it (_initRecordAnnotations).
+History::History(bool of_all_threads) {
+  const auto callback =
+      at::RecordFunctionCallback(
+          [](const at::RecordFunction& fn) -> std::unique_ptr<at::ObserverContext> {
+            note_in_history(std::string("START ") + fn.name());
+            return nullptr;
+          },
+          [](const at::RecordFunction& fn, at::ObserverContext*) {
+            note_in_history(std::string("END ") + fn.name());
+          })
+          .scopes({at::RecordScope::USER_SCOPE});
+  history.clear();
+  has_history = true;
+  callback_ =
+      of_all_threads ? at::addGlobalCallback(callback) : at::addThreadLocalCallback(callback);
+}
+History::~History() {
+  at::removeCallback(callback_);
+  has_history = false;
+}
+std::vector<std::string> History::entries() const {
+  const std::lock_guard<std::mutex> lock(history_mutex);
+  return history;
+}
+
 void set_total_bytes(int64_t bytes) { Memory::total = bytes; }
 void set_tells_requests(bool tells) { Memory::tells_requests = tells; }
+void set_tells_free(bool tells) { Memory::tells_free = tells; }
+at::Tensor near(const at::Tensor& tensor) {
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                       tensor.options().device(at::kCPU).pinned_memory(false));
+}
+void work_begins(const std::string& op) {
+  {
+    const std::lock_guard<std::mutex> lock(kernels_mutex);
+    ++kernels[op];
+  }
+  skew_ns += work_ns;
+}
 int64_t num_kernels(const std::string& op) {
   std::lock_guard<std::mutex> lock(kernels_mutex);
   return kernels[op];
@@ -505,6 +594,19 @@ double draw(int index) {
   std::lock_guard<std::mutex> lock(source.mutex());
   auto* const impl = static_cast<Generator*>(source.unsafeGetGeneratorImpl());
   return 1 + 0.125 * static_cast<double>(++impl->next % 16);
+}
+Draws take(int index, uint64_t count) {
+  used[static_cast<size_t>(index)] = true;
+  at::Generator& source = generator(index);
+  const std::lock_guard<std::mutex> lock(source.mutex());
+  auto* const impl = static_cast<Generator*>(source.unsafeGetGeneratorImpl());
+  return {impl->seed_set, std::exchange(impl->next, impl->next + count)};
+}
+double Draws::uniform(uint64_t i) const {
+  uint64_t bits = seed * 0x9e3779b97f4a7c15 + (first + i + 1) * 0xbf58476d1ce4e5b9;
+  bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9;
+  bits = (bits ^ (bits >> 27)) * 0x94d049bb133111eb;
+  return static_cast<double>((bits ^ (bits >> 31)) >> 11) * 0x1p-53;
 }
 uint64_t position(int index) { return generator(index).get_offset(); }
 

@@ -9,6 +9,7 @@
 #include <c10/core/Stream.h>
 
 #include <chrono>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,12 @@ void forget_use(int index);
 
 /// The next number of a device's default generator; uses the device.
 double draw(int index = 0);
+/// So many of its numbers.
+struct Draws {
+  uint64_t seed, first;
+  double uniform(uint64_t i) const;  ///< in [0, 1)
+};
+Draws take(int index, uint64_t count);
 uint64_t position(int index = 0);
 
 /// Whether work is captured as a graph, as far as one can ask.
@@ -51,10 +58,37 @@ inline constexpr int64_t default_total_bytes = int64_t{1} << 40;
 void set_total_bytes(int64_t bytes);
 /// Whether the allocator's statistics say what tensors asked for, besides what it rounded that to.
 void set_tells_requests(bool tells);
+/// Whether the allocator says what the device has free.
+void set_tells_free(bool tells);
+
+/// Called with the bytes of each allocation before it is made, outside of all locks; empty: nothing is.
+void set_before_allocation(std::function<void(int64_t bytes)> call);
+
+/// What the allocator has given out on a device, in its sizes.
+int64_t rounded_bytes(int index);
+
+/// LibTorch's memory history as its allocator for CUDA keeps it, while it lives: "allocates 512" and "frees 512" of
+/// every device, and, as its record of annotations has them, "START name" and "END name" of the user scopes of this
+/// thread and those of its backwards, or of all threads.
+class History {
+ public:
+  explicit History(bool of_all_threads = false);
+  ~History();
+  History(const History&) = delete;
+  History& operator=(const History&) = delete;
+  std::vector<std::string> entries() const;
+
+ private:
+  uint64_t callback_;
+};
 
 /// Bytes of tensors on the devices, and how often an operator ("aten::mm") was computed for them.
 int64_t live_bytes();
 int64_t num_kernels(const std::string& op);
+
+/// For kernels of the device: a CPU tensor over the same memory; a kernel takes its time.
+at::Tensor near(const at::Tensor& tensor);
+void work_begins(const std::string& op);
 
 /// What this thread's code does is queued on `stream` while it lives.
 class OnStream {

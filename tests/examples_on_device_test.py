@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""Runs the examples on the stand-in for a device: they must work, print no warning, and train as their plain runs do, bit by bit
+(kernels of a real device may add in another order, so that the examples themselves do not insist).
+
+    examples_on_device_test.py LIBRARY_OF_THE_STAND_IN FOLDER_FOR_OUTPUT PROGRAM...
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+# Small ones, by the name of the program.
+ARGUMENTS = {
+    "budget": [["--small", "--blocks", "8"], ["--small", "--blocks", "8", "--budget", "free"]],
+    "char_transformer": [["--small"]],
+    "moe_routing": [[]],
+    "unet": [["--small", "--norm", "batch"], ["--small", "--norm", "instance"]],
+}
+# What an example prints of a training that differs, and goes on.
+DIFFERS = ("not those of the plain run", "not bit-equal", "DIFFERENT", "FAILED")
+
+
+def faults_of(library, command):
+    ran = subprocess.run(command, capture_output=True, text=True,
+                         env={**os.environ, "LD_PRELOAD": library, "OMP_WAIT_POLICY": "passive"})
+    faults = [f"it printed '{words}'" for words in DIFFERS if words in ran.stdout]
+    if ran.returncode != 0:
+        faults.append(f"its exit status was {ran.returncode}")
+    if "far" not in ran.stdout:
+        faults.append("it does not name the device")
+    if ran.stderr:
+        faults.append("it wrote to stderr")
+    if faults:
+        print(" ".join(command), ran.stdout, ran.stderr, *faults, sep="\n")
+    return len(faults)
+
+
+def main():
+    library, out, *programs = sys.argv[1:]
+    faults = 0
+    for program in programs:
+        name = pathlib.Path(program).name
+        for arguments in ARGUMENTS[name]:
+            for dtype in ("float32", "bfloat16"):
+                folder = [] if name == "moe_routing" else ["--out", out]
+                faults += faults_of(library, [program, *arguments, *folder, "--device", "far", "--dtype", dtype])
+    return faults > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
