@@ -145,7 +145,11 @@ int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder) {
                              : holder == InputHolder::Nobody ? stage.lone_backward_bytes
                                                              : -1;
   peak = with_input >= 0 ? with_input : peak + input;
-  return std::max({peak, at_begin + input, input_grad});
+  peak = std::max({peak, at_begin + input, input_grad});
+  // A region holds the input for as long as it is needed, or longer.
+  return holder == InputHolder::Region
+             ? std::max(peak, backward_peak(cost, k, InputHolder::Nobody))
+             : peak;
 }
 
 int64_t keeping_peak(const ChainCost& cost, int64_t k, const KeepingCost& keeping,

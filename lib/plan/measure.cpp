@@ -319,7 +319,7 @@ class Trial {
     const c10::StorageImpl* const identity = storage_of(output);
     if (output.requires_grad()) {
       const BackwardOfStage backward(output, start, is_last_);
-      if (!is_last_) output = at::Tensor();
+      if (!is_last_) output = output_ = at::Tensor();
       meter.reset_peak();
       backward.run();
       cost.backward_bytes = meter.peak_bytes() - before - cached_bytes_;
