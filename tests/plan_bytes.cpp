@@ -83,6 +83,22 @@ struct Bytes {
   bool fits() const { return peak <= predicted + 2 * int64_t{sizeof(float)}; }
 };
 
+/// ... with regions that keep, as the policies say, too.
+void visit_keeping_plans(const std::vector<Stage>& stages, const Tensor& x,
+                         const std::vector<remat::Policy>& policies,
+                         const std::function<void(const Plan&, Bytes)>& visit) {
+  const ChainCost cost =
+      remat::measure(stages, x, {.warmup = 0, .repeats = 1, .policies = policies});
+  for (const Plan& plan : remat::testing::plans_keeping(cost)) {
+    x.mutable_grad() = Tensor();
+    LiveBytes bytes;
+    remat::run(plan, stages, x, {}, policies).backward();
+    INFO(plan.to_string());
+    visit(plan, {bytes.peak(), remat::simulate(cost, plan).peak_bytes});
+  }
+  x.mutable_grad() = Tensor();
+}
+
 /// `begin` makes what is around forward, and around backward if `is_around_backward`.
 template <class Begin>
 void visit_plans(const std::vector<Stage>& stages, const Tensor& x, const Begin& begin,
@@ -197,4 +213,84 @@ TEST_CASE("a recompute is counted beside what backward has made before it reads"
   CHECK(cost.stages[0].stopped_tmp_bytes == 0);
   const remat::StageCost late = remat::measure(chains[1], leaf({num}), {.repeats = 1}).stages[1];
   CHECK(late.stopped_tmp_bytes == late.forward_tmp_bytes + late.output_bytes);
+}
+
+TEST_CASE("an input that no stage saves is in no peak after its stage has run", "[plan]") {
+  constexpr int64_t kNum = 10'000;
+  const auto adds = [](const Tensor& x) { return x + 1; };  // saves nothing
+  const auto narrows = [](const Tensor& x) { return x.slice(0, 0, x.numel() / 2).mul(2).sin(); };
+  const auto widens = [](const Tensor& x) { return at::cat({x, x}).sin(); };
+  const auto wide_inside = [](const Tensor& x) {
+    return at::cat({x, x, x}).sin().slice(0, x.numel(), 2 * x.numel()).sin() + 1;
+  };
+  const auto saves_output = [](const Tensor& x) { return x.exp(); };
+  const auto saves_both = [](const Tensor& x) { return x * x.tanh(); };
+  const auto ends_late = [](const Tensor& x) { return at::cat({x.sin(), x}).mul(2); };
+  const auto loss = [](const Tensor& x) { return x.sin().square().mean(); };
+  const std::vector<std::vector<Stage>> chains{
+      {saves_both, widens, narrows, widens, loss},
+      {saves_output, widens, narrows, widens, saves_output, loss},
+      {ends_late, narrows, saves_both, ends_late, saves_output, loss},
+      {widens, narrows, widens, narrows, widens,
+       [](const Tensor& x) { return (x + 1).sin().mean(); }},
+      // A region of a stage that saves nothing is charged for its input all the same.
+      {saves_output, widens, narrows, adds, widens, loss},
+      {adds, wide_inside, saves_output, wide_inside, adds, loss},
+  };
+  for (std::size_t i = 0; i < chains.size(); ++i) {
+    INFO("chain " << i + 1);
+    const bool is_each_saving = i < 4;
+    visit_plans(chains[i], leaf({kNum}), nothing_around, true, [&](Bytes bytes) {
+      CHECK(bytes.fits());
+      if (is_each_saving) CHECK(bytes.predicted <= bytes.peak);
+    });
+  }
+  const ChainCost cost = remat::measure(chains[0], leaf({kNum}), {.repeats = 1});
+  CHECK(cost.stages[0].saves_input);
+  CHECK_FALSE(cost.stages[1].saves_input);
+  CHECK_FALSE(cost.stages[2].saves_input);
+  // Kept to the end of backward by others, as long as the sine needs it by nobody else.
+  CHECK(cost.stages[0].lone_backward_bytes <= cost.stages[0].backward_bytes + cost.input_bytes);
+}
+
+TEST_CASE("plans of a U-Net's chain peak as predicted, to the byte, with regions that keep, too",
+          "[plan]") {
+  constexpr int64_t kSide = 8, kWidth = 4;
+  const auto weight = [](int64_t from, int64_t to) { return parameter({to, from, 3, 3}); };
+  const auto block = [](const Tensor& x, const Tensor& kernel) {
+    return at::silu(
+        at::instance_norm(at::conv2d(x, kernel, {}, 1, 1), {}, {}, {}, {}, true, 0.1, 1e-5, false));
+  };
+  // What waits for the way up goes through the stages below, as part of one tensor.
+  const int64_t wide = kWidth * kSide * kSide, small = 2 * kWidth * kSide * kSide / 4;
+  const auto picture = [=](const Tensor& flat) {
+    return flat.slice(0, 0, wide).view({1, kWidth, kSide, kSide});
+  };
+  const auto below = [=](const Tensor& flat) {
+    return flat.slice(0, wide, wide + small).view({1, 2 * kWidth, kSide / 2, kSide / 2});
+  };
+  const auto both = [](const Tensor& a, const Tensor& b) {
+    return at::cat({a.flatten(), b.flatten()});
+  };
+  const Tensor w1 = weight(3, kWidth), w2 = weight(kWidth, 2 * kWidth),
+               w3 = weight(2 * kWidth, 2 * kWidth), w4 = weight(3 * kWidth, kWidth);
+  const std::vector<Stage> stages{
+      [=](const Tensor& x) { return block(x, w1); },
+      [=](const Tensor& x) { return both(x, block(at::max_pool2d(x, 2), w2)); },
+      [=](const Tensor& flat) { return both(picture(flat), block(below(flat), w3)); },
+      // Saves what it puts together, not what it is given.
+      [=](const Tensor& flat) {
+        return block(
+            at::cat({picture(flat), at::upsample_nearest2d(below(flat), {kSide, kSide})}, 1), w4);
+      },
+      [](const Tensor& x) { return x.square().mean(); }};
+  const Tensor x = leaf({1, 3, kSide, kSide});
+  CHECK_FALSE(remat::measure(stages, x, {.repeats = 1}).stages[3].saves_input);
+  visit_plans(stages, x, nothing_around, true, [](Bytes bytes) { CHECK(bytes.is_exact()); });
+  int64_t num_keeping = 0;
+  visit_keeping_plans(stages, x, remat::policies_to_try(), [&](const Plan& plan, Bytes bytes) {
+    CHECK(bytes.is_exact());
+    num_keeping += plan.policies() > 0 ? 1 : 0;
+  });
+  CHECK(num_keeping > 20);
 }

@@ -116,6 +116,8 @@ class RandomChains {
                                    .kept_bytes = number(0, 10),
                                    .forward_tmp_bytes = number(0, 3)};
         keeping.backward_bytes = keeping.kept_bytes + number(0, 9);
+        if (number(0, 1) == 0) keeping.lone_backward_bytes = number(0, 30);
+        keeping.keeps_output = number(0, 2) == 0;
         each.keeping.push_back(keeping);
       }
     return cost;
@@ -151,6 +153,10 @@ class RandomChains {
     if (number(0, 2) == 0) cost.first_read_tmp_bytes = number(0, 9);
     if (number(0, 2) == 0) cost.stopped_tmp_bytes = number(0, 9);
     cost.saves_output = number(0, 1) == 1;
+    cost.saves_input = number(0, 2) > 0;
+    if (number(0, 2) == 0) cost.backward_bytes = number(0, 30);
+    if (number(0, 2) == 0) cost.region_backward_bytes = number(0, 30);
+    if (number(0, 2) == 0) cost.lone_backward_bytes = number(0, 30);
     return cost;
   }
 

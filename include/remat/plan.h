@@ -32,6 +32,10 @@ struct KeepingCost {
   /// Of recompute and backward at their peak, beyond the stage's input and the gradient of its output:
   /// with what is kept, and with the gradient of the input. At least `kept_bytes`.
   int64_t backward_bytes = 0;
+  /// The same with the input, which nobody but the region holds. Negative: both together.
+  int64_t lone_backward_bytes = -1;
+  /// Whether the output is among what is kept; `kept_bytes` do not count it, `backward_bytes` do.
+  bool keeps_output = true;
 };
 
 /// What one stage of a chain costs: time in [s], memory in [bytes], each storage once. Parameters
@@ -67,6 +71,18 @@ struct StageCost {
   /// Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond `saved_bytes`, and the output if
   /// autograd keeps it. Negative: `forward_tmp_bytes`.
   int64_t stopped_tmp_bytes = -1;
+  /// Whether the input is among what autograd keeps of the stage. If not, it goes away when the stage has run forward, unless
+  /// others hold it: the stage before it, which saves its output, the caller, or a region that begins with the stage and is in
+  /// no other one.
+  bool saves_input = true;
+  /// All that there is of the stage at the peak of its backward: what autograd keeps, both gradients, what is made; but not the
+  /// input, which others hold to the end. Negative: the sum of what is named here. What is kept dies operator by operator.
+  int64_t backward_bytes = -1;
+  /// The same with the input, which a region that begins with the stage holds until all is read that was saved in it.
+  /// Negative: both together.
+  int64_t region_backward_bytes = -1;
+  /// The same with the input, if autograd keeps it, when nobody else holds it. Negative: both together.
+  int64_t lone_backward_bytes = -1;
 };
 
 /// What it costs to copy saved tensors to where they wait, and back. No number is negative.

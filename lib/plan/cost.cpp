@@ -78,6 +78,11 @@ void check(const ChainCost& cost, const SolveOptions& options) {
     bytes.add("first_read_tmp_bytes", stage.first_read_tmp_bytes, number);
     if (stage.stopped_tmp_bytes >= 0)
       bytes.add("stopped_tmp_bytes", stage.stopped_tmp_bytes, number);
+    if (stage.backward_bytes >= 0) bytes.add("backward_bytes", stage.backward_bytes, number);
+    if (stage.region_backward_bytes >= 0)
+      bytes.add("region_backward_bytes", stage.region_backward_bytes, number);
+    if (stage.lone_backward_bytes >= 0)
+      bytes.add("lone_backward_bytes", stage.lone_backward_bytes, number);
     double longest_s = 0;
     for (const KeepingCost& each : stage.keeping) {
       check_seconds("extra_s of a policy", each.extra_s, number);
@@ -90,6 +95,8 @@ void check(const ChainCost& cost, const SolveOptions& options) {
       bytes.add("kept_bytes of a policy", each.kept_bytes, number);
       bytes.add("forward_tmp_bytes of a policy", each.forward_tmp_bytes, number);
       bytes.add("backward_bytes of a policy", each.backward_bytes, number);
+      if (each.lone_backward_bytes >= 0)
+        bytes.add("lone_backward_bytes of a policy", each.lone_backward_bytes, number);
       longest_s = std::max(longest_s, each.extra_s);
     }
     seconds += stage.forward_s + longest_s + options.frame_cost_s;
@@ -106,6 +113,54 @@ void check(const ChainCost& cost, const SolveOptions& options) {
       "remat::plan: the seconds of the chain add up to more than a double holds, with "
       "forward_s of all stages and frame_cost_s = ",
       options.frame_cost_s, ".");
+}
+
+namespace {
+
+const StageCost& stage_of(const ChainCost& cost, int64_t k) {
+  return cost.stages[static_cast<std::size_t>(k - 1)];
+}
+int64_t input_bytes(const ChainCost& cost, int64_t k) {
+  return k == 1 ? 0 : stage_of(cost, k - 1).output_bytes;
+}
+int64_t input_grad_bytes(const ChainCost& cost, int64_t k) {
+  return k == 1 ? cost.input_grad_bytes : stage_of(cost, k - 1).grad_bytes;
+}
+
+}  // namespace
+
+int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder) {
+  const StageCost& stage = stage_of(cost, k);
+  const int64_t input_grad = input_grad_bytes(cost, k);
+  const bool is_input_counted =
+      holder == InputHolder::Region || (holder == InputHolder::Nobody && stage.saves_input);
+  const int64_t input = is_input_counted ? input_bytes(cost, k) : 0;
+  // The caller holds the last output.
+  const bool is_last = k == static_cast<int64_t>(cost.stages.size());
+  const int64_t at_begin = stage.saved_bytes + stage.grad_bytes +
+                           (stage.saves_output || is_last ? stage.output_bytes : 0);
+  int64_t peak = stage.backward_bytes >= 0 ? stage.backward_bytes
+                                           : at_begin + input_grad + stage.backward_tmp_bytes;
+  const int64_t with_input = holder == InputHolder::Region   ? stage.region_backward_bytes
+                             : holder == InputHolder::Nobody ? stage.lone_backward_bytes
+                                                             : -1;
+  peak = with_input >= 0 ? with_input : peak + input;
+  peak = std::max({peak, at_begin + input, input_grad});
+  // A region holds the input for as long as it is needed, or longer.
+  return holder == InputHolder::Region
+             ? std::max(peak, backward_peak(cost, k, InputHolder::Nobody))
+             : peak;
+}
+
+int64_t keeping_peak(const ChainCost& cost, int64_t k, const KeepingCost& keeping,
+                     bool others_hold) {
+  const int64_t input = others_hold ? 0 : input_bytes(cost, k);
+  const int64_t peak = !others_hold && keeping.lone_backward_bytes >= 0
+                           ? keeping.lone_backward_bytes
+                           : keeping.backward_bytes + input;
+  const int64_t at_begin =
+      keeping.kept_bytes + input + (keeping.keeps_output ? stage_of(cost, k).output_bytes : 0);
+  return stage_of(cost, k).grad_bytes + std::max({peak, at_begin, input_grad_bytes(cost, k)});
 }
 
 double seconds_of_copies(const MoveCost& moving, const StageCost& stage) {

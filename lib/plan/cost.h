@@ -1,6 +1,7 @@
 #pragma once
 // What is asked of every chain and plan before anything is computed with them.
 
+#include <cstdint>
 #include <vector>
 
 #include "remat/plan.h"
@@ -13,6 +14,23 @@ void check(const ChainCost& cost, const SolveOptions& options);
 
 /// What the stage costs under the policy of that number; null if it has no such cost.
 const KeepingCost* keeping_with(const StageCost& stage, int64_t policy);
+
+// Note [Who holds an input]
+// When a stage runs backward its input may be held by the stage before it, which saves its output, and by the program's
+// caller: until that backward has ended, and longer. A region outside of other regions holds its input until the last one of its
+// slots is gone, which is in the backward of its first stage, whether that saves its input or not. One inside gets it from a slot
+// of the region around, and hands it on. What nobody else holds lives as long as it is saved: it goes away when the stage has
+// run forward, or in the middle of its backward.
+
+/// Who holds the input of a stage in its backward, besides what autograd keeps of the stage. See Note [Who holds an input].
+enum class InputHolder : uint8_t { Others, Region, Nobody };
+
+/// All that there is at the peak of the backward of stage k, with what is there at its beginning and end; with the input, but for
+/// one that others hold.
+int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder);
+/// The same of stage k as a region that keeps, with its recompute; a region holds its input if nobody else does.
+int64_t keeping_peak(const ChainCost& cost, int64_t k, const KeepingCost& keeping,
+                     bool others_hold);
 
 /// [seconds] at most, of copying all that the stage saves, and back.
 double seconds_of_copies(const MoveCost& moving, const StageCost& stage);

@@ -194,6 +194,7 @@ class Trial {
     for (int64_t i = 0; i < options.warmup; ++i) backward(forward_noting().first);
     StageCost cost;
     measure_bytes(cost);
+    measure_lone_bytes(cost);
     measure_bytes_without_saves(cost);
     try {
       measure_recompute(cost, options);
@@ -253,8 +254,9 @@ class Trial {
                       "false).");
   }
 
-  at::Tensor forward() const {
-    at::Tensor output = stage_(input_);
+  at::Tensor forward() const { return forward(input_); }
+  at::Tensor forward(at::Tensor input) const {
+    at::Tensor output = stage_(std::move(input));
     TORCH_CHECK_VALUE(output.defined(), "remat::measure: stage ", number_,
                       " returned an undefined tensor.");
     return output;
@@ -284,6 +286,22 @@ class Trial {
     wait_for_engine(measured_.device);
   }
 
+  // Note [Inputs as in a chain]
+  // What a stage or region is given in a chain is held by nobody else, as a rule, and dies when those who have saved it let go of
+  // it. So it is measured beside a stage whose input lives on, with an input of the same memory, on which it has the only hold.
+  std::optional<at::Tensor> lone_input() const {
+    const bool is_plain = input_.has_storage() && input_.layout() == at::kStrided &&
+                          !input_.is_quantized() &&
+                          !input_.unsafeGetTensorImpl()->is_python_dispatch();
+    if (!is_plain || input_.device() != measured_.device) return std::nullopt;
+    const at::NoGradGuard no_grad;
+    const auto elements =
+        static_cast<int64_t>(input_.storage().nbytes() / input_.dtype().itemsize());
+    const at::Tensor all = input_.as_strided({elements}, {1}, 0).clone();
+    return input_from(all.as_strided(input_.sizes(), input_.strides(), input_.storage_offset()),
+                      input_.requires_grad());
+  }
+
   void measure_bytes(StageCost& cost) {
     output_ = at::Tensor();
     const c10::Device device = measured_.device;
@@ -293,28 +311,48 @@ class Trial {
     const int64_t before = meter.live_bytes();
     const seam::DeviceBytes told_before = told();
     auto [output, saves] = forward_noting();
-    const int64_t held = meter.live_bytes() - before;
-    int64_t peak = meter.peak_bytes() - before;
-    const int64_t forward_peak = peak;
+    const int64_t forward_peak = meter.peak_bytes() - before;
     add_rounding(told_before);
     cost.output_bytes = storage_bytes(output, device);
     cost.grad_bytes = gradient_bytes(output, device);
     cost.saves_output = saves->seen.contains(storage_of(output));
+    const c10::StorageImpl* const identity = storage_of(output);
     if (output.requires_grad()) {
       const BackwardOfStage backward(output, start, is_last_);
+      if (!is_last_) output = output_ = at::Tensor();
       meter.reset_peak();
       backward.run();
-      peak = meter.peak_bytes() - before;
+      cost.backward_bytes = meter.peak_bytes() - before - cached_bytes_;
       add_rounding(told_before);
-      cost.backward_tmp_bytes =
-          std::max<int64_t>(0, peak - held - cost.grad_bytes - gradient_bytes(input_, device));
     }
-    const c10::StorageImpl* const identity = storage_of(output);
     output = at::Tensor();
     wait_for_engine(device);
     cost.saved_bytes = saves->dead_bytes(storage_of(input_), identity);
     cost.forward_tmp_bytes =
         std::max<int64_t>(0, forward_peak - cost.saved_bytes - cost.output_bytes - cached_bytes_);
+    const bool has_output = cost.saves_output || is_last_;
+    cost.backward_tmp_bytes = std::max<int64_t>(
+        0, cost.backward_bytes - cost.saved_bytes - (has_output ? cost.output_bytes : 0) -
+               cost.grad_bytes - gradient_bytes(input_, device));
+  }
+
+  // See Note [Inputs as in a chain].
+  void measure_lone_bytes(StageCost& cost) const {
+    const BackwardOfStage::Start start;
+    begin_run();
+    MemoryMeter meter(measured_.device);
+    const int64_t before = meter.live_bytes();
+    std::optional<at::Tensor> input = lone_input();
+    if (!input) return;
+    const auto storage = input->storage().getWeakStorageImpl();
+    at::Tensor output = forward(std::move(*input));
+    if (!output.requires_grad()) return;
+    const BackwardOfStage backward(output, start, is_last_);
+    if (!is_last_) output = at::Tensor();
+    cost.saves_input = !storage.expired();
+    meter.reset_peak();
+    backward.run();
+    cost.lone_backward_bytes = meter.peak_bytes() - before - cached_bytes_;
   }
 
   seam::DeviceBytes told() const {
@@ -358,20 +396,30 @@ class Trial {
     const auto watch = [&]() -> Scope {
       live = meter.live_bytes();
       meter.reset_peak();
-      return Scope(nullptr, [&](void*) { peak = meter.peak_bytes(); });
+      return Scope(nullptr, [&](void*) {
+        peak = meter.peak_bytes();
+        meter.reset_peak();
+      });
     };
     const int64_t before = meter.live_bytes();
-    const at::Tensor output =
+    std::optional<at::Tensor> lone = lone_input();
+    const bool is_lone = lone.has_value();
+    at::Tensor input = is_lone ? *std::exchange(lone, {}) : input_;
+    at::Tensor output =
         forward_in({.early_stop = options.early_stop,
                     .context_fn = [&] { return ContextPair{.forward = {}, .recompute = watch}; },
-                    .location = {}});
-    const int64_t held = meter.live_bytes() - before;
-    BackwardOfStage(output, start, is_last_).run();
+                    .location = {}},
+                   std::move(input));
+    const BackwardOfStage backward(output, start, is_last_);
+    if (!is_last_) output = at::Tensor();
+    const int64_t held = meter.live_bytes();  // with the gradient of the output
+    backward.run();
     reads_ = live >= 0;
     if (!reads_) return;
-    cost.first_read_tmp_bytes = std::max<int64_t>(0, live - before - held - cost.grad_bytes);
+    cost.first_read_tmp_bytes = std::max<int64_t>(0, live - held);
     cost.stopped_tmp_bytes = std::max<int64_t>(
         0, peak - live - cost.saved_bytes - (cost.saves_output ? cost.output_bytes : 0));
+    if (is_lone) cost.region_backward_bytes = meter.peak_bytes() - before - cached_bytes_;
   }
 
   void measure_seconds(StageCost& cost, int64_t repeats) {
@@ -397,12 +445,17 @@ class Trial {
   }
 
   at::Tensor forward_under(const Policy& policy, const MeasureOptions& options) const {
-    return forward_in({.early_stop = options.early_stop, .policy = policy, .location = {}});
+    return forward_under(policy, options, input_);
   }
-  at::Tensor forward_in(const CheckpointOptions& region) const {
+  at::Tensor forward_under(const Policy& policy, const MeasureOptions& options,
+                           at::Tensor input) const {
+    return forward_in({.early_stop = options.early_stop, .policy = policy, .location = {}},
+                      std::move(input));
+  }
+  at::Tensor forward_in(const CheckpointOptions& region, at::Tensor input) const {
     if (measured_.run_region != nullptr)
-      return (*measured_.run_region)(number_ - 1, region, input_);
-    return checkpoint(region, stage_, input_);
+      return (*measured_.run_region)(number_ - 1, region, std::move(input));
+    return checkpoint(region, stage_, std::move(input));
   }
 
   // Note [Regions as measured]
@@ -444,32 +497,39 @@ class Trial {
 
   KeepingCost keeping_bytes(const Policy& policy, const MeasureOptions& options,
                             const StageCost& cost) const {
-    const c10::Device device = measured_.device;
-    begin_run();
-    MemoryMeter meter(device);
-    const int64_t before = meter.live_bytes() + cached_bytes_;
-    at::Tensor output = forward_under(policy, options);
     KeepingCost keeping;
+    keeping.backward_bytes = std::max(
+        keeping.kept_bytes, run_keeping(policy, options, cost, input_, keeping) - cost.grad_bytes);
+    // See Note [Inputs as in a chain].
+    if (std::optional<at::Tensor> lone = lone_input()) {
+      const int64_t bytes = storage_bytes(*lone, measured_.device);
+      keeping.lone_backward_bytes =
+          std::max(keeping.kept_bytes,
+                   bytes + run_keeping(policy, options, cost, *std::exchange(lone, {}), keeping) -
+                       cost.grad_bytes);
+    }
+    return keeping;
+  }
+
+  /// The peak of its backward, beyond what was there before.
+  int64_t run_keeping(const Policy& policy, const MeasureOptions& options, const StageCost& cost,
+                      at::Tensor input, KeepingCost& keeping) const {
+    const BackwardOfStage::Start start;
+    begin_run();
+    MemoryMeter meter(measured_.device);
+    const int64_t before = meter.live_bytes() + cached_bytes_;
+    at::Tensor output = forward_under(policy, options, std::move(input));
     keeping.kept_bytes = std::max<int64_t>(0, meter.live_bytes() - before - cost.output_bytes);
     keeping.forward_tmp_bytes =
         std::max<int64_t>(0, meter.peak_bytes() - before - cost.output_bytes - keeping.kept_bytes);
-    // Here the output is alive to the end. In a chain the stage behind has let go of it by then, so it counts only if
-    // the policy keeps it: if it outlives its tensor in another run.
-    const at::Tensor gradient = at::ones_like(output);
-    const int64_t gradient_bytes =
-        meter.live_bytes() - before - cost.output_bytes - keeping.kept_bytes;
-    meter.reset_peak();
-    output.backward(gradient);
-    const int64_t peak = meter.peak_bytes() - before - gradient_bytes;
-    output = forward_under(policy, options);
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
     if (output.has_storage()) storage = output.storage().getWeakStorageImpl();
-    const seam::NodePtr graph = output.grad_fn();
+    const BackwardOfStage backward(output, start, /*is_last=*/false);
     output = at::Tensor();
-    const bool keeps_output = storage && !storage->expired();
-    keeping.backward_bytes =
-        std::max(keeping.kept_bytes, peak - (keeps_output ? 0 : cost.output_bytes));
-    return keeping;
+    keeping.keeps_output = storage && !storage->expired();
+    meter.reset_peak();
+    backward.run();
+    return meter.peak_bytes() - before;
   }
 
   /// What is held for backward when nobody else holds the input, and whether that is.

@@ -18,7 +18,7 @@ namespace remat {
 
 namespace {
 
-constexpr const char* heading = "remat measurements 2";
+constexpr const char* heading = "remat measurements 3";
 
 using Measurements = std::map<std::string, ChainCost>;
 
@@ -86,13 +86,16 @@ Measurements read_all(const std::filesystem::path& file) {
       lines.read("stage", stage.forward_s, stage.backward_s, stage.forward_to_last_save_s,
                  stage.output_bytes, stage.saved_bytes, stage.forward_tmp_bytes,
                  stage.backward_tmp_bytes, stage.grad_bytes, stage.saves_output,
-                 stage.unsaved_tmp_bytes, stage.first_read_tmp_bytes, stage.stopped_tmp_bytes);
+                 stage.unsaved_tmp_bytes, stage.first_read_tmp_bytes, stage.stopped_tmp_bytes,
+                 stage.saves_input, stage.backward_bytes, stage.region_backward_bytes,
+                 stage.lone_backward_bytes);
       if (lines.next_begins("moves "))
         lines.read("moves", stage.movable_bytes, stage.has_movable_output);
       while (lines.next_begins("keeping ")) {
         KeepingCost keeping;
         lines.read("keeping", keeping.policy, keeping.extra_s, keeping.kept_bytes,
-                   keeping.forward_tmp_bytes, keeping.backward_bytes);
+                   keeping.forward_tmp_bytes, keeping.backward_bytes, keeping.lone_backward_bytes,
+                   keeping.keeps_output);
         stage.keeping.push_back(keeping);
       }
       cost.stages.push_back(std::move(stage));
@@ -166,16 +169,19 @@ void add_measurement(const std::filesystem::path& file, const std::string& with,
       out << fmt::format("moving {} {} {}\n", chain.moving->store_s_per_byte,
                          chain.moving->load_s_per_byte, chain.moving->held_up_share);
     for (const StageCost& stage : chain.stages) {
-      out << fmt::format("stage {} {} {} {} {} {} {} {} {:d} {} {} {}\n", stage.forward_s,
-                         stage.backward_s, stage.forward_to_last_save_s, stage.output_bytes,
-                         stage.saved_bytes, stage.forward_tmp_bytes, stage.backward_tmp_bytes,
-                         stage.grad_bytes, stage.saves_output, stage.unsaved_tmp_bytes,
-                         stage.first_read_tmp_bytes, stage.stopped_tmp_bytes);
+      out << fmt::format("stage {} {} {} {} {} {} {} {} {:d} {} {} {} {:d} {} {} {}\n",
+                         stage.forward_s, stage.backward_s, stage.forward_to_last_save_s,
+                         stage.output_bytes, stage.saved_bytes, stage.forward_tmp_bytes,
+                         stage.backward_tmp_bytes, stage.grad_bytes, stage.saves_output,
+                         stage.unsaved_tmp_bytes, stage.first_read_tmp_bytes,
+                         stage.stopped_tmp_bytes, stage.saves_input, stage.backward_bytes,
+                         stage.region_backward_bytes, stage.lone_backward_bytes);
       if (chain.moving)
         out << fmt::format("moves {} {:d}\n", stage.movable_bytes, stage.has_movable_output);
       for (const KeepingCost& each : stage.keeping)
-        out << fmt::format("keeping {} {} {} {} {}\n", each.policy, each.extra_s, each.kept_bytes,
-                           each.forward_tmp_bytes, each.backward_bytes);
+        out << fmt::format("keeping {} {} {} {} {} {} {:d}\n", each.policy, each.extra_s,
+                           each.kept_bytes, each.forward_tmp_bytes, each.backward_bytes,
+                           each.lone_backward_bytes, each.keeps_output);
     }
   }
   out.close();

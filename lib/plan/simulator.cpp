@@ -24,6 +24,7 @@ class Simulator {
     calls_.resize(stages + 1);
     stopped_calls_.resize(stages + 1);
     keeping_.resize(stages + 1);
+    region_holds_.resize(stages + 1);
     load_before_.resize(stages + 1);
     // Frame 0 is the program around all regions; its values are there from the start.
     frames_.push_back({.stages = {1, last_}, .is_recomputed = true});
@@ -40,6 +41,9 @@ class Simulator {
         (item > 0 ? owner_[item] : frames_[static_cast<std::size_t>(-item)].parent) = i;
       frames_[i].items = std::move(items[i]);
     }
+    for (const Frame& frame : frames_)
+      if (&frame != &frames_.front() && frame.parent == 0)
+        region_holds_[frame.stages.first] = frame.stages.policy == 0;
     moves_.resize(stages + 1);
     if (cost.moving) moving_ = *cost.moving;
     for (const int64_t first : plan.moved()) moves_[first].is_planned = true;
@@ -106,16 +110,37 @@ class Simulator {
     add(-temporary);
   }
 
-  // What stage k saves: its input, t_k, perhaps its output.
+  // What stage k saves: t_k, perhaps its input, perhaps its output.
   void save(int64_t k) {
-    hold_x(k - 1);
+    if (stage(k).saves_input) hold_x(k - 1);
     if (stage(k).saves_output) hold_x(k);
     add(stage(k).saved_bytes);
   }
   void release(int64_t k) {
-    drop_x(k - 1);
+    if (stage(k).saves_input) drop_x(k - 1);
     if (stage(k).saves_output) drop_x(k);
     add(-stage(k).saved_bytes);
+  }
+
+  /// Runs the backward of stage k, with all that it saves here, and lets go of that, of its output and its gradient.
+  void finish(int64_t k) {
+    const bool is_held_by_region = region_holds_[k];
+    const bool is_saved = stage(k).saves_input;
+    const int64_t own = (is_saved ? 1 : 0) + (is_held_by_region ? 1 : 0);
+    const bool others_hold = holders_of_x_[k - 1] > own;
+    const InputHolder holder = others_hold         ? InputHolder::Others
+                               : is_held_by_region ? InputHolder::Region
+                                                   : InputHolder::Nobody;
+    const bool has_output = stage(k).saves_output || k == last_;
+    const int64_t counted = stage(k).saved_bytes + bytes_of_d(k) +
+                            (has_output ? bytes_of_x(k) : 0) +
+                            (!others_hold && own > 0 ? bytes_of_x(k - 1) : 0);
+    use(backward_peak(cost_, k, holder) - counted);
+    release(k);  // unpacked is released (Rule 4)
+    if (is_held_by_region) drop_x(k - 1);
+    add(-bytes_of_d(k));
+    if (k == last_) drop_x(k);
+    add(bytes_of_d(k - 1));
   }
 
   /// Runs a region for the first time: nothing in it is kept, and regions inside make no
@@ -136,22 +161,29 @@ class Simulator {
     hold_x(k);
     add(keeping_[k]->kept_bytes);
     use(keeping_[k]->forward_tmp_bytes);
+    if (keeping_[k]->keeps_output) hold_x(k);
     drop_x(k - 1);
   }
 
   /// The recompute of such a stage and its backward, of which only the peak is known.
   void finish_keeping(int64_t k) {
-    use(keeping_[k]->backward_bytes - keeping_[k]->kept_bytes);
-    add(-keeping_[k]->kept_bytes);
-    add(bytes_of_d(k - 1));
+    const KeepingCost& keeping = *keeping_[k];
+    const bool others_hold = holders_of_x_[k - 1] > 1;
+    const int64_t counted = keeping.kept_bytes + bytes_of_d(k) +
+                            (keeping.keeps_output ? bytes_of_x(k) : 0) +
+                            (others_hold ? 0 : bytes_of_x(k - 1));
+    use(keeping_peak(cost_, k, keeping, others_hold) - counted);
+    if (keeping.keeps_output) drop_x(k);
     drop_x(k - 1);
+    add(-keeping.kept_bytes - bytes_of_d(k));
+    add(bytes_of_d(k - 1));
   }
 
   // The program's own items, of which some move what they save. It is held by its item's place until the
   // one behind it has run, and again from the beginning of that one's backward.
 
   /// The item before, if it moves, has been waited for.
-  void end_item(int64_t first, int64_t last, bool may_hold_output) {
+  void end_item(int64_t first, int64_t last) {
     if (moved_before_ > 0) {
       Move& before = moves_[moved_before_];
       before.next = first;
@@ -164,14 +196,14 @@ class Simulator {
     Move& move = moves_[first];
     if (move.is_planned) {
       const bool is_stage = owner_[first] == 0;
-      move.has_input = first > 1 && stage(first - 1).has_movable_output &&
-                       holders_of_x_[first - 1] == 1 && !is_output_held_;
+      const bool holds_input = !is_stage || stage(first).saves_input;
+      move.has_input = first > 1 && stage(first - 1).has_movable_output && holds_input &&
+                       holders_of_x_[first - 1] == 1;
       move.saved_bytes = is_stage ? stage(first).movable_bytes : 0;
       const double copies = moving_.store_s_per_byte + moving_.load_s_per_byte;
       seconds_of_moves_ += moving_.held_up_share * copies * bytes_of(move, first);
       moved_before_ = first;
     }
-    is_output_held_ = may_hold_output;
   }
 
   double bytes_of(const Move& move, int64_t first) const {
@@ -218,7 +250,7 @@ class Simulator {
         else
           sweep(inner);
         reached = inner.last;
-        if (&frame == &frames_.front()) end_item(inner.first, inner.last, inner.policy > 0);
+        if (&frame == &frames_.front()) end_item(inner.first, inner.last);
         continue;
       }
       const int64_t k = item;
@@ -238,7 +270,7 @@ class Simulator {
       use(stage(k).forward_tmp_bytes);
       drop_x(reached);
       reached = k;
-      if (&frame == &frames_.front()) end_item(k, k, false);
+      if (&frame == &frames_.front()) end_item(k, k);
     }
     return reached;
   }
@@ -257,12 +289,8 @@ class Simulator {
         finish_keeping(k);
       } else {
         recompute(owner_[k], stage(k).first_read_tmp_bytes);
-        add(bytes_of_d(k - 1));
-        use(stage(k).backward_tmp_bytes);
-        release(k);  // unpacked is released (Rule 4)
+        finish(k);
       }
-      add(-bytes_of_d(k));
-      if (k == last_) drop_x(k);
     }
   }
 
@@ -275,9 +303,9 @@ class Simulator {
     add(first_read_tmp_bytes);
     for (; !waiting.empty(); waiting.pop_back()) {
       Frame& next = frames_[waiting.back()];
-      const int64_t input = next.stages.first - 1;  // held by the parent's slot until now
+      // The slot of a region around it has held its input until now; the program's regions do so themselves.
+      if (next.parent > 0) drop_x(next.stages.first - 1);
       drop_x(fill(next));
-      drop_x(input);
       next.is_recomputed = true;
     }
     add(-first_read_tmp_bytes);
@@ -289,14 +317,15 @@ class Simulator {
   std::vector<Frame> frames_;
   std::vector<std::size_t> owner_;  // the innermost frame of a stage
   std::vector<int64_t> holders_of_x_;
+  std::vector<bool>
+      region_holds_;  // whether one in no other one begins with the stage, and holds its input
   std::vector<int64_t> calls_, stopped_calls_;  // complete ones; those that early stop ended
   std::vector<const KeepingCost*> keeping_;     // null: of no region with a policy
   MoveCost moving_{};
   std::vector<Move> moves_;  // by the first stage
   std::vector<int64_t>
       load_before_;  // by the last stage of an item: whose move is read beside its backward
-  int64_t moved_before_ = 0;     // the first stage of the item before, if it moves
-  bool is_output_held_ = false;  // by the item before, perhaps
+  int64_t moved_before_ = 0;  // the first stage of the item before, if it moves
   double seconds_of_moves_ = 0;
   int64_t live_ = 0, peak_ = 0;
 };

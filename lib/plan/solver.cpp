@@ -22,7 +22,7 @@ FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)
   scale_seconds();
   find_equal_chains();
   measure_sweeps();
-  const auto cells = static_cast<std::size_t>(num_stages_ * num_stages_);
+  const auto cells = holders.size() * static_cast<std::size_t>(num_stages_ * num_stages_);
   const bool is_limited = options.max_depth > 0 && options.max_depth < num_stages_ - 1;
   if (!is_limited) {
     levels_.push_back({std::vector<int32_t>(cells, kUnsolved), 0, true});
@@ -88,30 +88,38 @@ void FrontierTable::scale_seconds() {
 
 // See Note [Equal stages].
 void FrontierTable::find_equal_chains() {
-  using Costs = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t,
-                           int64_t, int64_t, bool, bool>;
+  using Costs = std::vector<int64_t>;
   std::map<Costs, int32_t> costs;
   std::vector<int32_t> cost_of(static_cast<std::size_t>(num_stages_) + 1);
   for (int64_t k = 1; k <= num_stages_; ++k) {
     const StageCost& each = stage(k);
-    const Costs key{ticks_[k].forward,       ticks_[k].to_last_save, each.output_bytes,
-                    each.saved_bytes,        each.forward_tmp_bytes, unsaved_tmp(k),
-                    each.backward_tmp_bytes, each.grad_bytes,        each.first_read_tmp_bytes,
-                    each.stopped_tmp_bytes,  each.saves_output,      k == num_stages_};
+    Costs key{ticks_[k].forward,         ticks_[k].to_last_save,           each.output_bytes,
+              each.saved_bytes,          each.forward_tmp_bytes,           unsaved_tmp(k),
+              each.grad_bytes,           each.first_read_tmp_bytes,        each.stopped_tmp_bytes,
+              each.saves_output ? 1 : 0, k == num_stages_ ? int64_t{1} : 0};
+    for (const InputHolder holder : holders) {
+      key.push_back(backward_bytes(k, holder));
+      key.push_back(freed_bytes(k, holder));
+    }
     cost_of[k] = costs.emplace(key, static_cast<int32_t>(costs.size())).first->second;
   }
-  class_of_.resize(static_cast<std::size_t>(num_stages_ * num_stages_));
-  std::map<std::pair<int64_t, int32_t>, int32_t> single;
+  class_of_.resize(holders.size() * static_cast<std::size_t>(num_stages_ * num_stages_));
+  std::map<Costs, int32_t> single;
   std::unordered_map<int64_t, int32_t> longer;  // by the chain in front and the costs of the last
   int32_t classes = 0;
   for (int64_t s = 1; s <= num_stages_; ++s) {
-    const auto begins = single.try_emplace({grad_before(s), cost_of[s]}, classes);
-    classes += begins.second ? 1 : 0;
-    int32_t chain = class_of_[cell(s, s)] = begins.first->second;
-    for (int64_t t = s + 1; t <= num_stages_; ++t) {
-      const auto goes_on = longer.try_emplace(int64_t{chain} * num_stages_ + cost_of[t], classes);
-      classes += goes_on.second ? 1 : 0;
-      chain = class_of_[cell(s, t)] = goes_on.first->second;
+    for (const InputHolder holder : holders) {
+      const auto begins = single.try_emplace(
+          {grad_before(s), cost_of[s], backward_bytes(s, holder), freed_bytes(s, holder),
+           backward_bytes(s, holder_inside(holder, num_stages_))},
+          classes);
+      classes += begins.second ? 1 : 0;
+      int32_t chain = class_of_[cell(s, s, holder)] = begins.first->second;
+      for (int64_t t = s + 1; t <= num_stages_; ++t) {
+        const auto goes_on = longer.try_emplace(int64_t{chain} * num_stages_ + cost_of[t], classes);
+        classes += goes_on.second ? 1 : 0;
+        chain = class_of_[cell(s, t, holder)] = goes_on.first->second;
+      }
     }
   }
 }
@@ -123,31 +131,30 @@ void FrontierTable::measure_sweeps() {
     for (int64_t e = s; e < num_stages_; ++e) {
       const int64_t input = e == s ? 0 : stage(e - 1).output_bytes;
       most = std::max(most, input + stage(e).output_bytes + unsaved_tmp(e));
-      sweep_bytes_[cell(s, e)] = most;
+      sweep_bytes_[sub_chain(s, e)] = most;
     }
   }
 }
 
 /// The bytes to run stage s and save, and to run its backward, in a sub-chain that ends with t.
-int64_t FrontierTable::bytes_to_save(int64_t s, int64_t t) const {
+int64_t FrontierTable::bytes_to_save(int64_t s, int64_t t, InputHolder holder) const {
   const StageCost& each = stage(s);
   const bool is_recompute = t < num_stages_;
-  // The caller holds the last output.
-  const bool is_held = each.saves_output || s == num_stages_;
   const bool is_cut = is_recompute && s == t && ticks_[s].to_last_save < ticks_[s].forward;
   const int64_t temporary =
       is_cut && each.stopped_tmp_bytes >= 0 ? each.stopped_tmp_bytes : each.forward_tmp_bytes;
   const int64_t forward = grad_waiting(t) + each.saved_bytes +
                           (is_cut && !each.saves_output ? 0 : each.output_bytes) + temporary;
-  const int64_t backward = each.grad_bytes + grad_before(s) + each.saved_bytes +
-                           (is_held ? each.output_bytes : 0) + each.backward_tmp_bytes;
-  return std::max(forward, backward);
+  return std::max(forward, backward_bytes(s, holder));
 }
 
 /// The same of stage s as a region that keeps results, at the chain's end.
-int64_t FrontierTable::bytes_to_keep(int64_t s, const KeepingCost& keeping) const {
+int64_t FrontierTable::bytes_to_keep(int64_t s, const KeepingCost& keeping,
+                                     InputHolder holder) const {
+  const bool others_hold = holder == InputHolder::Others;
   const int64_t forward = stage(s).output_bytes + keeping.kept_bytes + keeping.forward_tmp_bytes;
-  const int64_t backward = stage(s).grad_bytes + std::max(keeping.backward_bytes, grad_before(s));
+  const int64_t backward =
+      keeping_peak(cost_, s, keeping, others_hold) - (others_hold ? 0 : input_bytes(s));
   return std::max(forward, backward);
 }
 
@@ -158,82 +165,90 @@ int64_t FrontierTable::sweep_ticks(int64_t s, int64_t e) const {
 void FrontierTable::fill(std::size_t number, bool is_last) {
   Level& level = levels_[number];
   std::unordered_map<int32_t, int32_t> solved;
-  const auto fill_cell = [&](int64_t s, int64_t t) {
-    int32_t& target = level.stairs[cell(s, t)];
-    const auto found = solved.find(class_of_[cell(s, t)]);
+  const auto fill_cell = [&](int64_t s, int64_t t, InputHolder holder) {
+    const std::size_t here = cell(s, t, holder);
+    int32_t& target = level.stairs[here];
+    // What a region keeps is in no class.
+    const bool is_shared = !is_last || stage(s).keeping.empty();
+    const auto found = is_shared ? solved.find(class_of_[here]) : solved.end();
     if (found != solved.end()) {
       target = found->second;
       return;
     }
-    solve_chain(level, s, t);
-    const Level* const below = below_of(level, s, t);
-    if (below != nullptr && stairs(*below, s, t) == envelope_.stairs()) {
-      target = below->stairs[cell(s, t)];
+    solve_chain(level, s, t, holder);
+    const Level* const below = below_of(level, here);
+    if (below != nullptr && stairs(*below, here) == envelope_.stairs()) {
+      target = below->stairs[here];
     } else {
       staircases_.push_back(envelope_.stairs());
       target = static_cast<int32_t>(staircases_.size() - 1);
     }
-    solved.emplace(class_of_[cell(s, t)], target);
+    solved.emplace(class_of_[here], target);
   };
   if (is_last) {
-    for (int64_t s = num_stages_; s >= 1; --s) fill_cell(s, num_stages_);
+    for (int64_t s = num_stages_; s >= 1; --s)
+      for (const InputHolder holder : {InputHolder::Others, InputHolder::Nobody})
+        fill_cell(s, num_stages_, holder);
     return;
   }
   for (int64_t length = 1; length < num_stages_; ++length)
-    for (int64_t s = 1; s + length - 1 < num_stages_; ++s) fill_cell(s, s + length - 1);
+    for (int64_t s = 1; s + length - 1 < num_stages_; ++s)
+      for (const InputHolder holder : holders) fill_cell(s, s + length - 1, holder);
 }
 
 /// The level below, if it has this sub-chain too.
-const FrontierTable::Level* FrontierTable::below_of(const Level& level, int64_t s,
-                                                    int64_t t) const {
+const FrontierTable::Level* FrontierTable::below_of(const Level& level, std::size_t cell) const {
   const Level& below = levels_[level.inside];
-  return &below != &level && below.stairs[cell(s, t)] != kUnsolved ? &below : nullptr;
+  return &below != &level && below.stairs[cell] != kUnsolved ? &below : nullptr;
 }
 
-void FrontierTable::solve_chain(Level& level, int64_t s, int64_t t) {
+void FrontierTable::solve_chain(Level& level, int64_t s, int64_t t, InputHolder holder) {
   envelope_.clear();
   if (s == t) {
-    envelope_.lower(kFree, 0, bytes_to_save(s, s));
+    envelope_.lower(kFree, 0, bytes_to_save(s, s, holder));
     return;
   }
   // One level of nesting more allows all that the level below does; what it makes of the same
   // staircases is in that one's.
-  const Level* const below = below_of(level, s, t);
+  const Level* const below = below_of(level, cell(s, t, holder));
   const Level* const below_that =
       below != nullptr && below->has_regions ? &levels_[below->inside] : nullptr;
-  if (below != nullptr) envelope_.start(stairs(*below, s, t));
-  if (below == nullptr || level.stairs[cell(s + 1, t)] != below->stairs[cell(s + 1, t)])
-    envelope_.lower(stairs(level, s + 1, t), stage(s).saved_bytes + stage(s).output_bytes,
-                    bytes_to_save(s, t));
+  if (below != nullptr) envelope_.start(stairs(*below, cell(s, t, holder)));
+  const std::size_t behind = cell(s + 1, t, holder_behind(stage(s).saves_output));
+  if (below == nullptr || level.stairs[behind] != below->stairs[behind])
+    envelope_.lower(stairs(level, behind), charge(s, holder), bytes_to_save(s, t, holder));
   if (level.has_regions) {
     const Level& inside = levels_[level.inside];
     for (int64_t q = s + 1; q <= t; ++q) {
-      const std::size_t rest = cell(q, t), region = cell(s, q - 1);
+      const std::size_t rest = cell(q, t, InputHolder::Nobody),
+                        region = cell(s, q - 1, holder_inside(holder, t));
       if (below_that != nullptr && level.stairs[rest] == below->stairs[rest] &&
           inside.stairs[region] == below_that->stairs[region])
         continue;
-      envelope_.lower_to_sum(stairs(level, q, t), stage(q - 1).output_bytes,
-                             stairs(inside, s, q - 1), sweep_ticks(s, q - 1),
-                             sweep_bytes_[region] + grad_waiting(t));
+      envelope_.lower_to_sum(stairs(level, rest), stage(q - 1).output_bytes, stairs(inside, region),
+                             sweep_ticks(s, q - 1),
+                             sweep_bytes_[sub_chain(s, q - 1)] + grad_waiting(t));
     }
-    if (t == num_stages_) solve_keeping(level, s);
+    if (t == num_stages_) solve_keeping(level, s, holder);
   }
   envelope_.thin(options_.eps);
 }
 
 // See Note [Regions that keep].
-void FrontierTable::solve_keeping(Level& level, int64_t s) {
-  const Staircase& rest = stairs(level, s + 1, num_stages_);
+void FrontierTable::solve_keeping(Level& level, int64_t s, InputHolder holder) {
   for (std::size_t i = 0; i < stage(s).keeping.size(); ++i) {
     const KeepingCost& keeping = stage(s).keeping[i];
-    envelope_.lower_to_sum(rest, keeping.kept_bytes + stage(s).output_bytes, kFree,
-                           ticks_[s].keeping[i], bytes_to_keep(s, keeping));
+    const std::size_t behind = cell(s + 1, num_stages_, holder_behind(keeping.keeps_output));
+    envelope_.lower_to_sum(stairs(level, behind), keeping.kept_bytes + stage(s).output_bytes, kFree,
+                           ticks_[s].keeping[i], bytes_to_keep(s, keeping, holder));
   }
 }
 
 std::vector<FrontierPoint> FrontierTable::points() const {
   std::vector<FrontierPoint> points;
-  for (const Step& step : cost_.moving ? moving_[1].at({}) : stairs(levels_.back(), 1, num_stages_))
+  for (const Step& step : cost_.moving
+                              ? moving_[1].at({})
+                              : stairs(levels_.back(), cell(1, num_stages_, InputHolder::Others)))
     points.push_back({step.bytes + cost_.cached_cast_bytes,
                       std::ldexp(static_cast<double>(step.ticks), exponent_)});
   return points;
@@ -243,29 +258,33 @@ Plan FrontierTable::plan(int64_t bytes) const {
   bytes -= cost_.cached_cast_bytes;
   if (cost_.moving) return plan_moving(bytes);
   std::vector<PlanRegion> regions;
-  append_regions({1, num_stages_, bytes, levels_.size() - 1}, regions);
+  append_regions({1, num_stages_, bytes, levels_.size() - 1, InputHolder::Others}, regions);
   return Plan(num_stages_, std::move(regions));
 }
 
 void FrontierTable::append_regions(const Part& part, std::vector<PlanRegion>& regions) const {
   std::vector<Part> waiting{part};
   while (!waiting.empty()) {
-    auto [s, t, budget, number] = waiting.back();
+    auto [s, t, budget, number, holder] = waiting.back();
     waiting.pop_back();
     while (s < t) {
       const Level& level = levels_[number];
+      const InputHolder inner_holder = holder_inside(holder, t);
       // Ties go to the plain stage, then to the shortest region. With `eps` the tables may promise
       // less than their entries make possible, so the least is taken rather than the promised.
-      const int64_t kept = stage(s).saved_bytes + stage(s).output_bytes;
       int64_t best = kInfeasible, end = s;  // of a region s..end - 1; s: a plain stage
-      if (budget >= bytes_to_save(s, t)) best = value_at(stairs(level, s + 1, t), budget - kept);
+      const InputHolder behind = holder_behind(stage(s).saves_output);
+      if (budget >= bytes_to_save(s, t, holder))
+        best = value_at(stairs(level, cell(s + 1, t, behind)), budget - charge(s, holder));
       if (level.has_regions) {
+        const Level& inside = levels_[level.inside];
         for (int64_t q = s + 1; q <= t; ++q) {
-          if (budget < sweep_bytes_[cell(s, q - 1)] + grad_waiting(t)) break;
-          const int64_t rest = value_at(stairs(level, q, t), budget - stage(q - 1).output_bytes);
-          const int64_t inside = value_at(stairs(levels_[level.inside], s, q - 1), budget);
-          if (rest == kInfeasible || inside == kInfeasible) continue;
-          const int64_t value = rest + inside + sweep_ticks(s, q - 1);
+          if (budget < sweep_bytes_[sub_chain(s, q - 1)] + grad_waiting(t)) break;
+          const int64_t rest = value_at(stairs(level, cell(q, t, InputHolder::Nobody)),
+                                        budget - stage(q - 1).output_bytes);
+          const int64_t of_region = value_at(stairs(inside, cell(s, q - 1, inner_holder)), budget);
+          if (rest == kInfeasible || of_region == kInfeasible) continue;
+          const int64_t value = rest + of_region + sweep_ticks(s, q - 1);
           if (is_gain(value, best)) std::tie(best, end) = std::pair(value, q);
         }
       }
@@ -273,9 +292,10 @@ void FrontierTable::append_regions(const Part& part, std::vector<PlanRegion>& re
       for (std::size_t i = 0; level.has_regions && t == num_stages_ && i < stage(s).keeping.size();
            ++i) {
         const KeepingCost& each = stage(s).keeping[i];
-        if (budget < bytes_to_keep(s, each)) continue;
+        if (budget < bytes_to_keep(s, each, holder)) continue;
         const int64_t rest =
-            value_at(stairs(level, s + 1, t), budget - each.kept_bytes - stage(s).output_bytes);
+            value_at(stairs(level, cell(s + 1, t, holder_behind(each.keeps_output))),
+                     budget - each.kept_bytes - stage(s).output_bytes);
         if (rest == kInfeasible || !is_gain(rest + ticks_[s].keeping[i], best)) continue;
         best = rest + ticks_[s].keeping[i];
         keeping = &each;
@@ -283,18 +303,22 @@ void FrontierTable::append_regions(const Part& part, std::vector<PlanRegion>& re
       if (keeping != nullptr) {
         regions.push_back({s, s, keeping->policy});
         budget -= keeping->kept_bytes + stage(s).output_bytes;
+        holder = holder_behind(keeping->keeps_output);
         ++s;
         continue;
       }
       if (end == s) {
-        budget -= kept;
+        budget -= charge(s, holder);
+        holder = behind;
         ++s;
         continue;
       }
       regions.push_back({s, end - 1});
-      waiting.push_back({end, t, budget - stage(end - 1).output_bytes, number});
+      waiting.push_back(
+          {end, t, budget - stage(end - 1).output_bytes, number, InputHolder::Nobody});
       t = end - 1;
       number = level.inside;
+      holder = inner_holder;
     }
   }
 }

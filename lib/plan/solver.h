@@ -1,28 +1,33 @@
 #pragma once
 // The exact frontier of time and memory over all plans, as a table over all sub-chains.
 
+#include <array>
 #include <compare>
 #include <cstdint>
 #include <deque>
 #include <map>
 #include <vector>
 
+#include "lib/plan/cost.h"
 #include "lib/plan/staircase.h"
 #include "remat/plan.h"
 
 namespace remat::detail {
 
 // Note [The recurrence]
-// V(s,t,m) is the least time of recomputing for stages s..t, which some region ends with t (or the
+// V(s,t,h,m) is the least time of recomputing for stages s..t, which some region ends with t (or the
 // chain does), with m bytes beyond x_{s-1}, while the gradient of x_t is alive or to come. d_t is that gradient
-// with what the backward of t has made before it first reads, which is when t is recomputed.
+// with what the backward of t has made before it first reads, which is when t is recomputed. h says who holds x_{s-1}
+// in the backward of s, as in Note [Who holds an input].
 //
-//     V(s,s,m) = 0                                      if m >= saving(s,s)
-//     V(s,t,m) = min of
-//       V(s+1,t, m - saved_s - x_s)                     if m >= saving(s,t): stage s plain
-//       V(q,t, m - x_{q-1}) + sweep(s,q-1) + V(s,q-1,m) if m >= sweeping(s,q-1) + d_t: a region s..q-1
+//     V(s,s,h,m) = 0                                              if m >= saving(s,s,h)
+//     V(s,t,h,m) = min of
+//       V(s+1,t,h', m - saved_s - x_s + freed)                    if m >= saving(s,t,h): stage s plain
+//       V(q,t,nobody, m - x_{q-1}) + sweep(s,q-1) + V(s,q-1,h",m) if m >= sweeping(s,q-1) + d_t: a region s..q-1
 //
-// sweep(s,e) is the forward of stages s..e-1, of e up to its last save, and the cost of a frame.
+// sweep(s,e) is the forward of stages s..e-1, of e up to its last save, and the cost of a frame. freed is x_{s-1} where
+// neither stage s saves it nor anybody else holds it, else 0. h' is others if stage s saves its output, else nobody; h" is h, but
+// a region of the outermost level holds what nobody else does.
 // As a function of m, V is a staircase; all budgets are solved at once, without rounding.
 //
 // Three things differ from the paper (rotor). A recompute ends early, so its last stage may never
@@ -36,9 +41,9 @@ namespace remat::detail {
 // A stage may be a region with a policy that keeps some results of operator calls. Each way in which
 // it can keep, c, is one more branch of the minimum:
 //
-//     V(s+1,t, m - kept_c - x_s) + extra_c              if m >= keeping(s,c)
+//     V(s+1,t,h', m - kept_c - x_s) + extra_c           if m >= keeping(s,h,c)
 //
-// where keeping(s,c) is the larger one of what its forward takes and of what its recompute and backward
+// where keeping(s,h,c) is the larger one of what its forward takes and of what its recompute and backward
 // take with the gradient of x_s. These are measured as one peak (KeepingCost::backward_bytes), since
 // a replay hands out kept results in an order of its own.
 //
@@ -60,17 +65,16 @@ namespace remat::detail {
 // level, and only that, has a state more: p, the bytes that the item before moves. With m' = m - p,
 //
 //     V(s,p,m) = min of
-//       V(s+1, b, m' + p - saved_s - x_s + moved) + wait         if m' >= saving(s,L)
-//       V(q, b, m' + p - x_{q-1} + moved) + sweep(s,q-1) + V(s,q-1,m') + wait
-//                                                                if m' >= sweeping(s,q-1)
-//       V(s+1, b, m' + p - kept_c - x_s + moved) + extra_c + wait  if m' >= keeping(s,c)
+//       V(s+1, b, m' + p - saved_s - x_s + freed + moved) + wait   if m' >= saving(s,L,h)
+//       V(q, b, m' + p - x_{q-1} + moved) + sweep(s,q-1) + V(s,q-1,h",m') + wait
+//                                                                  if m' >= sweeping(s,q-1)
+//       V(s+1, b, m' + p - kept_c - x_s + moved) + extra_c + wait  if m' >= keeping(s,h,c)
 //
 // where b and moved are 0, or b what the item moves and moved that much of what was charged (x_{s-1}, which the
 // chain before paid for, and part of saved_s). wait is what copying p takes longer than the item's forward, and back
 // than its backward with its first recompute; the share of copies by which the program is held up is paid by the item that moves.
 //
-// An input moves only if the item itself is all that holds it: not the chain's own, not one that the stage before
-// saves as its output, none behind a region that keeps (which may keep its output). That is the second part of the state.
+// An input moves only if the item itself is all that holds it: not one that others hold, which is the h of the state.
 // There are as many different p as stages have different inputs, so this is of the order of the rest of the search,
 // and far less where stages are equal.
 //
@@ -83,8 +87,9 @@ namespace remat::detail {
 // staircase would collect points that differ by rounding only.
 //
 // Note [Equal stages]
-// V(s,t) depends on nothing but the costs of its stages and the gradient before them. Sub-chains
-// with equal costs share one staircase, which makes n equal blocks a table of order n.
+// V(s,t,h) depends on nothing but the costs of its stages and the gradient before them, and on h only by what the
+// backward of s takes and by freed. Sub-chains with equal costs share one staircase, which makes n equal blocks a table of order
+// n, and costs nothing for the h of stages that save their inputs first of all.
 
 /// The table holds the staircases of all sub-chains, and the plans that attain them.
 class FrontierTable {
@@ -100,18 +105,18 @@ class FrontierTable {
     int64_t forward = 0, to_last_save = 0;
     std::vector<int64_t> keeping{};  // in the order of StageCost::keeping
   };
-  /// A level is one depth: the number of the staircase of each sub-chain, and where the insides of
-  /// its regions are.
+  /// A level is one depth: the number of the staircase of each sub-chain and holder of its input, and where the insides
+  /// of its regions are.
   struct Level {
     std::vector<int32_t> stairs;
     std::size_t inside = 0;
     bool has_regions = true;
   };
 
-  /// What the item before moves, and whether the input of the next one is held by somebody else. See Note [What moves].
+  /// What the item before moves, and who else holds the input of the next one. See Note [What moves].
   struct Before {
     int64_t moved_bytes = 0;
-    bool holds_input = true;
+    InputHolder holder = InputHolder::Others;
     friend auto operator<=>(const Before&, const Before&) = default;
   };
   /// One way to go on at the outermost level: an item.
@@ -123,6 +128,7 @@ class FrontierTable {
     int64_t charge;  // bytes that stay until backward, less what is not there any more
     int64_t ticks;   // but for its inside
     Before then;
+    InputHolder inside;  // of a region
   };
 
   const StageCost& stage(int64_t k) const { return cost_.stages[static_cast<std::size_t>(k - 1)]; }
@@ -138,14 +144,39 @@ class FrontierTable {
     return stage(k).unsaved_tmp_bytes >= 0 ? stage(k).unsaved_tmp_bytes
                                            : stage(k).forward_tmp_bytes;
   }
-  std::size_t cell(int64_t s, int64_t t) const {
+  static constexpr std::array holders{InputHolder::Others, InputHolder::Region,
+                                      InputHolder::Nobody};
+  int64_t input_bytes(int64_t s) const { return s == 1 ? 0 : stage(s - 1).output_bytes; }
+  /// What the backward of stage s takes beyond its input.
+  int64_t backward_bytes(int64_t s, InputHolder holder) const {
+    return backward_peak(cost_, s, holder) - (holder == InputHolder::Others ? 0 : input_bytes(s));
+  }
+  /// What goes away of the input when stage s has run forward.
+  int64_t freed_bytes(int64_t s, InputHolder holder) const {
+    return holder == InputHolder::Nobody && !stage(s).saves_input ? input_bytes(s) : 0;
+  }
+  /// What stage s leaves behind when it has run forward, beyond its input.
+  int64_t charge(int64_t s, InputHolder holder) const {
+    return stage(s).saved_bytes + stage(s).output_bytes - freed_bytes(s, holder);
+  }
+  static InputHolder holder_behind(bool is_held) {
+    return is_held ? InputHolder::Others : InputHolder::Nobody;
+  }
+  /// Who holds the input of a region in its inside, in a sub-chain that ends with t.
+  InputHolder holder_inside(InputHolder holder, int64_t t) const {
+    return t == num_stages_ && holder == InputHolder::Nobody ? InputHolder::Region : holder;
+  }
+  std::size_t sub_chain(int64_t s, int64_t t) const {
     return static_cast<std::size_t>((s - 1) * num_stages_ + t - 1);
   }
-  const Staircase& stairs(const Level& level, int64_t s, int64_t t) const {
-    return staircases_[static_cast<std::size_t>(level.stairs[cell(s, t)])];
+  std::size_t cell(int64_t s, int64_t t, InputHolder holder) const {
+    return holders.size() * sub_chain(s, t) + static_cast<std::size_t>(holder);
   }
-  int64_t bytes_to_save(int64_t s, int64_t t) const;
-  int64_t bytes_to_keep(int64_t s, const KeepingCost& keeping) const;
+  const Staircase& stairs(const Level& level, std::size_t cell) const {
+    return staircases_[static_cast<std::size_t>(level.stairs[cell])];
+  }
+  int64_t bytes_to_save(int64_t s, int64_t t, InputHolder holder) const;
+  int64_t bytes_to_keep(int64_t s, const KeepingCost& keeping, InputHolder holder) const;
   int64_t sweep_ticks(int64_t s, int64_t e) const;
 
   void scale_seconds();
@@ -155,10 +186,10 @@ class FrontierTable {
   void fill(std::size_t number, bool is_last);
   /// The sub-chains that end with the last stage, which no region does.
   void fill_outermost(std::size_t number);
-  const Level* below_of(const Level& level, int64_t s, int64_t t) const;
-  void solve_chain(Level& level, int64_t s, int64_t t);
+  const Level* below_of(const Level& level, std::size_t cell) const;
+  void solve_chain(Level& level, int64_t s, int64_t t, InputHolder holder);
   /// Lowers what `solve_chain` found for stages s to the last one by the ways to keep of stage s.
-  void solve_keeping(Level& level, int64_t s);
+  void solve_keeping(Level& level, int64_t s, InputHolder holder);
   // solver_moves.cpp:
   /// Fills what `fill` does for sub-chains that end with the last stage.
   void fill_moving();
@@ -172,6 +203,7 @@ class FrontierTable {
   struct Part {
     int64_t first, last, bytes;
     std::size_t level;
+    InputHolder holder = InputHolder::Others;
   };
   /// Appends the regions of the fastest plan of a part.
   void append_regions(const Part& part, std::vector<PlanRegion>& regions) const;
@@ -183,7 +215,7 @@ class FrontierTable {
   int64_t frame_ticks_ = 0;
   std::vector<StageTicks> ticks_;                          // by stage
   std::vector<int64_t> forward_before_, backward_before_;  // ticks of all stages before
-  std::vector<int32_t> class_of_;                          // equal for sub-chains of equal costs
+  std::vector<int32_t> class_of_;     // by cell; equal for those of equal costs
   std::vector<int64_t> sweep_bytes_;  // to run the stages of a sub-chain without saving
   std::vector<Level> levels_;         // the last one is the chain's
   std::deque<Staircase> staircases_;

@@ -13,8 +13,8 @@ namespace remat::detail {
 std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Before& before) const {
   std::vector<Item> items;
   const StageCost& here = stage(s);
-  const int64_t input =
-      !before.holds_input && stage(s - 1).has_movable_output ? stage(s - 1).output_bytes : 0;
+  const bool is_movable = before.holder == InputHolder::Nobody && stage(s - 1).has_movable_output;
+  const int64_t input = is_movable ? input_bytes(s) : 0;
   // The same item, and, if that gains anything, moving what goes away then.
   const auto add = [&](Item item, int64_t movable) {
     items.push_back(item);
@@ -31,11 +31,12 @@ std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Befo
        nullptr,
        false,
        false,
-       bytes_to_save(s, num_stages_),
-       here.saved_bytes + output,
+       bytes_to_save(s, num_stages_, before.holder),
+       charge(s, before.holder),
        0,
-       {0, here.saves_output}},
-      input + here.movable_bytes);
+       {0, holder_behind(here.saves_output)},
+       {}},
+      (here.saves_input ? input : 0) + here.movable_bytes);
   const Level& outermost = levels_.back();
   for (int64_t q = s + 1; outermost.has_regions && q <= num_stages_; ++q)
     add({s,
@@ -43,10 +44,11 @@ std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Befo
          nullptr,
          true,
          false,
-         sweep_bytes_[cell(s, q - 1)],
+         sweep_bytes_[sub_chain(s, q - 1)],
          stage(q - 1).output_bytes,
          sweep_ticks(s, q - 1),
-         {0, false}},
+         {0, InputHolder::Nobody},
+         holder_inside(before.holder, num_stages_)},
         input);
   for (std::size_t i = 0; outermost.has_regions && s < num_stages_ && i < here.keeping.size(); ++i)
     add({s,
@@ -54,10 +56,11 @@ std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Befo
          &here.keeping[i],
          true,
          false,
-         bytes_to_keep(s, here.keeping[i]),
+         bytes_to_keep(s, here.keeping[i], before.holder),
          here.keeping[i].kept_bytes + output,
          ticks_[s].keeping[i],
-         {0, true}},
+         {0, holder_behind(here.keeping[i].keeps_output)},
+         {}},
         input);
   return items;
 }
@@ -76,7 +79,7 @@ int64_t FrontierTable::ticks_of_waiting(const Before& before, const Item& item) 
 const Staircase& FrontierTable::inside_of(const Item& item) const {
   static const Staircase nothing{{0, 0}};
   if (!item.is_region || item.keeping != nullptr) return nothing;
-  return stairs(levels_[levels_.back().inside], item.first, item.next - 1);
+  return stairs(levels_[levels_.back().inside], cell(item.first, item.next - 1, item.inside));
 }
 
 void FrontierTable::fill_moving() {
@@ -129,7 +132,8 @@ Plan FrontierTable::plan_moving(int64_t bytes) const {
     if (chosen.is_region) {
       const int64_t policy = chosen.keeping == nullptr ? 0 : chosen.keeping->policy;
       regions.push_back({s, chosen.next - 1, policy});
-      if (policy == 0) append_regions({s, chosen.next - 1, beyond, levels_.back().inside}, regions);
+      if (policy == 0)
+        append_regions({s, chosen.next - 1, beyond, levels_.back().inside, chosen.inside}, regions);
     }
     bytes -= chosen.charge;
     before = chosen.then;

@@ -245,10 +245,10 @@ PyObject* run(const std::shared_ptr<const Program>& program, const Plan& plan,
 
 // ---- planning -----------------------------------------------------------------------------------------
 
-using KeepingTuple = std::tuple<int64_t, double, int64_t, int64_t, int64_t>;
-using StageTuple =
-    std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t,
-               std::vector<KeepingTuple>, int64_t, bool, int64_t, int64_t>;
+using KeepingTuple = std::tuple<int64_t, double, int64_t, int64_t, int64_t, int64_t, bool>;
+using StageTuple = std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t,
+                              bool, int64_t, std::vector<KeepingTuple>, int64_t, bool, int64_t,
+                              int64_t, bool, int64_t, int64_t, int64_t>;
 using MoveCostTuple = std::tuple<double, double, double>;
 using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>, double,
                              std::optional<MoveCostTuple>, int64_t>;
@@ -266,7 +266,8 @@ ChainCost cost_in(const CostTuple& cost) {
     chain.moving = {std::get<0>(*moving), std::get<1>(*moving), std::get<2>(*moving)};
   for (const auto& [forward_s, backward_s, to_last_save_s, output, saved, forward_tmp, backward_tmp,
                     grad, saves_output, unsaved_tmp, keeping, movable, has_movable_output,
-                    first_read_tmp, stopped_tmp] : std::get<2>(cost)) {
+                    first_read_tmp, stopped_tmp, saves_input, backward, region_backward,
+                    lone_backward] : std::get<2>(cost)) {
     chain.stages.push_back({forward_s,
                             backward_s,
                             to_last_save_s,
@@ -280,10 +281,17 @@ ChainCost cost_in(const CostTuple& cost) {
                             {},
                             movable,
                             has_movable_output});
-    for (const auto& [policy, extra_s, kept, kept_forward_tmp, backward] : keeping)
-      chain.stages.back().keeping.push_back({policy, extra_s, kept, kept_forward_tmp, backward});
-    chain.stages.back().first_read_tmp_bytes = first_read_tmp;
-    chain.stages.back().stopped_tmp_bytes = stopped_tmp;
+    StageCost& stage = chain.stages.back();
+    for (const auto& [policy, extra_s, kept, kept_forward_tmp, kept_backward, kept_lone_backward,
+                      keeps_output] : keeping)
+      stage.keeping.push_back({policy, extra_s, kept, kept_forward_tmp, kept_backward,
+                               kept_lone_backward, keeps_output});
+    stage.first_read_tmp_bytes = first_read_tmp;
+    stage.stopped_tmp_bytes = stopped_tmp;
+    stage.saves_input = saves_input;
+    stage.backward_bytes = backward;
+    stage.region_backward_bytes = region_backward;
+    stage.lone_backward_bytes = lone_backward;
   }
   return chain;
 }
@@ -298,12 +306,14 @@ CostTuple tuple_of(const ChainCost& chain) {
     std::vector<KeepingTuple> keeping;
     for (const KeepingCost& one : each.keeping)
       keeping.emplace_back(one.policy, one.extra_s, one.kept_bytes, one.forward_tmp_bytes,
-                           one.backward_bytes);
-    std::get<2>(cost).emplace_back(
-        each.forward_s, each.backward_s, each.forward_to_last_save_s, each.output_bytes,
-        each.saved_bytes, each.forward_tmp_bytes, each.backward_tmp_bytes, each.grad_bytes,
-        each.saves_output, each.unsaved_tmp_bytes, std::move(keeping), each.movable_bytes,
-        each.has_movable_output, each.first_read_tmp_bytes, each.stopped_tmp_bytes);
+                           one.backward_bytes, one.lone_backward_bytes, one.keeps_output);
+    std::get<2>(cost).emplace_back(each.forward_s, each.backward_s, each.forward_to_last_save_s,
+                                   each.output_bytes, each.saved_bytes, each.forward_tmp_bytes,
+                                   each.backward_tmp_bytes, each.grad_bytes, each.saves_output,
+                                   each.unsaved_tmp_bytes, std::move(keeping), each.movable_bytes,
+                                   each.has_movable_output, each.first_read_tmp_bytes,
+                                   each.stopped_tmp_bytes, each.saves_input, each.backward_bytes,
+                                   each.region_backward_bytes, each.lone_backward_bytes);
   }
   return cost;
 }

@@ -69,6 +69,10 @@ class KeepingCost(NamedTuple):
     backward_bytes: int = 0
     """[bytes] of recompute and backward at their peak, beyond the stage's input and the gradient of its output: with
     what is kept, and with the gradient of the input."""
+    lone_backward_bytes: int = -1
+    """The same with the input, which nobody but the region holds. Negative: both together."""
+    keeps_output: bool = True
+    """Whether the output is among what is kept; `kept_bytes` do not count it, `backward_bytes` do."""
 
 
 class StageCost(NamedTuple):
@@ -106,6 +110,17 @@ class StageCost(NamedTuple):
     stopped_tmp_bytes: int = -1
     """Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond `saved_bytes`, and the
     output if autograd keeps it. Negative: the same."""
+    saves_input: bool = True
+    """Whether the input is among what autograd keeps of the stage. If not, it goes away when the stage has run forward,
+    unless others hold it: the stage before it, which saves its output, the caller, or a region that begins with the stage
+    and is in no other one."""
+    backward_bytes: int = -1
+    """[bytes] of all that there is of the stage at the peak of its backward, but for the input, which others hold. Negative:
+    the sum of what is named here."""
+    region_backward_bytes: int = -1
+    """The same with the input, which a region holds that begins with the stage. Negative: both together."""
+    lone_backward_bytes: int = -1
+    """The same with the input, if autograd keeps it, when nobody else holds it. Negative: both together."""
 
     @classmethod
     def _of(cls, numbers: _remat._StageTuple) -> StageCost:

@@ -10,9 +10,10 @@ from ._plan import PlanRegion
 R = TypeVar("R")
 T = TypeVar("T")
 
-_KeepingTuple = tuple[int, float, int, int, int]
+_KeepingTuple = tuple[int, float, int, int, int, int, bool]
 _StageTuple = tuple[
-    float, float, float, int, int, int, int, int, bool, int, Sequence[_KeepingTuple], int, bool, int, int
+    float, float, float, int, int, int, int, int, bool, int, Sequence[_KeepingTuple], int, bool, int, int,
+    bool, int, int, int,
 ]
 _MoveCostTuple = tuple[float, float, float]
 _CostTuple = tuple[int, int, Sequence[_StageTuple], float, Optional[_MoveCostTuple], int]
