@@ -152,6 +152,7 @@ class Selection final : public Keeper, public OperatorHandler {
     CheckpointPolicy answer;
     bool is_chosen;
     const char* against;
+    double seconds = 0;  ///< that save_best knows
   };
   std::vector<Decision> decisions_;
 };
