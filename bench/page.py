@@ -57,6 +57,8 @@ SECTIONS = (
     ("checks_cost", "What do the options cost?", "A step with one option changed, over the step with the defaults."),
     ("recorder_cost", "What does looking on cost?", "The demo's step, and the smallest regions, under a recorder."),
     ("offload", "What does it cost to keep tensors elsewhere?", "Time added per saved byte, by guard."),
+    ("moving_cost", "What does moving to a file cost the thread that saves?",
+     "Time on a core, of the calling thread and of all, per MiB, beyond the plain chain's."),
     ("tiers", "Is moving better than recomputing?",
      "Steps with the same peak: what is saved waits in a file, or is computed again. `waited`: for the file, of the step."),
     ("plan_keeping", "What do plans gain that may keep results, or move them?",

@@ -34,6 +34,11 @@ class Background {
     /// False if it has begun. What it holds is let go of.
     bool cancel();
     bool is_over() const { return state_.load() == over; }
+    /// Whether nobody has begun it. Who begins it after this sees what this thread has written to memory.
+    bool is_waiting() {
+      int64_t state = waiting;
+      return state_.compare_exchange_strong(state, waiting);
+    }
 
    private:
     friend class Background;

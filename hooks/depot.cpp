@@ -166,7 +166,7 @@ std::shared_ptr<SavedElsewhere> Depot::take(const at::Tensor& saved, const at::T
     return taken;
   }
   if (is_trusted || stands_for != nullptr) {
-    move(*taken, is_trusted);
+    move(*taken, {.is_trusted = is_trusted});
   } else {
     std::optional<c10::Stream> stream;
     if (!saved.is_cpu()) stream = current_stream(saved.device());
@@ -180,7 +180,7 @@ std::shared_ptr<SavedElsewhere> Depot::take(const at::Tensor& saved, const at::T
 std::shared_ptr<Piece> Depot::keep(const at::Tensor& dense, uint64_t number) {
   const int64_t begin = dense.storage_offset() * static_cast<int64_t>(dense.dtype().itemsize());
   return piece_for(dense, begin, begin + static_cast<int64_t>(dense.nbytes()),
-                   /*is_trusted=*/false, number);
+                   {.is_trusted = false, .number = number});
 }
 
 void Depot::stay(const std::shared_ptr<SavedElsewhere>& saved, const at::Tensor& judged,
@@ -195,13 +195,14 @@ void Depot::stay(const std::shared_ptr<SavedElsewhere>& saved, const at::Tensor&
 }
 
 void Depot::move_excess(c10::Device device, const SavingOperator* running) {
+  const uint64_t batch = ++num_batches_;
   for (const Staying::Entry& each : options_.staying->take_excess(device, running)) {
     const auto saved = std::static_pointer_cast<SavedElsewhere>(each.saved.lock());
     if (saved == nullptr) continue;
     std::optional<OnStream> as_then;
     if (each.stream) as_then.emplace(*each.stream);
     try {
-      move(*saved, each.is_trusted, each.number);
+      move(*saved, {.is_trusted = each.is_trusted, .number = each.number, .batch = batch});
     } catch (const std::exception& error) {  // pieces let nothing else through
       seam::warn(c10::str("remat: a saved tensor stays in memory, since it could not be moved: ",
                           seam::text_of(error)));
@@ -228,7 +229,7 @@ void Depot::settle(const Unsettled& unsettled) {
   if (saved == nullptr) return;
   std::optional<OnStream> as_then;
   if (unsettled.stream) as_then.emplace(*unsettled.stream);
-  move(*saved, /*is_trusted=*/false);
+  move(*saved, {.is_trusted = false});
 }
 
 void Depot::settle_other_operators(uint64_t operator_number) {
@@ -250,7 +251,7 @@ void Depot::settle() noexcept {
   }
 }
 
-void Depot::move(SavedElsewhere& saved, bool is_trusted, uint64_t number) {
+void Depot::move(SavedElsewhere& saved, const MoveAs& as) {
   // Nobody else moves it. Freed after the lock, since its storage may run a deleter of the user's.
   at::Tensor tensor = saved.in_place_;
   const auto is_changed = [&] {
@@ -259,7 +260,7 @@ void Depot::move(SavedElsewhere& saved, bool is_trusted, uint64_t number) {
   if (is_changed()) return;
   const auto range = range_of(tensor, place_->stores_bytes());
   if (!range) return;
-  auto piece = piece_for(tensor, range->begin, range->end, is_trusted, number);
+  auto piece = piece_for(tensor, range->begin, range->end, as);
   if (piece == nullptr || is_changed()) return;
   const std::lock_guard<std::mutex> lock(saved.mutex_);
   saved.sizes_.assign(tensor.sizes().begin(), tensor.sizes().end());
@@ -293,7 +294,7 @@ void Depot::finish_stores_before(int64_t bytes) {
 }
 
 std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
-                                        bool is_trusted, uint64_t number) {
+                                        const MoveAs& as) {
   const c10::StorageImpl* const source = tensor.storage().unsafeGetStorageImpl();
   const auto kind = place_->stores_bytes() ? c10::kByte : tensor.scalar_type();
   std::vector<std::shared_ptr<Piece>> known;  // dies after the lock: a piece asks for it
@@ -304,13 +305,14 @@ std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin,
         if (auto piece = each.lock()) known.push_back(std::move(piece));
   }
   for (const auto& piece : known)
-    if (piece->has(tensor, begin, end, kind, is_trusted)) return piece;
+    if (piece->has(tensor, begin, end, kind, as.is_trusted, as.batch)) return piece;
   if (bounds_stores()) finish_stores_before(end - begin);
   auto piece = std::make_shared<Piece>(weak_from_this(), place_, surroundings_.around,
-                                       options_.totals, tensor, begin, end, kind, is_trusted);
+                                       options_.totals, tensor, begin, end, kind, as.is_trusted);
   if (!piece->begin_store(tensor)) return nullptr;
+  piece->set_batch(as.batch);
   if (order_ != nullptr) {
-    if (number == 0) number = order_->next_number();
+    const uint64_t number = as.number == 0 ? order_->next_number() : as.number;
     order_->add(number, piece);
     piece->set_order(order_, number);
   }

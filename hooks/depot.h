@@ -25,7 +25,11 @@
 // Note [Sharing pieces]
 // Two saved tensors share a piece if they have the same storage object, alive all the time, the
 // same version counter and version, and equal contents: a write through `.data` leaves the version
-// alone. Contents on the CPU are compared by a hash of 64 bits. Contents on an accelerator are not
+// alone. Contents on the CPU are compared when a second save asks, by the place where it can
+// (ComparablePlace), byte by byte with its copy; for other places they are hashed before each copy, in
+// 64 bits. Most are never asked for again, so what is saved once is not read but to be copied. What
+// moves because there is no room for it has been let go of by all others: saved tensors of one
+// storage that move at once share a piece without a look at it. Contents on an accelerator are not
 // compared, which would wait for the device; there only tensors that require grad are shared.
 
 #include <ATen/core/Tensor.h>
@@ -140,10 +144,15 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   void stay(const std::shared_ptr<SavedElsewhere>& saved, const at::Tensor& judged,
             Staying::Entry entry);
   void move_excess(c10::Device device, const SavingOperator* running);
-  /// `number`: in the order of saving; 0: the last.
-  void move(SavedElsewhere& saved, bool is_trusted, uint64_t number = 0);
+  struct MoveAs {
+    bool is_trusted;
+    uint64_t number = 0;  ///< in the order of saving; 0: the last
+    uint64_t batch =
+        0;  ///< of what moves at once, and nobody writes to meanwhile; 0: it moves alone
+  };
+  void move(SavedElsewhere& saved, const MoveAs& as);
   std::shared_ptr<Piece> piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
-                                   bool is_trusted, uint64_t number);
+                                   const MoveAs& as);
   void forget(const Piece& piece);
   bool bounds_stores() const {
     return options_.max_bytes_in_flight < std::numeric_limits<int64_t>::max();
@@ -158,6 +167,7 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   std::unordered_map<const c10::StorageImpl*, std::vector<std::weak_ptr<Piece>>> pieces_;
   std::vector<Unsettled> unsettled_;
   std::atomic<bool> has_unsettled_{false};
+  std::atomic<uint64_t> num_batches_{0};
   /// What is stored late, oldest first, and may not be finished.
   struct Storing {
     std::weak_ptr<Piece> piece;

@@ -7,8 +7,10 @@
 #include <exception>
 
 #include "hooks/byte_hash.h"
+#include "hooks/comparable_place.h"
 #include "hooks/depot.h"
 #include "hooks/on_stream.h"
+#include "hooks/save_on_cpu.h"
 #include "hooks/unseen.h"
 #include "lib/base/waiting.h"
 #include "lib/seam/autograd_meta.h"
@@ -40,7 +42,9 @@ Piece::Piece(std::weak_ptr<Depot> depot, std::shared_ptr<Place> place, AroundPla
       kind_(kind),
       counter_(tensor.unsafeGetTensorImpl()->version_counter()),
       version_(static_cast<uint32_t>(tensor._version())),
-      is_trusted_(is_trusted) {}
+      is_trusted_(is_trusted),
+      is_comparable_(device_.is_cpu() &&
+                     dynamic_cast<const ComparablePlace*>(place_.get()) != nullptr) {}
 
 Piece::~Piece() {
   if (order_ != nullptr) order_->remove(number_);
@@ -65,9 +69,12 @@ at::Tensor Piece::flat_view(const at::Tensor& tensor) const {
   return flat;
 }
 
+const char* Piece::bytes_of(const at::Tensor& tensor) const {
+  return static_cast<const char*>(tensor.storage().data()) + begin_;
+}
+
 uint64_t Piece::hash_of(const at::Tensor& tensor) const {
-  return hash_of_bytes(static_cast<const char*>(tensor.storage().data()) + begin_,
-                       static_cast<std::size_t>(end_ - begin_));
+  return hash_of_bytes(bytes_of(tensor), static_cast<std::size_t>(end_ - begin_));
 }
 
 void Piece::use_place(c10::function_ref<void()> use) const {
@@ -85,7 +92,8 @@ void Piece::use_place(c10::function_ref<void()> use) const {
 }
 
 bool Piece::begin_store(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) hash_ = hash_of(tensor);
+  // Before the copy: a place may let others write to it meanwhile.
+  if (device_.is_cpu() && !is_comparable_) hash_ = hash_of(tensor);
   use_place([&] { contents_ = place_->begin_store(flat_view(tensor)); });
   if (contents_ == nullptr) return false;
   is_stored_late_ = contents_->is_stored_late();
@@ -108,8 +116,21 @@ void Piece::finish_store_once() {
   is_store_finished_ = true;
 }
 
+at::Tensor Piece::host_memory() const {
+  const Unseen unseen;
+  const auto* const host = dynamic_cast<const HostContents*>(contents_.get());
+  return host == nullptr ? at::Tensor() : host->host_memory();
+}
+
+void Piece::wait_for_host() const {
+  const Unseen unseen;
+  const WaitForThread waiting;
+  if (const auto* const host = dynamic_cast<const HostContents*>(contents_.get()))
+    host->bytes_on_host();
+}
+
 bool Piece::has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
-                bool is_trusted) const {
+                bool is_trusted, uint64_t batch) const {
   if (kind != kind_ || begin < begin_ || end > end_) return false;
   const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
   if (!counter.enabled() || !seam::is_same_counter(counter, counter_) ||
@@ -117,7 +138,10 @@ bool Piece::has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::Scala
     return false;
   if (!tensor.is_cpu()) return is_trusted && is_trusted_;
   if (static_cast<int64_t>(tensor.storage().nbytes()) < end_) return false;
-  return hash_of(tensor) == hash_;
+  if (batch != 0 && batch == batch_) return true;
+  if (!is_comparable_) return hash_of(tensor) == hash_;
+  const TimeSpent time(totals_ == nullptr ? nullptr : &totals_->spent_ns);
+  return static_cast<ComparableContents&>(*contents_).has_bytes_of(bytes_of(tensor));
 }
 
 bool Piece::begin_load() noexcept {

@@ -36,16 +36,25 @@ class Piece {
   bool begin_store(const at::Tensor& tensor);
   /// The original is not needed any more.
   void finish_store();
+  /// The memory of the CPU that it is copied to; undefined if there is none. The bytes may not be there yet.
+  at::Tensor host_memory() const;
+  /// Returns when they are.
+  void wait_for_host() const;
   /// Reads of it begin the loads of others.
   void set_order(std::shared_ptr<PrefetchOrder> order, uint64_t number);
-  /// Whether a tensor's bytes `begin` to `end` are in here, with the contents that they have now.
+  /// Nobody writes to the original until that batch is over.
+  void set_batch(uint64_t batch) { batch_ = batch; }
+  /// Whether a tensor's bytes `begin` to `end` are in here, with the contents that they have now. `batch`: which is not
+  /// over, or 0.
   bool has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
-           bool is_trusted) const;
+           bool is_trusted, uint64_t batch) const;
 
   const c10::StorageImpl* source() const { return source_._unsafe_get_target(); }
   /// Whether anybody has the original yet.
   bool is_source_alive() const { return !source_.expired(); }
   c10::Device device() const { return device_; }
+  /// In the order of storing.
+  uint64_t number() const { return number_; }
   int64_t begin() const { return begin_; }
   int64_t num_bytes() const { return end_ - begin_; }
   bool is_stored_late() const { return is_stored_late_; }
@@ -63,6 +72,7 @@ class Piece {
 
  private:
   at::Tensor flat_view(const at::Tensor& tensor) const;
+  const char* bytes_of(const at::Tensor& tensor) const;
   uint64_t hash_of(const at::Tensor& tensor) const;
   void use_place(c10::function_ref<void()> use) const;
   void finish_store_once();
@@ -80,8 +90,9 @@ class Piece {
   const c10::VariableVersion counter_;
   const uint32_t version_;
   const bool is_trusted_;
+  const bool is_comparable_;  ///< by the place; else by a hash, if on the CPU
   bool is_stored_late_ = false;
-  uint64_t hash_ = 0, number_ = 0;
+  uint64_t hash_ = 0, number_ = 0, batch_ = 0;
   std::shared_ptr<PrefetchOrder> order_;
   std::shared_ptr<StoredContents> contents_;
   std::optional<Ready> stored_;  ///< on an accelerator

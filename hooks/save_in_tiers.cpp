@@ -86,7 +86,7 @@ at::Tensor load_from(const Written& written, SpoolLoad& load, int64_t size, Tier
 }
 
 /// What the CPU has saved itself.
-class OwnOnDisk final : public StoredContents {
+class OwnOnDisk final : public ComparableContents {
  public:
   OwnOnDisk(std::shared_ptr<Spool> spool, const at::Tensor& flat,
             std::shared_ptr<TierTotals> totals)
@@ -102,12 +102,14 @@ class OwnOnDisk final : public StoredContents {
 
   bool is_stored_late() const override { return true; }
   void finish_store() override {
-    if (!job_->is_over()) {
-      const Waiting waiting(*totals_);
-      const WatchedFileWork watched(FileWatch::Work::Wait, size_);
-      job_->wait();
-    }
+    end_write();
     state_->written.warn_if_failed();
+  }
+  bool has_bytes_of(const void* memory) override {
+    if (job_->is_waiting()) return true;
+    end_write();
+    // What could not be written, or need not be, is that memory itself.
+    return state_->written.range() == nullptr || state_->written.range()->equals(memory);
   }
   void begin_load() override {
     if (job_->cancel() || !job_->is_over()) return;  // it is in memory yet
@@ -120,6 +122,12 @@ class OwnOnDisk final : public StoredContents {
   void cancel_load() override { load_.cancel(); }
 
  private:
+  void end_write() {
+    if (job_->is_over()) return;
+    const Waiting waiting(*totals_);
+    const WatchedFileWork watched(FileWatch::Work::Wait, size_);
+    job_->wait();
+  }
   struct State {
     State(std::shared_ptr<TierTotals> totals, at::Tensor from)
         : written(std::move(totals), from.numel()), flat(std::move(from)) {}

@@ -15,9 +15,9 @@
 #include <memory>
 #include <mutex>
 
+#include "hooks/comparable_place.h"
 #include "hooks/save_on_cpu.h"
 #include "hooks/spool.h"
-#include "remat/place.h"
 #include "remat/tiers.h"
 
 namespace remat {
@@ -29,7 +29,7 @@ struct TierTotals {
   std::atomic<int64_t> not_leaving_host{0};  ///< of those on the CPU, what no write was begun for
 };
 
-class SaveInTiers final : public Place {
+class SaveInTiers final : public ComparablePlace {
  public:
   SaveInTiers(const SaveInTiersOptions& options, std::shared_ptr<TierTotals> totals);
 

@@ -44,6 +44,7 @@ class Pageable final : public HostContents {
   Pageable(at::Tensor host, c10::Device device) : host_(std::move(host)), device_(device) {}
   at::Tensor finish_load() override { return host_.to(device_); }
   at::Tensor bytes_on_host() const override { return host_; }
+  at::Tensor host_memory() const override { return host_; }
 
  private:
   const at::Tensor host_;
@@ -104,6 +105,7 @@ class Pinned final : public HostContents {
     copied_->synchronize();
     return host();
   }
+  at::Tensor host_memory() const override { return host(); }
 
  private:
   at::Tensor host() const { return buffer_.bytes.narrow(0, 0, size_); }

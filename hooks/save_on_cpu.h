@@ -29,6 +29,8 @@ class HostContents : public StoredContents {
  public:
   /// The bytes, once they are there; waits for the copy. Valid while this lives. Any thread, also beside loads.
   virtual at::Tensor bytes_on_host() const = 0;
+  /// Where they will be. Does not wait.
+  virtual at::Tensor host_memory() const = 0;
 };
 
 class SaveOnCpu final : public Place {

@@ -10,7 +10,7 @@ namespace remat {
 
 namespace {
 
-class OnDisk final : public StoredContents {
+class OnDisk final : public ComparableContents {
  public:
   OnDisk(std::shared_ptr<const SpoolRange> range, int64_t size, c10::Device device)
       : range_(std::move(range)), size_(size), device_(device) {}
@@ -20,6 +20,7 @@ class OnDisk final : public StoredContents {
     return device_.is_cpu() ? bytes : bytes.to(device_);
   }
   void cancel_load() override { load_.cancel(); }
+  bool has_bytes_of(const void* memory) override { return range_->equals(memory); }
 
  private:
   const std::shared_ptr<const SpoolRange> range_;

@@ -9,8 +9,8 @@
 #include <memory>
 
 #include "hooks/background.h"
+#include "hooks/comparable_place.h"
 #include "hooks/spool.h"
-#include "remat/place.h"
 
 namespace remat {
 
@@ -32,7 +32,7 @@ class SpoolLoad {
   std::shared_ptr<Background::Job> job_;
 };
 
-class SaveOnDisk final : public Place {
+class SaveOnDisk final : public ComparablePlace {
  public:
   explicit SaveOnDisk(std::filesystem::path directory)
       : spool_(std::move(directory), "SaveOnDiskGuard") {}

@@ -11,6 +11,8 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <cstring>
+#include <exception>
 #include <iterator>
 #include <map>
 #include <string>
@@ -121,6 +123,9 @@ class SpoolFile {
 
   void read(char* to, int64_t offset, int64_t size, uint64_t number) {
     tell_what_comes_next(number);
+    read(to, offset, size);
+  }
+  void read(char* to, int64_t offset, int64_t size) {
     int64_t done = 0;
     while (done < size) {
       const ssize_t count =
@@ -226,6 +231,23 @@ SpoolRange::~SpoolRange() { file_->drop(offset_, size_, number_, num_forks_ == n
 void SpoolRange::read(void* to) const {
   const WatchedFileWork watched(FileWatch::Work::Read, size_);
   file_->read(static_cast<char*>(to), offset_, size_, number_);
+}
+bool SpoolRange::equals(const void* memory) const noexcept {
+  constexpr int64_t part = 1 << 16;  // stays in the cache
+  try {
+    const WatchedFileWork watched(FileWatch::Work::Wait, size_);  // nothing is brought back
+    std::vector<char> read(static_cast<std::size_t>(std::min(part, size_)));
+    for (int64_t done = 0; done < size_; done += part) {
+      const int64_t count = std::min(part, size_ - done);
+      file_->read(read.data(), offset_ + done, count);
+      if (std::memcmp(read.data(), static_cast<const char*>(memory) + done,
+                      static_cast<std::size_t>(count)) != 0)
+        return false;
+    }
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
 }
 
 Spool::Spool(std::filesystem::path directory, const char* user)

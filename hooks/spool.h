@@ -33,6 +33,8 @@ class SpoolRange {
   SpoolRange& operator=(SpoolRange&&) = delete;
   /// Reads the bytes, on any thread. Throws c10::Error.
   void read(void* to) const;
+  /// Whether they are those in memory. False if they cannot be read. Any thread.
+  bool equals(const void* memory) const noexcept;
 
  private:
   const std::shared_ptr<SpoolFile> file_;

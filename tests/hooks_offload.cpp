@@ -1,5 +1,6 @@
 // Guards of hooks.h that keep saved tensors elsewhere, on the CPU: what comes back, what is held, disks.
 
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -10,6 +11,7 @@
 #include <filesystem>
 #include <fstream>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <thread>
 
@@ -430,6 +432,52 @@ TEST_CASE("the same tensor saved twice with a write through data in between", "[
     const Tensor old = first.unpack();
     CHECK((at::equal(old, before) || at::equal(old, back)));
   });
+}
+
+TEST_CASE("a write through data is seen by a second save, wherever it is", "[hooks][offload]") {
+  const Folder folder;
+  constexpr int64_t num_elements = 3 * (1 << 14) + 5;  // some parts of what is compared at once
+  const int64_t element = GENERATE(int64_t{-1}, int64_t{0}, int64_t{1} << 14, num_elements - 1);
+  CAPTURE(element);
+  const SaveOnDiskGuard guard(all_in(folder));
+  const Tensor a = leaf({num_elements}) * 1;
+  const SavedVariable first(a, false);
+  if (element >= 0) a.data()[element] = 7;
+  const SavedVariable second(a, false);
+  CHECK(guard.counters().now().moves == (element < 0 ? 1 : 2));
+  CHECK(bit_equal(second.unpack(), a));
+}
+
+TEST_CASE("who saves a tensor once does not read it", "[hooks][offload]") {
+  constexpr std::size_t size = 1 << 16;
+  const auto saves_unreadable = [&](auto make_guard) {
+    void* const memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                                /*fd=*/-1, /*offset=*/0);
+    static_cast<char*>(memory)[5] = 42;
+    ::mprotect(memory, size,
+               PROT_NONE);  // whoever reads it is killed, and the system writes no byte of it
+    const auto guard = make_guard();
+    const SavedVariable saved(at::from_blob(memory, {static_cast<int64_t>(size)}, at::kByte),
+                              false);
+    guard->reset();
+    ::mprotect(memory, size, PROT_READ | PROT_WRITE);
+    return saved.unpack()[5].item<int64_t>() == 42 ? 0 : 1;
+  };
+  const Folder folder;
+  CHECK(in_child([&] {
+          return saves_unreadable([&] {
+            return std::make_unique<std::optional<SaveOnDiskGuard>>(std::in_place, all_in(folder));
+          });
+        }) == 0);
+#ifndef __SANITIZE_THREAD__  // it allows no threads in a child
+  CHECK(in_child([&] {
+          return saves_unreadable([&] {
+            return std::make_unique<std::optional<remat::SaveInTiersGuard>>(
+                std::in_place, remat::SaveInTiersOptions{
+                                   .host_bytes = 0, .directory = folder.path(), .min_bytes = 0});
+          });
+        }) == 0);
+#endif
 }
 
 TEST_CASE("a backward that writes to what it unpacked does not spoil a second read",

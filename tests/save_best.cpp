@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <map>
 #include <random>
 #include <thread>
 
+#include "tests/support/files.h"
 #include "tests/support/support.h"
 #include "tests/support/warnings.h"
 
@@ -517,8 +519,9 @@ TEST_CASE("a recorder tells what a policy decided, and why", "[save_best][record
   checkpoint(with(listed, "listed"), f, x);
   const auto log = recorder.event_log();
   CAPTURE(log);
-  CHECK_THAT(log, contains("region 1 recomputes aten::sin.default: PreferRecompute\n"));
-  CHECK_THAT(log, contains("region 2 keeps aten::sin.default, 40 bytes: save_best\n"));
+  CHECK_THAT(log,
+             contains("region 1 recomputes aten::sin.default, 2000.000 ms: PreferRecompute\n"));
+  CHECK_THAT(log, contains("region 2 keeps aten::sin.default, 40 bytes, 2000.000 ms: save_best\n"));
   CHECK_THAT(log, contains("region 3 keeps aten::cumsum.default, 40 bytes: MustSave\n"));
   CHECK_THAT(log, contains("region 3 recomputes aten::exp.default: MustRecompute\n"));
   CHECK_THAT(
@@ -540,9 +543,161 @@ TEST_CASE("a recorder tells what a policy decided, and why", "[save_best][record
   CHECK(decided(report.regions[1], "kept", "aten::cumsum.default") ==
         std::pair<int64_t, int64_t>(1, 40));
   CHECK_THAT(report.to_string(),
-             contains("best: kept aten::sin.default, 1 calls, 40 B: save_best"));
+             contains("best: kept aten::sin.default, 1 calls, 40 B, 2000.000 ms: save_best"));
   CHECK_THAT(report.to_json(), contains("\"outcome\": \"kept\", \"reason\": \"save_best\""));
+  CHECK_THAT(report.to_json(), contains("\"seconds\": 2.000000000"));
   CHECK_THAT(recorder.to_html(), contains("kept aten::sin.default"));
+}
+
+namespace {
+
+/// Options of a policy that measures once, counts how often it is asked, and has a file.
+SaveBestOptions with_file(int64_t bytes, const std::string& file, int& asked) {
+  SaveBestOptions options = told(bytes, random_costs);
+  options.seconds_of = [&asked, of = options.seconds_of](const PolicyContext& call) {
+    ++asked;
+    return of(call);
+  };
+  options.profiles = file;
+  return options;
+}
+
+void require_same(const std::vector<BestChoice>& found, const std::vector<BestChoice>& expected) {
+  REQUIRE(found.size() == expected.size());
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    CHECK(found[i].region == expected[i].region);
+    CHECK(found[i].kept_bytes == expected[i].kept_bytes);
+    CHECK(found[i].saved_seconds == expected[i].saved_seconds);
+    CHECK(found[i].bound_seconds == expected[i].bound_seconds);
+    REQUIRE(found[i].calls.size() == expected[i].calls.size());
+    for (std::size_t j = 0; j < found[i].calls.size(); ++j) {
+      CHECK(found[i].calls[j].op == expected[i].calls[j].op);
+      CHECK(found[i].calls[j].seconds == expected[i].calls[j].seconds);
+      CHECK(found[i].calls[j].bytes == expected[i].calls[j].bytes);
+      CHECK(found[i].calls[j].kept_bytes == expected[i].calls[j].kept_bytes);
+      CHECK(found[i].calls[j].is_kept == expected[i].calls[j].is_kept);
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("what a file of profiles has is chosen for without being measured", "[save_best]") {
+  const Folder folder;
+  const std::string file = folder.path() + "/profiles";
+  const std::string name = GENERATE(std::string("block"), std::string(), std::string("a \\n\nb\\"));
+  const auto seed = GENERATE(1u, 2u, 3u);
+  const auto f = [random = random_function(seed, 12)](const Tensor& a, const Tensor& b) {
+    return random(a, b) + a.exp().sum() * b.sin().sum();  // some use one of them only
+  };
+  const Tensor x = leaf({10}), y = leaf({10});
+  const Tensors plain = grad_of(f(x, y), {x, y});
+  int asked = 0;
+  const Policy first = save_best(with_file(200, file, asked));
+  for (int i = 0; i < 2; ++i) checkpoint(with(first, name), f, x, y);
+  CHECK(asked > 0);
+  for (const int64_t bytes : {int64_t{0}, int64_t{100}, int64_t{200}, int64_t{1000}}) {
+    CAPTURE(bytes);
+    asked = 0;
+    const Policy same = save_best(with_file(bytes, file, asked));
+    // Another one that measures for itself.
+    int others = 0;
+    const Policy other = save_best(with_file(bytes, "", others));
+    checkpoint(with(other, name), f, x, y);
+    require_same(best_choices(same), best_choices(other));
+    require_bit_equal(grad_of(checkpoint(with(same, name), f, x, y), {x, y}), plain);
+    CHECK(asked == 0);
+    Tensor result;
+    CHECK(saved_bytes([&] { return checkpoint(with(same, name), f, x, y); }, result) ==
+          best_choices(same)[0].kept_bytes);
+  }
+}
+
+TEST_CASE("a region of a file that goes another way is measured, and added", "[save_best]") {
+  const Folder folder;
+  const std::string file = folder.path() + "/profiles";
+  const auto f = random_function(5, 8);
+  int asked = 0;
+  const auto run = [&](const Policy& policy, int64_t size) {
+    const Tensor x = leaf({size}), y = leaf({size});
+    const Tensors plain = grad_of(f(x, y), {x, y});
+    for (int i = 0; i < 3; ++i)
+      require_bit_equal(grad_of(checkpoint(with(policy), f, x, y), {x, y}), plain);
+  };
+  run(save_best(with_file(200, file, asked)), 10);
+  asked = 0;
+  const Policy second = save_best(with_file(200, file, asked));
+  run(second, 12);
+  CHECK(asked > 0);
+  CHECK(best_choices(second).size() == 2);
+  asked = 0;
+  const Policy third = save_best(with_file(200, file, asked));
+  CHECK(best_choices(third).size() == 2);
+  run(third, 10);
+  run(third, 12);
+  CHECK(asked == 0);
+}
+
+TEST_CASE("profiles that were measured otherwise are left alone, and not used", "[save_best]") {
+  const Folder folder;
+  const std::string file = folder.path() + "/profiles";
+  const auto f = random_function(5, 8);
+  const Tensor x = leaf({10}), y = leaf({10});
+  int asked = 0;
+  const auto run = [&](const std::string& name) {
+    const Policy policy = save_best(with_file(200, file, asked));
+    for (int i = 0; i < 2; ++i) checkpoint(with(policy, name), f, x, y);
+  };
+  run("mine");
+  std::string text = text_in(file);
+  const std::size_t at = text.find("LibTorch ");
+  REQUIRE(at != std::string::npos);
+  text.replace(at, 9, "LibTorch 1");
+  std::ofstream(file) << text;
+  CHECK(best_choices(save_best(with_file(200, file, asked))).empty());
+  run("mine");
+  run("other");
+  CHECK(occurrences(text_in(file), "region mine\n") == 2);
+  CHECK(occurrences(text_in(file), "region other\n") == 1);
+  CHECK(best_choices(save_best(with_file(200, file, asked))).size() == 2);
+}
+
+TEST_CASE("a file that has no profiles is refused, and one that cannot be written is a warning",
+          "[save_best]") {
+  const Folder folder;
+  const std::string file = folder.path() + "/profiles";
+  const auto f = random_function(5, 8);
+  const Tensor x = leaf({10}), y = leaf({10});
+  int asked = 0;
+  {
+    const Policy policy = save_best(with_file(200, file, asked));
+    for (int i = 0; i < 2; ++i) checkpoint(with(policy), f, x, y);
+  }
+  const std::string good = text_in(file);
+  const auto refused = [&](const std::string& text) {
+    std::ofstream(file) << text;
+    return text_of(
+        error_of<c10::ValueError>([&] { return save_best(with_file(200, file, asked)); }));
+  };
+  CHECK_THAT(refused("something else\n"), contains("line 1 of \"" + file + "\" does not begin"));
+  CHECK_THAT(refused(good.substr(0, good.size() / 2)), contains("save_best: line "));
+  std::string bad = good;
+  bad.replace(bad.find("call aten"), 4, "cell");
+  CHECK_THAT(refused(bad), contains("is no call of a profile"));
+  bad = good;
+  bad.insert(bad.find("\nvalue ") + 7, "-");
+  CHECK_THAT(refused(bad), contains("is no value of a profile"));
+  for (const std::size_t cut : {good.size() - 1, good.size() / 3, good.size() / 5})
+    static_cast<void>(refused(good.substr(0, cut - 1) + "x"));
+
+  const Warnings warnings;
+  const Policy policy = save_best(with_file(200, folder.path() + "/none/profiles", asked));
+  for (const char* name : {"one", "two"})
+    for (int i = 0; i < 2; ++i)
+      require_bit_equal(grad_of(checkpoint(with(policy, name), f, x, y), {x, y}),
+                        grad_of(f(x, y), {x, y}));
+  REQUIRE(warnings.texts.size() == 1);
+  CHECK_THAT(warnings.texts[0], contains("profiles could not be written"));
 }
 
 TEST_CASE("regions of real blocks' size are chosen for exactly, larger ones within a bound",

@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <fstream>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -331,6 +332,120 @@ TEST_CASE("a child of a fork reads what its parent saved in tiers", "[tiers]") {
   CHECK(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == 0);
   CHECK(are_right(saved));
+}
+
+namespace {
+
+/// Two saves of one tensor of which the second may not move with the first, as its operator may yet write to it; it
+/// moves when the guard ends.
+struct SavedTwice {
+  explicit SavedTwice(const SaveInTiersOptions& options) : guard(std::in_place, options) {
+    counters.emplace(guard->counters());
+    Tensor t = at::rand({num_elements});
+    memory = t.mutable_data_ptr<float>();
+    expected = t.clone();
+    first = torch::autograd::SavedVariable(t, false);
+    static_cast<void>(leaf({4}) * 2);  // another operator
+    second = torch::autograd::SavedVariable(t, false);
+    t.reset();
+    third = torch::autograd::SavedVariable(at::rand({num_elements}), false);  // there is no room
+  }
+  /// Past all versions.
+  void write(int64_t element) {
+    memory[element] = 7;
+    expected.mutable_data_ptr<float>()[element] = 7;
+  }
+  std::optional<SaveInTiersGuard> guard;
+  std::optional<TierCounters> counters;
+  float* memory = nullptr;
+  Tensor expected;
+  torch::autograd::SavedVariable first, second, third;
+};
+
+}  // namespace
+
+TEST_CASE("a second save that moves later is compared with what was written", "[tiers]") {
+  const Folder folder;
+  // In the first, the last and a middle part of what is compared at once; -1: nowhere.
+  const int64_t element = GENERATE(int64_t{-1}, int64_t{0}, num_elements / 2 + 5, num_elements - 1);
+  CAPTURE(element);
+  SavedTwice saved({.host_bytes = 0, .directory = folder.path()});
+  wait_for_bytes_on_disk(*saved.counters, mebibyte);
+  if (element >= 0) saved.write(element);
+  saved.guard.reset();
+  wait_for_bytes_on_disk(*saved.counters, (element < 0 ? 2 : 3) * mebibyte);
+  CHECK(bit_equal(saved.second.unpack(), saved.expected));
+  if (element < 0) CHECK(saved.first.unpack().is_alias_of(saved.second.unpack()));
+  if (element >= 0) CHECK_FALSE(bit_equal(saved.first.unpack(), saved.expected));
+}
+
+TEST_CASE("a second save has its own values, whatever the writer has done by then", "[tiers]") {
+  const Folder folder;
+  const SaveInTiersOptions options{.host_bytes = 0, .directory = folder.path()};
+  for (int i = 0; i < 40; ++i) {
+    SavedTwice saved(options);
+    if (i % 4 > 0) std::this_thread::sleep_for(std::chrono::microseconds(100 * (i % 4)));
+    saved.write(num_elements - 1 - i);
+    saved.guard.reset();
+    if (i % 2 > 0) std::this_thread::sleep_for(std::chrono::microseconds(500));
+    REQUIRE(bit_equal(saved.second.unpack(), saved.expected));
+  }
+}
+
+TEST_CASE("a second save of what could not be written stays with it", "[tiers][faults]") {
+  const Folder folder;
+  const Warnings warnings;
+  const FileSizeLimit limit(1000);
+  SavedTwice saved({.host_bytes = 0, .directory = folder.path()});
+  for (int i = 0; i < 1000 && saved.counters->now().failed_writes == 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  saved.write(3);
+  saved.guard.reset();
+  CHECK(bit_equal(saved.second.unpack(), saved.expected));
+  CHECK(saved.counters->now().bytes_to_disk == 0);
+}
+
+TEST_CASE("a child of a fork compares a second save with what its parent wrote", "[tiers]") {
+  const Folder folder;
+  SavedTwice saved({.host_bytes = 0, .directory = folder.path()});
+  const bool is_written = GENERATE(false, true);
+  if (is_written) wait_for_bytes_on_disk(*saved.counters, mebibyte);
+  const pid_t child = ::fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    bool is_right = false;
+    try {
+      saved.write(5);
+#ifndef __SANITIZE_THREAD__  // it allows no threads there
+      saved.guard.reset();
+#endif
+      is_right = bit_equal(saved.second.unpack(), saved.expected);
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+    }
+    ::_exit(is_right ? 0 : 1);
+  }
+  int status = -1;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  saved.guard.reset();
+  CHECK(bit_equal(saved.second.unpack(), saved.expected));
+}
+
+TEST_CASE("what moves at once is neither written nor looked at twice", "[tiers][recorder]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const remat::Recorder recorder;
+  const auto f = [](Tensor t) {
+    for (int i = 0; i < 4; ++i) t = t.exp().sin();  // exp saves its result, sin its input
+    return t;
+  };
+  const auto [y, counters] = forward_in_tiers(folder, 0, f, x);
+  wait_for_bytes_on_disk(counters, 4 * mebibyte);
+  CHECK(counters.now().bytes_to_disk == 4 * mebibyte);
+  CHECK(recorder.report().files.waits == 0);
+  require_bit_equal(grad_of(y, {x}), grad_of(f(x), {x}));
 }
 
 TEST_CASE("options of tiers that are wrong are refused", "[tiers]") {

@@ -2,6 +2,7 @@
 // A policy that chooses by itself: what spares most time for a number of bytes, by measured calls.
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <string>
 #include <vector>
@@ -21,6 +22,10 @@ struct SaveBestOptions {
   /// Says what a call takes [seconds], instead of the clock: figures from elsewhere, or from a formula.
   /// Asked once for every call of a measured run, in order, before the call runs.
   std::function<double(const PolicyContext&)> seconds_of{};
+  /// A file of profiles, by the names of regions: read when the policy is made, so that regions which are in it
+  /// are chosen for without being measured, for any `bytes`; and added to when others have been. One that does not
+  /// exist is made. It belongs to a model, LibTorch's version and a number of threads. Empty: none.
+  std::filesystem::path profiles{};
   /// Options as of other policies. `allow_cache_entry_mutation` is on: a result that is changed in
   /// place after all is computed again.
   SelectiveOptions selective{};
@@ -39,7 +44,8 @@ struct SaveBestOptions {
 /// Memory: profiles and choices live as long as the policy and its copies, some hundred bytes a call.
 /// Threads: regions of any thread may share one policy. On an accelerator a measured run waits for
 /// the device before and after each call; runs that are captured as graphs are not measured.
-/// Throws: `c10::ValueError` for negative bytes or fewer than one run; also where `|` joins two of
+/// Throws: `c10::ValueError` for negative bytes or fewer than one run, and for a file of profiles that is none (one that
+/// cannot be written is a warning, once); also where `|` joins two of
 /// them, since neither would know what the other keeps.
 REMAT_API Policy save_best(SaveBestOptions options);
 

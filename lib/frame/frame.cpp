@@ -96,7 +96,9 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
           scope.region().id == region_.info.id ? nullptr : scope.reads();
       if (watcher != nullptr) watcher->tensor_was_read(saved);
     });
-  const bool is_hashed = saved.is_cpu() && surroundings_.has_new_drawer();
+  // A kept value that is on its way to the CPU has no contents yet.
+  const bool is_hashed =
+      (origin == nullptr ? saved : *origin).is_cpu() && surroundings_.has_new_drawer();
   const int64_t position =
       slots_.add(region_, saved, origin, start_, inputs_.storages(), is_hashed);
   if (region_.options.debug)

@@ -70,6 +70,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(HooksAround) {
     return make_hooks();
   }
+  /// Whether its hooks leave the bytes of such a tensor alone: they keep it as it is, or let go of it.
+  virtual bool leaves_alone(const at::Tensor& /*saved*/) const { return false; }
   /// Says what it registers for the recomputes of the regions in it; of `Ability::State`.
   virtual const UserRegistrations* registered_state() const { return nullptr; }
   /// Up to which level calls in it are regions; of `Ability::Level`.
@@ -118,6 +120,13 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Sco
 
 /// Whether a tensor that is saved on behalf of such a region may meet any hook at all.
 bool may_meet_hooks_around(const Scope& region, HooksAround which);
+
+/// Whose hooks it meets.
+struct ScopeAround {
+  Scope* scope = nullptr;   ///< null: none of ours
+  bool is_foreign = false;  ///< LibTorch's own
+};
+ScopeAround scope_with_hooks_around(const Scope& region, HooksAround which);
 
 /// While alive, what this thread saves passes the hooks around a region.
 class SaveAround {

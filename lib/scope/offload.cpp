@@ -39,6 +39,10 @@ class ElsewhereScope final : public Scope {
     auto depot = depot_.load();
     return depot ? std::make_unique<Elsewhere>(std::move(depot), input_being_saved()) : nullptr;
   }
+  bool leaves_alone(const at::Tensor& saved) const override {
+    const auto depot = depot_.load();
+    return depot != nullptr && !depot->moves(saved);
+  }
 
  private:
   // The spool and what is shared go when the guard does, even if a stale stack still holds this
@@ -143,8 +147,9 @@ std::shared_ptr<ElsewhereScope> scope_of(const SaveInTiersOptions& options,
 
 // Never destroyed: at the end of the process the accelerator may be gone already.
 const std::shared_ptr<Depot>& depot_of_inputs() {
+  constexpr int64_t max_bytes_in_flight = 64 << 20;  // as of policies
   static const auto* const depot = new std::shared_ptr<Depot>(detail::depot_with(
-      std::make_unique<SaveOnCpu>(/*pin_memory=*/true),
+      std::make_unique<SaveOnCpu>(/*pin_memory=*/true, max_bytes_in_flight),
       {.raises_if_changed = true, .prefetch_depth = SaveOnCpuOptions().prefetch_depth}));
   return *depot;
 }

@@ -7,6 +7,7 @@
 
 #include "lib/base/counters.h"
 #include "lib/seam/warn.h"
+#include "lib/selective/best_profiles.h"
 #include "lib/selective/op_traits.h"
 #include "lib/selective/policy_rule.h"
 
@@ -51,7 +52,37 @@ BestChoice shown(const std::string& name, const ChosenWay& way) {
 
 }  // namespace
 
-BestChooser::BestChooser(SaveBestOptions options) : options_(std::move(options)) {}
+BestChooser::BestChooser(SaveBestOptions options) : options_(std::move(options)) {
+  if (options_.profiles.empty()) return;
+  for (auto& [name, ways] : read_profiles(options_.profiles)) {
+    Known& region = known(name);
+    region.num_to_measure = 0;
+    for (MeasuredCalls& measured : ways) {
+      auto way = std::make_shared<ChosenWay>();
+      way->chosen = choose(measured.graph, options_.bytes);
+      way->measured = std::move(measured);
+      region.ways.push_back(std::move(way));
+    }
+  }
+}
+
+void BestChooser::write_profile_of(const std::string& name) {
+  if (options_.profiles.empty()) return;
+  ChosenWays ways;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ways = known(name).ways;
+  }
+  try {
+    write_profile(options_.profiles, name, ways);
+  } catch (const c10::Error& error) {  // the program need not end for that
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (std::exchange(has_warned_, true)) return;
+    }
+    seam::warn(seam::text_of(error));
+  }
+}
 
 BestChooser::Known& BestChooser::known(const std::string& name) {
   const auto [place, is_new] = regions_.try_emplace(name);
@@ -112,14 +143,17 @@ void BestChooser::end(const std::string& name, bool is_new,
     chosen.push_back(std::move(way));
   }
   if (chosen.empty()) return;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  Known& region = known(name);
-  // Regions with this number or a later one look for it after it is there.
-  const int64_t since = live_counters.frames_created.load();
-  for (auto& each : chosen) {
-    each->since = since;
-    region.ways.push_back(std::move(each));
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Known& region = known(name);
+    // Regions with this number or a later one look for it after it is there.
+    const int64_t since = live_counters.frames_created.load();
+    for (auto& each : chosen) {
+      each->since = since;
+      region.ways.push_back(std::move(each));
+    }
   }
+  write_profile_of(name);
 }
 
 std::vector<BestChoice> BestChooser::choices() {

@@ -37,7 +37,7 @@ struct MeasuredCalls {
 
 /// One way that a region goes, and what is kept of it. Immutable.
 struct ChosenWay {
-  int64_t since = 0;  ///< the number of the first region for which it holds
+  int64_t since = 0;  ///< the number of the first region for which it holds; 0: a file had it
   MeasuredCalls measured;
   ChosenCalls chosen;
 };
@@ -69,9 +69,12 @@ class BestChooser {
   };
   Known& known(const std::string& name);
 
+  void write_profile_of(const std::string& name);
+
   const SaveBestOptions options_;
   std::mutex mutex_;  // guards what follows
   std::map<std::string, Known> regions_;
+  bool has_warned_ = false;  ///< of a file that cannot be written
 };
 
 }  // namespace remat

@@ -38,6 +38,10 @@ class BestRun {
                          c10::ArrayRef<c10::IValue> arguments, bool is_kept_anyway);
   /// Whether the choice keeps the results of the call that has begun.
   bool keeps_call() const { return keeps_last_; }
+  /// What that call has taken when it was measured [seconds]; 0: it was not.
+  double known_seconds() const {
+    return current_ == nullptr ? 0 : current_->measured.calls[num_calls_ - 1].seconds;
+  }
   /// Whether all that was kept by choice has to be let go: it was for another way, in which it would
   /// have taken fewer bytes. Once.
   bool must_let_go();

@@ -28,10 +28,11 @@ std::shared_ptr<Piece> KeptMoves::move(const at::Tensor& value, bool is_beside) 
   return piece;
 }
 
-void KeptMoves::begin_loads() const {
-  if (num_moved_ == 0) return;
+void KeptMoves::begin_loads(uint64_t behind_hooks) const {
+  const uint64_t last = std::max(behind_hooks, num_moved_ == 0 ? 0 : number_of(0));
+  if (last == 0) return;
   depot_of_kept(options_.prefetch_depth, options_.max_bytes_in_flight)
-      ->begin_loads_before(number_of(0) + 1);
+      ->begin_loads_before(last + 1);
 }
 
 }  // namespace remat

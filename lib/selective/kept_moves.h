@@ -21,8 +21,7 @@
 // work waits for the copy at once. So it does for a value that is kept because of its name alone.
 //
 // What lies around. In another region, or with `save_through_hooks`, what is kept is saved through the hooks around,
-// which want a tensor: a copy in ordinary memory, for which the host waits. A region inside another one
-// keeps nothing of its first forward anyway.
+// which want a tensor: Note [Twins].
 
 #include <ATen/core/Tensor.h>
 
@@ -44,8 +43,8 @@ class KeptMoves {
   /// Takes the memory of a tensor without gaps. `is_beside`: writers are seen to until the piece's store is finished;
   /// else they wait for it. Throws what copying throws.
   std::shared_ptr<Piece> move(const at::Tensor& value, bool is_beside);
-  /// A recompute begins on this thread.
-  void begin_loads() const;
+  /// A recompute begins on this thread. `behind_hooks`: the largest number of what it has fetched through hooks.
+  void begin_loads(uint64_t behind_hooks) const;
   /// [ns] that threads have spent on it.
   int64_t spent_ns() const { return spent_ns_; }
 

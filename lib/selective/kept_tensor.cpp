@@ -11,9 +11,11 @@
 #include "hooks/piece.h"
 #include "lib/base/counters.h"
 #include "lib/base/error.h"
+#include "lib/frame/frame_scope.h"
 #include "lib/scope/saving_input.h"
 #include "lib/seam/autograd_meta.h"
 #include "lib/seam/storage.h"
+#include "lib/selective/host_twin.h"
 #include "lib/selective/kept_moves.h"
 #include "lib/tensor/capture.h"
 
@@ -23,6 +25,16 @@ namespace {
 
 constexpr std::string_view placeholder_text =
     "remat: the data of a kept result were read that nothing seemed to need";
+
+constexpr std::string_view dropped_text =
+    "remat: the data of a kept result were read that a region around has let go of";
+
+/// The scope of a region's run; null if it is another one.
+FrameScope* frame_of(detail::Scope* scope) {
+  if (scope == nullptr || !scope->has(detail::Ability::Region)) return nullptr;
+  auto* const region = static_cast<detail::RegionScope*>(scope);
+  return region->is_save_region ? nullptr : static_cast<FrameScope*>(region);
+}
 
 /// Whether storage, sizes and keys say all of a tensor.
 bool can_be_taken_apart(const at::Tensor& value) {
@@ -36,17 +48,43 @@ bool can_be_taken_apart(const at::Tensor& value) {
 }  // namespace
 
 // Throws if it cannot be copied, and has changed nothing then.
-void KeptTensor::move(const at::Tensor& value, bool may_meet_hooks, const KeptPlace& place) {
-  const bool is_plain =
-      metadata_ && !may_meet_hooks && value.numel() > 0 && value.is_non_overlapping_and_dense();
-  if (is_plain) moved_ = place.moves->move(value, place.is_beside);
-  if (moved_ != nullptr) {
-    metadata_->offset = 0;
-    if (place.is_beside && moved_->is_stored_late()) note_version(value);
-  } else {
-    tensor_ = value.tensor_data().to(c10::kCPU);
-  }
+void KeptTensor::move(const at::Tensor& value, const detail::Scope& region,
+                      detail::HooksAround hooks, const KeptPlace& place) {
+  if (!move_plain(value, region, hooks, place)) tensor_ = value.tensor_data().to(c10::kCPU);
   is_copy_ = true;
+}
+
+/// By the depot. False: it cannot.
+bool KeptTensor::move_plain(const at::Tensor& value, const detail::Scope& region,
+                            detail::HooksAround hooks, const KeptPlace& place) {
+  if (!metadata_ || value.numel() == 0 || !value.is_non_overlapping_and_dense()) return false;
+  const bool meets_hooks = detail::may_meet_hooks_around(region, hooks);
+  const auto [around, is_foreign] = detail::scope_with_hooks_around(region, hooks);
+  auto* const frame = meets_hooks ? frame_of(around) : nullptr;
+  const bool compares = frame != nullptr && !frame->frame().region().checks().empty();
+  if (meets_hooks && (value.is_conj() || value.is_neg())) return false;
+  if (frame != nullptr && !frame->is_recompute && !compares) {
+    tensor_ = HostTwin::without_memory(value, dropped_text);
+    return true;
+  }
+  auto piece = place.moves->move(value, place.is_beside);
+  if (piece == nullptr) return false;
+  const bool may_be_written = place.is_beside && piece->is_stored_late();
+  if (!meets_hooks) {
+    moved_ = std::move(piece);
+    metadata_->offset = 0;
+  } else {
+    tensor_ = HostTwin::make(value, std::move(piece), may_be_written);
+    const auto twin = HostTwin::of(tensor_);
+    if (twin == nullptr) return false;
+    twin_ = twin;
+    const bool is_looked_at =
+        frame != nullptr ? compares
+                         : is_foreign || (around != nullptr && !around->leaves_alone(tensor_));
+    if (is_looked_at) twin->piece().wait_for_host();
+  }
+  if (may_be_written) note_version(value);
+  return true;
 }
 
 void KeptTensor::note_version(const at::Tensor& value) {
@@ -74,9 +112,12 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     const bool must_move = place.where == KeptWhere::OnCpu;
     if (can_be_moved(value)) {
       try {
-        move(value, may_meet_hooks, place);
+        move(value, region, hooks, place);
       } catch (const c10::Error&) {  // no memory of the host, say
-        if (must_move) throw;
+        // In a recompute of the region around, the value would come to a slot of the CPU's.
+        const FrameScope* const frame =
+            frame_of(detail::scope_with_hooks_around(region, hooks).scope);
+        if (must_move || (frame != nullptr && frame->is_recompute)) throw;
       }
     } else if (must_move) {
       throw_unsupported("a policy answered MustCpuOffload for a result that cannot be moved",
@@ -94,6 +135,24 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
   }
   if (!is_copy_) tensor_ = value.tensor_data();
   if (tensor_.is_inference() || !may_meet_hooks) return;
+  const bool is_to_be_dropped = is_placeholder(tensor_);
+  save(value, region, hooks);
+  if (!is_to_be_dropped || saved_->has_hooks()) return;
+  // Nobody drops it: on a thread that merely inherited the region around, say.
+  try {
+    tensor_ = value.tensor_data().to(c10::kCPU);
+  } catch (const c10::Error&) {
+    if (place.where == KeptWhere::OnCpu) throw;
+    tensor_ = value.tensor_data();
+    is_copy_ = false;
+    could_not_move_ = true;
+    note_version(value);
+  }
+  save(value, region, hooks);
+}
+
+void KeptTensor::save(const at::Tensor& value, const detail::Scope& region,
+                      detail::HooksAround hooks) {
   const detail::SaveAround around(region, hooks);
   const SavingInput saving(value);
   saved_ = std::make_unique<torch::autograd::SavedVariable>(std::exchange(tensor_, {}),
@@ -128,8 +187,21 @@ bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
 }
 
 /// A copy of a tensor with gaps or repetitions has none; what was saved of it in forward had them.
-at::Tensor KeptTensor::moved_back(const at::Tensor& copy) const {
-  const at::Tensor there = copy.to(device_);
+at::Tensor KeptTensor::moved_back(const at::Tensor& copy, std::optional<Load>* load) const {
+  at::Tensor there;
+  const auto twin = HostTwin::of(copy);
+  if (twin != nullptr && metadata_ && copy.dtype() == metadata_->dtype) {
+    Piece::Loaded loaded = twin->piece().load();
+    if (load != nullptr && loaded.is_new) *load = {num_bytes_, loaded.was_begun};
+    there = at::detail::make_tensor<c10::TensorImpl>(std::move(loaded.storage), metadata_->keys,
+                                                     metadata_->dtype);
+    there.unsafeGetTensorImpl()->set_sizes_and_strides(copy.sizes(), copy.strides(), 0);
+    there.unsafeGetTensorImpl()->set_version_counter(loaded.counter);
+  } else {
+    if (load != nullptr) *load = Load{num_bytes_};
+    if (twin != nullptr) twin->piece().wait_for_host();
+    there = copy.to(device_);
+  }
   if (!metadata_ || there.strides().equals(metadata_->layout.strides_arrayref())) return there;
   // Not for a few numbers out of a large tensor: all that lies between them would be allocated.
   constexpr int64_t max_gaps = 4, always_allowed_bytes = 1 << 20;
@@ -165,14 +237,14 @@ at::Tensor KeptTensor::restore(std::optional<Load>* load) const {
     value.unsafeGetTensorImpl()->set_version_counter(loaded.counter);
     return value;
   }
-  if (!data_) {
-    if (load != nullptr && is_copy_) *load = Load{num_bytes_};
-    const at::Tensor value = saved_ != nullptr ? saved_->unpack() : tensor_;
-    return is_copy_ ? moved_back(value) : value.tensor_data();
-  }
+  if (!data_) return restore(saved_ != nullptr ? saved_->unpack() : tensor_, load);
   at::Tensor value = build(data_);
   value.unsafeGetTensorImpl()->set_version_counter(counter_);
   return value;
+}
+
+at::Tensor KeptTensor::restore(const at::Tensor& fetched, std::optional<Load>* load) const {
+  return is_copy_ ? moved_back(fetched, load) : fetched.tensor_data();
 }
 
 std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
@@ -184,10 +256,13 @@ std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
 }
 
 std::shared_ptr<Piece> KeptTensor::end_forward() {
-  if (moved_ == nullptr || !counter_.enabled()) return nullptr;
+  const auto twin = twin_.lock();
+  if (twin != nullptr) twin->settle();
+  const std::shared_ptr<Piece> moved = twin != nullptr ? twin->shared_piece() : moved_;
+  if (moved == nullptr || !counter_.enabled()) return nullptr;
   was_changed_ = is_changed();
   counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
-  return moved_->is_source_alive() ? moved_ : nullptr;
+  return moved->is_source_alive() ? moved : nullptr;
 }
 
 bool KeptTensor::is_placeholder(const at::Tensor& tensor) {

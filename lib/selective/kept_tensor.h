@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "lib/scope/hook_stack.h"
 #include "lib/tensor/capture.h"
@@ -21,6 +22,7 @@ enum class KeptWhere {
   OnCpu  ///< or an error
 };
 
+class HostTwin;   // lib/selective/host_twin.h
 class KeptMoves;  // lib/selective/kept_moves.h
 class Piece;      // hooks/piece.h
 
@@ -36,7 +38,8 @@ struct KeptPlace {
 /// counter, so that a change in place is seen. Inside another region it is saved as a region's input is:
 /// through the hooks of that region, whose forward drops it (Rule 2); through other hooks on request.
 ///
-/// What shall wait on the CPU and lies in memory without gaps goes to a depot: Note [Moving kept results]. A
+/// What shall wait on the CPU and lies in memory without gaps goes to a depot: Note [Moving kept results]. The
+/// hooks get its twin: Note [Twins]. A
 /// copy that fails leaves it where it is, or is an error if it must move; nothing else changes.
 ///
 /// A result that autograd never saved and no operator of a recompute will read is not worth its
@@ -69,6 +72,10 @@ class KeptTensor {
   };
   /// The value, or the placeholder; may make the region around recompute.
   at::Tensor restore(std::optional<Load>* load = nullptr) const;
+  /// The first part of it, where that may make the region around recompute: what the hooks give back.
+  at::Tensor fetch() const { return saved_->unpack(); }
+  /// The second part.
+  at::Tensor restore(const at::Tensor& fetched, std::optional<Load>* load) const;
   /// Returns the storage of the original, or null. Only to be compared.
   const c10::StorageImpl* storage() const { return storage_; }
 
@@ -104,9 +111,13 @@ class KeptTensor {
     int64_t offset = 0;
   };
   at::Tensor build(c10::Storage storage) const;
-  void move(const at::Tensor& value, bool may_meet_hooks, const KeptPlace& place);
+  void move(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
+            const KeptPlace& place);
+  bool move_plain(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
+                  const KeptPlace& place);
+  void save(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks);
   void note_version(const at::Tensor& value);
-  at::Tensor moved_back(const at::Tensor& copy) const;
+  at::Tensor moved_back(const at::Tensor& copy, std::optional<Load>* load) const;
 
   // One of four, unless it is a placeholder. An alias costs more than its parts, which most can be taken
   // into and built of again.
@@ -114,6 +125,7 @@ class KeptTensor {
   at::Tensor tensor_;  ///< inference and sparse tensors, copies, ...
   std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< where it may meet hooks
   std::shared_ptr<Piece> moved_;                           ///< all of its memory, on the CPU
+  std::weak_ptr<HostTwin> twin_;                           ///< what the hooks got of that
   std::optional<Metadata> metadata_;  ///< unless it cannot be built of its parts
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;

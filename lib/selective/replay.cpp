@@ -11,6 +11,7 @@
 #include "lib/frame/mismatch.h"
 #include "lib/scope/packing.h"
 #include "lib/seam/variable_hooks.h"
+#include "lib/selective/host_twin.h"
 #include "lib/tensor/content_hash.h"
 
 namespace remat {
@@ -42,13 +43,16 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
       if (each.is_behind_hooks() && !each.is_changed()) behind_hooks.push_back(&each);
     });
   }
-  for (const KeptTensor* each : behind_hooks) fetched_.emplace(each, each->restore());
-  selection_.begin_loads();
+  uint64_t last = 0;  // of twins, in the order of moving
+  for (const KeptTensor* each : behind_hooks) {
+    const at::Tensor& fetched = fetched_.emplace(each, each->fetch()).first->second;
+    if (const auto twin = HostTwin::of(fetched)) last = std::max(last, twin->piece().number());
+  }
+  selection_.begin_loads(last);
 }
 
 at::Tensor Replay::restore(const KeptTensor& kept) {
-  const auto found = fetched_.find(&kept);
-  const at::Tensor value = found == fetched_.end() ? moved_back(kept) : found->second.tensor_data();
+  const at::Tensor value = moved_back(kept);
   if (kept.is_elsewhere()) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     copies_.add(value);
@@ -56,12 +60,23 @@ at::Tensor Replay::restore(const KeptTensor& kept) {
   return value;
 }
 
-at::Tensor Replay::moved_back(const KeptTensor& kept) const {
+at::Tensor Replay::moved_back(const KeptTensor& kept) {
+  const auto found = fetched_.find(&kept);
+  if (found != fetched_.end())
+    if (const auto twin = HostTwin::of(found->second); twin != nullptr && twin->is_changed())
+      fail(
+          CheckpointError::Kind::SelectiveMutation,
+          "a result that a policy moves to the CPU was changed in place while it was copied",
+          "an in-place operator that does not belong to the region, as in save_region, wrote to it",
+          "keep another result, or use the operator that does not write in place");
+  const auto restored = [&](std::optional<KeptTensor::Load>* load) {
+    return found == fetched_.end() ? kept.restore(load) : kept.restore(found->second, load);
+  };
   const RecordedFrame* const recorded = is_recording() ? frame_.recorded() : nullptr;
-  if (recorded == nullptr || !kept.is_on_cpu_instead()) return kept.restore();
+  if (recorded == nullptr || !kept.is_on_cpu_instead()) return restored(nullptr);
   std::optional<KeptTensor::Load> load;
   const auto begin = std::chrono::steady_clock::now();
-  at::Tensor value = kept.restore(&load);
+  at::Tensor value = restored(&load);
   const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
   if (load) recording::kept_was_loaded(*recorded, load->bytes, load->was_begun, spent.count());
   return value;

@@ -87,7 +87,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
   std::string lists() const;
   bool is_handed_out(const at::Tensor& tensor) const;
   at::Tensor restore(const KeptTensor& kept);
-  at::Tensor moved_back(const KeptTensor& kept) const;
+  at::Tensor moved_back(const KeptTensor& kept);
 
   Frame& frame_;
   Filler& filler_;
@@ -101,7 +101,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
   std::vector<uint32_t> sequence_;
   ValueSources sources_;
   KeptGradients roles_;
-  /// What came back through hooks. It is fetched before the function runs: where an operator is
+  /// What came back through hooks: twins, or values. It is fetched before the function runs: where an operator is
   /// handled autograd is off, and a recompute of the region around could not run.
   std::unordered_map<const KeptTensor*, at::Tensor> fetched_;
   std::vector<const c10::StorageImpl*> handed_out_;

@@ -331,6 +331,10 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                   : traits.is_blank   ? "makes a tensor to be filled"
                   : must_run          ? "changes what is not its result"
                                       : nullptr);
+  const bool is_noted = frame_.recorded() != nullptr && !decisions_.empty() &&
+                        decisions_.back().op == n && decisions_.back().call == call;
+  const std::size_t noted = decisions_.size() - 1;
+  if (best != nullptr && is_noted) decisions_[noted].seconds = best->known_seconds();
   // A view reads nothing; who reads the view is seen by the storage that it shares.
   if (!keeps && !applies && !traits.is_view) note_read(arguments);
   lock.unlock();
@@ -359,6 +363,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   const bool opened_regions = num_inside_.load(std::memory_order_relaxed) != num_inside;
   if (best != nullptr && best->is_measured()) {
     lock.lock();
+    if (is_noted && noted < decisions_.size()) decisions_[noted].seconds = clock.seconds();
     // On a thread that merely inherited the stack it may end after the region.
     if (best_ != nullptr)
       best->end_call(best_call, results, given,
@@ -462,7 +467,7 @@ void Selection::add_to(recording::RegionSums& sums) const {
   for (const Decision& each : decisions_) {
     const OpRecord& op = record_.operators[each.op];
     const CallRecord* const record = op.calls[each.call].get();
-    recording::DecidedCall decided{op.traits->name, "recomputed", {}, 0};
+    recording::DecidedCall decided{op.traits->name, "recomputed", {}, 0, each.seconds};
     decided.reason =
         each.is_chosen ? "save_best" : std::string(answers[static_cast<std::size_t>(each.answer)]);
     if (record != nullptr && record->is_kept) {

@@ -45,9 +45,9 @@ class Selection final : public Keeper, public OperatorHandler {
   /// A placeholder was read: from now on the calls that have one run in recomputes.
   void run_placeholders_for_real() { runs_placeholders_ = true; }
   bool runs_placeholders() const { return runs_placeholders_; }
-  /// A recompute begins, which will read what was moved.
-  void begin_loads() const {
-    if (moves_) moves_->begin_loads();
+  /// A recompute begins, which will read what was moved. `behind_hooks`: the largest number of that.
+  void begin_loads(uint64_t behind_hooks) const {
+    if (moves_) moves_->begin_loads(behind_hooks);
   }
 
   // In forward: pins, by number.
@@ -152,6 +152,7 @@ class Selection final : public Keeper, public OperatorHandler {
     CheckpointPolicy answer;
     bool is_chosen;
     const char* against;
+    double seconds = 0;  ///< that save_best knows
   };
   std::vector<Decision> decisions_;
 };

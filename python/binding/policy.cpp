@@ -197,8 +197,10 @@ void add_policy(py::module_& module) {
   module.def("_save_matmuls", torch::wrap_pybind_function([](const OptionsTuple& options) {
                return save_matmuls(options_in(options));
              }));
-  module.def("_save_best", torch::wrap_pybind_function([](int64_t bytes, int profile_runs) {
-               return save_best({.bytes = bytes, .profile_runs = profile_runs});
+  module.def("_save_best",
+             torch::wrap_pybind_function([](int64_t bytes, int profile_runs, std::string profiles) {
+               return save_best(
+                   {.bytes = bytes, .profile_runs = profile_runs, .profiles = std::move(profiles)});
              }));
   module.def("_best_choices", [](const Policy& policy) {
     py::list all;

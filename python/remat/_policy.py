@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ def save_matmuls(
                 "ask_again": ask_again})  # fmt: skip
 
 
-def save_best(bytes: int, *, profile_runs: int = 2) -> Policy:
+def save_best(bytes: int, *, profile_runs: int = 2, profiles: str | os.PathLike[str] | None = None) -> Policy:
     """Keeps, of each region, the results that spare a recompute most time and take no more than `bytes`.
 
     The first `profile_runs` runs of a region keep nothing and are measured, call by call; then the best choice is
@@ -174,10 +175,16 @@ def save_best(bytes: int, *, profile_runs: int = 2) -> Policy:
     function and the shapes of their arguments. `best_choices` says what was chosen. A copy or a pickle that is
     loaded measures anew.
 
+    `profiles` names a file that what was measured is added to, by the names of regions. A policy that is made with it
+    later, also by another process or with other `bytes`, chooses for those regions at once. A copy or a pickle reads it,
+    too. It belongs to a model, torch's version and a number of threads.
+
     Memory: figures and choices live as long as the policy, some hundred bytes a call. Raises ValueError for negative
-    bytes and for fewer than one run.
+    bytes, for fewer than one run, and for a file that is none of profiles.
     """
-    return _noted(translated(_remat._save_best)(bytes, profile_runs), save_best, bytes, profile_runs=profile_runs)
+    file = "" if profiles is None else os.fspath(profiles)
+    return _noted(translated(_remat._save_best)(bytes, profile_runs, file), save_best, bytes, profile_runs=profile_runs,
+                  **({"profiles": file} if file else {}))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,11 @@ import copy
 import functools
 import gc
 import os
+import pathlib
+import pickle
+import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import unittest
@@ -1128,6 +1132,23 @@ class Policies(Case):
             self.assertEqual(choice.saved_seconds > 0, any(call.is_kept and call.seconds > 0 for call in choice.calls))
             self.assertAlmostEqual(choice.bound_seconds, choice.saved_seconds)
         self.assertEqual(remat.best_choices(remat.save_matmuls()), [])
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder) / "profiles"
+            first = remat.save_best(2 * one, profiles=file)
+            for _ in range(3):
+                remat.checkpoint(f, x, policy=first, name="block")
+            (measured,) = remat.best_choices(first)
+            again = remat.save_best(2 * one, profiles=file)
+            self.assertEqual(remat.best_choices(again), [measured])
+            self.assertEqual(remat.best_choices(pickle.loads(pickle.dumps(again))), [measured])
+            self.check_equal(gradient(remat.checkpoint(f, x, policy=again, name="block"), x), plain)
+            program = f"import remat; print(remat.best_choices(remat.save_best({2 * one}, profiles={str(file)!r})))"
+            other = subprocess.run([sys.executable, "-W", "ignore", "-c", f"import torch; torch.set_num_threads({torch.get_num_threads()}); {program}"],
+                                   capture_output=True, text=True, check=True)  # fmt: skip
+            self.assertEqual(other.stdout.strip().splitlines()[-1], repr([measured]))
+            file.write_text("something else")
+            with self.assertRaisesRegex(ValueError, "does not begin a file of profiles"):
+                remat.save_best(1, profiles=file)
         for wrong in (lambda: remat.save_best(-1), lambda: remat.save_best(1, profile_runs=0)):
             with self.assertRaisesRegex(ValueError, "save_best"):
                 wrong()

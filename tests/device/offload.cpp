@@ -3,8 +3,10 @@
 #include <unistd.h>
 #include <filesystem>
 
+#include "remat/tiers.h"
 #include "tests/device/offload_cases.h"
 #include "tests/device/stand_in.h"
+#include "tests/support/warnings.h"
 
 using remat::checkpoint;
 
@@ -225,6 +227,85 @@ TEST_CASE("with skip_parameters off parameters move too, and still get their gra
 }
 
 // Last: the pool remembers that there is none.
+namespace {
+
+struct FailingGuardCopy {
+  explicit FailingGuardCopy(int64_t after) { stand_in::fail_copy_after(after); }
+  ~FailingGuardCopy() { stand_in::fail_copy_after(-1); }
+};
+
+}  // namespace
+
+TEST_CASE("a copy of a guard's that fails, out or back, loses nothing", "[device][faults]") {
+  const int64_t n_side = 16;
+  const Tensor x = at::randn({n_side, n_side}).div_(n_side).to(stand_in::device()).requires_grad_();
+  const auto f = [](const Tensor& t) {
+    Tensor h = t.mm(t);
+    for (int i = 0; i < 3; ++i) h = h.sin().mm(t);
+    return h.exp();
+  };
+  const Tensor plain = grad_of(f(x), {x})[0].cpu();
+  const int which = GENERATE(0, 1, 2);
+  CAPTURE(which);
+  const auto forward = [&]() -> Tensor {
+    if (which == 0) {
+      const remat::SaveOnCpuGuard guard({.pin_memory = true});
+      return f(x);
+    }
+    if (which == 1) {
+      const remat::SaveInTiersGuard guard({.device_bytes = 0, .min_bytes = 0});
+      return f(x);
+    }
+    return remat::checkpoint({.offload_inputs = true}, f, x * 1);
+  };
+  const int64_t before = stand_in::live_bytes();
+  int failed_out = 0, failed_back = 0;
+  for (int64_t n = 0; n < 8; ++n) {
+    CAPTURE(n);
+    Tensor y;
+    try {
+      const remat::testing::Warnings warnings;  // tiers leave it where it was
+      const FailingGuardCopy failing(n);
+      y = forward();
+    } catch (const c10::Error& error) {
+      ++failed_out;
+      CHECK_THAT(error.what(), contains("far failed to copy"));
+    }
+    if (!y.defined()) {
+      CHECK(stand_in::live_bytes() == before);
+      y = forward();
+    }
+    try {
+      const FailingGuardCopy failing(n);
+      require_bit_equal({grad_of(y, {x}, {.retain_graph = true})[0].cpu()}, {plain});
+    } catch (const c10::Error& error) {
+      ++failed_back;
+      CHECK_THAT(error.what(), contains("far failed to copy"));
+      drop_ready_nodes();
+    }
+    require_bit_equal({grad_of(y, {x})[0].cpu()}, {plain});
+  }
+  CHECK(stand_in::live_bytes() == before);
+  CHECK((failed_out > 0) == (which != 1));
+}
+
+TEST_CASE("inputs that are on their way to the CPU hold no more of the device than 64 MiB",
+          "[device]") {
+  const int64_t waits = stand_in::num_waits();
+  const auto forward = [&](int64_t count) {
+    Tensors inputs, results;
+    for (int64_t i = 0; i < count; ++i) {
+      const Tensor x = at::ones({int64_t{5} << 20}).to(stand_in::device()).requires_grad_();
+      inputs.push_back(x * 1);  // memory that is freed would wait for its copy by itself
+      results.push_back(remat::checkpoint(
+          {.offload_inputs = true}, [](const Tensor& t) { return t.sin(); }, inputs.back()));
+    }
+    return stand_in::num_waits() - waits;
+  };
+  CHECK(forward(3) == 0);
+  CHECK(forward(4) > 0);  // 80 MiB
+}
+
 TEST_CASE("without page-locked memory ordinary memory serves", "[device][last]") {
   const NoPinnedMemory none;
   const Tensor x = offload::stand_in_leaf(far_device, {9'000'000});  // more than the pool has free

@@ -1,12 +1,18 @@
 // What policies move, on the stand-in of stand_in.h, whose copies run as late as they may.
 
 #include <algorithm>
+#include <chrono>
 #include <functional>
+#include <future>
 #include <optional>
 #include <thread>
 
+#include <ATen/Parallel.h>
+
+#include "remat/tiers.h"
 #include "tests/device/offload_cases.h"
 #include "tests/device/stand_in.h"
+#include "tests/support/files.h"
 
 using remat::checkpoint;
 using remat::CheckpointPolicy;
@@ -51,6 +57,13 @@ Tensor three_products(const Tensor& t) {
   Tensor h = t.sin();
   for (int i = 0; i < 3; ++i) h = h.mm(t).sin();
   return h.exp();
+}
+
+/// The device's thread lets go of the last things after a backward has returned.
+bool comes_to(int64_t bytes) {
+  for (int i = 0; i < 2000 && stand_in::live_bytes() != bytes; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return stand_in::live_bytes() == bytes;
 }
 
 RegionReport only_region(const remat::Report& report) {
@@ -108,7 +121,7 @@ TEST_CASE(
   const Tensor y = checkpoint(options, f, checkpoint(options, f, x));
   const int64_t before = stand_in::live_bytes();
   require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
-  CHECK(stand_in::live_bytes() == before);
+  CHECK(comes_to(before));
   const RegionReport report = only_region(recorder.report());
   CHECK(report.offloaded == 6);
   CHECK(report.bytes_offloaded == 6 * product);
@@ -148,7 +161,7 @@ TEST_CASE("what was brought back ahead and nobody read leaves the device with it
   const Tensor y = checkpoint(options, three_products, middle);
   const int64_t before = stand_in::live_bytes();
   grad_of(y, {middle}, {.retain_graph = true});
-  CHECK(stand_in::live_bytes() == before);
+  CHECK(comes_to(before));
   require_same(grad_of(y, {x})[0], grad_of(three_products(three_products(x)), {x})[0]);
 }
 
@@ -209,7 +222,7 @@ TEST_CASE("gradients are plain ones whatever moves, in nesting, again, and of se
     for (int i = 0; i < 2; ++i) require_same(grad_of(y, {b}, {.retain_graph = true})[0], expected);
     require_same(grad_of(y, {b})[0], expected);
   }
-  CHECK(stand_in::live_bytes() == before);
+  CHECK(comes_to(before));
   const auto second = [](const Tensor& y, const Tensor& x) {
     const Tensor first = grad_of(y, {x}, {.create_graph = true})[0];
     return grad_of(first.sin(), {x})[0];
@@ -394,7 +407,7 @@ TEST_CASE("a copy of a policy's that fails loses nothing", "[device][rule-15][fa
       const FailingCopy failing(n);
       CHECK_THROWS_WITH(checkpoint(must, three_products, x), contains("far failed to copy"));
     }
-    CHECK(stand_in::live_bytes() == before);
+    CHECK(comes_to(before));
     require_same(grad_of(checkpoint(must, three_products, x), {x})[0], plain);
   }
 }
@@ -418,7 +431,7 @@ TEST_CASE("a copy back that fails is made again, or by the next try", "[device][
       CHECK_THAT(error.what(), contains("far failed to copy"));
       drop_ready_nodes();
     }
-    CHECK(stand_in::live_bytes() == before);
+    CHECK(comes_to(before));
     require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
   }
   CHECK(failed == (depth == 0 ? 3 : 0));  // what fails ahead is left to the read
@@ -455,7 +468,6 @@ TEST_CASE("a guard around a region moves its input, and its policy what it keeps
   const remat::Report report = recorder.report();
   CHECK(only_region(report).offloaded == 3);
   CHECK(only_region(report).bytes_offloaded == 3 * product);
-  if (through_hooks) return;  // those are copied on the stream that computes
   REQUIRE(!report.devices.empty());
   CHECK(report.devices.front().bytes_out == 4 * product);
   CHECK(report.devices.front().bytes_in == 4 * product);
@@ -485,6 +497,251 @@ TEST_CASE("a guard's copies hold no more of the device than asked for, and are c
     CHECK(counters->now().bytes_loaded == moved.bytes_moved);
   }
   CHECK_THROWS_AS(remat::SaveOnCpuGuard({.max_bytes_in_flight = -1}), c10::ValueError);
+}
+
+namespace {
+
+remat::DeviceReport only_device(const remat::Report& report) {
+  REQUIRE(!report.devices.empty());
+  return report.devices.front();
+}
+
+}  // namespace
+
+TEST_CASE("a policy in a region around moves beside the work, and back ahead of it",
+          "[device][rule-15][OFF-17]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const auto depth = GENERATE(int64_t{0}, int64_t{1}, int64_t{2}, int64_t{100});
+  CAPTURE(depth);
+  const Tensor plain = grad_of(three_products(three_products(x)), {x})[0];
+  const Recorder recorder;
+  const remat::CheckpointOptions inner{.name = "inner",
+                                       .policy = products(all({.prefetch_depth = depth}))};
+  const auto both = [&](const Tensor& t) {
+    return checkpoint(inner, three_products, checkpoint(inner, three_products, t));
+  };
+  const Tensor y = checkpoint({.name = "outer"}, both, x);
+  const int64_t before = stand_in::live_bytes();
+  // What the region around drops is not copied first.
+  const remat::Report forward = recorder.report();
+  CHECK((forward.devices.empty() || forward.devices.front().bytes_out == 0));
+  for (int pass = 1; pass <= 2; ++pass) {
+    CAPTURE(pass);
+    require_same(grad_of(y, {x}, {.retain_graph = pass == 1})[0], plain);
+    const remat::Report report = recorder.report();
+    CHECK(only_device(report).bytes_out == pass * 6 * product);
+    CHECK(only_device(report).bytes_in == pass * 6 * product);
+    const auto found = std::find_if(report.regions.begin(), report.regions.end(),
+                                    [](const RegionReport& each) { return each.name == "inner"; });
+    REQUIRE(found != report.regions.end());
+    CHECK(found->offload_loads == pass * 6);
+    CHECK(found->bytes_loaded == pass * 6 * product);
+    CHECK(found->offload_loads_ahead == (depth == 0 ? 0 : pass * 6));
+    if (pass == 1) CHECK(comes_to(before));
+  }
+}
+
+TEST_CASE("the host waits for no copy of a policy in a region around",
+          "[device][rule-15][OFF-17]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  std::vector<int64_t> queued;
+  const auto f = [&](const Tensor& t) {
+    const Tensor h = t.mm(t);
+    queued.push_back(stand_in::num_queued_copies());
+    return h.sin().exp();
+  };
+  const auto inner = [&](const Tensor& t) { return checkpoint({.policy = products()}, f, t); };
+  const Tensor y = checkpoint(inner, x);
+  REQUIRE(queued == std::vector<int64_t>{0});  // what is dropped is not copied
+  const int64_t waits = stand_in::num_waits();
+  const Tensor gradient = grad_of(y, {x})[0];
+  CHECK(stand_in::num_waits() == waits);
+  // The recompute of the outer region ends where the result is kept, so this is that of the inner one.
+  CHECK(queued.size() == 2);
+  require_same(gradient, grad_of(f(x), {x})[0]);
+}
+
+TEST_CASE("in a region around no more is brought back ahead than asked for",
+          "[device][rule-15][OFF-17]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const auto held_at_last_call = [&](int64_t depth) {
+    int64_t held = 0;
+    const auto f = [&](const Tensor& t) {
+      held = stand_in::live_bytes();
+      return three_products(t);
+    };
+    const auto inner = [&](const Tensor& t) {
+      return checkpoint({.policy = products(all({.prefetch_depth = depth}))}, f, t);
+    };
+    grad_of(checkpoint(inner, x), {x});
+    return held;
+  };
+  const int64_t none = held_at_last_call(0);
+  CHECK(held_at_last_call(1) == none + product);
+  CHECK(held_at_last_call(2) == none + 2 * product);
+  CHECK(held_at_last_call(8) == none + 3 * product);
+}
+
+TEST_CASE("hooks around get a moved result's bytes, and it comes back ahead unless they copy it",
+          "[device][rule-15][OFF-15]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor plain = grad_of(three_products(x * 1), {x})[0];
+  const bool copies = GENERATE(false, true);
+  CAPTURE(copies);
+  SelectiveOptions options = all();
+  options.save_through_hooks = true;
+  const Recorder recorder({.device_time = false});
+  Tensors seen, expected;
+  const auto f = [&](const Tensor& t) {
+    Tensor h = t.sin();
+    for (int i = 0; i < 3; ++i) {
+      h = h.mm(t);
+      if (!remat::is_recomputing()) expected.push_back(h.detach().cpu());
+      h = h.sin();
+    }
+    return h.exp();
+  };
+  Tensor y;
+  {
+    const remat::SavedTensorHooksGuard guard(
+        [&](const Tensor& t) {
+          if (t.is_cpu()) seen.push_back(t.clone());
+          return copies ? t.clone() : t;
+        },
+        [](const Tensor& t) { return t; });
+    y = checkpoint({.policy = products(options)}, f, x * 1);
+  }
+  require_bit_equal(seen, expected);
+  require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
+  const RegionReport region = only_region(recorder.report());
+  CHECK(region.offload_loads == 3);
+  CHECK(region.offload_loads_ahead == (copies ? 0 : 3));
+  require_same(grad_of(y, {x})[0], plain);
+}
+
+TEST_CASE("what a policy moves goes on to the file of tiers around it, if it passes their hooks",
+          "[device][tiers][rule-15]") {
+  const Folder folder;
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor plain = grad_of(three_products(x * 1), {x})[0];
+  SelectiveOptions options = all();
+  options.save_through_hooks = true;
+  const int64_t pinned = stand_in::pinned_bytes();
+  std::optional<remat::TierCounters> counters;
+  Tensor y;
+  {
+    const remat::SaveInTiersGuard guard(
+        {.host_bytes = 0, .directory = folder.path(), .min_bytes = 0});
+    counters = guard.counters();
+    y = checkpoint({.policy = products(options)}, three_products, x * 1);
+  }
+  // The input, and three results.
+  for (int i = 0; i < 5000 && counters->now().bytes_on_disk != 4 * product; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK(counters->now().bytes_on_disk == 4 * product);
+  CHECK(counters->now().bytes_to_host == product);
+  CHECK(stand_in::pinned_bytes() >= pinned);
+  for (int i = 0; i < 2; ++i) require_same(grad_of(y, {x}, {.retain_graph = i == 0})[0], plain);
+  CHECK(counters->now().loads >= 4);
+}
+
+TEST_CASE("a region that compares contents compares those of what is moved inside",
+          "[device][rule-10][rule-15]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  Tensor factor = at::ones({}).to(stand_in::device());
+  const auto f = [&](const Tensor& t) { return (t * factor.detach()).mm(t).sin().exp(); };
+  const auto inner = [&](const Tensor& t) { return checkpoint({.policy = products()}, f, t); };
+  const remat::CheckpointOptions outer{.determinism_check = remat::DeterminismCheck::Values};
+  require_same(grad_of(checkpoint(outer, inner, x), {x})[0], grad_of(f(x), {x})[0]);
+  const Tensor y = checkpoint(outer, inner, x);
+  *static_cast<float*>(factor.data_ptr()) = 2;  // no version tells of it
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() ==
+        remat::CheckpointError::Kind::ValueMismatch);
+  drop_ready_nodes();
+}
+
+TEST_CASE("a save_region that writes to what is moved in a region around is not overlooked",
+          "[device][rule-15][OFF-17]") {
+  const Tensor x = far_leaf(at::randn({width, width}));
+  const auto f = [](const Tensor& t) {
+    const Tensor h = t.mm(t);
+    const Tensor more = remat::save_region(
+        [&h](const Tensor& u) {
+          const at::NoGradGuard no_grad;
+          h.add_(1);
+          return u * 2;
+        },
+        t);
+    return h.sin() * more;
+  };
+  const auto inner = [&](const Tensor& t) { return checkpoint({.policy = products()}, f, t); };
+  const Tensor y = checkpoint(inner, x);
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() ==
+        remat::CheckpointError::Kind::SelectiveMutation);
+  drop_ready_nodes();
+}
+
+TEST_CASE("what a region around does with a moved result afterwards changes nothing",
+          "[device][rule-15][OFF-17]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const auto product_of = [](const Tensor& t) { return t.mm(t); };
+  const auto plain = [&](const Tensor& t) { return product_of(t.sin()).add_(1).exp().sin(); };
+  const auto f = [&](const Tensor& t) {
+    return checkpoint({.policy = products()}, product_of, t.sin()).add_(1).exp().sin();
+  };
+  const Tensor expected = grad_of(plain(x), {x})[0];
+  const Tensor y = checkpoint(f, x);
+  require_same(grad_of(y, {x}, {.retain_graph = true})[0], expected);
+  require_same(grad_of(y, {x})[0], expected);
+}
+
+TEST_CASE("a policy moves on a thread that the function of a region around starts",
+          "[device][rule-15][threads]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const auto inner = [&](const Tensor& t) {
+    return checkpoint({.policy = products()}, three_products, t);
+  };
+  const auto elsewhere = [&](const Tensor& t) {
+    std::promise<Tensor> result;
+    at::launch([&] {
+      try {
+        result.set_value(inner(t));
+      } catch (...) {
+        result.set_exception(std::current_exception());
+      }
+    });
+    return result.get_future().get();
+  };
+  const Tensor y = checkpoint(elsewhere, x);
+  const Tensor plain = grad_of(three_products(x), {x})[0];
+  for (int i = 0; i < 2; ++i) require_same(grad_of(y, {x}, {.retain_graph = i == 0})[0], plain);
+}
+
+TEST_CASE("a copy that fails in a region around loses nothing", "[device][rule-15][faults]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const auto answer =
+      GENERATE(CheckpointPolicy::PreferCpuOffload, CheckpointPolicy::MustCpuOffload);
+  const Tensor plain = grad_of(three_products(x), {x})[0];
+  const auto inner = [&](const Tensor& t) {
+    return checkpoint({.policy = answering(answer)}, three_products, t);
+  };
+  const Tensor y = checkpoint(inner, x);
+  const int64_t before = stand_in::live_bytes();
+  int failed = 0;
+  for (int64_t n = 0; n < 7; ++n) {
+    CAPTURE(n);
+    try {
+      const FailingCopy failing(n);
+      require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
+    } catch (const std::exception& error) {
+      ++failed;
+      CHECK_THAT(error.what(), contains("far failed to copy"));
+      drop_ready_nodes();
+    }
+    CHECK(comes_to(before));
+    require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
+  }
+  CHECK(failed == 3);  // each copy out; what fails on its way back is brought back by the read
 }
 
 TEST_CASE("a recorder says what regions move, bring back and wait for", "[device][recorder]") {
