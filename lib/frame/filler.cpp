@@ -213,7 +213,7 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
                             : ", other storage")));
     if (is_replaced(slot.provenance, judged) && !slot.is_older)
       differences_.replaced.push_back(position);
-  } else if (slot.is_unheld && region_.options.capture_check == CaptureCheck::Raise &&
+  } else if (slot.is_unheld && replay_ == nullptr && region_.options.capture_check == CaptureCheck::Raise &&
              view_.is_settled && !is_vouched(judged) && !is_planted(Fault::CaptureCheck) &&
              known_storage_of(judged) != slot.provenance.storage._unsafe_get_target()) {
     unheld_.push_back(position);
@@ -270,7 +270,7 @@ std::optional<Difference> Filler::take_parting() {
 // function itself (a hidden state that is detached, a running average, a queue) or afterwards, if the function
 // returned it. Then the recompute finds the new one there, and the variable still holds it when a stop has
 // ended the function before it replaces that one, too. What the function replaces before the end of its
-// recompute is not seen.
+// recompute is not seen, nor what a region with kept results does: they have owners of their own.
 void Filler::look_for_holders() {
   for (const int64_t position : values_.held_outside(unheld_)) {
     slots_.with_slot(position, view_.is_settled, [&](const Slot& slot) {

@@ -57,11 +57,7 @@ c10::TensorImpl* cast_source(const at::Tensor& tensor, const Node& node) {
 }  // namespace
 
 WeakStorage weak_storage_of(const at::Tensor& tensor) {
-  if (storage_of(tensor) == nullptr) {
-    const at::Tensor values = sparse_values_of(tensor);
-    return values.defined() ? weak_storage_of(values)
-                            : WeakStorage(c10::intrusive_ptr<c10::StorageImpl>());
-  }
+  if (storage_of(tensor) == nullptr) return WeakStorage(c10::intrusive_ptr<c10::StorageImpl>());
   return tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
 }
 
@@ -75,10 +71,16 @@ at::Tensor sparse_values_of(const at::Tensor& tensor) {
   return {};
 }
 
+WeakStorage weak_known_storage_of(const at::Tensor& tensor) {
+  const at::Tensor values =
+      storage_of(tensor) == nullptr ? sparse_values_of(tensor) : at::Tensor();
+  return weak_storage_of(values.defined() ? values : tensor);
+}
+
 void StorageSet::add(const at::Tensor& tensor) {
   c10::StorageImpl* const storage = known_storage_of(tensor);
   if (storage == nullptr || contains(storage)) return;
-  storages_.push_back(weak_storage_of(tensor));
+  storages_.push_back(weak_known_storage_of(tensor));
   if (storages_.size() == max_scanned + 1) {
     index_ = std::make_unique<std::unordered_set<const c10::StorageImpl*>>();
     for (const WeakStorage& each : storages_) index_->insert(each._unsafe_get_target());
@@ -128,7 +130,7 @@ TensorIdentity TensorIdentity::of(const at::Tensor& tensor) {
       leaf == nullptr
           ? seam::viewed(tensor).getIntrusivePtr()
           : c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf));
-  identity.storage = weak_storage_of(tensor);
+  identity.storage = weak_known_storage_of(tensor);
   return identity;
 }
 
@@ -160,11 +162,11 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
         c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf);
     const at::Tensor leaf_tensor(root);
     if (leaf_tensor.scalar_type() != saved.scalar_type()) {
-      result.cast = weak_storage_of(saved);
+      result.cast = weak_known_storage_of(saved);
       result.cast_version = result.version;
     }
     result.version = static_cast<uint32_t>(leaf_tensor._version());
-    result.storage = weak_storage_of(leaf_tensor);
+    result.storage = weak_known_storage_of(leaf_tensor);
     result.leaf = WeakTensor(root);
     result.offset = offset_of(leaf_tensor);
     result.shares_leaf = known_storage_of(leaf_tensor) == storage;
@@ -173,7 +175,7 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
   if (storage == nullptr) return result;
   if (inputs.contains(storage)) {
     result.origin = Origin::Input;
-    result.storage = weak_storage_of(saved);
+    result.storage = weak_known_storage_of(saved);
     return result;
   }
   const at::Tensor& root = seam::viewed(saved);
@@ -184,7 +186,7 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
     result.offset = offset_of(saved);
   }
   // Never changed in place: the operator in the region made it, so it is no captured tensor.
-  if (!(built_inside && result.version == 0)) result.storage = weak_storage_of(saved);
+  if (!(built_inside && result.version == 0)) result.storage = weak_known_storage_of(saved);
   return result;
 }
 

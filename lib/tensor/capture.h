@@ -75,6 +75,7 @@ WeakStorage weak_storage_of(const at::Tensor& tensor);
 at::Tensor sparse_values_of(const at::Tensor& tensor);
 
 /// The storage by which a tensor is known again, see Note [Captures]; null if there is none.
+WeakStorage weak_known_storage_of(const at::Tensor& tensor);
 inline c10::StorageImpl* known_storage_of(const at::Tensor& tensor) {
   if (c10::StorageImpl* const own = storage_of(tensor)) return own;
   const at::Tensor values = sparse_values_of(tensor);
