@@ -37,7 +37,7 @@ Filler::Filler(const Region& region, const Slots& slots, const RecordedFrame* re
   values_.reserve(view_.is_needed.size());
   for (const at::Tensor& each : inputs)
     if (each.defined())
-      inputs_.push_back({storage_of(each), each.unsafeGetTensorImpl()->version_counter()});
+      inputs_.push_back({known_storage_of(each), each.unsafeGetTensorImpl()->version_counter()});
 }
 
 Filler::~Filler() {
@@ -164,7 +164,7 @@ static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
   if (slot.has_edge == has_edge) return true;
   const Provenance& then = slot.provenance;
   if (then.storage._unsafe_get_target() != nullptr &&
-      then.storage._unsafe_get_target() == storage_of(judged))
+      then.storage._unsafe_get_target() == known_storage_of(judged))
     return true;
   if (then.origin != Origin::Leaf) return false;
   const auto leaf = then.leaf.lock();
@@ -189,44 +189,55 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
   if (region_.options.capture_check != CaptureCheck::Raise || !view_.is_settled) return false;
   if (is_older_result(slot, judged)) return true;
   if (!is_changed(slot.provenance, judged)) return false;
-  if (is_vouched(judged) && slot.provenance.storage._unsafe_get_target() == storage_of(judged))
+  if (is_vouched(judged) && slot.provenance.storage._unsafe_get_target() == known_storage_of(judged))
     return false;
   if (slot.provenance.origin != Origin::Input) return true;
   // An argument itself is checked when it is unpacked, a kept alias of it when it is given out, and hooks
   // may give back copies of both, or restore the argument in its own storage; a captured alias with a
   // version of its own is not checked elsewhere.
   const bool is_replaced_by_copy = is_replaced(slot.provenance, judged);
-  if (is_replaced_by_copy && replay_ != nullptr && replay_->is_copy(storage_of(judged)))
+  if (is_replaced_by_copy && replay_ != nullptr && replay_->is_copy(known_storage_of(judged)))
     return false;
   const c10::VariableVersion& counter = judged.unsafeGetTensorImpl()->version_counter();
   return std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
-    return each.storage == storage_of(judged) &&
+    return each.storage == known_storage_of(judged) &&
            (is_replaced_by_copy || seam::is_same_counter(each.counter, counter));
   });
+}
+
+Difference Filler::difference(int64_t position, const Slot& slot, const at::Tensor& judged,
+                              std::string forward, std::string now) const {
+  CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
+  if (log_) {
+    const RegionExtras& extras = *region_.extras;
+    m.forward_op = extras.forward_log.at(extras.saved_by.at(at_position(position)));
+  }
+  return Difference{std::move(m), SlotIdentity(slot), TensorIdentity::of(judged)};
 }
 
 void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {
   const at::Tensor* const origin = input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
-  const auto difference = [&](std::string forward, std::string now) {
-    CheckpointError::Mismatch m{position, std::move(forward), std::move(now), {}, {}};
-    if (log_) {
-      const RegionExtras& extras = *region_.extras;
-      m.forward_op = extras.forward_log.at(extras.saved_by.at(at_position(position)));
-      m.recompute_op = log_->at(log_->size() - 1);
-    }
-    return Difference{std::move(m), SlotIdentity(slot), TensorIdentity::of(judged),
-                      origin == nullptr ? at::sequence_number::peek() : 0};
+  const auto difference_here = [&](std::string forward, std::string now) {
+    Difference made = difference(position, slot, judged, std::move(forward), std::move(now));
+    if (log_) made.mismatch.recompute_op = log_->at(log_->size() - 1);
+    made.recompute_operator = origin == nullptr ? at::sequence_number::peek() : 0;
+    return made;
   };
   if (is_changed_capture(slot, judged)) {
-    differences_.captures.push_back(difference(
+    differences_.captures.push_back(difference_here(
         slot.metadata.text() + fmt::format(", version {}", slot.provenance.version),
         TensorMetadata(saved, slot.metadata.has_strides()).text() +
             fmt::format(", version {}{}", judged._version(),
-                        storage_of(judged) == slot.provenance.storage._unsafe_get_target()
+                        known_storage_of(judged) == slot.provenance.storage._unsafe_get_target()
                             ? ""
                             : ", other storage")));
-    if (is_replaced(slot.provenance, judged)) differences_.replaced.push_back(position);
+    if (is_replaced(slot.provenance, judged) && !slot.is_older)
+      differences_.replaced.push_back(position);
+  } else if (slot.is_unheld && replay_ == nullptr && region_.options.capture_check == CaptureCheck::Raise &&
+             view_.is_settled && !is_vouched(judged) && !is_planted(Fault::CaptureCheck) &&
+             known_storage_of(judged) != slot.provenance.storage._unsafe_get_target()) {
+    unheld_.push_back(position);
   }
   for (const auto& check : region_.checks())
     if (check->replaces_metadata()) return;
@@ -243,9 +254,9 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
                                      : ", the first of its operator");
   };
   differences_.metadata.push_back(
-      difference(text(slot.metadata, slot.has_edge, slot.follows),
-                 text(TensorMetadata(saved, slot.metadata.has_strides()),
-                      has_raw_gradient_edge(judged), follows_)));
+      difference_here(text(slot.metadata, slot.has_edge, slot.follows),
+                      text(TensorMetadata(saved, slot.metadata.has_strides()),
+                           has_raw_gradient_edge(judged), follows_)));
 }
 
 void Filler::note_operands() {
@@ -292,6 +303,27 @@ std::optional<Difference> Filler::take_parting() {
     missing = Difference{{num_seen_, slot.metadata.text(), "(none)", {}, {}}, SlotIdentity(slot)};
   });
   return missing;
+}
+
+// Note [Held by nobody]
+// A tensor without a history, of which nobody but the result had anything when the function had returned, was
+// made inside as a rule: a mask, indices, the statistics of a norm. Then the recompute makes another one,
+// and owns it alone when it has unwound. Or it was captured, and its variable given another value, by the
+// function itself (a hidden state that is detached, a running average, a queue) or afterwards, if the function
+// returned it. Then the recompute finds the new one there, and the variable still holds it when a stop has
+// ended the function before it replaces that one, too. What the function replaces before the end of its
+// recompute is not seen, nor what a region with kept results does: they have owners of their own.
+void Filler::look_for_holders() {
+  for (const int64_t position : values_.held_outside(unheld_)) {
+    slots_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
+      const at::Tensor& now = values_.peek(position).tensor;
+      differences_.captures.push_back(
+          difference(position, slot, now, slot.metadata.text() + ", which nobody outside kept",
+                     TensorMetadata(now, slot.metadata.has_strides()).text() +
+                         ", which a variable outside holds"));
+    });
+    differences_.function_replaces = true;
+  }
 }
 
 // Note [Made again]

@@ -88,6 +88,9 @@ class Filler final : public SlotFiller {
   /// The first tensor that only one of the passes saved, if one of them saved more.
   std::optional<Difference> take_parting();
   bool has_differences() const { return differences_.any(); }
+  /// After the function has unwound: what somebody outside holds, and nobody did in forward, is a changed
+  /// capture, see Note [Held by nobody].
+  void look_for_holders();
   bool has_changed_captures() const { return !differences_.captures.empty(); }
   /// The function itself has written to what it captured.
   void blame_function() { differences_.function_writes = true; }
@@ -101,12 +104,14 @@ class Filler final : public SlotFiller {
  private:
   void take(int64_t position, const at::Tensor& saved, const at::Tensor& kept);
   bool is_vouched(const at::Tensor& tensor) const {
-    return vouched_ != nullptr && vouched_->contains(storage_of(tensor));
+    return vouched_ != nullptr && vouched_->contains(known_storage_of(tensor));
   }
   bool is_changed_capture(const Slot& slot, const at::Tensor& judged) const;
   bool is_older_result(const Slot& slot, const at::Tensor& judged) const;
   void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
   void note_operands();
+  Difference difference(int64_t position, const Slot& slot, const at::Tensor& judged,
+                        std::string forward, std::string now) const;
   void compare_pending(uint64_t next_operator, bool is_end);
   void name_operators(const at::Tensor& saved);
   bool wants_stop() const;
@@ -134,6 +139,7 @@ class Filler final : public SlotFiller {
   };
   c10::SmallVector<GivenInput, 2> inputs_;
   Differences differences_;
+  std::vector<int64_t> unheld_;  // positions of what nobody held in forward
   std::optional<Difference> first_beyond_;  // what was saved after forward's last
   struct Pending {
     int64_t position;

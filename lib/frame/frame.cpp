@@ -132,7 +132,8 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
       {.results = results,
        .max_result_elements = max_elements,
        .may_end_small = keeper_ == nullptr && !region_.options.always_stops,
-       .has_leaf_inputs = inputs_.has_leaf()},
+       .has_leaf_inputs = inputs_.has_leaf(),
+       .has_run_backward = notes_.has_run_backward()},
       [this](const c10::StorageImpl* storage) {
         return keeper_ != nullptr && keeper_->may_replace(storage);
       },

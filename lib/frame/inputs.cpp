@@ -187,7 +187,10 @@ bool Inputs::is_copy_stale(const Input& input, const at::Tensor& data) const {
       storage_of(data) != details.copy._unsafe_get_target() || data_of(data) != details.shared_data)
     return false;
   const auto original = details.original.lock();
-  return original && layout_of(at::Tensor(original)) == input.layout;
+  if (!original) return false;
+  const at::Tensor now(original);
+  // Where it was given other data, the version says nothing of the memory that the copy has.
+  return data_of(now) == details.shared_data && layout_of(now) == input.layout;
 }
 
 /// As far as it is known without the tensor.

@@ -1,9 +1,14 @@
 #include "lib/frame/recomputed_values.h"
 
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <unordered_map>
 #include <utility>
 
 #include "lib/base/counters.h"
 #include "lib/base/waiting.h"
+#include "lib/tensor/capture.h"
 
 namespace remat {
 
@@ -35,10 +40,24 @@ int64_t RecomputedValues::num_bytes() const {
   return bytes;
 }
 
+bool RecomputedValues::owns_sparse_alone(int64_t position) {
+  const at::Tensor parts = sparse_values_of(peek(position).tensor);  // of all aliases of the tensor
+  if (!parts.defined()) return false;
+  std::size_t num_owners = 1;
+  for (Value& each : values)
+    for (at::Tensor* tensor : {&each.tensor, &each.alias}) {
+      if (!tensor->defined() || !sparse_values_of(*tensor).is_same(parts)) continue;
+      *tensor = tensor->tensor_data();
+      ++num_owners;
+    }
+  return parts.use_count() == num_owners && parts.storage().use_count() == 1;
+}
+
 // A view refers to its base not only where it can be counted: the functions that would make it again,
 // or its base from it, own tensors too. So views give way to aliases first.
 bool RecomputedValues::owns_alone(int64_t position) {
-  if (!has(position) || !peek(position).tensor.has_storage()) return false;
+  if (!has(position)) return false;
+  if (!peek(position).tensor.has_storage()) return owns_sparse_alone(position);
   const at::Storage storage = peek(position).tensor.storage();
   std::size_t num_owners = 1;  // `storage` here
   for (Value& each : values)
@@ -49,6 +68,41 @@ bool RecomputedValues::owns_alone(int64_t position) {
       ++num_owners;
     }
   return storage.use_count() == num_owners;
+}
+
+std::vector<int64_t> RecomputedValues::held_outside(const std::vector<int64_t>& positions) {
+  std::vector<int64_t> held;
+  std::unordered_map<const c10::StorageImpl*, std::size_t> num_owners;
+  for (const int64_t position : positions) {
+    if (!has(position) || !peek(position).tensor.has_storage()) continue;
+    const at::Tensor& tensor = peek(position).tensor;
+    if (tensor.use_count() == 1 && tensor.storage().use_count() == 1) continue;
+    held.push_back(position);
+    num_owners.emplace(tensor.storage().unsafeGetStorageImpl(), 0);
+  }
+  if (held.empty()) return held;
+  // As in owns_alone().
+  for (Value& each : values)
+    for (at::Tensor* tensor : {&each.tensor, &each.alias}) {
+      if (!tensor->defined() || !tensor->has_storage()) continue;
+      const auto found = num_owners.find(tensor->storage().unsafeGetStorageImpl());
+      if (found == num_owners.end()) continue;
+      *tensor = tensor->tensor_data();
+      ++found->second;
+    }
+  // A thread that the function has started may let go of what it was given a little later than it is waited for.
+  constexpr int max_looks = 20;
+  for (int look = 0; look < max_looks && !held.empty(); ++look) {
+    if (look > 0) {
+      const WaitForThread waiting;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    std::erase_if(held, [&](int64_t position) {
+      const at::Storage& storage = peek(position).tensor.storage();
+      return storage.use_count() == num_owners.at(storage.unsafeGetStorageImpl());
+    });
+  }
+  return held;
 }
 
 void RecomputedValues::drop(int64_t position) noexcept {

@@ -34,6 +34,8 @@ int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tens
   slot.requires_grad = judged.requires_grad();
   slot.has_edge = has_raw_gradient_edge(judged);
   slot.is_inner_input = origin != nullptr;
+  slot.is_older = slot.has_edge && slot.provenance.origin == Origin::Outside &&
+                  is_built_before(start, judged);
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
   if (!pending_.empty()) note_pending(region, slot.operator_number, /*is_end=*/origin != nullptr);
 
@@ -117,8 +119,12 @@ void Slots::settle_provenance(const Ending& ending,
     c10::StorageImpl* const storage = provenance.storage._unsafe_get_target();
     if (storage == nullptr) continue;
     const bool is_gone = provenance.storage.expired();
+    const bool is_kept_here = is_kept(storage);
+    // The values of an older graph's saved tensors, which a backward inside reads, look older than they are.
+    if (slot.is_older && !is_kept_here && !ending.has_run_backward) continue;
     // What a region keeps comes back as it is, or, from the CPU or a hook, as another tensor.
-    if (is_gone || is_kept(storage) || ending.results.contains(storage)) {
+    if (is_gone || is_kept_here || ending.results.contains(storage)) {
+      slot.is_unheld = provenance.origin == Origin::Outside && !is_kept_here && !slot.has_edge;
       provenance.origin = Origin::Inside;
       provenance.leaf.reset();
       if (is_gone) provenance.storage.reset();

@@ -57,6 +57,7 @@ class Slots {
     int64_t max_result_elements;  ///< of one result
     bool may_end_small;
     bool has_leaf_inputs;
+    bool has_run_backward;  ///< the function ran one
   };
   using StorageVisitor = c10::function_ref<void(const c10::StorageImpl*)>;
   /// The forward is over. `is_kept`: whether a storage is kept, and may come back as another.

@@ -1,6 +1,8 @@
 #include "lib/tensor/capture.h"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/SparseCsrTensorImpl.h>
+#include <ATen/SparseTensorImpl.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
@@ -59,10 +61,26 @@ WeakStorage weak_storage_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
 }
 
+at::Tensor sparse_values_of(const at::Tensor& tensor) {
+  const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  if (impl->key_set().has(c10::DispatchKey::Python)) return {};
+  if (const auto* const coo = dynamic_cast<const at::SparseTensorImpl*>(impl))
+    return coo->values();
+  if (const auto* const compressed = dynamic_cast<const at::SparseCsrTensorImpl*>(impl))
+    return compressed->values();
+  return {};
+}
+
+WeakStorage weak_known_storage_of(const at::Tensor& tensor) {
+  const at::Tensor values =
+      storage_of(tensor) == nullptr ? sparse_values_of(tensor) : at::Tensor();
+  return weak_storage_of(values.defined() ? values : tensor);
+}
+
 void StorageSet::add(const at::Tensor& tensor) {
-  c10::StorageImpl* const storage = storage_of(tensor);
+  c10::StorageImpl* const storage = known_storage_of(tensor);
   if (storage == nullptr || contains(storage)) return;
-  storages_.push_back(weak_storage_of(tensor));
+  storages_.push_back(weak_known_storage_of(tensor));
   if (storages_.size() == max_scanned + 1) {
     index_ = std::make_unique<std::unordered_set<const c10::StorageImpl*>>();
     for (const WeakStorage& each : storages_) index_->insert(each._unsafe_get_target());
@@ -112,13 +130,19 @@ TensorIdentity TensorIdentity::of(const at::Tensor& tensor) {
       leaf == nullptr
           ? seam::viewed(tensor).getIntrusivePtr()
           : c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf));
-  identity.storage = weak_storage_of(tensor);
+  identity.storage = weak_known_storage_of(tensor);
   return identity;
 }
 
 bool is_made_by_function(const at::Tensor& tensor) {
   const Node* const node = seam::node_of(tensor);
   return node != nullptr && seam::is_function(*node);
+}
+
+bool is_built_before(const RegionStart& start, const at::Tensor& tensor) {
+  const Node* const node = seam::node_of(seam::viewed(tensor));
+  return node != nullptr && node->sequence_nr() < start.sequence &&
+         node->thread_id() == start.thread;
 }
 
 bool is_built_since(const RegionStart& start, const at::Tensor& tensor) {
@@ -131,27 +155,27 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
                          const StorageSet& inputs) {
   Provenance result;
   result.version = static_cast<uint32_t>(saved._version());
-  c10::StorageImpl* const storage = storage_of(saved);
+  c10::StorageImpl* const storage = known_storage_of(saved);
   if (c10::TensorImpl* leaf = leaf_behind(saved)) {
     result.origin = Origin::Leaf;
     const auto root =
         c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf);
     const at::Tensor leaf_tensor(root);
     if (leaf_tensor.scalar_type() != saved.scalar_type()) {
-      result.cast = weak_storage_of(saved);
+      result.cast = weak_known_storage_of(saved);
       result.cast_version = result.version;
     }
     result.version = static_cast<uint32_t>(leaf_tensor._version());
-    result.storage = weak_storage_of(leaf_tensor);
+    result.storage = weak_known_storage_of(leaf_tensor);
     result.leaf = WeakTensor(root);
     result.offset = offset_of(leaf_tensor);
-    result.shares_leaf = storage_of(leaf_tensor) == storage;
+    result.shares_leaf = known_storage_of(leaf_tensor) == storage;
     return result;
   }
   if (storage == nullptr) return result;
   if (inputs.contains(storage)) {
     result.origin = Origin::Input;
-    result.storage = weak_storage_of(saved);
+    result.storage = weak_known_storage_of(saved);
     return result;
   }
   const at::Tensor& root = seam::viewed(saved);
@@ -162,13 +186,13 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
     result.offset = offset_of(saved);
   }
   // Never changed in place: the operator in the region made it, so it is no captured tensor.
-  if (!(built_inside && result.version == 0)) result.storage = weak_storage_of(saved);
+  if (!(built_inside && result.version == 0)) result.storage = weak_known_storage_of(saved);
   return result;
 }
 
 bool is_replaced(const Provenance& then, const at::Tensor& now) {
   return (then.origin == Origin::Outside || then.origin == Origin::Input) &&
-         storage_of(now) != then.storage._unsafe_get_target();
+         known_storage_of(now) != then.storage._unsafe_get_target();
 }
 
 bool is_leaf_changed(const Provenance& then) {
@@ -177,7 +201,7 @@ bool is_leaf_changed(const Provenance& then) {
   if (!leaf) return false;  // made inside
   const at::Tensor tensor(leaf);
   return static_cast<uint32_t>(tensor._version()) != then.version ||
-         storage_of(tensor) != then.storage._unsafe_get_target() ||
+         known_storage_of(tensor) != then.storage._unsafe_get_target() ||
          offset_of(tensor) != then.offset;
 }
 
@@ -186,23 +210,23 @@ bool is_changed(const Provenance& then, const at::Tensor& now) {
   switch (then.origin) {
     case Origin::Leaf: {
       if (const auto* cast = then.cast._unsafe_get_target();
-          cast != nullptr && storage_of(now) == cast)
+          cast != nullptr && known_storage_of(now) == cast)
         return static_cast<uint32_t>(now._version()) != then.cast_version;
       c10::TensorImpl* const leaf = leaf_behind(now);
       return leaf != nullptr && leaf == then.leaf._unsafe_get_target() &&
              (is_leaf_changed(then) ||
-              (then.shares_leaf && storage_of(now) != then.storage._unsafe_get_target()));
+              (then.shares_leaf && known_storage_of(now) != then.storage._unsafe_get_target()));
     }
     case Origin::Outside:
-      return storage_of(now) != then.storage._unsafe_get_target() ||
+      return known_storage_of(now) != then.storage._unsafe_get_target() ||
              static_cast<uint32_t>(now._version()) != then.version || offset_of(now) != then.offset;
     case Origin::Input:  // which arguments there are, the caller knows
       return then.storage._unsafe_get_target() != nullptr &&
-             (storage_of(now) != then.storage._unsafe_get_target() ||
+             (known_storage_of(now) != then.storage._unsafe_get_target() ||
               static_cast<uint32_t>(now._version()) != then.version);
     case Origin::Inside:
       return then.storage._unsafe_get_target() != nullptr &&
-             storage_of(now) == then.storage._unsafe_get_target() &&
+             known_storage_of(now) == then.storage._unsafe_get_target() &&
              static_cast<uint32_t>(now._version()) != then.version;
     case Origin::NoStorage:
       return false;

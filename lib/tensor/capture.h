@@ -9,14 +9,19 @@
 //            they were; another object was made inside.
 //   Outside  any other saved tensor whose storage is alive when the function has returned and
 //            belongs to no input and no result. If it is gone or replaced at the recompute, that
-//            is a change too.
+//            is a change too. So is one with a history older than the region, whatever became of it: the
+//            function has put another one into its place (a hidden state).
 //   Inside   a tensor whose grad_fn was built in the region and that views nothing older. Only if
 //            the recompute saves the very same storage (a captured tensor changed in place inside
 //            the region) the version must match.
+//            Also what nobody but the result held when the function had returned, without a history: made
+//            inside as a rule. If somebody outside holds what a recompute saves in its place, it was
+//            not, see Note [Held by nobody].
 //   Input    shares its storage with an input. Autograd's own check covers the argument itself. What the
 //            recompute saves in its place must lie in an argument's storage or in forward's (hooks may
 //            give back copies); a captured alias with a version of its own must have forward's.
-// Storages are remembered weakly: comparing addresses alone meets reused ones.
+// Storages are remembered weakly: comparing addresses alone meets reused ones. A sparse tensor is known by the
+// storage of its values.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
@@ -66,6 +71,17 @@ inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 }
 WeakStorage weak_storage_of(const at::Tensor& tensor);
 
+/// The values of a sparse tensor (COO, or compressed); undefined for others.
+at::Tensor sparse_values_of(const at::Tensor& tensor);
+
+/// The storage by which a tensor is known again, see Note [Captures]; null if there is none.
+WeakStorage weak_known_storage_of(const at::Tensor& tensor);
+inline c10::StorageImpl* known_storage_of(const at::Tensor& tensor) {
+  if (c10::StorageImpl* const own = storage_of(tensor)) return own;
+  const at::Tensor values = sparse_values_of(tensor);
+  return values.defined() ? storage_of(values) : nullptr;
+}
+
 /// A region's inputs, or its result, have these storages; they are held weakly.
 class StorageSet {
  public:
@@ -106,6 +122,9 @@ c10::TensorImpl* leaf_behind(const at::Tensor& tensor);
 
 /// Whether an operator made the tensor, which is no view, since the region began, and autograd knows it.
 bool is_built_since(const RegionStart& start, const at::Tensor& tensor);
+
+/// Whether an operator made the tensor, or what it views, before the region began, and on its thread.
+bool is_built_before(const RegionStart& start, const at::Tensor& tensor);
 
 /// Whether a C++ autograd Function made the tensor.
 bool is_made_by_function(const at::Tensor& tensor);

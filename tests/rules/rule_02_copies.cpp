@@ -330,6 +330,25 @@ TEST_CASE("with copies a write past LibTorch's mutable pointers is an error", "[
   CHECK_THAT(text_of(error), contains("past LibTorch's mutable pointers"));
 }
 
+TEST_CASE("with copies an argument may be given other data", "[rule-2][copies]") {
+  const bool has_history = GENERATE(true, false);
+  CAPTURE(has_history);
+  const Tensor w = leaf({3}), p = leaf({3});
+  const auto f = [](const Tensor& s, const Tensor& w) { return (s * w).sin(); };
+  Tensor s = has_history ? p * 2 : at::rand({3});
+  const Tensors plain = grad_of(f(s, w), {w}, {.retain_graph = true});
+  const Tensor y = remat::checkpoint(copies, f, s, w);
+  {
+    const at::NoGradGuard no_grad;
+    SECTION("set_data") {
+      s.set_data(at::zeros({3}));
+      s.fill_(3);
+    }
+    SECTION("set_") { s.set_(at::zeros({3})); }
+  }
+  require_bit_equal(grad_of(y, {w}), plain);
+}
+
 TEST_CASE("with copies memory from outside is copied at once", "[rule-2][copies]") {
   std::array<float, 3> outside{1, 2, 3};
   const Tensor w = leaf({3});

@@ -1,5 +1,8 @@
 // Rule 10: a parameter, buffer or captured tensor that changed between the passes raises; nothing else.
 
+#include <chrono>
+#include <thread>
+
 #include "tests/support/support.h"
 
 namespace {
@@ -164,6 +167,104 @@ TEST_CASE("a capture changed and then changed again inside a later region still 
   CHECK(mismatch_of(first, x).kind() == Kind::CaptureChanged);
 }
 
+TEST_CASE("a captured sparse tensor that changed between the passes raises", "[rule-10][GUA-02]") {
+  const bool compressed = GENERATE(true, false);
+  CAPTURE(compressed);
+  const Tensor x = leaf({4, 2});
+  const auto sparse = [&](double value) {
+    const Tensor dense = at::eye(4) * value;
+    return compressed ? dense.to_sparse_csr() : dense.to_sparse();
+  };
+  Tensor adjacency = sparse(3);
+  const auto f = [&](const Tensor& t) { return at::mm(adjacency, t).sin(); };
+  require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), grad_of(f(x), {x}));
+  const Tensor y = remat::checkpoint(f, x);
+  Tensor before = adjacency;
+  SECTION("in place") { adjacency.mul_(2); }
+  SECTION("its values in place") {
+    (compressed ? adjacency.values() : adjacency._values()).mul_(2);
+  }
+  SECTION("variable assigned") { adjacency = sparse(4); }
+  SECTION("variable assigned, and the first one gone") {
+    before.reset();
+    adjacency = sparse(4);
+  }
+  CHECK(mismatch_of(y, x).kind() == Kind::CaptureChanged);
+}
+
+TEST_CASE("a captured variable that the function itself assigns anew raises", "[rule-10]") {
+  // Large enough for a stop: else the function replaces it once more before its end.
+  const Tensor x = leaf({64, 80}), w = leaf({80, 80});
+  Tensor state = at::randn({64, 80});
+  std::function<Tensor(const Tensor&)> f;
+  SECTION("a hidden state") {
+    f = [&](const Tensor& t) {
+      const Tensor h = (t + state.mm(w)).tanh();
+      state = h.detach();
+      return h * 2;
+    };
+  }
+  SECTION("a hidden state, detached first") {
+    f = [&](const Tensor& t) {
+      state = state.detach();
+      const Tensor h = (t + state.mm(w)).tanh();
+      state = h.detach();
+      return h * 2;
+    };
+  }
+  SECTION("a running average") {
+    f = [&](const Tensor& t) {
+      const Tensor y = (t * state).mm(w).sin();
+      state = state * 0.9 + t.detach() * 0.1;
+      return y;
+    };
+  }
+  SECTION("a queue") {
+    f = [&](const Tensor& t) {
+      const Tensor y = t.mm(state.t()).mm(t).sin();
+      state = at::cat({t.detach(), state}).narrow(0, 0, 64);
+      return y;
+    };
+  }
+  const Tensor y = remat::checkpoint({.name = "cell"}, f, x);
+  const CheckpointError error = mismatch_of(y, x);
+  CHECK(error.kind() == Kind::CaptureChanged);
+  CHECK_THAT(text_of(error), contains("a hidden state, a running average, a queue"));
+}
+
+TEST_CASE("a captured variable with a history that the function assigns anew raises", "[rule-10]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({3, 3}), w = leaf({3, 3});
+  Tensor state = w * 2;
+  const Tensor y = remat::checkpoint(
+      {.early_stop = early_stop},
+      [&](const Tensor& t) {
+        state = (t + state.mm(w)).tanh();
+        return state * 2;
+      },
+      x);
+  CHECK(mismatch_of(y, w).kind() == Kind::CaptureChanged);
+}
+
+TEST_CASE("a captured tensor that the function returns counts as captured", "[rule-10]") {
+  const bool early_stop = GENERATE(true, false);
+  const bool has_history = GENERATE(true, false);
+  CAPTURE(early_stop, has_history);
+  const Tensor x = leaf({3}), w = leaf({3});
+  const auto make = [&] { return has_history ? w * 2 : at::randn({3}); };
+  Tensor scale = make();
+  const auto region = [&] {
+    return remat::checkpoint(
+        {.early_stop = early_stop},
+        [&](const Tensor& t) { return std::make_pair((t * scale).sin(), scale); }, x);
+  };
+  require_bit_equal(grad_of(region().first, {x}), grad_of((x * scale).sin(), {x}));
+  const auto [y, before] = region();
+  scale = make();
+  CHECK(mismatch_of(y, x).kind() == Kind::CaptureChanged);
+}
+
 // ---- no false alarms -------------------------------------------------------------------------------
 
 TEST_CASE("what a region made itself may be kept and changed outside", "[rule-10]") {
@@ -201,6 +302,60 @@ TEST_CASE("what a region made itself may be kept and changed outside", "[rule-10
     require_error_or_gradient([&] { return grad_of(y, {x}); }, plain);
   }
   features.clear();
+}
+
+TEST_CASE("what the function makes without grad may be returned, saved often and viewed",
+          "[rule-10]") {
+  const bool early_stop = GENERATE(true, false);
+  CAPTURE(early_stop);
+  const Tensor x = leaf({64, 80});
+  const auto f = [](const Tensor& t) {
+    const Tensor mask = (t > 0).to(at::kFloat), order = t.detach().argsort(1);
+    const Tensor halves = mask.view({-1}).narrow(0, 0, 80);
+    Tensor h = (t * mask).gather(1, order) * halves;
+    for (int i = 0; i < 3; ++i) h = (h * mask.t().t()).sin() * halves.conj() * mask;
+    return std::make_tuple(h.mm(mask.t()).sin(), mask, order, halves);
+  };
+  const auto y = remat::checkpoint({.early_stop = early_stop}, f, x);
+  for (int i = 0; i < 2; ++i)
+    require_bit_equal(grad_of(std::get<0>(y), {x}, {.retain_graph = true}),
+                      grad_of(std::get<0>(f(x)), {x}));
+}
+
+TEST_CASE("a thread that lets go of what the function made a little late is no holder",
+          "[rule-10]") {
+  const Tensor x = leaf({64, 80});
+  std::vector<std::thread> threads;
+  const auto f = [&](const Tensor& t) {
+    Tensor mask = (t > 0).to(at::kFloat);
+    if (remat::is_recomputing())
+      threads.emplace_back([mask] { std::this_thread::sleep_for(std::chrono::milliseconds(3)); });
+    return (t * mask).sin() * 2;
+  };
+  const Tensor y = remat::checkpoint(f, x);
+  const Tensors gradient = grad_of(y, {x});
+  for (std::thread& each : threads) each.join();
+  require_bit_equal(gradient, grad_of(f(x), {x}));
+}
+
+TEST_CASE("a sparse tensor that a parent makes may be shared with its nested regions",
+          "[rule-10]") {
+  const bool early_stop = GENERATE(true, false);
+  const bool as_input = GENERATE(true, false);
+  CAPTURE(early_stop, as_input);
+  const remat::EarlyStopGuard guard(early_stop);
+  const Tensor x = leaf({4, 2});
+  const auto f = [&](const Tensor& t, bool nest) {
+    const Tensor adjacency = (at::eye(4) * 3).to_sparse();
+    const auto first = [adjacency](const Tensor& u) { return at::mm(adjacency, u).sin(); };
+    const auto second = [](const Tensor& u, const Tensor& a) { return at::mm(a, u.exp()).tanh(); };
+    if (!nest) return second(first(t), adjacency);
+    const Tensor h = remat::checkpoint(first, t);
+    return as_input ? remat::checkpoint(second, h, adjacency) : second(h, adjacency);
+  };
+  const Tensor y = remat::checkpoint([&](const Tensor& t) { return f(t, true); }, x);
+  for (int i = 0; i < 2; ++i)
+    require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), grad_of(f(x, false), {x}));
 }
 
 TEST_CASE("a tensor without grad that a parent makes may be shared with its nested regions",
