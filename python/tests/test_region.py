@@ -119,6 +119,31 @@ class Results(Case):
         torch.rand(5)
         self.check_equal(gradient(y, x), plain)
 
+    def test_a_generator_that_is_an_argument_is_drawn_from_again(self) -> None:
+        def f(t: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+            return (t * torch.rand(t.shape, generator=generator)).sin().exp()
+
+        def outer(t: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
+            return remat.checkpoint(f, f(t, generator), generator) * torch.rand(t.shape, generator=generator)
+
+        x = leaf(seed=1)
+        for function, keyword in ((f, False), (f, True), (outer, True)):
+            found = []
+            for is_region in (False, True):
+                generator = torch.Generator().manual_seed(3)
+                torch.rand(2, generator=generator)
+                given: Any = ((x,), {"generator": generator}) if keyword else ((x, generator), {})
+                call = remat.checkpoint if is_region else lambda g, *args, **kwargs: g(*args, **kwargs)
+                y = call(function, *given[0], **given[1])
+                drawn = torch.rand(2, generator=generator)
+                found.append([*gradient(y, x, retain_graph=True), drawn, torch.rand(2, generator=generator),
+                              *gradient(y, x)])  # fmt: skip
+            self.check_equal(found[1], found[0])
+        y = remat.checkpoint(f, x, torch.default_generator)  # as without naming it
+        drawn = torch.rand(2)
+        gradient(y, x)
+        self.assertFalse(torch.equal(drawn, torch.rand(2)))
+
     def test_autocast_is_that_of_forward(self) -> None:
         x, w = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
         f = lambda t: (t @ w).sin() @ w  # noqa: E731
