@@ -185,9 +185,44 @@ bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
          });
 }
 
+// Note [Another leaf]
+// Where forward saved a leaf that requires grad, the recompute may save another one: the function
+// makes a leaf in each of its runs (`z = x.detach().requires_grad_()`), or reads a variable that has
+// been given another one since, such as a parameter that was replaced, or that stood in for a
+// module's own around forward. Forward's leaf lives as long as its graph, so contents tell: a
+// function that computes the same makes equal leaves. If forward's has been changed since, there is
+// nothing to compare with.
+static bool is_other_leaf(const Provenance& then, const at::Tensor& judged) {
+  if (then.origin != Origin::Leaf || is_planted(Fault::CaptureCheck)) return false;
+  c10::TensorImpl* const leaf = leaf_behind(judged);
+  if (leaf == nullptr || leaf == then.leaf._unsafe_get_target() || is_leaf_changed(then))
+    return false;
+  const auto leaf_then = then.leaf.lock();
+  if (!leaf_then) return false;
+  const at::Tensor before(leaf_then);
+  const at::Tensor now(
+      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf));
+  const auto can_be_compared = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && !tensor.is_nested() && !has_no_memory(tensor) &&
+           storage_of(tensor) != nullptr && (tensor.numel() == 0 || tensor.storage().nbytes() > 0);
+  };
+  if (!can_be_compared(before) || !can_be_compared(now) ||
+      before.scalar_type() != now.scalar_type() || before.device() != now.device() ||
+      before.sizes() != now.sizes() || before.strides() != now.strides())
+    return false;
+  const bool is_same_memory = storage_of(before)->data() == storage_of(now)->data() &&
+                              before.storage_offset() == now.storage_offset();
+  return !is_same_memory && content_hash(before) != content_hash(now);
+}
+
 bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) const {
   if (region_.options.capture_check != CaptureCheck::Raise || !view_.is_settled) return false;
   if (is_older_result(slot, judged)) return true;
+  if (is_other_leaf(slot.provenance, judged))  // what hooks give back of an argument may differ from it
+    return !is_vouched(judged) && (replay_ == nullptr || !replay_->is_copy(known_storage_of(judged))) &&
+           std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
+             return each.storage == known_storage_of(judged);
+           });
   if (!is_changed(slot.provenance, judged)) return false;
   if (is_vouched(judged) && slot.provenance.storage._unsafe_get_target() == known_storage_of(judged))
     return false;

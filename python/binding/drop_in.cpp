@@ -2,7 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
 
 #include <memory>
 #include <new>
@@ -61,9 +63,16 @@ bool is_compiled_autograd_on() {
   return value_of(PyModule_GetDict(module), flag) == Py_True;
 }
 
+/// Forward-mode AD and functorch's transforms: what upstream makes of them, if not much, regions refuse.
+bool is_transformed() {
+  return c10::impl::tls_is_dispatch_key_included(
+             c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+}
+
 /// Calls that are upstream's own affair.
 bool is_for_upstream() {
-  if (!upstream().is_on || is_compiled_autograd_on()) return true;
+  if (!upstream().is_on || is_compiled_autograd_on() || is_transformed()) return true;
   if (!c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
   const py::object result = py::reinterpret_steal<py::object>(
       in_python([] { return PyObject_CallNoArgs(upstream().is_tracing); }));

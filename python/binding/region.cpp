@@ -2,17 +2,22 @@
 
 #include "region.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "modules.h"
 #include "policy.h"
 #include "remat/options.h"
+#include "remat/state.h"
 
 namespace remat::python {
 
@@ -384,6 +389,28 @@ void Body::raise(CheckpointError error) {
 
 // ---- checkpoint --------------------------------------------------------------------------------------
 
+namespace {
+
+/// A generator that is an argument is drawn from as in forward. The default one is in any region.
+class GeneratorsKept {
+ public:
+  explicit GeneratorsKept(const Call& call) {
+    for (Py_ssize_t i = 0; i < call.size(); ++i) {
+      PyObject* const argument = call.arguments[i];
+      if (PyObject_TypeCheck(argument, reinterpret_cast<PyTypeObject*>(THPGeneratorClass)) == 0)
+        continue;
+      const at::Generator& generator = reinterpret_cast<THPGenerator*>(argument)->cdata;
+      if (generator != at::detail::getDefaultCPUGenerator())
+        guards_.push_back(std::make_unique<GeneratorGuard>(generator));
+    }
+  }
+
+ private:
+  std::vector<std::unique_ptr<GeneratorGuard>> guards_;
+};
+
+}  // namespace
+
 PyObject* run_region(const CheckpointOptions& options, const Call& call) {
   const auto run = [&] {
     return in_python([&] {
@@ -395,6 +422,8 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
   try {
     torch::PyWarningHandler warnings;
     try {
+      std::optional<GeneratorsKept> generators;
+      if (options.preserve_rng_state) generators.emplace(call);
       ForwardRun region(options, std::make_unique<Body>(call, InputArguments::All));
       py::object result;
       {
@@ -632,7 +661,8 @@ determinism_check: how recomputed tensors are compared with those of forward: "n
 fingerprint: a function of a tensor, whose results' texts are compared instead.
 capture_check: "raise" if a parameter or captured tensor changed before the recompute, or "ignore".
 offload_inputs: inputs on an accelerator wait on the CPU.
-preserve_rng_state: a recompute draws the random numbers that forward drew.
+preserve_rng_state: a recompute draws the random numbers that forward drew: from the default generators, and from a
+    torch.Generator that is an argument itself. `preserve_generator` is for others.
 input_mode: "copy_on_write" for functions that write to their arguments.
 buffers: "restore": a recompute sees the buffers of the function's modules (running statistics) as forward saw
     them, and puts them back; "ignore": it writes them once more. The function is a module, its bound method, a

@@ -16,6 +16,7 @@ from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 import torch
 import torch.nn as nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ._choice import ModuleChoice, Types, class_name
 from ._extension import _remat
@@ -119,10 +120,9 @@ def _class_of_regions(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def _make_class(plain: Any) -> Any:
-    plain_forward: Callable[..., Any] = plain.forward
-
-    @functools.wraps(plain_forward)
+    @functools.wraps(plain.forward)
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        plain_forward: Callable[..., Any] = plain.forward  # at each call: programs put others in
         region: Optional[Region] = self.__dict__.get(_KEY)
         if region is None:
             return plain_forward(self, *args, **kwargs)
@@ -181,10 +181,29 @@ def _why_not(module: nn.Module) -> Optional[tuple[str, str]]:
     return None
 
 
+def _has_class_of_parametrize(module: nn.Module) -> bool:
+    """Whether its class is one that torch.nn.utils.parametrize made for it: with a property for each tensor."""
+    own = vars(type(module))
+    return is_parametrized(module) and any(
+        isinstance(own.get(name), property) for name in module.parametrizations  # type: ignore[union-attr]
+    )
+
+
+def _derived_anew(derived: type[Any], base: type[Any]) -> type[Any]:
+    """A class like `derived`, from another base."""
+    body = {name: value for name, value in vars(derived).items() if name not in ("__dict__", "__weakref__")}
+    made: type[Any] = python_types.new_class(derived.__name__, (base,), {}, lambda namespace: namespace.update(body))
+    return made
+
+
 def _switch_on(module: nn.Module, region: Region) -> None:
     if not hasattr(type(module), "_remat_plain_class"):
+        plain = type(module)
         try:
-            module.__class__ = _class_of_regions(type(module))
+            if _has_class_of_parametrize(module):  # which parametrize changes, and takes away by its first base
+                module.__class__ = _derived_anew(plain, _class_of_regions(plain.__bases__[0]))
+            else:
+                module.__class__ = _class_of_regions(plain)
         except TypeError as error:
             raise TypeError(f"remat: a {class_name(module)} cannot be a region from outside: {error}") from error
     module.__dict__[_KEY] = region
@@ -194,6 +213,8 @@ def _switch_off(module: nn.Module) -> bool:
     region = _region_of(module)
     if "_remat_plain_class" in vars(type(module)):  # else another class was derived from ours: FSDP2 does
         module.__class__ = plain_class(module)
+    elif _has_class_of_parametrize(module) and "_remat_plain_class" in vars(type(module).__bases__[0]):
+        module.__class__ = _derived_anew(type(module), plain_class(module))
     module.__dict__.pop(_KEY, None)
     return region is not None and region.enabled
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import unittest
 import warnings
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.utils.checkpoint as upstream
@@ -540,6 +540,26 @@ class Tracing(DropIn):
         self.check_equal(gradient(around(x), x), plain)
         broken = torch.compile(lambda t: gradient(region(operators, t), t)[0], backend="eager")
         self.check_equal(broken(x), plain[0])
+
+    def test_transforms_and_forward_mode_are_upstream_s(self) -> None:
+        import torch.autograd.forward_ad as forward_ad
+
+        def call(t: torch.Tensor) -> torch.Tensor:
+            return upstream.checkpoint(lambda each: each.sin().exp(), t, use_reentrant=False)
+
+        def tangents(function: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+            x = torch.arange(4.0, requires_grad=True)
+            with forward_ad.dual_level():
+                y = function(forward_ad.make_dual(x, torch.ones(4)))
+                tangent = forward_ad.unpack_dual(y).tangent
+                found = [y.detach(), tangent.detach(), *gradient(y, x, retain_graph=True), *gradient(tangent, x)]
+            return [*found, torch.func.jvp(function, (x.detach(),), (torch.ones(4),))[1]]
+
+        with remat.installed():
+            found = tangents(call)
+            self.assertRaisesRegex(RuntimeError, "don't yet support saved tensor hooks", torch.func.grad(
+                lambda t: call(t).sum()), torch.arange(4.0))  # fmt: skip
+        self.check_equal(found, tangents(lambda t: t.sin().exp()))
 
     def test_fake_tensors(self) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode

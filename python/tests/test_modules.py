@@ -268,6 +268,57 @@ class Modules(Case):
         loss.backward()
         self.assertEqual(net.list[0].runs, 2)
 
+    def test_a_forward_that_is_put_into_the_class_later_runs(self) -> None:
+        class Own(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.linear(x).sin()
+
+        module = remat.Checkpointed(Own())
+        x = torch.randn(3, 8)
+        before = module(x)
+        Own.forward = lambda self, x: self.linear(x).cos()  # type: ignore[method-assign]
+        self.assertTrue(torch.equal(module(x), module.linear(x).cos()))
+        other = remat.Checkpointed(Own())
+        self.assertTrue(torch.equal(other(x), other.linear(x).cos()))
+        plain = torch.autograd.grad(module.linear(x).sin().sum(), module.linear.weight)[0]
+        self.assertTrue(torch.equal(torch.autograd.grad(before.sum(), module.linear.weight)[0], plain))
+
+    def test_parametrizations_come_and_go(self) -> None:
+        from torch.nn.utils import parametrizations, parametrize
+
+        def gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+            runs = remat.counters()["recomputes"]
+            found = list(torch.autograd.grad(module(x).sin().sum(), list(module.parameters())))
+            self.assertEqual(remat.counters()["recomputes"] - runs, 1 if remat.is_checkpointed(module) else 0)
+            return found
+
+        x = torch.randn(3, 8)
+        for first in ("region", "parametrization"):
+            for last in ("region", "parametrization"):
+                module, plain = (copy.deepcopy(made().stem) for _ in range(2))
+                parametrizations.weight_norm(plain)
+                if first == "region":
+                    remat.Checkpointed(module)
+                parametrizations.weight_norm(module)
+                if first == "parametrization":
+                    remat.Checkpointed(module)
+                self.assertTrue(all(map(torch.equal, gradients(module, x), gradients(plain, x))))
+                self.assertEqual(type(copy.deepcopy(module)).__name__, "ParametrizedLinear")
+                parametrize.remove_parametrizations(plain, "weight")
+                if last == "region":
+                    self.assertEqual(len(remat.remove(module)), 1)
+                    gradients(module, x)
+                parametrize.remove_parametrizations(module, "weight")
+                self.assertTrue(all(map(torch.equal, gradients(module, x), gradients(plain, x))))
+                if last == "parametrization":
+                    self.assertTrue(remat.is_checkpointed(module))
+                    remat.remove(module)
+                self.assertIs(type(module), nn.Linear)
+
     def test_levels(self) -> None:
         net = made()
         remat.apply(net, types=Wide, level=2)

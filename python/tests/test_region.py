@@ -123,6 +123,31 @@ class Results(Case):
         torch.rand(5)
         self.check_equal(gradient(y, x), plain)
 
+    def test_a_generator_that_is_an_argument_is_drawn_from_again(self) -> None:
+        def f(t: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+            return (t * torch.rand(t.shape, generator=generator)).sin().exp()
+
+        def outer(t: torch.Tensor, *, generator: torch.Generator) -> torch.Tensor:
+            return remat.checkpoint(f, f(t, generator), generator) * torch.rand(t.shape, generator=generator)
+
+        x = leaf(seed=1)
+        for function, keyword in ((f, False), (f, True), (outer, True)):
+            found = []
+            for is_region in (False, True):
+                generator = torch.Generator().manual_seed(3)
+                torch.rand(2, generator=generator)
+                given: Any = ((x,), {"generator": generator}) if keyword else ((x, generator), {})
+                call = remat.checkpoint if is_region else lambda g, *args, **kwargs: g(*args, **kwargs)
+                y = call(function, *given[0], **given[1])
+                drawn = torch.rand(2, generator=generator)
+                found.append([*gradient(y, x, retain_graph=True), drawn, torch.rand(2, generator=generator),
+                              *gradient(y, x)])  # fmt: skip
+            self.check_equal(found[1], found[0])
+        y = remat.checkpoint(f, x, torch.default_generator)  # as without naming it
+        drawn = torch.rand(2)
+        gradient(y, x)
+        self.assertFalse(torch.equal(drawn, torch.rand(2)))
+
     def test_autocast_is_that_of_forward(self) -> None:
         x, w = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
         f = lambda t: (t @ w).sin() @ w  # noqa: E731
@@ -518,6 +543,55 @@ class Arguments(Case):
         with self.assertRaises(remat.CheckpointError) as caught:
             after_two_steps(remat.checkpoint, by_value=False)
         self.assertIs(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
+
+
+    def test_another_leaf_in_the_place_of_a_captured_one_is_an_error(self) -> None:
+        x = leaf(seed=1)
+        for other, is_error in ((leaf(seed=3), True), (leaf(seed=2), False)):
+            w = leaf(seed=2)
+            f = lambda t: (t * w).sin().exp()  # noqa: E731
+            plain = gradient(f(x), x)
+            y = remat.checkpoint(f, x)
+            w = other
+            if is_error:
+                with self.assertRaises(remat.CheckpointError) as caught:
+                    gradient(y, x)
+                self.assertIs(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
+            else:
+                self.check_equal(gradient(y, x), plain)
+
+    def test_parameters_that_stood_in_around_forward_are_an_error(self) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+        others = {name: (each.detach() + 1).requires_grad_() for name, each in model.named_parameters()}
+        x = torch.randn(3, 8, requires_grad=True)
+        remat.apply(model, names="0")
+        y = torch.func.functional_call(model, others, (x,))
+        with self.assertRaisesRegex(remat.CheckpointError, "parameter 'weight' of Linear") as caught:
+            gradient(y, x, retain_graph=True)
+        self.assertIs(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
+        remat.remove(model)
+        plain = gradient(torch.func.functional_call(model, others, (x,)), x)
+        with_others = lambda: gradient(y, x)  # noqa: E731
+        for name, each in others.items():  # with them in place again the same backward is right
+            setattr(model.get_submodule(name.partition(".")[0]), name.partition(".")[2], torch.nn.Parameter(each.detach()))
+        self.check_equal(with_others(), plain)
+
+    def test_leaves_that_the_function_makes_are_equal_in_each_run(self) -> None:
+        x = leaf(seed=1)
+        for scale in (1.0, 2.0):
+
+            def f(t: torch.Tensor) -> torch.Tensor:
+                made = (t.detach() * scale).requires_grad_()
+                return (made.sin() * t).exp()
+
+            self.check_equal(gradient(remat.checkpoint(f, x), x), gradient(f(x), x))
+
+        def hooked(t: torch.Tensor) -> torch.Tensor:  # arguments that come back rounded are no other leaves
+            with remat.save_as(torch.bfloat16):
+                return remat.checkpoint(lambda each: each.sin().exp(), t)
+
+        gradient(hooked(x), x)
 
 
 class Hooks(Case):

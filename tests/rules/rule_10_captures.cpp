@@ -696,6 +696,18 @@ TEST_CASE("a captured variable that was an argument too and is assigned another 
   CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
 }
 
+TEST_CASE("a captured leaf whose variable is assigned another leaf is a change unless they are equal",
+          "[checkpoint][rule-10]") {
+  const Tensor x = leaf({3}), first = leaf({3});
+  Tensor w = first;
+  const Tensor y = remat::checkpoint([&w](const Tensor& t) { return (t * w).sin(); }, x);
+  const Tensor plain = grad_of((x * first).sin(), {x})[0];
+  w = first.detach().clone().requires_grad_();
+  CHECK(bit_equal(grad_of(y, {x}, {.retain_graph = true})[0], plain));
+  w = (first.detach() + 1).requires_grad_();
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
+}
+
 TEST_CASE("a captured alias of an argument with a version of its own is looked at",
           "[checkpoint][rule-10]") {
   const Tensor s = at::rand({3}), x = leaf({3}), alias = s.data();
