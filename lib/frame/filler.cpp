@@ -181,7 +181,7 @@ bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
   return seam::node_of(root) != nullptr && !is_built_since(start_, root) &&
          leaf_behind(judged) != then.leaf._unsafe_get_target() &&
          std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
-           return each.storage == storage_of(judged);
+           return each.storage == known_storage_of(judged);
          });
 }
 
