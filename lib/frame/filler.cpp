@@ -269,10 +269,6 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
                             : ", other storage")));
     if (is_replaced(slot.provenance, judged) && !slot.is_older)
       differences_.replaced.push_back(position);
-  } else if (slot.is_unheld && replay_ == nullptr && region_.options.capture_check == CaptureCheck::Raise &&
-             view_.is_settled && !is_vouched(judged) && !is_planted(Fault::CaptureCheck) &&
-             known_storage_of(judged) != slot.provenance.storage._unsafe_get_target()) {
-    unheld_.push_back(position);
   }
   for (const auto& check : region_.checks())
     if (check->replaces_metadata()) return;
@@ -338,27 +334,6 @@ std::optional<Difference> Filler::take_parting() {
     missing = Difference{{num_seen_, slot.metadata.text(), "(none)", {}, {}}, SlotIdentity(slot)};
   });
   return missing;
-}
-
-// Note [Held by nobody]
-// A tensor without a history, of which nobody but the result had anything when the function had returned, was
-// made inside as a rule: a mask, indices, the statistics of a norm. Then the recompute makes another one,
-// and owns it alone when it has unwound. Or it was captured, and its variable given another value, by the
-// function itself (a hidden state that is detached, a running average, a queue) or afterwards, if the function
-// returned it. Then the recompute finds the new one there, and the variable still holds it when a stop has
-// ended the function before it replaces that one, too. What the function replaces before the end of its
-// recompute is not seen, nor what a region with kept results does: they have owners of their own.
-void Filler::look_for_holders() {
-  for (const int64_t position : values_.held_outside(unheld_)) {
-    slots_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
-      const at::Tensor& now = values_.peek(position).tensor;
-      differences_.captures.push_back(
-          difference(position, slot, now, slot.metadata.text() + ", which nobody outside kept",
-                     TensorMetadata(now, slot.metadata.has_strides()).text() +
-                         ", which a variable outside holds"));
-    });
-    differences_.function_replaces = true;
-  }
 }
 
 // Note [Made again]

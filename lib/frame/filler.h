@@ -88,9 +88,6 @@ class Filler final : public SlotFiller {
   /// The first tensor that only one of the passes saved, if one of them saved more.
   std::optional<Difference> take_parting();
   bool has_differences() const { return differences_.any(); }
-  /// After the function has unwound: what somebody outside holds, and nobody did in forward, is a changed
-  /// capture, see Note [Held by nobody].
-  void look_for_holders();
   bool has_changed_captures() const { return !differences_.captures.empty(); }
   /// The function itself has written to what it captured.
   void blame_function() { differences_.function_writes = true; }
@@ -139,7 +136,6 @@ class Filler final : public SlotFiller {
   };
   c10::SmallVector<GivenInput, 2> inputs_;
   Differences differences_;
-  std::vector<int64_t> unheld_;  // positions of what nobody held in forward
   std::optional<Difference> first_beyond_;  // what was saved after forward's last
   struct Pending {
     int64_t position;

@@ -137,8 +137,6 @@ void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& 
   if (filler.has_too_many() || !filler.is_complete())
     throw_count_mismatch(region, filler.num_slots(), filler.num_seen(), filler.take_differences(),
                          filler.take_parting(), filler.log());
-  // Threads of devices may still hold parts of a graph that a backward inside has run.
-  if (!notes.has_run_backward()) filler.look_for_holders();
   if (!filler.has_differences()) return;
   if (Differences differences = filler.take_differences(); differences.any())
     throw_differences(region, std::move(differences), filler.log());

@@ -29,9 +29,6 @@ struct Slot {
   bool saves_own_output : 1 = false;
   /// Its history is older than the region.
   bool is_older : 1 = false;
-  /// When the function had returned, nobody held it, or the result alone, and it has no history:
-  /// see Note [Held by nobody].
-  bool is_unheld : 1 = false;
   /// Some saved variable still refers to the slot. A byte of its own: others are read without the lock.
   bool is_alive = true;
 

@@ -124,7 +124,6 @@ void Slots::settle_provenance(const Ending& ending,
     if (slot.is_older && !is_kept_here && !ending.has_run_backward) continue;
     // What a region keeps comes back as it is, or, from the CPU or a hook, as another tensor.
     if (is_gone || is_kept_here || ending.results.contains(storage)) {
-      slot.is_unheld = provenance.origin == Origin::Outside && !is_kept_here && !slot.has_edge;
       provenance.origin = Origin::Inside;
       provenance.leaf.reset();
       if (is_gone) provenance.storage.reset();

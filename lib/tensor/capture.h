@@ -14,9 +14,6 @@
 //   Inside   a tensor whose grad_fn was built in the region and that views nothing older. Only if
 //            the recompute saves the very same storage (a captured tensor changed in place inside
 //            the region) the version must match.
-//            Also what nobody but the result held when the function had returned, without a history: made
-//            inside as a rule. If somebody outside holds what a recompute saves in its place, it was
-//            not, see Note [Held by nobody].
 //   Input    shares its storage with an input. Autograd's own check covers the argument itself. What the
 //            recompute saves in its place must lie in an argument's storage or in forward's (hooks may
 //            give back copies); a captured alias with a version of its own must have forward's.
