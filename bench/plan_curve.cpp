@@ -82,6 +82,13 @@ ChainCost keeping(ChainCost cost) {
   return cost;
 }
 
+/// Half of the stages do not save their inputs.
+ChainCost half_unsaved(ChainCost cost) {
+  std::mt19937_64 random(5);
+  for (StageCost& stage : cost.stages) stage.saves_input = random() % 2 == 0;
+  return cost;
+}
+
 std::vector<Case> cases(bool smoke) {
   std::vector<Case> all;
   for (const int64_t blocks : smoke ? std::vector<int64_t>{12} : std::vector<int64_t>{24, 48, 96}) {
@@ -91,6 +98,8 @@ std::vector<Case> cases(bool smoke) {
     all.push_back({name + ", times differ, 3 policies", keeping(transformer(blocks, 0.05))});
   }
   const int64_t most = smoke ? 12 : 96;
+  all.push_back({std::to_string(most) + " blocks, times differ, half do not save their input",
+                 half_unsaved(transformer(most, 0.05))});
   all.push_back({std::to_string(most) + " blocks, times differ, max_depth = 3",
                  transformer(most, 0.05),
                  {.max_depth = 3}});

@@ -275,6 +275,18 @@ TEST_CASE("fit keeps results where that is faster, says so, and finds it again i
   CHECK(again.table() == table);
   REQUIRE(again.cost().stages[0].keeping.size() == cost.stages[0].keeping.size());
   CHECK(again.cost().stages[0].keeping[0].kept_bytes == cost.stages[0].keeping[0].kept_bytes);
+  const remat::KeepingCost read = again.cost().stages[0].keeping[0],
+                           written = cost.stages[0].keeping[0];
+  CHECK(read.lone_backward_bytes == written.lone_backward_bytes);
+  CHECK(read.lone_backward_bytes > read.backward_bytes);
+  CHECK(read.keeps_output == written.keeps_output);
+  for (std::size_t i = 0; i < cost.stages.size(); ++i) {
+    const remat::StageCost of_file = again.cost().stages[i], &measured = cost.stages[i];
+    CHECK(of_file.saves_input == measured.saves_input);
+    CHECK(of_file.backward_bytes == measured.backward_bytes);
+    CHECK(of_file.region_backward_bytes == measured.region_backward_bytes);
+    CHECK(of_file.lone_backward_bytes == measured.lone_backward_bytes);
+  }
   // Without is measured on its own.
   options.keeps_results = false;
   const Fitted without = fit(chain.stages, x, budget, options);

@@ -147,9 +147,8 @@ int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder) {
   peak = with_input >= 0 ? with_input : peak + input;
   peak = std::max({peak, at_begin + input, input_grad});
   // A region holds the input for as long as it is needed, or longer.
-  return holder == InputHolder::Region
-             ? std::max(peak, backward_peak(cost, k, InputHolder::Nobody))
-             : peak;
+  return holder == InputHolder::Region ? std::max(peak, backward_peak(cost, k, InputHolder::Nobody))
+                                       : peak;
 }
 
 int64_t keeping_peak(const ChainCost& cost, int64_t k, const KeepingCost& keeping,
