@@ -161,10 +161,6 @@ std::string first_forward_text(const Differences& differences) {
         "forward updates, make its module the region's function or name it in "
         "CheckpointOptions::modules.\n",
         advice);
-  if (differences.function_replaces)
-    return "Seen: a variable that the function reads holds another tensor than in forward, of which nothing is left. If "
-           "the function itself assigns it (a hidden state, a running average, a queue), pass it as an argument "
-           "and return the new one.\n";
   return {};
 }
 

@@ -32,8 +32,6 @@ struct Differences {
   std::vector<int64_t> replaced;
   /// The recompute wrote to a captured tensor itself.
   bool function_writes = false;
-  /// A captured tensor is another one, and forward's is gone.
-  bool function_replaces = false;
   /// The function's module has other parameters or modules than when forward began.
   bool has_other_members = false;
   /// The tensor at that position is no changed capture.

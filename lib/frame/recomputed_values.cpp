@@ -1,9 +1,5 @@
 #include "lib/frame/recomputed_values.h"
 
-#include <algorithm>
-#include <chrono>
-#include <thread>
-#include <unordered_map>
 #include <utility>
 
 #include "lib/base/counters.h"
@@ -68,41 +64,6 @@ bool RecomputedValues::owns_alone(int64_t position) {
       ++num_owners;
     }
   return storage.use_count() == num_owners;
-}
-
-std::vector<int64_t> RecomputedValues::held_outside(const std::vector<int64_t>& positions) {
-  std::vector<int64_t> held;
-  std::unordered_map<const c10::StorageImpl*, std::size_t> num_owners;
-  for (const int64_t position : positions) {
-    if (!has(position) || !peek(position).tensor.has_storage()) continue;
-    const at::Tensor& tensor = peek(position).tensor;
-    if (tensor.use_count() == 1 && tensor.storage().use_count() == 1) continue;
-    held.push_back(position);
-    num_owners.emplace(tensor.storage().unsafeGetStorageImpl(), 0);
-  }
-  if (held.empty()) return held;
-  // As in owns_alone().
-  for (Value& each : values)
-    for (at::Tensor* tensor : {&each.tensor, &each.alias}) {
-      if (!tensor->defined() || !tensor->has_storage()) continue;
-      const auto found = num_owners.find(tensor->storage().unsafeGetStorageImpl());
-      if (found == num_owners.end()) continue;
-      *tensor = tensor->tensor_data();
-      ++found->second;
-    }
-  // A thread that the function has started may let go of what it was given a little later than it is waited for.
-  constexpr int max_looks = 20;
-  for (int look = 0; look < max_looks && !held.empty(); ++look) {
-    if (look > 0) {
-      const WaitForThread waiting;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    std::erase_if(held, [&](int64_t position) {
-      const at::Storage& storage = peek(position).tensor.storage();
-      return storage.use_count() == num_owners.at(storage.unsafeGetStorageImpl());
-    });
-  }
-  return held;
 }
 
 void RecomputedValues::drop(int64_t position) noexcept {

@@ -54,8 +54,6 @@ struct RecomputedValues {
   /// Whether the storage of a value has no owner outside. The values that have it are then
   /// aliases of what was saved, not the same objects.
   bool owns_alone(int64_t position);
-  /// Those of these positions, in order, whose values have an owner outside; values that looked so are aliases then.
-  std::vector<int64_t> held_outside(const std::vector<int64_t>& positions);
   void clear() noexcept;
 
   /// `state` or `waits_for_backward` has changed.
