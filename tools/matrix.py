@@ -25,7 +25,7 @@ VERSIONS = ('2.6.0', '2.7.1', '2.8.0', '2.9.1', '2.10.0', '2.11.0', '2.12.1', '2
 JOBS = os.environ.get('JOBS', str(os.cpu_count()))
 
 
-CASE_SECONDS = 1800          # what one run of a Catch2 program, or of a file of Python's tests, may take
+CASE_SECONDS = 3600    # what one run of a Catch2 program, or of a file of Python's tests, may take
 
 
 class Failed(Exception):
@@ -47,7 +47,8 @@ class Cases(xml.sax.ContentHandler):
             if name == 'OverallResult':
                 self.of[self.case] = self.of[self.case] or ['failed']
             elif 'filename' in attributes:
-                self.of[self.case].append(f'{attributes["filename"].removeprefix("../").removeprefix("../")}:{attributes["line"]}')
+                place = re.sub(r'^(\.\./)+', '', attributes['filename'])
+                self.of[self.case].append(f'{place}:{attributes["line"]}')
 
     def endElement(self, name):
         self.ended = self.ended or name == 'TestCase'
@@ -120,16 +121,17 @@ class Version:
         while left:
             names.write_text(''.join('"{}"\n'.format(re.sub(r'(["\\,\[])', r'\\\1', name)) for name in left))
             path.unlink(missing_ok=True)
-            done = self.call(program, self.build / 'tests' / program, '-r', 'xml', '-o', path, '-f', names, check=False)
+            done = self.call(program, 'timeout', CASE_SECONDS, self.build / 'tests' / program, '-r', 'xml', '-o', path, '-f',
+                             names, check=False)
             cases = Cases.read(path)
             if not cases.ended:
                 cases.of[cases.case] = [f'the process ended with {done.returncode}']
             for name in re.findall(r'^LEFT BEHIND by "(.*)":', done.stdout, re.M):
                 cases.of.setdefault(name, []).append('left something behind')
             found |= cases.of
+            left = [name for name in left if name not in cases.of]
             if not cases.of:
                 break
-            left = [name for name in left if name not in cases.of] if not cases.ended else []
         return found | {name: ['not run'] for name in left}
 
     def everything(self):
