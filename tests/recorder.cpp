@@ -419,6 +419,20 @@ TEST_CASE("saved_tensors lists tensors without a storage", "[report][GUA-41]") {
   CHECK(x.grad().defined());
 }
 
+TEST_CASE("saved_tensors lists a number that a region's node saves besides", "[report][GUA-41]") {
+  // LibTorch shows hooks no tensor that stands for a number.
+  const Tensor x = leaf({3}), number = at::scalar_tensor(2.);
+  number.unsafeGetTensorImpl()->set_wrapped_number(true);
+  const Tensor y =
+      checkpoint({.name = "block"}, [&](const Tensor& t) { return at::xlogy(t, number); }, x);
+  const auto infos = remat::saved_tensors(y);
+  REQUIRE(infos.size() == 2);
+  CHECK(infos[0].sizes.empty());
+  CHECK(infos[0].bytes == static_cast<int64_t>(number.nbytes()));
+  CHECK(infos[1].dropped);
+  CHECK(infos[1].sizes == std::vector<int64_t>{3});
+}
+
 TEST_CASE("saved_tensors knows custom Functions and the program's own hooks", "[report][GUA-41]") {
   struct Twice : torch::autograd::Function<Twice> {
     static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& t) {

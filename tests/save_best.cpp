@@ -393,6 +393,32 @@ TEST_CASE("a region that always goes another way keeps nothing, with a warning",
   CHECK_THAT(warnings.texts[0], contains("region \"region\" ran other operators, or shapes"));
 }
 
+TEST_CASE("a region is measured as often as asked, however often that is", "[save_best]") {
+  SaveBestOptions options = told(1'000'000, random_costs);
+  options.profile_runs = 150;
+  const Policy policy = save_best(options);
+  const auto f = [](const Tensor& x) { return x.exp().sin().sum(); };
+  const Tensor x = leaf({3});
+  for (int i = 0; i < 149; ++i) checkpoint(with(policy), f, x);
+  CHECK(best_choices(policy).empty());
+  checkpoint(with(policy), f, x);
+  CHECK(best_choices(policy).size() == 1);
+}
+
+TEST_CASE("a new way of a region is waited for through a hundred runs of ways that it knows",
+          "[save_best]") {
+  const auto f = [](const Tensor& x) { return x.exp().sin().sum(); };
+  const Tensor known = leaf({3}), other = leaf({4});
+  for (const bool is_too_long : {false, true}) {
+    const Policy policy = save_best(told(1'000'000, random_costs));
+    checkpoint(with(policy), f, known);
+    checkpoint(with(policy), f, other);  // the next such run is to be measured
+    for (int i = 0; i < (is_too_long ? 101 : 100); ++i) checkpoint(with(policy), f, known);
+    checkpoint(with(policy), f, other);
+    CHECK(best_choices(policy).size() == (is_too_long ? 1 : 2));
+  }
+}
+
 TEST_CASE("two functions of one name have choices of their own", "[save_best]") {
   const Policy policy = save_best(told(40, {{"aten::exp.default", 5}, {"aten::cos.default", 7}}));
   const auto f = [](const Tensor& x) { return x.sin().exp().sum(); };
@@ -484,6 +510,22 @@ TEST_CASE("save_best joins policies that list what to keep", "[save_best]") {
   CHECK_THROWS_AS(save_best({.profile_runs = 0}), c10::ValueError);
   CHECK(best_choices(remat::save_matmuls()).empty());
   CHECK(best_choices(Policy()).empty());
+}
+
+TEST_CASE("what another policy keeps and the function writes to is no choice of save_best's",
+          "[save_best]") {
+  const auto f = [](const Tensor& x) {
+    const Tensor y = x * 2;
+    y.add_(x);
+    return y.exp().cumsum(0).sin().mul(x).sum();
+  };
+  remat::SelectiveOptions options;
+  options.allow_cache_entry_mutation = true;
+  const Policy policy = save_best(told(1'000'000, {{"aten::cumsum.default", 5}})) |
+                        remat::save_ops({"aten::mul"}, options);
+  require_same_grads(f, chosen(policy, f), leaf({10}));
+  CHECK(kept_calls(best_choices(policy).at(0)) ==
+        std::vector<std::string>{"aten::mul.Scalar", "aten::cumsum.default", "aten::mul.Tensor"});
 }
 
 TEST_CASE("a policy that is asked again does not refuse what was chosen", "[save_best]") {

@@ -2,9 +2,10 @@
 """matrix.py [--library] [--again] [--keep] [VERSION...]: builds and tests the tree on many LibTorch, one after the other.
 
 Each version is installed from the package index into an environment of its own under build/matrix, with what its wheel
-needs to load (up to 6 GB), which is deleted when the version is done. Builds the library, the Catch2 cases and the Python
-package and runs them; with --library the library and examples/quickstart.cpp alone. What is done stands in
-build/matrix/results.jsonl and is not done again. The last thing printed is a table.
+needs to load (up to 6 GB), which is deleted when the version is done. Builds the library, the Catch2 programs and the
+Python package and runs them; with --library the library and examples/quickstart.cpp alone. A case that ends the process is
+counted as failed, and those after it run in another. What is done stands in build/matrix/results.jsonl, with the commit,
+and is not done again. The last thing printed is a table.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+import xml.sax
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WORK = ROOT / 'build' / 'matrix'
@@ -23,8 +25,44 @@ VERSIONS = ('2.6.0', '2.7.1', '2.8.0', '2.9.1', '2.10.0', '2.11.0', '2.12.1', '2
 JOBS = os.environ.get('JOBS', str(os.cpu_count()))
 
 
+CASE_SECONDS = 3600    # what one run of a Catch2 program, or of a file of Python's tests, may take
+
+
 class Failed(Exception):
     """A step did not go through: its name, with the compiler's or program's first words about it."""
+
+
+class Cases(xml.sax.ContentHandler):
+    """The cases of one run of Catch2 from its XML, which ends anywhere if the process did: {name: where it failed}."""
+
+    def __init__(self):
+        super().__init__()
+        self.of, self.case, self.ended = {}, None, True
+
+    def startElement(self, name, attributes):
+        if name == 'TestCase':
+            self.case, self.ended = attributes['name'], False
+            self.of[self.case] = []
+        elif attributes.get('success') == 'false':
+            if name == 'OverallResult':
+                self.of[self.case] = self.of[self.case] or ['failed']
+            elif 'filename' in attributes:
+                place = re.sub(r'^(\.\./)+', '', attributes['filename'])
+                self.of[self.case].append(f'{place}:{attributes["line"]}')
+
+    def endElement(self, name):
+        self.ended = self.ended or name == 'TestCase'
+
+    @staticmethod
+    def read(path):
+        cases = Cases()
+        parser = xml.sax.make_parser()
+        parser.setContentHandler(cases)
+        try:
+            parser.parse(str(path))
+        except xml.sax.SAXParseException:
+            pass
+        return cases
 
 
 class Version:
@@ -65,7 +103,7 @@ class Version:
                   '-Dbench=disabled', *options)
 
     def compile(self, *targets):
-        done = self.call('build', 'ninja', '-C', self.build, '-j', JOBS, *targets)
+        done = self.call('build', 'ninja', '-C', self.build, '-k', '0', '-j', JOBS, *targets)
         return len(re.findall(r'^\.\./.*warning: ', done.stdout, re.M))
 
     def library(self):
@@ -75,28 +113,58 @@ class Version:
                          self.build / 'examples/quickstart', check=False)
         return {'library': 'builds', 'quickstart': 'ok' if fits.returncode == 0 else fits.stdout[-300:], 'warnings': warnings}
 
+    def catch(self, program):
+        """Runs all cases of tests/PROGRAM, in several processes if some end theirs: {case: where it failed}."""
+        listed = self.call(program, self.build / 'tests' / program, '--list-test-names-only', check=False)
+        left = [line.strip() for line in listed.stdout.splitlines() if line.strip()]
+        found, names, path = {}, self.folder / 'names.txt', self.folder / f'{program}.xml'
+        while left:
+            names.write_text(''.join('"{}"\n'.format(re.sub(r'(["\\,\[])', r'\\\1', name)) for name in left))
+            path.unlink(missing_ok=True)
+            done = self.call(program, 'timeout', CASE_SECONDS, self.build / 'tests' / program, '-r', 'xml', '-o', path, '-f',
+                             names, check=False)
+            cases = Cases.read(path)
+            if not cases.ended:
+                cases.of[cases.case] = [f'the process ended with {done.returncode}']
+            for name in re.findall(r'^LEFT BEHIND by "(.*)":', done.stdout, re.M):
+                cases.of.setdefault(name, []).append('left something behind')
+            found |= cases.of
+            left = [name for name in left if name not in cases.of]
+            if not cases.of:
+                break
+        return found | {name: ['not run'] for name in left}
+
     def everything(self):
         self.configure('-Dtests=enabled', '-Dexamples=disabled', '-Dpython=auto')
         result = {'library': 'builds', 'warnings': self.compile('tests/cases')}
-        run = self.call('cases', self.build / 'tests/cases', '-r', 'compact', check=False)
-        listed = self.call('cases', self.build / 'tests/cases', '--list-test-names-only', check=False)
-        cases = len([line for line in listed.stdout.splitlines() if line.strip()])
-        bad = re.search(r'Failed (?:both )?(\d+)? ?(?:test cases?|both)', run.stdout)
-        result['failing'] = sorted(set(re.findall(r'^(\S+\.cpp:\d+): failed', run.stdout, re.M)))[:40]
-        if run.returncode < 0 or (run.returncode and not bad):
-            result |= {'cases_passed': 0, 'cases_failed': cases, 'ended': run.returncode}
-        else:
-            failed = int(bad[1] or cases) if bad else 0
-            result |= {'cases_passed': cases - failed, 'cases_failed': failed}
+        for program in ('cases', 'device'):
+            try:
+                if program != 'cases':
+                    self.compile(f'tests/{program}')
+                found = self.catch(program)
+                failed = {name: where[:3] for name, where in found.items() if where}
+                result |= {f'{program}_passed': len(found) - len(failed), f'{program}_failed': len(failed),
+                           f'{program}_failing': failed}
+            except Failed as failure:
+                result |= {f'{program}_passed': 0, f'{program}_failed': 1, f'{program}_failing': {'build': str(failure)}}
         try:
-            self.compile('python-package')
-            run = self.call('python', self.python, '-W', 'ignore', '-m', 'unittest', 'discover', '-s', 'python/tests', '-t',
-                            'python/tests', check=False, PYTHONPATH=f'{self.build}/python:python/tests')
-            ran = re.search(r'^Ran (\d+) tests', run.stdout, re.M)
-            ran = int(ran[1]) if ran else 0
-            bad = sum(map(int, re.findall(r'(?:failures|errors)=(\d+)', run.stdout)))
-            result |= {'python_passed': ran - bad, 'python_failed': bad if ran else 1,
-                       'python_failing': re.findall(r'^(?:FAIL|ERROR): (\S+)', run.stdout, re.M)[:40]}
+            self.compile('python-package', 'tests/libstand_in.so')
+            counts, failing = {'passed': 0, 'failed': 0, 'skipped': 0}, []
+            for file in sorted((ROOT / 'python/tests').glob('test_*.py')):
+                done = self.call('python', 'timeout', CASE_SECONDS, self.python, '-W', 'ignore', '-m', 'unittest', '-v', file.stem,
+                                 check=False, PYTHONPATH=f'{self.build}/python:python/tests',
+                                 REMAT_STAND_IN=self.build / 'tests/libstand_in.so')
+                ran = re.search(r'^Ran (\d+) tests?', done.stdout, re.M)
+                end = done.stdout[ran.start():] if ran else ''
+                number = {word: sum(map(int, re.findall(rf'{word}=(\d+)', end))) for word in ('failures', 'errors', 'skipped')}
+                bad = number['failures'] + number['errors']
+                counts['failed'] += bad if ran else 1
+                counts['skipped'] += number['skipped']
+                counts['passed'] += int(ran[1]) - bad - number['skipped'] if ran else 0
+                failing += re.findall(r'^(?:FAIL|ERROR): (\S+ \S+)', done.stdout, re.M)
+                if not ran:
+                    failing.append(f'{file.stem}: the process ended with {done.returncode}')
+            result |= {f'python_{what}': number for what, number in counts.items()} | {'python_failing': failing}
         except Failed as failure:
             result |= {'python_passed': 0, 'python_failed': 1, 'python_failing': [str(failure)]}
         return result
@@ -104,14 +172,16 @@ class Version:
 
 def run(name, kind, keep):
     start = time.monotonic()
-    result = {'version': name, 'kind': kind}
+    commit = subprocess.run(['git', 'describe', '--always', '--dirty', '--abbrev=12'], text=True, stdout=subprocess.PIPE, cwd=ROOT)
+    result = {'version': name, 'kind': kind, 'commit': commit.stdout.strip()}
     (WORK / name).mkdir(parents=True, exist_ok=True)
     with (WORK / f'{name}-{kind}.log').open('w') as log:
         version = Version(name, log)
         try:
             version.install()
             result |= version.library() if kind == 'library' else version.everything()
-            result['ok'] = result.get('quickstart', 'ok') == 'ok' and not result.get('cases_failed') and not result.get('python_failed')
+            result['ok'] = result.get('quickstart', 'ok') == 'ok' and not any(
+                result.get(f'{what}_failed') for what in ('cases', 'device', 'python'))
         except Failed as failure:
             result |= {'ok': False, 'fault': str(failure)}
     result['seconds'] = round(time.monotonic() - start)
@@ -120,14 +190,19 @@ def run(name, kind, keep):
     return result
 
 
+def counts_of(result, what):
+    if f'{what}_passed' not in result:
+        return 'not run'
+    return ', '.join(f'{result[f"{what}_{how}"]} {how}' for how in ('passed', 'failed', 'skipped') if f'{what}_{how}' in result)
+
+
 def table(results):
-    yield '| LibTorch | library, quickstart | cases | Python package | |'
-    yield '|---|---|---|---|---|'
+    yield '| LibTorch | library, quickstart | cases | stand-in for a device | Python package | commit | |'
+    yield '|---|---|---|---|---|---|---|'
     for each in results:
-        counts = [f'{each[f"{what}_passed"]} passed, {each[f"{what}_failed"]} failed' if f'{what}_passed' in each else 'not run'
-                  for what in ('cases', 'python')]
         first = 'fails' if 'library' not in each else each.get('quickstart', 'builds')
-        yield f'| {each["version"]} | {first} | {counts[0]} | {counts[1]} | {each.get("fault", "")} |'
+        counts = ' | '.join(counts_of(each, what) for what in ('cases', 'device', 'python'))
+        yield f'| {each["version"]} | {first} | {counts} | {each.get("commit", "")} | {each.get("fault", "")} |'
 
 
 def main():

@@ -59,9 +59,9 @@ void append_stack(std::string& text, const char* pass, const OpLog& log, int64_t
   for (const std::string& frame : frames) text += fmt::format("    {}\n", frame);
 }
 
-/// The debug report, or how to get it.
+/// The debug report, or how to get it. Without `debug` no recompute has a log.
 std::string operators_text(const Region& region, const OpLog* recompute_log) {
-  if (!region.options.debug || recompute_log == nullptr)
+  if (recompute_log == nullptr)
     return "To see the operators of both passes and the first that differs, pass `debug = true` in "
            "CheckpointOptions, or open a remat::DebugGuard(true) around the forward.\n";
   const OpLog& forward = region.extras->forward_log;

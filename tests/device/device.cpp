@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "tests/device/stand_in.h"
+#include "tests/support/nn.h"
 #include "tests/support/saved_tensors.h"
 #include "tests/support/support.h"
 
@@ -166,6 +167,51 @@ TEST_CASE("a region of forward is not recomputed in a graph that is captured",
   CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
   CHECK(stand_in::position() == before);
   grad_of(y, {x});
+}
+
+TEST_CASE("each recompute sees a device's buffers as its forward did, whoever wrote to them",
+          "[device][module]") {
+  struct Counts : torch::nn::Module {
+    Counts() {
+      register_buffer("steps", steps);
+      register_buffer("mean", mean);
+    }
+    Tensor forward(const Tensor& x) {
+      {
+        const at::NoGradGuard no_grad;
+        steps.add_(1);
+        const at::AutoDispatchBelowADInplaceOrView below;  // as kernels of running statistics
+        mean.add_(1);
+      }
+      return (x * (steps.to(at::kFloat) * 10 + mean)).sin();
+    }
+    Tensor steps = at::zeros({1}, at::kLong).to(stand_in::device());
+    Tensor mean = at::zeros({1}).to(stand_in::device());
+  };
+  const auto gradient = [](const auto& call) {
+    const Tensor x = stand_in_leaf(at::arange(4, at::kFloat));
+    const auto module = std::make_shared<Counts>();
+    const Tensor first = call(module, x), second = call(module, x), third = call(module, x);
+    return grad_of(second + third + first, {x})[0];
+  };
+  require_same(gradient([](const auto& module, const Tensor& x) { return checkpoint(module, x); }),
+               gradient([](const auto& module, const Tensor& x) { return module->forward(x); }));
+}
+
+TEST_CASE("a device's buffer of integers that does not change is kept once for all graphs",
+          "[device][module]") {
+  struct Table : torch::nn::Module {
+    Table() { register_buffer("table", table); }
+    Tensor forward(const Tensor& x) { return x * table[0].to(at::kFloat) * x; }
+    Tensor table = at::ones({1000}, at::kLong).to(stand_in::device());
+  };
+  const Tensor x = stand_in_leaf(at::ones({1}));
+  const auto module = std::make_shared<Table>();
+  Tensors graphs{checkpoint(module, x)};
+  const int64_t first = stand_in::live_bytes();
+  for (int i = 0; i < 5; ++i) graphs.push_back(checkpoint(module, x));
+  CHECK(stand_in::live_bytes() - first < 8'000);
+  for (const Tensor& y : graphs) y.backward(at::ones_like(y));
 }
 
 TEST_CASE("a number on the CPU combined with device tensors", "[device][DEV-06]") {

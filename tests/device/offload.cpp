@@ -1,5 +1,6 @@
 // Offloading on the stand-in of stand_in.h, whose copies run as late as they may.
 
+#include <malloc.h>
 #include <unistd.h>
 #include <filesystem>
 
@@ -69,6 +70,35 @@ TEST_CASE("with pin_memory the host buffers are page-locked, and used again", "[
   if (!at::hasCUDA()) CHECK(after > 0);  // else it is CUDA's
   step(true);
   CHECK(stand_in::pinned_bytes() == after);
+}
+
+TEST_CASE("a small tensor does not take a page-locked buffer that a large one needs again",
+          "[device][OFF-14]") {
+  if (at::hasCUDA()) return;  // then it is CUDA's
+  constexpr int64_t small = 300'000, large = 2'000'000;
+  const auto saved = [](int64_t size) {
+    const Tensor x = offload::stand_in_leaf(far_device, {size});
+    const remat::SaveOnCpuGuard guard({.pin_memory = true});
+    return (x + 1).sin();
+  };
+  saved(large);  // its buffer is free
+  const int64_t before = stand_in::pinned_bytes();
+  const Tensor one = saved(small), other = saved(large);
+  CHECK(stand_in::pinned_bytes() - before < 2 * large);
+}
+
+TEST_CASE("a guard that stays open forgets what it has let go", "[device]") {
+  const remat::SaveOnCpuGuard guard;
+  const Tensor x = offload::stand_in_leaf(far_device, {16});
+  const auto step = [&] { (x + 1).sin(); };
+  for (int i = 0; i < 100; ++i) step();
+  const auto bytes = [] {
+    stand_in::clear_log();
+    return static_cast<int64_t>(mallinfo2().uordblks);
+  };
+  const int64_t before = bytes();
+  for (int i = 0; i < 2000; ++i) step();
+  CHECK(bytes() - before < 100'000);
 }
 
 TEST_CASE("copies run beside the work, and reads wait for them", "[device]") {

@@ -185,6 +185,28 @@ TEST_CASE("a plan that moves sends a device's values to the CPU or a file, withi
   }
 }
 
+TEST_CASE("a plan that moves brings values back beside the backward of the item behind them",
+          "[device][plan]") {
+  const Tensor x = leaf_on(0);
+  int64_t in_backward = 0;
+  std::vector<Stage> stages = sines({1, 3});
+  stages.insert(stages.end() - 1, Stage([&](const Tensor& y) {
+                  const Tensor z = y.sin();
+                  z.register_hook([&](const Tensor&) { in_backward = stand_in::live_bytes(); });
+                  return z.exp();
+                }));
+  const auto grown = [&](const char* plan) {
+    const Tensor input = x.detach().requires_grad_();
+    const Tensor loss = remat::run(Plan::parse(plan), stages, input, {}, {}, {.min_bytes = 0});
+    const int64_t before = stand_in::live_bytes();
+    loss.backward(at::ones_like(loss));
+    return in_backward - before;
+  };
+  const int64_t without = grown("[1 2 3 4]");
+  CHECK(grown("[1 mv[2] 3 4]") - without ==
+        3 * bytes);  // what stage 2 saved, which nobody has read yet
+}
+
 TEST_CASE("a plan for what a device has free fits, and plain does not", "[device][plan]") {
   struct Small {
     explicit Small(int64_t total) { stand_in::set_total_bytes(total); }

@@ -348,11 +348,32 @@ TEST_CASE("a leaf that was frozen after the call counts as it was", "[checkpoint
   CHECK_FALSE(x.requires_grad());
 }
 
-TEST_CASE("an argument that is a view comes back as one", "[checkpoint][rule-2]") {
+TEST_CASE("an argument that is a view comes back as one, another one does not",
+          "[checkpoint][rule-2]") {
   const auto f = [](const Tensor& t) { return (t.is_view() ? t * 2 : t * 3).sin().exp(); };
   const Tensor x = leaf({4}), copy = copy_of(x);
   const Tensor expected = grad_of(f(copy.mul(1).slice(0, 0, 3)), {copy})[0];
   require_thrice(remat::checkpoint(f, x.mul(1).slice(0, 0, 3)), x, expected);
+  require_thrice(remat::checkpoint(f, x.mul(1)), x, grad_of(f(copy.mul(1)), {copy})[0]);
+}
+
+TEST_CASE("an argument that is a view may be written to, and a gradient taken of it",
+          "[checkpoint][rule-2][rule-6]") {
+  const auto writes = [](Tensor t) {
+    t.mul_(2);
+    return t.sin().exp();
+  };
+  const auto takes_gradient = [](const Tensor& t) {
+    const Tensor g = torch::autograd::grad({t.sin().sum()}, {t})[0];
+    return (g * t).sin().exp();
+  };
+  const remat::CheckpointOptions copies{.inputs = remat::InputMode::CopyOnWrite};
+  const Tensor x = leaf({4}), copy = copy_of(x);
+  const auto view_of = [](const Tensor& t) { return t.mul(1).slice(0, 0, 3); };
+  require_thrice(remat::checkpoint(copies, writes, view_of(x)), x,
+                 grad_of(writes(view_of(copy)), {copy})[0]);
+  require_thrice(remat::checkpoint(takes_gradient, view_of(x)), x,
+                 grad_of(takes_gradient(view_of(copy)), {copy})[0]);
 }
 
 TEST_CASE("a sparse argument that hooks keep as it is and the function writes to is an error",

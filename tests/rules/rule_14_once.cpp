@@ -228,6 +228,29 @@ TEST_CASE(
   CHECK_FALSE(inside[2].grad().defined());
 }
 
+TEST_CASE(
+    "a gradient inside a region of a leaf with hooks, into which the region accumulates, is refused",
+    "[rule-14][rule-6]") {
+  const Tensor hooked = leaf({3}), bare = leaf({3}), x = leaf({3});
+  hooked.register_hook([](const Tensor& grad) { return grad * 3; });
+  // The gradient is taken of one leaf, while others have been accumulated into and are read.
+  const auto function = [&](const Tensor& target) {
+    return [&, target](const Tensor& t) {
+      (t.detach() * hooked * bare).sum().backward();
+      const Tensor g =
+          torch::autograd::grad({(hooked * bare).exp().sum()}, {target}, {}, std::nullopt, true)[0];
+      return (g.detach() * t).sin().exp();
+    };
+  };
+  require_same_grads(
+      Parameters{{hooked, bare}}, function(bare),
+      [&](const Tensor& t) { return remat::checkpoint(function(bare), t); }, x);
+  const Tensor y = remat::checkpoint(function(hooked), x);
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
+  CHECK_THAT(error.what(), contains("a captured leaf that has hooks"));
+}
+
 TEST_CASE("nodes of the recomputed graph are never executed", "[rule-14]") {
   static Calls* executed = nullptr;
   struct Counting : torch::autograd::Function<Counting> {

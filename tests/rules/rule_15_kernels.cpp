@@ -72,6 +72,11 @@ void define_operators() {
                  body_of_write(x);
                  return x;
                }));
+    made->def("add_to_(Tensor(a!) x, Tensor y) -> Tensor(a!)");
+    made->impl("add_to_", torch::dispatch(kernel, [](Tensor& x, const Tensor& y) -> Tensor& {
+                 const at::AutoDispatchBelowADInplaceOrView below;
+                 return x.add_(y);
+               }));
     return made;
   }();
 }
@@ -160,6 +165,23 @@ TEST_CASE("an operator that changes the sizes or strides of a kept result runs a
   const Tensor y = remat::checkpoint({.policy = policy}, f, x);
   for (int i = 0; i < 2; ++i)
     CHECK(bit_equal(grad_of(y, {x}, {.retain_graph = true})[0], grad_of(f(x), {x})[0]));
+}
+
+TEST_CASE("a boxed write to a kept result leaves nothing but its result on the stack",
+          "[rule-15]") {
+  // As interpreters call an operator that has no generated code, which would not look at the stack.
+  define_operators();
+  const Tensor w = at::randn({4, 4}), bias = at::randn({4});
+  const auto f = [&](const Tensor& x) {
+    torch::jit::Stack stack{at::_unsafe_view(x.detach().mm(w), {4, 4}), bias};
+    c10::Dispatcher::singleton().findSchemaOrThrow("remat_kernels::add_to_", "").callBoxed(stack);
+    REQUIRE(stack.size() == 1);
+    return (stack[0].toTensor() * x).exp().sin();
+  };
+  require_same_grads(
+      Kernels{.kept = {"mm"}}, f,
+      [&](const Tensor& x) { return remat::checkpoint({.policy = remat::save_matmuls()}, f, x); },
+      leaf({4, 4}));
 }
 
 TEST_CASE("an operator that writes to a kept result, and opens a region, runs again", "[rule-15]") {
