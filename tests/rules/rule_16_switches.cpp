@@ -156,11 +156,21 @@ TEST_CASE("anomaly mode names the node of a region that returned nan", "[rule-16
   auto f = [](const Tensor& t) { return (t.sin() * 0).sqrt(); };
   const Tensor x = leaf({3});
   const Tensor plain = f(x);
-  const auto expected = error_of<c10::Error>([&] { grad_of(plain, {x}); });
-  CHECK_THAT(text_of(expected), contains("MulBackward1' returned nan values"));
+  // LibTorch 2.9 throws a std::runtime_error, later ones a c10::Error.
+  const auto text_of_nan = [&](const Tensor& y) -> std::string {
+    try {
+      grad_of(y, {x}, {.retain_graph = true});
+    } catch (const c10::Error& error) {
+      return error.what_without_backtrace();
+    } catch (const std::exception& error) {
+      return error.what();
+    }
+    return {};
+  };
+  const std::string expected = text_of_nan(plain);
+  CHECK_THAT(expected, contains("MulBackward1' returned nan values"));
   const Tensor y = remat::checkpoint(f, x);
-  const auto error = error_of<c10::Error>([&] { grad_of(y, {x}, {.retain_graph = true}); });
-  CHECK(text_of(error) == text_of(expected));
+  CHECK(text_of_nan(y) == expected);
   CHECK(remat::counters().recomputed_bytes_alive == 0);
 
   const Tensor harmless = remat::checkpoint([](const Tensor& t) { return t.sin().exp(); }, x);
