@@ -269,7 +269,7 @@ TEST_CASE("what the function makes without grad may be returned, saved often and
   CAPTURE(early_stop);
   const Tensor x = leaf({64, 80});
   const auto f = [](const Tensor& t) {
-    const Tensor mask = (t > 0).to(at::kFloat), order = t.detach().argsort(1);
+    const Tensor mask = (t > 0).to(at::kFloat), order = t.detach().argsort(int64_t{1});
     const Tensor halves = mask.view({-1}).narrow(0, 0, 80);
     Tensor h = (t * mask).gather(1, order) * halves;
     for (int i = 0; i < 3; ++i) h = (h * mask.t().t()).sin() * halves.conj() * mask;
