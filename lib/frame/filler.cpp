@@ -267,6 +267,7 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
                         known_storage_of(judged) == slot.provenance.storage._unsafe_get_target()
                             ? ""
                             : ", other storage")));
+    if (is_other_leaf(slot.provenance, judged)) differences_.other_leaves.push_back(position);
     if (is_replaced(slot.provenance, judged) && !slot.is_older)
       differences_.replaced.push_back(position);
   }

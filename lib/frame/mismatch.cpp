@@ -449,6 +449,8 @@ void throw_changed_script(const Region& region) {
 void throw_selective(const Region& region, Kind kind, const std::string& fact,
                      const std::string& cause, const std::string& advice, const std::string& lists,
                      const TensorIdentity& tensor, Differences seen) {
+  // Leaves that were saved in another order explain nothing.
+  for (const int64_t position : seen.other_leaves) seen.clear_capture(position);
   // What came back in other storage may be the run's own. It may explain that operators part, but not
   // that what is kept was written to.
   if (kind == Kind::SelectiveMutation)

@@ -30,6 +30,8 @@ struct Differences {
   /// Positions in `captures` of tensors that came back in other storage. Whether the recompute made
   /// that itself is known when it has unwound.
   std::vector<int64_t> replaced;
+  /// Positions in `captures` of leaves in whose place the recompute saved another one.
+  std::vector<int64_t> other_leaves;
   /// The recompute wrote to a captured tensor itself.
   bool function_writes = false;
   /// The function's module has other parameters or modules than when forward began.
