@@ -34,7 +34,8 @@ class REMAT_API CheckpointError : public c10::Error {
   /// One saved tensor that differs. With `debug` the operators are known, with the shapes of their arguments; without,
   /// of some tensors the node of forward's, such as "ConvolutionBackward0"; else they are empty.
   struct Mismatch {
-    int64_t position;          ///< of the saved tensor in its region, from 0; -1: the region does not save it
+    int64_t
+        position;  ///< of the saved tensor in its region, from 0; -1: the region does not save it
     std::string forward;       ///< what forward saved
     std::string recompute;     ///< what the recompute saved instead
     std::string forward_op;    ///< the operator that saved it in forward

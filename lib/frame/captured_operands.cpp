@@ -71,13 +71,13 @@ void CapturedOperands::note(const at::TensorBase& tensor, const StorageSet& inpu
   c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
   if (inputs.contains(storage)) return;
   if (noted_ == nullptr) noted_ = std::make_unique<Noted>();
-  noted_->all.push_back(
-      {.counter = counter,
-       .object = WeakTensor(tensor.getIntrusivePtr()),
-       .storage = storage == nullptr ? WeakStorage(c10::intrusive_ptr<c10::StorageImpl>())
-                                     : impl.unsafe_storage().getWeakStorageImpl(),
-       .version = counter.current_version(),
-       .offset = offset_of(impl)});
+  noted_->all.push_back({.counter = counter,
+                         .object = WeakTensor(tensor.getIntrusivePtr()),
+                         .storage = storage == nullptr
+                                        ? WeakStorage(c10::intrusive_ptr<c10::StorageImpl>())
+                                        : impl.unsafe_storage().getWeakStorageImpl(),
+                         .version = counter.current_version(),
+                         .offset = offset_of(impl)});
   if (!noted_->index.empty()) {
     noted_->index.insert(address_of(counter));
   } else if (noted_->all.size() > max_scanned) {

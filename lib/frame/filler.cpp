@@ -122,7 +122,8 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
     compare(position, slot, saved);
     must_finish_operator_ = slot.finish_operator && !is_planted(Fault::LateWrite);
     const Origin origin = slot.provenance.origin;
-    is_made_inside = !slot.is_inner_input && (origin == Origin::Inside || origin == Origin::NoStorage);
+    is_made_inside =
+        !slot.is_inner_input && (origin == Origin::Inside || origin == Origin::NoStorage);
     if (!saved.requires_grad() && !is_vouched(saved) &&
         (origin == Origin::Outside || origin == Origin::Input))
       value.alias = saved.tensor_data();  // its owner may give the object other storage
@@ -218,13 +219,16 @@ static bool is_other_leaf(const Provenance& then, const at::Tensor& judged) {
 bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) const {
   if (region_.options.capture_check != CaptureCheck::Raise || !view_.is_settled) return false;
   if (is_older_result(slot, judged)) return true;
-  if (is_other_leaf(slot.provenance, judged))  // what hooks give back of an argument may differ from it
-    return !is_vouched(judged) && (replay_ == nullptr || !replay_->is_copy(known_storage_of(judged))) &&
+  if (is_other_leaf(slot.provenance,
+                    judged))  // what hooks give back of an argument may differ from it
+    return !is_vouched(judged) &&
+           (replay_ == nullptr || !replay_->is_copy(known_storage_of(judged))) &&
            std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
              return each.storage == known_storage_of(judged);
            });
   if (!is_changed(slot.provenance, judged)) return false;
-  if (is_vouched(judged) && slot.provenance.storage._unsafe_get_target() == known_storage_of(judged))
+  if (is_vouched(judged) &&
+      slot.provenance.storage._unsafe_get_target() == known_storage_of(judged))
     return false;
   if (slot.provenance.origin != Origin::Input) return true;
   // An argument itself is checked when it is unpacked, a kept alias of it when it is given out, and hooks
@@ -301,14 +305,14 @@ void Filler::note_operands() {
         alive && storage_of(at::Tensor(alive)) != each.then->storage._unsafe_get_target();
     SlotIdentity identity;
     identity.tensor = {each.then->object, each.then->storage};
-    differences_.operands.push_back(
-        {{-1, fmt::format("{}, version {}", what, each.then->version),
-          fmt::format("{}, version {}{}", what, each.version,
-                      has_other_storage ? ", other storage" : ""),
-          {},
-          {},
-          each.name},
-         std::move(identity)});
+    differences_.operands.push_back({{-1,
+                                      fmt::format("{}, version {}", what, each.then->version),
+                                      fmt::format("{}, version {}{}", what, each.version,
+                                                  has_other_storage ? ", other storage" : ""),
+                                      {},
+                                      {},
+                                      each.name},
+                                     std::move(identity)});
   }
 }
 

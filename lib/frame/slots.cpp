@@ -34,8 +34,8 @@ int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tens
   slot.requires_grad = judged.requires_grad();
   slot.has_edge = has_raw_gradient_edge(judged);
   slot.is_inner_input = origin != nullptr;
-  slot.is_older = slot.has_edge && slot.provenance.origin == Origin::Outside &&
-                  is_built_before(start, judged);
+  slot.is_older =
+      slot.has_edge && slot.provenance.origin == Origin::Outside && is_built_before(start, judged);
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
   if (!pending_.empty()) note_pending(region, slot.operator_number, /*is_end=*/origin != nullptr);
 

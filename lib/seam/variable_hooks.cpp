@@ -45,8 +45,7 @@ class ForwardingTable final : public VariableHooksInterface {
     return previous_.variable_data(tensor);
   }
   const NodePtr& grad_fn(const TensorBase& tensor) const override {
-    const NodePtr* const instead =
-        NodesInstead::any() ? callbacks_.node_instead(tensor) : nullptr;
+    const NodePtr* const instead = NodesInstead::any() ? callbacks_.node_instead(tensor) : nullptr;
     const NodePtr& node = instead != nullptr ? *instead : previous_.grad_fn(tensor);
     if (NodeWatches::any()) NodeWatches::tell(tensor, node.get());
     return node;

@@ -64,16 +64,14 @@ WeakStorage weak_storage_of(const at::Tensor& tensor) {
 at::Tensor sparse_values_of(const at::Tensor& tensor) {
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   if (impl->key_set().has(c10::DispatchKey::Python)) return {};
-  if (const auto* const coo = dynamic_cast<const at::SparseTensorImpl*>(impl))
-    return coo->values();
+  if (const auto* const coo = dynamic_cast<const at::SparseTensorImpl*>(impl)) return coo->values();
   if (const auto* const compressed = dynamic_cast<const at::SparseCsrTensorImpl*>(impl))
     return compressed->values();
   return {};
 }
 
 WeakStorage weak_known_storage_of(const at::Tensor& tensor) {
-  const at::Tensor values =
-      storage_of(tensor) == nullptr ? sparse_values_of(tensor) : at::Tensor();
+  const at::Tensor values = storage_of(tensor) == nullptr ? sparse_values_of(tensor) : at::Tensor();
   return weak_storage_of(values.defined() ? values : tensor);
 }
 

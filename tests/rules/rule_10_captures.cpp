@@ -655,8 +655,9 @@ TEST_CASE("a captured variable that was an argument too and is assigned another 
   CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() == Kind::CaptureChanged);
 }
 
-TEST_CASE("a captured leaf whose variable is assigned another leaf is a change unless they are equal",
-          "[checkpoint][rule-10]") {
+TEST_CASE(
+    "a captured leaf whose variable is assigned another leaf is a change unless they are equal",
+    "[checkpoint][rule-10]") {
   const Tensor x = leaf({3}), first = leaf({3});
   Tensor w = first;
   const Tensor y = remat::checkpoint([&w](const Tensor& t) { return (t * w).sin(); }, x);

@@ -46,7 +46,8 @@ TEST_CASE("a captured tensor that nothing saves and that changed raises where it
       {"in a Function",
        [](const Tensor& x, const Tensor& b) {
          struct Sum : torch::autograd::Function<Sum> {
-           static Tensor forward(torch::autograd::AutogradContext*, const Tensor& u, const Tensor& v) {
+           static Tensor forward(torch::autograd::AutogradContext*, const Tensor& u,
+                                 const Tensor& v) {
              return u + v;
            }
            static Tensors backward(torch::autograd::AutogradContext*, const Tensors& g) {
@@ -82,9 +83,8 @@ TEST_CASE("a captured tensor that nothing saves and that changed raises where it
         const auto f = [&](const Tensor& t) { return use(t, b); };
         require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), grad_of(f(x), {x}));
         Calls calls;
-        const CheckpointError error =
-            error_after(counted(calls, f), x, [&] { change(b); },
-                        {.name = "head", .early_stop = early_stop});
+        const CheckpointError error = error_after(counted(calls, f), x, [&] { change(b); },
+                                                  {.name = "head", .early_stop = early_stop});
         CHECK(error.kind() == Kind::CaptureChanged);
         CHECK_THAT(text_of(error), contains("captured tensor"));
         CHECK_THAT(text_of(error), contains(", version "));
@@ -263,8 +263,7 @@ TEST_CASE("a change between two backwards of a retained graph raises in the seco
   CHECK(mismatch_of(y, x).kind() == Kind::CaptureChanged);
 }
 
-TEST_CASE("a region that throws watches no more",
-          "[rule-10][rule-12]") {
+TEST_CASE("a region that throws watches no more", "[rule-10][rule-12]") {
   const Tensor x = leaf({3});
   const Tensor bias = leaf({3});
   const auto thrower = [&](const Tensor& t) -> Tensor {
