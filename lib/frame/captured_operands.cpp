@@ -51,7 +51,7 @@ uint64_t number_at_work() { return at::sequence_number::peek() - 1; }
 bool CapturedOperand::is_changed() const {
   if (counter.current_version() != version) return true;
   const auto alive = object.lock();
-  return alive && (alive->unsafe_storage().unsafeGetStorageImpl() != storage._unsafe_get_target() ||
+  return alive && (known_storage_of(at::Tensor(alive)) != storage._unsafe_get_target() ||
                    offset_of(*alive) != offset);
 }
 
@@ -68,16 +68,16 @@ void CapturedOperands::note(const at::TensorBase& tensor, const StorageSet& inpu
   const c10::VariableVersion& counter = impl.version_counter();
   if (impl.is_wrapped_number() || !counter.enabled()) return;
   if (noted_ != nullptr && noted_->has(counter)) return;
-  c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
-  if (inputs.contains(storage)) return;
+  const at::Tensor operand(tensor);
+  if (inputs.contains(known_storage_of(operand))) return;
   if (noted_ == nullptr) noted_ = std::make_unique<Noted>();
+  WeakTensor object = weak_object_of(operand);
+  const uint32_t offset = offset_of(*object._unsafe_get_target());
   noted_->all.push_back({.counter = counter,
-                         .object = WeakTensor(tensor.getIntrusivePtr()),
-                         .storage = storage == nullptr
-                                        ? WeakStorage(c10::intrusive_ptr<c10::StorageImpl>())
-                                        : impl.unsafe_storage().getWeakStorageImpl(),
+                         .object = std::move(object),
+                         .storage = weak_known_storage_of(operand),
                          .version = counter.current_version(),
-                         .offset = offset_of(impl)});
+                         .offset = offset});
   if (!noted_->index.empty()) {
     noted_->index.insert(address_of(counter));
   } else if (noted_->all.size() > max_scanned) {

@@ -302,7 +302,7 @@ void Filler::note_operands() {
     const std::string what =
         alive ? TensorMetadata(at::Tensor(alive), false).text() : std::string("a tensor");
     const bool has_other_storage =
-        alive && storage_of(at::Tensor(alive)) != each.then->storage._unsafe_get_target();
+        alive && known_storage_of(at::Tensor(alive)) != each.then->storage._unsafe_get_target();
     SlotIdentity identity;
     identity.tensor = {each.then->object, each.then->storage};
     differences_.operands.push_back({{-1,

@@ -54,6 +54,11 @@ c10::TensorImpl* cast_source(const at::Tensor& tensor, const Node& node) {
   return nullptr;
 }
 
+bool is_compressed(c10::Layout layout) {
+  return layout == c10::kSparseCsr || layout == c10::kSparseCsc || layout == c10::kSparseBsr ||
+         layout == c10::kSparseBsc;
+}
+
 }  // namespace
 
 WeakStorage weak_storage_of(const at::Tensor& tensor) {
@@ -68,6 +73,13 @@ at::Tensor sparse_values_of(const at::Tensor& tensor) {
   if (const auto* const compressed = dynamic_cast<const at::SparseCsrTensorImpl*>(impl))
     return compressed->values();
   return {};
+}
+
+WeakTensor weak_object_of(const at::Tensor& tensor) {
+  if (storage_of(tensor) == nullptr && is_compressed(tensor.layout()))
+    if (const at::Tensor values = sparse_values_of(tensor); values.defined())
+      return WeakTensor(values.getIntrusivePtr());
+  return WeakTensor(tensor.getIntrusivePtr());
 }
 
 WeakStorage weak_known_storage_of(const at::Tensor& tensor) {
@@ -180,7 +192,7 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
   const bool built_inside = is_built_since(start, root);
   result.origin = built_inside ? Origin::Inside : Origin::Outside;
   if (!built_inside) {
-    result.leaf = WeakTensor(root.getIntrusivePtr());
+    result.leaf = weak_object_of(root);
     result.offset = offset_of(saved);
   }
   // Never changed in place: the operator in the region made it, so it is no captured tensor.

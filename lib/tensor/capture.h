@@ -71,6 +71,9 @@ WeakStorage weak_storage_of(const at::Tensor& tensor);
 /// The values of a sparse tensor (COO, or compressed); undefined for others.
 at::Tensor sparse_values_of(const at::Tensor& tensor);
 
+/// The tensor, held weakly. For a compressed sparse one its values stand: it lets go of them with its last weak
+/// reference only.
+WeakTensor weak_object_of(const at::Tensor& tensor);
 /// The storage by which a tensor is known again, see Note [Captures]; null if there is none.
 WeakStorage weak_known_storage_of(const at::Tensor& tensor);
 inline c10::StorageImpl* known_storage_of(const at::Tensor& tensor) {

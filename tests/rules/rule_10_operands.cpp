@@ -230,6 +230,24 @@ TEST_CASE("tensors that a region makes without grad are no captures, whatever be
   require_bit_equal(grad_of(y, {x}), plain);
 }
 
+TEST_CASE("a sparse tensor that a region makes is no capture, and goes with the forward",
+          "[rule-10][rule-13]") {
+  const bool is_compressed = GENERATE(true, false);
+  CAPTURE(is_compressed);
+  const Tensor x = leaf({64, 3});
+  const Tensor adjacency = is_compressed ? at::eye(64).to_sparse_csr() : at::eye(64).to_sparse();
+  const auto f = [&](const Tensor& t) {
+    const Tensor made = at::eye(64).mul_(2);
+    const Tensor matrix = is_compressed ? made.to_sparse_csr() : made.to_sparse();
+    return at::mm(adjacency, at::mm(matrix, t.exp()).sin());
+  };
+  const Tensors plain = grad_of(f(x), {x});
+  const LiveBytes bytes;
+  const Tensor y = remat::checkpoint(f, x);
+  CHECK(bytes.held() == 64 * 3 * 4);  // the result
+  require_bit_equal(grad_of(y, {x}), plain);
+}
+
 TEST_CASE("one changed capture among many is found, and a region forgets them with its graph",
           "[rule-10][rule-13]") {
   const Tensor x = leaf({4});
