@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <unordered_map>
+#include <vector>
 
 #include "lib/base/error.h"
 #include "lib/observe/memory_source.h"
@@ -22,7 +23,9 @@ namespace {
 // Note [A limit by holding the rest]
 // LibTorch has no limit that all accelerators share. An allocation of our own that leaves just the room
 // below the limit is one: the next allocation that does not fit gets the device's own error. It is no
-// tensor of the program's, so it is taken off what is counted.
+// tensor of the program's, so it is taken off what is counted. A tighter limit holds more beside it: what
+// other threads allocate meanwhile finds the limit there was. What is held cannot shrink, so before a looser
+// one there is none for a moment.
 class DeviceMemory final : public MemorySource {
  public:
   explicit DeviceMemory(c10::Device device) : device_(device) {
@@ -71,11 +74,13 @@ class DeviceMemory final : public MemorySource {
   at::Tensor one_byte() const {
     return at::empty({1}, at::TensorOptions(at::kByte).device(device_));
   }
+  int64_t to_hold(int64_t limit) const;
   void hold(int64_t bytes);
+  void release();
 
   const c10::Device device_;
   mutable std::mutex mutex_;  // what is held is taken off what is alive
-  at::DataPtr held_;
+  std::vector<at::DataPtr> held_;
   int64_t num_held_ = 0;
   int64_t num_own_failed_ = 0;  // while looking for a piece to hold
 };
@@ -83,17 +88,32 @@ class DeviceMemory final : public MemorySource {
 void DeviceMemory::set_limit(int64_t bytes) {
   const c10::DeviceGuard guard(device_);
   const std::lock_guard lock(mutex_);
-  held_.clear();
-  num_held_ = 0;
-  if (bytes != no_limit) {
-    const std::optional<int64_t> free = seam::free_device_bytes(device_);
-    if (!free)
-      throw_unsupported(fmt::format("device {} cannot be limited", device_.str()),
-                        "its allocator does not say how much memory is free",
-                        "limit the CPU's memory, or set a limit by the device's own tools");
-    hold(*free - std::max<int64_t>(bytes - seam::device_bytes(device_).live, 0));
+  if (bytes == no_limit) {
+    release();
+  } else {
+    int64_t more = to_hold(bytes);
+    if (more < 0) {
+      release();
+      more = to_hold(bytes);
+    }
+    hold(more);
   }
   seam::reset_device_peak(device_);  // not what was held
+}
+
+// Beside what is held.
+int64_t DeviceMemory::to_hold(int64_t limit) const {
+  const std::optional<int64_t> free = seam::free_device_bytes(device_);
+  if (!free)
+    throw_unsupported(fmt::format("device {} cannot be limited", device_.str()),
+                      "its allocator does not say how much memory is free",
+                      "limit the CPU's memory, or set a limit by the device's own tools");
+  return *free - std::max<int64_t>(limit - (seam::device_bytes(device_).live - num_held_), 0);
+}
+
+void DeviceMemory::release() {
+  held_.clear();
+  num_held_ = 0;
 }
 
 void DeviceMemory::hold(int64_t bytes) {
@@ -104,10 +124,10 @@ void DeviceMemory::hold(int64_t bytes) {
   // What is free need not be free in one piece, nor to the last byte.
   for (int64_t wanted = bytes; wanted > 0; wanted -= std::max<int64_t>(bytes / 64, 1)) {
     try {
-      held_ = c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(wanted));
+      held_.push_back(c10::GetAllocator(device_.type())->allocate(static_cast<size_t>(wanted)));
       const seam::DeviceBytes now = seam::device_bytes(device_);
       // What another thread has allocated meanwhile is not ours.
-      num_held_ = now.are_requested ? wanted : now.live - before.live;
+      num_held_ += now.are_requested ? wanted : now.live - before.live;
       return;
     } catch (const c10::OutOfMemoryError&) {
     }

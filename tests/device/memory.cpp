@@ -220,6 +220,24 @@ TEST_CASE(
   }
   CHECK_FALSE(fits);
   CHECK_THROWS_AS(bytes_on(0, 100'000), c10::OutOfMemoryError);
+  int64_t num_refused = 0;
+  {
+    const Hook hook([&](int64_t bytes) {
+      if (bytes > 20'000 && bytes != 100'000)  // what the tighter one holds
+        std::thread([&] {
+          try {
+            bytes_on(0, 100'000);
+          } catch (const c10::OutOfMemoryError&) {
+            ++num_refused;
+          }
+        }).join();
+    });
+    const MemoryLimitGuard tighter(before + 10'000, device);
+    CHECK(num_refused == 1);
+    CHECK(meter.live_bytes() == before + 5000);
+  }
+  CHECK_THROWS_AS(bytes_on(0, 100'000), c10::OutOfMemoryError);
+  const Tensor again = bytes_on(0, 40'000);
 }
 
 TEST_CASE("meters and limits of two devices at once, in threads of their own", "[device][memory]") {
