@@ -4,7 +4,9 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/record_function.h>
@@ -209,11 +211,24 @@ struct Pinned final : c10::Allocator {
     auto* const block = static_cast<char*>(std::malloc(header + bytes));
     *reinterpret_cast<int64_t*>(block) = static_cast<int64_t>(bytes);
     num_live_bytes += static_cast<int64_t>(bytes);
+    const std::lock_guard<std::mutex> lock(mutex);
+    blocks[block + header] = bytes;
     return {block + header, block, &release, at::Device(at::kCPU)};
   }
   static void release(void* block) {
     num_live_bytes -= *static_cast<int64_t*>(block);
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      blocks.erase(static_cast<char*>(block) + header);
+    }
     std::free(block);
+  }
+  static bool has_given(const void* data) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto next = blocks.upper_bound(data);
+    if (next == blocks.begin()) return false;
+    const auto& [begin, bytes] = *std::prev(next);
+    return std::less<>()(data, static_cast<const char*>(begin) + std::max<size_t>(bytes, 1));
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
     std::memcpy(to, from, bytes);
@@ -221,12 +236,15 @@ struct Pinned final : c10::Allocator {
   static constexpr size_t header = 64;
   static inline std::atomic<int64_t> num_live_bytes{0};
   static inline std::atomic<bool> has{true};
+  static inline std::mutex mutex;
+  static inline std::map<const void*, size_t, std::less<>> blocks;  ///< alive, with their bytes
 };
 Pinned pinned;
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   void init() const override {}
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
+  bool isPinnedPtr(const void* data) const override { return Pinned::has_given(data); }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   c10::DeviceIndex deviceCount() const override { return num_devices; }  // at::manual_seed asks
@@ -438,7 +456,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
-/// The results of operators computed on the CPU come back through it. The storage grows if it must.
+/// The results of operators computed on the CPU come back through it. The storage grows if it must, and keeps
+/// what it has.
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef sizes,
                          std::optional<at::MemoryFormat>) {
   const auto wanted = C10_AS_INTARRAYREF_SLOW(sizes);
@@ -447,8 +466,11 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef sizes,
   const auto bytes = static_cast<size_t>(impl->numel()) * self.element_size();
   if (self.storage().nbytes() < bytes) {
     const c10::DeviceGuard guard(self.device());
-    impl->unsafe_storage().set_data_ptr_noswap(memory.allocate(bytes));
-    impl->unsafe_storage().set_nbytes(bytes);
+    const at::Storage& storage = impl->unsafe_storage();
+    c10::DataPtr larger = memory.allocate(bytes);
+    if (storage.nbytes() > 0) std::memcpy(larger.get(), storage.data(), storage.nbytes());
+    storage.set_data_ptr_noswap(std::move(larger));
+    storage.set_nbytes(bytes);
   }
   return self;
 }
@@ -482,9 +504,29 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", &resize);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("unfold", &at::native::unfold);
+  m.impl("_reshape_alias",
+         [](const at::Tensor& self, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+           return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(sizes),
+                                             C10_AS_INTARRAYREF_SLOW(strides));
+         });
+  m.impl("set_.source_Storage_storage_offset",
+         [](at::Tensor& self, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef sizes,
+            c10::SymIntArrayRef strides) -> at::Tensor& {
+           return at::native::set_storage_cpu_(self, std::move(storage), offset.expect_int(),
+                                               C10_AS_INTARRAYREF_SLOW(sizes),
+                                               C10_AS_INTARRAYREF_SLOW(strides));
+         });
   m.impl("view", [](const at::Tensor& self, c10::SymIntArrayRef sizes) {
     return at::native::view(self, C10_AS_INTARRAYREF_SLOW(sizes));
   });
+}
+
+// `copy_from` reads the bits itself. LibTorch's fallback would copy first, by copying.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 const bool is_registered = [] {
@@ -553,8 +595,11 @@ void set_total_bytes(int64_t bytes) { Memory::total = bytes; }
 void set_tells_requests(bool tells) { Memory::tells_requests = tells; }
 void set_tells_free(bool tells) { Memory::tells_free = tells; }
 at::Tensor near(const at::Tensor& tensor) {
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
-                       tensor.options().device(at::kCPU).pinned_memory(false));
+  at::Tensor result = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                                    tensor.options().device(at::kCPU).pinned_memory(false));
+  if (tensor.is_conj()) result._set_conj(true);
+  if (tensor.is_neg()) result._set_neg(true);
+  return result;
 }
 void work_begins(const std::string& op) {
   {

@@ -267,10 +267,10 @@ Record run(const Program& program, Mode mode) {
     interpreter.run_forward();
     if (!record.stages.back().raised) interpreter.run_steps();
   }).join();
-  settle([&before] {
+  settle([&before, bytes] {
     const remat::Counters now = remat::counters();
     return now.frames_alive == before.frames_alive &&
-           now.recomputed_bytes_alive == before.recomputed_bytes_alive;
+           now.recomputed_bytes_alive == before.recomputed_bytes_alive && live_bytes() <= bytes;
   });
   record.leaked_bytes = live_bytes() - bytes;
   const remat::Counters after = remat::counters();
