@@ -18,6 +18,7 @@
 struct Target {
   torch::Device device = torch::kCPU;
   torch::ScalarType dtype = torch::kFloat;
+  bool has_float64 = false;  // whether --dtype may be that, too
 
   // Takes one of the two options; whether it was one.
   template <class Value>
@@ -26,9 +27,13 @@ struct Target {
       device = usable_device(value());
     } else if (name == "--dtype") {
       const std::string dtype_name = value();
-      if (dtype_name != "float32" && dtype_name != "bfloat16")
-        throw UsageError("--dtype is 'float32' or 'bfloat16', got '" + dtype_name + "'");
-      dtype = dtype_name == "bfloat16" ? torch::kBFloat16 : torch::kFloat;
+      const bool is_float64 = has_float64 && dtype_name == "float64";
+      if (!is_float64 && dtype_name != "float32" && dtype_name != "bfloat16")
+        throw UsageError(std::string("--dtype is ") + (has_float64 ? "'float64', " : "") +
+                         "'float32' or 'bfloat16', got '" + dtype_name + "'");
+      dtype = is_float64                 ? torch::kDouble
+              : dtype_name == "bfloat16" ? torch::kBFloat16
+                                         : torch::kFloat;
     } else {
       return false;
     }
@@ -37,8 +42,15 @@ struct Target {
 
   // Kernels of an accelerator may add in another order each time; those of the CPU here do not.
   bool is_reproducible() const { return device.is_cpu(); }
+  // Of parameters and inputs.
+  torch::TensorOptions options() const {
+    return torch::TensorOptions(device).dtype(dtype == torch::kBFloat16 ? torch::kFloat : dtype);
+  }
+  std::string dtype_name() const {
+    return dtype == torch::kDouble ? "float64" : dtype == torch::kFloat ? "float32" : "bfloat16";
+  }
   std::string name() const {
-    return device.str() + (dtype == torch::kBFloat16 ? ", bfloat16 by autocast" : ", float32");
+    return device.str() + ", " + dtype_name() + (dtype == torch::kBFloat16 ? " by autocast" : "");
   }
   // Until the device has done what was queued on the current stream.
   void wait() const {
@@ -58,7 +70,7 @@ class Autocast {
         was_enabled_(at::autocast::is_autocast_enabled(type_)),
         was_cached_(at::autocast::is_autocast_cache_enabled()),
         dtype_before_(at::autocast::get_autocast_dtype(type_)) {
-    at::autocast::set_autocast_enabled(type_, target.dtype != torch::kFloat);
+    at::autocast::set_autocast_enabled(type_, target.dtype == torch::kBFloat16);
     at::autocast::set_autocast_dtype(type_, torch::kBFloat16);
     at::autocast::set_autocast_cache_enabled(false);
   }

@@ -7,10 +7,11 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "place.h"
+#include "staged_gloo.h"
 #include "store.h"
 
 struct Group {
-  c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo;
+  c10::intrusive_ptr<c10d::Backend> backend;             // of tensors where the worker computes
   c10::intrusive_ptr<c10d::ProcessGroup> process_group;  // the same, as the Reducer wants it
 };
 
@@ -19,11 +20,17 @@ inline Group join_group(const Store& store, const Place& place) {
   const auto options = c10d::ProcessGroupGloo::Options::create(std::chrono::seconds(60));
   options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname("127.0.0.1"));
   Group group;
-  group.gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(store, place.rank, place.size, options);
+  const auto gloo =
+      c10::make_intrusive<c10d::ProcessGroupGloo>(store, place.rank, place.size, options);
+  const c10::DeviceType device = place.target.device.type();
+  group.backend = gloo;
   group.process_group = c10::make_intrusive<c10d::ProcessGroup>(store, place.rank, place.size);
-  group.process_group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::GLOO,
-                                  group.gloo);
+  group.process_group->setBackend(c10::kCPU, c10d::ProcessGroup::BackendType::GLOO, gloo);
   group.process_group->setDefaultBackend(c10d::ProcessGroup::BackendType::GLOO);
+  if (device != c10::kCPU) {
+    group.backend = c10::make_intrusive<StagedGloo>(gloo);
+    group.process_group->setBackend(device, c10d::ProcessGroup::BackendType::CUSTOM, group.backend);
+  }
   group.process_group->setGroupName("workers");
   return group;
 }

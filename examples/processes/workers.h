@@ -17,20 +17,19 @@
 
 #include "place.h"
 
-// Starts `size` workers. None outlives this object, nor the process that made it, however that ends.
+// Starts the workers of `place`. None outlives this object, nor the process that made it, however that ends.
 class Workers {
  public:
-  Workers(int size, uint16_t port) {
-    for (int rank = 0; rank < size; ++rank) {
+  Workers(const Place& place, uint16_t port) {
+    for (int rank = 0; rank < place.size; ++rank) {
       std::vector<std::string> words{"worker",
-                                     "--processes",
-                                     std::to_string(size),
                                      "--rank",
                                      std::to_string(rank),
                                      "--port",
                                      std::to_string(port),
                                      "--leader",
                                      std::to_string(getpid())};
+      for (const std::string& word : place.words()) words.push_back(word);
       std::vector<char*> argv;
       for (std::string& word : words) argv.push_back(word.data());
       argv.push_back(nullptr);

@@ -9,14 +9,16 @@
 struct Block {
   int64_t width;
 
-  // All parameters of one, (P).
-  torch::Tensor initial() const {
+  // All parameters of one, (P); drawn on the CPU in float64, the same for all `target`.
+  torch::Tensor initial(const torch::TensorOptions& target) const {
     const auto options = torch::TensorOptions(torch::kFloat64);
     const double scale = 1 / std::sqrt(static_cast<double>(width));
-    return torch::cat(
-        {torch::ones({width}, options), torch::zeros({width}, options),
-         torch::randn({4 * width * width}, options) * scale, torch::zeros({4 * width}, options),
-         torch::randn({4 * width * width}, options) * (scale / 2), torch::zeros({width}, options)});
+    return torch::cat({torch::ones({width}, options), torch::zeros({width}, options),
+                       torch::randn({4 * width * width}, options) * scale,
+                       torch::zeros({4 * width}, options),
+                       torch::randn({4 * width * width}, options) * (scale / 2),
+                       torch::zeros({width}, options)})
+        .to(target);
   }
 
   // (P), (B, width) -> (B, width)

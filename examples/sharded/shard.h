@@ -33,7 +33,7 @@ class Shard {
   Shard(const torch::Tensor& initial, const Place& place, const Group& group, Gathered& gathered)
       : num_parameters_(initial.numel()),
         size_(place.size),
-        gloo_(group.gloo),
+        backend_(group.backend),
         gathered_(gathered),
         part_(part_of(initial, place).requires_grad_()),
         padded_(torch::empty({part_.numel() * place.size}, initial.options()).requires_grad_()),
@@ -52,7 +52,7 @@ class Shard {
   void gather() {
     resize(part_.nbytes() * size_);
     torch::Tensor all = padded_.variable_data(), mine = part_.variable_data();
-    gloo_->_allgather_base(all, mine)->wait();
+    backend_->_allgather_base(all, mine)->wait();
   }
 
   void free() { resize(0); }
@@ -73,7 +73,7 @@ class Shard {
     free();
     if (!part_.grad().defined()) part_.mutable_grad() = torch::empty_like(part_.variable_data());
     torch::Tensor mine = part_.mutable_grad();
-    gloo_->_reduce_scatter_base(mine, gradient)->wait();
+    backend_->_reduce_scatter_base(mine, gradient)->wait();
     mine.div_(size_);
   }
 
@@ -88,7 +88,7 @@ class Shard {
 
   int64_t num_parameters_;
   int size_;
-  c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_;
+  c10::intrusive_ptr<c10d::Backend> backend_;
   Gathered& gathered_;
   torch::Tensor part_, padded_;
   Accumulation accumulation_;
