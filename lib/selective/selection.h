@@ -94,6 +94,12 @@ class Selection final : public Keeper, public OperatorHandler {
     std::vector<at::Tensor> held;
     std::vector<CallRecordPtr> records;
   };
+  struct Call;
+  Call begin_call(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+  void answer(Call& call, std::unique_lock<SpinLock>& lock);
+  void choose(Call& call, Freed& freed);
+  void decide(Call& call, Freed& freed);
+  void apply(Call& call, bool opened_regions, std::unique_lock<SpinLock>& lock, Freed& freed);
   uint32_t number(const c10::OperatorHandle& op);
   CallRecordPtr make_record();
   void describe(c10::ArrayRef<c10::IValue> arguments, CallRecord& record);
@@ -128,8 +134,6 @@ class Selection final : public Keeper, public OperatorHandler {
   bool is_alive_anyway(const at::Tensor& value) const;
   void end_forward(std::vector<std::shared_ptr<Piece>>& unfinished);
   bool sees_writers(const detail::RegionScope& region) const;
-  void note_decision(uint32_t op, uint32_t call, CheckpointPolicy answer, bool is_chosen,
-                     const char* against);
   detail::HooksAround hooks() const;
 
   Frame& frame_;

@@ -6,6 +6,12 @@
 
 namespace remat {
 
+/// Whether a copy would spare no memory: the value's own stays.
+bool Selection::is_alive_anyway(const at::Tensor& value) const {
+  const c10::StorageImpl* const storage = storage_of(value);
+  return storage != nullptr && (is_parameter(value) || frame_.inputs().is_in_place(*storage));
+}
+
 // Whether the call that made `value` could be kept.
 bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
                            const detail::RegionScope& region) {

@@ -1,0 +1,96 @@
+// The end of a region's forward, for what it keeps: what nobody read is let go of, and recorders are told.
+
+#include <fmt/format.h>
+
+#include <array>
+#include <string_view>
+#include <utility>
+
+#include "hooks/depot.h"
+#include "lib/selective/selection.h"
+
+namespace remat {
+
+void Selection::settle() {
+  std::vector<std::shared_ptr<Piece>> unfinished;
+  end_forward(unfinished);
+  // What the device runs next may write to what is still being copied.
+  for (const auto& piece : unfinished) piece->finish_store();
+}
+
+void Selection::end_forward(std::vector<std::shared_ptr<Piece>>& unfinished) {
+  Freed freed;
+  std::shared_ptr<BestRun> best;
+  {
+    const std::lock_guard<SpinLock> lock(record_.mutex);
+    best = std::exchange(best_, nullptr);
+  }
+  if (best != nullptr) best->end();
+  std::lock_guard<SpinLock> lock(record_.mutex);
+  // Who reads a placeholder ends the recompute with an exception, which a noexcept function lets none out.
+  const bool may_have_placeholders = frame_.region().body->can_be_stopped();
+  sources_.visit([&](const ValueSources::Notes& notes) {
+    if (notes.kept == ValueSources::Notes::not_kept) return;
+    const ResultIndex& place = kept_results_[notes.kept];
+    KeptTensor& kept =
+        record_.operators[place.op].calls[place.call]->kept[place.result].tensors[place.tensor];
+    if (auto holders = kept.settle(!may_have_placeholders || notes.is_read))
+      freed.holders.push_back(std::move(*holders));
+  });
+  kept_results_ = {};  // clear() would keep the room
+  sources_.clear();
+  slot_sources_.clear();
+  for (OpRecord& op : record_.operators)
+    for (auto& call : op.calls) {
+      if (call == nullptr) continue;
+      if (call->is_kept) {
+        call->results.clear();
+        for (KeptResult& result : call->kept)
+          for (KeptTensor& kept : result.tensors)
+            if (auto piece = kept.end_forward()) unfinished.push_back(std::move(piece));
+      } else {
+        const bool is_let_go = call->is_let_go;
+        freed.records.push_back(std::exchange(call, is_let_go ? make_record() : nullptr));
+        if (is_let_go) call->is_let_go = true;
+      }
+    }
+  record_.is_settled = true;
+}
+
+void Selection::add_to(recording::RegionSums& sums) const {
+  constexpr std::array<std::string_view, 6> answers{"MustSave",       "PreferSave",
+                                                    "MustRecompute",  "PreferRecompute",
+                                                    "MustCpuOffload", "PreferCpuOffload"};
+  for (const Decision& each : decisions_) {
+    const OpRecord& op = record_.operators[each.op];
+    const CallRecord* const record = op.calls[each.call].get();
+    recording::DecidedCall decided{op.traits->name, "recomputed", {}, 0, each.seconds};
+    decided.reason =
+        each.is_chosen ? "save_best" : std::string(answers[static_cast<std::size_t>(each.answer)]);
+    if (record != nullptr && record->is_kept) {
+      bool is_moved = false;
+      for (const KeptResult& result : record->kept)
+        for (const KeptTensor& kept : result.tensors) {
+          decided.bytes += kept.num_bytes();
+          is_moved = is_moved || kept.is_on_cpu_instead();
+        }
+      decided.outcome = is_moved ? "moved" : "kept";
+      if (!is_keeping(each.answer)) decided.reason = "a name";
+      if (decided.bytes == 0) decided.reason += ", nobody reads it";
+    } else if (is_keeping(each.answer)) {
+      decided.reason += each.against == nullptr ? ", but it is written to, or cannot be given again"
+                                                : fmt::format(", but it {}", each.against);
+    }
+    sums.decisions.push_back(std::move(decided));
+  }
+  record_.visit_kept([&](const KeptTensor& kept) {
+    if (const int64_t bytes = kept.num_bytes(); bytes > 0)
+      remat::add_to(sums.saved, kept.is_on_cpu_instead() ? c10::kCPU : kept.device(), bytes);
+    sums.offloaded += kept.is_on_cpu_instead() ? 1 : 0;
+    sums.bytes_offloaded += kept.is_on_cpu_instead() ? kept.num_bytes() : 0;
+    sums.offload_fallbacks += kept.could_not_move() ? 1 : 0;
+  });
+  if (moves_) sums.offload_wait_s += 1e-9 * static_cast<double>(moves_->spent_ns());
+}
+
+}  // namespace remat
