@@ -96,6 +96,8 @@ enum class ChangedBy { Function, Others };
 /// The region's function did what is not supported; the words are as those of base/error.h.
 [[noreturn]] void throw_unsupported(const Region& region, const std::string& fact,
                                     const std::string& cause, const std::string& advice);
+/// What every error of a region says of it.
+CheckpointError::Facts facts_of(CheckpointError::Kind kind, const Region& region);
 /// A binding broke the promise that a function of RegionBody does not return.
 [[noreturn]] void report_returned(const char* function);
 /// Whatever else is to be said about a region, in the form of its function's language.

@@ -63,13 +63,13 @@ struct Selection::Call {
   const bool is_packing = Packing::is_under_way();
   CheckpointPolicy answer = CheckpointPolicy::PreferRecompute;
   std::shared_ptr<BestRun> best{};  // null: it does not choose
-  std::size_t best_call = 0;      // its number there
+  std::size_t best_call = 0;        // its number there
   bool is_chosen = false;
-  bool keeps = false;         // its results
-  bool applies = false;       // what it writes, to a kept result
-  bool may_get_name = false;  // and be kept then
-  bool must_run = false;      // in a recompute, too
-  CallRecordPtr record{};     // null, if nothing can be kept of it
+  bool keeps = false;                     // its results
+  bool applies = false;                   // what it writes, to a kept result
+  bool may_get_name = false;              // and be kept then
+  bool must_run = false;                  // in a recompute, too
+  CallRecordPtr record{};                 // null, if nothing can be kept of it
   std::optional<std::size_t> decision{};  // its line, of a region that is recorded
 };
 
@@ -186,8 +186,7 @@ void Selection::choose(Call& call, Freed& freed) {
   if (call.is_packing || seam::graph_task_id() != task_at_start_)
     return best_->hold(call.arguments);
   call.best = best_;
-  call.best_call =
-      best_->begin_call(call.op, call.traits, call.arguments, is_keeping(call.answer));
+  call.best_call = best_->begin_call(call.op, call.traits, call.arguments, is_keeping(call.answer));
   call.is_chosen = best_->keeps_call();
   if (call.is_chosen) call.answer = CheckpointPolicy::PreferSave;
   if (best_->must_let_go()) let_go_chosen(freed);
@@ -197,8 +196,8 @@ void Selection::choose(Call& call, Freed& freed) {
 void Selection::decide(Call& call, Freed& freed) {
   const OpTraits& traits = call.traits;
   call.keeps = is_keeping(call.answer) && traits.can_be_kept();
-  call.applies = traits.is_mutable && record_.num_kept > 0 &&
-                 writes_to_kept(call.op, call.arguments, freed);
+  call.applies =
+      traits.is_mutable && record_.num_kept > 0 && writes_to_kept(call.op, call.arguments, freed);
   call.may_get_name = rule_->looks_at_names() && traits.can_be_kept() && !call.is_packing;
   if (call.keeps || call.may_get_name || call.applies) {
     call.record = make_record();
