@@ -15,6 +15,7 @@ from typing import Any, Callable, Optional
 import torch
 import torch.utils.checkpoint as upstream
 
+from ._arguments import checked
 from ._extension import _remat
 from ._policy import CheckpointPolicy, Policy, PolicyContext, save_ops
 
@@ -263,6 +264,7 @@ def _replace(old: Any, new: Any) -> None:
             names[_NAME] = new
 
 
+@checked
 def install(*, native_policy_functions: bool = True) -> None:
     """From now on, regions of `torch.utils.checkpoint` (use_reentrant=False) run on remat, in the whole process.
 
@@ -308,6 +310,7 @@ def is_installed() -> bool:
 
 
 @contextlib.contextmanager
+@checked
 def installed(*, native_policy_functions: bool = True) -> Iterator[None]:
     """`install` for the time of a `with`, in the whole process."""
     install(native_policy_functions=native_policy_functions)
