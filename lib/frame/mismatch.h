@@ -89,7 +89,8 @@ enum class ChangedBy { Function, Others };
                                   const std::string& advice, const std::string& lists,
                                   const TensorIdentity& tensor, Differences seen);
 
-/// The tensor was changed in place after the recompute saved it, which plain autograd refuses too.
+/// The tensor was changed in place after the recompute saved it, which plain autograd refuses too, unless only a region
+/// inside had it as an argument.
 [[noreturn]] void throw_changed_value(const Region& region, int64_t position,
                                       const SlotIdentity& slot, const at::Tensor& tensor,
                                       uint32_t saved_version);

@@ -234,11 +234,21 @@ void throw_changed_value(const Region& region, int64_t position, const SlotIdent
       fmt::format(
           "one of the variables needed for gradient computation has been modified by an "
           "inplace operation: {}{}, saved in {} at position {}{}, is at version {}; expected "
-          "version {} instead.\n"
-          "Cause: a tensor that backward needs is changed in place after it was saved; "
-          "plain autograd refuses this too.\nDo: use the out-of-place operator there.",
+          "version {} instead.\n{}",
           TensorMetadata(tensor, false).text(), apposition(about.tensor), title(region), position,
-          about.op.empty() ? "" : " by " + about.op, tensor._version(), saved_version));
+          slot.is_inner_input ? " as an argument of a region inside"
+          : about.op.empty()  ? ""
+                              : " by " + about.op,
+          tensor._version(), saved_version,
+          slot.is_inner_input
+              ? "Cause: the function of the region inside writes to its own argument, as an "
+                "in-place activation at its beginning does, or the argument is changed in place "
+                "after that region's call; a recompute would begin with what was written.\n"
+                "Do: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions of the region "
+                "inside, and it keeps a copy of its own; or pass it a clone (`x.clone()`), or use "
+                "the out-of-place operator."
+              : "Cause: a tensor that backward needs is changed in place after it was saved; "
+                "plain autograd refuses this too.\nDo: use the out-of-place operator there."));
 }
 
 }  // namespace remat

@@ -22,11 +22,13 @@ struct SlotIdentity {
   TensorIdentity tensor{};
   /// As the slot's; 0 where that says nothing.
   uint64_t operator_number = 0;
+  bool is_inner_input = false;  ///< as the slot's
 
   SlotIdentity() = default;
   explicit SlotIdentity(const Slot& slot)
       : tensor(TensorIdentity::of(slot.provenance)),
-        operator_number(slot.is_inner_input ? 0 : slot.operator_number) {}
+        operator_number(slot.is_inner_input ? 0 : slot.operator_number),
+        is_inner_input(slot.is_inner_input) {}
 };
 /// The node that saved a tensor in forward, such as "ConvolutionBackward0", if the backward that runs here leads to
 /// it; else empty.

@@ -17,6 +17,7 @@
 #include "device.h"
 #include "python.h"
 #include "region.h"
+#include "remat/allocations.h"
 #include "remat/hooks.h"
 #include "remat/memory.h"
 #include "remat/place.h"
@@ -45,6 +46,14 @@ class OpenGuard {
 template <class Guard, class... Arguments>
 OpenGuard open(Arguments&&... arguments) {
   return OpenGuard(std::make_shared<Guard>(std::forward<Arguments>(arguments)...));
+}
+
+/// With the counters of a guard that has some.
+template <class Guard, class Options>
+auto open_counted(const Options& options) {
+  auto guard = std::make_shared<Guard>(options);
+  auto counters = guard->counters();
+  return std::pair(OpenGuard(std::move(guard)), std::move(counters));
 }
 
 /// A reference that dies on any thread.
@@ -257,14 +266,22 @@ void add_guards(py::module_& module) {
                                     .skip_parameters = skip_parameters,
                                     .prefetch_depth = prefetch_depth};
            if (max_bytes_in_flight) options.max_bytes_in_flight = *max_bytes_in_flight;
-           return open<SaveOnCpuGuard>(options);
+           return open_counted<SaveOnCpuGuard>(options);
          });
-  define("_open_save_on_disk", [](const std::string& directory, int64_t min_bytes,
-                                  int64_t prefetch_depth) {
-    return open<SaveOnDiskGuard>(SaveOnDiskOptions{.directory = std::filesystem::path(directory),
-                                                   .min_bytes = min_bytes,
-                                                   .prefetch_depth = prefetch_depth});
-  });
+  define("_open_save_on_disk",
+         [](const std::string& directory, int64_t min_bytes, int64_t prefetch_depth) {
+           return open_counted<SaveOnDiskGuard>(
+               SaveOnDiskOptions{.directory = std::filesystem::path(directory),
+                                 .min_bytes = min_bytes,
+                                 .prefetch_depth = prefetch_depth});
+         });
+  py::class_<MoveCounters>(module, "MoveCounters",
+                           "The counts of one scope that moves saved tensors, also after it.")
+      .def("now", [](const MoveCounters& self) {
+        const MoveCounts now = self.now();
+        return py::make_tuple(now.moves, now.bytes_moved, now.loads, now.loads_ahead,
+                              now.bytes_loaded, now.seconds_waited);
+      });
   define("_open_save_in_tiers",
          [](int64_t device_bytes, std::optional<int64_t> host_bytes, const std::string& directory,
             int64_t min_bytes, bool pin_memory, int64_t max_bytes_in_flight) {
@@ -274,9 +291,7 @@ void add_guards(py::module_& module) {
                                       .pin_memory = pin_memory,
                                       .max_bytes_in_flight = max_bytes_in_flight};
            if (host_bytes) options.host_bytes = *host_bytes;
-           auto guard = std::make_shared<SaveInTiersGuard>(options);
-           TierCounters counters = guard->counters();
-           return std::pair(OpenGuard(std::move(guard)), std::move(counters));
+           return open_counted<SaveInTiersGuard>(options);
          });
   py::class_<TierCounters>(module, "TierCounters",
                            "The counts of one scope of tiers, also after it.")
@@ -330,6 +345,9 @@ void add_guards(py::module_& module) {
                               : open<MemoryLimitGuard>(bytes, limited);
     });
   });
+
+  define("_open_record_allocations",
+         [] { return with_package_errors([] { return open<RecordAllocationsGuard>(); }); });
 
   py::class_<PhaseInfo>(module, "PhaseInfo",
                         "The region whose function runs, and which of its runs it is.")

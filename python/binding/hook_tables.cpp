@@ -21,9 +21,10 @@ namespace {
 namespace autograd = torch::autograd;
 
 /// The dictionary of a hook, if it is of that type. LibTorch keeps the type's description to itself, so that
-/// its name must tell.
+/// its name must tell; a sanitizer that wants to see it would not link.
 template <class Python, class Hook>
-void add(const Hook* hook, const char* type, std::vector<PyObject*>& found) {
+__attribute__((no_sanitize("vptr"))) void add(const Hook* hook, const char* type,
+                                              std::vector<PyObject*>& found) {
   if (hook == nullptr || std::string_view(typeid(*hook).name()) != type) return;
   PyObject* const dictionary = static_cast<const Python*>(hook)->dict;
   if (dictionary != nullptr && PyDict_Check(dictionary)) found.push_back(dictionary);

@@ -41,6 +41,20 @@ py::list saved_tensors_below(const at::Tensor& root) {
 }  // namespace
 
 void add_observe(py::module_& module) {
+  py::class_<DecisionReport>(
+      module, "DecisionReport",
+      "What became of calls of one operator in regions with a policy: those with the same outcome,\n"
+      "for the same reason.")
+      .def_readonly("op", &DecisionReport::op, "'aten::mm.default'.")
+      .def_readonly("outcome", &DecisionReport::outcome,
+                    "'kept', 'moved' (kept elsewhere) or 'recomputed'.")
+      .def_readonly("reason", &DecisionReport::reason,
+                    "What the policy answered, or why that could not be.")
+      .def_readonly("calls", &DecisionReport::calls, "In all first runs.")
+      .def_readonly("bytes", &DecisionReport::bytes,
+                    "[bytes] that these calls keep; results that nobody reads have none.")
+      .def_readonly("seconds", &DecisionReport::seconds,
+                    "[seconds] that they take, as `save_best` has measured them; 0: it has not.");
   py::class_<RegionReport>(
       module, "RegionReport",
       "Sums over all regions of one name that began while the recorder recorded.")
@@ -80,7 +94,9 @@ void add_observe(py::module_& module) {
           "[seconds] of first runs on the streams they were queued on, summed over devices; 0 on the\n"
           "CPU.")
       .def_readonly("device_recompute_s", &RegionReport::device_recompute_s,
-                    "[seconds] of recomputes, likewise, from when their inputs were there.");
+                    "[seconds] of recomputes, likewise, from when their inputs were there.")
+      .def_readonly("decisions", &RegionReport::decisions,
+                    "Of its policy, in the order of their first call.");
   py::class_<DeviceReport>(module, "DeviceReport",
                            "What a recorder saw of one device of an accelerator.")
       .def_readonly("device", &DeviceReport::device, "Which one: a torch.device.")
@@ -96,6 +112,16 @@ void add_observe(py::module_& module) {
                     "[seconds] on the device of the copies back.")
       .def_readonly("waited_s", &DeviceReport::waited_s,
                     "[seconds] that streams stood still since a copy back was not there.");
+  py::class_<FileReport>(module, "FileReport",
+                         "What a recorder saw of the files of offload and tiers.")
+      .def_readonly("bytes_written", &FileReport::bytes_written, "[bytes] moved to files.")
+      .def_readonly("bytes_read", &FileReport::bytes_read, "[bytes] brought back.")
+      .def_readonly("write_s", &FileReport::write_s, "[seconds] of writing, on any thread.")
+      .def_readonly("read_s", &FileReport::read_s, "[seconds] of reading, on any thread.")
+      .def_readonly("waits", &FileReport::waits,
+                    "How often a thread of the program's read, wrote or waited itself.")
+      .def_readonly("waited_s", &FileReport::waited_s,
+                    "[seconds] of that: what was not done beside the program.");
   using Held = FailedAllocation::Held;
   py::class_<Held>(module, "HeldBytes",
                    "What regions of one name held when an allocation did not fit.")
@@ -124,6 +150,7 @@ void add_observe(py::module_& module) {
       .def_readonly("devices", &Report::devices, "Of accelerators that were in use.")
       .def_readonly("failed_allocations", &Report::failed_allocations,
                     "The first that failed, 16 at most.")
+      .def_readonly("files", &Report::files, "All 0 where nothing went to a file.")
       .def("__str__", &Report::to_string)
       .def("to_json", &Report::to_json, "The same numbers as one JSON object, as text.");
 

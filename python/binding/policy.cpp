@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "python.h"
+#include "region.h"
 
 namespace remat::python {
 
@@ -128,6 +129,13 @@ SelectiveOptions options_in(const OptionsTuple& options) {
           .max_bytes_in_flight = in_flight};
 }
 
+/// The tensor that a function of the package was given. Throws py::error_already_set.
+const at::Tensor& named_tensor(const py::object& x, const char* function) {
+  if (const at::Tensor* const tensor = tensor_in(x.ptr())) return *tensor;
+  PyErr_Format(PyExc_TypeError, "remat.%s: x must be a torch.Tensor, and is %R", function, x.ptr());
+  throw py::error_already_set();
+}
+
 }  // namespace
 
 Policy policy_in(PyObject* object) {
@@ -215,10 +223,17 @@ void add_policy(py::module_& module) {
     return all;
   });
   module.def("checkpoint_name",
-             torch::wrap_pybind_function([](const at::Tensor& x, std::string name) {
-               return checkpoint_name(x, std::move(name));
+             torch::wrap_pybind_function([](const py::object& x, const py::object& name) {
+               const at::Tensor& tensor = named_tensor(x, "checkpoint_name");
+               if (PyUnicode_Check(name.ptr()) == 0) {
+                 PyErr_Format(PyExc_TypeError,
+                              "remat.checkpoint_name: name must be a str, and is %R", name.ptr());
+                 throw py::error_already_set();
+               }
+               return checkpoint_name(tensor, name.cast<std::string>());
              }));
-  module.def("pin", torch::wrap_pybind_function([](const at::Tensor& x) { return pin(x); }));
+  module.def("pin", torch::wrap_pybind_function(
+                        [](const py::object& x) { return pin(named_tensor(x, "pin")); }));
 }
 
 }  // namespace remat::python

@@ -169,7 +169,7 @@ void add_process(py::module_& module) {
   module.def("_set_names", [](py::object stop, py::object make_error, py::object run_in,
                               py::object device_context) {
     names() = {stop.release().ptr(), make_error.release().ptr(), run_in.release().ptr(),
-               device_context.release().ptr(), nullptr};
+               device_context.release().ptr()};
   });
   module.def("_set_dispatch_mode",
              [](py::object mode) { set_dispatch_mode(mode.release().ptr(), getPyInterpreter()); });
@@ -178,7 +178,11 @@ void add_process(py::module_& module) {
     python_words() = std::move(words);
     set_warning_words(in_python_words);
   });
-  module.def("_set_decorator", [](py::object make) { names().decorator = make.release().ptr(); });
+  module.def("_set_decorator", [](py::object make, py::object refuse_function, py::object unbound) {
+    names().decorator = make.release().ptr();
+    names().refuse_function = refuse_function.release().ptr();
+    names().unbound = unbound.release().ptr();
+  });
 }
 
 }  // namespace remat::python

@@ -19,11 +19,13 @@ using Object = py::object;
 
 /// What the pure Python part of the package tells the extension once, at import.
 struct Names {
-  PyObject* stop = nullptr;            ///< the class that ends a recompute, an exception
-  PyObject* make_error = nullptr;      ///< makes a CheckpointError of what it knows
-  PyObject* run_in = nullptr;          ///< runs a function inside context managers
-  PyObject* device_context = nullptr;  ///< finds the `torch.device` that is a context now, or None
-  PyObject* decorator = nullptr;       ///< makes a decorator of options
+  PyObject* stop = nullptr;             ///< the class that ends a recompute, an exception
+  PyObject* make_error = nullptr;       ///< makes a CheckpointError of what it knows
+  PyObject* run_in = nullptr;           ///< runs a function inside context managers
+  PyObject* device_context = nullptr;   ///< finds the `torch.device` that is a context now, or None
+  PyObject* decorator = nullptr;        ///< makes a decorator of options
+  PyObject* refuse_function = nullptr;  ///< raises for what is no function
+  PyObject* unbound = nullptr;  ///< the error for a function that was called without its arguments
 };
 /// Never freed: the process may end while regions are alive.
 Names& names();

@@ -458,11 +458,14 @@ class OptionsReader {
     if (!text) throw python_error();
     if (*text == "name") return options.name = text_of(value, "name"), true;
     if (*text == "policy") return options.policy = policy_in(value), true;
-    if (*text == "early_stop") return options.early_stop = is_true(value), true;
-    if (*text == "offload_inputs") return options.offload_inputs = is_true(value), true;
-    if (*text == "preserve_rng_state") return options.preserve_rng_state = is_true(value), true;
-    if (*text == "strict_unpack") return options.strict_unpack = is_true(value), true;
-    if (*text == "debug") return options.debug = is_true(value), true;
+    if (*text == "early_stop") return options.early_stop = flag_in(value, "early_stop"), true;
+    if (*text == "offload_inputs")
+      return options.offload_inputs = flag_in(value, "offload_inputs"), true;
+    if (*text == "preserve_rng_state")
+      return options.preserve_rng_state = flag_in(value, "preserve_rng_state"), true;
+    if (*text == "strict_unpack")
+      return options.strict_unpack = flag_in(value, "strict_unpack"), true;
+    if (*text == "debug") return options.debug = flag_in(value, "debug"), true;
     if (*text == "determinism_check")
       return options.determinism_check =
                  choice<DeterminismCheck>(value, "determinism_check",
@@ -488,7 +491,9 @@ class OptionsReader {
     if (*text == "modules") {
       static PyObject* const type =
           py::object(py::module_::import("torch.nn").attr("Module")).release().ptr();
-      for (const py::handle each : py::reinterpret_borrow<py::object>(value)) {
+      const auto all = py::reinterpret_steal<py::object>(PyObject_GetIter(value));
+      if (!all) refuse("modules", "a list of modules", value);
+      for (const py::handle each : all) {
         if (PyObject_IsInstance(each.ptr(), type) != 1) {
           PyErr_Format(PyExc_TypeError, "remat.checkpoint: modules must be modules, and one is %R",
                        each.ptr());
@@ -548,10 +553,8 @@ class OptionsReader {
   }
   static std::optional<int64_t> level_in(PyObject* value) {
     if (value == Py_None) return std::nullopt;
-    if (PyLong_Check(value) == 0) {
-      PyErr_Format(PyExc_TypeError, "remat.checkpoint: level must be an int, and is %R", value);
-      throw python_error();
-    }
+    if (PyLong_Check(value) == 0 || PyBool_Check(value) != 0)
+      refuse("level", "an int or None", value);
     const long long level = PyLong_AsLongLong(value);
     if (level == -1 && PyErr_Occurred() != nullptr) throw python_error();
     return level;
@@ -563,18 +566,24 @@ class OptionsReader {
     return std::string_view(data, static_cast<std::size_t>(size));
   }
   static std::string text_of(PyObject* value, const char* option) {
-    if (PyUnicode_Check(value) == 0) {
-      PyErr_Format(PyExc_TypeError, "remat.checkpoint: %s must be a str, and is %R", option, value);
-      throw python_error();
-    }
+    if (PyUnicode_Check(value) == 0) refuse(option, "a str", value);
     const auto text = view(value);
     if (!text) throw python_error();
     return std::string(*text);
   }
-  static bool is_true(PyObject* value) {
+  /// What is no flag would be one all the same: "no" is true in Python.
+  static bool flag_in(PyObject* value, const char* option) {
+    if (PyBool_Check(value) != 0) return value == Py_True;
+    const std::string_view type = Py_TYPE(value)->tp_name;
+    if (type != "numpy.bool" && type != "numpy.bool_") refuse(option, "True or False", value);
     const int is = PyObject_IsTrue(value);
     if (is < 0) throw python_error();
     return is != 0;
+  }
+  [[noreturn]] static void refuse(const char* option, const char* wanted, PyObject* value) {
+    PyErr_Format(PyExc_TypeError, "remat.checkpoint: %s must be %s, and is %R", option, wanted,
+                 value);
+    throw python_error();
   }
   template <class T>
   static T choice(PyObject* value, const char* option,
@@ -593,11 +602,15 @@ class OptionsReader {
 
 }  // namespace
 
-CheckpointOptions options_in(const py::dict& named) {
+CheckpointOptions options_in(const py::dict& named, bool has_modules) {
   OptionsReader reader;
   for (const auto& [name, value] : named) {
-    if (reader.take(name.ptr(), value.ptr()) && reader.modules.empty()) continue;
-    PyErr_Format(PyExc_TypeError, "remat: there is no option %R here", name.ptr());
+    if (reader.take(name.ptr(), value.ptr()) && (has_modules || reader.modules.empty())) continue;
+    PyErr_Format(
+        PyExc_TypeError,
+        "remat: there is no option %R here. Do: give options of remat.checkpoint, which its "
+        "help() lists%s",
+        name.ptr(), has_modules ? "" : ", but for modules");
     throw python_error();
   }
   return reader.options;
@@ -605,16 +618,41 @@ CheckpointOptions options_in(const py::dict& named) {
 
 namespace {
 
+/// A new exception for a call without arguments, or the one that is set.
+void explain_missing_arguments(PyObject* function) {
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  PyObject* const better = in_python(
+      [&] { return PyObject_CallFunctionObjArgs(names().unbound, function, value, nullptr); });
+  if (better == nullptr) PyErr_Clear();
+  if (better == nullptr || better == value) {
+    PyErr_Restore(type, value, traceback);
+  } else {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(better)), better);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+  }
+  Py_XDECREF(better);
+}
+
 /// checkpoint(function, *args, **options_and_kwargs)
 PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
   if (count == 0) return PyObject_Vectorcall(names().decorator, arguments, 0, keywords);
   static const CheckpointOptions defaults;
   Call call{arguments[0], arguments + 1, count - 1, keywords};
   try {
+    if (PyType_Check(call.function) != 0 || PyCallable_Check(call.function) == 0)
+      call_python(names().refuse_function, "remat.checkpoint", py::handle(call.function));
     PyObject* const module = module_in(call.function);
-    if (keywords == nullptr)
-      return module == nullptr ? run_region(defaults, call)
-                               : run_region_of_modules(defaults, call, {module});
+    if (keywords == nullptr) {
+      PyObject* const result = module == nullptr ? run_region(defaults, call)
+                                                 : run_region_of_modules(defaults, call, {module});
+      if (result == nullptr && count == 1 && PyErr_ExceptionMatches(PyExc_TypeError) != 0)
+        explain_missing_arguments(call.function);
+      return result;
+    }
     OptionsReader reader;
     if (module != nullptr) reader.modules.push_back(module);
     c10::SmallVector<PyObject*, 16> own(call.arguments, call.arguments + call.num_positional);
@@ -641,7 +679,7 @@ constexpr char checkpoint_text[] =
     R"(checkpoint(function, /, *args, name="", policy=None, early_stop=True, determinism_check="metadata",
            fingerprint=None, capture_check="raise", offload_inputs=False, preserve_rng_state=True, input_mode="shared",
            buffers="restore", modules=(), strict_unpack=False, debug=False, level=None, value_comparison=None, **kwargs)
-checkpoint(**options) -> a decorator
+checkpoint(**options) -> a decorator, `@checkpoint()` without options
 --
 
 Runs `function(*args, **kwargs)` now and returns its result. Nothing that autograd saves inside is kept: it is
@@ -674,7 +712,8 @@ value_comparison: a ValueComparison, which says how determinism_check="values" c
 
 Grad mode off: the function runs plainly.
 Threads: any; a recompute runs on the thread of the backward that asks.
-Raises: what `function` raises, with its traceback; CheckpointError; ValueError for options that are wrong.)";
+Raises: what `function` raises, with its traceback; CheckpointError; ValueError for options that are wrong, TypeError
+for those of a wrong type.)";
 
 PyMethodDef checkpoint_method{
     "checkpoint", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(checkpoint)),
@@ -683,6 +722,9 @@ PyMethodDef checkpoint_method{
 }  // namespace
 
 void add_region(py::module_& module) {
+  module.def("_check_options", torch::wrap_pybind_function([](const py::dict& options) {
+               options_in(options, /*has_modules=*/true);
+             }));
   module.attr("checkpoint") =
       py::reinterpret_steal<py::object>(PyCFunction_NewEx(&checkpoint_method, nullptr, nullptr));
 }

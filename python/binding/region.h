@@ -89,9 +89,9 @@ class Body final : public RegionBody {
 /// the attributes of data classes.
 void visit_tensors(PyObject* result, TensorVisitor visitor, int depth = 0);
 
-/// Options by the names of the keyword arguments of `checkpoint`; those of its modules are not among them.
-/// Throws python_error or py::error_already_set for others.
-CheckpointOptions options_in(const py::dict& named);
+/// Options by the names of the keyword arguments of `checkpoint`; `modules` may be among them, or not, and are not in
+/// what is returned. Throws python_error or py::error_already_set for others.
+CheckpointOptions options_in(const py::dict& named, bool has_modules = false);
 
 /// Runs a call as a region, and returns its result as a new reference; null with a Python error set.
 PyObject* run_region(const CheckpointOptions& options, const Call& call);

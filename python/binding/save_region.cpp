@@ -63,6 +63,11 @@ PyObject* save_region(PyObject*, PyObject* const* arguments, Py_ssize_t count, P
     PyErr_SetString(PyExc_TypeError, "remat.save_region: a function is needed");
     return nullptr;
   }
+  if (PyCallable_Check(arguments[0]) == 0) {
+    PyErr_Format(PyExc_TypeError, "remat.save_region: the function must be a function, and is %R",
+                 arguments[0]);
+    return nullptr;
+  }
   const Call call{arguments[0], arguments + 1, count - 1, keywords};
   try {
     torch::PyWarningHandler warnings;

@@ -1,4 +1,5 @@
-"""`python -m remat SCRIPT ARGUMENT...` or `python -m remat -m MODULE ARGUMENT...`: runs it with remat installed."""
+"""`python -m remat SCRIPT ARGUMENT...` or `python -m remat -m MODULE ARGUMENT...`: runs it with remat installed, in the
+processes, too, that it starts by multiprocessing. `torchrun -m remat SCRIPT ARGUMENT...` runs each rank so."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(__doc__, file=sys.stderr)
         sys.exit(0 if arguments and arguments[0] != "-m" else 2)
-    from . import install
+    from ._drop_in import install, install_in_children
 
     install()
+    install_in_children()
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = ""

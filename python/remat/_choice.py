@@ -9,6 +9,8 @@ from typing import Callable, NamedTuple, Union
 
 import torch.nn as nn
 
+from ._arguments import check, checked
+
 Types = Union[str, type[nn.Module], Iterable[Union[str, type[nn.Module]]]]
 
 _CONDITIONS = (
@@ -39,6 +41,7 @@ class ModuleChoice(NamedTuple):
     """Of what fits the rest, in the order of the tree: the first and every n-th after it."""
 
     @staticmethod
+    @checked
     def parse(text: str) -> ModuleChoice:
         """Makes one of `key=value` with commas between; the keys are name, type and every. Raises ValueError."""
         if not text.strip():
@@ -83,8 +86,10 @@ class ModuleChoice(NamedTuple):
 
     def chosen(self, root: nn.Module, verb: str) -> list[tuple[str, nn.Module]]:
         """(path, module) of each that is meant. Raises ValueError if it is wrong or means none; `verb` is who asks."""
+        for field, annotation in (("name", "str"), ("types", "Types"), ("every", "int")):
+            check(verb, field, annotation, getattr(self, field))
         types = _listed(self.types)
-        if not isinstance(self.every, int) or self.every < 1:
+        if self.every < 1:
             raise ValueError(f"{verb}: every was {self.every!r}. Do: 1 for each, 2 for every second, and so on.")
         if not self.name and not types and self.predicate is None:
             raise ValueError(

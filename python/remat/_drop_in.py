@@ -15,6 +15,7 @@ from typing import Any, Callable, Optional
 import torch
 import torch.utils.checkpoint as upstream
 
+from ._arguments import checked
 from ._extension import _remat
 from ._policy import CheckpointPolicy, Policy, PolicyContext, save_ops
 
@@ -263,6 +264,7 @@ def _replace(old: Any, new: Any) -> None:
             names[_NAME] = new
 
 
+@checked
 def install(*, native_policy_functions: bool = True) -> None:
     """From now on, regions of `torch.utils.checkpoint` (use_reentrant=False) run on remat, in the whole process.
 
@@ -302,12 +304,37 @@ def uninstall() -> None:
         upstream.GraphExecGroup.__exit__ = _exit_group  # type: ignore[method-assign]
 
 
+class _Inherited:
+    """What the processes that this one starts by multiprocessing inherit: made again there, it installs."""
+
+    def __reduce__(self) -> Any:
+        return _install_as, (is_installed(),)
+
+
+def _install_as(is_on: bool) -> _Inherited:
+    if is_on and not is_installed():
+        install()
+    return _Inherited()
+
+
+def install_in_children() -> None:
+    """Installs in all processes that `multiprocessing` starts from now on, and in those that they start.
+
+    A forked one has what this one has. To one that is spawned, or forked by a server, its process object is sent, once it
+    has imported the program; with what is in the configuration that processes inherit from the one that makes them.
+    """
+    from multiprocessing import process
+
+    process.current_process()._config["remat"] = _Inherited()  # type: ignore[attr-defined]
+
+
 def is_installed() -> bool:
     """Whether `torch.utils.checkpoint` runs on remat now."""
     return _num_installed > 0
 
 
 @contextlib.contextmanager
+@checked
 def installed(*, native_policy_functions: bool = True) -> Iterator[None]:
     """`install` for the time of a `with`, in the whole process."""
     install(native_policy_functions=native_policy_functions)

@@ -103,7 +103,7 @@ _PHRASES = (
 _GUARDS = {
     "MemoryLimitGuard": "memory_limit", "RecomputeCacheGuard": "recompute_cache", "SaveAsGuard": "save_as",
     "SaveElsewhereGuard": "save_elsewhere", "SaveInTiersGuard": "save_in_tiers", "SaveOnDiskGuard": "save_on_disk",
-    "StateProviderGuard": "state_provider",
+    "StateProviderGuard": "state_provider", "RecordAllocationsGuard": "record_allocations",
     "DisableCheckpointGuard": "disable_checkpoint", "DebugGuard": "debug", "GeneratorGuard": "preserve_generator",
 }  # fmt: skip
 _NAMES = (

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 from ._extension import _remat
+from ._arguments import checked, refuse
 from ._choice import class_name
 from ._modules import Region, _leaves_below, _switch_off, _switch_on, plain_class
 from ._observe import MemoryMeter
@@ -28,6 +29,7 @@ from ._plan import (
     run,
     simulate,
     solve,
+    stages_of,
 )
 
 _FRAME_COST_S = 15e-6  # of one region, in Python
@@ -199,6 +201,7 @@ class Fitted:
         return "\n".join(lines)
 
 
+@checked
 def fit(
     model_or_stages: Union[nn.Sequential, Iterable[Stage]],
     sample: torch.Tensor,
@@ -251,13 +254,15 @@ def fit(
             "functions from one tensor to one tensor, [embed, *blocks, head_and_loss] say, and call the result in the "
             "place of the model."
         )
+    if not isinstance(model_or_stages, nn.Module) and not hasattr(model_or_stages, "__iter__"):
+        raise refuse("remat.fit", "the stages", "a list of functions, or a torch.nn.Sequential", model_or_stages)
     stages: Union[nn.Sequential, list[Stage]]
     if isinstance(model_or_stages, nn.Sequential):
         stages = model_or_stages
         _switch_off(stages)
         functions = _children(stages)
     else:
-        functions = stages = list(model_or_stages)
+        functions = stages = stages_of("remat.fit", model_or_stages)
     _remat._Options(options)  # refuses wrong ones before the measuring
     early_stop = bool(options.get("early_stop", True))
     tried = [] if not keeps_results else policies_to_try() if policies is None else list(policies)

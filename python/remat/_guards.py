@@ -14,6 +14,7 @@ from typing import Any, Callable, NamedTuple, Optional, Protocol, TypeVar, Union
 
 import torch
 
+from ._arguments import checked, refuse
 from ._errors import translated
 from ._extension import _remat
 
@@ -57,6 +58,54 @@ class Guard(contextlib.AbstractContextManager["Guard", None]):
 # ---- where saved tensors wait ----------------------------------------------------------------------------
 
 
+class MoveCounts(NamedTuple):
+    """What one scope has moved since it began."""
+
+    moves: int
+    """Copies out."""
+    bytes_moved: int
+    """[bytes] of these."""
+    loads: int
+    """Copies back that somebody asked for."""
+    loads_ahead: int
+    """Of these, those that were begun before that."""
+    bytes_loaded: int
+    """[bytes] of `loads`."""
+    seconds_waited: float
+    """That threads of the program spent on both: queueing copies, copying or waiting."""
+
+
+class _Counting(Guard):
+    """A guard that counts, by counters that outlive it."""
+
+    def __init__(self, text: str, open: Callable[[], tuple[_remat.OpenGuard, Any]]) -> None:
+        self._counters: Any = None
+
+        def begin() -> _remat.OpenGuard:
+            guard, self._counters = open()
+            return guard
+
+        super().__init__(text, begin)
+
+    def _now(self) -> Optional[tuple[Any, ...]]:
+        now: Optional[tuple[Any, ...]] = None if self._counters is None else self._counters.now()
+        return now
+
+
+class Moves(_Counting):
+    """What `save_on_cpu` and `save_on_disk` return: a guard that counts."""
+
+    def __enter__(self) -> Moves:
+        super().__enter__()
+        return self
+
+    @property
+    def counts(self) -> MoveCounts:
+        """Of the scope that was entered last, also after it. Any thread."""
+        return MoveCounts(*self._now() or (0, 0, 0, 0, 0, 0.0))
+
+
+@checked
 def save_on_cpu(
     *,
     pin_memory: bool = False,
@@ -64,8 +113,13 @@ def save_on_cpu(
     skip_parameters: bool = True,
     prefetch_depth: int = 2,
     max_bytes_in_flight: Optional[int] = None,
-) -> Guard:
+) -> Moves:
     """Tensors of an accelerator that autograd saves wait on the CPU. Those on the CPU stay as they are.
+
+        with remat.save_on_cpu(pin_memory=True) as moved:
+            loss = model(batch)
+        loss.backward()
+        print(moved.counts)
 
     Backward gets them with their dtype, device, sizes and strides. A storage is moved once for all views of it.
     Parameters, their views, and what is not a plain strided tensor stay.
@@ -78,7 +132,7 @@ def save_on_cpu(
     None: no limit.
     Raises ValueError for a negative number.
     """
-    return Guard(
+    return Moves(
         "remat.save_on_cpu",
         lambda: _remat._open_save_on_cpu(
             pin_memory, min_bytes, skip_parameters, prefetch_depth, max_bytes_in_flight
@@ -86,16 +140,18 @@ def save_on_cpu(
     )
 
 
-def save_on_disk(directory: Path, *, min_bytes: int = 1 << 16, prefetch_depth: int = 1) -> Guard:
+@checked
+def save_on_disk(directory: Path, *, min_bytes: int = 1 << 16, prefetch_depth: int = 1) -> Moves:
     """Tensors that autograd saves wait in a file in `directory`, which must exist.
 
     The file has no name; nothing is left of it, however the process ends. It takes as many bytes as waited at the
     same time, until the scope and all that waits are gone. min_bytes: smaller tensors stay [bytes].
-    prefetch_depth: how many reads are begun ahead of the one that backward waits for.
+    prefetch_depth: how many reads are begun ahead of the one that backward waits for. `counts` of what `with` gives has
+    what moved.
     Raises ValueError if no file can be made there; a full disk is an error of the operator that saves.
     """
     path = os.fspath(directory)
-    return Guard("remat.save_on_disk", lambda: _remat._open_save_on_disk(path, min_bytes, prefetch_depth))
+    return Moves("remat.save_on_disk", lambda: _remat._open_save_on_disk(path, min_bytes, prefetch_depth))
 
 
 class TierCounts(NamedTuple):
@@ -120,17 +176,8 @@ class TierCounts(NamedTuple):
     """What they were to move stays in memory."""
 
 
-class Tiers(Guard):
+class Tiers(_Counting):
     """What `save_in_tiers` returns: a guard that counts."""
-
-    def __init__(self, open: Callable[[], tuple[_remat.OpenGuard, _remat.TierCounters]]) -> None:
-        self._counters: Optional[_remat.TierCounters] = None
-
-        def begin() -> _remat.OpenGuard:
-            guard, self._counters = open()
-            return guard
-
-        super().__init__("remat.save_in_tiers", begin)
 
     def __enter__(self) -> Tiers:
         super().__enter__()
@@ -139,11 +186,10 @@ class Tiers(Guard):
     @property
     def counts(self) -> TierCounts:
         """Of the scope that was entered last, also after it. Any thread."""
-        if self._counters is None:
-            return TierCounts(0, 0, 0, 0, 0, 0, 0, 0.0, 0)
-        return TierCounts(*self._counters.now())
+        return TierCounts(*self._now() or (0, 0, 0, 0, 0, 0, 0, 0.0, 0))
 
 
+@checked
 def save_in_tiers(
     *,
     device_bytes: int = 0,
@@ -172,7 +218,8 @@ def save_in_tiers(
     """
     path = "" if directory is None else os.fspath(directory)
     return Tiers(
-        lambda: _remat._open_save_in_tiers(device_bytes, host_bytes, path, min_bytes, pin_memory, max_bytes_in_flight)
+        "remat.save_in_tiers",
+        lambda: _remat._open_save_in_tiers(device_bytes, host_bytes, path, min_bytes, pin_memory, max_bytes_in_flight),
     )
 
 
@@ -203,6 +250,7 @@ class Place(Protocol[Contents]):
     def load(self, contents: Contents, /) -> torch.Tensor: ...
 
 
+@checked
 def save_elsewhere(
     place: Place[Any],
     *,
@@ -247,6 +295,7 @@ def save_elsewhere(
     )
 
 
+@checked
 def save_as(dtype: torch.dtype, *, min_bytes: int = 0) -> Guard:
     """Floating-point tensors that autograd saves are rounded to `dtype`. LOSSY: gradients come from the rounded numbers.
 
@@ -256,6 +305,7 @@ def save_as(dtype: torch.dtype, *, min_bytes: int = 0) -> Guard:
     return Guard("remat.save_as", lambda: _remat._open_save_as(dtype, min_bytes))
 
 
+@checked
 def disable_saved_tensors_hooks(message: str) -> Guard:
     """Opening saved-tensor hooks or a region raises RuntimeError with this message; torch's own switch."""
     return Guard(
@@ -266,11 +316,13 @@ def disable_saved_tensors_hooks(message: str) -> Guard:
 # ---- what regions do ----------------------------------------------------------------------------------------
 
 
+@checked
 def early_stop(enabled: bool) -> Guard:
     """Turns early stop on or off for regions that run forward in the scope, over the option of `checkpoint`."""
     return Guard(f"remat.early_stop({enabled})", lambda: _remat._open_early_stop(enabled))
 
 
+@checked
 def checkpoint_level(training_level: int) -> Guard:
     """Decides by level which calls are regions: of those with a `level` (`checkpoint(..., level=2)`) the ones with
     `0 < level <= training_level`; the others run plainly. Calls without a level are regions as ever.
@@ -282,6 +334,7 @@ def checkpoint_level(training_level: int) -> Guard:
     )
 
 
+@checked
 def debug(enabled: Optional[bool] = True) -> Guard:
     """Turns the recording of operators, for error reports, on or off; None leaves it to the option of `checkpoint`."""
     return Guard(f"remat.debug({enabled})", lambda: _remat._open_debug(enabled))
@@ -292,6 +345,7 @@ def disable_checkpoint() -> Guard:
     return Guard("remat.disable_checkpoint()", _remat._open_disable_checkpoint)
 
 
+@checked
 def recompute_cache(max_bytes: Optional[int] = None) -> Guard:
     """Backwards in the scope keep what regions recomputed for the next ones: many overlapping `torch.autograd.grad`
     calls on a retained graph cost one recompute a region.
@@ -311,6 +365,7 @@ def graph_exec_group() -> Guard:
     return Guard("remat.graph_exec_group()", _remat._open_graph_exec_group)
 
 
+@checked
 def memory_limit(bytes: int, device: Union[torch.device, str, int, None] = None) -> Guard:
     """An allocation that would take `MemoryMeter(device).live_bytes` above `bytes` raises torch.OutOfMemoryError.
 
@@ -325,6 +380,24 @@ def memory_limit(bytes: int, device: Union[torch.device, str, int, None] = None)
 
 
 MemoryLimit = memory_limit
+
+
+def record_allocations() -> Guard:
+    """Recorders that are alive and record memory get each allocation and each release on an accelerator, as its allocator
+    tells them, with the region that the thread runs.
+
+        with remat.Recorder() as recorder, remat.record_allocations():
+            model(batch).sum().backward()
+
+    They stand in `Recorder.event_log`, in the trace, and in each device's picture as a line: what the allocator has given
+    out. (A recorder alone samples statistics after each operator.) A `FailedAllocation` has its `asked_bytes` then.
+    Those of the thread that entered it, and of the threads on which a backward called there runs; what another thread
+    allocates is in the sum of the next one. It takes the place of torch's profiler on its thread: one that is started
+    meanwhile says that it is already enabled.
+    Costs an event an allocation, of 100 bytes and about a microsecond; without a recorder a call.
+    Raises CheckpointError (UNSUPPORTED) if torch's profiler runs on this thread.
+    """
+    return Guard("remat.record_allocations()", _remat._open_record_allocations)
 
 
 # ---- what recomputes see --------------------------------------------------------------------------------
@@ -342,15 +415,22 @@ class StateProvider(Protocol):
 
 
 def state_provider(provider: StateProvider) -> Guard:
-    """Regions that begin in the scope keep what `provider` captured, and restore it around their recomputes."""
+    """Regions that begin in the scope keep what `provider` captured, and restore it around their recomputes.
+
+    Raises TypeError for what has no `capture` and `restore`.
+    """
+    if isinstance(provider, type) or not all(callable(getattr(provider, each, None)) for each in ("capture", "restore")):
+        raise refuse("remat.state_provider", "provider", "an object with `capture` and `restore`", provider)
     return Guard("remat.state_provider", lambda: _remat._open_state_provider(provider))
 
 
+@checked
 def preserve_generator(generator: torch.Generator) -> Guard:
     """Regions in the scope preserve this generator as they do the default ones (`preserve_rng_state`)."""
     return Guard("remat.preserve_generator", lambda: _remat._open_generator(generator))
 
 
+@checked
 def observe_recomputes(
     begin: Optional[Callable[[_remat.PhaseInfo], object]] = None,
     end: Optional[Callable[[_remat.PhaseInfo], object]] = None,
@@ -368,6 +448,8 @@ current_phase = _remat.current_phase
 __all__ = [
     "Guard",
     "MemoryLimit",
+    "MoveCounts",
+    "Moves",
     "PhaseInfo",
     "Place",
     "StateProvider",
@@ -380,6 +462,7 @@ __all__ = [
     "memory_limit",
     "observe_recomputes",
     "preserve_generator",
+    "record_allocations",
     "recompute_cache",
     "TierCounts",
     "Tiers",

@@ -18,6 +18,7 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ._arguments import Kind, add_kind, checked
 from ._choice import ModuleChoice, Types, class_name
 from ._extension import _remat
 
@@ -75,6 +76,7 @@ _lock = threading.Lock()
 _warned: set[str] = set()
 
 
+@checked
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module without regions: what `type(module) is` should be asked of."""
     found: type[nn.Module] = getattr(type(module), "_remat_plain_class", type(module))
@@ -222,6 +224,7 @@ def _switch_off(module: nn.Module) -> bool:
 # ---- one module ------------------------------------------------------------------------------------------
 
 
+@checked
 def Checkpointed(  # noqa: N802 - it stands where the name of a class does
     module: M, *, training_only: bool = True, level: int = 1, buffers: str = "restore", **options: Any
 ) -> M:
@@ -255,6 +258,7 @@ def Checkpointed(  # noqa: N802 - it stands where the name of a class does
     return module
 
 
+@checked
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether calls of the module itself are regions now, as far as its switch says."""
     region = _region_of(module)
@@ -294,6 +298,9 @@ class Applied(NamedTuple):
 
 
 Choice = Union[ModuleChoice, str, None]
+add_kind(
+    "Choice", Kind(lambda value: value is None or isinstance(value, (ModuleChoice, str)), "a ModuleChoice, a str or None")
+)
 
 
 def _choice(
@@ -312,6 +319,7 @@ def _choice(
     return ModuleChoice(name=name, types=types, predicate=predicate, every=every)
 
 
+@checked
 def apply(
     model: nn.Module,
     choice: Choice = None,
@@ -358,6 +366,7 @@ def apply(
     return applied
 
 
+@checked
 def remove(
     model: nn.Module,
     choice: Choice = None,
@@ -379,6 +388,7 @@ def remove(
     return [ChosenModule(path, class_name(module)) for path, module in chosen if _switch_off(module)]
 
 
+@checked
 def set_checkpointing(model: nn.Module, enabled: bool) -> None:
     """Switches every region in a tree of modules, the root among them."""
     for module in model.modules():
@@ -387,6 +397,7 @@ def set_checkpointing(model: nn.Module, enabled: bool) -> None:
             region.enabled = enabled
 
 
+@checked
 def set_checkpoint_level(model: nn.Module, training_level: int) -> None:
     """The same by level: on if `training_level >= level` and `level > 0`.
 
@@ -429,6 +440,7 @@ def _leaves_below(root: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
+@checked
 def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]:
     """Finds what should be a region and never was: modules below `model` that are switched on as regions, some of whose
     parameters are in the graph of `result`, and whose own call was never reached. The results are right then, and all
@@ -470,6 +482,7 @@ def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]
     return found
 
 
+@checked
 def reset_unused_regions(model: nn.Module) -> None:
     """Forgets which calls were reached, for all below `model`."""
     for module in model.modules():

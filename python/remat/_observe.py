@@ -7,12 +7,18 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 
+from ._arguments import checked, checked_by
 from ._errors import in_python_words, translated
 from ._extension import _remat
 
 MemoryMeter = _remat.MemoryMeter
+MemoryMeter.__init__ = checked_by(  # type: ignore[method-assign]
+    "remat.MemoryMeter", {"self": "", "device": "Union[torch.device, str, int, None]"}, MemoryMeter.__init__
+)
+DecisionReport = _remat.DecisionReport
 DeviceReport = _remat.DeviceReport
 FailedAllocation = _remat.FailedAllocation
+FileReport = _remat.FileReport
 HeldBytes = _remat.HeldBytes
 Report = _remat.Report
 RegionReport = _remat.RegionReport
@@ -33,12 +39,14 @@ class Recorder:
     memory: sample the live bytes of CPU tensors at every event and every allocation, those of an accelerator's devices
         in use at every event and after every operator.
     operators: also record the operators that run, 1 to 3 us each.
+    What allocates on an accelerator between operators is recorded under `record_allocations`.
     max_events: beyond it the oldest events go, and the report says so; sums stay exact. About 100 bytes each.
     device_time: time regions and the copies of offload on an accelerator, by events on the streams that run them. Nothing
         waits for a device meanwhile; `report` and what draws or writes do.
     Several may record at a time. Threads: any.
     """
 
+    @checked
     def __init__(
         self, *, memory: bool = True, operators: bool = False, max_events: int = 1 << 20, device_time: bool = True
     ) -> None:
@@ -66,14 +74,17 @@ class Recorder:
         """One HTML page without scripts or other files: live bytes over time, the regions, the table."""
         return in_python_words(self._recorder.page())
 
+    @checked
     def write_html(self, path: Path) -> None:
         """Writes `page()`."""
         self._recorder.write_html(os.fspath(path))
 
+    @checked
     def write_memory_svg(self, path: Path) -> None:
         """Live bytes over time, stacked by kind, with the regions below."""
         self._recorder.write_memory_svg(os.fspath(path))
 
+    @checked
     def write_chrome_trace(self, path: Path) -> None:
         """For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their threads."""
         self._recorder.write_chrome_trace(os.fspath(path))
@@ -85,6 +96,7 @@ class Recorder:
         return f'<iframe srcdoc="{page}" width="100%" height="640" style="border: 0"></iframe>'
 
 
+@checked
 def free_bytes(device: Union[torch.device, str, int, None] = None) -> int:
     """[bytes] that tensors on `device` could take now: what the device has free once its allocator has given back what it
     caches (which waits for the device); on the CPU what the smallest `memory_limit` leaves.
@@ -113,6 +125,7 @@ class SavedTensor(NamedTuple):
     """It is not there: a recompute will bring it."""
 
 
+@checked
 def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
     """What the graph below `root` saved, in the order in which backward would read it.
 
@@ -122,8 +135,10 @@ def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
 
 
 __all__ = [
+    "DecisionReport",
     "DeviceReport",
     "FailedAllocation",
+    "FileReport",
     "HeldBytes",
     "MemoryMeter",
     "Recorder",

@@ -6,11 +6,12 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 import torch
 import torch.nn as nn
 
+from ._arguments import Kind, add_kind, check_fields, checked, checked_by, of_class, refuse
 from ._errors import in_python_words, translated
 from ._extension import _remat
 from ._guards import Path
@@ -18,15 +19,23 @@ from ._policy import Policy, _noted
 
 Plan = _remat.Plan
 Stage = Callable[[torch.Tensor], torch.Tensor]
-Device = Union[torch.device, str, int]
+F = TypeVar("F", bound=Callable[..., Any])
 
-_remat.Plan.__init__ = translated(_remat.Plan.__init__)  # type: ignore[method-assign]
-_remat.Plan.parse = staticmethod(translated(_remat.Plan.parse))  # type: ignore[method-assign]
-revolve_plan = translated(_remat.revolve_plan)
-mixed_plan = translated(_remat.mixed_plan)
-balanced_plan = translated(_remat.balanced_plan)
-torch_sequential_plan = translated(_remat.torch_sequential_plan)
-halving_plan = translated(_remat.halving_plan)
+
+
+def _native(name: str, function: F, **annotations: str) -> F:
+    return checked_by(f"remat.{name}", annotations, translated(function))
+
+
+_remat.Plan.__init__ = _native(  # type: ignore[method-assign]
+    "Plan", _remat.Plan.__init__, self="", stages="int", regions="", moved=""
+)
+_remat.Plan.parse = staticmethod(_native("Plan.parse", _remat.Plan.parse, text="str"))  # type: ignore[method-assign]
+revolve_plan = _native("revolve_plan", _remat.revolve_plan, stages="int", snapshots="int")
+mixed_plan = _native("mixed_plan", _remat.mixed_plan, stages="int", units="int")
+balanced_plan = _native("balanced_plan", _remat.balanced_plan, stages="int", segments="int")
+torch_sequential_plan = _native("torch_sequential_plan", _remat.torch_sequential_plan, stages="int", segments="int")
+halving_plan = _native("halving_plan", _remat.halving_plan, stages="int")
 _solve, _simulate = translated(_remat._solve), translated(_remat._simulate)
 _measure, _run = translated(_remat._measure), translated(_remat._run)
 _free_budget = translated(_remat._free_budget)
@@ -181,16 +190,19 @@ class MoveOptions:
     pin_memory: bool = True
     """Copies between accelerator and CPU use page-locked memory, if there is some."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def _tuple(self) -> _remat._MoveTuple:
         return "" if self.directory is None else os.fspath(self.directory), self.min_bytes, self.pin_memory
 
 
-def _moves_of(moving: Optional[MoveOptions], user: str) -> Optional[_remat._MoveTuple]:
-    if moving is None:
-        return None
-    if not isinstance(moving, MoveOptions):
-        raise TypeError(f"{user}: moving must be a remat.MoveOptions or None, and is {moving!r}")
-    return moving._tuple()
+add_kind("Plan", of_class(Plan, "a remat.Plan"))
+add_kind("ChainCost", of_class(ChainCost, "a remat.ChainCost"))
+add_kind("MoveOptions", of_class(MoveOptions, "a remat.MoveOptions"))
+add_kind(
+    "Iterable[Stage]", Kind(lambda value: hasattr(value, "__iter__"), "a list of functions, or a torch.nn.Sequential")
+)
 
 
 class FrontierPoint(NamedTuple):
@@ -225,12 +237,14 @@ class Frontier:
         self.points = [FrontierPoint(*each) for each in native._points]
         """Bytes rise and seconds fall from point to point; the last one recomputes nothing."""
 
+    @checked
     def plan(self, budget_bytes: int) -> Plan:
         """The fastest plan whose peak is at most `budget_bytes` [bytes] beyond the input; of the equally fast ones
         one of the smallest peak. Raises InfeasibleBudget below the first point."""
         return self._native.plan(budget_bytes)
 
 
+@checked
 def solve(
     cost: ChainCost, *, max_depth: int = 0, early_stop: bool = True, frame_cost_s: float = 0.0, eps: float = 0.0
 ) -> Frontier:
@@ -245,14 +259,19 @@ def solve(
     return Frontier(_solve(cost._tuple(), max_depth, early_stop, frame_cost_s, eps))
 
 
+@checked
 def simulate(cost: ChainCost, plan: Plan, *, early_stop: bool = True, frame_cost_s: float = 0.0) -> Simulation:
     """What a plan costs, event by event, without the solver's recurrence."""
     return Simulation(*_simulate(cost._tuple(), plan, early_stop, frame_cost_s))
 
 
-def stages_of(stages: Iterable[Stage]) -> list[Stage]:
-    """A Sequential is the list of its children."""
-    return list(stages)
+def stages_of(user: str, stages: Iterable[Stage]) -> list[Stage]:
+    """A Sequential is the list of its children. Raises TypeError for what is no function."""
+    functions = list(stages)
+    for number, stage in enumerate(functions, 1):
+        if not callable(stage):
+            raise refuse(user, f"stage {number}", "a function or a module", stage)
+    return functions
 
 
 # ---- measuring ----------------------------------------------------------------------------------------------
@@ -311,13 +330,14 @@ def _buffers_kept(stages: Sequence[Stage]) -> Iterator[None]:
                     buffer.data.copy_(before)
 
 
+@checked
 def measure(
     stages: Iterable[Stage],
     sample: torch.Tensor,
     *,
     warmup: int = 1,
     repeats: int = 5,
-    device: Optional[Device] = None,
+    device: Union[torch.device, str, int, None] = None,
     policies: Sequence[Any] = (),
     early_stop: bool = True,
     moving: Optional[MoveOptions] = None,
@@ -343,8 +363,8 @@ def measure(
     Raises what a stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages, and for a
     `moving` that has no place for the device's tensors; CheckpointError (UNSUPPORTED) for a device whose allocator does not tell its bytes.
     """
-    functions = stages_of(stages)
-    moves = _moves_of(moving, "remat.measure")
+    functions = stages_of("remat.measure", stages)
+    moves = None if moving is None else moving._tuple()
     bar = _Progress(len(functions), progress)
 
     def shown(number: int, stage: Stage) -> Stage:
@@ -364,7 +384,10 @@ def measure(
     return ChainCost._of(cost)
 
 
-def free_budget(cost: ChainCost, device: Optional[Device] = None, *, margin: float = 0.05) -> int:
+@checked
+def free_budget(
+    cost: ChainCost, device: Union[torch.device, str, int, None] = None, *, margin: float = 0.05
+) -> int:
     """The budget [bytes] for a plan of `cost` in what `device` has free now: `free_bytes`, less a share of it for pieces
     that fit nothing, and less the rounding that was measured.
 
@@ -390,6 +413,7 @@ def _policy_to_try(index: int) -> Policy:
 # ---- running ------------------------------------------------------------------------------------------------
 
 
+@checked
 def run(
     plan: Plan,
     stages: Iterable[Stage],
@@ -410,10 +434,11 @@ def run(
     Raises ValueError if plan and stages have different numbers, for a policy that is not there, and for a plan that moves
     if `moving` has no directory and the input is on the CPU, or no file can be made there; else as `checkpoint`.
     """
-    moves = _moves_of(moving, "remat.run") or MoveOptions()._tuple()
-    return _run(plan, stages_of(stages), input, _remat._Options(options), list(policies), moves)
+    moves = (moving or MoveOptions())._tuple()
+    return _run(plan, stages_of("remat.run", stages), input, _remat._Options(options), list(policies), moves)
 
 
+@checked
 def checkpoint_sequential(
     stages: Iterable[Stage],
     segments: int,
@@ -429,7 +454,7 @@ def checkpoint_sequential(
     checkpoint_last: the last segment is a region, too.
     input_mode is "copy_on_write" unless it is said, so that a segment may begin with an in-place activation.
     """
-    functions = stages_of(stages)
+    functions = stages_of("remat.checkpoint_sequential", stages)
     plans = {"torch": torch_sequential_plan, "balanced": balanced_plan}
     if split not in plans:
         raise ValueError(f"remat.checkpoint_sequential: split must be 'torch' or 'balanced', and is {split!r}")

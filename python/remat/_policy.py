@@ -6,16 +6,18 @@ import os
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Callable, Union
+from typing import Any, Callable, Optional, Union
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ._arguments import add_kind, checked, checked_by, of_class
 from ._errors import translated
 from ._extension import _remat
 
 Policy = _remat.Policy
 PolicyContext = _remat.PolicyContext
+add_kind("Policy", of_class(Policy, "a remat.Policy"))
 checkpoint_name = _remat.checkpoint_name
 pin = _remat.pin
 
@@ -39,6 +41,7 @@ __all__ = [
     "save_ops",
 ]
 
+Path = Union[str, "os.PathLike[str]"]
 Operator = Union[str, torch._ops.OpOverload, torch._ops.OpOverloadPacket]
 
 
@@ -140,7 +143,7 @@ def _reduce(self: Any) -> tuple[Any, ...]:
     return _make_again, _recipes[self]
 
 
-Policy.__init__ = _init  # type: ignore[method-assign]
+Policy.__init__ = checked_by("remat.Policy", dict(_init.__annotations__), _init)  # type: ignore[method-assign]
 Policy.__or__ = _or  # type: ignore[method-assign]
 Policy.__repr__ = _repr  # type: ignore[method-assign]
 Policy.__reduce__ = _reduce  # type: ignore[method-assign]
@@ -154,6 +157,7 @@ def _of(native: Callable[..., Any], make: Callable[..., Policy], options: dict[s
 # ---- ready-made ----------------------------------------------------------------------------------------------
 
 
+@checked
 def save_matmuls(
     *, allow_cache_entry_mutation: bool = False, save_through_hooks: bool = False, ask_again: bool = False
 ) -> Policy:
@@ -167,7 +171,8 @@ def save_matmuls(
                 "ask_again": ask_again})  # fmt: skip
 
 
-def save_best(bytes: int, *, profile_runs: int = 2, profiles: str | os.PathLike[str] | None = None) -> Policy:
+@checked
+def save_best(bytes: int, *, profile_runs: int = 2, profiles: Optional[Path] = None) -> Policy:
     """Keeps, of each region, the results that spare a recompute most time and take no more than `bytes`.
 
     The first `profile_runs` runs of a region keep nothing and are measured, call by call; then the best choice is
@@ -219,6 +224,7 @@ class BestChoice:
     """No choice spares more; the same where the choice is known to be the best."""
 
 
+@checked
 def best_choices(policy: Policy) -> list[BestChoice]:
     """The choices that hold for runs which begin now. Empty for a policy without `save_best` in it."""
     return [
@@ -227,6 +233,7 @@ def best_choices(policy: Policy) -> list[BestChoice]:
     ]
 
 
+@checked
 def save_ops(
     ops: Iterable[Operator],
     *,
@@ -248,6 +255,7 @@ def save_ops(
                 "ask_again": ask_again}, [name_of(op) for op in ops])  # fmt: skip
 
 
+@checked
 def offload_ops(
     ops: Iterable[Operator],
     *,
@@ -271,6 +279,7 @@ def offload_ops(
                 "max_bytes_in_flight": max_bytes_in_flight}, [name_of(op) for op in ops])  # fmt: skip
 
 
+@checked
 def save_names(
     names: Iterable[str],
     *,
@@ -284,6 +293,7 @@ def save_names(
                 "ask_again": ask_again}, list(names))  # fmt: skip
 
 
+@checked
 def save_all_but_names(
     names: Iterable[str],
     *,
@@ -297,6 +307,7 @@ def save_all_but_names(
                 "ask_again": ask_again}, list(names))  # fmt: skip
 
 
+@checked
 def offload_names(
     names: Iterable[str],
     *,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any, Callable, Literal, Optional, TypeVar, Union, overload
 
+from ._arguments import check_fields, refuse, said
 from ._extension import _remat
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class ValueComparison:
     By itself all bits must be equal, by a 64-bit hash that is kept of each tensor: a NaN equals one of the same bits,
     and 0 does not equal -0. Elements of floating point are equal, too, if |recomputed - forward| <= absolute_tolerance +
     relative_tolerance * |forward|; an infinity equals itself only. With a tolerance the elements that are compared are
-    kept instead of a hash. Raises ValueError for what is negative or NaN.
+    kept instead of a hash. Raises ValueError for what is negative or NaN, TypeError for what is no number.
     """
 
     absolute_tolerance: float = 0.0
@@ -41,6 +43,7 @@ class ValueComparison:
     """Which NaN are equal: those of the same bits, or all."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("absolute_tolerance", "relative_tolerance", "max_elements"):
             value = getattr(self, name)
             if not value >= 0:
@@ -53,6 +56,9 @@ class Checkpointing:
     """A decorator: each call of what it is put on is a region with these options."""
 
     def __init__(self, **options: Any) -> None:
+        if "modules" in options and hasattr(options["modules"], "__iter__"):
+            options["modules"] = tuple(options["modules"])  # each call reads them
+        _remat._check_options(options)
         self.options = options
 
     def __call__(self, function: F) -> F:
@@ -63,8 +69,36 @@ class Checkpointing:
         return f"remat.checkpoint({options})"
 
 
+def refuse_function(user: str, function: Any) -> None:
+    """Raises TypeError for what is no function that a region could run."""
+    if isinstance(function, type) and hasattr(function, "_call_impl"):  # of modules
+        raise TypeError(
+            f"{user}: the function must be a function or a module, and is {said(function)}. Do: "
+            f"remat.Checkpointed({function.__name__}(...)), or @remat.checkpoint() on its forward."
+        )
+    if not callable(function):
+        raise refuse(user, "the function", "a function or a module", function)
+
+
+def unbound(function: Any, error: TypeError) -> TypeError:
+    """The error for a function that was called with no arguments and needs some: by `@remat.checkpoint` perhaps."""
+    try:
+        inspect.signature(function).bind()
+        return error  # it came from inside
+    except TypeError as missing:
+        name = getattr(function, "__name__", type(function).__name__)
+        return TypeError(
+            f"remat.checkpoint: {name} was called without arguments: {missing}. Cause: remat.checkpoint(function, ...) calls "
+            "the function, and as a decorator it needs parentheses. Do: @remat.checkpoint() above the function, or "
+            "remat.checkpoint(function, *arguments)."
+        )
+    except ValueError:  # a function without a signature
+        return error
+
+
 def checkpointed(function: F, **options: Any) -> F:
     """A function each call of which is a region of `function`, with the options of `checkpoint`."""
+    refuse_function("remat.checkpointed", function)
 
     @functools.wraps(function)
     def region(*args: Any, **kwargs: Any) -> Any:
@@ -73,7 +107,7 @@ def checkpointed(function: F, **options: Any) -> F:
     return region  # type: ignore[return-value]
 
 
-_remat._set_decorator(Checkpointing)
+_remat._set_decorator(Checkpointing, refuse_function, unbound)
 
 if TYPE_CHECKING:
 

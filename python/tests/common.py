@@ -54,7 +54,7 @@ def _checked_error(*facts: Any) -> remat.CheckpointError:
 _extension._remat._set_names(
     _errors.StopRecompute, _checked_error, _extension._run_in, _extension._device_context
 )
-_extension._remat._set_decorator(_region.Checkpointing)
+_extension._remat._set_decorator(_region.Checkpointing, _region.refuse_function, _region.unbound)
 
 
 class Case(unittest.TestCase):

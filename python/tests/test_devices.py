@@ -115,6 +115,27 @@ class Device(Case):
         (device,) = recorder.report().devices
         self.assertEqual((device.bytes_out, device.bytes_in), (2 * BYTES, 3 * BYTES))  # one is read by two nodes
 
+    def test_what_moves_to_the_cpu_is_counted(self) -> None:
+        with remat.save_on_cpu(min_bytes=1) as moved:
+            y = function(self.x * 2)
+        self.assertEqual(moved.counts[:5], (2, 2 * BYTES, 0, 0, 0))
+        y.sum().backward()
+        self.assertEqual((moved.counts.loads, moved.counts.bytes_loaded), (3, 3 * BYTES))  # one is read by two nodes
+
+    def test_every_allocation(self) -> None:
+        with remat.Recorder() as recorder:
+            with remat.record_allocations():
+                y = remat.checkpoint(function, self.x, name="block")
+            lines = [line for line in recorder.event_log().splitlines() if "allocates" in line]
+            # 4,000 bytes take 4,096; three results, two of which die in the region.
+            self.assertEqual(sum("region 1 allocates 4096 bytes on far:0" in line for line in lines), 3, lines)
+            self.assertIn("region 1 frees 4096 bytes on far:0", recorder.event_log())
+            y.sum().backward()  # after the scope
+            self.assertEqual(recorder.event_log().count("allocates"), len(lines))
+            with remat.record_allocations():
+                remat.checkpoint(function, self.x, name="block").sum().backward()  # on an engine's thread
+            self.assertGreater(recorder.event_log().count("allocates"), 2 * len(lines))
+
     def test_fit(self) -> None:
         stages = [torch.sin, torch.exp, torch.sin, torch.exp, torch.sin, torch.exp, lambda t: t.sin().sum()]
         cost = remat.measure(stages, self.x)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
+import tempfile
 import threading
 import unittest
 import warnings
@@ -17,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 
 import remat
 from remat import _drop_in as drop_in
-from common import Case, CountedFunction, gradient, leaf, run_script
+from common import Case, CountedFunction, gradient, leaf, run_python, run_script
 
 
 def operators(x: torch.Tensor) -> torch.Tensor:
@@ -123,6 +125,52 @@ class Calls(DropIn):
         self.check_equal(gradient(remat.checkpoint(lambda t: region(operators, operators(t)), x), x), plain)
 
 
+PROGRAM_THAT_SPAWNS = """
+import multiprocessing, concurrent.futures, torch, torch.utils.checkpoint, torch.utils.data
+
+def regions():
+    import remat
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    return remat.counters()["frames_created"]
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, i):
+        return regions()
+
+def put(queue, way):
+    if way == "grandchild":
+        process = multiprocessing.get_context("spawn").Process(target=put, args=(queue, "child"))
+        process.start()
+        process.join()
+    else:
+        queue.put(regions())
+
+def rank(i, queue):
+    queue.put(regions())
+
+if __name__ == "__main__":
+    all = []
+    for way, of in (("spawn", "child"), ("spawn", "grandchild"), ("forkserver", "child")):
+        context = multiprocessing.get_context(way)
+        queue = context.Queue()
+        process = context.Process(target=put, args=(queue, of))
+        process.start()
+        all.append(queue.get(timeout=100))
+        process.join()
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        all.append(pool.submit(regions).result())
+    loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
+    all.append(int(next(iter(loader))))
+    queue = multiprocessing.get_context("spawn").Queue()
+    torch.multiprocessing.spawn(rank, (queue,), nprocs=1)
+    all.append(queue.get(timeout=100))
+    print(all)
+"""
+
+
 class Installing(Case):
     def test_it_reaches_names_imported_before_and_after(self) -> None:
         x = leaf()
@@ -149,8 +197,6 @@ class Installing(Case):
         remat.uninstall()
 
     def test_a_program_runs_with_it(self) -> None:
-        import tempfile
-
         with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
             script.write(
                 "import sys, torch\n"
@@ -163,6 +209,16 @@ class Installing(Case):
             text = "import runpy, sys; sys.argv[0:1] = ['remat']; runpy.run_module('remat', run_name='__main__')"
             done = run_script(text, script.name, "--flag", "value")
         self.assertIn("__main__ ['--flag', 'value'] 1", done.stdout)
+
+    def test_processes_that_a_program_spawns_run_with_it(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            script = os.path.join(folder, "program.py")
+            with open(script, "w") as file:
+                file.write(PROGRAM_THAT_SPAWNS)
+            done = run_python("-m", "remat", script)
+            self.assertEqual(done.stdout.split("\n")[-2:], ["[1, 1, 1, 1, 1, 1]", ""], done.stdout)
+            done = run_python(script)  # and otherwise none
+            self.assertEqual(done.stdout.split("\n")[-2:], ["[0, 0, 0, 0, 0, 0]", ""], done.stdout)
 
 
 class Settings(DropIn):

@@ -49,6 +49,40 @@ class Guards(Case):
             with remat.save_on_disk("/no/such/folder"):
                 pass
 
+    def test_what_moves_is_counted(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            guard = remat.save_on_disk(folder, min_bytes=1, prefetch_depth=0)
+            self.assertEqual(guard.counts, remat.MoveCounts(0, 0, 0, 0, 0, 0.0))  # not entered yet
+            with guard as moved, remat.Recorder() as recorder:
+                y = function(leaf() * 1).sum()
+                self.assertIs(moved, guard)
+            # What sin and cos save, and the result that exp saves and cos takes: once.
+            self.assertEqual(moved.counts[:5], (2, 2 * 256, 0, 0, 0))
+            y.backward()  # after the scope
+            self.assertEqual(moved.counts[:5], (2, 2 * 256, 3, 0, 3 * 256))
+            self.assertGreater(moved.counts.seconds_waited, 0)
+            files = recorder.report().files
+            self.assertEqual((files.bytes_written, files.waits > 0, files.waited_s > 0), (2 * 256, True, True))
+            with moved:  # again: another scope's
+                self.assertEqual(moved.counts.moves, 0)
+        with remat.save_on_cpu(min_bytes=1) as moved:
+            gradient()
+        self.assertEqual(moved.counts.moves, 0)  # all is on the CPU
+
+    def test_allocations_are_not_recorded_beside_the_profiler(self) -> None:
+        with torch.autograd.profiler.profile():
+            with self.assertRaises(remat.CheckpointError) as caught:
+                remat.record_allocations().__enter__()
+        self.assertEqual(caught.exception.kind, remat.ErrorKind.UNSUPPORTED)
+        self.assertIn("the allocations of this thread cannot be recorded", str(caught.exception))
+        self.assertIsNone(FOREIGN.search(str(caught.exception)), str(caught.exception))
+        with remat.record_allocations():
+            with self.assertRaisesRegex(RuntimeError, "already enabled"):
+                with torch.autograd.profiler.profile():
+                    pass
+        with torch.autograd.profiler.profile():
+            pass
+
     def test_memory_of_python_waits_in_tiers(self) -> None:
         # The thread that writes it frees it, and needs the interpreter's lock for that while another one waits for it.
         ended = run_script(

@@ -57,6 +57,15 @@ class Observe(Case):
         with self.assertRaises(RuntimeError):
             recorder.write_html("/no/such/folder/page.html")
 
+    def test_decisions_of_policies(self) -> None:
+        x = torch.ones(4, 4, requires_grad=True)
+        with remat.Recorder() as recorder:
+            remat.checkpoint(lambda t: (t @ t).sin().exp(), x, name="block", policy=remat.save_matmuls())
+        (region,) = recorder.report().regions
+        (kept,) = [each for each in region.decisions if each.outcome == "kept"]
+        self.assertEqual((kept.op, kept.calls, kept.bytes, kept.seconds), ("aten::mm.default", 1, 64, 0))
+        self.assertIn("aten::sin.default", {each.op for each in region.decisions if each.outcome == "recomputed"})
+
     def test_wrong_options(self) -> None:
         with self.assertRaises(ValueError):
             remat.Recorder(max_events=0)

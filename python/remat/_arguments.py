@@ -1,0 +1,175 @@
+"""What arguments must be: one of a wrong type is refused where it is given, by its name, with what to give instead."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import types
+from typing import Any, Callable, NamedTuple, Optional, TypeVar, cast
+
+import torch
+import torch.nn as nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Kind(NamedTuple):
+    """What an argument with an annotation must be."""
+
+    fits: Callable[[Any], bool]
+    words: str
+
+
+def _is_flag(value: Any) -> bool:
+    kind = type(value)
+    return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
+
+
+def _is_int(value: Any) -> bool:
+    if _is_flag(value):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_real(value: Any) -> bool:
+    return _is_int(value) or (hasattr(type(value), "__float__") and not _is_flag(value))
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, os.PathLike) and isinstance(os.fspath(value), str))
+
+
+def _is_listed(value: Any) -> bool:
+    return hasattr(value, "__iter__") and not isinstance(value, (str, bytes))
+
+
+def _are_names(value: Any) -> bool:
+    return _is_listed(value) and not (isinstance(value, (list, tuple)) and not all(isinstance(i, str) for i in value))
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, type) and issubclass(value, nn.Module))
+
+
+def _are_types(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_type, value))
+    return _is_type(value) or (_is_listed(value) and not isinstance(value, type))
+
+
+def _is_device(value: Any) -> bool:
+    return value is None or isinstance(value, (str, torch.device)) or _is_int(value)
+
+
+def of_class(kind: type, words: str) -> Kind:
+    return Kind(lambda value: isinstance(value, kind), words)
+
+
+# By the text of the annotation. What stands here is checked, what does not is not: tests/test_arguments.py lists those.
+_KINDS = {
+    "bool": Kind(_is_flag, "True or False"),
+    "int": Kind(_is_int, "an int"),
+    "float": Kind(_is_real, "a float"),
+    "str": of_class(str, "a str"),
+    "Path": Kind(_is_path, "a str or an os.PathLike of one"),
+    "Union[torch.device, str, int, None]": Kind(_is_device, "a torch.device, a str, an int or None"),
+    "Sequence[Any]": Kind(_is_listed, "a list of policies"),
+    "Iterable[str]": Kind(_are_names, "a list of names"),
+    "Iterable[Operator]": Kind(_is_listed, "a list of operators"),
+    "Union[str, Iterable[str]]": Kind(lambda value: isinstance(value, str) or _are_names(value), "a str or a list of names"),
+    "Types": Kind(_are_types, "a class of modules, its name, or a list of these"),
+    "nn.Module": of_class(nn.Module, "a torch.nn.Module"),
+    "torch.Tensor": of_class(torch.Tensor, "a torch.Tensor"),
+    "torch.dtype": of_class(torch.dtype, "a torch.dtype, as torch.bfloat16"),
+    "torch.Generator": of_class(torch.Generator, "a torch.Generator"),
+}
+_KINDS["M"] = _KINDS["nn.Module"]
+
+
+def add_kind(annotation: str, kind: Kind) -> None:
+    """What a source's own classes are called in its annotations."""
+    _KINDS[annotation] = kind
+
+
+def kind_of(annotation: str) -> Optional[Kind]:
+    """None if such arguments are not checked."""
+    if annotation.startswith("Callable["):
+        return Kind(callable, "a function")
+    inner = annotation.removeprefix("Optional[")
+    if inner == annotation:
+        return _KINDS.get(annotation)
+    kind = kind_of(inner.removesuffix("]"))
+    if kind is None:
+        return None
+    fits, words = kind
+    if words == "True or False":
+        words = "True, False or None"
+    elif "None" not in words:
+        words += ", or None" if " or " in words else " or None"
+    return Kind(lambda value: value is None or fits(value), words)
+
+
+def said(value: Any) -> str:
+    """A value in a message: by its class if it is long."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"
+
+
+def refuse(user: str, name: str, words: str, value: Any) -> TypeError:
+    """`user`: the function, as its callers write it."""
+    text = f"{user}: {name} must be {words}, and is {said(value)}"
+    if isinstance(value, str) and words.startswith("a list"):
+        text += f". Do: [{value!r}]."
+    elif isinstance(value, type) and words == "a torch.nn.Module" and issubclass(value, nn.Module):
+        text += f". Do: make one, {value.__name__}(...), or give each that there is."
+    elif isinstance(value, types.FunctionType) and user == "remat.Checkpointed" and name == "module":
+        text += ". Do: remat.checkpoint(function, ...) where it is called, or @remat.checkpoint() on it."
+    elif isinstance(value, types.FunctionType) and "function" not in words:
+        text += f". Do: as a decorator it needs its arguments in parentheses, @{user}(...)."
+    return TypeError(text)
+
+
+def check(user: str, name: str, annotation: str, value: Any) -> None:
+    """Raises TypeError if the value is not what the annotation says."""
+    kind = kind_of(annotation)
+    if kind is not None and not kind.fits(value):
+        raise refuse(user, name, kind.words, value)
+
+
+def check_fields(object: Any) -> None:
+    """The same for all fields of a dataclass."""
+    for name, annotation in type(object).__annotations__.items():
+        check(f"remat.{type(object).__name__}", name, annotation, getattr(object, name))
+
+
+def checked_by(user: str, annotations: dict[str, str], function: F) -> F:
+    """`function`, whose arguments are these, in this order, and are checked first."""
+    kinds = {name: kind for name, each in annotations.items() if (kind := kind_of(each)) is not None}
+    names = tuple(annotations)
+
+    @functools.wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        for given in (zip(names, args), kwargs.items()):
+            for name, value in given:
+                kind = kinds.get(name)
+                if kind is not None and not kind.fits(value):
+                    raise refuse(user, name, kind.words, value)
+        return function(*args, **kwargs)
+
+    checking._remat_checks = kinds  # type: ignore[attr-defined]  # for the test that looks for what is not
+    return cast(F, checking)
+
+
+def checked(function: F) -> F:
+    """The same by the function's own annotations."""
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    user = f"remat.{function.__qualname__.removesuffix('.__init__')}"
+    return checked_by(user, {name: function.__annotations__.get(name, "") for name in names}, function)
