@@ -59,6 +59,7 @@ void Generator::draw_features() {
   features_.policies = features_.policies && topics_.selective;
   features_.stretches = features_.stretches && topics_.selective;
   if (topics_.arguments) draw_features_of_arguments();
+  if (topics_.moves) features_.hooks = features_.offloads = true;
   const bool may_read_twice = features_.reads_twice || features_.inplace || features_.writes;
   features_.strict = !may_read_twice && !plain && dice_.percent(20);
 }
@@ -291,6 +292,7 @@ Statement Generator::make_region(const std::vector<int>& visible, int depth, boo
   region.fingerprint = !program_.all_values && dice_.percent(4);
   if (features_.policies && dice_.percent(60)) region.policy = make_policy();
   region.copies = topics_.copies && dice_.percent(80);
+  region.moves_inputs = topics_.moves && dice_.percent(40);
   region.determinism = program_.all_values ? 3 : static_cast<int>(dice_.below(4));
   return s;
 }

@@ -6,7 +6,9 @@
 // With --selective the programs have policies, names, pin and save_region too, with --best also policies that choose
 // by themselves; with --arguments they do more
 // with what regions are given: write to it, look at what it has beside its values, hang hooks on it, give it other
-// storages. With --copies most regions keep copies of their arguments. With --device cuda they run there. A finding is shrunk (on the CPU) and printed, and the exit status is 1.
+// storages. With --copies most regions keep copies of their arguments. With --moves most hooks are guards that move what
+// is saved, and regions move their inputs. With --device cuda they run there. A finding is shrunk (on the CPU) and
+// printed, and the exit status is 1.
 // With --first the first finding ends the run, and only its seed and kind are printed. The last line is always
 // "N programs, M findings".
 
@@ -111,7 +113,7 @@ bool agrees(uint64_t seed, bool shrinks) {
 
 int usage() {
   std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
-               "     [--best] [--arguments] [--copies] [--first] [--device cuda]\n";
+               "     [--best] [--arguments] [--copies] [--moves] [--first] [--device cuda]\n";
   return 2;
 }
 
@@ -141,6 +143,10 @@ int main(int argc, char** argv) {
     }
     if (name == "--copies") {
       topics.copies = true;
+      continue;
+    }
+    if (name == "--moves") {
+      topics.moves = true;
       continue;
     }
     if (name == "--first") {

@@ -2,6 +2,8 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <iterator>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <string>
@@ -126,12 +128,18 @@ Policy best_policy(const PolicySpec& spec, const remat::SelectiveOptions& option
 
 }  // namespace
 
+int64_t prefetch_depth_of(uint64_t salt) {
+  static constexpr int64_t depths[] = {2, 0, 1, std::numeric_limits<int64_t>::max()};
+  return depths[salt / 12 % std::size(depths)];
+}
+
 remat::Policy policy_of(const PolicySpec& spec) {
   Dice dice(spec.salt);
   const remat::SelectiveOptions options{.allow_cache_entry_mutation = spec.allows_mutation,
                                         .save_through_hooks = spec.through_hooks,
                                         .ask_again = spec.asks_again,
-                                        .min_offload_bytes = 0};
+                                        .min_offload_bytes = 0,
+                                        .prefetch_depth = prefetch_depth_of(spec.salt)};
   const auto none = [](const PolicyContext&) { return CheckpointPolicy::PreferRecompute; };
   switch (spec.kind) {
     case PolicySpec::Kind::None:

@@ -50,6 +50,7 @@ std::string options_text(const RegionSpec& r) {
   if (r.strict) text += ", strict_unpack";
   if (r.fingerprint) text += ", fingerprint";
   if (r.copies) text += ", inputs copied";
+  if (r.moves_inputs) text += ", inputs moved";
   if (r.named) text += ", named";
   if (r.policy.kind != PolicySpec::Kind::None) {
     static constexpr const char* kinds[] = {
@@ -193,7 +194,7 @@ void print(const Block& block, const std::string& indent, int leaves, Visible& v
           static constexpr const char* functions[] = {"identity", "clone", "doubled", "struct"};
           out << " " << functions[s.salt % 4];
         }
-        if (s.kind == Kind::Offload) out << " " << (s.salt % 3 == 0 ? "CPU" : "disk");
+        if (s.kind == Kind::Offload) out << " " << (s.salt % 3 == 0 ? "CPU" : s.salt % 3 == 1 ? "disk" : "tiers");
         if (s.kind == Kind::Toggle)
           out << " of " << seen(s.args[0]) << (s.salt % 2 == 0 ? ", put back by a guard" : "");
         if (s.kind == Kind::Provider || s.kind == Kind::Generator) out << " " << s.salt % 2;

@@ -119,6 +119,7 @@ struct RegionSpec {
   bool strict = false;  ///< strict_unpack
   bool fingerprint = false;
   bool copies = false;  ///< InputMode::CopyOnWrite
+  bool moves_inputs = false;
   int determinism = 1;  ///< remat::DeterminismCheck
   PolicySpec policy{};
 };
@@ -206,7 +207,8 @@ struct Topics {
   bool arguments = false;
   /// Regions keep copies of their arguments.
   bool copies = false;
-  bool best = false;  ///< half of the policies choose by themselves
+  bool best = false;   ///< half of the policies choose by themselves
+  bool moves = false;  ///< most hooks are guards that move what is saved; regions move their inputs
 };
 Program generate(uint64_t seed, Topics topics);
 std::string to_text(const Program& program);

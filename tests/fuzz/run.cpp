@@ -290,6 +290,7 @@ remat::CheckpointOptions Interpreter::options(const RegionSpec& spec) {
   chosen.debug = spec.debug;
   chosen.strict_unpack = spec.strict;
   if (spec.copies) chosen.inputs = remat::InputMode::CopyOnWrite;
+  chosen.offload_inputs = spec.moves_inputs;
   chosen.determinism_check = static_cast<remat::DeterminismCheck>(spec.determinism);
   if (spec.fingerprint)
     chosen.fingerprint = [](const Tensor& t) { return std::to_string(t.numel()); };

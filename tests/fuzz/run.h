@@ -181,6 +181,8 @@ Tensors call_region(Packing packing, bool checkpointed_form,
                     const remat::CheckpointOptions& options, const Body& body, const Tensors& args);
 
 remat::Policy policy_of(const PolicySpec& spec);
+/// Of what moves: none, one, two or all.
+int64_t prefetch_depth_of(uint64_t salt);
 
 /// Runs `body` and notes in `stage` what it throws.
 void record_errors(Stage& stage, const std::function<void()>& body);

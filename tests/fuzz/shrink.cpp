@@ -35,6 +35,7 @@ void simplify_options(const std::vector<size_t>& path, size_t i, Set&& add) {
   option([=](RegionSpec& r) { return set(r.strict, false); });
   option([=](RegionSpec& r) { return set(r.fingerprint, false); });
   option([=](RegionSpec& r) { return set(r.copies, false); });
+  option([=](RegionSpec& r) { return set(r.moves_inputs, false); });
   option([=](RegionSpec& r) { return set(r.determinism, 1); });
   option([=](RegionSpec& r) { return set(r.policy.kind, PolicySpec::Kind::None); });
   option([=](RegionSpec& r) {

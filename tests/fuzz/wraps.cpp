@@ -86,17 +86,25 @@ std::unique_ptr<remat::SavedTensorHooksGuard> Interpreter::copies_in(Mode mode) 
 
 void Interpreter::run_offload(const Statement& s, Environment& values) {
   if (const auto copies = copies_in(Mode::Undone)) return run_block(s.block, values);
+  const int64_t depth = prefetch_depth_of(s.salt);
+  const int64_t in_flight = s.salt / 48 % 2 == 0 ? 64 : 64 << 20;
   if (s.salt % 3 == 0) {
-    const remat::SaveOnCpuGuard guard({.skip_parameters = s.salt % 2 == 0});
+    const remat::SaveOnCpuGuard guard({.skip_parameters = s.salt % 2 == 0,
+                                       .prefetch_depth = depth,
+                                       .max_bytes_in_flight = in_flight});
     return run_block(s.block, values);
   }
   if (s.salt % 3 == 1) {
-    const remat::SaveOnDiskGuard guard({.directory = "/tmp", .min_bytes = 0});
+    const remat::SaveOnDiskGuard guard(
+        {.directory = "/tmp", .min_bytes = 0, .prefetch_depth = depth});
     return run_block(s.block, values);
   }
   const auto bytes = static_cast<int64_t>(s.salt / 3 % 4 * 32);
-  const remat::SaveInTiersGuard guard(
-      {.device_bytes = bytes, .host_bytes = 2 * bytes, .directory = "/tmp", .min_bytes = 0});
+  const remat::SaveInTiersGuard guard({.device_bytes = bytes,
+                                       .host_bytes = 2 * bytes,
+                                       .directory = "/tmp",
+                                       .min_bytes = 0,
+                                       .max_bytes_in_flight = in_flight});
   run_block(s.block, values);
 }
 
