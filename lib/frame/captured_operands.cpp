@@ -10,6 +10,7 @@
 
 #include "lib/base/planted_fault.h"
 #include "lib/frame/frame_scope.h"
+#include "lib/frame/inputs.h"
 #include "lib/frame/naming.h"
 #include "lib/seam/autograd_meta.h"
 
@@ -62,14 +63,14 @@ bool CapturedOperands::Noted::has(const c10::VariableVersion& counter) const {
   });
 }
 
-void CapturedOperands::note(const at::TensorBase& tensor, const StorageSet& inputs) {
+void CapturedOperands::note(const at::TensorBase& tensor, const Inputs& inputs) {
   constexpr std::size_t max_scanned = 16;
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const c10::VariableVersion& counter = impl.version_counter();
   if (impl.is_wrapped_number() || !counter.enabled()) return;
   if (noted_ != nullptr && noted_->has(counter)) return;
   const at::Tensor operand(tensor);
-  if (inputs.contains(known_storage_of(operand))) return;
+  if (inputs.watches(known_storage_of(operand))) return;
   if (noted_ == nullptr) noted_ = std::make_unique<Noted>();
   WeakTensor object = weak_object_of(operand);
   const uint32_t offset = offset_of(*object._unsafe_get_target());

@@ -5,14 +5,16 @@
 // `x + bias` saves nothing: a recompute would take the bias as it is by then, and what is saved after it would be
 // another forward's. But an operator asks each tensor through which its gradient may flow for its node
 // (seam::NodeWatch). So forward notes those that come from outside: leaves, tensors without grad, older
-// results. They are told apart by their version counters, which views share. When a recompute begins, their versions and
+// results; arguments, too, of which the region or the hooks around it have a copy, since the function may have captured
+// the same tensor. They are told apart by their version counters, which views share. When a recompute begins, their versions and
 // storages are compared. If some changed, and only then, the recompute is watched: an operator that is given one of
 // them, or the result of such an operator, is tainted; and a tensor that backward needs which such an operator made is a
 // changed capture (Rule 10). What the recompute does not reach, and what does not come into a saved tensor, does no
 // harm, and raises nothing. One that the function itself has written to in this recompute before it reads it is taken as made
 // there.
-// Not seen: what operators without any gradient read (a mask that is computed of a changed tensor), and another tensor in
-// the place of one that nothing saved.
+// Not seen: what operators without any gradient read (a mask that is computed of a changed tensor), another tensor in the
+// place of one that nothing saved, and other data (`set_data`) of a result that is an argument and captured, too, which
+// would take noting every argument: 1,300 instructions a region.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
@@ -30,6 +32,8 @@
 
 namespace remat {
 
+class Inputs;
+
 /// A captured tensor that a region's forward computed with.
 struct CapturedOperand {
   c10::VariableVersion counter;
@@ -46,9 +50,8 @@ struct CapturedOperand {
 /// A frame has these. Noted on the forward's thread; read when forward is over.
 class CapturedOperands {
  public:
-  /// An operator computes with a tensor from outside. The first time counts. `inputs`: the region's, which are looked
-  /// at elsewhere.
-  void note(const at::TensorBase& tensor, const StorageSet& inputs);
+  /// An operator computes with a tensor from outside. The first time counts. `inputs`: the region's.
+  void note(const at::TensorBase& tensor, const Inputs& inputs);
   /// The forward is over.
   void settle();
   /// Returns those that have changed since; they live as long as this.

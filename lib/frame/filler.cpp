@@ -45,6 +45,15 @@ Filler::~Filler() {
   if (bytes_ != 0) count(live_counters.recomputed_bytes_alive, bytes_);
 }
 
+bool Filler::gives(const CapturedOperand& operand) const {
+  const auto object = operand.object.lock();
+  const c10::StorageImpl* const storage =
+      object ? known_storage_of(at::Tensor(object)) : operand.storage._unsafe_get_target();
+  return std::any_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
+    return each.storage == storage && seam::is_same_counter(each.counter, operand.counter);
+  });
+}
+
 bool Filler::fill(const at::Tensor& saved, at::Tensor& kept) {
   const at::Tensor* const origin = take_input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;

@@ -42,6 +42,8 @@ class Filler final : public SlotFiller {
 
   /// The region's forward had returned when the recompute began.
   bool is_forward_over() const { return view_.is_settled; }
+  /// Whether the operand is an argument of this recompute, as it is given.
+  bool gives(const CapturedOperand& operand) const;
   /// The recompute must run to its end, unless forward has not got there yet.
   void forbid_stop() { early_stop_ = !view_.is_settled; }
   /// What comes after the last slot is nobody's.

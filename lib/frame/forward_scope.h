@@ -33,7 +33,7 @@ class ForwardScope final : public FrameScope, public seam::NodeWatch {
   bool is_watching() const override { return is_open(); }
   /// See Note [Captures that nothing saves].
   void node_asked(const at::TensorBase& tensor, const torch::autograd::Node*) override {
-    frame().operands().note(tensor, frame().inputs().storages());
+    frame().operands().note(tensor, frame().inputs());
   }
   void backward_begins(const torch::autograd::edge_list& roots,
                        const torch::autograd::edge_list& targets, bool accumulates) override;

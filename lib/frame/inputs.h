@@ -99,6 +99,14 @@ class Inputs {
              return each.storage_number == number && !each.held.has_hooks() && !each.is_copy();
            });
   }
+  /// Whether a change of what has the storage is found when the inputs are unpacked: an input has it, and none of
+  /// which there is a copy.
+  bool watches(const c10::StorageImpl* storage) const {
+    const int64_t number = storages_.number_of(storage);
+    return number >= 0 && std::none_of(saved_.begin(), saved_.end(), [&](const Input& each) {
+             return each.storage_number == number && (each.is_copy() || each.watched() != nullptr);
+           });
+  }
   bool has_leaf() const {
     return std::any_of(saved_.begin(), saved_.end(),
                        [](const Input& each) { return each.role == GradRole::Leaf; });

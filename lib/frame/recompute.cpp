@@ -38,7 +38,9 @@ class VouchedFor {
 std::unique_ptr<ChangedOperands> operands_to_follow(Frame& frame, const Filler& filler,
                                                     const UserRestore& user_state) {
   if (frame.operands().is_empty() || !filler.is_forward_over()) return nullptr;
-  const std::vector<const CapturedOperand*> changed = frame.operands().changed();
+  std::vector<const CapturedOperand*> changed = frame.operands().changed();
+  // An argument that was written to, and has its contents again.
+  std::erase_if(changed, [&](const CapturedOperand* each) { return filler.gives(*each); });
   if (changed.empty()) return nullptr;
   return std::make_unique<ChangedOperands>(changed, user_state.written());
 }

@@ -51,7 +51,8 @@ void Generator::add_regions_about_arguments(std::vector<int>& visible) {
 
 Statement Generator::make_hooks(const std::function<Block()>& make) {
   Statement s;
-  s.kind = features_.offloads && dice_.percent(topics_.moves ? 70 : 30) ? Kind::Offload : Kind::Hooks;
+  s.kind =
+      features_.offloads && dice_.percent(topics_.moves ? 70 : 30) ? Kind::Offload : Kind::Hooks;
   s.salt = dice_.bits();
   if (features_.writes && dice_.percent(50)) s.salt = s.salt / 4 * 4 + 1;  // which copy
   ++nested_wraps_;

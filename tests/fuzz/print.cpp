@@ -194,7 +194,8 @@ void print(const Block& block, const std::string& indent, int leaves, Visible& v
           static constexpr const char* functions[] = {"identity", "clone", "doubled", "struct"};
           out << " " << functions[s.salt % 4];
         }
-        if (s.kind == Kind::Offload) out << " " << (s.salt % 3 == 0 ? "CPU" : s.salt % 3 == 1 ? "disk" : "tiers");
+        if (s.kind == Kind::Offload)
+          out << " " << (s.salt % 3 == 0 ? "CPU" : s.salt % 3 == 1 ? "disk" : "tiers");
         if (s.kind == Kind::Toggle)
           out << " of " << seen(s.args[0]) << (s.salt % 2 == 0 ? ", put back by a guard" : "");
         if (s.kind == Kind::Provider || s.kind == Kind::Generator) out << " " << s.salt % 2;

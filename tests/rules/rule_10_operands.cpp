@@ -118,6 +118,60 @@ TEST_CASE("a captured parameter that nothing saves and that is given other data 
         Kind::CaptureChanged);
 }
 
+TEST_CASE(
+    "an argument that is captured, too, raises where the region has a copy of it and reads the other",
+    "[rule-10][rule-2]") {
+  remat::CheckpointOptions copies;
+  copies.inputs = remat::InputMode::CopyOnWrite;
+  struct Around {
+    bool has_hooks;
+    remat::CheckpointOptions options;
+  };
+  for (const Around& around : {Around{false, copies}, Around{true, {}}}) {
+    const Tensor x = leaf({3});
+    const auto run = [&](bool reads_capture, const auto& change) {
+      Tensor z = x * 1;
+      const auto f = [z, reads_capture](const Tensor& t) {
+        return ((reads_capture ? z : t) + 1).sin() * t;
+      };
+      const Tensor plain = grad_of(f(z), {x})[0];
+      Tensor y;
+      {
+        std::optional<remat::SavedTensorHooksGuard> hooks;
+        if (around.has_hooks)
+          hooks.emplace([](const Tensor& t) { return t.clone(); },
+                        [](const Tensor& t) { return t; });
+        y = remat::checkpoint(around.options, f, z);
+      }
+      change(z);
+      return std::pair(y, plain);
+    };
+    const auto write = [](Tensor& z) { add_one(z); };
+    const auto give_data = [](Tensor& z) { z.set_data(at::randn({3})); };
+    CHECK(mismatch_of(run(true, write).first, x).kind() == Kind::CaptureChanged);
+    CHECK(mismatch_of(run(true, give_data).first, x).kind() == Kind::CaptureChanged);
+    // The copy has the values of forward.
+    const auto [of_copy, plain] = run(false, write);
+    require_bit_equal(grad_of(of_copy, {x}), {plain});
+  }
+}
+
+TEST_CASE("a leaf that was written to and has its contents again is the argument that it was",
+          "[rule-10][rule-2]") {
+  const Tensor x = leaf({3});
+  Calls calls;
+  remat::CheckpointOptions copies;
+  copies.inputs = remat::InputMode::CopyOnWrite;
+  const Tensor y =
+      remat::checkpoint(copies, counted(calls, [](const Tensor& t) { return (t + 1).sin(); }), x);
+  {
+    const at::NoGradGuard no_grad;
+    x.neg_().neg_();
+  }
+  require_bit_equal(grad_of(y, {x}), {(x + 1).cos().detach()});
+  CHECK(calls.count() == 2);
+}
+
 TEST_CASE("the first layer's weight that changed raises though only its argument was saved",
           "[rule-10]") {
   // The argument needs no gradient, so `mm` saves it alone; what follows depends on the weight.
