@@ -1,7 +1,9 @@
 #pragma once
 // Saved tensors that wait elsewhere: the depots of what regions keep.
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 
 #include "hooks/depot.h"
 #include "remat/place.h"
@@ -9,9 +11,9 @@
 
 namespace remat {
 
-/// The process has one depot for what `CheckpointOptions::offload_inputs` moves to the CPU. A
-/// changed input raises when it is read, as if it had stayed.
-const std::shared_ptr<Depot>& depot_of_inputs();
+/// The process has one depot for what `CheckpointOptions::offload_inputs` moves to the CPU with this depth (none: the
+/// default). A changed input raises when it is read, as if it had stayed.
+const std::shared_ptr<Depot>& depot_of_inputs(std::optional<int64_t> prefetch_depth);
 
 /// The process has one depot for the results that policies move to the CPU with these options. Who gives it something
 /// numbers it: Note [Moving kept results].

@@ -446,6 +446,75 @@ TEST_CASE("a guard begins as many copies back ahead as it is told", "[device][OF
   CHECK(counters->now().loads_ahead == (depth == 0 ? 0 : 5));
 }
 
+TEST_CASE("as many inputs of regions come back ahead as their options say", "[device][OFF-14]") {
+  constexpr int64_t size = 4000;
+  const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
+  const int64_t depth = GENERATE(0, 1, 2, 100);
+  CAPTURE(depth);
+  const auto region = [](const Tensor& t) { return t.sin().exp(); };
+  const auto f = [&](Tensor t, int count) {
+    for (int i = 0; i < count; ++i)
+      t = checkpoint({.offload_inputs = true, .offload_prefetch_depth = depth}, region, t);
+    return t;
+  };
+  Tensor plain = x + 1;
+  for (int i = 0; i < 6; ++i) plain = region(plain);
+  plain = grad_of(plain, {x})[0];
+  const remat::Recorder recorder;
+  const Tensor middle = f(x + 1, 5), y = f(middle, 1);
+  const int64_t before = stand_in::live_bytes();
+  grad_of(y, {middle}, {.retain_graph = true});
+  CHECK(recorder.report().devices.front().bytes_in == (1 + std::min<int64_t>(depth, 5)) * size);
+  CHECK(stand_in::live_bytes() == before);
+  offload::require_same(grad_of(y, {x}), {plain});
+  CHECK_THROWS_AS(checkpoint({.offload_prefetch_depth = -1}, region, x), c10::ValueError);
+}
+
+TEST_CASE("the last saves stay on the device, and are read there", "[device][OFF-14]") {
+  constexpr int64_t size = 4000;
+  const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
+  const Tensor plain = grad_of(sines(x + 1, 8), {x})[0];
+  const int64_t keep_last = GENERATE(0, 1, 3, 7, 8, 100);
+  const bool pin_memory = GENERATE(true, false);
+  CAPTURE(keep_last, pin_memory);
+  std::optional<remat::MoveCounters> counters;
+  const int64_t before = stand_in::live_bytes();
+  Tensor y;
+  {
+    const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory, .keep_last = keep_last});
+    counters = guard.counters();
+    y = sines(x + 1, 8);
+  }
+  const int64_t num_staying = std::min<int64_t>(keep_last, 8);
+  CHECK(counters->now().moves == 8 - num_staying);
+  CHECK(stand_in::live_bytes() - before == (1 + num_staying) * size);
+  offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
+  CHECK(counters->now().loads == 8 - num_staying);
+  // What stays says what comes next, too.
+  if (pin_memory)
+    CHECK(counters->now().loads_ahead == std::max<int64_t>(0, 8 - std::max<int64_t>(1, keep_last)));
+  offload::require_same(grad_of(y, {x}), {plain});
+  CHECK_THROWS_AS(remat::SaveOnCpuGuard({.keep_last = -1}), c10::ValueError);
+}
+
+TEST_CASE("what stays since it was saved last and is changed in place raises", "[device]") {
+  const Tensor x = offload::stand_in_leaf(far_device, {1000});
+  const int which = GENERATE(0, 1);  // moved by then, or not
+  Tensor h, y;
+  {
+    const remat::SaveOnCpuGuard guard({.pin_memory = true, .keep_last = 1});
+    h = x + 1;
+    y = h.sin();
+    const Tensor alias = which == 0 ? h.detach() : Tensor();
+    if (which == 0) h.reset();
+    y = sines(y, 2);
+    if (which == 0) alias.zero_();
+  }
+  if (which == 1) h.detach().zero_();
+  CHECK_THROWS_WITH(grad_of(y, {x}), contains("modified by an inplace operation"));
+  drop_ready_nodes();
+}
+
 TEST_CASE("an exception between a copy and its use lets go of both, and the rest can be used",
           "[device][faults]") {
   constexpr int64_t size = 4000;
@@ -460,7 +529,7 @@ TEST_CASE("an exception between a copy and its use lets go of both, and the rest
       return program();
     }
     if (which == 1) {
-      const remat::SaveOnCpuGuard guard({.pin_memory = true, .prefetch_depth = 0});
+      const remat::SaveOnCpuGuard guard({.pin_memory = true, .keep_last = 2});
       return program();
     }
     const remat::SaveInTiersGuard guard({.device_bytes = size, .min_bytes = 0});

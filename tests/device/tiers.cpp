@@ -156,6 +156,31 @@ TEST_CASE("copies of tiers wait for the stream that saved", "[device][tiers]") {
   offload::require_same(grad_of(y, {x}), plain);
 }
 
+TEST_CASE("a device keeps the last saves beyond its budget, and the rest goes on as without",
+          "[device][tiers]") {
+  const Folder folder;
+  const Tensor x = leaf_there();
+  const Tensors plain = grad_of(chain(x), {x});
+  const int64_t keep_last = GENERATE(0, 2, 100), on_device = GENERATE(0, 1, 4);
+  const int64_t before = stand_in::live_bytes();
+  Tensor y;
+  std::optional<TierCounters> counters;
+  {
+    const SaveInTiersGuard guard({.device_bytes = on_device * kibibyte,
+                                  .host_bytes = 3 * kibibyte,
+                                  .directory = folder.path(),
+                                  .min_bytes = 0,
+                                  .keep_last = keep_last});
+    counters = guard.counters();
+    y = chain(x);
+  }
+  const int64_t num_staying = std::min<int64_t>(length - 1, std::max(on_device, keep_last));
+  CHECK(counters->now().bytes_to_host == (length - 1 - num_staying) * kibibyte);
+  CHECK(stand_in::live_bytes() - before == (1 + num_staying) * kibibyte);
+  for (int i = 0; i < 2; ++i)
+    offload::require_same(grad_of(y, {x}, {.retain_graph = i == 0}), plain);
+}
+
 TEST_CASE("what came from a device and does not fit on the disk stays on the CPU, with a warning",
           "[device][tiers][faults]") {
   const Folder folder;
