@@ -97,6 +97,10 @@ void check(const ChainCost& cost, const SolveOptions& options) {
       bytes.add("backward_bytes of a policy", each.backward_bytes, number);
       if (each.lone_backward_bytes >= 0)
         bytes.add("lone_backward_bytes of a policy", each.lone_backward_bytes, number);
+      TORCH_CHECK_VALUE(each.movable_bytes >= 0 && each.movable_bytes <= each.kept_bytes,
+                        "remat::plan: movable_bytes of policy ", each.policy, " of stage ", number,
+                        " must be at least 0 and at most its kept_bytes of ", each.kept_bytes,
+                        ", got ", each.movable_bytes, ".");
       longest_s = std::max(longest_s, each.extra_s);
     }
     seconds += stage.forward_s + longest_s + options.frame_cost_s;
@@ -163,8 +167,9 @@ int64_t keeping_peak(const ChainCost& cost, int64_t k, const KeepingCost& keepin
 }
 
 double seconds_of_copies(const MoveCost& moving, const StageCost& stage) {
-  const auto bytes =
-      static_cast<double>(stage.output_bytes) + static_cast<double>(stage.saved_bytes);
+  int64_t saved = stage.saved_bytes;
+  for (const KeepingCost& each : stage.keeping) saved = std::max(saved, each.movable_bytes);
+  const auto bytes = static_cast<double>(stage.output_bytes) + static_cast<double>(saved);
   return (1 + moving.held_up_share) * bytes * (moving.store_s_per_byte + moving.load_s_per_byte);
 }
 

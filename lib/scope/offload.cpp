@@ -33,12 +33,15 @@ namespace {
 
 class ElsewhereScope final : public Scope {
  public:
-  explicit ElsewhereScope(std::shared_ptr<Depot> depot) : depot_(std::move(depot)) {
+  explicit ElsewhereScope(std::shared_ptr<Depot> depot, bool takes_kept_only = false)
+      : depot_(std::move(depot)), takes_kept_only_(takes_kept_only) {
     answers(Ability::Hooks);
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
-    auto depot = depot_.load();
-    return depot ? std::make_unique<Elsewhere>(std::move(depot), input_being_saved()) : nullptr;
+    return takes_kept_only_ ? nullptr : make_own_hooks();
+  }
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(HooksAround) override {
+    return make_own_hooks();
   }
   bool leaves_alone(const at::Tensor& saved) const override {
     const auto depot = depot_.load();
@@ -46,12 +49,17 @@ class ElsewhereScope final : public Scope {
   }
 
  private:
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_own_hooks() {
+    auto depot = depot_.load();
+    return depot ? std::make_unique<Elsewhere>(std::move(depot), input_being_saved()) : nullptr;
+  }
   // The spool and what is shared go when the guard does, even if a stale stack still holds this
   // scope.
   void on_close() override {
     if (const auto depot = depot_.exchange(nullptr)) depot->settle();
   }
   std::atomic<std::shared_ptr<Depot>> depot_;
+  const bool takes_kept_only_;
 };
 
 bool at_end_of_backward(std::function<void()> closure) {
@@ -188,19 +196,23 @@ const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_
   return depot;
 }
 
-std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes) {
+std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes,
+                                      std::string name) {
   // All at once is on its way, of one item of a plan; what runs meanwhile is to end it.
   constexpr int64_t unbounded = std::numeric_limits<int64_t>::max() / 2;
   static const auto nothing = std::make_shared<const std::atomic<int64_t>>(0);
+  std::shared_ptr<MoveTotals> totals;
+  if (!name.empty()) totals.reset(new MoveTotals{.name = std::move(name)});
   return detail::depot_with(std::move(place),
                             {.min_bytes = min_bytes,
                              .prefetch_depth = 1,
                              .max_bytes_in_flight = unbounded,
-                             .staying = std::make_shared<Staying>(0, 0, nothing, /*keep_last=*/0)});
+                             .staying = std::make_shared<Staying>(0, 0, nothing, /*keep_last=*/0),
+                             .totals = std::move(totals)});
 }
 
-DepotGuard::DepotGuard(std::shared_ptr<Depot> depot)
-    : ScopeGuard(std::make_shared<detail::ElsewhereScope>(std::move(depot))) {}
+DepotGuard::DepotGuard(std::shared_ptr<Depot> depot, bool takes_kept_only)
+    : ScopeGuard(std::make_shared<detail::ElsewhereScope>(std::move(depot), takes_kept_only)) {}
 
 SaveOnCpuGuard::SaveOnCpuGuard(SaveOnCpuOptions options)
     : SaveOnCpuGuard(options, std::make_shared<MoveTotals>()) {}

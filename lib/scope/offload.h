@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include "hooks/depot.h"
 #include "remat/place.h"
@@ -20,12 +21,15 @@ const std::shared_ptr<Depot>& depot_of_inputs(std::optional<int64_t> prefetch_de
 const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight);
 
 /// A depot that moves all that nobody else holds, and that can be told to end its stores and to begin its loads.
-std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes);
+/// `name`: under which recorders see what it moves; empty: they do not.
+std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes,
+                                      std::string name);
 
 /// While alive, what autograd saves on this thread is taken by a depot.
 class DepotGuard : detail::ScopeGuard {
  public:
-  explicit DepotGuard(std::shared_ptr<Depot> depot);
+  /// `takes_kept_only`: only what regions in it keep, and send through hooks.
+  explicit DepotGuard(std::shared_ptr<Depot> depot, bool takes_kept_only = false);
 };
 
 }  // namespace remat
