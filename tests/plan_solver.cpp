@@ -103,6 +103,9 @@ class RandomChains {
                                              : stage());
     if (number(0, 1) == 1) cost.stages.back() = {};
     if (number(0, 3) == 0) cost.cached_cast_bytes = number(0, 20);
+    if (number(0, 1) == 0)
+      cost.held_to_end_bytes =
+          number(0, cost.stages.back().output_bytes + cost.stages.back().grad_bytes);
     return cost;
   }
 
@@ -582,6 +585,10 @@ TEST_CASE("costs and options out of range are refused with their value", "[plan]
              contains("input_grad_bytes must be at least 0 bytes, got -7"));
   CHECK_THAT(text([](ChainCost& c) { c.cached_cast_bytes = -7; }),
              contains("cached_cast_bytes must be at least 0 bytes, got -7"));
+  CHECK_THAT(text([](ChainCost& c) { c.held_to_end_bytes = -7; }),
+             contains("held_to_end_bytes must be at least 0 bytes, got -7"));
+  CHECK_THAT(text([](ChainCost& c) { c.held_to_end_bytes = 2; }),
+             contains("output_bytes and grad_bytes of the last stage, 1, got 2"));
   for (int64_t StageCost::* member :
        {&StageCost::output_bytes, &StageCost::saved_bytes, &StageCost::forward_tmp_bytes,
         &StageCost::backward_tmp_bytes, &StageCost::grad_bytes, &StageCost::first_read_tmp_bytes})

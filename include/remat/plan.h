@@ -109,6 +109,9 @@ struct ChainCost {
   /// Casts of weights that autocast's cache keeps beyond their stages, where it is around all of them. They
   /// count in every peak, from beginning to end, and are in no stage's bytes.
   int64_t cached_cast_bytes = 0;
+  /// What the caller of `backward()` has of the last stage until it returns: the result and its gradient. It counts in
+  /// the peaks of all stages before that one, when they run backward.
+  int64_t held_to_end_bytes = 0;
 };
 
 /// Stages `first` to `last`, which one `checkpoint()` call runs.
@@ -317,8 +320,8 @@ REMAT_API int64_t free_budget(const ChainCost& cost, c10::Device device, double 
 /// as they were measured; regions without a number have the one of `options`. What the plan moves waits where `moving`
 /// says (common rules: hooks.h, above SaveOnCpuGuard); what cannot be written stays in memory, with a warning.
 /// The stages are copied once, and are kept as long
-/// as the graph. Memory: at most what `simulate` says for measured costs; the loss and its gradient,
-/// which the caller of `backward()` holds to its end, count a few bytes more.
+/// as the graph. Memory: at most what `simulate` says for measured costs, with the loss and its gradient, which the caller of
+/// `backward()` holds to its end.
 /// Throws `c10::ValueError` if plan and stages have different numbers, for a policy that is not
 /// there, and for a plan that moves if `moving` has no directory and the input is the CPU's, or no file can be made there; else as `checkpoint()`.
 /// Example: examples/budget.cpp.

@@ -57,6 +57,7 @@ void check(const ChainCost& cost, const SolveOptions& options) {
   bytes.add("input_bytes", cost.input_bytes, 0);
   bytes.add("input_grad_bytes", cost.input_grad_bytes, 0);
   bytes.add("cached_cast_bytes", cost.cached_cast_bytes, 0);
+  bytes.add("held_to_end_bytes", cost.held_to_end_bytes, 0);
   double seconds = 0;
   for (std::size_t i = 0; i < cost.stages.size(); ++i) {
     const StageCost& stage = cost.stages[i];
@@ -110,6 +111,12 @@ void check(const ChainCost& cost, const SolveOptions& options) {
                       ", got ", stage.movable_bytes, ".");
     if (cost.moving) seconds += stage.backward_s + seconds_of_copies(*cost.moving, stage);
   }
+  const StageCost& last = cost.stages.back();
+  TORCH_CHECK_VALUE(
+      cost.held_to_end_bytes <= last.output_bytes + last.grad_bytes,
+      "remat::plan: held_to_end_bytes must be at most the output_bytes and grad_bytes of "
+      "the last stage, ",
+      last.output_bytes + last.grad_bytes, ", got ", cost.held_to_end_bytes, ".");
   // Every stage may be called once more for every stage behind it.
   const auto stages = static_cast<double>(cost.stages.size());
   TORCH_CHECK_VALUE(

@@ -687,6 +687,7 @@ ChainCost measure_all(const std::vector<Stage>& stages, const at::Tensor& sample
   at::autocast::clear_cache();
   cost.rounding = measured.rounding();
   cost.cached_cast_bytes = measured.cached_cast_bytes;
+  cost.held_to_end_bytes = cost.stages.back().output_bytes + cost.stages.back().grad_bytes;
   const bool has_movable_output =
       std::any_of(cost.stages.begin(), cost.stages.end(),
                   [](const StageCost& each) { return each.has_movable_output; });

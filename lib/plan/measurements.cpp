@@ -76,7 +76,7 @@ Measurements read_all(const std::filesystem::path& file) {
     ChainCost cost;
     std::size_t num_stages = 0;
     lines.read("chain", cost.input_bytes, cost.input_grad_bytes, cost.rounding,
-               cost.cached_cast_bytes, num_stages);
+               cost.cached_cast_bytes, cost.held_to_end_bytes, num_stages);
     if (lines.next_begins("moving ")) {
       MoveCost& moving = cost.moving.emplace();
       lines.read("moving", moving.store_s_per_byte, moving.load_s_per_byte, moving.held_up_share);
@@ -163,8 +163,8 @@ void add_measurement(const std::filesystem::path& file, const std::string& with,
   out << heading << "\n";
   for (const auto& [key, chain] : all) {
     out << key << "\n"
-        << fmt::format("chain {} {} {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
-                       chain.rounding, chain.cached_cast_bytes,
+        << fmt::format("chain {} {} {} {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
+                       chain.rounding, chain.cached_cast_bytes, chain.held_to_end_bytes,
                        chain.stages.size());
     if (chain.moving)
       out << fmt::format("moving {} {} {}\n", chain.moving->store_s_per_byte,

@@ -143,6 +143,7 @@ class Simulator {
     if (is_held_by_region) drop_x(k - 1);
     add(-bytes_of_d(k));
     if (k == last_) drop_x(k);
+    if (k == last_ && k > 1) add(cost_.held_to_end_bytes);
     add(bytes_of_d(k - 1));
   }
 

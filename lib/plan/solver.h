@@ -34,6 +34,10 @@ namespace remat::detail {
 // have an output. During the program's first forward there is no gradient yet, so stages up to the
 // last one (t = L) are charged none. The last output is held by the caller, saved or not.
 //
+// The caller of backward() holds its result and gradient to the end (ChainCost::held_to_end_bytes), beside the backward of all
+// stages but the last. So for t = L the m of V is what there is beyond those: what is needed before the last backward
+// is less by as much, and so is that itself, which counts them.
+//
 // With a depth limit there is one table per level; regions of a level take their insides from the
 // level below. Without one a level is its own inside.
 //
@@ -180,6 +184,12 @@ class FrontierTable {
   int64_t bytes_to_save(int64_t s, int64_t t, InputHolder holder) const;
   int64_t bytes_to_keep(int64_t s, const KeepingCost& keeping, InputHolder holder) const;
   int64_t sweep_ticks(int64_t s, int64_t e) const;
+  /// The bytes to run a region of stages s to e for the first time, in a sub-chain that ends with t.
+  int64_t bytes_to_sweep(int64_t s, int64_t e, int64_t t) const {
+    return sweep_bytes_[sub_chain(s, e)] + grad_waiting(t) - held_to_end(t);
+  }
+  /// What is there later, and not before the last backward.
+  int64_t held_to_end(int64_t t) const { return t == num_stages_ ? cost_.held_to_end_bytes : 0; }
 
   void scale_seconds();
   void find_equal_chains();

@@ -52,7 +52,7 @@ std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Befo
          true,
          false,
          false,
-         sweep_bytes_[sub_chain(s, q - 1)],
+         bytes_to_sweep(s, q - 1, num_stages_),
          stage(q - 1).output_bytes,
          sweep_ticks(s, q - 1),
          {0, InputHolder::Nobody},
