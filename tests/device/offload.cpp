@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <mutex>
 #include <thread>
 
@@ -644,21 +645,23 @@ TEST_CASE(
   const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
   const Tensor plain = grad_of(sines(x + 1, 12), {x})[0];
   const int64_t before = stand_in::live_bytes();
-  stand_in::set_before_copy([here = std::this_thread::get_id()] {
-    if (std::this_thread::get_id() != here)
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  });
   int64_t most = 0;
   Tensor y;
   {
+    // Nothing is copied until forward must wait for it, or has ended.
+    HeldUpCopies held_up;
+    const auto later = std::async(std::launch::async, [&] {
+      std::this_thread::sleep_for(std::chrono::seconds(3));
+      held_up.let_go();
+    });
     const remat::SaveOnCpuGuard guard({.pin_memory = true, .max_bytes_in_flight = max_bytes});
     y = x + 1;
     for (int i = 0; i < 12; ++i) {
       y = y.sin();
       most = std::max(most, stand_in::live_bytes() - before);
     }
+    later.wait();
   }
-  stand_in::set_before_copy({});
   // What is on its way, and the result.
   CHECK(most <= std::min(max_bytes, int64_t{64} << 20) + large);
   CHECK(most >= 2 * large);
