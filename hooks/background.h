@@ -4,7 +4,8 @@
 // Note [Jobs]
 // A job that nobody has begun is run by whoever waits for it: nothing waits behind others, and without the
 // thread (there is none to be had, or the process is the child of a fork) all goes on as if it were not
-// there. A job works on memory and files only; it calls nothing of LibTorch's but what frees memory.
+// there. A job works on memory and files, and copies to and from devices on streams of its own; it calls nothing of
+// LibTorch's but what does that and what frees memory.
 //
 // At the end of the process no job is begun any more, and the one that runs is waited for: it may free what static
 // objects of LibTorch's count.

@@ -9,7 +9,7 @@ namespace remat {
 
 void CopiesInFlight::wait_for_others(int64_t bytes) {
   for (;;) {
-    std::shared_ptr<const Ready> oldest;
+    std::shared_ptr<const InFlight> oldest;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       std::erase_if(copies_, [this](const Copy& each) {
@@ -40,7 +40,7 @@ CopiesInFlight::Claim::~Claim() {
   copies_->bytes_ -= bytes_;
 }
 
-void CopiesInFlight::Claim::queued(std::shared_ptr<const Ready> done) {
+void CopiesInFlight::Claim::queued(std::shared_ptr<const InFlight> done) {
   if (copies_ == nullptr) return;
   CopiesInFlight& copies = *std::exchange(copies_, nullptr);
   const std::lock_guard<std::mutex> lock(copies.mutex_);

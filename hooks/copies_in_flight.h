@@ -12,7 +12,7 @@
 #include <memory>
 #include <mutex>
 
-#include "hooks/ready.h"
+#include "hooks/in_flight.h"
 
 namespace remat {
 
@@ -27,7 +27,7 @@ class CopiesInFlight {
     Claim(CopiesInFlight* copies, int64_t bytes);
     ~Claim();
     Claim& operator=(Claim&&) = delete;
-    void queued(std::shared_ptr<const Ready> done);
+    void queued(std::shared_ptr<const InFlight> done);
 
    private:
     CopiesInFlight* copies_;
@@ -36,7 +36,7 @@ class CopiesInFlight {
 
  private:
   struct Copy {
-    std::shared_ptr<const Ready> done;
+    std::shared_ptr<const InFlight> done;
     int64_t bytes;
   };
   void wait_for_others(int64_t bytes);

@@ -79,7 +79,7 @@ uint64_t Piece::hash_of(const at::Tensor& tensor) const {
 
 void Piece::use_place(c10::function_ref<void()> use) const {
   const Unseen unseen;
-  const TimeSpent time(totals_ == nullptr ? nullptr : &totals_->spent_ns);
+  const TimeSpent time(totals_.get());
   try {
     around_(use);
   } catch (const std::exception&) {
@@ -98,10 +98,7 @@ bool Piece::begin_store(const at::Tensor& tensor) {
   if (contents_ == nullptr) return false;
   is_stored_late_ = contents_->is_stored_late();
   mark(stored_, tensor.device());
-  if (totals_ != nullptr) {
-    totals_->num_moves += 1;
-    totals_->bytes_moved += num_bytes();
-  }
+  if (totals_ != nullptr) totals_->moved(num_bytes());
   return true;
 }
 
@@ -140,7 +137,7 @@ bool Piece::has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::Scala
   if (static_cast<int64_t>(tensor.storage().nbytes()) < end_) return false;
   if (batch != 0 && batch == batch_) return true;
   if (!is_comparable_) return hash_of(tensor) == hash_;
-  const TimeSpent time(totals_ == nullptr ? nullptr : &totals_->spent_ns);
+  const TimeSpent time(totals_.get());
   return static_cast<ComparableContents&>(*contents_).has_bytes_of(bytes_of(tensor));
 }
 
@@ -196,11 +193,7 @@ Piece::Loaded Piece::load_or_share() {
   mark(loaded_on_, device_);
   loaded_ = storage.getWeakStorageImpl();
   loaded_counter_ = c10::VariableVersion(/*version=*/0);
-  if (totals_ != nullptr) {
-    totals_->num_loads += 1;
-    totals_->num_loads_ahead += was_begun ? 1 : 0;
-    totals_->bytes_loaded += num_bytes();
-  }
+  if (totals_ != nullptr) totals_->loaded(num_bytes(), was_begun);
   return {std::move(storage), loaded_counter_, /*is_new=*/true, was_begun};
 }
 

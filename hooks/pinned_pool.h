@@ -37,11 +37,19 @@ class PinnedPool {
   /// At least so many bytes; none if there are no more, which is warned about once, or the accelerator has
   /// no such memory.
   std::optional<PinnedBuffer> take(int64_t size);
+  /// The same for what goes through it in chunks: there is some when all that others may have is taken. Not warned about.
+  std::optional<PinnedBuffer> take_chunk();
+  static constexpr int64_t chunk_bytes = 4 << 20;
 
  private:
   PinnedPool();
-  std::optional<PinnedBuffer> take(int64_t size, bool& is_short);
-  bool make_room(int64_t size);
+  struct Found {
+    std::optional<PinnedBuffer> buffer{};
+    bool is_new = false;    ///< memory that was not page-locked before
+    bool is_short = false;  ///< there is some, but not so much
+  };
+  Found find(int64_t size, int64_t max_bytes);
+  bool make_room(int64_t size, int64_t max_bytes);
   friend class PinnedBuffer;
   struct Free {
     at::Tensor bytes;

@@ -8,11 +8,12 @@
 
 #include <optional>
 
+#include "hooks/in_flight.h"
 #include "hooks/on_stream.h"
 
 namespace remat {
 
-class Ready {
+class Ready final : public InFlight {
  public:
   explicit Ready(c10::Stream stream) : stream_(stream), event_(stream.device_type()) {}
   const c10::Stream& stream() const { return stream_; }
@@ -20,8 +21,8 @@ class Ready {
   void block(const c10::Stream& waiting) const {
     if (waiting != stream_) event_.block(waiting);
   }
-  void synchronize() const { event_.synchronize(); }
-  bool is_over() const { return event_.query(); }
+  void synchronize() const override { event_.synchronize(); }
+  bool is_over() const override { return event_.query(); }
   /// Makes what was done fit for use on the stream that is current for its device. `storage`: what
   /// it was done to, for the allocator to know.
   void wait_before_use(const c10::Storage& storage) const {

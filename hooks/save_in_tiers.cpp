@@ -3,12 +3,14 @@
 #include <c10/util/Exception.h>
 
 #include <chrono>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "hooks/background.h"
 #include "hooks/file_watch.h"
+#include "hooks/host_copy.h"
 #include "hooks/save_on_disk.h"
 #include "lib/seam/warn.h"
 
@@ -42,10 +44,11 @@ class Written {
   }
   Written& operator=(Written&&) = delete;
 
-  /// On any thread, once.
-  void write(Spool& spool, const void* from) {
+  /// On any thread, once. `from`: says where the bytes are, or throws.
+  template <class From>
+  void write(Spool& spool, const From& from) {
     try {
-      range_ = spool.write(from, size_);
+      range_ = spool.write(from(), size_);
     } catch (const std::exception& error) {
       totals_->num_failed_writes += 1;
       error_ = seam::text_of(error);
@@ -94,7 +97,7 @@ class OwnOnDisk final : public ComparableContents {
         totals_(std::move(totals)),
         state_(std::make_shared<State>(totals_, flat)),
         job_(Background::get().run([spool = std::move(spool), state = state_] {
-          state->written.write(*spool, state->flat.const_data_ptr());
+          state->written.write(*spool, [&] { return state->flat.const_data_ptr(); });
           if (state->written.range() != nullptr) state->let_go();
         })) {}
   ~OwnOnDisk() override { job_->cancel(); }
@@ -150,10 +153,12 @@ class OwnOnDisk final : public ComparableContents {
 /// What came from an accelerator.
 class SaveInTiers::OnHost final : public StoredContents {
  public:
+  /// `streams`: for copies back of what the file has; none: on the current stream.
   OnHost(std::shared_ptr<HostContents> host, const at::Tensor& flat,
-         std::shared_ptr<TierTotals> totals)
+         std::optional<CopyStreams> streams, std::shared_ptr<TierTotals> totals)
       : size_(flat.numel()),
         device_(flat.device()),
+        streams_(streams),
         is_stored_late_(host->is_stored_late()),
         totals_(std::move(totals)),
         state_(std::make_shared<State>(totals_, size_, std::move(host))) {
@@ -174,7 +179,7 @@ class SaveInTiers::OnHost final : public StoredContents {
     totals_->not_leaving_host -= size_;
     job_ = Background::get().run([spool = std::move(spool), state = state_] {
       auto host = state->host();
-      state->written.write(*spool, host->bytes_on_host().const_data_ptr());
+      state->written.write(*spool, [&] { return host->bytes_on_host().const_data_ptr(); });
       if (state->written.range() == nullptr) return;
       state->leave_host();
       host.reset();
@@ -197,24 +202,50 @@ class SaveInTiers::OnHost final : public StoredContents {
     loading_ = state_->host();
     if (loading_ != nullptr)
       loading_->begin_load();
+    else if (streams_)
+      device_load_.begin(
+          [range = state_->written.range(), size = size_] { return read_now(*range, size); }, size_,
+          streams_->in, device_);
     else
       load_.begin(state_->written.range(), size_);
   }
   at::Tensor finish_load() override {
-    if (!load_.is_begun() && loading_ == nullptr) loading_ = state_->host();
+    const bool is_begun = load_.is_begun() || device_load_.is_begun();
+    if (!is_begun && loading_ == nullptr) loading_ = state_->host();
     if (const auto host = std::exchange(loading_, nullptr)) {
       totals_->num_loads += 1;
       totals_->loaded += size_;
       return host->finish_load();
+    }
+    if (device_load_.is_begun()) {
+      if (at::Tensor loaded = finish_device_load(); loaded.defined()) return loaded;
     }
     return load_from(state_->written, load_, size_, *totals_).to(device_);
   }
   void cancel_load() override {
     if (const auto host = std::exchange(loading_, nullptr)) host->cancel_load();
     load_.cancel();
+    device_load_.cancel();
   }
 
  private:
+  /// Undefined if it has failed: there may be memory now.
+  at::Tensor finish_device_load() {
+    std::optional<Waiting> waiting;
+    std::optional<WatchedFileWork> watched;
+    if (!device_load_.is_over()) {
+      waiting.emplace(*totals_);
+      watched.emplace(FileWatch::Work::Wait, size_);
+    }
+    try {
+      at::Tensor loaded = device_load_.finish();
+      totals_->num_loads += 1;
+      totals_->loaded += size_;
+      return loaded;
+    } catch (const std::exception&) {
+      return {};
+    }
+  }
   class State {
    public:
     State(std::shared_ptr<TierTotals> totals, int64_t size, std::shared_ptr<HostContents> host)
@@ -246,17 +277,20 @@ class SaveInTiers::OnHost final : public StoredContents {
 
   const int64_t size_;
   const c10::Device device_;
+  const std::optional<CopyStreams> streams_;
   const bool is_stored_late_;
   const std::shared_ptr<TierTotals> totals_;
   const std::shared_ptr<State> state_;
   std::shared_ptr<Background::Job> job_;  ///< the spill
   std::shared_ptr<HostContents> loading_;
   SpoolLoad load_;
+  DeviceLoad device_load_;
 };
 
 SaveInTiers::SaveInTiers(const SaveInTiersOptions& options, std::shared_ptr<TierTotals> totals)
     : host_bytes_(options.host_bytes),
       max_bytes_in_flight_(options.max_bytes_in_flight),
+      pin_memory_(options.pin_memory),
       cpu_(options.pin_memory),
       spool_(options.directory.empty()
                  ? nullptr
@@ -265,7 +299,9 @@ SaveInTiers::SaveInTiers(const SaveInTiersOptions& options, std::shared_ptr<Tier
 
 std::shared_ptr<StoredContents> SaveInTiers::begin_store(const at::Tensor& flat) {
   if (flat.is_cpu()) return std::make_shared<OwnOnDisk>(spool_, flat, totals_);
-  auto contents = std::make_shared<OnHost>(cpu_.begin_host_store(flat), flat, totals_);
+  auto contents =
+      std::make_shared<OnHost>(cpu_.begin_host_store(flat), flat,
+                               pin_memory_ ? copy_streams(flat.device()) : std::nullopt, totals_);
   if (has_disk()) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);

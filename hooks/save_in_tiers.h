@@ -6,7 +6,8 @@
 // accelerator is copied to the CPU, and counts there; when the CPU has too much, what came first is written
 // to the file and leaves the CPU. What the CPU has saved itself waits in its own memory, at the
 // expense of the same budget, and goes to the file from there. All writing is done by Background; the
-// memory is given back when it is done, and no more than a bound waits for that. What cannot be
+// memory is given back when it is done, and no more than a bound waits for that. So is reading, and with it the copy to
+// the device, in chunks (Note [Copies in chunks]): with a load begun ahead neither is waited for. What cannot be
 // written (a full disk) stays where it is, with one warning: nothing is lost.
 
 #include <atomic>
@@ -42,6 +43,7 @@ class SaveInTiers final : public ComparablePlace {
   void spill();
 
   const int64_t host_bytes_, max_bytes_in_flight_;
+  const bool pin_memory_;
   const SaveOnCpu cpu_;
   const std::shared_ptr<Spool> spool_;
   const std::shared_ptr<TierTotals> totals_;

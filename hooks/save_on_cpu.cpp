@@ -3,12 +3,12 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
-#include <map>
-#include <mutex>
 #include <optional>
 #include <utility>
 
 #include "hooks/copy_watch.h"
+#include "hooks/host_copy.h"
+#include "hooks/host_memory.h"
 #include "hooks/on_stream.h"
 #include "hooks/pinned_pool.h"
 
@@ -17,27 +17,6 @@ namespace remat {
 namespace {
 
 using c10::impl::VirtualGuardImpl;
-
-struct CopyStreams {
-  c10::Stream out, in;
-};
-
-/// None where the backend gives out no streams.
-std::optional<CopyStreams> copy_streams(c10::Device device) {
-  static std::mutex mutex;
-  static auto* const all = new std::map<c10::DeviceIndex, std::optional<CopyStreams>>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  const auto known = all->find(device.index());
-  if (known != all->end()) return known->second;
-  std::optional<CopyStreams> made;
-  try {
-    const VirtualGuardImpl guard(device.type());
-    made =
-        CopyStreams{guard.getStreamFromGlobalPool(device), guard.getStreamFromGlobalPool(device)};
-  } catch (const c10::Error&) {
-  }
-  return all->emplace(device.index(), made).first->second;
-}
 
 class Pageable final : public HostContents {
  public:
@@ -122,15 +101,17 @@ class Pinned final : public HostContents {
 }  // namespace
 
 std::shared_ptr<HostContents> SaveOnCpu::begin_host_store(const at::Tensor& flat) const {
-  if (pin_memory_)
-    if (const auto streams = copy_streams(flat.device()))
-      if (auto buffer = PinnedPool::get().take(flat.numel())) {
-        CopiesInFlight::Claim claim(in_flight_.get(), flat.numel());
-        auto contents = std::make_shared<Pinned>(*streams, flat, std::move(*buffer));
-        claim.queued(contents->copied());
-        return contents;
-      }
-  return std::make_shared<Pageable>(flat.to(at::kCPU), flat.device());
+  const auto streams = pin_memory_ ? copy_streams(flat.device()) : std::nullopt;
+  if (!streams) {
+    warn_if_host_is_short(flat.numel());
+    return std::make_shared<Pageable>(flat.to(at::kCPU), flat.device());
+  }
+  auto buffer = PinnedPool::get().take(flat.numel());
+  if (!buffer) return std::make_shared<HostCopy>(*streams, flat, in_flight_.get());
+  CopiesInFlight::Claim claim(in_flight_.get(), flat.numel());
+  auto contents = std::make_shared<Pinned>(*streams, flat, std::move(*buffer));
+  claim.queued(contents->copied());
+  return contents;
 }
 
 }  // namespace remat

@@ -12,8 +12,8 @@
 // events of the copies that may still use it: the next copy into it waits. How many bytes may be on their way
 // out can be bounded: Note [Bytes in flight].
 //
-// Without page-locked memory (not asked for, none left, none on this accelerator) copies are made on
-// the current stream, and wait.
+// Where that is short, or this accelerator has none, ordinary memory serves, beside the work, too (Note [Copies in chunks]).
+// Where none is asked for copies are made on the current stream, and the program waits.
 
 #include <cstdint>
 #include <limits>

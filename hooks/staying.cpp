@@ -15,8 +15,11 @@ std::pair<c10::DeviceType, c10::DeviceIndex> key_of(c10::Device device) {
 }  // namespace
 
 Staying::Staying(int64_t on_cpu, int64_t on_each_device,
-                 std::shared_ptr<const std::atomic<int64_t>> host_copies)
-    : on_cpu_(on_cpu), on_each_device_(on_each_device), host_copies_(std::move(host_copies)) {}
+                 std::shared_ptr<const std::atomic<int64_t>> host_copies, int64_t keep_last)
+    : on_cpu_(on_cpu),
+      on_each_device_(on_each_device),
+      keep_last_(keep_last),
+      host_copies_(std::move(host_copies)) {}
 
 int64_t Staying::budget(c10::Device device) const {
   return device.is_cpu() ? std::max<int64_t>(0, on_cpu_ - *host_copies_) : on_each_device_;
@@ -60,13 +63,13 @@ std::vector<Staying::Entry> Staying::take_excess(c10::Device device,
     return false;
   });
   // What is looked at here holds each storage once more.
-  int64_t staying = 0;
+  int64_t staying = 0, num_counted = 0;
   for (std::size_t i = entries.size(); i-- > 0;) {
     Stored& stored = storages[of_entry[i].unsafeGetStorageImpl()];
     if (std::exchange(stored.is_looked_at, true)) continue;
     if (of_entry[i].use_count() > 2 * stored.num_ours) continue;
     const auto bytes = static_cast<int64_t>(of_entry[i].nbytes());
-    stored.has_to_move = staying + bytes > allowed;
+    stored.has_to_move = ++num_counted > keep_last_ && staying + bytes > allowed;
     if (!stored.has_to_move) staying += bytes;
   }
   for (std::size_t i = entries.size(); i-- > 0;) {

@@ -4,7 +4,7 @@
 // Note [What stays]
 // Backward reads, by and large, in the reverse order of saving. So what was saved last is asked for first, and
 // moving it gains nothing: saved tensors stay where they are until they are more than a budget, and then those
-// that were saved first move. Bytes are those of storages, each counted once. One that others hold as well, such
+// that were saved first move. A number of the last ones may stay whatever room there is. Bytes are those of storages, each counted once. One that others hold as well, such
 // as a parameter or what the program still has in a variable, would not go with our reference: it takes
 // nothing of the budget and does not move. Nobody is told when others let go of it; each save looks again.
 
@@ -40,9 +40,10 @@ struct SavingOperator {
 
 class Staying {
  public:
-  /// [bytes]; `host_copies`: what else is on the CPU at its expense.
+  /// [bytes]; `host_copies`: what else is on the CPU at its expense. `keep_last`: so many storages stay on each
+  /// device in any case, those saved last.
   Staying(int64_t on_cpu, int64_t on_each_device,
-          std::shared_ptr<const std::atomic<int64_t>> host_copies);
+          std::shared_ptr<const std::atomic<int64_t>> host_copies, int64_t keep_last);
 
   /// A saved tensor that may move.
   struct Entry {
@@ -86,7 +87,7 @@ class Staying {
   };
   int64_t budget(c10::Device device) const;
 
-  const int64_t on_cpu_, on_each_device_;
+  const int64_t on_cpu_, on_each_device_, keep_last_;
   const std::shared_ptr<const std::atomic<int64_t>> host_copies_;
   mutable std::mutex mutex_;
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, OfDevice> devices_;

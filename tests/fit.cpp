@@ -149,8 +149,8 @@ TEST_CASE("a file that is none of measurements is refused, and left alone", "[fi
     return text;
   };
   CHECK_THAT(refused("milk\n"), contains("line 1 of"));
-  CHECK_THAT(refused("remat measurements 3\nsomething\nchain 1 2 0 0 1\n"), contains("line 4"));
-  CHECK_THAT(refused("remat measurements 3\nsomething\nchain 1 two 0 0 1\n"),
+  CHECK_THAT(refused("remat measurements 4\nsomething\nchain 1 2 0 0 0 1\n"), contains("line 4"));
+  CHECK_THAT(refused("remat measurements 4\nsomething\nchain 1 two 0 0 0 1\n"),
              contains("is no line of measurements"));
   // Where the disk is full, nothing is left beside the file.
   options.measurements = folder.path() + "/full";
@@ -177,6 +177,29 @@ TEST_CASE("fit says what is possible where the budget is too small", "[fit]") {
              contains("the budget is -1"));
   CHECK_THAT(text_of(error_of<c10::ValueError>([&] { fit(chain.stages, Tensor(), 1, quick); })),
              contains("the sample is an undefined tensor"));
+}
+
+TEST_CASE("fit takes the smallest budget that its frontier says, and no smaller one", "[fit]") {
+  const Chain chain;
+  const Tensor x = at::randn({128, 64});
+  FitOptions options = quick;
+  const bool keeps_results = GENERATE(true, false);
+  options.keeps_results = keeps_results;
+  const Folder folder;
+  options.measurements =
+      folder.path() + "/measured";  // times differ from one measurement to the next
+  const Fitted loose = fit(chain.stages, x, 1 << 30, options);
+  const remat::Frontier frontier = loose.frontier();
+  for (const remat::FrontierPoint& point : frontier.points()) {
+    const Fitted fitted = fit(chain.stages, x, point.bytes, options);
+    CHECK(fitted.measured_peak() == point.bytes);
+    CHECK(fitted.predicted().peak_bytes == point.bytes);
+    CHECK(chain.peak([&] { return fitted(x); }) <= point.bytes);
+  }
+  const int64_t least = frontier.points().front().bytes;
+  CHECK(error_of<remat::InfeasibleBudget>([&] {
+          fit(chain.stages, x, least - 1, options);
+        }).minimum_bytes() == least);
 }
 
 TEST_CASE("fit sees what stages' costs do not say", "[fit]") {

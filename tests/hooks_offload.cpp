@@ -10,12 +10,14 @@
 #include <csignal>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <numeric>
 #include <optional>
 #include <random>
 #include <thread>
 
 #include "remat/place.h"
+#include "remat/report.h"
 #include "remat/tiers.h"
 #include "tests/support/files.h"
 #include "tests/support/saved_tensors.h"
@@ -374,6 +376,45 @@ TEST_CASE("a guard counts what it moves and brings back, also when it is gone", 
     CHECK(read.bytes_loaded == 2 * i * 4000);
     CHECK(read.seconds_waited > 0);
   }
+}
+
+TEST_CASE("a guard reads as many saved tensors ahead from the file as it is told", "[hooks]") {
+  const Folder folder;
+  constexpr int64_t size = 4000;
+  const Tensor x = leaf({size / 4});
+  const auto sines = [](Tensor t, int count) {
+    for (int i = 0; i < count; ++i) t = t.sin();
+    return t;
+  };
+  const Tensor plain = grad_of(sines(x + 1, 6), {x})[0];
+  const int64_t depth =
+      GENERATE(int64_t{0}, int64_t{1}, int64_t{2}, std::numeric_limits<int64_t>::max());
+  CAPTURE(depth);
+  std::optional<remat::MoveCounters> counters;
+  Tensor middle, y;
+  {
+    const SaveOnDiskGuard guard(
+        {.directory = folder.path(), .min_bytes = 0, .prefetch_depth = depth});
+    counters = guard.counters();
+    middle = sines(x + 1, 5);
+    y = middle.sin();
+  }
+  const int64_t num_read = 1 + std::min<int64_t>(depth, 5);
+  const remat::Recorder recorder;
+  const auto bytes_read = [&] { return recorder.report().files.bytes_read; };
+  int64_t when_one_was_asked_for = 0;
+  const unsigned hook = middle.register_hook([&](const Tensor&) {
+    for (int i = 0; i < 5000 && bytes_read() < num_read * size; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    when_one_was_asked_for = bytes_read();
+  });
+  require_bit_equal(grad_of(y, {x}, {.retain_graph = true}), {plain});
+  CHECK(when_one_was_asked_for == num_read * size);
+  CHECK(counters->now().loads == 6);
+  CHECK(counters->now().loads_ahead == (depth == 0 ? 0 : 5));
+  middle.remove_hook(hook);
+  require_bit_equal(grad_of(y, {x}), {plain});
 }
 
 TEST_CASE("a tensor and its views are stored once", "[hooks][offload]") {

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 
 #include <chrono>
+#include <limits>
 #include <mutex>
 #include <thread>
 
@@ -364,6 +365,9 @@ TEST_CASE("backward begins the load of what was saved before what it reads", "[p
        "finish_load 3, begin_load 2, drop 3, finish_load 2, begin_load 1, drop 2, finish_load 1, "
        "drop 1"},
       {2,
+       "finish_load 3, begin_load 2, begin_load 1, drop 3, finish_load 2, drop 2, finish_load 1, "
+       "drop 1"},
+      {std::numeric_limits<int64_t>::max(),
        "finish_load 3, begin_load 2, begin_load 1, drop 3, finish_load 2, drop 2, finish_load 1, "
        "drop 1"},
   }));

@@ -75,12 +75,8 @@ Tensor loss_of(const Tensor& x) { return x.logsumexp(-1).mean(); }
 
 struct Bytes {
   int64_t peak, predicted;
-  /// `loss.backward()` holds the loss and its gradient to the end.
-  bool is_exact() const {
-    const int64_t of_caller = peak - predicted;
-    return of_caller >= 0 && of_caller <= 2 * int64_t{sizeof(float)};
-  }
-  bool fits() const { return peak <= predicted + 2 * int64_t{sizeof(float)}; }
+  bool is_exact() const { return peak == predicted; }
+  bool fits() const { return peak <= predicted; }
 };
 
 /// ... with regions that keep, as the policies say, too.
@@ -142,7 +138,7 @@ TEST_CASE("every plan of stages under autocast peaks as predicted, to the byte",
           stages.emplace_back(loss_of);
           visit_plans(stages, leaf({rows, width}), nothing_around, true, [](Bytes bytes) {
             CHECK(bytes.peak > 0);
-            CHECK(bytes.peak - bytes.predicted == 2 * int64_t{sizeof(float)});
+            CHECK(bytes.peak == bytes.predicted);
           });
         }
 }

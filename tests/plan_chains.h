@@ -62,7 +62,7 @@ inline std::vector<Plan> plans_keeping(const ChainCost& cost) {
   return plans;
 }
 
-/// The plans with every choice of the items that move, but for the last one.
+/// The plans with every choice of the items that move, but for the last one, and of those that move what they keep.
 inline std::vector<Plan> plans_moving(const std::vector<Plan>& plans) {
   std::vector<Plan> all;
   for (const Plan& plan : plans) {
@@ -75,12 +75,21 @@ inline std::vector<Plan> plans_moving(const std::vector<Plan>& plans) {
         if (each.first == stage) end = std::max(end, each.last);
       if (end < plan.stages()) firsts.push_back(stage);
     }
-    for (std::size_t choice = 0; choice < std::size_t{1} << firsts.size(); ++choice) {
-      std::vector<int64_t> moved;
-      for (std::size_t i = 0; i < firsts.size(); ++i)
-        if ((choice >> i & 1) != 0) moved.push_back(firsts[i]);
-      all.emplace_back(plan.stages(), plan.regions(), std::move(moved));
-    }
+    std::vector<std::size_t> keeping;  // regions
+    for (std::size_t i = 0; i < plan.regions().size(); ++i)
+      if (plan.regions()[i].policy > 0 && plan.regions()[i].last < plan.stages())
+        keeping.push_back(i);
+    const auto is_chosen = [](std::size_t choice, std::size_t i) { return (choice >> i & 1) != 0; };
+    for (std::size_t kept = 0; kept < std::size_t{1} << keeping.size(); ++kept)
+      for (std::size_t choice = 0; choice < std::size_t{1} << firsts.size(); ++choice) {
+        std::vector<PlanRegion> regions = plan.regions();
+        for (std::size_t i = 0; i < keeping.size(); ++i)
+          regions[keeping[i]].moves_kept = is_chosen(kept, i);
+        std::vector<int64_t> moved;
+        for (std::size_t i = 0; i < firsts.size(); ++i)
+          if (is_chosen(choice, i)) moved.push_back(firsts[i]);
+        all.emplace_back(plan.stages(), std::move(regions), std::move(moved));
+      }
   }
   return all;
 }

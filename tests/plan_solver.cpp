@@ -103,6 +103,9 @@ class RandomChains {
                                              : stage());
     if (number(0, 1) == 1) cost.stages.back() = {};
     if (number(0, 3) == 0) cost.cached_cast_bytes = number(0, 20);
+    if (number(0, 1) == 0)
+      cost.held_to_end_bytes =
+          number(0, cost.stages.back().output_bytes + cost.stages.back().grad_bytes);
     return cost;
   }
 
@@ -129,6 +132,8 @@ class RandomChains {
     for (StageCost& each : cost.stages) {
       each.movable_bytes = number(0, each.saved_bytes);
       each.has_movable_output = number(0, 3) > 0;
+      for (remat::KeepingCost& keeping : each.keeping)
+        keeping.movable_bytes = number(0, keeping.kept_bytes);
     }
     cost.moving = remat::MoveCost{.store_s_per_byte = static_cast<double>(number(0, 3)),
                                   .load_s_per_byte = static_cast<double>(number(0, 3)),
@@ -263,8 +268,8 @@ TEST_CASE("where saves may move the frontier is the best of all plans of up to f
           "[plan]") {
   const Seed seed;
   RandomChains random(seed.value());
-  int64_t num_points = 0, num_moving = 0;
-  for (int64_t i = 0; i < 400; ++i) {
+  int64_t num_points = 0, num_moving = 0, num_keeping_elsewhere = 0;
+  for (int64_t i = 0; i < 200; ++i) {
     const ChainCost cost = random.moving_chain(1 + i % 5);
     const SolveOptions options{.max_depth = random.number(0, 2),
                                .early_stop = random.number(0, 4) > 0,
@@ -288,9 +293,11 @@ TEST_CASE("where saves may move the frontier is the best of all plans of up to f
       REQUIRE(Plan::parse(plan.to_string()) == plan);
       ++num_points;
       num_moving += plan.moved().empty() ? 0 : 1;
+      num_keeping_elsewhere += plan.to_string().find("mk") == std::string::npos ? 0 : 1;
     }
   }
   CHECK(10 * num_moving > num_points);
+  CHECK(30 * num_keeping_elsewhere > num_points);
 }
 
 TEST_CASE("longer chains that may move cost what their points say, never more than without",
@@ -578,6 +585,10 @@ TEST_CASE("costs and options out of range are refused with their value", "[plan]
              contains("input_grad_bytes must be at least 0 bytes, got -7"));
   CHECK_THAT(text([](ChainCost& c) { c.cached_cast_bytes = -7; }),
              contains("cached_cast_bytes must be at least 0 bytes, got -7"));
+  CHECK_THAT(text([](ChainCost& c) { c.held_to_end_bytes = -7; }),
+             contains("held_to_end_bytes must be at least 0 bytes, got -7"));
+  CHECK_THAT(text([](ChainCost& c) { c.held_to_end_bytes = 2; }),
+             contains("output_bytes and grad_bytes of the last stage, 1, got 2"));
   for (int64_t StageCost::* member :
        {&StageCost::output_bytes, &StageCost::saved_bytes, &StageCost::forward_tmp_bytes,
         &StageCost::backward_tmp_bytes, &StageCost::grad_bytes, &StageCost::first_read_tmp_bytes})
@@ -593,6 +604,10 @@ TEST_CASE("costs and options out of range are refused with their value", "[plan]
   CHECK_THAT(
       keeping({.policy = 3, .kept_bytes = 2, .backward_bytes = 1}),
       contains("backward_bytes of policy 3 of stage 1 must be at least its kept_bytes of 2"));
+  CHECK_THAT(
+      keeping({.policy = 3, .kept_bytes = 2, .backward_bytes = 2, .movable_bytes = 3}),
+      contains(
+          "movable_bytes of policy 3 of stage 1 must be at least 0 and at most its kept_bytes of 2"));
   const auto nothing = [](ChainCost&) {};
   CHECK_THAT(text([](ChainCost& c) { c.stages.clear(); }), contains("at least one stage, got 0"));
   CHECK_THAT(text(nothing, {.max_depth = -1}), contains("max_depth must be at least 0"));

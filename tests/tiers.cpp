@@ -127,6 +127,33 @@ TEST_CASE("one thread of the library writes what moves, however much it is", "[t
   CHECK(num_threads() == before);
 }
 
+TEST_CASE("the last saves stay in memory, also beyond the budget", "[tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({num_elements});
+  const Tensors plain = grad_of(chain(x), {x});
+  const int64_t budget = GENERATE(0, 2, 5), keep_last = GENERATE(0, 1, 4, 100);
+  CAPTURE(budget, keep_last);
+  const remat::MemoryMeter meter;
+  const int64_t before = meter.live_bytes();
+  {
+    Tensor y;
+    std::optional<TierCounters> counters;
+    {
+      const SaveInTiersGuard guard(
+          {.host_bytes = budget * mebibyte, .directory = folder.path(), .keep_last = keep_last});
+      counters = guard.counters();
+      y = chain(x);
+    }
+    const int64_t num_staying = std::min<int64_t>(length - 1, std::max(budget, keep_last));
+    wait_for_bytes_on_disk(*counters, (length - 1 - num_staying) * mebibyte);
+    CHECK(meter.live_bytes() - before == (num_staying + 1) * mebibyte);
+    require_bit_equal(grad_of(y, {x}), plain);
+    CHECK(counters->now().loads == length - 1 - num_staying);
+  }
+  CHECK(meter.live_bytes() == before);
+  CHECK_THROWS_AS(SaveInTiersGuard({.keep_last = -1}), c10::ValueError);
+}
+
 TEST_CASE("what the program holds does not move", "[tiers]") {
   const Folder folder;
   const Tensor x = leaf({num_elements});

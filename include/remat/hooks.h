@@ -133,6 +133,11 @@ struct SaveOnCpuOptions {
   /// With `pin_memory`: bytes of originals whose copies are not done, so that their memory cannot be used again,
   /// unless a single one is larger. Beyond that the program waits for the oldest copy. Default: no limit.
   int64_t max_bytes_in_flight = std::numeric_limits<int64_t>::max();
+  /// So many of the tensors that were saved last stay on the device: backward asks for them first, so that moving them
+  /// gains nothing. A storage counts once, and what the program itself holds counts nothing. With any, tensors
+  /// move when others have been saved after them, and not what the program still holds then, or at the guard's
+  /// end; what cannot be copied stays, with a warning.
+  int64_t keep_last = 0;
 };
 
 /// What one guard has moved since it began.

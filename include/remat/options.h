@@ -136,6 +136,9 @@ struct CheckpointOptions {
   /// The region's inputs wait on the CPU: those on an accelerator that `SaveOnCpuGuard` would move,
   /// and that no region or hook around this one takes. They are checked for changes like others.
   bool offload_inputs = false;
+  /// With `offload_inputs`: how many copies back are begun ahead of the one that is read, in the reverse order of
+  /// the regions, of inputs of regions with the same number; 0: none. A negative one is a `c10::ValueError`.
+  int64_t offload_prefetch_depth = 2;
   /// A second read of a saved tensor in one backward is an error instead of one more recompute.
   bool strict_unpack = false;
   /// What recomputes do to the buffers of the modules below, and of the function where it is a module: a

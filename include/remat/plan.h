@@ -36,6 +36,8 @@ struct KeepingCost {
   int64_t lone_backward_bytes = -1;
   /// Whether the output is among what is kept; `kept_bytes` do not count it, `backward_bytes` do.
   bool keeps_output = true;
+  /// Of `kept_bytes`, what goes away when what is kept is moved.
+  int64_t movable_bytes = 0;
 };
 
 /// What one stage of a chain costs: time in [s], memory in [bytes], each storage once. Parameters
@@ -107,6 +109,9 @@ struct ChainCost {
   /// Casts of weights that autocast's cache keeps beyond their stages, where it is around all of them. They
   /// count in every peak, from beginning to end, and are in no stage's bytes.
   int64_t cached_cast_bytes = 0;
+  /// What the caller of `backward()` has of the last stage until it returns: the result and its gradient. It counts in
+  /// the peaks of all stages before that one, when they run backward.
+  int64_t held_to_end_bytes = 0;
 };
 
 /// Stages `first` to `last`, which one `checkpoint()` call runs.
@@ -115,6 +120,8 @@ struct PlanRegion {
   int64_t last = 0;   ///< inclusive
   /// The number of a policy, from 1, by which a region of one stage keeps results; 0: it keeps none.
   int64_t policy = 0;
+  /// With a policy: what it keeps waits elsewhere until backward comes near.
+  bool moves_kept = false;
   friend bool operator==(const PlanRegion&, const PlanRegion&) = default;
 };
 
@@ -122,11 +129,12 @@ struct PlanRegion {
 /// else. As text, with stages counted from 1:
 ///
 ///     plan := '[' item (' ' item)* ']'        item := stage | 'ck' plan | 'ck' policy '[' stage ']'
-///                                                     | 'mv[' item ']'
+///                                    | 'mk' policy '[' stage ']' | 'mv[' item ']'
 ///
 /// for example "[ck[ck[1] 2] ck[3] 4 5]", or "[ck2[1] ck[2] 3]", where the region of stage 1 keeps what
 /// the second policy says. Such a region has one stage and is in no other one. What autograd saves of an
 /// item in 'mv[]' (of a region: its input) waits elsewhere until backward comes near: "[1 mv[2] mv[ck[3 4]] 5]".
+/// What a region with a policy keeps does so in 'mk': "[mk2[1] mv[mk1[2]] 3]", where both go of stage 2.
 /// Such an item is in no region, and is not the last one.
 /// A value: copied freely, never changed.
 class REMAT_API Plan {
@@ -134,7 +142,8 @@ class REMAT_API Plan {
   /// `regions` in the order in which they open: by first stage, the outer one before those inside.
   /// Throws `c10::ValueError` if `stages` is below 1, regions overlap or are out of order, or one with
   /// a policy has several stages or is in another one. `moved`: the first stages of items that move what
-  /// they save, in order; throws for one that begins no item outside of regions, and for the last item.
+  /// they save, in order; throws for one that begins no item outside of regions, and for the last item. Throws
+  /// for a region that moves what it keeps and has no policy, or has the last stage.
   explicit Plan(int64_t stages, std::vector<PlanRegion> regions = {},
                 std::vector<int64_t> moved = {});
   /// Reads exactly what `to_string` writes. Throws `c10::ValueError` with the position for anything
@@ -148,7 +157,7 @@ class REMAT_API Plan {
   int64_t frames() const { return static_cast<int64_t>(regions_.size()); }
   /// In the order in which they open.
   const std::vector<PlanRegion>& regions() const { return regions_; }
-  /// The first stages of the items that move what they save, in order.
+  /// The first stages of the items that move what they save, in order; not of those that only move what they keep.
   const std::vector<int64_t>& moved() const { return moved_; }
   int64_t policies() const;  ///< the largest number of a policy; 0 without any
   /// How often forward, with one backward and early stop on, calls each stage: once, and once for
@@ -219,7 +228,7 @@ class REMAT_API Frontier {
 /// of regions of several stages may be a region that keeps results, in any of the ways in
 /// `StageCost::keeping`.
 ///
-/// With `ChainCost::moving`, what stages and regions outside of other regions save may wait elsewhere. The model:
+/// With `ChainCost::moving`, what stages and regions outside of other regions save or keep may wait elsewhere. The model:
 /// whole values and one channel, on which the copies of one item (a stage or a region) run beside the item behind it. Its
 /// forward ends when they have been written, and they are read back from the beginning of its backward; both
 /// times the bytes are still, or again, in memory. The program waits for what takes longer than that forward, or
@@ -311,8 +320,8 @@ REMAT_API int64_t free_budget(const ChainCost& cost, c10::Device device, double 
 /// as they were measured; regions without a number have the one of `options`. What the plan moves waits where `moving`
 /// says (common rules: hooks.h, above SaveOnCpuGuard); what cannot be written stays in memory, with a warning.
 /// The stages are copied once, and are kept as long
-/// as the graph. Memory: at most what `simulate` says for measured costs; the loss and its gradient,
-/// which the caller of `backward()` holds to its end, count a few bytes more.
+/// as the graph. Memory: at most what `simulate` says for measured costs, with the loss and its gradient, which the caller of
+/// `backward()` holds to its end.
 /// Throws `c10::ValueError` if plan and stages have different numbers, for a policy that is not
 /// there, and for a plan that moves if `moving` has no directory and the input is the CPU's, or no file can be made there; else as `checkpoint()`.
 /// Example: examples/budget.cpp.

@@ -93,6 +93,18 @@ struct FileReport {
   double waited_s = 0;        ///< [seconds] of that: what was not done beside the program
 };
 
+/// What the items of plans (`remat::run`) moved that have one name: stages, or regions with their name.
+struct MoveReport {
+  std::string name;          ///< "stage 2", "stages 3 to 5", after the name in the options of `run`
+  int64_t moves = 0;         ///< copies to where it waits
+  int64_t bytes_moved = 0;   ///< [bytes] of these
+  int64_t loads = 0;         ///< copies back that backward asked for
+  int64_t loads_ahead = 0;   ///< of these, those that were begun before that
+  int64_t bytes_loaded = 0;  ///< [bytes] of `loads`
+  /// [seconds] that threads of the program spent on both: queueing copies, copying or waiting.
+  double wait_s = 0;
+};
+
 /// What was alive when an allocation did not fit: on an accelerator, or under a `MemoryLimitGuard`.
 struct FailedAllocation {
   /// What regions of one name held on the device.
@@ -118,6 +130,8 @@ struct REMAT_API Report {
   /// The first allocations that failed, 16 at most.
   std::vector<FailedAllocation> failed_allocations{};
   FileReport files{};  ///< all 0 where nothing went to a file
+  /// Of plans that moved something while the recorder was alive, in the order of their first move.
+  std::vector<MoveReport> moves{};
   /// A table for people, and what was alive at failed allocations.
   std::string to_string() const;
   std::string to_json() const;  ///< the same numbers as one JSON object

@@ -31,6 +31,9 @@ struct SaveInTiersOptions {
   /// Beyond the budgets: what is on its way to the file is in memory until it is written. Beyond so many bytes
   /// forward waits for the oldest; a single one may be larger.
   int64_t max_bytes_in_flight = 64 << 20;
+  /// So many of the tensors that were saved last stay where they are, also beyond the budget of that device: backward asks
+  /// for them first, so that moving them gains nothing. A storage counts once.
+  int64_t keep_last = 0;
 };
 
 /// Of one guard, now or since it began.

@@ -60,13 +60,16 @@ std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
                                         const RegionOptions& in_force, const StackView& around) {
   TensorChecks checks = checks_for(options);
   const detail::Scope* const level_guard = around.innermost(Ability::Level);
+  const bool has_depth =
+      options.offload_prefetch_depth != CheckpointOptions().offload_prefetch_depth;
   if (options.name.empty() && checks.empty() && !options.context_fn && !in_force.debug &&
-      level_guard == nullptr)
+      level_guard == nullptr && !has_depth)
     return nullptr;
   auto extras = std::make_unique<RegionExtras>();
   extras->name = options.name;
   extras->checks = std::move(checks);
   if (level_guard != nullptr) extras->training_level = level_guard->training_level();
+  if (has_depth) extras->offload_prefetch_depth = options.offload_prefetch_depth;
   return extras;
 }
 
@@ -74,6 +77,9 @@ void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
   TORCH_CHECK_VALUE(!(in_force.debug && options.context_fn),
                     "remat::checkpoint: debug=True is incompatible with non-default context_fn. "
                     "Do: drop one of the two for this region.");
+  TORCH_CHECK_VALUE(options.offload_prefetch_depth >= 0,
+                    "remat::checkpoint: offload_prefetch_depth is ", options.offload_prefetch_depth,
+                    ".\nDo: give 0 or more.");
   // Included while the stack of transforms is not empty; functorch's own state outlives it.
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
     throw_unsupported("a region was opened inside a functorch transform",

@@ -134,10 +134,12 @@ SlotFiller* Inputs::save(const Region& region) {
     }
     if (!region.options.offload_inputs || tensor.is_cpu()) return;
     // A slot of the region around, or what a user's hooks took, is not here any more.
-    if (!input.held.has_hooks() && depot_of_inputs()->moves(tensor)) {
-      input.held.register_hooks(std::make_unique<Elsewhere>(depot_of_inputs(), &tensor));
-      input.is_offloaded = true;
-    }
+    if (input.held.has_hooks()) return;
+    const auto& depot = depot_of_inputs(
+        region.extras == nullptr ? std::nullopt : region.extras->offload_prefetch_depth);
+    if (!depot->moves(tensor)) return;
+    input.held.register_hooks(std::make_unique<Elsewhere>(depot, &tensor));
+    input.is_offloaded = true;
   });
   return stops;
 }

@@ -60,6 +60,8 @@ struct RegionExtras {
   std::vector<int64_t> saved_by;
   /// Of the `CheckpointLevelGuard` around the region, for the calls inside its recompute.
   std::optional<int64_t> training_level;
+  /// If it is not the default.
+  std::optional<int64_t> offload_prefetch_depth;
 };
 
 struct Region {

@@ -13,6 +13,7 @@
 
 #include "hooks/copy_watch.h"
 #include "hooks/file_watch.h"
+#include "hooks/move_totals.h"
 #include "hooks/on_stream.h"
 #include "lib/observe/device_samples.h"
 #include "lib/observe/recordings.h"
@@ -161,6 +162,22 @@ class RecordedFiles final : public FileWatch {
         if (!work.held_up) return;
         files.waits += 1;
         files.waited_s += seconds;
+      });
+    });
+  }
+};
+
+class RecordedMoves final : public MoveWatch {
+  void changes(const std::string& name, const Change& change) noexcept override {
+    if (!is_recording()) return;
+    recordings().visit([&](Recording& recording) {
+      recording.sum_moves(name, [&](MoveReport& report) {
+        report.moves += change.moves;
+        report.bytes_moved += change.bytes_moved;
+        report.loads += change.loads;
+        report.loads_ahead += change.loads_ahead;
+        report.bytes_loaded += change.bytes_loaded;
+        report.wait_s += 1e-9 * static_cast<double>(change.spent_ns);
       });
     });
   }
@@ -342,6 +359,8 @@ Recorder::Recorder(RecorderOptions options) : recording_(std::make_shared<Record
   }
   static auto* const files = new RecordedFiles;
   FileWatch::only.store(files, std::memory_order_release);
+  static auto* const moves = new RecordedMoves;
+  MoveWatch::only.store(moves, std::memory_order_release);
   if (options.memory) begin_samples(*recording_);
   recordings().add(recording_);
 }

@@ -149,7 +149,7 @@ void Recording::collect(bool waits) {
 Report Recording::report() {
   collect(/*waits=*/true);
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {regions_, dropped_, devices_, failed_, files_};
+  return {regions_, dropped_, devices_, failed_, files_, moves_};
 }
 
 std::vector<DeviceBar> Recording::bars() {

@@ -122,6 +122,14 @@ class Recording {
     const std::lock_guard<std::mutex> lock(mutex_);
     change(files_);
   }
+  /// `change` gets the sums of what plans moved under a name.
+  template <class Change>
+  void sum_moves(const std::string& name, Change&& change) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (MoveReport& each : moves_)
+      if (each.name == name) return change(each);
+    change(moves_.emplace_back(MoveReport{.name = name}));
+  }
   /// A device is in use.
   void saw(c10::Device device, bool is_exact, int64_t peak_bytes);
   /// Sets the host's clock by those of the devices in use, if they are not set yet.
@@ -169,6 +177,7 @@ class Recording {
   std::vector<DeviceReport> devices_;
   std::vector<FailedAllocation> failed_;
   FileReport files_;
+  std::vector<MoveReport> moves_;
   std::unordered_map<c10::Device, std::shared_ptr<DeviceClock>> clocks_;  // null: cannot be set
 };
 

@@ -105,6 +105,14 @@ std::vector<ReportTable> tables_of(const Report& report) {
   }
   std::vector<ReportTable> tables{std::move(regions)};
   if (!moved.rows.empty()) tables.push_back(std::move(moved));
+  ReportTable planned{{"moved by a plan", "moved", "bytes moved", "brought back", "ahead",
+                       "bytes back", "moving ms"},
+                      {}};
+  for (const MoveReport& m : report.moves)
+    planned.rows.push_back({m.name, std::to_string(m.moves), readable_bytes(m.bytes_moved),
+                            std::to_string(m.loads), std::to_string(m.loads_ahead),
+                            readable_bytes(m.bytes_loaded), fmt::format("{:.3f}", m.wait_s * 1e3)});
+  if (!planned.rows.empty()) tables.push_back(std::move(planned));
   return tables;
 }
 
@@ -268,6 +276,16 @@ std::string Report::to_json() const {
       inner = ",";
     }
     text += "]}";
+    comma = ",";
+  }
+  text += "], \"moves\": [";
+  comma = "";
+  for (const MoveReport& m : moves) {
+    text += fmt::format(
+        "{}\n  {{\"name\": {}, \"moves\": {}, \"bytes_moved\": {}, \"loads\": {}, "
+        "\"loads_ahead\": {}, \"bytes_loaded\": {}, \"wait_s\": {:.9f}}}",
+        comma, json_string(m.name), m.moves, m.bytes_moved, m.loads, m.loads_ahead, m.bytes_loaded,
+        m.wait_s);
     comma = ",";
   }
   return text +

@@ -57,6 +57,7 @@ void check(const ChainCost& cost, const SolveOptions& options) {
   bytes.add("input_bytes", cost.input_bytes, 0);
   bytes.add("input_grad_bytes", cost.input_grad_bytes, 0);
   bytes.add("cached_cast_bytes", cost.cached_cast_bytes, 0);
+  bytes.add("held_to_end_bytes", cost.held_to_end_bytes, 0);
   double seconds = 0;
   for (std::size_t i = 0; i < cost.stages.size(); ++i) {
     const StageCost& stage = cost.stages[i];
@@ -97,6 +98,10 @@ void check(const ChainCost& cost, const SolveOptions& options) {
       bytes.add("backward_bytes of a policy", each.backward_bytes, number);
       if (each.lone_backward_bytes >= 0)
         bytes.add("lone_backward_bytes of a policy", each.lone_backward_bytes, number);
+      TORCH_CHECK_VALUE(each.movable_bytes >= 0 && each.movable_bytes <= each.kept_bytes,
+                        "remat::plan: movable_bytes of policy ", each.policy, " of stage ", number,
+                        " must be at least 0 and at most its kept_bytes of ", each.kept_bytes,
+                        ", got ", each.movable_bytes, ".");
       longest_s = std::max(longest_s, each.extra_s);
     }
     seconds += stage.forward_s + longest_s + options.frame_cost_s;
@@ -106,6 +111,12 @@ void check(const ChainCost& cost, const SolveOptions& options) {
                       ", got ", stage.movable_bytes, ".");
     if (cost.moving) seconds += stage.backward_s + seconds_of_copies(*cost.moving, stage);
   }
+  const StageCost& last = cost.stages.back();
+  TORCH_CHECK_VALUE(
+      cost.held_to_end_bytes <= last.output_bytes + last.grad_bytes,
+      "remat::plan: held_to_end_bytes must be at most the output_bytes and grad_bytes of "
+      "the last stage, ",
+      last.output_bytes + last.grad_bytes, ", got ", cost.held_to_end_bytes, ".");
   // Every stage may be called once more for every stage behind it.
   const auto stages = static_cast<double>(cost.stages.size());
   TORCH_CHECK_VALUE(
@@ -163,8 +174,9 @@ int64_t keeping_peak(const ChainCost& cost, int64_t k, const KeepingCost& keepin
 }
 
 double seconds_of_copies(const MoveCost& moving, const StageCost& stage) {
-  const auto bytes =
-      static_cast<double>(stage.output_bytes) + static_cast<double>(stage.saved_bytes);
+  int64_t saved = stage.saved_bytes;
+  for (const KeepingCost& each : stage.keeping) saved = std::max(saved, each.movable_bytes);
+  const auto bytes = static_cast<double>(stage.output_bytes) + static_cast<double>(saved);
   return (1 + moving.held_up_share) * bytes * (moving.store_s_per_byte + moving.load_s_per_byte);
 }
 

@@ -32,7 +32,10 @@ int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder);
 int64_t keeping_peak(const ChainCost& cost, int64_t k, const KeepingCost& keeping,
                      bool others_hold);
 
-/// [seconds] at most, of copying all that the stage saves, and back.
+/// Whether anything of it waits elsewhere.
+bool moves_anything(const Plan& plan);
+
+/// [seconds] at most, of copying all that the stage saves or keeps, and back.
 double seconds_of_copies(const MoveCost& moving, const StageCost& stage);
 
 /// An item is a stage, or (negative) a region, by its place in Plan::regions(), from 1.

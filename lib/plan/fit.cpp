@@ -177,8 +177,12 @@ std::string way_of(const Plan& plan, const StageCost& stage, int64_t number) {
     if (region.first > number || region.last < number) continue;
     const char* const input = moves(region.first) ? "input moved, " : "";
     if (region.policy == 0) return std::string(input) + "recomputed";
-    return fmt::format("{}{} kept, the rest recomputed (policy {})", input,
-                       with_commas(keeping_with(stage, region.policy)->kept_bytes), region.policy);
+    const KeepingCost& keeping = *keeping_with(stage, region.policy);
+    const std::string elsewhere =
+        region.moves_kept ? fmt::format(" ({} of it moved)", with_commas(keeping.movable_bytes))
+                          : "";
+    return fmt::format("{}{} kept{}, the rest recomputed (policy {})", input,
+                       with_commas(keeping.kept_bytes), elsewhere, region.policy);
   }
   return moves(number) ? "moved" : "kept";
 }

@@ -28,6 +28,7 @@
 #include "lib/scope/offload.h"
 #include "lib/seam/device_allocator.h"
 #include "lib/seam/engine.h"
+#include "lib/selective/policy_rule.h"
 #include "remat/binding.h"
 #include "remat/checkpoint.h"
 #include "remat/hooks.h"
@@ -508,6 +509,8 @@ class Trial {
                    bytes + run_keeping(policy, options, cost, *std::exchange(lone, {}), keeping) -
                        cost.grad_bytes);
     }
+    keeping.movable_bytes =
+        std::clamp<int64_t>(movable_kept(policy, options), 0, keeping.kept_bytes);
     return keeping;
   }
 
@@ -532,6 +535,30 @@ class Trial {
     return meter.peak_bytes() - before;
   }
 
+  /// Of what a region keeps, what goes away when it moves: Note [Moving kept results of a plan] in run.cpp.
+  int64_t movable_kept(const Policy& policy, const MeasureOptions& options) const {
+    // A binding's regions send nothing through hooks on their own.
+    if (measured_.place == nullptr || measured_.run_region != nullptr) return 0;
+    const auto rule = PolicyRule::through_hooks(PolicyRule::of(policy));
+    if (rule == nullptr) return 0;
+    const auto held_by = [&](const Policy& under, const std::shared_ptr<Depot>& depot) {
+      begin_run();
+      const MemoryMeter meter(measured_.device);
+      const int64_t before = meter.live_bytes();
+      at::Tensor output;
+      {
+        std::optional<DepotGuard> guard;
+        if (depot != nullptr) guard.emplace(depot, /*takes_kept_only=*/true);
+        output = forward_under(under, options);
+      }
+      if (depot != nullptr) depot->finish_stores();
+      return meter.live_bytes() - before;
+    };
+    return held_by(policy, nullptr) -
+           held_by(PolicyRule::policy(rule),
+                   depot_of_moves(measured_.place, options.moving->min_bytes, {}));
+  }
+
   /// What is held for backward when nobody else holds the input, and whether that is.
   std::pair<int64_t, bool> held_after_forward(const std::shared_ptr<Depot>& depot) const {
     const c10::Device device = measured_.device;
@@ -551,7 +578,7 @@ class Trial {
   }
 
   void measure_moves(StageCost& cost, const MeasureOptions& options) {
-    const auto depot = depot_of_moves(measured_.place, options.moving->min_bytes);
+    const auto depot = depot_of_moves(measured_.place, options.moving->min_bytes, {});
     cost.has_movable_output = requires_grad_ && depot->moves(output());
     if (!input_.has_storage()) return;
     const auto [bytes, has_input] = held_after_forward(nullptr);
@@ -573,7 +600,7 @@ class Trial {
     constexpr int64_t times_repeats = 3;  // it is one stage for all, and a small difference
     for (int64_t i = 0; i < times_repeats * options.repeats; ++i) {
       staying_s = std::min(staying_s, seconds_of_two(nullptr));
-      const auto depot = depot_of_moves(measured_.place, options.moving->min_bytes);
+      const auto depot = depot_of_moves(measured_.place, options.moving->min_bytes, {});
       moving_s = std::min(moving_s, seconds_of_two(depot));
     }
     const double waiting_s =
@@ -660,6 +687,7 @@ ChainCost measure_all(const std::vector<Stage>& stages, const at::Tensor& sample
   at::autocast::clear_cache();
   cost.rounding = measured.rounding();
   cost.cached_cast_bytes = measured.cached_cast_bytes;
+  cost.held_to_end_bytes = cost.stages.back().output_bytes + cost.stages.back().grad_bytes;
   const bool has_movable_output =
       std::any_of(cost.stages.begin(), cost.stages.end(),
                   [](const StageCost& each) { return each.has_movable_output; });

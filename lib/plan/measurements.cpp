@@ -18,7 +18,7 @@ namespace remat {
 
 namespace {
 
-constexpr const char* heading = "remat measurements 3";
+constexpr const char* heading = "remat measurements 4";
 
 using Measurements = std::map<std::string, ChainCost>;
 
@@ -76,7 +76,7 @@ Measurements read_all(const std::filesystem::path& file) {
     ChainCost cost;
     std::size_t num_stages = 0;
     lines.read("chain", cost.input_bytes, cost.input_grad_bytes, cost.rounding,
-               cost.cached_cast_bytes, num_stages);
+               cost.cached_cast_bytes, cost.held_to_end_bytes, num_stages);
     if (lines.next_begins("moving ")) {
       MoveCost& moving = cost.moving.emplace();
       lines.read("moving", moving.store_s_per_byte, moving.load_s_per_byte, moving.held_up_share);
@@ -95,7 +95,7 @@ Measurements read_all(const std::filesystem::path& file) {
         KeepingCost keeping;
         lines.read("keeping", keeping.policy, keeping.extra_s, keeping.kept_bytes,
                    keeping.forward_tmp_bytes, keeping.backward_bytes, keeping.lone_backward_bytes,
-                   keeping.keeps_output);
+                   keeping.keeps_output, keeping.movable_bytes);
         stage.keeping.push_back(keeping);
       }
       cost.stages.push_back(std::move(stage));
@@ -163,8 +163,9 @@ void add_measurement(const std::filesystem::path& file, const std::string& with,
   out << heading << "\n";
   for (const auto& [key, chain] : all) {
     out << key << "\n"
-        << fmt::format("chain {} {} {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
-                       chain.rounding, chain.cached_cast_bytes, chain.stages.size());
+        << fmt::format("chain {} {} {} {} {} {}\n", chain.input_bytes, chain.input_grad_bytes,
+                       chain.rounding, chain.cached_cast_bytes, chain.held_to_end_bytes,
+                       chain.stages.size());
     if (chain.moving)
       out << fmt::format("moving {} {} {}\n", chain.moving->store_s_per_byte,
                          chain.moving->load_s_per_byte, chain.moving->held_up_share);
@@ -179,9 +180,9 @@ void add_measurement(const std::filesystem::path& file, const std::string& with,
       if (chain.moving)
         out << fmt::format("moves {} {:d}\n", stage.movable_bytes, stage.has_movable_output);
       for (const KeepingCost& each : stage.keeping)
-        out << fmt::format("keeping {} {} {} {} {} {} {:d}\n", each.policy, each.extra_s,
+        out << fmt::format("keeping {} {} {} {} {} {} {:d} {}\n", each.policy, each.extra_s,
                            each.kept_bytes, each.forward_tmp_bytes, each.backward_bytes,
-                           each.lone_backward_bytes, each.keeps_output);
+                           each.lone_backward_bytes, each.keeps_output, each.movable_bytes);
     }
   }
   out.close();

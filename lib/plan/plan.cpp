@@ -12,7 +12,7 @@ namespace remat {
 
 namespace {
 
-constexpr std::string_view kOpen = "ck", kMove = "mv[";
+constexpr std::string_view kOpen = "ck", kOpenMoving = "mk", kMove = "mv[";
 
 // Note [Plans are flat]
 // A plan is kept as the list of its regions in the order in which they open. The spans of a tree
@@ -31,7 +31,7 @@ constexpr std::string_view kOpen = "ck", kMove = "mv[";
   TORCH_CHECK_VALUE(
       false, "remat::Plan::parse: ", fact, " at position ", position, ".\n  text: ", shown,
       "\nDo: write stages from 1 on, each once and in order, regions as ck[...] and what "
-      "moves as mv[...], separated by single spaces: [ck[ck[1] 2] mv[ck[3]] 4 5]");
+      "moves as mv[...] or mk1[...], separated by single spaces: [ck[ck[1] 2] mv[ck[3]] 4 5]");
 }
 
 /// What stands at a position, for an error.
@@ -65,17 +65,18 @@ class Parser {
       moved_.push_back(stage_ + 1);
       is_moving_ = true;
     }
-    while (const std::optional<int64_t> policy = next_opens()) {
+    while (std::optional<PlanRegion> region = next_opens()) {
       open_.push_back(regions_.size());
-      regions_.push_back({stage_ + 1, 0, *policy});
+      regions_.push_back(*region);
     }
     number();
   }
 
-  /// The policy of a region that begins here.
-  std::optional<int64_t> next_opens() {
+  /// A region that begins here.
+  std::optional<PlanRegion> next_opens() {
     const std::size_t start = position_;
-    if (!next_is(kOpen)) return std::nullopt;
+    const bool moves_kept = next_is(kOpenMoving);
+    if (!moves_kept && !next_is(kOpen)) return std::nullopt;
     const std::size_t number = position_;
     const int64_t policy = digits();
     const bool has_number = position_ > number;
@@ -85,7 +86,10 @@ class Parser {
     }
     if (has_number && text_[number] == '0')
       refuse(text_, number, "the number of a policy begins with 1 to 9");
-    return policy;
+    if (moves_kept && !has_number)
+      refuse(text_, number,
+             "the number of a policy was expected, of a region that moves what it keeps,");
+    return PlanRegion{stage_ + 1, 0, policy, moves_kept};
   }
 
   /// 0 if there are none.
@@ -169,6 +173,12 @@ Plan::Plan(int64_t stages, std::vector<PlanRegion> regions, std::vector<int64_t>
         " is inside of one of stages ", open.back().first, " to ", open.back().last,
         ", and one of them has a policy.\nDo: give policies to regions that are in no "
         "other one and have none in them.");
+    TORCH_CHECK_VALUE(!region.moves_kept || region.policy > 0, "remat::Plan: the region of stage ",
+                      region.first, " moves what it keeps, and has no policy.\nDo: give it one.");
+    TORCH_CHECK_VALUE(
+        !region.moves_kept || region.last < stages, "remat::Plan: the last item, stage ",
+        region.first,
+        ", moves what it keeps: backward needs it at once.\nDo: leave it where it is.");
     open.push_back(region);
     first = region.first;
   }
@@ -212,7 +222,7 @@ std::string Plan::to_string() const {
       text += kMove;
     }
     for (; next < regions_.size() && regions_[next].first == stage; ++next) {
-      text += kOpen;
+      text += regions_[next].moves_kept ? kOpenMoving : kOpen;
       if (regions_[next].policy > 0) text += std::to_string(regions_[next].policy);
       text += '[';
       open.push_back(regions_[next].last);
@@ -237,6 +247,12 @@ std::vector<std::vector<PlanItem>> items_of(const Plan& plan) {
     while (open.size() > 1 && plan.regions()[open.back() - 1].last == stage) open.pop_back();
   }
   return items;
+}
+
+bool moves_anything(const Plan& plan) {
+  return !plan.moved().empty() ||
+         std::any_of(plan.regions().begin(), plan.regions().end(),
+                     [](const PlanRegion& each) { return each.moves_kept; });
 }
 
 int64_t Plan::policies() const {

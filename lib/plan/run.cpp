@@ -5,9 +5,15 @@
 // else holds, and goes on beside the item behind it, at whose end it is waited for: never are more than two items'
 // bytes in memory on their way out. Copying back begins when the gradient of the output of that
 // item behind is there, by a hook on it: beside its backward. All depots share one place, so one file.
+//
+// Note [Moving kept results of a plan]
+// What a region keeps goes to the same depot, through the hooks around it (`SelectiveOptions::save_through_hooks`, which
+// the region's policy gets for this). Where the region's input stays, the guard around it takes nothing else.
 
+#include <algorithm>
 #include <functional>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -15,6 +21,7 @@
 #include "lib/plan/cost.h"
 #include "lib/plan/moves.h"
 #include "lib/scope/offload.h"
+#include "lib/selective/policy_rule.h"
 #include "remat/binding.h"
 #include "remat/checkpoint.h"
 
@@ -54,28 +61,28 @@ at::Tensor run_item(const std::shared_ptr<const Program>& program, PlanItem item
   return checkpoint(program->options[region], RegionOfPlan{program, region}, std::move(x));
 }
 
-/// A depot for each item that moves what it saves, while the program around all regions runs. See Note
+/// What one item moves.
+struct ItemMoves {
+  bool saved = false;  ///< what autograd saves of it: of a region its input
+  bool kept = false;   ///< what a region keeps
+};
+
+/// A depot for each item that moves something, while the program around all regions runs. See Note
 /// [What a plan moves].
 class Moves {
  public:
-  Moves(const Plan& plan, std::shared_ptr<Place> place, int64_t min_bytes)
-      : place_(std::move(place)),
-        min_bytes_(min_bytes),
-        moved_(plan.moved().begin()),
-        end_(plan.moved().end()) {}
+  Moves(std::shared_ptr<Place> place, int64_t min_bytes)
+      : place_(std::move(place)), min_bytes_(min_bytes) {}
 
-  /// Runs the next item, which begins with the stage of that number.
-  template <class RunItem>
-  at::Tensor run(int64_t first, const RunItem& run_item) {
+  /// Runs the next item. `name`: says what recorders call it.
+  template <class RunItem, class Name>
+  at::Tensor run(const ItemMoves& moves, const Name& name, const RunItem& run_item) {
     std::shared_ptr<Depot> depot;
-    if (moved_ != end_ && *moved_ == first) {
-      depot = depot_of_moves(place_, min_bytes_);
-      ++moved_;
-    }
+    if (moves.saved || moves.kept) depot = depot_of_moves(place_, min_bytes_, name());
     at::Tensor x;
     {
       std::optional<DepotGuard> guard;
-      if (depot != nullptr) guard.emplace(depot);
+      if (depot != nullptr) guard.emplace(depot, /*takes_kept_only=*/!moves.saved);
       x = run_item();
     }
     if (before_ != nullptr) {
@@ -91,17 +98,41 @@ class Moves {
  private:
   const std::shared_ptr<Place> place_;
   const int64_t min_bytes_;
-  std::vector<int64_t>::const_iterator moved_;
-  const std::vector<int64_t>::const_iterator end_;
   std::shared_ptr<Depot> before_;  // of the item before, if it moves
 };
 
+std::string name_of(const std::string& program, int64_t first, int64_t last) {
+  const std::string stages =
+      first == last ? c10::str("stage ", first) : c10::str("stages ", first, " to ", last);
+  return program.empty() ? stages : c10::str(program, ", ", stages);
+}
+
 CheckpointOptions named(CheckpointOptions options, const PlanRegion& region) {
-  const std::string stages = region.first == region.last
-                                 ? c10::str("stage ", region.first)
-                                 : c10::str("stages ", region.first, " to ", region.last);
-  options.name = options.name.empty() ? stages : c10::str(options.name, ", ", stages);
+  options.name = name_of(options.name, region.first, region.last);
   return options;
+}
+
+/// `name`: of the program.
+at::Tensor run_outermost(const Plan& plan, at::Tensor input, const MoveOptions& moving,
+                         const std::string& name, const ItemRun& run_item) {
+  const std::vector<PlanItem> items = items_of(plan)[0];
+  std::optional<Moves> moves;
+  if (moves_anything(plan))
+    moves.emplace(place_of(moving, input.device(), "remat::run"), moving.min_bytes);
+  for (std::size_t i = 0; i < items.size(); ++i) {
+    const auto run_here = [&] { return run_item(i, std::move(input)); };
+    if (!moves) {
+      input = run_here();
+      continue;
+    }
+    const PlanRegion item = items[i] > 0 ? PlanRegion{items[i], items[i]}
+                                         : plan.regions()[static_cast<std::size_t>(-items[i]) - 1];
+    const ItemMoves what{
+        .saved = std::binary_search(plan.moved().begin(), plan.moved().end(), item.first),
+        .kept = item.moves_kept};
+    input = moves->run(what, [&] { return name_of(name, item.first, item.last); }, run_here);
+  }
+  return input;
 }
 
 }  // namespace
@@ -121,27 +152,22 @@ at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor in
   const auto program = std::make_shared<Program>(Program{stages, items_of(plan), {options}});
   for (const PlanRegion& region : plan.regions()) {
     program->options.push_back(named(options, region));
-    if (region.policy > 0)
-      program->options.back().policy = policies[static_cast<std::size_t>(region.policy - 1)];
+    if (region.policy == 0) continue;
+    Policy& policy = program->options.back().policy;
+    policy = policies[static_cast<std::size_t>(region.policy - 1)];
+    if (!region.moves_kept) continue;
+    if (auto rule = PolicyRule::through_hooks(PolicyRule::of(policy)))
+      policy = PolicyRule::policy(std::move(rule));
   }
-  return run_items(plan, std::move(input), moving, [&program](std::size_t item, at::Tensor x) {
-    return run_item(program, program->items[0][item], std::move(x));
-  });
+  return run_outermost(plan, std::move(input), moving, options.name,
+                       [&program](std::size_t item, at::Tensor x) {
+                         return run_item(program, program->items[0][item], std::move(x));
+                       });
 }
 
 at::Tensor run_items(const Plan& plan, at::Tensor input, const MoveOptions& moving,
                      const ItemRun& run_item) {
-  const std::vector<PlanItem> items = items_of(plan)[0];
-  std::optional<Moves> moves;
-  if (!plan.moved().empty())
-    moves.emplace(plan, place_of(moving, input.device(), "remat::run"), moving.min_bytes);
-  for (std::size_t i = 0; i < items.size(); ++i) {
-    const auto run_here = [&] { return run_item(i, std::move(input)); };
-    const int64_t first =
-        items[i] > 0 ? items[i] : plan.regions()[static_cast<std::size_t>(-items[i]) - 1].first;
-    input = moves ? moves->run(first, run_here) : run_here();
-  }
-  return input;
+  return run_outermost(plan, std::move(input), moving, {}, run_item);
 }
 
 }  // namespace remat

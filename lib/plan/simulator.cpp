@@ -26,12 +26,14 @@ class Simulator {
     keeping_.resize(stages + 1);
     region_holds_.resize(stages + 1);
     load_before_.resize(stages + 1);
+    moves_.resize(stages + 1);
     // Frame 0 is the program around all regions; its values are there from the start.
     frames_.push_back({.stages = {1, last_}, .is_recomputed = true});
     for (const PlanRegion& region : plan.regions()) {
       frames_.push_back({.stages = region});
       if (region.policy == 0) continue;
       keeping_[region.first] = keeping_with(stage(region.first), region.policy);
+      moves_[region.first].keeps_elsewhere = region.moves_kept;
       TORCH_CHECK_VALUE(keeping_[region.first] != nullptr, "remat::simulate: stage ", region.first,
                         " has no cost under policy ", region.policy, ".");
     }
@@ -44,7 +46,6 @@ class Simulator {
     for (const Frame& frame : frames_)
       if (&frame != &frames_.front() && frame.parent == 0)
         region_holds_[frame.stages.first] = frame.stages.policy == 0;
-    moves_.resize(stages + 1);
     if (cost.moving) moving_ = *cost.moving;
     for (const int64_t first : plan.moved()) moves_[first].is_planned = true;
   }
@@ -80,8 +81,10 @@ class Simulator {
 
   /// What an item moves, by its first stage.
   struct Move {
-    bool is_planned = false, has_input = false;
-    int64_t saved_bytes = 0;  ///< besides the input
+    bool is_planned = false;       ///< of what it saves: of a region its input
+    bool keeps_elsewhere = false;  ///< of a region that keeps
+    bool has_input = false;
+    int64_t saved_bytes = 0;  ///< or kept, besides the input
     int64_t next = 0;         ///< the first stage of the item behind
   };
 
@@ -140,6 +143,7 @@ class Simulator {
     if (is_held_by_region) drop_x(k - 1);
     add(-bytes_of_d(k));
     if (k == last_) drop_x(k);
+    if (k == last_ && k > 1) add(cost_.held_to_end_bytes);
     add(bytes_of_d(k - 1));
   }
 
@@ -194,12 +198,14 @@ class Simulator {
     }
     moved_before_ = 0;
     Move& move = moves_[first];
-    if (move.is_planned) {
+    if (move.is_planned || move.keeps_elsewhere) {
       const bool is_stage = owner_[first] == 0;
       const bool holds_input = !is_stage || stage(first).saves_input;
-      move.has_input = first > 1 && stage(first - 1).has_movable_output && holds_input &&
-                       holders_of_x_[first - 1] == 1;
-      move.saved_bytes = is_stage ? stage(first).movable_bytes : 0;
+      move.has_input = move.is_planned && first > 1 && stage(first - 1).has_movable_output &&
+                       holds_input && holders_of_x_[first - 1] == 1;
+      move.saved_bytes = is_stage               ? stage(first).movable_bytes
+                         : move.keeps_elsewhere ? keeping_[first]->movable_bytes
+                                                : 0;
       const double copies = moving_.store_s_per_byte + moving_.load_s_per_byte;
       seconds_of_moves_ += moving_.held_up_share * copies * bytes_of(move, first);
       moved_before_ = first;
@@ -337,7 +343,7 @@ Simulation simulate(const ChainCost& cost, const Plan& plan, const SolveOptions&
   TORCH_CHECK_VALUE(static_cast<int64_t>(cost.stages.size()) == plan.stages(),
                     "remat::simulate: the plan has ", plan.stages(), " stages, the chain has ",
                     cost.stages.size(), ".");
-  TORCH_CHECK_VALUE(cost.moving || plan.moved().empty(),
+  TORCH_CHECK_VALUE(cost.moving || !moves_anything(plan),
                     "remat::simulate: the plan moves, and the chain has no ChainCost::moving.\nDo: "
                     "measure with MeasureOptions::moving.");
   Simulation result = Simulator(cost, plan, options).result();

@@ -145,7 +145,7 @@ int64_t FrontierTable::bytes_to_save(int64_t s, int64_t t, InputHolder holder) c
       is_cut && each.stopped_tmp_bytes >= 0 ? each.stopped_tmp_bytes : each.forward_tmp_bytes;
   const int64_t forward = grad_waiting(t) + each.saved_bytes +
                           (is_cut && !each.saves_output ? 0 : each.output_bytes) + temporary;
-  return std::max(forward, backward_bytes(s, holder));
+  return std::max(forward - held_to_end(t), backward_bytes(s, holder) - held_to_end(s));
 }
 
 /// The same of stage s as a region that keeps results, at the chain's end.
@@ -155,7 +155,7 @@ int64_t FrontierTable::bytes_to_keep(int64_t s, const KeepingCost& keeping,
   const int64_t forward = stage(s).output_bytes + keeping.kept_bytes + keeping.forward_tmp_bytes;
   const int64_t backward =
       keeping_peak(cost_, s, keeping, others_hold) - (others_hold ? 0 : input_bytes(s));
-  return std::max(forward, backward);
+  return std::max(forward - held_to_end(num_stages_), backward - held_to_end(s));
 }
 
 int64_t FrontierTable::sweep_ticks(int64_t s, int64_t e) const {
@@ -226,8 +226,7 @@ void FrontierTable::solve_chain(Level& level, int64_t s, int64_t t, InputHolder 
           inside.stairs[region] == below_that->stairs[region])
         continue;
       envelope_.lower_to_sum(stairs(level, rest), stage(q - 1).output_bytes, stairs(inside, region),
-                             sweep_ticks(s, q - 1),
-                             sweep_bytes_[sub_chain(s, q - 1)] + grad_waiting(t));
+                             sweep_ticks(s, q - 1), bytes_to_sweep(s, q - 1, t));
     }
     if (t == num_stages_) solve_keeping(level, s, holder);
   }
@@ -249,13 +248,13 @@ std::vector<FrontierPoint> FrontierTable::points() const {
   for (const Step& step : cost_.moving
                               ? moving_[1].at({})
                               : stairs(levels_.back(), cell(1, num_stages_, InputHolder::Others)))
-    points.push_back({step.bytes + cost_.cached_cast_bytes,
+    points.push_back({step.bytes + cost_.cached_cast_bytes + cost_.held_to_end_bytes,
                       std::ldexp(static_cast<double>(step.ticks), exponent_)});
   return points;
 }
 
 Plan FrontierTable::plan(int64_t bytes) const {
-  bytes -= cost_.cached_cast_bytes;
+  bytes -= cost_.cached_cast_bytes + cost_.held_to_end_bytes;
   if (cost_.moving) return plan_moving(bytes);
   std::vector<PlanRegion> regions;
   append_regions({1, num_stages_, bytes, levels_.size() - 1, InputHolder::Others}, regions);
@@ -279,7 +278,7 @@ void FrontierTable::append_regions(const Part& part, std::vector<PlanRegion>& re
       if (level.has_regions) {
         const Level& inside = levels_[level.inside];
         for (int64_t q = s + 1; q <= t; ++q) {
-          if (budget < sweep_bytes_[sub_chain(s, q - 1)] + grad_waiting(t)) break;
+          if (budget < bytes_to_sweep(s, q - 1, t)) break;
           const int64_t rest = value_at(stairs(level, cell(q, t, InputHolder::Nobody)),
                                         budget - stage(q - 1).output_bytes);
           const int64_t of_region = value_at(stairs(inside, cell(s, q - 1, inner_holder)), budget);

@@ -34,6 +34,10 @@ namespace remat::detail {
 // have an output. During the program's first forward there is no gradient yet, so stages up to the
 // last one (t = L) are charged none. The last output is held by the caller, saved or not.
 //
+// The caller of backward() holds its result and gradient to the end (ChainCost::held_to_end_bytes), beside the backward of all
+// stages but the last. So for t = L the m of V is what there is beyond those: what is needed before the last backward
+// is less by as much, and so is that itself, which counts them.
+//
 // With a depth limit there is one table per level; regions of a level take their insides from the
 // level below. Without one a level is its own inside.
 //
@@ -60,7 +64,8 @@ namespace remat::detail {
 //
 // Note [What moves]
 // With ChainCost::moving, an item outside of regions (a stage, a region s..q-1, a region that keeps) may move what
-// it saves: a region its input, a stage its input and part of what it saves. That of an item is in memory while the
+// it saves: a region its input, a stage its input and part of what it saves; and a region that keeps may move part of
+// what it keeps, alone or with its input. That of an item is in memory while the
 // item behind it runs forward, and again while that runs backward; in between it is elsewhere. So the outermost
 // level, and only that, has a state more: p, the bytes that the item before moves. With m' = m - p,
 //
@@ -71,7 +76,7 @@ namespace remat::detail {
 //       V(s+1, b, m' + p - kept_c - x_s + moved) + extra_c + wait  if m' >= keeping(s,h,c)
 //
 // where b and moved are 0, or b what the item moves and moved that much of what was charged (x_{s-1}, which the
-// chain before paid for, and part of saved_s). wait is what copying p takes longer than the item's forward, and back
+// chain before paid for, and part of saved_s or of kept_c). wait is what copying p takes longer than the item's forward, and back
 // than its backward with its first recompute; the share of copies by which the program is held up is paid by the item that moves.
 //
 // An input moves only if the item itself is all that holds it: not one that others hold, which is the h of the state.
@@ -123,7 +128,8 @@ class FrontierTable {
   struct Item {
     int64_t first, next;         // stages; next: behind it
     const KeepingCost* keeping;  // of a region that keeps
-    bool is_region, moves;
+    bool is_region, moves;       // what it saves; of a region its input
+    bool moves_kept;
     int64_t need;    // bytes, without what the item before moves
     int64_t charge;  // bytes that stay until backward, less what is not there any more
     int64_t ticks;   // but for its inside
@@ -178,6 +184,12 @@ class FrontierTable {
   int64_t bytes_to_save(int64_t s, int64_t t, InputHolder holder) const;
   int64_t bytes_to_keep(int64_t s, const KeepingCost& keeping, InputHolder holder) const;
   int64_t sweep_ticks(int64_t s, int64_t e) const;
+  /// The bytes to run a region of stages s to e for the first time, in a sub-chain that ends with t.
+  int64_t bytes_to_sweep(int64_t s, int64_t e, int64_t t) const {
+    return sweep_bytes_[sub_chain(s, e)] + grad_waiting(t) - held_to_end(t);
+  }
+  /// What is there later, and not before the last backward.
+  int64_t held_to_end(int64_t t) const { return t == num_stages_ ? cost_.held_to_end_bytes : 0; }
 
   void scale_seconds();
   void find_equal_chains();

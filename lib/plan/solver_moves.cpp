@@ -15,15 +15,21 @@ std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Befo
   const StageCost& here = stage(s);
   const bool is_movable = before.holder == InputHolder::Nobody && stage(s - 1).has_movable_output;
   const int64_t input = is_movable ? input_bytes(s) : 0;
-  // The same item, and, if that gains anything, moving what goes away then.
-  const auto add = [&](Item item, int64_t movable) {
+  // The same item, and, if that gains anything, moving what goes away then: what it saves, what it keeps, or both.
+  const auto add = [&](const Item& item, int64_t saved, int64_t kept) {
     items.push_back(item);
-    if (movable == 0 || item.next > num_stages_) return;
-    item.moves = true;
-    item.charge -= movable;
-    item.then.moved_bytes = movable;
-    item.ticks += std::llround(busy_ticks_ * static_cast<double>(movable));
-    items.push_back(item);
+    if (item.next > num_stages_) return;
+    for (const bool moves_kept : {false, true})
+      for (const bool moves : {false, true}) {
+        if ((!moves && !moves_kept) || (moves && saved == 0) || (moves_kept && kept == 0)) continue;
+        const int64_t movable = (moves ? saved : 0) + (moves_kept ? kept : 0);
+        Item& moving = items.emplace_back(item);
+        moving.moves = moves;
+        moving.moves_kept = moves_kept;
+        moving.charge -= movable;
+        moving.then.moved_bytes = movable;
+        moving.ticks += std::llround(busy_ticks_ * static_cast<double>(movable));
+      }
   };
   const int64_t output = here.output_bytes;
   add({s,
@@ -31,12 +37,13 @@ std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Befo
        nullptr,
        false,
        false,
+       false,
        bytes_to_save(s, num_stages_, before.holder),
        charge(s, before.holder),
        0,
        {0, holder_behind(here.saves_output)},
        {}},
-      (here.saves_input ? input : 0) + here.movable_bytes);
+      (here.saves_input ? input : 0) + here.movable_bytes, 0);
   const Level& outermost = levels_.back();
   for (int64_t q = s + 1; outermost.has_regions && q <= num_stages_; ++q)
     add({s,
@@ -44,24 +51,26 @@ std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Befo
          nullptr,
          true,
          false,
-         sweep_bytes_[sub_chain(s, q - 1)],
+         false,
+         bytes_to_sweep(s, q - 1, num_stages_),
          stage(q - 1).output_bytes,
          sweep_ticks(s, q - 1),
          {0, InputHolder::Nobody},
          holder_inside(before.holder, num_stages_)},
-        input);
+        input, 0);
   for (std::size_t i = 0; outermost.has_regions && s < num_stages_ && i < here.keeping.size(); ++i)
     add({s,
          s + 1,
          &here.keeping[i],
          true,
          false,
+         false,
          bytes_to_keep(s, here.keeping[i], before.holder),
          here.keeping[i].kept_bytes + output,
          ticks_[s].keeping[i],
          {0, holder_behind(here.keeping[i].keeps_output)},
          {}},
-        input);
+        input, here.keeping[i].movable_bytes);
   return items;
 }
 
@@ -131,7 +140,7 @@ Plan FrontierTable::plan_moving(int64_t bytes) const {
     if (chosen.moves) moved.push_back(s);
     if (chosen.is_region) {
       const int64_t policy = chosen.keeping == nullptr ? 0 : chosen.keeping->policy;
-      regions.push_back({s, chosen.next - 1, policy});
+      regions.push_back({s, chosen.next - 1, policy, chosen.moves_kept});
       if (policy == 0)
         append_regions({s, chosen.next - 1, beyond, levels_.back().inside, chosen.inside}, regions);
     }

@@ -21,6 +21,7 @@
 #include "lib/scope/hook_stack.h"
 #include "lib/scope/saving_input.h"
 #include "remat/hooks.h"
+#include "remat/options.h"
 #include "remat/place.h"
 #include "remat/tiers.h"
 
@@ -32,12 +33,15 @@ namespace {
 
 class ElsewhereScope final : public Scope {
  public:
-  explicit ElsewhereScope(std::shared_ptr<Depot> depot) : depot_(std::move(depot)) {
+  explicit ElsewhereScope(std::shared_ptr<Depot> depot, bool takes_kept_only = false)
+      : depot_(std::move(depot)), takes_kept_only_(takes_kept_only) {
     answers(Ability::Hooks);
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
-    auto depot = depot_.load();
-    return depot ? std::make_unique<Elsewhere>(std::move(depot), input_being_saved()) : nullptr;
+    return takes_kept_only_ ? nullptr : make_own_hooks();
+  }
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(HooksAround) override {
+    return make_own_hooks();
   }
   bool leaves_alone(const at::Tensor& saved) const override {
     const auto depot = depot_.load();
@@ -45,12 +49,17 @@ class ElsewhereScope final : public Scope {
   }
 
  private:
+  std::unique_ptr<torch::autograd::SavedVariableHooks> make_own_hooks() {
+    auto depot = depot_.load();
+    return depot ? std::make_unique<Elsewhere>(std::move(depot), input_being_saved()) : nullptr;
+  }
   // The spool and what is shared go when the guard does, even if a stale stack still holds this
   // scope.
   void on_close() override {
     if (const auto depot = depot_.exchange(nullptr)) depot->settle();
   }
   std::atomic<std::shared_ptr<Depot>> depot_;
+  const bool takes_kept_only_;
 };
 
 bool at_end_of_backward(std::function<void()> closure) {
@@ -98,16 +107,24 @@ std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
                                        .max_bytes_in_flight = options.max_bytes_in_flight});
 }
 
+/// Null: none stay.
+std::shared_ptr<Staying> staying_last(int64_t keep_last) {
+  static const auto nothing = std::make_shared<const std::atomic<int64_t>>(0);
+  return keep_last == 0 ? nullptr : std::make_shared<Staying>(0, 0, nothing, keep_last);
+}
+
 std::shared_ptr<ElsewhereScope> scope_of(const SaveOnCpuOptions& options,
                                          std::shared_ptr<MoveTotals> totals) {
   check_not_negative("SaveOnCpuGuard", options.min_bytes, "min_bytes");
   check_not_negative("SaveOnCpuGuard", options.max_bytes_in_flight, "max_bytes_in_flight");
   check_not_negative("SaveOnCpuGuard", options.prefetch_depth, "prefetch_depth");
+  check_not_negative("SaveOnCpuGuard", options.keep_last, "keep_last");
   // Only copies beside the work gain by being begun ahead.
   return scope_with(std::make_unique<SaveOnCpu>(options.pin_memory, options.max_bytes_in_flight),
                     {.min_bytes = options.min_bytes,
                      .skip_parameters = options.skip_parameters,
                      .prefetch_depth = options.pin_memory ? options.prefetch_depth : 0,
+                     .staying = staying_last(options.keep_last),
                      .totals = std::move(totals)});
 }
 
@@ -127,18 +144,19 @@ std::shared_ptr<ElsewhereScope> scope_of(const SaveInTiersOptions& options,
   check_not_negative("SaveInTiersGuard", options.host_bytes, "host_bytes");
   check_not_negative("SaveInTiersGuard", options.min_bytes, "min_bytes");
   check_not_negative("SaveInTiersGuard", options.max_bytes_in_flight, "max_bytes_in_flight");
+  check_not_negative("SaveInTiersGuard", options.keep_last, "keep_last");
   TORCH_CHECK_VALUE(
       !options.directory.empty() || options.host_bytes == SaveInTiersOptions().host_bytes,
       "remat::SaveInTiersGuard: host_bytes is ", options.host_bytes,
       " and there is no directory for what is more.\nDo: name a directory, or leave "
       "host_bytes out.");
   const std::shared_ptr<const std::atomic<int64_t>> on_host(totals, &totals->on_host);
-  return scope_with(
-      std::make_unique<SaveInTiers>(options, totals),
-      {.min_bytes = options.min_bytes,
-       .prefetch_depth = 1,
-       .max_bytes_in_flight = options.max_bytes_in_flight,
-       .staying = std::make_shared<Staying>(options.host_bytes, options.device_bytes, on_host)});
+  return scope_with(std::make_unique<SaveInTiers>(options, totals),
+                    {.min_bytes = options.min_bytes,
+                     .prefetch_depth = 1,
+                     .max_bytes_in_flight = options.max_bytes_in_flight,
+                     .staying = std::make_shared<Staying>(options.host_bytes, options.device_bytes,
+                                                          on_host, options.keep_last)});
 }
 
 }  // namespace
@@ -146,12 +164,24 @@ std::shared_ptr<ElsewhereScope> scope_of(const SaveInTiersOptions& options,
 }  // namespace detail
 
 // Never destroyed: at the end of the process the accelerator may be gone already.
-const std::shared_ptr<Depot>& depot_of_inputs() {
-  constexpr int64_t max_bytes_in_flight = 64 << 20;  // as of policies
-  static const auto* const depot = new std::shared_ptr<Depot>(detail::depot_with(
-      std::make_unique<SaveOnCpu>(/*pin_memory=*/true, max_bytes_in_flight),
-      {.raises_if_changed = true, .prefetch_depth = SaveOnCpuOptions().prefetch_depth}));
-  return *depot;
+const std::shared_ptr<Depot>& depot_of_inputs(std::optional<int64_t> prefetch_depth) {
+  // All share a place, and so its bound on what is on its way.
+  static const auto* const place = new std::shared_ptr<Place>(std::make_shared<SaveOnCpu>(
+      /*pin_memory=*/true, SelectiveOptions().max_bytes_in_flight));
+  const auto make = [](int64_t depth) {
+    return detail::depot_with(*place, {.raises_if_changed = true, .prefetch_depth = depth});
+  };
+  if (!prefetch_depth) {
+    static const auto* const depot =
+        new std::shared_ptr<Depot>(make(CheckpointOptions().offload_prefetch_depth));
+    return *depot;
+  }
+  static std::mutex mutex;
+  static auto* const all = new std::map<int64_t, std::shared_ptr<Depot>>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& depot = (*all)[*prefetch_depth];
+  if (depot == nullptr) depot = make(*prefetch_depth);
+  return depot;
 }
 
 const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight) {
@@ -166,19 +196,23 @@ const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_
   return depot;
 }
 
-std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes) {
+std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes,
+                                      std::string name) {
   // All at once is on its way, of one item of a plan; what runs meanwhile is to end it.
   constexpr int64_t unbounded = std::numeric_limits<int64_t>::max() / 2;
   static const auto nothing = std::make_shared<const std::atomic<int64_t>>(0);
+  std::shared_ptr<MoveTotals> totals;
+  if (!name.empty()) totals.reset(new MoveTotals{.name = std::move(name)});
   return detail::depot_with(std::move(place),
                             {.min_bytes = min_bytes,
                              .prefetch_depth = 1,
                              .max_bytes_in_flight = unbounded,
-                             .staying = std::make_shared<Staying>(0, 0, nothing)});
+                             .staying = std::make_shared<Staying>(0, 0, nothing, /*keep_last=*/0),
+                             .totals = std::move(totals)});
 }
 
-DepotGuard::DepotGuard(std::shared_ptr<Depot> depot)
-    : ScopeGuard(std::make_shared<detail::ElsewhereScope>(std::move(depot))) {}
+DepotGuard::DepotGuard(std::shared_ptr<Depot> depot, bool takes_kept_only)
+    : ScopeGuard(std::make_shared<detail::ElsewhereScope>(std::move(depot), takes_kept_only)) {}
 
 SaveOnCpuGuard::SaveOnCpuGuard(SaveOnCpuOptions options)
     : SaveOnCpuGuard(options, std::make_shared<MoveTotals>()) {}

@@ -1,7 +1,10 @@
 #pragma once
 // Saved tensors that wait elsewhere: the depots of what regions keep.
 
+#include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "hooks/depot.h"
 #include "remat/place.h"
@@ -9,21 +12,24 @@
 
 namespace remat {
 
-/// The process has one depot for what `CheckpointOptions::offload_inputs` moves to the CPU. A
-/// changed input raises when it is read, as if it had stayed.
-const std::shared_ptr<Depot>& depot_of_inputs();
+/// The process has one depot for what `CheckpointOptions::offload_inputs` moves to the CPU with this depth (none: the
+/// default). A changed input raises when it is read, as if it had stayed.
+const std::shared_ptr<Depot>& depot_of_inputs(std::optional<int64_t> prefetch_depth);
 
 /// The process has one depot for the results that policies move to the CPU with these options. Who gives it something
 /// numbers it: Note [Moving kept results].
 const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight);
 
 /// A depot that moves all that nobody else holds, and that can be told to end its stores and to begin its loads.
-std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes);
+/// `name`: under which recorders see what it moves; empty: they do not.
+std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes,
+                                      std::string name);
 
 /// While alive, what autograd saves on this thread is taken by a depot.
 class DepotGuard : detail::ScopeGuard {
  public:
-  explicit DepotGuard(std::shared_ptr<Depot> depot);
+  /// `takes_kept_only`: only what regions in it keep, and send through hooks.
+  explicit DepotGuard(std::shared_ptr<Depot> depot, bool takes_kept_only = false);
 };
 
 }  // namespace remat

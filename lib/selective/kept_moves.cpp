@@ -21,7 +21,7 @@ uint64_t KeptMoves::number_of(uint64_t index) const {
 }
 
 std::shared_ptr<Piece> KeptMoves::move(const at::Tensor& value, bool is_beside) {
-  const TimeSpent time(&spent_ns_);
+  const TimeSpent time(spent_ns_);
   const auto& depot = depot_of_kept(options_.prefetch_depth, options_.max_bytes_in_flight);
   auto piece = depot->keep(value, number_of(num_moved_++));
   if (piece != nullptr && !is_beside) piece->finish_store();

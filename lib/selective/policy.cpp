@@ -273,6 +273,21 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
   return joined;
 }
 
+std::shared_ptr<const PolicyRule> PolicyRule::through_hooks(
+    std::shared_ptr<const PolicyRule> rule) {
+  if (rule == nullptr || rule->options_.save_through_hooks) return rule;
+  if (rule->chooser_ != nullptr) return nullptr;  // it has measured what it keeps in place
+  SelectiveOptions options = rule->options_;
+  options.save_through_hooks = true;
+  const auto same = rule->fn_
+                        ? std::make_shared<PolicyRule>(rule->fn_, options)
+                        : std::make_shared<PolicyRule>(rule->ops_, rule->other_ops_, rule->names_,
+                                                       rule->other_names_, options);
+  same->unseen_.clear();
+  same->first_ = std::move(rule);  // sees names for both
+  return same;
+}
+
 Policy::Policy() = default;
 Policy::Policy(PolicyFn fn, SelectiveOptions options)
     : rule_(fn ? std::make_shared<const PolicyRule>(std::move(fn), options) : nullptr) {}

@@ -40,6 +40,9 @@ class PolicyRule {
   static std::shared_ptr<const PolicyRule> either(std::shared_ptr<const PolicyRule> a,
                                                   std::shared_ptr<const PolicyRule> b);
 
+  /// The same rule, under which kept results pass the hooks around. Of one that chooses by itself: null.
+  static std::shared_ptr<const PolicyRule> through_hooks(std::shared_ptr<const PolicyRule> rule);
+
   /// The answer to every call of an operator, if no function has to be asked for it.
   std::optional<CheckpointPolicy> answer_to_all(const c10::OperatorHandle& op) const;
   /// Calls user code, if there is a function.
@@ -63,7 +66,7 @@ class PolicyRule {
   const Names names_;
   const CheckpointPolicy other_names_ = CheckpointPolicy::PreferRecompute;
   const SelectiveOptions options_;
-  /// A union with a function has two: names are seen by both.
+  /// A union with a function has two, what was made of another one that: names are seen by them, too.
   std::shared_ptr<const PolicyRule> first_, second_;
   std::shared_ptr<BestChooser> chooser_;
   mutable std::mutex mutex_;  // guards what follows

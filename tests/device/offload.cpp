@@ -2,11 +2,18 @@
 
 #include <malloc.h>
 #include <unistd.h>
+#include <condition_variable>
 #include <filesystem>
+#include <fstream>
+#include <future>
+#include <mutex>
+#include <thread>
 
+#include "remat/report.h"
 #include "remat/tiers.h"
 #include "tests/device/offload_cases.h"
 #include "tests/device/stand_in.h"
+#include "tests/support/files.h"
 #include "tests/support/warnings.h"
 
 using remat::checkpoint;
@@ -256,13 +263,91 @@ TEST_CASE("with skip_parameters off parameters move too, and still get their gra
   offload::require_same({p.grad()}, {plain});
 }
 
-// Last: the pool remembers that there is none.
 namespace {
 
 struct FailingGuardCopy {
   explicit FailingGuardCopy(int64_t after) { stand_in::fail_copy_after(after); }
   ~FailingGuardCopy() { stand_in::fail_copy_after(-1); }
 };
+
+/// No more page-locked memory than there is, and so many bytes.
+struct ShortPinnedMemory {
+  explicit ShortPinnedMemory(int64_t beyond) {
+    stand_in::set_total_pinned_bytes(stand_in::pinned_bytes() + beyond);
+  }
+  ~ShortPinnedMemory() { stand_in::set_total_pinned_bytes(stand_in::default_total_bytes); }
+};
+
+/// Holds up copies that other threads make, until it is told to let them go.
+class HeldUpCopies {
+ public:
+  HeldUpCopies() {
+    stand_in::set_before_copy([state = state_, here = std::this_thread::get_id()] {
+      if (std::this_thread::get_id() == here) return;
+      std::unique_lock<std::mutex> lock(state->mutex);
+      state->num_waiting += 1;
+      state->changed.notify_all();
+      state->changed.wait(lock, [&] { return state->is_open; });
+    });
+  }
+  ~HeldUpCopies() {
+    let_go();
+    stand_in::set_before_copy({});
+  }
+  HeldUpCopies& operator=(HeldUpCopies&&) = delete;
+  void let_go() {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->is_open = true;
+    state_->changed.notify_all();
+  }
+  /// Whether another thread comes to a copy.
+  bool holds_one() {
+    std::unique_lock<std::mutex> lock(state_->mutex);
+    return state_->changed.wait_for(lock, std::chrono::seconds(60),
+                                    [&] { return state_->num_waiting > 0; });
+  }
+
+ private:
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool is_open = false;
+    int num_waiting = 0;
+  };
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
+};
+
+/// Something for two page-locked chunks, whose size is the library's, and for nothing else.
+constexpr int64_t two_chunks = 2 * (4 << 20);
+constexpr int64_t large = 9'000'000;  // bytes of more than two chunks
+
+/// What was begun to be copied through chunks is, or has failed: the thread that does it writes files after that.
+void wait_for_chunks() {
+  const Folder folder;
+  const Tensor near = at::randn({16}).requires_grad_();
+  Tensor y;
+  std::optional<remat::TierCounters> counters;
+  {
+    const remat::SaveInTiersGuard guard(
+        {.host_bytes = 0, .directory = folder.path(), .min_bytes = 0});
+    counters = guard.counters();
+    y = (near + 1).sin();
+  }
+  for (int i = 0; i < 5000 && counters->now().bytes_on_disk == 0; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  REQUIRE(counters->now().bytes_on_disk > 0);
+}
+
+int64_t count_of(const std::vector<std::string>& texts, const char* part) {
+  return std::count_if(texts.begin(), texts.end(), [&](const std::string& each) {
+    return each.find(part) != std::string::npos;
+  });
+}
+
+Tensor sines(Tensor t, int count) {
+  for (int i = 0; i < count; ++i) t = t.sin();
+  return t;
+}
 
 }  // namespace
 
@@ -315,6 +400,9 @@ TEST_CASE("a copy of a guard's that fails, out or back, loses nothing", "[device
     }
     require_bit_equal({grad_of(y, {x})[0].cpu()}, {plain});
   }
+  // The engine's thread of the device lets go late.
+  for (int i = 0; i < 5000 && stand_in::live_bytes() != before; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   CHECK(stand_in::live_bytes() == before);
   CHECK((failed_out > 0) == (which != 1));
 }
@@ -336,6 +424,347 @@ TEST_CASE("inputs that are on their way to the CPU hold no more of the device th
   CHECK(forward(4) > 0);  // 80 MiB
 }
 
+TEST_CASE("a guard begins as many copies back ahead as it is told", "[device][OFF-14]") {
+  constexpr int64_t size = 4000;
+  const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
+  const Tensor plain = grad_of(sines(x + 1, 6), {x})[0];
+  const int64_t depth = GENERATE(0, 1, 2, 3, 100);
+  CAPTURE(depth);
+  const remat::Recorder recorder;
+  std::optional<remat::MoveCounters> counters;
+  Tensor middle, y;
+  {
+    const remat::SaveOnCpuGuard guard({.pin_memory = true, .prefetch_depth = depth});
+    counters = guard.counters();
+    middle = sines(x + 1, 5);
+    y = middle.sin();
+  }
+  const int64_t before = stand_in::live_bytes();
+  grad_of(y, {middle}, {.retain_graph = true});
+  const auto bytes_in = [&] { return recorder.report().devices.front().bytes_in; };
+  CHECK(bytes_in() == (1 + std::min<int64_t>(depth, 5)) * size);
+  CHECK(counters->now().loads == 1);
+  CHECK(stand_in::live_bytes() == before);  // nobody asked for the rest
+  offload::require_same(grad_of(y, {x}), {plain});
+  CHECK(counters->now().loads == 1 + 6);
+  CHECK(counters->now().loads_ahead == (depth == 0 ? 0 : 5));
+}
+
+TEST_CASE("as many inputs of regions come back ahead as their options say", "[device][OFF-14]") {
+  constexpr int64_t size = 4000;
+  const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
+  const int64_t depth = GENERATE(0, 1, 2, 100);
+  CAPTURE(depth);
+  const auto region = [](const Tensor& t) { return t.sin().exp(); };
+  const auto f = [&](Tensor t, int count) {
+    for (int i = 0; i < count; ++i)
+      t = checkpoint({.offload_inputs = true, .offload_prefetch_depth = depth}, region, t);
+    return t;
+  };
+  Tensor plain = x + 1;
+  for (int i = 0; i < 6; ++i) plain = region(plain);
+  plain = grad_of(plain, {x})[0];
+  const remat::Recorder recorder;
+  const Tensor middle = f(x + 1, 5), y = f(middle, 1);
+  const int64_t before = stand_in::live_bytes();
+  grad_of(y, {middle}, {.retain_graph = true});
+  CHECK(recorder.report().devices.front().bytes_in == (1 + std::min<int64_t>(depth, 5)) * size);
+  CHECK(stand_in::live_bytes() == before);
+  offload::require_same(grad_of(y, {x}), {plain});
+  CHECK_THROWS_AS(checkpoint({.offload_prefetch_depth = -1}, region, x), c10::ValueError);
+}
+
+TEST_CASE("the last saves stay on the device, and are read there", "[device][OFF-14]") {
+  constexpr int64_t size = 4000;
+  const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
+  const Tensor plain = grad_of(sines(x + 1, 8), {x})[0];
+  const int64_t keep_last = GENERATE(0, 1, 3, 7, 8, 100);
+  const bool pin_memory = GENERATE(true, false);
+  CAPTURE(keep_last, pin_memory);
+  std::optional<remat::MoveCounters> counters;
+  const int64_t before = stand_in::live_bytes();
+  Tensor y;
+  {
+    const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory, .keep_last = keep_last});
+    counters = guard.counters();
+    y = sines(x + 1, 8);
+  }
+  const int64_t num_staying = std::min<int64_t>(keep_last, 8);
+  CHECK(counters->now().moves == 8 - num_staying);
+  CHECK(stand_in::live_bytes() - before == (1 + num_staying) * size);
+  offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
+  CHECK(counters->now().loads == 8 - num_staying);
+  // What stays says what comes next, too.
+  if (pin_memory)
+    CHECK(counters->now().loads_ahead == std::max<int64_t>(0, 8 - std::max<int64_t>(1, keep_last)));
+  offload::require_same(grad_of(y, {x}), {plain});
+  CHECK_THROWS_AS(remat::SaveOnCpuGuard({.keep_last = -1}), c10::ValueError);
+}
+
+TEST_CASE("what stays since it was saved last and is changed in place raises", "[device]") {
+  const Tensor x = offload::stand_in_leaf(far_device, {1000});
+  const int which = GENERATE(0, 1);  // moved by then, or not
+  Tensor h, y;
+  {
+    const remat::SaveOnCpuGuard guard({.pin_memory = true, .keep_last = 1});
+    h = x + 1;
+    y = h.sin();
+    const Tensor alias = which == 0 ? h.detach() : Tensor();
+    if (which == 0) h.reset();
+    y = sines(y, 2);
+    if (which == 0) alias.zero_();
+  }
+  if (which == 1) h.detach().zero_();
+  CHECK_THROWS_WITH(grad_of(y, {x}), contains("modified by an inplace operation"));
+  drop_ready_nodes();
+}
+
+TEST_CASE("an exception between a copy and its use lets go of both, and the rest can be used",
+          "[device][faults]") {
+  constexpr int64_t size = 4000;
+  const Tensor x = offload::stand_in_leaf(far_device, {size / 4});
+  const Tensor plain = grad_of(sines(x + 1, 6), {x})[0];
+  const int64_t before = stand_in::live_bytes();
+  const int which = GENERATE(0, 1, 2);
+  CAPTURE(which);
+  const auto under_guard = [&](const auto& program) {
+    if (which == 0) {
+      const remat::SaveOnCpuGuard guard({.pin_memory = true, .prefetch_depth = 100});
+      return program();
+    }
+    if (which == 1) {
+      const remat::SaveOnCpuGuard guard({.pin_memory = true, .keep_last = 2});
+      return program();
+    }
+    const remat::SaveInTiersGuard guard({.device_bytes = size, .min_bytes = 0});
+    return program();
+  };
+  // Copies out are on their way.
+  CHECK_THROWS_WITH(under_guard([&]() -> Tensor {
+                      sines(x + 1, 6);
+                      throw std::runtime_error("stop in forward");
+                    }),
+                    contains("stop in forward"));
+  CHECK(stand_in::live_bytes() == before);
+  // Copies back are on their way when a node of backward throws.
+  Tensor middle;
+  const Tensor y = under_guard([&] {
+    middle = sines(x + 1, 4);
+    return sines(middle, 2);
+  });
+  bool throws = true;
+  middle.register_hook([&](const Tensor&) {
+    if (throws) throw std::runtime_error("stop in backward");
+  });
+  middle.reset();
+  const int64_t held = stand_in::live_bytes();
+  CHECK_THROWS_WITH(grad_of(y, {x}, {.retain_graph = true}), contains("stop in backward"));
+  drop_ready_nodes();
+  CHECK(stand_in::live_bytes() == held);
+  throws = false;
+  offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
+  offload::require_same(grad_of(y, {x}), {plain});
+}
+
+TEST_CASE(
+    "page-locked memory that is short is warned about once, and what is beyond goes through chunks",
+    "[device][faults]") {
+  if (at::hasCUDA()) return;  // then it is CUDA's
+  const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
+  const Tensor plain = grad_of(sines(x + 1, 3), {x})[0];
+  const ShortPinnedMemory none(two_chunks);
+  remat::testing::Warnings warnings;
+  for (int i = 0; i < 2; ++i) {
+    const int64_t before = stand_in::pinned_bytes();
+    std::optional<remat::MoveCounters> counters;
+    Tensor y;
+    {
+      const remat::SaveOnCpuGuard guard({.pin_memory = true});
+      counters = guard.counters();
+      y = sines(x + 1, 3);
+    }
+    CHECK(counters->now().bytes_moved == 3 * large);
+    offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
+    offload::require_same(grad_of(y, {x}), {plain});
+    CHECK(stand_in::pinned_bytes() - before <= two_chunks);
+  }
+  CHECK(count_of(warnings.texts, "page-locked memory of the host is short") == 1);
+  CHECK(count_of(warnings.texts, "9000000 bytes could not be had") == 1);
+}
+
+TEST_CASE("memory of the host that is short is warned about once", "[device][faults]") {
+  int64_t num_warnings = 0;
+  for (const bool pin_memory : {false, true, false}) {
+    const Tensor x = offload::stand_in_leaf(far_device, {1'000'000});
+    const Tensor plain = grad_of(sines(x + 1, 2), {x})[0];
+    remat::testing::Warnings warnings;
+    Tensor y;
+    {
+      int64_t pages = 0;
+      std::ifstream("/proc/self/statm") >> pages;
+      // So much is left that all succeeds, but no twentieth of it.
+      const auto used = static_cast<rlim_t>(pages * ::sysconf(_SC_PAGESIZE));
+      const Limit limit(RLIMIT_AS, used + (rlim_t{1} << 25));
+      const remat::SaveOnCpuGuard guard({.pin_memory = pin_memory});
+      y = sines(x + 1, 2);
+    }
+    offload::require_same(grad_of(y, {x}), {plain});
+    num_warnings += count_of(warnings.texts, "memory of the host is short: of ");
+  }
+  CHECK(num_warnings == 1);
+}
+
+TEST_CASE("copies from and to ordinary memory do not hold up the program", "[device][OFF-14]") {
+  if (at::hasCUDA()) return;  // then page-locked memory is CUDA's
+  const bool has_chunks = GENERATE(true, false);
+  CAPTURE(has_chunks);
+  const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
+  const Tensor plain = grad_of(sines(x + 1, 5), {x})[0];
+  const ShortPinnedMemory none(has_chunks ? two_chunks : 0);
+  const int64_t before = stand_in::live_bytes();
+  Tensor y;
+  {
+    HeldUpCopies held_up;
+    const remat::SaveOnCpuGuard guard({.pin_memory = true});
+    y = sines(x + 1, 5);
+    CHECK(held_up.holds_one());  // by another thread, while forward has gone on
+    // What is not copied yet is on the device.
+    CHECK(stand_in::live_bytes() - before == 6 * large);
+  }
+  for (int i = 0; i < 5000 && stand_in::live_bytes() - before != large; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK(stand_in::live_bytes() - before == large);
+  offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
+  offload::require_same(grad_of(y, {x}), {plain});
+}
+
+TEST_CASE(
+    "copies through ordinary memory hold no more of the device than 64 MiB, or than asked for",
+    "[device][OFF-14]") {
+  if (at::hasCUDA()) return;
+  const ShortPinnedMemory none(0);
+  const int64_t max_bytes = GENERATE(int64_t{20} << 20, std::numeric_limits<int64_t>::max());
+  CAPTURE(max_bytes);
+  const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
+  const Tensor plain = grad_of(sines(x + 1, 12), {x})[0];
+  const int64_t before = stand_in::live_bytes();
+  int64_t most = 0;
+  Tensor y;
+  {
+    // Nothing is copied until forward must wait for it, or has ended.
+    HeldUpCopies held_up;
+    const auto later = std::async(std::launch::async, [&] {
+      std::this_thread::sleep_for(std::chrono::seconds(3));
+      held_up.let_go();
+    });
+    const remat::SaveOnCpuGuard guard({.pin_memory = true, .max_bytes_in_flight = max_bytes});
+    y = x + 1;
+    for (int i = 0; i < 12; ++i) {
+      y = y.sin();
+      most = std::max(most, stand_in::live_bytes() - before);
+    }
+    later.wait();
+  }
+  // What is on its way, and the result.
+  CHECK(most <= std::min(max_bytes, int64_t{64} << 20) + large);
+  CHECK(most >= 2 * large);
+  offload::require_same(grad_of(y, {x}), {plain});
+}
+
+TEST_CASE("a copy through chunks that fails, out or back, loses nothing", "[device][faults]") {
+  if (at::hasCUDA()) return;
+  const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
+  const Tensor plain = grad_of(sines(x + 1, 3), {x})[0];
+  const ShortPinnedMemory none(two_chunks);
+  const int64_t before = stand_in::live_bytes();
+  int failed_out = 0, failed_back = 0;
+  const auto backward = [&](const Tensor& y, int64_t failing_copy) {
+    try {
+      const FailingGuardCopy failing(failing_copy);
+      require_bit_equal({grad_of(y, {x}, {.retain_graph = true})[0].cpu()}, {plain.cpu()});
+    } catch (const c10::Error& error) {
+      ++failed_back;
+      CHECK_THAT(error.what(), contains("far failed to copy"));
+      drop_ready_nodes();
+    }
+  };
+  for (int64_t n = 0; n < 10; ++n) {
+    CAPTURE(n);
+    Tensor y;
+    {
+      const remat::testing::Warnings warnings;
+      {
+        const FailingGuardCopy failing(n);
+        const remat::SaveOnCpuGuard guard(
+            {.pin_memory = true, .prefetch_depth = n % 2 == 0 ? 0 : 2});
+        y = sines(x + 1, 3);
+        wait_for_chunks();
+      }
+      backward(y, -1);
+      failed_out += static_cast<int>(
+          count_of(warnings.texts, "stays on its device, since it could not be copied"));
+    }
+    backward(y, n);
+    require_bit_equal({grad_of(y, {x})[0].cpu()}, {plain.cpu()});
+  }
+  for (int i = 0; i < 5000 && stand_in::live_bytes() != before; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK(stand_in::live_bytes() == before);
+  CHECK(failed_out == 9);  // each of three chunks of three tensors
+  CHECK(failed_back > 0);
+}
+
+TEST_CASE("a change in place while chunks are under way raises", "[device]") {
+  if (at::hasCUDA()) return;
+  const ShortPinnedMemory none(two_chunks);
+  const Tensor x = offload::stand_in_leaf(far_device, {large / 4});
+  Tensor h, y;
+  {
+    HeldUpCopies held_up;
+    const remat::SaveOnCpuGuard guard({.pin_memory = true});
+    h = x + 1;
+    y = h.sin();
+    CHECK(held_up.holds_one());
+    h.detach().zero_();
+  }
+  CHECK_THROWS_WITH(grad_of(y, {x}), contains("modified by an inplace operation"));
+  drop_ready_nodes();
+}
+
+TEST_CASE("inputs of regions, policies and tiers move through chunks, too", "[device][rule-15]") {
+  if (at::hasCUDA()) return;
+  const Folder folder;
+  const ShortPinnedMemory none(GENERATE(two_chunks, int64_t{0}));
+  const int which = GENERATE(0, 1, 2, 3);
+  CAPTURE(which);
+  const int64_t side = 1500;  // 9 MB
+  const Tensor x = at::randn({side, side}).div_(side).to(stand_in::device()).requires_grad_();
+  const auto f = [](const Tensor& t) { return t.sin().exp().sin().exp(); };
+  const Tensor plain = grad_of(f(f(x * 1)), {x})[0];
+  const int64_t before = stand_in::live_bytes();
+  const auto run = [&]() -> Tensor {
+    const remat::CheckpointOptions options{
+        .policy = which == 1 ? remat::offload_ops({"aten::exp"}) : remat::Policy(),
+        .offload_inputs = which == 0};
+    if (which < 2) return checkpoint(options, f, checkpoint(options, f, x * 1));
+    const remat::SaveInTiersGuard guard(
+        which == 2 ? remat::SaveInTiersOptions{.min_bytes = 0}
+                   : remat::SaveInTiersOptions{
+                         .host_bytes = 2 * large, .directory = folder.path(), .min_bytes = 0});
+    return f(f(x * 1));
+  };
+  {
+    const Tensor y = run();
+    for (int i = 0; i < 2; ++i)
+      offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
+    offload::require_same(grad_of(y, {x}), {plain});
+  }
+  for (int i = 0; i < 5000 && stand_in::live_bytes() != before; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK(stand_in::live_bytes() == before);
+}
+
+// Last: the pool remembers that there is none.
 TEST_CASE("without page-locked memory ordinary memory serves", "[device][last]") {
   const NoPinnedMemory none;
   const Tensor x = offload::stand_in_leaf(far_device, {9'000'000});  // more than the pool has free

@@ -208,6 +208,8 @@ at::Generator& generator(int index) {
 struct Pinned final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     TORCH_CHECK(has, "far has no page-locked memory");
+    TORCH_CHECK_WITH(OutOfMemoryError, num_live_bytes + static_cast<int64_t>(bytes) <= total,
+                     "far has no page-locked memory left");
     auto* const block = static_cast<char*>(std::malloc(header + bytes));
     *reinterpret_cast<int64_t*>(block) = static_cast<int64_t>(bytes);
     num_live_bytes += static_cast<int64_t>(bytes);
@@ -238,6 +240,7 @@ struct Pinned final : c10::Allocator {
   static inline std::atomic<bool> has{true};
   static inline std::mutex mutex;
   static inline std::map<const void*, size_t, std::less<>> blocks;  ///< alive, with their bytes
+  static inline std::atomic<int64_t> total{default_total_bytes};
 };
 Pinned pinned;
 
@@ -437,8 +440,16 @@ at::Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
 }
 
 std::atomic<int64_t> copies_until_failure{-1};
+std::mutex before_copy_mutex;
+std::function<void()> before_copy;
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  std::function<void()> before;
+  {
+    const std::lock_guard<std::mutex> lock(before_copy_mutex);
+    before = before_copy;
+  }
+  if (before) before();
   const auto copy = [from = near(from), to = near(to), is_beside = non_blocking] {
     if (is_beside) skew_ns += work_ns;
     const at::NoGradGuard no_grad;
@@ -624,6 +635,11 @@ int64_t num_queued_copies() {
 void fail_copy_after(int64_t count) { copies_until_failure = count; }
 int64_t pinned_bytes() { return Pinned::num_live_bytes; }
 void set_has_pinned_memory(bool has) { Pinned::has = has; }
+void set_total_pinned_bytes(int64_t bytes) { Pinned::total = bytes; }
+void set_before_copy(std::function<void()> call) {
+  const std::lock_guard<std::mutex> lock(before_copy_mutex);
+  before_copy = std::move(call);
+}
 
 void set_work_time(std::chrono::nanoseconds each) { work_ns = each.count(); }
 void set_has_event_times(bool has) { has_event_times = has; }

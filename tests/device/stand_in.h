@@ -52,6 +52,10 @@ void fail_copy_after(int64_t count);
 /// Page-locked memory of the host. Without it `at::empty` of such memory throws.
 int64_t pinned_bytes();
 void set_has_pinned_memory(bool has);
+/// What there is of it. An allocation above it throws `c10::OutOfMemoryError`.
+void set_total_pinned_bytes(int64_t bytes);
+/// Called before each copy is made or queued, on the thread that asks for it; empty: nothing is.
+void set_before_copy(std::function<void()> call);
 
 /// What each device has. An allocation above it throws `c10::OutOfMemoryError`.
 inline constexpr int64_t default_total_bytes = int64_t{1} << 40;

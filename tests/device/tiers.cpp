@@ -5,9 +5,11 @@
 #include <thread>
 
 #include "remat/memory.h"
+#include "remat/report.h"
 #include "tests/device/offload_cases.h"
 #include "tests/device/stand_in.h"
 #include "tests/support/files.h"
+#include "tests/support/warnings.h"
 
 using remat::checkpoint;
 using remat::SaveInTiersGuard;
@@ -151,5 +153,96 @@ TEST_CASE("copies of tiers wait for the stream that saved", "[device][tiers]") {
       y = chain(y, length / 3);
     }
   }
+  offload::require_same(grad_of(y, {x}), plain);
+}
+
+TEST_CASE("a device keeps the last saves beyond its budget, and the rest goes on as without",
+          "[device][tiers]") {
+  const Folder folder;
+  const Tensor x = leaf_there();
+  const Tensors plain = grad_of(chain(x), {x});
+  const int64_t keep_last = GENERATE(0, 2, 100), on_device = GENERATE(0, 1, 4);
+  const int64_t before = stand_in::live_bytes();
+  Tensor y;
+  std::optional<TierCounters> counters;
+  {
+    const SaveInTiersGuard guard({.device_bytes = on_device * kibibyte,
+                                  .host_bytes = 3 * kibibyte,
+                                  .directory = folder.path(),
+                                  .min_bytes = 0,
+                                  .keep_last = keep_last});
+    counters = guard.counters();
+    y = chain(x);
+  }
+  const int64_t num_staying = std::min<int64_t>(length - 1, std::max(on_device, keep_last));
+  CHECK(counters->now().bytes_to_host == (length - 1 - num_staying) * kibibyte);
+  CHECK(stand_in::live_bytes() - before == (1 + num_staying) * kibibyte);
+  for (int i = 0; i < 2; ++i)
+    offload::require_same(grad_of(y, {x}, {.retain_graph = i == 0}), plain);
+}
+
+TEST_CASE("what came from a device and does not fit on the disk stays on the CPU, with a warning",
+          "[device][tiers][faults]") {
+  const Folder folder;
+  const Tensor x = leaf_there();
+  const Tensors plain = grad_of(chain(x), {x});
+  const bool pin_memory = GENERATE(true, false);
+  std::string warned;
+  {
+    const remat::testing::Warnings warnings;
+    const FileSizeLimit limit(4 * kibibyte);
+    Tensor y;
+    std::optional<TierCounters> counters;
+    {
+      // Forward waits for each write.
+      const SaveInTiersGuard guard({.host_bytes = 0,
+                                    .directory = folder.path(),
+                                    .min_bytes = 0,
+                                    .pin_memory = pin_memory,
+                                    .max_bytes_in_flight = 0});
+      counters = guard.counters();
+      y = chain(x);
+    }
+    CHECK(counters->now().failed_writes > 0);
+    CHECK(counters->now().bytes_on_disk + counters->now().bytes_on_host == (length - 1) * kibibyte);
+    for (int i = 0; i < 2; ++i)
+      offload::require_same(grad_of(y, {x}, {.retain_graph = i == 0}), plain);
+    for (const std::string& each : warnings.texts) warned += each;
+  }
+  CHECK_THAT(warned, contains("stays in memory, beyond the budget of its tier"));
+  CHECK_THAT(warned, contains("could not be written to a file"));
+}
+
+TEST_CASE("what waits in the file is on its device again before backward asks for it",
+          "[device][tiers]") {
+  const Folder folder;
+  const Tensor x = leaf_there();
+  const Tensors plain = grad_of(chain(x), {x});
+  Tensor middle, y;
+  std::optional<TierCounters> counters;
+  {
+    const SaveInTiersGuard guard({.host_bytes = 0, .directory = folder.path(), .min_bytes = 0});
+    counters = guard.counters();
+    middle = chain(x, length - 2);
+    y = chain(middle, 2);
+  }
+  const Tensor held = std::exchange(middle, Tensor());  // it stays on the device
+  wait_for([&] { return counters->now().bytes_on_disk == (length - 2) * kibibyte; });
+  const remat::Recorder recorder;
+  const auto bytes_in = [&] {
+    const remat::Report report = recorder.report();
+    return report.devices.empty() ? 0 : report.devices.front().bytes_in;
+  };
+  int64_t before_the_second = 0;
+  held.register_hook([&](const Tensor&) {
+    for (int i = 0; i < 5000 && bytes_in() < kibibyte; ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    before_the_second = bytes_in();
+  });
+  offload::require_same(grad_of(y, {x}, {.retain_graph = true}), plain);
+  CHECK(before_the_second >= kibibyte);
+  // All but the first one that was read.
+  CHECK(bytes_in() == (length - 3) * kibibyte);
+  CHECK(counters->now().loads == length - 2);
   offload::require_same(grad_of(y, {x}), plain);
 }
