@@ -87,7 +87,8 @@ std::unique_ptr<remat::SavedTensorHooksGuard> Interpreter::copies_in(Mode mode) 
 void Interpreter::run_offload(const Statement& s, Environment& values) {
   if (const auto copies = copies_in(Mode::Undone)) return run_block(s.block, values);
   if (s.salt % 3 == 0) {
-    const remat::SaveOnCpuGuard guard({.skip_parameters = s.salt % 2 == 0});
+    const remat::SaveOnCpuGuard guard(
+        {.skip_parameters = s.salt % 2 == 0, .keep_last = static_cast<int64_t>(s.salt / 6 % 3)});
     return run_block(s.block, values);
   }
   if (s.salt % 3 == 1) {
@@ -95,8 +96,11 @@ void Interpreter::run_offload(const Statement& s, Environment& values) {
     return run_block(s.block, values);
   }
   const auto bytes = static_cast<int64_t>(s.salt / 3 % 4 * 32);
-  const remat::SaveInTiersGuard guard(
-      {.device_bytes = bytes, .host_bytes = 2 * bytes, .directory = "/tmp", .min_bytes = 0});
+  const remat::SaveInTiersGuard guard({.device_bytes = bytes,
+                                       .host_bytes = 2 * bytes,
+                                       .directory = "/tmp",
+                                       .min_bytes = 0,
+                                       .keep_last = static_cast<int64_t>(s.salt / 12 % 3)});
   run_block(s.block, values);
 }
 
