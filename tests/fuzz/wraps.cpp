@@ -91,7 +91,8 @@ void Interpreter::run_offload(const Statement& s, Environment& values) {
   if (s.salt % 3 == 0) {
     const remat::SaveOnCpuGuard guard({.skip_parameters = s.salt % 2 == 0,
                                        .prefetch_depth = depth,
-                                       .max_bytes_in_flight = in_flight});
+                                       .max_bytes_in_flight = in_flight,
+                                       .keep_last = static_cast<int64_t>(s.salt / 6 % 3)});
     return run_block(s.block, values);
   }
   if (s.salt % 3 == 1) {
@@ -104,7 +105,8 @@ void Interpreter::run_offload(const Statement& s, Environment& values) {
                                        .host_bytes = 2 * bytes,
                                        .directory = "/tmp",
                                        .min_bytes = 0,
-                                       .max_bytes_in_flight = in_flight});
+                                       .max_bytes_in_flight = in_flight,
+                                       .keep_last = static_cast<int64_t>(s.salt / 12 % 3)});
   run_block(s.block, values);
 }
 
