@@ -13,7 +13,7 @@ from typing import Any, Callable
 import torch
 
 import remat
-from remat import _errors, _extension, _region
+from remat import _errors, _extension
 
 
 def leaf(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -54,7 +54,6 @@ def _checked_error(*facts: Any) -> remat.CheckpointError:
 _extension._remat._set_names(
     _errors.StopRecompute, _checked_error, _extension._run_in, _extension._device_context
 )
-_extension._remat._set_decorator(_region.Checkpointing, _region.refuse_function, _region.unbound)
 
 
 class Case(unittest.TestCase):
