@@ -134,7 +134,7 @@ void set_error(const CheckpointError& error) {
   Py_DECREF(made);
 }
 
-void set_error_in_flight() noexcept {
+__attribute__((no_sanitize("null"))) void set_error_in_flight() noexcept {
   try {
     throw;
   } catch (

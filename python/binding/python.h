@@ -56,8 +56,9 @@ void set_error_in_flight() noexcept;
 [[noreturn]] void wait_for_the_end() noexcept;
 
 /// Calls Python, or takes its lock, below C++ frames. See Note [The end of the process].
+/// What is caught is no object: the sanitizer of null references would end the process here.
 template <class Action>
-decltype(auto) in_python(Action&& action) {
+__attribute__((no_sanitize("null"))) decltype(auto) in_python(Action&& action) {
   try {
     return action();
   } catch (abi::__forced_unwind&) {
