@@ -137,8 +137,12 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
         (origin == Origin::Outside || origin == Origin::Input))
       value.alias = saved.tensor_data();  // its owner may give the object other storage
     if (const auto noted = slots_.notes_of(position); !noted.empty())
-      pending_.push_back(
-          {position, at::sequence_number::peek(), saved, {noted.begin(), noted.end()}});
+      // Without its history: whoever frees the recompute's graph does so before the contents are compared.
+      pending_.push_back({position,
+                          at::sequence_number::peek(),
+                          saved.detach(),
+                          TensorIdentity::of(saved),
+                          {noted.begin(), noted.end()}});
   });
   if (operands_ != nullptr && differences_.operands.empty() &&
       std::this_thread::get_id() == owner_) {
@@ -381,7 +385,7 @@ void Filler::compare_pending(uint64_t next_operator, bool is_end) {
       differences_.contents.push_back(
           {{each.position, std::move(then_text), std::move(now_text), {}, {}},
            std::move(slot_identity),
-           TensorIdentity::of(each.tensor)});
+           each.identity});
     }
 }
 

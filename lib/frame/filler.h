@@ -143,6 +143,7 @@ class Filler final : public SlotFiller {
     int64_t position;
     uint64_t operator_number;
     at::Tensor tensor;
+    TensorIdentity identity;
     c10::SmallVector<NoteOfSlot, 1> in_forward;
   };
   std::vector<Pending> pending_;  // contents to compare when their operator has returned

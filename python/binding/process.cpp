@@ -134,7 +134,7 @@ void set_error(const CheckpointError& error) {
   Py_DECREF(made);
 }
 
-void set_error_in_flight() noexcept {
+__attribute__((no_sanitize("null"))) void set_error_in_flight() noexcept {
   try {
     throw;
   } catch (
@@ -168,8 +168,10 @@ void add_process(py::module_& module) {
   module.def("_interpreter_ends", interpreter_ends);
   module.def("_set_names", [](py::object stop, py::object make_error, py::object run_in,
                               py::object device_context) {
-    names() = {stop.release().ptr(), make_error.release().ptr(), run_in.release().ptr(),
-               device_context.release().ptr()};
+    names().stop = stop.release().ptr();
+    names().make_error = make_error.release().ptr();
+    names().run_in = run_in.release().ptr();
+    names().device_context = device_context.release().ptr();
   });
   module.def("_set_dispatch_mode",
              [](py::object mode) { set_dispatch_mode(mode.release().ptr(), getPyInterpreter()); });

@@ -26,6 +26,7 @@ struct Names {
   PyObject* decorator = nullptr;        ///< makes a decorator of options
   PyObject* refuse_function = nullptr;  ///< raises for what is no function
   PyObject* unbound = nullptr;  ///< the error for a function that was called without its arguments
+  PyObject* free_hooks = nullptr;  ///< frees what hooks of a recompute hold
 };
 /// Never freed: the process may end while regions are alive.
 Names& names();
@@ -55,8 +56,9 @@ void set_error_in_flight() noexcept;
 [[noreturn]] void wait_for_the_end() noexcept;
 
 /// Calls Python, or takes its lock, below C++ frames. See Note [The end of the process].
+/// What is caught is no object: the sanitizer of null references would end the process here.
 template <class Action>
-decltype(auto) in_python(Action&& action) {
+__attribute__((no_sanitize("null"))) decltype(auto) in_python(Action&& action) {
   try {
     return action();
   } catch (abi::__forced_unwind&) {
@@ -114,6 +116,7 @@ void add_hook_tables();  // hook_tables.cpp
 /// Adds what a source defines to the module. They throw py::error_already_set.
 void add_process(py::module_& module);      // process.cpp
 void add_region(py::module_& module);       // region.cpp
+void add_hook_cycles(py::module_& module);  // hook_cycles.cpp
 void add_drop_in(py::module_& module);      // drop_in.cpp
 void add_backward(py::module_& module);     // backward.cpp
 void add_policy(py::module_& module);       // policy.cpp

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "hook_cycles.h"
 #include "modules.h"
 #include "policy.h"
 #include "remat/options.h"
@@ -314,6 +315,7 @@ PyObject* Body::call_again(PyObject** arguments) {
 
 void Body::run_again(std::vector<at::Tensor>& inputs) {
   const Locked locked(Locked::AtEnd::Wait);
+  const HookCycles cycles;  // ends last, when the function's objects are gone
   // The references that this run takes die with it, whatever happens.
   struct Arguments {
     c10::SmallVector<PyObject*, 16> all{nullptr};  // room for a method's object

@@ -35,6 +35,7 @@ except ImportError as error:
 from ._dispatch_mode import SeesOperators  # noqa: E402
 from ._engine import put_in_front  # noqa: E402
 from ._errors import WORDS_OF_WARNINGS, StopRecompute, make_error  # noqa: E402
+from ._hooks import note_hooks_of  # noqa: E402
 
 
 def _run_in(recompute_context: Any, device_context: Any, function: Any, /, *args: Any, **kwargs: Any) -> None:
@@ -65,4 +66,5 @@ _remat._set_names(StopRecompute, make_error, _run_in, _device_context)
 _remat._set_dispatch_mode(SeesOperators())  # type: ignore[no-untyped-call]
 _remat._set_words(WORDS_OF_WARNINGS)
 put_in_front(_remat)
+note_hooks_of(_remat)
 atexit.register(_remat._interpreter_ends)

@@ -13,7 +13,7 @@ from typing import Any, Callable
 import torch
 
 import remat
-from remat import _errors, _extension, _region
+from remat import _errors, _extension
 
 
 def leaf(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -24,13 +24,17 @@ def gradient(result: Any, *inputs: torch.Tensor, **options: Any) -> tuple[torch.
     return torch.autograd.grad(result.sum(), inputs, **options)
 
 
+# Under sanitizers programs take several times longer: how many.
+SLOWNESS = int(os.environ.get("REMAT_TEST_SLOWNESS", "1"))
+
+
 def run_python(*arguments: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
     """Runs a program in a process of its own, with the package that this one has."""
     folder = os.path.dirname(os.path.dirname(remat.__file__))
     path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH", "")]))
     return subprocess.run(
         [sys.executable, *arguments], env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        text=True, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, timeout=SLOWNESS * timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
@@ -54,7 +58,6 @@ def _checked_error(*facts: Any) -> remat.CheckpointError:
 _extension._remat._set_names(
     _errors.StopRecompute, _checked_error, _extension._run_in, _extension._device_context
 )
-_extension._remat._set_decorator(_region.Checkpointing, _region.refuse_function, _region.unbound)
 
 
 class Case(unittest.TestCase):
