@@ -297,7 +297,7 @@ TEST_CASE("where saves may move the frontier is the best of all plans of up to f
     }
   }
   CHECK(10 * num_moving > num_points);
-  CHECK(30 * num_keeping_elsewhere > num_points);
+  CHECK(100 * num_keeping_elsewhere > num_points);
 }
 
 TEST_CASE("longer chains that may move cost what their points say, never more than without",

@@ -27,7 +27,10 @@ c10::SmallVector<c10::Device, 2> devices_in_use() {
   if (!type || !tells) return devices;
   try {
     const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
-    const c10::DeviceIndex count = c10::impl::VirtualGuardImpl(*type).deviceCount();
+    // In a process that makes fake tensors LibTorch guards one device of a kind of its own that has none; its hooks know.
+    const c10::DeviceIndex count = type == c10::kPrivateUse1
+                                       ? c10::impl::VirtualGuardImpl(*type).deviceCount()
+                                       : hooks.deviceCount();
     for (c10::DeviceIndex i = 0; i < count; ++i)
       if (hooks.hasPrimaryContext(i)) devices.emplace_back(*type, i);
   } catch (const c10::Error& e) {

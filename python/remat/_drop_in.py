@@ -19,16 +19,96 @@ from ._arguments import checked
 from ._extension import _remat
 from ._policy import CheckpointPolicy, Policy, PolicyContext, save_ops
 
-# Taken before anything is replaced.
-_generator = upstream._checkpoint_without_reentrant_generator
+# Taken before anything is replaced. From 2.14 on the function that makes a region has its arguments apart from its
+# options, under another name; the old form is one for others, and calls the new one.
+_IS_NEWER = hasattr(upstream, "_checkpoint_without_reentrant_generator_impl")
+_NAME = "_checkpoint_without_reentrant_generator" + ("_impl" if _IS_NEWER else "")
+_replaced = getattr(upstream, _NAME)
 _create_contexts = upstream.create_selective_checkpoint_contexts
 _enter_group = upstream.GraphExecGroup.__enter__
 _exit_group = upstream.GraphExecGroup.__exit__
 
-_NAME = "_checkpoint_without_reentrant_generator"
 _lock = threading.Lock()
 _num_installed = 0
 _native_functions = False
+
+
+# ---- the function that makes a region ---------------------------------------------------------------------
+
+if _IS_NEWER:
+
+    def _generator(
+        fn: Any,
+        preserve_rng_state: bool,
+        context_fn: Any,
+        determinism_check: Any,
+        debug: Any,
+        early_stop: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Upstream's, in the form that the extension calls."""
+        return _replaced(
+            fn,
+            args,
+            kwargs,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+        )
+
+    def _region(
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        preserve_rng_state: bool = True,
+        context_fn: Any = upstream.noop_context_fn,
+        determinism_check: Any = upstream._DEFAULT_DETERMINISM_MODE,
+        debug: Any = False,
+        early_stop: bool = True,
+        respect_saved_tensors_hooks: Optional[bool] = None,
+    ) -> Any:
+        """The extension's, in the form that upstream calls."""
+        if respect_saved_tensors_hooks and context_fn is not upstream.noop_context_fn:
+            return _replaced(
+                fn,
+                args,
+                kwargs,
+                preserve_rng_state=preserve_rng_state,
+                context_fn=context_fn,
+                determinism_check=determinism_check,
+                debug=debug,
+                early_stop=early_stop,
+                respect_saved_tensors_hooks=True,
+            )
+        return _remat._region(
+            fn, preserve_rng_state, context_fn, determinism_check, debug, early_stop, *args, **kwargs
+        )
+
+else:
+    _generator = _replaced
+    _region = _remat._region
+
+
+def _is_called_by_upstream(name: str) -> bool:
+    """Whether what `torch.utils.checkpoint.checkpoint` runs calls the function of that name."""
+    seen: set[str] = set()
+    left = ["checkpoint"]
+    while left:
+        function = upstream.__dict__.get(left.pop())
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+        names = code.co_names if code is not None else ()
+        if name in names:
+            return True
+        left += [each for each in names if each not in seen]
+        seen.update(names)
+    return False
+
+
+_reaches_upstream = _is_called_by_upstream(_NAME)
 
 
 # ---- selective contexts ---------------------------------------------------------------------------------
@@ -277,6 +357,12 @@ def install(*, native_policy_functions: bool = True) -> None:
         native policies. False, until the last `uninstall`: all run in upstream's modes.
     """
     global _num_installed, _native_functions
+    if not _reaches_upstream:
+        raise RuntimeError(
+            f"remat.install: torch {torch.__version__} makes the regions of torch.utils.checkpoint in a way that this "
+            f"remat does not know, so that they would go on to run on torch's own code. Do: call remat.checkpoint, or "
+            f"take a newer remat or an older torch"
+        )
     with _lock:
         _num_installed += 1
         _native_functions = native_policy_functions and (_native_functions or _num_installed == 1)
@@ -284,7 +370,7 @@ def install(*, native_policy_functions: bool = True) -> None:
             return
         upstream.GraphExecGroup.__enter__ = _enter_both  # type: ignore[method-assign]
         upstream.GraphExecGroup.__exit__ = _exit_both  # type: ignore[method-assign]
-        _replace(_generator, _remat._region)
+        _replace(_replaced, _region)
         _remat._turn_drop_in(True)
 
 
@@ -299,7 +385,7 @@ def uninstall() -> None:
             return
         _native_functions = False
         _remat._turn_drop_in(False)  # who has imported the name meanwhile gets upstream's code through it
-        _replace(_remat._region, _generator)
+        _replace(_region, _replaced)
         upstream.GraphExecGroup.__enter__ = _enter_group  # type: ignore[method-assign]
         upstream.GraphExecGroup.__exit__ = _exit_group  # type: ignore[method-assign]
 

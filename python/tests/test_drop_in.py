@@ -172,6 +172,19 @@ if __name__ == "__main__":
 
 
 class Installing(Case):
+    def test_upstream_calls_what_is_replaced(self) -> None:
+        self.assertTrue(drop_in._is_called_by_upstream(drop_in._NAME))
+        self.assertFalse(drop_in._is_called_by_upstream("_checkpoint_by_another_name"))
+
+    def test_a_torch_that_does_not_call_it_is_refused(self) -> None:
+        drop_in._reaches_upstream = False
+        try:
+            with self.assertRaisesRegex(RuntimeError, "go on to run on torch's own code"):
+                remat.install()
+        finally:
+            drop_in._reaches_upstream = True
+        self.assertFalse(remat.is_installed())
+
     def test_it_reaches_names_imported_before_and_after(self) -> None:
         x = leaf()
         before = remat.counters()["frames_created"]
