@@ -1,7 +1,10 @@
 #pragma once
-// Rounds: each takes one sample of everything that is compared, one after the other.
+// Rounds: each takes one sample of everything that is compared, one after the other, in an order of its own.
 
+#include <algorithm>
 #include <functional>
+#include <numeric>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -42,18 +45,26 @@ struct Cell {
   std::vector<double> host_ns{};
 };
 
+/// Every round has another order, the same in every run: what a cell finds in caches and in the allocator is what the one
+/// before it left.
 inline void measure(std::vector<Cell>& cells, const Arguments& arguments) {
   for (Cell& cell : cells) {
     cell.sample(1, arguments);
     while (cell.sample(cell.repeats, arguments).ns < arguments.sample_ns) cell.repeats *= 2;
   }
-  for (int64_t round = 0; round < arguments.samples; ++round)
-    for (Cell& cell : cells) {
+  std::vector<std::size_t> order(cells.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::mt19937 random(1);
+  for (int64_t round = 0; round < arguments.samples; ++round) {
+    std::shuffle(order.begin(), order.end(), random);
+    for (const std::size_t each : order) {
+      Cell& cell = cells[each];
       const Sample sample = cell.sample(cell.repeats, arguments);
       cell.ns.push_back(static_cast<double>(sample.ns) / static_cast<double>(cell.repeats));
       cell.host_ns.push_back(static_cast<double>(sample.host_ns) /
                              static_cast<double>(cell.repeats));
     }
+  }
 }
 
 /// Of the same rounds: what `work` takes beyond `plain` and `times` runs of `forward`, [ns] per
