@@ -49,13 +49,7 @@ void Interpreter::run_copy(const Statement& s, Environment& values) {
 void Interpreter::run_look(const Statement& s, Environment& values) {
   const Tensor& t = see(values, s.args[0]).tensor;
   const Tensor a = floating(see(values, s.args[1]).tensor);
-  // The grad_fn of a view whose base was changed in place is made when somebody first asks, and with it
-  // what follows from it. It may raise for views of other sorts.
-  try {
-    t.grad_fn();
-  } catch (const c10::Error&) {
-  }
-  const bool is_branch = s.salt / 16 % 2 == 0, is_leaf = t.is_leaf() && t.requires_grad();
+  const bool is_branch = s.salt / 16 % 2 == 0, is_leaf = is_leaf_with_grad(t);
   const auto look = [&]() -> Tensor {
     switch (look_of(s)) {
       case Look::IsLeaf:

@@ -52,6 +52,14 @@ bool overlaps_itself(const Tensor& a) {
   return false;
 }
 
+bool is_leaf_with_grad(const Tensor& a) {
+  try {
+    a.grad_fn();
+  } catch (const c10::Error&) {  // for some views it raises
+  }
+  return a.is_leaf() && a.requires_grad();
+}
+
 const Value& look_up(const Environment& values, int id) {
   auto next = values.upper_bound(id);
   return next == values.begin() ? next->second : std::prev(next)->second;
@@ -180,7 +188,7 @@ Value Interpreter::changeable(const Value& value, Dice& dice) {
   // nothing frees them, as in LibTorch for a tensor that a node saved.
   // Nor may one that the graph of a captured tensor may have saved.
   const bool makes_cycle = (is_risky && !t.requires_grad()) || contents_.captures;
-  if (overlaps_itself(t) || origin.leaf || makes_cycle || (t.is_leaf() && t.requires_grad()) ||
+  if (overlaps_itself(t) || origin.leaf || makes_cycle || is_leaf_with_grad(t) ||
       (is_risky && !is_bold))
     return {t.clone(), std::make_shared<Origin>()};
   if (is_risky) record_.changes.may_raise = true;
@@ -311,7 +319,7 @@ Tensors Interpreter::run_body(const Statement& s, const Environment& captured, c
   for (size_t i = 0; i < leaves_.size(); ++i) inner[static_cast<int>(i)] = leaves_[i];
   for (size_t i = 0; i < args.size() && i < s.region.args.size(); ++i) {
     // A function that keeps a tensor and gives it a history with the region in it makes a cycle.
-    const bool is_fixed = (args[i].is_leaf() && args[i].requires_grad()) || contents_.captures;
+    const bool is_fixed = is_leaf_with_grad(args[i]) || contents_.captures;
     const Origin inside{.foreign = true, .leaf = is_fixed, .captured = origins[i].captured};
     inner[s.region.args[i].second] = {args[i], std::make_shared<Origin>(inside)};
   }

@@ -191,4 +191,8 @@ const Value& look_up(const Environment& values, int id);
 
 bool overlaps_itself(const Tensor& a);
 
+/// Whether it is a leaf that requires grad. A view of what was changed in place is none, but says so only when somebody has
+/// asked for its node, which is made then: a region asks for its arguments', plain code may not.
+bool is_leaf_with_grad(const Tensor& a);
+
 }  // namespace fuzz
