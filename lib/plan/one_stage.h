@@ -1,0 +1,57 @@
+#pragma once
+// A stage of a chain on its own: given its input, and the gradient of its output, as the stages around it would.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace remat {
+
+/// Backward on an accelerator ends before the engine's thread of the device has let go of the last
+/// node's tensors; it has when it has run another one.
+void wait_for_engine(c10::Device device);
+
+/// [bytes] of its storage; 0 elsewhere than on the device.
+int64_t storage_bytes(const at::Tensor& tensor, c10::Device device);
+/// By which its storage is known again; null for a tensor without one.
+const c10::StorageImpl* identity_of(const at::Tensor& tensor);
+/// [bytes] A gradient has the shape of its tensor and a storage of its own.
+int64_t gradient_bytes(const at::Tensor& tensor, c10::Device device);
+
+/// The node stands for the stage before: its gradient arrives there and dies, as it would in that. A leaf
+/// would keep it, or copy it first.
+at::Tensor input_from(const at::Tensor& value, bool requires_grad);
+
+/// A backward of ones through a stage, as in a chain: the stage behind hands over its gradient and keeps nothing. That
+/// of the last one is the caller's, who holds it to the end.
+class BackwardOfStage {
+ public:
+  /// What it begins with; made before bytes are counted.
+  struct Start {
+    at::Tensor root = at::zeros({}), gradient = at::ones({});
+  };
+  BackwardOfStage(const at::Tensor& output, const Start& start, bool is_last);
+  void run() const { start_.root.backward(start_.gradient); }
+
+ private:
+  const Start& start_;
+  at::Tensor callers_;
+};
+
+/// Gives the leaves below a result gradients of zeros, and their own ones back at its end.
+class GradientScope {
+ public:
+  explicit GradientScope(const at::Tensor& result);
+  ~GradientScope();
+  GradientScope& operator=(GradientScope&&) = delete;
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+};
+
+}  // namespace remat
