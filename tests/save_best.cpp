@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <latch>
 #include <map>
 #include <random>
 #include <thread>
@@ -467,6 +468,30 @@ TEST_CASE("threads share a policy that chooses", "[save_best]") {
     });
   for (std::thread& each : threads) each.join();
   CHECK(num_wrong == 0);
+  CHECK(best_choices(policy).size() == 1);
+}
+
+TEST_CASE("what began before a choice was there is no other way of its region", "[save_best]") {
+  const Policy policy = save_best(told(80, random_costs));
+  std::latch have_begun(8), may_end(1);
+  const auto f = [](const Tensor& x) { return x.exp().cumsum(0).sin().mul(x).sum(); };
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 8; ++t)
+    threads.emplace_back([&] {
+      const auto g = [&](const Tensor& x) {
+        have_begun.count_down();
+        may_end.wait();
+        return f(x);
+      };
+      checkpoint(with(policy), g, at::full({10}, 0.5).requires_grad_());
+    });
+  have_begun.wait();
+  const Tensor x = leaf({10});
+  for (int i = 0; i < 3; ++i) checkpoint(with(policy), f, x);
+  REQUIRE(best_choices(policy).size() == 1);
+  may_end.count_down();
+  for (std::thread& each : threads) each.join();
+  for (int i = 0; i < 3; ++i) checkpoint(with(policy), f, x);
   CHECK(best_choices(policy).size() == 1);
 }
 

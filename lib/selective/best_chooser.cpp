@@ -99,12 +99,14 @@ BestChooser::Begin BestChooser::begin(const std::string& name) {
   return {region.ways, region.num_to_measure > 0};
 }
 
-void BestChooser::end(const std::string& name, bool is_new,
+void BestChooser::end(const std::string& name, bool is_new, std::size_t num_ways,
                       std::unique_ptr<MeasuredCalls> measured) {
   std::vector<std::unique_ptr<MeasuredCalls>> complete;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     Known& region = known(name);
+    // Another thread chooses, or has: it may have chosen for this run's way, which would be there twice.
+    if (is_new && (region.is_choosing || num_ways != region.ways.size())) return;
     if (region.num_to_measure == 0) {
       if (!is_new || region.num_rounds > max_rounds) return;
       region.num_known = 0;
@@ -133,7 +135,9 @@ void BestChooser::end(const std::string& name, bool is_new,
         region.measured.push_back(std::move(measured));
     }
     region.num_to_measure = gives_up ? 0 : region.num_to_measure - 1;
-    if (region.num_to_measure == 0) complete = std::exchange(region.measured, {});
+    if (region.num_to_measure > 0 || region.measured.empty()) return;
+    complete = std::exchange(region.measured, {});
+    region.is_choosing = true;
   }
   std::vector<std::shared_ptr<ChosenWay>> chosen;
   for (auto& each : complete) {
@@ -142,10 +146,10 @@ void BestChooser::end(const std::string& name, bool is_new,
     way->measured = std::move(*each);
     chosen.push_back(std::move(way));
   }
-  if (chosen.empty()) return;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     Known& region = known(name);
+    region.is_choosing = false;
     // Regions with this number or a later one look for it after it is there.
     const int64_t since = live_counters.frames_created.load();
     for (auto& each : chosen) {

@@ -54,8 +54,9 @@ class BestChooser {
   };
   /// A region of that name begins.
   Begin begin(const std::string& name);
-  /// It has run. `is_new`: no way that it knows agreed; `measured`: null unless it was measured.
-  void end(const std::string& name, bool is_new, std::unique_ptr<MeasuredCalls> measured);
+  /// It has run. `is_new`: none of the `num_ways` that it began with agreed; `measured`: null unless it was measured.
+  void end(const std::string& name, bool is_new, std::size_t num_ways,
+           std::unique_ptr<MeasuredCalls> measured);
   std::vector<BestChoice> choices();
 
  private:
@@ -64,8 +65,9 @@ class BestChooser {
     std::vector<std::unique_ptr<MeasuredCalls>> measured;  ///< and nothing chosen yet
     int num_to_measure = 0;
     int num_rounds = 1;
-    int num_known = 0;       ///< runs of ways that it knows, since it measures
-    std::size_t number = 0;  ///< in the order of their first run
+    int num_known = 0;         ///< runs of ways that it knows, since it measures
+    std::size_t number = 0;    ///< in the order of their first run
+    bool is_choosing = false;  ///< what was measured becomes ways, without the lock
   };
   Known& known(const std::string& name);
 

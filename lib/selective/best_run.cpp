@@ -70,6 +70,7 @@ BestRun::BestRun(std::shared_ptr<BestChooser> chooser, const Frame& frame)
     const bool holds = way->since <= number;
     ways_.emplace_back(std::move(way), holds);
   }
+  num_ways_ = ways_.size();
   is_measured_ = begin.is_measured;
   if (begin.is_measured) measured_ = std::make_unique<MeasuredCalls>();
 }
@@ -243,7 +244,7 @@ void BestRun::end() {
   } else {
     measured_ = nullptr;
   }
-  chooser_->end(frame_.region().info.name(), is_new, std::move(measured_));
+  chooser_->end(frame_.region().info.name(), is_new, num_ways_, std::move(measured_));
 }
 
 CallClock::CallClock(const BestRun* run, const c10::OperatorHandle& op, const OpTraits& traits,

@@ -76,6 +76,7 @@ class BestRun {
   bool is_measured_ = false;
   /// That agree so far, the oldest first; whether they hold for this run.
   std::vector<std::pair<std::shared_ptr<const ChosenWay>, bool>> ways_;
+  std::size_t num_ways_ = 0;  ///< that it began with
   const ChosenWay* current_ = nullptr;
   bool has_switched_ = false, keeps_last_ = false, is_whole_ = true;
   std::size_t num_calls_ = 0;
