@@ -411,6 +411,11 @@ TEST_CASE("clones of a switched Sequential have regions of their own", "[apply]"
   CHECK_FALSE(net->layer1->ptr(0)->as<Residual>()->conv1->weight.grad().defined());
   CHECK(copy->layer1->ptr(0)->as<Residual>()->conv1->weight.grad().defined());
 
+  remat::set_checkpointing(*net, false);
+  const auto plain = std::dynamic_pointer_cast<ResNetImpl>(net->clone());
+  CHECK(frames_of([&] { return plain->forward(x); }) == 0);
+  remat::set_checkpointing(*net, true);
+
   CHECK(remove_checkpointing(*net).size() == 3);
   CHECK(frames_of([&] { return copy->forward(x); }) == 3);
   CHECK(paths_of(remove_checkpointing(*copy)) == Paths{"layer1.0", "layer2.0", "layer2.2"});

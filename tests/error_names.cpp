@@ -292,6 +292,8 @@ TEST_CASE("regions without a name are called by their module's type", "[names]")
     Tensor forward(const Tensor& t) { return t.sin(); }
   };
   Local on_stack;
+  struct Impl : Local {};
+  checkpoint(std::make_shared<Impl>(), x);
   checkpoint(chain, x);
   layer(x);
   checkpoint(layer, x);
@@ -301,7 +303,7 @@ TEST_CASE("regions without a name are called by their module's type", "[names]")
   remat::checkpoint_sequential(chain, 4, x, {.checkpoint = {.name = "chain"}});
   std::vector<std::string> names;
   for (const auto& region : recorder.report().regions) names.push_back(region.name);
-  CHECK(names == std::vector<std::string>{"Sequential", "Linear", "Local", "NoNamespace",
+  CHECK(names == std::vector<std::string>{"Impl", "Sequential", "Linear", "Local", "NoNamespace",
                                           "stages 0 to 1", "stages 2 to 3", "chain 0", "chain 1",
                                           "chain 2"});
 }
@@ -376,6 +378,18 @@ TEST_CASE("in a mismatch both lines name the operator, without debug", "[error][
                             "MulBackward0\n"
                             "  recompute: Float[2, 2] on cpu, saved by ExpBackward0\n"));
   CHECK_THAT(text, contains("To see the operators of both passes"));
+}
+
+TEST_CASE("the operator of the only tensor that differs is named, too", "[error][names]") {
+  bool is_first = true;
+  const Tensor y = checkpoint(
+      [&](const Tensor& x) {
+        return (std::exchange(is_first, false) ? x.sin() : x.view({2, 2}).sin().view({4}))
+            .sigmoid();
+      },
+      leaf({4}));
+  CHECK_THAT(text_of_backward(y),
+             contains("  recompute: Float[2, 2] on cpu, saved by SinBackward0\n"));
 }
 
 TEST_CASE("where the numbers differ the first tensor that only one pass saved is named",

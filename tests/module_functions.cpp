@@ -259,6 +259,15 @@ TEST_CASE("debug warns of a function that refers to its caller's variables", "[m
                                           {.name = "debugged 2", .debug = true});
   shared(x);
   CHECK(warnings.texts.size() == 2);
+
+  // The variables of another thread, above this one's stack, are not its callers'.
+  std::size_t in_thread = 0;
+  std::thread([&, of_main = [&x, &w](const Tensor& t) { return (t * w).sin() * x.detach(); }] {
+    Warnings here;
+    checkpoint({.name = "debugged 3", .debug = true}, of_main, x);
+    in_thread = here.texts.size();
+  }).join();
+  CHECK(in_thread == 0);
 }
 #endif
 

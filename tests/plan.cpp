@@ -524,6 +524,27 @@ TEST_CASE("README: a plan whose regions keep results", "[plan][readme]") {
   CHECK(bit_equal(grad_of(loss, {input})[0], execute(Plan(6), stages, input).gradient));
 }
 
+TEST_CASE("what nobody has measured of a region that keeps is its peak beside a held input",
+          "[plan]") {
+  ChainCost cost{.input_bytes = 8};
+  StageCost stage;
+  stage.output_bytes = stage.grad_bytes = 8;
+  stage.saved_bytes = 40;
+  stage.saves_output = stage.saves_input = false;
+  stage.forward_s = 1;
+  cost.stages.assign(3, stage);
+  remat::KeepingCost keeping{.policy = 1};
+  keeping.kept_bytes = 16;
+  keeping.extra_s = 0.5;
+  keeping.backward_bytes = 1000;
+  cost.stages[1].keeping = {keeping};
+  const Plan plan = Plan::parse("[1 ck1[2] 3]");
+  const int64_t peak = remat::simulate(cost, plan).peak_bytes;
+  cost.stages[1].keeping[0].lone_backward_bytes = 1000 + 8;
+  CHECK(peak == remat::simulate(cost, plan).peak_bytes);
+  CHECK(peak >= 1008);
+}
+
 TEST_CASE("measure says what policies keep of a stage, and leaves out those of no use", "[plan]") {
   const Tensor x = leaf({kElements});
   const std::vector<Stage> stages{[](const Tensor& t) {
@@ -549,6 +570,36 @@ TEST_CASE("measure says what policies keep of a stage, and leaves out those of n
   CHECK(two[0].kept_bytes == 2 * kBytes);
   CHECK(keeping({"aten::exp"}).empty());  // as much as without a region
   CHECK(keeping({"aten::tanh"}).empty());
+}
+
+TEST_CASE("the ready policies keep attention, matrix products and what is not element by element",
+          "[plan]") {
+  const std::vector<remat::Policy> policies = remat::policies_to_try();
+  REQUIRE(policies.size() == 3);
+  const Tensor x = leaf({2, 3, 8, 4});
+  const auto f = [](const Tensor& t) {
+    return at::scaled_dot_product_attention(t.sin(), t.exp(),
+                                            t.matmul(t.transpose(2, 3)).softmax(-1).matmul(t))
+        .cos();
+  };
+  const auto kept_by = [&](const remat::Policy& policy) {
+    const remat::Recorder recorder;
+    const Tensor y = remat::checkpoint({.name = "r", .policy = policy}, f, x);
+    const remat::Report report = recorder.report();
+    std::set<std::string> kept;
+    for (const remat::DecisionReport& each : report.regions.at(0).decisions)
+      if (each.outcome == "kept") kept.insert(each.op);
+    return kept;
+  };
+  const std::string attention = "aten::_scaled_dot_product_flash_attention_for_cpu.default",
+                    product = "aten::bmm.default", softmax = "aten::_softmax.default";
+  CHECK(kept_by(policies[0]) == std::set<std::string>{attention});
+  CHECK(kept_by(policies[1]) == std::set<std::string>{attention, product});
+  const std::set<std::string> third = kept_by(policies[2]);
+  CHECK(third.contains(attention));
+  CHECK(third.contains(product));
+  CHECK(third.contains(softmax));
+  CHECK_FALSE(third.contains("aten::sin.default"));
 }
 
 TEST_CASE("plans of a transformer that keep results stay within their budget, with plain gradients",

@@ -193,6 +193,7 @@ TEST_CASE("the files of a recorder hold every region, and say when they cannot b
   CHECK(occurrences(slices, "\"<block> & more (recompute)\"") == 3);
   CHECK(occurrences(slices, "\"name\": \"aten::sin\"") >= 9);
   CHECK(occurrences(slices, "\"ph\": \"C\"") > 6);
+  CHECK(occurrences(slices, "\"live\": 0,") == 0);  // an operator says no bytes
 
   const auto svg = in_temporary_folder("memory.svg");
   recorder.write_memory_svg(svg);

@@ -716,6 +716,25 @@ TEST_CASE("a copy through chunks that fails, out or back, loses nothing", "[devi
   CHECK(failed_back > 0);
 }
 
+TEST_CASE("the last chunk may be of one byte", "[device][OFF-14]") {
+  if (at::hasCUDA()) return;
+  const ShortPinnedMemory none(0);
+  constexpr int64_t size = (int64_t{4} << 20) + 1;
+  const Tensor x = offload::stand_in_leaf(far_device, {size});
+  for (const bool is_hidden : {true, false}) {
+    const Tensor hidden = at::full({size}, is_hidden, at::kBool);
+    const int64_t before = stand_in::live_bytes();
+    Tensor y;
+    {
+      const remat::SaveOnCpuGuard guard({.pin_memory = true});
+      y = x.masked_fill(hidden.to(x.device()), 0);
+    }
+    wait_for_chunks();
+    CHECK(stand_in::live_bytes() - before == 4 * size);
+    CHECK(grad_of(y, {x})[0].cpu().count_nonzero().item<int64_t>() == (is_hidden ? 0 : size));
+  }
+}
+
 TEST_CASE("a change in place while chunks are under way raises", "[device]") {
   if (at::hasCUDA()) return;
   const ShortPinnedMemory none(two_chunks);

@@ -52,6 +52,19 @@ Step step(const Plan& plan, const std::vector<Stage>& stages, const Tensor& x,
 
 }  // namespace
 
+TEST_CASE("measuring stages draws no numbers of the program's", "[device][plan]") {
+  const std::vector<Stage> stages{[](const Tensor& y) { return at::dropout(y, 0.5, true).sin(); },
+                                  [](const Tensor& y) { return y.sum(); }};
+  const Tensor x = leaf_on(1);
+  const auto numbers_after = [&](bool measures) {
+    at::Generator(at::globalContext().defaultGenerator(x.device())).set_current_seed(3);
+    if (measures) remat::measure(stages, x, {.warmup = 0, .repeats = 1});
+    return at::dropout(x.detach(), 0.5, true).cpu();
+  };
+  const Tensor expected = numbers_after(false);
+  CHECK(bit_equal(numbers_after(true), expected));
+}
+
 TEST_CASE("stages on a device cost its bytes and its time", "[device][plan]") {
   const Tensor x = leaf_on(1);
   struct SlowDevice {

@@ -744,6 +744,18 @@ TEST_CASE("a copy that fails in a region around loses nothing", "[device][rule-1
   CHECK(failed == 3);  // each copy out; what fails on its way back is brought back by the read
 }
 
+TEST_CASE("an expanded value that has moved comes back expanded", "[device][rule-15]") {
+  const Tensor x = far_leaf(at::randn({width})), w = far_leaf(at::randn({width, 9}));
+  const auto f = [](const Tensor& t, const Tensor& w) {
+    const Tensor wide = remat::checkpoint_name(t.exp().unsqueeze(1).expand({width, 9}), "wide");
+    return (wide * w).sin();
+  };
+  const Tensors plain = grad_of(f(x * 1, w), {x, w});
+  const Tensor y = checkpoint({.policy = remat::offload_names({"wide"}, all())}, f, x * 1, w);
+  const Tensors gradients = grad_of(y, {x, w});
+  for (std::size_t i = 0; i < 2; ++i) require_same(gradients[i], plain[i]);
+}
+
 TEST_CASE("a recorder says what regions move, bring back and wait for", "[device][recorder]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
   stand_in::set_work_time(std::chrono::milliseconds(20));
@@ -751,6 +763,7 @@ TEST_CASE("a recorder says what regions move, bring back and wait for", "[device
   const remat::CheckpointOptions options{
       .name = "r", .policy = products(all({.prefetch_depth = 0})), .offload_inputs = true};
   const Tensor y = checkpoint(options, three_products, x * 1);
+  CHECK(only_region(recorder.report()).offload_wait_s > 0);  // what forward did for the copies
   grad_of(y, {x});
   stand_in::set_work_time(std::chrono::nanoseconds(0));
   const remat::Report report = recorder.report();

@@ -92,6 +92,17 @@ TEST_CASE("a recorder takes the device's time, and waits for it only when asked"
   CHECK(recorder.report().regions[0].device_forward_s == r.device_forward_s);  // added once
 }
 
+TEST_CASE("what regions keep is told of each device", "[device][recorder]") {
+  const Tensor x = leaf_on(0, {300}) * 1, y = leaf_on(1, {2000}) * 1;
+  const Recorder recorder;
+  const Tensor of_x = checkpoint({.name = "x"}, two_sins, x);
+  const Tensor of_y = checkpoint({.name = "y"}, two_sins, y);
+  const std::string trace = written(recorder, &Recorder::write_chrome_trace);
+  CHECK(occurrences(trace, "\"inputs kept\": 1200,") > 0);
+  CHECK(occurrences(trace, "\"inputs kept\": 8000,") > 0);
+  CHECK(occurrences(trace, "\"inputs kept\": 9200,") == 0);
+}
+
 TEST_CASE("a recompute is timed on the stream that forward ran on", "[device][recorder]") {
   const Tensor x = leaf_on(0, {1000});
   const Recorder recorder;
