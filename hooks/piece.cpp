@@ -9,6 +9,7 @@
 #include "hooks/byte_hash.h"
 #include "hooks/comparable_place.h"
 #include "hooks/depot.h"
+#include "hooks/nearer_contents.h"
 #include "hooks/on_stream.h"
 #include "hooks/save_on_cpu.h"
 #include "hooks/unseen.h"
@@ -155,7 +156,8 @@ bool Piece::begin_load() noexcept {
 
 void Piece::cancel_load() noexcept {
   const auto lock = lock_in_turn(turn_);
-  if (!std::exchange(is_load_begun_, false)) return;
+  const bool was_approaching = std::exchange(is_approaching_, false);
+  if (!std::exchange(is_load_begun_, false) && !was_approaching) return;
   try {
     use_place([&] { contents_->cancel_load(); });
   } catch (const std::exception& error) {
@@ -168,6 +170,22 @@ Piece::Loaded Piece::load() {
   Loaded loaded = load_or_share();
   if (order_ != nullptr) order_->prefetch_before(number_);
   return loaded;
+int64_t Piece::bytes_to_approach() const {
+  const auto* const contents = dynamic_cast<const NearerContents*>(contents_.get());
+  return contents == nullptr ? 0 : contents->bytes_to_approach();
+}
+
+bool Piece::begin_approach() noexcept {
+  const std::unique_lock<std::mutex> lock(turn_, std::try_to_lock);
+  if (!lock || is_load_begun_ || is_approaching_ || !loaded_.expired()) return false;
+  try {
+    use_place([&] { dynamic_cast<NearerContents&>(*contents_).begin_approach(); });
+    is_approaching_ = true;
+  } catch (const std::exception&) {  // such as no memory of the host: it comes when it is read
+  }
+  return is_approaching_;
+}
+
 }
 
 Piece::Loaded Piece::load_or_share() {
@@ -195,6 +213,7 @@ Piece::Loaded Piece::load_or_share() {
   loaded_counter_ = c10::VariableVersion(/*version=*/0);
   if (totals_ != nullptr) totals_->loaded(num_bytes(), was_begun);
   return {std::move(storage), loaded_counter_, /*is_new=*/true, was_begun};
+  is_approaching_ = false;
 }
 
 void Piece::check_loaded(const at::Tensor& loaded) const {

@@ -65,6 +65,9 @@ class Piece {
     c10::Storage storage;          ///< of its own
     c10::VariableVersion counter;  ///< of tensors in it
     bool is_new = false;           ///< came from the place just now
+  /// [bytes] of the host that it would take to have it nearer. See NearerContents.
+  int64_t bytes_to_approach() const;
+  bool begin_approach() noexcept;
     bool was_begun = false;        ///< and had been begun before it was asked for
   };
   /// Shared while any tensor keeps it and none was changed in place.
@@ -98,7 +101,7 @@ class Piece {
   std::optional<Ready> stored_;  ///< on an accelerator
 
   std::mutex turn_;  ///< of those that call the contents
-  bool is_store_finished_ = false, is_load_begun_ = false;
+  bool is_store_finished_ = false, is_load_begun_ = false, is_approaching_ = false;
   c10::weak_intrusive_ptr<c10::StorageImpl> loaded_{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::VariableVersion loaded_counter_{c10::VariableVersion::DISABLED};
   std::optional<Ready> loaded_on_;
