@@ -120,6 +120,21 @@ at::Tensor Piece::host_memory() const {
   return host == nullptr ? at::Tensor() : host->host_memory();
 }
 
+void Piece::set_must_arrive(bool must) const {
+  if (auto* const host = dynamic_cast<HostContents*>(contents_.get())) host->set_must_arrive(must);
+}
+
+void Piece::check_arrival() const {
+  if (auto* const host = dynamic_cast<HostContents*>(contents_.get())) host->check_arrival();
+}
+
+bool Piece::is_source_alive() const {
+  // In this order: the copy lets go of it before it says so.
+  const auto* const host = dynamic_cast<const HostContents*>(contents_.get());
+  const std::size_t num_own = host != nullptr && host->holds_original() ? 1 : 0;
+  return source_.use_count() > num_own;
+}
+
 void Piece::wait_for_host() const {
   const Unseen unseen;
   const WaitForThread waiting;
@@ -154,22 +169,6 @@ bool Piece::begin_load() noexcept {
   return is_load_begun_;
 }
 
-void Piece::cancel_load() noexcept {
-  const auto lock = lock_in_turn(turn_);
-  const bool was_approaching = std::exchange(is_approaching_, false);
-  if (!std::exchange(is_load_begun_, false) && !was_approaching) return;
-  try {
-    use_place([&] { contents_->cancel_load(); });
-  } catch (const std::exception& error) {
-    seam::warn(c10::str("remat: a place for saved tensors could not cancel a load: ",
-                        seam::text_of(error)));
-  }
-}
-
-Piece::Loaded Piece::load() {
-  Loaded loaded = load_or_share();
-  if (order_ != nullptr) order_->prefetch_before(number_);
-  return loaded;
 int64_t Piece::bytes_to_approach() const {
   const auto* const contents = dynamic_cast<const NearerContents*>(contents_.get());
   return contents == nullptr ? 0 : contents->bytes_to_approach();
@@ -186,6 +185,22 @@ bool Piece::begin_approach() noexcept {
   return is_approaching_;
 }
 
+void Piece::cancel_load() noexcept {
+  const auto lock = lock_in_turn(turn_);
+  const bool was_approaching = std::exchange(is_approaching_, false);
+  if (!std::exchange(is_load_begun_, false) && !was_approaching) return;
+  try {
+    use_place([&] { contents_->cancel_load(); });
+  } catch (const std::exception& error) {
+    seam::warn(c10::str("remat: a place for saved tensors could not cancel a load: ",
+                        seam::text_of(error)));
+  }
+}
+
+Piece::Loaded Piece::load() {
+  Loaded loaded = load_or_share();
+  if (order_ != nullptr) order_->prefetch_before(number_);
+  return loaded;
 }
 
 Piece::Loaded Piece::load_or_share() {
@@ -198,6 +213,7 @@ Piece::Loaded Piece::load_or_share() {
   if (stored_) stored_->block(current_stream(device_));
   finish_store_once();
   const bool was_begun = std::exchange(is_load_begun_, false);  // whatever comes of it
+  is_approaching_ = false;
   c10::Storage storage;
   use_place([&] {
     at::Tensor loaded = contents_->finish_load();
@@ -213,7 +229,6 @@ Piece::Loaded Piece::load_or_share() {
   loaded_counter_ = c10::VariableVersion(/*version=*/0);
   if (totals_ != nullptr) totals_->loaded(num_bytes(), was_begun);
   return {std::move(storage), loaded_counter_, /*is_new=*/true, was_begun};
-  is_approaching_ = false;
 }
 
 void Piece::check_loaded(const at::Tensor& loaded) const {

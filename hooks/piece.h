@@ -36,6 +36,10 @@ class Piece {
   bool begin_store(const at::Tensor& tensor);
   /// The original is not needed any more.
   void finish_store();
+  /// Whether it has to be in the place: see HostContents::set_must_arrive.
+  void set_must_arrive(bool must) const;
+  /// Throws if it is known by now that it is not.
+  void check_arrival() const;
   /// The memory of the CPU that it is copied to; undefined if there is none. The bytes may not be there yet.
   at::Tensor host_memory() const;
   /// Returns when they are.
@@ -50,8 +54,8 @@ class Piece {
            bool is_trusted, uint64_t batch) const;
 
   const c10::StorageImpl* source() const { return source_._unsafe_get_target(); }
-  /// Whether anybody has the original yet.
-  bool is_source_alive() const { return !source_.expired(); }
+  /// Whether anybody has the original yet, but for a copy that is under way.
+  bool is_source_alive() const;
   c10::Device device() const { return device_; }
   /// In the order of storing.
   uint64_t number() const { return number_; }
@@ -61,13 +65,13 @@ class Piece {
   /// Whether a load was begun: not if one is under way, or there is nothing to load.
   bool begin_load() noexcept;
   void cancel_load() noexcept;
+  /// [bytes] of the host that it would take to have it nearer. See NearerContents.
+  int64_t bytes_to_approach() const;
+  bool begin_approach() noexcept;
   struct Loaded {
     c10::Storage storage;          ///< of its own
     c10::VariableVersion counter;  ///< of tensors in it
     bool is_new = false;           ///< came from the place just now
-  /// [bytes] of the host that it would take to have it nearer. See NearerContents.
-  int64_t bytes_to_approach() const;
-  bool begin_approach() noexcept;
     bool was_begun = false;        ///< and had been begun before it was asked for
   };
   /// Shared while any tensor keeps it and none was changed in place.
