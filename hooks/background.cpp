@@ -89,17 +89,19 @@ Background::Background() {
         ++process_now;
         new (&here.work_comes_) std::condition_variable;
         here.jobs_.clear();  // those who wait for one run it
+        here.jobs_that_can_wait_.clear();
         here.is_running_ = false;
         here.mutex_.unlock();
       });
 }
 
-std::shared_ptr<Background::Job> Background::run(std::function<void()> work) {
+std::shared_ptr<Background::Job> Background::run(std::function<void()> work, bool can_wait) {
   auto job = std::make_shared<Job>(std::move(work));
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (process_with_thread_ != process_now && !is_over_) start();
-    if (process_with_thread_ == process_now && !is_over_) jobs_.push_back(job);
+    if (process_with_thread_ == process_now && !is_over_)
+      (can_wait ? jobs_that_can_wait_ : jobs_).push_back(job);
   }
   work_comes_.notify_all();
   return job;
@@ -117,9 +119,10 @@ void Background::serve() {
   is_serving = true;
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
-    work_comes_.wait(lock, [&] { return !jobs_.empty(); });
-    std::shared_ptr<Job> job = std::move(jobs_.front());
-    jobs_.pop_front();
+    work_comes_.wait(lock, [&] { return !jobs_.empty() || !jobs_that_can_wait_.empty(); });
+    auto& next = jobs_.empty() ? jobs_that_can_wait_ : jobs_;
+    std::shared_ptr<Job> job = std::move(next.front());
+    next.pop_front();
     is_running_ = true;
     lock.unlock();
     if (job->begin()) job->run();
@@ -134,6 +137,7 @@ void Background::end() {
   std::unique_lock<std::mutex> lock(mutex_);
   is_over_ = true;
   jobs_.clear();  // those who wait for one run it
+  jobs_that_can_wait_.clear();
   work_comes_.wait(lock, [&] { return !is_running_; });
 }
 

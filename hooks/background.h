@@ -56,8 +56,8 @@ class Background {
   static Background& get();
   /// Whether this thread is the one that runs jobs.
   static bool is_here();
-  /// Queues it. First come, first served.
-  std::shared_ptr<Job> run(std::function<void()> work);
+  /// Queues it. First come, first served; `can_wait`: after all that cannot.
+  std::shared_ptr<Job> run(std::function<void()> work, bool can_wait = false);
 
  private:
   Background();
@@ -67,7 +67,7 @@ class Background {
 
   std::mutex mutex_;
   std::condition_variable work_comes_;
-  std::deque<std::shared_ptr<Job>> jobs_;
+  std::deque<std::shared_ptr<Job>> jobs_, jobs_that_can_wait_;
   int64_t process_with_thread_ = 0;
   bool is_running_ = false, is_over_ = false;
 };

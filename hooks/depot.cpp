@@ -124,6 +124,26 @@ at::Tensor SavedElsewhere::unpack() {
   return tensor;
 }
 
+SavedElsewhere::Contents SavedElsewhere::contents() {
+  std::shared_ptr<Piece> piece;
+  Contents found;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    piece = piece_;
+    if (piece == nullptr) {
+      check_version();
+      found = {in_place_.storage(), in_place_.unsafeGetTensorImpl()->version_counter(),
+               in_place_.storage_offset()};
+    }
+  }
+  if (piece == nullptr) {
+    if (order_ != nullptr) order_->prefetch_before(number_);
+    return found;
+  }
+  Piece::Loaded loaded = piece->load();
+  return {std::move(loaded.storage), loaded.counter, offset_, loaded.is_new, loaded.was_begun};
+}
+
 at::Tensor SavedElsewhere::rebuild(Piece& piece) const {
   Piece::Loaded loaded = piece.load();
   at::Tensor tensor =
@@ -183,12 +203,33 @@ std::shared_ptr<Piece> Depot::keep(const at::Tensor& dense, uint64_t number) {
                    {.is_trusted = false, .number = number});
 }
 
+std::shared_ptr<SavedElsewhere> Depot::keep_in_place(const at::Tensor& value, StayAs as) {
+  if (options_.staying == nullptr || !moves(value)) return nullptr;
+  auto kept = std::make_shared<SavedElsewhere>(value);
+  stay(kept, value,
+       {.saved = kept,
+        .by = {},
+        .stream = std::nullopt,
+        .is_trusted = false,
+        .is_complete = true,
+        .number = as.number,
+        .has_to_move = as.has_to_move,
+        .on_move = std::move(as.on_move)});
+  return kept;
+}
+
+void Depot::move_excess() {
+  if (options_.staying == nullptr) return;
+  for (const c10::Device device : options_.staying->devices()) move_excess(device, nullptr);
+}
+
 void Depot::stay(const std::shared_ptr<SavedElsewhere>& saved, const at::Tensor& judged,
                  Staying::Entry entry) {
   if (!judged.is_cpu()) entry.stream = current_stream(judged.device());
   if (order_ != nullptr) {
+    if (entry.number == 0) entry.number = order_->next_number();
     saved->order_ = order_;
-    saved->number_ = entry.number = order_->next_number();
+    saved->number_ = entry.number;
   }
   saved->share_ = options_.staying->share_of(judged);
   options_.staying->add(judged.device(), std::move(entry));
@@ -196,18 +237,26 @@ void Depot::stay(const std::shared_ptr<SavedElsewhere>& saved, const at::Tensor&
 
 void Depot::move_excess(c10::Device device, const SavingOperator* running) {
   const uint64_t batch = ++num_batches_;
-  for (const Staying::Entry& each : options_.staying->take_excess(device, running)) {
+  std::exception_ptr failure;
+  for (Staying::Entry& each : options_.staying->take_excess(device, running)) {
     const auto saved = std::static_pointer_cast<SavedElsewhere>(each.saved.lock());
     if (saved == nullptr) continue;
     std::optional<OnStream> as_then;
     if (each.stream) as_then.emplace(*each.stream);
     try {
       move(*saved, {.is_trusted = each.is_trusted, .number = each.number, .batch = batch});
+      if (each.on_move && !saved->storage_in_place()) each.on_move();
     } catch (const std::exception& error) {  // pieces let nothing else through
+      if (each.has_to_move) {
+        if (failure == nullptr) failure = std::current_exception();
+        options_.staying->add(device, std::move(each));  // the next to come tries it again
+        continue;
+      }
       seam::warn(c10::str("remat: a saved tensor stays in memory, since it could not be moved: ",
                           seam::text_of(error)));
     }
   }
+  if (failure != nullptr) std::rethrow_exception(failure);
 }
 
 std::vector<Depot::Unsettled> Depot::take_unsettled(const uint64_t* but_operator) {

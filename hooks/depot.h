@@ -39,6 +39,7 @@
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -61,6 +62,16 @@ class SavedElsewhere final : public InPlace {
   /// Throws LibTorch's error if the contents have been changed since.
   at::Tensor unpack();
   c10::Storage storage_in_place() override;
+  /// The elements, where they were or as they came back.
+  struct Contents {
+    c10::Storage storage;
+    c10::VariableVersion counter;  ///< of tensors in it
+    int64_t offset = 0;            ///< of the saved tensor
+    bool is_new = false;           ///< came from the place just now
+    bool was_begun = false;        ///< and had been begun before it was asked for
+  };
+  /// Throws as `unpack`. Tensors that are made of it may not be written to as long as it is in place.
+  Contents contents();
 
  private:
   friend class Depot;
@@ -115,6 +126,16 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   /// Takes the memory of a tensor without gaps, now. Its owner sees to it that what is written to it meanwhile does no
   /// harm. `number`: in the order of saving, of the owner's choice. Null: the place wants it to stay.
   std::shared_ptr<Piece> keep(const at::Tensor& dense, uint64_t number);
+  /// Takes what its owner keeps, as it is, until there is too much of what comes after it in the order of saving. Null
+  /// where nothing stays, or if it would not move. `number`, `has_to_move`, `on_move`: of Staying::Entry.
+  struct StayAs {
+    uint64_t number;
+    bool has_to_move;
+    std::function<void()> on_move;
+  };
+  std::shared_ptr<SavedElsewhere> keep_in_place(const at::Tensor& value, StayAs as);
+  /// Moves what is too much of that by now. Throws if something cannot be moved that has to; it stays where it is.
+  void move_excess();
   /// Whether a tensor would be moved.
   bool moves(const at::Tensor& tensor) const;
   /// No operator runs on this thread: what waited for its end is moved. What cannot be, stays; a

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <map>
@@ -241,6 +242,7 @@ class HostCopy::Out {
       copy_out(flat_, host_, stream_);
     }
     flat_.reset();
+    has_original_ = false;
   }
   void try_to_make() noexcept {
     try {
@@ -250,13 +252,13 @@ class HostCopy::Out {
       error_ = seam::text_of(error);
     }
   }
+  /// Why it has failed, once; or empty. It may wait for who makes it.
+  std::string take_error() {
+    const auto lock = lock_in_turn(mutex_);
+    return std::exchange(error_, {});
+  }
   void warn_if_failed() {
-    std::string error;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      error.swap(error_);
-    }
-    if (!error.empty())
+    if (const std::string error = take_error(); !error.empty())
       seam::warn(c10::str(
           "remat: a saved tensor stays on its device, since it could not be copied: ", error));
   }
@@ -265,6 +267,7 @@ class HostCopy::Out {
     const auto lock = lock_in_turn(mutex_);
     return flat_;
   }
+  bool has_original() const { return has_original_; }
 
  private:
   const int64_t size_;
@@ -274,6 +277,7 @@ class HostCopy::Out {
   std::mutex mutex_;
   const at::Tensor host_;
   at::Tensor flat_;
+  std::atomic<bool> has_original_{true};
   std::string error_;
 };
 
@@ -291,8 +295,18 @@ HostCopy::~HostCopy() { job_->cancel(); }
 
 void HostCopy::finish_store() {
   job_->wait();
+  check_arrival();
   out_->warn_if_failed();
 }
+
+void HostCopy::check_arrival() {
+  if (!must_arrive_ || !job_->is_over()) return;
+  const std::string error = out_->take_error();
+  TORCH_CHECK(error.empty(),
+              "remat: a tensor that has to wait on the CPU could not be copied there: ", error);
+}
+
+bool HostCopy::holds_original() const { return out_->has_original(); }
 
 void HostCopy::begin_load() {
   if (job_->cancel()) return;  // it is on the device yet

@@ -9,11 +9,13 @@
 // process: beyond that the program waits for the oldest copy, or makes it itself if nobody has begun it.
 //
 // A copy out that fails leaves the tensor where it is, with a warning; it has been given out as moved by then, and is read
-// from where it is. One that nobody has begun when backward asks for it is left out.
+// from where it is. Of what must arrive (a policy's MustCpuOffload, until its region's forward ends) it is an error, if it is
+// known by then. One that nobody has begun when backward asks for it is left out.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -70,6 +72,9 @@ class HostCopy final : public HostContents {
   void cancel_load() override;
   at::Tensor bytes_on_host() const override;
   at::Tensor host_memory() const override;
+  void set_must_arrive(bool must) override { must_arrive_ = must; }
+  void check_arrival() override;
+  bool holds_original() const override;
 
  private:
   class Out;
@@ -78,6 +83,7 @@ class HostCopy final : public HostContents {
   const std::shared_ptr<Out> out_;
   std::shared_ptr<Background::Job> job_;  ///< which makes it
   DeviceLoad load_;
+  std::atomic<bool> must_arrive_{false};
 };
 
 }  // namespace remat

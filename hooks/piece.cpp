@@ -9,6 +9,7 @@
 #include "hooks/byte_hash.h"
 #include "hooks/comparable_place.h"
 #include "hooks/depot.h"
+#include "hooks/nearer_contents.h"
 #include "hooks/on_stream.h"
 #include "hooks/save_on_cpu.h"
 #include "hooks/unseen.h"
@@ -119,6 +120,21 @@ at::Tensor Piece::host_memory() const {
   return host == nullptr ? at::Tensor() : host->host_memory();
 }
 
+void Piece::set_must_arrive(bool must) const {
+  if (auto* const host = dynamic_cast<HostContents*>(contents_.get())) host->set_must_arrive(must);
+}
+
+void Piece::check_arrival() const {
+  if (auto* const host = dynamic_cast<HostContents*>(contents_.get())) host->check_arrival();
+}
+
+bool Piece::is_source_alive() const {
+  // In this order: the copy lets go of it before it says so.
+  const auto* const host = dynamic_cast<const HostContents*>(contents_.get());
+  const std::size_t num_own = host != nullptr && host->holds_original() ? 1 : 0;
+  return source_.use_count() > num_own;
+}
+
 void Piece::wait_for_host() const {
   const Unseen unseen;
   const WaitForThread waiting;
@@ -153,9 +169,26 @@ bool Piece::begin_load() noexcept {
   return is_load_begun_;
 }
 
+int64_t Piece::bytes_to_approach() const {
+  const auto* const contents = dynamic_cast<const NearerContents*>(contents_.get());
+  return contents == nullptr ? 0 : contents->bytes_to_approach();
+}
+
+bool Piece::begin_approach() noexcept {
+  const std::unique_lock<std::mutex> lock(turn_, std::try_to_lock);
+  if (!lock || is_load_begun_ || is_approaching_ || !loaded_.expired()) return false;
+  try {
+    use_place([&] { dynamic_cast<NearerContents&>(*contents_).begin_approach(); });
+    is_approaching_ = true;
+  } catch (const std::exception&) {  // such as no memory of the host: it comes when it is read
+  }
+  return is_approaching_;
+}
+
 void Piece::cancel_load() noexcept {
   const auto lock = lock_in_turn(turn_);
-  if (!std::exchange(is_load_begun_, false)) return;
+  const bool was_approaching = std::exchange(is_approaching_, false);
+  if (!std::exchange(is_load_begun_, false) && !was_approaching) return;
   try {
     use_place([&] { contents_->cancel_load(); });
   } catch (const std::exception& error) {
@@ -180,6 +213,7 @@ Piece::Loaded Piece::load_or_share() {
   if (stored_) stored_->block(current_stream(device_));
   finish_store_once();
   const bool was_begun = std::exchange(is_load_begun_, false);  // whatever comes of it
+  is_approaching_ = false;
   c10::Storage storage;
   use_place([&] {
     at::Tensor loaded = contents_->finish_load();

@@ -36,6 +36,10 @@ class Piece {
   bool begin_store(const at::Tensor& tensor);
   /// The original is not needed any more.
   void finish_store();
+  /// Whether it has to be in the place: see HostContents::set_must_arrive.
+  void set_must_arrive(bool must) const;
+  /// Throws if it is known by now that it is not.
+  void check_arrival() const;
   /// The memory of the CPU that it is copied to; undefined if there is none. The bytes may not be there yet.
   at::Tensor host_memory() const;
   /// Returns when they are.
@@ -50,8 +54,8 @@ class Piece {
            bool is_trusted, uint64_t batch) const;
 
   const c10::StorageImpl* source() const { return source_._unsafe_get_target(); }
-  /// Whether anybody has the original yet.
-  bool is_source_alive() const { return !source_.expired(); }
+  /// Whether anybody has the original yet, but for a copy that is under way.
+  bool is_source_alive() const;
   c10::Device device() const { return device_; }
   /// In the order of storing.
   uint64_t number() const { return number_; }
@@ -61,6 +65,9 @@ class Piece {
   /// Whether a load was begun: not if one is under way, or there is nothing to load.
   bool begin_load() noexcept;
   void cancel_load() noexcept;
+  /// [bytes] of the host that it would take to have it nearer. See NearerContents.
+  int64_t bytes_to_approach() const;
+  bool begin_approach() noexcept;
   struct Loaded {
     c10::Storage storage;          ///< of its own
     c10::VariableVersion counter;  ///< of tensors in it
@@ -98,7 +105,7 @@ class Piece {
   std::optional<Ready> stored_;  ///< on an accelerator
 
   std::mutex turn_;  ///< of those that call the contents
-  bool is_store_finished_ = false, is_load_begun_ = false;
+  bool is_store_finished_ = false, is_load_begun_ = false, is_approaching_ = false;
   c10::weak_intrusive_ptr<c10::StorageImpl> loaded_{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::VariableVersion loaded_counter_{c10::VariableVersion::DISABLED};
   std::optional<Ready> loaded_on_;

@@ -1,5 +1,6 @@
 #include "hooks/prefetch_order.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -27,21 +28,25 @@ void PrefetchOrder::remove(uint64_t number) {
   all_.erase(number);
 }
 
-void PrefetchOrder::prefetch_before(uint64_t number) { begin(window_before(number)); }
+void PrefetchOrder::prefetch_before(uint64_t number) {
+  Further further;  // dies after the lock, for which they ask
+  const Pieces window = window_before(number, further);
+  begin(window, further.to_host);
+}
 
 void PrefetchOrder::begin_all() {
-  std::vector<std::shared_ptr<Piece>> all;  // dies after the lock, for which they ask
+  Pieces all;  // dies after the lock, for which they ask
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto each = all_.rbegin(); each != all_.rend(); ++each)
       if (auto piece = each->second.lock()) all.push_back(std::move(piece));
   }
-  begin(all);
+  begin(all, {});
 }
 
-void PrefetchOrder::begin(const std::vector<std::shared_ptr<Piece>>& next) {
-  if (next.empty() || !cancels_at_end()) return;
-  std::vector<std::shared_ptr<Piece>> too_many;  // die after the lock, for which they ask
+void PrefetchOrder::begin(const Pieces& next, const Pieces& to_host) {
+  if ((next.empty() && to_host.empty()) || !cancels_at_end()) return;
+  Pieces too_many;  // die after the lock, for which they ask
   for (const auto& piece : next) {
     if (!piece->begin_load()) continue;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -52,11 +57,16 @@ void PrefetchOrder::begin(const std::vector<std::shared_ptr<Piece>>& next) {
     }
   }
   for (const auto& piece : too_many) piece->cancel_load();
+  for (const auto& piece : to_host) {
+    if (!piece->begin_approach()) continue;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    approaching_.push_back(piece);
+  }
 }
 
-/// Those that are to be on their way when `number` is read, the nearest first.
-std::vector<std::shared_ptr<Piece>> PrefetchOrder::window_before(uint64_t number) {
-  std::vector<std::shared_ptr<Piece>> window;
+/// Those that are to be on their way when `number` is read, the nearest first, and those that are to come to the host.
+PrefetchOrder::Pieces PrefetchOrder::window_before(uint64_t number, Further& further) {
+  Pieces window;
   std::shared_ptr<Piece> piece;  // dies after the lock, for which it asks
   int64_t room = 0;
   c10::Device device = c10::kCPU;
@@ -72,10 +82,29 @@ std::vector<std::shared_ptr<Piece>> PrefetchOrder::window_before(uint64_t number
       }
       room -= piece->num_bytes();
     }
-    if (window.size() >= depth_ && room < 0) break;
+    if (window.size() >= depth_ && room < 0) {
+      if (!piece->device().is_cpu()) look_for_room_on_host(each->first + 1, further);
+      break;
+    }
     window.push_back(std::move(piece));
   }
   return window;
+}
+
+/// Those below that number which the host has room for.
+void PrefetchOrder::look_for_room_on_host(uint64_t number, Further& further) {
+  int64_t room = staying_->room(c10::kCPU);
+  for (auto each = all_.lower_bound(std::min(number, looked_down_to_));
+       room > 0 && each != all_.begin();) {
+    --each;
+    if (auto piece = each->second.lock()) {
+      const int64_t bytes = piece->bytes_to_approach();
+      room -= bytes;
+      (bytes > 0 && room >= 0 ? further.to_host : further.others).push_back(std::move(piece));
+      if (room < 0) return;
+    }
+    looked_down_to_ = each->first;
+  }
 }
 
 bool PrefetchOrder::cancels_at_end() {
@@ -102,6 +131,9 @@ void PrefetchOrder::cancel_all() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     all.swap(begun_);
+    all.insert(all.end(), approaching_.begin(), approaching_.end());
+    approaching_.clear();
+    looked_down_to_ = std::numeric_limits<uint64_t>::max();
     will_cancel_ = false;
   }
   for (const auto& each : all)

@@ -9,13 +9,17 @@
 // (no memory to spare) is left to the read itself.
 //
 // Where saved tensors may stay in place up to a budget (Note [What stays]), loads begin as soon as backward has
-// made room for them, as many as there is room for. No bandwidth need be known for that: nothing could begin
-// earlier without taking more than the budget.
+// made room for them, as many as there is room for. What is further away than the host and has no room on its device yet
+// comes to the host, as soon as there is room on that (NearerContents), so that the file is read from backward's first
+// step on, and not when its turn comes. No bandwidth need be known for that. Each channel gets its loads in the order in which backward asks,
+// each as early as the budgets let it: begun in another order, or later, none of them would end earlier, so nobody would wait less
+// (docs/hooks.md, Tiers).
 
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -44,8 +48,13 @@ class PrefetchOrder : public std::enable_shared_from_this<PrefetchOrder> {
   void begin_all();
 
  private:
-  std::vector<std::shared_ptr<Piece>> window_before(uint64_t number);
-  void begin(const std::vector<std::shared_ptr<Piece>>& window);
+  using Pieces = std::vector<std::shared_ptr<Piece>>;
+  struct Further {
+    Pieces to_host, others;
+  };
+  Pieces window_before(uint64_t number, Further& further);
+  void look_for_room_on_host(uint64_t number, Further& further);
+  void begin(const Pieces& window, const Pieces& to_host);
   bool cancels_at_end();
   void cancel_all();
 
@@ -55,6 +64,9 @@ class PrefetchOrder : public std::enable_shared_from_this<PrefetchOrder> {
   std::mutex mutex_;
   std::map<uint64_t, std::weak_ptr<Piece>> all_;
   std::deque<std::weak_ptr<Piece>> begun_;
+  std::vector<std::weak_ptr<Piece>> approaching_;
+  /// What has this number or a larger one needs no look whether it is on the host.
+  uint64_t looked_down_to_ = std::numeric_limits<uint64_t>::max();
   uint64_t last_number_ = 0;
   bool will_cancel_ = false;
 };

@@ -11,7 +11,9 @@
 #include "hooks/background.h"
 #include "hooks/file_watch.h"
 #include "hooks/host_copy.h"
+#include "hooks/nearer_contents.h"
 #include "hooks/save_on_disk.h"
+#include "lib/base/waiting.h"
 #include "lib/seam/warn.h"
 
 namespace remat {
@@ -88,6 +90,39 @@ at::Tensor load_from(const Written& written, SpoolLoad& load, int64_t size, Tier
   return load.is_begun() ? load.finish() : read_now(*written.range(), size);
 }
 
+/// Bytes of the file that are in the host's memory, or on their way, before the device has room for them.
+class Nearer {
+ public:
+  Nearer(std::shared_ptr<TierTotals> totals, std::shared_ptr<const SpoolRange> range, int64_t size)
+      : totals_(std::move(totals)), size_(size) {
+    load_.begin(std::move(range), size_, /*can_wait=*/true);
+    totals_->on_host += size_;
+  }
+  ~Nearer() {
+    load_.cancel();
+    totals_->on_host -= size_;
+  }
+  Nearer& operator=(Nearer&&) = delete;
+
+  bool is_over() const { return load_.is_over(); }
+  /// Waits for them. Any thread, more than once. Throws c10::Error.
+  at::Tensor bytes() {
+    const auto lock = lock_in_turn(mutex_);
+    if (!bytes_.defined()) {
+      TORCH_CHECK(load_.is_begun(), "remat: a read ahead has failed");
+      bytes_ = load_.finish();
+    }
+    return bytes_;
+  }
+
+ private:
+  const std::shared_ptr<TierTotals> totals_;
+  const int64_t size_;
+  std::mutex mutex_;
+  SpoolLoad load_;
+  at::Tensor bytes_;
+};
+
 /// What the CPU has saved itself.
 class OwnOnDisk final : public ComparableContents {
  public:
@@ -151,7 +186,7 @@ class OwnOnDisk final : public ComparableContents {
 }  // namespace
 
 /// What came from an accelerator.
-class SaveInTiers::OnHost final : public StoredContents {
+class SaveInTiers::OnHost final : public StoredContents, public NearerContents {
  public:
   /// `streams`: for copies back of what the file has; none: on the current stream.
   OnHost(std::shared_ptr<HostContents> host, const at::Tensor& flat,
@@ -198,27 +233,40 @@ class SaveInTiers::OnHost final : public StoredContents {
   void finish_store() override {
     if (const auto host = state_->host()) host->finish_store();
   }
+  int64_t bytes_to_approach() const override {
+    return is_near_ || state_->host() != nullptr ? 0 : size_;
+  }
+  void begin_approach() override {
+    if (state_->host() != nullptr || load_.is_begun() || device_load_.is_begun()) return;
+    nearer_ = std::make_shared<Nearer>(totals_, state_->written.range(), size_);
+    is_near_ = true;
+  }
   void begin_load() override {
     loading_ = state_->host();
     if (loading_ != nullptr)
       loading_->begin_load();
     else if (streams_)
       device_load_.begin(
-          [range = state_->written.range(), size = size_] { return read_now(*range, size); }, size_,
-          streams_->in, device_);
-    else
+          [nearer = nearer_, range = state_->written.range(), size = size_] {
+            return nearer != nullptr ? nearer->bytes() : read_now(*range, size);
+          },
+          size_, streams_->in, device_);
+    else if (nearer_ == nullptr)
       load_.begin(state_->written.range(), size_);
   }
   at::Tensor finish_load() override {
-    const bool is_begun = load_.is_begun() || device_load_.is_begun();
+    const bool is_begun = load_.is_begun() || device_load_.is_begun() || nearer_ != nullptr;
     if (!is_begun && loading_ == nullptr) loading_ = state_->host();
     if (const auto host = std::exchange(loading_, nullptr)) {
       totals_->num_loads += 1;
       totals_->loaded += size_;
       return host->finish_load();
     }
+    const auto nearer = take_nearer();
     if (device_load_.is_begun()) {
       if (at::Tensor loaded = finish_device_load(); loaded.defined()) return loaded;
+    } else if (nearer != nullptr) {
+      if (at::Tensor loaded = finish_approach(*nearer); loaded.defined()) return loaded.to(device_);
     }
     return load_from(state_->written, load_, size_, *totals_).to(device_);
   }
@@ -226,9 +274,27 @@ class SaveInTiers::OnHost final : public StoredContents {
     if (const auto host = std::exchange(loading_, nullptr)) host->cancel_load();
     load_.cancel();
     device_load_.cancel();
+    take_nearer();
   }
 
  private:
+  std::shared_ptr<Nearer> take_nearer() {
+    is_near_ = false;
+    return std::exchange(nearer_, nullptr);
+  }
+  /// Undefined if it has failed: it is read anew.
+  at::Tensor finish_approach(Nearer& nearer) {
+    std::optional<Waiting> waiting;
+    if (!nearer.is_over()) waiting.emplace(*totals_);
+    try {
+      at::Tensor loaded = nearer.bytes();
+      totals_->num_loads += 1;
+      totals_->loaded += size_;
+      return loaded;
+    } catch (const std::exception&) {
+      return {};
+    }
+  }
   /// Undefined if it has failed: there may be memory now.
   at::Tensor finish_device_load() {
     std::optional<Waiting> waiting;
@@ -285,6 +351,8 @@ class SaveInTiers::OnHost final : public StoredContents {
   std::shared_ptr<HostContents> loading_;
   SpoolLoad load_;
   DeviceLoad device_load_;
+  std::shared_ptr<Nearer> nearer_;
+  std::atomic<bool> is_near_{false};  ///< there is `nearer_`; any thread
 };
 
 SaveInTiers::SaveInTiers(const SaveInTiersOptions& options, std::shared_ptr<TierTotals> totals)

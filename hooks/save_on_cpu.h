@@ -31,6 +31,13 @@ class HostContents : public StoredContents {
   virtual at::Tensor bytes_on_host() const = 0;
   /// Where they will be. Does not wait.
   virtual at::Tensor host_memory() const = 0;
+  /// Until it is told otherwise it is an error of `finish_store` and `check_arrival` that they cannot be copied, where else
+  /// it would be a warning.
+  virtual void set_must_arrive(bool /*must*/) {}
+  /// Throws that if it is known by now. Does not wait.
+  virtual void check_arrival() {}
+  /// Whether it has a reference of its own to the original's storage.
+  virtual bool holds_original() const { return false; }
 };
 
 class SaveOnCpu final : public Place {

@@ -37,10 +37,11 @@ at::Tensor read_now(const SpoolRange& range, int64_t size) {
   return bytes;
 }
 
-void SpoolLoad::begin(std::shared_ptr<const SpoolRange> range, int64_t size) {
+void SpoolLoad::begin(std::shared_ptr<const SpoolRange> range, int64_t size, bool can_wait) {
   bytes_ = at::empty({size}, at::TensorOptions(at::kByte).device(at::kCPU));
   job_ = Background::get().run(
-      [range = std::move(range), bytes = bytes_] { range->read(bytes.mutable_data_ptr()); });
+      [range = std::move(range), bytes = bytes_] { range->read(bytes.mutable_data_ptr()); },
+      can_wait);
 }
 
 at::Tensor SpoolLoad::finish() {

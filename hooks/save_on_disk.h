@@ -20,7 +20,8 @@ at::Tensor read_now(const SpoolRange& range, int64_t size);
 /// The same beside the program. One thread at a time.
 class SpoolLoad {
  public:
-  void begin(std::shared_ptr<const SpoolRange> range, int64_t size);
+  /// `can_wait`: see Background::run.
+  void begin(std::shared_ptr<const SpoolRange> range, int64_t size, bool can_wait = false);
   bool is_begun() const { return job_ != nullptr; }
   bool is_over() const { return is_begun() && job_->is_over(); }
   /// Waits for what was begun. Throws c10::Error.

@@ -34,7 +34,11 @@ std::unique_ptr<Staying::Share> Staying::share_of(const at::Tensor& tensor) {
 
 void Staying::add(c10::Device device, Entry entry) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  devices_[key_of(device)].entries.push_back(std::move(entry));
+  std::deque<Entry>& entries = devices_[key_of(device)].entries;
+  const auto after =
+      std::upper_bound(entries.begin(), entries.end(), entry.number,
+                       [](uint64_t number, const Entry& each) { return number < each.number; });
+  entries.insert(after, std::move(entry));
 }
 
 std::vector<Staying::Entry> Staying::take_excess(c10::Device device,

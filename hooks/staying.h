@@ -15,6 +15,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -53,6 +54,8 @@ class Staying {
     bool is_trusted;                    ///< nothing but in-place operators write to it
     bool is_complete;                   ///< the operator does not write to it
     uint64_t number;                    ///< in the order of saving
+    bool has_to_move = false;           ///< where it is too much: that it cannot is an error
+    std::function<void()> on_move{};    ///< or empty
   };
   /// Bytes that are counted as long as this lives.
   class Share {
@@ -71,7 +74,7 @@ class Staying {
 
   /// Dies when the tensor moves or nobody needs it any more.
   std::unique_ptr<Share> share_of(const at::Tensor& tensor);
-  /// Takes note: from now on any thread that saves may move it.
+  /// Takes note: from now on any thread that saves may move it. It comes after what has its number or a smaller one.
   void add(c10::Device device, Entry entry);
   /// Takes out what is to move from a device. `running`: what an operator may yet
   /// write to stays; null at the end of the guard.
@@ -83,7 +86,7 @@ class Staying {
  private:
   struct OfDevice {
     std::shared_ptr<std::atomic<int64_t>> bytes;  ///< at most: a storage may count more than once
-    std::deque<Entry> entries;                    ///< oldest first
+    std::deque<Entry> entries;                    ///< in the order of saving
   };
   int64_t budget(c10::Device device) const;
 

@@ -77,9 +77,15 @@ struct SelectiveOptions {
   /// on the device beside those that the recompute uses.
   int64_t prefetch_depth = 2;
   /// [bytes] Of originals whose copies to the CPU are not done, so that their memory cannot be used
-  /// again, unless a single one is larger. Beyond that the program waits for the oldest copy. The last two
-  /// hold for all regions of the process together whose policies have the same two.
+  /// again, unless a single one is larger. Beyond that the program waits for the oldest copy. Counted, as the depth
+  /// is, over all regions of the process whose policies have the same last three of these.
   int64_t max_bytes_in_flight = 64 << 20;
+  /// So many of the results that backward asks for first stay on the device, since moving them gains nothing: those
+  /// of the region that ran last, in the order of its calls, then of the one before it. What the program itself
+  /// holds counts nothing. With any, results move when others have been kept after them or the forward of a region
+  /// ends, and not what the program still holds then; a change in place is noticed also after the region. What passes
+  /// hooks (`save_through_hooks`, and in another region) moves at once, and counts nothing.
+  int64_t keep_last = 0;
 };
 
 /// A policy function with its options; empty means "recompute everything". Copies share the

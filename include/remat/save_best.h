@@ -26,6 +26,9 @@ struct SaveBestOptions {
   /// are chosen for without being measured, for any `bytes`; and added to when others have been. One that does not
   /// exist is made. It belongs to a model, LibTorch's version and a number of threads. Empty: none.
   std::filesystem::path profiles{};
+  /// What it keeps of an accelerator's results waits on the CPU, and `bytes` are of that: it moves as `selective` says,
+  /// as with PreferCpuOffload. What is smaller than its `min_offload_bytes`, or cannot be moved, stays.
+  bool offload = false;
   /// Options as of other policies. `allow_cache_entry_mutation` is on: a result that is changed in
   /// place after all is computed again.
   SelectiveOptions selective{};

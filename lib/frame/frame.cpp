@@ -140,7 +140,12 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
       [&](const c10::StorageImpl* buffer) { statistics.push_back(buffer); });
   if (!statistics.empty()) warn_of_running_statistics(region_, surroundings_, statistics);
   const auto lost = inputs_.settle();
-  if (keeper_ != nullptr) keeper_->settle();
+  try {
+    if (keeper_ != nullptr) keeper_->settle();
+  } catch (...) {
+    tell_recorders_of_throw();
+    throw;
+  }
   if (recorded_ == nullptr) return;
   if (keeper_ != nullptr) keeper_->add_to(recorded);
   DevicesMet met = devices_met();

@@ -276,6 +276,13 @@ void region_ends(const RegionInfo& info, RecordedFrame& recorded, const DevicesM
   });
 }
 
+void kept_was_moved(const std::string& name, int64_t bytes) {
+  sum(name, [&](RegionReport& region) {
+    region.offloaded += 1;
+    region.bytes_offloaded += bytes;
+  });
+}
+
 void kept_was_loaded(const RecordedFrame& recorded, int64_t bytes, bool was_ahead, double seconds) {
   sum(*recorded.kept.name, [&](RegionReport& region) {
     region.offload_loads += 1;

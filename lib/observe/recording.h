@@ -212,6 +212,8 @@ struct RegionSums {
 void region_ends(const RegionInfo& region, RecordedFrame& recorded, const DevicesMet& met,
                  RegionSums sums);
 void region_throws(const RegionInfo& region, const RecordedFrame& recorded);
+/// What a region's policy moves later than it is kept has left its device.
+void kept_was_moved(const std::string& name, int64_t bytes);
 /// A recompute brought back what a policy had moved.
 void kept_was_loaded(const RecordedFrame& recorded, int64_t bytes, bool was_ahead, double seconds);
 /// The bytes of CPU tensors alive have become `live`.

@@ -4,6 +4,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
+#include <array>
 #include <atomic>
 #include <functional>
 #include <limits>
@@ -184,15 +185,16 @@ const std::shared_ptr<Depot>& depot_of_inputs(std::optional<int64_t> prefetch_de
   return depot;
 }
 
-const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight) {
+const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight,
+                                            int64_t keep_last) {
   static std::mutex mutex;
-  static auto* const all = new std::map<std::pair<int64_t, int64_t>, std::shared_ptr<Depot>>;
+  static auto* const all = new std::map<std::array<int64_t, 3>, std::shared_ptr<Depot>>;
   const std::lock_guard<std::mutex> lock(mutex);
-  auto& depot = (*all)[{prefetch_depth, max_bytes_in_flight}];
+  auto& depot = (*all)[{prefetch_depth, max_bytes_in_flight, keep_last}];
   if (depot == nullptr)
-    depot =
-        detail::depot_with(std::make_unique<SaveOnCpu>(/*pin_memory=*/true, max_bytes_in_flight),
-                           {.prefetch_depth = prefetch_depth});
+    depot = detail::depot_with(
+        std::make_unique<SaveOnCpu>(/*pin_memory=*/true, max_bytes_in_flight),
+        {.prefetch_depth = prefetch_depth, .staying = detail::staying_last(keep_last)});
   return depot;
 }
 

@@ -18,7 +18,8 @@ const std::shared_ptr<Depot>& depot_of_inputs(std::optional<int64_t> prefetch_de
 
 /// The process has one depot for the results that policies move to the CPU with these options. Who gives it something
 /// numbers it: Note [Moving kept results].
-const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight);
+const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight,
+                                            int64_t keep_last);
 
 /// A depot that moves all that nobody else holds, and that can be told to end its stores and to begin its loads.
 /// `name`: under which recorders see what it moves; empty: they do not.

@@ -128,11 +128,14 @@ void BestRun::note_writes(const c10::OperatorHandle& op, c10::ArrayRef<c10::IVal
   std::size_t num_written = 0;
   visit_written(op, arguments, [&](const at::Tensor&) { ++num_written; });
   const auto& declared = op.schema().arguments();
+  // What is being copied cannot be written to; what moves when it is let go of can.
+  const SaveBestOptions& options = chooser_->options();
+  const bool can_be_applied = !options.offload || options.selective.keep_last > 0;
   const bool is_like_library =
-      num_written == 1 && node.reads.size() <= 1 && !declared.empty() &&
+      can_be_applied && num_written == 1 && node.reads.size() <= 1 && !declared.empty() &&
       declared[0].alias_info() != nullptr && declared[0].alias_info()->isWrite() &&
       op.schema().returns().size() == 1 && !is_made_by(op, 0) && frame_.region().info.depth == 1 &&
-      !chooser_->options().selective.save_through_hooks;
+      !options.selective.save_through_hooks;
   visit_written(op, arguments, [&](const at::Tensor& tensor) {
     Made* const found = made(storage_of(tensor));
     if (found == nullptr) return;

@@ -1,6 +1,7 @@
 #include "lib/selective/kept_moves.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "hooks/move_totals.h"
 #include "lib/scope/offload.h"
@@ -20,19 +21,36 @@ uint64_t KeptMoves::number_of(uint64_t index) const {
   return after - 1 - std::min(index, last_index);
 }
 
-std::shared_ptr<Piece> KeptMoves::move(const at::Tensor& value, bool is_beside) {
+const std::shared_ptr<Depot>& KeptMoves::depot() const {
+  return depot_of_kept(options_.prefetch_depth, options_.max_bytes_in_flight, options_.keep_last);
+}
+
+std::shared_ptr<SavedElsewhere> KeptMoves::keep_in_place(const at::Tensor& value, bool has_to_move,
+                                                         std::function<void()> on_move) {
+  if (options_.keep_last == 0) return nullptr;
   const TimeSpent time(spent_ns_);
-  const auto& depot = depot_of_kept(options_.prefetch_depth, options_.max_bytes_in_flight);
-  auto piece = depot->keep(value, number_of(num_moved_++));
-  if (piece != nullptr && !is_beside) piece->finish_store();
+  return depot()->keep_in_place(value, {number_of(num_moved_++), has_to_move, std::move(on_move)});
+}
+
+void KeptMoves::move_excess() {
+  if (options_.keep_last == 0) return;
+  const TimeSpent time(spent_ns_);
+  depot()->move_excess();
+}
+
+std::shared_ptr<Piece> KeptMoves::move(const at::Tensor& value, bool is_beside, bool has_to_move) {
+  const TimeSpent time(spent_ns_);
+  auto piece = depot()->keep(value, number_of(num_moved_++));
+  if (piece == nullptr) return nullptr;
+  if (has_to_move) piece->set_must_arrive(true);
+  if (!is_beside) piece->finish_store();
   return piece;
 }
 
 void KeptMoves::begin_loads(uint64_t behind_hooks) const {
   const uint64_t last = std::max(behind_hooks, num_moved_ == 0 ? 0 : number_of(0));
   if (last == 0) return;
-  depot_of_kept(options_.prefetch_depth, options_.max_bytes_in_flight)
-      ->begin_loads_before(last + 1);
+  depot()->begin_loads_before(last + 1);
 }
 
 }  // namespace remat

@@ -20,6 +20,11 @@
 // forward, where autograd is off; on threads that the function starts; in a backward inside) the device's next
 // work waits for the copy at once. So it does for a value that is kept because of its name alone.
 //
+// The last ones. `keep_last` of them stay, by those numbers: of the region that ran last the first, then the first of the
+// region before it. So a result leaves when a region that runs later keeps some, or at once if its own region has kept
+// enough before it. That is looked at when something is kept, and when a forward ends; and as for guards (Note
+// [What stays]), what others hold as well neither counts nor moves. So nobody can write to what is copied then.
+//
 // What lies around. In another region, or with `save_through_hooks`, what is kept is saved through the hooks around,
 // which want a tensor: Note [Twins].
 
@@ -27,9 +32,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 
-#include "hooks/piece.h"
+#include "hooks/depot.h"
 #include "remat/policy.h"
 
 namespace remat {
@@ -41,8 +47,15 @@ class KeptMoves {
   KeptMoves(int64_t region, const SelectiveOptions& options) : region_(region), options_(options) {}
 
   /// Takes the memory of a tensor without gaps. `is_beside`: writers are seen to until the piece's store is finished;
-  /// else they wait for it. Throws what copying throws.
-  std::shared_ptr<Piece> move(const at::Tensor& value, bool is_beside);
+  /// else they wait for it. `has_to_move`: that it could not be copied is an error, now or of the piece. Throws what
+  /// copying throws.
+  std::shared_ptr<Piece> move(const at::Tensor& value, bool is_beside, bool has_to_move);
+  /// The same of a tensor that may stay where it is, as long as it is among the last; see SelectiveOptions. Null: none
+  /// stays, or it would not move. `on_move`: when it has moved after all, on any thread; or empty.
+  std::shared_ptr<SavedElsewhere> keep_in_place(const at::Tensor& value, bool has_to_move,
+                                                std::function<void()> on_move);
+  /// Moves those that are not among the last any more. Throws if one that has to move cannot.
+  void move_excess();
   /// A recompute begins on this thread. `behind_hooks`: the largest number of what it has fetched through hooks.
   void begin_loads(uint64_t behind_hooks) const;
   /// [ns] that threads have spent on it.
@@ -50,6 +63,7 @@ class KeptMoves {
 
  private:
   uint64_t number_of(uint64_t index) const;
+  const std::shared_ptr<Depot>& depot() const;
 
   const int64_t region_;
   const SelectiveOptions& options_;

@@ -8,6 +8,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "hooks/depot.h"
 #include "hooks/piece.h"
 #include "lib/base/counters.h"
 #include "lib/base/error.h"
@@ -67,7 +68,15 @@ bool KeptTensor::move_plain(const at::Tensor& value, const detail::Scope& region
     tensor_ = HostTwin::without_memory(value, dropped_text);
     return true;
   }
-  auto piece = place.moves->move(value, place.is_beside);
+  if (!meets_hooks) {
+    late_ = place.moves->keep_in_place(value, place.where == KeptWhere::OnCpu, place.on_late_move);
+    if (late_ != nullptr) {
+      note_version(value);
+      return true;
+    }
+  }
+  has_to_move_ = place.where == KeptWhere::OnCpu;
+  auto piece = place.moves->move(value, place.is_beside, has_to_move_);
   if (piece == nullptr) return false;
   const bool may_be_written = place.is_beside && piece->is_stored_late();
   if (!meets_hooks) {
@@ -128,7 +137,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     count(is_copy_ ? live_counters.offloads : live_counters.offload_fallbacks);
   }
   if (!is_copy_ && !value.is_inference()) note_version(value);
-  if (moved_ != nullptr) return;
+  if (moved_ != nullptr || late_ != nullptr) return;
   if (!is_copy_ && metadata_ && !may_meet_hooks) {
     data_ = value.storage();
     return;
@@ -176,13 +185,13 @@ bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
 }
 
 // Everything inline: a tensor is built for each kept result that is replayed.
-[[gnu::flatten]] at::Tensor KeptTensor::build(c10::Storage storage) const {
+[[gnu::flatten]] at::Tensor KeptTensor::build(c10::Storage storage, int64_t offset) const {
   std::optional<c10::InferenceMode> normal;  // as what is built was: it has a version
   if (c10::InferenceMode::is_enabled()) normal.emplace(false);
   at::Tensor built = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), metadata_->keys,
                                                               metadata_->dtype);
-  built.unsafeGetTensorImpl()->set_sizes_and_strides(
-      metadata_->layout.sizes_arrayref(), metadata_->layout.strides_arrayref(), metadata_->offset);
+  built.unsafeGetTensorImpl()->set_sizes_and_strides(metadata_->layout.sizes_arrayref(),
+                                                     metadata_->layout.strides_arrayref(), offset);
   return built;
 }
 
@@ -225,7 +234,8 @@ at::Tensor KeptTensor::moved_back(const at::Tensor& copy, std::optional<Load>* l
 at::Tensor KeptTensor::restore(std::optional<Load>* load) const {
   if (!is_defined_) return {};
   if (is_placeholder()) {
-    return build(seam::storage_without_data(storage_bytes_, device_, placeholder_text));
+    return build(seam::storage_without_data(storage_bytes_, device_, placeholder_text),
+                 metadata_->offset);
   }
   // As saved_ says, too: somebody wrote to it after it was found to be unchanged.
   TORCH_CHECK(saved_ != nullptr || !is_changed(),
@@ -233,12 +243,19 @@ at::Tensor KeptTensor::restore(std::optional<Load>* load) const {
   if (moved_ != nullptr) {
     Piece::Loaded loaded = moved_->load();
     if (load != nullptr && loaded.is_new) *load = {num_bytes_, loaded.was_begun};
-    at::Tensor value = build(std::move(loaded.storage));
+    at::Tensor value = build(std::move(loaded.storage), metadata_->offset);
     value.unsafeGetTensorImpl()->set_version_counter(loaded.counter);
     return value;
   }
+  if (late_ != nullptr) {
+    SavedElsewhere::Contents contents = late_->contents();
+    if (load != nullptr && contents.is_new) *load = {num_bytes_, contents.was_begun};
+    at::Tensor value = build(std::move(contents.storage), contents.offset);
+    value.unsafeGetTensorImpl()->set_version_counter(contents.counter);
+    return value;
+  }
   if (!data_) return restore(saved_ != nullptr ? saved_->unpack() : tensor_, load);
-  at::Tensor value = build(data_);
+  at::Tensor value = build(data_, metadata_->offset);
   value.unsafeGetTensorImpl()->set_version_counter(counter_);
   return value;
 }
@@ -252,17 +269,18 @@ std::optional<KeptTensor::Holders> KeptTensor::settle(bool will_be_read) {
   is_placeholder_ = true;
   counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
   return Holders{std::exchange(data_, {}), std::exchange(tensor_, {}), std::move(saved_),
-                 std::move(moved_)};
+                 std::move(moved_), std::move(late_)};
 }
 
-std::shared_ptr<Piece> KeptTensor::end_forward() {
+KeptTensor::Unfinished KeptTensor::end_forward() {
   const auto twin = twin_.lock();
   if (twin != nullptr) twin->settle();
   const std::shared_ptr<Piece> moved = twin != nullptr ? twin->shared_piece() : moved_;
-  if (moved == nullptr || !counter_.enabled()) return nullptr;
+  if (moved == nullptr || !counter_.enabled()) return {};
   was_changed_ = is_changed();
   counter_ = c10::VariableVersion(c10::VariableVersion::DISABLED);
-  return moved->is_source_alive() ? moved : nullptr;
+  const bool is_written_to = moved->is_source_alive();
+  return {is_written_to || has_to_move_ ? moved : nullptr, is_written_to};
 }
 
 bool KeptTensor::is_placeholder(const at::Tensor& tensor) {

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -22,15 +23,17 @@ enum class KeptWhere {
   OnCpu  ///< or an error
 };
 
-class HostTwin;   // lib/selective/host_twin.h
-class KeptMoves;  // lib/selective/kept_moves.h
-class Piece;      // hooks/piece.h
+class HostTwin;        // lib/selective/host_twin.h
+class KeptMoves;       // lib/selective/kept_moves.h
+class Piece;           // hooks/piece.h
+class SavedElsewhere;  // hooks/depot.h
 
 /// ... and how it gets there.
 struct KeptPlace {
   KeptWhere where = KeptWhere::InPlace;
   KeptMoves* moves = nullptr;  ///< null: it stays
   bool is_beside = false;      ///< see KeptMoves::move; else the device's next work waits for it
+  std::function<void()> on_late_move{};  ///< of one that stays for now; or empty
 };
 
 /// Note [Kept values]
@@ -39,7 +42,8 @@ struct KeptPlace {
 /// through the hooks of that region, whose forward drops it (Rule 2); through other hooks on request.
 ///
 /// What shall wait on the CPU and lies in memory without gaps goes to a depot: Note [Moving kept results]. The
-/// hooks get its twin: Note [Twins]. A
+/// hooks get its twin: Note [Twins]. One that stays for now, since it is among the last, counts as a copy
+/// all the same; but who writes to it is noticed for as long as it lives. A
 /// copy that fails leaves it where it is, or is an error if it must move; nothing else changes.
 ///
 /// A result that autograd never saved and no operator of a recompute will read is not worth its
@@ -64,6 +68,8 @@ class KeptTensor {
   /// Of the original.
   c10::Device device() const { return device_; }
   bool is_on_cpu_instead() const { return is_copy_; }
+  /// Of these: it may have stayed, and is moved later.
+  bool is_among_last() const { return late_ != nullptr; }
   bool could_not_move() const { return could_not_move_; }
   /// What one restore brought back from the CPU, beside the work.
   struct Load {
@@ -88,12 +94,17 @@ class KeptTensor {
     at::Tensor tensor;
     std::unique_ptr<torch::autograd::SavedVariable> saved;
     std::shared_ptr<Piece> moved;
+    std::shared_ptr<SavedElsewhere> late;
   };
   /// The forward is over. Gives out what holds data that will not be read, if a placeholder can stand for it.
   std::optional<Holders> settle(bool will_be_read);
-  /// The same of all that is kept, after that. Returns the piece whose store is to be finished, if somebody else has
-  /// the original.
-  std::shared_ptr<Piece> end_forward();
+  /// The same of all that is kept, after that.
+  struct Unfinished {
+    std::shared_ptr<Piece> piece;  ///< null: nothing is to be done
+    bool
+        is_written_to;  ///< or may be, since somebody has the original: its store is to be finished
+  };
+  Unfinished end_forward();
   static bool is_placeholder(const at::Tensor& tensor);
   /// Whether the device's memory is spared by a copy on the CPU.
   static bool can_be_moved(const at::Tensor& value);
@@ -110,7 +121,7 @@ class KeptTensor {
     c10::impl::SizesAndStrides layout;
     int64_t offset = 0;
   };
-  at::Tensor build(c10::Storage storage) const;
+  at::Tensor build(c10::Storage storage, int64_t offset) const;
   void move(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
             const KeptPlace& place);
   bool move_plain(const at::Tensor& value, const detail::Scope& region, detail::HooksAround hooks,
@@ -119,12 +130,13 @@ class KeptTensor {
   void note_version(const at::Tensor& value);
   at::Tensor moved_back(const at::Tensor& copy, std::optional<Load>* load) const;
 
-  // One of four, unless it is a placeholder. An alias costs more than its parts, which most can be taken
+  // One of five, unless it is a placeholder. An alias costs more than its parts, which most can be taken
   // into and built of again.
   c10::Storage data_;
   at::Tensor tensor_;  ///< inference and sparse tensors, copies, ...
   std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< where it may meet hooks
   std::shared_ptr<Piece> moved_;                           ///< all of its memory, on the CPU
+  std::shared_ptr<SavedElsewhere> late_;                   ///< the same, or it has stayed so far
   std::weak_ptr<HostTwin> twin_;                           ///< what the hooks got of that
   std::optional<Metadata> metadata_;  ///< unless it cannot be built of its parts
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
@@ -134,6 +146,7 @@ class KeptTensor {
   int64_t num_bytes_ = 0;
   std::size_t storage_bytes_ = 0;  ///< of the original
   bool is_defined_ = false, is_placeholder_ = false, is_copy_ = false, could_not_move_ = false;
+  bool has_to_move_ = false;
   bool was_changed_ = false;  ///< by the forward's end, while it was copied
 };
 

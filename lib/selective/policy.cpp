@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "lib/seam/warn.h"
+#include "lib/selective/best_chooser.h"
 #include "lib/selective/op_traits.h"
 #include "lib/selective/policy_rule.h"
 
@@ -151,6 +152,7 @@ const SelectiveOptions& checked(const SelectiveOptions& options) {
   check(options.min_offload_bytes, "min_offload_bytes");
   check(options.prefetch_depth, "prefetch_depth");
   check(options.max_bytes_in_flight, "max_bytes_in_flight");
+  check(options.keep_last, "keep_last");
   return options;
 }
 
@@ -177,8 +179,9 @@ bool PolicyRule::may_offload() const {
     return std::any_of(answers.begin(), answers.end(),
                        [](const auto& each) { return is_offloading(each.second); });
   };
-  return fn_ || is_offloading(other_ops_) || is_offloading(other_names_) || offloads(ops_) ||
-         offloads(names_);
+  const bool chooser_offloads = chooser_ != nullptr && chooser_->options().offload;
+  return fn_ || chooser_offloads || is_offloading(other_ops_) || is_offloading(other_names_) ||
+         offloads(ops_) || offloads(names_);
 }
 
 std::optional<Answer> PolicyRule::answer_to_all(const c10::OperatorHandle& op) const {
@@ -230,6 +233,7 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
     options.min_offload_bytes = std::max(options.min_offload_bytes, own.min_offload_bytes);
     options.prefetch_depth = std::max(options.prefetch_depth, own.prefetch_depth);
     options.max_bytes_in_flight = std::min(options.max_bytes_in_flight, own.max_bytes_in_flight);
+    options.keep_last = std::max(options.keep_last, own.keep_last);
   }
   TORCH_CHECK_VALUE(a->chooser_ == nullptr || b->chooser_ == nullptr,
                     "remat: two policies were joined that both choose by themselves (save_best). "

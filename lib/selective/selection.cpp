@@ -158,6 +158,7 @@ void Selection::after_inner(const c10::OperatorHandle& op, int64_t call,
 PinRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number, std::size_t output,
                                        const detail::RegionScope& region, const KeptPlace& place) {
   PinRecord::Value kept{KeptTensor(value, region, hooks(), place), grad_role_of(value)};
+  if (place.where != KeptWhere::InPlace) moves_->move_excess();
   if (rule_ == nullptr || !value.defined()) return kept;
   // The recompute gets another tensor, which must have the origin that this one has.
   std::lock_guard<SpinLock> lock(record_.mutex);

@@ -132,7 +132,7 @@ class Selection final : public Keeper, public OperatorHandler {
   void let_go_chosen(Freed& freed);
   KeptPlace place_of(const at::Tensor& value, CheckpointPolicy answer, bool is_beside);
   bool is_alive_anyway(const at::Tensor& value) const;
-  void end_forward(std::vector<std::shared_ptr<Piece>>& unfinished);
+  void end_forward(std::vector<KeptTensor::Unfinished>& unfinished);
   bool sees_writers(const detail::RegionScope& region) const;
   detail::HooksAround hooks() const;
 

@@ -188,7 +188,9 @@ void Selection::choose(Call& call, Freed& freed) {
   call.best = best_;
   call.best_call = best_->begin_call(call.op, call.traits, call.arguments, is_keeping(call.answer));
   call.is_chosen = best_->keeps_call();
-  if (call.is_chosen) call.answer = CheckpointPolicy::PreferSave;
+  if (call.is_chosen)
+    call.answer = rule_->chooser()->options().offload ? CheckpointPolicy::PreferCpuOffload
+                                                      : CheckpointPolicy::PreferSave;
   if (best_->must_let_go()) let_go_chosen(freed);
 }
 
@@ -241,7 +243,13 @@ KeptPlace Selection::place_of(const at::Tensor& value, CheckpointPolicy answer, 
                         static_cast<int64_t>(value.nbytes()) < rule_->options().min_offload_bytes;
   if (is_small) return {};
   const bool must_move = answer == CheckpointPolicy::MustCpuOffload;
-  return {must_move ? KeptWhere::OnCpu : KeptWhere::OnCpuIfPossible, &*moves_, is_beside};
+  KeptPlace place{must_move ? KeptWhere::OnCpu : KeptWhere::OnCpuIfPossible, &*moves_, is_beside};
+  if (frame_.recorded() != nullptr && rule_->options().keep_last > 0 && value.defined())
+    place.on_late_move = [name = frame_.recorded()->kept.name,
+                          bytes = static_cast<int64_t>(value.nbytes())] {
+      recording::kept_was_moved(*name, bytes);
+    };
+  return place;
 }
 
 /// Whether all that may write to what is made here comes to us, until the forward ends: Note [Moving kept results].
@@ -280,6 +288,7 @@ void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
     else
       kept.plain = result;
   }
+  if (is_offloading(answer)) moves_->move_excess();
   record.is_kept = true;
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <array>
+#include <exception>
 #include <string_view>
 #include <utility>
 
@@ -12,13 +13,26 @@
 namespace remat {
 
 void Selection::settle() {
-  std::vector<std::shared_ptr<Piece>> unfinished;
+  std::vector<KeptTensor::Unfinished> unfinished;
   end_forward(unfinished);
-  // What the device runs next may write to what is still being copied.
-  for (const auto& piece : unfinished) piece->finish_store();
+  std::exception_ptr failure;
+  for (const auto& each : unfinished) {
+    try {
+      // What the device runs next may write to what is still being copied.
+      if (each.is_written_to)
+        each.piece->finish_store();
+      else
+        each.piece->check_arrival();
+      each.piece->set_must_arrive(false);  // who reads it gets it, wherever it is
+    } catch (const std::exception&) {
+      if (failure == nullptr) failure = std::current_exception();
+    }
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
+  if (moves_) moves_->move_excess();
 }
 
-void Selection::end_forward(std::vector<std::shared_ptr<Piece>>& unfinished) {
+void Selection::end_forward(std::vector<KeptTensor::Unfinished>& unfinished) {
   Freed freed;
   std::shared_ptr<BestRun> best;
   {
@@ -47,7 +61,8 @@ void Selection::end_forward(std::vector<std::shared_ptr<Piece>>& unfinished) {
         call->results.clear();
         for (KeptResult& result : call->kept)
           for (KeptTensor& kept : result.tensors)
-            if (auto piece = kept.end_forward()) unfinished.push_back(std::move(piece));
+            if (auto each = kept.end_forward(); each.piece != nullptr)
+              unfinished.push_back(std::move(each));
       } else {
         const bool is_let_go = call->is_let_go;
         freed.records.push_back(std::exchange(call, is_let_go ? make_record() : nullptr));
@@ -68,13 +83,15 @@ void Selection::add_to(recording::RegionSums& sums) const {
     decided.reason =
         each.is_chosen ? "save_best" : std::string(answers[static_cast<std::size_t>(each.answer)]);
     if (record != nullptr && record->is_kept) {
-      bool is_moved = false;
+      bool is_moved = false, is_late = false;
       for (const KeptResult& result : record->kept)
         for (const KeptTensor& kept : result.tensors) {
           decided.bytes += kept.num_bytes();
           is_moved = is_moved || kept.is_on_cpu_instead();
+          is_late = is_late || kept.is_among_last();
         }
       decided.outcome = is_moved ? "moved" : "kept";
+      if (is_late) decided.reason += ", when it is not among the last";
       if (!is_keeping(each.answer)) decided.reason = "a name";
       if (decided.bytes == 0) decided.reason += ", nobody reads it";
     } else if (is_keeping(each.answer)) {
@@ -86,8 +103,10 @@ void Selection::add_to(recording::RegionSums& sums) const {
   record_.visit_kept([&](const KeptTensor& kept) {
     if (const int64_t bytes = kept.num_bytes(); bytes > 0)
       remat::add_to(sums.saved, kept.is_on_cpu_instead() ? c10::kCPU : kept.device(), bytes);
-    sums.offloaded += kept.is_on_cpu_instead() ? 1 : 0;
-    sums.bytes_offloaded += kept.is_on_cpu_instead() ? kept.num_bytes() : 0;
+    // What may stay is counted when it moves.
+    const bool is_moved = kept.is_on_cpu_instead() && !kept.is_among_last();
+    sums.offloaded += is_moved ? 1 : 0;
+    sums.bytes_offloaded += is_moved ? kept.num_bytes() : 0;
     sums.offload_fallbacks += kept.could_not_move() ? 1 : 0;
   });
   if (moves_) sums.offload_wait_s += 1e-9 * static_cast<double>(moves_->spent_ns());

@@ -54,7 +54,10 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10:
         stays = false;
         return note_written(*place, freed);
       }
-      stays = stays && i == 0 && !maker.traits->is_blank && !kept.is_elsewhere() &&
+      // Of what may stay nothing moves while somebody has it.
+      const bool is_in_place =
+          !kept.is_elsewhere() || (kept.is_among_last() && !kept.shares_version_with(tensor));
+      stays = stays && i == 0 && !maker.traits->is_blank && is_in_place &&
               !sources_.notes_of(storage)->is_read;
       written.push_back(*place);
     });

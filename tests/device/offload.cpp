@@ -787,6 +787,109 @@ TEST_CASE("inputs of regions, policies and tiers move through chunks, too", "[de
   CHECK(stand_in::live_bytes() == before);
 }
 
+namespace {
+
+/// The thread that copies through chunks is at the first one of another tensor.
+class BusyWithChunks {
+ public:
+  static constexpr int64_t num_copies = 3;
+  explicit BusyWithChunks(const Tensor& like) {
+    const remat::SaveOnCpuGuard guard({.pin_memory = true});
+    other_ = sines(like + 1, 1);
+    REQUIRE(held_up_.holds_one());
+  }
+  void end() { held_up_.let_go(); }
+
+ private:
+  HeldUpCopies held_up_;
+  Tensor other_;
+};
+
+}  // namespace
+
+TEST_CASE("a policy's copies through chunks do not hold up the end of its region",
+          "[device][rule-15]") {
+  if (at::hasCUDA()) return;
+  const ShortPinnedMemory none(two_chunks);
+  const int64_t side = 1500;  // 9 MB
+  const Tensor x = at::randn({side, side}).div_(side).to(stand_in::device()).requires_grad_();
+  const auto f = [](const Tensor& t) { return t.sin().exp().sin().exp().sin(); };
+  const Tensor plain = grad_of(f(x), {x})[0];
+  const auto answer =
+      GENERATE(remat::CheckpointPolicy::MustCpuOffload, remat::CheckpointPolicy::PreferCpuOffload);
+  const remat::CheckpointOptions options{
+      .policy = remat::Policy([answer](const remat::PolicyContext& question) {
+        return question.op_name == "aten::exp.default" ? answer
+                                                       : remat::CheckpointPolicy::PreferRecompute;
+      })};
+  BusyWithChunks busy(x);
+  const int64_t before = stand_in::live_bytes();
+  const Tensor y = checkpoint(options, f, x);
+  // The result, and two that nobody has copied yet.
+  CHECK(stand_in::live_bytes() - before == 3 * side * side * 4);
+  busy.end();
+  offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
+  offload::require_same(grad_of(y, {x}), {plain});
+}
+
+TEST_CASE("a copy through chunks that fails is an error where it must be made and that is known",
+          "[device][rule-15][faults]") {
+  if (at::hasCUDA()) return;
+  const ShortPinnedMemory none(two_chunks);
+  const int64_t side = 1500;  // 9 MB
+  const Tensor x = at::randn({side, side}).div_(side).to(stand_in::device()).requires_grad_();
+  const auto f = [](const Tensor& t) { return t.sin().exp().sin(); };
+  const Tensor plain = grad_of(f(x), {x})[0];
+  const bool must = GENERATE(true, false), is_known = GENERATE(true, false);
+  CAPTURE(must, is_known);
+  const auto answer =
+      must ? remat::CheckpointPolicy::MustCpuOffload : remat::CheckpointPolicy::PreferCpuOffload;
+  const remat::CheckpointOptions options{
+      .policy = remat::Policy([answer](const remat::PolicyContext& question) {
+        return question.op_name == "aten::exp.default" ? answer
+                                                       : remat::CheckpointPolicy::PreferRecompute;
+      })};
+  const int64_t before = stand_in::live_bytes();
+  {
+    const remat::testing::Warnings warnings;
+    Tensor y;
+    const auto forward = [&] {
+      std::optional<BusyWithChunks> busy;
+      if (!is_known) busy.emplace(x);
+      const FailingGuardCopy failing(is_known ? 0 : BusyWithChunks::num_copies);
+      y = checkpoint(
+          options,
+          [&](const Tensor& t) {
+            const Tensor result = f(t);
+            if (is_known && !remat::is_recomputing())
+              std::async(std::launch::async, wait_for_chunks).get();
+            return result;
+          },
+          x);
+      if (busy) busy->end();
+      wait_for_chunks();
+    };
+    if (must && is_known) {
+      CHECK_THROWS_WITH(forward(), contains("has to wait on the CPU could not be copied there"));
+      CHECK_THROWS_WITH(forward(), contains("far failed to copy"));
+      CHECK(!y.defined());
+      CHECK(warnings.texts.empty());
+      y = checkpoint(options, f, x);
+      wait_for_chunks();
+    } else {
+      forward();
+    }
+    // It has stayed where it was.
+    offload::require_same(grad_of(y, {x}, {.retain_graph = true}), {plain});
+    CHECK(count_of(warnings.texts, "stays on its device, since it could not be copied") ==
+          (must && is_known ? 0 : 1));
+    offload::require_same(grad_of(y, {x}), {plain});
+  }
+  for (int i = 0; i < 5000 && stand_in::live_bytes() != before; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  CHECK(stand_in::live_bytes() == before);
+}
+
 // Last: the pool remembers that there is none.
 TEST_CASE("without page-locked memory ordinary memory serves", "[device][last]") {
   const NoPinnedMemory none;

@@ -9,6 +9,7 @@
 
 #include <ATen/Parallel.h>
 
+#include "remat/save_best.h"
 #include "remat/tiers.h"
 #include "tests/device/offload_cases.h"
 #include "tests/device/stand_in.h"
@@ -153,6 +154,195 @@ TEST_CASE("no more is brought back ahead than asked for", "[device][rule-15][OFF
   CHECK(held_at_begin(8) == none + 3 * product);
 }
 
+TEST_CASE("the results that backward asks for first stay on the device, those of the last region",
+          "[device][rule-15][OFF-17]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const int64_t keep_last = GENERATE(0, 1, 2, 3, 4, 7, 9, 100);
+  const int64_t depth = GENERATE(0, 2);
+  CAPTURE(keep_last, depth);
+  const remat::CheckpointOptions options{
+      .name = "r", .policy = products(all({.prefetch_depth = depth, .keep_last = keep_last}))};
+  const auto plain_step = [](const Tensor& t) {
+    return three_products(three_products(three_products(t)));
+  };
+  const Tensor plain = grad_of(plain_step(x), {x})[0];
+  const Recorder recorder({.device_time = false});
+  const int64_t before = stand_in::live_bytes();
+  Tensor y = x, last;  // what goes into the last region
+  for (int i = 0; i < 3; ++i) y = checkpoint(options, three_products, last = y);
+  const int64_t num_staying = std::min<int64_t>(keep_last, 9);
+  CHECK(only_region(recorder.report()).offloaded == 9 - num_staying);
+  CHECK(only_region(recorder.report()).bytes_offloaded == (9 - num_staying) * product);
+  // Results of regions are inputs of the next, or the last one.
+  CHECK(stand_in::live_bytes() - before == (3 + num_staying) * product);
+  // The first ones of the last region are among them.
+  grad_of(y, {last}, {.retain_graph = true});
+  CHECK(only_region(recorder.report()).offload_loads == std::max<int64_t>(0, 3 - keep_last));
+  require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
+  CHECK(comes_to(before + (3 + num_staying) * product));
+  const RegionReport report = only_region(recorder.report());
+  CHECK(report.offloaded == 9 - num_staying);
+  CHECK(report.offload_fallbacks == 0);
+  CHECK(report.offload_loads == std::max<int64_t>(0, 3 - keep_last) + 9 - num_staying);
+  // What stays says what comes next, too.
+  CHECK(report.offload_loads_ahead == (depth == 0 ? 0 : report.offload_loads));
+  require_same(grad_of(y, {x})[0], plain);
+  y.reset();
+  last.reset();
+  CHECK(comes_to(before));
+}
+
+TEST_CASE("what the program holds is none of the last, and moves when it is let go of",
+          "[device][rule-15][OFF-17]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  std::vector<Tensor> held;
+  const auto f = [&](const Tensor& t) {
+    const Tensor h = t.mm(t);
+    if (!remat::is_recomputing()) held.push_back(h.detach());
+    return h.sin().exp();
+  };
+  const remat::CheckpointOptions options{.name = "r", .policy = products(all({.keep_last = 1}))};
+  const Recorder recorder({.device_time = false});
+  const auto num_moved = [&] { return only_region(recorder.report()).offloaded; };
+  Tensor y = x;
+  for (int i = 0; i < 3; ++i) y = checkpoint(options, f, y);
+  CHECK(num_moved() == 0);
+  held.clear();
+  y = checkpoint(options, f, y);  // its own is held
+  CHECK(num_moved() == 2);        // of three, one is the last
+  require_same(grad_of(y, {x}, {.retain_graph = true})[0], grad_of(f(f(f(f(x)))), {x})[0]);
+  held.clear();
+  const Tensor other = checkpoint(options, f, x);
+  CHECK(num_moved() == 3);
+  held.clear();
+  require_same(grad_of(y, {x})[0], grad_of(f(f(f(f(x)))), {x})[0]);
+}
+
+TEST_CASE("a result that stays and is written to after its region is noticed",
+          "[device][rule-15][OFF-17]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const bool allows = GENERATE(false, true);
+  Tensor seen;
+  const auto f = [&](const Tensor& t) {
+    const Tensor h = t.mm(t);
+    if (!remat::is_recomputing()) seen = h.detach();
+    return h.sin().exp();
+  };
+  const Tensor plain = grad_of(f(x), {x})[0];
+  const Policy policy = products(all({.allow_cache_entry_mutation = allows, .keep_last = 1}));
+  const Tensor y = checkpoint({.policy = policy}, f, x);
+  seen.add_(1);
+  if (allows) {
+    require_same(grad_of(y, {x})[0], plain);  // the product is made again
+    return;
+  }
+  CHECK(error_of<remat::CheckpointError>([&] { grad_of(y, {x}); }).kind() ==
+        remat::CheckpointError::Kind::SelectiveMutation);
+  drop_ready_nodes();
+}
+
+TEST_CASE("a result that stayed and cannot be moved later is an error where it has to move",
+          "[device][rule-15][OFF-17][faults]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const auto f = [](const Tensor& t) { return t.mm(t).sin().exp(); };
+  const Tensor plain = grad_of(f(f(x)), {x})[0];
+  const bool must = GENERATE(false, true);
+  CAPTURE(must);
+  const remat::CheckpointOptions options{
+      .policy =
+          answering(must ? CheckpointPolicy::MustCpuOffload : CheckpointPolicy::PreferCpuOffload,
+                    all({.keep_last = 1}))};
+  const int64_t before = stand_in::live_bytes();
+  {
+    const Tensor middle = checkpoint(options, f, x);
+    Tensor y;
+    const auto second = [&] {
+      const FailingCopy failing(0);
+      y = checkpoint(options, f, middle);
+    };
+    if (must) {
+      CHECK_THROWS_WITH(second(), contains("far failed to copy"));
+      CHECK(!y.defined());
+      y = checkpoint(options, f, middle);  // it is tried again
+    } else {
+      second();
+    }
+    require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
+    require_same(grad_of(y, {x})[0], plain);
+  }
+  CHECK(comes_to(before));
+}
+
+TEST_CASE("a forward that throws leaves nothing of what stayed",
+          "[device][rule-15][OFF-17][rule-12]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const remat::CheckpointOptions options{.policy = products(all({.keep_last = 2}))};
+  const int64_t before = stand_in::live_bytes();
+  CHECK_THROWS_WITH(checkpoint(
+                        options,
+                        [](const Tensor& t) -> Tensor {
+                          three_products(t);
+                          throw std::runtime_error("stop in forward");
+                        },
+                        x),
+                    contains("stop in forward"));
+  CHECK(comes_to(before));
+  CHECK_THROWS_AS(products({.keep_last = -1}), c10::ValueError);
+}
+
+TEST_CASE("what LibTorch finishes in place is kept as written, and moves then",
+          "[device][rule-15][OFF-17]") {
+  // As linear of a batch does with the product and the bias: through a tensor with a version of its own.
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width)),
+               w = far_leaf(at::randn({width, width}).div_(width)),
+               b = far_leaf(at::randn({width}));
+  const auto f = [&](const Tensor& t) {
+    return at::_unsafe_view(t.mm(w), {width, width}).add_(b).sin().exp();
+  };
+  const Tensors plain = grad_of(f(f(x)), {x, w, b});
+  const int64_t keep_last = GENERATE(0, 1);
+  CAPTURE(keep_last);
+  const remat::CheckpointOptions options{.name = "r",
+                                         .policy = products(all({.keep_last = keep_last}))};
+  const Recorder recorder({.device_time = false});
+  const Tensor y = checkpoint(options, f, checkpoint(options, f, x));
+  // As long as it is written to it cannot be copied.
+  CHECK(only_region(recorder.report()).offloaded == (keep_last == 0 ? 0 : 1));
+  const int64_t products_before = stand_in::num_kernels("aten::mm");
+  const Tensors found = grad_of(y, {x, w, b});
+  for (std::size_t i = 0; i < plain.size(); ++i) require_same(found[i], plain[i]);
+  // Two for each gradient, and those that are made again.
+  CHECK(stand_in::num_kernels("aten::mm") - products_before == (keep_last == 0 ? 6 : 4));
+}
+
+TEST_CASE("what save_best keeps waits on the CPU where it is asked to", "[device][save_best]") {
+  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
+  const Tensor plain = grad_of(three_products(x), {x})[0];
+  const int64_t keep_last = GENERATE(0, 1), budget = GENERATE(0, 1, 2, 3);
+  CAPTURE(keep_last, budget);
+  const Policy policy =
+      remat::save_best({.bytes = budget * product,
+                        .profile_runs = 1,
+                        .seconds_of =
+                            [](const remat::PolicyContext& question) {
+                              return question.op_name == "aten::mm.default" ? 1.0 : 0.001;
+                            },
+                        .offload = true,
+                        .selective = all({.keep_last = keep_last})});
+  const remat::CheckpointOptions options{.name = "r", .policy = policy};
+  grad_of(checkpoint(options, three_products, x), {x});  // measured
+  const Recorder recorder({.device_time = false});
+  const int64_t before = stand_in::live_bytes();
+  const Tensor y = checkpoint(options, three_products, x);
+  const int64_t num_staying = std::min(keep_last, budget);
+  CHECK(only_region(recorder.report()).offloaded == budget - num_staying);
+  CHECK(stand_in::live_bytes() - before == (1 + num_staying) * product);
+  const int64_t products_before = stand_in::num_kernels("aten::mm");
+  for (int i = 0; i < 2; ++i) require_same(grad_of(y, {x}, {.retain_graph = i == 0})[0], plain);
+  CHECK(stand_in::num_kernels("aten::mm") - products_before == 2 * (6 + 3 - budget));
+  CHECK(only_region(recorder.report()).offload_loads == 2 * (budget - num_staying));
+}
+
 TEST_CASE("what was brought back ahead and nobody read leaves the device with its backward",
           "[device][rule-15][OFF-14]") {
   const Tensor x = far_leaf(at::randn({width, width}).div_(width));
@@ -200,8 +390,10 @@ TEST_CASE("gradients are plain ones whatever moves, in nesting, again, and of se
   const auto depth = GENERATE(int64_t{0}, int64_t{2});
   const auto max_bytes = GENERATE(int64_t{0}, int64_t{64 << 20});
   const auto around = GENERATE(0, 1, 2);
-  CAPTURE(depth, max_bytes, around);
-  const Policy policy = products(all({.prefetch_depth = depth, .max_bytes_in_flight = max_bytes}));
+  const auto keep_last = GENERATE(int64_t{0}, int64_t{2});
+  CAPTURE(depth, max_bytes, around, keep_last);
+  const Policy policy = products(
+      all({.prefetch_depth = depth, .max_bytes_in_flight = max_bytes, .keep_last = keep_last}));
   const auto plain = [](const Tensor& t) {
     return three_products(three_products(t)) + three_products(t).mm(t);
   };
@@ -242,8 +434,8 @@ TEST_CASE("several threads move and read what policies keep", "[device][rule-15]
     threads.emplace_back([&, i] {
       const Tensor own = far_leaf(values);
       for (int round = 0; round < 5; ++round) {
-        const remat::CheckpointOptions options{.policy =
-                                                   products(all({.max_bytes_in_flight = product}))};
+        const remat::CheckpointOptions options{
+            .policy = products(all({.max_bytes_in_flight = product, .keep_last = round % 3}))};
         const Tensor y =
             checkpoint(options, three_products, checkpoint(options, three_products, own));
         found[i] = torch::autograd::grad({y.sum()}, {own})[0].cpu();

@@ -452,7 +452,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (before) before();
   const auto copy = [from = near(from), to = near(to), is_beside = non_blocking] {
     if (is_beside) skew_ns += work_ns;
+    // It is no operator of the program's, which may be in the midst of a region when it comes to this.
     const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard no_modes(
+        c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
     const_cast<at::Tensor&>(to).copy_(from);
   };
   const at::Device where = to.is_cpu() ? from.device() : to.device();

@@ -2,6 +2,11 @@
 
 #include "remat/tiers.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "remat/memory.h"
@@ -15,6 +20,23 @@ using remat::checkpoint;
 using remat::SaveInTiersGuard;
 using remat::SaveInTiersOptions;
 using remat::TierCounters;
+
+namespace {
+
+/// What each read of a file takes beside its own time.
+std::atomic<int64_t> read_delay_ms{0};
+
+ssize_t read_slowly(int file, void* to, size_t size, int64_t offset) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(read_delay_ms));
+  return syscall(SYS_pread64, file, to, size, offset);
+}
+
+}  // namespace
+
+// The library's calls come here, since the program is searched first.
+extern "C" ssize_t pread64(int file, void* to, size_t size, off64_t offset) {
+  return read_slowly(file, to, size, offset);
+}
 
 namespace {
 
@@ -245,4 +267,91 @@ TEST_CASE("what waits in the file is on its device again before backward asks fo
   CHECK(bytes_in() == (length - 3) * kibibyte);
   CHECK(counters->now().loads == length - 2);
   offload::require_same(grad_of(y, {x}), plain);
+}
+
+TEST_CASE("the file is read from backward's first step on, as far as the CPU has room",
+          "[device][tiers]") {
+  const Folder folder;
+  const Tensor x = leaf_there();
+  const Tensors plain = grad_of(chain(x), {x});
+  const bool pin_memory = GENERATE(false, true), goes_on = GENERATE(true, false);
+  CAPTURE(pin_memory, goes_on);
+  constexpr int64_t on_host = 4;
+  Tensor y, middle;
+  std::vector<int64_t> held;
+  std::optional<TierCounters> counters;
+  {
+    const SaveInTiersGuard guard({.host_bytes = on_host * kibibyte,
+                                  .directory = folder.path(),
+                                  .min_bytes = 0,
+                                  .pin_memory = pin_memory});
+    counters = guard.counters();
+    y = x;
+    for (int i = 0; i < length; ++i) {
+      y = y.sin();
+      if (i == length - 3 && !goes_on) middle = y;
+      // When the node before it is done.
+      y.register_hook([&](const Tensor&) {
+        held.push_back(counters->now().bytes_on_host / kibibyte);
+        CHECK(held.back() <= on_host);
+      });
+    }
+  }
+  // What the test holds does not move.
+  const int64_t written = length - 1 - (goes_on ? 0 : 1) - on_host;
+  wait_for([&] { return counters->now().bytes_on_disk == written * kibibyte; });
+  wait_for([&] { return counters->now().bytes_on_host == on_host * kibibyte; });
+  if (!goes_on) {
+    grad_of(y, {middle});
+    // One has been used, and what came for its room has been let go of.
+    CHECK(held.size() > 1);
+    CHECK(held.back() == on_host);
+    wait_for([&] { return counters->now().bytes_on_host == (on_host - 1) * kibibyte; });
+    return;
+  }
+  offload::require_same(grad_of(y, {x}), plain);
+  REQUIRE(held.size() == length);
+  // What is asked for is there or comes from the file itself, and one is on its way to the device. For each of those that
+  // the CPU has let go of, and that were, one has come nearer.
+  CHECK(held[0] == on_host);
+  for (int64_t i = 1; i <= written; ++i) {
+    CAPTURE(i);
+    CHECK(held[static_cast<std::size_t>(i)] >= on_host - 1);
+  }
+  CHECK(counters->now().loads == length - 1);
+  wait_for([&] { return counters->now().bytes_on_host == 0; });
+  CHECK(counters->now().bytes_to_disk == written * kibibyte);
+}
+
+TEST_CASE("a slow file is hardly waited for while what is on the CPU is used", "[device][tiers]") {
+  const Folder folder;
+  const Tensor x = leaf_there();
+  constexpr int num_saved = 16, on_host = 8;
+  const Tensors plain = grad_of(chain(x, num_saved + 1), {x});
+  Tensor y = x;
+  std::optional<TierCounters> counters;
+  int64_t num_reads = 0;
+  {
+    const SaveInTiersGuard guard(
+        {.host_bytes = on_host * kibibyte, .directory = folder.path(), .min_bytes = 0});
+    counters = guard.counters();
+    for (int i = 0; i <= num_saved; ++i) {
+      y = y.sin();
+      y.register_hook([&](const Tensor&) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        ++num_reads;
+      });
+    }
+  }
+  wait_for([&] { return counters->now().bytes_on_disk == (num_saved - on_host) * kibibyte; });
+  // A read takes as long as two steps, and there are as many steps without one before the first that needs it.
+  read_delay_ms = 40;
+  const Tensors found = grad_of(y, {x});
+  read_delay_ms = 0;
+  offload::require_same(found, plain);
+  CHECK(num_reads == num_saved + 1);
+  const double waited = counters->now().seconds_waited;
+  CAPTURE(waited);
+  // Begun one ahead, each would be waited for 20 ms.
+  CHECK(waited < 0.08);
 }

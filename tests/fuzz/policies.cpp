@@ -139,7 +139,8 @@ remat::Policy policy_of(const PolicySpec& spec) {
                                         .save_through_hooks = spec.through_hooks,
                                         .ask_again = spec.asks_again,
                                         .min_offload_bytes = 0,
-                                        .prefetch_depth = prefetch_depth_of(spec.salt)};
+                                        .prefetch_depth = prefetch_depth_of(spec.salt),
+                                        .keep_last = static_cast<int64_t>(spec.salt / 48 % 4)};
   const auto none = [](const PolicyContext&) { return CheckpointPolicy::PreferRecompute; };
   switch (spec.kind) {
     case PolicySpec::Kind::None:
