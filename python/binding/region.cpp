@@ -463,6 +463,8 @@ class OptionsReader {
     if (*text == "early_stop") return options.early_stop = flag_in(value, "early_stop"), true;
     if (*text == "offload_inputs")
       return options.offload_inputs = flag_in(value, "offload_inputs"), true;
+    if (*text == "offload_prefetch_depth")
+      return options.offload_prefetch_depth = count_in(value, "offload_prefetch_depth"), true;
     if (*text == "preserve_rng_state")
       return options.preserve_rng_state = flag_in(value, "preserve_rng_state"), true;
     if (*text == "strict_unpack")
@@ -560,6 +562,19 @@ class OptionsReader {
     const long long level = PyLong_AsLongLong(value);
     if (level == -1 && PyErr_Occurred() != nullptr) throw python_error();
     return level;
+  }
+  static int64_t count_in(PyObject* value, const char* option) {
+    if (PyIndex_Check(value) == 0 || PyBool_Check(value) != 0) refuse(option, "an int", value);
+    const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value));
+    if (!index) throw python_error();
+    const long long count = PyLong_AsLongLong(index.ptr());
+    if (count == -1 && PyErr_Occurred() != nullptr) throw python_error();
+    if (count < 0) {
+      PyErr_Format(PyExc_ValueError, "remat.checkpoint: %s must be 0 or more, and is %R", option,
+                   value);
+      throw python_error();
+    }
+    return count;
   }
   static std::optional<std::string_view> view(PyObject* text) {
     Py_ssize_t size = 0;
@@ -679,8 +694,9 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
 
 constexpr char checkpoint_text[] =
     R"(checkpoint(function, /, *args, name="", policy=None, early_stop=True, determinism_check="metadata",
-           fingerprint=None, capture_check="raise", offload_inputs=False, preserve_rng_state=True, input_mode="shared",
-           buffers="restore", modules=(), strict_unpack=False, debug=False, level=None, value_comparison=None, **kwargs)
+           fingerprint=None, capture_check="raise", offload_inputs=False, offload_prefetch_depth=2,
+           preserve_rng_state=True, input_mode="shared", buffers="restore", modules=(), strict_unpack=False, debug=False,
+           level=None, value_comparison=None, **kwargs)
 checkpoint(**options) -> a decorator, `@checkpoint()` without options
 --
 
@@ -701,6 +717,8 @@ determinism_check: how recomputed tensors are compared with those of forward: "n
 fingerprint: a function of a tensor, whose results' texts are compared instead.
 capture_check: "raise" if a parameter or captured tensor changed before the recompute, or "ignore".
 offload_inputs: inputs on an accelerator wait on the CPU.
+offload_prefetch_depth: with `offload_inputs`, how many copies back are begun ahead of the one that is read, in the
+    reverse order of the regions, of inputs of regions with the same number; 0: none.
 preserve_rng_state: a recompute draws the random numbers that forward drew: from the default generators, and from a
     torch.Generator that is an argument itself. `preserve_generator` is for others.
 input_mode: "copy_on_write" for functions that write to their arguments.

@@ -914,6 +914,7 @@ class Errors(Case):
             gradient(remat.checkpoint(g, x), x)
         self.assertIs(caught_too.exception.kind, remat.ErrorKind.METADATA_MISMATCH)
         self.assertEqual(caught_too.exception.mismatches[0].position, 0)
+        self.assertEqual(caught_too.exception.mismatches[0].forward_tensor, "")
 
     def test_a_debug_report_names_the_operator(self) -> None:
         x = leaf()
@@ -1207,6 +1208,22 @@ class Policies(Case):
             self.assertEqual(choice.saved_seconds > 0, any(call.is_kept and call.seconds > 0 for call in choice.calls))
             self.assertAlmostEqual(choice.bound_seconds, choice.saved_seconds)
         self.assertEqual(remat.best_choices(remat.save_matmuls()), [])
+        asked: list[str] = []
+
+        def seconds_of(question: remat.PolicyContext) -> float:
+            asked.append(question.op_name)
+            return 5.0 if question.op_name == "aten::exp.default" else 1.0
+
+        told = remat.save_best(one, profile_runs=1, seconds_of=seconds_of)
+        for _ in range(3):
+            self.check_equal(gradient(remat.checkpoint(f, x, policy=told), x), plain)
+        self.assertEqual(asked, ["aten::mm.default", "aten::sin.default", "aten::exp.default", "aten::mm.default"])
+        (choice,) = remat.best_choices(told)
+        self.assertEqual([call.is_kept for call in choice.calls if call.op == "aten::exp.default"], [True])
+        self.assertIn("seconds_of=<function", repr(told))
+        for wrong in ("soon", None):
+            with self.assertRaisesRegex(ValueError, f"seconds_of .* returned {wrong!r} when it was asked about aten::mm"):
+                remat.checkpoint(f, x, policy=remat.save_best(one, seconds_of=lambda question: wrong))  # type: ignore
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder) / "profiles"
             first = remat.save_best(2 * one, profiles=file)
