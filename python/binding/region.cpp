@@ -411,6 +411,18 @@ class GeneratorsKept {
   std::vector<std::unique_ptr<GeneratorGuard>> guards_;
 };
 
+/// A generator or a coroutine runs when the region is over, and drops nothing. Whether the program goes on.
+bool warn_of_late_function(PyObject* result) {
+  const bool is_coroutine = PyCoro_CheckExact(result) != 0;
+  if (!is_coroutine && PyGen_CheckExact(result) == 0 && PyAsyncGen_CheckExact(result) == 0)
+    return true;
+  return PyErr_WarnFormat(
+             PyExc_UserWarning, 1,
+             "remat.checkpoint: the function returned a %s, whose code runs when the region is over: nothing that it "
+             "computes is dropped. Do: make regions of the functions that it calls.",
+             is_coroutine ? "coroutine" : "generator") == 0;
+}
+
 }  // namespace
 
 PyObject* run_region(const CheckpointOptions& options, const Call& call) {
@@ -437,6 +449,7 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
         return nullptr;
       }
       region.finish([&](TensorVisitor visitor) { visit_tensors(result.ptr(), visitor); });
+      if (!warn_of_late_function(result.ptr())) return nullptr;
       return result.release().ptr();
     } catch (...) {
       warnings.set_in_exception();
@@ -719,8 +732,8 @@ capture_check: "raise" if a parameter or captured tensor changed before the reco
 offload_inputs: inputs on an accelerator wait on the CPU.
 offload_prefetch_depth: with `offload_inputs`, how many copies back are begun ahead of the one that is read, in the
     reverse order of the regions, of inputs of regions with the same number; 0: none.
-preserve_rng_state: a recompute draws the random numbers that forward drew: from the default generators, and from a
-    torch.Generator that is an argument itself. `preserve_generator` is for others.
+preserve_rng_state: a recompute draws the random numbers that forward drew: from the default generators, from any other
+    of the CPU, and from one that is an argument itself. `preserve_generator` is for others.
 input_mode: "copy_on_write" for functions that write to their arguments.
 buffers: "restore": a recompute sees the buffers of the function's modules (running statistics) as forward saw
     them, and puts them back; "ignore": it writes them once more. The function is a module, its bound method, a

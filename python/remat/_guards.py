@@ -435,7 +435,8 @@ def state_provider(provider: StateProvider) -> Guard:
 
 @checked
 def preserve_generator(generator: torch.Generator) -> Guard:
-    """Regions in the scope preserve this generator as they do the default ones (`preserve_rng_state`)."""
+    """Regions in the scope preserve this generator as they do the default ones (`preserve_rng_state`), and those of the CPU
+    that their functions draw from: one of a device, say."""
     return Guard("remat.preserve_generator", lambda: _remat._open_generator(generator))
 
 

@@ -148,6 +148,47 @@ class Results(Case):
         gradient(y, x)
         self.assertFalse(torch.equal(drawn, torch.rand(2)))
 
+    def test_a_generator_that_the_function_has_from_elsewhere_is_drawn_from_again(self) -> None:
+        class Noisy(torch.nn.Module):
+            def __init__(self, generator: torch.Generator) -> None:
+                super().__init__()
+                self.generator = generator
+
+            def forward(self, t: torch.Tensor) -> torch.Tensor:
+                return (t * torch.rand(t.shape, generator=self.generator)).sin().exp()
+
+        def program(kind: str, x: torch.Tensor, run: Any) -> list[torch.Tensor]:
+            generator = torch.Generator().manual_seed(3)
+            module = Noisy(generator)
+            if kind == "module":
+                y = run(module, run(module, x))
+            elif kind == "list":
+                y = run(lambda t, held: (t * torch.empty_like(t).bernoulli_(0.5, generator=held[0])).exp(), x, [generator])
+            elif kind == "nested":
+                y = run(lambda t: run(module, t) * torch.rand(t.shape, generator=generator), x)
+            else:
+                y = run(lambda t: (t * torch.randperm(16, generator=generator).view_as(t)).sin(), x)
+            torch.rand(2, generator=generator)
+            found = gradient(y, x, retain_graph=True)
+            return [*found, torch.rand(2, generator=generator), *gradient(y, x)]
+
+        ways = {
+            "own": remat.checkpoint,
+            "drop-in": lambda f, *args: torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=False),
+        }
+        for kind in ("module", "list", "nested", "captured"):
+            x = leaf(seed=1)
+            plain = program(kind, x, lambda f, *args: f(*args))
+            for way, run in ways.items():
+                with remat.installed(), self.subTest(kind=kind, way=way):
+                    self.check_equal(program(kind, x, run), plain)
+        # Without, it moves on in the recompute.
+        generator = torch.Generator().manual_seed(3)
+        y = remat.checkpoint(Noisy(generator), leaf(), preserve_rng_state=False)
+        before = generator.get_state()
+        y.sum().backward()
+        self.assertFalse(torch.equal(generator.get_state(), before))
+
     def test_autocast_is_that_of_forward(self) -> None:
         x, w = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
         f = lambda t: (t @ w).sin() @ w  # noqa: E731
