@@ -78,8 +78,8 @@ struct FarGenerator final : c10::GeneratorImpl {
 
 TEST_CASE("a generator of the user's own draws what forward drew and stays where it was",
           "[state][rule-11][GUA-14]") {
-  const bool early_stop = GENERATE(true, false);
-  CAPTURE(early_stop);
+  const bool early_stop = GENERATE(true, false), is_registered = GENERATE(true, false);
+  CAPTURE(early_stop, is_registered);
   const auto program = [&](bool drop, at::Generator own) {
     const auto block = [own](const Tensor& t) {
       const Tensor mask = at::rand({20}, own, at::kFloat);
@@ -88,7 +88,8 @@ TEST_CASE("a generator of the user's own draws what forward drew and stays where
     };
     return [=](const Tensor& t) {
       if (!drop) return block(block(block(t)));
-      std::optional<GeneratorGuard> guard(std::in_place, own);
+      std::optional<GeneratorGuard> guard;
+      if (is_registered) guard.emplace(own);
       const remat::EarlyStopGuard stop(early_stop);
       return checkpoint(
           [=](const Tensor& a) { return checkpoint(block, block(checkpoint(block, a))); }, t);
@@ -116,9 +117,61 @@ TEST_CASE("a registered generator is preserved beside other threads that draw fr
   require_bit_equal(grad_of(y, {x}), {y.detach()});
 }
 
-TEST_CASE("without preserve_rng_state a registered generator moves on", "[state][rule-11]") {
+TEST_CASE("a generator that nobody registered is drawn from again, whatever else the function does with it",
+          "[state][rule-11]") {
+  const auto draw = [](at::Generator& own) { return at::rand({20}, own, at::kFloat); };
+  using Function = std::function<Tensor(const Tensor&, at::Generator&)>;
+  const Function all[] = {
+      // Seeded before, between and after draws.
+      [&](const Tensor& t, at::Generator& own) {
+        own.set_current_seed(8);
+        return (t * draw(own)).exp();
+      },
+      [&](const Tensor& t, at::Generator& own) {
+        const Tensor h = (t * draw(own)).exp();
+        own.set_current_seed(9);
+        return (h * draw(own)).sin();
+      },
+      [&](const Tensor& t, at::Generator& own) {
+        const Tensor h = (t * draw(own)).exp();
+        own.set_current_seed(9);
+        return h.sin();
+      },
+      // What recomputes do not run.
+      [&](const Tensor& t, at::Generator& own) {
+        const Tensor h = remat::save_region([&](const Tensor& a) { return a * draw(own); }, t);
+        return (h.exp() * draw(own)).sin();
+      },
+      // For the first time in a region inside.
+      [&](const Tensor& t, at::Generator& own) {
+        const Tensor h = checkpoint([&own, &draw](const Tensor& a) { return (a * draw(own)).exp(); }, t);
+        return (h * draw(own)).sin();
+      },
+  };
+  for (const Function& function : all) {
+    at::Generator plain = at::detail::createCPUGenerator(3), own = at::detail::createCPUGenerator(3);
+    const Tensor x = leaf({20});
+    const auto twice = [&](at::Generator& one, bool drop) {
+      Tensor t = x;
+      for (int i = 0; i < 2; ++i)
+        t = drop ? checkpoint([&](const Tensor& a) { return function(a, one); }, t)
+                 : function(t, one);
+      return t;
+    };
+    const Tensor expected = twice(plain, false), found = twice(own, true);
+    draw(plain);
+    draw(own);
+    for (int i = 0; i < 2; ++i)
+      require_bit_equal(grad_of(found, {x}, {.retain_graph = true}),
+                        grad_of(expected, {x}, {.retain_graph = true}));
+    CHECK(at::equal(own.get_state(), plain.get_state()));
+  }
+}
+
+TEST_CASE("without preserve_rng_state a generator moves on", "[state][rule-11]") {
   const at::Generator own = at::detail::createCPUGenerator(6);
-  const GeneratorGuard guard(own);
+  std::optional<GeneratorGuard> guard;
+  if (GENERATE(true, false)) guard.emplace(own);
   const Tensor x = leaf({4});
   const Tensor y = checkpoint(
       {.preserve_rng_state = false},

@@ -8,6 +8,7 @@
 
 #include "lib/frame/active_recomputes.h"
 #include "lib/scope/hook_stack.h"
+#include "lib/selective/policy_rule.h"
 
 namespace remat {
 
@@ -22,6 +23,11 @@ void RegionBody::raise(CheckpointError error) { throw std::move(error); }
 const TensorNames* RegionBody::tensor_names() const { return nullptr; }
 
 TensorNames::~TensorNames() = default;
+
+Policy kept_through_hooks(const Policy& policy) {
+  auto rule = PolicyRule::through_hooks(PolicyRule::of(policy));
+  return rule == nullptr ? policy : PolicyRule::policy(std::move(rule));
+}
 
 BackwardMark::BackwardMark(const torch::autograd::edge_list& roots,
                            const torch::autograd::edge_list& targets, bool accumulates) {

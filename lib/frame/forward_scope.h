@@ -41,7 +41,9 @@ class ForwardScope final : public FrameScope, public seam::NodeWatch {
                       const torch::autograd::variable_list& given) override;
   void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) override;
   DrawLog* draw_log(const c10::GeneratorImpl& generator) override {
-    return frame().surroundings().draw_log(generator);
+    Surroundings& surroundings = frame().surroundings();
+    return is_own_thread() && is_open() ? surroundings.draw_log_from_here(generator)
+                                        : surroundings.draw_log(generator);
   }
   void guard_opened(const UserRegistrations& opened, const std::vector<std::any>& states) override {
     frame().surroundings().guard_opened(opened, states);

@@ -18,8 +18,9 @@
 // generator is set to where the region began, nothing is stopped early, and where it ends must be
 // where it ended in forward; else another thread disturbed it, and it is tried again.
 //
-// Generators that a GeneratorGuard registered are treated in the same way, each with a log of its
-// own, as far as they are CPU generators; what else the guard is given: lib/rng/device_rng.h.
+// Other generators are treated in the same way, as far as they are CPU generators, each with a log of its own: those
+// that a GeneratorGuard registered, from where the region begins; what the function has from elsewhere (an argument, a
+// capture, a member of its module), from its first draw on. What else the guard is given: lib/rng/device_rng.h.
 //
 // A thread that the function starts itself looks like a stranger. What it draws cannot be drawn
 // again. So once a thread has drawn for the first time in its life during a region's forward, a hash
@@ -182,7 +183,7 @@ class DrawReplay {
 /// What a region's scope says of draws from a generator, for its run. Threads: any.
 class DrawSource {
  public:
-  /// A first run says where its draws are noted; null if they do not matter.
+  /// A first run says where its draws are noted; null if they do not matter. Asked before each draw.
   virtual DrawLog* draw_log(const c10::GeneratorImpl&) { return nullptr; }
   /// A recompute says what draws them again.
   virtual DrawReplay* draw_replay(const c10::GeneratorImpl&) { return nullptr; }

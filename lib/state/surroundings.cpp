@@ -46,6 +46,15 @@ DrawLog* Surroundings::draw_log(const c10::GeneratorImpl& generator) {
   return nullptr;
 }
 
+DrawLog* Surroundings::draw_log_from_here(const c10::GeneratorImpl& generator) {
+  DrawLog* const known = draw_log(generator);
+  if (known != nullptr || !preserves_rng_) return known;
+  auto* const impl = const_cast<c10::GeneratorImpl*>(&generator);
+  user_state_or_make().keep(
+      at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::unsafe_reclaim_from_nonowning(impl)));
+  return draw_log(generator);
+}
+
 c10::SmallVector<DrawLog*, 1> Surroundings::draw_logs() {
   c10::SmallVector<DrawLog*, 1> logs;
   visit_draw_logs([&](DrawLog& log) { logs.push_back(&log); });

@@ -50,8 +50,11 @@ class Surroundings {
   /// A recompute sets the generators of devices to these states.
   std::vector<GeneratorState> device_states(MeetDevices met) const;
 
-  /// Returns null if draws from that generator do not matter.
+  /// Returns null if draws from that generator do not matter, or nobody has registered it.
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
+  /// The same; a generator that nobody has registered is noted from here on: the region's function, which runs on
+  /// this thread, has it from elsewhere and draws from it for the first time.
+  DrawLog* draw_log_from_here(const c10::GeneratorImpl& generator);
   /// Returns the logs of all generators whose draws are noted: the default one's first, always in
   /// the same order.
   c10::SmallVector<DrawLog*, 1> draw_logs();

@@ -260,11 +260,12 @@ void add_guards(py::module_& module) {
   };
   define("_open_save_on_cpu",
          [](bool pin_memory, int64_t min_bytes, bool skip_parameters, int64_t prefetch_depth,
-            std::optional<int64_t> max_bytes_in_flight) {
+            std::optional<int64_t> max_bytes_in_flight, int64_t keep_last) {
            SaveOnCpuOptions options{.pin_memory = pin_memory,
                                     .min_bytes = min_bytes,
                                     .skip_parameters = skip_parameters,
-                                    .prefetch_depth = prefetch_depth};
+                                    .prefetch_depth = prefetch_depth,
+                                    .keep_last = keep_last};
            if (max_bytes_in_flight) options.max_bytes_in_flight = *max_bytes_in_flight;
            return open_counted<SaveOnCpuGuard>(options);
          });
@@ -284,12 +285,13 @@ void add_guards(py::module_& module) {
       });
   define("_open_save_in_tiers",
          [](int64_t device_bytes, std::optional<int64_t> host_bytes, const std::string& directory,
-            int64_t min_bytes, bool pin_memory, int64_t max_bytes_in_flight) {
+            int64_t min_bytes, bool pin_memory, int64_t max_bytes_in_flight, int64_t keep_last) {
            SaveInTiersOptions options{.device_bytes = device_bytes,
                                       .directory = std::filesystem::path(directory),
                                       .min_bytes = min_bytes,
                                       .pin_memory = pin_memory,
-                                      .max_bytes_in_flight = max_bytes_in_flight};
+                                      .max_bytes_in_flight = max_bytes_in_flight,
+                                      .keep_last = keep_last};
            if (host_bytes) options.host_bytes = *host_bytes;
            return open_counted<SaveInTiersGuard>(options);
          });

@@ -122,6 +122,18 @@ void add_observe(py::module_& module) {
                     "How often a thread of the program's read, wrote or waited itself.")
       .def_readonly("waited_s", &FileReport::waited_s,
                     "[seconds] of that: what was not done beside the program.");
+  py::class_<MoveReport>(
+      module, "MoveReport",
+      "What the items of plans that have one name moved: stages, or regions with their name.")
+      .def_readonly("name", &MoveReport::name, "'stage 2', 'stages 3 to 5'.")
+      .def_readonly("moves", &MoveReport::moves, "Copies to where it waits.")
+      .def_readonly("bytes_moved", &MoveReport::bytes_moved, "[bytes] of these.")
+      .def_readonly("loads", &MoveReport::loads, "Copies back that backward asked for.")
+      .def_readonly("loads_ahead", &MoveReport::loads_ahead,
+                    "Of these, those that were begun before that.")
+      .def_readonly("bytes_loaded", &MoveReport::bytes_loaded, "[bytes] of `loads`.")
+      .def_readonly("wait_s", &MoveReport::wait_s,
+                    "[seconds] that threads of the program spent on both: queueing, copying, waiting.");
   using Held = FailedAllocation::Held;
   py::class_<Held>(module, "HeldBytes",
                    "What regions of one name held when an allocation did not fit.")
@@ -151,6 +163,8 @@ void add_observe(py::module_& module) {
       .def_readonly("failed_allocations", &Report::failed_allocations,
                     "The first that failed, 16 at most.")
       .def_readonly("files", &Report::files, "All 0 where nothing went to a file.")
+      .def_readonly("moves", &Report::moves,
+                    "Of plans that moved something, in the order of their first move.")
       .def("__str__", &Report::to_string)
       .def("to_json", &Report::to_json, "The same numbers as one JSON object, as text.");
 

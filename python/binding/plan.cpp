@@ -82,11 +82,17 @@ at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t 
   return x;
 }
 
+bool moves_anything(const Plan& plan) {
+  return !plan.moved().empty() ||
+         std::any_of(plan.regions().begin(), plan.regions().end(),
+                     [](const PlanRegion& each) { return each.moves_kept; });
+}
+
 // The interpreter's lock is let go of between the items: what moves is waited for there, and freed on the thread that
 // writes it, where a storage of NumPy's needs the lock.
 at::Tensor run_planned(const std::shared_ptr<const Program>& program, const Plan& plan,
                        const MoveOptions& moving, at::Tensor input) {
-  if (plan.moved().empty()) return run_items(program, 0, std::move(input));
+  if (!moves_anything(plan)) return run_items(program, 0, std::move(input));
   const Unlocked unlocked;
   const auto run_outermost = [&program](std::size_t item, at::Tensor x) {
     const Locked locked(Locked::AtEnd::Wait);
@@ -210,9 +216,11 @@ std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stag
       program->regions[open.back().region].items.push_back(-static_cast<int64_t>(region));
       program->regions.push_back({{}, options, {}});
       program->regions.back().options.name = name_of(options.name, *next);
-      if (next->policy > 0)
+      if (next->policy > 0) {
+        const Policy& policy = policies[static_cast<std::size_t>(next->policy - 1)];
         program->regions.back().options.policy =
-            policies[static_cast<std::size_t>(next->policy - 1)];
+            next->moves_kept ? kept_through_hooks(policy) : policy;
+      }
       for (int64_t inside = next->first; inside <= next->last; ++inside)
         if (PyObject* const module = modules[static_cast<std::size_t>(inside - 1)])
           program->regions.back().modules.push_back(module);
@@ -245,13 +253,14 @@ PyObject* run(const std::shared_ptr<const Program>& program, const Plan& plan,
 
 // ---- planning -----------------------------------------------------------------------------------------
 
-using KeepingTuple = std::tuple<int64_t, double, int64_t, int64_t, int64_t, int64_t, bool>;
+using KeepingTuple =
+    std::tuple<int64_t, double, int64_t, int64_t, int64_t, int64_t, bool, int64_t>;
 using StageTuple = std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t,
                               bool, int64_t, std::vector<KeepingTuple>, int64_t, bool, int64_t,
                               int64_t, bool, int64_t, int64_t, int64_t>;
 using MoveCostTuple = std::tuple<double, double, double>;
 using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>, double,
-                             std::optional<MoveCostTuple>, int64_t>;
+                             std::optional<MoveCostTuple>, int64_t, int64_t>;
 using MoveTuple = std::tuple<std::string, int64_t, bool>;
 
 MoveOptions moving_in(const MoveTuple& moving) {
@@ -262,6 +271,7 @@ MoveOptions moving_in(const MoveTuple& moving) {
 ChainCost cost_in(const CostTuple& cost) {
   ChainCost chain{std::get<0>(cost), std::get<1>(cost), {}, std::get<3>(cost)};
   chain.cached_cast_bytes = std::get<5>(cost);
+  chain.held_to_end_bytes = std::get<6>(cost);
   if (const auto& moving = std::get<4>(cost))
     chain.moving = {std::get<0>(*moving), std::get<1>(*moving), std::get<2>(*moving)};
   for (const auto& [forward_s, backward_s, to_last_save_s, output, saved, forward_tmp, backward_tmp,
@@ -283,9 +293,9 @@ ChainCost cost_in(const CostTuple& cost) {
                             has_movable_output});
     StageCost& stage = chain.stages.back();
     for (const auto& [policy, extra_s, kept, kept_forward_tmp, kept_backward, kept_lone_backward,
-                      keeps_output] : keeping)
+                      keeps_output, movable_kept] : keeping)
       stage.keeping.push_back({policy, extra_s, kept, kept_forward_tmp, kept_backward,
-                               kept_lone_backward, keeps_output});
+                               kept_lone_backward, keeps_output, movable_kept});
     stage.first_read_tmp_bytes = first_read_tmp;
     stage.stopped_tmp_bytes = stopped_tmp;
     stage.saves_input = saves_input;
@@ -297,8 +307,8 @@ ChainCost cost_in(const CostTuple& cost) {
 }
 
 CostTuple tuple_of(const ChainCost& chain) {
-  CostTuple cost{chain.input_bytes,      chain.input_grad_bytes, {}, chain.rounding, {},
-                 chain.cached_cast_bytes};
+  CostTuple cost{chain.input_bytes,       chain.input_grad_bytes, {}, chain.rounding, {},
+                 chain.cached_cast_bytes, chain.held_to_end_bytes};
   if (chain.moving)
     std::get<4>(cost).emplace(chain.moving->store_s_per_byte, chain.moving->load_s_per_byte,
                               chain.moving->held_up_share);
@@ -306,7 +316,8 @@ CostTuple tuple_of(const ChainCost& chain) {
     std::vector<KeepingTuple> keeping;
     for (const KeepingCost& one : each.keeping)
       keeping.emplace_back(one.policy, one.extra_s, one.kept_bytes, one.forward_tmp_bytes,
-                           one.backward_bytes, one.lone_backward_bytes, one.keeps_output);
+                           one.backward_bytes, one.lone_backward_bytes, one.keeps_output,
+                           one.movable_bytes);
     std::get<2>(cost).emplace_back(each.forward_s, each.backward_s, each.forward_to_last_save_s,
                                    each.output_bytes, each.saved_bytes, each.forward_tmp_bytes,
                                    each.backward_tmp_bytes, each.grad_bytes, each.saves_output,
@@ -383,17 +394,19 @@ Plan plan_for(const Frontier& frontier, int64_t budget_bytes) {
   }
 }
 
-/// Regions as (first, last) or (first, last, policy).
+/// Regions as (first, last), (first, last, policy) or (first, last, policy, moves_kept).
 Plan make_plan(int64_t stages, const py::iterable& regions, std::vector<int64_t> moved) {
   std::vector<PlanRegion> all;
   for (const py::handle each : regions) {
     const py::tuple numbers(py::reinterpret_borrow<py::object>(each));
-    if (numbers.size() != 2 && numbers.size() != 3)
+    if (numbers.size() < 2 || numbers.size() > 4)
       throw py::value_error(
-          "remat.Plan: a region is (first, last) or (first, last, policy), and one is " +
+          "remat.Plan: a region is (first, last), (first, last, policy) or (first, last, policy, "
+          "moves_kept), and one is " +
           std::string(py::repr(each)) + ".");
     all.push_back({numbers[0].cast<int64_t>(), numbers[1].cast<int64_t>(),
-                   numbers.size() == 3 ? numbers[2].cast<int64_t>() : 0});
+                   numbers.size() > 2 ? numbers[2].cast<int64_t>() : 0,
+                   numbers.size() > 3 && numbers[3].cast<bool>()});
   }
   return Plan(stages, std::move(all), std::move(moved));
 }
@@ -403,7 +416,7 @@ py::list regions_of(const Plan& plan) {
       py::object(py::module_::import("remat._plan").attr("PlanRegion")).release().ptr();
   py::list all;
   for (const PlanRegion& each : plan.regions())
-    all.append(py::handle(type)(each.first, each.last, each.policy));
+    all.append(py::handle(type)(each.first, each.last, each.policy, each.moves_kept));
   return all;
 }
 
@@ -417,7 +430,8 @@ void add_plan(py::module_& module) {
       module, "Plan",
       "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs from 1,\n"
       "in the order in which they open; (stage, stage, policy) is one that keeps what the policy of that\n"
-      "number says. As text: '[ck[ck[1] 2] ck2[3] 4 5]'. `moved`: the first stages of those stages and regions,\n"
+      "number says, (stage, stage, policy, True) one whose kept results wait elsewhere. As text:\n"
+      "'[ck[ck[1] 2] ck2[3] mk2[4] 5]'. `moved`: the first stages of those stages and regions,\n"
       "outside of other regions, whose saved tensors wait elsewhere: '[1 mv[2] mv[ck[3 4]] 5]' as text. Not the\n"
       "last one. Immutable.")
       .def(py::init(torch::wrap_pybind_function(make_plan)), py::arg("stages"),
@@ -447,7 +461,8 @@ void add_plan(py::module_& module) {
       .def_property_readonly("regions", regions_of,
                              "A PlanRegion for each, in the order in which they open.")
       .def_property_readonly("moved", &Plan::moved,
-                             "The first stages of what moves what it saves, in order.")
+                             "The first stages of what moves what it saves, in order; not of what only\n"
+                             "moves what it keeps.")
       .def("calls", &Plan::calls,
            "How often forward, with one backward and early stop, calls each stage.");
 

@@ -119,7 +119,8 @@ PyObject* make_error(const CheckpointError& error) {
   py::list mismatches;
   for (const CheckpointError::Mismatch& each : error.mismatches())
     mismatches.append(py::make_tuple(each.position, each.forward, each.recompute, each.forward_op,
-                                     each.recompute_op));
+                                     each.recompute_op, each.forward_tensor,
+                                     each.recompute_tensor));
   return PyObject_CallFunction(names().make_error, "isOLLLO", static_cast<int>(error.kind()),
                                error.what_without_backtrace(), py::str(error.region()).ptr(),
                                static_cast<long long>(error.frame_id()),

@@ -411,6 +411,18 @@ class GeneratorsKept {
   std::vector<std::unique_ptr<GeneratorGuard>> guards_;
 };
 
+/// A generator or a coroutine runs when the region is over, and drops nothing. Whether the program goes on.
+bool warn_of_late_function(PyObject* result) {
+  const bool is_coroutine = PyCoro_CheckExact(result) != 0;
+  if (!is_coroutine && PyGen_CheckExact(result) == 0 && PyAsyncGen_CheckExact(result) == 0)
+    return true;
+  return PyErr_WarnFormat(
+             PyExc_UserWarning, 1,
+             "remat.checkpoint: the function returned a %s, whose code runs when the region is over: nothing that it "
+             "computes is dropped. Do: make regions of the functions that it calls.",
+             is_coroutine ? "coroutine" : "generator") == 0;
+}
+
 }  // namespace
 
 PyObject* run_region(const CheckpointOptions& options, const Call& call) {
@@ -437,6 +449,7 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
         return nullptr;
       }
       region.finish([&](TensorVisitor visitor) { visit_tensors(result.ptr(), visitor); });
+      if (!warn_of_late_function(result.ptr())) return nullptr;
       return result.release().ptr();
     } catch (...) {
       warnings.set_in_exception();
@@ -463,6 +476,8 @@ class OptionsReader {
     if (*text == "early_stop") return options.early_stop = flag_in(value, "early_stop"), true;
     if (*text == "offload_inputs")
       return options.offload_inputs = flag_in(value, "offload_inputs"), true;
+    if (*text == "offload_prefetch_depth")
+      return options.offload_prefetch_depth = count_in(value, "offload_prefetch_depth"), true;
     if (*text == "preserve_rng_state")
       return options.preserve_rng_state = flag_in(value, "preserve_rng_state"), true;
     if (*text == "strict_unpack")
@@ -560,6 +575,19 @@ class OptionsReader {
     const long long level = PyLong_AsLongLong(value);
     if (level == -1 && PyErr_Occurred() != nullptr) throw python_error();
     return level;
+  }
+  static int64_t count_in(PyObject* value, const char* option) {
+    if (PyIndex_Check(value) == 0 || PyBool_Check(value) != 0) refuse(option, "an int", value);
+    const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value));
+    if (!index) throw python_error();
+    const long long count = PyLong_AsLongLong(index.ptr());
+    if (count == -1 && PyErr_Occurred() != nullptr) throw python_error();
+    if (count < 0) {
+      PyErr_Format(PyExc_ValueError, "remat.checkpoint: %s must be 0 or more, and is %R", option,
+                   value);
+      throw python_error();
+    }
+    return count;
   }
   static std::optional<std::string_view> view(PyObject* text) {
     Py_ssize_t size = 0;
@@ -679,8 +707,9 @@ PyObject* checkpoint(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
 
 constexpr char checkpoint_text[] =
     R"(checkpoint(function, /, *args, name="", policy=None, early_stop=True, determinism_check="metadata",
-           fingerprint=None, capture_check="raise", offload_inputs=False, preserve_rng_state=True, input_mode="shared",
-           buffers="restore", modules=(), strict_unpack=False, debug=False, level=None, value_comparison=None, **kwargs)
+           fingerprint=None, capture_check="raise", offload_inputs=False, offload_prefetch_depth=2,
+           preserve_rng_state=True, input_mode="shared", buffers="restore", modules=(), strict_unpack=False, debug=False,
+           level=None, value_comparison=None, **kwargs)
 checkpoint(**options) -> a decorator, `@checkpoint()` without options
 --
 
@@ -701,8 +730,10 @@ determinism_check: how recomputed tensors are compared with those of forward: "n
 fingerprint: a function of a tensor, whose results' texts are compared instead.
 capture_check: "raise" if a parameter or captured tensor changed before the recompute, or "ignore".
 offload_inputs: inputs on an accelerator wait on the CPU.
-preserve_rng_state: a recompute draws the random numbers that forward drew: from the default generators, and from a
-    torch.Generator that is an argument itself. `preserve_generator` is for others.
+offload_prefetch_depth: with `offload_inputs`, how many copies back are begun ahead of the one that is read, in the
+    reverse order of the regions, of inputs of regions with the same number; 0: none.
+preserve_rng_state: a recompute draws the random numbers that forward drew: from the default generators, from any other
+    of the CPU, and from one that is an argument itself. `preserve_generator` is for others.
 input_mode: "copy_on_write" for functions that write to their arguments.
 buffers: "restore": a recompute sees the buffers of the function's modules (running statistics) as forward saw
     them, and puts them back; "ignore": it writes them once more. The function is a module, its bound method, a

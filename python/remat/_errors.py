@@ -47,14 +47,20 @@ class ErrorKind(enum.Enum):
 
 
 class Mismatch(NamedTuple):
-    """One saved tensor that differs. The operators are known with `debug`, otherwise ''."""
+    """One saved tensor that differs. The operators are known with `debug`; without, of some tensors the node of forward's,
+    such as "ConvolutionBackward0"; else they are ''."""
 
     position: int
-    """Of the saved tensor in its region, from 0."""
+    """Of the saved tensor in its region, from 0; -1: the region does not save it."""
     forward: str
     recompute: str
     forward_op: str
     recompute_op: str
+    forward_tensor: str = ""
+    """The parameter or buffer that forward saved, such as "parameter 'conv1.weight' of Block"; '' if it was none of a module
+    that the region knows."""
+    recompute_tensor: str = ""
+    """The same of the recompute."""
 
 
 class CheckpointError(upstream.CheckpointError):
@@ -102,8 +108,8 @@ _PHRASES = (
 )  # fmt: skip
 _GUARDS = {
     "MemoryLimitGuard": "memory_limit", "RecomputeCacheGuard": "recompute_cache", "SaveAsGuard": "save_as",
-    "SaveElsewhereGuard": "save_elsewhere", "SaveInTiersGuard": "save_in_tiers", "SaveOnDiskGuard": "save_on_disk",
-    "StateProviderGuard": "state_provider", "RecordAllocationsGuard": "record_allocations",
+    "SaveOnCpuGuard": "save_on_cpu", "SaveElsewhereGuard": "save_elsewhere", "SaveInTiersGuard": "save_in_tiers",
+    "SaveOnDiskGuard": "save_on_disk", "StateProviderGuard": "state_provider", "RecordAllocationsGuard": "record_allocations",
     "DisableCheckpointGuard": "disable_checkpoint", "DebugGuard": "debug", "GeneratorGuard": "preserve_generator",
 }  # fmt: skip
 _NAMES = (
@@ -162,7 +168,7 @@ def make_error(
     frame_id: int,
     forward_count: int,
     recompute_count: int,
-    mismatches: list[tuple[int, str, str, str, str]],
+    mismatches: list[tuple[int, str, str, str, str, str, str]],
 ) -> CheckpointError:
     """The exception for an error of the library; its first line is that of torch.utils.checkpoint, where there is one."""
     text = in_python_words(text)

@@ -26,6 +26,7 @@ from ._plan import (
     _buffers_kept,
     measure,
     policies_to_try,
+    random_states_kept,
     run,
     simulate,
     solve,
@@ -64,8 +65,9 @@ def _way_of(plan: Plan, stage: StageCost, number: int) -> str:
         moves = "input moved, " if region.first in plan.moved else ""
         if region.policy == 0:
             return f"{moves}recomputed"
-        kept_bytes = next(each.kept_bytes for each in stage.keeping if each.policy == region.policy)
-        return f"{moves}{kept_bytes:,} kept, the rest recomputed (policy {region.policy})"
+        keeping = next(each for each in stage.keeping if each.policy == region.policy)
+        elsewhere = f" ({keeping.movable_bytes:,} of it moved)" if region.moves_kept else ""
+        return f"{moves}{keeping.kept_bytes:,} kept{elsewhere}, the rest recomputed (policy {region.policy})"
     return "moved" if number in plan.moved else "kept"
 
 
@@ -77,17 +79,11 @@ def _text_of_copies(moving: MoveCost) -> str:
     )
 
 
-def _random_states_kept(device: torch.device) -> Any:
-    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "get_rng_state"):
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[device], device_type=device.type)
-
-
 def _peak_of(chain: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor) -> int:
     """[bytes] of tensors on the sample's device at the peak of one step beyond what is there before it and gradients of
     leaves."""
     input = sample.detach().requires_grad_(sample.requires_grad)
-    with _random_states_kept(sample.device), torch.enable_grad():
+    with random_states_kept(sample.device), torch.enable_grad():
         meter = MemoryMeter(sample.device)
         before = meter.live_bytes
         result = chain(input)
@@ -236,7 +232,7 @@ def fit(
     warmup, repeats, progress: as of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
     keeps_results: regions of one stage may keep results of operators. Measuring takes longer for it.
     policies: which results; None: `policies_to_try()`.
-    moving: where what stages and regions save may wait instead, `MoveOptions(directory=...)`; None: nothing moves.
+    moving: where what stages and regions save or keep may wait instead, `MoveOptions(directory=...)`; None: nothing moves.
     verify: run a step as planned and look at its peak, which may be higher than the stages' costs say: where stages
         share parameters, or have buffers that are restored; above the budget, a smaller plan is taken.
     options: of all regions, as of `checkpoint`.

@@ -113,6 +113,7 @@ def save_on_cpu(
     skip_parameters: bool = True,
     prefetch_depth: int = 2,
     max_bytes_in_flight: Optional[int] = None,
+    keep_last: int = 0,
 ) -> Moves:
     """Tensors of an accelerator that autograd saves wait on the CPU. Those on the CPU stay as they are.
 
@@ -130,12 +131,15 @@ def save_on_cpu(
     prefetch_depth: how many copies back are begun ahead of the one that backward reads.
     max_bytes_in_flight: with `pin_memory`, of originals whose copies are not done [bytes]; beyond that the program waits.
     None: no limit.
+    keep_last: so many of the tensors that were saved last stay on the device, since backward asks for them first. A storage
+    counts once, and what the program itself holds counts nothing. With any, tensors move when others have been saved after
+    them, and not what the program still holds then, or at the scope's end.
     Raises ValueError for a negative number.
     """
     return Moves(
         "remat.save_on_cpu",
         lambda: _remat._open_save_on_cpu(
-            pin_memory, min_bytes, skip_parameters, prefetch_depth, max_bytes_in_flight
+            pin_memory, min_bytes, skip_parameters, prefetch_depth, max_bytes_in_flight, keep_last
         ),
     )
 
@@ -198,6 +202,7 @@ def save_in_tiers(
     min_bytes: int = 1 << 16,
     pin_memory: bool = True,
     max_bytes_in_flight: int = 64 << 20,
+    keep_last: int = 0,
 ) -> Tiers:
     """What autograd saves stays where it is up to a budget; beyond it what was saved first, which backward needs last,
     waits on the CPU, and beyond that in a file. What is needed next comes back ahead of backward.
@@ -212,6 +217,8 @@ def save_in_tiers(
     directory: of the file for the rest; it must exist. Without one, host_bytes must not be given.
     min_bytes: smaller tensors stay and count nowhere. pin_memory: copies use page-locked memory.
     max_bytes_in_flight: beyond the budgets, of what is on its way to the file.
+    keep_last: so many of the tensors that were saved last stay where they are, also beyond the budget of that device. A
+        storage counts once.
 
     A saved tensor that is changed in place raises in backward, wherever it is. What cannot be written (a full disk) stays
     in memory, with a warning. Raises ValueError for numbers below 0, and if no file can be made.
@@ -219,7 +226,9 @@ def save_in_tiers(
     path = "" if directory is None else os.fspath(directory)
     return Tiers(
         "remat.save_in_tiers",
-        lambda: _remat._open_save_in_tiers(device_bytes, host_bytes, path, min_bytes, pin_memory, max_bytes_in_flight),
+        lambda: _remat._open_save_in_tiers(
+            device_bytes, host_bytes, path, min_bytes, pin_memory, max_bytes_in_flight, keep_last
+        ),
     )
 
 
@@ -426,7 +435,8 @@ def state_provider(provider: StateProvider) -> Guard:
 
 @checked
 def preserve_generator(generator: torch.Generator) -> Guard:
-    """Regions in the scope preserve this generator as they do the default ones (`preserve_rng_state`)."""
+    """Regions in the scope preserve this generator as they do the default ones (`preserve_rng_state`), and those of the CPU
+    that their functions draw from: one of a device, say."""
     return Guard("remat.preserve_generator", lambda: _remat._open_generator(generator))
 
 

@@ -20,6 +20,7 @@ DeviceReport = _remat.DeviceReport
 FailedAllocation = _remat.FailedAllocation
 FileReport = _remat.FileReport
 HeldBytes = _remat.HeldBytes
+MoveReport = _remat.MoveReport
 Report = _remat.Report
 RegionReport = _remat.RegionReport
 
@@ -141,6 +142,7 @@ __all__ = [
     "FileReport",
     "HeldBytes",
     "MemoryMeter",
+    "MoveReport",
     "Recorder",
     "RegionReport",
     "Report",

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
+from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union, cast
 
 import torch
 import torch.nn as nn
@@ -22,9 +22,8 @@ Stage = Callable[[torch.Tensor], torch.Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-
 def _native(name: str, function: F, **annotations: str) -> F:
-    return checked_by(f"remat.{name}", annotations, translated(function))
+    return checked_by(f"remat.{name}", annotations, cast(F, translated(function)))
 
 
 _remat.Plan.__init__ = _native(  # type: ignore[method-assign]
@@ -62,6 +61,8 @@ class PlanRegion(NamedTuple):
     """Inclusive."""
     policy: int = 0
     """The number of a policy, from 1, by which a region of one stage keeps results; 0: it keeps none."""
+    moves_kept: bool = False
+    """With a policy: what it keeps waits elsewhere until backward comes near."""
 
 
 class KeepingCost(NamedTuple):
@@ -82,6 +83,8 @@ class KeepingCost(NamedTuple):
     """The same with the input, which nobody but the region holds. Negative: both together."""
     keeps_output: bool = True
     """Whether the output is among what is kept; `kept_bytes` do not count it, `backward_bytes` do."""
+    movable_bytes: int = 0
+    """[bytes] of `kept_bytes` that go away when what is kept is moved."""
 
 
 class StageCost(NamedTuple):
@@ -165,16 +168,20 @@ class ChainCost(NamedTuple):
     cached_cast_bytes: int = 0
     """[bytes] of casts of weights that autocast's cache keeps beyond their stages, where it is around all of them. They
     count in every peak, from beginning to end, and are in no stage's bytes."""
+    held_to_end_bytes: int = 0
+    """[bytes] that the caller of `backward()` has of the last stage until it returns: the result and its gradient. They
+    count in the peaks of all stages before that one, when they run backward."""
 
     @classmethod
     def _of(cls, numbers: _remat._CostTuple) -> ChainCost:
-        input_bytes, input_grad_bytes, stages, rounding, moving, cached = numbers
+        input_bytes, input_grad_bytes, stages, rounding, moving, *held = numbers
         move_cost = None if moving is None else MoveCost(*moving)
-        return cls(input_bytes, input_grad_bytes, tuple(map(StageCost._of, stages)), rounding, move_cost, cached)
+        return cls(input_bytes, input_grad_bytes, tuple(map(StageCost._of, stages)), rounding, move_cost, *held)
 
     def _tuple(self) -> _remat._CostTuple:
         return (
-            self.input_bytes, self.input_grad_bytes, self.stages, self.rounding, self.moving, self.cached_cast_bytes
+            self.input_bytes, self.input_grad_bytes, self.stages, self.rounding, self.moving, self.cached_cast_bytes,
+            self.held_to_end_bytes,
         )  # fmt: skip
 
 
@@ -249,7 +256,7 @@ def solve(
     cost: ChainCost, *, max_depth: int = 0, early_stop: bool = True, frame_cost_s: float = 0.0, eps: float = 0.0
 ) -> Frontier:
     """The exact frontier of time and memory over all plans, for every budget at once. With a cost that has `moving`, what
-    stages and regions outside of other regions save may wait elsewhere.
+    stages and regions outside of other regions save or keep may wait elsewhere.
 
     max_depth: of nesting; 0: any. early_stop: as the plan will run. frame_cost_s: [seconds], paid once a region.
     eps: in [0, 1); points that are faster than the one before by less than this share are dropped.
@@ -351,7 +358,8 @@ def measure(
     policies: each stage but the last is measured as a region under each of these, too: `StageCost.keeping` has those
         that keep something, and less than the stage without a region does. `policies_to_try()` has some.
     early_stop: of those regions.
-    moving: what stages save, and their outputs, are tried to move so; None: plans will not move anything.
+    moving: what stages save, their outputs, and what policies keep are tried to move so; None: plans will not move
+        anything.
     progress: a bar where it takes more than a second and tqdm is installed.
 
     Bytes are those of storages; temporaries are what the device's allocator gives out. Times on the CPU are those of
@@ -378,10 +386,56 @@ def measure(
     try:
         with _buffers_kept(functions):
             counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
-            cost = _measure(counted, sample, warmup, repeats, device, list(policies), early_stop, moves)
+            cost = ChainCost._of(_measure(counted, sample, warmup, repeats, device, list(policies), early_stop, moves))
+            if moving is not None and any(each.keeping for each in cost.stages):
+                meter = _remat.MemoryMeter(sample.device if device is None else device)
+                cost = _with_movable_results(cost, functions, sample, meter, policies, early_stop, moving)
     finally:
         bar.close()
-    return ChainCost._of(cost)
+    return cost
+
+
+def _with_movable_results(
+    cost: ChainCost,
+    stages: Sequence[Stage],
+    sample: torch.Tensor,
+    meter: _remat.MemoryMeter,
+    policies: Sequence[Any],
+    early_stop: bool,
+    moving: MoveOptions,
+) -> ChainCost:
+    """With what of each stage's kept results goes away when they move: by regions as `run` makes them."""
+
+    def held(text: str, stage: Stage, x: torch.Tensor) -> int:
+        torch.clear_autocast_cache()
+        before = meter.live_bytes
+        # The second stage waits for the copies of the first.
+        result = run(Plan.parse(text), [stage, lambda x: x], x, policies=policies, moving=moving, early_stop=early_stop)
+        bytes = meter.live_bytes - before
+        del result
+        return bytes
+
+    measured = []
+    with random_states_kept(sample.device), torch.enable_grad():
+        x = sample.detach().requires_grad_(sample.requires_grad)
+        for stage, each in zip(stages, cost.stages):
+            keeping = []
+            for one in each.keeping:
+                staying, moved = (held(f"[{way}{one.policy}[1] 2]", stage, x) for way in ("ck", "mk"))
+                keeping.append(one._replace(movable_bytes=min(max(staying - moved, 0), one.kept_bytes)))
+            measured.append(each._replace(keeping=tuple(keeping)))
+            if each is not cost.stages[-1]:
+                y = stage(x)
+                x = y.detach().requires_grad_(y.requires_grad)
+    torch.clear_autocast_cache()
+    return cost._replace(stages=tuple(measured))
+
+
+def random_states_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """The generators of the CPU and of the device have afterwards the states they had."""
+    if device.type == "cpu" or not hasattr(torch.get_device_module(device), "get_rng_state"):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
 
 
 @checked
@@ -429,8 +483,8 @@ def run(
         the options.
     moving: where waits what the plan moves; None: `MoveOptions()`. What cannot be written stays in memory, with a warning.
     The stages that a region runs are added to its name. Stages that are modules have their buffers and training
-    flags restored in recomputes. Memory: at most what `simulate` says for measured costs; the loss and its gradient,
-    which the caller of `backward()` holds to its end, count a few bytes more.
+    flags restored in recomputes. Memory: at most what `simulate` says for measured costs, with the loss and its gradient,
+    which the caller of `backward()` holds to its end.
     Raises ValueError if plan and stages have different numbers, for a policy that is not there, and for a plan that moves
     if `moving` has no directory and the input is on the CPU, or no file can be made there; else as `checkpoint`.
     """

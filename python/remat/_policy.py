@@ -172,7 +172,13 @@ def save_matmuls(
 
 
 @checked
-def save_best(bytes: int, *, profile_runs: int = 2, profiles: Optional[Path] = None) -> Policy:
+def save_best(
+    bytes: int,
+    *,
+    profile_runs: int = 2,
+    profiles: Optional[Path] = None,
+    seconds_of: Optional[Callable[[PolicyContext], float]] = None,
+) -> Policy:
     """Keeps, of each region, the results that spare a recompute most time and take no more than `bytes`.
 
     The first `profile_runs` runs of a region keep nothing and are measured, call by call; then the best choice is
@@ -184,12 +190,16 @@ def save_best(bytes: int, *, profile_runs: int = 2, profiles: Optional[Path] = N
     later, also by another process or with other `bytes`, chooses for those regions at once. A copy or a pickle reads it,
     too. It belongs to a model, torch's version and a number of threads.
 
+    `seconds_of` says what a call takes, instead of the clock: figures from elsewhere, or from a formula. It is asked once
+    for every call of a measured run, in order, before the call runs.
+
     Memory: figures and choices live as long as the policy, some hundred bytes a call. Raises ValueError for negative
     bytes, for fewer than one run, and for a file that is none of profiles.
     """
     file = "" if profiles is None else os.fspath(profiles)
-    return _noted(translated(_remat._save_best)(bytes, profile_runs, file), save_best, bytes, profile_runs=profile_runs,
-                  **({"profiles": file} if file else {}))  # fmt: skip
+    policy = translated(_remat._save_best)(bytes, profile_runs, file, seconds_of)
+    return _noted(policy, save_best, bytes, profile_runs=profile_runs, **({"profiles": file} if file else {}),
+                  **({} if seconds_of is None else {"seconds_of": seconds_of}))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,7 @@ if TYPE_CHECKING:
         fingerprint: Optional[Callable[[torch.Tensor], object]] = None,
         capture_check: Literal["raise", "ignore"] = "raise",
         offload_inputs: bool = False,
+        offload_prefetch_depth: int = 2,
         preserve_rng_state: bool = True,
         input_mode: Literal["shared", "copy_on_write"] = "shared",
         buffers: Literal["restore", "ignore"] = "restore",

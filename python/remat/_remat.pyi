@@ -10,13 +10,13 @@ from ._plan import PlanRegion
 R = TypeVar("R")
 T = TypeVar("T")
 
-_KeepingTuple = tuple[int, float, int, int, int, int, bool]
+_KeepingTuple = tuple[int, float, int, int, int, int, bool, int]
 _StageTuple = tuple[
     float, float, float, int, int, int, int, int, bool, int, Sequence[_KeepingTuple], int, bool, int, int,
     bool, int, int, int,
 ]
 _MoveCostTuple = tuple[float, float, float]
-_CostTuple = tuple[int, int, Sequence[_StageTuple], float, Optional[_MoveCostTuple], int]
+_CostTuple = tuple[int, int, Sequence[_StageTuple], float, Optional[_MoveCostTuple], int, int]
 _MoveTuple = tuple[str, int, bool]
 _Device = Union[torch.device, str, int, None]
 
@@ -90,7 +90,9 @@ def _save_names(names: list[str], options: _SelectiveTuple, /) -> Policy: ...
 def _save_all_but_names(names: list[str], options: _SelectiveTuple, /) -> Policy: ...
 def _offload_names(names: list[str], options: _SelectiveTuple, /) -> Policy: ...
 def _save_matmuls(options: _SelectiveTuple, /) -> Policy: ...
-def _save_best(bytes: int, profile_runs: int, profiles: str, /) -> Policy: ...
+def _save_best(
+    bytes: int, profile_runs: int, profiles: str, seconds_of: Optional[Callable[[PolicyContext], float]], /
+) -> Policy: ...
 def _best_choices(
     policy: Policy, /
 ) -> list[tuple[str, list[tuple[str, float, int, int, bool]], int, float, float]]: ...
@@ -134,7 +136,13 @@ class OpenGuard:
     def end(self) -> None: ...
 
 def _open_save_on_cpu(
-    pin_memory: bool, min_bytes: int, skip_parameters: bool, prefetch_depth: int, max_bytes_in_flight: Optional[int], /
+    pin_memory: bool,
+    min_bytes: int,
+    skip_parameters: bool,
+    prefetch_depth: int,
+    max_bytes_in_flight: Optional[int],
+    keep_last: int,
+    /,
 ) -> tuple[OpenGuard, MoveCounters]: ...
 def _open_save_on_disk(
     directory: str, min_bytes: int, prefetch_depth: int, /
@@ -152,6 +160,7 @@ def _open_save_in_tiers(
     min_bytes: int,
     pin_memory: bool,
     max_bytes_in_flight: int,
+    keep_last: int,
     /,
 ) -> tuple[OpenGuard, TierCounters]: ...
 
@@ -301,6 +310,24 @@ class FileReport:
     @property
     def waited_s(self) -> float: ...
 
+class MoveReport:
+    """What items of plans that have one name moved: stages, or regions with their name."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def moves(self) -> int: ...
+    @property
+    def bytes_moved(self) -> int: ...
+    @property
+    def loads(self) -> int: ...
+    @property
+    def loads_ahead(self) -> int: ...
+    @property
+    def bytes_loaded(self) -> int: ...
+    @property
+    def wait_s(self) -> float: ...
+
 class HeldBytes:
     """What regions of one name held when an allocation did not fit."""
 
@@ -342,6 +369,8 @@ class Report:
     def failed_allocations(self) -> list[FailedAllocation]: ...
     @property
     def files(self) -> FileReport: ...
+    @property
+    def moves(self) -> list[MoveReport]: ...
     def to_json(self) -> str: ...
 
 class _Recorder:
@@ -381,12 +410,12 @@ class MemoryMeter:
 
 # plan.cpp
 class Plan:
-    """Which stages of a chain are regions, and what moves. As text: '[ck[ck[1] 2] ck2[3] mv[4] 5]'. Immutable."""
+    """Which stages of a chain are regions, and what moves. As text: '[ck[ck[1] 2] ck2[3] mv[4] mk2[5] 6]'. Immutable."""
 
     def __init__(
         self,
         stages: int,
-        regions: Iterable[Union[tuple[int, int], tuple[int, int, int]]] = ...,
+        regions: Iterable[Union[tuple[int, int], tuple[int, int, int], tuple[int, int, int, bool]]] = ...,
         moved: Iterable[int] = ...,
     ) -> None: ...
     @staticmethod

@@ -131,6 +131,7 @@ class Arguments(Case):
     def test_other_options_of_checkpoint(self) -> None:
         for option, wrong, wanted in (
             ("name", 3, "a str"), ("level", True, "an int or None"), ("level", "2", "an int or None"),
+            ("offload_prefetch_depth", True, "an int"), ("offload_prefetch_depth", 2.0, "an int"),
             ("determinism_check", 3, "a str"), ("modules", 3, "a list of modules"),
             ("modules", torch.nn.Linear(2, 2), "a list of modules"),
         ):  # fmt: skip

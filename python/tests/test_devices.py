@@ -122,6 +122,40 @@ class Device(Case):
         y.sum().backward()
         self.assertEqual((moved.counts.loads, moved.counts.bytes_loaded), (3, 3 * BYTES))  # one is read by two nodes
 
+    def test_the_last_saves_stay(self) -> None:
+        expected = torch.autograd.grad(function(function(self.x * 2)).sum(), self.x)[0].cpu()
+        for keep_last, moves in ((0, 4), (1, 3), (3, 1), (100, 0)):
+            for pin_memory in (False, True):
+                with remat.save_on_cpu(min_bytes=1, pin_memory=pin_memory, keep_last=keep_last) as moved:
+                    y = function(function(self.x * 2))
+                self.assertEqual(moved.counts.moves, moves)
+                self.assertTrue(torch.equal(torch.autograd.grad(y.sum(), self.x)[0].cpu(), expected))
+        with remat.save_in_tiers(min_bytes=0, keep_last=2) as tiers:
+            y = function(function(self.x * 2))
+        self.assertEqual(tiers.counts.bytes_to_host, 2 * BYTES)
+        self.assertTrue(torch.equal(torch.autograd.grad(y.sum(), self.x)[0].cpu(), expected))
+        for guard in (remat.save_on_cpu, remat.save_in_tiers):
+            with self.assertRaisesRegex(ValueError, rf"remat\.{guard.__name__}: keep_last is -1"):
+                with guard(keep_last=-1):
+                    pass
+
+    def test_inputs_of_regions_come_back_as_far_ahead_as_asked(self) -> None:
+        x = torch.linspace(0, 1, 50_000).to(self.device).requires_grad_()
+        loaded = []
+        for depth in (0, 1, 3):
+            y = x * 2
+            with remat.Recorder() as recorder:
+                for _ in range(6):
+                    y = remat.checkpoint(torch.sin, y, offload_inputs=True, offload_prefetch_depth=depth)
+                middle = y
+                for _ in range(2):
+                    y = remat.checkpoint(torch.sin, y, offload_inputs=True, offload_prefetch_depth=depth)
+                torch.autograd.grad(y.sum(), middle)
+            loaded.append(recorder.report().devices[0].bytes_in // (4 * 50_000))
+        self.assertEqual(loaded, [2, 3, 5])
+        with self.assertRaisesRegex(ValueError, "remat.checkpoint: offload_prefetch_depth must be 0 or more, and is -1"):
+            remat.checkpoint(torch.sin, x, offload_prefetch_depth=-1)
+
     def test_every_allocation(self) -> None:
         with remat.Recorder() as recorder:
             with remat.record_allocations():
@@ -145,10 +179,10 @@ class Device(Case):
         self.assertEqual(on_cpu.stages[1].output_bytes, 0)
         least = remat.solve(cost).points[0].bytes
         self.assertLess(least, remat.simulate(cost, remat.Plan(7)).peak_bytes)
-        fitted = remat.fit(stages, self.x, least + BYTES, cost=cost)
+        fitted = remat.fit(stages, self.x, least, cost=cost)
         self.assertIs(fitted.cost, cost)
         self.assertIsNotNone(fitted.measured_bytes)
-        self.assertLessEqual(fitted.measured_bytes, least + BYTES)  # type: ignore[arg-type]
+        self.assertLessEqual(fitted.measured_bytes, least)  # type: ignore[arg-type]
         self.assertGreater(fitted.plan.frames, 0)
         (found,) = torch.autograd.grad(fitted(self.x), self.x)
         y = self.x
@@ -174,6 +208,9 @@ class Device(Case):
         expected = torch.autograd.grad(plain, self.x)[0].cpu()
         del plain
         meter = remat.MemoryMeter(self.device)
+        policies = [remat.save_ops(["aten::cos"])]
+        keeping = remat.measure([lambda t: wide(t).cos().exp(), *stages[1:]], self.x, repeats=1, moving=moving, policies=policies)
+        self.assertEqual([each.movable_bytes for stage in keeping.stages for each in stage.keeping], [BYTES])
         for text in ("[mv[1] mv[2] mv[3] mv[4] 5]", "[mv[ck[1]] mv[ck[2]] mv[ck[ck[3] 4]] 5]", "[mv[1] ck[2] mv[3] 4 5]"):
             plan = remat.Plan.parse(text)
             for options in (moving, None, remat.MoveOptions(min_bytes=0, pin_memory=False)):
@@ -186,8 +223,7 @@ class Device(Case):
                 if options is moving:
                     self.assertGreater(device.bytes_out, 0)
                     self.assertGreaterEqual(device.bytes_in, device.bytes_out)  # some are read by two nodes
-                    # The caller holds the loss and its gradient.
-                    self.assertLessEqual(meter.peak_bytes - before, remat.simulate(cost, plan).peak_bytes + 8, text)
+                    self.assertLessEqual(meter.peak_bytes - before, remat.simulate(cost, plan).peak_bytes, text)
                 elif options is None:
                     self.assertEqual(device.bytes_out, 0)  # 4,000 bytes are less than what moves by default
                 del found

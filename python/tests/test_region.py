@@ -148,6 +148,47 @@ class Results(Case):
         gradient(y, x)
         self.assertFalse(torch.equal(drawn, torch.rand(2)))
 
+    def test_a_generator_that_the_function_has_from_elsewhere_is_drawn_from_again(self) -> None:
+        class Noisy(torch.nn.Module):
+            def __init__(self, generator: torch.Generator) -> None:
+                super().__init__()
+                self.generator = generator
+
+            def forward(self, t: torch.Tensor) -> torch.Tensor:
+                return (t * torch.rand(t.shape, generator=self.generator)).sin().exp()
+
+        def program(kind: str, x: torch.Tensor, run: Any) -> list[torch.Tensor]:
+            generator = torch.Generator().manual_seed(3)
+            module = Noisy(generator)
+            if kind == "module":
+                y = run(module, run(module, x))
+            elif kind == "list":
+                y = run(lambda t, held: (t * torch.empty_like(t).bernoulli_(0.5, generator=held[0])).exp(), x, [generator])
+            elif kind == "nested":
+                y = run(lambda t: run(module, t) * torch.rand(t.shape, generator=generator), x)
+            else:
+                y = run(lambda t: (t * torch.randperm(16, generator=generator).view_as(t)).sin(), x)
+            torch.rand(2, generator=generator)
+            found = gradient(y, x, retain_graph=True)
+            return [*found, torch.rand(2, generator=generator), *gradient(y, x)]
+
+        ways = {
+            "own": remat.checkpoint,
+            "drop-in": lambda f, *args: torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=False),
+        }
+        for kind in ("module", "list", "nested", "captured"):
+            x = leaf(seed=1)
+            plain = program(kind, x, lambda f, *args: f(*args))
+            for way, run in ways.items():
+                with remat.installed(), self.subTest(kind=kind, way=way):
+                    self.check_equal(program(kind, x, run), plain)
+        # Without, it moves on in the recompute.
+        generator = torch.Generator().manual_seed(3)
+        y = remat.checkpoint(Noisy(generator), leaf(), preserve_rng_state=False)
+        before = generator.get_state()
+        y.sum().backward()
+        self.assertFalse(torch.equal(generator.get_state(), before))
+
     def test_autocast_is_that_of_forward(self) -> None:
         x, w = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
         f = lambda t: (t @ w).sin() @ w  # noqa: E731
@@ -914,6 +955,7 @@ class Errors(Case):
             gradient(remat.checkpoint(g, x), x)
         self.assertIs(caught_too.exception.kind, remat.ErrorKind.METADATA_MISMATCH)
         self.assertEqual(caught_too.exception.mismatches[0].position, 0)
+        self.assertEqual(caught_too.exception.mismatches[0].forward_tensor, "")
 
     def test_a_debug_report_names_the_operator(self) -> None:
         x = leaf()
@@ -1207,6 +1249,22 @@ class Policies(Case):
             self.assertEqual(choice.saved_seconds > 0, any(call.is_kept and call.seconds > 0 for call in choice.calls))
             self.assertAlmostEqual(choice.bound_seconds, choice.saved_seconds)
         self.assertEqual(remat.best_choices(remat.save_matmuls()), [])
+        asked: list[str] = []
+
+        def seconds_of(question: remat.PolicyContext) -> float:
+            asked.append(question.op_name)
+            return 5.0 if question.op_name == "aten::exp.default" else 1.0
+
+        told = remat.save_best(one, profile_runs=1, seconds_of=seconds_of)
+        for _ in range(3):
+            self.check_equal(gradient(remat.checkpoint(f, x, policy=told), x), plain)
+        self.assertEqual(asked, ["aten::mm.default", "aten::sin.default", "aten::exp.default", "aten::mm.default"])
+        (choice,) = remat.best_choices(told)
+        self.assertEqual([call.is_kept for call in choice.calls if call.op == "aten::exp.default"], [True])
+        self.assertIn("seconds_of=<function", repr(told))
+        for wrong in ("soon", None):
+            with self.assertRaisesRegex(ValueError, f"seconds_of .* returned {wrong!r} when it was asked about aten::mm"):
+                remat.checkpoint(f, x, policy=remat.save_best(one, seconds_of=lambda question: wrong))  # type: ignore
         with tempfile.TemporaryDirectory() as folder:
             file = pathlib.Path(folder) / "profiles"
             first = remat.save_best(2 * one, profiles=file)

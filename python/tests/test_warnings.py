@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 import unittest
 import warnings
+from collections.abc import Iterator
 from typing import Any, Callable
 
 import torch
@@ -34,6 +35,26 @@ class Warnings(Case):
             lambda: remat.checkpoint(lambda t: norm(t).sin(), leaf(), name="statistics"),
             r'^remat\.checkpoint: a batch norm .* ran in region "statistics".*name it in `modules`.*buffers="ignore" if',
         )
+
+    def test_functions_that_run_later(self) -> None:
+        async def awaits(x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+        def yields(x: torch.Tensor) -> Iterator[torch.Tensor]:
+            yield x.sin()
+
+        for function, kind in ((awaits, "coroutine"), (yields, "generator")):
+            for run in (remat.checkpoint, lambda f, x: remat.checkpoint(f, x, name="late")):
+                made: list[Any] = []
+                self.check(
+                    lambda: made.append(run(function, leaf())),
+                    rf"^remat\.checkpoint: the function returned a {kind}, whose code runs when the region is over",
+                )
+                made[0].close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with self.assertRaisesRegex(UserWarning, "returned a generator"):
+                remat.checkpoint(yields, leaf())
 
     def test_a_tensor_that_outlives_its_recompute(self) -> None:
         kept: list[torch.Tensor] = []
