@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""matrix.py [--library] [--again] [--keep] [VERSION...]: builds and tests the tree on many LibTorch, one after the other.
+"""matrix.py [--library | --random] [--again] [--keep] [VERSION...]: builds and tests the tree on many LibTorch, one after the other.
 
 Each version is installed from the package index into an environment of its own under build/matrix, with what its wheel
 needs to load (up to 6 GB), which is deleted when the version is done. Builds the library, the Catch2 programs and the
-Python package and runs them; with --library the library and examples/quickstart.cpp alone. A case that ends the process is
+Python package and runs them; with --library the library and examples/quickstart.cpp alone, with --random these and random
+programs, whose gradients are compared with plain autograd (tests/fuzz, a third of the time). A case that ends the process is
 counted as failed, and those after it run in another. What is done stands in build/matrix/results.jsonl, with the commit,
 and is not done again. The last thing printed is a table.
 """
@@ -25,6 +26,9 @@ VERSIONS = ('2.6.0', '2.7.1', '2.8.0', '2.9.1', '2.10.0', '2.11.0', '2.12.1', '2
 JOBS = os.environ.get('JOBS', str(os.cpu_count()))
 
 
+# Ways to draw random programs, and how long each [seconds].
+RANDOM = ((), ('--selective',), ('--arguments',), ('--moves', '--selective'))
+RANDOM_SECONDS = 30
 CASE_SECONDS = 3600    # what one run of a Catch2 program, or of a file of Python's tests, may take
 
 
@@ -113,6 +117,24 @@ class Version:
                          self.build / 'examples/quickstart', check=False)
         return {'library': 'builds', 'quickstart': 'ok' if fits.returncode == 0 else fits.stdout[-300:], 'warnings': warnings}
 
+    def random(self):
+        self.configure('-Dtests=enabled', '-Dexamples=enabled', '-Dpython=disabled')
+        warnings = self.compile('examples/quickstart', 'tests/fuzz')
+        fits = self.call('quickstart', sys.executable, ROOT / 'tools/compare_output.py', ROOT / 'examples/quickstart.expected',
+                         self.build / 'examples/quickstart', check=False)
+        result = {'library': 'builds', 'quickstart': 'ok' if fits.returncode == 0 else fits.stdout[-300:], 'warnings': warnings,
+                  'random_passed': 0, 'random_failed': 0, 'random_failing': []}
+        for how in RANDOM:
+            done = self.call('fuzz', self.build / 'tests/fuzz', *how, '--seconds', RANDOM_SECONDS, check=False)
+            ran = re.search(r'^(\d+) programs, (\d+) findings', done.stdout, re.M)
+            found = int(ran[2]) if ran else 1
+            result['random_passed'] += int(ran[1]) - found if ran else 0
+            result['random_failed'] += found
+            result['random_failing'] += [' '.join((*how, seed)) for seed in re.findall(r'^seed (\d+)', done.stdout, re.M)]
+            if not ran:
+                result['random_failing'].append(' '.join((*how, f'the process ended with {done.returncode}')))
+        return result
+
     def catch(self, program):
         """Runs all cases of tests/PROGRAM, in several processes if some end theirs: {case: where it failed}."""
         listed = self.call(program, self.build / 'tests' / program, '--list-test-names-only', check=False)
@@ -179,9 +201,10 @@ def run(name, kind, keep):
         version = Version(name, log)
         try:
             version.install()
-            result |= version.library() if kind == 'library' else version.everything()
+            steps = {'library': version.library, 'random': version.random, 'all': version.everything}
+            result |= steps[kind]()
             result['ok'] = result.get('quickstart', 'ok') == 'ok' and not any(
-                result.get(f'{what}_failed') for what in ('cases', 'device', 'python'))
+                result.get(f'{what}_failed') for what in ('random', 'cases', 'device', 'python'))
         except Failed as failure:
             result |= {'ok': False, 'fault': str(failure)}
     result['seconds'] = round(time.monotonic() - start)
@@ -197,11 +220,11 @@ def counts_of(result, what):
 
 
 def table(results):
-    yield '| LibTorch | library, quickstart | cases | stand-in for a device | Python package | commit | |'
-    yield '|---|---|---|---|---|---|---|'
+    yield '| LibTorch | library, quickstart | random programs | cases | stand-in for a device | Python package | commit | |'
+    yield '|---|---|---|---|---|---|---|---|'
     for each in results:
         first = 'fails' if 'library' not in each else each.get('quickstart', 'builds')
-        counts = ' | '.join(counts_of(each, what) for what in ('cases', 'device', 'python'))
+        counts = ' | '.join(counts_of(each, what) for what in ('random', 'cases', 'device', 'python'))
         yield f'| {each["version"]} | {first} | {counts} | {each.get("commit", "")} | {each.get("fault", "")} |'
 
 
@@ -209,10 +232,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('versions', nargs='*', metavar='VERSION', default=VERSIONS)
     parser.add_argument('--library', action='store_true', help='the library and one program only')
+    parser.add_argument('--random', action='store_true', help='these, and random programs')
     parser.add_argument('--again', action='store_true', help='also what is done already')
     parser.add_argument('--keep', action='store_true', help='leave environment and build folder there')
     given = parser.parse_args()
-    kind = 'library' if given.library else 'all'
+    kind = 'random' if given.random else 'library' if given.library else 'all'
     WORK.mkdir(parents=True, exist_ok=True)
     path = WORK / 'results.jsonl'
     known = {}
