@@ -233,13 +233,10 @@ class SaveInTiers::OnHost final : public StoredContents, public NearerContents {
   void finish_store() override {
     if (const auto host = state_->host()) host->finish_store();
   }
-  int64_t bytes_to_approach() const override {
-    return is_near_ || state_->host() != nullptr ? 0 : size_;
-  }
+  int64_t bytes_to_approach() const override { return state_->host() != nullptr ? 0 : size_; }
   void begin_approach() override {
     if (state_->host() != nullptr || load_.is_begun() || device_load_.is_begun()) return;
     nearer_ = std::make_shared<Nearer>(totals_, state_->written.range(), size_);
-    is_near_ = true;
   }
   void begin_load() override {
     loading_ = state_->host();
@@ -262,7 +259,7 @@ class SaveInTiers::OnHost final : public StoredContents, public NearerContents {
       totals_->loaded += size_;
       return host->finish_load();
     }
-    const auto nearer = take_nearer();
+    const auto nearer = std::exchange(nearer_, nullptr);
     if (device_load_.is_begun()) {
       if (at::Tensor loaded = finish_device_load(); loaded.defined()) return loaded;
     } else if (nearer != nullptr) {
@@ -274,14 +271,10 @@ class SaveInTiers::OnHost final : public StoredContents, public NearerContents {
     if (const auto host = std::exchange(loading_, nullptr)) host->cancel_load();
     load_.cancel();
     device_load_.cancel();
-    take_nearer();
+    nearer_.reset();
   }
 
  private:
-  std::shared_ptr<Nearer> take_nearer() {
-    is_near_ = false;
-    return std::exchange(nearer_, nullptr);
-  }
   /// Undefined if it has failed: it is read anew.
   at::Tensor finish_approach(Nearer& nearer) {
     std::optional<Waiting> waiting;
@@ -352,7 +345,6 @@ class SaveInTiers::OnHost final : public StoredContents, public NearerContents {
   SpoolLoad load_;
   DeviceLoad device_load_;
   std::shared_ptr<Nearer> nearer_;
-  std::atomic<bool> is_near_{false};  ///< there is `nearer_`; any thread
 };
 
 SaveInTiers::SaveInTiers(const SaveInTiersOptions& options, std::shared_ptr<TierTotals> totals)

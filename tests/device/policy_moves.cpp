@@ -162,6 +162,16 @@ TEST_CASE("the results that backward asks for first stay on the device, those of
   CAPTURE(keep_last, depth);
   const remat::CheckpointOptions options{
       .name = "r", .policy = products(all({.prefetch_depth = depth, .keep_last = keep_last}))};
+  std::function<void()> after_product;
+  const auto f = [&](const Tensor& t) {
+    Tensor h = t.sin();
+    for (int i = 0; i < 3; ++i) {
+      h = h.mm(t);
+      if (after_product) after_product();
+      h = h.sin();
+    }
+    return h.exp();
+  };
   const auto plain_step = [](const Tensor& t) {
     return three_products(three_products(three_products(t)));
   };
@@ -169,14 +179,20 @@ TEST_CASE("the results that backward asks for first stay on the device, those of
   const Recorder recorder({.device_time = false});
   const int64_t before = stand_in::live_bytes();
   Tensor y = x, last;  // what goes into the last region
-  for (int i = 0; i < 3; ++i) y = checkpoint(options, three_products, last = y);
+  for (int i = 0; i < 3; ++i) y = checkpoint(options, f, last = y);
   const int64_t num_staying = std::min<int64_t>(keep_last, 9);
   CHECK(only_region(recorder.report()).offloaded == 9 - num_staying);
   CHECK(only_region(recorder.report()).bytes_offloaded == (9 - num_staying) * product);
   // Results of regions are inputs of the next, or the last one.
   CHECK(stand_in::live_bytes() - before == (3 + num_staying) * product);
   // The first ones of the last region are among them.
+  std::vector<int64_t> loads;
+  after_product = [&] { loads.push_back(only_region(recorder.report()).offload_loads); };
   grad_of(y, {last}, {.retain_graph = true});
+  after_product = nullptr;
+  REQUIRE(loads.size() == 3);
+  for (int64_t i = 0; i < 3; ++i)
+    CHECK(loads[static_cast<std::size_t>(i)] == std::max<int64_t>(0, i + 1 - keep_last));
   CHECK(only_region(recorder.report()).offload_loads == std::max<int64_t>(0, 3 - keep_last));
   require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
   CHECK(comes_to(before + (3 + num_staying) * product));
@@ -254,6 +270,7 @@ TEST_CASE("a result that stayed and cannot be moved later is an error where it h
                     all({.keep_last = 1}))};
   const int64_t before = stand_in::live_bytes();
   {
+    const Recorder recorder({.device_time = false});
     const Tensor middle = checkpoint(options, f, x);
     Tensor y;
     const auto second = [&] {
@@ -267,6 +284,7 @@ TEST_CASE("a result that stayed and cannot be moved later is an error where it h
     } else {
       second();
     }
+    CHECK(recorder.report().regions.front().offloaded == (must ? 1 : 0));
     require_same(grad_of(y, {x}, {.retain_graph = true})[0], plain);
     require_same(grad_of(y, {x})[0], plain);
   }

@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -23,12 +24,17 @@ using remat::TierCounters;
 
 namespace {
 
-/// What each read of a file takes beside its own time.
-std::atomic<int64_t> read_delay_ms{0};
+/// What each read and write of a file takes beside its own time.
+std::atomic<int64_t> read_delay_ms{0}, write_delay_ms{0};
 
 ssize_t read_slowly(int file, void* to, size_t size, int64_t offset) {
   std::this_thread::sleep_for(std::chrono::milliseconds(read_delay_ms));
   return syscall(SYS_pread64, file, to, size, offset);
+}
+
+ssize_t write_slowly(int file, const void* from, size_t size, int64_t offset) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(write_delay_ms));
+  return syscall(SYS_pwrite64, file, from, size, offset);
 }
 
 }  // namespace
@@ -36,6 +42,9 @@ ssize_t read_slowly(int file, void* to, size_t size, int64_t offset) {
 // The library's calls come here, since the program is searched first.
 extern "C" ssize_t pread64(int file, void* to, size_t size, off64_t offset) {
   return read_slowly(file, to, size, offset);
+}
+extern "C" ssize_t pwrite64(int file, const void* from, size_t size, off64_t offset) {
+  return write_slowly(file, from, size, offset);
 }
 
 namespace {
@@ -320,6 +329,7 @@ TEST_CASE("the file is read from backward's first step on, as far as the CPU has
   }
   CHECK(counters->now().loads == length - 1);
   wait_for([&] { return counters->now().bytes_on_host == 0; });
+  wait_for([&] { return counters->now().bytes_on_disk == 0; });
   CHECK(counters->now().bytes_to_disk == written * kibibyte);
 }
 
@@ -354,4 +364,69 @@ TEST_CASE("a slow file is hardly waited for while what is on the CPU is used", "
   CAPTURE(waited);
   // Begun one ahead, each would be waited for 20 ms.
   CHECK(waited < 0.08);
+}
+
+TEST_CASE("each backward under one guard brings what it needs from the file to the CPU ahead",
+          "[device][tiers]") {
+  const Folder folder;
+  const Tensor x = leaf_there();
+  constexpr int of_first = 5;
+  const Tensors plain_y = grad_of(chain(x, of_first), {x}), plain_z = grad_of(chain(x), {x});
+  constexpr int64_t on_host = 4;
+  std::vector<int64_t> held;
+  std::optional<TierCounters> counters;
+  const auto observed = [&](int count) {
+    Tensor t = x;
+    for (int i = 0; i < count; ++i) {
+      t = t.sin();
+      t.register_hook(
+          [&](const Tensor&) { held.push_back(counters->now().bytes_on_host / kibibyte); });
+    }
+    return t;
+  };
+  Tensor y, z;
+  {
+    const SaveInTiersGuard guard(
+        {.host_bytes = on_host * kibibyte, .directory = folder.path(), .min_bytes = 0});
+    counters = guard.counters();
+    y = observed(of_first);
+    z = observed(length);
+  }
+  constexpr int64_t num_saved = of_first - 1 + length - 1;
+  wait_for([&] { return counters->now().bytes_on_disk == (num_saved - on_host) * kibibyte; });
+  offload::require_same(grad_of(z, {x}), plain_z);
+  CHECK(*std::max_element(held.begin(), held.end()) == on_host);
+  // What has come for the first one meanwhile goes with that backward.
+  wait_for([&] { return counters->now().bytes_on_host == 0; });
+  held.clear();
+  offload::require_same(grad_of(y, {x}), plain_y);
+  // But for the one that is read, and the one that is on its way to the device.
+  CHECK(*std::max_element(held.begin(), held.end()) == of_first - 1 - 2);
+}
+
+TEST_CASE("what leaves the CPU for the file holds no more of it than asked for",
+          "[device][tiers]") {
+  const Folder folder;
+  const Tensor x = leaf_there();
+  const Tensors plain = grad_of(chain(x), {x});
+  constexpr int64_t in_flight = 2;
+  int64_t most = 0;
+  Tensor y = x;
+  std::optional<TierCounters> counters;
+  {
+    const SaveInTiersGuard guard({.host_bytes = 0,
+                                  .directory = folder.path(),
+                                  .min_bytes = 0,
+                                  .max_bytes_in_flight = in_flight * kibibyte});
+    counters = guard.counters();
+    write_delay_ms = 10;
+    for (int i = 0; i < length; ++i) {
+      y = y.sin();
+      most = std::max(most, counters->now().bytes_on_host / kibibyte);
+    }
+    write_delay_ms = 0;
+  }
+  CHECK(most >= 1);
+  CHECK(most <= in_flight);
+  offload::require_same(grad_of(y, {x}), plain);
 }
