@@ -117,8 +117,9 @@ TEST_CASE("a registered generator is preserved beside other threads that draw fr
   require_bit_equal(grad_of(y, {x}), {y.detach()});
 }
 
-TEST_CASE("a generator that nobody registered is drawn from again, whatever else the function does with it",
-          "[state][rule-11]") {
+TEST_CASE(
+    "a generator that nobody registered is drawn from again, whatever else the function does with it",
+    "[state][rule-11]") {
   const auto draw = [](at::Generator& own) { return at::rand({20}, own, at::kFloat); };
   using Function = std::function<Tensor(const Tensor&, at::Generator&)>;
   const Function all[] = {
@@ -144,12 +145,14 @@ TEST_CASE("a generator that nobody registered is drawn from again, whatever else
       },
       // For the first time in a region inside.
       [&](const Tensor& t, at::Generator& own) {
-        const Tensor h = checkpoint([&own, &draw](const Tensor& a) { return (a * draw(own)).exp(); }, t);
+        const Tensor h =
+            checkpoint([&own, &draw](const Tensor& a) { return (a * draw(own)).exp(); }, t);
         return (h * draw(own)).sin();
       },
   };
   for (const Function& function : all) {
-    at::Generator plain = at::detail::createCPUGenerator(3), own = at::detail::createCPUGenerator(3);
+    at::Generator plain = at::detail::createCPUGenerator(3),
+                  own = at::detail::createCPUGenerator(3);
     const Tensor x = leaf({20});
     const auto twice = [&](at::Generator& one, bool drop) {
       Tensor t = x;

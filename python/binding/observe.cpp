@@ -132,8 +132,9 @@ void add_observe(py::module_& module) {
       .def_readonly("loads_ahead", &MoveReport::loads_ahead,
                     "Of these, those that were begun before that.")
       .def_readonly("bytes_loaded", &MoveReport::bytes_loaded, "[bytes] of `loads`.")
-      .def_readonly("wait_s", &MoveReport::wait_s,
-                    "[seconds] that threads of the program spent on both: queueing, copying, waiting.");
+      .def_readonly(
+          "wait_s", &MoveReport::wait_s,
+          "[seconds] that threads of the program spent on both: queueing, copying, waiting.");
   using Held = FailedAllocation::Held;
   py::class_<Held>(module, "HeldBytes",
                    "What regions of one name held when an allocation did not fit.")

@@ -253,8 +253,7 @@ PyObject* run(const std::shared_ptr<const Program>& program, const Plan& plan,
 
 // ---- planning -----------------------------------------------------------------------------------------
 
-using KeepingTuple =
-    std::tuple<int64_t, double, int64_t, int64_t, int64_t, int64_t, bool, int64_t>;
+using KeepingTuple = std::tuple<int64_t, double, int64_t, int64_t, int64_t, int64_t, bool, int64_t>;
 using StageTuple = std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t,
                               bool, int64_t, std::vector<KeepingTuple>, int64_t, bool, int64_t,
                               int64_t, bool, int64_t, int64_t, int64_t>;
@@ -460,9 +459,10 @@ void add_plan(py::module_& module) {
                              "The largest number of a policy; 0 without any.")
       .def_property_readonly("regions", regions_of,
                              "A PlanRegion for each, in the order in which they open.")
-      .def_property_readonly("moved", &Plan::moved,
-                             "The first stages of what moves what it saves, in order; not of what only\n"
-                             "moves what it keeps.")
+      .def_property_readonly(
+          "moved", &Plan::moved,
+          "The first stages of what moves what it saves, in order; not of what only\n"
+          "moves what it keeps.")
       .def("calls", &Plan::calls,
            "How often forward, with one backward and early stop, calls each stage.");
 

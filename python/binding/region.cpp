@@ -250,6 +250,7 @@ Body::~Body() {
       kept_.push_back(each.type);
       kept_.push_back(each.attributes);
     }
+    kept_.append(rare_->cells.begin(), rare_->cells.end());
   }
   drop(kept_.data(), kept_.size());
 }
@@ -276,6 +277,71 @@ void Body::set_contexts(PyObject* recompute_context, PyObject* on_error) {
   rare().on_error = new_reference(on_error);
 }
 
+namespace {
+
+/// The tuple of a Python function's cells; null for none.
+PyObject* closure_of(PyObject* function) {
+  return PyFunction_Check(function) != 0 ? PyFunction_GET_CLOSURE(function) : nullptr;
+}
+
+}  // namespace
+
+ClosureContents::ClosureContents(PyObject* function) {
+  PyObject* const closure = closure_of(function);
+  for (Py_ssize_t i = 0; closure != nullptr && i < PyTuple_GET_SIZE(closure); ++i)
+    all_.push_back(new_reference(PyCell_GET(PyTuple_GET_ITEM(closure, i))));
+}
+
+ClosureContents::~ClosureContents() {
+  if (!all_.empty()) drop(all_.data(), all_.size());
+}
+
+void Body::keep_closure(ClosureContents& before) {
+  if (before.all_.empty()) return;
+  PyObject* const closure = closure_of(kept_.front());
+  for (std::size_t i = 0; i < before.all_.size(); ++i) {
+    PyObject* const content = before.all_[i];
+    if (PyCell_GET(PyTuple_GET_ITEM(closure, static_cast<Py_ssize_t>(i))) == content) continue;
+    before.all_[i] = nullptr;
+    drop(&content, 1);
+  }
+  rare().cells = std::move(before.all_);
+  before.all_.clear();
+}
+
+/// A new reference; null with a Python error set.
+PyObject* Body::function_again() const {
+  PyObject* const function = kept_.front();
+  if (rare_ == nullptr || rare_->cells.empty()) return new_reference(function);
+  PyObject* const closure = closure_of(function);
+  py::object again;
+  for (std::size_t i = 0; i < rare_->cells.size(); ++i) {
+    const auto place = static_cast<Py_ssize_t>(i);
+    PyObject* const content = rare_->cells[i];
+    if (content == nullptr || PyCell_GET(PyTuple_GET_ITEM(closure, place)) == content) continue;
+    if (!again) {
+      again = py::reinterpret_steal<py::object>(PyTuple_New(PyTuple_GET_SIZE(closure)));
+      if (!again) return nullptr;
+      for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(closure); ++j)
+        PyTuple_SET_ITEM(again.ptr(), j, new_reference(PyTuple_GET_ITEM(closure, j)));
+    }
+    PyObject* const cell = PyCell_New(content);
+    if (cell == nullptr) return nullptr;
+    Py_DECREF(PyTuple_GET_ITEM(again.ptr(), place));  // which the function still has
+    PyTuple_SET_ITEM(again.ptr(), place, cell);
+  }
+  if (!again) return new_reference(function);
+  auto copy = py::reinterpret_steal<py::object>(
+      PyFunction_NewWithQualName(PyFunction_GET_CODE(function), PyFunction_GET_GLOBALS(function),
+                                 reinterpret_cast<PyFunctionObject*>(function)->func_qualname));
+  const auto or_none = [](PyObject* object) { return object == nullptr ? Py_None : object; };
+  if (!copy || PyFunction_SetClosure(copy.ptr(), again.ptr()) != 0 ||
+      PyFunction_SetDefaults(copy.ptr(), or_none(PyFunction_GET_DEFAULTS(function))) != 0 ||
+      PyFunction_SetKwDefaults(copy.ptr(), or_none(PyFunction_GET_KW_DEFAULTS(function))) != 0)
+    return nullptr;
+  return copy.release().ptr();
+}
+
 // See Note [The function's objects].
 PyObject* Body::wrap(at::Tensor tensor, std::size_t argument) {
   const Kind* kind = nullptr;
@@ -300,12 +366,15 @@ PyObject* Body::wrap(at::Tensor tensor, std::size_t argument) {
 
 PyObject* Body::call_again(PyObject** arguments) {
   const std::size_t flag = PY_VECTORCALL_ARGUMENTS_OFFSET;
+  const auto function = py::reinterpret_steal<py::object>(function_again());
+  if (!function) return nullptr;
   if (rare_ == nullptr || (rare_->recompute_context == nullptr && rare_->device_context == nullptr))
-    return in_python(
-        [&] { return PyObject_Vectorcall(kept_[0], arguments, num_positional_ | flag, names_); });
+    return in_python([&] {
+      return PyObject_Vectorcall(function.ptr(), arguments, num_positional_ | flag, names_);
+    });
   const auto or_none = [](PyObject* object) { return object == nullptr ? Py_None : object; };
   c10::SmallVector<PyObject*, 16> all{nullptr, or_none(rare_->recompute_context),
-                                      or_none(rare_->device_context), kept_[0]};
+                                      or_none(rare_->device_context), function.ptr()};
   all.append(arguments, arguments + kept_.size() - 1);
   return in_python([&] {
     return PyObject_Vectorcall(names().run_in, all.data() + 1, (num_positional_ + 3) | flag,
@@ -438,7 +507,10 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
     try {
       std::optional<GeneratorsKept> generators;
       if (options.preserve_rng_state) generators.emplace(call);
-      ForwardRun region(options, std::make_unique<Body>(call, InputArguments::All));
+      ClosureContents closure(call.function);
+      auto body = std::make_unique<Body>(call, InputArguments::All);
+      Body& kept = *body;  // alive as long as the run
+      ForwardRun region(options, std::move(body));
       py::object result;
       {
         const WithoutCompiler uncompiled;
@@ -448,6 +520,7 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
         warnings.set_in_exception();
         return nullptr;
       }
+      kept.keep_closure(closure);
       region.finish([&](TensorVisitor visitor) { visit_tensors(result.ptr(), visitor); });
       if (!warn_of_late_function(result.ptr())) return nullptr;
       return result.release().ptr();

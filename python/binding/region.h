@@ -40,6 +40,25 @@ enum class InputArguments { Positional, All };
 // recompute gets a copy of that: programs go on with theirs (a list of features to which each block's result is
 // appended), and so may the function. Upstream passes the object on as it is by then.
 
+// Note [Closures]
+// A variable that a function reads from around it may be another one by the time of the recompute: that of a loop, above all
+// (`for s in scales: y = checkpoint(lambda t: (t * s).sin(), y)`). So a recompute of a Python function finds in its cells
+// what forward found there. What forward itself wrote to is the program's state, and is what it has become; so is what the
+// variable refers to. If no cell differs, which is the rule, the function itself is called again.
+
+/// What the cells of a Python function hold; of other functions nothing.
+class ClosureContents {
+ public:
+  explicit ClosureContents(PyObject* function);
+  ~ClosureContents();
+  ClosureContents(const ClosureContents&) = delete;
+  ClosureContents& operator=(const ClosureContents&) = delete;
+
+ private:
+  friend class Body;
+  c10::SmallVector<PyObject*, 4> all_;
+};
+
 class Body final : public RegionBody {
  public:
   Body(const Call& call, InputArguments inputs);
@@ -55,6 +74,8 @@ class Body final : public RegionBody {
   /// What recomputes run in, a context manager; and what is called with an error about the region, to
   /// raise a better one. Null for none.
   void set_contexts(PyObject* recompute_context, PyObject* on_error);
+  /// Forward has run: recomputes find what was in the function's cells before. See Note [Closures].
+  void keep_closure(ClosureContents& before);
 
  private:
   /// The class and the attributes of an argument that is no plain tensor.
@@ -68,7 +89,8 @@ class Body final : public RegionBody {
     PyObject* on_error = nullptr;
     PyObject* device_context = nullptr;
     std::vector<Kind> kinds;
-    std::vector<std::size_t> containers;  // places in `kept_` of what is copied for each run
+    std::vector<std::size_t> containers;   // places in `kept_` of what is copied for each run
+    c10::SmallVector<PyObject*, 4> cells;  // what was in each; null for what forward wrote to
   };
   Rare& rare() {
     if (rare_ == nullptr) rare_ = std::make_unique<Rare>();
@@ -76,6 +98,7 @@ class Body final : public RegionBody {
   }
   void note_kind(PyObject* object, std::size_t argument);
   PyObject* wrap(at::Tensor tensor, std::size_t argument);
+  PyObject* function_again() const;
   PyObject* call_again(PyObject** arguments);
 
   c10::SmallVector<PyObject*, 4> kept_;  // the function, then its arguments; null for an input

@@ -78,17 +78,17 @@ class Recorder:
     @checked
     def write_html(self, path: Path) -> None:
         """Writes `page()`."""
-        self._recorder.write_html(os.fspath(path))
+        translated(self._recorder.write_html)(os.fspath(path))
 
     @checked
     def write_memory_svg(self, path: Path) -> None:
         """Live bytes over time, stacked by kind, with the regions below."""
-        self._recorder.write_memory_svg(os.fspath(path))
+        translated(self._recorder.write_memory_svg)(os.fspath(path))
 
     @checked
     def write_chrome_trace(self, path: Path) -> None:
         """For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their threads."""
-        self._recorder.write_chrome_trace(os.fspath(path))
+        translated(self._recorder.write_chrome_trace)(os.fspath(path))
 
     def _repr_html_(self) -> str:
         import html

@@ -54,8 +54,9 @@ class Observe(Case):
             self.assertTrue((Path(folder) / "memory.svg").read_text().startswith("<svg"))
             trace = json.loads((Path(folder) / "trace.json").read_text())
             self.assertTrue(any("sin" in str(each.get("name")) for each in trace["traceEvents"]))
-        with self.assertRaises(RuntimeError):
-            recorder.write_html("/no/such/folder/page.html")
+        for write in (recorder.write_html, recorder.write_memory_svg, recorder.write_chrome_trace):
+            with self.assertRaisesRegex(RuntimeError, r"^remat\.Recorder: /no/such/folder/file could not be written"):
+                write("/no/such/folder/file")
 
     def test_decisions_of_policies(self) -> None:
         x = torch.ones(4, 4, requires_grad=True)

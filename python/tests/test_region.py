@@ -189,6 +189,73 @@ class Results(Case):
         y.sum().backward()
         self.assertFalse(torch.equal(generator.get_state(), before))
 
+    def test_variables_around_the_function_are_those_of_forward(self) -> None:
+        def program(run: Any) -> list[torch.Tensor]:
+            x = leaf(seed=1)
+            layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+            for i, each in enumerate(layers):
+                with torch.no_grad():
+                    each.weight.copy_(leaf(seed=i + 2))
+                    each.bias.zero_()
+            y, fast = x, layers[0].weight
+            for scale, layer in zip((1.0, 2.0, 3.0), layers):
+                y = run(lambda t, by=2.0: (layer(t) * scale + (t @ fast)).sin() * by, y)
+                fast = fast - 0.1 * fast.detach()
+            state = torch.zeros(4, 4)
+
+            def set_state(t: torch.Tensor) -> None:
+                nonlocal state
+                state = t.sin()
+
+            def reads_state(t: torch.Tensor) -> torch.Tensor:
+                set_state(t)  # which the program does, too, before backward
+                return (state * t).exp()
+
+            y = run(reads_state, y.tanh())
+            set_state(torch.ones(4, 4))
+            return [y.detach(), *gradient(y, x, *(each.weight for each in layers))]
+
+        plain = program(lambda f, *args: f(*args))
+        for options in ({}, {"early_stop": False}, {"determinism_check": "values"}, {"policy": remat.save_matmuls()}):
+            with self.subTest(options=options):
+                self.check_equal(program(lambda f, *args: remat.checkpoint(f, *args, **options)), plain)
+        self.check_equal(program(lambda f, *args: remat.checkpoint(lambda *a: remat.checkpoint(f, *a), *args)), plain)
+
+    def test_what_a_function_writes_around_it_stays_the_programs(self) -> None:
+        runs, last = 0, None
+
+        def function(t: torch.Tensor) -> torch.Tensor:
+            nonlocal runs, last
+            runs += 1
+            last = t.sin().detach()
+            return t.sin().exp()
+
+        x = leaf()
+        y = remat.checkpoint(function, x)
+        gradient(y, x)
+        self.assertEqual(runs, 2)
+        # What was in a variable goes with the graph.
+        class Held:
+            def __call__(self, t: torch.Tensor) -> torch.Tensor:
+                return t
+
+        held = Held()
+        known = weakref.ref(held)
+        z = remat.checkpoint(lambda t: held(t.sin()).exp(), x)
+        held = Held()
+        self.assertIsNotNone(known())
+        gradient(z, x)
+        del z
+        self.assertIsNone(known())
+        h = x.cos()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        for _ in range(3):
+            h = remat.checkpoint(lambda t: (t + h).sin().exp(), x)
+        self.assertEqual(remat.counters()["frames_alive"], 3)
+        h = x
+        self.assertEqual(remat.counters()["frames_alive"], 0)
+
     def test_autocast_is_that_of_forward(self) -> None:
         x, w = leaf(8, 8, seed=1), leaf(8, 8, seed=2)
         f = lambda t: (t @ w).sin() @ w  # noqa: E731
@@ -564,36 +631,38 @@ class Arguments(Case):
             self.assertIs(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
             alone.sum().backward()
 
-    def test_fast_weights_that_a_closure_finds_replaced_are_an_error(self) -> None:
+    def test_fast_weights_that_are_replaced_are_those_of_forward_or_an_error(self) -> None:
         x, first = leaf(seed=1), leaf(seed=2)
 
         def after_two_steps(around: Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor],
-                            by_value: bool) -> torch.Tensor:
-            w = first
+                            way: str) -> torch.Tensor:
+            w, held = first, [first]
             try:
                 for _ in range(2):
-                    loss = around((lambda t, w=w: (t * w).sin()) if by_value else (lambda t: (t * w).sin()), x).sum()
-                    step, = torch.autograd.grad(loss, w, create_graph=True)
-                    w = w - 0.1 * step
+                    function = {"value": lambda t, w=w: (t * w).sin(), "closure": lambda t: (t * w).sin(),
+                                "list": lambda t: (t * held[0]).sin()}[way]  # fmt: skip
+                    step, = torch.autograd.grad(around(function, x).sum(), w, create_graph=True)
+                    w = held[0] = w - 0.1 * step
                 return gradient((x * w).sin(), first)
             finally:
-                w = first  # what a closure owns of its own graph is a cycle
+                w = held[0] = first  # what a closure owns of its own graph is a cycle
 
-        plain = after_two_steps(lambda f, t: f(t), by_value=True)
-        self.check_equal(after_two_steps(remat.checkpoint, by_value=True), plain)
+        plain = after_two_steps(lambda f, t: f(t), "value")
+        for way in ("value", "closure"):
+            self.check_equal(after_two_steps(remat.checkpoint, way), plain)
         with self.assertRaises(remat.CheckpointError) as caught:
-            after_two_steps(remat.checkpoint, by_value=False)
+            after_two_steps(remat.checkpoint, "list")
         self.assertIs(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
 
 
     def test_another_leaf_in_the_place_of_a_captured_one_is_an_error(self) -> None:
         x = leaf(seed=1)
         for other, is_error in ((leaf(seed=3), True), (leaf(seed=2), False)):
-            w = leaf(seed=2)
-            f = lambda t: (t * w).sin().exp()  # noqa: E731
+            held = [leaf(seed=2)]
+            f = lambda t: (t * held[0]).sin().exp()  # noqa: E731
             plain = gradient(f(x), x)
             y = remat.checkpoint(f, x)
-            w = other
+            held[0] = other
             if is_error:
                 with self.assertRaises(remat.CheckpointError) as caught:
                     gradient(y, x)
