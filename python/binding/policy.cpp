@@ -131,16 +131,17 @@ auto asks(PyObject* function, Read read) {
 }
 
 /// The options of a policy, in their order in SelectiveOptions.
-using OptionsTuple = std::tuple<bool, bool, bool, int64_t, int64_t, int64_t>;
+using OptionsTuple = std::tuple<bool, bool, bool, int64_t, int64_t, int64_t, int64_t>;
 
 SelectiveOptions options_in(const OptionsTuple& options) {
-  const auto& [mutation, hooks, again, min_offload, prefetch_depth, in_flight] = options;
+  const auto& [mutation, hooks, again, min_offload, prefetch_depth, in_flight, keep_last] = options;
   return {.allow_cache_entry_mutation = mutation,
           .save_through_hooks = hooks,
           .ask_again = again,
           .min_offload_bytes = min_offload,
           .prefetch_depth = prefetch_depth,
-          .max_bytes_in_flight = in_flight};
+          .max_bytes_in_flight = in_flight,
+          .keep_last = keep_last};
 }
 
 /// The tensor that a function of the package was given. Throws py::error_already_set.
@@ -221,9 +222,10 @@ void add_policy(py::module_& module) {
              }));
   module.def("_save_best",
              torch::wrap_pybind_function([](int64_t bytes, int profile_runs, std::string profiles,
-                                            const py::object& seconds_of) {
+                                            const py::object& seconds_of, bool offload) {
                SaveBestOptions options{.bytes = bytes, .profile_runs = profile_runs};
                options.profiles = std::move(profiles);
+               options.offload = offload;
                if (!seconds_of.is_none()) options.seconds_of = asks(seconds_of.ptr(), seconds_in);
                return save_best(std::move(options));
              }));

@@ -88,6 +88,7 @@ _DEFAULTS = {
     "min_offload_bytes": _MIN_OFFLOAD_BYTES,
     "prefetch_depth": _PREFETCH_DEPTH,
     "max_bytes_in_flight": _MAX_BYTES_IN_FLIGHT,
+    "keep_last": 0,
 }
 
 
@@ -106,6 +107,7 @@ def _init(
     min_offload_bytes: int = _MIN_OFFLOAD_BYTES,
     prefetch_depth: int = _PREFETCH_DEPTH,
     max_bytes_in_flight: int = _MAX_BYTES_IN_FLIGHT,
+    keep_last: int = 0,
 ) -> None:
     """A policy that asks `function`, which is called with a PolicyContext and returns a CheckpointPolicy or a bool.
 
@@ -118,6 +120,7 @@ def _init(
         "min_offload_bytes": min_offload_bytes,
         "prefetch_depth": prefetch_depth,
         "max_bytes_in_flight": max_bytes_in_flight,
+        "keep_last": keep_last,
     }
     _with(lambda *given: _native_init(self, *given), function, options=options)
     _noted(self, Policy, function, **options)
@@ -178,6 +181,7 @@ def save_best(
     profile_runs: int = 2,
     profiles: Optional[Path] = None,
     seconds_of: Optional[Callable[[PolicyContext], float]] = None,
+    offload: bool = False,
 ) -> Policy:
     """Keeps, of each region, the results that spare a recompute most time and take no more than `bytes`.
 
@@ -193,13 +197,16 @@ def save_best(
     `seconds_of` says what a call takes, instead of the clock: figures from elsewhere, or from a formula. It is asked once
     for every call of a measured run, in order, before the call runs.
 
+    offload: what it keeps of an accelerator's results waits on the CPU, as with `offload_ops`, and `bytes` are of that.
+
     Memory: figures and choices live as long as the policy, some hundred bytes a call. Raises ValueError for negative
     bytes, for fewer than one run, and for a file that is none of profiles.
     """
     file = "" if profiles is None else os.fspath(profiles)
-    policy = translated(_remat._save_best)(bytes, profile_runs, file, seconds_of)
+    policy = translated(_remat._save_best)(bytes, profile_runs, file, seconds_of, offload)
     return _noted(policy, save_best, bytes, profile_runs=profile_runs, **({"profiles": file} if file else {}),
-                  **({} if seconds_of is None else {"seconds_of": seconds_of}))  # fmt: skip
+                  **({} if seconds_of is None else {"seconds_of": seconds_of}),
+                  **({"offload": True} if offload else {}))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -275,18 +282,21 @@ def offload_ops(
     min_offload_bytes: int = _MIN_OFFLOAD_BYTES,
     prefetch_depth: int = _PREFETCH_DEPTH,
     max_bytes_in_flight: int = _MAX_BYTES_IN_FLIGHT,
+    keep_last: int = 0,
 ) -> Policy:
     """The same; the results wait on the CPU, copied there beside the device's work, and back ahead of it.
 
     min_offload_bytes: smaller results stay where they are [bytes].
     prefetch_depth: how many copies back are begun ahead of the one that a recompute reads.
     max_bytes_in_flight: of originals whose copies are not done [bytes]; beyond that the program waits.
+    keep_last: so many of the results that backward asks for first, over all regions, stay on the device. Others move when
+    they are not among these any more, and the program does not hold them.
     Raises ValueError for a negative number, too.
     """
     return _of(_remat._offload_ops, offload_ops,
                {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
                 "ask_again": ask_again, "min_offload_bytes": min_offload_bytes, "prefetch_depth": prefetch_depth,
-                "max_bytes_in_flight": max_bytes_in_flight}, [name_of(op) for op in ops])  # fmt: skip
+                "max_bytes_in_flight": max_bytes_in_flight, "keep_last": keep_last}, [name_of(op) for op in ops])  # fmt: skip
 
 
 @checked
@@ -327,9 +337,10 @@ def offload_names(
     min_offload_bytes: int = _MIN_OFFLOAD_BYTES,
     prefetch_depth: int = _PREFETCH_DEPTH,
     max_bytes_in_flight: int = _MAX_BYTES_IN_FLIGHT,
+    keep_last: int = 0,
 ) -> Policy:
     """The values with these names wait on the CPU; options as of `offload_ops`."""
     return _of(_remat._offload_names, offload_names,
                {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
                 "ask_again": ask_again, "min_offload_bytes": min_offload_bytes, "prefetch_depth": prefetch_depth,
-                "max_bytes_in_flight": max_bytes_in_flight}, list(names))  # fmt: skip
+                "max_bytes_in_flight": max_bytes_in_flight, "keep_last": keep_last}, list(names))  # fmt: skip

@@ -79,10 +79,11 @@ class Policy:
         min_offload_bytes: int = 1 << 16,
         prefetch_depth: int = 2,
         max_bytes_in_flight: int = 64 << 20,
+        keep_last: int = 0,
     ) -> None: ...
     def __or__(self, other: Policy) -> Policy: ...
 
-_SelectiveTuple = tuple[bool, bool, bool, int, int, int]
+_SelectiveTuple = tuple[bool, bool, bool, int, int, int, int]
 
 def _save_ops(ops: list[str], options: _SelectiveTuple, /) -> Policy: ...
 def _offload_ops(ops: list[str], options: _SelectiveTuple, /) -> Policy: ...
@@ -91,7 +92,12 @@ def _save_all_but_names(names: list[str], options: _SelectiveTuple, /) -> Policy
 def _offload_names(names: list[str], options: _SelectiveTuple, /) -> Policy: ...
 def _save_matmuls(options: _SelectiveTuple, /) -> Policy: ...
 def _save_best(
-    bytes: int, profile_runs: int, profiles: str, seconds_of: Optional[Callable[[PolicyContext], float]], /
+    bytes: int,
+    profile_runs: int,
+    profiles: str,
+    seconds_of: Optional[Callable[[PolicyContext], float]],
+    offload: bool,
+    /,
 ) -> Policy: ...
 def _best_choices(
     policy: Policy, /

@@ -139,6 +139,32 @@ class Device(Case):
                 with guard(keep_last=-1):
                     pass
 
+    def test_the_last_results_of_policies_stay(self) -> None:
+        def f(t: torch.Tensor) -> torch.Tensor:
+            return t.exp().sin().exp().sin()
+
+        expected = torch.autograd.grad(f(self.x * 2).sum(), self.x)[0].cpu()
+        exps = ["aten::exp"]
+        for policy, moved in ((remat.offload_ops(exps, min_offload_bytes=1), 2),
+                              (remat.offload_ops(exps, min_offload_bytes=1, keep_last=1), 1),
+                              (remat.offload_ops(exps, min_offload_bytes=1, keep_last=2), 0)):
+            with remat.Recorder() as recorder:
+                y = remat.checkpoint(f, self.x * 2, policy=policy, name="f")
+            self.assertEqual(recorder.report().regions[0].bytes_offloaded, moved * BYTES, policy)
+            self.assertTrue(torch.equal(torch.autograd.grad(y.sum(), self.x)[0].cpu(), expected))
+
+    def test_what_save_best_keeps_may_move(self) -> None:
+        x = torch.linspace(0, 1, 50_000).to(self.device).requires_grad_()
+        best = remat.save_best(400_000, profile_runs=1, offload=True,
+                               seconds_of=lambda call: float(call.op_name == "aten::exp.default"))
+        self.assertIn("offload=True", repr(best))
+        for run in range(3):
+            with remat.Recorder() as recorder:
+                y = remat.checkpoint(lambda t: t.exp().sin().exp().sin(), x * 2, policy=best, name="f")
+            self.assertEqual(recorder.report().regions[0].bytes_offloaded, 400_000 if run > 0 else 0)
+            expected = torch.autograd.grad((x * 2).exp().sin().exp().sin().sum(), x)[0].cpu()
+            self.assertTrue(torch.equal(torch.autograd.grad(y.sum(), x)[0].cpu(), expected))
+
     def test_inputs_of_regions_come_back_as_far_ahead_as_asked(self) -> None:
         x = torch.linspace(0, 1, 50_000).to(self.device).requires_grad_()
         loaded = []

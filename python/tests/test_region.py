@@ -1459,7 +1459,7 @@ class Policies(Case):
                     self.assertTrue(torch.equal(one, other))
 
     def test_wrong_numbers_of_offload(self) -> None:
-        for name in ("min_offload_bytes", "prefetch_depth", "max_bytes_in_flight"):
+        for name in ("min_offload_bytes", "prefetch_depth", "max_bytes_in_flight", "keep_last"):
             for make in (remat.offload_ops, remat.offload_names):
                 with self.assertRaisesRegex(ValueError, name):
                     make(["aten::mm"], **{name: -1})
