@@ -268,6 +268,14 @@ TEST_CASE("debug warns of a function that refers to its caller's variables", "[m
     in_thread = here.texts.size();
   }).join();
   CHECK(in_thread == 0);
+
+  // A program that makes up names for ever does not fill the memory with them.
+  for (int i = 0; i < 1100; ++i)
+    checkpoint(
+        {.name = "made up " + std::to_string(i), .debug = true},
+        [&](const Tensor& t) { return (t * w).sin(); }, x);
+  CHECK(warnings.texts.size() > 900);
+  CHECK(warnings.texts.size() <= 1000);
 }
 #endif
 
