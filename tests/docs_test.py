@@ -109,7 +109,9 @@ def in_tree(site):
     """The pages that the tree at the left and the search lead to; its entries are made when they are unfolded."""
     targets = set()
     for script in {*site.glob("*.js"), *site.glob("search/*.js")} - {*site.glob("navtreeindex*.js")}:
-        targets |= {name.removeprefix("../") for name in re.findall(r"[\"']((?:\.\./)?[\w.-]+\.html)[#\"']", script.read_text("utf-8"))}
+        # Where each part of the tree's index begins is no entry, and may be a page that the layout leaves out.
+        text = re.sub(r"var NAVTREEINDEX\s*=\s*\[.*?\]", "", script.read_text("utf-8"), flags=re.S)
+        targets |= {name.removeprefix("../") for name in re.findall(r"[\"']((?:\.\./)?[\w.-]+\.html)[#\"']", text)}
     return sorted(targets)
 
 
