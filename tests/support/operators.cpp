@@ -46,10 +46,27 @@ std::unique_ptr<at::ObserverContext> record_call(const at::RecordFunction& call)
   return nullptr;
 }
 
+// An explicit instantiation may name what is private.
+template <auto Member>
+struct Reveal {
+  friend auto entry_of(const c10::OperatorHandle& op) { return op.*Member; }
+};
+auto entry_of(const c10::OperatorHandle& op);
+template struct Reveal<&c10::OperatorHandle::operatorDef_>;
+
+// LibTorch 2.6 does not show an operator's kernels.
+template <class Handle>
+auto cpu_kernel_of(const Handle& op) {
+  if constexpr (requires { op.getComputedKernelForDispatchKey(c10::DispatchKey::CPU); })
+    return op.getComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+  else
+    return entry_of(op)->op.lookup(c10::DispatchKeySet(c10::DispatchKey::CPU));
+}
+
 // The kernel that stood there before, which it calls.
 class CountingKernel : public c10::OperatorKernel {
  public:
-  using Kernel = decltype(std::declval<c10::OperatorHandle>().getComputedKernelForDispatchKey({}));
+  using Kernel = decltype(cpu_kernel_of(std::declval<c10::OperatorHandle>()));
 
   CountingKernel(std::string name, Kernel kernel)
       : name_(std::move(name)), kernel_(std::move(kernel)) {}
@@ -97,8 +114,7 @@ KernelCounter::KernelCounter(const std::vector<std::string>& more) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
         ("aten::" + name.substr(0, dot)).c_str(),
         dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
-    auto kernel = std::make_unique<CountingKernel>(
-        name, op.getComputedKernelForDispatchKey(c10::DispatchKey::CPU));
+    auto kernel = std::make_unique<CountingKernel>(name, cpu_kernel_of(op));
     state_->library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
   }
   kernel_log.clear();
