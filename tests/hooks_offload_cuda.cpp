@@ -1,27 +1,24 @@
 // Offloading on a real accelerator; passes over itself where there is none.
 
-#include <ATen/DeviceAccelerator.h>
-#include <c10/core/CachingDeviceAllocator.h>
-
 #include <chrono>
 #include <thread>
 
 #include "tests/device/offload_cases.h"
+#include "tests/support/device_stats.h"
 
 namespace {
 
-/// None in a build or on a machine without CUDA.
+/// None in a build or on a machine without CUDA, and with LibTorch before 2.9.
 std::optional<offload::Accelerator> cuda() {
   const auto type = at::getAccelerator(/*checked=*/false);
-  if (!type || *type != at::kCUDA || at::accelerator::deviceCount() == 0) {
-    WARN("no CUDA device: nothing is tested");
+  if (!has_device_stats || !type || *type != at::kCUDA || at::accelerator::deviceCount() == 0) {
+    WARN("no CUDA device, or LibTorch before 2.9: nothing is tested");
     return std::nullopt;
   }
   return offload::Accelerator{at::Device(at::kCUDA, 0), [] {
                                 // The engine's thread may still be letting go of a backward.
                                 std::this_thread::sleep_for(std::chrono::milliseconds(50));
-                                const auto stats = at::accelerator::getDeviceStats(0);
-                                return stats.allocated_bytes[0].current;
+                                return device_bytes(0);
                               }};
 }
 

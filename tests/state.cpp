@@ -4,6 +4,8 @@
 #include <ATen/ThreadLocalState.h>
 #include <c10/core/GeneratorImpl.h>
 
+#include <atomic>
+#include <chrono>
 #include <random>
 #include <thread>
 
@@ -547,6 +549,53 @@ TEST_CASE("recomputes in two threads take turns over one provider", "[state][GUA
     const int k = static_cast<int>(i) + 1;
     require_bit_equal({grads[i]}, grad_of(((leaves[i] * k).sin() * k).exp(), {leaves[i]}));
   }
+  CHECK(number->value == 99);
+}
+
+TEST_CASE("a recompute inside another one takes its turn over a provider that a third has",
+          "[state][rule-6][GUA-26]") {
+  const auto number = std::make_shared<Number>();
+  std::atomic<bool> is_late = false, is_held = false, was_held = false;
+  int both = 0;
+  const auto block = [&](const Tensor& t) {
+    both += is_held ? 1 : 0;
+    return (t * number->value).sin().cos();
+  };
+  const Tensor x = leaf({16}), u = leaf({16}), other = leaf({16});
+  Tensor captured, held;
+  {
+    const StateProviderGuard guard(number);
+    number->value = 2;
+    captured = checkpoint({.early_stop = false}, block, u);
+    number->value = 3;
+    held = checkpoint(
+        {.early_stop = false},
+        [&](const Tensor& t) {
+          if (is_late) {
+            is_held = was_held = true;
+            std::this_thread::sleep_for(std::chrono::milliseconds(100));
+            is_held = false;
+          }
+          return (t * number->value).sin();
+        },
+        other);
+  }
+  // The region around uses no provider, the one for whose backward it waits does.
+  const Tensor y = checkpoint(
+      {.early_stop = false},
+      [&](const Tensor& t) {
+        while (is_late && !was_held) std::this_thread::yield();
+        return (t * grad_of(captured, {u}, {.retain_graph = true})[0]).sin();
+      },
+      x);
+  const Tensor plain = grad_of((x * grad_of((u * 2).sin().cos(), {u})[0]).sin(), {x})[0];
+  number->value = 99;
+  is_late = true;
+  std::thread holder([&] { grad_of(held, {other}); });
+  const Tensors found = grad_of(y, {x});
+  holder.join();
+  require_bit_equal(found, {plain});
+  CHECK(both == 0);
   CHECK(number->value == 99);
 }
 

@@ -1,5 +1,6 @@
 // Threads that draw from the generators of devices (Rule 11), on the stand-in of stand_in.h.
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <deque>
@@ -66,6 +67,60 @@ TEST_CASE("threads with a device each draw again what they drew, and disturb nob
     });
   for (std::thread& each : threads) each.join();
   CHECK(num_right == stand_in::num_devices * num_steps);
+}
+
+TEST_CASE("what another thread draws on its device while save_region runs is passed over by nobody",
+          "[device][rule-11][rule-15]") {
+  for (int i = 0; i < stand_in::num_devices; ++i) stand_in::draw(i);  // both are in use
+  std::vector<double> others;  // of the thread whose device 1 is
+  enum class Turn { Main, Other, End };
+  std::atomic<Turn> turn{Turn::Other};
+  const auto await = [&turn](Turn mine) {
+    while (turn != mine && turn != Turn::End) std::this_thread::yield();
+    return turn == mine;
+  };
+  std::thread other([&] {
+    const Tensor x = stand_in_leaf(at::ones({3}), 1);
+    const Tensor y = checkpoint([](const Tensor& t) { return t.sin(); }, x);  // claims it
+    turn = Turn::Main;
+    while (await(Turn::Other)) {
+      others.push_back(stand_in::draw(1));
+      turn = Turn::Main;
+    }
+  });
+  const auto let_other_draw = [&] {
+    turn = Turn::Other;
+    await(Turn::Main);
+  };
+  std::vector<double> drawn;
+  std::thread own([&] {  // that has claimed no other device
+    await(Turn::Main);
+    const Tensor x = stand_in_leaf(at::ones({3}), 0);
+    const Tensor y = checkpoint(
+        {.early_stop = false},
+        [&](const Tensor& t) {
+          const auto draw = [&](const Tensor& t) {
+            drawn.push_back(stand_in::draw(0));
+            let_other_draw();
+            return t * drawn.back();
+          };
+          const Tensor saved = remat::save_region(draw, t.sin());
+          let_other_draw();
+          drawn.push_back(stand_in::draw(0));
+          return (saved * drawn.back()).sin();
+        },
+        x);
+    let_other_draw();
+    grad_of(y, {x});
+  });
+  own.join();
+  turn = Turn::End;
+  other.join();
+  REQUIRE(drawn.size() == 3);  // save_region draws once
+  CHECK(drawn[2] == drawn[1]);
+  REQUIRE(others.size() == 4);
+  for (std::size_t i = 1; i < others.size(); ++i)
+    CHECK(std::count(others.begin(), others.end(), others[i]) == 1);
 }
 
 TEST_CASE("recomputes of several threads take turns at a device's generator", "[device][rule-11]") {

@@ -527,6 +527,21 @@ TEST_CASE("a named parameter or argument that is there anyway is not moved",
   CHECK(only_region(recorder.report()).offloaded == 0);
 }
 
+TEST_CASE("a named argument of which the region has a copy is moved", "[device][rule-15][rule-2]") {
+  const Tensor x = far_leaf(at::randn({width, width}));
+  const auto f = [&](const Tensor& t) {
+    const Tensor argument = remat::checkpoint_name(t, "argument");
+    return argument.mm(argument).sin();
+  };
+  const Tensor plain = grad_of(f(x * 1), {x})[0];
+  const Recorder recorder;
+  const Tensor y = checkpoint({.policy = remat::offload_names({"argument"}, all()),
+                               .inputs = remat::InputMode::CopyOnWrite},
+                              f, x * 1);
+  require_same(grad_of(y, {x})[0], plain);
+  CHECK(only_region(recorder.report()).offloaded == 1);
+}
+
 TEST_CASE("what the program still has is copied before what the device does after the region",
           "[device][rule-15][OFF-17]") {
   const Tensor x = far_leaf(at::randn({width, width}));
@@ -955,9 +970,14 @@ TEST_CASE("a copy that fails in a region around loses nothing", "[device][rule-1
 }
 
 TEST_CASE("an expanded value that has moved comes back expanded", "[device][rule-15]") {
+  // What was changed in place is kept itself, else the call that made it.
+  const bool is_changed = GENERATE(false, true);
+  CAPTURE(is_changed);
   const Tensor x = far_leaf(at::randn({width})), w = far_leaf(at::randn({width, 9}));
-  const auto f = [](const Tensor& t, const Tensor& w) {
-    const Tensor wide = remat::checkpoint_name(t.exp().unsqueeze(1).expand({width, 9}), "wide");
+  const auto f = [is_changed](const Tensor& t, const Tensor& w) {
+    Tensor made = t.exp();
+    if (is_changed) made = made.mul(2).add_(1);
+    const Tensor wide = remat::checkpoint_name(made.unsqueeze(1).expand({width, 9}), "wide");
     return (wide * w).sin();
   };
   const Tensors plain = grad_of(f(x * 1, w), {x, w});

@@ -75,7 +75,9 @@ TEST_CASE("a recorder takes the device's time, and waits for it only when asked"
           "[device][recorder]") {
   const Tensor x = leaf_on(0, {1000});
   const SlowDevice slow;
+  const int64_t waits_before = stand_in::num_waits();
   const Recorder recorder;
+  CHECK(stand_in::num_waits() > waits_before);  // its clock is set when the device is idle
   const int64_t waits = stand_in::num_waits();
   checkpoint({.name = "r"}, two_sins, x).sum().backward();
   CHECK(stand_in::num_waits() == waits);

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "tests/fuzz/run.h"
+#include "tests/support/device_stats.h"
 
 namespace fuzz {
 
@@ -24,8 +25,7 @@ remat::MemoryMeter& meter() {
 /// Of tensors, wherever they are.
 int64_t live_bytes() {
   int64_t bytes = meter().live_bytes();
-  if (!device().is_cpu())
-    bytes += at::accelerator::getDeviceStats(device().index()).allocated_bytes[0].current;
+  if (!device().is_cpu()) bytes += remat::testing::device_bytes(device().index());
   return bytes;
 }
 

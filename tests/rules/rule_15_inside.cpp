@@ -1,10 +1,14 @@
 // Rule 15 where a region with a policy, pin or save_region has hooks, guards or a backward in it.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
+#include <future>
+#include <string>
 
 #include "tests/support/support.h"
 
@@ -463,6 +467,26 @@ TEST_CASE("what hooks around do to a region's input is no operator of a region t
   const remat::SavedTensorHooksGuard doubled([](const Tensor& t) { return t * 2; },
                                              [](const Tensor& t) { return t * 0.5; });
   CHECK(bit_equal(checkpoint(inner, b), f(b)));
+}
+
+TEST_CASE("a policy is not asked about what other threads run for the region",
+          "[rule-15][rule-11]") {
+  const Tensor x = leaf({8});
+  std::vector<std::string> asked;
+  const Policy policy([&](const PolicyContext& question) {
+    if (!question.is_recompute) asked.emplace_back(question.op_name);
+    return CheckpointPolicy::MustSave;
+  });
+  const auto f = [](const Tensor& t) {
+    std::promise<Tensor> cosine;
+    at::launch([&] { cosine.set_value(t.detach().cos()); });
+    const Tensor found = cosine.get_future().get();
+    return (t.sin() * found).exp();
+  };
+  const Tensor y = checkpoint({.policy = policy}, f, x);
+  CHECK(std::count(asked.begin(), asked.end(), "aten::sin.default") == 1);
+  CHECK(std::count(asked.begin(), asked.end(), "aten::cos.default") == 0);
+  require_bit_equal(grad_of(y, {x}), grad_of(f(x), {x}));
 }
 
 TEST_CASE("a policy that is asked again about what forward has not come to is not held to it",

@@ -1,0 +1,27 @@
+#pragma once
+// What the allocator of an accelerator says about its bytes. LibTorch before 2.9 does not ask it.
+
+#include <ATen/DeviceAccelerator.h>
+#include <torch/version.h>
+
+#include <cstdint>
+
+namespace remat::testing {
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
+inline constexpr bool has_device_stats = true;
+inline int64_t device_bytes(c10::DeviceIndex index) {
+  return at::accelerator::getDeviceStats(index).allocated_bytes[0].current;
+}
+inline int64_t device_peak_bytes(c10::DeviceIndex index) {
+  return at::accelerator::getDeviceStats(index).allocated_bytes[0].peak;
+}
+inline void reset_device_peak(c10::DeviceIndex index) { at::accelerator::resetPeakStats(index); }
+#else
+inline constexpr bool has_device_stats = false;
+inline int64_t device_bytes(c10::DeviceIndex) { return 0; }
+inline int64_t device_peak_bytes(c10::DeviceIndex) { return 0; }
+inline void reset_device_peak(c10::DeviceIndex) {}
+#endif
+
+}  // namespace remat::testing
