@@ -3,6 +3,7 @@
 #include <array>
 #include <thread>
 
+#include "tests/support/lazy_copies.h"
 #include "tests/support/support.h"
 
 using remat::CheckpointError;
@@ -11,12 +12,6 @@ using remat::InputMode;
 using Kind = remat::CheckpointError::Kind;
 
 namespace {
-
-// Where storages do not tell of writes (LibTorch 2.9.1) copies are made at once: they cost memory, and
-// there is nothing to notice.
-template <class Storage>
-constexpr bool tells_of_writes = requires(Storage& storage) { storage.has_materializer(); };
-constexpr bool has_lazy_copies = tells_of_writes<c10::StorageImpl>;
 
 const CheckpointOptions copies{.inputs = InputMode::CopyOnWrite};
 
