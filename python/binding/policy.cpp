@@ -46,7 +46,9 @@ py::object argument_in(const c10::Argument& argument, const c10::IValue& value) 
     case c10::TypeKind::ScalarTypeType:
       return py::cast(static_cast<at::ScalarType>(value.toInt()));
     case c10::TypeKind::LayoutType:
-      return py::cast(static_cast<at::Layout>(value.toInt()));
+      // LibTorch before 2.12 has no cast for it.
+      return py::reinterpret_borrow<py::object>(
+          reinterpret_cast<PyObject*>(torch::getTHPLayout(static_cast<at::Layout>(value.toInt()))));
     case c10::TypeKind::MemoryFormatType:
       return py::cast(static_cast<at::MemoryFormat>(value.toInt()));
     default:

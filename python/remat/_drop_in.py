@@ -274,7 +274,8 @@ def _native_of_partial(context_fn: functools.partial[Any]) -> Optional[tuple[Any
 
 def _is_tracing() -> bool:
     """Whether torch.compile or make_fx traces here: asked only while a dispatch mode is on."""
-    if torch.compiler._is_non_strict_tracing():
+    is_non_strict = getattr(torch.compiler, "_is_non_strict_tracing", None)  # LibTorch 2.12
+    if is_non_strict is not None and is_non_strict():
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import tempfile
@@ -27,6 +28,11 @@ def operators(x: torch.Tensor) -> torch.Tensor:
 
 
 region = functools.partial(checkpoint, use_reentrant=False)
+
+# What upstream's newer releases do, and older ones (2.11) not: show policy functions the result that they are asked about,
+# find in a second backward that there are no results any more, and tell the contexts of a forward that it raised.
+SHOWS_RESULTS = hasattr(upstream.SelectiveCheckpointContext(is_recompute=False), "op_output")
+TELLS_OF_ERRORS = "gen.throw" in inspect.getsource(upstream.checkpoint)
 
 
 class DropIn(Case):
@@ -309,6 +315,7 @@ class Settings(DropIn):
             events, ["enter forward", "exit forward None", "enter recompute", "exit recompute _StopRecomputationError"]
         )
 
+    @unittest.skipUnless(TELLS_OF_ERRORS, "this torch tells no context that the forward raised")
     def test_a_context_that_suppresses_is_an_error(self) -> None:
         def failing(t: torch.Tensor) -> torch.Tensor:
             raise LookupError("mine")
@@ -373,7 +380,7 @@ class Selective(DropIn):
         self.check_equal(gradient(y, x, retain_graph=True), plain)
         if is_native:  # upstream's modes can be used once
             self.check_equal(gradient(y, x), plain)
-        else:
+        elif SHOWS_RESULTS:
             with self.assertRaisesRegex(RuntimeError, "Trying to backward an extra time"):
                 gradient(y, x)
 
@@ -491,6 +498,7 @@ class Selective(DropIn):
 
         self.assertEqual([each() for each in made()], [None, None])
 
+    @unittest.skipUnless(SHOWS_RESULTS, "this torch shows policy functions no results")
     def test_policy_functions_that_could_look_at_results_run_as_upstream_s_modes(self) -> None:
         def keeps(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
             all = [context]
@@ -555,6 +563,7 @@ class Selective(DropIn):
         )
         self.assertIn("equal", done.stdout)
 
+    @unittest.skipUnless(SHOWS_RESULTS, "this torch shows policy functions no results")
     def test_results_reach_policy_functions_that_look_at_them(self) -> None:
         asked = []
 
@@ -624,6 +633,13 @@ class Tracing(DropIn):
                 found = [y.detach(), tangent.detach(), *gradient(y, x, retain_graph=True), *gradient(tangent, x)]
             return [*found, torch.func.jvp(function, (x.detach(),), (torch.ones(4),))[1]]
 
+        remat.uninstall()
+        try:
+            tangents(call)
+        except NotImplementedError as error:  # torch before 2.12
+            self.skipTest(f"upstream's own checkpoint does not: {error}")
+        finally:
+            remat.install()
         with remat.installed():
             found = tangents(call)
             self.assertRaisesRegex(RuntimeError, "don't yet support saved tensor hooks", torch.func.grad(
