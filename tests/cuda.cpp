@@ -24,13 +24,13 @@ const at::Device device(at::kCUDA, 0);
 bool has_cuda(int devices = 1) {
   const auto type = at::getAccelerator(/*checked=*/false);
   const bool has =
-      has_device_stats && type && *type == at::kCUDA && at::accelerator::deviceCount() >= devices;
+      has_device_stats && type && *type == at::kCUDA && num_devices(at::kCUDA) >= devices;
   if (!has)
     WARN("fewer CUDA devices than " << devices << ", or LibTorch before 2.9: nothing is tested");
   return has;
 }
 
-void synchronize() { at::accelerator::synchronizeDevice(0); }
+void synchronize() { c10::impl::VirtualGuardImpl(at::kCUDA).synchronizeDevice(0); }
 
 int64_t live_bytes() {
   // The engine's thread may still be letting go of a backward.

@@ -11,7 +11,7 @@ namespace {
 /// None in a build or on a machine without CUDA, and with LibTorch before 2.9.
 std::optional<offload::Accelerator> cuda() {
   const auto type = at::getAccelerator(/*checked=*/false);
-  if (!has_device_stats || !type || *type != at::kCUDA || at::accelerator::deviceCount() == 0) {
+  if (!has_device_stats || !type || *type != at::kCUDA || num_devices(at::kCUDA) == 0) {
     WARN("no CUDA device, or LibTorch before 2.9: nothing is tested");
     return std::nullopt;
   }

@@ -19,6 +19,7 @@
 #include "policy.h"
 #include "remat/options.h"
 #include "remat/state.h"
+#include "tensor_class.h"
 
 namespace remat::python {
 
@@ -349,11 +350,10 @@ PyObject* Body::wrap(at::Tensor tensor, std::size_t argument) {
     for (const Kind& each : rare_->kinds)
       if (each.argument == argument) kind = &each;
   if (kind == nullptr) return THPVariable_Wrap(std::move(tensor));
-  const bool has_object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj() != nullptr;
+  const bool had_object = has_object(*tensor.unsafeGetTensorImpl()->pyobj_slot());
   PyObject* const object =
-      has_object ? THPVariable_Wrap(std::move(tensor))
-                 : THPVariable_Wrap(tensor, reinterpret_cast<PyTypeObject*>(kind->type));
-  if (object == nullptr || has_object || kind->attributes == nullptr) return object;
+      had_object ? THPVariable_Wrap(std::move(tensor)) : object_of_class(tensor, kind->type);
+  if (object == nullptr || had_object || kind->attributes == nullptr) return object;
   PyObject** const attributes = _PyObject_GetDictPtr(object);
   if (attributes == nullptr) return object;
   if (*attributes == nullptr) *attributes = PyDict_New();

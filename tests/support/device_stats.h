@@ -2,11 +2,16 @@
 // What the allocator of an accelerator says about its bytes. LibTorch before 2.9 does not ask it.
 
 #include <ATen/DeviceAccelerator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/version.h>
 
 #include <cstdint>
 
 namespace remat::testing {
+
+inline int num_devices(c10::DeviceType type) {
+  return c10::impl::VirtualGuardImpl(type).deviceCount();
+}
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 9
 inline constexpr bool has_device_stats = true;
