@@ -25,8 +25,9 @@ _IS_NEWER = hasattr(upstream, "_checkpoint_without_reentrant_generator_impl")
 _NAME = "_checkpoint_without_reentrant_generator" + ("_impl" if _IS_NEWER else "")
 _replaced = getattr(upstream, _NAME)
 _create_contexts = upstream.create_selective_checkpoint_contexts
-_enter_group = upstream.GraphExecGroup.__enter__
-_exit_group = upstream.GraphExecGroup.__exit__
+_Group = getattr(upstream, "GraphExecGroup", None)  # older torch has none
+_enter_group = None if _Group is None else _Group.__enter__
+_exit_group = None if _Group is None else _Group.__exit__
 
 _lock = threading.Lock()
 _num_installed = 0
@@ -88,9 +89,36 @@ if _IS_NEWER:
             fn, preserve_rng_state, context_fn, determinism_check, debug, early_stop, *args, **kwargs
         )
 
-else:
+elif "early_stop" in inspect.signature(_replaced).parameters:
     _generator = _replaced
     _region = _remat._region
+
+else:  # before 2.8 only a switch of the process decides about the early stop
+
+    def _generator(
+        fn: Any,
+        preserve_rng_state: bool,
+        context_fn: Any,
+        determinism_check: Any,
+        debug: Any,
+        early_stop: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Upstream's, in the form that the extension calls."""
+        return _replaced(fn, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs)
+
+    def _region(
+        fn: Any,
+        preserve_rng_state: bool = True,
+        context_fn: Any = upstream.noop_context_fn,
+        determinism_check: Any = upstream._DEFAULT_DETERMINISM_MODE,
+        debug: Any = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The extension's, in the form that upstream calls."""
+        return _remat._region(fn, preserve_rng_state, context_fn, determinism_check, debug, True, *args, **kwargs)
 
 
 def _is_called_by_upstream(name: str) -> bool:
@@ -369,8 +397,8 @@ def install(*, native_policy_functions: bool = True) -> None:
         _native_functions = native_policy_functions and (_native_functions or _num_installed == 1)
         if _num_installed > 1:
             return
-        upstream.GraphExecGroup.__enter__ = _enter_both  # type: ignore[method-assign]
-        upstream.GraphExecGroup.__exit__ = _exit_both  # type: ignore[method-assign]
+        if _Group is not None:
+            _Group.__enter__, _Group.__exit__ = _enter_both, _exit_both
         _replace(_replaced, _region)
         _remat._turn_drop_in(True)
 
@@ -387,8 +415,8 @@ def uninstall() -> None:
         _native_functions = False
         _remat._turn_drop_in(False)  # who has imported the name meanwhile gets upstream's code through it
         _replace(_region, _replaced)
-        upstream.GraphExecGroup.__enter__ = _enter_group  # type: ignore[method-assign]
-        upstream.GraphExecGroup.__exit__ = _exit_group  # type: ignore[method-assign]
+        if _Group is not None:
+            _Group.__enter__, _Group.__exit__ = _enter_group, _exit_group
 
 
 class _Inherited:
