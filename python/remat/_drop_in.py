@@ -25,9 +25,9 @@ _IS_NEWER = hasattr(upstream, "_checkpoint_without_reentrant_generator_impl")
 _NAME = "_checkpoint_without_reentrant_generator" + ("_impl" if _IS_NEWER else "")
 _replaced = getattr(upstream, _NAME)
 _create_contexts = upstream.create_selective_checkpoint_contexts
-_Group = getattr(upstream, "GraphExecGroup", None)  # older torch has none
-_enter_group = None if _Group is None else _Group.__enter__
-_exit_group = None if _Group is None else _Group.__exit__
+_Group: Any = getattr(upstream, "GraphExecGroup", None)  # older torch has none
+_enter_group: Any = getattr(_Group, "__enter__", None)
+_exit_group: Any = getattr(_Group, "__exit__", None)
 
 _lock = threading.Lock()
 _num_installed = 0
@@ -108,7 +108,7 @@ else:  # before 2.8 only a switch of the process decides about the early stop
         """Upstream's, in the form that the extension calls."""
         return _replaced(fn, preserve_rng_state, context_fn, determinism_check, debug, *args, **kwargs)
 
-    def _region(
+    def _region(  # type: ignore[misc]
         fn: Any,
         preserve_rng_state: bool = True,
         context_fn: Any = upstream.noop_context_fn,
