@@ -113,6 +113,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device d) const override {
     return stream(d.index(), stream_ids[static_cast<size_t>(d.index())]);
   }
+  // LibTorch before 2.8 asks for it where gradients of several streams meet.
+  c10::Stream getDefaultStream(c10::Device d) const override { return stream(d.index(), 0); }
   c10::Stream exchangeStream(c10::Stream next) const override {
     const c10::Stream before = getStream(next.device());
     stream_ids[static_cast<size_t>(next.device_index())] = next.id();
