@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import unittest
 from typing import Any, Callable
 
@@ -123,10 +124,14 @@ class Models(Case):
     def ways(self) -> dict[str, Run]:
         drop_in = functools.partial(checkpoint, use_reentrant=False)
         selective = functools.partial(create_selective_checkpoint_contexts, OPS)
+        if "early_stop" in inspect.signature(checkpoint).parameters:  # since torch 2.8
+            whole = functools.partial(drop_in, early_stop=False)
+        else:
+            whole = drop_in
         return {
             "drop-in": drop_in,
             "drop-in, selective": functools.partial(drop_in, context_fn=selective),
-            "drop-in, no early stop": functools.partial(drop_in, early_stop=False),
+            "drop-in, no early stop": whole,
             "own": remat.checkpoint,
             "own, matmuls kept": functools.partial(remat.checkpoint, policy=remat.save_matmuls()),
             "nested": lambda f, *args: remat.checkpoint(lambda *inner: drop_in(f, *inner), *args),
