@@ -13,8 +13,6 @@ namespace {
 
 constexpr int32_t kUnsolved = -1;
 
-const Staircase kFree{{0, 0}};
-
 }  // namespace
 
 FrontierTable::FrontierTable(const ChainCost& cost, const SolveOptions& options)

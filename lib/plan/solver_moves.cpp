@@ -86,8 +86,7 @@ int64_t FrontierTable::ticks_of_waiting(const Before& before, const Item& item) 
 }
 
 const Staircase& FrontierTable::inside_of(const Item& item) const {
-  static const Staircase nothing{{0, 0}};
-  if (!item.is_region || item.keeping != nullptr) return nothing;
+  if (!item.is_region || item.keeping != nullptr) return kFree;
   return stairs(levels_[levels_.back().inside], cell(item.first, item.next - 1, item.inside));
 }
 
@@ -98,8 +97,7 @@ void FrontierTable::fill_moving() {
     for (const Before& before : befores[s])
       for (const Item& item : items_from(s, before)) befores[item.next].insert(item.then);
   moving_.resize(befores.size());
-  const Staircase end{{0, 0}};
-  for (const Before& before : befores.back()) moving_.back().emplace(before, end);
+  for (const Before& before : befores.back()) moving_.back().emplace(before, kFree);
   for (int64_t s = num_stages_; s >= 1; --s) {
     for (const Before& before : befores[s]) {
       envelope_.clear();

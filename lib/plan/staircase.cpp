@@ -62,8 +62,6 @@ class Walk {
   int64_t shift_;
 };
 
-const Staircase kNothing{{0, 0}};
-
 }  // namespace
 
 int64_t value_at(const Staircase& stairs, int64_t bytes) {
@@ -72,7 +70,7 @@ int64_t value_at(const Staircase& stairs, int64_t bytes) {
 }
 
 void Envelope::lower(const Staircase& stairs, int64_t bytes, int64_t from) {
-  lower_to_sum(stairs, bytes, kNothing, 0, from);
+  lower_to_sum(stairs, bytes, kFree, 0, from);
 }
 
 // The sum cannot be below what it is just before some budget, since it falls. Where the envelope is
