@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import random
 import sys
 import tempfile
@@ -25,6 +26,7 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 SIZE = 4  # of a square matrix, which every value is
 WAYS = ("plain", "own", "drop-in")
+UPSTREAM_TAKES_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters  # since torch 2.8
 BACKWARDS = ("backward", "grad", "twice", "double", "in parts", "inputs")
 GUARDS = (None, "hooks", "cpu", "disk", "tiers", "cache", "no stop")
 POLICIES = (None, None, None, "matmuls", "operators", "function", "best", "offload", "names", "all but names")
@@ -271,7 +273,9 @@ class Run:
         return y
 
     def call_of(self, region: Region) -> tuple[Callable[..., Any], dict[str, Any]]:
-        options: dict[str, Any] = {} if region.early_stop is None else {"early_stop": region.early_stop}
+        takes_early_stop = self.way == "own" or UPSTREAM_TAKES_EARLY_STOP
+        is_said = region.early_stop is not None and takes_early_stop
+        options: dict[str, Any] = {"early_stop": region.early_stop} if is_said else {}
         if self.way == "own":
             policies: dict[str, Callable[[], Any]] = {
                 "matmuls": remat.save_matmuls,
