@@ -222,11 +222,14 @@ class REMAT_API Frontier {
   std::vector<FrontierPoint> points_;
 };
 
-/// The exact frontier of time and memory over all plans, for every budget at once: the recurrence of
-/// rotor (Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains") on staircases
+/// The exact frontier of time and memory over all plans whose last stage is in no region, for every budget at once: the
+/// recurrence of rotor (Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains") on staircases
 /// instead of memory slots, with early stop, the depth limit and the cost of a frame. A stage outside
 /// of regions of several stages may be a region that keeps results, in any of the ways in
 /// `StageCost::keeping`.
+///
+/// A region around the last stage would be recomputed at once. It pays where what that stage has for a moment in forward is
+/// larger beside what it saves than all that comes after: cut such a stage in two.
 ///
 /// With `ChainCost::moving`, what stages and regions outside of other regions save or keep may wait elsewhere. The model:
 /// whole values and one channel, on which the copies of one item (a stage or a region) run beside the item behind it. Its

@@ -110,12 +110,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return device(device_index); }
   void setDevice(c10::Device next) const override { device_index = next.index(); }
   void uncheckedSetDevice(c10::Device next) const noexcept override { device_index = next.index(); }
-  c10::Stream getStream(c10::Device d) const override {
+  c10::Stream getStream(c10::Device d) const noexcept override {
     return stream(d.index(), stream_ids[static_cast<size_t>(d.index())]);
   }
   // LibTorch before 2.8 asks for it where gradients of several streams meet.
   c10::Stream getDefaultStream(c10::Device d) const override { return stream(d.index(), 0); }
-  c10::Stream exchangeStream(c10::Stream next) const override {
+  c10::Stream exchangeStream(c10::Stream next) const noexcept override {
     const c10::Stream before = getStream(next.device());
     stream_ids[static_cast<size_t>(next.device_index())] = next.id();
     return before;
@@ -250,8 +250,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   void init() const override {}
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   bool isPinnedPtr(const void* data) const override { return Pinned::has_given(data); }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  // No "override": LibTorch 2.6 does not ask.
+  bool isBuilt() const { return true; }
+  bool isAvailable() const { return true; }
   c10::DeviceIndex deviceCount() const override { return num_devices; }  // at::manual_seed asks
   bool hasPrimaryContext(c10::DeviceIndex index) const override { return is_in_use(index); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
