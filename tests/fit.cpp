@@ -335,6 +335,32 @@ TEST_CASE("README: one call for a budget", "[fit][readme]") {
   CHECK(bit_equal(sum, chain.plain(input)));
 }
 
+TEST_CASE("what is measured while another thread allocates and frees is of use to solve",
+          "[fit][threads]") {
+  const Chain chain;
+  const Tensor x = at::randn({128, 64});
+  std::atomic<bool> is_over = false;
+  std::thread other([&] {
+    for (int64_t i = 0; !is_over; ++i) {
+      Tensors held;
+      for (int64_t k = 0; k < 8; ++k) held.push_back(at::empty({(i + k) % 32 * 4096}));
+    }
+  });
+  int64_t num_solved = 0;
+  try {
+    for (int i = 0; i < 20; ++i) {
+      const remat::ChainCost cost = remat::measure(
+          chain.stages, x, {.warmup = 0, .repeats = 1, .policies = remat::policies_to_try()});
+      num_solved += remat::solve(cost).points().empty() ? 0 : 1;
+    }
+  } catch (const std::exception& error) {
+    UNSCOPED_INFO(error.what());
+  }
+  is_over = true;
+  other.join();
+  CHECK(num_solved == 20);
+}
+
 TEST_CASE("threads call a fitted chain at once", "[fit][threads]") {
   const Chain chain;
   const Tensor x = at::randn({128, 64});

@@ -36,7 +36,8 @@ struct FitOptions {
 /// A chain that runs as planned for a byte budget. Copies share the plans.
 ///
 /// It was fitted to a sample; for an input of another shape, dtype or device, or with another `requires_grad`, it
-/// measures and plans anew, once each, when it is called. Threads: any; one at a time plans.
+/// measures and plans anew, once each, when it is called. Threads: any; one at a time plans. What other threads allocate
+/// meanwhile is in what is measured: where several run it, call it first with each kind of input on one.
 class REMAT_API Fitted {
  public:
   /// Runs the stages with the regions of the plan. Throws what `run` throws, and what `fit` throws where it has

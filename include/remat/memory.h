@@ -85,7 +85,7 @@ class REMAT_API MemoryMeter {
 /// 2 MiB), and moves with what other processes take and leave.
 ///
 /// Throws `c10::ValueError` if `bytes` is negative; `CheckpointError` (`Unsupported`) as `MemoryMeter`
-/// does, and if the device does not say what it has free.
+/// does, and if the device does not say what it has free (before LibTorch 2.10 none does).
 class REMAT_API MemoryLimitGuard {
  public:
   explicit MemoryLimitGuard(int64_t bytes);             ///< of the CPU, until the guard ends

@@ -296,7 +296,8 @@ REMAT_API std::vector<Policy> policies_to_try();
 /// storage outlives the stage's graph (parameters, constants) count nothing. Where autocast is on around
 /// `measure`, as it should be if it is around the program, the casts in its cache are counted apart
 /// (`cached_cast_bytes`), and the cache is emptied. Temporaries are what
-/// the device's allocator gives out (`MemoryMeter`). Times on the CPU are those of the calling thread;
+/// the device's allocator gives out (`MemoryMeter`), to whichever thread: measure while no other one allocates there, or
+/// its bytes are among them. Times on the CPU are those of the calling thread;
 /// on an accelerator those between events on the current stream, each run alone and waited for, so
 /// that a stage whose operators are queued more slowly than they run costs what queueing them does.
 /// Parameters have gradients throughout, as in training that sets them

@@ -106,7 +106,7 @@ int64_t DeviceMemory::to_hold(int64_t limit) const {
   const std::optional<int64_t> free = seam::free_device_bytes(device_);
   if (!free)
     throw_unsupported(fmt::format("device {} cannot be limited", device_.str()),
-                      "its allocator does not say how much memory is free",
+                      seam::why_free_is_unknown(),
                       "limit the CPU's memory, or set a limit by the device's own tools");
   return *free - std::max<int64_t>(limit - (seam::device_bytes(device_).live - num_held_), 0);
 }

@@ -14,6 +14,7 @@
 
 #include "lib/base/error.h"
 #include "lib/observe/memory_source.h"
+#include "lib/seam/device_allocator.h"
 
 namespace remat {
 
@@ -141,7 +142,7 @@ int64_t free_bytes(c10::Device device) {
       fmt::format("what device {} has free is not known", device.str()),
       device.is_cpu()
           ? "no MemoryLimitGuard is alive, and without one the memory is every program's"
-          : "its allocator does not say how much memory is free",
+          : seam::why_free_is_unknown(),
       "name the bytes yourself");
 }
 

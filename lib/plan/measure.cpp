@@ -26,7 +26,7 @@ namespace {
 /// by then.
 void recompute_before(const StageCost& before, StageCost& stage) {
   stage.first_read_tmp_bytes =
-      std::max<int64_t>(0, before.grad_bytes + before.first_read_tmp_bytes - stage.grad_bytes);
+      at_least_none(before.grad_bytes + before.first_read_tmp_bytes - stage.grad_bytes);
 }
 
 ChainCost measure_all(const std::vector<Stage>& stages, const at::Tensor& sample,

@@ -18,6 +18,8 @@ void wait_for_engine(c10::Device device);
 
 /// [bytes] of its storage; 0 elsewhere than on the device.
 int64_t storage_bytes(const at::Tensor& tensor, c10::Device device);
+/// [bytes] Of a difference of counts, in which other threads may have freed more than the stage holds.
+constexpr int64_t at_least_none(int64_t bytes) { return bytes > 0 ? bytes : 0; }
 /// By which its storage is known again; null for a tensor without one.
 const c10::StorageImpl* identity_of(const at::Tensor& tensor);
 /// [bytes] A gradient has the shape of its tensor and a storage of its own.

@@ -98,7 +98,7 @@ int64_t Trial::bytes_of_casts_behind(const at::Tensor& input) const {
   const MemoryMeter meter(measured_.device);
   const int64_t with_casts = meter.live_bytes();
   at::autocast::clear_cache();
-  return with_casts - meter.live_bytes();
+  return at_least_none(with_casts - meter.live_bytes());
 }
 
 // A plan that begins a region with such a stage would end in an error of its backward.
@@ -185,18 +185,18 @@ void Trial::measure_bytes(StageCost& cost) {
     if (!is_last_) output = output_ = at::Tensor();
     meter.reset_peak();
     backward.run();
-    cost.backward_bytes = meter.peak_bytes() - before - cached_bytes_;
+    cost.backward_bytes = at_least_none(meter.peak_bytes() - before - cached_bytes_);
     add_rounding(told_before);
   }
   output = at::Tensor();
   wait_for_engine(device);
   cost.saved_bytes = saves->dead_bytes(identity_of(input_), identity);
   cost.forward_tmp_bytes =
-      std::max<int64_t>(0, forward_peak - cost.saved_bytes - cost.output_bytes - cached_bytes_);
+      at_least_none(forward_peak - cost.saved_bytes - cost.output_bytes - cached_bytes_);
   const bool has_output = cost.saves_output || is_last_;
-  cost.backward_tmp_bytes = std::max<int64_t>(
-      0, cost.backward_bytes - cost.saved_bytes - (has_output ? cost.output_bytes : 0) -
-             cost.grad_bytes - gradient_bytes(input_, device));
+  cost.backward_tmp_bytes =
+      at_least_none(cost.backward_bytes - cost.saved_bytes - (has_output ? cost.output_bytes : 0) -
+                    cost.grad_bytes - gradient_bytes(input_, device));
 }
 
 // See Note [Inputs as in a chain].
@@ -215,7 +215,7 @@ void Trial::measure_lone_bytes(StageCost& cost) const {
   cost.saves_input = !storage.expired();
   meter.reset_peak();
   backward.run();
-  cost.lone_backward_bytes = meter.peak_bytes() - before - cached_bytes_;
+  cost.lone_backward_bytes = at_least_none(meter.peak_bytes() - before - cached_bytes_);
 }
 
 seam::DeviceBytes Trial::told() const {
@@ -244,7 +244,7 @@ void Trial::measure_bytes_without_saves(StageCost& cost) {
   const int64_t before = meter.live_bytes();
   output_ = forward().detach();
   cost.unsaved_tmp_bytes =
-      std::max<int64_t>(0, meter.peak_bytes() - before - cost.output_bytes - cached_bytes_);
+      at_least_none(meter.peak_bytes() - before - cost.output_bytes - cached_bytes_);
 }
 
 // A stop comes where regions may end, and what backward has made before it reads depends on the first
@@ -280,10 +280,11 @@ void Trial::measure_recompute(StageCost& cost, const MeasureOptions& options) {
   backward.run();
   reads_ = live >= 0;
   if (!reads_) return;
-  cost.first_read_tmp_bytes = std::max<int64_t>(0, live - held);
-  cost.stopped_tmp_bytes = std::max<int64_t>(
-      0, peak - live - cost.saved_bytes - (cost.saves_output ? cost.output_bytes : 0));
-  if (is_lone) cost.region_backward_bytes = meter.peak_bytes() - before - cached_bytes_;
+  cost.first_read_tmp_bytes = at_least_none(live - held);
+  cost.stopped_tmp_bytes =
+      at_least_none(peak - live - cost.saved_bytes - (cost.saves_output ? cost.output_bytes : 0));
+  if (is_lone)
+    cost.region_backward_bytes = at_least_none(meter.peak_bytes() - before - cached_bytes_);
 }
 
 void Trial::measure_seconds(StageCost& cost, int64_t repeats) {

@@ -81,9 +81,9 @@ int64_t Trial::run_keeping(const Policy& policy, const MeasureOptions& options,
   MemoryMeter meter(measured_.device);
   const int64_t before = meter.live_bytes() + cached_bytes_;
   at::Tensor output = forward_under(policy, options, std::move(input));
-  keeping.kept_bytes = std::max<int64_t>(0, meter.live_bytes() - before - cost.output_bytes);
+  keeping.kept_bytes = at_least_none(meter.live_bytes() - before - cost.output_bytes);
   keeping.forward_tmp_bytes =
-      std::max<int64_t>(0, meter.peak_bytes() - before - cost.output_bytes - keeping.kept_bytes);
+      at_least_none(meter.peak_bytes() - before - cost.output_bytes - keeping.kept_bytes);
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;
   if (output.has_storage()) storage = output.storage().getWeakStorageImpl();
   const BackwardOfStage backward(output, start, /*is_last=*/false);

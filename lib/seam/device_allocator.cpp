@@ -55,9 +55,12 @@ struct Asked {
     if constexpr (is_known) of(device)->resetPeakStats(device.index());
   }
 
+  static constexpr bool tells_free =
+      requires(Allocator& a, c10::DeviceIndex index) { a.getMemoryInfo(index); };
+
   static std::optional<int64_t> free_bytes(c10::Device device) {
     if constexpr (is_known) {
-      if constexpr (requires(Allocator& a) { a.getMemoryInfo(device.index()); }) {
+      if constexpr (tells_free) {
         try {
           of(device)->emptyCache();
           return static_cast<int64_t>(of(device)->getMemoryInfo(device.index()).first);
@@ -83,6 +86,11 @@ DeviceBytes device_bytes(c10::Device device) { return AskedAllocator::bytes(devi
 void reset_device_peak(c10::Device device) { AskedAllocator::reset_peak(device); }
 std::optional<int64_t> free_device_bytes(c10::Device device) {
   return AskedAllocator::free_bytes(device);
+}
+const char* why_free_is_unknown() {
+  return AskedAllocator::tells_free
+             ? "its allocator does not say how much memory is free"
+             : "LibTorch before 2.10 has no interface that tells how much memory is free";
 }
 
 }  // namespace remat::seam

@@ -26,5 +26,7 @@ void reset_device_peak(c10::Device device);
 /// [bytes] that the device has free, once the allocator has given back what it caches and nobody uses;
 /// nothing if it does not say.
 std::optional<int64_t> free_device_bytes(c10::Device device);
+/// Why that may say nothing, of any device: a clause for an error's cause.
+const char* why_free_is_unknown();
 
 }  // namespace remat::seam

@@ -164,6 +164,16 @@ void throw_persisted() {
 }
 
 void add_process(py::module_& module) {
+  // Torch before 2.8 has none of its own, so that all of these were RuntimeError, with the C++ stack in their text.
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const CheckpointError& found) {
+      set_error(found);
+    } catch (const c10::Error&) {
+      torch::translate_exception_to_python(error);
+    }
+  });
   static LetGo let_go;
   set_wait_callbacks(&let_go);
   module.def("_interpreter_ends", interpreter_ends);

@@ -12,8 +12,10 @@ template <class Slot>
 bool has_object(Slot& slot) {
   if constexpr (requires { slot.load_pyobj(); })
     return slot.load_pyobj() != nullptr;
-  else
+  else if constexpr (requires { slot.has_pyobj_nonhermetic(); })
     return slot.has_pyobj_nonhermetic();
+  else
+    return slot.check_pyobj(true).value_or(nullptr) != nullptr;  // 2.9
 }
 
 /// A new object of the class for a tensor that has none; null with an exception set. Before 2.10 torch makes them of
