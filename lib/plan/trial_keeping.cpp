@@ -60,16 +60,15 @@ void Trial::measure_policies(StageCost& cost, const MeasureOptions& options) {
 KeepingCost Trial::keeping_bytes(const Policy& policy, const MeasureOptions& options,
                                  const StageCost& cost) const {
   KeepingCost keeping;
-  keeping.backward_bytes = std::max(
-      keeping.kept_bytes, run_keeping(policy, options, cost, input_, keeping) - cost.grad_bytes);
+  const int64_t peak = run_keeping(policy, options, cost, input_, keeping);
   // See Note [Inputs as in a chain].
   if (std::optional<at::Tensor> lone = lone_input()) {
     const int64_t bytes = storage_bytes(*lone, measured_.device);
-    keeping.lone_backward_bytes =
-        std::max(keeping.kept_bytes,
-                 bytes + run_keeping(policy, options, cost, *std::exchange(lone, {}), keeping) -
-                     cost.grad_bytes);
+    const int64_t lone_peak =
+        bytes + run_keeping(policy, options, cost, *std::exchange(lone, {}), keeping);
+    keeping.lone_backward_bytes = std::max(keeping.kept_bytes, lone_peak - cost.grad_bytes);
   }
+  keeping.backward_bytes = std::max(keeping.kept_bytes, peak - cost.grad_bytes);
   keeping.movable_bytes = std::clamp<int64_t>(movable_kept(policy, options), 0, keeping.kept_bytes);
   return keeping;
 }
