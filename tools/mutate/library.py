@@ -45,6 +45,7 @@ __attribute__((constructor(101))) void read_environment() {
 extern "C" __attribute__((visibility("default"))) void remat_mutation_case_ended(const char* name, double seconds) {
   using namespace remat::mutation;
   if (trace == nullptr) return;
+  std::fprintf(stderr, "case ended: %%s\\n", name);    // what a sanitizer reported before it is of this case
   std::fprintf(trace, "%%s\\t%%f\\t", name, seconds);
   for (int place = 0; place < %(places)d; ++place)
     if (reached[place].exchange(0, std::memory_order_relaxed) != 0) std::fprintf(trace, "%%d ", place);
