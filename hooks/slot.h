@@ -34,6 +34,8 @@ class SlotFiller {
   /// Throws. Called with nothing to clean up on the way: each such frame costs about as much as a small
   /// operator.
   [[noreturn]] virtual void stop() = 0;
+  /// Where a region begins: whether whoever begins it will end the recompute, without `stop`.
+  virtual bool stop_at_region() = 0;
 };
 
 }  // namespace remat

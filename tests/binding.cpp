@@ -30,6 +30,8 @@ struct ForeignError : std::runtime_error {
 /// What a binding sees of one region.
 struct Seen {
   bool can_be_stopped = true;
+  bool stops_soon = false, stops_at_regions = false;  // what it answers
+  std::atomic<int> asked_soon{0}, asked_at_regions{0};
   std::atomic<int> runs{0}, ends{0}, stops{0}, raises{0};
   std::atomic<int> stops_inside{0}, default_signals{0}, errors_inside{0};
 };
@@ -68,6 +70,19 @@ class ForeignBody final : public remat::RegionBody {
     if (is_inside_) ++seen_.stops_inside;
     throw ForeignStop{};
   }
+  bool stop_soon() override {
+    ++seen_.asked_soon;
+    is_ending_ = seen_.stops_soon;
+    return is_ending_;
+  }
+  bool stop_at_region() override {
+    ++seen_.asked_at_regions;
+    return seen_.stops_at_regions;
+  }
+  /// The language's boundary: an operator has returned to it.
+  static void operator_returned() {
+    if (std::exchange(is_ending_, false)) throw ForeignStop{};
+  }
   [[noreturn]] void raise(CheckpointError error) override {
     ++seen_.raises;
     at::ones({2}).sin();  // as any code of another language may
@@ -79,12 +94,22 @@ class ForeignBody final : public remat::RegionBody {
   Tensor argument_;
   Seen& seen_;
   inline static thread_local bool is_inside_ = false;
+  inline static thread_local bool is_ending_ = false;
 };
 
 Tensor foreign_region(Seen& seen, const CheckpointOptions& options, const Function& function,
                       const Tensor& x) {
   if (!remat::opens_region()) return function(x);
   remat::ForwardRun run(options, std::make_unique<ForeignBody>(function, x, seen));
+  Tensor y = function(x);
+  run.finish([&](remat::TensorVisitor visitor) { visitor(y); });
+  return y;
+}
+
+Tensor foreign_region(Seen& seen, const remat::FunctionFacts& facts,
+                      const CheckpointOptions& options, const Function& function, const Tensor& x) {
+  remat::ForwardRun run(options, std::make_unique<ForeignBody>(function, x, seen), facts);
+  if (run.has_ended()) throw ForeignStop{};
   Tensor y = function(x);
   run.finish([&](remat::TensorVisitor visitor) { visitor(y); });
   return y;
@@ -123,13 +148,99 @@ TEST_CASE("a recompute ends where the function's facts want it, also where that 
   const Function f = [](const Tensor& t) { return t.sin().exp(); };
   const bool always_stops = GENERATE(false, true);
   Seen seen;
-  remat::ForwardRun run({}, std::make_unique<ForeignBody>(f, x, seen),
-                        {.always_stops = always_stops});
-  Tensor y = f(x);
-  run.finish([&](remat::TensorVisitor visitor) { visitor(y); });
+  const Tensor y = foreign_region(seen, {.always_stops = always_stops}, CheckpointOptions(), f, x);
   require_bit_equal(grad_of(y, {x}), grad_of(f(x), {x}));
   CHECK(seen.stops == (always_stops ? 1 : 0));
   CHECK(seen.ends == (always_stops ? 0 : 1));
+}
+
+TEST_CASE("a recompute may end when its last operator has returned, if that has little left to do",
+          "[binding][rule-5]") {
+  int late = 0;
+  const Function f = [&](const Tensor& t) {
+    Tensor y = t.sin();
+    ForeignBody::operator_returned();
+    y = y.exp();
+    ForeignBody::operator_returned();
+    ++late;
+    return y + 1;  // a node after the last tensor
+  };
+  const int64_t size = GENERATE(4, large);
+  const bool has_policy = GENERATE(false, true);
+  CheckpointOptions options;
+  if (has_policy) options.policy = remat::save_ops({"aten::cos"});
+  const Tensor x = leaf({size});
+  Seen seen;
+  SECTION("it answers that it will") { seen.stops_soon = true; }
+  SECTION("it answers that it will not") {}
+  const Tensor y = foreign_region(seen, {.always_stops = true}, options, f, x);
+  const remat::Counters before = remat::counters();
+  const std::vector<Tensor> gradient = grad_of(y, {x});
+  CHECK(remat::counters().early_stops - before.early_stops == 1);
+  require_bit_equal(gradient, grad_of(f(x), {x}));
+  CHECK(seen.asked_soon == (size == large ? 0 : 1));
+  CHECK(seen.stops == (size == large || !seen.stops_soon ? 1 : 0));
+  CHECK(seen.ends == 0);
+  CHECK(late == 2);  // forward, and plain
+}
+
+TEST_CASE("a stop is not put off where forward went on to save", "[binding][rule-5]") {
+  const Tensor x = leaf({4});
+  Seen seen;
+  seen.stops_soon = true;
+  const Function f = [](const Tensor& t) {
+    Tensor y = t.sin();
+    ForeignBody::operator_returned();
+    t.cos();  // its node is gone when backward comes
+    return y;
+  };
+  require_bit_equal(grad_of(foreign_region(seen, {}, f, x), {x}), grad_of(f(x), {x}));
+  CHECK(seen.asked_soon == 0);
+  CHECK(seen.stops == 1);
+}
+
+TEST_CASE("what goes on after it was asked to end fills nothing, and no backward runs in it",
+          "[binding][rule-5][rule-6]") {
+  const Tensor x = leaf({4});
+  Seen seen;
+  seen.stops_soon = true;
+  int backwards = 0;
+  const Function f = [&](const Tensor& t) {
+    const Tensor y = t.sin().exp();  // nothing looks whether it is to end
+    if (remat::is_recomputing()) {
+      y.sin().exp();
+      torch::autograd::grad({t.detach().requires_grad_().sin().sum()}, {t});
+      ++backwards;
+    }
+    return y + 1;
+  };
+  const Tensor y = foreign_region(seen, {}, f, x);
+  require_bit_equal(grad_of(y, {x}), {(x.sin().exp() * x.cos()).detach()});
+  CHECK(seen.asked_soon == 1);
+  CHECK(seen.stops == 1);  // before the backward
+  CHECK(backwards == 0);
+}
+
+TEST_CASE("who begins a region where a recompute ends is told so, and nothing is thrown",
+          "[binding][rule-5]") {
+  const bool sees_end = GENERATE(false, true);
+  const bool answers = GENERATE(false, true);
+  const Tensor x = leaf({large});
+  Seen inner, outer;
+  outer.stops_at_regions = answers;
+  const Function sine = [](const Tensor& t) { return t.sin().cos(); };
+  const Function f = [&](const Tensor& t) {
+    return foreign_region(inner, {.sees_end = sees_end}, CheckpointOptions(), sine, t.exp());
+  };
+  const int64_t alive = remat::counters().frames_alive;
+  const Tensor y = foreign_region(outer, {}, f, x);
+  require_bit_equal(grad_of(y, {x}), grad_of(sine(x.exp()), {x}));
+  CHECK(outer.asked_at_regions == (sees_end ? 1 : 0));
+  CHECK(outer.stops == (sees_end && answers ? 0 : 1));
+  CHECK(inner.runs == 1);
+  CHECK(inner.asked_at_regions == 0);
+  CHECK(remat::counters().frames_alive == alive);
+  CHECK(!remat::is_recomputing());
 }
 
 TEST_CASE("a binding can tell which library it runs with", "[binding]") {

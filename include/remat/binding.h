@@ -49,7 +49,7 @@ class ScriptCall;
 
 /// Changes with everything in this header on which a compiled binding depends. The library calls a body
 /// through its vtable, so a binding that was compiled against another number must not be used with it.
-inline constexpr int binding_abi = 1;
+inline constexpr int binding_abi = 2;
 /// The number of the library that is loaded: compare it with `binding_abi` before anything else.
 REMAT_API int loaded_binding_abi() noexcept;
 
@@ -78,6 +78,14 @@ class REMAT_API RegionBody {
   /// where the function begins a backward, on the thread that called `run_again`. Must not return.
   /// Default: throws a StopSignal.
   virtual void stop();
+  /// Asks for the same, in place of `stop`, where an operator saves a tensor and has next to nothing left to do: it may run to
+  /// its end first, with what the function's language runs until then. Returns whether the function will end when the
+  /// operator has returned; if not, `stop` is called. Default: false.
+  virtual bool stop_soon();
+  /// Asks for the same, in place of `stop`, where a region begins inside of the function whose maker looks at
+  /// `ForwardRun::has_ended`: an exception costs as much as several regions. Returns whether that maker will end the function;
+  /// if not, `stop` is called. Default: false.
+  virtual bool stop_at_region();
   /// Raises an error about the region in the form of the function's language, inside the function or in
   /// backward. Must not return; on an engine's thread only what derives from std::exception passes.
   /// Default: throws `error` itself.
@@ -107,8 +115,9 @@ struct FunctionFacts {
   /// Visits the kept arguments that are copied as they are, since no tensors are looked for in them: the number of
   /// each, where it lies, its size and type. Null if there are none.
   void (*visit_opaque)(const RegionBody& body, OpaqueVisitor visitor) = nullptr;
-  /// A recompute ends with the last tensor needed even where a throw costs more than all that it skips.
+  /// A recompute ends with the last tensor needed even where a stop costs more than all that it skips.
   bool always_stops = false;
+  bool sees_end = false;  ///< who makes the ForwardRun looks at its `has_ended`
 };
 
 /// What errors call tensors of modules of another language. A body may have such names; and a `torch::nn::Module` that stands
@@ -134,6 +143,9 @@ class REMAT_API ForwardRun {
   ~ForwardRun();
   ForwardRun(const ForwardRun&) = delete;
   ForwardRun& operator=(const ForwardRun&) = delete;
+  /// Only with `FunctionFacts::sees_end`: a recompute around has all it needs, and the body of its function has answered
+  /// `stop_at_region`. Nothing has begun; the caller neither runs its function nor calls `finish`, but ends what is around it.
+  bool has_ended() const { return frame_ == nullptr; }
   /// The function has returned; `visit_result` visits the tensors found in its result.
   void finish(c10::function_ref<void(TensorVisitor)> visit_result);
 

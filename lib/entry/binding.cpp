@@ -17,6 +17,8 @@ int loaded_binding_abi() noexcept { return binding_abi; }
 RegionBody::~RegionBody() = default;
 
 void RegionBody::stop() { throw StopSignal{}; }
+bool RegionBody::stop_soon() { return false; }
+bool RegionBody::stop_at_region() { return false; }
 
 void RegionBody::raise(CheckpointError error) { throw std::move(error); }
 

@@ -134,7 +134,10 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
                                       options.location.file);
   RegionExtras* const extras = frame_->region().extras.get();
   if (options.context_fn) extras->contexts = options.context_fn();
-  frame_->begin(std::move(body));
+  if (!frame_->begin(std::move(body), facts.sees_end)) {
+    frame_.reset();
+    return;
+  }
   profiled_ = profiler::forward_scope(frame_->region().info);
   auto scope = std::make_shared<ForwardScope>(frame_, around);
   detail::push(scope);

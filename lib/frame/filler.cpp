@@ -91,7 +91,7 @@ bool Filler::fill(const at::Tensor& saved, at::Tensor& kept) {
     if (!has_too_many()) count(live_counters.early_stops);
     has_stopped_ = true;
     // Each frame on the way that has something to clean up costs about as much as a small operator.
-    return origin != nullptr && stop_after_inputs(*this);
+    return origin != nullptr ? stop_after_inputs(*this) : stops_soon();
   }
   return true;
 }
@@ -101,6 +101,12 @@ bool Filler::wants_stop() const {
   if (!is_complete() || !early_stop_) return false;
   if (must_finish_operator_ || !pending_.empty()) return false;
   return !(view_.ends_small && num_seen_ == num_slots_);
+}
+
+// What a script has left to do is more than its operator.
+bool Filler::stops_soon() const {
+  return view_.last_is_small && num_seen_ == num_slots_ && may_stop_in_scripts_ &&
+         region_.body->stop_soon();
 }
 
 // Note [Where a stop may be thrown]

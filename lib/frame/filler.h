@@ -74,6 +74,7 @@ class Filler final : public SlotFiller {
   bool is_on_own_ground() const;
   /// Ends it, in the way of the function's language.
   [[noreturn]] void stop() override;
+  bool stop_at_region() override { return region_.body->stop_at_region(); }
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
   /// The next tensor is of another operator than the last one (Slots::end_operator).
@@ -115,6 +116,7 @@ class Filler final : public SlotFiller {
   void name_operators(const at::Tensor& saved);
   bool wants_stop() const;
   bool can_stop(const at::Tensor& saved, int64_t position) const;
+  bool stops_soon() const;
 
   const Region& region_;
   const Slots& slots_;

@@ -73,15 +73,19 @@ void Frame::empty() noexcept {
   waiting = nullptr;
 }
 
-void Frame::begin(std::unique_ptr<RegionBody> body) {
+bool Frame::begin(std::unique_ptr<RegionBody> body, bool sees_end) {
   region_.body = std::move(body);
-  if (SlotFiller* const ended = inputs_.save(region_)) ended->stop();
+  if (SlotFiller* const ended = inputs_.save(region_)) {
+    if (sees_end && ended->stop_at_region()) return false;
+    ended->stop();
+  }
   surroundings_.begin(inputs_.storages());
   if (is_recording())  // what throws is done
     recorded_ = recording::region_begins(
         region_.info, inputs_.storages(),
         [&](const c10::StorageImpl& storage) { return inputs_.is_offloaded(storage); });
   start_ = RegionStart::here();
+  return true;
 }
 
 int64_t Frame::add_slot(const at::Tensor& saved) {

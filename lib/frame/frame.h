@@ -45,7 +45,9 @@ class Frame final : public TaskMember {
   ~Frame() override;
 
   /// Saves the region's inputs through the hooks around it, and takes note of its surroundings.
-  void begin(std::unique_ptr<RegionBody> body);
+  /// Where a recompute around ends with that, throws its stop or, if the caller `sees_end` and it can be ended without one,
+  /// returns false.
+  bool begin(std::unique_ptr<RegionBody> body, bool sees_end);
   /// The region's function has returned: judges what was saved.
   void settle(c10::function_ref<void(TensorVisitor)> visit_result);
   /// The region's function threw.

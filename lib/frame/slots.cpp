@@ -101,12 +101,14 @@ void Slots::settle(const Ending& ending, c10::function_ref<bool(const c10::Stora
   if (slots_.capacity() > slots_.size() + slots_.size() / 8 + 4) slots_.shrink_to_fit();
   settle_provenance(ending, is_kept);
   settle_operators(saw_statistics);
-  if (slots_.empty() || at::sequence_number::peek() != slots_.back().operator_number) return;
-  int64_t tail_elements = ending.max_result_elements;
+  if (slots_.empty()) return;
+  const uint64_t last_operator = slots_.back().operator_number;
+  last_is_small_ = true;
   for (auto slot = slots_.rbegin();
-       slot != slots_.rend() && slot->operator_number == slots_.back().operator_number; ++slot)
-    tail_elements = std::max(tail_elements, slot->metadata.numel());
-  ends_small_ = tail_elements <= max_small_tail && ending.may_end_small;
+       slot != slots_.rend() && slot->operator_number == last_operator && last_is_small_; ++slot)
+    last_is_small_ = slot->metadata.numel() <= max_small_tail;
+  ends_small_ = last_is_small_ && ending.max_result_elements <= max_small_tail &&
+                ending.may_end_small && at::sequence_number::peek() == last_operator;
 }
 
 void Slots::settle_provenance(const Ending& ending,
@@ -244,7 +246,9 @@ SlotView Slots::view_for(int64_t only_position) const {
     view.last_needed = position;
     ++view.num_needed;
   }
-  view.ends_small = ends_small_ && view.last_needed + 1 == static_cast<int64_t>(slots_.size());
+  const bool needs_last = view.last_needed + 1 == static_cast<int64_t>(slots_.size());
+  view.ends_small = ends_small_ && needs_last;
+  view.last_is_small = last_is_small_ && needs_last;
   return view;
 }
 

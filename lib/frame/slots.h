@@ -24,8 +24,9 @@ namespace remat {
 struct SlotView {
   c10::SmallVector<char, 48> is_needed;  ///< by position
   int64_t last_needed = -1, num_needed = 0;
-  bool is_settled = false;  ///< the forward has returned
-  bool ends_small = false;  ///< what a stop after the last slot would skip is next to nothing
+  bool is_settled = false;     ///< the forward has returned
+  bool ends_small = false;     ///< what a stop after the last slot would skip is next to nothing
+  bool last_is_small = false;  ///< what the last slot's operator does after it is next to nothing
 };
 
 /// What a check noted of the tensor in a slot; the check is null where another thread had drawn random
@@ -112,7 +113,7 @@ class Slots {
   bool is_operator_over_ = false;
   bool may_meet_outside_ = true;
   bool is_settled_ = false;
-  bool ends_small_ = false;
+  bool ends_small_ = false, last_is_small_ = false;
   mutable SpinLock mutex_;
 };
 

@@ -91,21 +91,27 @@ struct Run {
   py::object forward_context;         // null for none
   std::optional<ForwardRun> forward;  // while it is open
 
-  void open();
+  /// False: a recompute around ends here, with the Python error that is set.
+  bool open();
   void finish();
   /// Whether the forward context has suppressed the exception; null: it has ended as it should.
   bool leave_context(py::handle error);
 };
 
-void Run::open() {
+bool Run::open() {
   if (!opens_region()) {
     state = State::Plain;
     body.reset();
-    return;
+    return true;
   }
-  forward.emplace(options, std::move(body), FunctionFacts{.always_stops = true});
+  forward.emplace(options, std::move(body), FunctionFacts{.always_stops = true, .sees_end = true});
+  if (forward->has_ended()) {
+    forward.reset();
+    state = State::Over;
+    return false;
+  }
   state = State::Open;
-  if (!forward_context) return;
+  if (!forward_context) return true;
   try {
     call_python(py::type::of(forward_context).attr("__enter__"), forward_context);
   } catch (...) {
@@ -114,6 +120,7 @@ void Run::open() {
     state = State::Over;
     throw;
   }
+  return true;
 }
 
 bool Run::leave_context(py::handle error) {
@@ -137,19 +144,19 @@ struct RegionObject {
   Run& run() { return *std::launder(reinterpret_cast<Run*>(storage)); }
 };
 
-/// Calls `action`, with warnings of the library going to Python; false if it has set a Python error.
+/// Calls `action`, with warnings of the library going to Python; false if there is a Python error.
 template <class Action>
 bool guarded(Action&& action) {
   try {
     torch::PyWarningHandler warnings;
     try {
-      action();
+      if (action()) return true;
+      warnings.set_in_exception();
     } catch (...) {
       warnings.set_in_exception();
       set_error_in_flight();
-      return false;
     }
-    return true;
+    return false;
   } catch (...) {
     set_error_in_flight();
     return false;
@@ -159,10 +166,10 @@ bool guarded(Action&& action) {
 PyObject* region_next(PyObject* self) {
   Run& run = reinterpret_cast<RegionObject*>(self)->run();
   if (run.state == Run::State::New) {
-    if (!guarded([&] { run.open(); })) return nullptr;
+    if (!guarded([&] { return run.open(); })) return nullptr;
     Py_RETURN_NONE;
   }
-  guarded([&] { run.finish(); });
+  guarded([&] { return run.finish(), true; });
   return nullptr;  // without an error: the iteration is over
 }
 
@@ -191,6 +198,7 @@ PyObject* region_throw(PyObject* self, PyObject* const* arguments, Py_ssize_t co
       Run& run;
     } const closed{run};
     is_suppressed = run.leave_context(kept);
+    return true;
   });
   if (!is_left) return nullptr;
   if (is_suppressed)
@@ -215,6 +223,7 @@ PyObject* region_close(PyObject* self, PyObject*) {
             Run& run;
           } const closed{run};
           run.leave_context(error);
+          return true;
         }))
       return nullptr;
   }

@@ -42,6 +42,7 @@ PYBIND11_MODULE(_remat, module) {
   add_hook_tables();
   add_policy(module);
   add_region(module);
+  add_stop(module);
   add_hook_cycles(module);
   add_drop_in(module);
   add_backward(module);

@@ -16,6 +16,7 @@
 #include "remat/binding.h"
 #include "remat/options.h"
 #include "remat/plan.h"
+#include "stop.h"
 
 namespace remat::python {
 
@@ -121,6 +122,7 @@ class StagesBody final : public RegionBody {
 
   void run_again(std::vector<at::Tensor>& inputs) override {
     const Locked locked(Locked::AtEnd::Wait);
+    Rerun rerun(this);
     try {
       const WithoutCompiler uncompiled;
       std::optional<ModuleState::Hold> hold;
@@ -130,16 +132,12 @@ class StagesBody final : public RegionBody {
     } catch (...) {
       set_error_in_flight();
     }
-    if (PyErr_ExceptionMatches(names().stop) == 0) throw_persisted();
-    PyErr_Clear();
+    if (!rerun.take_stop()) throw_persisted();
   }
 
-  // See Note [The stop].
-  [[noreturn]] void stop() override {
-    const Locked locked(Locked::AtEnd::Wait);
-    PyErr_SetNone(names().stop);
-    throw python_error();
-  }
+  [[noreturn]] void stop() override { Rerun::stop(); }
+  bool stop_soon() override { return Rerun::stop_soon(this); }
+  bool stop_at_region() override { return Rerun::set_stop(), true; }
 
   [[noreturn]] void raise(CheckpointError error) override {
     const Locked locked(Locked::AtEnd::Wait);

@@ -177,9 +177,7 @@ void add_process(py::module_& module) {
   static LetGo let_go;
   set_wait_callbacks(&let_go);
   module.def("_interpreter_ends", interpreter_ends);
-  module.def("_set_names", [](py::object stop, py::object make_error, py::object run_in,
-                              py::object device_context) {
-    names().stop = stop.release().ptr();
+  module.def("_set_names", [](py::object make_error, py::object run_in, py::object device_context) {
     names().make_error = make_error.release().ptr();
     names().run_in = run_in.release().ptr();
     names().device_context = device_context.release().ptr();

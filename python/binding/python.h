@@ -20,6 +20,7 @@ using Object = py::object;
 /// What the pure Python part of the package tells the extension once, at import.
 struct Names {
   PyObject* stop = nullptr;             ///< the class that ends a recompute, an exception
+  PyObject* stop_trials = nullptr;      ///< a tuple of functions that call their argument
   PyObject* make_error = nullptr;       ///< makes a CheckpointError of what it knows
   PyObject* run_in = nullptr;           ///< runs a function inside context managers
   PyObject* device_context = nullptr;   ///< finds the `torch.device` that is a context now, or None
@@ -116,6 +117,7 @@ void add_hook_tables();  // hook_tables.cpp
 /// Adds what a source defines to the module. They throw py::error_already_set.
 void add_process(py::module_& module);      // process.cpp
 void add_region(py::module_& module);       // region.cpp
+void add_stop(py::module_& module);         // stop.cpp
 void add_hook_cycles(py::module_& module);  // hook_cycles.cpp
 void add_drop_in(py::module_& module);      // drop_in.cpp
 void add_backward(py::module_& module);     // backward.cpp

@@ -421,25 +421,11 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
     arguments.all.push_back(argument);
   }
   const WithoutCompiler uncompiled;
-  if (PyObject* const result = call_again(arguments.all.data() + 1)) {
+  Rerun rerun(this);
+  if (PyObject* const result = call_again(arguments.all.data() + 1))
     Py_DECREF(result);
-  } else if (PyErr_ExceptionMatches(names().stop) != 0) {
-    PyErr_Clear();
-  } else {
+  else if (!rerun.take_stop())
     throw_persisted();
-  }
-}
-
-// Note [The stop]
-// A C++ exception must not cross the interpreter's frames. An operator's boundary turns a `python_error`
-// into the Python error that is set, as it does for one that a hook written in Python raises, and the
-// function's frames are left one after the other, `with` and `finally` included.
-void Body::stop() {
-  {
-    const Locked locked(Locked::AtEnd::Wait);
-    PyErr_SetNone(names().stop);
-  }
-  throw python_error();
 }
 
 const TensorNames* Body::tensor_names() const { return tensor_names_of(kept_.front()); }
@@ -510,7 +496,11 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
       ClosureContents closure(call.function);
       auto body = std::make_unique<Body>(call, InputArguments::All);
       Body& kept = *body;  // alive as long as the run
-      ForwardRun region(options, std::move(body));
+      ForwardRun region(options, std::move(body), FunctionFacts{.sees_end = true});
+      if (region.has_ended()) {
+        warnings.set_in_exception();
+        return nullptr;
+      }
       py::object result;
       {
         const WithoutCompiler uncompiled;

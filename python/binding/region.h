@@ -10,6 +10,7 @@
 
 #include "python.h"
 #include "remat/binding.h"
+#include "stop.h"
 
 namespace remat::python {
 
@@ -67,7 +68,9 @@ class Body final : public RegionBody {
   void visit_inputs(TensorVisitor visitor) override;
   void run_again(std::vector<at::Tensor>& inputs) override;
   bool can_be_stopped() const override { return true; }
-  [[noreturn]] void stop() override;
+  [[noreturn]] void stop() override { Rerun::stop(); }
+  bool stop_soon() override { return Rerun::stop_soon(this); }
+  bool stop_at_region() override { return Rerun::set_stop(), true; }
   [[noreturn]] void raise(CheckpointError error) override;
   const TensorNames* tensor_names() const override;
 

@@ -62,7 +62,26 @@ def _device_context() -> Any:
     return None
 
 
-_remat._set_names(StopRecompute, make_error, _run_in, _device_context)
+class _Calling:
+    """Calls `ask` as a method."""
+
+    def __init__(self, ask: Any) -> None:
+        self.ask = ask
+
+
+# Programs call operators in these ways; each goes on where the call has not raised.
+_STOP_TRIALS = (
+    lambda ask: (ask(), 1),
+    lambda ask: (ask(1), 1),
+    lambda ask: (ask(number=1), 1),
+    lambda ask: (ask(*(1, 2)), 1),
+    lambda ask: (ask(**{"number": 1}), 1),
+    lambda ask: (_Calling(ask).ask(1), 1),
+    lambda ask: (_Calling(ask).ask(1, number=1), 1),
+)
+
+_remat._set_names(make_error, _run_in, _device_context)
+_remat._set_stop(StopRecompute, _STOP_TRIALS)
 _remat._set_dispatch_mode(SeesOperators())  # type: ignore[no-untyped-call]
 _remat._set_words(WORDS_OF_WARNINGS)
 put_in_front(_remat)

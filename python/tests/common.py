@@ -55,9 +55,7 @@ def _checked_error(*facts: Any) -> remat.CheckpointError:
 
 
 # Every error that the library makes in a test comes by here.
-_extension._remat._set_names(
-    _errors.StopRecompute, _checked_error, _extension._run_in, _extension._device_context
-)
+_extension._remat._set_names(_checked_error, _extension._run_in, _extension._device_context)
 
 
 class Case(unittest.TestCase):

@@ -1,0 +1,167 @@
+// How the recompute of a function of Python's ends: by an error at an operator's boundary, or where its call returns.
+
+#include "stop.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <bitset>
+#include <utility>
+
+namespace remat::python {
+
+namespace {
+
+/// The only thread that runs what Py_AddPendingCall was given; 0: not known.
+std::atomic<unsigned long> main_thread{0};
+
+/// The instructions after whose calls the interpreter was seen to run it. Of the main thread.
+std::bitset<256> followed;
+
+}  // namespace
+
+/// What is at work on this thread.
+static thread_local Rerun* innermost = nullptr;
+
+Rerun::Rerun(const RegionBody* body)
+    : body_(body), around_(std::exchange(innermost, this)), caller_(PyEval_GetFrame()) {}
+
+Rerun::~Rerun() {
+  innermost = around_;
+  if (frame_ == nullptr) return;
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  Py_CLEAR(frame_);
+  PyErr_Restore(type, value, traceback);
+}
+
+void Rerun::set_stop() {
+  const Locked locked(Locked::AtEnd::Wait);
+  PyErr_SetNone(names().stop);
+}
+
+void Rerun::stop() {
+  set_stop();
+  throw python_error();
+}
+
+bool Rerun::take_stop() {
+  const bool is_stop = PyErr_ExceptionMatches(names().stop) != 0;
+  if (!is_stop && frame_ == nullptr) return false;
+  // The recompute has all it needs, so that an error in place of the stop reaches nobody; whoever interrupts the program is
+  // heard all the same.
+  const bool is_interrupt = !is_stop && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0;
+  PyErr_Clear();
+  if (is_interrupt) PyErr_SetInterrupt();
+  return true;
+}
+
+#if PY_VERSION_HEX >= 0x030B0000  // before, nothing tells the instruction at work in this way
+
+namespace {
+
+/// The instruction at work in a frame, as it was compiled; -1, without an error, if that is not known.
+int instruction_at(PyFrameObject* frame, int place) {
+  const auto code =
+      py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  const auto bytes = py::reinterpret_steal<py::object>(
+      PyCode_GetCode(reinterpret_cast<PyCodeObject*>(code.ptr())));
+  if (!bytes) PyErr_Clear();
+  if (!bytes || place < 0 || place >= PyBytes_GET_SIZE(bytes.ptr())) return -1;
+  return static_cast<unsigned char>(PyBytes_AS_STRING(bytes.ptr())[place]);
+}
+
+}  // namespace
+
+bool Rerun::ask() {
+  PyFrameObject* const frame = PyEval_GetFrame();
+  // The caller's: the function has no frame of its own, and no code that could see where it ends.
+  if (frame == nullptr || frame == caller_ || frame_ != nullptr) return false;
+  const int place = PyFrame_GetLasti(frame);
+  const int instruction = instruction_at(frame, place);
+  const bool is_trial = body_ == nullptr;
+  if (instruction < 0 || !(is_trial || followed.test(static_cast<std::size_t>(instruction))))
+    return false;
+  if (Py_AddPendingCall(raise_there, nullptr) != 0) return false;
+  if (is_trial) followed.set(static_cast<std::size_t>(instruction));
+  Py_INCREF(frame);
+  frame_ = frame;
+  instruction_ = place;
+  return true;
+}
+
+// On the main thread, between two instructions.
+int Rerun::raise_there(void*) {
+  Rerun* asking = innermost;
+  while (asking != nullptr && asking->frame_ == nullptr) asking = asking->around_;
+  if (asking == nullptr) return 0;  // it has ended
+  PyFrameObject* const frame = PyEval_GetFrame();
+  if (frame != asking->frame_ || PyFrame_GetLasti(frame) != asking->instruction_) {
+    Py_AddPendingCall(raise_there, nullptr);  // if there is no room, the function runs to its end
+    return 0;
+  }
+  Py_CLEAR(asking->frame_);
+  PyErr_SetNone(names().stop);
+  return -1;
+}
+
+PyObject* Rerun::ask_in_trial(PyObject*, PyObject*, PyObject*) {
+  if (innermost == nullptr || !innermost->ask()) {
+    PyErr_SetString(PyExc_RuntimeError, "remat: the interpreter cannot be asked");
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+/// Each of the trials calls `ask_in_trial` in another way, and goes on where that has not raised the stop. They run often enough for
+/// the interpreter to put other instructions in the place of those it was given.
+bool Rerun::can_ask() {
+  enum class Trial { None, Failed, Passed };
+  static Trial trial = Trial::None;
+  if (trial != Trial::None) return trial == Trial::Passed;
+  trial = Trial::Failed;  // also while it runs
+  static PyMethodDef asking = {"_ask_in_trial",
+                               reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(ask_in_trial)),
+                               METH_VARARGS | METH_KEYWORDS, nullptr};
+  const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&asking, nullptr));
+  constexpr int times = 32;
+  bool works = static_cast<bool>(function) && names().stop_trials != nullptr;
+  for (Py_ssize_t i = 0; works && i < PyTuple_GET_SIZE(names().stop_trials); ++i)
+    for (int time = 0; works && time < times; ++time) {
+      Rerun rerun(nullptr);
+      const auto result = py::reinterpret_steal<py::object>(in_python([&] {
+        return PyObject_CallOneArg(PyTuple_GET_ITEM(names().stop_trials, i), function.ptr());
+      }));
+      works = !result && rerun.take_stop();
+    }
+  PyErr_Clear();
+  if (works) trial = Trial::Passed;
+  return works;
+}
+
+bool Rerun::stop_soon(const RegionBody* body) {
+  if (innermost == nullptr || innermost->body_ != body ||
+      PyThread_get_thread_ident() != main_thread.load(std::memory_order_relaxed))
+    return false;
+  const Locked locked(Locked::AtEnd::Wait);
+  return can_ask() && innermost->ask();
+}
+
+#else
+
+bool Rerun::stop_soon(const RegionBody*) { return false; }
+
+#endif
+
+void add_stop(py::module_& module) {
+  module.def("_set_stop", [](py::object stop, py::tuple trials) {
+    names().stop = stop.release().ptr();
+    names().stop_trials = trials.release().ptr();
+    main_thread =
+        py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
+    // Whoever forks is the main thread of the new process.
+    pthread_atfork(nullptr, nullptr, [] { main_thread = PyThread_get_thread_ident(); });
+  });
+}
+
+}  // namespace remat::python
