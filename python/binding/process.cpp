@@ -182,8 +182,10 @@ void add_process(py::module_& module) {
     names().run_in = run_in.release().ptr();
     names().device_context = device_context.release().ptr();
   });
-  module.def("_set_dispatch_mode",
-             [](py::object mode) { set_dispatch_mode(mode.release().ptr(), getPyInterpreter()); });
+  module.def("_set_dispatch_mode", [](py::object mode) {
+    names().dispatch_mode = mode.release().ptr();
+    set_dispatch_mode(names().dispatch_mode, getPyInterpreter());
+  });
   module.def("_set_words", [](std::vector<std::pair<std::string, std::string>> words) {
     set_warning_words(nullptr);
     python_words() = std::move(words);

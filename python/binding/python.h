@@ -21,6 +21,7 @@ using Object = py::object;
 struct Names {
   PyObject* stop = nullptr;             ///< the class that ends a recompute, an exception
   PyObject* stop_trials = nullptr;      ///< a tuple of functions that call their argument
+  PyObject* dispatch_mode = nullptr;    ///< what stands for the library among dispatch modes
   PyObject* make_error = nullptr;       ///< makes a CheckpointError of what it knows
   PyObject* run_in = nullptr;           ///< runs a function inside context managers
   PyObject* device_context = nullptr;   ///< finds the `torch.device` that is a context now, or None

@@ -2,6 +2,9 @@
 
 #include "stop.h"
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/PyInterpreter.h>
+
 #include <pthread.h>
 
 #include <atomic>
@@ -139,8 +142,16 @@ bool Rerun::can_ask() {
   return works;
 }
 
+/// A mode may give the rest of the operator another meaning, as one that lets programs change what was saved.
+static bool is_under_modes() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  for (int64_t i = 0; i < Modes::stack_len(); ++i)
+    if (Modes::get_stack_at(i)->ptr(getPyInterpreter()) != names().dispatch_mode) return true;
+  return false;
+}
+
 bool Rerun::stop_soon(const RegionBody* body) {
-  if (innermost == nullptr || innermost->body_ != body ||
+  if (innermost == nullptr || innermost->body_ != body || is_under_modes() ||
       PyThread_get_thread_ident() != main_thread.load(std::memory_order_relaxed))
     return false;
   const Locked locked(Locked::AtEnd::Wait);

@@ -408,29 +408,45 @@ class Ways(DropIn):
 
 
 class Interrupted(DropIn):
-    def test_who_interrupts_the_rest_of_the_operator_is_heard(self) -> None:
-        class Interrupts(TorchDispatchMode):
-            armed = False
-
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if self.armed and func is torch.ops.aten.sin.default:
-                    Interrupts.armed = False
+    def test_who_interrupts_the_rest_of_a_call_is_heard(self) -> None:
+        class Interrupts(Iterating):
+            def __next__(self) -> torch.Tensor:
+                if self.tensor is None and remat.is_recomputing():
+                    self.log.append("interrupts")
                     signal.raise_signal(signal.SIGINT)
-                return func(*args, **(kwargs or {}))
+                return super().__next__()
 
+        def function(t: torch.Tensor) -> torch.Tensor:
+            (t,) = list(map(torch.sin, Interrupts(log, t)))  # asked again after the operator
+            return t
+
+        log: Log = []
         x = leaf(3)
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            with Interrupts():
-                y = region(lambda t: torch.sin(t), x).sum()
-                Interrupts.armed = True
-                with self.assertRaises(KeyboardInterrupt):
-                    y.backward()
-                    for _ in range(1000):
-                        time.sleep(0)
+            y = region(function, x).sum()
+            with self.assertRaises(KeyboardInterrupt):
+                y.backward()
+                for _ in range(1000):
+                    time.sleep(0)
         finally:
             signal.signal(signal.SIGINT, before)
-        self.assertFalse(Interrupts.armed)
+        self.assertIn("interrupts", log)
+
+    def test_under_a_mode_the_operator_ends_with_it(self) -> None:
+        class Logs(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                log.append(f"{func.__name__} {remat.is_recomputing()}")
+                return func(*args, **(kwargs or {}))
+
+        log: Log = []
+        x = leaf(3)
+        y = region(lambda t: torch.sin(t), x).sum()
+        with Logs():
+            y.backward()
+        self.assertNotIn("sin.default True", log)
+        self.assertIn("cos.default False", log)
+        self.assertTrue(torch.equal(x.grad, x.detach().cos()))  # type: ignore[arg-type]
 
     def test_signals_at_any_time_lose_nothing(self) -> None:
         seen = 0
