@@ -44,6 +44,7 @@ void BackwardMark::finish(const torch::autograd::variable_list& gradients,
                           const torch::autograd::variable_list& given) {
   has_ended_ = true;
   backward_ended(gradients, given);
+  backward_returned();
 }
 
 }  // namespace remat

@@ -50,11 +50,9 @@ const seam::NodePtr* node_instead(const at::TensorBase& tensor) {
 }
 
 constexpr seam::EngineCallbacks callbacks{
-    make_top_hooks,
-    backward_begins,
-    backward_ended,
-    run_operator,
-    {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
+    make_top_hooks, backward_begins,
+    backward_ended, backward_returned,
+    run_operator,   {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
 
 }  // namespace
 

@@ -74,6 +74,11 @@ void backward_begins(const torch::autograd::edge_list& roots,
     recompute_lock().yield_to_backward(owners);
 }
 
+void backward_returned() {
+  const ThreadState& state = here();
+  if (!state.entries.empty()) state.entries.back().filler->stop_after_backward();
+}
+
 void backward_ended(const torch::autograd::variable_list& gradients,
                     const torch::autograd::variable_list& given) {
   if (const auto owners = lock_owners(); !owners.empty())

@@ -41,5 +41,7 @@ void backward_begins(const torch::autograd::edge_list& roots,
 /// roots. Throws nothing.
 void backward_ended(const torch::autograd::variable_list& gradients,
                     const torch::autograd::variable_list& given);
+/// After that, if it returned. Throws what the recompute's stop throws, where it ends.
+void backward_returned();
 
 }  // namespace remat

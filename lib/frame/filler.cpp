@@ -411,6 +411,15 @@ void Filler::stop_before_backward() {
   stop();
 }
 
+// Inside of a backward there is no stop, and what the function does next may save nothing: it may write to an argument in
+// place, before forward does.
+void Filler::stop_after_backward() {
+  if (view_.is_settled || !is_complete() || !is_on_own_ground()) return;
+  if (!has_stopped_) count(live_counters.early_stops);
+  has_stopped_ = true;
+  stop();
+}
+
 bool Filler::is_on_own_ground() const {
   return std::this_thread::get_id() == owner_ && seam::graph_task_id() == task_at_start_ &&
          region_.body->can_be_stopped() && std::uncaught_exceptions() == uncaught_at_start_;

@@ -33,6 +33,9 @@ class Filler final : public SlotFiller {
   /// The function is about to run a backward. No operator is under way here, so a recompute that has
   /// all it needs ends: that backward ran in the forward, and would accumulate its gradients again.
   void stop_before_backward();
+  /// A backward of the function has returned. Where forward still waits in one, what comes after it is not to run yet: a
+  /// recompute that got in it all it needs ends.
+  void stop_after_backward();
   /// The function has ended, by a return or a stop: takes what waited for it. All is queued on the devices
   /// that the tensors need.
   void finish() {

@@ -137,6 +137,7 @@ torch::autograd::variable_list ForwardingEngine::execute(
     gradients =
         previous_.execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
   }
+  engine_callbacks.backward_returned();
   return gradients;
 }
 

@@ -46,6 +46,8 @@ struct EngineCallbacks {
   /// roots. Throws nothing.
   void (*backward_ended)(const torch::autograd::variable_list& gradients,
                          const torch::autograd::variable_list& given);
+  /// After that, if it returned. May throw what ends the function that ran it.
+  void (*backward_returned)();
   OperatorHandler run_operator;
   RegistrationCallbacks registrations;
 };

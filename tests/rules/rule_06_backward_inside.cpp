@@ -509,4 +509,39 @@ TEST_CASE("a backward inside a region over a graph that a nested region built", 
   CHECK(remat::counters().recomputed_bytes_alive == 0);
 }
 
+TEST_CASE("a recompute for a backward inside runs nothing that comes after that backward",
+          "[rule-6][GUA-24]") {
+  // The hook's region reads an argument that the outer region saved, inside of the engine, where no recompute can
+  // be stopped; what follows saves nothing.
+  const bool accumulates = GENERATE(false, true);
+  const Tensor w = leaf({2});
+  int late = 0;
+  const auto f = [&](const Tensor& t) {
+    const Tensor y = w * 2;
+    y.register_hook([](const Tensor& g) {
+      const at::AutoGradMode with_grad(true);
+      const Tensor a = g.detach().requires_grad_();
+      const Tensor b = remat::checkpoint([](const Tensor& u) { return u.sin().exp(); }, a);
+      return g * grad_of(b, {a})[0];
+    });
+    if (accumulates)
+      y.backward(at::ones_like(y), /*retain_graph=*/true, /*create_graph=*/false, {{w}});
+    else
+      torch::autograd::grad({y}, {y}, {at::ones_like(y)}, /*retain_graph=*/true);
+    ++late;
+    t.mul_(3);  // in place, on the argument
+    return Tensors{t};
+  };
+  const Tensor x = leaf({2});
+  const Tensor plain = x * 1, checkpointed = x * 1;
+  const Tensors expected = f(plain);
+  w.mutable_grad().reset();
+  const Tensors results = remat::checkpoint(f, checkpointed);
+  CHECK(late == 2);
+  CHECK(at::equal(checkpointed, plain));
+  CHECK(checkpointed._version() == plain._version());
+  require_bit_equal(grad_of(results[0], {x}), grad_of(expected[0], {x}));
+  w.mutable_grad().reset();
+}
+
 }  // namespace
