@@ -34,8 +34,16 @@ class SlotFiller {
   /// Throws. Called with nothing to clean up on the way: each such frame costs about as much as a small
   /// operator.
   [[noreturn]] virtual void stop() = 0;
+  /// The function reads what its own graph saved, outside of a backward. May end the recompute.
+  virtual void stop_before_read() = 0;
   /// Where a region begins: whether whoever begins it will end the recompute, without `stop`.
   virtual bool stop_at_region() = 0;
+
+  /// The innermost whose function runs on this thread; null if there is none.
+  static SlotFiller*& running() {
+    thread_local SlotFiller* filler = nullptr;
+    return filler;
+  }
 };
 
 }  // namespace remat

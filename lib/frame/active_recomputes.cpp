@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "hooks/slot.h"
 #include "lib/scope/region_scope.h"
 
 namespace remat {
@@ -51,11 +52,13 @@ ActiveRecompute::ActiveRecompute(ValuesByTask& all, RecomputedValues& values, Fi
                                  const LockOwner& owner) {
   ThreadState& state = here();
   state.entries.push_back({&all, &values, &filler, &owner});
+  SlotFiller::running() = &filler;
   state.is_preparing = false;
 }
 ActiveRecompute::~ActiveRecompute() {
   ThreadState& state = here();
   state.entries.pop_back();
+  SlotFiller::running() = state.entries.empty() ? nullptr : state.entries.back().filler;
   state.is_preparing = true;
 }
 

@@ -36,6 +36,8 @@ class Filler final : public SlotFiller {
   /// A backward of the function has returned. Where forward still waits in one, what comes after it is not to run yet: a
   /// recompute that got in it all it needs ends.
   void stop_after_backward();
+  /// The same where forward waits for a tensor that its function reads off its own graph.
+  void stop_before_read() override { stop_after_backward(); }
   /// The function has ended, by a return or a stop: takes what waited for it. All is queued on the devices
   /// that the tensors need.
   void finish() {

@@ -951,6 +951,46 @@ class Stops(Case):
         self.check_equal(gradient(remat.checkpoint(f, x), x), gradient(f(x), x))
 
 
+class Waiting(Case):
+    """A recompute that forward itself waits for runs nothing that forward has not run yet."""
+
+    def check(self, before: Callable[[torch.Tensor], Any]) -> None:
+        def run(call: Callable[..., Any]) -> tuple[list[float], int, list[float]]:
+            runs: list[int] = []
+
+            def function(t: torch.Tensor) -> torch.Tensor:
+                before(w)
+                runs.append(1)
+                return t.mul_(3)
+
+            w, x = leaf(2), leaf(2, seed=1)
+            argument = x * 1
+            (gradient,) = torch.autograd.grad(call(function, argument).sum(), x)
+            return argument.tolist(), len(runs), gradient.tolist()
+
+        expected = run(lambda function, x: function(x))
+        self.assertEqual(run(remat.checkpoint), expected)
+        with remat.installed():
+            self.assertEqual(run(lambda function, x: upstream.checkpoint(function, x, use_reentrant=False)), expected)
+
+    def test_saved_tensors_that_a_function_reads(self) -> None:
+        self.check(lambda w: w.exp().grad_fn._saved_result.clone())  # type: ignore[union-attr]
+        self.check(lambda w: w.sin().grad_fn._saved_self.clone())  # type: ignore[union-attr]
+
+    def test_a_backward_with_a_region_in_a_hook(self) -> None:
+        def hook(gradient: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                own = gradient.detach().requires_grad_()
+                return gradient * torch.autograd.grad(remat.checkpoint(lambda t: t.sin().exp(), own).sum(), own)[0]
+
+        def before(w: torch.Tensor) -> None:
+            y = w * 2
+            y.register_hook(hook)
+            torch.autograd.grad(y, y, torch.ones_like(y), retain_graph=True)
+
+        self.check(before)
+
+
 class Errors(Case):
     def test_exceptions_arrive_as_they_are(self) -> None:
         class Mine(Exception):

@@ -1,5 +1,7 @@
 // Rule 6: gradients taken inside a region, and of regions, to any order.
 
+#include <torch/csrc/autograd/generated/Functions.h>
+
 #include "tests/support/support.h"
 
 namespace {
@@ -542,6 +544,46 @@ TEST_CASE("a recompute for a backward inside runs nothing that comes after that 
   CHECK(checkpointed._version() == plain._version());
   require_bit_equal(grad_of(results[0], {x}), grad_of(expected[0], {x}));
   w.mutable_grad().reset();
+}
+
+TEST_CASE(
+    "a recompute for a saved tensor that forward reads runs nothing that comes after that read",
+    "[rule-6][rule-5]") {
+  struct SavesOutput : torch::autograd::Function<SavesOutput> {
+    static Tensor forward(AutogradContext* ctx, const Tensor& x) {
+      const Tensor y = x.exp();
+      ctx->save_for_backward({y});
+      return y;
+    }
+    static variable_list backward(AutogradContext* ctx, variable_list grads) {
+      return {grads[0] * ctx->get_saved_variables()[0]};
+    }
+  };
+  const bool by_function = GENERATE(false, true);
+  const Tensor w = leaf({2});
+  int late = 0;
+  Tensor read;
+  const auto f = [&](const Tensor& t) {
+    const Tensor y = by_function ? SavesOutput::apply(w) : w.exp();
+    const auto node = y.grad_fn();
+    if (by_function)
+      read =
+          dynamic_cast<torch::autograd::CppNode<SavesOutput>&>(*node).ctx_.get_saved_variables()[0];
+    else
+      read = dynamic_cast<torch::autograd::generated::ExpBackward0&>(*node).result_.unpack(node);
+    read = read.detach().clone();
+    ++late;
+    t.mul_(3);  // in place, on the argument
+    return Tensors{t};
+  };
+  const Tensor x = leaf({2});
+  const Tensor plain = x * 1, checkpointed = x * 1;
+  const Tensors expected = f(plain);
+  const Tensors results = remat::checkpoint(f, checkpointed);
+  CHECK(late == 2);
+  CHECK(at::equal(read, w.exp()));
+  CHECK(at::equal(checkpointed, plain));
+  require_bit_equal(grad_of(results[0], {x}), grad_of(expected[0], {x}));
 }
 
 }  // namespace
