@@ -222,7 +222,8 @@ class REMAT_API BackwardMark {
   ~BackwardMark();
   BackwardMark(const BackwardMark&) = delete;
   BackwardMark& operator=(const BackwardMark&) = delete;
-  /// It has returned `gradients`; `given`: the gradients that its roots were given.
+  /// It has returned `gradients`; `given`: the gradients that its roots were given. Throws what `stop` throws where a recompute
+  /// has all it needs and forward still waits in this backward.
   void finish(const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& given);
 
  private:
