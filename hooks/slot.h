@@ -24,13 +24,22 @@ class SlotOwner : public c10::intrusive_ptr_target {
   virtual HeldInfo describe_slot(int64_t position) = 0;
 };
 
+/// What the graph that a recompute makes keeps of a tensor that was saved, for its own reads.
+struct Kept {
+  at::Tensor tensor;
+  uint32_t version = 0;  ///< when it was saved
+  int64_t position = -1;
+};
+
 /// Receives the tensors that autograd saves while a region is recomputed.
 class SlotFiller {
  public:
   virtual ~SlotFiller() = default;
   /// Takes the next saved tensor, and sets what the recomputed graph itself shall keep of it. False: the
   /// recompute ends here, by `stop`.
-  virtual bool fill(const at::Tensor& saved, at::Tensor& kept) = 0;
+  virtual bool fill(const at::Tensor& saved, Kept& kept) = 0;
+  /// The recomputed graph reads what was changed in place after it was saved: throws, as plain autograd does.
+  [[noreturn]] virtual void refuse_changed(const Kept& kept) const = 0;
   /// Throws. Called with nothing to clean up on the way: each such frame costs about as much as a small
   /// operator.
   [[noreturn]] virtual void stop() = 0;

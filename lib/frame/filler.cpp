@@ -54,10 +54,11 @@ bool Filler::gives(const CapturedOperand& operand) const {
   });
 }
 
-bool Filler::fill(const at::Tensor& saved, at::Tensor& kept) {
+bool Filler::fill(const at::Tensor& saved, Kept& own) {
   const at::Tensor* const origin = take_input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
   // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
+  at::Tensor& kept = own.tensor;
   kept = saved.requires_grad() ? saved.tensor_data() : saved;
   // The function caught the signal and went on: nothing it saves now counts. It gets no second one: it may
   // try until nothing is thrown, and by another way than forward's meet a C++ Function of which forward
@@ -68,7 +69,7 @@ bool Filler::fill(const at::Tensor& saved, at::Tensor& kept) {
   const uint64_t operator_number = at::sequence_number::peek();
   const bool was_complete = is_complete();
   if (!pending_.empty()) compare_pending(operator_number, /*is_end=*/origin != nullptr);
-  const int64_t position = num_seen_++;
+  const int64_t position = own.position = num_seen_++;
   follows_ = may_follow_ && origin == nullptr && operator_number == operator_before_;
   may_follow_ = origin == nullptr;
   operator_before_ = operator_number;
@@ -147,9 +148,11 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& k
       pending_.push_back({position,
                           at::sequence_number::peek(),
                           saved.detach(),
+                          static_cast<uint32_t>(saved._version()),
                           TensorIdentity::of(saved),
                           {noted.begin(), noted.end()}});
   });
+  if (input_being_saved() != nullptr) compare_pending(0, /*is_end=*/true);
   if (operands_ != nullptr && differences_.operands.empty() &&
       std::this_thread::get_id() == owner_) {
     const at::Tensor* const origin = input_being_saved();
@@ -373,7 +376,8 @@ Differences Filler::take_differences() {
 
 void Filler::compare_pending(uint64_t next_operator, bool is_end) {
   if (pending_.empty() || (!is_end && pending_.front().operator_number == next_operator)) return;
-  for (const Pending& each : std::exchange(pending_, {}))
+  for (const Pending& each : std::exchange(pending_, {})) {
+    if (static_cast<uint32_t>(each.tensor._version()) != each.version) continue;
     for (const NoteOfSlot& then : each.in_forward) {
       std::string now =
           then.check == nullptr ? text_of_contents(each.tensor) : then.check->note(each.tensor);
@@ -393,6 +397,14 @@ void Filler::compare_pending(uint64_t next_operator, bool is_end) {
            std::move(slot_identity),
            each.identity});
     }
+  }
+}
+
+void Filler::refuse_changed(const Kept& kept) const {
+  const bool is_known = kept.position >= 0 && kept.position < num_slots_;
+  throw_changed_value(region_, kept.position,
+                      is_known ? slots_.identity_of(kept.position) : SlotIdentity(), kept.tensor,
+                      kept.version);
 }
 
 void Filler::stop() {

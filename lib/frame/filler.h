@@ -29,7 +29,8 @@ class Filler final : public SlotFiller {
          RecomputedValues& values, int64_t only_position, const std::vector<at::Tensor>& inputs);
   ~Filler() override;
 
-  bool fill(const at::Tensor& saved, at::Tensor& kept) override;
+  bool fill(const at::Tensor& saved, Kept& kept) override;
+  [[noreturn]] void refuse_changed(const Kept& kept) const override;
   /// The function is about to run a backward. No operator is under way here, so a recompute that has
   /// all it needs ends: that backward ran in the forward, and would accumulate its gradients again.
   void stop_before_backward();
@@ -83,7 +84,10 @@ class Filler final : public SlotFiller {
   int64_t num_slots() const { return num_slots_; }
   int64_t num_seen() const { return num_seen_; }
   /// The next tensor is of another operator than the last one (Slots::end_operator).
-  void end_operator() { may_follow_ = false; }
+  void end_operator() {
+    compare_pending(0, /*is_end=*/true);
+    may_follow_ = false;
+  }
   /// The exception at hand counts also if user code catches it.
   void note_refusal() {
     if (refusal_ == nullptr) refusal_ = std::current_exception();
@@ -150,6 +154,7 @@ class Filler final : public SlotFiller {
     int64_t position;
     uint64_t operator_number;
     at::Tensor tensor;
+    uint32_t version;
     TensorIdentity identity;
     c10::SmallVector<NoteOfSlot, 1> in_forward;
   };

@@ -38,7 +38,7 @@ bool ForwardScope::may_drop_in_script() {
 
 void ForwardScope::backward_begins(const torch::autograd::edge_list& roots,
                                    const torch::autograd::edge_list& targets, bool accumulates) {
-  frame().slots().end_operator();
+  frame().slots().end_operator(frame().region());
   ForwardNotes& notes = frame().notes();
   notes.note_any_backward();
   if (accumulates) notes.note_accumulation(roots);

@@ -38,7 +38,14 @@ int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tens
       slot.has_edge && slot.provenance.origin == Origin::Outside && is_built_before(start, judged);
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
   if (!pending_.empty()) note_pending(region, slot.operator_number, /*is_end=*/origin != nullptr);
+  const int64_t position = push(std::move(slot), region);
+  if (is_hashed || !region.checks().empty())
+    pending_.push_back({position, saved.detach(), static_cast<uint32_t>(saved._version())});
+  if (origin != nullptr) note_rest(region);
+  return position;
+}
 
+int64_t Slots::push(Slot&& slot, const Region& region) {
   std::lock_guard<SpinLock> lock(mutex_);
   REMAT_INVARIANT(!is_settled_, "frame {} got a slot after its function had returned",
                   region.info.id);
@@ -55,21 +62,23 @@ int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tens
     for (auto each = slots_.rbegin() + 1; each != slots_.rend() && each->is_same_operator(latest);
          ++each)
       each->saves_own_output = true;
-  if (is_hashed || !region.checks().empty()) pending_.emplace_back(position, saved.detach());
   return position;
 }
 
-void Slots::end_operator() {
+void Slots::end_operator(const Region& region) {
+  note_rest(region);
   std::lock_guard<SpinLock> lock(mutex_);
   is_operator_over_ = true;
 }
 
 // An operator may fill a tensor after it was saved, so its contents are noted when the next operator
-// saves something, or when the function has returned.
+// saves something, or when the function has returned; an argument of a region inside is complete, and
+// noted at once. What has been changed in place by then is not compared: a recompute may look earlier.
 void Slots::note_pending(const Region& region, uint64_t next_operator, bool is_end) {
-  if (!is_end && slots_[at_position(pending_.front().first)].operator_number == next_operator)
+  if (!is_end && slots_[at_position(pending_.front().position)].operator_number == next_operator)
     return;
-  for (auto& [position, tensor] : std::exchange(pending_, {})) {
+  for (const auto& [position, tensor, version] : std::exchange(pending_, {})) {
+    if (static_cast<uint32_t>(tensor._version()) != version) continue;
     std::vector<NoteOfSlot> made;
     for (const auto& check : region.checks())
       made.push_back({position, check.get(), check->note(tensor)});

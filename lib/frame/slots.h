@@ -46,8 +46,9 @@ class Slots {
               const RegionStart& start, const StorageSet& inputs, bool is_hashed);
   /// The next slot is of another operator than the last one, whatever the numbers of operators say. A
   /// recompute builds more nodes in this place than forward, or fewer: it has other recomputes in a
-  /// backward, and pinned values instead of what made them.
-  void end_operator();
+  /// backward, and pinned values instead of what made them. Notes the contents that are still to be noted: a recompute
+  /// may end here.
+  void end_operator(const Region& region);
   /// The function has returned: notes the contents that are still to be noted.
   void note_rest(const Region& region);
   /// Sums up for recorders what `settle` drops.
@@ -101,6 +102,7 @@ class Slots {
   void clear();
 
  private:
+  int64_t push(Slot&& slot, const Region& region);
   void note_pending(const Region& region, uint64_t next_operator, bool is_end);
   void settle_provenance(const Ending& ending,
                          c10::function_ref<bool(const c10::StorageImpl*)> is_kept);
@@ -108,8 +110,13 @@ class Slots {
 
   // Guarded by the mutex, which is never held while user code runs.
   std::vector<Slot> slots_;
-  std::vector<NoteOfSlot> notes_;                        // by position
-  std::vector<std::pair<int64_t, at::Tensor>> pending_;  // noted when their operator is over
+  std::vector<NoteOfSlot> notes_;  // by position
+  struct Pending {
+    int64_t position;
+    at::Tensor tensor;
+    uint32_t version;
+  };
+  std::vector<Pending> pending_;  // noted when their operator is over
   bool is_operator_over_ = false;
   bool may_meet_outside_ = true;
   bool is_settled_ = false;

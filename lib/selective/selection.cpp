@@ -172,7 +172,7 @@ PinRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number, 
 }
 
 int64_t Selection::begin_pin() {
-  frame_.slots().end_operator();
+  frame_.slots().end_operator(frame_.region());
   num_inside_.fetch_add(1, std::memory_order_relaxed);
   std::lock_guard<SpinLock> lock(record_.mutex);
   record_.pins.emplace_back();

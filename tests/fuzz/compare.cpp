@@ -191,6 +191,11 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
   auto undone_agrees = [&](size_t i) {
     return (may_be_undone && agrees(undone, i)) || (has_replaced && agrees(undone_inside, i));
   };
+  auto undone_is = [&](const Stage& stage, size_t i) {
+    const Stage* const reference = undone.stage(i);
+    return reference != nullptr && !reference->raised &&
+           !difference(*reference, stage, has_other_formulas, has_changed_views);
+  };
   auto undone_raises = [&](size_t i) {
     const Stage* const stage = may_be_undone ? undone.stage(i) : nullptr;
     return stage != nullptr && stage->error == checkpointed.stages[i].error;
@@ -245,6 +250,8 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     if (auto found = difference(p, c, has_other_formulas, has_changed_views)) {
       // A recompute repeats what its function does to captured tensors.
       const bool is_repeated = p.changes.inside && contains(found->kind, "leaf metadata");
+      // Hooks of the program's that keep the tensor itself: what is written to it, plain autograd computes with.
+      if (has.keeping_hooks && may_be_undone && !undone_is(p, i)) return std::nullopt;
       if (!is_repeated && !undone_agrees(i)) return found;
     }
   }

@@ -60,7 +60,8 @@ void Generator::draw_features() {
   features_.stretches = features_.stretches && topics_.selective;
   if (topics_.arguments) draw_features_of_arguments();
   if (topics_.moves) features_.hooks = features_.offloads = true;
-  const bool may_read_twice = features_.reads_twice || features_.inplace || features_.writes;
+  const bool may_read_twice =
+      features_.reads_twice || features_.inplace || features_.writes || topics_.waits;
   features_.strict = !may_read_twice && !plain && dice_.percent(20);
 }
 

@@ -1,5 +1,7 @@
 // Makes what programs do with what regions are given, besides computing with it.
 
+#include <utility>
+
 #include "tests/fuzz/generator.h"
 
 namespace fuzz {
@@ -9,6 +11,11 @@ void Generator::draw_features_of_arguments() {
   features_.looks = dice_.percent(40);
   features_.registers = dice_.percent(40);
   features_.replaces = dice_.percent(40);
+  if (topics_.waits) {
+    features_.writes = dice_.percent(80);
+    features_.inner_grad = true;
+    features_.looks = features_.registers = features_.replaces = false;
+  }
   features_.hooks = features_.hooks || (features_.writes && dice_.percent(60));
   features_.offloads = features_.hooks && dice_.percent(50);
   // Where a tensor that retains its gradient is changed in place, LibTorch may crash.
@@ -69,6 +76,12 @@ int Generator::pick_given(const std::vector<int>& visible) {
 
 std::optional<Statement> Generator::make_about_arguments(const std::vector<int>& visible) {
   const bool is_inside = !given_.empty();
+  if (topics_.waits && is_inside) {
+    if (std::exchange(has_waited_, false) && features_.writes && dice_.percent(60))
+      return make_write(visible);
+    has_waited_ = dice_.percent(25);
+    if (has_waited_) return make_wait(visible);
+  }
   if (features_.writes && dice_.percent(12)) return make_copy(visible);
   // Where nothing copies what a region is given, its recompute can only raise.
   if (features_.writes && is_inside && dice_.percent(nested_hooks_ > 0 ? 35 : 4))
@@ -103,6 +116,15 @@ Statement Generator::make_write(const std::vector<int>& visible) {
   Statement s = applied(pick_one(all), visible);
   s.kind = Kind::Write;
   s.args[0] = pick_given(visible);
+  return s;
+}
+
+Statement Generator::make_wait(const std::vector<int>& visible) {
+  Statement s;
+  s.kind = dice_.percent(50) ? Kind::Read : Kind::InnerGrad;
+  s.args = {pick(visible)};
+  if (s.kind == Kind::InnerGrad) s.args = {visible.back(), pick(visible)};
+  take_outs(s, s.kind == Kind::Read ? 2 : 1);
   return s;
 }
 

@@ -60,6 +60,8 @@ class Generator {
   std::optional<Statement> make_about_arguments(const std::vector<int>& visible);
   Statement make_copy(const std::vector<int>& visible);
   Statement make_write(const std::vector<int>& visible);
+  /// Something that a recompute must be done for before forward goes on.
+  Statement make_wait(const std::vector<int>& visible);
   Statement make_look(const std::vector<int>& visible);
   Statement make_register(int id, Hook hook);
   Statement make_toggle(const std::vector<int>& visible);
@@ -82,7 +84,8 @@ class Generator {
   int next_ = 0;
   int nested_wraps_ = 0, nested_hooks_ = 0;
   int nested_stretches_ = 0;
-  int state_guards_ = 0;  // around the statement that is being made
+  bool has_waited_ = false;  // in the last statement
+  int state_guards_ = 0;     // around the statement that is being made
 };
 
 }  // namespace fuzz

@@ -132,6 +132,11 @@ void print(const Block& block, const std::string& indent, int leaves, Visible& v
             << (s.salt % 10 == 0 ? "" : ", retain_graph")
             << (s.salt % 4 < 2 ? ", create_graph" : "") << "\n";
         break;
+      case Kind::Read:
+        out << joined(outs, value) << " = saved by " << seen(s.args[0]) << ", or by "
+            << (s.salt / 2 % 2 == 0 ? "SavesInput" : "SavesOutput") << " of it"
+            << (s.salt % 2 == 0 ? ", with its history\n" : "\n");
+        break;
       case Kind::Name:
         out << value(s.out) << " = checkpoint_name(" << seen(s.args[0]) << ", \"n"
             << s.salt % num_names << "\")\n";

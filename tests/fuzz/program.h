@@ -51,6 +51,7 @@ enum class Kind {
   Observer,   ///< a RecomputeObserverGuard
   Catch,      ///< try { block } catch (...) {}
   InnerGrad,  ///< autograd::grad of operand 0 with respect to operand 1, here
+  Read,       ///< reads here what the node of operand 0 saved; see saved_of
   Name,       ///< checkpoint_name of operand 0; `salt` chooses the name
   Pin,        ///< pin of operand 0
   Stretch,    ///< save_region of `block`, which also sees all around it
@@ -207,6 +208,9 @@ struct Topics {
   bool arguments = false;
   /// Regions keep copies of their arguments.
   bool copies = false;
+  /// Functions wait for recomputes in forward (they take gradients, and read what nodes saved), and
+  /// then write to what they were given.
+  bool waits = false;
   bool best = false;   ///< half of the policies choose by themselves
   bool moves = false;  ///< most hooks are guards that move what is saved; regions move their inputs
 };

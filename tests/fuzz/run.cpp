@@ -8,6 +8,8 @@
 
 #include <algorithm>
 
+#include "tests/support/saving_functions.h"
+
 namespace fuzz {
 
 namespace {
@@ -144,6 +146,9 @@ void Interpreter::run_block(const Block& block, Environment& values) {
       case Kind::InnerGrad:
         run_inner_grad(s, values);
         break;
+      case Kind::Read:
+        run_read(s, values);
+        break;
       case Kind::Name: {
         const Value& value = see(values, s.args[0]);
         values[s.out] = {
@@ -276,6 +281,25 @@ void Interpreter::run_stretch(const Statement& s, Environment& values) {
                             Origin{.as_argument = use.as_argument, .as_capture = use.as_capture});
     values[id] = {result.tensors[i], std::move(origin)};
   }
+}
+
+void Interpreter::run_read(const Statement& s, Environment& values) {
+  const Value of = see(values, s.args[0]);
+  // What was given to the region has another node in a recompute, or none (Rule 2), as has what it keeps.
+  const bool has_own_node = !of.origin->foreign && !contents_.stretches;
+  Value made = of;
+  Tensor saved = has_own_node ? saved_of(of.tensor) : Tensor();
+  if (!saved.defined()) {
+    const Tensor a = floating(of.tensor);
+    made = {s.salt / 2 % 2 == 0 ? remat::testing::SavesInput::apply(a)
+                                : remat::testing::SavesOutput::apply(a),
+            std::make_shared<Origin>()};
+    saved = saved_of(made.tensor);
+  }
+  if (!saved.defined()) saved = made.tensor.detach();  // without a graph
+  values[s.out] = {s.salt % 2 == 0 ? saved * 1.5 : saved.detach().clone(),
+                   std::make_shared<Origin>()};
+  values[s.out + 1] = made;
 }
 
 void Interpreter::run_inner_grad(const Statement& s, Environment& values) {

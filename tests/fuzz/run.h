@@ -138,6 +138,7 @@ class Interpreter {
   void run_state_guard(const Statement& s, Environment& values);
   remat::RecomputeObserver observer();
   void run_stretch(const Statement& s, Environment& values);
+  void run_read(const Statement& s, Environment& values);
   void run_inner_grad(const Statement& s, Environment& values);
   /// Operand 0 of an operator that changes it in place: itself, or a copy where it may not.
   Value changeable(const Value& value, Dice& dice);
@@ -186,6 +187,9 @@ int64_t prefetch_depth_of(uint64_t salt);
 
 /// Runs `body` and notes in `stage` what it throws.
 void record_errors(Stage& stage, const std::function<void()>& body);
+
+/// What the node of `a` saved of floating point numbers, read now; undefined if it is none of those that are known here.
+Tensor saved_of(const Tensor& a);
 
 const Value& look_up(const Environment& values, int id);
 

@@ -586,4 +586,90 @@ TEST_CASE(
   require_bit_equal(grad_of(results[0], {x}), grad_of(expected[0], {x}));
 }
 
+Tensor read_result(const Tensor& exponential) {
+  const auto node = exponential.grad_fn();
+  return dynamic_cast<torch::autograd::generated::ExpBackward0&>(*node).result_.unpack(node);
+}
+
+remat::SavedTensorHooksGuard copying_hooks() {
+  return remat::SavedTensorHooksGuard([](const Tensor& t) { return t.detach().clone(); },
+                                      [](const Tensor& t) { return t; });
+}
+
+TEST_CASE("what a recompute has kept and changed in place since it does not read again",
+          "[rule-6][rule-10]") {
+  // The region inside waits for a recompute of its own, in forward and in each recompute of the one around it.
+  // There it would begin with the argument that its function has written to.
+  const auto check = GENERATE(remat::DeterminismCheck::Metadata, remat::DeterminismCheck::Values);
+  const auto inputs = GENERATE(remat::InputMode::Shared, remat::InputMode::CopyOnWrite);
+  CAPTURE(static_cast<int>(check), static_cast<int>(inputs));
+  const Tensor w = leaf({2}), b = leaf({2});
+  const auto f = [&](const Tensor& t) {
+    const Tensor s = remat::checkpoint(
+        {.determinism_check = check, .inputs = inputs},
+        [](const Tensor&, const Tensor& a) {
+          a.sin_();
+          return read_result(a.exp()).detach().clone();
+        },
+        t, t);
+    return b * s;
+  };
+  const Tensors expected = [&] {
+    const remat::DisableCheckpointGuard plain;
+    return grad_of(f(w * 1), {b});
+  }();
+  Tensor y;
+  {
+    const auto hooks = copying_hooks();
+    y = remat::checkpoint({.determinism_check = check}, f, w * 1);
+  }
+  if (inputs == remat::InputMode::CopyOnWrite) {
+    require_bit_equal(grad_of(y, {b}), expected);
+    return;
+  }
+  const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {b}); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::ValueMismatch);
+  CHECK_THAT(error.what(), contains("modified by an inplace operation"));
+  CHECK_THAT(error.what(),
+             contains("as an argument of a region inside, is at version 1; expected version 0"));
+}
+
+TEST_CASE(
+    "values are compared as they were when they were saved, whatever is written to them later",
+    "[rule-6][rule-10]") {
+  // In forward the function goes on after the point where a recompute ends.
+  const remat::CheckpointOptions options{.determinism_check = remat::DeterminismCheck::Values,
+                                         .inputs = remat::InputMode::CopyOnWrite};
+  const Tensor w = leaf({2}), x = leaf({2});
+  SECTION("an argument of a region inside, after a backward in there") {
+    const auto f = [&](const Tensor& t) {
+      return remat::checkpoint(
+          [&](const Tensor& a) {
+            const Tensor y = w / a;
+            grad_of(y, {y}, {.retain_graph = true});
+            a.sin_();
+            return a;
+          },
+          t);
+    };
+    const Tensors expected = [&] {
+      const remat::DisableCheckpointGuard plain;
+      return grad_of(f(x * 1), {x});
+    }();
+    require_bit_equal(grad_of(remat::checkpoint(options, f, x * 1), {x}), expected);
+  }
+  SECTION("a tensor that its own node saved, after a read of it") {
+    const auto f = [&](const Tensor& t) {
+      Tensor y = t.exp();
+      const Tensor read = read_result(y).detach().clone();
+      {
+        const at::NoGradGuard no_grad;
+        y.mul_(2);
+      }
+      return (t * read).sin();
+    };
+    require_bit_equal(grad_of(remat::checkpoint(options, f, x * 1), {x}), grad_of(f(x * 1), {x}));
+  }
+}
+
 }  // namespace
