@@ -7,12 +7,14 @@ FOLDER holds a PyTorch source tree with its `test/`. Without it, one is taken fr
 pytorch, where apt knows a mirror, into build/upstream-tests; nothing of it becomes part of this tree. Their tests
 may be of another release than the torch that is installed: some fail then, and must fail alike with remat.
 
-Prints a table, and each test that does not end the same; the exit status says whether there is one.
+Prints a table, and each test that does not end the same; the exit status says whether there is one. Their tests need
+expecttest, numpy and pytest beside torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -149,6 +151,9 @@ def main() -> int:
     unknown = set(options.suites) - set(SUITES)
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    lacking = [name for name in ("expecttest", "numpy", "pytest") if importlib.util.find_spec(name) is None]
+    if lacking:
+        parser.error(f"torch's tests need what is not installed here. Do: pip install {' '.join(lacking)}")
     sources = (options.sources or fetch()).resolve()
     print(f"{'suite':12} {'without: pass/fail/skip':26} {'with remat':18} regions opened")
     different = 0
@@ -165,8 +170,9 @@ def main() -> int:
             if before != after:
                 different += 1
                 print(f"  {before} -> {after}: {test}")
-        if plain and not ours:
-            different += 1
+        if not plain:
+            print(f"{suite}: no test ran without remat either, which shows nothing")
+        different += not plain or not ours
     print("the same" if different == 0 else f"{different} different")
     return 0 if different == 0 else 1
 
