@@ -112,6 +112,51 @@ TEST_CASE("operators come and go with their libraries", "[policy]") {
   CHECK_FALSE(is_known());
 }
 
+TEST_CASE("an operator that comes where another one was is not taken for it", "[policy]") {
+  // A handle is an address, which what is registered next often has again.
+  const auto defined = [](const char* name, const std::function<Tensor(const Tensor&)>& kernel) {
+    torch::Library library(torch::Library::FRAGMENT, "remat_policy", std::nullopt, __FILE__,
+                           __LINE__);
+    library.def((std::string(name) + "(Tensor x) -> Tensor").c_str());
+    library.impl(name, torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, kernel));
+    return library;
+  };
+  const Tensor x = leaf({3});
+  std::vector<std::string> asked;
+  const Policy noting([&asked](const PolicyContext& question) {
+    if (!question.is_recompute) asked.push_back(std::string(question.op_name));
+    return CheckpointPolicy::PreferRecompute;
+  });
+  int kernels = 0;
+  const auto kernel = [&kernels](const Tensor& t) { return ++kernels, t * 2; };
+  const auto run = [&](const char* name, const Policy& policy) {
+    const auto f = [name](const Tensor& t) {
+      const std::string full = std::string("remat_policy::") + name;
+      const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), "");
+      torch::jit::Stack stack{t.detach()};
+      op.callBoxed(stack);
+      return t * stack[0].toTensor();
+    };
+    grad_of(checkpoint(with(policy), f, x), {x});
+    return std::exchange(kernels, 0);
+  };
+  std::optional<Policy> keeps_first;
+  for (int i = 0; i < 4; ++i) {
+    std::optional<torch::Library> first = defined("first", kernel);
+    if (!keeps_first) keeps_first = remat::save_ops({"remat_policy::first"});
+    asked.clear();
+    CHECK(run("first", noting) == 2);
+    CHECK(std::count(asked.begin(), asked.end(), "remat_policy::first.default") == 1);
+    CHECK(run("first", *keeps_first) == 1);  // also when it comes back
+    first.reset();
+    const auto second = defined("second", kernel);
+    asked.clear();
+    CHECK(run("second", noting) == 2);
+    CHECK(std::count(asked.begin(), asked.end(), "remat_policy::second.default") == 1);
+    CHECK(run("second", *keeps_first) == 2);
+  }
+}
+
 TEST_CASE("a name without overload means every overload", "[policy]") {
   const Tensor x = leaf({3});
   KernelCounter kernels;

@@ -24,7 +24,8 @@ bool is_same_way(const MeasuredCalls& a, const MeasuredCalls& b) {
   return a.graph.values.size() == b.graph.values.size() &&
          std::equal(a.calls.begin(), a.calls.end(), b.calls.begin(), b.calls.end(),
                     [](const MeasuredCalls::Call& x, const MeasuredCalls::Call& y) {
-                      return x.op == y.op && x.arguments == y.arguments && x.bytes == y.bytes;
+                      return x.op->name_number == y.op->name_number && x.arguments == y.arguments &&
+                             x.bytes == y.bytes;
                     });
 }
 
@@ -44,8 +45,8 @@ BestChoice shown(const std::string& name, const ChosenWay& way) {
   const std::vector<int64_t> bytes = bytes_by_call(way.measured.graph, way.chosen.keeps);
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     const MeasuredCalls::Call& call = way.measured.calls[i];
-    choice.calls.push_back({traits_of(call.op).name, way.measured.graph.calls[i].seconds,
-                            call.bytes, bytes[i], way.chosen.keeps[i] != 0});
+    choice.calls.push_back({call.op->name, way.measured.graph.calls[i].seconds, call.bytes,
+                            bytes[i], way.chosen.keeps[i] != 0});
   }
   return choice;
 }

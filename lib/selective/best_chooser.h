@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "lib/selective/call_graph.h"
+#include "lib/selective/op_traits.h"
 #include "remat/save_best.h"
 
 namespace remat {
@@ -26,7 +27,7 @@ namespace remat {
 /// The calls of one run, as they were measured.
 struct MeasuredCalls {
   struct Call {
-    c10::OperatorHandle op;
+    const OpTraits* op;      ///< what it is now called by may be another one of that name
     uint64_t arguments = 0;  ///< what they look like, as one number
     int64_t bytes = 0;       ///< of its results
     double seconds = 0;      ///< also if a recompute never comes to it

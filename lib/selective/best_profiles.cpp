@@ -111,8 +111,9 @@ std::vector<Profile> read_file(const std::filesystem::path& file) {
 std::optional<c10::OperatorHandle> operator_of(const std::string& name) {
   const std::size_t space = name.find("::"), dot = name.find('.', space + 2);
   if (space == std::string::npos) return std::nullopt;
+  const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
   return c10::Dispatcher::singleton().findSchema(
-      {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
+      {name.substr(0, dot), overload == "default" ? "" : overload});
 }
 
 /// None: it has an operator that is not there.
@@ -151,7 +152,7 @@ std::optional<MeasuredCalls> calls_of(const std::filesystem::path& file, const P
       refuse_profile(file, number, "is no call of a profile");
     const auto op = operator_of(name);
     if (!op) return std::nullopt;
-    measured.calls.push_back({*op, look, bytes, seconds});
+    measured.calls.push_back({&traits_of(*op), look, bytes, seconds});
     measured.graph.calls.push_back(std::move(call));
   }
   return measured;
@@ -166,9 +167,9 @@ Profile profile_of(const std::string& region, const MeasuredCalls& measured) {
   for (std::size_t i = 0; i < graph.calls.size(); ++i) {
     const MeasuredCalls::Call& call = measured.calls[i];
     const CallGraph::Call& node = graph.calls[i];
-    std::string line = fmt::format(
-        "call {} {} {} {} {} {:d} {:d}", c10::toString(call.op.operator_name()), call.arguments,
-        call.bytes, call.seconds, node.seconds, node.can_be_kept, node.is_kept_anyway);
+    std::string line =
+        fmt::format("call {} {} {} {} {} {:d} {:d}", call.op->name, call.arguments, call.bytes,
+                    call.seconds, node.seconds, node.can_be_kept, node.is_kept_anyway);
     for (const std::vector<uint32_t>* const each : {&node.reads, &node.makes}) {
       line += fmt::format(" {}", each->size());
       for (const uint32_t value : *each) line += fmt::format(" {}", value);

@@ -75,10 +75,10 @@ BestRun::BestRun(std::shared_ptr<BestChooser> chooser, const Frame& frame)
   if (begin.is_measured) measured_ = std::make_unique<MeasuredCalls>();
 }
 
-void BestRun::match(const c10::OperatorHandle& op, uint64_t arguments) {
+void BestRun::match(const OpTraits& op, uint64_t arguments) {
   std::erase_if(ways_, [&](const auto& way) {
     const auto& calls = way.first->measured.calls;
-    return num_calls_ >= calls.size() || calls[num_calls_].op != op ||
+    return num_calls_ >= calls.size() || calls[num_calls_].op->name_number != op.name_number ||
            calls[num_calls_].arguments != arguments;
   });
   const auto first =
@@ -98,7 +98,7 @@ bool BestRun::must_let_go() {
 std::size_t BestRun::begin_call(const c10::OperatorHandle& op, const OpTraits& traits,
                                 c10::ArrayRef<c10::IValue> arguments, bool is_kept_anyway) {
   const uint64_t look = look_of(arguments);
-  match(op, look);
+  match(traits, look);
   keeps_last_ = false;
   if (current_ != nullptr && !is_kept_anyway && current_->chosen.keeps[num_calls_]) {
     const int64_t bytes = current_->measured.calls[num_calls_].bytes;
@@ -107,7 +107,7 @@ std::size_t BestRun::begin_call(const c10::OperatorHandle& op, const OpTraits& t
   }
   const std::size_t call = num_calls_++;
   if (measured_ == nullptr) return call;
-  measured_->calls.push_back({op, look});
+  measured_->calls.push_back({&traits, look});
   CallGraph::Call& node = measured_->graph.calls.emplace_back();
   node.is_kept_anyway = is_kept_anyway && traits.can_be_kept();
   if (traits.is_view) return call;

@@ -66,7 +66,7 @@ class BestRun {
     c10::VariableVersion counter{c10::VariableVersion::DISABLED};
   };
   Made* made(const c10::StorageImpl* storage);
-  void match(const c10::OperatorHandle& op, uint64_t arguments);
+  void match(const OpTraits& op, uint64_t arguments);
   void note_writes(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                    std::size_t call);
   std::size_t calls_before_stop() const;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string_view>
@@ -94,19 +95,65 @@ bool is_made_by(const c10::OperatorHandle& op, std::size_t result) {
   return op.schema().returns()[result].alias_info() == nullptr;
 }
 
+namespace {
+
+/// How many operators have gone. See Note [Operators that come and go].
+std::atomic<uint64_t> num_gone{0};
+
+class AllTraits final : public c10::OpRegistrationListener {
+ public:
+  // Leaked: threads may end after static destructors.
+  static AllTraits& get() {
+    static auto* const all = [] {
+      auto listener = std::make_unique<AllTraits>();
+      AllTraits* const made = listener.get();
+      new c10::RegistrationHandleRAII(
+          c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
+      return made;
+    }();
+    return *all;
+  }
+
+  const OpTraits& of(const c10::OperatorHandle& op) {
+    auto found = std::make_unique<OpTraits>(
+        find_traits(op));  // asks the dispatcher, which locks before it calls us
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const OpTraits*& place = traits_[op];
+    if (place == nullptr) {
+      found->name_number =
+          name_numbers_.emplace(found->name, static_cast<uint32_t>(name_numbers_.size()))
+              .first->second;
+      place = found.release();  // leaked: whoever has it may go on when its operator has gone
+    }
+    return *place;
+  }
+
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    traits_.erase(op);
+    num_gone.fetch_add(1, std::memory_order_release);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<c10::OperatorHandle, const OpTraits*> traits_;
+  std::unordered_map<std::string, uint32_t> name_numbers_;
+};
+
+}  // namespace
+
 const OpTraits& traits_of(const c10::OperatorHandle& op) {
   thread_local ska::flat_hash_map<c10::OperatorHandle, const OpTraits*> known;
+  thread_local uint64_t num_gone_then = 0;
+  if (const uint64_t now = num_gone.load(std::memory_order_acquire); now != num_gone_then) {
+    known.clear();
+    num_gone_then = now;
+  }
   if (const auto found = known.find(op); found != known.end()) return *found->second;
-  struct All {
-    std::mutex mutex;
-    std::unordered_map<c10::OperatorHandle, std::unique_ptr<const OpTraits>> traits;
-  };
-  static auto* const all = new All;  // leaked: threads may end after static destructors
-  std::lock_guard<std::mutex> lock(all->mutex);
-  auto& place = all->traits[op];
-  if (place == nullptr) place = std::make_unique<const OpTraits>(find_traits(op));
-  known.emplace(op, place.get());
-  return *place;
+  const OpTraits& traits = AllTraits::get().of(op);
+  known.emplace(op, &traits);
+  return traits;
 }
 
 }  // namespace remat

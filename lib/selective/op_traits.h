@@ -3,12 +3,18 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <cstdint>
 #include <string>
 
 namespace remat {
 
+/// Note [Operators that come and go]
+/// A library that is unloaded takes its operators along, and what is registered next may have the address of one of
+/// them, which is all that a handle is. So what is known of operators by their handles is forgotten when one goes, and
+/// what outlives a region goes by names, which an operator has again when its library comes back.
 struct OpTraits {
   std::string name;           ///< "aten::mm.default"
+  uint32_t name_number = 0;   ///< the same for all that ever have the name
   bool is_passive = false;    ///< `detach`, or reads metadata only: no policy is asked
   bool is_view = false;       ///< returns a view of an argument
   bool is_mutable = false;    ///< writes to an argument

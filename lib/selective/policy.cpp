@@ -117,8 +117,8 @@ Policy by_ops(const std::vector<std::string>& names, Answer answer, SelectiveOpt
                       "\"aten::add.Tensor\" (one) or \"aten::mm.default\" (the unnamed one).");
     bool can_be_kept = false, is_composite = false;
     for (const c10::OperatorHandle& op : ops) {
-      answers[op] = answer;
       const OpTraits& traits = traits_of(op);
+      answers[traits.name_number] = answer;
       is_composite = is_composite || traits.is_composite;
       can_be_kept = can_be_kept || (!traits.is_composite && traits.can_be_kept());
     }
@@ -184,9 +184,9 @@ bool PolicyRule::may_offload() const {
          offloads(ops_) || offloads(names_);
 }
 
-std::optional<Answer> PolicyRule::answer_to_all(const c10::OperatorHandle& op) const {
+std::optional<Answer> PolicyRule::answer_to_all(uint32_t name_number) const {
   if (fn_) return std::nullopt;
-  const auto found = ops_.find(op);
+  const auto found = ops_.find(name_number);
   return found == ops_.end() ? other_ops_ : found->second;
 }
 
@@ -252,8 +252,8 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
   }
   Answers ops;
   for (const PolicyRule* each : {a.get(), b.get()})
-    for (const auto& [op, unused] : each->ops_)
-      ops[op] = stronger(*a->answer_to_all(op), *b->answer_to_all(op));
+    for (const auto& [number, unused] : each->ops_)
+      ops[number] = stronger(*a->answer_to_all(number), *b->answer_to_all(number));
   Names names;
   const auto answer_of = [](const PolicyRule& rule, const std::string& name) {
     const auto found = rule.names_.find(name);

@@ -3,6 +3,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -10,6 +11,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "lib/selective/op_traits.h"
 #include "remat/policy.h"
 
 namespace remat {
@@ -27,7 +29,7 @@ inline bool is_offloading(CheckpointPolicy answer) {
 /// share it.
 class PolicyRule {
  public:
-  using Answers = std::unordered_map<c10::OperatorHandle, CheckpointPolicy>;
+  using Answers = std::unordered_map<uint32_t, CheckpointPolicy>;  ///< by OpTraits::name_number
   using Names = std::map<std::string, CheckpointPolicy>;
 
   PolicyRule(PolicyFn fn, SelectiveOptions options);
@@ -44,7 +46,9 @@ class PolicyRule {
   static std::shared_ptr<const PolicyRule> through_hooks(std::shared_ptr<const PolicyRule> rule);
 
   /// The answer to every call of an operator, if no function has to be asked for it.
-  std::optional<CheckpointPolicy> answer_to_all(const c10::OperatorHandle& op) const;
+  std::optional<CheckpointPolicy> answer_to_all(const c10::OperatorHandle& op) const {
+    return answer_to_all(traits_of(op).name_number);
+  }
   /// Calls user code, if there is a function.
   CheckpointPolicy answer(const PolicyContext& question) const;
 
@@ -60,6 +64,8 @@ class PolicyRule {
   void warn_about_unseen() const;
 
  private:
+  std::optional<CheckpointPolicy> answer_to_all(uint32_t name_number) const;
+
   const PolicyFn fn_;
   const Answers ops_;
   const CheckpointPolicy other_ops_ = CheckpointPolicy::PreferRecompute;
