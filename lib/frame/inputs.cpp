@@ -371,4 +371,18 @@ void Inputs::check_unwritten(const Region& region, const GivenInputs& given) con
   }
 }
 
+Inputs::Versions Inputs::versions_in_forward() const {
+  Versions versions;
+  versions.reserve(saved_.size());
+  for (const Input& each : saved_)
+    versions.push_back(each.counter.enabled() ? each.counter.current_version() : 0);
+  return versions;
+}
+
+void Inputs::check_not_ahead(const Region& region, const Versions& before) const {
+  for (std::size_t i = 0; i < before.size(); ++i)
+    if (saved_[i].counter.enabled() && saved_[i].counter.current_version() != before[i])
+      throw_written_ahead(region, static_cast<int64_t>(i));
+}
+
 }  // namespace remat

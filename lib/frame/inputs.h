@@ -72,6 +72,15 @@ class Inputs {
   /// The recompute has ended. Throws CheckpointError if it wrote to what hooks hold, which forward did
   /// not.
   void check_unwritten(const Region& region, const GivenInputs& given) const;
+  /// Note [Ahead of forward]
+  /// A recompute that forward itself waits for ends where forward waits. It cannot if that is for another thread's
+  /// backward, or if the function cannot be stopped: then it does what forward will do next, and what it writes to is
+  /// written twice. Forward has not written to its arguments so far, or there were no recompute without copies of them.
+  using Versions = std::vector<uint32_t>;
+  /// Those of forward's own arguments, while it runs; else none.
+  Versions versions_in_forward() const;
+  /// Throws CheckpointError if they have moved since.
+  void check_not_ahead(const Region& region, const Versions& before) const;
   /// The tensors die here.
   void clear() { saved_.clear(); }
 

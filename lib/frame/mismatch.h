@@ -72,6 +72,8 @@ enum class ChangedBy { Function, Others };
 [[noreturn]] void throw_parted_arguments(const Region& region, int64_t number, int64_t other);
 /// A recompute has written to what hooks hold for it, though forward had not.
 [[noreturn]] void throw_spoiled_argument(const Region& region, int64_t number);
+/// See Note [Ahead of forward].
+[[noreturn]] void throw_written_ahead(const Region& region, int64_t number);
 [[noreturn]] void throw_double_unpack(const Region& region, int64_t position,
                                       const SlotIdentity& slot);
 [[noreturn]] void throw_group_overlap(const Region& region, int64_t position,

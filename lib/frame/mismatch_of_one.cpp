@@ -142,6 +142,21 @@ void throw_spoiled_argument(const Region& region, int64_t number) {
           number, title(region)));
 }
 
+void throw_written_ahead(const Region& region, int64_t number) {
+  throw_about(
+      region, Kind::InputChanged, {number, "not written to", "written to in a recompute"},
+      fmt::format(
+          "one of the variables needed for gradient computation has been modified by an "
+          "inplace operation: a recompute that forward waits for wrote to tensor {} of the "
+          "arguments of {}, which forward has not done yet.\n"
+          "Cause: the function waits for a backward over what it computes itself, on another "
+          "thread or where a recompute cannot be stopped (a noexcept function), and then writes to its "
+          "argument, which is done twice.\nDo: set inputs = remat::InputMode::CopyOnWrite in "
+          "CheckpointOptions, or use the out-of-place operator, or run that backward on the "
+          "function's own thread.",
+          number, title(region)));
+}
+
 void throw_double_unpack(const Region& region, int64_t position, const SlotIdentity& slot) {
   const About about{position, "read once", "read again in the same backward",
                     name_of(region, slot.tensor), saver_of(slot)};

@@ -179,11 +179,14 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     GivenInputs given = frame->inputs().unpack(region, frame->notes().has_run_backward());
     Filler filler(region, frame->slots(), frame->recorded(), values, only_position, given.tensors);
     auto scope = std::make_shared<RecomputeScope>(frame, filler);
+    Inputs::Versions in_forward;
+    if (!filler.is_forward_over()) in_forward = frame->inputs().versions_in_forward();
     if (!run_and_replay(*frame, values, filler, scope, given.tensors, span)) {
       values.clear();
       return false;
     }
     frame->inputs().check_unwritten(region, given);
+    frame->inputs().check_not_ahead(region, in_forward);
     scope->scripts()->end();
     compare(*frame, filler, scope->scripts()->plans());
     if (is_planted(Fault::SwappedSlots) && values.has(0) && values.has(1) &&

@@ -92,6 +92,7 @@ _PHRASES = (
     # Of errors, and of both.
     ("remat::checkpoint: ", "torch.utils.checkpoint: "),
     ("inputs = remat::InputMode::CopyOnWrite in CheckpointOptions", 'input_mode="copy_on_write"'),
+    ("cannot be stopped (a noexcept function)", "cannot be stopped"),
     ("(InputMode::CopyOnWrite)", '(input_mode="copy_on_write")'),
     ("capture_check = CaptureCheck::Ignore", 'capture_check="ignore"'),
     ("pass `debug = true` in CheckpointOptions, or open a remat::DebugGuard(true) around the forward",

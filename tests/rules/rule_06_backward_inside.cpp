@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/generated/Functions.h>
 
+#include <future>
+
 #include "tests/support/support.h"
 
 namespace {
@@ -594,6 +596,32 @@ Tensor read_result(const Tensor& exponential) {
 remat::SavedTensorHooksGuard copying_hooks() {
   return remat::SavedTensorHooksGuard([](const Tensor& t) { return t.detach().clone(); },
                                       [](const Tensor& t) { return t; });
+}
+
+TEST_CASE(
+    "a recompute that goes on past the point where forward waits does not write there unnoticed",
+    "[rule-6][rule-11]") {
+  // No recompute can be stopped while it waits for another thread, nor in a function that is noexcept.
+  const Tensor w = leaf({2}), x = leaf({2});
+  const auto f = [&w](const Tensor& t, auto&& wait_for) {
+    const Tensor y = (w * 2).exp();
+    const Tensor g = wait_for([&] { return grad_of(y, {w}, {.retain_graph = true})[0].detach(); });
+    t.mul_(3);
+    return t * g;
+  };
+  const auto here = [](auto&& gradient) { return gradient(); };
+  const auto elsewhere = [](auto&& gradient) {
+    return std::async(std::launch::async, gradient).get();
+  };
+  const auto by_thread = [&](const Tensor& t) { return f(t, elsewhere); };
+  const auto without_stop = [&](const Tensor& t) noexcept { return f(t, here); };
+  const Tensors expected = grad_of(f(x * 1, here), {x});
+  const remat::CheckpointOptions copies{.inputs = remat::InputMode::CopyOnWrite};
+  require_bit_equal(grad_of(remat::checkpoint(copies, by_thread, x * 1), {x}), expected);
+  require_bit_equal(grad_of(remat::checkpoint(copies, without_stop, x * 1), {x}), expected);
+  const auto error = error_of<remat::CheckpointError>([&] { remat::checkpoint(by_thread, x * 1); });
+  CHECK(error.kind() == remat::CheckpointError::Kind::InputChanged);
+  CHECK_THAT(error.what(), contains("a recompute that forward waits for wrote to tensor 0"));
 }
 
 TEST_CASE("what a recompute has kept and changed in place since it does not read again",
