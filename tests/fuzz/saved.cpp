@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 
+#include <type_traits>
+
 #include "tests/fuzz/run.h"
 #include "tests/support/saving_functions.h"
 
@@ -12,7 +14,7 @@ namespace fuzz {
 namespace {
 
 namespace nodes = torch::autograd::generated;
-using Node = decltype(Tensor().grad_fn());
+using Node = std::decay_t<decltype(Tensor().grad_fn())>;
 
 template <class Generated>
 bool read(const Node& node, torch::autograd::SavedVariable Generated::* saved, Tensor& found) {
