@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string_view>
@@ -100,45 +101,53 @@ namespace {
 /// How many operators have gone. See Note [Operators that come and go].
 std::atomic<uint64_t> num_gone{0};
 
-class AllTraits final : public c10::OpRegistrationListener {
+class AllTraits {
  public:
   // Leaked: threads may end after static destructors.
   static AllTraits& get() {
-    static auto* const all = [] {
-      auto listener = std::make_unique<AllTraits>();
-      AllTraits* const made = listener.get();
-      new c10::RegistrationHandleRAII(
-          c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
-      return made;
-    }();
+    static auto* const all = new AllTraits;
     return *all;
   }
 
   const OpTraits& of(const c10::OperatorHandle& op) {
-    auto found = std::make_unique<OpTraits>(
-        find_traits(op));  // asks the dispatcher, which locks before it calls us
+    // Asks the dispatcher, which locks before it tells us of an operator that goes.
+    auto found = std::make_unique<OpTraits>(find_traits(op));
     const std::lock_guard<std::mutex> lock(mutex_);
-    const OpTraits*& place = traits_[op];
+    const OpTraits*& place = now_[op];
     if (place == nullptr) {
       found->name_number =
           name_numbers_.emplace(found->name, static_cast<uint32_t>(name_numbers_.size()))
               .first->second;
-      place = found.release();  // leaked: whoever has it may go on when its operator has gone
+      place = ever_.emplace_back(std::move(found)).get();
     }
     return *place;
   }
 
-  void onOperatorRegistered(const c10::OperatorHandle&) override {}
-  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    traits_.erase(op);
-    num_gone.fetch_add(1, std::memory_order_release);
-  }
-
  private:
+  class Listener final : public c10::OpRegistrationListener {
+   public:
+    explicit Listener(AllTraits& all) : all_(all) {}
+    void onOperatorRegistered(const c10::OperatorHandle&) override {}
+    void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+      const std::lock_guard<std::mutex> lock(all_.mutex_);
+      all_.now_.erase(op);
+      num_gone.fetch_add(1, std::memory_order_release);
+    }
+
+   private:
+    AllTraits& all_;
+  };
+
+  AllTraits()
+      : listening_(c10::Dispatcher::singleton().addRegistrationListener(
+            std::make_unique<Listener>(*this))) {}
+
   std::mutex mutex_;
-  std::unordered_map<c10::OperatorHandle, const OpTraits*> traits_;
+  std::unordered_map<c10::OperatorHandle, const OpTraits*> now_;
+  std::deque<std::unique_ptr<const OpTraits>>
+      ever_;  // whoever has one goes on when its operator has gone
   std::unordered_map<std::string, uint32_t> name_numbers_;
+  const c10::RegistrationHandleRAII listening_;
 };
 
 }  // namespace
