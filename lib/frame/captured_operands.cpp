@@ -69,7 +69,8 @@ void CapturedOperands::note(const at::TensorBase& tensor, const Inputs& inputs) 
   const c10::VariableVersion& counter = impl.version_counter();
   if (impl.is_wrapped_number() || !counter.enabled()) return;
   if (noted_ != nullptr && noted_->has(counter)) return;
-  const at::Tensor operand(tensor);
+  const at::TensorRef borrowed(tensor);  // a counted reference would ask Python for its lock
+  const at::Tensor& operand = *borrowed;
   if (inputs.watches(known_storage_of(operand))) return;
   if (noted_ == nullptr) noted_ = std::make_unique<Noted>();
   WeakTensor object = weak_object_of(operand);

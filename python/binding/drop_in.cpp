@@ -82,14 +82,22 @@ bool is_for_upstream() {
 
 // ---- the stand-in for a generator --------------------------------------------------------------------
 
+/// See Note [Tensors held twice].
+struct Forward {
+  Forward(const CheckpointOptions& options, std::unique_ptr<Body> body, const FunctionFacts& facts)
+      : held(body->inputs()), run(options, std::move(body), facts) {}
+  const HeldTensors held;
+  ForwardRun run;
+};
+
 /// A region between two calls of `next`. One thread.
 struct Run {
   enum class State { New, Open, Plain, Over };
   State state = State::New;
   CheckpointOptions options;
-  std::unique_ptr<Body> body;         // until the region opens
-  py::object forward_context;         // null for none
-  std::optional<ForwardRun> forward;  // while it is open
+  std::unique_ptr<Body> body;      // until the region opens
+  py::object forward_context;      // null for none
+  std::optional<Forward> forward;  // while it is open
 
   /// False: a recompute around ends here, with the Python error that is set.
   bool open();
@@ -105,7 +113,7 @@ bool Run::open() {
     return true;
   }
   forward.emplace(options, std::move(body), FunctionFacts{.always_stops = true, .sees_end = true});
-  if (forward->has_ended()) {
+  if (forward->run.has_ended()) {
     forward.reset();
     state = State::Over;
     return false;
@@ -135,7 +143,7 @@ void Run::finish() {
   const State before = std::exchange(state, State::Over);
   if (before != State::Open) return;
   leave_context({});
-  forward->finish([](TensorVisitor) {});
+  forward->run.finish([](TensorVisitor) {});
   forward.reset();
 }
 

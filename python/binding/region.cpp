@@ -51,8 +51,7 @@ PyObject* set_eval_frame() {
 
 void visit_tensors(PyObject* result, TensorVisitor visitor, int depth) {
   if (const at::Tensor* const tensor = tensor_in(result)) {
-    at::Tensor visited = *tensor;
-    visitor(visited);
+    visitor(const_cast<at::Tensor&>(*tensor));  // who looks at results changes none
     return;
   }
   if (result == Py_None || depth == 16) return;
@@ -210,7 +209,8 @@ bool may_be_container(PyObject* object) {
 
 Body::Body(const Call& call, InputArguments inputs)
     : names_(new_reference(call.names)),
-      num_positional_(static_cast<uint32_t>(call.num_positional)) {
+      num_positional_(static_cast<uint32_t>(call.num_positional)),
+      num_arguments_(static_cast<uint32_t>(call.size())) {
   // A tuple of names alone: the collector would find out the same.
   if (names_ != nullptr && PyObject_GC_IsTracked(names_) != 0) PyObject_GC_UnTrack(names_);
   const auto size = static_cast<std::size_t>(call.size());
@@ -243,7 +243,7 @@ Body::Body(const Call& call, InputArguments inputs)
 }
 
 Body::~Body() {
-  kept_.push_back(names_);
+  if (names_ != nullptr) kept_.push_back(names_);
   if (rare_ != nullptr) {
     for (PyObject* each : {rare_->recompute_context, rare_->on_error, rare_->device_context})
       kept_.push_back(each);
@@ -251,7 +251,6 @@ Body::~Body() {
       kept_.push_back(each.type);
       kept_.push_back(each.attributes);
     }
-    kept_.append(rare_->cells.begin(), rare_->cells.end());
   }
   drop(kept_.data(), kept_.size());
 }
@@ -306,19 +305,19 @@ void Body::keep_closure(ClosureContents& before) {
     before.all_[i] = nullptr;
     drop(&content, 1);
   }
-  rare().cells = std::move(before.all_);
+  kept_.append(before.all_.begin(), before.all_.end());
   before.all_.clear();
 }
 
 /// A new reference; null with a Python error set.
 PyObject* Body::function_again() const {
   PyObject* const function = kept_.front();
-  if (rare_ == nullptr || rare_->cells.empty()) return new_reference(function);
+  if (cells().empty()) return new_reference(function);
   PyObject* const closure = closure_of(function);
   py::object again;
-  for (std::size_t i = 0; i < rare_->cells.size(); ++i) {
+  for (std::size_t i = 0; i < cells().size(); ++i) {
     const auto place = static_cast<Py_ssize_t>(i);
-    PyObject* const content = rare_->cells[i];
+    PyObject* const content = cells()[i];
     if (content == nullptr || PyCell_GET(PyTuple_GET_ITEM(closure, place)) == content) continue;
     if (!again) {
       again = py::reinterpret_steal<py::object>(PyTuple_New(PyTuple_GET_SIZE(closure)));
@@ -375,7 +374,7 @@ PyObject* Body::call_again(PyObject** arguments) {
   const auto or_none = [](PyObject* object) { return object == nullptr ? Py_None : object; };
   c10::SmallVector<PyObject*, 16> all{nullptr, or_none(rare_->recompute_context),
                                       or_none(rare_->device_context), function.ptr()};
-  all.append(arguments, arguments + kept_.size() - 1);
+  all.append(arguments, arguments + num_arguments_);
   return in_python([&] {
     return PyObject_Vectorcall(names().run_in, all.data() + 1, (num_positional_ + 3) | flag,
                                names_);
@@ -389,7 +388,9 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
   struct Arguments {
     c10::SmallVector<PyObject*, 16> all{nullptr};  // room for a method's object
     c10::SmallVector<PyObject*, 8> own;
+    HeldTensors held;  // see Note [Tensors held twice]
     ~Arguments() {
+      held.clear();
       if (own.empty()) return;
       PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
       PyErr_Fetch(&type, &value, &traceback);
@@ -401,7 +402,7 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
   } arguments;
   std::size_t next = 0, next_container = 0;
   ContainerCopies copies;
-  for (std::size_t i = 1; i < kept_.size(); ++i) {
+  for (std::size_t i = 1; i <= num_arguments_; ++i) {
     PyObject* argument = kept_[i];
     if (rare_ != nullptr && next_container < rare_->containers.size() &&
         rare_->containers[next_container] == i) {
@@ -414,7 +415,8 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
       arguments.own.push_back(argument);
     }
     if (argument == nullptr) {
-      argument = wrap(std::move(inputs[next++]), i - 1);
+      arguments.held.push_back(std::move(inputs[next++]));
+      argument = wrap(arguments.held.back(), i - 1);
       if (argument == nullptr) throw_persisted();
       arguments.own.push_back(argument);
     }
@@ -496,6 +498,7 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
       ClosureContents closure(call.function);
       auto body = std::make_unique<Body>(call, InputArguments::All);
       Body& kept = *body;  // alive as long as the run
+      const HeldTensors held = kept.inputs();
       ForwardRun region(options, std::move(body), FunctionFacts{.sees_end = true});
       if (region.has_ended()) {
         warnings.set_in_exception();

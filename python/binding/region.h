@@ -47,6 +47,16 @@ enum class InputArguments { Positional, All };
 // what forward found there. What forward itself wrote to is the program's state, and is what it has become; so is what the
 // variable refers to. If no cell differs, which is the rule, the function itself is called again.
 
+// Note [Tensors held twice]
+// LibTorch takes the interpreter's lock each time a tensor that has an object in Python gets its second reference from
+// C++, and each time it loses that. An operator, a saved variable and its hooks each do so, several times, with the lock let
+// go before. The lock costs as much there as the rest of what a region does with the tensor. So while a function runs, here
+// or again, its tensor arguments are held once more, from where the lock is held anyway. They live no longer for that: the
+// call that gave them holds their objects.
+
+/// Tensor arguments of a function that runs. The interpreter's lock is held where this is made and where it dies.
+using HeldTensors = c10::SmallVector<at::Tensor, 2>;
+
 /// What the cells of a Python function hold; of other functions nothing.
 class ClosureContents {
  public:
@@ -66,6 +76,8 @@ class Body final : public RegionBody {
   ~Body() override;
 
   void visit_inputs(TensorVisitor visitor) override;
+  /// See Note [Tensors held twice]. None, once the library has taken them.
+  const HeldTensors& inputs() const { return inputs_; }
   void run_again(std::vector<at::Tensor>& inputs) override;
   bool can_be_stopped() const override { return true; }
   [[noreturn]] void stop() override { Rerun::stop(); }
@@ -92,8 +104,7 @@ class Body final : public RegionBody {
     PyObject* on_error = nullptr;
     PyObject* device_context = nullptr;
     std::vector<Kind> kinds;
-    std::vector<std::size_t> containers;   // places in `kept_` of what is copied for each run
-    c10::SmallVector<PyObject*, 4> cells;  // what was in each; null for what forward wrote to
+    std::vector<std::size_t> containers;  // places in `kept_` of what is copied for each run
   };
   Rare& rare() {
     if (rare_ == nullptr) rare_ = std::make_unique<Rare>();
@@ -103,11 +114,16 @@ class Body final : public RegionBody {
   PyObject* wrap(at::Tensor tensor, std::size_t argument);
   PyObject* function_again() const;
   PyObject* call_again(PyObject** arguments);
+  c10::ArrayRef<PyObject*> cells() const {
+    return c10::ArrayRef<PyObject*>(kept_.data(), kept_.size()).slice(1 + num_arguments_);
+  }
 
-  c10::SmallVector<PyObject*, 4> kept_;  // the function, then its arguments; null for an input
+  // The function; its arguments, null for an input; what was in each of its cells, null for what forward wrote to.
+  c10::SmallVector<PyObject*, 6> kept_;
   PyObject* names_;
   uint32_t num_positional_;
-  c10::SmallVector<at::Tensor, 2> inputs_;  // until the library takes them
+  uint32_t num_arguments_;
+  HeldTensors inputs_;  // until the library takes them
   std::unique_ptr<Rare> rare_;
 };
 
