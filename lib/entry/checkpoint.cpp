@@ -111,7 +111,8 @@ bool opens_region() {
 }
 
 bool opens_region(const CheckpointOptions& options) {
-  if (!opens_region() || !options.level) return opens_region();
+  if (!opens_region()) return false;
+  if (!options.level) return true;
   const detail::Scope* const guard = detail::innermost(Ability::Level);
   return *options.level > 0 && (guard == nullptr || guard->training_level() >= *options.level);
 }

@@ -60,6 +60,8 @@ RecomputeCacheGuard::RecomputeCacheGuard(RecomputeCacheOptions options)
     : ScopeGuard(detail::cache_scope(options.max_bytes)) {}
 
 std::shared_ptr<SharedRecomputes> SharedRecomputes::around() {
+  using detail::Ability, detail::is_any_open;
+  if (!is_any_open(Ability::Group) && !is_any_open(Ability::Cache)) return nullptr;
   const detail::StackView around;
   const detail::Scope* sharing = around.innermost(detail::Ability::Group);
   if (sharing == nullptr) sharing = around.innermost(detail::Ability::Cache);

@@ -2,6 +2,7 @@
 
 #include <ATen/SavedTensorHooks.h>
 
+#include <array>
 #include <bit>
 #include <utility>
 #include <vector>
@@ -10,8 +11,19 @@ namespace remat::detail {
 
 namespace {
 
-/// Open scopes with hooks in the whole process: without any, saving a tensor costs one load.
-std::atomic<int64_t> num_hook_scopes{0};
+constexpr uint32_t bit(Ability ability) { return 1U << static_cast<unsigned>(ability); }
+
+/// Open scopes in the whole process, by ability. Of those that few programs use, and of hooks, without any of which saving a
+/// tensor costs one load. Regions have hooks.
+constexpr uint32_t counted =
+    bit(Ability::Hooks) | bit(Ability::Disable) | bit(Ability::Group) | bit(Ability::Cache);
+std::array<std::atomic<int64_t>, num_abilities> num_open{};
+
+void count_open(uint32_t abilities, int64_t change) {
+  for (uint32_t rest = abilities & counted; rest != 0; rest &= rest - 1)
+    num_open[static_cast<std::size_t>(std::countr_zero(rest))].fetch_add(change,
+                                                                         std::memory_order_relaxed);
+}
 
 StackNode* top() { return static_cast<StackNode*>(seam::thread_entry()); }
 
@@ -81,7 +93,7 @@ std::shared_ptr<StackNode> Scope::make_node(std::shared_ptr<StackNode> below,
 }
 
 void Scope::open() {
-  if (has(Ability::Hooks)) num_hook_scopes.fetch_add(1, std::memory_order_relaxed);
+  count_open(abilities_, 1);
   open_.store(true, std::memory_order_release);
 }
 
@@ -89,7 +101,7 @@ void Scope::close() {
   // Only its owner closes it, so looking first and then writing is enough.
   if (!is_open()) return;
   open_.store(false, std::memory_order_release);
-  if (has(Ability::Hooks)) num_hook_scopes.fetch_sub(1, std::memory_order_relaxed);
+  count_open(abilities_, -1);
   on_close();
 }
 
@@ -141,11 +153,11 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_dec
     is_decided = save_around->which_ == HooksAround::Regions;
     return make_hooks_around(save_around->region_, save_around->which_);
   }
-  if (num_hook_scopes.load(std::memory_order_relaxed) == 0) return nullptr;
-  const StackNode* node = top();
-  if (node != nullptr) node = node->nearest(Ability::Hooks);
+  if (!is_any_open(Ability::Hooks)) return nullptr;
+  const auto [entry, foreign] = seam::thread_view();
+  if (entry == nullptr) return nullptr;
+  const StackNode* const node = static_cast<StackNode*>(entry)->nearest(Ability::Hooks);
   if (node == nullptr) return nullptr;
-  const auto& foreign = at::SavedTensorDefaultHooks::get_tls_state();
   if (foreign.disabled_error_message || foreign.is_tracing) return nullptr;
   // Python hooks that were pushed after ours are the inner ones.
   if (static_cast<int64_t>(foreign.stack.size()) > node->foreign_depth) return nullptr;
@@ -154,9 +166,18 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_dec
 
 StackView::StackView() : top_(top()) {}
 
-Scope* innermost(Ability ability) { return StackView().innermost(ability); }
+bool is_any_open(Ability ability) {
+  const Ability by = ability == Ability::Region ? Ability::Hooks : ability;
+  return (counted & bit(by)) == 0 ||
+         num_open[static_cast<std::size_t>(by)].load(std::memory_order_relaxed) != 0;
+}
+
+Scope* innermost(Ability ability) {
+  return is_any_open(ability) ? StackView().innermost(ability) : nullptr;
+}
 
 void visit(Ability ability, c10::function_ref<void(Scope&)> visitor) {
+  if (!is_any_open(ability)) return;
   const auto index = static_cast<std::size_t>(ability);
   const StackNode* node = top();
   for (node = node == nullptr ? nullptr : node->with[index]; node != nullptr;

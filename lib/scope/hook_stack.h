@@ -156,6 +156,9 @@ class StackView {
   const StackNode* top_;
 };
 
+/// Whether any thread may have an open scope with an ability: a load, no look-up.
+bool is_any_open(Ability ability);
+
 /// Finds the innermost open scope with an ability, or null.
 Scope* innermost(Ability ability);
 /// Visits every open scope of this thread with an ability, innermost first.

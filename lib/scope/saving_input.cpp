@@ -9,11 +9,14 @@ thread_local SavingInput* being_saved = nullptr;
 }  // namespace
 
 const at::Tensor* input_being_saved() {
-  return being_saved == nullptr ? nullptr : being_saved->tensor_;
+  const SavingInput* const saving = being_saved;  // one look-up for all
+  return saving == nullptr ? nullptr : saving->tensor_;
 }
 const at::Tensor* take_input_being_saved() {
-  if (being_saved != nullptr) being_saved->is_slot_ = true;
-  return input_being_saved();
+  SavingInput* const saving = being_saved;
+  if (saving == nullptr) return nullptr;
+  saving->is_slot_ = true;
+  return saving->tensor_;
 }
 bool stop_after_inputs(SlotFiller& filler) {
   if (being_saved == nullptr || being_saved->stops_later_ == nullptr) return false;

@@ -1,6 +1,5 @@
 #include "lib/seam/engine.h"
 
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -9,7 +8,10 @@
 #define REMAT_HAS_NODE_CREATION_HOOKS 1
 #endif
 
+#include <fmt/format.h>
+
 #include <atomic>
+#include <cstring>
 #include <mutex>
 #include <string>
 #include <unordered_map>
@@ -26,11 +28,15 @@ using torch::autograd::Engine;
 
 EngineCallbacks engine_callbacks{};
 
+/// Of this length a string has no memory of its own, and two are compared in a few instructions.
+constexpr std::size_t slot_key_length = 15;
+
 /// Names this copy of the library: two copies in one process need distinct keys.
 const std::string& slot_key() {
   static const std::string key = [] {
     static const char here = 0;
-    return "rm" + std::to_string(reinterpret_cast<uintptr_t>(&here) >> 4);
+    const uint64_t place = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(&here)) >> 4;
+    return fmt::format("rm{:013x}", place & ((uint64_t{1} << 52) - 1));
   }();
   return key;
 }
@@ -40,7 +46,8 @@ using EntryMap = std::unordered_map<std::string, std::shared_ptr<c10::SafePyObje
 
 // Note [Reading the entry]
 // Every saved tensor asks for the entry. The public way, `contains` and then `get`, hashes the key
-// three times and was a tenth of the cost of a small region; so the map itself is read. Every region
+// three times and was a tenth of the cost of a small region; so the map itself is read: where it has one entry, that is
+// looked at, without a search. Every region
 // puts the entry in twice and takes it out twice (a key left behind would cost every node of every
 // backward a copy of the map). Mostly there is no other entry; so a map with ours alone is kept in between, and
 // changes places with the empty one. The explicit instantiation below may name a private member; a LibTorch
@@ -64,6 +71,8 @@ struct SpareMap {
 struct ThreadPart {
   EntryMap* entries = nullptr;
   EntryMap* spare = nullptr;
+  const std::string* key = nullptr;
+  const at::impl::SavedTensorDefaultHooksTLS* foreign_hooks = nullptr;
   bool is_ending = false;  ///< scopes may still close after the spare map is gone
 };
 constinit thread_local ThreadPart thread_part;
@@ -73,18 +82,35 @@ SpareMap::~SpareMap() {
   thread_part.is_ending = true;
 }
 
-/// This thread's own map. It is handed out read-only, but what is handed out is no constant.
-EntryMap& entry_map(ThreadPart& part) {
-  if (part.entries == nullptr) {
-    part.entries =
-        const_cast<EntryMap*>(&(ThreadLocalPythonObjects::get_state().*
-                                entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
-    if (!part.is_ending) {
-      thread_local SpareMap spare;
-      part.spare = &spare.map;
-    }
+/// LibTorch's map is handed out read-only, but what is handed out is no constant.
+[[gnu::noinline]] void fill(ThreadPart& part) {
+  part.key = &slot_key();
+  part.foreign_hooks = &at::SavedTensorDefaultHooks::get_tls_state();
+  if (!part.is_ending) {
+    thread_local SpareMap spare;
+    part.spare = &spare.map;
   }
-  return *part.entries;
+  part.entries =
+      const_cast<EntryMap*>(&(ThreadLocalPythonObjects::get_state().*
+                              entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
+}
+
+/// This thread's own; one look-up for all.
+inline ThreadPart& this_thread() {
+  ThreadPart& part = thread_part;
+  if (part.entries == nullptr) fill(part);
+  return part;
+}
+
+/// Ours among entries of which there are some; or the end.
+EntryMap::iterator find_entry(const ThreadPart& part) {
+  EntryMap& entries = *part.entries;
+  const std::string& key = *part.key;
+  if (entries.size() > 1) return entries.find(key);
+  const std::string& only = entries.begin()->first;
+  const bool is_ours =
+      only.size() == slot_key_length && std::memcmp(only.data(), key.data(), slot_key_length) == 0;
+  return is_ours ? entries.begin() : entries.end();
 }
 
 /// See Note [The forwarding engine].
@@ -171,7 +197,10 @@ void install(const EngineCallbacks& callbacks) {
       +[]() -> Engine& { return *installed.load(std::memory_order_acquire); });
 }
 
-ThreadEntry::ThreadEntry() : handle_(reinterpret_cast<PyObject*>(this), interpreter()) {}
+ThreadEntry::Handle::Handle(ThreadEntry* owner)
+    : SafePyObject(reinterpret_cast<PyObject*>(owner), interpreter()), entry(owner) {}
+
+ThreadEntry::ThreadEntry() : handle_(this) {}
 
 std::shared_ptr<c10::SafePyObject> handle_of(std::shared_ptr<ThreadEntry> entry) {
   c10::SafePyObject* const handle = &entry->handle_;
@@ -181,7 +210,8 @@ std::shared_ptr<c10::SafePyObject> handle_of(std::shared_ptr<ThreadEntry> entry)
 namespace {
 
 ThreadEntry* entry_behind(const c10::SafePyObject& handle) {
-  return reinterpret_cast<ThreadEntry*>(handle.ptr(interpreter()));
+  return static_cast<const ThreadEntry::Handle&>(handle)
+      .entry;  // there are no others under our key
 }
 
 std::shared_ptr<ThreadEntry> entry_behind(std::shared_ptr<c10::SafePyObject> handle) {
@@ -192,37 +222,45 @@ std::shared_ptr<ThreadEntry> entry_behind(std::shared_ptr<c10::SafePyObject> han
 
 }  // namespace
 
-ThreadEntry* thread_entry() {
-  const EntryMap& entries = entry_map(thread_part);
-  if (entries.empty()) return nullptr;
-  const auto found = entries.find(slot_key());
-  return found == entries.end() || found->second == nullptr ? nullptr
-                                                            : entry_behind(*found->second);
+namespace {
+ThreadEntry* entry_of(const ThreadPart& part) {
+  if (part.entries->empty()) return nullptr;
+  const auto found = find_entry(part);
+  return found == part.entries->end() || found->second == nullptr ? nullptr
+                                                                  : entry_behind(*found->second);
+}
+}  // namespace
+
+ThreadEntry* thread_entry() { return entry_of(this_thread()); }
+
+ThreadView thread_view() {
+  const ThreadPart& part = this_thread();
+  return {entry_of(part), *part.foreign_hooks};
 }
 
 std::shared_ptr<ThreadEntry> share_thread_entry() {
-  const EntryMap& entries = entry_map(thread_part);
-  if (entries.empty()) return nullptr;
-  const auto found = entries.find(slot_key());
-  return found == entries.end() ? nullptr : entry_behind(found->second);
+  const ThreadPart& part = this_thread();
+  if (part.entries->empty()) return nullptr;
+  const auto found = find_entry(part);
+  return found == part.entries->end() ? nullptr : entry_behind(found->second);
 }
 
 std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry) {
-  ThreadPart& part = thread_part;  // one look-up for all
-  EntryMap& entries = entry_map(part);
+  ThreadPart& part = this_thread();
+  EntryMap& entries = *part.entries;
   if (entries.empty()) {
     if (entry == nullptr) return nullptr;
     if (part.spare != nullptr && !part.spare->empty()) {
       entries.swap(*part.spare);
       entries.begin()->second = handle_of(std::move(entry));
     } else {
-      entries.emplace(slot_key(), handle_of(std::move(entry)));
+      entries.emplace(*part.key, handle_of(std::move(entry)));
     }
     return nullptr;
   }
-  const auto found = entries.find(slot_key());
+  const auto found = find_entry(part);
   if (found == entries.end()) {
-    if (entry != nullptr) entries.emplace(slot_key(), handle_of(std::move(entry)));
+    if (entry != nullptr) entries.emplace(*part.key, handle_of(std::move(entry)));
     return nullptr;
   }
   auto previous = entry_behind(std::move(found->second));

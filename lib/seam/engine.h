@@ -14,6 +14,7 @@
 // show an engine thread the scopes of whatever ran there before. The entries carry an interpreter
 // of which LibTorch only ever calls incref and decref.
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/stack.h>
 #include <c10/core/SafePyObject.h>
 #include <torch/csrc/autograd/edge.h>
@@ -62,14 +63,26 @@ class ThreadEntry {
   virtual ~ThreadEntry() = default;
   ThreadEntry& operator=(ThreadEntry&&) = delete;
 
+  /// What LibTorch holds of it.
+  struct Handle : c10::SafePyObject {
+    explicit Handle(ThreadEntry* owner);
+    ThreadEntry* const entry;
+  };
+
  private:
   friend std::shared_ptr<c10::SafePyObject> handle_of(std::shared_ptr<ThreadEntry> entry);
-  c10::SafePyObject handle_;
+  Handle handle_;
 };
 
 /// LibTorch carries this entry with the thread's state; null: there is none.
 ThreadEntry* thread_entry();
 std::shared_ptr<ThreadEntry> share_thread_entry();
+/// The same, and LibTorch's own (Python's) hooks, for the price of one look-up.
+struct ThreadView {
+  ThreadEntry* entry;
+  const at::impl::SavedTensorDefaultHooksTLS& foreign_hooks;
+};
+ThreadView thread_view();
 /// Replaces it, null removes it; returns what was there.
 std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry);
 
