@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "hooks/slot.h"
+#include "lib/seam/autograd_meta.h"
 
 namespace remat {
 
@@ -20,13 +21,13 @@ class Collect final : public torch::autograd::SavedVariableHooks {
 
   void call_pack_hook(const at::Tensor& saved) override {
     const bool goes_on = filler_->fill(saved, kept_);
-    kept_.version = static_cast<uint32_t>(kept_.tensor._version());
+    kept_.version = seam::version_of(kept_.tensor);
     if (!goes_on) filler_->stop();
   }
   at::Tensor call_unpack_hook() override {
     const bool is_running = filler_ == SlotFiller::running();
     if (is_running) filler_->stop_before_read();
-    if (static_cast<uint32_t>(kept_.tensor._version()) != kept_.version) {
+    if (seam::version_of(kept_.tensor) != kept_.version) {
       if (is_running) filler_->refuse_changed(kept_);
       TORCH_CHECK(
           false,

@@ -13,6 +13,7 @@
 #include "lib/seam/autograd_meta.h"
 #include "lib/seam/dispatch_mode.h"
 #include "lib/seam/engine.h"
+#include "lib/seam/plain_tensor.h"
 #include "lib/seam/script.h"
 #include "lib/seam/warn.h"
 #include "lib/state/user_state.h"
@@ -59,7 +60,7 @@ bool Filler::fill(const at::Tensor& saved, Kept& own) {
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
   // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
   at::Tensor& kept = own.tensor;
-  kept = saved.requires_grad() ? saved.tensor_data() : saved;
+  kept = saved.requires_grad() ? seam::alias_without_history(saved) : saved;
   // The function caught the signal and went on: nothing it saves now counts. It gets no second one: it may
   // try until nothing is thrown, and by another way than forward's meet a C++ Function of which forward
   // does not say whether it saves its own output.
@@ -79,7 +80,7 @@ bool Filler::fill(const at::Tensor& saved, Kept& own) {
     kept = saved.tensor_data().clone();
   }
   if (position < num_slots_ && view_.is_needed[static_cast<std::size_t>(position)])
-    take(position, saved, kept);
+    take(position, saved, origin, kept);
   if (has_too_many() && !first_beyond_)
     first_beyond_ = Difference{{position, "(none)", TensorMetadata(saved, false).text(), {}, {}},
                                {},
@@ -130,43 +131,44 @@ bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
   return is_safe;
 }
 
-void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor& kept) {
+void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor* origin,
+                  const at::Tensor& kept) {
   Value value;
-  value.version = static_cast<uint32_t>((is_vouched(saved) ? kept : saved)._version());
+  value.version = seam::version_of(is_vouched(saved) ? kept : saved);
   bool is_made_inside = false;
   slots_.with_slot(position, view_.is_settled, [&](const Slot& slot) {
-    compare(position, slot, saved);
+    compare(position, slot, saved, origin);
     must_finish_operator_ = slot.finish_operator && !is_planted(Fault::LateWrite);
     const Origin origin = slot.provenance.origin;
     is_made_inside =
         !slot.is_inner_input && (origin == Origin::Inside || origin == Origin::NoStorage);
     if (!saved.requires_grad() && !is_vouched(saved) &&
         (origin == Origin::Outside || origin == Origin::Input))
-      value.alias = saved.tensor_data();  // its owner may give the object other storage
+      value.alias =
+          seam::alias_without_history(saved);  // its owner may give the object other storage
     if (const auto noted = slots_.notes_of(position); !noted.empty())
       // Without its history: whoever frees the recompute's graph does so before the contents are compared.
       pending_.push_back({position,
                           at::sequence_number::peek(),
                           saved.detach(),
-                          static_cast<uint32_t>(saved._version()),
+                          seam::version_of(saved),
                           TensorIdentity::of(saved),
                           {noted.begin(), noted.end()}});
   });
-  if (input_being_saved() != nullptr) compare_pending(0, /*is_end=*/true);
+  if (origin != nullptr) compare_pending(0, /*is_end=*/true);
   if (operands_ != nullptr && differences_.operands.empty() &&
-      std::this_thread::get_id() == owner_) {
-    const at::Tensor* const origin = input_being_saved();
-    if (operands_->made(origin != nullptr ? *origin : saved, is_made_inside)) note_operands();
-  }
+      std::this_thread::get_id() == owner_ &&
+      operands_->made(origin != nullptr ? *origin : saved, is_made_inside))
+    note_operands();
   value.tensor = kept;
   value.is_own_alias = !kept.is_same(saved);
   constexpr std::size_t num_owners = 2;  // the graph's hook, and the value
   if (value.is_own_alias)
     value.num_companions = static_cast<uint8_t>(value.tensor.use_count() - num_owners);
   if (!saved.is_cpu()) value.ready = ready_.of(saved);
-  if (is_planted(Fault::InnerInput) && input_being_saved() != nullptr) {
+  if (is_planted(Fault::InnerInput) && origin != nullptr) {
     value.tensor = kept.new_zeros(kept.sizes());
-    value.version = static_cast<uint32_t>(value.tensor._version());
+    value.version = seam::version_of(value.tensor);
   }
   if (is_recording() && recorded_ != nullptr)
     recording::slot_event(EventKind::Fill, region_.info, position, {});
@@ -194,6 +196,11 @@ static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
   return leaf && at::Tensor(leaf).requires_grad() == has_edge;
 }
 
+static bool is_object(const at::Tensor* tensor, const WeakTensor& object) {
+  return (tensor == nullptr ? nullptr : tensor->unsafeGetTensorImpl()) ==
+         object._unsafe_get_target();
+}
+
 // Another leaf in the place of a leaf may have been made inside. A result that was there before the recompute was not, and
 // forward had a leaf: the variable that the function captured has been assigned another tensor since, as fast weights are.
 bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
@@ -202,7 +209,7 @@ bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
     return false;
   const at::Tensor& root = seam::viewed(judged);
   return seam::node_of(root) != nullptr && !is_built_since(start_, root) &&
-         leaf_behind(judged) != then.leaf._unsafe_get_target() &&
+         !is_object(leaf_behind(judged), then.leaf) &&
          std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
            return each.storage == known_storage_of(judged);
          });
@@ -217,14 +224,12 @@ bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
 // nothing to compare with.
 static bool is_other_leaf(const Provenance& then, const at::Tensor& judged) {
   if (then.origin != Origin::Leaf || is_planted(Fault::CaptureCheck)) return false;
-  c10::TensorImpl* const leaf = leaf_behind(judged);
-  if (leaf == nullptr || leaf == then.leaf._unsafe_get_target() || is_leaf_changed(then))
-    return false;
+  const at::Tensor* const leaf = leaf_behind(judged);
+  if (leaf == nullptr || is_object(leaf, then.leaf) || is_leaf_changed(then)) return false;
   const auto leaf_then = then.leaf.lock();
   if (!leaf_then) return false;
   const at::Tensor before(leaf_then);
-  const at::Tensor now(
-      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf));
+  const at::Tensor& now = *leaf;
   const auto can_be_compared = [](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided && !tensor.is_nested() && !has_no_memory(tensor) &&
            storage_of(tensor) != nullptr && (tensor.numel() == 0 || tensor.storage().nbytes() > 0);
@@ -276,8 +281,8 @@ Difference Filler::difference(int64_t position, const Slot& slot, const at::Tens
   return Difference{std::move(m), SlotIdentity(slot), TensorIdentity::of(judged)};
 }
 
-void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved) {
-  const at::Tensor* const origin = input_being_saved();
+void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved,
+                     const at::Tensor* origin) {
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
   const auto difference_here = [&](std::string forward, std::string now) {
     Difference made = difference(position, slot, judged, std::move(forward), std::move(now));
@@ -377,7 +382,7 @@ Differences Filler::take_differences() {
 void Filler::compare_pending(uint64_t next_operator, bool is_end) {
   if (pending_.empty() || (!is_end && pending_.front().operator_number == next_operator)) return;
   for (const Pending& each : std::exchange(pending_, {})) {
-    if (static_cast<uint32_t>(each.tensor._version()) != each.version) continue;
+    if (seam::version_of(each.tensor) != each.version) continue;
     for (const NoteOfSlot& then : each.in_forward) {
       std::string now =
           then.check == nullptr ? text_of_contents(each.tensor) : then.check->note(each.tensor);

@@ -111,13 +111,16 @@ class Filler final : public SlotFiller {
   OpLog* log() { return log_ ? &*log_ : nullptr; }
 
  private:
-  void take(int64_t position, const at::Tensor& saved, const at::Tensor& kept);
+  /// `origin`: the input of which `saved` is an alias; null for none.
+  void take(int64_t position, const at::Tensor& saved, const at::Tensor* origin,
+            const at::Tensor& kept);
   bool is_vouched(const at::Tensor& tensor) const {
     return vouched_ != nullptr && vouched_->contains(known_storage_of(tensor));
   }
   bool is_changed_capture(const Slot& slot, const at::Tensor& judged) const;
   bool is_older_result(const Slot& slot, const at::Tensor& judged) const;
-  void compare(int64_t position, const Slot& slot, const at::Tensor& saved);
+  void compare(int64_t position, const Slot& slot, const at::Tensor& saved,
+               const at::Tensor* origin);
   void note_operands();
   Difference difference(int64_t position, const Slot& slot, const at::Tensor& judged,
                         std::string forward, std::string now) const;

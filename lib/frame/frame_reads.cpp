@@ -7,6 +7,7 @@
 #include "lib/frame/mismatch.h"
 #include "lib/frame/recompute.h"
 #include "lib/frame/shared_recomputes.h"
+#include "lib/seam/autograd_meta.h"
 
 namespace remat {
 
@@ -70,8 +71,7 @@ Value Frame::recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& ta
 at::Tensor Frame::hand_over(int64_t position, Value value) {
   if (is_recording() && recorded_ != nullptr)
     recording::slot_event(EventKind::Read, region_.info, position, {});
-  if (static_cast<uint32_t>(value.tensor._version()) != value.version &&
-      !is_planted(Fault::SavedVersion))
+  if (seam::version_of(value.tensor) != value.version && !is_planted(Fault::SavedVersion))
     throw_changed_value(region_, position, slots_.identity_of(position), value.tensor,
                         value.version);
   if (value.alias.defined() && storage_of(value.alias) != storage_of(value.tensor))

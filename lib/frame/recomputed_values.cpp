@@ -8,12 +8,16 @@
 
 namespace remat {
 
-int64_t RecomputedValues::put(int64_t position, Value value) {
+int64_t RecomputedValues::put(int64_t position, Value&& value) {
   const auto index = static_cast<std::size_t>(position);
-  if (values.size() <= index) values.resize(index + 1);
-  drop(position);
   value.bytes = static_cast<int64_t>(value.tensor.has_storage() ? value.tensor.nbytes() : 0);
   if (recorded != nullptr && value.bytes > 0) recorded->add(value.tensor.device(), value.bytes);
+  if (values.size() == index) {  // they come in order
+    values.push_back(std::move(value));
+    return values.back().bytes;
+  }
+  if (values.size() < index) values.resize(index + 1);
+  drop(position);
   return (values[index] = std::move(value)).bytes;
 }
 

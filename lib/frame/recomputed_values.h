@@ -44,7 +44,7 @@ struct RecomputedValues {
   /// Makes room for the values of that many slots.
   void reserve(std::size_t num_slots) { values.reserve(num_slots); }
   /// Returns its bytes, which the caller adds to the counter of those alive.
-  int64_t put(int64_t position, Value value);
+  int64_t put(int64_t position, Value&& value);
   bool has(int64_t position) const;
   Value take(int64_t position);
   /// The value stays.

@@ -8,6 +8,7 @@
 #include "lib/base/planted_fault.h"
 #include "lib/frame/mismatch.h"
 #include "lib/frame/shared_recomputes.h"
+#include "lib/seam/autograd_meta.h"
 
 namespace remat {
 
@@ -27,8 +28,7 @@ Value ValuesByTask::take(const Region& region, RecomputedValues& values, int64_t
 bool ValuesByTask::is_fresh(const Region& region, const Slots& slots,
                             const RecomputedValues& values) const {
   for (const Value& each : values.values)
-    if (each.tensor.defined() && static_cast<uint32_t>(each.tensor._version()) != each.version)
-      return false;
+    if (each.tensor.defined() && seam::version_of(each.tensor) != each.version) return false;
   return region.options.capture_check != CaptureCheck::Raise || !slots.is_any_leaf_changed();
 }
 

@@ -120,7 +120,8 @@ bool is_function(const Node& node) {
     const std::type_info* type = nullptr;
     bool is_function = false;
   };
-  constinit thread_local Answer latest;
+  constinit thread_local Answer of_this_thread;
+  Answer& latest = of_this_thread;  // one look-up for all
   const std::type_info* const type = &typeid(node);
   if (latest.type != type) {
     thread_local std::unordered_map<const std::type_info*, bool> known;

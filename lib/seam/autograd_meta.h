@@ -33,6 +33,11 @@ inline bool requires_grad_itself(const at::TensorBase& tensor) {
 /// Sets the flag of a leaf, without asking whether it may.
 void set_requires_grad_itself(const at::TensorBase& leaf, bool requires_grad);
 
+/// `tensor._version()`, without LibTorch's table of functions.
+inline uint32_t version_of(const at::TensorBase& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
 /// Whether tensors count their versions together. A counter is nothing but a pointer, which it does not show.
 inline bool is_same_counter(const c10::VariableVersion& a, const c10::VariableVersion& b) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));

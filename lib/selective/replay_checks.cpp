@@ -25,9 +25,8 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
   const c10::StorageImpl* const storage = storage_of(now);
   if (storage != nullptr && then.storage._unsafe_get_target() == storage) return "";
   if (is_input(storage, then.input)) return "";
-  if (const c10::TensorImpl* const leaf = leaf_behind(now);
-      leaf != nullptr && leaf->has_storage()) {
-    const c10::StorageImpl* const source = leaf->unsafe_storage().unsafeGetStorageImpl();
+  if (const at::Tensor* const leaf = leaf_behind(now); leaf != nullptr && leaf->has_storage()) {
+    const c10::StorageImpl* const source = storage_of(*leaf);
     if (source == then.leaf._unsafe_get_target() || is_input(source, then.leaf_input)) return "";
   }
   const auto made = sources_.find(now);

@@ -64,8 +64,8 @@ void Selection::describe(const at::Tensor& tensor, ArgumentRecord& record) {
   if (!tensor.defined()) return;
   record.metadata = TensorMetadata(tensor, /*with_strides=*/false);
   record.storage = weak_storage_of(tensor);
-  if (c10::TensorImpl* const leaf = leaf_behind(tensor); leaf != nullptr && leaf->has_storage())
-    record.leaf = leaf->unsafe_storage().getWeakStorageImpl();
+  if (const at::Tensor* const leaf = leaf_behind(tensor); leaf != nullptr && leaf->has_storage())
+    record.leaf = weak_storage_of(*leaf);
   record.input = input_of(storage_of(tensor));
   record.leaf_input = input_of(record.leaf._unsafe_get_target());
   if (const auto made = sources_.find(tensor)) {

@@ -36,7 +36,7 @@ Node* only_source(const Node& node) {
 /// The leaf of which `tensor`, made by `node`, is a cast (as autocast makes and caches them), or a cast of
 /// what was made of that leaf alone (`weight.t()`); or null. Autocast itself cannot be asked: it is off
 /// while the kernel that saves the cast runs.
-c10::TensorImpl* cast_source(const at::Tensor& tensor, const Node& node) {
+const at::Tensor* cast_source(const at::Tensor& tensor, const Node& node) {
   if (!seam::is_cast(node)) return nullptr;
   constexpr int max_steps = 8;
   const Node* made_by = &node;
@@ -47,7 +47,7 @@ c10::TensorImpl* cast_source(const at::Tensor& tensor, const Node& node) {
       auto* const accumulate = dynamic_cast<AccumulateGrad*>(source);
       if (accumulate == nullptr || accumulate->variable.scalar_type() == tensor.scalar_type())
         return nullptr;
-      return accumulate->variable.unsafeGetTensorImpl();
+      return &accumulate->variable;
     }
     made_by = source;
   }
@@ -127,19 +127,16 @@ RegionStart RegionStart::here() {
   return {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
 }
 
-c10::TensorImpl* leaf_behind(const at::Tensor& tensor) {
+const at::Tensor* leaf_behind(const at::Tensor& tensor) {
   const at::Tensor& root = seam::viewed(tensor);
   if (const Node* const node = seam::node_of(root)) return cast_source(root, *node);
-  return seam::requires_grad_itself(root) ? root.unsafeGetTensorImpl() : nullptr;
+  return seam::requires_grad_itself(root) ? &root : nullptr;
 }
 
 TensorIdentity TensorIdentity::of(const at::Tensor& tensor) {
-  c10::TensorImpl* const leaf = leaf_behind(tensor);
+  const at::Tensor* const leaf = leaf_behind(tensor);
   TensorIdentity identity;
-  identity.object = WeakTensor(
-      leaf == nullptr
-          ? seam::viewed(tensor).getIntrusivePtr()
-          : c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf));
+  identity.object = WeakTensor((leaf == nullptr ? seam::viewed(tensor) : *leaf).getIntrusivePtr());
   identity.storage = weak_known_storage_of(tensor);
   return identity;
 }
@@ -164,20 +161,18 @@ bool is_built_since(const RegionStart& start, const at::Tensor& tensor) {
 Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
                          const StorageSet& inputs) {
   Provenance result;
-  result.version = static_cast<uint32_t>(saved._version());
+  result.version = seam::version_of(saved);
   c10::StorageImpl* const storage = known_storage_of(saved);
-  if (c10::TensorImpl* leaf = leaf_behind(saved)) {
+  if (const at::Tensor* const leaf = leaf_behind(saved)) {
     result.origin = Origin::Leaf;
-    const auto root =
-        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(leaf);
-    const at::Tensor leaf_tensor(root);
+    const at::Tensor& leaf_tensor = *leaf;
     if (leaf_tensor.scalar_type() != saved.scalar_type()) {
       result.cast = weak_known_storage_of(saved);
       result.cast_version = result.version;
     }
-    result.version = static_cast<uint32_t>(leaf_tensor._version());
+    result.version = seam::version_of(leaf_tensor);
     result.storage = weak_known_storage_of(leaf_tensor);
-    result.leaf = WeakTensor(root);
+    result.leaf = WeakTensor(leaf_tensor.getIntrusivePtr());
     result.offset = offset_of(leaf_tensor);
     result.shares_leaf = known_storage_of(leaf_tensor) == storage;
     return result;
@@ -205,14 +200,18 @@ bool is_replaced(const Provenance& then, const at::Tensor& now) {
          known_storage_of(now) != then.storage._unsafe_get_target();
 }
 
+namespace {
+bool is_leaf_changed(const Provenance& then, const at::Tensor& leaf) {
+  return seam::version_of(leaf) != then.version ||
+         known_storage_of(leaf) != then.storage._unsafe_get_target() ||
+         offset_of(leaf) != then.offset;
+}
+}  // namespace
+
 bool is_leaf_changed(const Provenance& then) {
   if (then.origin != Origin::Leaf) return false;
   const auto leaf = then.leaf.lock();
-  if (!leaf) return false;  // made inside
-  const at::Tensor tensor(leaf);
-  return static_cast<uint32_t>(tensor._version()) != then.version ||
-         known_storage_of(tensor) != then.storage._unsafe_get_target() ||
-         offset_of(tensor) != then.offset;
+  return leaf && is_leaf_changed(then, at::Tensor(leaf));  // else it was made inside
 }
 
 bool is_changed(const Provenance& then, const at::Tensor& now) {
@@ -221,23 +220,23 @@ bool is_changed(const Provenance& then, const at::Tensor& now) {
     case Origin::Leaf: {
       if (const auto* cast = then.cast._unsafe_get_target();
           cast != nullptr && known_storage_of(now) == cast)
-        return static_cast<uint32_t>(now._version()) != then.cast_version;
-      c10::TensorImpl* const leaf = leaf_behind(now);
-      return leaf != nullptr && leaf == then.leaf._unsafe_get_target() &&
-             (is_leaf_changed(then) ||
+        return seam::version_of(now) != then.cast_version;
+      const at::Tensor* const leaf = leaf_behind(now);
+      return leaf != nullptr && leaf->unsafeGetTensorImpl() == then.leaf._unsafe_get_target() &&
+             (is_leaf_changed(then, *leaf) ||
               (then.shares_leaf && known_storage_of(now) != then.storage._unsafe_get_target()));
     }
     case Origin::Outside:
       return known_storage_of(now) != then.storage._unsafe_get_target() ||
-             static_cast<uint32_t>(now._version()) != then.version || offset_of(now) != then.offset;
+             seam::version_of(now) != then.version || offset_of(now) != then.offset;
     case Origin::Input:  // which arguments there are, the caller knows
       return then.storage._unsafe_get_target() != nullptr &&
              (known_storage_of(now) != then.storage._unsafe_get_target() ||
-              static_cast<uint32_t>(now._version()) != then.version);
+              seam::version_of(now) != then.version);
     case Origin::Inside:
       return then.storage._unsafe_get_target() != nullptr &&
              known_storage_of(now) == then.storage._unsafe_get_target() &&
-             static_cast<uint32_t>(now._version()) != then.version;
+             seam::version_of(now) != then.version;
     case Origin::NoStorage:
       return false;
   }

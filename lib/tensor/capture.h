@@ -117,8 +117,8 @@ struct RegionStart {
   static RegionStart here();
 };
 
-/// The TensorImpl of the leaf that a tensor is, views, or was cast from by autocast; or null.
-c10::TensorImpl* leaf_behind(const at::Tensor& tensor);
+/// The leaf that a tensor is, views, or was cast from by autocast; or null. It lives as long as the tensor.
+const at::Tensor* leaf_behind(const at::Tensor& tensor);
 
 /// Whether an operator made the tensor, which is no view, since the region began, and autograd knows it.
 bool is_built_since(const RegionStart& start, const at::Tensor& tensor);

@@ -1,10 +1,8 @@
 #include "lib/tensor/tensor_parts.h"
 
-#include <c10/core/InferenceMode.h>
-
-#include <optional>
 #include <typeinfo>
 
+#include "lib/seam/plain_tensor.h"
 #include "lib/seam/storage.h"
 
 namespace remat {
@@ -30,10 +28,7 @@ TensorParts::TensorParts(const at::Tensor& tensor)
 
 // Everything inline: a tensor is built for each input of each recompute.
 [[gnu::flatten]] at::Tensor TensorParts::build() const {
-  std::optional<c10::InferenceMode> normal;  // as what is built was: it has a version
-  if (c10::InferenceMode::is_enabled()) normal.emplace(false);
-  at::Tensor built =
-      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_), keys_, dtype_);
+  at::Tensor built = seam::plain_tensor(storage_, keys_, dtype_);
   c10::TensorImpl& impl = *built.unsafeGetTensorImpl();
   impl.set_sizes_and_strides(layout_.sizes_arrayref(), layout_.strides_arrayref(), offset_);
   impl.set_version_counter(counter_);
