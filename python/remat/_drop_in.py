@@ -139,6 +139,56 @@ def _is_called_by_upstream(name: str) -> bool:
 _reaches_upstream = _is_called_by_upstream(_NAME)
 
 
+# ---- the call itself -------------------------------------------------------------------------------------
+
+# `checkpoint` is a wrapper that asks the function behind it for an attribute: how to call that without torch.compile. The
+# extension stands there, see its Note [The call itself], if all of it is as it knows it.
+_DISABLED = "__dynamo_disable"
+_function: Any = getattr(upstream.checkpoint, "__wrapped__", None)
+_takes_calls = (
+    not _IS_NEWER
+    and _DISABLED in getattr(getattr(upstream.checkpoint, "__code__", None), "co_consts", ())
+    and getattr(_function, "__kwdefaults__", None)
+    == {
+        "use_reentrant": None,
+        "context_fn": upstream.noop_context_fn,
+        "determinism_check": "default",
+        "debug": False,
+        "early_stop": True,
+    }
+)
+_in_upstreams_way: Any = None
+
+
+def _pass_on(*args: Any, **kwargs: Any) -> Any:
+    """Upstream's own way with a call of `checkpoint`."""
+    global _in_upstreams_way
+    if _in_upstreams_way is None:
+        import torch._dynamo
+
+        disable: Any = torch._dynamo.disable
+        has_option = "wrapping" in inspect.signature(disable).parameters
+        _in_upstreams_way = disable(_function, wrapping=False) if has_option else disable(_function)
+    return _in_upstreams_way(*args, **kwargs)
+
+
+def _take_calls() -> None:
+    global _in_upstreams_way
+    standing = _function.__dict__.get(_DISABLED)
+    if standing is not _remat._checkpoint:
+        _in_upstreams_way = standing or _in_upstreams_way
+        _function.__dict__[_DISABLED] = _remat._checkpoint
+
+
+def _leave_calls() -> None:
+    if _function.__dict__.get(_DISABLED) is not _remat._checkpoint:  # somebody else stands there
+        return
+    if _in_upstreams_way is None:
+        del _function.__dict__[_DISABLED]
+    else:
+        _function.__dict__[_DISABLED] = _in_upstreams_way
+
+
 # ---- selective contexts ---------------------------------------------------------------------------------
 
 # The policy function that upstream makes of a list is known by its code; the list is in its closure.
@@ -337,6 +387,9 @@ _remat._set_upstream(
         "debug_contexts": _debug_contexts,
         "fingerprint": _fingerprint,
         "leave": _leave,
+        "pass_on": _pass_on,
+        "replaced_name": sys.intern(_NAME),
+        "replacement": _region,
     }
 )
 
@@ -400,6 +453,8 @@ def install(*, native_policy_functions: bool = True) -> None:
         if _Group is not None:
             _Group.__enter__, _Group.__exit__ = _enter_both, _exit_both
         _replace(_replaced, _region)
+        if _takes_calls:
+            _take_calls()
         _remat._turn_drop_in(True)
 
 
@@ -415,6 +470,8 @@ def uninstall() -> None:
         _native_functions = False
         _remat._turn_drop_in(False)  # who has imported the name meanwhile gets upstream's code through it
         _replace(_region, _replaced)
+        if _takes_calls:
+            _leave_calls()
         if _Group is not None:
             _Group.__enter__, _Group.__exit__ = _enter_group, _exit_group
 

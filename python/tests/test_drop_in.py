@@ -180,6 +180,130 @@ if __name__ == "__main__":
 """
 
 
+def codes_run(action: Callable[[], Any]) -> set[Any]:
+    """The code of Python's functions that `action` calls."""
+    seen: set[Any] = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            seen.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+# What `checkpoint` runs behind its wrapper.
+OF_UPSTREAM = inspect.unwrap(checkpoint).__code__
+
+
+@unittest.skipUnless(drop_in._takes_calls, "this torch's checkpoint calls no function that can be stood in for")
+class CallsAtOnce(DropIn):
+    """See Note [The call itself] in python/binding/drop_in_call.cpp."""
+
+    def check_way(self, is_upstream_s: bool, function: Any, *args: Any, **kwargs: Any) -> None:
+        seen = codes_run(lambda: checkpoint(function, *args, **kwargs))
+        self.assertEqual(OF_UPSTREAM in seen, is_upstream_s, kwargs)
+
+    def test_plain_calls_run_nothing_of_upstream_s(self) -> None:
+        x = leaf()
+        for kwargs in ({}, {"preserve_rng_state": False}, {"debug": False}, {"determinism_check": "none"}):
+            self.check_way(False, operators, x, use_reentrant=False, **kwargs)
+        self.check_way(False, lambda a, *, b: a * b, x, b=2, use_reentrant=False)
+        self.check_way(False, operators, x, use_reentrant=False, context_fn=upstream.noop_context_fn)
+        self.assertEqual(self.num_regions(), 6)
+
+    def test_others_go_on_as_upstream_has_it(self) -> None:
+        x = leaf()
+        for kwargs in (
+            {"use_reentrant": True},
+            {"use_reentrant": None},
+            {"use_reentrant": False, "debug": True},
+            {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), contextlib.nullcontext())},
+        ):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.check_way(True, operators, x, **kwargs)
+        with upstream.set_checkpoint_debug_enabled(True):
+            self.check_way(True, operators, x, use_reentrant=False)
+        self.assertEqual(self.num_regions(), 3)
+
+    def test_both_ways_give_the_same(self) -> None:
+        def function(a: torch.Tensor, b: torch.Tensor, *, scale: torch.Tensor, power: int = 1) -> Any:
+            return {"y": (a * b).sin() * scale**power, "z": torch.rand_like(a)}
+
+        found = []
+        for takes_calls in (True, False):
+            x, y, scale = leaf(), leaf(), leaf()
+            drop_in._take_calls() if takes_calls else drop_in._leave_calls()
+            try:
+                torch.manual_seed(1)
+                result = region(function, x, b=y, scale=scale, power=3)
+            finally:
+                drop_in._take_calls()
+            (result["y"].sum() * result["z"].sum()).backward()
+            found.append([result["y"], result["z"], x.grad, y.grad, scale.grad])
+        for one, other in zip(*found):
+            self.check_equal(one, other)
+
+    def test_a_generator_of_the_program_s_own_is_called(self) -> None:
+        name = "_checkpoint_without_reentrant_generator"
+        calls = []
+
+        def generator(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args[0])
+            yield
+
+        standing = upstream.__dict__[name]
+        upstream.__dict__[name] = generator
+        try:
+            region(operators, leaf())
+        finally:
+            upstream.__dict__[name] = standing
+        self.assertEqual((calls, self.num_regions()), ([operators], 0))
+
+    def test_grad_mode_off(self) -> None:
+        with torch.no_grad():
+            self.assertFalse(region(operators, leaf()).requires_grad)
+        self.assertEqual(self.num_regions(), 0)
+
+    def test_errors(self) -> None:
+        def raising(x: torch.Tensor) -> torch.Tensor:
+            raise KeyError(x.sin().shape)
+
+        for _ in range(2):
+            self.assertRaises(KeyError, region, raising, leaf())
+            self.assertRaises(TypeError, region, operators, leaf(), nonsense=1)
+            self.assertRaises(TypeError, checkpoint, use_reentrant=False)
+            self.assertRaisesRegex(ValueError, "determinism_check", region, operators, leaf(), determinism_check="maybe")
+        x = leaf()
+        self.check_equal(gradient(region(operators, x), x), gradient(operators(x), x))
+
+    def test_a_call_loads_no_compiler(self) -> None:
+        done = run_script(
+            "import sys, torch, remat; from torch.utils.checkpoint import checkpoint; remat.install()\n"
+            "x = torch.ones(2, requires_grad=True); checkpoint(torch.sin, x, use_reentrant=False).sum().backward()\n"
+            "print('torch._dynamo' in sys.modules)"
+        )
+        self.assertEqual(done.stdout, "False\n")
+
+    def test_what_is_stood_in_for_comes_back(self) -> None:
+        function, attribute = drop_in._function, drop_in._DISABLED
+        checkpoint(operators, leaf(), use_reentrant=True)
+        self.assertIs(function.__dict__[attribute], remat._extension._remat._checkpoint)
+        remat.uninstall()
+        try:
+            self.assertIs(function.__dict__[attribute], drop_in._in_upstreams_way)
+            region(operators, leaf())
+            self.assertEqual(self.num_regions(), 0)
+        finally:
+            remat.install()
+        self.assertIs(function.__dict__[attribute], remat._extension._remat._checkpoint)
+
+
 class Installing(Case):
     def test_upstream_calls_what_is_replaced(self) -> None:
         self.assertTrue(drop_in._is_called_by_upstream(drop_in._NAME))

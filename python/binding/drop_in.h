@@ -1,0 +1,90 @@
+#pragma once
+// Regions of torch.utils.checkpoint: what is known of it, and a region from its arguments to its end.
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "python.h"
+#include "region.h"
+#include "remat/binding.h"
+
+namespace remat::python {
+
+/// What the drop-in needs of torch.utils.checkpoint; never freed.
+struct Upstream {
+  PyObject* generator = nullptr;  ///< the function that is stood in for
+  PyObject* globals = nullptr;    ///< its module's dictionary, read at each call as it does
+  PyObject* noop_context_fn = nullptr;
+  PyObject* default_metadata = nullptr;  ///< its own function for determinism_check="default"
+  PyObject* no_metadata = nullptr;       ///< ... for "none"
+  PyObject* is_tracing =
+      nullptr;  ///< whether the call is torch.compile's, asked under a dispatch mode
+  PyObject* contexts = nullptr;  ///< (policy, forward context, recompute context) of a context_fn
+  PyObject* debug_contexts = nullptr;  ///< (forward context, recompute context, on_error)
+  PyObject* fingerprint = nullptr;     ///< the text that a metadata function gives of a tensor
+  PyObject* leave = nullptr;    ///< leaves a context; whether it has suppressed the exception
+  PyObject* pass_on = nullptr;  ///< makes a call of `checkpoint` in upstream's way
+  PyObject *replaced_name = nullptr, *replacement = nullptr;  ///< of `generator` in `globals`
+  bool is_on = false;
+};
+Upstream& upstream();
+
+/// Calls that are upstream's own affair. Throws Python's errors.
+bool is_for_upstream();
+
+/// A region of upstream's, from its arguments to its end. One thread.
+struct DropInRun {
+  enum class State { New, Open, Plain, Over };
+  /// See Note [Tensors held twice].
+  struct Forward {
+    Forward(const CheckpointOptions& options, std::unique_ptr<Body> body,
+            const FunctionFacts& facts)
+        : held(body->inputs()), run(options, std::move(body), facts) {}
+    const HeldTensors held;
+    ForwardRun run;
+  };
+  State state = State::New;
+  CheckpointOptions options;
+  std::unique_ptr<Body> body;      // until the region opens
+  py::object forward_context;      // null for none
+  std::optional<Forward> forward;  // while it is open
+
+  /// Reads what upstream has of a region before its call. Throws py::error_already_set and python_error.
+  void prepare(PyObject* const* settings, const Call& call);
+  /// False: a recompute around ends here, with the Python error that is set.
+  bool open();
+  void finish();
+  /// Whether the forward context has suppressed the exception; null: it has ended as it should.
+  bool leave_context(py::handle error);
+};
+
+/// What upstream has of a region before its function: function, preserve_rng_state, context_fn,
+/// determinism_check, debug, early_stop.
+inline constexpr Py_ssize_t num_settings = 6;
+
+/// Calls `action`, with warnings of the library going to Python; false if there is a Python error.
+template <class Action>
+bool guarded(Action&& action) {
+  try {
+    torch::PyWarningHandler warnings;
+    try {
+      if (action()) return true;
+      warnings.set_in_exception();
+    } catch (...) {
+      warnings.set_in_exception();
+      set_error_in_flight();
+    }
+    return false;
+  } catch (...) {
+    set_error_in_flight();
+    return false;
+  }
+}
+
+/// Adds what stands in for the generator, and for `checkpoint` itself, to the module.
+void add_generator(py::module_& module);        // drop_in_generator.cpp
+void add_checkpoint_call(py::module_& module);  // drop_in_call.cpp
+
+}  // namespace remat::python
