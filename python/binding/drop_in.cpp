@@ -198,6 +198,7 @@ void add_drop_in(py::module_& module) {
     torch.pass_on = take("pass_on");
     torch.replaced_name = take("replaced_name");
     torch.replacement = take("replacement");
+    torch.throws = all["throws"].cast<bool>();
   });
   module.def("_turn_drop_in", [](bool on) { upstream().is_on = on; });
 }

@@ -27,6 +27,7 @@ struct Upstream {
   PyObject* leave = nullptr;    ///< leaves a context; whether it has suppressed the exception
   PyObject* pass_on = nullptr;  ///< makes a call of `checkpoint` in upstream's way
   PyObject *replaced_name = nullptr, *replacement = nullptr;  ///< of `generator` in `globals`
+  bool throws = false;  ///< `checkpoint` throws what its function raises into the generator
   bool is_on = false;
 };
 Upstream& upstream();

@@ -65,6 +65,7 @@ class PlainCall {
     static PyObject* const debug = interned("debug");
     static PyObject* const early_stop = interned("early_stop");
     static PyObject* const standard = interned("default");
+    static PyObject* const function = interned("function");
     settings_[1] = settings_[5] = Py_True;
     settings_[2] = upstream().noop_context_fn;
     settings_[3] = standard;
@@ -86,6 +87,8 @@ class PlainCall {
         if (value != Py_False) return false;
       } else if (is(name, early_stop)) {
         settings_[5] = value;
+      } else if (is(name, function)) {
+        return false;  // upstream's own parameter, which is there already
       } else {
         if (others.empty()) with_names_.append(arguments_ + 1, arguments_ + count_);
         with_names_.push_back(value);
@@ -116,6 +119,9 @@ void close(DropInRun& run) {
   PyErr_Fetch(&type, &value, &traceback);
   run.forward.reset();
   PyErr_Restore(type, value, traceback);
+  // Upstream hands the error to a generator, which lets this one out as another.
+  if (upstream().throws && PyErr_ExceptionMatches(PyExc_StopIteration) != 0)
+    py::raise_from(PyExc_RuntimeError, "generator raised StopIteration");
 }
 
 /// Runs the function as a region. Null with a Python error set.

@@ -390,6 +390,7 @@ _remat._set_upstream(
         "pass_on": _pass_on,
         "replaced_name": sys.intern(_NAME),
         "replacement": _region,
+        "throws": "throw" in getattr(getattr(_function, "__code__", None), "co_names", ()),
     }
 )
 

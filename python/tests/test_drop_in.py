@@ -277,10 +277,31 @@ class CallsAtOnce(DropIn):
         for _ in range(2):
             self.assertRaises(KeyError, region, raising, leaf())
             self.assertRaises(TypeError, region, operators, leaf(), nonsense=1)
+            self.assertRaises(TypeError, region, operators, leaf(), function=operators)
             self.assertRaises(TypeError, checkpoint, use_reentrant=False)
             self.assertRaisesRegex(ValueError, "determinism_check", region, operators, leaf(), determinism_check="maybe")
         x = leaf()
         self.check_equal(gradient(region(operators, x), x), gradient(operators(x), x))
+
+    def test_an_iteration_that_stops_inside_is_upstream_s_error(self) -> None:
+        def stopping(x: torch.Tensor) -> torch.Tensor:
+            raise StopIteration(7)
+
+        def raised() -> BaseException:
+            try:
+                region(stopping, leaf())
+            except Exception as error:
+                return error
+            raise AssertionError("nothing was raised")
+
+        found = raised()
+        remat.uninstall()
+        try:
+            wanted = raised()
+        finally:
+            remat.install()
+        self.assertEqual((type(found), str(found)), (type(wanted), str(wanted)))
+        self.assertEqual(type(found.__cause__), type(wanted.__cause__))
 
     def test_a_call_loads_no_compiler(self) -> None:
         done = run_script(
