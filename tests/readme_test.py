@@ -112,7 +112,7 @@ def joined(text):
 
 
 def note_faults(text):
-    sources = [file.read_text(encoding="utf-8") for tree in ("include", "lib", "hooks")
+    sources = [file.read_text(encoding="utf-8") for tree in ("include", "lib", "hooks", "python/binding")
                for file in (ROOT / tree).rglob("*.*")]
     for title in sorted(set(re.findall(r"Note \[([^\]]+)\]", text)) - {"Title"}):
         if not any(f"Note [{title}]" in source for source in sources):

@@ -343,7 +343,7 @@ Tensors Interpreter::run_body(const Statement& s, const Environment& captured, c
   for (size_t i = 0; i < leaves_.size(); ++i) inner[static_cast<int>(i)] = leaves_[i];
   for (size_t i = 0; i < args.size() && i < s.region.args.size(); ++i) {
     // A function that keeps a tensor and gives it a history with the region in it makes a cycle.
-    const bool is_fixed = is_leaf_with_grad(args[i]) || contents_.captures;
+    const bool is_fixed = is_leaf_with_grad(args[i]) || contents_.captures || origins[i].leaf;
     const Origin inside{.foreign = true, .leaf = is_fixed, .captured = origins[i].captured};
     inner[s.region.args[i].second] = {args[i], std::make_shared<Origin>(inside)};
   }
@@ -378,7 +378,9 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
   std::vector<Origin> origins;  // of the arguments, inside
   for (const auto& [outside, inside] : spec.args) {
     const Origin& origin = *see(values, outside).origin;
-    origins.push_back({.captured = origin.leaf || origin.captured || origin.as_capture});
+    // What a region around captured and gives on it would write to once more in each recompute (a documented limit).
+    origins.push_back({.leaf = origin.leaf && regions_around_ > 0,
+                       .captured = origin.leaf || origin.captured || origin.as_capture});
   }
   const auto uses = std::make_shared<std::vector<Origin>>();  // of the results, by regions inside
   const auto runs = std::make_shared<int64_t>(0);
