@@ -3,6 +3,8 @@
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
+#include <memory>
+#include <new>
 #include <utility>
 
 #include "hooks/slot.h"
@@ -10,13 +12,23 @@
 
 namespace remat {
 
+/// Lies in memory of its owner's, which it keeps alive: a region has as many as it saves tensors, and they die together.
 class Drop final : public seam::OwnHooks {
  public:
-  explicit Drop(c10::intrusive_ptr<SlotOwner> owner) : owner_(std::move(owner)) {}
-  ~Drop() override {
-    if (position_ >= 0) owner_->drop_slot(position_);
+  /// `room` is the owner's.
+  static std::unique_ptr<torch::autograd::SavedVariableHooks> make(
+      c10::intrusive_ptr<SlotOwner> owner, void* room) {
+    return std::unique_ptr<torch::autograd::SavedVariableHooks>(new (room) Drop(std::move(owner)));
   }
   Drop& operator=(Drop&&) = delete;
+
+  /// The memory goes with the owner.
+  static void operator delete(Drop* hook, std::destroying_delete_t) noexcept {
+    const c10::intrusive_ptr<SlotOwner> owner = std::move(hook->owner_);
+    const int64_t position = hook->position_;
+    hook->~Drop();
+    if (position >= 0) owner->drop_slot(position);
+  }
 
   void call_pack_hook(const at::Tensor& saved) override { position_ = owner_->add_slot(saved); }
   at::Tensor call_unpack_hook() override {
@@ -26,6 +38,8 @@ class Drop final : public seam::OwnHooks {
   }
 
  private:
+  explicit Drop(c10::intrusive_ptr<SlotOwner> owner) : owner_(std::move(owner)) {}
+  ~Drop() override = default;
   void refuse_tracing() const override {
     TORCH_CHECK(
         Inspection::current() != nullptr,

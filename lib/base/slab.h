@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <memory>
+#include <cstdint>
+#include <new>
 #include <utility>
-#include <vector>
 
 namespace remat {
 
@@ -14,23 +14,42 @@ namespace remat {
 template <class T>
 class Slab {
  public:
+  Slab() = default;
+  Slab(Slab&&) = delete;
+  ~Slab() { clear(); }
+
   /// Gives out room for one object more.
   void* room() {
-    if (num_free_ == 0) {
-      blocks_.push_back(std::make_unique_for_overwrite<Room[]>(next_block_));
-      num_free_ = std::exchange(next_block_, std::min(2 * next_block_, max_block));
-    }
-    return blocks_.back()[--num_free_].bytes;
+    if (num_free_ == 0) add_block(next_block_);
+    return reinterpret_cast<std::byte*>(latest_ + 1) + sizeof(T) * --num_free_;
+  }
+  /// The same where so many are likely to come, if this is the first.
+  void* room(std::size_t expected) {
+    if (latest_ == nullptr) add_block(std::clamp<std::size_t>(expected, 1, max_block));
+    return room();
+  }
+  /// All that was made in it has been destroyed.
+  void clear() noexcept {
+    while (latest_ != nullptr) ::operator delete(std::exchange(latest_, latest_->before));
+    num_free_ = 0;
   }
 
  private:
-  struct Room {
-    alignas(T) std::byte bytes[sizeof(T)];
+  struct alignas(T) alignas(void*) Block {
+    Block* before;  // the room follows
   };
+  static_assert(alignof(Block) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
+
+  void add_block(std::size_t count) {
+    latest_ = new (::operator new(sizeof(Block) + sizeof(T) * count)) Block{latest_};
+    num_free_ = static_cast<uint32_t>(count);
+    next_block_ = static_cast<uint32_t>(std::min(2 * count, max_block));
+  }
+
   static constexpr std::size_t max_block = 16;
-  std::vector<std::unique_ptr<Room[]>> blocks_;
-  std::size_t num_free_ = 0;
-  std::size_t next_block_ = 1;  // most regions keep little
+  Block* latest_ = nullptr;
+  uint32_t num_free_ = 0;
+  uint32_t next_block_ = 1;  // most have few
 };
 
 }  // namespace remat

@@ -22,7 +22,8 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> ForwardScope::make_hooks() 
   // See RecomputeScope: a thread that merely inherited the stack saves plainly.
   if (!is_own_thread()) return nullptr;
   if (rest_is_plain_ || (seam::is_in_script() && !may_drop_in_script())) return nullptr;
-  return std::make_unique<Drop>(c10::intrusive_ptr<SlotOwner>::reclaim_copy(&frame()));
+  return Drop::make(c10::intrusive_ptr<SlotOwner>::reclaim_copy(&frame()),
+                    frame().slots().room_for_hook());
 }
 
 // See Note [The first script].

@@ -95,7 +95,7 @@ class Frame final : public TaskMember {
   at::Tensor read_alone(int64_t position);
   Value recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& task,
                       const std::shared_ptr<RecomputedValues>& values, int64_t position);
-  at::Tensor hand_over(int64_t position, Value value);
+  at::Tensor hand_over(int64_t position, Value&& value);
 
   Region region_;
   Inputs inputs_;

@@ -33,7 +33,6 @@ at::Tensor Frame::read_alone(int64_t position) {
 at::Tensor Frame::read_slot(int64_t position) {
   const std::optional<Task> task = current_task();
   if (!task) return read_alone(position);
-  const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
   ValuesByTask::Turn turn = values_.next(region_, slots_, *task, position);
   switch (turn.what) {
     case ValuesByTask::Turn::What::Take:
@@ -44,6 +43,7 @@ at::Tensor Frame::read_slot(int64_t position) {
     case ValuesByTask::Turn::What::Recompute:
       break;
   }
+  const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
   return hand_over(position, recompute_for(self, *task, turn.values, position));
 }
 
@@ -68,7 +68,7 @@ Value Frame::recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& ta
 
 // The tensor for backward. Throws if it was changed in place after the recompute saved it, as plain
 // autograd does (Rule 10).
-at::Tensor Frame::hand_over(int64_t position, Value value) {
+at::Tensor Frame::hand_over(int64_t position, Value&& value) {
   if (is_recording() && recorded_ != nullptr)
     recording::slot_event(EventKind::Read, region_.info, position, {});
   if (seam::version_of(value.tensor) != value.version && !is_planted(Fault::SavedVersion))

@@ -28,7 +28,8 @@ bool RecomputedValues::has(int64_t position) const {
 
 Value RecomputedValues::take(int64_t position) {
   const auto index = static_cast<std::size_t>(position);
-  Value value = std::exchange(values[index], Value());
+  Value value = std::move(values[index]);  // leaves its tensors undefined
+  values[index].bytes = 0;
   if (recorded != nullptr && value.bytes > 0) recorded->add(value.tensor.device(), -value.bytes);
   count(live_counters.recomputed_bytes_alive, -value.bytes);
   return value;

@@ -23,6 +23,8 @@ thread_local std::size_t expected_slots = 4;
 
 }  // namespace
 
+void* Slots::room_for_hook() { return hooks_.room(expected_slots); }
+
 int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tensor* origin,
                    const RegionStart& start, const StorageSet& inputs, bool is_hashed) {
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
@@ -307,6 +309,7 @@ void Slots::visit_outside(c10::function_ref<void(at::Tensor)> visitor) const {
 void Slots::clear() {
   if (!is_settled_) count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
   std::vector<Slot>().swap(slots_);
+  hooks_.clear();
   pending_ = {};
   notes_ = {};
 }

@@ -10,7 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "hooks/drop.h"
 #include "hooks/inspection.h"
+#include "lib/base/slab.h"
 #include "lib/base/spin_lock.h"
 #include "lib/frame/naming.h"
 #include "lib/frame/region.h"
@@ -40,6 +42,8 @@ struct NoteOfSlot {
 /// Filled by the thread that runs the forward; read by recomputes on any.
 class Slots {
  public:
+  /// Gives out room for the hook that refers to a slot; as long as these live. On the forward's thread.
+  void* room_for_hook();
   /// A tensor was saved, an alias of `origin` if that is not null. `is_hashed`: its contents are noted also
   /// without a check. Returns its position.
   int64_t add(const Region& region, const at::Tensor& saved, const at::Tensor* origin,
@@ -117,6 +121,7 @@ class Slots {
     uint32_t version;
   };
   std::vector<Pending> pending_;  // noted when their operator is over
+  Slab<Drop> hooks_;              // not guarded
   bool is_operator_over_ = false;
   bool may_meet_outside_ = true;
   bool is_settled_ = false;

@@ -50,8 +50,9 @@ using EntryMap = std::unordered_map<std::string, std::shared_ptr<c10::SafePyObje
 // looked at, without a search. Every region
 // puts the entry in twice and takes it out twice (a key left behind would cost every node of every
 // backward a copy of the map). Mostly there is no other entry; so a map with ours alone is kept in between, and
-// changes places with the empty one. The explicit instantiation below may name a private member; a LibTorch
-// without it does not compile.
+// changes places with the empty one. In a backward that Python began there is another entry, the context's; then
+// the map's node is kept. The explicit instantiation below may name a private member; a LibTorch without it does
+// not compile.
 EntryMap ThreadLocalPythonObjects::* entry_map_of(ThreadLocalPythonObjects*);
 template <EntryMap ThreadLocalPythonObjects::* member>
 struct EntryMapAccess {
@@ -61,23 +62,24 @@ struct EntryMapAccess {
 };
 template struct EntryMapAccess<&ThreadLocalPythonObjects::obj_dict_>;
 
-/// A map with our key and nothing there, while the thread has no entry; else empty.
-struct SpareMap {
-  EntryMap map{{slot_key(), nullptr}};
-  ~SpareMap();
+/// Room for an entry, while the thread has none.
+struct Spare {
+  EntryMap map{{slot_key(), nullptr}};  ///< of our key alone, where there is nothing; else empty
+  EntryMap::node_type node;             ///< for a map that has other entries; or empty
+  ~Spare();
 };
 
 /// What a thread looks up once. Without constructor or destructor, so that reading it costs no check.
 struct ThreadPart {
   EntryMap* entries = nullptr;
-  EntryMap* spare = nullptr;
+  Spare* spare = nullptr;
   const std::string* key = nullptr;
   const at::impl::SavedTensorDefaultHooksTLS* foreign_hooks = nullptr;
-  bool is_ending = false;  ///< scopes may still close after the spare map is gone
+  bool is_ending = false;  ///< scopes may still close after the spare is gone
 };
 constinit thread_local ThreadPart thread_part;
 
-SpareMap::~SpareMap() {
+Spare::~Spare() {
   thread_part.spare = nullptr;
   thread_part.is_ending = true;
 }
@@ -87,19 +89,20 @@ SpareMap::~SpareMap() {
   part.key = &slot_key();
   part.foreign_hooks = &at::SavedTensorDefaultHooks::get_tls_state();
   if (!part.is_ending) {
-    thread_local SpareMap spare;
-    part.spare = &spare.map;
+    thread_local Spare spare;
+    part.spare = &spare;
   }
   part.entries =
       const_cast<EntryMap*>(&(ThreadLocalPythonObjects::get_state().*
                               entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
 }
 
-/// This thread's own; one look-up for all.
+/// This thread's own; one look-up for all, which the compiler must not do again instead of keeping what it found.
 inline ThreadPart& this_thread() {
-  ThreadPart& part = thread_part;
-  if (part.entries == nullptr) fill(part);
-  return part;
+  ThreadPart* part = &thread_part;
+  asm("" : "+r"(part));
+  if (part->entries == nullptr) fill(*part);
+  return *part;
 }
 
 /// Ours among entries of which there are some; or the end.
@@ -229,6 +232,37 @@ ThreadEntry* entry_of(const ThreadPart& part) {
   return found == part.entries->end() || found->second == nullptr ? nullptr
                                                                   : entry_behind(*found->second);
 }
+
+/// See Note [Reading the entry]. There is none of ours.
+void add_entry(const ThreadPart& part, std::shared_ptr<c10::SafePyObject> handle) {
+  EntryMap& entries = *part.entries;
+  Spare* const spare = part.spare;
+  if (spare != nullptr && entries.empty() && !spare->map.empty()) {
+    entries.swap(spare->map);
+    entries.begin()->second = std::move(handle);
+  } else if (spare != nullptr && !spare->node.empty()) {
+    spare->node.mapped() = std::move(handle);
+    entries.insert(std::move(spare->node));
+  } else {
+    entries.emplace(*part.key, std::move(handle));
+  }
+}
+
+/// See Note [Reading the entry]. What is there has been taken.
+void remove_entry(const ThreadPart& part, EntryMap::iterator ours) {
+  EntryMap& entries = *part.entries;
+  Spare* const spare = part.spare;
+  if (spare != nullptr && entries.size() == 1 && spare->map.empty()) {
+    ours->second = nullptr;
+    entries.swap(spare->map);
+  } else if (spare != nullptr && spare->node.empty()) {
+    ours->second = nullptr;
+    spare->node = entries.extract(ours);
+  } else {
+    entries.erase(ours);
+  }
+}
+
 }  // namespace
 
 ThreadEntry* thread_entry() { return entry_of(this_thread()); }
@@ -248,30 +282,16 @@ std::shared_ptr<ThreadEntry> share_thread_entry() {
 std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry) {
   ThreadPart& part = this_thread();
   EntryMap& entries = *part.entries;
-  if (entries.empty()) {
-    if (entry == nullptr) return nullptr;
-    if (part.spare != nullptr && !part.spare->empty()) {
-      entries.swap(*part.spare);
-      entries.begin()->second = handle_of(std::move(entry));
-    } else {
-      entries.emplace(*part.key, handle_of(std::move(entry)));
-    }
-    return nullptr;
-  }
-  const auto found = find_entry(part);
+  const auto found = entries.empty() ? entries.end() : find_entry(part);
   if (found == entries.end()) {
-    if (entry != nullptr) entries.emplace(*part.key, handle_of(std::move(entry)));
+    if (entry != nullptr) add_entry(part, handle_of(std::move(entry)));
     return nullptr;
   }
   auto previous = entry_behind(std::move(found->second));
-  if (entry != nullptr) {
+  if (entry != nullptr)
     found->second = handle_of(std::move(entry));
-  } else if (entries.size() == 1 && part.spare != nullptr && part.spare->empty()) {
-    found->second = nullptr;
-    entries.swap(*part.spare);
-  } else {
-    entries.erase(found);
-  }
+  else
+    remove_entry(part, found);
   return previous;
 }
 
