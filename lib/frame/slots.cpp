@@ -39,10 +39,17 @@ int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tens
   slot.is_older =
       slot.has_edge && slot.provenance.origin == Origin::Outside && is_built_before(start, judged);
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
-  if (!pending_.empty()) note_pending(region, slot.operator_number, /*is_end=*/origin != nullptr);
+  if (is_any_pending()) note_pending(region, slot.operator_number, /*is_end=*/origin != nullptr);
   const int64_t position = push(std::move(slot), region);
-  if (is_hashed || !region.checks().empty())
-    pending_.push_back({position, saved.detach(), static_cast<uint32_t>(saved._version())});
+  if (is_hashed || !region.checks().empty()) {
+    if (contents_ == nullptr) {
+      auto made = std::make_unique<Contents>();
+      std::lock_guard<SpinLock> lock(mutex_);
+      contents_ = std::move(made);
+    }
+    contents_->pending.push_back(
+        {position, saved.detach(), static_cast<uint32_t>(saved._version())});
+  }
   if (origin != nullptr) note_rest(region);
   return position;
 }
@@ -77,29 +84,31 @@ void Slots::end_operator(const Region& region) {
 // saves something, or when the function has returned; an argument of a region inside is complete, and
 // noted at once. What has been changed in place by then is not compared: a recompute may look earlier.
 void Slots::note_pending(const Region& region, uint64_t next_operator, bool is_end) {
-  if (!is_end && slots_[at_position(pending_.front().position)].operator_number == next_operator)
+  auto& pending = contents_->pending;
+  if (!is_end && slots_[at_position(pending.front().position)].operator_number == next_operator)
     return;
-  for (const auto& [position, tensor, version] : std::exchange(pending_, {})) {
+  for (const auto& [position, tensor, version] : std::exchange(pending, {})) {
     if (static_cast<uint32_t>(tensor._version()) != version) continue;
     std::vector<NoteOfSlot> made;
     for (const auto& check : region.checks())
       made.push_back({position, check.get(), check->note(tensor)});
     if (made.empty()) made.push_back({position, nullptr, text_of_contents(tensor)});
     std::lock_guard<SpinLock> lock(mutex_);
-    std::move(made.begin(), made.end(), std::back_inserter(notes_));
+    std::move(made.begin(), made.end(), std::back_inserter(contents_->notes));
   }
 }
 
 void Slots::note_rest(const Region& region) {
-  if (!pending_.empty()) note_pending(region, 0, /*is_end=*/true);
+  if (is_any_pending()) note_pending(region, 0, /*is_end=*/true);
 }
 
 c10::ArrayRef<NoteOfSlot> Slots::notes_of(int64_t position) const {
-  if (notes_.empty()) return {};
+  if (contents_ == nullptr) return {};
+  const std::vector<NoteOfSlot>& notes = contents_->notes;
   const auto [first, last] = std::equal_range(
-      notes_.begin(), notes_.end(), NoteOfSlot{position, nullptr, {}},
+      notes.begin(), notes.end(), NoteOfSlot{position, nullptr, {}},
       [](const NoteOfSlot& a, const NoteOfSlot& b) { return a.position < b.position; });
-  return {notes_.data() + (first - notes_.begin()), static_cast<std::size_t>(last - first)};
+  return {notes.data() + (first - notes.begin()), static_cast<std::size_t>(last - first)};
 }
 
 void Slots::settle(const Ending& ending, c10::function_ref<bool(const c10::StorageImpl*)> is_kept,
@@ -310,8 +319,7 @@ void Slots::clear() {
   if (!is_settled_) count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
   std::vector<Slot>().swap(slots_);
   hooks_.clear();
-  pending_ = {};
-  notes_ = {};
+  contents_.reset();
 }
 
 }  // namespace remat

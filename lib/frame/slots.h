@@ -5,6 +5,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -107,6 +108,7 @@ class Slots {
 
  private:
   int64_t push(Slot&& slot, const Region& region);
+  bool is_any_pending() const { return contents_ != nullptr && !contents_->pending.empty(); }
   void note_pending(const Region& region, uint64_t next_operator, bool is_end);
   void settle_provenance(const Ending& ending,
                          c10::function_ref<bool(const c10::StorageImpl*)> is_kept);
@@ -114,14 +116,17 @@ class Slots {
 
   // Guarded by the mutex, which is never held while user code runs.
   std::vector<Slot> slots_;
-  std::vector<NoteOfSlot> notes_;  // by position
   struct Pending {
     int64_t position;
     at::Tensor tensor;
     uint32_t version;
   };
-  std::vector<Pending> pending_;  // noted when their operator is over
-  Slab<Drop> hooks_;              // not guarded
+  struct Contents {
+    std::vector<NoteOfSlot> notes;  // by position
+    std::vector<Pending> pending;   // noted when their operator is over; not guarded
+  };
+  std::unique_ptr<Contents> contents_;  // null while none are compared
+  Slab<Drop> hooks_;                    // not guarded
   bool is_operator_over_ = false;
   bool may_meet_outside_ = true;
   bool is_settled_ = false;
