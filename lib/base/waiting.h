@@ -1,10 +1,12 @@
 #pragma once
 // A wait for another thread, which a binding of another language may have to prepare for.
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 namespace remat {
 
@@ -35,6 +37,38 @@ bool wait_until(const Holds& holds, std::unique_lock<std::mutex>& lock,
   }
   return is_in_time;
 }
+
+/// Which thread's turn it is where threads take turns, but hardly ever meet. A holder may need what the binding's
+/// WaitCallbacks let go of, and may come again.
+class Turns {
+ public:
+  /// While alive it is this thread's.
+  class Turn {
+   public:
+    explicit Turn(Turns& turns) : turns_(turns), is_first_(turns.begin()) {}
+    ~Turn() {
+      if (is_first_) turns_.holder_.store({}, std::memory_order_release);
+    }
+    Turn& operator=(Turn&&) = delete;
+
+   private:
+    Turns& turns_;
+    const bool is_first_;
+  };
+
+ private:
+  /// False if it is this thread's already.
+  bool begin() {
+    const std::thread::id self = std::this_thread::get_id();
+    if (holder_.load(std::memory_order_relaxed) == self) return false;
+    std::thread::id nobody{};
+    if (!holder_.compare_exchange_strong(nobody, self, std::memory_order_acquire)) wait(self);
+    return true;
+  }
+  void wait(std::thread::id self);
+
+  std::atomic<std::thread::id> holder_{};
+};
 
 /// Locks `mutex`, whose holder may need what the binding's WaitCallbacks let go of: a thread that must wait for it waits
 /// without that. It gets it back when it has the mutex, which is no standstill, as nobody waits for this mutex with it.

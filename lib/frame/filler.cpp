@@ -56,6 +56,7 @@ bool Filler::gives(const CapturedOperand& operand) const {
 }
 
 bool Filler::fill(const at::Tensor& saved, Kept& own) {
+  const Turns::Turn turn(saving_);
   const at::Tensor* const origin = take_input_being_saved();
   const at::Tensor& judged = origin != nullptr ? *origin : saved;
   // The recomputed graph and the slot share one alias without history: no cycle, no second copy.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hooks/slot.h"
+#include "lib/base/waiting.h"
 #include "lib/frame/captured_operands.h"
 #include "lib/frame/keeper.h"
 #include "lib/frame/mismatch.h"
@@ -20,7 +21,8 @@ namespace remat {
 
 class UserState;
 
-/// The values of one recompute come in through it, one for each tensor that autograd saves.
+/// The values of one recompute come in through it, one for each tensor that autograd saves: on its thread, and on those of the
+/// engine that run a backward in it, which may be several at once if that is on several devices.
 class Filler final : public SlotFiller {
  public:
   /// The filler wants every slot that is alive, or `only_position` alone if it is not negative. `inputs`:
@@ -130,6 +132,7 @@ class Filler final : public SlotFiller {
   bool can_stop(const at::Tensor& saved, int64_t position) const;
   bool stops_soon() const;
 
+  Turns saving_;
   const Region& region_;
   const Slots& slots_;
   const RecordedFrame* const recorded_;

@@ -25,15 +25,16 @@ HeldInfo Frame::describe_slot(int64_t position) { return slots_.describe(positio
 void Frame::end_task(const TaskKey& task) noexcept { values_.end_task(task); }
 
 at::Tensor Frame::read_alone(int64_t position) {
+  const auto self = c10::intrusive_ptr<Frame>::reclaim_copy(this);
   RecomputedValues values(TaskKey{});
-  recompute(c10::intrusive_ptr<Frame>::reclaim_copy(this), values, position);
+  recompute(self, values, position);
   return hand_over(position, values.take(position));
 }
 
 at::Tensor Frame::read_slot(int64_t position) {
   const std::optional<Task> task = current_task();
   if (!task) return read_alone(position);
-  ValuesByTask::Turn turn = values_.next(region_, slots_, *task, position);
+  ValuesByTask::Turn turn = values_.next(region_, slots_, *task, position, *this);
   switch (turn.what) {
     case ValuesByTask::Turn::What::Take:
       if (turn.is_cached) task->shared->touch(*this);

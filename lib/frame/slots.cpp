@@ -23,7 +23,11 @@ thread_local std::size_t expected_slots = 4;
 
 }  // namespace
 
-void* Slots::room_for_hook() { return hooks_.room(expected_slots); }
+void* Slots::room_for_hook() {
+  const std::size_t expected = expected_slots;
+  std::lock_guard<SpinLock> lock(mutex_);
+  return hooks_.room(expected);
+}
 
 int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tensor* origin,
                    const RegionStart& start, const StorageSet& inputs, bool is_hashed) {
@@ -39,17 +43,10 @@ int64_t Slots::add(const Region& region, const at::Tensor& saved, const at::Tens
   slot.is_older =
       slot.has_edge && slot.provenance.origin == Origin::Outside && is_built_before(start, judged);
   slot.saves_own_output = !slot.is_inner_input && is_made_by_function(saved);
-  if (is_any_pending()) note_pending(region, slot.operator_number, /*is_end=*/origin != nullptr);
+  if (has_contents_.load(std::memory_order_acquire))
+    note_pending(region, slot.operator_number, /*is_end=*/origin != nullptr);
   const int64_t position = push(std::move(slot), region);
-  if (is_hashed || !region.checks().empty()) {
-    if (contents_ == nullptr) {
-      auto made = std::make_unique<Contents>();
-      std::lock_guard<SpinLock> lock(mutex_);
-      contents_ = std::move(made);
-    }
-    contents_->pending.push_back(
-        {position, saved.detach(), static_cast<uint32_t>(saved._version())});
-  }
+  if (is_hashed || !region.checks().empty()) add_pending(position, saved);
   if (origin != nullptr) note_rest(region);
   return position;
 }
@@ -74,6 +71,16 @@ int64_t Slots::push(Slot&& slot, const Region& region) {
   return position;
 }
 
+void Slots::add_pending(int64_t position, const at::Tensor& saved) {
+  Pending pending{position, saved.detach(), static_cast<uint32_t>(saved._version())};
+  std::lock_guard<SpinLock> lock(mutex_);
+  if (contents_ == nullptr) {
+    contents_ = std::make_unique<Contents>();
+    has_contents_.store(true, std::memory_order_release);
+  }
+  contents_->pending.push_back(std::move(pending));
+}
+
 void Slots::end_operator(const Region& region) {
   note_rest(region);
   std::lock_guard<SpinLock> lock(mutex_);
@@ -84,10 +91,16 @@ void Slots::end_operator(const Region& region) {
 // saves something, or when the function has returned; an argument of a region inside is complete, and
 // noted at once. What has been changed in place by then is not compared: a recompute may look earlier.
 void Slots::note_pending(const Region& region, uint64_t next_operator, bool is_end) {
-  auto& pending = contents_->pending;
-  if (!is_end && slots_[at_position(pending.front().position)].operator_number == next_operator)
-    return;
-  for (const auto& [position, tensor, version] : std::exchange(pending, {})) {
+  std::vector<Pending> due;
+  {
+    std::lock_guard<SpinLock> lock(mutex_);
+    const auto& pending = contents_->pending;
+    if (pending.empty() ||
+        (!is_end && slots_[at_position(pending.front().position)].operator_number == next_operator))
+      return;
+    due.swap(contents_->pending);
+  }
+  for (const auto& [position, tensor, version] : due) {
     if (static_cast<uint32_t>(tensor._version()) != version) continue;
     std::vector<NoteOfSlot> made;
     for (const auto& check : region.checks())
@@ -99,7 +112,7 @@ void Slots::note_pending(const Region& region, uint64_t next_operator, bool is_e
 }
 
 void Slots::note_rest(const Region& region) {
-  if (is_any_pending()) note_pending(region, 0, /*is_end=*/true);
+  if (has_contents_.load(std::memory_order_acquire)) note_pending(region, 0, /*is_end=*/true);
 }
 
 c10::ArrayRef<NoteOfSlot> Slots::notes_of(int64_t position) const {

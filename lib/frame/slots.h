@@ -4,6 +4,7 @@
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -40,10 +41,11 @@ struct NoteOfSlot {
   std::string text;
 };
 
-/// Filled by the thread that runs the forward; read by recomputes on any.
+/// Filled by the thread that runs the forward, and by those of the engine that run a backward in it; read by recomputes
+/// on any.
 class Slots {
  public:
-  /// Gives out room for the hook that refers to a slot; as long as these live. On the forward's thread.
+  /// Gives out room for the hook that refers to a slot; as long as these live.
   void* room_for_hook();
   /// A tensor was saved, an alias of `origin` if that is not null. `is_hashed`: its contents are noted also
   /// without a check. Returns its position.
@@ -108,7 +110,7 @@ class Slots {
 
  private:
   int64_t push(Slot&& slot, const Region& region);
-  bool is_any_pending() const { return contents_ != nullptr && !contents_->pending.empty(); }
+  void add_pending(int64_t position, const at::Tensor& saved);
   void note_pending(const Region& region, uint64_t next_operator, bool is_end);
   void settle_provenance(const Ending& ending,
                          c10::function_ref<bool(const c10::StorageImpl*)> is_kept);
@@ -123,10 +125,11 @@ class Slots {
   };
   struct Contents {
     std::vector<NoteOfSlot> notes;  // by position
-    std::vector<Pending> pending;   // noted when their operator is over; not guarded
+    std::vector<Pending> pending;   // noted when their operator is over
   };
   std::unique_ptr<Contents> contents_;  // null while none are compared
-  Slab<Drop> hooks_;                    // not guarded
+  Slab<Drop> hooks_;
+  std::atomic<bool> has_contents_{false};  // not guarded; they stay
   bool is_operator_over_ = false;
   bool may_meet_outside_ = true;
   bool is_settled_ = false;

@@ -33,7 +33,8 @@ bool ValuesByTask::is_fresh(const Region& region, const Slots& slots,
 }
 
 ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, const Task& task,
-                                      int64_t position) {
+                                      int64_t position, SlotOwner& owner) {
+  Turn turn;
   const auto index = at_position(position);
   const TaskKey key = task.shared ? task.shared->key() : task.graph;
   std::shared_ptr<RecomputedValues> stale;  // dies without the lock
@@ -44,13 +45,16 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
              (each->task == task.graph && each->state == RecomputedValues::State::Done);
     });
     if (found == all_.end()) {
-      all_.push_back(std::make_shared<RecomputedValues>(key));
-      return {Turn::What::Recompute, {}, all_.back()};
+      turn.values = all_.emplace_back(std::make_shared<RecomputedValues>(key));
+      return turn;
     }
     RecomputedValues* const values = found->get();
     if (values->state == RecomputedValues::State::Running) {
-      if (values->owner == std::this_thread::get_id() || values->waits_for_backward)
-        return {Turn::What::ReadAlone, {}, nullptr};
+      if (values->owner == std::this_thread::get_id() || values->waits_for_backward) {
+        turn.what = Turn::What::ReadAlone;
+        return turn;
+      }
+      if (!turn.owner) turn.owner = c10::intrusive_ptr<SlotOwner>::reclaim_copy(&owner);
       const std::shared_ptr<RecomputedValues> alive = *found;
       alive->wait_for_change(lock);
       continue;
@@ -71,12 +75,15 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
     }
     values->graph_task = task.graph.id;
     if (values->has(position)) {
-      const bool is_cached = values->task.kind == TaskKey::Kind::Cache;
-      return {Turn::What::Take, take(region, *values, position, task), nullptr, is_cached};
+      turn.what = Turn::What::Take;
+      turn.is_cached = values->task.kind == TaskKey::Kind::Cache;
+      turn.value = take(region, *values, position, task);
+      return turn;
     }
     values->state = RecomputedValues::State::Running;
     values->owner = std::this_thread::get_id();
-    return {Turn::What::Recompute, {}, *found};
+    turn.values = *found;
+    return turn;
   }
 }
 

@@ -20,14 +20,16 @@ class ValuesByTask {
  public:
   /// What a thread that wants the value of a slot has to do.
   struct Turn {
-    enum class What { Take, ReadAlone, Recompute } what;
+    enum class What { Take, ReadAlone, Recompute } what = What::Recompute;
     Value value{};                             ///< Take: the value
     std::shared_ptr<RecomputedValues> values;  ///< Recompute: into these, then `fill` or `fail`
     bool is_cached = false;                    ///< Take: a cache keeps it, too
+    c10::intrusive_ptr<SlotOwner> owner{};     ///< if it was waited for
   };
-  /// Waits while another thread of the task recomputes. Throws CheckpointError where the value may not be
-  /// read again.
-  Turn next(const Region& region, const Slots& slots, const Task& task, int64_t position);
+  /// Waits while another thread of the task recomputes, which may end with the last reference to the `owner` of this but what
+  /// the turn has. Throws CheckpointError where the value may not be read again.
+  Turn next(const Region& region, const Slots& slots, const Task& task, int64_t position,
+            SlotOwner& owner);
   /// The values are recomputed, and kept under `key`. Takes the value of a slot.
   Value filled(const Region& region, const std::shared_ptr<RecomputedValues>& values,
                const TaskKey& key, const Task& task, int64_t position);

@@ -242,7 +242,12 @@ void add_entry(const ThreadPart& part, std::shared_ptr<c10::SafePyObject> handle
     entries.begin()->second = std::move(handle);
   } else if (spare != nullptr && !spare->node.empty()) {
     spare->node.mapped() = std::move(handle);
-    entries.insert(std::move(spare->node));
+    try {
+      entries.insert(std::move(spare->node));
+    } catch (...) {  // out of memory
+      if (!spare->node.empty()) spare->node.mapped() = nullptr;
+      throw;
+    }
   } else {
     entries.emplace(*part.key, std::move(handle));
   }

@@ -276,6 +276,38 @@ TEST_CASE("many threads of backward on two devices", "[device][GUA-26]") {
   CHECK(right == 40);
 }
 
+TEST_CASE("what an inner backward saves on threads of two devices is right or a mismatch",
+          "[device][rule-6][rule-10][threads]") {
+  const auto f = [](const Tensor& x, const Tensor& w) {
+    Tensor a = x, b = w;
+    for (int i = 0; i < 30; ++i) {
+      a = a.sin();
+      b = b.sin();
+    }
+    const auto first =
+        torch::autograd::grad({a.sum(), b.sum()}, {x, w}, {}, {}, /*create_graph=*/true);
+    return std::pair((first[0] * first[0]).sum(), (first[1] * first[1]).sum());
+  };
+  const Tensor values = at::rand({8});
+  const auto grads = [&](bool is_region) {
+    const Tensor x = values.detach().requires_grad_(), w = stand_in_leaf(values);
+    const auto both = is_region ? checkpoint(f, x, w) : f(x, w);
+    const auto found = torch::autograd::grad({both.first, both.second}, {x, w});
+    return at::stack({found[0], found[1].cpu()});
+  };
+  const Tensor plain = grads(false);
+  int num_right = 0, num_refused = 0;
+  for (int step = 0; step < 40; ++step) {
+    try {
+      num_right += at::equal(grads(true), plain) ? 1 : 0;
+    } catch (const remat::CheckpointError&) {
+      ++num_refused;
+    }
+  }
+  CAPTURE(num_right);
+  CHECK(num_right + num_refused == 40);
+}
+
 namespace {
 
 /// Lets threads go when two have come, or not at all for want of a second.
