@@ -105,8 +105,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
       (origin == nullptr ? saved : *origin).is_cpu() && surroundings_.has_new_drawer();
   const int64_t position =
       slots_.add(region_, saved, origin, start_, inputs_.storages(), is_hashed);
-  if (region_.options.debug)
-    region_.extras->saved_by.push_back(region_.extras->forward_log.size() - 1);
+  if (region_.options.debug) region_.extras->note_saver(position);
   if (keeper_ != nullptr) keeper_->slot_added(saved, position);
   return position;
 }

@@ -6,10 +6,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "lib/base/spin_lock.h"
 #include "lib/frame/tensor_check.h"
 #include "lib/observe/op_log.h"
 #include "lib/scope/region_info.h"
@@ -58,6 +60,13 @@ struct RegionExtras {
   OpLog forward_log;
   /// In debug mode each slot has the number of the operator that saved it.
   std::vector<int64_t> saved_by;
+  SpinLock saved_by_mutex;  ///< for those who add to it
+  void note_saver(int64_t position) {
+    const auto index = static_cast<std::size_t>(position);
+    const std::lock_guard<SpinLock> lock(saved_by_mutex);
+    if (saved_by.size() <= index) saved_by.resize(index + 1, -1);
+    saved_by[index] = forward_log.size() - 1;
+  }
   /// Of the `CheckpointLevelGuard` around the region, for the calls inside its recompute.
   std::optional<int64_t> training_level;
   /// If it is not the default.
