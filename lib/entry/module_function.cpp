@@ -43,7 +43,7 @@ void visit_modules_of(const CheckpointOptions& options, torch::nn::Module* modul
 
 UserRegistrations registrations_of(torch::nn::Module& module, BufferPolicy buffers) {
   UserRegistrations all;
-  all.add(training_flags_of(module));
+  all.add(training_flags_of(module, buffers != BufferPolicy::Ignore));
   if (buffers != BufferPolicy::Ignore) all.providers = buffers_of(module);
   return all;
 }

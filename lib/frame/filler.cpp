@@ -101,9 +101,13 @@ bool Filler::fill(const at::Tensor& saved, Kept& own) {
 
 bool Filler::wants_stop() const {
   if (has_too_many()) return true;
-  if (!is_complete() || !early_stop_) return false;
+  if (!is_complete() || !may_end()) return false;
   if (must_finish_operator_ || !pending_.empty()) return false;
   return !(view_.ends_small && num_seen_ == num_slots_);
+}
+
+bool Filler::may_end() const {
+  return early_stop_ && (written_ == nullptr || written_->has_written_all());
 }
 
 // What a script has left to do is more than its operator.
@@ -420,7 +424,7 @@ void Filler::stop() {
 
 void Filler::stop_before_backward() {
   if (!has_stopped_) {
-    if (!is_complete() || !early_stop_ || has_too_many() || !is_on_own_ground()) return;
+    if (!is_complete() || !may_end() || has_too_many() || !is_on_own_ground()) return;
     count(live_counters.early_stops);
     has_stopped_ = true;
   } else if (!is_on_own_ground()) {

@@ -19,6 +19,7 @@
 
 namespace remat {
 
+class UserRestore;
 class UserState;
 
 /// The values of one recompute come in through it, one for each tensor that autograd saves: on its thread, and on those of the
@@ -60,6 +61,8 @@ class Filler final : public SlotFiller {
   void forbid_stop_in_scripts() { may_stop_in_scripts_ = false; }
   /// Of these storages providers say that they are as forward saw them. Note [Written by a provider].
   void set_vouched(const StorageSet* storages) { vouched_ = storages; }
+  /// The function writes to buffers that are compared: it is not stopped before it has done so. Null: it does not.
+  void set_written(const UserRestore* written) { written_ = written; }
   /// While the function runs, if what it computes with has changed; else null.
   void set_operands(ChangedOperands* operands) { operands_ = operands; }
   /// The operator at work is not run again: its result was kept.
@@ -129,6 +132,7 @@ class Filler final : public SlotFiller {
   void compare_pending(uint64_t next_operator, bool is_end);
   void name_operators(const at::Tensor& saved);
   bool wants_stop() const;
+  bool may_end() const;
   bool can_stop(const at::Tensor& saved, int64_t position) const;
   bool stops_soon() const;
 
@@ -149,6 +153,7 @@ class Filler final : public SlotFiller {
   KeptReplay* replay_ = nullptr;
   ChangedOperands* operands_ = nullptr;
   const StorageSet* vouched_ = nullptr;
+  const UserRestore* written_ = nullptr;
   struct GivenInput {
     const c10::StorageImpl* storage;  // only to be compared
     c10::VariableVersion counter;

@@ -62,6 +62,21 @@ std::string changed_argument(const Region& region, const About& about, uint32_t 
 
 }  // namespace
 
+void throw_changed_buffer(const Region& region, const at::Tensor& buffer) {
+  const std::string name = name_of(region, TensorIdentity::of(buffer));
+  throw_about(
+      region, Kind::CaptureChanged,
+      {-1, "other contents", "these contents", name},
+      fmt::format(
+          "The recompute left {} with other contents than forward did, so the gradient would be wrong. In {}.\n"
+          "Cause: the function writes to the buffer, and what it writes depends on state that a recompute cannot put "
+          "back (a member that counts calls, a list, a file); neither what the buffer held when forward began nor what "
+          "forward left in it gives the same again.\n"
+          "Do: keep that state in a buffer (register_buffer), pass it as an argument, or write to the buffer outside of "
+          "the region; with BufferPolicy::Ignore the recompute takes the buffer as it is.",
+          name.empty() ? "a buffer of its module" : name, title(region)));
+}
+
 void throw_changed_argument(const Region& region, int64_t number, const TensorIdentity& argument,
                             uint32_t then, uint32_t now, ChangedBy by, bool is_held_by_hooks) {
   const bool by_function = by == ChangedBy::Function;

@@ -21,18 +21,35 @@ namespace remat {
 
 namespace {
 
-/// While the storages are known.
+/// How one attempt begins, and what became of it.
+struct Attempt {
+  StartsFrom start = StartsFrom::Begin;
+  at::Tensor changed_buffer{};     ///< one that it did not leave as forward did
+  bool may_lie_at_start = false;   ///< it threw what another start might not
+};
+
+/// While the filler knows what is restored.
 class VouchedFor {
  public:
-  VouchedFor(Filler& filler, const StorageSet* storages) : filler_(filler) {
-    filler_.set_vouched(storages);
+  VouchedFor(Filler& filler, const UserRestore& restore, bool is_compared) : filler_(filler) {
+    filler_.set_vouched(restore.written());
+    filler_.set_written(is_compared ? &restore : nullptr);
   }
-  ~VouchedFor() { filler_.set_vouched(nullptr); }
+  ~VouchedFor() {
+    filler_.set_vouched(nullptr);
+    filler_.set_written(nullptr);
+  }
   VouchedFor& operator=(VouchedFor&&) = delete;
 
  private:
   Filler& filler_;
 };
+
+/// Whether a recompute must leave buffers as forward did.
+bool writes_buffers(Frame& frame) {
+  const UserState* const state = frame.surroundings().user_state();
+  return state != nullptr && state->is_compared();
+}
 
 /// Null if nothing changed of what forward computed with. See Note [Captures that nothing saves].
 std::unique_ptr<ChangedOperands> operands_to_follow(Frame& frame, const Filler& filler,
@@ -49,15 +66,16 @@ std::unique_ptr<ChangedOperands> operands_to_follow(Frame& frame, const Filler& 
 /// false if another thread disturbed its random numbers.
 bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                   const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs,
-                  recording::RecomputeSpan& span) {
+                  recording::RecomputeSpan& span, Attempt& attempt) {
   const Region& region = frame.region();
   Surroundings& surroundings = frame.surroundings();
   std::vector<at::Tensor> captured;
   if (const UserState* const state = surroundings.user_state();
       state != nullptr && state->has_users_providers())
     frame.visit_outside([&](at::Tensor known) { captured.push_back(std::move(known)); });
-  UserRestore user_state(surroundings.user_state(), scope->own_lock(), captured);
-  const VouchedFor vouched(filler, user_state.written());
+  UserRestore user_state(surroundings.user_state(), scope->own_lock(), captured, attempt.start);
+  const bool is_compared = filler.is_forward_over() && writes_buffers(frame);
+  const VouchedFor vouched(filler, user_state, is_compared);
   if (user_state.has_failed())
     throw_recompute_failed(region, "a StateProvider did not become free within ten seconds",
                            "another thread recomputes a region that uses it too, and may be "
@@ -116,6 +134,7 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     filler.finish();
   }
   scope->put_back_early_guards();
+  if (is_compared) attempt.changed_buffer = user_state.changed_buffer();
   user_state.put_back();
   return !generators.were_disturbed();
 }
@@ -147,23 +166,23 @@ void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& 
 /// Runs the function, and looks at what was kept for it. False if the run is worth nothing.
 bool run_and_replay(Frame& frame, RecomputedValues& values, Filler& filler,
                     const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs,
-                    recording::RecomputeSpan& span) {
+                    recording::RecomputeSpan& span, Attempt& attempt) {
   scope->begin(inputs);
   KeptReplay* const replay = scope->replay();
-  if (replay == nullptr) return run_function(frame, values, filler, scope, inputs, span);
+  if (replay == nullptr) return run_function(frame, values, filler, scope, inputs, span, attempt);
   bool is_undisturbed = false;
   std::exception_ptr thrown;
   try {
-    is_undisturbed = run_function(frame, values, filler, scope, inputs, span);
+    is_undisturbed = run_function(frame, values, filler, scope, inputs, span, attempt);
   } catch (...) {
     thrown = std::current_exception();
   }
   return replay->finish(thrown) && is_undisturbed;
 }
 
-/// One attempt; false if it was disturbed: nothing of it is kept.
+/// One attempt; false if it was disturbed, or left a buffer otherwise than forward: nothing of it is kept.
 bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
-                   int64_t only_position) {
+                   int64_t only_position, Attempt& attempt) {
   count(live_counters.recomputes);
   const Region& region = frame->region();
   // What hooks, observers and providers of the user's do here is no part of a region that waits on this
@@ -181,10 +200,12 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     auto scope = std::make_shared<RecomputeScope>(frame, filler);
     Inputs::Versions in_forward;
     if (!filler.is_forward_over()) in_forward = frame->inputs().versions_in_forward();
-    if (!run_and_replay(*frame, values, filler, scope, given.tensors, span)) {
+    if (!run_and_replay(*frame, values, filler, scope, given.tensors, span, attempt) ||
+        attempt.changed_buffer.defined()) {
       values.clear();
       return false;
     }
+    attempt.may_lie_at_start = true;
     frame->inputs().check_unwritten(region, given);
     frame->inputs().check_not_ahead(region, in_forward);
     scope->scripts()->end();
@@ -197,8 +218,10 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     given.tensors.clear();
     filler.warn_of_survivors(frame->notes().has_run_backward());
     return true;
-  } catch (const std::exception&) {
+  } catch (const std::exception& e) {
     values.clear();
+    // Errors of LibTorch's operators, of the table that is still empty, say. What the user throws is not asked for twice.
+    if (dynamic_cast<const c10::Error*>(&e) != nullptr) attempt.may_lie_at_start = true;
     throw;
   } catch (...) {
     values.clear();
@@ -212,25 +235,55 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
   }
 }
 
-constexpr int max_attempts = 5;
+/// Until an attempt is not disturbed. Throws if none is.
+void recompute_from(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
+                    int64_t only_position, Attempt& attempt) {
+  constexpr int max_attempts = 5;
+  for (int number = 1; !try_recompute(frame, values, only_position, attempt); ++number) {
+    if (attempt.changed_buffer.defined()) return;
+    if (number == max_attempts)
+      throw_recompute_failed(
+          frame->region(), "the recompute could not draw the numbers that forward drew",
+          "the region takes numbers from the default CPU generator past "
+          "LibTorch's operators, or seeds it, while another thread draws from "
+          "it too, in forward or now",
+          "let one thread at a time draw from it, or set preserve_rng_state = "
+          "false if other numbers do no harm");
+  }
+}
+
+/// See Note [Where recomputes begin].
+void recompute_written(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
+                       int64_t only_position) {
+  const UserState& state = *frame->surroundings().user_state();
+  at::Tensor changed;
+  std::exception_ptr thrown;
+  for (const StartsFrom start : state.starts()) {
+    Attempt attempt{start};
+    try {
+      recompute_from(frame, values, only_position, attempt);
+      if (!attempt.changed_buffer.defined()) return state.remember(start);
+      changed = std::move(attempt.changed_buffer);
+    } catch (...) {
+      if (!attempt.may_lie_at_start) throw;
+      if (thrown == nullptr) thrown = std::current_exception();
+    }
+  }
+  if (changed.defined()) throw_changed_buffer(frame->region(), changed);
+  std::rethrow_exception(thrown);
+}
 
 }  // namespace
 
 void recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
                int64_t only_position) {
-  const Region& region = frame->region();
   if (!has_stack_room())
-    throw_recompute_failed(region, "regions are nested too deep for this thread's stack",
+    throw_recompute_failed(frame->region(), "regions are nested too deep for this thread's stack",
                            "each level of nesting is recomputed inside the next",
                            "nest less deep, or run backward on a thread with a larger stack");
-  for (int attempt = 1; !try_recompute(frame, values, only_position); ++attempt)
-    if (attempt == max_attempts)
-      throw_recompute_failed(region, "the recompute could not draw the numbers that forward drew",
-                             "the region takes numbers from the default CPU generator past "
-                             "LibTorch's operators, or seeds it, while another thread draws from "
-                             "it too, in forward or now",
-                             "let one thread at a time draw from it, or set preserve_rng_state = "
-                             "false if other numbers do no harm");
+  if (writes_buffers(*frame)) return recompute_written(frame, values, only_position);
+  Attempt attempt;
+  recompute_from(frame, values, only_position, attempt);
 }
 
 }  // namespace remat

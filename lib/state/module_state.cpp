@@ -1,7 +1,5 @@
 #include "lib/state/module_state.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/copy.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/Type.h>
 #include <torch/nn/cloneable.h>
@@ -11,7 +9,6 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -23,6 +20,7 @@
 #include "lib/base/waiting.h"
 #include "lib/seam/module_access.h"
 #include "lib/seam/script.h"
+#include "lib/state/buffer.h"
 #include "lib/tensor/capture.h"
 #include "remat/module.h"
 
@@ -112,7 +110,8 @@ void visit_modules(torch::nn::Module& root, Visitor&& visitor) {
 
 class TrainingFlags final : public HeldState {
  public:
-  explicit TrainingFlags(torch::nn::Module& root) : root_(root.weak_from_this()), subject_(&root) {
+  TrainingFlags(torch::nn::Module& root, bool has_buffers)
+      : root_(root.weak_from_this()), subject_(&root), has_buffers_(has_buffers) {
     visit_modules(root, [&](torch::nn::Module& module) {
       num_parameters_ += ModuleAccess::parameters(module).size();
       flags_.emplace_back(&module, ModuleAccess::training_flag(module));
@@ -131,6 +130,11 @@ class TrainingFlags final : public HeldState {
       num_parameters += ModuleAccess::parameters(module).size();
     });
     return num_modules != flags_.size() || num_parameters != num_parameters_;
+  }
+
+  std::vector<std::shared_ptr<StateProvider>> buffers() const override {
+    const auto root = has_buffers_ ? root_.lock() : nullptr;
+    return root == nullptr ? std::vector<std::shared_ptr<StateProvider>>() : buffers_of(*root);
   }
 
   std::shared_ptr<void> hold() override {
@@ -169,6 +173,7 @@ class TrainingFlags final : public HeldState {
 
   const std::weak_ptr<torch::nn::Module> root_;
   const void* const subject_;
+  const bool has_buffers_;
   c10::SmallVector<HeldFlags::Flag, 4> flags_;
   std::size_t num_parameters_ = 0;
 };
@@ -202,127 +207,21 @@ bool is_batch_norm(const torch::nn::Module& module) {
   return known->second;
 }
 
-bool is_plain_cpu(const at::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
-         tensor.is_non_overlapping_and_dense() && !tensor.is_quantized();
-}
-
-/// Compares two tensors with the same metadata.
-bool has_same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return is_plain_cpu(a) && is_plain_cpu(b) && a.strides() == b.strides() &&
-         (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
-}
-
-/// Keeps a buffer's contents, metadata and version. Contents that did not change since the last capture
-/// are shared with it, so a constant buffer is copied once, however many graphs there are.
-class BufferProvider final : public StateProvider {
- public:
-  explicit BufferProvider(at::Tensor buffer) : buffer_(std::move(buffer)) {}
-  ~BufferProvider() override;
-
-  const c10::StorageImpl* storage() const { return storage_of(buffer_); }
-
-  std::any capture() override {
-    State now{.alias = buffer_.tensor_data(), .version = version()};
-    const std::lock_guard<std::mutex> lock(mutex_);
-    now.contents = last_contents_.lock();
-    if (now.contents == nullptr || !is_unchanged(*now.contents, now.version)) {
-      now.contents = std::make_shared<const at::Tensor>(now.alias.clone());
-      last_contents_ = now.contents;
-    }
-    last_version_ = now.version;
-    return now;
-  }
-
-  void restore(const std::any& state) override {
-    const State& wanted = std::any_cast<const State&>(state);
-    // Below the version counter: for the graph the buffer was never written.
-    const at::AutoDispatchBelowADInplaceOrView below;
-    if (!has_layout_of(wanted.alias))
-      buffer_.unsafeGetTensorImpl()->shallow_copy_from(wanted.alias.getIntrusivePtr());
-    // Where it is right already nothing is written: another thread may be reading.
-    if (!has_same_bits(buffer_, *wanted.contents)) buffer_.copy_(*wanted.contents);
-    if (buffer_.is_inference()) return;
-    c10::VariableVersion shared = buffer_.unsafeGetTensorImpl()->version_counter();
-    shared.set_version(wanted.version);
-  }
-
- private:
-  struct State {
-    at::Tensor alias;  ///< the storage and shape of then
-    std::shared_ptr<const at::Tensor> contents{};
-    uint32_t version = 0;
-  };
-
-  uint32_t version() const { return buffer_.is_inference() ? 0 : buffer_._version(); }
-
-  bool has_layout_of(const at::Tensor& other) const {
-    return buffer_.layout() == other.layout() && buffer_.dtype() == other.dtype() &&
-           buffer_.device() == other.device() && buffer_.sizes() == other.sizes() &&
-           (buffer_.layout() != at::kStrided ||
-            (buffer_.strides() == other.strides() && buffer_.is_alias_of(other) &&
-             buffer_.storage_offset() == other.storage_offset()));
-  }
-
-  bool is_unchanged(const at::Tensor& contents, uint32_t version_now) const {
-    if (buffer_.sizes() != contents.sizes() || buffer_.dtype() != contents.dtype() ||
-        buffer_.device() != contents.device() || buffer_.layout() != contents.layout())
-      return false;
-    if (buffer_.device().is_cpu()) return has_same_bits(buffer_, contents);
-    // Looking would make the host wait for the device. Kernels that write past the version counter
-    // are those of running statistics, which are floating point.
-    return !buffer_.is_floating_point() && version_now == last_version_ &&
-           buffer_.layout() == at::kStrided;
-  }
-
-  const at::Tensor buffer_;
-  std::mutex mutex_;
-  std::weak_ptr<const at::Tensor> last_contents_;
-  uint32_t last_version_ = 0;
-};
-
-/// One provider a buffer, while any region keeps it.
-class BufferProviders {
- public:
-  std::shared_ptr<StateProvider> of(const at::Tensor& buffer) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::weak_ptr<StateProvider>& known = providers_[buffer.unsafeGetTensorImpl()];
-    if (auto provider = known.lock()) return provider;
-    auto provider = std::make_shared<BufferProvider>(buffer);
-    known = provider;
-    return provider;
-  }
-
-  void forget(const at::Tensor& buffer) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = providers_.find(buffer.unsafeGetTensorImpl());
-    // Another thread may have asked since the last owner of this one went.
-    if (found != providers_.end() && found->second.expired()) providers_.erase(found);
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<const at::TensorImpl*, std::weak_ptr<StateProvider>> providers_;
-};
-
-BufferProviders& buffer_providers() {
-  static auto* const all = new BufferProviders;  // leaked: graphs may die in static destructors
-  return *all;
-}
-
-BufferProvider::~BufferProvider() { buffer_providers().forget(buffer_); }
-
 }  // namespace
 
-std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root) {
-  return std::make_shared<TrainingFlags>(root);
+std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root, bool has_buffers) {
+  return std::make_shared<TrainingFlags>(root, has_buffers);
 }
 
 std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root) {
   std::vector<std::shared_ptr<StateProvider>> all;
+  std::shared_ptr<Buffer> before;
   visit_modules(root, [&](torch::nn::Module& module) {
     for (const auto& buffer : ModuleAccess::buffers(module))
-      if (buffer.value().defined()) all.push_back(buffer_providers().of(buffer.value()));
+      if (buffer.value().defined()) {
+        before = Buffer::of(buffer.value(), before);
+        all.push_back(before);
+      }
   });
   return all;
 }
@@ -350,18 +249,21 @@ std::vector<std::shared_ptr<StateProvider>> state_of(const torch::jit::Module& r
   std::vector<std::shared_ptr<StateProvider>> all;
   if (!seam::training_flags_of(root).empty()) all.push_back(std::make_shared<ScriptFlags>(root));
   if (flags_only) return all;
-  for (const at::Tensor& buffer : seam::buffers_of(root))
-    all.push_back(buffer_providers().of(buffer));
+  std::shared_ptr<Buffer> before;
+  for (const at::Tensor& buffer : seam::buffers_of(root)) {
+    before = Buffer::of(buffer, before);
+    all.push_back(before);
+  }
   return all;
 }
 
 bool may_restore(const StateProvider& provider, const c10::StorageImpl* buffer) {
-  const auto* const ours = dynamic_cast<const BufferProvider*>(&provider);
-  return ours == nullptr ? is_users(provider) : ours->storage() == buffer;
+  const auto* const ours = dynamic_cast<const Buffer*>(&provider);
+  return ours == nullptr ? is_users(provider) : storage_of(ours->tensor()) == buffer;
 }
 
 bool is_users(const StateProvider& provider) {
-  return dynamic_cast<const BufferProvider*>(&provider) == nullptr &&
+  return dynamic_cast<const Buffer*>(&provider) == nullptr &&
          dynamic_cast<const ScriptFlags*>(&provider) == nullptr;
 }
 

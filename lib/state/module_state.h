@@ -31,14 +31,16 @@ class HeldState {
   /// The module whose state it is, for errors that name its tensors; null if it is that of none, or of one that is gone
   /// or that no shared pointer owns.
   virtual std::shared_ptr<torch::nn::Module> module() const { return nullptr; }
+  /// The buffers that the module has now; none where they are not to be restored.
+  virtual std::vector<std::shared_ptr<StateProvider>> buffers() const { return {}; }
   /// Whether parameters or modules came to the subject, or went, since.
   virtual bool has_other_members() const { return false; }
 };
 
-/// The flags as they are now, of a module and all below it.
-std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root);
+/// The flags as they are now, of a module and all below it, whose buffers are restored or not.
+std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root, bool has_buffers);
 
-/// A provider for each buffer of a module and of all below it; for one buffer it is the same object, whoever
+/// A `Buffer` for each buffer of a module and of all below it; for one buffer it is the same object, whoever
 /// asks, so regions that share buffers keep each once.
 std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root);
 

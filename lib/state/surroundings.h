@@ -40,6 +40,10 @@ class Surroundings {
   void begin(const StorageSet& inputs);
   /// Its function has returned.
   void settle(MeetDevices met);
+  /// The same for the state of modules, when it is known which batch norms ran.
+  void settle_state() {
+    if (user_state_) user_state_->settle();
+  }
 
   const Snapshot& snapshot() const { return snapshot_; }
   const CurrentStreams* streams() const {

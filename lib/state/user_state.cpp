@@ -6,11 +6,14 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <mutex>
+#include <unordered_set>
 #include <utility>
 
 #include "lib/rng/draws.h"
 #include "lib/scope/region_scope.h"
 #include "lib/seam/warn.h"
+#include "lib/state/buffer.h"
 
 namespace remat {
 
@@ -52,11 +55,44 @@ bool contains(const std::vector<T>& all, const T& one) {
   return std::find(all.begin(), all.end(), one) != all.end();
 }
 
-std::vector<const void*> providers_of(const UserState* state) {
-  std::vector<const void*> all;
-  if (state != nullptr)
-    for (const auto& provider : state->registered().providers) all.push_back(provider.get());
-  return all;
+/// As a region begins.
+std::any state_at_begin(StateProvider& provider) {
+  const OutsideOfRegions outside;
+  auto* const buffer = dynamic_cast<Buffer*>(&provider);
+  return buffer != nullptr ? buffer->note() : provider.capture();
+}
+
+/// Where recomputes of a module's regions began that left what forward left. Only a hint, since what a recompute leaves
+/// is compared: so an address may be another module's by now.
+class StartsOfModules {
+ public:
+  bool from_end(const void* module) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return from_end_.contains(module);
+  }
+  void note(const void* module, StartsFrom start) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (start == StartsFrom::Begin) {
+      from_end_.erase(module);
+    } else if (from_end_.size() < max_known) {
+      from_end_.insert(module);
+    }
+  }
+
+ private:
+  static constexpr std::size_t max_known = 10'000;
+  std::mutex mutex_;
+  std::unordered_set<const void*> from_end_;
+};
+
+StartsOfModules& starts_of_modules() {
+  static auto* const all = new StartsOfModules;  // leaked: recomputes may run in static destructors
+  return *all;
+}
+
+/// The module by which its regions are known.
+const void* subject_of(const UserRegistrations& registered) {
+  return registered.held.empty() ? nullptr : registered.held.back()->subject();
 }
 
 }  // namespace
@@ -81,10 +117,8 @@ void tell_regions_around(const UserRegistrations& registrations) {
       first_runs.push_back(watcher);
   });
   std::vector<std::any> states;
-  for (std::size_t i = 0; !first_runs.empty() && i < registrations.providers.size(); ++i) {
-    const OutsideOfRegions outside;
-    states.push_back(registrations.providers[i]->capture());
-  }
+  for (std::size_t i = 0; !first_runs.empty() && i < registrations.providers.size(); ++i)
+    states.push_back(state_at_begin(*registrations.providers[i]));
   for (GuardWatcher* const each : first_runs) each->guard_opened(registrations, states);
   if (recompute != nullptr) recompute->guard_opened(registrations, {});
 }
@@ -136,10 +170,7 @@ std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
 UserState::UserState(const UserRegistrations& registered, bool preserves_rng) {
   registered_.observers = registered.observers;
   registered_.held = registered.held;
-  for (const auto& provider : registered.providers) {
-    const OutsideOfRegions outside;
-    keep(provider, provider->capture());
-  }
+  for (const auto& provider : registered.providers) keep(provider, state_at_begin(*provider));
   if (!preserves_rng) return;
   for (const at::Generator& generator : registered.generators) keep(generator);
 }
@@ -147,7 +178,7 @@ UserState::UserState(const UserRegistrations& registered, bool preserves_rng) {
 void UserState::keep(const std::shared_ptr<StateProvider>& provider, const std::any& state) {
   const std::size_t known = registered_.providers.size();
   registered_.add(provider);
-  if (registered_.providers.size() > known) captured_.push_back(state);
+  if (registered_.providers.size() > known) captured_.push_back({state, {}});
 }
 
 void UserState::keep(const at::Generator& generator) {
@@ -173,6 +204,40 @@ std::vector<std::any> UserState::states_now() const {
     states.push_back(provider->capture());
   }
   return states;
+}
+
+void UserState::settle() {
+  const OutsideOfRegions outside;
+  // What the function added. Recomputes find it as the function left it.
+  const std::size_t num_known = registered_.providers.size();
+  for (const auto& held : registered_.held)
+    for (const auto& buffer : held->buffers()) keep(buffer, {});
+  for (std::size_t i = 0; i < captured_.size(); ++i) {
+    auto* const buffer = dynamic_cast<Buffer*>(registered_.providers[i].get());
+    if (buffer == nullptr) continue;
+    Captured& captured = captured_[i];
+    if (i >= num_known) {
+      captured.begin = captured.left = buffer->capture();
+      continue;
+    }
+    const Written written = buffer->written_since(captured.begin);
+    if (written == Written::Not) captured.begin.reset();
+    if (written != Written::Otherwise) continue;
+    has_begin_ = has_begin_ && buffer->has_contents(captured.begin);
+    captured.left = buffer->capture();
+    is_compared_ = true;
+  }
+}
+
+c10::SmallVector<StartsFrom, 2> UserState::starts() const {
+  if (!has_begin_) return {StartsFrom::End};
+  if (starts_of_modules().from_end(subject_of(registered_)))
+    return {StartsFrom::End, StartsFrom::Begin};
+  return {StartsFrom::Begin, StartsFrom::End};
+}
+
+void UserState::remember(StartsFrom start) const {
+  if (has_begin_) starts_of_modules().note(subject_of(registered_), start);
 }
 
 UserState::~UserState() = default;
@@ -210,10 +275,20 @@ void ObservedRecompute::tell_end() noexcept {
   }
 }
 
+std::vector<const void*> UserRestore::restored_by(const UserState* state) {
+  std::vector<const void*> all;
+  if (state == nullptr) return all;
+  for (std::size_t i = 0; i < state->captured_.size(); ++i)
+    if (state->captured_[i].begin.has_value())
+      all.push_back(state->registered_.providers[i].get());
+  return all;
+}
+
 UserRestore::UserRestore(const UserState* state, const LockOwner& owner,
-                         const std::vector<at::Tensor>& captured)
+                         const std::vector<at::Tensor>& captured, StartsFrom start)
     : state_(state),
-      hold_(providers_of(state), owner, std::chrono::seconds(10)),
+      start_(start),
+      hold_(restored_by(state), owner, std::chrono::seconds(10)),
       has_failed_(hold_.has_failed()) {
   if (state_ == nullptr || has_failed_) return;
   if (!captured.empty()) watched_ = std::make_unique<Watched>();
@@ -229,8 +304,11 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner,
   try {
     const OutsideOfRegions outside;
     for (std::size_t i = 0; i < providers.size(); ++i) {
-      before_.push_back(providers[i]->capture());
-      restore(*providers[i], state_->captured_[i]);
+      const UserState::Captured& captured = state_->captured_[i];
+      before_.emplace_back();
+      if (!captured.begin.has_value()) continue;
+      before_.back() = providers[i]->capture();
+      restore(*providers[i], wanted(captured));
     }
   } catch (...) {
     undo(/*may_throw=*/false);
@@ -257,7 +335,31 @@ UserRestore::~UserRestore() {
 void UserRestore::move_to(const std::vector<std::any>& states) {
   const OutsideOfRegions outside;
   for (std::size_t i = 0; i < states.size(); ++i)
-    restore(*state_->registered().providers[i], states[i]);
+    if (state_->captured_[i].begin.has_value())
+      restore(*state_->registered().providers[i], states[i]);
+}
+
+bool UserRestore::has_written_all() const {
+  for (std::size_t i = 0; i < state_->captured_.size(); ++i) {
+    const auto& [begin, left] = state_->captured_[i];
+    if (!left.has_value()) continue;
+    const auto& buffer = static_cast<const Buffer&>(*state_->registered().providers[i]);
+    if (!buffer.has_writes_of(begin, left, wanted(state_->captured_[i]))) return false;
+  }
+  return true;
+}
+
+at::Tensor UserRestore::changed_buffer() const {
+  const OutsideOfRegions outside;
+  for (std::size_t i = 0; i < state_->captured_.size(); ++i) {
+    const std::any& left = state_->captured_[i].left;
+    if (!left.has_value()) continue;
+    auto& buffer = static_cast<Buffer&>(*state_->registered().providers[i]);
+    // From what forward left, writing the same again would hide that the function read what it should not.
+    const bool may_write = start_ == StartsFrom::Begin || !state_->has_begin();
+    if (may_write ? !buffer.is_as(left) : buffer.is_touched_since(left)) return buffer.tensor();
+  }
+  return {};
 }
 
 void UserRestore::put_back() { undo(/*may_throw=*/true); }
@@ -267,6 +369,7 @@ void UserRestore::undo(bool may_throw) {
   while (!before_.empty()) {
     const std::any state = std::move(before_.back());
     before_.pop_back();
+    if (!state.has_value()) continue;
     try {
       const OutsideOfRegions outside;
       restore(*state_->registered().providers[before_.size()], state);

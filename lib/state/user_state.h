@@ -1,6 +1,8 @@
 #pragma once
 // What the guards of state.h registered around a region: captured, restored, told of recomputes.
 
+#include <c10/util/SmallVector.h>
+
 #include <any>
 #include <memory>
 #include <utility>
@@ -58,6 +60,9 @@ class GuardWatcher {
 std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations);
 void tell_regions_around(const UserRegistrations& registrations);
 
+/// With which state of modules a recompute begins: Note [Where recomputes begin].
+enum class StartsFrom { Begin, End };
+
 /// A region keeps what was registered around it, and the providers' state when it began. Guards
 /// that are opened inside the region add to it: what they guard is as it was then.
 class UserState {
@@ -74,14 +79,29 @@ class UserState {
   bool has_users_providers() const;
   /// What the providers capture now, in their order. Calls user code; throws what it throws.
   std::vector<std::any> states_now() const;
+  /// The function has returned. What it left alone of its modules is forgotten: Note [Only what forward wrote].
+  void settle();
+  /// Whether the function wrote to buffers otherwise than batch norms do, and recomputes must leave them as it did.
+  bool is_compared() const { return is_compared_; }
+  /// Whether what they held when forward began is known.
+  bool has_begin() const { return has_begin_; }
+  /// Where recomputes may begin, the likelier one first.
+  c10::SmallVector<StartsFrom, 2> starts() const;
+  /// A recompute that began there has left what forward left.
+  void remember(StartsFrom start) const;
   /// Each registered CPU generator has a log.
   const std::vector<std::unique_ptr<DrawLog>>& draw_logs() const { return draw_logs_; }
 
  private:
   friend class UserRestore;
+  struct Captured {
+    std::any begin;  ///< empty for what is not restored
+    std::any left;   ///< what the function left of a buffer that it wrote to; empty for what is not compared
+  };
   UserRegistrations registered_;
-  std::vector<std::any> captured_;
+  std::vector<Captured> captured_;  // in the order of the providers
   std::vector<std::unique_ptr<DrawLog>> draw_logs_;
+  bool is_compared_ = false, has_begin_ = true;
 };
 
 /// Tells the observers that a recompute begins, and when destroyed that it has ended.
@@ -98,6 +118,12 @@ class ObservedRecompute {
   std::size_t num_told_ = 0;
 };
 
+/// Note [Where recomputes begin]
+/// A function that writes to buffers of its module is run again from what they held when forward began, and must leave what
+/// forward left. One that remembers in a plain member what it has done (a table is filled once, `filled` says so) does not
+/// do so: then it is run again from what forward left, and must leave that alone. If it does neither, the recompute is
+/// refused. Which of the two held is remembered by module, to be tried first.
+
 /// Note [Written by a provider]
 /// A provider that restores with `copy_` moves the version of a buffer that the region captured, and it is the
 /// provider's word that the buffer then is what forward saw. So the versions of such tensors are put back, for all
@@ -111,12 +137,16 @@ class UserRestore {
   /// `captured` are known tensors from outside the region: Note [Written by a provider].
   /// Throws what a provider throws, having put back what was restored before.
   UserRestore(const UserState* state, const LockOwner& owner,
-              const std::vector<at::Tensor>& captured);
+              const std::vector<at::Tensor>& captured, StartsFrom start);
   ~UserRestore();
   UserRestore& operator=(UserRestore&&) = delete;
   /// The providers' states become these, of the first of them: in the middle of a recompute.
   void move_to(const std::vector<std::any>& states);
   void put_back();
+  /// Whether the recompute has made all of forward's writes to buffers that are compared.
+  bool has_written_all() const;
+  /// The function has run again: a buffer that it did not leave as forward did; undefined if there is none.
+  at::Tensor changed_buffer() const;
   /// Another thread's recompute did not give something free in time: nothing was restored.
   bool has_failed() const { return has_failed_; }
   /// The storages of the captured tensors that a provider of the user's wrote to; null for none.
@@ -127,7 +157,13 @@ class UserRestore {
  private:
   void restore(StateProvider& provider, const std::any& state);
   void undo(bool may_throw);
+  /// What must be free for it.
+  static std::vector<const void*> restored_by(const UserState* state);
+  const std::any& wanted(const UserState::Captured& captured) const {
+    return start_ == StartsFrom::End && captured.left.has_value() ? captured.left : captured.begin;
+  }
   const UserState* const state_;
+  const StartsFrom start_;
   const RecomputeHold hold_;
   std::vector<std::any> before_;
   std::vector<std::shared_ptr<void>> held_;
