@@ -327,29 +327,6 @@ TEST_CASE("SkipBatchNorm runs a module with a BatchNorm plainly, and says so onc
   c10::WarningUtils::set_warnAlways(false);
 }
 
-TEST_CASE("a buffer that does not change is kept once for all graphs", "[module]") {
-  struct MaskedImpl : nn::Module {
-    MaskedImpl() { register_buffer("mask", mask); }
-    Tensor forward(const Tensor& x) { return x * mask[0].sum() * x; }
-    Tensor mask = at::ones({100, 100});
-  };
-  const Tensor x = leaf({1});
-  {
-    const Checkpointed<MaskedImpl> none(nullptr);
-  }
-  Checkpointed<MaskedImpl> module;
-  std::vector<Tensor> graphs;
-  const LiveBytes bytes;
-  graphs.push_back(module(x));
-  const int64_t first = bytes.held();
-  CHECK(first >= 40'000);
-  for (int i = 0; i < 9; ++i) graphs.push_back(module(x));
-  CHECK(bytes.held() - first < 1'000);
-  for (const Tensor& y : graphs) y.backward();
-  graphs.clear();
-  CHECK(bytes.held() < 1'000);
-}
-
 TEST_CASE("recomputes of one module in several threads do not mix its buffers",
           "[module][GUA-12]") {
   const Seed seed;

@@ -49,7 +49,7 @@ class ScriptCall;
 
 /// Changes with everything in this header on which a compiled binding depends. The library calls a body
 /// through its vtable, so a binding that was compiled against another number must not be used with it.
-inline constexpr int binding_abi = 2;
+inline constexpr int binding_abi = 3;
 /// The number of the library that is loaded: compare it with `binding_abi` before anything else.
 REMAT_API int loaded_binding_abi() noexcept;
 
@@ -130,6 +130,25 @@ class REMAT_API TensorNames {
   /// Visits the parameters and buffers, when an error looks for a name. Any thread. Throws nothing.
   virtual void visit_tensors(Visitor visitor) const = 0;
 };
+
+/// A `torch::nn::Module` that stands for modules of another language may be this, too. When the function of a region has
+/// returned, the stand-in has the buffers that the modules have then.
+class REMAT_API StandInMembers {
+ public:
+  virtual ~StandInMembers();
+  /// Whether the function gave a buffer's name to another tensor, added a name or removed one. Its recomputes are then not
+  /// stopped early, and the binding calls `compare_member` for each such name. Any thread. Throws nothing.
+  virtual bool has_replaced_buffers() const = 0;
+};
+
+/// Whether the recompute that runs on this thread begins with what its forward left in buffers and members of its modules;
+/// if not, with what they held when forward began. The binding puts names and members in place to match.
+REMAT_API bool recompute_starts_from_end() noexcept;
+/// Compares what a recompute leaves under the name of a buffer with what forward left there; undefined: nothing. The
+/// function of the recompute on this thread has ended. If they differ, the recompute is tried once more from the other
+/// start, and refused in the end: `name` is what the error calls it, such as "buffer 'table' of Rope". Throws nothing.
+REMAT_API void compare_member(const std::string& name, const at::Tensor& in_forward,
+                              const at::Tensor& now) noexcept;
 
 /// The first run of a region: from saving its inputs to taking note of its result. One thread.
 class REMAT_API ForwardRun {

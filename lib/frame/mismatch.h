@@ -80,8 +80,8 @@ enum class ChangedBy { Function, Others };
                                       const SlotIdentity& slot);
 [[noreturn]] void throw_recompute_failed(const Region& region, const std::string& fact,
                                          const std::string& cause, const std::string& advice);
-/// The recompute left other contents in a buffer than forward did, whichever state it began with.
-[[noreturn]] void throw_changed_buffer(const Region& region, const at::Tensor& buffer);
+/// The recompute left other contents in a buffer than forward did, whichever state it began with. `name`: the buffer's.
+[[noreturn]] void throw_changed_buffer(const Region& region, const std::string& name);
 /// LibTorch's default dtype is not what it was in forward.
 [[noreturn]] void throw_default_dtype(const Region& region, at::ScalarType in_forward);
 /// LibTorch ran another plan of a script function in the recompute than in forward, or would.

@@ -62,8 +62,7 @@ std::string changed_argument(const Region& region, const About& about, uint32_t 
 
 }  // namespace
 
-void throw_changed_buffer(const Region& region, const at::Tensor& buffer) {
-  const std::string name = name_of(region, TensorIdentity::of(buffer));
+void throw_changed_buffer(const Region& region, const std::string& name) {
   throw_about(
       region, Kind::CaptureChanged,
       {-1, "other contents", "these contents", name},
@@ -74,7 +73,7 @@ void throw_changed_buffer(const Region& region, const at::Tensor& buffer) {
           "forward left in it gives the same again.\n"
           "Do: keep that state in a buffer (register_buffer), pass it as an argument, or write to the buffer outside of "
           "the region; with BufferPolicy::Ignore the recompute takes the buffer as it is.",
-          name.empty() ? "a buffer of its module" : name, title(region)));
+          name, title(region)));
 }
 
 void throw_changed_argument(const Region& region, int64_t number, const TensorIdentity& argument,

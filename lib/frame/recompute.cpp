@@ -3,6 +3,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "lib/frame/active_recomputes.h"
 #include "lib/frame/filler.h"
 #include "lib/frame/mismatch.h"
+#include "lib/frame/naming.h"
 #include "lib/frame/recompute_scope.h"
 #include "lib/observe/op_log.h"
 #include "lib/observe/profiler.h"
@@ -24,8 +26,26 @@ namespace {
 /// How one attempt begins, and what became of it.
 struct Attempt {
   StartsFrom start = StartsFrom::Begin;
-  at::Tensor changed_buffer{};     ///< one that it did not leave as forward did
+  std::string changed{};           ///< a buffer that it did not leave as forward did
   bool may_lie_at_start = false;   ///< it threw what another start might not
+};
+
+/// What a binding asks while the function runs.
+struct RunningAttempt {
+  Attempt& attempt;
+  const UserRestore& restore;
+};
+thread_local const RunningAttempt* running_attempt = nullptr;
+
+class RunningNow {
+ public:
+  explicit RunningNow(const RunningAttempt& attempt)
+      : around_(std::exchange(running_attempt, &attempt)) {}
+  ~RunningNow() { running_attempt = around_; }
+  RunningNow& operator=(RunningNow&&) = delete;
+
+ private:
+  const RunningAttempt* const around_;
 };
 
 /// While the filler knows what is restored.
@@ -116,6 +136,8 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     Scope user_scope;
     if (region.extras != nullptr && region.extras->contexts.recompute)
       user_scope = region.extras->contexts.recompute();
+    const RunningAttempt asked{attempt, user_state};
+    const RunningNow running_now(asked);
     try {
       region.body->run_again(inputs);
     } catch (const StopSignal&) {
@@ -134,7 +156,11 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     filler.finish();
   }
   scope->put_back_early_guards();
-  if (is_compared) attempt.changed_buffer = user_state.changed_buffer();
+  if (is_compared && attempt.changed.empty())
+    if (const at::Tensor changed = user_state.changed_buffer(); changed.defined()) {
+      attempt.changed = name_of(region, TensorIdentity::of(changed));
+      if (attempt.changed.empty()) attempt.changed = "a buffer of its module";
+    }
   user_state.put_back();
   return !generators.were_disturbed();
 }
@@ -201,7 +227,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     Inputs::Versions in_forward;
     if (!filler.is_forward_over()) in_forward = frame->inputs().versions_in_forward();
     if (!run_and_replay(*frame, values, filler, scope, given.tensors, span, attempt) ||
-        attempt.changed_buffer.defined()) {
+        !attempt.changed.empty()) {
       values.clear();
       return false;
     }
@@ -240,7 +266,7 @@ void recompute_from(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& va
                     int64_t only_position, Attempt& attempt) {
   constexpr int max_attempts = 5;
   for (int number = 1; !try_recompute(frame, values, only_position, attempt); ++number) {
-    if (attempt.changed_buffer.defined()) return;
+    if (!attempt.changed.empty()) return;
     if (number == max_attempts)
       throw_recompute_failed(
           frame->region(), "the recompute could not draw the numbers that forward drew",
@@ -256,20 +282,20 @@ void recompute_from(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& va
 void recompute_written(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
                        int64_t only_position) {
   const UserState& state = *frame->surroundings().user_state();
-  at::Tensor changed;
+  std::string changed;
   std::exception_ptr thrown;
   for (const StartsFrom start : state.starts()) {
     Attempt attempt{start};
     try {
       recompute_from(frame, values, only_position, attempt);
-      if (!attempt.changed_buffer.defined()) return state.remember(start);
-      changed = std::move(attempt.changed_buffer);
+      if (attempt.changed.empty()) return state.remember(start);
+      changed = std::move(attempt.changed);
     } catch (...) {
       if (!attempt.may_lie_at_start) throw;
       if (thrown == nullptr) thrown = std::current_exception();
     }
   }
-  if (changed.defined()) throw_changed_buffer(frame->region(), changed);
+  if (!changed.empty()) throw_changed_buffer(frame->region(), changed);
   std::rethrow_exception(thrown);
 }
 
@@ -284,6 +310,22 @@ void recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
   if (writes_buffers(*frame)) return recompute_written(frame, values, only_position);
   Attempt attempt;
   recompute_from(frame, values, only_position, attempt);
+  if (!attempt.changed.empty()) throw_changed_buffer(frame->region(), attempt.changed);
+}
+
+StandInMembers::~StandInMembers() = default;
+
+bool recompute_starts_from_end() noexcept {
+  return running_attempt != nullptr && running_attempt->attempt.start == StartsFrom::End;
+}
+
+void compare_member(const std::string& name, const at::Tensor& in_forward,
+                    const at::Tensor& now) noexcept {
+  if (running_attempt == nullptr) return;
+  if (in_forward.defined() == now.defined() &&
+      (!now.defined() || running_attempt->restore.is_as_left(in_forward, now)))
+    return;
+  running_attempt->attempt.changed = name;
 }
 
 }  // namespace remat

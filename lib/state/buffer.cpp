@@ -4,6 +4,7 @@
 #include <ATen/ops/allclose.h>
 #include <ATen/ops/copy.h>
 #include <ATen/ops/equal.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <cstring>
@@ -90,6 +91,19 @@ bool is_dense_on_cpu(const at::Tensor& tensor) {
          !tensor.is_quantized();
 }
 
+bool has_same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return is_plain_buffer(a) && is_plain_buffer(b) && storage_of(a)->data() == storage_of(b)->data() &&
+         a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
+         a.strides() == b.strides();
+}
+
+/// No where that cannot be told without a copy, or without waiting for a device.
+bool has_same_bits(const at::Tensor& a, const at::Tensor& b) {
+  return is_plain_buffer(a) && is_plain_buffer(b) && is_dense_on_cpu(a) && is_dense_on_cpu(b) &&
+         a.sizes() == b.sizes() && a.strides() == b.strides() && a.dtype() == b.dtype() &&
+         (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
+}
+
 /// Below the version counter: for the graph the buffer is never written.
 struct Unseen {
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -167,8 +181,7 @@ bool Buffer::has_layout_of(const at::Tensor& other) const {
 }
 
 bool Buffer::shares_memory(const State& state) const {
-  return state.contents.defined() && is_plain_buffer(state.contents) && is_plain_buffer(buffer_) &&
-         storage_of(state.contents)->data() == storage_of(buffer_)->data();
+  return state.contents.defined() && has_same_memory(state.contents, buffer_);
 }
 
 /// Undefined where the copy would have to be made at once.
@@ -221,7 +234,8 @@ void Buffer::restore(const std::any& state) {
   if (!has_layout_of(wanted.alias))
     buffer_.unsafeGetTensorImpl()->shallow_copy_from(wanted.alias.getIntrusivePtr());
   // Where it is right already nothing is written: another thread may be reading.
-  if (wanted.contents.defined() && !shares_memory(wanted) && !has_contents_of(wanted)) {
+  if (wanted.contents.defined() && !shares_memory(wanted) &&
+      !has_same_bits(wanted.contents, buffer_)) {
     if (is_plain_buffer(buffer_))
       buffer_.copy_(wanted.contents);
     else
@@ -232,33 +246,25 @@ void Buffer::restore(const std::any& state) {
   shared.set_version(wanted.version);
 }
 
-/// Without waiting for a device, and without a copy: no where that is not possible.
-bool Buffer::has_contents_of(const State& state) const {
-  const at::Tensor& then = state.contents;
-  return then.defined() && is_plain_buffer(then) && is_plain_buffer(buffer_) && is_dense_on_cpu(then) &&
-         is_dense_on_cpu(buffer_) && then.sizes() == buffer_.sizes() &&
-         then.strides() == buffer_.strides() && then.dtype() == buffer_.dtype() &&
-         (then.nbytes() == 0 ||
-          std::memcmp(then.const_data_ptr(), buffer_.const_data_ptr(), then.nbytes()) == 0);
-}
+std::any Buffer::state_of(const at::Tensor& tensor) { return State{tensor, tensor}; }
 
-bool Buffer::is_as(const std::any& state) const {
-  const State& then = std::any_cast<const State&>(state);
-  if (!then.contents.defined()) return true;
-  const at::Tensor& contents = then.contents;
-  if (contents.layout() != buffer_.layout() || contents.dtype() != buffer_.dtype() ||
-      contents.sizes() != buffer_.sizes())
+bool Buffer::is_as(const at::Tensor& tensor, const std::any& state) {
+  const at::Tensor& then = std::any_cast<const State&>(state).contents;
+  if (!then.defined()) return true;
+  if (then.layout() != tensor.layout() || then.dtype() != tensor.dtype() ||
+      then.sizes() != tensor.sizes() || then.device() != tensor.device())
     return false;
-  if (shares_memory(then) || has_contents_of(then)) return true;
+  if (has_same_memory(then, tensor) || has_same_bits(then, tensor)) return true;
   const Unseen unseen;
   const c10::InferenceMode normal(false);
-  if (buffer_.device().is_cpu()) return content_hash(contents) == content_hash(buffer_);
+  const c10::AutoGradMode no_grad(false);
+  const at::Tensor now = tensor.tensor_data();
+  if (tensor.device().is_cpu() || !is_plain_buffer(tensor))
+    return content_hash(then) == content_hash(now);
   constexpr double tolerance = 1e-3, smallest = 1e-6;
-  const at::Tensor now = buffer_.tensor_data();
-  if (!is_plain_buffer(buffer_)) return content_hash(contents) == content_hash(now);
   return at::isFloatingType(now.scalar_type()) || at::isComplexType(now.scalar_type())
-             ? at::allclose(now, contents, tolerance, smallest, /*equal_nan=*/true)
-             : at::equal(now, contents);
+             ? at::allclose(now, then, tolerance, smallest, /*equal_nan=*/true)
+             : at::equal(now, then);
 }
 
 bool Buffer::has_contents(const std::any& note) const {
@@ -274,7 +280,7 @@ Written Buffer::written_since(const std::any& note) {
   const bool by_norm = num_norms_now != begin.num_norms;
   const auto is_written = [&] {
     if (!has_layout_of(begin.alias) || version() != begin.version) return true;
-    if (begin.is_lazy) return !shares_memory(begin) && !has_contents_of(begin);
+    if (begin.is_lazy) return !shares_memory(begin) && !has_same_bits(begin.contents, buffer_);
     if (by_norm && !is_counter()) return true;
     if (!begin.contents.defined()) return false;
     const Taught earlier = taught().of(buffer_.unsafeGetTensorImpl());

@@ -55,7 +55,10 @@ class Buffer final : public StateProvider {
   /// Whether the buffer has been written to since it had this state, with the same contents, too.
   bool is_touched_since(const std::any& state);
   /// Whether layout and contents are equal, on accelerators within 1e-3 of each value.
-  bool is_as(const std::any& state) const;
+  bool is_as(const std::any& state) const { return is_as(buffer_, state); }
+  static bool is_as(const at::Tensor& tensor, const std::any& state);
+  /// The state that a tensor is in, to be compared.
+  static std::any state_of(const at::Tensor& tensor);
   /// Whether as many writes have been counted since `now_began` as between two states of forward; no where forward's were
   /// not counted.
   bool has_writes_of(const std::any& begin, const std::any& left, const std::any& now_began) const;
@@ -66,7 +69,6 @@ class Buffer final : public StateProvider {
   uint32_t version() const;
   bool has_layout_of(const at::Tensor& other) const;
   bool shares_memory(const State& state) const;
-  bool has_contents_of(const State& state) const;
   at::Tensor lazy_copy(const at::Tensor& alias);
   bool is_counter() const;
   uint64_t num_norms() const;

@@ -22,6 +22,7 @@
 #include "lib/seam/script.h"
 #include "lib/state/buffer.h"
 #include "lib/tensor/capture.h"
+#include "remat/binding.h"
 #include "remat/module.h"
 
 namespace remat {
@@ -135,6 +136,12 @@ class TrainingFlags final : public HeldState {
   std::vector<std::shared_ptr<StateProvider>> buffers() const override {
     const auto root = has_buffers_ ? root_.lock() : nullptr;
     return root == nullptr ? std::vector<std::shared_ptr<StateProvider>>() : buffers_of(*root);
+  }
+
+  bool has_replaced_buffers() const override {
+    const auto root = has_buffers_ ? root_.lock() : nullptr;
+    const auto* const stand_in = dynamic_cast<const StandInMembers*>(root.get());
+    return stand_in != nullptr && stand_in->has_replaced_buffers();
   }
 
   std::shared_ptr<void> hold() override {

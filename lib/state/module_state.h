@@ -33,6 +33,8 @@ class HeldState {
   virtual std::shared_ptr<torch::nn::Module> module() const { return nullptr; }
   /// The buffers that the module has now; none where they are not to be restored.
   virtual std::vector<std::shared_ptr<StateProvider>> buffers() const { return {}; }
+  /// Whether the function gave names of buffers to other tensors: StandInMembers.
+  virtual bool has_replaced_buffers() const { return false; }
   /// Whether parameters or modules came to the subject, or went, since.
   virtual bool has_other_members() const { return false; }
 };

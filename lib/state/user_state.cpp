@@ -227,6 +227,8 @@ void UserState::settle() {
     captured.left = buffer->capture();
     is_compared_ = true;
   }
+  for (const auto& held : registered_.held)
+    if (held->has_replaced_buffers()) is_compared_ = has_replaced_ = true;
 }
 
 c10::SmallVector<StartsFrom, 2> UserState::starts() const {
@@ -339,7 +341,19 @@ void UserRestore::move_to(const std::vector<std::any>& states) {
       restore(*state_->registered().providers[i], states[i]);
 }
 
+bool UserRestore::is_as_left(const at::Tensor& in_forward, const at::Tensor& now) const {
+  const OutsideOfRegions outside;
+  for (std::size_t i = 0; state_ != nullptr && i < state_->captured_.size(); ++i) {
+    const auto* const buffer = dynamic_cast<const Buffer*>(state_->registered().providers[i].get());
+    if (buffer != nullptr && buffer->tensor().is_same(in_forward) &&
+        state_->captured_[i].left.has_value())
+      return Buffer::is_as(now, state_->captured_[i].left);
+  }
+  return Buffer::is_as(now, Buffer::state_of(in_forward));
+}
+
 bool UserRestore::has_written_all() const {
+  if (state_->has_replaced_) return false;
   for (std::size_t i = 0; i < state_->captured_.size(); ++i) {
     const auto& [begin, left] = state_->captured_[i];
     if (!left.has_value()) continue;

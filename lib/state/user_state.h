@@ -101,7 +101,7 @@ class UserState {
   UserRegistrations registered_;
   std::vector<Captured> captured_;  // in the order of the providers
   std::vector<std::unique_ptr<DrawLog>> draw_logs_;
-  bool is_compared_ = false, has_begin_ = true;
+  bool is_compared_ = false, has_replaced_ = false, has_begin_ = true;
 };
 
 /// Tells the observers that a recompute begins, and when destroyed that it has ended.
@@ -147,6 +147,8 @@ class UserRestore {
   bool has_written_all() const;
   /// The function has run again: a buffer that it did not leave as forward did; undefined if there is none.
   at::Tensor changed_buffer() const;
+  /// Whether `now` is what forward left in a buffer that it added.
+  bool is_as_left(const at::Tensor& in_forward, const at::Tensor& now) const;
   /// Another thread's recompute did not give something free in time: nothing was restored.
   bool has_failed() const { return has_failed_; }
   /// The storages of the captured tensors that a provider of the user's wrote to; null for none.

@@ -5,6 +5,7 @@
 #include <structmember.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <new>
@@ -13,6 +14,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "remat/binding.h"
 #include "remat/module.h"
 #include "remat/options.h"
 #include "remat/scope.h"
@@ -94,7 +96,7 @@ std::vector<PyObject*> new_references(const std::vector<PyObject*>& objects) {
 
 /// Stands for Python modules: has their buffers, and knows what users call their tensors. It has those modules as they
 /// have been given, since it may outlive whoever made it.
-class StandIn final : public torch::nn::Module, public TensorNames {
+class StandIn final : public torch::nn::Module, public TensorNames, public StandInMembers {
  public:
   explicit StandIn(const std::vector<PyObject*>& roots) : roots_(new_references(roots)) {}
   ~StandIn() override { drop(roots_.data(), roots_.size()); }
@@ -103,10 +105,13 @@ class StandIn final : public torch::nn::Module, public TensorNames {
 
   void add(const at::Tensor& buffer) { register_buffer(std::to_string(num_buffers_++), buffer); }
   void visit_tensors(Visitor visitor) const override { visit_named(roots_, visitor); }
+  bool has_replaced_buffers() const override { return has_replaced_; }
+  void set_replaced() { has_replaced_ = true; }
 
  private:
   const std::vector<PyObject*> roots_;
   int64_t num_buffers_ = 0;
+  bool has_replaced_ = false;
 };
 
 /// What the library can copy and write: no class of its own, and with contents.
@@ -211,6 +216,185 @@ HeldFlags& held_flags() {
 
 }  // namespace
 
+// ---- members ------------------------------------------------------------------------------------------
+
+namespace {
+
+bool is_member_value(PyObject* value, int depth = 0) {
+  if (value == Py_None || PyBool_Check(value) != 0 || PyFloat_CheckExact(value) != 0 ||
+      PyLong_CheckExact(value) != 0 || PyUnicode_CheckExact(value) != 0)
+    return true;
+  if (PyTuple_CheckExact(value) == 0 || depth > 4) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i)
+    if (!is_member_value(PyTuple_GET_ITEM(value, i), depth + 1)) return false;
+  return true;
+}
+
+/// Visits the attributes of a module and of all below it: their dictionary, then each name with its value, or null for one
+/// that is no member. The training flag has its own rule, and dictionaries and sets hold others. False: the visitor had enough.
+template <class ModuleVisitor, class EntryVisitor>
+bool visit_members(PyObject* module, int depth, ModuleVisitor&& begin_module,
+                   EntryVisitor&& visit_entry) {
+  static PyObject* const training = PyUnicode_InternFromString("training");
+  PyObject** const place = _PyObject_GetDictPtr(module);
+  if (place == nullptr || *place == nullptr || PyDict_Check(*place) == 0) return true;
+  PyObject* const attributes = *place;
+  if (!begin_module(attributes)) return false;
+  PyObject *name = nullptr, *value = nullptr;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(attributes, &position, &name, &value) != 0) {
+    if (name == training || PyDict_Check(value) != 0 || PyAnySet_Check(value) != 0) continue;
+    if (!visit_entry(name, is_member_value(value) ? value : nullptr)) return false;
+  }
+  PyObject* const children = entry(attributes, "_modules");
+  if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest) return true;
+  position = 0;
+  while (PyDict_Next(children, &position, &name, &value) != 0)
+    if (is_module(value) && !visit_members(value, depth + 1, begin_module, visit_entry))
+      return false;
+  return true;
+}
+
+/// What the last region of some modules noted, if it is still kept. Interpreter's lock.
+std::weak_ptr<const Members>& last_members_of(PyObject* root) {
+  static auto* const all = new std::unordered_map<PyObject*, std::weak_ptr<const Members>>;
+  constexpr std::size_t max_known = 10'000;
+  if (all->size() > max_known)
+    std::erase_if(*all, [](const auto& each) { return each.second.expired(); });
+  return (*all)[root];
+}
+
+}  // namespace
+
+std::shared_ptr<const Members> Members::of(const std::vector<PyObject*>& roots) {
+  if (roots.empty()) return std::make_shared<const Members>();
+  std::weak_ptr<const Members>& last = last_members_of(roots.front());
+  if (auto known = last.lock(); known != nullptr && known->is_now(roots)) return known;
+  auto made = std::make_shared<Members>();
+  for (PyObject* root : roots)
+    visit_members(
+        root, 0,
+        [&](PyObject* attributes) {
+          made->modules_.push_back({new_reference(attributes), made->entries_.size()});
+          return true;
+        },
+        [&](PyObject* name, PyObject* value) {
+          made->entries_.push_back({new_reference(name), new_reference(value)});
+          made->modules_.back().end = made->entries_.size();
+          return true;
+        });
+  last = made;
+  return made;
+}
+
+bool Members::is_now(const std::vector<PyObject*>& roots) const {
+  std::size_t module = 0, next = 0;
+  for (PyObject* root : roots) {
+    const bool is_same = visit_members(
+        root, 0,
+        [&](PyObject* attributes) {
+          if (module > 0 && modules_[module - 1].end != next) return false;
+          return module < modules_.size() && modules_[module++].attributes == attributes;
+        },
+        [&](PyObject* name, PyObject* value) {
+          if (next == entries_.size() || next >= modules_[module - 1].end) return false;
+          const Entry& then = entries_[next++];
+          return then.name == name && then.value == value;
+        });
+    if (!is_same) return false;
+  }
+  return module == modules_.size() && next == entries_.size();
+}
+
+Members::~Members() {
+  std::vector<PyObject*> all;
+  all.reserve(modules_.size() + 2 * entries_.size());
+  for (const Module& each : modules_) all.push_back(each.attributes);
+  for (const Entry& each : entries_) {
+    all.push_back(each.name);
+    if (each.value != nullptr) all.push_back(each.value);
+  }
+  drop(all.data(), all.size());
+}
+
+void Members::put_in_place(const Members& now, std::vector<Change>& changes) const {
+  if (this == &now) return;
+  const auto change = [&](PyObject* dictionary, PyObject* name, PyObject* value) {
+    PyObject* const before = PyDict_GetItem(dictionary, name);
+    changes.push_back({new_reference(dictionary), new_reference(name), new_reference(before)});
+    if (value != nullptr)
+      PyDict_SetItem(dictionary, name, value);
+    else if (before != nullptr)
+      PyDict_DelItem(dictionary, name);
+  };
+  std::size_t next = 0, next_now = 0, module_now = 0;
+  for (const Module& module : modules_) {
+    const std::size_t begin = next;
+    for (; next < module.end; ++next) {
+      const auto& [name, value] = entries_[next];
+      if (value != nullptr && PyDict_GetItem(module.attributes, name) != value)
+        change(module.attributes, name, value);
+    }
+    // Trees are alike but for what forward added.
+    if (module_now == now.modules_.size() ||
+        now.modules_[module_now].attributes != module.attributes)
+      continue;
+    for (; next_now < now.modules_[module_now].end; ++next_now) {
+      const auto& [name, value] = now.entries_[next_now];
+      if (value == nullptr) continue;
+      bool was_there = false;
+      for (std::size_t i = begin; i < module.end && !was_there; ++i)
+        was_there = entries_[i].name == name;
+      if (!was_there) change(module.attributes, name, nullptr);
+    }
+    ++module_now;
+  }
+}
+
+namespace {
+
+/// Who has changed the members of which modules for a recompute. Interpreter's lock.
+class HeldMembers {
+ public:
+  static void take(PyObject* root) {
+    constexpr std::chrono::seconds longest_wait(10);
+    const auto self = std::this_thread::get_id();
+    const auto start = std::chrono::steady_clock::now();
+    for (;;) {
+      const auto found = all().find(root);
+      if (found == all().end() || found->second.thread == self) break;
+      if (std::chrono::steady_clock::now() - start > longest_wait) {
+        PyErr_SetString(
+            PyExc_RuntimeError,
+            "remat: a recompute waited ten seconds for another thread's, which has put back the members of the same "
+            "module.");
+        throw python_error();
+      }
+      const Unlocked unlocked;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    Holder& holder = all()[root];
+    holder.thread = self;
+    ++holder.depth;
+  }
+  static void give_back(PyObject* root) {
+    const auto found = all().find(root);
+    if (--found->second.depth == 0) all().erase(found);
+  }
+
+ private:
+  struct Holder {
+    std::thread::id thread;
+    int depth = 0;
+  };
+  static std::unordered_map<PyObject*, Holder>& all() {
+    static auto* const known = new std::unordered_map<PyObject*, Holder>;
+    return *known;
+  }
+};
+
+}  // namespace
+
 // ---- the state ----------------------------------------------------------------------------------------
 
 ModuleState::ModuleState(const std::vector<PyObject*>& roots) : roots_(new_references(roots)) {
@@ -218,6 +402,32 @@ ModuleState::ModuleState(const std::vector<PyObject*>& roots) : roots_(new_refer
 }
 
 void ModuleState::visit_tensors(Visitor visitor) const { visit_named(roots_, visitor); }
+
+namespace {
+
+/// The buffers of a module and of all below it that the library can restore: their dictionary, name, object and path.
+template <class Visitor>
+void visit_buffers(PyObject* module, int depth, const std::string& path, Visitor&& visitor) {
+  const auto attributes =
+      py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
+  if (!attributes) return PyErr_Clear();
+  PyObject *name = nullptr, *value = nullptr;
+  Py_ssize_t position = 0;
+  PyObject* const buffers = entry(attributes.ptr(), "_buffers");
+  while (buffers != nullptr && PyDict_Check(buffers) != 0 &&
+         PyDict_Next(buffers, &position, &name, &value) != 0) {
+    const at::Tensor* const tensor = tensor_in(value);
+    if (tensor != nullptr && can_be_restored(value, *tensor))
+      visitor(buffers, name, value, path);
+  }
+  PyObject* const children = entry(attributes.ptr(), "_modules");
+  if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest) return;
+  position = 0;
+  while (PyDict_Next(children, &position, &name, &value) != 0)
+    if (is_module(value)) visit_buffers(value, depth + 1, path + text_of(name) + ".", visitor);
+}
+
+}  // namespace
 
 void ModuleState::add(PyObject* module, int depth) {
   PyObject* const attributes = PyObject_GenericGetDict(module, nullptr);
@@ -247,36 +457,132 @@ void ModuleState::add(PyObject* module, int depth) {
     if (is_module(value)) add(value, depth + 1);
 }
 
+void ModuleState::note_members() { members_ = Members::of(roots_); }
+
+void ModuleState::settle() {
+  members_left_ = Members::of(roots_);
+  std::vector<Buffer> changed;
+  std::size_t next = 0;  // where the next name is expected, if nothing has changed
+  std::vector<bool> is_there(buffers_.size(), false);
+  const auto named = [&](PyObject* name, const std::string& path) {
+    return "buffer '" + path + text_of(name) + "' of " + class_of(roots_.front());
+  };
+  for (PyObject* root : roots_)
+    visit_buffers(root, 0, "", [&](PyObject* dictionary, PyObject* name, PyObject* value, const std::string& path) {
+      std::size_t i = next;
+      const auto is_this = [&](const Buffer& each) {
+        return each.dictionary == dictionary && each.name == name;
+      };
+      if (i >= buffers_.size() || !is_this(buffers_[i]))
+        i = static_cast<std::size_t>(std::find_if(buffers_.begin(), buffers_.end(), is_this) -
+                                     buffers_.begin());
+      PyObject* const begin = i < buffers_.size() ? buffers_[i].begin : nullptr;
+      if (i < buffers_.size()) {
+        is_there[i] = true;
+        next = i + 1;
+      }
+      if (begin == value) return;
+      changed.push_back({new_reference(dictionary), new_reference(name), new_reference(begin),
+                         new_reference(value), named(name, path)});
+      if (stand_in_ != nullptr) static_cast<StandIn&>(*stand_in_).add(*tensor_in(value));
+    });
+  for (std::size_t i = 0; i < buffers_.size(); ++i)
+    if (!is_there[i])
+      changed.push_back({new_reference(buffers_[i].dictionary), new_reference(buffers_[i].name),
+                         new_reference(buffers_[i].begin), nullptr, named(buffers_[i].name, "")});
+  if (!changed.empty() && stand_in_ != nullptr)
+    static_cast<StandIn&>(*stand_in_).set_replaced();
+  buffers_.swap(changed);
+  drop(changed);
+}
+
+void ModuleState::drop(const std::vector<Buffer>& buffers) {
+  std::vector<PyObject*> all;
+  for (const Buffer& each : buffers)
+    for (PyObject* object : {each.dictionary, each.name, each.begin, each.left})
+      if (object != nullptr) all.push_back(object);
+  python::drop(all.data(), all.size());
+}
+
 ModuleState::~ModuleState() {
   std::vector<PyObject*> all = roots_;
   for (const Flag& each : flags_) all.push_back(each.attributes);
-  for (const Buffer& each : buffers_)
-    all.insert(all.end(), {each.dictionary, each.name, each.tensor});
-  drop(all.data(), all.size());
+  python::drop(all.data(), all.size());
+  drop(buffers_);
 }
+
+namespace {
+
+void set_entry(PyObject* dictionary, PyObject* name, PyObject* value) {
+  PyObject* const now = PyDict_GetItem(dictionary, name);
+  if (now == value) return;
+  if (value == nullptr)
+    PyDict_DelItem(dictionary, name);
+  else
+    PyDict_SetItem(dictionary, name, value);
+}
+
+}  // namespace
 
 ModuleState::Hold::Hold(const ModuleState& state) : state_(state) {
   held_flags().take(state.flags_);
-  is_taken_ = true;
+  has_taken_flags_ = true;
+  const bool from_end = recompute_starts_from_end() && state.members_left_ != nullptr;
+  const Members& wanted = from_end ? *state.members_left_ : *state.members_;
+  members_before_ = Members::of(state.roots_);
+  if (state.members_ != state.members_left_ || members_before_.get() != &wanted) {
+    try {
+      HeldMembers::take(state.roots_.front());
+    } catch (...) {
+      held_flags().give_back(state.flags_);
+      throw;
+    }
+    has_taken_members_ = true;
+    members_before_ = Members::of(state.roots_);
+    wanted.put_in_place(*members_before_, members_changed_);
+  }
   for (const Buffer& each : state.buffers_) {
-    PyObject* const now = PyDict_GetItem(each.dictionary, each.name);
-    buffers_before_.push_back(new_reference(now));
-    if (now != each.tensor) PyDict_SetItem(each.dictionary, each.name, each.tensor);
+    buffers_before_.push_back(new_reference(PyDict_GetItem(each.dictionary, each.name)));
+    set_entry(each.dictionary, each.name, from_end ? each.left : each.begin);
   }
 }
 
+/// What the function left under the names that forward changed.
+void ModuleState::Hold::compare_names() const {
+  if (state_.stand_in_ == nullptr) return;  // then it may have been stopped before
+  const auto tensor_of = [](PyObject* object) {
+    const at::Tensor* const tensor = object == nullptr ? nullptr : tensor_in(object);
+    return tensor == nullptr ? at::Tensor() : *tensor;
+  };
+  for (const Buffer& each : state_.buffers_)
+    compare_member(each.path, tensor_of(each.left),
+                   tensor_of(PyDict_GetItem(each.dictionary, each.name)));
+}
+
 ModuleState::Hold::~Hold() {
-  if (!is_taken_) return;
+  if (!has_taken_flags_) return;
   PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
   PyErr_Fetch(&type, &value, &traceback);
+  compare_names();
   for (std::size_t i = buffers_before_.size(); i-- > 0;) {
     const Buffer& each = state_.buffers_[i];
-    PyObject* const before = buffers_before_[i];
-    if (before == nullptr)
-      PyDict_DelItem(each.dictionary, each.name);
-    else if (PyDict_GetItem(each.dictionary, each.name) != before)
-      PyDict_SetItem(each.dictionary, each.name, before);
-    Py_XDECREF(before);
+    set_entry(each.dictionary, each.name, buffers_before_[i]);
+    Py_XDECREF(buffers_before_[i]);
+  }
+  if (has_taken_members_) {
+    std::vector<Members::Change> undone;
+    members_before_->put_in_place(*Members::of(state_.roots_), undone);
+    // What was no member before: a number that forward turned into a tensor.
+    for (std::size_t i = members_changed_.size(); i-- > 0;)
+      if (const auto& each = members_changed_[i]; each.before != nullptr && !is_member_value(each.before))
+        set_entry(each.dictionary, each.name, each.before);
+    for (const auto* changes : {&undone, &members_changed_})
+      for (const Members::Change& each : *changes) {
+        Py_DECREF(each.dictionary);
+        Py_DECREF(each.name);
+        Py_XDECREF(each.before);
+      }
+    HeldMembers::give_back(state_.roots_.front());
   }
   held_flags().give_back(state_.flags_);
   PyErr_Clear();
@@ -321,7 +627,9 @@ PyObject* function_call(PyObject* object, PyObject* const* arguments, std::size_
   auto& self = *reinterpret_cast<FunctionObject*>(object);
   if (!self.has_run) {
     self.has_run = true;
-    return PyObject_Vectorcall(self.function, arguments, flags, names);
+    PyObject* const result = PyObject_Vectorcall(self.function, arguments, flags, names);
+    if (result != nullptr) self.state->settle();
+    return result;
   }
   try {
     const ModuleState::Hold hold(*self.state);
@@ -371,6 +679,7 @@ PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& ca
       return run_region(options, call);
     }
     auto state = std::make_unique<ModuleState>(modules);
+    state->note_members();
     const CheckpointOptions all = with_modules(options, *state);
     auto* const object = PyObject_New(FunctionObject, function_type());
     if (object == nullptr) return nullptr;

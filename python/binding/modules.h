@@ -1,7 +1,9 @@
 #pragma once
 // Python modules behind a region's function: their training flags and buffers, for its recomputes.
 
+#include <cstddef>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "region.h"
@@ -18,11 +20,45 @@ PyObject* module_in(PyObject* function);
 
 // Note [State of Python modules]
 // The library restores the buffers of a C++ module: of a stand-in here, which shares the buffers' tensors
-// with the Python module. What it cannot know is where Python keeps flags and names: which tensor a name
-// means (a forward may assign another one), and whether the module trains. These are noted when the region
-// begins, and put in place around each recompute.
+// with the Python module. What it cannot know is where Python keeps flags, names and members: which tensor a name
+// means (a forward may assign another one), whether the module trains, and the numbers and words by which a module
+// remembers what it has done. These are noted when the region begins, and put in place around each recompute: names
+// where forward changed them, members always.
 
-/// The flags and buffers of modules and of all below them as they are now. Interpreter's lock.
+/// Numbers, booleans, strings, None and tuples of those, among the attributes of modules and of all below them. Interpreter's
+/// lock, but where it dies.
+class Members {
+ public:
+  /// As they are now; the same object as the last time if nothing has changed since.
+  static std::shared_ptr<const Members> of(const std::vector<PyObject*>& roots);
+  Members() = default;
+  ~Members();
+  Members(const Members&) = delete;
+  Members& operator=(const Members&) = delete;
+
+  struct Change {
+    PyObject* dictionary;
+    PyObject* name;
+    PyObject* before;  // null: the name was not there
+  };
+  /// Puts these in place of `now`. Appends what that changed to `changes`, which owns the objects.
+  void put_in_place(const Members& now, std::vector<Change>& changes) const;
+
+ private:
+  struct Entry {
+    PyObject* name;
+    PyObject* value;  // null for what is no such value
+  };
+  struct Module {
+    PyObject* attributes;
+    std::size_t end;  // of its entries
+  };
+  bool is_now(const std::vector<PyObject*>& roots) const;
+  std::vector<Module> modules_;
+  std::vector<Entry> entries_;
+};
+
+/// The flags, names of buffers and members of modules and of all below them as they are now. Interpreter's lock.
 class ModuleState final : public TensorNames {
  public:
   explicit ModuleState(const std::vector<PyObject*>& roots);
@@ -30,12 +66,16 @@ class ModuleState final : public TensorNames {
   ModuleState(const ModuleState&) = delete;
   ModuleState& operator=(const ModuleState&) = delete;
 
+  /// Notes the members, too, to be put back.
+  void note_members();
+  /// The function has returned: keeps the names that it changed, and tells the stand-in.
+  void settle();
   /// Shares the buffers, and says what errors call the modules' tensors. Null if there are no buffers.
   const std::shared_ptr<torch::nn::Module>& stand_in() const { return stand_in_; }
   /// Without the interpreter's lock.
   void visit_tensors(Visitor visitor) const override;
 
-  /// While alive, flags and buffers are as they were noted. Throws python_error where other threads hold
+  /// While alive, flags, names and members are as they were noted. Throws python_error where other threads hold
   /// them otherwise for ten seconds.
   class Hold {
    public:
@@ -45,9 +85,12 @@ class ModuleState final : public TensorNames {
     Hold& operator=(const Hold&) = delete;
 
    private:
+    void compare_names() const;
     const ModuleState& state_;
     std::vector<PyObject*> buffers_before_;  // null: the name was not there
-    bool is_taken_ = false;
+    std::shared_ptr<const Members> members_before_;
+    std::vector<Members::Change> members_changed_;
+    bool has_taken_flags_ = false, has_taken_members_ = false;
   };
 
  private:
@@ -59,13 +102,17 @@ class ModuleState final : public TensorNames {
   struct Buffer {
     PyObject* dictionary;
     PyObject* name;
-    PyObject* tensor;
+    PyObject* begin;           // null: the name was not there
+    PyObject* left = nullptr;  // the same, when the function had returned
+    std::string path{};        // what errors call it
   };
   void add(PyObject* module, int depth);
+  static void drop(const std::vector<Buffer>& buffers);
 
   const std::vector<PyObject*> roots_;
   std::vector<Flag> flags_;
-  std::vector<Buffer> buffers_;
+  std::vector<Buffer> buffers_;  // once the function has returned, those whose names it changed
+  std::shared_ptr<const Members> members_, members_left_;
   std::shared_ptr<torch::nn::Module> stand_in_;
 };
 
