@@ -9,10 +9,10 @@ import torch
 import torch.nn as nn
 
 from ._extension import _remat
-from ._arguments import checked, refuse
+from ._arguments import Bytes, checked, refuse
 from ._choice import class_name
 from ._modules import Region, _leaves_below, _switch_off, _switch_on, plain_class
-from ._observe import MemoryMeter
+from ._observe import MemoryMeter, as_table
 from ._plan import (
     ChainCost,
     Frontier,
@@ -136,6 +136,13 @@ class Fitted:
         self.policies = list(policies)
         """Which the numbers in plans mean."""
         self.moving = moving
+    def __repr__(self) -> str:
+        peak = f"{self.peak_bytes:,} bytes at the peak"
+        return f"<remat.Fitted for {self.budget_bytes:,} bytes: {self.plan}, {peak}>"
+
+    def _repr_html_(self) -> str:
+        return as_table(self)
+
         """Where waits what the plan moves."""
         self._settings: dict[str, Any] = {"early_stop": early_stop, "frame_cost_s": frame_cost_s}
         self._options = options
@@ -201,7 +208,7 @@ class Fitted:
 def fit(
     model_or_stages: Union[nn.Sequential, Iterable[Stage]],
     sample: torch.Tensor,
-    budget_bytes: int,
+    budget_bytes: Bytes,
     *,
     cost: Optional[ChainCost] = None,
     warmup: int = 1,

@@ -11,7 +11,17 @@ from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union, cast
 import torch
 import torch.nn as nn
 
-from ._arguments import Kind, add_kind, check_fields, checked, checked_by, of_class, refuse
+from ._arguments import (
+    Bytes,
+    Kind,
+    add_kind,
+    check,
+    check_fields,
+    checked,
+    checked_by,
+    of_class,
+    refuse,
+)
 from ._errors import in_python_words, translated
 from ._extension import _remat
 from ._guards import Path
@@ -20,6 +30,7 @@ from ._policy import Policy, _noted
 Plan = _remat.Plan
 Stage = Callable[[torch.Tensor], torch.Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=Any)
 
 
 def _native(name: str, function: F, **annotations: str) -> F:
@@ -63,6 +74,21 @@ class PlanRegion(NamedTuple):
     """The number of a policy, from 1, by which a region of one stage keeps results; 0: it keeps none."""
     moves_kept: bool = False
     """With a policy: what it keeps waits elsewhere until backward comes near."""
+
+
+def _whole(cost: T) -> T:
+    """A cost whose numbers of bytes are ints."""
+    found = {
+        name: value
+        for name, value in cost._asdict().items()
+        if name.endswith("_bytes") and type(value) is not int
+    }
+    if not found:
+        return cost
+    user = f"remat.{type(cost).__name__}"
+    return cost._replace(
+        **{name: check(user, name, "Bytes", value) for name, value in found.items()}
+    )
 
 
 class KeepingCost(NamedTuple):
@@ -179,9 +205,14 @@ class ChainCost(NamedTuple):
         return cls(input_bytes, input_grad_bytes, tuple(map(StageCost._of, stages)), rounding, move_cost, *held)
 
     def _tuple(self) -> _remat._CostTuple:
+        stages = tuple(
+            each._replace(keeping=tuple(map(_whole, each.keeping)))
+            for each in map(_whole, self.stages)
+        )
+        cost = _whole(self)
         return (
-            self.input_bytes, self.input_grad_bytes, self.stages, self.rounding, self.moving, self.cached_cast_bytes,
-            self.held_to_end_bytes,
+            cost.input_bytes, cost.input_grad_bytes, stages, cost.rounding, cost.moving,
+            cost.cached_cast_bytes, cost.held_to_end_bytes,
         )  # fmt: skip
 
 
@@ -192,7 +223,7 @@ class MoveOptions:
     directory: Optional[Path] = None
     """Of a file without a name (as with `save_on_disk`); it must exist. None: an accelerator's tensors wait on the CPU, and
     the CPU's own do not move."""
-    min_bytes: int = 1 << 16
+    min_bytes: Bytes = 1 << 16
     """[bytes]; smaller tensors stay."""
     pin_memory: bool = True
     """Copies between accelerator and CPU use page-locked memory, if there is some."""
@@ -201,7 +232,11 @@ class MoveOptions:
         check_fields(self)
 
     def _tuple(self) -> _remat._MoveTuple:
-        return "" if self.directory is None else os.fspath(self.directory), self.min_bytes, self.pin_memory
+        return (
+            "" if self.directory is None else os.fspath(self.directory),
+            int(self.min_bytes),
+            self.pin_memory,
+        )
 
 
 add_kind("Plan", of_class(Plan, "a remat.Plan"))
@@ -245,7 +280,7 @@ class Frontier:
         """Bytes rise and seconds fall from point to point; the last one recomputes nothing."""
 
     @checked
-    def plan(self, budget_bytes: int) -> Plan:
+    def plan(self, budget_bytes: Bytes) -> Plan:
         """The fastest plan whose peak is at most `budget_bytes` [bytes] beyond the input; of the equally fast ones
         one of the smallest peak. Raises InfeasibleBudget below the first point."""
         return self._native.plan(budget_bytes)

@@ -19,6 +19,7 @@ _MoveCostTuple = tuple[float, float, float]
 _CostTuple = tuple[int, int, Sequence[_StageTuple], float, Optional[_MoveCostTuple], int, int]
 _MoveTuple = tuple[str, int, bool]
 _Device = Union[torch.device, str, int, None]
+_Bytes = Union[int, float]
 
 # process.cpp
 def _interpreter_ends() -> None: ...
@@ -80,9 +81,9 @@ class Policy:
         allow_cache_entry_mutation: bool = False,
         save_through_hooks: bool = False,
         ask_again: bool = False,
-        min_offload_bytes: int = 1 << 16,
+        min_offload_bytes: _Bytes = 1 << 16,
         prefetch_depth: int = 2,
-        max_bytes_in_flight: int = 64 << 20,
+        max_bytes_in_flight: _Bytes = 64 << 20,
         keep_last: int = 0,
     ) -> None: ...
     def __or__(self, other: Policy) -> Policy: ...
@@ -96,7 +97,7 @@ def _save_all_but_names(names: list[str], options: _SelectiveTuple, /) -> Policy
 def _offload_names(names: list[str], options: _SelectiveTuple, /) -> Policy: ...
 def _save_matmuls(options: _SelectiveTuple, /) -> Policy: ...
 def _save_best(
-    bytes: int,
+    bytes: _Bytes,
     profile_runs: int,
     profiles: str,
     seconds_of: Optional[Callable[[PolicyContext], float]],
@@ -147,15 +148,15 @@ class OpenGuard:
 
 def _open_save_on_cpu(
     pin_memory: bool,
-    min_bytes: int,
+    min_bytes: _Bytes,
     skip_parameters: bool,
     prefetch_depth: int,
-    max_bytes_in_flight: Optional[int],
+    max_bytes_in_flight: Optional[_Bytes],
     keep_last: int,
     /,
 ) -> tuple[OpenGuard, MoveCounters]: ...
 def _open_save_on_disk(
-    directory: str, min_bytes: int, prefetch_depth: int, /
+    directory: str, min_bytes: _Bytes, prefetch_depth: int, /
 ) -> tuple[OpenGuard, MoveCounters]: ...
 
 class MoveCounters:
@@ -164,12 +165,12 @@ class MoveCounters:
     def now(self) -> tuple[int, int, int, int, int, float]: ...
 
 def _open_save_in_tiers(
-    device_bytes: int,
-    host_bytes: Optional[int],
+    device_bytes: _Bytes,
+    host_bytes: Optional[_Bytes],
     directory: str,
-    min_bytes: int,
+    min_bytes: _Bytes,
     pin_memory: bool,
-    max_bytes_in_flight: int,
+    max_bytes_in_flight: _Bytes,
     keep_last: int,
     /,
 ) -> tuple[OpenGuard, TierCounters]: ...
@@ -182,24 +183,24 @@ class TierCounters:
 def _open_save_elsewhere(
     place: Any,
     facts: list[bool],
-    min_bytes: int,
+    min_bytes: _Bytes,
     skip_parameters: bool,
     prefetch_depth: int,
-    max_bytes_in_flight: int,
+    max_bytes_in_flight: _Bytes,
     /,
 ) -> OpenGuard: ...
-def _open_save_as(dtype: torch.dtype, min_bytes: int, /) -> OpenGuard: ...
+def _open_save_as(dtype: torch.dtype, min_bytes: _Bytes, /) -> OpenGuard: ...
 def _open_disable_saved_tensors_hooks(message: str, /) -> OpenGuard: ...
 def _open_early_stop(enabled: bool, /) -> OpenGuard: ...
 def _open_debug(enabled: Optional[bool], /) -> OpenGuard: ...
 def _open_checkpoint_level(training_level: int, /) -> OpenGuard: ...
 def _open_disable_checkpoint() -> OpenGuard: ...
 def _open_graph_exec_group() -> OpenGuard: ...
-def _open_recompute_cache(max_bytes: Optional[int], /) -> OpenGuard: ...
+def _open_recompute_cache(max_bytes: Optional[_Bytes], /) -> OpenGuard: ...
 def _open_state_provider(provider: Any, /) -> OpenGuard: ...
 def _open_generator(generator: torch.Generator, /) -> OpenGuard: ...
 def _open_observe_recomputes(begin: Any, end: Any, /) -> OpenGuard: ...
-def _open_memory_limit(bytes: int, device: _Device, /) -> OpenGuard: ...
+def _open_memory_limit(bytes: _Bytes, device: _Device, /) -> OpenGuard: ...
 def _open_record_allocations() -> OpenGuard: ...
 
 class PhaseInfo:
@@ -381,6 +382,7 @@ class Report:
     def files(self) -> FileReport: ...
     @property
     def moves(self) -> list[MoveReport]: ...
+    def _repr_html_(self) -> str: ...
     def to_json(self) -> str: ...
 
 class _Recorder:
@@ -447,7 +449,7 @@ class Plan:
 class Frontier:
     @property
     def _points(self) -> list[tuple[int, float]]: ...
-    def plan(self, budget_bytes: int) -> Plan: ...
+    def plan(self, budget_bytes: _Bytes) -> Plan: ...
 
 def _solve(
     cost: _CostTuple, max_depth: int, early_stop: bool, frame_cost_s: float, eps: float, /
