@@ -80,4 +80,10 @@ class REMAT_API Fitted {
 REMAT_API Fitted fit(std::vector<Stage> stages, const at::Tensor& sample, int64_t budget_bytes,
                      FitOptions options = {});
 
+/// Returns the peak [bytes] of a forward and backward of a whole chain, beyond what there is
+/// before, the input and gradients of leaves: what `FitOptions::verify` looks at. Of `options`
+/// only `device` counts. Puts back what `measure` puts back; throws what the chain throws.
+REMAT_API int64_t measure_peak(const Stage& chain, const at::Tensor& sample,
+                               const MeasureOptions& options = {});
+
 }  // namespace remat

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union, cast
 
 import torch
-import torch.nn as nn
 
 from ._arguments import (
     Bytes,
@@ -26,6 +25,7 @@ from ._errors import in_python_words, translated
 from ._extension import _remat
 from ._guards import Path
 from ._policy import Policy, _noted
+from ._state import state_kept
 
 Plan = _remat.Plan
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -346,32 +346,6 @@ class _Progress:
             self._bar.close()
 
 
-def _modules_of(stages: Sequence[Stage]) -> Iterator[nn.Module]:
-    for stage in stages:
-        for found in (stage, getattr(stage, "__self__", None), getattr(stage, "func", None)):
-            if isinstance(found, nn.Module):
-                yield found
-                break
-
-
-@contextlib.contextmanager
-def _buffers_kept(stages: Sequence[Stage]) -> Iterator[None]:
-    """Running statistics are afterwards what they were."""
-    buffers = {
-        id(buffer): (buffer, buffer.detach().clone())
-        for module in _modules_of(stages)
-        for buffer in module.buffers()
-        if not torch.nn.parameter.is_lazy(buffer)
-    }
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers.values():
-                if not torch.equal(buffer, before):
-                    buffer.data.copy_(before)
-
-
 @checked
 def measure(
     stages: Iterable[Stage],
@@ -401,8 +375,12 @@ def measure(
     the calling thread; on an accelerator those between events on the current stream, each run alone and waited for.
     Parameters have gradients throughout, as in training that sets them to
     zero: a program that drops them (`zero_grad(set_to_none=True)`) needs their bytes on top.
-    Afterwards parameters have the `.grad` they had, modules their buffers, the generators of the CPU and of the device
-    their states.
+    Hooks of parameters do not run: no optimizer steps. In a region the stages run as if it were not
+    there. Afterwards parameters have the `.grad` and the hooks they had, modules their attributes
+    and buffers, the generators of the CPU, of the device and of modules their states. The modules
+    are those that a stage is, or that it uses by a closure or a global name; other objects keep
+    what stages do to them, and so does a parameter that a stage writes to. While stages run,
+    buffers and other tensors of modules are copies, which takes as much memory again.
     Raises what a stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages, and for a
     `moving` that has no place for the device's tensors; CheckpointError (UNSUPPORTED) for a device whose allocator does not tell its bytes.
     """
@@ -419,7 +397,7 @@ def measure(
         return run
 
     try:
-        with _buffers_kept(functions):
+        with state_kept(functions):
             counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
             cost = ChainCost._of(_measure(counted, sample, warmup, repeats, device, list(policies), early_stop, moves))
             if moving is not None and any(each.keeping for each in cost.stages):
