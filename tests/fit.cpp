@@ -246,8 +246,7 @@ TEST_CASE("fit puts back gradients and random numbers", "[fit]") {
   for (const Tensor& each : chain.weights) CHECK(bit_equal(each.grad(), at::full_like(each, 3)));
 }
 
-TEST_CASE("a fitted chain plans in a region as outside of one, for a new kind of input",
-          "[fit]") {
+TEST_CASE("a fitted chain plans in a region as outside of one, for a new kind of input", "[fit]") {
   Chain chain(3);
   chain.stages.insert(chain.stages.begin() + 1,
                       [](const Tensor& x) { return at::dropout(x, 0.5, true); });
@@ -270,11 +269,8 @@ TEST_CASE("a fitted chain plans in a region as outside of one, for a new kind of
     const Fitted fitted = fit(chain.stages, at::randn({128, 64}), 1 << 30, quick);
     remat::CheckpointOptions options{.location = {}};
     if (has_policy) options.policy = remat::save_matmuls();
-    const Tensors found = gradients([&](const Tensor& t) {
-      // clang-format off
-      return remat::checkpoint(options, around(fitted), t);
-      // clang-format on
-    });
+    const Tensors found =
+        gradients([&](const Tensor& t) { return remat::checkpoint(options, around(fitted), t); });
     REQUIRE(found.size() == expected.size());
     require_bit_equal(found, expected);
     const int before = *chain.calls;
@@ -298,14 +294,13 @@ TEST_CASE("a stage that calls the chain it is measured for is refused, and may d
   const Tensor weight = at::randn({4, 4}).requires_grad_();
   std::optional<Fitted> fitted;
   bool calls_itself = true;
-  const std::vector<Stage> stages{
-      [&](const Tensor& x) {
-        if (!fitted || x.size(0) < 2) return at::mm(x, weight);
-        if (calls_itself) (*fitted)(x);
-        (*fitted)(x.narrow(0, 0, 1));
-        return at::mm(x, weight);
-      },
-      [](const Tensor& x) { return x.square().sum(); }};
+  const std::vector<Stage> stages{[&](const Tensor& x) {
+                                    if (!fitted || x.size(0) < 2) return at::mm(x, weight);
+                                    if (calls_itself) (*fitted)(x);
+                                    (*fitted)(x.narrow(0, 0, 1));
+                                    return at::mm(x, weight);
+                                  },
+                                  [](const Tensor& x) { return x.square().sum(); }};
   fitted.emplace(fit(stages, at::randn({8, 4}), 1 << 20, quick));
   const Tensor x = at::randn({3, 4});
   for (int i = 0; i < 2; ++i) {

@@ -64,8 +64,8 @@ class GradientScope {
   std::vector<std::unique_ptr<seam::HooksOff>> hooks_;
 };
 
-/// While alive, regions around do not see what this thread computes. See Note [Measuring in a
-/// region].
+/// While alive, regions around do not see what this thread computes.
+/// See Note [Measuring in a region].
 class OutsideRegions {
  public:
   OutsideRegions();
