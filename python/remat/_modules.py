@@ -150,9 +150,8 @@ def _unnoticed(plain: Any) -> Iterator[None]:
 
 
 def _make_class(plain: Any) -> Any:
-    takes_self = not isinstance(
-        inspect.getattr_static(plain, "forward"), (staticmethod, classmethod)
-    )
+    own = inspect.getattr_static(plain, "forward")
+    takes_self = hasattr(type(own), "__get__") and not isinstance(own, (staticmethod, classmethod))
 
     @functools.wraps(plain.forward)
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -78,6 +78,10 @@ class Static(nn.Module):
         return x.sin().exp()
 
 
+class BuiltIn(nn.Module):
+    forward = torch.sigmoid
+
+
 class OfClass(nn.Module):
     factor = 2
 
@@ -147,7 +151,7 @@ class Modules(Case):
 
     def test_modules_of_any_class_are_regions_or_refused(self) -> None:
         x = torch.linspace(0, 1, 8, requires_grad=True)
-        for kind in (Static, OfClass, Tagged, Heard, Counted, Fixed, NeverChanges):
+        for kind in (Static, BuiltIn, OfClass, Tagged, Heard, Counted, Fixed, NeverChanges):
             with self.subTest(kind=kind.__name__):
                 net = nn.Sequential(kind())
                 (wanted,) = torch.autograd.grad(net(x).sum(), x)
