@@ -282,7 +282,10 @@ def fit(
         region = Region(options, training_only=True, level=1, buffers="restore", enabled=True)
         region.plan = PlannedChain(plan, tried, moving, options)
         _switch_on(stages, region)
-    return Fitted(stages, budget_bytes, cost, frontier, plan, early_stop, frame_cost_s, options, peak, tried, moving)
+    budget = int(budget_bytes)
+    return Fitted(
+        stages, budget, cost, frontier, plan, early_stop, frame_cost_s, options, peak, tried, moving
+    )
 
 
 __all__ = ["Fitted", "fit"]

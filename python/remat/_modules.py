@@ -133,7 +133,7 @@ def _unnoticed(plain: Any) -> Iterator[None]:
         return
     own, owner = vars(plain).get("__init_subclass__"), threading.get_ident()
 
-    def heard(cls: Any, **keywords: Any) -> None:
+    def heard(cls: Any, /, **keywords: Any) -> None:
         if threading.get_ident() != owner:
             (super(plain, cls).__init_subclass__ if own is None else own.__get__(None, cls))(
                 **keywords

@@ -47,9 +47,9 @@ def _report_text(self: Report) -> str:
     return f"<remat.Report: regions of {len(self.regions)} names, {numbers}>"
 
 
-Report.__repr__ = _report_text  # type: ignore[method-assign]
-MemoryMeter.__repr__ = _meter_text  # type: ignore[method-assign]
-Report._repr_html_ = as_table  # type: ignore[method-assign]
+Report.__repr__ = _report_text  # type: ignore[assignment, method-assign]
+MemoryMeter.__repr__ = _meter_text  # type: ignore[assignment, method-assign]
+Report._repr_html_ = as_table  # type: ignore[assignment, method-assign]
 
 
 class Page(str):

@@ -86,9 +86,9 @@ def _whole(cost: T) -> T:
     if not found:
         return cost
     user = f"remat.{type(cost).__name__}"
-    return cost._replace(
-        **{name: check(user, name, "Bytes", value) for name, value in found.items()}
-    )
+    read = {name: check(user, name, "Bytes", value) for name, value in found.items()}
+    whole: T = cost._replace(**read)
+    return whole
 
 
 class KeepingCost(NamedTuple):

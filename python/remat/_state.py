@@ -165,7 +165,8 @@ class _State:
                 return tensor.clone()
             # Of its strides, and in one memory with the tensors with which it is in one.
             if storage not in self._storages:
-                self._storages[storage] = tensor.untyped_storage().clone()
+                memory: Any = tensor.untyped_storage()
+                self._storages[storage] = memory.clone()
             copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             return copy.set_(
                 self._storages[storage], tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -196,9 +197,10 @@ def _has_shards(value: Any) -> bool:
 def _storage_of(tensor: torch.Tensor) -> Optional[int]:
     """By which its memory is known; None for a tensor without."""
     try:
-        return tensor.untyped_storage()._cdata
+        storage: int = tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError, ValueError):
         return None
+    return storage
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
