@@ -44,7 +44,8 @@ void Staying::add(c10::Device device, Entry entry) {
 std::vector<Staying::Entry> Staying::take_excess(c10::Device device,
                                                  const SavingOperator* running) {
   std::vector<Entry> excess;
-  std::vector<std::shared_ptr<InPlace>> alive;  // die after the lock
+  std::vector<std::shared_ptr<InPlace>> alive;  // die after the lock, as these do
+  std::vector<c10::Storage> of_entry, of_excess;
   const int64_t allowed = budget(device);
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = devices_.find(key_of(device));
@@ -55,7 +56,6 @@ std::vector<Staying::Entry> Staying::take_excess(c10::Device device,
     bool is_looked_at = false, has_to_move = false;
   };
   std::unordered_map<const c10::StorageImpl*, Stored> storages;
-  std::vector<c10::Storage> of_entry;
   std::erase_if(entries, [&](const Entry& each) {
     auto saved = each.saved.lock();
     if (saved == nullptr) return true;
@@ -85,6 +85,7 @@ std::vector<Staying::Entry> Staying::take_excess(c10::Device device,
     if (may_be_written) continue;
     excess.push_back(entry);
     entries.erase(entries.begin() + static_cast<std::ptrdiff_t>(i));
+    of_excess.push_back(std::move(of_entry[i]));
     of_entry.erase(of_entry.begin() + static_cast<std::ptrdiff_t>(i));
   }
   return excess;

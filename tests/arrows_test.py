@@ -48,7 +48,7 @@ DOORS = {
 }
 FOLDERS = list(DOORS)
 # The planner is above the runtime, but uses the public headers, and what measuring and moving need.
-PLAN_MAY_INCLUDE = {"base", "seam", "scope", "selective", "plan"}
+PLAN_MAY_INCLUDE = {"base", "seam", "scope", "rng", "selective", "plan"}
 
 # LibTorch's private members, names of nodes, bridges between versions. Each pattern with where it may stand besides.
 UNSTABLE = {

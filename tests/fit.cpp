@@ -246,6 +246,74 @@ TEST_CASE("fit puts back gradients and random numbers", "[fit]") {
   for (const Tensor& each : chain.weights) CHECK(bit_equal(each.grad(), at::full_like(each, 3)));
 }
 
+TEST_CASE("a fitted chain plans in a region as outside of one, for a new kind of input", "[fit]") {
+  Chain chain(3);
+  chain.stages.insert(chain.stages.begin() + 1,
+                      [](const Tensor& x) { return at::dropout(x, 0.5, true); });
+  const Tensor x = at::randn({24, 64}).requires_grad_();
+  const auto gradients = [&](const auto& run) {
+    at::manual_seed(7);
+    const Tensor y = run(x);
+    Tensors all = chain.gradients(y);
+    all.push_back(x.grad().clone());
+    x.mutable_grad() = Tensor();
+    return all;
+  };
+  const auto around = [](const auto& inner) {
+    return [&inner](const Tensor& t) { return inner(at::dropout(t.sin(), 0.5, true)) + 1; };
+  };
+  const auto plain = [&](const Tensor& t) { return chain.plain(t); };
+  const Tensors expected = gradients(around(plain));
+
+  for (const bool has_policy : {false, true}) {
+    const Fitted fitted = fit(chain.stages, at::randn({128, 64}), 1 << 30, quick);
+    remat::CheckpointOptions options{.location = {}};
+    if (has_policy) options.policy = remat::save_matmuls();
+    const Tensors found =
+        gradients([&](const Tensor& t) { return remat::checkpoint(options, around(fitted), t); });
+    REQUIRE(found.size() == expected.size());
+    require_bit_equal(found, expected);
+    const int before = *chain.calls;
+    fitted(x);
+    CHECK(*chain.calls - before == 3);
+  }
+  // In a recompute it is measured again, and no more.
+  const Tensors found = gradients([&](const Tensor& t) {
+    return remat::checkpoint(
+        [&](const Tensor& input) {
+          remat::measure(chain.stages, input, quick.measure);
+          return around(plain)(input);
+        },
+        t);
+  });
+  require_bit_equal(found, expected);
+}
+
+TEST_CASE("a stage that calls the chain it is measured for is refused, and may do so with others",
+          "[fit]") {
+  const Tensor weight = at::randn({4, 4}).requires_grad_();
+  std::optional<Fitted> fitted;
+  bool calls_itself = true;
+  const std::vector<Stage> stages{[&](const Tensor& x) {
+                                    if (!fitted || x.size(0) < 2) return at::mm(x, weight);
+                                    if (calls_itself) (*fitted)(x);
+                                    (*fitted)(x.narrow(0, 0, 1));
+                                    return at::mm(x, weight);
+                                  },
+                                  [](const Tensor& x) { return x.square().sum(); }};
+  fitted.emplace(fit(stages, at::randn({8, 4}), 1 << 20, quick));
+  const Tensor x = at::randn({3, 4});
+  for (int i = 0; i < 2; ++i) {
+    const auto error = error_of<remat::CheckpointError>([&] { (*fitted)(x); });
+    CHECK(error.kind() == remat::CheckpointError::Kind::Unsupported);
+    CHECK_THAT(text_of(error), contains("called by one of its own stages"));
+  }
+  calls_itself = false;
+  (*fitted)(x).backward();
+  CHECK(weight.grad().defined());
+  fitted.reset();
+}
+
 TEST_CASE("a table and a picture say what was chosen", "[fit]") {
   const Chain chain;
   const Tensor x = at::randn({128, 64});

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <set>
 
+#include "remat/fit.h"
 #include "tests/plan_chains.h"
 #include "tests/plan_vectors.h"
 #include "tests/support/nn.h"
@@ -411,6 +412,64 @@ TEST_CASE("measure leaves gradients and random numbers as they were", "[plan]") 
     CHECK_THAT(text({[](const Tensor& x) { return x * 2; }, [](Tensor x) { return x.relu_(); }},
                     at::ones({8}).set_requires_grad(requires_grad)),
                contains("stage 2 writes to its input in place") && contains("inplace = false"));
+}
+
+namespace {
+
+struct CountAfter final : torch::autograd::PostAccumulateGradHook {
+  explicit CountAfter(int& calls) : calls(calls) {}
+  void operator()(const Tensor& leaf) override {
+    ++calls;
+    leaf.mutable_grad() = Tensor();  // as an optimizer that steps in backward
+  }
+  int& calls;
+};
+
+struct CountAtNode final : torch::autograd::FunctionPostHook {
+  explicit CountAtNode(int& calls) : calls(calls) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    ++calls;
+    return outputs;
+  }
+  int& calls;
+};
+
+}  // namespace
+
+TEST_CASE("measure and fit run no hooks of parameters, and leave them there", "[plan][fit]") {
+  const Tensor weight = leaf({4, 4});
+  int own = 0, after = 0, at_node = 0;
+  weight.register_hook([&](const Tensor&) { ++own; });
+  torch::autograd::impl::set_post_acc_grad_hooks(weight, std::make_unique<CountAfter>(after));
+  const auto node = torch::autograd::impl::grad_accumulator(weight);
+  node->add_post_hook(std::make_unique<CountAtNode>(at_node));
+  bool throws = false;
+  int runs = 0;
+  const std::vector<Stage> stages{[&](const Tensor& x) { return x.mm(weight).sin(); },
+                                  [&](const Tensor& x) {
+                                    TORCH_CHECK(!throws || ++runs < 4, "the stage gave up");
+                                    return (x.mm(weight)).sum();
+                                  }};
+  const Tensor x = at::ones({4, 4});
+  const auto check_unchanged = [&] {
+    CHECK(own == 0);
+    CHECK(after == 0);
+    CHECK(at_node == 0);
+    CHECK_FALSE(weight.grad().defined());
+    x.mm(weight).sum().backward();
+    CHECK(std::exchange(own, 0) == 1);
+    CHECK(std::exchange(after, 0) == 1);
+    CHECK(std::exchange(at_node, 0) == 1);
+    CHECK_FALSE(weight.grad().defined());
+  };
+  remat::measure(stages, x);
+  check_unchanged();
+  remat::fit(stages, x, 1 << 20);
+  check_unchanged();
+  throws = true;
+  CHECK_THROWS_WITH(remat::measure(stages, x), contains("the stage gave up"));
+  check_unchanged();
 }
 
 TEST_CASE("measure needs no last stage that can run again, as no plan of solve has a region there",

@@ -36,12 +36,14 @@ struct FitOptions {
 /// A chain that runs as planned for a byte budget. Copies share the plans.
 ///
 /// It was fitted to a sample; for an input of another shape, dtype or device, or with another `requires_grad`, it
-/// measures and plans anew, once each, when it is called. Threads: any; one at a time plans. What other threads allocate
-/// meanwhile is in what is measured: where several run it, call it first with each kind of input on one.
+/// measures and plans anew, once each, when it is called, in a region, too. Threads: any; one at a
+/// time plans, and holds no lock while stages run. What other threads allocate meanwhile is in what
+/// is measured: where several run it, call it first with each kind of input on one.
 class REMAT_API Fitted {
  public:
-  /// Runs the stages with the regions of the plan. Throws what `run` throws, and what `fit` throws where it has
-  /// to fit anew.
+  /// Runs the stages with the regions of the plan. Throws what `run` throws, and what `fit` throws
+  /// where it has to fit anew; `CheckpointError` (`Unsupported`) where a stage calls it with the kind
+  /// of input that is being measured.
   at::Tensor operator()(at::Tensor input) const;
 
   int64_t budget_bytes() const;  ///< as asked for
@@ -79,5 +81,11 @@ class REMAT_API Fitted {
 /// measurements that cannot be read or written, or is none. Source: `measure`, `solve`, `run`.
 REMAT_API Fitted fit(std::vector<Stage> stages, const at::Tensor& sample, int64_t budget_bytes,
                      FitOptions options = {});
+
+/// Returns the peak [bytes] of a forward and backward of a whole chain, beyond what there is
+/// before, the input and gradients of leaves: what `FitOptions::verify` looks at. Of `options`
+/// only `device` counts. Puts back what `measure` puts back; throws what the chain throws.
+REMAT_API int64_t measure_peak(const Stage& chain, const at::Tensor& sample,
+                               const MeasureOptions& options = {});
 
 }  // namespace remat

@@ -303,9 +303,11 @@ REMAT_API std::vector<Policy> policies_to_try();
 /// Parameters have gradients throughout, as in training that sets them
 /// to zero: a program that drops them (`zero_grad(set_to_none=true)`) needs their bytes on top.
 ///
-/// Afterwards parameters have the `.grad` they had, and the default generators of the CPU and of the
-/// device their states. Other
-/// side effects of running a stage stay: running statistics, hooks, generators of its own.
+/// Hooks of parameters do not run: no optimizer steps. In a region the stages run as if it were not
+/// there. Afterwards parameters have the `.grad` and the hooks they had, and the default generators
+/// of the CPU and of the device their states. Other side effects of running a stage stay: buffers,
+/// members of modules, generators of its own. Where they matter, measure the stages of a copy of the
+/// module (`module->clone()`).
 /// Throws what a stage throws; `c10::ValueError` for no stages or repeats, an undefined sample, a stage that writes to
 /// its input in place (no region could begin with it), or one that returns an undefined tensor; `CheckpointError` (`Unsupported`) if the device's
 /// allocator does not tell its bytes.

@@ -2,16 +2,22 @@
 
 #include "remat/fit.h"
 
+#include <c10/util/ScopeExit.h>
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <map>
 #include <mutex>
+#include <set>
+#include <thread>
 #include <utility>
 
+#include "lib/base/error.h"
+#include "lib/base/waiting.h"
 #include "lib/plan/cost.h"
 #include "lib/plan/frontier_picture.h"
-#include "lib/plan/measure.h"
 #include "lib/plan/measurements.h"
 
 namespace remat {
@@ -49,8 +55,11 @@ struct Fitted::Impl {
   std::vector<Stage> stages;
   int64_t budget_bytes = 0;
   FitOptions options;
-  std::mutex mutex;                 // of what follows
+  std::mutex mutex;  // of what follows
+  std::condition_variable changed;
   std::map<std::string, Fit> fits;  // by what they were measured with; none is ever removed
+  std::set<std::string> planning;   // the same of those that are being measured
+  std::thread::id planner{};        // the thread that measures
   const Fit* last = nullptr;
 
   SolveOptions solve_options() const {
@@ -58,6 +67,7 @@ struct Fitted::Impl {
             .early_stop = options.checkpoint.early_stop,
             .frame_cost_s = options.frame_cost_s};
   }
+  /// Holds no lock while stages run: they may call the chain themselves.
   const Fit& fit_for(const at::Tensor& sample);
   at::Tensor run_planned(const Plan& plan, at::Tensor input) const {
     return run(plan, stages, std::move(input), options.checkpoint, options.measure.policies,
@@ -71,10 +81,33 @@ struct Fitted::Impl {
 
 const Fit& Fitted::Impl::fit_for(const at::Tensor& sample) {
   const std::string with = measured_with(stages.size(), sample, options.measure);
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto found = fits.find(with);
-  if (found == fits.end()) found = fits.emplace(with, find(sample, with)).first;
-  last = &found->second;
+  const std::thread::id self = std::this_thread::get_id();
+  std::unique_lock<std::mutex> lock(mutex);
+  const auto may_go_on = [&] {
+    return fits.contains(with) || planner == self || planner == std::thread::id();
+  };
+  while (!wait_until(may_go_on, lock, changed, std::chrono::hours(1))) {
+  }
+  if (const auto found = fits.find(with); found != fits.end()) {
+    last = &found->second;
+    return *last;
+  }
+  if (!planning.insert(with).second)
+    throw_unsupported("a fitted chain was called by one of its own stages while it was measured",
+                      "the input is of the kind that is being measured, so that the measuring "
+                      "would not end",
+                      "let the stage call the functions of the chain, and not what fit returned");
+  const std::thread::id before = std::exchange(planner, self);
+  lock.unlock();
+  const auto over = c10::make_scope_exit([&] {
+    if (!lock.owns_lock()) lock.lock();
+    planning.erase(with);
+    planner = before;
+    changed.notify_all();
+  });
+  Fit fit = find(sample, with);
+  lock.lock();
+  last = &fits.emplace(with, std::move(fit)).first->second;
   return *last;
 }
 

@@ -1,15 +1,11 @@
 #pragma once
-// Scopes after which default generators stand where they stood before.
+// A scope after which a device's default generator stands where it stood before.
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include <memory>
 #include <mutex>
-
-#include "lib/seam/cpu_generator.h"
 
 namespace remat {
 
@@ -32,24 +28,6 @@ class DeviceGeneratorScope {
  private:
   at::Generator generator_;
   at::Tensor state_;
-};
-
-/// The same of the CPU's.
-class GeneratorScope {
- public:
-  GeneratorScope() : generator_(default_cpu_generator()) {
-    const std::lock_guard lock(generator_.mutex_);  // a stage takes it too
-    state_ = state_of(generator_);
-  }
-  ~GeneratorScope() {
-    const std::lock_guard lock(generator_.mutex_);
-    set_state(generator_, *state_);
-  }
-  GeneratorScope& operator=(GeneratorScope&&) = delete;
-
- private:
-  at::CPUGeneratorImpl& generator_;
-  std::shared_ptr<const CpuRngState> state_;
 };
 
 }  // namespace remat

@@ -10,11 +10,12 @@
 #include <utility>
 
 #include "lib/plan/generator_scopes.h"
-#include "lib/plan/measure.h"
 #include "lib/plan/moves.h"
 #include "lib/plan/one_stage.h"
 #include "lib/plan/trial.h"
+#include "lib/rng/draws.h"
 #include "remat/binding.h"
+#include "remat/fit.h"
 #include "remat/memory.h"
 #include "remat/plan.h"
 
@@ -39,7 +40,8 @@ ChainCost measure_all(const std::vector<Stage>& stages, const at::Tensor& sample
   TORCH_CHECK_VALUE(options.repeats >= 1,
                     "remat::measure: MeasureOptions::repeats must be at least 1, got ",
                     options.repeats, ".");
-  const GeneratorScope generator;
+  const OutsideRegions outside;
+  const UndoneDraws undone;
   const at::AutoGradMode grad_mode(true);
   const c10::Device device = MemoryMeter(options.device.value_or(sample.device())).device();
   const DeviceGeneratorScope device_generator(device);
@@ -90,7 +92,8 @@ ChainCost measure_stages(const std::vector<Stage>& stages, const at::Tensor& sam
 }
 
 int64_t measure_peak(const Stage& chain, const at::Tensor& sample, const MeasureOptions& options) {
-  const GeneratorScope generator;
+  const OutsideRegions outside;
+  const UndoneDraws undone;
   const at::AutoGradMode grad_mode(true);
   MemoryMeter meter(options.device.value_or(sample.device()));
   const c10::Device device = meter.device();

@@ -69,16 +69,28 @@ BackwardOfStage::BackwardOfStage(const at::Tensor& output, const Start& start, b
   torch::autograd::create_gradient_edge(root, std::move(behind));
 }
 
-GradientScope::GradientScope(const at::Tensor& result) {
+// It delegates, so that a gradient that does not fit into memory leaves no other one behind.
+GradientScope::GradientScope(const at::Tensor& result) : GradientScope() {
   seam::visit_nodes({{result.grad_fn(), 0}}, [this](const seam::NodePtr& node) {
     if (auto* const leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node.get())) {
       before_.emplace_back(leaf->variable, leaf->variable.grad());
       leaf->variable.mutable_grad() = at::zeros_like(leaf->variable);
+      hooks_.push_back(std::make_unique<seam::HooksOff>(leaf->variable, node));
     }
   });
 }
 GradientScope::~GradientScope() {
   for (auto& [leaf, gradient] : before_) leaf.mutable_grad() = gradient;
 }
+
+// Note [Measuring in a region]
+// A program may measure, or call a `Fitted` with an input of a new kind, in a region. What the
+// stages save would then wait for a recompute of that region, in which all would be measured
+// again, and so on. So the stages run as if there were no region. Guards around the region are
+// left, too: their scopes are below its own.
+OutsideRegions::OutsideRegions() {
+  if (detail::innermost(detail::Ability::Region) != nullptr) no_scopes_.emplace();
+}
+OutsideRegions::~OutsideRegions() = default;
 
 }  // namespace remat

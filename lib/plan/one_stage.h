@@ -7,8 +7,13 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
+
+#include "lib/scope/hook_stack.h"
+#include "lib/seam/hooks_off.h"
 
 namespace remat {
 
@@ -45,7 +50,8 @@ class BackwardOfStage {
   at::Tensor callers_;
 };
 
-/// Gives the leaves below a result gradients of zeros, and their own ones back at its end.
+/// While alive, the leaves below a result have gradients of zeros and no hooks: no optimizer
+/// steps in their backward. They get back what they had.
 class GradientScope {
  public:
   explicit GradientScope(const at::Tensor& result);
@@ -53,7 +59,21 @@ class GradientScope {
   GradientScope& operator=(GradientScope&&) = delete;
 
  private:
+  GradientScope() = default;
   std::vector<std::pair<at::Tensor, at::Tensor>> before_;
+  std::vector<std::unique_ptr<seam::HooksOff>> hooks_;
+};
+
+/// While alive, regions around do not see what this thread computes.
+/// See Note [Measuring in a region].
+class OutsideRegions {
+ public:
+  OutsideRegions();
+  ~OutsideRegions();
+  OutsideRegions& operator=(OutsideRegions&&) = delete;
+
+ private:
+  std::optional<detail::NoScopes> no_scopes_;
 };
 
 }  // namespace remat

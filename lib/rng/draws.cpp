@@ -425,4 +425,19 @@ bool GeneratorSwap::was_disturbed() const {
          !is_at(generator_, *plan_.unseen_start);
 }
 
+UndoneDraws::UndoneDraws() : track_(*default_track()) {
+  std::lock_guard<std::mutex> lock(default_cpu_generator().mutex_);
+  track_.look();
+  before_ = track_.state();
+  num_draws_ = lasting_draws(track_);
+}
+
+UndoneDraws::~UndoneDraws() {
+  std::lock_guard<std::mutex> lock(default_cpu_generator().mutex_);
+  track_.look();  // what passed no operator stays known
+  set_state(default_cpu_generator(), *before_);
+  track_.moved();
+  undone_draws(track_) += lasting_draws(track_) - num_draws_;
+}
+
 }  // namespace remat

@@ -214,4 +214,19 @@ class GeneratorSwap {
   std::optional<RecomputeHold> turn_;
 };
 
+/// While alive, draws of this thread from the default CPU generator are nobody's, and
+/// afterwards it stands where it stood: regions around do not see them. Other threads must not
+/// draw meanwhile.
+class UndoneDraws {
+ public:
+  UndoneDraws();
+  ~UndoneDraws();
+  UndoneDraws& operator=(UndoneDraws&&) = delete;
+
+ private:
+  DrawTrack& track_;
+  std::shared_ptr<const CpuRngState> before_;
+  uint64_t num_draws_ = 0;
+};
+
 }  // namespace remat

@@ -247,6 +247,7 @@ bool Replay::go_on_after_mismatch(Attempt&& attempt) {
 }
 
 void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  torch::jit::Stack taken;  // dies after the locks: storages may run deleters of the user's
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   std::unique_lock<SpinLock> forward = record_.lock();
   const Counted counted = count(op);
@@ -310,11 +311,14 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   if (record->draws != nullptr) skip(*record->draws);
   filler_.result_was_kept();
   if (record->is_applied) {  // Note [Writing to a kept result]
-    torch::jit::drop(stack, arguments.size() - 1);
+    taken = torch::jit::pop(stack, arguments.size() - 1);
     return;
   }
-  torch::jit::drop(stack, arguments.size());
-  if (!forward.owns_lock()) lock.unlock();
+  taken = torch::jit::pop(stack, arguments.size());
+  if (!forward.owns_lock()) {
+    lock.unlock();
+    taken.clear();
+  }
   push_results(*record, stack, counted);
 }
 

@@ -14,6 +14,7 @@
 #include "modules.h"
 #include "policy.h"
 #include "remat/binding.h"
+#include "remat/fit.h"
 #include "remat/options.h"
 #include "remat/plan.h"
 #include "stop.h"
@@ -333,6 +334,20 @@ std::vector<Policy> policies_in(const py::list& all) {
   return policies;
 }
 
+/// A stage that is called without the interpreter's lock.
+Stage stage_in(py::handle stage, std::size_t number, const char* verb) {
+  const std::shared_ptr<PyObject> kept(stage.inc_ref().ptr(),
+                                       [](PyObject* last) { drop(&last, 1); });
+  return [kept, number, verb](at::Tensor x) {
+    const Locked locked(Locked::AtEnd::Wait);
+    try {
+      return call_stage(kept.get(), number, std::move(x), verb);
+    } catch (python_error&) {
+      throw_persisted();
+    }
+  };
+}
+
 CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64_t warmup,
                          int64_t repeats, const py::object& device, const py::list& policies,
                          bool early_stop, const std::optional<MoveTuple>& moving) {
@@ -344,18 +359,7 @@ CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64
   if (!device.is_none()) options.device = device_in(device);
   if (moving) options.moving = moving_in(*moving);
   std::vector<Stage> all;
-  for (const py::handle stage : stages) {
-    const std::shared_ptr<PyObject> kept(stage.inc_ref().ptr(),
-                                         [](PyObject* last) { drop(&last, 1); });
-    all.push_back([kept, number = all.size() + 1](at::Tensor x) {
-      const Locked locked(Locked::AtEnd::Wait);
-      try {
-        return call_stage(kept.get(), number, std::move(x), "measure");
-      } catch (python_error&) {
-        throw_persisted();
-      }
-    });
-  }
+  for (const py::handle stage : stages) all.push_back(stage_in(stage, all.size() + 1, "measure"));
   // Each stage as a chain of its own, which is one region.
   const auto run_region = [&stages](std::size_t stage, const CheckpointOptions& region,
                                     at::Tensor input) {
@@ -494,6 +498,13 @@ void add_plan(py::module_& module) {
                                   result.depth);
          });
   define("_measure", measure_stages);
+  define("_measure_peak", [](const py::object& chain, const at::Tensor& sample) {
+    const Stage stage = stage_in(chain, 1, "fit");
+    return with_package_errors([&] {
+      const Unlocked unlocked;
+      return measure_peak(stage, sample);
+    });
+  });
   define("policies_to_try", [] { return policies_to_try(); });
   define("_free_budget", [](const CostTuple& cost, const py::object& device, double margin) {
     const c10::Device asked = device_in(device);

@@ -1,10 +1,45 @@
-"""`python -m remat SCRIPT ARGUMENT...` or `python -m remat -m MODULE ARGUMENT...`: runs it with remat installed, in the
-processes, too, that it starts by multiprocessing. `torchrun -m remat SCRIPT ARGUMENT...` runs each rank so."""
+"""`python -m remat SCRIPT ARGUMENT...` or `python -m remat -m MODULE ARGUMENT...`: runs it with remat installed,
+in the processes, too, that it starts by multiprocessing. `torchrun -m remat SCRIPT ARGUMENT...` runs each rank so.
+"""
 
 from __future__ import annotations
 
+import builtins
+import importlib.machinery
+import os
+import pkgutil
 import runpy
 import sys
+import types
+from typing import Any
+
+_run_module: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # what `python -m` calls
+
+
+def _become_main() -> types.ModuleType:
+    """Puts in a new `__main__`. It stays when the program has ended: threads and `atexit` functions
+    of the program may look into it."""
+    module = types.ModuleType("__main__")
+    vars(module).update(__builtins__=builtins, __doc__=None)
+    sys.modules["__main__"] = module
+    return module
+
+
+def _run_script(path: str) -> None:
+    main = _become_main()
+    if pkgutil.get_importer(path) is not None:  # a folder or an archive with a program in it
+        sys.path[0] = path
+        _run_module("__main__", alter_argv=False)
+        return
+    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    loader: Any = importlib.machinery.SourceFileLoader("__main__", path)
+    if path.endswith(".pyc"):
+        loader = importlib.machinery.SourcelessFileLoader("__main__", path)
+        code = loader.get_code("__main__")
+    else:
+        code = loader.source_to_code(loader.get_data(path), path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    exec(code, vars(main))
 
 
 def main() -> None:
@@ -19,13 +54,11 @@ def main() -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = ""
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        _become_main()
+        _run_module(arguments[1], alter_argv=True)
     else:
-        import os
-
         sys.argv = arguments
-        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
-        runpy.run_path(arguments[0], run_name="__main__")
+        _run_script(arguments[0])
 
 
 if __name__ == "__main__":

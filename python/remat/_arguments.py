@@ -6,12 +6,14 @@ import functools
 import operator
 import os
 import types
-from typing import Any, Callable, NamedTuple, Optional, TypeVar, cast
+from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union, cast
 
 import torch
 import torch.nn as nn
 
 F = TypeVar("F", bound=Callable[..., Any])
+Bytes = Union[int, float]
+"""A whole number of bytes; 8e9 is one."""
 
 
 class Kind(NamedTuple):
@@ -19,6 +21,8 @@ class Kind(NamedTuple):
 
     fits: Callable[[Any], bool]
     words: str
+    read: Optional[Callable[[Any], Any]] = None
+    """What the function gets; None: the argument as it is."""
 
 
 def _is_flag(value: Any) -> bool:
@@ -38,6 +42,11 @@ def _is_int(value: Any) -> bool:
 
 def _is_real(value: Any) -> bool:
     return _is_int(value) or (hasattr(type(value), "__float__") and not _is_flag(value))
+
+
+def _is_whole(value: Any) -> bool:
+    is_integer = getattr(value, "is_integer", None)
+    return _is_int(value) or (_is_real(value) and is_integer is not None and is_integer())
 
 
 def _is_path(value: Any) -> bool:
@@ -75,6 +84,7 @@ _KINDS = {
     "bool": Kind(_is_flag, "True or False"),
     "int": Kind(_is_int, "an int"),
     "float": Kind(_is_real, "a float"),
+    "Bytes": Kind(_is_whole, "a whole number of bytes", int),
     "str": of_class(str, "a str"),
     "Path": Kind(_is_path, "a str or an os.PathLike of one"),
     "Union[torch.device, str, int, None]": Kind(_is_device, "a torch.device, a str, an int or None"),
@@ -106,12 +116,16 @@ def kind_of(annotation: str) -> Optional[Kind]:
     kind = kind_of(inner.removesuffix("]"))
     if kind is None:
         return None
-    fits, words = kind
+    fits, words, read = kind
     if words == "True or False":
         words = "True, False or None"
     elif "None" not in words:
         words += ", or None" if " or " in words else " or None"
-    return Kind(lambda value: value is None or fits(value), words)
+    return Kind(
+        lambda value: value is None or fits(value),
+        words,
+        read and (lambda value: None if value is None else read(value)),
+    )
 
 
 def said(value: Any) -> str:
@@ -136,23 +150,28 @@ def refuse(user: str, name: str, words: str, value: Any) -> TypeError:
     return TypeError(text)
 
 
-def check(user: str, name: str, annotation: str, value: Any) -> None:
-    """Raises TypeError if the value is not what the annotation says."""
+def check(user: str, name: str, annotation: str, value: Any) -> Any:
+    """The value as it is to be read. Raises TypeError if it is not what the annotation says."""
     kind = kind_of(annotation)
-    if kind is not None and not kind.fits(value):
+    if kind is None:
+        return value
+    if not kind.fits(value):
         raise refuse(user, name, kind.words, value)
+    return value if kind.read is None else kind.read(value)
 
 
 def check_fields(object: Any) -> None:
     """The same for all fields of a dataclass."""
     for name, annotation in type(object).__annotations__.items():
-        check(f"remat.{type(object).__name__}", name, annotation, getattr(object, name))
+        read = check(f"remat.{type(object).__name__}", name, annotation, getattr(object, name))
+        object.__dict__[name] = read  # it may be frozen
 
 
 def checked_by(user: str, annotations: dict[str, str], function: F) -> F:
     """`function`, whose arguments are these, in this order, and are checked first."""
     kinds = {name: kind for name, each in annotations.items() if (kind := kind_of(each)) is not None}
     names = tuple(annotations)
+    reads = {name: kind.read for name, kind in kinds.items() if kind.read is not None}
 
     @functools.wraps(function)
     def checking(*args: Any, **kwargs: Any) -> Any:
@@ -161,6 +180,14 @@ def checked_by(user: str, annotations: dict[str, str], function: F) -> F:
                 kind = kinds.get(name)
                 if kind is not None and not kind.fits(value):
                     raise refuse(user, name, kind.words, value)
+        if reads:
+            args = (
+                *(reads[name](each) if name in reads else each for name, each in zip(names, args)),
+                *args[len(names) :],
+            )
+            kwargs = {
+                name: reads[name](each) if name in reads else each for name, each in kwargs.items()
+            }
         return function(*args, **kwargs)
 
     checking._remat_checks = kinds  # type: ignore[attr-defined]  # for the test that looks for what is not

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Callable, Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 import torch.nn as nn
 
-from ._extension import _remat
-from ._arguments import checked, refuse
+from ._arguments import Bytes, checked, refuse
 from ._choice import class_name
-from ._modules import Region, _leaves_below, _switch_off, _switch_on, plain_class
-from ._observe import MemoryMeter
+from ._errors import translated
+from ._extension import _remat
+from ._modules import Region, _switch_off, _switch_on, plain_class
+from ._observe import as_table
 from ._plan import (
     ChainCost,
     Frontier,
@@ -23,16 +24,16 @@ from ._plan import (
     Simulation,
     Stage,
     StageCost,
-    _buffers_kept,
     measure,
     policies_to_try,
-    random_states_kept,
     run,
     simulate,
     solve,
     stages_of,
 )
+from ._state import state_kept
 
+_measure_peak = translated(_remat._measure_peak)
 _FRAME_COST_S = 15e-6  # of one region, in Python
 
 
@@ -77,32 +78,6 @@ def _text_of_copies(moving: MoveCost) -> str:
         f"{'copies of 1,000,000 bytes':<28} {there:>16} there, {back} back; "
         f"what runs beside takes {moving.held_up_share:.0%} of that longer"
     )
-
-
-def _peak_of(chain: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor) -> int:
-    """[bytes] of tensors on the sample's device at the peak of one step beyond what is there before it and gradients of
-    leaves."""
-    input = sample.detach().requires_grad_(sample.requires_grad)
-    with random_states_kept(sample.device), torch.enable_grad():
-        meter = MemoryMeter(sample.device)
-        before = meter.live_bytes
-        result = chain(input)
-        forward_peak = meter.peak_bytes - before
-        if not result.requires_grad:
-            return forward_peak
-        leaves = _leaves_below(result)
-        gradients = [each.grad for each in leaves]
-        try:
-            live = meter.live_bytes
-            for each in leaves:
-                each.grad = torch.zeros_like(each)
-            added = meter.live_bytes - live
-            meter.reset_peak()
-            torch.autograd.backward([result], [torch.ones_like(result)])
-            return max(forward_peak, meter.peak_bytes - before - added)
-        finally:
-            for leaf, gradient in zip(leaves, gradients):
-                leaf.grad = gradient
 
 
 class Fitted:
@@ -161,6 +136,13 @@ class Fitted:
         if isinstance(self.stages, nn.Sequential):
             _switch_off(self.stages)
 
+    def __repr__(self) -> str:
+        peak = f"{self.peak_bytes:,} bytes at the peak"
+        return f"<remat.Fitted for {self.budget_bytes:,} bytes: {self.plan}, {peak}>"
+
+    def _repr_html_(self) -> str:
+        return as_table(self)
+
     def __str__(self) -> str:
         step_s = sum(each.forward_s + each.backward_s for each in self.cost.stages)
         num_stages = len(self.cost.stages)
@@ -201,7 +183,7 @@ class Fitted:
 def fit(
     model_or_stages: Union[nn.Sequential, Iterable[Stage]],
     sample: torch.Tensor,
-    budget_bytes: int,
+    budget_bytes: Bytes,
     *,
     cost: Optional[ChainCost] = None,
     warmup: int = 1,
@@ -238,8 +220,7 @@ def fit(
     options: of all regions, as of `checkpoint`.
 
     Bytes and time are those of the sample's device.
-    Afterwards parameters have the `.grad` they had, modules their buffers, the generators of the CPU and of the device
-    their states.
+    Hooks of parameters do not run, and afterwards all is as it was: see `measure`.
     Raises InfeasibleBudget, which knows the least possible budget; else as `measure`.
     """
     if isinstance(model_or_stages, nn.Module) and not (
@@ -255,7 +236,6 @@ def fit(
     stages: Union[nn.Sequential, list[Stage]]
     if isinstance(model_or_stages, nn.Sequential):
         stages = model_or_stages
-        _switch_off(stages)
         functions = _children(stages)
     else:
         functions = stages = stages_of("remat.fit", model_or_stages)
@@ -285,8 +265,11 @@ def fit(
     if verify:
         beyond = 0  # [bytes] of which the stages' costs know nothing
         while True:
-            with _buffers_kept(functions):
-                peak = _peak_of(lambda x: run(plan, functions, x, policies=tried, moving=moving, **options), sample)
+            with state_kept(functions):
+                peak = _measure_peak(
+                    lambda x: run(plan, functions, x, policies=tried, moving=moving, **options),
+                    sample,
+                )
             if peak <= budget_bytes:
                 break
             expected = simulate(cost, plan, early_stop=early_stop).peak_bytes
@@ -299,7 +282,10 @@ def fit(
         region = Region(options, training_only=True, level=1, buffers="restore", enabled=True)
         region.plan = PlannedChain(plan, tried, moving, options)
         _switch_on(stages, region)
-    return Fitted(stages, budget_bytes, cost, frontier, plan, early_stop, frame_cost_s, options, peak, tried, moving)
+    budget = int(budget_bytes)
+    return Fitted(
+        stages, budget, cost, frontier, plan, early_stop, frame_cost_s, options, peak, tried, moving
+    )
 
 
 __all__ = ["Fitted", "fit"]

@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple, Optional, Protocol, TypeVar, Union
 
 import torch
 
-from ._arguments import checked, refuse
+from ._arguments import Bytes, checked, refuse
 from ._errors import translated
 from ._extension import _remat
 
@@ -109,10 +109,10 @@ class Moves(_Counting):
 def save_on_cpu(
     *,
     pin_memory: bool = False,
-    min_bytes: int = 0,
+    min_bytes: Bytes = 0,
     skip_parameters: bool = True,
     prefetch_depth: int = 2,
-    max_bytes_in_flight: Optional[int] = None,
+    max_bytes_in_flight: Optional[Bytes] = None,
     keep_last: int = 0,
 ) -> Moves:
     """Tensors of an accelerator that autograd saves wait on the CPU. Those on the CPU stay as they are.
@@ -145,7 +145,7 @@ def save_on_cpu(
 
 
 @checked
-def save_on_disk(directory: Path, *, min_bytes: int = 1 << 16, prefetch_depth: int = 1) -> Moves:
+def save_on_disk(directory: Path, *, min_bytes: Bytes = 1 << 16, prefetch_depth: int = 1) -> Moves:
     """Tensors that autograd saves wait in a file in `directory`, which must exist.
 
     The file has no name; nothing is left of it, however the process ends. It takes as many bytes as waited at the
@@ -196,12 +196,12 @@ class Tiers(_Counting):
 @checked
 def save_in_tiers(
     *,
-    device_bytes: int = 0,
-    host_bytes: Optional[int] = None,
+    device_bytes: Bytes = 0,
+    host_bytes: Optional[Bytes] = None,
     directory: Optional[Path] = None,
-    min_bytes: int = 1 << 16,
+    min_bytes: Bytes = 1 << 16,
     pin_memory: bool = True,
-    max_bytes_in_flight: int = 64 << 20,
+    max_bytes_in_flight: Bytes = 64 << 20,
     keep_last: int = 0,
 ) -> Tiers:
     """What autograd saves stays where it is up to a budget; beyond it what was saved first, which backward needs last,
@@ -263,10 +263,10 @@ class Place(Protocol[Contents]):
 def save_elsewhere(
     place: Place[Any],
     *,
-    min_bytes: int = 0,
+    min_bytes: Bytes = 0,
     skip_parameters: bool = True,
     prefetch_depth: int = 1,
-    max_bytes_in_flight: int = 64 << 20,
+    max_bytes_in_flight: Bytes = 64 << 20,
 ) -> Guard:
     """What autograd saves waits in a place of the program's own: compressed, on another machine, in a file of its own.
 
@@ -305,7 +305,7 @@ def save_elsewhere(
 
 
 @checked
-def save_as(dtype: torch.dtype, *, min_bytes: int = 0) -> Guard:
+def save_as(dtype: torch.dtype, *, min_bytes: Bytes = 0) -> Guard:
     """Floating-point tensors that autograd saves are rounded to `dtype`. LOSSY: gradients come from the rounded numbers.
 
     Only to a dtype with fewer bytes; integers stay, and so does a tensor with a finite number that `dtype` cannot
@@ -355,7 +355,7 @@ def disable_checkpoint() -> Guard:
 
 
 @checked
-def recompute_cache(max_bytes: Optional[int] = None) -> Guard:
+def recompute_cache(max_bytes: Optional[Bytes] = None) -> Guard:
     """Backwards in the scope keep what regions recomputed for the next ones: many overlapping `torch.autograd.grad`
     calls on a retained graph cost one recompute a region.
 
@@ -375,7 +375,7 @@ def graph_exec_group() -> Guard:
 
 
 @checked
-def memory_limit(bytes: int, device: Union[torch.device, str, int, None] = None) -> Guard:
+def memory_limit(bytes: Bytes, device: Union[torch.device, str, int, None] = None) -> Guard:
     """An allocation that would take `MemoryMeter(device).live_bytes` above `bytes` raises torch.OutOfMemoryError.
 
     The whole process, all threads: the way to see on any machine what a small one would do. What a meter does not count

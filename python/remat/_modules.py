@@ -6,12 +6,15 @@ Everything else stays: the object, its place in the tree, its names, parameters,
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import functools
+import inspect
 import threading
 import types as python_types
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union
 
 import torch
@@ -121,10 +124,40 @@ def _class_of_regions(plain: type[nn.Module]) -> type[nn.Module]:
         return found
 
 
+@contextlib.contextmanager
+def _unnoticed(plain: Any) -> Iterator[None]:
+    """Suspends the class's `__init_subclass__` on this thread: a registry of subclasses does not
+    see the new one, and no keywords are required of it."""
+    if not hasattr(plain.__init_subclass__, "__func__"):  # object's own
+        yield
+        return
+    own, owner = vars(plain).get("__init_subclass__"), threading.get_ident()
+
+    def heard(cls: Any, /, **keywords: Any) -> None:
+        if threading.get_ident() != owner:
+            (super(plain, cls).__init_subclass__ if own is None else own.__get__(None, cls))(
+                **keywords
+            )
+
+    type.__setattr__(plain, "__init_subclass__", classmethod(heard))
+    try:
+        yield
+    finally:
+        if own is None:
+            type.__delattr__(plain, "__init_subclass__")
+        else:
+            type.__setattr__(plain, "__init_subclass__", own)
+
+
 def _make_class(plain: Any) -> Any:
+    own = inspect.getattr_static(plain, "forward")
+    takes_self = hasattr(type(own), "__get__") and not isinstance(own, (staticmethod, classmethod))
+
     @functools.wraps(plain.forward)
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         plain_forward: Callable[..., Any] = plain.forward  # at each call: programs put others in
+        if not takes_self:
+            plain_forward = functools.partial(_without_self, plain_forward)
         region: Optional[Region] = self.__dict__.get(_KEY)
         if region is None:
             return plain_forward(self, *args, **kwargs)
@@ -145,8 +178,16 @@ def _make_class(plain: Any) -> Any:
         "_remat_plain_class": plain,
         "forward": forward,
     }
-    found: Any = python_types.new_class(plain.__name__, (plain,), {}, lambda namespace: namespace.update(body))
+    maker = (
+        abc.ABCMeta if issubclass(type(plain), abc.ABCMeta) else type
+    )  # past the metaclass's own code, too
+    with _unnoticed(plain):
+        found: Any = maker.__new__(type(plain), plain.__name__, (plain,), body)
     return found
+
+
+def _without_self(function: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _reduced(plain: type[nn.Module], reduced: Any) -> Any:
@@ -161,7 +202,7 @@ def _reduced(plain: type[nn.Module], reduced: Any) -> Any:
 def _rebuilt(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     made = function(*args)
     if isinstance(made, nn.Module):
-        made.__class__ = _class_of_regions(plain_class(made))
+        object.__setattr__(made, "__class__", _class_of_regions(plain_class(made)))
     return made
 
 
@@ -203,10 +244,11 @@ def _switch_on(module: nn.Module, region: Region) -> None:
         plain = type(module)
         try:
             if _has_class_of_parametrize(module):  # which parametrize changes, and takes away by its first base
-                module.__class__ = _derived_anew(plain, _class_of_regions(plain.__bases__[0]))
+                found = _derived_anew(plain, _class_of_regions(plain.__bases__[0]))
             else:
-                module.__class__ = _class_of_regions(plain)
-        except TypeError as error:
+                found = _class_of_regions(plain)
+            object.__setattr__(module, "__class__", found)
+        except (TypeError, AttributeError) as error:
             raise TypeError(f"remat: a {class_name(module)} cannot be a region from outside: {error}") from error
     module.__dict__[_KEY] = region
 
@@ -214,9 +256,9 @@ def _switch_on(module: nn.Module, region: Region) -> None:
 def _switch_off(module: nn.Module) -> bool:
     region = _region_of(module)
     if "_remat_plain_class" in vars(type(module)):  # else another class was derived from ours: FSDP2 does
-        module.__class__ = plain_class(module)
+        object.__setattr__(module, "__class__", plain_class(module))
     elif _has_class_of_parametrize(module) and "_remat_plain_class" in vars(type(module).__bases__[0]):
-        module.__class__ = _derived_anew(type(module), plain_class(module))
+        object.__setattr__(module, "__class__", _derived_anew(type(module), plain_class(module)))
     module.__dict__.pop(_KEY, None)
     return region is not None and region.enabled
 
@@ -360,9 +402,20 @@ def apply(
             continue
         own = {**options, "name": " ".join(filter(None, (name, path)))}
         ways[module] = Region(own, training_only=training_only, level=level, buffers=buffers, enabled=True)
-        applied.regions.append(ChosenModule(path, class_name(module)))
+    paths = {module: path for path, module in reversed(chosen)}
     for module, region in ways.items():
-        _switch_on(module, region)
+        path, type = paths[module], class_name(module)
+        try:
+            _switch_on(module, region)
+        except TypeError as error:
+            reason = f"its class cannot change: {error.__cause__}"
+            applied.refused.append(
+                RefusedModule(
+                    path, type, reason, "remat.checkpoint(module, ...) where it is called"
+                )
+            )
+        else:
+            applied.regions.append(ChosenModule(path, type))
     return applied
 
 

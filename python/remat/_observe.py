@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import os
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 
@@ -25,6 +26,38 @@ Report = _remat.Report
 RegionReport = _remat.RegionReport
 
 Path = Union[str, "os.PathLike[str]"]
+
+
+def as_table(text: Any) -> str:
+    """Text in columns, as a notebook shows it."""
+    return f'<pre style="white-space: pre">{html.escape(str(text))}</pre>'
+
+
+def _meter_text(self: MemoryMeter) -> str:
+    rounded = "" if self.is_exact else ", as the allocator rounds them"
+    live, peak = f"{self.live_bytes:,} bytes live", f"{self.peak_bytes:,} at the peak"
+    return f"<remat.MemoryMeter of {self.device}: {live}, {peak}{rounded}>"
+
+
+def _report_text(self: Report) -> str:
+    calls, recomputes = (
+        sum(getattr(each, name) for each in self.regions) for name in ("calls", "recomputes")
+    )
+    numbers = f"{calls:,} calls, {recomputes:,} recomputes"
+    return f"<remat.Report: regions of {len(self.regions)} names, {numbers}>"
+
+
+Report.__repr__ = _report_text  # type: ignore[assignment, method-assign]
+MemoryMeter.__repr__ = _meter_text  # type: ignore[assignment, method-assign]
+Report._repr_html_ = as_table  # type: ignore[assignment, method-assign]
+
+
+class Page(str):
+    """An HTML page: text, which a notebook shows as a page of its own."""
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self, quote=True)
+        return f'<iframe srcdoc="{page}" width="100%" height="640" style="border: 0"></iframe>'
 
 
 class Recorder:
@@ -71,9 +104,9 @@ class Recorder:
         """One line an event, without times: what happened in which order. Regions are numbered from 1."""
         return self._recorder.event_log()
 
-    def page(self) -> str:
+    def page(self) -> Page:
         """One HTML page without scripts or other files: live bytes over time, the regions, the table."""
-        return in_python_words(self._recorder.page())
+        return Page(in_python_words(self._recorder.page()))
 
     @checked
     def write_html(self, path: Path) -> None:
@@ -91,10 +124,7 @@ class Recorder:
         translated(self._recorder.write_chrome_trace)(os.fspath(path))
 
     def _repr_html_(self) -> str:
-        import html
-
-        page = html.escape(self.page(), quote=True)
-        return f'<iframe srcdoc="{page}" width="100%" height="640" style="border: 0"></iframe>'
+        return self.page()._repr_html_()
 
 
 @checked

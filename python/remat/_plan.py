@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple, Optional, TypeVar, Union, cast
 
 import torch
-import torch.nn as nn
 
-from ._arguments import Kind, add_kind, check_fields, checked, checked_by, of_class, refuse
+from ._arguments import (
+    Bytes,
+    Kind,
+    add_kind,
+    check,
+    check_fields,
+    checked,
+    checked_by,
+    of_class,
+    refuse,
+)
 from ._errors import in_python_words, translated
 from ._extension import _remat
 from ._guards import Path
 from ._policy import Policy, _noted
+from ._state import state_kept
 
 Plan = _remat.Plan
 Stage = Callable[[torch.Tensor], torch.Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=Any)
 
 
 def _native(name: str, function: F, **annotations: str) -> F:
@@ -63,6 +74,21 @@ class PlanRegion(NamedTuple):
     """The number of a policy, from 1, by which a region of one stage keeps results; 0: it keeps none."""
     moves_kept: bool = False
     """With a policy: what it keeps waits elsewhere until backward comes near."""
+
+
+def _whole(cost: T) -> T:
+    """A cost whose numbers of bytes are ints."""
+    found = {
+        name: value
+        for name, value in cost._asdict().items()
+        if name.endswith("_bytes") and type(value) is not int
+    }
+    if not found:
+        return cost
+    user = f"remat.{type(cost).__name__}"
+    read = {name: check(user, name, "Bytes", value) for name, value in found.items()}
+    whole: T = cost._replace(**read)
+    return whole
 
 
 class KeepingCost(NamedTuple):
@@ -179,9 +205,14 @@ class ChainCost(NamedTuple):
         return cls(input_bytes, input_grad_bytes, tuple(map(StageCost._of, stages)), rounding, move_cost, *held)
 
     def _tuple(self) -> _remat._CostTuple:
+        stages = tuple(
+            each._replace(keeping=tuple(map(_whole, each.keeping)))
+            for each in map(_whole, self.stages)
+        )
+        cost = _whole(self)
         return (
-            self.input_bytes, self.input_grad_bytes, self.stages, self.rounding, self.moving, self.cached_cast_bytes,
-            self.held_to_end_bytes,
+            cost.input_bytes, cost.input_grad_bytes, stages, cost.rounding, cost.moving,
+            cost.cached_cast_bytes, cost.held_to_end_bytes,
         )  # fmt: skip
 
 
@@ -192,7 +223,7 @@ class MoveOptions:
     directory: Optional[Path] = None
     """Of a file without a name (as with `save_on_disk`); it must exist. None: an accelerator's tensors wait on the CPU, and
     the CPU's own do not move."""
-    min_bytes: int = 1 << 16
+    min_bytes: Bytes = 1 << 16
     """[bytes]; smaller tensors stay."""
     pin_memory: bool = True
     """Copies between accelerator and CPU use page-locked memory, if there is some."""
@@ -201,7 +232,11 @@ class MoveOptions:
         check_fields(self)
 
     def _tuple(self) -> _remat._MoveTuple:
-        return "" if self.directory is None else os.fspath(self.directory), self.min_bytes, self.pin_memory
+        return (
+            "" if self.directory is None else os.fspath(self.directory),
+            int(self.min_bytes),
+            self.pin_memory,
+        )
 
 
 add_kind("Plan", of_class(Plan, "a remat.Plan"))
@@ -245,7 +280,7 @@ class Frontier:
         """Bytes rise and seconds fall from point to point; the last one recomputes nothing."""
 
     @checked
-    def plan(self, budget_bytes: int) -> Plan:
+    def plan(self, budget_bytes: Bytes) -> Plan:
         """The fastest plan whose peak is at most `budget_bytes` [bytes] beyond the input; of the equally fast ones
         one of the smallest peak. Raises InfeasibleBudget below the first point."""
         return self._native.plan(budget_bytes)
@@ -311,32 +346,6 @@ class _Progress:
             self._bar.close()
 
 
-def _modules_of(stages: Sequence[Stage]) -> Iterator[nn.Module]:
-    for stage in stages:
-        for found in (stage, getattr(stage, "__self__", None), getattr(stage, "func", None)):
-            if isinstance(found, nn.Module):
-                yield found
-                break
-
-
-@contextlib.contextmanager
-def _buffers_kept(stages: Sequence[Stage]) -> Iterator[None]:
-    """Running statistics are afterwards what they were."""
-    buffers = {
-        id(buffer): (buffer, buffer.detach().clone())
-        for module in _modules_of(stages)
-        for buffer in module.buffers()
-        if not torch.nn.parameter.is_lazy(buffer)
-    }
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers.values():
-                if not torch.equal(buffer, before):
-                    buffer.data.copy_(before)
-
-
 @checked
 def measure(
     stages: Iterable[Stage],
@@ -366,8 +375,12 @@ def measure(
     the calling thread; on an accelerator those between events on the current stream, each run alone and waited for.
     Parameters have gradients throughout, as in training that sets them to
     zero: a program that drops them (`zero_grad(set_to_none=True)`) needs their bytes on top.
-    Afterwards parameters have the `.grad` they had, modules their buffers, the generators of the CPU and of the device
-    their states.
+    Hooks of parameters do not run: no optimizer steps. In a region the stages run as if it were not
+    there. Afterwards parameters have the `.grad` and the hooks they had, modules their attributes
+    and buffers, the generators of the CPU, of the device and of modules their states. The modules
+    are those that a stage is, or that it uses by a closure or a global name; other objects keep
+    what stages do to them, and so does a parameter that a stage writes to. While stages run,
+    buffers and other tensors of modules are copies, which takes as much memory again.
     Raises what a stage raises; TypeError for a stage that does not return a tensor; ValueError for no stages, and for a
     `moving` that has no place for the device's tensors; CheckpointError (UNSUPPORTED) for a device whose allocator does not tell its bytes.
     """
@@ -384,7 +397,7 @@ def measure(
         return run
 
     try:
-        with _buffers_kept(functions):
+        with state_kept(functions):
             counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
             cost = ChainCost._of(_measure(counted, sample, warmup, repeats, device, list(policies), early_stop, moves))
             if moving is not None and any(each.keeping for each in cost.stages):

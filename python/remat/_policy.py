@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional, Union
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ._arguments import add_kind, checked, checked_by, of_class
+from ._arguments import Bytes, add_kind, checked, checked_by, of_class
 from ._errors import translated
 from ._extension import _remat
 
@@ -104,9 +104,9 @@ def _init(
     allow_cache_entry_mutation: bool = False,
     save_through_hooks: bool = False,
     ask_again: bool = False,
-    min_offload_bytes: int = _MIN_OFFLOAD_BYTES,
+    min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES,
     prefetch_depth: int = _PREFETCH_DEPTH,
-    max_bytes_in_flight: int = _MAX_BYTES_IN_FLIGHT,
+    max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT,
     keep_last: int = 0,
 ) -> None:
     """A policy that asks `function`, which is called with a PolicyContext and returns a CheckpointPolicy or a bool.
@@ -176,7 +176,7 @@ def save_matmuls(
 
 @checked
 def save_best(
-    bytes: int,
+    bytes: Bytes,
     *,
     profile_runs: int = 2,
     profiles: Optional[Path] = None,
@@ -279,9 +279,9 @@ def offload_ops(
     allow_cache_entry_mutation: bool = False,
     save_through_hooks: bool = False,
     ask_again: bool = False,
-    min_offload_bytes: int = _MIN_OFFLOAD_BYTES,
+    min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES,
     prefetch_depth: int = _PREFETCH_DEPTH,
-    max_bytes_in_flight: int = _MAX_BYTES_IN_FLIGHT,
+    max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT,
     keep_last: int = 0,
 ) -> Policy:
     """The same; the results wait on the CPU, copied there beside the device's work, and back ahead of it.
@@ -334,9 +334,9 @@ def offload_names(
     allow_cache_entry_mutation: bool = False,
     save_through_hooks: bool = False,
     ask_again: bool = False,
-    min_offload_bytes: int = _MIN_OFFLOAD_BYTES,
+    min_offload_bytes: Bytes = _MIN_OFFLOAD_BYTES,
     prefetch_depth: int = _PREFETCH_DEPTH,
-    max_bytes_in_flight: int = _MAX_BYTES_IN_FLIGHT,
+    max_bytes_in_flight: Bytes = _MAX_BYTES_IN_FLIGHT,
     keep_last: int = 0,
 ) -> Policy:
     """The values with these names wait on the CPU; options as of `offload_ops`."""

@@ -128,6 +128,58 @@ class Arguments(Case):
         remat.checkpoint(block, x, modules=model)  # what one iterates over
         self.assertEqual(remat.simulate(cost, remat.Plan(2), frame_cost_s=1).frames, 0)
 
+    def test_bytes_are_whole_numbers_of_any_type(self) -> None:
+        self.assertEqual(repr(remat.memory_limit(8e9)), "remat.memory_limit(8000000000)")
+        self.assertEqual(remat.save_best(2**20 * 1.0).__reduce__()[1][1], (2**20,))
+        self.assertEqual(remat.MoveOptions(min_bytes=1e6), remat.MoveOptions(min_bytes=10**6))
+        self.assertIs(type(remat.MoveOptions(min_bytes=1e6).min_bytes), int)
+        frontier = remat.solve(cost)
+        self.assertEqual(frontier.plan(2.0**30), frontier.plan(1 << 30))
+        fitted = remat.fit([block, lambda t: t.sum()], x, budget_bytes=1e9, repeats=1)
+        self.assertEqual((fitted.budget_bytes, type(fitted.budget_bytes)), (10**9, int))
+        guards: tuple[Callable[[Any], Any], ...] = (
+            lambda n: remat.save_on_cpu(min_bytes=n, max_bytes_in_flight=n),
+            lambda n: remat.save_on_disk(tempfile.gettempdir(), min_bytes=n),
+            lambda n: remat.save_in_tiers(device_bytes=n, host_bytes=n, min_bytes=n,
+                                          directory=tempfile.gettempdir(), max_bytes_in_flight=n),
+            lambda n: remat.save_elsewhere(Place(), min_bytes=n, max_bytes_in_flight=n),
+            lambda n: remat.save_as(torch.bfloat16, min_bytes=n),
+            lambda n: remat.recompute_cache(n),
+            lambda n: remat.memory_limit(n),
+        )  # fmt: skip
+        for guard in guards:
+            with guard(1e12):
+                pass
+            for wrong in (0.5, float("nan"), float("inf"), True, "1"):
+                self.assertRegex(
+                    refused(lambda: guard(wrong)),
+                    "bytes.* must be a whole number of bytes.*, and is ",
+                )
+        limits = {"min_offload_bytes": 1e6, "max_bytes_in_flight": 1e6}
+        for policy in (
+            remat.offload_ops(["aten::mm"], **limits),  # type: ignore[arg-type]
+            remat.offload_names(["a"], **limits),  # type: ignore[arg-type]
+            remat.Policy(block, **limits),  # type: ignore[arg-type]
+        ):
+            self.assertIn("min_offload_bytes=1000000", repr(policy))
+        self.assertEqual(
+            refused(lambda: remat.fit(model, x, 1.5)),
+            "remat.fit: budget_bytes must be a whole number of bytes, and is 1.5",
+        )
+        whole, other = (
+            remat.ChainCost(
+                stages=(remat.StageCost(1.0, 1.0, output_bytes=n), remat.StageCost(output_bytes=4))
+            )
+            for n in (80, 80.0)
+        )
+        self.assertEqual(remat.simulate(other, remat.Plan(2)), remat.simulate(whole, remat.Plan(2)))
+        half = remat.StageCost(saved_bytes=0.5)  # type: ignore[arg-type]
+        wrong = remat.ChainCost(stages=(half,))
+        self.assertEqual(
+            refused(lambda: remat.solve(wrong)),
+            "remat.StageCost: saved_bytes must be a whole number of bytes, and is 0.5",
+        )
+
     def test_other_options_of_checkpoint(self) -> None:
         for option, wrong, wanted in (
             ("name", 3, "a str"), ("level", True, "an int or None"), ("level", "2", "an int or None"),

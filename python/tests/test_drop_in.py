@@ -6,12 +6,15 @@ import contextlib
 import functools
 import inspect
 import os
+import py_compile
 import sys
 import tempfile
 import threading
 import unittest
 import warnings
+import zipfile
 from typing import Any, Callable
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint as upstream
@@ -376,6 +379,49 @@ class Installing(Case):
             text = "import runpy, sys; sys.argv[0:1] = ['remat']; runpy.run_module('remat', run_name='__main__')"
             done = run_script(text, script.name, "--flag", "value")
         self.assertIn("__main__ ['--flag', 'value'] 1", done.stdout)
+
+    def test_a_program_is_main_also_when_it_has_ended(self) -> None:
+        text = (
+            "import atexit, sys, threading, time\n"
+            "import remat\n"
+            "value = 'mine'\n"
+            "def look(who):\n"
+            "    import __main__\n"
+            "    print(who, __main__.value, __main__.look is look, __main__.__name__)\n"
+            "def later():\n"
+            "    while main_thread.is_alive(): time.sleep(0.01)\n"
+            "    look('thread')\n"
+            "main_thread = threading.main_thread()\n"
+            "atexit.register(look, 'atexit')\n"
+            "threading.Thread(target=later).start()\n"
+            "look('now')\n"
+            "print(__name__, __file__, __spec__ and __spec__.name, __package__, sys.argv,\n"
+            "      remat.is_installed())\n"
+            "sys.exit(3)\n"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            script, zipped = os.path.join(folder, "program_here.py"), os.path.join(
+                folder, "program.zip"
+            )
+            with open(script, "w") as file:
+                file.write(text)
+            with zipfile.ZipFile(zipped, "w") as archive:
+                archive.writestr("__main__.py", text)
+            compiled = py_compile.compile(script, os.path.join(folder, "compiled.pyc"))
+            for way in ([script], ["-m", "program_here"], [zipped], [compiled]):
+                with self.subTest(way=way), mock.patch.dict(os.environ, PYTHONPATH=folder):
+                    found = run_python("-W", "ignore", "-m", "remat", *way, "argument")
+                    self.assertEqual(found.returncode, 3, found.stdout)
+                    told = found.stdout.splitlines()
+                    *lines, about = [
+                        line for line in told if not line.startswith(("atexit", "thread"))
+                    ]
+                    self.assertEqual(lines, ["now mine True __main__"], found.stdout)
+                    for who in ("atexit", "thread"):
+                        self.assertIn(f"{who} mine True __main__", found.stdout)
+                    plain = run_python("-W", "ignore", *way, "argument").stdout.splitlines()
+                    wanted = next(line for line in plain if line.startswith("__main__ "))
+                    self.assertEqual(about, wanted.replace("False", "True"))
 
     def test_processes_that_a_program_spawns_run_with_it(self) -> None:
         with tempfile.TemporaryDirectory() as folder:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import io
 import pickle
 import threading
 import unittest
 import warnings
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
 
 import remat
 from common import Case
+from remat import _modules
 
 torch.set_num_threads(1)  # small tensors, maybe on a busy machine
 
@@ -68,7 +72,121 @@ def train(net: nn.Module, steps: int = 3) -> list[torch.Tensor]:
     return [*losses, *(each.detach().clone() for each in net.state_dict().values())]
 
 
+class Static(nn.Module):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp()
+
+
+class BuiltIn(nn.Module):
+    forward = torch.sigmoid
+
+
+class OfClass(nn.Module):
+    factor = 2
+
+    @classmethod
+    def forward(cls, x: torch.Tensor) -> torch.Tensor:
+        return (x * cls.factor).sin().exp()
+
+
+class Registered(nn.Module):
+    known: dict[str, type] = {}
+
+    def __init_subclass__(cls, *, tag: str, **others: object) -> None:
+        super().__init_subclass__(**others)
+        Registered.known[tag] = cls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp()
+
+
+class Tagged(Registered, tag="tagged"):
+    pass
+
+
+class Heard(Registered, tag="heard"):
+    heard: list[type] = []
+
+    def __init_subclass__(cls) -> None:
+        cls.heard.append(cls)
+
+
+class Counting(abc.ABCMeta):
+    made: list[str] = []
+
+    def __new__(meta, name: str, bases: Any, body: Any, *, wanted: bool) -> Any:  # noqa: N804
+        meta.made.append(name)
+        return super().__new__(meta, name, bases, body)
+
+    def __init__(cls, name: str, bases: Any, body: Any, *, wanted: bool) -> None:
+        super().__init__(name, bases, body)
+
+
+class Counted(nn.Module, metaclass=Counting, wanted=True):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp()
+
+
+class Fixed(nn.Module):
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "__class__":
+            raise TypeError("it is what it is")
+        super().__setattr__(name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp()
+
+
+class NeverChanges(Fixed):
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return NeverChanges
+
+
 class Modules(Case):
+
+    def test_modules_of_any_class_are_regions_or_refused(self) -> None:
+        x = torch.linspace(0, 1, 8, requires_grad=True)
+        for kind in (Static, BuiltIn, OfClass, Tagged, Heard, Counted, Fixed, NeverChanges):
+            with self.subTest(kind=kind.__name__):
+                net = nn.Sequential(kind())
+                (wanted,) = torch.autograd.grad(net(x).sum(), x)
+                applied = remat.apply(net, predicate=lambda path, module: path == "0")
+                self.assertEqual(len(applied.regions) + len(applied.refused), 1, str(applied))
+                for made in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+                    before = remat.counters()["frames_created"]
+                    self.check_equal(torch.autograd.grad(made(x).sum(), x), (wanted,))
+                    self.assertEqual(
+                        remat.counters()["frames_created"] - before, len(applied.regions)
+                    )
+                self.assertIsInstance(net[0], kind)
+                self.assertIs(remat.plain_class(net[0]), kind)
+                remat.remove(net)
+                self.assertIs(type(net[0]), kind)
+        self.assertEqual(Registered.known, {"tagged": Tagged, "heard": Heard})
+        self.assertEqual((Heard.heard, Counting.made), ([], ["Counted"]))
+        with self.assertRaises(TypeError):
+            type("Other", (Tagged,), {})
+
+        class Other(Heard):
+            pass
+
+        self.assertEqual(Heard.heard, [Other])
+
+    def test_a_class_that_cannot_change_is_refused(self) -> None:
+        net = nn.Sequential(nn.Tanh(), nn.Linear(2, 2))
+        with mock.patch.object(
+            _modules, "_class_of_regions", side_effect=TypeError("layouts differ")
+        ):
+            applied = remat.apply(net, types=nn.Tanh)
+        self.assertEqual([each.path for each in applied.refused], ["0"])
+        self.assertIn("its class cannot change: layouts differ", str(applied))
+        self.assertFalse(remat.is_checkpointed(net[0]))
+
     def assert_same(self, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         self.assertEqual(len(found), len(wanted))
         for i, (a, b) in enumerate(zip(found, wanted)):

@@ -36,6 +36,35 @@ class Observe(Case):
         self.assertIn("block", str(report))
         self.assertNotIn("later", str(report))
 
+    def test_a_notebook_shows_pages_tables_and_numbers(self) -> None:
+        x = torch.ones(1000, requires_grad=True)
+        with remat.Recorder() as recorder:
+            remat.checkpoint(function, x, name="a<b").sum().backward()
+        page = recorder.page()
+        self.assertIsInstance(page, str)
+        self.assertTrue(page._repr_html_().startswith("<iframe"))
+        self.assertEqual(page._repr_html_(), recorder._repr_html_())
+        table = recorder.report()._repr_html_()
+        self.assertIn("<pre", table)
+        self.assertIn("a&lt;b", table)
+        self.assertEqual(
+            repr(recorder.report()), "<remat.Report: regions of 1 names, 1 calls, 1 recomputes>"
+        )
+        meter = remat.MemoryMeter()
+        held = torch.ones(1 << 20)
+        live, peak = meter.live_bytes, meter.peak_bytes
+        self.assertEqual(
+            repr(meter), f"<remat.MemoryMeter of cpu: {live:,} bytes live, {peak:,} at the peak>"
+        )
+        self.assertIn(",", f"{live:,}")
+        del held
+        fitted = remat.fit([torch.sin, lambda t: t.sum()], x, 10**6, repeats=1)
+        self.assertRegex(
+            repr(fitted),
+            r"^<remat\.Fitted for 1,000,000 bytes: \[1 2\], [\d,]+ bytes at the peak>$",
+        )
+        self.assertIn("chosen for 1,000,000", fitted._repr_html_())
+
     def test_event_log_and_files(self) -> None:
         x = torch.ones(1000, requires_grad=True)
         recorder = remat.Recorder(operators=True)
