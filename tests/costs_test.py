@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-MAX_GROWTH = 1.15  # of the instructions a unit, from the small size to the large one
+MAX_GROWTH = 1.08  # of the instructions a unit, from the small size to the large one
 SKIPPED = 77
 
 
