@@ -8,11 +8,15 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/alignment.h>
 #include <remat/checkpoint.h>
+#include <remat/hooks.h>
+#include <remat/options.h>
+#include <remat/tiers.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -75,6 +79,41 @@ at::Tensor nested_last(const at::Tensor& x, int64_t depth) {
       x);
 }
 
+std::string directory() { return std::filesystem::temp_directory_path().string(); }
+
+at::Tensor saved_in_file(const at::Tensor& x, int64_t count) {
+  const remat::SaveOnDiskGuard guard({.directory = directory(), .min_bytes = 0});
+  return sines(x, count);
+}
+
+// The program holds what was saved: it takes nothing of the budget, and does not move.
+at::Tensor saved_in_tiers(const at::Tensor& x, int64_t count) {
+  const remat::SaveInTiersGuard guard({.host_bytes = 1, .directory = directory(), .min_bytes = 0});
+  std::vector<at::Tensor> held{x};
+  for (int64_t i = 0; i < count; ++i) held.push_back(at::sin(held.back()));
+  return held.back();
+}
+
+at::Tensor sharing_chain(at::Tensor y, int64_t count) {
+  const at::Tensor shared = at::full({1}, 2.0);
+  for (int64_t i = 0; i < count; ++i)
+    y = remat::checkpoint(
+        {.inputs = remat::InputMode::CopyOnWrite},
+        [](const at::Tensor& t, const at::Tensor&) { return at::sin(t); }, y, shared);
+  return y;
+}
+
+at::Tensor many_arguments(const at::Tensor& x, int64_t count, remat::InputMode mode) {
+  std::vector<at::Tensor> arguments{x};
+  for (int64_t i = 1; i < count; ++i) arguments.push_back(at::full({1}, 2.0));
+  return remat::checkpoint(
+      {.inputs = mode},
+      [](const std::vector<at::Tensor>& all) {
+        return sines(all.front(), static_cast<int64_t>(all.size()));
+      },
+      arguments);
+}
+
 /// A shape that grows; every work has as many `sin` as its count says.
 struct Shape {
   const char* name;
@@ -87,9 +126,17 @@ struct Shape {
   bool is_beyond_first = false;
   /// Backward must run each level again as often as it lies deep; its bytes say nothing.
   bool is_triangle = false;
+  bool recomputes = true;
+  /// What it holds beyond the plain graph is its bookkeeping.
+  bool says_bytes = true;
 
   /// How many `sin` backward must run again.
-  double recomputed(double count) const { return is_triangle ? count * (count + 1) / 2 : count; }
+  double recomputed(double count) const {
+    if (!recomputes) return 0;
+    return is_triangle ? count * (count + 1) / 2 : count;
+  }
+  double units(double count) const { return is_triangle ? recomputed(count) : count; }
+  bool counts_bytes() const { return REMAT_BENCH_COUNTS_HEAP && says_bytes && !is_triangle; }
 };
 
 std::vector<Shape> shapes(bool smoke) {
@@ -112,7 +159,38 @@ std::vector<Shape> shapes(bool smoke) {
        .unit = "run of a level",
        .checkpointed = nested_last,
        .counts = {1, 10, 100, 1'000},
-       .is_triangle = true}};
+       .is_triangle = true},
+      {.name = "saves in a file",
+       .unit = "save in a file",
+       .checkpointed = saved_in_file,
+       .counts = {1, 10, 1'000, 100'000},
+       .recomputes = false,
+       .says_bytes = false},
+      {.name = "saves in tiers, all held",
+       .unit = "save in tiers",
+       .checkpointed = saved_in_tiers,
+       .counts = {1, 10, 1'000, 10'000},
+       .recomputes = false,
+       .says_bytes = false},
+      {.name = "regions that share a copy",
+       .unit = "region that shares a copied argument",
+       .checkpointed = [](const at::Tensor& x, int64_t n) { return sharing_chain(x, n); },
+       .counts = {1, 10, 1'000, 100'000},
+       .says_bytes = false},
+      {.name = "arguments of a region",
+       .unit = "argument",
+       .checkpointed = [](const at::Tensor& x,
+                          int64_t n) { return many_arguments(x, n, remat::InputMode::Shared); },
+       .counts = {1, 10, 1'000, 8'000},
+       .says_bytes = false},
+      {.name = "copied arguments of a region",
+       .unit = "copied argument",
+       .checkpointed =
+           [](const at::Tensor& x, int64_t n) {
+             return many_arguments(x, n, remat::InputMode::CopyOnWrite);
+           },
+       .counts = {1, 10, 1'000, 8'000},
+       .says_bytes = false}};
   if (smoke)
     for (Shape& shape : all) shape.counts.pop_back();
   return all;
@@ -219,9 +297,9 @@ std::vector<Row> rows_of(const Shape& shape, const std::vector<bench::Cell>& cel
     row.plain_ns = cell[Plain].result().min_ns / count;
     row.of_ideal = cell[Checkpointed].result().min_ns /
                    (cell[Plain].result().min_ns + forwards * cell[Forward].result().min_ns);
-    if (REMAT_BENCH_COUNTS_HEAP && !shape.is_triangle) row.bytes = bytes_of(shape, row.count);
+    if (shape.counts_bytes()) row.bytes = bytes_of(shape, row.count);
     row.bytes_per_unit = row.bytes ? row.bytes->bookkeeping : 0;
-    double units = runs;
+    double units = shape.units(count);
     if (shape.is_beyond_first && i == 0) {
       row.unit = "all of it";
       first = row.overhead;
@@ -302,7 +380,7 @@ int run(int argc, char** argv) {
   for (const Shape& shape : all)
     for (const int64_t count : shape.counts) {
       verify(shape, count);
-      if (REMAT_BENCH_COUNTS_HEAP && !shape.is_triangle) bytes_of(shape, count);
+      if (shape.counts_bytes()) bytes_of(shape, count);
     }
   if (arguments.smoke) return 0;
 

@@ -15,8 +15,10 @@
 #include <exception>
 #include <iterator>
 #include <map>
+#include <set>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "hooks/file_watch.h"
@@ -28,6 +30,8 @@ namespace {
 constexpr int64_t file_page = 4096;
 /// How far ahead of the reader the kernel is told to read.
 constexpr int64_t ahead_bytes = 64 << 20;
+/// In no more pieces than these: a walk over all that small ones have in it would cost more than the read.
+constexpr std::size_t max_ahead = 64;
 
 /// Forks of this process and of those it came from; different in parent and child.
 std::atomic<uint64_t> num_forks{0}, process_number{0};
@@ -117,7 +121,7 @@ class SpoolFile {
       }
     }
     const std::lock_guard<std::mutex> lock(mutex_);
-    written_.emplace(++last_number_, Written{offset, size, 0});
+    written_.emplace(++last_number_, Written{offset, size});
     return {offset, last_number_};
   }
 
@@ -149,9 +153,11 @@ class SpoolFile {
   }
 
  private:
+  /// Whether the kernel has been told of a piece since it was read last. A read of a reminder tells it of more.
+  enum class Announced : uint8_t { No, Yes, AsReminder };
   struct Written {
     int64_t offset, size;
-    uint64_t announced_in;  ///< the pass in which the kernel was told of it
+    Announced announced = Announced::No;
   };
 
   static int64_t room_for(int64_t size) { return (size + file_page - 1) / file_page * file_page; }
@@ -159,11 +165,11 @@ class SpoolFile {
   int64_t allocate(int64_t size) {
     const int64_t room = room_for(size);
     const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto each = free_.begin(); each != free_.end(); ++each) {
-      if (each->second < room) continue;
-      const int64_t offset = each->first, rest = each->second - room;
-      free_.erase(each);
-      if (rest > 0) free_.emplace(offset + room, rest);
+    const auto fits = free_by_size_.lower_bound({room, 0});
+    if (fits != free_by_size_.end()) {
+      const auto [size_there, offset] = *fits;
+      take_free(free_.find(offset));
+      if (size_there > room) add_free(offset + room, size_there - room);
       return offset;
     }
     return std::exchange(end_, end_ + room);
@@ -175,34 +181,51 @@ class SpoolFile {
     auto next = free_.lower_bound(offset);
     if (next != free_.end() && offset + room == next->first) {
       room += next->second;
-      next = free_.erase(next);
+      next = take_free(next);
     }
     if (next != free_.begin()) {
       const auto before = std::prev(next);
       if (before->first + before->second == offset) {
         offset = before->first;
         room += before->second;
-        free_.erase(before);
+        take_free(before);
       }
     }
     if (offset + room == end_)
       end_ = offset;
     else
-      free_.emplace(offset, room);
+      add_free(offset, room);
+  }
+  void add_free(int64_t offset, int64_t room) {
+    free_.emplace(offset, room);
+    free_by_size_.emplace(room, offset);
+  }
+  std::map<int64_t, int64_t>::iterator take_free(std::map<int64_t, int64_t>::iterator each) {
+    free_by_size_.erase({each->second, each->first});
+    return free_.erase(each);
   }
 
   void tell_what_comes_next(uint64_t number) {
     std::vector<std::pair<int64_t, int64_t>> next;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (number > last_read_) ++pass_;  // another backward, from the end again
-      last_read_ = number;
+      const auto here = written_.find(number);
+      if (here == written_.end()) return;
+      if (std::exchange(here->second.announced, Announced::No) == Announced::Yes) return;
       int64_t bytes = 0;
-      for (auto each = written_.lower_bound(number); each != written_.begin();) {
+      std::size_t num_pieces = 0;
+      bool has_reminder = false;
+      for (auto each = here; each != written_.begin();) {
         --each;
-        if (bytes += each->second.size; bytes > ahead_bytes) break;
-        if (std::exchange(each->second.announced_in, pass_) == pass_) continue;
-        next.emplace_back(each->second.offset, each->second.size);
+        bytes += each->second.size;
+        if (bytes > ahead_bytes || ++num_pieces > max_ahead) break;
+        // Half way down it is time for the next ones.
+        const bool is_reminder =
+            !has_reminder && (bytes > ahead_bytes / 2 || num_pieces > max_ahead / 2);
+        has_reminder |= is_reminder;
+        const Announced before = std::exchange(
+            each->second.announced, is_reminder ? Announced::AsReminder : Announced::Yes);
+        if (before == Announced::No) next.emplace_back(each->second.offset, each->second.size);
       }
     }
     // Mere advice: what it returns changes nothing.
@@ -215,9 +238,10 @@ class SpoolFile {
   uint64_t process_ = 0;
   std::mutex mutex_;
   std::map<int64_t, int64_t> free_;  ///< offset and size of what can be used again; none touch
+  std::set<std::pair<int64_t, int64_t>> free_by_size_;  ///< size and offset of the same
   int64_t end_ = 0;
   std::map<uint64_t, Written> written_;
-  uint64_t last_number_ = 0, last_read_ = 0, pass_ = 1;
+  uint64_t last_number_ = 0;
 };
 
 SpoolRange::SpoolRange(std::shared_ptr<SpoolFile> file, int64_t offset, int64_t size,

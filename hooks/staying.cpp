@@ -1,6 +1,8 @@
 #include "hooks/staying.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <iterator>
 #include <unordered_map>
 #include <utility>
 
@@ -10,6 +12,18 @@ namespace {
 
 std::pair<c10::DeviceType, c10::DeviceIndex> key_of(c10::Device device) {
   return {device.type(), device.index()};
+}
+
+void add_in_order(std::deque<Staying::Entry>& to, std::deque<Staying::Entry>&& more) {
+  const auto before = static_cast<std::ptrdiff_t>(to.size());
+  std::move(more.begin(), more.end(), std::back_inserter(to));
+  more.clear();
+  const auto is_before = [](const Staying::Entry& a, const Staying::Entry& b) {
+    return std::pair(a.number, a.added) < std::pair(b.number, b.added);
+  };
+  const auto middle = to.begin() + before;
+  if (middle != to.begin() && middle != to.end() && is_before(*middle, *std::prev(middle)))
+    std::inplace_merge(to.begin(), middle, to.end(), is_before);
 }
 
 }  // namespace
@@ -34,26 +48,38 @@ std::unique_ptr<Staying::Share> Staying::share_of(const at::Tensor& tensor) {
 
 void Staying::add(c10::Device device, Entry entry) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::deque<Entry>& entries = devices_[key_of(device)].entries;
+  OfDevice& here = devices_[key_of(device)];
+  here.num_since += 1;
+  entry.added = ++num_added_;
+  std::deque<Entry>& entries = here.entries;
   const auto after =
       std::upper_bound(entries.begin(), entries.end(), entry.number,
                        [](uint64_t number, const Entry& each) { return number < each.number; });
   entries.insert(after, std::move(entry));
 }
 
+/// Puts those that others held back among the others, if it is time to look at them again.
+void Staying::look_at_held(OfDevice& here, bool at_all) {
+  constexpr std::size_t few = 64, share = 4;
+  if (!at_all && here.held.size() > few && here.num_since < here.held.size() / share) return;
+  here.num_since = 0;
+  add_in_order(here.entries, std::exchange(here.held, {}));
+}
+
 std::vector<Staying::Entry> Staying::take_excess(c10::Device device,
                                                  const SavingOperator* running) {
   std::vector<Entry> excess;
   std::vector<std::shared_ptr<InPlace>> alive;  // die after the lock, as these do
-  std::vector<c10::Storage> of_entry, of_excess;
+  std::vector<c10::Storage> of_entry;
   const int64_t allowed = budget(device);
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = devices_.find(key_of(device));
   if (found == devices_.end() || *found->second.bytes <= allowed) return excess;
+  look_at_held(found->second, /*at_all=*/running == nullptr);
   std::deque<Entry>& entries = found->second.entries;
   struct Stored {
     std::size_t num_ours = 0;
-    bool is_looked_at = false, has_to_move = false;
+    bool is_looked_at = false, has_to_move = false, is_held = false;
   };
   std::unordered_map<const c10::StorageImpl*, Stored> storages;
   std::erase_if(entries, [&](const Entry& each) {
@@ -71,23 +97,27 @@ std::vector<Staying::Entry> Staying::take_excess(c10::Device device,
   for (std::size_t i = entries.size(); i-- > 0;) {
     Stored& stored = storages[of_entry[i].unsafeGetStorageImpl()];
     if (std::exchange(stored.is_looked_at, true)) continue;
-    if (of_entry[i].use_count() > 2 * stored.num_ours) continue;
+    stored.is_held = of_entry[i].use_count() > 2 * stored.num_ours;
+    if (stored.is_held) continue;
     const auto bytes = static_cast<int64_t>(of_entry[i].nbytes());
     stored.has_to_move = ++num_counted > keep_last_ && staying + bytes > allowed;
     if (!stored.has_to_move) staying += bytes;
   }
-  for (std::size_t i = entries.size(); i-- > 0;) {
-    const Entry& entry = entries[i];
-    if (!storages[of_entry[i].unsafeGetStorageImpl()].has_to_move) continue;
+  std::deque<Entry> rest, held;
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    Entry& entry = entries[i];
+    const Stored& stored = storages[of_entry[i].unsafeGetStorageImpl()];
     const bool may_be_written =
         !entry.is_complete && running != nullptr &&
         (entry.by.thread != running->thread || entry.by.number == running->number);
-    if (may_be_written) continue;
-    excess.push_back(entry);
-    entries.erase(entries.begin() + static_cast<std::ptrdiff_t>(i));
-    of_excess.push_back(std::move(of_entry[i]));
-    of_entry.erase(of_entry.begin() + static_cast<std::ptrdiff_t>(i));
+    if (stored.has_to_move && !may_be_written)
+      excess.push_back(std::move(entry));
+    else
+      (stored.is_held ? held : rest).push_back(std::move(entry));
   }
+  std::reverse(excess.begin(), excess.end());
+  entries = std::move(rest);
+  add_in_order(found->second.held, std::move(held));
   return excess;
 }
 

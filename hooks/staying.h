@@ -6,7 +6,10 @@
 // moving it gains nothing: saved tensors stay where they are until they are more than a budget, and then those
 // that were saved first move. A number of the last ones may stay whatever room there is. Bytes are those of storages, each counted once. One that others hold as well, such
 // as a parameter or what the program still has in a variable, would not go with our reference: it takes
-// nothing of the budget and does not move. Nobody is told when others let go of it; each save looks again.
+// nothing of the budget and does not move. Nobody is told when others let go of it. Each save looks
+// again at up to 64 such tensors; more of them are looked at when a quarter as many tensors have been
+// saved since, and at the end of the guard. So the cost of a save does not grow with what the program
+// holds, but a tensor that the program has released may stay beyond the budget until then.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -56,6 +59,7 @@ class Staying {
     uint64_t number;                    ///< in the order of saving
     bool has_to_move = false;           ///< where it is too much: that it cannot is an error
     std::function<void()> on_move{};    ///< or empty
+    uint64_t added = 0;                 ///< set by `add`: decides between equal numbers
   };
   /// Bytes that are counted as long as this lives.
   class Share {
@@ -87,12 +91,17 @@ class Staying {
   struct OfDevice {
     std::shared_ptr<std::atomic<int64_t>> bytes;  ///< at most: a storage may count more than once
     std::deque<Entry> entries;                    ///< in the order of saving
+    /// The same of those that others held when they were last looked at.
+    std::deque<Entry> held{};
+    std::size_t num_since = 0;  ///< so many have come since
   };
   int64_t budget(c10::Device device) const;
+  static void look_at_held(OfDevice& here, bool at_all);
 
   const int64_t on_cpu_, on_each_device_, keep_last_;
   const std::shared_ptr<const std::atomic<int64_t>> host_copies_;
   mutable std::mutex mutex_;
+  uint64_t num_added_ = 0;
   std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, OfDevice> devices_;
 };
 

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "lib/base/counters.h"
@@ -39,6 +40,10 @@ Filler::Filler(const Region& region, const Slots& slots, const RecordedFrame* re
   for (const at::Tensor& each : inputs)
     if (each.defined())
       inputs_.push_back({known_storage_of(each), each.unsafeGetTensorImpl()->version_counter()});
+  if (inputs_.size() > 1)
+    std::sort(inputs_.begin(), inputs_.end(), [](const GivenInput& a, const GivenInput& b) {
+      return std::less<>()(a.storage, b.storage);
+    });
 }
 
 Filler::~Filler() {
@@ -46,12 +51,22 @@ Filler::~Filler() {
   if (bytes_ != 0) count(live_counters.recomputed_bytes_alive, bytes_);
 }
 
+c10::ArrayRef<Filler::GivenInput> Filler::inputs_with(const c10::StorageImpl* storage) const {
+  const auto first = std::lower_bound(
+      inputs_.begin(), inputs_.end(), storage,
+      [](const GivenInput& a, const c10::StorageImpl* b) { return std::less<>()(a.storage, b); });
+  auto last = first;
+  while (last != inputs_.end() && last->storage == storage) ++last;
+  return {first, last};
+}
+
 bool Filler::gives(const CapturedOperand& operand) const {
   const auto object = operand.object.lock();
   const c10::StorageImpl* const storage =
       object ? known_storage_of(at::Tensor(object)) : operand.storage._unsafe_get_target();
-  return std::any_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
-    return each.storage == storage && seam::is_same_counter(each.counter, operand.counter);
+  const auto given = inputs_with(storage);
+  return std::any_of(given.begin(), given.end(), [&](const GivenInput& each) {
+    return seam::is_same_counter(each.counter, operand.counter);
   });
 }
 
@@ -215,9 +230,7 @@ bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
   const at::Tensor& root = seam::viewed(judged);
   return seam::node_of(root) != nullptr && !is_built_since(start_, root) &&
          !is_object(leaf_behind(judged), then.leaf) &&
-         std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
-           return each.storage == known_storage_of(judged);
-         });
+         inputs_with(known_storage_of(judged)).empty();
 }
 
 // Note [Another leaf]
@@ -255,9 +268,7 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
                     judged))  // what hooks give back of an argument may differ from it
     return !is_vouched(judged) &&
            (replay_ == nullptr || !replay_->is_copy(known_storage_of(judged))) &&
-           std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
-             return each.storage == known_storage_of(judged);
-           });
+           inputs_with(known_storage_of(judged)).empty();
   if (!is_changed(slot.provenance, judged)) return false;
   if (is_vouched(judged) &&
       slot.provenance.storage._unsafe_get_target() == known_storage_of(judged))
@@ -270,9 +281,9 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
   if (is_replaced_by_copy && replay_ != nullptr && replay_->is_copy(known_storage_of(judged)))
     return false;
   const c10::VariableVersion& counter = judged.unsafeGetTensorImpl()->version_counter();
-  return std::none_of(inputs_.begin(), inputs_.end(), [&](const GivenInput& each) {
-    return each.storage == known_storage_of(judged) &&
-           (is_replaced_by_copy || seam::is_same_counter(each.counter, counter));
+  const auto given = inputs_with(known_storage_of(judged));
+  return std::none_of(given.begin(), given.end(), [&](const GivenInput& each) {
+    return is_replaced_by_copy || seam::is_same_counter(each.counter, counter);
   });
 }
 

@@ -158,7 +158,8 @@ class Filler final : public SlotFiller {
     const c10::StorageImpl* storage;  // only to be compared
     c10::VariableVersion counter;
   };
-  c10::SmallVector<GivenInput, 2> inputs_;
+  c10::ArrayRef<GivenInput> inputs_with(const c10::StorageImpl* storage) const;
+  c10::SmallVector<GivenInput, 2> inputs_;  // by storage
   Differences differences_;
   std::optional<Difference> first_beyond_;  // what was saved after forward's last
   struct Pending {

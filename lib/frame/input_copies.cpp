@@ -40,23 +40,29 @@ InputCopies::Range InputCopies::range_of(const at::Tensor& tensor) {
 void InputCopies::expect(const at::Tensor& tensor) {
   if (!is_plain(tensor) || tensor.numel() == 0) return;
   const Range range = range_of(tensor);
-  for (Expected& each : expected_)
-    if (each.storage == storage_of(tensor)) {
-      each.range = {std::min(each.range.begin, range.begin), std::max(each.range.end, range.end)};
-      return;
-    }
+  if (Expected* const each = expected_of(storage_of(tensor))) {
+    each->range = {std::min(each->range.begin, range.begin), std::max(each->range.end, range.end)};
+    return;
+  }
   expected_.push_back({storage_of(tensor), range});
+}
+
+InputCopies::Expected* InputCopies::expected_of(const c10::StorageImpl* storage) {
+  const int64_t place = expected_places_.find(
+      storage, expected_.size(), [this](std::size_t i) { return expected_[i].storage; });
+  return place < 0 ? nullptr : &expected_[static_cast<std::size_t>(place)];
 }
 
 const InputCopies::Copy* InputCopies::of(const at::Tensor& tensor) {
   c10::StorageImpl* const from = storage_of(tensor);
-  for (const Copy& each : copies_)
-    if (each.from == from) return &each;
+  const int64_t known =
+      copy_places_.find(from, copies_.size(), [this](std::size_t i) { return copies_[i].from; });
+  if (known >= 0) return &copies_[static_cast<std::size_t>(known)];
   const auto num_bytes = static_cast<int64_t>(from->nbytes());
   Range range{0, num_bytes};
-  for (const Expected& each : expected_)
-    if (each.storage == from && 2 * (each.range.end - each.range.begin) < num_bytes)
-      range = each.range;
+  if (const Expected* const each = expected_of(from);
+      each != nullptr && 2 * (each->range.end - each->range.begin) < num_bytes)
+    range = each->range;
   // A function may look at the version.
   const c10::VariableVersion counter(static_cast<uint32_t>(tensor._version()));
   const bool is_whole = range.begin == 0 && range.end == num_bytes;

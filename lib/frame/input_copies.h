@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "lib/base/place_index.h"
+
 namespace remat {
 
 /// Each storage is copied once, however many tensors lie in it.
@@ -42,10 +44,12 @@ class InputCopies {
   };
   static Range range_of(const at::Tensor& tensor);
   const Copy* of(const at::Tensor& tensor);
+  Expected* expected_of(const c10::StorageImpl* storage);
 
   const How how_;
   c10::SmallVector<Expected, 2> expected_;
   c10::SmallVector<Copy, 2> copies_;
+  PlaceIndex expected_places_, copy_places_;
 };
 
 }  // namespace remat

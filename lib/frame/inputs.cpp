@@ -6,11 +6,14 @@
 
 #include <algorithm>
 #include <optional>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "hooks/byte_hash.h"
 #include "hooks/elsewhere.h"
 #include "lib/base/error.h"
+#include "lib/base/place_index.h"
 #include "lib/base/planted_fault.h"
 #include "lib/frame/input_copies.h"
 #include "lib/frame/mismatch.h"
@@ -74,6 +77,7 @@ SlotFiller* Inputs::save(const Region& region) {
   RegionBody& body = *region.body;
   SlotFiller* stops = nullptr;
   c10::SmallVector<const c10::TensorImpl*, 8> impls;
+  PlaceIndex places;
   std::optional<InputCopies> copies;
   if (region.options.copies_inputs) {
     copies.emplace(InputCopies::How::Lazily);
@@ -90,8 +94,8 @@ SlotFiller* Inputs::save(const Region& region) {
     }
     // Saved once more all the same: in a parent's recompute the two may be different tensors, and
     // the number of slots must not depend on that.
-    const auto known = std::find(impls.begin(), impls.end(), tensor.unsafeGetTensorImpl());
-    const auto same_as = static_cast<int32_t>(known == impls.end() ? -1 : known - impls.begin());
+    const auto same_as = static_cast<int32_t>(places.find(
+        tensor.unsafeGetTensorImpl(), impls.size(), [&](std::size_t i) { return impls[i]; }));
     storages_.add(tensor);
     const auto storage_number = static_cast<int32_t>(storages_.number_of(storage_of(tensor)));
     refuse_tangent(tensor);
@@ -132,6 +136,12 @@ SlotFiller* Inputs::save(const Region& region) {
       watched.counter = given.unsafeGetTensorImpl()->version_counter();
       watched.version = watched.counter.current_version();
     }
+    if (storage_number >= 0 && (input.is_copy() || input.watched() != nullptr)) {
+      if (unwatched_ == nullptr) unwatched_ = std::make_unique<std::vector<bool>>();
+      const auto at = static_cast<std::size_t>(storage_number);
+      unwatched_->resize(std::max(unwatched_->size(), at + 1));
+      (*unwatched_)[at] = true;
+    }
     if (!region.options.offload_inputs || tensor.is_cpu()) return;
     // A slot of the region around, or what a user's hooks took, is not here any more.
     if (input.held.has_hooks()) return;
@@ -153,6 +163,12 @@ bool Inputs::has_moved(const Input& input) const {
   return input.counter.enabled() && input.counter.current_version() != input.version;
 }
 
+bool Inputs::is_any_written() const {
+  return std::any_of(saved_.begin(), saved_.end(), [this](const Input& each) {
+    return is_settled_ ? each.is_written : has_moved(each);
+  });
+}
+
 bool Inputs::is_written(const Input& input) const {
   if (is_settled_) return input.is_written;
   return std::any_of(saved_.begin(), saved_.end(), [&](const Input& other) {
@@ -161,14 +177,20 @@ bool Inputs::is_written(const Input& input) const {
   });
 }
 
+void Inputs::note_written() {
+  std::unordered_set<int32_t> written;  // numbers of storages
+  for (const Input& each : saved_)
+    if (has_moved(each)) written.insert(each.storage_number);
+  for (Input& input : saved_)
+    input.is_written =
+        has_moved(input) || (input.storage_number >= 0 && written.contains(input.storage_number));
+}
+
 std::vector<HeldInput> Inputs::settle() {
-  const bool is_any_written = std::any_of(saved_.begin(), saved_.end(),
-                                          [this](const Input& each) { return has_moved(each); });
+  if (is_any_written()) note_written();
   bool is_any_compared = false;
-  for (Input& input : saved_) {
-    input.is_written = is_any_written && is_written(input);
+  for (Input& input : saved_)
     is_any_compared |= input.is_object() && !input.held.has_hooks() && !input.is_copy();
-  }
   is_settled_ = true;
   std::vector<HeldInput> lost;
   for (Input& input : saved_) {
@@ -179,6 +201,7 @@ std::vector<HeldInput> Inputs::settle() {
   }
   // Those of the region around, or of hooks, would only keep what is left of a storage.
   if (!is_any_compared) storages_.clear();
+  unwatched_.reset();
   return lost;
 }
 
@@ -255,6 +278,18 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
   return data;
 }
 
+/// Whether inputs that shared a storage in forward were given different ones.
+bool Inputs::is_any_parted(const std::vector<at::Tensor>& given) const {
+  std::unordered_map<int64_t, const c10::StorageImpl*> storages;
+  for (std::size_t i = 0; i < saved_.size(); ++i) {
+    if (saved_[i].storage_number < 0) continue;
+    const c10::StorageImpl* const storage = storage_of(given[i]);
+    if (storages.try_emplace(saved_[i].storage_number, storage).first->second != storage)
+      return true;
+  }
+  return false;
+}
+
 // See Note [Functions that write to arguments], and Note [Inputs that are copies]. Says which are the
 // recompute's own.
 std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& tensors,
@@ -264,12 +299,13 @@ std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& te
   InputCopies lazy(is_any_written ? How::Lazily : How::OnlyIfLazily);
   const std::vector<at::Tensor> given = tensors;
   std::vector<bool> are_own(saved_.size());
+  const bool are_parted = is_any_written && is_any_parted(given);
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
     if (!given[i].defined() || input.same_as >= 0 || is_planted(Fault::WrittenArgument) ||
         !(input.is_copy() || (is_any_written && input.held.has_hooks())))
       continue;
-    for (std::size_t j = 0; is_written(input) && j < saved_.size(); ++j)
+    for (std::size_t j = 0; are_parted && is_written(input) && j < saved_.size(); ++j)
       if (input.storage_number >= 0 && saved_[j].storage_number == input.storage_number &&
           storage_of(given[j]) != storage_of(given[i]))
         throw_parted_arguments(region, static_cast<int64_t>(i), static_cast<int64_t>(j));
@@ -335,13 +371,12 @@ GivenInputs Inputs::unpack(const Region& region, bool runs_backward) const {
   GivenInputs given;
   std::vector<at::Tensor>& tensors = given.tensors;
   tensors.reserve(saved_.size());
-  bool is_any_written = false;
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     const Input& input = saved_[i];
     tensors.push_back(input.same_as >= 0 ? tensors[static_cast<std::size_t>(input.same_as)]
                                          : unpack(region, input, i));
-    is_any_written = is_any_written || is_written(input);
   }
+  const bool is_any_written = this->is_any_written();
   std::vector<bool> are_own;
   if (is_any_written || region.options.copies_inputs)
     are_own = copy(region, tensors, is_any_written);

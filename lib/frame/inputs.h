@@ -112,9 +112,9 @@ class Inputs {
   /// which there is a copy.
   bool watches(const c10::StorageImpl* storage) const {
     const int64_t number = storages_.number_of(storage);
-    return number >= 0 && std::none_of(saved_.begin(), saved_.end(), [&](const Input& each) {
-             return each.storage_number == number && (each.is_copy() || each.watched() != nullptr);
-           });
+    if (number < 0 || unwatched_ == nullptr) return number >= 0;
+    const auto at = static_cast<std::size_t>(number);
+    return at >= unwatched_->size() || !(*unwatched_)[at];
   }
   bool has_leaf() const {
     return std::any_of(saved_.begin(), saved_.end(),
@@ -183,6 +183,9 @@ class Inputs {
   static bool is_freed(const Input& input, const at::Tensor& data);
   bool has_moved(const Input& input) const;
   bool is_written(const Input& input) const;
+  bool is_any_written() const;
+  void note_written();
+  bool is_any_parted(const std::vector<at::Tensor>& given) const;
   TensorIdentity identity_of(const Input& input) const;
   bool is_copy_stale(const Input& input, const at::Tensor& data) const;
   at::Tensor unpack(const Region& region, const Input& input, std::size_t number) const;
@@ -194,6 +197,9 @@ class Inputs {
 
   c10::SmallVector<Input, 1> saved_;
   StorageSet storages_;
+  /// While the function runs, by number of the storage: whether an input with this storage was
+  /// copied, or was taken by a user's hooks. Null if no input was.
+  std::unique_ptr<std::vector<bool>> unwatched_;
   bool is_settled_ = false;
 };
 

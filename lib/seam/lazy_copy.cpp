@@ -3,7 +3,8 @@
 #include <c10/core/Allocator.h>
 #include <c10/util/SmallVector.h>
 
-#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -22,17 +23,20 @@ constexpr bool has_materializer =
 
 struct Sharer;
 
-/// Memory that storages share.
+/// Memory that storages share, in no order.
 struct Sharing {
   at::DataPtr memory;
   c10::SmallVector<Sharer*, 3> sharers;
 };
+
+constexpr std::size_t nowhere = SIZE_MAX;
 
 /// The context of each of those storages' pointers.
 struct Sharer {
   std::shared_ptr<Sharing> sharing;
   c10::StorageImpl* storage;
   bool is_original;
+  std::size_t place = nowhere;  // among the sharers
 };
 
 // It orders changes of who shares what, and copies before writes. Never destroyed: tensors outlive static
@@ -43,8 +47,18 @@ std::mutex& sharing_mutex() {
 }
 
 void remove(Sharer& sharer) {
+  if (sharer.place == nowhere) return;  // it has moved away
   auto& all = sharer.sharing->sharers;
-  all.erase(std::remove(all.begin(), all.end(), &sharer), all.end());
+  all[sharer.place] = all.back();
+  all[sharer.place]->place = sharer.place;
+  sharer.place = nowhere;
+  all.pop_back();
+}
+
+void add(Sharer& sharer) {
+  auto& all = sharer.sharing->sharers;
+  sharer.place = all.size();
+  all.push_back(&sharer);
 }
 
 /// The deleter of the pointers.
@@ -116,14 +130,14 @@ c10::intrusive_ptr<Storage> make_lazy_copy(Storage& storage) {
     // From here on nothing throws.
     if (is_new) {
       sharing->memory = std::move(pointer);
-      sharing->sharers.push_back(original.get());
+      add(*original);
       storage.set_data_ptr_noswap(pointer_of(std::move(original)));
     } else if (sharing->sharers.size() == 1) {
       sharer_of(storage)->storage = &storage;  // the pointer may have come from another one
       sharer_of(storage)->is_original = true;
     }
     sharer->storage = copy.get();
-    sharing->sharers.push_back(sharer.get());
+    add(*sharer);
     copy->set_data_ptr_noswap(pointer_of(std::move(sharer)));
     copy->set_materializer(&before_write);
     if (!storage.has_materializer()) storage.set_materializer(&before_write);

@@ -5,10 +5,13 @@
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <string>
 #include <utility>
+
+#include "lib/seam/autograd_meta.h"
 
 namespace remat::seam {
 
@@ -19,6 +22,8 @@ using at::TensorBase;
 using at::impl::VariableHooksInterface;
 
 constinit thread_local NodeWatch* innermost_watch = nullptr;
+/// The recompute's that runs on this thread.
+constinit thread_local NodeWatch* only_watch = nullptr;
 
 /// See Note [Seeing registrations]. Members that not every LibTorch has are without `override`.
 class ForwardingTable final : public VariableHooksInterface {
@@ -129,25 +134,50 @@ void NodeWatches::end() {
   while (innermost_watch != nullptr && !innermost_watch->is_watching()) drop_innermost();
 }
 
+bool NodeWatch::have_others_been_told(const at::TensorBase& tensor, uint64_t made_at) {
+  constexpr std::size_t max_told = 16;
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  const c10::VariableVersion& counter = impl.version_counter();
+  if (!counter.enabled()) return false;
+  const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
+  for (Told& each : told_) {
+    if (each.storage != storage || !is_same_counter(each.counter, counter)) continue;
+    if (each.made_at <= made_at) return true;
+    each.made_at = made_at;
+    return false;
+  }
+  if (told_.size() < max_told)
+    told_.push_back({counter, storage, made_at});
+  else
+    told_[next_told_++ % max_told] = {counter, storage, made_at};
+  return false;
+}
+
+// See Note [Nested watches].
 void NodeWatches::tell(const at::TensorBase& tensor, const torch::autograd::Node* node) {
+  if (only_watch != nullptr) only_watch->node_asked(tensor, node);
   for (NodeWatch* each = innermost_watch; each != nullptr; each = each->outer_) {
-    if (node != nullptr && node->sequence_nr() >= each->passed_over_from_ &&
-        node->thread_id() == each->passed_over_thread_)
-      continue;
+    const bool is_of_thread = node != nullptr && node->thread_id() == each->passed_over_thread_;
+    if (is_of_thread && node->sequence_nr() >= each->passed_over_from_) return;
     if (each->is_watching()) each->node_asked(tensor, node);
+    if (each->outer_ != nullptr &&
+        each->have_others_been_told(tensor, is_of_thread ? node->sequence_nr() : 0))
+      return;
   }
 }
 
 OnlyNodeWatch::OnlyNodeWatch(NodeWatch* watch)
-    : watch_(watch), before_(std::exchange(innermost_watch, watch)) {
+    : before_(std::exchange(innermost_watch, nullptr)),
+      only_before_(std::exchange(only_watch, watch)) {
   if (watch != nullptr) NodeWatches::num_told_.fetch_add(1, std::memory_order_relaxed);
 }
 
 OnlyNodeWatch::~OnlyNodeWatch() {
   // One of a region that was begun meanwhile and has not ended would be lost.
-  while (innermost_watch != watch_ && innermost_watch != nullptr) NodeWatches::drop_innermost();
+  while (innermost_watch != nullptr) NodeWatches::drop_innermost();
   innermost_watch = before_;
-  if (watch_ != nullptr) NodeWatches::num_told_.fetch_sub(1, std::memory_order_relaxed);
+  if (std::exchange(only_watch, only_before_) != nullptr)
+    NodeWatches::num_told_.fetch_sub(1, std::memory_order_relaxed);
 }
 
 void install(const RegistrationCallbacks& callbacks) {

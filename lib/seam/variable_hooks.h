@@ -11,9 +11,11 @@
 #include <torch/csrc/autograd/edge.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <vector>
 
 namespace remat::seam {
 
@@ -66,12 +68,31 @@ class NodeWatch {
 
  private:
   friend class NodeWatches;
+  friend class OnlyNodeWatch;
+  /// Remembers the tensor. Returns true if the watches around were told of it before.
+  bool have_others_been_told(const at::TensorBase& tensor, uint64_t made_at);
+
+  /// A tensor of which this watch and those around it have been told.
+  struct Told {
+    c10::VariableVersion counter;     ///< keeps its address from being used again
+    const c10::StorageImpl* storage;  ///< only compared
+    uint64_t made_at;                 ///< the number of the node, which was the oldest; 0: no node
+  };
   uint64_t passed_over_from_ = UINT64_MAX, passed_over_thread_ = 0;
+  std::vector<Told> told_;     // the last ones, in a ring
+  std::size_t next_told_ = 0;  // where the next one comes, once the ring is full
   NodeWatch* outer_ = nullptr;
   std::shared_ptr<NodeWatch> self_;  // while it is among those of a thread
 };
 
 /// Those of this thread, innermost first.
+///
+/// Note [Nested watches]
+/// If each tensor were told to all watches, the cost of an operator would grow with the number of
+/// regions around it. A node that was made in a region was made in all regions around it, so the
+/// walk ends at the first watch that passes over the node. A watch remembers the tensors that it was
+/// told: the watches around it were told them too, so the walk ends there. The watch of a recompute
+/// sees every operator and is not part of this list.
 class NodeWatches {
  public:
   /// From now on it is told, too.
@@ -97,8 +118,8 @@ class OnlyNodeWatch {
   OnlyNodeWatch& operator=(OnlyNodeWatch&&) = delete;
 
  private:
-  NodeWatch* const watch_;
   NodeWatch* const before_;
+  NodeWatch* const only_before_;
 };
 
 /// Puts our table in front. Call it once.

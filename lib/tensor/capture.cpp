@@ -91,22 +91,17 @@ void StorageSet::add(const at::Tensor& tensor) {
   c10::StorageImpl* const storage = known_storage_of(tensor);
   if (storage == nullptr || contains(storage)) return;
   storages_.push_back(weak_known_storage_of(tensor));
-  if (storages_.size() == max_scanned + 1) {
-    index_ = std::make_unique<std::unordered_set<const c10::StorageImpl*>>();
-    for (const WeakStorage& each : storages_) index_->insert(each._unsafe_get_target());
-  } else if (storages_.size() > max_scanned) {
-    index_->insert(storage);
-  }
-}
-
-bool StorageSet::contains(const c10::StorageImpl* storage) const {
-  if (index_ != nullptr) return index_->contains(storage);
-  return std::any_of(storages_.begin(), storages_.end(), [storage](const WeakStorage& each) {
-    return each._unsafe_get_target() == storage;
-  });
+  if (storages_.size() <= max_scanned) return;
+  if (index_ == nullptr) index_ = std::make_unique<Index>();
+  for (std::size_t i = index_->size(); i < storages_.size(); ++i)
+    index_->emplace(storages_[i]._unsafe_get_target(), static_cast<int64_t>(i));
 }
 
 int64_t StorageSet::number_of(const c10::StorageImpl* storage) const {
+  if (index_ != nullptr) {
+    const auto found = index_->find(storage);
+    return found == index_->end() ? -1 : found->second;
+  }
   for (std::size_t i = 0; i < storages_.size(); ++i)
     if (storages_[i]._unsafe_get_target() == storage) return static_cast<int64_t>(i);
   return -1;

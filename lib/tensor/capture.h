@@ -27,7 +27,7 @@
 
 #include <cstdint>
 #include <memory>
-#include <unordered_set>
+#include <unordered_map>
 
 namespace remat {
 
@@ -86,7 +86,7 @@ inline c10::StorageImpl* known_storage_of(const at::Tensor& tensor) {
 class StorageSet {
  public:
   void add(const at::Tensor& tensor);
-  bool contains(const c10::StorageImpl* storage) const;
+  bool contains(const c10::StorageImpl* storage) const { return number_of(storage) >= 0; }
   /// Storages are numbered in the order in which they were added; -1 if it was not.
   int64_t number_of(const c10::StorageImpl* storage) const;
   /// The storage of a number; empty for -1, and if they were cleared.
@@ -107,7 +107,8 @@ class StorageSet {
  private:
   static constexpr std::size_t max_scanned = 8;
   c10::SmallVector<WeakStorage, 2> storages_;
-  std::unique_ptr<std::unordered_set<const c10::StorageImpl*>> index_;  // only of larger sets
+  using Index = std::unordered_map<const c10::StorageImpl*, int64_t>;
+  std::unique_ptr<Index> index_;  // their numbers; only of larger sets
 };
 
 /// A region's forward began here on its thread: nodes built there later carry higher numbers.

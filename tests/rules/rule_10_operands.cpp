@@ -324,6 +324,58 @@ TEST_CASE("one changed capture among many is found, and a region forgets them wi
   CHECK(bytes.held() == 0);
 }
 
+// See Note [Nested watches]. The region inside saves nothing, so only the one around it can notice.
+TEST_CASE("a region notes what regions inside compute with, however often it is asked for",
+          "[rule-10][GUA-01]") {
+  const auto add_inside = [](const Tensor& t, const Tensor& b) {
+    return remat::checkpoint([&b](const Tensor& u) { return u + b; }, t);
+  };
+  const auto add_deep = [&](const Tensor& t, const Tensor& b) {
+    return remat::checkpoint([&](const Tensor& u) { return add_inside(u, b); }, t);
+  };
+  Tensors others;
+  for (int i = 0; i < 40; ++i) others.push_back(leaf({3}));
+  const Tensor older = leaf({3}).sin();
+  using Use = std::function<Tensor(const Tensor& x, const Tensor& b)>;
+  const std::vector<std::pair<const char*, Use>> uses{
+      {"one inside", add_inside},
+      {"two deep", add_deep},
+      {"several times",
+       [&](const Tensor& x, const Tensor& b) {
+         return remat::checkpoint([&](const Tensor& t) { return add_inside(t + b, b) + b; }, x);
+       }},
+      {"first an alias that a region around has made",
+       [&](const Tensor& x, const Tensor& b) {
+         return remat::checkpoint(
+             [&](const Tensor& t) {
+               const Tensor alias = b.view({3});
+               return add_inside(add_inside(t, alias), b);
+             },
+             x);
+       }},
+      {"first as an argument",
+       [&](const Tensor& x, const Tensor& b) {
+         return add_deep(
+             remat::checkpoint([](const Tensor& t, const Tensor& u) { return t + u; }, x, b), b);
+       }},
+      {"among many",
+       [&](const Tensor& x, const Tensor& b) {
+         Tensor y = add_deep(x, b);
+         for (const Tensor& each : others) y = add_deep(y, each);
+         return add_deep(y, b);
+       }},
+      {"after an older result",
+       [&](const Tensor& x, const Tensor& b) { return add_deep(add_deep(x, older), b); }},
+  };
+  for (const auto& [name, use] : uses) {
+    INFO(name);
+    const Tensor x = leaf({3}), bias = leaf({3});
+    const auto f = [&, &used = use](const Tensor& t) { return used(t, bias).sin(); };
+    require_bit_equal(grad_of(remat::checkpoint(f, x), {x}), grad_of(f(x), {x}));
+    CHECK(error_after(f, x, [&] { add_one(bias); }).kind() == Kind::CaptureChanged);
+  }
+}
+
 TEST_CASE("a change between two backwards of a retained graph raises in the second", "[rule-10]") {
   const Tensor x = leaf({3});
   const Tensor bias = leaf({3});
