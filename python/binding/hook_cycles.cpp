@@ -9,6 +9,8 @@
 #include <memory>
 #include <vector>
 
+#include "stop.h"
+
 namespace remat::python {
 
 namespace {
@@ -87,7 +89,8 @@ HookCycles::~HookCycles() {
     const py::list noted = py::cast(std::exchange(handles_, {}));
     call_python(names().free_hooks, noted);
   } catch (py::error_already_set& error) {
-    error.discard_as_unraisable("remat: hooks of a recompute");
+    error.restore();
+    raise_later();
   }
   PyErr_Restore(type, value, traceback);
 }

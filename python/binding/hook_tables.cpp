@@ -13,6 +13,7 @@
 
 #include "python.h"
 #include "remat/binding.h"
+#include "stop.h"
 
 namespace remat::python {
 
@@ -65,7 +66,7 @@ void shorten(PyObject* dictionary, Py_ssize_t size) {
   if (PyDict_Size(dictionary) <= size) return;
   const auto keys = py::reinterpret_steal<py::list>(PyDict_Keys(dictionary));
   for (Py_ssize_t i = PyList_Size(keys.ptr()); i-- > size;)
-    if (PyObject_DelItem(dictionary, PyList_GetItem(keys.ptr(), i)) != 0) PyErr_Clear();
+    if (PyObject_DelItem(dictionary, PyList_GetItem(keys.ptr(), i)) != 0) drop_error();
 }
 
 class PythonHookTables final : public HookTables {
@@ -93,7 +94,7 @@ class PythonHookTables final : public HookTables {
   static void forget_dictionary(const at::Tensor& tensor) {
     const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
     if (!object || PyObject_SetAttrString(object.ptr(), "_backward_hooks", Py_None) != 0)
-      PyErr_Clear();
+      drop_error();
   }
 };
 

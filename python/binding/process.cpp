@@ -14,6 +14,7 @@
 #include "python.h"
 #include "remat/binding.h"
 #include "remat/words.h"
+#include "stop.h"
 
 namespace remat::python {
 
@@ -157,11 +158,7 @@ __attribute__((no_sanitize("null"))) void set_error_in_flight() noexcept {
   }
 }
 
-void throw_persisted() {
-  python_error error;
-  error.persist();
-  throw error;
-}
+void throw_persisted() { throw_arriving(/*always=*/false); }
 
 void add_process(py::module_& module) {
   // Torch before 2.8 has none of its own, so that all of these were RuntimeError, with the C++ stack in their text.

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -66,12 +67,12 @@ void visit_tensors(PyObject* result, TensorVisitor visitor, int depth) {
     Py_ssize_t position = 0;
     while (PyDict_Next(result, &position, &key, &value) != 0)
       visit_tensors(value, visitor, depth + 1);
-  } else if (PyObject_HasAttrString(reinterpret_cast<PyObject*>(Py_TYPE(result)),
-                                    "__dataclass_fields__") != 0) {
-    PyObject* const attributes = PyObject_GetAttrString(result, "__dict__");
-    if (attributes == nullptr) return PyErr_Clear();  // one with slots
-    visit_tensors(attributes, visitor, depth + 1);
-    Py_DECREF(attributes);
+  } else {  // past the interpreter: nothing of the program's runs
+    static PyObject* const fields = PyUnicode_InternFromString("__dataclass_fields__");
+    if (_PyType_Lookup(Py_TYPE(result), fields) == nullptr) return;
+    PyObject** const attributes = _PyObject_GetDictPtr(result);  // null: one with slots
+    if (attributes != nullptr && *attributes != nullptr)
+      visit_tensors(*attributes, visitor, depth + 1);
   }
 }
 
@@ -105,41 +106,45 @@ class ContainerCopies {
   /// A new reference to the copy, or to the object itself if there is no container in it that can change.
   /// Throws python_error.
   PyObject* of(PyObject* object) {
-    PyObject* const copy = copied(object);
+    PyObject* const copy = copied(object, 0);
     if (copy == nullptr) throw python_error();
     return copy;
   }
 
  private:
-  PyObject* copied(PyObject* object) {
-    if (PyTuple_CheckExact(object)) return copied_tuple(object);
-    if (PyList_CheckExact(object)) return copied_list(object);
-    if (PyDict_CheckExact(object)) return copied_dictionary(object, PyDict_Copy(object));
-    if (PySet_CheckExact(object)) return noted(object, PySet_New(object));
+  /// `num_known`: references that containers have which are copied, or copies.
+  PyObject* copied(PyObject* object, Py_ssize_t num_known) {
+    if (tensor_in(object) != nullptr) return new_reference(object);
     static PyTypeObject* const ordered = type_of_collections("OrderedDict");
     static PyTypeObject* const with_default = type_of_collections("defaultdict");
     static PyTypeObject* const deque = type_of_collections("deque");
     const PyTypeObject* const type = Py_TYPE(object);
-    if (type != ordered && type != with_default && type != deque) return new_reference(object);
+    const bool is_tuple = type == &PyTuple_Type, is_list = type == &PyList_Type,
+               is_set = type == &PySet_Type, is_plain_dictionary = type == &PyDict_Type;
+    if (!is_tuple && !is_list && !is_set && !is_plain_dictionary && type != ordered &&
+        type != with_default && type != deque)
+      return new_reference(object);
+    const bool is_shared = Py_REFCNT(object) > num_known;  // else this is the only way to it
+    if (is_shared)
+      if (const auto found = all_.find(object); found != all_.end())
+        return new_reference(found->second);
+    const auto noted = [&](PyObject* copy) {
+      if (is_shared && copy != nullptr) all_.emplace(object, copy);
+      return copy;
+    };
+    if (is_tuple) return noted(copied_tuple(object));
+    if (is_list) return with_items(noted(PyList_GetSlice(object, 0, PyList_GET_SIZE(object))));
+    if (is_set) return noted(PySet_New(object));
+    if (is_plain_dictionary) return with_values(noted(PyDict_Copy(object)));
     PyObject* const copy = in_python([&] { return PyObject_CallMethod(object, "copy", nullptr); });
-    return type == deque ? noted(object, copy) : copied_dictionary(object, copy);
-  }
-
-  PyObject* known(PyObject* object) const {
-    for (const auto& [original, copy] : all_)
-      if (original == object) return new_reference(copy);
-    return nullptr;
-  }
-  PyObject* noted(PyObject* object, PyObject* copy) {
-    if (copy != nullptr) all_.emplace_back(object, copy);
-    return copy;
+    return type == deque ? noted(copy) : with_values(noted(copy));
   }
 
   PyObject* copied_tuple(PyObject* tuple) {
     PyObject* copy = nullptr;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i) {
       PyObject* const item = PyTuple_GET_ITEM(tuple, i);
-      PyObject* const item_copy = copied(item);
+      PyObject* const item_copy = copied(item, copy == nullptr ? 1 : 2);
       if (item_copy == item) {
         Py_DECREF(item_copy);
         continue;
@@ -160,27 +165,20 @@ class ContainerCopies {
     return copy == nullptr ? new_reference(tuple) : copy;
   }
 
-  PyObject* copied_list(PyObject* list) {
-    if (PyObject* const copy = known(list)) return copy;
-    PyObject* const copy = noted(list, PyList_GetSlice(list, 0, PyList_GET_SIZE(list)));
+  /// Both: null with a Python error set, also if that is what they are given.
+  PyObject* with_items(PyObject* copy) {
     for (Py_ssize_t i = 0; copy != nullptr && i < PyList_GET_SIZE(copy); ++i) {
-      PyObject* const item_copy = copied(PyList_GET_ITEM(copy, i));
+      PyObject* const item_copy = copied(PyList_GET_ITEM(copy, i), 2);
       if (item_copy == nullptr) return forget(copy);
       PyList_SetItem(copy, i, item_copy);
     }
     return copy;
   }
-
-  PyObject* copied_dictionary(PyObject* dictionary, PyObject* made) {
-    if (PyObject* const copy = known(dictionary)) {
-      Py_XDECREF(made);
-      return copy;
-    }
-    PyObject* const copy = noted(dictionary, made);
+  PyObject* with_values(PyObject* copy) {
     PyObject *key = nullptr, *value = nullptr;
     Py_ssize_t position = 0;
     while (copy != nullptr && PyDict_Next(copy, &position, &key, &value) != 0) {
-      PyObject* const value_copy = copied(value);
+      PyObject* const value_copy = copied(value, 2);
       if (value_copy == nullptr) return forget(copy);
       // The key is there: the dictionary keeps its size and order.
       const int failed = value_copy == value ? 0 : PyDict_SetItem(copy, key, value_copy);
@@ -196,7 +194,7 @@ class ContainerCopies {
     return nullptr;
   }
 
-  c10::SmallVector<std::pair<PyObject*, PyObject*>, 4> all_;
+  std::unordered_map<PyObject*, PyObject*> all_;
 };
 
 bool may_be_container(PyObject* object) {
@@ -233,8 +231,9 @@ Body::Body(const Call& call, InputArguments inputs)
     note_kind(argument, i);
   }
   if (at::impl::PythonTorchFunctionTLS::stack_len() == 0) return;
+  PyObject* const is_own = inputs == InputArguments::All ? Py_True : Py_False;
   PyObject* const device_context =
-      in_python([] { return PyObject_CallNoArgs(names().device_context); });
+      in_python([&] { return PyObject_CallOneArg(names().device_context, is_own); });
   if (device_context == nullptr) throw python_error();
   if (device_context == Py_None)
     Py_DECREF(device_context);
@@ -277,69 +276,9 @@ void Body::set_contexts(PyObject* recompute_context, PyObject* on_error) {
   rare().on_error = new_reference(on_error);
 }
 
-namespace {
-
-/// The tuple of a Python function's cells; null for none.
-PyObject* closure_of(PyObject* function) {
-  return PyFunction_Check(function) != 0 ? PyFunction_GET_CLOSURE(function) : nullptr;
-}
-
-}  // namespace
-
-ClosureContents::ClosureContents(PyObject* function) {
-  PyObject* const closure = closure_of(function);
-  for (Py_ssize_t i = 0; closure != nullptr && i < PyTuple_GET_SIZE(closure); ++i)
-    all_.push_back(new_reference(PyCell_GET(PyTuple_GET_ITEM(closure, i))));
-}
-
-ClosureContents::~ClosureContents() {
-  if (!all_.empty()) drop(all_.data(), all_.size());
-}
-
-void Body::keep_closure(ClosureContents& before) {
-  if (before.all_.empty()) return;
-  PyObject* const closure = closure_of(kept_.front());
-  for (std::size_t i = 0; i < before.all_.size(); ++i) {
-    PyObject* const content = before.all_[i];
-    if (PyCell_GET(PyTuple_GET_ITEM(closure, static_cast<Py_ssize_t>(i))) == content) continue;
-    before.all_[i] = nullptr;
-    drop(&content, 1);
-  }
-  kept_.append(before.all_.begin(), before.all_.end());
-  before.all_.clear();
-}
-
-/// A new reference; null with a Python error set.
-PyObject* Body::function_again() const {
-  PyObject* const function = kept_.front();
-  if (cells().empty()) return new_reference(function);
-  PyObject* const closure = closure_of(function);
-  py::object again;
-  for (std::size_t i = 0; i < cells().size(); ++i) {
-    const auto place = static_cast<Py_ssize_t>(i);
-    PyObject* const content = cells()[i];
-    if (content == nullptr || PyCell_GET(PyTuple_GET_ITEM(closure, place)) == content) continue;
-    if (!again) {
-      again = py::reinterpret_steal<py::object>(PyTuple_New(PyTuple_GET_SIZE(closure)));
-      if (!again) return nullptr;
-      for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(closure); ++j)
-        PyTuple_SET_ITEM(again.ptr(), j, new_reference(PyTuple_GET_ITEM(closure, j)));
-    }
-    PyObject* const cell = PyCell_New(content);
-    if (cell == nullptr) return nullptr;
-    Py_DECREF(PyTuple_GET_ITEM(again.ptr(), place));  // which the function still has
-    PyTuple_SET_ITEM(again.ptr(), place, cell);
-  }
-  if (!again) return new_reference(function);
-  auto copy = py::reinterpret_steal<py::object>(
-      PyFunction_NewWithQualName(PyFunction_GET_CODE(function), PyFunction_GET_GLOBALS(function),
-                                 reinterpret_cast<PyFunctionObject*>(function)->func_qualname));
-  const auto or_none = [](PyObject* object) { return object == nullptr ? Py_None : object; };
-  if (!copy || PyFunction_SetClosure(copy.ptr(), again.ptr()) != 0 ||
-      PyFunction_SetDefaults(copy.ptr(), or_none(PyFunction_GET_DEFAULTS(function))) != 0 ||
-      PyFunction_SetKwDefaults(copy.ptr(), or_none(PyFunction_GET_KW_DEFAULTS(function))) != 0)
-    return nullptr;
-  return copy.release().ptr();
+void Body::keep(std::unique_ptr<Closures> closures) {
+  closures->end_forward();
+  if (!closures->is_empty()) closures_ = std::move(closures);
 }
 
 // See Note [The function's objects].
@@ -365,7 +304,8 @@ PyObject* Body::wrap(at::Tensor tensor, std::size_t argument) {
 
 PyObject* Body::call_again(PyObject** arguments) {
   const std::size_t flag = PY_VECTORCALL_ARGUMENTS_OFFSET;
-  const auto function = py::reinterpret_steal<py::object>(function_again());
+  const auto function = py::reinterpret_steal<py::object>(
+      closures_ == nullptr ? new_reference(kept_.front()) : closures_->function_again());
   if (!function) return nullptr;
   if (rare_ == nullptr || (rare_->recompute_context == nullptr && rare_->device_context == nullptr))
     return in_python([&] {
@@ -427,13 +367,15 @@ void Body::run_again(std::vector<at::Tensor>& inputs) {
   if (PyObject* const result = call_again(arguments.all.data() + 1))
     Py_DECREF(result);
   else if (!rerun.take_stop())
-    throw_persisted();
+    throw_arriving(rerun.may_have_all());
 }
 
 const TensorNames* Body::tensor_names() const { return tensor_names_of(kept_.front()); }
 
 void Body::raise(CheckpointError error) {
   const Locked locked(Locked::AtEnd::Wait);
+  // All that is needed is there, and the function has caught the stop.
+  if (Rerun::has_stopped(this)) Rerun::stop();
   PyObject* const on_error = rare_ == nullptr ? nullptr : rare_->on_error;
   if (on_error == nullptr) {
     set_error(error);
@@ -495,7 +437,7 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
     try {
       std::optional<GeneratorsKept> generators;
       if (options.preserve_rng_state) generators.emplace(call);
-      ClosureContents closure(call.function);
+      auto closures = std::make_unique<Closures>(call.function);
       auto body = std::make_unique<Body>(call, InputArguments::All);
       Body& kept = *body;  // alive as long as the run
       const HeldTensors held = kept.inputs();
@@ -513,7 +455,7 @@ PyObject* run_region(const CheckpointOptions& options, const Call& call) {
         warnings.set_in_exception();
         return nullptr;
       }
-      kept.keep_closure(closure);
+      if (!closures->is_empty()) kept.keep(std::move(closures));
       region.finish([&](TensorVisitor visitor) { visit_tensors(result.ptr(), visitor); });
       if (!warn_of_late_function(result.ptr())) return nullptr;
       return result.release().ptr();
@@ -721,11 +663,10 @@ void explain_missing_arguments(PyObject* function) {
   PyErr_NormalizeException(&type, &value, &traceback);
   PyObject* const better = in_python(
       [&] { return PyObject_CallFunctionObjArgs(names().unbound, function, value, nullptr); });
-  if (better == nullptr) PyErr_Clear();
-  if (better == nullptr || better == value) {
+  if (better == value) {
     PyErr_Restore(type, value, traceback);
-  } else {
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(better)), better);
+  } else {  // null: a signal's exception is set
+    if (better != nullptr) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(better)), better);
     Py_XDECREF(type);
     Py_XDECREF(value);
     Py_XDECREF(traceback);

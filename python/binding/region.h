@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "closures.h"
 #include "python.h"
 #include "remat/binding.h"
 #include "stop.h"
@@ -41,12 +42,6 @@ enum class InputArguments { Positional, All };
 // recompute gets a copy of that: programs go on with theirs (a list of features to which each block's result is
 // appended), and so may the function. Upstream passes the object on as it is by then.
 
-// Note [Closures]
-// A variable that a function reads from around it may be another one by the time of the recompute: that of a loop, above all
-// (`for s in scales: y = checkpoint(lambda t: (t * s).sin(), y)`). So a recompute of a Python function finds in its cells
-// what forward found there. What forward itself wrote to is the program's state, and is what it has become; so is what the
-// variable refers to. If no cell differs, which is the rule, the function itself is called again.
-
 // Note [Tensors held twice]
 // LibTorch takes the interpreter's lock each time a tensor that has an object in Python gets its second reference from
 // C++, and each time it loses that. An operator, a saved variable and its hooks each do so, several times, with the lock let
@@ -56,19 +51,6 @@ enum class InputArguments { Positional, All };
 
 /// Tensor arguments of a function that runs. The interpreter's lock is held where this is made and where it dies.
 using HeldTensors = c10::SmallVector<at::Tensor, 2>;
-
-/// What the cells of a Python function hold; of other functions nothing.
-class ClosureContents {
- public:
-  explicit ClosureContents(PyObject* function);
-  ~ClosureContents();
-  ClosureContents(const ClosureContents&) = delete;
-  ClosureContents& operator=(const ClosureContents&) = delete;
-
- private:
-  friend class Body;
-  c10::SmallVector<PyObject*, 4> all_;
-};
 
 class Body final : public RegionBody {
  public:
@@ -89,8 +71,8 @@ class Body final : public RegionBody {
   /// What recomputes run in, a context manager; and what is called with an error about the region, to
   /// raise a better one. Null for none.
   void set_contexts(PyObject* recompute_context, PyObject* on_error);
-  /// Forward has run: recomputes find what was in the function's cells before. See Note [Closures].
-  void keep_closure(ClosureContents& before);
+  /// Forward has run: recomputes find what was in the cells before. See Note [Closures].
+  void keep(std::unique_ptr<Closures> closures);
 
  private:
   /// The class and the attributes of an argument that is no plain tensor.
@@ -112,19 +94,16 @@ class Body final : public RegionBody {
   }
   void note_kind(PyObject* object, std::size_t argument);
   PyObject* wrap(at::Tensor tensor, std::size_t argument);
-  PyObject* function_again() const;
   PyObject* call_again(PyObject** arguments);
-  c10::ArrayRef<PyObject*> cells() const {
-    return c10::ArrayRef<PyObject*>(kept_.data(), kept_.size()).slice(1 + num_arguments_);
-  }
 
-  // The function; its arguments, null for an input; what was in each of its cells, null for what forward wrote to.
+  // The function; its arguments, null for an input.
   c10::SmallVector<PyObject*, 6> kept_;
   PyObject* names_;
   uint32_t num_positional_;
   uint32_t num_arguments_;
   HeldTensors inputs_;  // until the library takes them
   std::unique_ptr<Rare> rare_;
+  std::unique_ptr<Closures> closures_;  // null for none
 };
 
 /// Calls `visitor` with each tensor in a function's result: itself, in tuples, lists, dictionaries, and in

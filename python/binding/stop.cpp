@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <bitset>
+#include <deque>
 #include <utility>
 
 namespace remat::python {
@@ -41,6 +42,7 @@ Rerun::~Rerun() {
 void Rerun::set_stop() {
   const Locked locked(Locked::AtEnd::Wait);
   PyErr_SetNone(names().stop);
+  if (innermost != nullptr) innermost->has_stopped_ = true;
 }
 
 void Rerun::stop() {
@@ -48,16 +50,111 @@ void Rerun::stop() {
   throw python_error();
 }
 
-bool Rerun::take_stop() {
-  const bool is_stop = PyErr_ExceptionMatches(names().stop) != 0;
-  if (!is_stop && frame_ == nullptr) return false;
-  // The recompute has all it needs, so that an error in place of the stop reaches nobody; whoever interrupts the program is
-  // heard all the same.
-  const bool is_interrupt = !is_stop && PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0;
-  PyErr_Clear();
-  if (is_interrupt) PyErr_SetInterrupt();
-  return true;
+bool Rerun::has_stopped(const RegionBody* body) {
+  return innermost != nullptr && innermost->body_ == body && innermost->has_stopped_;
 }
+
+bool Rerun::take_stop() {
+  if (PyErr_ExceptionMatches(names().stop) != 0) return PyErr_Clear(), true;
+  if (!has_stopped_) return false;
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  auto cause = py::reinterpret_borrow<py::object>(value);
+  constexpr int longest = 100;  // a program could make a ring of them
+  for (int i = 0; cause && i < longest; ++i) {
+    if (PyErr_GivenExceptionMatches(cause.ptr(), names().stop) != 0) {
+      Py_XDECREF(type);
+      Py_XDECREF(value);
+      Py_XDECREF(traceback);
+      return true;
+    }
+    cause = py::reinterpret_steal<py::object>(PyException_GetCause(cause.ptr()));
+  }
+  PyErr_Restore(type, value, traceback);
+  return false;
+}
+
+// ---- what is not swallowed ----------------------------------------------------------------------
+
+namespace {
+
+/// Keeps the error that is set on this thread out of the way.
+class ErrorAside {
+ public:
+  ErrorAside() { PyErr_Fetch(&type_, &value_, &traceback_); }
+  ~ErrorAside() { PyErr_Restore(type_, value_, traceback_); }
+  ErrorAside(const ErrorAside&) = delete;
+  ErrorAside& operator=(const ErrorAside&) = delete;
+
+ private:
+  PyObject *type_ = nullptr, *value_ = nullptr, *traceback_ = nullptr;
+};
+
+/// Exceptions in the order in which they are to be raised. Interpreter's lock; leaked.
+std::deque<PyObject*>& to_raise() {
+  static auto* const all = new std::deque<PyObject*>;
+  return *all;
+}
+
+// On the main thread, between two instructions.
+int raise_first(void*) {
+  if (to_raise().empty()) return 0;
+  PyObject* const error = to_raise().front();
+  to_raise().pop_front();
+  auto* const type = reinterpret_cast<PyObject*>(Py_TYPE(error));
+  Py_INCREF(type);
+  PyErr_Restore(type, error, PyException_GetTraceback(error));
+  return -1;
+}
+
+/// An exception on its way through the library, any thread's.
+class Arriving final : public python_error {
+ public:
+  explicit Arriving(bool always) : always_(always) { persist(); }
+  Arriving(const Arriving&) = default;
+  Arriving& operator=(const Arriving&) = delete;
+  ~Arriving() override {
+    if (type == nullptr) return;  // somebody has taken it
+    const Locked locked(Locked::AtEnd::GiveUp);
+    if (!locked) return;
+    const ErrorAside aside;
+    restore();
+    if (always_)
+      raise_later();
+    else
+      drop_error();
+  }
+
+ private:
+  const bool always_;
+};
+
+}  // namespace
+
+void raise_later() {
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback != nullptr) PyException_SetTraceback(value, traceback);
+  if (PyThread_get_thread_ident() == main_thread && Py_AddPendingCall(raise_first, nullptr) == 0) {
+    to_raise().push_back(std::exchange(value, nullptr));
+  } else {
+    PyErr_Restore(std::exchange(type, nullptr), std::exchange(value, nullptr),
+                  std::exchange(traceback, nullptr));
+    PyErr_WriteUnraisable(nullptr);
+  }
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+}
+
+void drop_error() {
+  if (PyErr_Occurred() == nullptr) return;
+  if (PyErr_ExceptionMatches(PyExc_Exception) != 0) return PyErr_Clear();
+  raise_later();
+}
+
+void throw_arriving(bool always) { throw Arriving(always); }
 
 #if PY_VERSION_HEX >= 0x030B0000  // before, nothing tells the instruction at work in this way
 
@@ -104,15 +201,13 @@ int Rerun::raise_there(void*) {
     return 0;
   }
   Py_CLEAR(asking->frame_);
+  asking->has_stopped_ = true;
   PyErr_SetNone(names().stop);
   return -1;
 }
 
 PyObject* Rerun::ask_in_trial(PyObject*, PyObject*, PyObject*) {
-  if (innermost == nullptr || !innermost->ask()) {
-    PyErr_SetString(PyExc_RuntimeError, "remat: the interpreter cannot be asked");
-    return nullptr;
-  }
+  if (innermost != nullptr) innermost->ask();
   Py_RETURN_NONE;
 }
 
@@ -136,8 +231,10 @@ bool Rerun::can_ask() {
         return PyObject_CallOneArg(PyTuple_GET_ITEM(names().stop_trials, i), function.ptr());
       }));
       works = !result && rerun.take_stop();
+      if (result || works) continue;
+      raise_later();  // a signal's
+      trial = Trial::None;
     }
-  PyErr_Clear();
   if (works) trial = Trial::Passed;
   return works;
 }

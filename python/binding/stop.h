@@ -23,6 +23,26 @@ namespace remat::python {
 // Only its main thread runs such calls, and not every instruction is followed by them (`x * y` is not): so which are is
 // tried out once. Where it does not serve, the error comes at the operator's boundary.
 
+// Note [What is swallowed]
+// A signal's handler may raise anything between two instructions of the main thread: a timeout,
+// SystemExit. So a recompute swallows two exceptions only: its stop, an object of a class that
+// nothing else makes; and an exception that the function raised from the stop (`raise ... from
+// error`). Any other one leaves `run_again`, also if the recompute has all it needs. The library
+// drops what comes then, and elsewhere what a callback threw: so an exception that crosses the
+// library knows whether somebody has taken it, and if not, the interpreter raises it at the main
+// thread's next instruction. On another thread, where handlers do not run, it goes to
+// sys.unraisablehook.
+
+/// Has the interpreter raise the Python error that is set, at the next instruction of its main
+/// thread: for a place that no exception can leave. See Note [What is swallowed].
+void raise_later();
+/// Drops the Python error that is set, if there is one. What is no `Exception` (SystemExit) is
+/// raised later.
+void drop_error();
+/// Throws the Python error that is set. If nobody takes it, it is raised later: `always`, or what
+/// is no `Exception`.
+[[noreturn]] void throw_arriving(bool always);
+
 /// While alive, a function runs again on this thread. The interpreter's lock is held by who makes and ends it.
 class Rerun {
  public:
@@ -37,8 +57,13 @@ class Rerun {
   [[noreturn]] static void stop();
   /// The same if it is of `body`, by Note [The stop where a call returns]: whether it will end so.
   static bool stop_soon(const RegionBody* body);
-  /// The function has ended with a Python error: whether that is the stop, or came in its place; then none is set any more.
+  /// Whether `stop` has been raised in the innermost one on this thread, and that is of `body`.
+  static bool has_stopped(const RegionBody* body);
+  /// The function has ended with a Python error: whether that is the stop, or was raised from it;
+  /// then none is set any more.
   bool take_stop();
+  /// Whether the library may drop what the function has ended with.
+  bool may_have_all() const { return has_stopped_ || frame_ != nullptr; }
 
  private:
   bool ask();
@@ -51,6 +76,7 @@ class Rerun {
   const PyFrameObject* const caller_;  // only to be compared
   PyFrameObject* frame_ = nullptr;     // where the error is to be raised; null: nowhere
   int instruction_ = 0;                // in it
+  bool has_stopped_ = false;
 };
 
 }  // namespace remat::python

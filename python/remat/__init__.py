@@ -31,6 +31,7 @@ from ._policy import (
     save_names,
     save_ops,
 )
+from ._compiled import register_when_imported
 from ._drop_in import install, installed, is_installed, uninstall
 from ._modules import (
     Applied,
@@ -125,6 +126,8 @@ is_recomputing = _remat.is_recomputing
 save_region = _remat.save_region
 
 __version__ = "0.1.0"
+
+register_when_imported()
 
 __all__ = [
     "Applied",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import weakref
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ except ImportError as error:
 
 from ._dispatch_mode import SeesOperators  # noqa: E402
 from ._engine import put_in_front  # noqa: E402
-from ._errors import WORDS_OF_WARNINGS, StopRecompute, make_error  # noqa: E402
+from ._errors import WORDS_OF_WARNINGS, CheckpointError, ErrorKind  # noqa: E402
+from ._errors import StopRecompute, make_error  # noqa: E402
 from ._hooks import note_hooks_of  # noqa: E402
 
 
@@ -51,15 +53,54 @@ def _run_in(recompute_context: Any, device_context: Any, function: Any, /, *args
             function(*args, **kwargs)
 
 
-def _device_context() -> Any:
-    """The innermost `with torch.device(...)` or default device, or None."""
+class _FunctionModes:
+    """The function modes around a region, for its recomputes: `device`, or None, is entered again;
+    the others must be active."""
+
+    __slots__ = ("device", "others")
+
+    def __init__(self, device: Any, others: list[Any]) -> None:
+        self.device = device
+        # Weakly: a mode that keeps what it sees would keep the graph, and that this.
+        self.others = [(weakref.ref(mode), type(mode).__name__) for mode in others]
+
+    def __enter__(self) -> None:
+        from torch.overrides import _get_current_function_mode_stack
+        from torch.utils._device import DeviceContext
+
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        now = [mode for mode in stack if not isinstance(mode, DeviceContext)]
+        if now != [mode() for mode, _ in self.others]:
+            names = ", ".join(name for _, name in self.others)
+            error = CheckpointError(
+                f"remat.checkpoint: the function mode {names} was active around the call of the region, "
+                "and was not active around its recompute, so that the gradient would be wrong.\n"
+                "Cause: torch turns function modes off in a backward, also inside of their `with`.\n"
+                "Do: open the mode inside the region's function."
+            )
+            error.kind = ErrorKind.UNSUPPORTED
+            raise error
+        if self.device is not None:
+            self.device.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.device is not None:
+            self.device.__exit__(*error)
+
+
+def _device_context(is_own: bool = False) -> Any:
+    """The context of recomputes: the innermost `with torch.device(...)` or default device, or None;
+    for a region of `remat.checkpoint` with the other function modes."""
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
 
-    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+    device, others = None, []
+    for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
         if isinstance(mode, DeviceContext):
-            return mode
-    return None
+            device = mode
+        else:
+            others.append(mode)
+    return _FunctionModes(device, others) if others and is_own else device
 
 
 class _Calling:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import unittest
 import weakref
@@ -24,6 +25,7 @@ from typing import Any, Callable
 import torch
 import torch.nn as nn
 import torch.utils.checkpoint as upstream
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
@@ -274,6 +276,43 @@ class Results(Case):
             with torch.device("meta"):
                 y = remat.checkpoint(f, x, early_stop=early_stop)
             self.check_equal(gradient(y, x), gradient(x.sin().exp(), x))
+
+    def test_a_function_mode_around_the_call_that_the_recompute_lacks_is_an_error(self) -> None:
+        x = leaf()
+
+        class Scales(TorchFunctionMode):
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                return result * 1.5 if getattr(func, "__name__", "") == "sin" else result
+
+        def inside(t: torch.Tensor) -> torch.Tensor:
+            with Scales():
+                return f(t)
+
+        def checkpointed(t: torch.Tensor) -> torch.Tensor:
+            with torch.device("cpu"), Scales():
+                return remat.checkpoint(f, t)
+
+        f = lambda t: t.sin().exp()  # noqa: E731
+        self.check_equal(gradient(remat.checkpoint(inside, x), x), gradient(inside(x), x))
+        text = "the function mode Scales was active around the call of the region.*open the mode inside the region's function"
+        with Scales():
+            y = remat.checkpoint(f, x).sum()
+            for backward in (y.backward, lambda: torch.autograd.grad(y, x), lambda: torch.autograd.backward([y])):
+                with self.assertRaisesRegex(remat.CheckpointError, "(?s)" + text) as caught:
+                    backward()
+                self.assertIs(caught.exception.kind, remat.ErrorKind.UNSUPPORTED)
+        for y in (checkpointed(x), remat.checkpoint(checkpointed, x)):
+            with self.assertRaisesRegex(remat.CheckpointError, "(?s)" + text):
+                gradient(y, x)
+
+        def theirs() -> Any:
+            with Scales():  # it is not there in the recompute
+                return gradient(upstream.checkpoint(f, x, use_reentrant=False), x)
+
+        expected = theirs()
+        with remat.installed():
+            self.check_equal(theirs(), expected)
 
     def test_options_are_checked(self) -> None:
         x = leaf()
@@ -594,6 +633,44 @@ class Arguments(Case):
             self.check_equal(gradients(around), expected)
         twice = gradients(lambda f, x: f(f(x)))
         self.check_equal(gradients(lambda f, x: remat.checkpoint_sequential([f, f], 2, x)), twice)
+
+    def test_containers_keep_their_identity(self) -> None:
+        x = leaf()
+        shared: dict[str, Any] = {"list": [1], "set": {1}, "dict": {1: [2]}, "deque": collections.deque([1]),
+                                  "default": collections.defaultdict(list, {1: [2]}), "tuple": ([1],)}  # fmt: skip
+        ring: list[Any] = [1]
+        ring.append((ring, [ring]))
+        runs = 0
+
+        def f(t: torch.Tensor, first: Any, second: Any, ring: Any, *, third: Any) -> torch.Tensor:
+            nonlocal runs
+            runs += 1
+            for name, each in shared.items():
+                self.assertIs(first[name], second[0][name])
+                self.assertIs(first[name], third[name][0])
+                if runs > 1:
+                    self.assertIsNot(first[name], each)
+                self.assertEqual(first[name], each)
+            self.assertIs(ring[1][0], ring)
+            self.assertIs(ring[1][1][0], ring)
+            return t.sin().exp()
+
+        y = remat.checkpoint(f, x, dict(shared), [shared], ring, third={name: [each] for name, each in shared.items()})
+        gradient(y, x)
+        self.assertEqual(runs, 2)
+
+    def test_many_small_containers_cost_what_they_weigh(self) -> None:
+        x = leaf()
+
+        def seconds(count: int) -> float:
+            for container in ([[i] for i in range(count)], [([i],) for i in range(count)], {i: {i: i} for i in range(count)}):
+                begin = time.process_time()
+                gradient(remat.checkpoint(lambda t, _: t.sin().exp(), x, container), x)
+                total = time.process_time() - begin
+            return total
+
+        small = min(seconds(2000) for _ in range(3))
+        self.assertLess(seconds(64000), 150 * small)  # 32 times as many; all by all were a thousand times
 
     def test_functions_that_write_to_their_arguments(self) -> None:
         x = leaf()

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import remat
+import signals
 from common import Case, leaf
 
 region = functools.partial(checkpoint, use_reentrant=False)
@@ -405,6 +406,84 @@ class Ways(DropIn):
             self.assertEqual(
                 torch.autograd.grad(region(function, x).sum(), x)[0].tolist(), torch.autograd.grad(function(x).sum(), x)[0].tolist()
             )
+
+
+class Exceptions(Case):
+    """What a signal's handler raises arrives, whenever it comes."""
+
+    def test_at_any_time(self) -> None:
+        for way in signals.WAYS:
+            with self.subTest(way=way):
+                raised, caught = signals.count(way, 300, seconds=2)
+                self.assertEqual(caught, raised)
+                self.assertGreater(raised, 0)
+
+    def check_between_question_and_stop(self, region: Callable[..., torch.Tensor], rest: int) -> None:
+        """The handler runs where the last operator has been asked for a stop, and its call has not returned."""
+
+        class Raises(Iterating):
+            def __next__(self) -> torch.Tensor:
+                if self.tensor is None and remat.is_recomputing():
+                    signal.raise_signal(signal.SIGTERM)
+                return super().__next__()
+
+        def function(t: torch.Tensor) -> torch.Tensor:
+            (t,) = list(map(torch.sin, Raises([], t)))
+            return t + rest
+
+        def end(*_: Any) -> None:
+            sys.exit("asked to end")
+
+        before = signal.signal(signal.SIGTERM, end)
+        try:
+            y = region(function, leaf(3)).sum()
+            with self.assertRaisesRegex(SystemExit, "asked to end"):
+                y.backward()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def test_between_question_and_stop(self) -> None:
+        self.check_between_question_and_stop(remat.checkpoint, 1)
+        with remat.installed():
+            self.check_between_question_and_stop(region, 0)
+
+    def test_while_the_function_is_left(self) -> None:
+        def function(t: torch.Tensor) -> torch.Tensor:
+            try:
+                return (torch.sin(t.expand(5000, 3)) + 1).exp().cos()
+            finally:
+                if remat.is_recomputing():
+                    signal.raise_signal(signal.SIGALRM)
+
+        def handle(*_: Any) -> None:
+            raise signals.Timeout
+
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            for call in (remat.checkpoint, region):
+                with remat.installed():
+                    y = call(function, leaf(3)).sum()
+                with self.assertRaises(signals.Timeout):
+                    y.backward()
+        finally:
+            signal.signal(signal.SIGALRM, before)
+
+    def test_what_a_function_raises_instead_of_the_stop_arrives(self) -> None:
+        def function(t: torch.Tensor) -> torch.Tensor:
+            try:
+                return (torch.sin(t.expand(5000, 3)) + 1).exp().cos()
+            except Exception:
+                raise LookupError("mine") from None
+
+        y = remat.checkpoint(function, leaf(3)).sum()
+        with self.assertRaisesRegex(LookupError, "mine"):
+            y.backward()
+
+    def test_what_an_observer_exits_with_arrives(self) -> None:
+        with remat.observe_recomputes(end=lambda phase: sys.exit("asked to end")):
+            y = remat.checkpoint(torch.sin, leaf(3)).sum()
+        with self.assertRaisesRegex(SystemExit, "asked to end"):
+            y.backward()
 
 
 class Interrupted(DropIn):
