@@ -6,7 +6,10 @@ from __future__ import annotations
 import textwrap
 import unittest
 
-from common import Case, run_script
+import torch
+
+import remat
+from common import Case, leaf, run_script
 
 # The program defines `f`, and perhaps `inputs`, of which the last is captured, and `values_of` a gradient. Natively a
 # second backward works.
