@@ -10,6 +10,7 @@
 #include <typeinfo>
 
 #include "hooks/on_stream.h"
+#include "hooks/unseen.h"
 #include "lib/seam/autograd_meta.h"
 #include "lib/seam/warn.h"
 
@@ -146,6 +147,7 @@ SavedElsewhere::Contents SavedElsewhere::contents() {
 
 at::Tensor SavedElsewhere::rebuild(Piece& piece) const {
   Piece::Loaded loaded = piece.load();
+  const Unseen unseen;
   at::Tensor tensor =
       at::detail::make_tensor<c10::TensorImpl>(std::move(loaded.storage), keys_, dtype_);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef(sizes_),

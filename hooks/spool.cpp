@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -45,6 +46,34 @@ void watch_forks() {
       });
   (void)registered;
 }
+
+/// While alive, a write beyond the process's file size limit is an error code on this thread and no
+/// signal, whose default ends the process. Leaves the process's handler, and a signal that was
+/// pending before, as they are.
+class NoFileSizeSignal {
+ public:
+  NoFileSizeSignal() {
+    sigemptyset(&signal_);
+    sigaddset(&signal_, SIGXFSZ);
+    ::pthread_sigmask(SIG_BLOCK, &signal_, &before_);
+    was_pending_ = is_pending();
+  }
+  ~NoFileSizeSignal() {
+    // The kernel sends it to the thread that writes.
+    constexpr timespec at_once{};
+    if (!was_pending_ && is_pending()) ::sigtimedwait(&signal_, nullptr, &at_once);
+    ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  NoFileSizeSignal& operator=(NoFileSizeSignal&&) = delete;
+
+ private:
+  static bool is_pending() {
+    sigset_t pending;
+    return ::sigpending(&pending) == 0 && sigismember(&pending, SIGXFSZ) == 1;
+  }
+  sigset_t signal_{}, before_{};
+  bool was_pending_ = false;
+};
 
 std::string words_of(int code) { return std::generic_category().message(code); }
 
@@ -104,6 +133,7 @@ class SpoolFile {
   std::pair<int64_t, uint64_t> write(const char* from, int64_t size) {
     const int64_t offset = allocate(size);
     int64_t done = 0;
+    const NoFileSizeSignal no_signal;
     while (done < size) {
       const ssize_t count =
           ::pwrite(fd_, from + done, static_cast<std::size_t>(size - done), offset + done);

@@ -453,6 +453,26 @@ TEST_CASE("a backward of another engine is seen where it is marked", "[binding][
   CHECK(calls.count() == 4);
 }
 
+TEST_CASE("a run and a mark are finished once", "[binding]") {
+  const Tensor x = leaf({4});
+  Seen seen;
+  const Function function = [](const Tensor& t) { return t.sin().exp(); };
+  Tensor y;
+  {
+    remat::ForwardRun run({}, std::make_unique<ForeignBody>(function, x, seen));
+    y = function(x);
+    const auto visit = [&](remat::TensorVisitor visitor) { visitor(y); };
+    run.finish(visit);
+    CHECK_THAT(text_of(error_of<c10::ValueError>([&] { run.finish(visit); })),
+               contains("finish was called on a run that is over"));
+  }
+  require_bit_equal(grad_of(y, {x}), grad_of(function(x), {x}));
+  remat::BackwardMark mark({}, {}, /*accumulates=*/false);
+  mark.finish({}, {});
+  CHECK_THAT(text_of(error_of<c10::ValueError>([&] { mark.finish({}, {}); })),
+             contains("finish was called twice"));
+}
+
 TEST_CASE("a body that returns from raise is told so, by a text to report", "[binding][rule-10]") {
   class Returning final : public remat::RegionBody {
    public:

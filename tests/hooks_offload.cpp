@@ -876,6 +876,67 @@ TEST_CASE("a full disk is an error that names directory and bytes, and loses not
   CHECK(folder.open_files().empty());
 }
 
+TEST_CASE("a file size limit is an error, and no signal comes of it", "[hooks][offload]") {
+  static std::atomic<int> num_signals{0};
+  struct Handler {
+    void (*const before)(int) = std::signal(SIGXFSZ, [](int) { ++num_signals; });
+    ~Handler() { std::signal(SIGXFSZ, before); }
+  } const handler;
+  const auto is_blocked = [] {
+    sigset_t mask{};
+    ::pthread_sigmask(SIG_BLOCK, nullptr, &mask);
+    return sigismember(&mask, SIGXFSZ) == 1;
+  };
+  const auto is_pending = [] {
+    sigset_t pending{};
+    ::sigpending(&pending);
+    return sigismember(&pending, SIGXFSZ) == 1;
+  };
+  const Folder folder;
+  const Tensor x = leaf({4096});
+  const auto write = [&] {
+    const SaveOnDiskGuard guard(all_in(folder));
+    (x + 2).sin().sin();
+  };
+  const Limit limit(RLIMIT_FSIZE, 20000);
+  CHECK_THAT(text_of(error_of<c10::Error>(write)), contains("File too large"));
+  CHECK(num_signals == 0);
+  CHECK_FALSE(is_blocked());
+
+  // A signal of the program's that waits goes on waiting.
+  sigset_t signal{};
+  sigemptyset(&signal);
+  sigaddset(&signal, SIGXFSZ);
+  ::pthread_sigmask(SIG_BLOCK, &signal, nullptr);
+  CHECK_THROWS_AS(write(), c10::Error);
+  CHECK_FALSE(is_pending());
+  ::pthread_kill(::pthread_self(), SIGXFSZ);
+  CHECK_THROWS_AS(write(), c10::Error);
+  CHECK(is_pending());
+  CHECK(num_signals == 0);
+  CHECK(is_blocked());
+  ::pthread_sigmask(SIG_UNBLOCK, &signal, nullptr);
+  CHECK(num_signals == 1);
+}
+
+TEST_CASE("tiers keep what a file size limit refuses, and no signal comes of it",
+          "[hooks][tiers]") {
+  const Folder folder;
+  const Tensor x = leaf({4096});
+  CHECK(in_child([&] {
+          const Limit limit(RLIMIT_FSIZE, 20000);
+          Tensor y;
+          {
+            const remat::SaveInTiersGuard guard(
+                {.host_bytes = 0, .directory = folder.path(), .min_bytes = 0});
+            y = x.sin().cos().exp().sin().cos();
+          }
+          return bit_equal(grad_of(y, {x})[0], grad_of(x.sin().cos().exp().sin().cos(), {x})[0])
+                     ? 0
+                     : 1;
+        }) == 0);
+}
+
 TEST_CASE("a disk that is full at the guard's end leaves the tensor in memory",
           "[hooks][offload]") {
   struct Warnings : c10::WarningHandler {
@@ -1075,6 +1136,55 @@ TEST_CASE("a region under a SaveOnDiskGuard holds nothing in memory", "[hooks][o
   CHECK(calls.count() == 4);
   const auto f = [](const Tensor& t) { return t.sin().sin().sin(); };
   require_bit_equal({grad}, grad_of(f(f(h)), {h}));
+}
+
+TEST_CASE("a backward in inference mode reads what was moved", "[hooks][offload][rule-11]") {
+  const Tensor x = leaf({64});
+  const auto program = [&] { return (x * 1).sin().exp(); };
+  const auto region = [&] {
+    return remat::checkpoint([](const Tensor& t) { return (t * 1).sin().exp(); }, x * 1);
+  };
+  const auto offloading = [&] {
+    const auto f = [](const Tensor& t) { return (t * 1).sin().exp(); };
+    return remat::checkpoint({.offload_inputs = true}, f, x * 1);
+  };
+  const auto keeping = [&] {
+    const auto f = [](const Tensor& t) { return (t * 1).sin().exp(); };
+    return remat::checkpoint({.policy = remat::save_ops({"aten::sin"})}, f, x * 1);
+  };
+  const Tensors plain = grad_of(program(), {x});
+  const Tensors rounded = [&] {
+    const SaveAsGuard guard(at::kBFloat16);
+    return grad_of(program(), {x});
+  }();
+  const auto check = [&](const Tensor& y, const Tensors& expected) {
+    for (const bool is_inference : {true, false, true}) {
+      const c10::InferenceMode mode(is_inference);
+      const Tensors found = torch::autograd::grad({y}, {x}, {at::ones_like(y)},
+                                                  /*retain_graph=*/true);
+      const c10::InferenceMode normal(false);
+      require_bit_equal({found[0].clone()}, expected);
+    }
+  };
+  {
+    Tensor y;
+    {
+      const SaveAsGuard guard(at::kBFloat16);
+      y = program();
+    }
+    check(y, rounded);
+  }
+  with_each_guard([&](auto make) {
+    for (const std::function<Tensor()>& each :
+         std::initializer_list<std::function<Tensor()>>{program, region, offloading, keeping}) {
+      Tensor y;
+      {
+        const auto guard = make();
+        y = each();
+      }
+      check(y, plain);
+    }
+  });
 }
 
 TEST_CASE("double backward goes through tensors that were moved", "[hooks][offload]") {

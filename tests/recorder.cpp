@@ -180,6 +180,39 @@ TEST_CASE("reports print as a table and as JSON", "[report][recorder]") {
   CHECK_THAT(remat::Report{}.to_string(), contains("no region ran"));
 }
 
+TEST_CASE("names that are not UTF-8 are so in reports, logs and files", "[report][recorder]") {
+  const Tensor x = leaf({10'000});
+  const auto trace = in_temporary_folder("odd_trace.json");
+  const auto svg = in_temporary_folder("odd_memory.svg");
+  const auto page = in_temporary_folder("odd_page.html");
+  struct Name {
+    std::string given, shown;
+  };
+  // The second bytes of E0, ED, F0 and F4 are limited: no other spelling, no surrogate, nothing
+  // above 10FFFF.
+  for (const auto& [given, shown] : std::initializer_list<Name>{
+           {"Schl\xFCssel", "Schl\uFFFDssel"},
+           {"z\u00E4h \u20AC \U0001F600", "z\u00E4h \u20AC \U0001F600"},
+           {"cut \xE2\x82", "cut \uFFFD"},
+           {"cut \xF0\x9F\x98?", "cut \uFFFD?"},
+           {"\xC0\xAF \xE0\x9F\xBF", "\uFFFD\uFFFD \uFFFD\uFFFD\uFFFD"},
+           {"\xED\xA0\x80 \xF4\x90\x80\x80", "\uFFFD\uFFFD\uFFFD \uFFFD\uFFFD\uFFFD\uFFFD"},
+           {"\xF5 \x80 \uFFFE", "\uFFFD \uFFFD \uFFFD"}}) {
+    const Recorder recorder;
+    checkpoint({.name = given}, two_sins, x).sum().backward();
+    recorder.write_chrome_trace(trace);
+    recorder.write_memory_svg(svg);
+    recorder.write_html(page);
+    for (const std::string& text :
+         {recorder.report().to_json(), recorder.report().to_string(), recorder.event_log(),
+          text_in(trace), text_in(svg), text_in(page)}) {
+      CHECK_THAT(text, contains(shown));
+      if (given != shown) CHECK(occurrences(text, given) == 0);
+    }
+  }
+  for (const auto& path : {trace, svg, page}) std::filesystem::remove(path);
+}
+
 TEST_CASE("the files of a recorder hold every region, and say when they cannot be written",
           "[report][recorder]") {
   const Tensor x = leaf({10'000});

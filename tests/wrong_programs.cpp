@@ -123,6 +123,30 @@ TEST_CASE("a function that keeps nothing outside is not warned of", "[errors]") 
   CHECK(std::none_of(warnings.texts.begin(), warnings.texts.end(), is_of_survivors));
 }
 
+TEST_CASE("a Function that keeps its own output is warned of", "[errors][leaves-bytes]") {
+  // The cycle is LibTorch's own: node, saved_data, output, node. Backward frees it where it runs.
+  struct KeepsOutput : torch::autograd::Function<KeepsOutput> {
+    static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& x) {
+      return (ctx->saved_data["y"] = x.exp()).toTensor();
+    }
+    static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& g) {
+      const Tensor y = ctx->saved_data["y"].toTensor();
+      ctx->saved_data.clear();
+      return {g[0] * y};
+    }
+  };
+  Warnings warnings;
+  const Tensor x = leaf({4});
+  for (int i = 0; i < 2; ++i)
+    checkpoint(
+        {.name = "keeps an output"},
+        [](const Tensor& t) { return KeepsOutput::apply(t.sin().cos()).tanh(); }, x)
+        .sum()
+        .backward();
+  REQUIRE(warnings.texts.size() == 1);
+  CHECK_THAT(warnings.texts[0], contains("a custom Function keeps its own output in its context"));
+}
+
 TEST_CASE("a struct without visit_tensors in a nested region is warned of", "[errors]") {
   Warnings warnings;
   const auto outer = [](const Tensor& x) {

@@ -165,7 +165,7 @@ class REMAT_API ForwardRun {
   /// Only with `FunctionFacts::sees_end`: a recompute around has all it needs, and the body of its function has answered
   /// `stop_at_region`. Nothing has begun; the caller neither runs its function nor calls `finish`, but ends what is around it.
   bool has_ended() const { return frame_ == nullptr; }
-  /// The function has returned; `visit_result` visits the tensors found in its result.
+  /// The function has returned; `visit_result` visits the tensors in its result. Call it once.
   void finish(c10::function_ref<void(TensorVisitor)> visit_result);
 
  private:
@@ -242,7 +242,7 @@ class REMAT_API BackwardMark {
   BackwardMark(const BackwardMark&) = delete;
   BackwardMark& operator=(const BackwardMark&) = delete;
   /// It has returned `gradients`; `given`: the gradients that its roots were given. Throws what `stop` throws where a recompute
-  /// has all it needs and forward still waits in this backward.
+  /// has all it needs and forward still waits in this backward. Call it once.
   void finish(const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& given);
 
  private:

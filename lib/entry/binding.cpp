@@ -2,6 +2,7 @@
 
 #include "remat/binding.h"
 
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <utility>
@@ -42,6 +43,9 @@ BackwardMark::~BackwardMark() {
 
 void BackwardMark::finish(const torch::autograd::variable_list& gradients,
                           const torch::autograd::variable_list& given) {
+  TORCH_CHECK_VALUE(!has_ended_,
+                    "remat::BackwardMark: finish was called twice.\nCause: the backward is over "
+                    "since the first call.\nDo: make a mark for each backward.");
   has_ended_ = true;
   backward_ended(gradients, given);
   backward_returned();

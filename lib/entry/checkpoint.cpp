@@ -177,6 +177,10 @@ void ForwardRun::close() {
 }
 
 void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {
+  TORCH_CHECK_VALUE(scope_ != nullptr,
+                    "remat::ForwardRun: finish was called on a run that is over.\nCause: it was "
+                    "called before, or a recompute around has ended the run (has_ended).\nDo: call "
+                    "it once, where the function has returned.");
   auto& scope = static_cast<ForwardScope&>(*scope_);
   scope.wait_for_engine(visit_result);
   scope.scripts()->end();

@@ -1,7 +1,11 @@
 // What LibTorch's engine and tensors call of ours: tells the regions of the thread, each what it watches.
 
+#include <memory>
 #include <optional>
+#include <utility>
 
+#include "hooks/in_recompute.h"
+#include "hooks/slot.h"
 #include "lib/frame/active_recomputes.h"
 #include "lib/scope/region_scope.h"
 #include "lib/selective/dispatch.h"
@@ -49,10 +53,20 @@ const seam::NodePtr* node_instead(const at::TensorBase& tensor) {
   return sink;
 }
 
+std::unique_ptr<torch::autograd::SavedVariableHooks> surround_foreign(
+    std::unique_ptr<torch::autograd::SavedVariableHooks> hooks) {
+  if (SlotFiller::running() == nullptr) return hooks;
+  return std::make_unique<InRecompute>(std::move(hooks));
+}
+
 constexpr seam::EngineCallbacks callbacks{
-    make_top_hooks, backward_begins,
-    backward_ended, backward_returned,
-    run_operator,   {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
+    make_top_hooks,
+    surround_foreign,
+    backward_begins,
+    backward_ended,
+    backward_returned,
+    run_operator,
+    {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
 
 }  // namespace
 

@@ -10,6 +10,7 @@
 #include "lib/base/counters.h"
 #include "lib/base/once_per_name.h"
 #include "lib/base/planted_fault.h"
+#include "lib/base/unwinding.h"
 #include "lib/scope/saving_input.h"
 #include "lib/seam/autograd_meta.h"
 #include "lib/seam/dispatch_mode.h"
@@ -132,11 +133,13 @@ bool Filler::stops_soon() const {
 }
 
 // Note [Where a stop may be thrown]
-// Not through a noexcept function, nor out of a destructor that saves while something unwinds. Not on another thread, nor inside a backward that the function runs: the signal would cross the
-// engine's worker loop. Not while a C++ Function may be saving its own output, before or after the
-// tensor at hand: the list it saves from is cleared on the normal path only, and the output would
-// leak. Whether it does is known from forward (`saves_own_output`), or seen here. The next save is
-// asked again.
+// Not through a noexcept function, nor out of a destructor that saves while something unwinds.
+// Around a backward, where it costs little, any function that nothing may pass is found: Note
+// [Functions that nothing may pass]. Not on another thread, nor inside a backward that the function
+// runs: the signal would cross the engine's worker loop. Not while a C++ Function may be saving its
+// own output, before or after the tensor at hand: the list it saves from is cleared on the normal
+// path only, and the output would leak. Whether it does is known from forward (`saves_own_output`),
+// or seen here. The next save is asked again.
 bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
   if (!is_on_own_ground()) return false;
   if (!may_stop_in_scripts_ && seam::is_in_script()) return false;
@@ -436,9 +439,10 @@ void Filler::stop() {
 void Filler::stop_before_backward() {
   if (!has_stopped_) {
     if (!is_complete() || !may_end() || has_too_many() || !is_on_own_ground()) return;
+    if (!can_unwind_to(this)) return;
     count(live_counters.early_stops);
     has_stopped_ = true;
-  } else if (!is_on_own_ground()) {
+  } else if (!is_on_own_ground() || !can_unwind_to(this)) {
     return;
   }
   stop();
@@ -447,7 +451,7 @@ void Filler::stop_before_backward() {
 // Inside of a backward there is no stop, and what the function does next may save nothing: it may write to an argument in
 // place, before forward does.
 void Filler::stop_after_backward() {
-  if (view_.is_settled || !is_complete() || !is_on_own_ground()) return;
+  if (view_.is_settled || !is_complete() || !is_on_own_ground() || !can_unwind_to(this)) return;
   if (!has_stopped_) count(live_counters.early_stops);
   has_stopped_ = true;
   stop();
@@ -481,7 +485,9 @@ void Filler::warn_of_survivors(bool has_run_backward) const {
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
       " computed is still there after it. Cause: the function puts it into a variable outside (a "
       "list of auxiliary losses, a member that holds an attention map), once in forward and again "
-      "in each recompute: what it appends to counts twice, and the recompute's graph stays in memory. Do: return the "
+      "in each recompute: what it appends to counts twice, and the recompute's graph stays in "
+      "memory; or a custom Function keeps its own output in its context, which only a backward through it "
+      "could free. Do: save such an output with save_for_backward; return the "
       "tensor from the function (in a tuple, a vector, a struct with visit_tensors), or do "
       "it only if !remat::is_recomputing()."));
 }

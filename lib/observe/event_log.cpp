@@ -11,6 +11,7 @@
 #include <set>
 #include <string>
 
+#include "lib/base/valid_text.h"
 #include "lib/observe/report_text.h"
 
 namespace remat {
@@ -139,7 +140,7 @@ std::string Recorder::event_log() const {
     text = fmt::format("({} older events are gone)\n", dropped);
   for (const Event& event : recording_->events()) {
     if (event.kind == EventKind::Memory) continue;
-    text += line_of(event) += '\n';
+    text += valid_text(line_of(event)) += '\n';
   }
   return text;
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "lib/base/counters.h"
+#include "lib/base/valid_text.h"
 #include "lib/observe/report_text.h"
 
 namespace remat {
@@ -31,7 +32,7 @@ Counters counters() {
 
 std::string json_string(std::string_view text) {
   std::string out = "\"";
-  for (const char c : text) {
+  for (const char c : valid_text(text)) {
     if (c == '"' || c == '\\')
       (out += '\\') += c;
     else if (static_cast<unsigned char>(c) < 0x20)
@@ -44,7 +45,7 @@ std::string json_string(std::string_view text) {
 
 std::string xml_text(std::string_view text) {
   std::string out;
-  for (const char c : text) {
+  for (const char c : valid_text(text)) {
     if (c == '&')
       out += "&amp;";
     else if (c == '<')
@@ -216,7 +217,7 @@ std::string Report::to_string() const {
     text += fmt::format(
         "The oldest {} events are gone: RecorderOptions::max_events was reached. Sums count them.\n",
         dropped_events);
-  return text;
+  return valid_text(text);
 }
 
 std::string Report::to_json() const {

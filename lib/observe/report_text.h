@@ -11,9 +11,9 @@
 
 namespace remat {
 
-/// Quotes and escapes a text.
+/// Quotes and escapes a text; see valid_text.
 std::string json_string(std::string_view text);
-/// Escapes &, <, > and quotes.
+/// Escapes &, <, > and quotes; see valid_text.
 std::string xml_text(std::string_view text);
 /// Writes bytes as "12.3 MB": a power of ten, three digits or more.
 std::string readable_bytes(int64_t bytes);

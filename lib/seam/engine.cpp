@@ -175,7 +175,8 @@ ForwardingEngine::get_default_saved_variable_hooks() {
   bool is_decided = false;
   auto hooks = engine_callbacks.make_hooks(is_decided);
   if (hooks != nullptr || is_decided) return hooks;
-  return previous_.get_default_saved_variable_hooks();
+  hooks = previous_.get_default_saved_variable_hooks();
+  return hooks == nullptr ? nullptr : engine_callbacks.surround_foreign(std::move(hooks));
 }
 
 }  // namespace

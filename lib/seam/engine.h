@@ -39,6 +39,10 @@ namespace remat::seam {
 struct EngineCallbacks {
   /// Returns null for none of ours. Sets `is_decided` if nobody else's are wanted either.
   std::unique_ptr<torch::autograd::SavedVariableHooks> (*make_hooks)(bool& is_decided);
+  /// Gets the hooks of another language's that are asked instead, of which there are some; returns
+  /// what to ask.
+  std::unique_ptr<torch::autograd::SavedVariableHooks> (*surround_foreign)(
+      std::unique_ptr<torch::autograd::SavedVariableHooks> hooks);
   /// This thread is about to run, and wait for, a backward from `roots` to `outputs` (none: to all
   /// leaves). `accumulates`: into leaves, instead of returning gradients.
   void (*backward_begins)(const torch::autograd::edge_list& roots,

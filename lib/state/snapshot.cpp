@@ -53,6 +53,19 @@ c10::DispatchKeySet hidden_keys() {
   return c10::impl::tls_local_dispatch_key_set().excluded_ & watched_keys;
 }
 
+/// Of vmap and other transforms, which regions are never in: of a backward with batched gradients,
+/// say.
+constexpr c10::DispatchKeySet transform_keys{c10::DispatchKey::VmapMode,
+                                             c10::DispatchKey::FuncTorchVmapMode,
+                                             c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                             c10::DispatchKey::FuncTorchDynamicLayerBackMode};
+
+void exchange_included(c10::DispatchKeySet without, c10::DispatchKeySet with) {
+  c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  keys.included_ = (keys.included_ - without) | with;
+  c10::impl::_force_tls_local_dispatch_key_set(keys);
+}
+
 void hide_only(c10::DispatchKeySet hidden) {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   keys.excluded_ = (keys.excluded_ - watched_keys) | hidden;
@@ -75,6 +88,8 @@ AmbientRestore::AmbientRestore(const Snapshot& snapshot)
       has_cast_scope_(snapshot.autocast.is_any_enabled()) {
   if (autograd_.get_inference_mode()) no_inference_.emplace(false);
   if (!c10::GradMode::is_enabled()) c10::GradMode::set_enabled(true);
+  transforms_ = c10::impl::tls_local_dispatch_key_set().included_ & transform_keys;
+  if (!transforms_.empty()) exchange_included(transforms_, {});
   hidden_ = hidden_keys();
   if (hidden_ != snapshot.hidden) hide_only(snapshot.hidden);
   if (!(snapshot.autocast == autocast_) && !is_planted(Fault::Autocast)) snapshot.autocast.set();
@@ -86,6 +101,7 @@ AmbientRestore::~AmbientRestore() {
   if (has_cast_scope_ && autocast::decrement_nesting() == 0) autocast::clear_cache();
   autocast_.set();
   if (hidden_keys() != hidden_) hide_only(hidden_);
+  if (!transforms_.empty()) exchange_included({}, transforms_);
   no_inference_.reset();
   c10::AutogradState::set_tls_state(autograd_);
 }

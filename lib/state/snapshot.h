@@ -60,7 +60,8 @@ class AmbientRestore {
   c10::AutogradState autograd_;
   AutocastState autocast_;
   bool has_cast_scope_;
-  c10::DispatchKeySet hidden_;  // in the kernel of an operator that runs a backward, say
+  c10::DispatchKeySet transforms_;  // which the recompute sees as little as forward did
+  c10::DispatchKeySet hidden_;      // in the kernel of an operator that runs a backward, say
 };
 
 }  // namespace remat

@@ -13,7 +13,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from common import Case
+from common import Case, gradient
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 Call = Callable[[Function, torch.Tensor], torch.Tensor]
@@ -164,6 +164,66 @@ class MultiGradHooks(Case):
             remat.checkpoint(function, x).sum().backward()
         self.assertEqual(meter.live_bytes, before)
         self.assertEqual((calls, self.calls), (1, 1 + 2 + 3 + 4))  # of a leaf all hooks stay, as in plain autograd
+
+
+class HooksThatKeepTheTensor(Case):
+    """A pack function that returns its argument makes a cycle where an operator saves its result."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.packed: list[tuple[bool, ...]] = []
+
+    def identity(self) -> Any:
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            self.packed.append((t.requires_grad, t.is_leaf, t.grad_fn is None, t is self.w))
+            return t
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+
+    def gradient_inside(self, t: torch.Tensor) -> torch.Tensor:
+        y = t.sin().exp().tanh()
+        (slope,) = torch.autograd.grad(y.sum(), t, create_graph=True)
+        return y * slope
+
+    def test_they_keep_nothing_of_a_recompute(self) -> None:
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        self.w = torch.linspace(0, 1, 1000).requires_grad_()
+        for hooks in (self.identity, torch.autograd.graph.save_on_cpu):
+
+            def function(x: torch.Tensor) -> torch.Tensor:
+                with hooks():
+                    y = (x * self.w).exp().tanh()
+                return y.sin()
+
+            (expected,) = gradient(function(self.w), self.w)
+            for call in CALLS:
+                with self.subTest(hooks=hooks, call=call):
+                    meter = remat.MemoryMeter()
+                    for step in range(4):
+                        self.packed.clear()
+                        (found,) = gradient(call(function, self.w), self.w)
+                        if step == 1:
+                            before = meter.live_bytes
+                        if call is not nested:
+                            self.check_equal(found, expected)
+                    self.assertEqual(meter.live_bytes, before, "a step keeps something")
+                    half = len(self.packed) // 2
+                    if call is remat.checkpoint:  # the hooks are given the same in the recompute
+                        self.assertEqual(self.packed[:half], self.packed[half:])
+
+    def test_gradients_inside_go_through_them(self) -> None:
+        self.w = torch.linspace(0, 1, 10).requires_grad_()
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            with self.identity():
+                return self.gradient_inside(x * self.w)
+
+        (expected,) = gradient(function(self.w), self.w)
+        for call in (remat.checkpoint, drop_in):
+            (found,) = gradient(call(function, self.w), self.w)
+            self.check_equal(found, expected)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ from __future__ import annotations
 import textwrap
 import unittest
 
-from common import Case, run_script
+import torch
+
+import remat
+from common import Case, leaf, run_script
 
 # The program defines `f`, and perhaps `inputs`, of which the last is captured, and `values_of` a gradient. Natively a
 # second backward works.
@@ -201,6 +204,27 @@ print("over")
         self.check("""
             f = lambda x: torch.func.functionalize(lambda t: (t @ w).sin_().cos())(x).sin()
             """)
+
+    def test_batched_gradients_of_what_draws(self) -> None:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(x.sin(), 0.5).exp()
+
+        def nested(x: torch.Tensor) -> torch.Tensor:
+            return remat.checkpoint(function, x).sin()
+
+        x = leaf(8)
+        directions = torch.eye(8)
+        for region in (function, nested):
+            with remat.disable_checkpoint():
+                torch.manual_seed(3)
+                expected = torch.autograd.grad(region(x), x, directions, is_grads_batched=True)
+            torch.manual_seed(3)
+            y = remat.checkpoint(region, x)
+            for _ in range(2):
+                found = torch.autograd.grad(y, x, directions, is_grads_batched=True, retain_graph=True)
+                self.check_equal(found, expected)
+            found = torch.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True))(directions)
+            self.check_equal(found, expected)
 
     def test_vmap_and_grad_inside(self) -> None:
         self.check("""

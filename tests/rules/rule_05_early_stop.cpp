@@ -396,6 +396,37 @@ TEST_CASE("a destructor that saves while a stop unwinds does not end the process
   });
 }
 
+TEST_CASE("a destructor that runs a backward does not end the process", "[rule-5][rule-6]") {
+  struct RunsBackward {
+    Tensor argument;
+    bool is_region;
+    ~RunsBackward() {
+      const auto f = [](const Tensor& t) { return t.sin().exp().tanh(); };
+      const Tensor y = is_region ? remat::checkpoint(f, argument) : f(argument);
+      y.sum().backward();
+    }
+  };
+  const auto is_right = [](int64_t size, bool is_region, bool is_nested) {
+    const Tensor x = leaf({size});
+    const auto f = [&](const Tensor& t) {
+      const RunsBackward object{t.detach().requires_grad_(), is_region};
+      return t.sin().exp().tanh();
+    };
+    const Tensor y = remat::checkpoint(
+        [&](const Tensor& t) { return is_nested ? remat::checkpoint(f, t).sin() : f(t); }, x);
+    const Tensor plain = x.sin().exp().tanh();
+    return bit_equal(grad_of(y, {x})[0], grad_of(is_nested ? plain.sin() : plain, {x})[0]);
+  };
+  check_in_a_child([&] {
+    bool are_right = true;
+    for (const int64_t size : {int64_t{8}, large})
+      for (const bool is_region : {false, true})
+        for (const bool is_nested : {false, true})
+          are_right = are_right && is_right(size, is_region, is_nested);
+    return are_right;
+  });
+}
+
 TEST_CASE("a function declared noexcept is not stopped", "[rule-5]") {
   const Tensor x = leaf({large});
   check_in_a_child([&] {

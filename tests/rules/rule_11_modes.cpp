@@ -1,7 +1,9 @@
 // Rule 11: a recompute sees forward's autocast and grad modes, and leaves the backward's thread alone.
 
+#include <ATen/LegacyVmapMode.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include <thread>
@@ -338,6 +340,34 @@ TEST_CASE("parts of a region without grad are recomputed without grad", "[rule-1
   });
   require_same_grads(f, [&](const Tensor& t) { return remat::checkpoint(f, t); }, x);
   CHECK(calls.count() == 3);
+}
+
+TEST_CASE("a recompute sees no vmap mode around backward", "[rule-11]") {
+  const auto f = [](const Tensor& t) { return at::dropout(t.sin(), 0.5, true).exp(); };
+  const auto nested = [&](const Tensor& t) { return remat::checkpoint(f, t).sin(); };
+  const Tensor x = leaf({8});
+  const auto gradients = [&](const Tensor& y, bool is_batched) {
+    struct Vmap {
+      explicit Vmap(bool is_on) : is_on_(is_on) {
+        if (is_on_) at::impl::VmapMode::increment_nesting();
+      }
+      ~Vmap() {
+        if (is_on_) at::impl::VmapMode::decrement_nesting();
+      }
+      const bool is_on_;
+    } const vmap(is_batched);
+    Tensor found = grad_of(y, {x}, {.retain_graph = true})[0];
+    CHECK(c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::VmapMode) == is_batched);
+    return found;
+  };
+  for (const bool is_nested : {false, true}) {
+    at::manual_seed(3);
+    const Tensor plain = gradients(is_nested ? f(x).sin() : f(x), false);
+    at::manual_seed(3);
+    const Tensor y = is_nested ? remat::checkpoint(nested, x) : remat::checkpoint(f, x);
+    for (const bool is_batched : {true, false, true})
+      require_bit_equal({gradients(y, is_batched)}, {plain});
+  }
 }
 
 TEST_CASE("in inference mode a region runs plainly", "[rule-11][NEW-10]") {
