@@ -13,8 +13,7 @@ class InputCopies {
  public:
   enum class How {
     AtOnce,
-    Lazily,        ///< at once where it cannot be
-    OnlyIfLazily,  ///< not at all where it cannot be
+    Lazily,  ///< at once where a lazy copy cannot be made
   };
   explicit InputCopies(How how) : how_(how) {}
 
@@ -41,7 +40,7 @@ class InputCopies {
     c10::VariableVersion counter;
   };
   static Range range_of(const at::Tensor& tensor);
-  const Copy* of(const at::Tensor& tensor);
+  const Copy& of(const at::Tensor& tensor);
 
   const How how_;
   c10::SmallVector<Expected, 2> expected_;

@@ -161,6 +161,12 @@ bool Inputs::is_written(const Input& input) const {
   });
 }
 
+/// Whether a copy is a lazy one, which has no memory of its own yet.
+bool Inputs::shares_memory(const Details& copy) {
+  const auto storage = copy.copy.lock();
+  return copy.shared_data != nullptr && storage && storage->data() == copy.shared_data;
+}
+
 std::vector<HeldInput> Inputs::settle() {
   const bool is_any_written = std::any_of(saved_.begin(), saved_.end(),
                                           [this](const Input& each) { return has_moved(each); });
@@ -175,6 +181,7 @@ std::vector<HeldInput> Inputs::settle() {
     if (!is_held(input) && !input.is_copy())
       input.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
     input.is_lost = input.is_written && is_held(input);
+    if (input.is_copy()) input.details->is_lazy = shares_memory(*input.details);
     if (input.is_lost) lost.push_back(std::exchange(input.held, {}));
   }
   // Those of the region around, or of hooks, would only keep what is left of a storage.
@@ -259,9 +266,7 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
 // recompute's own.
 std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& tensors,
                                bool is_any_written) const {
-  using How = InputCopies::How;
-  InputCopies at_once(How::AtOnce);
-  InputCopies lazy(is_any_written ? How::Lazily : How::OnlyIfLazily);
+  InputCopies at_once(InputCopies::How::AtOnce), lazy(InputCopies::How::Lazily);
   const std::vector<at::Tensor> given = tensors;
   std::vector<bool> are_own(saved_.size());
   for (std::size_t i = 0; i < saved_.size(); ++i) {
@@ -273,7 +278,8 @@ std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& te
       if (input.storage_number >= 0 && saved_[j].storage_number == input.storage_number &&
           storage_of(given[j]) != storage_of(given[i]))
         throw_parted_arguments(region, static_cast<int64_t>(i), static_cast<int64_t>(j));
-    if (at::Tensor made = (input.is_copy() ? lazy : at_once).copy_of(given[i]); made.defined()) {
+    const bool is_lazy = input.is_copy() && input.details->is_lazy && !is_written(input);
+    if (at::Tensor made = (is_lazy ? lazy : at_once).copy_of(given[i]); made.defined()) {
       tensors[i] = std::move(made);
       are_own[i] = true;
     } else if (input.is_copy()) {
@@ -354,8 +360,8 @@ GivenInputs Inputs::unpack(const Region& region, bool runs_backward) const {
       continue;
     }
     tensor = in_role(input, std::move(tensor), is_any_written, runs_backward);
-    if ((input.watched() != nullptr || input.is_copy()) && !is_any_written &&
-        (are_own.empty() || !are_own[i]) && !tensor.is_inference()) {
+    if (input.watched() != nullptr && !is_any_written && (are_own.empty() || !are_own[i]) &&
+        !tensor.is_inference()) {
       const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
       given.held.push_back({i, counter, counter.current_version()});
     }

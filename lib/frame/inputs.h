@@ -54,11 +54,14 @@ struct GivenInputs {
 ///
 /// Note [Inputs that are copies]
 /// With InputMode::CopyOnWrite what is saved is a copy of the argument, lazy if it can be
-/// (lib/seam/lazy_copy.h), and hooks and regions around get that. A recompute is given a lazy copy of the
-/// copy; where that would have to be made at once, only if forward wrote to an argument. A lazy copy does
-/// not see what is written past LibTorch's mutable pointers. So if an argument's version has moved, its copy
-/// shares its memory all the same, and it still looks as it did (which it would not after `squeeze_` or
-/// `t_`, which write nothing), the copy is not trusted.
+/// (lib/seam/lazy_copy.h), and hooks and regions around get that. Each recompute is handed a copy
+/// of that copy: versions do not show each write (`data_ptr`, `.data()`), so whether forward wrote
+/// to an argument cannot decide. The recompute's copy is lazy if the first one was, and LibTorch
+/// was asked for no mutable pointer to the argument before the function returned. Else it is made
+/// at once: a lazy copy moves when it is written, and a pointer for reading that the function has
+/// would stay behind. A lazy copy does not see a write past LibTorch's mutable pointers. If an
+/// argument's version has moved, its copy shares its memory all the same, and it still looks as it
+/// did (which it would not after `squeeze_` or `t_`, which write nothing), the copy is not trusted.
 class Inputs {
  public:
   /// Takes the tensors out of the body's kept arguments and saves them, as the region's options say. Throws what
@@ -140,12 +143,13 @@ class Inputs {
     WeakTensor object{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     c10::VariableVersion counter{c10::VariableVersion::DISABLED};
     std::atomic<uint32_t> version{0};     ///< the hooks themselves may write when they give it back
-    std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold, or to a copy
+    std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold
     /// See Note [Inputs that are copies]. Of one: the argument, where its memory was, and the copy's storage.
     bool is_copy = false;
     WeakTensor original{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     const void* shared_data = nullptr;
     WeakStorage copy{c10::intrusive_ptr<c10::StorageImpl>()};
+    bool is_lazy = false;  ///< and the function did not ask for a mutable pointer to the argument
     /// What a result has beside its values.
     seam::Beside beside{};
   };
@@ -184,6 +188,7 @@ class Inputs {
   bool has_moved(const Input& input) const;
   bool is_written(const Input& input) const;
   TensorIdentity identity_of(const Input& input) const;
+  static bool shares_memory(const Details& copy);
   bool is_copy_stale(const Input& input, const at::Tensor& data) const;
   at::Tensor unpack(const Region& region, const Input& input, std::size_t number) const;
   std::vector<bool> copy(const Region& region, std::vector<at::Tensor>& tensors,
