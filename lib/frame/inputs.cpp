@@ -254,11 +254,11 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
   } else if (is_original) {
     storage = storages_.at(input.storage_number);
   }
-  if (is_freed(input, data)) throw_replaced_argument(region, position, data);
-  if (is_original && !input.is_copy() && region.options.capture_check == CaptureCheck::Raise &&
-      !is_planted(Fault::ReplacedArgument) &&
-      (storage_of(data) != storage || layout_of(data) != input.layout))
-    throw_replaced_argument(region, position, data);
+  if (region.options.capture_check != CaptureCheck::Raise) return data;
+  const bool is_replaced = is_original && !input.is_copy() &&
+                           !is_planted(Fault::ReplacedArgument) &&
+                           (storage_of(data) != storage || layout_of(data) != input.layout);
+  if (is_replaced || is_freed(input, data)) throw_replaced_argument(region, position, data);
   return data;
 }
 

@@ -577,6 +577,27 @@ class Arguments(Case):
             y.sum().backward()
         self.assertEqual(raised.exception.kind, remat.ErrorKind.INPUT_CHANGED)
 
+    def test_an_argument_that_the_function_fills_before_it_reads(self) -> None:
+        for options in ({"capture_check": "ignore"}, {"input_mode": "copy_on_write"}):
+            for make in (lambda x: x * 2, lambda x: x.detach() * 2):  # with a history, and without
+                x = leaf()
+                between = make(x)
+                kept: list[torch.Tensor] = []
+
+                def fill(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+                    storage = t.untyped_storage()
+                    if storage.size() == 0:
+                        storage.resize_(kept[0].untyped_storage().size())
+                        storage.copy_(kept[0].untyped_storage())
+                    return (x * t).sin().exp()
+
+                expected = gradient(fill(x, make(x)), x)
+                y = remat.checkpoint(fill, x, between, **options)
+                kept.append(between.detach().clone())
+                between.untyped_storage().resize_(0)
+                self.check_equal(gradient(y, x, retain_graph=True), expected)
+                self.check_equal(gradient(y, x), expected)
+
     def test_wrapping_classes_as_copies(self) -> None:
         from torch.testing._internal.two_tensor import TwoTensor
 
