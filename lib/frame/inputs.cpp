@@ -167,6 +167,14 @@ bool Inputs::shares_memory(const Details& copy) {
   return copy.shared_data != nullptr && storage && storage->data() == copy.shared_data;
 }
 
+bool Inputs::note_statistics(const Region& region, const c10::StorageImpl* statistics) {
+  const int64_t number = storages_.number_of(statistics);
+  for (Input& each : saved_)
+    each.is_moved |= number >= 0 && each.storage_number == number && !each.is_copy() &&
+                     !region.options.ignores_buffers;
+  return number >= 0;
+}
+
 std::vector<HeldInput> Inputs::settle() {
   const bool is_any_written = std::any_of(saved_.begin(), saved_.end(),
                                           [this](const Input& each) { return has_moved(each); });
@@ -180,7 +188,7 @@ std::vector<HeldInput> Inputs::settle() {
   for (Input& input : saved_) {
     if (!is_held(input) && !input.is_copy())
       input.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
-    input.is_lost = input.is_written && is_held(input);
+    input.is_lost = (input.is_written && is_held(input)) || input.is_moved;
     if (input.is_copy()) input.details->is_lazy = shares_memory(*input.details);
     if (input.is_lost) lost.push_back(std::exchange(input.held, {}));
   }
@@ -225,10 +233,12 @@ bool Inputs::is_freed(const Input& input, const at::Tensor& data) {
 at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t number) const {
   const auto position = static_cast<int64_t>(number);
   Details* const watched = input.watched();
-  if (input.is_lost || (is_held(input) && has_moved(input)))
+  if (input.is_lost || (is_held(input) && has_moved(input))) {
+    if (input.is_moved) throw_moved_statistics(region, position, identity_of(input));
     throw_changed_argument(region, position, identity_of(input), input.version,
                            input.counter.current_version(),
                            input.is_lost || !is_settled_ ? ChangedBy::Function : ChangedBy::Others);
+  }
   if (input.details != nullptr && input.details->is_spoiled)
     throw_spoiled_argument(region, position);
   const uint32_t expected = watched == nullptr ? 0 : watched->version.load();

@@ -84,6 +84,10 @@ class Inputs {
   Versions versions_in_forward() const;
   /// Throws CheckpointError if they have moved since.
   void check_not_ahead(const Region& region, const Versions& before) const;
+  /// A batch norm moved running statistics that have the storage; LibTorch's version does not show
+  /// that. Returns whether they are an argument: then they count as written, unless the region
+  /// ignores buffers.
+  bool note_statistics(const Region& region, const c10::StorageImpl* statistics);
   /// The tensors die here.
   void clear() { saved_.clear(); }
 
@@ -164,13 +168,14 @@ class Inputs {
     uint32_t version = 0;
     uint32_t layout = 0;  ///< of one that may be the same object in every run
     int32_t storage_number = -1;
-    int32_t same_as : 25 = -1;  ///< the input that is the same tensor, or -1
+    int32_t same_as : 24 = -1;  ///< the input that is the same tensor, or -1
     GradRole role : 2 =
         GradRole::None;  ///< of forward's; what requires grad is an alias in each run
     bool has_tensor_hooks : 1 = false;
     bool is_view : 1 = false;
     bool is_offloaded : 1 = false;  ///< by the option: hooks of ours hold it
     bool is_lost : 1 = false;       ///< written, and nobody holds what it was
+    bool is_moved : 1 = false;      ///< running statistics: see note_statistics()
     bool is_written : 1 = false;  ///< by the function, in forward; also one that shares its storage
     Details& make_details() {
       if (details == nullptr) details = std::make_unique<Details>();

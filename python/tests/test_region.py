@@ -598,6 +598,25 @@ class Arguments(Case):
                 self.check_equal(gradient(y, x, retain_graph=True), expected)
                 self.check_equal(gradient(y, x), expected)
 
+    def test_running_statistics_as_arguments(self) -> None:
+        def f(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+            centred = x - mean  # reads what the norm moves
+            return torch.nn.functional.batch_norm(x, mean, variance, training=True).sin() * centred
+
+        x = torch.randn(6, 2, requires_grad=True)
+        plain = torch.zeros(2), torch.ones(2)
+        expected = gradient(f(x, *plain), x)
+        own = torch.zeros(2), torch.ones(2)
+        text = '(?s)running statistics.*input_mode="copy_on_write"'
+        with self.assertRaisesRegex(remat.CheckpointError, text) as caught:
+            gradient(remat.checkpoint(lambda *all: f(*all), x, *own), x)
+        self.assertIs(caught.exception.kind, remat.ErrorKind.INPUT_CHANGED)
+        own = torch.zeros(2), torch.ones(2)
+        y = remat.checkpoint(f, x, *own, input_mode="copy_on_write")
+        for _ in range(2):
+            self.check_equal(gradient(y, x, retain_graph=True), expected)
+        self.check_equal(own, plain)
+
     def test_wrapping_classes_as_copies(self) -> None:
         from torch.testing._internal.two_tensor import TwoTensor
 
