@@ -74,12 +74,13 @@ enum class InputMode {
   /// function or by whoever has it, is an error in backward: `CheckpointError::Kind::InputChanged`.
   Shared,
   /// A copy of its own of each, so that functions that write to their arguments, as
-  /// `ReLU(inplace = true)` does, and changes after the call do no harm. On the CPU nothing is copied until
-  /// somebody asks for a mutable pointer to the argument's storage; then all of the storage is, once for
-  /// each region that needs it, and the argument stays at its address. What is written through a pointer
-  /// taken before the call is not seen, as in every mode. Copied at once is: memory that LibTorch did not
-  /// allocate (`from_blob`), what is less than half of its storage, tensors on accelerators, sparse and
-  /// other special tensors, and everything with a LibTorch older than 2.13.
+  /// `ReLU(inplace = true)` does, and changes after the call do no harm. On the CPU nothing is
+  /// copied until somebody asks for a mutable pointer to the argument's storage; then all of the
+  /// storage is, once for each region that needs it, and the argument stays at its address. What is
+  /// written through a pointer taken before the call is not seen, as in every mode. Each recompute
+  /// begins with a copy of that copy. Copied at once, at the call and for each recompute, is:
+  /// memory that LibTorch did not allocate (`from_blob`), what is less than half of its storage,
+  /// tensors on accelerators, sparse and other special tensors, all before LibTorch 2.13.
   CopyOnWrite
 };
 

@@ -48,6 +48,9 @@ class ForwardScope final : public FrameScope, public seam::NodeWatch {
   void guard_opened(const UserRegistrations& opened, const std::vector<std::any>& states) override {
     frame().surroundings().guard_opened(opened, states);
   }
+  void statistics_moved(const c10::StorageImpl* statistics) override {
+    frame().note_statistics(statistics);
+  }
 
  private:
   void wait_for_gradients(c10::function_ref<void(TensorVisitor)> visit_result);

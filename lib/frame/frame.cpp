@@ -8,6 +8,7 @@
 #include "lib/base/counters.h"
 #include "lib/frame/running_statistics.h"
 #include "lib/scope/saving_input.h"
+#include "lib/state/buffer.h"
 
 namespace remat {
 
@@ -141,7 +142,7 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
         return keeper_ != nullptr && keeper_->may_replace(storage);
       },
       [&](const c10::StorageImpl* buffer) { statistics.push_back(buffer); });
-  if (!statistics.empty()) saw_running_statistics(region_, surroundings_, statistics);
+  if (!statistics.empty()) tell_of_statistics(std::move(statistics));
   surroundings_.settle_state();
   const auto lost = inputs_.settle();
   try {
@@ -155,6 +156,24 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
   DevicesMet met = devices_met();
   visit_result([&](at::Tensor& tensor) { met.add(tensor); });
   recording::region_ends(region_.info, *recorded_, met, std::move(recorded));
+}
+
+// Statistics that are arguments are an error in backward, in each region whose recompute would move
+// them. Others are buffers, of which there is a warning.
+void Frame::tell_of_statistics(std::vector<const c10::StorageImpl*> statistics) {
+  for (const c10::StorageImpl* each : statistics)
+    if (each != nullptr) note_norm(*each);
+  bool runs_again = true;
+  detail::visit_regions([&](detail::RegionScope& around) {
+    runs_again = runs_again && !around.is_save_region;
+    for (const c10::StorageImpl* each : statistics)
+      if (runs_again && each != nullptr) around.statistics_moved(each);
+  });
+  const auto are_arguments =
+      std::remove_if(statistics.begin(), statistics.end(),
+                     [this](const c10::StorageImpl* each) { return note_statistics(each); });
+  statistics.erase(are_arguments, statistics.end());
+  if (!statistics.empty()) warn_of_running_statistics(region_, surroundings_, statistics);
 }
 
 void Frame::tell_recorders_of_throw() const {

@@ -62,6 +62,10 @@ class Frame final : public TaskMember {
   // Its parts, for those who recompute it or keep something of it.
   const Region& region() const { return region_; }
   const Inputs& inputs() const { return inputs_; }
+  /// See Inputs.
+  bool note_statistics(const c10::StorageImpl* statistics) {
+    return inputs_.note_statistics(region_, statistics);
+  }
   Surroundings& surroundings() { return surroundings_; }
   Slots& slots() { return slots_; }
   const Slots& slots() const { return slots_; }
@@ -92,6 +96,7 @@ class Frame final : public TaskMember {
   void release_resources() override { empty(); }
   void empty() noexcept;
   struct Remains;
+  void tell_of_statistics(std::vector<const c10::StorageImpl*> statistics);
   at::Tensor read_alone(int64_t position);
   Value recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& task,
                       const std::shared_ptr<RecomputedValues>& values, int64_t position);

@@ -53,11 +53,11 @@ InputCopies::Expected* InputCopies::expected_of(const c10::StorageImpl* storage)
   return place < 0 ? nullptr : &expected_[static_cast<std::size_t>(place)];
 }
 
-const InputCopies::Copy* InputCopies::of(const at::Tensor& tensor) {
+const InputCopies::Copy& InputCopies::of(const at::Tensor& tensor) {
   c10::StorageImpl* const from = storage_of(tensor);
   const int64_t known =
       copy_places_.find(from, copies_.size(), [this](std::size_t i) { return copies_[i].from; });
-  if (known >= 0) return &copies_[static_cast<std::size_t>(known)];
+  if (known >= 0) return copies_[static_cast<std::size_t>(known)];
   const auto num_bytes = static_cast<int64_t>(from->nbytes());
   Range range{0, num_bytes};
   if (const Expected* const each = expected_of(from);
@@ -68,15 +68,14 @@ const InputCopies::Copy* InputCopies::of(const at::Tensor& tensor) {
   const bool is_whole = range.begin == 0 && range.end == num_bytes;
   if (how_ != How::AtOnce && is_whole)
     if (auto lazy = seam::lazy_copy(*from))
-      return &copies_.emplace_back(Copy{from, c10::Storage(std::move(lazy)), 0, counter});
-  if (how_ == How::OnlyIfLazily) return nullptr;
+      return copies_.emplace_back(Copy{from, c10::Storage(std::move(lazy)), 0, counter});
   const auto keys = tensor.key_set() -
                     c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   at::Tensor bytes = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), keys,
                                                               caffe2::TypeMeta::Make<uint8_t>());
   bytes.unsafeGetTensorImpl()->set_sizes_contiguous(range.end - range.begin);
   bytes.unsafeGetTensorImpl()->set_storage_offset(range.begin);
-  return &copies_.emplace_back(Copy{from, bytes.clone().storage(), range.begin, counter});
+  return copies_.emplace_back(Copy{from, bytes.clone().storage(), range.begin, counter});
 }
 
 at::Tensor InputCopies::copy_of(const at::Tensor& tensor) {
@@ -85,19 +84,17 @@ at::Tensor InputCopies::copy_of(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const seam::DispatchModeOff unseen;
   const c10::InferenceMode normal(false);
-  if (!is_plain(tensor) || tensor.is_inference())
-    return how_ == How::OnlyIfLazily ? at::Tensor() : tensor.detach().clone();
+  if (!is_plain(tensor) || tensor.is_inference()) return tensor.detach().clone();
   if (range_of(tensor).end > static_cast<int64_t>(tensor.storage().nbytes())) return {};
-  const Copy* const copy = of(tensor);
-  if (copy == nullptr) return {};
+  const Copy& copy = of(tensor);
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  auto made = impl.shallow_copy_and_detach(copy->counter, /*allow_tensor_metadata_change=*/true);
-  made->set_storage_keep_dtype(copy->storage);
-  if (copy->begin != 0)
+  auto made = impl.shallow_copy_and_detach(copy.counter, /*allow_tensor_metadata_change=*/true);
+  made->set_storage_keep_dtype(copy.storage);
+  if (copy.begin != 0)
     made->set_storage_offset(
         tensor.numel() == 0 ? 0
                             : tensor.storage_offset() -
-                                  copy->begin / static_cast<int64_t>(tensor.dtype().itemsize()));
+                                  copy.begin / static_cast<int64_t>(tensor.dtype().itemsize()));
   return at::Tensor(std::move(made));
 }
 

@@ -15,8 +15,7 @@ class InputCopies {
  public:
   enum class How {
     AtOnce,
-    Lazily,        ///< at once where it cannot be
-    OnlyIfLazily,  ///< not at all where it cannot be
+    Lazily,  ///< at once where a lazy copy cannot be made
   };
   explicit InputCopies(How how) : how_(how) {}
 
@@ -43,7 +42,7 @@ class InputCopies {
     c10::VariableVersion counter;
   };
   static Range range_of(const at::Tensor& tensor);
-  const Copy* of(const at::Tensor& tensor);
+  const Copy& of(const at::Tensor& tensor);
   Expected* expected_of(const c10::StorageImpl* storage);
 
   const How how_;

@@ -186,6 +186,20 @@ void Inputs::note_written() {
         has_moved(input) || (input.storage_number >= 0 && written.contains(input.storage_number));
 }
 
+/// Whether a copy is a lazy one, which has no memory of its own yet.
+bool Inputs::shares_memory(const Details& copy) {
+  const auto storage = copy.copy.lock();
+  return copy.shared_data != nullptr && storage && storage->data() == copy.shared_data;
+}
+
+bool Inputs::note_statistics(const Region& region, const c10::StorageImpl* statistics) {
+  const int64_t number = storages_.number_of(statistics);
+  for (Input& each : saved_)
+    each.is_moved |= number >= 0 && each.storage_number == number && !each.is_copy() &&
+                     !region.options.ignores_buffers;
+  return number >= 0;
+}
+
 std::vector<HeldInput> Inputs::settle() {
   if (is_any_written()) note_written();
   bool is_any_compared = false;
@@ -196,7 +210,8 @@ std::vector<HeldInput> Inputs::settle() {
   for (Input& input : saved_) {
     if (!is_held(input) && !input.is_copy())
       input.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
-    input.is_lost = input.is_written && is_held(input);
+    input.is_lost = (input.is_written && is_held(input)) || input.is_moved;
+    if (input.is_copy()) input.details->is_lazy = shares_memory(*input.details);
     if (input.is_lost) lost.push_back(std::exchange(input.held, {}));
   }
   // Those of the region around, or of hooks, would only keep what is left of a storage.
@@ -241,10 +256,12 @@ bool Inputs::is_freed(const Input& input, const at::Tensor& data) {
 at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t number) const {
   const auto position = static_cast<int64_t>(number);
   Details* const watched = input.watched();
-  if (input.is_lost || (is_held(input) && has_moved(input)))
+  if (input.is_lost || (is_held(input) && has_moved(input))) {
+    if (input.is_moved) throw_moved_statistics(region, position, identity_of(input));
     throw_changed_argument(region, position, identity_of(input), input.version,
                            input.counter.current_version(),
                            input.is_lost || !is_settled_ ? ChangedBy::Function : ChangedBy::Others);
+  }
   if (input.details != nullptr && input.details->is_spoiled)
     throw_spoiled_argument(region, position);
   const uint32_t expected = watched == nullptr ? 0 : watched->version.load();
@@ -270,11 +287,11 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
   } else if (is_original) {
     storage = storages_.at(input.storage_number);
   }
-  if (is_freed(input, data)) throw_replaced_argument(region, position, data);
-  if (is_original && !input.is_copy() && region.options.capture_check == CaptureCheck::Raise &&
-      !is_planted(Fault::ReplacedArgument) &&
-      (storage_of(data) != storage || layout_of(data) != input.layout))
-    throw_replaced_argument(region, position, data);
+  if (region.options.capture_check != CaptureCheck::Raise) return data;
+  const bool is_replaced = is_original && !input.is_copy() &&
+                           !is_planted(Fault::ReplacedArgument) &&
+                           (storage_of(data) != storage || layout_of(data) != input.layout);
+  if (is_replaced || is_freed(input, data)) throw_replaced_argument(region, position, data);
   return data;
 }
 
@@ -294,9 +311,7 @@ bool Inputs::is_any_parted(const std::vector<at::Tensor>& given) const {
 // recompute's own.
 std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& tensors,
                                bool is_any_written) const {
-  using How = InputCopies::How;
-  InputCopies at_once(How::AtOnce);
-  InputCopies lazy(is_any_written ? How::Lazily : How::OnlyIfLazily);
+  InputCopies at_once(InputCopies::How::AtOnce), lazy(InputCopies::How::Lazily);
   const std::vector<at::Tensor> given = tensors;
   std::vector<bool> are_own(saved_.size());
   const bool are_parted = is_any_written && is_any_parted(given);
@@ -309,7 +324,8 @@ std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& te
       if (input.storage_number >= 0 && saved_[j].storage_number == input.storage_number &&
           storage_of(given[j]) != storage_of(given[i]))
         throw_parted_arguments(region, static_cast<int64_t>(i), static_cast<int64_t>(j));
-    if (at::Tensor made = (input.is_copy() ? lazy : at_once).copy_of(given[i]); made.defined()) {
+    const bool is_lazy = input.is_copy() && input.details->is_lazy && !is_written(input);
+    if (at::Tensor made = (is_lazy ? lazy : at_once).copy_of(given[i]); made.defined()) {
       tensors[i] = std::move(made);
       are_own[i] = true;
     } else if (input.is_copy()) {
@@ -389,8 +405,8 @@ GivenInputs Inputs::unpack(const Region& region, bool runs_backward) const {
       continue;
     }
     tensor = in_role(input, std::move(tensor), is_any_written, runs_backward);
-    if ((input.watched() != nullptr || input.is_copy()) && !is_any_written &&
-        (are_own.empty() || !are_own[i]) && !tensor.is_inference()) {
+    if (input.watched() != nullptr && !is_any_written && (are_own.empty() || !are_own[i]) &&
+        !tensor.is_inference()) {
       const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
       given.held.push_back({i, counter, counter.current_version()});
     }

@@ -54,11 +54,14 @@ struct GivenInputs {
 ///
 /// Note [Inputs that are copies]
 /// With InputMode::CopyOnWrite what is saved is a copy of the argument, lazy if it can be
-/// (lib/seam/lazy_copy.h), and hooks and regions around get that. A recompute is given a lazy copy of the
-/// copy; where that would have to be made at once, only if forward wrote to an argument. A lazy copy does
-/// not see what is written past LibTorch's mutable pointers. So if an argument's version has moved, its copy
-/// shares its memory all the same, and it still looks as it did (which it would not after `squeeze_` or
-/// `t_`, which write nothing), the copy is not trusted.
+/// (lib/seam/lazy_copy.h), and hooks and regions around get that. Each recompute is handed a copy
+/// of that copy: versions do not show each write (`data_ptr`, `.data()`), so whether forward wrote
+/// to an argument cannot decide. The recompute's copy is lazy if the first one was, and LibTorch
+/// was asked for no mutable pointer to the argument before the function returned. Else it is made
+/// at once: a lazy copy moves when it is written, and a pointer for reading that the function has
+/// would stay behind. A lazy copy does not see a write past LibTorch's mutable pointers. If an
+/// argument's version has moved, its copy shares its memory all the same, and it still looks as it
+/// did (which it would not after `squeeze_` or `t_`, which write nothing), the copy is not trusted.
 class Inputs {
  public:
   /// Takes the tensors out of the body's kept arguments and saves them, as the region's options say. Throws what
@@ -81,6 +84,10 @@ class Inputs {
   Versions versions_in_forward() const;
   /// Throws CheckpointError if they have moved since.
   void check_not_ahead(const Region& region, const Versions& before) const;
+  /// A batch norm moved running statistics that have the storage; LibTorch's version does not show
+  /// that. Returns whether they are an argument: then they count as written, unless the region
+  /// ignores buffers.
+  bool note_statistics(const Region& region, const c10::StorageImpl* statistics);
   /// The tensors die here.
   void clear() { saved_.clear(); }
 
@@ -140,12 +147,13 @@ class Inputs {
     WeakTensor object{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     c10::VariableVersion counter{c10::VariableVersion::DISABLED};
     std::atomic<uint32_t> version{0};     ///< the hooks themselves may write when they give it back
-    std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold, or to a copy
+    std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold
     /// See Note [Inputs that are copies]. Of one: the argument, where its memory was, and the copy's storage.
     bool is_copy = false;
     WeakTensor original{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     const void* shared_data = nullptr;
     WeakStorage copy{c10::intrusive_ptr<c10::StorageImpl>()};
+    bool is_lazy = false;  ///< and the function did not ask for a mutable pointer to the argument
     /// What a result has beside its values.
     seam::Beside beside{};
   };
@@ -160,13 +168,14 @@ class Inputs {
     uint32_t version = 0;
     uint32_t layout = 0;  ///< of one that may be the same object in every run
     int32_t storage_number = -1;
-    int32_t same_as : 25 = -1;  ///< the input that is the same tensor, or -1
+    int32_t same_as : 24 = -1;  ///< the input that is the same tensor, or -1
     GradRole role : 2 =
         GradRole::None;  ///< of forward's; what requires grad is an alias in each run
     bool has_tensor_hooks : 1 = false;
     bool is_view : 1 = false;
     bool is_offloaded : 1 = false;  ///< by the option: hooks of ours hold it
     bool is_lost : 1 = false;       ///< written, and nobody holds what it was
+    bool is_moved : 1 = false;      ///< running statistics: see note_statistics()
     bool is_written : 1 = false;  ///< by the function, in forward; also one that shares its storage
     Details& make_details() {
       if (details == nullptr) details = std::make_unique<Details>();
@@ -187,6 +196,7 @@ class Inputs {
   void note_written();
   bool is_any_parted(const std::vector<at::Tensor>& given) const;
   TensorIdentity identity_of(const Input& input) const;
+  static bool shares_memory(const Details& copy);
   bool is_copy_stale(const Input& input, const at::Tensor& data) const;
   at::Tensor unpack(const Region& region, const Input& input, std::size_t number) const;
   std::vector<bool> copy(const Region& region, std::vector<at::Tensor>& tensors,

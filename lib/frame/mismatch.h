@@ -61,6 +61,10 @@ enum class ChangedBy { Function, Others };
                                          const TensorIdentity& argument, uint32_t version_then,
                                          uint32_t version_now, ChangedBy by,
                                          bool is_held_by_hooks = false);
+/// Argument `number` holds running statistics that a batch norm moved in forward: see
+/// Inputs::note_statistics().
+[[noreturn]] void throw_moved_statistics(const Region& region, int64_t number,
+                                         const TensorIdentity& argument);
 /// Argument `number` was changed in place, past the copy that the region keeps of it.
 [[noreturn]] void throw_unseen_write(const Region& region, int64_t number,
                                      const TensorIdentity& argument, uint32_t version_then,

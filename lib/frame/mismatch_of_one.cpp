@@ -101,6 +101,22 @@ void throw_changed_argument(const Region& region, int64_t number, const TensorId
                       : "call backward before the change"));
 }
 
+void throw_moved_statistics(const Region& region, int64_t number, const TensorIdentity& argument) {
+  const About about{number, "running statistics of the call", "moved by a batch norm",
+                    name_of(region, argument)};
+  throw_about(
+      region, Kind::InputChanged, about,
+      fmt::format(
+          "one of the variables needed for gradient computation has been modified by an "
+          "inplace operation: a batch norm in training mode moved its running statistics, "
+          "which are tensor {} of the arguments of {}, counted from 0{}.\n"
+          "Cause: a recompute would begin with the moved statistics, and would move them "
+          "once more.\nDo: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, "
+          "and a recompute moves a copy; or set buffers = BufferPolicy::Ignore if twice is "
+          "right.",
+          number, title(region), apposition(about.tensor)));
+}
+
 void throw_unseen_write(const Region& region, int64_t number, const TensorIdentity& argument,
                         uint32_t then, uint32_t now) {
   const About about{number, fmt::format("passed at version {}", then),

@@ -6,7 +6,6 @@
 
 #include "lib/base/once_per_name.h"
 #include "lib/seam/warn.h"
-#include "lib/state/buffer.h"
 #include "lib/state/module_state.h"
 
 namespace remat {
@@ -23,10 +22,8 @@ bool may_be_restored(const UserState* state, const c10::StorageImpl* buffer) {
 
 }  // namespace
 
-void saw_running_statistics(const Region& region, const Surroundings& surroundings,
+void warn_of_running_statistics(const Region& region, const Surroundings& surroundings,
                                 const std::vector<const c10::StorageImpl*>& statistics) {
-  for (const c10::StorageImpl* const each : statistics)
-    if (each != nullptr) note_statistics(*each);
   if (region.options.ignores_buffers) return;
   const UserState* const state = surroundings.user_state();
   if (std::all_of(statistics.begin(), statistics.end(),

@@ -168,38 +168,35 @@ void Slots::settle_provenance(const Ending& ending,
 
 namespace {
 
-/// A batch norm in training saves what it normalised, maybe its weight, the two running statistics, and the mean and
-/// deviation of the batch. In eval mode the last two are empty; no other operator of LibTorch saves such four.
+/// A batch norm in training saves, in this order, what it normalised, the two running statistics
+/// (arguments or captures), maybe its weight, and the mean and deviation of the batch. In eval mode
+/// the last two are empty; no other operator of LibTorch saves such four. No policy keeps its
+/// results, so that each recompute runs it.
 /// An instance norm with running statistics calls it with copies of them, for each sample and channel, of what it laid
 /// out as one sample, and writes their means back: the visitor gets null, which stands for buffers that are not known.
 template <class Visitor>
 void visit_running_statistics(const Slot* first, const Slot* last, Visitor&& visitor) {
-  const auto is_vector = [](const Slot& slot, Origin origin) {
-    return slot.provenance.origin == origin && !slot.requires_grad && slot.metadata.dim() == 1;
+  const auto sizes = first->metadata.sizes();
+  if (sizes.size() < 2) return;
+  const auto is_for_channels = [&](const Slot& slot) {
+    return !slot.requires_grad && slot.metadata.dim() == 1 && slot.metadata.numel() == sizes[1];
   };
-  const Slot* captured[2] = {};
-  std::size_t num_captured = 0, num_made = 0;
-  for (const Slot* slot = first; slot != last; ++slot)
-    if (is_vector(*slot, Origin::Outside)) {
-      if (num_captured == 2) return;
-      captured[num_captured++] = slot;
-    }
-  if (num_captured == 0) {
-    const auto sizes = first->metadata.sizes();
-    if (sizes.size() < 3 || sizes[0] != 1) return;
-    const auto is_row = [&](const Slot& slot) {
-      return is_vector(slot, Origin::Inside) && slot.metadata.numel() == sizes[1];
-    };
-    constexpr std::ptrdiff_t statistics_and_moments = 4;
-    if (std::count_if(first, last, is_row) >= statistics_and_moments) visitor(nullptr);
-    return;
+  const Slot* given[2] = {};
+  std::ptrdiff_t num_given = 0, num_made = 0;
+  for (const Slot* slot = first; slot != last; ++slot) {
+    if (!is_for_channels(*slot)) continue;
+    const Origin origin = slot->provenance.origin;
+    if (origin == Origin::Inside)
+      ++num_made;
+    else if ((origin == Origin::Outside || origin == Origin::Input) && num_given < 2)
+      given[num_given++] = slot;
   }
-  if (num_captured < 2 || captured[0]->metadata.numel() != captured[1]->metadata.numel()) return;
-  for (const Slot* slot = first; slot != last; ++slot)
-    num_made +=
-        is_vector(*slot, Origin::Inside) && slot->metadata.numel() == captured[0]->metadata.numel();
-  if (num_made < 2) return;
-  for (const Slot* slot : captured) visitor(slot->provenance.storage._unsafe_get_target());
+  constexpr std::ptrdiff_t num_statistics = 2, num_moments = 2;
+  if (num_given == 0 && sizes.size() >= 3 && sizes[0] == 1 &&
+      num_made >= num_statistics + num_moments)
+    visitor(nullptr);
+  if (num_given < num_statistics || num_made < num_moments) return;
+  for (const Slot* slot : given) visitor(slot->provenance.storage._unsafe_get_target());
 }
 
 /// A batch norm saves five tensors at least.

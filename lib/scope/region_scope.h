@@ -79,6 +79,8 @@ class RegionScope : public Scope {
   virtual RegistrationWatcher* registrations() { return nullptr; }
   virtual GuardWatcher* guards() { return nullptr; }
   virtual ScriptWatch* scripts() { return nullptr; }
+  /// A region inside has returned. A batch norm in it moved running statistics with this storage.
+  virtual void statistics_moved(const c10::StorageImpl* /*statistics*/) {}
 
   bool is_recompute = false;              ///< not the first run
   bool is_inside_recompute = false;       ///< this region, or one around it, is recomputed

@@ -81,30 +81,31 @@ Sharer* sharer_of(c10::StorageImpl& storage) {
   return {data, sharer.release(), &leave, device};
 }
 
-/// Gives a storage memory of its own. Returns the pointer that it had.
-at::DataPtr move_away(Sharer& sharer) {
+/// Gives a storage memory of its own, of which copies can be made as lazily as before. The other
+/// sharers keep theirs.
+void move_away(Sharer& sharer) {
   c10::StorageImpl& storage = *sharer.storage;
-  at::DataPtr own = storage.allocator()->clone(sharer.sharing->memory.get(), storage.nbytes());
+  const auto own = std::make_shared<Sharing>();
+  own->memory = storage.allocator()->clone(sharer.sharing->memory.get(), storage.nbytes());
+  own->sharers.push_back(&sharer);
+  // From here on nothing throws.
   remove(sharer);
-  at::DataPtr left = std::move(storage._mutable_data_ptr_no_checks());
-  storage.set_data_ptr_noswap(std::move(own));
-  return left;
+  storage._mutable_data_ptr_no_checks().release_context();
+  sharer.sharing = own;
+  storage.set_data_ptr_noswap(pointer_of(std::unique_ptr<Sharer>(&sharer)));
 }
 
 /// The materializer. If memory runs out, it throws and is called again before the next write.
 void before_write(c10::StorageImpl* storage) {
-  c10::SmallVector<at::DataPtr, 2> left;  // ends after the lock
   const std::lock_guard<std::mutex> lock(sharing_mutex());
   Sharer* const writer = sharer_of(*storage);
   if (writer == nullptr) return;
   auto& all = writer->sharing->sharers;
   if (!writer->is_original) {
-    if (all.size() > 1) left.push_back(move_away(*writer));
+    if (all.size() > 1) move_away(*writer);
     return;
   }
-  left.reserve(all.size());
-  while (all.size() > 1)
-    left.push_back(move_away(*(all.back() == writer ? all.front() : all.back())));
+  while (all.size() > 1) move_away(*(all.back() == writer ? all.front() : all.back()));
 }
 
 template <class Storage>

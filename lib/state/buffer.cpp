@@ -139,7 +139,7 @@ Buffers& buffers() {
 
 }  // namespace
 
-void note_statistics(const c10::StorageImpl& storage) {
+void note_norm(const c10::StorageImpl& storage) {
   auto& known = const_cast<c10::StorageImpl&>(storage);
   norms().with(
       WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::unsafe_reclaim_from_nonowning(&known)),

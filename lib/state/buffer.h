@@ -80,6 +80,6 @@ class Buffer final : public StateProvider {
 };
 
 /// A batch norm in training mode ran with running statistics in this storage.
-void note_statistics(const c10::StorageImpl& storage);
+void note_norm(const c10::StorageImpl& storage);
 
 }  // namespace remat

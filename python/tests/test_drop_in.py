@@ -548,6 +548,33 @@ class Settings(DropIn):
         with self.assertRaisesRegex(upstream.CheckpointError, "already unpacked once"):
             gradient(region(Twice.apply, x), x)
 
+    def test_an_argument_that_the_function_fills_before_it_reads(self) -> None:
+        def gradients() -> tuple[torch.Tensor, ...]:
+            x = leaf()
+            between = x * 2
+            kept: list[torch.Tensor] = []
+
+            def fill(t: torch.Tensor) -> torch.Tensor:
+                storage = t.untyped_storage()
+                if storage.size() == 0:
+                    storage.resize_(kept[0].untyped_storage().size())
+                    storage.copy_(kept[0].untyped_storage())
+                return t.sin().exp()
+
+            y = region(fill, between)
+            kept.append(between.detach().clone())
+            between.untyped_storage().resize_(0)
+            return gradient(y, x)
+
+        found = gradients()
+        self.assertEqual(self.num_regions(), 1)
+        remat.uninstall()
+        try:
+            expected = gradients()
+        finally:
+            remat.install()
+        self.check_equal(found, expected)
+
     def test_changed_parameters_are_recomputed_with(self) -> None:
         x, w = leaf(seed=1), leaf(seed=2)
         f = lambda t: (t * w).sin().exp()  # noqa: E731

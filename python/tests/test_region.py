@@ -616,6 +616,46 @@ class Arguments(Case):
             y.sum().backward()
         self.assertEqual(raised.exception.kind, remat.ErrorKind.INPUT_CHANGED)
 
+    def test_an_argument_that_the_function_fills_before_it_reads(self) -> None:
+        for options in ({"capture_check": "ignore"}, {"input_mode": "copy_on_write"}):
+            for make in (lambda x: x * 2, lambda x: x.detach() * 2):  # with a history, and without
+                x = leaf()
+                between = make(x)
+                kept: list[torch.Tensor] = []
+
+                def fill(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+                    storage = t.untyped_storage()
+                    if storage.size() == 0:
+                        storage.resize_(kept[0].untyped_storage().size())
+                        storage.copy_(kept[0].untyped_storage())
+                    return (x * t).sin().exp()
+
+                expected = gradient(fill(x, make(x)), x)
+                y = remat.checkpoint(fill, x, between, **options)
+                kept.append(between.detach().clone())
+                between.untyped_storage().resize_(0)
+                self.check_equal(gradient(y, x, retain_graph=True), expected)
+                self.check_equal(gradient(y, x), expected)
+
+    def test_running_statistics_as_arguments(self) -> None:
+        def f(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+            centred = x - mean  # reads what the norm moves
+            return torch.nn.functional.batch_norm(x, mean, variance, training=True).sin() * centred
+
+        x = torch.randn(6, 2, requires_grad=True)
+        plain = torch.zeros(2), torch.ones(2)
+        expected = gradient(f(x, *plain), x)
+        own = torch.zeros(2), torch.ones(2)
+        text = '(?s)running statistics.*input_mode="copy_on_write"'
+        with self.assertRaisesRegex(remat.CheckpointError, text) as caught:
+            gradient(remat.checkpoint(lambda *all: f(*all), x, *own), x)
+        self.assertIs(caught.exception.kind, remat.ErrorKind.INPUT_CHANGED)
+        own = torch.zeros(2), torch.ones(2)
+        y = remat.checkpoint(f, x, *own, input_mode="copy_on_write")
+        for _ in range(2):
+            self.check_equal(gradient(y, x, retain_graph=True), expected)
+        self.check_equal(own, plain)
+
     def test_wrapping_classes_as_copies(self) -> None:
         from torch.testing._internal.two_tensor import TwoTensor
 

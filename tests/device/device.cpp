@@ -74,6 +74,36 @@ TEST_CASE("with copies a function may write to its argument on a device", "[devi
   require_same(with, program([&](const Tensor& t) { return block(t.clone()); }));
 }
 
+TEST_CASE("with copies each recompute begins with the data of the call on a device",
+          "[device][copies]") {
+  const Tensor values = at::randn({6});
+  const bool in_version = GENERATE(true, false);
+  CAPTURE(in_version);
+  const auto f = [&](const Tensor& x, Tensor m) {
+    if (in_version)
+      m.mul_(2);
+    else
+      m.data().mul_(2);
+    return (x * m).exp();
+  };
+  const auto program = [&](auto run) {
+    const Tensor x = stand_in_leaf(values);
+    const Tensor y = run(x, stand_in_leaf(values).detach());
+    Tensors all;
+    for (int i = 0; i < 3; ++i) all.push_back(grad_of(y, {x}, {.retain_graph = true})[0]);
+    const Tensor first = grad_of(y, {x}, {.create_graph = true})[0];
+    all.push_back(first.detach());
+    for (int i = 0; i < 2; ++i) all.push_back(grad_of(first, {x}, {.retain_graph = true})[0]);
+    return all;
+  };
+  const Tensors with = program([&](const Tensor& x, const Tensor& m) {
+    return checkpoint({.inputs = remat::InputMode::CopyOnWrite}, f, x, m);
+  });
+  const Tensors plain = program(f);
+  for (std::size_t i = 0; i < plain.size(); ++i) require_same(with[i], plain[i]);
+  drop_ready_nodes();
+}
+
 TEST_CASE("tensors on two devices: both generators are preserved", "[device][RNG-10][DEV-02]") {
   const Tensor values = at::randn({4});
   const std::vector<Tensor> x{stand_in_leaf(values, 0), stand_in_leaf(values, 1)};

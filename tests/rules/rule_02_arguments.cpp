@@ -237,6 +237,36 @@ TEST_CASE("an argument that is given other data after the call is an error that 
   CHECK(bit_equal(grad_of(ignored, {x})[0], 2 * (x * 2).cos().detach()));
 }
 
+TEST_CASE("an emptied argument is an error, or the function may fill it before it reads",
+          "[checkpoint][rule-2][rule-10]") {
+  const Tensor x = leaf({3});
+  for (const auto check : {remat::CaptureCheck::Raise, remat::CaptureCheck::Ignore}) {
+    Tensor h = x * 2;
+    const Tensor values = copy_of(h);
+    const Tensor y = remat::checkpoint(
+        {.capture_check = check},
+        [&](const Tensor& t) {
+          if (t.storage().nbytes() == 0) {
+            const std::size_t num_bytes = values.storage().nbytes();
+            t.storage().set_data_ptr(t.storage().allocator()->allocate(num_bytes));
+            t.storage().set_nbytes(num_bytes);
+            t.data().copy_(values);
+          }
+          return t.sin().exp();
+        },
+        h);
+    h.storage().set_data_ptr({});
+    h.storage().set_nbytes(0);
+    if (check == remat::CaptureCheck::Raise) {
+      const auto error = error_of<remat::CheckpointError>([&] { grad_of(y, {x}); });
+      CHECK(error.kind() == Kind::InputChanged);
+      CHECK_THAT(error.what(), contains("CaptureCheck::Ignore"));
+    } else {
+      require_bit_equal(grad_of(y, {x}), grad_of((x * 2).sin().exp(), {x}));
+    }
+  }
+}
+
 TEST_CASE("an argument that is given its own data is unchanged", "[checkpoint][rule-2]") {
   const Tensor x = leaf({3});
   Tensor s = at::rand({3});
