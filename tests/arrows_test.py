@@ -38,7 +38,7 @@ DOORS = {
     "tensor": None,
     "scope": None,
     "rng": {"device_claims", "device_rng", "draws", "recompute_draws"},
-    "state": {"early_guards", "module_state", "parameter_names", "streams", "surroundings", "user_state"},
+    "state": {"buffer", "early_guards", "module_state", "parameter_names", "streams", "surroundings", "user_state"},
     "observe": {"op_log", "profiler", "recording"},
     "frame": {"active_recomputes", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "mismatch",
               "region"},
