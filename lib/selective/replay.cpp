@@ -296,13 +296,14 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   check_arguments(*record, op, counted, arguments);
   if (record->is_changed()) {
     // What reads no tensor is filled in place everywhere (ones().tril_()), and made again as well.
-    if (!rule.options().allow_cache_entry_mutation && !traits.is_factory)
+    if (!rule.options().allow_cache_entry_mutation && !traits.is_factory && !record->is_preferred)
       fail(CheckpointError::Kind::SelectiveMutation,
            fmt::format("the result of {}, call {}, was kept and then changed in place", traits.name,
                        counted.call),
            "an in-place operator, in the region or after it, wrote to the kept tensor",
            "keep another result, use the operator that does not write in place, or set "
-           "SelectiveOptions::allow_cache_entry_mutation, with which such a call runs again");
+           "SelectiveOptions::allow_cache_entry_mutation, with which such a call runs again, as "
+           "where the policy answers PreferSave");
     forward = {};
     lock.unlock();
     return run_for_real(op, stack, counted);
