@@ -140,16 +140,22 @@ bool ChangedOperands::is_tainted(const Node& node) const {
 
 // See Note [State with a history].
 bool ChangedOperands::is_new_state(const at::TensorBase& tensor, const Node& node) {
-  if (is_made_here(node)) return false;
+  if (is_made_here(node) || &node == passed_node_) return false;
+  if (!new_nodes_.empty() &&
+      std::find(new_nodes_.begin(), new_nodes_.end(), &node) != new_nodes_.end())
+    return true;
   const bool is_of_forward = node.thread_id() == forward_.thread;
   if (is_of_forward ? node.sequence_nr() < forward_.sequence : node.thread_id() != here_.thread)
     return false;
   const at::TensorRef borrowed(tensor);
   const at::Tensor& state = *borrowed;
   const c10::VariableVersion& counter = state.unsafeGetTensorImpl()->version_counter();
-  const c10::StorageImpl* const storage = known_storage_of(state);
+  if (is_given_(state)) {
+    passed_node_ = &node;
+    return false;
+  }
   if ((!is_of_forward && noted_.has(counter)) || leaf_behind(state) != nullptr ||
-      is_given_(state) || (vouched_ != nullptr && vouched_->contains(storage)) ||
+      (vouched_ != nullptr && vouched_->contains(known_storage_of(state))) ||
       is_planted(Fault::CaptureCheck))
     return false;
   constexpr std::size_t max_described = 5;  // as many as an error lists
@@ -162,13 +168,15 @@ bool ChangedOperands::is_new_state(const at::TensorBase& tensor, const Node& nod
 }
 
 void ChangedOperands::node_asked(const at::TensorBase& tensor, const Node* node) {
+  const bool is_new = node != nullptr && is_new_state(tensor, *node);
+  if (node != nullptr && !is_new && changes_.empty() && tainted_.empty()) return;
   const uint64_t number = number_at_work();
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
   if (number != at_work_) operands_.clear();
   at_work_ = number;
   operands_.push_back(storage);
-  if (node != nullptr && (is_tainted(*node) || is_new_state(tensor, *node))) taint(number);
+  if (is_new || (node != nullptr && is_tainted(*node))) taint(number);
   if (changes_.empty()) return;
   const c10::VariableVersion& counter = impl.version_counter();
   if (!counter.enabled() || (vouched_ != nullptr && vouched_->contains(storage))) return;

@@ -131,6 +131,7 @@ class ChangedOperands final : public seam::NodeWatch {
   const StorageSet* const vouched_;
   const c10::function_ref<bool(const at::Tensor&)> is_given_;
   std::vector<const torch::autograd::Node*> new_nodes_;  // of new state; only to be compared
+  const torch::autograd::Node* passed_node_ = nullptr;   // of an argument
   std::unordered_set<uint64_t> tainted_;  // sequence numbers of operators' nodes
   uint64_t at_work_ = 0;                  // that of the operator whose tensors these are:
   c10::SmallVector<const c10::StorageImpl*, 4> operands_;
