@@ -302,8 +302,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
                        counted.call),
            "an in-place operator, in the region or after it, wrote to the kept tensor",
            "keep another result, use the operator that does not write in place, or set "
-           "SelectiveOptions::allow_cache_entry_mutation, with which such a call runs again, as "
-           "where the policy answers PreferSave");
+           "SelectiveOptions::allow_cache_entry_mutation, with which such a call runs again");
     forward = {};
     lock.unlock();
     return run_for_real(op, stack, counted);

@@ -77,8 +77,9 @@ TEST_CASE("state with a history that nothing saves and that the function assigns
       CHECK(error.kind() == Kind::CaptureChanged);
       CHECK(error.region() == "neuron");
     }
-    elsewhere([&] { CHECK(error_of_grad(y, x).kind() == Kind::CaptureChanged); });
-    elsewhere([&] { CHECK(error_of_grad(y, x).kind() == Kind::CaptureChanged); });
+    elsewhere([&] {
+      for (int i = 0; i < 2; ++i) CHECK(error_of_grad(y, x).kind() == Kind::CaptureChanged);
+    });
   }
 }
 
@@ -103,6 +104,7 @@ TEST_CASE("an error about state that is assigned anew names the operator that ma
   CHECK(error.mismatches().at(0).position == -1);
   CHECK_THAT(text_of(error), contains("made by AddBackward0 after forward began"));
   CHECK_THAT(text_of(error), contains("state that the function, or a later call, assigns anew"));
+  grad_of(x.sum(), {x});  // LibTorch's queue lets go of the rest of the backward that threw
 }
 
 TEST_CASE("state that is an argument and a result has the gradient of plain execution",

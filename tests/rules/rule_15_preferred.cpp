@@ -25,9 +25,11 @@ struct ConvBlock : torch::nn::Module {
     project = conv("project", 8, 4, 3);
   }
   Tensor forward(const Tensor& x) {
-    Tensor h = norm(expand(x)).silu_();
-    Tensor s = excite(reduce(h.mean({2, 3}, true)).silu_()).sigmoid();
-    return project(h * s).silu_();
+    Tensor h = norm(expand(x)), squeezed;
+    at::silu_(h);
+    squeezed = reduce(h.mean({2, 3}, true));
+    Tensor y = project(h * excite(at::silu_(squeezed)).sigmoid());
+    return at::silu_(y);
   }
   torch::nn::Conv2d expand{nullptr}, reduce{nullptr}, excite{nullptr}, project{nullptr};
   torch::nn::BatchNorm2d norm{nullptr};
@@ -55,24 +57,23 @@ TEST_CASE("matmuls that an activation overwrites are computed again, the others 
 TEST_CASE("a result that is changed after forward is computed again if keeping it is preferred",
           "[rule-15]") {
   const Tensor x = leaf({4, 4});
-  const auto f = [](const Tensor& x) { return (x.mm(x).sin() * 2).mm(x); };
-  const auto run = [&](auto&& call) {
-    Tensor y = call(x);
-    const Tensor z = y.clone();
-    y.mul_(2);
-    return z * y;
+  const auto f = [](const Tensor& x) {
+    const Tensor product = x.mm(x);
+    return std::pair(product, (product * 2).sin());  // autograd saves no product
   };
-  const Tensors plain = grad_of(run(f), {x});
-  KernelCounter kernels;
+  const auto sum_of = [](std::pair<Tensor, Tensor> results) {
+    results.first.mul_(2);
+    return results.first.sum() + results.second.sum();
+  };
+  const Tensors plain = grad_of(sum_of(f(x)), {x});
   const auto region = [&](const Policy& policy) {
-    return run([&](const Tensor& t) {
-      return remat::checkpoint({.early_stop = false, .policy = policy}, f, t);
-    });
+    return sum_of(remat::checkpoint({.policy = policy}, f, x));
   };
+  KernelCounter kernels;
   const Tensor y = region(remat::save_matmuls());
   kernels.reset();
   require_bit_equal(grad_of(y, {x}), plain);
-  CHECK(kernels.count("sin") == 1);
+  CHECK(kernels.count("mm") == 3);  // the recompute's, and two of backward's own
   const Tensor z = region(remat::save_ops({"aten::mm"}));
   const auto error = error_of<CheckpointError>([&] { grad_of(z, {x}); });
   CHECK(error.kind() == CheckpointError::Kind::SelectiveMutation);
@@ -98,14 +99,13 @@ TEST_CASE("what is not kept after all holds no bytes", "[rule-15]") {
   const Tensor z = remat::checkpoint({.policy = answering(CheckpointPolicy::MustSave)}, f, x);
   const auto error = error_of<CheckpointError>([&] { grad_of(z, {x}); });
   CHECK(error.kind() == CheckpointError::Kind::SelectiveMutation);
-  CHECK_THAT(text_of(error), contains("PreferSave"));
 }
 
 TEST_CASE("a preferred result that a name keeps as well may not be changed", "[rule-15]") {
   const Tensor x = leaf({4, 4});
   const auto f = [](const Tensor& x) {
     Tensor y = remat::checkpoint_name(x.mm(x), "product");
-    return y.silu_() * x;
+    return at::silu_(y) * x;
   };
   const auto region = [&](const Policy& policy) {
     return remat::checkpoint({.policy = policy}, f, x);
