@@ -480,8 +480,9 @@ TEST_CASE("the ready-made policies take the options of others", "[policy]") {
     };
   };
   const SelectiveOptions allowed{.allow_cache_entry_mutation = true};
-  CHECK_THROWS_AS(changes_what_is_kept(remat::save_matmuls())(), CheckpointError);
-  CHECK_NOTHROW(changes_what_is_kept(remat::save_matmuls(allowed))());
+  CHECK_THROWS_AS(changes_what_is_kept(remat::save_ops({"aten::mm"}))(), CheckpointError);
+  CHECK_NOTHROW(changes_what_is_kept(remat::save_ops({"aten::mm"}, allowed))());
+  CHECK_NOTHROW(changes_what_is_kept(remat::save_matmuls())());  // it only prefers
   CHECK_THROWS_AS(changes_what_is_kept(remat::save_names({"product"}))(), CheckpointError);
   CHECK_NOTHROW(changes_what_is_kept(remat::save_names({"product"}, allowed))());
   CHECK_NOTHROW(changes_what_is_kept(remat::save_all_but_names({"other"}, allowed))());

@@ -13,10 +13,13 @@
 #include "lib/frame/inputs.h"
 #include "lib/frame/naming.h"
 #include "lib/seam/autograd_meta.h"
+#include "lib/tensor/tensor_metadata.h"
 
 namespace remat {
 
 namespace {
+
+using torch::autograd::Node;
 
 /// What all tensors have that count their versions together: a number that says which counter it is.
 const void* address_of(const c10::VariableVersion& counter) {
@@ -102,38 +105,93 @@ std::vector<const CapturedOperand*> CapturedOperands::changed() const {
   return all;
 }
 
-ChangedOperands::ChangedOperands(const std::vector<const CapturedOperand*>& changed,
-                                 const StorageSet* vouched)
-    : vouched_(vouched), thread_(at::RecordFunction::currentThreadId()) {
+ChangedOperands::ChangedOperands(const RegionStart& forward, const CapturedOperands& noted,
+                                 const std::vector<const CapturedOperand*>& changed,
+                                 const StorageSet* vouched,
+                                 c10::function_ref<bool(const at::Tensor&)> is_given)
+    : forward_(forward), noted_(noted), vouched_(vouched), is_given_(is_given) {
   for (const CapturedOperand* each : changed)
     changes_.push_back({each, each->counter.current_version(), /*is_read=*/false, {}});
+  if (changes_.empty()) pass_over_from(here_.sequence, here_.thread);
 }
 
 void ChangedOperands::forgive_operator() {
-  if (at::RecordFunction::currentThreadId() == thread_) tainted_.erase(number_at_work());
+  if (at::RecordFunction::currentThreadId() == here_.thread) tainted_.erase(number_at_work());
 }
 
-void ChangedOperands::node_asked(const at::TensorBase& tensor, const torch::autograd::Node* node) {
+void ChangedOperands::taint(uint64_t number) {
+  tainted_.insert(number);
+  pass_over_from(UINT64_MAX, here_.thread);  // what is computed with its result is tainted, too
+}
+
+// An autograd Function of Python's asks before its node is there; its edges show what it was given.
+bool ChangedOperands::is_tainted(const Node& node) const {
+  if (!is_made_here(node)) return false;
+  if (tainted_.contains(node.sequence_nr())) return true;
+  const auto& edges = node.next_edges();
+  return std::any_of(edges.begin(), edges.end(), [&](const torch::autograd::Edge& edge) {
+    const Node* const source = edge.function.get();
+    return source != nullptr &&
+           (is_made_here(*source) ? tainted_.contains(source->sequence_nr())
+                                  : std::find(new_nodes_.begin(), new_nodes_.end(), source) !=
+                                        new_nodes_.end());
+  });
+}
+
+// See Note [State with a history].
+bool ChangedOperands::is_new_state(const at::TensorBase& tensor, const Node& node) {
+  if (is_made_here(node) || &node == passed_node_) return false;
+  if (!new_nodes_.empty() &&
+      std::find(new_nodes_.begin(), new_nodes_.end(), &node) != new_nodes_.end())
+    return true;
+  const bool is_of_forward = node.thread_id() == forward_.thread;
+  if (is_of_forward ? node.sequence_nr() < forward_.sequence : node.thread_id() != here_.thread)
+    return false;
+  const at::TensorRef borrowed(tensor);
+  const at::Tensor& state = *borrowed;
+  const c10::VariableVersion& counter = state.unsafeGetTensorImpl()->version_counter();
+  if (is_given_(state)) {
+    passed_node_ = &node;
+    return false;
+  }
+  if ((!is_of_forward && noted_.has(counter)) || leaf_behind(state) != nullptr ||
+      (vouched_ != nullptr && vouched_->contains(known_storage_of(state))) ||
+      is_planted(Fault::CaptureCheck))
+    return false;
+  constexpr std::size_t max_described = 5;  // as many as an error lists
+  new_nodes_.push_back(&node);
+  if (new_state_.size() < max_described)
+    new_state_.push_back({TensorIdentity::of(state),
+                          TensorMetadata(state, false).text() + ", made by " + node.name() +
+                              " after forward began"});
+  return true;
+}
+
+void ChangedOperands::node_asked(const at::TensorBase& tensor, const Node* node) {
+  const bool is_new = node != nullptr && is_new_state(tensor, *node);
+  if (node != nullptr && !is_new && changes_.empty() && tainted_.empty()) return;
   const uint64_t number = number_at_work();
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
   if (number != at_work_) operands_.clear();
   at_work_ = number;
   operands_.push_back(storage);
-  if (node != nullptr && is_tainted(*node)) tainted_.insert(number);
+  if (is_new || (node != nullptr && is_tainted(*node))) taint(number);
+  if (changes_.empty()) return;
   const c10::VariableVersion& counter = impl.version_counter();
   if (!counter.enabled() || (vouched_ != nullptr && vouched_->contains(storage))) return;
   for (Change& each : changes_)
     if (seam::is_same_counter(each.then->counter, counter) &&
         counter.current_version() == each.version) {
       if (!std::exchange(each.is_read, true)) each.name = name_here(*each.then);
-      tainted_.insert(number);
+      taint(number);
     }
 }
 
-bool ChangedOperands::made(const at::Tensor& saved, bool is_made_inside) const {
+bool ChangedOperands::made(const at::Tensor& saved, bool is_made_inside) {
+  if (const Node* const node = seam::node_of(saved))
+    return (!tainted_.empty() && is_tainted(*node)) || is_new_state(saved, *node);
   if (tainted_.empty()) return false;
-  if (const torch::autograd::Node* const node = seam::node_of(saved)) return is_tainted(*node);
   // Without a node it is an argument of the operator at work, or what its kernel has made.
   return is_made_inside && at_work_ == number_at_work() && tainted_.contains(at_work_) &&
          std::find(operands_.begin(), operands_.end(), storage_of(saved)) == operands_.end();

@@ -12,11 +12,23 @@
 // changed capture (Rule 10). What the recompute does not reach, and what does not come into a saved tensor, does no
 // harm, and raises nothing. One that the function itself has written to in this recompute before it reads it is taken as made
 // there.
-// Not seen: what operators without any gradient read (a mask that is computed of a changed tensor), another tensor in the
-// place of one that nothing saved, and other data (`set_data`) of a result that is an argument and captured, too, which
+//
+// Note [State with a history]
+// A function may assign a captured variable anew: `v = v * 0.5 + x`. Its recompute finds the tensor
+// that forward left there, or a later call, or an earlier recompute. So a captured tensor whose
+// history was made after forward began is a changed capture, too, and an operator that is given one
+// is tainted. Node numbers grow on each thread. On the thread of forward they show whether a node is
+// younger than forward; on the recompute's own thread, whether it is older than the recompute: there
+// forward may have read the tensor, and has noted it then. A view or a cast of a leaf is judged by
+// the leaf. Nodes of other threads pass: a function may make those anew in each run.
+//
+// Not seen: tensors that operators without any gradient read (a mask that is computed of a changed
+// tensor), another tensor in the place of one that nothing saved unless its history is younger than
+// forward, and other data (`set_data`) of a result that is an argument and captured, too, which
 // would take noting every argument: 1,300 instructions a region.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/function.h>
 
@@ -58,6 +70,9 @@ class CapturedOperands {
   std::vector<const CapturedOperand*> changed() const;
   /// There are none, in most regions.
   bool is_empty() const { return noted_ == nullptr; }
+  bool has(const c10::VariableVersion& counter) const {
+    return noted_ != nullptr && noted_->has(counter);
+  }
   void clear() { noted_.reset(); }
 
  private:
@@ -73,13 +88,17 @@ class CapturedOperands {
 /// Follows what one recompute computes with changed captures. On its thread.
 class ChangedOperands final : public seam::NodeWatch {
  public:
-  /// `vouched`: providers say of these storages that they are as forward saw them; null for none.
-  ChangedOperands(const std::vector<const CapturedOperand*>& changed, const StorageSet* vouched);
+  /// Forward began at `forward`, and noted `noted`, of which `changed` have changed. `vouched`: providers
+  /// say of these storages that they are as forward saw them; null for none. `is_given`: whether a
+  /// tensor is an argument of the recompute. The arguments outlive this.
+  ChangedOperands(const RegionStart& forward, const CapturedOperands& noted,
+                  const std::vector<const CapturedOperand*>& changed, const StorageSet* vouched,
+                  c10::function_ref<bool(const at::Tensor&)> is_given);
 
   /// The operator at work has its result from elsewhere.
   void forgive_operator();
   /// Whether a tensor that autograd saves now was computed with a changed capture. `is_made_inside`: as forward's was.
-  bool made(const at::Tensor& saved, bool is_made_inside) const;
+  bool made(const at::Tensor& saved, bool is_made_inside);
   struct Change {
     const CapturedOperand* then;
     uint32_t version;  ///< when the recompute began
@@ -87,17 +106,32 @@ class ChangedOperands final : public seam::NodeWatch {
     std::string name;  ///< that a region knows in which it is read
   };
   const std::vector<Change>& changes() const { return changes_; }
+  /// A captured tensor whose history was made after forward began.
+  struct NewState {
+    TensorIdentity tensor;
+    std::string text;
+  };
+  /// The first of those that operators were given.
+  const std::vector<NewState>& new_state() const { return new_state_; }
 
   bool is_watching() const override { return true; }
   void node_asked(const at::TensorBase& tensor, const torch::autograd::Node* node) override;
 
  private:
-  bool is_tainted(const torch::autograd::Node& node) const {
-    return node.thread_id() == thread_ && tainted_.contains(node.sequence_nr());
+  bool is_made_here(const torch::autograd::Node& node) const {
+    return node.thread_id() == here_.thread && node.sequence_nr() >= here_.sequence;
   }
+  bool is_tainted(const torch::autograd::Node& node) const;
+  bool is_new_state(const at::TensorBase& tensor, const torch::autograd::Node& node);
+  void taint(uint64_t number);
   std::vector<Change> changes_;
+  std::vector<NewState> new_state_;
+  const RegionStart forward_, here_ = RegionStart::here();
+  const CapturedOperands& noted_;
   const StorageSet* const vouched_;
-  const uint64_t thread_;
+  const c10::function_ref<bool(const at::Tensor&)> is_given_;
+  std::vector<const torch::autograd::Node*> new_nodes_;  // of new state; only to be compared
+  const torch::autograd::Node* passed_node_ = nullptr;   // of an argument
   std::unordered_set<uint64_t> tainted_;  // sequence numbers of operators' nodes
   uint64_t at_work_ = 0;                  // that of the operator whose tensors these are:
   c10::SmallVector<const c10::StorageImpl*, 4> operands_;

@@ -65,9 +65,13 @@ bool Filler::gives(const CapturedOperand& operand) const {
   const auto object = operand.object.lock();
   const c10::StorageImpl* const storage =
       object ? known_storage_of(at::Tensor(object)) : operand.storage._unsafe_get_target();
+  return gives(storage, operand.counter);
+}
+
+bool Filler::gives(const c10::StorageImpl* storage, const c10::VariableVersion& counter) const {
   const auto given = inputs_with(storage);
   return std::any_of(given.begin(), given.end(), [&](const GivenInput& each) {
-    return seam::is_same_counter(each.counter, operand.counter);
+    return seam::is_same_counter(each.counter, counter);
   });
 }
 
@@ -342,6 +346,9 @@ void Filler::compare(int64_t position, const Slot& slot, const at::Tensor& saved
 }
 
 void Filler::note_operands() {
+  for (const auto& [tensor, text] : operands_->new_state())
+    differences_.operands.push_back({{-1, "another tensor, or none", text, {}, {}}, {}, tensor});
+  differences_.has_new_state = !operands_->new_state().empty();
   for (const ChangedOperands::Change& each : operands_->changes()) {
     if (!each.is_read) continue;
     const auto alive = each.then->object.lock();

@@ -53,6 +53,9 @@ class Filler final : public SlotFiller {
   bool is_forward_over() const { return view_.is_settled; }
   /// Whether the operand is an argument of this recompute, as it is given.
   bool gives(const CapturedOperand& operand) const;
+  bool gives(const at::Tensor& tensor) const {
+    return gives(known_storage_of(tensor), tensor.unsafeGetTensorImpl()->version_counter());
+  }
   /// The recompute must run to its end, unless forward has not got there yet.
   void forbid_stop() { early_stop_ = !view_.is_settled; }
   /// What comes after the last slot is nobody's.
@@ -117,6 +120,7 @@ class Filler final : public SlotFiller {
 
  private:
   /// `origin`: the input of which `saved` is an alias; null for none.
+  bool gives(const c10::StorageImpl* storage, const c10::VariableVersion& counter) const;
   void take(int64_t position, const at::Tensor& saved, const at::Tensor* origin,
             const at::Tensor& kept);
   bool is_vouched(const at::Tensor& tensor) const {

@@ -73,6 +73,7 @@ class Frame final : public TaskMember {
   bool has_built(const at::Tensor& tensor) const { return is_built_since(start_, tensor); }
   const RegionStart& start() const { return start_; }
   CapturedOperands& operands() { return operands_; }
+  const CapturedOperands& operands() const { return operands_; }
   ForwardNotes& notes() { return notes_; }
   ValuesByTask& values() { return values_; }
   /// The keeper is null if nothing is kept. Set once, in forward.

@@ -136,8 +136,8 @@ bool lacks_names(const Region& region, const std::vector<Mismatch>& mismatches) 
          });
 }
 
-/// What the recompute saw of a function that its first forward initialises: it comes before the usual causes.
-std::string first_forward_text(const Differences& differences) {
+/// What the recompute saw of an initialisation, or of state: it comes before the usual causes.
+std::string seen_text(const Differences& differences) {
   constexpr char advice[] =
       "run one forward outside regions before training (under a remat::DisableCheckpointGuard)";
   if (differences.has_other_members)
@@ -152,6 +152,11 @@ std::string first_forward_text(const Differences& differences) {
         "forward updates, make its module the region's function or name it in "
         "CheckpointOptions::modules.\n",
         advice);
+  if (differences.has_new_state)
+    return "Seen: the recompute computed with a captured tensor whose history was made after forward "
+           "began: state that the function, or a later call, assigns anew (the potential of a spiking "
+           "neuron, a hidden state), or a value that its first forward computes and keeps. Pass it as "
+           "an argument, and return the new one.\n";
   return {};
 }
 
@@ -198,7 +203,7 @@ void Differences::clear_capture(int64_t position) {
 }
 
 void throw_differences(const Region& region, Differences differences, const OpLog* log) {
-  const std::string seen = first_forward_text(differences);
+  const std::string seen = seen_text(differences);
   if (differences.has_captures())
     throw_with(
         region, Kind::CaptureChanged,
@@ -238,7 +243,7 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
                                                          : std::move(differences.contents));
   if (facts.mismatches.empty() && parting)
     facts.mismatches.push_back(with_names(region, std::move(*parting)));
-  const std::string seen = first_forward_text(differences);
+  const std::string seen = seen_text(differences);
   const char* fact =
       is_more ? "trying to save more tensors during recomputation than during the original forward "
                 "pass."

@@ -34,6 +34,8 @@ struct Differences {
   std::vector<int64_t> other_leaves;
   /// The recompute wrote to a captured tensor itself.
   bool function_writes = false;
+  /// The recompute computed with a tensor whose history was made after forward began.
+  bool has_new_state = false;
   /// The function's module has other parameters or modules than when forward began.
   bool has_other_members = false;
   /// The tensor at that position is no changed capture.

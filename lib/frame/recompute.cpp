@@ -71,15 +71,12 @@ bool writes_buffers(Frame& frame) {
   return state != nullptr && state->is_compared();
 }
 
-/// Null if nothing changed of what forward computed with. See Note [Captures that nothing saves].
-std::unique_ptr<ChangedOperands> operands_to_follow(Frame& frame, const Filler& filler,
-                                                    const UserRestore& user_state) {
-  if (frame.operands().is_empty() || !filler.is_forward_over()) return nullptr;
+/// What changed of what forward computed with. See Note [Captures that nothing saves].
+std::vector<const CapturedOperand*> changed_operands(const Frame& frame, const Filler& filler) {
   std::vector<const CapturedOperand*> changed = frame.operands().changed();
   // An argument that was written to, and has its contents again.
   std::erase_if(changed, [&](const CapturedOperand* each) { return filler.gives(*each); });
-  if (changed.empty()) return nullptr;
-  return std::make_unique<ChangedOperands>(changed, user_state.written());
+  return changed;
 }
 
 /// Runs the function with everything around it as forward had it. Returns normally after a stop, too;
@@ -130,9 +127,13 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
     frame.visit_outside([&](at::Tensor known) { outside.add(std::move(known)); });
     scope->set_outside(&outside);
     scope->set_user_restore(&user_state);
-    const auto changed = operands_to_follow(frame, filler, user_state);
-    const seam::OnlyNodeWatch watch(changed.get());
-    filler.set_operands(changed.get());
+    const auto is_given = [&](const at::Tensor& tensor) { return filler.gives(tensor); };
+    std::optional<ChangedOperands> operands;
+    if (region.options.capture_check == CaptureCheck::Raise && filler.is_forward_over())
+      operands.emplace(frame.start(), frame.operands(), changed_operands(frame, filler),
+                       user_state.written(), is_given);
+    const seam::OnlyNodeWatch watch(operands ? &*operands : nullptr);
+    filler.set_operands(operands ? &*operands : nullptr);
     Scope user_scope;
     if (region.extras != nullptr && region.extras->contexts.recompute)
       user_scope = region.extras->contexts.recompute();

@@ -318,7 +318,7 @@ Policy save_matmuls(SelectiveOptions options) {
           "aten::_scaled_dot_product_fused_attention_overrideable",
           "aten::_flash_attention_forward", "aten::_efficient_attention_forward"})
       if (!operators_named(name).empty()) ops.emplace_back(name);
-    return save_ops(std::move(ops), with);
+    return by_ops(ops, Answer::PreferSave, with, "save_matmuls");
   };
   // Regions ask for it each time; its operators are looked up once.
   if (options.allow_cache_entry_mutation || options.save_through_hooks || options.ask_again)

@@ -25,6 +25,11 @@ inline bool is_offloading(CheckpointPolicy answer) {
   return answer == CheckpointPolicy::MustCpuOffload || answer == CheckpointPolicy::PreferCpuOffload;
 }
 
+/// Whether a result that is changed in place is computed again, rather than an error.
+inline bool is_preferring(CheckpointPolicy answer) {
+  return answer == CheckpointPolicy::PreferSave || answer == CheckpointPolicy::PreferCpuOffload;
+}
+
 /// A rule is immutable but for the names seen; all copies of a Policy and the regions under it
 /// share it.
 class PolicyRule {

@@ -297,7 +297,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   check_arguments(*record, op, counted, arguments);
   if (record->is_changed()) {
     // What reads no tensor is filled in place everywhere (ones().tril_()), and made again as well.
-    if (!rule.options().allow_cache_entry_mutation && !traits.is_factory)
+    if (!rule.options().allow_cache_entry_mutation && !traits.is_factory && !record->is_preferred)
       fail(CheckpointError::Kind::SelectiveMutation,
            fmt::format("the result of {}, call {}, was kept and then changed in place", traits.name,
                        counted.call),

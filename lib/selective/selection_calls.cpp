@@ -204,6 +204,7 @@ void Selection::decide(Call& call, Freed& freed) {
   if (call.keeps || call.may_get_name || call.applies) {
     call.record = make_record();
     call.record->is_chosen = call.is_chosen;
+    call.record->is_preferred = call.keeps && is_preferring(call.answer);
     describe(call.arguments, *call.record);
   }
   call.must_run = traits.has_side_effect(call.arguments);

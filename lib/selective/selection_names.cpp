@@ -22,6 +22,7 @@ bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
   const ValueSource found = made->source;
   CallRecord* const record = record_.operators[found.op].calls[found.call].get();
   if (record == nullptr || found.output >= record->results.size()) return false;
+  record->is_preferred = false;  // a name insists
   if (record->is_kept) return true;
   if (record_.operators[found.op].op.schema().returns().size() != record->results.size())
     return false;

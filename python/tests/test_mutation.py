@@ -230,5 +230,94 @@ class RegionsInside(Failing):
                     self.assertNotIn("plain autograd refuses", text)
 
 
+class Neuron(torch.nn.Module):
+    """Keeps its potential, with a history, from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = []
+        for t in x:
+            self.v = self.v + (t - self.v) / 2
+            out.append(torch.sigmoid(self.v))
+        return torch.stack(out)
+
+
+class StateWithHistory(Case):
+    """A member that each call assigns anew is found changed; the drop-in recomputes with it, as upstream does."""
+
+    def gradient(self, call: Call) -> torch.Tensor:
+        neuron, x = Neuron(), torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+        (gradient,) = torch.autograd.grad(call(neuron, x).sum(), x)
+        return gradient
+
+    def test_it_is_an_error(self) -> None:
+        with self.assertRaises(remat.CheckpointError) as caught:
+            self.gradient(remat.checkpoint)
+        self.assertEqual(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
+        self.assertIn("made by AddBackward0 after forward began", str(caught.exception))
+
+    def test_the_drop_in_does_as_upstream(self) -> None:
+        upstream = self.gradient(functools.partial(checkpoint, use_reentrant=False))
+        self.assertTrue(torch.equal(self.gradient(drop_in), upstream))
+
+    def test_a_function_of_pythons_that_is_given_state(self) -> None:
+        class Twice(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+                return t * 2
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                return gradient * 2
+
+        state = [torch.zeros(3)]
+        x = torch.ones(3, requires_grad=True)
+
+        def function(t: torch.Tensor) -> torch.Tensor:
+            state[0] = state[0] * 0.5 + t
+            twice: torch.Tensor = Twice.apply(state[0])
+            before = Twice.apply(Twice.apply(state[0] + 1))
+            state[0] = t * 3
+            return twice.sin() + before.sin()
+
+        def first(t: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = Twice.apply(state[0]).sin()
+            state[0] = t * 3
+            return y + t
+
+        for each in (function, first):
+            remat.checkpoint(each, x)
+            y = remat.checkpoint(each, x)
+            with self.assertRaises(remat.CheckpointError):
+                y.sum().backward()
+
+
+class Preferred(Case):
+    """Results that a policy only prefers to keep may be changed in place."""
+
+    def test_convolutions_whose_results_are_overwritten(self) -> None:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.SiLU(inplace=True),
+            torch.nn.Conv2d(4, 4, 3), torch.nn.SiLU(inplace=True), torch.nn.Conv2d(4, 2, 3),
+        )  # fmt: skip
+        x = torch.randn(2, 3, 8, 8, requires_grad=True)
+
+        def gradients(call: Call, **options: Any) -> list[torch.Tensor]:
+            return list(torch.autograd.grad(call(net, x, **options).square().sum(), [x, *net.parameters()]))
+
+        expected = gradients(plain)
+        for policy in (remat.save_matmuls(), remat.save_best(1 << 20)):
+            for _ in range(4):  # save_best measures first
+                for a, b in zip(gradients(remat.checkpoint, policy=policy), expected):
+                    self.assertTrue(torch.equal(a, b))
+        with self.assertRaises(remat.CheckpointError) as caught:
+            gradients(remat.checkpoint, policy=remat.save_ops(["aten::convolution"]))
+        self.assertEqual(caught.exception.kind, remat.ErrorKind.SELECTIVE_MUTATION)
+
+
 if __name__ == "__main__":
     unittest.main()
