@@ -192,6 +192,7 @@ TEST_CASE(
   const Small small(1 << 20);
   const at::Device device = stand_in::device(0);
   const MemoryMeter meter(device);
+  stand_in::live_bytes();  // waits until the device's thread has let go of the last backward
   const int64_t before = meter.live_bytes();
   Tensor other;
   std::optional<MemoryLimitGuard> limit;
