@@ -28,9 +28,12 @@ namespace remat {
 class PolicyRule;  // lib/selective/policy_rule.h
 
 /// What a policy answers for one operator call (`torch/utils/checkpoint.py`). In eager execution
-/// Prefer* acts as Must*, with two exceptions: `PreferCpuOffload` keeps a tensor where it is when it
-/// cannot be moved, where `MustCpuOffload` throws; and about a value with a name (`checkpoint_name`)
-/// `PreferRecompute` says nothing, while `MustRecompute` lets go of what was kept.
+/// Prefer* acts as Must*, with three exceptions. A result that the program changes in place is
+/// computed again if the answer about its operator was `PreferSave` or `PreferCpuOffload`; it is an
+/// error (`SelectiveMutation`) if that was `MustSave` or `MustCpuOffload`, or if a name keeps it.
+/// `PreferCpuOffload` keeps a tensor where it is when it cannot be moved, where `MustCpuOffload`
+/// throws. About a value with a name (`checkpoint_name`) `PreferRecompute` says nothing, while
+/// `MustRecompute` lets go of what was kept.
 enum class CheckpointPolicy {
   MustSave,
   PreferSave,
@@ -127,7 +130,8 @@ REMAT_API Policy save_ops(std::vector<std::string> ops, SelectiveOptions options
 /// less than `SelectiveOptions::min_offload_bytes`. Copies run beside the device's work, and come back ahead of
 /// it; a result that the region writes to, or that is held when it ends, is copied before that.
 REMAT_API Policy offload_ops(std::vector<std::string> ops, SelectiveOptions options = {});
-/// Matrix products, convolutions and scaled dot product attention.
+/// Matrix products, convolutions and scaled dot product attention: PreferSave, others:
+/// PreferRecompute. A product that an activation then overwrites in place is computed again.
 REMAT_API Policy save_matmuls(SelectiveOptions options = {});
 
 /// Keeps the values that `checkpoint_name` gave one of these names (jax.checkpoint_policies). A name

@@ -116,25 +116,25 @@ ChangedOperands::ChangedOperands(const RegionStart& forward, const CapturedOpera
 }
 
 void ChangedOperands::forgive_operator() {
-  if (at::RecordFunction::currentThreadId() == here_.thread) tainted_.erase(number_at_work());
+  if (at::RecordFunction::currentThreadId() != here_.thread) return;
+  if (tainted_.empty() && new_nodes_.empty()) return;
+  tainted_.erase(number_at_work());
+  forgiven_.insert(number_at_work());
+  is_work_tainted_ = false;
 }
 
-void ChangedOperands::taint(uint64_t number) {
-  tainted_.insert(number);
-  pass_over_from(UINT64_MAX, here_.thread);  // what is computed with its result is tainted, too
-}
-
-// An autograd Function of Python's asks before its node is there; its edges show what it was given.
+// A program may ask for a node and compute nothing with it, and a Function of Python's asks before its
+// own node exists. So the edges of an operator's node say what it was given.
 bool ChangedOperands::is_tainted(const Node& node) const {
-  if (!is_made_here(node)) return false;
+  if (!is_made_here(node) || forgiven_.contains(node.sequence_nr())) return false;
   if (tainted_.contains(node.sequence_nr())) return true;
   const auto& edges = node.next_edges();
   return std::any_of(edges.begin(), edges.end(), [&](const torch::autograd::Edge& edge) {
     const Node* const source = edge.function.get();
     return source != nullptr &&
-           (is_made_here(*source) ? tainted_.contains(source->sequence_nr())
-                                  : std::find(new_nodes_.begin(), new_nodes_.end(), source) !=
-                                        new_nodes_.end());
+           (is_made_here(*source)
+                ? tainted_.contains(source->sequence_nr())
+                : std::find(new_nodes_.begin(), new_nodes_.end(), source) != new_nodes_.end());
   });
 }
 
@@ -160,23 +160,31 @@ bool ChangedOperands::is_new_state(const at::TensorBase& tensor, const Node& nod
     return false;
   constexpr std::size_t max_described = 5;  // as many as an error lists
   new_nodes_.push_back(&node);
+  pass_over_from(UINT64_MAX, here_.thread);  // its results may be tainted, too
   if (new_state_.size() < max_described)
-    new_state_.push_back({TensorIdentity::of(state),
-                          TensorMetadata(state, false).text() + ", made by " + node.name() +
-                              " after forward began"});
+    new_state_.push_back({TensorIdentity::of(state), TensorMetadata(state, false).text() +
+                                                         ", made by " + node.name() +
+                                                         " after forward began"});
   return true;
 }
 
 void ChangedOperands::node_asked(const at::TensorBase& tensor, const Node* node) {
   const bool is_new = node != nullptr && is_new_state(tensor, *node);
-  if (node != nullptr && !is_new && changes_.empty() && tainted_.empty()) return;
+  if (node != nullptr && !is_new && changes_.empty() && new_nodes_.empty()) return;
   const uint64_t number = number_at_work();
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const c10::StorageImpl* const storage = impl.unsafe_storage().unsafeGetStorageImpl();
-  if (number != at_work_) operands_.clear();
+  if (number != at_work_) {
+    operands_.clear();
+    is_work_tainted_ = false;
+  }
   at_work_ = number;
   operands_.push_back(storage);
-  if (is_new || (node != nullptr && is_tainted(*node))) taint(number);
+  if (node != nullptr && is_tainted(*node)) {
+    tainted_.insert(node->sequence_nr());
+    is_work_tainted_ = true;
+  }
+  is_work_tainted_ |= is_new;
   if (changes_.empty()) return;
   const c10::VariableVersion& counter = impl.version_counter();
   if (!counter.enabled() || (vouched_ != nullptr && vouched_->contains(storage))) return;
@@ -184,16 +192,17 @@ void ChangedOperands::node_asked(const at::TensorBase& tensor, const Node* node)
     if (seam::is_same_counter(each.then->counter, counter) &&
         counter.current_version() == each.version) {
       if (!std::exchange(each.is_read, true)) each.name = name_here(*each.then);
-      taint(number);
+      tainted_.insert(number);
+      is_work_tainted_ = true;
     }
 }
 
 bool ChangedOperands::made(const at::Tensor& saved, bool is_made_inside) {
   if (const Node* const node = seam::node_of(saved))
-    return (!tainted_.empty() && is_tainted(*node)) || is_new_state(saved, *node);
-  if (tainted_.empty()) return false;
+    return ((!tainted_.empty() || !new_nodes_.empty()) && is_tainted(*node)) ||
+           is_new_state(saved, *node);
   // Without a node it is an argument of the operator at work, or what its kernel has made.
-  return is_made_inside && at_work_ == number_at_work() && tainted_.contains(at_work_) &&
+  return is_work_tainted_ && is_made_inside && at_work_ == number_at_work() &&
          std::find(operands_.begin(), operands_.end(), storage_of(saved)) == operands_.end();
 }
 

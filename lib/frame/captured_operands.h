@@ -17,10 +17,11 @@
 // A function may assign a captured variable anew: `v = v * 0.5 + x`. Its recompute finds the tensor
 // that forward left there, or a later call, or an earlier recompute. So a captured tensor whose
 // history was made after forward began is a changed capture, too, and an operator that is given one
-// is tainted. Node numbers grow on each thread. On the thread of forward they show whether a node is
-// younger than forward; on the recompute's own thread, whether it is older than the recompute: there
+// is tainted. Node numbers grow on each thread. On forward's thread they show whether a node is
+// younger than forward; on the recompute's own thread, whether it is older than the recompute. There
 // forward may have read the tensor, and has noted it then. A view or a cast of a leaf is judged by
-// the leaf. Nodes of other threads pass: a function may make those anew in each run.
+// the leaf. Nodes of other threads pass, since a function may make those anew in each run: a
+// recompute on a third thread does not recognise what one that failed on a second thread has left.
 //
 // Not seen: tensors that operators without any gradient read (a mask that is computed of a changed
 // tensor), another tensor in the place of one that nothing saved unless its history is younger than
@@ -88,9 +89,9 @@ class CapturedOperands {
 /// Follows what one recompute computes with changed captures. On its thread.
 class ChangedOperands final : public seam::NodeWatch {
  public:
-  /// Forward began at `forward`, and noted `noted`, of which `changed` have changed. `vouched`: providers
-  /// say of these storages that they are as forward saw them; null for none. `is_given`: whether a
-  /// tensor is an argument of the recompute. The arguments outlive this.
+  /// Forward began at `forward`, and noted `noted`, of which `changed` have changed. `vouched`: of
+  /// these storages providers say that they are as forward saw them; null for none. `is_given`:
+  /// whether a tensor is an argument of the recompute. The arguments outlive this.
   ChangedOperands(const RegionStart& forward, const CapturedOperands& noted,
                   const std::vector<const CapturedOperand*>& changed, const StorageSet* vouched,
                   c10::function_ref<bool(const at::Tensor&)> is_given);
@@ -123,7 +124,6 @@ class ChangedOperands final : public seam::NodeWatch {
   }
   bool is_tainted(const torch::autograd::Node& node) const;
   bool is_new_state(const at::TensorBase& tensor, const torch::autograd::Node& node);
-  void taint(uint64_t number);
   std::vector<Change> changes_;
   std::vector<NewState> new_state_;
   const RegionStart forward_, here_ = RegionStart::here();
@@ -132,8 +132,9 @@ class ChangedOperands final : public seam::NodeWatch {
   const c10::function_ref<bool(const at::Tensor&)> is_given_;
   std::vector<const torch::autograd::Node*> new_nodes_;  // of new state; only to be compared
   const torch::autograd::Node* passed_node_ = nullptr;   // of an argument
-  std::unordered_set<uint64_t> tainted_;  // sequence numbers of operators' nodes
-  uint64_t at_work_ = 0;                  // that of the operator whose tensors these are:
+  std::unordered_set<uint64_t> tainted_, forgiven_;      // sequence numbers of operators' nodes
+  bool is_work_tainted_ = false;  // the operator at work was given one of these
+  uint64_t at_work_ = 0;          // the number of the operator whose tensors these are:
   c10::SmallVector<const c10::StorageImpl*, 4> operands_;
 };
 

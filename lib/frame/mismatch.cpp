@@ -153,10 +153,10 @@ std::string seen_text(const Differences& differences) {
         "CheckpointOptions::modules.\n",
         advice);
   if (differences.has_new_state)
-    return "Seen: the recompute computed with a captured tensor whose history was made after forward "
-           "began: state that the function, or a later call, assigns anew (the potential of a spiking "
-           "neuron, a hidden state), or a value that its first forward computes and keeps. Pass it as "
-           "an argument, and return the new one.\n";
+    return "Seen: the recompute computed with a captured tensor whose history was made after "
+           "forward began: state that the function, or a later call, assigns anew (the potential of "
+           "a spiking neuron, a hidden state), or a value that its first forward computes and keeps. "
+           "Pass it as an argument, and return the new one.\n";
   return {};
 }
 

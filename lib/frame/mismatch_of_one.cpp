@@ -64,8 +64,7 @@ std::string changed_argument(const Region& region, const About& about, uint32_t 
 
 void throw_changed_buffer(const Region& region, const std::string& name) {
   throw_about(
-      region, Kind::CaptureChanged,
-      {-1, "other contents", "these contents", name},
+      region, Kind::CaptureChanged, {-1, "other contents", "these contents", name},
       fmt::format(
           "The recompute left {} with other contents than forward did, so the gradient would be wrong. In {}.\n"
           "Cause: the function writes to the buffer, and what it writes depends on state that a recompute cannot put "

@@ -26,8 +26,8 @@ namespace {
 /// How one attempt begins, and what became of it.
 struct Attempt {
   StartsFrom start = StartsFrom::Begin;
-  std::string changed{};           ///< a buffer that it did not leave as forward did
-  bool may_lie_at_start = false;   ///< it threw what another start might not
+  std::string changed{};          ///< a buffer that it did not leave as forward did
+  bool may_lie_at_start = false;  ///< it threw what another start might not
 };
 
 /// What a binding asks while the function runs.
@@ -269,13 +269,13 @@ void recompute_from(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& va
   for (int number = 1; !try_recompute(frame, values, only_position, attempt); ++number) {
     if (!attempt.changed.empty()) return;
     if (number == max_attempts)
-      throw_recompute_failed(
-          frame->region(), "the recompute could not draw the numbers that forward drew",
-          "the region takes numbers from the default CPU generator past "
-          "LibTorch's operators, or seeds it, while another thread draws from "
-          "it too, in forward or now",
-          "let one thread at a time draw from it, or set preserve_rng_state = "
-          "false if other numbers do no harm");
+      throw_recompute_failed(frame->region(),
+                             "the recompute could not draw the numbers that forward drew",
+                             "the region takes numbers from the default CPU generator past "
+                             "LibTorch's operators, or seeds it, while another thread draws from "
+                             "it too, in forward or now",
+                             "let one thread at a time draw from it, or set preserve_rng_state = "
+                             "false if other numbers do no harm");
   }
 }
 

@@ -29,9 +29,9 @@ void Selection::note_written(const ResultIndex& place, Freed& freed) {
 // and then `add_` of the bias. If nothing that a recompute runs has read the result before, it is kept
 // as written, and recomputes run neither operator. Otherwise its call is not kept after all. What a
 // user writes, through a tensor that shares the version counter, is an error in the recompute
-// (SelectiveMutation), except for operators that make blank tensors, which are made to be filled, and
-// for calls that the policy only prefers to keep: those are not kept, or, if the write comes after the
-// forward, run again in the recompute. A
+// (SelectiveMutation), except for operators that make blank tensors, which are made to be filled,
+// and for calls that the policy only prefers to keep: those are not kept, or, if the write comes
+// after the forward, run again in the recompute. A
 // backward inside the region writes to what its own formulas made: no user can help that, and the
 // call is simply not kept.
 bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,

@@ -92,7 +92,8 @@ bool is_dense_on_cpu(const at::Tensor& tensor) {
 }
 
 bool has_same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return is_plain_buffer(a) && is_plain_buffer(b) && storage_of(a)->data() == storage_of(b)->data() &&
+  return is_plain_buffer(a) && is_plain_buffer(b) &&
+         storage_of(a)->data() == storage_of(b)->data() &&
          a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
          a.strides() == b.strides();
 }
@@ -202,8 +203,7 @@ std::any Buffer::note() {
   State now{buffer_.tensor_data(), {}, version(), num_norms()};
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!is_plain_buffer(buffer_)) {
-    if (taught().of(buffer_.unsafeGetTensorImpl()).is_written)
-      now.contents = now.alias.clone();
+    if (taught().of(buffer_.unsafeGetTensorImpl()).is_written) now.contents = now.alias.clone();
     return now;
   }
   if (buffer_.numel() == 0) return now;
@@ -211,8 +211,7 @@ std::any Buffer::note() {
   now.is_lazy = now.contents.defined();
   if (now.is_lazy) return now;
   const Taught earlier = taught().of(buffer_.unsafeGetTensorImpl());
-  if (earlier.is_written || earlier.num_forwards < num_teaching)
-    now.contents = now.alias.clone();
+  if (earlier.is_written || earlier.num_forwards < num_teaching) now.contents = now.alias.clone();
   return now;
 }
 

@@ -33,7 +33,8 @@ enum class Written { Not, AsStatistics, Otherwise };
 class Buffer final : public StateProvider {
  public:
   /// `before`: the buffer registered before this one in the same modules, or null.
-  static std::shared_ptr<Buffer> of(const at::Tensor& buffer, const std::shared_ptr<Buffer>& before);
+  static std::shared_ptr<Buffer> of(const at::Tensor& buffer,
+                                    const std::shared_ptr<Buffer>& before);
   /// Use `of`.
   Buffer(at::Tensor buffer, const std::shared_ptr<Buffer>& before);
   ~Buffer() override;

@@ -281,8 +281,7 @@ std::vector<const void*> UserRestore::restored_by(const UserState* state) {
   std::vector<const void*> all;
   if (state == nullptr) return all;
   for (std::size_t i = 0; i < state->captured_.size(); ++i)
-    if (state->captured_[i].begin.has_value())
-      all.push_back(state->registered_.providers[i].get());
+    if (state->captured_[i].begin.has_value()) all.push_back(state->registered_.providers[i].get());
   return all;
 }
 

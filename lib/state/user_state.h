@@ -96,7 +96,8 @@ class UserState {
   friend class UserRestore;
   struct Captured {
     std::any begin;  ///< empty for what is not restored
-    std::any left;   ///< what the function left of a buffer that it wrote to; empty for what is not compared
+    std::any
+        left;  ///< what the function left of a buffer that it wrote to; empty for what is not compared
   };
   UserRegistrations registered_;
   std::vector<Captured> captured_;  // in the order of the providers

@@ -417,8 +417,7 @@ void visit_buffers(PyObject* module, int depth, const std::string& path, Visitor
   while (buffers != nullptr && PyDict_Check(buffers) != 0 &&
          PyDict_Next(buffers, &position, &name, &value) != 0) {
     const at::Tensor* const tensor = tensor_in(value);
-    if (tensor != nullptr && can_be_restored(value, *tensor))
-      visitor(buffers, name, value, path);
+    if (tensor != nullptr && can_be_restored(value, *tensor)) visitor(buffers, name, value, path);
   }
   PyObject* const children = entry(attributes.ptr(), "_modules");
   if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest) return;
@@ -468,30 +467,31 @@ void ModuleState::settle() {
     return "buffer '" + path + text_of(name) + "' of " + class_of(roots_.front());
   };
   for (PyObject* root : roots_)
-    visit_buffers(root, 0, "", [&](PyObject* dictionary, PyObject* name, PyObject* value, const std::string& path) {
-      std::size_t i = next;
-      const auto is_this = [&](const Buffer& each) {
-        return each.dictionary == dictionary && each.name == name;
-      };
-      if (i >= buffers_.size() || !is_this(buffers_[i]))
-        i = static_cast<std::size_t>(std::find_if(buffers_.begin(), buffers_.end(), is_this) -
-                                     buffers_.begin());
-      PyObject* const begin = i < buffers_.size() ? buffers_[i].begin : nullptr;
-      if (i < buffers_.size()) {
-        is_there[i] = true;
-        next = i + 1;
-      }
-      if (begin == value) return;
-      changed.push_back({new_reference(dictionary), new_reference(name), new_reference(begin),
-                         new_reference(value), named(name, path)});
-      if (stand_in_ != nullptr) static_cast<StandIn&>(*stand_in_).add(*tensor_in(value));
-    });
+    visit_buffers(
+        root, 0, "",
+        [&](PyObject* dictionary, PyObject* name, PyObject* value, const std::string& path) {
+          std::size_t i = next;
+          const auto is_this = [&](const Buffer& each) {
+            return each.dictionary == dictionary && each.name == name;
+          };
+          if (i >= buffers_.size() || !is_this(buffers_[i]))
+            i = static_cast<std::size_t>(std::find_if(buffers_.begin(), buffers_.end(), is_this) -
+                                         buffers_.begin());
+          PyObject* const begin = i < buffers_.size() ? buffers_[i].begin : nullptr;
+          if (i < buffers_.size()) {
+            is_there[i] = true;
+            next = i + 1;
+          }
+          if (begin == value) return;
+          changed.push_back({new_reference(dictionary), new_reference(name), new_reference(begin),
+                             new_reference(value), named(name, path)});
+          if (stand_in_ != nullptr) static_cast<StandIn&>(*stand_in_).add(*tensor_in(value));
+        });
   for (std::size_t i = 0; i < buffers_.size(); ++i)
     if (!is_there[i])
       changed.push_back({new_reference(buffers_[i].dictionary), new_reference(buffers_[i].name),
                          new_reference(buffers_[i].begin), nullptr, named(buffers_[i].name, "")});
-  if (!changed.empty() && stand_in_ != nullptr)
-    static_cast<StandIn&>(*stand_in_).set_replaced();
+  if (!changed.empty() && stand_in_ != nullptr) static_cast<StandIn&>(*stand_in_).set_replaced();
   buffers_.swap(changed);
   drop(changed);
 }
@@ -549,7 +549,8 @@ ModuleState::Hold::Hold(const ModuleState& state) : state_(state) {
 
 /// What the function left under the names that forward changed.
 void ModuleState::Hold::compare_names() const {
-  if (state_.stand_in_ == nullptr) return;  // then it may have been stopped before
+  // Without a stand-in it may have been stopped before; and forward may not have got there yet.
+  if (state_.stand_in_ == nullptr || state_.members_left_ == nullptr) return;
   const auto tensor_of = [](PyObject* object) {
     const at::Tensor* const tensor = object == nullptr ? nullptr : tensor_in(object);
     return tensor == nullptr ? at::Tensor() : *tensor;
@@ -574,7 +575,8 @@ ModuleState::Hold::~Hold() {
     members_before_->put_in_place(*Members::of(state_.roots_), undone);
     // What was no member before: a number that forward turned into a tensor.
     for (std::size_t i = members_changed_.size(); i-- > 0;)
-      if (const auto& each = members_changed_[i]; each.before != nullptr && !is_member_value(each.before))
+      if (const auto& each = members_changed_[i];
+          each.before != nullptr && !is_member_value(each.before))
         set_entry(each.dictionary, each.name, each.before);
     for (const auto* changes : {&undone, &members_changed_})
       for (const Members::Change& each : *changes) {

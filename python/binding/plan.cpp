@@ -160,11 +160,16 @@ at::Tensor run_region(const std::shared_ptr<const Program>& program, std::size_t
   const Program::Region& planned = program->regions[region];
   if (!opens_region(planned.options)) return run_items(program, region, std::move(x));
   std::unique_ptr<ModuleState> modules;
-  if (!planned.modules.empty()) modules = std::make_unique<ModuleState>(planned.modules);
+  if (!planned.modules.empty()) {
+    modules = std::make_unique<ModuleState>(planned.modules);
+    modules->note_members();
+  }
+  ModuleState* const state = modules.get();
   const CheckpointOptions options =
       modules != nullptr ? with_modules(planned.options, *modules) : planned.options;
   ForwardRun run(options, std::make_unique<StagesBody>(program, region, x, std::move(modules)));
   at::Tensor result = run_items(program, region, std::move(x));
+  if (state != nullptr) state->settle();
   run.finish([&](TensorVisitor visitor) {
     at::Tensor visited = result;
     visitor(visited);

@@ -28,10 +28,14 @@ class Block(nn.Module):
         self.linear = nn.Linear(width, width)
         self.norm = nn.BatchNorm1d(width) if norm else nn.LayerNorm(width)
         self.dropout = nn.Dropout(0.25)
-        self.runs = 0
+        self.calls: list[int] = []  # in a list, which recomputes do not put back
+
+    @property
+    def runs(self) -> int:
+        return len(self.calls)
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        self.runs += 1
+        self.calls.append(1)
         return x + self.dropout(self.norm(self.linear(x)).sin()) * scale
 
 

@@ -21,7 +21,7 @@ void elsewhere(F f) {
 
 TEST_CASE("state with a history that nothing saves and that the function assigns anew raises",
           "[rule-10]") {
-  using Step = std::function<Tensor(Tensor& state, const Tensor& x)>;
+  using Step = std::function<Tensor(Tensor & state, const Tensor& x)>;
   const std::vector<std::pair<const char*, Step>> steps{
       {"computed of the old one",
        [](Tensor& v, const Tensor& x) {
@@ -151,12 +151,13 @@ TEST_CASE("with the capture check off a recompute computes with the state that i
           "[rule-10]") {
   const Tensor x = leaf({3});
   Tensor state = at::zeros({3});
-  const Tensor y = remat::checkpoint({.capture_check = remat::CaptureCheck::Ignore},
-                                     [&](const Tensor& t) {
-                                       state = state + t;
-                                       return state.sin();
-                                     },
-                                     x);
+  const Tensor y = remat::checkpoint(
+      {.capture_check = remat::CaptureCheck::Ignore},
+      [&](const Tensor& t) {
+        state = state + t;
+        return state.sin();
+      },
+      x);
   CHECK(bit_equal(grad_of(y, {x})[0], (x + x).cos().detach()));
   state = Tensor();
 }

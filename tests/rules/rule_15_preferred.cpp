@@ -14,9 +14,10 @@ using remat::Policy;
 struct ConvBlock : torch::nn::Module {
   ConvBlock() {
     const auto conv = [this](const char* name, int64_t in, int64_t out, int64_t kernel) {
-      return register_module(name, torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel)
-                                                         .padding(kernel / 2)
-                                                         .bias(kernel == 1)));
+      return register_module(
+          name,
+          torch::nn::Conv2d(
+              torch::nn::Conv2dOptions(in, out, kernel).padding(kernel / 2).bias(kernel == 1)));
     };
     expand = conv("expand", 4, 8, 3);
     norm = register_module("norm", torch::nn::BatchNorm2d(8));
@@ -92,8 +93,7 @@ TEST_CASE("what is not kept after all holds no bytes", "[rule-15]") {
     });
   };
   const LiveBytes bytes;
-  const Tensor y =
-      remat::checkpoint({.policy = answering(CheckpointPolicy::PreferSave)}, f, x);
+  const Tensor y = remat::checkpoint({.policy = answering(CheckpointPolicy::PreferSave)}, f, x);
   CHECK(bytes.held() == 2 * matrix);  // the result, and `a`
   require_bit_equal(grad_of(y, {x}), grad_of(f(x), {x}));
   const Tensor z = remat::checkpoint({.policy = answering(CheckpointPolicy::MustSave)}, f, x);
