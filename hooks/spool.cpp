@@ -31,7 +31,8 @@ namespace {
 constexpr int64_t file_page = 4096;
 /// How far ahead of the reader the kernel is told to read.
 constexpr int64_t ahead_bytes = 64 << 20;
-/// In no more pieces than these: a walk over all that small ones have in it would cost more than the read.
+/// The window holds at most so many pieces, since a walk over many small ones would cost more than
+/// the read.
 constexpr std::size_t max_ahead = 64;
 
 /// Forks of this process and of those it came from; different in parent and child.
@@ -183,7 +184,8 @@ class SpoolFile {
   }
 
  private:
-  /// Whether the kernel has been told of a piece since it was read last. A read of a reminder tells it of more.
+  /// True if the kernel has been told of a piece since it was read last. A read of a reminder tells
+  /// it of more.
   enum class Announced : uint8_t { No, Yes, AsReminder };
   struct Written {
     int64_t offset, size;

@@ -7,9 +7,9 @@
 // that were saved first move. A number of the last ones may stay whatever room there is. Bytes are those of storages, each counted once. One that others hold as well, such
 // as a parameter or what the program still has in a variable, would not go with our reference: it takes
 // nothing of the budget and does not move. Nobody is told when others let go of it. Each save looks
-// again at up to 64 such tensors; more of them are looked at when a quarter as many tensors have been
-// saved since, and at the end of the guard. So the cost of a save does not grow with what the program
-// holds, but a tensor that the program has released may stay beyond the budget until then.
+// again at up to 64 such tensors; more of them are looked at when a quarter as many tensors have
+// been saved since, and at the end of the guard. So the cost of a save does not grow with what the
+// program holds, but a tensor that the program has released may stay beyond the budget until then.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -91,7 +91,7 @@ class Staying {
   struct OfDevice {
     std::shared_ptr<std::atomic<int64_t>> bytes;  ///< at most: a storage may count more than once
     std::deque<Entry> entries;                    ///< in the order of saving
-    /// The same of those that others held when they were last looked at.
+    /// The entries that others held when they were last looked at.
     std::deque<Entry> held{};
     std::size_t num_since = 0;  ///< so many have come since
   };

@@ -1,4 +1,5 @@
-// State that a module's forward writes to: buffers that recomputes restore and compare, and those that nobody writes.
+// State that a module's forward writes to: buffers that recomputes restore and compare, and those
+// that nobody writes.
 
 #include <torch/version.h>
 

@@ -131,22 +131,25 @@ class REMAT_API TensorNames {
   virtual void visit_tensors(Visitor visitor) const = 0;
 };
 
-/// A `torch::nn::Module` that stands for modules of another language may be this, too. When the function of a region has
-/// returned, the stand-in has the buffers that the modules have then.
+/// A `torch::nn::Module` that stands for modules of another language may be this, too. When the
+/// function of a region has returned, the stand-in has the buffers that the modules have then.
 class REMAT_API StandInMembers {
  public:
   virtual ~StandInMembers();
-  /// Whether the function gave a buffer's name to another tensor, added a name or removed one. Its recomputes are then not
-  /// stopped early, and the binding calls `compare_member` for each such name. Any thread. Throws nothing.
+  /// Returns whether the function gave a buffer's name to another tensor, added a name or removed
+  /// one. Its recomputes are then not stopped early, and the binding calls `compare_member` for
+  /// each such name. Any thread. Throws nothing.
   virtual bool has_replaced_buffers() const = 0;
 };
 
-/// Whether the recompute that runs on this thread begins with what its forward left in buffers and members of its modules;
-/// if not, with what they held when forward began. The binding puts names and members in place to match.
+/// Returns whether the recompute that runs on this thread begins with what its forward left in
+/// buffers and members of its modules; if not, with what they held when forward began. The binding
+/// puts names and members in place to match.
 REMAT_API bool recompute_starts_from_end() noexcept;
-/// Compares what a recompute leaves under the name of a buffer with what forward left there; undefined: nothing. The
-/// function of the recompute on this thread has ended. If they differ, the recompute is tried once more from the other
-/// start, and refused in the end: `name` is what the error calls it, such as "buffer 'table' of Rope". Throws nothing.
+/// Compares what a recompute leaves under the name of a buffer with what forward left there;
+/// undefined: nothing. The function of the recompute on this thread has ended. If they differ, the
+/// recompute is tried once more from the other start, and refused in the end: `name` is what the
+/// error calls it, such as "buffer 'table' of Rope". Throws nothing.
 REMAT_API void compare_member(const std::string& name, const at::Tensor& in_forward,
                               const at::Tensor& now) noexcept;
 

@@ -42,8 +42,8 @@ struct FitOptions {
 class REMAT_API Fitted {
  public:
   /// Runs the stages with the regions of the plan. Throws what `run` throws, and what `fit` throws
-  /// where it has to fit anew; `CheckpointError` (`Unsupported`) where a stage calls it with the kind
-  /// of input that is being measured.
+  /// where it has to fit anew; `CheckpointError` (`Unsupported`) where a stage calls it with the
+  /// kind of input that is being measured.
   at::Tensor operator()(at::Tensor input) const;
 
   int64_t budget_bytes() const;  ///< as asked for

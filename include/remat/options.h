@@ -55,9 +55,10 @@ enum class CaptureCheck {
 
 /// What happens to a module's buffers (running statistics, estimates) that its forward writes.
 enum class BufferPolicy {
-  /// A recompute sees the written buffers as forward saw them, must leave them as forward did, and puts them back: after
-  /// any number of steps they equal those of the module without regions. Two copies of what a forward writes stay with its
-  /// graph, one for batch norms. Buffers that forward only reads are neither copied nor restored.
+  /// A recompute sees the written buffers as forward saw them, must leave them as forward did, and
+  /// puts them back: after any number of steps they equal those of the module without regions. Two
+  /// copies of what a forward writes stay with its graph, one for batch norms. Buffers that forward
+  /// only reads are neither copied nor restored.
   Restore,
   /// A module that contains a BatchNorm runs without a region, and says so once. A script module contains one
   /// if a method of it, or of one below it, calls one.

@@ -306,11 +306,11 @@ REMAT_API std::vector<Policy> policies_to_try();
 /// Hooks of parameters do not run: no optimizer steps. In a region the stages run as if it were not
 /// there. Afterwards parameters have the `.grad` and the hooks they had, and the default generators
 /// of the CPU and of the device their states. Other side effects of running a stage stay: buffers,
-/// members of modules, generators of its own. Where they matter, measure the stages of a copy of the
-/// module (`module->clone()`).
-/// Throws what a stage throws; `c10::ValueError` for no stages or repeats, an undefined sample, a stage that writes to
-/// its input in place (no region could begin with it), or one that returns an undefined tensor; `CheckpointError` (`Unsupported`) if the device's
-/// allocator does not tell its bytes.
+/// members of modules, generators of its own. Where they matter, measure the stages of a copy of
+/// the module (`module->clone()`). Throws what a stage throws; `c10::ValueError` for no stages or
+/// repeats, an undefined sample, a stage that writes to its input in place (no region could begin
+/// with it), or one that returns an undefined tensor; `CheckpointError` (`Unsupported`) if the
+/// device's allocator does not tell its bytes.
 REMAT_API ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
                             const MeasureOptions& options = {});
 

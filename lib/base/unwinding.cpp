@@ -33,7 +33,8 @@ uint64_t read(const uint8_t*& at, uint8_t encoding) {
   return value;
 }
 
-/// Whether the function in a frame lets an exception out of the call that it is in, or catches it.
+/// Returns whether the function in a frame lets an exception out of the call that it is in, or
+/// catches it.
 bool can_pass(_Unwind_Context* frame) {
   const auto* at = reinterpret_cast<const uint8_t*>(_Unwind_GetLanguageSpecificData(frame));
   if (at == nullptr) return true;

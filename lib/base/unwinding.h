@@ -1,5 +1,5 @@
 #pragma once
-// Whether an exception may pass the functions that this thread is in.
+// True if an exception may pass the functions that this thread is in.
 
 namespace remat {
 

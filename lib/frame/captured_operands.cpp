@@ -123,8 +123,8 @@ void ChangedOperands::forgive_operator() {
   is_work_tainted_ = false;
 }
 
-// A program may ask for a node and compute nothing with it, and a Function of Python's asks before its
-// own node exists. So the edges of an operator's node say what it was given.
+// A program may ask for a node and compute nothing with it, and a Function of Python's asks before
+// its own node exists. So the edges of an operator's node say what it was given.
 bool ChangedOperands::is_tainted(const Node& node) const {
   if (!is_made_here(node) || forgiven_.contains(node.sequence_nr())) return false;
   if (tainted_.contains(node.sequence_nr())) return true;

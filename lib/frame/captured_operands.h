@@ -18,10 +18,11 @@
 // that forward left there, or a later call, or an earlier recompute. So a captured tensor whose
 // history was made after forward began is a changed capture, too, and an operator that is given one
 // is tainted. Node numbers grow on each thread. On forward's thread they show whether a node is
-// younger than forward; on the recompute's own thread, whether it is older than the recompute. There
-// forward may have read the tensor, and has noted it then. A view or a cast of a leaf is judged by
-// the leaf. Nodes of other threads pass, since a function may make those anew in each run: a
-// recompute on a third thread does not recognise what one that failed on a second thread has left.
+// younger than forward; on the recompute's own thread, whether it is older than the recompute.
+// There forward may have read the tensor, and has noted it then. A view or a cast of a leaf is
+// judged by the leaf. Nodes of other threads pass, since a function may make those anew in each
+// run: a recompute on a third thread does not recognise what one that failed on a second thread has
+// left.
 //
 // Not seen: tensors that operators without any gradient read (a mask that is computed of a changed
 // tensor), another tensor in the place of one that nothing saved unless its history is younger than

@@ -64,7 +64,8 @@ class Filler final : public SlotFiller {
   void forbid_stop_in_scripts() { may_stop_in_scripts_ = false; }
   /// Of these storages providers say that they are as forward saw them. Note [Written by a provider].
   void set_vouched(const StorageSet* storages) { vouched_ = storages; }
-  /// The function writes to buffers that are compared: it is not stopped before it has done so. Null: it does not.
+  /// The function writes to buffers that are compared: it is not stopped before it has done so.
+  /// Null: it does not.
   void set_written(const UserRestore* written) { written_ = written; }
   /// While the function runs, if what it computes with has changed; else null.
   void set_operands(ChangedOperands* operands) { operands_ = operands; }

@@ -186,7 +186,7 @@ void Inputs::note_written() {
         has_moved(input) || (input.storage_number >= 0 && written.contains(input.storage_number));
 }
 
-/// Whether a copy is a lazy one, which has no memory of its own yet.
+/// Returns whether a copy is a lazy one, which has no memory of its own yet.
 bool Inputs::shares_memory(const Details& copy) {
   const auto storage = copy.copy.lock();
   return copy.shared_data != nullptr && storage && storage->data() == copy.shared_data;
@@ -295,7 +295,7 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
   return data;
 }
 
-/// Whether inputs that shared a storage in forward were given different ones.
+/// Returns whether inputs that shared a storage in forward were given different ones.
 bool Inputs::is_any_parted(const std::vector<at::Tensor>& given) const {
   std::unordered_map<int64_t, const c10::StorageImpl*> storages;
   for (std::size_t i = 0; i < saved_.size(); ++i) {

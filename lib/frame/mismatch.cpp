@@ -136,7 +136,8 @@ bool lacks_names(const Region& region, const std::vector<Mismatch>& mismatches) 
          });
 }
 
-/// What the recompute saw of an initialisation, or of state: it comes before the usual causes.
+/// Returns the words about an initialisation or state that the recompute saw; they come before the
+/// usual causes.
 std::string seen_text(const Differences& differences) {
   constexpr char advice[] =
       "run one forward outside regions before training (under a remat::DisableCheckpointGuard)";

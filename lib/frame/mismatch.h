@@ -86,7 +86,8 @@ enum class ChangedBy { Function, Others };
                                       const SlotIdentity& slot);
 [[noreturn]] void throw_recompute_failed(const Region& region, const std::string& fact,
                                          const std::string& cause, const std::string& advice);
-/// The recompute left other contents in a buffer than forward did, whichever state it began with. `name`: the buffer's.
+/// The recompute left other contents in a buffer than forward did, whichever state it began with.
+/// `name`: the buffer's.
 [[noreturn]] void throw_changed_buffer(const Region& region, const std::string& name);
 /// LibTorch's default dtype is not what it was in forward.
 [[noreturn]] void throw_default_dtype(const Region& region, at::ScalarType in_forward);

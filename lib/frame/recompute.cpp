@@ -30,7 +30,7 @@ struct Attempt {
   bool may_lie_at_start = false;  ///< it threw what another start might not
 };
 
-/// What a binding asks while the function runs.
+/// The attempt that a binding asks about while the function runs.
 struct RunningAttempt {
   Attempt& attempt;
   const UserRestore& restore;
@@ -65,13 +65,13 @@ class VouchedFor {
   Filler& filler_;
 };
 
-/// Whether a recompute must leave buffers as forward did.
+/// Returns whether a recompute must leave buffers as forward did.
 bool writes_buffers(Frame& frame) {
   const UserState* const state = frame.surroundings().user_state();
   return state != nullptr && state->is_compared();
 }
 
-/// What changed of what forward computed with. See Note [Captures that nothing saves].
+/// Returns the operands of forward that have changed. See Note [Captures that nothing saves].
 std::vector<const CapturedOperand*> changed_operands(const Frame& frame, const Filler& filler) {
   std::vector<const CapturedOperand*> changed = frame.operands().changed();
   // An argument that was written to, and has its contents again.
@@ -207,7 +207,8 @@ bool run_and_replay(Frame& frame, RecomputedValues& values, Filler& filler,
   return replay->finish(thrown) && is_undisturbed;
 }
 
-/// One attempt; false if it was disturbed, or left a buffer otherwise than forward: nothing of it is kept.
+/// Makes one attempt. Returns false, and keeps nothing of it, if it was disturbed or left a buffer
+/// otherwise than forward.
 bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
                    int64_t only_position, Attempt& attempt) {
   count(live_counters.recomputes);
@@ -247,7 +248,8 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     return true;
   } catch (const std::exception& e) {
     values.clear();
-    // Errors of LibTorch's operators, of the table that is still empty, say. What the user throws is not asked for twice.
+    // Errors of LibTorch's operators, of the table that is still empty, say. What the user throws
+    // is not asked for twice.
     if (dynamic_cast<const c10::Error*>(&e) != nullptr) attempt.may_lie_at_start = true;
     throw;
   } catch (...) {
@@ -262,7 +264,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
   }
 }
 
-/// Until an attempt is not disturbed. Throws if none is.
+/// Repeats an attempt until none disturbs it. Throws after the last one.
 void recompute_from(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
                     int64_t only_position, Attempt& attempt) {
   constexpr int max_attempts = 5;

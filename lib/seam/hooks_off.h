@@ -13,8 +13,9 @@
 
 namespace remat::seam {
 
-/// While alive, a leaf and the node that adds to its gradient have none of their hooks: a backward calls
-/// no code of the program there. Hooks that are registered meanwhile are gone afterwards. One thread.
+/// While alive, a leaf and the node that adds to its gradient have none of their hooks: a backward
+/// calls no code of the program there. Hooks that are registered meanwhile are gone afterwards. One
+/// thread.
 class HooksOff {
  public:
   HooksOff(at::Tensor leaf, NodePtr accumulator);

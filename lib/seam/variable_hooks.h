@@ -90,9 +90,9 @@ class NodeWatch {
 /// Note [Nested watches]
 /// If each tensor were told to all watches, the cost of an operator would grow with the number of
 /// regions around it. A node that was made in a region was made in all regions around it, so the
-/// walk ends at the first watch that passes over the node. A watch remembers the tensors that it was
-/// told: the watches around it were told them too, so the walk ends there. The watch of a recompute
-/// sees every operator and is not part of this list.
+/// walk ends at the first watch that passes over the node. A watch remembers the tensors that it
+/// was told: the watches around it were told them too, so the walk ends there. The watch of a
+/// recompute sees every operator and is not part of this list.
 class NodeWatches {
  public:
   /// From now on it is told, too.

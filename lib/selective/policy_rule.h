@@ -25,7 +25,7 @@ inline bool is_offloading(CheckpointPolicy answer) {
   return answer == CheckpointPolicy::MustCpuOffload || answer == CheckpointPolicy::PreferCpuOffload;
 }
 
-/// Whether a result that is changed in place is computed again, rather than an error.
+/// Returns whether a result that is changed in place is computed again, rather than an error.
 inline bool is_preferring(CheckpointPolicy answer) {
   return answer == CheckpointPolicy::PreferSave || answer == CheckpointPolicy::PreferCpuOffload;
 }

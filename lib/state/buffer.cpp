@@ -26,7 +26,8 @@ struct Buffer::State {
 
 namespace {
 
-/// Remembers something of objects that live elsewhere; those that are gone are forgotten when the map has doubled.
+/// Remembers something of objects that live elsewhere; those that are gone are forgotten when the
+/// map has doubled.
 template <class Weak, class Value>
 class WeakMap {
  public:
@@ -48,7 +49,7 @@ class WeakMap {
     }
     return visitor(found->second.second);
   }
-  /// Of one that is not there, the value that an object begins with.
+  /// Returns the value of an object, or the first value if the map does not have it.
   Value of(const void* address) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = all_.find(address);
@@ -68,7 +69,7 @@ WeakMap<WeakStorage, uint64_t>& norms() {
   return *all;
 }
 
-/// What forwards taught of buffers that cannot be copied lazily.
+/// Forwards taught this about a buffer that cannot be copied lazily.
 struct Taught {
   int num_forwards = 0;
   bool is_written = false;
@@ -98,7 +99,7 @@ bool has_same_memory(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides();
 }
 
-/// No where that cannot be told without a copy, or without waiting for a device.
+/// Returns false where a comparison would need a copy, or wait for a device.
 bool has_same_bits(const at::Tensor& a, const at::Tensor& b) {
   return is_plain_buffer(a) && is_plain_buffer(b) && is_dense_on_cpu(a) && is_dense_on_cpu(b) &&
          a.sizes() == b.sizes() && a.strides() == b.strides() && a.dtype() == b.dtype() &&
@@ -110,7 +111,7 @@ struct Unseen {
   const at::AutoDispatchBelowADInplaceOrView below;
 };
 
-/// One object a buffer.
+/// Each buffer has one object.
 class Buffers {
  public:
   std::shared_ptr<Buffer> of(const at::Tensor& buffer, const std::shared_ptr<Buffer>& before) {
@@ -185,7 +186,7 @@ bool Buffer::shares_memory(const State& state) const {
   return state.contents.defined() && has_same_memory(state.contents, buffer_);
 }
 
-/// Undefined where the copy would have to be made at once.
+/// Returns an undefined tensor where the copy would have to be made at once.
 at::Tensor Buffer::lazy_copy(const at::Tensor& alias) {
   c10::StorageImpl* const storage = storage_of(buffer_);
   auto copy = last_copy_.lock();

@@ -33,7 +33,7 @@ class HeldState {
   virtual std::shared_ptr<torch::nn::Module> module() const { return nullptr; }
   /// The buffers that the module has now; none where they are not to be restored.
   virtual std::vector<std::shared_ptr<StateProvider>> buffers() const { return {}; }
-  /// Whether the function gave names of buffers to other tensors: StandInMembers.
+  /// Returns whether the function gave names of buffers to other tensors: StandInMembers.
   virtual bool has_replaced_buffers() const { return false; }
   /// Whether parameters or modules came to the subject, or went, since.
   virtual bool has_other_members() const { return false; }
@@ -42,8 +42,8 @@ class HeldState {
 /// The flags as they are now, of a module and all below it, whose buffers are restored or not.
 std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root, bool has_buffers);
 
-/// A `Buffer` for each buffer of a module and of all below it; for one buffer it is the same object, whoever
-/// asks, so regions that share buffers keep each once.
+/// A `Buffer` for each buffer of a module and of all below it; for one buffer it is the same
+/// object, whoever asks, so regions that share buffers keep each once.
 std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root);
 
 /// Of a script module and all below it: a provider of its training flags and, unless `flags_only`, one for each

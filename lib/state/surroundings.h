@@ -40,7 +40,7 @@ class Surroundings {
   void begin(const StorageSet& inputs);
   /// Its function has returned.
   void settle(MeetDevices met);
-  /// The same for the state of modules, when it is known which batch norms ran.
+  /// Settles the state of modules, when it is known which batch norms ran.
   void settle_state() {
     if (user_state_) user_state_->settle();
   }

@@ -55,15 +55,15 @@ bool contains(const std::vector<T>& all, const T& one) {
   return std::find(all.begin(), all.end(), one) != all.end();
 }
 
-/// As a region begins.
+/// Returns a provider's state as a region begins.
 std::any state_at_begin(StateProvider& provider) {
   const OutsideOfRegions outside;
   auto* const buffer = dynamic_cast<Buffer*>(&provider);
   return buffer != nullptr ? buffer->note() : provider.capture();
 }
 
-/// Where recomputes of a module's regions began that left what forward left. Only a hint, since what a recompute leaves
-/// is compared: so an address may be another module's by now.
+/// Where recomputes of a module's regions began that left what forward left. Only a hint, since
+/// what a recompute leaves is compared: so an address may be another module's by now.
 class StartsOfModules {
  public:
   bool from_end(const void* module) {
@@ -208,7 +208,7 @@ std::vector<std::any> UserState::states_now() const {
 
 void UserState::settle() {
   const OutsideOfRegions outside;
-  // What the function added. Recomputes find it as the function left it.
+  // Recomputes find a buffer that the function added as the function left it.
   const std::size_t num_known = registered_.providers.size();
   for (const auto& held : registered_.held)
     for (const auto& buffer : held->buffers()) keep(buffer, {});
@@ -368,7 +368,8 @@ at::Tensor UserRestore::changed_buffer() const {
     const std::any& left = state_->captured_[i].left;
     if (!left.has_value()) continue;
     auto& buffer = static_cast<Buffer&>(*state_->registered().providers[i]);
-    // From what forward left, writing the same again would hide that the function read what it should not.
+    // From what forward left, writing the same again would hide that the function read what it
+    // should not.
     const bool may_write = start_ == StartsFrom::Begin || !state_->has_begin();
     if (may_write ? !buffer.is_as(left) : buffer.is_touched_since(left)) return buffer.tensor();
   }

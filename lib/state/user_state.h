@@ -79,13 +79,15 @@ class UserState {
   bool has_users_providers() const;
   /// What the providers capture now, in their order. Calls user code; throws what it throws.
   std::vector<std::any> states_now() const;
-  /// The function has returned. What it left alone of its modules is forgotten: Note [Only what forward wrote].
+  /// The function has returned. What it left alone of its modules is forgotten: Note [Only what
+  /// forward wrote].
   void settle();
-  /// Whether the function wrote to buffers otherwise than batch norms do, and recomputes must leave them as it did.
+  /// Returns whether the function wrote to buffers otherwise than batch norms do, and recomputes
+  /// must leave them as it did.
   bool is_compared() const { return is_compared_; }
-  /// Whether what they held when forward began is known.
+  /// Returns whether what they held when forward began is known.
   bool has_begin() const { return has_begin_; }
-  /// Where recomputes may begin, the likelier one first.
+  /// Returns where recomputes may begin, the likelier start first.
   c10::SmallVector<StartsFrom, 2> starts() const;
   /// A recompute that began there has left what forward left.
   void remember(StartsFrom start) const;
@@ -120,10 +122,11 @@ class ObservedRecompute {
 };
 
 /// Note [Where recomputes begin]
-/// A function that writes to buffers of its module is run again from what they held when forward began, and must leave what
-/// forward left. One that remembers in a plain member what it has done (a table is filled once, `filled` says so) does not
-/// do so: then it is run again from what forward left, and must leave that alone. If it does neither, the recompute is
-/// refused. Which of the two held is remembered by module, to be tried first.
+/// A function that writes to buffers of its module is run again from what they held when forward
+/// began, and must leave what forward left. One that remembers in a plain member what it has done
+/// (a table is filled once, `filled` says so) does not do so: then it is run again from what
+/// forward left, and must leave that alone. If it does neither, the recompute is refused. Which of
+/// the two held is remembered by module, to be tried first.
 
 /// Note [Written by a provider]
 /// A provider that restores with `copy_` moves the version of a buffer that the region captured, and it is the
@@ -144,11 +147,12 @@ class UserRestore {
   /// The providers' states become these, of the first of them: in the middle of a recompute.
   void move_to(const std::vector<std::any>& states);
   void put_back();
-  /// Whether the recompute has made all of forward's writes to buffers that are compared.
+  /// Returns whether the recompute has made all of forward's writes to buffers that are compared.
   bool has_written_all() const;
-  /// The function has run again: a buffer that it did not leave as forward did; undefined if there is none.
+  /// The function has run again: a buffer that it did not leave as forward did; undefined if there
+  /// is none.
   at::Tensor changed_buffer() const;
-  /// Whether `now` is what forward left in a buffer that it added.
+  /// Returns whether `now` is what forward left in a buffer that it added.
   bool is_as_left(const at::Tensor& in_forward, const at::Tensor& now) const;
   /// Another thread's recompute did not give something free in time: nothing was restored.
   bool has_failed() const { return has_failed_; }
@@ -160,7 +164,7 @@ class UserRestore {
  private:
   void restore(StateProvider& provider, const std::any& state);
   void undo(bool may_throw);
-  /// What must be free for it.
+  /// Returns the providers that must be free for it.
   static std::vector<const void*> restored_by(const UserState* state);
   const std::any& wanted(const UserState::Captured& captured) const {
     return start_ == StartsFrom::End && captured.left.has_value() ? captured.left : captured.begin;

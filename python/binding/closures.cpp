@@ -1,4 +1,4 @@
-// What the variables around a Python function are when it runs, for its recomputes.
+// Variables around a Python function, as forward found them, for its recomputes.
 
 #include "closures.h"
 
@@ -25,7 +25,7 @@ PyTypeObject* partial_type() {
   return type;
 }
 
-/// What a functools.partial has: its function, arguments and keywords.
+/// The parts of a functools.partial: its function, arguments and keywords.
 struct PartialParts {
   explicit PartialParts(PyObject* partial)
       : function(part(partial, "func")),

@@ -1,5 +1,5 @@
 #pragma once
-// What the variables around a Python function are when it runs, for its recomputes.
+// Variables around a Python function, as forward found them, for its recomputes.
 
 #include <c10/util/SmallVector.h>
 
@@ -45,7 +45,7 @@ class Closures {
     PyObject* cell;
     PyObject* content;  // or a weak reference to it; null where neither can be had
     bool is_weak;
-    /// What was in the cell, as a new reference; null if it is gone.
+    /// Returns the cell's old content as a new reference; null if it is gone.
     PyObject* then() const;
   };
   void visit(PyObject* object, int depth);

@@ -216,7 +216,8 @@ HeldFlags& held_flags() {
 
 }  // namespace
 
-// ---- members ------------------------------------------------------------------------------------------
+// ---- members
+// ------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -230,8 +231,9 @@ bool is_member_value(PyObject* value, int depth = 0) {
   return true;
 }
 
-/// Visits the attributes of a module and of all below it: their dictionary, then each name with its value, or null for one
-/// that is no member. The training flag has its own rule, and dictionaries and sets hold others. False: the visitor had enough.
+/// Visits the attributes of a module and of all below it: their dictionary, then each name with its
+/// value, or null for one that is no member. The training flag has its own rule, and dictionaries
+/// and sets hold others. False: the visitor had enough.
 template <class ModuleVisitor, class EntryVisitor>
 bool visit_members(PyObject* module, int depth, ModuleVisitor&& begin_module,
                    EntryVisitor&& visit_entry) {
@@ -255,7 +257,8 @@ bool visit_members(PyObject* module, int depth, ModuleVisitor&& begin_module,
   return true;
 }
 
-/// What the last region of some modules noted, if it is still kept. Interpreter's lock.
+/// Returns the members that the last region of some modules noted, if they are still kept.
+/// Interpreter's lock.
 std::weak_ptr<const Members>& last_members_of(PyObject* root) {
   static auto* const all = new std::unordered_map<PyObject*, std::weak_ptr<const Members>>;
   constexpr std::size_t max_known = 10'000;
@@ -353,7 +356,7 @@ void Members::put_in_place(const Members& now, std::vector<Change>& changes) con
 
 namespace {
 
-/// Who has changed the members of which modules for a recompute. Interpreter's lock.
+/// The threads whose recomputes have changed members of modules. Interpreter's lock.
 class HeldMembers {
  public:
   static void take(PyObject* root) {
@@ -405,7 +408,8 @@ void ModuleState::visit_tensors(Visitor visitor) const { visit_named(roots_, vis
 
 namespace {
 
-/// The buffers of a module and of all below it that the library can restore: their dictionary, name, object and path.
+/// The buffers of a module and of all below it that the library can restore: their dictionary,
+/// name, object and path.
 template <class Visitor>
 void visit_buffers(PyObject* module, int depth, const std::string& path, Visitor&& visitor) {
   const auto attributes =
@@ -547,7 +551,7 @@ ModuleState::Hold::Hold(const ModuleState& state) : state_(state) {
   }
 }
 
-/// What the function left under the names that forward changed.
+/// Compares the tensors under the names that forward changed.
 void ModuleState::Hold::compare_names() const {
   // Without a stand-in it may have been stopped before; and forward may not have got there yet.
   if (state_.stand_in_ == nullptr || state_.members_left_ == nullptr) return;

@@ -20,16 +20,17 @@ PyObject* module_in(PyObject* function);
 
 // Note [State of Python modules]
 // The library restores the buffers of a C++ module: of a stand-in here, which shares the buffers' tensors
-// with the Python module. What it cannot know is where Python keeps flags, names and members: which tensor a name
-// means (a forward may assign another one), whether the module trains, and the numbers and words by which a module
-// remembers what it has done. These are noted when the region begins, and put in place around each recompute: names
-// where forward changed them, members always.
+// with the Python module. What it cannot know is where Python keeps flags, names and members: which
+// tensor a name means (a forward may assign another one), whether the module trains, and the
+// numbers and words by which a module remembers what it has done. These are noted when the region
+// begins, and put in place around each recompute: names where forward changed them, members always.
 
-/// Numbers, booleans, strings, None and tuples of those, among the attributes of modules and of all below them. Interpreter's
-/// lock, but where it dies.
+/// Numbers, booleans, strings, None and tuples of those, among the attributes of modules and of all
+/// below them. Interpreter's lock, but where it dies.
 class Members {
  public:
-  /// As they are now; the same object as the last time if nothing has changed since.
+  /// Returns the members as they are now; the same object as the last time if nothing has changed
+  /// since.
   static std::shared_ptr<const Members> of(const std::vector<PyObject*>& roots);
   Members() = default;
   ~Members();
@@ -58,7 +59,8 @@ class Members {
   std::vector<Entry> entries_;
 };
 
-/// The flags, names of buffers and members of modules and of all below them as they are now. Interpreter's lock.
+/// The flags, names of buffers and members of modules and of all below them as they are now.
+/// Interpreter's lock.
 class ModuleState final : public TensorNames {
  public:
   explicit ModuleState(const std::vector<PyObject*>& roots);
@@ -75,8 +77,8 @@ class ModuleState final : public TensorNames {
   /// Without the interpreter's lock.
   void visit_tensors(Visitor visitor) const override;
 
-  /// While alive, flags, names and members are as they were noted. Throws python_error where other threads hold
-  /// them otherwise for ten seconds.
+  /// While alive, flags, names and members are as they were noted. Throws python_error where other
+  /// threads hold them otherwise for ten seconds.
   class Hold {
    public:
     explicit Hold(const ModuleState& state);

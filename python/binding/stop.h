@@ -57,12 +57,13 @@ class Rerun {
   [[noreturn]] static void stop();
   /// The same if it is of `body`, by Note [The stop where a call returns]: whether it will end so.
   static bool stop_soon(const RegionBody* body);
-  /// Whether `stop` has been raised in the innermost one on this thread, and that is of `body`.
+  /// Returns whether `stop` has been raised in the innermost one on this thread, and that is of
+  /// `body`.
   static bool has_stopped(const RegionBody* body);
   /// The function has ended with a Python error: whether that is the stop, or was raised from it;
   /// then none is set any more.
   bool take_stop();
-  /// Whether the library may drop what the function has ended with.
+  /// Returns whether the library may drop what the function has ended with.
   bool may_have_all() const { return has_stopped_ || frame_ != nullptr; }
 
  private:

@@ -13,7 +13,8 @@ import torch.utils.checkpoint as upstream
 
 from ._region import checkpoint
 
-# Options that choose what is kept, or where it waits. Traced regions have them with these values only.
+# Options that choose what is kept, or where it waits. Traced regions have them with these values
+# only.
 _PLAIN = {
     "policy": None,
     "fingerprint": None,

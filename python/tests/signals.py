@@ -36,7 +36,8 @@ def with_rest(t: torch.Tensor) -> torch.Tensor:
 
 
 def with_hooks(t: torch.Tensor) -> torch.Tensor:
-    # No `with`: an exception between the code of `__enter__` and the body leaves the context open, without regions, too.
+    # No `with`: an exception between the code of `__enter__` and the body leaves the context open,
+    # without regions, too.
     y = t.sin()
     y.register_hook(lambda gradient: gradient * len([1]))
     z = y.cos()
@@ -57,7 +58,8 @@ def keeps(context: remat.PolicyContext) -> bool:
     return len([context.op_name]) == 1 and "exp" in context.op_name
 
 
-# Kept: a policy that dies runs a callback of `weakref`, which the interpreter lets no exception out of.
+# Kept: a policy that dies runs a callback of `weakref`, which the interpreter lets no exception out
+# of.
 POLICY = remat.Policy(keeps, ask_again=True)
 Region = Callable[[torch.Tensor], torch.Tensor]
 WAYS: dict[str, Region] = {

@@ -265,7 +265,8 @@ class Written(Case):
 
         module = min(once(net) for _ in range(10))
         plain = min(once(lambda t: net(t)) for _ in range(10))
-        # 30,000 attributes are looked at four times; a thousand calls in forward and recompute take some milliseconds.
+        # 30,000 attributes are looked at four times; a thousand calls in forward and recompute take
+        # some milliseconds.
         self.assertLess(module - plain, 0.25)  # on a busy machine, too
 
 

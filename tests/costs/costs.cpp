@@ -1,4 +1,5 @@
-// Runs each shape that grows at two sizes. Under callgrind costs_test.py counts what each run takes; alone it only runs.
+// Runs each shape that grows at two sizes. Under callgrind costs_test.py counts what each run
+// takes; alone it only runs.
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>

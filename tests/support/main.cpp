@@ -1,6 +1,7 @@
 // Runs the tests, fails any case that leaves a frame, a hook or a byte behind, and says which took longest.
 
-// For Catch2 2, whose one header comes with support.h, after LibTorch's macro of the name CHECK is gone.
+// For Catch2 2, whose one header comes with support.h, after LibTorch's macro of the name CHECK is
+// gone.
 #define CATCH_CONFIG_RUNNER
 
 #include <ATen/Parallel.h>
