@@ -170,7 +170,11 @@ void ModuleRegion::set_training_level(int64_t level) {
 }
 
 ModuleStateGuard::ModuleStateGuard(const ModuleRegion& region)
-    : ModuleStateGuard(registrations_of(*region.owner_, region.options_->buffers)) {}
+    : ModuleStateGuard([&] {
+        UserRegistrations all;
+        add_registrations(all, *region.owner_, region.options_->buffers);
+        return all;
+      }()) {}
 
 ModuleStateGuard::ModuleStateGuard(const UserRegistrations& registrations)
     : ScopeGuard(scope_that_registers(registrations)) {

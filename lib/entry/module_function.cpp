@@ -21,9 +21,12 @@ namespace {
 /// While alive, the regions that begin here restore what it registers; those around are told of it.
 class ModulesGuard : detail::ScopeGuard {
  public:
-  explicit ModulesGuard(const UserRegistrations& registrations)
-      : ScopeGuard(scope_that_registers(registrations)) {
-    tell_regions_around(registrations);
+  explicit ModulesGuard(UserRegistrations registrations)
+      : ModulesGuard(scope_that_registers(std::move(registrations))) {}
+
+ private:
+  explicit ModulesGuard(const std::shared_ptr<detail::Scope>& scope) : ScopeGuard(scope) {
+    tell_regions_around(*scope->registered_state());
   }
 };
 
@@ -41,24 +44,25 @@ void visit_modules_of(const CheckpointOptions& options, torch::nn::Module* modul
 
 }  // namespace
 
-UserRegistrations registrations_of(torch::nn::Module& module, BufferPolicy buffers) {
-  UserRegistrations all;
+void add_registrations(UserRegistrations& all, torch::nn::Module& module, BufferPolicy buffers) {
   all.add(training_flags_of(module, buffers != BufferPolicy::Ignore));
-  if (buffers != BufferPolicy::Ignore) all.providers = buffers_of(module);
-  return all;
+  if (buffers == BufferPolicy::Ignore) return;
+  if (all.providers.empty())
+    all.providers = buffers_of(module);
+  else
+    for (const auto& each : buffers_of(module)) all.add(each);
 }
 
 std::shared_ptr<void> register_modules(const CheckpointOptions& options, torch::nn::Module* module,
                                        const torch::jit::Module* script) {
   if (module == nullptr && script == nullptr && options.modules.empty()) return nullptr;
   UserRegistrations all;
-  visit_modules_of(options, module, [&](torch::nn::Module& each) {
-    all.add(registrations_of(each, options.buffers));
-  });
+  visit_modules_of(options, module,
+                   [&](torch::nn::Module& each) { add_registrations(all, each, options.buffers); });
   if (script != nullptr)
     for (const auto& provider : state_of(*script, options.buffers == BufferPolicy::Ignore))
       all.add(provider);
-  return std::make_shared<ModulesGuard>(all);
+  return std::make_shared<ModulesGuard>(std::move(all));
 }
 
 namespace detail {

@@ -8,8 +8,9 @@
 
 namespace remat {
 
-/// The training flags of a module and of all below it, and their buffers, unless the policy ignores them.
-UserRegistrations registrations_of(torch::nn::Module& module, BufferPolicy buffers);
+/// Adds the training flags of a module and of all below it, and their buffers, unless the policy
+/// ignores them.
+void add_registrations(UserRegistrations& all, torch::nn::Module& module, BufferPolicy buffers);
 
 /// Registers the state of `module` and of the script module, which may be null, and of the modules that the options name, for the regions that
 /// begin here while the result lives, and for those around. Null if there are none.

@@ -36,7 +36,7 @@ namespace {
 class HeldFlags {
  public:
   using Flag = std::pair<torch::nn::Module*, bool>;
-  using Flags = std::vector<Flag>;
+  using Flags = c10::SmallVector<Flag, 4>;
 
   bool take(const Flags& flags) {
     constexpr std::chrono::seconds longest_wait(10);
@@ -66,12 +66,12 @@ class HeldFlags {
     for (const auto& [module, flag] : flags) {
       const auto found = held_.find(module);
       auto& holds = found->second;
-      auto mine = holds.end();
+      auto* mine = holds.end();
       while (mine != holds.begin())
         if ((--mine)->owner == self) break;
       // What the first holder found is what the last one leaves.
       const bool before = mine->before;
-      const auto next = holds.erase(mine);
+      auto* const next = holds.erase(mine);
       if (next != holds.end())
         next->before = before;
       else
@@ -93,7 +93,7 @@ class HeldFlags {
   };
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::unordered_map<torch::nn::Module*, std::vector<Hold>> held_;
+  std::unordered_map<torch::nn::Module*, c10::SmallVector<Hold, 2>> held_;
 };
 
 HeldFlags& held_flags() {
@@ -140,6 +140,7 @@ class TrainingFlags final : public HeldState {
 
   bool has_replaced_buffers() const override {
     const auto root = has_buffers_ ? root_.lock() : nullptr;
+    if (root == nullptr || ModuleAccess::buffers(*root).is_empty()) return false;
     const auto* const stand_in = dynamic_cast<const StandInMembers*>(root.get());
     return stand_in != nullptr && stand_in->has_replaced_buffers();
   }
@@ -156,7 +157,7 @@ class TrainingFlags final : public HeldState {
  private:
   struct Held {
     HeldFlags::Flags flags;
-    std::vector<std::shared_ptr<torch::nn::Module>> alive;
+    c10::SmallVector<std::shared_ptr<torch::nn::Module>, 4> alive;
     std::size_t next = 0;  // where the next module is expected, if the tree is as it was
     bool is_taken = false;
     ~Held() {

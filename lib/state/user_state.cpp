@@ -159,8 +159,10 @@ void UserRegistrations::add(const at::Generator& generator) {
 
 std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
   if (detail::innermost(Ability::State) == nullptr) return nullptr;
-  std::vector<const detail::Scope*> scopes;
+  c10::SmallVector<const detail::Scope*, 4> scopes;
   detail::visit(Ability::State, [&](detail::Scope& scope) { scopes.push_back(&scope); });
+  if (scopes.size() == 1)  // without an owner, and without a copy
+    return {std::shared_ptr<const void>(), scopes.front()->registered_state()};
   auto all = std::make_shared<UserRegistrations>();
   for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope)
     all->add(*(*scope)->registered_state());
@@ -207,11 +209,12 @@ std::vector<std::any> UserState::states_now() const {
 }
 
 void UserState::settle() {
-  const OutsideOfRegions outside;
   // Recomputes find a buffer that the function added as the function left it.
   const std::size_t num_known = registered_.providers.size();
   for (const auto& held : registered_.held)
     for (const auto& buffer : held->buffers()) keep(buffer, {});
+  if (captured_.empty()) return;
+  const OutsideOfRegions outside;
   for (std::size_t i = 0; i < captured_.size(); ++i) {
     auto* const buffer = dynamic_cast<Buffer*>(registered_.providers[i].get());
     if (buffer == nullptr) continue;
@@ -302,8 +305,10 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner,
     has_failed_ = held_.back() == nullptr;
     if (has_failed_) return;
   }
+  if (providers.empty()) return;
   try {
     const OutsideOfRegions outside;
+    before_.reserve(providers.size());
     for (std::size_t i = 0; i < providers.size(); ++i) {
       const UserState::Captured& captured = state_->captured_[i];
       before_.emplace_back();

@@ -33,8 +33,8 @@ struct UserRegistrations {
   void add(const std::shared_ptr<HeldState>& held_state);
   /// Adds all that the other has.
   void add(const UserRegistrations& other);
-  /// Collects those of the guards and recomputes around this point; null if there are none. Cheap
-  /// then.
+  /// Collects those of the guards and recomputes around this point; null if there are none. Valid as
+  /// long as they are around.
   static std::shared_ptr<const UserRegistrations> around();
 };
 
@@ -173,7 +173,7 @@ class UserRestore {
   const StartsFrom start_;
   const RecomputeHold hold_;
   std::vector<std::any> before_;
-  std::vector<std::shared_ptr<void>> held_;
+  c10::SmallVector<std::shared_ptr<void>, 2> held_;
   struct Watched {
     std::vector<std::pair<at::Tensor, uint32_t>> captured;  // with versions
     StorageSet written;

@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "module_tree.h"
 #include "remat/binding.h"
 #include "remat/module.h"
 #include "remat/options.h"
@@ -22,26 +23,6 @@
 namespace remat::python {
 
 namespace {
-
-PyObject* new_reference(PyObject* object) {
-  Py_XINCREF(object);
-  return object;
-}
-
-PyObject* imported(const char* module, const char* name) {
-  return py::object(py::module_::import(module).attr(name)).release().ptr();
-}
-
-bool is_module(PyObject* object) {
-  static PyObject* const type = imported("torch.nn", "Module");
-  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(type)) != 0;
-}
-
-/// An entry of a dictionary, borrowed; null if there is none.
-PyObject* entry(PyObject* dictionary, const char* name) {
-  PyObject* const found = PyDict_GetItemString(dictionary, name);
-  return found;
-}
 
 std::string text_of(PyObject* name) {
   return PyUnicode_Check(name) != 0 ? std::string(py::str(name)) : std::string("?");
@@ -52,8 +33,6 @@ std::string class_of(PyObject* module) {
   const std::string name = Py_TYPE(module)->tp_name;
   return name.substr(name.rfind('.') + 1);
 }
-
-constexpr int deepest = 200;  // a tree with a cycle ends somewhere
 
 /// Parameters and buffers of a module and of all below it, with their names. Interpreter's lock.
 void visit_named(PyObject* module, int depth, const std::string& path, const std::string& root,
@@ -74,7 +53,7 @@ void visit_named(PyObject* module, int depth, const std::string& path, const std
       if (const at::Tensor* const tensor = tensor_in(value))
         visitor(word + " '" + path + text_of(name) + "' of " + root, *tensor);
     });
-  if (depth == deepest) return;
+  if (depth == deepest_module) return;
   visit_entries("_modules", [&] {
     if (is_module(value)) visit_named(value, depth + 1, path + text_of(name) + ".", root, visitor);
   });
@@ -216,249 +195,55 @@ HeldFlags& held_flags() {
 
 }  // namespace
 
-// ---- members
-// ------------------------------------------------------------------------------------------
-
-namespace {
-
-bool is_member_value(PyObject* value, int depth = 0) {
-  if (value == Py_None || PyBool_Check(value) != 0 || PyFloat_CheckExact(value) != 0 ||
-      PyLong_CheckExact(value) != 0 || PyUnicode_CheckExact(value) != 0)
-    return true;
-  if (PyTuple_CheckExact(value) == 0 || depth > 4) return false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i)
-    if (!is_member_value(PyTuple_GET_ITEM(value, i), depth + 1)) return false;
-  return true;
-}
-
-/// Visits the attributes of a module and of all below it: their dictionary, then each name with its
-/// value, or null for one that is no member. The training flag has its own rule, and dictionaries
-/// and sets hold others. False: the visitor had enough.
-template <class ModuleVisitor, class EntryVisitor>
-bool visit_members(PyObject* module, int depth, ModuleVisitor&& begin_module,
-                   EntryVisitor&& visit_entry) {
-  static PyObject* const training = PyUnicode_InternFromString("training");
-  PyObject** const place = _PyObject_GetDictPtr(module);
-  if (place == nullptr || *place == nullptr || PyDict_Check(*place) == 0) return true;
-  PyObject* const attributes = *place;
-  if (!begin_module(attributes)) return false;
-  PyObject *name = nullptr, *value = nullptr;
-  Py_ssize_t position = 0;
-  while (PyDict_Next(attributes, &position, &name, &value) != 0) {
-    if (name == training || PyDict_Check(value) != 0 || PyAnySet_Check(value) != 0) continue;
-    if (!visit_entry(name, is_member_value(value) ? value : nullptr)) return false;
-  }
-  PyObject* const children = entry(attributes, "_modules");
-  if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest) return true;
-  position = 0;
-  while (PyDict_Next(children, &position, &name, &value) != 0)
-    if (is_module(value) && !visit_members(value, depth + 1, begin_module, visit_entry))
-      return false;
-  return true;
-}
-
-/// Returns the members that the last region of some modules noted, if they are still kept.
-/// Interpreter's lock.
-std::weak_ptr<const Members>& last_members_of(PyObject* root) {
-  static auto* const all = new std::unordered_map<PyObject*, std::weak_ptr<const Members>>;
-  constexpr std::size_t max_known = 10'000;
-  if (all->size() > max_known)
-    std::erase_if(*all, [](const auto& each) { return each.second.expired(); });
-  return (*all)[root];
-}
-
-}  // namespace
-
-std::shared_ptr<const Members> Members::of(const std::vector<PyObject*>& roots) {
-  if (roots.empty()) return std::make_shared<const Members>();
-  std::weak_ptr<const Members>& last = last_members_of(roots.front());
-  if (auto known = last.lock(); known != nullptr && known->is_now(roots)) return known;
-  auto made = std::make_shared<Members>();
-  for (PyObject* root : roots)
-    visit_members(
-        root, 0,
-        [&](PyObject* attributes) {
-          made->modules_.push_back({new_reference(attributes), made->entries_.size()});
-          return true;
-        },
-        [&](PyObject* name, PyObject* value) {
-          made->entries_.push_back({new_reference(name), new_reference(value)});
-          made->modules_.back().end = made->entries_.size();
-          return true;
-        });
-  last = made;
-  return made;
-}
-
-bool Members::is_now(const std::vector<PyObject*>& roots) const {
-  std::size_t module = 0, next = 0;
-  for (PyObject* root : roots) {
-    const bool is_same = visit_members(
-        root, 0,
-        [&](PyObject* attributes) {
-          if (module > 0 && modules_[module - 1].end != next) return false;
-          return module < modules_.size() && modules_[module++].attributes == attributes;
-        },
-        [&](PyObject* name, PyObject* value) {
-          if (next == entries_.size() || next >= modules_[module - 1].end) return false;
-          const Entry& then = entries_[next++];
-          return then.name == name && then.value == value;
-        });
-    if (!is_same) return false;
-  }
-  return module == modules_.size() && next == entries_.size();
-}
-
-Members::~Members() {
-  std::vector<PyObject*> all;
-  all.reserve(modules_.size() + 2 * entries_.size());
-  for (const Module& each : modules_) all.push_back(each.attributes);
-  for (const Entry& each : entries_) {
-    all.push_back(each.name);
-    if (each.value != nullptr) all.push_back(each.value);
-  }
-  drop(all.data(), all.size());
-}
-
-void Members::put_in_place(const Members& now, std::vector<Change>& changes) const {
-  if (this == &now) return;
-  const auto change = [&](PyObject* dictionary, PyObject* name, PyObject* value) {
-    PyObject* const before = PyDict_GetItem(dictionary, name);
-    changes.push_back({new_reference(dictionary), new_reference(name), new_reference(before)});
-    if (value != nullptr)
-      PyDict_SetItem(dictionary, name, value);
-    else if (before != nullptr)
-      PyDict_DelItem(dictionary, name);
-  };
-  std::size_t next = 0, next_now = 0, module_now = 0;
-  for (const Module& module : modules_) {
-    const std::size_t begin = next;
-    for (; next < module.end; ++next) {
-      const auto& [name, value] = entries_[next];
-      if (value != nullptr && PyDict_GetItem(module.attributes, name) != value)
-        change(module.attributes, name, value);
-    }
-    // Trees are alike but for what forward added.
-    if (module_now == now.modules_.size() ||
-        now.modules_[module_now].attributes != module.attributes)
-      continue;
-    for (; next_now < now.modules_[module_now].end; ++next_now) {
-      const auto& [name, value] = now.entries_[next_now];
-      if (value == nullptr) continue;
-      bool was_there = false;
-      for (std::size_t i = begin; i < module.end && !was_there; ++i)
-        was_there = entries_[i].name == name;
-      if (!was_there) change(module.attributes, name, nullptr);
-    }
-    ++module_now;
-  }
-}
-
-namespace {
-
-/// The threads whose recomputes have changed members of modules. Interpreter's lock.
-class HeldMembers {
- public:
-  static void take(PyObject* root) {
-    constexpr std::chrono::seconds longest_wait(10);
-    const auto self = std::this_thread::get_id();
-    const auto start = std::chrono::steady_clock::now();
-    for (;;) {
-      const auto found = all().find(root);
-      if (found == all().end() || found->second.thread == self) break;
-      if (std::chrono::steady_clock::now() - start > longest_wait) {
-        PyErr_SetString(
-            PyExc_RuntimeError,
-            "remat: a recompute waited ten seconds for another thread's, which has put back the members of the same "
-            "module.");
-        throw python_error();
-      }
-      const Unlocked unlocked;
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    Holder& holder = all()[root];
-    holder.thread = self;
-    ++holder.depth;
-  }
-  static void give_back(PyObject* root) {
-    const auto found = all().find(root);
-    if (--found->second.depth == 0) all().erase(found);
-  }
-
- private:
-  struct Holder {
-    std::thread::id thread;
-    int depth = 0;
-  };
-  static std::unordered_map<PyObject*, Holder>& all() {
-    static auto* const known = new std::unordered_map<PyObject*, Holder>;
-    return *known;
-  }
-};
-
-}  // namespace
-
 // ---- the state ----------------------------------------------------------------------------------------
 
-ModuleState::ModuleState(const std::vector<PyObject*>& roots) : roots_(new_references(roots)) {
-  for (PyObject* root : roots_) add(root, 0);
-}
-
-void ModuleState::visit_tensors(Visitor visitor) const { visit_named(roots_, visitor); }
-
 namespace {
 
-/// The buffers of a module and of all below it that the library can restore: their dictionary,
-/// name, object and path.
+/// Visits a module and all below it: their attributes and the path to them.
 template <class Visitor>
-void visit_buffers(PyObject* module, int depth, const std::string& path, Visitor&& visitor) {
+void visit_tree(PyObject* module, int depth, const std::string& path, Visitor&& visitor) {
   const auto attributes =
       py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module, nullptr));
   if (!attributes) return PyErr_Clear();
+  visitor(attributes.ptr(), path);
+  PyObject* const children = entry(attributes.ptr(), "_modules");
+  if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest_module) return;
   PyObject *name = nullptr, *value = nullptr;
   Py_ssize_t position = 0;
-  PyObject* const buffers = entry(attributes.ptr(), "_buffers");
-  while (buffers != nullptr && PyDict_Check(buffers) != 0 &&
-         PyDict_Next(buffers, &position, &name, &value) != 0) {
-    const at::Tensor* const tensor = tensor_in(value);
-    if (tensor != nullptr && can_be_restored(value, *tensor)) visitor(buffers, name, value, path);
-  }
-  PyObject* const children = entry(attributes.ptr(), "_modules");
-  if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest) return;
-  position = 0;
   while (PyDict_Next(children, &position, &name, &value) != 0)
-    if (is_module(value)) visit_buffers(value, depth + 1, path + text_of(name) + ".", visitor);
+    if (is_module(value)) visit_tree(value, depth + 1, path + text_of(name) + ".", visitor);
 }
 
-}  // namespace
-
-void ModuleState::add(PyObject* module, int depth) {
-  PyObject* const attributes = PyObject_GenericGetDict(module, nullptr);
-  if (attributes == nullptr) {
-    PyErr_Clear();
-    return;
-  }
-  const auto owned = py::reinterpret_steal<py::object>(attributes);
-  // A script module has these in C++.
-  if (PyObject* const training = entry(attributes, "training"); training != nullptr)
-    flags_.push_back({new_reference(attributes), training == Py_True});
+/// Visits the buffers of one module that the library can restore: their dictionary, name and object.
+template <class Visitor>
+void visit_buffers(PyObject* attributes, Visitor&& visitor) {
   PyObject *name = nullptr, *value = nullptr;
   Py_ssize_t position = 0;
   PyObject* const buffers = entry(attributes, "_buffers");
   while (buffers != nullptr && PyDict_Check(buffers) != 0 &&
          PyDict_Next(buffers, &position, &name, &value) != 0) {
     const at::Tensor* const tensor = tensor_in(value);
-    if (tensor == nullptr || !can_be_restored(value, *tensor)) continue;
-    buffers_.push_back({new_reference(buffers), new_reference(name), new_reference(value)});
-    if (stand_in_ == nullptr) stand_in_ = std::make_shared<StandIn>(roots_);
-    static_cast<StandIn&>(*stand_in_).add(*tensor);
+    if (tensor != nullptr && can_be_restored(value, *tensor)) visitor(buffers, name, value);
   }
-  PyObject* const children = entry(attributes, "_modules");
-  if (children == nullptr || PyDict_Check(children) == 0 || depth == deepest) return;
-  position = 0;
-  while (PyDict_Next(children, &position, &name, &value) != 0)
-    if (is_module(value)) add(value, depth + 1);
 }
+
+}  // namespace
+
+ModuleState::ModuleState(const std::vector<PyObject*>& roots) : roots_(new_references(roots)) {
+  const auto add = [this](PyObject* attributes, const std::string&) {
+    // A script module has these in C++.
+    if (PyObject* const training = entry(attributes, "training"); training != nullptr)
+      flags_.push_back({new_reference(attributes), training == Py_True});
+    visit_buffers(attributes, [this](PyObject* buffers, PyObject* name, PyObject* value) {
+      buffers_.push_back({new_reference(buffers), new_reference(name), new_reference(value)});
+      if (stand_in_ == nullptr) stand_in_ = std::make_shared<StandIn>(roots_);
+      static_cast<StandIn&>(*stand_in_).add(*tensor_in(value));
+    });
+  };
+  for (PyObject* root : roots_) visit_tree(root, 0, "", add);
+}
+
+void ModuleState::visit_tensors(Visitor visitor) const { visit_named(roots_, visitor); }
 
 void ModuleState::note_members() { members_ = Members::of(roots_); }
 
@@ -470,27 +255,31 @@ void ModuleState::settle() {
   const auto named = [&](PyObject* name, const std::string& path) {
     return "buffer '" + path + text_of(name) + "' of " + class_of(roots_.front());
   };
+  const auto compare = [&](PyObject* dictionary, PyObject* name, PyObject* value,
+                           const std::string& path) {
+    const auto is_this = [&](const Buffer& each) {
+      return each.dictionary == dictionary && each.name == name;
+    };
+    std::size_t i = next;
+    if (i >= buffers_.size() || !is_this(buffers_[i]))
+      i = static_cast<std::size_t>(std::find_if(buffers_.begin(), buffers_.end(), is_this) -
+                                   buffers_.begin());
+    PyObject* const begin = i < buffers_.size() ? buffers_[i].begin : nullptr;
+    if (i < buffers_.size()) {
+      is_there[i] = true;
+      next = i + 1;
+    }
+    if (begin == value) return;
+    changed.push_back({new_reference(dictionary), new_reference(name), new_reference(begin),
+                       new_reference(value), named(name, path)});
+    if (stand_in_ != nullptr) static_cast<StandIn&>(*stand_in_).add(*tensor_in(value));
+  };
   for (PyObject* root : roots_)
-    visit_buffers(
-        root, 0, "",
-        [&](PyObject* dictionary, PyObject* name, PyObject* value, const std::string& path) {
-          std::size_t i = next;
-          const auto is_this = [&](const Buffer& each) {
-            return each.dictionary == dictionary && each.name == name;
-          };
-          if (i >= buffers_.size() || !is_this(buffers_[i]))
-            i = static_cast<std::size_t>(std::find_if(buffers_.begin(), buffers_.end(), is_this) -
-                                         buffers_.begin());
-          PyObject* const begin = i < buffers_.size() ? buffers_[i].begin : nullptr;
-          if (i < buffers_.size()) {
-            is_there[i] = true;
-            next = i + 1;
-          }
-          if (begin == value) return;
-          changed.push_back({new_reference(dictionary), new_reference(name), new_reference(begin),
-                             new_reference(value), named(name, path)});
-          if (stand_in_ != nullptr) static_cast<StandIn&>(*stand_in_).add(*tensor_in(value));
-        });
+    visit_tree(root, 0, "", [&](PyObject* attributes, const std::string& path) {
+      visit_buffers(attributes, [&](PyObject* dictionary, PyObject* name, PyObject* value) {
+        compare(dictionary, name, value, path);
+      });
+    });
   for (std::size_t i = 0; i < buffers_.size(); ++i)
     if (!is_there[i])
       changed.push_back({new_reference(buffers_[i].dictionary), new_reference(buffers_[i].name),

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "members.h"
 #include "region.h"
 
 namespace torch::nn {
@@ -24,40 +25,6 @@ PyObject* module_in(PyObject* function);
 // tensor a name means (a forward may assign another one), whether the module trains, and the
 // numbers and words by which a module remembers what it has done. These are noted when the region
 // begins, and put in place around each recompute: names where forward changed them, members always.
-
-/// Numbers, booleans, strings, None and tuples of those, among the attributes of modules and of all
-/// below them. Interpreter's lock, but where it dies.
-class Members {
- public:
-  /// Returns the members as they are now; the same object as the last time if nothing has changed
-  /// since.
-  static std::shared_ptr<const Members> of(const std::vector<PyObject*>& roots);
-  Members() = default;
-  ~Members();
-  Members(const Members&) = delete;
-  Members& operator=(const Members&) = delete;
-
-  struct Change {
-    PyObject* dictionary;
-    PyObject* name;
-    PyObject* before;  // null: the name was not there
-  };
-  /// Puts these in place of `now`. Appends what that changed to `changes`, which owns the objects.
-  void put_in_place(const Members& now, std::vector<Change>& changes) const;
-
- private:
-  struct Entry {
-    PyObject* name;
-    PyObject* value;  // null for what is no such value
-  };
-  struct Module {
-    PyObject* attributes;
-    std::size_t end;  // of its entries
-  };
-  bool is_now(const std::vector<PyObject*>& roots) const;
-  std::vector<Module> modules_;
-  std::vector<Entry> entries_;
-};
 
 /// The flags, names of buffers and members of modules and of all below them as they are now.
 /// Interpreter's lock.
@@ -108,7 +75,6 @@ class ModuleState final : public TensorNames {
     PyObject* left = nullptr;  // the same, when the function had returned
     std::string path{};        // what errors call it
   };
-  void add(PyObject* module, int depth);
   static void drop(const std::vector<Buffer>& buffers);
 
   const std::vector<PyObject*> roots_;

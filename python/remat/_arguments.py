@@ -104,8 +104,10 @@ _KINDS["M"] = _KINDS["nn.Module"]
 def add_kind(annotation: str, kind: Kind) -> None:
     """What a source's own classes are called in its annotations."""
     _KINDS[annotation] = kind
+    kind_of.cache_clear()
 
 
+@functools.cache
 def kind_of(annotation: str) -> Optional[Kind]:
     """None if such arguments are not checked."""
     if annotation.startswith("Callable["):

@@ -31,7 +31,6 @@ from ._plan import (
     solve,
     stages_of,
 )
-from ._state import state_kept
 
 _measure_peak = translated(_remat._measure_peak)
 _FRAME_COST_S = 15e-6  # of one region, in Python
@@ -263,6 +262,8 @@ def fit(
     plan = frontier.plan(budget_bytes)
     peak: Optional[int] = None
     if verify:
+        from ._state import state_kept  # not when the package is imported: few programs measure
+
         beyond = 0  # [bytes] of which the stages' costs know nothing
         while True:
             with state_kept(functions):

@@ -25,7 +25,6 @@ from ._errors import in_python_words, translated
 from ._extension import _remat
 from ._guards import Path
 from ._policy import Policy, _noted
-from ._state import state_kept
 
 Plan = _remat.Plan
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -397,6 +396,8 @@ def measure(
         return run
 
     try:
+        from ._state import state_kept  # not when the package is imported: few programs measure
+
         with state_kept(functions):
             counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
             cost = ChainCost._of(_measure(counted, sample, warmup, repeats, device, list(policies), early_stop, moves))

@@ -1,0 +1,57 @@
+#pragma once
+// Plain members of Python modules, which recomputes put back.
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "python.h"
+
+namespace remat::python {
+
+/// Returns whether the value is a number, a boolean, a string, None or a tuple of those.
+bool is_member_value(PyObject* value, int depth = 0);
+
+/// Numbers, booleans, strings, None and tuples of those, among the attributes of modules and of all
+/// below them. Interpreter's lock, but where it dies.
+class Members {
+ public:
+  /// Returns the members as they are now; the same object as the last time if nothing has changed
+  /// since.
+  static std::shared_ptr<const Members> of(const std::vector<PyObject*>& roots);
+  Members() = default;
+  ~Members();
+  Members(const Members&) = delete;
+  Members& operator=(const Members&) = delete;
+
+  struct Change {
+    PyObject* dictionary;
+    PyObject* name;
+    PyObject* before;  // null: the name was not there
+  };
+  /// Puts these in place of `now`. Appends what that changed to `changes`, which owns the objects.
+  void put_in_place(const Members& now, std::vector<Change>& changes) const;
+
+ private:
+  struct Entry {
+    PyObject* name;
+    PyObject* value;  // null for what is no such value
+  };
+  struct Module {
+    PyObject* attributes;
+    std::size_t end;  // of its entries
+  };
+  bool is_now(const std::vector<PyObject*>& roots) const;
+  std::vector<Module> modules_;
+  std::vector<Entry> entries_;
+};
+
+/// Recomputes that change members of a module take turns over threads. Interpreter's lock.
+class HeldMembers {
+ public:
+  /// Throws python_error where another thread holds them for ten seconds.
+  static void take(PyObject* root);
+  static void give_back(PyObject* root);
+};
+
+}  // namespace remat::python
