@@ -1,0 +1,87 @@
+// Filler: where a recompute may end.
+
+#include "lib/frame/filler.h"
+
+#include <functional>
+
+#include "lib/base/counters.h"
+#include "lib/base/planted_fault.h"
+#include "lib/base/unwinding.h"
+#include "lib/seam/engine.h"
+#include "lib/seam/script.h"
+#include "lib/state/user_state.h"
+#include "lib/tensor/graph_walk.h"
+
+namespace remat {
+
+bool Filler::wants_stop() const {
+  if (has_too_many()) return true;
+  if (!is_complete() || !may_end()) return false;
+  if (must_finish_operator_ || !pending_.empty()) return false;
+  return !(view_.ends_small && num_seen_ == num_slots_);
+}
+
+bool Filler::may_end() const {
+  return early_stop_ && (written_ == nullptr || written_->has_written_all());
+}
+
+// What a script has left to do is more than its operator.
+bool Filler::stops_soon() const {
+  return view_.last_is_small && num_seen_ == num_slots_ && may_stop_in_scripts_ &&
+         region_.body->stop_soon();
+}
+
+// Note [Where a stop may be thrown]
+// Not through a noexcept function, nor out of a destructor that saves while something unwinds.
+// Around a backward, where it costs little, any function that nothing may pass is found: Note
+// [Functions that nothing may pass]. Not on another thread, nor inside a backward that the function
+// runs: the signal would cross the engine's worker loop. Not while a C++ Function may be saving its
+// own output, before or after the tensor at hand: the list it saves from is cleared on the normal
+// path only, and the output would leak. Whether it does is known from forward (`saves_own_output`),
+// or seen here. The next save is asked again.
+bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
+  if (!is_on_own_ground()) return false;
+  if (!may_stop_in_scripts_ && seam::is_in_script()) return false;
+  if (is_planted(Fault::OwnOutput)) return true;
+  if (is_made_by_function(saved)) return false;
+  // Forward has not got there yet, so nothing is known of this operator.
+  if (position >= num_slots_ && !view_.is_settled) return false;
+  bool is_safe = true;
+  if (position < num_slots_)
+    slots_.with_slot(position, view_.is_settled,
+                     [&](const Slot& slot) { is_safe = !slot.saves_own_output; });
+  return is_safe;
+}
+
+void Filler::stop() {
+  region_.body->stop();
+  report_returned("stop");
+}
+
+void Filler::stop_before_backward() {
+  if (!has_stopped_) {
+    if (!is_complete() || !may_end() || has_too_many() || !is_on_own_ground()) return;
+    if (!can_unwind_to(this)) return;
+    count(live_counters.early_stops);
+    has_stopped_ = true;
+  } else if (!is_on_own_ground() || !can_unwind_to(this)) {
+    return;
+  }
+  stop();
+}
+
+// Inside of a backward there is no stop, and what the function does next may save nothing: it may write to an argument in
+// place, before forward does.
+void Filler::stop_after_backward() {
+  if (view_.is_settled || !is_complete() || !is_on_own_ground() || !can_unwind_to(this)) return;
+  if (!has_stopped_) count(live_counters.early_stops);
+  has_stopped_ = true;
+  stop();
+}
+
+bool Filler::is_on_own_ground() const {
+  return std::this_thread::get_id() == owner_ && seam::graph_task_id() == task_at_start_ &&
+         region_.body->can_be_stopped() && std::uncaught_exceptions() == uncaught_at_start_;
+}
+
+}  // namespace remat
