@@ -79,8 +79,8 @@ class UserState {
   bool has_users_providers() const;
   /// What the providers capture now, in their order. Calls user code; throws what it throws.
   std::vector<std::any> states_now() const;
-  /// The function has returned. What it left alone of its modules is forgotten:
-  /// Note [Only what forward wrote].
+  /// The function has returned. Forgets the buffers that it left alone.
+  /// See Note [Only what forward wrote].
   void settle();
   /// Returns whether the function wrote to buffers otherwise than batch norms do, and recomputes
   /// must leave them as it did.
