@@ -66,7 +66,7 @@ class Filler final : public SlotFiller {
   void set_vouched(const StorageSet* storages) { vouched_ = storages; }
   /// The function writes to buffers that are compared: it is not stopped before it has done so.
   /// Null: it does not.
-  void set_written(const UserRestore* written) { written_ = written; }
+  void set_written(UserRestore* written) { written_ = written; }
   /// While the function runs, if what it computes with has changed; else null.
   void set_operands(ChangedOperands* operands) { operands_ = operands; }
   /// The operator at work is not run again: its result was kept.
@@ -158,7 +158,7 @@ class Filler final : public SlotFiller {
   KeptReplay* replay_ = nullptr;
   ChangedOperands* operands_ = nullptr;
   const StorageSet* vouched_ = nullptr;
-  const UserRestore* written_ = nullptr;
+  UserRestore* written_ = nullptr;
   struct GivenInput {
     const c10::StorageImpl* storage;  // only to be compared
     c10::VariableVersion counter;

@@ -51,7 +51,7 @@ class RunningNow {
 /// While the filler knows what is restored.
 class VouchedFor {
  public:
-  VouchedFor(Filler& filler, const UserRestore& restore, bool is_compared) : filler_(filler) {
+  VouchedFor(Filler& filler, UserRestore& restore, bool is_compared) : filler_(filler) {
     filler_.set_vouched(restore.written());
     filler_.set_written(is_compared ? &restore : nullptr);
   }

@@ -109,6 +109,14 @@ void visit_modules(torch::nn::Module& root, Visitor&& visitor) {
     if (child.value() != nullptr) visit_modules(*child.value(), visitor);
 }
 
+/// Visits the buffers of a tree.
+void visit_buffers_of(torch::nn::Module& root, c10::function_ref<void(const at::Tensor&)> visitor) {
+  visit_modules(root, [&](torch::nn::Module& module) {
+    for (const auto& buffer : ModuleAccess::buffers(module))
+      if (buffer.value().defined()) visitor(buffer.value());
+  });
+}
+
 class TrainingFlags final : public HeldState {
  public:
   TrainingFlags(torch::nn::Module& root, bool has_buffers)
@@ -133,9 +141,8 @@ class TrainingFlags final : public HeldState {
     return num_modules != flags_.size() || num_parameters != num_parameters_;
   }
 
-  std::vector<std::shared_ptr<StateProvider>> buffers() const override {
-    const auto root = has_buffers_ ? root_.lock() : nullptr;
-    return root == nullptr ? std::vector<std::shared_ptr<StateProvider>>() : buffers_of(*root);
+  void visit_buffers(c10::function_ref<void(const at::Tensor&)> visitor) const override {
+    if (const auto root = has_buffers_ ? root_.lock() : nullptr) visit_buffers_of(*root, visitor);
   }
 
   bool has_replaced_buffers() const override {
@@ -224,12 +231,9 @@ std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root, bool has_b
 std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root) {
   std::vector<std::shared_ptr<StateProvider>> all;
   std::shared_ptr<Buffer> before;
-  visit_modules(root, [&](torch::nn::Module& module) {
-    for (const auto& buffer : ModuleAccess::buffers(module))
-      if (buffer.value().defined()) {
-        before = Buffer::of(buffer.value(), before);
-        all.push_back(before);
-      }
+  visit_buffers_of(root, [&](const at::Tensor& buffer) {
+    before = Buffer::of(buffer, before);
+    all.push_back(before);
   });
   return all;
 }

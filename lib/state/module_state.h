@@ -1,6 +1,9 @@
 #pragma once
 // A module's training flags and buffers, as a region registers them for its recomputes.
 
+#include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
+
 #include <memory>
 #include <vector>
 
@@ -31,8 +34,8 @@ class HeldState {
   /// The module whose state it is, for errors that name its tensors; null if it is that of none, or of one that is gone
   /// or that no shared pointer owns.
   virtual std::shared_ptr<torch::nn::Module> module() const { return nullptr; }
-  /// The buffers that the module has now; none where they are not to be restored.
-  virtual std::vector<std::shared_ptr<StateProvider>> buffers() const { return {}; }
+  /// Visits the buffers that the module has now; none where they are not to be restored.
+  virtual void visit_buffers(c10::function_ref<void(const at::Tensor&)> /*visitor*/) const {}
   /// Returns whether the function gave names of buffers to other tensors: StandInMembers.
   virtual bool has_replaced_buffers() const { return false; }
   /// Whether parameters or modules came to the subject, or went, since.

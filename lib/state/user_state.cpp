@@ -172,15 +172,20 @@ std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
 UserState::UserState(const UserRegistrations& registered, bool preserves_rng) {
   registered_.observers = registered.observers;
   registered_.held = registered.held;
-  for (const auto& provider : registered.providers) keep(provider, state_at_begin(*provider));
+  registered_.providers = registered.providers;  // each once
+  captured_.reserve(registered.providers.size());
+  for (const auto& provider : registered.providers)
+    captured_.push_back({state_at_begin(*provider), {}});
   if (!preserves_rng) return;
   for (const at::Generator& generator : registered.generators) keep(generator);
 }
 
 void UserState::keep(const std::shared_ptr<StateProvider>& provider, const std::any& state) {
-  const std::size_t known = registered_.providers.size();
-  registered_.add(provider);
-  if (registered_.providers.size() > known) captured_.push_back({state, {}});
+  auto& known = registered_.providers;
+  const auto pointer_at = [&](std::size_t place) { return known[place].get(); };
+  if (places_.find(provider.get(), known.size(), pointer_at) >= 0) return;
+  known.push_back(provider);
+  captured_.push_back({state, {}});
 }
 
 void UserState::keep(const at::Generator& generator) {
@@ -211,8 +216,23 @@ std::vector<std::any> UserState::states_now() const {
 void UserState::settle() {
   // Recomputes find a buffer that the function added as the function left it.
   const std::size_t num_known = registered_.providers.size();
+  std::size_t next = 0;  // where the next buffer is expected, if the function added none
+  const auto is_of = [](const auto& provider, const at::Tensor& tensor) {
+    const auto* const buffer = dynamic_cast<const Buffer*>(provider.get());
+    return buffer != nullptr && buffer->tensor().is_same(tensor);
+  };
   for (const auto& held : registered_.held)
-    for (const auto& buffer : held->buffers()) keep(buffer, {});
+    held->visit_buffers([&](const at::Tensor& tensor) {
+      auto& known = registered_.providers;
+      if (next < known.size() && is_of(known[next], tensor)) {
+        ++next;
+        return;
+      }
+      const auto found = std::find_if(known.begin(), known.end(),
+                                      [&](const auto& each) { return is_of(each, tensor); });
+      next = static_cast<std::size_t>(found - known.begin()) + 1;
+      if (found == known.end()) keep(Buffer::of(tensor, nullptr), {});
+    });
   if (captured_.empty()) return;
   const OutsideOfRegions outside;
   for (std::size_t i = 0; i < captured_.size(); ++i) {
@@ -356,13 +376,13 @@ bool UserRestore::is_as_left(const at::Tensor& in_forward, const at::Tensor& now
   return Buffer::is_as(now, Buffer::state_of(in_forward));
 }
 
-bool UserRestore::has_written_all() const {
+bool UserRestore::has_written_all() {
   if (state_->has_replaced_) return false;
-  for (std::size_t i = 0; i < state_->captured_.size(); ++i) {
-    const auto& [begin, left] = state_->captured_[i];
-    if (!left.has_value()) continue;
-    const auto& buffer = static_cast<const Buffer&>(*state_->registered().providers[i]);
-    if (!buffer.has_writes_of(begin, left, wanted(state_->captured_[i]))) return false;
+  for (; num_written_ < state_->captured_.size(); ++num_written_) {
+    const UserState::Captured& captured = state_->captured_[num_written_];
+    if (!captured.left.has_value()) continue;
+    const auto& buffer = static_cast<const Buffer&>(*state_->registered().providers[num_written_]);
+    if (!buffer.has_writes_of(captured.begin, captured.left, wanted(captured))) return false;
   }
   return true;
 }

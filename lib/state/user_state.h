@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "lib/base/place_index.h"
 #include "lib/base/recompute_lock.h"
 #include "lib/rng/device_rng.h"
 #include "lib/scope/hook_stack.h"
@@ -102,7 +103,8 @@ class UserState {
         left;  ///< what the function left of a buffer that it wrote to; empty for what is not compared
   };
   UserRegistrations registered_;
-  std::vector<Captured> captured_;  // in the order of the providers
+  PlaceIndex places_;               // of the providers
+  std::vector<Captured> captured_;  // in their order
   std::vector<std::unique_ptr<DrawLog>> draw_logs_;
   bool is_compared_ = false, has_replaced_ = false, has_begin_ = true;
 };
@@ -148,7 +150,7 @@ class UserRestore {
   void move_to(const std::vector<std::any>& states);
   void put_back();
   /// Returns whether the recompute has made all of forward's writes to buffers that are compared.
-  bool has_written_all() const;
+  bool has_written_all();
   /// The function has run again: a buffer that it did not leave as forward did; undefined if there
   /// is none.
   at::Tensor changed_buffer() const;
@@ -171,6 +173,7 @@ class UserRestore {
   }
   const UserState* const state_;
   const StartsFrom start_;
+  std::size_t num_written_ = 0;  // of the captured states, whose writes have all been made
   const RecomputeHold hold_;
   std::vector<std::any> before_;
   c10::SmallVector<std::shared_ptr<void>, 2> held_;

@@ -4,17 +4,20 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/sin.h>
 #include <remat/checkpoint.h>
 #include <remat/hooks.h>
 #include <remat/options.h>
 #include <remat/tiers.h>
+#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -92,6 +95,28 @@ void give_arguments(int64_t count, remat::InputMode mode) {
       .backward();
 }
 
+/// A module with so many buffers, of which forward writes to the first ones.
+struct BufferedImpl : torch::nn::Module {
+  explicit BufferedImpl(int64_t count, int64_t num_written) : num_written(num_written) {
+    for (int64_t i = 0; i < count; ++i)
+      all.push_back(register_buffer(std::to_string(i), at::ones({1})));
+  }
+  Tensor forward(const Tensor& x) {
+    const at::NoGradGuard no_grad;
+    for (int64_t i = 0; i < num_written; ++i) all[static_cast<std::size_t>(i)].add_(1);
+    const at::AutoGradMode grad(true);
+    return at::sin(x);
+  }
+  int64_t num_written;
+  std::vector<Tensor> all;
+};
+
+void have_buffers(int64_t count, int64_t num_written) {
+  const auto module = std::make_shared<BufferedImpl>(count, num_written);
+  remat::checkpoint([module](const Tensor& x) { return remat::checkpoint(module, x); }, leaf())
+      .backward();
+}
+
 struct Shape {
   const char* unit;
   int64_t small, large;
@@ -106,6 +131,8 @@ const std::vector<Shape> shapes{
     {"save in a file", 1000, 4000, save_in_file},
     {"save in tiers", 500, 2000, save_in_tiers},
     {"region that shares an argument", 1000, 4000, share_argument},
+    {"buffer", 500, 2000, [](int64_t n) { have_buffers(n, 0); }},
+    {"written buffer", 500, 2000, [](int64_t n) { have_buffers(n, n); }},
     {"argument", 500, 2000, [](int64_t n) { give_arguments(n, remat::InputMode::Shared); }},
     {"copied argument", 500, 2000,
      [](int64_t n) { give_arguments(n, remat::InputMode::CopyOnWrite); }},
