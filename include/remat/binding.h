@@ -173,7 +173,6 @@ class REMAT_API ForwardRun {
 
  private:
   void close();
-  std::shared_ptr<void> modules_;  // registers their state; dies last
   c10::intrusive_ptr<Frame> frame_;
   std::shared_ptr<detail::Scope> scope_;
   std::shared_ptr<void> user_scope_;

@@ -86,7 +86,7 @@ class REMAT_API ModuleStateGuard : ScopeGuard {
   explicit ModuleStateGuard(const ModuleRegion& region);
 
  private:
-  explicit ModuleStateGuard(const UserRegistrations& registrations);
+  explicit ModuleStateGuard(std::shared_ptr<const UserRegistrations> registrations);
 };
 
 /// A function whose regions are called by a type, if their options do not name them.

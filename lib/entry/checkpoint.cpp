@@ -123,9 +123,8 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
   const StackView stack;
   const RegionOptions in_force = options_in_force(options, facts, stack);
   refuse(options, in_force);
-  if (facts.module != nullptr || facts.script != nullptr || !options.modules.empty())
-    modules_ = register_modules(options, facts.module,
-                                facts.script == nullptr ? nullptr : &facts.script->module());
+  auto own = register_modules(
+      options, facts.module, facts.script == nullptr ? nullptr : &facts.script->module());
   const auto* const around =
       static_cast<const detail::RegionScope*>(stack.innermost(Ability::Region));
   const std::type_info* type = facts.type;
@@ -135,12 +134,12 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
                                       options.location.file);
   RegionExtras* const extras = frame_->region().extras.get();
   if (options.context_fn) extras->contexts = options.context_fn();
-  if (!frame_->begin(std::move(body), facts.sees_end)) {
+  if (!frame_->begin(std::move(body), facts.sees_end, own)) {
     frame_.reset();
     return;
   }
   profiled_ = profiler::forward_scope(frame_->region().info);
-  auto scope = std::make_shared<ForwardScope>(frame_, around);
+  auto scope = std::make_shared<ForwardScope>(frame_, around, std::move(own));
   detail::push(scope);
   if (in_force.capture_check == CaptureCheck::Raise) seam::NodeWatches::begin(scope);
   scope_ = std::move(scope);

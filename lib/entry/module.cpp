@@ -171,14 +171,14 @@ void ModuleRegion::set_training_level(int64_t level) {
 
 ModuleStateGuard::ModuleStateGuard(const ModuleRegion& region)
     : ModuleStateGuard([&] {
-        UserRegistrations all;
-        add_registrations(all, *region.owner_, region.options_->buffers);
+        auto all = std::make_shared<UserRegistrations>();
+        add_registrations(*all, *region.owner_, region.options_->buffers);
         return all;
       }()) {}
 
-ModuleStateGuard::ModuleStateGuard(const UserRegistrations& registrations)
+ModuleStateGuard::ModuleStateGuard(std::shared_ptr<const UserRegistrations> registrations)
     : ScopeGuard(scope_that_registers(registrations)) {
-  tell_regions_around(registrations);
+  tell_regions_around(*registrations);
 }
 
 HasModuleRegion::~HasModuleRegion() = default;

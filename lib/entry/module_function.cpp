@@ -18,16 +18,11 @@ namespace remat {
 
 namespace {
 
-/// While alive, the regions that begin here restore what it registers; those around are told of it.
+/// While alive, the regions that begin here restore what it registers.
 class ModulesGuard : detail::ScopeGuard {
  public:
-  explicit ModulesGuard(UserRegistrations registrations)
-      : ModulesGuard(scope_that_registers(std::move(registrations))) {}
-
- private:
-  explicit ModulesGuard(const std::shared_ptr<detail::Scope>& scope) : ScopeGuard(scope) {
-    tell_regions_around(*scope->registered_state());
-  }
+  explicit ModulesGuard(std::shared_ptr<const UserRegistrations> registrations)
+      : ScopeGuard(scope_that_registers(std::move(registrations))) {}
 };
 
 template <class Visitor>
@@ -45,27 +40,39 @@ void visit_modules_of(const CheckpointOptions& options, torch::nn::Module* modul
 }  // namespace
 
 void add_registrations(UserRegistrations& all, torch::nn::Module& module, BufferPolicy buffers) {
-  all.add(training_flags_of(module, buffers != BufferPolicy::Ignore));
-  if (buffers == BufferPolicy::Ignore) return;
+  const auto flags = std::make_shared<TrainingFlags>(module, buffers != BufferPolicy::Ignore);
+  all.add(flags);
+  if (!flags->has_buffers()) return;
   if (all.providers.empty())
     all.providers = buffers_of(module);
   else
     for (const auto& each : buffers_of(module)) all.add(each);
 }
 
-std::shared_ptr<void> register_modules(const CheckpointOptions& options, torch::nn::Module* module,
-                                       const torch::jit::Module* script) {
+std::shared_ptr<const UserRegistrations> register_modules(const CheckpointOptions& options,
+                                                          torch::nn::Module* module,
+                                                          const torch::jit::Module* script) {
   if (module == nullptr && script == nullptr && options.modules.empty()) return nullptr;
-  UserRegistrations all;
-  visit_modules_of(options, module,
-                   [&](torch::nn::Module& each) { add_registrations(all, each, options.buffers); });
+  auto all = std::make_shared<UserRegistrations>();
+  visit_modules_of(options, module, [&](torch::nn::Module& each) {
+    add_registrations(*all, each, options.buffers);
+  });
   if (script != nullptr)
     for (const auto& provider : state_of(*script, options.buffers == BufferPolicy::Ignore))
-      all.add(provider);
-  return std::make_shared<ModulesGuard>(std::move(all));
+      all->add(provider);
+  tell_regions_around(*all);
+  return all;
 }
 
 namespace detail {
+
+namespace {
+PlainCall plain_call(const CheckpointOptions& options, torch::nn::Module* module,
+                     const torch::jit::Module* script) {
+  auto own = register_modules(options, module, script);
+  return {true, own == nullptr ? nullptr : std::make_shared<ModulesGuard>(std::move(own))};
+}
+}  // namespace
 
 std::shared_ptr<const void> owner_of(const torch::nn::Module* module) {
   if (module == nullptr) return nullptr;
@@ -83,7 +90,7 @@ void refuse_null_module() {
 PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
                        const torch::jit::Module* script) {
   if (!opens_region()) return {};
-  if (!opens_region(options)) return {true, register_modules(options, module, script)};
+  if (!opens_region(options)) return plain_call(options, module, script);
   if (options.buffers != BufferPolicy::SkipBatchNorm) return {};
   std::string type;
   visit_modules_of(options, module, [&](torch::nn::Module& each) {
@@ -98,7 +105,7 @@ PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* modu
         "remat: Activation checkpointing skipped for a subblock containing BatchNorm (", type,
         "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
         "keeps its running statistics right."));
-  return {true, register_modules(options, module, script)};
+  return plain_call(options, module, script);
 }
 
 }  // namespace detail

@@ -12,10 +12,11 @@ namespace remat {
 /// ignores them.
 void add_registrations(UserRegistrations& all, torch::nn::Module& module, BufferPolicy buffers);
 
-/// Registers the state of `module` and of the script module, which may be null, and of the modules that the options name, for the regions that
-/// begin here while the result lives, and for those around. Null if there are none.
+/// Collects the state of `module` and of the script module, which may be null, and of the modules
+/// that the options name, and tells the regions around; null if there are no modules.
 /// Throws `c10::ValueError` for a null module in the options.
-std::shared_ptr<void> register_modules(const CheckpointOptions& options, torch::nn::Module* module,
-                                       const torch::jit::Module* script = nullptr);
+std::shared_ptr<const UserRegistrations> register_modules(const CheckpointOptions& options,
+                                                          torch::nn::Module* module,
+                                                          const torch::jit::Module* script);
 
 }  // namespace remat

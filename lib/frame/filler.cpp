@@ -175,8 +175,8 @@ void Filler::refuse_changed(const Kept& kept) const {
 
 void Filler::note_members(const UserState* state) {
   if (state == nullptr) return;
-  for (const auto& held : state->registered().held)
-    differences_.has_other_members |= held->has_other_members();
+  for (const auto& flags : state->registered().flags)
+    differences_.has_other_members |= flags->has_other_members();
 }
 
 // The graph of a recompute is nobody's: it dies when the function has unwound. A tensor put into a variable

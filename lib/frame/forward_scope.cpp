@@ -11,8 +11,10 @@
 
 namespace remat {
 
-ForwardScope::ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around)
-    : FrameScope(std::move(frame)) {
+ForwardScope::ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around,
+                           std::shared_ptr<const UserRegistrations> own)
+    : FrameScope(std::move(frame)), own_(std::move(own)) {
+  if (own_ != nullptr) answers(detail::Ability::State);
   const RegionStart& start = this->frame().start();
   pass_over_from(start.sequence, start.thread);
   is_inside_recompute = around != nullptr && around->is_inside_recompute;

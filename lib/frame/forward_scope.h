@@ -15,10 +15,12 @@ namespace remat {
 
 class ForwardScope final : public FrameScope, public seam::NodeWatch {
  public:
-  /// `around` is the scope of the region around, or null.
-  ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around);
+  /// `around` is the scope of the region around, or null; `own`: what this one registers itself.
+  ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around,
+               std::shared_ptr<const UserRegistrations> own);
 
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override;
+  std::shared_ptr<const UserRegistrations> registered_state() const override { return own_; }
   OperatorHandler* operators() override {
     return keeps_here() ? frame().keeper()->operators() : nullptr;
   }
@@ -57,6 +59,7 @@ class ForwardScope final : public FrameScope, public seam::NodeWatch {
   bool may_drop_in_script();
   bool keeps_here() const { return is_own_thread() && frame().keeper() != nullptr; }
 
+  const std::shared_ptr<const UserRegistrations> own_;
   SpinLock mutex_;
   std::vector<WeakStorage> gradients_;  // that backwards inside returned, on devices
   std::atomic<int64_t> num_backwards_{0};

@@ -74,13 +74,14 @@ void Frame::empty() noexcept {
   waiting = nullptr;
 }
 
-bool Frame::begin(std::unique_ptr<RegionBody> body, bool sees_end) {
+bool Frame::begin(std::unique_ptr<RegionBody> body, bool sees_end,
+                  const std::shared_ptr<const UserRegistrations>& own) {
   region_.body = std::move(body);
   if (SlotFiller* const ended = inputs_.save(region_)) {
     if (sees_end && ended->stop_at_region()) return false;
     ended->stop();
   }
-  surroundings_.begin(inputs_.storages());
+  surroundings_.begin(inputs_.storages(), own);
   if (is_recording())  // what throws is done
     recorded_ = recording::region_begins(
         region_.info, inputs_.storages(),

@@ -44,10 +44,12 @@ class Frame final : public TaskMember {
         const RegionInfo* around, const std::type_info* type, const char* file);
   ~Frame() override;
 
-  /// Saves the region's inputs through the hooks around it, and takes note of its surroundings.
+  /// Saves the region's inputs through the hooks around it, and takes note of its surroundings;
+  /// `own`: what it registers itself, or null.
   /// Where a recompute around ends with that, throws its stop or, if the caller `sees_end` and it can be ended without one,
   /// returns false.
-  bool begin(std::unique_ptr<RegionBody> body, bool sees_end);
+  bool begin(std::unique_ptr<RegionBody> body, bool sees_end,
+             const std::shared_ptr<const UserRegistrations>& own);
   /// The region's function has returned: judges what was saved.
   void settle(c10::function_ref<void(TensorVisitor)> visit_result);
   /// The region's function threw.

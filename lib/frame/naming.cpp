@@ -56,8 +56,9 @@ std::string name_of(const Region& region, const TensorIdentity& tensor) {
 bool knows_modules(const Region& region) {
   if (names_of_body(region) != nullptr) return true;
   const UserRegistrations* const all = registrations_around(region);
-  return all != nullptr && std::any_of(all->held.begin(), all->held.end(),
-                                       [](const auto& held) { return held->module() != nullptr; });
+  return all != nullptr && std::any_of(all->flags.begin(), all->flags.end(), [](const auto& flags) {
+           return flags->module() != nullptr;
+         });
 }
 
 // The operator's node is made before it saves anything: it has the number before the one that is next then.

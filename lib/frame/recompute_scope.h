@@ -25,8 +25,8 @@ class RecomputeScope final : public FrameScope {
   OperatorHandler* operators() override {
     return replay_ && is_own_thread() ? replay_->operators() : nullptr;
   }
-  const UserRegistrations* registered_state() const override {
-    return &frame().surroundings().user_state()->registered();
+  std::shared_ptr<const UserRegistrations> registered_state() const override {
+    return frame().surroundings().user_state()->share_registered();
   }
 
   // What is known of this recompute.

@@ -73,7 +73,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   /// Whether its hooks leave the bytes of such a tensor alone: they keep it as it is, or let go of it.
   virtual bool leaves_alone(const at::Tensor& /*saved*/) const { return false; }
   /// Says what it registers for the recomputes of the regions in it; of `Ability::State`.
-  virtual const UserRegistrations* registered_state() const { return nullptr; }
+  virtual std::shared_ptr<const UserRegistrations> registered_state() const { return nullptr; }
   /// Up to which level calls in it are regions; of `Ability::Level`.
   virtual int64_t training_level() const { return 0; }
 

@@ -27,22 +27,20 @@
 
 namespace remat {
 
-HeldState::~HeldState() = default;
-
 namespace {
 
 /// The flags that recomputes hold, for the whole process. Two that want a flag the same way share it, and a
 /// recompute that finds it right takes part too: otherwise another one's end would change it under its feet.
 class HeldFlags {
  public:
-  using Flag = std::pair<torch::nn::Module*, bool>;
-  using Flags = c10::SmallVector<Flag, 4>;
+  using Flags = c10::ArrayRef<TrainingFlags::Flag>;
 
-  bool take(const Flags& flags) {
+  bool take(Flags flags) {
     constexpr std::chrono::seconds longest_wait(10);
     const auto self = std::this_thread::get_id();
     std::unique_lock<std::mutex> lock(mutex_);
     const auto are_free = [&] {
+      if (num_holds_ == 0) return true;
       for (const auto& [module, flag] : flags) {
         const auto found = held_.find(module);
         if (found == held_.end()) continue;
@@ -57,10 +55,11 @@ class HeldFlags {
       held_[module].push_back({self, flag, now});
       set_flag(now, flag);
     }
+    num_holds_ += flags.size();
     return true;
   }
 
-  void give_back(const Flags& flags) noexcept {
+  void give_back(Flags flags) noexcept {
     const auto self = std::this_thread::get_id();
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& [module, flag] : flags) {
@@ -76,8 +75,9 @@ class HeldFlags {
         next->before = before;
       else
         set_flag(ModuleAccess::training_flag(*module), before);
-      if (holds.empty()) held_.erase(found);
+      if (holds.empty() && held_.size() > max_idle) held_.erase(found);
     }
+    num_holds_ -= flags.size();
     changed_.notify_all();
   }
 
@@ -93,6 +93,9 @@ class HeldFlags {
   };
   std::mutex mutex_;
   std::condition_variable changed_;
+  // An entry of no holds stays, for the module's next recompute, while they are few.
+  static constexpr std::size_t max_idle = 1'000;
+  std::size_t num_holds_ = 0;
   std::unordered_map<torch::nn::Module*, c10::SmallVector<Hold, 2>> held_;
 };
 
@@ -116,82 +119,6 @@ void visit_buffers_of(torch::nn::Module& root, c10::function_ref<void(const at::
       if (buffer.value().defined()) visitor(buffer.value());
   });
 }
-
-class TrainingFlags final : public HeldState {
- public:
-  TrainingFlags(torch::nn::Module& root, bool has_buffers)
-      : root_(root.weak_from_this()), subject_(&root), has_buffers_(has_buffers) {
-    visit_modules(root, [&](torch::nn::Module& module) {
-      num_parameters_ += ModuleAccess::parameters(module).size();
-      flags_.emplace_back(&module, ModuleAccess::training_flag(module));
-    });
-  }
-
-  const void* subject() const override { return subject_; }
-  std::shared_ptr<torch::nn::Module> module() const override { return root_.lock(); }
-
-  bool has_other_members() const override {
-    const auto root = root_.lock();
-    if (root == nullptr) return false;
-    std::size_t num_modules = 0, num_parameters = 0;
-    visit_modules(*root, [&](torch::nn::Module& module) {
-      ++num_modules;
-      num_parameters += ModuleAccess::parameters(module).size();
-    });
-    return num_modules != flags_.size() || num_parameters != num_parameters_;
-  }
-
-  void visit_buffers(c10::function_ref<void(const at::Tensor&)> visitor) const override {
-    if (const auto root = has_buffers_ ? root_.lock() : nullptr) visit_buffers_of(*root, visitor);
-  }
-
-  bool has_replaced_buffers() const override {
-    const auto root = has_buffers_ ? root_.lock() : nullptr;
-    if (root == nullptr || ModuleAccess::buffers(*root).is_empty()) return false;
-    const auto* const stand_in = dynamic_cast<const StandInMembers*>(root.get());
-    return stand_in != nullptr && stand_in->has_replaced_buffers();
-  }
-
-  std::shared_ptr<void> hold() override {
-    auto held = std::make_shared<Held>();
-    // A module that is gone, or was taken out of the tree, does not run either.
-    if (const auto root = root_.lock()) add(root, *held);
-    if (!held_flags().take(held->flags)) return nullptr;
-    held->is_taken = true;
-    return held;
-  }
-
- private:
-  struct Held {
-    HeldFlags::Flags flags;
-    c10::SmallVector<std::shared_ptr<torch::nn::Module>, 4> alive;
-    std::size_t next = 0;  // where the next module is expected, if the tree is as it was
-    bool is_taken = false;
-    ~Held() {
-      if (is_taken) held_flags().give_back(flags);
-    }
-  };
-
-  void add(const std::shared_ptr<torch::nn::Module>& module, Held& held) const {
-    auto found = flags_.begin() + static_cast<std::ptrdiff_t>(std::min(held.next, flags_.size()));
-    if (found == flags_.end() || found->first != module.get())
-      found = std::find_if(flags_.begin(), flags_.end(),
-                           [&](const auto& flag) { return flag.first == module.get(); });
-    if (found != flags_.end()) {
-      held.flags.push_back(*found);
-      held.alive.push_back(module);
-      held.next = static_cast<std::size_t>(found - flags_.begin()) + 1;
-    }
-    for (const auto& child : ModuleAccess::children(*module))
-      if (child.value() != nullptr) add(child.value(), held);
-  }
-
-  const std::weak_ptr<torch::nn::Module> root_;
-  const void* const subject_;
-  const bool has_buffers_;
-  c10::SmallVector<HeldFlags::Flag, 4> flags_;
-  std::size_t num_parameters_ = 0;
-};
 
 bool ends_with_and_drop(std::string_view& text, std::string_view end) {
   if (!text.ends_with(end)) return false;
@@ -224,8 +151,67 @@ bool is_batch_norm(const torch::nn::Module& module) {
 
 }  // namespace
 
-std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root, bool has_buffers) {
-  return std::make_shared<TrainingFlags>(root, has_buffers);
+TrainingFlags::TrainingFlags(torch::nn::Module& root, bool has_buffers)
+    : root_(root.weak_from_this()), subject_(&root), has_buffers_(has_buffers) {
+  visit_modules(root, [&](torch::nn::Module& module) {
+    num_parameters_ += ModuleAccess::parameters(module).size();
+    num_buffers_ += ModuleAccess::buffers(module).size();
+    flags_.emplace_back(&module, ModuleAccess::training_flag(module));
+  });
+}
+
+bool TrainingFlags::has_other_members() const {
+  const auto root = root_.lock();
+  if (root == nullptr) return false;
+  std::size_t num_modules = 0, num_parameters = 0;
+  visit_modules(*root, [&](torch::nn::Module& module) {
+    ++num_modules;
+    num_parameters += ModuleAccess::parameters(module).size();
+  });
+  return num_modules != flags_.size() || num_parameters != num_parameters_;
+}
+
+void TrainingFlags::visit_buffers(c10::function_ref<void(const at::Tensor&)> visitor) const {
+  if (const auto root = has_buffers_ ? root_.lock() : nullptr) visit_buffers_of(*root, visitor);
+}
+
+bool TrainingFlags::has_replaced_buffers() const {
+  const auto root = has_buffers_ ? root_.lock() : nullptr;
+  if (root == nullptr || ModuleAccess::buffers(*root).is_empty()) return false;
+  const auto* const stand_in = dynamic_cast<const StandInMembers*>(root.get());
+  return stand_in != nullptr && stand_in->has_replaced_buffers();
+}
+
+TrainingFlags::Hold::Hold(const TrainingFlags& flags) {
+  // A module that is gone, or was taken out of the tree, does not run either.
+  if (const auto root = flags.root_.lock()) add(flags, root);
+  has_failed_ = !held_flags().take(flags_);
+  if (has_failed_) flags_.clear();
+}
+
+TrainingFlags::Hold::Hold(Hold&& other) noexcept
+    : flags_(std::exchange(other.flags_, {})),
+      alive_(std::exchange(other.alive_, {})),
+      has_failed_(other.has_failed_) {}
+
+TrainingFlags::Hold::~Hold() {
+  if (!flags_.empty()) held_flags().give_back(flags_);
+}
+
+void TrainingFlags::Hold::add(const TrainingFlags& flags,
+                              const std::shared_ptr<torch::nn::Module>& module) {
+  const auto& all = flags.flags_;
+  auto found = all.begin() + static_cast<std::ptrdiff_t>(std::min(next_, all.size()));
+  if (found == all.end() || found->first != module.get())
+    found = std::find_if(all.begin(), all.end(),
+                         [&](const Flag& flag) { return flag.first == module.get(); });
+  if (found != all.end()) {
+    flags_.push_back(*found);
+    alive_.push_back(module);
+    next_ = static_cast<std::size_t>(found - all.begin()) + 1;
+  }
+  for (const auto& child : ModuleAccess::children(*module))
+    if (child.value() != nullptr) add(flags, child.value());
 }
 
 std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root) {

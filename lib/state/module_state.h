@@ -3,8 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
+#include <c10/util/SmallVector.h>
 
+#include <cstddef>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "remat/state.h"
@@ -21,29 +24,52 @@ struct Module;
 
 namespace remat {
 
-/// Something that is one way while recomputes run and goes back when the last of them has ended.
-/// Unlike the state of a provider, recomputes that want it the same way share it.
-class HeldState {
+/// The training flags of a module and of all below it, as they were when a region began. Recomputes
+/// that want a flag the same way share it; it goes back when the last of them has ended.
+class TrainingFlags {
  public:
-  virtual ~HeldState();
-  /// The subject tells held states apart: of two with one subject only the first is kept, which is
-  /// how it was when the region began.
-  virtual const void* subject() const = 0;
-  /// Holds the state; null if others hold it another way for so long that it seems they never end.
-  virtual std::shared_ptr<void> hold() = 0;
-  /// The module whose state it is, for errors that name its tensors; null if it is that of none, or of one that is gone
-  /// or that no shared pointer owns.
-  virtual std::shared_ptr<torch::nn::Module> module() const { return nullptr; }
-  /// Visits the buffers that the module has now; none where they are not to be restored.
-  virtual void visit_buffers(c10::function_ref<void(const at::Tensor&)> /*visitor*/) const {}
-  /// Returns whether the function gave names of buffers to other tensors: StandInMembers.
-  virtual bool has_replaced_buffers() const { return false; }
-  /// Whether parameters or modules came to the subject, or went, since.
-  virtual bool has_other_members() const { return false; }
-};
+  using Flag = std::pair<torch::nn::Module*, bool>;
 
-/// The flags as they are now, of a module and all below it, whose buffers are restored or not.
-std::shared_ptr<HeldState> training_flags_of(torch::nn::Module& root, bool has_buffers);
+  /// `has_buffers`: they are to be restored.
+  TrainingFlags(torch::nn::Module& root, bool has_buffers);
+
+  /// Whether there were buffers to restore.
+  bool has_buffers() const { return has_buffers_ && num_buffers_ > 0; }
+  /// The subject tells flags apart: of two of one subject only the first are kept.
+  const void* subject() const { return subject_; }
+  /// The module whose flags they are; null if it is gone, or no shared pointer owns it.
+  std::shared_ptr<torch::nn::Module> module() const { return root_.lock(); }
+  /// Visits the buffers that the module has now; none where they are not to be restored.
+  void visit_buffers(c10::function_ref<void(const at::Tensor&)> visitor) const;
+  /// Returns whether the function gave names of buffers to other tensors: StandInMembers.
+  bool has_replaced_buffers() const;
+  /// Whether parameters or modules came to the module, or went, since.
+  bool has_other_members() const;
+
+  /// While alive, the flags are so. Need not be the last of several to die.
+  class Hold {
+   public:
+    explicit Hold(const TrainingFlags& flags);
+    Hold(Hold&& other) noexcept;
+    ~Hold();
+    /// Others held a flag the other way for so long that it seems they never end.
+    bool has_failed() const { return has_failed_; }
+
+   private:
+    void add(const TrainingFlags& flags, const std::shared_ptr<torch::nn::Module>& module);
+    c10::SmallVector<Flag, 2> flags_;
+    c10::SmallVector<std::shared_ptr<torch::nn::Module>, 2> alive_;
+    std::size_t next_ = 0;  // where the next module is expected, if the tree is as it was
+    bool has_failed_ = false;
+  };
+
+ private:
+  const std::weak_ptr<torch::nn::Module> root_;
+  const void* const subject_;
+  const bool has_buffers_;
+  c10::SmallVector<Flag, 2> flags_;
+  std::size_t num_parameters_ = 0, num_buffers_ = 0;
+};
 
 /// A `Buffer` for each buffer of a module and of all below it; for one buffer it is the same
 /// object, whoever asks, so regions that share buffers keep each once.

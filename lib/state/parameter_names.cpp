@@ -55,8 +55,8 @@ std::string parameter_name(const UserRegistrations& registered, const TensorIden
   const auto object = tensor.object.lock();
   const auto storage = tensor.storage.lock();
   if (!object && !storage) return {};
-  for (auto held = registered.held.rbegin(); held != registered.held.rend(); ++held) {
-    const auto module = (*held)->module();
+  for (auto flags = registered.flags.rbegin(); flags != registered.flags.rend(); ++flags) {
+    const auto module = (*flags)->module();
     if (module == nullptr) continue;
     if (const auto* const foreign = dynamic_cast<const TensorNames*>(module.get())) {
       if (std::string name = parameter_name(*foreign, tensor); !name.empty()) return name;

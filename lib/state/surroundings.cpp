@@ -8,18 +8,19 @@
 
 namespace remat {
 
-void Surroundings::begin(const StorageSet& inputs) {
+void Surroundings::begin(const StorageSet& inputs,
+                         const std::shared_ptr<const UserRegistrations>& own) {
   snapshot_ = Snapshot::take();
   if (auto streams = CurrentStreams::here()) devices_or_make().streams = std::move(streams);
-  const auto registered = UserRegistrations::around();
-  if (preserves_rng_ && (registered || present_accelerator()))
-    if (auto rng =
-            DeviceRng::take(registered ? registered->generators : c10::ArrayRef<at::Generator>()))
-      devices_or_make().rng = std::move(rng);
+  const auto registered = UserRegistrations::around(own);
+  const auto generators =
+      registered ? c10::ArrayRef<at::Generator>(registered->generators) : c10::ArrayRef<at::Generator>();
+  if (preserves_rng_ && (!generators.empty() || present_accelerator()))
+    if (auto rng = DeviceRng::take(generators)) devices_or_make().rng = std::move(rng);
   // What a backward runs, and the engine's threads, work for others.
   if (device_rng() != nullptr && seam::graph_task_id() < 0)
     inputs.visit([](const c10::StorageImpl& storage) { claim(storage.device()); });
-  if (registered) user_state_ = std::make_unique<UserState>(*registered, preserves_rng_);
+  if (registered) user_state_ = std::make_unique<UserState>(registered, preserves_rng_);
   if (preserves_rng_) draws_.begin();
 }
 
@@ -93,7 +94,7 @@ void Surroundings::guard_opened(const UserRegistrations& opened,
                                 const std::vector<std::any>& states) {
   for (std::size_t i = 0; i < opened.providers.size(); ++i)
     user_state_or_make().keep(opened.providers[i], states[i]);
-  for (const auto& held : opened.held) user_state_or_make().keep(held);
+  for (const auto& flags : opened.flags) user_state_or_make().keep(flags);
   if (!preserves_rng_) return;
   for (const at::Generator& generator : opened.generators) {
     user_state_or_make().keep(generator);

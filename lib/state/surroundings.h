@@ -36,8 +36,9 @@ class Surroundings {
   using MeetDevices = c10::function_ref<DevicesMet()>;  ///< those of the region's tensors
 
   explicit Surroundings(bool preserves_rng) : preserves_rng_(preserves_rng) {}
-  /// The region begins; its inputs are saved. Calls user code, and throws what that throws.
-  void begin(const StorageSet& inputs);
+  /// The region begins; its inputs are saved. `own`: what it registers itself, or null. Calls user
+  /// code, and throws what that throws.
+  void begin(const StorageSet& inputs, const std::shared_ptr<const UserRegistrations>& own);
   /// Its function has returned.
   void settle(MeetDevices met);
   /// Settles the state of modules, when it is known which batch norms ran.

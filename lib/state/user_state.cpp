@@ -24,30 +24,39 @@ using detail::Ability;
 /// A guard of state.h has this scope, with what it registers.
 class StateScope final : public detail::Scope {
  public:
-  explicit StateScope(UserRegistrations registrations) : registrations_(std::move(registrations)) {
+  explicit StateScope(std::shared_ptr<const UserRegistrations> registrations)
+      : registrations_(std::move(registrations)) {
     answers(Ability::State);
   }
-  const UserRegistrations* registered_state() const override { return &registrations_; }
+  std::shared_ptr<const UserRegistrations> registered_state() const override {
+    return registrations_;
+  }
 
  private:
-  const UserRegistrations registrations_;
+  const std::shared_ptr<const UserRegistrations> registrations_;
 };
 
-UserRegistrations only(std::shared_ptr<StateProvider> provider) {
+std::shared_ptr<UserRegistrations> only(std::shared_ptr<StateProvider> provider) {
   TORCH_CHECK_VALUE(provider != nullptr,
                     "remat::StateProviderGuard: the provider is null. Do: pass an object.");
-  return {.providers = {std::move(provider)}};
+  auto all = std::make_shared<UserRegistrations>();
+  all->providers.push_back(std::move(provider));
+  return all;
 }
 
-UserRegistrations only(at::Generator generator) {
+std::shared_ptr<UserRegistrations> only(at::Generator generator) {
   TORCH_CHECK_VALUE(generator.defined(),
                     "remat::GeneratorGuard: the generator is not defined. Do: pass one that "
                     "at::make_generator or the like has made.");
-  return {.generators = {std::move(generator)}};
+  auto all = std::make_shared<UserRegistrations>();
+  all->generators.push_back(std::move(generator));
+  return all;
 }
 
-UserRegistrations only(RecomputeObserver observer) {
-  return {.observers = {std::make_shared<const RecomputeObserver>(std::move(observer))}};
+std::shared_ptr<UserRegistrations> only(RecomputeObserver observer) {
+  auto all = std::make_shared<UserRegistrations>();
+  all->observers.push_back(std::make_shared<const RecomputeObserver>(std::move(observer)));
+  return all;
 }
 
 template <class T>
@@ -92,14 +101,15 @@ StartsOfModules& starts_of_modules() {
 
 /// The module by which its regions are known.
 const void* subject_of(const UserRegistrations& registered) {
-  return registered.held.empty() ? nullptr : registered.held.back()->subject();
+  return registered.flags.empty() ? nullptr : registered.flags.back()->subject();
 }
 
 }  // namespace
 
 StateProvider::~StateProvider() = default;
 
-std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations) {
+std::shared_ptr<detail::Scope> scope_that_registers(
+    std::shared_ptr<const UserRegistrations> registrations) {
   return std::make_shared<StateScope>(std::move(registrations));
 }
 
@@ -125,12 +135,12 @@ void tell_regions_around(const UserRegistrations& registrations) {
 
 StateProviderGuard::StateProviderGuard(std::shared_ptr<StateProvider> provider)
     : ScopeGuard(scope_that_registers(only(provider))) {
-  tell_regions_around(only(std::move(provider)));
+  tell_regions_around(*only(std::move(provider)));
 }
 
 GeneratorGuard::GeneratorGuard(at::Generator generator)
     : ScopeGuard(scope_that_registers(only(generator))) {
-  tell_regions_around(only(std::move(generator)));
+  tell_regions_around(*only(std::move(generator)));
 }
 
 RecomputeObserverGuard::RecomputeObserverGuard(RecomputeObserver observer)
@@ -138,7 +148,7 @@ RecomputeObserverGuard::RecomputeObserverGuard(RecomputeObserver observer)
 
 void UserRegistrations::add(const UserRegistrations& other) {
   for (const auto& provider : other.providers) add(provider);
-  for (const auto& each : other.held) add(each);
+  for (const auto& each : other.flags) add(each);
   for (const at::Generator& generator : other.generators) add(generator);
   observers.insert(observers.end(), other.observers.begin(), other.observers.end());
 }
@@ -147,66 +157,73 @@ void UserRegistrations::add(const std::shared_ptr<StateProvider>& provider) {
   if (!contains(providers, provider)) providers.push_back(provider);
 }
 
-void UserRegistrations::add(const std::shared_ptr<HeldState>& held_state) {
-  for (const auto& known : held)
-    if (known->subject() == held_state->subject()) return;
-  held.push_back(held_state);
+void UserRegistrations::add(const std::shared_ptr<TrainingFlags>& added) {
+  for (const auto& known : flags)
+    if (known->subject() == added->subject()) return;
+  flags.push_back(added);
 }
 
 void UserRegistrations::add(const at::Generator& generator) {
   if (!contains(generators, generator)) generators.push_back(generator);
 }
 
-std::shared_ptr<const UserRegistrations> UserRegistrations::around() {
-  if (detail::innermost(Ability::State) == nullptr) return nullptr;
-  c10::SmallVector<const detail::Scope*, 4> scopes;
-  detail::visit(Ability::State, [&](detail::Scope& scope) { scopes.push_back(&scope); });
-  if (scopes.size() == 1)  // without an owner, and without a copy
-    return {std::shared_ptr<const void>(), scopes.front()->registered_state()};
+std::shared_ptr<const UserRegistrations> UserRegistrations::around(
+    const std::shared_ptr<const UserRegistrations>& own) {
+  if (detail::innermost(Ability::State) == nullptr) return own;
+  c10::SmallVector<std::shared_ptr<const UserRegistrations>, 4> each;  // innermost first
+  if (own != nullptr) each.push_back(own);
+  detail::visit(Ability::State,
+                [&](detail::Scope& scope) { each.push_back(scope.registered_state()); });
+  if (each.size() == 1) return each.front();
   auto all = std::make_shared<UserRegistrations>();
-  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope)
-    all->add(*(*scope)->registered_state());
+  for (auto one = each.rbegin(); one != each.rend(); ++one) all->add(**one);
   return all;
 }
 
-UserState::UserState(const UserRegistrations& registered, bool preserves_rng) {
-  registered_.observers = registered.observers;
-  registered_.held = registered.held;
-  registered_.providers = registered.providers;  // each once
-  captured_.reserve(registered.providers.size());
-  for (const auto& provider : registered.providers)
+UserState::UserState(std::shared_ptr<const UserRegistrations> registered, bool preserves_rng)
+    : registered_(std::move(registered)) {
+  captured_.reserve(registered_->providers.size());
+  for (const auto& provider : registered_->providers)
     captured_.push_back({state_at_begin(*provider), {}});
+  if (registered_->generators.empty()) return;
+  const auto generators = std::exchange(to_change().generators, {});
   if (!preserves_rng) return;
-  for (const at::Generator& generator : registered.generators) keep(generator);
+  for (const at::Generator& generator : generators) keep(generator);
+}
+
+UserRegistrations& UserState::to_change() {
+  if (registered_.use_count() > 1) registered_ = std::make_shared<UserRegistrations>(*registered_);
+  return const_cast<UserRegistrations&>(*registered_);  // none is made const
 }
 
 void UserState::keep(const std::shared_ptr<StateProvider>& provider, const std::any& state) {
-  auto& known = registered_.providers;
+  const auto& known = registered_->providers;
   const auto pointer_at = [&](std::size_t place) { return known[place].get(); };
   if (places_.find(provider.get(), known.size(), pointer_at) >= 0) return;
-  known.push_back(provider);
+  to_change().providers.push_back(provider);
   captured_.push_back({state, {}});
 }
 
 void UserState::keep(const at::Generator& generator) {
-  const std::size_t known = registered_.generators.size();
-  registered_.add(generator);
+  UserRegistrations& own = to_change();
+  const std::size_t known = own.generators.size();
+  own.add(generator);
   at::CPUGeneratorImpl* const impl = as_cpu_generator(generator);
-  if (registered_.generators.size() == known || impl == nullptr || impl == &default_cpu_generator())
+  if (own.generators.size() == known || impl == nullptr || impl == &default_cpu_generator())
     return;
   draw_logs_.push_back(std::make_unique<DrawLog>(*impl));
   draw_logs_.back()->begin();
 }
 
 bool UserState::has_users_providers() const {
-  return std::any_of(registered_.providers.begin(), registered_.providers.end(),
+  return std::any_of(registered_->providers.begin(), registered_->providers.end(),
                      [](const auto& provider) { return is_users(*provider); });
 }
 
 std::vector<std::any> UserState::states_now() const {
   std::vector<std::any> states;
-  states.reserve(registered_.providers.size());
-  for (const auto& provider : registered_.providers) {
+  states.reserve(registered_->providers.size());
+  for (const auto& provider : registered_->providers) {
     const OutsideOfRegions outside;
     states.push_back(provider->capture());
   }
@@ -215,15 +232,15 @@ std::vector<std::any> UserState::states_now() const {
 
 void UserState::settle() {
   // Recomputes find a buffer that the function added as the function left it.
-  const std::size_t num_known = registered_.providers.size();
+  const std::size_t num_known = registered_->providers.size();
   std::size_t next = 0;  // where the next buffer is expected, if the function added none
   const auto is_of = [](const auto& provider, const at::Tensor& tensor) {
     const auto* const buffer = dynamic_cast<const Buffer*>(provider.get());
     return buffer != nullptr && buffer->tensor().is_same(tensor);
   };
-  for (const auto& held : registered_.held)
-    held->visit_buffers([&](const at::Tensor& tensor) {
-      auto& known = registered_.providers;
+  for (const auto& flags : registered_->flags)
+    flags->visit_buffers([&](const at::Tensor& tensor) {
+      auto& known = registered_->providers;
       if (next < known.size() && is_of(known[next], tensor)) {
         ++next;
         return;
@@ -236,7 +253,7 @@ void UserState::settle() {
   if (captured_.empty()) return;
   const OutsideOfRegions outside;
   for (std::size_t i = 0; i < captured_.size(); ++i) {
-    auto* const buffer = dynamic_cast<Buffer*>(registered_.providers[i].get());
+    auto* const buffer = dynamic_cast<Buffer*>(registered_->providers[i].get());
     if (buffer == nullptr) continue;
     Captured& captured = captured_[i];
     if (i >= num_known) {
@@ -250,19 +267,19 @@ void UserState::settle() {
     captured.left = buffer->capture();
     is_compared_ = true;
   }
-  for (const auto& held : registered_.held)
-    if (held->has_replaced_buffers()) is_compared_ = has_replaced_ = true;
+  for (const auto& flags : registered_->flags)
+    if (flags->has_replaced_buffers()) is_compared_ = has_replaced_ = true;
 }
 
 c10::SmallVector<StartsFrom, 2> UserState::starts() const {
   if (!has_begin_) return {StartsFrom::End};
-  if (starts_of_modules().from_end(subject_of(registered_)))
+  if (starts_of_modules().from_end(subject_of(*registered_)))
     return {StartsFrom::End, StartsFrom::Begin};
   return {StartsFrom::Begin, StartsFrom::End};
 }
 
 void UserState::remember(StartsFrom start) const {
-  if (has_begin_) starts_of_modules().note(subject_of(registered_), start);
+  if (has_begin_) starts_of_modules().note(subject_of(*registered_), start);
 }
 
 UserState::~UserState() = default;
@@ -304,7 +321,7 @@ std::vector<const void*> UserRestore::restored_by(const UserState* state) {
   std::vector<const void*> all;
   if (state == nullptr) return all;
   for (std::size_t i = 0; i < state->captured_.size(); ++i)
-    if (state->captured_[i].begin.has_value()) all.push_back(state->registered_.providers[i].get());
+    if (state->captured_[i].begin.has_value()) all.push_back(state->registered_->providers[i].get());
   return all;
 }
 
@@ -320,9 +337,8 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner,
     if (!each.is_inference())
       watched_->captured.emplace_back(each, static_cast<uint32_t>(each._version()));
   const auto& providers = state_->registered().providers;
-  for (const auto& held : state_->registered().held) {
-    held_.push_back(held->hold());
-    has_failed_ = held_.back() == nullptr;
+  for (const auto& flags : state_->registered().flags) {
+    has_failed_ = flags_.emplace_back(*flags).has_failed();
     if (has_failed_) return;
   }
   if (providers.empty()) return;
@@ -355,7 +371,7 @@ void UserRestore::restore(StateProvider& provider, const std::any& state) {
 
 UserRestore::~UserRestore() {
   undo(/*may_throw=*/false);
-  while (!held_.empty()) held_.pop_back();
+  while (!flags_.empty()) flags_.pop_back();
 }
 
 void UserRestore::move_to(const std::vector<std::any>& states) {

@@ -21,22 +21,23 @@ namespace remat {
 
 class DrawLog;
 
-/// Guards of state.h register these, outermost first; providers and generators once each, held
-/// states once a subject.
+/// Guards of state.h register these, outermost first; providers and generators once each, flags
+/// once a subject.
 struct UserRegistrations {
   std::vector<std::shared_ptr<StateProvider>> providers{};
-  std::vector<std::shared_ptr<HeldState>> held{};
+  c10::SmallVector<std::shared_ptr<TrainingFlags>, 1> flags{};
   std::vector<at::Generator> generators{};
   std::vector<std::shared_ptr<const RecomputeObserver>> observers{};
 
   void add(const std::shared_ptr<StateProvider>& provider);
   void add(const at::Generator& generator);
-  void add(const std::shared_ptr<HeldState>& held_state);
+  void add(const std::shared_ptr<TrainingFlags>& added);
   /// Adds all that the other has.
   void add(const UserRegistrations& other);
-  /// Collects those of the guards and recomputes around this point; null if there are none. Valid as
-  /// long as they are around.
-  static std::shared_ptr<const UserRegistrations> around();
+  /// Collects those of the guards, regions and recomputes around this point, then `own`, which may
+  /// be null; null if there are none.
+  static std::shared_ptr<const UserRegistrations> around(
+      const std::shared_ptr<const UserRegistrations>& own);
 };
 
 /// While alive, user code runs as part of no region.
@@ -56,9 +57,10 @@ class GuardWatcher {
   ~GuardWatcher() = default;  // owned as something else
 };
 
-/// A scope that registers providers and held states; `tell_regions_around` gives the same to the regions
+/// A scope that registers providers and flags; `tell_regions_around` gives the same to the regions
 /// that are open already, as these things are now.
-std::shared_ptr<detail::Scope> scope_that_registers(UserRegistrations registrations);
+std::shared_ptr<detail::Scope> scope_that_registers(
+    std::shared_ptr<const UserRegistrations> registrations);
 void tell_regions_around(const UserRegistrations& registrations);
 
 /// With which state of modules a recompute begins: Note [Where recomputes begin].
@@ -68,14 +70,15 @@ enum class StartsFrom { Begin, End };
 /// that are opened inside the region add to it: what they guard is as it was then.
 class UserState {
  public:
-  UserState() = default;
-  /// Calls user code; throws what it throws.
-  UserState(const UserRegistrations& registered, bool preserves_rng);
+  UserState() : registered_(std::make_shared<UserRegistrations>()) {}
+  /// Calls user code; throws what it throws. `registered`: each once.
+  UserState(std::shared_ptr<const UserRegistrations> registered, bool preserves_rng);
   ~UserState();
   void keep(const std::shared_ptr<StateProvider>& provider, const std::any& state);
   void keep(const at::Generator& generator);
-  void keep(const std::shared_ptr<HeldState>& held_state) { registered_.add(held_state); }
-  const UserRegistrations& registered() const { return registered_; }
+  void keep(const std::shared_ptr<TrainingFlags>& flags) { to_change().add(flags); }
+  const UserRegistrations& registered() const { return *registered_; }
+  std::shared_ptr<const UserRegistrations> share_registered() const { return registered_; }
   /// Whether it has a provider that is no module's.
   bool has_users_providers() const;
   /// What the providers capture now, in their order. Calls user code; throws what it throws.
@@ -102,7 +105,9 @@ class UserState {
     std::any
         left;  ///< what the function left of a buffer that it wrote to; empty for what is not compared
   };
-  UserRegistrations registered_;
+  /// Returns the registrations, of which others that share them see no change.
+  UserRegistrations& to_change();
+  std::shared_ptr<const UserRegistrations> registered_;
   PlaceIndex places_;               // of the providers
   std::vector<Captured> captured_;  // in their order
   std::vector<std::unique_ptr<DrawLog>> draw_logs_;
@@ -176,7 +181,7 @@ class UserRestore {
   std::size_t num_written_ = 0;  // of the captured states, whose writes have all been made
   const RecomputeHold hold_;
   std::vector<std::any> before_;
-  c10::SmallVector<std::shared_ptr<void>, 2> held_;
+  c10::SmallVector<TrainingFlags::Hold, 1> flags_;
   struct Watched {
     std::vector<std::pair<at::Tensor, uint32_t>> captured;  // with versions
     StorageSet written;
