@@ -98,9 +98,10 @@ class UserState {
  private:
   friend class UserRestore;
   struct Captured {
-    std::any begin;  ///< empty for what is not restored
+    std::any begin;  ///< empty for what recomputes do not begin with
     std::any
         left;  ///< what the function left of a buffer that it wrote to; empty for what is not compared
+    bool is_touched = false;  ///< a buffer that it may have written the same contents to
   };
   UserRegistrations registered_;
   PlaceIndex places_;               // of the providers

@@ -247,6 +247,22 @@ class Written(Case):
         self.assertTrue(torch.equal(torch.autograd.grad(y.sum(), x)[0], plain))
         self.assertIs(module.v, kept)
 
+    def test_a_write_of_the_same_contents_is_not_repeated_over_a_later_one(self) -> None:
+        class Flag(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("flag", torch.ones(()))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.flag.data.copy_(x.detach().max() > 1)
+                return (x * self.flag.clone()).sin()
+
+        module = Flag()
+        y = remat.checkpoint(module, torch.full((3,), 2.0, requires_grad=True))  # it was one before
+        remat.checkpoint(module, torch.zeros(3, requires_grad=True))
+        y.sum().backward()
+        self.assertEqual(module.flag.item(), 0)
+
     def test_a_recompute_puts_back_the_tensor_that_forward_left_in_an_attribute(self) -> None:
         module = Assigned()
         x = torch.rand(3, requires_grad=True)
