@@ -296,6 +296,11 @@ Written Buffer::written_since(const std::any& note) {
   return by_norm ? Written::AsStatistics : Written::Otherwise;
 }
 
+bool Buffer::is_moved_since(const std::any& note) const {
+  const State& begin = std::any_cast<const State&>(note);
+  return begin.is_lazy && !shares_memory(begin);
+}
+
 bool Buffer::is_touched_since(const std::any& state) {
   const State& then = std::any_cast<const State&>(state);
   return version() != then.version || !is_as(state);

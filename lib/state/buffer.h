@@ -9,7 +9,9 @@
 // allocate, and before LibTorch 2.13. There a buffer is copied at once in its first forwards, which
 // teach whether they write to it, and later only if one did. Sparse and other layouts are copied
 // only once a version has moved. A buffer that is first written without a copy has no contents of
-// forward's begin: recomputes then begin with those that forward left.
+// forward's begin: recomputes then begin with those that forward left. A write of the same contents
+// that counts no version cannot be told from a read through a pointer to write with, so nothing is
+// kept of the buffer: a recompute only puts back the contents that it finds.
 //
 // Note [Statistics]
 // Batch norms write running statistics that their result does not depend on, past the version
@@ -53,6 +55,9 @@ class Buffer final : public StateProvider {
 
   /// Returns what a forward that began with `note` has done; teaches later forwards.
   Written written_since(const std::any& note);
+  /// Returns whether a forward that began with `note` moved the buffer from memory that the two
+  /// shared, as a write does, and a reader that asks for a pointer to write with.
+  bool is_moved_since(const std::any& note) const;
   /// Returns whether the contents of a note are those of forward's begin, which has written to the
   /// buffer since.
   bool has_contents(const std::any& note) const;

@@ -184,7 +184,7 @@ UserState::UserState(std::shared_ptr<const UserRegistrations> registered, bool p
     : registered_(std::move(registered)) {
   captured_.reserve(registered_->providers.size());
   for (const auto& provider : registered_->providers)
-    captured_.push_back({state_at_begin(*provider), {}});
+    captured_.push_back({state_at_begin(*provider), {}, false});
   if (registered_->generators.empty()) return;
   const auto generators = std::exchange(to_change().generators, {});
   if (!preserves_rng) return;
@@ -201,7 +201,7 @@ void UserState::keep(const std::shared_ptr<StateProvider>& provider, const std::
   const auto pointer_at = [&](std::size_t place) { return known[place].get(); };
   if (places_.find(provider.get(), known.size(), pointer_at) >= 0) return;
   to_change().providers.push_back(provider);
-  captured_.push_back({state, {}});
+  captured_.push_back({state, {}, false});
 }
 
 void UserState::keep(const at::Generator& generator) {
@@ -261,7 +261,10 @@ void UserState::settle() {
       continue;
     }
     const Written written = buffer->written_since(captured.begin);
-    if (written == Written::Not) captured.begin.reset();
+    if (written == Written::Not) {
+      captured.is_touched = buffer->is_moved_since(captured.begin);
+      captured.begin.reset();
+    }
     if (written != Written::Otherwise) continue;
     has_begin_ = has_begin_ && buffer->has_contents(captured.begin);
     captured.left = buffer->capture();
@@ -321,7 +324,8 @@ std::vector<const void*> UserRestore::restored_by(const UserState* state) {
   std::vector<const void*> all;
   if (state == nullptr) return all;
   for (std::size_t i = 0; i < state->captured_.size(); ++i)
-    if (state->captured_[i].begin.has_value()) all.push_back(state->registered_->providers[i].get());
+    if (state->captured_[i].begin.has_value() || state->captured_[i].is_touched)
+      all.push_back(state->registered_->providers[i].get());
   return all;
 }
 
@@ -348,9 +352,9 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner,
     for (std::size_t i = 0; i < providers.size(); ++i) {
       const UserState::Captured& captured = state_->captured_[i];
       before_.emplace_back();
-      if (!captured.begin.has_value()) continue;
+      if (!captured.begin.has_value() && !captured.is_touched) continue;
       before_.back() = providers[i]->capture();
-      restore(*providers[i], wanted(captured));
+      if (captured.begin.has_value()) restore(*providers[i], wanted(captured));
     }
   } catch (...) {
     undo(/*may_throw=*/false);

@@ -101,9 +101,10 @@ class UserState {
  private:
   friend class UserRestore;
   struct Captured {
-    std::any begin;  ///< empty for what is not restored
+    std::any begin;  ///< empty for what recomputes do not begin with
     std::any
         left;  ///< what the function left of a buffer that it wrote to; empty for what is not compared
+    bool is_touched = false;  ///< a buffer that it may have written the same contents to
   };
   /// Returns the registrations, of which others that share them see no change.
   UserRegistrations& to_change();

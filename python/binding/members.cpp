@@ -1,11 +1,13 @@
 #include "members.h"
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <thread>
 #include <unordered_map>
 
 #include "module_tree.h"
+#include "region.h"
 
 namespace remat::python {
 
@@ -22,6 +24,8 @@ bool is_member_value(PyObject* value, int depth) {
   if (value == Py_None || PyBool_Check(value) != 0 || PyFloat_CheckExact(value) != 0 ||
       PyLong_CheckExact(value) != 0 || PyUnicode_CheckExact(value) != 0)
     return true;
+  if (const at::Tensor* const tensor = depth == 0 ? tensor_in(value) : nullptr)
+    return !tensor->requires_grad();
   if (PyTuple_CheckExact(value) == 0 || depth > 4) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i)
     if (!is_member_value(PyTuple_GET_ITEM(value, i), depth + 1)) return false;
@@ -89,6 +93,20 @@ std::shared_ptr<const Members> Members::of(const std::vector<PyObject*>& roots) 
   return made;
 }
 
+std::shared_ptr<const Members> Members::without_histories(std::shared_ptr<const Members> members) {
+  const auto is_member = [](const Entry& entry) {
+    return entry.value == nullptr || is_member_value(entry.value);
+  };
+  if (std::all_of(members->entries_.begin(), members->entries_.end(), is_member)) return members;
+  auto made = std::make_shared<Members>();
+  for (const Module& each : members->modules_)
+    made->modules_.push_back({new_reference(each.attributes), each.end});
+  for (const Entry& each : members->entries_)
+    made->entries_.push_back(
+        {new_reference(each.name), is_member(each) ? new_reference(each.value) : nullptr});
+  return made;
+}
+
 bool Members::is_now(const std::vector<PyObject*>& roots) const {
   std::size_t module = 0, next = 0;
   for (PyObject* root : roots) {
@@ -106,6 +124,26 @@ bool Members::is_now(const std::vector<PyObject*>& roots) const {
     if (!is_same) return false;
   }
   return module == modules_.size() && next == entries_.size();
+}
+
+std::vector<Members::Change> Members::tensors_with_history(const std::vector<PyObject*>& roots) {
+  std::vector<Change> found;
+  PyObject* attributes = nullptr;
+  for (PyObject* root : roots)
+    visit_members(
+        root, 0,
+        [&](PyObject* of_module) {
+          attributes = of_module;
+          return true;
+        },
+        [&](PyObject* name, PyObject* value) {
+          if (value != nullptr) return true;
+          value = PyDict_GetItem(attributes, name);
+          if (tensor_in(value) != nullptr)
+            found.push_back({new_reference(attributes), new_reference(name), new_reference(value)});
+          return true;
+        });
+  return found;
 }
 
 Members::~Members() {

@@ -1,5 +1,11 @@
 #pragma once
-// Plain members of Python modules, which recomputes put back.
+// Members of Python modules, which recomputes put back: plain values, and tensors without history.
+//
+// Note [Tensors as members]
+// A tensor without history is a member like a number: a recompute finds the tensor that the name
+// had when forward began. What forward writes to the tensor itself is not put back. A tensor with a
+// history must not be kept, since its graph may hold the region. So a recompute finds the newest
+// one, which the check of captures refuses, and only afterwards the name is put back.
 
 #include <cstddef>
 #include <memory>
@@ -9,16 +15,20 @@
 
 namespace remat::python {
 
-/// Returns whether the value is a number, a boolean, a string, None or a tuple of those.
+/// Returns whether the value is a number, a boolean, a string, None, a tuple of those, or a tensor
+/// that requires no gradient.
 bool is_member_value(PyObject* value, int depth = 0);
 
-/// Numbers, booleans, strings, None and tuples of those, among the attributes of modules and of all
-/// below them. Interpreter's lock, but where it dies.
+/// Values of those kinds among the attributes of modules and of all below them. Interpreter's lock,
+/// but where it dies.
 class Members {
  public:
   /// Returns the members as they are now; the same object as the last time if nothing has changed
   /// since.
   static std::shared_ptr<const Members> of(const std::vector<PyObject*>& roots);
+  /// Returns the same members but for tensors that have got a history since: the same object if
+  /// there are none.
+  static std::shared_ptr<const Members> without_histories(std::shared_ptr<const Members> members);
   Members() = default;
   ~Members();
   Members(const Members&) = delete;
@@ -29,6 +39,8 @@ class Members {
     PyObject* name;
     PyObject* before;  // null: the name was not there
   };
+  /// Returns the attributes that are tensors with a history, as they are now; owns the objects.
+  static std::vector<Change> tensors_with_history(const std::vector<PyObject*>& roots);
   /// Puts these in place of `now`. Appends what that changed to `changes`, which owns the objects.
   void put_in_place(const Members& now, std::vector<Change>& changes) const;
 

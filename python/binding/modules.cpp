@@ -214,7 +214,8 @@ void visit_tree(PyObject* module, int depth, const std::string& path, Visitor&& 
     if (is_module(value)) visit_tree(value, depth + 1, path + text_of(name) + ".", visitor);
 }
 
-/// Visits the buffers of one module that the library can restore: their dictionary, name and object.
+/// Visits the buffers of one module that the library can restore, and names without a tensor: their
+/// dictionary, name, object and tensor, which is null for None.
 template <class Visitor>
 void visit_buffers(PyObject* attributes, Visitor&& visitor) {
   PyObject *name = nullptr, *value = nullptr;
@@ -223,7 +224,8 @@ void visit_buffers(PyObject* attributes, Visitor&& visitor) {
   while (buffers != nullptr && PyDict_Check(buffers) != 0 &&
          PyDict_Next(buffers, &position, &name, &value) != 0) {
     const at::Tensor* const tensor = tensor_in(value);
-    if (tensor != nullptr && can_be_restored(value, *tensor)) visitor(buffers, name, value);
+    if (value == Py_None || (tensor != nullptr && can_be_restored(value, *tensor)))
+      visitor(buffers, name, value, tensor);
   }
 }
 
@@ -234,10 +236,12 @@ ModuleState::ModuleState(const std::vector<PyObject*>& roots) : roots_(new_refer
     // A script module has these in C++.
     if (PyObject* const training = entry(attributes, "training"); training != nullptr)
       flags_.push_back({new_reference(attributes), training == Py_True});
-    visit_buffers(attributes, [this](PyObject* buffers, PyObject* name, PyObject* value) {
+    visit_buffers(attributes, [this](PyObject* buffers, PyObject* name, PyObject* value,
+                                     const at::Tensor* tensor) {
       buffers_.push_back({new_reference(buffers), new_reference(name), new_reference(value)});
+      if (tensor == nullptr) return;
       if (stand_in_ == nullptr) stand_in_ = std::make_shared<StandIn>(roots_);
-      static_cast<StandIn&>(*stand_in_).add(*tensor_in(value));
+      static_cast<StandIn&>(*stand_in_).add(*tensor);
     });
   };
   for (PyObject* root : roots_) visit_tree(root, 0, "", add);
@@ -249,6 +253,7 @@ void ModuleState::note_members() { members_ = Members::of(roots_); }
 
 void ModuleState::settle() {
   members_left_ = Members::of(roots_);
+  members_ = Members::without_histories(members_);
   std::vector<Buffer> changed;
   std::size_t next = 0;  // where the next name is expected, if nothing has changed
   std::vector<bool> is_there(buffers_.size(), false);
@@ -256,7 +261,7 @@ void ModuleState::settle() {
     return "buffer '" + path + text_of(name) + "' of " + class_of(roots_.front());
   };
   const auto compare = [&](PyObject* dictionary, PyObject* name, PyObject* value,
-                           const std::string& path) {
+                           const at::Tensor* tensor, const std::string& path) {
     const auto is_this = [&](const Buffer& each) {
       return each.dictionary == dictionary && each.name == name;
     };
@@ -272,12 +277,13 @@ void ModuleState::settle() {
     if (begin == value) return;
     changed.push_back({new_reference(dictionary), new_reference(name), new_reference(begin),
                        new_reference(value), named(name, path)});
-    if (stand_in_ != nullptr) static_cast<StandIn&>(*stand_in_).add(*tensor_in(value));
+    if (stand_in_ != nullptr && tensor != nullptr) static_cast<StandIn&>(*stand_in_).add(*tensor);
   };
   for (PyObject* root : roots_)
     visit_tree(root, 0, "", [&](PyObject* attributes, const std::string& path) {
-      visit_buffers(attributes, [&](PyObject* dictionary, PyObject* name, PyObject* value) {
-        compare(dictionary, name, value, path);
+      visit_buffers(attributes, [&](PyObject* dictionary, PyObject* name, PyObject* value,
+                                    const at::Tensor* tensor) {
+        compare(dictionary, name, value, tensor, path);
       });
     });
   for (std::size_t i = 0; i < buffers_.size(); ++i)
@@ -334,6 +340,7 @@ ModuleState::Hold::Hold(const ModuleState& state) : state_(state) {
     members_before_ = Members::of(state.roots_);
     wanted.put_in_place(*members_before_, members_changed_);
   }
+  histories_before_ = Members::tensors_with_history(state.roots_);
   for (const Buffer& each : state.buffers_) {
     buffers_before_.push_back(new_reference(PyDict_GetItem(each.dictionary, each.name)));
     set_entry(each.dictionary, each.name, from_end ? each.left : each.begin);
@@ -378,6 +385,13 @@ ModuleState::Hold::~Hold() {
         Py_XDECREF(each.before);
       }
     HeldMembers::give_back(state_.roots_.front());
+  }
+  // After the members: forward may have turned one into a tensor with a history.
+  for (const Members::Change& each : histories_before_) {
+    set_entry(each.dictionary, each.name, each.before);
+    Py_DECREF(each.dictionary);
+    Py_DECREF(each.name);
+    Py_DECREF(each.before);
   }
   held_flags().give_back(state_.flags_);
   PyErr_Clear();

@@ -25,6 +25,7 @@ PyObject* module_in(PyObject* function);
 // tensor a name means (a forward may assign another one), whether the module trains, and the
 // numbers and words by which a module remembers what it has done. These are noted when the region
 // begins, and put in place around each recompute: names where forward changed them, members always.
+// A name may stand for None before its first tensor, and is there all the same.
 
 /// The flags, names of buffers and members of modules and of all below them as they are now.
 /// Interpreter's lock.
@@ -59,6 +60,7 @@ class ModuleState final : public TensorNames {
     std::vector<PyObject*> buffers_before_;  // null: the name was not there
     std::shared_ptr<const Members> members_before_;
     std::vector<Members::Change> members_changed_;
+    std::vector<Members::Change> histories_before_;  // tensors with a history
     bool has_taken_flags_ = false, has_taken_members_ = false;
   };
 
@@ -71,7 +73,7 @@ class ModuleState final : public TensorNames {
   struct Buffer {
     PyObject* dictionary;
     PyObject* name;
-    PyObject* begin;           // null: the name was not there
+    PyObject* begin;           // None, or null: the name was not there
     PyObject* left = nullptr;  // the same, when the function had returned
     std::string path{};        // what errors call it
   };

@@ -91,6 +91,48 @@ class Codebook(nn.Module):
         return x * quantized * self.calls
 
 
+class Bias(nn.Module):
+    """As biases of positions: a buffer that is None until a forward makes it, and later a longer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.linspace(0.1, 1, 9), persistent=False)
+        self.register_buffer("bias", None, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.bias is None or len(self.bias) < len(x):
+            self.register_buffer("bias", self.slopes[: len(x)] * 2, persistent=False)
+        return (x * self.bias[: len(x)]).sin()
+
+
+class Running(nn.Module):
+    """Keeps state in tensors that are no buffers: a mean, and the longest input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.longest = torch.zeros(()), torch.tensor(0)
+        self.last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 2.0 if len(x) > self.longest else 1.0
+        self.longest = torch.maximum(self.longest, torch.tensor(len(x)))
+        self.mean = self.mean * 0.9 + x.detach().mean()
+        self.last = x.detach() * scale
+        return (x * self.mean * scale).sin() * self.last
+
+
+class Assigned(nn.Module):
+    """As weights that a forward computes, and leaves in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight = self.base * x.detach().sum()
+        return (x * self.weight).sin()
+
+
 class Neuron(nn.Module):
     """As a spiking neuron: a number that its first step makes a tensor."""
 
@@ -154,6 +196,8 @@ class Written(Case):
             found.append(torch.autograd.grad(other.sum(), x)[0])
             found.append(torch.autograd.grad(y.sum(), x)[0])
             found.append(state_of(module))
+        if isinstance(module, Assigned):
+            del module.weight  # its graph has the region, and the region the module
         return found
 
     def check_same(self, actual: list[Any], expected: list[Any], message: str) -> None:
@@ -175,6 +219,10 @@ class Written(Case):
             (Rope, [4, 6, 9, 3, 7], 0),
             (Lazy, [3, 3, 3], 0),
             (Codebook, [6, 6, 6], 4),
+            (Bias, [4, 6, 3, 9], 0),
+            (Running, [2, 3, 2, 8], 0),
+            (Assigned, [2, 3, 4], 0),
+            (lambda: Outer(Running()), [2, 3, 2], 0),
             (lambda: Outer(Table()), [2, 3, 8], 0),
             (lambda: Outer(Rope()), [4, 6, 3], 0),
             (lambda: Outer(nn.BatchNorm1d(4)), [4, 6], 4),
@@ -198,6 +246,31 @@ class Written(Case):
         kept = module.v
         self.assertTrue(torch.equal(torch.autograd.grad(y.sum(), x)[0], plain))
         self.assertIs(module.v, kept)
+
+    def test_a_write_of_the_same_contents_is_not_repeated_over_a_later_one(self) -> None:
+        class Flag(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("flag", torch.ones(()))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.flag.data.copy_(x.detach().max() > 1)
+                return (x * self.flag.clone()).sin()
+
+        module = Flag()
+        y = remat.checkpoint(module, torch.full((3,), 2.0, requires_grad=True))  # it was one before
+        remat.checkpoint(module, torch.zeros(3, requires_grad=True))
+        y.sum().backward()
+        self.assertEqual(module.flag.item(), 0)
+
+    def test_a_recompute_puts_back_the_tensor_that_forward_left_in_an_attribute(self) -> None:
+        module = Assigned()
+        x = torch.rand(3, requires_grad=True)
+        y = remat.checkpoint(module, x)
+        left = module.weight
+        y.sum().backward()
+        self.assertIs(module.weight, left)
+        del module.weight  # its graph has the region, and the region the module
 
     def test_a_module_that_cannot_be_run_again_is_named(self) -> None:
         class Counts(nn.Module):
