@@ -282,3 +282,43 @@ TEST_CASE("recomputes on several threads leave a module's table as it was", "[mo
   CHECK(num_right == 16);
   CHECK(bit_equal(mean->mean, after));
 }
+
+TEST_CASE("a module that runs plainly inside a region has its buffers as forward saw them",
+          "[module][checkpoint]") {
+  struct CountImpl : nn::Module {
+    Tensor forward(const Tensor& x) {
+      const at::NoGradGuard no_grad;
+      count.add_(1);
+      return x * count.clone();
+    }
+    Tensor count = register_buffer("count", at::zeros({1}));
+  };
+  const Tensor x = at::ones({2}).requires_grad_();
+  for (const int how : {0, 1, 2, 3}) {
+    CAPTURE(how);
+    const auto plain = std::make_shared<CountImpl>();
+    const auto checkpointed = std::make_shared<remat::CheckpointedImpl<CountImpl>>();
+    const auto module = how == 1 ? std::shared_ptr<CountImpl>(checkpointed) : plain;
+    nn::Sequential chain{nn::Tanh(), module};
+    const auto version = module->count._version();
+    const Tensor y = checkpoint(
+        [=](const Tensor& t) mutable {
+          Tensor scale;
+          if (how == 3) {  // the last segment runs plainly
+            scale = remat::checkpoint_sequential(chain, 2, t.detach());
+          } else {
+            const at::NoGradGuard no_grad;
+            scale = how == 0   ? checkpoint(plain, t)
+                    : how == 1 ? checkpointed->forward(t)
+                               : checkpoint(
+                                     {.modules = {plain}},
+                                     [=](const Tensor& u) { return plain->forward(u); }, t);
+          }
+          return t.sin() * scale;
+        },
+        x);
+    static_cast<void>(gradient(y, x));
+    CHECK(module->count.item<float>() == 1);
+    CHECK(module->count._version() == version + 1);
+  }
+}

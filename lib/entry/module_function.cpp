@@ -82,7 +82,8 @@ void refuse_null_module() {
 
 PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
                        const torch::jit::Module* script) {
-  if (!opens_region()) return {};
+  // Without grad mode, too, a region around it has the module's writes in its recomputes.
+  if (!opens_region() && innermost(Ability::Region) == nullptr) return {true};
   if (!opens_region(options)) return {true, register_modules(options, module, script)};
   if (options.buffers != BufferPolicy::SkipBatchNorm) return {};
   std::string type;
