@@ -322,3 +322,28 @@ TEST_CASE("a module that runs plainly inside a region has its buffers as forward
     CHECK(module->count._version() == version + 1);
   }
 }
+
+TEST_CASE("regions inside a forward do not teach that its buffers are not written", "[module]") {
+  std::vector<float> memory(2, 0.0F);  // that LibTorch did not allocate
+  struct SumImpl : nn::Module {
+    Tensor forward(const Tensor& x) {
+      const Tensor before = sum.clone();
+      const at::NoGradGuard no_grad;
+      sum.add_(x.detach());
+      const at::AutoGradMode grad(true);
+      return (x * before).exp();
+    }
+    Tensor sum;
+  };
+  const auto module = std::make_shared<SumImpl>();
+  module->sum = module->register_buffer("sum", at::from_blob(memory.data(), {2}));
+  const Tensor x = at::ones({2}).requires_grad_();
+  const Tensor y = checkpoint(
+      {.modules = {module}},
+      [module](Tensor t) {
+        for (int i = 0; i < 3; ++i) t = checkpoint([](const Tensor& u) { return u.sin(); }, t);
+        return checkpoint(module, t);
+      },
+      x);
+  CHECK(gradient(y, x).equal(at::zeros({2})));  // before anything was added
+}

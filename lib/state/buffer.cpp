@@ -274,7 +274,7 @@ bool Buffer::has_contents(const std::any& note) const {
   return state.contents.defined() && !(shares_memory(state) && has_layout_of(state.alias));
 }
 
-Written Buffer::written_since(const std::any& note) {
+Written Buffer::written_since(const std::any& note, bool is_inner) {
   const State& begin = std::any_cast<const State&>(note);
   const uint64_t num_norms_now = num_norms();
   const bool by_norm = num_norms_now != begin.num_norms;
@@ -289,7 +289,7 @@ Written Buffer::written_since(const std::any& note) {
   const bool result = is_written();
   if (!begin.is_lazy && (result || begin.contents.defined()))
     taught().with(WeakTensor(buffer_.getIntrusivePtr()), [&](Taught& each) {
-      ++each.num_forwards;
+      each.num_forwards += is_inner ? 0 : 1;
       each.is_written |= result;
     });
   if (!result) return Written::Not;

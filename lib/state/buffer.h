@@ -51,8 +51,9 @@ class Buffer final : public StateProvider {
   /// Sets layout, contents (if the state has any) and version, where they differ.
   void restore(const std::any& state) override;
 
-  /// Returns what a forward that began with `note` has done; teaches later forwards.
-  Written written_since(const std::any& note);
+  /// Returns what a forward that began with `note` has done; teaches later forwards. An inner one,
+  /// in a region around, does not count: it may be one of many regions of the same forward.
+  Written written_since(const std::any& note, bool is_inner);
   /// Returns whether the contents of a note are those of forward's begin, which has written to the
   /// buffer since.
   bool has_contents(const std::any& note) const;

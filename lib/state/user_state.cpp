@@ -234,6 +234,7 @@ void UserState::settle() {
       if (found == known.end()) keep(Buffer::of(tensor, nullptr), {});
     });
   if (captured_.empty()) return;
+  const bool is_inner = detail::innermost(Ability::Region) != nullptr;
   const OutsideOfRegions outside;
   for (std::size_t i = 0; i < captured_.size(); ++i) {
     auto* const buffer = dynamic_cast<Buffer*>(registered_.providers[i].get());
@@ -243,7 +244,7 @@ void UserState::settle() {
       captured.begin = captured.left = buffer->capture();
       continue;
     }
-    const Written written = buffer->written_since(captured.begin);
+    const Written written = buffer->written_since(captured.begin, is_inner);
     if (written == Written::Not) captured.begin.reset();
     if (written != Written::Otherwise) continue;
     has_begin_ = has_begin_ && buffer->has_contents(captured.begin);
