@@ -347,3 +347,16 @@ TEST_CASE("regions inside a forward do not teach that its buffers are not writte
       x);
   CHECK(gradient(y, x).equal(at::zeros({2})));  // before anything was added
 }
+
+TEST_CASE("a batch norm in another dtype has no counter that is compared", "[module]") {
+  struct NormAndTableImpl : nn::Module {
+    Tensor forward(const Tensor& x) { return table->forward(norm->forward(x).select(1, 0)); }
+    nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(2));
+    Table table = register_module("table", Table());
+  };
+  const auto module = std::make_shared<NormAndTableImpl>();
+  module->to(at::kDouble);
+  const Tensor x = at::arange(8, at::kDouble).view({4, 2}).requires_grad_();
+  const Tensor y = checkpoint(module, x);
+  CHECK_NOTHROW(gradient(y, x));
+}

@@ -165,9 +165,9 @@ uint32_t Buffer::version() const {
   return buffer_.is_inference() ? 0 : static_cast<uint32_t>(buffer_._version());
 }
 
-bool Buffer::is_counter() const {
-  return buffer_.dim() == 0 && at::isIntegralType(buffer_.scalar_type(), /*includeBool=*/false);
-}
+// A batch norm counts its calls behind its statistics. The count is of any type: `to(dtype)` of a
+// C++ module converts it, too.
+bool Buffer::is_counter() const { return buffer_.dim() == 0; }
 
 uint64_t Buffer::num_norms() const {
   if (is_counter()) return norms().of(before_._unsafe_get_target());
