@@ -348,6 +348,14 @@ TEST_CASE("regions inside a forward do not teach that its buffers are not writte
   CHECK(gradient(y, x).equal(at::zeros({2})));  // before anything was added
 }
 
+TEST_CASE("a table is filled once in regions that forbid a second read, too", "[module]") {
+  const Tensor x = at::ones({3}).requires_grad_();
+  const Tensor y = checkpoint(
+      {.strict_unpack = true},
+      [table = Table()](const Tensor& t) mutable { return checkpoint(table, t.exp()); }, x);
+  CHECK(bit_equal(gradient(y, x), gradient(Table()(x.exp()), x)));
+}
+
 TEST_CASE("a batch norm in another dtype has no counter that is compared", "[module]") {
   struct NormAndTableImpl : nn::Module {
     Tensor forward(const Tensor& x) { return table->forward(norm->forward(x).select(1, 0)); }
