@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "lib/base/once_per_name.h"
+#include "lib/base/planted_fault.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/script.h"
 #include "lib/seam/warn.h"
@@ -82,6 +83,7 @@ void refuse_null_module() {
 
 PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
                        const torch::jit::Module* script) {
+  if (is_planted(Fault::BufferInside)) return {!opens_region() || !opens_region(options)};
   // Without grad mode, too, a region around it has the module's writes in its recomputes.
   if (!opens_region() && innermost(Ability::Region) == nullptr) return {true};
   if (!opens_region(options)) return {true, register_modules(options, module, script)};

@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "lib/base/planted_fault.h"
 #include "lib/seam/lazy_copy.h"
 #include "lib/tensor/content_hash.h"
 
@@ -231,7 +232,7 @@ void Buffer::restore(const std::any& state) {
   const State& wanted = std::any_cast<const State&>(state);
   const c10::InferenceMode normal(buffer_.is_inference());
   const Unseen unseen;
-  if (!has_layout_of(wanted.alias))
+  if (!has_layout_of(wanted.alias) && !is_planted(Fault::BufferLayout))
     buffer_.unsafeGetTensorImpl()->shallow_copy_from(wanted.alias.getIntrusivePtr());
   // Where it is right already nothing is written: another thread may be reading.
   if (wanted.contents.defined() && !shares_memory(wanted) &&
@@ -241,7 +242,7 @@ void Buffer::restore(const std::any& state) {
     else
       buffer_.unsafeGetTensorImpl()->shallow_copy_from(wanted.contents.clone().getIntrusivePtr());
   }
-  if (buffer_.is_inference()) return;
+  if (buffer_.is_inference() || is_planted(Fault::BufferVersion)) return;
   c10::VariableVersion shared = buffer_.unsafeGetTensorImpl()->version_counter();
   shared.set_version(wanted.version);
 }

@@ -10,6 +10,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "lib/base/planted_fault.h"
 #include "lib/rng/draws.h"
 #include "lib/scope/region_scope.h"
 #include "lib/seam/warn.h"
@@ -245,7 +246,7 @@ void UserState::settle() {
       continue;
     }
     const Written written = buffer->written_since(captured.begin, is_inner);
-    if (written == Written::Not) captured.begin.reset();
+    if (written == Written::Not && !is_planted(Fault::BufferKept)) captured.begin.reset();
     if (written != Written::Otherwise) continue;
     has_begin_ = has_begin_ && buffer->has_contents(captured.begin);
     captured.left = buffer->capture();
@@ -256,6 +257,7 @@ void UserState::settle() {
 }
 
 c10::SmallVector<StartsFrom, 2> UserState::starts() const {
+  if (is_planted(Fault::BufferStart)) return {StartsFrom::Begin};
   if (!has_begin_) return {StartsFrom::End};
   if (starts_of_modules().from_end(subject_of(registered_)))
     return {StartsFrom::End, StartsFrom::Begin};
@@ -335,7 +337,8 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner,
       before_.emplace_back();
       if (!captured.begin.has_value()) continue;
       before_.back() = providers[i]->capture();
-      restore(*providers[i], wanted(captured));
+      if (!is_planted(Fault::BufferBegin) || is_users(*providers[i]))
+        restore(*providers[i], wanted(captured));
     }
   } catch (...) {
     undo(/*may_throw=*/false);
@@ -389,6 +392,7 @@ bool UserRestore::has_written_all() {
 }
 
 at::Tensor UserRestore::changed_buffer() const {
+  if (is_planted(Fault::BufferCompare)) return {};
   const OutsideOfRegions outside;
   for (std::size_t i = 0; i < state_->captured_.size(); ++i) {
     const std::any& left = state_->captured_[i].left;
@@ -412,7 +416,8 @@ void UserRestore::undo(bool may_throw) {
     if (!state.has_value()) continue;
     try {
       const OutsideOfRegions outside;
-      restore(*state_->registered().providers[before_.size()], state);
+      StateProvider& provider = *state_->registered().providers[before_.size()];
+      if (!is_planted(Fault::BufferEnd) || is_users(provider)) restore(provider, state);
     } catch (...) {
       if (!thrown) thrown = std::current_exception();
     }
