@@ -282,3 +282,89 @@ TEST_CASE("recomputes on several threads leave a module's table as it was", "[mo
   CHECK(num_right == 16);
   CHECK(bit_equal(mean->mean, after));
 }
+
+TEST_CASE("a module that runs plainly inside a region has its buffers as forward saw them",
+          "[module][checkpoint]") {
+  struct CountImpl : nn::Module {
+    Tensor forward(const Tensor& x) {
+      const at::NoGradGuard no_grad;
+      count.add_(1);
+      return x * count.clone();
+    }
+    Tensor count = register_buffer("count", at::zeros({1}));
+  };
+  const Tensor x = at::ones({2}).requires_grad_();
+  for (const int how : {0, 1, 2, 3}) {
+    CAPTURE(how);
+    const auto plain = std::make_shared<CountImpl>();
+    const auto checkpointed = std::make_shared<remat::CheckpointedImpl<CountImpl>>();
+    const auto module = how == 1 ? std::shared_ptr<CountImpl>(checkpointed) : plain;
+    nn::Sequential chain{nn::Tanh(), module};
+    const auto version = module->count._version();
+    const Tensor y = checkpoint(
+        [=](const Tensor& t) mutable {
+          Tensor scale;
+          if (how == 3) {  // the last segment runs plainly
+            scale = remat::checkpoint_sequential(chain, 2, t.detach());
+          } else {
+            const at::NoGradGuard no_grad;
+            scale = how == 0   ? checkpoint(plain, t)
+                    : how == 1 ? checkpointed->forward(t)
+                               : checkpoint(
+                                     {.modules = {plain}},
+                                     [=](const Tensor& u) { return plain->forward(u); }, t);
+          }
+          return t.sin() * scale;
+        },
+        x);
+    static_cast<void>(gradient(y, x));
+    CHECK(module->count.item<float>() == 1);
+    CHECK(module->count._version() == version + 1);
+  }
+}
+
+TEST_CASE("regions inside a forward do not teach that its buffers are not written", "[module]") {
+  std::vector<float> memory(2, 0.0F);  // that LibTorch did not allocate
+  struct SumImpl : nn::Module {
+    Tensor forward(const Tensor& x) {
+      const Tensor before = sum.clone();
+      const at::NoGradGuard no_grad;
+      sum.add_(x.detach());
+      const at::AutoGradMode grad(true);
+      return (x * before).exp();
+    }
+    Tensor sum;
+  };
+  const auto module = std::make_shared<SumImpl>();
+  module->sum = module->register_buffer("sum", at::from_blob(memory.data(), {2}));
+  const Tensor x = at::ones({2}).requires_grad_();
+  const Tensor y = checkpoint(
+      {.modules = {module}},
+      [module](Tensor t) {
+        for (int i = 0; i < 3; ++i) t = checkpoint([](const Tensor& u) { return u.sin(); }, t);
+        return checkpoint(module, t);
+      },
+      x);
+  CHECK(gradient(y, x).equal(at::zeros({2})));  // before anything was added
+}
+
+TEST_CASE("a table is filled once in regions that forbid a second read, too", "[module]") {
+  const Tensor x = at::ones({3}).requires_grad_();
+  const Tensor y = checkpoint(
+      {.strict_unpack = true},
+      [table = Table()](const Tensor& t) mutable { return checkpoint(table, t.exp()); }, x);
+  CHECK(bit_equal(gradient(y, x), gradient(Table()(x.exp()), x)));
+}
+
+TEST_CASE("a batch norm in another dtype has no counter that is compared", "[module]") {
+  struct NormAndTableImpl : nn::Module {
+    Tensor forward(const Tensor& x) { return table->forward(norm->forward(x).select(1, 0)); }
+    nn::BatchNorm1d norm = register_module("norm", nn::BatchNorm1d(2));
+    Table table = register_module("table", Table());
+  };
+  const auto module = std::make_shared<NormAndTableImpl>();
+  module->to(at::kDouble);
+  const Tensor x = at::arange(8, at::kDouble).view({4, 2}).requires_grad_();
+  const Tensor y = checkpoint(module, x);
+  CHECK_NOTHROW(gradient(y, x));
+}

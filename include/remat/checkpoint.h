@@ -53,12 +53,13 @@ bool shares_tensors(T& kept, T& original) {
   return is_shared;
 }
 
-/// A call that runs plainly because its options say so; registers its modules' state with the regions around.
+/// A call that runs plainly; registers its modules' state with the regions around.
 struct PlainCall {
   bool is_plain = false;
   std::shared_ptr<void> registered{};
 };
-/// Whether its level, or a BatchNorm in its modules (`SkipBatchNorm`), is why a call runs plainly.
+/// Returns whether grad mode, a guard, its level or a BatchNorm in its modules (`SkipBatchNorm`) is why
+/// a call runs plainly.
 REMAT_API PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
                                  const torch::jit::Module* script = nullptr);
 
@@ -166,14 +167,16 @@ auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
                 "dangle at the recompute; pass a std::optional of a std::vector");
   using Result = std::decay_t<decltype(call(std::declval<F&>(), std::declval<Owned<Args>>()...))>;
   torch::nn::Module* const module = module_of_call(fn, args...);
-  PlainCall plainly;
-  if (options.buffers == BufferPolicy::SkipBatchNorm || options.level) {
+  PlainCall plainly{.is_plain = !opens_region()};
+  const bool has_modules = IsScript<Unshared<F>> || module != nullptr || !options.modules.empty();
+  if (options.buffers == BufferPolicy::SkipBatchNorm || options.level ||
+      (plainly.is_plain && has_modules)) {
     if constexpr (IsScript<Unshared<F>>)
       plainly = runs_plainly(options, module, &ScriptCall(unshared(fn)).module());
     else
       plainly = runs_plainly(options, module);
   }
-  if (plainly.is_plain || !opens_region()) {
+  if (plainly.is_plain) {
     F plain(keep(std::forward<Fn>(fn)));
     return static_cast<Result>(call(plain, own(std::forward<Args>(args))...));
   }
@@ -257,7 +260,8 @@ class CheckpointedFunction {
 /// forward saw them, and puts them back (`CheckpointOptions::buffers`); other functions name the modules that they
 /// call (`modules`). A module behind a raw pointer is kept alive if a shared pointer owns it. A `Checkpointed` opens
 /// no region of its own in this one.
-/// Grad mode off: runs plainly; no option is looked at.
+/// Grad mode off: runs plainly; a region around it restores the modules' buffers, as `buffers` says, and
+/// no other option is looked at.
 /// Threads: any; a recompute runs on the thread of the backward that asks.
 /// Throws: what `fn` throws; `CheckpointError`; `c10::ValueError` for options that exclude each
 /// other; in backward the same, with the type that `fn` threw.

@@ -27,6 +27,16 @@ enum class Fault {
   ReplacedArgument,  ///< nobody looks whether an argument got other storage
   ArgumentObject,    ///< a leaf argument comes back as another object, without its grad
   HookTwice,         ///< what a recompute registers on tensors from outside stays
+
+  BufferBegin,    ///< a recompute sees a buffer as it is now
+  BufferEnd,      ///< a buffer stays as a recompute leaves it
+  BufferVersion,  ///< what a recompute writes to a buffer stays in its version
+  BufferLayout,   ///< a buffer that was given other data keeps them in a recompute
+  BufferStop,     ///< a recompute stops before the last write to a buffer
+  BufferCompare,  ///< nobody looks whether a recompute left what forward left
+  BufferStart,    ///< no recompute begins from what forward left
+  BufferKept,     ///< what a buffer held that forward did not write to is kept
+  BufferInside,   ///< a region does not note the modules of what runs plainly in it
 };
 
 #ifdef REMAT_PLANTED_FAULTS

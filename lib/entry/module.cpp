@@ -161,9 +161,7 @@ bool ModuleRegion::is_on() const {
   return enabled_ && (!options_->training_only || owner_->is_training());
 }
 
-bool ModuleRegion::is_watched() const {
-  return opens_region() && innermost(Ability::Region) != nullptr;
-}
+bool ModuleRegion::is_watched() const { return innermost(Ability::Region) != nullptr; }
 
 void ModuleRegion::set_training_level(int64_t level) {
   enable(options_->level > 0 && level >= options_->level);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "lib/base/once_per_name.h"
+#include "lib/base/planted_fault.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/script.h"
 #include "lib/seam/warn.h"
@@ -64,15 +65,14 @@ std::shared_ptr<const UserRegistrations> register_modules(const CheckpointOption
   return all;
 }
 
-namespace detail {
-
-namespace {
-PlainCall plain_call(const CheckpointOptions& options, torch::nn::Module* module,
-                     const torch::jit::Module* script) {
+std::shared_ptr<void> register_plain_call(const CheckpointOptions& options,
+                                          torch::nn::Module* module,
+                                          const torch::jit::Module* script) {
   auto own = register_modules(options, module, script);
-  return {true, own == nullptr ? nullptr : std::make_shared<ModulesGuard>(std::move(own))};
+  return own == nullptr ? nullptr : std::make_shared<ModulesGuard>(std::move(own));
 }
-}  // namespace
+
+namespace detail {
 
 std::shared_ptr<const void> owner_of(const torch::nn::Module* module) {
   if (module == nullptr) return nullptr;
@@ -89,8 +89,10 @@ void refuse_null_module() {
 
 PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
                        const torch::jit::Module* script) {
-  if (!opens_region()) return {};
-  if (!opens_region(options)) return plain_call(options, module, script);
+  if (is_planted(Fault::BufferInside)) return {!opens_region() || !opens_region(options)};
+  // Without grad mode, too, a region around it has the module's writes in its recomputes.
+  if (!opens_region() && innermost(Ability::Region) == nullptr) return {true};
+  if (!opens_region(options)) return {true, register_plain_call(options, module, script)};
   if (options.buffers != BufferPolicy::SkipBatchNorm) return {};
   std::string type;
   visit_modules_of(options, module, [&](torch::nn::Module& each) {
@@ -105,7 +107,7 @@ PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* modu
         "remat: Activation checkpointing skipped for a subblock containing BatchNorm (", type,
         "), as BufferPolicy::SkipBatchNorm asks. BufferPolicy::Restore checkpoints it and "
         "keeps its running statistics right."));
-  return plain_call(options, module, script);
+  return {true, register_plain_call(options, module, script)};
 }
 
 }  // namespace detail

@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "lib/entry/module_function.h"
+#include "lib/scope/hook_stack.h"
 #include "remat/plan.h"
 
 namespace remat {
@@ -51,10 +53,6 @@ at::Tensor run_segments(const std::vector<Stage>& stages,
     const auto first = next - stages.begin(), last = end - stages.begin();
     std::vector<Stage> segment(next, end);
     next = end;
-    if (is_last && !options.checkpoint_last) {
-      input = run(segment, std::move(input));
-      continue;
-    }
     checkpoint_options.name = options.checkpoint.name.empty()
                                   ? name_of_stages(first, last - 1)
                                   : options.checkpoint.name + " " + std::to_string(i);
@@ -62,6 +60,13 @@ at::Tensor run_segments(const std::vector<Stage>& stages,
       checkpoint_options.modules = options.checkpoint.modules;
       checkpoint_options.modules.insert(checkpoint_options.modules.end(), modules.begin() + first,
                                         modules.begin() + last);
+    }
+    if (is_last && !options.checkpoint_last) {
+      // A region around the chain has this segment's writes in its recomputes.
+      const auto registered = detail::innermost(detail::Ability::Region) == nullptr
+                                  ? nullptr
+                                  : register_plain_call(checkpoint_options, nullptr, nullptr);
+      return run(segment, std::move(input));
     }
     input = checkpoint(
         checkpoint_options,

@@ -22,7 +22,8 @@ bool Filler::wants_stop() const {
 }
 
 bool Filler::may_end() const {
-  return early_stop_ && (written_ == nullptr || written_->has_written_all());
+  return early_stop_ &&
+         (written_ == nullptr || is_planted(Fault::BufferStop) || written_->has_written_all());
 }
 
 // What a script has left to do is more than its operator.

@@ -15,6 +15,7 @@
 #include "lib/frame/mismatch.h"
 #include "lib/frame/naming.h"
 #include "lib/frame/recompute_scope.h"
+#include "lib/frame/values_by_task.h"
 #include "lib/observe/op_log.h"
 #include "lib/observe/profiler.h"
 #include "lib/seam/dispatch_mode.h"
@@ -26,6 +27,7 @@ namespace {
 /// How one attempt begins, and what became of it.
 struct Attempt {
   StartsFrom start = StartsFrom::Begin;
+  bool is_again = false;          ///< another attempt has read the inputs
   std::string changed{};          ///< a buffer that it did not leave as forward did
   bool may_lie_at_start = false;  ///< it threw what another start might not
 };
@@ -223,7 +225,9 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
       values.recorded = frame->recorded()->kept.recomputed;
     const auto profiled = profiler::recompute_scope(region.info);
     const ObservedRecompute observed(frame->surroundings().user_state(), region.info);
+    std::optional<ReadsAgain> reads(std::in_place, attempt.is_again);
     GivenInputs given = frame->inputs().unpack(region, frame->notes().has_run_backward());
+    reads.reset();
     Filler filler(region, frame->slots(), frame->recorded(), values, only_position, given.tensors);
     auto scope = std::make_shared<RecomputeScope>(frame, filler);
     Inputs::Versions in_forward;
@@ -249,8 +253,10 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
   } catch (const std::exception& e) {
     values.clear();
     // Errors of LibTorch's operators, of the table that is still empty, say. What the user throws
-    // is not asked for twice.
-    if (dynamic_cast<const c10::Error*>(&e) != nullptr) attempt.may_lie_at_start = true;
+    // is not asked for twice, nor memory that there is not.
+    if (dynamic_cast<const c10::Error*>(&e) != nullptr &&
+        dynamic_cast<const c10::OutOfMemoryError*>(&e) == nullptr)
+      attempt.may_lie_at_start = true;
     throw;
   } catch (...) {
     values.clear();
@@ -270,6 +276,7 @@ void recompute_from(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& va
   constexpr int max_attempts = 5;
   for (int number = 1; !try_recompute(frame, values, only_position, attempt); ++number) {
     if (!attempt.changed.empty()) return;
+    attempt.is_again = true;
     if (number == max_attempts)
       throw_recompute_failed(frame->region(),
                              "the recompute could not draw the numbers that forward drew",
@@ -287,8 +294,9 @@ void recompute_written(const c10::intrusive_ptr<Frame>& frame, RecomputedValues&
   const UserState& state = *frame->surroundings().user_state();
   std::string changed;
   std::exception_ptr thrown;
-  for (const StartsFrom start : state.starts()) {
-    Attempt attempt{start};
+  const auto starts = state.starts();
+  for (const StartsFrom start : starts) {
+    Attempt attempt{start, start != starts.front()};
     try {
       recompute_from(frame, values, only_position, attempt);
       if (attempt.changed.empty()) return state.remember(start);

@@ -12,6 +12,14 @@
 
 namespace remat {
 
+namespace {
+thread_local bool reads_again = false;
+}  // namespace
+
+ReadsAgain::ReadsAgain(bool is_again) : before_(std::exchange(reads_again, is_again)) {}
+ReadsAgain::~ReadsAgain() { reads_again = before_; }
+bool ReadsAgain::is_on() { return reads_again; }
+
 // Rule 4: unpacked is released, except that a cache keeps the value for the next backward.
 Value ValuesByTask::take(const Region& region, RecomputedValues& values, int64_t position,
                          const Task& task) {
@@ -60,7 +68,7 @@ ValuesByTask::Turn ValuesByTask::next(const Region& region, const Slots& slots, 
       continue;
     }
     const int64_t read_by = index < values->handed_to.size() ? values->handed_to[index] : -1;
-    if (region.options.strict_unpack && read_by == task.graph.id) {
+    if (region.options.strict_unpack && read_by == task.graph.id && !ReadsAgain::is_on()) {
       lock.unlock();
       throw_double_unpack(region, position, slots.identity_of(position));
     }

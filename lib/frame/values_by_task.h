@@ -15,6 +15,19 @@
 
 namespace remat {
 
+/// While alive, a recompute that begins anew reads its inputs on this thread: no second read in the
+/// sense of strict_unpack.
+class ReadsAgain {
+ public:
+  explicit ReadsAgain(bool is_again);
+  ~ReadsAgain();
+  ReadsAgain& operator=(ReadsAgain&&) = delete;
+  static bool is_on();
+
+ private:
+  const bool before_;
+};
+
 /// A frame's recomputed values lie here until they are read (Rules 4, 7 and 9). Threads: any.
 class ValuesByTask {
  public:

@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "lib/base/planted_fault.h"
 #include "lib/seam/lazy_copy.h"
 #include "lib/tensor/content_hash.h"
 
@@ -165,9 +166,9 @@ uint32_t Buffer::version() const {
   return buffer_.is_inference() ? 0 : static_cast<uint32_t>(buffer_._version());
 }
 
-bool Buffer::is_counter() const {
-  return buffer_.dim() == 0 && at::isIntegralType(buffer_.scalar_type(), /*includeBool=*/false);
-}
+// A batch norm counts its calls behind its statistics. The count is of any type: `to(dtype)` of a
+// C++ module converts it, too.
+bool Buffer::is_counter() const { return buffer_.dim() == 0; }
 
 uint64_t Buffer::num_norms() const {
   if (is_counter()) return norms().of(before_._unsafe_get_target());
@@ -231,7 +232,7 @@ void Buffer::restore(const std::any& state) {
   const State& wanted = std::any_cast<const State&>(state);
   const c10::InferenceMode normal(buffer_.is_inference());
   const Unseen unseen;
-  if (!has_layout_of(wanted.alias))
+  if (!has_layout_of(wanted.alias) && !is_planted(Fault::BufferLayout))
     buffer_.unsafeGetTensorImpl()->shallow_copy_from(wanted.alias.getIntrusivePtr());
   // Where it is right already nothing is written: another thread may be reading.
   if (wanted.contents.defined() && !shares_memory(wanted) &&
@@ -241,7 +242,7 @@ void Buffer::restore(const std::any& state) {
     else
       buffer_.unsafeGetTensorImpl()->shallow_copy_from(wanted.contents.clone().getIntrusivePtr());
   }
-  if (buffer_.is_inference()) return;
+  if (buffer_.is_inference() || is_planted(Fault::BufferVersion)) return;
   c10::VariableVersion shared = buffer_.unsafeGetTensorImpl()->version_counter();
   shared.set_version(wanted.version);
 }
@@ -274,7 +275,7 @@ bool Buffer::has_contents(const std::any& note) const {
   return state.contents.defined() && !(shares_memory(state) && has_layout_of(state.alias));
 }
 
-Written Buffer::written_since(const std::any& note) {
+Written Buffer::written_since(const std::any& note, bool is_inner) {
   const State& begin = std::any_cast<const State&>(note);
   const uint64_t num_norms_now = num_norms();
   const bool by_norm = num_norms_now != begin.num_norms;
@@ -289,7 +290,7 @@ Written Buffer::written_since(const std::any& note) {
   const bool result = is_written();
   if (!begin.is_lazy && (result || begin.contents.defined()))
     taught().with(WeakTensor(buffer_.getIntrusivePtr()), [&](Taught& each) {
-      ++each.num_forwards;
+      each.num_forwards += is_inner ? 0 : 1;
       each.is_written |= result;
     });
   if (!result) return Written::Not;

@@ -53,8 +53,9 @@ class Buffer final : public StateProvider {
   /// Sets layout, contents (if the state has any) and version, where they differ.
   void restore(const std::any& state) override;
 
-  /// Returns what a forward that began with `note` has done; teaches later forwards.
-  Written written_since(const std::any& note);
+  /// Returns what a forward that began with `note` has done; teaches later forwards. An inner one,
+  /// in a region around, does not count: it may be one of many regions of the same forward.
+  Written written_since(const std::any& note, bool is_inner);
   /// Returns whether a forward that began with `note` moved the buffer from memory that the two
   /// shared, as a write does, and a reader that asks for a pointer to write with.
   bool is_moved_since(const std::any& note) const;

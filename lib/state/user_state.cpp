@@ -10,6 +10,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "lib/base/planted_fault.h"
 #include "lib/rng/draws.h"
 #include "lib/scope/region_scope.h"
 #include "lib/seam/warn.h"
@@ -251,6 +252,7 @@ void UserState::settle() {
       if (found == known.end()) keep(Buffer::of(tensor, nullptr), {});
     });
   if (captured_.empty()) return;
+  const bool is_inner = detail::innermost(Ability::Region) != nullptr;
   const OutsideOfRegions outside;
   for (std::size_t i = 0; i < captured_.size(); ++i) {
     auto* const buffer = dynamic_cast<Buffer*>(registered_->providers[i].get());
@@ -260,8 +262,8 @@ void UserState::settle() {
       captured.begin = captured.left = buffer->capture();
       continue;
     }
-    const Written written = buffer->written_since(captured.begin);
-    if (written == Written::Not) {
+    const Written written = buffer->written_since(captured.begin, is_inner);
+    if (written == Written::Not && !is_planted(Fault::BufferKept)) {
       captured.is_touched = buffer->is_moved_since(captured.begin);
       captured.begin.reset();
     }
@@ -275,6 +277,7 @@ void UserState::settle() {
 }
 
 c10::SmallVector<StartsFrom, 2> UserState::starts() const {
+  if (is_planted(Fault::BufferStart)) return {StartsFrom::Begin};
   if (!has_begin_) return {StartsFrom::End};
   if (starts_of_modules().from_end(subject_of(*registered_)))
     return {StartsFrom::End, StartsFrom::Begin};
@@ -354,7 +357,9 @@ UserRestore::UserRestore(const UserState* state, const LockOwner& owner,
       before_.emplace_back();
       if (!captured.begin.has_value() && !captured.is_touched) continue;
       before_.back() = providers[i]->capture();
-      if (captured.begin.has_value()) restore(*providers[i], wanted(captured));
+      if (captured.begin.has_value() &&
+          (!is_planted(Fault::BufferBegin) || is_users(*providers[i])))
+        restore(*providers[i], wanted(captured));
     }
   } catch (...) {
     undo(/*may_throw=*/false);
@@ -408,6 +413,7 @@ bool UserRestore::has_written_all() {
 }
 
 at::Tensor UserRestore::changed_buffer() const {
+  if (is_planted(Fault::BufferCompare)) return {};
   const OutsideOfRegions outside;
   for (std::size_t i = 0; i < state_->captured_.size(); ++i) {
     const std::any& left = state_->captured_[i].left;
@@ -431,7 +437,8 @@ void UserRestore::undo(bool may_throw) {
     if (!state.has_value()) continue;
     try {
       const OutsideOfRegions outside;
-      restore(*state_->registered().providers[before_.size()], state);
+      StateProvider& provider = *state_->registered().providers[before_.size()];
+      if (!is_planted(Fault::BufferEnd) || is_users(provider)) restore(provider, state);
     } catch (...) {
       if (!thrown) thrown = std::current_exception();
     }

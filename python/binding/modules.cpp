@@ -404,7 +404,7 @@ CheckpointOptions with_modules(CheckpointOptions options, const ModuleState& sta
 }
 
 ModulesWatched::ModulesWatched(const std::vector<PyObject*>& modules) {
-  if (!opens_region() || (!is_checkpointing() && !is_recomputing())) return;
+  if (!is_checkpointing() && !is_recomputing()) return;
   struct Guard {
     explicit Guard(const std::shared_ptr<torch::nn::Module>& stand_in)
         : kept(stand_in), region(*kept, typeid(StandIn), {}), guard(region) {}
@@ -481,9 +481,8 @@ const TensorNames* tensor_names_of(PyObject* function) {
 
 PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& call,
                                 const std::vector<PyObject*>& modules) {
-  if (!opens_region()) return run_region(options, call);
   try {
-    if (!opens_region(options)) {  // by its level: a region around it sees to the modules
+    if (!opens_region(options)) {  // a region around it sees to the modules
       const ModulesWatched watched(modules);
       return run_region(options, call);
     }

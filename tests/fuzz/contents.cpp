@@ -26,6 +26,7 @@ void look(const Block& block, int depth, Contents& found) {
     found.inner_grad |= s.kind == Kind::InnerGrad;
     found.hooks |= s.kind == Kind::Hooks || s.kind == Kind::Offload;
     found.keeping_hooks |= s.kind == Kind::Hooks && s.salt % 4 % 3 == 0;
+    found.no_grad |= s.kind == Kind::NoGrad;
     found.catches |= s.kind == Kind::Catch;
     found.stretches |= s.kind == Kind::Pin || s.kind == Kind::Stretch || s.kind == Kind::Name;
     const bool has_policy = s.region.policy.kind != PolicySpec::Kind::None;
@@ -34,7 +35,7 @@ void look(const Block& block, int depth, Contents& found) {
     found.keeps_unchanged |= s.kind == Kind::Pin || s.kind == Kind::Stretch ||
                              (has_policy && !s.region.policy.allows_mutation);
     found.captures |= !s.region.captures.empty();
-    const bool is_region = s.kind == Kind::Region && !s.region.inlined;
+    const bool is_region = (s.kind == Kind::Region || s.kind == Kind::Call) && !s.region.inlined;
     found.regions += is_region;
     found.depth = std::max(found.depth, depth + is_region);
     look(s.block, depth + is_region, found);

@@ -43,6 +43,8 @@ def main():
             arguments = ['--selective', *arguments]
         if name in ABOUT_ARGUMENTS:
             arguments = ['--arguments', *arguments]
+        if name.startswith('Buffer'):   # only modules have any that recomputes restore
+            arguments = ['--modules', *arguments]
         is_found, programs, seconds, output = run(program, number, arguments)
         what = output.splitlines()[0] if is_found else 'nothing'
         if number:

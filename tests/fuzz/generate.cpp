@@ -16,7 +16,7 @@ std::vector<int> weighted(bool (*is_wanted)(const Operator&)) {
 
 Program Generator::generate() {
   draw_features();
-  program_.large = dice_.percent(5);
+  program_.large = dice_.percent(topics_.modules ? 25 : 5);
   program_.all_values = dice_.percent(features_.replaces ? 50 : 30);
   program_.drop_values = dice_.percent(40);
   const int64_t die = dice_.below(100);
@@ -25,6 +25,7 @@ Program Generator::generate() {
                      : die < 24 ? Sharing::SmallCache
                                 : Sharing::None;
   std::vector<int> visible = make_leaves();
+  if (topics_.modules) make_modules();
   program_.block = make_block(visible, 3 + dice_.below(topics_.arguments ? 3 : 8), 0, false);
   while (contents(program_.block).regions == 0) {
     program_.block.push_back(make_region(visible, 0, false));
@@ -151,6 +152,8 @@ Statement Generator::make_statement(std::vector<int>& visible, int depth, bool i
   if (features_.guards && nested_wraps_ < 3 && dice_.percent(depth == 0 ? 20 : 8))
     return make_state_guard(visible, depth, in_catch);
   if (features_.stretches && dice_.percent(12)) return make_stretch(visible, depth, in_catch);
+  // What save_region writes to buffers it does not write again (a documented limit).
+  if (topics_.modules && nested_stretches_ == 0 && dice_.percent(35)) return make_call(visible);
   if (auto s = make_about_arguments(visible)) return *s;
   Statement s;
   if ((features_.policies && dice_.percent(10)) || (features_.stretches && dice_.percent(4))) {
@@ -282,6 +285,12 @@ Statement Generator::make_region(const std::vector<int>& visible, int depth, boo
                                      : pick(inside);
     region.results.emplace_back(id, next_++);
   }
+  draw_options(s);
+  return s;
+}
+
+void Generator::draw_options(Statement& s) {
+  RegionSpec& region = s.region;
   region.packing = static_cast<Packing>(dice_.below(static_cast<int64_t>(Packing::Count)));
   region.checkpointed_form = dice_.percent(15);
   region.named = dice_.percent(20);
@@ -295,7 +304,6 @@ Statement Generator::make_region(const std::vector<int>& visible, int depth, boo
   region.copies = topics_.copies && dice_.percent(80);
   region.moves_inputs = topics_.moves && dice_.percent(40);
   region.determinism = program_.all_values ? 3 : static_cast<int>(dice_.below(4));
-  return s;
 }
 
 Step Generator::make_step(bool last) {
@@ -309,6 +317,10 @@ Step Generator::make_step(bool last) {
   if (!last && features_.replaces && dice_.percent(35)) {
     step.kind = Step::Kind::Replace;
     step.target = dice_.percent(85) ? spared_ : pick_leaf();
+    return step;
+  }
+  if (!last && topics_.modules && dice_.percent(25)) {
+    step.kind = Step::Kind::Again;
     return step;
   }
   step.kind = dice_.percent(60) ? Step::Kind::Grad : Step::Kind::Backward;

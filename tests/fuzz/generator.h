@@ -30,6 +30,8 @@ class Generator {
  private:
   void draw_features();
   void draw_features_of_arguments();
+  void make_modules();
+  Statement make_call(const std::vector<int>& visible);
   std::vector<int> make_leaves();
   int pick(const std::vector<int>& visible);
   int pick_one(const std::vector<int>& of) {
@@ -70,6 +72,8 @@ class Generator {
   /// pin or save_region.
   Statement make_stretch(const std::vector<int>& visible, int depth, bool in_catch);
   PolicySpec make_policy();
+  /// The options of a region.
+  void draw_options(Statement& s);
   Statement make_region(const std::vector<int>& visible, int depth, bool in_catch);
   Step make_step(bool last);
 

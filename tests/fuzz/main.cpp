@@ -7,7 +7,8 @@
 // by themselves; with --arguments they do more
 // with what regions are given: write to it, look at what it has beside its values, hang hooks on it, give it other
 // storages. With --copies most regions keep copies of their arguments. With --moves most hooks are guards that move what
-// is saved, and regions move their inputs. With --waits functions of regions take gradients and read what nodes saved,
+// is saved, and regions move their inputs. With --modules they call modules whose forward writes to
+// buffers. With --waits functions of regions take gradients and read what nodes saved,
 // and then write to what they were given. With --device cuda they run there. A finding is shrunk (on the CPU) and
 // printed, and the exit status is 1.
 // With --first the first finding ends the run, and only its seed and kind are printed. The last line is always
@@ -113,9 +114,9 @@ bool agrees(uint64_t seed, bool shrinks) {
 }
 
 int usage() {
-  std::cerr
-      << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
-         "     [--best] [--arguments] [--copies] [--moves] [--waits] [--first] [--device cuda]\n";
+  std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
+               "     [--best] [--arguments] [--copies] [--moves] [--modules] [--waits] [--first]\n"
+               "     [--device cuda]\n";
   return 2;
 }
 
@@ -149,6 +150,10 @@ int main(int argc, char** argv) {
     }
     if (name == "--waits") {
       topics.arguments = topics.waits = true;
+      continue;
+    }
+    if (name == "--modules") {
+      topics.modules = true;
       continue;
     }
     if (name == "--moves") {

@@ -5,6 +5,7 @@
 
 #include "tests/fuzz/operators.h"
 #include "tests/fuzz/program.h"
+#include "tests/support/stateful_module.h"
 
 namespace fuzz {
 
@@ -171,6 +172,11 @@ void print(const Block& block, const std::string& indent, int leaves, Visible& v
         out << seen(s.args[0]) << texts[static_cast<int>(hook_of(s))];
         break;
       }
+      case Kind::Call:
+        out << value(s.out) << " = m" << s.op << "(" << seen(s.args[0]) << ")   # "
+            << (s.region.inlined ? "no region" : options_text(s.region)) << ", salt " << s.salt
+            << "\n";
+        break;
       case Kind::Throw:
         out << "throw\n";
         break;
@@ -218,6 +224,10 @@ void print(const Step& step, const Visible& visible, std::ostream& out) {
     out << "change " << seen(step.target) << " in place, salt " << step.salt << "\n";
     return;
   }
+  if (step.kind == Step::Kind::Again) {
+    out << "all of it again\n";
+    return;
+  }
   if (step.kind == Step::Kind::Replace) {
     static constexpr const char* means[] = {"set_data", "set_data to other strides", "set_",
                                             "resize_"};
@@ -252,6 +262,17 @@ std::string to_text(const Program& program) {
     out << "  " << value(static_cast<int>(i)) << " = " << kinds[static_cast<int>(leaf.kind)] << " ["
         << joined(leaf.sizes, [](int64_t n) { return std::to_string(n); }) << "] "
         << (leaf.is_double ? "double" : "float") << (leaf.has_grad ? " with a grad" : "") << "\n";
+  }
+  for (size_t i = 0; i < program.modules.size(); ++i) {
+    static constexpr const char* forms[] = {"module", "Checkpointed", "element of a Sequential"};
+    const ModuleSpec& module = program.modules[i];
+    const auto name = [](int state) {
+      return std::string(name_of(static_cast<remat::testing::State>(state)));
+    };
+    out << "  m" << i << " = " << forms[static_cast<int>(module.form)] << " of "
+        << joined(module.states, name) << "; weight " << value(module.weight);
+    if (module.inner >= 0) out << ", calls m" << module.inner;
+    out << ", salt " << module.salt << "\n";
   }
   const int leaves = static_cast<int>(program.leaves.size());
   Visible visible;

@@ -61,8 +61,24 @@ enum class Kind {
   Write,      ///< an operator that changes operand 0, here an argument of the region
   Look,       ///< operand 1, changed by what operand 0 has beside its values; see look_of
   Register,   ///< retain_grad of operand 0, or a hook on it; see hook_of
+  Call,       ///< module `op` of operand 0, as a region unless it is inlined; `salt` chooses how
   Throw,
   Fuse  ///< throws in a recompute when a step has armed it
+};
+
+/// A module with state, made before the program starts.
+struct ModuleSpec {
+  enum class Form {
+    Plain,         ///< as it is
+    Checkpointed,  ///< remat::Checkpointed
+    Applied,       ///< the element of a Sequential, chosen by apply_checkpointing
+    Count
+  };
+  Form form = Form::Plain;
+  std::vector<int> states;  ///< remat::testing::State
+  uint64_t salt = 0;        ///< decides their details, and how `inner` is called
+  int weight = 0;           ///< the leaf that is its parameter
+  int inner = -1;           ///< an earlier module that it calls
 };
 
 /// How a region's arguments and results travel.
@@ -149,8 +165,9 @@ struct Step {
   enum class Kind {
     Backward,
     Grad,
-    Mutate,  ///< a value is changed in place
-    Replace  ///< a leaf gets another storage, or a larger one
+    Mutate,   ///< a value is changed in place
+    Replace,  ///< a leaf gets another storage, or a larger one
+    Again     ///< the whole block runs once more; its values take the place of the old ones
   };
   /// How a Replace does it.
   enum class Means { SetData, SetDataTransposed, Set, Resize, Count };
@@ -178,6 +195,7 @@ enum class Sharing { None, Group, Cache, SmallCache };
 struct Program {
   uint64_t seed = 0;
   std::vector<Leaf> leaves;
+  std::vector<ModuleSpec> modules;
   Block block;
   std::vector<Step> steps;
   bool all_values = false;   ///< every region compares values
@@ -189,8 +207,8 @@ struct Program {
 /// What a block contains, itself and in the blocks in it.
 struct Contents {
   bool random = false, inplace = false, reads_twice = false, inner_grad = false, hooks = false,
-       catches = false, backward_in_hook = false, writes_late = false, captures = false,
-       writes_inside = false, writes_arguments = false, looks = false,
+       no_grad = false, catches = false, backward_in_hook = false, writes_late = false,
+       captures = false, writes_inside = false, writes_arguments = false, looks = false,
        keeping_hooks = false,   ///< which keep the tensor itself: see Interpreter::hooks
       policies = false,         ///< under which operators are seen
       keeps_unchanged = false,  ///< what must not be changed: by a policy, pin or save_region
@@ -213,6 +231,7 @@ struct Topics {
   bool waits = false;
   bool best = false;   ///< half of the policies choose by themselves
   bool moves = false;  ///< most hooks are guards that move what is saved; regions move their inputs
+  bool modules = false;  ///< modules whose forward writes to buffers
 };
 Program generate(uint64_t seed, Topics topics);
 std::string to_text(const Program& program);

@@ -87,6 +87,7 @@ Interpreter::Interpreter(const Program& program, Mode mode, Record& record)
     leaves_.push_back(
         {tensors[i], std::make_shared<Origin>(Origin{.foreign = true, .leaf = true})});
   }
+  make_modules();
 }
 
 Interpreter::~Interpreter() {
@@ -111,12 +112,20 @@ Tensors Interpreter::make_leaves() {
 }
 
 void Interpreter::run_forward() {
-  for (size_t i = 0; i < leaves_.size(); ++i) values_[static_cast<int>(i)] = leaves_[i];
   Stage stage{.label = "forward"};
+  run_all(stage);
+  record_state(stage);
+  record_.stages.push_back(std::move(stage));
+}
+
+void Interpreter::run_all(Stage& stage) {
+  Environment values;
+  for (size_t i = 0; i < leaves_.size(); ++i) values[static_cast<int>(i)] = leaves_[i];
   std::optional<remat::DisableCheckpointGuard> plain;
   if (mode_ != Mode::Checkpointed) plain.emplace();
   const auto copies = copies_in(Mode::Undone);
-  record_errors(stage, [this] { run_block(program_.block, values_); });
+  record_errors(stage, [&] { run_block(program_.block, values); });
+  values_ = std::move(values);
   if (!stage.raised) {
     for (const auto& [id, value] : values_)
       record_tensor(stage, "v" + std::to_string(id), value.tensor);
@@ -129,8 +138,6 @@ void Interpreter::run_forward() {
     }
     values_ = std::move(kept);
   }
-  record_state(stage);
-  record_.stages.push_back(std::move(stage));
 }
 
 void Interpreter::run_block(const Block& block, Environment& values) {
@@ -172,6 +179,9 @@ void Interpreter::run_block(const Block& block, Environment& values) {
         break;
       case Kind::Register:
         run_register(s, values);
+        break;
+      case Kind::Call:
+        run_call(s, values);
         break;
       case Kind::Throw:
         throw UserError();
@@ -393,9 +403,11 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
       record_.faults.push_back("in a recompute: an observer does not know of it");
     return run_body(s, captured, tensors, origins, *uses);
   };
+  remat::CheckpointOptions chosen = options(spec);
+  collect_modules(s.block, chosen.modules);
   const Tensors results =
       spec.inlined ? body(args)
-                   : call_region(spec.packing, spec.checkpointed_form, options(spec), body, args);
+                   : call_region(spec.packing, spec.checkpointed_form, chosen, body, args);
   for (size_t i = 0; i < results.size() && i < spec.results.size(); ++i) {
     seen.push_back({results[i], origin_of(results[i], seen)});
     seen.back().origin->as_argument |= uses->at(i).as_argument;

@@ -55,6 +55,7 @@ struct Stage {
 
 struct Record {
   std::vector<Stage> stages;
+  int64_t held_bytes = 0;  ///< after forward
   Changes changes;
   std::vector<std::string> faults;  ///< what was left behind
   int64_t leaked_bytes = 0;
@@ -99,6 +100,9 @@ struct GuardsAround {
   int observers = 0;
 };
 
+/// A module of a program; defined in modules.cpp.
+class Stateful;
+
 /// Sets a value for a time.
 template <class T>
 class Instead {
@@ -123,6 +127,7 @@ class Interpreter {
 
  private:
   void run_step(const Step& step);
+  void run_all(Stage& stage);
   Tensors make_leaves();
   /// The value that an operand names. Notes a leaf that a region captures so.
   const Value& see(const Environment& values, int id);
@@ -135,6 +140,12 @@ class Interpreter {
   void run_look(const Statement& s, Environment& values);
   void run_register(const Statement& s, Environment& values);
   void run_copy(const Statement& s, Environment& values);
+  void make_modules();
+  void run_call(const Statement& s, Environment& values);
+  /// The modules that the function of a region calls without regions of their own.
+  void collect_modules(const Block& block,
+                       std::vector<std::shared_ptr<torch::nn::Module>>& found) const;
+  void record_modules(Stage& stage);
   void run_state_guard(const Statement& s, Environment& values);
   remat::RecomputeObserver observer();
   void run_stretch(const Statement& s, Environment& values);
@@ -165,6 +176,7 @@ class Interpreter {
   Record& record_;
   Environment values_;  // the outermost block's
   std::vector<Value> leaves_;
+  std::vector<std::shared_ptr<Stateful>> modules_;
   int64_t hook_calls_ = 0, scopes_alive_ = 0;
   int regions_around_ = 0;  // the statement that runs
   int64_t fuse_ = -1, fuses_passed_ = 0;

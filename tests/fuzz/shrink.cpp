@@ -69,7 +69,7 @@ void edit_block(const Block& block, std::vector<size_t>& path, Add&& add) {
   }
   for (size_t i = 0; i < block.size(); ++i) {
     const bool has_arguments = block[i].kind == Kind::Region || block[i].kind == Kind::Stretch;
-    if (has_arguments) simplify_options(path, i, add);
+    if (has_arguments || block[i].kind == Kind::Call) simplify_options(path, i, add);
     if (!has_arguments && !block[i].block.empty()) {
       add([path, i](Program& p) {  // the wrap goes, what it wraps stays
         Block& b = at_path(p, path);
@@ -117,6 +117,15 @@ std::vector<Program> smaller(const Program& program) {
   std::vector<size_t> path;
   edit_steps(program, add);
   edit_block(program.block, path, add);
+  for (size_t i = 0; i < program.modules.size(); ++i) {
+    const auto change = [&](auto f) { add([i, f](Program& p) { return f(p.modules[i]); }); };
+    for (size_t j = 0; j < program.modules[i].states.size(); ++j)
+      change([j](ModuleSpec& m) { return m.states.erase(m.states.begin() + j), true; });
+    change([](ModuleSpec& m) { return std::exchange(m.inner, -1) != -1; });
+    change([](ModuleSpec& m) {
+      return std::exchange(m.form, ModuleSpec::Form::Plain) != ModuleSpec::Form::Plain;
+    });
+  }
   add([](Program& p) { return p.drop_values && !(p.drop_values = false); });
   add([](Program& p) { return p.sharing != Sharing::None && ((p.sharing = Sharing::None), true); });
   for (size_t i = 0; i < program.leaves.size(); ++i) {

@@ -119,6 +119,7 @@ void Interpreter::record_state(Stage& stage) {
   }
   for (size_t i = 0; i < leaves_.size(); ++i)
     record_tensor(stage, "leaf " + std::to_string(i), leaves_[i].tensor);
+  record_modules(stage);
   for (const auto& [id, value] : values_)
     if (value.tensor.defined() && value.tensor.retains_grad())
       record_gradient(stage, "retained gradient", value.tensor.grad());
@@ -197,7 +198,9 @@ void Interpreter::run_step(const Step& step) {
     if (is_checkpointed) fuse_ = step.fuse;
     fuses_passed_ = 0;
     record_errors(stage, [&] {
-      if (step.kind == Step::Kind::Mutate) {
+      if (step.kind == Step::Kind::Again) {
+        run_all(stage);
+      } else if (step.kind == Step::Kind::Mutate) {
         change(step);
       } else if (step.kind == Step::Kind::Replace) {
         replace(step);
@@ -265,6 +268,7 @@ Record run(const Program& program, Mode mode) {
     at::init_num_threads();
     Interpreter interpreter(program, mode, record);
     interpreter.run_forward();
+    record.held_bytes = live_bytes() - bytes;
     if (!record.stages.back().raised) interpreter.run_steps();
   }).join();
   settle([&before, bytes] {

@@ -13,6 +13,7 @@ std::vector<Function>& functions() {
     add_layers(rows);
     add_algebra(rows);
     add_prepared(rows);
+    add_modules(rows);
     return rows;
   }();
   return all;

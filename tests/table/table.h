@@ -114,6 +114,7 @@ void add_views(std::vector<Function>& table);
 void add_layers(std::vector<Function>& table);
 void add_algebra(std::vector<Function>& table);
 void add_prepared(std::vector<Function>& table);
+void add_modules(std::vector<Function>& table);
 
 struct Cell {
   const Function& function;
