@@ -33,7 +33,7 @@ struct BudgetOptions {
 };
 
 /// What a budget has done since its guard was made, or since `BudgetGuard::reset`.
-struct BudgetReport {
+struct REMAT_API BudgetReport {
   int64_t budget_bytes = 0;  ///< [bytes] as asked for
   int64_t peak_bytes = 0;    ///< [bytes] the most that was alive beyond what the guard found
   /// [bytes] the most that was alive at one moment and could not have been evicted, beyond what the
@@ -67,6 +67,7 @@ class REMAT_API BudgetExceeded : public c10::OutOfMemoryError {
 
 namespace budget {
 class Runtime;
+struct Bound;
 }
 
 /// While alive, what autograd saves on this thread stays within a byte budget: when an allocation
@@ -83,7 +84,7 @@ class Runtime;
 /// LibTorch's own operators that autograd saved and that nobody else holds. One guard around a
 /// training loop is best: costs of operators are learned in its first steps. A graph that is made in the
 /// scope may run backward after it, within the same budget.
-/// Nests: the smallest budget holds. Regions inside are recomputed as regions.
+/// Nests: the smallest budget holds, other options are the innermost's. Regions inside are recomputed as regions.
 /// Threads: a scope of this thread, carried to the threads of a backward called here. Two threads
 /// with guards share the count of bytes; each drops what it saved.
 /// Throws: `c10::ValueError` for options that mean nothing; CheckpointError (Unsupported) for a
@@ -106,8 +107,10 @@ class REMAT_API BudgetGuard {
 
  private:
   struct Scope;
+  std::shared_ptr<budget::Bound> bound_;
   std::shared_ptr<budget::Runtime> runtime_;
   std::unique_ptr<Scope> scope_;
+  bool is_inside_ = false;  // of another guard
 };
 
 }  // namespace remat

@@ -8,13 +8,13 @@
 #include <memory>
 #include <optional>
 #include <string_view>
-#include <typeinfo>
 #include <utility>
 
 #include "hooks/byte_hash.h"
 #include "lib/budget/budget_scope.h"
-#include "lib/budget/rerun.h"
 #include "lib/budget/runtime.h"
+#include "lib/budget/storages.h"
+#include "lib/budget/versions.h"
 #include "lib/observe/counted_memory.h"
 #include "lib/scope/region_scope.h"
 #include "lib/seam/dispatch_mode.h"
@@ -58,9 +58,6 @@ const Kind& kind_of(const c10::OperatorHandle& op, const OpTraits& traits) {
   return kind;
 }
 
-/// Values that an operator wrote to in place: LibTorch counts their versions up when it has returned.
-thread_local c10::SmallVector<std::pair<c10::VariableVersion, c10::StorageImpl*>, 2> just_written;
-
 uint64_t hash_of_call(const OpTraits& traits, c10::ArrayRef<c10::IValue> arguments) {
   uint64_t hash = combine(odd_multiplier, traits.name_number);
   visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
@@ -99,14 +96,6 @@ bool can_be_recorded(const Kind& kind, c10::ArrayRef<c10::IValue> arguments) {
                   (is_plain(tensor) && is_cpu_memory_of_torch(*storage_of(tensor))));
   });
   return can && is_generator_ours_to_copy(arguments);
-}
-
-/// Notes what an operator is about to write to.
-void note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
-  visit_written(op, arguments, [](const at::Tensor& tensor) {
-    if (tensor.defined() && is_plain(tensor))
-      just_written.emplace_back(tensor.unsafeGetTensorImpl()->version_counter(), storage_of(tensor));
-  });
 }
 
 /// One call of an operator on its way into the graph.
@@ -150,7 +139,9 @@ class Call {
   std::optional<StoragesOf> given_;
 };
 
-/// Whether a rerun without running statistics gives the same results: Note [Statistics of a rerun].
+// Note [Statistics of a rerun]
+// A batch norm moves running statistics, which its schema does not say and its other results do not
+// depend on in training. A rerun gives it none.
 bool is_hidden_write(const OpTraits& traits, std::size_t argument) {
   constexpr std::size_t running_mean = 3, running_var = 4;
   return traits.is_batch_norm && (argument == running_mean || argument == running_var);
@@ -168,6 +159,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
       });
       if (!is_known) written_.push_back(tensor);
     });
+  // See Note [Statistics of a rerun].
   const bool hides_writes = traits_.has_side_effect(arguments);
   Graph& graph = Graph::get();
   c10::SmallVector<Value*, 1> to_copy;
@@ -287,8 +279,7 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
     graph.forget(*storage_of(each), dead);
     if (!add(*storage_of(each), *record)) continue;
     graph.value_at(*storage_of(each))->note_version(each);
-    if (!each.is_inference())
-      just_written.emplace_back(each.unsafeGetTensorImpl()->version_counter(), storage_of(each));
+    note_written(each);
   }
   for (const c10::Storage& each : made) {
     graph.forget(*each.unsafeGetStorageImpl(), dead);
@@ -305,37 +296,6 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
 
 }  // namespace
 
-bool is_plain(const at::Tensor& tensor) {
-  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  return typeid(impl) == typeid(c10::TensorImpl) && !impl.is_python_dispatch() && tensor.is_cpu() &&
-         tensor.layout() == at::kStrided && !tensor.is_quantized() && impl.has_storage() &&
-         !impl.key_set().has(c10::DispatchKey::ZeroTensor) && !tensor.is_inference() &&
-         impl.storage().nbytes() > 0;
-}
-
-NewStorages new_storages(c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
-  NewStorages all;
-  visit_tensors_in(results, [&](const at::Tensor& tensor) {
-    if (!tensor.defined() || !is_plain(tensor) || given.contain(tensor)) return;
-    const bool is_known = std::any_of(all.begin(), all.end(), [&](const c10::Storage& each) {
-      return each.unsafeGetStorageImpl() == storage_of(tensor);
-    });
-    if (!is_known) all.push_back(tensor.storage());
-  });
-  return all;
-}
-
-void settle_versions() {
-  if (just_written.empty()) return;
-  Graph& graph = Graph::get();
-  {
-    const std::lock_guard<std::mutex> lock(graph.mutex());
-    for (const auto& [counter, storage] : just_written)
-      if (Value* const value = graph.value_at(*storage)) value->version = counter.current_version();
-  }
-  just_written.clear();
-}
-
 void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const BudgetScope* const scope = BudgetScope::innermost();
   if (scope == nullptr) return remat::run_operator(op, stack);
@@ -345,7 +305,10 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const bool is_in_region = detail::innermost_region() != nullptr;
   if (is_in_region && !traits.is_mutable) return remat::run_operator(op, stack);
   if (kind.is_view_only) {
-    if (kind.counts_version) note_written(op, arguments_of(op, stack));
+    if (kind.counts_version)
+      visit_written(op, arguments_of(op, stack), [](const at::Tensor& tensor) {
+        if (tensor.defined() && is_plain(tensor)) note_written(tensor);
+      });
     const seam::AtKernel at_kernel(traits.keys_met);
     return op.callBoxed(&stack);
   }

@@ -7,8 +7,8 @@
 
 #include "lib/base/error.h"
 #include "lib/budget/budget_scope.h"
-#include "lib/budget/calls.h"
 #include "lib/budget/runtime.h"
+#include "lib/budget/versions.h"
 #include "lib/scope/region_scope.h"
 #include "lib/seam/dispatch_mode.h"
 #include "remat/budget.h"
@@ -46,15 +46,24 @@ struct BudgetGuard::Scope : detail::ScopeGuard {
 BudgetGuard::BudgetGuard(BudgetOptions options) {
   checked(options);
   budget::watch_allocations();
-  runtime_ = std::make_shared<budget::Runtime>(options, MemoryMeter().live_bytes());
+  bound_ = std::make_shared<budget::Bound>(options, MemoryMeter().live_bytes());
+  if (const auto* const around = budget::BudgetScope::innermost()) {
+    runtime_ = around->runtime().shared_from_this();
+    runtime_->add(bound_);
+    is_inside_ = true;
+  } else {
+    runtime_ = std::make_shared<budget::Runtime>(bound_);
+  }
   scope_ = std::make_unique<Scope>(runtime_);
 }
 
-BudgetGuard::~BudgetGuard() = default;
+BudgetGuard::~BudgetGuard() {
+  if (is_inside_) runtime_->remove(*bound_);
+}
 
-BudgetReport BudgetGuard::report() const { return runtime_->report(); }
+BudgetReport BudgetGuard::report() const { return runtime_->report(*bound_); }
 
-void BudgetGuard::reset() { runtime_->reset(); }
+void BudgetGuard::reset() { runtime_->reset(*bound_); }
 
 BudgetExceeded::BudgetExceeded(c10::SourceLocation where, std::string text, int64_t needed_bytes,
                                int64_t floor_bytes)

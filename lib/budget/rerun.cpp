@@ -3,23 +3,19 @@
 #include <ATen/core/List.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/Allocator.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstring>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "hooks/byte_hash.h"
 #include "lib/base/invariant.h"
 #include "lib/base/waiting.h"
-#include "lib/budget/calls.h"
 #include "lib/budget/runtime.h"
+#include "lib/budget/storages.h"
 #include "lib/rng/draws.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/dispatch_mode.h"
@@ -274,20 +270,6 @@ void Again::run() {
 }
 
 }  // namespace
-
-c10::Storage copy_of(const c10::Storage& storage) {
-  const std::size_t bytes = storage.nbytes();
-  at::Allocator* const allocator = c10::GetCPUAllocator();
-  at::DataPtr data = allocator->allocate(bytes);
-  if (bytes > 0) std::memcpy(data.get(), storage.data(), bytes);
-  return c10::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), allocator,
-                      /*resizable=*/true);
-}
-
-uint64_t hash_of(const c10::StorageImpl& storage) {
-  const uint64_t hash = hash_of_bytes(static_cast<const char*>(storage.data()), storage.nbytes());
-  return hash == 0 ? 1 : hash;  // 0: none
-}
 
 c10::Storage content_again(Value& value, Runtime& runtime, double save) {
   Graph& graph = Graph::get();

@@ -10,10 +10,4 @@ namespace remat::budget {
 /// error if a source has changed.
 c10::Storage content_again(Value& value, Runtime& runtime, double save);
 
-/// A storage of its own with the same bytes.
-c10::Storage copy_of(const c10::Storage& storage);
-
-/// A hash of a storage's bytes.
-uint64_t hash_of(const c10::StorageImpl& storage);
-
 }  // namespace remat::budget

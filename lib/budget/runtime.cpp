@@ -10,7 +10,7 @@
 #include <limits>
 #include <utility>
 
-#include "lib/budget/rerun.h"
+#include "lib/budget/storages.h"
 #include "lib/observe/counted_memory.h"
 
 namespace remat::budget {
@@ -33,26 +33,25 @@ int64_t least_evicted(const BudgetOptions& options) {
 
 void allocation_begins(int64_t bytes, int64_t live) {
   Dead dead;  // freed before the allocation, after the lock
-  int64_t over_by = 0, needed = 0, floor = 0;
+  int64_t needed = 0, floor = 0;
   {
     const std::lock_guard<std::mutex> lock(Graph::get().mutex());
     int64_t freed = 0;
     for (Runtime* const each : runtimes()) {
       freed += each->make_room(bytes, live - freed, dead);
-      const int64_t over = live - freed + bytes - each->bound();
-      if (each->options().over == OverBudget::Throw && over > over_by) {
-        over_by = over;
-        needed = sum_or_most(each->options().bytes, over);
-        floor = each->floor_bytes();
+      if (const Bound* const bound = each->refusing(live - freed + bytes)) {
+        needed = live - freed + bytes - bound->base_bytes;
+        floor = bound->report.floor_bytes;
       }
     }
   }
-  if (over_by > 0)
+  if (needed > 0)
     throw BudgetExceeded(
         {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-        fmt::format("remat::BudgetGuard: an allocation of {} bytes did not fit into the budget, and nothing more could "
-                    "be dropped.\nCause: what operators read and write, and what the program holds, is over the budget "
-                    "by itself.\nDo: ask for {} bytes or more, or let OverBudget::Continue exceed the budget.",
+        fmt::format("remat::BudgetGuard: an allocation of {} bytes did not fit into the budget, and "
+                    "nothing more could be dropped.\nCause: what operators read and write, and what "
+                    "the program holds, is over the budget by itself.\nDo: ask for {} bytes or more, "
+                    "or let OverBudget::Continue exceed the budget.",
                     bytes, needed),
         needed, floor);
 }
@@ -66,10 +65,6 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }
 
 }  // namespace
-
-void visit_runtimes(c10::function_ref<void(Runtime&)> visitor) {
-  for (Runtime* const each : runtimes()) visitor(*each);
-}
 
 void watch_allocations() {
   static constexpr AllocationCallbacks callbacks{allocation_begins, data_freed};
@@ -97,12 +92,13 @@ float CostTable::cost(uint64_t call, float measured_s) {
   return entry.seconds;
 }
 
-Runtime::Runtime(const BudgetOptions& options, int64_t live_bytes)
-    : options_(options),
-      base_bytes_(live_bytes),
-      min_bytes_(least_evicted(options)),
-      bound_(sum_or_most(options.bytes, live_bytes)) {
-  report_.budget_bytes = options.bytes;
+Bound::Bound(const BudgetOptions& asked, int64_t live_bytes)
+    : options(asked), base_bytes(live_bytes), most_bytes(sum_or_most(asked.bytes, live_bytes)) {
+  report.budget_bytes = asked.bytes;
+}
+
+Runtime::Runtime(std::shared_ptr<Bound> bound) {
+  add(std::move(bound));
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
   runtimes().push_back(this);
   want_announcements(true);
@@ -114,17 +110,53 @@ Runtime::~Runtime() {
   want_announcements(false);
 }
 
-BudgetReport Runtime::report() {
+void Runtime::add(std::shared_ptr<Bound> bound) {
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  return report_;
+  bounds_.push_back(std::move(bound));
+  min_bytes_ = least_evicted(options());
 }
 
-void Runtime::reset() {
+void Runtime::remove(const Bound& bound) {
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  const int64_t sources = report_.source_bytes;
-  report_ = {};
-  report_.budget_bytes = options_.bytes;
-  report_.source_bytes = sources;
+  std::erase_if(bounds_, [&](const auto& each) { return each.get() == &bound; });
+  min_bytes_ = least_evicted(options());
+}
+
+BudgetReport Runtime::report(const Bound& bound) {
+  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+  BudgetReport report = bound.report;
+  report.source_bytes = source_bytes_;
+  return report;
+}
+
+void Runtime::reset(Bound& bound) {
+  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+  bound.report = {};
+  bound.report.budget_bytes = bound.options.bytes;
+}
+
+void Runtime::note_operator() {
+  for (const auto& each : bounds_) ++each->report.operators;
+}
+
+void Runtime::note_rerun(double seconds) {
+  for (const auto& each : bounds_) {
+    ++each->report.reruns;
+    each->report.rerun_s += seconds;
+  }
+}
+
+int64_t Runtime::most_bytes() const {
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const auto& each : bounds_) least = std::min(least, each->most_bytes);
+  return least;
+}
+
+const Bound* Runtime::refusing(int64_t alive) const {
+  if (options().over != OverBudget::Throw) return nullptr;
+  for (const auto& each : bounds_)
+    if (alive > each->most_bytes) return each.get();
+  return nullptr;
 }
 
 void Runtime::hold(Value& value, c10::Storage storage) {
@@ -227,30 +259,39 @@ Value* Runtime::choose() {
 }
 
 int64_t Runtime::make_room(int64_t bytes, int64_t live_bytes, Dead& dead) {
-  const int64_t wanted = live_bytes + bytes;
-  report_.floor_bytes = std::max(report_.floor_bytes, wanted - pool_bytes_ - base_bytes_);
-  int64_t freed = 0;
-  if (wanted > bound_) {
+  const int64_t wanted = live_bytes + bytes, most = most_bytes();
+  const int64_t least_alive = wanted - pool_bytes_;
+  int64_t freed = 0, num_dropped = 0;
+  double search_s = 0;
+  if (wanted > most) {
     const auto start = std::chrono::steady_clock::now();
-    while (wanted - freed > bound_) {
+    while (wanted - freed > most) {
       Value* const value = choose();
       if (value == nullptr) break;
-      if (options_.check_values) value->hash = hash_of(*value->held.unsafeGetStorageImpl());
+      if (options().check_values) value->hash = hash_of(*value->held.unsafeGetStorageImpl());
       freed += value->bytes;
-      ++report_.evictions;
+      ++num_dropped;
       Graph::get().let_go(*value, dead);
     }
-    report_.search_s += seconds_since(start);
+    search_s = seconds_since(start);
   }
   const int64_t alive = wanted - freed;
-  report_.peak_bytes = std::max(report_.peak_bytes, alive - base_bytes_);
-  if (alive <= bound_) return freed;
-  report_.floor_bytes = std::max(report_.floor_bytes, alive - base_bytes_);
-  ++report_.over_count;
-  report_.over_bytes =
-      std::max(report_.over_bytes, alive - base_bytes_ - options_.bytes);
-  // See Note [Below the floor].
-  if (options_.over == OverBudget::Continue) bound_ = alive + (alive - base_bytes_) / 10;
+  for (const auto& each : bounds_) {
+    BudgetReport& report = each->report;
+    report.evictions += num_dropped;
+    report.search_s += search_s;
+    report.peak_bytes = std::max(report.peak_bytes, alive - each->base_bytes);
+    const bool is_over = alive > each->most_bytes;
+    report.floor_bytes =
+        std::max(report.floor_bytes, (is_over ? alive : least_alive) - each->base_bytes);
+    if (!is_over) continue;
+    ++report.over_count;
+    report.over_bytes =
+        std::max(report.over_bytes, alive - each->base_bytes - each->options.bytes);
+    // See Note [Below the floor].
+    if (options().over == OverBudget::Continue)
+      each->most_bytes = alive + (alive - each->base_bytes) / 10;
+  }
   return freed;
 }
 

@@ -37,18 +37,29 @@ class CostTable {
   static constexpr uint32_t num_learned = 3;
 };
 
-/// Threads: those that hold the graph's lock, but for what says otherwise.
+/// What one guard asks for, and what has been done under it. Guarded by the graph's lock.
+struct Bound {
+  Bound(const BudgetOptions& options, int64_t live_bytes);
+  const BudgetOptions options;
+  const int64_t base_bytes;  ///< alive when the guard was made
+  int64_t most_bytes;        ///< that may be alive
+  BudgetReport report;
+};
+
+/// What the guards of a nest have in common: the values of a thread. Threads: those that hold the graph's
+/// lock, but for what says otherwise.
 class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
-  /// `live_bytes`: alive now. Any thread, without the lock.
-  Runtime(const BudgetOptions& options, int64_t live_bytes);
+  /// The first guard of a nest, whose bound stays as long as there are values. Any thread, without the
+  /// lock, as is what follows.
+  explicit Runtime(std::shared_ptr<Bound> bound);
   ~Runtime();
   Runtime& operator=(Runtime&&) = delete;
-
-  const BudgetOptions& options() const { return options_; }
-  /// Any thread, without the lock.
-  BudgetReport report();
-  void reset();
+  /// A guard inside.
+  void add(std::shared_ptr<Bound> bound);
+  void remove(const Bound& bound);
+  BudgetReport report(const Bound& bound);
+  void reset(Bound& bound);
 
   /// Keeps the content of a value that can be made again.
   void hold(Value& value, c10::Storage storage);
@@ -56,19 +67,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop_if_unneeded(Value& value, Dead& dead);
   void unpool(Value& value);
   /// A source holds so many bytes more, or less.
-  void source_held(int64_t bytes) { report_.source_bytes += bytes; }
+  void source_held(int64_t bytes) { source_bytes_ += bytes; }
 
   /// An allocation begins. Returns the bytes that it dropped.
   int64_t make_room(int64_t bytes, int64_t live_bytes, Dead& dead);
-  int64_t bound() const { return bound_; }  ///< [bytes] that may be alive
-  int64_t floor_bytes() const { return report_.floor_bytes; }
+  /// The bound that the allocation exceeds and that refuses it; or null.
+  const Bound* refusing(int64_t alive) const;
 
-  /// Notes calls, for the report.
-  void note_operator() { ++report_.operators; }
-  void note_rerun(double seconds) {
-    ++report_.reruns;
-    report_.rerun_s += seconds;
-  }
+  void note_operator();
+  void note_rerun(double seconds);
 
   double clock = 0;   ///< [seconds] of operators so far
   double cursor = 0;  ///< the clock at the save, or at the save of the read, in progress
@@ -77,18 +84,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Value* choose();
   double score_now(const Value& value) const;
   void look_closely(Value& value);
+  const BudgetOptions& options() const { return bounds_.back()->options; }
+  int64_t most_bytes() const;
 
-  const BudgetOptions options_;
-  const int64_t base_bytes_, min_bytes_;
-  int64_t bound_;
+  std::vector<std::shared_ptr<Bound>> bounds_;  // outermost first
+  int64_t min_bytes_ = 0;
   std::vector<Value*> pool_;
-  int64_t pool_bytes_ = 0;
-  BudgetReport report_;
+  int64_t pool_bytes_ = 0, source_bytes_ = 0;
   uint64_t walk_ = 0;
 };
-
-/// Visits the budgets of the process. The caller holds the graph's lock.
-void visit_runtimes(c10::function_ref<void(Runtime&)> visitor);
 
 /// Sees that the CPU's allocator announces what it allocates.
 void watch_allocations();

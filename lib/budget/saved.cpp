@@ -7,9 +7,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "lib/budget/calls.h"
 #include "lib/budget/rerun.h"
 #include "lib/budget/runtime.h"
+#include "lib/budget/storages.h"
+#include "lib/budget/versions.h"
 #include "lib/seam/plain_tensor.h"
 
 namespace remat::budget {
