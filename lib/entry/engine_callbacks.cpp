@@ -8,7 +8,7 @@
 #include "hooks/slot.h"
 #include "lib/frame/active_recomputes.h"
 #include "lib/scope/region_scope.h"
-#include "lib/selective/dispatch.h"
+#include "lib/budget/calls.h"
 
 namespace remat::detail {
 
@@ -65,7 +65,7 @@ constexpr seam::EngineCallbacks callbacks{
     backward_begins,
     backward_ended,
     backward_returned,
-    run_operator,
+    budget::run_operator,
     {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
 
 }  // namespace

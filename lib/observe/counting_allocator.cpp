@@ -2,6 +2,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/COW.h>
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
@@ -13,6 +14,7 @@
 #include <string>
 #include <utility>
 
+#include "lib/observe/counted_memory.h"
 #include "lib/observe/memory_source.h"
 #include "lib/observe/recording.h"
 
@@ -42,6 +44,7 @@ struct Header {
   std::atomic<uint64_t> mark{0};  // first: is_counted() reads it before it knows of a Header
   int64_t bytes = 0;
   at::DataPtr previous;
+  const void* storage = nullptr;  // noted beside the data: note_storage_beside
 };
 
 constexpr size_t kHeaderBytes = 64;  // keeps the alignment of c10's CPU allocator
@@ -80,12 +83,16 @@ std::string readable(int64_t bytes) {
   return fmt::format("{} bytes ({:.2f} MB)", bytes, static_cast<double>(bytes) / 1e6);
 }
 
+const AllocationCallbacks* callbacks = nullptr;  // set once, before any owner is
+std::atomic<int64_t> num_announced{0};           // who want to hear of allocations
+
 class CountingAllocator final : public at::Allocator, public MemorySource {
  public:
   explicit CountingAllocator(at::Allocator& previous) : previous_(previous) {}
 
   at::DataPtr allocate(size_t bytes) override;
   at::DeleterFnPtr raw_deleter() const override { return &release; }
+  const at::Allocator& previous() const { return previous_; }
   void copy_data(void* dest, const void* src, std::size_t count) const override {
     previous_.copy_data(dest, src, count);
   }
@@ -155,6 +162,8 @@ at::DataPtr CountingAllocator::allocate(size_t bytes) {
     return nothing ? std::move(nothing) : at::DataPtr(nullptr, nullptr, &release, nothing.device());
   }
   const auto counted = static_cast<int64_t>(bytes);
+  if (num_announced.load(std::memory_order_acquire) > 0)
+    callbacks->begins(counted, live_bytes_.load());
   const int64_t live = reserve(counted);
   at::DataPtr memory;
   try {
@@ -182,6 +191,7 @@ void CountingAllocator::release(void* data) {
     return;
   }
   Header* header = header_of(data);
+  if (header->storage != nullptr) callbacks->freed(header->storage, data);
   const int64_t bytes = header->bytes;
   at::DataPtr memory = std::move(header->previous);
   header->mark.store(0, std::memory_order_relaxed);
@@ -200,5 +210,29 @@ int64_t CountingAllocator::start_peak() {
 }  // namespace
 
 MemorySource& cpu_memory() { return counting_allocator(); }
+
+void set_allocation_callbacks(const AllocationCallbacks& all) {
+  counting_allocator();
+  callbacks = &all;
+}
+
+void want_announcements(bool more) { num_announced.fetch_add(more ? 1 : -1); }
+
+bool is_end_told(const c10::StorageImpl& storage) {
+  const at::DataPtr& data = storage.data_ptr();
+  return data.get() != nullptr && data.get_deleter() == counting_allocator().raw_deleter() &&
+         is_counted(data.get());
+}
+
+void note_storage_beside(const c10::StorageImpl& storage) {
+  if (is_end_told(storage)) header_of(storage.data_ptr().get())->storage = &storage;
+}
+
+bool is_cpu_memory_of_torch(const c10::StorageImpl& storage) {
+  const at::DeleterFnPtr deleter = storage.data_ptr().get_deleter();
+  return deleter == counting_allocator().raw_deleter() ||
+         deleter == counting_allocator().previous().raw_deleter() ||
+         c10::impl::cow::is_cow_data_ptr(storage.data_ptr());
+}
 
 }  // namespace remat

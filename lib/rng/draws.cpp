@@ -69,20 +69,6 @@ uint64_t& undone_draws(const DrawTrack& track) {
 /// The operators so far that drew from a track's generator, as a region on this thread counts them.
 uint64_t lasting_draws(const DrawTrack& track) { return track.num_draws - undone_draws(track); }
 
-/// What the random operator that this thread runs draws from, in the place of which generator;
-/// operators inside it do so too.
-struct Source {
-  at::Generator* generator;
-  const at::CPUGeneratorImpl* in_place_of;
-};
-thread_local const Source* current_source = nullptr;
-
-struct SourceScope {
-  explicit SourceScope(const Source& source) : outer(std::exchange(current_source, &source)) {}
-  ~SourceScope() { current_source = outer; }
-  const Source* const outer;
-};
-
 /// The regions around a random operator, and the recompute it belongs to.
 struct Regions {
   c10::SmallVector<DrawLog*, 4> logs;
@@ -148,13 +134,12 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   const DrawCall call = call_on(op, *stack);
   if (call.generator == nullptr) return op.redispatchBoxed(below, stack);
   at::CPUGeneratorImpl& original = *call.generator;
-  if (current_source != nullptr) {
-    if (current_source->in_place_of == &original) *call.argument = *current_source->generator;
+  if (const DrawsFrom* const instead = DrawsFrom::now()) {
+    if (instead->is_in_place_of(original)) *call.argument = instead->source();
     return op.redispatchBoxed(below, stack);
   }
   const auto run_with = [&](at::Generator& source) {
-    const Source instead{&source, &original};
-    const SourceScope scope(instead);
+    const DrawsFrom instead(source, original);
     *call.argument = source;
     op.redispatchBoxed(below, stack);
   };
@@ -226,6 +211,12 @@ struct Interception {
 const Interception interception;
 
 }  // namespace
+
+thread_local const DrawsFrom* DrawsFrom::now_ = nullptr;
+
+DrawsFrom::DrawsFrom(at::Generator& source, const at::CPUGeneratorImpl& original)
+    : source_(source), original_(original), outer_(std::exchange(now_, this)) {}
+DrawsFrom::~DrawsFrom() { now_ = outer_; }
 
 DrawTrack::DrawTrack(at::CPUGeneratorImpl& followed_one)
     : is_default(&followed_one == &default_cpu_generator()), generator_(followed_one) {}

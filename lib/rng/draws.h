@@ -192,6 +192,27 @@ class DrawSource {
   ~DrawSource() = default;  // owned as something else
 };
 
+/// While alive, random operators of this thread, and those inside them, draw from `source` where they
+/// would draw from `original`. Both outlive it.
+class DrawsFrom {
+ public:
+  DrawsFrom(at::Generator& source, const at::CPUGeneratorImpl& original);
+  ~DrawsFrom();
+  DrawsFrom& operator=(DrawsFrom&&) = delete;
+  /// The innermost of this thread, or null.
+  static const DrawsFrom* now() { return now_; }
+  at::Generator& source() const { return source_; }
+  bool is_in_place_of(const at::CPUGeneratorImpl& generator) const {
+    return &generator == &original_;
+  }
+
+ private:
+  at::Generator& source_;
+  const at::CPUGeneratorImpl& original_;
+  const DrawsFrom* const outer_;
+  static thread_local const DrawsFrom* now_;
+};
+
 /// While alive the generator itself stands where the region began, if the replay's plan uses it; then
 /// again where it was, also if the function seeded it. Waits a bounded time for other swaps.
 class GeneratorSwap {

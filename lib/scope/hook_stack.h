@@ -29,9 +29,10 @@ enum class Ability : uint8_t {
   State,
   Group,
   Cache,
-  Level
+  Level,
+  Budget
 };
-inline constexpr std::size_t num_abilities = 10;
+inline constexpr std::size_t num_abilities = 11;
 
 /// Which hooks a tensor passes that is saved on behalf of a region.
 enum class HooksAround {

@@ -1,0 +1,227 @@
+#include "lib/budget/graph.h"
+
+#include <c10/util/flat_hash_map.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "lib/budget/runtime.h"
+#include "lib/observe/counted_memory.h"
+#include "lib/seam/plain_tensor.h"
+
+namespace remat::budget {
+
+namespace {
+
+/// Values by the storage that has their content. No address is another storage's: `Value::where`.
+using ByStorage = ska::flat_hash_map<const c10::StorageImpl*, Value*>;
+ByStorage& by_storage() {
+  static auto* const all = new ByStorage;  // leaked: tensors outlive static objects
+  return *all;
+}
+
+}  // namespace
+
+Geometry::Geometry(const at::Tensor& tensor)
+    : keys(tensor.key_set()),
+      dtype(tensor.dtype()),
+      sizes(tensor.sizes().begin(), tensor.sizes().end()),
+      strides(tensor.strides().begin(), tensor.strides().end()),
+      offset(tensor.storage_offset()) {}
+
+at::Tensor Geometry::on(c10::Storage storage) const {
+  at::Tensor tensor = seam::plain_tensor(std::move(storage), keys, dtype);
+  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  impl.set_version_counter(c10::VariableVersion(0));
+  impl.set_sizes_and_strides(sizes, strides, offset);
+  return tensor;
+}
+
+void Value::note_version(const at::Tensor& tensor) {
+  if (tensor.is_inference()) return;
+  counter = tensor.unsafeGetTensorImpl()->version_counter();
+  version = counter.current_version();
+}
+
+Graph& Graph::get() {
+  static auto* const graph = new Graph;  // leaked: tensors outlive static objects
+  return *graph;
+}
+
+Value* Graph::value_at(c10::StorageImpl& storage) {
+  const auto found = by_storage().find(&storage);
+  return found == by_storage().end() ? nullptr : found->second;
+}
+
+void Graph::list(Value& value, c10::StorageImpl& storage) {
+  if (value.is_listed) {  // its storage is gone, and nobody has told
+    unlist(value);
+    if (!value.is_source()) --value.num_owners;
+  }
+  value.is_listed = true;
+  value.where = WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
+  value.data = storage.data_ptr().get();
+  by_storage()[&storage] = &value;
+  note_storage_beside(storage);
+  if (!value.is_source()) own(value);
+}
+
+void Graph::unlist(Value& value) {
+  if (!std::exchange(value.is_listed, false)) return;
+  by_storage().erase(value.where._unsafe_get_target());
+  value.where = WeakStorage(c10::intrusive_ptr<c10::StorageImpl>());
+}
+
+Value& Graph::value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& dead) {
+  c10::StorageImpl& storage = *storage_of(tensor);
+  if (Value* const known = value_at(storage)) {
+    if (!known->has_changed()) return *known;
+    forget(storage, dead);
+  }
+  Value& made = make(storage, nullptr, runtime);
+  made.held = tensor.storage();
+  made.note_version(tensor);
+  runtime.source_held(made.bytes);
+  return made;
+}
+
+Value& Graph::make(c10::StorageImpl& storage, Record* record, Runtime& runtime) {
+  auto* const value = new Value;
+  value->runtime = runtime.shared_from_this();
+  value->bytes = static_cast<int64_t>(storage.nbytes());
+  value->record = record;
+  if (record != nullptr) {
+    ++record->num_owners;
+    record->results.push_back(value);
+  }
+  list(*value, storage);
+  return *value;
+}
+
+c10::Storage Graph::content_of(const Value& value) {
+  if (value.held) return value.held;
+  return c10::Storage(value.where.lock());
+}
+
+void Graph::set_content(Value& value, c10::Storage storage) {
+  list(value, *storage.unsafeGetStorageImpl());
+  value.runtime->hold(value, std::move(storage));
+}
+
+void Graph::let_go(Value& value, Dead& dead) {
+  if (!value.held) return;
+  value.runtime->unpool(value);
+  if (value.is_source()) value.runtime->source_held(-value.bytes);
+  value.is_rerun = false;
+  dead.storages.push_back(std::exchange(value.held, {}));
+}
+
+void Graph::forget(c10::StorageImpl& storage, Dead& dead) {
+  Value* const value = value_at(storage);
+  if (value == nullptr) return;
+  const bool was_kept_by_storage = !value->is_source();
+  unlist(*value);
+  let_go(*value, dead);
+  if (was_kept_by_storage) disown(*value, dead);
+}
+
+void Graph::become_source(Value& value, Dead& dead) {
+  c10::Storage content = content_of(value);
+  if (value.is_source() || !content) return;
+  value.runtime->unpool(value);
+  Record& record = *std::exchange(value.record, nullptr);
+  std::replace(record.results.begin(), record.results.end(), &value, static_cast<Value*>(nullptr));
+  value.held = std::move(content);
+  value.runtime->source_held(value.bytes);
+  if (value.is_listed) disown(value, dead);  // a storage keeps no source
+  if (--record.num_owners == 0) dead.records_to_bury.push_back(&record);
+  bury(dead);
+}
+
+void Graph::move_content(Value& source, c10::Storage copy, Dead& dead) {
+  unlist(source);
+  dead.storages.push_back(std::exchange(source.held, std::move(copy)));
+  source.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
+}
+
+void Graph::discard(Record* record, Dead& dead) {
+  dead.records_to_bury.push_back(record);
+  bury(dead);
+}
+
+void Graph::add_reads(Record& record, c10::ArrayRef<Value*> values) {
+  record.reads.reserve(values.size());
+  for (Value* const value : values) {
+    const bool is_known = std::any_of(record.reads.begin(), record.reads.end(),
+                                      [&](const Read& each) { return each.value == value; });
+    if (is_known) continue;
+    Read& read = record.reads.emplace_back();
+    read = {value, &record, nullptr, value->reads};
+    if (value->reads != nullptr) value->reads->before = &read;
+    value->reads = &read;
+    own(*value);
+  }
+}
+
+void Graph::disown(Value& value, Dead& dead) {
+  if (--value.num_owners > 0) return;
+  dead.values_to_bury.push_back(&value);
+  bury(dead);
+}
+
+// Not by recursion: chains of records are as long as programs.
+void Graph::bury(Dead& dead) {
+  if (std::exchange(dead.is_burying, true)) return;
+  while (!dead.values_to_bury.empty() || !dead.records_to_bury.empty()) {
+    if (!dead.records_to_bury.empty()) {
+      Record* const record = dead.records_to_bury.back();
+      dead.records_to_bury.pop_back();
+      for (Read& read : record->reads) {
+        (read.before == nullptr ? read.value->reads : read.before->next) = read.next;
+        if (read.next != nullptr) read.next->before = read.before;
+        if (--read.value->num_owners == 0)
+          dead.values_to_bury.push_back(read.value);
+        else
+          read.value->runtime->drop_if_unneeded(*read.value, dead);
+      }
+      dead.records.emplace_back(record);
+      continue;
+    }
+    Value* const value = dead.values_to_bury.back();
+    dead.values_to_bury.pop_back();
+    unlist(*value);
+    let_go(*value, dead);
+    if (Record* const record = value->record) {
+      std::replace(record->results.begin(), record->results.end(), value,
+                   static_cast<Value*>(nullptr));
+      if (--record->num_owners == 0) dead.records_to_bury.push_back(record);
+    }
+    dead.values.emplace_back(value);
+  }
+  dead.is_burying = false;
+}
+
+bool Graph::is_wanted_by_evicted(const Value& value) {
+  for (const Read* read = value.reads; read != nullptr; read = read->next)
+    for (const Value* const result : read->record->results)
+      if (result != nullptr && !has_content(*result)) return true;
+  return false;
+}
+
+bool Graph::has_content(const Value& value) {
+  return value.held || (value.is_listed && !value.where.expired());
+}
+
+void Graph::data_freed(const void* storage, const void* data) noexcept {
+  Dead dead;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = by_storage().find(static_cast<const c10::StorageImpl*>(storage));
+  if (found == by_storage().end() || found->second->data != data) return;
+  Value& value = *found->second;
+  const bool was_kept_by_storage = !value.is_source();
+  unlist(value);
+  let_go(value, dead);  // a storage may be emptied that the budget keeps
+  if (was_kept_by_storage) disown(value, dead);
+}
+
+}  // namespace remat::budget

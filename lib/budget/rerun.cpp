@@ -1,0 +1,295 @@
+#include "lib/budget/rerun.h"
+
+#include <ATen/core/List.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "lib/base/invariant.h"
+#include "lib/base/waiting.h"
+#include "lib/budget/runtime.h"
+#include "lib/budget/storages.h"
+#include "lib/rng/draws.h"
+#include "lib/scope/hook_stack.h"
+#include "lib/seam/dispatch_mode.h"
+#include "lib/selective/call_record.h"
+
+namespace remat::budget {
+
+namespace {
+
+/// Reruns of the process take turns: one never waits for another but by this.
+Turns& turns() {
+  static auto* const all = new Turns;  // leaked: backwards may run in static destructors
+  return *all;
+}
+
+[[noreturn]] void throw_changed_source(const Record& record) {
+  TORCH_CHECK(false,
+              "remat::BudgetGuard: a tensor that a dropped value is made of has changed since, so that ",
+              record.traits->name,
+              " cannot run again.\nCause: it was written to where the budget does not see it: by another thread, after "
+              "the guard's scope had ended, or past LibTorch's operators.\nDo: write to it inside the scope, after the "
+              "backward, or raise the budget.");
+}
+
+/// One rerun of a record: the content that it reads, kept from being dropped meanwhile.
+class Rerun {
+ public:
+  Rerun(Record& record, Dead& dead);
+  void run();
+  /// The caller holds the lock.
+  void end(Dead& dead);
+
+ private:
+  c10::Storage storage_for(Value& value);
+
+  Record& record_;
+  struct Content {
+    Value* value;
+    c10::Storage storage;
+    bool is_written = false, is_stolen = false;
+  };
+  c10::SmallVector<Content, 4> contents_;
+  c10::SmallVector<c10::Storage, 2> made_;
+};
+
+// The caller holds the lock, and has seen to it that all is there.
+Rerun::Rerun(Record& record, Dead& dead) : record_(record) {
+  for (const Read& read : record_.reads)
+    contents_.push_back({read.value, Graph::content_of(*read.value)});
+  for (Content& each : contents_) {
+    Value& value = *each.value;
+    each.is_written = std::find(record_.written.begin(), record_.written.end(), &value) !=
+                      record_.written.end();
+    if (!each.is_written || value.is_source() || !value.saves.empty() || value.num_locks > 1 ||
+        each.storage.use_count() > 2)  // ours here, and the budget's
+      continue;
+    bool is_needed = false;
+    for (const Read* read = value.reads; read != nullptr; read = read->next)
+      if (read->record != &record_)
+        for (const Value* const result : read->record->results)
+          is_needed = is_needed || (result != nullptr && !Graph::has_content(*result));
+    if (is_needed || !value.held) continue;
+    each.is_stolen = true;
+    Graph::get().forget(*each.storage.unsafeGetStorageImpl(), dead);
+  }
+}
+
+void Rerun::run() {
+  for (Content& each : contents_)
+    if (each.is_written && !each.is_stolen) each.storage = copy_of(each.storage);
+  const auto tensor_at = [&](int32_t place) {
+    const Geometry& geometry = record_.tensors[static_cast<std::size_t>(place)];
+    if (geometry.value == nullptr) return at::Tensor();
+    const auto* const content = std::find_if(contents_.begin(), contents_.end(), [&](const Content& each) {
+      return each.value == geometry.value;
+    });
+    return geometry.on(content->storage);
+  };
+  torch::jit::Stack stack;
+  stack.reserve(record_.arguments.size());
+  for (const Argument& each : record_.arguments) {
+    if (each.first < 0) {
+      stack.push_back(each.plain);
+    } else if (each.is_list_of_optional) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (int32_t i = 0; i < each.count; ++i) {
+        at::Tensor tensor = tensor_at(each.first + i);
+        list.push_back(tensor.defined() ? std::optional<at::Tensor>(std::move(tensor)) : std::nullopt);
+      }
+      stack.emplace_back(std::move(list));
+    } else if (each.is_list) {
+      c10::List<at::Tensor> list;
+      for (int32_t i = 0; i < each.count; ++i) list.push_back(tensor_at(each.first + i));
+      stack.emplace_back(std::move(list));
+    } else {
+      stack.emplace_back(tensor_at(each.first));
+    }
+  }
+  const StoragesOf given(stack);
+  std::optional<at::Generator> generator;
+  std::optional<DrawsFrom> draws;
+  if (record_.random != nullptr) {
+    auto& original = static_cast<at::CPUGeneratorImpl&>(*record_.generator);
+    generator = at::make_generator<at::CPUGeneratorImpl>();
+    set_state(*generator->get<at::CPUGeneratorImpl>(), *record_.random);
+    draws.emplace(*generator, original);
+  }
+  const at::AutoGradMode grad_mode(record_.grad_mode);
+  const c10::impl::ExcludeDispatchKeyGuard below_autograd(record_.traits->keys_met);
+  record_.op.callBoxed(stack);
+  made_.clear();
+  for (const Value* const value : record_.written) {
+    const auto* const content = std::find_if(contents_.begin(), contents_.end(),
+                                             [&](const Content& each) { return each.value == value; });
+    made_.push_back(content->storage);
+  }
+  for (c10::Storage& each : new_storages(stack, given)) made_.push_back(std::move(each));
+  contents_.clear();
+}
+
+void Rerun::end(Dead& dead) {
+  Graph& graph = Graph::get();
+  REMAT_INVARIANT(made_.size() == record_.results.size(), "{} made {} storages again, not {}",
+                  record_.traits->name, made_.size(), record_.results.size());
+  for (std::size_t i = 0; i < made_.size(); ++i) {
+    Value* const value = record_.results[i];
+    if (value == nullptr || Graph::has_content(*value)) {
+      dead.storages.push_back(std::move(made_[i]));
+      continue;
+    }
+    TORCH_CHECK(value->hash == 0 || value->hash == hash_of(*made_[i].unsafeGetStorageImpl()),
+                "remat::BudgetGuard: ", record_.traits->name,
+                " gave other results when it ran again (BudgetOptions::check_values).\nCause: the operator is not "
+                "deterministic, or something that it reads was changed past LibTorch's operators.\nDo: use a "
+                "deterministic operator, or do not change what it reads before the backward.");
+    value->counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
+    value->is_rerun = value->saves.empty();
+    graph.set_content(*value, std::move(made_[i]));
+  }
+}
+
+/// Makes a value's content, and what it needs before. No recursion: chains are as long as programs.
+///
+/// Note [What a rerun keeps meanwhile]
+/// Of what a record reads, what is missing is made first, the oldest before all: it has the longest chain.
+/// What is there is not kept from being dropped until then, so a long chain needs little more room than
+/// its widest call. Each read is made at most twice, since what has been made is kept.
+class Again {
+ public:
+  explicit Again(Value& wanted) { push(wanted); }
+  ~Again() {
+    Dead dead;
+    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+    while (!stack_.empty()) pop(dead);
+    for (Value* const each : kept_) unlock(*each, dead);
+  }
+  Again& operator=(Again&&) = delete;
+  void run();
+
+ private:
+  struct Step {
+    Record* record;
+    c10::SmallVector<Value*, 4> locked{};  // of what it reads
+  };
+  void push(Value& value) { stack_.push_back({value.record}); }
+  void pop(Dead& dead) {
+    for (Value* const each : stack_.back().locked) unlock(*each, dead);
+    stack_.pop_back();
+  }
+  void prepare(Dead& dead);
+  static void unlock(Value& value, Dead& dead) {
+    --value.num_locks;
+    value.runtime->drop_if_unneeded(value, dead);
+  }
+
+  std::vector<Step> stack_;
+  std::vector<Value*> kept_;  // what was made last, until it is handed over
+};
+
+/// Returns whether a value's content is there; lets go of one that is another's by now.
+bool is_there(Value& value, const Record& reader, Dead& dead) {
+  if (value.has_changed() && !value.is_source())
+    if (const c10::Storage content = Graph::content_of(value))
+      Graph::get().forget(*content.unsafeGetStorageImpl(), dead);
+  const bool is_there = !value.has_changed() && Graph::has_content(value);
+  if (!is_there && value.is_source()) throw_changed_source(reader);
+  return is_there;
+}
+
+// Looks for the next record whose reads are all there, and locks them. The caller holds the lock.
+void Again::prepare(Dead& dead) {
+  for (;;) {
+    Step& step = stack_.back();
+    Value* oldest = nullptr;
+    for (const Read& read : step.record->reads)
+      if (!is_there(*read.value, *step.record, dead) &&
+          (oldest == nullptr || read.value->record->number < oldest->record->number))
+        oldest = read.value;
+    if (oldest != nullptr) {
+      push(*oldest);
+      continue;
+    }
+    for (const Read& read : step.record->reads) {
+      if (std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end()) continue;
+      ++read.value->num_locks;
+      step.locked.push_back(read.value);
+    }
+    return;
+  }
+}
+
+void Again::run() {
+  Graph& graph = Graph::get();
+  while (!stack_.empty()) {
+    std::optional<Rerun> rerun;
+    Record* record = nullptr;
+    {
+      Dead dead;
+      const std::lock_guard<std::mutex> lock(graph.mutex());
+      prepare(dead);
+      record = stack_.back().record;
+      rerun.emplace(*record, dead);
+    }
+    const auto start = std::chrono::steady_clock::now();
+    rerun->run();
+    const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
+    Dead dead;
+    const std::lock_guard<std::mutex> lock(graph.mutex());
+    rerun->end(dead);
+    for (Value* const each : kept_) unlock(*each, dead);
+    kept_.clear();
+    for (Value* const each : record->results)
+      if (each != nullptr && Graph::has_content(*each)) {
+        ++each->num_locks;
+        kept_.push_back(each);
+      }
+    if (!kept_.empty()) {
+      kept_.front()->runtime->note_rerun(taken.count());
+      kept_.front()->runtime->clock += record->cost;
+    }
+    pop(dead);
+    if (stack_.empty()) return;
+    Step& step = stack_.back();
+    for (const Read& read : step.record->reads) {
+      const bool is_made = std::find(kept_.begin(), kept_.end(), read.value) != kept_.end();
+      if (!is_made || std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end())
+        continue;
+      ++read.value->num_locks;
+      step.locked.push_back(read.value);
+    }
+  }
+}
+
+}  // namespace
+
+c10::Storage content_again(Value& value, Runtime& runtime, double save) {
+  Graph& graph = Graph::get();
+  const auto present = [&]() -> c10::Storage {
+    const std::lock_guard<std::mutex> lock(graph.mutex());
+    runtime.cursor = save;
+    c10::Storage content = Graph::content_of(value);
+    if (content) value.runtime->hold(value, content);
+    return content;
+  };
+  if (c10::Storage content = present()) return content;
+  const Turns::Turn turn(turns());
+  if (c10::Storage content = present()) return content;
+  const seam::DispatchModeOff unseen;
+  const detail::NoScopes no_scopes;
+  Again again(value);
+  again.run();
+  c10::Storage content = present();
+  REMAT_INVARIANT(static_cast<bool>(content), "a value was not made again");
+  return content;
+}
+
+}  // namespace remat::budget

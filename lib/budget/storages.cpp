@@ -1,0 +1,49 @@
+#include "lib/budget/storages.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <cstring>
+#include <typeinfo>
+#include <utility>
+
+#include "hooks/byte_hash.h"
+
+namespace remat::budget {
+
+bool is_plain(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return typeid(impl) == typeid(c10::TensorImpl) && !impl.is_python_dispatch() && tensor.is_cpu() &&
+         tensor.layout() == at::kStrided && !tensor.is_quantized() && impl.has_storage() &&
+         !impl.key_set().has(c10::DispatchKey::ZeroTensor) && !tensor.is_inference() &&
+         impl.storage().nbytes() > 0;
+}
+
+NewStorages new_storages(c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
+  NewStorages all;
+  visit_tensors_in(results, [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || !is_plain(tensor) || given.contain(tensor)) return;
+    const bool is_known = std::any_of(all.begin(), all.end(), [&](const c10::Storage& each) {
+      return each.unsafeGetStorageImpl() == storage_of(tensor);
+    });
+    if (!is_known) all.push_back(tensor.storage());
+  });
+  return all;
+}
+
+c10::Storage copy_of(const c10::Storage& storage) {
+  const std::size_t bytes = storage.nbytes();
+  at::Allocator* const allocator = c10::GetCPUAllocator();
+  at::DataPtr data = allocator->allocate(bytes);
+  if (bytes > 0) std::memcpy(data.get(), storage.data(), bytes);
+  return c10::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), allocator,
+                      /*resizable=*/true);
+}
+
+uint64_t hash_of(const c10::StorageImpl& storage) {
+  const uint64_t hash = hash_of_bytes(static_cast<const char*>(storage.data()), storage.nbytes());
+  return hash == 0 ? 1 : hash;
+}
+
+}  // namespace remat::budget
