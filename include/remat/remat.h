@@ -3,6 +3,7 @@
 
 #include "remat/allocations.h"
 #include "remat/apply.h"
+#include "remat/budget.h"
 #include "remat/checkpoint.h"
 #include "remat/error.h"
 #include "remat/fit.h"
