@@ -85,10 +85,12 @@ at::CPUGeneratorImpl& generator_of(c10::ArrayRef<c10::IValue> arguments) {
 }
 
 /// Whether a call with these arguments could run again and give the same.
-bool can_be_recorded(const Kind& kind, c10::ArrayRef<c10::IValue> arguments) {
+bool can_be_recorded(const Kind& kind, const Runtime& runtime,
+                     c10::ArrayRef<c10::IValue> arguments) {
   if (!kind.can_run_again || c10::InferenceMode::is_enabled()) return false;
-  // What backward computes is not saved, unless a graph of it is made.
-  if (!c10::GradMode::is_enabled() && seam::graph_task_id() >= 0) return false;
+  // What backward computes is not saved, unless a graph of it is made. See Note [When nothing is saved].
+  if (!c10::GradMode::is_enabled() && (seam::graph_task_id() >= 0 || !runtime.has_saved()))
+    return false;
   bool can = true;
   visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
     // What others may write to unseen can change before a rerun.
@@ -171,22 +173,12 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
       // What a source becomes is a source: its old content is nobody's to make again.
       if (old == nullptr || old->is_source()) can = false;
       if (old == nullptr || !old->is_source() || old->reads == nullptr) continue;
-      if (Graph::is_wanted_by_evicted(*old)) {
-        graph.own(*old);
-        owned_.push_back(old);
-        to_copy.push_back(old);
-        continue;
-      }
       graph.own(*old);
       owned_.push_back(old);
-      while (old->reads != nullptr) {
-        Record& record = *old->reads->record;
-        Value* made = nullptr;
-        for (Value* const result : record.results)
-          if (result != nullptr) made = result;
-        if (made == nullptr) break;  // its own end takes it off
-        graph.become_source(*made, dead);
-      }
+      if (graph.is_needed(*old))
+        to_copy.push_back(old);
+      else
+        graph.settle_readers(*old, dead);
     }
     if (can) {
       record_ = std::make_unique<Record>(op_, traits_);
@@ -313,7 +305,7 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     return op.callBoxed(&stack);
   }
   Call call(op, traits, scope->runtime());
-  call.begin(stack, !is_in_region && can_be_recorded(kind, arguments_of(op, stack)));
+  call.begin(stack, !is_in_region && can_be_recorded(kind, scope->runtime(), arguments_of(op, stack)));
   const auto start = std::chrono::steady_clock::now();
   if (is_in_region) {
     remat::run_operator(op, stack);

@@ -131,7 +131,8 @@ void Graph::become_source(Value& value, Dead& dead) {
   value.runtime->unpool(value);
   Record& record = *std::exchange(value.record, nullptr);
   std::replace(record.results.begin(), record.results.end(), &value, static_cast<Value*>(nullptr));
-  value.held = std::move(content);
+  if (value.held) dead.storages.push_back(std::move(content));
+  else value.held = std::move(content);
   value.runtime->source_held(value.bytes);
   if (value.is_listed) disown(value, dead);  // a storage keeps no source
   if (--record.num_owners == 0) dead.records_to_bury.push_back(&record);
@@ -142,6 +143,22 @@ void Graph::move_content(Value& source, c10::Storage copy, Dead& dead) {
   unlist(source);
   dead.storages.push_back(std::exchange(source.held, std::move(copy)));
   source.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
+}
+
+void Graph::settle_readers(Value& source, Dead& dead) {
+  const uint64_t walk = next_walk();
+  std::vector<Value*> made_of{&source}, there;
+  while (!made_of.empty()) {
+    Value& next = *made_of.back();
+    made_of.pop_back();
+    for (const Read* read = next.reads; read != nullptr; read = read->next) {
+      if (std::exchange(read->record->walk, walk) == walk) continue;
+      for (Value* const result : read->record->results)
+        if (result != nullptr) (has_content(*result) ? there : made_of).push_back(result);
+    }
+  }
+  for (Value* const each : there)  // one that has died meanwhile is freed with `dead`
+    if (each->num_owners > 0) become_source(*each, dead);
 }
 
 void Graph::discard(Record* record, Dead& dead) {
@@ -201,11 +218,31 @@ void Graph::bury(Dead& dead) {
   dead.is_burying = false;
 }
 
-bool Graph::is_wanted_by_evicted(const Value& value) {
-  for (const Read* read = value.reads; read != nullptr; read = read->next)
-    for (const Value* const result : read->record->results)
-      if (result != nullptr && !has_content(*result)) return true;
+bool Graph::is_needed(const Value& value) {
+  const uint64_t walk = next_walk();
+  std::vector<const Value*> made_of{&value};
+  while (!made_of.empty()) {
+    const Value& next = *made_of.back();
+    made_of.pop_back();
+    for (const Read* read = next.reads; read != nullptr; read = read->next) {
+      if (std::exchange(read->record->walk, walk) == walk) continue;
+      for (const Value* const result : read->record->results) {
+        if (result == nullptr || has_content(*result)) continue;
+        if (!result->saves.empty() || result->num_locks > 0) return true;
+        made_of.push_back(result);
+      }
+    }
+  }
   return false;
+}
+
+void Graph::cut(const Runtime& runtime, Dead& dead) {
+  std::vector<Value*> alive;
+  for (const auto& [storage, value] : by_storage())
+    if (value->runtime.get() == &runtime && !value->is_source()) alive.push_back(value);
+  // Those that die meanwhile are freed with `dead`.
+  for (Value* const value : alive)
+    if (value->is_listed && !value->is_source()) become_source(*value, dead);
 }
 
 bool Graph::has_content(const Value& value) {

@@ -17,6 +17,12 @@
 // (by another thread, or when the guard's scope has ended) moves the version counter of the tensor: then
 // the storage does not have the value's content, which is made again, or cannot be.
 //
+// Note [When nothing is saved]
+// A loss that the program keeps keeps its record, and that the records of a whole step. When backward has
+// let go of the last saved tensor, nobody can ask for any of it: what is alive becomes a source then, and
+// all records go. Operators without grad mode are not recorded until something is saved, so an
+// optimizer's steps make no chain from one to the next.
+//
 // Note [The lock of the graph]
 // One for the process, and a leaf: while it is held no operator, allocator, deleter or Python runs.
 // Counts of references are plain numbers that it guards. What dies is put aside (Dead) and freed when it has
@@ -141,6 +147,7 @@ class Graph {
   // The caller holds the lock.
 
   uint64_t next_number() { return ++num_records_; }
+  uint64_t next_walk() { return ++num_walks_; }
   /// The value of what is in a storage now; null if none is known.
   Value* value_at(c10::StorageImpl& storage);
   /// The same; a source if none is known.
@@ -157,6 +164,9 @@ class Graph {
   void let_go(Value& value, Dead& dead);
   /// A copy keeps the content of a source, whose storage is about to be written to.
   void move_content(Value& source, c10::Storage copy, Dead& dead);
+  /// A source that nobody needs is about to be written to: what was made of it and is there becomes a
+  /// source.
+  void settle_readers(Value& source, Dead& dead);
   /// A record without results ends.
   void discard(Record* record, Dead& dead);
   /// The value's record is forgotten: its content stays as long as somebody needs it. It has one.
@@ -166,8 +176,11 @@ class Graph {
   void disown(Value& value, Dead& dead);
   /// Links a record to the values that it reads, each once.
   void add_reads(Record& record, c10::ArrayRef<Value*> values);
-  /// Whether an evicted value is made of it.
-  static bool is_wanted_by_evicted(const Value& value);
+  /// Whether a saved tensor, or a rerun, needs the value again that is made of it and has no content.
+  bool is_needed(const Value& value);
+  /// Nothing is saved any more: what is alive of the runtime's values becomes sources.
+  /// See Note [When nothing is saved].
+  void cut(const Runtime& runtime, Dead& dead);
   static bool has_content(const Value& value);
 
   /// Data of the counting allocator is freed, which was this storage's.
@@ -178,7 +191,7 @@ class Graph {
   void unlist(Value& value);
   void bury(Dead& dead);
   std::mutex mutex_;
-  uint64_t num_records_ = 0;
+  uint64_t num_records_ = 0, num_walks_ = 0;
 };
 
 }  // namespace remat::budget

@@ -179,7 +179,7 @@ void Runtime::unpool(Value& value) {
 
 void Runtime::drop_if_unneeded(Value& value, Dead& dead) {
   if (!value.held || value.is_source() || !value.saves.empty() || value.num_locks > 0) return;
-  if (value.is_rerun && Graph::is_wanted_by_evicted(value)) return;
+  if (value.is_rerun && Graph::get().is_needed(value)) return;
   Graph::get().let_go(value, dead);
 }
 
@@ -193,7 +193,7 @@ void Runtime::look_closely(Value& value) {
   constexpr std::size_t max_seen = 64;
   std::array<const Record*, max_seen> records;
   std::size_t num_seen = 0;
-  const uint64_t walk = ++walk_;
+  const uint64_t walk = Graph::get().next_walk();
   records[num_seen++] = value.record;
   value.record->walk = walk;
   float cost = value.record->cost;
@@ -214,7 +214,7 @@ void Runtime::look_closely(Value& value) {
   num_seen = 0;
   made_of[num_seen++] = &value;
   std::size_t num_records = 0;
-  const uint64_t walk_down = ++walk_;
+  const uint64_t walk_down = Graph::get().next_walk();
   for (std::size_t next = 0; next < num_seen; ++next)
     for (const Read* read = made_of[next]->reads; read != nullptr; read = read->next) {
       if (read->record->walk == walk_down || num_records == max_seen) continue;

@@ -15,6 +15,7 @@
 // is over the budget, dropping all else after each operator would only be slow. So a bound that
 // could not be held is raised to what was needed and a tenth, and the report counts it.
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -69,6 +70,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// A source holds so many bytes more, or less.
   void source_held(int64_t bytes) { source_bytes_ += bytes; }
 
+  /// A tensor is saved that has a value of this runtime, or is no longer.
+  void note_save() { num_saved_.fetch_add(1, std::memory_order_relaxed); }
+  void note_end_of_save(Dead& dead) {
+    if (num_saved_.fetch_sub(1, std::memory_order_relaxed) == 1) Graph::get().cut(*this, dead);
+  }
+  /// Any thread, without the lock.
+  bool has_saved() const { return num_saved_.load(std::memory_order_relaxed) > 0; }
+
   /// An allocation begins. Returns the bytes that it dropped.
   int64_t make_room(int64_t bytes, int64_t live_bytes, Dead& dead);
   /// The bound that the allocation exceeds and that refuses it; or null.
@@ -91,7 +100,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t min_bytes_ = 0;
   std::vector<Value*> pool_;
   int64_t pool_bytes_ = 0, source_bytes_ = 0;
-  uint64_t walk_ = 0;
+  std::atomic<int64_t> num_saved_{0};
 };
 
 /// Sees that the CPU's allocator announces what it allocates.

@@ -33,6 +33,7 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
       graph.own(*value);
       clock_ = runtime_->cursor = runtime_->clock;
       value->saves.push_back(clock_);
+      value->runtime->note_save();
       value->runtime->hold(*value, saved.storage());
       value->cost = -1;
       value->is_rerun = false;
@@ -91,7 +92,9 @@ Saved::~Saved() {
   value.saves.erase(save);
   value.cost = -1;
   value.runtime->drop_if_unneeded(value, dead);
+  const std::shared_ptr<Runtime> runtime = value.runtime;
   graph.disown(value, dead);
+  runtime->note_end_of_save(dead);
 }
 
 void Saved::refuse_tracing() const {
