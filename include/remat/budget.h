@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "remat/export.h"
 
@@ -49,7 +50,7 @@ struct BudgetReport {
   double rerun_s = 0;        ///< [seconds] spent in calls that ran again
   double search_s = 0;       ///< [seconds] spent in choosing what to drop
   /// Writes the report as lines of text.
-  std::string to_string() const;
+  REMAT_API std::string to_string() const;
 };
 
 /// Thrown out of an allocation that does not fit, under `OverBudget::Throw`. Nothing is left behind:
@@ -68,6 +69,26 @@ class REMAT_API BudgetExceeded : public c10::OutOfMemoryError {
 namespace budget {
 class Runtime;
 }
+
+/// For a binding of another language (binding.h): throws an error of a budget in the language's form:
+/// BudgetExceeded out of an allocation, or an error about a rerun. May return: then the error itself is
+/// thrown. On the thread that meets the error; only what derives from std::exception passes.
+using BudgetRaise = void (*)(const c10::Error& error);
+/// Sets it for the process, null for none. Call it when no budget is alive.
+REMAT_API void set_budget_raise(BudgetRaise raise);
+
+/// The report of one guard; also after it. Keeps no graph and no budget alive. Copies report the same.
+/// Threads: any.
+class REMAT_API BudgetCounters {
+ public:
+  BudgetReport now() const;  ///< what the guard, and backwards after it, have done so far
+  void reset();              ///< as `BudgetGuard::reset`
+
+ private:
+  friend class BudgetGuard;
+  explicit BudgetCounters(std::shared_ptr<BudgetReport> report) : report_(std::move(report)) {}
+  std::shared_ptr<BudgetReport> report_;
+};
 
 /// While alive, what autograd saves on this thread stays within a byte budget: when an allocation
 /// would exceed it, saved tensors are dropped, and computed again by the operators that made them
@@ -103,6 +124,8 @@ class REMAT_API BudgetGuard {
   BudgetReport report() const;
   /// Starts peak and counts anew; the bound stays. Any thread.
   void reset();
+  /// The same, which outlives the guard. Any thread.
+  BudgetCounters counters() const;
 
  private:
   struct Scope;

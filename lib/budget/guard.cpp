@@ -52,9 +52,24 @@ BudgetGuard::BudgetGuard(BudgetOptions options) {
 
 BudgetGuard::~BudgetGuard() = default;
 
-BudgetReport BudgetGuard::report() const { return runtime_->report(); }
+BudgetReport BudgetGuard::report() const { return counters().now(); }
 
-void BudgetGuard::reset() { runtime_->reset(); }
+void BudgetGuard::reset() { counters().reset(); }
+
+BudgetCounters BudgetGuard::counters() const { return BudgetCounters(runtime_->report()); }
+
+BudgetReport BudgetCounters::now() const {
+  const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
+  return *report_;
+}
+
+void BudgetCounters::reset() {
+  const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
+  BudgetReport anew;
+  anew.budget_bytes = report_->budget_bytes;
+  anew.source_bytes = report_->source_bytes;
+  *report_ = anew;
+}
 
 BudgetExceeded::BudgetExceeded(c10::SourceLocation where, std::string text, int64_t needed_bytes,
                                int64_t floor_bytes)

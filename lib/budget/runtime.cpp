@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <limits>
@@ -47,19 +48,24 @@ void allocation_begins(int64_t bytes, int64_t live) {
       }
     }
   }
-  if (over_by > 0)
-    throw BudgetExceeded(
+  if (over_by > 0) {
+    const BudgetExceeded error(
         {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
         fmt::format("remat::BudgetGuard: an allocation of {} bytes did not fit into the budget, and nothing more could "
                     "be dropped.\nCause: what operators read and write, and what the program holds, is over the budget "
                     "by itself.\nDo: ask for {} bytes or more, or let OverBudget::Continue exceed the budget.",
                     bytes, needed),
         needed, floor);
+    raise_in_binding(error);
+    throw error;
+  }
 }
 
 void data_freed(const void* storage, const void* data) noexcept {
   Graph::get().data_freed(storage, data);
 }
+
+std::atomic<BudgetRaise> raise_of_binding{nullptr};
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -69,6 +75,10 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 
 void visit_runtimes(c10::function_ref<void(Runtime&)> visitor) {
   for (Runtime* const each : runtimes()) visitor(*each);
+}
+
+void raise_in_binding(const c10::Error& error) {
+  if (const BudgetRaise raise = raise_of_binding.load(std::memory_order_acquire)) raise(error);
 }
 
 void watch_allocations() {
@@ -102,7 +112,7 @@ Runtime::Runtime(const BudgetOptions& options, int64_t live_bytes)
       base_bytes_(live_bytes),
       min_bytes_(least_evicted(options)),
       bound_(sum_or_most(options.bytes, live_bytes)) {
-  report_.budget_bytes = options.bytes;
+  report_->budget_bytes = options.bytes;
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
   runtimes().push_back(this);
   want_announcements(true);
@@ -112,19 +122,6 @@ Runtime::~Runtime() {
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
   std::erase(runtimes(), this);
   want_announcements(false);
-}
-
-BudgetReport Runtime::report() {
-  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  return report_;
-}
-
-void Runtime::reset() {
-  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  const int64_t sources = report_.source_bytes;
-  report_ = {};
-  report_.budget_bytes = options_.bytes;
-  report_.source_bytes = sources;
 }
 
 void Runtime::hold(Value& value, c10::Storage storage) {
@@ -228,7 +225,7 @@ Value* Runtime::choose() {
 
 int64_t Runtime::make_room(int64_t bytes, int64_t live_bytes, Dead& dead) {
   const int64_t wanted = live_bytes + bytes;
-  report_.floor_bytes = std::max(report_.floor_bytes, wanted - pool_bytes_ - base_bytes_);
+  report_->floor_bytes = std::max(report_->floor_bytes, wanted - pool_bytes_ - base_bytes_);
   int64_t freed = 0;
   if (wanted > bound_) {
     const auto start = std::chrono::steady_clock::now();
@@ -237,21 +234,25 @@ int64_t Runtime::make_room(int64_t bytes, int64_t live_bytes, Dead& dead) {
       if (value == nullptr) break;
       if (options_.check_values) value->hash = hash_of(*value->held.unsafeGetStorageImpl());
       freed += value->bytes;
-      ++report_.evictions;
+      ++report_->evictions;
       Graph::get().let_go(*value, dead);
     }
-    report_.search_s += seconds_since(start);
+    report_->search_s += seconds_since(start);
   }
   const int64_t alive = wanted - freed;
-  report_.peak_bytes = std::max(report_.peak_bytes, alive - base_bytes_);
+  report_->peak_bytes = std::max(report_->peak_bytes, alive - base_bytes_);
   if (alive <= bound_) return freed;
-  report_.floor_bytes = std::max(report_.floor_bytes, alive - base_bytes_);
-  ++report_.over_count;
-  report_.over_bytes =
-      std::max(report_.over_bytes, alive - base_bytes_ - options_.bytes);
+  report_->floor_bytes = std::max(report_->floor_bytes, alive - base_bytes_);
+  ++report_->over_count;
+  report_->over_bytes =
+      std::max(report_->over_bytes, alive - base_bytes_ - options_.bytes);
   // See Note [Below the floor].
   if (options_.over == OverBudget::Continue) bound_ = alive + (alive - base_bytes_) / 10;
   return freed;
 }
 
 }  // namespace remat::budget
+
+void remat::set_budget_raise(BudgetRaise raise) {
+  budget::raise_of_binding.store(raise, std::memory_order_release);
+}

@@ -46,9 +46,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Runtime& operator=(Runtime&&) = delete;
 
   const BudgetOptions& options() const { return options_; }
-  /// Any thread, without the lock.
-  BudgetReport report();
-  void reset();
+  /// The report so far, which may outlive this. Guarded by the lock.
+  const std::shared_ptr<BudgetReport>& report() const { return report_; }
 
   /// Keeps the content of a value that can be made again.
   void hold(Value& value, c10::Storage storage);
@@ -56,18 +55,18 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop_if_unneeded(Value& value, Dead& dead);
   void unpool(Value& value);
   /// A source holds so many bytes more, or less.
-  void source_held(int64_t bytes) { report_.source_bytes += bytes; }
+  void source_held(int64_t bytes) { report_->source_bytes += bytes; }
 
   /// An allocation begins. Returns the bytes that it dropped.
   int64_t make_room(int64_t bytes, int64_t live_bytes, Dead& dead);
   int64_t bound() const { return bound_; }  ///< [bytes] that may be alive
-  int64_t floor_bytes() const { return report_.floor_bytes; }
+  int64_t floor_bytes() const { return report_->floor_bytes; }
 
   /// Notes calls, for the report.
-  void note_operator() { ++report_.operators; }
+  void note_operator() { ++report_->operators; }
   void note_rerun(double seconds) {
-    ++report_.reruns;
-    report_.rerun_s += seconds;
+    ++report_->reruns;
+    report_->rerun_s += seconds;
   }
 
   double clock = 0;   ///< [seconds] of operators so far
@@ -83,7 +82,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t bound_;
   std::vector<Value*> pool_;
   int64_t pool_bytes_ = 0;
-  BudgetReport report_;
+  const std::shared_ptr<BudgetReport> report_ = std::make_shared<BudgetReport>();
   uint64_t walk_ = 0;
 };
 
@@ -92,5 +91,8 @@ void visit_runtimes(c10::function_ref<void(Runtime&)> visitor);
 
 /// Sees that the CPU's allocator announces what it allocates.
 void watch_allocations();
+
+/// Throws the error in the form of a binding's language, if there is one and it throws.
+void raise_in_binding(const c10::Error& error);
 
 }  // namespace remat::budget
