@@ -138,6 +138,22 @@ void Graph::become_source(Value& value, Dead& dead) {
   bury(dead);
 }
 
+int64_t Graph::num_listed() const { return static_cast<int64_t>(by_storage().size()); }
+
+void Graph::settle(const Runtime& runtime, Dead& dead) {
+  std::vector<Value*> settled;
+  for (const auto& [storage, value] : by_storage())
+    if (value->runtime.get() == &runtime && !value->is_source() && value->saves.empty() &&
+        value->num_locks == 0)
+      settled.push_back(value);
+  // The newest first: its record may be the last reader of others.
+  std::sort(settled.begin(), settled.end(), [](const Value* a, const Value* b) {
+    return a->record->number > b->record->number;
+  });
+  for (Value* const each : settled)
+    if (each->reads == nullptr) become_source(*each, dead);
+}
+
 void Graph::move_content(Value& source, c10::Storage copy, Dead& dead) {
   unlist(source);
   dead.storages.push_back(std::exchange(source.held, std::move(copy)));

@@ -17,6 +17,17 @@
 // (by another thread, or when the guard's scope has ended) moves the version counter of the tensor: then
 // the storage does not have the value's content, which is made again, or cannot be.
 //
+// Note [What lives on]
+// A loss that the program keeps, a running sum, an optimizer's moments: each keeps the record of its
+// making, that the values that it reads, and so on back to the first step, with each batch and each
+// old parameter as sources. So from time to time (when a backward has ended, when grad mode is on again and
+// nothing is saved, when many calls were recorded, and at the scope's end) a value that is saved by nobody and read by no record becomes what is in its storage, and
+// no more: its record ends. All that is lost: if autograd saves it later, it stays.
+//
+// Note [Blank memory]
+// `empty` would run again with other bytes. What the program writes there is often unseen (NumPy, a
+// pointer), so a blank that is read before an operator has filled it is a source.
+//
 // Note [The lock of the graph]
 // One for the process, and a leaf: while it is held no operator, allocator, deleter or Python runs.
 // Counts of references are plain numbers that it guards. What dies is put aside (Dead) and freed when it has
@@ -74,6 +85,7 @@ struct Value {
   double first = -1;
 
   bool is_source() const { return record == nullptr; }
+  bool is_blank() const;
   /// Takes the tensor's counter as it stands.
   void note_version(const at::Tensor& tensor);
   /// Returns whether something wrote to the content unseen.
@@ -114,12 +126,15 @@ struct Record {
   std::shared_ptr<const CpuRngState> random{};
   c10::intrusive_ptr<c10::GeneratorImpl> generator{};  ///< from which it drew
   bool grad_mode = true;
+  bool is_blank = false;  ///< it makes memory that nothing was written to: Note [Blank memory]
   float cost = 0;     ///< [seconds]
   uint64_t number = 0;  ///< in the order of calls
   uint64_t walk = 0;    ///< the latest walk that came here
 
   Record(const c10::OperatorHandle& called, const OpTraits& known) : op(called), traits(&known) {}
 };
+
+inline bool Value::is_blank() const { return record != nullptr && record->is_blank; }
 
 /// What dies under the lock, freed when this does: after the lock.
 struct Dead {
@@ -161,6 +176,11 @@ class Graph {
   void discard(Record* record, Dead& dead);
   /// The value's record is forgotten: its content stays as long as somebody needs it. It has one.
   void become_source(Value& value, Dead& dead);
+
+  /// Lets records end that nobody needs: Note [What lives on]. Of one budget's values.
+  void settle(const Runtime& runtime, Dead& dead);
+  int64_t num_listed() const;  ///< values in storages
+  uint64_t num_records() const { return num_records_; }
 
   void own(Value& value) { ++value.num_owners; }
   void disown(Value& value, Dead& dead);

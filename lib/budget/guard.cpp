@@ -38,8 +38,14 @@ const BudgetOptions& checked(const BudgetOptions& options) {
 
 struct BudgetGuard::Scope : detail::ScopeGuard {
   explicit Scope(const std::shared_ptr<budget::Runtime>& runtime)
-      : ScopeGuard(std::make_shared<budget::BudgetScope>(runtime)) {}
-  ~Scope() { budget::settle_versions(); }
+      : ScopeGuard(std::make_shared<budget::BudgetScope>(runtime)), runtime(*runtime) {}
+  ~Scope() {
+    budget::settle_versions();
+    budget::Dead dead;
+    const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
+    budget::Graph::get().settle(runtime, dead);
+  }
+  const budget::Runtime& runtime;
   const seam::DispatchMode mode;
 };
 

@@ -133,6 +133,26 @@ void Runtime::hold(Value& value, c10::Storage storage) {
   pool_bytes_ += value.bytes;
 }
 
+// What an optimizer's step records is settled when the next forward begins. The work is a part of that
+// of the calls since: each value in a storage is looked at.
+void Runtime::operator_begins(bool is_in_backward, bool grad_mode, Dead& dead) {
+  if (is_in_backward) {
+    has_run_backward_ = true;
+    return;
+  }
+  constexpr int64_t many = 4096, calls_a_value = 8;
+  Graph& graph = Graph::get();
+  const auto calls = static_cast<int64_t>(graph.num_records() - settled_at_);
+  const bool is_new_step = grad_mode && has_run_without_grad_ && num_saves_ == 0;
+  has_run_without_grad_ = !grad_mode;
+  const bool is_due = has_run_backward_ || is_new_step ? calls * calls_a_value >= graph.num_listed()
+                                                       : calls >= many && calls >= graph.num_listed();
+  if (!is_due) return;
+  settled_at_ = graph.num_records();
+  has_run_backward_ = false;
+  graph.settle(*this, dead);
+}
+
 void Runtime::unpool(Value& value) {
   if (value.place < 0) return;
   const auto place = static_cast<std::size_t>(std::exchange(value.place, -1));

@@ -62,6 +62,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t bound() const { return bound_; }  ///< [bytes] that may be alive
   int64_t floor_bytes() const { return report_->floor_bytes; }
 
+  /// An operator begins, on a thread of this budget. Settles what lives on, if that is due.
+  void operator_begins(bool is_in_backward, bool grad_mode, Dead& dead);
+  void note_saves(int64_t more) { num_saves_ += more; }
+
   /// Notes calls, for the report.
   void note_operator() { ++report_->operators; }
   void note_rerun(double seconds) {
@@ -84,6 +88,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int64_t pool_bytes_ = 0;
   const std::shared_ptr<BudgetReport> report_ = std::make_shared<BudgetReport>();
   uint64_t walk_ = 0;
+  uint64_t settled_at_ = 0;  // records until then
+  int64_t num_saves_ = 0;    // of its values, that backward has not let go of
+  bool has_run_backward_ = false, has_run_without_grad_ = false;
 };
 
 /// Visits the budgets of the process. The caller holds the graph's lock.

@@ -26,12 +26,13 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
     Dead dead;
     const std::lock_guard<std::mutex> lock(graph.mutex());
     Value* const value = graph.value_at(*storage_of(saved));
-    if (value != nullptr && !value->is_source() && !value->has_changed()) {
+    if (value != nullptr && !value->is_source() && !value->is_blank() && !value->has_changed()) {
       geometry_ = Geometry(saved);
       geometry_.value = value;
       graph.own(*value);
       clock_ = runtime_->cursor = runtime_->clock;
       value->saves.push_back(clock_);
+      value->runtime->note_saves(1);
       value->runtime->hold(*value, saved.storage());
       value->cost = -1;
       value->is_rerun = false;
@@ -70,7 +71,7 @@ void Saved::check_version() const {
           ? " Hint: the backtrace further above shows the operation that failed to compute its gradient. The "
             "variable in question was changed in there or anywhere later. Good luck!"
           : " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True).");
+            "torch.autograd.set_detect_anomaly(True, check_nan=False).");
 }
 
 at::Tensor Saved::call_unpack_hook() {
@@ -88,6 +89,7 @@ Saved::~Saved() {
   Value& value = *geometry_.value;
   auto* const save = std::find(value.saves.begin(), value.saves.end(), clock_);
   value.saves.erase(save);
+  value.runtime->note_saves(-1);
   value.cost = -1;
   value.runtime->drop_if_unneeded(value, dead);
   graph.disown(value, dead);

@@ -36,25 +36,29 @@ add_kind(
 )
 
 
-def bytes_of(user: str, text: str, device: Union[torch.device, str, int, None]) -> int:
-    """The bytes that a text asks for. Raises ValueError for a text that asks for none."""
+def _read_text(text: str) -> tuple[Optional[int], Fraction]:
+    """Returns the bytes that a text asks for; or None, and the share of the free memory. Raises ValueError for other texts."""
     size = _SIZE.fullmatch(text)
     if size is not None:
-        return min(int(Fraction(size[1]) * _UNITS[size[2]]), _MOST)
+        return min(int(Fraction(size[1]) * _UNITS[size[2]]), _MOST), Fraction(0)
     free = _FREE.fullmatch(text)
-    share = Fraction(free[1] or 0) if free is not None else Fraction(100)
-    if share >= 100:
+    share = 1 - Fraction(free[1] or 0) / 100 if free is not None else Fraction(0)
+    if share <= 0:
         raise ValueError(
-            f"{user}: the budget {text!r} is neither a size nor a share of the free memory. Hint: a number and one of "
-            f"{', '.join(_UNITS)}, such as '8 GiB'; or 'free', 'free - 5 %'."
+            f"remat.budget: the budget {text!r} is neither a size nor a share of the free memory. Hint: a number and one "
+            f"of {', '.join(_UNITS)}, such as '8 GiB'; or 'free', 'free - 5 %'."
         )
+    return None, share
+
+
+def _free(text: str, share: Fraction, device: Union[torch.device, str, int, None]) -> int:
     try:
-        return int(free_bytes(device) * (1 - share / 100))
+        return int(free_bytes(device) * share)
     except CheckpointError as error:
         if error.kind is not ErrorKind.UNSUPPORTED:
             raise
         raise ValueError(
-            f"{user}: the budget {text!r} asks for the free memory, and nothing says how much is free.\n"
+            f"remat.budget: the budget {text!r} asks for the free memory, and nothing says how much is free.\n"
             f"Cause: {error}\nHint: give the budget as a size, such as '8 GiB'."
         ) from None
 
@@ -136,8 +140,7 @@ def budget(
         raise ValueError(f"remat.budget: over must be 'continue' or 'throw', and is {over!r}")
     if min_bytes is not None and min_bytes < 0:
         raise ValueError(f"remat.budget: min_bytes must be 0 or more, or None, and is {min_bytes!r}")
-    if isinstance(bytes, str) and _FREE.fullmatch(bytes) is None:
-        bytes = bytes_of("remat.budget", bytes, device)
+    size, share = _read_text(bytes) if isinstance(bytes, str) else (int(bytes), Fraction(0))
     if moving is not None:
         error = CheckpointError(
             "remat.budget: moving was given, and a budget cannot move values yet.\n"
@@ -148,7 +151,7 @@ def budget(
         raise error
 
     def open() -> _remat.OpenBudget:
-        asked = bytes_of("remat.budget", bytes, device) if isinstance(bytes, str) else int(bytes)
+        asked = _free(str(bytes), share, device) if size is None else size
         least = -1 if min_bytes is None else int(min_bytes)
         return _remat._open_budget(asked, device, over == "throw", least, check_values)
 

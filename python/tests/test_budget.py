@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
+import re
 import resource
 import sys
 import tempfile
@@ -173,9 +175,10 @@ def written() -> Step:
     w, x = leaf(64, 64), torch.randn(64, 64)
 
     def step() -> list[Any]:
-        y = (x @ w).relu_()
+        y = x @ w
         y[:, ::2] *= 0.5
         y[3:9].add_(1.0)
+        y.relu_()
         z = y.t().contiguous().sigmoid()
         table = torch.zeros(64, 64)
         table[:32] = z[32:].detach()
@@ -184,7 +187,7 @@ def written() -> Step:
         z = z * table
         z = z.index_put((torch.tensor([0, 5]),), torch.ones(64)).view(32, 128)
         z.unsqueeze_(0).squeeze_(0)
-        out = (z.exp_() * z[0]).masked_fill_(z > 2, 0.0)
+        out = (z.exp_() * z[0].clone()).masked_fill_(z > 2, 0.0)
         out.sum().backward()
         return [out, table, w.grad]
 
@@ -333,7 +336,6 @@ def run(make: Callable[[], Step], budget: Optional[remat.Budget] = None) -> tupl
     """What a step leaves, with the generator's state, and the most bytes that were alive in it."""
     torch.manual_seed(7)
     step = make()
-    gc.collect()
     meter = remat.MemoryMeter()
     before = meter.live_bytes
     if budget is None:
@@ -365,7 +367,6 @@ class SameAsPlain(Case):
                     self.assertLessEqual(report.peak_bytes, bytes)
                 else:
                     self.assertGreater(report.floor_bytes, bytes)
-        self.assertEqual(remat.MemoryMeter().live_bytes >= 0, True)
 
 
 def _add(name: str) -> None:
@@ -423,7 +424,7 @@ class TheGuard(Case):
         self.assertEqual(step.__doc__, "Says what it does.")
         self.assertGreater(budget.report().evictions, 0)
         step()
-        self.assertEqual(repr(budget), "remat.budget(40000)")
+        self.assertEqual(repr(budget), "remat.budget('40 kB')")
 
     def test_report_and_reset(self) -> None:
         budget = remat.budget(1 << 20)
@@ -451,11 +452,11 @@ class TheGuard(Case):
         del kept
 
     def test_texts(self) -> None:
-        bytes_of = remat._budget.bytes_of  # type: ignore[attr-defined]
+        read_text = remat._budget._read_text  # type: ignore[attr-defined]
         for text, bytes in {
             "1B": 1, "2 kB": 2_000, "1.5MB": 1_500_000, " 3 GB ": 3_000_000_000, "1KiB": 1024, ".5 MiB": 1 << 19, "2GiB": 2 << 30,
         }.items():  # fmt: skip
-            self.assertEqual(bytes_of("", text, None), bytes)
+            self.assertEqual(read_text(text)[0], bytes)
         for text in ("", "8", "8 gb", "GB", "free - 100 %", "free + 1 %", "-1 GB", "free 5%"):
             with self.assertRaisesRegex(ValueError, "neither a size nor a share"):
                 remat.budget(text)
@@ -492,7 +493,7 @@ class TheGuard(Case):
     def test_throw(self) -> None:
         x = leaf(64, 64)  # 16 KiB
         with remat.budget(40_000, over="throw", min_bytes=0) as budget:
-            with self.assertRaisesRegex(remat.BudgetExceeded, r'remat\.budget: .*did not fit.*over="continue"') as caught:
+            with self.assertRaisesRegex(remat.BudgetExceeded, r'(?s)^remat\.budget: .*did not fit.*over="continue"') as caught:
                 torch.zeros(100, 1000)
             self.assertEqual(caught.exception.needed_bytes, 400_000)
             self.assertGreater(caught.exception.floor_bytes, 0)
@@ -544,7 +545,8 @@ class WhatChanges(Case):
             try:
                 return program()
             except RuntimeError as error:
-                return str(error)
+                # The name of the node is nobody's to know where a hook packs the tensor.
+                return re.sub(r", which is output \d+ of \w+,", "", str(error))
 
         plain = outcome()
         with remat.budget(bytes, min_bytes=0):
@@ -560,7 +562,7 @@ class WhatChanges(Case):
             return torch.autograd.grad(out, w)
 
         def parameter() -> Any:
-            x = torch.randn(64, 64)
+            x = leaf(64, 64, seed=1).detach()
             w = leaf(64, 64)
             y = (x @ w).tanh().exp().sum()
             with torch.no_grad():
@@ -581,32 +583,42 @@ class WhatChanges(Case):
                 if program is not parameter:
                     self.assertIn("modified by an inplace operation", found)
 
-    def test_a_batch_that_numpy_refills(self) -> None:
-        import numpy
-
+    def test_a_batch_that_is_refilled(self) -> None:
         w = leaf(64, 64)
 
         def program() -> Any:
-            batch = numpy.ones((64, 64), dtype=numpy.float32)
-            x = torch.from_numpy(batch)
-            y = ((x * 2).sin() @ w).exp().sum() + (x @ w).tanh().sum()
-            batch[...] = 3
+            batch = bytearray(64 * 64 * 4)  # as an array of NumPy's
+            x = torch.frombuffer(batch, dtype=torch.float32)[: 64 * 64].view(64, 64)
+            y = ((x + 2).sin() @ w).exp().mean() + (x @ w).tanh().sum()
+            batch[:] = b"?" * len(batch)
             return [y, *torch.autograd.grad(y, w)]
 
         for bytes in (20_000, 60_000, sys.maxsize):
             self.check_equal(*self.both(program, bytes))
 
-    def test_numpy_writes_to_a_result(self) -> None:
+    def test_empty_memory_that_others_fill(self) -> None:
         w = leaf(64, 64)
 
+        def fill(x: torch.Tensor, value: float) -> torch.Tensor:
+            other = torch.full((64, 64), value)
+            ctypes.memmove(x.data_ptr(), other.data_ptr(), x.nbytes)  # as x.numpy()[...] = value
+            return x
+
         def program() -> Any:
-            x = torch.ones(64, 64)
-            x.numpy()[...] = 5
-            y = ((x * 2) @ w).exp().sum()
+            x = fill(torch.empty(64, 64), 0.5)
+            y = ((x * 2) @ w).exp().mean() + (x @ w).tanh().sum()
+            z = fill(torch.empty_like(x), 0.25).add_(1)
+            y = y + (z @ w).sigmoid().sum() + (torch.empty(64, 64).fill_(2.0).mul_(0.5) @ w).sin().sum()
+            del x, z
             return [y, *torch.autograd.grad(y, w)]
 
         for bytes in (20_000, 60_000, sys.maxsize):
             self.check_equal(*self.both(program, bytes))
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as numbers:
+        return int(numbers.read().split()[1]) * resource.getpagesize()
 
 
 class ForLong(Case):
@@ -617,23 +629,57 @@ class ForLong(Case):
         live, resident = [], []
         with remat.budget(300_000) as budget:
             averages = [each.detach().clone() for each in net.parameters()]
-            total = torch.zeros(())
+            total, losses = torch.zeros(()), []
             for i in range(300):
                 optimizer.zero_grad()
                 loss = net.loss(ids)
                 loss.backward()
                 optimizer.step()
                 total += loss.detach()
+                losses.append(loss.detach())
                 with torch.no_grad():
                     for average, now in zip(averages, net.parameters()):
                         average.mul_(0.9).add_(now, alpha=0.1)
-                del loss
                 if i % 100 == 99:
                     live.append(meter.live_bytes)
-                    resident.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        self.assertEqual(live[0], live[2])
-        self.assertLess(resident[2] - resident[1], 4_000)  # [KiB]
-        del budget
+                    resident.append(_resident_bytes())
+            self.assertLess(live[2] - live[0], 200 * 4 + 1)  # the losses
+            self.assertLess(resident[2] - resident[1], 2_000_000)
+            self.assertEqual(budget.report().source_bytes, 0)
+
+    def test_loops_without_a_backward_do_not_grow(self) -> None:
+        net = nn.Linear(64, 64)
+        meter = remat.MemoryMeter()
+        with remat.budget(1 << 20) as budget, torch.no_grad():
+            total, state = torch.zeros(()), torch.zeros(4, 64)
+            for i in range(4_000):
+                x = torch.rand(4, 64)
+                total += net(x).square().sum()
+                state = (net(state) + x).tanh()
+                if i == 2_000:
+                    live = meter.live_bytes
+            self.assertLess(meter.live_bytes - live, 1 << 20)
+            self.assertLess(budget.report().over_count, 1)
+
+    def test_parameters_are_not_copied(self) -> None:
+        net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+        x, optimizer = torch.randn(4, 256), torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
+
+        def peak() -> int:
+            meter = remat.MemoryMeter()
+            before = meter.live_bytes
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = net(x).relu().square().mean()
+                loss.backward()
+                optimizer.step()
+            return meter.peak_bytes - before
+
+        plain = peak()
+        optimizer.zero_grad()
+        optimizer.state.clear()
+        with remat.budget(sys.maxsize):
+            self.assertLess(peak(), plain + 100_000)
 
     def test_two_threads(self) -> None:
         expected, span = run(gpt)
@@ -721,7 +767,7 @@ class Installed(Case):
             "out = x.sin().cos().exp().tanh().sum()\n"
             "print('done')\n"
         )
-        self.assertEqual((done.returncode, done.stdout), (0, "done\n"))
+        self.assertEqual((done.returncode, done.stdout[-5:]), (0, "done\n"), done.stdout)
 
 
 if __name__ == "__main__":
