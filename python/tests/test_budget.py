@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import remat
-from common import Case, leaf, run_python, run_script
+from common import Case, gradient, leaf, run_python, run_script
 
 Step = Callable[[], list[Any]]
 
@@ -582,6 +582,27 @@ class WhatChanges(Case):
                 self.check_equal(found, plain, program.__name__)
                 if program is not parameter:
                     self.assertIn("modified by an inplace operation", found)
+
+    def test_a_result_changed_after_the_scope(self) -> None:
+        w = leaf(64, 64)
+
+        def forward(a: torch.Tensor) -> torch.Tensor:
+            return ((a + 0).sin() * w).exp().sum() + ((a + 0).cos() * w).tanh().sum()
+
+        for make in (lambda: torch.full((64, 64), 0.5), lambda: torch.full((64, 64), 0.25) * 2):
+            expected = gradient(forward(make()), w)
+            for bytes in (30_000, sys.maxsize):
+                with remat.budget(bytes, min_bytes=0):
+                    a = make()
+                    out = forward(a)
+                a.add_(1)
+                self.check_equal(gradient(out, w), expected)
+        a = make()
+        with remat.budget(30_000, min_bytes=0):
+            out = forward(a)
+        a.add_(1)
+        with self.assertRaisesRegex(RuntimeError, r"^remat\.budget: a tensor that a dropped value is made of has changed"):
+            gradient(out, w)
 
     def test_a_batch_that_is_refilled(self) -> None:
         w = leaf(64, 64)
