@@ -465,6 +465,83 @@ TEST_CASE("many steps leave nothing", "[budget]") {
   CHECK(guard.report().source_bytes == 0);
 }
 
+TEST_CASE("what the program keeps does not keep the history of a step", "[budget]") {
+  const Chain chain(3);
+  const Tensor x = at::randn({side, side});
+  chain.zero_grads();
+  const BudgetGuard guard({.bytes = unlimited});
+  Tensors losses, moments;
+  for (const Tensor& weight : chain.weights) moments.push_back(at::zeros_like(weight));
+  Tensor sum = at::zeros({});
+  std::optional<LiveBytes> bytes;  // since the second step
+  for (int i = 0; i < 50; ++i) {
+    if (i == 1) bytes.emplace();
+    const Tensor batch = x + i;
+    const Tensor loss = chain(batch).sum();
+    sum += loss.detach();
+    loss.backward();
+    losses.push_back(loss.detach());
+    const at::NoGradGuard no_grad;
+    for (std::size_t k = 0; k < moments.size(); ++k) {
+      Tensor weight = chain.weights[k];
+      weight.sub_(moments[k].mul_(0.9).add_(weight.grad()), 1e-3);
+      weight.mutable_grad() = Tensor();
+    }
+  }
+  CHECK(bytes->held() <= 50 * 64);  // a number for each loss
+  CHECK(guard.report().source_bytes == 0);
+}
+
+TEST_CASE("memory that nothing filled is not made again", "[budget]") {
+  const Chain chain(8);
+  const auto run = [&](int64_t bytes) {
+    chain.zero_grads();
+    const BudgetGuard guard({.bytes = bytes});
+    const Tensor start = chain.weights[0].mm(at::ones({side, side}));  // something is saved
+    const Tensor blank = at::empty({side, side});
+    std::fill_n(blank.mutable_data_ptr<float>(), side * side, 0.25F);
+    (chain(blank.sin()) + start.sin()).sum().backward();
+    return chain.grads();
+  };
+  const Tensors plain = run(unlimited);
+  CHECK(are_equal(plain, run(layer_bytes * 14)));
+}
+
+TEST_CASE("a result that is written to after the scope is made again", "[budget]") {
+  const auto grad_of_program = [](int64_t bytes, bool writes) {
+    const Seed seed(2);
+    const Tensor w = leaf({side, side});
+    Tensor a, z;
+    {
+      const BudgetGuard guard({.bytes = bytes});
+      const Tensor first = w.sin();
+      a = at::full({side, side}, 0.5);
+      z = ((a + 0).sin() * w).exp().sum() + ((a + 0).cos() * w).tanh().sum() + first.exp().sum();
+    }
+    if (writes) a.add_(1);
+    z.backward();
+    return w.grad();
+  };
+  const Tensor plain = grad_of_program(unlimited, false);
+  CHECK(plain.equal(grad_of_program(layer_bytes, false)));
+  for (int64_t layers = 1; layers < 8; ++layers)
+    CHECK(plain.equal(grad_of_program(layers * layer_bytes, true)));
+}
+
+TEST_CASE("only the threads of a scope are refused", "[budget]") {
+  const Tensor w = leaf({side, side});
+  auto guard = std::make_unique<BudgetGuard>(
+      BudgetOptions{.bytes = 3 * layer_bytes, .over = OverBudget::Throw});
+  const remat::BudgetCounters counters = guard->counters();
+  const Tensor z = w.sin().cos();
+  std::thread([] { at::zeros({8 * side, side}); }).join();
+  CHECK_THROWS_AS(at::zeros({8 * side, side}), BudgetExceeded);
+  guard.reset();
+  at::zeros({8 * side, side});
+  CHECK(counters.now().over_count == 3);
+  z.sum().backward();
+}
+
 TEST_CASE("contents can be compared when they come back", "[budget]") {
   const Chain chain(8);
   const Tensor x = at::randn({side, side});

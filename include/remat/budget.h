@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "remat/export.h"
 
@@ -70,6 +71,26 @@ class Runtime;
 struct Bound;
 }
 
+/// For a binding of another language (binding.h): throws an error of a budget in the language's form:
+/// BudgetExceeded out of an allocation, or an error about a rerun. May return: then the error itself is
+/// thrown. On the thread that meets the error; only what derives from std::exception passes.
+using BudgetRaise = void (*)(const c10::Error& error);
+/// Sets it for the process, null for none. Call it when no budget is alive.
+REMAT_API void set_budget_raise(BudgetRaise raise);
+
+/// The report of one guard; also after it. Keeps no graph and no budget alive. Copies report the same.
+/// Threads: any.
+class REMAT_API BudgetCounters {
+ public:
+  BudgetReport now() const;  ///< what the guard, and backwards after it, have done so far
+  void reset();              ///< as `BudgetGuard::reset`
+
+ private:
+  friend class BudgetGuard;
+  explicit BudgetCounters(std::shared_ptr<budget::Bound> bound) : bound_(std::move(bound)) {}
+  std::shared_ptr<budget::Bound> bound_;
+};
+
 /// While alive, what autograd saves on this thread stays within a byte budget: when an allocation
 /// would exceed it, saved tensors are dropped, and computed again by the operators that made them
 /// when backward asks for them. Functions never run twice, operators do. Outputs, gradients, buffers
@@ -86,7 +107,7 @@ struct Bound;
 /// scope may run backward after it, within the same budget.
 /// Nests: the smallest budget holds, other options are the innermost's. Regions inside are recomputed as regions.
 /// Threads: a scope of this thread, carried to the threads of a backward called here. Two threads
-/// with guards share the count of bytes; each drops what it saved.
+/// with guards share the count of bytes; each drops what it saved. Only threads in the scope throw.
 /// Throws: `c10::ValueError` for options that mean nothing; CheckpointError (Unsupported) for a
 /// device other than the CPU.
 /// Source: Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021); the choice of what to drop
@@ -104,6 +125,8 @@ class REMAT_API BudgetGuard {
   BudgetReport report() const;
   /// Starts peak and counts anew; the bound stays. Any thread.
   void reset();
+  /// The report, for after the guard. Any thread.
+  BudgetCounters counters() const;
 
  private:
   struct Scope;

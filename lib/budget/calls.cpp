@@ -30,6 +30,8 @@ namespace {
 struct Kind {
   bool can_run_again = false;  ///< LibTorch's own, and its schema says what it reads and writes
   bool is_view_only = false;   ///< a view, or nothing but metadata
+  bool is_blank = false;       ///< makes memory that nothing is written to
+  bool fills = false;          ///< does not read what it writes to
   bool counts_version = false; ///< it counts up the version of a tensor whose contents it leaves
 };
 
@@ -42,6 +44,12 @@ Kind find_kind(const c10::OperatorHandle& op, const OpTraits& traits) {
   kind.is_view_only = traits.is_passive || (traits.is_view && !traits.is_mutable) ||
                       op.hasTag(at::Tag::inplace_view);
   kind.counts_version = op.hasTag(at::Tag::inplace_view) && name.rfind("aten::set_", 0) != 0;
+  kind.is_blank = name.rfind("aten::empty", 0) == 0 || name.rfind("aten::new_empty", 0) == 0;
+  const auto& declared = op.schema().arguments();
+  kind.fills = traits.is_random || name == "aten::fill_" || name == "aten::zero_" ||
+               name == "aten::copy_" ||
+               std::any_of(declared.begin(), declared.end(),
+                           [](const c10::Argument& each) { return each.is_out(); });
   kind.can_run_again = name.rfind("aten::", 0) == 0 && !kind.is_view_only &&
                        name.rfind(draws_by_itself, 0) != 0;
   return kind;
@@ -103,8 +111,8 @@ bool can_be_recorded(const Kind& kind, const Runtime& runtime,
 /// One call of an operator on its way into the graph.
 class Call {
  public:
-  Call(const c10::OperatorHandle& op, const OpTraits& traits, Runtime& runtime)
-      : op_(op), traits_(traits), runtime_(runtime) {}
+  Call(const c10::OperatorHandle& op, const OpTraits& traits, const Kind& kind, Runtime& runtime)
+      : op_(op), traits_(traits), kind_(kind), runtime_(runtime) {}
   ~Call() { give_back(); }
   Call& operator=(Call&&) = delete;
 
@@ -113,6 +121,11 @@ class Call {
 
  private:
   void keep_old_content(Value& source);
+  bool is_written(const at::Tensor& tensor) const {
+    return std::any_of(written_.begin(), written_.end(), [&](const at::Tensor& each) {
+      return storage_of(each) == storage_of(tensor);
+    });
+  }
   /// Adds a result. Returns false for one whose end nobody tells: it is no value.
   bool add(c10::StorageImpl& storage, Record& record) {
     if (is_end_told(storage)) {
@@ -133,6 +146,7 @@ class Call {
 
   const c10::OperatorHandle& op_;
   const OpTraits& traits_;
+  const Kind kind_;
   Runtime& runtime_;
   std::unique_ptr<Record> record_;
   c10::SmallVector<Value*, 4> owned_;
@@ -170,6 +184,11 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
     const std::lock_guard<std::mutex> lock(graph.mutex());
     for (const at::Tensor& each : written_) {
       Value* const old = graph.value_at(*storage_of(each));
+      if (old != nullptr && old->is_blank() && !kind_.fills) {
+        graph.own(*old);
+        owned_.push_back(old);
+        graph.become_source(*old, dead);
+      }
       // What a source becomes is a source: its old content is nobody's to make again.
       if (old == nullptr || old->is_source()) can = false;
       if (old == nullptr || !old->is_source() || old->reads == nullptr) continue;
@@ -191,6 +210,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
         geometry.value = &value;
         graph.own(value);
         owned_.push_back(&value);
+        if (value.is_blank() && !is_written(tensor)) graph.become_source(value, dead);
         read.push_back(&value);
       };
       for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -264,6 +284,7 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
   }
   Record* const record = record_.release();
   record->number = graph.next_number();
+  record->is_blank = kind_.is_blank;
   record->cost = CostTable::get().cost(hash_, seconds);
   runtime_.clock += record->cost;
   runtime_.note_operator();
@@ -284,6 +305,9 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
         if (Value* const value = graph.value_at(*storage_of(tensor))) value->note_version(tensor);
   });
   if (record->num_owners == 0) graph.discard(record, dead);
+  // See Note [When nothing is saved]: a loop that saves nothing goes on for ever.
+  constexpr uint64_t many = 4'096;
+  if (graph.num_records() % many == 0 && !runtime_.has_saved()) graph.cut(runtime_, dead);
 }
 
 }  // namespace
@@ -304,7 +328,7 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     const seam::AtKernel at_kernel(traits.keys_met);
     return op.callBoxed(&stack);
   }
-  Call call(op, traits, scope->runtime());
+  Call call(op, traits, kind, scope->runtime());
   call.begin(stack, !is_in_region && can_be_recorded(kind, scope->runtime(), arguments_of(op, stack)));
   const auto start = std::chrono::steady_clock::now();
   if (is_in_region) {

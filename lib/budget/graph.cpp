@@ -75,7 +75,12 @@ void Graph::unlist(Value& value) {
 Value& Graph::value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& dead) {
   c10::StorageImpl& storage = *storage_of(tensor);
   if (Value* const known = value_at(storage)) {
-    if (!known->has_changed()) return *known;
+    if (!known->has_changed()) {
+      // `torch::full` and its like return a copy of the tensor that the operator made, with a counter
+      // of its own, so that the one that was noted then counts no writes.
+      if (known->counter.enabled() && known->counter.unique()) known->note_version(tensor);
+      return *known;
+    }
     forget(storage, dead);
   }
   Value& made = make(storage, nullptr, runtime);

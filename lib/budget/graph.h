@@ -23,6 +23,10 @@
 // all records go. Operators without grad mode are not recorded until something is saved, so an
 // optimizer's steps make no chain from one to the next.
 //
+// Note [Blank memory]
+// `empty` would run again with other bytes. What the program writes there is often unseen (NumPy, a
+// pointer), so a blank that is read before an operator has filled it is a source.
+//
 // Note [The lock of the graph]
 // One for the process, and a leaf: while it is held no operator, allocator, deleter or Python runs.
 // Counts of references are plain numbers that it guards. What dies is put aside (Dead) and freed when it has
@@ -80,6 +84,7 @@ struct Value {
   double first = -1;
 
   bool is_source() const { return record == nullptr; }
+  bool is_blank() const;  ///< See Note [Blank memory].
   /// Takes the tensor's counter as it stands.
   void note_version(const at::Tensor& tensor);
   /// Returns whether something wrote to the content unseen.
@@ -120,12 +125,15 @@ struct Record {
   std::shared_ptr<const CpuRngState> random{};
   c10::intrusive_ptr<c10::GeneratorImpl> generator{};  ///< from which it drew
   bool grad_mode = true;
+  bool is_blank = false;  ///< it makes memory that nothing was written to
   float cost = 0;     ///< [seconds]
   uint64_t number = 0;  ///< in the order of calls
   uint64_t walk = 0;    ///< the latest walk that came here
 
   Record(const c10::OperatorHandle& called, const OpTraits& known) : op(called), traits(&known) {}
 };
+
+inline bool Value::is_blank() const { return record != nullptr && record->is_blank; }
 
 /// What dies under the lock, freed when this does: after the lock.
 struct Dead {
@@ -147,6 +155,7 @@ class Graph {
   // The caller holds the lock.
 
   uint64_t next_number() { return ++num_records_; }
+  uint64_t num_records() const { return num_records_; }
   uint64_t next_walk() { return ++num_walks_; }
   /// The value of what is in a storage now; null if none is known.
   Value* value_at(c10::StorageImpl& storage);

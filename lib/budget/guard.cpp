@@ -3,12 +3,16 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
+#include <atomic>
+#include <mutex>
 #include <utility>
 
 #include "lib/base/error.h"
 #include "lib/budget/budget_scope.h"
+#include "lib/budget/rerun.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/versions.h"
+#include "lib/observe/counted_memory.h"
 #include "lib/scope/region_scope.h"
 #include "lib/seam/dispatch_mode.h"
 #include "remat/budget.h"
@@ -34,18 +38,78 @@ const BudgetOptions& checked(const BudgetOptions& options) {
   return options;
 }
 
+std::atomic<BudgetRaise> raise_of_binding{nullptr};
+
+/// Whether what this thread allocates is the budget's to refuse: it is in the scope, or makes a value again.
+bool is_on_its_thread(const budget::Runtime& runtime) {
+  const auto* const scope = budget::BudgetScope::innermost();
+  return (scope != nullptr && &scope->runtime() == &runtime) ||
+         budget::rerun_on_this_thread() == &runtime;
+}
+
+void allocation_begins(int64_t bytes, int64_t live) {
+  budget::Dead dead;  // freed before the allocation, after the lock
+  int64_t needed = 0, floor = 0;
+  {
+    const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
+    int64_t freed = 0;
+    budget::visit_runtimes([&](budget::Runtime& each) {
+      freed += each.make_room(bytes, live - freed, dead);
+      const budget::Bound* const bound = each.refusing(live - freed + bytes);
+      if (bound == nullptr || !is_on_its_thread(each)) return;
+      needed = live - freed + bytes - bound->base_bytes;
+      floor = bound->report.floor_bytes;
+    });
+  }
+  if (needed == 0) return;
+  const BudgetExceeded error(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+      fmt::format("remat::BudgetGuard: an allocation of {} bytes did not fit into the budget, and nothing "
+                  "more could be dropped.\nCause: what operators read and write, and what the program "
+                  "holds, is over the budget by itself.\nDo: ask for {} bytes or more, or let "
+                  "OverBudget::Continue exceed the budget.",
+                  bytes, needed),
+      needed, floor);
+  budget::raise_in_binding(error);
+  throw error;
+}
+
+void data_freed(const void* storage, const void* data) noexcept {
+  budget::Graph::get().data_freed(storage, data);
+}
+
+void watch_allocations() {
+  static constexpr AllocationCallbacks callbacks{allocation_begins, data_freed};
+  static const bool is_set = (set_allocation_callbacks(callbacks), true);
+  (void)is_set;
+}
+
 }  // namespace
+
+void budget::raise_in_binding(const c10::Error& error) {
+  if (const BudgetRaise raise = raise_of_binding.load(std::memory_order_acquire)) raise(error);
+}
+
+void set_budget_raise(BudgetRaise raise) {
+  raise_of_binding.store(raise, std::memory_order_release);
+}
 
 struct BudgetGuard::Scope : detail::ScopeGuard {
   explicit Scope(const std::shared_ptr<budget::Runtime>& runtime)
-      : ScopeGuard(std::make_shared<budget::BudgetScope>(runtime)) {}
-  ~Scope() { budget::settle_versions(); }
+      : ScopeGuard(std::make_shared<budget::BudgetScope>(runtime)), runtime(runtime) {}
+  ~Scope() {
+    budget::settle_versions();
+    budget::Dead dead;
+    const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
+    if (!runtime->has_saved()) budget::Graph::get().cut(*runtime, dead);
+  }
+  const std::shared_ptr<budget::Runtime> runtime;
   const seam::DispatchMode mode;
 };
 
 BudgetGuard::BudgetGuard(BudgetOptions options) {
   checked(options);
-  budget::watch_allocations();
+  watch_allocations();
   bound_ = std::make_shared<budget::Bound>(options, MemoryMeter().live_bytes());
   if (const auto* const around = budget::BudgetScope::innermost()) {
     runtime_ = around->runtime().shared_from_this();
@@ -61,9 +125,24 @@ BudgetGuard::~BudgetGuard() {
   if (is_inside_) runtime_->remove(*bound_);
 }
 
-BudgetReport BudgetGuard::report() const { return runtime_->report(*bound_); }
+BudgetReport BudgetGuard::report() const { return counters().now(); }
 
-void BudgetGuard::reset() { runtime_->reset(*bound_); }
+void BudgetGuard::reset() { counters().reset(); }
+
+BudgetCounters BudgetGuard::counters() const { return BudgetCounters(bound_); }
+
+BudgetReport BudgetCounters::now() const {
+  const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
+  return bound_->report;
+}
+
+void BudgetCounters::reset() {
+  const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
+  BudgetReport anew;
+  anew.budget_bytes = bound_->report.budget_bytes;
+  anew.source_bytes = bound_->report.source_bytes;
+  bound_->report = anew;
+}
 
 BudgetExceeded::BudgetExceeded(c10::SourceLocation where, std::string text, int64_t needed_bytes,
                                int64_t floor_bytes)

@@ -31,14 +31,45 @@ Turns& turns() {
   return *all;
 }
 
+/// An error about a rerun, thrown under the lock: a binding gives it another form without.
+class RerunError final : public c10::Error {
+ public:
+  using Error::Error;
+};
+
 [[noreturn]] void throw_changed_source(const Record& record) {
-  TORCH_CHECK(false,
-              "remat::BudgetGuard: a tensor that a dropped value is made of has changed since, so that ",
-              record.traits->name,
-              " cannot run again.\nCause: it was written to where the budget does not see it: by another thread, after "
-              "the guard's scope had ended, or past LibTorch's operators.\nDo: write to it inside the scope, after the "
-              "backward, or raise the budget.");
+  throw RerunError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+      c10::str("remat::BudgetGuard: a tensor that a dropped value is made of has changed since, so "
+               "that ",
+               record.traits->name,
+               " cannot run again.\nCause: it was written to where the budget does not see it: by "
+               "another thread, after the guard's scope had ended, or past LibTorch's operators.\nDo: "
+               "write to it inside the scope, after the backward, or raise the budget."));
 }
+
+[[noreturn]] void throw_other_results(const Record& record) {
+  throw RerunError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+      c10::str("remat::BudgetGuard: ", record.traits->name,
+               " gave other results when it ran again (BudgetOptions::check_values).\nCause: the "
+               "operator is not deterministic, leaves bytes of its results unwritten, or reads "
+               "something that was changed past LibTorch's operators.\nDo: use a deterministic "
+               "operator, or do not change what it reads before the backward."));
+}
+
+/// The budget for which this thread runs something again.
+thread_local const Runtime* rerun_of = nullptr;
+
+class RerunsFor {
+ public:
+  explicit RerunsFor(const Runtime& runtime) : outer_(std::exchange(rerun_of, &runtime)) {}
+  ~RerunsFor() { rerun_of = outer_; }
+  RerunsFor& operator=(RerunsFor&&) = delete;
+
+ private:
+  const Runtime* const outer_;
+};
 
 /// One rerun of a record: the content that it reads, kept from being dropped meanwhile.
 class Rerun {
@@ -146,11 +177,8 @@ void Rerun::end(Dead& dead) {
       dead.storages.push_back(std::move(made_[i]));
       continue;
     }
-    TORCH_CHECK(value->hash == 0 || value->hash == hash_of(*made_[i].unsafeGetStorageImpl()),
-                "remat::BudgetGuard: ", record_.traits->name,
-                " gave other results when it ran again (BudgetOptions::check_values).\nCause: the operator is not "
-                "deterministic, or something that it reads was changed past LibTorch's operators.\nDo: use a "
-                "deterministic operator, or do not change what it reads before the backward.");
+    if (value->hash != 0 && value->hash != hash_of(*made_[i].unsafeGetStorageImpl()))
+      throw_other_results(record_);
     value->counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
     value->is_rerun = value->saves.empty();
     graph.set_content(*value, std::move(made_[i]));
@@ -198,8 +226,10 @@ class Again {
 /// Returns whether a value's content is there; lets go of one that is another's by now.
 bool is_there(Value& value, const Record& reader, Dead& dead) {
   if (value.has_changed() && !value.is_source())
-    if (const c10::Storage content = Graph::content_of(value))
+    if (c10::Storage content = Graph::content_of(value)) {
       Graph::get().forget(*content.unsafeGetStorageImpl(), dead);
+      dead.storages.push_back(std::move(content));  // may be the last reference
+    }
   const bool is_there = !value.has_changed() && Graph::has_content(value);
   if (!is_there && value.is_source()) throw_changed_source(reader);
   return is_there;
@@ -271,6 +301,8 @@ void Again::run() {
 
 }  // namespace
 
+const Runtime* rerun_on_this_thread() { return rerun_of; }
+
 c10::Storage content_again(Value& value, Runtime& runtime, double save) {
   Graph& graph = Graph::get();
   const auto present = [&]() -> c10::Storage {
@@ -285,8 +317,14 @@ c10::Storage content_again(Value& value, Runtime& runtime, double save) {
   if (c10::Storage content = present()) return content;
   const seam::DispatchModeOff unseen;
   const detail::NoScopes no_scopes;
+  const RerunsFor reruns(*value.runtime);
   Again again(value);
-  again.run();
+  try {
+    again.run();
+  } catch (const RerunError& error) {
+    raise_in_binding(error);
+    throw;
+  }
   c10::Storage content = present();
   REMAT_INVARIANT(static_cast<bool>(content), "a value was not made again");
   return content;

@@ -10,4 +10,7 @@ namespace remat::budget {
 /// error if a source has changed.
 c10::Storage content_again(Value& value, Runtime& runtime, double save);
 
+/// The budget whose values this thread makes again now; or null.
+const Runtime* rerun_on_this_thread();
+
 }  // namespace remat::budget

@@ -31,45 +31,14 @@ int64_t least_evicted(const BudgetOptions& options) {
   return options.min_bytes >= 0 ? options.min_bytes : std::min(options.bytes / 1000, most);
 }
 
-void allocation_begins(int64_t bytes, int64_t live) {
-  Dead dead;  // freed before the allocation, after the lock
-  int64_t needed = 0, floor = 0;
-  {
-    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-    int64_t freed = 0;
-    for (Runtime* const each : runtimes()) {
-      freed += each->make_room(bytes, live - freed, dead);
-      if (const Bound* const bound = each->refusing(live - freed + bytes)) {
-        needed = live - freed + bytes - bound->base_bytes;
-        floor = bound->report.floor_bytes;
-      }
-    }
-  }
-  if (needed > 0)
-    throw BudgetExceeded(
-        {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-        fmt::format("remat::BudgetGuard: an allocation of {} bytes did not fit into the budget, and "
-                    "nothing more could be dropped.\nCause: what operators read and write, and what "
-                    "the program holds, is over the budget by itself.\nDo: ask for {} bytes or more, "
-                    "or let OverBudget::Continue exceed the budget.",
-                    bytes, needed),
-        needed, floor);
-}
-
-void data_freed(const void* storage, const void* data) noexcept {
-  Graph::get().data_freed(storage, data);
-}
-
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 }  // namespace
 
-void watch_allocations() {
-  static constexpr AllocationCallbacks callbacks{allocation_begins, data_freed};
-  static const bool is_set = (set_allocation_callbacks(callbacks), true);
-  (void)is_set;
+void visit_runtimes(c10::function_ref<void(Runtime&)> visitor) {
+  for (Runtime* const each : runtimes()) visitor(*each);
 }
 
 struct CostTable::Entry {
@@ -122,17 +91,8 @@ void Runtime::remove(const Bound& bound) {
   min_bytes_ = least_evicted(options());
 }
 
-BudgetReport Runtime::report(const Bound& bound) {
-  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  BudgetReport report = bound.report;
-  report.source_bytes = source_bytes_;
-  return report;
-}
-
-void Runtime::reset(Bound& bound) {
-  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  bound.report = {};
-  bound.report.budget_bytes = bound.options.bytes;
+void Runtime::source_held(int64_t bytes) {
+  for (const auto& each : bounds_) each->report.source_bytes += bytes;
 }
 
 void Runtime::note_operator() {
@@ -153,7 +113,7 @@ int64_t Runtime::most_bytes() const {
 }
 
 const Bound* Runtime::refusing(int64_t alive) const {
-  if (options().over != OverBudget::Throw) return nullptr;
+  if (bounds_.empty() || options().over != OverBudget::Throw) return nullptr;
   for (const auto& each : bounds_)
     if (alive > each->most_bytes) return each.get();
   return nullptr;

@@ -59,8 +59,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// A guard inside.
   void add(std::shared_ptr<Bound> bound);
   void remove(const Bound& bound);
-  BudgetReport report(const Bound& bound);
-  void reset(Bound& bound);
 
   /// Keeps the content of a value that can be made again.
   void hold(Value& value, c10::Storage storage);
@@ -68,7 +66,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void drop_if_unneeded(Value& value, Dead& dead);
   void unpool(Value& value);
   /// A source holds so many bytes more, or less.
-  void source_held(int64_t bytes) { source_bytes_ += bytes; }
+  void source_held(int64_t bytes);
 
   /// A tensor is saved that has a value of this runtime, or is no longer.
   void note_save() { num_saved_.fetch_add(1, std::memory_order_relaxed); }
@@ -99,11 +97,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<std::shared_ptr<Bound>> bounds_;  // outermost first
   int64_t min_bytes_ = 0;
   std::vector<Value*> pool_;
-  int64_t pool_bytes_ = 0, source_bytes_ = 0;
+  int64_t pool_bytes_ = 0;
   std::atomic<int64_t> num_saved_{0};
 };
 
-/// Sees that the CPU's allocator announces what it allocates.
-void watch_allocations();
+/// Visits the budgets of the process. The caller holds the graph's lock.
+void visit_runtimes(c10::function_ref<void(Runtime&)> visitor);
+
+/// Throws the error in the form of a binding's language, if there is one and it throws.
+void raise_in_binding(const c10::Error& error);
 
 }  // namespace remat::budget

@@ -27,7 +27,8 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
     Dead dead;
     const std::lock_guard<std::mutex> lock(graph.mutex());
     Value* const value = graph.value_at(*storage_of(saved));
-    if (value != nullptr && !value->is_source() && !value->has_changed()) {
+    if (value != nullptr && !value->is_source() && !value->is_blank() &&
+        !value->has_changed()) {
       geometry_ = Geometry(saved);
       geometry_.value = value;
       graph.own(*value);
@@ -72,7 +73,7 @@ void Saved::check_version() const {
           ? " Hint: the backtrace further above shows the operation that failed to compute its gradient. The "
             "variable in question was changed in there or anywhere later. Good luck!"
           : " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True).");
+            "torch.autograd.set_detect_anomaly(True, check_nan=False).");
 }
 
 at::Tensor Saved::call_unpack_hook() {

@@ -8,6 +8,8 @@
 
 namespace remat::python {
 
+void add_budget(py::module_& module);  // budget.cpp
+
 namespace {
 
 py::dict counters() {
@@ -51,6 +53,7 @@ PYBIND11_MODULE(_remat, module) {
   add_guards(module);
   add_observe(module);
   add_plan(module);
+  add_budget(module);
   module.def("counters", counters);
   module.def("is_checkpointing", remat::is_checkpointing);
   module.def("is_recomputing", remat::is_recomputing);

@@ -1,7 +1,8 @@
 """Activation checkpointing: what autograd would save is computed again in backward.
 
-Two ways in. `remat.checkpoint(function, *args)` runs one call as a region. `remat.install()` puts remat under
-`torch.utils.checkpoint`, for programs that are written already.
+Three ways in. `remat.checkpoint(function, *args)` runs one call as a region. `remat.install()` puts remat under
+`torch.utils.checkpoint`, for programs that are written already. `with remat.budget("8 GiB"):` keeps any program within a
+byte budget, without regions.
 
     loss = remat.checkpoint(block, x, name="block 3").sum()
     loss.backward()
@@ -119,6 +120,7 @@ from ._plan import (
     torch_sequential_plan,
 )
 from ._fit import Fitted, fit
+from ._budget import Budget, BudgetExceeded, BudgetReport, budget
 
 counters = _remat.counters
 is_checkpointing = _remat.is_checkpointing
@@ -133,6 +135,9 @@ __all__ = [
     "Applied",
     "BestCall",
     "BestChoice",
+    "Budget",
+    "BudgetExceeded",
+    "BudgetReport",
     "ChainCost",
     "CheckpointError",
     "CheckpointPolicy",
@@ -181,6 +186,7 @@ __all__ = [
     "apply",
     "balanced_plan",
     "best_choices",
+    "budget",
     "checkpoint",
     "checkpoint_level",
     "checkpoint_name",

@@ -1,5 +1,8 @@
 """`python -m remat SCRIPT ARGUMENT...` or `python -m remat -m MODULE ARGUMENT...`: runs it with remat installed,
 in the processes, too, that it starts by multiprocessing. `torchrun -m remat SCRIPT ARGUMENT...` runs each rank so.
+
+`python -m remat --budget TEXT SCRIPT ARGUMENT...` runs it within a byte budget, too: the main thread of each such process
+inside `remat.budget(TEXT)`, with TEXT such as 8GiB or 500MB.
 """
 
 from __future__ import annotations
@@ -44,13 +47,23 @@ def _run_script(path: str) -> None:
 
 def main() -> None:
     arguments = sys.argv[1:]
+    budget = None
+    if arguments and arguments[0].split("=")[0] == "--budget":
+        _, is_joined, budget = arguments.pop(0).partition("=")
+        if not is_joined:
+            budget = arguments.pop(0) if arguments else ""
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(__doc__, file=sys.stderr)
         sys.exit(0 if arguments and arguments[0] != "-m" else 2)
     from ._drop_in import install, install_in_children
 
-    install()
-    install_in_children()
+    try:
+        install(budget=budget)
+    except ValueError as error:
+        if budget is None:
+            raise
+        sys.exit(f"python -m remat: {error}")
+    install_in_children(budget)
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path[0] = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dis
 import functools
@@ -16,6 +17,8 @@ import torch
 import torch.utils.checkpoint as upstream
 
 from ._arguments import checked
+from ._budget import Budget, Budgeted
+from ._budget import budget as make_budget
 from ._extension import _remat
 from ._policy import CheckpointPolicy, Policy, PolicyContext, save_ops
 
@@ -427,8 +430,19 @@ def _replace(old: Any, new: Any) -> None:
             names[_NAME] = new
 
 
+_budgets: list[Optional[Budget]] = []  # one for each `install`
+
+
+def _close_budgets() -> None:
+    """Closes what is open when the interpreter ends."""
+    while _budgets:
+        budget = _budgets.pop()
+        if budget is not None:
+            budget.__exit__()
+
+
 @checked
-def install(*, native_policy_functions: bool = True) -> None:
+def install(*, native_policy_functions: bool = True, budget: Optional[Budgeted] = None) -> None:
     """From now on, regions of `torch.utils.checkpoint` (use_reentrant=False) run on remat, in the whole process.
 
     That holds for whoever imported it before or imports it later: transformers, Lightning, torchtune, the wrappers
@@ -438,6 +452,9 @@ def install(*, native_policy_functions: bool = True) -> None:
 
     native_policy_functions: policy functions of selective contexts that do not look at operators' results run as
         native policies. False, until the last `uninstall`: all run in upstream's modes.
+    budget: open `remat.budget(budget)` on this thread, until the `uninstall` that takes this call back, which is to be
+        called on the same thread [bytes, or text].
+    Raises as `remat.budget`.
     """
     global _num_installed, _native_functions
     if not _reaches_upstream:
@@ -446,7 +463,11 @@ def install(*, native_policy_functions: bool = True) -> None:
             f"remat does not know, so that they would go on to run on torch's own code. Do: call remat.checkpoint, or "
             f"take a newer remat or an older torch"
         )
+    opened = None if budget is None else make_budget(budget).__enter__()
+    if opened is not None:
+        atexit.register(_close_budgets)
     with _lock:
+        _budgets.append(opened)
         _num_installed += 1
         _native_functions = native_policy_functions and (_native_functions or _num_installed == 1)
         if _num_installed > 1:
@@ -465,6 +486,9 @@ def uninstall() -> None:
     with _lock:
         if _num_installed == 0:
             return
+        if _budgets and _budgets[-1] is not None:
+            _budgets[-1].__exit__()
+        del _budgets[-1:]
         _num_installed -= 1
         if _num_installed > 0:
             return
@@ -480,17 +504,20 @@ def uninstall() -> None:
 class _Inherited:
     """What the processes that this one starts by multiprocessing inherit: made again there, it installs."""
 
+    def __init__(self, budget: Optional[Budgeted]) -> None:
+        self.budget = budget
+
     def __reduce__(self) -> Any:
-        return _install_as, (is_installed(),)
+        return _install_as, (is_installed(), self.budget)
 
 
-def _install_as(is_on: bool) -> _Inherited:
+def _install_as(is_on: bool, budget: Optional[Budgeted] = None) -> _Inherited:
     if is_on and not is_installed():
-        install()
-    return _Inherited()
+        install(budget=budget)
+    return _Inherited(budget)
 
 
-def install_in_children() -> None:
+def install_in_children(budget: Optional[Budgeted] = None) -> None:
     """Installs in all processes that `multiprocessing` starts from now on, and in those that they start.
 
     A forked one has what this one has. To one that is spawned, or forked by a server, its process object is sent, once it
@@ -498,7 +525,7 @@ def install_in_children() -> None:
     """
     from multiprocessing import process
 
-    process.current_process()._config["remat"] = _Inherited()  # type: ignore[attr-defined]
+    process.current_process()._config["remat"] = _Inherited(budget)  # type: ignore[attr-defined]
 
 
 def is_installed() -> bool:
@@ -508,9 +535,11 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 @checked
-def installed(*, native_policy_functions: bool = True) -> Iterator[None]:
+def installed(
+    *, native_policy_functions: bool = True, budget: Optional[Budgeted] = None
+) -> Iterator[None]:
     """`install` for the time of a `with`, in the whole process."""
-    install(native_policy_functions=native_policy_functions)
+    install(native_policy_functions=native_policy_functions, budget=budget)
     try:
         yield
     finally:

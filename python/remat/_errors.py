@@ -7,6 +7,7 @@ import functools
 import re
 from typing import Any, Callable, NamedTuple, TypeVar
 
+import torch
 import torch.utils.checkpoint as upstream
 
 
@@ -80,6 +81,19 @@ class CheckpointError(upstream.CheckpointError):
     mismatches: tuple[Mismatch, ...] = ()
 
 
+class BudgetExceeded(torch.OutOfMemoryError):
+    """An allocation did not fit under `remat.budget(..., over="throw")`.
+
+    Raised by the operator that allocates. Nothing is left behind: the same backward may be tried again under a larger
+    budget.
+    """
+
+    needed_bytes: int = -1
+    """The budget that would have been enough for this allocation [bytes]."""
+    floor_bytes: int = -1
+    """As the report says [bytes]."""
+
+
 # What the library's texts say to C++ programs, in Python's words: phrases first, then what is left of single names.
 _PHRASES = (
     # Of warnings.
@@ -105,6 +119,9 @@ _PHRASES = (
     ("BufferPolicy::Ignore", 'buffers="ignore"'),
     ("SelectiveOptions::allow_cache_entry_mutation", "allow_cache_entry_mutation=True"),
     ("`mutable_data_ptr()`", "an operator"),
+    ("INT64_MAX for a report without a limit", "sys.maxsize for a report without a limit"),
+    ("let OverBudget::Continue exceed the budget", 'pass over="continue" to exceed the budget'),
+    ("(BudgetOptions::check_values)", "(check_values=True)"),
     ("is no c10::DeviceAllocator, so that it has no statistics", "keeps no statistics"),
 )  # fmt: skip
 _GUARDS = {
@@ -112,6 +129,7 @@ _GUARDS = {
     "SaveOnCpuGuard": "save_on_cpu", "SaveElsewhereGuard": "save_elsewhere", "SaveInTiersGuard": "save_in_tiers",
     "SaveOnDiskGuard": "save_on_disk", "StateProviderGuard": "state_provider", "RecordAllocationsGuard": "record_allocations",
     "DisableCheckpointGuard": "disable_checkpoint", "DebugGuard": "debug", "GeneratorGuard": "preserve_generator",
+    "BudgetGuard": "budget",
 }  # fmt: skip
 _NAMES = (
     (re.compile(rf"\b({'|'.join(_GUARDS)})\b"), lambda found: _GUARDS[found[1]]),
@@ -185,4 +203,14 @@ def make_error(
     error.forward_count = forward_count
     error.recompute_count = recompute_count
     error.mismatches = tuple(Mismatch(*each) for each in mismatches)
+    return error
+
+
+def make_budget_error(text: str, needed_bytes: int, floor_bytes: int) -> Exception:
+    """The exception for an error that a budget meets in an operator or in backward. Negative bytes: no allocation."""
+    text = in_python_words(text)
+    if needed_bytes < 0:
+        return RuntimeError(text)
+    error = BudgetExceeded(text)
+    error.needed_bytes, error.floor_bytes = needed_bytes, floor_bytes
     return error

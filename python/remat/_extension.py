@@ -36,7 +36,7 @@ except ImportError as error:
 from ._dispatch_mode import SeesOperators  # noqa: E402
 from ._engine import put_in_front  # noqa: E402
 from ._errors import WORDS_OF_WARNINGS, CheckpointError, ErrorKind  # noqa: E402
-from ._errors import StopRecompute, make_error  # noqa: E402
+from ._errors import StopRecompute, make_budget_error, make_error  # noqa: E402
 from ._hooks import note_hooks_of  # noqa: E402
 
 
@@ -124,6 +124,7 @@ _STOP_TRIALS = (
 _remat._set_names(make_error, _run_in, _device_context)
 _remat._set_stop(StopRecompute, _STOP_TRIALS)
 _remat._set_dispatch_mode(SeesOperators())  # type: ignore[no-untyped-call]
+_remat._set_budget_errors(make_budget_error)
 _remat._set_words(WORDS_OF_WARNINGS)
 put_in_front(_remat)
 note_hooks_of(_remat)

@@ -46,7 +46,7 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "torch_sequential_plan": (3, 2), "halving_plan": (3,), "solve": (cost,), "simulate": (cost, remat.Plan(2)),
     "measure": (model, x), "free_budget": (cost,), "run": (remat.Plan(2), model, x),
     "checkpoint_sequential": (model, 1, x), "fit": (model, x, 1 << 30), "Frontier.plan": (remat.solve(cost), 1 << 30),
-    "install": (), "installed": (), "ValueComparison": (), "MoveOptions": (),
+    "budget": (1,), "install": (), "installed": (), "ValueComparison": (), "MoveOptions": (),
 }  # fmt: skip
 NOT_CHECKED = {
     "save_elsewhere": {"place"}, "Plan": {"regions", "moved"}, "fit": {"model_or_stages"}, "ValueComparison": {"nan"},

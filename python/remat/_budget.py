@@ -1,0 +1,161 @@
+"""A byte budget for any program: saved tensors are dropped and computed again by operator, without regions."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Callable, Optional, Union
+
+import torch
+
+from ._arguments import Bytes, Kind, add_kind, checked
+from ._arguments import _is_whole as is_whole
+from ._errors import BudgetExceeded, CheckpointError, ErrorKind
+from ._extension import _remat
+from ._guards import Guard
+from ._observe import as_table, free_bytes
+from ._plan import MoveOptions
+
+BudgetReport = _remat.BudgetReport
+Budgeted = Union[Bytes, str]
+"""A number of bytes, or a text such as "8 GiB" or "free - 5 %"."""
+
+_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_NUMBER = r"(\d+\.?\d*|\.\d+)"
+_SIZE = re.compile(rf"\s*{_NUMBER}\s*({'|'.join(_UNITS)})\s*")
+_FREE = re.compile(rf"\s*free\s*(?:-\s*{_NUMBER}\s*%\s*)?")
+_MOST = (1 << 63) - 1  # sys.maxsize: no limit
+
+add_kind(
+    "Budgeted",
+    Kind(
+        lambda value: isinstance(value, str) or is_whole(value),
+        "a whole number of bytes or a str such as '8 GiB'",
+        lambda value: value if isinstance(value, str) else max(-_MOST, min(int(value), _MOST)),
+    ),
+)
+
+
+def _read_text(text: str) -> tuple[Optional[int], Fraction]:
+    """Returns the bytes that a text asks for; or None, and the share of the free memory. Raises ValueError for other texts."""
+    size = _SIZE.fullmatch(text)
+    if size is not None:
+        return min(int(Fraction(size[1]) * _UNITS[size[2]]), _MOST), Fraction(0)
+    free = _FREE.fullmatch(text)
+    share = 1 - Fraction(free[1] or 0) / 100 if free is not None else Fraction(0)
+    if share <= 0:
+        raise ValueError(
+            f"remat.budget: the budget {text!r} is neither a size nor a share of the free memory. Hint: a number and one "
+            f"of {', '.join(_UNITS)}, such as '8 GiB'; or 'free', 'free - 5 %'."
+        )
+    return None, share
+
+
+def _free(text: str, share: Fraction, device: Union[torch.device, str, int, None]) -> int:
+    try:
+        return int(free_bytes(device) * share)
+    except CheckpointError as error:
+        if error.kind is not ErrorKind.UNSUPPORTED:
+            raise
+        raise ValueError(
+            f"remat.budget: the budget {text!r} asks for the free memory, and nothing says how much is free.\n"
+            f"Cause: {error}\nHint: give the budget as a size, such as '8 GiB'."
+        ) from None
+
+
+class Budget(Guard):
+    """The return value of `budget`: a guard with a report."""
+
+    def __init__(self, text: str, open: Callable[[], _remat.OpenBudget]) -> None:
+        self._last: Optional[_remat.OpenBudget] = None
+
+        def begin() -> _remat.OpenBudget:
+            self._last = opened = open()
+            return opened
+
+        super().__init__(text, begin)
+
+    def __enter__(self) -> Budget:
+        super().__enter__()
+        return self
+
+    def _latest(self, asked: str) -> _remat.OpenBudget:
+        if self._last is None:
+            raise RuntimeError(f"{self._text}: {asked} was called before the scope was entered")
+        return self._last
+
+    def report(self) -> BudgetReport:
+        """Returns the counts of the scope that was entered last, also after it: backwards of graphs
+        that were made in the scope go on counting. `str` makes a table. Any thread.
+
+        Raises RuntimeError before the scope was entered.
+        """
+        return self._latest("report").now()
+
+    def reset(self) -> None:
+        """Starts peak and counts of that scope anew; the budget stays. Any thread."""
+        self._latest("reset").reset()
+
+    def _repr_html_(self) -> str:
+        return as_table(self._text if self._last is None else self.report())
+
+
+@checked
+def budget(
+    bytes: Budgeted,
+    *,
+    device: Union[torch.device, str, int, None] = None,
+    over: str = "continue",
+    min_bytes: Optional[Bytes] = None,
+    check_values: bool = False,
+    moving: Optional[MoveOptions] = None,
+) -> Budget:
+    """Keeps the program within a byte budget: tensors that autograd saved in the scope are dropped when an allocation
+    would exceed it, and computed again by the operators that made them when backward reads them.
+
+        with remat.budget("8 GiB") as budget:
+            for batch in loader:
+                train_step(model, batch)      # unchanged
+        print(budget.report())
+
+    No function runs twice, only operators do. Outputs, gradients, buffers and random numbers are those of the plain program,
+    bit by bit. One scope around a training loop is best: costs of operators are learned in its first steps. A graph that
+    was made in the scope can run backward after it, within the same budget. Nested scopes: the smallest budget holds.
+    Regions inside are recomputed as regions.
+
+    bytes: the memory for everything that is alive on the device beyond what is alive on entry, of all threads: gradients,
+        optimizer state and scratch memory of kernels included [bytes]. A text is a number and B, kB, MB, GB (powers of
+        1000), KiB, MiB, GiB (of 1024); or "free", "free - 5 %": a share of `free_bytes`, read on entry. `sys.maxsize`: no
+        limit, only the report.
+    device: the device whose memory is bounded; None: the CPU. No other device is supported yet.
+    over: "continue" makes and counts an allocation for which there is no room; "throw" raises BudgetExceeded out of it.
+    min_bytes: smaller values are never dropped [bytes]; None: a thousandth of the budget, at most 64 KiB.
+    check_values: hash values when they are dropped, and compare them when they were computed again; for debugging.
+    moving: values that wait elsewhere instead. Not supported yet.
+    Threads: bounds what the thread that entered it saves, also on the threads of a backward that is called there.
+    Raises ValueError for a budget of 0 or less, for a text that is none, and for "free" where nothing says how much is free;
+    CheckpointError (UNSUPPORTED) for another device, for `moving`, and inside a region.
+    """
+    if over not in ("continue", "throw"):
+        raise ValueError(f"remat.budget: over must be 'continue' or 'throw', and is {over!r}")
+    if min_bytes is not None and min_bytes < 0:
+        raise ValueError(f"remat.budget: min_bytes must be 0 or more, or None, and is {min_bytes!r}")
+    size, share = _read_text(bytes) if isinstance(bytes, str) else (int(bytes), Fraction(0))
+    if moving is not None:
+        error = CheckpointError(
+            "remat.budget: moving was given, and a budget cannot move values yet.\n"
+            "Cause: dropped values are computed again; no other way is built.\n"
+            "Hint: leave moving out, or use remat.save_on_cpu or remat.save_on_disk inside the scope."
+        )
+        error.kind = ErrorKind.UNSUPPORTED
+        raise error
+
+    def open() -> _remat.OpenBudget:
+        asked = _free(str(bytes), share, device) if size is None else size
+        least = -1 if min_bytes is None else int(min_bytes)
+        return _remat._open_budget(asked, device, over == "throw", least, check_values)
+
+    return Budget(f"remat.budget({bytes!r})", open)
+
+
+__all__ = ["Budget", "BudgetExceeded", "BudgetReport", "budget"]
