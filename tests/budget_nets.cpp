@@ -33,7 +33,8 @@ struct BlockImpl : nn::Module {
   }
   Tensor forward(Tensor x) {
     const int64_t b = x.size(0), t = x.size(1), w = x.size(2);
-    const auto parts = qkv(norm1(x)).view({b, t, 3, heads, w / heads}).permute({2, 0, 3, 1, 4}).unbind(0);
+    const auto parts =
+        qkv(norm1(x)).view({b, t, 3, heads, w / heads}).permute({2, 0, 3, 1, 4}).unbind(0);
     Tensor a = parts[0].matmul(parts[1].transpose(-2, -1)) / 4.0;
     a = a.masked_fill(at::ones({t, t}, at::kBool).triu(1), -std::numeric_limits<float>::infinity());
     a = at::dropout(a.softmax(-1), 0.1, true);
@@ -79,7 +80,8 @@ Net resnet(bool is_inplace) {
   std::vector<Layer> layers;
   net.add(*stem);
   for (int i = 0; i < 5; ++i) {
-    layers.push_back({conv(channels), conv(channels), nn::BatchNorm2d(channels), nn::BatchNorm2d(channels)});
+    layers.push_back(
+        {conv(channels), conv(channels), nn::BatchNorm2d(channels), nn::BatchNorm2d(channels)});
     net.add(*layers.back().a);
     net.add(*layers.back().b);
     net.add(*layers.back().m);
@@ -98,11 +100,13 @@ Net resnet(bool is_inplace) {
 Net unet() {
   Net net;
   const auto conv = [&](int64_t in, int64_t out) {
-    nn::Sequential both(nn::Conv2d(nn::Conv2dOptions(in, out, 3).padding(1)), nn::GroupNorm(2, out), nn::GELU());
+    nn::Sequential both(nn::Conv2d(nn::Conv2dOptions(in, out, 3).padding(1)), nn::GroupNorm(2, out),
+                        nn::GELU());
     net.add(*both);
     return both;
   };
-  nn::Sequential a = conv(3, 8), b = conv(8, 16), c = conv(16, 16), d = conv(32, 8), e = conv(16, 8);
+  nn::Sequential a = conv(3, 8), b = conv(8, 16), c = conv(16, 16), d = conv(32, 8),
+                 e = conv(16, 8);
   nn::ConvTranspose2d up1(nn::ConvTranspose2dOptions(16, 16, 2).stride(2)),
       up2(nn::ConvTranspose2dOptions(8, 8, 2).stride(2));
   net.add(*up1);
@@ -147,8 +151,9 @@ Net tree() {
   net.step = [=]() mutable {
     const std::function<Tensor(int64_t, int64_t)> node = [&](int64_t from, int64_t to) {
       if (to - from == 1) return leaf(x[from]).tanh();
-      const int64_t middle =
-          from + 1 + static_cast<int64_t>(std::abs(x[from][0][0].item<float>()) * 1000) % (to - from - 1 > 0 ? to - from - 1 : 1);
+      const int64_t middle = from + 1 +
+                             static_cast<int64_t>(std::abs(x[from][0][0].item<float>()) * 1000) %
+                                 (to - from - 1 > 0 ? to - from - 1 : 1);
       Tensor y = cell(at::cat({node(from, middle), node(middle, to)}, -1)).tanh();
       if (y.mean().item<float>() > 0) y = y * 0.9;
       return y;
@@ -181,7 +186,8 @@ Tensors run(const std::function<Net()>& make, int64_t bytes, int64_t& peak, int6
   meter.reset_peak();
   {
     std::unique_ptr<remat::BudgetGuard> guard;
-    if (bytes > 0) guard = std::make_unique<remat::BudgetGuard>(remat::BudgetOptions{.bytes = bytes});
+    if (bytes > 0)
+      guard = std::make_unique<remat::BudgetGuard>(remat::BudgetOptions{.bytes = bytes});
     for (int i = 0; i < 2; ++i) net.step();
     floor = guard == nullptr ? 0 : guard->report().floor_bytes;
   }

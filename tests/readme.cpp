@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "remat/apply.h"
+#include "remat/budget.h"
 #include "remat/save_best.h"
 #include "remat/tiers.h"
 #include "tests/support/nn.h"
@@ -43,6 +44,21 @@ class Range {
 };
 
 }  // namespace
+
+TEST_CASE("the page about budgets", "[readme]") {
+  torch::nn::Linear model(8, 8);
+  const std::vector<Tensor> loader{at::ones({4, 8}), at::zeros({4, 8})};
+  const auto train_step = [](torch::nn::Linear& net, const Tensor& batch) {
+    net(batch).sin().sum().backward();
+  };
+  const std::stringstream out;
+  const auto before = std::cout.rdbuf(out.rdbuf());
+  remat::BudgetGuard budget({.bytes = 2'000'000'000});
+  for (const auto& batch : loader) train_step(model, batch);
+  std::cout << budget.report().to_string();
+  std::cout.rdbuf(before);
+  CHECK_THAT(out.str(), contains("budget        2000.00 MB"));
+}
 
 TEST_CASE("the README's policies", "[readme]") {
   const Tensor x = leaf({8, 8});

@@ -59,8 +59,10 @@ class REMAT_API BudgetExceeded : public c10::OutOfMemoryError {
  public:
   BudgetExceeded(c10::SourceLocation where, std::string text, int64_t needed_bytes,
                  int64_t floor_bytes);
-  int64_t needed_bytes() const { return needed_bytes_; }  ///< [bytes] the budget that would have done
-  int64_t floor_bytes() const { return floor_bytes_; }    ///< [bytes] as the report says
+  int64_t needed_bytes() const {
+    return needed_bytes_;
+  }  ///< [bytes] the budget that would have done
+  int64_t floor_bytes() const { return floor_bytes_; }  ///< [bytes] as the report says
 
  private:
   int64_t needed_bytes_, floor_bytes_;
@@ -69,7 +71,7 @@ class REMAT_API BudgetExceeded : public c10::OutOfMemoryError {
 namespace budget {
 class Runtime;
 struct Bound;
-}
+}  // namespace budget
 
 /// For a binding of another language (binding.h): throws an error of a budget in the language's form:
 /// BudgetExceeded out of an allocation, or an error about a rerun. May return: then the error itself is

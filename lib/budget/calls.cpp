@@ -28,11 +28,11 @@ namespace {
 
 /// What a budget wants to know of an operator, beyond its traits.
 struct Kind {
-  bool can_run_again = false;  ///< LibTorch's own, and its schema says what it reads and writes
-  bool is_view_only = false;   ///< a view, or nothing but metadata
-  bool is_blank = false;       ///< makes memory that nothing is written to
-  bool fills = false;          ///< does not read what it writes to
-  bool counts_version = false; ///< it counts up the version of a tensor whose contents it leaves
+  bool can_run_again = false;   ///< LibTorch's own, and its schema says what it reads and writes
+  bool is_view_only = false;    ///< a view, or nothing but metadata
+  bool is_blank = false;        ///< makes memory that nothing is written to
+  bool fills = false;           ///< does not read what it writes to
+  bool counts_version = false;  ///< it counts up the version of a tensor whose contents it leaves
 };
 
 Kind find_kind(const c10::OperatorHandle& op, const OpTraits& traits) {
@@ -50,13 +50,14 @@ Kind find_kind(const c10::OperatorHandle& op, const OpTraits& traits) {
                name == "aten::copy_" ||
                std::any_of(declared.begin(), declared.end(),
                            [](const c10::Argument& each) { return each.is_out(); });
-  kind.can_run_again = name.rfind("aten::", 0) == 0 && !kind.is_view_only &&
-                       name.rfind(draws_by_itself, 0) != 0;
+  kind.can_run_again =
+      name.rfind("aten::", 0) == 0 && !kind.is_view_only && name.rfind(draws_by_itself, 0) != 0;
   return kind;
 }
 
 const Kind& kind_of(const c10::OperatorHandle& op, const OpTraits& traits) {
-  thread_local std::vector<std::pair<bool, Kind>> by_name;  // traits are leaked, numbers are for good
+  thread_local std::vector<std::pair<bool, Kind>>
+      by_name;  // traits are leaked, numbers are for good
   if (by_name.size() <= traits.name_number) by_name.resize(traits.name_number + 1);
   auto& [is_known, kind] = by_name[traits.name_number];
   if (!is_known) {
@@ -102,8 +103,8 @@ bool can_be_recorded(const Kind& kind, const Runtime& runtime,
   bool can = true;
   visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
     // What others may write to unseen can change before a rerun.
-    can = can && (!tensor.defined() ||
-                  (is_plain(tensor) && is_cpu_memory_of_torch(*storage_of(tensor))));
+    can = can &&
+          (!tensor.defined() || (is_plain(tensor) && is_cpu_memory_of_torch(*storage_of(tensor))));
   });
   return can && is_generator_ours_to_copy(arguments);
 }
@@ -170,9 +171,9 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
     visit_written(op_, arguments, [&](const at::Tensor& tensor) {
       const auto* const storage = tensor.defined() ? storage_of(tensor) : nullptr;
       if (storage == nullptr) return;
-      const bool is_known = std::any_of(written_.begin(), written_.end(), [&](const at::Tensor& each) {
-        return storage_of(each) == storage;
-      });
+      const bool is_known =
+          std::any_of(written_.begin(), written_.end(),
+                      [&](const at::Tensor& each) { return storage_of(each) == storage; });
       if (!is_known) written_.push_back(tensor);
     });
   // See Note [Statistics of a rerun].
@@ -229,7 +230,8 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
           argument.count = 1;
           reference(tensor);
         } else if (value.isTensorList() || value.isOptionalTensorList() ||
-                   (value.isList() && value.toListRef().size() > 0 && value.toListRef()[0].isTensor())) {
+                   (value.isList() && value.toListRef().size() > 0 &&
+                    value.toListRef()[0].isTensor())) {
           argument.first = first;
           argument.is_list = true;
           argument.is_list_of_optional = value.isOptionalTensorList();
@@ -329,7 +331,8 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     return op.callBoxed(&stack);
   }
   Call call(op, traits, kind, scope->runtime());
-  call.begin(stack, !is_in_region && can_be_recorded(kind, scope->runtime(), arguments_of(op, stack)));
+  call.begin(stack,
+             !is_in_region && can_be_recorded(kind, scope->runtime(), arguments_of(op, stack)));
   const auto start = std::chrono::steady_clock::now();
   if (is_in_region) {
     remat::run_operator(op, stack);

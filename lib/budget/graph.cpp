@@ -136,8 +136,10 @@ void Graph::become_source(Value& value, Dead& dead) {
   value.runtime->unpool(value);
   Record& record = *std::exchange(value.record, nullptr);
   std::replace(record.results.begin(), record.results.end(), &value, static_cast<Value*>(nullptr));
-  if (value.held) dead.storages.push_back(std::move(content));
-  else value.held = std::move(content);
+  if (value.held)
+    dead.storages.push_back(std::move(content));
+  else
+    value.held = std::move(content);
   value.runtime->source_held(value.bytes);
   if (value.is_listed) disown(value, dead);  // a storage keeps no source
   if (--record.num_owners == 0) dead.records_to_bury.push_back(&record);

@@ -68,17 +68,17 @@ struct Value {
   /// The storage that has the content, whoever keeps it; empty: none has.
   WeakStorage where{c10::intrusive_ptr<c10::StorageImpl>()};
   int64_t bytes = 0;
-  Read* reads = nullptr;                 ///< of records that read it
-  c10::SmallVector<double, 2> saves{};   ///< the clock at each save that backward has not let go of
-  int32_t num_locks = 0;                 ///< reruns need it now
-  int32_t place = -1;                    ///< in the runtime's pool of what could be evicted
-  bool is_listed = false;                ///< found by its storage: `value_at`
-  const void* data = nullptr;            ///< of the storage when it was listed; only compared
-  bool is_rerun = false;                 ///< made again and not saved: stays while one evicted needs it
+  Read* reads = nullptr;                ///< of records that read it
+  c10::SmallVector<double, 2> saves{};  ///< the clock at each save that backward has not let go of
+  int32_t num_locks = 0;                ///< reruns need it now
+  int32_t place = -1;                   ///< in the runtime's pool of what could be evicted
+  bool is_listed = false;               ///< found by its storage: `value_at`
+  const void* data = nullptr;           ///< of the storage when it was listed; only compared
+  bool is_rerun = false;  ///< made again and not saved: stays while one evicted needs it
   /// Counts what is written to the content that no operator of the thread shows: Note [Writes].
   c10::VariableVersion counter{c10::VariableVersion::DISABLED};
-  uint32_t version = 0;                  ///< of the counter, as long as it is the content
-  uint64_t hash = 0;                     ///< of the content when it was evicted, if that is checked
+  uint32_t version = 0;  ///< of the counter, as long as it is the content
+  uint64_t hash = 0;     ///< of the content when it was evicted, if that is checked
   // What the choice knew of it last.
   float cost = -1;
   double first = -1;
@@ -126,9 +126,9 @@ struct Record {
   c10::intrusive_ptr<c10::GeneratorImpl> generator{};  ///< from which it drew
   bool grad_mode = true;
   bool is_blank = false;  ///< it makes memory that nothing was written to
-  float cost = 0;     ///< [seconds]
-  uint64_t number = 0;  ///< in the order of calls
-  uint64_t walk = 0;    ///< the latest walk that came here
+  float cost = 0;         ///< [seconds]
+  uint64_t number = 0;    ///< in the order of calls
+  uint64_t walk = 0;      ///< the latest walk that came here
 
   Record(const c10::OperatorHandle& called, const OpTraits& known) : op(called), traits(&known) {}
 };

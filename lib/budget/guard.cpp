@@ -23,9 +23,11 @@ namespace remat {
 namespace {
 
 const BudgetOptions& checked(const BudgetOptions& options) {
-  TORCH_CHECK_VALUE(options.bytes > 0, "remat::BudgetGuard: bytes was ", options.bytes,
-                    ". Do: ask for a number of bytes above 0; INT64_MAX for a report without a limit.");
-  TORCH_CHECK_VALUE(options.min_bytes >= -1, "remat::BudgetGuard: min_bytes was ", options.min_bytes,
+  TORCH_CHECK_VALUE(
+      options.bytes > 0, "remat::BudgetGuard: bytes was ", options.bytes,
+      ". Do: ask for a number of bytes above 0; INT64_MAX for a report without a limit.");
+  TORCH_CHECK_VALUE(options.min_bytes >= -1, "remat::BudgetGuard: min_bytes was ",
+                    options.min_bytes,
                     ". Do: give 0 or more, or -1 for a thousandth of the budget.");
   if (!options.device.is_cpu())
     throw_unsupported("a budget was asked for on " + options.device.str(),
@@ -64,11 +66,12 @@ void allocation_begins(int64_t bytes, int64_t live) {
   if (needed == 0) return;
   const BudgetExceeded error(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-      fmt::format("remat::BudgetGuard: an allocation of {} bytes did not fit into the budget, and nothing "
-                  "more could be dropped.\nCause: what operators read and write, and what the program "
-                  "holds, is over the budget by itself.\nDo: ask for {} bytes or more, or let "
-                  "OverBudget::Continue exceed the budget.",
-                  bytes, needed),
+      fmt::format(
+          "remat::BudgetGuard: an allocation of {} bytes did not fit into the budget, and nothing "
+          "more could be dropped.\nCause: what operators read and write, and what the program "
+          "holds, is over the budget by itself.\nDo: ask for {} bytes or more, or let "
+          "OverBudget::Continue exceed the budget.",
+          bytes, needed),
       needed, floor);
   budget::raise_in_binding(error);
   throw error;
@@ -151,16 +154,20 @@ BudgetExceeded::BudgetExceeded(c10::SourceLocation where, std::string text, int6
       floor_bytes_(floor_bytes) {}
 
 std::string BudgetReport::to_string() const {
-  const auto mb = [](int64_t bytes) { return fmt::format("{:.2f} MB", static_cast<double>(bytes) / 1e6); };
+  const auto mb = [](int64_t bytes) {
+    return fmt::format("{:.2f} MB", static_cast<double>(bytes) / 1e6);
+  };
   std::string text = fmt::format(
       "budget        {}\npeak          {}\nfloor         {}   (below this no budget can hold)\nsources       {}   (kept "
       "because a call may run again)\n",
-      budget_bytes == INT64_MAX ? std::string("none") : mb(budget_bytes), mb(peak_bytes), mb(floor_bytes),
-      mb(source_bytes));
+      budget_bytes == INT64_MAX ? std::string("none") : mb(budget_bytes), mb(peak_bytes),
+      mb(floor_bytes), mb(source_bytes));
   if (over_count > 0)
-    text += fmt::format("over          {} at the most, in {} allocations\n", mb(over_bytes), over_count);
-  text += fmt::format("operators     {} recorded, {} run again in {:.3f} s\nevictions     {}, chosen in {:.3f} s\n",
-                      operators, reruns, rerun_s, evictions, search_s);
+    text += fmt::format("over          {} at the most, in {} allocations\n", mb(over_bytes),
+                        over_count);
+  text += fmt::format(
+      "operators     {} recorded, {} run again in {:.3f} s\nevictions     {}, chosen in {:.3f} s\n",
+      operators, reruns, rerun_s, evictions, search_s);
   return text;
 }
 

@@ -1,7 +1,7 @@
 #include "lib/budget/rerun.h"
 
-#include <ATen/core/List.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
@@ -40,12 +40,13 @@ class RerunError final : public c10::Error {
 [[noreturn]] void throw_changed_source(const Record& record) {
   throw RerunError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-      c10::str("remat::BudgetGuard: a tensor that a dropped value is made of has changed since, so "
-               "that ",
-               record.traits->name,
-               " cannot run again.\nCause: it was written to where the budget does not see it: by "
-               "another thread, after the guard's scope had ended, or past LibTorch's operators.\nDo: "
-               "write to it inside the scope, after the backward, or raise the budget."));
+      c10::str(
+          "remat::BudgetGuard: a tensor that a dropped value is made of has changed since, so "
+          "that ",
+          record.traits->name,
+          " cannot run again.\nCause: it was written to where the budget does not see it: by "
+          "another thread, after the guard's scope had ended, or past LibTorch's operators.\nDo: "
+          "write to it inside the scope, after the backward, or raise the budget."));
 }
 
 [[noreturn]] void throw_other_results(const Record& record) {
@@ -98,8 +99,8 @@ Rerun::Rerun(Record& record, Dead& dead) : record_(record) {
     contents_.push_back({read.value, Graph::content_of(*read.value)});
   for (Content& each : contents_) {
     Value& value = *each.value;
-    each.is_written = std::find(record_.written.begin(), record_.written.end(), &value) !=
-                      record_.written.end();
+    each.is_written =
+        std::find(record_.written.begin(), record_.written.end(), &value) != record_.written.end();
     if (!each.is_written || value.is_source() || !value.saves.empty() || value.num_locks > 1 ||
         each.storage.use_count() > 2)  // ours here, and the budget's
       continue;
@@ -120,9 +121,9 @@ void Rerun::run() {
   const auto tensor_at = [&](int32_t place) {
     const Geometry& geometry = record_.tensors[static_cast<std::size_t>(place)];
     if (geometry.value == nullptr) return at::Tensor();
-    const auto* const content = std::find_if(contents_.begin(), contents_.end(), [&](const Content& each) {
-      return each.value == geometry.value;
-    });
+    const auto* const content =
+        std::find_if(contents_.begin(), contents_.end(),
+                     [&](const Content& each) { return each.value == geometry.value; });
     return geometry.on(content->storage);
   };
   torch::jit::Stack stack;
@@ -134,7 +135,8 @@ void Rerun::run() {
       c10::List<std::optional<at::Tensor>> list;
       for (int32_t i = 0; i < each.count; ++i) {
         at::Tensor tensor = tensor_at(each.first + i);
-        list.push_back(tensor.defined() ? std::optional<at::Tensor>(std::move(tensor)) : std::nullopt);
+        list.push_back(tensor.defined() ? std::optional<at::Tensor>(std::move(tensor))
+                                        : std::nullopt);
       }
       stack.emplace_back(std::move(list));
     } else if (each.is_list) {
@@ -159,8 +161,9 @@ void Rerun::run() {
   record_.op.callBoxed(stack);
   made_.clear();
   for (const Value* const value : record_.written) {
-    const auto* const content = std::find_if(contents_.begin(), contents_.end(),
-                                             [&](const Content& each) { return each.value == value; });
+    const auto* const content =
+        std::find_if(contents_.begin(), contents_.end(),
+                     [&](const Content& each) { return each.value == value; });
     made_.push_back(content->storage);
   }
   for (c10::Storage& each : new_storages(stack, given)) made_.push_back(std::move(each));
@@ -249,7 +252,8 @@ void Again::prepare(Dead& dead) {
       continue;
     }
     for (const Read& read : step.record->reads) {
-      if (std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end()) continue;
+      if (std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end())
+        continue;
       ++read.value->num_locks;
       step.locked.push_back(read.value);
     }
@@ -291,7 +295,8 @@ void Again::run() {
     Step& step = stack_.back();
     for (const Read& read : step.record->reads) {
       const bool is_made = std::find(kept_.begin(), kept_.end(), read.value) != kept_.end();
-      if (!is_made || std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end())
+      if (!is_made ||
+          std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end())
         continue;
       ++read.value->num_locks;
       step.locked.push_back(read.value);

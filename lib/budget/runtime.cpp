@@ -246,8 +246,7 @@ int64_t Runtime::make_room(int64_t bytes, int64_t live_bytes, Dead& dead) {
         std::max(report.floor_bytes, (is_over ? alive : least_alive) - each->base_bytes);
     if (!is_over) continue;
     ++report.over_count;
-    report.over_bytes =
-        std::max(report.over_bytes, alive - each->base_bytes - each->options.bytes);
+    report.over_bytes = std::max(report.over_bytes, alive - each->base_bytes - each->options.bytes);
     // See Note [Below the floor].
     if (options().over == OverBudget::Continue)
       each->most_bytes = alive + (alive - each->base_bytes) / 10;

@@ -27,8 +27,7 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
     Dead dead;
     const std::lock_guard<std::mutex> lock(graph.mutex());
     Value* const value = graph.value_at(*storage_of(saved));
-    if (value != nullptr && !value->is_source() && !value->is_blank() &&
-        !value->has_changed()) {
+    if (value != nullptr && !value->is_source() && !value->is_blank() && !value->has_changed()) {
       geometry_ = Geometry(saved);
       geometry_.value = value;
       graph.own(*value);

@@ -123,8 +123,8 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
   const StackView stack;
   const RegionOptions in_force = options_in_force(options, facts, stack);
   refuse(options, in_force);
-  auto own = register_modules(
-      options, facts.module, facts.script == nullptr ? nullptr : &facts.script->module());
+  auto own = register_modules(options, facts.module,
+                              facts.script == nullptr ? nullptr : &facts.script->module());
   const auto* const around =
       static_cast<const detail::RegionScope*>(stack.innermost(Ability::Region));
   const std::type_info* type = facts.type;

@@ -6,9 +6,9 @@
 
 #include "hooks/in_recompute.h"
 #include "hooks/slot.h"
+#include "lib/budget/calls.h"
 #include "lib/frame/active_recomputes.h"
 #include "lib/scope/region_scope.h"
-#include "lib/budget/calls.h"
 
 namespace remat::detail {
 

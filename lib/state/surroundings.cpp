@@ -13,8 +13,8 @@ void Surroundings::begin(const StorageSet& inputs,
   snapshot_ = Snapshot::take();
   if (auto streams = CurrentStreams::here()) devices_or_make().streams = std::move(streams);
   const auto registered = UserRegistrations::around(own);
-  const auto generators =
-      registered ? c10::ArrayRef<at::Generator>(registered->generators) : c10::ArrayRef<at::Generator>();
+  const auto generators = registered ? c10::ArrayRef<at::Generator>(registered->generators)
+                                     : c10::ArrayRef<at::Generator>();
   if (preserves_rng_ && (!generators.empty() || present_accelerator()))
     if (auto rng = DeviceRng::take(generators)) devices_or_make().rng = std::move(rng);
   // What a backward runs, and the engine's threads, work for others.

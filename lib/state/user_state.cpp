@@ -210,8 +210,7 @@ void UserState::keep(const at::Generator& generator) {
   const std::size_t known = own.generators.size();
   own.add(generator);
   at::CPUGeneratorImpl* const impl = as_cpu_generator(generator);
-  if (own.generators.size() == known || impl == nullptr || impl == &default_cpu_generator())
-    return;
+  if (own.generators.size() == known || impl == nullptr || impl == &default_cpu_generator()) return;
   draw_logs_.push_back(std::make_unique<DrawLog>(*impl));
   draw_logs_.back()->begin();
 }

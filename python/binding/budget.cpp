@@ -60,9 +60,10 @@ void add_budget(py::module_& module) {
       .def_readonly("budget_bytes", &BudgetReport::budget_bytes, "[bytes] as asked for.")
       .def_readonly("peak_bytes", &BudgetReport::peak_bytes,
                     "[bytes], the most that was alive beyond what the scope found.")
-      .def_readonly("floor_bytes", &BudgetReport::floor_bytes,
-                    "[bytes], the most that was alive at one moment and could not be dropped, beyond\n"
-                    "what the scope found: no budget below this can hold.")
+      .def_readonly(
+          "floor_bytes", &BudgetReport::floor_bytes,
+          "[bytes], the most that was alive at one moment and could not be dropped, beyond\n"
+          "what the scope found: no budget below this can hold.")
       .def_readonly("source_bytes", &BudgetReport::source_bytes,
                     "[bytes] alive now because recorded calls may need them again.")
       .def_readonly("over_bytes", &BudgetReport::over_bytes,
@@ -73,29 +74,28 @@ void add_budget(py::module_& module) {
       .def_readonly("reruns", &BudgetReport::reruns, "Operator calls that ran again.")
       .def_readonly("moves", &BudgetReport::moves, "Values moved away instead: none, so far.")
       .def_readonly("operators", &BudgetReport::operators, "Operator calls recorded.")
-      .def_readonly("rerun_s", &BudgetReport::rerun_s,
-                    "[seconds] spent in calls that ran again.")
+      .def_readonly("rerun_s", &BudgetReport::rerun_s, "[seconds] spent in calls that ran again.")
       .def_readonly("search_s", &BudgetReport::search_s,
                     "[seconds] spent in choosing values to drop.")
       .def("__str__", &BudgetReport::to_string);
-  py::class_<OpenBudget>(module, "OpenBudget", "A budget, open until `end`; its report outlives it.")
+  py::class_<OpenBudget>(module, "OpenBudget",
+                         "A budget, open until `end`; its report outlives it.")
       .def("end", torch::wrap_pybind_function([](OpenBudget& self) { self.end(); }))
       .def("now", &OpenBudget::now)
       .def("reset", &OpenBudget::reset);
   module.def("_open_budget",
-             torch::wrap_pybind_function(
-                 [](int64_t bytes, const py::object& device, bool throws, int64_t min_bytes,
-                    bool check_values) {
-                   const c10::Device bounded = device_in(device);
-                   return with_package_errors([&] {
-                     return std::make_unique<OpenBudget>(BudgetOptions{
-                         .bytes = bytes,
-                         .device = bounded,
-                         .over = throws ? OverBudget::Throw : OverBudget::Continue,
-                         .min_bytes = min_bytes,
-                         .check_values = check_values});
-                   });
-                 }));
+             torch::wrap_pybind_function([](int64_t bytes, const py::object& device, bool throws,
+                                            int64_t min_bytes, bool check_values) {
+               const c10::Device bounded = device_in(device);
+               return with_package_errors([&] {
+                 return std::make_unique<OpenBudget>(
+                     BudgetOptions{.bytes = bytes,
+                                   .device = bounded,
+                                   .over = throws ? OverBudget::Throw : OverBudget::Continue,
+                                   .min_bytes = min_bytes,
+                                   .check_values = check_values});
+               });
+             }));
   module.def("_set_budget_errors", [](py::object make) {
     make_error_of_budget = make.release().ptr();
     set_budget_raise(raise);
