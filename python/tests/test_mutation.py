@@ -246,16 +246,23 @@ class Neuron(torch.nn.Module):
 
 
 class StateWithHistory(Case):
-    """A member that each call assigns anew is found changed; the drop-in recomputes with it, as upstream does."""
+    """A member that each call assigns anew is put back where it had no history, and found changed where it had;
+    the drop-in recomputes with it, as upstream does."""
 
-    def gradient(self, call: Call) -> torch.Tensor:
+    def gradient(self, call: Call, times: int = 1) -> torch.Tensor:
         neuron, x = Neuron(), torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
-        (gradient,) = torch.autograd.grad(call(neuron, x).sum(), x)
+        for _ in range(times):
+            out = call(neuron, x)
+        (gradient,) = torch.autograd.grad(out.sum(), x)
         return gradient
 
-    def test_it_is_an_error(self) -> None:
+    def test_without_a_history_it_is_put_back(self) -> None:
+        plain = self.gradient(lambda neuron, x: neuron(x))
+        self.assertTrue(torch.equal(self.gradient(remat.checkpoint), plain))
+
+    def test_with_one_it_is_an_error(self) -> None:
         with self.assertRaises(remat.CheckpointError) as caught:
-            self.gradient(remat.checkpoint)
+            self.gradient(remat.checkpoint, times=2)
         self.assertEqual(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
         self.assertIn("made by AddBackward0 after forward began", str(caught.exception))
         torch.ones(1, requires_grad=True).sum().backward()  # LibTorch's queue lets go of the one that threw
