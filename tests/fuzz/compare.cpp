@@ -6,7 +6,7 @@
 #include <limits>
 #include <sstream>
 
-#include "tests/fuzz/run.h"
+#include "tests/fuzz/budgets.h"
 #include "tests/support/stateful_module.h"
 
 namespace fuzz {
@@ -313,6 +313,34 @@ std::optional<Finding> check(const Program& program) {
               run(program, Mode::Checkpointed).leaked_bytes > 0;
     if (again)
       return Finding{"leak", std::to_string(checkpointed.leaked_bytes) + " bytes are never freed"};
+  }
+  return std::nullopt;
+}
+
+std::optional<Finding> check_budgets(const Program& program) {
+  const Record plain = run(program, Mode::Plain);
+  for (const int64_t bytes : {1, 200, 800, 3'000, 12'000, 1'000'000}) {
+    const remat::BudgetGuard guard({.bytes = bytes, .min_bytes = 0});
+    const Record budgeted = run(program, Mode::Plain);
+    const std::string under = "under a budget of " + std::to_string(bytes) + " bytes: ";
+    for (size_t i = 0; i < plain.stages.size() || i < budgeted.stages.size(); ++i) {
+      if (i >= plain.stages.size() || i >= budgeted.stages.size())
+        return Finding{"budget length", under + "one of the runs has more stages"};
+      const Stage &p = plain.stages[i], &b = budgeted.stages[i];
+      const auto is_refusal = [](const Stage& stage) {
+        return contains(stage.error, "modified by an inplace operation");
+      };
+      if (start_of(p.error) != start_of(b.error) && !(is_refusal(p) && is_refusal(b)))
+        return Finding{"budget error " + start_of(b.error),
+                       under + p.label + ":\n  plain    " + p.error + "\n  budgeted " + b.error};
+      if (auto found = difference(p, b, /*has_other_formulas=*/true, false)) {
+        found->kind = "budget " + found->kind;
+        found->text = under + found->text;
+        return found;
+      }
+    }
+    if (budgeted.leaked_bytes > 0 && plain.leaked_bytes <= 0)
+      return Finding{"budget leak", under + std::to_string(budgeted.leaked_bytes) + " bytes are never freed"};
   }
   return std::nullopt;
 }

@@ -8,7 +8,7 @@
 // with what regions are given: write to it, look at what it has beside its values, hang hooks on it, give it other
 // storages. With --copies most regions keep copies of their arguments. With --moves most hooks are guards that move what
 // is saved, and regions move their inputs. With --modules they call modules whose forward writes to
-// buffers. With --waits functions of regions take gradients and read what nodes saved,
+// buffers. With --budgets their regions are none, and they run within byte budgets. With --waits functions of regions take gradients and read what nodes saved,
 // and then write to what they were given. With --device cuda they run there. A finding is shrunk (on the CPU) and
 // printed, and the exit status is 1.
 // With --first the first finding ends the run, and only its seed and kind are printed. The last line is always
@@ -27,8 +27,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
+#include <optional>
 
-#include "tests/fuzz/run.h"
+#include "tests/fuzz/budgets.h"
 
 namespace {
 
@@ -40,6 +41,11 @@ constexpr int max_findings = 10;
 
 volatile unsigned long long running_seed = 0, num_programs = 0;
 fuzz::Topics topics;
+bool has_budgets = false;
+
+std::optional<fuzz::Finding> look_at(const fuzz::Program& program) {
+  return has_budgets ? fuzz::check_budgets(program) : fuzz::check(program);
+}
 
 /// Says which program ended the process, which nothing else would.
 void die(int signal) {
@@ -62,7 +68,7 @@ std::string kind_in_child(const fuzz::Program& program) {
     const int nowhere = open("/dev/null", O_WRONLY);
     dup2(nowhere, STDERR_FILENO);
     alarm(10);
-    const auto found = fuzz::check(program);
+    const auto found = look_at(program);
     if (found) [[maybe_unused]]
       const auto written = write(ends[1], found->kind.data(), found->kind.size());
     _exit(0);
@@ -98,7 +104,7 @@ bool agrees(uint64_t seed, bool shrinks) {
   running_seed = seed;
   alarm(seconds_for_a_program);
   const fuzz::Program program = fuzz::generate(seed, topics);
-  const auto found = fuzz::check(program);
+  const auto found = look_at(program);
   alarm(0);
   if (!found) return true;
   if (!shrinks || !fuzz::device().is_cpu()) {  // a process that uses an accelerator cannot fork
@@ -108,14 +114,15 @@ bool agrees(uint64_t seed, bool shrinks) {
   }
   std::cout << "seed " << seed << ": " << found->text << "\nshrinking ..." << std::endl;
   const fuzz::Program small = shrink(program, found->kind);
-  const auto finding = fuzz::check(small);
+  const auto finding = look_at(small);
   std::cout << fuzz::to_text(small) << (finding ? finding->text : found->text) << "\n" << std::endl;
   return false;
 }
 
 int usage() {
   std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
-               "     [--best] [--arguments] [--copies] [--moves] [--modules] [--waits] [--first]\n"
+               "     [--best] [--arguments] [--copies] [--moves] [--modules] [--waits] [--budgets]\n"
+               "     [--first]\n"
                "     [--device cuda]\n";
   return 2;
 }
@@ -150,6 +157,10 @@ int main(int argc, char** argv) {
     }
     if (name == "--waits") {
       topics.arguments = topics.waits = true;
+      continue;
+    }
+    if (name == "--budgets") {
+      has_budgets = true;
       continue;
     }
     if (name == "--modules") {
