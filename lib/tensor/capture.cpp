@@ -9,7 +9,6 @@
 #include <algorithm>
 
 #include "lib/base/planted_fault.h"
-#include "lib/seam/autograd_meta.h"
 
 namespace remat {
 
@@ -83,6 +82,7 @@ WeakTensor weak_object_of(const at::Tensor& tensor) {
 }
 
 WeakStorage weak_known_storage_of(const at::Tensor& tensor) {
+  if (tensor.key_set().has(c10::DispatchKey::Python)) return weak_storage_of(seam::viewed(tensor));
   const at::Tensor values = storage_of(tensor) == nullptr ? sparse_values_of(tensor) : at::Tensor();
   return weak_storage_of(values.defined() ? values : tensor);
 }

@@ -18,7 +18,8 @@
 //            recompute saves in its place must lie in an argument's storage or in forward's (hooks may
 //            give back copies); a captured alias with a version of its own must have forward's.
 // Storages are remembered weakly: comparing addresses alone meets reused ones. A sparse tensor is known by the
-// storage of its values.
+// storage of its values. A view of a tensor whose class is Python's (a jagged one) may have a storage of its own, in which
+// nothing lies: it is known by the tensor that it views, as its parts are.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
@@ -28,6 +29,8 @@
 #include <cstdint>
 #include <memory>
 #include <unordered_map>
+
+#include "lib/seam/autograd_meta.h"
 
 namespace remat {
 
@@ -77,6 +80,7 @@ WeakTensor weak_object_of(const at::Tensor& tensor);
 /// The storage by which a tensor is known again, see Note [Captures]; null if there is none.
 WeakStorage weak_known_storage_of(const at::Tensor& tensor);
 inline c10::StorageImpl* known_storage_of(const at::Tensor& tensor) {
+  if (tensor.key_set().has(c10::DispatchKey::Python)) return storage_of(seam::viewed(tensor));
   if (c10::StorageImpl* const own = storage_of(tensor)) return own;
   const at::Tensor values = sparse_values_of(tensor);
   return values.defined() ? storage_of(values) : nullptr;

@@ -674,6 +674,46 @@ class Arguments(Case):
         twice = gradients(lambda f, x: f(f(x)))
         self.check_equal(gradients(lambda f, x: remat.checkpoint_sequential([f, f], 2, x)), twice)
 
+    def test_views_of_jagged_arguments_are_inputs(self) -> None:
+        parts = [torch.randn(n, 8, requires_grad=True) for n in (3, 5)]
+
+        def attention(n: torch.Tensor) -> torch.Tensor:
+            heads = n.unflatten(-1, [2, 4]).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+        def jagged() -> torch.Tensor:
+            return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+        def found(region: Callable[..., torch.Tensor], f: Any, n: torch.Tensor) -> Any:
+            y = region(f, n)
+            return torch.autograd.grad((y.values() if y.is_nested else y).sum(), parts)
+
+        functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            lambda n: n.sin().values().exp(),
+            lambda n: n.unflatten(-1, [2, 4]).sin(),
+            lambda n: n.unflatten(-1, [2, 4]).transpose(1, 2).transpose(1, 2).sin(),
+            lambda n: n.values().sin() * n.values(),
+            attention,
+        ]
+        for number, f in enumerate(functions):
+            for make in (jagged, lambda: jagged() * 2):
+                with self.subTest(number=number):
+                    expected = found(lambda f, n: f(n), f, make())
+                    self.check_equal(found(remat.checkpoint, f, make()), expected)
+                    twice = lambda t, f=f: remat.checkpoint(f, t)  # noqa: E731
+                    self.check_equal(found(remat.checkpoint, twice, make()), expected)
+
+    def test_a_captured_jagged_tensor_that_changed_is_an_error(self) -> None:
+        x = leaf(8, 8)
+        values = torch.randn(8, 8)
+        for changes_values in (True, False):
+            n = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 8]))
+            y = remat.checkpoint(lambda t: (t * n.unflatten(-1, [2, 4]).values().flatten(1)).sin(), x)
+            (values if changes_values else n.values()).add_(1)
+            with self.assertRaises(remat.CheckpointError) as caught:
+                gradient(y, x)
+            self.assertIs(caught.exception.kind, remat.ErrorKind.CAPTURE_CHANGED)
+
     def test_containers_keep_their_identity(self) -> None:
         x = leaf()
         shared: dict[str, Any] = {"list": [1], "set": {1}, "dict": {1: [2]}, "deque": collections.deque([1]),
