@@ -27,6 +27,14 @@ namespace remat {
 
 namespace {
 
+/// The storage of an input; null for a sparse one, which has none of its own.
+const c10::StorageImpl* memory_of(const at::Tensor& tensor) {
+  return storage_of(tensor) == nullptr ? nullptr : known_storage_of(tensor);
+}
+WeakStorage weak_memory_of(const at::Tensor& tensor) {
+  return storage_of(tensor) == nullptr ? weak_storage_of(tensor) : weak_known_storage_of(tensor);
+}
+
 /// Ends the gradient of a recompute's own backward at the input, which is the node's output with that number.
 seam::NodePtr input_edge(uint32_t output_number) {
   auto node = seam::make_node<seam::EndNode>("remat::InputEdge");
@@ -97,9 +105,7 @@ SlotFiller* Inputs::save(const Region& region) {
     const auto same_as = static_cast<int32_t>(places.find(
         tensor.unsafeGetTensorImpl(), impls.size(), [&](std::size_t i) { return impls[i]; }));
     storages_.add(tensor);
-    const c10::StorageImpl* const storage =
-        storage_of(tensor) == nullptr ? nullptr : known_storage_of(tensor);
-    const auto storage_number = static_cast<int32_t>(storages_.number_of(storage));
+    const auto storage_number = static_cast<int32_t>(storages_.number_of(memory_of(tensor)));
     refuse_tangent(tensor);
     const GradRole role = grad_role_of(tensor);
     const bool has_edge = role == GradRole::Leaf || role == GradRole::Result;
@@ -133,7 +139,7 @@ SlotFiller* Inputs::save(const Region& region) {
       const at::Tensor& given = copy.defined() ? copy : tensor;
       Details& watched = input.make_details();
       watched.is_watched = true;
-      watched.storage = weak_known_storage_of(given);
+      watched.storage = weak_memory_of(given);
       watched.object = WeakTensor(given.getIntrusivePtr());
       watched.counter = given.unsafeGetTensorImpl()->version_counter();
       watched.version = watched.counter.current_version();
@@ -279,7 +285,7 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
     const bool is_alias =
         seam::is_same_counter(data.unsafeGetTensorImpl()->version_counter(), watched->counter) ||
         (storage_of(data) != nullptr &&
-         known_storage_of(data) == watched->storage._unsafe_get_target());
+         memory_of(data) == watched->storage._unsafe_get_target());
     if (version != expected && is_alias)
       throw_changed_argument(region, position, identity_of(input), expected, version,
                              input.is_written ? ChangedBy::Function : ChangedBy::Others,
@@ -293,7 +299,7 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
   if (region.options.capture_check != CaptureCheck::Raise) return data;
   const bool is_replaced = is_original && !input.is_copy() &&
                            !is_planted(Fault::ReplacedArgument) &&
-                           (known_storage_of(data) != storage || layout_of(data) != input.layout);
+                           (memory_of(data) != storage || layout_of(data) != input.layout);
   if (is_replaced || is_freed(input, data)) throw_replaced_argument(region, position, data);
   return data;
 }
@@ -303,7 +309,7 @@ bool Inputs::is_any_parted(const std::vector<at::Tensor>& given) const {
   std::unordered_map<int64_t, const c10::StorageImpl*> storages;
   for (std::size_t i = 0; i < saved_.size(); ++i) {
     if (saved_[i].storage_number < 0) continue;
-    const c10::StorageImpl* const storage = known_storage_of(given[i]);
+    const c10::StorageImpl* const storage = memory_of(given[i]);
     if (storages.try_emplace(saved_[i].storage_number, storage).first->second != storage)
       return true;
   }
@@ -325,7 +331,7 @@ std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& te
       continue;
     for (std::size_t j = 0; are_parted && is_written(input) && j < saved_.size(); ++j)
       if (input.storage_number >= 0 && saved_[j].storage_number == input.storage_number &&
-          known_storage_of(given[j]) != known_storage_of(given[i]))
+          memory_of(given[j]) != memory_of(given[i]))
         throw_parted_arguments(region, static_cast<int64_t>(i), static_cast<int64_t>(j));
     const bool is_lazy = input.is_copy() && input.details->is_lazy && !is_written(input);
     if (at::Tensor made = (is_lazy ? lazy : at_once).copy_of(given[i]); made.defined()) {
