@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import io
 import math
 import re
 import resource
@@ -527,6 +529,19 @@ class TheGuard(Case):
         gc.collect()
         self.assertEqual(meter.live_bytes, before)
         self.assertEqual(budget.report().source_bytes, 0)
+
+    def test_the_page(self) -> None:
+        model, loader = torch.nn.Linear(4, 4), [torch.ones(2, 4)] * 2
+
+        def train_step(net: torch.nn.Module, rows: torch.Tensor) -> None:
+            net(rows).sin().sum().backward()
+
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            with remat.budget("8 GiB") as budget:
+                for batch in loader:
+                    train_step(model, batch)
+            print(budget.report())
+        self.assertIn("budget        8589.93 MB", out.getvalue())
 
     def test_nested(self) -> None:
         expected, span = run(gpt)
