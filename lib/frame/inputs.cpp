@@ -284,8 +284,7 @@ at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t 
   if (watched != nullptr) {
     const bool is_alias =
         seam::is_same_counter(data.unsafeGetTensorImpl()->version_counter(), watched->counter) ||
-        (storage_of(data) != nullptr &&
-         memory_of(data) == watched->storage._unsafe_get_target());
+        (storage_of(data) != nullptr && memory_of(data) == watched->storage._unsafe_get_target());
     if (version != expected && is_alias)
       throw_changed_argument(region, position, identity_of(input), expected, version,
                              input.is_written ? ChangedBy::Function : ChangedBy::Others,

@@ -340,7 +340,8 @@ std::optional<Finding> check_budgets(const Program& program) {
       }
     }
     if (budgeted.leaked_bytes > 0 && plain.leaked_bytes <= 0)
-      return Finding{"budget leak", under + std::to_string(budgeted.leaked_bytes) + " bytes are never freed"};
+      return Finding{"budget leak",
+                     under + std::to_string(budgeted.leaked_bytes) + " bytes are never freed"};
   }
   return std::nullopt;
 }

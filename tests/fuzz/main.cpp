@@ -120,10 +120,11 @@ bool agrees(uint64_t seed, bool shrinks) {
 }
 
 int usage() {
-  std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
-               "     [--best] [--arguments] [--copies] [--moves] [--modules] [--waits] [--budgets]\n"
-               "     [--first]\n"
-               "     [--device cuda]\n";
+  std::cerr
+      << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
+         "     [--best] [--arguments] [--copies] [--moves] [--modules] [--waits] [--budgets]\n"
+         "     [--first]\n"
+         "     [--device cuda]\n";
   return 2;
 }
 
