@@ -1,13 +1,17 @@
 #pragma once
 // Programs without regions, plainly and under byte budgets.
 
+#include <cstdint>
 #include <optional>
 
 #include "tests/fuzz/run.h"
 
 namespace fuzz {
 
-/// Runs the program plainly, and under six budgets, and says whether all agree.
+/// [bytes] The budget in which programs run on their threads; 0: none.
+int64_t& budget_bytes();
+
+/// Runs the program under a budget without a limit, and under six others, and says whether all agree.
 std::optional<Finding> check_budgets(const Program& program);
 
 }  // namespace fuzz

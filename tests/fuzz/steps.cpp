@@ -10,7 +10,7 @@
 #include <sstream>
 #include <thread>
 
-#include "tests/fuzz/run.h"
+#include "tests/fuzz/budgets.h"
 #include "tests/support/device_stats.h"
 
 namespace fuzz {
@@ -258,6 +258,11 @@ void Interpreter::run_steps() {
     record_.faults.push_back("after the steps: recomputed bytes are still alive");
 }
 
+int64_t& budget_bytes() {
+  static int64_t bytes = 0;
+  return bytes;
+}
+
 Record run(const Program& program, Mode mode) {
   Record record;
   const remat::Counters before = remat::counters();
@@ -266,6 +271,9 @@ Record run(const Program& program, Mode mode) {
   // tasks that were left, and with them the graph, until the thread ends.
   std::thread([&] {
     at::init_num_threads();
+    std::optional<remat::BudgetGuard> budget;
+    if (const int64_t bytes = budget_bytes())
+      budget.emplace(remat::BudgetOptions{.bytes = bytes, .min_bytes = 0});
     Interpreter interpreter(program, mode, record);
     interpreter.run_forward();
     record.held_bytes = live_bytes() - bytes;
