@@ -27,14 +27,6 @@ namespace remat {
 
 namespace {
 
-/// The storage of an input; null for a sparse one, which has none of its own.
-const c10::StorageImpl* memory_of(const at::Tensor& tensor) {
-  return storage_of(tensor) == nullptr ? nullptr : known_storage_of(tensor);
-}
-WeakStorage weak_memory_of(const at::Tensor& tensor) {
-  return storage_of(tensor) == nullptr ? weak_storage_of(tensor) : weak_known_storage_of(tensor);
-}
-
 /// Ends the gradient of a recompute's own backward at the input, which is the node's output with that number.
 seam::NodePtr input_edge(uint32_t output_number) {
   auto node = seam::make_node<seam::EndNode>("remat::InputEdge");

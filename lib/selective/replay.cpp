@@ -27,7 +27,7 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
   looks_ = selection_.rule() != nullptr &&
            (!record_.is_settled || record_.num_kept > 0 || selection_.rule()->options().ask_again);
   for (std::size_t i = 0; i < inputs.size(); ++i)
-    inputs_.emplace_back(known_storage_of(inputs[i]), frame.inputs().storage_number(i));
+    inputs_.emplace_back(memory_of(inputs[i]), frame.inputs().storage_number(i));
   c10::SmallVector<const KeptTensor*, 8> behind_hooks;
   {
     const auto forward = record_.lock();

@@ -22,7 +22,7 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
     return fmt::format("was {} and is {}", was(),
                        now.defined() ? TensorMetadata(now, false).text() : "undefined");
   }
-  const c10::StorageImpl* const storage = known_storage_of(now);
+  const c10::StorageImpl* const storage = memory_of(now);
   if (storage != nullptr && then.storage._unsafe_get_target() == storage) return "";
   if (is_input(storage, then.input)) return "";
   if (const at::Tensor* const leaf = leaf_behind(now); leaf != nullptr && leaf->has_storage()) {

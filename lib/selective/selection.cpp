@@ -63,10 +63,10 @@ void Selection::describe(c10::ArrayRef<c10::IValue> arguments, CallRecord& recor
 void Selection::describe(const at::Tensor& tensor, ArgumentRecord& record) {
   if (!tensor.defined()) return;
   record.metadata = TensorMetadata(tensor, /*with_strides=*/false);
-  record.storage = weak_known_storage_of(tensor);
+  record.storage = weak_memory_of(tensor);
   if (const at::Tensor* const leaf = leaf_behind(tensor); leaf != nullptr && leaf->has_storage())
     record.leaf = weak_storage_of(*leaf);
-  record.input = input_of(known_storage_of(tensor));
+  record.input = input_of(memory_of(tensor));
   record.leaf_input = input_of(record.leaf._unsafe_get_target());
   if (const auto made = sources_.find(tensor)) {
     record.source = made->source;

@@ -86,6 +86,14 @@ inline c10::StorageImpl* known_storage_of(const at::Tensor& tensor) {
   return values.defined() ? storage_of(values) : nullptr;
 }
 
+/// The same, but null for a sparse tensor, which has no storage of its own.
+inline c10::StorageImpl* memory_of(const at::Tensor& tensor) {
+  return storage_of(tensor) == nullptr ? nullptr : known_storage_of(tensor);
+}
+inline WeakStorage weak_memory_of(const at::Tensor& tensor) {
+  return storage_of(tensor) == nullptr ? weak_storage_of(tensor) : weak_known_storage_of(tensor);
+}
+
 /// A region's inputs, or its result, have these storages; they are held weakly.
 class StorageSet {
  public:
