@@ -50,7 +50,7 @@ bool are_equal(const Tensors& a, const Tensors& b) {
   return true;
 }
 
-/// Bytes that a step takes beyond what is there before.
+/// Returns the peak of a step [bytes], beyond the memory before it.
 int64_t span_of(const std::function<void()>& step) {
   MemoryMeter meter;
   const int64_t before = meter.live_bytes();
@@ -59,7 +59,14 @@ int64_t span_of(const std::function<void()>& step) {
   return meter.peak_bytes() - before;
 }
 
-/// What a program computes plainly and under a budget of that share of its span: the same.
+/// The bytes and the gradients of a step without a budget.
+std::pair<int64_t, Tensors> plain_step(const Chain& chain, const Tensor& x) {
+  chain.zero_grads();
+  const int64_t span = span_of([&] { chain(x).sum().backward(); });
+  return {span, chain.grads()};
+}
+
+/// Requires equal results of a program without a budget and under that share of its span.
 void require_same_at(double share, const std::function<Tensors()>& program) {
   Tensors plain, budgeted;
   const int64_t span = span_of([&] {
@@ -78,9 +85,7 @@ TEST_CASE("a budget bounds the peak from the first step on, and gradients stay a
           "[budget]") {
   const Chain chain(24);
   const Tensor x = at::randn({side, side});
-  chain.zero_grads();
-  const int64_t span = span_of([&] { chain(x).sum().backward(); });
-  const Tensors plain = chain.grads();
+  const auto [span, plain] = plain_step(chain, x);
   const double share = GENERATE(0.8, 0.5, 0.3, 0.2);
   const auto bytes = static_cast<int64_t>(share * static_cast<double>(span));
   MemoryMeter meter;
@@ -109,9 +114,7 @@ TEST_CASE("a budget bounds the peak from the first step on, and gradients stay a
 TEST_CASE("every budget from 1.25 of the floor up holds", "[budget]") {
   const Chain chain(16);
   const Tensor x = at::randn({side, side});
-  chain.zero_grads();
-  const int64_t span = span_of([&] { chain(x).sum().backward(); });
-  const Tensors plain = chain.grads();
+  const auto [span, plain] = plain_step(chain, x);
   int64_t floor = 0;
   {
     chain.zero_grads();
@@ -214,9 +217,7 @@ TEST_CASE("gradients of gradients, retained graphs and several losses", "[budget
 TEST_CASE("a graph made in the scope runs backward after it, within the budget", "[budget]") {
   const Chain chain(16);
   const Tensor x = at::randn({side, side});
-  chain.zero_grads();
-  const int64_t span = span_of([&] { chain(x).sum().backward(); });
-  const Tensors plain = chain.grads();
+  const auto [span, plain] = plain_step(chain, x);
   chain.zero_grads();
   MemoryMeter meter;
   const int64_t before = meter.live_bytes();
@@ -400,9 +401,7 @@ TEST_CASE("a budget that cannot hold is exceeded and counted, or an error", "[bu
 TEST_CASE("nested budgets: the smallest holds", "[budget]") {
   const Chain chain(16);
   const Tensor x = at::randn({side, side});
-  chain.zero_grads();
-  const int64_t span = span_of([&] { chain(x).sum().backward(); });
-  const Tensors plain = chain.grads();
+  const auto [span, plain] = plain_step(chain, x);
   chain.zero_grads();
   const bool is_inner_smaller = GENERATE(true, false);
   const BudgetGuard outer({.bytes = is_inner_smaller ? span : span / 3});

@@ -1,4 +1,5 @@
-// Whole nets under a byte budget: the gradients, buffers and generator of the plain net, bit by bit.
+// Whole nets under a byte budget: the gradients, buffers and generator of the plain net, bit by
+// bit.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <remat/budget.h>

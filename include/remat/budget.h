@@ -1,5 +1,5 @@
 #pragma once
-// A byte budget for any program: what autograd saved is dropped and computed again by operator, without regions.
+// A byte budget for any program: saved tensors are dropped and made again by operators.
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
@@ -13,56 +13,59 @@
 
 namespace remat {
 
-/// What happens to an allocation for which no room can be made.
+/// The treatment of an allocation for which the budget cannot make room.
 enum class OverBudget {
-  Continue,  ///< it is made, and counted as over the budget
-  Throw      ///< it throws BudgetExceeded
+  Continue,  ///< the allocation succeeds, and the report counts it as over the budget
+  Throw      ///< the allocation throws BudgetExceeded
 };
 
 /// Options of a `BudgetGuard`.
 struct BudgetOptions {
-  /// [bytes] that may be alive beyond what is alive when the guard is made. `INT64_MAX`: no limit,
-  /// only a report.
+  /// [bytes] The memory that may be alive in addition to the memory alive at the guard's
+  /// construction. `INT64_MAX`: no limit, only a report.
   int64_t bytes = 0;
-  /// The device whose memory is bounded. The CPU alone, so far.
+  /// The device whose memory is bounded. Only the CPU is supported so far.
   c10::Device device = c10::Device(c10::kCPU);
-  OverBudget over = OverBudget::Continue;
-  /// [bytes] Smaller values are never evicted. -1: a thousandth of `bytes`, at most 64 KiB.
+  OverBudget over = OverBudget::Continue;  ///< where an allocation does not fit
+  /// [bytes] Smaller tensors are never dropped. -1: a thousandth of `bytes`, at most 64 KiB.
   int64_t min_bytes = -1;
-  /// Hashes contents when they are evicted and compares them when they come back; for debugging.
+  /// For debugging: contents are hashed when they are dropped and compared when they are made
+  /// again.
   bool check_values = false;
 };
 
-/// What a budget has done since its guard was made, or since `BudgetGuard::reset`.
+/// The activity of a budget since its guard was constructed, or since `BudgetGuard::reset`.
 struct REMAT_API BudgetReport {
-  int64_t budget_bytes = 0;  ///< [bytes] as asked for
-  int64_t peak_bytes = 0;    ///< [bytes] the most that was alive beyond what the guard found
-  /// [bytes] the most that was alive at one moment and could not have been evicted, beyond what the
-  /// guard found: no budget below this can hold
+  int64_t budget_bytes = 0;  ///< [bytes] `BudgetOptions::bytes`
+  int64_t peak_bytes = 0;    ///< [bytes] largest memory in addition to the guard's start
+  /// [bytes] Largest memory seen that could not be dropped, in addition to the guard's start. A
+  /// smaller budget cannot hold. Exact if the budget was exceeded, otherwise a lower bound.
   int64_t floor_bytes = 0;
-  int64_t source_bytes = 0;  ///< [bytes] alive now because recorded calls may need them again
-  int64_t over_bytes = 0;    ///< [bytes] by how much the budget was exceeded at the most
-  int64_t over_count = 0;    ///< how many allocations exceeded it
-  int64_t evictions = 0;     ///< values dropped
+  int64_t source_bytes = 0;  ///< [bytes] inputs alive now only for operators that may run again
+  int64_t over_bytes = 0;    ///< [bytes] largest excess over the budget
+  int64_t over_count = 0;    ///< allocations that exceeded the budget
+  int64_t evictions = 0;     ///< contents dropped
   int64_t reruns = 0;        ///< operator calls that ran again
-  int64_t moves = 0;         ///< values moved away instead: none, so far
+  int64_t moves = 0;         ///< contents moved away instead of dropped; always 0 so far
   int64_t operators = 0;     ///< operator calls recorded
-  double rerun_s = 0;        ///< [seconds] spent in calls that ran again
-  double search_s = 0;       ///< [seconds] spent in choosing what to drop
-  /// Writes the report as lines of text.
+  double rerun_s = 0;        ///< [seconds] in operator calls that ran again
+  double search_s = 0;       ///< [seconds] in the choice of contents to drop
+  /// Returns the report as lines of text.
   std::string to_string() const;
 };
 
-/// Thrown out of an allocation that does not fit, under `OverBudget::Throw`. Nothing is left behind:
-/// the same backward may be tried again under a larger budget.
+/// The error of an allocation that does not fit, under `OverBudget::Throw`. The graph stays valid:
+/// the same backward can run again under a larger budget.
 class REMAT_API BudgetExceeded : public c10::OutOfMemoryError {
  public:
+  /// Made by the library: the place in the source, the text, and the bytes of the two functions
+  /// below.
   BudgetExceeded(c10::SourceLocation where, std::string text, int64_t needed_bytes,
                  int64_t floor_bytes);
-  int64_t needed_bytes() const {
-    return needed_bytes_;
-  }  ///< [bytes] the budget that would have done
-  int64_t floor_bytes() const { return floor_bytes_; }  ///< [bytes] as the report says
+  /// Returns the budget [bytes] in which the allocation would have fitted.
+  int64_t needed_bytes() const { return needed_bytes_; }
+  /// Returns `BudgetReport::floor_bytes` [bytes] at that moment.
+  int64_t floor_bytes() const { return floor_bytes_; }
 
  private:
   int64_t needed_bytes_, floor_bytes_;
@@ -73,19 +76,21 @@ class Runtime;
 struct Bound;
 }  // namespace budget
 
-/// For a binding of another language (binding.h): throws an error of a budget in the language's form:
-/// BudgetExceeded out of an allocation, or an error about a rerun. May return: then the error itself is
-/// thrown. On the thread that meets the error; only what derives from std::exception passes.
+/// For a binding of another language (binding.h): throws a budget's error in that language's form.
+/// If the function returns, the error itself is thrown. It runs on the thread of the error, and may
+/// throw only exceptions derived from std::exception.
 using BudgetRaise = void (*)(const c10::Error& error);
-/// Sets it for the process, null for none. Call it when no budget is alive.
+/// Sets that function for the process; null removes it. No budget may be alive.
 REMAT_API void set_budget_raise(BudgetRaise raise);
 
-/// The report of one guard; also after it. Keeps no graph and no budget alive. Copies report the same.
-/// Threads: any.
+/// The report of one guard, which outlives the guard and keeps no memory of the graph alive. Copies
+/// share the report. Threads: any.
 class REMAT_API BudgetCounters {
  public:
-  BudgetReport now() const;  ///< what the guard, and backwards after it, have done so far
-  void reset();              ///< as `BudgetGuard::reset`
+  /// Returns the report, which includes backwards after the guard.
+  BudgetReport now() const;
+  /// Does the same as `BudgetGuard::reset`.
+  void reset();
 
  private:
   friend class BudgetGuard;
@@ -93,29 +98,31 @@ class REMAT_API BudgetCounters {
   std::shared_ptr<budget::Bound> bound_;
 };
 
-/// While alive, what autograd saves on this thread stays within a byte budget: when an allocation
-/// would exceed it, saved tensors are dropped, and computed again by the operators that made them
-/// when backward asks for them. Functions never run twice, operators do. Outputs, gradients, buffers
-/// and random numbers are those of the plain program, bit by bit.
+/// A scope in which tensors saved by autograd stay within a byte budget.
 ///
 ///     remat::BudgetGuard budget({.bytes = 2'000'000'000});
 ///     for (const auto& batch : loader) train_step(model, batch);   // unchanged
 ///     std::cout << budget.report().to_string();
 ///
-/// What counts: everything alive on the device, of all threads, gradients and kernels' scratch
-/// memory included, beyond what is alive when the guard is made. What can be dropped: results of
-/// LibTorch's own operators that autograd saved and that nobody else holds. One guard around a
-/// training loop is best: costs of operators are learned in its first steps. A graph that is made in the
-/// scope may run backward after it, within the same budget.
-/// Nests: the smallest budget holds, other options are the innermost's. Regions inside are recomputed as regions.
-/// Threads: a scope of this thread, carried to the threads of a backward called here. Two threads
-/// with guards share the count of bytes; each drops what it saved. Only threads in the scope throw.
-/// Throws: `c10::ValueError` for options that mean nothing; CheckpointError (Unsupported) for a
-/// device other than the CPU.
-/// Source: Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021); the choice of what to drop
-/// is our own, by what backward will read last.
+/// When an allocation would exceed the budget, the guard drops saved tensors. When backward reads
+/// one of them, the operators that made it run again; functions never run again. Outputs,
+/// gradients, buffers and random numbers equal those of the plain program bit by bit.
+/// All memory on the device counts, whichever thread allocates it: gradients, optimizer state,
+/// kernels' scratch memory. The guard can drop results of LibTorch's own operators that autograd
+/// saved and the program does not hold.
+/// Recommended: one guard around a training loop, since the guard measures operators in its first
+/// steps. A graph made in the scope may run backward after it, within the same budget.
+/// Nested guards: the smallest budget applies, and the other options of the innermost guard.
+/// Regions inside are recomputed as regions.
+/// Threads: the scope belongs to this thread and to the threads of a backward called here. Guards
+/// on two threads share the count of bytes, and each drops its own tensors.
+/// Throws: `c10::ValueError` for invalid options; CheckpointError (Unsupported) for another device
+/// than the CPU, and inside a region; BudgetExceeded from allocations of the scope's threads.
+/// Source: Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021), with another choice of
+/// the tensors to drop: docs/budget.md.
 class REMAT_API BudgetGuard {
  public:
+  /// Opens the scope on this thread; the destructor closes it.
   explicit BudgetGuard(BudgetOptions options);
   ~BudgetGuard();
   BudgetGuard(const BudgetGuard&) = delete;
@@ -123,11 +130,11 @@ class REMAT_API BudgetGuard {
   BudgetGuard& operator=(const BudgetGuard&) = delete;
   BudgetGuard& operator=(BudgetGuard&&) = delete;
 
-  /// What it has done so far. Any thread.
+  /// Returns the activity so far. Any thread.
   BudgetReport report() const;
-  /// Starts peak and counts anew; the bound stays. Any thread.
+  /// Sets peak and counts to zero; the budget stays. Any thread.
   void reset();
-  /// The report, for after the guard. Any thread.
+  /// Returns the report in a form that outlives the guard. Any thread.
   BudgetCounters counters() const;
 
  private:
@@ -135,7 +142,7 @@ class REMAT_API BudgetGuard {
   std::shared_ptr<budget::Bound> bound_;
   std::shared_ptr<budget::Runtime> runtime_;
   std::unique_ptr<Scope> scope_;
-  bool is_inside_ = false;  // of another guard
+  bool is_inside_ = false;  // another guard of the thread
 };
 
 }  // namespace remat

@@ -26,21 +26,21 @@ namespace remat::budget {
 
 namespace {
 
-/// What a budget wants to know of an operator, beyond its traits.
+/// Properties of an operator that a budget needs beyond its traits.
 struct Kind {
-  bool can_run_again = false;   ///< LibTorch's own, and its schema says what it reads and writes
-  bool is_view_only = false;    ///< a view, or nothing but metadata
-  bool is_blank = false;        ///< makes memory that nothing is written to
-  bool fills = false;           ///< does not read what it writes to
-  bool counts_version = false;  ///< it counts up the version of a tensor whose contents it leaves
+  bool can_run_again = false;   ///< LibTorch's own operator with a complete schema
+  bool is_view_only = false;    ///< returns a view, or changes metadata only
+  bool is_blank = false;        ///< returns unfilled memory
+  bool fills = false;           ///< writes to an argument without reading it
+  bool counts_version = false;  ///< moves the version of a tensor without changing its contents
 };
 
 Kind find_kind(const c10::OperatorHandle& op, const OpTraits& traits) {
   const std::string& name = op.operator_name().name;
-  // Draws from the generator itself, past any operator that could be given another one.
+  // It draws from the generator inside its kernel, so a rerun cannot give it another one.
   constexpr std::string_view draws_by_itself = "aten::randperm";
   Kind kind;
-  // What `resize_` allocates anew is another content: the old data is freed, which is told.
+  // `resize_` may free the old data, which ends the value.
   kind.is_view_only = traits.is_passive || (traits.is_view && !traits.is_mutable) ||
                       op.hasTag(at::Tag::inplace_view);
   kind.counts_version = op.hasTag(at::Tag::inplace_view) && name.rfind("aten::set_", 0) != 0;
@@ -57,7 +57,7 @@ Kind find_kind(const c10::OperatorHandle& op, const OpTraits& traits) {
 
 const Kind& kind_of(const c10::OperatorHandle& op, const OpTraits& traits) {
   thread_local std::vector<std::pair<bool, Kind>>
-      by_name;  // traits are leaked, numbers are for good
+      by_name;  // traits and their numbers live as long as the process
   if (by_name.size() <= traits.name_number) by_name.resize(traits.name_number + 1);
   auto& [is_known, kind] = by_name[traits.name_number];
   if (!is_known) {
@@ -93,23 +93,24 @@ at::CPUGeneratorImpl& generator_of(c10::ArrayRef<c10::IValue> arguments) {
   return default_cpu_generator();
 }
 
-/// Whether a call with these arguments could run again and give the same.
+/// Returns whether a call with these arguments can run again with the same results.
 bool can_be_recorded(const Kind& kind, const Runtime& runtime,
                      c10::ArrayRef<c10::IValue> arguments) {
   if (!kind.can_run_again || c10::InferenceMode::is_enabled()) return false;
-  // What backward computes is not saved, unless a graph of it is made. See Note [When nothing is saved].
+  // Autograd saves results of backward only if it makes a graph of them.
+  // See also Note [When nothing is saved].
   if (!c10::GradMode::is_enabled() && (seam::graph_task_id() >= 0 || !runtime.has_saved()))
     return false;
   bool can = true;
   visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
-    // What others may write to unseen can change before a rerun.
+    // Foreign memory can change unseen before a rerun.
     can = can &&
           (!tensor.defined() || (is_plain(tensor) && is_cpu_memory_of_torch(*storage_of(tensor))));
   });
   return can && is_generator_ours_to_copy(arguments);
 }
 
-/// One call of an operator on its way into the graph.
+/// One call of an operator, from its arguments to its record.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, const OpTraits& traits, const Kind& kind, Runtime& runtime)
@@ -127,7 +128,8 @@ class Call {
       return storage_of(each) == storage_of(tensor);
     });
   }
-  /// Adds a result. Returns false for one whose end nobody tells: it is no value.
+  /// Adds a result. Returns false if the allocator does not announce the end of its storage: then
+  /// the storage gets no value.
   bool add(c10::StorageImpl& storage, Record& record) {
     if (is_end_told(storage)) {
       Graph::get().make(storage, &record, runtime_);
@@ -151,14 +153,14 @@ class Call {
   Runtime& runtime_;
   std::unique_ptr<Record> record_;
   c10::SmallVector<Value*, 4> owned_;
-  c10::SmallVector<at::Tensor, 1> written_;  // with storage, each storage once
+  c10::SmallVector<at::Tensor, 1> written_;  // arguments written to, one of each storage
   uint64_t hash_ = 0;
   std::optional<StoragesOf> given_;
 };
 
 // Note [Statistics of a rerun]
-// A batch norm moves running statistics, which its schema does not say and its other results do not
-// depend on in training. A rerun gives it none.
+// A batch norm in training updates running statistics, which its schema does not declare. Its
+// results do not depend on them. A rerun passes no statistics, so they are updated once.
 bool is_hidden_write(const OpTraits& traits, std::size_t argument) {
   constexpr std::size_t running_mean = 3, running_var = 4;
   return traits.is_batch_norm && (argument == running_mean || argument == running_var);
@@ -190,7 +192,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
         owned_.push_back(old);
         graph.become_source(*old, dead);
       }
-      // What a source becomes is a source: its old content is nobody's to make again.
+      // The old content of a source cannot be made again, so the new content is a source, too.
       if (old == nullptr || old->is_source()) can = false;
       if (old == nullptr || !old->is_source() || old->reads == nullptr) continue;
       graph.own(*old);
@@ -221,7 +223,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
         const auto first = static_cast<int32_t>(record_->tensors.size());
         if (value.isTensor()) {
           const at::Tensor& tensor = value.toTensor();
-          // The tensor of a Python or C++ number: nobody else has it.
+          // A number as a tensor: no other code can write to it.
           if (tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
             argument.plain = value;
             continue;
@@ -258,7 +260,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
   record_->generator = c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(&generator);
 }
 
-// A source is about to be written to that an evicted value is made of.
+// The operator is about to write to a source that a dropped value needs.
 void Call::keep_old_content(Value& source) {
   Graph& graph = Graph::get();
   c10::Storage content;
@@ -307,7 +309,7 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
         if (Value* const value = graph.value_at(*storage_of(tensor))) value->note_version(tensor);
   });
   if (record->num_owners == 0) graph.discard(record, dead);
-  // See Note [When nothing is saved]: a loop that saves nothing goes on for ever.
+  // A loop that saves nothing must not record without end. See Note [When nothing is saved].
   constexpr uint64_t many = 4'096;
   if (graph.num_records() % many == 0 && !runtime_.has_saved()) graph.cut(runtime_, dead);
 }

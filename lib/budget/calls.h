@@ -1,12 +1,13 @@
 #pragma once
-// The operators of a thread with a budget: recorded where they can run again.
+// The recording of operators in the scope of a budget.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
 namespace remat::budget {
 
-/// Handles an operator of this thread; what our dispatch mode calls.
+/// Runs an operator of this thread, and records it if it can run again. Called by the dispatch
+/// mode.
 void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
 }  // namespace remat::budget

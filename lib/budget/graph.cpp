@@ -13,7 +13,7 @@ namespace remat::budget {
 
 namespace {
 
-/// Values by the storage that has their content. No address is another storage's: `Value::where`.
+/// Values by the storage with their content. `Value::where` keeps each address from being reused.
 using ByStorage = ska::flat_hash_map<const c10::StorageImpl*, Value*>;
 ByStorage& by_storage() {
   static auto* const all = new ByStorage;  // leaked: tensors outlive static objects
@@ -54,7 +54,7 @@ Value* Graph::value_at(c10::StorageImpl& storage) {
 }
 
 void Graph::list(Value& value, c10::StorageImpl& storage) {
-  if (value.is_listed) {  // its storage is gone, and nobody has told
+  if (value.is_listed) {  // its storage died without an announcement
     unlist(value);
     if (!value.is_source()) --value.num_owners;
   }
@@ -76,8 +76,8 @@ Value& Graph::value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& 
   c10::StorageImpl& storage = *storage_of(tensor);
   if (Value* const known = value_at(storage)) {
     if (!known->has_changed()) {
-      // `torch::full` and its like return a copy of the tensor that the operator made, with a counter
-      // of its own, so that the one that was noted then counts no writes.
+      // Factories like `torch::full` return a shallow copy with a version counter of its own. The
+      // counter noted at the operator then counts no writes.
       if (known->counter.enabled() && known->counter.unique()) known->note_version(tensor);
       return *known;
     }
@@ -141,7 +141,7 @@ void Graph::become_source(Value& value, Dead& dead) {
   else
     value.held = std::move(content);
   value.runtime->source_held(value.bytes);
-  if (value.is_listed) disown(value, dead);  // a storage keeps no source
+  if (value.is_listed) disown(value, dead);  // storages do not own sources
   if (--record.num_owners == 0) dead.records_to_bury.push_back(&record);
   bury(dead);
 }
@@ -164,7 +164,7 @@ void Graph::settle_readers(Value& source, Dead& dead) {
         if (result != nullptr) (has_content(*result) ? there : made_of).push_back(result);
     }
   }
-  for (Value* const each : there)  // one that has died meanwhile is freed with `dead`
+  for (Value* const each : there)  // a value that died in this loop is freed with `dead`
     if (each->num_owners > 0) become_source(*each, dead);
 }
 
@@ -193,7 +193,7 @@ void Graph::disown(Value& value, Dead& dead) {
   bury(dead);
 }
 
-// Not by recursion: chains of records are as long as programs.
+// Without recursion, since a chain of records can be as long as a program.
 void Graph::bury(Dead& dead) {
   if (std::exchange(dead.is_burying, true)) return;
   while (!dead.values_to_bury.empty() || !dead.records_to_bury.empty()) {
@@ -247,7 +247,7 @@ void Graph::cut(const Runtime& runtime, Dead& dead) {
   std::vector<Value*> alive;
   for (const auto& [storage, value] : by_storage())
     if (value->runtime.get() == &runtime && !value->is_source()) alive.push_back(value);
-  // Those that die meanwhile are freed with `dead`.
+  // A value that dies in this loop is freed with `dead`.
   for (Value* const value : alive)
     if (value->is_listed && !value->is_source()) become_source(*value, dead);
 }
@@ -264,7 +264,7 @@ void Graph::data_freed(const void* storage, const void* data) noexcept {
   Value& value = *found->second;
   const bool was_kept_by_storage = !value.is_source();
   unlist(value);
-  let_go(value, dead);  // a storage may be emptied that the budget keeps
+  let_go(value, dead);  // the program may empty a storage that the budget holds
   if (was_kept_by_storage) disown(value, dead);
 }
 

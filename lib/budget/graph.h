@@ -1,36 +1,37 @@
 #pragma once
-// What a budget knows: values, and the operator calls that made them.
+// Values and records: the contents that a budget can drop, and the operator calls that made them.
 //
 // Note [Values and records]
-// A value is the content of one storage at one version. A view is no value of its own: it is
-// geometry over the value of its storage. A record is one operator call: what it reads are
-// references to values. A value whose record is known can be dropped and made again; one without is
-// a source (a parameter, a batch, the result of a call that cannot run again), which stays as long
-// as a record or a saved tensor needs it.
+// A value is the content of one storage at one version. A view shares the value of its storage and
+// adds only its geometry. A record is one operator call, with references to the values that the
+// call reads. A value with a record can be dropped and made again. A value without a record is a
+// source: a parameter, a batch, or the result of a call that cannot run again. Records and saved
+// tensors keep their sources alive.
 //
-// Who keeps what: a saved tensor keeps its value, a value its record, a record the values that it
-// reads. A storage that is alive keeps the value of what is in it, since operators to come may read
-// it. So all goes when nothing can ask for it any more.
+// Ownership: a saved tensor owns its value, a value owns its record, and a record owns the values
+// that it reads. A live storage owns the value of its content, because a later operator may read
+// it.
 //
 // Note [Writes]
-// An operator that writes gives its storage a new value. What is written past the thread's operators
-// (by another thread, or when the guard's scope has ended) moves the version counter of the tensor: then
-// the storage does not have the value's content, which is made again, or cannot be.
+// An operator that writes to a storage gives it a new value. A write outside of the thread's
+// operators (on another thread, or after the guard's scope) moves the version counter of the
+// tensor. The storage then no longer has the value's content: a value with a record is made again,
+// a source is an error.
 //
 // Note [When nothing is saved]
-// A loss that the program keeps keeps its record, and that the records of a whole step. When backward has
-// let go of the last saved tensor, nobody can ask for any of it: what is alive becomes a source then, and
-// all records go. Operators without grad mode are not recorded until something is saved, so an
-// optimizer's steps make no chain from one to the next.
+// A loss that the program keeps would keep its record, and with it the records of the whole step.
+// When backward has released the last saved tensor, no record can be needed any more: each live
+// value becomes a source, and all records are freed. Operators without grad mode are not recorded
+// while nothing is saved, so optimizer steps do not form a chain.
 //
 // Note [Blank memory]
-// `empty` would run again with other bytes. What the program writes there is often unseen (NumPy, a
-// pointer), so a blank that is read before an operator has filled it is a source.
+// A rerun of `empty` would give other bytes, and the program may fill the memory unseen (NumPy, a
+// pointer). So a blank that is read before an operator has filled it becomes a source.
 //
 // Note [The lock of the graph]
-// One for the process, and a leaf: while it is held no operator, allocator, deleter or Python runs.
-// Counts of references are plain numbers that it guards. What dies is put aside (Dead) and freed when it has
-// been let go, one after the other, however long a chain of records is.
+// The process has one graph and one lock. The lock is a leaf: no operator, allocator, deleter or
+// Python code runs under it. It also guards the counts of owners, which are plain numbers. Dead
+// objects are collected in `Dead` and freed after the lock is released, without recursion.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -53,45 +54,47 @@ class Runtime;
 struct Record;
 struct Value;
 
-/// Where a record reads a value: a link in the value's list of readers.
+/// A link in the list of a value's readers: one record that reads the value.
 struct Read {
   Value* value = nullptr;
   Record* record = nullptr;
   Read *before = nullptr, *next = nullptr;
 };
 
+/// The content of one storage at one version. Guarded by the graph's lock.
 struct Value {
-  int64_t num_owners = 0;  ///< saved tensors, reads, its storage; guarded by the lock
+  int64_t num_owners = 0;  ///< saved tensors, reads, and the storage
   std::shared_ptr<Runtime> runtime{};
-  Record* record = nullptr;  ///< null: a source
-  c10::Storage held{};       ///< the budget keeps the content
-  /// The storage that has the content, whoever keeps it; empty: none has.
+  Record* record = nullptr;  ///< null for a source
+  c10::Storage held{};       ///< the content, if the budget keeps it alive
+  /// The storage with the content; empty if the content is gone.
   WeakStorage where{c10::intrusive_ptr<c10::StorageImpl>()};
   int64_t bytes = 0;
-  Read* reads = nullptr;                ///< of records that read it
-  c10::SmallVector<double, 2> saves{};  ///< the clock at each save that backward has not let go of
-  int32_t num_locks = 0;                ///< reruns need it now
-  int32_t place = -1;                   ///< in the runtime's pool of what could be evicted
-  bool is_listed = false;               ///< found by its storage: `value_at`
-  const void* data = nullptr;           ///< of the storage when it was listed; only compared
-  bool is_rerun = false;  ///< made again and not saved: stays while one evicted needs it
-  /// Counts what is written to the content that no operator of the thread shows: Note [Writes].
+  Read* reads = nullptr;                ///< list of the records that read the value
+  c10::SmallVector<double, 2> saves{};  ///< the clock at each save that backward still holds
+  int32_t num_locks = 0;                ///< reruns that use the content now
+  int32_t place = -1;                   ///< index in the runtime's pool; -1: not in the pool
+  bool is_short = false;                ///< in the runtime's shortlist
+  bool is_listed = false;               ///< `value_at` finds the value
+  const void* data = nullptr;  ///< address of the storage's data at the listing; only compared
+  bool is_rerun = false;       ///< made again without being saved: an intermediate of a rerun
+  /// The tensor's version counter: see Note [Writes].
   c10::VariableVersion counter{c10::VariableVersion::DISABLED};
-  uint32_t version = 0;  ///< of the counter, as long as it is the content
-  uint64_t hash = 0;     ///< of the content when it was evicted, if that is checked
-  // What the choice knew of it last.
+  uint32_t version = 0;  ///< position of the counter while the content is the value's
+  uint64_t hash = 0;     ///< hash of the dropped content; 0: not checked
+  // The latest result of Runtime::look_closely; negative: unknown.
   float cost = -1;
   double first = -1;
 
   bool is_source() const { return record == nullptr; }
   bool is_blank() const;  ///< See Note [Blank memory].
-  /// Takes the tensor's counter as it stands.
+  /// Notes the tensor's version counter and its position.
   void note_version(const at::Tensor& tensor);
-  /// Returns whether something wrote to the content unseen.
+  /// Returns whether the version counter has moved since.
   bool has_changed() const { return counter.enabled() && counter.current_version() != version; }
 };
 
-/// A tensor as geometry over a value.
+/// The geometry of a tensor over a value: dtype, sizes, strides, offset.
 struct Geometry {
   Value* value = nullptr;
   c10::DispatchKeySet keys{};
@@ -101,98 +104,99 @@ struct Geometry {
 
   Geometry() = default;
   explicit Geometry(const at::Tensor& tensor);
-  /// A tensor of that geometry. `storage` has the content.
+  /// Returns a tensor with this geometry on `storage`.
   at::Tensor on(c10::Storage storage) const;
 };
 
-/// An argument of a recorded call: a value as it is, a tensor, or a list of tensors.
+/// An argument of a recorded call: a plain value, a tensor, or a list of tensors.
 struct Argument {
-  c10::IValue plain{};  ///< neither of the two
-  int32_t first = -1;   ///< of `Record::tensors`; -1: plain
+  c10::IValue plain{};  ///< the plain value
+  int32_t first = -1;   ///< index of the first tensor in `Record::tensors`; -1: plain
   int32_t count = 0;
   bool is_list = false, is_list_of_optional = false;
 };
 
+/// One operator call that can run again.
 struct Record {
-  int64_t num_owners = 0;  ///< values that it makes; guarded by the lock
+  int64_t num_owners = 0;  ///< live results; guarded by the graph's lock
   c10::OperatorHandle op;
   const OpTraits* traits;
   c10::SmallVector<Argument, 4> arguments{};
-  c10::SmallVector<Geometry, 3> tensors{};  ///< `value` is null for undefined ones
-  std::vector<Read> reads{};                ///< one for each value that it reads; never grows
-  c10::SmallVector<Value*, 2> written{};    ///< the old content of what it writes to
-  c10::SmallVector<Value*, 2> results{};    ///< first what it writes to; null for one that is gone
-  std::shared_ptr<const CpuRngState> random{};
-  c10::intrusive_ptr<c10::GeneratorImpl> generator{};  ///< from which it drew
+  c10::SmallVector<Geometry, 3> tensors{};  ///< `value` is null for an undefined tensor
+  std::vector<Read> reads{};                ///< one for each value read; never grows
+  c10::SmallVector<Value*, 2> written{};    ///< old values of the storages written to
+  /// New values: first of the storages written to, then of new storages. Null for a dead value.
+  c10::SmallVector<Value*, 2> results{};
+  std::shared_ptr<const CpuRngState> random{};         ///< state of the generator at the call
+  c10::intrusive_ptr<c10::GeneratorImpl> generator{};  ///< null for an operator that does not draw
   bool grad_mode = true;
-  bool is_blank = false;  ///< it makes memory that nothing was written to
+  bool is_blank = false;  ///< the result is unfilled memory
   float cost = 0;         ///< [seconds]
-  uint64_t number = 0;    ///< in the order of calls
-  uint64_t walk = 0;      ///< the latest walk that came here
+  uint64_t number = 0;    ///< number of the call in the process
+  uint64_t walk = 0;      ///< number of the latest walk that visited the record
 
   Record(const c10::OperatorHandle& called, const OpTraits& known) : op(called), traits(&known) {}
 };
 
 inline bool Value::is_blank() const { return record != nullptr && record->is_blank; }
 
-/// What dies under the lock, freed when this does: after the lock.
+/// Objects that died under the lock. Declare it before the lock, so that they are freed after it.
 struct Dead {
   c10::SmallVector<c10::Storage, 4> storages;
   std::vector<std::unique_ptr<Record>> records;
   std::vector<std::unique_ptr<Value>> values;
-  // Not unlinked yet.
+  // Objects to unlink.
   std::vector<Value*> values_to_bury;
   std::vector<Record*> records_to_bury;
   bool is_burying = false;
 };
 
-/// All budgets of the process share the graph.
+/// The values and records of the process.
 class Graph {
  public:
   static Graph& get();
   std::mutex& mutex() { return mutex_; }
 
-  // The caller holds the lock.
+  // The caller of the functions below holds the lock.
 
   uint64_t next_number() { return ++num_records_; }
   uint64_t num_records() const { return num_records_; }
   uint64_t next_walk() { return ++num_walks_; }
-  /// The value of what is in a storage now; null if none is known.
+  /// Returns the value of the storage's content; null if it is unknown.
   Value* value_at(c10::StorageImpl& storage);
-  /// The same; a source if none is known.
+  /// Does the same; makes a source if the value is unknown.
   Value& value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& dead);
-  /// The storage's content is a new value. `record`: null for a source.
+  /// Makes the value of a storage's new content. `record`: null for a source.
   Value& make(c10::StorageImpl& storage, Record* record, Runtime& runtime);
-  /// The storage has another content from now on: its value has none.
+  /// Separates a storage from its value, because the content changes.
   void forget(c10::StorageImpl& storage, Dead& dead);
-  /// The storage of a value's content; empty if it has none.
+  /// Returns the storage with a value's content; empty if the content is gone.
   static c10::Storage content_of(const Value& value);
-  /// Lets the content of a value be this storage's.
+  /// Makes the storage the value's content, which the budget keeps alive.
   void set_content(Value& value, c10::Storage storage);
-  /// The budget keeps the content no longer.
+  /// Ends the budget's hold on the content.
   void let_go(Value& value, Dead& dead);
-  /// A copy keeps the content of a source, whose storage is about to be written to.
+  /// Replaces a source's content by a copy, before its storage is written to.
   void move_content(Value& source, c10::Storage copy, Dead& dead);
-  /// A source that nobody needs is about to be written to: what was made of it and is there becomes a
-  /// source.
+  /// Makes sources of the live values that depend on a source, before its storage is written to. No
+  /// dropped value needs the source.
   void settle_readers(Value& source, Dead& dead);
-  /// A record without results ends.
+  /// Frees a record without results.
   void discard(Record* record, Dead& dead);
-  /// The value's record is forgotten: its content stays as long as somebody needs it. It has one.
+  /// Makes a source of a value that has its content.
   void become_source(Value& value, Dead& dead);
 
   void own(Value& value) { ++value.num_owners; }
   void disown(Value& value, Dead& dead);
-  /// Links a record to the values that it reads, each once.
+  /// Links a record to the values that it reads; duplicates are skipped.
   void add_reads(Record& record, c10::ArrayRef<Value*> values);
-  /// Whether a saved tensor, or a rerun, needs the value again that is made of it and has no content.
+  /// Returns whether a rerun for a dropped saved tensor would read the value.
   bool is_needed(const Value& value);
-  /// Nothing is saved any more: what is alive of the runtime's values becomes sources.
-  /// See Note [When nothing is saved].
+  /// Makes sources of all live values of a runtime: see Note [When nothing is saved].
   void cut(const Runtime& runtime, Dead& dead);
   static bool has_content(const Value& value);
 
-  /// Data of the counting allocator is freed, which was this storage's.
+  /// The counting allocator frees the data of a storage, whose address is only compared.
   void data_freed(const void* storage, const void* data) noexcept;
 
  private:

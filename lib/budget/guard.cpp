@@ -42,7 +42,7 @@ const BudgetOptions& checked(const BudgetOptions& options) {
 
 std::atomic<BudgetRaise> raise_of_binding{nullptr};
 
-/// Whether what this thread allocates is the budget's to refuse: it is in the scope, or makes a value again.
+/// Returns whether this thread belongs to the budget: it is in the scope, or reruns its operators.
 bool is_on_its_thread(const budget::Runtime& runtime) {
   const auto* const scope = budget::BudgetScope::innermost();
   return (scope != nullptr && &scope->runtime() == &runtime) ||

@@ -25,13 +25,13 @@ namespace remat::budget {
 
 namespace {
 
-/// Reruns of the process take turns: one never waits for another but by this.
+/// The turns of reruns: one thread of the process at a time makes values again.
 Turns& turns() {
   static auto* const all = new Turns;  // leaked: backwards may run in static destructors
   return *all;
 }
 
-/// An error about a rerun, thrown under the lock: a binding gives it another form without.
+/// An error about a rerun. It is thrown under the lock, and converted for a binding after the lock.
 class RerunError final : public c10::Error {
  public:
   using Error::Error;
@@ -59,20 +59,10 @@ class RerunError final : public c10::Error {
                "operator, or do not change what it reads before the backward."));
 }
 
-/// The budget for which this thread runs something again.
+/// The runtime whose values this thread makes again; or null.
 thread_local const Runtime* rerun_of = nullptr;
 
-class RerunsFor {
- public:
-  explicit RerunsFor(const Runtime& runtime) : outer_(std::exchange(rerun_of, &runtime)) {}
-  ~RerunsFor() { rerun_of = outer_; }
-  RerunsFor& operator=(RerunsFor&&) = delete;
-
- private:
-  const Runtime* const outer_;
-};
-
-/// One rerun of a record: the content that it reads, kept from being dropped meanwhile.
+/// One rerun of a record. It owns the contents that the record reads.
 class Rerun {
  public:
   Rerun(Record& record, Dead& dead);
@@ -93,7 +83,7 @@ class Rerun {
   c10::SmallVector<c10::Storage, 2> made_;
 };
 
-// The caller holds the lock, and has seen to it that all is there.
+// The caller holds the lock and has locked the contents of all values that the record reads.
 Rerun::Rerun(Record& record, Dead& dead) : record_(record) {
   for (const Read& read : record_.reads)
     contents_.push_back({read.value, Graph::content_of(*read.value)});
@@ -102,7 +92,7 @@ Rerun::Rerun(Record& record, Dead& dead) : record_(record) {
     each.is_written =
         std::find(record_.written.begin(), record_.written.end(), &value) != record_.written.end();
     if (!each.is_written || value.is_source() || !value.saves.empty() || value.num_locks > 1 ||
-        each.storage.use_count() > 2)  // ours here, and the budget's
+        each.storage.use_count() > 2)  // this object's and the budget's
       continue;
     bool is_needed = false;
     for (const Read* read = value.reads; read != nullptr; read = read->next)
@@ -188,16 +178,21 @@ void Rerun::end(Dead& dead) {
   }
 }
 
-/// Makes a value's content, and what it needs before. No recursion: chains are as long as programs.
+/// Makes the content of one value, and before it the contents that its record reads. Without
+/// recursion, since chains can be as long as a program.
 ///
 /// Note [What a rerun keeps meanwhile]
-/// Of what a record reads, what is missing is made first, the oldest before all: it has the longest chain.
-/// What is there is not kept from being dropped until then, so a long chain needs little more room than
-/// its widest call. Each read is made at most twice, since what has been made is kept.
+/// A record's missing inputs are made before its present inputs are locked, the oldest first,
+/// because it has the longest chain. So a long chain needs little more memory than its widest call.
+/// A present input may be dropped meanwhile and is then made again, at most once, since inputs that
+/// were made stay locked.
 class Again {
  public:
-  explicit Again(Value& wanted) { push(wanted); }
+  explicit Again(Value& wanted) : outer_(std::exchange(rerun_of, wanted.runtime.get())) {
+    push(wanted);
+  }
   ~Again() {
+    rerun_of = outer_;
     Dead dead;
     const std::lock_guard<std::mutex> lock(Graph::get().mutex());
     while (!stack_.empty()) pop(dead);
@@ -209,7 +204,7 @@ class Again {
  private:
   struct Step {
     Record* record;
-    c10::SmallVector<Value*, 4> locked{};  // of what it reads
+    c10::SmallVector<Value*, 4> locked{};  // inputs of the record
   };
   void push(Value& value) { stack_.push_back({value.record}); }
   void pop(Dead& dead) {
@@ -223,10 +218,11 @@ class Again {
   }
 
   std::vector<Step> stack_;
-  std::vector<Value*> kept_;  // what was made last, until it is handed over
+  std::vector<Value*> kept_;  // latest results, locked until the next step has locked its inputs
+  const Runtime* const outer_;
 };
 
-/// Returns whether a value's content is there; lets go of one that is another's by now.
+/// Returns whether a value has its content. A content that was changed unseen is released.
 bool is_there(Value& value, const Record& reader, Dead& dead) {
   if (value.has_changed() && !value.is_source())
     if (c10::Storage content = Graph::content_of(value)) {
@@ -238,7 +234,8 @@ bool is_there(Value& value, const Record& reader, Dead& dead) {
   return is_there;
 }
 
-// Looks for the next record whose reads are all there, and locks them. The caller holds the lock.
+// Finds the next record whose inputs have their contents, and locks them. The caller holds the
+// lock.
 void Again::prepare(Dead& dead) {
   for (;;) {
     Step& step = stack_.back();
@@ -322,7 +319,6 @@ c10::Storage content_again(Value& value, Runtime& runtime, double save) {
   if (c10::Storage content = present()) return content;
   const seam::DispatchModeOff unseen;
   const detail::NoScopes no_scopes;
-  const RerunsFor reruns(*value.runtime);
   Again again(value);
   try {
     again.run();

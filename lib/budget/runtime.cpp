@@ -135,6 +135,8 @@ void Runtime::unpool(Value& value) {
   if (pool_[place] != &value) pool_[place]->place = static_cast<int32_t>(place);
   pool_.pop_back();
   pool_bytes_ -= value.bytes;
+  if (std::exchange(value.is_short, false))
+    *std::find(shortlist_.begin(), shortlist_.end(), &value) = nullptr;
 }
 
 void Runtime::drop_if_unneeded(Value& value, Dead& dead) {
@@ -148,7 +150,11 @@ double Runtime::score_now(const Value& value) const {
   return value.cost / (static_cast<double>(value.bytes) * std::sqrt(distance));
 }
 
-// Seconds of what was dropped of its making, and when backward will read it or what is made of it.
+double Runtime::known_score(const Value& value) const {
+  return value.cost < 0 ? -1.0 : score_now(value);
+}
+
+// Computes the time of a rerun, and the clock at which backward needs its result first.
 void Runtime::look_closely(Value& value) {
   constexpr std::size_t max_seen = 64;
   std::array<const Record*, max_seen> records;
@@ -190,15 +196,18 @@ void Runtime::look_closely(Value& value) {
   value.first = first;
 }
 
-Value* Runtime::choose() {
+bool Runtime::can_drop(const Value& value) const {
+  return value.num_locks == 0 && value.bytes >= min_bytes_ && value.bytes > 0 &&
+         value.held.use_count() == 1;
+}
+
+Value* Runtime::cheapest_of(c10::ArrayRef<Value*> values) {
   constexpr std::size_t num_close = 16;
   std::array<std::pair<double, Value*>, num_close> cheapest;
   std::size_t count = 0;
-  for (Value* const value : pool_) {
-    if (value->num_locks > 0 || value->bytes < min_bytes_ || value->bytes == 0 ||
-        value->held.use_count() > 1)
-      continue;
-    const double score = value->cost < 0 ? -1.0 : score_now(*value);
+  for (Value* const value : values) {
+    if (value == nullptr || !can_drop(*value)) continue;
+    const double score = known_score(*value);
     if (count == num_close && score >= cheapest[count - 1].first) continue;
     std::size_t place = count < num_close ? count++ : count - 1;
     for (; place > 0 && cheapest[place - 1].first > score; --place)
@@ -216,6 +225,36 @@ Value* Runtime::choose() {
     }
   }
   return best;
+}
+
+void Runtime::make_shortlist() {
+  std::vector<std::pair<double, Value*>> all;
+  all.reserve(pool_.size());
+  for (Value* const value : pool_)
+    if (can_drop(*value)) all.emplace_back(known_score(*value), value);
+  const std::size_t count = std::min(all.size(), pool_.size() / num_pool_for_one);
+  std::nth_element(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(count), all.end());
+  for (Value* const value : shortlist_)
+    if (value != nullptr) value->is_short = false;
+  shortlist_.clear();
+  for (std::size_t i = 0; i < count; ++i) {
+    all[i].second->is_short = true;
+    shortlist_.push_back(all[i].second);
+  }
+  num_choices_left_ = count / 2;
+}
+
+// A large pool is not walked for each choice: the work would grow with the square of its size.
+Value* Runtime::choose() {
+  constexpr std::size_t max_walked = 1024;
+  if (pool_.size() <= max_walked) return cheapest_of(pool_);
+  if (num_choices_left_ > 0) {
+    --num_choices_left_;
+    if (Value* const value = cheapest_of(shortlist_)) return value;
+  }
+  make_shortlist();
+  if (Value* const value = cheapest_of(shortlist_)) return value;
+  return cheapest_of(pool_);
 }
 
 int64_t Runtime::make_room(int64_t bytes, int64_t live_bytes, Dead& dead) {

@@ -1,19 +1,21 @@
 #pragma once
-// One budget: what it may drop, what it drops first, and what it has done.
+// The budget of one thread: its pool of droppable values, the choice among them, and the report.
 //
 // Note [What is dropped first]
-// Each value that the budget keeps has a score, and the least goes: the seconds that it takes to make it
-// again (with those of what was dropped of its making), over its bytes times the square root of how
-// long nobody will read it. That distance is known: backward reads in the reverse order of saving, so
-// it is the work between the save or read in progress and the last save of it, or of an evicted value
-// that is made of it. (Dynamic Tensor Rematerialization divides by the time since the last use, and
-// counts what was made of the value too; measured, that recomputes 1.3 to 2.6 times more.)
-// Costs of all are worked out only for the sixteen that look cheapest by what was known of them last.
+// The value with the least score is dropped first. The score is the time to make the value again,
+// divided by its bytes and by the square root of its distance. The time includes the dropped values
+// that the rerun needs. The distance is the work until backward reads the value, or a dropped value
+// made of it. It is known, because backward reads in the reverse order of saving.
+// Dynamic Tensor Rematerialization divides by the time since the last use instead, and adds the
+// cost of dropped values made of the value: that recomputes 1.3 to 2.6 times more (measured).
+// Exact scores are computed only for the sixteen values with the least scores by the latest costs. A
+// pool of more than 1,024 values is walked once for many choices, among a list of its cheapest.
 //
 // Note [Below the floor]
-// What an operator reads and writes and what the program holds cannot be dropped: where that alone
-// is over the budget, dropping all else after each operator would only be slow. So a bound that
-// could not be held is raised to what was needed and a tenth, and the report counts it.
+// Operands of the running operator, and tensors that the program holds, cannot be dropped. If they
+// alone exceed the budget, dropping everything else after each operator would only cost time. So
+// the bound is raised to a tenth above the memory that was needed, and the report counts the
+// excess.
 
 #include <atomic>
 #include <cstdint>
@@ -26,11 +28,12 @@
 
 namespace remat::budget {
 
-/// How much an operator's call of such shapes costs. The caller holds the graph's lock.
+/// Costs of operators by shapes. The caller holds the graph's lock.
 class CostTable {
  public:
   static CostTable& get();
-  /// [seconds] The least of its first calls; later ones change it no more, so that steps repeat.
+  /// Returns the least time [seconds] of the first calls. Later calls do not change it, so that
+  /// steps repeat.
   float cost(uint64_t call, float measured_s);
 
  private:
@@ -38,57 +41,63 @@ class CostTable {
   static constexpr uint32_t num_learned = 3;
 };
 
-/// What one guard asks for, and what has been done under it. Guarded by the graph's lock.
+/// The options and the report of one guard. Guarded by the graph's lock.
 struct Bound {
   Bound(const BudgetOptions& options, int64_t live_bytes);
   const BudgetOptions options;
-  const int64_t base_bytes;  ///< alive when the guard was made
-  int64_t most_bytes;        ///< that may be alive
+  const int64_t base_bytes;  ///< memory alive at the guard's construction
+  int64_t most_bytes;        ///< limit of the live memory
   BudgetReport report;
 };
 
-/// What the guards of a nest have in common: the values of a thread. Threads: those that hold the graph's
-/// lock, but for what says otherwise.
+/// The state shared by nested guards of one thread. Callers hold the graph's lock, except where a
+/// comment says otherwise.
 class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
-  /// The first guard of a nest, whose bound stays as long as there are values. Any thread, without the
-  /// lock, as is what follows.
+  /// `bound` belongs to the outermost guard and applies as long as values live. Call this, the
+  /// destructor, `add` and `remove` without the lock.
   explicit Runtime(std::shared_ptr<Bound> bound);
   ~Runtime();
   Runtime& operator=(Runtime&&) = delete;
-  /// A guard inside.
+  /// Adds the bound of a nested guard.
   void add(std::shared_ptr<Bound> bound);
   void remove(const Bound& bound);
 
-  /// Keeps the content of a value that can be made again.
+  /// Keeps the content of a value with a record alive, in the pool.
   void hold(Value& value, c10::Storage storage);
-  /// Nobody keeps the value's content for a saved tensor or a rerun any more: lets go of it.
+  /// Releases a content that neither a saved tensor nor a rerun needs.
   void drop_if_unneeded(Value& value, Dead& dead);
   void unpool(Value& value);
-  /// A source holds so many bytes more, or less.
+  /// Adds to the bytes of sources.
   void source_held(int64_t bytes);
 
-  /// A tensor is saved that has a value of this runtime, or is no longer.
+  /// Counts saved tensors; the end of the last one ends all records.
   void note_save() { num_saved_.fetch_add(1, std::memory_order_relaxed); }
   void note_end_of_save(Dead& dead) {
     if (num_saved_.fetch_sub(1, std::memory_order_relaxed) == 1) Graph::get().cut(*this, dead);
   }
-  /// Any thread, without the lock.
+  /// Returns whether tensors are saved. Any thread, without the lock.
   bool has_saved() const { return num_saved_.load(std::memory_order_relaxed) > 0; }
 
-  /// An allocation begins. Returns the bytes that it dropped.
+  /// Drops values before an allocation. Returns the bytes dropped.
   int64_t make_room(int64_t bytes, int64_t live_bytes, Dead& dead);
-  /// The bound that the allocation exceeds and that refuses it; or null.
+  /// Returns the bound that refuses an allocation to `alive` bytes; or null.
   const Bound* refusing(int64_t alive) const;
 
   void note_operator();
   void note_rerun(double seconds);
 
-  double clock = 0;   ///< [seconds] of operators so far
-  double cursor = 0;  ///< the clock at the save, or at the save of the read, in progress
+  double clock = 0;   ///< [seconds] sum of the costs of recorded operators
+  double cursor = 0;  ///< [seconds] the clock at the save that is made or read now
 
  private:
+  bool can_drop(const Value& value) const;
+  /// Returns the value with the least score; null if no value can be dropped.
   Value* choose();
+  Value* cheapest_of(c10::ArrayRef<Value*> values);
+  void make_shortlist();
+  /// Returns the score by the latest costs; -1 if they are unknown.
+  double known_score(const Value& value) const;
   double score_now(const Value& value) const;
   void look_closely(Value& value);
   const BudgetOptions& options() const { return bounds_.back()->options; }
@@ -97,14 +106,18 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<std::shared_ptr<Bound>> bounds_;  // outermost first
   int64_t min_bytes_ = 0;
   std::vector<Value*> pool_;
+  // Of a large pool: the cheapest values at the latest walk, with null for those that have left it.
+  static constexpr std::size_t num_pool_for_one = 64;
+  std::vector<Value*> shortlist_;
+  std::size_t num_choices_left_ = 0;
   int64_t pool_bytes_ = 0;
   std::atomic<int64_t> num_saved_{0};
 };
 
-/// Visits the budgets of the process. The caller holds the graph's lock.
+/// Visits all runtimes of the process. The caller holds the graph's lock.
 void visit_runtimes(c10::function_ref<void(Runtime&)> visitor);
 
-/// Throws the error in the form of a binding's language, if there is one and it throws.
+/// Throws the error in the form of a binding's language, if a binding has set one.
 void raise_in_binding(const c10::Error& error);
 
 }  // namespace remat::budget

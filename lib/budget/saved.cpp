@@ -55,7 +55,7 @@ HeldInfo Saved::describe() const {
   return info;
 }
 
-// What plain autograd refuses is refused in its words.
+// The text is LibTorch's, without the name of the node, which hooks do not see.
 void Saved::check_version() const {
   if (!has_version_ || counter_.current_version() == version_) return;
   const at::Tensor none;

@@ -1,5 +1,5 @@
 #pragma once
-// The hook of a tensor that autograd saved under a budget.
+// The saved-tensor hook of a budget.
 
 #include <memory>
 
@@ -9,7 +9,7 @@
 
 namespace remat::budget {
 
-/// Keeps a value that can be made again, and else the tensor.
+/// The hook of one saved tensor. It owns a value with a record, or else an alias of the tensor.
 class Saved final : public seam::OwnHooks {
  public:
   explicit Saved(std::shared_ptr<Runtime> runtime) : runtime_(std::move(runtime)) {}
@@ -25,9 +25,9 @@ class Saved final : public seam::OwnHooks {
   HeldInfo describe() const;
 
   const std::shared_ptr<Runtime> runtime_;
-  at::Tensor kept_;      // an alias of what cannot be made again
-  Geometry geometry_{};  // of what can
-  double clock_ = 0;     // at the save
+  at::Tensor kept_;      // the alias, of a tensor without such a value
+  Geometry geometry_{};  // the value and the tensor's geometry
+  double clock_ = 0;     // the runtime's clock at the save
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;
   bool has_version_ = false;

@@ -1,15 +1,16 @@
 #pragma once
-// Version counters that LibTorch counts up after an operator has written.
+// Version counters of values that operators have written to.
 
 #include <ATen/core/Tensor.h>
 
 namespace remat::budget {
 
-/// An operator of this thread writes to the tensor: its version counter moves when the operator has
-/// returned, and the value in its storage then goes by where it stands.
+/// Notes that an operator of this thread writes to the tensor. LibTorch moves the version counter
+/// after the operator.
 void note_written(const at::Tensor& tensor);
 
-/// The operators of this thread so far have returned: takes note of where those counters stand.
+/// Gives the noted values the present positions of their counters. All operators so far have
+/// returned.
 void settle_versions();
 
 }  // namespace remat::budget

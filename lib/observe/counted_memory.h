@@ -1,5 +1,5 @@
 #pragma once
-// The memory that the CPU's counting allocator gave out: what may lie beside it, and who is told.
+// Allocations of the CPU's counting allocator, as seen by a budget.
 
 #include <c10/core/StorageImpl.h>
 
@@ -7,28 +7,28 @@
 
 namespace remat {
 
-/// What the counting allocator calls, from any thread; plain functions. Neither may allocate memory
-/// for tensors.
+/// Callbacks of the counting allocator. Any thread calls them. They must not allocate tensor
+/// memory.
 struct AllocationCallbacks {
-  /// [bytes] are about to be allocated, where `live` are alive. May free some. May throw instead.
+  /// Called before an allocation of `bytes`, with the `live` bytes. May free memory, or throw.
   void (*begins)(int64_t bytes, int64_t live);
-  /// Data is about to be freed beside which this storage was noted; only compared, it may be gone.
+  /// Called before data is freed. `storage`: the noted storage, which may be dead already.
   void (*freed)(const void* storage, const void* data) noexcept;
 };
 
-/// Installs the counting allocator, and sets whom it calls. Valid for good.
+/// Installs the counting allocator and sets its callbacks for the rest of the process.
 void set_allocation_callbacks(const AllocationCallbacks& callbacks);
-/// While any is wanted, allocations are announced.
+/// Adds or removes one user of `begins`; it is called while there are users.
 void want_announcements(bool more);
 
-/// Notes a storage beside its data, so that it is told of its end; nothing if the counting allocator
-/// did not give the data out. One thread at a time for one storage.
+/// Notes a storage beside its data, for `freed`. No effect on data of other allocators. One thread
+/// at a time for one storage.
 void note_storage_beside(const c10::StorageImpl& storage);
 
-/// Whether the end of the storage's data is told: the counting allocator gave it out, to it alone.
+/// Returns whether `freed` is called for the storage's data: the storage alone owns it.
 bool is_end_told(const c10::StorageImpl& storage);
 
-/// Whether LibTorch's allocator for the CPU gave out the data: nobody outside writes to it.
+/// Returns whether LibTorch's CPU allocator owns the data, so that no foreign code writes to it.
 bool is_cpu_memory_of_torch(const c10::StorageImpl& storage);
 
 }  // namespace remat

@@ -83,8 +83,8 @@ std::string readable(int64_t bytes) {
   return fmt::format("{} bytes ({:.2f} MB)", bytes, static_cast<double>(bytes) / 1e6);
 }
 
-const AllocationCallbacks* callbacks = nullptr;  // set once, before any owner is
-std::atomic<int64_t> num_announced{0};           // who want to hear of allocations
+const AllocationCallbacks* callbacks = nullptr;  // set once, before any storage is noted
+std::atomic<int64_t> num_announced{0};           // users of `begins`
 
 class CountingAllocator final : public at::Allocator, public MemorySource {
  public:

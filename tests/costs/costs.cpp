@@ -6,6 +6,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sin.h>
+#include <remat/budget.h>
 #include <remat/checkpoint.h>
 #include <remat/hooks.h>
 #include <remat/options.h>
@@ -117,6 +118,15 @@ void have_buffers(int64_t count, int64_t num_written) {
       .backward();
 }
 
+/// A chain whose saved tensors take twice the budget.
+void exceed_budget(int64_t count) {
+  const int64_t width = 16, bytes = width * 4;
+  const remat::BudgetGuard guard({.bytes = count * bytes / 2, .min_bytes = 0});
+  Tensor y = at::full({width}, 0.5).requires_grad_();
+  for (int64_t i = 0; i < count; ++i) y = at::sin(y);
+  y.sum().backward();
+}
+
 struct Shape {
   const char* unit;
   int64_t small, large;
@@ -136,6 +146,7 @@ const std::vector<Shape> shapes{
     {"argument", 500, 2000, [](int64_t n) { give_arguments(n, remat::InputMode::Shared); }},
     {"copied argument", 500, 2000,
      [](int64_t n) { give_arguments(n, remat::InputMode::CopyOnWrite); }},
+    {"operator within a budget", 4000, 16'000, exceed_budget},
 };
 
 }  // namespace

@@ -11,7 +11,8 @@ namespace fuzz {
 /// [bytes] The budget in which programs run on their threads; 0: none.
 int64_t& budget_bytes();
 
-/// Runs the program under a budget without a limit, and under six others, and says whether all agree.
+/// Runs the program under a budget without a limit, and under six others, and says whether all
+/// agree.
 std::optional<Finding> check_budgets(const Program& program);
 
 }  // namespace fuzz

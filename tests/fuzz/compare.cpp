@@ -155,9 +155,9 @@ bool has_state(const Program& program, bool (*is_wanted)(remat::testing::State))
   });
 }
 
-/// What a region may say of its modules. A table that is filled once needs the end of forward as the
-/// start of a recompute, and a buffer that each call writes to its begin; statistics of a batch norm
-/// without grad mode are such a buffer. What is done once only, a policy does not see again.
+/// What a region may say of its modules. A table that is filled once needs the end of forward as
+/// the start of a recompute, and a buffer that each call writes to its begin; statistics of a batch
+/// norm without grad mode are such a buffer. What is done once only, a policy does not see again.
 bool is_about_modules(const Program& program, const Contents& has, const Stage& stage) {
   using remat::testing::State;
   const bool has_table = has_state(program, [](State s) { return s == State::Table; });
@@ -317,8 +317,8 @@ std::optional<Finding> check(const Program& program) {
   return std::nullopt;
 }
 
-// Compared with a run that drops nothing, and not with plain autograd: LibTorch chooses other formulas where
-// a dispatch mode is on.
+// Compared with a run that drops nothing, and not with plain autograd: LibTorch chooses other
+// formulas where a dispatch mode is on.
 std::optional<Finding> check_budgets(const Program& program) {
   budget_bytes() = std::numeric_limits<int64_t>::max();
   const Record plain = run(program, Mode::Plain);

@@ -8,11 +8,11 @@
 // with what regions are given: write to it, look at what it has beside its values, hang hooks on it, give it other
 // storages. With --copies most regions keep copies of their arguments. With --moves most hooks are guards that move what
 // is saved, and regions move their inputs. With --modules they call modules whose forward writes to
-// buffers. With --budgets their regions are none, and they run within byte budgets. With --waits functions of regions take gradients and read what nodes saved,
-// and then write to what they were given. With --device cuda they run there. A finding is shrunk (on the CPU) and
-// printed, and the exit status is 1.
-// With --first the first finding ends the run, and only its seed and kind are printed. The last line is always
-// "N programs, M findings".
+// buffers. With --budgets their regions are none, and they run within byte budgets. With --waits
+// functions of regions take gradients and read what nodes saved, and then write to what they were
+// given. With --device cuda they run there. A finding is shrunk (on the CPU) and printed, and the
+// exit status is 1. With --first the first finding ends the run, and only its seed and kind are
+// printed. The last line is always "N programs, M findings".
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -27,7 +27,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <iostream>
+#include <iterator>
 #include <optional>
+#include <utility>
 
 #include "tests/fuzz/budgets.h"
 
@@ -134,50 +136,19 @@ int main(int argc, char** argv) {
   uint64_t first = 0, last = 0;
   long seconds = -1;
   bool only_print = false, in_child = false, only_first = false;
+  const std::pair<const char*, bool*> flags[] = {
+      {"--print", &only_print},     {"--selective", &topics.selective},
+      {"--best", &topics.best},     {"--arguments", &topics.arguments},
+      {"--copies", &topics.copies}, {"--waits", &topics.waits},
+      {"--budgets", &has_budgets},  {"--modules", &topics.modules},
+      {"--moves", &topics.moves},   {"--first", &only_first},
+      {"--shrink", &in_child}};
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
-    if (name == "--print") {
-      only_print = true;
-      continue;
-    }
-    if (name == "--selective") {
-      topics.selective = true;
-      continue;
-    }
-    if (name == "--best") {
-      topics.selective = topics.best = true;
-      continue;
-    }
-    if (name == "--arguments") {
-      topics.arguments = true;
-      continue;
-    }
-    if (name == "--copies") {
-      topics.copies = true;
-      continue;
-    }
-    if (name == "--waits") {
-      topics.arguments = topics.waits = true;
-      continue;
-    }
-    if (name == "--budgets") {
-      has_budgets = true;
-      continue;
-    }
-    if (name == "--modules") {
-      topics.modules = true;
-      continue;
-    }
-    if (name == "--moves") {
-      topics.moves = true;
-      continue;
-    }
-    if (name == "--first") {
-      only_first = true;
-      continue;
-    }
-    if (name == "--shrink") {
-      in_child = true;
+    const auto flag = std::find_if(std::begin(flags), std::end(flags),
+                                   [&](const auto& each) { return name == each.first; });
+    if (flag != std::end(flags)) {
+      *flag->second = true;
       continue;
     }
     if (i + 1 == argc) return usage();
@@ -207,6 +178,8 @@ int main(int argc, char** argv) {
       return usage();
     }
   }
+  topics.selective |= topics.best;
+  topics.arguments |= topics.waits;
   if (last == 0) return usage();
   if (only_print) {
     for (uint64_t seed = first; seed < last; ++seed)
