@@ -58,8 +58,8 @@ struct PlainCall {
   bool is_plain = false;
   std::shared_ptr<void> registered{};
 };
-/// Returns whether grad mode, a guard, its level or a BatchNorm in its modules (`SkipBatchNorm`) is why
-/// a call runs plainly.
+/// Returns whether grad mode, a guard, its level or a BatchNorm in its modules (`SkipBatchNorm`) is
+/// why a call runs plainly.
 REMAT_API PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
                                  const torch::jit::Module* script = nullptr);
 
@@ -260,8 +260,8 @@ class CheckpointedFunction {
 /// forward saw them, and puts them back (`CheckpointOptions::buffers`); other functions name the modules that they
 /// call (`modules`). A module behind a raw pointer is kept alive if a shared pointer owns it. A `Checkpointed` opens
 /// no region of its own in this one.
-/// Grad mode off: runs plainly; a region around it restores the modules' buffers, as `buffers` says, and
-/// no other option is looked at.
+/// Grad mode off: runs plainly; a region around it restores the modules' buffers, as `buffers`
+/// says, and no other option is looked at.
 /// Threads: any; a recompute runs on the thread of the backward that asks.
 /// Throws: what `fn` throws; `CheckpointError`; `c10::ValueError` for options that exclude each
 /// other; in backward the same, with the type that `fn` threw.

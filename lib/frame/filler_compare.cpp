@@ -18,11 +18,11 @@
 namespace remat {
 
 // Note [Another tensor in its place]
-// A flag of a captured tensor, `requires_grad` above all, decides which tensors an operator saves. If it
-// has changed since forward, the recompute saves one more or one less, and all that follow come to the
-// slots of others. Shapes may agree. So a tensor must also require grad as forward's did, unless it is
-// the same tensor or the cast of a leaf that changed likewise, and begin or continue the tensors of one
-// operator as forward's did.
+// A flag of a captured tensor, `requires_grad` above all, decides which tensors an operator saves.
+// If it has changed since forward, the recompute saves one more or one less, and all that follow
+// come to the slots of others. Shapes may agree. So a tensor must also require grad as forward's
+// did, unless it is the same tensor or the cast of a leaf that changed likewise, and begin or
+// continue the tensors of one operator as forward's did.
 static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
   const bool has_edge = has_raw_gradient_edge(judged);
   if (slot.has_edge == has_edge) return true;
@@ -40,8 +40,9 @@ static bool is_object(const at::Tensor* tensor, const WeakTensor& object) {
          object._unsafe_get_target();
 }
 
-// Another leaf in the place of a leaf may have been made inside. A result that was there before the recompute was not, and
-// forward had a leaf: the variable that the function captured has been assigned another tensor since, as fast weights are.
+// Another leaf in the place of a leaf may have been made inside. A result that was there before the
+// recompute was not, and forward had a leaf: the variable that the function captured has been
+// assigned another tensor since, as fast weights are.
 bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
   const Provenance& then = slot.provenance;
   if (then.origin != Origin::Leaf || then.leaf.expired() || std::this_thread::get_id() != owner_)
@@ -54,8 +55,8 @@ bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
 
 // Note [Another leaf]
 // Where forward saved a leaf that requires grad, the recompute may save another one: the function
-// makes a leaf in each of its runs (`z = x.detach().requires_grad_()`), or reads a variable that has
-// been given another one since, such as a parameter that was replaced, or that stood in for a
+// makes a leaf in each of its runs (`z = x.detach().requires_grad_()`), or reads a variable that
+// has been given another one since, such as a parameter that was replaced, or that stood in for a
 // module's own around forward. Forward's leaf lives as long as its graph, so contents tell: a
 // function that computes the same makes equal leaves. If forward's has been changed since, there is
 // nothing to compare with.
@@ -93,9 +94,9 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
       slot.provenance.storage._unsafe_get_target() == known_storage_of(judged))
     return false;
   if (slot.provenance.origin != Origin::Input) return true;
-  // An argument itself is checked when it is unpacked, a kept alias of it when it is given out, and hooks
-  // may give back copies of both, or restore the argument in its own storage; a captured alias with a
-  // version of its own is not checked elsewhere.
+  // An argument itself is checked when it is unpacked, a kept alias of it when it is given out, and
+  // hooks may give back copies of both, or restore the argument in its own storage; a captured
+  // alias with a version of its own is not checked elsewhere.
   const bool is_replaced_by_copy = is_replaced(slot.provenance, judged);
   if (is_replaced_by_copy && replay_ != nullptr && replay_->is_copy(known_storage_of(judged)))
     return false;
@@ -181,8 +182,8 @@ void Filler::note_operands() {
   }
 }
 
-// The node of an operator that saves cannot be reached from here; from what later operators save of its result it can.
-// Of the last one nothing is saved: it has no name.
+// The node of an operator that saves cannot be reached from here; from what later operators save of
+// its result it can. Of the last one nothing is saved: it has no name.
 void Filler::name_operators(const at::Tensor& saved) {
   constexpr std::size_t max_named = 5;  // as many as an error lists
   const std::size_t num = std::min(differences_.metadata.size(), max_named);

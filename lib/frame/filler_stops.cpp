@@ -71,8 +71,8 @@ void Filler::stop_before_backward() {
   stop();
 }
 
-// Inside of a backward there is no stop, and what the function does next may save nothing: it may write to an argument in
-// place, before forward does.
+// Inside of a backward there is no stop, and what the function does next may save nothing: it may
+// write to an argument in place, before forward does.
 void Filler::stop_after_backward() {
   if (view_.is_settled || !is_complete() || !is_on_own_ground() || !can_unwind_to(this)) return;
   if (!has_stopped_) count(live_counters.early_stops);

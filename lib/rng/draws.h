@@ -192,8 +192,8 @@ class DrawSource {
   ~DrawSource() = default;  // owned as something else
 };
 
-/// While alive, random operators of this thread, and those inside them, draw from `source` where they
-/// would draw from `original`. Both outlive it.
+/// While alive, random operators of this thread, and those inside them, draw from `source` where
+/// they would draw from `original`. Both outlive it.
 class DrawsFrom {
  public:
   DrawsFrom(at::Generator& source, const at::CPUGeneratorImpl& original);

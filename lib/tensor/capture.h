@@ -18,8 +18,9 @@
 //            recompute saves in its place must lie in an argument's storage or in forward's (hooks may
 //            give back copies); a captured alias with a version of its own must have forward's.
 // Storages are remembered weakly: comparing addresses alone meets reused ones. A sparse tensor is known by the
-// storage of its values. A view of a tensor whose class is Python's (a jagged one) may have a storage of its own, in which
-// nothing lies: it is known by the tensor that it views, as its parts are.
+// storage of its values. A view of a tensor whose class is Python's (a jagged one) may have a
+// storage of its own, in which nothing lies: it is known by the tensor that it views, as its parts
+// are.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>

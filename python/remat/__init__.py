@@ -1,8 +1,8 @@
 """Activation checkpointing: what autograd would save is computed again in backward.
 
-Three ways in. `remat.checkpoint(function, *args)` runs one call as a region. `remat.install()` puts remat under
-`torch.utils.checkpoint`, for programs that are written already. `with remat.budget("8 GiB"):` keeps any program within a
-byte budget, without regions.
+Three ways in. `remat.checkpoint(function, *args)` runs one call as a region. `remat.install()` puts
+remat under `torch.utils.checkpoint`, for existing programs. `with remat.budget("8 GiB"):` keeps any
+program within a byte budget, without regions.
 
     loss = remat.checkpoint(block, x, name="block 3").sum()
     loss.backward()

@@ -1,4 +1,4 @@
-"""A byte budget for any program: saved tensors are dropped and computed again by operator, without regions."""
+"""A byte budget for any program: saved tensors are dropped and made again by operators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ BudgetReport = _remat.BudgetReport
 Budgeted = Union[Bytes, str]
 """A number of bytes, or a text such as "8 GiB" or "free - 5 %"."""
 
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_UNITS = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KiB": 1 << 10,
+    "MiB": 1 << 20,
+    "GiB": 1 << 30,
+}
 _NUMBER = r"(\d+\.?\d*|\.\d+)"
 _SIZE = re.compile(rf"\s*{_NUMBER}\s*({'|'.join(_UNITS)})\s*")
 _FREE = re.compile(rf"\s*free\s*(?:-\s*{_NUMBER}\s*%\s*)?")
@@ -37,7 +45,10 @@ add_kind(
 
 
 def _read_text(text: str) -> tuple[Optional[int], Fraction]:
-    """Returns the bytes that a text asks for; or None, and the share of the free memory. Raises ValueError for other texts."""
+    """Returns the bytes of a text; or None, and the share of the free memory.
+
+    Raises ValueError for other texts.
+    """
     size = _SIZE.fullmatch(text)
     if size is not None:
         return min(int(Fraction(size[1]) * _UNITS[size[2]]), _MOST), Fraction(0)
@@ -45,7 +56,8 @@ def _read_text(text: str) -> tuple[Optional[int], Fraction]:
     share = 1 - Fraction(free[1] or 0) / 100 if free is not None else Fraction(0)
     if share <= 0:
         raise ValueError(
-            f"remat.budget: the budget {text!r} is neither a size nor a share of the free memory. Hint: a number and one "
+            f"remat.budget: the budget {text!r} is neither a size nor a share of the free memory. "
+            "Hint: a number and one "
             f"of {', '.join(_UNITS)}, such as '8 GiB'; or 'free', 'free - 5 %'."
         )
     return None, share
@@ -58,7 +70,8 @@ def _free(text: str, share: Fraction, device: Union[torch.device, str, int, None
         if error.kind is not ErrorKind.UNSUPPORTED:
             raise
         raise ValueError(
-            f"remat.budget: the budget {text!r} asks for the free memory, and nothing says how much is free.\n"
+            f"remat.budget: the budget {text!r} asks for the free memory, "
+            "and nothing says how much is free.\n"
             f"Cause: {error}\nHint: give the budget as a size, such as '8 GiB'."
         ) from None
 
@@ -110,42 +123,45 @@ def budget(
     check_values: bool = False,
     moving: Optional[MoveOptions] = None,
 ) -> Budget:
-    """Keeps the program within a byte budget: tensors that autograd saved in the scope are dropped when an allocation
-    would exceed it, and computed again by the operators that made them when backward reads them.
+    """A scope in which tensors saved by autograd stay within a byte budget.
 
         with remat.budget("8 GiB") as budget:
             for batch in loader:
                 train_step(model, batch)      # unchanged
         print(budget.report())
 
-    No function runs twice, only operators do. Outputs, gradients, buffers and random numbers are those of the plain program,
-    bit by bit. One scope around a training loop is best: costs of operators are learned in its first steps. A graph that
-    was made in the scope can run backward after it, within the same budget. Nested scopes: the smallest budget holds.
-    Regions inside are recomputed as regions.
+    When an allocation would exceed the budget, saved tensors are dropped. When backward reads one
+    of them, the operators that made it run again; functions never run again. Outputs, gradients,
+    buffers and random numbers equal those of the plain program bit by bit. Recommended: one scope
+    around a training loop. A graph made in the scope can run backward after it, within the same
+    budget. Nested scopes: the smallest budget applies. Regions inside are recomputed as regions.
 
-    bytes: the memory for everything that is alive on the device beyond what is alive on entry, of all threads: gradients,
-        optimizer state and scratch memory of kernels included [bytes]. A text is a number and B, kB, MB, GB (powers of
-        1000), KiB, MiB, GiB (of 1024); or "free", "free - 5 %": a share of `free_bytes`, read on entry. `sys.maxsize`: no
-        limit, only the report.
-    device: the device whose memory is bounded; None: the CPU. No other device is supported yet.
-    over: "continue" makes and counts an allocation for which there is no room; "throw" raises BudgetExceeded out of it.
-    min_bytes: smaller values are never dropped [bytes]; None: a thousandth of the budget, at most 64 KiB.
-    check_values: hash values when they are dropped, and compare them when they were computed again; for debugging.
-    moving: values that wait elsewhere instead. Not supported yet.
-    Threads: bounds what the thread that entered it saves, also on the threads of a backward that is called there.
-    Raises ValueError for a budget of 0 or less, for a text that is none, and for "free" where nothing says how much is free;
-    CheckpointError (UNSUPPORTED) for another device, for `moving`, and inside a region.
+    bytes: memory that may be alive in addition to the memory alive on entry [bytes]. A text is a
+        number and B, kB, MB, GB (powers of 1000), KiB, MiB, GiB (of 1024); or "free", "free - 5 %":
+        a share of `free_bytes`, read on entry. `sys.maxsize`: no limit, only the report.
+    device: the device whose memory is bounded; None: the CPU, the only one supported so far.
+    over: "continue" counts an allocation that does not fit; "throw" raises BudgetExceeded.
+    min_bytes: smaller tensors are never dropped [bytes]; None: a thousandth of the budget, at most
+        64 KiB.
+    check_values: for debugging: contents are hashed when dropped and compared when made again.
+    moving: not supported yet.
+    Threads: the scope belongs to the thread that entered it and to the threads of its backwards.
+    Raises ValueError for a budget of 0 or less, an invalid text, and "free" if the free memory is
+    unknown; CheckpointError (UNSUPPORTED) for another device, for `moving`, and inside a region.
     """
     if over not in ("continue", "throw"):
         raise ValueError(f"remat.budget: over must be 'continue' or 'throw', and is {over!r}")
     if min_bytes is not None and min_bytes < 0:
-        raise ValueError(f"remat.budget: min_bytes must be 0 or more, or None, and is {min_bytes!r}")
+        raise ValueError(
+            f"remat.budget: min_bytes must be 0 or more, or None, and is {min_bytes!r}"
+        )
     size, share = _read_text(bytes) if isinstance(bytes, str) else (int(bytes), Fraction(0))
     if moving is not None:
         error = CheckpointError(
             "remat.budget: moving was given, and a budget cannot move values yet.\n"
             "Cause: dropped values are computed again; no other way is built.\n"
-            "Hint: leave moving out, or use remat.save_on_cpu or remat.save_on_disk inside the scope."
+            "Hint: leave moving out, or use remat.save_on_cpu or remat.save_on_disk "
+            "inside the scope."
         )
         error.kind = ErrorKind.UNSUPPORTED
         raise error

@@ -452,7 +452,7 @@ def install(*, native_policy_functions: bool = True, budget: Optional[Budgeted] 
 
     native_policy_functions: policy functions of selective contexts that do not look at operators' results run as
         native policies. False, until the last `uninstall`: all run in upstream's modes.
-    budget: open `remat.budget(budget)` on this thread, until the `uninstall` that takes this call back, which is to be
+    budget: open `remat.budget(budget)` on this thread until the matching `uninstall`, which must be
         called on the same thread [bytes, or text].
     Raises as `remat.budget`.
     """

@@ -84,8 +84,8 @@ class CheckpointError(upstream.CheckpointError):
 class BudgetExceeded(torch.OutOfMemoryError):
     """An allocation did not fit under `remat.budget(..., over="throw")`.
 
-    Raised by the operator that allocates. Nothing is left behind: the same backward may be tried again under a larger
-    budget.
+    Raised by the operator that allocates. The graph stays valid: the same backward can run again
+    under a larger budget.
     """
 
     needed_bytes: int = -1
@@ -207,7 +207,7 @@ def make_error(
 
 
 def make_budget_error(text: str, needed_bytes: int, floor_bytes: int) -> Exception:
-    """The exception for an error that a budget meets in an operator or in backward. Negative bytes: no allocation."""
+    """Returns the exception for an error of a budget. Negative bytes: not out of an allocation."""
     text = in_python_words(text)
     if needed_bytes < 0:
         return RuntimeError(text)

@@ -32,7 +32,7 @@ def state_of(net: nn.Module) -> list[Any]:
     return [*net.parameters(), *net.buffers(), *gradients]
 
 
-# ---- programs: each makes a net and returns a step, whose results are to be those of plain torch -------------
+# ---- programs: each makes a net and returns a step, whose results must equal plain torch's ----
 
 
 class Attention(nn.Module):
@@ -97,7 +97,12 @@ class Residual(nn.Module):
 
 
 def resnet() -> Step:
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(Residual(8) for _ in range(4)), nn.Flatten(), nn.Linear(2048, 10))
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        *(Residual(8) for _ in range(4)),
+        nn.Flatten(),
+        nn.Linear(2048, 10),
+    )
     x, y = torch.randn(8, 3, 16, 16), torch.randint(0, 10, (8,))
 
     def step() -> list[Any]:
@@ -112,8 +117,12 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.ModuleList(nn.Conv2d(4 << i, 8 << i, 3, padding=1) for i in range(3))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(16 << i if i else 8, 4 << i, 2, stride=2) for i in range(3))
-        self.mix = nn.ModuleList(nn.Conv2d(8 << i, 8 << i if i else 4, 3, padding=1) for i in range(3))
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(16 << i if i else 8, 4 << i, 2, stride=2) for i in range(3)
+        )
+        self.mix = nn.ModuleList(
+            nn.Conv2d(8 << i, 8 << i if i else 4, 3, padding=1) for i in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = []
@@ -132,7 +141,11 @@ def unet() -> Step:
     def step() -> list[Any]:
         out = net(x)
         out.square().mean().backward()
-        return [out, *state_of(net)[: len(list(net.parameters()))], *[p.grad for p in net.parameters()]]
+        return [
+            out,
+            *state_of(net)[: len(list(net.parameters()))],
+            *[p.grad for p in net.parameters()],
+        ]
 
     return step
 
@@ -197,7 +210,9 @@ def written() -> Step:
 
 
 def penalty() -> Step:
-    net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 1))
+    net = nn.Sequential(
+        nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 1)
+    )
     x = leaf(64, 32)
 
     def step() -> list[Any]:
@@ -224,7 +239,9 @@ def three_losses() -> Step:
 
 
 def autocast(inside: bool) -> Step:
-    net, x = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU()))), torch.randn(64, 64)
+    net, x = nn.Sequential(
+        *(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU()))
+    ), torch.randn(64, 64)
 
     def step() -> list[Any]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -284,7 +301,9 @@ def custom_function() -> Step:
 
 
 def sparse() -> Step:
-    net = nn.Sequential(nn.Embedding(100, 32, sparse=True), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1))
+    net = nn.Sequential(
+        nn.Embedding(100, 32, sparse=True), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)
+    )
     ids = torch.randint(0, 100, (512,))
 
     def step() -> list[Any]:
@@ -380,7 +399,7 @@ for _name in PROGRAMS:
     _add(_name)
 
 
-# ---- the guard -------------------------------------------------------------------------------------------------
+# ---- the guard ------------------------------------------------------------------------------------
 
 
 class TheGuard(Case):
@@ -456,14 +475,18 @@ class TheGuard(Case):
     def test_texts(self) -> None:
         read_text = remat._budget._read_text  # type: ignore[attr-defined]
         for text, bytes in {
-            "1B": 1, "2 kB": 2_000, "1.5MB": 1_500_000, " 3 GB ": 3_000_000_000, "1KiB": 1024, ".5 MiB": 1 << 19, "2GiB": 2 << 30,
+            "1B": 1, "2 kB": 2_000, "1.5MB": 1_500_000, " 3 GB ": 3_000_000_000,
+            "1KiB": 1024, ".5 MiB": 1 << 19, "2GiB": 2 << 30,
         }.items():  # fmt: skip
             self.assertEqual(read_text(text)[0], bytes)
         for text in ("", "8", "8 gb", "GB", "free - 100 %", "free + 1 %", "-1 GB", "free 5%"):
             with self.assertRaisesRegex(ValueError, "neither a size nor a share"):
                 remat.budget(text)
         for text in ("free", "free - 5 %"):
-            with self.assertRaisesRegex(ValueError, "nothing says how much is free"), remat.budget(text):
+            with (
+                self.assertRaisesRegex(ValueError, "nothing says how much is free"),
+                remat.budget(text),
+            ):
                 pass
         with remat.memory_limit(remat.MemoryMeter().live_bytes + 1_000_000):
             with remat.budget("free - 25 %") as budget:
@@ -472,12 +495,21 @@ class TheGuard(Case):
                 self.assertEqual(budget.report().budget_bytes, 1_000_000)
 
     def test_bad_arguments(self) -> None:
-        with self.assertRaisesRegex(TypeError, "bytes must be a whole number of bytes or a str such as '8 GiB', and is None"):
+        with self.assertRaisesRegex(
+            TypeError, "bytes must be a whole number of bytes or a str such as '8 GiB', and is None"
+        ):
             remat.budget(None)  # type: ignore[arg-type]
         for bytes in (0, -1, -(1 << 70)):
-            with self.assertRaisesRegex(ValueError, r"^remat\.budget: bytes was -?\d+.*sys\.maxsize"), remat.budget(bytes):
+            with (
+                self.assertRaisesRegex(
+                    ValueError, r"^remat\.budget: bytes was -?\d+.*sys\.maxsize"
+                ),
+                remat.budget(bytes),
+            ):
                 pass
-        with self.assertRaisesRegex(ValueError, "over must be 'continue' or 'throw', and is 'stop'"):
+        with self.assertRaisesRegex(
+            ValueError, "over must be 'continue' or 'throw', and is 'stop'"
+        ):
             remat.budget(1, over="stop")
         with self.assertRaisesRegex(ValueError, "min_bytes must be 0 or more"):
             remat.budget(1, min_bytes=-1)
@@ -495,13 +527,20 @@ class TheGuard(Case):
     def test_throw(self) -> None:
         x = leaf(64, 64)  # 16 KiB
         with remat.budget(40_000, over="throw", min_bytes=0) as budget:
-            with self.assertRaisesRegex(remat.BudgetExceeded, r'(?s)^remat\.budget: .*did not fit.*over="continue"') as caught:
+            with self.assertRaisesRegex(
+                remat.BudgetExceeded, r'(?s)^remat\.budget: .*did not fit.*over="continue"'
+            ) as caught:
                 torch.zeros(100, 1000)
             self.assertEqual(caught.exception.needed_bytes, 400_000)
             self.assertGreater(caught.exception.floor_bytes, 0)
             self.assertIsInstance(caught.exception, torch.OutOfMemoryError)
             with self.assertRaises(remat.BudgetExceeded):  # in backward
-                torch.autograd.grad((x.sin() * x).exp().expand(8, 64, 64).sum(), x, torch.ones(()), create_graph=True)
+                torch.autograd.grad(
+                    (x.sin() * x).exp().expand(8, 64, 64).sum(),
+                    x,
+                    torch.ones(()),
+                    create_graph=True,
+                )
                 torch.autograd.grad(torch.cat([x.sin()] * 2).exp().sum(), x)
             self.assertGreater(budget.report().over_count, 0)
         self.check_equal(torch.autograd.grad(x.sin().sum(), x)[0], x.detach().cos())
@@ -617,7 +656,9 @@ class WhatChanges(Case):
         with remat.budget(30_000, min_bytes=0):
             out = forward(a)
         a.add_(1)
-        with self.assertRaisesRegex(RuntimeError, r"^remat\.budget: a tensor that a dropped value is made of has changed"):
+        with self.assertRaisesRegex(
+            RuntimeError, r"^remat\.budget: a tensor that a dropped value is made of has changed"
+        ):
             gradient(out, w)
 
     def test_a_batch_that_is_refilled(self) -> None:
@@ -645,7 +686,11 @@ class WhatChanges(Case):
             x = fill(torch.empty(64, 64), 0.5)
             y = ((x * 2) @ w).exp().mean() + (x @ w).tanh().sum()
             z = fill(torch.empty_like(x), 0.25).add_(1)
-            y = y + (z @ w).sigmoid().sum() + (torch.empty(64, 64).fill_(2.0).mul_(0.5) @ w).sin().sum()
+            y = (
+                y
+                + (z @ w).sigmoid().sum()
+                + (torch.empty(64, 64).fill_(2.0).mul_(0.5) @ w).sin().sum()
+            )
             del x, z
             return [y, *torch.autograd.grad(y, w)]
 
@@ -732,7 +777,9 @@ class ForLong(Case):
             x = net.tokens(ids[:, :-1])
             for _ in range(2):
                 x = (x @ x.transpose(1, 2)).softmax(-1) @ x
-            return list(torch.autograd.grad(net.head(x).exp().sum(), [net.tokens.weight, net.head.weight]))
+            return list(
+                torch.autograd.grad(net.head(x).exp().sum(), [net.tokens.weight, net.head.weight])
+            )
 
         plain = gradients(*steps[0])
 

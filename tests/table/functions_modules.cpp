@@ -1,4 +1,5 @@
-// Functions that call a module whose forward writes to buffers, as part of a region or as one of their own.
+// Functions that call a module whose forward writes to buffers, as part of a region or as one of
+// their own.
 
 #include <ATen/ATen.h>
 
