@@ -39,7 +39,7 @@ DOORS = {
     "scope": None,
     "rng": {"device_claims", "device_rng", "draws", "recompute_draws"},
     "state": {"buffer", "early_guards", "module_state", "parameter_names", "streams", "surroundings", "user_state"},
-    "observe": {"counted_memory", "op_log", "profiler", "recording"},
+    "observe": {"counted_memory", "memory_source", "op_log", "profiler", "recording"},
     "frame": {"active_recomputes", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "mismatch",
               "region"},
     "selective": {"call_record", "dispatch", "op_traits", "policy_rule", "selection"},

@@ -6,10 +6,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "remat/export.h"
+#include "remat/move.h"
 
 namespace remat {
 
@@ -24,7 +26,8 @@ struct BudgetOptions {
   /// [bytes] The memory that may be alive in addition to the memory alive at the guard's
   /// construction. `INT64_MAX`: no limit, only a report.
   int64_t bytes = 0;
-  /// The device whose memory is bounded. Only the CPU is supported so far.
+  /// The device whose memory is bounded: the CPU or the accelerator; without an index, its current
+  /// device. Each device needs a guard of its own.
   c10::Device device = c10::Device(c10::kCPU);
   OverBudget over = OverBudget::Continue;  ///< where an allocation does not fit
   /// [bytes] Smaller tensors are never dropped. -1: a thousandth of `bytes`, at most 64 KiB.
@@ -32,6 +35,8 @@ struct BudgetOptions {
   /// For debugging: contents are hashed when they are dropped and compared when they are made
   /// again.
   bool check_values = false;
+  /// Values may move away instead of being dropped. Not built yet: Unsupported.
+  std::optional<MoveOptions> moving{};
 };
 
 /// The activity of a budget since its guard was constructed, or since `BudgetGuard::reset`.
@@ -70,6 +75,11 @@ class REMAT_API BudgetExceeded : public c10::OutOfMemoryError {
  private:
   int64_t needed_bytes_, floor_bytes_;
 };
+
+/// For the allocator of an accelerator that can call it before each allocation, on the thread that
+/// allocates and outside of its locks: makes room in the budgets of the device inside the
+/// allocation, as on the CPU. May free memory of the device. Throws: BudgetExceeded.
+REMAT_API void announce_allocation(c10::Device device, int64_t bytes);
 
 namespace budget {
 class Runtime;

@@ -6,7 +6,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "remat/export.h"
+#include "remat/move.h"
 #include "remat/options.h"
 
 namespace remat {
@@ -259,16 +259,6 @@ struct Simulation {
 /// policy that the cost of its stage does not have.
 REMAT_API Simulation simulate(const ChainCost& cost, const Plan& plan,
                               const SolveOptions& options = {});
-
-/// Where it waits what a plan moves.
-struct MoveOptions {
-  /// Of a file without a name (as with `SaveOnDiskGuard`); it must exist. Empty: an accelerator's tensors wait on
-  /// the CPU, and the CPU's own do not move.
-  std::filesystem::path directory{};
-  int64_t min_bytes = 1 << 16;  ///< smaller tensors stay [bytes]
-  /// Copies between accelerator and CPU use page-locked memory, if there is some.
-  bool pin_memory = true;
-};
 
 /// How `measure` runs each stage.
 struct MeasureOptions {

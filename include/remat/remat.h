@@ -10,6 +10,7 @@
 #include "remat/hooks.h"
 #include "remat/memory.h"
 #include "remat/module.h"
+#include "remat/move.h"
 #include "remat/options.h"
 #include "remat/place.h"
 #include "remat/plan.h"

@@ -1,9 +1,13 @@
 #include "lib/budget/calls.h"
 
+#include <ATen/Context.h>
+#include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -11,12 +15,15 @@
 #include <utility>
 
 #include "hooks/byte_hash.h"
+#include "lib/base/error.h"
 #include "lib/budget/budget_scope.h"
+#include "lib/budget/room.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/storages.h"
 #include "lib/budget/versions.h"
-#include "lib/observe/counted_memory.h"
+#include "lib/rng/device_rng.h"
 #include "lib/scope/region_scope.h"
+#include "lib/seam/accelerator.h"
 #include "lib/seam/dispatch_mode.h"
 #include "lib/seam/engine.h"
 #include "lib/selective/call_record.h"
@@ -37,8 +44,10 @@ struct Kind {
 
 Kind find_kind(const c10::OperatorHandle& op, const OpTraits& traits) {
   const std::string& name = op.operator_name().name;
-  // It draws from the generator inside its kernel, so a rerun cannot give it another one.
-  constexpr std::string_view draws_by_itself = "aten::randperm";
+  // `randperm` draws from the generator inside its kernel, so a rerun cannot give it another one. The
+  // recurrent kernels of accelerators move the state of their dropout, which is an argument.
+  constexpr std::array<std::string_view, 4> draws_by_itself{
+      "aten::randperm", "aten::_cudnn_rnn", "aten::_cudnn_init_dropout_state", "aten::miopen_rnn"};
   Kind kind;
   // `resize_` may free the old data, which ends the value.
   kind.is_view_only = traits.is_passive || (traits.is_view && !traits.is_mutable) ||
@@ -51,7 +60,9 @@ Kind find_kind(const c10::OperatorHandle& op, const OpTraits& traits) {
                std::any_of(declared.begin(), declared.end(),
                            [](const c10::Argument& each) { return each.is_out(); });
   kind.can_run_again =
-      name.rfind("aten::", 0) == 0 && !kind.is_view_only && name.rfind(draws_by_itself, 0) != 0;
+      name.rfind("aten::", 0) == 0 && !kind.is_view_only &&
+      std::none_of(draws_by_itself.begin(), draws_by_itself.end(),
+                   [&](std::string_view each) { return name.rfind(each, 0) == 0; });
   return kind;
 }
 
@@ -72,30 +83,60 @@ uint64_t hash_of_call(const OpTraits& traits, c10::ArrayRef<c10::IValue> argumen
   visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     for (const int64_t size : tensor.sizes()) hash = combine(hash, static_cast<uint64_t>(size));
-    hash = combine(hash, static_cast<uint64_t>(tensor.scalar_type()));
+    hash = combine(hash, static_cast<uint64_t>(tensor.scalar_type()) + (tensor.is_cpu() ? 0 : 256));
   });
-  for (const c10::IValue& each : arguments)
+  for (const c10::IValue& each : arguments) {
     if (each.isInt()) hash = combine(hash, static_cast<uint64_t>(each.toInt()));
+    if (each.isIntList())
+      for (const int64_t number : each.toIntList())
+        hash = combine(hash, static_cast<uint64_t>(number));
+  }
   return hash;
 }
 
-bool is_generator_ours_to_copy(c10::ArrayRef<c10::IValue> arguments) {
-  return std::all_of(arguments.begin(), arguments.end(), [](const c10::IValue& each) {
+/// Returns the accelerator's device on which a call works; nothing for a call on the CPU.
+std::optional<c10::Device> far_device_of(c10::ArrayRef<c10::IValue> arguments) {
+  std::optional<c10::Device> found;
+  visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
+    if (tensor.defined() && !tensor.is_cpu()) found = tensor.device();
+  });
+  for (const c10::IValue& each : arguments)
+    if (each.isDevice() && !each.toDevice().is_cpu()) found = each.toDevice();
+  if (found.has_value() && !found->has_index())
+    found = c10::impl::VirtualGuardImpl(found->type()).getDevice();
+  return found;
+}
+
+/// Returns the generator from which a random call draws.
+at::Generator generator_of(c10::ArrayRef<c10::IValue> arguments,
+                           const std::optional<c10::Device>& far) {
+  for (const c10::IValue& each : arguments)
+    if (each.isGenerator() && each.toGenerator().defined()) return each.toGenerator();
+  return at::globalContext().defaultGenerator(far.value_or(c10::kCPU));
+}
+
+bool is_generator_ours_to_copy(c10::ArrayRef<c10::IValue> arguments,
+                               const std::optional<c10::Device>& far) {
+  return std::all_of(arguments.begin(), arguments.end(), [&](const c10::IValue& each) {
     return !each.isGenerator() || !each.toGenerator().defined() ||
-           as_cpu_generator(each.toGenerator()) != nullptr;
+           as_cpu_generator(each.toGenerator()) != nullptr ||
+           (far.has_value() && each.toGenerator().device() == *far);
   });
 }
 
-at::CPUGeneratorImpl& generator_of(c10::ArrayRef<c10::IValue> arguments) {
-  for (const c10::IValue& each : arguments)
-    if (each.isGenerator() && each.toGenerator().defined())
-      return *as_cpu_generator(each.toGenerator());
-  return default_cpu_generator();
+c10::Stream stream_of(c10::Device far) {
+  return c10::impl::VirtualGuardImpl(far.type()).getStream(far);
+}
+
+void wait_for(const c10::Stream& stream) {
+  c10::Event event(stream.device_type());
+  event.record(stream);
+  event.synchronize();
 }
 
 /// Returns whether a call with these arguments can run again with the same results.
-bool can_be_recorded(const Kind& kind, const Runtime& runtime,
-                     c10::ArrayRef<c10::IValue> arguments) {
+bool can_be_recorded(const Kind& kind, Runtime& runtime, c10::ArrayRef<c10::IValue> arguments,
+                     const std::optional<c10::Device>& far) {
   if (!kind.can_run_again || c10::InferenceMode::is_enabled()) return false;
   // Autograd saves results of backward only if it makes a graph of them.
   // See also Note [When nothing is saved].
@@ -104,22 +145,32 @@ bool can_be_recorded(const Kind& kind, const Runtime& runtime,
   bool can = true;
   visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
     // Foreign memory can change unseen before a rerun.
-    can = can &&
-          (!tensor.defined() || (is_plain(tensor) && is_cpu_memory_of_torch(*storage_of(tensor))));
+    can = can && (!tensor.defined() || ((tensor.is_cpu() || far.has_value()) && is_plain(tensor) &&
+                                        is_memory_of_torch(*storage_of(tensor))));
   });
-  return can && is_generator_ours_to_copy(arguments);
+  if (!can || !is_generator_ours_to_copy(arguments, far)) return false;
+  if (!far.has_value()) return true;
+  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+  can = runtime.is_own(stream_of(*far));
+  visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
+    if (tensor.defined() && !tensor.is_cpu())
+      can = can && runtime.is_own(stream_of(tensor.device()));
+  });
+  return can;
 }
 
 /// One call of an operator, from its arguments to its record.
 class Call {
  public:
-  Call(const c10::OperatorHandle& op, const OpTraits& traits, const Kind& kind, Runtime& runtime)
-      : op_(op), traits_(traits), kind_(kind), runtime_(runtime) {}
+  Call(const c10::OperatorHandle& op, const OpTraits& traits, const Kind& kind, Runtime& runtime,
+       uint64_t hash, const std::optional<c10::Device>& far)
+      : op_(op), traits_(traits), kind_(kind), runtime_(runtime), far_(far), hash_(hash) {}
   ~Call() { give_back(); }
   Call& operator=(Call&&) = delete;
 
   void begin(const torch::jit::Stack& stack, bool can);
   void end(const torch::jit::Stack& stack, float seconds);
+  bool is_recorded() const { return record_ != nullptr; }
 
  private:
   void keep_old_content(Value& source);
@@ -131,7 +182,7 @@ class Call {
   /// Adds a result. Returns false if the allocator does not announce the end of its storage: then
   /// the storage gets no value.
   bool add(c10::StorageImpl& storage, Record& record) {
-    if (is_end_told(storage)) {
+    if (is_end_known(storage)) {
       Graph::get().make(storage, &record, runtime_);
       return true;
     }
@@ -151,10 +202,11 @@ class Call {
   const OpTraits& traits_;
   const Kind kind_;
   Runtime& runtime_;
+  const std::optional<c10::Device>& far_;
   std::unique_ptr<Record> record_;
   c10::SmallVector<Value*, 4> owned_;
   c10::SmallVector<at::Tensor, 1> written_;  // arguments written to, one of each storage
-  uint64_t hash_ = 0;
+  uint64_t hash_;                            // 0: not yet computed
   std::optional<StoragesOf> given_;
 };
 
@@ -186,7 +238,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
     Dead dead;
     const std::lock_guard<std::mutex> lock(graph.mutex());
     for (const at::Tensor& each : written_) {
-      Value* const old = graph.value_at(*storage_of(each));
+      Value* const old = graph.value_at(*storage_of(each), dead);
       if (old != nullptr && old->is_blank() && !kind_.fills) {
         graph.own(*old);
         owned_.push_back(old);
@@ -246,18 +298,25 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
       }
       graph.add_reads(*record_, read);
       for (const at::Tensor& each : written_)
-        record_->written.push_back(graph.value_at(*storage_of(each)));
+        record_->written.push_back(graph.value_at(*storage_of(each), dead));
     }
   }
   for (Value* const each : to_copy) keep_old_content(*each);
   if (record_ == nullptr) return;
   record_->grad_mode = c10::GradMode::is_enabled();
-  hash_ = hash_of_call(traits_, arguments);
+  if (hash_ == 0) hash_ = hash_of_call(traits_, arguments);
+  record_->call = hash_;
+  record_->of_device.is_far = far_.has_value();
   if (!traits_.is_random) return;
-  at::CPUGeneratorImpl& generator = generator_of(arguments);
-  const std::lock_guard<std::mutex> lock(generator.mutex_);
-  record_->random = state_of(generator);
-  record_->generator = c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(&generator);
+  const at::Generator drawn_from = generator_of(arguments, far_);
+  if (at::CPUGeneratorImpl* const generator = as_cpu_generator(drawn_from)) {
+    const std::lock_guard<std::mutex> lock(generator->mutex_);
+    record_->random = state_of(*generator);
+    record_->generator = c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(generator);
+  } else {
+    record_->of_device.generator = drawn_from;
+    record_->of_device.random = DeviceRng::present(drawn_from).state;
+  }
 }
 
 // The operator is about to write to a source that a dropped value needs.
@@ -295,7 +354,7 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
   for (const at::Tensor& each : written_) {
     graph.forget(*storage_of(each), dead);
     if (!add(*storage_of(each), *record)) continue;
-    graph.value_at(*storage_of(each))->note_version(each);
+    graph.value_at(*storage_of(each), dead)->note_version(each);
     note_written(each);
   }
   for (const c10::Storage& each : made) {
@@ -306,10 +365,12 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
     const auto* const storage = tensor.defined() ? storage_of(tensor) : nullptr;
     for (const c10::Storage& each : made)
       if (storage == each.unsafeGetStorageImpl())
-        if (Value* const value = graph.value_at(*storage_of(tensor))) value->note_version(tensor);
+        if (Value* const value = graph.value_at(*storage_of(tensor), dead))
+          value->note_version(tensor);
   });
   if (record->num_owners == 0) graph.discard(record, dead);
   // A loop that saves nothing must not record without end. See Note [When nothing is saved].
+  graph.look_for_ends(dead);
   constexpr uint64_t many = 4'096;
   if (graph.num_records() % many == 0 && !runtime_.has_saved()) graph.cut(runtime_, dead);
 }
@@ -332,9 +393,26 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     const seam::AtKernel at_kernel(traits.keys_met);
     return op.callBoxed(&stack);
   }
-  Call call(op, traits, kind, scope->runtime());
-  call.begin(stack,
-             !is_in_region && can_be_recorded(kind, scope->runtime(), arguments_of(op, stack)));
+  Runtime& runtime = scope->runtime();
+  // See Note [Room on accelerators].
+  std::optional<c10::Device> far;
+  std::optional<RoomForCall> room;
+  uint64_t hash = 0;
+  if (!runtime.far_bounds().empty()) {
+    const auto arguments = arguments_of(op, stack);
+    far = far_device_of(arguments);
+    hash = hash_of_call(traits, arguments);
+    if (far.has_value() && is_capturing(stream_of(*far)))
+      throw_unsupported("a graph of the device was captured inside a budget",
+                        "a captured graph runs without the operators that a budget sees",
+                        "capture it outside of the BudgetGuard");
+    room.emplace(runtime, hash);
+  }
+  Call call(op, traits, kind, runtime, hash, far);
+  call.begin(stack, !is_in_region && can_be_recorded(kind, runtime, arguments_of(op, stack), far));
+  // The time of a call on an accelerator is known only if the host waits for it.
+  const bool is_waited_for = far.has_value() && call.is_recorded() && Runtime::is_learning(hash);
+  if (is_waited_for) wait_for(stream_of(*far));
   const auto start = std::chrono::steady_clock::now();
   if (is_in_region) {
     remat::run_operator(op, stack);
@@ -342,7 +420,9 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     const seam::AtKernel at_kernel(traits.keys_met);
     op.callBoxed(&stack);
   }
+  if (is_waited_for) wait_for(stream_of(*far));
   const std::chrono::duration<float> taken = std::chrono::steady_clock::now() - start;
+  if (room.has_value()) room->end();
   call.end(stack, taken.count());
 }
 

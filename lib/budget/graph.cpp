@@ -48,9 +48,13 @@ Graph& Graph::get() {
   return *graph;
 }
 
-Value* Graph::value_at(c10::StorageImpl& storage) {
+Value* Graph::value_at(c10::StorageImpl& storage, Dead& dead) {
   const auto found = by_storage().find(&storage);
-  return found == by_storage().end() ? nullptr : found->second;
+  if (found == by_storage().end()) return nullptr;
+  Value& value = *found->second;
+  if (value.device.is_cpu() || value.data == storage.data_ptr().get()) return &value;
+  end(value, dead);
+  return nullptr;
 }
 
 void Graph::list(Value& value, c10::StorageImpl& storage) {
@@ -59,6 +63,7 @@ void Graph::list(Value& value, c10::StorageImpl& storage) {
     if (!value.is_source()) --value.num_owners;
   }
   value.is_listed = true;
+  if (!value.device.is_cpu()) ++num_far_;
   value.where = WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
   value.data = storage.data_ptr().get();
   by_storage()[&storage] = &value;
@@ -68,13 +73,14 @@ void Graph::list(Value& value, c10::StorageImpl& storage) {
 
 void Graph::unlist(Value& value) {
   if (!std::exchange(value.is_listed, false)) return;
+  if (!value.device.is_cpu()) --num_far_;
   by_storage().erase(value.where._unsafe_get_target());
   value.where = WeakStorage(c10::intrusive_ptr<c10::StorageImpl>());
 }
 
 Value& Graph::value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& dead) {
   c10::StorageImpl& storage = *storage_of(tensor);
-  if (Value* const known = value_at(storage)) {
+  if (Value* const known = value_at(storage, dead)) {
     if (!known->has_changed()) {
       // Factories like `torch::full` return a shallow copy with a version counter of its own. The
       // counter noted at the operator then counts no writes.
@@ -86,7 +92,7 @@ Value& Graph::value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& 
   Value& made = make(storage, nullptr, runtime);
   made.held = tensor.storage();
   made.note_version(tensor);
-  runtime.source_held(made.bytes);
+  runtime.source_held(made.device, made.bytes);
   return made;
 }
 
@@ -94,6 +100,7 @@ Value& Graph::make(c10::StorageImpl& storage, Record* record, Runtime& runtime) 
   auto* const value = new Value;
   value->runtime = runtime.shared_from_this();
   value->bytes = static_cast<int64_t>(storage.nbytes());
+  value->device = storage.device();
   value->record = record;
   if (record != nullptr) {
     ++record->num_owners;
@@ -104,8 +111,9 @@ Value& Graph::make(c10::StorageImpl& storage, Record* record, Runtime& runtime) 
 }
 
 c10::Storage Graph::content_of(const Value& value) {
-  if (value.held) return value.held;
-  return c10::Storage(value.where.lock());
+  c10::Storage content = value.held ? value.held : c10::Storage(value.where.lock());
+  const bool is_gone = content && !value.device.is_cpu() && content.data_ptr().get() != value.data;
+  return is_gone ? c10::Storage() : content;
 }
 
 void Graph::set_content(Value& value, c10::Storage storage) {
@@ -116,18 +124,31 @@ void Graph::set_content(Value& value, c10::Storage storage) {
 void Graph::let_go(Value& value, Dead& dead) {
   if (!value.held) return;
   value.runtime->unpool(value);
-  if (value.is_source()) value.runtime->source_held(-value.bytes);
+  if (value.is_source()) value.runtime->source_held(value.device, -value.bytes);
   value.is_rerun = false;
   dead.storages.push_back(std::exchange(value.held, {}));
 }
 
 void Graph::forget(c10::StorageImpl& storage, Dead& dead) {
-  Value* const value = value_at(storage);
-  if (value == nullptr) return;
-  const bool was_kept_by_storage = !value->is_source();
-  unlist(*value);
-  let_go(*value, dead);
-  if (was_kept_by_storage) disown(*value, dead);
+  if (Value* const value = value_at(storage, dead)) end(*value, dead);
+}
+
+// The content ends: its storage is written to, has other data, or has died.
+void Graph::end(Value& value, Dead& dead) {
+  const bool was_kept_by_storage = !value.is_source();
+  unlist(value);
+  let_go(value, dead);  // the program may empty a storage that the budget holds
+  if (was_kept_by_storage) disown(value, dead);
+}
+
+void Graph::look_for_ends(Dead& dead) {
+  if (num_far_ < max_far_) return;
+  std::vector<Value*> ended;
+  for (const auto& [storage, value] : by_storage())
+    if (!value->device.is_cpu() && !has_content(*value)) ended.push_back(value);
+  for (Value* const value : ended)  // one that dies in this loop is freed with `dead`
+    if (value->is_listed) end(*value, dead);
+  max_far_ = std::max<std::size_t>(256, 2 * num_far_);
 }
 
 void Graph::become_source(Value& value, Dead& dead) {
@@ -140,7 +161,7 @@ void Graph::become_source(Value& value, Dead& dead) {
     dead.storages.push_back(std::move(content));
   else
     value.held = std::move(content);
-  value.runtime->source_held(value.bytes);
+  value.runtime->source_held(value.device, value.bytes);
   if (value.is_listed) disown(value, dead);  // storages do not own sources
   if (--record.num_owners == 0) dead.records_to_bury.push_back(&record);
   bury(dead);
@@ -148,6 +169,7 @@ void Graph::become_source(Value& value, Dead& dead) {
 
 void Graph::move_content(Value& source, c10::Storage copy, Dead& dead) {
   unlist(source);
+  source.data = copy.data_ptr().get();
   dead.storages.push_back(std::exchange(source.held, std::move(copy)));
   source.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
 }
@@ -249,11 +271,13 @@ void Graph::cut(const Runtime& runtime, Dead& dead) {
     if (value->runtime.get() == &runtime && !value->is_source()) alive.push_back(value);
   // A value that dies in this loop is freed with `dead`.
   for (Value* const value : alive)
-    if (value->is_listed && !value->is_source()) become_source(*value, dead);
+    if (value->is_listed && !value->is_source())
+      has_content(*value) ? become_source(*value, dead) : end(*value, dead);
 }
 
 bool Graph::has_content(const Value& value) {
-  return value.held || (value.is_listed && !value.where.expired());
+  if (value.device.is_cpu()) return value.held || (value.is_listed && !value.where.expired());
+  return static_cast<bool>(content_of(value));
 }
 
 void Graph::data_freed(const void* storage, const void* data) noexcept {
@@ -261,11 +285,7 @@ void Graph::data_freed(const void* storage, const void* data) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = by_storage().find(static_cast<const c10::StorageImpl*>(storage));
   if (found == by_storage().end() || found->second->data != data) return;
-  Value& value = *found->second;
-  const bool was_kept_by_storage = !value.is_source();
-  unlist(value);
-  let_go(value, dead);  // the program may empty a storage that the budget holds
-  if (was_kept_by_storage) disown(value, dead);
+  end(*found->second, dead);
 }
 
 }  // namespace remat::budget

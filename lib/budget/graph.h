@@ -28,11 +28,18 @@
 // A rerun of `empty` would give other bytes, and the program may fill the memory unseen (NumPy, a
 // pointer). So a blank that is read before an operator has filled it becomes a source.
 //
+// Note [Ends on accelerators]
+// The CPU's counting allocator announces the end of a storage's data. Other allocators do not, so
+// the graph looks for itself: a value has its content as long as the storage has the same data, and
+// values of storages that have died are released whenever the number of values on accelerators has
+// doubled.
+//
 // Note [The lock of the graph]
 // The process has one graph and one lock. The lock is a leaf: no operator, allocator, deleter or
 // Python code runs under it. It also guards the counts of owners, which are plain numbers. Dead
 // objects are collected in `Dead` and freed after the lock is released, without recursion.
 
+#include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -70,14 +77,15 @@ struct Value {
   /// The storage with the content; empty if the content is gone.
   WeakStorage where{c10::intrusive_ptr<c10::StorageImpl>()};
   int64_t bytes = 0;
+  c10::Device device{c10::kCPU};
   Read* reads = nullptr;                ///< list of the records that read the value
   c10::SmallVector<double, 2> saves{};  ///< the clock at each save that backward still holds
   int32_t num_locks = 0;                ///< reruns that use the content now
   int32_t place = -1;                   ///< index in the runtime's pool; -1: not in the pool
   bool is_short = false;                ///< in the runtime's shortlist
   bool is_listed = false;               ///< `value_at` finds the value
-  const void* data = nullptr;  ///< address of the storage's data at the listing; only compared
-  bool is_rerun = false;       ///< made again without being saved: an intermediate of a rerun
+  const void* data = nullptr;           ///< address of the content's data; only compared
+  bool is_rerun = false;  ///< made again without being saved: an intermediate of a rerun
   /// The tensor's version counter: see Note [Writes].
   c10::VariableVersion counter{c10::VariableVersion::DISABLED};
   uint32_t version = 0;  ///< position of the counter while the content is the value's
@@ -116,6 +124,13 @@ struct Argument {
   bool is_list = false, is_list_of_optional = false;
 };
 
+/// A call on an accelerator, with the state of the generator if it draws.
+struct OfDevice {
+  bool is_far = false;
+  at::Generator generator{};
+  at::Tensor random{};
+};
+
 /// One operator call that can run again.
 struct Record {
   int64_t num_owners = 0;  ///< live results; guarded by the graph's lock
@@ -134,6 +149,8 @@ struct Record {
   float cost = 0;         ///< [seconds]
   uint64_t number = 0;    ///< number of the call in the process
   uint64_t walk = 0;      ///< number of the latest walk that visited the record
+  uint64_t call = 0;      ///< hash of operator and shapes: see CostTable
+  OfDevice of_device{};
 
   Record(const c10::OperatorHandle& called, const OpTraits& known) : op(called), traits(&known) {}
 };
@@ -163,7 +180,7 @@ class Graph {
   uint64_t num_records() const { return num_records_; }
   uint64_t next_walk() { return ++num_walks_; }
   /// Returns the value of the storage's content; null if it is unknown.
-  Value* value_at(c10::StorageImpl& storage);
+  Value* value_at(c10::StorageImpl& storage, Dead& dead);
   /// Does the same; makes a source if the value is unknown.
   Value& value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& dead);
   /// Makes the value of a storage's new content. `record`: null for a source.
@@ -195,6 +212,8 @@ class Graph {
   /// Makes sources of all live values of a runtime: see Note [When nothing is saved].
   void cut(const Runtime& runtime, Dead& dead);
   static bool has_content(const Value& value);
+  /// Releases the values of dead storages: see Note [Ends on accelerators].
+  void look_for_ends(Dead& dead);
 
   /// The counting allocator frees the data of a storage, whose address is only compared.
   void data_freed(const void* storage, const void* data) noexcept;
@@ -203,7 +222,9 @@ class Graph {
   void list(Value& value, c10::StorageImpl& storage);
   void unlist(Value& value);
   void bury(Dead& dead);
+  void end(Value& value, Dead& dead);
   std::mutex mutex_;
+  std::size_t num_far_ = 0, max_far_ = 256;  // listed values on accelerators
   uint64_t num_records_ = 0, num_walks_ = 0;
 };
 

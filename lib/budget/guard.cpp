@@ -10,10 +10,12 @@
 #include "lib/base/error.h"
 #include "lib/budget/budget_scope.h"
 #include "lib/budget/rerun.h"
+#include "lib/budget/room.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/versions.h"
 #include "lib/observe/counted_memory.h"
 #include "lib/scope/region_scope.h"
+#include "lib/seam/accelerator.h"
 #include "lib/seam/dispatch_mode.h"
 #include "remat/budget.h"
 #include "remat/memory.h"
@@ -22,17 +24,33 @@ namespace remat {
 
 namespace {
 
-const BudgetOptions& checked(const BudgetOptions& options) {
+BudgetOptions checked(BudgetOptions options) {
   TORCH_CHECK_VALUE(
       options.bytes > 0, "remat::BudgetGuard: bytes was ", options.bytes,
       ". Do: ask for a number of bytes above 0; INT64_MAX for a report without a limit.");
   TORCH_CHECK_VALUE(options.min_bytes >= -1, "remat::BudgetGuard: min_bytes was ",
                     options.min_bytes,
                     ". Do: give 0 or more, or -1 for a thousandth of the budget.");
-  if (!options.device.is_cpu())
+  if (!options.device.is_cpu() && options.device.type() != present_accelerator())
     throw_unsupported("a budget was asked for on " + options.device.str(),
-                      "only the CPU's allocator makes room inside an allocation",
-                      "use regions or remat::fit on other devices");
+                      "this process has no such accelerator",
+                      "name the CPU, or an accelerator that LibTorch can use");
+  options.device = with_index(options.device);
+  if (!options.device.is_cpu() && options.check_values)
+    throw_unsupported("a budget of " + options.device.str() + " was to check values",
+                      "contents are hashed where they are dropped, and a device would have to be "
+                      "waited for there",
+                      "leave check_values out, or check the program on the CPU");
+  if (options.moving.has_value()) {
+    TORCH_CHECK_VALUE(!options.device.is_cpu() || !options.moving->directory.empty(),
+                      "remat::BudgetGuard: moving names no directory, and the CPU's values have "
+                      "nowhere else to go. Do: name a directory.");
+    throw_unsupported("a budget was to move values",
+                      "dropped values are computed again; no other "
+                      "way is built",
+                      "leave `moving` out, or put a SaveOnCpuGuard or a "
+                      "SaveOnDiskGuard inside the scope");
+  }
   if (detail::innermost_region() != nullptr)
     throw_unsupported("a budget was opened inside a region",
                       "what a region saves is the region's, which recomputes it",
@@ -49,17 +67,31 @@ bool is_on_its_thread(const budget::Runtime& runtime) {
          budget::rerun_on_this_thread() == &runtime;
 }
 
-void allocation_begins(int64_t bytes, int64_t live) {
-  budget::Dead dead;  // freed before the allocation, after the lock
+void allocation_begins(int64_t bytes, int64_t live) { budget::announce(c10::kCPU, bytes, live); }
+
+void data_freed(const void* storage, const void* data) noexcept {
+  budget::Graph::get().data_freed(storage, data);
+}
+
+void watch_allocations() {
+  static constexpr AllocationCallbacks callbacks{allocation_begins, data_freed};
+  static const bool is_set = (set_allocation_callbacks(callbacks), true);
+  (void)is_set;
+}
+
+}  // namespace
+
+void budget::announce(c10::Device device, int64_t bytes, int64_t live_bytes) {
+  Dead dead;  // freed before the allocation, after the lock
   int64_t needed = 0, floor = 0;
   {
-    const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
+    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
     int64_t freed = 0;
-    budget::visit_runtimes([&](budget::Runtime& each) {
-      freed += each.make_room(bytes, live - freed, dead);
-      const budget::Bound* const bound = each.refusing(live - freed + bytes);
+    visit_runtimes([&](Runtime& each) {
+      freed += each.make_room(device, bytes, live_bytes - freed, dead);
+      const Bound* const bound = each.refusing(device, live_bytes - freed + bytes);
       if (bound == nullptr || !is_on_its_thread(each)) return;
-      needed = live - freed + bytes - bound->base_bytes;
+      needed = live_bytes - freed + bytes - bound->base_bytes;
       floor = bound->report.floor_bytes;
     });
   }
@@ -73,21 +105,21 @@ void allocation_begins(int64_t bytes, int64_t live) {
           "OverBudget::Continue exceed the budget.",
           bytes, needed),
       needed, floor);
-  budget::raise_in_binding(error);
+  raise_in_binding(error);
   throw error;
 }
 
-void data_freed(const void* storage, const void* data) noexcept {
-  budget::Graph::get().data_freed(storage, data);
+void announce_allocation(c10::Device device, int64_t bytes) {
+  const MemorySource* memory = nullptr;
+  if (!device.is_cpu()) {
+    const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
+    budget::visit_runtimes([&](const budget::Runtime& each) {
+      for (const budget::Bound* const bound : each.far_bounds())
+        if (bound->is_of(device)) memory = &bound->memory;
+    });
+  }
+  if (bytes > 0 && memory != nullptr) budget::announce(device, bytes, memory->live_bytes());
 }
-
-void watch_allocations() {
-  static constexpr AllocationCallbacks callbacks{allocation_begins, data_freed};
-  static const bool is_set = (set_allocation_callbacks(callbacks), true);
-  (void)is_set;
-}
-
-}  // namespace
 
 void budget::raise_in_binding(const c10::Error& error) {
   if (const BudgetRaise raise = raise_of_binding.load(std::memory_order_acquire)) raise(error);
@@ -111,9 +143,9 @@ struct BudgetGuard::Scope : detail::ScopeGuard {
 };
 
 BudgetGuard::BudgetGuard(BudgetOptions options) {
-  checked(options);
+  options = checked(std::move(options));
   watch_allocations();
-  bound_ = std::make_shared<budget::Bound>(options, MemoryMeter().live_bytes());
+  bound_ = std::make_shared<budget::Bound>(options);
   if (const auto* const around = budget::BudgetScope::innermost()) {
     runtime_ = around->runtime().shared_from_this();
     runtime_->add(bound_);

@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -12,10 +13,13 @@
 #include <utility>
 #include <vector>
 
+#include "hooks/ready.h"
 #include "lib/base/invariant.h"
 #include "lib/base/waiting.h"
+#include "lib/budget/room.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/storages.h"
+#include "lib/rng/device_rng.h"
 #include "lib/rng/draws.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/dispatch_mode.h"
@@ -62,10 +66,49 @@ class RerunError final : public c10::Error {
 /// The runtime whose values this thread makes again; or null.
 thread_local const Runtime* rerun_of = nullptr;
 
+/// While alive, a device's generator has the state of forward.
+class FarDraws {
+ public:
+  FarDraws(const at::Generator& generator, const at::Tensor& state)
+      : before_{DeviceRng::present(generator)} {
+    DeviceRng::set({{generator, state}});
+  }
+  ~FarDraws() { DeviceRng::set(before_); }
+  FarDraws& operator=(FarDraws&&) = delete;
+
+ private:
+  const std::vector<GeneratorState> before_;
+};
+
+/// While alive, the streams of forward are current. They wait for the streams that were current,
+/// which afterwards wait for them.
+class OnOwnStreams {
+ public:
+  explicit OnOwnStreams(c10::ArrayRef<c10::Stream> own) {
+    for (const c10::Stream& each : own) {
+      const c10::Stream current = current_stream(each.device());
+      if (current != each) before_.push_back(exchange(current, each));
+    }
+  }
+  ~OnOwnStreams() {
+    for (const c10::Stream& each : before_) exchange(current_stream(each.device()), each);
+  }
+  OnOwnStreams& operator=(OnOwnStreams&&) = delete;
+
+ private:
+  static c10::Stream exchange(const c10::Stream& current, const c10::Stream& next) {
+    Ready ready(current);
+    ready.record();
+    ready.block(next);
+    return c10::impl::VirtualGuardImpl(next.device_type()).exchangeStream(next);
+  }
+  c10::SmallVector<c10::Stream, 1> before_;
+};
+
 /// One rerun of a record. It owns the contents that the record reads.
 class Rerun {
  public:
-  Rerun(Record& record, Dead& dead);
+  Rerun(Record& record, const Runtime& runtime, Dead& dead);
   void run();
   /// The caller holds the lock.
   void end(Dead& dead);
@@ -81,10 +124,12 @@ class Rerun {
   };
   c10::SmallVector<Content, 4> contents_;
   c10::SmallVector<c10::Storage, 2> made_;
+  c10::SmallVector<c10::Stream, 1> streams_;
 };
 
 // The caller holds the lock and has locked the contents of all values that the record reads.
-Rerun::Rerun(Record& record, Dead& dead) : record_(record) {
+Rerun::Rerun(Record& record, const Runtime& runtime, Dead& dead) : record_(record) {
+  if (record.of_device.is_far) streams_ = runtime.own_streams();
   for (const Read& read : record_.reads)
     contents_.push_back({read.value, Graph::content_of(*read.value)});
   for (Content& each : contents_) {
@@ -106,6 +151,7 @@ Rerun::Rerun(Record& record, Dead& dead) : record_(record) {
 }
 
 void Rerun::run() {
+  const OnOwnStreams on_own_streams(streams_);
   for (Content& each : contents_)
     if (each.is_written && !each.is_stolen) each.storage = copy_of(each.storage);
   const auto tensor_at = [&](int32_t place) {
@@ -146,6 +192,9 @@ void Rerun::run() {
     set_state(*generator->get<at::CPUGeneratorImpl>(), *record_.random);
     draws.emplace(*generator, original);
   }
+  std::optional<FarDraws> far_draws;
+  if (record_.of_device.random.defined())
+    far_draws.emplace(record_.of_device.generator, record_.of_device.random);
   const at::AutoGradMode grad_mode(record_.grad_mode);
   const c10::impl::ExcludeDispatchKeyGuard below_autograd(record_.traits->keys_met);
   record_.op.callBoxed(stack);
@@ -188,7 +237,8 @@ void Rerun::end(Dead& dead) {
 /// were made stay locked.
 class Again {
  public:
-  explicit Again(Value& wanted) : outer_(std::exchange(rerun_of, wanted.runtime.get())) {
+  explicit Again(Value& wanted)
+      : runtime_(*wanted.runtime), outer_(std::exchange(rerun_of, wanted.runtime.get())) {
     push(wanted);
   }
   ~Again() {
@@ -217,6 +267,7 @@ class Again {
     value.runtime->drop_if_unneeded(value, dead);
   }
 
+  Runtime& runtime_;
   std::vector<Step> stack_;
   std::vector<Value*> kept_;  // latest results, locked until the next step has locked its inputs
   const Runtime* const outer_;
@@ -268,10 +319,13 @@ void Again::run() {
       const std::lock_guard<std::mutex> lock(graph.mutex());
       prepare(dead);
       record = stack_.back().record;
-      rerun.emplace(*record, dead);
+      rerun.emplace(*record, runtime_, dead);
     }
+    std::optional<RoomForCall> room;
+    if (!runtime_.far_bounds().empty()) room.emplace(runtime_, record->call);
     const auto start = std::chrono::steady_clock::now();
     rerun->run();
+    if (room.has_value()) room->end();
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
     Dead dead;
     const std::lock_guard<std::mutex> lock(graph.mutex());

@@ -42,8 +42,9 @@ void visit_runtimes(c10::function_ref<void(Runtime&)> visitor) {
 }
 
 struct CostTable::Entry {
-  float seconds;
-  uint32_t num_calls;
+  float seconds = std::numeric_limits<float>::infinity();
+  uint32_t num_calls = 0;
+  int64_t bytes = 0;
 };
 
 CostTable& CostTable::get() {
@@ -51,9 +52,28 @@ CostTable& CostTable::get() {
   return table;
 }
 
+ska::flat_hash_map<uint64_t, CostTable::Entry>& CostTable::entries() {
+  static auto* const all = new ska::flat_hash_map<uint64_t, Entry>;  // leaked: used until late
+  return *all;
+}
+
+bool CostTable::is_learning(uint64_t call) const {
+  const auto found = entries().find(call);
+  return found == entries().end() || found->second.num_calls < num_learned;
+}
+
+int64_t CostTable::bytes(uint64_t call) const {
+  const auto found = entries().find(call);
+  return found == entries().end() ? 0 : found->second.bytes;
+}
+
+void CostTable::note_bytes(uint64_t call, int64_t bytes) {
+  Entry& entry = entries()[call];
+  entry.bytes = std::max(entry.bytes, bytes);
+}
+
 float CostTable::cost(uint64_t call, float measured_s) {
-  static auto* const entries = new ska::flat_hash_map<uint64_t, Entry>;
-  Entry& entry = entries->emplace(call, Entry{measured_s, 0}).first->second;
+  Entry& entry = entries()[call];
   if (entry.num_calls < num_learned) {
     ++entry.num_calls;
     entry.seconds = std::min(entry.seconds, measured_s);
@@ -61,8 +81,11 @@ float CostTable::cost(uint64_t call, float measured_s) {
   return entry.seconds;
 }
 
-Bound::Bound(const BudgetOptions& asked, int64_t live_bytes)
-    : options(asked), base_bytes(live_bytes), most_bytes(sum_or_most(asked.bytes, live_bytes)) {
+Bound::Bound(const BudgetOptions& asked)
+    : options(asked),
+      memory(asked.device.is_cpu() ? cpu_memory() : device_memory(asked.device)),
+      base_bytes(memory.live_bytes()),
+      most_bytes(sum_or_most(asked.bytes, base_bytes)) {
   report.budget_bytes = asked.bytes;
 }
 
@@ -81,6 +104,7 @@ Runtime::~Runtime() {
 
 void Runtime::add(std::shared_ptr<Bound> bound) {
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+  if (!bound->options.device.is_cpu()) far_bounds_.push_back(bound.get());
   bounds_.push_back(std::move(bound));
   min_bytes_ = least_evicted(options());
 }
@@ -88,11 +112,13 @@ void Runtime::add(std::shared_ptr<Bound> bound) {
 void Runtime::remove(const Bound& bound) {
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
   std::erase_if(bounds_, [&](const auto& each) { return each.get() == &bound; });
+  far_bounds_.erase(std::remove(far_bounds_.begin(), far_bounds_.end(), &bound), far_bounds_.end());
   min_bytes_ = least_evicted(options());
 }
 
-void Runtime::source_held(int64_t bytes) {
-  for (const auto& each : bounds_) each->report.source_bytes += bytes;
+void Runtime::source_held(c10::Device device, int64_t bytes) {
+  for (const auto& each : bounds_)
+    if (each->is_of(device)) each->report.source_bytes += bytes;
 }
 
 void Runtime::note_operator() {
@@ -106,37 +132,58 @@ void Runtime::note_rerun(double seconds) {
   }
 }
 
-int64_t Runtime::most_bytes() const {
+int64_t Runtime::most_bytes(c10::Device device) const {
   int64_t least = std::numeric_limits<int64_t>::max();
-  for (const auto& each : bounds_) least = std::min(least, each->most_bytes);
+  for (const auto& each : bounds_)
+    if (each->is_of(device)) least = std::min(least, each->most_bytes);
   return least;
 }
 
-const Bound* Runtime::refusing(int64_t alive) const {
+const Bound* Runtime::refusing(c10::Device device, int64_t alive) const {
   if (bounds_.empty() || options().over != OverBudget::Throw) return nullptr;
   for (const auto& each : bounds_)
-    if (alive > each->most_bytes) return each.get();
+    if (each->is_of(device) && alive > each->most_bytes) return each.get();
   return nullptr;
+}
+
+bool Runtime::is_own(const c10::Stream& stream) {
+  for (const c10::Stream& each : streams_)
+    if (each.device() == stream.device()) return each == stream;
+  streams_.push_back(stream);
+  return true;
+}
+
+bool Runtime::is_learning(uint64_t call) {
+  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+  return CostTable::get().is_learning(call);
+}
+
+Runtime::Pool& Runtime::pool_on(c10::Device device) {
+  for (Pool& each : pools_)
+    if (each.device == device) return each;
+  return pools_.emplace_back(Pool{device});
 }
 
 void Runtime::hold(Value& value, c10::Storage storage) {
   if (value.held) return;
   value.held = std::move(storage);
   value.cost = -1;
-  value.place = static_cast<int32_t>(pool_.size());
-  pool_.push_back(&value);
-  pool_bytes_ += value.bytes;
+  Pool& pool = pool_on(value.device);
+  value.place = static_cast<int32_t>(pool.values.size());
+  pool.values.push_back(&value);
+  pool.bytes += value.bytes;
 }
 
 void Runtime::unpool(Value& value) {
   if (value.place < 0) return;
   const auto place = static_cast<std::size_t>(std::exchange(value.place, -1));
-  pool_[place] = pool_.back();
-  if (pool_[place] != &value) pool_[place]->place = static_cast<int32_t>(place);
-  pool_.pop_back();
-  pool_bytes_ -= value.bytes;
+  Pool& pool = pool_on(value.device);
+  pool.values[place] = pool.values.back();
+  if (pool.values[place] != &value) pool.values[place]->place = static_cast<int32_t>(place);
+  pool.values.pop_back();
+  pool.bytes -= value.bytes;
   if (std::exchange(value.is_short, false))
-    *std::find(shortlist_.begin(), shortlist_.end(), &value) = nullptr;
+    *std::find(pool.shortlist.begin(), pool.shortlist.end(), &value) = nullptr;
 }
 
 void Runtime::drop_if_unneeded(Value& value, Dead& dead) {
@@ -227,47 +274,49 @@ Value* Runtime::cheapest_of(c10::ArrayRef<Value*> values) {
   return best;
 }
 
-void Runtime::make_shortlist() {
+void Runtime::make_shortlist(Pool& pool) {
   std::vector<std::pair<double, Value*>> all;
-  all.reserve(pool_.size());
-  for (Value* const value : pool_)
+  all.reserve(pool.values.size());
+  for (Value* const value : pool.values)
     if (can_drop(*value)) all.emplace_back(known_score(*value), value);
-  const std::size_t count = std::min(all.size(), pool_.size() / num_pool_for_one);
+  const std::size_t count = std::min(all.size(), pool.values.size() / num_pool_for_one);
   std::nth_element(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(count), all.end());
-  for (Value* const value : shortlist_)
+  for (Value* const value : pool.shortlist)
     if (value != nullptr) value->is_short = false;
-  shortlist_.clear();
+  pool.shortlist.clear();
   for (std::size_t i = 0; i < count; ++i) {
     all[i].second->is_short = true;
-    shortlist_.push_back(all[i].second);
+    pool.shortlist.push_back(all[i].second);
   }
-  num_choices_left_ = count / 2;
+  pool.num_choices_left = count / 2;
 }
 
 // A large pool is not walked for each choice: the work would grow with the square of its size.
-Value* Runtime::choose() {
+Value* Runtime::choose(Pool& pool) {
   constexpr std::size_t max_walked = 1024;
-  if (pool_.size() <= max_walked) return cheapest_of(pool_);
-  if (num_choices_left_ > 0) {
-    --num_choices_left_;
-    if (Value* const value = cheapest_of(shortlist_)) return value;
+  if (pool.values.size() <= max_walked) return cheapest_of(pool.values);
+  if (pool.num_choices_left > 0) {
+    --pool.num_choices_left;
+    if (Value* const value = cheapest_of(pool.shortlist)) return value;
   }
-  make_shortlist();
-  if (Value* const value = cheapest_of(shortlist_)) return value;
-  return cheapest_of(pool_);
+  make_shortlist(pool);
+  if (Value* const value = cheapest_of(pool.shortlist)) return value;
+  return cheapest_of(pool.values);
 }
 
-int64_t Runtime::make_room(int64_t bytes, int64_t live_bytes, Dead& dead) {
-  const int64_t wanted = live_bytes + bytes, most = most_bytes();
-  const int64_t least_alive = wanted - pool_bytes_;
+int64_t Runtime::make_room(c10::Device device, int64_t bytes, int64_t live_bytes, Dead& dead) {
+  Pool& pool = pool_on(device);
+  const int64_t wanted = live_bytes + bytes, most = most_bytes(device);
+  const int64_t least_alive = wanted - pool.bytes;
   int64_t freed = 0, num_dropped = 0;
   double search_s = 0;
   if (wanted > most) {
     const auto start = std::chrono::steady_clock::now();
     while (wanted - freed > most) {
-      Value* const value = choose();
+      Value* const value = choose(pool);
       if (value == nullptr) break;
-      if (options().check_values) value->hash = hash_of(*value->held.unsafeGetStorageImpl());
+      if (options().check_values && device.is_cpu())
+        value->hash = hash_of(*value->held.unsafeGetStorageImpl());
       freed += value->bytes;
       ++num_dropped;
       Graph::get().let_go(*value, dead);
@@ -276,6 +325,7 @@ int64_t Runtime::make_room(int64_t bytes, int64_t live_bytes, Dead& dead) {
   }
   const int64_t alive = wanted - freed;
   for (const auto& each : bounds_) {
+    if (!each->is_of(device)) continue;
     BudgetReport& report = each->report;
     report.evictions += num_dropped;
     report.search_s += search_s;
@@ -291,6 +341,17 @@ int64_t Runtime::make_room(int64_t bytes, int64_t live_bytes, Dead& dead) {
       each->most_bytes = alive + (alive - each->base_bytes) / 10;
   }
   return freed;
+}
+
+void Runtime::note_alive(c10::Device device, int64_t alive) {
+  for (const auto& each : bounds_) {
+    if (!each->is_of(device)) continue;
+    BudgetReport& report = each->report;
+    report.peak_bytes = std::max(report.peak_bytes, alive - each->base_bytes);
+    if (alive <= each->most_bytes) continue;
+    ++report.over_count;
+    report.over_bytes = std::max(report.over_bytes, alive - each->base_bytes - each->options.bytes);
+  }
 }
 
 }  // namespace remat::budget

@@ -16,6 +16,14 @@
 // alone exceed the budget, dropping everything else after each operator would only cost time. So
 // the bound is raised to a tenth above the memory that was needed, and the report counts the
 // excess.
+//
+// Note [Room on accelerators]
+// The CPU's allocator asks for room inside each allocation. The allocators of accelerators do not,
+// so room is made before each operator: for the bytes that a call with the same operator and shapes
+// took before. The first such call is not known and may exceed the budget; the report counts it.
+// An allocator that can announce its allocations does so by remat::announce_allocation.
+
+#include <c10/util/flat_hash_map.h>
 
 #include <atomic>
 #include <cstdint>
@@ -24,6 +32,7 @@
 #include <vector>
 
 #include "lib/budget/graph.h"
+#include "lib/observe/memory_source.h"
 #include "remat/budget.h"
 
 namespace remat::budget {
@@ -35,16 +44,24 @@ class CostTable {
   /// Returns the least time [seconds] of the first calls. Later calls do not change it, so that
   /// steps repeat.
   float cost(uint64_t call, float measured_s);
+  /// Returns whether `cost` still learns from the call.
+  bool is_learning(uint64_t call) const;
+  /// Returns the bytes that the call took at most on its device; 0 if it is unknown.
+  int64_t bytes(uint64_t call) const;
+  void note_bytes(uint64_t call, int64_t bytes);
 
  private:
   struct Entry;
+  static ska::flat_hash_map<uint64_t, Entry>& entries();
   static constexpr uint32_t num_learned = 3;
 };
 
 /// The options and the report of one guard. Guarded by the graph's lock.
 struct Bound {
-  Bound(const BudgetOptions& options, int64_t live_bytes);
+  explicit Bound(const BudgetOptions& options);
+  bool is_of(c10::Device device) const { return options.device == device; }
   const BudgetOptions options;
+  MemorySource& memory;      ///< of the device
   const int64_t base_bytes;  ///< memory alive at the guard's construction
   int64_t most_bytes;        ///< limit of the live memory
   BudgetReport report;
@@ -68,8 +85,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Releases a content that neither a saved tensor nor a rerun needs.
   void drop_if_unneeded(Value& value, Dead& dead);
   void unpool(Value& value);
-  /// Adds to the bytes of sources.
-  void source_held(int64_t bytes);
+  /// Adds to the bytes of sources on the device.
+  void source_held(c10::Device device, int64_t bytes);
 
   /// Counts saved tensors; the end of the last one ends all records.
   void note_save() { num_saved_.fetch_add(1, std::memory_order_relaxed); }
@@ -79,10 +96,20 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Returns whether tensors are saved. Any thread, without the lock.
   bool has_saved() const { return num_saved_.load(std::memory_order_relaxed) > 0; }
 
-  /// Drops values before an allocation. Returns the bytes dropped.
-  int64_t make_room(int64_t bytes, int64_t live_bytes, Dead& dead);
+  /// Drops values before an allocation on a device. Returns the bytes dropped.
+  int64_t make_room(c10::Device device, int64_t bytes, int64_t live_bytes, Dead& dead);
   /// Returns the bound that refuses an allocation to `alive` bytes; or null.
-  const Bound* refusing(int64_t alive) const;
+  const Bound* refusing(c10::Device device, int64_t alive) const;
+  /// Counts the memory alive in an operator that was not announced.
+  void note_alive(c10::Device device, int64_t alive);
+  /// Returns the accelerators with a bound. Without the lock.
+  const c10::SmallVector<Bound*, 1>& far_bounds() const { return far_bounds_; }
+  /// Returns whether calls on the stream are recorded: the first one that works on its device.
+  bool is_own(const c10::Stream& stream);
+  /// Returns those streams.
+  const c10::SmallVector<c10::Stream, 1>& own_streams() const { return streams_; }
+  /// Returns whether the cost of the call is still learned. Without the lock.
+  static bool is_learning(uint64_t call);
 
   void note_operator();
   void note_rerun(double seconds);
@@ -91,26 +118,34 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   double cursor = 0;  ///< [seconds] the clock at the save that is made or read now
 
  private:
+  /// The droppable values on one device.
+  struct Pool {
+    c10::Device device;
+    std::vector<Value*> values{};
+    // Of a large pool: the cheapest values at the latest walk, with null for those that have left it.
+    std::vector<Value*> shortlist{};
+    std::size_t num_choices_left = 0;
+    int64_t bytes = 0;
+  };
+  static constexpr std::size_t num_pool_for_one = 64;
+  Pool& pool_on(c10::Device device);
   bool can_drop(const Value& value) const;
   /// Returns the value with the least score; null if no value can be dropped.
-  Value* choose();
+  Value* choose(Pool& pool);
   Value* cheapest_of(c10::ArrayRef<Value*> values);
-  void make_shortlist();
+  void make_shortlist(Pool& pool);
   /// Returns the score by the latest costs; -1 if they are unknown.
   double known_score(const Value& value) const;
   double score_now(const Value& value) const;
   void look_closely(Value& value);
   const BudgetOptions& options() const { return bounds_.back()->options; }
-  int64_t most_bytes() const;
+  int64_t most_bytes(c10::Device device) const;
 
   std::vector<std::shared_ptr<Bound>> bounds_;  // outermost first
   int64_t min_bytes_ = 0;
-  std::vector<Value*> pool_;
-  // Of a large pool: the cheapest values at the latest walk, with null for those that have left it.
-  static constexpr std::size_t num_pool_for_one = 64;
-  std::vector<Value*> shortlist_;
-  std::size_t num_choices_left_ = 0;
-  int64_t pool_bytes_ = 0;
+  c10::SmallVector<Bound*, 1> far_bounds_;
+  c10::SmallVector<Pool, 1> pools_;
+  c10::SmallVector<c10::Stream, 1> streams_;  // of accelerators
   std::atomic<int64_t> num_saved_{0};
 };
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "hooks/ready.h"
 #include "lib/budget/rerun.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/storages.h"
@@ -26,7 +27,7 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
     Graph& graph = Graph::get();
     Dead dead;
     const std::lock_guard<std::mutex> lock(graph.mutex());
-    Value* const value = graph.value_at(*storage_of(saved));
+    Value* const value = graph.value_at(*storage_of(saved), dead);
     if (value != nullptr && !value->is_source() && !value->is_blank() && !value->has_changed()) {
       geometry_ = Geometry(saved);
       geometry_.value = value;
@@ -79,7 +80,25 @@ at::Tensor Saved::call_unpack_hook() {
   if (Inspection* const inspection = Inspection::current()) return inspection->note(describe());
   check_version();
   if (geometry_.value == nullptr) return kept_;
-  return geometry_.on(content_again(*geometry_.value, *runtime_, clock_));
+  c10::Storage content = content_again(*geometry_.value, *runtime_, clock_);
+  wait_before_use(content);
+  return geometry_.on(std::move(content));
+}
+
+// The content of an accelerator was made on the budget's own stream.
+void Saved::wait_before_use(const c10::Storage& content) const {
+  if (content.device().is_cpu()) return;
+  c10::SmallVector<c10::Stream, 1> streams;
+  {
+    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+    streams = runtime_->own_streams();
+  }
+  for (const c10::Stream& own : streams) {
+    if (own.device() != content.device() || own == current_stream(own.device())) continue;
+    Ready ready(own);
+    ready.record();
+    ready.wait_before_use(content);
+  }
 }
 
 Saved::~Saved() {

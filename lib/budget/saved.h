@@ -22,6 +22,7 @@ class Saved final : public seam::OwnHooks {
  private:
   void refuse_tracing() const override;
   void check_version() const;
+  void wait_before_use(const c10::Storage& content) const;
   HeldInfo describe() const;
 
   const std::shared_ptr<Runtime> runtime_;

@@ -1,5 +1,7 @@
 #include "lib/budget/storages.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -9,13 +11,39 @@
 #include <utility>
 
 #include "hooks/byte_hash.h"
+#include "lib/observe/counted_memory.h"
+#include "lib/seam/accelerator.h"
+#include "lib/seam/dispatch_mode.h"
 
 namespace remat::budget {
 
+namespace {
+
+bool is_accelerator(c10::Device device) { return device.type() == present_accelerator(); }
+
+// A caching allocator says by the deleter whose memory it is.
+c10::DeleterFnPtr deleter_of(c10::DeviceType type) {
+  static const c10::DeleterFnPtr deleter = c10::GetAllocator(type)->allocate(1).get_deleter();
+  return deleter;
+}
+
+}  // namespace
+
+bool is_memory_of_torch(const c10::StorageImpl& storage) {
+  const c10::Device device = storage.device();
+  if (device.is_cpu()) return is_cpu_memory_of_torch(storage);
+  return is_accelerator(device) && storage.data_ptr().get_deleter() == deleter_of(device.type());
+}
+
+bool is_end_known(const c10::StorageImpl& storage) {
+  return storage.device().is_cpu() ? is_end_told(storage) : is_memory_of_torch(storage);
+}
+
 bool is_plain(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  return typeid(impl) == typeid(c10::TensorImpl) && !impl.is_python_dispatch() && tensor.is_cpu() &&
-         tensor.layout() == at::kStrided && !tensor.is_quantized() && impl.has_storage() &&
+  return typeid(impl) == typeid(c10::TensorImpl) && !impl.is_python_dispatch() &&
+         (tensor.is_cpu() || is_accelerator(tensor.device())) && tensor.layout() == at::kStrided &&
+         !tensor.is_quantized() && impl.has_storage() &&
          !impl.key_set().has(c10::DispatchKey::ZeroTensor) && !tensor.is_inference() &&
          impl.storage().nbytes() > 0;
 }
@@ -34,6 +62,13 @@ NewStorages new_storages(c10::ArrayRef<c10::IValue> results, const StoragesOf& g
 
 c10::Storage copy_of(const c10::Storage& storage) {
   const std::size_t bytes = storage.nbytes();
+  if (!storage.device().is_cpu()) {
+    const seam::DispatchModeOff unseen;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto options = at::TensorOptions(at::kByte).device(storage.device());
+    const auto count = static_cast<int64_t>(bytes);
+    return at::empty({0}, options).set_(storage, 0, {count}, {1}).clone().storage();
+  }
   at::Allocator* const allocator = c10::GetCPUAllocator();
   at::DataPtr data = allocator->allocate(bytes);
   if (bytes > 0) std::memcpy(data.get(), storage.data(), bytes);

@@ -11,8 +11,13 @@
 
 namespace remat::budget {
 
-/// Returns whether the tensor is a strided view of CPU memory, of LibTorch's own tensor class.
+/// Returns whether the tensor is a strided view of memory of the CPU or the accelerator, of
+/// LibTorch's own tensor class.
 bool is_plain(const at::Tensor& tensor);
+/// Returns whether LibTorch's allocator owns the data, so that no foreign code writes to it.
+bool is_memory_of_torch(const c10::StorageImpl& storage);
+/// Returns whether the end of the data will be known: see Note [Ends on accelerators].
+bool is_end_known(const c10::StorageImpl& storage);
 
 using NewStorages = c10::SmallVector<c10::Storage, 2>;
 /// Returns the storages of the results that no argument has. A rerun returns them in the same
@@ -22,7 +27,7 @@ NewStorages new_storages(c10::ArrayRef<c10::IValue> results, const StoragesOf& g
 /// Returns a copy.
 c10::Storage copy_of(const c10::Storage& storage);
 
-/// Returns a hash of the bytes; never 0.
+/// Returns a hash of the bytes of a storage on the CPU; never 0.
 uint64_t hash_of(const c10::StorageImpl& storage);
 
 }  // namespace remat::budget

@@ -21,9 +21,11 @@ void settle_versions() {
   if (just_written.empty()) return;
   Graph& graph = Graph::get();
   {
+    Dead dead;
     const std::lock_guard<std::mutex> lock(graph.mutex());
     for (const auto& [counter, storage] : just_written)
-      if (Value* const value = graph.value_at(*storage)) value->version = counter.current_version();
+      if (Value* const value = graph.value_at(*storage, dead))
+        value->version = counter.current_version();
   }
   just_written.clear();
 }

@@ -293,21 +293,22 @@ void recompute_written(const c10::intrusive_ptr<Frame>& frame, RecomputedValues&
                        int64_t only_position) {
   const UserState& state = *frame->surroundings().user_state();
   std::string changed;
-  std::exception_ptr thrown;
+  std::exception_ptr thrown;  // the failure of the likelier start says more
   const auto starts = state.starts();
   for (const StartsFrom start : starts) {
     Attempt attempt{start, start != starts.front()};
+    const bool is_first = changed.empty() && thrown == nullptr;
     try {
       recompute_from(frame, values, only_position, attempt);
       if (attempt.changed.empty()) return state.remember(start);
-      changed = std::move(attempt.changed);
+      if (is_first) changed = std::move(attempt.changed);
     } catch (...) {
       if (!attempt.may_lie_at_start) throw;
-      if (thrown == nullptr) thrown = std::current_exception();
+      if (is_first) thrown = std::current_exception();
     }
   }
-  if (!changed.empty()) throw_changed_buffer(frame->region(), changed);
-  std::rethrow_exception(thrown);
+  if (thrown != nullptr) std::rethrow_exception(thrown);
+  throw_changed_buffer(frame->region(), changed);
 }
 
 }  // namespace

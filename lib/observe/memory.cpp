@@ -60,12 +60,6 @@ struct detail::MeteredDevice {
 
 namespace {
 
-c10::Device with_index(c10::Device device) {
-  if (device.is_cpu()) return c10::Device(c10::kCPU);
-  if (device.has_index()) return device;
-  return c10::impl::VirtualGuardImpl(device.type()).getDevice();
-}
-
 int64_t checked_limit(int64_t bytes) {
   TORCH_CHECK_VALUE(bytes >= 0, "remat::MemoryLimitGuard: the limit must be at least 0 bytes, got ",
                     bytes, ".");
@@ -73,6 +67,12 @@ int64_t checked_limit(int64_t bytes) {
 }
 
 }  // namespace
+
+c10::Device with_index(c10::Device device) {
+  if (device.is_cpu()) return c10::Device(c10::kCPU);
+  if (device.has_index()) return device;
+  return c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
 
 MemoryNow now_of(const MemoryMeter& meter) {
   detail::MeteredDevice& shared = detail::MeteredDevice::of(meter.device());

@@ -41,6 +41,8 @@ class MemorySource {
   ~MemorySource() = default;
 };
 
+/// Returns the device with its index; without one, the current device of its type.
+c10::Device with_index(c10::Device device);
 /// Installs the counting allocator when it is first called.
 MemorySource& cpu_memory();
 /// Of an accelerator's device, which has an index. Uses the device. Throws `CheckpointError` (Unsupported)

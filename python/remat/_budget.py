@@ -139,7 +139,7 @@ def budget(
     bytes: memory that may be alive in addition to the memory alive on entry [bytes]. A text is a
         number and B, kB, MB, GB (powers of 1000), KiB, MiB, GiB (of 1024); or "free", "free - 5 %":
         a share of `free_bytes`, read on entry. `sys.maxsize`: no limit, only the report.
-    device: the device whose memory is bounded; None: the CPU, the only one supported so far.
+    device: the device whose memory is bounded; None: the CPU. Each device needs a scope of its own.
     over: "continue" counts an allocation that does not fit; "throw" raises BudgetExceeded.
     min_bytes: smaller tensors are never dropped [bytes]; None: a thousandth of the budget, at most
         64 KiB.
@@ -147,7 +147,8 @@ def budget(
     moving: not supported yet.
     Threads: the scope belongs to the thread that entered it and to the threads of its backwards.
     Raises ValueError for a budget of 0 or less, an invalid text, and "free" if the free memory is
-    unknown; CheckpointError (UNSUPPORTED) for another device, for `moving`, and inside a region.
+    unknown; CheckpointError (UNSUPPORTED) for a device
+    whose memory is unknown, for `moving`, and inside a region.
     """
     if over not in ("continue", "throw"):
         raise ValueError(f"remat.budget: over must be 'continue' or 'throw', and is {over!r}")
