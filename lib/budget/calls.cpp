@@ -98,10 +98,10 @@ uint64_t hash_of_call(const OpTraits& traits, c10::ArrayRef<c10::IValue> argumen
 std::optional<c10::Device> far_device_of(c10::ArrayRef<c10::IValue> arguments) {
   std::optional<c10::Device> found;
   visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
-    if (tensor.defined() && !tensor.is_cpu()) found = tensor.device();
+    if (tensor.defined() && is_accelerator(tensor.device())) found = tensor.device();
   });
   for (const c10::IValue& each : arguments)
-    if (each.isDevice() && !each.toDevice().is_cpu()) found = each.toDevice();
+    if (each.isDevice() && is_accelerator(each.toDevice())) found = each.toDevice();
   if (found.has_value() && !found->has_index())
     found = c10::impl::VirtualGuardImpl(found->type()).getDevice();
   return found;
@@ -122,6 +122,12 @@ bool is_generator_ours_to_copy(c10::ArrayRef<c10::IValue> arguments,
            as_cpu_generator(each.toGenerator()) != nullptr ||
            (far.has_value() && each.toGenerator().device() == *far);
   });
+}
+
+CpuRngPosition position_of_default() {
+  at::CPUGeneratorImpl& generator = default_cpu_generator();
+  const std::lock_guard<std::mutex> lock(generator.mutex_);
+  return position_of(generator);
 }
 
 c10::Stream stream_of(c10::Device far) {
@@ -208,6 +214,7 @@ class Call {
   c10::SmallVector<at::Tensor, 1> written_;  // arguments written to, one of each storage
   uint64_t hash_;                            // 0: not yet computed
   std::optional<StoragesOf> given_;
+  std::optional<CpuRngPosition> cpu_at_{};  // where the CPU's generator stood at a draw on a device
 };
 
 // Note [Statistics of a rerun]
@@ -316,6 +323,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
   } else {
     record_->of_device.generator = drawn_from;
     record_->of_device.random = DeviceRng::present(drawn_from).state;
+    cpu_at_ = position_of_default();
   }
 }
 
@@ -338,9 +346,13 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
   const auto results = results_of(op_, stack);
   Graph& graph = Graph::get();
   NewStorages made;
+  // A device without a kernel of its own has the CPU draw, past the operators that can be given
+  // another generator.
+  const bool drew_elsewhere = cpu_at_.has_value() && *cpu_at_ != position_of_default();
   if (record_ != nullptr) made = new_storages(results, *given_);
   Dead dead;
   const std::lock_guard<std::mutex> lock(graph.mutex());
+  if (drew_elsewhere) graph.discard(record_.release(), dead);
   if (record_ == nullptr || (made.empty() && written_.empty())) {
     for (const at::Tensor& each : written_) graph.forget(*storage_of(each), dead);
     return;

@@ -19,8 +19,6 @@ namespace remat::budget {
 
 namespace {
 
-bool is_accelerator(c10::Device device) { return device.type() == present_accelerator(); }
-
 // A caching allocator says by the deleter whose memory it is.
 c10::DeleterFnPtr deleter_of(c10::DeviceType type) {
   static const c10::DeleterFnPtr deleter = c10::GetAllocator(type)->allocate(1).get_deleter();
@@ -28,6 +26,8 @@ c10::DeleterFnPtr deleter_of(c10::DeviceType type) {
 }
 
 }  // namespace
+
+bool is_accelerator(c10::Device device) { return device.type() == present_accelerator(); }
 
 bool is_memory_of_torch(const c10::StorageImpl& storage) {
   const c10::Device device = storage.device();

@@ -11,6 +11,8 @@
 
 namespace remat::budget {
 
+/// Returns whether the device is one of the process's accelerator.
+bool is_accelerator(c10::Device device);
 /// Returns whether the tensor is a strided view of memory of the CPU or the accelerator, of
 /// LibTorch's own tensor class.
 bool is_plain(const at::Tensor& tensor);

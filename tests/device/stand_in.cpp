@@ -327,7 +327,8 @@ struct Memory final : DeviceAllocator {
   // What a limit holds is never touched, and may be more than this machine has.
   static bool is_only_reserved(size_t bytes) { return bytes >= size_t{1} << 30; }
   static void* take_block(size_t bytes) {
-    if (!is_only_reserved(bytes)) return std::malloc(bytes);
+    // Aligned as LibTorch's memory of the CPU, since results of its kernels can depend on that.
+    if (!is_only_reserved(bytes)) return std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     void* const block = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(block != MAP_FAILED, "the machine cannot reserve ", bytes, " bytes");

@@ -273,7 +273,7 @@ Record run(const Program& program, Mode mode) {
     at::init_num_threads();
     std::optional<remat::BudgetGuard> budget;
     if (const int64_t bytes = budget_bytes())
-      budget.emplace(remat::BudgetOptions{.bytes = bytes, .min_bytes = 0});
+      budget.emplace(remat::BudgetOptions{.bytes = bytes, .device = device(), .min_bytes = 0});
     Interpreter interpreter(program, mode, record);
     interpreter.run_forward();
     record.held_bytes = live_bytes() - bytes;
