@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lib/budget/runtime.h"
+#include "lib/budget/storages.h"
 #include "lib/observe/counted_memory.h"
 #include "lib/seam/plain_tensor.h"
 
@@ -60,7 +61,7 @@ void Graph::list(Value& value, c10::StorageImpl& storage) {
   }
   value.is_listed = true;
   value.where = WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
-  value.data = storage.data_ptr().get();
+  value.data = address_of_data(storage);
   by_storage()[&storage] = &value;
   note_storage_beside(storage);
   if (!value.is_source()) own(value);
@@ -130,6 +131,31 @@ void Graph::forget(c10::StorageImpl& storage, Dead& dead) {
   if (was_kept_by_storage) disown(*value, dead);
 }
 
+void Graph::move_saves(Value& from, Value& to, Dead& dead) {
+  const auto saves = std::exchange(from.saves, {});
+  for (Save* const each : saves) {
+    each->value = &to;
+    own(to);
+    to.saves.push_back(each);
+    to.runtime->note_save();
+    from.runtime->note_end_of_save(dead);
+    disown(from, dead);
+  }
+}
+
+void Graph::forget_written(c10::StorageImpl& storage, Runtime& runtime, Dead& dead) {
+  Value* const old = value_at(storage);
+  if (old == nullptr) return;
+  if (old->saves.empty()) return forget(storage, dead);
+  own(*old);
+  forget(storage, dead);
+  Value& now = make(storage, nullptr, runtime);
+  now.held = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
+  runtime.source_held(now.bytes);
+  move_saves(*old, now, dead);
+  disown(*old, dead);
+}
+
 void Graph::become_source(Value& value, Dead& dead) {
   c10::Storage content = content_of(value);
   if (value.is_source() || !content) return;
@@ -148,6 +174,7 @@ void Graph::become_source(Value& value, Dead& dead) {
 
 void Graph::move_content(Value& source, c10::Storage copy, Dead& dead) {
   unlist(source);
+  source.data = address_of_data(*copy.unsafeGetStorageImpl());
   dead.storages.push_back(std::exchange(source.held, std::move(copy)));
   source.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
 }
@@ -256,16 +283,27 @@ bool Graph::has_content(const Value& value) {
   return value.held || (value.is_listed && !value.where.expired());
 }
 
-void Graph::data_freed(const void* storage, const void* data) noexcept {
+bool Graph::data_freed(const void* storage, const void* data) noexcept {
   Dead dead;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = by_storage().find(static_cast<const c10::StorageImpl*>(storage));
-  if (found == by_storage().end() || found->second->data != data) return;
+  if (found == by_storage().end() || found->second->data != data) return false;
   Value& value = *found->second;
+  if (value.is_source() && value.held && value.reads != nullptr) {
+    own(value);
+    const bool is_kept = is_needed(value);
+    if (is_kept)
+      move_content(value, storage_of_data(take_over(data), value.bytes), dead);
+    else
+      settle_readers(value, dead);
+    disown(value, dead);
+    if (is_kept) return true;
+  }
   const bool was_kept_by_storage = !value.is_source();
   unlist(value);
   let_go(value, dead);  // the program may empty a storage that the budget holds
   if (was_kept_by_storage) disown(value, dead);
+  return false;
 }
 
 }  // namespace remat::budget
