@@ -44,6 +44,14 @@ void Value::note_version(const at::Tensor& tensor) {
   version = counter.current_version();
 }
 
+// Factories like `torch::full` return a shallow copy with a version counter of its own, which begins
+// at 0. The counter noted at the operator then counts no writes, and nothing else refers to it.
+bool Value::is_content_of(const at::Tensor& tensor) {
+  if (!counter.enabled() || !counter.unique()) return !has_changed();
+  note_version(tensor);
+  return version == 0;
+}
+
 Graph& Graph::get() {
   static auto* const graph = new Graph;  // leaked: tensors outlive static objects
   return *graph;
@@ -76,12 +84,7 @@ void Graph::unlist(Value& value) {
 Value& Graph::value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& dead) {
   c10::StorageImpl& storage = *storage_of(tensor);
   if (Value* const known = value_at(storage)) {
-    if (!known->has_changed()) {
-      // Factories like `torch::full` return a shallow copy with a version counter of its own. The
-      // counter noted at the operator then counts no writes.
-      if (known->counter.enabled() && known->counter.unique()) known->note_version(tensor);
-      return *known;
-    }
+    if (known->is_content_of(tensor)) return *known;
     forget(storage, dead);
   }
   Value& made = make(storage, nullptr, runtime);

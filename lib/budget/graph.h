@@ -107,6 +107,8 @@ struct Value {
   }
   /// Notes the tensor's version counter and its position.
   void note_version(const at::Tensor& tensor);
+  /// Returns whether the storage of the tensor, which the value is listed for, still has the content.
+  bool is_content_of(const at::Tensor& tensor);
   /// Returns whether the version counter has moved since.
   bool has_changed() const { return counter.enabled() && counter.current_version() != version; }
 };

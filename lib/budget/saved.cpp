@@ -27,7 +27,8 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
     Dead dead;
     const std::lock_guard<std::mutex> lock(graph.mutex());
     Value* const value = graph.value_at(*storage_of(saved));
-    if (value != nullptr && !value->is_source() && !value->is_blank() && !value->has_changed()) {
+    if (value != nullptr && !value->is_source() && !value->is_blank() &&
+        value->is_content_of(saved)) {
       geometry_ = Geometry(saved);
       graph.own(*value);
       save_ = {value, runtime_->clock};

@@ -848,6 +848,26 @@ class WhatChanges(Case):
         for bytes in (20_000, 40_000, 80_000, 120_000, 200_000, sys.maxsize):
             self.check_equal(*self.both(program, bytes), f"at {bytes}")
 
+    def test_a_new_tensor_that_is_written_to_unseen(self) -> None:
+        # By another thread, or by compiled code: only its version counter tells.
+        w = leaf(64, 64)
+
+        def program() -> Any:
+            start = w.exp()
+            x, y = torch.zeros(64, 64), torch.full((64, 64), 2.0)
+            for each in (x, y):
+                thread = threading.Thread(target=each.add_, args=(0.5,))
+                thread.start()
+                thread.join()
+            out = (x * w).sin() * start + (y * 2).cos() * w
+            del x, y, each, thread
+            for _ in range(4):
+                out = out.tanh()
+            return [out, *gradient(out, w)]
+
+        for bytes in (20_000, 60_000, 120_000, sys.maxsize):
+            self.check_equal(*self.both(program, bytes), f"at {bytes}")
+
     def test_memory_that_is_filled_in_part(self) -> None:
         w = leaf(64, 64)
 
