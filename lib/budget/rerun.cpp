@@ -70,6 +70,12 @@ class RerunError final : public c10::Error {
                "operator, or do not change what it reads before the backward."));
 }
 
+/// Transforms around a backward (`is_grads_batched`, `torch.func.vmap`) are not forward's.
+constexpr c10::DispatchKeySet transform_keys({c10::DispatchKey::VmapMode,
+                                              c10::DispatchKey::FuncTorchVmapMode,
+                                              c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                              c10::DispatchKey::FuncTorchDynamicLayerBackMode});
+
 /// The runtime whose values this thread makes again; or null.
 thread_local const Runtime* rerun_of = nullptr;
 
@@ -161,6 +167,7 @@ void Rerun::run() {
   }
   const at::AutoGradMode grad_mode(record_.grad_mode);
   const c10::impl::ExcludeDispatchKeyGuard below_autograd(record_.traits->keys_met);
+  const c10::impl::ExcludeDispatchKeyGuard below_transforms(transform_keys);
   record_.op.callBoxed(stack);
   made_.clear();
   for (const Value* const value : record_.written) {

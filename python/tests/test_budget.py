@@ -592,6 +592,25 @@ class TheGuard(Case):
         self.assertEqual(outer.report().over_count, 0)
 
 
+class Transforms(Case):
+    def test_batched_gradients_through_a_dropout(self) -> None:
+        w = leaf(32, 32)
+
+        def program() -> Any:
+            torch.manual_seed(3)
+            y = F.dropout((w @ w).tanh(), 0.3)
+            for _ in range(3):
+                y = y.sin().exp()
+            (each,) = torch.autograd.grad(y.sum(0), w, torch.eye(32), is_grads_batched=True)
+            return [y, each, torch.get_rng_state()]
+
+        expected = program()
+        for bytes in (20_000, 60_000, 150_000):
+            with remat.budget(bytes, min_bytes=0) as budget:
+                self.check_equal(program(), expected, f"at {bytes}")
+            self.assertGreater(budget.report().reruns, 0)
+
+
 class WhatChanges(Case):
     """Writes that autograd refuses, and writes that nobody sees."""
 
