@@ -1,4 +1,5 @@
-// BudgetGuard on several threads at a time: for the thread sanitizer, and writes that no guard sees.
+// BudgetGuard on several threads at a time (for the thread sanitizer), and writes that no guard
+// sees.
 
 #include <remat/budget.h>
 #include <torch/csrc/autograd/generated/variable_factories.h>

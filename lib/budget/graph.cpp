@@ -44,8 +44,9 @@ void Value::note_version(const at::Tensor& tensor) {
   version = counter.current_version();
 }
 
-// Factories like `torch::full` return a shallow copy with a version counter of its own, which begins
-// at 0. The counter noted at the operator then counts no writes, and nothing else refers to it.
+// Factories like `torch::full` return a shallow copy with a version counter of its own, which
+// begins at 0. The counter noted at the operator then counts no writes, and nothing else refers to
+// it.
 bool Value::is_content_of(const at::Tensor& tensor) {
   if (!counter.enabled() || !counter.unique()) return !has_changed();
   note_version(tensor);

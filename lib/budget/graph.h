@@ -107,7 +107,7 @@ struct Value {
   }
   /// Notes the tensor's version counter and its position.
   void note_version(const at::Tensor& tensor);
-  /// Returns whether the storage of the tensor, which the value is listed for, still has the content.
+  /// Returns whether the tensor's storage, for which the value is listed, still has the content.
   bool is_content_of(const at::Tensor& tensor);
   /// Returns whether the version counter has moved since.
   bool has_changed() const { return counter.enabled() && counter.current_version() != version; }

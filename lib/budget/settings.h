@@ -5,8 +5,8 @@
 
 namespace remat::budget {
 
-/// Returns the default dtype, the number of threads, and whether oneDNN and deterministic algorithms
-/// are on, as one number.
+/// Returns the default dtype, the number of threads, and whether oneDNN and deterministic
+/// algorithms are on, as one number.
 uint32_t settings_now();
 
 /// Returns what differs between two such numbers: "the default dtype".
