@@ -56,6 +56,11 @@ class Turns {
     const bool is_first_;
   };
 
+  /// In a forked process: ends the turn of a thread that is not there.
+  void end_turn_of_others() {
+    if (holder_.load() != std::this_thread::get_id()) holder_.store({});
+  }
+
  private:
   /// False if it is this thread's already.
   bool begin() {

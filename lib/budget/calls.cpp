@@ -19,9 +19,11 @@
 #include "lib/budget/budget_scope.h"
 #include "lib/budget/room.h"
 #include "lib/budget/runtime.h"
+#include "lib/budget/settings.h"
 #include "lib/budget/storages.h"
 #include "lib/budget/versions.h"
 #include "lib/rng/device_rng.h"
+#include "lib/rng/draws.h"
 #include "lib/scope/region_scope.h"
 #include "lib/seam/accelerator.h"
 #include "lib/seam/dispatch_mode.h"
@@ -40,15 +42,28 @@ struct Kind {
   bool is_blank = false;        ///< returns unfilled memory
   bool fills = false;           ///< writes to an argument without reading it
   bool counts_version = false;  ///< moves the version of a tensor without changing its contents
+  bool may_write = false;       ///< may write to any argument, whatever its schema says
 };
+
+/// Note [Writes past the schema]
+/// The collectives of `c10d`, FSDP's copies and operators of other libraries may write to tensors
+/// that their schemas call read-only. An operator of another library is trusted if it has the tag
+/// `pt2_compliant_tag`, which promises a true schema. After others all arguments are sources.
+/// A batch norm in training writes to its running statistics: see Note [Statistics of a rerun].
+bool has_true_schema(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  for (const std::string_view own : {"aten::", "prim::", "prims::"})
+    if (name.rfind(own, 0) == 0) return true;
+  return op.hasTag(at::Tag::pt2_compliant_tag);
+}
 
 Kind find_kind(const c10::OperatorHandle& op, const OpTraits& traits) {
   const std::string& name = op.operator_name().name;
-  // `randperm` draws from the generator inside its kernel, so a rerun cannot give it another one. The
-  // recurrent kernels of accelerators move the state of their dropout, which is an argument.
-  constexpr std::array<std::string_view, 4> draws_by_itself{
-      "aten::randperm", "aten::_cudnn_rnn", "aten::_cudnn_init_dropout_state", "aten::miopen_rnn"};
+  // The recurrent kernels of accelerators move the state of their dropout, which is an argument.
+  constexpr std::array<std::string_view, 3> move_arguments{
+      "aten::_cudnn_rnn", "aten::_cudnn_init_dropout_state", "aten::miopen_rnn"};
   Kind kind;
+  kind.may_write = !has_true_schema(op);
   // `resize_` may free the old data, which ends the value.
   kind.is_view_only = traits.is_passive || (traits.is_view && !traits.is_mutable) ||
                       op.hasTag(at::Tag::inplace_view);
@@ -61,7 +76,7 @@ Kind find_kind(const c10::OperatorHandle& op, const OpTraits& traits) {
                            [](const c10::Argument& each) { return each.is_out(); });
   kind.can_run_again =
       name.rfind("aten::", 0) == 0 && !kind.is_view_only &&
-      std::none_of(draws_by_itself.begin(), draws_by_itself.end(),
+      std::none_of(move_arguments.begin(), move_arguments.end(),
                    [&](std::string_view each) { return name.rfind(each, 0) == 0; });
   return kind;
 }
@@ -140,6 +155,8 @@ void wait_for(const c10::Stream& stream) {
   event.synchronize();
 }
 
+bool is_whole(const at::Tensor& tensor) { return tensor.nbytes() == tensor.storage().nbytes(); }
+
 /// Returns whether a call with these arguments can run again with the same results.
 bool can_be_recorded(const Kind& kind, Runtime& runtime, c10::ArrayRef<c10::IValue> arguments,
                      const std::optional<c10::Device>& far) {
@@ -171,29 +188,59 @@ class Call {
   Call(const c10::OperatorHandle& op, const OpTraits& traits, const Kind& kind, Runtime& runtime,
        uint64_t hash, const std::optional<c10::Device>& far)
       : op_(op), traits_(traits), kind_(kind), runtime_(runtime), far_(far), hash_(hash) {}
-  ~Call() { give_back(); }
+  /// Without `end`, the operator has thrown, and may have written before.
+  ~Call() {
+    if (!written_.empty() || !hidden_.empty()) {
+      Dead dead;
+      const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+      forget(written_, dead);
+      forget(hidden_, dead);
+    }
+    give_back();
+  }
   Call& operator=(Call&&) = delete;
 
   void begin(const torch::jit::Stack& stack, bool can);
+  bool has_drawn_unseen();
   void end(const torch::jit::Stack& stack, float seconds);
   bool is_recorded() const { return record_ != nullptr; }
 
  private:
   void keep_old_content(Value& source);
+  using Tensors = c10::SmallVector<at::Tensor, 1>;
+  /// Adds a tensor, unless one with its storage is there.
+  static void add_storage(Tensors& to, const at::Tensor& tensor) {
+    if (!tensor.defined() || storage_of(tensor) == nullptr) return;
+    const bool is_known = std::any_of(to.begin(), to.end(), [&](const at::Tensor& each) {
+      return storage_of(each) == storage_of(tensor);
+    });
+    if (!is_known) to.push_back(tensor);
+  }
+  /// Forgets the values of storages whose new contents cannot be made again.
+  void forget(Tensors& written, Dead& dead) {
+    for (const at::Tensor& each : written) {
+      Graph::get().forget_written(*storage_of(each), runtime_, dead);
+      if (Value* const source = Graph::get().value_at(*storage_of(each), dead)) {
+        source->note_version(each);
+        note_written(each);
+      }
+    }
+    written.clear();
+  }
+  /// Makes sure that dropped values do not need the old content of a storage.
+  void prepare_write(Value& source, c10::SmallVector<Value*, 1>& to_copy, Dead& dead) {
+    Graph& graph = Graph::get();
+    graph.own(source);
+    owned_.push_back(&source);
+    if (graph.is_needed(source))
+      to_copy.push_back(&source);
+    else
+      graph.settle_readers(source, dead);
+  }
   bool is_written(const at::Tensor& tensor) const {
     return std::any_of(written_.begin(), written_.end(), [&](const at::Tensor& each) {
       return storage_of(each) == storage_of(tensor);
     });
-  }
-  /// Adds a result. Returns false if the allocator does not announce the end of its storage: then
-  /// the storage gets no value.
-  bool add(c10::StorageImpl& storage, Record& record) {
-    if (is_end_known(storage)) {
-      Graph::get().make(storage, &record, runtime_);
-      return true;
-    }
-    record.results.push_back(nullptr);
-    return false;
   }
   void give_back() {
     if (owned_.empty() && record_ == nullptr) return;
@@ -211,8 +258,11 @@ class Call {
   const std::optional<c10::Device>& far_;
   std::unique_ptr<Record> record_;
   c10::SmallVector<Value*, 4> owned_;
-  c10::SmallVector<at::Tensor, 1> written_;  // arguments written to, one of each storage
-  uint64_t hash_;                            // 0: not yet computed
+  Tensors written_;  // arguments written to, one of each storage
+  Tensors hidden_;   // the same, past the schema: see Note [Writes past the schema]
+  uint64_t hash_;    // 0: not yet computed
+  std::optional<NoteDraw> draw_;
+  CpuRngPosition position_{};  // of the generator before the call
   std::optional<StoragesOf> given_;
   std::optional<CpuRngPosition> cpu_at_{};  // where the CPU's generator stood at a draw on a device
 };
@@ -229,16 +279,15 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
   const auto arguments = arguments_of(op_, stack);
   given_.emplace(arguments);
   if (traits_.is_mutable)
-    visit_written(op_, arguments, [&](const at::Tensor& tensor) {
-      const auto* const storage = tensor.defined() ? storage_of(tensor) : nullptr;
-      if (storage == nullptr) return;
-      const bool is_known =
-          std::any_of(written_.begin(), written_.end(),
-                      [&](const at::Tensor& each) { return storage_of(each) == storage; });
-      if (!is_known) written_.push_back(tensor);
-    });
-  // See Note [Statistics of a rerun].
+    visit_written(op_, arguments, [&](const at::Tensor& tensor) { add_storage(written_, tensor); });
   const bool hides_writes = traits_.has_side_effect(arguments);
+  if (hides_writes || kind_.may_write)
+    for (std::size_t i = 0; i < arguments.size(); ++i)
+      if (kind_.may_write || is_hidden_write(traits_, i))
+        visit_tensors_in(arguments[i], [&](const at::Tensor& tensor) {
+          if (tensor.defined() && storage_of(tensor) != nullptr && !is_written(tensor))
+            add_storage(hidden_, tensor);
+        });
   Graph& graph = Graph::get();
   c10::SmallVector<Value*, 1> to_copy;
   {
@@ -246,20 +295,20 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
     const std::lock_guard<std::mutex> lock(graph.mutex());
     for (const at::Tensor& each : written_) {
       Value* const old = graph.value_at(*storage_of(each), dead);
-      if (old != nullptr && old->is_blank() && !kind_.fills) {
+      if (old != nullptr && old->is_blank() && !(kind_.fills && is_whole(each))) {
         graph.own(*old);
         owned_.push_back(old);
         graph.become_source(*old, dead);
       }
       // The old content of a source cannot be made again, so the new content is a source, too.
       if (old == nullptr || old->is_source()) can = false;
-      if (old == nullptr || !old->is_source() || old->reads == nullptr) continue;
-      graph.own(*old);
-      owned_.push_back(old);
-      if (graph.is_needed(*old))
-        to_copy.push_back(old);
-      else
-        graph.settle_readers(*old, dead);
+      if (old != nullptr && old->is_source() && old->reads != nullptr)
+        prepare_write(*old, to_copy, dead);
+    }
+    for (const at::Tensor& each : hidden_) {
+      Value* const old = graph.value_at(*storage_of(each), dead);
+      if (old != nullptr && old->is_source() && old->reads != nullptr)
+        prepare_write(*old, to_copy, dead);
     }
     if (can) {
       record_ = std::make_unique<Record>(op_, traits_);
@@ -311,20 +360,35 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
   for (Value* const each : to_copy) keep_old_content(*each);
   if (record_ == nullptr) return;
   record_->grad_mode = c10::GradMode::is_enabled();
+  record_->settings = settings_now();
   if (hash_ == 0) hash_ = hash_of_call(traits_, arguments);
   record_->call = hash_;
   record_->of_device.is_far = far_.has_value();
   if (!traits_.is_random) return;
   const at::Generator drawn_from = generator_of(arguments, far_);
   if (at::CPUGeneratorImpl* const generator = as_cpu_generator(drawn_from)) {
-    const std::lock_guard<std::mutex> lock(generator->mutex_);
-    record_->random = state_of(*generator);
     record_->generator = c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(generator);
+    const std::lock_guard<std::mutex> lock(generator->mutex_);
+    position_ = position_of(*generator);
+    draw_.emplace(*generator);
   } else {
     record_->of_device.generator = drawn_from;
     record_->of_device.random = DeviceRng::present(drawn_from).state;
     cpu_at_ = position_of_default();
   }
+}
+
+// A kernel that draws past the operators that random numbers go through (`randperm`) cannot be
+// given another generator when it runs again. A device without a kernel of its own has the CPU
+// draw so.
+bool Call::has_drawn_unseen() {
+  if (cpu_at_.has_value()) return *cpu_at_ != position_of_default();
+  if (!draw_) return false;
+  record_->random = draw_->state();
+  if (record_->random != nullptr) return false;
+  auto& generator = static_cast<at::CPUGeneratorImpl&>(*record_->generator);
+  const std::lock_guard<std::mutex> lock(generator.mutex_);
+  return position_of(generator) != position_;
 }
 
 // The operator is about to write to a source that a dropped value needs.
@@ -346,17 +410,13 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
   const auto results = results_of(op_, stack);
   Graph& graph = Graph::get();
   NewStorages made;
-  // A device without a kernel of its own has the CPU draw, past the operators that can be given
-  // another generator.
-  const bool drew_elsewhere = cpu_at_.has_value() && *cpu_at_ != position_of_default();
-  if (record_ != nullptr) made = new_storages(results, *given_);
+  const bool can = record_ != nullptr && !has_drawn_unseen();
+  draw_.reset();
+  if (can) made = new_storages(results, *given_);
   Dead dead;
   const std::lock_guard<std::mutex> lock(graph.mutex());
-  if (drew_elsewhere) graph.discard(record_.release(), dead);
-  if (record_ == nullptr || (made.empty() && written_.empty())) {
-    for (const at::Tensor& each : written_) graph.forget(*storage_of(each), dead);
-    return;
-  }
+  forget(hidden_, dead);
+  if (!can || (made.empty() && written_.empty())) return forget(written_, dead);
   Record* const record = record_.release();
   record->number = graph.next_number();
   record->is_blank = kind_.is_blank;
@@ -364,14 +424,31 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
   runtime_.clock += record->cost;
   runtime_.note_operator();
   for (const at::Tensor& each : written_) {
-    graph.forget(*storage_of(each), dead);
-    if (!add(*storage_of(each), *record)) continue;
-    graph.value_at(*storage_of(each), dead)->note_version(each);
+    c10::StorageImpl& storage = *storage_of(each);
+    if (!is_end_known(storage)) {  // then the storage gets no value that can be dropped
+      graph.forget_written(storage, runtime_, dead);
+      record->results.push_back(nullptr);
+      continue;
+    }
+    Value* const old = graph.value_at(storage, dead);  // the record owns it, if it reads it
+    if (old != nullptr) graph.own(*old);
+    graph.forget(storage, dead);
+    Value& now = graph.make(storage, record, runtime_);
+    if (old != nullptr && !old->saves.empty()) {
+      runtime_.hold(now, each.storage());
+      graph.move_saves(*old, now, dead);
+    }
+    if (old != nullptr) graph.disown(*old, dead);
+    now.note_version(each);
     note_written(each);
   }
+  written_.clear();
   for (const c10::Storage& each : made) {
     graph.forget(*each.unsafeGetStorageImpl(), dead);
-    add(*each.unsafeGetStorageImpl(), *record);
+    if (is_end_known(*each.unsafeGetStorageImpl()))
+      graph.make(*each.unsafeGetStorageImpl(), record, runtime_);
+    else
+      record->results.push_back(nullptr);
   }
   visit_tensors_in(results, [&](const at::Tensor& tensor) {
     const auto* const storage = tensor.defined() ? storage_of(tensor) : nullptr;
@@ -396,12 +473,15 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const OpTraits& traits = traits_of(op);
   const Kind& kind = kind_of(op, traits);
   const bool is_in_region = detail::innermost_region() != nullptr;
-  if (is_in_region && !traits.is_mutable) return remat::run_operator(op, stack);
+  if (is_in_region && !traits.is_mutable && !kind.may_write &&
+      !traits.has_side_effect(arguments_of(op, stack)))
+    return remat::run_operator(op, stack);
   if (kind.is_view_only) {
     if (kind.counts_version)
       visit_written(op, arguments_of(op, stack), [](const at::Tensor& tensor) {
         if (tensor.defined() && is_plain(tensor)) note_written(tensor);
       });
+    if (is_in_region) return remat::run_operator(op, stack);
     const seam::AtKernel at_kernel(traits.keys_met);
     return op.callBoxed(&stack);
   }

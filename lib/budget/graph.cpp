@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lib/budget/runtime.h"
+#include "lib/budget/storages.h"
 #include "lib/observe/counted_memory.h"
 #include "lib/seam/plain_tensor.h"
 
@@ -43,6 +44,15 @@ void Value::note_version(const at::Tensor& tensor) {
   version = counter.current_version();
 }
 
+// Factories like `torch::full` return a shallow copy with a version counter of its own, which
+// begins at 0. The counter noted at the operator then counts no writes, and nothing else refers to
+// it.
+bool Value::is_content_of(const at::Tensor& tensor) {
+  if (!counter.enabled() || !counter.unique()) return !has_changed();
+  note_version(tensor);
+  return version == 0;
+}
+
 Graph& Graph::get() {
   static auto* const graph = new Graph;  // leaked: tensors outlive static objects
   return *graph;
@@ -65,7 +75,7 @@ void Graph::list(Value& value, c10::StorageImpl& storage) {
   value.is_listed = true;
   if (!value.device.is_cpu()) ++num_far_;
   value.where = WeakStorage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
-  value.data = storage.data_ptr().get();
+  value.data = address_of_data(storage);
   by_storage()[&storage] = &value;
   note_storage_beside(storage);
   if (!value.is_source()) own(value);
@@ -81,12 +91,7 @@ void Graph::unlist(Value& value) {
 Value& Graph::value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& dead) {
   c10::StorageImpl& storage = *storage_of(tensor);
   if (Value* const known = value_at(storage, dead)) {
-    if (!known->has_changed()) {
-      // Factories like `torch::full` return a shallow copy with a version counter of its own. The
-      // counter noted at the operator then counts no writes.
-      if (known->counter.enabled() && known->counter.unique()) known->note_version(tensor);
-      return *known;
-    }
+    if (known->is_content_of(tensor)) return *known;
     forget(storage, dead);
   }
   Value& made = make(storage, nullptr, runtime);
@@ -151,6 +156,31 @@ void Graph::look_for_ends(Dead& dead) {
   max_far_ = std::max<std::size_t>(256, 2 * num_far_);
 }
 
+void Graph::move_saves(Value& from, Value& to, Dead& dead) {
+  const auto saves = std::exchange(from.saves, {});
+  for (Save* const each : saves) {
+    each->value = &to;
+    own(to);
+    to.saves.push_back(each);
+    to.runtime->note_save();
+    from.runtime->note_end_of_save(dead);
+    disown(from, dead);
+  }
+}
+
+void Graph::forget_written(c10::StorageImpl& storage, Runtime& runtime, Dead& dead) {
+  Value* const old = value_at(storage, dead);
+  if (old == nullptr) return;
+  if (old->saves.empty()) return forget(storage, dead);
+  own(*old);
+  forget(storage, dead);
+  Value& now = make(storage, nullptr, runtime);
+  now.held = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
+  runtime.source_held(now.device, now.bytes);
+  move_saves(*old, now, dead);
+  disown(*old, dead);
+}
+
 void Graph::become_source(Value& value, Dead& dead) {
   c10::Storage content = content_of(value);
   if (value.is_source() || !content) return;
@@ -169,7 +199,7 @@ void Graph::become_source(Value& value, Dead& dead) {
 
 void Graph::move_content(Value& source, c10::Storage copy, Dead& dead) {
   unlist(source);
-  source.data = copy.data_ptr().get();
+  source.data = address_of_data(*copy.unsafeGetStorageImpl());
   dead.storages.push_back(std::exchange(source.held, std::move(copy)));
   source.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
 }
@@ -280,12 +310,24 @@ bool Graph::has_content(const Value& value) {
   return static_cast<bool>(content_of(value));
 }
 
-void Graph::data_freed(const void* storage, const void* data) noexcept {
+bool Graph::data_freed(const void* storage, const void* data) noexcept {
   Dead dead;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = by_storage().find(static_cast<const c10::StorageImpl*>(storage));
-  if (found == by_storage().end() || found->second->data != data) return;
-  end(*found->second, dead);
+  if (found == by_storage().end() || found->second->data != data) return false;
+  Value& value = *found->second;
+  if (value.is_source() && value.held && value.reads != nullptr) {
+    own(value);
+    const bool is_kept = is_needed(value);
+    if (is_kept)
+      move_content(value, storage_of_data(take_over(data), value.bytes), dead);
+    else
+      settle_readers(value, dead);
+    disown(value, dead);
+    if (is_kept) return true;
+  }
+  end(value, dead);
+  return false;
 }
 
 }  // namespace remat::budget

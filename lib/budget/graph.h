@@ -17,6 +17,11 @@
 // operators (on another thread, or after the guard's scope) moves the version counter of the
 // tensor. The storage then no longer has the value's content: a value with a record is made again,
 // a source is an error.
+// Saved tensors of the old value follow to the new one, because a tensor that autograd has saved is
+// an alias of the storage. If the write moved the version counter, backward refuses them anyway.
+// Other writes (through `.data`, by collectives) are seen by backward as without a budget.
+// The data of a source may be freed while its storage lives (`resize_(0)` of FSDP). That is a
+// write, too: if a dropped value needs the data, the graph keeps it.
 //
 // Note [When nothing is saved]
 // A loss that the program keeps would keep its record, and with it the records of the whole step.
@@ -61,6 +66,12 @@ class Runtime;
 struct Record;
 struct Value;
 
+/// The reference of one saved tensor to its value.
+struct Save {
+  Value* value = nullptr;
+  double clock = 0;  ///< the runtime's clock at the save
+};
+
 /// A link in the list of a value's readers: one record that reads the value.
 struct Read {
   Value* value = nullptr;
@@ -78,14 +89,14 @@ struct Value {
   WeakStorage where{c10::intrusive_ptr<c10::StorageImpl>()};
   int64_t bytes = 0;
   c10::Device device{c10::kCPU};
-  Read* reads = nullptr;                ///< list of the records that read the value
-  c10::SmallVector<double, 2> saves{};  ///< the clock at each save that backward still holds
-  int32_t num_locks = 0;                ///< reruns that use the content now
-  int32_t place = -1;                   ///< index in the runtime's pool; -1: not in the pool
-  bool is_short = false;                ///< in the runtime's shortlist
-  bool is_listed = false;               ///< `value_at` finds the value
-  const void* data = nullptr;           ///< address of the content's data; only compared
-  bool is_rerun = false;  ///< made again without being saved: an intermediate of a rerun
+  Read* reads = nullptr;               ///< list of the records that read the value
+  c10::SmallVector<Save*, 2> saves{};  ///< saved tensors that backward still holds
+  int32_t num_locks = 0;               ///< reruns that use the content now
+  int32_t place = -1;                  ///< index in the runtime's pool; -1: not in the pool
+  bool is_short = false;               ///< in the runtime's shortlist
+  bool is_listed = false;              ///< `value_at` finds the value
+  const void* data = nullptr;  ///< address of the content's data; only compared. Null: unknown
+  bool is_rerun = false;       ///< made again without being saved: an intermediate of a rerun
   /// The tensor's version counter: see Note [Writes].
   c10::VariableVersion counter{c10::VariableVersion::DISABLED};
   uint32_t version = 0;  ///< position of the counter while the content is the value's
@@ -96,8 +107,16 @@ struct Value {
 
   bool is_source() const { return record == nullptr; }
   bool is_blank() const;  ///< See Note [Blank memory].
+  /// Returns the clock of the latest save; -1: none.
+  double last_save() const {
+    double last = -1;
+    for (const Save* const each : saves) last = each->clock > last ? each->clock : last;
+    return last;
+  }
   /// Notes the tensor's version counter and its position.
   void note_version(const at::Tensor& tensor);
+  /// Returns whether the tensor's storage, for which the value is listed, still has the content.
+  bool is_content_of(const at::Tensor& tensor);
   /// Returns whether the version counter has moved since.
   bool has_changed() const { return counter.enabled() && counter.current_version() != version; }
 };
@@ -145,6 +164,7 @@ struct Record {
   std::shared_ptr<const CpuRngState> random{};         ///< state of the generator at the call
   c10::intrusive_ptr<c10::GeneratorImpl> generator{};  ///< null for an operator that does not draw
   bool grad_mode = true;
+  uint32_t settings = 0;  ///< settings_now() at the call
   bool is_blank = false;  ///< the result is unfilled memory
   float cost = 0;         ///< [seconds]
   uint64_t number = 0;    ///< number of the call in the process
@@ -187,6 +207,11 @@ class Graph {
   Value& make(c10::StorageImpl& storage, Record* record, Runtime& runtime);
   /// Separates a storage from its value, because the content changes.
   void forget(c10::StorageImpl& storage, Dead& dead);
+  /// Does the same after a write whose result cannot be made again. Saved tensors get the new
+  /// content as a source.
+  void forget_written(c10::StorageImpl& storage, Runtime& runtime, Dead& dead);
+  /// Gives the saved tensors of a value to another one: see Note [Writes].
+  void move_saves(Value& from, Value& to, Dead& dead);
   /// Returns the storage with a value's content; empty if the content is gone.
   static c10::Storage content_of(const Value& value);
   /// Makes the storage the value's content, which the budget keeps alive.
@@ -215,8 +240,9 @@ class Graph {
   /// Releases the values of dead storages: see Note [Ends on accelerators].
   void look_for_ends(Dead& dead);
 
-  /// The counting allocator frees the data of a storage, whose address is only compared.
-  void data_freed(const void* storage, const void* data) noexcept;
+  /// The counting allocator frees the data of a storage, whose address is only compared. Returns
+  /// true if dropped values need the data: then the graph has taken it over.
+  bool data_freed(const void* storage, const void* data) noexcept;
 
  private:
   void list(Value& value, c10::StorageImpl& storage);

@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 #include <fmt/format.h>
 
+#include <pthread.h>
+
 #include <atomic>
 #include <mutex>
 #include <utility>
@@ -69,13 +71,25 @@ bool is_on_its_thread(const budget::Runtime& runtime) {
 
 void allocation_begins(int64_t bytes, int64_t live) { budget::announce(c10::kCPU, bytes, live); }
 
-void data_freed(const void* storage, const void* data) noexcept {
-  budget::Graph::get().data_freed(storage, data);
+bool data_freed(const void* storage, const void* data) noexcept {
+  return budget::Graph::get().data_freed(storage, data);
+}
+
+// A forked process (a loader's worker) gets the graph in one piece: at the fork no other thread
+// changes it.
+void lock_at_fork() { budget::Graph::get().mutex().lock(); }
+void unlock_after_fork() { budget::Graph::get().mutex().unlock(); }
+void unlock_in_child() {
+  budget::Graph::get().mutex().unlock();
+  budget::end_reruns_of_others();
 }
 
 void watch_allocations() {
   static constexpr AllocationCallbacks callbacks{allocation_begins, data_freed};
-  static const bool is_set = (set_allocation_callbacks(callbacks), true);
+  static const bool is_set = [] {
+    set_allocation_callbacks(callbacks);
+    return pthread_atfork(lock_at_fork, unlock_after_fork, unlock_in_child) == 0;
+  }();
   (void)is_set;
 }
 

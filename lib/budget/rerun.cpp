@@ -18,6 +18,7 @@
 #include "lib/base/waiting.h"
 #include "lib/budget/room.h"
 #include "lib/budget/runtime.h"
+#include "lib/budget/settings.h"
 #include "lib/budget/storages.h"
 #include "lib/rng/device_rng.h"
 #include "lib/rng/draws.h"
@@ -53,6 +54,16 @@ class RerunError final : public c10::Error {
           "write to it inside the scope, after the backward, or raise the budget."));
 }
 
+[[noreturn]] void throw_other_settings(const Record& record, uint32_t now) {
+  throw RerunError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+      c10::str("remat::BudgetGuard: ", difference_of_settings(record.settings, now),
+               " has changed between forward and backward, so that ", record.traits->name,
+               " could give other results when it runs again.\nCause: the setting belongs to the "
+               "process, and a rerun cannot set it for itself.\nDo: set it back before the "
+               "backward, or raise the budget."));
+}
+
 [[noreturn]] void throw_other_results(const Record& record) {
   throw RerunError(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
@@ -62,6 +73,12 @@ class RerunError final : public c10::Error {
                "something that was changed past LibTorch's operators.\nDo: use a deterministic "
                "operator, or do not change what it reads before the backward."));
 }
+
+/// Transforms around a backward (`is_grads_batched`, `torch.func.vmap`) are not forward's.
+constexpr c10::DispatchKeySet transform_keys({c10::DispatchKey::VmapMode,
+                                              c10::DispatchKey::FuncTorchVmapMode,
+                                              c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                                              c10::DispatchKey::FuncTorchDynamicLayerBackMode});
 
 /// The runtime whose values this thread makes again; or null.
 thread_local const Runtime* rerun_of = nullptr;
@@ -129,6 +146,8 @@ class Rerun {
 
 // The caller holds the lock and has locked the contents of all values that the record reads.
 Rerun::Rerun(Record& record, const Runtime& runtime, Dead& dead) : record_(record) {
+  const uint32_t settings = settings_now();
+  if (settings != record.settings) throw_other_settings(record, settings);
   if (record.of_device.is_far) streams_ = runtime.own_streams();
   for (const Read& read : record_.reads)
     contents_.push_back({read.value, Graph::content_of(*read.value)});
@@ -197,6 +216,7 @@ void Rerun::run() {
     far_draws.emplace(record_.of_device.generator, record_.of_device.random);
   const at::AutoGradMode grad_mode(record_.grad_mode);
   const c10::impl::ExcludeDispatchKeyGuard below_autograd(record_.traits->keys_met);
+  const c10::impl::ExcludeDispatchKeyGuard below_transforms(transform_keys);
   record_.op.callBoxed(stack);
   made_.clear();
   for (const Value* const value : record_.written) {
@@ -273,6 +293,14 @@ class Again {
   const Runtime* const outer_;
 };
 
+/// Returns whether a source's storage got other data, as by `resize_` of the storage.
+bool has_other_data(const Value& source) {
+  if (source.data == nullptr) return false;
+  const c10::Storage content = Graph::content_of(source);
+  return content.data_ptr().get() != source.data ||
+         static_cast<int64_t>(content.nbytes()) < source.bytes;
+}
+
 /// Returns whether a value has its content. A content that was changed unseen is released.
 bool is_there(Value& value, const Record& reader, Dead& dead) {
   if (value.has_changed() && !value.is_source())
@@ -281,7 +309,7 @@ bool is_there(Value& value, const Record& reader, Dead& dead) {
       dead.storages.push_back(std::move(content));  // may be the last reference
     }
   const bool is_there = !value.has_changed() && Graph::has_content(value);
-  if (!is_there && value.is_source()) throw_changed_source(reader);
+  if (value.is_source() && (!is_there || has_other_data(value))) throw_changed_source(reader);
   return is_there;
 }
 
@@ -357,15 +385,19 @@ void Again::run() {
 
 }  // namespace
 
+void end_reruns_of_others() { turns().end_turn_of_others(); }
+
 const Runtime* rerun_on_this_thread() { return rerun_of; }
 
-c10::Storage content_again(Value& value, Runtime& runtime, double save) {
+c10::Storage content_again(const Save& save, Runtime& runtime) {
   Graph& graph = Graph::get();
+  Value* value = nullptr;
   const auto present = [&]() -> c10::Storage {
     const std::lock_guard<std::mutex> lock(graph.mutex());
-    runtime.cursor = save;
-    c10::Storage content = Graph::content_of(value);
-    if (content) value.runtime->hold(value, content);
+    runtime.cursor = save.clock;
+    value = save.value;
+    c10::Storage content = Graph::content_of(*value);
+    if (content) value->runtime->hold(*value, content);
     return content;
   };
   if (c10::Storage content = present()) return content;
@@ -373,7 +405,7 @@ c10::Storage content_again(Value& value, Runtime& runtime, double save) {
   if (c10::Storage content = present()) return content;
   const seam::DispatchModeOff unseen;
   const detail::NoScopes no_scopes;
-  Again again(value);
+  Again again(*value);
   try {
     again.run();
   } catch (const RerunError& error) {

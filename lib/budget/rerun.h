@@ -5,11 +5,13 @@
 
 namespace remat::budget {
 
-/// Returns the storage with the value's content, and makes the content again if it was dropped.
-/// `save`: the clock at the save that backward reads. The caller owns the value and does not hold
-/// the lock.
+/// Returns the storage with the content of a saved tensor's value, and makes the content again if
+/// it was dropped. The caller does not hold the lock.
 /// Throws errors of the operators that run, and c10::Error if a source has changed.
-c10::Storage content_again(Value& value, Runtime& runtime, double save);
+c10::Storage content_again(const Save& save, Runtime& runtime);
+
+/// In a forked process: ends the reruns of threads that are not there.
+void end_reruns_of_others();
 
 /// Returns the runtime whose values this thread makes again now; or null.
 const Runtime* rerun_on_this_thread();

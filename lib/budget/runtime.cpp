@@ -219,10 +219,7 @@ void Runtime::look_closely(Value& value) {
       records[num_seen++] = made_by;
       cost += made_by->cost;
     }
-  const auto last_save = [](const Value& one) {
-    return one.saves.empty() ? -1.0 : *std::max_element(one.saves.begin(), one.saves.end());
-  };
-  double first = last_save(value);
+  double first = value.last_save();
   std::array<const Value*, max_seen> made_of;
   num_seen = 0;
   made_of[num_seen++] = &value;
@@ -235,7 +232,7 @@ void Runtime::look_closely(Value& value) {
       ++num_records;
       for (const Value* const result : read->record->results) {
         if (result == nullptr || Graph::has_content(*result)) continue;
-        first = std::max(first, last_save(*result));
+        first = std::max(first, result->last_save());
         if (num_seen < max_seen) made_of[num_seen++] = result;
       }
     }

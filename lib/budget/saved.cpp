@@ -28,12 +28,14 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
     Dead dead;
     const std::lock_guard<std::mutex> lock(graph.mutex());
     Value* const value = graph.value_at(*storage_of(saved), dead);
-    if (value != nullptr && !value->is_source() && !value->is_blank() && !value->has_changed()) {
+    if (value != nullptr && !value->is_source() && !value->is_blank() &&
+        value->is_content_of(saved)) {
       geometry_ = Geometry(saved);
-      geometry_.value = value;
       graph.own(*value);
-      clock_ = runtime_->cursor = runtime_->clock;
-      value->saves.push_back(clock_);
+      save_ = {value, runtime_->clock};
+      has_value_ = true;
+      runtime_->cursor = save_.clock;
+      value->saves.push_back(&save_);
       value->runtime->note_save();
       value->runtime->hold(*value, saved.storage());
       value->cost = -1;
@@ -45,14 +47,13 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
 }
 
 HeldInfo Saved::describe() const {
-  const bool is_value = geometry_.value != nullptr;
   HeldInfo info;
-  info.sizes = is_value ? std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end())
-                        : kept_.sizes().vec();
-  info.dtype = is_value ? geometry_.dtype.toScalarType() : kept_.scalar_type();
+  info.sizes = has_value_ ? std::vector<int64_t>(geometry_.sizes.begin(), geometry_.sizes.end())
+                          : kept_.sizes().vec();
+  info.dtype = has_value_ ? geometry_.dtype.toScalarType() : kept_.scalar_type();
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  info.dropped = is_value && !Graph::has_content(*geometry_.value);
-  if (is_value && !info.dropped) info.bytes = geometry_.value->bytes;
+  info.dropped = has_value_ && !Graph::has_content(*save_.value);
+  if (has_value_ && !info.dropped) info.bytes = save_.value->bytes;
   return info;
 }
 
@@ -64,10 +65,9 @@ void Saved::check_version() const {
       false,
       "one of the variables needed for gradient computation has been modified by an inplace "
       "operation: [",
-      geometry_.value != nullptr
-          ? c10::str(geometry_.on(c10::Storage::create_legacy(c10::kCPU)).toString(), " ",
-                     c10::IntArrayRef(geometry_.sizes))
-          : c10::str(kept_.toString(), " ", kept_.sizes()),
+      has_value_ ? c10::str(geometry_.on(c10::Storage::create_legacy(c10::kCPU)).toString(), " ",
+                            c10::IntArrayRef(geometry_.sizes))
+                 : c10::str(kept_.toString(), " ", kept_.sizes()),
       "] is at version ", counter_.current_version(), "; expected version ", version_, " instead.",
       torch::autograd::AnomalyMode::is_enabled()
           ? " Hint: the backtrace further above shows the operation that failed to compute its gradient. The "
@@ -79,10 +79,19 @@ void Saved::check_version() const {
 at::Tensor Saved::call_unpack_hook() {
   if (Inspection* const inspection = Inspection::current()) return inspection->note(describe());
   check_version();
-  if (geometry_.value == nullptr) return kept_;
-  c10::Storage content = content_again(*geometry_.value, *runtime_, clock_);
+  if (!has_value_) return kept_;
+  c10::Storage content = content_again(save_, *runtime_);
   wait_before_use(content);
-  return geometry_.on(std::move(content));
+  at::Tensor tensor = geometry_.on(std::move(content));
+  // As without a budget, the tensor has the saved one's counter, which shows writes in backward.
+  if (has_version_) tensor.unsafeGetTensorImpl()->set_version_counter(counter_);
+  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+  Value& value = *save_.value;
+  if (has_version_ && !value.counter.enabled()) {
+    value.counter = counter_;
+    value.version = version_;
+  }
+  return tensor;
 }
 
 // The content of an accelerator was made on the budget's own stream.
@@ -102,13 +111,12 @@ void Saved::wait_before_use(const c10::Storage& content) const {
 }
 
 Saved::~Saved() {
-  if (geometry_.value == nullptr) return;
+  if (!has_value_) return;
   Dead dead;
   Graph& graph = Graph::get();
   const std::lock_guard<std::mutex> lock(graph.mutex());
-  Value& value = *geometry_.value;
-  auto* const save = std::find(value.saves.begin(), value.saves.end(), clock_);
-  value.saves.erase(save);
+  Value& value = *save_.value;
+  value.saves.erase(std::find(value.saves.begin(), value.saves.end(), &save_));
   value.cost = -1;
   value.runtime->drop_if_unneeded(value, dead);
   const std::shared_ptr<Runtime> runtime = value.runtime;

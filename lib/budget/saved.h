@@ -27,8 +27,9 @@ class Saved final : public seam::OwnHooks {
 
   const std::shared_ptr<Runtime> runtime_;
   at::Tensor kept_;      // the alias, of a tensor without such a value
-  Geometry geometry_{};  // the value and the tensor's geometry
-  double clock_ = 0;     // the runtime's clock at the save
+  Geometry geometry_{};  // of a tensor with a value
+  bool has_value_ = false;
+  Save save_{};  // guarded by the graph's lock
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;
   bool has_version_ = false;

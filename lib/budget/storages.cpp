@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/COW.h>
 
 #include <algorithm>
 #include <cstring>
@@ -60,6 +61,16 @@ NewStorages new_storages(c10::ArrayRef<c10::IValue> results, const StoragesOf& g
   return all;
 }
 
+const void* address_of_data(const c10::StorageImpl& storage) {
+  const at::DataPtr& data = storage.data_ptr();
+  return c10::impl::cow::is_cow_data_ptr(data) ? nullptr : data.get();
+}
+
+c10::Storage storage_of_data(at::DataPtr data, int64_t bytes) {
+  return c10::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(data),
+                      c10::GetCPUAllocator(), /*resizable=*/true);
+}
+
 c10::Storage copy_of(const c10::Storage& storage) {
   const std::size_t bytes = storage.nbytes();
   if (!storage.device().is_cpu()) {
@@ -69,11 +80,9 @@ c10::Storage copy_of(const c10::Storage& storage) {
     const auto count = static_cast<int64_t>(bytes);
     return at::empty({0}, options).set_(storage, 0, {count}, {1}).clone().storage();
   }
-  at::Allocator* const allocator = c10::GetCPUAllocator();
-  at::DataPtr data = allocator->allocate(bytes);
+  at::DataPtr data = c10::GetCPUAllocator()->allocate(bytes);
   if (bytes > 0) std::memcpy(data.get(), storage.data(), bytes);
-  return c10::Storage(c10::Storage::use_byte_size_t(), bytes, std::move(data), allocator,
-                      /*resizable=*/true);
+  return storage_of_data(std::move(data), static_cast<int64_t>(bytes));
 }
 
 uint64_t hash_of(const c10::StorageImpl& storage) {

@@ -26,6 +26,12 @@ using NewStorages = c10::SmallVector<c10::Storage, 2>;
 /// order.
 NewStorages new_storages(c10::ArrayRef<c10::IValue> results, const StoragesOf& given);
 
+/// Returns the address of a storage's data, to be compared; null if it may move by itself.
+const void* address_of_data(const c10::StorageImpl& storage);
+
+/// Returns a storage with that data.
+c10::Storage storage_of_data(at::DataPtr data, int64_t bytes);
+
 /// Returns a copy.
 c10::Storage copy_of(const c10::Storage& storage);
 

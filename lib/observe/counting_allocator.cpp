@@ -191,7 +191,7 @@ void CountingAllocator::release(void* data) {
     return;
   }
   Header* header = header_of(data);
-  if (header->storage != nullptr) callbacks->freed(header->storage, data);
+  if (header->storage != nullptr && callbacks->freed(header->storage, data)) return;
   const int64_t bytes = header->bytes;
   at::DataPtr memory = std::move(header->previous);
   header->mark.store(0, std::memory_order_relaxed);
@@ -214,6 +214,12 @@ MemorySource& cpu_memory() { return counting_allocator(); }
 void set_allocation_callbacks(const AllocationCallbacks& all) {
   counting_allocator();
   callbacks = &all;
+}
+
+at::DataPtr take_over(const void* data) {
+  void* const owned = const_cast<void*>(data);
+  header_of(owned)->storage = nullptr;
+  return {owned, owned, counting_allocator().raw_deleter(), c10::Device(c10::kCPU)};
 }
 
 void want_announcements(bool more) { num_announced.fetch_add(more ? 1 : -1); }

@@ -152,12 +152,15 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     regions.end(impl_of(source));
     return;
   }
-  const std::shared_ptr<DrawTrack> track = track_of(original);
-  if (track == nullptr) return op.redispatchBoxed(below, stack);
+  std::shared_ptr<DrawTrack> track = track_of(original);
+  NoteDraw* const note = NoteDraw::of(original);
+  if (track == nullptr && note == nullptr) return op.redispatchBoxed(below, stack);
+  if (track == nullptr) track = std::make_shared<DrawTrack>(original);
   if (!std::exchange(has_drawn, true) && regions.logs.empty()) ++num_new_drawers;
   thread_local at::Generator copy = at::make_generator<at::CPUGeneratorImpl>();
   std::lock_guard<std::mutex> lock(original.mutex_);
   track->look();
+  if (note != nullptr) note->draw_begins(*track);
   ++track->num_draws;
   if (regions.original != nullptr) ++regions.original->num_original_draws;
   regions.begin(original);
@@ -213,6 +216,19 @@ const Interception interception;
 }  // namespace
 
 thread_local const DrawsFrom* DrawsFrom::now_ = nullptr;
+thread_local NoteDraw* NoteDraw::now_ = nullptr;
+
+NoteDraw::NoteDraw(const at::CPUGeneratorImpl& generator)
+    : generator_(generator), outer_(std::exchange(now_, this)) {}
+NoteDraw::~NoteDraw() { now_ = outer_; }
+
+NoteDraw* NoteDraw::of(const at::CPUGeneratorImpl& generator) {
+  return now_ != nullptr && &now_->generator_ == &generator ? now_ : nullptr;
+}
+
+void NoteDraw::draw_begins(DrawTrack& track) {
+  if (state_ == nullptr) state_ = track.state();
+}
 
 DrawsFrom::DrawsFrom(at::Generator& source, const at::CPUGeneratorImpl& original)
     : source_(source), original_(original), outer_(std::exchange(now_, this)) {}

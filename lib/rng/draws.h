@@ -213,6 +213,28 @@ class DrawsFrom {
   static thread_local const DrawsFrom* now_;
 };
 
+/// While alive, notes where the first random operator of this thread finds a generator. The state is
+/// taken under the generator's mutex, so that draws of other threads do not matter.
+class NoteDraw {
+ public:
+  explicit NoteDraw(const at::CPUGeneratorImpl& generator);
+  ~NoteDraw();
+  NoteDraw& operator=(NoteDraw&&) = delete;
+  /// Returns null if no operator has drawn.
+  const std::shared_ptr<const CpuRngState>& state() const { return state_; }
+
+  /// Returns the innermost of this thread, if it is for that generator; or null.
+  static NoteDraw* of(const at::CPUGeneratorImpl& generator);
+  /// The caller holds the generator's mutex.
+  void draw_begins(DrawTrack& track);
+
+ private:
+  const at::CPUGeneratorImpl& generator_;
+  std::shared_ptr<const CpuRngState> state_;
+  NoteDraw* const outer_;
+  static thread_local NoteDraw* now_;
+};
+
 /// While alive the generator itself stands where the region began, if the replay's plan uses it; then
 /// again where it was, also if the function seeded it. Waits a bounded time for other swaps.
 class GeneratorSwap {

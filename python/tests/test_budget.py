@@ -592,6 +592,25 @@ class TheGuard(Case):
         self.assertEqual(outer.report().over_count, 0)
 
 
+class Transforms(Case):
+    def test_batched_gradients_through_a_dropout(self) -> None:
+        w = leaf(32, 32)
+
+        def program() -> Any:
+            torch.manual_seed(3)
+            y = F.dropout((w @ w).tanh(), 0.3)
+            for _ in range(3):
+                y = y.sin().exp()
+            (each,) = torch.autograd.grad(y.sum(0), w, torch.eye(32), is_grads_batched=True)
+            return [y, each, torch.get_rng_state()]
+
+        expected = program()
+        for bytes in (20_000, 60_000, 150_000):
+            with remat.budget(bytes, min_bytes=0) as budget:
+                self.check_equal(program(), expected, f"at {bytes}")
+            self.assertGreater(budget.report().reruns, 0)
+
+
 class WhatChanges(Case):
     """Writes that autograd refuses, and writes that nobody sees."""
 
@@ -696,6 +715,194 @@ class WhatChanges(Case):
 
         for bytes in (20_000, 60_000, sys.maxsize):
             self.check_equal(*self.both(program, bytes))
+
+    def test_statistics_of_a_norm(self) -> None:
+        # A norm in training writes to its statistics, and its schema does not say so.
+        norm, w = nn.BatchNorm1d(64), leaf(64, 64)
+
+        def program() -> Any:
+            norm.reset_running_stats()
+            y = norm.eval()(w.sin()).exp()  # reads them
+            y2 = norm.train()(w * 3 + 1).exp()
+            out = (y.sin() * y2).tanh()
+            del y, y2
+            for _ in range(6):
+                out = out.sin().exp()
+            return [out, *gradient(out, w), *(each.clone() for each in norm.buffers())]
+
+        for bytes in (20_000, 40_000, 60_000, 120_000, sys.maxsize):
+            self.check_equal(*self.both(program, bytes), f"at {bytes}")
+
+    def test_a_write_past_the_version(self) -> None:
+        # Backward sees what `.data` has written, as it sees the storage.
+        w = leaf(64, 64)
+
+        def program() -> Any:
+            y = w.sin()
+            z = (w.cos() * 2).detach()
+            out = y.cos() * z * w
+            y.data.mul_(2)
+            z.data[3:9].fill_(0.5)
+            out = out + y.exp() * z
+            del y, z
+            for _ in range(4):
+                out = out.sin().tanh()
+            return [out, *gradient(out, w)]
+
+        for bytes in (20_000, 40_000, 60_000, 120_000, sys.maxsize):
+            self.check_equal(*self.both(program, bytes), f"at {bytes}")
+
+    def test_an_operator_that_hides_its_writes(self) -> None:
+        library = torch.library.Library("remat_test_budget", "DEF")
+        library.define("halve(Tensor x) -> ()")
+
+        def halve(x: torch.Tensor) -> None:
+            half = x.detach() * 0.5
+            ctypes.memmove(x.data_ptr(), half.data_ptr(), x.nbytes)
+
+        library.impl("halve", halve, "CPU")
+        w = leaf(64, 64)
+
+        def program() -> Any:
+            y, z = w.sin(), (w.detach() * 2 + 1)
+            out = y.cos() * z * w
+            with torch.no_grad():
+                torch.ops.remat_test_budget.halve(y)
+                torch.ops.remat_test_budget.halve(z)
+            out = out + y.exp() * z
+            del y, z
+            for _ in range(4):
+                out = out.sin().tanh()
+            return [out, *gradient(out, w)]
+
+        for bytes in (20_000, 40_000, 60_000, 120_000, sys.maxsize):
+            self.check_equal(*self.both(program, bytes), f"at {bytes}")
+
+    def test_a_backward_that_writes_to_a_saved_tensor(self) -> None:
+        class Doubles(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                ctx.save_for_backward(x)
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                (x,) = ctx.saved_tensors
+                x.mul_(2)
+                return gradient * x
+
+        w = leaf(64, 64)
+        for bytes in (20_000, 60_000, sys.maxsize):
+            for is_outside in (False, True):
+                found = []
+                for guard in (
+                    contextlib.nullcontext(),
+                    remat.budget(bytes, min_bytes=0),
+                ):
+                    with guard:
+                        y = w.sin()
+                        z = y.exp() + y.cos()  # before in backward: it reads what was doubled
+                        out = Doubles.apply(y) * 2 + z * 3
+                        del y, z
+                        for _ in range(3):
+                            out = out.tanh()
+                        if not is_outside:
+                            found.append(self.outcome_of(out, w))
+                    if is_outside:
+                        found.append(self.outcome_of(out, w))
+                self.check_equal(found[1], found[0], f"at {bytes}, outside: {is_outside}")
+
+    def outcome_of(self, out: torch.Tensor, w: torch.Tensor) -> Any:
+        try:
+            return gradient(out, w)
+        except RuntimeError as error:
+            return str(error).split("which is output")[0].split("is at version")[0].strip(" ,")
+
+    def test_settings_that_change_before_backward(self) -> None:
+        w = leaf(64, 64)
+
+        def forward() -> torch.Tensor:
+            counts = torch.ones(64, 64, dtype=torch.int64) * 3
+            return ((counts / 7) * w).sin().cos().exp().tanh()
+
+        for begin, end, name in (
+            (torch.float64, torch.float32, "the default dtype"),
+            (torch.float32, torch.float64, "the default dtype"),
+        ):
+            try:
+                torch.set_default_dtype(begin)
+                with remat.budget(20_000, min_bytes=0):
+                    out = forward()
+                    torch.set_default_dtype(end)
+                    with self.assertRaisesRegex(RuntimeError, name + " has changed"):
+                        gradient(out, w, retain_graph=True)
+                    torch.set_default_dtype(begin)
+                    found = gradient(out, w)
+                self.check_equal(found, gradient(forward(), w))
+            finally:
+                torch.set_default_dtype(torch.float32)
+
+    def test_a_source_whose_storage_is_emptied(self) -> None:
+        # As fully_shard does: the parameter's memory is freed, and filled again for backward.
+        w = leaf(64, 64)
+
+        def program() -> Any:
+            with torch.no_grad():  # nothing is saved yet: not recorded, as a parameter
+                full, kept = w.clone().requires_grad_(), w.clone()
+            y = (full * 2).sin()
+            out = y.exp() * y.cos() * full
+            for _ in range(2):
+                out = out.tanh()
+            storage = full.untyped_storage()
+            size = storage.size()
+            storage.resize_(0)
+            del y
+            for _ in range(3):
+                out = out.sin()
+            storage.resize_(size)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((full,)):
+                full.copy_(kept)
+            return [out, *gradient(out, full)]
+
+        for bytes in (20_000, 40_000, 80_000, 120_000, 200_000, sys.maxsize):
+            self.check_equal(*self.both(program, bytes), f"at {bytes}")
+
+    def test_a_new_tensor_that_is_written_to_unseen(self) -> None:
+        # By another thread, or by compiled code: only its version counter tells.
+        w = leaf(64, 64)
+
+        def program() -> Any:
+            start = w.exp()
+            x, y = torch.zeros(64, 64), torch.full((64, 64), 2.0)
+            for each in (x, y):
+                thread = threading.Thread(target=each.add_, args=(0.5,))
+                thread.start()
+                thread.join()
+            out = (x * w).sin() * start + (y * 2).cos() * w
+            del x, y, each, thread
+            for _ in range(4):
+                out = out.tanh()
+            return [out, *gradient(out, w)]
+
+        for bytes in (20_000, 60_000, 120_000, sys.maxsize):
+            self.check_equal(*self.both(program, bytes), f"at {bytes}")
+
+    def test_memory_that_is_filled_in_part(self) -> None:
+        w = leaf(64, 64)
+
+        def program() -> Any:
+            start = w.exp()  # something is saved
+            x = torch.empty(64, 64)
+            x[:8].fill_(0.5)
+            ctypes.memmove(x[8:].data_ptr(), torch.full((56, 64), 0.25).data_ptr(), 56 * 256)
+            out = (x * w).sin() * start
+            del x
+            for _ in range(4):
+                out = out.tanh()
+            return [out, *gradient(out, w)]
+
+        for bytes in (20_000, 60_000, sys.maxsize):
+            self.check_equal(*self.both(program, bytes), f"at {bytes}")
 
 
 def _resident_bytes() -> int:
