@@ -105,6 +105,16 @@ struct MoveReport {
   double wait_s = 0;
 };
 
+/// Results of one operator that byte budgets (budget.h) dropped, and its calls that ran again.
+struct EvictionReport {
+  std::string op;             ///< "aten::mm.default"
+  int64_t evictions = 0;      ///< results dropped
+  int64_t bytes_evicted = 0;  ///< [bytes] of these
+  int64_t reruns = 0;         ///< calls that ran again
+  int64_t bytes_rerun = 0;    ///< [bytes] of the results made again
+  double rerun_s = 0;         ///< [seconds] of these calls
+};
+
 /// What was alive when an allocation did not fit: on an accelerator, or under a `MemoryLimitGuard`.
 struct FailedAllocation {
   /// What regions of one name held on the device.
@@ -132,6 +142,8 @@ struct REMAT_API Report {
   FileReport files{};  ///< all 0 where nothing went to a file
   /// Of plans that moved something while the recorder was alive, in the order of their first move.
   std::vector<MoveReport> moves{};
+  /// By operator, under budgets. The operator that took the most seconds to run again is first.
+  std::vector<EvictionReport> evictions{};
   /// A table for people, and what was alive at failed allocations.
   std::string to_string() const;
   std::string to_json() const;  ///< the same numbers as one JSON object
@@ -151,8 +163,9 @@ struct RecorderOptions {
 };
 
 /// Records, while alive or until `stop`, what regions do on every thread of the process. Several may be alive.
-/// Without one, each place that could record costs one test of a flag. All functions may be called
-/// meanwhile, on any thread.
+/// Under a BudgetGuard it also records each dropped result and each operator call that runs again.
+/// Without a recorder, each place that could record costs one test of a flag. All functions may be
+/// called meanwhile, on any thread.
 /// Devices: nothing waits for one while regions run. What the work on its streams took is looked up
 /// by `report()` and by what draws or writes, which wait until what was recorded by then is done. Each
 /// timed run takes two events of the device. A Recorder that is made while devices are in use waits
@@ -175,9 +188,11 @@ class REMAT_API Recorder {
   /// the order in which they were first seen.
   std::string event_log() const;
   /// For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their threads,
-  /// what ran on a device as slices of its streams, live bytes as a counter for each device.
+  /// what ran on a device as slices of its streams, live bytes as a counter for each device. Under
+  /// a budget also the calls that run again, the drops and the limit.
   void write_chrome_trace(const std::filesystem::path& path) const;
   /// Live bytes over time, stacked by kind, with the regions below; one such picture for each device.
+  /// Budgets are drawn as a line, and the operators that run again as bars.
   void write_memory_svg(const std::filesystem::path& path) const;
   /// One page without scripts or other files: the pictures, values under the pointer, the tables.
   void write_html(const std::filesystem::path& path) const;

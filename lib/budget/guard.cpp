@@ -8,6 +8,7 @@
 #include <atomic>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "lib/base/error.h"
 #include "lib/budget/budget_scope.h"
@@ -16,6 +17,7 @@
 #include "lib/budget/runtime.h"
 #include "lib/budget/versions.h"
 #include "lib/observe/counted_memory.h"
+#include "lib/observe/recording.h"
 #include "lib/scope/region_scope.h"
 #include "lib/seam/accelerator.h"
 #include "lib/seam/dispatch_mode.h"
@@ -96,19 +98,22 @@ void watch_allocations() {
 }  // namespace
 
 void budget::announce(c10::Device device, int64_t bytes, int64_t live_bytes) {
+  std::vector<recording::Eviction> told;
   Dead dead;  // freed before the allocation, after the lock
   int64_t needed = 0, floor = 0;
+  const bool tells = is_recording();
   {
     const std::lock_guard<std::mutex> lock(Graph::get().mutex());
     int64_t freed = 0;
     visit_runtimes([&](Runtime& each) {
-      freed += each.make_room(device, bytes, live_bytes - freed, dead);
+      freed += each.make_room(device, bytes, live_bytes - freed, dead, tells ? &told : nullptr);
       const Bound* const bound = each.refusing(device, live_bytes - freed + bytes);
       if (bound == nullptr || !is_on_its_thread(each)) return;
       needed = live_bytes - freed + bytes - bound->base_bytes;
       floor = bound->report.floor_bytes;
     });
   }
+  if (!told.empty()) recording::budget_drops(told);
   if (needed == 0) return;
   const BudgetExceeded error(
       {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},

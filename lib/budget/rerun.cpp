@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,7 @@
 #include "lib/budget/runtime.h"
 #include "lib/budget/settings.h"
 #include "lib/budget/storages.h"
+#include "lib/observe/recording.h"
 #include "lib/rng/device_rng.h"
 #include "lib/rng/draws.h"
 #include "lib/scope/hook_stack.h"
@@ -129,6 +131,9 @@ class Rerun {
   void run();
   /// The caller holds the lock.
   void end(Dead& dead);
+  /// Returns the bytes of the contents made, and the device of the last one, after `end`.
+  int64_t made_bytes() const { return made_bytes_; }
+  c10::Device device() const { return device_; }
 
  private:
   c10::Storage storage_for(Value& value);
@@ -142,6 +147,8 @@ class Rerun {
   c10::SmallVector<Content, 4> contents_;
   c10::SmallVector<c10::Storage, 2> made_;
   c10::SmallVector<c10::Stream, 1> streams_;
+  int64_t made_bytes_ = 0;
+  c10::Device device_ = c10::kCPU;
 };
 
 // The caller holds the lock and has locked the contents of all values that the record reads.
@@ -243,6 +250,8 @@ void Rerun::end(Dead& dead) {
       throw_other_results(record_);
     value->counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
     value->is_rerun = value->saves.empty();
+    made_bytes_ += value->bytes;
+    device_ = value->device;
     graph.set_content(*value, std::move(made_[i]));
   }
 }
@@ -282,6 +291,7 @@ class Again {
     stack_.pop_back();
   }
   void prepare(Dead& dead);
+  void finish(Rerun& rerun, Record& record, double seconds);
   static void unlock(Value& value, Dead& dead) {
     --value.num_locks;
     value.runtime->drop_if_unneeded(value, dead);
@@ -337,6 +347,35 @@ void Again::prepare(Dead& dead) {
   }
 }
 
+// Takes the results of the last record, and locks those that the next one reads.
+void Again::finish(Rerun& rerun, Record& record, double seconds) {
+  Dead dead;
+  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+  rerun.end(dead);
+  for (Value* const each : kept_) unlock(*each, dead);
+  kept_.clear();
+  for (Value* const each : record.results)
+    if (each != nullptr && Graph::has_content(*each)) {
+      ++each->num_locks;
+      kept_.push_back(each);
+    }
+  if (!kept_.empty()) {
+    kept_.front()->runtime->note_rerun(seconds);
+    kept_.front()->runtime->clock += record.cost;
+  }
+  pop(dead);
+  if (stack_.empty()) return;
+  Step& step = stack_.back();
+  for (const Read& read : step.record->reads) {
+    const bool is_made = std::find(kept_.begin(), kept_.end(), read.value) != kept_.end();
+    if (!is_made ||
+        std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end())
+      continue;
+    ++read.value->num_locks;
+    step.locked.push_back(read.value);
+  }
+}
+
 void Again::run() {
   Graph& graph = Graph::get();
   while (!stack_.empty()) {
@@ -351,35 +390,13 @@ void Again::run() {
     }
     std::optional<RoomForCall> room;
     if (!runtime_.far_bounds().empty()) room.emplace(runtime_, record->call);
+    const std::string_view name = record->traits->name;  // the record may end with its rerun
     const auto start = std::chrono::steady_clock::now();
     rerun->run();
     if (room.has_value()) room->end();
     const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - start;
-    Dead dead;
-    const std::lock_guard<std::mutex> lock(graph.mutex());
-    rerun->end(dead);
-    for (Value* const each : kept_) unlock(*each, dead);
-    kept_.clear();
-    for (Value* const each : record->results)
-      if (each != nullptr && Graph::has_content(*each)) {
-        ++each->num_locks;
-        kept_.push_back(each);
-      }
-    if (!kept_.empty()) {
-      kept_.front()->runtime->note_rerun(taken.count());
-      kept_.front()->runtime->clock += record->cost;
-    }
-    pop(dead);
-    if (stack_.empty()) return;
-    Step& step = stack_.back();
-    for (const Read& read : step.record->reads) {
-      const bool is_made = std::find(kept_.begin(), kept_.end(), read.value) != kept_.end();
-      if (!is_made ||
-          std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end())
-        continue;
-      ++read.value->num_locks;
-      step.locked.push_back(read.value);
-    }
+    finish(*rerun, *record, taken.count());
+    if (is_recording()) recording::budget_reruns(name, rerun->device(), rerun->made_bytes(), start);
   }
 }
 

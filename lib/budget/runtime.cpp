@@ -90,30 +90,66 @@ Bound::Bound(const BudgetOptions& asked)
 }
 
 Runtime::Runtime(std::shared_ptr<Bound> bound) {
+  {
+    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+    runtimes().push_back(this);
+    want_announcements(true);
+  }
   add(std::move(bound));
-  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  runtimes().push_back(this);
-  want_announcements(true);
 }
 
 Runtime::~Runtime() {
-  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  std::erase(runtimes(), this);
-  want_announcements(false);
+  c10::SmallVector<c10::Device, 1> changed;
+  {
+    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+    std::erase(runtimes(), this);
+    want_announcements(false);
+    for (const auto& each : bounds_)
+      if (note_limit(each->options.device)) changed.push_back(each->options.device);
+  }
+  for (const c10::Device device : changed) recording::budget_changes(device);
+}
+
+// The caller holds the lock. Recorders are told after it, by `recording::budget_changes`.
+bool Runtime::note_limit(c10::Device device) {
+  int64_t least = recording::no_budget;
+  visit_runtimes([&](const Runtime& each) { least = std::min(least, each.asked_bytes(device)); });
+  return recording::budget_limit(device).exchange(least, std::memory_order_relaxed) != least;
+}
+
+int64_t Runtime::asked_bytes(c10::Device device) const {
+  int64_t least = recording::no_budget;
+  for (const auto& each : bounds_)
+    if (each->is_of(device))
+      least = std::min(least, sum_or_most(each->options.bytes, each->base_bytes));
+  return least;
 }
 
 void Runtime::add(std::shared_ptr<Bound> bound) {
-  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  if (!bound->options.device.is_cpu()) far_bounds_.push_back(bound.get());
-  bounds_.push_back(std::move(bound));
-  min_bytes_ = least_evicted(options());
+  bool has_changed = false;
+  const c10::Device device = bound->options.device;
+  {
+    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+    if (!device.is_cpu()) far_bounds_.push_back(bound.get());
+    bounds_.push_back(std::move(bound));
+    min_bytes_ = least_evicted(options());
+    has_changed = note_limit(device);
+  }
+  if (has_changed) recording::budget_changes(device);
 }
 
 void Runtime::remove(const Bound& bound) {
-  const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-  std::erase_if(bounds_, [&](const auto& each) { return each.get() == &bound; });
-  far_bounds_.erase(std::remove(far_bounds_.begin(), far_bounds_.end(), &bound), far_bounds_.end());
-  min_bytes_ = least_evicted(options());
+  bool has_changed = false;
+  const c10::Device device = bound.options.device;
+  {
+    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+    std::erase_if(bounds_, [&](const auto& each) { return each.get() == &bound; });
+    far_bounds_.erase(std::remove(far_bounds_.begin(), far_bounds_.end(), &bound),
+                      far_bounds_.end());
+    min_bytes_ = least_evicted(options());
+    has_changed = note_limit(device);
+  }
+  if (has_changed) recording::budget_changes(device);
 }
 
 void Runtime::source_held(c10::Device device, int64_t bytes) {
@@ -301,7 +337,8 @@ Value* Runtime::choose(Pool& pool) {
   return cheapest_of(pool.values);
 }
 
-int64_t Runtime::make_room(c10::Device device, int64_t bytes, int64_t live_bytes, Dead& dead) {
+int64_t Runtime::make_room(c10::Device device, int64_t bytes, int64_t live_bytes, Dead& dead,
+                           std::vector<recording::Eviction>* told) {
   Pool& pool = pool_on(device);
   const int64_t wanted = live_bytes + bytes, most = most_bytes(device);
   const int64_t least_alive = wanted - pool.bytes;
@@ -316,6 +353,8 @@ int64_t Runtime::make_room(c10::Device device, int64_t bytes, int64_t live_bytes
         value->hash = hash_of(*value->held.unsafeGetStorageImpl());
       freed += value->bytes;
       ++num_dropped;
+      if (told != nullptr)
+        told->push_back({value->record->traits->name, device, value->bytes, live_bytes - freed});
       Graph::get().let_go(*value, dead);
     }
     search_s = seconds_since(start);

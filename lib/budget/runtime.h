@@ -33,6 +33,7 @@
 
 #include "lib/budget/graph.h"
 #include "lib/observe/memory_source.h"
+#include "lib/observe/recording.h"
 #include "remat/budget.h"
 
 namespace remat::budget {
@@ -96,8 +97,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Returns whether tensors are saved. Any thread, without the lock.
   bool has_saved() const { return num_saved_.load(std::memory_order_relaxed) > 0; }
 
-  /// Drops values before an allocation on a device. Returns the bytes dropped.
-  int64_t make_room(c10::Device device, int64_t bytes, int64_t live_bytes, Dead& dead);
+  /// Drops values before an allocation on a device. Returns the bytes dropped. `told`: where each
+  /// dropped value is noted for recorders; or null.
+  int64_t make_room(c10::Device device, int64_t bytes, int64_t live_bytes, Dead& dead,
+                    std::vector<recording::Eviction>* told);
   /// Returns the bound that refuses an allocation to `alive` bytes; or null.
   const Bound* refusing(c10::Device device, int64_t alive) const;
   /// Counts the memory alive in an operator that was not announced.
@@ -140,6 +143,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void look_closely(Value& value);
   const BudgetOptions& options() const { return bounds_.back()->options; }
   int64_t most_bytes(c10::Device device) const;
+  /// Returns the least limit that the guards asked for on the device.
+  int64_t asked_bytes(c10::Device device) const;
+  /// Sets `recording::budget_limit` of the device. Returns whether it has changed.
+  static bool note_limit(c10::Device device);
 
   std::vector<std::shared_ptr<Bound>> bounds_;  // outermost first
   int64_t min_bytes_ = 0;

@@ -18,8 +18,9 @@ namespace remat {
 
 namespace {
 
-/// What the log says of an event, by kind; of its region's number, a number, a text and a depth.
-constexpr std::array<const char*, 17> lines{
+/// What the log says of an event, by kind; of its region's number, a number, a text, a depth, the
+/// live bytes and the device.
+constexpr std::array<const char*, 20> lines{
     "region {0}{2} begins, depth {3}, keeps {1} bytes of inputs",
     "region {0} ends, {1} slots",
     "region {0} throws",
@@ -36,8 +37,11 @@ constexpr std::array<const char*, 17> lines{
     "writes {1} bytes to a file",
     "reads {1} bytes from a file",
     "waits for {1} bytes of a file",
-    ""};
-static_assert(lines.size() == static_cast<std::size_t>(EventKind::Allocation) + 1);
+    "",
+    "budget drops the result of {2}, {1} bytes, {4} alive",
+    "budget runs {2} again, {1} bytes, {4} alive",
+    "budget of {1} bytes alive on {5}"};
+static_assert(lines.size() == static_cast<std::size_t>(EventKind::Budget) + 1);
 
 std::string line_of(const Event& event) {
   if (event.kind == EventKind::Allocation)
@@ -45,10 +49,12 @@ std::string line_of(const Event& event) {
                        event.region == 0 ? "" : fmt::format("region {} ", event.region),
                        event.number < 0 ? "frees" : "allocates", std::abs(event.number),
                        event.device.str(), event.bytes.live);
+  if (event.kind == EventKind::Budget && event.number == recording::no_budget)
+    return "no budget any more on " + event.device.str();
   std::string text = event.text == nullptr ? "" : *event.text;
   if (event.kind == EventKind::RegionBegins && !text.empty()) text = " \"" + text + '"';
   return fmt::format(fmt::runtime(lines[static_cast<std::size_t>(event.kind)]), event.region,
-                     event.number, text, event.depth);
+                     event.number, text, event.depth, event.bytes.live, event.device.str());
 }
 
 /// A slice of a thread's time, in Chrome's trace format; "" for events that are none.
@@ -60,6 +66,12 @@ std::string slice_of(const Event& event) {
         "{{\"name\": \"{}\", \"cat\": \"file\", \"ph\": \"X\", \"ts\": {:.3f}, \"dur\": {:.3f}, "
         "\"pid\": 1, \"tid\": {}, \"args\": {{\"bytes\": {}}}}}",
         work, static_cast<double>(event.begin_ns) / 1e3,
+        static_cast<double>(event.time_ns - event.begin_ns) / 1e3, event.thread, event.number);
+  if (event.kind == EventKind::Rerun)
+    return fmt::format(
+        "{{\"name\": {}, \"cat\": \"rerun\", \"ph\": \"X\", \"ts\": {:.3f}, \"dur\": {:.3f}, "
+        "\"pid\": 1, \"tid\": {}, \"args\": {{\"bytes\": {}}}}}",
+        json_string(*event.text + " (again)"), static_cast<double>(event.begin_ns) / 1e3,
         static_cast<double>(event.time_ns - event.begin_ns) / 1e3, event.thread, event.number);
   if (!span && !is_operator) return {};
   const bool is_recompute = span && span->is_recompute;
@@ -96,6 +108,22 @@ std::string name_of_process(c10::Device device) {
   return fmt::format(
       "{{\"name\": \"process_name\", \"ph\": \"M\", \"pid\": {}, \"args\": {{\"name\": {}}}}}",
       process_of(device), json_string(device.str()));
+}
+
+/// A moment at which a budget drops a result, or its limit as a counter; "" for other events.
+std::string budget_entry_of(const Event& event) {
+  const double us = static_cast<double>(event.time_ns) / 1e3;
+  if (event.kind == EventKind::Eviction)
+    return fmt::format(
+        "{{\"name\": {}, \"cat\": \"eviction\", \"ph\": \"i\", \"s\": \"t\", \"ts\": {:.3f}, "
+        "\"pid\": 1, \"tid\": {}, \"args\": {{\"bytes\": {}}}}}",
+        json_string("drops " + *event.text), us, event.thread, event.number);
+  if (event.kind != EventKind::Budget) return {};
+  return fmt::format(
+      "{{\"name\": {}, \"ph\": \"C\", \"ts\": {:.3f}, \"pid\": 1, \"args\": "
+      "{{\"bytes\": {}}}}}",
+      json_string(event.device.is_cpu() ? "budget" : "budget of " + event.device.str()), us,
+      event.number == recording::no_budget ? 0 : event.number);
 }
 
 /// A moment of a thread; and what the allocator has given out then.
@@ -155,6 +183,7 @@ void Recorder::write_chrome_trace(const std::filesystem::path& path) const {
   };
   for (const Event& event : recording_->events()) {
     add(slice_of(event));
+    add(budget_entry_of(event));
     if (event.kind == EventKind::Allocation) add(moment_of(event));
     if (recording_->options().memory && has_bytes(event)) add(counter_of(event));
   }

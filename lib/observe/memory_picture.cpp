@@ -59,6 +59,9 @@ constexpr const char* kForward = "#2f6f9f";
 constexpr const char* kRecompute = "#e08a3c";
 constexpr const char* kCopy = "#8c6bb1";
 constexpr const char* kWait = "#b5473c";
+constexpr const char* kAgain = "#b8860b";
+constexpr const char* kDropped = "#6b7280";
+constexpr const char* kBudget = "#b00000";
 
 double ms_of(int64_t ns) { return static_cast<double>(ns) / 1e6; }
 
@@ -80,8 +83,40 @@ Bar bar_of(const DeviceBar& bar) {
           bar.stream.id()};
 }
 
-std::vector<Bar> bars_of(const Timeline& timeline) {
+/// Adds the operators that run again under a budget, and the results that it drops, in rows of
+/// their own. Those within one unit of the picture are one bar.
+void add_budget_bars(const std::vector<Event>& events, double last_ms, std::vector<Bar>& bars) {
+  constexpr int64_t lanes_below = 1'000'000;  // threads have fewer
+  struct Joined {
+    std::size_t place = 0;
+    int64_t count = 0, bytes = 0;
+  };
+  std::map<int64_t, Joined> by_lane;
+  for (const Event& event : events) {
+    const bool is_again = event.kind == EventKind::Rerun;
+    if (!is_again && event.kind != EventKind::Eviction) continue;
+    const double to = ms_of(event.time_ns), from = is_again ? ms_of(event.begin_ns) : to;
+    const int64_t lane = lanes_below + 2 * event.thread + (is_again ? 0 : 1);
+    Joined& joined = by_lane[lane];
+    if (joined.count == 0 || to - bars[joined.place].from_ms > last_ms / (kRight - kLeft)) {
+      joined = {bars.size(), 0, 0};
+      bars.push_back({from, to, is_again ? kAgain : kDropped, *event.text, "", 0, lane});
+    }
+    Bar& bar = bars[joined.place];
+    bar.to_ms = to;
+    joined.bytes += event.number;
+    const std::string what =
+        joined.count++ == 0 ? *event.text : fmt::format("{} operators", joined.count);
+    bar.title =
+        is_again ? fmt::format("{} again for a budget: {} in {:.3f} ms", what,
+                               readable_bytes(joined.bytes), to - bar.from_ms)
+                 : fmt::format("dropped by a budget: {} of {}", readable_bytes(joined.bytes), what);
+  }
+}
+
+std::vector<Bar> bars_of(const Timeline& timeline, double last_ms) {
   std::vector<Bar> bars;
+  add_budget_bars(timeline.events, last_ms, bars);
   for (const DeviceBar& each : timeline.bars) bars.push_back(bar_of(each));
   for (const Event& event : timeline.events) {
     const double from = ms_of(event.begin_ns), to = ms_of(event.time_ns);
@@ -142,6 +177,23 @@ std::string line_of_allocations(const std::vector<Event>& events, const Place& p
       points, kRight, kTop - 6);
 }
 
+/// A time in which the limit of the live bytes was the same.
+struct Limit {
+  double from_ms, to_ms;
+  int64_t bytes;
+};
+std::vector<Limit> limits_of(const std::vector<Event>& events, double last_ms) {
+  std::vector<Limit> limits;
+  for (const Event& event : events) {
+    if (event.kind != EventKind::Budget) continue;
+    const double ms = ms_of(event.time_ns);
+    if (!limits.empty()) limits.back().to_ms = std::min(limits.back().to_ms, ms);
+    limits.push_back({ms, last_ms, event.number});
+  }
+  std::erase_if(limits, [](const Limit& each) { return each.bytes == recording::no_budget; });
+  return limits;
+}
+
 double nice_step(double top) {
   const double rough = top / 5, power = std::pow(10.0, std::floor(std::log10(rough)));
   for (const double factor : {1.0, 2.0, 5.0})
@@ -188,7 +240,12 @@ Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_d
   int64_t top = std::max<int64_t>(peak - lasting, 1);
   for (const Event& event : events)
     if (event.kind == EventKind::Allocation) top = std::max(top, event.bytes.live - lasting);
-  const std::vector<Bar> bars = bars_of(timeline);
+  // A budget far above all that is alive would press the rest flat, too.
+  const std::vector<Limit> limits = limits_of(events, last_ms);
+  const int64_t highest_limit = lasting + 2 * (peak - lasting);
+  for (const Limit& each : limits)
+    if (each.bytes <= highest_limit) top = std::max(top, each.bytes - lasting);
+  const std::vector<Bar> bars = bars_of(timeline, last_ms);
   // A row per thread, or stream, and depth.
   std::map<std::pair<int64_t, int64_t>, int64_t> rows;
   for (const Bar& bar : bars) rows.try_emplace({bar.lane, bar.depth}, 0);
@@ -285,6 +342,27 @@ Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_d
         column_x(i), kTop, (kRight - kLeft) / kColumns, kBottom - kTop, xml_text(title));
   }
 
+  const Limit* labeled = nullptr;
+  for (const Limit& each : limits) {
+    if (each.bytes > highest_limit) continue;
+    labeled = &each;
+    const double level = y(static_cast<double>(std::max<int64_t>(each.bytes - lasting, 0)));
+    svg += fmt::format(
+        "<line x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\" stroke=\"{}\" "
+        "stroke-dasharray=\"6 3\"/>\n",
+        x(each.from_ms), level, std::max(x(each.to_ms), x(each.from_ms) + 1), level, kBudget);
+  }
+  if (labeled != nullptr)
+    svg += fmt::format(
+        "<text x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\" fill=\"{}\">budget: {} alive</text>\n",
+        kRight, y(static_cast<double>(std::max<int64_t>(labeled->bytes - lasting, 0))) - 5, kBudget,
+        readable_bytes(labeled->bytes));
+  else if (!limits.empty())
+    svg += fmt::format(
+        "<text x=\"{}\" y=\"48\" text-anchor=\"end\" fill=\"{}\">budget: {} alive, above the "
+        "picture</text>\n",
+        kRight, kBudget, readable_bytes(limits.back().bytes));
+
   svg += line_of_allocations(events, [&](const Event& event) {
     return std::pair(x(ms_of(event.time_ns)),
                      y(static_cast<double>(std::max<int64_t>(event.bytes.live - lasting, 0))));
@@ -300,6 +378,12 @@ Drawing memory_picture(const Timeline& timeline, double last_ms, double top_of_d
   if (std::any_of(bars.begin(), bars.end(), [](const Bar& bar) { return bar.color == kWait; }))
     svg += fmt::format("<text x=\"{}\" y=\"{}\" fill=\"{}\">waiting for files</text>\n",
                        kLeft + 390, bars_top - 6, kWait);
+  if (std::any_of(bars.begin(), bars.end(), [](const Bar& bar) { return bar.color == kAgain; }))
+    svg += fmt::format("<text x=\"{}\" y=\"{}\" fill=\"{}\">run again for a budget</text>\n",
+                       kLeft + 510, bars_top - 6, kAgain);
+  if (std::any_of(bars.begin(), bars.end(), [](const Bar& bar) { return bar.color == kDropped; }))
+    svg += fmt::format("<text x=\"{}\" y=\"{}\" fill=\"{}\">dropped by a budget</text>\n",
+                       kLeft + 660, bars_top - 6, kDropped);
   for (const Bar& bar : bars) {
     const auto row = static_cast<double>(rows.at({bar.lane, bar.depth}));
     const double from = x(bar.from_ms), width = std::max(x(bar.to_ms) - from, 0.5);

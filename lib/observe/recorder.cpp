@@ -369,6 +369,7 @@ Recorder::Recorder(RecorderOptions options) : recording_(std::make_shared<Record
   static auto* const moves = new RecordedMoves;
   MoveWatch::only.store(moves, std::memory_order_release);
   if (options.memory) begin_samples(*recording_);
+  recording::add_budgets(*recording_);
   recordings().add(recording_);
 }
 

@@ -47,6 +47,11 @@ void Recording::add(Event event, int64_t frame_id) {
           .first->second;
   events_.push_back(std::move(event));
   if (static_cast<int64_t>(events_.size()) <= options_.max_events) return;
+  if (events_.front().kind == EventKind::Budget) {
+    std::erase_if(budgets_before_,
+                  [&](const Event& each) { return each.device == events_.front().device; });
+    budgets_before_.push_back(std::move(events_.front()));
+  }
   events_.pop_front();
   ++dropped_;
 }
@@ -149,7 +154,12 @@ void Recording::collect(bool waits) {
 Report Recording::report() {
   collect(/*waits=*/true);
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {regions_, dropped_, devices_, failed_, files_, moves_};
+  std::vector<EvictionReport> evictions = evictions_;
+  std::stable_sort(
+      evictions.begin(), evictions.end(), [](const EvictionReport& a, const EvictionReport& b) {
+        return std::pair(a.rerun_s, a.bytes_evicted) > std::pair(b.rerun_s, b.bytes_evicted);
+      });
+  return {regions_, dropped_, devices_, failed_, files_, moves_, std::move(evictions)};
 }
 
 std::vector<DeviceBar> Recording::bars() {
@@ -160,7 +170,9 @@ std::vector<DeviceBar> Recording::bars() {
 
 std::vector<Event> Recording::events() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {events_.begin(), events_.end()};
+  std::vector<Event> all = budgets_before_;
+  all.insert(all.end(), events_.begin(), events_.end());
+  return all;
 }
 
 std::optional<Span> span_of(const Event& event) {

@@ -1,5 +1,5 @@
 #pragma once
-// What recorders write down of regions: an event a moment, and sums a region.
+// What recorders write down of regions and budgets: an event a moment, and sums by name.
 //
 // Note [Recording]
 // Every place that can record asks `is_recording()` first, which reads one flag; the rest is out of line.
@@ -20,6 +20,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -57,7 +58,10 @@ enum class EventKind : uint8_t {
   FileWrite,
   FileRead,
   FileWait,
-  Allocation
+  Allocation,
+  Eviction,
+  Rerun,
+  Budget
 };
 
 struct Event;
@@ -75,7 +79,7 @@ struct Event {
   int32_t depth = 0;
   int32_t thread = 0;    ///< from 1, in order of appearance
   int64_t region = 0;    ///< from 1, in order of appearance; 0: none
-  int64_t number = 0;    ///< of a slot; or [bytes], less than 0 for those freed
+  int64_t number = 0;    ///< of a slot; or [bytes], less than 0 for those freed; or a limit
   int64_t time_ns = 0;   ///< since the recording began
   int64_t begin_ns = 0;  ///< of what ends here
   std::shared_ptr<const std::string>
@@ -130,6 +134,14 @@ class Recording {
       if (each.name == name) return change(each);
     change(moves_.emplace_back(MoveReport{.name = name}));
   }
+  /// `change` gets the sums of an operator under budgets.
+  template <class Change>
+  void sum_evictions(std::string_view op, Change&& change) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (EvictionReport& each : evictions_)
+      if (each.op == op) return change(each);
+    change(evictions_.emplace_back(EvictionReport{.op = std::string(op)}));
+  }
   /// A device is in use.
   void saw(c10::Device device, bool is_exact, int64_t peak_bytes);
   /// Sets the host's clock by those of the devices in use, if they are not set yet.
@@ -167,6 +179,7 @@ class Recording {
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   mutable std::mutex mutex_;
   std::deque<Event> events_;
+  std::vector<Event> budgets_before_;  // by device, the last change that left `events_`
   int64_t dropped_ = 0;
   std::vector<RegionReport> regions_;
   std::map<std::string, std::size_t> by_name_;
@@ -178,6 +191,7 @@ class Recording {
   std::vector<FailedAllocation> failed_;
   FileReport files_;
   std::vector<MoveReport> moves_;
+  std::vector<EvictionReport> evictions_;
   std::unordered_map<c10::Device, std::shared_ptr<DeviceClock>> clocks_;  // null: cannot be set
 };
 
@@ -220,6 +234,27 @@ void kept_was_loaded(const RecordedFrame& recorded, int64_t bytes, bool was_ahea
 void memory_changes(int64_t live);
 /// An allocation of `asked` bytes on the CPU did not fit beside those alive.
 void allocation_fails(int64_t asked, int64_t live);
+
+/// A result that a budget dropped.
+struct Eviction {
+  std::string_view op;  ///< lives for good
+  c10::Device device;   ///< of the result
+  int64_t bytes = 0;    ///< [bytes] of the result
+  int64_t live = 0;     ///< [bytes] alive without it on the device
+};
+/// Budgets dropped these results. The caller holds no lock.
+void budget_drops(const std::vector<Eviction>& evictions);
+/// A call of an operator ran again for a budget, from `begin` until now. `bytes`: of its results
+/// that were made again, on `device`. The caller holds no lock.
+void budget_reruns(std::string_view op, c10::Device device, int64_t bytes,
+                   std::chrono::steady_clock::time_point begin);
+inline constexpr int64_t no_budget = std::numeric_limits<int64_t>::max();
+/// [bytes] The least limit of the device's live bytes among all budgets; `no_budget` without one.
+std::atomic<int64_t>& budget_limit(c10::Device device);
+/// That limit has changed. The caller holds no lock.
+void budget_changes(c10::Device device);
+/// Gives the recording the limits that there are.
+void add_budgets(Recording& recording);
 
 /// A span records one recompute, from its begin to its end.
 class RecomputeSpan {

@@ -71,10 +71,12 @@ std::string readable_bytes(int64_t bytes) {
 std::string name_shown(const std::string& name) { return name.empty() ? "(no name)" : name; }
 
 std::vector<ReportTable> tables_of(const Report& report) {
-  ReportTable regions{{"region", "calls", "recomputes", "stopped", "dropped", "inputs", "saved",
+  ReportTable regions{"",
+                      {"region", "calls", "recomputes", "stopped", "dropped", "inputs", "saved",
                        "recomputed at once", "forward ms", "recompute ms"},
                       {}};
-  ReportTable moved{{"region", "offloaded", "not possible", "bytes offloaded", "inputs offloaded",
+  ReportTable moved{"",
+                    {"region", "offloaded", "not possible", "bytes offloaded", "inputs offloaded",
                      "brought back", "ahead", "bytes back", "offload ms"},
                     {}};
   const bool has_devices = std::any_of(
@@ -104,9 +106,11 @@ std::vector<ReportTable> tables_of(const Report& report) {
                           std::to_string(r.offload_loads_ahead), readable_bytes(r.bytes_loaded),
                           fmt::format("{:.3f}", r.offload_wait_s * 1e3)});
   }
-  std::vector<ReportTable> tables{std::move(regions)};
+  std::vector<ReportTable> tables;
+  if (!regions.rows.empty() || report.evictions.empty()) tables.push_back(std::move(regions));
   if (!moved.rows.empty()) tables.push_back(std::move(moved));
-  ReportTable planned{{"moved by a plan", "moved", "bytes moved", "brought back", "ahead",
+  ReportTable planned{"",
+                      {"moved by a plan", "moved", "bytes moved", "brought back", "ahead",
                        "bytes back", "moving ms"},
                       {}};
   for (const MoveReport& m : report.moves)
@@ -114,6 +118,15 @@ std::vector<ReportTable> tables_of(const Report& report) {
                             std::to_string(m.loads), std::to_string(m.loads_ahead),
                             readable_bytes(m.bytes_loaded), fmt::format("{:.3f}", m.wait_s * 1e3)});
   if (!planned.rows.empty()) tables.push_back(std::move(planned));
+  ReportTable dropped{
+      "Operators under a byte budget",
+      {"operator", "results dropped", "bytes dropped", "calls again", "bytes again", "ms again"},
+      {}};
+  for (const EvictionReport& e : report.evictions)
+    dropped.rows.push_back({e.op, std::to_string(e.evictions), readable_bytes(e.bytes_evicted),
+                            std::to_string(e.reruns), readable_bytes(e.bytes_rerun),
+                            fmt::format("{:.3f}", e.rerun_s * 1e3)});
+  if (!dropped.rows.empty()) tables.push_back(std::move(dropped));
   return tables;
 }
 
@@ -143,6 +156,18 @@ const char* file_work_of(const Event& event) {
 
 std::vector<std::string> notes_of(const Report& report) {
   std::vector<std::string> notes;
+  if (!report.evictions.empty()) {
+    EvictionReport all;
+    for (const EvictionReport& e : report.evictions) {
+      all.evictions += e.evictions;
+      all.bytes_evicted += e.bytes_evicted;
+      all.reruns += e.reruns;
+      all.rerun_s += e.rerun_s;
+    }
+    notes.push_back(fmt::format(
+        "Budget: {} results of {} were dropped, and {} calls ran again in {:.3f} ms.",
+        all.evictions, readable_bytes(all.bytes_evicted), all.reruns, all.rerun_s * 1e3));
+  }
   if (const FileReport& f = report.files; f.bytes_written > 0 || f.bytes_read > 0)
     notes.push_back(fmt::format(
         "Files: written {} in {:.3f} ms, read back {} in {:.3f} ms; the program's own threads were "
@@ -287,6 +312,15 @@ std::string Report::to_json() const {
         "\"loads_ahead\": {}, \"bytes_loaded\": {}, \"wait_s\": {:.9f}}}",
         comma, json_string(m.name), m.moves, m.bytes_moved, m.loads, m.loads_ahead, m.bytes_loaded,
         m.wait_s);
+    comma = ",";
+  }
+  text += "], \"evictions\": [";
+  comma = "";
+  for (const EvictionReport& e : evictions) {
+    text += fmt::format(
+        "{}\n  {{\"op\": {}, \"evictions\": {}, \"bytes_evicted\": {}, \"reruns\": {}, "
+        "\"bytes_rerun\": {}, \"rerun_s\": {:.9f}}}",
+        comma, json_string(e.op), e.evictions, e.bytes_evicted, e.reruns, e.bytes_rerun, e.rerun_s);
     comma = ",";
   }
   return text +

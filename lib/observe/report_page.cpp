@@ -27,14 +27,17 @@ void Recorder::write_memory_svg(const std::filesystem::path& path) const {
 std::string Recorder::to_html() const {
   const Report report = this->report();
   std::string page =
-      "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>remat: regions "
-      "of one run</title>\n<style>\n"
+      "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<title>remat: "
+      "one run</title>\n<style>\n"
       "body { font-family: Helvetica, Arial, sans-serif; color: #333; margin: 2em; max-width: 1120px }\n"
       "table { border-collapse: collapse; font-size: 14px; margin-bottom: 1.5em }\n"
       "th, td { padding: 4px 10px; text-align: right; border-bottom: 1px solid #ddd }\n"
       "th:first-child, td:first-child { text-align: left }\n"
       "svg { max-width: 100%; height: auto }\n"
-      "</style>\n</head>\n<body>\n<h1>Regions of one run</h1>\n";
+      "</style>\n</head>\n<body>\n";
+  page += report.regions.empty() && !report.evictions.empty()
+              ? "<h1>One run under a byte budget</h1>\n"
+              : "<h1>Regions of one run</h1>\n";
   const std::vector<Timeline> timelines = timelines_of(*recording_);
   const double last_ms = last_ms_of(timelines);
   for (const Timeline& each : timelines) page += memory_picture(each, last_ms).svg;
@@ -47,6 +50,7 @@ std::string Recorder::to_html() const {
     page += "</tr>\n";
   };
   for (const ReportTable& table : tables_of(report)) {
+    if (!table.title.empty()) page += fmt::format("<h2>{}</h2>\n", xml_text(table.title));
     page += "<table>\n";
     add(table.head, "th");
     for (const auto& row : table.rows) add(row, "td");

@@ -25,14 +25,16 @@ const char* file_work_of(const Event& event);
 /// Whether an event says how many bytes are alive.
 inline bool has_bytes(const Event& event) {
   return event.kind != EventKind::Operator && event.kind != EventKind::Decision &&
-         event.kind != EventKind::Allocation;  // which has rounded ones
+         event.kind < EventKind::Allocation;  // which has rounded ones; memory events tell the rest
 }
 
 struct ReportTable {
+  std::string title;  ///< of its section of the page; empty: none
   std::vector<std::string> head;
   std::vector<std::vector<std::string>> rows;
 };
-/// Of all regions and, if anything was offloaded, of those that did.
+/// Returns those that have rows: of regions, of those that offloaded, of plans that moved, and of
+/// operators under budgets.
 std::vector<ReportTable> tables_of(const Report& report);
 
 /// What the table has no room for, a line each: what policies decided, devices, and what was alive when allocations failed.
@@ -52,8 +54,9 @@ struct Drawing {
   std::string svg;  ///< an element
   double height;
 };
-/// Draws live bytes over time, stacked by kind, with the regions below; `last_ms`: where time ends, `top`:
-/// where it begins in a drawing around it. Bars and columns have titles, which browsers show under the pointer.
+/// Draws live bytes over time, stacked by kind, budgets as a line, and the regions below.
+/// `last_ms`: where time ends. `top`: where the drawing begins in a drawing around it. Bars and
+/// columns have titles, which browsers show under the pointer.
 Drawing memory_picture(const Timeline& timeline, double last_ms, double top = 0);
 /// When the last thing in any of them ends.
 double last_ms_of(const std::vector<Timeline>& timelines);

@@ -135,6 +135,16 @@ void add_observe(py::module_& module) {
       .def_readonly(
           "wait_s", &MoveReport::wait_s,
           "[seconds] that threads of the program spent on both: queueing, copying, waiting.");
+  py::class_<EvictionReport>(
+      module, "EvictionReport",
+      "Results of one operator that byte budgets dropped, and its calls that ran again.")
+      .def_readonly("op", &EvictionReport::op, "'aten::mm.default'.")
+      .def_readonly("evictions", &EvictionReport::evictions, "Results dropped.")
+      .def_readonly("bytes_evicted", &EvictionReport::bytes_evicted, "[bytes] of these.")
+      .def_readonly("reruns", &EvictionReport::reruns, "Calls that ran again.")
+      .def_readonly("bytes_rerun", &EvictionReport::bytes_rerun,
+                    "[bytes] of the results made again.")
+      .def_readonly("rerun_s", &EvictionReport::rerun_s, "[seconds] of these calls.");
   using Held = FailedAllocation::Held;
   py::class_<Held>(module, "HeldBytes",
                    "What regions of one name held when an allocation did not fit.")
@@ -166,6 +176,10 @@ void add_observe(py::module_& module) {
       .def_readonly("files", &Report::files, "All 0 where nothing went to a file.")
       .def_readonly("moves", &Report::moves,
                     "Of plans that moved something, in the order of their first move.")
+      .def_readonly(
+          "evictions", &Report::evictions,
+          "By operator, under budgets; the one that took the most seconds to run again is "
+          "first.")
       .def("__str__", &Report::to_string)
       .def("to_json", &Report::to_json, "The same numbers as one JSON object, as text.");
 

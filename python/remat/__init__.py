@@ -82,6 +82,7 @@ from ._guards import (
 from ._observe import (
     DecisionReport,
     DeviceReport,
+    EvictionReport,
     FailedAllocation,
     FileReport,
     HeldBytes,
@@ -147,6 +148,7 @@ __all__ = [
     "DecisionReport",
     "DeviceReport",
     "ErrorKind",
+    "EvictionReport",
     "FailedAllocation",
     "FileReport",
     "Fitted",

@@ -18,6 +18,7 @@ MemoryMeter.__init__ = checked_by(  # type: ignore[method-assign]
 )
 DecisionReport = _remat.DecisionReport
 DeviceReport = _remat.DeviceReport
+EvictionReport = _remat.EvictionReport
 FailedAllocation = _remat.FailedAllocation
 FileReport = _remat.FileReport
 HeldBytes = _remat.HeldBytes
@@ -61,7 +62,9 @@ class Page(str):
 
 
 class Recorder:
-    """Records what regions do on every thread of the process, from its making to `stop` or the end of a `with`.
+    """Records what regions and budgets do on every thread of the process.
+
+    It records from its making to `stop` or the end of a `with`.
 
         with remat.Recorder() as recorder:
             model(x).sum().backward()
@@ -115,7 +118,8 @@ class Recorder:
 
     @checked
     def write_memory_svg(self, path: Path) -> None:
-        """Live bytes over time, stacked by kind, with the regions below."""
+        """Live bytes over time, stacked by kind, with the regions below. Budgets are drawn as a
+        line, and the operators that run again as bars."""
         translated(self._recorder.write_memory_svg)(os.fspath(path))
 
     @checked
@@ -168,6 +172,7 @@ def saved_tensors(root: torch.Tensor) -> list[SavedTensor]:
 __all__ = [
     "DecisionReport",
     "DeviceReport",
+    "EvictionReport",
     "FailedAllocation",
     "FileReport",
     "HeldBytes",

@@ -100,6 +100,35 @@ class Observe(Case):
         with self.assertRaises(ValueError):
             remat.Recorder(max_events=0)
 
+    def test_evictions_and_reruns_of_a_budget(self) -> None:
+        x = torch.ones(100, 100, requires_grad=True)
+        with remat.Recorder() as recorder, remat.budget(200_000, min_bytes=0) as budget:
+            y = x
+            for _ in range(10):
+                y = y.tanh()  # saves its result
+            y.sum().backward()
+        done = budget.report()
+        self.assertGreater(done.reruns, 0)
+        (tanh,) = recorder.report().evictions
+        self.assertEqual(tanh.op, "aten::tanh.default")
+        self.assertEqual((tanh.evictions, tanh.reruns), (done.evictions, done.reruns))
+        self.assertEqual(tanh.bytes_evicted, done.evictions * 40_000)
+        self.assertEqual(tanh.bytes_rerun, done.reruns * 40_000)
+        self.assertGreater(tanh.rerun_s, 0)
+        lines = recorder.event_log().splitlines()
+        self.assertRegex(lines[0], r"^budget of \d+ bytes alive on cpu$")
+        for begin, count in (
+            ("budget drops the result of aten::tanh.default, 40000 bytes, ", done.evictions),
+            ("budget runs aten::tanh.default again, 40000 bytes, ", done.reruns),
+        ):
+            self.assertEqual(sum(line.startswith(begin) for line in lines), count)
+        self.assertIn("aten::tanh.default", str(recorder.report()))
+        (as_json,) = json.loads(recorder.report().to_json())["evictions"]
+        self.assertEqual(as_json["reruns"], done.reruns)
+        page = recorder.page()
+        self.assertIn("Operators under a byte budget", page)
+        self.assertIn(">budget: ", page)
+
     def test_saved_tensors(self) -> None:
         x = torch.ones(10, requires_grad=True)
         plain = remat.saved_tensors(function(x))

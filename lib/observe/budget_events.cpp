@@ -1,0 +1,99 @@
+// What budgets tell recorders: results that they drop, calls that run again, the limit.
+
+#include <array>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "lib/observe/memory_source.h"
+#include "lib/observe/recording.h"
+#include "lib/observe/recordings.h"
+#include "lib/seam/accelerator.h"
+
+namespace remat::recording {
+
+namespace {
+
+// The CPU, and the devices of the accelerator that there is.
+using Limits = std::array<std::atomic<int64_t>, 65>;
+Limits& limits() {
+  static Limits* const all = [] {
+    auto* const made = new Limits;  // leaked: budgets may end in static destructors
+    for (std::atomic<int64_t>& each : *made) each.store(no_budget);
+    return made;
+  }();
+  return *all;
+}
+
+void tell(Recording& recording, Event event, std::chrono::steady_clock::time_point begin = {}) {
+  event.time_ns = recording.time_of(std::chrono::steady_clock::now());
+  if (begin != std::chrono::steady_clock::time_point{}) event.begin_ns = recording.time_of(begin);
+  recording.add(std::move(event), -1);
+}
+
+Event event_of_budget(c10::Device device) {
+  return {.kind = EventKind::Budget,
+          .device = device,
+          .number = budget_limit(device).load(std::memory_order_relaxed)};
+}
+
+}  // namespace
+
+std::atomic<int64_t>& budget_limit(c10::Device device) {
+  return limits()[device.is_cpu() ? 0 : static_cast<std::size_t>(device.index()) + 1];
+}
+
+void budget_drops(const std::vector<Eviction>& evictions) {
+  const Writing writing;
+  recordings().visit([&](Recording& recording) {
+    for (const Eviction& each : evictions) {
+      tell(recording, {.kind = EventKind::Eviction,
+                       .device = each.device,
+                       .number = each.bytes,
+                       .text = std::make_shared<const std::string>(each.op),
+                       .bytes = {.live = each.live}});
+      recording.sum_evictions(each.op, [&](EvictionReport& sums) {
+        sums.evictions += 1;
+        sums.bytes_evicted += each.bytes;
+      });
+    }
+  });
+}
+
+void budget_reruns(std::string_view op, c10::Device device, int64_t bytes,
+                   std::chrono::steady_clock::time_point begin) {
+  const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
+  const Writing writing;
+  const MemorySource& memory = device.is_cpu() ? cpu_memory() : device_memory(device);
+  const Event event{.kind = EventKind::Rerun,
+                    .device = device,
+                    .number = bytes,
+                    .text = std::make_shared<const std::string>(op),
+                    .bytes = {.live = memory.live_bytes()}};
+  recordings().visit([&](Recording& recording) {
+    tell(recording, event, begin);
+    recording.sum_evictions(op, [&](EvictionReport& sums) {
+      sums.reruns += 1;
+      sums.bytes_rerun += bytes;
+      sums.rerun_s += taken.count();
+    });
+  });
+}
+
+void add_budgets(Recording& recording) {
+  const c10::DeviceType far = present_accelerator().value_or(c10::kCPU);
+  for (std::size_t i = 0; i < limits().size(); ++i) {
+    if (limits()[i].load(std::memory_order_relaxed) == no_budget) continue;
+    const c10::Device device =
+        i == 0 ? c10::Device(c10::kCPU) : c10::Device(far, static_cast<c10::DeviceIndex>(i - 1));
+    tell(recording, event_of_budget(device));
+  }
+}
+
+void budget_changes(c10::Device device) {
+  if (!is_recording()) return;
+  const Writing writing;
+  recordings().visit([&](Recording& recording) { tell(recording, event_of_budget(device)); });
+}
+
+}  // namespace remat::recording
