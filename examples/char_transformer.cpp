@@ -43,11 +43,12 @@ namespace {
 constexpr uint64_t kSeed = 1611;
 
 constexpr const char* kUsage =
-    "usage: char_transformer [--text FILE] [--steps N] [--small] [--out DIR]\n"
-    "                        [--device NAME] [--dtype NAME]\n"
+    "usage: char_transformer [--text FILE] [--steps N] [--rounds N] [--small]\n"
+    "                        [--out DIR] [--device NAME] [--dtype NAME]\n"
     "  --text FILE  the text to learn (default: " REMAT_EXAMPLE_TEXT
     ")\n"
     "  --steps N    training steps of each model, at least 2 (default: 20)\n"
+    "  --rounds N   steps of each way under budgets (default: 9)\n"
     "  --small      a tiny model and few steps: a few seconds, to see that everything works\n"
     "  --out DIR    where to write the picture and the page (default: " REMAT_EXAMPLE_OUT
     ")\n" REMAT_TARGET_USAGE "  --help         this text\n";
@@ -70,6 +71,8 @@ Options parse(int argc, char** argv) {
       options.text = value();
     } else if (name == "--steps") {
       steps = parse_number<int64_t>(name, value(), 2, 1'000'000);
+    } else if (name == "--rounds") {
+      options.rounds = parse_number<int64_t>(name, value(), 1, 1'000'000);
     } else if (name == "--out") {
       options.out = value();
     } else if (name == "--small") {

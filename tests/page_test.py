@@ -162,6 +162,11 @@ def main(program, has_devices=False):
             return 1
         page = (Path(folder) / "char_transformer_step.html").read_text(encoding="utf-8")
         faults = [f"the page: {fault}" for fault in faults_of(browser, page, folder, rows=("group", "block"))]
+        budget = (Path(folder) / "char_transformer_budget.html").read_text(encoding="utf-8")
+        faults += [f"the page of a budget: {fault}" for fault in faults_of(browser, budget, folder)]
+        for words in ("Operators under a byte budget", "<td>aten::mm.default</td>", ">budget: "):
+            if words not in budget:
+                faults.append(f"the page of a budget does not show {words}")
         picture = (Path(folder) / "char_transformer_memory.svg").read_text(encoding="utf-8")
         faults += [f"the picture: {fault}"
                    for fault in faults_of(browser, f"<!DOCTYPE html><html><body>{picture}</body></html>", folder)]

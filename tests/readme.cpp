@@ -56,8 +56,17 @@ TEST_CASE("the page about budgets", "[readme]") {
   remat::BudgetGuard budget({.bytes = 2'000'000'000});
   for (const auto& batch : loader) train_step(model, batch);
   std::cout << budget.report().to_string();
-  std::cout.rdbuf(before);
   CHECK_THAT(out.str(), contains("budget        2000.00 MB"));
+  const auto batch = at::ones({4, 8});
+  const auto folder = std::filesystem::temp_directory_path();
+  const remat::Recorder recorder;
+  train_step(model, batch);
+  std::cout << recorder.report().to_string();        // a table by operator
+  recorder.write_memory_svg(folder / "budget.svg");  // live bytes with the budget as a line
+  recorder.write_html(folder / "budget.html");       // the picture and the table as one page
+  std::cout.rdbuf(before);
+  for (const char* const name : {"budget.svg", "budget.html"})
+    CHECK(std::filesystem::remove(folder / name));
 }
 
 TEST_CASE("the README's policies", "[readme]") {

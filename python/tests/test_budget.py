@@ -582,6 +582,13 @@ class TheGuard(Case):
             print(budget.report())
         self.assertIn("budget        8589.93 MB", out.getvalue())
 
+        def train(net: torch.nn.Module, batches: list[torch.Tensor]) -> None:
+            for rows in batches:
+                train_step(net, rows)
+
+        with remat.budget("8 GiB"):
+            train(model, loader)
+
     def test_nested(self) -> None:
         expected, span = run(gpt)
         with remat.budget(span) as outer:
