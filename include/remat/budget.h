@@ -32,7 +32,7 @@ struct BudgetOptions {
   OverBudget over = OverBudget::Continue;  ///< where an allocation does not fit
   /// [bytes] Smaller tensors are never dropped. -1: a thousandth of `bytes`, at most 64 KiB.
   int64_t min_bytes = -1;
-  /// For debugging: contents are hashed when they are dropped and compared when they are made
+  /// Contents are hashed, for debugging, when they are dropped and compared when they are made
   /// again.
   bool check_values = false;
   /// Values may move away instead of being dropped. Not built yet: Unsupported.
@@ -76,9 +76,9 @@ class REMAT_API BudgetExceeded : public c10::OutOfMemoryError {
   int64_t needed_bytes_, floor_bytes_;
 };
 
-/// For the allocator of an accelerator that can call it before each allocation, on the thread that
-/// allocates and outside of its locks: makes room in the budgets of the device inside the
-/// allocation, as on the CPU. May free memory of the device. Throws: BudgetExceeded.
+/// Makes room in the budgets of the device inside an allocation, as on the CPU. An accelerator's
+/// allocator can call it before each allocation, on the thread that allocates and outside of its
+/// locks. May free memory of the device. Throws: BudgetExceeded.
 REMAT_API void announce_allocation(c10::Device device, int64_t bytes);
 
 namespace budget {
@@ -86,7 +86,7 @@ class Runtime;
 struct Bound;
 }  // namespace budget
 
-/// For a binding of another language (binding.h): throws a budget's error in that language's form.
+/// A binding's function (binding.h) that throws a budget's error in the form of its language.
 /// If the function returns, the error itself is thrown. It runs on the thread of the error, and may
 /// throw only exceptions derived from std::exception.
 using BudgetRaise = void (*)(const c10::Error& error);

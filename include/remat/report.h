@@ -142,7 +142,7 @@ struct REMAT_API Report {
   FileReport files{};  ///< all 0 where nothing went to a file
   /// Of plans that moved something while the recorder was alive, in the order of their first move.
   std::vector<MoveReport> moves{};
-  /// By operator, under budgets. The operator that took the most seconds to run again is first.
+  /// Drops and reruns under budgets, by operator. The operator that took the most seconds to run again is first.
   std::vector<EvictionReport> evictions{};
   /// A table for people, and what was alive at failed allocations.
   std::string to_string() const;

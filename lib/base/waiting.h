@@ -56,7 +56,7 @@ class Turns {
     const bool is_first_;
   };
 
-  /// In a forked process: ends the turn of a thread that is not there.
+  /// Ends the turn of a thread that is not there, in a forked process.
   void end_turn_of_others() {
     if (holder_.load() != std::this_thread::get_id()) holder_.store({});
   }

@@ -188,7 +188,7 @@ class Call {
   Call(const c10::OperatorHandle& op, const OpTraits& traits, const Kind& kind, Runtime& runtime,
        uint64_t hash, const std::optional<c10::Device>& far)
       : op_(op), traits_(traits), kind_(kind), runtime_(runtime), far_(far), hash_(hash) {}
-  /// Without `end`, the operator has thrown, and may have written before.
+  /// The operator has thrown if `end` was not called, and may have written before.
   ~Call() {
     if (!written_.empty() || !hidden_.empty()) {
       Dead dead;

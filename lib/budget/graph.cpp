@@ -245,7 +245,7 @@ void Graph::disown(Value& value, Dead& dead) {
   bury(dead);
 }
 
-// Without recursion, since a chain of records can be as long as a program.
+// The loop replaces recursion, since a chain of records can be as long as a program.
 void Graph::bury(Dead& dead) {
   if (std::exchange(dead.is_burying, true)) return;
   while (!dead.values_to_bury.empty() || !dead.records_to_bury.empty()) {

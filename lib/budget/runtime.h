@@ -125,7 +125,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   struct Pool {
     c10::Device device;
     std::vector<Value*> values{};
-    // Of a large pool: the cheapest values at the latest walk, with null for those that have left it.
+    // The cheapest values of a large pool at the latest walk, with null for those that have left.
     std::vector<Value*> shortlist{};
     std::size_t num_choices_left = 0;
     int64_t bytes = 0;

@@ -19,7 +19,7 @@ std::shared_ptr<const UserRegistrations> register_modules(const CheckpointOption
                                                           torch::nn::Module* module,
                                                           const torch::jit::Module* script);
 
-/// The same for a call that is no region: while the result lives, the regions that begin here
+/// A call that is no region gets the same: while the result lives, the regions that begin here
 /// restore that state, too. Null if there are no modules.
 std::shared_ptr<void> register_plain_call(const CheckpointOptions& options,
                                           torch::nn::Module* module,

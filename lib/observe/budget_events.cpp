@@ -1,4 +1,4 @@
-// What budgets tell recorders: results that they drop, calls that run again, the limit.
+// The events that budgets tell recorders: results dropped, calls that run again, the limit.
 
 #include <array>
 #include <memory>

@@ -1,5 +1,5 @@
 #pragma once
-// What recorders write down of regions and budgets: an event a moment, and sums by name.
+// The notes of recorders on regions and budgets: an event a moment, and sums by name.
 //
 // Note [Recording]
 // Every place that can record asks `is_recording()` first, which reads one flag; the rest is out of line.

@@ -87,7 +87,7 @@ inline c10::StorageImpl* known_storage_of(const at::Tensor& tensor) {
   return values.defined() ? storage_of(values) : nullptr;
 }
 
-/// The same, but null for a sparse tensor, which has no storage of its own.
+/// Returns the same storage, but null for a sparse tensor, which has none of its own.
 inline c10::StorageImpl* memory_of(const at::Tensor& tensor) {
   return storage_of(tensor) == nullptr ? nullptr : known_storage_of(tensor);
 }

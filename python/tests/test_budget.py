@@ -850,7 +850,7 @@ class WhatChanges(Case):
                 torch.set_default_dtype(torch.float32)
 
     def test_a_source_whose_storage_is_emptied(self) -> None:
-        # As fully_shard does: the parameter's memory is freed, and filled again for backward.
+        # fully_shard does the same: the parameter's memory is freed, and filled again for backward.
         w = leaf(64, 64)
 
         def program() -> Any:
@@ -875,7 +875,7 @@ class WhatChanges(Case):
             self.check_equal(*self.both(program, bytes), f"at {bytes}")
 
     def test_a_new_tensor_that_is_written_to_unseen(self) -> None:
-        # By another thread, or by compiled code: only its version counter tells.
+        # Another thread or compiled code writes: only its version counter tells.
         w = leaf(64, 64)
 
         def program() -> Any:

@@ -109,7 +109,7 @@ class Threads(Case):
             for _ in range(6):
                 z = z.exp().sin()
             (slope,) = torch.autograd.grad(z.sum(), x)
-        # Where forward dropped an element, its gradient is 0, and nowhere else.
+        # The gradient of a dropped element is 0, and no other is.
         self.check_equal(slope != 0, mask)
         self.assertGreater(budget.report().reruns, 0)
 

@@ -225,7 +225,7 @@ TEST_CASE("operators run again on the stream of forward, for which a reader else
   y.backward();
   require_bit_equal(chain.take_grads(), plain);
   CHECK(guard.report().reruns > 0);
-  // What runs on another stream than the first is kept.
+  // Results of another stream than the first are kept.
   const int64_t recorded = guard.report().operators;
   {
     const stand_in::OnStream on(stand_in::stream(0, 4));
