@@ -17,6 +17,7 @@
 #include "hooks/byte_hash.h"
 #include "lib/base/error.h"
 #include "lib/budget/budget_scope.h"
+#include "lib/budget/kinds.h"
 #include "lib/budget/room.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/settings.h"
@@ -34,64 +35,6 @@
 namespace remat::budget {
 
 namespace {
-
-/// Properties of an operator that a budget needs beyond its traits.
-struct Kind {
-  bool can_run_again = false;   ///< LibTorch's own operator with a complete schema
-  bool is_view_only = false;    ///< returns a view, or changes metadata only
-  bool is_blank = false;        ///< returns unfilled memory
-  bool fills = false;           ///< writes to an argument without reading it
-  bool counts_version = false;  ///< moves the version of a tensor without changing its contents
-  bool may_write = false;       ///< may write to any argument, whatever its schema says
-};
-
-/// Note [Writes past the schema]
-/// The collectives of `c10d`, FSDP's copies and operators of other libraries may write to tensors
-/// that their schemas call read-only. An operator of another library is trusted if it has the tag
-/// `pt2_compliant_tag`, which promises a true schema. After others all arguments are sources.
-/// A batch norm in training writes to its running statistics: see Note [Statistics of a rerun].
-bool has_true_schema(const c10::OperatorHandle& op) {
-  const std::string& name = op.operator_name().name;
-  for (const std::string_view own : {"aten::", "prim::", "prims::"})
-    if (name.rfind(own, 0) == 0) return true;
-  return op.hasTag(at::Tag::pt2_compliant_tag);
-}
-
-Kind find_kind(const c10::OperatorHandle& op, const OpTraits& traits) {
-  const std::string& name = op.operator_name().name;
-  // The recurrent kernels of accelerators move the state of their dropout, which is an argument.
-  constexpr std::array<std::string_view, 3> move_arguments{
-      "aten::_cudnn_rnn", "aten::_cudnn_init_dropout_state", "aten::miopen_rnn"};
-  Kind kind;
-  kind.may_write = !has_true_schema(op);
-  // `resize_` may free the old data, which ends the value.
-  kind.is_view_only = traits.is_passive || (traits.is_view && !traits.is_mutable) ||
-                      op.hasTag(at::Tag::inplace_view);
-  kind.counts_version = op.hasTag(at::Tag::inplace_view) && name.rfind("aten::set_", 0) != 0;
-  kind.is_blank = name.rfind("aten::empty", 0) == 0 || name.rfind("aten::new_empty", 0) == 0;
-  const auto& declared = op.schema().arguments();
-  kind.fills = traits.is_random || name == "aten::fill_" || name == "aten::zero_" ||
-               name == "aten::copy_" ||
-               std::any_of(declared.begin(), declared.end(),
-                           [](const c10::Argument& each) { return each.is_out(); });
-  kind.can_run_again =
-      name.rfind("aten::", 0) == 0 && !kind.is_view_only &&
-      std::none_of(move_arguments.begin(), move_arguments.end(),
-                   [&](std::string_view each) { return name.rfind(each, 0) == 0; });
-  return kind;
-}
-
-const Kind& kind_of(const c10::OperatorHandle& op, const OpTraits& traits) {
-  thread_local std::vector<std::pair<bool, Kind>>
-      by_name;  // traits and their numbers live as long as the process
-  if (by_name.size() <= traits.name_number) by_name.resize(traits.name_number + 1);
-  auto& [is_known, kind] = by_name[traits.name_number];
-  if (!is_known) {
-    kind = find_kind(op, traits);
-    is_known = true;
-  }
-  return kind;
-}
 
 uint64_t hash_of_call(const OpTraits& traits, c10::ArrayRef<c10::IValue> arguments) {
   uint64_t hash = combine(odd_multiplier, traits.name_number);
