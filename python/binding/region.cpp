@@ -281,6 +281,24 @@ void Body::keep(std::unique_ptr<Closures> closures) {
   if (!closures->is_empty()) closures_ = std::move(closures);
 }
 
+namespace {
+
+/// Sets `requires_grad` for the tensors inside an alias of a wrapper (a jagged tensor's values) as
+/// forward had it. The alias was made below autograd, where its parts lost it.
+void set_grad_of_parts(PyObject* alias, PyObject* original) {
+  PyObject *name = nullptr, *value = nullptr;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(original, &position, &name, &value) != 0) {
+    const at::Tensor* const part = tensor_in(value);
+    if (part == nullptr || !part->requires_grad()) continue;
+    PyObject* const other = PyDict_GetItem(alias, name);
+    const at::Tensor* const copy = other == nullptr || other == value ? nullptr : tensor_in(other);
+    if (copy != nullptr && !copy->requires_grad() && copy->is_leaf()) copy->set_requires_grad(true);
+  }
+}
+
+}  // namespace
+
 // See Note [The function's objects].
 PyObject* Body::wrap(at::Tensor tensor, std::size_t argument) {
   const Kind* kind = nullptr;
@@ -291,8 +309,13 @@ PyObject* Body::wrap(at::Tensor tensor, std::size_t argument) {
   const bool had_object = has_object(*tensor.unsafeGetTensorImpl()->pyobj_slot());
   PyObject* const object =
       had_object ? THPVariable_Wrap(std::move(tensor)) : object_of_class(tensor, kind->type);
-  if (object == nullptr || had_object || kind->attributes == nullptr) return object;
+  if (object == nullptr || kind->attributes == nullptr) return object;
   PyObject** const attributes = _PyObject_GetDictPtr(object);
+  if (had_object) {
+    if (attributes != nullptr && *attributes != nullptr)
+      set_grad_of_parts(*attributes, kind->attributes);
+    return object;
+  }
   if (attributes == nullptr) return object;
   if (*attributes == nullptr) *attributes = PyDict_New();
   if (*attributes == nullptr || PyDict_Update(*attributes, kind->attributes) != 0) {
