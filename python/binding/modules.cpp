@@ -3,6 +3,7 @@
 #include "modules.h"
 
 #include <structmember.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -82,7 +83,11 @@ class StandIn final : public torch::nn::Module, public TensorNames, public Stand
   StandIn(const StandIn&) = delete;
   StandIn& operator=(const StandIn&) = delete;
 
-  void add(const at::Tensor& buffer) { register_buffer(std::to_string(num_buffers_++), buffer); }
+  /// Keeps an alias of a tensor with a history, whose graph may hold the region.
+  void add(const at::Tensor& buffer) {
+    register_buffer(std::to_string(num_buffers_++),
+                    buffer.grad_fn() == nullptr ? buffer : buffer.detach());
+  }
   void visit_tensors(Visitor visitor) const override { visit_named(roots_, visitor); }
   bool has_replaced_buffers() const override { return has_replaced_; }
   void set_replaced() { has_replaced_ = true; }
@@ -275,9 +280,14 @@ void ModuleState::settle() {
       next = i + 1;
     }
     if (begin == value) return;
-    changed.push_back({new_reference(dictionary), new_reference(name), new_reference(begin),
-                       new_reference(value), named(name, path)});
-    if (stand_in_ != nullptr && tensor != nullptr) static_cast<StandIn&>(*stand_in_).add(*tensor);
+    const bool has_history = tensor != nullptr && tensor->grad_fn() != nullptr;
+    PyObject* const left =  // without a history, whose graph may hold the region
+        has_history ? THPVariable_Wrap(tensor->detach()) : new_reference(value);
+    if (left == nullptr) throw python_error();
+    changed.push_back({new_reference(dictionary), new_reference(name), new_reference(begin), left,
+                       named(name, path)});
+    if (stand_in_ != nullptr && tensor != nullptr)
+      static_cast<StandIn&>(*stand_in_).add(*tensor_in(left));
   };
   for (PyObject* root : roots_)
     visit_tree(root, 0, "", [&](PyObject* attributes, const std::string& path) {

@@ -272,6 +272,35 @@ class Written(Case):
         self.assertIs(module.weight, left)
         del module.weight  # its graph has the region, and the region the module
 
+    def test_buffers_with_a_history_keep_no_region_alive(self) -> None:
+        class Potential(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("level", torch.zeros(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.level = 0.9 * self.level + x
+                return self.level.sin()
+
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return remat.checkpoint(module, remat.checkpoint(module, x))
+
+        module = Potential()
+        forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "alone": lambda x: remat.checkpoint(module, x),
+            "nested": lambda x: remat.checkpoint(lambda t: remat.checkpoint(module, t), x, modules=[module]),
+            "two inside": lambda x: remat.checkpoint(twice, x, modules=[module]),
+        }
+        for name, form in forms.items():
+            for runs_backward in (False, True):
+                with self.subTest(name=name, runs_backward=runs_backward):
+                    y = form(torch.rand(3, requires_grad=True))
+                    if runs_backward:
+                        y.sum().backward()
+                    del y
+                    module.level = torch.zeros(3)
+                    self.assertEqual(remat.counters()["frames_alive"], 0)
+
     def test_a_module_that_cannot_be_run_again_is_named(self) -> None:
         class Counts(nn.Module):
             def __init__(self) -> None:
