@@ -20,6 +20,7 @@ import os
 import time
 import unittest
 import warnings
+import weakref
 from typing import Any, Callable, NamedTuple, Optional
 
 import torch
@@ -545,6 +546,16 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def tensors_in(module: nn.Module) -> dict[str, weakref.ref[torch.Tensor]]:
+    """The tensors themselves among them: forward may assign another one with the same contents."""
+    return {
+        f"{path}.{name}": weakref.ref(value)
+        for path, each in module.named_modules()
+        for name, value in {**each._buffers, **vars(each)}.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
 def difference(one: Any, other: Any, path: str = "") -> Optional[str]:
     """Where the two differ, or None."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -657,7 +668,7 @@ def outcome(found: Training, expected: Training, beyond: tuple[str, ...] = ()) -
 
 
 class Held(NamedTuple):
-    """[bytes] alive between forward and backward, and those of state that forward wrote."""
+    """[bytes] alive between forward and backward, and of state that forward wrote or assigned."""
 
     held: int
     written: int
@@ -672,17 +683,20 @@ def held_by(program: Program, form: Callable[[nn.Module], Call]) -> Held:
     for step in range(4):
         inputs = inputs_of(program, step)
         program.begin(module)
-        before_state = state_of(module)
+        before_state, tensors = state_of(module), tensors_in(module)
         gc.collect()
         before = meter.live_bytes
         result = call(inputs[0])
         gc.collect()
         held = meter.live_bytes - before
         after = state_of(module)
+        assigned = {
+            name for name, value in tensors_in(module).items() if tensors.get(name) is not value
+        }
         written = sum(
             bytes_of(value)
             for name, value in after.items()
-            if difference(value, before_state.get(name))
+            if name in assigned or difference(value, before_state.get(name))
         )
         result.square().sum().backward()
         del result
