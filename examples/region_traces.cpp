@@ -109,7 +109,8 @@ void a_changed_capture() {
     std::cout << "  no error\n";
   } catch (const remat::CheckpointError& error) {
     std::cout << "  backward: CheckpointError, kind "
-              << (error.kind() == remat::CheckpointError::Kind::CaptureChanged ? "CaptureChanged" : "other")
+              << (error.kind() == remat::CheckpointError::Kind::CaptureChanged ? "CaptureChanged"
+                                                                               : "other")
               << '\n';
   }
 }

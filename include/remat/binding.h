@@ -161,7 +161,7 @@ class REMAT_API ForwardRun {
   /// what cannot be a region, and what hooks around the region throw.
   ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
              const FunctionFacts& facts = {});
-  /// Without `finish` the function has thrown: nothing stays behind (Rule 12).
+  /// Without `finish` the function has thrown: nothing stays behind (docs/concepts.md).
   ~ForwardRun();
   ForwardRun(const ForwardRun&) = delete;
   ForwardRun& operator=(const ForwardRun&) = delete;

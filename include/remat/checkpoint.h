@@ -244,7 +244,8 @@ class CheckpointedFunction {
 /// arguments, when backward first asks for it (`torch/utils/checkpoint.py`, use_reentrant=False).
 ///
 /// Memory: the region's tensor arguments (in containers and user structs too) stay until the graph
-/// that refers to the region is gone; under an enclosing region not even they do (Rule 2).
+/// that refers to the region is gone; under an enclosing region not even they do (docs/concepts.md,
+/// Nesting).
 /// Arguments: `fn` and `args` are decay-copied as by std::thread; every run gets fresh rvalue
 /// copies; an array or string that only refers to its elements (`x.sizes()`) is kept as a
 /// `std::vector` or `std::string`. Arguments must be copyable, `fn` need not be. `std::ref` passes a true reference, which
@@ -256,7 +257,7 @@ class CheckpointedFunction {
 ///
 /// `fn`: lambdas, function and member pointers; modules: holders (`checkpoint(block, x)`), shared and raw pointers,
 /// `torch::nn::AnyModule` (its result is a tensor), `torch::jit::Module` (an IValue). It must compute the same
-/// again; Rule 10 says what is checked. A recompute sees a torch::nn module's training flags and buffers as
+/// again: docs/concepts.md, Recompute, lists the checks. A recompute sees a torch::nn module's training flags and buffers as
 /// forward saw them, and puts them back (`CheckpointOptions::buffers`); other functions name the modules that they
 /// call (`modules`). A module behind a raw pointer is kept alive if a shared pointer owns it. A `Checkpointed` opens
 /// no region of its own in this one.

@@ -73,8 +73,8 @@ class HookPairOf final : public HookPair {
 }  // namespace detail
 
 /// While alive, every tensor that autograd saves on this thread goes through `pack`, and comes
-/// back through `unpack` when backward asks for it (Rule 16: user hooks outside a region see the
-/// region's inputs; inside a region they hide its own hook).
+/// back through `unpack` when backward asks for it (user hooks outside a region see the
+/// region's inputs; inside a region they hide the region's own hooks: docs/concepts.md).
 ///
 /// `pack: at::Tensor -> P` for any copyable or movable P; called under no-grad; it must not change
 /// its argument. `unpack: const P& -> at::Tensor`; may be called more than once, on any thread
@@ -116,7 +116,7 @@ class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
 //   so) it raises too.
 // * A tensor that does not require grad is moved when the thread saves for the next operator, or at
 //   the guard's end: the kernel may have yet to write it.
-// * Regions: as any user hooks (Rule 16). Reads may come from any thread, and more than once.
+// * Regions: as any user hooks. Reads may come from any thread, and more than once.
 
 /// What a `SaveOnCpuGuard` moves, and how.
 struct SaveOnCpuOptions {

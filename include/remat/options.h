@@ -18,7 +18,7 @@ class Module;
 
 namespace remat {
 
-/// How a recomputed tensor is compared with the one that forward saved (Rule 10). Every level
+/// How a recomputed tensor is compared with the one that forward saved. Every level
 /// checks the number of tensors; each includes the levels before it.
 enum class DeterminismCheck {
   None,      ///< the number of tensors only
@@ -116,9 +116,9 @@ struct CheckpointOptions {
   /// Shown in errors, reports and traces. Empty: a function that is a module is called by its type, without namespace
   /// and `Impl`.
   std::string name{};
-  /// The recompute draws the random numbers that forward drew (Rule 11).
+  /// The recompute draws the random numbers that forward drew.
   bool preserve_rng_state = true;
-  /// The recompute ends with the last tensor that backward needs (Rule 5).
+  /// The recompute ends with the last tensor that backward needs: docs/concepts.md, Early stop.
   bool early_stop = true;
   /// How recomputed tensors are compared with those of forward.
   DeterminismCheck determinism_check = DeterminismCheck::Metadata;

@@ -19,7 +19,7 @@ struct Counters {
   int64_t frames_created = 0;          ///< runs of `checkpoint()` with grad mode on
   int64_t frames_alive = 0;            ///< now: frames that some graph refers to
   int64_t recomputes = 0;              ///< begun, also those that failed
-  int64_t early_stops = 0;             ///< recomputes that were cut short (Rule 5)
+  int64_t early_stops = 0;             ///< recomputes that early stop ended
   int64_t tensors_dropped = 0;         ///< saved tensors that became slots
   int64_t tensors_recomputed = 0;      ///< slots filled by recomputes
   int64_t recomputed_bytes_alive = 0;  ///< now: [bytes] of recomputed tensors not yet handed over
@@ -47,7 +47,7 @@ struct RegionReport {
   int64_t recomputes = 0;     ///< begun, also those that failed
   int64_t early_stops = 0;    ///< recomputes that were cut short
   int64_t bytes_dropped = 0;  ///< [bytes] that autograd would have kept; a storage once a call
-  int64_t bytes_inputs = 0;   ///< [bytes] of inputs that stayed; none below another region (Rule 2)
+  int64_t bytes_inputs = 0;   ///< [bytes] of inputs that stayed; none inside another region
   int64_t bytes_saved = 0;    ///< [bytes] that a policy kept
   int64_t bytes_recompute_peak = 0;    ///< [bytes] the most that one recompute computed again
   int64_t offloaded = 0;               ///< results that a policy moved to the CPU

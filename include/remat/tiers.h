@@ -73,7 +73,7 @@ class REMAT_API TierCounters {
 /// Budgets are of what is held for backward alone: what the program itself still holds counts when it has let
 /// go of it, and is looked at when something else is saved, or the guard ends. A storage counts once. One read of
 /// backward may bring back one tensor more than there is room for.
-/// Around a region: its inputs. Inside one: nothing, as with all hooks (Rule 16).
+/// Around a region: its inputs. Inside one: nothing, as with all hooks.
 ///
 /// A saved tensor that is changed in place raises in backward as without the guard, wherever it is. What cannot
 /// be written to the file (a full disk) stays in memory, with a warning.
