@@ -61,9 +61,8 @@ SECTIONS = (
      "Time on a core, of the calling thread and of all, per MiB, beyond the plain chain's."),
     ("tiers", "Is moving better than recomputing?",
      "Steps with the same peak: what is saved waits in a file, or is computed again. `waited`: for the file, of the step."),
-    ("plan_keeping", "What do plans gain that may keep results, or move them?",
-     "The same budgets for plans whose regions only recompute, whose regions may keep results of operator calls, that may move "
-     "what is saved to a file, and that may do both."),
+    ("plan_moving", "What do plans gain that may move what is saved?",
+     "The same budgets for plans that only recompute, and that may move what is saved to a file."),
     ("plan_curve", "How long does planning take?", "The frontier of time and memory for all budgets at once."),
     ("plan_gap", "What does a plan lose to schedules of all kinds?",
      "Step times of plans over the least of all schedules, for the same bytes; chains of four stages and a loss."),
@@ -71,7 +70,7 @@ SECTIONS = (
 
 
 # Those that take `--device`.
-ON_DEVICES = ("region_cost", "step_cost", "gpt_step", "peak_bytes", "selective_cost", "selective_curve", "offload", "plan_keeping",
+ON_DEVICES = ("region_cost", "step_cost", "gpt_step", "peak_bytes", "selective_cost", "selective_curve", "offload", "plan_moving",
               "recorder_cost")
 
 

@@ -66,22 +66,6 @@ ChainCost random_chain(int64_t stages) {
   return cost;
 }
 
-/// The same with three ways to keep results of each stage: a share of what it saves for a share of its seconds.
-ChainCost keeping(ChainCost cost) {
-  std::mt19937_64 random(3);
-  std::uniform_real_distribution<double> noise(0.9, 1.1);
-  for (StageCost& stage : cost.stages)
-    for (int64_t policy = 1; policy <= 3 && stage.saved_bytes > 0; ++policy) {
-      const int64_t kept = stage.saved_bytes * policy / 4;
-      stage.keeping.push_back(
-          {.policy = policy,
-           .extra_s = stage.forward_s * noise(random) / static_cast<double>(1 + policy),
-           .kept_bytes = kept,
-           .backward_bytes = stage.saved_bytes + kept / 2});
-    }
-  return cost;
-}
-
 /// Half of the stages do not save their inputs.
 ChainCost half_unsaved(ChainCost cost) {
   std::mt19937_64 random(5);
@@ -95,7 +79,6 @@ std::vector<Case> cases(bool smoke) {
     const std::string name = std::to_string(blocks) + " blocks";
     all.push_back({name + ", equal", transformer(blocks, 0)});
     all.push_back({name + ", times differ", transformer(blocks, 0.05)});
-    all.push_back({name + ", times differ, 3 policies", keeping(transformer(blocks, 0.05))});
   }
   const int64_t most = smoke ? 12 : 96;
   all.push_back({std::to_string(most) + " blocks, times differ, half do not save their input",
@@ -108,7 +91,6 @@ std::vector<Case> cases(bool smoke) {
                  {.eps = 0.01}});
   for (const int64_t stages : smoke ? std::vector<int64_t>{12} : std::vector<int64_t>{32, 64, 96})
     all.push_back({std::to_string(stages) + " random stages", random_chain(stages)});
-  all.push_back({std::to_string(most) + " random stages, 3 policies", keeping(random_chain(most))});
   return all;
 }
 

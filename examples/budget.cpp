@@ -100,12 +100,11 @@ struct Candidate {
 
 // Forward and backward; the same dropout each time.
 double step(CharTransformer& model, const std::vector<remat::Stage>& stages,
-            const remat::Plan& plan, const std::vector<remat::Policy>& policies,
-            const torch::Tensor& ids, const Target& target) {
+            const remat::Plan& plan, const torch::Tensor& ids, const Target& target) {
   torch::manual_seed(kSeed);
   model->zero_grad(/*set_to_none=*/false);
   const auto start = std::chrono::steady_clock::now();
-  remat::run(plan, stages, ids, {}, policies).backward();
+  remat::run(plan, stages, ids).backward();
   target.wait();
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
@@ -141,16 +140,16 @@ std::vector<Candidate> candidates(const remat::Fitted& fitted, int64_t blocks) {
 
 // Runs each plan in turn; whether all gradients are those of the first one, bit by bit.
 bool execute(std::vector<Candidate>& plans, CharTransformer& model,
-             const std::vector<remat::Stage>& stages, const std::vector<remat::Policy>& policies,
-             const torch::Tensor& ids, int64_t repeats, const Target& target) {
+             const std::vector<remat::Stage>& stages, const torch::Tensor& ids, int64_t repeats,
+             const Target& target) {
   remat::MemoryMeter meter(target.device);
   std::vector<torch::Tensor> plain;
   bool equal = true;
   for (Candidate& each : plans) {
-    step(model, stages, each.plan, policies, ids, target);
+    step(model, stages, each.plan, ids, target);
     meter.reset_peak();
     const int64_t before = meter.live_bytes();
-    step(model, stages, each.plan, policies, ids, target);
+    step(model, stages, each.plan, ids, target);
     each.peak_bytes = meter.peak_bytes() - before;
     const std::vector<torch::Tensor> parameters = model->parameters();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -162,7 +161,7 @@ bool execute(std::vector<Candidate>& plans, CharTransformer& model,
   }
   for (int64_t i = 0; i < repeats; ++i)
     for (Candidate& each : plans)
-      each.seconds.push_back(step(model, stages, each.plan, policies, ids, target));
+      each.seconds.push_back(step(model, stages, each.plan, ids, target));
   return equal;
 }
 
@@ -267,8 +266,8 @@ int run(const Options& options) {
 
   // What a step takes without regions, run once.
   const remat::Plan none(static_cast<int64_t>(stages.size()));
-  const int64_t keep_all = peak_of(
-      [&] { step(model, stages, none, {}, batch.inputs, options.target); }, options.target.device);
+  const int64_t keep_all = peak_of([&] { step(model, stages, none, batch.inputs, options.target); },
+                                   options.target.device);
   int64_t budget = options.budget_mb ? std::llround(*options.budget_mb * 1e6) : keep_all / 4;
   if (options.takes_free)
     budget = remat::free_budget(remat::measure(stages, batch.inputs), options.target.device);
@@ -298,8 +297,7 @@ int run(const Options& options) {
   std::fflush(stdout);
 
   std::vector<Candidate> plans = candidates(fitted, shape.blocks);
-  const bool equal = execute(plans, model, stages, fitted.policies(), batch.inputs, options.repeats,
-                             options.target);
+  const bool equal = execute(plans, model, stages, batch.inputs, options.repeats, options.target);
   const bool is_exact = print_table(plans, plain_seconds);
   const bool must_equal = options.target.is_reproducible();
   std::printf("Gradients of all plans: %s.\n",

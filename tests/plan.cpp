@@ -20,7 +20,6 @@ using remat::Stage;
 using remat::StageCost;
 using remat::testing::all_plans;
 using remat::testing::canonical_plans;
-using remat::testing::plans_keeping;
 namespace vectors = remat::testing::plan_vectors;
 
 int64_t sum_of(const std::vector<int64_t>& numbers) {
@@ -122,11 +121,10 @@ struct Executed {
 
 /// Forward and backward; the peak beyond the input, which exists before.
 Executed execute(const Plan& plan, const std::vector<Stage>& stages, const Tensor& x,
-                 const remat::CheckpointOptions& options = {},
-                 const std::vector<remat::Policy>& policies = {}) {
+                 const remat::CheckpointOptions& options = {}) {
   x.mutable_grad() = Tensor();
   LiveBytes bytes;
-  remat::run(plan, stages, x, options, policies).backward();
+  remat::run(plan, stages, x, options).backward();
   return {bytes.peak(), std::exchange(x.mutable_grad(), Tensor())};
 }
 
@@ -135,8 +133,7 @@ Executed execute(const Plan& plan, const std::vector<Stage>& stages, const Tenso
 TEST_CASE("a plan is read from its text and written as the same text", "[plan]") {
   for (const char* const text :
        {"[1]", "[1 2]", "[ck[1]]", "[ck[ck[1]]]", "[ck[ck[1] 2] ck[3] 4 5]", "[1 ck[2 ck[3] 4] 5]",
-        "[ck[1 2 3 4 5 6 7 8 9 10 11]]", "[ck[1] ck[2] ck[3]]", "[ck1[1] 2]",
-        "[ck12[1] ck[ck[2] 3] ck2[4]]"})
+        "[ck[1 2 3 4 5 6 7 8 9 10 11]]", "[ck[1] ck[2] ck[3]]"})
     CHECK(Plan::parse(text).to_string() == text);
   for (int64_t stages = 1; stages <= 5; ++stages)
     for (const Plan& plan : all_plans(stages)) REQUIRE(Plan::parse(plan.to_string()) == plan);
@@ -148,12 +145,6 @@ TEST_CASE("a plan is read from its text and written as the same text", "[plan]")
   CHECK((plan.regions() == std::vector<PlanRegion>{{1, 2}, {1, 1}, {3, 3}}));
   CHECK(Plan(5, plan.regions()) == plan);
   CHECK(plan != Plan(5));
-  CHECK(plan.policies() == 0);
-  const Plan keeping = Plan::parse("[ck2[1] ck[2 3] ck1[4] 5]");
-  CHECK((keeping.regions() == std::vector<PlanRegion>{{1, 1, 2}, {2, 3}, {4, 4, 1}}));
-  CHECK(keeping.policies() == 2);
-  CHECK(keeping.calls() == std::vector<int64_t>{2, 2, 2, 2, 1});
-  CHECK(keeping != Plan::parse("[ck[1] ck[2 3] ck1[4] 5]"));
 }
 
 TEST_CASE("a text that is no plan is refused with the position and what is wrong", "[plan]") {
@@ -176,8 +167,7 @@ TEST_CASE("a text that is no plan is refused with the position and what is wrong
       {"[ck[] 1]", "but ']' was found at position 4"},
       {"[ck[1]2]", "but '2' was found at position 6"},
       {"[ck [1] 2]", "but 'c' was found at position 1"},
-      {"[ck1 [1] 2]", "but 'c' was found at position 1"},
-      {"[ck0[1] 2]", "the number of a policy begins with 1 to 9 at position 3"},
+      {"[ck1[1] 2]", "but 'c' was found at position 1"},
       {"[ck-1[1] 2]", "but 'c' was found at position 1"},
       {"[[1] 2]", "but '[' was found at position 1"}};
   for (const auto& [text, fact] : wrong) {
@@ -202,10 +192,6 @@ TEST_CASE("regions that are no tree are refused", "[plan]") {
   CHECK_THAT(text(3, {{2, 2}, {1, 1}}), contains("begins later"));
   CHECK_THAT(text(3, {{1, 2}, {2, 3}}), contains("stages 2 to 3 overlaps one of stages 1 to 2"));
   CHECK_THAT(text(3, {{1, 1}, {1, 2}}), contains("overlaps"));
-  CHECK_THAT(text(3, {{1, 1, -1}}), contains("the policy of a region of stages 1 to 1 is -1"));
-  CHECK_THAT(text(3, {{1, 2, 1}}), contains("stages 1 to 2 has a policy"));
-  CHECK_THAT(text(3, {{1, 2}, {1, 1, 1}}), contains("and one of them has a policy"));
-  CHECK_THAT(text(3, {{1, 1, 1}, {1, 1}}), contains("and one of them has a policy"));
 }
 
 TEST_CASE("plans by formula are the known ones", "[plan]") {
@@ -316,10 +302,6 @@ TEST_CASE("run names its regions, passes options on, and refuses the wrong numbe
              contains("the plan has 3 stages, but 4 functions were passed"));
   CHECK_THAT(text_of(error_of<c10::ValueError>([&] { remat::run(Plan(2), {noting, nullptr}, x); })),
              contains("the function of stage 2 is empty"));
-  CHECK_THAT(text_of(error_of<c10::ValueError>([&] {
-               remat::run(Plan::parse("[1 ck2[2] 3 4]"), stages, x, {}, {remat::save_matmuls()});
-             })),
-             contains("a region with policy 2, but 1 policies were passed"));
 }
 
 TEST_CASE("the stages of a run may die before its backward", "[plan]") {
@@ -540,169 +522,4 @@ TEST_CASE("every plan of a transformer's frontier keeps its budget within 2 % an
   }
   CHECK(last_peak == plain_peak);
   CHECK(frontier.points().front().bytes < plain_peak / 3);
-}
-
-TEST_CASE("the peak of plans with regions that keep results is the simulated one, to the byte",
-          "[plan]") {
-  const std::vector<Stage> stages{
-      [](const Tensor& t) { return t.cos().exp().sin().exp().cos(); },
-      [](const Tensor& t) { return (t * t.exp()).tanh().sin().exp(); },  // saves its output
-      [](const Tensor& t) { return at::cat({t, t.sin()}).cos().exp().sin().square(); },
-      [](const Tensor& t) { return t.sin().exp().sin().exp().cos(); },
-      [](const Tensor& t) { return t.sin().square().mean(); }};
-  const Tensor x = leaf({kElements});
-  const std::vector<remat::Policy> policies{remat::save_ops({"aten::sin"}),
-                                            remat::save_ops({"aten::tanh", "aten::cos"}),
-                                            remat::save_ops({"aten::exp"})};
-  const ChainCost cost =
-      remat::measure(stages, x, {.warmup = 0, .repeats = 1, .policies = policies});
-  const Tensor plain = execute(Plan(5), stages, x).gradient;
-  std::set<std::pair<int64_t, int64_t>> kept;  // stages, and by which policies
-  for (const Plan& plan : plans_keeping(cost)) {
-    if (plan.policies() == 0) continue;
-    INFO(plan.to_string());
-    for (const PlanRegion& region : plan.regions())
-      if (region.policy > 0) kept.emplace(region.first, region.policy);
-    const Executed executed = execute(plan, stages, x, {}, policies);
-    CHECK(executed.peak_bytes == remat::simulate(cost, plan).peak_bytes);
-    CHECK(bit_equal(executed.gradient, plain));
-  }
-  CHECK(kept.size() >= 6);
-}
-
-TEST_CASE("README: a plan whose regions keep results", "[plan][readme]") {
-  const std::vector<Stage> stages = various_stages();
-  const Tensor sample = leaf({kElements}), input = sample;
-  const int64_t budget = 13 * kBytes;
-  // clang-format off
-  const std::vector<remat::Policy> policies = remat::policies_to_try();
-  const remat::ChainCost cost = remat::measure(stages, sample, {.policies = policies});
-  const remat::Plan plan = remat::solve(cost).plan(budget);                     // [1 ck2[2] ck[3 4] 5], say
-  const at::Tensor loss = remat::run(plan, stages, input, {}, policies);  // stage 2 keeps by the second
-  // clang-format on
-  CHECK(bit_equal(grad_of(loss, {input})[0], execute(Plan(6), stages, input).gradient));
-}
-
-TEST_CASE("what nobody has measured of a region that keeps is its peak beside a held input",
-          "[plan]") {
-  ChainCost cost{.input_bytes = 8};
-  StageCost stage;
-  stage.output_bytes = stage.grad_bytes = 8;
-  stage.saved_bytes = 40;
-  stage.saves_output = stage.saves_input = false;
-  stage.forward_s = 1;
-  cost.stages.assign(3, stage);
-  remat::KeepingCost keeping{.policy = 1};
-  keeping.kept_bytes = 16;
-  keeping.extra_s = 0.5;
-  keeping.backward_bytes = 1000;
-  cost.stages[1].keeping = {keeping};
-  const Plan plan = Plan::parse("[1 ck1[2] 3]");
-  const int64_t peak = remat::simulate(cost, plan).peak_bytes;
-  cost.stages[1].keeping[0].lone_backward_bytes = 1000 + 8;
-  CHECK(peak == remat::simulate(cost, plan).peak_bytes);
-  CHECK(peak >= 1008);
-}
-
-TEST_CASE("measure says what policies keep of a stage, and leaves out those of no use", "[plan]") {
-  const Tensor x = leaf({kElements});
-  const std::vector<Stage> stages{[](const Tensor& t) {
-                                    return t.exp().sin().exp().cos().exp().sin();
-                                  },  // saves what exp returns
-                                  [](const Tensor& t) { return t.sum(); }};
-  const auto keeping = [&](std::vector<std::string> ops) {
-    const ChainCost cost = remat::measure(
-        stages, x, {.warmup = 0, .repeats = 1, .policies = {remat::save_ops(std::move(ops))}});
-    CHECK(cost.stages[0].saved_bytes == 3 * kBytes);
-    CHECK(cost.stages[1].keeping.empty());  // the last one: its backward is next
-    return cost.stages[0].keeping;
-  };
-  const std::vector<remat::KeepingCost> one = keeping({"aten::cos"});
-  REQUIRE(one.size() == 1);
-  CHECK(one[0].policy == 1);
-  CHECK(one[0].kept_bytes == kBytes);
-  CHECK(one[0].extra_s >= 0);
-  CHECK(one[0].backward_bytes > 3 * kBytes);
-  // The sine that is returned: nothing needs it again.
-  const std::vector<remat::KeepingCost> two = keeping({"aten::sin", "aten::cos"});
-  REQUIRE(two.size() == 1);
-  CHECK(two[0].kept_bytes == 2 * kBytes);
-  CHECK(keeping({"aten::exp"}).empty());  // as much as without a region
-  CHECK(keeping({"aten::tanh"}).empty());
-}
-
-TEST_CASE("the ready policies keep attention, matrix products and what is not element by element",
-          "[plan]") {
-  const std::vector<remat::Policy> policies = remat::policies_to_try();
-  REQUIRE(policies.size() == 3);
-  const Tensor x = leaf({2, 3, 8, 4});
-  const auto f = [](const Tensor& t) {
-    return at::scaled_dot_product_attention(t.sin(), t.exp(),
-                                            t.matmul(t.transpose(2, 3)).softmax(-1).matmul(t))
-        .cos();
-  };
-  const auto kept_by = [&](const remat::Policy& policy) {
-    const remat::Recorder recorder;
-    const Tensor y = remat::checkpoint({.name = "r", .policy = policy}, f, x);
-    const remat::Report report = recorder.report();
-    std::set<std::string> kept;
-    for (const remat::DecisionReport& each : report.regions.at(0).decisions)
-      if (each.outcome == "kept") kept.insert(each.op);
-    return kept;
-  };
-  const std::string attention = "aten::_scaled_dot_product_flash_attention_for_cpu.default",
-                    product = "aten::bmm.default", softmax = "aten::_softmax.default";
-  CHECK(kept_by(policies[0]) == std::set<std::string>{attention});
-  CHECK(kept_by(policies[1]) == std::set<std::string>{attention, product});
-  const std::set<std::string> third = kept_by(policies[2]);
-  CHECK(third.contains(attention));
-  CHECK(third.contains(product));
-  CHECK(third.contains(softmax));
-  CHECK_FALSE(third.contains("aten::sin.default"));
-}
-
-TEST_CASE("plans of a transformer that keep results stay within their budget, with plain gradients",
-          "[plan][GUA-40]") {
-  const Transformer model(4);
-  const Tensor ids = at::randint(kVocabulary, {4, kContext}, at::kLong);
-  const std::vector<Stage> stages = model.stages();
-  const std::vector<remat::Policy> policies = remat::policies_to_try();
-  ChainCost cost = remat::measure(stages, ids, {.warmup = 0, .repeats = 1, .policies = policies});
-  // Each way is worth its bytes, whatever the times were.
-  for (StageCost& each : cost.stages) {
-    each.forward_s = each.forward_to_last_save_s = 1;
-    for (remat::KeepingCost& keeping : each.keeping)
-      keeping.extra_s = std::pow(
-          1 - static_cast<double>(keeping.kept_bytes) / static_cast<double>(each.saved_bytes), 2.0);
-  }
-  // The first policy keeps attention alone. Before LibTorch 2.14 that of three dimensions is made of products, which the
-  // second one keeps.
-  const std::size_t is_one_operator = cost.stages[1].keeping.front().policy == 1 ? 1 : 0;
-  for (std::size_t block = 1; block <= 4; ++block)
-    REQUIRE(cost.stages[block].keeping.size() == 2 + is_one_operator);
-  for (const Tensor& parameter : model.parameters)
-    parameter.mutable_grad() = at::zeros_like(parameter);
-  const auto step = [&](const Plan& plan) {
-    for (const Tensor& parameter : model.parameters) parameter.mutable_grad().zero_();
-    LiveBytes bytes;
-    remat::run(plan, stages, ids, {}, policies).backward();
-    return bytes.peak();
-  };
-  step(Plan(static_cast<int64_t>(stages.size())));
-  Tensors plain;
-  for (const Tensor& parameter : model.parameters) plain.push_back(parameter.grad().clone());
-  const remat::Frontier frontier = remat::solve(cost);
-  std::set<int64_t> met;
-  for (const remat::FrontierPoint& point : frontier.points()) {
-    const Plan plan = frontier.plan(point.bytes);
-    INFO(plan.to_string() << ", " << point.bytes << " bytes");
-    for (const PlanRegion& region : plan.regions()) met.insert(region.policy);
-    const int64_t peak = step(plan);
-    CHECK(static_cast<double>(peak) <= 1.0001 * static_cast<double>(point.bytes));
-    CHECK(static_cast<double>(peak) >= 0.98 * static_cast<double>(point.bytes));
-    for (std::size_t i = 0; i < plain.size(); ++i)
-      REQUIRE(bit_equal(model.parameters[i].grad(), plain[i]));
-  }
-  if (is_one_operator == 1) met.erase(1);
-  CHECK(met == std::set<int64_t>{0, 2, 3});
 }

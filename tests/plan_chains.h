@@ -37,32 +37,7 @@ inline std::vector<Plan> plans_of(int64_t stages, bool is_canonical) {
 inline std::vector<Plan> canonical_plans(int64_t stages) { return plans_of(stages, true); }
 inline std::vector<Plan> all_plans(int64_t stages) { return plans_of(stages, false); }
 
-/// All canonical plans of a chain, with every choice of the policies that its stages have costs of.
-inline std::vector<Plan> plans_keeping(const ChainCost& cost) {
-  const auto stages = static_cast<int64_t>(cost.stages.size());
-  std::vector<std::vector<PlanRegion>> lists;
-  for (const Plan& plan : canonical_plans(stages)) lists.push_back(plan.regions());
-  for (int64_t stage = 1; stage <= stages; ++stage)
-    for (std::size_t i = 0, end = lists.size(); i < end; ++i)
-      for (std::size_t region = 0; region < lists[i].size(); ++region) {
-        const std::vector<PlanRegion>& list = lists[i];
-        if (list[region] != PlanRegion{stage, stage}) continue;
-        int64_t around = 0;  // it and those around or in it
-        for (const PlanRegion& each : list)
-          around += each.first <= stage && each.last >= stage ? 1 : 0;
-        if (around > 1) continue;
-        for (const KeepingCost& keeping :
-             cost.stages[static_cast<std::size_t>(stage - 1)].keeping) {
-          lists.push_back(lists[i]);
-          lists.back()[region].policy = keeping.policy;
-        }
-      }
-  std::vector<Plan> plans;
-  for (auto& list : lists) plans.emplace_back(stages, std::move(list));
-  return plans;
-}
-
-/// The plans with every choice of the items that move, but for the last one, and of those that move what they keep.
+/// The plans with every choice of the items that move, but for the last one.
 inline std::vector<Plan> plans_moving(const std::vector<Plan>& plans) {
   std::vector<Plan> all;
   for (const Plan& plan : plans) {
@@ -75,21 +50,12 @@ inline std::vector<Plan> plans_moving(const std::vector<Plan>& plans) {
         if (each.first == stage) end = std::max(end, each.last);
       if (end < plan.stages()) firsts.push_back(stage);
     }
-    std::vector<std::size_t> keeping;  // regions
-    for (std::size_t i = 0; i < plan.regions().size(); ++i)
-      if (plan.regions()[i].policy > 0 && plan.regions()[i].last < plan.stages())
-        keeping.push_back(i);
-    const auto is_chosen = [](std::size_t choice, std::size_t i) { return (choice >> i & 1) != 0; };
-    for (std::size_t kept = 0; kept < std::size_t{1} << keeping.size(); ++kept)
-      for (std::size_t choice = 0; choice < std::size_t{1} << firsts.size(); ++choice) {
-        std::vector<PlanRegion> regions = plan.regions();
-        for (std::size_t i = 0; i < keeping.size(); ++i)
-          regions[keeping[i]].moves_kept = is_chosen(kept, i);
-        std::vector<int64_t> moved;
-        for (std::size_t i = 0; i < firsts.size(); ++i)
-          if (is_chosen(choice, i)) moved.push_back(firsts[i]);
-        all.emplace_back(plan.stages(), std::move(regions), std::move(moved));
-      }
+    for (std::size_t choice = 0; choice < std::size_t{1} << firsts.size(); ++choice) {
+      std::vector<int64_t> moved;
+      for (std::size_t i = 0; i < firsts.size(); ++i)
+        if ((choice >> i & 1) != 0) moved.push_back(firsts[i]);
+      all.emplace_back(plan.stages(), plan.regions(), std::move(moved));
+    }
   }
   return all;
 }

@@ -22,7 +22,6 @@ using remat::Plan;
 using remat::PlanRegion;
 using remat::Stage;
 using remat::testing::canonical_plans;
-using remat::testing::plans_keeping;
 using remat::testing::plans_moving;
 
 constexpr int64_t kElements = 50'000;
@@ -44,10 +43,10 @@ struct Executed {
 
 /// Forward and backward; the peak beyond the input, which exists before.
 Executed execute(const Plan& plan, const std::vector<Stage>& stages, const Tensor& x,
-                 const MoveOptions& moving, const std::vector<remat::Policy>& policies = {}) {
+                 const MoveOptions& moving) {
   x.mutable_grad() = Tensor();
   LiveBytes bytes;
-  remat::run(plan, stages, x, {}, policies, moving).backward();
+  remat::run(plan, stages, x, {}, moving).backward();
   return {bytes.peak(), std::exchange(x.mutable_grad(), Tensor())};
 }
 
@@ -59,21 +58,12 @@ std::string error_of_parse(std::string_view text) {
 
 TEST_CASE("what a plan moves is read from its text and written as the same text", "[plan]") {
   for (const char* const text :
-       {"[mv[1] 2]", "[1 mv[2] mv[3] 4]", "[mv[ck[1 2]] 3]", "[mv[ck[ck[1] 2]] mv[3] ck[4] 5]",
-        "[mv[ck2[1]] ck[2 3] 4]", "[mk2[1] mv[mk1[2]] mv[3] ck[4] 5]"})
+       {"[mv[1] 2]", "[1 mv[2] mv[3] 4]", "[mv[ck[1 2]] 3]", "[mv[ck[ck[1] 2]] mv[3] ck[4] 5]"})
     CHECK(Plan::parse(text).to_string() == text);
   const Plan plan = Plan::parse("[mv[ck[ck[1] 2]] mv[3] ck[4] 5]");
   CHECK(plan.moved() == std::vector<int64_t>{1, 3});
   CHECK(plan == Plan(5, {{1, 2}, {1, 1}, {4, 4}}, {1, 3}));
   CHECK_FALSE(plan == Plan(5, {{1, 2}, {1, 1}, {4, 4}}, {1}));
-
-  const Plan keeping = Plan::parse("[mk2[1] mv[mk1[2]] ck3[3] 4]");
-  CHECK(keeping.moved() == std::vector<int64_t>{2});
-  CHECK(keeping == Plan(4, {{1, 1, 2, true}, {2, 2, 1, true}, {3, 3, 3}}, {2}));
-  CHECK_FALSE(keeping == Plan(4, {{1, 1, 2}, {2, 2, 1, true}, {3, 3, 3}}, {2}));
-  CHECK_THAT(error_of_parse("[mk[1] 2]"), contains("the number of a policy was expected"));
-  CHECK_THAT(error_of_parse("[mk1[1 2] 3]"), contains("a region of stages 1 to 2 has a policy"));
-  CHECK_THAT(error_of_parse("[1 mk1[2]]"), contains("the last item, stage 2, moves what it keeps"));
 
   CHECK_THAT(error_of_parse("[mv[1 2] 3]"), contains("']' after what moves was expected"));
   for (const char* const text : {"[ck[mv[1]] 2]", "[mv[mv[1]] 2]"})
@@ -85,7 +75,6 @@ TEST_CASE("what a plan moves is read from its text and written as the same text"
     return text_of(error_of<c10::ValueError>(
         [&] { static_cast<void>(Plan(5, std::move(regions), std::move(moved))); }));
   };
-  CHECK_THAT(refused({{1, 1, 0, true}}, {}), contains("moves what it keeps, and has no policy"));
   CHECK_THAT(refused({{1, 3}}, {2}), contains("stage 2, which is inside of a region"));
   CHECK_THAT(refused({{1, 3}, {3, 3}}, {3}), contains("stage 3, which is inside of a region"));
   CHECK_THAT(refused({}, {2, 2}), contains("stage 2, which is out of order"));
@@ -126,16 +115,14 @@ TEST_CASE("every plan that moves has plain gradients, and no higher peak than th
   const Folder folder;
   const std::vector<Stage> stages = various_stages();
   const Tensor x = leaf({kElements});
-  const std::vector<remat::Policy> policies{remat::save_ops({"aten::sin"})};
   const MoveOptions moving{.directory = folder.path(), .min_bytes = 0};
-  const ChainCost cost = remat::measure(
-      stages, x, {.warmup = 0, .repeats = 1, .policies = policies, .moving = moving});
+  const ChainCost cost = remat::measure(stages, x, {.warmup = 0, .repeats = 1, .moving = moving});
   REQUIRE(cost.moving);
-  const Executed plain = execute(Plan(5), stages, x, {}, policies);
+  const Executed plain = execute(Plan(5), stages, x, {});
   int64_t num_lower = 0;
-  for (const Plan& plan : plans_moving(plans_keeping(cost))) {
+  for (const Plan& plan : plans_moving(canonical_plans(5))) {
     INFO(plan.to_string());
-    const Executed executed = execute(plan, stages, x, moving, policies);
+    const Executed executed = execute(plan, stages, x, moving);
     const int64_t simulated = remat::simulate(cost, plan).peak_bytes;
     CHECK(executed.peak_bytes <= simulated);
     CHECK(bit_equal(executed.gradient, plain.gradient));
@@ -145,84 +132,13 @@ TEST_CASE("every plan that moves has plain gradients, and no higher peak than th
   CHECK(num_lower > 50);
 }
 
-TEST_CASE("what a region of a plan keeps moves alone, with its input, and not otherwise",
-          "[plan]") {
-  const Folder folder;
-  const std::vector<Stage> stages{
-      [](const Tensor& t) { return t.sin(); },
-      [](const Tensor& t) { return t.sin().exp().sin().cos().exp().sin(); },
-      [](const Tensor& t) { return t.cos(); }, [](const Tensor& t) { return t.sum(); }};
-  const std::vector<remat::Policy> policies{remat::save_ops({"aten::exp"}),
-                                            remat::Policy([](const remat::PolicyContext& call) {
-                                              return call.op_name == "aten::exp.default";
-                                            })};
-  const MoveOptions moving{.directory = folder.path()};
-  const Tensor x = leaf({kElements});
-  const ChainCost cost = remat::measure(
-      stages, x, {.warmup = 0, .repeats = 1, .policies = policies, .moving = moving});
-  REQUIRE(cost.stages[1].keeping.size() == 2);
-  for (const remat::KeepingCost& each : cost.stages[1].keeping) {
-    CHECK(each.kept_bytes == 2 * kBytes);
-    CHECK(each.movable_bytes == 2 * kBytes);
-  }
-  const Tensor plain = execute(Plan(4), stages, x, {}).gradient;
-  struct Moved {
-    int64_t bytes, held;
-  };
-  const auto moved_by = [&](const char* text) {
-    x.mutable_grad() = Tensor();
-    const remat::Recorder recorder;
-    const LiveBytes bytes;
-    const Tensor loss = remat::run(Plan::parse(text), stages, x, {.name = "net"}, policies, moving);
-    const int64_t held = bytes.held();
-    loss.backward({}, /*retain_graph=*/true);
-    CHECK(bit_equal(std::exchange(x.mutable_grad(), Tensor()), plain));
-    const remat::Report report = recorder.report();
-    loss.backward();
-    CHECK(bit_equal(std::exchange(x.mutable_grad(), Tensor()), plain));
-    if (report.moves.empty()) return Moved{0, held};
-    CHECK(report.moves.size() == 1);
-    const remat::MoveReport& moves = report.moves.front();
-    CHECK(moves.name == "net, stage 2");
-    CHECK(moves.bytes_moved == moves.moves * kBytes);
-    CHECK(moves.loads == moves.moves);
-    CHECK(moves.loads_ahead == moves.loads);
-    CHECK(moves.bytes_loaded == moves.bytes_moved);
-    CHECK(moves.wait_s > 0);
-    for (const std::string& shown : {report.to_string(), recorder.to_html()}) {
-      CHECK_THAT(shown, contains("moved by a plan"));
-      CHECK_THAT(shown, contains("net, stage 2"));
-    }
-    CHECK_THAT(report.to_json(),
-               contains("\"moves\": [\n  {\"name\": \"net, stage 2\", \"moves\": "));
-    return Moved{moves.bytes_moved, held};
-  };
-  const int64_t staying = moved_by("[1 ck1[2] 3 4]").held;
-  for (const auto& [text, values] :
-       std::initializer_list<std::pair<const char*, int64_t>>{{"[1 ck1[2] 3 4]", 0},
-                                                              {"[1 mv[ck1[2]] 3 4]", 1},
-                                                              {"[1 mk1[2] 3 4]", 2},
-                                                              {"[1 mv[mk1[2]] 3 4]", 3},
-                                                              {"[1 mk2[2] 3 4]", 2},
-                                                              {"[1 mv[mk2[2]] 3 4]", 3}}) {
-    INFO(text);
-    const Moved moved = moved_by(text);
-    CHECK(moved.bytes == values * kBytes);
-    CHECK(staying - moved.held == values * kBytes);
-    const Plan plan = Plan::parse(text);
-    CHECK(execute(plan, stages, x, moving, policies).peak_bytes <=
-          remat::simulate(cost, plan).peak_bytes);
-  }
-}
-
 TEST_CASE("a recorder says what each item of a plan moves", "[plan][recorder]") {
   const Folder folder;
   const Tensor x = leaf({kElements});
   const remat::Recorder recorder;
   const MoveOptions moving{.directory = folder.path(), .min_bytes = 0};
   for (int i = 0; i < 2; ++i)
-    remat::run(Plan::parse("[mv[1] mv[ck[2 3]] 4 5]"), various_stages(), x, {}, {}, moving)
-        .backward();
+    remat::run(Plan::parse("[mv[1] mv[ck[2 3]] 4 5]"), various_stages(), x, {}, moving).backward();
   const remat::Report report = recorder.report();
   REQUIRE(report.moves.size() == 2);
   CHECK(report.moves[0].name == "stage 1");
@@ -239,22 +155,21 @@ TEST_CASE("what a plan cannot write since the disk is full stays in memory, with
   const Folder folder;
   const std::vector<Stage> stages = various_stages();
   const MoveOptions moving{.directory = folder.path(), .min_bytes = 0};
-  const std::vector<remat::Policy> policies{remat::save_ops({"aten::sin", "aten::exp"})};
   const Tensor x = leaf({kElements});
   const Tensor plain = execute(Plan(5), stages, x, {}).gradient;
-  for (const char* const text : {"[mv[1] mv[ck[2]] mv[3] 4 5]", "[mk1[1] mv[mk1[2]] 3 4 5]"}) {
+  for (const char* const text : {"[mv[1] mv[ck[2]] mv[3] 4 5]", "[mv[ck[1 2]] mv[3] 4 5]"}) {
     INFO(text);
     std::string warned;
     {
       const remat::testing::Warnings warnings;
       const FileSizeLimit limit(kBytes / 2);
       for (int i = 0; i < 2; ++i)
-        CHECK(bit_equal(execute(Plan::parse(text), stages, x, moving, policies).gradient, plain));
+        CHECK(bit_equal(execute(Plan::parse(text), stages, x, moving).gradient, plain));
       for (const std::string& each : warnings.texts) warned += each;
     }
     CHECK_THAT(warned, contains("stays in memory"));
     CHECK_THAT(warned, contains("could not be written to a file"));
-    CHECK(bit_equal(execute(Plan::parse(text), stages, x, moving, policies).gradient, plain));
+    CHECK(bit_equal(execute(Plan::parse(text), stages, x, moving).gradient, plain));
   }
 }
 
@@ -262,13 +177,12 @@ TEST_CASE("a plan that moves runs backward several times, in part, and with its 
   const Folder folder;
   const std::vector<Stage> stages = various_stages();
   const MoveOptions moving{.directory = folder.path(), .min_bytes = 0};
-  const std::vector<remat::Policy> policies{remat::save_ops({"aten::sin", "aten::exp"})};
   const Plan plan = Plan::parse(GENERATE(false, true) ? "[mv[1] mv[ck[2]] mv[ck[3]] 4 5]"
-                                                      : "[mv[mk1[1]] mk1[2] mv[mk1[3]] 4 5]");
+                                                      : "[mv[ck[ck[1] 2]] mv[ck[3]] 4 5]");
   const auto results = [&](const Plan& each) {
     Tensors all;
     const Tensor x = leaf({kElements}), y = x * 2;
-    const Tensor loss = remat::run(each, stages, y, {}, policies, moving);
+    const Tensor loss = remat::run(each, stages, y, {}, moving);
     loss.backward({}, /*retain_graph=*/true);
     all.push_back(x.grad().clone());
     const Tensor first = torch::autograd::grad({loss}, {y}, {}, true, true)[0];
@@ -300,8 +214,8 @@ TEST_CASE("a plan that moves inside of a region, or on a caller's leaf, has plai
     return std::exchange(x.mutable_grad(), Tensor());
   };
   const Tensor plain =
-      gradient([&](const Tensor& t) { return remat::run(Plan(5), stages, t, {}, {}, moving); });
-  const auto moved = [&](const Tensor& t) { return remat::run(plan, stages, t, {}, {}, moving); };
+      gradient([&](const Tensor& t) { return remat::run(Plan(5), stages, t, {}, moving); });
+  const auto moved = [&](const Tensor& t) { return remat::run(plan, stages, t, {}, moving); };
   CHECK(bit_equal(gradient([&](const Tensor& t) { return remat::checkpoint(moved, t); }), plain));
   {
     const remat::SaveOnDiskGuard around({.directory = folder.path(), .min_bytes = 0});
@@ -311,7 +225,7 @@ TEST_CASE("a plan that moves inside of a region, or on a caller's leaf, has plai
   std::vector<Stage> chain{[](const Tensor& t) { return t; }, [](const Tensor& t) { return t; }};
   chain.insert(chain.end(), stages.begin(), stages.end());
   const auto with_same = [&](const Tensor& t) {
-    return remat::run(Plan::parse("[mv[1] mv[2] mv[3] 4 5 6 7]"), chain, t, {}, {}, moving);
+    return remat::run(Plan::parse("[mv[1] mv[2] mv[3] 4 5 6 7]"), chain, t, {}, moving);
   };
   for (int i = 0; i < 3; ++i) CHECK(bit_equal(gradient(with_same), plain));
   CHECK(torch::autograd::impl::hooks(x).empty());
@@ -330,7 +244,7 @@ TEST_CASE("a value that moves and is changed in place raises in backward", "[pla
   const Tensor x = leaf({kElements});
   for (const char* const text : {"[1 2 3]", "[mv[1] mv[2] 3]", "[1 mv[ck[2]] 3]"}) {
     INFO(text);
-    const Tensor loss = remat::run(Plan::parse(text), stages, x, {}, {}, moving);
+    const Tensor loss = remat::run(Plan::parse(text), stages, x, {}, moving);
     {
       const at::NoGradGuard no_grad;
       kept.mul_(2);
@@ -349,7 +263,6 @@ TEST_CASE("fit moves where that takes less time than recomputing more often", "[
   const Tensor x = leaf({kElements});
   const MoveOptions moving{.directory = folder.path(), .min_bytes = 0};
   remat::FitOptions options;
-  options.keeps_results = false;
   options.measure = {.repeats = 3, .moving = moving};
   options.measurements = folder.path() + "/measured";
   // With one value more than the least, either inputs are elsewhere or regions nest.
@@ -389,7 +302,7 @@ TEST_CASE("README: a plan that moves", "[plan][readme]") {
   const remat::MoveOptions moving{.directory = directory};  // none, for an accelerator: on the CPU
   const remat::ChainCost cost = remat::measure(stages, sample, {.moving = moving});
   const remat::Plan plan = remat::solve(cost).plan(budget);  // [1 mv[2] mv[ck[3 4]] ck[5] 6], say
-  const at::Tensor loss = remat::run(plan, stages, input, {}, {}, moving);
+  const at::Tensor loss = remat::run(plan, stages, input, {}, moving);
   // clang-format on
   CHECK(bit_equal(grad_of(loss, {input})[0], execute(Plan(5), stages, input, {}).gradient));
 }
@@ -405,12 +318,11 @@ TEST_CASE("a plan that moves says what it lacks", "[plan]") {
   CHECK_THAT(text([&] { remat::run(plan, stages, x); }),
              contains("the plan moves tensors of the CPU, and MoveOptions names no directory"));
   CHECK_THAT(
-      text([&] { remat::run(plan, stages, x, {}, {}, {.directory = folder.path() + "/missing"}); }),
+      text([&] { remat::run(plan, stages, x, {}, {.directory = folder.path() + "/missing"}); }),
       contains("missing"));
-  CHECK_THAT(text([&] {
-               remat::run(plan, stages, x, {}, {}, {.directory = folder.path(), .min_bytes = -1});
-             }),
-             contains("MoveOptions::min_bytes is -1"));
+  CHECK_THAT(
+      text([&] { remat::run(plan, stages, x, {}, {.directory = folder.path(), .min_bytes = -1}); }),
+      contains("MoveOptions::min_bytes is -1"));
   CHECK_THAT(text([&] { static_cast<void>(remat::measure(stages, x, {.moving = MoveOptions()})); }),
              contains("remat::measure: the plan moves tensors of the CPU"));
   ChainCost cost = remat::measure(stages, x, {.repeats = 1});

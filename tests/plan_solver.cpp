@@ -20,7 +20,6 @@ using remat::PlanRegion;
 using remat::SolveOptions;
 using remat::StageCost;
 using remat::testing::canonical_plans;
-using remat::testing::plans_keeping;
 using remat::testing::plans_moving;
 using remat::testing::unit_chain;
 namespace vectors = remat::testing::plan_vectors;
@@ -115,31 +114,12 @@ class RandomChains {
     return cost;
   }
 
-  /// A chain some of whose stages may keep results in up to two ways, of any cost.
-  ChainCost keeping_chain(int64_t stages) {
-    ChainCost cost = chain(stages);
-    for (StageCost& each : cost.stages)
-      for (int64_t policy = 1; policy <= number(0, 2); ++policy) {
-        remat::KeepingCost keeping{.policy = policy,
-                                   .extra_s = static_cast<double>(number(0, 9)),
-                                   .kept_bytes = number(0, 10),
-                                   .forward_tmp_bytes = number(0, 3)};
-        keeping.backward_bytes = keeping.kept_bytes + number(0, 9);
-        if (number(0, 1) == 0) keeping.lone_backward_bytes = number(0, 30);
-        keeping.keeps_output = number(0, 2) == 0;
-        each.keeping.push_back(keeping);
-      }
-    return cost;
-  }
-
-  /// ... and what most stages save or return can move, in any time.
+  /// ... of which most of what stages save or return can move, in any time.
   ChainCost moving_chain(int64_t stages) {
-    ChainCost cost = number(0, 1) == 0 ? chain(stages) : keeping_chain(stages);
+    ChainCost cost = chain(stages);
     for (StageCost& each : cost.stages) {
       each.movable_bytes = number(0, each.saved_bytes);
       each.has_movable_output = number(0, 3) > 0;
-      for (remat::KeepingCost& keeping : each.keeping)
-        keeping.movable_bytes = number(0, keeping.kept_bytes);
     }
     cost.moving = remat::MoveCost{.store_s_per_byte = static_cast<double>(number(0, 3)),
                                   .load_s_per_byte = static_cast<double>(number(0, 3)),
@@ -235,55 +215,18 @@ TEST_CASE("the frontier is the best of all plans of up to six stages", "[plan]")
   }
 }
 
-TEST_CASE(
-    "with regions that keep results the frontier is the best of all plans of up to five stages",
-    "[plan]") {
-  // The numbered one has a chain whose end takes less than what is held to the end of backward.
-  const bool is_numbered = GENERATE(true, false);
-  const Seed seed = is_numbered ? Seed(582820312) : Seed();
-  RandomChains random(seed.value());
-  int64_t num_points = 0, num_keeping = 0;
-  for (int64_t i = 0; i < 600; ++i) {
-    const ChainCost cost = random.keeping_chain(1 + i % 5);
-    const SolveOptions options{.max_depth = random.number(0, 2),
-                               .early_stop = random.number(0, 4) > 0,
-                               .frame_cost_s = random.number(0, 2) == 0 ? 2.0 : 0.0};
-    std::map<int64_t, double> least;  // extra seconds by peak
-    for (const Plan& plan : plans_keeping(cost)) {
-      if (options.max_depth > 0 && plan.depth() > options.max_depth) continue;
-      const remat::Simulation simulation = remat::simulate(cost, plan, options);
-      REQUIRE(simulation.calls == plan.calls());
-      const auto [entry, is_new] = least.try_emplace(simulation.peak_bytes, simulation.extra_s);
-      if (!is_new) entry->second = std::min(entry->second, simulation.extra_s);
-    }
-    INFO("chain " << i);
-    const Frontier frontier = remat::solve(cost, options);
-    REQUIRE(points_of(frontier) == best_of(least));
-    for (const FrontierPoint& point : frontier.points()) {
-      const Plan plan = frontier.plan(point.bytes);
-      const remat::Simulation simulation = remat::simulate(cost, plan, options);
-      REQUIRE(simulation.peak_bytes == point.bytes);
-      REQUIRE(simulation.extra_s == point.extra_s);
-      REQUIRE(Plan::parse(plan.to_string()) == plan);
-      ++num_points;
-      num_keeping += plan.policies() > 0 ? 1 : 0;
-    }
-  }
-  CHECK(10 * num_keeping > num_points);  // by far not only plans that recompute
-}
-
 TEST_CASE("where saves may move the frontier is the best of all plans of up to five stages",
           "[plan]") {
   const Seed seed;
   RandomChains random(seed.value());
-  int64_t num_points = 0, num_moving = 0, num_keeping_elsewhere = 0;
+  int64_t num_points = 0, num_moving = 0;
   for (int64_t i = 0; i < 200; ++i) {
     const ChainCost cost = random.moving_chain(1 + i % 5);
     const SolveOptions options{.max_depth = random.number(0, 2),
                                .early_stop = random.number(0, 4) > 0,
                                .frame_cost_s = random.number(0, 2) == 0 ? 2.0 : 0.0};
     std::map<int64_t, double> least;  // extra seconds by peak
-    for (const Plan& plan : plans_moving(plans_keeping(cost))) {
+    for (const Plan& plan : plans_moving(canonical_plans(1 + i % 5))) {
       if (options.max_depth > 0 && plan.depth() > options.max_depth) continue;
       const remat::Simulation simulation = remat::simulate(cost, plan, options);
       const auto [entry, is_new] = least.try_emplace(simulation.peak_bytes, simulation.extra_s);
@@ -301,11 +244,9 @@ TEST_CASE("where saves may move the frontier is the best of all plans of up to f
       REQUIRE(Plan::parse(plan.to_string()) == plan);
       ++num_points;
       num_moving += plan.moved().empty() ? 0 : 1;
-      num_keeping_elsewhere += plan.to_string().find("mk") == std::string::npos ? 0 : 1;
     }
   }
   CHECK(10 * num_moving > num_points);
-  CHECK(num_keeping_elsewhere > 0);
 }
 
 TEST_CASE("longer chains that may move cost what their points say, never more than without",
@@ -333,31 +274,6 @@ TEST_CASE("longer chains that may move cost what their points say, never more th
   }
   CHECK(is_faster);
   CHECK(is_smaller);
-}
-
-TEST_CASE("longer chains that may keep cost what their points say, never more than without",
-          "[plan]") {
-  const Seed seed;
-  RandomChains random(seed.value());
-  bool is_faster = false;
-  for (int64_t i = 0; i < 12; ++i) {
-    const ChainCost cost = random.keeping_chain(15 + i);
-    ChainCost without = cost;
-    for (StageCost& each : without.stages) each.keeping.clear();
-    const SolveOptions options{.max_depth = random.number(0, 3)};
-    const Frontier frontier = remat::solve(cost, options), plain = remat::solve(without, options);
-    for (const FrontierPoint& point : frontier.points()) {
-      const remat::Simulation simulation =
-          remat::simulate(cost, frontier.plan(point.bytes), options);
-      REQUIRE(simulation.peak_bytes == point.bytes);
-      REQUIRE(simulation.extra_s == point.extra_s);
-    }
-    for (const FrontierPoint& point : plain.points()) {
-      REQUIRE(extra_at(frontier, point.bytes) <= point.extra_s);
-      is_faster |= extra_at(frontier, point.bytes) < point.extra_s;
-    }
-  }
-  CHECK(is_faster);
 }
 
 TEST_CASE("a region at the end of another one, legal in a plan, improves nothing", "[plan]") {
@@ -620,20 +536,6 @@ TEST_CASE("costs and options out of range are refused with their value", "[plan]
         &StageCost::backward_tmp_bytes, &StageCost::grad_bytes, &StageCost::first_read_tmp_bytes})
     CHECK_THAT(text([&](ChainCost& c) { c.stages[1].*member = -3; }),
                contains("of stage 2 must be at least 0 bytes, got -3"));
-  const auto keeping = [&](remat::KeepingCost cost) {
-    return text([&](ChainCost& c) { c.stages[0].keeping.push_back(cost); });
-  };
-  CHECK_THAT(keeping({.policy = 0}), contains("stage 1 must have a number from 1 on, got 0"));
-  CHECK_THAT(keeping({.policy = 1, .extra_s = -1}), contains("extra_s of a policy of stage 1"));
-  CHECK_THAT(keeping({.policy = 1, .kept_bytes = -2}),
-             contains("kept_bytes of a policy of stage 1 must be at least 0 bytes, got -2"));
-  CHECK_THAT(
-      keeping({.policy = 3, .kept_bytes = 2, .backward_bytes = 1}),
-      contains("backward_bytes of policy 3 of stage 1 must be at least its kept_bytes of 2"));
-  CHECK_THAT(
-      keeping({.policy = 3, .kept_bytes = 2, .backward_bytes = 2, .movable_bytes = 3}),
-      contains(
-          "movable_bytes of policy 3 of stage 1 must be at least 0 and at most its kept_bytes of 2"));
   const auto nothing = [](ChainCost&) {};
   CHECK_THAT(text([](ChainCost& c) { c.stages.clear(); }), contains("at least one stage, got 0"));
   CHECK_THAT(text(nothing, {.max_depth = -1}), contains("max_depth must be at least 0"));
@@ -643,11 +545,6 @@ TEST_CASE("costs and options out of range are refused with their value", "[plan]
   CHECK_THAT(text_of(error_of<c10::ValueError>(
                  [&] { static_cast<void>(remat::simulate(ChainCost{0, 0, {good}}, Plan(2))); })),
              contains("the plan has 2 stages, the chain has 1"));
-  CHECK_THAT(text_of(error_of<c10::ValueError>([&] {
-               static_cast<void>(
-                   remat::simulate(ChainCost{0, 0, {good, good}}, Plan::parse("[ck2[1] 2]")));
-             })),
-             contains("stage 1 has no cost under policy 2"));
 }
 
 TEST_CASE("plans of ten thousand stages are read, written and simulated", "[plan]") {

@@ -15,7 +15,6 @@
 
 #include "remat/apply.h"
 #include "remat/budget.h"
-#include "remat/save_best.h"
 #include "remat/tiers.h"
 #include "tests/support/nn.h"
 
@@ -86,21 +85,6 @@ TEST_CASE("the README's policies", "[readme]") {
   y = remat::checkpoint({.policy = remat::save_names({"hidden"}) | large_products}, block, y);
   const Tensor grad = grad_of(y, {x})[0];
   CHECK(bit_equal(grad, grad_of(block(block(block(x))), {x})[0]));
-}
-
-TEST_CASE("docs/selective.md: a policy that chooses by itself", "[readme]") {
-  const Tensor x = leaf({8, 8});
-  const auto block = [](const Tensor& x) { return x.mm(x).sin().exp(); };
-  Tensor y;
-  static const remat::Policy best = remat::save_best({.bytes = 8 << 20});  // for all steps
-  for (int step = 0; step < 3; ++step)
-    y = remat::checkpoint({.name = "block", .policy = best}, block, x);
-  for (const remat::BestChoice& each : remat::best_choices(best))
-    std::cout << each.region << " keeps " << each.kept_bytes << " bytes and spares "
-              << each.saved_seconds << " seconds\n";
-  CHECK(bit_equal(grad_of(y, {x})[0], grad_of(block(x), {x})[0]));
-  REQUIRE(remat::best_choices(best).size() == 1);
-  CHECK(remat::best_choices(best)[0].kept_bytes > 0);
 }
 
 TEST_CASE("README: modules and chains run as regions", "[readme]") {

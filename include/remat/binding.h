@@ -259,10 +259,6 @@ using StageRegion = std::function<at::Tensor(std::size_t stage, const Checkpoint
 REMAT_API ChainCost measure_stages(const std::vector<Stage>& stages, const at::Tensor& sample,
                                    const MeasureOptions& options, const StageRegion& run_region);
 
-/// The same policy, whose kept results pass the saved-tensor hooks around a region: for a region of a plan that moves what it
-/// keeps (`PlanRegion::moves_kept`). One with `save_best` in it is returned as it is: it has measured what it keeps in place.
-REMAT_API Policy kept_through_hooks(const Policy& policy);
-
 /// Runs an item of a plan that is in no region: a stage, or a region with all that it runs. `item`: its number, from 0.
 using ItemRun = std::function<at::Tensor(std::size_t item, at::Tensor input)>;
 /// Does what `run` does around all regions, with items that the binding runs: each on what the one before returned, and

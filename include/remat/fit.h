@@ -22,9 +22,6 @@ struct FitOptions {
   MeasureOptions measure{};                      ///< of each stage
   int64_t max_depth = 0;                         ///< of nesting; 0: any
   double frame_cost_s = 0;                       ///< of one region [seconds]
-  /// Regions of one stage may keep results of operator calls, by `measure.policies` or, if there are none,
-  /// `policies_to_try()`.
-  bool keeps_results = true;
   /// Runs a step as planned and looks at its peak, which may be higher than the stages' costs say: where
   /// stages share parameters, have buffers that are restored, or the program keeps what they return. Above the budget,
   /// a smaller plan is taken.
@@ -48,12 +45,11 @@ class REMAT_API Fitted {
 
   int64_t budget_bytes() const;  ///< as asked for
   // Of the sample that was fitted last:
-  Plan plan() const;                     ///< what was chosen
-  std::vector<Policy> policies() const;  ///< which the numbers in plans mean
-  ChainCost cost() const;                ///< as measured, or as the file had it
-  bool was_measured() const;             ///< not: the file had it
-  Frontier frontier() const;             ///< the least time for every budget
-  Simulation predicted() const;          ///< of the plan
+  Plan plan() const;             ///< what was chosen
+  ChainCost cost() const;        ///< as measured, or as the file had it
+  bool was_measured() const;     ///< not: the file had it
+  Frontier frontier() const;     ///< the least time for every budget
+  Simulation predicted() const;  ///< of the plan
   /// The peak [bytes] of a step as planned, beyond input, parameters and their gradients; none without `verify`.
   std::optional<int64_t> measured_peak() const;
   /// What was chosen, beside no regions, a region a stage and the least memory; and each stage.

@@ -22,24 +22,6 @@ namespace detail {
 class FrontierTable;  // lib/plan/solver.h
 }
 
-/// A stage as a region of its own whose policy keeps some results of operator calls: what that costs
-/// beside the stage without a region. No number is negative.
-struct KeepingCost {
-  int64_t policy = 0;             ///< its number among those that were measured, from 1
-  double extra_s = 0;             ///< [seconds] that forward and backward take longer
-  int64_t kept_bytes = 0;         ///< from forward to backward, beyond the stage's input and output
-  int64_t forward_tmp_bytes = 0;  ///< of forward at its peak, beyond output and `kept_bytes`
-  /// Of recompute and backward at their peak, beyond the stage's input and the gradient of its output:
-  /// with what is kept, and with the gradient of the input. At least `kept_bytes`.
-  int64_t backward_bytes = 0;
-  /// The same with the input, which nobody but the region holds. Negative: both together.
-  int64_t lone_backward_bytes = -1;
-  /// Whether the output is among what is kept; `kept_bytes` do not count it, `backward_bytes` do.
-  bool keeps_output = true;
-  /// Of `kept_bytes`, what goes away when what is kept is moved.
-  int64_t movable_bytes = 0;
-};
-
 /// What one stage of a chain costs: time in [s], memory in [bytes], each storage once. Parameters
 /// and their gradients are in no budget. All numbers are finite and not negative, but for those
 /// that say "negative".
@@ -61,8 +43,6 @@ struct StageCost {
   /// Instead of `forward_tmp_bytes` where nothing is saved, as in a region's first run. Tensors that
   /// `saved_bytes` counts otherwise are temporaries then. Negative: `forward_tmp_bytes`.
   int64_t unsaved_tmp_bytes = -1;
-  /// What policies make of it; none: it is recomputed as a whole, or not at all.
-  std::vector<KeepingCost> keeping{};
   /// Of `saved_bytes`, what goes away when what the stage saves is moved.
   int64_t movable_bytes = 0;
   /// Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves its input.
@@ -118,32 +98,24 @@ struct ChainCost {
 struct PlanRegion {
   int64_t first = 0;  ///< counted from 1
   int64_t last = 0;   ///< inclusive
-  /// The number of a policy, from 1, by which a region of one stage keeps results; 0: it keeps none.
-  int64_t policy = 0;
-  /// With a policy: what it keeps waits elsewhere until backward comes near.
-  bool moves_kept = false;
   friend bool operator==(const PlanRegion&, const PlanRegion&) = default;
 };
 
 /// Which parts of a chain of stages are regions: a tree of nested `checkpoint()` calls and nothing
 /// else. As text, with stages counted from 1:
 ///
-///     plan := '[' item (' ' item)* ']'        item := stage | 'ck' plan | 'ck' policy '[' stage ']'
-///                                    | 'mk' policy '[' stage ']' | 'mv[' item ']'
+///     plan := '[' item (' ' item)* ']'        item := stage | 'ck' plan | 'mv[' item ']'
 ///
-/// for example "[ck[ck[1] 2] ck[3] 4 5]", or "[ck2[1] ck[2] 3]", where the region of stage 1 keeps what
-/// the second policy says. Such a region has one stage and is in no other one. What autograd saves of an
-/// item in 'mv[]' (of a region: its input) waits elsewhere until backward comes near: "[1 mv[2] mv[ck[3 4]] 5]".
-/// What a region with a policy keeps does so in 'mk': "[mk2[1] mv[mk1[2]] 3]", where both go of stage 2.
-/// Such an item is in no region, and is not the last one.
+/// for example "[ck[ck[1] 2] ck[3] 4 5]". What autograd saves of an item in 'mv[]' (of a region: its
+/// input) waits elsewhere until backward comes near: "[1 mv[2] mv[ck[3 4]] 5]". Such an item is in
+/// no region, and is not the last one.
 /// A value: copied freely, never changed.
 class REMAT_API Plan {
  public:
   /// `regions` in the order in which they open: by first stage, the outer one before those inside.
-  /// Throws `c10::ValueError` if `stages` is below 1, regions overlap or are out of order, or one with
-  /// a policy has several stages or is in another one. `moved`: the first stages of items that move what
-  /// they save, in order; throws for one that begins no item outside of regions, and for the last item. Throws
-  /// for a region that moves what it keeps and has no policy, or has the last stage.
+  /// Throws `c10::ValueError` if `stages` is below 1, or regions overlap or are out of order.
+  /// `moved`: the first stages of items that move what they save, in order; throws for one that
+  /// begins no item outside of regions, and for the last item.
   explicit Plan(int64_t stages, std::vector<PlanRegion> regions = {},
                 std::vector<int64_t> moved = {});
   /// Reads exactly what `to_string` writes. Throws `c10::ValueError` with the position for anything
@@ -157,9 +129,8 @@ class REMAT_API Plan {
   int64_t frames() const { return static_cast<int64_t>(regions_.size()); }
   /// In the order in which they open.
   const std::vector<PlanRegion>& regions() const { return regions_; }
-  /// The first stages of the items that move what they save, in order; not of those that only move what they keep.
+  /// The first stages of the items that move what they save, in order.
   const std::vector<int64_t>& moved() const { return moved_; }
-  int64_t policies() const;  ///< the largest number of a policy; 0 without any
   /// How often forward, with one backward and early stop on, calls each stage: once, and once for
   /// every region around it whose recompute gets that far.
   std::vector<int64_t> calls() const;
@@ -224,14 +195,12 @@ class REMAT_API Frontier {
 
 /// The exact frontier of time and memory over all plans whose last stage is in no region, for every budget at once: the
 /// recurrence of rotor (Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains") on staircases
-/// instead of memory slots, with early stop, the depth limit and the cost of a frame. A stage outside
-/// of regions of several stages may be a region that keeps results, in any of the ways in
-/// `StageCost::keeping`.
+/// instead of memory slots, with early stop, the depth limit and the cost of a frame.
 ///
 /// A region around the last stage would be recomputed at once. It pays where what that stage has for a moment in forward is
 /// larger beside what it saves than all that comes after: cut such a stage in two.
 ///
-/// With `ChainCost::moving`, what stages and regions outside of other regions save or keep may wait elsewhere. The model:
+/// With `ChainCost::moving`, what stages and regions outside of other regions save may wait elsewhere. The model:
 /// whole values and one channel, on which the copies of one item (a stage or a region) run beside the item behind it. Its
 /// forward ends when they have been written, and they are read back from the beginning of its backward; both
 /// times the bytes are still, or again, in memory. The program waits for what takes longer than that forward, or
@@ -255,8 +224,8 @@ struct Simulation {
 
 /// What a plan costs: the Rules applied to sizes, event by event, without the solver's recurrence.
 /// Uses `early_stop` and `frame_cost_s` of the options. Time: the number of stage calls.
-/// Throws `c10::ValueError` as `solve`, if plan and cost have different numbers of stages, and for a
-/// policy that the cost of its stage does not have.
+/// Throws `c10::ValueError` as `solve`, and if plan and cost have different numbers of
+/// stages.
 REMAT_API Simulation simulate(const ChainCost& cost, const Plan& plan,
                               const SolveOptions& options = {});
 
@@ -266,18 +235,10 @@ struct MeasureOptions {
   int64_t repeats = 5;  ///< timed runs, the least of which is kept
   /// Whose bytes and time count, what is elsewhere counts nothing; none: the sample's device.
   std::optional<c10::Device> device{};
-  /// Each stage but the last is measured as a region under each of these, too: `StageCost::keeping`
-  /// has those that keep something, and less than the stage without a region does. `policies_to_try`
-  /// has some.
-  std::vector<Policy> policies{};
-  bool early_stop = true;  ///< of those regions
+  bool early_stop = true;  ///< of the regions in which a stage is measured
   /// What stages save, and their outputs, are tried to move so; none: plans will not move anything.
   std::optional<MoveOptions> moving{};
 };
-
-/// Policies worth measuring, by what they keep: attention; matrix products, convolutions and attention
-/// (`save_matmuls`); all results but those of operators that work element by element.
-REMAT_API std::vector<Policy> policies_to_try();
 
 /// Runs each stage forward and backward on what the one before made of `sample`, and says what it
 /// cost. Grad mode is on; `sample` takes part in backward if it requires grad.
@@ -312,18 +273,15 @@ REMAT_API ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& 
 REMAT_API int64_t free_budget(const ChainCost& cost, c10::Device device, double margin = 0.05);
 
 /// Runs the stages on `input` with nested `checkpoint()` calls as the plan says, all with `options`;
-/// the stages a region runs are added to its name. `policies` are those that the plan's numbers mean,
-/// as they were measured; regions without a number have the one of `options`. What the plan moves waits where `moving`
-/// says (common rules: hooks.h, above SaveOnCpuGuard); what cannot be written stays in memory, with a warning.
+/// the stages a region runs are added to its name. What the plan moves waits where `moving` says (common rules: hooks.h, above SaveOnCpuGuard); what cannot be written stays in memory, with a warning.
 /// The stages are copied once, and are kept as long
 /// as the graph. Memory: at most what `simulate` says for measured costs, with the loss and its gradient, which the caller of
 /// `backward()` holds to its end.
-/// Throws `c10::ValueError` if plan and stages have different numbers, for a policy that is not
-/// there, and for a plan that moves if `moving` has no directory and the input is the CPU's, or no file can be made there; else as `checkpoint()`.
+/// Throws `c10::ValueError` if plan and stages have different numbers,
+/// and for a plan that moves if `moving` has no directory and the input is the CPU's, or no file can be made there; else as `checkpoint()`.
 /// Example: examples/budget.cpp.
 REMAT_API at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor input,
-                         const CheckpointOptions& options = {},
-                         const std::vector<Policy>& policies = {}, const MoveOptions& moving = {});
+                         const CheckpointOptions& options = {}, const MoveOptions& moving = {});
 
 // Plans by formula, for chains that nobody measured. All throw `c10::ValueError` if `stages` is
 // below 1 or the second number is out of its range.

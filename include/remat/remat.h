@@ -16,7 +16,6 @@
 #include "remat/plan.h"
 #include "remat/policy.h"
 #include "remat/report.h"
-#include "remat/save_best.h"
 #include "remat/scope.h"
 #include "remat/sequential.h"
 #include "remat/state.h"

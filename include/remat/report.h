@@ -36,8 +36,6 @@ struct DecisionReport {
   std::string reason;   ///< what the policy answered, or why that could not be
   int64_t calls = 0;    ///< in all first runs
   int64_t bytes = 0;    ///< [bytes] that these calls keep; results that nobody reads have none
-  double seconds =
-      0;  ///< [seconds] that these calls take, as `save_best` has measured them; 0: it has not
 };
 
 /// Sums over all regions of one name that began while the recorder was alive.

@@ -27,11 +27,6 @@ const TensorNames* RegionBody::tensor_names() const { return nullptr; }
 
 TensorNames::~TensorNames() = default;
 
-Policy kept_through_hooks(const Policy& policy) {
-  auto rule = PolicyRule::through_hooks(PolicyRule::of(policy));
-  return rule == nullptr ? policy : PolicyRule::policy(std::move(rule));
-}
-
 BackwardMark::BackwardMark(const torch::autograd::edge_list& roots,
                            const torch::autograd::edge_list& targets, bool accumulates) {
   backward_begins(roots, targets, accumulates);

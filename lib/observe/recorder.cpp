@@ -115,7 +115,6 @@ void add(const recording::DecidedCall& call, std::vector<DecisionReport>& to) {
     same = to.insert(to.end(), {std::string(call.op), std::string(call.outcome), call.reason});
   same->calls += 1;
   same->bytes += call.bytes;
-  same->seconds += call.seconds;
 }
 
 class RecordedCopies final : public CopyWatch {
@@ -250,14 +249,12 @@ void region_ends(const RegionInfo& info, RecordedFrame& recorded, const DevicesM
   for (const DeviceBytes& each : sums.saved) saved_bytes += each.bytes;
   KeptBytes::all().set_saved(recorded.kept, std::move(sums.saved));
   for (const DecidedCall& each : sums.decisions)
-    write(
-        {.kind = EventKind::Decision,
-         .number = each.bytes,
-         .text = std::make_shared<const std::string>(fmt::format(
-             "{} {}{}{}: {}", verb_of(each.outcome), each.op,
-             each.bytes > 0 ? fmt::format(", {} bytes", each.bytes) : "",
-             each.seconds > 0 ? fmt::format(", {:.3f} ms", each.seconds * 1e3) : "", each.reason))},
-        &info);
+    write({.kind = EventKind::Decision,
+           .number = each.bytes,
+           .text = std::make_shared<const std::string>(fmt::format(
+               "{} {}{}: {}", verb_of(each.outcome), each.op,
+               each.bytes > 0 ? fmt::format(", {} bytes", each.bytes) : "", each.reason))},
+          &info);
   const double seconds = seconds_since(recorded.begin);
   write({.kind = EventKind::RegionEnds, .number = sums.num_slots, .text = recorded.kept.name},
         &info, recorded.begin);

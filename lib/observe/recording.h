@@ -211,7 +211,6 @@ struct DecidedCall {
   std::string_view op, outcome;  ///< live for good
   std::string reason;
   int64_t bytes = 0;
-  double seconds = 0;
 };
 /// The function has returned. `dropped_bytes`: what became slots.
 struct RegionSums {

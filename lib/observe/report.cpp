@@ -176,10 +176,8 @@ std::vector<std::string> notes_of(const Report& report) {
         f.read_s * 1e3, f.waited_s * 1e3, f.waits));
   for (const RegionReport& r : report.regions)
     for (const DecisionReport& d : r.decisions)
-      notes.push_back(fmt::format("{}: {} {}, {} calls, {}{}: {}", name_shown(r.name), d.outcome,
-                                  d.op, d.calls, readable_bytes(d.bytes),
-                                  d.seconds > 0 ? fmt::format(", {:.3f} ms", d.seconds * 1e3) : "",
-                                  d.reason));
+      notes.push_back(fmt::format("{}: {} {}, {} calls, {}: {}", name_shown(r.name), d.outcome,
+                                  d.op, d.calls, readable_bytes(d.bytes), d.reason));
   for (const DeviceReport& d : report.devices) {
     std::string note =
         fmt::format("{}: at most {} alive at once{}", d.device.str(), readable_bytes(d.peak_bytes),
@@ -265,10 +263,9 @@ std::string Report::to_json() const {
     const char* inner = "";
     for (const DecisionReport& d : r.decisions) {
       text += fmt::format(
-          "{}\n    {{\"op\": {}, \"outcome\": {}, \"reason\": {}, \"calls\": {}, \"bytes\": {}, "
-          "\"seconds\": {:.9f}}}",
-          inner, json_string(d.op), json_string(d.outcome), json_string(d.reason), d.calls, d.bytes,
-          d.seconds);
+          "{}\n    {{\"op\": {}, \"outcome\": {}, \"reason\": {}, \"calls\": {}, \"bytes\": {}}}",
+          inner, json_string(d.op), json_string(d.outcome), json_string(d.reason), d.calls,
+          d.bytes);
       inner = ",";
     }
     text += "]}";

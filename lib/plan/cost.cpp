@@ -84,27 +84,7 @@ void check(const ChainCost& cost, const SolveOptions& options) {
       bytes.add("region_backward_bytes", stage.region_backward_bytes, number);
     if (stage.lone_backward_bytes >= 0)
       bytes.add("lone_backward_bytes", stage.lone_backward_bytes, number);
-    double longest_s = 0;
-    for (const KeepingCost& each : stage.keeping) {
-      check_seconds("extra_s of a policy", each.extra_s, number);
-      TORCH_CHECK_VALUE(each.policy >= 1, "remat::plan: a policy of stage ", number,
-                        " must have a number from 1 on, got ", each.policy, ".");
-      TORCH_CHECK_VALUE(each.backward_bytes >= each.kept_bytes,
-                        "remat::plan: backward_bytes of policy ", each.policy, " of stage ", number,
-                        " must be at least its kept_bytes of ", each.kept_bytes, ", got ",
-                        each.backward_bytes, ".");
-      bytes.add("kept_bytes of a policy", each.kept_bytes, number);
-      bytes.add("forward_tmp_bytes of a policy", each.forward_tmp_bytes, number);
-      bytes.add("backward_bytes of a policy", each.backward_bytes, number);
-      if (each.lone_backward_bytes >= 0)
-        bytes.add("lone_backward_bytes of a policy", each.lone_backward_bytes, number);
-      TORCH_CHECK_VALUE(each.movable_bytes >= 0 && each.movable_bytes <= each.kept_bytes,
-                        "remat::plan: movable_bytes of policy ", each.policy, " of stage ", number,
-                        " must be at least 0 and at most its kept_bytes of ", each.kept_bytes,
-                        ", got ", each.movable_bytes, ".");
-      longest_s = std::max(longest_s, each.extra_s);
-    }
-    seconds += stage.forward_s + longest_s + options.frame_cost_s;
+    seconds += stage.forward_s + options.frame_cost_s;
     TORCH_CHECK_VALUE(stage.movable_bytes >= 0 && stage.movable_bytes <= stage.saved_bytes,
                       "remat::plan: movable_bytes of stage ", number,
                       " must be at least 0 and at most its saved_bytes of ", stage.saved_bytes,
@@ -162,29 +142,10 @@ int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder) {
                                        : peak;
 }
 
-int64_t keeping_peak(const ChainCost& cost, int64_t k, const KeepingCost& keeping,
-                     bool others_hold) {
-  const int64_t input = others_hold ? 0 : input_bytes(cost, k);
-  const int64_t peak = !others_hold && keeping.lone_backward_bytes >= 0
-                           ? keeping.lone_backward_bytes
-                           : keeping.backward_bytes + input;
-  const int64_t at_begin =
-      keeping.kept_bytes + input + (keeping.keeps_output ? stage_of(cost, k).output_bytes : 0);
-  return stage_of(cost, k).grad_bytes + std::max({peak, at_begin, input_grad_bytes(cost, k)});
-}
-
 double seconds_of_copies(const MoveCost& moving, const StageCost& stage) {
-  int64_t saved = stage.saved_bytes;
-  for (const KeepingCost& each : stage.keeping) saved = std::max(saved, each.movable_bytes);
-  const auto bytes = static_cast<double>(stage.output_bytes) + static_cast<double>(saved);
+  const auto bytes =
+      static_cast<double>(stage.output_bytes) + static_cast<double>(stage.saved_bytes);
   return (1 + moving.held_up_share) * bytes * (moving.store_s_per_byte + moving.load_s_per_byte);
-}
-
-const KeepingCost* keeping_with(const StageCost& stage, int64_t policy) {
-  const auto found =
-      std::find_if(stage.keeping.begin(), stage.keeping.end(),
-                   [policy](const KeepingCost& each) { return each.policy == policy; });
-  return found == stage.keeping.end() ? nullptr : &*found;
 }
 
 }  // namespace remat

@@ -12,9 +12,6 @@ namespace remat {
 /// cannot overflow: everything the chain could ever hold adds up to an int64_t.
 void check(const ChainCost& cost, const SolveOptions& options);
 
-/// What the stage costs under the policy of that number; null if it has no such cost.
-const KeepingCost* keeping_with(const StageCost& stage, int64_t policy);
-
 // Note [Who holds an input]
 // When a stage runs backward its input may be held by the stage before it, which saves its output, and by the program's
 // caller: until that backward has ended, and longer. A region outside of other regions holds its input until the last one of its
@@ -28,14 +25,11 @@ enum class InputHolder : uint8_t { Others, Region, Nobody };
 /// All that there is at the peak of the backward of stage k, with what is there at its beginning and end; with the input, but for
 /// one that others hold.
 int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder);
-/// The same of stage k as a region that keeps, with its recompute; a region holds its input if nobody else does.
-int64_t keeping_peak(const ChainCost& cost, int64_t k, const KeepingCost& keeping,
-                     bool others_hold);
 
 /// Whether anything of it waits elsewhere.
 bool moves_anything(const Plan& plan);
 
-/// [seconds] at most, of copying all that the stage saves or keeps, and back.
+/// [seconds] at most, of copying all that the stage saves, and back.
 double seconds_of_copies(const MoveCost& moving, const StageCost& stage);
 
 /// An item is a stage, or (negative) a region, by its place in Plan::regions(), from 1.

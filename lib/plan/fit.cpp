@@ -70,7 +70,7 @@ struct Fitted::Impl {
   /// Holds no lock while stages run: they may call the chain themselves.
   const Fit& fit_for(const at::Tensor& sample);
   at::Tensor run_planned(const Plan& plan, at::Tensor input) const {
-    return run(plan, stages, std::move(input), options.checkpoint, options.measure.policies,
+    return run(plan, stages, std::move(input), options.checkpoint,
                options.measure.moving.value_or(MoveOptions()));
   }
 
@@ -158,7 +158,6 @@ at::Tensor Fitted::operator()(at::Tensor input) const {
 }
 
 int64_t Fitted::budget_bytes() const { return impl_->budget_bytes; }
-std::vector<Policy> Fitted::policies() const { return impl_->options.measure.policies; }
 
 namespace {
 
@@ -202,20 +201,13 @@ std::string Fitted::picture() const {
 namespace {
 
 /// What a plan does to a stage, in words.
-std::string way_of(const Plan& plan, const StageCost& stage, int64_t number) {
+std::string way_of(const Plan& plan, int64_t number) {
   const auto moves = [&](int64_t first) {
     return std::binary_search(plan.moved().begin(), plan.moved().end(), first);
   };
   for (const PlanRegion& region : plan.regions()) {
     if (region.first > number || region.last < number) continue;
-    const char* const input = moves(region.first) ? "input moved, " : "";
-    if (region.policy == 0) return std::string(input) + "recomputed";
-    const KeepingCost& keeping = *keeping_with(stage, region.policy);
-    const std::string elsewhere =
-        region.moves_kept ? fmt::format(" ({} of it moved)", with_commas(keeping.movable_bytes))
-                          : "";
-    return fmt::format("{}{} kept{}, the rest recomputed (policy {})", input,
-                       with_commas(keeping.kept_bytes), elsewhere, region.policy);
+    return moves(region.first) ? "input moved, recomputed" : "recomputed";
   }
   return moves(number) ? "moved" : "kept";
 }
@@ -263,7 +255,7 @@ std::string Fitted::table() const {
       text += fmt::format("{:>5} {:>11.3f} {:>12.3f} {:>14} {:>14} {:>6}   {}\n", i + 1,
                           1e3 * stage.forward_s, 1e3 * stage.backward_s,
                           with_commas(stage.output_bytes), with_commas(stage.saved_bytes), calls[i],
-                          way_of(fit.plan, stage, static_cast<int64_t>(i) + 1));
+                          way_of(fit.plan, static_cast<int64_t>(i) + 1));
     }
     return text;
   });
@@ -278,12 +270,7 @@ Fitted fit(std::vector<Stage> stages, const at::Tensor& sample, int64_t budget_b
   impl->stages = std::move(stages);
   impl->budget_bytes = budget_bytes;
   impl->options = std::move(options);
-  MeasureOptions& measuring = impl->options.measure;
-  measuring.early_stop = impl->options.checkpoint.early_stop;
-  if (!impl->options.keeps_results)
-    measuring.policies.clear();
-  else if (measuring.policies.empty())
-    measuring.policies = policies_to_try();
+  impl->options.measure.early_stop = impl->options.checkpoint.early_stop;
   impl->fit_for(sample);
   return Fitted(std::move(impl));
 }

@@ -18,7 +18,7 @@ namespace remat {
 
 namespace {
 
-constexpr const char* heading = "remat measurements 4";
+constexpr const char* heading = "remat measurements 5";
 
 using Measurements = std::map<std::string, ChainCost>;
 
@@ -91,13 +91,6 @@ Measurements read_all(const std::filesystem::path& file) {
                  stage.lone_backward_bytes);
       if (lines.next_begins("moves "))
         lines.read("moves", stage.movable_bytes, stage.has_movable_output);
-      while (lines.next_begins("keeping ")) {
-        KeepingCost keeping;
-        lines.read("keeping", keeping.policy, keeping.extra_s, keeping.kept_bytes,
-                   keeping.forward_tmp_bytes, keeping.backward_bytes, keeping.lone_backward_bytes,
-                   keeping.keeps_output, keeping.movable_bytes);
-        stage.keeping.push_back(keeping);
-      }
       cost.stages.push_back(std::move(stage));
     }
     all.insert_or_assign(with, std::move(cost));
@@ -135,9 +128,6 @@ std::string measured_with(std::size_t num_stages, const at::Tensor& sample,
                   sample.requires_grad() ? " that requires grad" : "", sample.device().str(),
                   options.warmup, options.repeats, TORCH_VERSION, at::get_num_threads());
   with += autocast_around(sample.device().type());
-  if (!options.policies.empty())
-    with += fmt::format(", {} policies{}", options.policies.size(),
-                        options.early_stop ? "" : " without early stop");
   if (options.moving)
     with += fmt::format(", moves of {} and more {}", options.moving->min_bytes,
                         options.moving->directory.empty()
@@ -179,10 +169,6 @@ void add_measurement(const std::filesystem::path& file, const std::string& with,
                          stage.region_backward_bytes, stage.lone_backward_bytes);
       if (chain.moving)
         out << fmt::format("moves {} {:d}\n", stage.movable_bytes, stage.has_movable_output);
-      for (const KeepingCost& each : stage.keeping)
-        out << fmt::format("keeping {} {} {} {} {} {} {:d} {}\n", each.policy, each.extra_s,
-                           each.kept_bytes, each.forward_tmp_bytes, each.backward_bytes,
-                           each.lone_backward_bytes, each.keeps_output, each.movable_bytes);
     }
   }
   out.close();

@@ -3,8 +3,7 @@
 //
 // Note [The file of measurements]
 // Text: a heading, and of each chain a line of what it was measured with, one of the chain and one of each stage, each
-// followed by what of it moves and by those of the policies under which it keeps results. What
-// it was measured with must be the same in every word to be used: the sample, the number of stages, how often they
+// followed by what of it moves. What it was measured with must be the same in every word to be used: the sample, the number of stages, how often they
 // ran, LibTorch's version and threads, autocast around them. The functions themselves cannot be compared: a file belongs to a model.
 // It is read when a chain is fitted, and written anew under another name that takes its place, so that nobody
 // reads half of it.

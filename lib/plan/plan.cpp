@@ -12,7 +12,7 @@ namespace remat {
 
 namespace {
 
-constexpr std::string_view kOpen = "ck", kOpenMoving = "mk", kMove = "mv[";
+constexpr std::string_view kOpen = "ck[", kMove = "mv[";
 
 // Note [Plans are flat]
 // A plan is kept as the list of its regions in the order in which they open. The spans of a tree
@@ -31,7 +31,7 @@ constexpr std::string_view kOpen = "ck", kOpenMoving = "mk", kMove = "mv[";
   TORCH_CHECK_VALUE(
       false, "remat::Plan::parse: ", fact, " at position ", position, ".\n  text: ", shown,
       "\nDo: write stages from 1 on, each once and in order, regions as ck[...] and what "
-      "moves as mv[...] or mk1[...], separated by single spaces: [ck[ck[1] 2] mv[ck[3]] 4 5]");
+      "moves as mv[...], separated by single spaces: [ck[ck[1] 2] mv[ck[3]] 4 5]");
 }
 
 /// What stands at a position, for an error.
@@ -65,31 +65,11 @@ class Parser {
       moved_.push_back(stage_ + 1);
       is_moving_ = true;
     }
-    while (std::optional<PlanRegion> region = next_opens()) {
+    while (next_is(kOpen)) {
       open_.push_back(regions_.size());
-      regions_.push_back(*region);
+      regions_.push_back({stage_ + 1, 0});
     }
     number();
-  }
-
-  /// A region that begins here.
-  std::optional<PlanRegion> next_opens() {
-    const std::size_t start = position_;
-    const bool moves_kept = next_is(kOpenMoving);
-    if (!moves_kept && !next_is(kOpen)) return std::nullopt;
-    const std::size_t number = position_;
-    const int64_t policy = digits();
-    const bool has_number = position_ > number;
-    if (!next_is("[")) {
-      position_ = start;
-      return std::nullopt;
-    }
-    if (has_number && text_[number] == '0')
-      refuse(text_, number, "the number of a policy begins with 1 to 9");
-    if (moves_kept && !has_number)
-      refuse(text_, number,
-             "the number of a policy was expected, of a region that moves what it keeps,");
-    return PlanRegion{stage_ + 1, 0, policy, moves_kept};
   }
 
   /// 0 if there are none.
@@ -158,27 +138,9 @@ Plan::Plan(int64_t stages, std::vector<PlanRegion> regions, std::vector<int64_t>
                       " is empty, outside of 1 to ", stages,
                       ", or comes after one that begins later.");
     while (open.back().last < region.first) open.pop_back();
-    TORCH_CHECK_VALUE(region.policy >= 0, "remat::Plan: the policy of a region of stages ",
-                      region.first, " to ", region.last, " is ", region.policy,
-                      ".\nDo: give the number of one, from 1, or 0 for none.");
-    TORCH_CHECK_VALUE(region.policy == 0 || region.first == region.last,
-                      "remat::Plan: a region of stages ", region.first, " to ", region.last,
-                      " has a policy.\nDo: give policies to regions of one stage.");
     TORCH_CHECK_VALUE(region.last <= open.back().last, "remat::Plan: a region of stages ",
                       region.first, " to ", region.last, " overlaps one of stages ",
                       open.back().first, " to ", open.back().last, ".");
-    TORCH_CHECK_VALUE(
-        open.size() == 1 || (region.policy == 0 && open.back().policy == 0),
-        "remat::Plan: a region of stages ", region.first, " to ", region.last,
-        " is inside of one of stages ", open.back().first, " to ", open.back().last,
-        ", and one of them has a policy.\nDo: give policies to regions that are in no "
-        "other one and have none in them.");
-    TORCH_CHECK_VALUE(!region.moves_kept || region.policy > 0, "remat::Plan: the region of stage ",
-                      region.first, " moves what it keeps, and has no policy.\nDo: give it one.");
-    TORCH_CHECK_VALUE(
-        !region.moves_kept || region.last < stages, "remat::Plan: the last item, stage ",
-        region.first,
-        ", moves what it keeps: backward needs it at once.\nDo: leave it where it is.");
     open.push_back(region);
     first = region.first;
   }
@@ -222,9 +184,7 @@ std::string Plan::to_string() const {
       text += kMove;
     }
     for (; next < regions_.size() && regions_[next].first == stage; ++next) {
-      text += regions_[next].moves_kept ? kOpenMoving : kOpen;
-      if (regions_[next].policy > 0) text += std::to_string(regions_[next].policy);
-      text += '[';
+      text += kOpen;
       open.push_back(regions_[next].last);
     }
     text += std::to_string(stage);
@@ -249,17 +209,7 @@ std::vector<std::vector<PlanItem>> items_of(const Plan& plan) {
   return items;
 }
 
-bool moves_anything(const Plan& plan) {
-  return !plan.moved().empty() ||
-         std::any_of(plan.regions().begin(), plan.regions().end(),
-                     [](const PlanRegion& each) { return each.moves_kept; });
-}
-
-int64_t Plan::policies() const {
-  int64_t most = 0;
-  for (const PlanRegion& region : regions_) most = std::max(most, region.policy);
-  return most;
-}
+bool moves_anything(const Plan& plan) { return !plan.moved().empty(); }
 
 int64_t Plan::depth() const {
   std::size_t deepest = 0;

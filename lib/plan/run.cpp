@@ -5,10 +5,6 @@
 // else holds, and goes on beside the item behind it, at whose end it is waited for: never are more than two items'
 // bytes in memory on their way out. Copying back begins when the gradient of the output of that
 // item behind is there, by a hook on it: beside its backward. All depots share one place, so one file.
-//
-// Note [Moving kept results of a plan]
-// What a region keeps goes to the same depot, through the hooks around it (`SelectiveOptions::save_through_hooks`, which
-// the region's policy gets for this). Where the region's input stays, the guard around it takes nothing else.
 
 #include <algorithm>
 #include <functional>
@@ -21,7 +17,6 @@
 #include "lib/plan/cost.h"
 #include "lib/plan/moves.h"
 #include "lib/scope/offload.h"
-#include "lib/selective/policy_rule.h"
 #include "remat/binding.h"
 #include "remat/checkpoint.h"
 
@@ -61,12 +56,6 @@ at::Tensor run_item(const std::shared_ptr<const Program>& program, PlanItem item
   return checkpoint(program->options[region], RegionOfPlan{program, region}, std::move(x));
 }
 
-/// What one item moves.
-struct ItemMoves {
-  bool saved = false;  ///< what autograd saves of it: of a region its input
-  bool kept = false;   ///< what a region keeps
-};
-
 /// A depot for each item that moves something, while the program around all regions runs. See Note
 /// [What a plan moves].
 class Moves {
@@ -74,15 +63,15 @@ class Moves {
   Moves(std::shared_ptr<Place> place, int64_t min_bytes)
       : place_(std::move(place)), min_bytes_(min_bytes) {}
 
-  /// Runs the next item. `name`: says what recorders call it.
+  /// Runs the next item. `moves`: what autograd saves of it. `name`: says what recorders call it.
   template <class RunItem, class Name>
-  at::Tensor run(const ItemMoves& moves, const Name& name, const RunItem& run_item) {
+  at::Tensor run(bool moves, const Name& name, const RunItem& run_item) {
     std::shared_ptr<Depot> depot;
-    if (moves.saved || moves.kept) depot = depot_of_moves(place_, min_bytes_, name());
+    if (moves) depot = depot_of_moves(place_, min_bytes_, name());
     at::Tensor x;
     {
       std::optional<DepotGuard> guard;
-      if (depot != nullptr) guard.emplace(depot, /*takes_kept_only=*/!moves.saved);
+      if (depot != nullptr) guard.emplace(depot);
       x = run_item();
     }
     if (before_ != nullptr) {
@@ -127,10 +116,8 @@ at::Tensor run_outermost(const Plan& plan, at::Tensor input, const MoveOptions& 
     }
     const PlanRegion item = items[i] > 0 ? PlanRegion{items[i], items[i]}
                                          : plan.regions()[static_cast<std::size_t>(-items[i]) - 1];
-    const ItemMoves what{
-        .saved = std::binary_search(plan.moved().begin(), plan.moved().end(), item.first),
-        .kept = item.moves_kept};
-    input = moves->run(what, [&] { return name_of(name, item.first, item.last); }, run_here);
+    const bool is_moved = std::binary_search(plan.moved().begin(), plan.moved().end(), item.first);
+    input = moves->run(is_moved, [&] { return name_of(name, item.first, item.last); }, run_here);
   }
   return input;
 }
@@ -138,27 +125,15 @@ at::Tensor run_outermost(const Plan& plan, at::Tensor input, const MoveOptions& 
 }  // namespace
 
 at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor input,
-               const CheckpointOptions& options, const std::vector<Policy>& policies,
-               const MoveOptions& moving) {
+               const CheckpointOptions& options, const MoveOptions& moving) {
   TORCH_CHECK_VALUE(static_cast<int64_t>(stages.size()) == plan.stages(),
                     "remat::run: the plan has ", plan.stages(), " stages, but ", stages.size(),
                     " functions were passed.");
   for (std::size_t i = 0; i < stages.size(); ++i)
     TORCH_CHECK_VALUE(stages[i], "remat::run: the function of stage ", i + 1, " is empty.");
-  TORCH_CHECK_VALUE(plan.policies() <= static_cast<int64_t>(policies.size()),
-                    "remat::run: the plan has a region with policy ", plan.policies(), ", but ",
-                    policies.size(),
-                    " policies were passed.\nDo: pass those that the stages were measured with.");
   const auto program = std::make_shared<Program>(Program{stages, items_of(plan), {options}});
-  for (const PlanRegion& region : plan.regions()) {
+  for (const PlanRegion& region : plan.regions())
     program->options.push_back(named(options, region));
-    if (region.policy == 0) continue;
-    Policy& policy = program->options.back().policy;
-    policy = policies[static_cast<std::size_t>(region.policy - 1)];
-    if (!region.moves_kept) continue;
-    if (auto rule = PolicyRule::through_hooks(PolicyRule::of(policy)))
-      policy = PolicyRule::policy(std::move(rule));
-  }
   return run_outermost(plan, std::move(input), moving, options.name,
                        [&program](std::size_t item, at::Tensor x) {
                          return run_item(program, program->items[0][item], std::move(x));

@@ -23,20 +23,12 @@ class Simulator {
     owner_.resize(stages + 1);
     calls_.resize(stages + 1);
     stopped_calls_.resize(stages + 1);
-    keeping_.resize(stages + 1);
     region_holds_.resize(stages + 1);
     load_before_.resize(stages + 1);
     moves_.resize(stages + 1);
     // Frame 0 is the program around all regions; its values are there from the start.
     frames_.push_back({.stages = {1, last_}, .is_recomputed = true});
-    for (const PlanRegion& region : plan.regions()) {
-      frames_.push_back({.stages = region});
-      if (region.policy == 0) continue;
-      keeping_[region.first] = keeping_with(stage(region.first), region.policy);
-      moves_[region.first].keeps_elsewhere = region.moves_kept;
-      TORCH_CHECK_VALUE(keeping_[region.first] != nullptr, "remat::simulate: stage ", region.first,
-                        " has no cost under policy ", region.policy, ".");
-    }
+    for (const PlanRegion& region : plan.regions()) frames_.push_back({.stages = region});
     std::vector<std::vector<PlanItem>> items = items_of(plan);
     for (std::size_t i = 0; i < items.size(); ++i) {
       for (const PlanItem item : items[i])
@@ -44,8 +36,7 @@ class Simulator {
       frames_[i].items = std::move(items[i]);
     }
     for (const Frame& frame : frames_)
-      if (&frame != &frames_.front() && frame.parent == 0)
-        region_holds_[frame.stages.first] = frame.stages.policy == 0;
+      if (&frame != &frames_.front() && frame.parent == 0) region_holds_[frame.stages.first] = true;
     if (cost.moving) moving_ = *cost.moving;
     for (const int64_t first : plan.moved()) moves_[first].is_planned = true;
   }
@@ -56,17 +47,12 @@ class Simulator {
     Simulation result;
     result.peak_bytes = peak_ + cost_.cached_cast_bytes;
     result.frames = static_cast<int64_t>(frames_.size()) - 1;
-    // What a policy costs was measured with its frame.
-    const auto unmeasured = static_cast<double>(
-        std::count_if(frames_.begin() + 1, frames_.end(),
-                      [](const Frame& frame) { return frame.stages.policy == 0; }));
-    result.extra_s = options_.frame_cost_s * unmeasured + seconds_of_moves_;
+    result.extra_s = options_.frame_cost_s * static_cast<double>(result.frames) + seconds_of_moves_;
     for (int64_t k = 1; k <= last_; ++k) {
       const auto complete = static_cast<double>(calls_[k] - 1);
       result.extra_s += complete * stage(k).forward_s +
                         static_cast<double>(stopped_calls_[k]) * seconds_to_last_save(k);
-      if (const KeepingCost* const keeping = keeping_[k]) result.extra_s += keeping->extra_s;
-      result.calls.push_back(calls_[k] + stopped_calls_[k] + (keeping_[k] != nullptr ? 1 : 0));
+      result.calls.push_back(calls_[k] + stopped_calls_[k]);
     }
     return result;
   }
@@ -81,10 +67,9 @@ class Simulator {
 
   /// What an item moves, by its first stage.
   struct Move {
-    bool is_planned = false;       ///< of what it saves: of a region its input
-    bool keeps_elsewhere = false;  ///< of a region that keeps
+    bool is_planned = false;  ///< of what it saves: of a region its input
     bool has_input = false;
-    int64_t saved_bytes = 0;  ///< or kept, besides the input
+    int64_t saved_bytes = 0;  ///< besides the input
     int64_t next = 0;         ///< the first stage of the item behind
   };
 
@@ -159,30 +144,6 @@ class Simulator {
     }
   }
 
-  /// Runs a stage under a policy, outside of all other regions: what is kept stays.
-  void run_keeping(int64_t k) {
-    ++calls_[k];
-    hold_x(k);
-    add(keeping_[k]->kept_bytes);
-    use(keeping_[k]->forward_tmp_bytes);
-    if (keeping_[k]->keeps_output) hold_x(k);
-    drop_x(k - 1);
-  }
-
-  /// The recompute of such a stage and its backward, of which only the peak is known.
-  void finish_keeping(int64_t k) {
-    const KeepingCost& keeping = *keeping_[k];
-    const bool others_hold = holders_of_x_[k - 1] > 1;
-    const int64_t counted = keeping.kept_bytes + bytes_of_d(k) +
-                            (keeping.keeps_output ? bytes_of_x(k) : 0) +
-                            (others_hold ? 0 : bytes_of_x(k - 1));
-    use(keeping_peak(cost_, k, keeping, others_hold) - counted);
-    if (keeping.keeps_output) drop_x(k);
-    drop_x(k - 1);
-    add(-keeping.kept_bytes - bytes_of_d(k));
-    add(bytes_of_d(k - 1));
-  }
-
   // The program's own items, of which some move what they save. It is held by its item's place until the
   // one behind it has run, and again from the beginning of that one's backward.
 
@@ -198,14 +159,12 @@ class Simulator {
     }
     moved_before_ = 0;
     Move& move = moves_[first];
-    if (move.is_planned || move.keeps_elsewhere) {
+    if (move.is_planned) {
       const bool is_stage = owner_[first] == 0;
       const bool holds_input = !is_stage || stage(first).saves_input;
-      move.has_input = move.is_planned && first > 1 && stage(first - 1).has_movable_output &&
-                       holds_input && holders_of_x_[first - 1] == 1;
-      move.saved_bytes = is_stage               ? stage(first).movable_bytes
-                         : move.keeps_elsewhere ? keeping_[first]->movable_bytes
-                                                : 0;
+      move.has_input = first > 1 && stage(first - 1).has_movable_output && holds_input &&
+                       holders_of_x_[first - 1] == 1;
+      move.saved_bytes = is_stage ? stage(first).movable_bytes : 0;
       const double copies = moving_.store_s_per_byte + moving_.load_s_per_byte;
       seconds_of_moves_ += moving_.held_up_share * copies * bytes_of(move, first);
       moved_before_ = first;
@@ -232,8 +191,7 @@ class Simulator {
     const Move& move = moves_[first];
     double beside = 0;
     for (int64_t each = move.next; each <= k; ++each) beside += stage(each).backward_s;
-    if (owner_[k] != 0 && keeping_[k] == nullptr)
-      beside += forward_seconds(move.next, k - 1) + seconds_to_last_save(k);
+    if (owner_[k] != 0) beside += forward_seconds(move.next, k - 1) + seconds_to_last_save(k);
     wait_for(move, moving_.load_s_per_byte, beside);
     add(move.saved_bytes);
     if (move.has_input) hold_x(first - 1);
@@ -251,10 +209,7 @@ class Simulator {
         const PlanRegion& inner = frames_[static_cast<std::size_t>(-item)].stages;
         hold_x(reached);  // the inner region's input: saved by this frame
         if (is_last) return reached;
-        if (inner.policy > 0)
-          run_keeping(inner.first);
-        else
-          sweep(inner);
+        sweep(inner);
         reached = inner.last;
         if (&frame == &frames_.front()) end_item(inner.first, inner.last);
         continue;
@@ -291,12 +246,8 @@ class Simulator {
     add(bytes_of_d(last_));
     for (int64_t k = last_; k >= 1; --k) {
       load_before(k);
-      if (keeping_[k] != nullptr) {
-        finish_keeping(k);
-      } else {
-        recompute(owner_[k], stage(k).first_read_tmp_bytes);
-        finish(k);
-      }
+      recompute(owner_[k], stage(k).first_read_tmp_bytes);
+      finish(k);
     }
   }
 
@@ -326,7 +277,6 @@ class Simulator {
   std::vector<bool>
       region_holds_;  // whether one in no other one begins with the stage, and holds its input
   std::vector<int64_t> calls_, stopped_calls_;  // complete ones; those that early stop ended
-  std::vector<const KeepingCost*> keeping_;     // null: of no region with a policy
   MoveCost moving_{};
   std::vector<Move> moves_;  // by the first stage
   std::vector<int64_t>

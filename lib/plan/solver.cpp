@@ -54,9 +54,7 @@ void FrontierTable::fill_outermost(std::size_t number) {
 void FrontierTable::scale_seconds() {
   double sum = 0;
   for (const StageCost& each : cost_.stages) {
-    double longest = 0;
-    for (const KeepingCost& keeping : each.keeping) longest = std::max(longest, keeping.extra_s);
-    sum += each.forward_s + longest + options_.frame_cost_s;
+    sum += each.forward_s + options_.frame_cost_s;
     if (cost_.moving) sum += each.backward_s + seconds_of_copies(*cost_.moving, each);
   }
   std::frexp(sum * static_cast<double>(num_stages_), &exponent_);
@@ -76,11 +74,9 @@ void FrontierTable::scale_seconds() {
   for (int64_t k = 1; k <= num_stages_; ++k) {
     const bool may_stop = options_.early_stop && stage(k).forward_to_last_save_s >= 0;
     const int64_t forward = ticks(stage(k).forward_s);
-    ticks_[k] = {forward, may_stop ? ticks(stage(k).forward_to_last_save_s) : forward, {}};
+    ticks_[k] = {forward, may_stop ? ticks(stage(k).forward_to_last_save_s) : forward};
     if (cost_.moving) backward_before_[k + 1] = backward_before_[k] + ticks(stage(k).backward_s);
     forward_before_[k + 1] = forward_before_[k] + forward;
-    for (const KeepingCost& each : stage(k).keeping)
-      ticks_[k].keeping.push_back(ticks(each.extra_s));
   }
 }
 
@@ -146,16 +142,6 @@ int64_t FrontierTable::bytes_to_save(int64_t s, int64_t t, InputHolder holder) c
   return std::max(forward - held_to_end(t), backward_bytes(s, holder) - held_to_end(s));
 }
 
-/// The same of stage s as a region that keeps results, at the chain's end.
-int64_t FrontierTable::bytes_to_keep(int64_t s, const KeepingCost& keeping,
-                                     InputHolder holder) const {
-  const bool others_hold = holder == InputHolder::Others;
-  const int64_t forward = stage(s).output_bytes + keeping.kept_bytes + keeping.forward_tmp_bytes;
-  const int64_t backward =
-      keeping_peak(cost_, s, keeping, others_hold) - (others_hold ? 0 : input_bytes(s));
-  return std::max(forward - held_to_end(num_stages_), backward - held_to_end(s));
-}
-
 int64_t FrontierTable::sweep_ticks(int64_t s, int64_t e) const {
   return forward_before_[e] - forward_before_[s] + ticks_[e].to_last_save + frame_ticks_;
 }
@@ -166,10 +152,7 @@ void FrontierTable::fill(std::size_t number, bool is_last) {
   const auto fill_cell = [&](int64_t s, int64_t t, InputHolder holder) {
     const std::size_t here = cell(s, t, holder);
     int32_t& target = level.stairs[here];
-    // What a region keeps is in no class.
-    const bool is_shared = !is_last || stage(s).keeping.empty();
-    const auto found = is_shared ? solved.find(class_of_[here]) : solved.end();
-    if (found != solved.end()) {
+    if (const auto found = solved.find(class_of_[here]); found != solved.end()) {
       target = found->second;
       return;
     }
@@ -226,19 +209,8 @@ void FrontierTable::solve_chain(Level& level, int64_t s, int64_t t, InputHolder 
       envelope_.lower_to_sum(stairs(level, rest), stage(q - 1).output_bytes, stairs(inside, region),
                              sweep_ticks(s, q - 1), bytes_to_sweep(s, q - 1, t));
     }
-    if (t == num_stages_) solve_keeping(level, s, holder);
   }
   envelope_.thin(options_.eps);
-}
-
-// See Note [Regions that keep].
-void FrontierTable::solve_keeping(Level& level, int64_t s, InputHolder holder) {
-  for (std::size_t i = 0; i < stage(s).keeping.size(); ++i) {
-    const KeepingCost& keeping = stage(s).keeping[i];
-    const std::size_t behind = cell(s + 1, num_stages_, holder_behind(keeping.keeps_output));
-    envelope_.lower_to_sum(stairs(level, behind), keeping.kept_bytes + stage(s).output_bytes, kFree,
-                           ticks_[s].keeping[i], bytes_to_keep(s, keeping, holder));
-  }
 }
 
 std::vector<FrontierPoint> FrontierTable::points() const {
@@ -284,25 +256,6 @@ void FrontierTable::append_regions(const Part& part, std::vector<PlanRegion>& re
           const int64_t value = rest + of_region + sweep_ticks(s, q - 1);
           if (is_gain(value, best)) std::tie(best, end) = std::pair(value, q);
         }
-      }
-      const KeepingCost* keeping = nullptr;
-      for (std::size_t i = 0; level.has_regions && t == num_stages_ && i < stage(s).keeping.size();
-           ++i) {
-        const KeepingCost& each = stage(s).keeping[i];
-        if (budget < bytes_to_keep(s, each, holder)) continue;
-        const int64_t rest =
-            value_at(stairs(level, cell(s + 1, t, holder_behind(each.keeps_output))),
-                     budget - each.kept_bytes - stage(s).output_bytes);
-        if (rest == kInfeasible || !is_gain(rest + ticks_[s].keeping[i], best)) continue;
-        best = rest + ticks_[s].keeping[i];
-        keeping = &each;
-      }
-      if (keeping != nullptr) {
-        regions.push_back({s, s, keeping->policy});
-        budget -= keeping->kept_bytes + stage(s).output_bytes;
-        holder = holder_behind(keeping->keeps_output);
-        ++s;
-        continue;
       }
       if (end == s) {
         budget -= charge(s, holder);

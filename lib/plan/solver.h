@@ -41,31 +41,9 @@ namespace remat::detail {
 // With a depth limit there is one table per level; regions of a level take their insides from the
 // level below. Without one a level is its own inside.
 //
-// Note [Regions that keep]
-// A stage may be a region with a policy that keeps some results of operator calls. Each way in which
-// it can keep, c, is one more branch of the minimum:
-//
-//     V(s+1,t,h', m - kept_c - x_s) + extra_c           if m >= keeping(s,h,c)
-//
-// where keeping(s,h,c) is the larger one of what its forward takes and of what its recompute and backward
-// take with the gradient of x_s. These are measured as one peak (KeepingCost::backward_bytes), since
-// a replay hands out kept results in an order of its own.
-//
-// Only for t = L, outside of all other regions. Inside of one, the first run would drop what is kept, the
-// recompute of the region around would make and hold it, and the stage's own recompute would release
-// it as it reads: another peak than outside, and measured otherwise. It would rarely serve: who has bytes to
-// keep results has them to save one stage's input instead of nesting. Regions of several stages
-// keep nothing, either: their recompute holds the saves of all of them at once, so a region for each
-// stage, which takes one input more, is nearly always better. In this model the search is exact, and as
-// cheap as without: a branch for each stage and way.
-//
-// Sub-chains that end with the last stage share no staircase (Note [Equal stages]: equal ones have the same
-// number of stages), so stages may be equal and keep differently.
-//
 // Note [What moves]
-// With ChainCost::moving, an item outside of regions (a stage, a region s..q-1, a region that keeps) may move what
-// it saves: a region its input, a stage its input and part of what it saves; and a region that keeps may move part of
-// what it keeps, alone or with its input. That of an item is in memory while the
+// With ChainCost::moving, an item outside of regions (a stage, a region s..q-1) may move what it saves: a
+// region its input, a stage its input and part of what it saves. That of an item is in memory while the
 // item behind it runs forward, and again while that runs backward; in between it is elsewhere. So the outermost
 // level, and only that, has a state more: p, the bytes that the item before moves. With m' = m - p,
 //
@@ -73,10 +51,9 @@ namespace remat::detail {
 //       V(s+1, b, m' + p - saved_s - x_s + freed + moved) + wait   if m' >= saving(s,L,h)
 //       V(q, b, m' + p - x_{q-1} + moved) + sweep(s,q-1) + V(s,q-1,h",m') + wait
 //                                                                  if m' >= sweeping(s,q-1)
-//       V(s+1, b, m' + p - kept_c - x_s + moved) + extra_c + wait  if m' >= keeping(s,h,c)
 //
 // where b and moved are 0, or b what the item moves and moved that much of what was charged (x_{s-1}, which the
-// chain before paid for, and part of saved_s or of kept_c). wait is what copying p takes longer than the item's forward, and back
+// chain before paid for, and part of saved_s). wait is what copying p takes longer than the item's forward, and back
 // than its backward with its first recompute; the share of copies by which the program is held up is paid by the item that moves.
 //
 // An input moves only if the item itself is all that holds it: not one that others hold, which is the h of the state.
@@ -108,7 +85,6 @@ class FrontierTable {
  private:
   struct StageTicks {
     int64_t forward = 0, to_last_save = 0;
-    std::vector<int64_t> keeping{};  // in the order of StageCost::keeping
   };
   /// A level is one depth: the number of the staircase of each sub-chain and holder of its input, and where the insides
   /// of its regions are.
@@ -126,13 +102,11 @@ class FrontierTable {
   };
   /// One way to go on at the outermost level: an item.
   struct Item {
-    int64_t first, next;         // stages; next: behind it
-    const KeepingCost* keeping;  // of a region that keeps
-    bool is_region, moves;       // what it saves; of a region its input
-    bool moves_kept;
-    int64_t need;    // bytes, without what the item before moves
-    int64_t charge;  // bytes that stay until backward, less what is not there any more
-    int64_t ticks;   // but for its inside
+    int64_t first, next;    // stages; next: behind it
+    bool is_region, moves;  // what it saves; of a region its input
+    int64_t need;           // bytes, without what the item before moves
+    int64_t charge;         // bytes that stay until backward, less what is not there any more
+    int64_t ticks;          // but for its inside
     Before then;
     InputHolder inside;  // of a region
   };
@@ -182,7 +156,6 @@ class FrontierTable {
     return staircases_[static_cast<std::size_t>(level.stairs[cell])];
   }
   int64_t bytes_to_save(int64_t s, int64_t t, InputHolder holder) const;
-  int64_t bytes_to_keep(int64_t s, const KeepingCost& keeping, InputHolder holder) const;
   int64_t sweep_ticks(int64_t s, int64_t e) const;
   /// The bytes to run a region of stages s to e for the first time, in a sub-chain that ends with t.
   int64_t bytes_to_sweep(int64_t s, int64_t e, int64_t t) const {
@@ -200,8 +173,6 @@ class FrontierTable {
   void fill_outermost(std::size_t number);
   const Level* below_of(const Level& level, std::size_t cell) const;
   void solve_chain(Level& level, int64_t s, int64_t t, InputHolder holder);
-  /// Lowers what `solve_chain` found for stages s to the last one by the ways to keep of stage s.
-  void solve_keeping(Level& level, int64_t s, InputHolder holder);
   // solver_moves.cpp:
   /// Fills what `fill` does for sub-chains that end with the last stage.
   void fill_moving();

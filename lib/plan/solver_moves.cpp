@@ -15,62 +15,38 @@ std::vector<FrontierTable::Item> FrontierTable::items_from(int64_t s, const Befo
   const StageCost& here = stage(s);
   const bool is_movable = before.holder == InputHolder::Nobody && stage(s - 1).has_movable_output;
   const int64_t input = is_movable ? input_bytes(s) : 0;
-  // The same item, and, if that gains anything, moving what goes away then: what it saves, what it keeps, or both.
-  const auto add = [&](const Item& item, int64_t saved, int64_t kept) {
+  // The same item, and, if that gains anything, moving what it saves.
+  const auto add = [&](const Item& item, int64_t movable) {
     items.push_back(item);
-    if (item.next > num_stages_) return;
-    for (const bool moves_kept : {false, true})
-      for (const bool moves : {false, true}) {
-        if ((!moves && !moves_kept) || (moves && saved == 0) || (moves_kept && kept == 0)) continue;
-        const int64_t movable = (moves ? saved : 0) + (moves_kept ? kept : 0);
-        Item& moving = items.emplace_back(item);
-        moving.moves = moves;
-        moving.moves_kept = moves_kept;
-        moving.charge -= movable;
-        moving.then.moved_bytes = movable;
-        moving.ticks += std::llround(busy_ticks_ * static_cast<double>(movable));
-      }
+    if (item.next > num_stages_ || movable == 0) return;
+    Item& moving = items.emplace_back(item);
+    moving.moves = true;
+    moving.charge -= movable;
+    moving.then.moved_bytes = movable;
+    moving.ticks += std::llround(busy_ticks_ * static_cast<double>(movable));
   };
-  const int64_t output = here.output_bytes;
-  add({s,
-       s + 1,
-       nullptr,
-       false,
-       false,
-       false,
-       bytes_to_save(s, num_stages_, before.holder),
-       charge(s, before.holder),
-       0,
-       {0, holder_behind(here.saves_output)},
-       {}},
-      (here.saves_input ? input : 0) + here.movable_bytes, 0);
+  add({.first = s,
+       .next = s + 1,
+       .is_region = false,
+       .moves = false,
+       .need = bytes_to_save(s, num_stages_, before.holder),
+       .charge = charge(s, before.holder),
+       .ticks = 0,
+       .then = {0, holder_behind(here.saves_output)},
+       .inside = {}},
+      (here.saves_input ? input : 0) + here.movable_bytes);
   const Level& outermost = levels_.back();
   for (int64_t q = s + 1; outermost.has_regions && q <= num_stages_; ++q)
-    add({s,
-         q,
-         nullptr,
-         true,
-         false,
-         false,
-         bytes_to_sweep(s, q - 1, num_stages_),
-         stage(q - 1).output_bytes,
-         sweep_ticks(s, q - 1),
-         {0, InputHolder::Nobody},
-         holder_inside(before.holder, num_stages_)},
-        input, 0);
-  for (std::size_t i = 0; outermost.has_regions && s < num_stages_ && i < here.keeping.size(); ++i)
-    add({s,
-         s + 1,
-         &here.keeping[i],
-         true,
-         false,
-         false,
-         bytes_to_keep(s, here.keeping[i], before.holder),
-         here.keeping[i].kept_bytes + output,
-         ticks_[s].keeping[i],
-         {0, holder_behind(here.keeping[i].keeps_output)},
-         {}},
-        input, here.keeping[i].movable_bytes);
+    add({.first = s,
+         .next = q,
+         .is_region = true,
+         .moves = false,
+         .need = bytes_to_sweep(s, q - 1, num_stages_),
+         .charge = stage(q - 1).output_bytes,
+         .ticks = sweep_ticks(s, q - 1),
+         .then = {0, InputHolder::Nobody},
+         .inside = holder_inside(before.holder, num_stages_)},
+        input);
   return items;
 }
 
@@ -79,14 +55,13 @@ int64_t FrontierTable::ticks_of_waiting(const Before& before, const Item& item) 
   if (before.moved_bytes == 0) return 0;
   const int64_t forward = forward_before_[item.next] - forward_before_[item.first];
   int64_t backward = backward_before_[item.next] - backward_before_[item.first];
-  if (item.is_region && item.keeping == nullptr)
-    backward += sweep_ticks(item.first, item.next - 1) - frame_ticks_;
+  if (item.is_region) backward += sweep_ticks(item.first, item.next - 1) - frame_ticks_;
   return std::max<int64_t>(0, std::llround(store_ticks_ * bytes) - forward) +
          std::max<int64_t>(0, std::llround(load_ticks_ * bytes) - backward);
 }
 
 const Staircase& FrontierTable::inside_of(const Item& item) const {
-  if (!item.is_region || item.keeping != nullptr) return kFree;
+  if (!item.is_region) return kFree;
   return stairs(levels_[levels_.back().inside], cell(item.first, item.next - 1, item.inside));
 }
 
@@ -137,10 +112,8 @@ Plan FrontierTable::plan_moving(int64_t bytes) const {
     }
     if (chosen.moves) moved.push_back(s);
     if (chosen.is_region) {
-      const int64_t policy = chosen.keeping == nullptr ? 0 : chosen.keeping->policy;
-      regions.push_back({s, chosen.next - 1, policy, chosen.moves_kept});
-      if (policy == 0)
-        append_regions({s, chosen.next - 1, beyond, levels_.back().inside, chosen.inside}, regions);
+      regions.push_back({s, chosen.next - 1});
+      append_regions({s, chosen.next - 1, beyond, levels_.back().inside, chosen.inside}, regions);
     }
     bytes -= chosen.charge;
     before = chosen.then;

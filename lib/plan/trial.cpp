@@ -66,10 +66,7 @@ StageCost Trial::cost(const MeasureOptions& options, bool is_last) {
     if (!is_last) throw;
   }
   measure_seconds(cost, options.repeats);
-  if (!is_last && first.requires_grad()) {
-    measure_policies(cost, options);
-    if (measured_.place != nullptr) measure_moves(cost, options);
-  }
+  if (!is_last && first.requires_grad() && measured_.place != nullptr) measure_moves(cost, options);
   return cost;
 }
 

@@ -1,5 +1,5 @@
 #pragma once
-// What one stage costs: it is run forward and backward, alone, as a region, under policies and with what it saves moved.
+// What one stage costs: it is run forward and backward, alone, as a region, and with what it saves moved.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -66,11 +66,6 @@ class Trial {
   at::Tensor forward(at::Tensor input) const;
   std::pair<at::Tensor, std::shared_ptr<Saves>> forward_noting();
   at::Tensor forward_in(const CheckpointOptions& region, at::Tensor input) const;
-  at::Tensor forward_under(const Policy& policy, const MeasureOptions& options) const {
-    return forward_under(policy, options, input_);
-  }
-  at::Tensor forward_under(const Policy& policy, const MeasureOptions& options,
-                           at::Tensor input) const;
   void backward(const at::Tensor& output) const;
   /// What was before has ended, and left no casts.
   void begin_run() const;
@@ -84,16 +79,6 @@ class Trial {
   void measure_bytes_without_saves(StageCost& cost);
   void measure_recompute(StageCost& cost, const MeasureOptions& options);
   void measure_seconds(StageCost& cost, int64_t repeats);
-
-  /// See Note [Regions as measured].
-  void measure_policies(StageCost& cost, const MeasureOptions& options);
-  KeepingCost keeping_bytes(const Policy& policy, const MeasureOptions& options,
-                            const StageCost& cost) const;
-  /// The peak of its backward, beyond what was there before.
-  int64_t run_keeping(const Policy& policy, const MeasureOptions& options, const StageCost& cost,
-                      at::Tensor input, KeepingCost& keeping) const;
-  /// Of what a region keeps, what goes away when it moves: Note [Moving kept results of a plan] in run.cpp.
-  int64_t movable_kept(const Policy& policy, const MeasureOptions& options) const;
 
   void measure_moves(StageCost& cost, const MeasureOptions& options);
   /// What is held for backward when nobody else holds the input, and whether that is.

@@ -34,15 +34,12 @@ namespace {
 
 class ElsewhereScope final : public Scope {
  public:
-  explicit ElsewhereScope(std::shared_ptr<Depot> depot, bool takes_kept_only = false)
-      : depot_(std::move(depot)), takes_kept_only_(takes_kept_only) {
+  explicit ElsewhereScope(std::shared_ptr<Depot> depot) : depot_(std::move(depot)) {
     answers(Ability::Hooks);
   }
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
-    return takes_kept_only_ ? nullptr : make_own_hooks();
-  }
-  std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(HooksAround) override {
-    return make_own_hooks();
+    auto depot = depot_.load();
+    return depot ? std::make_unique<Elsewhere>(std::move(depot), input_being_saved()) : nullptr;
   }
   bool leaves_alone(const at::Tensor& saved) const override {
     const auto depot = depot_.load();
@@ -50,17 +47,12 @@ class ElsewhereScope final : public Scope {
   }
 
  private:
-  std::unique_ptr<torch::autograd::SavedVariableHooks> make_own_hooks() {
-    auto depot = depot_.load();
-    return depot ? std::make_unique<Elsewhere>(std::move(depot), input_being_saved()) : nullptr;
-  }
   // The spool and what is shared go when the guard does, even if a stale stack still holds this
   // scope.
   void on_close() override {
     if (const auto depot = depot_.exchange(nullptr)) depot->settle();
   }
   std::atomic<std::shared_ptr<Depot>> depot_;
-  const bool takes_kept_only_;
 };
 
 bool at_end_of_backward(std::function<void()> closure) {
@@ -213,8 +205,8 @@ std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_
                              .totals = std::move(totals)});
 }
 
-DepotGuard::DepotGuard(std::shared_ptr<Depot> depot, bool takes_kept_only)
-    : ScopeGuard(std::make_shared<detail::ElsewhereScope>(std::move(depot), takes_kept_only)) {}
+DepotGuard::DepotGuard(std::shared_ptr<Depot> depot)
+    : ScopeGuard(std::make_shared<detail::ElsewhereScope>(std::move(depot))) {}
 
 SaveOnCpuGuard::SaveOnCpuGuard(SaveOnCpuOptions options)
     : SaveOnCpuGuard(options, std::make_shared<MoveTotals>()) {}

@@ -29,8 +29,7 @@ std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_
 /// While alive, what autograd saves on this thread is taken by a depot.
 class DepotGuard : detail::ScopeGuard {
  public:
-  /// `takes_kept_only`: only what regions in it keep, and send through hooks.
-  explicit DepotGuard(std::shared_ptr<Depot> depot, bool takes_kept_only = false);
+  explicit DepotGuard(std::shared_ptr<Depot> depot);
 };
 
 }  // namespace remat

@@ -66,7 +66,6 @@ struct CallRecord {
   bool is_kept = false;
   bool is_applied = false;  ///< it wrote to a kept result, which is kept as written
   bool is_let_go = false;  ///< was to be kept and is not: returns an argument, or a name forbade it
-  bool is_chosen = false;  ///< kept because save_best chose it
   bool is_preferred = false;  ///< kept on a wish: computed again if the result is changed in place
   bool is_written = false;    ///< kept, and then given to an operator that writes, by the region
   const bool is_in_slab;      ///< which gives the room back when all are gone

@@ -13,7 +13,6 @@
 #include <utility>
 
 #include "lib/seam/warn.h"
-#include "lib/selective/best_chooser.h"
 #include "lib/selective/op_traits.h"
 #include "lib/selective/policy_rule.h"
 
@@ -171,17 +170,13 @@ PolicyRule::PolicyRule(Answers ops, Answer other_ops, Names names, Answer other_
   for (const auto& [name, answer] : names_) unseen_.emplace(name, true);
 }
 
-PolicyRule::PolicyRule(std::shared_ptr<BestChooser> chooser, SelectiveOptions options)
-    : options_(checked(options)), chooser_(std::move(chooser)) {}
-
 bool PolicyRule::may_offload() const {
   const auto offloads = [](const auto& answers) {
     return std::any_of(answers.begin(), answers.end(),
                        [](const auto& each) { return is_offloading(each.second); });
   };
-  const bool chooser_offloads = chooser_ != nullptr && chooser_->options().offload;
-  return fn_ || chooser_offloads || is_offloading(other_ops_) || is_offloading(other_names_) ||
-         offloads(ops_) || offloads(names_);
+  return fn_ || is_offloading(other_ops_) || is_offloading(other_names_) || offloads(ops_) ||
+         offloads(names_);
 }
 
 std::optional<Answer> PolicyRule::answer_to_all(uint32_t name_number) const {
@@ -235,10 +230,6 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
     options.max_bytes_in_flight = std::min(options.max_bytes_in_flight, own.max_bytes_in_flight);
     options.keep_last = std::max(options.keep_last, own.keep_last);
   }
-  TORCH_CHECK_VALUE(a->chooser_ == nullptr || b->chooser_ == nullptr,
-                    "remat: two policies were joined that both choose by themselves (save_best). "
-                    "Do: join save_best with policies that list what to keep.");
-  const auto& chooser = a->chooser_ != nullptr ? a->chooser_ : b->chooser_;
   if (a->fn_ || b->fn_) {
     auto both = std::make_shared<PolicyRule>(
         [a, b](const PolicyContext& question) {
@@ -247,7 +238,6 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
         options);
     both->first_ = a;
     both->second_ = b;
-    both->chooser_ = chooser;
     return both;
   }
   Answers ops;
@@ -270,26 +260,9 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
                         "in one of them.");
       names[name] = stronger(first, second);
     }
-  auto joined = std::make_shared<PolicyRule>(std::move(ops), stronger(a->other_ops_, b->other_ops_),
-                                             std::move(names),
-                                             stronger(a->other_names_, b->other_names_), options);
-  joined->chooser_ = chooser;
-  return joined;
-}
-
-std::shared_ptr<const PolicyRule> PolicyRule::through_hooks(
-    std::shared_ptr<const PolicyRule> rule) {
-  if (rule == nullptr || rule->options_.save_through_hooks) return rule;
-  if (rule->chooser_ != nullptr) return nullptr;  // it has measured what it keeps in place
-  SelectiveOptions options = rule->options_;
-  options.save_through_hooks = true;
-  const auto same = rule->fn_
-                        ? std::make_shared<PolicyRule>(rule->fn_, options)
-                        : std::make_shared<PolicyRule>(rule->ops_, rule->other_ops_, rule->names_,
-                                                       rule->other_names_, options);
-  same->unseen_.clear();
-  same->first_ = std::move(rule);  // sees names for both
-  return same;
+  return std::make_shared<PolicyRule>(std::move(ops), stronger(a->other_ops_, b->other_ops_),
+                                      std::move(names), stronger(a->other_names_, b->other_names_),
+                                      options);
 }
 
 Policy::Policy() = default;

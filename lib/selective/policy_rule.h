@@ -16,8 +16,6 @@
 
 namespace remat {
 
-class BestChooser;
-
 inline bool is_keeping(CheckpointPolicy answer) {
   return answer != CheckpointPolicy::MustRecompute && answer != CheckpointPolicy::PreferRecompute;
 }
@@ -41,14 +39,10 @@ class PolicyRule {
   PolicyRule(Answers ops, CheckpointPolicy other_ops, Names names, CheckpointPolicy other_names,
              SelectiveOptions options);
   /// Keeps what it chooses, and nothing else.
-  PolicyRule(std::shared_ptr<BestChooser> chooser, SelectiveOptions options);
   static Policy policy(std::shared_ptr<const PolicyRule> rule) { return Policy(std::move(rule)); }
   static const std::shared_ptr<const PolicyRule>& of(const Policy& policy) { return policy.rule_; }
   static std::shared_ptr<const PolicyRule> either(std::shared_ptr<const PolicyRule> a,
                                                   std::shared_ptr<const PolicyRule> b);
-
-  /// The same rule, under which kept results pass the hooks around. Of one that chooses by itself: null.
-  static std::shared_ptr<const PolicyRule> through_hooks(std::shared_ptr<const PolicyRule> rule);
 
   /// The answer to every call of an operator, if no function has to be asked for it.
   std::optional<CheckpointPolicy> answer_to_all(const c10::OperatorHandle& op) const {
@@ -60,8 +54,6 @@ class PolicyRule {
   const SelectiveOptions& options() const { return options_; }
   /// Whether any answer of it may be to move a result.
   bool may_offload() const;
-  /// Chooses beside the answers; may be null.
-  const std::shared_ptr<BestChooser>& chooser() const { return chooser_; }
   /// Whether a name can make a difference: what is needed for that is noted of every call then.
   bool looks_at_names() const { return fn_ || !names_.empty(); }
   void see(const std::string& name) const;
@@ -79,7 +71,6 @@ class PolicyRule {
   const SelectiveOptions options_;
   /// A union with a function has two, what was made of another one that: names are seen by them, too.
   std::shared_ptr<const PolicyRule> first_, second_;
-  std::shared_ptr<BestChooser> chooser_;
   mutable std::mutex mutex_;  // guards what follows
   mutable std::map<std::string, bool> unseen_;
   mutable bool has_warned_ = false;

@@ -273,8 +273,7 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     lock.unlock();
     static const std::string no_name;
     wants_kept =
-        is_keeping(rule.answer({op, traits.name, arguments, /*is_recompute=*/true, no_name})) ||
-        (record != nullptr && record->is_chosen);
+        is_keeping(rule.answer({op, traits.name, arguments, /*is_recompute=*/true, no_name}));
     lock.lock();
     wants_kept = wants_kept && !is_let_go && !is_ahead;
     if (wants_kept && record == nullptr)

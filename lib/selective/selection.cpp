@@ -11,7 +11,6 @@ Selection::Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule)
     : frame_(frame), rule_(std::move(rule)), task_at_start_(seam::graph_task_id()) {
   if (rule_ == nullptr) return;
   moves_.emplace(frame.region().info.id, rule_->options());
-  best_ = BestRun::begin(frame, rule_->chooser());
 }
 
 detail::HooksAround Selection::hooks() const {
@@ -97,7 +96,6 @@ void Selection::tensor_was_read(const at::Tensor& tensor) {
   if (record_.is_settled) return;
   std::lock_guard<SpinLock> lock(record_.mutex);
   note_read(storage_of(tensor));
-  if (best_ != nullptr) best_->hold(storage_of(tensor));
 }
 
 void Selection::slot_added(const at::Tensor& saved, int64_t position) {
@@ -105,7 +103,6 @@ void Selection::slot_added(const at::Tensor& saved, int64_t position) {
   std::lock_guard<SpinLock> lock(record_.mutex);
   note_read(storage_of(saved));
   if (rule_ == nullptr) return;
-  if (best_ != nullptr) best_->add_slot(storage_of(saved), position);
   num_inside_.fetch_add(1, std::memory_order_relaxed);
   const auto index = static_cast<std::size_t>(position);
   if (slot_sources_.size() <= index) slot_sources_.resize(index + 1);
@@ -142,7 +139,6 @@ int64_t Selection::before_inner(const c10::OperatorHandle& op,
   record_.sequence.push_back(number(op));
   record.calls.emplace_back();
   note_read(arguments);
-  if (best_ != nullptr) best_->hold(arguments);
   if (record.traits->is_mutable) note_written(op, arguments, freed);
   return static_cast<int64_t>(record.calls.size()) - 1;
 }

@@ -21,7 +21,6 @@
 
 #include "lib/frame/frame.h"
 #include "lib/frame/keeper.h"
-#include "lib/selective/best_run.h"
 #include "lib/selective/kept_moves.h"
 #include "lib/selective/kept_record.h"
 #include "lib/selective/operator_handler.h"
@@ -97,7 +96,6 @@ class Selection final : public Keeper, public OperatorHandler {
   struct Call;
   Call begin_call(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
   void answer(Call& call, std::unique_lock<SpinLock>& lock);
-  void choose(Call& call, Freed& freed);
   void decide(Call& call, Freed& freed);
   void apply(Call& call, bool opened_regions, std::unique_lock<SpinLock>& lock, Freed& freed);
   uint32_t number(const c10::OperatorHandle& op);
@@ -129,7 +127,6 @@ class Selection final : public Keeper, public OperatorHandler {
   bool keep_named(const at::Tensor& value, CheckpointPolicy answer,
                   const detail::RegionScope& region);
   void let_go(const at::Tensor& value);
-  void let_go_chosen(Freed& freed);
   KeptPlace place_of(const at::Tensor& value, CheckpointPolicy answer, bool is_beside);
   bool is_alive_anyway(const at::Tensor& value) const;
   void end_forward(std::vector<KeptTensor::Unfinished>& unfinished);
@@ -149,14 +146,11 @@ class Selection final : public Keeper, public OperatorHandler {
   std::vector<ResultIndex> kept_results_;  // by the number that a storage's notes have
   std::vector<std::optional<ValueSources::Made>> slot_sources_;  // by position
   std::vector<ResultIndex> holding_;  // calls with results held for names
-  std::shared_ptr<BestRun> best_;     // null unless save_best chooses
   /// What was answered, and why that could not be; null: it could. Of a region that is recorded.
   struct Decision {
     uint32_t op, call;
     CheckpointPolicy answer;
-    bool is_chosen;
     const char* against;
-    double seconds = 0;  ///< that save_best knows
   };
   std::vector<Decision> decisions_;
 };

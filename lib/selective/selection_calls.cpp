@@ -45,13 +45,6 @@ bool hold_inference(c10::ArrayRef<c10::IValue> results) {
   return found;
 }
 
-bool hold_arguments(c10::ArrayRef<c10::IValue> results, const StoragesOf& given) {
-  bool found = false;
-  visit_tensors_in(results,
-                   [&](const at::Tensor& tensor) { found = found || given.contain(tensor); });
-  return found;
-}
-
 }  // namespace
 
 /// One call, from the policy's answer to what is kept of it.
@@ -62,15 +55,11 @@ struct Selection::Call {
   const c10::ArrayRef<c10::IValue> arguments;
   const bool is_packing = Packing::is_under_way();
   CheckpointPolicy answer = CheckpointPolicy::PreferRecompute;
-  std::shared_ptr<BestRun> best{};  // null: it does not choose
-  std::size_t best_call = 0;        // its number there
-  bool is_chosen = false;
-  bool keeps = false;                     // its results
-  bool applies = false;                   // what it writes, to a kept result
-  bool may_get_name = false;              // and be kept then
-  bool must_run = false;                  // in a recompute, too
-  CallRecordPtr record{};                 // null, if nothing can be kept of it
-  std::optional<std::size_t> decision{};  // its line, of a region that is recorded
+  bool keeps = false;         // its results
+  bool applies = false;       // what it writes, to a kept result
+  bool may_get_name = false;  // and be kept then
+  bool must_run = false;      // in a recompute, too
+  CallRecordPtr record{};     // null, if nothing can be kept of it
 };
 
 void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
@@ -83,7 +72,6 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   }
   Call call = begin_call(op, stack);
   answer(call, lock);
-  choose(call, freed);
   decide(call, freed);
   lock.unlock();
   if (call.record != nullptr) note_contents(call.arguments, *call.record);
@@ -92,33 +80,20 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (call.record != nullptr && call.traits.is_random) before = frame_.surroundings().marks();
   const StoragesOf given(call.arguments);
   const int64_t num_inside = num_inside_.load(std::memory_order_relaxed);
-  CallClock clock(call.best.get(), op, call.traits, call.arguments);
   try {
     op.callBoxed(&stack);
   } catch (...) {
     // Nothing was kept of it; asked again, the policy must not insist.
     lock.lock();
-    if (call.best != nullptr && best_ != nullptr) call.best->call_threw();
     if (call.keeps) note_let_go(call.number, call.index);
     throw;
   }
   const auto results = results_of(op, stack);
-  clock.stop(results);
   if (before)
     call.record->draws = std::make_unique<DrawSkips>(
         frame_.surroundings().since(*before, devices_of(*call.record, results)));
 
   const bool opened_regions = num_inside_.load(std::memory_order_relaxed) != num_inside;
-  if (call.best != nullptr && call.best->is_measured()) {
-    const bool may_be_kept = call.traits.can_be_kept() && !call.must_run && !opened_regions &&
-                             !hold_arguments(results, given) && !hold_inference(results);
-    lock.lock();
-    if (call.decision && *call.decision < decisions_.size())
-      decisions_[*call.decision].seconds = clock.seconds();
-    // On a thread that merely inherited the stack it may end after the region.
-    if (best_ != nullptr) call.best->end_call(call.best_call, results, given, may_be_kept, clock);
-    lock.unlock();
-  }
   if (call.applies) return apply(call, opened_regions, lock, freed);
   // Inference tensors cannot be saved. A kernel that opens regions must run again: they hold slots.
   if (call.record != nullptr &&
@@ -180,20 +155,6 @@ void Selection::answer(Call& call, std::unique_lock<SpinLock>& lock) {
   lock.lock();
 }
 
-/// What `save_best` says to it.
-void Selection::choose(Call& call, Freed& freed) {
-  if (best_ == nullptr) return;
-  if (call.is_packing || seam::graph_task_id() != task_at_start_)
-    return best_->hold(call.arguments);
-  call.best = best_;
-  call.best_call = best_->begin_call(call.op, call.traits, call.arguments, is_keeping(call.answer));
-  call.is_chosen = best_->keeps_call();
-  if (call.is_chosen)
-    call.answer = rule_->chooser()->options().offload ? CheckpointPolicy::PreferCpuOffload
-                                                      : CheckpointPolicy::PreferSave;
-  if (best_->must_let_go()) let_go_chosen(freed);
-}
-
 /// What is kept of it if all goes well.
 void Selection::decide(Call& call, Freed& freed) {
   const OpTraits& traits = call.traits;
@@ -203,7 +164,6 @@ void Selection::decide(Call& call, Freed& freed) {
   call.may_get_name = rule_->looks_at_names() && traits.can_be_kept() && !call.is_packing;
   if (call.keeps || call.may_get_name || call.applies) {
     call.record = make_record();
-    call.record->is_chosen = call.is_chosen;
     call.record->is_preferred = call.keeps && is_preferring(call.answer);
     describe(call.arguments, *call.record);
   }
@@ -215,9 +175,7 @@ void Selection::decide(Call& call, Freed& freed) {
                                 : traits.is_blank   ? "makes a tensor to be filled"
                                 : call.must_run     ? "changes what is not its result"
                                                     : nullptr;
-    call.decision = decisions_.size();
-    decisions_.push_back({call.number, call.index, call.answer, call.is_chosen, against,
-                          call.best == nullptr ? 0 : call.best->known_seconds()});
+    decisions_.push_back({call.number, call.index, call.answer, against});
   }
   // A view reads nothing; who reads the view is seen by the storage that it shares.
   if (!call.keeps && !call.applies && !traits.is_view) note_read(call.arguments);

@@ -34,12 +34,6 @@ void Selection::settle() {
 
 void Selection::end_forward(std::vector<KeptTensor::Unfinished>& unfinished) {
   Freed freed;
-  std::shared_ptr<BestRun> best;
-  {
-    const std::lock_guard<SpinLock> lock(record_.mutex);
-    best = std::exchange(best_, nullptr);
-  }
-  if (best != nullptr) best->end();
   std::lock_guard<SpinLock> lock(record_.mutex);
   // Who reads a placeholder ends the recompute with an exception, which a noexcept function lets none out.
   const bool may_have_placeholders = frame_.region().body->can_be_stopped();
@@ -79,9 +73,8 @@ void Selection::add_to(recording::RegionSums& sums) const {
   for (const Decision& each : decisions_) {
     const OpRecord& op = record_.operators[each.op];
     const CallRecord* const record = op.calls[each.call].get();
-    recording::DecidedCall decided{op.traits->name, "recomputed", {}, 0, each.seconds};
-    decided.reason =
-        each.is_chosen ? "save_best" : std::string(answers[static_cast<std::size_t>(each.answer)]);
+    recording::DecidedCall decided{op.traits->name, "recomputed", {}, 0};
+    decided.reason = answers[static_cast<std::size_t>(each.answer)];
     if (record != nullptr && record->is_kept) {
       bool is_moved = false, is_late = false;
       for (const KeptResult& result : record->kept)

@@ -86,12 +86,4 @@ void Selection::let_go(const ResultIndex& place, Freed& freed) {
   for (const ArgumentRecord& each : record.tensors) note_read(each.storage._unsafe_get_target());
 }
 
-void Selection::let_go_chosen(Freed& freed) {
-  for (uint32_t op = 0; op < record_.operators.size(); ++op) {
-    const auto& calls = record_.operators[op].calls;
-    for (uint32_t call = 0; call < calls.size(); ++call)
-      if (calls[call] != nullptr && calls[call]->is_chosen) let_go({op, call, 0, 0}, freed);
-  }
-}
-
 }  // namespace remat

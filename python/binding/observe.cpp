@@ -52,9 +52,7 @@ void add_observe(py::module_& module) {
                     "What the policy answered, or why that could not be.")
       .def_readonly("calls", &DecisionReport::calls, "In all first runs.")
       .def_readonly("bytes", &DecisionReport::bytes,
-                    "[bytes] that these calls keep; results that nobody reads have none.")
-      .def_readonly("seconds", &DecisionReport::seconds,
-                    "[seconds] that they take, as `save_best` has measured them; 0: it has not.");
+                    "[bytes] that these calls keep; results that nobody reads have none.");
   py::class_<RegionReport>(
       module, "RegionReport",
       "Sums over all regions of one name that began while the recorder recorded.")

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -84,17 +83,11 @@ at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t 
   return x;
 }
 
-bool moves_anything(const Plan& plan) {
-  return !plan.moved().empty() ||
-         std::any_of(plan.regions().begin(), plan.regions().end(),
-                     [](const PlanRegion& each) { return each.moves_kept; });
-}
-
 // The interpreter's lock is let go of between the items: what moves is waited for there, and freed on the thread that
 // writes it, where a storage of NumPy's needs the lock.
 at::Tensor run_planned(const std::shared_ptr<const Program>& program, const Plan& plan,
                        const MoveOptions& moving, at::Tensor input) {
-  if (!moves_anything(plan)) return run_items(program, 0, std::move(input));
+  if (plan.moved().empty()) return run_items(program, 0, std::move(input));
   const Unlocked unlocked;
   const auto run_outermost = [&program](std::size_t item, at::Tensor x) {
     const Locked locked(Locked::AtEnd::Wait);
@@ -186,18 +179,11 @@ std::string name_of(const std::string& name, const PlanRegion& region) {
 }
 
 std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stages,
-                                          const CheckpointOptions& options,
-                                          const std::vector<Policy>& policies) {
+                                          const CheckpointOptions& options) {
   if (static_cast<int64_t>(stages.size()) != plan.stages())
     throw py::value_error("remat.run: the plan has " + std::to_string(plan.stages()) +
                           " stages, but " + std::to_string(stages.size()) +
                           " functions were passed.");
-  if (plan.policies() > static_cast<int64_t>(policies.size()))
-    throw py::value_error("remat.run: the plan has a region with policy " +
-                          std::to_string(plan.policies()) + ", but " +
-                          std::to_string(policies.size()) +
-                          " policies were passed. Do: pass those that the stages were measured "
-                          "with, run(..., policies=...).");
   auto program = std::make_shared<Program>();
   std::vector<PyObject*>& modules = program->modules;
   for (const py::handle stage : stages) {
@@ -220,11 +206,6 @@ std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stag
       program->regions[open.back().region].items.push_back(-static_cast<int64_t>(region));
       program->regions.push_back({{}, options, {}});
       program->regions.back().options.name = name_of(options.name, *next);
-      if (next->policy > 0) {
-        const Policy& policy = policies[static_cast<std::size_t>(next->policy - 1)];
-        program->regions.back().options.policy =
-            next->moves_kept ? kept_through_hooks(policy) : policy;
-      }
       for (int64_t inside = next->first; inside <= next->last; ++inside)
         if (PyObject* const module = modules[static_cast<std::size_t>(inside - 1)])
           program->regions.back().modules.push_back(module);
@@ -257,10 +238,9 @@ PyObject* run(const std::shared_ptr<const Program>& program, const Plan& plan,
 
 // ---- planning -----------------------------------------------------------------------------------------
 
-using KeepingTuple = std::tuple<int64_t, double, int64_t, int64_t, int64_t, int64_t, bool, int64_t>;
-using StageTuple = std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t,
-                              bool, int64_t, std::vector<KeepingTuple>, int64_t, bool, int64_t,
-                              int64_t, bool, int64_t, int64_t, int64_t>;
+using StageTuple =
+    std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t,
+               int64_t, bool, int64_t, int64_t, bool, int64_t, int64_t, int64_t>;
 using MoveCostTuple = std::tuple<double, double, double>;
 using CostTuple = std::tuple<int64_t, int64_t, std::vector<StageTuple>, double,
                              std::optional<MoveCostTuple>, int64_t, int64_t>;
@@ -278,27 +258,13 @@ ChainCost cost_in(const CostTuple& cost) {
   if (const auto& moving = std::get<4>(cost))
     chain.moving = {std::get<0>(*moving), std::get<1>(*moving), std::get<2>(*moving)};
   for (const auto& [forward_s, backward_s, to_last_save_s, output, saved, forward_tmp, backward_tmp,
-                    grad, saves_output, unsaved_tmp, keeping, movable, has_movable_output,
-                    first_read_tmp, stopped_tmp, saves_input, backward, region_backward,
-                    lone_backward] : std::get<2>(cost)) {
-    chain.stages.push_back({forward_s,
-                            backward_s,
-                            to_last_save_s,
-                            output,
-                            saved,
-                            forward_tmp,
-                            backward_tmp,
-                            grad,
-                            saves_output,
-                            unsaved_tmp,
-                            {},
-                            movable,
+                    grad, saves_output, unsaved_tmp, movable, has_movable_output, first_read_tmp,
+                    stopped_tmp, saves_input, backward, region_backward, lone_backward] :
+       std::get<2>(cost)) {
+    chain.stages.push_back({forward_s, backward_s, to_last_save_s, output, saved, forward_tmp,
+                            backward_tmp, grad, saves_output, unsaved_tmp, movable,
                             has_movable_output});
     StageCost& stage = chain.stages.back();
-    for (const auto& [policy, extra_s, kept, kept_forward_tmp, kept_backward, kept_lone_backward,
-                      keeps_output, movable_kept] : keeping)
-      stage.keeping.push_back({policy, extra_s, kept, kept_forward_tmp, kept_backward,
-                               kept_lone_backward, keeps_output, movable_kept});
     stage.first_read_tmp_bytes = first_read_tmp;
     stage.stopped_tmp_bytes = stopped_tmp;
     stage.saves_input = saves_input;
@@ -316,27 +282,14 @@ CostTuple tuple_of(const ChainCost& chain) {
     std::get<4>(cost).emplace(chain.moving->store_s_per_byte, chain.moving->load_s_per_byte,
                               chain.moving->held_up_share);
   for (const StageCost& each : chain.stages) {
-    std::vector<KeepingTuple> keeping;
-    for (const KeepingCost& one : each.keeping)
-      keeping.emplace_back(one.policy, one.extra_s, one.kept_bytes, one.forward_tmp_bytes,
-                           one.backward_bytes, one.lone_backward_bytes, one.keeps_output,
-                           one.movable_bytes);
-    std::get<2>(cost).emplace_back(each.forward_s, each.backward_s, each.forward_to_last_save_s,
-                                   each.output_bytes, each.saved_bytes, each.forward_tmp_bytes,
-                                   each.backward_tmp_bytes, each.grad_bytes, each.saves_output,
-                                   each.unsaved_tmp_bytes, std::move(keeping), each.movable_bytes,
-                                   each.has_movable_output, each.first_read_tmp_bytes,
-                                   each.stopped_tmp_bytes, each.saves_input, each.backward_bytes,
-                                   each.region_backward_bytes, each.lone_backward_bytes);
+    std::get<2>(cost).emplace_back(
+        each.forward_s, each.backward_s, each.forward_to_last_save_s, each.output_bytes,
+        each.saved_bytes, each.forward_tmp_bytes, each.backward_tmp_bytes, each.grad_bytes,
+        each.saves_output, each.unsaved_tmp_bytes, each.movable_bytes, each.has_movable_output,
+        each.first_read_tmp_bytes, each.stopped_tmp_bytes, each.saves_input, each.backward_bytes,
+        each.region_backward_bytes, each.lone_backward_bytes);
   }
   return cost;
-}
-
-/// What Python code means by policies: those of the package, or functions.
-std::vector<Policy> policies_in(const py::list& all) {
-  std::vector<Policy> policies;
-  for (const py::handle each : all) policies.push_back(policy_in(each.ptr()));
-  return policies;
 }
 
 /// A stage that is called without the interpreter's lock.
@@ -354,13 +307,10 @@ Stage stage_in(py::handle stage, std::size_t number, const char* verb) {
 }
 
 CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64_t warmup,
-                         int64_t repeats, const py::object& device, const py::list& policies,
-                         bool early_stop, const std::optional<MoveTuple>& moving) {
-  MeasureOptions options{.warmup = warmup,
-                         .repeats = repeats,
-                         .device = {},
-                         .policies = policies_in(policies),
-                         .early_stop = early_stop};
+                         int64_t repeats, const py::object& device, bool early_stop,
+                         const std::optional<MoveTuple>& moving) {
+  MeasureOptions options{
+      .warmup = warmup, .repeats = repeats, .device = {}, .early_stop = early_stop};
   if (!device.is_none()) options.device = device_in(device);
   if (moving) options.moving = moving_in(*moving);
   std::vector<Stage> all;
@@ -374,7 +324,7 @@ CostTuple measure_stages(const py::list& stages, const at::Tensor& sample, int64
       py::list one;
       one.append(stages[stage]);
       const Plan plan(1, {{1, 1}});
-      result = run(program_of(plan, one, region, {}), plan, {}, std::move(input));
+      result = run(program_of(plan, one, region), plan, {}, std::move(input));
     } catch (...) {
       set_error_in_flight();
     }
@@ -400,19 +350,15 @@ Plan plan_for(const Frontier& frontier, int64_t budget_bytes) {
   }
 }
 
-/// Regions as (first, last), (first, last, policy) or (first, last, policy, moves_kept).
+/// Regions as (first, last).
 Plan make_plan(int64_t stages, const py::iterable& regions, std::vector<int64_t> moved) {
   std::vector<PlanRegion> all;
   for (const py::handle each : regions) {
     const py::tuple numbers(py::reinterpret_borrow<py::object>(each));
-    if (numbers.size() < 2 || numbers.size() > 4)
-      throw py::value_error(
-          "remat.Plan: a region is (first, last), (first, last, policy) or (first, last, policy, "
-          "moves_kept), and one is " +
-          std::string(py::repr(each)) + ".");
-    all.push_back({numbers[0].cast<int64_t>(), numbers[1].cast<int64_t>(),
-                   numbers.size() > 2 ? numbers[2].cast<int64_t>() : 0,
-                   numbers.size() > 3 && numbers[3].cast<bool>()});
+    if (numbers.size() != 2)
+      throw py::value_error("remat.Plan: a region is (first, last), and one is " +
+                            std::string(py::repr(each)) + ".");
+    all.push_back({numbers[0].cast<int64_t>(), numbers[1].cast<int64_t>()});
   }
   return Plan(stages, std::move(all), std::move(moved));
 }
@@ -421,8 +367,7 @@ py::list regions_of(const Plan& plan) {
   static PyObject* const type =
       py::object(py::module_::import("remat._plan").attr("PlanRegion")).release().ptr();
   py::list all;
-  for (const PlanRegion& each : plan.regions())
-    all.append(py::handle(type)(each.first, each.last, each.policy, each.moves_kept));
+  for (const PlanRegion& each : plan.regions()) all.append(py::handle(type)(each.first, each.last));
   return all;
 }
 
@@ -435,9 +380,8 @@ void add_plan(py::module_& module) {
   py::class_<Plan>(
       module, "Plan",
       "Plan(stages, regions=[]): which stages of a chain are regions, as (first, last) pairs from 1,\n"
-      "in the order in which they open; (stage, stage, policy) is one that keeps what the policy of that\n"
-      "number says, (stage, stage, policy, True) one whose kept results wait elsewhere. As text:\n"
-      "'[ck[ck[1] 2] ck2[3] mk2[4] 5]'. `moved`: the first stages of those stages and regions,\n"
+      "in the order in which they open. As text: '[ck[ck[1] 2] ck[3] 4 5]'.\n"
+      " `moved`: the first stages of those stages and regions,\n"
       "outside of other regions, whose saved tensors wait elsewhere: '[1 mv[2] mv[ck[3 4]] 5]' as text. Not the\n"
       "last one. Immutable.")
       .def(py::init(torch::wrap_pybind_function(make_plan)), py::arg("stages"),
@@ -462,14 +406,10 @@ void add_plan(py::module_& module) {
       .def_property_readonly("stages", &Plan::stages, "Of the chain.")
       .def_property_readonly("depth", &Plan::depth, "The deepest nesting; 0 without regions.")
       .def_property_readonly("frames", &Plan::frames, "The number of regions.")
-      .def_property_readonly("policies", &Plan::policies,
-                             "The largest number of a policy; 0 without any.")
       .def_property_readonly("regions", regions_of,
                              "A PlanRegion for each, in the order in which they open.")
-      .def_property_readonly(
-          "moved", &Plan::moved,
-          "The first stages of what moves what it saves, in order; not of what only\n"
-          "moves what it keeps.")
+      .def_property_readonly("moved", &Plan::moved,
+                             "The first stages of what moves what it saves, in order.")
       .def("calls", &Plan::calls,
            "How often forward, with one backward and early stop, calls each stage.");
 
@@ -510,7 +450,6 @@ void add_plan(py::module_& module) {
       return measure_peak(stage, sample);
     });
   });
-  define("policies_to_try", [] { return policies_to_try(); });
   define("_free_budget", [](const CostTuple& cost, const py::object& device, double margin) {
     const c10::Device asked = device_in(device);
     return with_package_errors([&] { return free_budget(cost_in(cost), asked, margin); });
@@ -524,14 +463,12 @@ void add_plan(py::module_& module) {
          [](int64_t stages, int64_t segments) { return torch_sequential_plan(stages, segments); });
   define("halving_plan", [](int64_t stages) { return halving_plan(stages); });
 
-  define("_run",
-         [](const Plan& plan, const py::list& stages, const at::Tensor& input,
-            const CheckpointOptions& options, const py::list& policies, const MoveTuple& moving) {
-           PyObject* const result = run(program_of(plan, stages, options, policies_in(policies)),
-                                        plan, moving_in(moving), input);
-           if (result == nullptr) throw py::error_already_set();
-           return py::reinterpret_steal<py::object>(result);
-         });
+  define("_run", [](const Plan& plan, const py::list& stages, const at::Tensor& input,
+                    const CheckpointOptions& options, const MoveTuple& moving) {
+    PyObject* const result = run(program_of(plan, stages, options), plan, moving_in(moving), input);
+    if (result == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(result);
+  });
 }
 
 }  // namespace remat::python

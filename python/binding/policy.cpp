@@ -7,8 +7,6 @@
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 
-#include <remat/save_best.h>
-
 #include <memory>
 #include <string>
 #include <utility>
@@ -97,24 +95,11 @@ CheckpointPolicy answer_in(const py::object& answer, py::handle function,
   throw py::error_already_set();
 }
 
-double seconds_in(const py::object& answer, py::handle function, const PolicyContext& context) {
-  const double seconds = PyFloat_AsDouble(answer.ptr());
-  if (PyErr_Occurred() == nullptr) return seconds;
-  PyErr_Clear();
-  const std::string asked(context.op_name);
-  PyErr_Format(PyExc_ValueError,
-               "remat.save_best: seconds_of %R returned %R when it was asked about %s.\nDo: return "
-               "the seconds that the call takes, a float.",
-               function.ptr(), answer.ptr(), asked.c_str());
-  throw py::error_already_set();
-}
-
-/// Asks a function of the program about a call; `read` makes of its answer what it means.
-template <class Read>
-auto asks(PyObject* function, Read read) {
+/// Asks a function of the program about a call.
+PolicyFn asks(PyObject* function) {
   Py_INCREF(function);
   const std::shared_ptr<PyObject> kept(function, [](PyObject* last) { drop(&last, 1); });
-  return [kept, read](const PolicyContext& context) {
+  return [kept](const PolicyContext& context) {
     const Locked locked(Locked::AtEnd::Wait);
     try {
       const py::object question = py::cast(Question(context));
@@ -122,7 +107,7 @@ auto asks(PyObject* function, Read read) {
         ~Ended() { question.cast<Question&>().end(); }
         const py::object& question;
       } const ended{question};
-      return read(call_python(kept.get(), question), kept.get(), context);
+      return answer_in(call_python(kept.get(), question), kept.get(), context);
     } catch (py::error_already_set& error) {
       error.restore();
     } catch (py::builtin_exception& error) {
@@ -158,7 +143,7 @@ const at::Tensor& named_tensor(const py::object& x, const char* function) {
 Policy policy_in(PyObject* object) {
   if (object == Py_None) return {};
   if (py::isinstance<Policy>(object)) return py::handle(object).cast<Policy>();
-  if (PyCallable_Check(object) != 0) return Policy(PolicyFn(asks(object, answer_in)));
+  if (PyCallable_Check(object) != 0) return Policy(asks(object));
   PyErr_Format(PyExc_TypeError,
                "remat: a policy must be a remat.Policy, a function or None, and is %R", object);
   throw py::error_already_set();
@@ -198,7 +183,7 @@ void add_policy(py::module_& module) {
   py::class_<Policy>(module, "Policy",
                      "What of a region is kept instead of recomputed. Immutable; any thread.")
       .def(py::init([](const py::function& function, const OptionsTuple& options) {
-             return Policy(PolicyFn(asks(function.ptr(), answer_in)), options_in(options));
+             return Policy(asks(function.ptr()), options_in(options));
            }),
            py::arg("function"), py::arg("options"))
       .def("__or__", [](const Policy& self, const Policy& other) { return self | other; });
@@ -222,27 +207,6 @@ void add_policy(py::module_& module) {
   module.def("_save_matmuls", torch::wrap_pybind_function([](const OptionsTuple& options) {
                return save_matmuls(options_in(options));
              }));
-  module.def("_save_best",
-             torch::wrap_pybind_function([](int64_t bytes, int profile_runs, std::string profiles,
-                                            const py::object& seconds_of, bool offload) {
-               SaveBestOptions options{.bytes = bytes, .profile_runs = profile_runs};
-               options.profiles = std::move(profiles);
-               options.offload = offload;
-               if (!seconds_of.is_none()) options.seconds_of = asks(seconds_of.ptr(), seconds_in);
-               return save_best(std::move(options));
-             }));
-  module.def("_best_choices", [](const Policy& policy) {
-    py::list all;
-    for (const BestChoice& choice : best_choices(policy)) {
-      py::list calls;
-      for (const BestCall& call : choice.calls)
-        calls.append(
-            py::make_tuple(call.op, call.seconds, call.bytes, call.kept_bytes, call.is_kept));
-      all.append(py::make_tuple(choice.region, std::move(calls), choice.kept_bytes,
-                                choice.saved_seconds, choice.bound_seconds));
-    }
-    return all;
-  });
   module.def("checkpoint_name",
              torch::wrap_pybind_function([](const py::object& x, const py::object& name) {
                const at::Tensor& tensor = named_tensor(x, "checkpoint_name");

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Optional, Union
 
 import torch
@@ -23,9 +23,7 @@ from ._plan import (
     Plan,
     Simulation,
     Stage,
-    StageCost,
     measure,
-    policies_to_try,
     run,
     simulate,
     solve,
@@ -41,33 +39,25 @@ class PlannedChain:
 
     moving: Optional[MoveOptions] = None  # of chains that were pickled before there was one
 
-    def __init__(
-        self, plan: Plan, policies: Sequence[Any], moving: Optional[MoveOptions], options: dict[str, Any]
-    ) -> None:
+    def __init__(self, plan: Plan, moving: Optional[MoveOptions], options: dict[str, Any]) -> None:
         self.plan = plan
-        self.policies = policies
         self.moving = moving
         self.options = options
 
     def run(self, module: nn.Module, input: torch.Tensor) -> torch.Tensor:
-        return run(self.plan, _children(module), input, policies=self.policies, moving=self.moving, **self.options)
+        return run(self.plan, _children(module), input, moving=self.moving, **self.options)
 
 
 def _children(sequential: nn.Module) -> list[Stage]:
     return list(sequential._modules.values())  # type: ignore[arg-type]  # one that is there twice runs twice
 
 
-def _way_of(plan: Plan, stage: StageCost, number: int) -> str:
+def _way_of(plan: Plan, number: int) -> str:
     """What a plan does to what a stage saves, in words."""
     for region in plan.regions:
         if not region.first <= number <= region.last:
             continue
-        moves = "input moved, " if region.first in plan.moved else ""
-        if region.policy == 0:
-            return f"{moves}recomputed"
-        keeping = next(each for each in stage.keeping if each.policy == region.policy)
-        elsewhere = f" ({keeping.movable_bytes:,} of it moved)" if region.moves_kept else ""
-        return f"{moves}{keeping.kept_bytes:,} kept{elsewhere}, the rest recomputed (policy {region.policy})"
+        return "input moved, recomputed" if region.first in plan.moved else "recomputed"
     return "moved" if number in plan.moved else "kept"
 
 
@@ -93,7 +83,6 @@ class Fitted:
         frame_cost_s: float,
         options: dict[str, Any],
         measured_bytes: Optional[int],
-        policies: Sequence[Any] = (),
         moving: Optional[MoveOptions] = None,
     ) -> None:
         self.stages = stages
@@ -107,8 +96,6 @@ class Fitted:
         """What was chosen."""
         self.measured_bytes = measured_bytes
         """[bytes] that a step had at its peak on the sample's device; None without `verify`."""
-        self.policies = list(policies)
-        """Which the numbers in plans mean."""
         self.moving = moving
         """Where waits what the plan moves."""
         self._settings: dict[str, Any] = {"early_stop": early_stop, "frame_cost_s": frame_cost_s}
@@ -128,7 +115,7 @@ class Fitted:
         if isinstance(self.stages, nn.Sequential):
             result: torch.Tensor = self.stages(input)
             return result
-        return run(self.plan, self.stages, input, policies=self.policies, moving=self.moving, **self._options)
+        return run(self.plan, self.stages, input, moving=self.moving, **self._options)
 
     def remove(self) -> None:
         """A Sequential runs plainly again."""
@@ -189,8 +176,6 @@ def fit(
     repeats: int = 5,
     max_depth: int = 0,
     frame_cost_s: float = _FRAME_COST_S,
-    keeps_results: bool = True,
-    policies: Optional[Sequence[Any]] = None,
     moving: Optional[MoveOptions] = None,
     verify: bool = True,
     progress: bool = True,
@@ -207,13 +192,11 @@ def fit(
     tensor, the last one as a rule the loss.
 
     cost: what `measure` said of the same stages before, in this process or another one (a ChainCost can be pickled):
-        nothing is measured then. Its numbers of policies mean those of `policies`, and what copies take is of `moving`.
+        nothing is measured then. What copies take is of `moving`.
     budget_bytes: what a step may have at its peak [bytes], beyond the input, parameters and their gradients. What the
     program holds beside the chain counts on top.
     warmup, repeats, progress: as of `measure`. max_depth: of nesting; 0: any. frame_cost_s: [seconds] of one region.
-    keeps_results: regions of one stage may keep results of operators. Measuring takes longer for it.
-    policies: which results; None: `policies_to_try()`.
-    moving: where what stages and regions save or keep may wait instead, `MoveOptions(directory=...)`; None: nothing moves.
+    moving: where what stages and regions save may wait instead, `MoveOptions(directory=...)`; None: nothing moves.
     verify: run a step as planned and look at its peak, which may be higher than the stages' costs say: where stages
         share parameters, or have buffers that are restored; above the budget, a smaller plan is taken.
     options: of all regions, as of `checkpoint`.
@@ -240,22 +223,18 @@ def fit(
         functions = stages = stages_of("remat.fit", model_or_stages)
     _remat._Options(options)  # refuses wrong ones before the measuring
     early_stop = bool(options.get("early_stop", True))
-    tried = [] if not keeps_results else policies_to_try() if policies is None else list(policies)
     if cost is None:
         cost = measure(
             functions,
             sample,
             warmup=warmup,
             repeats=repeats,
-            policies=tried,
             early_stop=early_stop,
             moving=moving,
             progress=progress,
         )
     elif len(cost.stages) != len(functions):
         raise ValueError(f"remat.fit: the cost is of {len(cost.stages)} stages, and there are {len(functions)}.")
-    if not keeps_results:
-        cost = cost._replace(stages=tuple(each._replace(keeping=()) for each in cost.stages))
     if moving is None and cost.moving is not None:
         cost = cost._replace(moving=None)
     frontier = solve(cost, max_depth=max_depth, early_stop=early_stop, frame_cost_s=frame_cost_s)
@@ -268,7 +247,7 @@ def fit(
         while True:
             with state_kept(functions):
                 peak = _measure_peak(
-                    lambda x: run(plan, functions, x, policies=tried, moving=moving, **options),
+                    lambda x: run(plan, functions, x, moving=moving, **options),
                     sample,
                 )
             if peak <= budget_bytes:
@@ -281,11 +260,11 @@ def fit(
                 raise InfeasibleBudget(error.args[0], error.minimum_bytes + beyond) from None
     if isinstance(stages, nn.Sequential):
         region = Region(options, training_only=True, level=1, buffers="restore", enabled=True)
-        region.plan = PlannedChain(plan, tried, moving, options)
+        region.plan = PlannedChain(plan, moving, options)
         _switch_on(stages, region)
     budget = int(budget_bytes)
     return Fitted(
-        stages, budget, cost, frontier, plan, early_stop, frame_cost_s, options, peak, tried, moving
+        stages, budget, cost, frontier, plan, early_stop, frame_cost_s, options, peak, moving
     )
 
 

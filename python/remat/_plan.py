@@ -24,7 +24,6 @@ from ._arguments import (
 from ._errors import in_python_words, translated
 from ._extension import _remat
 from ._guards import Path
-from ._policy import Policy, _noted
 
 Plan = _remat.Plan
 Stage = Callable[[torch.Tensor], torch.Tensor]
@@ -69,10 +68,6 @@ class PlanRegion(NamedTuple):
     """From 1."""
     last: int
     """Inclusive."""
-    policy: int = 0
-    """The number of a policy, from 1, by which a region of one stage keeps results; 0: it keeps none."""
-    moves_kept: bool = False
-    """With a policy: what it keeps waits elsewhere until backward comes near."""
 
 
 def _whole(cost: T) -> T:
@@ -88,28 +83,6 @@ def _whole(cost: T) -> T:
     read = {name: check(user, name, "Bytes", value) for name, value in found.items()}
     whole: T = cost._replace(**read)
     return whole
-
-
-class KeepingCost(NamedTuple):
-    """A stage as a region whose policy keeps some results: what that costs beside the stage without a region."""
-
-    policy: int
-    """Its number among those that were measured, from 1."""
-    extra_s: float = 0.0
-    """[seconds] that forward and backward take longer."""
-    kept_bytes: int = 0
-    """[bytes] from forward to backward, beyond the stage's input and output."""
-    forward_tmp_bytes: int = 0
-    """[bytes] of forward at its peak, beyond output and `kept_bytes`."""
-    backward_bytes: int = 0
-    """[bytes] of recompute and backward at their peak, beyond the stage's input and the gradient of its output: with
-    what is kept, and with the gradient of the input."""
-    lone_backward_bytes: int = -1
-    """The same with the input, which nobody but the region holds. Negative: both together."""
-    keeps_output: bool = True
-    """Whether the output is among what is kept; `kept_bytes` do not count it, `backward_bytes` do."""
-    movable_bytes: int = 0
-    """[bytes] of `kept_bytes` that go away when what is kept is moved."""
 
 
 class StageCost(NamedTuple):
@@ -135,8 +108,6 @@ class StageCost(NamedTuple):
     """Whether the output is among what autograd keeps of the stage."""
     unsaved_tmp_bytes: int = -1
     """Instead of `forward_tmp_bytes` where nothing is saved. Negative: the same."""
-    keeping: tuple[KeepingCost, ...] = ()
-    """What policies make of it; none: it is recomputed as a whole, or not at all."""
     movable_bytes: int = 0
     """[bytes] of `saved_bytes` that go away when what the stage saves is moved."""
     has_movable_output: bool = False
@@ -161,8 +132,7 @@ class StageCost(NamedTuple):
 
     @classmethod
     def _of(cls, numbers: _remat._StageTuple) -> StageCost:
-        keeping = tuple(KeepingCost(*each) for each in numbers[10])
-        return cls(*numbers[:10], keeping, *numbers[11:])
+        return cls(*numbers)
 
 
 class MoveCost(NamedTuple):
@@ -204,10 +174,7 @@ class ChainCost(NamedTuple):
         return cls(input_bytes, input_grad_bytes, tuple(map(StageCost._of, stages)), rounding, move_cost, *held)
 
     def _tuple(self) -> _remat._CostTuple:
-        stages = tuple(
-            each._replace(keeping=tuple(map(_whole, each.keeping)))
-            for each in map(_whole, self.stages)
-        )
+        stages = tuple(map(_whole, self.stages))
         cost = _whole(self)
         return (
             cost.input_bytes, cost.input_grad_bytes, stages, cost.rounding, cost.moving,
@@ -290,7 +257,7 @@ def solve(
     cost: ChainCost, *, max_depth: int = 0, early_stop: bool = True, frame_cost_s: float = 0.0, eps: float = 0.0
 ) -> Frontier:
     """The exact frontier of time and memory over all plans, for every budget at once. With a cost that has `moving`, what
-    stages and regions outside of other regions save or keep may wait elsewhere.
+    stages and regions outside of other regions save may wait elsewhere.
 
     max_depth: of nesting; 0: any. early_stop: as the plan will run. frame_cost_s: [seconds], paid once a region.
     eps: in [0, 1); points that are faster than the one before by less than this share are dropped.
@@ -353,7 +320,6 @@ def measure(
     warmup: int = 1,
     repeats: int = 5,
     device: Union[torch.device, str, int, None] = None,
-    policies: Sequence[Any] = (),
     early_stop: bool = True,
     moving: Optional[MoveOptions] = None,
     progress: bool = True,
@@ -363,11 +329,8 @@ def measure(
     stages: functions from one tensor to one tensor, modules, or a Sequential; the last one is the loss.
     warmup: runs that are not timed. repeats: timed runs, the least of which is kept.
     device: whose bytes and time count, what is elsewhere counts nothing; None: the sample's.
-    policies: each stage but the last is measured as a region under each of these, too: `StageCost.keeping` has those
-        that keep something, and less than the stage without a region does. `policies_to_try()` has some.
-    early_stop: of those regions.
-    moving: what stages save, their outputs, and what policies keep are tried to move so; None: plans will not move
-        anything.
+    early_stop: of the regions in which a stage is measured.
+    moving: what stages save, and their outputs, are tried to move so; None: plans will not move anything.
     progress: a bar where it takes more than a second and tqdm is installed.
 
     Bytes are those of storages; temporaries are what the device's allocator gives out. Times on the CPU are those of
@@ -400,49 +363,10 @@ def measure(
 
         with state_kept(functions):
             counted = [shown(*each) for each in enumerate(functions)] if bar.is_there else functions
-            cost = ChainCost._of(_measure(counted, sample, warmup, repeats, device, list(policies), early_stop, moves))
-            if moving is not None and any(each.keeping for each in cost.stages):
-                meter = _remat.MemoryMeter(sample.device if device is None else device)
-                cost = _with_movable_results(cost, functions, sample, meter, policies, early_stop, moving)
+            cost = ChainCost._of(_measure(counted, sample, warmup, repeats, device, early_stop, moves))
     finally:
         bar.close()
     return cost
-
-
-def _with_movable_results(
-    cost: ChainCost,
-    stages: Sequence[Stage],
-    sample: torch.Tensor,
-    meter: _remat.MemoryMeter,
-    policies: Sequence[Any],
-    early_stop: bool,
-    moving: MoveOptions,
-) -> ChainCost:
-    """With what of each stage's kept results goes away when they move: by regions as `run` makes them."""
-
-    def held(text: str, stage: Stage, x: torch.Tensor) -> int:
-        torch.clear_autocast_cache()
-        before = meter.live_bytes
-        # The second stage waits for the copies of the first.
-        result = run(Plan.parse(text), [stage, lambda x: x], x, policies=policies, moving=moving, early_stop=early_stop)
-        bytes = meter.live_bytes - before
-        del result
-        return bytes
-
-    measured = []
-    with random_states_kept(sample.device), torch.enable_grad():
-        x = sample.detach().requires_grad_(sample.requires_grad)
-        for stage, each in zip(stages, cost.stages):
-            keeping = []
-            for one in each.keeping:
-                staying, moved = (held(f"[{way}{one.policy}[1] 2]", stage, x) for way in ("ck", "mk"))
-                keeping.append(one._replace(movable_bytes=min(max(staying - moved, 0), one.kept_bytes)))
-            measured.append(each._replace(keeping=tuple(keeping)))
-            if each is not cost.stages[-1]:
-                y = stage(x)
-                x = y.detach().requires_grad_(y.requires_grad)
-    torch.clear_autocast_cache()
-    return cost._replace(stages=tuple(measured))
 
 
 def random_states_kept(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -468,16 +392,6 @@ def free_budget(
     return _free_budget(cost._tuple(), device, margin)
 
 
-def policies_to_try() -> list[Policy]:
-    """Policies worth measuring, by what they keep: attention; matrix products, convolutions and attention
-    (`save_matmuls`); all results but those of operators that work element by element."""
-    return [_noted(each, _policy_to_try, i) for i, each in enumerate(_remat.policies_to_try())]
-
-
-def _policy_to_try(index: int) -> Policy:
-    return policies_to_try()[index]
-
-
 # ---- running ------------------------------------------------------------------------------------------------
 
 
@@ -487,23 +401,20 @@ def run(
     stages: Iterable[Stage],
     input: torch.Tensor,
     *,
-    policies: Sequence[Any] = (),
     moving: Optional[MoveOptions] = None,
     **options: Any,
 ) -> torch.Tensor:
     """Runs the stages on `input` with nested regions as the plan says, all with the options of `checkpoint`.
 
-    policies: those that the plan's numbers mean, as they were measured. Regions without a number have the `policy` of
-        the options.
     moving: where waits what the plan moves; None: `MoveOptions()`. What cannot be written stays in memory, with a warning.
     The stages that a region runs are added to its name. Stages that are modules have their buffers and training
     flags restored in recomputes. Memory: at most what `simulate` says for measured costs, with the loss and its gradient,
     which the caller of `backward()` holds to its end.
-    Raises ValueError if plan and stages have different numbers, for a policy that is not there, and for a plan that moves
+    Raises ValueError if plan and stages have different numbers, and for a plan that moves
     if `moving` has no directory and the input is on the CPU, or no file can be made there; else as `checkpoint`.
     """
     moves = (moving or MoveOptions())._tuple()
-    return _run(plan, stages_of("remat.run", stages), input, _remat._Options(options), list(policies), moves)
+    return _run(plan, stages_of("remat.run", stages), input, _remat._Options(options), moves)
 
 
 @checked
@@ -538,7 +449,6 @@ __all__ = [
     "Frontier",
     "FrontierPoint",
     "InfeasibleBudget",
-    "KeepingCost",
     "MoveCost",
     "MoveOptions",
     "Plan",
@@ -551,7 +461,6 @@ __all__ = [
     "halving_plan",
     "measure",
     "mixed_plan",
-    "policies_to_try",
     "revolve_plan",
     "run",
     "simulate",

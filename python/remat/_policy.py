@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Callable, Optional, Union
 
 import torch
@@ -22,26 +20,21 @@ checkpoint_name = _remat.checkpoint_name
 pin = _remat.pin
 
 __all__ = [
-    "BestCall",
-    "BestChoice",
     "CheckpointPolicy",
     "Operator",
     "Policy",
     "PolicyContext",
-    "best_choices",
     "checkpoint_name",
     "name_of",
     "offload_names",
     "offload_ops",
     "pin",
     "save_all_but_names",
-    "save_best",
     "save_matmuls",
     "save_names",
     "save_ops",
 ]
 
-Path = Union[str, "os.PathLike[str]"]
 Operator = Union[str, torch._ops.OpOverload, torch._ops.OpOverloadPacket]
 
 
@@ -172,82 +165,6 @@ def save_matmuls(
     return _of(_remat._save_matmuls, save_matmuls,
                {"allow_cache_entry_mutation": allow_cache_entry_mutation, "save_through_hooks": save_through_hooks,
                 "ask_again": ask_again})  # fmt: skip
-
-
-@checked
-def save_best(
-    bytes: Bytes,
-    *,
-    profile_runs: int = 2,
-    profiles: Optional[Path] = None,
-    seconds_of: Optional[Callable[[PolicyContext], float]] = None,
-    offload: bool = False,
-) -> Policy:
-    """Keeps, of each region, the results that spare a recompute most time and take no more than `bytes`.
-
-    The first `profile_runs` runs of a region keep nothing and are measured, call by call; then the best choice is
-    computed on the graph of its calls, and holds for the runs that begin later. Regions are told apart by name,
-    function and the shapes of their arguments. `best_choices` says what was chosen. A copy or a pickle that is
-    loaded measures anew.
-
-    `profiles` names a file that what was measured is added to, by the names of regions. A policy that is made with it
-    later, also by another process or with other `bytes`, chooses for those regions at once. A copy or a pickle reads it,
-    too. It belongs to a model, torch's version and a number of threads.
-
-    `seconds_of` says what a call takes, instead of the clock: figures from elsewhere, or from a formula. It is asked once
-    for every call of a measured run, in order, before the call runs.
-
-    offload: what it keeps of an accelerator's results waits on the CPU, as with `offload_ops`, and `bytes` are of that.
-
-    Memory: figures and choices live as long as the policy, some hundred bytes a call. Raises ValueError for negative
-    bytes, for fewer than one run, and for a file that is none of profiles.
-    """
-    file = "" if profiles is None else os.fspath(profiles)
-    policy = translated(_remat._save_best)(bytes, profile_runs, file, seconds_of, offload)
-    return _noted(policy, save_best, bytes, profile_runs=profile_runs, **({"profiles": file} if file else {}),
-                  **({} if seconds_of is None else {"seconds_of": seconds_of}),
-                  **({"offload": True} if offload else {}))  # fmt: skip
-
-
-@dataclass(frozen=True)
-class BestCall:
-    """One operator call of a region as `save_best` knows it."""
-
-    op: str
-    """"aten::mm.default"."""
-    seconds: float
-    """What it takes; 0 if a recompute stops before it."""
-    bytes: int
-    """Of its results."""
-    kept_bytes: int
-    """What keeping it takes: less if nobody would read a result."""
-    is_kept: bool
-    """As chosen, or by a policy that was joined with `|`."""
-
-
-@dataclass(frozen=True)
-class BestChoice:
-    """What `save_best` chose for one region."""
-
-    region: str
-    """Its name; "" if it has none."""
-    calls: tuple[BestCall, ...]
-    """Those of the measured run, in order."""
-    kept_bytes: int
-    """What the choice takes."""
-    saved_seconds: float
-    """What a recompute is spared."""
-    bound_seconds: float
-    """No choice spares more; the same where the choice is known to be the best."""
-
-
-@checked
-def best_choices(policy: Policy) -> list[BestChoice]:
-    """The choices that hold for runs which begin now. Empty for a policy without `save_best` in it."""
-    return [
-        BestChoice(region, tuple(BestCall(*call) for call in calls), kept, saved, bound)
-        for region, calls, kept, saved, bound in _remat._best_choices(policy)
-    ]
 
 
 @checked

@@ -10,9 +10,8 @@ from ._plan import PlanRegion
 R = TypeVar("R")
 T = TypeVar("T")
 
-_KeepingTuple = tuple[int, float, int, int, int, int, bool, int]
 _StageTuple = tuple[
-    float, float, float, int, int, int, int, int, bool, int, Sequence[_KeepingTuple], int, bool, int, int,
+    float, float, float, int, int, int, int, int, bool, int, int, bool, int, int,
     bool, int, int, int,
 ]
 _MoveCostTuple = tuple[float, float, float]
@@ -96,17 +95,6 @@ def _save_names(names: list[str], options: _SelectiveTuple, /) -> Policy: ...
 def _save_all_but_names(names: list[str], options: _SelectiveTuple, /) -> Policy: ...
 def _offload_names(names: list[str], options: _SelectiveTuple, /) -> Policy: ...
 def _save_matmuls(options: _SelectiveTuple, /) -> Policy: ...
-def _save_best(
-    bytes: _Bytes,
-    profile_runs: int,
-    profiles: str,
-    seconds_of: Optional[Callable[[PolicyContext], float]],
-    offload: bool,
-    /,
-) -> Policy: ...
-def _best_choices(
-    policy: Policy, /
-) -> list[tuple[str, list[tuple[str, float, int, int, bool]], int, float, float]]: ...
 def checkpoint_name(x: torch.Tensor, name: str, /) -> torch.Tensor:
     """`x`, with a name for policies. Outside of regions nothing but `x`."""
 
@@ -236,8 +224,6 @@ class DecisionReport:
     def calls(self) -> int: ...
     @property
     def bytes(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
 
 class RegionReport:
     """Sums over all regions of one name that began while the recorder recorded."""
@@ -459,8 +445,6 @@ class Plan:
     @property
     def regions(self) -> list[PlanRegion]: ...
     @property
-    def policies(self) -> int: ...
-    @property
     def moved(self) -> list[int]: ...
     def calls(self) -> list[int]: ...
 
@@ -481,7 +465,6 @@ def _measure(
     warmup: int,
     repeats: int,
     device: _Device,
-    policies: list[Any],
     early_stop: bool,
     moving: Optional[_MoveTuple],
     /,
@@ -489,14 +472,12 @@ def _measure(
 def _measure_peak(
     chain: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor, /
 ) -> int: ...
-def policies_to_try() -> list[Policy]: ...
 def _free_budget(cost: _CostTuple, device: _Device, margin: float, /) -> int: ...
 def _run(
     plan: Plan,
     stages: list[Callable[[torch.Tensor], torch.Tensor]],
     input: torch.Tensor,
     options: _Options,
-    policies: list[Any],
     moving: _MoveTuple,
     /,
 ) -> torch.Tensor: ...

@@ -29,7 +29,7 @@ WAYS = ("plain", "own", "drop-in")
 UPSTREAM_TAKES_EARLY_STOP = "early_stop" in inspect.signature(checkpoint).parameters  # since torch 2.8
 BACKWARDS = ("backward", "grad", "twice", "double", "in parts", "inputs")
 GUARDS = (None, "hooks", "cpu", "disk", "tiers", "cache", "no stop")
-POLICIES = (None, None, None, "matmuls", "operators", "function", "best", "offload", "names", "all but names")
+POLICIES = (None, None, None, "matmuls", "operators", "function", "offload", "names", "all but names")
 CALLS = ("positional", "keyword", "nested", "closure", "module")
 
 
@@ -281,7 +281,6 @@ class Run:
                 "matmuls": remat.save_matmuls,
                 "operators": lambda: remat.save_ops(["aten::sin", "aten::tanh", "aten::exp", "aten::_softmax"]),
                 "function": lambda: lambda context: "mm" in context.op_name or "mul" in context.op_name,
-                "best": lambda: remat.save_best(200),
                 "offload": lambda: remat.offload_ops(["aten::mm", "aten::mul"]),
                 "names": lambda: remat.save_names(["n"]),
                 "all but names": lambda: remat.save_all_but_names(["n"]),

@@ -39,8 +39,8 @@ RIGHT: dict[str, tuple[Any, ...]] = {
     "save_on_disk": (tempfile.gettempdir(),), "save_elsewhere": (Place(),), "save_as": (torch.bfloat16,),
     "disable_saved_tensors_hooks": ("text",), "Recorder": (), "Recorder.write_html": (WRONG, "x"),
     "Recorder.write_memory_svg": (WRONG, "x"), "Recorder.write_chrome_trace": (WRONG, "x"), "free_bytes": (),
-    "MemoryMeter": (), "saved_tensors": (x * 1,), "save_matmuls": (), "save_best": (1,),
-    "best_choices": (remat.save_matmuls(),), "save_ops": (["aten::mm"],), "offload_ops": (["aten::mm"],),
+    "MemoryMeter": (), "saved_tensors": (x * 1,), "save_matmuls": (),
+    "save_ops": (["aten::mm"],), "offload_ops": (["aten::mm"],),
     "save_names": (["a"],), "save_all_but_names": (["a"],), "offload_names": (["a"],), "Policy": (lambda c: True,),
     "Plan": (2,), "Plan.parse": ("[1]",), "revolve_plan": (3, 2), "mixed_plan": (3, 2), "balanced_plan": (3, 2),
     "torch_sequential_plan": (3, 2), "halving_plan": (3,), "solve": (cost,), "simulate": (cost, remat.Plan(2)),
@@ -55,7 +55,7 @@ NOT_CHECKED = {
 OTHERS = {
     "checkpoint", "checkpointed", "Checkpointing", "checkpoint_name", "pin", "save_region", "state_provider",  # below
     "counters", "current_phase", "is_checkpointing", "is_recomputing", "disable_checkpoint", "graph_exec_group",
-    "is_installed", "uninstall", "policies_to_try", "record_allocations", "MemoryLimit",
+    "is_installed", "uninstall", "record_allocations", "MemoryLimit",
 }  # fmt: skip
 
 
@@ -130,7 +130,6 @@ class Arguments(Case):
 
     def test_bytes_are_whole_numbers_of_any_type(self) -> None:
         self.assertEqual(repr(remat.memory_limit(8e9)), "remat.memory_limit(8000000000)")
-        self.assertEqual(remat.save_best(2**20 * 1.0).__reduce__()[1][1], (2**20,))
         self.assertEqual(remat.MoveOptions(min_bytes=1e6), remat.MoveOptions(min_bytes=10**6))
         self.assertIs(type(remat.MoveOptions(min_bytes=1e6).min_bytes), int)
         frontier = remat.solve(cost)

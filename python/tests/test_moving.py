@@ -157,10 +157,9 @@ class Moving(Case):
 
     def test_modules_with_random_numbers_and_running_statistics(self) -> None:
         plain, net, x = blocks(4), blocks(4), torch.randn(256, 64)
-        for text in ("[mv[1] mv[2] mv[3] mv[4] 5]", "[mv[ck[1]] mv[ck[ck[2] 3]] 4 5]", "[mv[ck1[1]] 2 mv[ck[3]] ck1[4] 5]"):
+        for text in ("[mv[1] mv[2] mv[3] mv[4] 5]", "[mv[ck[1]] mv[ck[ck[2] 3]] 4 5]", "[mv[ck[1]] 2 mv[ck[3]] ck[4] 5]"):
             plan = remat.Plan.parse(text)
-            policies = [remat.save_matmuls()]
-            found = step(net, lambda x: remat.run(plan, net, x, policies=policies, moving=self.moving), x)
+            found = step(net, lambda x: remat.run(plan, net, x, moving=self.moving), x)
             self.check_equal(found, step(plain, plain, x), text)
 
     def test_backward_several_times_in_part_and_with_its_graph(self) -> None:
@@ -177,77 +176,15 @@ class Moving(Case):
 
         self.check_equal(results("[mv[1] mv[ck[2]] mv[ck[3]] 4 5]"), results("[1 2 3 4 5]"))
 
-    def test_text_and_values_of_regions_that_move_what_they_keep(self) -> None:
-        text = "[mk2[1] mv[mk1[2]] ck1[3] 4]"
-        plan = remat.Plan.parse(text)
-        self.assertEqual((str(plan), plan.moved, plan.policies), (text, [2], 2))
-        self.assertEqual(plan.regions, [(1, 1, 2, True), (2, 2, 1, True), (3, 3, 1, False)])
-        self.assertEqual(plan, remat.Plan(4, [(1, 1, 2, True), (2, 2, 1, True), (3, 3, 1)], [2]))
-        self.assertNotEqual(plan, remat.Plan(4, [(1, 1, 2), (2, 2, 1, True), (3, 3, 1)], [2]))
-        for copied in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
-            self.assertEqual(copied, plan)
-        for regions in ([(1, 1, 0, True)], [(1, 2, 1, True)], [(4, 4, 1, True)], [(1, 1, 1, True, 1)]):
-            with self.assertRaisesRegex(ValueError, r"remat\.Plan"):
-                remat.Plan(4, regions)  # type: ignore[arg-type]
-
-    def test_what_regions_keep_moves(self) -> None:
-        policies = [remat.save_ops(["aten::sin"]), lambda question: question.op_name == "aten::exp.default"]
-        stages: Stages = [*([lambda t: t.sin().exp().cos().exp().sin().cos()] * 4), lambda t: t.square().mean()]
-        cost = remat.measure(stages, self.x, warmup=0, repeats=1, policies=policies, moving=self.moving)
-        # Of a stage that saves three values.
-        for stage in cost.stages[:-1]:
-            self.assertEqual([each.policy for each in stage.keeping], [1, 2])
-            self.assertEqual([each.movable_bytes for each in stage.keeping], [2 * BYTES, 2 * BYTES])
-        self.assertEqual(pickle.loads(pickle.dumps(cost)), cost)
-        without = remat.measure(stages, self.x, warmup=0, repeats=1, policies=policies)
-        self.assertEqual([each.movable_bytes for each in without.stages[0].keeping], [0, 0])
-        (expected,) = torch.autograd.grad(remat.run(remat.Plan(5), stages, self.x), self.x)
-        meter = remat.MemoryMeter()
-        for text in ("[mk1[1] mk2[2] mk1[3] mk2[4] 5]", "[mv[mk1[1]] mv[mk1[2]] mv[mk2[3]] 4 5]", "[ck1[1] mk1[2] mv[ck[3]] mk2[4] 5]"):
-            plan = remat.Plan.parse(text)
-            staying = remat.Plan.parse(text.replace("mk", "ck"))
-            for _ in range(2):
-                self.x.grad = None
-                before = meter.live_bytes
-                meter.reset_peak()
-                with remat.Recorder() as recorder:
-                    remat.run(plan, stages, self.x, policies=policies, moving=self.moving).backward()
-                self.assertTrue(torch.equal(self.x.grad, expected), text)  # type: ignore[arg-type]
-                self.assertLessEqual(meter.peak_bytes - before, remat.simulate(cost, plan).peak_bytes, text)
-            self.assertLess(remat.simulate(cost, plan).peak_bytes, remat.simulate(cost, staying).peak_bytes)
-            self.assertGreater(recorder.report().files.bytes_written, 0)
-        # What is kept moves, and is not computed again.
-        held, exponentials = [], []
-        for text in ("[mk2[1] 2]", "[ck2[1] 2]"):
-            before = meter.live_bytes
-            with remat.Recorder(operators=True) as recorder:
-                loss = remat.run(remat.Plan.parse(text), [stages[0], stages[-1]], self.x, policies=policies, moving=self.moving)
-                held.append(meter.live_bytes - before)
-                loss.backward()
-            del loss
-            exponentials.append(recorder.event_log().splitlines().count("operator aten::exp"))
-        self.assertEqual(held[1] - held[0], 2 * BYTES)
-        self.assertEqual(exponentials[0], exponentials[1])
-
-    def test_what_save_best_keeps_stays(self) -> None:
-        best = remat.save_best(10**9, profile_runs=1, seconds_of=lambda question: 1.0)
-        stages: Stages = [lambda t: t.sin().exp().cos(), torch.sum]
-        expected = gradient(remat.run(remat.Plan(2), stages, self.x), self.x)
-        for _ in range(4):
-            loss = remat.run(remat.Plan.parse("[mk1[1] 2]"), stages, self.x, policies=[best], moving=self.moving)
-            self.check_equal(gradient(loss, self.x), expected)
-        self.assertGreater(remat.best_choices(best)[0].kept_bytes, 0)
-
     def test_reports_say_what_each_item_moved(self) -> None:
-        policies = [remat.save_ops(["aten::sin"])]
         with remat.Recorder() as recorder:
             remat.run(remat.Plan(5), self.stages, self.x, moving=self.moving).backward()
         self.assertEqual(recorder.report().moves, [])
         with remat.Recorder() as recorder:
             for _ in range(2):
-                plan = remat.Plan.parse("[mv[1] mk1[2] mv[ck[3]] 4 5]")
+                plan = remat.Plan.parse("[mv[1] mv[2] mv[ck[3]] 4 5]")
                 stages = [self.stages[0], lambda t: t.sin().cos(), lambda t: t.exp().sin(), *self.stages[3:]]
-                remat.run(plan, stages, self.x, policies=policies, moving=self.moving).backward()
+                remat.run(plan, stages, self.x, moving=self.moving).backward()
         moves = recorder.report().moves
         self.assertEqual([each.name for each in moves], ["stage 1", "stage 2", "stage 3"])
         for each in moves:
@@ -256,36 +193,6 @@ class Moving(Case):
             self.assertGreaterEqual(each.loads, each.loads_ahead)
             self.assertGreater(each.wait_s, 0)
         self.assertIn('"moves": [\n  {"name": "stage 1", "moves": 2', recorder.report().to_json())
-
-    def test_fit_moves_what_regions_keep(self) -> None:
-        # A matrix product that takes long, and whose result is small beside what is made of it.
-        chain: Stages = [*([lambda t: (t @ t).sin().cos().sin()] * 4), lambda t: t.square().mean()]
-        x = torch.rand(200, 200, requires_grad=True)
-        settings = {"repeats": 1, "moving": self.moving, "policies": [remat.save_matmuls()]}
-        measured = remat.fit(chain, x, 10**9, **settings)  # type: ignore[arg-type]
-        stages = tuple(
-            each._replace(forward_s=1.0, forward_to_last_save_s=1.0, movable_bytes=0, has_movable_output=False,
-                          keeping=tuple(one._replace(extra_s=0.01) for one in each.keeping))
-            for each in measured.cost.stages
-        )  # fmt: skip
-        cost = measured.cost._replace(stages=stages, moving=remat.MoveCost(1e-15, 1e-15, 0.1))
-        budget = remat.simulate(cost, remat.Plan.parse("[mk1[1] mk1[2] mk1[3] mk1[4] 5]")).peak_bytes
-        fitted = remat.fit(chain, x, budget, cost=cost, **settings)  # type: ignore[arg-type]
-        self.assertIn("mk1[", str(fitted.plan))
-        self.assertRegex(str(fitted), r"160,000 kept \(160,000 of it moved\), the rest recomputed \(policy 1\)")
-        self.assertLessEqual(fitted.measured_bytes, budget)  # type: ignore[arg-type]
-        self.check_equal(gradient(fitted(x), x), gradient(remat.run(remat.Plan(5), chain, x), x))
-
-    def test_modules_that_move_what_they_keep(self) -> None:
-        plain, net, x = blocks(4), blocks(4), torch.randn(256, 64)
-        plan, policies = remat.Plan.parse("[mk1[1] mv[mk1[2]] mk1[3] mk1[4] 5]"), [remat.save_matmuls()]
-        before = [*(b.clone() for b in net.buffers()), torch.get_rng_state()]
-        cost = remat.measure(net, x, repeats=1, policies=policies, moving=self.moving)
-        self.check_equal([*net.buffers(), torch.get_rng_state()], before)
-        self.assertEqual([each.movable_bytes for stage in cost.stages for each in stage.keeping], [256 * 64 * 4] * 4)
-        for _ in range(2):
-            found = step(net, lambda x: remat.run(plan, net, x, policies=policies, moving=self.moving), x)
-            self.check_equal(found, step(plain, plain, x))
 
     def test_inside_of_a_region_and_under_guards(self) -> None:
         text = "[mv[1] mv[ck[2]] mv[ck[3]] 4 5]"
@@ -377,7 +284,7 @@ class Moving(Case):
 
     def test_fit_moves_where_that_takes_less_time_than_recomputing_more_often(self) -> None:
         chain: Stages = [*([lambda t: t.sin().cos().sin().cos()] * 6), lambda t: t.square().mean()]
-        settings = {"repeats": 1, "keeps_results": False, "moving": self.moving}
+        settings = {"repeats": 1, "moving": self.moving}
         without = remat.solve(remat.measure(chain, self.x, repeats=1))
         budget = without.points[0].bytes + BYTES
         measured = remat.fit(chain, self.x, budget, **settings)  # type: ignore[arg-type]
@@ -392,7 +299,7 @@ class Moving(Case):
         self.assertRegex(str(fitted), "input moved, recomputed|  moved\n")
         self.assertIs(fitted.moving, self.moving)
         self.check_equal(gradient(fitted(self.x), self.x), gradient(remat.run(remat.Plan(7), chain, self.x), self.x))
-        staying = remat.fit(chain, self.x, budget, cost=cost, keeps_results=False)
+        staying = remat.fit(chain, self.x, budget, cost=cost)
         self.assertEqual((staying.plan.moved, staying.cost.moving), ([], None))
 
     def test_fit_of_a_sequential_with_its_copies(self) -> None:

@@ -318,10 +318,8 @@ class Preferred(Case):
             return list(torch.autograd.grad(call(net, x, **options).square().sum(), [x, *net.parameters()]))
 
         expected = gradients(plain)
-        for policy in (remat.save_matmuls(), remat.save_best(1 << 20)):
-            for _ in range(4):  # save_best measures first
-                for a, b in zip(gradients(remat.checkpoint, policy=policy), expected):
-                    self.assertTrue(torch.equal(a, b))
+        for a, b in zip(gradients(remat.checkpoint, policy=remat.save_matmuls()), expected):
+            self.assertTrue(torch.equal(a, b))
         with self.assertRaises(remat.CheckpointError) as caught:
             gradients(remat.checkpoint, policy=remat.save_ops(["aten::convolution"]))
         self.assertEqual(caught.exception.kind, remat.ErrorKind.SELECTIVE_MUTATION)

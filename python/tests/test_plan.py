@@ -89,90 +89,6 @@ class Plans(Case):
         self.assertEqual(remat.revolve_plan(8, 3).stages, 8)
         self.assertEqual(remat.mixed_plan(8, 3).stages, 8)
 
-    def test_text_and_values_with_policies(self) -> None:
-        text = "[ck2[1] ck[2] 3]"
-        plan = remat.Plan.parse(text)
-        self.assertEqual(str(plan), text)
-        self.assertEqual(plan, remat.Plan(3, [(1, 1, 2), (2, 2)]))
-        self.assertEqual(plan, remat.Plan(3, plan.regions))
-        self.assertEqual([each.policy for each in plan.regions], [2, 0])
-        self.assertEqual((plan.policies, remat.Plan(3).policies), (2, 0))
-        self.assertEqual(pickle.loads(pickle.dumps(plan)), plan)
-        for regions in ([(1, 2, 1)], [(1,)], [(1, 1, 1, False, 1)], [(1, 1, -1)], [(1, 2), (1, 1, 1)]):
-            with self.assertRaises(ValueError):
-                remat.Plan(3, regions)  # type: ignore[arg-type]
-
-    def test_measured_policies_cost_what_they_cost(self) -> None:
-        net, x = chain(4), sample()
-        tried = [remat.save_matmuls(), lambda question: False]
-        cost = remat.measure(net, x, repeats=1, policies=tried)
-        self.assertEqual([[each.policy for each in stage.keeping] for stage in cost.stages], [[1]] * 4 + [[]])
-        for each in (copy.deepcopy(cost), pickle.loads(pickle.dumps(cost))):
-            self.assertEqual(each, cost)
-        plan = remat.Plan(5, [(i, i, 1) for i in range(1, 5)])
-        found = remat.simulate(cost, plan)
-        whole, least = (remat.simulate(cost, remat.Plan(5, regions)).peak_bytes for regions in ([], [(i, i) for i in range(1, 5)]))
-        self.assertTrue(least < found.peak_bytes < whole, (least, found.peak_bytes, whole))
-        meter = remat.MemoryMeter()
-        wanted = step(net, net, x)
-        self.assert_same(step(net, lambda x: remat.run(plan, net, x, policies=tried), x), wanted)
-        torch.manual_seed(5)
-        before = meter.live_bytes
-        meter.reset_peak()
-        remat.run(plan, net, x, policies=tried).backward()
-        self.assertLessEqual(meter.peak_bytes - before, found.peak_bytes)
-        self.assertEqual(remat.measure(net, x, repeats=1).stages[0].keeping, ())
-
-    def test_regions_that_keep_results_compute_less_again(self) -> None:
-        x = torch.linspace(0, 1, 64).reshape(8, 8).requires_grad_()
-        asked: list[str] = []
-
-        def keeps_mm(question: remat.PolicyContext) -> bool:
-            asked.append(question.op_name)
-            return question.op_name == "aten::mm.default"
-
-        stages = [lambda x: (x @ x).sin().exp(), torch.sum]
-        expected = torch.autograd.grad(stages[1](stages[0](x)), x)
-        plan = remat.Plan.parse("[ck1[1] 2]")
-        with remat.Recorder(operators=True) as recorder:
-            found = torch.autograd.grad(remat.run(plan, stages, x, policies=[keeps_mm]), x)
-        self.assert_same(list(found), list(expected))
-        self.assertIn("aten::mm.default", asked)
-        self.assertEqual(recorder.report().regions[0].recomputes, 1)
-        # Regions without a number have the options' policy.
-        asked.clear()
-        remat.run(remat.Plan.parse("[ck[1] 2]"), stages, x, policy=keeps_mm, policies=[remat.save_matmuls()]).backward()
-        self.assertIn("aten::mm.default", asked)
-
-    def test_fit_keeps_results_where_that_is_faster(self) -> None:
-        net, plain, x = chain(), chain(), sample()
-        zeroed(net)
-        zeroed(plain)
-        kept = remat.fit(net, x, 10**9, repeats=1, verify=False)
-        self.assertEqual(len(kept.policies), 3)
-        self.assertIn("policy", "".join(map(repr, kept.policies)))
-        self.assertTrue(any(stage.keeping for stage in kept.cost.stages))
-        self.assertIn("what becomes of them", str(kept))
-        # With seconds that say so, every stage keeps what the second policy says.
-        stages = []
-        for stage in kept.cost.stages:
-            least = [each._replace(extra_s=1e-9) for each in stage.keeping if each.policy == 2]
-            stages.append(stage._replace(forward_s=1.0, forward_to_last_save_s=1.0, keeping=tuple(least)))
-        cost = kept.cost._replace(stages=tuple(stages))
-        budget = remat.simulate(cost, remat.Plan(9, [(i, i, 2) for i in range(1, 9)])).peak_bytes
-        for keeps_results in (True, False):
-            fitted = remat.fit(net, x, budget, cost=cost, keeps_results=keeps_results)
-            self.assertEqual(fitted.plan.policies > 0, keeps_results)
-            self.assertEqual("kept, the rest recomputed (policy 2)" in str(fitted), keeps_results)
-            self.assertLessEqual(fitted.measured_bytes, budget)
-            wanted = step(plain, plain, x)
-            for other in (net, fitted, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-                owner = other if isinstance(other, nn.Module) else net
-                zeroed(owner)
-                self.assert_same(step(owner, other, x), wanted)
-        mine = remat.fit(net, x, 10**9, repeats=1, verify=False, policies=[remat.save_matmuls()])
-        self.assertEqual(repr(mine.policies), "[remat.save_matmuls()]")
-
     def test_solve_and_simulate(self) -> None:
         stage = remat.StageCost(forward_s=1.0, backward_s=2.0, output_bytes=10, saved_bytes=30, grad_bytes=10)
         cost = remat.ChainCost(stages=(stage,) * 6)
@@ -234,8 +150,6 @@ class Plans(Case):
                 call([torch.sin, broken])  # type: ignore[list-item]
             with self.assertRaisesRegex(TypeError, "stage 1 returned"):
                 call([lambda x: 3, torch.sin])  # type: ignore[list-item,return-value]
-        with self.assertRaisesRegex(ValueError, "policy 2, but 1 policies were passed"):
-            remat.run(remat.Plan.parse("[ck2[1] 2]"), [torch.sin, torch.sum], x, policies=[remat.save_matmuls()])
         with self.assertRaisesRegex(ValueError, "the plan has 2 stages, but 1"):
             remat.run(plan, [torch.sin], x)
         with self.assertRaises(TypeError):
@@ -359,7 +273,7 @@ class Plans(Case):
         points = remat.solve(cost).points
         for point in points:  # each of which is taken, to the byte
             fitted = remat.fit(
-                stages, x, point.bytes, cost=cost, keeps_results=False, frame_cost_s=0.0
+                stages, x, point.bytes, cost=cost, frame_cost_s=0.0
             )
             self.assertEqual((fitted.peak_bytes, fitted.plan), (point.bytes, remat.solve(cost).plan(point.bytes)))
             self.assertLessEqual(fitted.measured_bytes, point.bytes)

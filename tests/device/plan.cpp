@@ -43,7 +43,7 @@ Step step(const Plan& plan, const std::vector<Stage>& stages, const Tensor& x,
   MemoryMeter meter(x.device());
   const int64_t before = meter.live_bytes();
   {
-    const Tensor loss = remat::run(plan, stages, input, {}, {}, moving);
+    const Tensor loss = remat::run(plan, stages, input, {}, moving);
     loss.backward(at::ones_like(loss));
   }
   const int64_t peak = meter.peak_bytes() - before;
@@ -208,7 +208,7 @@ TEST_CASE("a plan that moves brings values back beside the backward of the item 
                 }));
   const auto grown = [&](const char* plan) {
     const Tensor input = x.detach().requires_grad_();
-    const Tensor loss = remat::run(Plan::parse(plan), stages, input, {}, {}, {.min_bytes = 0});
+    const Tensor loss = remat::run(Plan::parse(plan), stages, input, {}, {.min_bytes = 0});
     const int64_t before = stand_in::live_bytes();
     loss.backward(at::ones_like(loss));
     return in_backward - before;

@@ -9,7 +9,6 @@
 
 #include <ATen/Parallel.h>
 
-#include "remat/save_best.h"
 #include "remat/tiers.h"
 #include "tests/device/offload_cases.h"
 #include "tests/device/stand_in.h"
@@ -331,34 +330,6 @@ TEST_CASE("what LibTorch finishes in place is kept as written, and moves then",
   for (std::size_t i = 0; i < plain.size(); ++i) require_same(found[i], plain[i]);
   // Two for each gradient, and those that are made again.
   CHECK(stand_in::num_kernels("aten::mm") - products_before == (keep_last == 0 ? 6 : 4));
-}
-
-TEST_CASE("what save_best keeps waits on the CPU where it is asked to", "[device][save_best]") {
-  const Tensor x = far_leaf(at::randn({width, width}).div_(width));
-  const Tensor plain = grad_of(three_products(x), {x})[0];
-  const int64_t keep_last = GENERATE(0, 1), budget = GENERATE(0, 1, 2, 3);
-  CAPTURE(keep_last, budget);
-  const Policy policy =
-      remat::save_best({.bytes = budget * product,
-                        .profile_runs = 1,
-                        .seconds_of =
-                            [](const remat::PolicyContext& question) {
-                              return question.op_name == "aten::mm.default" ? 1.0 : 0.001;
-                            },
-                        .offload = true,
-                        .selective = all({.keep_last = keep_last})});
-  const remat::CheckpointOptions options{.name = "r", .policy = policy};
-  grad_of(checkpoint(options, three_products, x), {x});  // measured
-  const Recorder recorder({.device_time = false});
-  const int64_t before = stand_in::live_bytes();
-  const Tensor y = checkpoint(options, three_products, x);
-  const int64_t num_staying = std::min(keep_last, budget);
-  CHECK(only_region(recorder.report()).offloaded == budget - num_staying);
-  CHECK(stand_in::live_bytes() - before == (1 + num_staying) * product);
-  const int64_t products_before = stand_in::num_kernels("aten::mm");
-  for (int i = 0; i < 2; ++i) require_same(grad_of(y, {x}, {.retain_graph = i == 0})[0], plain);
-  CHECK(stand_in::num_kernels("aten::mm") - products_before == 2 * (6 + 3 - budget));
-  CHECK(only_region(recorder.report()).offload_loads == 2 * (budget - num_staying));
 }
 
 TEST_CASE("what was brought back ahead and nobody read leaves the device with its backward",

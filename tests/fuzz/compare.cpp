@@ -287,11 +287,6 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
 
 std::optional<Finding> check(const Program& program) {
   const Record plain = run(program, Mode::Plain);
-  // The first run of regions that choose is measured, and keeps nothing: both must agree.
-  if (contents(program.block).chooses) {
-    const Record measured = run(program, Mode::Checkpointed);
-    if (const auto found = compare(program, plain, measured)) return found;
-  }
   const Record checkpointed = run(program, Mode::Checkpointed);
   if (auto found = compare(program, plain, checkpointed)) return found;
   constexpr int64_t most = remat::testing::StatefulImpl::constant_bytes / 2;

@@ -31,7 +31,6 @@ void look(const Block& block, int depth, Contents& found) {
     found.stretches |= s.kind == Kind::Pin || s.kind == Kind::Stretch || s.kind == Kind::Name;
     const bool has_policy = s.region.policy.kind != PolicySpec::Kind::None;
     found.policies |= has_policy;
-    found.chooses |= s.region.policy.kind == PolicySpec::Kind::Best;
     found.keeps_unchanged |= s.kind == Kind::Pin || s.kind == Kind::Stretch ||
                              (has_policy && !s.region.policy.allows_mutation);
     found.captures |= !s.region.captures.empty();

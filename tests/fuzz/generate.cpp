@@ -248,7 +248,6 @@ PolicySpec Generator::make_policy() {
       1 + dice_.below(static_cast<int64_t>(PolicySpec::Kind::Count) - 1));
   policy.salt = dice_.bits();
   // Nothing more is drawn: the programs of known seeds stay.
-  if (topics_.best && policy.salt % 2 == 0) policy.kind = PolicySpec::Kind::Best;
   policy.allows_mutation = dice_.percent(features_.inplace ? 70 : 20);
   policy.through_hooks = dice_.percent(25);
   policy.asks_again = dice_.percent(15);

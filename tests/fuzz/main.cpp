@@ -3,9 +3,8 @@
 //   fuzz --seeds A:B               the programs of the seeds in [A, B)
 //   fuzz --seconds N [--from A]    the programs from A (default 0) on, for N seconds
 //   fuzz --seed S [--print]        one program; with --print its text and nothing is run
-// With --selective the programs have policies, names, pin and save_region too, with --best also policies that choose
-// by themselves; with --arguments they do more
-// with what regions are given: write to it, look at what it has beside its values, hang hooks on it, give it other
+// With --selective the programs have policies, names, pin and save_region too,
+// with --arguments they do more with what regions are given: write to it, look at what it has beside its values, hang hooks on it, give it other
 // storages. With --copies most regions keep copies of their arguments. With --moves most hooks are guards that move what
 // is saved, and regions move their inputs. With --modules they call modules whose forward writes to
 // buffers. With --budgets their regions are none, and they run within byte budgets. With --waits
@@ -122,11 +121,10 @@ bool agrees(uint64_t seed, bool shrinks) {
 }
 
 int usage() {
-  std::cerr
-      << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
-         "     [--best] [--arguments] [--copies] [--moves] [--modules] [--waits] [--budgets]\n"
-         "     [--first]\n"
-         "     [--device cuda]\n";
+  std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
+               "     [--arguments] [--copies] [--moves] [--modules] [--waits] [--budgets]\n"
+               "     [--first]\n"
+               "     [--device cuda]\n";
   return 2;
 }
 
@@ -137,12 +135,11 @@ int main(int argc, char** argv) {
   long seconds = -1;
   bool only_print = false, in_child = false, only_first = false;
   const std::pair<const char*, bool*> flags[] = {
-      {"--print", &only_print},     {"--selective", &topics.selective},
-      {"--best", &topics.best},     {"--arguments", &topics.arguments},
-      {"--copies", &topics.copies}, {"--waits", &topics.waits},
-      {"--budgets", &has_budgets},  {"--modules", &topics.modules},
-      {"--moves", &topics.moves},   {"--first", &only_first},
-      {"--shrink", &in_child}};
+      {"--print", &only_print},           {"--selective", &topics.selective},
+      {"--arguments", &topics.arguments}, {"--copies", &topics.copies},
+      {"--waits", &topics.waits},         {"--budgets", &has_budgets},
+      {"--modules", &topics.modules},     {"--moves", &topics.moves},
+      {"--first", &only_first},           {"--shrink", &in_child}};
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     const auto flag = std::find_if(std::begin(flags), std::end(flags),
@@ -178,7 +175,6 @@ int main(int argc, char** argv) {
       return usage();
     }
   }
-  topics.selective |= topics.best;
   topics.arguments |= topics.waits;
   if (last == 0) return usage();
   if (only_print) {

@@ -4,14 +4,10 @@
 
 #include <iterator>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <string>
 #include <string_view>
-#include <tuple>
 #include <vector>
 
-#include "remat/save_best.h"
 #include "tests/fuzz/run.h"
 
 namespace fuzz {
@@ -102,32 +98,6 @@ CheckpointPolicy answer(uint64_t salt, const PolicyContext& question) {
 
 }  // namespace
 
-namespace {
-
-/// One policy a salt as long as the process lives: the first run of a program is measured, and the
-/// next one goes by it. Times are made up, so that every run chooses alike.
-Policy best_policy(const PolicySpec& spec, const remat::SelectiveOptions& options) {
-  static std::mutex mutex;
-  static std::map<std::tuple<uint64_t, bool, bool>, Policy> all;
-  constexpr int64_t budgets[] = {0, 100, 1000, 1'000'000};
-  constexpr std::size_t max_known = 200;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (all.size() > max_known) all.clear();
-  Policy& policy = all[{spec.salt, options.save_through_hooks, options.ask_again}];
-  if (!policy)
-    policy =
-        remat::save_best({.bytes = budgets[spec.salt / 2 % 4],
-                          .profile_runs = 1,
-                          .seconds_of =
-                              [salt = spec.salt](const PolicyContext& question) {
-                                return static_cast<double>(mixed(salt, question.op_name) % 100);
-                              },
-                          .selective = options});
-  return policy;
-}
-
-}  // namespace
-
 int64_t prefetch_depth_of(uint64_t salt) {
   static constexpr int64_t depths[] = {2, 0, 1, std::numeric_limits<int64_t>::max()};
   return depths[salt / 12 % std::size(depths)];
@@ -145,8 +115,6 @@ remat::Policy policy_of(const PolicySpec& spec) {
   switch (spec.kind) {
     case PolicySpec::Kind::None:
       return {};
-    case PolicySpec::Kind::Best:
-      return best_policy(spec, options);
     case PolicySpec::Kind::Everything:
       return Policy([](const PolicyContext&) { return CheckpointPolicy::MustSave; }, options);
     case PolicySpec::Kind::Operators:

@@ -55,9 +55,8 @@ std::string options_text(const RegionSpec& r) {
   if (r.named) text += ", named";
   if (r.policy.kind != PolicySpec::Kind::None) {
     static constexpr const char* kinds[] = {
-        "nothing",           "everything", "operators",     "offloaded operators",
-        "function",          "names",      "all but names", "offloaded names",
-        "operators | names", "",           "the best"};
+        "nothing", "everything",    "operators",       "offloaded operators", "function",
+        "names",   "all but names", "offloaded names", "operators | names"};
     text += std::string(", keeps ") + kinds[static_cast<int>(r.policy.kind)] + " " +
             std::to_string(r.policy.salt);
     if (r.policy.allows_mutation) text += " (allow_cache_entry_mutation)";

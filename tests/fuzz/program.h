@@ -107,8 +107,7 @@ struct PolicySpec {
     AllButNames,
     OffloadNames,
     Union,  ///< of operators and names
-    Count,  ///< of those that are drawn
-    Best    ///< save_best, in programs with `Topics::best`
+    Count   ///< of those that are drawn
   };
   Kind kind = Kind::None;
   uint64_t salt = 0;
@@ -213,7 +212,6 @@ struct Contents {
       policies = false,         ///< under which operators are seen
       keeps_unchanged = false,  ///< what must not be changed: by a policy, pin or save_region
       stretches = false;
-  bool chooses = false;  ///< a policy that goes by earlier runs
   int regions = 0, statements = 0, depth = 0;
 };
 Contents contents(const Block& block);
@@ -229,7 +227,6 @@ struct Topics {
   /// Functions wait for recomputes in forward (they take gradients, and read what nodes saved), and
   /// then write to what they were given.
   bool waits = false;
-  bool best = false;   ///< half of the policies choose by themselves
   bool moves = false;  ///< most hooks are guards that move what is saved; regions move their inputs
   bool modules = false;  ///< modules whose forward writes to buffers
 };

@@ -4,7 +4,6 @@
 
 #include "remat/fit.h"
 #include "remat/report.h"
-#include "remat/save_best.h"
 #include "tests/support/nn.h"
 
 namespace {
@@ -55,21 +54,6 @@ TEST_CASE("threads ask for a plan while others run by it", "[threads][fit]") {
     return at::equal(grad_of(fitted(x), {w})[0], expected);
   });
   CHECK(right == num_threads * rounds);
-}
-
-TEST_CASE("threads ask what a policy has chosen while others run under it",
-          "[threads][save_best]") {
-  const remat::Policy policy = remat::save_best({.bytes = 200, .profile_runs = 1});
-  const auto f = [](const Tensor& t) { return t.exp().cumsum(0).sin().mul(t); };
-  const Tensor x = at::full({10}, 0.5).requires_grad_();
-  const Tensor expected = grad_of(f(x), {x})[0];
-  const int right = right_in_threads([&](int i) {
-    if (i == 0) return remat::best_choices(policy).size() <= 3;
-    const remat::CheckpointOptions options{.name = "thread " + std::to_string(i), .policy = policy};
-    return at::equal(grad_of(remat::checkpoint(options, f, x), {x})[0], expected);
-  });
-  CHECK(right == num_threads * rounds);
-  CHECK(remat::best_choices(policy).size() == 3);
 }
 
 TEST_CASE("threads read reports while others run", "[threads][recorder]") {

@@ -1,5 +1,5 @@
-// What plans gain whose regions may keep results, and that may move what is saved: a step's time beside that of plans
-// that only recompute, at equal budgets. See METHOD.md.
+// What plans gain that may move what is saved: a step's time beside that of plans that only
+// recompute, at equal budgets. See METHOD.md.
 
 #include <remat/plan.h>
 #include <torch/torch.h>
@@ -44,7 +44,7 @@ class Chain {
 
   void step(const Plan& plan) {
     model_->zero_grad(/*set_to_none=*/false);
-    remat::run(plan, stages_, input_, {}, policies, moving).backward();
+    remat::run(plan, stages_, input_, {}, moving).backward();
   }
   std::vector<Tensor> gradients(const Plan& plan) {
     torch::manual_seed(2);
@@ -61,7 +61,6 @@ class Chain {
     return meter.peak_bytes() - before;
   }
 
-  const std::vector<remat::Policy> policies = remat::policies_to_try();
   const remat::MoveOptions moving;
 
  private:
@@ -168,23 +167,16 @@ struct Candidate {
 
 void run_with(const bench::Arguments& arguments, const char* model, Chain chain) {
   const ChainCost cost = remat::measure(
-      chain.stages(), chain.input(),
-      {.repeats = arguments.smoke ? 1 : 7, .policies = chain.policies, .moving = chain.moving});
-  ChainCost may_keep = cost;
-  may_keep.moving.reset();
-  ChainCost may_move = cost, without = may_keep;
+      chain.stages(), chain.input(), {.repeats = arguments.smoke ? 1 : 7, .moving = chain.moving});
+  ChainCost without = cost;
+  without.moving.reset();
   double plain_s = 0;
-  for (remat::StageCost& each : may_move.stages) {
-    each.keeping.clear();
-    plain_s += each.forward_s + each.backward_s;
-  }
-  without.stages = may_move.stages;
+  for (const remat::StageCost& each : cost.stages) plain_s += each.forward_s + each.backward_s;
   if (!cost.moving) throw std::runtime_error("WRONG: nothing can move.");
   std::fprintf(stderr, "copies: %.3f ms a MB there, %.3f back; held up: %.2f of that\n",
                1e9 * cost.moving->store_s_per_byte, 1e9 * cost.moving->load_s_per_byte,
                cost.moving->held_up_share);
-  const Frontier regions = remat::solve(without), keeping = remat::solve(may_keep),
-                 moves = remat::solve(may_move), all_ways = remat::solve(cost);
+  const Frontier regions = remat::solve(without), moves = remat::solve(cost);
   const int64_t least = regions.points().front().bytes, most = regions.points().back().bytes;
 
   std::vector<Candidate> all{{"no regions", Plan(static_cast<int64_t>(cost.stages.size())), most}};
@@ -192,9 +184,7 @@ void run_with(const bench::Arguments& arguments, const char* model, Chain chain)
     const int64_t budget = least + (most - least) * percent / 100;
     const std::string share = std::to_string(percent) + " % of the span, ";
     all.push_back({share + "regions", regions.plan(budget), budget});
-    all.push_back({share + "keeping", keeping.plan(budget), budget});
     all.push_back({share + "moving", moves.plan(budget), budget});
-    all.push_back({share + "both", all_ways.plan(budget), budget});
   }
   std::vector<bench::Cell> cells;
   const std::vector<Tensor> expected = chain.gradients(all.front().plan);
@@ -217,12 +207,11 @@ void run_with(const bench::Arguments& arguments, const char* model, Chain chain)
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Candidate& each = all[i];
     const bench::Statistics result = cells[i].result();
-    const std::size_t beside = i == 0 ? 0 : i - (i - 1) % 4;  // the plan of regions for that budget
+    const std::size_t beside = i == 0 ? 0 : i - (i - 1) % 2;  // the plan of regions for that budget
     const double of_regions = result.min_ns / cells[beside].result().min_ns;
     bench::print_json(
-        "plan_keeping",
-        bench::text("\"model\": \"%s\", \"plan\": \"%s\"", model, each.name.c_str()), arguments,
-        result,
+        "plan_moving", bench::text("\"model\": \"%s\", \"plan\": \"%s\"", model, each.name.c_str()),
+        arguments, result,
         bench::text("\"budget\": %lld, \"peak_bytes\": %lld, \"predicted_bytes\": %lld",
                     static_cast<long long>(each.budget), static_cast<long long>(each.peak_bytes),
                     static_cast<long long>(each.predicted.peak_bytes)));
