@@ -11,7 +11,8 @@
 // functions of regions take gradients and read what nodes saved, and then write to what they were
 // given. With --device cuda they run there. A finding is shrunk (on the CPU) and printed, and the
 // exit status is 1. With --first the first finding ends the run, and only its seed and kind are
-// printed. The last line is always "N programs, M findings".
+// printed. Findings of tests/fuzz/known.txt are reported as known, and --known runs those alone.
+// The last line is always "N programs, M findings".
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -31,6 +32,7 @@
 #include <utility>
 
 #include "tests/fuzz/budgets.h"
+#include "tests/fuzz/known.h"
 
 namespace {
 
@@ -43,6 +45,20 @@ constexpr int max_findings = 10;
 volatile unsigned long long running_seed = 0, num_programs = 0;
 fuzz::Topics topics;
 bool has_budgets = false;
+
+struct TopicFlag {
+  const char* name;
+  bool* is_on;
+};
+const TopicFlag topic_flags[] = {
+    {"--arguments", &topics.arguments}, {"--budgets", &has_budgets},
+    {"--copies", &topics.copies},       {"--modules", &topics.modules},
+    {"--moves", &topics.moves},         {"--selective", &topics.selective},
+    {"--waits", &topics.waits}};
+
+/// The topics on the command line, which are sorted.
+std::vector<std::string> topics_asked;
+uint64_t num_known = 0;
 
 std::optional<fuzz::Finding> look_at(const fuzz::Program& program) {
   return has_budgets ? fuzz::check_budgets(program) : fuzz::check(program);
@@ -108,6 +124,11 @@ bool agrees(uint64_t seed, bool shrinks) {
   const auto found = look_at(program);
   alarm(0);
   if (!found) return true;
+  if (const std::string known = fuzz::known_text(topics_asked, seed); !known.empty()) {
+    ++num_known;
+    std::cout << "seed " << seed << ": known: " << known << std::endl;
+    return true;
+  }
   if (!shrinks || !fuzz::device().is_cpu()) {  // a process that uses an accelerator cannot fork
     if (shrinks) std::cout << fuzz::to_text(program) << found->text << "\n";
     std::cout << "seed " << seed << ": " << found->kind << std::endl;
@@ -120,8 +141,34 @@ bool agrees(uint64_t seed, bool shrinks) {
   return false;
 }
 
+void set_topics(const std::vector<std::string>& names) {
+  topics_asked = names;
+  for (const TopicFlag& flag : topic_flags)
+    *flag.is_on = std::find(names.begin(), names.end(), flag.name) != names.end();
+  topics.arguments |= topics.waits;
+}
+
+/// Runs each known finding, and says which agree by now.
+int run_known() {
+  uint64_t mended = 0, open = 0;
+  for (const fuzz::KnownFinding& each : fuzz::known_findings()) {
+    set_topics(each.topics);
+    for (const uint64_t seed : each.seeds) {
+      running_seed = seed;
+      const bool is_open = look_at(fuzz::generate(seed, topics)).has_value();
+      ++(is_open ? open : mended);
+      std::string names;
+      for (const std::string& name : each.topics) names += name + " ";
+      std::cout << names << seed << (is_open ? ": open: " : ": mended: ") << each.text << std::endl;
+    }
+  }
+  std::cout << open << " open, " << mended << " mended\n";
+  return 0;
+}
+
 int usage() {
-  std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print]  [--selective]\n"
+  std::cerr << "fuzz --seeds A:B | --seconds N [--from A] | --seed S [--print] | --known\n"
+               "     [--selective]\n"
                "     [--arguments] [--copies] [--moves] [--modules] [--waits] [--budgets]\n"
                "     [--first]\n"
                "     [--device cuda]\n";
@@ -134,18 +181,21 @@ int main(int argc, char** argv) {
   uint64_t first = 0, last = 0;
   long seconds = -1;
   bool only_print = false, in_child = false, only_first = false;
-  const std::pair<const char*, bool*> flags[] = {
-      {"--print", &only_print},           {"--selective", &topics.selective},
-      {"--arguments", &topics.arguments}, {"--copies", &topics.copies},
-      {"--waits", &topics.waits},         {"--budgets", &has_budgets},
-      {"--modules", &topics.modules},     {"--moves", &topics.moves},
-      {"--first", &only_first},           {"--shrink", &in_child}};
+  bool runs_known = false;
+  const TopicFlag flags[] = {{"--print", &only_print},
+                             {"--first", &only_first},
+                             {"--shrink", &in_child},
+                             {"--known", &runs_known}};
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
-    const auto flag = std::find_if(std::begin(flags), std::end(flags),
-                                   [&](const auto& each) { return name == each.first; });
-    if (flag != std::end(flags)) {
-      *flag->second = true;
+    const auto is_this = [&](const TopicFlag& each) { return name == each.name; };
+    if (const auto* const flag = std::find_if(std::begin(flags), std::end(flags), is_this);
+        flag != std::end(flags)) {
+      *flag->is_on = true;
+      continue;
+    }
+    if (std::any_of(std::begin(topic_flags), std::end(topic_flags), is_this)) {
+      topics_asked.push_back(name);
       continue;
     }
     if (i + 1 == argc) return usage();
@@ -175,7 +225,9 @@ int main(int argc, char** argv) {
       return usage();
     }
   }
-  topics.arguments |= topics.waits;
+  std::sort(topics_asked.begin(), topics_asked.end());
+  set_topics(std::vector<std::string>(topics_asked));
+  if (runs_known) return run_known();
   if (last == 0) return usage();
   if (only_print) {
     for (uint64_t seed = first; seed < last; ++seed)
@@ -200,6 +252,7 @@ int main(int argc, char** argv) {
     num_programs = num_programs + 1;
     findings += !agrees(seed, !only_first);
   }
+  if (num_known > 0) std::cout << num_known << " known findings\n";
   std::cout << num_programs << " programs, " << findings << " findings" << std::endl;
   return findings == 0 ? 0 : 1;
 }
