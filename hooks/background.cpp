@@ -52,6 +52,11 @@ void Background::Job::wait() {
   if (error_) std::rethrow_exception(error_);
 }
 
+void Background::Job::wait_with_lock() noexcept {
+  if (begin()) run();
+  for (int64_t state = state_.load(); state != over; state = state_.load()) state_.wait(state);
+}
+
 bool Background::Job::cancel() {
   int64_t state = waiting;
   if (!state_.compare_exchange_strong(state, process_now)) return false;
@@ -97,14 +102,18 @@ Background::Background() {
 
 std::shared_ptr<Background::Job> Background::run(std::function<void()> work, bool can_wait) {
   auto job = std::make_shared<Job>(std::move(work));
+  queue(job, can_wait);
+  return job;
+}
+
+void Background::queue(std::shared_ptr<Job> job, bool can_wait) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (process_with_thread_ != process_now && !is_over_) start();
     if (process_with_thread_ == process_now && !is_over_)
-      (can_wait ? jobs_that_can_wait_ : jobs_).push_back(job);
+      (can_wait ? jobs_that_can_wait_ : jobs_).push_back(std::move(job));
   }
   work_comes_.notify_all();
-  return job;
 }
 
 void Background::start() {

@@ -32,6 +32,9 @@ class Background {
     explicit Job(std::function<void()> work) : work_(std::move(work)) {}
     /// Returns when it is done or was cancelled; runs it here if nobody has begun. Throws what it threw.
     void wait();
+    /// Does the same, but keeps hold of the interpreter's lock and throws nothing: for work that
+    /// does not need that lock.
+    void wait_with_lock() noexcept;
     /// False if it has begun. What it holds is let go of.
     bool cancel();
     bool is_over() const { return state_.load() == over; }
@@ -58,6 +61,8 @@ class Background {
   static bool is_here();
   /// Queues it. First come, first served; `can_wait`: after all that cannot.
   std::shared_ptr<Job> run(std::function<void()> work, bool can_wait = false);
+  /// Queues a job that a caller may have begun already.
+  void queue(std::shared_ptr<Job> job, bool can_wait = false);
 
  private:
   Background();

@@ -74,6 +74,8 @@ class HostCopy final : public HostContents {
   at::Tensor host_memory() const override;
   void set_must_arrive(bool must) override { must_arrive_ = must; }
   void check_arrival() override;
+  bool is_store_over() const override { return job_->is_over(); }
+  void wait_for_store() const override { job_->wait(); }
   bool holds_original() const override;
 
  private:

@@ -85,6 +85,8 @@ class Pinned final : public HostContents {
     return host();
   }
   at::Tensor host_memory() const override { return host(); }
+  bool is_store_over() const override { return copied_->is_over(); }
+  void wait_for_store() const override { copied_->synchronize(); }
 
  private:
   at::Tensor host() const { return buffer_.bytes.narrow(0, 0, size_); }

@@ -36,6 +36,10 @@ class HostContents : public StoredContents {
   virtual void set_must_arrive(bool /*must*/) {}
   /// Throws that if it is known by now. Does not wait.
   virtual void check_arrival() {}
+  /// Returns whether the copy has ended; after a failure `holds_original` stays true. Never waits.
+  virtual bool is_store_over() const { return true; }
+  /// Waits for that end. Runs operators only where `holds_original` was true after the store began.
+  virtual void wait_for_store() const {}
   /// Whether it has a reference of its own to the original's storage.
   virtual bool holds_original() const { return false; }
 };

@@ -155,3 +155,31 @@ TEST_CASE("a step without evictions leaves the report as it is", "[recorder][bud
   CHECK(recorder.report().evictions.empty());
   CHECK_THAT(recorder.report().to_string(), contains("no region ran"));
 }
+
+TEST_CASE("recorders show what a budget moves and reads back", "[recorder][budget][moving]") {
+  const Folder folder;
+  std::vector<float> numbers(100 * 100, 0.25F);
+  const Tensor weight = leaf({100, 100}), memory = at::from_blob(numbers.data(), {100, 100});
+  const Recorder recorder;
+  remat::BudgetOptions options{.bytes = 6 * value_bytes, .min_bytes = 0};
+  options.moving = remat::MoveOptions{.directory = folder.path(), .min_bytes = 0};
+  const BudgetGuard guard(options);
+  Tensor x = memory + 1;
+  for (int64_t i = 0; i < depth; ++i) x = x * weight + memory;  // runs never again
+  x.sum().backward();
+  const int64_t moves = guard.report().moves;
+  REQUIRE(moves > 0);
+  const std::vector<EvictionReport> sums = recorder.report().evictions;
+  REQUIRE(sums.size() == 1);
+  CHECK(sums[0].op == "sources");
+  CHECK(sums[0].moves == moves);
+  CHECK(sums[0].bytes_moved == moves * value_bytes);
+  CHECK(sums[0].evictions == 0);
+  const std::string log = recorder.event_log();
+  CHECK(static_cast<int64_t>(
+            lines_with(log, "budget moves away 40000 bytes of sources, ").size()) == moves);
+  CHECK(!lines_with(log, "budget reads back 40000 bytes, ").empty());
+  CHECK_THAT(recorder.report().to_string(), contains("were moved instead of dropped"));
+  CHECK_THAT(recorder.report().to_json(), contains("\"bytes_moved\": "));
+  CHECK_THAT(recorder.to_html(), contains("moved"));
+}

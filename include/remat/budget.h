@@ -35,7 +35,8 @@ struct BudgetOptions {
   /// Contents are hashed, for debugging, when they are dropped and compared when they are made
   /// again.
   bool check_values = false;
-  /// Values may move away instead of being dropped. Not built yet: Unsupported.
+  /// Values may be copied away instead of being dropped, where the copy takes less time. Values
+  /// that cannot be made again move, too. With neither an accelerator nor a directory: ValueError.
   std::optional<MoveOptions> moving{};
 };
 
@@ -51,7 +52,7 @@ struct REMAT_API BudgetReport {
   int64_t over_count = 0;    ///< allocations that exceeded the budget
   int64_t evictions = 0;     ///< contents dropped
   int64_t reruns = 0;        ///< operator calls that ran again
-  int64_t moves = 0;         ///< contents moved away instead of dropped; always 0 so far
+  int64_t moves = 0;         ///< contents moved away instead of dropped
   int64_t operators = 0;     ///< operator calls recorded
   double rerun_s = 0;        ///< [seconds] in operator calls that ran again
   double search_s = 0;       ///< [seconds] in the choice of contents to drop
@@ -122,12 +123,14 @@ class REMAT_API BudgetCounters {
 /// saved and the program does not hold.
 /// Recommended: one guard around a training loop, since the guard measures operators in its first
 /// steps. A graph made in the scope may run backward after it, within the same budget.
-/// Nested guards: the smallest budget applies, and the other options of the innermost guard.
+/// Nested guards: the smallest budget applies, and the other options of the innermost guard;
+/// `moving` applies to the guard's own device.
 /// Regions inside are recomputed as regions.
 /// Threads: the scope belongs to this thread and to the threads of a backward called here. Guards
 /// on two threads share the count of bytes, and each drops its own tensors.
-/// Throws: `c10::ValueError` for invalid options; CheckpointError (Unsupported) for another device
-/// than the CPU, and inside a region; BudgetExceeded from allocations of the scope's threads.
+/// Throws: `c10::ValueError` for invalid options; CheckpointError (Unsupported) for a device that
+/// is neither the CPU nor the accelerator, and inside a region; BudgetExceeded from allocations of
+/// the scope's threads.
 /// Source: Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021), with another choice of
 /// the tensors to drop: docs/budget.md.
 class REMAT_API BudgetGuard {

@@ -111,6 +111,8 @@ struct EvictionReport {
   int64_t reruns = 0;         ///< calls that ran again
   int64_t bytes_rerun = 0;    ///< [bytes] of the results made again
   double rerun_s = 0;         ///< [seconds] of these calls
+  int64_t moves = 0;          ///< results moved away instead of dropped
+  int64_t bytes_moved = 0;    ///< [bytes] of these
 };
 
 /// What was alive when an allocation did not fit: on an accelerator, or under a `MemoryLimitGuard`.

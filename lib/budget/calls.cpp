@@ -459,6 +459,7 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const std::chrono::duration<float> taken = std::chrono::steady_clock::now() - start;
   if (room.has_value()) room->end();
   call.end(stack, taken.count());
+  if (runtime.has_movers()) runtime.move_ahead();
 }
 
 }  // namespace remat::budget

@@ -63,8 +63,9 @@ Value* Graph::value_at(c10::StorageImpl& storage, Dead& dead) {
   if (found == by_storage().end()) return nullptr;
   Value& value = *found->second;
   if (value.device.is_cpu() || value.data == storage.data_ptr().get()) return &value;
-  end(value, dead);
-  return nullptr;
+  lose(value, dead);
+  const auto now = by_storage().find(&storage);
+  return now == by_storage().end() ? nullptr : now->second;
 }
 
 void Graph::list(Value& value, c10::StorageImpl& storage) {
@@ -92,12 +93,17 @@ Value& Graph::value_or_source(const at::Tensor& tensor, Runtime& runtime, Dead& 
   c10::StorageImpl& storage = *storage_of(tensor);
   if (Value* const known = value_at(storage, dead)) {
     if (known->is_content_of(tensor)) return *known;
-    forget(storage, dead);
+    lose(*known, dead);
+    if (Value* const now = value_at(storage, dead)) {
+      now->note_version(tensor);
+      return *now;
+    }
   }
   Value& made = make(storage, nullptr, runtime);
   made.held = tensor.storage();
   made.note_version(tensor);
   runtime.source_held(made.device, made.bytes);
+  runtime.add_source(made);
   return made;
 }
 
@@ -128,6 +134,7 @@ void Graph::set_content(Value& value, c10::Storage storage) {
 
 void Graph::let_go(Value& value, Dead& dead) {
   if (!value.held) return;
+  if (value.moved != nullptr && !value.is_away()) value.runtime->end_move(value, dead);
   value.runtime->unpool(value);
   if (value.is_source()) value.runtime->source_held(value.device, -value.bytes);
   value.is_rerun = false;
@@ -146,13 +153,20 @@ void Graph::end(Value& value, Dead& dead) {
   if (was_kept_by_storage) disown(value, dead);
 }
 
+// The storage has died or got other data. A saved source is what its storage holds, as without a
+// budget.
+void Graph::lose(Value& value, Dead& dead) {
+  if (!value.is_source() || !value.held) return end(value, dead);
+  supersede(value, *value.held.unsafeGetStorageImpl(), *value.runtime, dead);
+}
+
 void Graph::look_for_ends(Dead& dead) {
   if (num_far_ < max_far_) return;
   std::vector<Value*> ended;
   for (const auto& [storage, value] : by_storage())
     if (!value->device.is_cpu() && !has_content(*value)) ended.push_back(value);
   for (Value* const value : ended)  // one that dies in this loop is freed with `dead`
-    if (value->is_listed) end(*value, dead);
+    if (value->is_listed) lose(*value, dead);
   max_far_ = std::max<std::size_t>(256, 2 * num_far_);
 }
 
@@ -169,29 +183,33 @@ void Graph::move_saves(Value& from, Value& to, Dead& dead) {
 }
 
 void Graph::forget_written(c10::StorageImpl& storage, Runtime& runtime, Dead& dead) {
-  Value* const old = value_at(storage, dead);
-  if (old == nullptr) return;
-  if (old->saves.empty()) return forget(storage, dead);
-  own(*old);
-  forget(storage, dead);
+  if (Value* const old = value_at(storage, dead)) supersede(*old, storage, runtime, dead);
+}
+
+void Graph::supersede(Value& old, c10::StorageImpl& storage, Runtime& runtime, Dead& dead) {
+  if (old.saves.empty()) return end(old, dead);
+  own(old);
+  end(old, dead);
   Value& now = make(storage, nullptr, runtime);
   now.held = c10::Storage(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(&storage));
   runtime.source_held(now.device, now.bytes);
-  move_saves(*old, now, dead);
-  disown(*old, dead);
+  runtime.add_source(now);
+  move_saves(old, now, dead);
+  disown(old, dead);
 }
 
 void Graph::become_source(Value& value, Dead& dead) {
   c10::Storage content = content_of(value);
-  if (value.is_source() || !content) return;
+  if (value.is_source() || (!content && !value.is_away())) return;
   value.runtime->unpool(value);
   Record& record = *std::exchange(value.record, nullptr);
   std::replace(record.results.begin(), record.results.end(), &value, static_cast<Value*>(nullptr));
+  if (content) value.runtime->source_held(value.device, value.bytes);
   if (value.held)
     dead.storages.push_back(std::move(content));
   else
     value.held = std::move(content);
-  value.runtime->source_held(value.device, value.bytes);
+  if (value.held) value.runtime->add_source(value);
   if (value.is_listed) disown(value, dead);  // storages do not own sources
   if (--record.num_owners == 0) dead.records_to_bury.push_back(&record);
   bury(dead);
@@ -202,6 +220,7 @@ void Graph::move_content(Value& source, c10::Storage copy, Dead& dead) {
   source.data = address_of_data(*copy.unsafeGetStorageImpl());
   dead.storages.push_back(std::exchange(source.held, std::move(copy)));
   source.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
+  source.runtime->add_source(source);
 }
 
 void Graph::settle_readers(Value& source, Dead& dead) {
@@ -213,7 +232,7 @@ void Graph::settle_readers(Value& source, Dead& dead) {
     for (const Read* read = next.reads; read != nullptr; read = read->next) {
       if (std::exchange(read->record->walk, walk) == walk) continue;
       for (Value* const result : read->record->results)
-        if (result != nullptr) (has_content(*result) ? there : made_of).push_back(result);
+        if (result != nullptr) (is_available(*result) ? there : made_of).push_back(result);
     }
   }
   for (Value* const each : there)  // a value that died in this loop is freed with `dead`
@@ -267,6 +286,7 @@ void Graph::bury(Dead& dead) {
     dead.values_to_bury.pop_back();
     unlist(*value);
     let_go(*value, dead);
+    if (value->moved != nullptr) value->runtime->end_move(*value, dead);
     if (Record* const record = value->record) {
       std::replace(record->results.begin(), record->results.end(), value,
                    static_cast<Value*>(nullptr));
@@ -286,7 +306,7 @@ bool Graph::is_needed(const Value& value) {
     for (const Read* read = next.reads; read != nullptr; read = read->next) {
       if (std::exchange(read->record->walk, walk) == walk) continue;
       for (const Value* const result : read->record->results) {
-        if (result == nullptr || has_content(*result)) continue;
+        if (result == nullptr || is_available(*result)) continue;
         if (!result->saves.empty() || result->num_locks > 0) return true;
         made_of.push_back(result);
       }
@@ -326,7 +346,7 @@ bool Graph::data_freed(const void* storage, const void* data) noexcept {
     disown(value, dead);
     if (is_kept) return true;
   }
-  end(value, dead);
+  lose(value, dead);
   return false;
 }
 

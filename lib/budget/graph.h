@@ -56,6 +56,7 @@
 #include <mutex>
 #include <vector>
 
+#include "lib/budget/moving.h"
 #include "lib/seam/cpu_generator.h"
 #include "lib/selective/op_traits.h"
 #include "lib/tensor/capture.h"
@@ -94,18 +95,22 @@ struct Value {
   int32_t num_locks = 0;               ///< reruns that use the content now
   int32_t place = -1;                  ///< index in the runtime's pool; -1: not in the pool
   bool is_short = false;               ///< in the runtime's shortlist
+  bool is_counted = false;             ///< in the bytes of the runtime's pool
   bool is_listed = false;              ///< `value_at` finds the value
   const void* data = nullptr;  ///< address of the content's data; only compared. Null: unknown
   bool is_rerun = false;       ///< made again without being saved: an intermediate of a rerun
   /// The tensor's version counter: see Note [Writes].
   c10::VariableVersion counter{c10::VariableVersion::DISABLED};
-  uint32_t version = 0;  ///< position of the counter while the content is the value's
-  uint64_t hash = 0;     ///< hash of the dropped content; 0: not checked
+  uint32_t version = 0;            ///< position of the counter while the content is the value's
+  uint64_t hash = 0;               ///< hash of the dropped content; 0: not checked
+  std::shared_ptr<Moved> moved{};  ///< the copy elsewhere; null: none was begun
   // The latest result of Runtime::look_closely; negative: unknown.
   float cost = -1;
   double first = -1;
 
   bool is_source() const { return record == nullptr; }
+  /// Returns whether a copy elsewhere can stand in for the content.
+  bool is_away() const { return moved != nullptr && moved->is_complete(); }
   bool is_blank() const;  ///< See Note [Blank memory].
   /// Returns the clock of the latest save; -1: none.
   double last_save() const {
@@ -182,6 +187,7 @@ struct Dead {
   c10::SmallVector<c10::Storage, 4> storages;
   std::vector<std::unique_ptr<Record>> records;
   std::vector<std::unique_ptr<Value>> values;
+  c10::SmallVector<std::shared_ptr<void>, 1> moves;  // copies, and their places
   // Objects to unlink.
   std::vector<Value*> values_to_bury;
   std::vector<Record*> records_to_bury;
@@ -237,6 +243,8 @@ class Graph {
   /// Makes sources of all live values of a runtime: see Note [When nothing is saved].
   void cut(const Runtime& runtime, Dead& dead);
   static bool has_content(const Value& value);
+  /// Returns whether no rerun is needed for the content.
+  static bool is_available(const Value& value) { return value.is_away() || has_content(value); }
   /// Releases the values of dead storages: see Note [Ends on accelerators].
   void look_for_ends(Dead& dead);
 
@@ -249,6 +257,8 @@ class Graph {
   void unlist(Value& value);
   void bury(Dead& dead);
   void end(Value& value, Dead& dead);
+  void lose(Value& value, Dead& dead);
+  void supersede(Value& old, c10::StorageImpl& storage, Runtime& runtime, Dead& dead);
   std::mutex mutex_;
   std::size_t num_far_ = 0, max_far_ = 256;  // listed values on accelerators
   uint64_t num_records_ = 0, num_walks_ = 0;

@@ -45,16 +45,6 @@ BudgetOptions checked(BudgetOptions options) {
                       "contents are hashed where they are dropped, and a device would have to be "
                       "waited for there",
                       "leave check_values out, or check the program on the CPU");
-  if (options.moving.has_value()) {
-    TORCH_CHECK_VALUE(!options.device.is_cpu() || !options.moving->directory.empty(),
-                      "remat::BudgetGuard: moving names no directory, and the CPU's values have "
-                      "nowhere else to go. Do: name a directory.");
-    throw_unsupported("a budget was to move values",
-                      "dropped values are computed again; no other "
-                      "way is built",
-                      "leave `moving` out, or put a SaveOnCpuGuard or a "
-                      "SaveOnDiskGuard inside the scope");
-  }
   if (detail::innermost_region() != nullptr)
     throw_unsupported("a budget was opened inside a region",
                       "what a region saves is the region's, which recomputes it",
@@ -71,7 +61,9 @@ bool is_on_its_thread(const budget::Runtime& runtime) {
          budget::rerun_on_this_thread() == &runtime;
 }
 
-void allocation_begins(int64_t bytes, int64_t live) { budget::announce(c10::kCPU, bytes, live); }
+void allocation_begins(int64_t bytes, int64_t live) {
+  budget::announce(c10::kCPU, bytes, live, /*in_allocator=*/true);
+}
 
 bool data_freed(const void* storage, const void* data) noexcept {
   return budget::Graph::get().data_freed(storage, data);
@@ -97,21 +89,25 @@ void watch_allocations() {
 
 }  // namespace
 
-void budget::announce(c10::Device device, int64_t bytes, int64_t live_bytes) {
+void budget::announce(c10::Device device, int64_t bytes, int64_t live_bytes, bool in_allocator) {
   std::vector<recording::Eviction> told;
-  Dead dead;  // freed before the allocation, after the lock
-  int64_t needed = 0, floor = 0;
-  const bool tells = is_recording();
-  {
+  int64_t needed = 0, floor = 0, freed = 0;
+  const Runtime::Wanted wanted{device, bytes, in_allocator, is_recording() ? &told : nullptr};
+  for (std::shared_ptr<Moved> copy;;) {
+    if (copy != nullptr) copy->wait();
+    copy.reset();
+    Dead dead;  // freed before the allocation, after the lock
     const std::lock_guard<std::mutex> lock(Graph::get().mutex());
-    int64_t freed = 0;
     visit_runtimes([&](Runtime& each) {
-      freed += each.make_room(device, bytes, live_bytes - freed, dead, tells ? &told : nullptr);
+      freed += each.make_room(wanted, live_bytes - freed, dead, copy);
+      if (copy != nullptr) return;
       const Bound* const bound = each.refusing(device, live_bytes - freed + bytes);
       if (bound == nullptr || !is_on_its_thread(each)) return;
       needed = live_bytes - freed + bytes - bound->base_bytes;
       floor = bound->report.floor_bytes;
     });
+    if (copy == nullptr) break;
+    needed = 0;
   }
   if (!told.empty()) recording::budget_drops(told);
   if (needed == 0) return;
@@ -137,7 +133,8 @@ void announce_allocation(c10::Device device, int64_t bytes) {
         if (bound->is_of(device)) memory = &bound->memory;
     });
   }
-  if (bytes > 0 && memory != nullptr) budget::announce(device, bytes, memory->live_bytes());
+  if (bytes > 0 && memory != nullptr)
+    budget::announce(device, bytes, memory->live_bytes(), /*in_allocator=*/true);
 }
 
 void budget::raise_in_binding(const c10::Error& error) {
@@ -165,6 +162,8 @@ BudgetGuard::BudgetGuard(BudgetOptions options) {
   options = checked(std::move(options));
   watch_allocations();
   bound_ = std::make_shared<budget::Bound>(options);
+  if (options.moving.has_value())
+    bound_->mover = std::make_shared<budget::Mover>(*options.moving, options.device);
   if (const auto* const around = budget::BudgetScope::innermost()) {
     runtime_ = around->runtime().shared_from_this();
     runtime_->add(bound_);
@@ -176,7 +175,15 @@ BudgetGuard::BudgetGuard(BudgetOptions options) {
 }
 
 BudgetGuard::~BudgetGuard() {
-  if (is_inside_) runtime_->remove(*bound_);
+  if (is_inside_) {
+    runtime_->remove(*bound_);
+    bound_->mover.reset();
+    return;
+  }
+  scope_.reset();
+  budget::Dead dead;
+  const std::lock_guard<std::mutex> lock(budget::Graph::get().mutex());
+  runtime_->close(dead);
 }
 
 BudgetReport BudgetGuard::report() const { return counters().now(); }
@@ -219,6 +226,7 @@ std::string BudgetReport::to_string() const {
   text += fmt::format(
       "operators     {} recorded, {} run again in {:.3f} s\nevictions     {}, chosen in {:.3f} s\n",
       operators, reruns, rerun_s, evictions, search_s);
+  if (moves > 0) text += fmt::format("moves         {}, instead of evictions\n", moves);
   return text;
 }
 

@@ -267,8 +267,11 @@ void Rerun::end(Dead& dead) {
 class Again {
  public:
   explicit Again(Value& wanted)
-      : runtime_(*wanted.runtime), outer_(std::exchange(rerun_of, wanted.runtime.get())) {
-    push(wanted);
+      : runtime_(*wanted.runtime),
+        wanted_(wanted),
+        outer_(std::exchange(rerun_of, wanted.runtime.get())) {
+    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+    if (!wanted.is_away()) push(wanted);
   }
   ~Again() {
     rerun_of = outer_;
@@ -285,12 +288,16 @@ class Again {
     Record* record;
     c10::SmallVector<Value*, 4> locked{};  // inputs of the record
   };
-  void push(Value& value) { stack_.push_back({value.record}); }
+  void push(Value& value) {
+    REMAT_INVARIANT(!value.is_source(), "the content of a source is gone");
+    stack_.push_back({value.record});
+  }
   void pop(Dead& dead) {
     for (Value* const each : stack_.back().locked) unlock(*each, dead);
     stack_.pop_back();
   }
-  void prepare(Dead& dead);
+  Value* prepare(Dead& dead);
+  void read_back(Value& value);
   void finish(Rerun& rerun, Record& record, double seconds);
   static void unlock(Value& value, Dead& dead) {
     --value.num_locks;
@@ -298,6 +305,7 @@ class Again {
   }
 
   Runtime& runtime_;
+  Value& wanted_;
   std::vector<Step> stack_;
   std::vector<Value*> kept_;  // latest results, locked until the next step has locked its inputs
   const Runtime* const outer_;
@@ -313,38 +321,77 @@ bool has_other_data(const Value& source) {
 
 /// Returns whether a value has its content. A content that was changed unseen is released.
 bool is_there(Value& value, const Record& reader, Dead& dead) {
-  if (value.has_changed() && !value.is_source())
+  if (value.has_changed() && (!value.is_source() || value.is_away()))
     if (c10::Storage content = Graph::content_of(value)) {
       Graph::get().forget(*content.unsafeGetStorageImpl(), dead);
       dead.storages.push_back(std::move(content));  // may be the last reference
     }
   const bool is_there = !value.has_changed() && Graph::has_content(value);
-  if (value.is_source() && (!is_there || has_other_data(value))) throw_changed_source(reader);
+  if (value.is_source() && !value.is_away() && (!is_there || has_other_data(value)))
+    throw_changed_source(reader);
   return is_there;
 }
 
-// Finds the next record whose inputs have their contents, and locks them. The caller holds the
-// lock.
-void Again::prepare(Dead& dead) {
+// Finds the next record whose inputs have their contents, and locks them. Returns an input that is
+// to be read back before that; or null. The caller holds the lock.
+Value* Again::prepare(Dead& dead) {
   for (;;) {
     Step& step = stack_.back();
-    Value* oldest = nullptr;
-    for (const Read& read : step.record->reads)
-      if (!is_there(*read.value, *step.record, dead) &&
-          (oldest == nullptr || read.value->record->number < oldest->record->number))
+    Value *oldest = nullptr, *away = nullptr;
+    for (const Read& read : step.record->reads) {
+      if (is_there(*read.value, *step.record, dead)) continue;
+      if (read.value->is_away())
+        away = read.value;
+      else if (oldest == nullptr || read.value->record->number < oldest->record->number)
         oldest = read.value;
+    }
     if (oldest != nullptr) {
       push(*oldest);
       continue;
     }
+    if (away != nullptr) return away;
     for (const Read& read : step.record->reads) {
       if (std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end())
         continue;
       ++read.value->num_locks;
       step.locked.push_back(read.value);
     }
-    return;
+    return nullptr;
   }
+}
+
+// Reads a content back, and locks it: for the last record, or until the end.
+void Again::read_back(Value& value) {
+  const std::shared_ptr<Moved> moved = value.moved;  // stays as long as the value, which is owned
+  c10::SmallVector<c10::Stream, 1> streams;
+  for (const Bound* const bound : runtime_.far_bounds())
+    if (bound->is_of(value.device))
+      announce(value.device, value.bytes, bound->memory.live_bytes(), /*in_allocator=*/false);
+  if (!value.device.is_cpu()) {
+    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+    streams = runtime_.own_streams();
+  }
+  c10::Storage content;
+  {
+    const OnOwnStreams on_own_streams(streams);
+    content = moved->load();
+  }
+  {
+    Dead dead;
+    const std::lock_guard<std::mutex> lock(Graph::get().mutex());
+    value.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
+    value.is_rerun = !value.is_source() && value.saves.empty();
+    if (Graph::has_content(value))
+      dead.storages.push_back(std::move(content));
+    else
+      Graph::get().set_content(value, std::move(content));
+    ++value.num_locks;
+    if (stack_.empty())
+      kept_.push_back(&value);
+    else
+      stack_.back().locked.push_back(&value);
+  }
+  if (is_recording()) recording::budget_reads_back(value.device, value.bytes);
 }
 
 // Takes the results of the last record, and locks those that the next one reads.
@@ -378,15 +425,21 @@ void Again::finish(Rerun& rerun, Record& record, double seconds) {
 
 void Again::run() {
   Graph& graph = Graph::get();
+  if (stack_.empty()) read_back(wanted_);
   while (!stack_.empty()) {
     std::optional<Rerun> rerun;
     Record* record = nullptr;
+    Value* away = nullptr;
     {
       Dead dead;
       const std::lock_guard<std::mutex> lock(graph.mutex());
-      prepare(dead);
+      away = prepare(dead);
       record = stack_.back().record;
-      rerun.emplace(*record, runtime_, dead);
+      if (away == nullptr) rerun.emplace(*record, runtime_, dead);
+    }
+    if (away != nullptr) {
+      read_back(*away);
+      continue;
     }
     std::optional<RoomForCall> room;
     if (!runtime_.far_bounds().empty()) room.emplace(runtime_, record->call);
@@ -410,11 +463,14 @@ c10::Storage content_again(const Save& save, Runtime& runtime) {
   Graph& graph = Graph::get();
   Value* value = nullptr;
   const auto present = [&]() -> c10::Storage {
+    Dead dead;  // ends a copy under way before the content is handed out
     const std::lock_guard<std::mutex> lock(graph.mutex());
     runtime.cursor = save.clock;
     value = save.value;
     c10::Storage content = Graph::content_of(*value);
-    if (content) value->runtime->hold(*value, content);
+    if (!content) return content;
+    value->runtime->hold(*value, content);
+    if (value->moved != nullptr && !value->is_away()) value->runtime->end_move(*value, dead);
     return content;
   };
   if (c10::Storage content = present()) return content;

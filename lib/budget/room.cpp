@@ -19,7 +19,8 @@ RoomForCall::RoomForCall(Runtime& runtime, uint64_t call) : runtime_(runtime) {
       const std::lock_guard<std::mutex> lock(Graph::get().mutex());
       expected = CostTable::get().bytes(key);
     }
-    if (expected > 0) announce(device, expected, bound->memory.live_bytes());
+    if (expected > 0)
+      announce(device, expected, bound->memory.live_bytes(), /*in_allocator=*/false);
     const MemoryNow now = bound->memory.now();
     places_.push_back({bound, key, expected, now.live_bytes, now.peak_bytes});
   }

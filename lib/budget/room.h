@@ -10,9 +10,10 @@
 
 namespace remat::budget {
 
-/// Makes room in all budgets of the device before an allocation of `bytes`. Throws BudgetExceeded.
+/// Makes room in all budgets of the device before an allocation of `bytes`. `in_allocator`: an
+/// allocator has called, so that the thread cannot run operators. Throws BudgetExceeded.
 /// Defined in guard.cpp, since it asks for the scopes of the thread.
-void announce(c10::Device device, int64_t bytes, int64_t live_bytes);
+void announce(c10::Device device, int64_t bytes, int64_t live_bytes, bool in_allocator);
 
 /// Stands around one operator call: see Note [Room on accelerators].
 class RoomForCall {

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <string_view>
 #include <utility>
 
 #include "lib/budget/storages.h"
@@ -131,6 +132,7 @@ void Runtime::add(std::shared_ptr<Bound> bound) {
   {
     const std::lock_guard<std::mutex> lock(Graph::get().mutex());
     if (!device.is_cpu()) far_bounds_.push_back(bound.get());
+    if (bound->mover != nullptr) moving_bounds_.push_back(bound.get());
     bounds_.push_back(std::move(bound));
     min_bytes_ = least_evicted(options());
     has_changed = note_limit(device);
@@ -144,8 +146,8 @@ void Runtime::remove(const Bound& bound) {
   {
     const std::lock_guard<std::mutex> lock(Graph::get().mutex());
     std::erase_if(bounds_, [&](const auto& each) { return each.get() == &bound; });
-    far_bounds_.erase(std::remove(far_bounds_.begin(), far_bounds_.end(), &bound),
-                      far_bounds_.end());
+    for (auto* const list : {&far_bounds_, &moving_bounds_})
+      list->erase(std::remove(list->begin(), list->end(), &bound), list->end());
     min_bytes_ = least_evicted(options());
     has_changed = note_limit(device);
   }
@@ -204,10 +206,17 @@ void Runtime::hold(Value& value, c10::Storage storage) {
   if (value.held) return;
   value.held = std::move(storage);
   value.cost = -1;
+  if (value.is_source()) source_held(value.device, value.bytes);
+  put_into_pool(value);
+}
+
+void Runtime::put_into_pool(Value& value) {
   Pool& pool = pool_on(value.device);
   value.place = static_cast<int32_t>(pool.values.size());
   pool.values.push_back(&value);
-  pool.bytes += value.bytes;
+  ++pool.num_added;
+  value.is_counted = !value.is_source() || value.is_away();
+  if (value.is_counted) pool.bytes += value.bytes;
 }
 
 void Runtime::unpool(Value& value) {
@@ -217,7 +226,7 @@ void Runtime::unpool(Value& value) {
   pool.values[place] = pool.values.back();
   if (pool.values[place] != &value) pool.values[place]->place = static_cast<int32_t>(place);
   pool.values.pop_back();
-  pool.bytes -= value.bytes;
+  if (std::exchange(value.is_counted, false)) pool.bytes -= value.bytes;
   if (std::exchange(value.is_short, false))
     *std::find(pool.shortlist.begin(), pool.shortlist.end(), &value) = nullptr;
 }
@@ -243,13 +252,20 @@ void Runtime::look_closely(Value& value) {
   std::array<const Record*, max_seen> records;
   std::size_t num_seen = 0;
   const uint64_t walk = Graph::get().next_walk();
-  records[num_seen++] = value.record;
-  value.record->walk = walk;
-  float cost = value.record->cost;
+  double cost = 0;
+  if (value.is_away()) {
+    cost = value.moved->seconds_back();
+  } else {
+    records[num_seen++] = value.record;
+    value.record->walk = walk;
+    cost = value.record->cost;
+  }
   for (std::size_t next = 0; next < num_seen; ++next)
     for (const Read& read : records[next]->reads) {
       Record* const made_by = read.value->record;
-      if (made_by == nullptr || made_by->walk == walk || Graph::has_content(*read.value)) continue;
+      if (read.value->is_away() && !Graph::has_content(*read.value))
+        cost += read.value->moved->seconds_back();
+      if (made_by == nullptr || made_by->walk == walk || Graph::is_available(*read.value)) continue;
       if (num_seen == max_seen) break;
       made_by->walk = walk;
       records[num_seen++] = made_by;
@@ -267,18 +283,18 @@ void Runtime::look_closely(Value& value) {
       read->record->walk = walk_down;
       ++num_records;
       for (const Value* const result : read->record->results) {
-        if (result == nullptr || Graph::has_content(*result)) continue;
+        if (result == nullptr || Graph::is_available(*result)) continue;
         first = std::max(first, result->last_save());
         if (num_seen < max_seen) made_of[num_seen++] = result;
       }
     }
-  value.cost = first >= 0 ? cost : 0;
+  value.cost = first >= 0 ? static_cast<float>(cost) : 0;
   value.first = first;
 }
 
 bool Runtime::can_drop(const Value& value) const {
-  return value.num_locks == 0 && value.bytes >= min_bytes_ && value.bytes > 0 &&
-         value.held.use_count() == 1;
+  return value.num_locks == 0 && (!value.is_source() || value.is_away()) &&
+         value.bytes >= min_bytes_ && value.bytes > 0 && value.held.use_count() == 1;
 }
 
 Value* Runtime::cheapest_of(c10::ArrayRef<Value*> values) {
@@ -337,34 +353,42 @@ Value* Runtime::choose(Pool& pool) {
   return cheapest_of(pool.values);
 }
 
-int64_t Runtime::make_room(c10::Device device, int64_t bytes, int64_t live_bytes, Dead& dead,
-                           std::vector<recording::Eviction>* told) {
+int64_t Runtime::make_room(const Wanted& asked, int64_t live_bytes, Dead& dead,
+                           std::shared_ptr<Moved>& copy) {
+  const c10::Device device = asked.device;
   Pool& pool = pool_on(device);
-  const int64_t wanted = live_bytes + bytes, most = most_bytes(device);
+  if (!moving_.empty()) settle_moves(dead);
+  const int64_t wanted = live_bytes + asked.bytes, most = most_bytes(device);
   const int64_t least_alive = wanted - pool.bytes;
-  int64_t freed = 0, num_dropped = 0;
+  int64_t freed = 0, num_dropped = 0, num_moved = 0;
   double search_s = 0;
   if (wanted > most) {
     const auto start = std::chrono::steady_clock::now();
     while (wanted - freed > most) {
       Value* const value = choose(pool);
       if (value == nullptr) break;
-      if (options().check_values && device.is_cpu())
+      const bool is_moved = value->is_away();
+      if (options().check_values && device.is_cpu() && !is_moved)
         value->hash = hash_of(*value->held.unsafeGetStorageImpl());
       freed += value->bytes;
-      ++num_dropped;
-      if (told != nullptr)
-        told->push_back({value->record->traits->name, device, value->bytes, live_bytes - freed});
+      ++(is_moved ? num_moved : num_dropped);
+      if (asked.told != nullptr)
+        asked.told->push_back({value->is_source() ? std::string_view("sources")
+                                                  : std::string_view(value->record->traits->name),
+                               device, value->bytes, live_bytes - freed, is_moved});
       Graph::get().let_go(*value, dead);
     }
     search_s = seconds_since(start);
+    if (wanted - freed > most && copy == nullptr) copy = copy_to_wait_for(pool, asked.in_allocator);
   }
   const int64_t alive = wanted - freed;
   for (const auto& each : bounds_) {
     if (!each->is_of(device)) continue;
     BudgetReport& report = each->report;
     report.evictions += num_dropped;
+    report.moves += num_moved;
     report.search_s += search_s;
+    if (copy != nullptr) continue;
     report.peak_bytes = std::max(report.peak_bytes, alive - each->base_bytes);
     const bool is_over = alive > each->most_bytes;
     report.floor_bytes =

@@ -65,6 +65,8 @@ struct Bound {
   MemorySource& memory;      ///< of the device
   const int64_t base_bytes;  ///< memory alive at the guard's construction
   int64_t most_bytes;        ///< limit of the live memory
+  /// The place of copies, until the guard has ended and nothing is saved; null: nothing moves.
+  std::shared_ptr<Mover> mover{};
   BudgetReport report;
 };
 
@@ -89,18 +91,42 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Adds to the bytes of sources on the device.
   void source_held(c10::Device device, int64_t bytes);
 
+  // See Note [Moving].
+  /// Returns whether values may move. Without the lock.
+  bool has_movers() const { return !moving_bounds_.empty(); }
+  /// Copies values away beside the work, after an operator. Without the lock.
+  void move_ahead();
+  /// Puts a source that the budget keeps alive into the pool, if it may move.
+  void add_source(Value& value);
+  /// Returns the source of a saved tensor that may move; or null.
+  Value* source_to_move(const at::Tensor& saved, Dead& dead);
+  /// Gives up a value's copy.
+  void end_move(Value& value, Dead& dead);
+
   /// Counts saved tensors; the end of the last one ends all records.
   void note_save() { num_saved_.fetch_add(1, std::memory_order_relaxed); }
   void note_end_of_save(Dead& dead) {
-    if (num_saved_.fetch_sub(1, std::memory_order_relaxed) == 1) Graph::get().cut(*this, dead);
+    if (num_saved_.fetch_sub(1, std::memory_order_relaxed) == 1) end_step(dead);
   }
+  /// Ends all records, since nothing is saved.
+  void end_step(Dead& dead);
+  /// The outermost guard has ended.
+  void close(Dead& dead);
   /// Returns whether tensors are saved. Any thread, without the lock.
   bool has_saved() const { return num_saved_.load(std::memory_order_relaxed) > 0; }
 
-  /// Drops values before an allocation on a device. Returns the bytes dropped. `told`: where each
-  /// dropped value is noted for recorders; or null.
-  int64_t make_room(c10::Device device, int64_t bytes, int64_t live_bytes, Dead& dead,
-                    std::vector<recording::Eviction>* told);
+  /// Describes an allocation to `make_room`.
+  struct Wanted {
+    c10::Device device;
+    int64_t bytes;
+    bool in_allocator;                       ///< so that the thread cannot run operators
+    std::vector<recording::Eviction>* told;  ///< gets each dropped value; or null
+  };
+  /// Drops values before an allocation on a device. Returns the bytes dropped. `copy`: set to a
+  /// copy for which the caller should wait without the lock, before it tries again; null: no more
+  /// can be done.
+  int64_t make_room(const Wanted& wanted, int64_t live_bytes, Dead& dead,
+                    std::shared_ptr<Moved>& copy);
   /// Returns the bound that refuses an allocation to `alive` bytes; or null.
   const Bound* refusing(c10::Device device, int64_t alive) const;
   /// Counts the memory alive in an operator that was not announced.
@@ -128,10 +154,21 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     // The cheapest values of a large pool at the latest walk, with null for those that have left.
     std::vector<Value*> shortlist{};
     std::size_t num_choices_left = 0;
-    int64_t bytes = 0;
+    std::size_t num_added = 0;  // since `choose_moves` has walked the pool
+    int64_t bytes = 0;          // of values that the budget can drop, or thought so when they came
   };
   static constexpr std::size_t num_pool_for_one = 64;
   Pool& pool_on(c10::Device device);
+  void put_into_pool(Value& value);
+  Mover* mover_on(c10::Device device) const;
+  /// Returns whether a copy of the value can begin.
+  bool can_move(Value& value, const Mover& mover);
+  std::shared_ptr<Moved> start_move(Value& value);
+  /// Looks for copies that have ended.
+  void settle_moves(Dead& dead);
+  std::shared_ptr<Moved> copy_to_wait_for(Pool& pool, bool in_allocator);
+  void choose_moves(Pool& pool, const Mover& mover, int64_t most_ahead,
+                    std::vector<std::shared_ptr<Moved>>& chosen);
   bool can_drop(const Value& value) const;
   /// Returns the value with the least score; null if no value can be dropped.
   Value* choose(Pool& pool);
@@ -150,9 +187,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   std::vector<std::shared_ptr<Bound>> bounds_;  // outermost first
   int64_t min_bytes_ = 0;
-  c10::SmallVector<Bound*, 1> far_bounds_;
+  c10::SmallVector<Bound*, 1> far_bounds_, moving_bounds_;
+  std::vector<Value*> moving_;  // values whose copies have not ended
   c10::SmallVector<Pool, 1> pools_;
   c10::SmallVector<c10::Stream, 1> streams_;  // of accelerators
+  bool is_closed_ = false;
   std::atomic<int64_t> num_saved_{0};
 };
 

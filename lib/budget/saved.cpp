@@ -27,9 +27,10 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
     Graph& graph = Graph::get();
     Dead dead;
     const std::lock_guard<std::mutex> lock(graph.mutex());
-    Value* const value = graph.value_at(*storage_of(saved), dead);
-    if (value != nullptr && !value->is_source() && !value->is_blank() &&
-        value->is_content_of(saved)) {
+    Value* value = graph.value_at(*storage_of(saved), dead);
+    const bool is_source = value == nullptr || value->is_source();
+    if (is_source) value = runtime_->source_to_move(saved, dead);
+    if (value != nullptr && !value->is_blank() && (is_source || value->is_content_of(saved))) {
       geometry_ = Geometry(saved);
       graph.own(*value);
       save_ = {value, runtime_->clock};
@@ -37,7 +38,7 @@ void Saved::call_pack_hook(const at::Tensor& saved) {
       runtime_->cursor = save_.clock;
       value->saves.push_back(&save_);
       value->runtime->note_save();
-      value->runtime->hold(*value, saved.storage());
+      if (!is_source) value->runtime->hold(*value, saved.storage());
       value->cost = -1;
       value->is_rerun = false;
       return;

@@ -71,14 +71,18 @@ c10::Storage storage_of_data(at::DataPtr data, int64_t bytes) {
                       c10::GetCPUAllocator(), /*resizable=*/true);
 }
 
+at::Tensor bytes_in(const c10::Storage& storage) {
+  const auto options = at::TensorOptions(at::kByte).device(storage.device());
+  const auto count = static_cast<int64_t>(storage.nbytes());
+  return at::empty({0}, options).set_(storage, 0, {count}, {1});
+}
+
 c10::Storage copy_of(const c10::Storage& storage) {
   const std::size_t bytes = storage.nbytes();
   if (!storage.device().is_cpu()) {
     const seam::DispatchModeOff unseen;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const auto options = at::TensorOptions(at::kByte).device(storage.device());
-    const auto count = static_cast<int64_t>(bytes);
-    return at::empty({0}, options).set_(storage, 0, {count}, {1}).clone().storage();
+    return bytes_in(storage).clone().storage();
   }
   at::DataPtr data = c10::GetCPUAllocator()->allocate(bytes);
   if (bytes > 0) std::memcpy(data.get(), storage.data(), bytes);

@@ -32,6 +32,9 @@ const void* address_of_data(const c10::StorageImpl& storage);
 /// Returns a storage with that data.
 c10::Storage storage_of_data(at::DataPtr data, int64_t bytes);
 
+/// Returns the storage's bytes as a tensor. Call with the budget's dispatch mode off.
+at::Tensor bytes_in(const c10::Storage& storage);
+
 /// Returns a copy.
 c10::Storage copy_of(const c10::Storage& storage);
 

@@ -1,4 +1,5 @@
-// The events that budgets tell recorders: results dropped, calls that run again, the limit.
+// The events that budgets tell recorders: results dropped, moved or read back, calls that run
+// again, the limit.
 
 #include <array>
 #include <memory>
@@ -37,6 +38,10 @@ Event event_of_budget(c10::Device device) {
           .number = budget_limit(device).load(std::memory_order_relaxed)};
 }
 
+int64_t live_on(c10::Device device) {
+  return (device.is_cpu() ? cpu_memory() : device_memory(device)).live_bytes();
+}
+
 }  // namespace
 
 std::atomic<int64_t>& budget_limit(c10::Device device) {
@@ -47,29 +52,37 @@ void budget_drops(const std::vector<Eviction>& evictions) {
   const Writing writing;
   recordings().visit([&](Recording& recording) {
     for (const Eviction& each : evictions) {
-      tell(recording, {.kind = EventKind::Eviction,
+      tell(recording, {.kind = each.is_moved ? EventKind::MoveAway : EventKind::Eviction,
                        .device = each.device,
                        .number = each.bytes,
                        .text = std::make_shared<const std::string>(each.op),
                        .bytes = {.live = each.live}});
       recording.sum_evictions(each.op, [&](EvictionReport& sums) {
-        sums.evictions += 1;
-        sums.bytes_evicted += each.bytes;
+        (each.is_moved ? sums.moves : sums.evictions) += 1;
+        (each.is_moved ? sums.bytes_moved : sums.bytes_evicted) += each.bytes;
       });
     }
   });
+}
+
+void budget_reads_back(c10::Device device, int64_t bytes) {
+  const Writing writing;
+  const Event event{.kind = EventKind::ReadBack,
+                    .device = device,
+                    .number = bytes,
+                    .bytes = {.live = live_on(device)}};
+  recordings().visit([&](Recording& recording) { tell(recording, event); });
 }
 
 void budget_reruns(std::string_view op, c10::Device device, int64_t bytes,
                    std::chrono::steady_clock::time_point begin) {
   const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
   const Writing writing;
-  const MemorySource& memory = device.is_cpu() ? cpu_memory() : device_memory(device);
   const Event event{.kind = EventKind::Rerun,
                     .device = device,
                     .number = bytes,
                     .text = std::make_shared<const std::string>(op),
-                    .bytes = {.live = memory.live_bytes()}};
+                    .bytes = {.live = live_on(device)}};
   recordings().visit([&](Recording& recording) {
     tell(recording, event, begin);
     recording.sum_evictions(op, [&](EvictionReport& sums) {

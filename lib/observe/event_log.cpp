@@ -20,7 +20,7 @@ namespace {
 
 /// What the log says of an event, by kind; of its region's number, a number, a text, a depth, the
 /// live bytes and the device.
-constexpr std::array<const char*, 20> lines{
+constexpr std::array<const char*, 22> lines{
     "region {0}{2} begins, depth {3}, keeps {1} bytes of inputs",
     "region {0} ends, {1} slots",
     "region {0} throws",
@@ -40,8 +40,10 @@ constexpr std::array<const char*, 20> lines{
     "",
     "budget drops the result of {2}, {1} bytes, {4} alive",
     "budget runs {2} again, {1} bytes, {4} alive",
-    "budget of {1} bytes alive on {5}"};
-static_assert(lines.size() == static_cast<std::size_t>(EventKind::Budget) + 1);
+    "budget of {1} bytes alive on {5}",
+    "budget moves away {1} bytes of {2}, {4} alive",
+    "budget reads back {1} bytes, {4} alive"};
+static_assert(lines.size() == static_cast<std::size_t>(EventKind::ReadBack) + 1);
 
 std::string line_of(const Event& event) {
   if (event.kind == EventKind::Allocation)
@@ -110,14 +112,15 @@ std::string name_of_process(c10::Device device) {
       process_of(device), json_string(device.str()));
 }
 
-/// A moment at which a budget drops a result, or its limit as a counter; "" for other events.
+/// A moment at which a budget drops or moves a result, or its limit as a counter; "" for others.
 std::string budget_entry_of(const Event& event) {
   const double us = static_cast<double>(event.time_ns) / 1e3;
-  if (event.kind == EventKind::Eviction)
+  if (event.kind == EventKind::Eviction || event.kind == EventKind::MoveAway)
     return fmt::format(
         "{{\"name\": {}, \"cat\": \"eviction\", \"ph\": \"i\", \"s\": \"t\", \"ts\": {:.3f}, "
         "\"pid\": 1, \"tid\": {}, \"args\": {{\"bytes\": {}}}}}",
-        json_string("drops " + *event.text), us, event.thread, event.number);
+        json_string((event.kind == EventKind::MoveAway ? "moves " : "drops ") + *event.text), us,
+        event.thread, event.number);
   if (event.kind != EventKind::Budget) return {};
   return fmt::format(
       "{{\"name\": {}, \"ph\": \"C\", \"ts\": {:.3f}, \"pid\": 1, \"args\": "

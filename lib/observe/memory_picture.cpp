@@ -94,7 +94,8 @@ void add_budget_bars(const std::vector<Event>& events, double last_ms, std::vect
   std::map<int64_t, Joined> by_lane;
   for (const Event& event : events) {
     const bool is_again = event.kind == EventKind::Rerun;
-    if (!is_again && event.kind != EventKind::Eviction) continue;
+    if (!is_again && event.kind != EventKind::Eviction && event.kind != EventKind::MoveAway)
+      continue;
     const double to = ms_of(event.time_ns), from = is_again ? ms_of(event.begin_ns) : to;
     const int64_t lane = lanes_below + 2 * event.thread + (is_again ? 0 : 1);
     Joined& joined = by_lane[lane];

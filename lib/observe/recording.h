@@ -61,7 +61,9 @@ enum class EventKind : uint8_t {
   Allocation,
   Eviction,
   Rerun,
-  Budget
+  Budget,
+  MoveAway,
+  ReadBack
 };
 
 struct Event;
@@ -236,17 +238,20 @@ void allocation_fails(int64_t asked, int64_t live);
 
 /// A result that a budget dropped.
 struct Eviction {
-  std::string_view op;  ///< lives for good
-  c10::Device device;   ///< of the result
-  int64_t bytes = 0;    ///< [bytes] of the result
-  int64_t live = 0;     ///< [bytes] alive without it on the device
+  std::string_view op;    ///< lives for good
+  c10::Device device;     ///< of the result
+  int64_t bytes = 0;      ///< [bytes] of the result
+  int64_t live = 0;       ///< [bytes] alive without it on the device
+  bool is_moved = false;  ///< a copy elsewhere has the content
 };
-/// Budgets dropped these results. The caller holds no lock.
+/// Budgets dropped or moved these results. The caller holds no lock.
 void budget_drops(const std::vector<Eviction>& evictions);
 /// A call of an operator ran again for a budget, from `begin` until now. `bytes`: of its results
 /// that were made again, on `device`. The caller holds no lock.
 void budget_reruns(std::string_view op, c10::Device device, int64_t bytes,
                    std::chrono::steady_clock::time_point begin);
+/// A budget read a moved content back, on `device`. The caller holds no lock.
+void budget_reads_back(c10::Device device, int64_t bytes);
 inline constexpr int64_t no_budget = std::numeric_limits<int64_t>::max();
 /// [bytes] The least limit of the device's live bytes among all budgets; `no_budget` without one.
 std::atomic<int64_t>& budget_limit(c10::Device device);

@@ -122,10 +122,17 @@ std::vector<ReportTable> tables_of(const Report& report) {
       "Operators under a byte budget",
       {"operator", "results dropped", "bytes dropped", "calls again", "bytes again", "ms again"},
       {}};
-  for (const EvictionReport& e : report.evictions)
-    dropped.rows.push_back({e.op, std::to_string(e.evictions), readable_bytes(e.bytes_evicted),
-                            std::to_string(e.reruns), readable_bytes(e.bytes_rerun),
-                            fmt::format("{:.3f}", e.rerun_s * 1e3)});
+  const bool has_moves = std::any_of(report.evictions.begin(), report.evictions.end(),
+                                     [](const EvictionReport& e) { return e.moves > 0; });
+  if (has_moves) dropped.head.insert(dropped.head.begin() + 3, {"moved", "bytes moved"});
+  for (const EvictionReport& e : report.evictions) {
+    auto& row = dropped.rows.emplace_back(
+        std::vector<std::string>{e.op, std::to_string(e.evictions), readable_bytes(e.bytes_evicted),
+                                 std::to_string(e.reruns), readable_bytes(e.bytes_rerun),
+                                 fmt::format("{:.3f}", e.rerun_s * 1e3)});
+    if (has_moves)
+      row.insert(row.begin() + 3, {std::to_string(e.moves), readable_bytes(e.bytes_moved)});
+  }
   if (!dropped.rows.empty()) tables.push_back(std::move(dropped));
   return tables;
 }
@@ -161,12 +168,17 @@ std::vector<std::string> notes_of(const Report& report) {
     for (const EvictionReport& e : report.evictions) {
       all.evictions += e.evictions;
       all.bytes_evicted += e.bytes_evicted;
+      all.moves += e.moves;
+      all.bytes_moved += e.bytes_moved;
       all.reruns += e.reruns;
       all.rerun_s += e.rerun_s;
     }
     notes.push_back(fmt::format(
         "Budget: {} results of {} were dropped, and {} calls ran again in {:.3f} ms.",
         all.evictions, readable_bytes(all.bytes_evicted), all.reruns, all.rerun_s * 1e3));
+    if (all.moves > 0)
+      notes.push_back(fmt::format("Budget: {} results of {} were moved instead of dropped.",
+                                  all.moves, readable_bytes(all.bytes_moved)));
   }
   if (const FileReport& f = report.files; f.bytes_written > 0 || f.bytes_read > 0)
     notes.push_back(fmt::format(
@@ -316,8 +328,9 @@ std::string Report::to_json() const {
   for (const EvictionReport& e : evictions) {
     text += fmt::format(
         "{}\n  {{\"op\": {}, \"evictions\": {}, \"bytes_evicted\": {}, \"reruns\": {}, "
-        "\"bytes_rerun\": {}, \"rerun_s\": {:.9f}}}",
-        comma, json_string(e.op), e.evictions, e.bytes_evicted, e.reruns, e.bytes_rerun, e.rerun_s);
+        "\"bytes_rerun\": {}, \"rerun_s\": {:.9f}, \"moves\": {}, \"bytes_moved\": {}}}",
+        comma, json_string(e.op), e.evictions, e.bytes_evicted, e.reruns, e.bytes_rerun, e.rerun_s,
+        e.moves, e.bytes_moved);
     comma = ",";
   }
   return text +

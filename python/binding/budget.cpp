@@ -72,7 +72,7 @@ void add_budget(py::module_& module) {
                     "Number of allocations that exceeded it.")
       .def_readonly("evictions", &BudgetReport::evictions, "Values dropped.")
       .def_readonly("reruns", &BudgetReport::reruns, "Operator calls that ran again.")
-      .def_readonly("moves", &BudgetReport::moves, "Values moved away instead: none, so far.")
+      .def_readonly("moves", &BudgetReport::moves, "Values moved away instead.")
       .def_readonly("operators", &BudgetReport::operators, "Operator calls recorded.")
       .def_readonly("rerun_s", &BudgetReport::rerun_s, "[seconds] spent in calls that ran again.")
       .def_readonly("search_s", &BudgetReport::search_s,
@@ -83,18 +83,22 @@ void add_budget(py::module_& module) {
       .def("end", torch::wrap_pybind_function([](OpenBudget& self) { self.end(); }))
       .def("now", &OpenBudget::now)
       .def("reset", &OpenBudget::reset);
+  using MoveTuple = std::tuple<std::string, int64_t, bool>;
   module.def("_open_budget",
              torch::wrap_pybind_function([](int64_t bytes, const py::object& device, bool throws,
-                                            int64_t min_bytes, bool check_values) {
-               const c10::Device bounded = device_in(device);
-               return with_package_errors([&] {
-                 return std::make_unique<OpenBudget>(
-                     BudgetOptions{.bytes = bytes,
-                                   .device = bounded,
-                                   .over = throws ? OverBudget::Throw : OverBudget::Continue,
-                                   .min_bytes = min_bytes,
-                                   .check_values = check_values});
-               });
+                                            int64_t min_bytes, bool check_values,
+                                            const std::optional<MoveTuple>& moving) {
+               BudgetOptions options{.bytes = bytes,
+                                     .device = device_in(device),
+                                     .over = throws ? OverBudget::Throw : OverBudget::Continue,
+                                     .min_bytes = min_bytes,
+                                     .check_values = check_values};
+               if (moving)
+                 options.moving = MoveOptions{.directory = std::get<0>(*moving),
+                                              .min_bytes = std::get<1>(*moving),
+                                              .pin_memory = std::get<2>(*moving)};
+               return with_package_errors(
+                   [&] { return std::make_unique<OpenBudget>(std::move(options)); });
              }));
   module.def("_set_budget_errors", [](py::object make) {
     make_error_of_budget = make.release().ptr();

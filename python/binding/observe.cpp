@@ -142,7 +142,9 @@ void add_observe(py::module_& module) {
       .def_readonly("reruns", &EvictionReport::reruns, "Calls that ran again.")
       .def_readonly("bytes_rerun", &EvictionReport::bytes_rerun,
                     "[bytes] of the results made again.")
-      .def_readonly("rerun_s", &EvictionReport::rerun_s, "[seconds] of these calls.");
+      .def_readonly("rerun_s", &EvictionReport::rerun_s, "[seconds] of these calls.")
+      .def_readonly("moves", &EvictionReport::moves, "Results moved away instead of dropped.")
+      .def_readonly("bytes_moved", &EvictionReport::bytes_moved, "[bytes] of these.");
   using Held = FailedAllocation::Held;
   py::class_<Held>(module, "HeldBytes",
                    "What regions of one name held when an allocation did not fit.")

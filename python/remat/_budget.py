@@ -144,11 +144,14 @@ def budget(
     min_bytes: smaller tensors are never dropped [bytes]; None: a thousandth of the budget, at most
         64 KiB.
     check_values: for debugging: contents are hashed when dropped and compared when made again.
-    moving: not supported yet.
+    moving: where values may be copied away instead of being dropped, `MoveOptions(directory=...)`:
+        values whose copy takes less time than making them again, and values that cannot be made
+        again. An accelerator's values wait on the CPU without a directory. None: nothing moves.
     Threads: the scope belongs to the thread that entered it and to the threads of its backwards.
-    Raises ValueError for a budget of 0 or less, an invalid text, and "free" if the free memory is
-    unknown; CheckpointError (UNSUPPORTED) for a device
-    whose memory is unknown, for `moving`, and inside a region.
+    Raises ValueError for a budget of 0 or less, an invalid text, "free" if the free memory is
+    unknown, and on entry for `moving` of the CPU without a directory, or one in which no file can
+    be made; CheckpointError (UNSUPPORTED) for a device whose memory is unknown, and inside a
+    region.
     """
     if over not in ("continue", "throw"):
         raise ValueError(f"remat.budget: over must be 'continue' or 'throw', and is {over!r}")
@@ -157,20 +160,12 @@ def budget(
             f"remat.budget: min_bytes must be 0 or more, or None, and is {min_bytes!r}"
         )
     size, share = _read_text(bytes) if isinstance(bytes, str) else (int(bytes), Fraction(0))
-    if moving is not None:
-        error = CheckpointError(
-            "remat.budget: moving was given, and a budget cannot move values yet.\n"
-            "Cause: dropped values are computed again; no other way is built.\n"
-            "Hint: leave moving out, or use remat.save_on_cpu or remat.save_on_disk "
-            "inside the scope."
-        )
-        error.kind = ErrorKind.UNSUPPORTED
-        raise error
+    moves = None if moving is None else moving._tuple()
 
     def open() -> _remat.OpenBudget:
         asked = _free(str(bytes), share, device) if size is None else size
         least = -1 if min_bytes is None else int(min_bytes)
-        return _remat._open_budget(asked, device, over == "throw", least, check_values)
+        return _remat._open_budget(asked, device, over == "throw", least, check_values, moves)
 
     return Budget(f"remat.budget({bytes!r})", open)
 

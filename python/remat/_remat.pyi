@@ -340,6 +340,10 @@ class EvictionReport:
     def bytes_rerun(self) -> int: ...
     @property
     def rerun_s(self) -> float: ...
+    @property
+    def moves(self) -> int: ...
+    @property
+    def bytes_moved(self) -> int: ...
 
 class HeldBytes:
     """What regions of one name held when an allocation did not fit."""
@@ -532,6 +536,12 @@ class OpenBudget(OpenGuard):
     def reset(self) -> None: ...
 
 def _open_budget(
-    bytes: int, device: _Device, throws: bool, min_bytes: int, check_values: bool, /
+    bytes: int,
+    device: _Device,
+    throws: bool,
+    min_bytes: int,
+    check_values: bool,
+    moving: Optional[_MoveTuple],
+    /,
 ) -> OpenBudget: ...
 def _set_budget_errors(make: Callable[[str, int, int], Exception], /) -> None: ...

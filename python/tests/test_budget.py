@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import unittest
+from pathlib import Path
 from typing import Any, Callable, Optional
 
 import torch
@@ -514,15 +515,43 @@ class TheGuard(Case):
         with self.assertRaisesRegex(ValueError, "min_bytes must be 0 or more"):
             remat.budget(1, min_bytes=-1)
         for make in (
-            lambda: remat.budget(1, moving=remat.MoveOptions()),
             lambda: remat.budget(1, device="meta").__enter__(),
             lambda: remat.checkpoint(lambda x: remat.budget(1).__enter__(), leaf()),
         ):
             with self.assertRaises(remat.CheckpointError) as caught:
                 make()
             self.assertEqual(caught.exception.kind, remat.ErrorKind.UNSUPPORTED)
+        with self.assertRaisesRegex(ValueError, "moving names no directory"):
+            remat.budget(1, moving=remat.MoveOptions()).__enter__()
+        with self.assertRaisesRegex(ValueError, "no file could be made in the directory"):
+            remat.budget(1, moving=remat.MoveOptions(Path("/nowhere"))).__enter__()
+        with self.assertRaisesRegex(TypeError, "moving must be a remat.MoveOptions"):
+            remat.budget(1, moving="/tmp")  # type: ignore[arg-type]
         with remat.budget(1 << 70) as budget:
             self.assertEqual(budget.report().budget_bytes, sys.maxsize)
+
+    def test_moving(self) -> None:
+        """Results of memory that is not torch's cannot be made again, but they can move."""
+        weight = leaf(64, 64)  # 16 KiB
+        foreign = torch.frombuffer(bytearray(weight.nbytes), dtype=torch.float32).view(64, 64)
+
+        def step() -> list[Any]:
+            x = foreign + 1
+            for _ in range(16):
+                x = x * weight + foreign
+            return [torch.autograd.grad(x.sum(), weight)[0]]
+
+        plain = step()
+        floors = []
+        with tempfile.TemporaryDirectory() as folder:
+            for moving in (None, remat.MoveOptions(Path(folder), min_bytes=0)):
+                with remat.budget(1, min_bytes=0, moving=moving) as budget:
+                    self.check_equal(step(), plain)
+                report = budget.report()
+                floors.append(report.floor_bytes)
+                self.assertEqual(report.moves > 0, moving is not None)
+                self.assertEqual("moves " in str(report), moving is not None)
+        self.assertLess(floors[1], floors[0] // 2)
 
     def test_throw(self) -> None:
         x = leaf(64, 64)  # 16 KiB

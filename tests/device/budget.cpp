@@ -4,9 +4,12 @@
 #include <remat/budget.h>
 
 #include <limits>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "tests/device/stand_in.h"
+#include "tests/support/files.h"
 #include "tests/support/support.h"
 
 using namespace remat::testing;
@@ -175,8 +178,10 @@ TEST_CASE("each device has a budget of its own", "[device][budget]") {
   Tensors plain, budgeted;
   const auto spans = peaks([&] { plain = program(); });
   const int64_t of_first = share_of(0.5, spans.first), of_second = share_of(0.4, spans.second);
+  remat::BudgetOptions outermost{.bytes = of_first, .device = first.device};
+  if (GENERATE(false, true)) outermost.moving = remat::MoveOptions{.min_bytes = 0};
   const auto held = peaks([&] {
-    const BudgetGuard outer({.bytes = of_first, .device = first.device});
+    const BudgetGuard outer(outermost);
     const BudgetGuard inner({.bytes = of_second, .device = second.device});
     budgeted = program();
     CHECK(outer.report().peak_bytes <= of_first);
@@ -262,12 +267,120 @@ TEST_CASE("budgets of a device refuse what they cannot do", "[device][budget]") 
   CHECK(refusal({.bytes = 1, .device = at::kMeta}) != "");
   CHECK(refusal({.bytes = 1, .device = stand_in::device(), .check_values = true})
             .find("check_values") != std::string::npos);
-  CHECK(refusal({.bytes = 1, .device = stand_in::device(), .moving = remat::MoveOptions()})
-            .find("moving") != std::string::npos);
   CHECK_THROWS_AS(refusal({.bytes = 1, .moving = remat::MoveOptions()}), c10::ValueError);
   const Tensor x = at::randn({4}).to(stand_in::device()).requires_grad_();
   const BudgetGuard guard({.bytes = 1 << 20, .device = at::Device(at::kPrivateUse1)});
   stand_in::set_capturing(true);
   CHECK_THROWS_AS(x.sin(), CheckpointError);
   stand_in::set_capturing(false);
+}
+
+namespace {
+
+/// A chain whose results cannot be made again, because it reads memory of another allocator. Each
+/// layer saves one of them.
+struct Kept {
+  Tensor operator()() const {
+    Tensor x = memory + 1;
+    for (int64_t i = 0; i < depth; ++i) x = x * weight + memory;
+    return x.sum();
+  }
+  Tensor grad() const {
+    weight.mutable_grad() = Tensor();
+    (*this)().backward();
+    return weight.grad().cpu();
+  }
+  const int64_t depth = 16;
+  const Tensor weight = at::randn({side, side}).to(stand_in::device()).requires_grad_();
+  std::vector<float> numbers = std::vector<float>(side * side, 0.25F);
+  const Tensor memory = at::for_blob(numbers.data(), {side, side})
+                            .options(at::TensorOptions().device(stand_in::device()))
+                            .target_device(stand_in::device())
+                            .make_tensor();
+};
+
+constexpr int64_t layer = side * side * 4;
+
+remat::BudgetOptions moving(int64_t layers, const std::string& directory = "") {
+  remat::BudgetOptions options{
+      .bytes = layers * layer, .device = stand_in::device(), .min_bytes = 0};
+  options.moving = remat::MoveOptions{.directory = directory, .min_bytes = 0};
+  return options;
+}
+
+}  // namespace
+
+TEST_CASE("values of a device that cannot be made again wait on the CPU, to the byte",
+          "[device][budget][moving]") {
+  const Kept program;
+  const Tensor plain = program.grad();
+  int64_t floor = 0;
+  {
+    remat::BudgetOptions options = moving(1);
+    options.moving.reset();
+    const BudgetGuard guard(options);
+    CHECK(program.grad().equal(plain));
+    floor = guard.report().floor_bytes;
+  }
+  const Folder folder;
+  const bool has_file = GENERATE(false, true);
+  MemoryMeter meter(stand_in::device());
+  const int64_t before = meter.live_bytes();
+  {
+    const BudgetGuard guard(moving(8, has_file ? folder.path() : ""));
+    CHECK(program.grad().equal(plain));  // learns what operators allocate
+    for (int i = 0; i < 3; ++i) {
+      guard.counters().reset();
+      meter.reset_peak();
+      CHECK(program.grad().equal(plain));
+      const BudgetReport report = guard.report();
+      CHECK(report.moves > 0);
+      CHECK(report.over_count == 0);
+      CHECK(meter.peak_bytes() - before <= 8 * layer);
+    }
+    CHECK(floor > 16 * layer);
+    CHECK(folder.open_files().size() == (has_file ? 1 : 0));
+  }
+  CHECK(folder.open_files().empty());
+  program.weight.mutable_grad() = Tensor();
+  CHECK(meter.live_bytes() <= before);
+}
+
+TEST_CASE("operators of a device whose results are copied in less time run once",
+          "[device][budget][moving]") {
+  const Chain chain(12);
+  const Tensor x = at::randn({side, side}).to(chain.device);
+  const auto [span, plain] = plain_step(chain, x);
+  const bool is_announced = GENERATE(false, true);
+  std::optional<Announced> announced;
+  if (is_announced) announced.emplace();
+  remat::BudgetOptions options = moving(1);
+  options.bytes = share_of(0.5, span);
+  const BudgetGuard guard(options);
+  MemoryMeter meter(chain.device);
+  int64_t after_first = 0;
+  for (int i = 0; i < 20; ++i) {
+    require_bit_equal(step(chain, x), plain);
+    if (i == 0) after_first = meter.live_bytes();
+    REQUIRE(meter.live_bytes() == after_first);
+  }
+  const BudgetReport report = guard.report();
+  CHECK(report.evictions + report.moves > 0);
+}
+
+TEST_CASE("a moved value is read back on the stream of forward", "[device][budget][moving]") {
+  const Kept program;
+  const Tensor plain = program.grad();
+  const BudgetGuard guard(moving(8));
+  for (int i = 0; i < 2; ++i) {
+    program.weight.mutable_grad() = Tensor();
+    Tensor loss;
+    {
+      const stand_in::OnStream on(stand_in::stream(0, 3));
+      loss = program();
+    }
+    loss.backward();
+    CHECK(program.weight.grad().cpu().equal(plain));
+  }
+  CHECK(guard.report().moves > 0);
 }

@@ -318,11 +318,15 @@ std::optional<Finding> check_budgets(const Program& program) {
   budget_bytes() = std::numeric_limits<int64_t>::max();
   const Record plain = run(program, Mode::Plain);
   budget_bytes() = 0;
+  int64_t number = 0;
   for (const int64_t bytes : {1, 200, 800, 3'000, 12'000, 1'000'000}) {
     budget_bytes() = bytes;
+    budget_moves() = (program.seed + static_cast<uint64_t>(number++)) % 2 == 0;
+    const std::string under = "under a budget of " + std::to_string(bytes) + " bytes" +
+                              (budget_moves() ? ", with moves: " : ": ");
     const Record budgeted = run(program, Mode::Plain);
     budget_bytes() = 0;
-    const std::string under = "under a budget of " + std::to_string(bytes) + " bytes: ";
+    budget_moves() = false;
     for (size_t i = 0; i < plain.stages.size() || i < budgeted.stages.size(); ++i) {
       if (i >= plain.stages.size() || i >= budgeted.stages.size())
         return Finding{"budget length", under + "one of the runs has more stages"};

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <chrono>
+#include <filesystem>
 #include <optional>
 #include <sstream>
 #include <thread>
@@ -263,6 +264,11 @@ int64_t& budget_bytes() {
   return bytes;
 }
 
+bool& budget_moves() {
+  static bool moves = false;
+  return moves;
+}
+
 Record run(const Program& program, Mode mode) {
   Record record;
   const remat::Counters before = remat::counters();
@@ -272,8 +278,16 @@ Record run(const Program& program, Mode mode) {
   std::thread([&] {
     at::init_num_threads();
     std::optional<remat::BudgetGuard> budget;
-    if (const int64_t bytes = budget_bytes())
-      budget.emplace(remat::BudgetOptions{.bytes = bytes, .device = device(), .min_bytes = 0});
+    if (const int64_t bytes = budget_bytes()) {
+      remat::BudgetOptions options{.bytes = bytes, .device = device(), .min_bytes = 0};
+      if (budget_moves())
+        options.moving =
+            remat::MoveOptions{.directory = device().is_cpu() || program.seed % 2 == 0
+                                                ? std::filesystem::temp_directory_path()
+                                                : std::filesystem::path(),
+                               .min_bytes = 0};
+      budget.emplace(std::move(options));
+    }
     Interpreter interpreter(program, mode, record);
     interpreter.run_forward();
     record.held_bytes = live_bytes() - bytes;
