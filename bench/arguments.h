@@ -73,7 +73,7 @@ inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = 
       result.device = usable_device(value());
       if (where == RunsOn::Cpu && !result.device.is_cpu())
         throw std::runtime_error(std::filesystem::path(argv[0]).filename().string() +
-                                 " measures on the CPU only. Do: leave out --device.");
+                                 " measures on the CPU only. Hint: leave out --device.");
     } else if (word == "--clock") {
       const std::string clock = value();
       result.clock = clock == "thread"    ? Clock::Thread

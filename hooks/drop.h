@@ -43,7 +43,7 @@ class Drop final : public seam::OwnHooks {
   void refuse_tracing() const override {
     TORCH_CHECK(
         Inspection::current() != nullptr,
-        "remat::checkpoint: compiled autograd cannot trace a region. Do: run backward without "
+        "remat::checkpoint: compiled autograd cannot trace a region. Hint: run backward without "
         "it.");
   }
   c10::intrusive_ptr<SlotOwner> owner_;

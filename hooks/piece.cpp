@@ -88,7 +88,7 @@ void Piece::use_place(c10::function_ref<void()> use) const {
   } catch (...) {  // the engine carries nothing else; on its threads it would end the process
     TORCH_CHECK(false,
                 "remat: a place for saved tensors threw something that is not a std::exception. "
-                "Do: derive the exception type from std::exception.");
+                "Hint: derive the exception type from std::exception.");
   }
 }
 

@@ -49,7 +49,7 @@ std::optional<PinnedBuffer> PinnedPool::take(int64_t size) {
         "remat: page-locked memory of the host is short: ", size,
         " bytes could not be had, so copies to and from the device go through ordinary memory, in "
         "chunks, on a thread of the library's, and take longer. At most a quarter of the machine's "
-        "memory is page-locked. Do: move less, or give the process a larger limit of locked memory "
+        "memory is page-locked. Hint: move less, or give the process a larger limit of locked memory "
         "(ulimit -l)."));
   return std::move(found.buffer);
 }

@@ -34,7 +34,7 @@ class UserHooks final : public seam::OwnHooks {
     } catch (...) {  // the engine carries nothing else; on its threads it would end the process
       TORCH_CHECK(false,
                   "remat::SavedTensorHooksGuard: the unpack function threw something that is not a "
-                  "std::exception. Do: derive the exception type from std::exception.");
+                  "std::exception. Hint: derive the exception type from std::exception.");
     }
   }
 

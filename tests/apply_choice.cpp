@@ -84,7 +84,7 @@ std::string text_of_error(const std::function<void()>& call) {
 
 const std::string& conditions() {
   static const std::string text =
-      "Do: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a "
+      "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a "
       "dot, `**` anything, `|` stands between several), type (of classes, the same way) and every (a number from 1 "
       "up); for example \"every=2,name=layers.*,type=Bottleneck\".";
   return text;
@@ -145,14 +145,14 @@ TEST_CASE("a choice that is wrong says what was, which keys there are, and an ex
             "\"evry=2\" in \"evry=2,name=a\" was no condition. Cause: there is "
             "no key \"evry\". " +
             conditions());
-  CHECK_THAT(parsed("layers.*"), contains("Cause: it has no `=`. Do: "));
+  CHECK_THAT(parsed("layers.*"), contains("Cause: it has no `=`. Hint: "));
   CHECK_THAT(parsed("name=a,"), contains("\"\" in \"name=a,\" was no condition"));
-  CHECK_THAT(parsed("name="), contains("Cause: its value is empty. Do: "));
-  CHECK_THAT(parsed("name=a,name=b"), contains("Cause: the key name stands there twice. Do: "));
-  CHECK_THAT(parsed("name=a||b"), contains("Cause: a pattern beside `|` is empty. Do: "));
+  CHECK_THAT(parsed("name="), contains("Cause: its value is empty. Hint: "));
+  CHECK_THAT(parsed("name=a,name=b"), contains("Cause: the key name stands there twice. Hint: "));
+  CHECK_THAT(parsed("name=a||b"), contains("Cause: a pattern beside `|` is empty. Hint: "));
   for (const std::string number : {"0", "-1", "two", "2.5", "99999999999999999999"})
     CHECK_THAT(parsed("every=" + number),
-               contains("Cause: \"" + number + "\" is no number from 1 up. Do: "));
+               contains("Cause: \"" + number + "\" is no number from 1 up. Hint: "));
 
   const Seed seed;
   nn::Sequential net(Block(4), Block(4));
@@ -160,7 +160,7 @@ TEST_CASE("a choice that is wrong says what was, which keys there are, and an ex
       text_of_error([&] { require_checkpointing(*net, {.name = "layers.*"}); }) ==
       "remat::require_checkpointing: no module of the tree fits \"name=layers.*\". Cause: the tree has the root "
       "(torch::nn::SequentialImpl), 0 (BlockImpl), 0.linear (torch::nn::LinearImpl), 1 (BlockImpl), 1.linear "
-      "(torch::nn::LinearImpl). Do: choose of these. In paths `*` is anything but a dot: `layers.*` are the "
+      "(torch::nn::LinearImpl). Hint: choose of these. In paths `*` is anything but a dot: `layers.*` are the "
       "children of layers, `layers.**` all below it.");
   Model model;
   CHECK_THAT(
@@ -170,7 +170,7 @@ TEST_CASE("a choice that is wrong says what was, which keys there are, and an ex
   nn::Sequential eleven;
   for (int i = 0; i < 11; ++i) eleven->push_back(nn::Tanh());
   CHECK_THAT(text_of_error([&] { require_checkpointing(*eleven, {.name = "layers.*"}); }),
-             contains("10 (torch::nn::TanhImpl). Do: "));  // twelve with the root: all are named
+             contains("10 (torch::nn::TanhImpl). Hint: "));  // twelve with the root: all are named
   CHECK_THAT(text_of_error([&] { static_cast<void>(apply_checkpointing(*model, {.every = 2})); }),
              contains("remat::apply_checkpointing: the choice had no condition."));
   CHECK_THAT(text_of_error([&] { require_checkpointing(*model, {.name = "*", .every = 0}); }),
@@ -189,31 +189,31 @@ TEST_CASE("what cannot be a region from outside is named, with the reason and wh
       applied.to_string() ==
       "region: layers.0 (BlockImpl)\n"
       "no region: stem (BlockImpl): ModelImpl calls its member through the member's own type, where nothing can "
-      "step in. Do: remat::Checkpointed<BlockImpl> at the declaration of the member stem in ModelImpl.\n"
+      "step in. Hint: remat::Checkpointed<BlockImpl> at the declaration of the member stem in ModelImpl.\n"
       "no region: stem.linear (torch::nn::LinearImpl): BlockImpl calls its member through the member's own type, "
-      "where nothing can step in. Do: remat::Checkpointed<torch::nn::LinearImpl> at the declaration of the member "
+      "where nothing can step in. Hint: remat::Checkpointed<torch::nn::LinearImpl> at the declaration of the member "
       "linear in BlockImpl.\n"
       "no region: layers (torch::nn::SequentialImpl): a Sequential is called through its own type, where nothing "
-      "can step in. Do: choose its elements, name=layers.*; or cut it where it is called: "
+      "can step in. Hint: choose its elements, name=layers.*; or cut it where it is called: "
       "remat::checkpoint_sequential(sequential, segments, x).\n"
-      "no region: list (torch::nn::ModuleListImpl): it has no forward, so no call of it could be a region. Do: "
+      "no region: list (torch::nn::ModuleListImpl): it has no forward, so no call of it could be a region. Hint: "
       "choose its elements: name=list.*.\n"
       "no region: list.0 (BlockImpl): an element of a ModuleList is called through its own type, where nothing "
-      "can step in. Do: push_back(remat::Checkpointed<BlockImpl>(...)) where the list is made, and "
+      "can step in. Hint: push_back(remat::Checkpointed<BlockImpl>(...)) where the list is made, and "
       "list[i]->as<remat::Checkpointed<BlockImpl>>()->forward(...) where it is called.\n"
-      "no region: dict (torch::nn::ModuleDictImpl): it has no forward, so no call of it could be a region. Do: "
+      "no region: dict (torch::nn::ModuleDictImpl): it has no forward, so no call of it could be a region. Hint: "
       "choose its elements: name=dict.*.\n"
       "no region: dict.left (BlockImpl): an element of a ModuleDict is called through its own type, where nothing "
-      "can step in. Do: put a remat::Checkpointed<BlockImpl>(...) in where the dictionary is made, and "
+      "can step in. Hint: put a remat::Checkpointed<BlockImpl>(...) in where the dictionary is made, and "
       "dict[\"left\"]->as<remat::Checkpointed<BlockImpl>>()->forward(...) where it is called.\n"
       "no region: head (torch::nn::LinearImpl): ModelImpl calls its member through the member's own type, where "
-      "nothing can step in. Do: remat::Checkpointed<torch::nn::LinearImpl> at the declaration of the member head "
+      "nothing can step in. Hint: remat::Checkpointed<torch::nn::LinearImpl> at the declaration of the member head "
       "in ModelImpl.\n");
   const auto root = apply_checkpointing(*model, {.type = "Model"});
   CHECK(
       root.to_string() ==
       "no region: the root (ModelImpl): the program calls the root of the tree through its own type, where nothing "
-      "can step in. Do: remat::checkpoint(module, ...) where it is called, or "
+      "can step in. Hint: remat::checkpoint(module, ...) where it is called, or "
       "remat::Checkpointed<ModelImpl>(...) where it is made.\n");
   CHECK(root.regions.empty());
   remove_checkpointing(*model);
@@ -223,7 +223,7 @@ TEST_CASE("what cannot be a region from outside is named, with the reason and wh
         text_of_error([&] { require_checkpointing(*model, {.name = "layers.0|head"}); }) ==
         "remat::require_checkpointing: 1 of 2 chosen modules cannot be regions from outside; nothing was changed."
         "\n  head (torch::nn::LinearImpl): ModelImpl calls its member through the member's own type, where nothing "
-        "can step in. Do: remat::Checkpointed<torch::nn::LinearImpl> at the declaration of the member head in "
+        "can step in. Hint: remat::Checkpointed<torch::nn::LinearImpl> at the declaration of the member head in "
         "ModelImpl.");
     CHECK(remove_checkpointing(*model).empty());
   }

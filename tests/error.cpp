@@ -349,7 +349,7 @@ TEST_CASE("the text names region, position and both descriptions in a few lines"
   CHECK_THAT(text, contains(std::to_string(first.position)));
   CHECK_THAT(text, contains(first.forward));
   CHECK_THAT(text, contains(first.recompute));
-  CHECK_THAT(text, contains("Do: "));
+  CHECK_THAT(text, contains("Hint: "));
   if (debug) {
     CHECK_THAT(first.forward_op, contains("aten::sin"));
     CHECK_THAT(text, contains("aten::expand"));  // the first operator that differs

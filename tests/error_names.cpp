@@ -250,7 +250,7 @@ TEST_CASE("a kept result that was changed is told in the words that people look 
       "remat: Tensor cached during selective activation checkpoint has been mutated. In region \"keeping\" "
       "(frame #): the result of aten::exp.default, call 0, was kept and then changed in place.\n"
       "Cause: an in-place operator, in the region or after it, wrote to the kept tensor.\n"
-      "Do: keep another result, use the operator that does not write in place, or set "
+      "Hint: keep another result, use the operator that does not write in place, or set "
       "SelectiveOptions::allow_cache_entry_mutation, with which such a call runs again.\n"
       "Operators (2 in forward, 1 so far in the recompute):\n"
       "         forward                                  recompute\n"

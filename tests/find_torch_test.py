@@ -49,7 +49,7 @@ def cases(folder):
     status, lines, errors = find("--device", "cuda", TORCH_ROOT=near)
     yield "one that was asked for and has no CUDA is refused", (status, lines) == (1, [])
     yield "which says so", f"TORCH_ROOT: {near} is LibTorch 2.13.0 without cuda" in errors
-    yield "and what to set", "Do: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for cuda" in errors
+    yield "and what to set", "Hint: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for cuda" in errors
     status, _, errors = find("--device", "xpu", TORCH_ROOT=cuda)
     yield "CUDA is not XPU", status == 1 and "2.11.0 without xpu" in errors and "LibTorch for xpu" in errors
 

@@ -235,7 +235,7 @@ TEST_CASE("the error of a limit says what was asked for, what is live, the limit
   CHECK_THAT(text, contains("asked for: 12345678 bytes (12.35 MB)"));
   CHECK_THAT(text, contains("live:      " + std::to_string(live)));
   CHECK_THAT(text, contains("limit:     " + std::to_string(live + 2'500'000)));
-  CHECK_THAT(text, contains("Do: "));
+  CHECK_THAT(text, contains("Hint: "));
 }
 
 TEST_CASE("of nested limits the smallest holds, in whatever order they end", "[memory]") {

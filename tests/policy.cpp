@@ -377,7 +377,7 @@ TEST_CASE("numbers of a policy's options that are negative are refused", "[polic
         remat::SelectiveOptions{.max_bytes_in_flight = -1}}) {
     CHECK_THROWS_AS(remat::offload_ops({"aten::mm"}, options), c10::ValueError);
     CHECK_THROWS_AS(remat::offload_names({"a"}, options), c10::ValueError);
-    CHECK_THROWS_WITH(Policy(none, options), contains("was -1. Do: give 0 or more."));
+    CHECK_THROWS_WITH(Policy(none, options), contains("was -1. Hint: give 0 or more."));
   }
 }
 

@@ -145,7 +145,7 @@ TEST_CASE("docs: regions of a model that somebody else wrote", "[readme]") {
   remat::reset_unused_regions(*net);
   const at::Tensor loss = net->layer1->ptr(0)->as<Block>()->forward(leaf({2, 4})).sum();
   for (const remat::UnusedRegion& unused : remat::unused_regions(*net, loss))
-    std::cout << unused.reason << ". Do: " << unused.cure << ".\n";
+    std::cout << unused.reason << ". Hint: " << unused.cure << ".\n";
   std::cout.rdbuf(before);
   CHECK_THAT(printed.str(), contains("region: layer2.1 (BlockImpl)\nno region: tail (BlockImpl)") &&
                                 contains("layer1.0 (BlockImpl) was switched on as an element"));

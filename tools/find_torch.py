@@ -125,13 +125,13 @@ def main():
     print('No usable LibTorch.', *refused, sep='\n  ', file=sys.stderr)
     if arguments.python and not refused:
         print(f'Cause: the Python that builds the package, {arguments.python}, has no torch; with build isolation it has\n'
-              f'    none of what is installed. Do: install torch there, and give pip --no-build-isolation.', file=sys.stderr)
+              f'    none of what is installed. Hint: install torch there, and give pip --no-build-isolation.', file=sys.stderr)
         return 1
     if device != 'cpu':
-        print(f'Do: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for {device}: an unpacked one, or the\n'
+        print(f'Hint: set TORCH_ROOT (or -Dtorch_root) to the folder of a LibTorch for {device}: an unpacked one, or the\n'
               f'    folder torch of a Python package that has it.', file=sys.stderr)
         return 1
-    print('Do: set TORCH_ROOT (or -Dtorch_root) to an unpacked LibTorch, or `pip install torch==2.13.0`.',
+    print('Hint: set TORCH_ROOT (or -Dtorch_root) to an unpacked LibTorch, or `pip install torch==2.13.0`.',
           file=sys.stderr)
     return 1
 

@@ -25,19 +25,20 @@ namespace remat {
 ///
 /// Paths are those of `named_modules()`, without a prefix: "layers.0.conv". The root has none.
 struct ModuleChoice {
-  /// A pattern over the path: `*` is anything but a dot, `**` anything, `?` one character; with `|` between
-  /// several. It never means the root.
+  /// A pattern over the path: `*` is anything but a dot, `**` anything, `?` one character; with `|`
+  /// between several. It never means the root.
   std::string name{};
-  /// A name of a class as it is written in code, or a pattern; with `|` between several. Namespaces in front and
-  /// `Impl` at the end may be left out. A `Checkpointed<BlockImpl>` is also a `Block`.
+  /// A name of a class as it is written in code, or a pattern; with `|` between several. Namespaces
+  /// in front and `Impl` at the end may be left out. A `Checkpointed<BlockImpl>` is also a `Block`.
   std::string type{};
   /// Asked last, with the path and the module.
   std::function<bool(const std::string& path, torch::nn::Module& module)> where{};
   /// Of what fits the rest, in the order of the tree: the first and every n-th after it.
   int64_t every = 1;
 
-  /// Makes one of text: `key=value` with commas between, where the keys are `name`, `type` and `every`. Throws
-  /// `c10::ValueError`, which says what was wrong, which keys there are, and how an example looks.
+  /// Makes one of text: `key=value` with commas between, where the keys are `name`, `type` and
+  /// `every`. Throws `c10::ValueError`, which says what was wrong, which keys there are, and how an
+  /// example looks.
   REMAT_API static ModuleChoice parse(std::string_view text);
 };
 
@@ -82,28 +83,30 @@ struct AppliedCheckpointing {
 /// Makes the chosen modules regions, without a change of the model's source. What can be:
 ///
 /// - every `Checkpointed`, wherever it is: it is switched on;
-/// - every element of a `torch::nn::Sequential`, or of a class that derives from it, of any module type, with any
-///   arguments and results. What the Sequential calls becomes a region around the module's own forward; the module
-///   itself, its name, `children()`, parameters, buffers, archives and printed text stay as they are, and so do
-///   `ptr(i)` and `[i]`. Only `at<T>(i)`, `ptr<T>(i)` and AnyModule's `get<T>()` of such an element throw
-///   meanwhile: `ptr(i)->as<T>()` does it. Clones of the Sequential, and of modules that contain it, have regions of their own.
+/// - every element of a `torch::nn::Sequential`, or of a class that derives from it, of any module
+///   type, with any arguments and results. What the Sequential calls becomes a region around the
+///   module's own forward; the module itself, its name, `children()`, parameters, buffers, archives
+///   and printed text stay as they are, and so do `ptr(i)` and `[i]`. Only `at<T>(i)`, `ptr<T>(i)`
+///   and AnyModule's `get<T>()` of such an element throw meanwhile: `ptr(i)->as<T>()` does it.
+///   Clones of the Sequential, and of modules that contain it, have regions of their own.
 ///
-/// Elements of a ModuleList or ModuleDict, members and the root are called through their own type, where nothing
-/// can step in: they are in `refused`, with what to write instead.
-/// Training flags and buffers (running statistics) are those of forward in each recompute, as `Checkpointed` and
-/// `BufferPolicy` say. Tensors in arguments are inputs of the region where the type is a tensor or a standard
-/// container of tensors; a struct is copied as it is. A forward that is noexcept cannot be told: no stop or error
-/// could pass it, and the process would end; leave such elements out.
+/// Elements of a ModuleList or ModuleDict, members and the root are called through their own type,
+/// where nothing can step in: they are in `refused`, with what to write instead. Training flags and
+/// buffers (running statistics) are those of forward in each recompute, as `Checkpointed` and
+/// `BufferPolicy` say. Tensors in arguments are inputs of the region where the type is a tensor or
+/// a standard container of tensors; a struct is copied as it is. A forward that is noexcept cannot
+/// be told: no stop or error could pass it, and the process would end; leave such elements out.
 /// `set_checkpointing` and `set_checkpoint_level` switch these regions, too.
 ///
-/// Without options a Checkpointed keeps its own, an element that is on keeps what it has, and others get
-/// `ModuleOptions{}`; those without a name are named by their path. With options all chosen get those, named by their
-/// path; a name gets the path behind it.
-/// Doing so again changes the options, and no more.
+/// Without options a Checkpointed keeps its own, an element that is on keeps what it has, and
+/// others get `ModuleOptions{}`; those without a name are named by their path. With options all
+/// chosen get those, named by their path; a name gets the path behind it. Doing so again changes
+/// the options, and no more.
 /// Memory: of a region, as `checkpoint()` says. Graphs that exist keep what they have.
-/// Threads: no other thread may use the tree meanwhile, and no forward of it run; after it, as `Checkpointed`.
-/// Throws `c10::ValueError` for a choice without a condition, one that fits nothing, or one that is wrong, and
-/// for options with `enabled = false`.
+/// Threads: no other thread may use the tree meanwhile, and no forward of it run; after it, as
+/// `Checkpointed`.
+/// Throws `c10::ValueError` for a choice without a condition, one that fits nothing, or one that is
+/// wrong, and for options with `enabled = false`.
 /// Source: `apply_activation_checkpointing` of torch/distributed/algorithms/_checkpoint.
 [[nodiscard]] REMAT_API AppliedCheckpointing apply_checkpointing(torch::nn::Module& root,
                                                                  const ModuleChoice& choice);
@@ -112,8 +115,8 @@ struct AppliedCheckpointing {
                                                                  const ModuleChoice& choice,
                                                                  const ModuleOptions& options);
 
-/// The same, all or nothing: throws `c10::ValueError` if one of the chosen modules cannot be a region, with the
-/// reasons and cures of all such, and changes nothing then. Returns the regions.
+/// The same, all or nothing: throws `c10::ValueError` if one of the chosen modules cannot be a
+/// region, with the reasons and cures of all such, and changes nothing then. Returns the regions.
 REMAT_API std::vector<ChosenModule> require_checkpointing(torch::nn::Module& root,
                                                           const ModuleChoice& choice);
 /// The same with options for all that are chosen.
@@ -137,19 +140,21 @@ struct UnusedRegion {
   std::string cure{};    ///< what to write instead
 };
 
-/// Finds what should be a region and never was: each `Checkpointed` below `root`, and each element that
-/// `apply_checkpointing` switched on, which is on, some of whose parameters are in the graph of `result`, and
-/// whose own call was never reached. That is how `list[i]->as<Block>()->forward(x)` ends, or a plain holder of a
-/// Checkpointed: the results are right, and all memory is held. Ask it once, after a forward:
+/// Finds what should be a region and never was: each `Checkpointed` below `root`, and each element
+/// that `apply_checkpointing` switched on, which is on, some of whose parameters are in the graph
+/// of `result`, and whose own call was never reached. That is how
+/// `list[i]->as<Block>()->forward(x)` ends, or a plain holder of a Checkpointed: the results are
+/// right, and all memory is held. Ask it once, after a forward:
 ///
 ///     for (const auto& unused : remat::unused_regions(*net, loss)) std::cerr << unused.cure << '\n';
 ///
-/// "Never" is since the module was made, or since `reset_unused_regions`: a module that is called both ways is not
-/// found. What is switched off, or in eval mode with `training_only`, when this asks is left out. A call under a
-/// `DisableCheckpointGuard`, or one that `SkipBatchNorm` runs plainly, counts as reached; one without grad mode does
-/// not, as it leaves nothing in a graph. A module without parameters that require grad is never found, and one whose
-/// parameters others use, too, may be found though nobody called it.
-/// It walks the graph once, with or without a backward before it. Threads: no forward of `root` may run meanwhile.
+/// "Never" is since the module was made, or since `reset_unused_regions`: a module that is called
+/// both ways is not found. What is switched off, or in eval mode with `training_only`, when this
+/// asks is left out. A call under a `DisableCheckpointGuard`, or one that `SkipBatchNorm` runs
+/// plainly, counts as reached; one without grad mode does not, as it leaves nothing in a graph. A
+/// module without parameters that require grad is never found, and one whose parameters others use,
+/// too, may be found though nobody called it. It walks the graph once, with or without a backward
+/// before it. Threads: no forward of `root` may run meanwhile.
 /// Throws `c10::ValueError` for a `result` without a graph.
 [[nodiscard]] REMAT_API std::vector<UnusedRegion> unused_regions(torch::nn::Module& root,
                                                                  const at::Tensor& result);

@@ -1,9 +1,9 @@
 #pragma once
 // For runtimes of other languages: what they need to run their own functions as regions.
 //
-// A binding derives from RegionBody, runs the function itself the first time between the construction of a
-// ForwardRun and its `finish`, and answers what remat asks of it. `checkpoint()` is such a binding for C++
-// functions. Example: tests/binding.cpp.
+// A binding derives from RegionBody, runs the function itself the first time between the
+// construction of a ForwardRun and its `finish`, and answers what remat asks of it. `checkpoint()`
+// is such a binding for C++ functions. Example: tests/binding.cpp.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
@@ -47,51 +47,56 @@ class Scope;
 class ScriptCall;
 }  // namespace detail
 
-/// Changes with everything in this header on which a compiled binding depends. The library calls a body
-/// through its vtable, so a binding that was compiled against another number must not be used with it.
+/// Changes with everything in this header on which a compiled binding depends. The library calls a
+/// body through its vtable, so a binding that was compiled against another number must not be used
+/// with it.
 inline constexpr int binding_abi = 3;
 /// The number of the library that is loaded: compare it with `binding_abi` before anything else.
 REMAT_API int loaded_binding_abi() noexcept;
 
-/// Ends a recompute that has all it needs. Not a std::exception on purpose: the TorchScript interpreter
-/// would catch it.
+/// Ends a recompute that has all it needs. Not a std::exception on purpose: the TorchScript
+/// interpreter would catch it.
 struct REMAT_API StopSignal{};
 
-/// The function of a region with its arguments, as the graph keeps them: the tensors in the arguments are
-/// taken out (they are saved as autograd saves a tensor) and put into a copy for each run.
+/// The function of a region with its arguments, as the graph keeps them: the tensors in the
+/// arguments are taken out (they are saved as autograd saves a tensor) and put into a copy for each
+/// run.
 /// Lifetime: dies with the last saved tensor of the region, on any thread, or when ForwardRun's
-/// constructor throws. Threads: several may call it at once, if several backwards recompute the region.
+/// constructor throws. Threads: several may call it at once, if several backwards recompute the
+/// region.
 class REMAT_API RegionBody {
  public:
   virtual ~RegionBody();
   /// Visits the tensors of the kept arguments, always in the same order, undefined ones too.
   virtual void visit_inputs(TensorVisitor visitor) = 0;
-  /// Runs the function with `inputs`, which it may take, in the place of the tensors; drops the result.
-  /// What it throws reaches the caller of backward, unless `stop` was called before. Only what derives
-  /// from std::exception can pass the engine.
+  /// Runs the function with `inputs`, which it may take, in the place of the tensors; drops the
+  /// result. What it throws reaches the caller of backward, unless `stop` was called before. Only
+  /// what derives from std::exception can pass the engine.
   virtual void run_again(std::vector<at::Tensor>& inputs) = 0;
-  /// Whether anything may unwind the function before its end. If not, `stop` is not called while it runs
-  /// again, and nothing that `raise` throws reaches it: it runs to its end each time, and what was found
-  /// reaches backward after that. (An operator or a backward that the function calls may fail, as ever.)
+  /// Whether anything may unwind the function before its end. If not, `stop` is not called while it
+  /// runs again, and nothing that `raise` throws reaches it: it runs to its end each time, and what
+  /// was found reaches backward after that. (An operator or a backward that the function calls may
+  /// fail, as ever.)
   virtual bool can_be_stopped() const = 0;
-  /// Ends the recompute in the way of the function's language; called where an operator saves a tensor, or
-  /// where the function begins a backward, on the thread that called `run_again`. Must not return.
-  /// Default: throws a StopSignal.
+  /// Ends the recompute in the way of the function's language; called where an operator saves a
+  /// tensor, or where the function begins a backward, on the thread that called `run_again`. Must
+  /// not return. Default: throws a StopSignal.
   virtual void stop();
-  /// Asks for the same, in place of `stop`, where an operator saves a tensor and has next to nothing left to do: it may run to
-  /// its end first, with what the function's language runs until then. Returns whether the function will end when the
-  /// operator has returned; if not, `stop` is called. Default: false.
+  /// Asks for the same, in place of `stop`, where an operator saves a tensor and has next to
+  /// nothing left to do: it may run to its end first, with what the function's language runs until
+  /// then. Returns whether the function will end when the operator has returned; if not, `stop` is
+  /// called. Default: false.
   virtual bool stop_soon();
-  /// Asks for the same, in place of `stop`, where a region begins inside of the function whose maker looks at
-  /// `ForwardRun::has_ended`: an exception costs as much as several regions. Returns whether that maker will end the function;
-  /// if not, `stop` is called. Default: false.
+  /// Asks for the same, in place of `stop`, where a region begins inside of the function whose
+  /// maker looks at `ForwardRun::has_ended`: an exception costs as much as several regions. Returns
+  /// whether that maker will end the function; if not, `stop` is called. Default: false.
   virtual bool stop_at_region();
-  /// Raises an error about the region in the form of the function's language, inside the function or in
-  /// backward. Must not return; on an engine's thread only what derives from std::exception passes.
-  /// Default: throws `error` itself.
+  /// Raises an error about the region in the form of the function's language, inside the function
+  /// or in backward. Must not return; on an engine's thread only what derives from std::exception
+  /// passes. Default: throws `error` itself.
   virtual void raise(CheckpointError error);
-  /// What errors call the tensors of the function's modules in another language; lives as long as the body.
-  /// Default: null, nobody knows.
+  /// What errors call the tensors of the function's modules in another language; lives as long as
+  /// the body. Default: null, nobody knows.
   virtual const TensorNames* tensor_names() const;
 };
 
@@ -101,27 +106,30 @@ using OpaqueVisitor = c10::function_ref<void(int64_t number, const void* object,
 
 /// What is known of a function besides how to run it. A binding may leave all of it out.
 struct FunctionFacts {
-  /// The module that the function is, or null: its training flags and buffers are in recomputes as in forward, and
-  /// errors name its parameters and buffers.
+  /// The module that the function is, or null: its training flags and buffers are in recomputes as
+  /// in forward, and errors name its parameters and buffers.
   torch::nn::Module* module = nullptr;
-  /// Where the function object lies: with `debug`, a region looks there for addresses of the thread's stack.
+  /// Where the function object lies: with `debug`, a region looks there for addresses of the
+  /// thread's stack.
   const void* object = nullptr;
   std::size_t num_bytes = 0;  ///< of the object
-  /// Where the options give no name, the region is called by this type, or by the module's: as it is written, without
-  /// namespace and `Impl`. Looked at when somebody asks for the name.
+  /// Where the options give no name, the region is called by this type, or by the module's: as it
+  /// is written, without namespace and `Impl`. Looked at when somebody asks for the name.
   const std::type_info* type = nullptr;
   /// The script module that the function is, or whose method: as `module`.
   const detail::ScriptCall* script = nullptr;
-  /// Visits the kept arguments that are copied as they are, since no tensors are looked for in them: the number of
-  /// each, where it lies, its size and type. Null if there are none.
+  /// Visits the kept arguments that are copied as they are, since no tensors are looked for in
+  /// them: the number of each, where it lies, its size and type. Null if there are none.
   void (*visit_opaque)(const RegionBody& body, OpaqueVisitor visitor) = nullptr;
-  /// A recompute ends with the last tensor needed even where a stop costs more than all that it skips.
+  /// A recompute ends with the last tensor needed even where a stop costs more than all that it
+  /// skips.
   bool always_stops = false;
   bool sees_end = false;  ///< who makes the ForwardRun looks at its `has_ended`
 };
 
-/// What errors call tensors of modules of another language. A body may have such names; and a `torch::nn::Module` that stands
-/// for such modules may be this, too: then its names hold, instead of the paths of its own tensors.
+/// What errors call tensors of modules of another language. A body may have such names; and a
+/// `torch::nn::Module` that stands for such modules may be this, too: then its names hold, instead
+/// of the paths of its own tensors.
 class REMAT_API TensorNames {
  public:
   /// Gets to know a tensor and its name: "parameter 'conv1.weight' of UNetBlock".
@@ -156,17 +164,18 @@ REMAT_API void compare_member(const std::string& name, const at::Tensor& in_forw
 /// The first run of a region: from saving its inputs to taking note of its result. One thread.
 class REMAT_API ForwardRun {
  public:
-  /// Saves the inputs of `body` and begins the region: what autograd saves from now on, on this thread,
-  /// belongs to it. Throws `c10::ValueError` for options that exclude each other, CheckpointError for
-  /// what cannot be a region, and what hooks around the region throw.
+  /// Saves the inputs of `body` and begins the region: what autograd saves from now on, on this
+  /// thread, belongs to it. Throws `c10::ValueError` for options that exclude each other,
+  /// CheckpointError for what cannot be a region, and what hooks around the region throw.
   ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
              const FunctionFacts& facts = {});
   /// Without `finish` the function has thrown: nothing stays behind (docs/concepts.md).
   ~ForwardRun();
   ForwardRun(const ForwardRun&) = delete;
   ForwardRun& operator=(const ForwardRun&) = delete;
-  /// Only with `FunctionFacts::sees_end`: a recompute around has all it needs, and the body of its function has answered
-  /// `stop_at_region`. Nothing has begun; the caller neither runs its function nor calls `finish`, but ends what is around it.
+  /// Only with `FunctionFacts::sees_end`: a recompute around has all it needs, and the body of its
+  /// function has answered `stop_at_region`. Nothing has begun; the caller neither runs its
+  /// function nor calls `finish`, but ends what is around it.
   bool has_ended() const { return frame_ == nullptr; }
   /// The function has returned; `visit_result` visits the tensors in its result. Call it once.
   void finish(c10::function_ref<void(TensorVisitor)> visit_result);
@@ -182,88 +191,101 @@ class REMAT_API ForwardRun {
   std::unique_ptr<at::RecordFunction> profiled_;  // if LibTorch's profiler looks
 };
 
-/// Whether a region may begin here: grad mode is on, and no DisableCheckpointGuard is open. Otherwise
-/// the function is to be run as it is.
+/// Whether a region may begin here: grad mode is on, and no DisableCheckpointGuard is open.
+/// Otherwise the function is to be run as it is.
 REMAT_API bool opens_region();
 /// And whether the level in the options, if they have one, asks for it.
 REMAT_API bool opens_region(const CheckpointOptions& options);
 
-/// What to do around a wait for another thread: such a wait could be for a thread that needs a lock which
-/// this one holds (Python's, for one).
+/// What to do around a wait for another thread: such a wait could be for a thread that needs a lock
+/// which this one holds (Python's, for one).
 class REMAT_API WaitCallbacks {
  public:
   virtual ~WaitCallbacks();
-  /// This thread is about to wait. Lets go of what others may need; throws nothing. Returns what takes
-  /// it back when it dies, on the same thread.
+  /// This thread is about to wait. Lets go of what others may need; throws nothing. Returns what
+  /// takes it back when it dies, on the same thread.
   virtual std::shared_ptr<void> let_go() noexcept = 0;
 };
 
-/// Sets them for the process, null for none. Call it when no region is alive. They must outlive all waits.
+/// Sets them for the process, null for none. Call it when no region is alive. They must outlive all
+/// waits.
 REMAT_API void set_wait_callbacks(WaitCallbacks* callbacks);
 
-/// For a binding of Python: what other code of Python sees on the stack of dispatch modes while a region with a policy
-/// runs. Operators come to the library all the same, natively, but Python's modes, tensor classes that answer for their
-/// sizes, and operators of higher order meet `object`, an instance of a TorchDispatchMode that runs what it is given. Without it
-/// they meet what is no object of Python's, and may end the process.
-/// `object`: a reference, which is kept until the process ends. `interpreter`: LibTorch's of Python, whose table of
-/// functions the library replaces by one that forwards to it. Call it once, when no region is alive.
+/// For a binding of Python: what other code of Python sees on the stack of dispatch modes while a
+/// region with a policy runs. Operators come to the library all the same, natively, but Python's
+/// modes, tensor classes that answer for their sizes, and operators of higher order meet `object`,
+/// an instance of a TorchDispatchMode that runs what it is given. Without it they meet what is no
+/// object of Python's, and may end the process. `object`: a reference, which is kept until the
+/// process ends. `interpreter`: LibTorch's of Python, whose table of functions the library replaces
+/// by one that forwards to it. Call it once, when no region is alive.
 REMAT_API void set_dispatch_mode(_object* object, c10::impl::PyInterpreter* interpreter);
 
-/// How many hooks a binding has in a table that LibTorch knows as one hook (Python's have one for each tensor).
+/// How many hooks a binding has in a table that LibTorch knows as one hook (Python's have one for
+/// each tensor).
 struct HookTable {
   const void* table;  ///< its address: which one it is
   int64_t size;       ///< the number of hooks in it
 };
 
-/// Hooks of a binding's language, so that a recompute does not register again what forward registered.
+/// Hooks of a binding's language, so that a recompute does not register again what forward
+/// registered.
 class REMAT_API HookTables {
  public:
   virtual ~HookTables();
   /// The tables of a tensor and of its node, of which one at least has a hook. Throws nothing.
   virtual std::vector<HookTable> of(const at::Tensor& tensor) noexcept = 0;
-  /// Takes off what came last, until they are no larger than they were; what is in tables that came since, all.
+  /// Takes off what came last, until they are no larger than they were; what is in tables that came
+  /// since, all.
   /// Throws nothing.
   virtual void cut(const at::Tensor& tensor, const std::vector<HookTable>& then) noexcept = 0;
 };
 
-/// Sets them for the process, null for none. Call it when no region is alive. They must outlive all recomputes.
+/// Sets them for the process, null for none. Call it when no region is alive. They must outlive all
+/// recomputes.
 REMAT_API void set_hook_tables(HookTables* tables);
 
-/// Marks a backward that does not come through LibTorch's default engine object: the engine of another
-/// language that the binding calls itself. Regions that are open on this thread see backwards that come
-/// through the default engine by themselves; of others they must be told. One thread.
+/// Marks a backward that does not come through LibTorch's default engine object: the engine of
+/// another language that the binding calls itself. Regions that are open on this thread see
+/// backwards that come through the default engine by themselves; of others they must be told. One
+/// thread.
 class REMAT_API BackwardMark {
  public:
-  /// The backward begins: from `roots` to `targets` (none: to all leaves). `accumulates`: into leaves,
-  /// instead of returning gradients. Throws CheckpointError where a recompute could not repeat it, and
-  /// what `stop` throws where a recompute has all it needs.
+  /// The backward begins: from `roots` to `targets` (none: to all leaves). `accumulates`: into
+  /// leaves, instead of returning gradients. Throws CheckpointError where a recompute could not
+  /// repeat it, and what `stop` throws where a recompute has all it needs.
   BackwardMark(const std::vector<torch::autograd::Edge>& roots,
                const std::vector<torch::autograd::Edge>& targets, bool accumulates);
   /// Without `finish` it has thrown.
   ~BackwardMark();
   BackwardMark(const BackwardMark&) = delete;
   BackwardMark& operator=(const BackwardMark&) = delete;
-  /// It has returned `gradients`; `given`: the gradients that its roots were given. Throws what `stop` throws where a recompute
-  /// has all it needs and forward still waits in this backward. Call it once.
+  /// It has returned `gradients`; `given`: the gradients that its roots were given. Throws what
+  /// `stop` throws where a recompute has all it needs and forward still waits in this backward.
+  /// Call it once.
   void finish(const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& given);
 
  private:
   bool has_ended_ = false;
 };
 
-/// Runs a stage as a region with these options, with a body of the binding. `stage`: its number, from 0.
+/// Runs a stage as a region with these options, with a body of the binding. `stage`: its number,
+/// from 0.
 using StageRegion = std::function<at::Tensor(std::size_t stage, const CheckpointOptions& options,
                                              at::Tensor input)>;
-/// Does what `measure` does, with stages that are functions of the binding's language: where one is measured under a policy,
-/// `run_region` runs it. (`checkpoint()` would end its recompute by an exception of C++.)
+/// Does what `measure` does, with stages that are functions of the binding's language: where one is
+/// measured under a policy, `run_region` runs it. (`checkpoint()` would end its recompute by an
+/// exception of C++.)
 REMAT_API ChainCost measure_stages(const std::vector<Stage>& stages, const at::Tensor& sample,
                                    const MeasureOptions& options, const StageRegion& run_region);
 
-/// Runs an item of a plan that is in no region: a stage, or a region with all that it runs. `item`: its number, from 0.
+/// Runs an item of a plan that is in no region: a stage, or a region with all that it runs. `item`:
+/// its number, from 0.
 using ItemRun = std::function<at::Tensor(std::size_t item, at::Tensor input)>;
-/// Does what `run` does around all regions, with items that the binding runs: each on what the one before returned, and
-/// what the plan moves of what they save waits where `moving` says. Keeps nothing of `run_item`.
-/// Throws what an item throws; `c10::ValueError` as `run`, if the plan moves and there is no place for that.
+/// Does what `run` does around all regions, with items that the binding runs: each on what the one
+/// before returned, and what the plan moves of what they save waits where `moving` says. Keeps
+/// nothing of `run_item`.
+/// Throws what an item throws; `c10::ValueError` as `run`, if the plan moves and there is no place
+/// for that.
 REMAT_API at::Tensor run_items(const Plan& plan, at::Tensor input, const MoveOptions& moving,
                                const ItemRun& run_item);
 

@@ -41,9 +41,9 @@ template <class F, class... A>
 concept RunsInCallersRegion =
     requires(F& fn, A&&... args) { fn->run_in_callers_region(std::forward<A>(args)...); };
 
-// The call operator of LibTorch's holders claims to return void where `forward` is a template (Sequential), and
-// asked whether it takes arguments that `forward` does not take it is an error. So a holder is called through
-// `forward`, unless its class has a call operator of its own.
+// The call operator of LibTorch's holders claims to return void where `forward` is a template
+// (Sequential), and asked whether it takes arguments that `forward` does not take it is an error.
+// So a holder is called through `forward`, unless its class has a call operator of its own.
 template <class F, class... A>
 concept Invokes =
     (!requires { typename F::ContainedType; } || requires { &F::operator(); }) && std::invocable<F&, A...>;
@@ -62,7 +62,8 @@ template <class F, class... A>
 concept CallsScript =
     IsScript<F> && !Invokes<F, A...> && (std::convertible_to<A, c10::IValue> && ...);
 
-/// Depends on a template parameter, so that IValue may be incomplete where nobody has script modules.
+/// Depends on a template parameter, so that IValue may be incomplete where nobody has script
+/// modules.
 template <class F>
 struct ScriptValue {
   using type = c10::IValue;

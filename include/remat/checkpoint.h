@@ -248,21 +248,21 @@ class CheckpointedFunction {
 /// Nesting).
 /// Arguments: `fn` and `args` are decay-copied as by std::thread; every run gets fresh rvalue
 /// copies; an array or string that only refers to its elements (`x.sizes()`) is kept as a
-/// `std::vector` or `std::string`. Arguments must be copyable, `fn` need not be. `std::ref` passes a true reference, which
-/// must stay alive and unchanged. A struct takes part through
+/// `std::vector` or `std::string`. Arguments must be copyable, `fn` need not be. `std::ref` passes
+/// a true reference, which must stay alive and unchanged. A struct takes part through
 ///
 ///     template <class Visitor> void visit_tensors(T& value, Visitor&& visit);  // visit(at::Tensor&)
 ///
 /// found by ADL.
 ///
-/// `fn`: lambdas, function and member pointers; modules: holders (`checkpoint(block, x)`), shared and raw pointers,
-/// `torch::nn::AnyModule` (its result is a tensor), `torch::jit::Module` (an IValue). It must compute the same
-/// again: docs/concepts.md, Recompute, lists the checks. A recompute sees a torch::nn module's training flags and buffers as
-/// forward saw them, and puts them back (`CheckpointOptions::buffers`); other functions name the modules that they
-/// call (`modules`). A module behind a raw pointer is kept alive if a shared pointer owns it. A `Checkpointed` opens
-/// no region of its own in this one.
-/// Grad mode off: runs plainly; a region around it restores the modules' buffers, as `buffers`
-/// says, and no other option is looked at.
+/// `fn`: lambdas, function and member pointers; modules: holders (`checkpoint(block, x)`), shared
+/// and raw pointers, `torch::nn::AnyModule` (its result is a tensor), `torch::jit::Module` (an
+/// IValue). It must compute the same again: docs/concepts.md, Recompute, lists the checks. A
+/// recompute sees a torch::nn module's training flags and buffers as forward saw them, and puts
+/// them back (`CheckpointOptions::buffers`); other functions name the modules that they call
+/// (`modules`). A module behind a raw pointer is kept alive if a shared pointer owns it. A
+/// `Checkpointed` opens no region of its own in this one. Grad mode off: runs plainly; a region
+/// around it restores the modules' buffers, as `buffers` says, and no other option is looked at.
 /// Threads: any; a recompute runs on the thread of the backward that asks.
 /// Throws: what `fn` throws; `CheckpointError`; `c10::ValueError` for options that exclude each
 /// other; in backward the same, with the type that `fn` threw.

@@ -31,8 +31,9 @@ class REMAT_API CheckpointError : public c10::Error {
     InputChanged        ///< an argument of the region is not what the call was given
   };
 
-  /// One saved tensor that differs. With `debug` the operators are known, with the shapes of their arguments; without,
-  /// of some tensors the node of forward's, such as "ConvolutionBackward0"; else they are empty.
+  /// One saved tensor that differs. With `debug` the operators are known, with the shapes of their
+  /// arguments; without, of some tensors the node of forward's, such as "ConvolutionBackward0";
+  /// else they are empty.
   struct Mismatch {
     int64_t
         position;  ///< of the saved tensor in its region, from 0; -1: the region does not save it
@@ -40,8 +41,9 @@ class REMAT_API CheckpointError : public c10::Error {
     std::string recompute;     ///< what the recompute saved instead
     std::string forward_op;    ///< the operator that saved it in forward
     std::string recompute_op;  ///< the operator that saved it in the recompute
-    /// The parameter or buffer that forward saved, such as "parameter 'conv1.weight' of UNetBlock"; empty if it was none
-    /// of a module that the region knows: its function, those in `CheckpointOptions::modules`, those of regions around.
+    /// The parameter or buffer that forward saved, such as "parameter 'conv1.weight' of UNetBlock";
+    /// empty if it was none of a module that the region knows: its function, those in
+    /// `CheckpointOptions::modules`, those of regions around.
     std::string forward_tensor{};
     std::string recompute_tensor{};  ///< the same of the recompute
   };

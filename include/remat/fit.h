@@ -22,20 +22,22 @@ struct FitOptions {
   MeasureOptions measure{};                      ///< of each stage
   int64_t max_depth = 0;                         ///< of nesting; 0: any
   double frame_cost_s = 0;                       ///< of one region [seconds]
-  /// Runs a step as planned and looks at its peak, which may be higher than the stages' costs say: where
-  /// stages share parameters, have buffers that are restored, or the program keeps what they return. Above the budget,
-  /// a smaller plan is taken.
+  /// Runs a step as planned and looks at its peak, which may be higher than the stages' costs say:
+  /// where stages share parameters, have buffers that are restored, or the program keeps what they
+  /// return. Above the budget, a smaller plan is taken.
   bool verify = true;
-  /// A file that measurements are read from, and added to. One that does not exist is made. Empty: none.
+  /// A file that measurements are read from, and added to. One that does not exist is made. Empty:
+  /// none.
   std::filesystem::path measurements{};
 };
 
 /// A chain that runs as planned for a byte budget. Copies share the plans.
 ///
-/// It was fitted to a sample; for an input of another shape, dtype or device, or with another `requires_grad`, it
-/// measures and plans anew, once each, when it is called, in a region, too. Threads: any; one at a
-/// time plans, and holds no lock while stages run. What other threads allocate meanwhile is in what
-/// is measured: where several run it, call it first with each kind of input on one.
+/// It was fitted to a sample; for an input of another shape, dtype or device, or with another
+/// `requires_grad`, it measures and plans anew, once each, when it is called, in a region, too.
+/// Threads: any; one at a time plans, and holds no lock while stages run. What other threads
+/// allocate meanwhile is in what is measured: where several run it, call it first with each kind of
+/// input on one.
 class REMAT_API Fitted {
  public:
   /// Runs the stages with the regions of the plan. Throws what `run` throws, and what `fit` throws
@@ -50,7 +52,8 @@ class REMAT_API Fitted {
   bool was_measured() const;     ///< not: the file had it
   Frontier frontier() const;     ///< the least time for every budget
   Simulation predicted() const;  ///< of the plan
-  /// The peak [bytes] of a step as planned, beyond input, parameters and their gradients; none without `verify`.
+  /// The peak [bytes] of a step as planned, beyond input, parameters and their gradients; none
+  /// without `verify`.
   std::optional<int64_t> measured_peak() const;
   /// What was chosen, beside no regions, a region a stage and the least memory; and each stage.
   std::string table() const;
@@ -65,16 +68,18 @@ class REMAT_API Fitted {
   std::shared_ptr<Impl> impl_;
 };
 
-/// Measures the stages on `sample`, finds the fastest plan whose peak is at most `budget_bytes` beyond the input,
-/// parameters and their gradients, and returns the chain as planned.
+/// Measures the stages on `sample`, finds the fastest plan whose peak is at most `budget_bytes`
+/// beyond the input, parameters and their gradients, and returns the chain as planned.
 ///
 ///     const remat::Fitted model = remat::fit(stages, batch, 64 << 20);
 ///     std::cout << model.table();
 ///     model(batch).backward();  // the last stage is the loss, as a rule
 ///
-/// Measuring runs each stage several times (see `measure`, also for what is put back afterwards). Stages are copied.
-/// Throws `InfeasibleBudget` below the smallest plan's peak; what `measure` throws; `c10::ValueError` for a file of
-/// measurements that cannot be read or written, or is none. Source: `measure`, `solve`, `run`.
+/// Measuring runs each stage several times (see `measure`, also for what is put back afterwards).
+/// Stages are copied.
+/// Throws `InfeasibleBudget` below the smallest plan's peak; what `measure` throws;
+/// `c10::ValueError` for a file of measurements that cannot be read or written, or is none. Source:
+/// `measure`, `solve`, `run`.
 REMAT_API Fitted fit(std::vector<Stage> stages, const at::Tensor& sample, int64_t budget_bytes,
                      FitOptions options = {});
 

@@ -21,8 +21,8 @@ REMAT_API std::shared_ptr<const void> owner_of(const torch::nn::Module* module);
 /// Throws: the module of a call is a null pointer.
 [[noreturn]] REMAT_API void refuse_null_module();
 
-// A class that derives from Module is complete where it is called, and so is Module then: the conversion of
-// pointers is known without its header.
+// A class that derives from Module is complete where it is called, and so is Module then: the
+// conversion of pointers is known without its header.
 template <class M>
 concept IsModule = std::is_class_v<M> && std::is_convertible_v<M*, const torch::nn::Module*>;
 
@@ -71,8 +71,8 @@ torch::nn::Module* module_of_call(const F& fn, const Args&... args) {
     return module_of(fn);
 }
 
-/// A raw pointer to a module is kept as a shared one: the graph keeps the module alive. One that no shared
-/// pointer owns (on the stack) stays the caller's to keep.
+/// A raw pointer to a module is kept as a shared one: the graph keeps the module alive. One that no
+/// shared pointer owns (on the stack) stays the caller's to keep.
 template <class F>
 struct KeptAs {
   using type = F;

@@ -103,17 +103,19 @@ class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
   explicit SavedTensorHooksGuard(std::shared_ptr<detail::HookPair> pair);
 };
 
-// The three guards below, and SaveElsewhereGuard of place.h, move what autograd saves on this thread,
-// and backward gets it back with its dtype, device, sizes, strides and `requires_grad`. Common to them:
+// The three guards below, and SaveElsewhereGuard of place.h, move what autograd saves on this
+// thread, and backward gets it back with its dtype, device, sizes, strides and `requires_grad`.
+// Common to them:
 //
 // * Parameters (leaves that require grad), their views, and whatever is not a plain strided tensor
-//   with data (sparse, nested, quantized, ...) stay where they are, and so does a view with less than
-//   a quarter of a storage unless it is dense enough. Such a view comes back at storage offset 0.
+//   with data (sparse, nested, quantized, ...) stay where they are, and so does a view with less
+//   than a quarter of a storage unless it is dense enough. Such a view comes back at storage offset
+//   0.
 // * A storage is moved once for all views that are saved of it at the same version, and gone from
 //   its place with the last of them, also after the guard.
 // * A tensor that stays and is changed in place raises in backward as without hooks. One that was
-//   moved has the values of the save; where the copy may come later (`pin_memory`, a place that says
-//   so) it raises too.
+//   moved has the values of the save; where the copy may come later (`pin_memory`, a place that
+//   says so) it raises too.
 // * A tensor that does not require grad is moved when the thread saves for the next operator, or at
 //   the guard's end: the kernel may have yet to write it.
 // * Regions: as any user hooks. Reads may come from any thread, and more than once.
@@ -127,16 +129,18 @@ struct SaveOnCpuOptions {
   int64_t min_bytes = 0;
   /// `false`: parameters and their views move too.
   bool skip_parameters = true;
-  /// With `pin_memory`: how many copies back are begun ahead of the one that is read, in the reverse order
-  /// of saving; 0: none.
+  /// With `pin_memory`: how many copies back are begun ahead of the one that is read, in the
+  /// reverse order of saving; 0: none.
   int64_t prefetch_depth = 2;
-  /// With `pin_memory`: bytes of originals whose copies are not done, so that their memory cannot be used again,
-  /// unless a single one is larger. Beyond that the program waits for the oldest copy. Default: no limit.
+  /// With `pin_memory`: bytes of originals whose copies are not done, so that their memory cannot
+  /// be used again, unless a single one is larger. Beyond that the program waits for the oldest
+  /// copy. Default: no limit.
   int64_t max_bytes_in_flight = std::numeric_limits<int64_t>::max();
-  /// So many of the tensors that were saved last stay on the device: backward asks for them first, so that moving them
-  /// gains nothing. A storage counts once, and what the program itself holds counts nothing. With any, tensors
-  /// move when others have been saved after them, and not what the program still holds then, or at the guard's
-  /// end; what cannot be copied stays, with a warning.
+  /// So many of the tensors that were saved last stay on the device: backward asks for them first,
+  /// so that moving them gains nothing. A storage counts once, and what the program itself holds
+  /// counts nothing. With any, tensors move when others have been saved after them, and not what
+  /// the program still holds then, or at the guard's end; what cannot be copied stays, with a
+  /// warning.
   int64_t keep_last = 0;
 };
 
@@ -181,18 +185,18 @@ struct SaveOnDiskOptions {
   std::filesystem::path directory{};  ///< of the file; it must exist
   /// Smaller tensors stay [bytes].
   int64_t min_bytes = 1 << 16;
-  /// How many reads are begun ahead of the one that is asked for, in the reverse order of saving, by a
-  /// thread of the library's; 0: none.
+  /// How many reads are begun ahead of the one that is asked for, in the reverse order of saving,
+  /// by a thread of the library's; 0: none.
   int64_t prefetch_depth = 1;
 };
 
 /// While alive, tensors that autograd saves wait in a file: one for the guard, with no name, which
-/// only this process can read. Nothing is left of it after an exception, `_exit` or a kill. It takes
-/// as many bytes as waited at the same time, until the guard and all that waits are gone.
+/// only this process can read. Nothing is left of it after an exception, `_exit` or a kill. It
+/// takes as many bytes as waited at the same time, until the guard and all that waits are gone.
 ///
-/// Throws `c10::ValueError` if no file can be made in the directory. A full disk is a `c10::Error` of
-/// the operator that saves (at the guard's end a warning: the tensor stays in memory); what was saved
-/// before is intact, and the same may be tried again.
+/// Throws `c10::ValueError` if no file can be made in the directory. A full disk is a `c10::Error`
+/// of the operator that saves (at the guard's end a warning: the tensor stays in memory); what was
+/// saved before is intact, and the same may be tried again.
 class REMAT_API SaveOnDiskGuard : detail::ScopeGuard {
  public:
   explicit SaveOnDiskGuard(SaveOnDiskOptions options);  ///< until the guard ends
@@ -208,10 +212,10 @@ class REMAT_API SaveOnDiskGuard : detail::ScopeGuard {
 /// are computed from the rounded numbers. Backward gets them in their own dtype.
 ///
 /// Real numbers are rounded to a real `dtype`, complex ones to a complex one, and only to one with
-/// fewer bytes; integers and booleans stay. So does a tensor with a finite number that `dtype` cannot
-/// hold (60000 fits `at::kHalf`, 70000 does not). Small numbers become 0. On an accelerator the check
-/// waits for the device. `min_bytes`: smaller tensors stay. Throws `c10::ValueError` for a `dtype`
-/// that numbers cannot be rounded to.
+/// fewer bytes; integers and booleans stay. So does a tensor with a finite number that `dtype`
+/// cannot hold (60000 fits `at::kHalf`, 70000 does not). Small numbers become 0. On an accelerator
+/// the check waits for the device. `min_bytes`: smaller tensors stay. Throws `c10::ValueError` for
+/// a `dtype` that numbers cannot be rounded to.
 class REMAT_API SaveAsGuard : detail::ScopeGuard {
  public:
   explicit SaveAsGuard(at::ScalarType dtype, int64_t min_bytes = 0);  ///< until the guard ends

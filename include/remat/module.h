@@ -52,8 +52,9 @@ class REMAT_API ModuleRegion {
   void set_training_level(int64_t level);
   /// Whether its switch and the module's mode ask for regions now.
   bool is_on() const;
-  /// Whether a call of the module's came here, with grad mode on, while it was on: it opened a region, or a
-  /// guard or policy kept it from that. Since the module was made, or since `forget_calls`.
+  /// Whether a call of the module's came here, with grad mode on, while it was on: it opened a
+  /// region, or a guard or policy kept it from that. Since the module was made, or since
+  /// `forget_calls`.
   void note_call() { was_called_ = true; }
   bool was_called() const { return was_called_; }
   void forget_calls() { was_called_ = false; }
@@ -138,8 +139,8 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
   /// Whether calls are regions, where grad mode, training mode and guards allow it.
   bool checkpointing() const { return remat_region_.is_enabled(); }
 
-  /// Calls `Impl::forward` as a region, with any arguments that it accepts (default ones too).
-  /// `R`: the result that a template `forward` is asked for (`Sequential`), void for its own choice.
+  /// Calls `Impl::forward` as a region, with any arguments that it accepts (default ones too). `R`:
+  /// the result that a template `forward` is asked for (`Sequential`), void for its own choice.
   template <class R = void, class... Args>
   auto run_checkpointed(Args&&... args) {
     static_assert(
@@ -166,7 +167,8 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
                       std::forward<Args>(args)...);
   }
 
-  /// The module is the function of a region that the caller has opened, with options of the caller's.
+  /// The module is the function of a region that the caller has opened, with options of the
+  /// caller's.
   template <class... Args>
     requires TakesForward<Impl, Args...>
   decltype(auto) run_in_callers_region(Args&&... args) {
@@ -194,8 +196,8 @@ constexpr auto forward_of() {
   if constexpr (requires { &Impl::forward; }) return &Impl::forward;
 }
 
-/// `forward` with the signature of `Impl::forward`, as `torch::nn::AnyModule` wants it. Where that is a template
-/// (`Sequential`), or has overloads, it is a template, too.
+/// `forward` with the signature of `Impl::forward`, as `torch::nn::AnyModule` wants it. Where that
+/// is a template (`Sequential`), or has overloads, it is a template, too.
 template <class Impl, class Function = decltype(forward_of<Impl>())>
 class CheckpointedForward : public CheckpointedModule<Impl> {
  public:
@@ -292,10 +294,10 @@ class CheckpointedImpl : public detail::CheckpointedForward<Impl> {
 ///
 /// A call runs `Impl::forward` as a region (`checkpoint()` says what stays in memory). It runs
 /// plainly when switched off, without grad mode, under a `DisableCheckpointGuard`, and in eval mode
-/// unless `training_only` is false. A recompute sees the training flags of the module and of all its
-/// children as forward saw them, and `BufferPolicy` says what it does to buffers. The graph keeps the
-/// module alive: a module that stores its own output makes a cycle.
-/// `Impl::forward` is not virtual as a rule: a call through a plain `Impl&` or `shared_ptr<Impl>` is then not
+/// unless `training_only` is false. A recompute sees the training flags of the module and of all
+/// its children as forward saw them, and `BufferPolicy` says what it does to buffers. The graph
+/// keeps the module alive: a module that stores its own output makes a cycle. `Impl::forward` is
+/// not virtual as a rule: a call through a plain `Impl&` or `shared_ptr<Impl>` is then not
 /// checkpointed.
 /// Threads: any. Recomputes in several threads that restore the same buffers take turns; a forward
 /// that writes them beside such a recompute may lose what it wrote.
@@ -315,16 +317,16 @@ class Checkpointed : public torch::nn::ModuleHolder<CheckpointedImpl<ImplType>> 
   }
 };
 
-/// The type of a module as `typeid(module)` gives it without regions: `Impl` of a `Checkpointed<Impl>`. For
-/// programs that tell modules apart by type, as initialisation of weights does. `module.as<Impl>()` and
-/// dynamic_cast find an `Impl` in both.
+/// The type of a module as `typeid(module)` gives it without regions: `Impl` of a
+/// `Checkpointed<Impl>`. For programs that tell modules apart by type, as initialisation of weights
+/// does. `module.as<Impl>()` and dynamic_cast find an `Impl` in both.
 REMAT_API const std::type_info& module_type(const torch::nn::Module& module);
 
 /// Switches every `Checkpointed` in a tree of modules, `root` among them.
 REMAT_API void set_checkpointing(torch::nn::Module& root, bool enabled);
 
-/// The same by level: on if `training_level >= level` and `level > 0`. Common levels: 0 none, 1 layers,
-/// 2 residual, attention and MLP blocks, 3 transformer layers, 4 stages, 5 encoders.
+/// The same by level: on if `training_level >= level` and `level > 0`. Common levels: 0 none, 1
+/// layers, 2 residual, attention and MLP blocks, 3 transformer layers, 4 stages, 5 encoders.
 REMAT_API void set_checkpoint_level(torch::nn::Module& root, int64_t training_level);
 
 }  // namespace remat

@@ -27,8 +27,9 @@ enum class DeterminismCheck {
   Values  ///< + the elements, bitwise, by a 64-bit hash kept per tensor, unless `ValueComparison` says otherwise
 };
 
-/// When `DeterminismCheck::Values` finds the elements of two tensors equal. By itself: if all their bits are, by a
-/// 64-bit hash that is kept of each tensor; then a NaN equals one of the same bits, and 0 does not equal -0.
+/// When `DeterminismCheck::Values` finds the elements of two tensors equal. By itself: if all their
+/// bits are, by a 64-bit hash that is kept of each tensor; then a NaN equals one of the same bits,
+/// and 0 does not equal -0.
 struct ValueComparison {
   /// Which of two elements that are both NaN are equal.
   enum class Nan {
@@ -37,12 +38,14 @@ struct ValueComparison {
   };
 
   /// Elements of floating point are equal if |recomputed - forward| <= absolute_tolerance +
-  /// relative_tolerance * |forward|, or if their bits are; an infinity equals itself only. Others are compared
-  /// bitwise. With a tolerance the elements that are compared are kept, instead of a hash: `max_elements` bounds them.
+  /// relative_tolerance * |forward|, or if their bits are; an infinity equals itself only. Others
+  /// are compared bitwise. With a tolerance the elements that are compared are kept, instead of a
+  /// hash: `max_elements` bounds them.
   double absolute_tolerance = 0;
   double relative_tolerance = 0;  ///< see `absolute_tolerance`
-  /// So many elements of each tensor are compared at most, spread evenly over it; 0: all. What differs elsewhere is not
-  /// found, in exchange for the time of the hash, or with a tolerance for memory.
+  /// So many elements of each tensor are compared at most, spread evenly over it; 0: all. What
+  /// differs elsewhere is not found, in exchange for the time of the hash, or with a tolerance for
+  /// memory.
   int64_t max_elements = 0;
   Nan nan = Nan::Bits;  ///< which NaN are equal
 };
@@ -60,8 +63,8 @@ enum class BufferPolicy {
   /// copies of what a forward writes stay with its graph, one for batch norms. Buffers that forward
   /// only reads are neither copied nor restored.
   Restore,
-  /// A module that contains a BatchNorm runs without a region, and says so once. A script module contains one
-  /// if a method of it, or of one below it, calls one.
+  /// A module that contains a BatchNorm runs without a region, and says so once. A script module
+  /// contains one if a method of it, or of one below it, calls one.
   SkipBatchNorm,
   /// A recompute writes them once more.
   Ignore
@@ -69,11 +72,12 @@ enum class BufferPolicy {
 
 /// What a region keeps of its tensor arguments for its recomputes.
 enum class InputMode {
-  /// What suits the call: `CopyOnWrite` in `checkpoint_sequential`, whose segments begin wherever the chain
-  /// is cut, `Shared` elsewhere.
+  /// What suits the call: `CopyOnWrite` in `checkpoint_sequential`, whose segments begin wherever
+  /// the chain is cut, `Shared` elsewhere.
   Default,
-  /// The tensors themselves, as autograd saves them. One that was changed in place before backward, by the
-  /// function or by whoever has it, is an error in backward: `CheckpointError::Kind::InputChanged`.
+  /// The tensors themselves, as autograd saves them. One that was changed in place before backward,
+  /// by the function or by whoever has it, is an error in backward:
+  /// `CheckpointError::Kind::InputChanged`.
   Shared,
   /// A copy of its own of each, so that functions that write to their arguments, as
   /// `ReLU(inplace = true)` does, and changes after the call do no harm. On the CPU nothing is
@@ -104,7 +108,8 @@ struct SourceLocation {
   const char* file = nullptr;  ///< as the compiler was given it; null: not known
   uint32_t line = 0;           ///< from 1
 
-  /// Where this stands; in the default initialiser of a member: where the struct is initialised with braces.
+  /// Where this stands; in the default initialiser of a member: where the struct is initialised
+  /// with braces.
   static constexpr SourceLocation current(const char* file = __builtin_FILE(),
                                           uint32_t line = __builtin_LINE()) {
     return {file, line};
@@ -113,8 +118,8 @@ struct SourceLocation {
 
 /// The options of one region. Plain values; copied into the region's frame.
 struct CheckpointOptions {
-  /// Shown in errors, reports and traces. Empty: a function that is a module is called by its type, without namespace
-  /// and `Impl`.
+  /// Shown in errors, reports and traces. Empty: a function that is a module is called by its type,
+  /// without namespace and `Impl`.
   std::string name{};
   /// The recompute draws the random numbers that forward drew.
   bool preserve_rng_state = true;
@@ -122,8 +127,8 @@ struct CheckpointOptions {
   bool early_stop = true;
   /// How recomputed tensors are compared with those of forward.
   DeterminismCheck determinism_check = DeterminismCheck::Metadata;
-  /// How `DeterminismCheck::Values` compares elements. A tolerance that is negative or NaN, or a negative
-  /// `max_elements`, is a `c10::ValueError`.
+  /// How `DeterminismCheck::Values` compares elements. A tolerance that is negative or NaN, or a
+  /// negative `max_elements`, is a `c10::ValueError`.
   ValueComparison values{};
   /// If set, its text is compared instead of `determinism_check`; called under no-grad once per
   /// saved tensor in each pass, when the operator that saved the tensor has returned.
@@ -139,26 +144,28 @@ struct CheckpointOptions {
   /// The region's inputs wait on the CPU: those on an accelerator that `SaveOnCpuGuard` would move,
   /// and that no region or hook around this one takes. They are checked for changes like others.
   bool offload_inputs = false;
-  /// With `offload_inputs`: how many copies back are begun ahead of the one that is read, in the reverse order of
-  /// the regions, of inputs of regions with the same number; 0: none. A negative one is a `c10::ValueError`.
+  /// With `offload_inputs`: how many copies back are begun ahead of the one that is read, in the
+  /// reverse order of the regions, of inputs of regions with the same number; 0: none. A negative
+  /// one is a `c10::ValueError`.
   int64_t offload_prefetch_depth = 2;
   /// A second read of a saved tensor in one backward is an error instead of one more recompute.
   bool strict_unpack = false;
-  /// What recomputes do to the buffers of the modules below, and of the function where it is a module: a
-  /// holder, a (shared) pointer, an `AnyModule`. A `Checkpointed` asks `ModuleOptions::buffers`, too: of
-  /// the two the one that is not `Restore` holds.
+  /// What recomputes do to the buffers of the modules below, and of the function where it is a
+  /// module: a holder, a (shared) pointer, an `AnyModule`. A `Checkpointed` asks
+  /// `ModuleOptions::buffers`, too: of the two the one that is not `Restore` holds.
   BufferPolicy buffers = BufferPolicy::Restore;
-  /// Modules that a function calls without being one, a lambda for instance: recomputes see their training flags
-  /// and, as `buffers` says, their buffers as forward saw them, and put them back; with all below them.
-  /// Read when the region begins; not kept alive. Null is a `c10::ValueError`.
+  /// Modules that a function calls without being one, a lambda for instance: recomputes see their
+  /// training flags and, as `buffers` says, their buffers as forward saw them, and put them back;
+  /// with all below them. Read when the region begins; not kept alive. Null is a `c10::ValueError`.
   std::vector<std::shared_ptr<torch::nn::Module>> modules{};
   /// What the region keeps of its tensor arguments.
   InputMode inputs = InputMode::Default;
-  /// Under a `CheckpointLevelGuard` the call is a region if `training_level >= level`, else it runs plainly. Level 0
-  /// is never a region, with or without guard. No level: guards do not matter.
+  /// Under a `CheckpointLevelGuard` the call is a region if `training_level >= level`, else it runs
+  /// plainly. Level 0 is never a region, with or without guard. No level: guards do not matter.
   std::optional<int64_t> level{};
-  /// Shown in errors: where these options were written, which is the call for `checkpoint({.name = "x"}, ...)`. Set by
-  /// itself where they are written with braces; not for `CheckpointOptions options;`.
+  /// Shown in errors: where these options were written, which is the call for
+  /// `checkpoint({.name = "x"}, ...)`. Set by itself where they are written with braces; not for
+  /// `CheckpointOptions options;`.
   SourceLocation location = SourceLocation::current();
 };
 

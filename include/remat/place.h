@@ -1,5 +1,6 @@
 #pragma once
-// Places: where saved tensors wait for backward, behind an interface that any program can implement.
+// Places: where saved tensors wait for backward, behind an interface that any program can
+// implement.
 //
 // `SaveElsewhereGuard` decides what moves, when it is copied, what is shared, and what an in-place
 // change means (see hooks.h, above SaveOnCpuGuard: all of it holds here too). A place sees flat
@@ -17,11 +18,11 @@
 //              cancel_load          begun, and nobody came: when that backward ends, or earlier
 //   then       ~StoredContents      on the thread that lets go of the last tensor with these contents
 //
-// A place's functions may run on several threads at once. Those of one StoredContents never do: each
-// begins after the one before has returned, and what that wrote is seen. None of the runtime's locks
-// is held but the one that makes readers of the same contents wait. What a place computes is not
-// recorded: no autograd, no autocast, no dispatch mode or profiler, no hooks, guards or regions of
-// the thread that calls; its draws of random numbers are the place's own affair.
+// A place's functions may run on several threads at once. Those of one StoredContents never do:
+// each begins after the one before has returned, and what that wrote is seen. None of the runtime's
+// locks is held but the one that makes readers of the same contents wait. What a place computes is
+// not recorded: no autograd, no autocast, no dispatch mode or profiler, no hooks, guards or regions
+// of the thread that calls; its draws of random numbers are the place's own affair.
 //
 // Exceptions keep their type, if it derives from std::exception. A load that threw may be tried
 // again: the same backward on a retained graph asks anew.
@@ -36,34 +37,35 @@
 
 namespace remat {
 
-/// The contents of a storage, or of a range of it, in a place: held for every saved tensor that lies
-/// in it, and let go of with the last of them.
+/// The contents of a storage, or of a range of it, in a place: held for every saved tensor that
+/// lies in it, and let go of with the last of them.
 class REMAT_API StoredContents {
  public:
   virtual ~StoredContents();
 
   /// Whether `begin_store` may have returned before it had copied everything. The answer does not
-  /// change. If so, a tensor that is changed in place after it was saved raises when it is read, as in
-  /// plain autograd: nobody can say which values were copied. (The copy must survive such a change;
-  /// what it makes of it is not used.) If not, tensors have the values of the save.
+  /// change. If so, a tensor that is changed in place after it was saved raises when it is read, as
+  /// in plain autograd: nobody can say which values were copied. (The copy must survive such a
+  /// change; what it makes of it is not used.) If not, tensors have the values of the save.
   virtual bool is_stored_late() const { return false; }
 
-  /// Returns when the original is not needed any more: its memory may be freed, or written to by the
-  /// work that this thread queues next on its current streams. Called once, unless it throws; not
-  /// called for contents that are not stored late. What it throws reaches the operator that saves, or
-  /// the backward.
+  /// Returns when the original is not needed any more: its memory may be freed, or written to by
+  /// the work that this thread queues next on its current streams. Called once, unless it throws;
+  /// not called for contents that are not stored late. What it throws reaches the operator that
+  /// saves, or the backward.
   virtual void finish_store() {}
 
-  /// Begins the copy back, and returns soon: it will probably be read next. At most one load is under
-  /// way: this, then `finish_load` or `cancel_load`. It may come before `finish_store`, and with other
-  /// current streams than `finish_load`. What it throws is dropped, and counts as not begun.
+  /// Begins the copy back, and returns soon: it will probably be read next. At most one load is
+  /// under way: this, then `finish_load` or `cancel_load`. It may come before `finish_store`, and
+  /// with other current streams than `finish_load`. What it throws is dropped, and counts as not
+  /// begun.
   virtual void begin_load() {}
 
-  /// A tensor as the one that was stored: as many elements, one dimension, the same dtype and device;
-  /// ready for use on the current stream, and in memory of its own (if anybody else holds its storage
-  /// it is copied, for backward may write to it). Called for each read that finds none of the tensors
-  /// of an earlier one alive, with or without a `begin_load` before.
-  /// Returning something else is a `c10::ValueError` of the backward.
+  /// A tensor as the one that was stored: as many elements, one dimension, the same dtype and
+  /// device; ready for use on the current stream, and in memory of its own (if anybody else holds
+  /// its storage it is copied, for backward may write to it). Called for each read that finds none
+  /// of the tensors of an earlier one alive, with or without a `begin_load` before. Returning
+  /// something else is a `c10::ValueError` of the backward.
   virtual at::Tensor finish_load() = 0;
 
   /// Lets go of what `begin_load` began; nobody has asked for it. Throws nothing.
@@ -84,16 +86,16 @@ class REMAT_API Place {
   /// strided, owns a storage with data, and is of LibTorch's plain tensor class. Default: yes.
   virtual bool takes(const at::Tensor& tensor) const;
 
-  /// True: `begin_store` gets bytes (at::kByte), and must give back the same. False: it gets elements,
-  /// in the dtype of the tensor, and may give back others of that dtype, if it is lossy.
+  /// True: `begin_store` gets bytes (at::kByte), and must give back the same. False: it gets
+  /// elements, in the dtype of the tensor, and may give back others of that dtype, if it is lossy.
   virtual bool stores_bytes() const { return true; }
 
-  /// Copies `flat` out, or begins to. `flat` has one dimension, is dense, does not require grad, and
-  /// shares memory with what was saved: read it only. Whoever reads it later keeps it until then (which
-  /// keeps the memory), or tells the allocator of the stream that does.
-  /// Null: it had better stay where it is, such as what cannot be compressed. An exception reaches the
-  /// operator that saves (at the guard's end it is a warning, and the tensor stays); nothing was moved
-  /// then, and what was moved before is intact.
+  /// Copies `flat` out, or begins to. `flat` has one dimension, is dense, does not require grad,
+  /// and shares memory with what was saved: read it only. Whoever reads it later keeps it until
+  /// then (which keeps the memory), or tells the allocator of the stream that does. Null: it had
+  /// better stay where it is, such as what cannot be compressed. An exception reaches the operator
+  /// that saves (at the guard's end it is a warning, and the tensor stays); nothing was moved then,
+  /// and what was moved before is intact.
   virtual std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) = 0;
 
  protected:
@@ -108,17 +110,17 @@ struct SaveElsewhereOptions {
   int64_t min_bytes = 0;
   /// `false`: parameters (leaves that require grad) and their views move too.
   bool skip_parameters = true;
-  /// How many loads are begun ahead of the one that is read, in the reverse order of saving; 0: none.
-  /// So many loaded tensors at the most are in memory beside those that backward uses.
+  /// How many loads are begun ahead of the one that is read, in the reverse order of saving; 0:
+  /// none. So many loaded tensors at the most are in memory beside those that backward uses.
   int64_t prefetch_depth = 1;
-  /// Of contents that are stored late: as many bytes of originals are held by unfinished stores at the
-  /// most, unless a single one is larger. Beyond that the oldest are finished first.
+  /// Of contents that are stored late: as many bytes of originals are held by unfinished stores at
+  /// the most, unless a single one is larger. Beyond that the oldest are finished first.
   int64_t max_bytes_in_flight = 64 << 20;
 };
 
-/// While alive, what autograd saves on this thread waits in a place of the caller's own, and backward
-/// gets it back with its dtype, device, sizes, strides and `requires_grad`. Common rules: hooks.h,
-/// above SaveOnCpuGuard.
+/// While alive, what autograd saves on this thread waits in a place of the caller's own, and
+/// backward gets it back with its dtype, device, sizes, strides and `requires_grad`. Common rules:
+/// hooks.h, above SaveOnCpuGuard.
 ///
 ///     const remat::SaveElsewhereGuard guard(std::make_unique<Compress>(), {.min_bytes = 1 << 14});
 ///

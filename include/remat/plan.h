@@ -1,5 +1,6 @@
 #pragma once
-// Where to checkpoint a chain of stages: plans, what they cost, the fastest one under a byte budget.
+// Where to checkpoint a chain of stages: plans, what they cost, the fastest one under a byte
+// budget.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -40,30 +41,33 @@ struct StageCost {
   int64_t backward_tmp_bytes = 0;
   int64_t grad_bytes = 0;    ///< the gradient of the output
   bool saves_output = true;  ///< whether the output is among what autograd keeps of the stage
-  /// Instead of `forward_tmp_bytes` where nothing is saved, as in a region's first run. Tensors that
-  /// `saved_bytes` counts otherwise are temporaries then. Negative: `forward_tmp_bytes`.
+  /// Instead of `forward_tmp_bytes` where nothing is saved, as in a region's first run. Tensors
+  /// that `saved_bytes` counts otherwise are temporaries then. Negative: `forward_tmp_bytes`.
   int64_t unsaved_tmp_bytes = -1;
   /// Of `saved_bytes`, what goes away when what the stage saves is moved.
   int64_t movable_bytes = 0;
-  /// Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves its input.
+  /// Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves
+  /// its input.
   bool has_movable_output = false;
-  /// What a backward has made, beyond `grad_bytes`, when it first reads what autograd keeps: a region that
-  /// ends with the stage is computed again beside it.
+  /// What a backward has made, beyond `grad_bytes`, when it first reads what autograd keeps: a
+  /// region that ends with the stage is computed again beside it.
   int64_t first_read_tmp_bytes = 0;
-  /// Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond `saved_bytes`, and the output if
-  /// autograd keeps it. Negative: `forward_tmp_bytes`.
+  /// Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond
+  /// `saved_bytes`, and the output if autograd keeps it. Negative: `forward_tmp_bytes`.
   int64_t stopped_tmp_bytes = -1;
-  /// Whether the input is among what autograd keeps of the stage. If not, it goes away when the stage has run forward, unless
-  /// others hold it: the stage before it, which saves its output, the caller, or a region that begins with the stage and is in
-  /// no other one.
+  /// Whether the input is among what autograd keeps of the stage. If not, it goes away when the
+  /// stage has run forward, unless others hold it: the stage before it, which saves its output, the
+  /// caller, or a region that begins with the stage and is in no other one.
   bool saves_input = true;
-  /// All that there is of the stage at the peak of its backward: what autograd keeps, both gradients, what is made; but not the
-  /// input, which others hold to the end. Negative: the sum of what is named here. What is kept dies operator by operator.
+  /// All that there is of the stage at the peak of its backward: what autograd keeps, both
+  /// gradients, what is made; but not the input, which others hold to the end. Negative: the sum of
+  /// what is named here. What is kept dies operator by operator.
   int64_t backward_bytes = -1;
-  /// The same with the input, which a region that begins with the stage holds until all is read that was saved in it.
-  /// Negative: both together.
+  /// The same with the input, which a region that begins with the stage holds until all is read
+  /// that was saved in it. Negative: both together.
   int64_t region_backward_bytes = -1;
-  /// The same with the input, if autograd keeps it, when nobody else holds it. Negative: both together.
+  /// The same with the input, if autograd keeps it, when nobody else holds it. Negative: both
+  /// together.
   int64_t lone_backward_bytes = -1;
 };
 
@@ -71,8 +75,8 @@ struct StageCost {
 struct MoveCost {
   double store_s_per_byte = 0;  ///< [seconds per byte] of copies there, with nothing beside them
   double load_s_per_byte = 0;   ///< [seconds per byte] of copies back
-  /// By which share of these seconds the program takes longer beside which they run; above 1 where preparing
-  /// copies takes longer than copying.
+  /// By which share of these seconds the program takes longer beside which they run; above 1 where
+  /// preparing copies takes longer than copying.
   double held_up_share = 0;
 };
 
@@ -86,11 +90,11 @@ struct ChainCost {
   double rounding = 0;
   /// None: nothing moves.
   std::optional<MoveCost> moving{};
-  /// Casts of weights that autocast's cache keeps beyond their stages, where it is around all of them. They
-  /// count in every peak, from beginning to end, and are in no stage's bytes.
+  /// Casts of weights that autocast's cache keeps beyond their stages, where it is around all of
+  /// them. They count in every peak, from beginning to end, and are in no stage's bytes.
   int64_t cached_cast_bytes = 0;
-  /// What the caller of `backward()` has of the last stage until it returns: the result and its gradient. It counts in
-  /// the peaks of all stages before that one, when they run backward.
+  /// What the caller of `backward()` has of the last stage until it returns: the result and its
+  /// gradient. It counts in the peaks of all stages before that one, when they run backward.
   int64_t held_to_end_bytes = 0;
 };
 
@@ -106,10 +110,9 @@ struct PlanRegion {
 ///
 ///     plan := '[' item (' ' item)* ']'        item := stage | 'ck' plan | 'mv[' item ']'
 ///
-/// for example "[ck[ck[1] 2] ck[3] 4 5]". What autograd saves of an item in 'mv[]' (of a region: its
-/// input) waits elsewhere until backward comes near: "[1 mv[2] mv[ck[3 4]] 5]". Such an item is in
-/// no region, and is not the last one.
-/// A value: copied freely, never changed.
+/// for example "[ck[ck[1] 2] ck[3] 4 5]". What autograd saves of an item in 'mv[]' (of a region:
+/// its input) waits elsewhere until backward comes near: "[1 mv[2] mv[ck[3 4]] 5]". Such an item is
+/// in no region, and is not the last one. A value: copied freely, never changed.
 class REMAT_API Plan {
  public:
   /// `regions` in the order in which they open: by first stage, the outer one before those inside.
@@ -150,10 +153,10 @@ struct SolveOptions {
   int64_t max_depth = 0;    ///< of nesting; 0: any
   bool early_stop = true;   ///< as in the `CheckpointOptions` that the plan will run with
   double frame_cost_s = 0;  ///< paid once per region: bookkeeping, random state
-  /// 0: exact. Otherwise in [0, 1): points of inner frontiers that are faster than the one before by
-  /// less than this share are dropped. The time beyond one forward is then at most
-  /// 1 / (1 - eps)^(stages - 1) times the least one, for every budget, and usually within eps of it;
-  /// the first and the last point are exact.
+  /// 0: exact. Otherwise in [0, 1): points of inner frontiers that are faster than the one before
+  /// by less than this share are dropped. The time beyond one forward is then at most 1 / (1 -
+  /// eps)^(stages - 1) times the least one, for every budget, and usually within eps of it; the
+  /// first and the last point are exact.
   double eps = 0;
 };
 
@@ -193,18 +196,21 @@ class REMAT_API Frontier {
   std::vector<FrontierPoint> points_;
 };
 
-/// The exact frontier of time and memory over all plans whose last stage is in no region, for every budget at once: the
-/// recurrence of rotor (Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains") on staircases
-/// instead of memory slots, with early stop, the depth limit and the cost of a frame.
+/// The exact frontier of time and memory over all plans whose last stage is in no region, for every
+/// budget at once: the recurrence of rotor (Beaumont et al. 2019, "Optimal checkpointing for
+/// heterogeneous chains") on staircases instead of memory slots, with early stop, the depth limit
+/// and the cost of a frame.
 ///
-/// A region around the last stage would be recomputed at once. It pays where what that stage has for a moment in forward is
-/// larger beside what it saves than all that comes after: cut such a stage in two.
+/// A region around the last stage would be recomputed at once. It pays where what that stage has
+/// for a moment in forward is larger beside what it saves than all that comes after: cut such a
+/// stage in two.
 ///
-/// With `ChainCost::moving`, what stages and regions outside of other regions save may wait elsewhere. The model:
-/// whole values and one channel, on which the copies of one item (a stage or a region) run beside the item behind it. Its
-/// forward ends when they have been written, and they are read back from the beginning of its backward; both
-/// times the bytes are still, or again, in memory. The program waits for what takes longer than that forward, or
-/// than that backward with its first recompute. The search is exact in this model.
+/// With `ChainCost::moving`, what stages and regions outside of other regions save may wait
+/// elsewhere. The model: whole values and one channel, on which the copies of one item (a stage or
+/// a region) run beside the item behind it. Its forward ends when they have been written, and they
+/// are read back from the beginning of its backward; both times the bytes are still, or again, in
+/// memory. The program waits for what takes longer than that forward, or than that backward with
+/// its first recompute. The search is exact in this model.
 ///
 /// Cost: cubic in the number of different stages times the number of points; chains of equal stages
 /// are much cheaper. Measured: bench/RESULTS.md. The points take 16 bytes each while the `Frontier`
@@ -244,15 +250,15 @@ struct MeasureOptions {
 /// cost. Grad mode is on; `sample` takes part in backward if it requires grad.
 ///
 /// Bytes are those of storages, so a view counts with all that it keeps alive; saved tensors whose
-/// storage outlives the stage's graph (parameters, constants) count nothing. Where autocast is on around
-/// `measure`, as it should be if it is around the program, the casts in its cache are counted apart
-/// (`cached_cast_bytes`), and the cache is emptied. Temporaries are what
-/// the device's allocator gives out (`MemoryMeter`), to whichever thread: measure while no other one allocates there, or
-/// its bytes are among them. Times on the CPU are those of the calling thread;
-/// on an accelerator those between events on the current stream, each run alone and waited for, so
-/// that a stage whose operators are queued more slowly than they run costs what queueing them does.
-/// Parameters have gradients throughout, as in training that sets them
-/// to zero: a program that drops them (`zero_grad(set_to_none=true)`) needs their bytes on top.
+/// storage outlives the stage's graph (parameters, constants) count nothing. Where autocast is on
+/// around `measure`, as it should be if it is around the program, the casts in its cache are
+/// counted apart (`cached_cast_bytes`), and the cache is emptied. Temporaries are what the device's
+/// allocator gives out (`MemoryMeter`), to whichever thread: measure while no other one allocates
+/// there, or its bytes are among them. Times on the CPU are those of the calling thread; on an
+/// accelerator those between events on the current stream, each run alone and waited for, so that a
+/// stage whose operators are queued more slowly than they run costs what queueing them does.
+/// Parameters have gradients throughout, as in training that sets them to zero: a program that
+/// drops them (`zero_grad(set_to_none=true)`) needs their bytes on top.
 ///
 /// Hooks of parameters do not run: no optimizer steps. In a region the stages run as if it were not
 /// there. Afterwards parameters have the `.grad` and the hooks they had, and the default generators
@@ -265,20 +271,22 @@ struct MeasureOptions {
 REMAT_API ChainCost measure(const std::vector<Stage>& stages, const at::Tensor& sample,
                             const MeasureOptions& options = {});
 
-/// The budget [bytes] for a plan of `cost` in what `device` has free now (`free_bytes`): less `margin`,
-/// a share in [0, 1) of it for pieces that fit nothing, and less the rounding that was measured. What
-/// the chain's input, parameters and gradients take is to be there already.
+/// The budget [bytes] for a plan of `cost` in what `device` has free now (`free_bytes`): less
+/// `margin`, a share in [0, 1) of it for pieces that fit nothing, and less the rounding that was
+/// measured. What the chain's input, parameters and gradients take is to be there already.
 /// Throws as `free_bytes`; `c10::ValueError` for a margin or a rounding out of range.
 /// Example: examples/budget.cpp.
 REMAT_API int64_t free_budget(const ChainCost& cost, c10::Device device, double margin = 0.05);
 
-/// Runs the stages on `input` with nested `checkpoint()` calls as the plan says, all with `options`;
-/// the stages a region runs are added to its name. What the plan moves waits where `moving` says (common rules: hooks.h, above SaveOnCpuGuard); what cannot be written stays in memory, with a warning.
-/// The stages are copied once, and are kept as long
-/// as the graph. Memory: at most what `simulate` says for measured costs, with the loss and its gradient, which the caller of
-/// `backward()` holds to its end.
-/// Throws `c10::ValueError` if plan and stages have different numbers,
-/// and for a plan that moves if `moving` has no directory and the input is the CPU's, or no file can be made there; else as `checkpoint()`.
+/// Runs the stages on `input` with nested `checkpoint()` calls as the plan says, all with
+/// `options`; the stages a region runs are added to its name. What the plan moves waits where
+/// `moving` says (common rules: hooks.h, above SaveOnCpuGuard); what cannot be written stays in
+/// memory, with a warning. The stages are copied once, and are kept as long as the graph. Memory:
+/// at most what `simulate` says for measured costs, with the loss and its gradient, which the
+/// caller of `backward()` holds to its end.
+/// Throws `c10::ValueError` if plan and stages have different numbers, and for a plan that moves if
+/// `moving` has no directory and the input is the CPU's, or no file can be made there; else as
+/// `checkpoint()`.
 /// Example: examples/budget.cpp.
 REMAT_API at::Tensor run(const Plan& plan, const std::vector<Stage>& stages, at::Tensor input,
                          const CheckpointOptions& options = {}, const MoveOptions& moving = {});

@@ -44,8 +44,8 @@ enum class CheckpointPolicy {
 };
 
 /// One question to a policy: about an operator below autograd (`linear` of a matrix arrives as
-/// `addmm`, of a batch of them as `mm` and `add_`), or, with `op` = `remat::checkpoint_name`, about a
-/// value that was given a name. All references are valid during the call only. Never asked about:
+/// `addmm`, of a batch of them as `mm` and `add_`), or, with `op` = `remat::checkpoint_name`, about
+/// a value that was given a name. All references are valid during the call only. Never asked about:
 /// `detach`, operators that only read metadata.
 ///
 /// Kept or not, operators that return views, write to their arguments or return unfilled memory
@@ -63,7 +63,8 @@ struct PolicyContext {
 /// recompute of that one, and its policy is asked anew. (A counter would have to begin anew there.)
 using PolicyFn = std::function<CheckpointPolicy(const PolicyContext&)>;
 
-/// What a policy does beside choosing. A negative number is a `c10::ValueError` where the policy is made.
+/// What a policy does beside choosing. A negative number is a `c10::ValueError` where the policy is
+/// made.
 struct SelectiveOptions {
   /// A kept result may be changed in place later: its operator then runs again. Otherwise the
   /// recompute throws (`CheckpointError::Kind::SelectiveMutation`).
@@ -75,19 +76,21 @@ struct SelectiveOptions {
   /// [bytes] Results smaller than this stay where they are when the policy wants them on the CPU: a
   /// copy each way would cost more than their memory is worth. 0: all are moved.
   int64_t min_offload_bytes = 1 << 16;
-  /// How many copies back from the CPU are begun ahead of the one that a recompute reads: of the same region, in
-  /// the order of its calls, then of the region that ran before it; 0: none. So many results at the most are
-  /// on the device beside those that the recompute uses.
+  /// How many copies back from the CPU are begun ahead of the one that a recompute reads: of the
+  /// same region, in the order of its calls, then of the region that ran before it; 0: none. So
+  /// many results at the most are on the device beside those that the recompute uses.
   int64_t prefetch_depth = 2;
   /// [bytes] Of originals whose copies to the CPU are not done, so that their memory cannot be used
-  /// again, unless a single one is larger. Beyond that the program waits for the oldest copy. Counted, as the depth
-  /// is, over all regions of the process whose policies have the same last three of these.
+  /// again, unless a single one is larger. Beyond that the program waits for the oldest copy.
+  /// Counted, as the depth is, over all regions of the process whose policies have the same last
+  /// three of these.
   int64_t max_bytes_in_flight = 64 << 20;
-  /// So many of the results that backward asks for first stay on the device, since moving them gains nothing: those
-  /// of the region that ran last, in the order of its calls, then of the one before it. What the program itself
-  /// holds counts nothing. With any, results move when others have been kept after them or the forward of a region
-  /// ends, and not what the program still holds then; a change in place is noticed also after the region. What passes
-  /// hooks (`save_through_hooks`, and in another region) moves at once, and counts nothing.
+  /// So many of the results that backward asks for first stay on the device, since moving them
+  /// gains nothing: those of the region that ran last, in the order of its calls, then of the one
+  /// before it. What the program itself holds counts nothing. With any, results move when others
+  /// have been kept after them or the forward of a region ends, and not what the program still
+  /// holds then; a change in place is noticed also after the region. What passes hooks
+  /// (`save_through_hooks`, and in another region) moves at once, and counts nothing.
   int64_t keep_last = 0;
 };
 
@@ -126,16 +129,17 @@ class REMAT_API Policy {
 /// that no loaded library has registered; warns about one that never reaches a policy because it
 /// consists of others.
 REMAT_API Policy save_ops(std::vector<std::string> ops, SelectiveOptions options = {});
-/// Listed: MustCpuOffload; the results wait on the CPU. Results that are there are simply kept, and so are those of
-/// less than `SelectiveOptions::min_offload_bytes`. Copies run beside the device's work, and come back ahead of
-/// it; a result that the region writes to, or that is held when it ends, is copied before that.
+/// Listed: MustCpuOffload; the results wait on the CPU. Results that are there are simply kept, and
+/// so are those of less than `SelectiveOptions::min_offload_bytes`. Copies run beside the device's
+/// work, and come back ahead of it; a result that the region writes to, or that is held when it
+/// ends, is copied before that.
 REMAT_API Policy offload_ops(std::vector<std::string> ops, SelectiveOptions options = {});
 /// Matrix products, convolutions and scaled dot product attention: PreferSave, others:
 /// PreferRecompute. A product that an activation then overwrites in place is computed again.
 REMAT_API Policy save_matmuls(SelectiveOptions options = {});
 
-/// Keeps the values that `checkpoint_name` gave one of these names (jax.checkpoint_policies). A name
-/// that no value has by the first recompute is warned about, once.
+/// Keeps the values that `checkpoint_name` gave one of these names (jax.checkpoint_policies). A
+/// name that no value has by the first recompute is warned about, once.
 REMAT_API Policy save_names(std::vector<std::string> names, SelectiveOptions options = {});
 /// The same: keeps every value with a name but these.
 REMAT_API Policy save_all_but_names(std::vector<std::string> names, SelectiveOptions options = {});
@@ -143,21 +147,23 @@ REMAT_API Policy save_all_but_names(std::vector<std::string> names, SelectiveOpt
 REMAT_API Policy offload_names(std::vector<std::string> names, SelectiveOptions options = {});
 
 /// Keeps what either keeps; the stronger wish to save wins, in the order MustSave, MustCpuOffload,
-/// PreferSave, PreferCpuOffload, PreferRecompute, MustRecompute. An option that either has is on; the numbers
-/// are those of the one that offloads (of both: the larger ones, of `max_bytes_in_flight` the smaller).
+/// PreferSave, PreferCpuOffload, PreferRecompute, MustRecompute. An option that either has is on;
+/// the numbers are those of the one that offloads (of both: the larger ones, of
+/// `max_bytes_in_flight` the smaller).
 /// Throws `c10::ValueError` if a name is to be saved by one and offloaded by the other.
 REMAT_API Policy operator|(Policy a, Policy b);
 
-/// `x`, with a name for policies. If the policy of the innermost region keeps the name, the operator
-/// call of this region that made `x` is kept and does not run again; an `x` that none made, or that
-/// was changed in place, is kept itself. Differentiable; outside of regions nothing but `x`.
+/// `x`, with a name for policies. If the policy of the innermost region keeps the name, the
+/// operator call of this region that made `x` is kept and does not run again; an `x` that none
+/// made, or that was changed in place, is kept itself. Differentiable; outside of regions nothing
+/// but `x`.
 REMAT_API at::Tensor checkpoint_name(const at::Tensor& x, std::string name);
 
 /// Inside a region: keeps the value of `x`, and recomputes go on with it, whatever they computed
 /// themselves. For discrete decisions (the indices of topk, a routing mask, a sample) that rounding
-/// could flip. Memory: that of `x`, as long as the region's frame lives. Throws, in the recompute, if
-/// `x` was changed in place. A gradient taken inside the recompute through it throws (Unsupported); so
-/// does one of the pinned value where `x` itself is used as well.
+/// could flip. Memory: that of `x`, as long as the region's frame lives. Throws, in the recompute,
+/// if `x` was changed in place. A gradient taken inside the recompute through it throws
+/// (Unsupported); so does one of the pinned value where `x` itself is used as well.
 REMAT_API at::Tensor pin(const at::Tensor& x);
 
 namespace detail {

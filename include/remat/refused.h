@@ -14,7 +14,8 @@ struct Function;
 
 namespace remat {
 
-/// Why a call is refused. The deleted overloads have it as a template argument, which compilers print.
+/// Why a call is refused. The deleted overloads have it as a template argument, which compilers
+/// print.
 namespace not_a_region {
 struct a_parameter_is_a_non_const_reference__take_it_by_value_or_const_reference {};
 struct an_argument_is_missing {};

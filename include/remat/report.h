@@ -56,7 +56,8 @@ struct RegionReport {
   /// Of these, those whose copies were begun before the recompute asked for them.
   int64_t offload_loads_ahead = 0;
   int64_t bytes_loaded = 0;  ///< [bytes] of all that recomputes brought back
-  /// [seconds] that threads of the program spent on moving results: queueing copies, copying or waiting.
+  /// [seconds] that threads of the program spent on moving results: queueing copies, copying or
+  /// waiting.
   double offload_wait_s = 0;
   double forward_s = 0;    ///< [seconds] of first runs, regions inside included
   double recompute_s = 0;  ///< [seconds] of recomputes, those inside included
@@ -91,7 +92,8 @@ struct FileReport {
   double waited_s = 0;        ///< [seconds] of that: what was not done beside the program
 };
 
-/// What the items of plans (`remat::run`) moved that have one name: stages, or regions with their name.
+/// What the items of plans (`remat::run`) moved that have one name: stages, or regions with their
+/// name.
 struct MoveReport {
   std::string name;          ///< "stage 2", "stages 3 to 5", after the name in the options of `run`
   int64_t moves = 0;         ///< copies to where it waits
@@ -142,7 +144,8 @@ struct REMAT_API Report {
   FileReport files{};  ///< all 0 where nothing went to a file
   /// Of plans that moved something while the recorder was alive, in the order of their first move.
   std::vector<MoveReport> moves{};
-  /// Drops and reruns under budgets, by operator. The operator that took the most seconds to run again is first.
+  /// Drops and reruns under budgets, by operator. The operator that took the most seconds to run
+  /// again is first.
   std::vector<EvictionReport> evictions{};
   /// A table for people, and what was alive at failed allocations.
   std::string to_string() const;
@@ -158,21 +161,22 @@ struct RecorderOptions {
   bool operators = false;
   /// The oldest events go first, and the report says so. Sums stay exact.
   int64_t max_events = 1 << 20;
-  /// Time regions and the copies of offload on an accelerator by events on the streams that run them.
+  /// Time regions and the copies of offload on an accelerator by events on the streams that run
+  /// them.
   bool device_time = true;
 };
 
-/// Records, while alive or until `stop`, what regions do on every thread of the process. Several may be alive.
-/// Under a BudgetGuard it also records each dropped result and each operator call that runs again.
-/// Without a recorder, each place that could record costs one test of a flag. All functions may be
-/// called meanwhile, on any thread.
-/// Devices: nothing waits for one while regions run. What the work on its streams took is looked up
-/// by `report()` and by what draws or writes, which wait until what was recorded by then is done. Each
-/// timed run takes two events of the device. A Recorder that is made while devices are in use waits
-/// for them once, to set its clock by theirs. Work that is captured as a graph is not timed.
+/// Records, while alive or until `stop`, what regions do on every thread of the process. Several
+/// may be alive. Under a BudgetGuard it also records each dropped result and each operator call
+/// that runs again. Without a recorder, each place that could record costs one test of a flag. All
+/// functions may be called meanwhile, on any thread. Devices: nothing waits for one while regions
+/// run. What the work on its streams took is looked up by `report()` and by what draws or writes,
+/// which wait until what was recorded by then is done. Each timed run takes two events of the
+/// device. A Recorder that is made while devices are in use waits for them once, to set its clock
+/// by theirs. Work that is captured as a graph is not timed.
 /// Memory: about 100 bytes an event, `max_events` at most.
-/// Threads: events of all threads, in the order in which they came in.
-/// Throws: `c10::ValueError` for `max_events` below 1; `c10::Error` for a file that cannot be written.
+/// Threads: events of all threads, in the order in which they came in. Throws: `c10::ValueError`
+/// for `max_events` below 1; `c10::Error` for a file that cannot be written.
 class REMAT_API Recorder {
  public:
   explicit Recorder(RecorderOptions options = {});  ///< records from now on
@@ -180,19 +184,20 @@ class REMAT_API Recorder {
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  /// Records no more; what was recorded stays. Once more does nothing. Not beside itself on another thread.
+  /// Records no more; what was recorded stays. Once more does nothing. Not beside itself on another
+  /// thread.
   void stop();
 
   Report report() const;  ///< the sums so far; waits for the device work that they count
   /// One line an event, without times: what happened in which order. Regions are numbered from 1 in
   /// the order in which they were first seen.
   std::string event_log() const;
-  /// For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their threads,
-  /// what ran on a device as slices of its streams, live bytes as a counter for each device. Under
-  /// a budget also the calls that run again, the drops and the limit.
+  /// For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their
+  /// threads, what ran on a device as slices of its streams, live bytes as a counter for each
+  /// device. Under a budget also the calls that run again, the drops and the limit.
   void write_chrome_trace(const std::filesystem::path& path) const;
-  /// Live bytes over time, stacked by kind, with the regions below; one such picture for each device.
-  /// Budgets are drawn as a line, and the operators that run again as bars.
+  /// Live bytes over time, stacked by kind, with the regions below; one such picture for each
+  /// device. Budgets are drawn as a line, and the operators that run again as bars.
   void write_memory_svg(const std::filesystem::path& path) const;
   /// One page without scripts or other files: the pictures, values under the pointer, the tables.
   void write_html(const std::filesystem::path& path) const;

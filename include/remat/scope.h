@@ -59,20 +59,20 @@ class REMAT_API DisableCheckpointGuard : detail::ScopeGuard {
   DisableCheckpointGuard();
 };
 
-/// Decides by level which calls of `checkpoint()` in its scope are regions: of those whose options have a level
-/// (`CheckpointOptions::level`) the ones with `training_level >= level` and `level > 0`; the others run plainly. Calls
-/// without a level are regions as ever. Recomputes see the level that forward saw. The levels of modules
-/// (`set_checkpoint_level`) are their own.
+/// Decides by level which calls of `checkpoint()` in its scope are regions: of those whose options
+/// have a level (`CheckpointOptions::level`) the ones with `training_level >= level` and
+/// `level > 0`; the others run plainly. Calls without a level are regions as ever. Recomputes see
+/// the level that forward saw. The levels of modules (`set_checkpoint_level`) are their own.
 class REMAT_API CheckpointLevelGuard : detail::ScopeGuard {
  public:
   explicit CheckpointLevelGuard(int64_t training_level);  ///< until the guard ends
 };
 
 /// While alive, several backward calls on this thread share one recompute of each region, as those
-/// of a split backward do (first the gradients of the inputs, later those of the weights). Each saved
-/// tensor is released when a backward has read it; a second backward call that reads the same one
-/// throws CheckpointError (GroupOverlap). At its end what is still held is freed.
-/// Throws: c10::Error where a group is alive already.
+/// of a split backward do (first the gradients of the inputs, later those of the weights). Each
+/// saved tensor is released when a backward has read it; a second backward call that reads the same
+/// one throws CheckpointError (GroupOverlap). At its end what is still held is freed. Throws:
+/// c10::Error where a group is alive already.
 class REMAT_API GraphExecGroup : detail::ScopeGuard {
  public:
   GraphExecGroup();

@@ -16,8 +16,8 @@ struct Module;
 
 namespace remat::detail {
 
-/// One region's script function: `forward` of a module, or a method. The executor of such a function changes what
-/// it runs after its first calls; a region keeps what its first run ran.
+/// One region's script function: `forward` of a module, or a method. The executor of such a
+/// function changes what it runs after its first calls; a region keeps what its first run ran.
 class REMAT_API ScriptCall {
  public:
   explicit ScriptCall(const torch::jit::Module& module);
@@ -25,8 +25,10 @@ class REMAT_API ScriptCall {
   ~ScriptCall();
   ScriptCall(const ScriptCall&) = delete;
   ScriptCall& operator=(const ScriptCall&) = delete;
-  /// The first time it runs what a plain call would run now, then the same again. Threads: any after the first.
-  /// Throws what the function throws, and in a recompute CheckpointError if LibTorch no longer has what ran then.
+  /// The first time it runs what a plain call would run now, then the same again. Threads: any
+  /// after the first.
+  /// Throws what the function throws, and in a recompute CheckpointError if LibTorch no longer has
+  /// what ran then.
   c10::IValue run(std::vector<c10::IValue> arguments);
   const torch::jit::Module& module() const;
 

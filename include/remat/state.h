@@ -16,8 +16,9 @@ namespace remat {
 /// State of the user's own that a region's function reads, such as a random engine of the standard
 /// library. Captured when a region begins; restored before each of its recomputes, and put back to
 /// what it was before that recompute when it has ended, stopped or thrown. Both are called under
-/// no-grad, and what they compute belongs to no region. Exceptions of both reach the caller. Captured, too, at the
-/// end of each `save_region` inside, so that a recompute which does not run its function restores what that left.
+/// no-grad, and what they compute belongs to no region. Exceptions of both reach the caller.
+/// Captured, too, at the end of each `save_region` inside, so that a recompute which does not run
+/// its function restores what that left.
 /// Threads: recomputes in several threads that use one provider take turns (one that waits longer
 /// than ten seconds throws RecomputeFailed); forwards call `capture` on their own threads.
 class REMAT_API StateProvider {
@@ -32,8 +33,8 @@ class REMAT_API StateProvider {
 // begin inside such a recompute. A provider or generator that is guarded inside a region is kept by
 // that region too, as it is then; it should not have been used in the region before.
 
-/// Regions that begin while it is alive, on this thread, keep what `provider` captured, and restore it
-/// around their recomputes.
+/// Regions that begin while it is alive, on this thread, keep what `provider` captured, and restore
+/// it around their recomputes.
 class REMAT_API StateProviderGuard : detail::ScopeGuard {
  public:
   explicit StateProviderGuard(std::shared_ptr<StateProvider> provider);  ///< until the guard ends

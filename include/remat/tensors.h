@@ -95,9 +95,10 @@ template <class T, class A>
 struct Tensors<std::forward_list<T, A>> : TensorsOfElements<T> {};
 
 // Note [Sets]
-// A set of tensors is ordered, or looked up, by what they are: their addresses as a rule. Taken out and filled with the
-// tensors of a recompute it would be walked in another order, and find none of those that it holds. So it is kept as it
-// is, and its tensors count as captured: their order, and what is found, are those of forward.
+// A set of tensors is ordered, or looked up, by what they are: their addresses as a rule. Taken out
+// and filled with the tensors of a recompute it would be walked in another order, and find none of
+// those that it holds. So it is kept as it is, and its tensors count as captured: their order, and
+// what is found, are those of forward.
 
 template <class T>
 struct Tensors<std::optional<T>> {

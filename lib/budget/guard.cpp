@@ -31,10 +31,10 @@ namespace {
 BudgetOptions checked(BudgetOptions options) {
   TORCH_CHECK_VALUE(
       options.bytes > 0, "remat::BudgetGuard: bytes was ", options.bytes,
-      ". Do: ask for a number of bytes above 0; INT64_MAX for a report without a limit.");
+      ". Hint: ask for a number of bytes above 0; INT64_MAX for a report without a limit.");
   TORCH_CHECK_VALUE(options.min_bytes >= -1, "remat::BudgetGuard: min_bytes was ",
                     options.min_bytes,
-                    ". Do: give 0 or more, or -1 for a thousandth of the budget.");
+                    ". Hint: give 0 or more, or -1 for a thousandth of the budget.");
   if (!options.device.is_cpu() && options.device.type() != present_accelerator())
     throw_unsupported("a budget was asked for on " + options.device.str(),
                       "this process has no such accelerator",

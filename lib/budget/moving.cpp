@@ -37,10 +37,10 @@ class TimeOfCopy {
 
 std::unique_ptr<Spool> spool_in(const MoveOptions& options, c10::Device device) {
   TORCH_CHECK_VALUE(options.min_bytes >= 0, "remat::BudgetGuard: moving's min_bytes was ",
-                    options.min_bytes, ". Do: give 0 or more.");
+                    options.min_bytes, ". Hint: give 0 or more.");
   TORCH_CHECK_VALUE(!device.is_cpu() || !options.directory.empty(),
                     "remat::BudgetGuard: moving names no directory, and the CPU's values have "
-                    "nowhere else to go. Do: name a directory.");
+                    "nowhere else to go. Hint: name a directory.");
   return options.directory.empty() ? nullptr
                                    : std::make_unique<Spool>(options.directory, "BudgetGuard");
 }

@@ -127,7 +127,7 @@ Saved::~Saved() {
 
 void Saved::refuse_tracing() const {
   TORCH_CHECK(Inspection::current() != nullptr,
-              "remat::BudgetGuard: compiled autograd cannot trace what a budget keeps. Do: run "
+              "remat::BudgetGuard: compiled autograd cannot trace what a budget keeps. Hint: run "
               "backward without it.");
 }
 

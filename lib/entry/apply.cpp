@@ -134,7 +134,7 @@ RefusedModule refused(const TreeModule& chosen) {
 }
 
 std::string line_of(const RefusedModule& refused) {
-  return fmt::format("{}: {}. Do: {}.", in_words(refused.path, refused.type), refused.reason,
+  return fmt::format("{}: {}. Hint: {}.", in_words(refused.path, refused.type), refused.reason,
                      refused.cure);
 }
 
@@ -164,14 +164,14 @@ AppliedCheckpointing apply(torch::nn::Module& root, const ModuleChoice& choice,
       all_or_nothing ? "remat::require_checkpointing" : "remat::apply_checkpointing";
   TORCH_CHECK_VALUE(
       has_condition(choice), verb,
-      ": the choice had no condition. Cause: all modules would be regions in each other. Do: "
+      ": the choice had no condition. Cause: all modules would be regions in each other. Hint: "
       "choose by name, type or a function: {.type = \"Bottleneck\", .every = 2}.");
   TORCH_CHECK_VALUE(options == nullptr || options->enabled, verb,
-                    ": ModuleOptions::enabled was false. Cause: this switches on. Do: "
+                    ": ModuleOptions::enabled was false. Cause: this switches on. Hint: "
                     "remat::remove_checkpointing, or remat::set_checkpointing(root, false).");
   TORCH_CHECK_VALUE(options == nullptr || options->level >= 0, verb, ": ModuleOptions::level was ",
                     options == nullptr ? 0 : options->level,
-                    ". Do: 0 for never, 1 and up for the level that turns it on.");
+                    ". Hint: 0 for never, 1 and up for the level that turns it on.");
   const std::vector<TreeModule> chosen = chosen_of(root, choice, verb);
   AppliedCheckpointing done;
   std::vector<Way> ways;
@@ -297,7 +297,7 @@ std::vector<UnusedRegion> unused_regions(torch::nn::Module& root, const at::Tens
   TORCH_CHECK_VALUE(
       result.defined() && result.requires_grad(),
       "remat::unused_regions: the result had no graph. Cause: it does not require grad, or was "
-      "computed without grad mode. Do: pass what backward is called on.");
+      "computed without grad mode. Hint: pass what backward is called on.");
   const Reached graph({torch::autograd::impl::gradient_edge(result)});
   std::vector<UnusedRegion> found;
   for (const TreeModule& each : tree_of(root)) {

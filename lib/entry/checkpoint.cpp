@@ -76,7 +76,7 @@ std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
 void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
   TORCH_CHECK_VALUE(!(in_force.debug && options.context_fn),
                     "remat::checkpoint: debug=True is incompatible with non-default context_fn. "
-                    "Do: drop one of the two for this region.");
+                    "Hint: drop one of the two for this region.");
   TORCH_CHECK_VALUE(options.offload_prefetch_depth >= 0,
                     "remat::checkpoint: offload_prefetch_depth is ", options.offload_prefetch_depth,
                     ".\nDo: give 0 or more.");

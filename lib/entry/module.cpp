@@ -95,7 +95,7 @@ ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
 
 void ModuleRegion::set_options(ModuleOptions options) {
   TORCH_CHECK_VALUE(options.level >= 0, "remat::Checkpointed: ModuleOptions::level was ",
-                    options.level, ". Do: 0 for never, 1 and up for the level that turns it on.");
+                    options.level, ". Hint: 0 for never, 1 and up for the level that turns it on.");
   // Of the two places where it can be said; the region, and what it warns of, asks the one in its options.
   if (options.buffers == BufferPolicy::Restore) options.buffers = options.checkpoint.buffers;
   options.checkpoint.buffers =
@@ -133,7 +133,7 @@ std::shared_ptr<torch::nn::Module> ModuleRegion::owner() const {
   TORCH_CHECK_VALUE(
       owner != nullptr, "remat::Checkpointed: a ", c10::demangle(type_.name()),
       " was called that no shared pointer owns. Cause: backward runs it again, so the "
-      "graph must keep it alive. Do: make it through remat::Checkpointed or "
+      "graph must keep it alive. Hint: make it through remat::Checkpointed or "
       "std::make_shared.");
   return owner;
 }
@@ -189,7 +189,7 @@ ModuleRegion* region_of(torch::nn::Module& module) {
 void refuse_sliced_clone(const std::type_info& wanted) {
   TORCH_CHECK(false, "remat::Checkpointed: a module was cloned whose clone() does not make a ",
               c10::demangle(wanted.name()),
-              ". Cause: it inherits clone() from a base class. Do: derive it from "
+              ". Cause: it inherits clone() from a base class. Hint: derive it from "
               "torch::nn::Cloneable of itself, or override clone().");
 }
 

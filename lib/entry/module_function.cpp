@@ -32,7 +32,7 @@ void visit_modules_of(const CheckpointOptions& options, torch::nn::Module* modul
   if (module != nullptr) visitor(*module);
   for (const auto& named : options.modules) {
     TORCH_CHECK_VALUE(named != nullptr,
-                      "remat::checkpoint: a module in CheckpointOptions::modules was null. Do: "
+                      "remat::checkpoint: a module in CheckpointOptions::modules was null. Hint: "
                       "name modules that exist, holder.ptr() for a holder.");
     visitor(*named);
   }
@@ -83,7 +83,7 @@ void refuse_null_module() {
   TORCH_CHECK_VALUE(
       false,
       "remat::checkpoint: the module to call was a null pointer. Cause: as<T>(), ptr<T>() and "
-      "dynamic casts return one where the module is of another type; or the holder is empty. Do: "
+      "dynamic casts return one where the module is of another type; or the holder is empty. Hint: "
       "name the type that the module has (typeid(module) says), or make the module first.");
 }
 

@@ -13,7 +13,7 @@ namespace remat {
 namespace {
 
 constexpr std::string_view conditions_text =
-    "Do: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a "
+    "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a "
     "dot, `**` anything, `|` stands between several), type (of classes, the same way) and every (a number from 1 "
     "up); for example \"every=2,name=layers.*,type=Bottleneck\".";
 
@@ -107,12 +107,12 @@ std::string text_of(const ModuleChoice& choice) {
 
 void check(const ModuleChoice& choice, std::string_view verb) {
   TORCH_CHECK_VALUE(choice.every >= 1, verb, ": ModuleChoice::every was ", choice.every,
-                    ". Do: 1 for each, 2 for every second, and so on.");
+                    ". Hint: 1 for each, 2 for every second, and so on.");
   for (const std::string* const patterns : {&choice.name, &choice.type})
     if (!patterns->empty())
       for (const std::string_view pattern : split(*patterns, '|'))
         TORCH_CHECK_VALUE(!pattern.empty(), verb, ": a pattern in \"", *patterns,
-                          "\" was empty. Do: write something before and after each `|`.");
+                          "\" was empty. Hint: write something before and after each `|`.");
 }
 
 [[noreturn]] void throw_nothing_chosen(const std::vector<TreeModule>& tree,
@@ -127,7 +127,7 @@ void check(const ModuleChoice& choice, std::string_view verb) {
   TORCH_CHECK_VALUE(
       false, verb, ": no module of the tree fits \"", text_of(choice), "\". Cause: the tree has ",
       fmt::format("{}", fmt::join(there, ", ")),
-      ". Do: choose of these. In paths `*` is anything but a dot: `layers.*` are the children of "
+      ". Hint: choose of these. In paths `*` is anything but a dot: `layers.*` are the children of "
       "layers, `layers.**` all below it.");
 }
 

@@ -59,7 +59,7 @@ void warn_of_opaque_arguments(const Frame& frame,
         " that holds a tensor which the region saved, but it has no visit_tensors. Cause: it "
         "is copied as a captured tensor is, so that its tensors, and the graph behind them, stay in "
         "memory although the region lies in another one, which would compute them again. "
-        "Do: write `template <class Visitor> void visit_tensors(",
+        "Hint: write `template <class Visitor> void visit_tensors(",
         type_name,
         "& value, Visitor&& visit)` beside the type, which calls visit(tensor) for each of "
         "its tensors; or pass the tensors as arguments of their own."));

@@ -34,7 +34,7 @@ void warn_of_stack_captures(const FunctionFacts& facts, const std::string& name)
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
       " holds the address of a local variable of its caller. Cause: it captures by reference "
       "([&]), or a pointer to an object on the stack; backward runs it again, and crashes if "
-      "the variable is gone by then. Do: capture by value ([=], a module's holder is a shared "
+      "the variable is gone by then. Hint: capture by value ([=], a module's holder is a shared "
       "pointer), or pass the variable as an argument; nothing, if backward ends before the "
       "variable does."));
 }

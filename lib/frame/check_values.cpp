@@ -78,7 +78,7 @@ std::unique_ptr<TensorCheck> values_check(const ValueComparison& rule) {
       "remat::checkpoint: CheckpointOptions::values has a negative or undefined number "
       "(absolute_tolerance ",
       rule.absolute_tolerance, ", relative_tolerance ", rule.relative_tolerance, ", max_elements ",
-      rule.max_elements, "). Do: set tolerances and max_elements to 0 or more.");
+      rule.max_elements, "). Hint: set tolerances and max_elements to 0 or more.");
   if (rule.absolute_tolerance > 0 || rule.relative_tolerance > 0)
     return std::make_unique<ToleranceCheck>(rule);
   if (rule.max_elements > 0 || rule.nan == ValueComparison::Nan::Any)

@@ -198,7 +198,7 @@ void Filler::warn_of_survivors(bool has_run_backward) const {
       "list of auxiliary losses, a member that holds an attention map), once in forward and again "
       "in each recompute: what it appends to counts twice, and the recompute's graph stays in "
       "memory; or a custom Function keeps its own output in its context, which only a backward "
-      "through it could free. Do: save such an output with save_for_backward; return the "
+      "through it could free. Hint: save such an output with save_for_backward; return the "
       "tensor from the function (in a tuple, a vector, a struct with visit_tensors), or do "
       "it only if !remat::is_recomputing()."));
 }

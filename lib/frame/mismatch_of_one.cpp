@@ -70,7 +70,7 @@ void throw_changed_buffer(const Region& region, const std::string& name) {
           "Cause: the function writes to the buffer, and what it writes depends on state that a recompute cannot put "
           "back (a member that counts calls, a list, a file); neither what the buffer held when forward began nor what "
           "forward left in it gives the same again.\n"
-          "Do: keep that state in a buffer (register_buffer), pass it as an argument, or write to the buffer outside of "
+          "Hint: keep that state in a buffer (register_buffer), pass it as an argument, or write to the buffer outside of "
           "the region; with BufferPolicy::Ignore the recompute takes the buffer as it is.",
           name, title(region)));
 }
@@ -193,7 +193,7 @@ void throw_double_unpack(const Region& region, int64_t position, const SlotIdent
       region, Kind::DoubleUnpack, about,
       fmt::format("Unpack is being triggered for a tensor that was already unpacked once. In {}, "
                   "saved tensor at position {}{}, within one backward.\n"
-                  "Do: read it once and keep the result, or leave strict_unpack off: then it is "
+                  "Hint: read it once and keep the result, or leave strict_unpack off: then it is "
                   "recomputed again.",
                   title(region), position, slot_words(about)));
 }
@@ -203,12 +203,13 @@ void throw_group_overlap(const Region& region, int64_t position, const SlotIdent
                     name_of(region, slot.tensor), saver_of(slot)};
   throw_about(
       region, Kind::GroupOverlap, about,
-      fmt::format("Performing two backward calls that overlap (i.e. require the same saved "
-                  "activation) in a GraphExecGroup. In {}, saved tensor at position {}{}.\n"
-                  "Cause: a group releases a tensor when the first backward has read it.\n"
-                  "Do: let the calls ask for disjoint gradients, close the group between them, or "
-                  "use a RecomputeCacheGuard, which keeps what several calls need.",
-                  title(region), position, slot_words(about)));
+      fmt::format(
+          "Performing two backward calls that overlap (i.e. require the same saved "
+          "activation) in a GraphExecGroup. In {}, saved tensor at position {}{}.\n"
+          "Cause: a group releases a tensor when the first backward has read it.\n"
+          "Hint: let the calls ask for disjoint gradients, close the group between them, or "
+          "use a RecomputeCacheGuard, which keeps what several calls need.",
+          title(region), position, slot_words(about)));
 }
 
 void throw_recompute_failed(const Region& region, const std::string& fact, const std::string& cause,
@@ -288,7 +289,7 @@ void throw_changed_value(const Region& region, int64_t position, const SlotIdent
               ? "Cause: the function of the region inside writes to its own argument, as an "
                 "in-place activation at its beginning does, or the argument is changed in place "
                 "after that region's call; a recompute would begin with what was written.\n"
-                "Do: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions of the region "
+                "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions of the region "
                 "inside, and it keeps a copy of its own; or pass it a clone (`x.clone()`), or use "
                 "the out-of-place operator."
               : "Cause: a tensor that backward needs is changed in place after it was saved; "

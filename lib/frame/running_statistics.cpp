@@ -37,7 +37,7 @@ void warn_of_running_statistics(const Region& region, const Surroundings& surrou
       " norm in training mode ran in ",
       name.empty() ? "a region without a name" : "region \"" + name + "\"",
       ", whose recompute will update its running statistics once more. Cause: the region's "
-      "function is not the module, so that its buffers are not known. Do: pass the module as "
+      "function is not the module, so that its buffers are not known. Hint: pass the module as "
       "the function, or name it in CheckpointOptions::modules; a script module's are "
       "known if it is the function itself; BufferPolicy::Ignore if twice is right."));
 }

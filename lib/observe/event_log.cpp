@@ -162,7 +162,7 @@ void write_report_file(const std::filesystem::path& path, const std::string& tex
   file << text;
   file.close();
   TORCH_CHECK(file.good(), "remat::Recorder: ", path.string(),
-              " could not be written. Do: name a file in a folder that exists and has room.");
+              " could not be written. Hint: name a file in a folder that exists and has room.");
 }
 
 std::string Recorder::event_log() const {

@@ -12,7 +12,7 @@ namespace remat {
 
 Recording::Recording(RecorderOptions options) : options_(options) {
   TORCH_CHECK_VALUE(options.max_events >= 1, "remat::Recorder: max_events was ", options.max_events,
-                    ". Do: leave room for at least one event.");
+                    ". Hint: leave room for at least one event.");
 }
 
 int64_t Recording::time_of(std::chrono::steady_clock::time_point time) const {

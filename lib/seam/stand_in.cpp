@@ -52,7 +52,7 @@ AnyValue call(AnyModule& module, AnyValues arguments) {
   TORCH_CHECK_VALUE(arguments.size() <= max_arguments, "remat: the forward of a ",
                     c10::demangle(module.type_info().name()), " was called with ", arguments.size(),
                     " arguments as an element that was switched on. Cause: ", max_arguments,
-                    " are the most. Do: pass them as a tuple or a struct.");
+                    " are the most. Hint: pass them as a tuple or a struct.");
   return calls[arguments.size()](module, arguments);
 }
 

@@ -112,7 +112,7 @@ Policy by_ops(const std::vector<std::string>& names, Answer answer, SelectiveOpt
     const auto ops = operators_named(name);
     TORCH_CHECK_VALUE(!ops.empty(), "remat::", function, ": there is no operator \"", name, "\".",
                       similar_names(name),
-                      " Do: give a registered name, as \"aten::mm\" (every overload), "
+                      " Hint: give a registered name, as \"aten::mm\" (every overload), "
                       "\"aten::add.Tensor\" (one) or \"aten::mm.default\" (the unnamed one).");
     bool can_be_kept = false, is_composite = false;
     for (const c10::OperatorHandle& op : ops) {
@@ -124,10 +124,10 @@ Policy by_ops(const std::vector<std::string>& names, Answer answer, SelectiveOpt
     if (can_be_kept) continue;
     const char* const reason =
         is_composite
-            ? "\" consists of other operators and never reaches a policy itself. Do: list "
+            ? "\" consists of other operators and never reaches a policy itself. Hint: list "
               "the operators it consists of; a policy function sees their names."
             : "\" writes to an argument, returns a view of one or makes a blank tensor, so "
-              "that it always runs again. Do: list the operator that makes the values.";
+              "that it always runs again. Hint: list the operator that makes the values.";
     seam::warn(c10::str("remat::", function, ": \"", name, reason));
   }
   return PolicyRule::policy(
@@ -146,7 +146,7 @@ Policy by_names(const std::vector<std::string>& names, Answer answer, Answer oth
 const SelectiveOptions& checked(const SelectiveOptions& options) {
   const auto check = [](int64_t value, const char* name) {
     TORCH_CHECK_VALUE(value >= 0, "remat: SelectiveOptions::", name, " was ", value,
-                      ". Do: give 0 or more.");
+                      ". Hint: give 0 or more.");
   };
   check(options.min_offload_bytes, "min_offload_bytes");
   check(options.prefetch_depth, "prefetch_depth");
@@ -212,7 +212,7 @@ void PolicyRule::warn_about_unseen() const {
     seam::warn(c10::str(
         "remat: a policy lists ", fmt::format("\"{}\"", fmt::join(names, "\", \"")),
         ", but no value was given that name by remat::checkpoint_name in a region with this "
-        "policy. Do: compare the spelling."));
+        "policy. Hint: compare the spelling."));
 }
 
 std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const PolicyRule> a,
@@ -256,7 +256,7 @@ std::shared_ptr<const PolicyRule> PolicyRule::either(std::shared_ptr<const Polic
       TORCH_CHECK_VALUE(!(both_keep && a->names_.contains(name) && b->names_.contains(name) &&
                           is_offloading(first) != is_offloading(second)),
                         "remat: the name \"", name,
-                        "\" is to be saved by one policy and offloaded by the other. Do: list it "
+                        "\" is to be saved by one policy and offloaded by the other. Hint: list it "
                         "in one of them.");
       names[name] = stronger(first, second);
     }

@@ -39,7 +39,7 @@ class StateScope final : public detail::Scope {
 
 std::shared_ptr<UserRegistrations> only(std::shared_ptr<StateProvider> provider) {
   TORCH_CHECK_VALUE(provider != nullptr,
-                    "remat::StateProviderGuard: the provider is null. Do: pass an object.");
+                    "remat::StateProviderGuard: the provider is null. Hint: pass an object.");
   auto all = std::make_shared<UserRegistrations>();
   all->providers.push_back(std::move(provider));
   return all;
@@ -47,7 +47,7 @@ std::shared_ptr<UserRegistrations> only(std::shared_ptr<StateProvider> provider)
 
 std::shared_ptr<UserRegistrations> only(at::Generator generator) {
   TORCH_CHECK_VALUE(generator.defined(),
-                    "remat::GeneratorGuard: the generator is not defined. Do: pass one that "
+                    "remat::GeneratorGuard: the generator is not defined. Hint: pass one that "
                     "at::make_generator or the like has made.");
   auto all = std::make_shared<UserRegistrations>();
   all->generators.push_back(std::move(generator));

@@ -36,7 +36,7 @@ PYBIND11_MODULE(_remat, module) {
     PyErr_Format(
         PyExc_ImportError,
         "remat: the extension module was built for libremat's binding number %d, and the library "
-        "that is loaded has %d. Do: install the package again, so that both come from one build.",
+        "that is loaded has %d. Hint: install the package again, so that both come from one build.",
         remat::binding_abi, remat::loaded_binding_abi());
     throw py::error_already_set();
   }

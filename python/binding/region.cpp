@@ -441,7 +441,7 @@ bool warn_of_late_function(PyObject* result) {
   return PyErr_WarnFormat(
              PyExc_UserWarning, 1,
              "remat.checkpoint: the function returned a %s, whose code runs when the region is over: nothing that it "
-             "computes is dropped. Do: make regions of the functions that it calls.",
+             "computes is dropped. Hint: make regions of the functions that it calls.",
              is_coroutine ? "coroutine" : "generator") == 0;
 }
 
@@ -669,7 +669,7 @@ CheckpointOptions options_in(const py::dict& named, bool has_modules) {
     if (reader.take(name.ptr(), value.ptr()) && (has_modules || reader.modules.empty())) continue;
     PyErr_Format(
         PyExc_TypeError,
-        "remat: there is no option %R here. Do: give options of remat.checkpoint, which its "
+        "remat: there is no option %R here. Hint: give options of remat.checkpoint, which its "
         "help() lists%s",
         name.ptr(), has_modules ? "" : ", but for modules");
     throw python_error();

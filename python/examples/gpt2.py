@@ -23,7 +23,7 @@ try:
     from transformers import GPT2Config, GPT2LMHeadModel
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 except ImportError as error:
-    sys.exit(f"gpt2.py needs the package transformers ({error}). Do: python -m pip install transformers")
+    sys.exit(f"gpt2.py needs the package transformers ({error}). Hint: python -m pip install transformers")
 
 TEXT = Path(__file__).resolve().parents[2] / "examples" / "data" / "genesis-exodus.txt"
 

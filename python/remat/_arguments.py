@@ -142,13 +142,13 @@ def refuse(user: str, name: str, words: str, value: Any) -> TypeError:
     """`user`: the function, as its callers write it."""
     text = f"{user}: {name} must be {words}, and is {said(value)}"
     if isinstance(value, str) and words.startswith("a list"):
-        text += f". Do: [{value!r}]."
+        text += f". Hint: [{value!r}]."
     elif isinstance(value, type) and words == "a torch.nn.Module" and issubclass(value, nn.Module):
-        text += f". Do: make one, {value.__name__}(...), or give each that there is."
+        text += f". Hint: make one, {value.__name__}(...), or give each that there is."
     elif isinstance(value, types.FunctionType) and user == "remat.Checkpointed" and name == "module":
-        text += ". Do: remat.checkpoint(function, ...) where it is called, or @remat.checkpoint() on it."
+        text += ". Hint: remat.checkpoint(function, ...) where it is called, or @remat.checkpoint() on it."
     elif isinstance(value, types.FunctionType) and "function" not in words:
-        text += f". Do: as a decorator it needs its arguments in parentheses, @{user}(...)."
+        text += f". Hint: as a decorator it needs its arguments in parentheses, @{user}(...)."
     return TypeError(text)
 
 

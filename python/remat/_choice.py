@@ -14,7 +14,7 @@ from ._arguments import check, checked
 Types = Union[str, type[nn.Module], Iterable[Union[str, type[nn.Module]]]]
 
 _CONDITIONS = (
-    "Do: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a dot, "
+    "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a dot, "
     "`**` anything, `|` stands between several), type (of classes, the same way) and every (a number from 1 up); "
     'for example "every=2,name=layers.*,type=Bottleneck".'
 )
@@ -90,16 +90,16 @@ class ModuleChoice(NamedTuple):
             check(verb, field, annotation, getattr(self, field))
         types = _listed(self.types)
         if self.every < 1:
-            raise ValueError(f"{verb}: every was {self.every!r}. Do: 1 for each, 2 for every second, and so on.")
+            raise ValueError(f"{verb}: every was {self.every!r}. Hint: 1 for each, 2 for every second, and so on.")
         if not self.name and not types and self.predicate is None:
             raise ValueError(
-                f"{verb}: the choice had no condition. Cause: all modules would be regions in each other. Do: choose "
+                f"{verb}: the choice had no condition. Cause: all modules would be regions in each other. Hint: choose "
                 'by name, types or a predicate: types=Bottleneck, every=2; or "every=2,type=Bottleneck".'
             )
         for patterns in (self.name, *(each for each in types if isinstance(each, str))):
             if patterns and not all(pattern.strip() for pattern in patterns.split("|")):
                 raise ValueError(
-                    f'{verb}: a pattern in "{patterns}" was empty. Do: write something before and after each `|`.'
+                    f'{verb}: a pattern in "{patterns}" was empty. Hint: write something before and after each `|`.'
                 )
         tree = list(root.named_modules(remove_duplicate=False))
         fitting = [(path, module) for path, module in tree if self._fits(path, module, types)]
@@ -108,7 +108,7 @@ class ModuleChoice(NamedTuple):
             more = [f"and {len(there) - 12} more"] if len(there) > 12 else []
             raise ValueError(
                 f'{verb}: no module of the tree fits "{self}". Cause: the tree has {", ".join(there[:12] + more)}. '
-                "Do: choose of these. In paths `*` is anything but a dot: `layers.*` are the children of layers, "
+                "Hint: choose of these. In paths `*` is anything but a dot: `layers.*` are the children of layers, "
                 "`layers.**` all below it."
             )
         return fitting[:: self.every]

@@ -460,7 +460,7 @@ def install(*, native_policy_functions: bool = True, budget: Optional[Budgeted] 
     if not _reaches_upstream:
         raise RuntimeError(
             f"remat.install: torch {torch.__version__} makes the regions of torch.utils.checkpoint in a way that this "
-            f"remat does not know, so that they would go on to run on torch's own code. Do: call remat.checkpoint, or "
+            f"remat does not know, so that they would go on to run on torch's own code. Hint: call remat.checkpoint, or "
             f"take a newer remat or an older torch"
         )
     opened = None if budget is None else make_budget(budget).__enter__()

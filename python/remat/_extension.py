@@ -19,7 +19,7 @@ def _release(version: str) -> str:
 if _release(torch.__version__) != _release(_build.torch_version):
     raise ImportError(
         f"remat was built against torch {_build.torch_version}, and torch {torch.__version__} is installed. "
-        "Do: build remat against this torch (pip install --no-build-isolation --force-reinstall .), or install "
+        "Hint: build remat against this torch (pip install --no-build-isolation --force-reinstall .), or install "
         "the other one."
     )
 
@@ -30,7 +30,7 @@ except ImportError as error:
         raise
     raise ImportError(
         f"remat: the extension module and libremat.so do not fit together, or one is missing ({error}). "
-        "Do: install the package again, so that both come from one build."
+        "Hint: install the package again, so that both come from one build."
     ) from error
 
 from ._dispatch_mode import SeesOperators  # noqa: E402
@@ -76,7 +76,7 @@ class _FunctionModes:
                 f"remat.checkpoint: the function mode {names} was active around the call of the region, "
                 "and was not active around its recompute, so that the gradient would be wrong.\n"
                 "Cause: torch turns function modes off in a backward, also inside of their `with`.\n"
-                "Do: open the mode inside the region's function."
+                "Hint: open the mode inside the region's function."
             )
             error.kind = ErrorKind.UNSUPPORTED
             raise error

@@ -209,7 +209,7 @@ def fit(
         isinstance(model_or_stages, nn.Sequential) and plain_class(model_or_stages).forward is nn.Sequential.forward
     ):
         raise ValueError(
-            f"remat.fit: a {class_name(model_or_stages)} does not say what its stages are. Do: pass them as a list of "
+            f"remat.fit: a {class_name(model_or_stages)} does not say what its stages are. Hint: pass them as a list of "
             "functions from one tensor to one tensor, [embed, *blocks, head_and_loss] say, and call the result in the "
             "place of the model."
         )

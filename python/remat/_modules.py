@@ -42,7 +42,7 @@ class Region:
             raise ValueError(f"remat.Checkpointed: buffers must be one of {known}, and is {buffers!r}")
         if not isinstance(level, int) or level < 0:
             raise ValueError(
-                f"remat.Checkpointed: level was {level!r}. Do: 0 for never, 1 and up for the level that turns it on."
+                f"remat.Checkpointed: level was {level!r}. Hint: 0 for never, 1 and up for the level that turns it on."
             )
         self.options = options
         self.training_only = training_only
@@ -294,7 +294,7 @@ def Checkpointed(  # noqa: N802 - it stands where the name of a class does
     """
     refused = _why_not(module)
     if refused is not None:
-        raise ValueError(f"remat.Checkpointed: a {class_name(module)} cannot be a region: {refused[0]}. Do: {refused[1]}.")
+        raise ValueError(f"remat.Checkpointed: a {class_name(module)} cannot be a region: {refused[0]}. Hint: {refused[1]}.")
     region = Region(options, training_only=training_only, level=level, buffers=buffers, enabled=level > 0)
     _switch_on(module, region)
     return module
@@ -335,7 +335,7 @@ class Applied(NamedTuple):
     def __str__(self) -> str:
         lines = [f"region: {path or 'the root'} ({type})" for path, type in self.regions]
         for path, type, reason, cure in self.refused:
-            lines.append(f"no region: {path or 'the root'} ({type}): {reason}. Do: {cure}.")
+            lines.append(f"no region: {path or 'the root'} ({type}): {reason}. Hint: {cure}.")
         return "\n".join(lines)
 
 
@@ -514,7 +514,7 @@ def unused_regions(model: nn.Module, result: torch.Tensor) -> list[UnusedRegion]
     if result.grad_fn is None:
         raise ValueError(
             "remat.unused_regions: the result had no graph. Cause: it does not require grad, or was computed without grad "
-            "mode. Do: pass what backward is called on."
+            "mode. Hint: pass what backward is called on."
         )
     used = {id(leaf) for leaf in _leaves_below(result)}
     found = []

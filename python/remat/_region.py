@@ -73,7 +73,7 @@ def refuse_function(user: str, function: Any) -> None:
     """Raises TypeError for what is no function that a region could run."""
     if isinstance(function, type) and hasattr(function, "_call_impl"):  # of modules
         raise TypeError(
-            f"{user}: the function must be a function or a module, and is {said(function)}. Do: "
+            f"{user}: the function must be a function or a module, and is {said(function)}. Hint: "
             f"remat.Checkpointed({function.__name__}(...)), or @remat.checkpoint() on its forward."
         )
     if not callable(function):
@@ -89,7 +89,7 @@ def unbound(function: Any, error: TypeError) -> TypeError:
         name = getattr(function, "__name__", type(function).__name__)
         return TypeError(
             f"remat.checkpoint: {name} was called without arguments: {missing}. Cause: remat.checkpoint(function, ...) calls "
-            "the function, and as a decorator it needs parentheses. Do: @remat.checkpoint() above the function, or "
+            "the function, and as a decorator it needs parentheses. Hint: @remat.checkpoint() above the function, or "
             "remat.checkpoint(function, *arguments)."
         )
     except ValueError:  # a function without a signature

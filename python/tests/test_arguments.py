@@ -200,7 +200,7 @@ class Arguments(Case):
             )
         self.assertIn("must be a function or a module, and is 3", refused(lambda: remat.checkpoint()(3)))  # type: ignore
         for call in (lambda: remat.checkpoint(torch.nn.Linear, 2, 2), lambda: remat.checkpoint()(torch.nn.Linear)):
-            self.assertRegex(refused(call), r"is the class Linear\. Do: remat\.Checkpointed\(Linear\(\.\.\.\)\)")
+            self.assertRegex(refused(call), r"is the class Linear\. Hint: remat\.Checkpointed\(Linear\(\.\.\.\)\)")
         self.assertEqual(
             refused(lambda: remat.save_region(3)),  # type: ignore[arg-type]
             "remat.save_region: the function must be a function, and is 3",
@@ -215,7 +215,7 @@ class Arguments(Case):
         )
         self.assertRegex(
             refused(lambda: remat.Checkpointed(torch.nn.Linear)),  # type: ignore[type-var]
-            r"and is the class Linear\. Do: make one, Linear\(\.\.\.\)",
+            r"and is the class Linear\. Hint: make one, Linear\(\.\.\.\)",
         )
         self.assertIn("@remat.checkpoint() on it", refused(lambda: remat.Checkpointed(block)))  # type: ignore[type-var]
 
@@ -261,9 +261,9 @@ class Arguments(Case):
     def test_a_name_is_no_list_of_names(self) -> None:
         self.assertEqual(
             refused(lambda: remat.save_names("up")),
-            "remat.save_names: names must be a list of names, and is 'up'. Do: ['up'].",
+            "remat.save_names: names must be a list of names, and is 'up'. Hint: ['up'].",
         )
-        self.assertIn("Do: ['aten::mm']", refused(lambda: remat.save_ops("aten::mm")))
+        self.assertIn("Hint: ['aten::mm']", refused(lambda: remat.save_ops("aten::mm")))
 
     def test_tensors_and_providers(self) -> None:
         self.assertEqual(refused(lambda: remat.pin(3)), "remat.pin: x must be a torch.Tensor, and is 3")  # type: ignore

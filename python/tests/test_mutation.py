@@ -226,7 +226,7 @@ class RegionsInside(Failing):
                     text = str(caught.exception)
                     self.assertIn("as an argument of a region inside, is at version 1; expected version 0", text)
                     self.assertIn("the function of the region inside writes to its own argument", text)
-                    self.assertIn('Do: set input_mode="copy_on_write" of the region inside', text)
+                    self.assertIn('Hint: set input_mode="copy_on_write" of the region inside', text)
                     self.assertNotIn("plain autograd refuses", text)
 
 

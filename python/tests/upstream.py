@@ -79,7 +79,7 @@ def mirror() -> tuple[str, str]:
             if re.search(r"/debian/?$", fields.get("URIs", "")):
                 key = fields.get("Signed-By")
                 return fields["URIs"].split()[0], f"[signed-by={key}] " if key else ""
-    sys.exit("upstream.py: apt knows no Debian mirror here. Do: name a PyTorch source tree with --sources.")
+    sys.exit("upstream.py: apt knows no Debian mirror here. Hint: name a PyTorch source tree with --sources.")
 
 
 def fetch() -> Path:
@@ -153,7 +153,7 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     lacking = [name for name in ("expecttest", "numpy", "pytest") if importlib.util.find_spec(name) is None]
     if lacking:
-        parser.error(f"torch's tests need what is not installed here. Do: pip install {' '.join(lacking)}")
+        parser.error(f"torch's tests need what is not installed here. Hint: pip install {' '.join(lacking)}")
     sources = (options.sources or fetch()).resolve()
     print(f"{'suite':12} {'without: pass/fail/skip':26} {'with remat':18} regions opened")
     different = 0

@@ -57,7 +57,7 @@ TEST_CASE("an argument that carries a forward-mode tangent is refused", "[rule-2
     CHECK(std::string(error.what_without_backtrace()) ==
           "remat::checkpoint: an argument carries a forward-mode tangent.\n"
           "Cause: forward-mode AD does not see what a recompute does.\n"
-          "Do: call the function without remat::checkpoint while forward-mode AD is used.");
+          "Hint: call the function without remat::checkpoint while forward-mode AD is used.");
     CHECK(calls.count() == 0);
     CHECK(f(dual)._fw_grad(static_cast<int64_t>(level.index)).defined());
   }

@@ -50,7 +50,7 @@ TEST_CASE("a function that writes to its argument is told so in backward, with t
             ", options at train.cpp:42), counted from 0, is at version 1; expected version 0 instead.\n"
             "Cause: the region's function writes to its own argument, as an in-place activation at "
             "its beginning does, and a recompute would begin with what was written.\n"
-            "Do: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and the region "
+            "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and the region "
             "keeps a copy of its own; or pass a clone (`x.clone()`), or let the function use the "
             "out-of-place operator.");
   }

@@ -45,7 +45,7 @@ TEST_CASE("running statistics that are arguments are an error in backward, with 
             ", options at train.cpp:42), counted from 0.\n"
             "Cause: a recompute would begin with the moved statistics, and would move them once "
             "more.\n"
-            "Do: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and a recompute "
+            "Hint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and a recompute "
             "moves a copy; or set buffers = BufferPolicy::Ignore if twice is right.");
   }
   CHECK(warnings.texts.empty());
