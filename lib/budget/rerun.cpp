@@ -17,6 +17,7 @@
 #include "hooks/ready.h"
 #include "lib/base/invariant.h"
 #include "lib/base/waiting.h"
+#include "lib/budget/choices.h"
 #include "lib/budget/room.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/settings.h"
@@ -250,6 +251,7 @@ void Rerun::end(Dead& dead) {
       throw_other_results(record_);
     value->counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
     value->is_rerun = value->saves.empty();
+    value->last_use = value->runtime->clock;
     made_bytes_ += value->bytes;
     device_ = value->device;
     graph.set_content(*value, std::move(made_[i]));
@@ -341,6 +343,7 @@ void Again::prepare(Dead& dead) {
       if (std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end())
         continue;
       ++read.value->num_locks;
+      read.value->last_use = runtime_.clock;
       step.locked.push_back(read.value);
     }
     return;
@@ -362,6 +365,7 @@ void Again::finish(Rerun& rerun, Record& record, double seconds) {
   if (!kept_.empty()) {
     kept_.front()->runtime->note_rerun(seconds);
     kept_.front()->runtime->clock += record.cost;
+    Trial::get().work.rerun_s += record.cost;
   }
   pop(dead);
   if (stack_.empty()) return;
@@ -413,6 +417,7 @@ c10::Storage content_again(const Save& save, Runtime& runtime) {
     const std::lock_guard<std::mutex> lock(graph.mutex());
     runtime.cursor = save.clock;
     value = save.value;
+    value->last_use = runtime.clock;
     c10::Storage content = Graph::content_of(*value);
     if (content) value->runtime->hold(*value, content);
     return content;
