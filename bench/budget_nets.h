@@ -10,8 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "remat/checkpoint.h"
-#include "remat/fit.h"
+#include "remat/plan.h"
 
 namespace bench {
 
@@ -21,6 +20,11 @@ using torch::Tensor;
 struct NetSize {
   int64_t blocks, width, batch, side;  ///< `side`: of a picture, or the length of a text
 };
+
+/// As in Python: one operator. `torch::nn::Linear` takes two for (B, T, width).
+inline Tensor linear(const Tensor& x, const nn::Linear& layer) {
+  return torch::linear(x, layer->weight, layer->bias);
+}
 
 /// A pre-norm block whose attention saves its probabilities. (B, T, width) -> (B, T, width)
 class WrittenOutBlockImpl : public nn::Module {
@@ -37,7 +41,7 @@ class WrittenOutBlockImpl : public nn::Module {
     constexpr int64_t heads = 4;
     constexpr double dropout = 0.1;
     const int64_t batch = x.size(0), length = x.size(1), width = x.size(2);
-    const auto parts = qkv_(norm1_(x))
+    const auto parts = linear(norm1_(x), qkv_)
                            .view({batch, length, 3, heads, width / heads})
                            .permute({2, 0, 3, 1, 4})
                            .unbind(0);
@@ -47,8 +51,8 @@ class WrittenOutBlockImpl : public nn::Module {
                                 -std::numeric_limits<float>::infinity());
     const Tensor shares = torch::dropout(scores.softmax(-1), dropout, true);
     const Tensor mixed = shares.matmul(parts[2]).transpose(1, 2).reshape({batch, length, width});
-    x = x + torch::dropout(out_(mixed), dropout, true);
-    return x + torch::dropout(down_(torch::gelu(up_(norm2_(x)))), dropout, true);
+    x = x + torch::dropout(linear(mixed, out_), dropout, true);
+    return x + torch::dropout(linear(torch::gelu(linear(norm2_(x), up_)), down_), dropout, true);
   }
 
  private:
@@ -71,18 +75,9 @@ class WrittenOutTransformerImpl : public nn::Module {
           register_module("block" + std::to_string(i), WrittenOutBlock(size.width)));
   }
 
-  /// Returns the loss; the first blocks are regions, `group` of them in each.
-  Tensor loss(int64_t num_in_regions = 0, std::size_t group = 1) {
+  Tensor loss() {
     Tensor x = embedded(ids_);
-    for (std::size_t i = 0; i < blocks_.size(); i += group) {
-      const auto first = blocks_.begin() + static_cast<std::ptrdiff_t>(i);
-      const std::vector<WrittenOutBlock> blocks(first, first + static_cast<std::ptrdiff_t>(group));
-      const auto run = [blocks](Tensor y) {
-        for (WrittenOutBlock each : blocks) y = each(y);
-        return y;
-      };
-      x = static_cast<int64_t>(i) < num_in_regions ? remat::checkpoint(run, x) : run(x);
-    }
+    for (WrittenOutBlock& each : blocks_) x = each(x);
     return loss_of(x);
   }
 
@@ -101,7 +96,7 @@ class WrittenOutTransformerImpl : public nn::Module {
     return token_(ids) + position_(torch::arange(ids.size(1)));
   }
   Tensor loss_of(const Tensor& x) {
-    return torch::cross_entropy_loss(head_(norm_(x)).flatten(0, 1), targets_);
+    return torch::cross_entropy_loss(linear(norm_(x), head_).flatten(0, 1), targets_);
   }
 
   const Tensor ids_, targets_;

@@ -426,7 +426,7 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const OpTraits& traits = traits_of(op);
   const Kind& kind = kind_of(op, traits);
   const bool is_in_region = detail::innermost_region() != nullptr;
-  if (is_in_region && !Trial::get().counts_work && !traits.is_mutable && !kind.may_write &&
+  if (is_in_region && !traits.is_mutable && !kind.may_write &&
       !traits.has_side_effect(arguments_of(op, stack)))
     return remat::run_operator(op, stack);
   if (kind.is_view_only) {

@@ -301,7 +301,8 @@ class Again {
 
   Runtime& runtime_;
   std::vector<Step> stack_;
-  std::vector<Value*> kept_;  // latest results, locked until the next step has locked its inputs
+  std::vector<Value*> kept_;  // latest results, locked until the next step has locked its inputs;
+                              // those of the last step until the caller has taken them
   const Runtime* const outer_;
 };
 
@@ -355,8 +356,6 @@ void Again::finish(Rerun& rerun, Record& record, double seconds) {
   Dead dead;
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
   rerun.end(dead);
-  for (Value* const each : kept_) unlock(*each, dead);
-  kept_.clear();
   for (Value* const each : record.results)
     if (each != nullptr && Graph::has_content(*each)) {
       ++each->num_locks;
@@ -378,6 +377,9 @@ void Again::finish(Rerun& rerun, Record& record, double seconds) {
     ++read.value->num_locks;
     step.locked.push_back(read.value);
   }
+  // Before the next call runs: an operator in place may steal a content with one lock only.
+  for (Value* const each : kept_) unlock(*each, dead);
+  kept_.clear();
 }
 
 void Again::run() {

@@ -146,7 +146,7 @@ void Run::forward(const Cell& cell, Way way) {
   versions_before_ = versions();
   Tensors results;
   if (way == Way::Checkpointed) {
-    if (configuration.during) during_ = configuration.during();
+    if (configuration.during) during_ = configuration.during(cell.seed);
     results = configuration.checkpointed(made_.body, args_);
   } else {
     const remat::DisableCheckpointGuard plainly;

@@ -88,7 +88,7 @@ struct Configuration {
   Runner plain{};
   std::string plain_name{};
   /// What lives from before forward until after the last backward.
-  std::function<std::shared_ptr<void>()> during{};
+  std::function<std::shared_ptr<void>(uint64_t seed)> during{};
   bool opens_frames = true;
 };
 
