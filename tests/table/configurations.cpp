@@ -252,7 +252,7 @@ class RandomBudget {
 Configuration within_budget(std::string name, remat::budget::Choice choice) {
   Configuration row{std::move(name), run_body()};
   row.during = [choice](uint64_t seed) { return std::make_shared<RandomBudget>(choice, seed); };
-  row.opens_frames = false;
+  row.leaves_frames = true;
   return row;
 }
 

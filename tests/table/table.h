@@ -90,6 +90,7 @@ struct Configuration {
   /// What lives from before forward until after the last backward.
   std::function<std::shared_ptr<void>(uint64_t seed)> during{};
   bool opens_frames = true;
+  bool leaves_frames = false;  ///< the body may open regions of its own
 };
 
 class Run;
