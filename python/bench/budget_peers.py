@@ -91,7 +91,7 @@ class Program:
         for each in self.model.parameters():
             if each.grad is not None:
                 each.grad.zero_()
-        (call or self.model)(self.ids, self.targets).backward()
+        (self.model if call is None else call)(self.ids, self.targets).backward()
 
     def peak_of(self, side: Side) -> int:
         """[bytes] beyond what is alive before the step, of its second run."""

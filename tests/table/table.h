@@ -36,6 +36,7 @@ enum Trait : unsigned {
   writes_kept = 8,      ///< in place, to the result of an operator, perhaps inside a composite
   is_wide = 32,         ///< computes with numbers that do not fit float
   replaces_data = 64,   ///< gives an argument other data, after forward
+  has_two_formulas = 128,  ///< LibTorch's gradient is another formula under a dispatch mode
   raises_changed = 16,  ///< plainly in backward, since something saved was changed in place
 };
 
