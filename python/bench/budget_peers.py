@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import sys
 import time
+import types
 from collections.abc import Iterator
 from typing import Callable, Optional
 
@@ -110,8 +111,14 @@ class Program:
     def compiled(self, budget: float) -> Side:
         import torch._functorch.config as functorch
 
-        torch._dynamo.reset()
-        call = torch.compile(self.model)
+        model = self.model
+
+        def plain(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return model(ids, targets)
+
+        # The compiler knows code by its object: each budget needs code of its own.
+        code = plain.__code__.replace(co_name=f"within_{budget}")
+        call = torch.compile(types.FunctionType(code, globals(), closure=plain.__closure__))
         start = time.perf_counter()
         with functorch.patch(activation_memory_budget=budget):
             self.step(call)
