@@ -43,7 +43,7 @@ struct Way {
   // Results of one step.
   int64_t peak_bytes = 0;
   int64_t faults = 0;  ///< pages that the system gave in the step
-  double extra = 0;  ///< operator work beyond the plain step's, in plain steps
+  double extra = 0;    ///< operator work beyond the plain step's, in plain steps
   remat::BudgetReport report{};
 };
 
@@ -113,21 +113,21 @@ class Trial {
     }
     bench::measure(cells, arguments);
     for (std::size_t i = 0; i < places.size(); ++i) cell_of[places[i]] = &cells[i];
-    std::fprintf(stderr, "%-20s %11s %6s %7s %9s %7s %7s %8s %8s %7s\n", net_.name,
-                 "peak bytes", "%", "work", "evictions", "reruns", "faults", "min [ms]", "of plain", "search");
+    std::fprintf(stderr, "%-20s %11s %6s %7s %9s %7s %7s %8s %8s %7s\n", net_.name, "peak bytes",
+                 "%", "work", "evictions", "reruns", "faults", "min [ms]", "of plain", "search");
     const auto plain_peak = static_cast<double>(ways_.front().peak_bytes);
     for (std::size_t i = 0; i < ways_.size(); ++i) {
       const Way& way = ways_[i];
       const auto number = [](int64_t value) { return static_cast<long long>(value); };
       std::fprintf(stderr, "%-20s %11lld %6.1f %7.3f %9lld %7lld %7lld", way.name.c_str(),
                    number(way.peak_bytes), 100 * static_cast<double>(way.peak_bytes) / plain_peak,
-                   1 + way.extra, number(way.report.evictions), number(way.report.reruns), number(way.faults));
-      const std::string found =
-          bench::text("\"peak_bytes\": %lld, \"work\": %.4f, \"evictions\": %lld, \"reruns\": %lld"
-                      ", \"over_bytes\": %lld, \"faults\": %lld",
-                      number(way.peak_bytes), 1 + way.extra, number(way.report.evictions),
-                      number(way.report.reruns), number(way.report.over_bytes),
-                      number(way.faults));
+                   1 + way.extra, number(way.report.evictions), number(way.report.reruns),
+                   number(way.faults));
+      const std::string found = bench::text(
+          "\"peak_bytes\": %lld, \"work\": %.4f, \"evictions\": %lld, \"reruns\": %lld"
+          ", \"over_bytes\": %lld, \"faults\": %lld",
+          number(way.peak_bytes), 1 + way.extra, number(way.report.evictions),
+          number(way.report.reruns), number(way.report.over_bytes), number(way.faults));
       const std::string params =
           bench::text("\"model\": \"%s\", \"way\": \"%s\"", net_.name, way.name.c_str());
       if (cell_of[i] == nullptr) {
@@ -169,8 +169,7 @@ class Trial {
     if (!is_wanted(name)) return;
     try {
       remat::Fitted fitted = remat::fit(net_.stages, net_.input, share(percent));
-      add({.name = name,
-           .loss = [fitted, input = net_.input]() mutable { return fitted(input); }});
+      add({.name = name, .loss = [fitted, input = net_.input]() mutable { return fitted(input); }});
     } catch (const remat::InfeasibleBudget&) {
       std::fprintf(stderr, "%s: no plan is that small\n", name.c_str());
     }
@@ -275,8 +274,7 @@ Net demo(bool smoke) {
   const Tensor inputs = ids.narrow(1, 0, options.context),
                targets = ids.narrow(1, 1, options.context);
   CharTransformer model(options, Checkpointing::None);
-  Net net{"the demo's model", model.ptr(),
-          [=]() mutable { return model->loss(inputs, targets); }};
+  Net net{"the demo's model", model.ptr(), [=]() mutable { return model->loss(inputs, targets); }};
   net.stages = model->stages();
   // One stage at the end, not two: output layer and loss.
   net.stages.back() = [output = net.stages.back(), targets](const Tensor& x) {
@@ -301,7 +299,8 @@ Net u_net(bool smoke) {
 
 int run(int argc, char** argv) {
   std::string chosen, ways = "*";
-  const bench::Arguments arguments = bench::parse(argc, argv, {{"--net NAME", &chosen}, {"--ways PATTERN", &ways}});
+  const bench::Arguments arguments =
+      bench::parse(argc, argv, {{"--net NAME", &chosen}, {"--ways PATTERN", &ways}});
   const remat::MemoryMeter first;  // before the tensors it shall count
   const std::pair<const char*, Net (*)(bool)> nets[] = {
       {"transformer", written_out}, {"demo", demo}, {"resnet", resnet}, {"unet", u_net}};

@@ -45,8 +45,8 @@ class WrittenOutBlockImpl : public nn::Module {
                            .view({batch, length, 3, heads, width / heads})
                            .permute({2, 0, 3, 1, 4})
                            .unbind(0);
-    Tensor scores = parts[0].matmul(parts[1].transpose(-2, -1)) /
-                    std::sqrt(static_cast<double>(width / heads));
+    Tensor scores =
+        parts[0].matmul(parts[1].transpose(-2, -1)) / std::sqrt(static_cast<double>(width / heads));
     scores = scores.masked_fill(torch::ones({length, length}, torch::kBool).triu(1),
                                 -std::numeric_limits<float>::infinity());
     const Tensor shares = torch::dropout(scores.softmax(-1), dropout, true);
@@ -71,8 +71,7 @@ class WrittenOutTransformerImpl : public nn::Module {
         norm_(register_module("norm", nn::LayerNorm(nn::LayerNormOptions({size.width})))),
         head_(register_module("head", nn::Linear(size.width, 64))) {
     for (int64_t i = 0; i < size.blocks; ++i)
-      blocks_.push_back(
-          register_module("block" + std::to_string(i), WrittenOutBlock(size.width)));
+      blocks_.push_back(register_module("block" + std::to_string(i), WrittenOutBlock(size.width)));
   }
 
   Tensor loss() {
@@ -85,16 +84,15 @@ class WrittenOutTransformerImpl : public nn::Module {
     std::vector<remat::Stage> all;
     all.emplace_back([this](const Tensor& ids) { return embedded(ids); });
     for (const WrittenOutBlock& each : blocks_)
-      all.emplace_back([block = WrittenOutBlock(each)](const Tensor& x) mutable { return block(x); });
+      all.emplace_back(
+          [block = WrittenOutBlock(each)](const Tensor& x) mutable { return block(x); });
     all.emplace_back([this](const Tensor& x) { return loss_of(x); });
     return all;
   }
   const Tensor& ids() const { return ids_; }
 
  private:
-  Tensor embedded(const Tensor& ids) {
-    return token_(ids) + position_(torch::arange(ids.size(1)));
-  }
+  Tensor embedded(const Tensor& ids) { return token_(ids) + position_(torch::arange(ids.size(1))); }
   Tensor loss_of(const Tensor& x) {
     return torch::cross_entropy_loss(linear(norm_(x), head_).flatten(0, 1), targets_);
   }
@@ -156,8 +154,8 @@ class UNetImpl : public nn::Module {
     for (std::size_t i = 0; i < widths.size(); ++i)
       down_.push_back(two(i == 0 ? 4 : widths[i - 1], widths[i]));
     for (std::size_t i = widths.size() - 1; i > 0; --i) {
-      up_.push_back(nn::ConvTranspose2d(
-          nn::ConvTranspose2dOptions(widths[i], widths[i - 1], 2).stride(2)));
+      up_.push_back(
+          nn::ConvTranspose2d(nn::ConvTranspose2dOptions(widths[i], widths[i - 1], 2).stride(2)));
       register_module("up" + std::to_string(i), up_.back());
       mix_.push_back(two(2 * widths[i - 1], widths[i - 1]));
     }

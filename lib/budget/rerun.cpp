@@ -175,6 +175,8 @@ Rerun::Rerun(Record& record, const Runtime& runtime, Dead& dead) : record_(recor
     each.is_stolen = true;
     Graph::get().forget(*each.storage.unsafeGetStorageImpl(), dead);
   }
+  for (const Content& each : contents_)
+    if (each.is_written && !each.is_stolen) ++Trial::get().work.copies;
 }
 
 void Rerun::run() {

@@ -34,10 +34,11 @@ REMAT_API void set_costs(const std::vector<CallCost>& costs);
 /// Sets the number of calls from which a cost is learned. The default is 3.
 REMAT_API void learn_costs_from(uint32_t num_calls);
 
-/// The work of a program in seconds of the table.
+/// The work of a program, its seconds by the table.
 struct Work {
   double called_s = 0;  ///< in operator calls, of backward among them; views are left out
   double rerun_s = 0;   ///< in operator calls that ran again
+  int64_t copies = 0;   ///< contents copied before a rerun in place wrote to them
 };
 
 /// Begins to count work, from zero. Until `end_work` budgets measure all operators, also those that

@@ -133,8 +133,7 @@ void exceed_budget(int64_t count) {
 /// A chain of `neg` on one element, within a budget without a limit or plain.
 void chain(int64_t count, bool has_budget, bool has_backward) {
   std::optional<remat::BudgetGuard> guard;
-  if (has_budget)
-    guard.emplace(remat::BudgetOptions{.bytes = std::numeric_limits<int64_t>::max()});
+  if (has_budget) guard.emplace(remat::BudgetOptions{.bytes = std::numeric_limits<int64_t>::max()});
   Tensor y = leaf();
   for (int64_t i = 0; i < count; ++i) y = at::neg(y);
   if (has_backward) y.backward();

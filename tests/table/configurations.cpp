@@ -236,8 +236,8 @@ class RandomBudget {
     std::mt19937_64 engine(seed);
     remat::budget::set_choice(choice, engine());
     const uint64_t bytes = uint64_t{1} << engine() % 14;
-    guard_.emplace(remat::BudgetOptions{
-        .bytes = static_cast<int64_t>(bytes + engine() % bytes), .min_bytes = 0});
+    guard_.emplace(remat::BudgetOptions{.bytes = static_cast<int64_t>(bytes + engine() % bytes),
+                                        .min_bytes = 0});
   }
   ~RandomBudget() {
     guard_.reset();
