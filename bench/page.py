@@ -40,6 +40,13 @@ SECTIONS = (
     ("step_cost", "What does a whole step cost?",
      "A training step over (plain step + one forward), which is what recomputing must cost; bytes beyond what is there "
      "before the step."),
+    ("budget", "What does a byte budget cost?",
+     "Steps within shares of the plain peak: operator work by a frozen table of costs (1 is a plain step's), and time over the "
+     "plain step's. `reverse` is the library's choice of what to drop; `dtr`, `least recent` and `size` are others, whose "
+     "search is not timed."),
+    ("python_budget_peers", "What does a byte budget cost beside its peers?",
+     "One GPT in one process: torch's checkpoint around every block, and remat.budget; with `--compile` also torch.compile "
+     "under several values of `activation_memory_budget`, each with remat.budget at the same measured peak."),
     ("gpt_step", "How fast does a GPT train, and with which peak?",
      "A step of a GPT, forward and backward, whose stages are its blocks: tokens a second, and bytes beyond what is there "
      "before. Plans are made of measured stages for a half and a quarter of what the plain step has at its peak."),

@@ -12,6 +12,8 @@ import sys
 import tempfile
 
 MAX_GROWTH = 1.08  # of the instructions a unit, from the small size to the large one
+# Instructions that a budget without a limit adds to an operator, in plain operators of forward.
+MAX_BUDGET_FORWARD, MAX_BUDGET_BACKWARD = 1.2, 0.8
 SKIPPED = 77
 
 
@@ -25,6 +27,16 @@ def counts(folder):
         if part and total:
             dumps[int(part.group(1))] = int(total.group(1))
     return [dumps[part] for part in sorted(dumps)]
+
+
+def budget_faults(runs, count):
+    """Counts of a chain of operators: forward plain and within a budget, then with backward, each after a small run."""
+    plain, budget, plain_step, budget_step = (run / count for run in runs[1::2])
+    forward, backward = (budget - plain) / plain, (budget_step - budget - plain_step + plain) / plain
+    failed = forward > MAX_BUDGET_FORWARD or backward > MAX_BUDGET_BACKWARD
+    print(f"an operator takes {plain:.0f} instructions; a budget without a limit adds {forward:.2f} of that in forward and "
+          f"{backward:.2f} in backward{f': at most {MAX_BUDGET_FORWARD} and {MAX_BUDGET_BACKWARD}' if failed else ''}")
+    return failed
 
 
 def main(program):
@@ -41,11 +53,12 @@ def main(program):
             print(done.stdout, done.stderr)
             return 1
         found = counts(folder)
-    shapes = [line.split("\t") for line in done.stdout.splitlines()]
-    if len(found) < 3 * len(shapes):
+    *shapes, (_, count) = [line.split("\t") for line in done.stdout.splitlines()]
+    num_grown = 3 * len(shapes)
+    if len(found) < num_grown + 8:
         print(f"{len(found)} counts of {len(shapes)} shapes: valgrind wrote down fewer than it should")
         return 1
-    failed = 0
+    failed = int(budget_faults(found[num_grown:num_grown + 8], int(count)))
     for index, (unit, num_small, num_large) in enumerate(shapes):
         _, small, large = found[3 * index:3 * index + 3]
         each_small, each_large = small / int(num_small), large / int(num_large)

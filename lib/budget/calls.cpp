@@ -17,6 +17,7 @@
 #include "hooks/byte_hash.h"
 #include "lib/base/error.h"
 #include "lib/budget/budget_scope.h"
+#include "lib/budget/choices.h"
 #include "lib/budget/kinds.h"
 #include "lib/budget/room.h"
 #include "lib/budget/runtime.h"
@@ -262,6 +263,7 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
         geometry = Geometry(tensor);
         Value& value = graph.value_or_source(tensor, runtime_, dead);
         geometry.value = &value;
+        value.last_use = runtime_.clock;
         graph.own(value);
         owned_.push_back(&value);
         if (value.is_blank() && !is_written(tensor)) graph.become_source(value, dead);
@@ -301,7 +303,10 @@ void Call::begin(const torch::jit::Stack& stack, bool can) {
     }
   }
   for (Value* const each : to_copy) keep_old_content(*each);
-  if (record_ == nullptr) return;
+  if (record_ == nullptr) {
+    if (Trial::get().counts_work && hash_ == 0) hash_ = hash_of_call(traits_, arguments);
+    return;
+  }
   record_->grad_mode = c10::GradMode::is_enabled();
   record_->settings = settings_now();
   if (hash_ == 0) hash_ = hash_of_call(traits_, arguments);
@@ -359,6 +364,11 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
   Dead dead;
   const std::lock_guard<std::mutex> lock(graph.mutex());
   forget(hidden_, dead);
+  if (Trial& trial = Trial::get(); trial.counts_work) {
+    const float cost = CostTable::get().cost(hash_, seconds);
+    trial.work.called_s += cost;
+    if (record_ == nullptr) runtime_.clock += cost;
+  }
   if (!can || (made.empty() && written_.empty())) return forget(written_, dead);
   Record* const record = record_.release();
   record->number = graph.next_number();

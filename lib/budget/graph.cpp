@@ -113,6 +113,7 @@ Value& Graph::make(c10::StorageImpl& storage, Record* record, Runtime& runtime) 
   value->bytes = static_cast<int64_t>(storage.nbytes());
   value->device = storage.device();
   value->record = record;
+  value->last_use = runtime.clock;
   if (record != nullptr) {
     ++record->num_owners;
     record->results.push_back(value);

@@ -103,6 +103,7 @@ struct Value {
   c10::VariableVersion counter{c10::VariableVersion::DISABLED};
   uint32_t version = 0;            ///< position of the counter while the content is the value's
   uint64_t hash = 0;               ///< hash of the dropped content; 0: not checked
+  double last_use = 0;             ///< the runtime's clock at the latest use, for `Choice::Dtr`
   std::shared_ptr<Moved> moved{};  ///< the copy elsewhere; null: none was begun
   // The latest result of Runtime::look_closely; negative: unknown.
   float cost = -1;

@@ -17,6 +17,7 @@
 #include "hooks/ready.h"
 #include "lib/base/invariant.h"
 #include "lib/base/waiting.h"
+#include "lib/budget/choices.h"
 #include "lib/budget/room.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/settings.h"
@@ -174,6 +175,8 @@ Rerun::Rerun(Record& record, const Runtime& runtime, Dead& dead) : record_(recor
     each.is_stolen = true;
     Graph::get().forget(*each.storage.unsafeGetStorageImpl(), dead);
   }
+  for (const Content& each : contents_)
+    if (each.is_written && !each.is_stolen) ++Trial::get().work.copies;
 }
 
 void Rerun::run() {
@@ -250,6 +253,7 @@ void Rerun::end(Dead& dead) {
       throw_other_results(record_);
     value->counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
     value->is_rerun = value->saves.empty();
+    value->last_use = value->runtime->clock;
     made_bytes_ += value->bytes;
     device_ = value->device;
     graph.set_content(*value, std::move(made_[i]));
@@ -307,7 +311,8 @@ class Again {
   Runtime& runtime_;
   Value& wanted_;
   std::vector<Step> stack_;
-  std::vector<Value*> kept_;  // latest results, locked until the next step has locked its inputs
+  std::vector<Value*> kept_;  // latest results, locked until the next step has locked its inputs;
+                              // those of the last step until the caller has taken them
   const Runtime* const outer_;
 };
 
@@ -354,6 +359,7 @@ Value* Again::prepare(Dead& dead) {
       if (std::find(step.locked.begin(), step.locked.end(), read.value) != step.locked.end())
         continue;
       ++read.value->num_locks;
+      read.value->last_use = runtime_.clock;
       step.locked.push_back(read.value);
     }
     return nullptr;
@@ -399,8 +405,6 @@ void Again::finish(Rerun& rerun, Record& record, double seconds) {
   Dead dead;
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());
   rerun.end(dead);
-  for (Value* const each : kept_) unlock(*each, dead);
-  kept_.clear();
   for (Value* const each : record.results)
     if (each != nullptr && Graph::has_content(*each)) {
       ++each->num_locks;
@@ -409,6 +413,7 @@ void Again::finish(Rerun& rerun, Record& record, double seconds) {
   if (!kept_.empty()) {
     kept_.front()->runtime->note_rerun(seconds);
     kept_.front()->runtime->clock += record.cost;
+    Trial::get().work.rerun_s += record.cost;
   }
   pop(dead);
   if (stack_.empty()) return;
@@ -421,6 +426,9 @@ void Again::finish(Rerun& rerun, Record& record, double seconds) {
     ++read.value->num_locks;
     step.locked.push_back(read.value);
   }
+  // Before the next call runs: an operator in place may steal a content with one lock only.
+  for (Value* const each : kept_) unlock(*each, dead);
+  kept_.clear();
 }
 
 void Again::run() {
@@ -467,6 +475,7 @@ c10::Storage content_again(const Save& save, Runtime& runtime) {
     const std::lock_guard<std::mutex> lock(graph.mutex());
     runtime.cursor = save.clock;
     value = save.value;
+    value->last_use = runtime.clock;
     c10::Storage content = Graph::content_of(*value);
     if (!content) return content;
     value->runtime->hold(*value, content);

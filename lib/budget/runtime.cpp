@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "lib/budget/choices.h"
 #include "lib/budget/storages.h"
 #include "lib/observe/counted_memory.h"
 
@@ -80,6 +81,22 @@ float CostTable::cost(uint64_t call, float measured_s) {
     entry.seconds = std::min(entry.seconds, measured_s);
   }
   return entry.seconds;
+}
+
+std::vector<CallCost> CostTable::all() const {
+  std::vector<CallCost> found;
+  for (const auto& [call, entry] : entries())
+    if (entry.num_calls > 0) found.push_back({call, entry.seconds});
+  return found;
+}
+
+void CostTable::set_all(const std::vector<CallCost>& costs) {
+  for (auto& [call, entry] : entries()) entry = {.bytes = entry.bytes};
+  for (const CallCost& each : costs) {
+    Entry& entry = entries()[each.call];
+    entry.seconds = each.seconds;
+    entry.num_calls = std::numeric_limits<uint32_t>::max();
+  }
 }
 
 Bound::Bound(const BudgetOptions& asked)
@@ -343,6 +360,9 @@ void Runtime::make_shortlist(Pool& pool) {
 // A large pool is not walked for each choice: the work would grow with the square of its size.
 Value* Runtime::choose(Pool& pool) {
   constexpr std::size_t max_walked = 1024;
+  if (Trial& trial = Trial::get(); trial.choice != Choice::Reverse)
+    return choose_in_trial(
+        trial, pool.values, [this](const Value& value) { return can_drop(value); }, clock);
   if (pool.values.size() <= max_walked) return cheapest_of(pool.values);
   if (pool.num_choices_left > 0) {
     --pool.num_choices_left;

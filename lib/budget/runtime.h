@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "lib/budget/graph.h"
+#include "lib/budget/trial.h"
 #include "lib/observe/memory_source.h"
 #include "lib/observe/recording.h"
 #include "remat/budget.h"
@@ -50,11 +51,13 @@ class CostTable {
   /// Returns the bytes that the call took at most on its device; 0 if it is unknown.
   int64_t bytes(uint64_t call) const;
   void note_bytes(uint64_t call, int64_t bytes);
+  std::vector<CallCost> all() const;
+  void set_all(const std::vector<CallCost>& costs);
+  uint32_t num_learned = 3;  ///< number of calls from which a cost is learned
 
  private:
   struct Entry;
   static ska::flat_hash_map<uint64_t, Entry>& entries();
-  static constexpr uint32_t num_learned = 3;
 };
 
 /// The options and the report of one guard. Guarded by the graph's lock.

@@ -26,13 +26,16 @@ class Side(NamedTuple):
     around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
 
-def parse(text: str) -> argparse.Namespace:
-    """The words that every bench knows; one thread from here on."""
+def parse(
+    text: str, more: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+) -> argparse.Namespace:
+    """The words that every bench knows, and those that `more` adds; one thread from here on."""
     parser = argparse.ArgumentParser(description=text.split("\n")[0])
     parser.add_argument("--samples", type=int, default=15, help="of everything that is compared, in turns")
     parser.add_argument("--sample-ms", type=float, default=50, help="a sample takes so long at the least")
     parser.add_argument("--clock", choices=("wall", "thread"), default="wall")
     parser.add_argument("--smoke", action="store_true", help="only check what would be timed")
+    more(parser)
     torch.set_num_threads(1)
     return parser.parse_args()
 

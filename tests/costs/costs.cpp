@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/neg.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/sin.h>
 #include <remat/budget.h>
@@ -18,7 +19,9 @@
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -127,6 +130,15 @@ void exceed_budget(int64_t count) {
   y.sum().backward();
 }
 
+/// A chain of `neg` on one element, within a budget without a limit or plain.
+void chain(int64_t count, bool has_budget, bool has_backward) {
+  std::optional<remat::BudgetGuard> guard;
+  if (has_budget) guard.emplace(remat::BudgetOptions{.bytes = std::numeric_limits<int64_t>::max()});
+  Tensor y = leaf();
+  for (int64_t i = 0; i < count; ++i) y = at::neg(y);
+  if (has_backward) y.backward();
+}
+
 struct Shape {
   const char* unit;
   int64_t small, large;
@@ -164,4 +176,14 @@ int main() {
     std::printf("%s\t%lld\t%lld\n", shape.unit, static_cast<long long>(units(shape.small)),
                 static_cast<long long>(units(shape.large)));
   }
+  // What a budget without a limit adds to an operator: plain and budget, forward and the whole.
+  constexpr int64_t count = 2000;
+  for (const bool has_backward : {false, true})
+    for (const bool has_budget : {false, true}) {
+      chain(3, has_budget, has_backward);
+      end_of_run();
+      chain(count, has_budget, has_backward);
+      end_of_run();
+    }
+  std::printf("budget\t%lld\n", static_cast<long long>(count));
 }

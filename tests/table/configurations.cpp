@@ -4,8 +4,12 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <atomic>
+#include <optional>
+#include <random>
 #include <thread>
 
+#include "lib/budget/trial.h"
+#include "remat/budget.h"
 #include "remat/checkpoint.h"
 #include "remat/hooks.h"
 #include "remat/report.h"
@@ -221,8 +225,35 @@ Runner nested(int depth) {
 }
 
 template <class Guard, class... Options>
-std::function<std::shared_ptr<void>()> alive(Options... options) {
-  return [options...] { return std::make_shared<Guard>(options...); };
+std::function<std::shared_ptr<void>(uint64_t)> alive(Options... options) {
+  return [options...](uint64_t) { return std::make_shared<Guard>(options...); };
+}
+
+/// A byte budget around forward and backward, of a size that the seed draws.
+class RandomBudget {
+ public:
+  RandomBudget(remat::budget::Choice choice, uint64_t seed) {
+    std::mt19937_64 engine(seed);
+    remat::budget::set_choice(choice, engine());
+    const uint64_t bytes = uint64_t{1} << engine() % 14;
+    guard_.emplace(remat::BudgetOptions{.bytes = static_cast<int64_t>(bytes + engine() % bytes),
+                                        .min_bytes = 0});
+  }
+  ~RandomBudget() {
+    guard_.reset();
+    remat::budget::set_choice(remat::budget::Choice::Reverse);
+  }
+
+ private:
+  std::optional<remat::BudgetGuard> guard_;
+};
+
+/// The body by itself within a budget.
+Configuration within_budget(std::string name, remat::budget::Choice choice) {
+  Configuration row{std::move(name), run_body()};
+  row.during = [choice](uint64_t seed) { return std::make_shared<RandomBudget>(choice, seed); };
+  row.leaves_frames = true;
+  return row;
 }
 
 void add_options(std::vector<Configuration>& all) {
@@ -356,6 +387,8 @@ void add_guards(std::vector<Configuration>& all) {
   all.push_back(
       {"generator_guard", with_generator(plain_region), with_generator(run_body()), "generator"});
   all.push_back({"observer", observed});
+  all.push_back(within_budget("budget", remat::budget::Choice::Reverse));
+  all.push_back(within_budget("budget_drops_any", remat::budget::Choice::Random));
 }
 
 }  // namespace

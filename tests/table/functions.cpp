@@ -23,6 +23,9 @@ std::vector<Exception>& shared_exceptions() {
   using Kind = Exception::Kind;
   static std::vector<Exception> all{
       {Kind::Skipped, "rng_off/*", "it draws numbers, which the option gives up", "", draws},
+      {Kind::Skipped, "budget*/*",
+       "LibTorch's gradient is another formula under a dispatch mode, and rounds otherwise", "",
+       has_two_formulas},
       {Kind::Skipped, "save_as_float/*", "the guard rounds its numbers", "", is_wide},
       {Kind::MayRaise, "strict_unpack/*", "the option forbids what the function does",
        "already unpacked once", reads_twice},

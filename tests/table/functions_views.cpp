@@ -173,11 +173,11 @@ void add_indices(std::vector<Function>& t) {
   });
   add(t, "cumulative", {{3, 5}}, [](const Tensors& a) {
     return a[0].exp().cumsum(1).sin() + a[0].sin().cumprod(1) + a[0].logcumsumexp(0);
-  });
+  }).with(has_two_formulas);
   add(t, "prod_with_zeros", {{3, 4}}, [](const Tensors& a) {
     const Tensor y = a[0].relu();
     return y.prod(1).sin() + a[0].sin().prod();
-  });
+  }).with(has_two_formulas);
   add(t, "roll_flip_pad", {{3, 4}}, [](const Tensors& a) {
     return at::constant_pad_nd(a[0].exp().roll({1}, {1}).flip({0}), {1, 1}, 0.5).sin().tril();
   });

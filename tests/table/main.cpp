@@ -1,7 +1,8 @@
 // The table of functions, configurations and modes: each cell gives with regions what it gives without.
 //
 //   table                               every cell
-//   table --seconds N [--from SEED]     cells and numbers drawn at random by seeds from SEED on
+//   table --seconds N [--from SEED]     cells and numbers drawn at random by seeds from SEED on;
+//         [--configuration PATTERN]     only of configurations that match
 //   table --only FUNCTION[/CONFIGURATION[/MODE]] [--from SEED]
 //   table --list                        what the table consists of, its exceptions and their reasons
 //   table --notices                     configurations that are wrong on purpose: each must be noticed
@@ -10,6 +11,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <fnmatch.h>
 #include <torch/csrc/jit/runtime/graph_executor.h>
 #include <unistd.h>
 
@@ -77,13 +79,17 @@ void run_all(const std::string& function, const std::string& configuration, cons
           run({f, c, m, seed});
 }
 
-void run_at_random(int seconds, uint64_t seed) {
+void run_at_random(int seconds, uint64_t seed, const std::string& pattern) {
+  std::vector<table::Configuration> wanted;
+  for (const table::Configuration& each : table::configurations())
+    if (fnmatch(pattern.c_str(), each.name.c_str(), 0) == 0) wanted.push_back(each);
+  if (wanted.empty()) return;
   const auto end = Clock::now() + std::chrono::seconds(seconds);
   for (; Clock::now() < end; ++seed) {
     std::mt19937_64 engine(seed);
     auto one_of = [&engine](const auto& all) -> const auto& { return all[engine() % all.size()]; };
     const table::Function& function = one_of(table::functions());
-    const table::Configuration& configuration = one_of(table::configurations());
+    const table::Configuration& configuration = one_of(wanted);
     run({function, configuration, one_of(table::modes()), seed});
   }
 }
@@ -145,8 +151,9 @@ void print_names(const char* what, const Rows& rows) {
 }
 
 int usage() {
-  std::cerr << "table [--seconds N] [--from SEED] [--only FUNCTION[/CONFIGURATION[/MODE]]]\n"
-               "      [--list] [--notices]\n";
+  std::cerr
+      << "table [--seconds N [--configuration PATTERN]] [--from SEED] [--only FUNCTION[/CONFIGURATION[/MODE]]]\n"
+         "      [--list] [--notices]\n";
   return 2;
 }
 
@@ -156,7 +163,7 @@ int main(int argc, char** argv) {
   uint64_t seed = 1;
   int seconds = 0;
   bool only_list = false, only_broken = false;
-  std::string parts[3];
+  std::string parts[3], pattern = "*";
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     if (name == "--list") {
@@ -169,6 +176,8 @@ int main(int argc, char** argv) {
       seconds = std::atoi(argv[++i]);
     } else if (name == "--from") {
       seed = std::strtoull(argv[++i], nullptr, 10);
+    } else if (name == "--configuration") {
+      pattern = argv[++i];
     } else if (name == "--only") {
       std::string rest = argv[++i];
       for (std::string& part : parts) {
@@ -205,7 +214,7 @@ int main(int argc, char** argv) {
   } else if (only_broken) {
     run_broken();
   } else if (seconds > 0) {
-    run_at_random(seconds, seed);
+    run_at_random(seconds, seed, pattern);
   } else {
     run_all(parts[0], parts[1], parts[2], seed);
   }

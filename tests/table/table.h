@@ -30,13 +30,14 @@ struct Made {
 
 /// What exceptions of configurations and modes ask about a function.
 enum Trait : unsigned {
-  draws = 1,            ///< random numbers
-  reads_twice = 2,      ///< its node reads a saved tensor twice in one backward
-  writes_args = 4,      ///< in place, to its arguments
-  writes_kept = 8,      ///< in place, to the result of an operator, perhaps inside a composite
-  is_wide = 32,         ///< computes with numbers that do not fit float
-  replaces_data = 64,   ///< gives an argument other data, after forward
-  raises_changed = 16,  ///< plainly in backward, since something saved was changed in place
+  draws = 1,               ///< random numbers
+  reads_twice = 2,         ///< its node reads a saved tensor twice in one backward
+  writes_args = 4,         ///< in place, to its arguments
+  writes_kept = 8,         ///< in place, to the result of an operator, perhaps inside a composite
+  is_wide = 32,            ///< computes with numbers that do not fit float
+  replaces_data = 64,      ///< gives an argument other data, after forward
+  has_two_formulas = 128,  ///< LibTorch's gradient is another formula under a dispatch mode
+  raises_changed = 16,     ///< plainly in backward, since something saved was changed in place
 };
 
 /// A reason why a cell of the table need not agree.
@@ -88,8 +89,9 @@ struct Configuration {
   Runner plain{};
   std::string plain_name{};
   /// What lives from before forward until after the last backward.
-  std::function<std::shared_ptr<void>()> during{};
+  std::function<std::shared_ptr<void>(uint64_t seed)> during{};
   bool opens_frames = true;
+  bool leaves_frames = false;  ///< the body may open regions of its own
 };
 
 class Run;
