@@ -1,5 +1,6 @@
 #pragma once
-// What benchmarks share of their main function: the words of the command line, the end with an error.
+// What benchmarks share of their main function: the words of the command line, the end with an
+// error.
 
 #include <ATen/Parallel.h>
 
@@ -15,9 +16,9 @@
 
 namespace bench {
 
-/// What the samples measure: the wall's time, or time on a core, which a busy machine disturbs less: of this thread
-/// (the same for work that one thread does alone), or of all threads of the process (the host's part of work on a
-/// device, whose backward another thread runs).
+/// What the samples measure: the wall's time, or time on a core, which a busy machine disturbs
+/// less: of this thread (the same for work that one thread does alone), or of all threads of the
+/// process (the host's part of work on a device, whose backward another thread runs).
 enum class Clock { Wall, Thread, Process };
 
 struct Arguments {
@@ -30,7 +31,8 @@ struct Arguments {
   std::string commit{};
 };
 
-/// A word that only one program knows with the name of its value ("--threads N"), and where that goes.
+/// A word that only one program knows with the name of its value ("--threads N"), and where that
+/// goes.
 using OwnWord = std::pair<std::string, std::string*>;
 
 /// What a command prints on its first line; empty if it fails.
@@ -93,7 +95,8 @@ inline Arguments parse(int argc, char** argv, const std::vector<OwnWord>& own = 
   return result;
 }
 
-/// The main function of a benchmark: `run` in one thread, unless it asks for more, and its exit status.
+/// The main function of a benchmark: `run` in one thread, unless it asks for more, and its exit
+/// status.
 inline int main_of(int (*run)(int argc, char** argv), int argc, char** argv) {
   try {
     at::set_num_threads(1);

@@ -1,5 +1,5 @@
-// How many tokens a second a GPT trains on, and with which peak: plain, each block a region, matmuls kept,
-// plans at half and at a quarter of plain's peak, inputs offloaded. See METHOD.md.
+// How many tokens a second a GPT trains on, and with which peak: plain, each block a region,
+// matmuls kept, plans at half and at a quarter of plain's peak, inputs offloaded. See METHOD.md.
 
 #include <remat/plan.h>
 

@@ -1,5 +1,6 @@
 #pragma once
-// What is measured of work: robust statistics, bytes, and the JSON line that every benchmark prints.
+// What is measured of work: robust statistics, bytes, and the JSON line that every benchmark
+// prints.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/allclose.h>

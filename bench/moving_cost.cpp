@@ -1,5 +1,5 @@
-// What moving saved tensors to a file costs the thread that saves and reads them, beside the copies themselves. See
-// METHOD.md.
+// What moving saved tensors to a file costs the thread that saves and reads them, beside the copies
+// themselves. See METHOD.md.
 
 #include <ATen/ops/randn.h>
 #include <remat/hooks.h>

@@ -1,4 +1,5 @@
-// What it costs to keep saved tensors elsewhere, per saved byte, against plain autograd. See METHOD.md.
+// What it costs to keep saved tensors elsewhere, per saved byte, against plain autograd. See
+// METHOD.md.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/allclose.h>

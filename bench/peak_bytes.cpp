@@ -1,4 +1,5 @@
-// Whether a step's peak is what theory says, to the byte, on stages whose saves are known. See METHOD.md.
+// Whether a step's peak is what theory says, to the byte, on stages whose saves are known. See
+// METHOD.md.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>

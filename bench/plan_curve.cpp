@@ -1,5 +1,5 @@
-// How long it takes to find the frontier of time and memory of a chain, for all budgets at once. See
-// METHOD.md.
+// How long it takes to find the frontier of time and memory of a chain, for all budgets at once.
+// See METHOD.md.
 
 #include <remat/plan.h>
 #include <sys/resource.h>

@@ -1,5 +1,5 @@
-// What a frontier of plans loses to schedules of all kinds, on chains that are small enough to try them all.
-// See METHOD.md.
+// What a frontier of plans loses to schedules of all kinds, on chains that are small enough to try
+// them all. See METHOD.md.
 
 #include <remat/plan.h>
 
@@ -26,10 +26,11 @@ using remat::StageCost;
 // Schedules of all kinds
 // ================================================================================
 
-/// The least time in which a chain runs forward and backward, in whole seconds, whatever its schedule: one
-/// operation and one copy at a time, and each value (the output of a stage, what else its graph keeps) may
-/// be dropped, made again, copied away and copied back at any full second. Values are x_k and t_k as in
-/// lib/plan/simulator.cpp, a backward needs both of its stage and its input. Breadth first by time.
+/// The least time in which a chain runs forward and backward, in whole seconds, whatever its
+/// schedule: one operation and one copy at a time, and each value (the output of a stage, what else
+/// its graph keeps) may be dropped, made again, copied away and copied back at any full second.
+/// Values are x_k and t_k as in lib/plan/simulator.cpp, a backward needs both of its stage and its
+/// input. Breadth first by time.
 class Schedules {
  public:
   explicit Schedules(const ChainCost& cost) : cost_(cost), last_(int64_t(cost.stages.size())) {
@@ -143,8 +144,9 @@ class Schedules {
     return std::max(operations, copies);
   }
 
-  /// Goes on with `state`, in which something has just begun. Where there is no room for it, values are dropped,
-  /// in all ways in which none is dropped needlessly: to drop anything before it must be is never better.
+  /// Goes on with `state`, in which something has just begun. Where there is no room for it, values
+  /// are dropped, in all ways in which none is dropped needlessly: to drop anything before it must
+  /// be is never better.
   void begin(const State& state, std::vector<State>& states) {
     const uint32_t stored = state.copy.kind == Kind::Store ? uint32_t(state.copy.value) : 0;
     const uint32_t can_go = state.here & ~read_by(state) & ~stored & ~written_by(state.operation);
@@ -318,8 +320,8 @@ struct Gap {
   double sum = 0, worst = 1;
 };
 
-/// At each point of the frontier. Where nothing moves, also one byte below the first, where a schedule may take three
-/// times the plain step.
+/// At each point of the frontier. Where nothing moves, also one byte below the first, where a
+/// schedule may take three times the plain step.
 void compare(const ChainCost& cost, Gap& gap) {
   double plain = 0;
   for (const StageCost& stage : cost.stages) plain += stage.forward_s + stage.backward_s;

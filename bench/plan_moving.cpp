@@ -83,7 +83,8 @@ Chain demo(double dropout, bool smoke, const at::Device& device, remat::MoveOpti
   return {model.ptr(), std::move(stages), ids, std::move(moving)};
 }
 
-/// What goes from stage to stage of a U-Net: what waits for the way up, and the picture, which is the last one.
+/// What goes from stage to stage of a U-Net: what waits for the way up, and the picture, which is
+/// the last one.
 using Parts = std::vector<Tensor>;
 
 /// As the one tensor that a stage takes and returns.

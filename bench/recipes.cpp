@@ -1,5 +1,6 @@
-// Where regions go in programs that are no chain of blocks: recurrent nets, losses with gradients in
-// them, long functions without modules, two nets that train each other, script modules. See METHOD.md and docs/programs.md.
+// Where regions go in programs that are no chain of blocks: recurrent nets, losses with gradients
+// in them, long functions without modules, two nets that train each other, script modules. See
+// METHOD.md and docs/programs.md.
 
 #include <remat/checkpoint.h>
 #include <remat/sequential.h>

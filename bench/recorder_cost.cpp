@@ -1,5 +1,5 @@
-// What a recorder, or a meter of a device, costs while it is alive: a step of the demo's model, and a chain of regions
-// that do next to nothing. See METHOD.md.
+// What a recorder, or a meter of a device, costs while it is alive: a step of the demo's model, and
+// a chain of regions that do next to nothing. See METHOD.md.
 
 #include <cstdio>
 #include <functional>

@@ -1,6 +1,6 @@
 // What a region costs: checkpointed - (plain forward + backward + one more forward), for chains of
-// regions of `sin` on one element, beside Python's torch.utils.checkpoint and the re-entrant Function
-// that C++ programs write today. See METHOD.md.
+// regions of `sin` on one element, beside Python's torch.utils.checkpoint and the re-entrant
+// Function that C++ programs write today. See METHOD.md.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>

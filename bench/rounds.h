@@ -1,5 +1,6 @@
 #pragma once
-// Rounds: each takes one sample of everything that is compared, one after the other, in an order of its own.
+// Rounds: each takes one sample of everything that is compared, one after the other, in an order of
+// its own.
 
 #include <algorithm>
 #include <functional>
@@ -23,7 +24,8 @@ using Sampler = std::function<Sample(int64_t repeats, const Arguments& arguments
 /// One thing that is timed, in all rounds.
 struct Cell {
   explicit Cell(Sampler sampler) : sample(std::move(sampler)) {}
-  /// Every sample begins with a run that is not timed, unless a run takes longer than a sample has to.
+  /// Every sample begins with a run that is not timed, unless a run takes longer than a sample has
+  /// to.
   explicit Cell(std::function<void()> work)
       : sample([run = std::move(work)](int64_t repeats, const Arguments& arguments) {
           if (repeats > 1) run();
@@ -45,8 +47,8 @@ struct Cell {
   std::vector<double> host_ns{};
 };
 
-/// Every round has another order, the same in every run: what a cell finds in caches and in the allocator is what the one
-/// before it left.
+/// Every round has another order, the same in every run: what a cell finds in caches and in the
+/// allocator is what the one before it left.
 inline void measure(std::vector<Cell>& cells, const Arguments& arguments) {
   for (Cell& cell : cells) {
     cell.sample(1, arguments);

@@ -1,5 +1,5 @@
-// Whether a region, a level of nesting and a saved tensor cost the same when there are many of them, in
-// time and in bytes that are not the program's tensors. See METHOD.md.
+// Whether a region, a level of nesting and a saved tensor cost the same when there are many of
+// them, in time and in bytes that are not the program's tensors. See METHOD.md.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -216,7 +216,8 @@ void release_saved(const at::Tensor& root) {
   }
 }
 
-/// What `make` returns holds so many [bytes] of the heap, once what the first call leaves in caches is there.
+/// What `make` returns holds so many [bytes] of the heap, once what the first call leaves in caches
+/// is there.
 template <class Make>
 double held_by(Make make) {
   make();

@@ -1,5 +1,5 @@
-// What a policy buys: bytes and time of a step for several choices of what regions keep, from nothing
-// to everything. See METHOD.md.
+// What a policy buys: bytes and time of a step for several choices of what regions keep, from
+// nothing to everything. See METHOD.md.
 
 #include <remat/policy.h>
 #include <torch/torch.h>

@@ -98,7 +98,8 @@ void verify(const Comparison& comparison) {
 void measure(const Comparison& comparison, const bench::Arguments& arguments) {
   const Step& plain = comparison.steps.front();
   std::vector<bench::Cell> cells;
-  // One sample, not a sum of two: what the one frees of memory the other uses, as a checkpointed step does.
+  // One sample, not a sum of two: what the one frees of memory the other uses, as a checkpointed
+  // step does.
   cells.emplace_back([&] { plain.loss(), plain.run(); });
   for (const Step& step : comparison.steps) cells.emplace_back([&] { step.run(); });
   bench::measure(cells, arguments);

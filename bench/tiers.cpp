@@ -1,5 +1,5 @@
-// Moving beside recomputing, for the same peak: what is saved waits in a file, or is computed again, or
-// both. See METHOD.md.
+// Moving beside recomputing, for the same peak: what is saved waits in a file, or is computed
+// again, or both. See METHOD.md.
 
 #include <remat/checkpoint.h>
 #include <remat/report.h>

@@ -1,10 +1,10 @@
-// Trains a deep transformer under a byte budget: fits it, which measures it and finds the fastest plan
-// that keeps the budget, and trains with a memory limit of that budget.
+// Trains a deep transformer under a byte budget: fits it, which measures it and finds the fastest
+// plan that keeps the budget, and trains with a memory limit of that budget.
 //
-// It prints what was measured and chosen, the plans that people write by hand (no regions, every block,
-// checkpoint_sequential) beside the planner's, each with its predicted and its measured peak and
-// time; draws the whole frontier of memory and time with them; and then trains a few steps under
-// the limit, beyond which an allocation fails.
+// It prints what was measured and chosen, the plans that people write by hand (no regions, every
+// block, checkpoint_sequential) beside the planner's, each with its predicted and its measured peak
+// and time; draws the whole frontier of memory and time with them; and then trains a few steps
+// under the limit, beyond which an allocation fails.
 //
 // Exit status: 0, or 1 if a prediction of memory was off by more than 2 %, gradients differ, or the
 // training did not fit; 2 if it was called wrongly or the budget is below the least possible.
@@ -313,7 +313,8 @@ int run(const Options& options) {
   // Optimizer state is no activation: one step makes it before the limit is set.
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
   optimizer.step();
-  // A budget is of bytes that are asked for. What a device's allocator adds is measured over all peaks; one may have twice that.
+  // A budget is of bytes that are asked for. What a device's allocator adds is measured over all
+  // peaks; one may have twice that.
   const auto limit =
       budget + static_cast<int64_t>(std::ceil(2 * cost.rounding * static_cast<double>(budget)));
   std::printf("Training with a limit of %.2f MB over what is alive:\n", megabytes(limit));

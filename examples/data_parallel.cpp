@@ -1,16 +1,16 @@
 // Data parallel training of checkpointed blocks, with LibTorch's own reducer of gradients.
 //
 // Several processes train one model, each on its part of the batch. c10d::Reducer, the engine of
-// Python's DistributedDataParallel, averages the gradients over Gloo while backward runs. Each block
-// of the model is a region. The model is made to be difficult for the reducer: blocks share their
-// parameters, a layer is used by some processes only, and one by none.
+// Python's DistributedDataParallel, averages the gradients over Gloo while backward runs. Each
+// block of the model is a region. The model is made to be difficult for the reducer: blocks share
+// their parameters, a layer is used by some processes only, and one by none.
 //
 // A reducer must see each gradient complete exactly once per step. It does, because a recompute
 // accumulates nothing: the graph, the leaves in it and their accumulators are the forward's.
 //
-// Each process trains the model a second time, without regions, and compares the gradients. In the end
-// one process trains it on whole batches. Prints the losses of all, how often gradients were ready,
-// and bytes.
+// Each process trains the model a second time, without regions, and compares the gradients. In the
+// end one process trains it on whole batches. Prints the losses of all, how often gradients were
+// ready, and bytes.
 //
 // Exit status: 0 if all of that is as it should be, 1 if not, 2 if it could not run.
 

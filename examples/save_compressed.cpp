@@ -1,13 +1,15 @@
 // Saved tensors wait for backward compressed: a place of one's own, in one file.
 //
 // A small convolutional net saves what compresses well: results of ReLU that are half zeros, the
-// indices of max pooling, a dropout mask. `Compress` gives each of them to zstd when it is saved, and
-// decompresses it when backward reads it. `CompressBeside` does the same on threads of its own: it
-// begins to compress while forward goes on, and to decompress before backward asks. The program prints
-// what is in memory after forward, and the time of forward and backward, without a guard, with both
-// places and with SaveOnDiskGuard, which take turns; the ratio is of medians, to SaveOnDiskGuard.
+// indices of max pooling, a dropout mask. `Compress` gives each of them to zstd when it is saved,
+// and decompresses it when backward reads it. `CompressBeside` does the same on threads of its own:
+// it begins to compress while forward goes on, and to decompress before backward asks. The program
+// prints what is in memory after forward, and the time of forward and backward, without a guard,
+// with both places and with SaveOnDiskGuard, which take turns; the ratio is of medians, to
+// SaveOnDiskGuard.
 //
-// Exit status: 0 if all gradients are bit-equal (on the CPU) and compressing took less than 60 % of the bytes, else 1.
+// Exit status: 0 if all gradients are bit-equal (on the CPU) and compressing took less than 60 % of
+// the bytes, else 1.
 
 #include <remat/remat.h>
 #include <torch/torch.h>
@@ -59,7 +61,8 @@ torch::Tensor decompressed(const torch::Tensor& packed, int64_t size) {
   return flat;
 }
 
-// ---- compressed when begin_store returns, decompressed in finish_load ------------------------------
+// ---- compressed when begin_store returns, decompressed in finish_load
+// ------------------------------
 
 class Packed final : public remat::StoredContents {
  public:
@@ -82,7 +85,8 @@ class Compress final : public remat::Place {
   }
 };
 
-// ---- the same beside the work ------------------------------------------------------------------------
+// ---- the same beside the work
+// ------------------------------------------------------------------------
 
 class PackedBeside final : public remat::StoredContents {
  public:
@@ -127,7 +131,8 @@ class CompressBeside final : public remat::Place {
   }
 };
 
-// ---- a net, and what the guards cost ---------------------------------------------------------------
+// ---- a net, and what the guards cost
+// ---------------------------------------------------------------
 
 torch::nn::Sequential make_net() {
   using namespace torch::nn;

@@ -1,15 +1,16 @@
 // Training with parameters that no process holds as a whole.
 //
-// Each of several processes owns an equal part of the parameters of each block, with its part of the
-// optimizer's state, and works on its part of the batch. A block's parameters are gathered over Gloo
-// before it runs forward and freed after; they are needed again in backward, by the recompute of the
-// block and by the gradients that follow it. So each block is a region, and a RecomputeObserverGuard
-// gathers before the recompute. When the block's gradient is complete, it is averaged, each process
-// keeps its part, and the gathered parameters are freed. At most one block is whole at any time.
+// Each of several processes owns an equal part of the parameters of each block, with its part of
+// the optimizer's state, and works on its part of the batch. A block's parameters are gathered over
+// Gloo before it runs forward and freed after; they are needed again in backward, by the recompute
+// of the block and by the gradients that follow it. So each block is a region, and a
+// RecomputeObserverGuard gathers before the recompute. When the block's gradient is complete, it is
+// averaged, each process keeps its part, and the gathered parameters are freed. At most one block
+// is whole at any time.
 //
-// Without regions autograd reads the parameters in backward without asking, so whatever was gathered
-// must stay until then: all blocks at once. The program trains so too, for comparison, and once in a
-// single process that holds everything.
+// Without regions autograd reads the parameters in backward without asking, so whatever was
+// gathered must stay until then: all blocks at once. The program trains so too, for comparison, and
+// once in a single process that holds everything.
 //
 // Exit status: 0 if losses and bytes are as described, 1 if not, 2 if it could not run.
 

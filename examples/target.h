@@ -61,8 +61,8 @@ struct Target {
   }
 };
 
-// While alive, what autocast knows computes in the target's precision. A weight is cast where it is used:
-// autocast's cache of casts would keep them longer than their stage.
+// While alive, what autocast knows computes in the target's precision. A weight is cast where it is
+// used: autocast's cache of casts would keep them longer than their stage.
 class Autocast {
  public:
   explicit Autocast(const Target& target)

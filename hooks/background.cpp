@@ -45,7 +45,8 @@ void Background::Job::run() noexcept {
 void Background::Job::wait() {
   if (begin()) run();
   if (state_.load() != over) {
-    // What the job frees at its end may be memory of a binding's language, which needs what that lets go of.
+    // What the job frees at its end may be memory of a binding's language, which needs what that
+    // lets go of.
     const WaitForThread waiting;
     for (int64_t state = state_.load(); state != over; state = state_.load()) state_.wait(state);
   }
@@ -76,8 +77,8 @@ bool Background::is_here() { return is_serving; }
 
 Background::Background() {
   std::atexit([] { get().end(); });
-  // The child's copy of the queue is whole, and its copy of the condition is made anew: the thread that
-  // waits on it is not there.
+  // The child's copy of the queue is whole, and its copy of the condition is made anew: the thread
+  // that waits on it is not there.
   pthread_atfork(
       [] {
         Background& here = Background::get();

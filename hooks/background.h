@@ -2,16 +2,16 @@
 // One thread of the process that reads and writes files beside the program.
 //
 // Note [Jobs]
-// A job that nobody has begun is run by whoever waits for it: nothing waits behind others, and without the
-// thread (there is none to be had, or the process is the child of a fork) all goes on as if it were not
-// there. A job works on memory and files, and copies to and from devices on streams of its own; it calls nothing of
-// LibTorch's but what does that and what frees memory.
+// A job that nobody has begun is run by whoever waits for it: nothing waits behind others, and
+// without the thread (there is none to be had, or the process is the child of a fork) all goes on
+// as if it were not there. A job works on memory and files, and copies to and from devices on
+// streams of its own; it calls nothing of LibTorch's but what does that and what frees memory.
 //
-// At the end of the process no job is begun any more, and the one that runs is waited for: it may free what static
-// objects of LibTorch's count.
+// At the end of the process no job is begun any more, and the one that runs is waited for: it may
+// free what static objects of LibTorch's count.
 //
-// After fork() the child has the jobs of its parent, and not the thread. fork() waits for the one that the thread runs:
-// half done in the child's memory, nobody could end it.
+// After fork() the child has the jobs of its parent, and not the thread. fork() waits for the one
+// that the thread runs: half done in the child's memory, nobody could end it.
 
 #include <atomic>
 #include <condition_variable>
@@ -30,7 +30,8 @@ class Background {
   class Job {
    public:
     explicit Job(std::function<void()> work) : work_(std::move(work)) {}
-    /// Returns when it is done or was cancelled; runs it here if nobody has begun. Throws what it threw.
+    /// Returns when it is done or was cancelled; runs it here if nobody has begun. Throws what it
+    /// threw.
     void wait();
     /// Does the same, but keeps hold of the interpreter's lock and throws nothing: for work that
     /// does not need that lock.
@@ -38,7 +39,8 @@ class Background {
     /// False if it has begun. What it holds is let go of.
     bool cancel();
     bool is_over() const { return state_.load() == over; }
-    /// Whether nobody has begun it. Who begins it after this sees what this thread has written to memory.
+    /// Whether nobody has begun it. Who begins it after this sees what this thread has written to
+    /// memory.
     bool is_waiting() {
       int64_t state = waiting;
       return state_.compare_exchange_strong(state, waiting);

@@ -10,10 +10,10 @@
 namespace remat {
 
 /// Note [Changed before it is read]
-/// A function can read in the same run what its graph saved: it takes a gradient, it looks into a node, or a region
-/// inside runs again for one of these. LibTorch looks at no version of what comes from hooks, and a region's argument
-/// that its function writes to is such a tensor. Forward is given what it saved by a recompute; a recompute has only
-/// what it kept, which is compared here.
+/// A function can read in the same run what its graph saved: it takes a gradient, it looks into a
+/// node, or a region inside runs again for one of these. LibTorch looks at no version of what comes
+/// from hooks, and a region's argument that its function writes to is such a tensor. Forward is
+/// given what it saved by a recompute; a recompute has only what it kept, which is compared here.
 class Collect final : public torch::autograd::SavedVariableHooks {
  public:
   /// `filler` is used by the pack call, which follows at once, and while its function runs.

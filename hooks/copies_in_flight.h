@@ -2,10 +2,11 @@
 // Copies to the host that run beside the work, bounded by the bytes that they hold on the device.
 //
 // Note [Bytes in flight]
-// An original that is freed while it is copied cannot be used again before the copy is done, and the host runs ahead of the
-// device: without a bound a forward could take as much memory as if nothing moved. Letting the device's work wait
-// instead of the host is no bound: an allocator asks the host's clock whether a copy is done. Waiting
-// takes nothing from the overlap as long as copies are faster than what is computed between them.
+// An original that is freed while it is copied cannot be used again before the copy is done, and
+// the host runs ahead of the device: without a bound a forward could take as much memory as if
+// nothing moved. Letting the device's work wait instead of the host is no bound: an allocator asks
+// the host's clock whether a copy is done. Waiting takes nothing from the overlap as long as copies
+// are faster than what is computed between them.
 
 #include <cstdint>
 #include <deque>
@@ -20,7 +21,8 @@ class CopiesInFlight {
  public:
   explicit CopiesInFlight(int64_t max_bytes) : max_bytes_(max_bytes) {}
 
-  /// The bytes of one copy, which count from here on: until it is done if it was queued, else until this dies.
+  /// The bytes of one copy, which count from here on: until it is done if it was queued, else until
+  /// this dies.
   class Claim {
    public:
     /// Waits for the oldest copies. `copies` may be null.

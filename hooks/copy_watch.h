@@ -14,7 +14,8 @@ class CopyWatch {
  public:
   /// Wait: no copy, but a stream of the program that stands still until one back is done.
   enum class Direction { Out, In, Wait };
-  /// A copy of so many bytes is about to be queued on `stream`. Returns what `ends` gets; null: nothing.
+  /// A copy of so many bytes is about to be queued on `stream`. Returns what `ends` gets; null:
+  /// nothing.
   virtual std::shared_ptr<void> begins(const c10::Stream& stream, Direction direction,
                                        int64_t bytes) = 0;
   /// It is queued.

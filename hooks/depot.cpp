@@ -49,7 +49,8 @@ std::optional<Extent> extent_of(const at::Tensor& tensor) {
   return Extent{begin, end, std::min(tensor.numel(), last + 1) * each};
 }
 
-/// Whether `saved` has the memory of what it stands for. A kept result may be a copy on the CPU already.
+/// Whether `saved` has the memory of what it stands for. A kept result may be a copy on the CPU
+/// already.
 bool is_alias(const at::Tensor& saved, const at::Tensor* stands_for) {
   if (stands_for == nullptr) return false;
   return !saved.has_storage() || !stands_for->has_storage() ||

@@ -8,14 +8,15 @@
 //                       shares one piece, and comes back with its offset;
 //   its own range     else, if at most three quarters of that are gaps: it comes back at offset 0.
 // Any other tensor stays: a thin slice of something large would cost more elsewhere than here.
-// Bytes of a range are copied as they lie, so overlapping and expanded views come back as they were.
+// Bytes of a range are copied as they lie, so overlapping and expanded views come back as they
+// were.
 //
 // Note [When contents are copied]
 // Generated code saves an argument that the kernel has yet to write (the noise of rrelu). Such a
 // buffer takes no part in differentiation, so it does not require grad. What requires grad is
-// copied when it is saved. What does not waits, as it is, until its operator is over: that is, until
-// this thread saves for another operator (operators that save have a node, and nodes are numbered),
-// or the guard ends. If it was changed in place by then it is not copied, and stays.
+// copied when it is saved. What does not waits, as it is, until its operator is over: that is,
+// until this thread saves for another operator (operators that save have a node, and nodes are
+// numbered), or the guard ends. If it was changed in place by then it is not copied, and stays.
 //
 // A tensor that stays is kept with its version, and reading it after a change in place raises as
 // plain autograd does: LibTorch checks no version where there are hooks. What was copied keeps the
@@ -26,9 +27,9 @@
 // Two saved tensors share a piece if they have the same storage object, alive all the time, the
 // same version counter and version, and equal contents: a write through `.data` leaves the version
 // alone. Contents on the CPU are compared when a second save asks, by the place where it can
-// (ComparablePlace), byte by byte with its copy; for other places they are hashed before each copy, in
-// 64 bits. Most are never asked for again, so what is saved once is not read but to be copied. What
-// moves because there is no room for it has been let go of by all others: saved tensors of one
+// (ComparablePlace), byte by byte with its copy; for other places they are hashed before each copy,
+// in 64 bits. Most are never asked for again, so what is saved once is not read but to be copied.
+// What moves because there is no room for it has been let go of by all others: saved tensors of one
 // storage that move at once share a piece without a look at it. Contents on an accelerator are not
 // compared, which would wait for the device; there only tensors that require grad are shared.
 
@@ -70,7 +71,8 @@ class SavedElsewhere final : public InPlace {
     bool is_new = false;           ///< came from the place just now
     bool was_begun = false;        ///< and had been begun before it was asked for
   };
-  /// Throws as `unpack`. Tensors that are made of it may not be written to as long as it is in place.
+  /// Throws as `unpack`. Tensors that are made of it may not be written to as long as it is in
+  /// place.
   Contents contents();
 
  private:
@@ -120,21 +122,24 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   /// Depots may share a place.
   Depot(std::shared_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings);
 
-  /// Takes a saved tensor. `stands_for`: the tensor of which it is an alias without history, or a copy, and which
-  /// no operator is writing; or null. Throws what the place throws.
+  /// Takes a saved tensor. `stands_for`: the tensor of which it is an alias without history, or a
+  /// copy, and which no operator is writing; or null. Throws what the place throws.
   std::shared_ptr<SavedElsewhere> take(const at::Tensor& saved, const at::Tensor* stands_for);
-  /// Takes the memory of a tensor without gaps, now. Its owner sees to it that what is written to it meanwhile does no
-  /// harm. `number`: in the order of saving, of the owner's choice. Null: the place wants it to stay.
+  /// Takes the memory of a tensor without gaps, now. Its owner sees to it that what is written to
+  /// it meanwhile does no harm. `number`: in the order of saving, of the owner's choice. Null: the
+  /// place wants it to stay.
   std::shared_ptr<Piece> keep(const at::Tensor& dense, uint64_t number);
-  /// Takes what its owner keeps, as it is, until there is too much of what comes after it in the order of saving. Null
-  /// where nothing stays, or if it would not move. `number`, `has_to_move`, `on_move`: of Staying::Entry.
+  /// Takes what its owner keeps, as it is, until there is too much of what comes after it in the
+  /// order of saving. Null where nothing stays, or if it would not move. `number`, `has_to_move`,
+  /// `on_move`: of Staying::Entry.
   struct StayAs {
     uint64_t number;
     bool has_to_move;
     std::function<void()> on_move;
   };
   std::shared_ptr<SavedElsewhere> keep_in_place(const at::Tensor& value, StayAs as);
-  /// Moves what is too much of that by now. Throws if something cannot be moved that has to; it stays where it is.
+  /// Moves what is too much of that by now. Throws if something cannot be moved that has to; it
+  /// stays where it is.
   void move_excess();
   /// Whether a tensor would be moved.
   bool moves(const at::Tensor& tensor) const;

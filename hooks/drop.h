@@ -12,7 +12,8 @@
 
 namespace remat {
 
-/// Lies in memory of its owner's, which it keeps alive: a region has as many as it saves tensors, and they die together.
+/// Lies in memory of its owner's, which it keeps alive: a region has as many as it saves tensors,
+/// and they die together.
 class Drop final : public seam::OwnHooks {
  public:
   /// `room` is the owner's.

@@ -17,7 +17,8 @@ class FileWatch {
     Work work;
     int64_t bytes = 0;
     std::chrono::steady_clock::time_point begin{};
-    /// The program did nothing else meanwhile: it was not the thread of `Background`, nor a part of other such work.
+    /// The program did nothing else meanwhile: it was not the thread of `Background`, nor a part of
+    /// other such work.
     bool held_up = false;
   };
   /// On the thread that did it.

@@ -1,16 +1,19 @@
 #pragma once
-// Bytes of an accelerator's tensor in ordinary memory of the host, copied beside the program without page-locked memory of that size.
+// Bytes of an accelerator's tensor in ordinary memory of the host, copied beside the program
+// without page-locked memory of that size.
 //
 // Note [Copies in chunks]
-// Copies from and to ordinary memory make the thread wait that asks for them. So the thread of Background does: on the
-// streams for copies, in chunks that go through two page-locked buffers, which the pool has for this when all
-// else is taken; without any, chunk by chunk straight from ordinary memory. The original is held until it is copied. As
-// no event tells the allocator when it may use that memory again, no more than a bound is held in the whole
-// process: beyond that the program waits for the oldest copy, or makes it itself if nobody has begun it.
+// Copies from and to ordinary memory make the thread wait that asks for them. So the thread of
+// Background does: on the streams for copies, in chunks that go through two page-locked buffers,
+// which the pool has for this when all else is taken; without any, chunk by chunk straight from
+// ordinary memory. The original is held until it is copied. As no event tells the allocator when it
+// may use that memory again, no more than a bound is held in the whole process: beyond that the
+// program waits for the oldest copy, or makes it itself if nobody has begun it.
 //
-// A copy out that fails leaves the tensor where it is, with a warning; it has been given out as moved by then, and is read
-// from where it is. Of what must arrive (a policy's MustCpuOffload, until its region's forward ends) it is an error, if it is
-// known by then. One that nobody has begun when backward asks for it is left out.
+// A copy out that fails leaves the tensor where it is, with a warning; it has been given out as
+// moved by then, and is read from where it is. Of what must arrive (a policy's MustCpuOffload,
+// until its region's forward ends) it is an error, if it is known by then. One that nobody has
+// begun when backward asks for it is left out.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
@@ -41,14 +44,14 @@ class DeviceLoad {
   ~DeviceLoad() { cancel(); }
   DeviceLoad& operator=(DeviceLoad&&) = delete;
 
-  /// `bytes` says where they are, on that thread: ordinary memory, undefined for nothing to be copied. Throws if there is no
-  /// memory of the device.
+  /// `bytes` says where they are, on that thread: ordinary memory, undefined for nothing to be
+  /// copied. Throws if there is no memory of the device.
   void begin(std::function<at::Tensor()> bytes, int64_t size, const c10::Stream& in,
              c10::Device device);
   bool is_begun() const { return job_ != nullptr; }
   bool is_over() const { return is_begun() && job_->is_over(); }
-  /// The copy, fit for use on the stream that is current; or undefined. Throws what `bytes` or copying threw. Afterwards
-  /// it may be begun again.
+  /// The copy, fit for use on the stream that is current; or undefined. Throws what `bytes` or
+  /// copying threw. Afterwards it may be begun again.
   at::Tensor finish();
   void cancel();
 

@@ -25,7 +25,8 @@ using AroundPlace = void (*)(c10::function_ref<void()>);
 class Piece {
  public:
   /// Bytes `begin` to `end` of the tensor's storage, as elements of `kind`. `is_trusted`: nothing
-  /// but in-place operators write to it. `totals`: null if nobody counts. `begin_store` comes before anything else.
+  /// but in-place operators write to it. `totals`: null if nobody counts. `begin_store` comes
+  /// before anything else.
   Piece(std::weak_ptr<Depot> depot, std::shared_ptr<Place> place, AroundPlace around,
         std::shared_ptr<MoveTotals> totals, const at::Tensor& tensor, int64_t begin, int64_t end,
         c10::ScalarType kind, bool is_trusted);
@@ -40,7 +41,8 @@ class Piece {
   void set_must_arrive(bool must) const;
   /// Throws if it is known by now that it is not.
   void check_arrival() const;
-  /// The memory of the CPU that it is copied to; undefined if there is none. The bytes may not be there yet.
+  /// The memory of the CPU that it is copied to; undefined if there is none. The bytes may not be
+  /// there yet.
   at::Tensor host_memory() const;
   /// Returns when they are.
   void wait_for_host() const;
@@ -48,8 +50,8 @@ class Piece {
   void set_order(std::shared_ptr<PrefetchOrder> order, uint64_t number);
   /// Nobody writes to the original until that batch is over.
   void set_batch(uint64_t batch) { batch_ = batch; }
-  /// Whether a tensor's bytes `begin` to `end` are in here, with the contents that they have now. `batch`: which is not
-  /// over, or 0.
+  /// Whether a tensor's bytes `begin` to `end` are in here, with the contents that they have now.
+  /// `batch`: which is not over, or 0.
   bool has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
            bool is_trusted, uint64_t batch) const;
 

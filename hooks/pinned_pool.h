@@ -34,10 +34,11 @@ class PinnedBuffer {
 class PinnedPool {
  public:
   static PinnedPool& get();
-  /// At least so many bytes; none if there are no more, which is warned about once, or the accelerator has
-  /// no such memory.
+  /// At least so many bytes; none if there are no more, which is warned about once, or the
+  /// accelerator has no such memory.
   std::optional<PinnedBuffer> take(int64_t size);
-  /// The same for what goes through it in chunks: there is some when all that others may have is taken. Not warned about.
+  /// The same for what goes through it in chunks: there is some when all that others may have is
+  /// taken. Not warned about.
   std::optional<PinnedBuffer> take_chunk();
   static constexpr int64_t chunk_bytes = 4 << 20;
 

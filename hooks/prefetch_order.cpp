@@ -64,7 +64,8 @@ void PrefetchOrder::begin(const Pieces& next, const Pieces& to_host) {
   }
 }
 
-/// Those that are to be on their way when `number` is read, the nearest first, and those that are to come to the host.
+/// Those that are to be on their way when `number` is read, the nearest first, and those that are
+/// to come to the host.
 PrefetchOrder::Pieces PrefetchOrder::window_before(uint64_t number, Further& further) {
   Pieces window;
   std::shared_ptr<Piece> piece;  // dies after the lock, for which it asks

@@ -5,15 +5,16 @@
 // Backward reads, by and large, in the reverse order of saving. So each read of a piece begins the
 // loads of those that were stored before it, up to a depth. What nobody asked for is cancelled when
 // more than that are under way, or when that backward ends. Outside of a backward nothing is loaded
-// ahead: there is no telling what is read next, nor when to let go of it. A load that cannot be begun
-// (no memory to spare) is left to the read itself.
+// ahead: there is no telling what is read next, nor when to let go of it. A load that cannot be
+// begun (no memory to spare) is left to the read itself.
 //
-// Where saved tensors may stay in place up to a budget (Note [What stays]), loads begin as soon as backward has
-// made room for them, as many as there is room for. What is further away than the host and has no room on its device yet
-// comes to the host, as soon as there is room on that (NearerContents), so that the file is read from backward's first
-// step on, and not when its turn comes. No bandwidth need be known for that. Each channel gets its loads in the order in which backward asks,
-// each as early as the budgets let it: begun in another order, or later, none of them would end earlier, so nobody would wait less
-// (docs/hooks.md, Tiers).
+// Where saved tensors may stay in place up to a budget (Note [What stays]), loads begin as soon as
+// backward has made room for them, as many as there is room for. What is further away than the host
+// and has no room on its device yet comes to the host, as soon as there is room on that
+// (NearerContents), so that the file is read from backward's first step on, and not when its turn
+// comes. No bandwidth need be known for that. Each channel gets its loads in the order in which
+// backward asks, each as early as the budgets let it: begun in another order, or later, none of
+// them would end earlier, so nobody would wait less (docs/hooks.md, Tiers).
 
 #include <cstddef>
 #include <cstdint>
@@ -32,8 +33,8 @@ class Staying;
 
 class PrefetchOrder : public std::enable_shared_from_this<PrefetchOrder> {
  public:
-  /// Destroys its argument (after calling it, on success) when the backward that runs on this thread
-  /// ends; false if none runs.
+  /// Destroys its argument (after calling it, on success) when the backward that runs on this
+  /// thread ends; false if none runs.
   using AtEndOfBackward = bool (*)(std::function<void()>);
   /// `depth`: so many at the least. `staying`: whose room decides how many more; null for none.
   PrefetchOrder(std::size_t depth, std::shared_ptr<Staying> staying, AtEndOfBackward at_end);

@@ -51,8 +51,8 @@ bool fits(const at::Tensor& flat, double largest) {
   return bound <= largest;  // not if there is a NaN
 }
 
-/// Whether every finite number is small enough, and what is infinite or NaN is so after the way there
-/// and back. (Some types have no infinity, and some conversions end at the largest number.)
+/// Whether every finite number is small enough, and what is infinite or NaN is so after the way
+/// there and back. (Some types have no infinity, and some conversions end at the largest number.)
 bool survives(const at::Tensor& flat, const at::Tensor& back, double largest) {
   const at::Tensor finite = at::isfinite(flat);
   return flat.abs().le(largest).logical_or(finite.logical_not()).all().item<bool>() &&

@@ -11,7 +11,8 @@ class SaveAs final : public Place {
  public:
   /// Throws c10::ValueError for a type that numbers cannot be rounded to.
   explicit SaveAs(c10::ScalarType dtype);
-  /// Real numbers for a real type, complex ones for a complex type, and only if the type is narrower.
+  /// Real numbers for a real type, complex ones for a complex type, and only if the type is
+  /// narrower.
   bool takes(const at::Tensor& tensor) const override;
   bool stores_bytes() const override { return false; }
   /// Returns null if a finite number would become infinite or NaN.

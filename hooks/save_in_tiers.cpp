@@ -90,7 +90,8 @@ at::Tensor load_from(const Written& written, SpoolLoad& load, int64_t size, Tier
   return load.is_begun() ? load.finish() : read_now(*written.range(), size);
 }
 
-/// Bytes of the file that are in the host's memory, or on their way, before the device has room for them.
+/// Bytes of the file that are in the host's memory, or on their way, before the device has room for
+/// them.
 class Nearer {
  public:
   Nearer(std::shared_ptr<TierTotals> totals, std::shared_ptr<const SpoolRange> range, int64_t size)

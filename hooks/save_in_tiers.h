@@ -2,13 +2,14 @@
 // Saved tensors that leave their device: on the CPU up to a budget, beyond that in a file.
 //
 // Note [The tiers]
-// A Depot with a budget (Note [What stays]) gives a place what is too much for the device. What comes from an
-// accelerator is copied to the CPU, and counts there; when the CPU has too much, what came first is written
-// to the file and leaves the CPU. What the CPU has saved itself waits in its own memory, at the
-// expense of the same budget, and goes to the file from there. All writing is done by Background; the
-// memory is given back when it is done, and no more than a bound waits for that. So is reading, and with it the copy to
-// the device, in chunks (Note [Copies in chunks]): with a load begun ahead neither is waited for. What cannot be
-// written (a full disk) stays where it is, with one warning: nothing is lost.
+// A Depot with a budget (Note [What stays]) gives a place what is too much for the device. What
+// comes from an accelerator is copied to the CPU, and counts there; when the CPU has too much, what
+// came first is written to the file and leaves the CPU. What the CPU has saved itself waits in its
+// own memory, at the expense of the same budget, and goes to the file from there. All writing is
+// done by Background; the memory is given back when it is done, and no more than a bound waits for
+// that. So is reading, and with it the copy to the device, in chunks (Note [Copies in chunks]):
+// with a load begun ahead neither is waited for. What cannot be written (a full disk) stays where
+// it is, with one warning: nothing is lost.
 
 #include <atomic>
 #include <cstdint>

@@ -6,14 +6,15 @@
 // direction. Out: that stream waits for what was queued when the tensor was saved, copies, and the
 // allocator is told that the device memory is in use there; forward goes on meanwhile. If forward
 // writes to that memory, the copy may have the new values: so a tensor that was changed in place
-// after it was saved raises when it is read, as in plain autograd. In: that
-// stream waits for the copy out, copies into new device memory, and the stream that asked waits for
-// it. Copies in are begun ahead: Note [Prefetching]. Host memory that is given back goes with the
-// events of the copies that may still use it: the next copy into it waits. How many bytes may be on their way
-// out can be bounded: Note [Bytes in flight].
+// after it was saved raises when it is read, as in plain autograd. In: that stream waits for the
+// copy out, copies into new device memory, and the stream that asked waits for it. Copies in are
+// begun ahead: Note [Prefetching]. Host memory that is given back goes with the events of the
+// copies that may still use it: the next copy into it waits. How many bytes may be on their way out
+// can be bounded: Note [Bytes in flight].
 //
-// Where that is short, or this accelerator has none, ordinary memory serves, beside the work, too (Note [Copies in chunks]).
-// Where none is asked for copies are made on the current stream, and the program waits.
+// Where that is short, or this accelerator has none, ordinary memory serves, beside the work, too
+// (Note [Copies in chunks]). Where none is asked for copies are made on the current stream, and the
+// program waits.
 
 #include <cstdint>
 #include <limits>
@@ -27,12 +28,13 @@ namespace remat {
 /// Contents on the CPU.
 class HostContents : public StoredContents {
  public:
-  /// The bytes, once they are there; waits for the copy. Valid while this lives. Any thread, also beside loads.
+  /// The bytes, once they are there; waits for the copy. Valid while this lives. Any thread, also
+  /// beside loads.
   virtual at::Tensor bytes_on_host() const = 0;
   /// Where they will be. Does not wait.
   virtual at::Tensor host_memory() const = 0;
-  /// Until it is told otherwise it is an error of `finish_store` and `check_arrival` that they cannot be copied, where else
-  /// it would be a warning.
+  /// Until it is told otherwise it is an error of `finish_store` and `check_arrival` that they
+  /// cannot be copied, where else it would be a warning.
   virtual void set_must_arrive(bool /*must*/) {}
   /// Throws that if it is known by now. Does not wait.
   virtual void check_arrival() {}

@@ -35,13 +35,14 @@ struct Kept {
 class SlotFiller {
  public:
   virtual ~SlotFiller() = default;
-  /// Takes the next saved tensor, and sets what the recomputed graph itself shall keep of it. False: the
-  /// recompute ends here, by `stop`.
+  /// Takes the next saved tensor, and sets what the recomputed graph itself shall keep of it.
+  /// False: the recompute ends here, by `stop`.
   virtual bool fill(const at::Tensor& saved, Kept& kept) = 0;
-  /// The recomputed graph reads what was changed in place after it was saved: throws, as plain autograd does.
+  /// The recomputed graph reads what was changed in place after it was saved: throws, as plain
+  /// autograd does.
   [[noreturn]] virtual void refuse_changed(const Kept& kept) const = 0;
-  /// Throws. Called with nothing to clean up on the way: each such frame costs about as much as a small
-  /// operator.
+  /// Throws. Called with nothing to clean up on the way: each such frame costs about as much as a
+  /// small operator.
   [[noreturn]] virtual void stop() = 0;
   /// The function reads what its own graph saved, outside of a backward. May end the recompute.
   virtual void stop_before_read() = 0;

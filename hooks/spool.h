@@ -10,8 +10,8 @@
 //
 // Backward reads in the reverse order of writing. A read tells the kernel which pieces come next
 // (POSIX_FADV_WILLNEED), and the kernel reads them from the disk meanwhile. A reader thread of our
-// own would do the same with a second copy in memory, locks and a thread to fork around; most of the
-// time the pages are still in the page cache, and there is nothing to wait for.
+// own would do the same with a second copy in memory, locks and a thread to fork around; most of
+// the time the pages are still in the page cache, and there is nothing to wait for.
 //
 // After fork() two processes have one file. The child writes to a new file of its own, and neither
 // uses a range again that was written before the fork: the other may still read it.

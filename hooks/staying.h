@@ -2,14 +2,16 @@
 // Saved tensors that stay where they are until there is too much of them.
 //
 // Note [What stays]
-// Backward reads, by and large, in the reverse order of saving. So what was saved last is asked for first, and
-// moving it gains nothing: saved tensors stay where they are until they are more than a budget, and then those
-// that were saved first move. A number of the last ones may stay whatever room there is. Bytes are those of storages, each counted once. One that others hold as well, such
-// as a parameter or what the program still has in a variable, would not go with our reference: it takes
-// nothing of the budget and does not move. Nobody is told when others let go of it. Each save looks
-// again at up to 64 such tensors; more of them are looked at when a quarter as many tensors have
-// been saved since, and at the end of the guard. So the cost of a save does not grow with what the
-// program holds, but a tensor that the program has released may stay beyond the budget until then.
+// Backward reads, by and large, in the reverse order of saving. So what was saved last is asked for
+// first, and moving it gains nothing: saved tensors stay where they are until they are more than a
+// budget, and then those that were saved first move. A number of the last ones may stay whatever
+// room there is. Bytes are those of storages, each counted once. One that others hold as well, such
+// as a parameter or what the program still has in a variable, would not go with our reference: it
+// takes nothing of the budget and does not move. Nobody is told when others let go of it. Each save
+// looks again at up to 64 such tensors; more of them are looked at when a quarter as many tensors
+// have been saved since, and at the end of the guard. So the cost of a save does not grow with what
+// the program holds, but a tensor that the program has released may stay beyond the budget until
+// then.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -44,8 +46,8 @@ struct SavingOperator {
 
 class Staying {
  public:
-  /// [bytes]; `host_copies`: what else is on the CPU at its expense. `keep_last`: so many storages stay on each
-  /// device in any case, those saved last.
+  /// [bytes]; `host_copies`: what else is on the CPU at its expense. `keep_last`: so many storages
+  /// stay on each device in any case, those saved last.
   Staying(int64_t on_cpu, int64_t on_each_device,
           std::shared_ptr<const std::atomic<int64_t>> host_copies, int64_t keep_last);
 
@@ -78,7 +80,8 @@ class Staying {
 
   /// Dies when the tensor moves or nobody needs it any more.
   std::unique_ptr<Share> share_of(const at::Tensor& tensor);
-  /// Takes note: from now on any thread that saves may move it. It comes after what has its number or a smaller one.
+  /// Takes note: from now on any thread that saves may move it. It comes after what has its number
+  /// or a smaller one.
   void add(c10::Device device, Entry entry);
   /// Takes out what is to move from a device. `running`: what an operator may yet
   /// write to stays; null at the end of the guard.

@@ -1,4 +1,5 @@
-// Regions of modules from outside: what is switched on in a Sequential, what stays as it was, and off again.
+// Regions of modules from outside: what is switched on in a Sequential, what stays as it was, and
+// off again.
 
 #include "remat/apply.h"
 
@@ -73,7 +74,8 @@ struct SinesImpl : nn::Module {
 };
 TORCH_MODULE(Sines);
 
-/// As programs write it to put one Sequential into another, which needs a forward that is no template.
+/// As programs write it to put one Sequential into another, which needs a forward that is no
+/// template.
 struct StackImpl : nn::SequentialImpl {
   using SequentialImpl::SequentialImpl;
   Tensor forward(const Tensor& x) { return SequentialImpl::forward(x); }
@@ -142,8 +144,8 @@ TEST_CASE("an element of a Sequential is a region when it is switched on, and no
     const Tensor y = net->forward(x);
     return bytes.held();
   };
-  // Of an element four tensors are held as they are: the input of the first sine, of the second, and the result;
-  // as a region its result. (Its input is the result of the first.)
+  // Of an element four tensors are held as they are: the input of the first sine, of the second,
+  // and the result; as a region its result. (Its input is the result of the first.)
   constexpr int64_t tensor_bytes = 8 * 4 * 4;
   CHECK(held() == (3 + 1) * tensor_bytes);
   CHECK(paths_of(remove_checkpointing(*net)) == Paths{"1"});

@@ -1,4 +1,5 @@
-// Which modules a choice means, what cannot be a region from outside, and regions that are never used: with the texts.
+// Which modules a choice means, what cannot be a region from outside, and regions that are never
+// used: with the texts.
 
 #include "remat/apply.h"
 

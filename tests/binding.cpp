@@ -401,8 +401,8 @@ TEST_CASE("a wait for another thread lets go of what the binding holds", "[bindi
     }
   } callbacks;
   remat::set_wait_callbacks(&callbacks);
-  // Two reads of one region in one backward: the second thread waits for the first one's recompute. A
-  // module's buffers, as any state provider, are free for one recompute at a time.
+  // Two reads of one region in one backward: the second thread waits for the first one's recompute.
+  // A module's buffers, as any state provider, are free for one recompute at a time.
   struct Slow final : remat::StateProvider {
     std::any capture() override { return 0; }
     void restore(const std::any&) override {

@@ -1,5 +1,5 @@
-// Regions on a real accelerator; passes over itself where there is none. What the CPU's tests and the
-// stand-in's cannot show: real generators, streams, device threads, allocators and kernels.
+// Regions on a real accelerator; passes over itself where there is none. What the CPU's tests and
+// the stand-in's cannot show: real generators, streams, device threads, allocators and kernels.
 
 #include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>

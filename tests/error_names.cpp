@@ -1,4 +1,5 @@
-// What errors call things: regions, the place of their options, parameters and buffers, operators. Whole texts.
+// What errors call things: regions, the place of their options, parameters and buffers, operators.
+// Whole texts.
 
 #include "remat/apply.h"
 #include "tests/support/nn.h"

@@ -1,4 +1,5 @@
-// Guards of hooks.h that keep saved tensors elsewhere, on the CPU: what comes back, what is held, disks.
+// Guards of hooks.h that keep saved tensors elsewhere, on the CPU: what comes back, what is held,
+// disks.
 
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -673,8 +674,8 @@ TEST_CASE("a copy never holds what the kernel has yet to write", "[hooks][offloa
 TEST_CASE("random programs with views, in-place operators and regions: right gradients or an error",
           "[hooks][offload]") {
   const Seed seed;
-  // What a saved tensor's clone gives is right: it has the values of the save. The noise of rrelu is
-  // not written by then, and nobody changes it later.
+  // What a saved tensor's clone gives is right: it has the values of the save. The noise of rrelu
+  // is not written by then, and nobody changes it later.
   const auto cloning_if = [](bool always) {
     return std::make_unique<SavedTensorHooksGuard>(
         [always](const Tensor& t) { return always || t.requires_grad() ? t.clone() : t; },

@@ -14,8 +14,8 @@ namespace nn = torch::nn;
 
 namespace {
 
-/// Like spectral normalisation: forward moves an estimate in a buffer and reads what it wrote, so a recompute that
-/// started from another estimate would give other values.
+/// Like spectral normalisation: forward moves an estimate in a buffer and reads what it wrote, so a
+/// recompute that started from another estimate would give other values.
 struct EstimatedImpl : nn::Cloneable<EstimatedImpl> {
   EstimatedImpl() { reset(); }
   void reset() override {
@@ -29,7 +29,8 @@ struct EstimatedImpl : nn::Cloneable<EstimatedImpl> {
       const Tensor next = weight.mv(estimate);
       estimate.copy_(next / next.norm());
     }
-    // Used as data: a saved tensor that is changed in place later would be an error in plain autograd too.
+    // Used as data: a saved tensor that is changed in place later would be an error in plain
+    // autograd too.
     return x.matmul(weight / estimate.clone().norm()) * constant;
   }
   Tensor weight, estimate, constant;
@@ -88,7 +89,8 @@ struct CallsImpl : nn::Cloneable<CallsImpl> {
   nn::BatchNorm1d norm = nullptr;
 };
 
-/// One way to run a net as regions beside its plain twin, which has the same parameters and buffers.
+/// One way to run a net as regions beside its plain twin, which has the same parameters and
+/// buffers.
 struct Placement {
   const char* name;
   std::function<std::shared_ptr<nn::Module>()> make;

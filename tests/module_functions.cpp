@@ -1,4 +1,5 @@
-// Modules as functions of regions: their buffers and flags in recomputes, their lifetime, and what is warned of.
+// Modules as functions of regions: their buffers and flags in recomputes, their lifetime, and what
+// is warned of.
 
 #include <torch/csrc/jit/api/module.h>
 
@@ -320,7 +321,8 @@ TEST_CASE("a script module is the function of a region", "[modules]") {
 
 namespace {
 
-/// Every stock module with a forward, as a Checkpointed: its class is instantiated, and so is its forward.
+/// Every stock module with a forward, as a Checkpointed: its class is instantiated, and so is its
+/// forward.
 template <class... Impls>
 int64_t count_instantiated() {
   return ((sizeof(remat::CheckpointedImpl<Impls>) > sizeof(Impls)) + ...);

@@ -1,4 +1,5 @@
-// Normalisations in regions: running statistics and gradients, also under autocast, in half and bfloat16.
+// Normalisations in regions: running statistics and gradients, also under autocast, in half and
+// bfloat16.
 
 #include <ATen/autocast_mode.h>
 
@@ -13,7 +14,8 @@ namespace nn = torch::nn;
 
 namespace {
 
-/// A convolution, which autocast casts, a normalisation over (N, 4, L), and something that saves its result.
+/// A convolution, which autocast casts, a normalisation over (N, 4, L), and something that saves
+/// its result.
 template <class Norm>
 struct NormalisedImpl : nn::Cloneable<NormalisedImpl<Norm>> {
   using Make = std::function<Norm()>;

@@ -1,5 +1,5 @@
-// Ten optimizer steps of real models, with and without regions: losses, weights and buffers, bit by bit.
-// (The U-Net is examples/unet.cpp, which compares the same and is run as a test.)
+// Ten optimizer steps of real models, with and without regions: losses, weights and buffers, bit by
+// bit. (The U-Net is examples/unet.cpp, which compares the same and is run as a test.)
 
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>

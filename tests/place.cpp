@@ -131,7 +131,8 @@ Tensor chain_under(const std::shared_ptr<Script>& script, const Tensor& x,
 
 }  // namespace
 
-// ---- what a place sees, and what comes back ------------------------------------------------------
+// ---- what a place sees, and what comes back
+// ------------------------------------------------------
 
 TEST_CASE("a place gets flat bytes, or elements if it wants them", "[place]") {
   const auto script = std::make_shared<Script>();
@@ -609,8 +610,8 @@ TEST_CASE("contents are asked by one thread at a time", "[place][threads]") {
 }
 
 TEST_CASE("who waits for contents lets go of what the binding holds", "[place][threads][binding]") {
-  // As an interpreter's lock: the first thread has it and waits for the contents, which the second one loads; that takes
-  // the lock.
+  // As an interpreter's lock: the first thread has it and waits for the contents, which the second
+  // one loads; that takes the lock.
   static thread_local bool holds;
   struct Callbacks final : remat::WaitCallbacks {
     std::mutex language;

@@ -1,4 +1,5 @@
-// Plans executed, all nestings of short chains: under autocast, and of stages whose backward reads late.
+// Plans executed, all nestings of short chains: under autocast, and of stages whose backward reads
+// late.
 
 #include <ATen/autocast_mode.h>
 
@@ -55,7 +56,8 @@ struct Block {
         narrow(parameter({width, 4 * width})),
         narrow_bias(parameter({width})) {}
 
-  /// Its last operator that saves is the dropout, before the output is there; its backward begins with a cast.
+  /// Its last operator that saves is the dropout, before the output is there; its backward begins
+  /// with a cast.
   Tensor operator()(const Tensor& x) const {
     const Tensor wide =
         at::gelu(at::linear(at::layer_norm(x, {width}, scale, shift), widen, widen_bias));
@@ -163,7 +165,8 @@ TEST_CASE("casts that autocast caches around a whole step are in every predicted
 TEST_CASE("a recompute is counted beside what backward has made before it reads", "[plan]") {
   static constexpr int64_t num = 20'000;
   const std::vector<std::vector<Stage>> chains{
-      // Both products are made before the first read; one is alive then beside the output's gradient.
+      // Both products are made before the first read; one is alive then beside the output's
+      // gradient.
       std::vector<Stage>{[](const Tensor& x) { return x.sin().cos().mul(2).mul(3); },
                          [](const Tensor& x) { return x + x.sin().cos().neg(); },
                          [](const Tensor& x) { return x.exp().tanh().mul(3).add(1).neg(); }},
@@ -172,7 +175,8 @@ TEST_CASE("a recompute is counted beside what backward has made before it reads"
           [](const Tensor& x) { return at::cat({x, at::dropout(x.sin(), 0.1, true)}); },
           [](const Tensor& x) { return at::dropout(x.sin(), 0.1, true) + x; },
           [](const Tensor& x) { return x.cos().slice(0, 0, num); }},
-      // Backward of the second stage reads nothing: the gradient of its input is larger than that of its output.
+      // Backward of the second stage reads nothing: the gradient of its input is larger than that
+      // of its output.
       std::vector<Stage>{[](const Tensor& x) { return x.exp().sin().cos(); },
                          [](const Tensor& x) { return x.to(at::kBFloat16); },
                          [](const Tensor& x) { return x.sin().to(at::kFloat); }},

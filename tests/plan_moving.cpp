@@ -273,7 +273,8 @@ TEST_CASE("fit moves where that takes less time than recomputing more often", "[
   CHECK(measured.measured_peak().value() <= budget);
   CHECK_THAT(measured.table(), contains("copies of 1,000,000 bytes take"));
 
-  // What copies take here depends on what else the machine does: say that they take next to nothing.
+  // What copies take here depends on what else the machine does: say that they take next to
+  // nothing.
   std::string file = text_in(options.measurements);
   const std::size_t line = file.find("moving ");
   REQUIRE(line != std::string::npos);

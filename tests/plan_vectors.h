@@ -1,5 +1,6 @@
 #pragma once
-// Expected values for the planner: chains with their frontiers and plans, and counts of plans by formula.
+// Expected values for the planner: chains with their frontiers and plans, and counts of plans by
+// formula.
 
 #include <cstdint>
 #include <string>

@@ -79,7 +79,8 @@ TEST_CASE("the runs of a region are scopes of LibTorch's profiler under its name
   const Tensor y = checkpoint({.name = "outer"}, outer, x);
   CHECK(log.take() ==
         Log{"+outer (forward)", "+inner (forward)", "-inner (forward)", "-outer (forward)"});
-  // The inner region's input comes from a recompute of the outer one, which the inner one waits for.
+  // The inner region's input comes from a recompute of the outer one, which the inner one waits
+  // for.
   y.sum().backward();
   CHECK(log.take() == Log{"+inner", "+outer", "-outer", "-inner"});
   unseen.sum().backward();

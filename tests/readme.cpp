@@ -1,4 +1,5 @@
-// The code blocks of the documents (README.md, docs/, CONTRIBUTING.md) that come from no example; readme_test.py compares.
+// The code blocks of the documents (README.md, docs/, CONTRIBUTING.md) that come from no example;
+// readme_test.py compares.
 
 #include <any>
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Script modules in regions: as their function, called inside it, and what is said when LibTorch changes its plan.
+// Script modules in regions: as their function, called inside it, and what is said when LibTorch
+// changes its plan.
 
 #include <torch/csrc/jit/api/compilation_unit.h>
 #include <torch/csrc/jit/api/module.h>

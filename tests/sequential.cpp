@@ -133,9 +133,9 @@ TEST_CASE("a chain in segments holds the segments' inputs and the last segment's
   const Tensor x = leaf({1000});
   const LiveBytes bytes;
   const Tensor y = checkpoint_sequential(stages, 3, x);
-  // One boundary between the first and second, one before the last; there sin keeps its input, exp its
-  // result, twice: the boundary, exp, sin's input (that exp), exp = y.
-  // Where copies are made at once, one of x.
+  // One boundary between the first and second, one before the last; there sin keeps its input, exp
+  // its result, twice: the boundary, exp, sin's input (that exp), exp = y. Where copies are made at
+  // once, one of x.
   CHECK(bytes.held() == 4000 * (2 + 2 + (has_lazy_copies ? 0 : 1)));
   const Counted done;
   y.sum().backward();

@@ -279,8 +279,8 @@ TEST_CASE("a module that guards its own state is right inside a region of somebo
 
 TEST_CASE("what a recompute does under guards that forward has not come to is undone",
           "[state][rule-6][rule-11]") {
-  // A backward inside the region makes it run again while forward waits. User code catches the stop, so
-  // that the recompute runs on, past where forward is.
+  // A backward inside the region makes it run again while forward waits. User code catches the
+  // stop, so that the recompute runs on, past where forward is.
   at::Generator own = at::make_generator<at::CPUGeneratorImpl>(11);
   at::Generator far = at::make_generator<FarGenerator>();
   const auto number = std::make_shared<Number>();

@@ -1,5 +1,5 @@
-// Tiers of the CPU: what stays, what goes to the file and in which order, what backward holds, and what
-// goes wrong.
+// Tiers of the CPU: what stays, what goes to the file and in which order, what backward holds, and
+// what goes wrong.
 
 #include "remat/tiers.h"
 
@@ -108,8 +108,8 @@ TEST_CASE("backward brings back no more than there is room for", "[tiers]") {
   remat::MemoryMeter meter;
   const int64_t before = meter.live_bytes();
   const Tensor gradient = grad_of(y, {x})[0];
-  // A node has its gradient, what it is computed from, cos of that, and the result; the meter began with
-  // the budget full, and one load may run ahead where there is no room.
+  // A node has its gradient, what it is computed from, cos of that, and the result; the meter began
+  // with the budget full, and one load may run ahead where there is no room.
   CHECK(meter.peak_bytes() - before <= (4 + (budget == 0 ? 2 : 1)) * mebibyte);
 }
 
@@ -363,8 +363,8 @@ TEST_CASE("a child of a fork reads what its parent saved in tiers", "[tiers]") {
 
 namespace {
 
-/// Two saves of one tensor of which the second may not move with the first, as its operator may yet write to it; it
-/// moves when the guard ends.
+/// Two saves of one tensor of which the second may not move with the first, as its operator may yet
+/// write to it; it moves when the guard ends.
 struct SavedTwice {
   explicit SavedTwice(const SaveInTiersOptions& options) : guard(std::in_place, options) {
     counters.emplace(guard->counters());
@@ -377,7 +377,8 @@ struct SavedTwice {
     t.reset();
     third = torch::autograd::SavedVariable(at::rand({num_elements}), false);  // there is no room
   }
-  /// Past all versions, and while the thread that writes the file reads, as a program's own kernel would.
+  /// Past all versions, and while the thread that writes the file reads, as a program's own kernel
+  /// would.
   [[gnu::no_sanitize_thread]] void write(int64_t element) {
     memory[element] = 7;
     expected.mutable_data_ptr<float>()[element] = 7;
@@ -505,7 +506,8 @@ TEST_CASE("a recorder sees what tiers write, read and wait for", "[tiers][record
   CHECK(report.files.bytes_written == counters.now().bytes_to_disk);
   CHECK(report.files.bytes_read == counters.now().bytes_loaded);
   CHECK(report.files.read_s > 0);
-  // Held up: what was waited for, and what was read by the program's own thread because nobody else had begun.
+  // Held up: what was waited for, and what was read by the program's own thread because nobody else
+  // had begun.
   CHECK(report.files.waits <= counters.now().waits);
   CHECK(report.files.waited_s <= counters.now().seconds_waited);
   CHECK(occurrences(recorder.event_log(), "writes 1048576 bytes to a file") == length - 3);

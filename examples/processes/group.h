@@ -3,7 +3,8 @@
 
 #include <chrono>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-// Needs Gloo's headers and USE_C10D_GLOO; Gloo itself is in libtorch_cpu, so nothing more is linked.
+// Needs Gloo's headers and USE_C10D_GLOO; Gloo itself is in libtorch_cpu, so nothing more is
+// linked.
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "place.h"

@@ -44,8 +44,8 @@ inline double difference_of(const torch::Tensor& a, const torch::Tensor& b) {
   return std::isfinite(difference) ? difference : none;
 }
 
-// Whether a training with regions came to what one without them did: the same bits, where kernels have one
-// order of sums.
+// Whether a training with regions came to what one without them did: the same bits, where kernels
+// have one order of sums.
 inline bool is_promised(double difference, const Target& target) {
   return difference <= (target.is_reproducible() ? 0 : rounding(target));
 }

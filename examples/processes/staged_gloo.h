@@ -1,5 +1,6 @@
 #pragma once
-// Gloo for the tensors of a device: over the host, since a LibTorch may have it for the CPU's alone.
+// Gloo for the tensors of a device: over the host, since a LibTorch may have it for the CPU's
+// alone.
 
 #include <torch/torch.h>
 

@@ -1,5 +1,6 @@
 #pragma once
-// What the processes of a program tell each other by name: LibTorch's TCPStore, on this machine only.
+// What the processes of a program tell each other by name: LibTorch's TCPStore, on this machine
+// only.
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
@@ -16,7 +17,8 @@
 
 using Store = c10::intrusive_ptr<c10d::TCPStore>;
 
-// Serves one at a free port, which `port` becomes; it lives in this process and leaves nothing behind.
+// Serves one at a free port, which `port` becomes; it lives in this process and leaves nothing
+// behind.
 inline Store serve_store(uint16_t& port) {
   // A socket of our own, since the store's would listen to the whole network.
   const int socket = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);

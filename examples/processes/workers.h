@@ -17,7 +17,8 @@
 
 #include "place.h"
 
-// Starts the workers of `place`. None outlives this object, nor the process that made it, however that ends.
+// Starts the workers of `place`. None outlives this object, nor the process that made it, however
+// that ends.
 class Workers {
  public:
   Workers(const Place& place, uint16_t port) {

@@ -20,13 +20,13 @@ struct Gathered {
 };
 
 // `whole()` is all parameters in one dimension. It has memory between `gather()` and `free()` only;
-// what autograd saved of it in between has its memory at the same times. When backward has completed
-// its gradient, the mean over the processes of this process's part of it becomes the gradient of
-// `part()`, and the memory is freed.
+// what autograd saved of it in between has its memory at the same times. When backward has
+// completed its gradient, the mean over the processes of this process's part of it becomes the
+// gradient of `part()`, and the memory is freed.
 //
-// Gathering gives the leaf its former values back, so for autograd, and for remat's check of captured
-// parameters, nothing must have changed: it writes through `variable_data()`, which has a version
-// counter of its own.
+// Gathering gives the leaf its former values back, so for autograd, and for remat's check of
+// captured parameters, nothing must have changed: it writes through `variable_data()`, which has a
+// version counter of its own.
 class Shard {
  public:
   // `initial`: (P), the same in every process.

@@ -5,8 +5,8 @@
 
 namespace remat {
 
-/// Throws CheckpointError of kind Unsupported: `fact` in past tense, then its cause and what to do, none
-/// with a full stop.
+/// Throws CheckpointError of kind Unsupported: `fact` in past tense, then its cause and what to do,
+/// none with a full stop.
 [[noreturn]] void throw_unsupported(const std::string& fact, const std::string& cause,
                                     const std::string& advice);
 

@@ -1,5 +1,6 @@
 #pragma once
-// Faults that a test plants in the library, to show that the fuzzer finds them; none in usual builds.
+// Faults that a test plants in the library, to show that the fuzzer finds them; none in usual
+// builds.
 
 #ifdef REMAT_PLANTED_FAULTS
 #include <cstdlib>

@@ -59,8 +59,8 @@ class RecomputeLock {
 /// All recomputes of the process share this lock.
 RecomputeLock& recompute_lock();
 
-/// While alive an owner has subjects of that lock: it acquires them in one order for all, so that two
-/// recomputes never wait for each other, and none after one that nobody gave back for so long.
+/// While alive an owner has subjects of that lock: it acquires them in one order for all, so that
+/// two recomputes never wait for each other, and none after one that nobody gave back for so long.
 class RecomputeHold {
  public:
   RecomputeHold(std::vector<const void*> subjects, const LockOwner& owner,

@@ -1,5 +1,6 @@
 #pragma once
-// Room for objects of one type that die together: several to an allocation, each at a place that stays.
+// Room for objects of one type that die together: several to an allocation, each at a place that
+// stays.
 
 #include <algorithm>
 #include <cstddef>

@@ -11,8 +11,8 @@ namespace remat {
 
 namespace {
 
-/// The thread's own stack: where it begins, where it has room enough, and where it ends. Empty where that is not
-/// known; code that runs on another stack (a fiber's) is outside and has room.
+/// The thread's own stack: where it begins, where it has room enough, and where it ends. Empty
+/// where that is not known; code that runs on another stack (a fiber's) is outside and has room.
 struct Bounds {
   uintptr_t begin = 0, roomy = 0, end = 0;
   bool is_known = false;

@@ -11,8 +11,8 @@ namespace remat {
 /// Always true where the C library does not tell the bounds of a stack.
 bool has_stack_room();
 
-/// Whether an address lies in the frame of a function that called this one, on the thread's own stack. False
-/// where the bounds are not known.
+/// Whether an address lies in the frame of a function that called this one, on the thread's own
+/// stack. False where the bounds are not known.
 bool is_in_callers_frames(uintptr_t address);
 
 }  // namespace remat

@@ -10,8 +10,8 @@
 
 namespace remat {
 
-/// While alive, this thread waits: what the binding's WaitCallbacks let go of is gone, and comes back when
-/// this dies. Declare it before the lock that the wait gives up, and hold no other one.
+/// While alive, this thread waits: what the binding's WaitCallbacks let go of is gone, and comes
+/// back when this dies. Declare it before the lock that the wait gives up, and hold no other one.
 class WaitForThread {
  public:
   WaitForThread();
@@ -20,8 +20,8 @@ class WaitForThread {
   std::shared_ptr<void> let_go_;
 };
 
-/// Waits until `holds`, which a notification of `changed` announces; whether it did in time. `lock` is held
-/// around, and given up meanwhile.
+/// Waits until `holds`, which a notification of `changed` announces; whether it did in time. `lock`
+/// is held around, and given up meanwhile.
 template <class Holds>
 bool wait_until(const Holds& holds, std::unique_lock<std::mutex>& lock,
                 std::condition_variable& changed, std::chrono::milliseconds longest_wait) {
@@ -38,8 +38,8 @@ bool wait_until(const Holds& holds, std::unique_lock<std::mutex>& lock,
   return is_in_time;
 }
 
-/// Which thread's turn it is where threads take turns, but hardly ever meet. A holder may need what the binding's
-/// WaitCallbacks let go of, and may come again.
+/// Which thread's turn it is where threads take turns, but hardly ever meet. A holder may need what
+/// the binding's WaitCallbacks let go of, and may come again.
 class Turns {
  public:
   /// While alive it is this thread's.
@@ -75,8 +75,9 @@ class Turns {
   std::atomic<std::thread::id> holder_{};
 };
 
-/// Locks `mutex`, whose holder may need what the binding's WaitCallbacks let go of: a thread that must wait for it waits
-/// without that. It gets it back when it has the mutex, which is no standstill, as nobody waits for this mutex with it.
+/// Locks `mutex`, whose holder may need what the binding's WaitCallbacks let go of: a thread that
+/// must wait for it waits without that. It gets it back when it has the mutex, which is no
+/// standstill, as nobody waits for this mutex with it.
 inline std::unique_lock<std::mutex> lock_in_turn(std::mutex& mutex) {
   std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
   if (!lock) {

@@ -5,11 +5,11 @@
 // The value with the least score is dropped first. The score is the time to make the value again,
 // divided by its bytes and by the square root of its distance. The time includes the dropped values
 // that the rerun needs. The distance is the work until backward reads the value, or a dropped value
-// made of it. It is known, because backward reads in the reverse order of saving.
-// Dynamic Tensor Rematerialization divides by the time since the last use instead, and adds the
-// cost of dropped values made of the value: that recomputes 1.3 to 2.6 times more (measured).
-// Exact scores are computed only for the sixteen values with the least scores by the latest costs. A
-// pool of more than 1,024 values is walked once for many choices, among a list of its cheapest.
+// made of it. It is known, because backward reads in the reverse order of saving. Dynamic Tensor
+// Rematerialization divides by the time since the last use instead, and adds the cost of dropped
+// values made of the value: that recomputes 1.3 to 2.6 times more (measured). Exact scores are
+// computed only for the sixteen values with the least scores by the latest costs. A pool of more
+// than 1,024 values is walked once for many choices, among a list of its cheapest.
 //
 // Note [Below the floor]
 // Operands of the running operator, and tensors that the program holds, cannot be dropped. If they

@@ -23,8 +23,8 @@ using torch::nn::SequentialImpl;
 
 namespace {
 
-/// What a Sequential calls for one of its children: the k-th of its elements that are this module, for the k-th
-/// child. Null if it calls another in its place.
+/// What a Sequential calls for one of its children: the k-th of its elements that are this module,
+/// for the k-th child. Null if it calls another in its place.
 AnyModule* element_of(const TreeModule& child) {
   auto* const sequential = dynamic_cast<SequentialImpl*>(child.parent);
   if (sequential == nullptr) return nullptr;
@@ -58,7 +58,8 @@ Way way_to(const TreeModule& chosen) {
     way.region = detail::region_of(*way.stand_in);
     return way;
   }
-  // A Checkpointed that was pushed as what it wraps is called past its own forward: something can stand in.
+  // A Checkpointed that was pushed as what it wraps is called past its own forward: something can
+  // stand in.
   const bool is_called_past = element != nullptr && element->type_info() != typeid(*chosen.module);
   if (!is_called_past) way.region = detail::region_of(*chosen.module);
   if (way.region == nullptr) way.element = element;

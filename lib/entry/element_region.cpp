@@ -36,8 +36,8 @@ void visit_one_of(AnyValue& value, TensorVisitor& visitor) {
   static_cast<void>((visit_as<T>(value, visitor) || ...));
 }
 
-/// What forwards take and return: a tensor, some, those of recurrent nets and of attention. Copies of each have
-/// tensors of their own.
+/// What forwards take and return: a tensor, some, those of recurrent nets and of attention. Copies
+/// of each have tensors of their own.
 void visit_tensors_of(AnyValue& value, TensorVisitor& visitor) {
   using at::Tensor;
   using std::optional, std::pair, std::tuple, std::vector;

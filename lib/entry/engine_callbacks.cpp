@@ -1,4 +1,5 @@
-// What LibTorch's engine and tensors call of ours: tells the regions of the thread, each what it watches.
+// What LibTorch's engine and tensors call of ours: tells the regions of the thread, each what it
+// watches.
 
 #include <memory>
 #include <optional>

@@ -28,13 +28,14 @@ namespace detail {
 namespace {
 
 // Note [Options of a cloned child]
-// A parent's clone (torch::nn::Cloneable) makes its children anew in reset(), asks each original child
-// for a clone(), and assigns that to the new child as an `Impl`: LibTorch knows nothing of the class
-// above it, the function is final, and the assignment is not virtual, so our options would be lost. All
-// that the assignment carries over is Module's own fields. So our clone() writes a name of its own
-// into the clone; when the clone dies, which is right after the assignment, the module made on this
-// thread that bears the same name by then is the one it was assigned to, and gets the options.
-// A clone that lives on bears that name until it is first called; nothing else is seen of this.
+// A parent's clone (torch::nn::Cloneable) makes its children anew in reset(), asks each original
+// child for a clone(), and assigns that to the new child as an `Impl`: LibTorch knows nothing of
+// the class above it, the function is final, and the assignment is not virtual, so our options
+// would be lost. All that the assignment carries over is Module's own fields. So our clone() writes
+// a name of its own into the clone; when the clone dies, which is right after the assignment, the
+// module made on this thread that bears the same name by then is the one it was assigned to, and
+// gets the options. A clone that lives on bears that name until it is first called; nothing else is
+// seen of this.
 class LiveRegions {
  public:
   struct Entry {
@@ -96,7 +97,8 @@ ModuleRegion::ModuleRegion(torch::nn::Module& owner, const std::type_info& type,
 void ModuleRegion::set_options(ModuleOptions options) {
   TORCH_CHECK_VALUE(options.level >= 0, "remat::Checkpointed: ModuleOptions::level was ",
                     options.level, ". Hint: 0 for never, 1 and up for the level that turns it on.");
-  // Of the two places where it can be said; the region, and what it warns of, asks the one in its options.
+  // Of the two places where it can be said; the region, and what it warns of, asks the one in its
+  // options.
   if (options.buffers == BufferPolicy::Restore) options.buffers = options.checkpoint.buffers;
   options.checkpoint.buffers =
       options.buffers == BufferPolicy::Ignore ? BufferPolicy::Ignore : BufferPolicy::Restore;

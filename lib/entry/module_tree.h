@@ -1,5 +1,6 @@
 #pragma once
-// The modules of a tree with their paths, which of them a choice means, and what their types are called.
+// The modules of a tree with their paths, which of them a choice means, and what their types are
+// called.
 
 #include <string>
 #include <string_view>

@@ -1,4 +1,5 @@
-// Bodies of script_call.h: runs a script function as a region does, and tells regions of script functions inside.
+// Bodies of script_call.h: runs a script function as a region does, and tells regions of script
+// functions inside.
 
 #include "remat/script_call.h"
 

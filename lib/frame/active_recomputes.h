@@ -32,8 +32,8 @@ class ActiveRecompute {
 
 /// A backward begins on this thread: recomputes that this thread runs cannot go on before it ends,
 /// so nobody may wait for them any more (a waiting thread could be the one that backward needs).
-/// Throws CheckpointError if a recompute cannot repeat it (Note [Backwards inside a region]), or if it
-/// asks a kept value for what no recompute knows.
+/// Throws CheckpointError if a recompute cannot repeat it (Note [Backwards inside a region]), or if
+/// it asks a kept value for what no recompute knows.
 void backward_begins(const torch::autograd::edge_list& roots,
                      const torch::autograd::edge_list& targets, bool accumulates);
 

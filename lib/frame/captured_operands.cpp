@@ -21,7 +21,8 @@ namespace {
 
 using torch::autograd::Node;
 
-/// What all tensors have that count their versions together: a number that says which counter it is.
+/// What all tensors have that count their versions together: a number that says which counter it
+/// is.
 const void* address_of(const c10::VariableVersion& counter) {
   const void* address = nullptr;
   static_assert(sizeof(counter) == sizeof(address));

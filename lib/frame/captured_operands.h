@@ -1,17 +1,19 @@
 #pragma once
-// Finds captured tensors that a region's function computes with, which autograd need not save, and that changed.
+// Finds captured tensors that a region's function computes with, which autograd need not save, and
+// that changed.
 //
 // Note [Captures that nothing saves]
-// `x + bias` saves nothing: a recompute would take the bias as it is by then, and what is saved after it would be
-// another forward's. But an operator asks each tensor through which its gradient may flow for its node
-// (seam::NodeWatch). So forward notes those that come from outside: leaves, tensors without grad, older
-// results; arguments, too, of which the region or the hooks around it have a copy, since the function may have captured
-// the same tensor. They are told apart by their version counters, which views share. When a recompute begins, their versions and
-// storages are compared. If some changed, and only then, the recompute is watched: an operator that is given one of
-// them, or the result of such an operator, is tainted; and a tensor that backward needs which such an operator made is a
-// changed capture (Rule 10). What the recompute does not reach, and what does not come into a saved tensor, does no
-// harm, and raises nothing. One that the function itself has written to in this recompute before it reads it is taken as made
-// there.
+// `x + bias` saves nothing: a recompute would take the bias as it is by then, and what is saved
+// after it would be another forward's. But an operator asks each tensor through which its gradient
+// may flow for its node (seam::NodeWatch). So forward notes those that come from outside: leaves,
+// tensors without grad, older results; arguments, too, of which the region or the hooks around it
+// have a copy, since the function may have captured the same tensor. They are told apart by their
+// version counters, which views share. When a recompute begins, their versions and storages are
+// compared. If some changed, and only then, the recompute is watched: an operator that is given one
+// of them, or the result of such an operator, is tainted; and a tensor that backward needs which
+// such an operator made is a changed capture (Rule 10). What the recompute does not reach, and what
+// does not come into a saved tensor, does no harm, and raises nothing. One that the function itself
+// has written to in this recompute before it reads it is taken as made there.
 //
 // Note [State with a history]
 // A function may assign a captured variable anew: `v = v * 0.5 + x`. Its recompute finds the tensor
@@ -64,7 +66,8 @@ struct CapturedOperand {
 /// A frame has these. Noted on the forward's thread; read when forward is over.
 class CapturedOperands {
  public:
-  /// An operator computes with a tensor from outside. The first time counts. `inputs`: the region's.
+  /// An operator computes with a tensor from outside. The first time counts. `inputs`: the
+  /// region's.
   void note(const at::TensorBase& tensor, const Inputs& inputs);
   /// The forward is over.
   void settle();
@@ -99,7 +102,8 @@ class ChangedOperands final : public seam::NodeWatch {
 
   /// The operator at work has its result from elsewhere.
   void forgive_operator();
-  /// Whether a tensor that autograd saves now was computed with a changed capture. `is_made_inside`: as forward's was.
+  /// Whether a tensor that autograd saves now was computed with a changed capture.
+  /// `is_made_inside`: as forward's was.
   bool made(const at::Tensor& saved, bool is_made_inside);
   struct Change {
     const CapturedOperand* then;

@@ -1,4 +1,5 @@
-// DeterminismCheck::Values and CheckpointOptions::fingerprint: compare the contents of recomputed tensors.
+// DeterminismCheck::Values and CheckpointOptions::fingerprint: compare the contents of recomputed
+// tensors.
 
 #include <c10/util/Exception.h>
 #include <fmt/format.h>

@@ -82,9 +82,9 @@ bool Filler::fill(const at::Tensor& saved, Kept& own) {
   // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
   at::Tensor& kept = own.tensor;
   kept = saved.requires_grad() ? seam::alias_without_history(saved) : saved;
-  // The function caught the signal and went on: nothing it saves now counts. It gets no second one: it may
-  // try until nothing is thrown, and by another way than forward's meet a C++ Function of which forward
-  // does not say whether it saves its own output.
+  // The function caught the signal and went on: nothing it saves now counts. It gets no second one:
+  // it may try until nothing is thrown, and by another way than forward's meet a C++ Function of
+  // which forward does not say whether it saves its own output.
   if (has_stopped_) return true;
   if (replay_ != nullptr) replay_->check_saved(saved);
   if (!differences_.metadata.empty() && !log_) name_operators(saved);
@@ -135,7 +135,8 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor* o
       value.alias =
           seam::alias_without_history(saved);  // its owner may give the object other storage
     if (const auto noted = slots_.notes_of(position); !noted.empty())
-      // Without its history: whoever frees the recompute's graph does so before the contents are compared.
+      // Without its history: whoever frees the recompute's graph does so before the contents are
+      // compared.
       pending_.push_back({position,
                           at::sequence_number::peek(),
                           saved.detach(),
@@ -179,8 +180,8 @@ void Filler::note_members(const UserState* state) {
     differences_.has_other_members |= flags->has_other_members();
 }
 
-// The graph of a recompute is nobody's: it dies when the function has unwound. A tensor put into a variable
-// outside keeps it, with copies of ours of what its nodes saved.
+// The graph of a recompute is nobody's: it dies when the function has unwound. A tensor put into a
+// variable outside keeps it, with copies of ours of what its nodes saved.
 void Filler::warn_of_survivors(bool has_run_backward) const {
   if (has_run_backward) return;  // threads of devices may still hold parts of it
   const bool survives =

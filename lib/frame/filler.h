@@ -22,28 +22,30 @@ namespace remat {
 class UserRestore;
 class UserState;
 
-/// The values of one recompute come in through it, one for each tensor that autograd saves: on its thread, and on those of the
-/// engine that run a backward in it, which may be several at once if that is on several devices.
+/// The values of one recompute come in through it, one for each tensor that autograd saves: on its
+/// thread, and on those of the engine that run a backward in it, which may be several at once if
+/// that is on several devices.
 class Filler final : public SlotFiller {
  public:
-  /// The filler wants every slot that is alive, or `only_position` alone if it is not negative. `inputs`:
-  /// the arguments of this recompute.
+  /// The filler wants every slot that is alive, or `only_position` alone if it is not negative.
+  /// `inputs`: the arguments of this recompute.
   Filler(const Region& region, const Slots& slots, const RecordedFrame* recorded,
          RecomputedValues& values, int64_t only_position, const std::vector<at::Tensor>& inputs);
   ~Filler() override;
 
   bool fill(const at::Tensor& saved, Kept& kept) override;
   [[noreturn]] void refuse_changed(const Kept& kept) const override;
-  /// The function is about to run a backward. No operator is under way here, so a recompute that has
-  /// all it needs ends: that backward ran in the forward, and would accumulate its gradients again.
+  /// The function is about to run a backward. No operator is under way here, so a recompute that
+  /// has all it needs ends: that backward ran in the forward, and would accumulate its gradients
+  /// again.
   void stop_before_backward();
-  /// A backward of the function has returned. Where forward still waits in one, what comes after it is not to run yet: a
-  /// recompute that got in it all it needs ends.
+  /// A backward of the function has returned. Where forward still waits in one, what comes after it
+  /// is not to run yet: a recompute that got in it all it needs ends.
   void stop_after_backward();
   /// The same where forward waits for a tensor that its function reads off its own graph.
   void stop_before_read() override { stop_after_backward(); }
-  /// The function has ended, by a return or a stop: takes what waited for it. All is queued on the devices
-  /// that the tensors need.
+  /// The function has ended, by a return or a stop: takes what waited for it. All is queued on the
+  /// devices that the tensors need.
   void finish() {
     compare_pending(0, /*is_end=*/true);
     ready_.record();
@@ -62,7 +64,8 @@ class Filler final : public SlotFiller {
   void ignore_rest() { rest_is_plain_ = true; }
   /// Not before a script function has returned: then it is known what it ran.
   void forbid_stop_in_scripts() { may_stop_in_scripts_ = false; }
-  /// Of these storages providers say that they are as forward saw them. Note [Written by a provider].
+  /// Of these storages providers say that they are as forward saw
+  /// them. Note [Written by a provider].
   void set_vouched(const StorageSet* storages) { vouched_ = storages; }
   /// The function writes to buffers that are compared: it is not stopped before it has done so.
   /// Null: it does not.
@@ -79,13 +82,14 @@ class Filler final : public SlotFiller {
   bool has_stopped() const { return has_stopped_; }
   /// A tensor saved after another thread had drawn in forward came back with other contents.
   bool has_other_numbers() const { return has_other_numbers_; }
-  /// More tensors came than forward saved, and forward is over. With early stop on that is no difference,
-  /// since all that was needed came before, and might as well have been the end.
+  /// More tensors came than forward saved, and forward is over. With early stop on that is no
+  /// difference, since all that was needed came before, and might as well have been the end.
   bool has_too_many() const {
     return view_.is_settled && num_seen_ > num_slots_ && !region_.options.early_stop &&
            !rest_is_plain_;
   }
-  /// Whether the recompute may be ended here, as far as thread, backward and function are concerned.
+  /// Whether the recompute may be ended here, as far as thread, backward and function are
+  /// concerned.
   bool is_on_own_ground() const;
   /// Ends it, in the way of the function's language.
   [[noreturn]] void stop() override;
@@ -114,8 +118,8 @@ class Filler final : public SlotFiller {
   void blame_function() { differences_.function_writes = true; }
   /// Looks whether its module has other members now.
   void note_members(const UserState* state);
-  /// The function has unwound, and its arguments are gone, which know what wrote to them: warns, once for each
-  /// name, if a part of the graph that it made now is still there.
+  /// The function has unwound, and its arguments are gone, which know what wrote to them: warns,
+  /// once for each name, if a part of the graph that it made now is still there.
   void warn_of_survivors(bool has_run_backward) const;
   OpLog* log() { return log_ ? &*log_ : nullptr; }
 

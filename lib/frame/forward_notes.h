@@ -1,5 +1,6 @@
 #pragma once
-// What few functions do in forward that their recomputes must know: backwards, accumulations, hooks.
+// What few functions do in forward that their recomputes must know: backwards, accumulations,
+// hooks.
 
 #include <algorithm>
 #include <atomic>

@@ -67,9 +67,9 @@ void ForwardScope::hook_registered(const at::TensorBase& tensor, unsigned handle
 
 // Note [Late threads of the engine]
 // The thread of a device lets go of the gradients that it has computed a little after the thread
-// that waits for them goes on. Such a gradient, used in the region, would still be alive at its end,
-// as what the function captures is. So a region waits for it; in vain for one that the function has
-// put into an outside variable, but its recompute is refused anyway.
+// that waits for them goes on. Such a gradient, used in the region, would still be alive at its
+// end, as what the function captures is. So a region waits for it; in vain for one that the
+// function has put into an outside variable, but its recompute is refused anyway.
 void ForwardScope::wait_for_gradients(c10::function_ref<void(TensorVisitor)> visit_result) {
   StorageSet results;
   visit_result([&](at::Tensor& tensor) { results.add(tensor); });

@@ -95,7 +95,8 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   if (recorded_ != nullptr && is_recording())
     recording::slot_event(EventKind::Pack, region_.info, slots_.size(),
                           TensorMetadata(saved, false).text());
-  // What a region around keeps may be captured here: its recompute must have the data, and no placeholder.
+  // What a region around keeps may be captured here: its recompute must have the data, and no
+  // placeholder.
   if (sees_operators_ && region_.info.depth > 1)
     detail::visit_regions([&](detail::RegionScope& scope) {
       detail::ReadWatcher* const watcher =

@@ -45,9 +45,8 @@ class Frame final : public TaskMember {
   ~Frame() override;
 
   /// Saves the region's inputs through the hooks around it, and takes note of its surroundings;
-  /// `own`: what it registers itself, or null.
-  /// Where a recompute around ends with that, throws its stop or, if the caller `sees_end` and it can be ended without one,
-  /// returns false.
+  /// `own`: what it registers itself, or null. Where a recompute around ends with that, throws its
+  /// stop or, if the caller `sees_end` and it can be ended without one, returns false.
   bool begin(std::unique_ptr<RegionBody> body, bool sees_end,
              const std::shared_ptr<const UserRegistrations>& own);
   /// The region's function has returned: judges what was saved.
@@ -84,8 +83,9 @@ class Frame final : public TaskMember {
   /// The record is null if no recorder was alive when the region began.
   RecordedFrame* recorded() const { return recorded_.get(); }
 
-  /// Whether operators came to a dispatch mode of ours in the first run. LibTorch's formulas ask whether they
-  /// do (isTensorSubclassLike) and save other tensors then, so it must be the same in recomputes.
+  /// Whether operators came to a dispatch mode of ours in the first run. LibTorch's formulas ask
+  /// whether they do (isTensorSubclassLike) and save other tensors then, so it must be the same in
+  /// recomputes.
   bool sees_operators() const { return sees_operators_; }
   void set_sees_operators(bool sees) { sees_operators_ = sees; }
   /// The devices of its inputs and of what autograd has saved so far.

@@ -31,7 +31,8 @@ class FrameScope : public detail::RegionScope,
   detail::RegistrationWatcher* registrations() override { return this; }
   GuardWatcher* guards() override { return this; }
   ScriptWatch* scripts() override { return &scripts_; }
-  /// In a recompute: the providers of the user's state become what they were at this point of forward.
+  /// In a recompute: the providers of the user's state become what they were at this point of
+  /// forward.
   virtual void move_providers(const std::vector<std::any>&) {}
 
  protected:

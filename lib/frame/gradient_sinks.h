@@ -2,13 +2,13 @@
 // Where the gradients of a recompute's own backwards go instead of into leaves from outside.
 //
 // Note [Accumulating once]
-// A function that runs `backward()` accumulates into captured leaves. Forward has done so; a recompute
-// that runs it again must not (Rule 14). The leaves that forward's backwards came to are noted. While a
-// recompute of that region runs, each is told to have a node of its own, a sink, whenever an operator
-// asks where its gradient goes: what the recompute computes of it ends there, `torch::autograd::grad`
-// with respect to it works, and nothing is accumulated. A backward that comes to such a leaf all the same,
-// through a graph from outside, is an error; so is one that asks for the gradient of a leaf that has hooks,
-// which a sink does not run.
+// A function that runs `backward()` accumulates into captured leaves. Forward has done so; a
+// recompute that runs it again must not (Rule 14). The leaves that forward's backwards came to are
+// noted. While a recompute of that region runs, each is told to have a node of its own, a sink,
+// whenever an operator asks where its gradient goes: what the recompute computes of it ends there,
+// `torch::autograd::grad` with respect to it works, and nothing is accumulated. A backward that
+// comes to such a leaf all the same, through a graph from outside, is an error; so is one that asks
+// for the gradient of a leaf that has hooks, which a sink does not run.
 
 #include <ATen/core/TensorBase.h>
 #include <torch/csrc/autograd/function.h>

@@ -11,8 +11,8 @@
 
 namespace remat {
 
-/// An input is held as autograd would save it: by the hooks around the region, if there are any; else it is
-/// kept as it is, or, where only its data are wanted, in parts.
+/// An input is held as autograd would save it: by the hooks around the region, if there are any;
+/// else it is kept as it is, or, where only its data are wanted, in parts.
 class HeldInput {
  public:
   /// Holds no tensor.

@@ -70,8 +70,8 @@ AskedOfInputs asked_of(const Inputs& inputs, const edge_list& roots, const edge_
   return asked;
 }
 
-// The input was a target of forward's. Its original may be one now, or its alias; LibTorch puts another
-// node in the place of an alias that nothing uses.
+// The input was a target of forward's. Its original may be one now, or its alias; LibTorch puts
+// another node in the place of an alias that nothing uses.
 const char* against(const AskedOfInputs& asked, const Inputs& inputs,
                     c10::ArrayRef<WeakEdge> aliases, const edge_list& roots,
                     const edge_list& targets) {

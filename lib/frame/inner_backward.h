@@ -2,11 +2,11 @@
 // Backwards that a region's function runs: those that its recompute could not repeat.
 //
 // Note [Backwards inside a region]
-// A recompute has its arguments without their history (Note [Inputs without history]): a backward in
-// it ends there, without what lies beyond and without the hooks of the original. Where forward's went
-// on, the recompute's would give other gradients, of which nothing could be seen. So each backward
-// that forward runs inside the region is looked at, and the recompute that comes to the same one, by
-// its number, throws if it could not repeat it:
+// A recompute has its arguments without their history (Note [Inputs without history]): a backward
+// in it ends there, without what lies beyond and without the hooks of the original. Where forward's
+// went on, the recompute's would give other gradients, of which nothing could be seen. So each
+// backward that forward runs inside the region is looked at, and the recompute that comes to the
+// same one, by its number, throws if it could not repeat it:
 //   beyond    its targets are reached through the history of an argument
 //   hooks     it takes the gradient of an argument that had hooks when the region began
 //   original  (seen in the recompute) it takes the gradient of an argument whose original is in use

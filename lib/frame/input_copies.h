@@ -19,12 +19,12 @@ class InputCopies {
   };
   explicit InputCopies(How how) : how_(how) {}
 
-  /// A copy of this tensor will be asked for. If those of a storage have less than half of it, only the
-  /// range is copied in which they lie; else all of it.
+  /// A copy of this tensor will be asked for. If those of a storage have less than half of it, only
+  /// the range is copied in which they lie; else all of it.
   void expect(const at::Tensor& tensor);
-  /// The copy has the same sizes, strides and keys, no history, and a version counter of its own (one for each
-  /// storage). Undefined if there is nothing to be copied: the tensor has more elements than its storage; or,
-  /// unless `AtOnce`, it has no data or is one of inference mode.
+  /// The copy has the same sizes, strides and keys, no history, and a version counter of its own
+  /// (one for each storage). Undefined if there is nothing to be copied: the tensor has more
+  /// elements than its storage; or, unless `AtOnce`, it has no data or is one of inference mode.
   at::Tensor copy_of(const at::Tensor& tensor);
 
  private:

@@ -27,7 +27,8 @@ namespace remat {
 
 namespace {
 
-/// Ends the gradient of a recompute's own backward at the input, which is the node's output with that number.
+/// Ends the gradient of a recompute's own backward at the input, which is the node's output with
+/// that number.
 seam::NodePtr input_edge(uint32_t output_number) {
   auto node = seam::make_node<seam::EndNode>("remat::InputEdge");
   for (uint32_t i = 0; i < output_number; ++i)
@@ -39,8 +40,8 @@ uint32_t low_bits(const void* address) {
   return static_cast<uint32_t>(combine(odd_multiplier, reinterpret_cast<uintptr_t>(address)));
 }
 
-/// A hash of where in its storage a tensor has its elements, and of what type they are. Tensors without
-/// a storage: of what stands for it.
+/// A hash of where in its storage a tensor has its elements, and of what type they are. Tensors
+/// without a storage: of what stands for it.
 uint32_t layout_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   uint64_t hash = static_cast<uint64_t>(tensor.scalar_type());
@@ -244,8 +245,9 @@ TensorIdentity Inputs::identity_of(const Input& input) const {
   return identity;
 }
 
-/// Its storage was resized to nothing: to read it would end the process. Sharded parameters, which are leaves, are
-/// freed so between their uses, and have their memory again by the time when the function reads them.
+/// Its storage was resized to nothing: to read it would end the process. Sharded parameters, which
+/// are leaves, are freed so between their uses, and have their memory again by the time when the
+/// function reads them.
 bool Inputs::is_freed(const Input& input, const at::Tensor& data) {
   return input.role != GradRole::Leaf && storage_of(data) != nullptr &&
          storage_of(data)->nbytes() == 0 && data.numel() > 0 && data.layout() == c10::kStrided &&
@@ -307,8 +309,8 @@ bool Inputs::is_any_parted(const std::vector<at::Tensor>& given) const {
   return false;
 }
 
-// See Note [Functions that write to arguments], and Note [Inputs that are copies]. Says which are the
-// recompute's own.
+// See Note [Functions that write to arguments], and Note [Inputs that are copies]. Says which are
+// the recompute's own.
 std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& tensors,
                                bool is_any_written) const {
   InputCopies at_once(InputCopies::How::AtOnce), lazy(InputCopies::How::Lazily);
@@ -335,8 +337,8 @@ std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& te
   return are_own;
 }
 
-/// Whether a leaf is as it was at the call, with the data that were unpacked. Hooks may have given back a
-/// copy of them, or, if they are lossy, others.
+/// Whether a leaf is as it was at the call, with the data that were unpacked. Hooks may have given
+/// back a copy of them, or, if they are lossy, others.
 bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data) {
   if (!leaf.defined() || grad_role_of(leaf) != GradRole::Leaf || layout_of(leaf) != input.layout)
     return false;
@@ -365,7 +367,8 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
       static const seam::Beside nothing;
       const seam::Beside& beside = input.details == nullptr ? nothing : input.details->beside;
       if (input.is_view && !is_any_written && !runs_backward) {
-        // What is viewed requires grad, as in forward: a view of it without grad mode claims that it does.
+        // What is viewed requires grad, as in forward: a view of it without grad mode claims that
+        // it does.
         const at::Tensor base = alias.tensor_data().set_requires_grad(true);
         alias = torch::autograd::make_variable_differentiable_view(
             alias, torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt,

@@ -39,18 +39,18 @@ struct GivenInputs {
 /// every run. One tensor passed twice is one tensor in the recompute too.
 ///
 /// Note [Leaves as they are]
-/// A leaf that requires grad is handed to a recompute as the object that it is, if it still has the data
-/// and the role of forward: the function may ask it for its `grad`, compare it with a captured one, or
-/// look it up. The function's backwards do not accumulate into it again: Note [Accumulating once]. If they
-/// could meet hooks on it, if the function writes to an argument, or hooks around the region gave back other
-/// values, it is an alias.
+/// A leaf that requires grad is handed to a recompute as the object that it is, if it still has the
+/// data and the role of forward: the function may ask it for its `grad`, compare it with a captured
+/// one, or look it up. The function's backwards do not accumulate into it
+/// again: Note [Accumulating once]. If they could meet hooks on it, if the function writes to an
+/// argument, or hooks around the region gave back other values, it is an alias.
 ///
 /// Note [Functions that write to arguments]
-/// Without hooks around the region a recompute of a function that writes to its own argument is refused, as
-/// LibTorch refuses to unpack a tensor whose version has moved. Hooks may have kept a copy, and a recompute that wrote
-/// to what they give back would leave it changed for the next. So what forward wrote to is noted, by
-/// storage, and a recompute then gets copies of all that came from hooks (one argument may be set to the
-/// storage of another), views of one storage in one.
+/// Without hooks around the region a recompute of a function that writes to its own argument is
+/// refused, as LibTorch refuses to unpack a tensor whose version has moved. Hooks may have kept a
+/// copy, and a recompute that wrote to what they give back would leave it changed for the next. So
+/// what forward wrote to is noted, by storage, and a recompute then gets copies of all that came
+/// from hooks (one argument may be set to the storage of another), views of one storage in one.
 ///
 /// Note [Inputs that are copies]
 /// With InputMode::CopyOnWrite what is saved is a copy of the argument, lazy if it can be
@@ -64,21 +64,23 @@ struct GivenInputs {
 /// did (which it would not after `squeeze_` or `t_`, which write nothing), the copy is not trusted.
 class Inputs {
  public:
-  /// Takes the tensors out of the body's kept arguments and saves them, as the region's options say. Throws what
-  /// the hooks around throw, and LibTorch's error for inference tensors. If that was the last that a recompute
-  /// around had to do, returns its filler, which is to be stopped; else null.
+  /// Takes the tensors out of the body's kept arguments and saves them, as the region's options
+  /// say. Throws what the hooks around throw, and LibTorch's error for inference tensors. If that
+  /// was the last that a recompute around had to do, returns its filler, which is to be stopped;
+  /// else null.
   SlotFiller* save(const Region& region);
-  /// Fresh arguments for one recompute; `runs_backward`: forward's function did. May make parents recompute. Throws CheckpointError
-  /// if an input was changed in place or given other data, if a user's hooks kept it as it was, or if they
-  /// took apart what shared memory and is written to.
+  /// Fresh arguments for one recompute; `runs_backward`: forward's function did. May make parents
+  /// recompute. Throws CheckpointError if an input was changed in place or given other data, if a
+  /// user's hooks kept it as it was, or if they took apart what shared memory and is written to.
   GivenInputs unpack(const Region& region, bool runs_backward) const;
-  /// The recompute has ended. Throws CheckpointError if it wrote to what hooks hold, which forward did
-  /// not.
+  /// The recompute has ended. Throws CheckpointError if it wrote to what hooks hold, which forward
+  /// did not.
   void check_unwritten(const Region& region, const GivenInputs& given) const;
   /// Note [Ahead of forward]
-  /// A recompute that forward itself waits for ends where forward waits. It cannot if that is for another thread's
-  /// backward, or if the function cannot be stopped: then it does what forward will do next, and what it writes to is
-  /// written twice. Forward has not written to its arguments so far, or there were no recompute without copies of them.
+  /// A recompute that forward itself waits for ends where forward waits. It cannot if that is for
+  /// another thread's backward, or if the function cannot be stopped: then it does what forward
+  /// will do next, and what it writes to is written twice. Forward has not written to its arguments
+  /// so far, or there were no recompute without copies of them.
   using Versions = std::vector<uint32_t>;
   /// Those of forward's own arguments, while it runs; else none.
   Versions versions_in_forward() const;
@@ -115,8 +117,8 @@ class Inputs {
              return each.storage_number == number && !each.held.has_hooks() && !each.is_copy();
            });
   }
-  /// Whether a change of what has the storage is found when the inputs are unpacked: an input has it, and none of
-  /// which there is a copy.
+  /// Whether a change of what has the storage is found when the inputs are unpacked: an input has
+  /// it, and none of which there is a copy.
   bool watches(const c10::StorageImpl* storage) const {
     const int64_t number = storages_.number_of(storage);
     if (number < 0 || unwatched_ == nullptr) return number >= 0;
@@ -133,22 +135,24 @@ class Inputs {
     for (const Input& each : saved_)
       if (const at::Tensor leaf = each.edge.leaf(); leaf.defined()) visitor(leaf);
   }
-  /// The region's function has returned: notes what it wrote to. Gives out what no recompute can use: a
-  /// tensor that the function wrote to may have its graph as a history now, and would keep it alive.
+  /// The region's function has returned: notes what it wrote to. Gives out what no recompute can
+  /// use: a tensor that the function wrote to may have its graph as a history now, and would keep
+  /// it alive.
   std::vector<HeldInput> settle();
 
  private:
   /// What only some inputs have.
   struct Details {
-    /// LibTorch does not look at the version of what comes from a user's hooks. They may have kept a copy,
-    /// which a change of the original leaves alone, or the original.
+    /// LibTorch does not look at the version of what comes from a user's hooks. They may have kept
+    /// a copy, which a change of the original leaves alone, or the original.
     bool is_watched = false;
     WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
     WeakTensor object{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     c10::VariableVersion counter{c10::VariableVersion::DISABLED};
     std::atomic<uint32_t> version{0};     ///< the hooks themselves may write when they give it back
     std::atomic<bool> is_spoiled{false};  ///< a recompute wrote to what they hold
-    /// See Note [Inputs that are copies]. Of one: the argument, where its memory was, and the copy's storage.
+    /// See Note [Inputs that are copies]. Of one: the argument, where its memory was, and the
+    /// copy's storage.
     bool is_copy = false;
     WeakTensor original{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     const void* shared_data = nullptr;

@@ -23,7 +23,8 @@ struct Difference {
 /// What one recompute found to differ, in the order of the slots.
 struct Differences {
   std::vector<Difference> captures, metadata, contents;
-  /// Captures that nothing saved, with which something was computed that was saved. They have no position.
+  /// Captures that nothing saved, with which something was computed that was saved. They have no
+  /// position.
   std::vector<Difference> operands;
   /// The check that found the first of `contents`.
   const TensorCheck* check = nullptr;
@@ -50,15 +51,15 @@ struct Differences {
 [[noreturn]] void throw_differences(const Region& region, Differences differences,
                                     const OpLog* recompute_log);
 /// Counts differ: more tensors if `recompute_count` exceeds `forward_count`, else fewer.
-/// `differences`: what was seen before; its positions say where the two parted. If there are none, `parting` is the
-/// first tensor that only one of them saved.
+/// `differences`: what was seen before; its positions say where the two parted. If there are none,
+/// `parting` is the first tensor that only one of them saved.
 [[noreturn]] void throw_count_mismatch(const Region& region, int64_t forward_count,
                                        int64_t recompute_count, Differences differences,
                                        std::optional<Difference> parting,
                                        const OpLog* recompute_log);
 enum class ChangedBy { Function, Others };
-/// Argument `number` was changed in place, by the region's function or later; and nothing holds what it was,
-/// neither the region nor the hooks around it.
+/// Argument `number` was changed in place, by the region's function or later; and nothing holds
+/// what it was, neither the region nor the hooks around it.
 [[noreturn]] void throw_changed_argument(const Region& region, int64_t number,
                                          const TensorIdentity& argument, uint32_t version_then,
                                          uint32_t version_now, ChangedBy by,
@@ -74,7 +75,8 @@ enum class ChangedBy { Function, Others };
 /// Argument `number` was given other data, or another shape.
 [[noreturn]] void throw_replaced_argument(const Region& region, int64_t number,
                                           const at::Tensor& now);
-/// The function writes to `number`, which shares its memory with `other`; hooks gave them back apart.
+/// The function writes to `number`, which shares its memory with `other`; hooks gave them back
+/// apart.
 [[noreturn]] void throw_parted_arguments(const Region& region, int64_t number, int64_t other);
 /// A recompute has written to what hooks hold for it, though forward had not.
 [[noreturn]] void throw_spoiled_argument(const Region& region, int64_t number);
@@ -100,8 +102,8 @@ enum class ChangedBy { Function, Others };
                                   const std::string& advice, const std::string& lists,
                                   const TensorIdentity& tensor, Differences seen);
 
-/// The tensor was changed in place after the recompute saved it, which plain autograd refuses too, unless only a region
-/// inside had it as an argument.
+/// The tensor was changed in place after the recompute saved it, which plain autograd refuses too,
+/// unless only a region inside had it as an argument.
 [[noreturn]] void throw_changed_value(const Region& region, int64_t position,
                                       const SlotIdentity& slot, const at::Tensor& tensor,
                                       uint32_t saved_version);

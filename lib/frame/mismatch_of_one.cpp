@@ -14,7 +14,8 @@ namespace {
 
 using Kind = CheckpointError::Kind;
 
-/// An error about one tensor: an argument, by its number among those, or what is saved at a position.
+/// An error about one tensor: an argument, by its number among those, or what is saved at a
+/// position.
 struct About {
   int64_t number;
   std::string then, now, tensor{}, op{};
@@ -246,8 +247,8 @@ void throw_selective(const Region& region, Kind kind, const std::string& fact,
                      const TensorIdentity& tensor, Differences seen) {
   // Leaves that were saved in another order explain nothing.
   for (const int64_t position : seen.other_leaves) seen.clear_capture(position);
-  // What came back in other storage may be the run's own. It may explain that operators part, but not
-  // that what is kept was written to.
+  // What came back in other storage may be the run's own. It may explain that operators part, but
+  // not that what is kept was written to.
   if (kind == Kind::SelectiveMutation)
     for (const int64_t position : seen.replaced) seen.clear_capture(position);
   if (!seen.captures.empty() || (kind != Kind::SelectiveMutation && seen.has_captures()))

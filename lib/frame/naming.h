@@ -30,8 +30,8 @@ struct SlotIdentity {
         operator_number(slot.is_inner_input ? 0 : slot.operator_number),
         is_inner_input(slot.is_inner_input) {}
 };
-/// The node that saved a tensor in forward, such as "ConvolutionBackward0", if the backward that runs here leads to
-/// it; else empty.
+/// The node that saved a tensor in forward, such as "ConvolutionBackward0", if the backward that
+/// runs here leads to it; else empty.
 std::string saver_of(const SlotIdentity& slot);
 
 }  // namespace remat

@@ -3,8 +3,8 @@
 //
 // Note [Tensors from outside]
 // A function may register a hook on a captured tensor, or on a leaf that is its argument, or change
-// whether one requires grad. Forward has done so, and plain execution would do it once. A recompute must
-// not do it again, nor leave it half done where it is stopped:
+// whether one requires grad. Forward has done so, and plain execution would do it once. A recompute
+// must not do it again, nor leave it half done where it is stopped:
 //   register_hook      forward's are noted, in order. A recompute that comes to the same tensor gets the
 //                      handle of forward's and registers nothing. Any other hook that it registers is
 //                      taken off when it ends.

@@ -81,8 +81,8 @@ std::vector<const CapturedOperand*> changed_operands(const Frame& frame, const F
   return changed;
 }
 
-/// Runs the function with everything around it as forward had it. Returns normally after a stop, too;
-/// false if another thread disturbed its random numbers.
+/// Runs the function with everything around it as forward had it. Returns normally after a stop,
+/// too; false if another thread disturbed its random numbers.
 bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                   const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs,
                   recording::RecomputeSpan& span, Attempt& attempt) {
@@ -145,8 +145,8 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
       region.body->run_again(inputs);
     } catch (const StopSignal&) {
     } catch (...) {
-      // Another language ends it in its own way, and user code may turn that into an exception of its
-      // own; all that is needed is there.
+      // Another language ends it in its own way, and user code may turn that into an exception of
+      // its own; all that is needed is there.
       if (!filler.has_stopped()) throw;
     }
     user_scope.reset();
@@ -215,8 +215,8 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
                    int64_t only_position, Attempt& attempt) {
   count(live_counters.recomputes);
   const Region& region = frame->region();
-  // What hooks, observers and providers of the user's do here is no part of a region that waits on this
-  // thread. run_function() looks at operators if the frame does.
+  // What hooks, observers and providers of the user's do here is no part of a region that waits on
+  // this thread. run_function() looks at operators if the frame does.
   const seam::DispatchModeOff unseen;
   const PreparingRecompute preparing;
   try {

@@ -54,8 +54,8 @@ bool RecomputedValues::owns_sparse_alone(int64_t position) {
   return parts.use_count() == num_owners && parts.storage().use_count() == 1;
 }
 
-// A view refers to its base not only where it can be counted: the functions that would make it again,
-// or its base from it, own tensors too. So views give way to aliases first.
+// A view refers to its base not only where it can be counted: the functions that would make it
+// again, or its base from it, own tensors too. So views give way to aliases first.
 bool RecomputedValues::owns_alone(int64_t position) {
   if (!has(position)) return false;
   if (!peek(position).tensor.has_storage()) return owns_sparse_alone(position);

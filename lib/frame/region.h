@@ -1,5 +1,6 @@
 #pragma once
-// What a region was called with: its function, the options in force, and what only some regions have.
+// What a region was called with: its function, the options in force, and what only some regions
+// have.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
@@ -79,7 +80,8 @@ struct Region {
   std::unique_ptr<RegionExtras> extras{};  ///< null if it has none of them
   std::unique_ptr<RegionBody> body{};
   const char* file = nullptr;  ///< of `CheckpointOptions::location`
-  /// What is registered around it knows the names of tensors; null for a region that is told of without its frame.
+  /// What is registered around it knows the names of tensors; null for a region that is told of
+  /// without its frame.
   const Surroundings* surroundings = nullptr;
 
   c10::ArrayRef<std::unique_ptr<TensorCheck>> checks() const {

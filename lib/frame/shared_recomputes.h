@@ -1,5 +1,6 @@
 #pragma once
-// Several backward calls that share recomputes: what a GraphExecGroup or a RecomputeCacheGuard holds.
+// Several backward calls that share recomputes: what a GraphExecGroup or a RecomputeCacheGuard
+// holds.
 
 #include <c10/util/intrusive_ptr.h>
 
@@ -13,8 +14,8 @@
 
 namespace remat {
 
-/// The members that hold recomputed tensors for it, in the order of their latest use. Members are held
-/// weakly, and called without a lock. Threads: any.
+/// The members that hold recomputed tensors for it, in the order of their latest use. Members are
+/// held weakly, and called without a lock. Threads: any.
 class SharedRecomputes {
  public:
   SharedRecomputes(TaskKey::Kind kind, int64_t max_bytes);

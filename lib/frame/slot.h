@@ -22,14 +22,16 @@ struct Slot {
   bool follows : 1 = false;
   /// The slot stands for an input of a region inside; such a tensor is complete when it is saved.
   bool is_inner_input : 1 = false;
-  /// The operator may write this tensor, or another that its operator saves, after it was saved: a recompute that
-  /// ends here lets the operator finish (Rule 5).
+  /// The operator may write this tensor, or another that its operator saves, after it was saved: a
+  /// recompute that ends here lets the operator finish (Rule 5).
   bool finish_operator : 1 = true;
-  /// The operator is a C++ Function that saves its own output, here or in another slot of that operator.
+  /// The operator is a C++ Function that saves its own output, here or in another slot of that
+  /// operator.
   bool saves_own_output : 1 = false;
   /// Its history is older than the region.
   bool is_older : 1 = false;
-  /// Some saved variable still refers to the slot. A byte of its own: others are read without the lock.
+  /// Some saved variable still refers to the slot. A byte of its own: others are read without the
+  /// lock.
   bool is_alive = true;
 
   bool is_same_operator(const Slot& other) const {

@@ -87,9 +87,10 @@ void Slots::end_operator(const Region& region) {
   is_operator_over_ = true;
 }
 
-// An operator may fill a tensor after it was saved, so its contents are noted when the next operator
-// saves something, or when the function has returned; an argument of a region inside is complete, and
-// noted at once. What has been changed in place by then is not compared: a recompute may look earlier.
+// An operator may fill a tensor after it was saved, so its contents are noted when the next
+// operator saves something, or when the function has returned; an argument of a region inside is
+// complete, and noted at once. What has been changed in place by then is not compared: a recompute
+// may look earlier.
 void Slots::note_pending(const Region& region, uint64_t next_operator, bool is_end) {
   std::vector<Pending> due;
   {
@@ -155,7 +156,8 @@ void Slots::settle_provenance(const Ending& ending,
     if (storage == nullptr) continue;
     const bool is_gone = provenance.storage.expired();
     const bool is_kept_here = is_kept(storage);
-    // The values of an older graph's saved tensors, which a backward inside reads, look older than they are.
+    // The values of an older graph's saved tensors, which a backward inside reads, look older than
+    // they are.
     if (slot.is_older && !is_kept_here && !ending.has_run_backward) continue;
     // What a region keeps comes back as it is, or, from the CPU or a hook, as another tensor.
     if (is_gone || is_kept_here || ending.results.contains(storage)) {
@@ -171,9 +173,9 @@ namespace {
 /// A batch norm in training saves, in this order, what it normalised, the two running statistics
 /// (arguments or captures), maybe its weight, and the mean and deviation of the batch. In eval mode
 /// the last two are empty; no other operator of LibTorch saves such four. No policy keeps its
-/// results, so that each recompute runs it.
-/// An instance norm with running statistics calls it with copies of them, for each sample and channel, of what it laid
-/// out as one sample, and writes their means back: the visitor gets null, which stands for buffers that are not known.
+/// results, so that each recompute runs it. An instance norm with running statistics calls it with
+/// copies of them, for each sample and channel, of what it laid out as one sample, and writes their
+/// means back: the visitor gets null, which stands for buffers that are not known.
 template <class Visitor>
 void visit_running_statistics(const Slot* first, const Slot* last, Visitor&& visitor) {
   const auto sizes = first->metadata.sizes();

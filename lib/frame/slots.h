@@ -1,5 +1,6 @@
 #pragma once
-// The slots of a region: one for each tensor that autograd saved in it, and what is known of them all.
+// The slots of a region: one for each tensor that autograd saved in it, and what is known of them
+// all.
 
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
@@ -33,28 +34,28 @@ struct SlotView {
   bool last_is_small = false;  ///< what the last slot's operator does after it is next to nothing
 };
 
-/// What a check noted of the tensor in a slot; the check is null where another thread had drawn random
-/// numbers: then it is a hash.
+/// What a check noted of the tensor in a slot; the check is null where another thread had drawn
+/// random numbers: then it is a hash.
 struct NoteOfSlot {
   int64_t position;
   const TensorCheck* check;
   std::string text;
 };
 
-/// Filled by the thread that runs the forward, and by those of the engine that run a backward in it; read by recomputes
-/// on any.
+/// Filled by the thread that runs the forward, and by those of the engine that run a backward in
+/// it; read by recomputes on any.
 class Slots {
  public:
   /// Gives out room for the hook that refers to a slot; as long as these live.
   void* room_for_hook();
-  /// A tensor was saved, an alias of `origin` if that is not null. `is_hashed`: its contents are noted also
-  /// without a check. Returns its position.
+  /// A tensor was saved, an alias of `origin` if that is not null. `is_hashed`: its contents are
+  /// noted also without a check. Returns its position.
   int64_t add(const Region& region, const at::Tensor& saved, const at::Tensor* origin,
               const RegionStart& start, const StorageSet& inputs, bool is_hashed);
-  /// The next slot is of another operator than the last one, whatever the numbers of operators say. A
-  /// recompute builds more nodes in this place than forward, or fewer: it has other recomputes in a
-  /// backward, and pinned values instead of what made them. Notes the contents that are still to be noted: a recompute
-  /// may end here.
+  /// The next slot is of another operator than the last one, whatever the numbers of operators say.
+  /// A recompute builds more nodes in this place than forward, or fewer: it has other recomputes in
+  /// a backward, and pinned values instead of what made them. Notes the contents that are still to
+  /// be noted: a recompute may end here.
   void end_operator(const Region& region);
   /// The function has returned: notes the contents that are still to be noted.
   void note_rest(const Region& region);
@@ -70,7 +71,8 @@ class Slots {
   };
   using StorageVisitor = c10::function_ref<void(const c10::StorageImpl*)>;
   /// The forward is over. `is_kept`: whether a storage is kept, and may come back as another.
-  /// `saw_statistics` is told the captured buffers that look like running statistics of a batch norm in training.
+  /// `saw_statistics` is told the captured buffers that look like running statistics of a batch
+  /// norm in training.
   void settle(const Ending& ending, c10::function_ref<bool(const c10::StorageImpl*)> is_kept,
               StorageVisitor saw_statistics);
 
@@ -79,7 +81,8 @@ class Slots {
   HeldInfo describe(int64_t position, const Region& region) const;
   /// Looks at every slot that is alive, or at `only_position` alone if it is not negative.
   SlotView view_for(int64_t only_position) const;
-  /// Calls `fn` with a slot. Once the forward is over only `is_alive` changes, before that slots move.
+  /// Calls `fn` with a slot. Once the forward is over only `is_alive` changes, before that slots
+  /// move.
   template <class Fn>
   void with_slot(int64_t position, bool is_settled, Fn&& fn) const {
     std::unique_lock<SpinLock> lock(mutex_, std::defer_lock);
@@ -98,7 +101,8 @@ class Slots {
   /// Whether any leaf that a slot follows has changed.
   bool is_any_leaf_changed() const;
   bool has_slot_of(const c10::StorageImpl* storage) const;
-  /// The tensor from outside, no leaf, that was saved and has its TensorImpl there; undefined if none has.
+  /// The tensor from outside, no leaf, that was saved and has its TensorImpl there; undefined if
+  /// none has.
   at::Tensor captured_at(const void* address) const;
   void add_devices(DevicesMet& met) const;
   /// Whether a slot or an input may be a tensor from outside.

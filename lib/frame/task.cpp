@@ -17,8 +17,8 @@ using WeakMember = c10::weak_intrusive_ptr<TaskMember>;
 
 /// Note [The end of a task]
 /// LibTorch calls final callbacks on success only, but destroys them with the task in both cases.
-/// So the list of members is owned by such a callback: it is emptied when called, or when destroyed.
-/// One per thread and task.
+/// So the list of members is owned by such a callback: it is emptied when called, or when
+/// destroyed. One per thread and task.
 class MembersOfTask {
  public:
   explicit MembersOfTask(TaskKey task) : task_(task) {}

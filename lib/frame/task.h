@@ -37,8 +37,8 @@ class TaskMember : public SlotOwner {
   virtual void end_task(const TaskKey& task) noexcept = 0;
 };
 
-/// Tells the member when the current graph task ends, by success or by error, on the thread that ends it.
-/// The member is held weakly.
+/// Tells the member when the current graph task ends, by success or by error, on the thread that
+/// ends it. The member is held weakly.
 void notify_at_task_end(const TaskKey& task, c10::weak_intrusive_ptr<TaskMember> member);
 
 }  // namespace remat

@@ -1,7 +1,9 @@
 #pragma once
-// A determinism check beyond metadata: compares a recomputed tensor with what forward noted of its own.
+// A determinism check beyond metadata: compares a recomputed tensor with what forward noted of its
+// own.
 //
-// A check is one file: a TensorCheck, and a RegisteredCheck that makes it where the options ask for it.
+// A check is one file: a TensorCheck, and a RegisteredCheck that makes it where the options ask for
+// it.
 
 #include <ATen/core/Tensor.h>
 
@@ -19,11 +21,11 @@ namespace remat {
 class TensorCheck {
  public:
   virtual ~TensorCheck() = default;
-  /// What is noted of a tensor; that of the recomputed one must agree. Asked when the operator that saved
-  /// the tensor is over, so that its contents are there. What it runs belongs to no region.
+  /// What is noted of a tensor; that of the recomputed one must agree. Asked when the operator that
+  /// saved the tensor is over, so that its contents are there. What it runs belongs to no region.
   virtual std::string note(const at::Tensor& saved) const = 0;
-  /// What the error says, if one has another note: its kind, the fact, cause and advice; and what notes
-  /// are called in its table.
+  /// What the error says, if one has another note: its kind, the fact, cause and advice; and what
+  /// notes are called in its table.
   struct Report {
     CheckpointError::Kind kind;
     const char *fact, *advice, *name;

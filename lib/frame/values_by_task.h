@@ -1,5 +1,6 @@
 #pragma once
-// The recomputed values of a region, by the backward that they are for: who computes, who waits, who takes.
+// The recomputed values of a region, by the backward that they are for: who computes, who waits,
+// who takes.
 
 #include <c10/util/SmallVector.h>
 
@@ -39,8 +40,9 @@ class ValuesByTask {
     bool is_cached = false;                    ///< Take: a cache keeps it, too
     c10::intrusive_ptr<SlotOwner> owner{};     ///< if it was waited for
   };
-  /// Waits while another thread of the task recomputes, which may end with the last reference to the `owner` of this but what
-  /// the turn has. Throws CheckpointError where the value may not be read again.
+  /// Waits while another thread of the task recomputes, which may end with the last reference to
+  /// the `owner` of this but what the turn has. Throws CheckpointError where the value may not be
+  /// read again.
   Turn next(const Region& region, const Slots& slots, const Task& task, int64_t position,
             SlotOwner& owner);
   /// The values are recomputed, and kept under `key`. Takes the value of a slot.
@@ -48,7 +50,8 @@ class ValuesByTask {
                const TaskKey& key, const Task& task, int64_t position);
   /// The values could not be recomputed.
   void failed(const std::shared_ptr<RecomputedValues>& values) noexcept;
-  /// The thread that recomputes them is about to wait for a backward: wakes the threads that wait for it.
+  /// The thread that recomputes them is about to wait for a backward: wakes the threads that wait
+  /// for it.
   void owner_waits_for_backward(RecomputedValues& values);
   /// Nothing will read the slot again.
   void drop(int64_t position) noexcept;

@@ -16,8 +16,8 @@ namespace remat {
 
 namespace {
 
-// The allocator may hold its lock here, and other threads ask it for its statistics: what is taken meanwhile is the
-// recordings' own locks, under which nobody asks.
+// The allocator may hold its lock here, and other threads ask it for its statistics: what is taken
+// meanwhile is the recordings' own locks, under which nobody asks.
 void tell_allocation(const seam::AllocationReport& report) noexcept try {
   if (report.device.is_cpu() || !is_recording() || Writing::is_here()) return;
   const Writing writing;

@@ -63,8 +63,8 @@ uint64_t mark_of(const void* data) {
   return reinterpret_cast<uintptr_t>(data) ^ 0x72656d61745f6d65;  // arbitrary
 }
 
-// A foreign pointer's bytes before it may be a red zone of the address sanitizer, or freed memory to the
-// thread sanitizer.
+// A foreign pointer's bytes before it may be a red zone of the address sanitizer, or freed memory
+// to the thread sanitizer.
 REMAT_NO_SANITIZE bool is_counted(void* data) {
   if (reinterpret_cast<uintptr_t>(data) % alignof(Header) != 0) return false;
   if (!is_header_within_page(static_cast<char*>(data))) return false;

@@ -21,11 +21,11 @@ namespace remat {
 namespace {
 
 // Note [A limit by holding the rest]
-// LibTorch has no limit that all accelerators share. An allocation of our own that leaves just the room
-// below the limit is one: the next allocation that does not fit gets the device's own error. It is no
-// tensor of the program's, so it is taken off what is counted. A tighter limit holds more beside it: what
-// other threads allocate meanwhile finds the limit there was. What is held cannot shrink, so before a looser
-// one there is none for a moment.
+// LibTorch has no limit that all accelerators share. An allocation of our own that leaves just the
+// room below the limit is one: the next allocation that does not fit gets the device's own error.
+// It is no tensor of the program's, so it is taken off what is counted. A tighter limit holds more
+// beside it: what other threads allocate meanwhile finds the limit there was. What is held cannot
+// shrink, so before a looser one there is none for a moment.
 class DeviceMemory final : public MemorySource {
  public:
   explicit DeviceMemory(c10::Device device) : device_(device) {

@@ -5,7 +5,8 @@
 
 namespace remat {
 
-/// Tells the recordings that want it what is alive on the devices in use, and was since the last sample.
+/// Tells the recordings that want it what is alive on the devices in use, and was since the last
+/// sample.
 void sample_devices();
 /// An allocation of so many bytes does not fit, says the device's allocator. Takes no lock.
 void note_refused(c10::Device device, int64_t bytes);

@@ -1,5 +1,6 @@
 #pragma once
-// What recorded regions keep and have recomputed, by device: for the pictures, and for allocations that fail.
+// What recorded regions keep and have recomputed, by device: for the pictures, and for allocations
+// that fail.
 
 #include <c10/core/Device.h>
 

@@ -18,7 +18,8 @@
 
 namespace remat {
 
-// What meters and guards of one device share. Leaked, like the source: tensors outlive static objects.
+// What meters and guards of one device share. Leaked, like the source: tensors outlive static
+// objects.
 struct detail::MeteredDevice {
   MemorySource& source;
   std::mutex mutex{};  // of the members below

@@ -149,8 +149,8 @@ std::vector<Bar> bars_of(const Timeline& timeline, double last_ms) {
   return bars;
 }
 
-/// What the allocator has given out, in its sizes, from one report to the next. In between, and behind what a thread of
-/// which it does not tell has done, the line is where it was last.
+/// What the allocator has given out, in its sizes, from one report to the next. In between, and
+/// behind what a thread of which it does not tell has done, the line is where it was last.
 template <class Place>
 std::string line_of_allocations(const std::vector<Event>& events, const Place& place_of) {
   std::string points;

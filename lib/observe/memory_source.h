@@ -16,8 +16,8 @@ struct MemoryNow {
   int64_t live_bytes = 0, peak_bytes = 0, num_failed = 0;
 };
 
-/// Counts the bytes of one device. Any thread may read; `start_peak` and `set_limit` have one caller at
-/// a time. Lives until the process ends.
+/// Counts the bytes of one device. Any thread may read; `start_peak` and `set_limit` have one
+/// caller at a time. Lives until the process ends.
 class MemorySource {
  public:
   static constexpr int64_t no_limit = std::numeric_limits<int64_t>::max();
@@ -45,8 +45,8 @@ class MemorySource {
 c10::Device with_index(c10::Device device);
 /// Installs the counting allocator when it is first called.
 MemorySource& cpu_memory();
-/// Of an accelerator's device, which has an index. Uses the device. Throws `CheckpointError` (Unsupported)
-/// if its allocator does not tell.
+/// Of an accelerator's device, which has an index. Uses the device. Throws `CheckpointError`
+/// (Unsupported) if its allocator does not tell.
 MemorySource& device_memory(c10::Device device);
 
 /// All that a meter's source knows now, with the meter's own peak.

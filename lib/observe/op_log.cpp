@@ -48,8 +48,8 @@ bool has_any(std::string_view frame, std::initializer_list<std::string_view> wor
                      [&](std::string_view word) { return frame.find(word) != frame.npos; });
 }
 
-/// What leads from the call of an operator to its kernel and to this log tells a reader nothing, nor
-/// does a function of LibTorch's without a name.
+/// What leads from the call of an operator to its kernel and to this log tells a reader nothing,
+/// nor does a function of LibTorch's without a name.
 bool is_machinery(std::string_view frame) {
   return has_any(frame, {"/libremat", "remat::detail::", "RecordFunction", "c10::Dispatcher",
                          "c10::impl::", "at::_ops::", "at::redispatch::",

@@ -2,12 +2,12 @@
 // What work takes on a device: events on its stream at both ends.
 //
 // Note [Device times]
-// The host queues work and goes on, so its clock says nothing of the device. Two events with times go
-// into the stream around the work, which costs the stream next to nothing and the host no wait; what
-// lies between them is known once the device has passed the second, and looked up then. A stream
-// without work is passed at once, so the time of work that is queued more slowly than it runs has
-// the gaps in it. To lay the host's clock over the device's, one more event is recorded while the
-// stream is empty or taken to be, and the host's time noted beside it.
+// The host queues work and goes on, so its clock says nothing of the device. Two events with times
+// go into the stream around the work, which costs the stream next to nothing and the host no wait;
+// what lies between them is known once the device has passed the second, and looked up then. A
+// stream without work is passed at once, so the time of work that is queued more slowly than it
+// runs has the gaps in it. To lay the host's clock over the device's, one more event is recorded
+// while the stream is empty or taken to be, and the host's time noted beside it.
 
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
@@ -21,8 +21,8 @@ namespace remat {
 
 class QueuedWork {
  public:
-  /// Work begins that is queued on `stream`. Null where it cannot be timed: the backend has no events
-  /// with times, or what is queued becomes part of a graph.
+  /// Work begins that is queued on `stream`. Null where it cannot be timed: the backend has no
+  /// events with times, or what is queued becomes part of a graph.
   static std::shared_ptr<QueuedWork> begin(const c10::Stream& stream);
 
   explicit QueuedWork(const c10::Stream& stream);

@@ -33,7 +33,8 @@ const MemoryMeter& meter() {
   return *only;
 }
 
-/// Gives an event of a region, or of none, to all recordings that want it. `begin`: of what it ends.
+/// Gives an event of a region, or of none, to all recordings that want it. `begin`: of what it
+/// ends.
 void write(Event event, const RegionInfo* region = nullptr, Clock::time_point begin = {}) {
   if (region != nullptr) {
     event.depth = region->depth;

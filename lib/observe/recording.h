@@ -2,17 +2,18 @@
 // The notes of recorders on regions and budgets: an event a moment, and sums by name.
 //
 // Note [Recording]
-// Every place that can record asks `is_recording()` first, which reads one flag; the rest is out of line.
-// A frame notes at its begin whether it is recorded; one that began before any recorder stays
+// Every place that can record asks `is_recording()` first, which reads one flag; the rest is out of
+// line. A frame notes at its begin whether it is recorded; one that began before any recorder stays
 // unrecorded, so that sums hold whole regions only. Events go to every recording that is alive.
 //
 // Note [Samples of a device]
-// An accelerator's allocator tells each allocation to whoever took the place of LibTorch's profiler on the
-// thread, in rounded sizes. A recorder would shut the profiler out, and be told nothing on threads that were
-// not given its state: so that is a guard's work, for who wants it (remat/allocations.h). By itself a recorder
-// asks the allocator's statistics, at every event of a region and after
-// every operator on any thread: bytes as asked for, and what was alive at most in between. They also count the
-// allocations that did not fit, and the operator that asked ends before anything that regions hold is let go.
+// An accelerator's allocator tells each allocation to whoever took the place of LibTorch's profiler
+// on the thread, in rounded sizes. A recorder would shut the profiler out, and be told nothing on
+// threads that were not given its state: so that is a guard's work, for who wants it
+// (remat/allocations.h). By itself a recorder asks the allocator's statistics, at every event of a
+// region and after every operator on any thread: bytes as asked for, and what was alive at most in
+// between. They also count the allocations that did not fit, and the operator that asked ends
+// before anything that regions hold is let go.
 
 #include <c10/util/FunctionRef.h>
 

@@ -1,5 +1,6 @@
 #pragma once
-// Words, numbers and pictures of reports, for the table, the page and the trace alike; and their files.
+// Words, numbers and pictures of reports, for the table, the page and the trace alike; and their
+// files.
 
 #include <cstdint>
 #include <filesystem>
@@ -37,7 +38,8 @@ struct ReportTable {
 /// operators under budgets.
 std::vector<ReportTable> tables_of(const Report& report);
 
-/// What the table has no room for, a line each: what policies decided, devices, and what was alive when allocations failed.
+/// What the table has no room for, a line each: what policies decided, devices, and what was alive
+/// when allocations failed.
 std::vector<std::string> notes_of(const Report& report);
 
 /// What happened on one device: the CPU has no bars.

@@ -13,17 +13,19 @@ namespace remat {
 void check(const ChainCost& cost, const SolveOptions& options);
 
 // Note [Who holds an input]
-// When a stage runs backward its input may be held by the stage before it, which saves its output, and by the program's
-// caller: until that backward has ended, and longer. A region outside of other regions holds its input until the last one of its
-// slots is gone, which is in the backward of its first stage, whether that saves its input or not. One inside gets it from a slot
-// of the region around, and hands it on. What nobody else holds lives as long as it is saved: it goes away when the stage has
-// run forward, or in the middle of its backward.
+// When a stage runs backward its input may be held by the stage before it, which saves its output,
+// and by the program's caller: until that backward has ended, and longer. A region outside of other
+// regions holds its input until the last one of its slots is gone, which is in the backward of its
+// first stage, whether that saves its input or not. One inside gets it from a slot of the region
+// around, and hands it on. What nobody else holds lives as long as it is saved: it goes away when
+// the stage has run forward, or in the middle of its backward.
 
-/// Who holds the input of a stage in its backward, besides what autograd keeps of the stage. See Note [Who holds an input].
+/// Who holds the input of a stage in its backward, besides what autograd keeps of the stage.
+/// See Note [Who holds an input].
 enum class InputHolder : uint8_t { Others, Region, Nobody };
 
-/// All that there is at the peak of the backward of stage k, with what is there at its beginning and end; with the input, but for
-/// one that others hold.
+/// All that there is at the peak of the backward of stage k, with what is there at its beginning
+/// and end; with the input, but for one that others hold.
 int64_t backward_peak(const ChainCost& cost, int64_t k, InputHolder holder);
 
 /// Whether anything of it waits elsewhere.

@@ -95,16 +95,16 @@ class MixedTotals {
   std::vector<std::vector<int64_t>> rows_;
 };
 
-/// A plan of regions that are cut again. `first_region(n, memory)` is how many of n stages come first
-/// as a region; 0: the first stage is plain. What follows either has one unit of memory less.
+/// A plan of regions that are cut again. `first_region(n, memory)` is how many of n stages come
+/// first as a region; 0: the first stage is plain. What follows either has one unit of memory less.
 template <class FirstRegion>
 Plan cut(int64_t stages, int64_t memory, const FirstRegion& first_region) {
   struct Part {
     int64_t first, stages, memory;
   };
   std::vector<PlanRegion> regions;
-  // The inside of a region is taken before what follows it, so that regions come out in the order in
-  // which they open.
+  // The inside of a region is taken before what follows it, so that regions come out in the order
+  // in which they open.
   std::vector<Part> left{{1, stages, memory}};
   while (!left.empty()) {
     const auto [first, n, units] = left.back();

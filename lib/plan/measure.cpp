@@ -23,8 +23,8 @@ namespace remat {
 
 namespace {
 
-/// A stage that reads nothing leaves the recompute of its region to the stage before it, beside what backward has made
-/// by then.
+/// A stage that reads nothing leaves the recompute of its region to the stage before it, beside
+/// what backward has made by then.
 void recompute_before(const StageCost& before, StageCost& stage) {
   stage.first_read_tmp_bytes =
       at_least_none(before.grad_bytes + before.first_read_tmp_bytes - stage.grad_bytes);

@@ -10,8 +10,8 @@
 
 namespace remat {
 
-/// For tensors of that device. Throws `c10::ValueError`, which begins with `user`, for options that have no place
-/// for them.
+/// For tensors of that device. Throws `c10::ValueError`, which begins with `user`, for options that
+/// have no place for them.
 std::shared_ptr<Place> place_of(const MoveOptions& options, c10::Device device, const char* user);
 
 /// Of copies of so many bytes, with nothing beside them: the least of some.

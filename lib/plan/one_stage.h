@@ -1,5 +1,6 @@
 #pragma once
-// A stage of a chain on its own: given its input, and the gradient of its output, as the stages around it would.
+// A stage of a chain on its own: given its input, and the gradient of its output, as the stages
+// around it would.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
@@ -23,19 +24,20 @@ void wait_for_engine(c10::Device device);
 
 /// [bytes] of its storage; 0 elsewhere than on the device.
 int64_t storage_bytes(const at::Tensor& tensor, c10::Device device);
-/// [bytes] Of a difference of counts, in which other threads may have freed more than the stage holds.
+/// [bytes] Of a difference of counts, in which other threads may have freed more than the stage
+/// holds.
 constexpr int64_t at_least_none(int64_t bytes) { return bytes > 0 ? bytes : 0; }
 /// By which its storage is known again; null for a tensor without one.
 const c10::StorageImpl* identity_of(const at::Tensor& tensor);
 /// [bytes] A gradient has the shape of its tensor and a storage of its own.
 int64_t gradient_bytes(const at::Tensor& tensor, c10::Device device);
 
-/// The node stands for the stage before: its gradient arrives there and dies, as it would in that. A leaf
-/// would keep it, or copy it first.
+/// The node stands for the stage before: its gradient arrives there and dies, as it would in that.
+/// A leaf would keep it, or copy it first.
 at::Tensor input_from(const at::Tensor& value, bool requires_grad);
 
-/// A backward of ones through a stage, as in a chain: the stage behind hands over its gradient and keeps nothing. That
-/// of the last one is the caller's, who holds it to the end.
+/// A backward of ones through a stage, as in a chain: the stage behind hands over its gradient and
+/// keeps nothing. That of the last one is the caller's, who holds it to the end.
 class BackwardOfStage {
  public:
   /// What it begins with; made before bytes are counted.

@@ -1,10 +1,11 @@
 // Runs a plan: nested checkpoint() calls, as its brackets stand, and what moves.
 //
 // Note [What a plan moves]
-// Each item that moves what it saves has a depot of its own. Copying out begins while it runs, of what nobody
-// else holds, and goes on beside the item behind it, at whose end it is waited for: never are more than two items'
-// bytes in memory on their way out. Copying back begins when the gradient of the output of that
-// item behind is there, by a hook on it: beside its backward. All depots share one place, so one file.
+// Each item that moves what it saves has a depot of its own. Copying out begins while it runs, of
+// what nobody else holds, and goes on beside the item behind it, at whose end it is waited for:
+// never are more than two items' bytes in memory on their way out. Copying back begins when the
+// gradient of the output of that item behind is there, by a hook on it: beside its backward. All
+// depots share one place, so one file.
 
 #include <algorithm>
 #include <functional>

@@ -12,8 +12,8 @@ namespace {
 /// Follows one forward and one backward of a plan. Knows nothing of the recurrence in solver.cpp,
 /// which is checked against it.
 ///
-/// x_k is the output of stage k, t_k what else its graph keeps, d_k the gradient of x_k. Each counts
-/// once, from the first who holds it to the last.
+/// x_k is the output of stage k, t_k what else its graph keeps, d_k the gradient of x_k. Each
+/// counts once, from the first who holds it to the last.
 class Simulator {
  public:
   Simulator(const ChainCost& cost, const Plan& plan, const SolveOptions& options)
@@ -110,7 +110,8 @@ class Simulator {
     add(-stage(k).saved_bytes);
   }
 
-  /// Runs the backward of stage k, with all that it saves here, and lets go of that, of its output and its gradient.
+  /// Runs the backward of stage k, with all that it saves here, and lets go of that, of its output
+  /// and its gradient.
   void finish(int64_t k) {
     const bool is_held_by_region = region_holds_[k];
     const bool is_saved = stage(k).saves_input;
@@ -144,8 +145,8 @@ class Simulator {
     }
   }
 
-  // The program's own items, of which some move what they save. It is held by its item's place until the
-  // one behind it has run, and again from the beginning of that one's backward.
+  // The program's own items, of which some move what they save. It is held by its item's place
+  // until the one behind it has run, and again from the beginning of that one's backward.
 
   /// The item before, if it moves, has been waited for.
   void end_item(int64_t first, int64_t last) {
@@ -198,7 +199,8 @@ class Simulator {
   }
 
   /// Runs a frame's items and keeps what they save: forward of the program, recompute of a region
-  /// (Rules 2, 3), which ends at its last save (Rule 5). Returns the last stage whose output is held.
+  /// (Rules 2, 3), which ends at its last save (Rule 5). Returns the last stage whose output is
+  /// held.
   int64_t fill(const Frame& frame) {
     const bool may_stop = options_.early_stop && &frame != &frames_.front();
     int64_t reached = frame.stages.first - 1;
@@ -251,8 +253,8 @@ class Simulator {
     }
   }
 
-  /// Once per frame and backward (Rule 7), frames around it first: they hold its input. At the first
-  /// read, beside what backward has made by then.
+  /// Once per frame and backward (Rule 7), frames around it first: they hold its input. At the
+  /// first read, beside what backward has made by then.
   void recompute(std::size_t frame, int64_t first_read_tmp_bytes) {
     std::vector<std::size_t> waiting;
     for (; !frames_[frame].is_recomputed; frame = frames_[frame].parent) waiting.push_back(frame);
@@ -260,7 +262,8 @@ class Simulator {
     add(first_read_tmp_bytes);
     for (; !waiting.empty(); waiting.pop_back()) {
       Frame& next = frames_[waiting.back()];
-      // The slot of a region around it has held its input until now; the program's regions do so themselves.
+      // The slot of a region around it has held its input until now; the program's regions do so
+      // themselves.
       if (next.parent > 0) drop_x(next.stages.first - 1);
       drop_x(fill(next));
       next.is_recomputed = true;

@@ -15,63 +15,68 @@
 namespace remat::detail {
 
 // Note [The recurrence]
-// V(s,t,h,m) is the least time of recomputing for stages s..t, which some region ends with t (or the
-// chain does), with m bytes beyond x_{s-1}, while the gradient of x_t is alive or to come. d_t is that gradient
-// with what the backward of t has made before it first reads, which is when t is recomputed. h says who holds x_{s-1}
-// in the backward of s, as in Note [Who holds an input].
+// V(s,t,h,m) is the least time of recomputing for stages s..t, which some region ends with t (or
+// the chain does), with m bytes beyond x_{s-1}, while the gradient of x_t is alive or to come. d_t
+// is that gradient with what the backward of t has made before it first reads, which is when t is
+// recomputed. h says who holds x_{s-1} in the backward of s, as in Note [Who holds an input].
 //
 //     V(s,s,h,m) = 0                                              if m >= saving(s,s,h)
 //     V(s,t,h,m) = min of
 //       V(s+1,t,h', m - saved_s - x_s + freed)                    if m >= saving(s,t,h): stage s plain
 //       V(q,t,nobody, m - x_{q-1}) + sweep(s,q-1) + V(s,q-1,h",m) if m >= sweeping(s,q-1) + d_t: a region s..q-1
 //
-// sweep(s,e) is the forward of stages s..e-1, of e up to its last save, and the cost of a frame. freed is x_{s-1} where
-// neither stage s saves it nor anybody else holds it, else 0. h' is others if stage s saves its output, else nobody; h" is h, but
-// a region of the outermost level holds what nobody else does.
-// As a function of m, V is a staircase; all budgets are solved at once, without rounding.
+// sweep(s,e) is the forward of stages s..e-1, of e up to its last save, and the cost of a frame.
+// freed is x_{s-1} where neither stage s saves it nor anybody else holds it, else 0. h' is others
+// if stage s saves its output, else nobody; h" is h, but a region of the outermost level holds what
+// nobody else does. As a function of m, V is a staircase; all budgets are solved at once, without
+// rounding.
 //
 // Three things differ from the paper (rotor). A recompute ends early, so its last stage may never
 // have an output. During the program's first forward there is no gradient yet, so stages up to the
 // last one (t = L) are charged none. The last output is held by the caller, saved or not.
 //
-// The caller of backward() holds its result and gradient to the end (ChainCost::held_to_end_bytes), beside the backward of all
-// stages but the last. So for t = L the m of V is what there is beyond those: what is needed before the last backward
-// is less by as much, and so is that itself, which counts them.
+// The caller of backward() holds its result and gradient to the end (ChainCost::held_to_end_bytes),
+// beside the backward of all stages but the last. So for t = L the m of V is what there is beyond
+// those: what is needed before the last backward is less by as much, and so is that itself, which
+// counts them.
 //
 // With a depth limit there is one table per level; regions of a level take their insides from the
 // level below. Without one a level is its own inside.
 //
 // Note [What moves]
-// With ChainCost::moving, an item outside of regions (a stage, a region s..q-1) may move what it saves: a
-// region its input, a stage its input and part of what it saves. That of an item is in memory while the
-// item behind it runs forward, and again while that runs backward; in between it is elsewhere. So the outermost
-// level, and only that, has a state more: p, the bytes that the item before moves. With m' = m - p,
+// With ChainCost::moving, an item outside of regions (a stage, a region s..q-1) may move what it
+// saves: a region its input, a stage its input and part of what it saves. That of an item is in
+// memory while the item behind it runs forward, and again while that runs backward; in between it
+// is elsewhere. So the outermost level, and only that, has a state more: p, the bytes that the item
+// before moves. With m' = m - p,
 //
 //     V(s,p,m) = min of
 //       V(s+1, b, m' + p - saved_s - x_s + freed + moved) + wait   if m' >= saving(s,L,h)
 //       V(q, b, m' + p - x_{q-1} + moved) + sweep(s,q-1) + V(s,q-1,h",m') + wait
 //                                                                  if m' >= sweeping(s,q-1)
 //
-// where b and moved are 0, or b what the item moves and moved that much of what was charged (x_{s-1}, which the
-// chain before paid for, and part of saved_s). wait is what copying p takes longer than the item's forward, and back
-// than its backward with its first recompute; the share of copies by which the program is held up is paid by the item that moves.
+// where b and moved are 0, or b what the item moves and moved that much of what was charged
+// (x_{s-1}, which the chain before paid for, and part of saved_s). wait is what copying p takes
+// longer than the item's forward, and back than its backward with its first recompute; the share of
+// copies by which the program is held up is paid by the item that moves.
 //
-// An input moves only if the item itself is all that holds it: not one that others hold, which is the h of the state.
-// There are as many different p as stages have different inputs, so this is of the order of the rest of the search,
-// and far less where stages are equal.
+// An input moves only if the item itself is all that holds it: not one that others hold, which is
+// the h of the state. There are as many different p as stages have different inputs, so this is of
+// the order of the rest of the search, and far less where stages are equal.
 //
 // Note [Whole ticks]
 // Seconds are rounded to multiples of a power of two, so small that the largest sum (the seconds of
 // all stages and frames times the stages) still fits into 62 bits. Sums then do not depend on their
-// order, and with costs that are whole numbers nothing is rounded at all. Costs like 2/3 are rounded
-// before they come here: three of them and two whole seconds are meant to be equal and are not. So
-// a gain below 2^-50 of the largest sum counts as none; with floating point or without the limit a
-// staircase would collect points that differ by rounding only.
+// order, and with costs that are whole numbers nothing is rounded at all. Costs like 2/3 are
+// rounded before they come here: three of them and two whole seconds are meant to be equal and are
+// not. So a gain below 2^-50 of the largest sum counts as none; with floating point or without the
+// limit a staircase would collect points that differ by rounding only.
 //
 // Note [Equal stages]
-// V(s,t,h) depends on nothing but the costs of its stages and the gradient before them, and on h only by what the
-// backward of s takes and by freed. Sub-chains with equal costs share one staircase, which makes n equal blocks a table of order
-// n, and costs nothing for the h of stages that save their inputs first of all.
+// V(s,t,h) depends on nothing but the costs of its stages and the gradient before them, and on h
+// only by what the backward of s takes and by freed. Sub-chains with equal costs share one
+// staircase, which makes n equal blocks a table of order n, and costs nothing for the h of stages
+// that save their inputs first of all.
 
 /// The table holds the staircases of all sub-chains, and the plans that attain them.
 class FrontierTable {
@@ -86,15 +91,16 @@ class FrontierTable {
   struct StageTicks {
     int64_t forward = 0, to_last_save = 0;
   };
-  /// A level is one depth: the number of the staircase of each sub-chain and holder of its input, and where the insides
-  /// of its regions are.
+  /// A level is one depth: the number of the staircase of each sub-chain and holder of its input,
+  /// and where the insides of its regions are.
   struct Level {
     std::vector<int32_t> stairs;
     std::size_t inside = 0;
     bool has_regions = true;
   };
 
-  /// What the item before moves, and who else holds the input of the next one. See Note [What moves].
+  /// What the item before moves, and who else holds the input of the next one.
+  /// See Note [What moves].
   struct Before {
     int64_t moved_bytes = 0;
     InputHolder holder = InputHolder::Others;
@@ -115,8 +121,8 @@ class FrontierTable {
   int64_t grad_before(int64_t s) const {
     return s == 1 ? cost_.input_grad_bytes : stage(s - 1).grad_bytes;
   }
-  /// The gradient that waits while a recompute runs stages up to t, with what the backward of t has made by then;
-  /// in forward there is none.
+  /// The gradient that waits while a recompute runs stages up to t, with what the backward of t has
+  /// made by then; in forward there is none.
   int64_t grad_waiting(int64_t t) const {
     return t < num_stages_ ? stage(t).grad_bytes + stage(t).first_read_tmp_bytes : 0;
   }
@@ -157,7 +163,8 @@ class FrontierTable {
   }
   int64_t bytes_to_save(int64_t s, int64_t t, InputHolder holder) const;
   int64_t sweep_ticks(int64_t s, int64_t e) const;
-  /// The bytes to run a region of stages s to e for the first time, in a sub-chain that ends with t.
+  /// The bytes to run a region of stages s to e for the first time, in a sub-chain that ends with
+  /// t.
   int64_t bytes_to_sweep(int64_t s, int64_t e, int64_t t) const {
     return sweep_bytes_[sub_chain(s, e)] + grad_waiting(t) - held_to_end(t);
   }

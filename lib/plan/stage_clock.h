@@ -1,5 +1,6 @@
 #pragma once
-// Time on one device: the host's clock for the CPU, events on the current stream for an accelerator.
+// Time on one device: the host's clock for the CPU, events on the current stream for an
+// accelerator.
 
 #include <c10/core/Device.h>
 

@@ -15,7 +15,8 @@ struct Step {
 /// Bytes rise and ticks fall strictly; below the first step nothing is feasible.
 using Staircase = std::vector<Step>;
 
-/// Needs nothing, at any budget: those of a chain's end may be negative, beside what is there to the end.
+/// Needs nothing, at any budget: those of a chain's end may be negative, beside what is there to
+/// the end.
 inline const Staircase kFree{{INT64_MIN / 4, 0}};
 
 /// The budget or the ticks of what is not feasible.

@@ -62,7 +62,8 @@ StageCost Trial::cost(const MeasureOptions& options, bool is_last) {
   try {
     measure_recompute(cost, options);
   } catch (const CheckpointError&) {
-    // No region of a plan that `solve` makes has the last stage: it need not be one that can run again.
+    // No region of a plan that `solve` makes has the last stage: it need not be one that can run
+    // again.
     if (!is_last) throw;
   }
   measure_seconds(cost, options.repeats);
@@ -73,10 +74,11 @@ StageCost Trial::cost(const MeasureOptions& options, bool is_last) {
 at::Tensor Trial::output() const { return input_from(output_, requires_grad_); }
 
 // Note [Casts in the cache]
-// Autocast caches casts of leaves, the chain's input among them, and empties its cache when its outermost scope ends.
-// Where that is around the program, casts outlive their stages: they are counted once for all plans
-// (ChainCost::cached_cast_bytes), and taken off what a stage holds. A step begins without any, and so does each run
-// here: a cast from before would be an older node, and backward comes to those later.
+// Autocast caches casts of leaves, the chain's input among them, and empties its cache when its
+// outermost scope ends. Where that is around the program, casts outlive their stages: they are
+// counted once for all plans (ChainCost::cached_cast_bytes), and taken off what a stage holds. A
+// step begins without any, and so does each run here: a cast from before would be an older node,
+// and backward comes to those later.
 void Trial::count_cached_casts() {
   cached_bytes_ = bytes_of_casts_behind(input_);
   at::Tensor chain_input = input_;
@@ -148,8 +150,9 @@ at::Tensor Trial::forward_in(const CheckpointOptions& region, at::Tensor input) 
 }
 
 // Note [Inputs as in a chain]
-// What a stage or region is given in a chain is held by nobody else, as a rule, and dies when those who have saved it let go of
-// it. So it is measured beside a stage whose input lives on, with an input of the same memory, on which it has the only hold.
+// What a stage or region is given in a chain is held by nobody else, as a rule, and dies when those
+// who have saved it let go of it. So it is measured beside a stage whose input lives on, with an
+// input of the same memory, on which it has the only hold.
 std::optional<at::Tensor> Trial::lone_input() const {
   const bool is_plain = input_.has_storage() && input_.layout() == at::kStrided &&
                         !input_.is_quantized() &&
@@ -244,8 +247,8 @@ void Trial::measure_bytes_without_saves(StageCost& cost) {
       at_least_none(meter.peak_bytes() - before - cost.output_bytes - cached_bytes_);
 }
 
-// A stop comes where regions may end, and what backward has made before it reads depends on the first
-// operators of it alone; so a region shows both.
+// A stop comes where regions may end, and what backward has made before it reads depends on the
+// first operators of it alone; so a region shows both.
 void Trial::measure_recompute(StageCost& cost, const MeasureOptions& options) {
   if (!requires_grad_) return;
   output_ = at::Tensor();

@@ -1,5 +1,6 @@
 #pragma once
-// What one stage costs: it is run forward and backward, alone, as a region, and with what it saves moved.
+// What one stage costs: it is run forward and backward, alone, as a region, and with what it saves
+// moved.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -51,7 +52,8 @@ class Trial {
   bool reads() const { return reads_; }
   /// What the next stage is fed with.
   at::Tensor output() const;
-  /// The share of copies by which this stage takes longer beside those of its own saves. Note [Times of moves].
+  /// The share of copies by which this stage takes longer beside those of its own
+  /// saves. Note [Times of moves].
   double held_up_share(const StageCost& cost, const MoveCost& copies,
                        const MeasureOptions& options);
 

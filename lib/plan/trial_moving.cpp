@@ -60,10 +60,10 @@ double Trial::held_up_share(const StageCost& cost, const MoveCost& copies,
 }
 
 // Note [Times of moves]
-// Copies are timed alone, of as many bytes as the stage that saves most can move. What runs beside them
-// is slower: it prepares them, and shares memory and cores. How much is the difference that moving makes to a
-// stage that is run twice, so that the copies of the first run are beside the second, in forward and backward,
-// less what is waited for.
+// Copies are timed alone, of as many bytes as the stage that saves most can move. What runs beside
+// them is slower: it prepares them, and shares memory and cores. How much is the difference that
+// moving makes to a stage that is run twice, so that the copies of the first run are beside the
+// second, in forward and backward, less what is waited for.
 double Trial::seconds_of_two(const std::shared_ptr<Depot>& depot) const {
   const StageClock& clock = measured_.clock;
   const auto start = clock.now();

@@ -20,8 +20,8 @@ at::Tensor state_of(at::Generator& generator) {
   return generator.get_state();
 }
 
-/// The numbers of a captured graph depend on where its generator stands at each replay, and forward and
-/// backward may be captured in graphs of their own.
+/// The numbers of a captured graph depend on where its generator stands at each replay, and forward
+/// and backward may be captured in graphs of their own.
 void refuse_capture(const c10::Device& device, const at::Generator& generator) {
   if (device.type() != present_accelerator() || !is_capturing(device, generator)) return;
   throw_unsupported(

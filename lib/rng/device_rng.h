@@ -40,13 +40,13 @@ class DevicesMet {
 };
 
 // Note [Whose numbers]
-// What draws from a device's generator passes nothing that could be asked: many kernels take numbers
-// from it themselves. That a region drew is seen because the generator has moved; where every thread
-// has a device of its own, another thread may have moved it. So the default generator of a device on
-// which the region has no tensor (no input, no result, none that autograd saved) is taken for another
-// thread's if other threads have shown that they work there, and this one has not (device_claims).
-// A registered generator always counts. Threads that draw from one generator at once are not told
-// apart, but for recomputes, which take turns at it.
+// What draws from a device's generator passes nothing that could be asked: many kernels take
+// numbers from it themselves. That a region drew is seen because the generator has moved; where
+// every thread has a device of its own, another thread may have moved it. So the default generator
+// of a device on which the region has no tensor (no input, no result, none that autograd saved) is
+// taken for another thread's if other threads have shown that they work there, and this one has not
+// (device_claims). A registered generator always counts. Threads that draw from one generator at
+// once are not told apart, but for recomputes, which take turns at it.
 
 /// A region keeps the states at its begin of the generators that it drew from, once it is settled.
 class DeviceRng {
@@ -54,7 +54,8 @@ class DeviceRng {
   /// Returns null where there is neither an accelerator nor anything in `registered` but CPU
   /// generators. No device is initialised.
   static std::unique_ptr<DeviceRng> take(c10::ArrayRef<at::Generator> registered);
-  /// A generator that was registered inside the region, as it is now; none if it is a CPU generator.
+  /// A generator that was registered inside the region, as it is now; none if it is a CPU
+  /// generator.
   static void add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered);
   /// Reads the present states of these generators, and of the default ones of the devices in use.
   std::vector<GeneratorState> now() const;
@@ -69,8 +70,8 @@ class DeviceRng {
   void settle(const DevicesMet& met);
   bool is_settled() const { return is_settled_; }
   bool is_empty() const { return states_.empty(); }
-  /// The states that a recompute sets: until it is settled, of all generators that the region may have
-  /// drawn from so far.
+  /// The states that a recompute sets: until it is settled, of all generators that the region may
+  /// have drawn from so far.
   std::vector<GeneratorState> at_begin(const DevicesMet& met) const;
 
  private:
@@ -87,8 +88,8 @@ class DeviceRng {
   bool is_settled_ = false;
 };
 
-/// While alive the generators stand where the region began; then again where they were. Waits for the
-/// recomputes of other threads that have set them.
+/// While alive the generators stand where the region began; then again where they were. Waits for
+/// the recomputes of other threads that have set them.
 class DeviceRngSwap {
  public:
   DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const LockOwner& owner);

@@ -15,8 +15,8 @@ namespace remat {
 
 namespace {
 
-/// The generators whose draws are followed: the default one, and registered ones while a log of theirs
-/// lives.
+/// The generators whose draws are followed: the default one, and registered ones while a log of
+/// theirs lives.
 struct Followed {
   std::mutex mutex;
   std::unordered_map<const at::CPUGeneratorImpl*, std::weak_ptr<DrawTrack>> tracks;
@@ -385,8 +385,8 @@ void DrawReplay::skip(const DrawSkip& skipped) {
 }
 
 namespace {
-/// Swaps of all threads take turns, of all generators. Their owner is none that yields: whoever waits goes
-/// on without a turn soon.
+/// Swaps of all threads take turns, of all generators. Their owner is none that yields: whoever
+/// waits goes on without a turn soon.
 constexpr LockOwner turn_at_generators;
 }  // namespace
 
@@ -411,8 +411,8 @@ void GeneratorSwap::set_state_known(const CpuRngState& state) {
   track_->moved();
 }
 
-// A recompute that draws from its own generator may still seed the generator itself. That is undone,
-// unless other threads' operators have drawn from it since.
+// A recompute that draws from its own generator may still seed the generator itself. That is
+// undone, unless other threads' operators have drawn from it since.
 GeneratorSwap::~GeneratorSwap() {
   std::lock_guard<std::mutex> lock(generator_.mutex_);
   track_->look();

@@ -18,14 +18,15 @@
 // generator is set to where the region began, nothing is stopped early, and where it ends must be
 // where it ended in forward; else another thread disturbed it, and it is tried again.
 //
-// Other generators are treated in the same way, as far as they are CPU generators, each with a log of its own: those
-// that a GeneratorGuard registered, from where the region begins; what the function has from elsewhere (an argument, a
-// capture, a member of its module), from its first draw on. What else the guard is given: lib/rng/device_rng.h.
+// Other generators are treated in the same way, as far as they are CPU generators, each with a log
+// of its own: those that a GeneratorGuard registered, from where the region begins; what the
+// function has from elsewhere (an argument, a capture, a member of its module), from its first draw
+// on. What else the guard is given: lib/rng/device_rng.h.
 //
 // A thread that the function starts itself looks like a stranger. What it draws cannot be drawn
-// again. So once a thread has drawn for the first time in its life during a region's forward, a hash
-// is kept of each CPU tensor that is saved from there on, and the recompute must meet it. Threads
-// that drew before, as data loaders do, raise no such suspicion.
+// again. So once a thread has drawn for the first time in its life during a region's forward, a
+// hash is kept of each CPU tensor that is saved from there on, and the recompute must meet it.
+// Threads that drew before, as data loaders do, raise no such suspicion.
 
 #include <ATen/core/Generator.h>
 #include <c10/util/SmallVector.h>
@@ -183,7 +184,8 @@ class DrawReplay {
 /// What a region's scope says of draws from a generator, for its run. Threads: any.
 class DrawSource {
  public:
-  /// A first run says where its draws are noted; null if they do not matter. Asked before each draw.
+  /// A first run says where its draws are noted; null if they do not matter. Asked before each
+  /// draw.
   virtual DrawLog* draw_log(const c10::GeneratorImpl&) { return nullptr; }
   /// A recompute says what draws them again.
   virtual DrawReplay* draw_replay(const c10::GeneratorImpl&) { return nullptr; }
@@ -213,8 +215,8 @@ class DrawsFrom {
   static thread_local const DrawsFrom* now_;
 };
 
-/// While alive, notes where the first random operator of this thread finds a generator. The state is
-/// taken under the generator's mutex, so that draws of other threads do not matter.
+/// While alive, notes where the first random operator of this thread finds a generator. The state
+/// is taken under the generator's mutex, so that draws of other threads do not matter.
 class NoteDraw {
  public:
   explicit NoteDraw(const at::CPUGeneratorImpl& generator);
@@ -235,8 +237,8 @@ class NoteDraw {
   static thread_local NoteDraw* now_;
 };
 
-/// While alive the generator itself stands where the region began, if the replay's plan uses it; then
-/// again where it was, also if the function seeded it. Waits a bounded time for other swaps.
+/// While alive the generator itself stands where the region began, if the replay's plan uses it;
+/// then again where it was, also if the function seeded it. Waits a bounded time for other swaps.
 class GeneratorSwap {
  public:
   explicit GeneratorSwap(const DrawReplay& replay);

@@ -13,8 +13,8 @@ namespace {
 
 constexpr uint32_t bit(Ability ability) { return 1U << static_cast<unsigned>(ability); }
 
-/// Open scopes in the whole process, by ability. Of those that few programs use, and of hooks, without any of which saving a
-/// tensor costs one load. Regions have hooks.
+/// Open scopes in the whole process, by ability. Of those that few programs use, and of hooks,
+/// without any of which saving a tensor costs one load. Regions have hooks.
 constexpr uint32_t counted = bit(Ability::Hooks) | bit(Ability::Disable) | bit(Ability::Group) |
                              bit(Ability::Cache) | bit(Ability::Budget);
 std::array<std::atomic<int64_t>, num_abilities> num_open{};

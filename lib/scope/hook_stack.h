@@ -71,7 +71,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(HooksAround) {
     return make_hooks();
   }
-  /// Whether its hooks leave the bytes of such a tensor alone: they keep it as it is, or let go of it.
+  /// Whether its hooks leave the bytes of such a tensor alone: they keep it as it is, or let go of
+  /// it.
   virtual bool leaves_alone(const at::Tensor& /*saved*/) const { return false; }
   /// Says what it registers for the recomputes of the regions in it; of `Ability::State`.
   virtual std::shared_ptr<const UserRegistrations> registered_state() const { return nullptr; }
@@ -102,7 +103,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::atomic<bool> open_{false};
 };
 
-/// Returns what the engine is to call. Defined above all that it calls (lib/entry/engine_callbacks.cpp).
+/// Returns what the engine is to call. Defined above all that it calls
+/// (lib/entry/engine_callbacks.cpp).
 const seam::EngineCallbacks& engine_callbacks();
 
 /// Puts a scope on this thread's stack and makes our engine the default one. Throws the message of

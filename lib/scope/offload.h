@@ -12,17 +12,17 @@
 
 namespace remat {
 
-/// The process has one depot for what `CheckpointOptions::offload_inputs` moves to the CPU with this depth (none: the
-/// default). A changed input raises when it is read, as if it had stayed.
+/// The process has one depot for what `CheckpointOptions::offload_inputs` moves to the CPU with
+/// this depth (none: the default). A changed input raises when it is read, as if it had stayed.
 const std::shared_ptr<Depot>& depot_of_inputs(std::optional<int64_t> prefetch_depth);
 
-/// The process has one depot for the results that policies move to the CPU with these options. Who gives it something
-/// numbers it: Note [Moving kept results].
+/// The process has one depot for the results that policies move to the CPU with these options. Who
+/// gives it something numbers it: Note [Moving kept results].
 const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight,
                                             int64_t keep_last);
 
-/// A depot that moves all that nobody else holds, and that can be told to end its stores and to begin its loads.
-/// `name`: under which recorders see what it moves; empty: they do not.
+/// A depot that moves all that nobody else holds, and that can be told to end its stores and to
+/// begin its loads. `name`: under which recorders see what it moves; empty: they do not.
 std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes,
                                       std::string name);
 

@@ -6,8 +6,8 @@
 namespace remat {
 
 /// While alive a pack function runs. It may read what it packs, and what it made of that, past all
-/// operators, and whoever unpacks may, too: a placeholder would not do. So the former counts as read, and
-/// of the latter nothing is kept; its calls are counted as all others.
+/// operators, and whoever unpacks may, too: a placeholder would not do. So the former counts as
+/// read, and of the latter nothing is kept; its calls are counted as all others.
 class Packing {
  public:
   explicit Packing(const at::Tensor& saved);

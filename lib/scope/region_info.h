@@ -7,7 +7,8 @@
 
 namespace remat {
 
-/// What a region is called: as its options say, or by a type, of which a name is made when somebody asks for it.
+/// What a region is called: as its options say, or by a type, of which a name is made when somebody
+/// asks for it.
 class RegionName {
  public:
   RegionName() = default;
@@ -28,8 +29,8 @@ struct RegionInfo {
   int64_t id = -1;  ///< of its frame, unique in the process
   RegionName called{};
   int32_t depth = 0;  ///< 1: no region around it
-  /// The number of the region around all others that it lies in, or its own. A recompute opens nested regions anew,
-  /// with other numbers and the same outermost one.
+  /// The number of the region around all others that it lies in, or its own. A recompute opens
+  /// nested regions anew, with other numbers and the same outermost one.
   int64_t outermost = -1;
 
   /// Empty if it has none.

@@ -23,11 +23,12 @@ namespace detail {
 /// Told of the backwards that a region's function runs.
 class BackwardWatcher {
  public:
-  /// A backward begins. `targets`: none for all leaves; `accumulates`: into them. Throws what speaks
-  /// against it.
+  /// A backward begins. `targets`: none for all leaves; `accumulates`: into them. Throws what
+  /// speaks against it.
   virtual void backward_begins(const torch::autograd::edge_list& roots,
                                const torch::autograd::edge_list& targets, bool accumulates) = 0;
-  /// A backward has ended: what it returned (nothing if it threw), and the gradients given to its roots.
+  /// A backward has ended: what it returned (nothing if it threw), and the gradients given to its
+  /// roots.
   virtual void backward_ended(const torch::autograd::variable_list& /*gradients*/,
                               const torch::autograd::variable_list& /*given*/) {}
 
@@ -38,8 +39,8 @@ class BackwardWatcher {
 /// A registration watcher is told of what a region's function registers on tensors.
 class RegistrationWatcher {
  public:
-  /// A hook is about to be registered. A recompute answers with the handle of forward's, which is there
-  /// already.
+  /// A hook is about to be registered. A recompute answers with the handle of forward's, which is
+  /// there already.
   virtual std::optional<unsigned> known_hook(const at::TensorBase&) { return std::nullopt; }
   /// A hook has this handle now. `is_new`: it has been registered, none was known.
   virtual void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) = 0;
@@ -63,8 +64,9 @@ class ReadWatcher {
   virtual void value_was_handed_over(const at::Tensor& value, int64_t region, int64_t position) = 0;
 };
 
-/// The scope of a region while its function runs: the first time, or again. Each question has an answer
-/// of its own, null where there is nothing to say. Asked on threads that take part in the run.
+/// The scope of a region while its function runs: the first time, or again. Each question has an
+/// answer of its own, null where there is nothing to say. Asked on threads that take part in the
+/// run.
 class RegionScope : public Scope {
  public:
   /// `region` lives as long as the scope.

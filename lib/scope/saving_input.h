@@ -1,5 +1,6 @@
 #pragma once
-// Knows, on a thread, that an input of a region is being saved, and which tensor its alias stands for.
+// Knows, on a thread, that an input of a region is being saved, and which tensor its alias stands
+// for.
 
 #include <ATen/core/Tensor.h>
 
@@ -12,11 +13,13 @@ const at::Tensor* input_being_saved();
 /// Returns the same to a frame that makes a slot of it, or fills one with it.
 const at::Tensor* take_input_being_saved();
 
-/// Where that is an input of a region that is about to run in a recompute, the recompute may end when the inputs
-/// are saved: returns true, and whoever saves them calls the filler's `stop`. Else false.
+/// Where that is an input of a region that is about to run in a recompute, the recompute may end
+/// when the inputs are saved: returns true, and whoever saves them calls the filler's `stop`. Else
+/// false.
 bool stop_after_inputs(SlotFiller& filler);
 
-/// While alive, what this thread saves is an alias of `tensor`: an input of a region, or a kept value.
+/// While alive, what this thread saves is an alias of `tensor`: an input of a region, or a kept
+/// value.
 class SavingInput {
  public:
   /// `stops_later` is told of a recompute that ends here; null: it may end in the hook.

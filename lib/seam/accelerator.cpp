@@ -27,7 +27,8 @@ c10::SmallVector<c10::Device, 2> devices_in_use() {
   if (!type || !tells) return devices;
   try {
     const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
-    // In a process that makes fake tensors LibTorch guards one device of a kind of its own that has none; its hooks know.
+    // In a process that makes fake tensors LibTorch guards one device of a kind of its own that has
+    // none; its hooks know.
     const c10::DeviceIndex count = type == c10::kPrivateUse1
                                        ? c10::impl::VirtualGuardImpl(*type).deviceCount()
                                        : hooks.deviceCount();

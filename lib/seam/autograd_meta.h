@@ -1,6 +1,6 @@
 #pragma once
-// What LibTorch keeps of a tensor for autograd, read and written without making anything: its own flag,
-// node, hooks; and the few nodes that are known by name.
+// What LibTorch keeps of a tensor for autograd, read and written without making anything: its own
+// flag, node, hooks; and the few nodes that are known by name.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
@@ -38,7 +38,8 @@ inline uint32_t version_of(const at::TensorBase& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-/// Whether tensors count their versions together. A counter is nothing but a pointer, which it does not show.
+/// Whether tensors count their versions together. A counter is nothing but a pointer, which it does
+/// not show.
 inline bool is_same_counter(const c10::VariableVersion& a, const c10::VariableVersion& b) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*));
   return std::memcmp(static_cast<const void*>(&a), static_cast<const void*>(&b), sizeof(void*)) ==
@@ -78,8 +79,8 @@ HooksByHand hooks_by_hand(const at::Tensor& tensor);
 bool cut_hooks(const at::Tensor& tensor, const HooksByHand& then);
 
 extern const std::type_info& type_of_casts;
-/// Whether the node is that of a cast to another type. Every saved tensor asks: LibTorch alone has such a type, so
-/// its address tells.
+/// Whether the node is that of a cast to another type. Every saved tensor asks: LibTorch alone has
+/// such a type, so its address tells.
 inline bool is_cast(const torch::autograd::Node& node) { return &typeid(node) == &type_of_casts; }
 /// Whether it is that of a C++ autograd Function.
 bool is_function(const torch::autograd::Node& node);

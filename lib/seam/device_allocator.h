@@ -23,8 +23,8 @@ DeviceBytes device_bytes(c10::Device device);
 /// Starts the allocator's peak at what is alive; for everybody who reads it.
 void reset_device_peak(c10::Device device);
 
-/// [bytes] that the device has free, once the allocator has given back what it caches and nobody uses;
-/// nothing if it does not say.
+/// [bytes] that the device has free, once the allocator has given back what it caches and nobody
+/// uses; nothing if it does not say.
 std::optional<int64_t> free_device_bytes(c10::Device device);
 /// Why that may say nothing, of any device: a clause for an error's cause.
 const char* why_free_is_unknown();

@@ -27,8 +27,8 @@ namespace {
 OperatorHandler operator_handler = nullptr;
 thread_local bool is_handling = false;
 
-/// Whether there may be modes and tensors of Python's. Known when operators are first seen; a process
-/// that loads Python later is looked at again by the next region.
+/// Whether there may be modes and tensors of Python's. Known when operators are first seen; a
+/// process that loads Python later is looked at again by the next region.
 std::atomic<bool> may_have_python{true};
 
 void look_for_python() {

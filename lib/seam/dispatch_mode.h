@@ -7,11 +7,11 @@
 // of a Python process stand beside it on the same stack.
 //
 // Note [Looking away]
-// LibTorch turns a mode off by taking it off that stack, and turning it on again was a fifth of what
-// seeing an operator costs. In a process without Python no other mode and no tensor of a Python class
-// can be met. There our mode stays on the stack, and the dispatch keys that lead to modes are
-// excluded instead. A region that opens meanwhile, in a custom operator's kernel, say, includes
-// them again.
+// LibTorch turns a mode off by taking it off that stack, and turning it on again was a fifth of
+// what seeing an operator costs. In a process without Python no other mode and no tensor of a
+// Python class can be met. There our mode stays on the stack, and the dispatch keys that lead to
+// modes are excluded instead. A region that opens meanwhile, in a custom operator's kernel, say,
+// includes them again.
 
 #include <ATen/core/stack.h>
 #include <c10/core/DispatchKeySet.h>
@@ -61,17 +61,17 @@ class DispatchModeOff {
 };
 
 // Note [Keys of a kernel]
-// On the way to a mode LibTorch excludes every dispatch key above it. A kernel that is reached without
-// a mode has only those excluded that the caller had, and that kernels on the way exclude: autograd's
-// always, ADInplaceOrView but for some that write, autocast's if the operator has a kernel there. It may depend on the
-// others: it conjugates lazily (pinv), counts up the version of what it writes (_foreach_add_), or
-// calls operators that autocast (bilinear).
+// On the way to a mode LibTorch excludes every dispatch key above it. A kernel that is reached
+// without a mode has only those excluded that the caller had, and that kernels on the way exclude:
+// autograd's always, ADInplaceOrView but for some that write, autocast's if the operator has a
+// kernel there. It may depend on the others: it conjugates lazily (pinv), counts up the version of
+// what it writes (_foreach_add_), or calls operators that autocast (bilinear).
 
 /// Finds the keys that kernels on the way to the operator's own exclude. Not cheap.
 c10::DispatchKeySet keys_met(const c10::OperatorHandle& op);
 
-/// While alive, in the handler: operators do not come to it, and a kernel finds the keys that it would
-/// find without a mode. `met`: keys_met() of its operator.
+/// While alive, in the handler: operators do not come to it, and a kernel finds the keys that it
+/// would find without a mode. `met`: keys_met() of its operator.
 class AtKernel {
  public:
   explicit AtKernel(c10::DispatchKeySet met);

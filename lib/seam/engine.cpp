@@ -46,13 +46,13 @@ using EntryMap = std::unordered_map<std::string, std::shared_ptr<c10::SafePyObje
 
 // Note [Reading the entry]
 // Every saved tensor asks for the entry. The public way, `contains` and then `get`, hashes the key
-// three times and was a tenth of the cost of a small region; so the map itself is read: where it has one entry, that is
-// looked at, without a search. Every region
-// puts the entry in twice and takes it out twice (a key left behind would cost every node of every
-// backward a copy of the map). Mostly there is no other entry; so a map with ours alone is kept in between, and
-// changes places with the empty one. In a backward that Python began there is another entry, the context's; then
-// the map's node is kept. The explicit instantiation below may name a private member; a LibTorch without it does
-// not compile.
+// three times and was a tenth of the cost of a small region; so the map itself is read: where it
+// has one entry, that is looked at, without a search. Every region puts the entry in twice and
+// takes it out twice (a key left behind would cost every node of every backward a copy of the map).
+// Mostly there is no other entry; so a map with ours alone is kept in between, and changes places
+// with the empty one. In a backward that Python began there is another entry, the context's; then
+// the map's node is kept. The explicit instantiation below may name a private member; a LibTorch
+// without it does not compile.
 EntryMap ThreadLocalPythonObjects::* entry_map_of(ThreadLocalPythonObjects*);
 template <EntryMap ThreadLocalPythonObjects::* member>
 struct EntryMapAccess {
@@ -69,7 +69,8 @@ struct Spare {
   ~Spare();
 };
 
-/// What a thread looks up once. Without constructor or destructor, so that reading it costs no check.
+/// What a thread looks up once. Without constructor or destructor, so that reading it costs no
+/// check.
 struct ThreadPart {
   EntryMap* entries = nullptr;
   Spare* spare = nullptr;
@@ -97,7 +98,8 @@ Spare::~Spare() {
                               entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
 }
 
-/// This thread's own; one look-up for all, which the compiler must not do again instead of keeping what it found.
+/// This thread's own; one look-up for all, which the compiler must not do again instead of keeping
+/// what it found.
 inline ThreadPart& this_thread() {
   ThreadPart* part = &thread_part;
   asm("" : "+r"(part));

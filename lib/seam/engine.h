@@ -133,8 +133,8 @@ void visit_nodes(const torch::autograd::edge_list& roots, Visitor&& visitor) {
   }
 }
 
-/// The name of the node with that sequence number, if the node that a backward runs on this thread is it or leads to it
-/// and the same thread made both; else empty. Walks the graph: for errors.
+/// The name of the node with that sequence number, if the node that a backward runs on this thread
+/// is it or leads to it and the same thread made both; else empty. Walks the graph: for errors.
 std::string name_of_node(uint64_t sequence_number);
 /// The same from `current` on; empty for null.
 std::string name_of_node(uint64_t sequence_number, const torch::autograd::Node* current);

@@ -39,8 +39,8 @@ struct Sharer {
   std::size_t place = nowhere;  // among the sharers
 };
 
-// It orders changes of who shares what, and copies before writes. Never destroyed: tensors outlive static
-// objects.
+// It orders changes of who shares what, and copies before writes. Never destroyed: tensors outlive
+// static objects.
 std::mutex& sharing_mutex() {
   static auto* const mutex = new std::mutex;
   return *mutex;

@@ -10,8 +10,8 @@
 
 namespace remat::seam {
 
-/// Compiled autograd asks hooks for Python objects before it unpacks a variable, also to list what a node
-/// saved (hooks/inspection.h).
+/// Compiled autograd asks hooks for Python objects before it unpacks a variable, also to list what
+/// a node saved (hooks/inspection.h).
 class OwnHooks : public torch::autograd::SavedVariableHooks {
  public:
   // No `override`: LibTorch 2.6 lacks it.

@@ -2,9 +2,10 @@
 // Tensors of LibTorch's own class, made without what an alias would throw away at once.
 //
 // Note [Aliases]
-// A recompute makes one for each input and for each tensor that backward will ask for. `tensor_data()` takes 820 instructions:
-// the constructor allocates a version counter, which the original's replaces, and LibTorch's table of functions and its modes
-// are asked first. Of a tensor of the plain class, with no mode around, what it does is known, and takes half as many.
+// A recompute makes one for each input and for each tensor that backward will ask for.
+// `tensor_data()` takes 820 instructions: the constructor allocates a version counter, which the
+// original's replaces, and LibTorch's table of functions and its modes are asked first. Of a tensor
+// of the plain class, with no mode around, what it does is known, and takes half as many.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKeySet.h>

@@ -29,7 +29,8 @@ struct RunsPinned {
 
 void add_settled(ScriptPlan& plan, jit::Function& function);
 
-/// Adds what the functions have settled on that a graph calls, in its blocks and the graphs inside it.
+/// Adds what the functions have settled on that a graph calls, in its blocks and the graphs inside
+/// it.
 void add_nested(ScriptPlan& plan, const jit::Block& block) {
   for (const jit::Node* const node : block.nodes()) {
     if (node->kind() == c10::prim::CallFunction) {

@@ -2,15 +2,17 @@
 // TorchScript: which plan a call runs, and the same plan again.
 //
 // Note [Plans of script functions]
-// The executor of a script function changes what it runs: it profiles the first calls, then settles on an
-// optimised plan, which joins operators into graphs with derivatives of their own. Each plan saves other tensors,
-// in another order, often of equal shapes, so that a recompute under another plan than forward's can be
-// silently wrong. The settled plan stays for good; what it falls back on, where a call does not fit what was
-// profiled, are functions with executors of their own, which settle in turn. With the thread's optimiser off
-// an executor runs its settled plan, or, if it has none, the operators one by one, and settles nothing. So
+// The executor of a script function changes what it runs: it profiles the first calls, then settles
+// on an optimised plan, which joins operators into graphs with derivatives of their own. Each plan
+// saves other tensors, in another order, often of equal shapes, so that a recompute under another
+// plan than forward's can be silently wrong. The settled plan stays for good; what it falls back
+// on, where a call does not fit what was profiled, are functions with executors of their own, which
+// settle in turn. With the thread's optimiser off an executor runs its settled plan, or, if it has
+// none, the operators one by one, and settles nothing. So
 //   a script function that is a region's   runs the plan that it would run anyhow, which is kept and run again;
 //   called inside a region's function      it runs with the optimiser off, and which plan it was is noted;
-// and in both the plans that nested functions had settled on are compared. No setting of the process is touched.
+// and in both the plans that nested functions had settled on are compared. No setting of the
+// process is touched.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -25,8 +27,8 @@ struct Module;
 
 namespace remat::seam {
 
-/// Tells what a call of a script function ran: its graph, and those that nested functions had settled on, null for
-/// one that had not.
+/// Tells what a call of a script function ran: its graph, and those that nested functions had
+/// settled on, null for one that had not.
 struct ScriptPlan {
   std::vector<std::shared_ptr<const void>> graphs;  // alive, so that no other one has the address
   bool is_known = true;                             ///< all functions that it may call were found
@@ -36,7 +38,8 @@ struct ScriptPlan {
 /// The plan of one call, kept. Threads: any, once `run` has begun.
 class PinnedScript {
  public:
-  /// What a call of the function with these arguments would run now. `module` owns the function; null if none does.
+  /// What a call of the function with these arguments would run now. `module` owns the function;
+  /// null if none does.
   PinnedScript(torch::jit::Function& function, const torch::jit::Module* module,
                std::vector<c10::IValue>& stack);
   ~PinnedScript();
@@ -84,7 +87,8 @@ void observe_script_calls(const ScriptCallObserver& observer);
 /// Whether a method of a script module, or of one below it, calls an operator that is a batch norm.
 bool calls_batch_norm(const torch::jit::Module& module);
 
-/// The tensors that a script module and all below it hold as buffers; where their training flags are.
+/// The tensors that a script module and all below it hold as buffers; where their training flags
+/// are.
 std::vector<at::Tensor> buffers_of(const torch::jit::Module& module);
 std::vector<bool> training_flags_of(const torch::jit::Module& module);
 void set_training_flags(const torch::jit::Module& module, const std::vector<bool>& flags);

@@ -1,12 +1,14 @@
 #pragma once
-// What stands in a module's place in an AnyModule, and is called with its arguments, of any number and types.
+// What stands in a module's place in an AnyModule, and is called with its arguments, of any number
+// and types.
 //
 // Note [Standing in]
-// An AnyModule calls its module through AnyModuleHolder, a template of LibTorch's over the type of the module and the
-// types that its forward takes; it tells neither, and has no conversions, so a module that passes a call on would have
-// to be written for each signature. The template is specialised here for a type of our own: it gets the values as they
-// are. Its ptr() is the original module, so what a container shows, registers, saves and clones is what it was;
-// only get<T>() and ptr<T>() ask for the type that is called, and throw. No patched table of virtual functions, and
+// An AnyModule calls its module through AnyModuleHolder, a template of LibTorch's over the type of
+// the module and the types that its forward takes; it tells neither, and has no conversions, so a
+// module that passes a call on would have to be written for each signature. The template is
+// specialised here for a type of our own: it gets the values as they are. Its ptr() is the original
+// module, so what a container shows, registers, saves and clones is what it was; only get<T>() and
+// ptr<T>() ask for the type that is called, and throw. No patched table of virtual functions, and
 // nothing of LibTorch's that is private.
 
 #include <torch/nn/modules/container/any.h>

@@ -1,11 +1,12 @@
 #pragma once
-// Sees what functions register on tensors and whose nodes they ask for, and says where gradients of leaves go in recomputes.
+// Sees what functions register on tensors and whose nodes they ask for, and says where gradients of
+// leaves go in recomputes.
 //
 // Note [Seeing registrations]
 // `Tensor::register_hook`, `requires_grad_` and `grad_fn` reach LibTorch through one table of
 // functions, VariableHooksInterface. We put a table in front of it that forwards everything, as our
-// engine does (Note [The forwarding engine]). What goes past the table (`set_requires_grad`, hooks put
-// on nodes by hand) cannot be seen as it happens: Note [Tensors from outside].
+// engine does (Note [The forwarding engine]). What goes past the table (`set_requires_grad`, hooks
+// put on nodes by hand) cannot be seen as it happens: Note [Tensors from outside].
 
 #include <ATen/core/TensorBase.h>
 #include <torch/csrc/autograd/edge.h>
@@ -30,8 +31,8 @@ struct RegistrationCallbacks {
   void (*hook_registered)(const at::TensorBase& tensor, unsigned handle);
   /// `requires_grad_` is about to be called.
   void (*requires_grad_changes)(const at::TensorBase& tensor);
-  /// A node that is said to be a tensor's `grad_fn` on this thread; null: what LibTorch says. Asked only
-  /// while any NodesInstead is alive.
+  /// A node that is said to be a tensor's `grad_fn` on this thread; null: what LibTorch says. Asked
+  /// only while any NodesInstead is alive.
   const NodePtr* (*node_instead)(const at::TensorBase& tensor);
 };
 
@@ -47,8 +48,9 @@ class NodesInstead {
   static inline std::atomic<int64_t> num_alive_{0};
 };
 
-/// A node watch is told of the tensors whose `grad_fn` is asked for on a thread. An operator asks for those of all
-/// tensors through which gradients may flow, when its own node has been made and its kernel has not run.
+/// A node watch is told of the tensors whose `grad_fn` is asked for on a thread. An operator asks
+/// for those of all tensors through which gradients may flow, when its own node has been made and
+/// its kernel has not run.
 class NodeWatch {
  public:
   NodeWatch() = default;
@@ -97,7 +99,8 @@ class NodeWatches {
  public:
   /// From now on it is told, too.
   static void begin(std::shared_ptr<NodeWatch> watch);
-  /// Lets go of those that are over. One that ended before an inner one, or on another thread, goes with a later call.
+  /// Lets go of those that are over. One that ended before an inner one, or on another thread, goes
+  /// with a later call.
   static void end();
   static void tell(const at::TensorBase& tensor, const torch::autograd::Node* node);
   /// Whether any thread has one: saves the others from looking.

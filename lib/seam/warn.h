@@ -9,8 +9,8 @@
 
 namespace remat::seam {
 
-/// Sends it to the thread's warning handler, in the words that set_warning_words asks for. Throws what the handler
-/// throws.
+/// Sends it to the thread's warning handler, in the words that set_warning_words asks for. Throws
+/// what the handler throws.
 void warn(std::string text, const std::source_location& where = std::source_location::current());
 
 /// What an error says, without the stack that LibTorch adds to its own.

@@ -24,13 +24,15 @@ namespace remat {
 // Note [The same call again]
 // A kept result may only be returned to the call that it came from. Operator and number of the call
 // are not enough: two matrix products of the same shape that swap places would swap their results.
-// So of each tensor that a kept call reads it is known, besides shape and dtype, where it comes from:
+// So of each tensor that a kept call reads it is known, besides shape and dtype, where it comes
+// from:
 //   Input    the region's input of that number
 //   Inside   the result of another call, by operator, number of the call, and which result of it
 //   Outside  any other storage, or the leaf that it is a cast of
-// A tensor passes if it has the same origin, or the very storage, of the one in forward. What has no
-// origin (a storage of no operator: the tensor of a Python number) passes by its contents if it is small and on
-// the CPU, and otherwise, if the storage is gone, by its metadata. Other arguments must be equal.
+// A tensor passes if it has the same origin, or the very storage, of the one in forward. What has
+// no origin (a storage of no operator: the tensor of a Python number) passes by its contents if it
+// is small and on the CPU, and otherwise, if the storage is gone, by its metadata. Other arguments
+// must be equal.
 struct ArgumentRecord {
   TensorMetadata metadata;
   WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};

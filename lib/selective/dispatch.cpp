@@ -17,9 +17,9 @@ namespace remat {
 namespace {
 
 // Note [Casts of leaves]
-// Autocast keeps its casts of leaves while its scope lasts: forward may have found one in the cache that
-// the recompute must make, or the other way round. So such a call has no number, no policy is asked
-// about it, and what it makes is known by the leaf (Note [The same call again]).
+// Autocast keeps its casts of leaves while its scope lasts: forward may have found one in the cache
+// that the recompute must make, or the other way round. So such a call has no number, no policy is
+// asked about it, and what it makes is known by the leaf (Note [The same call again]).
 bool is_cast_of_leaf(const OpTraits& traits, const torch::jit::Stack& stack) {
   if (!traits.is_cast || !at::autocast::is_autocast_cache_enabled()) return false;
   constexpr std::size_t num_arguments = 7;  // of _to_copy: the tensor, its dtype, ...

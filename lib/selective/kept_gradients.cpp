@@ -127,8 +127,8 @@ at::Tensor KeptGradients::give(const at::Tensor& data, GradRole role, KeptHistor
   return kept;
 }
 
-// A kept value that is no leaf has a node of its own; of another tensor that is gone only the node is left,
-// which may have other outputs.
+// A kept value that is no leaf has a node of its own; of another tensor that is gone only the node
+// is left, which may have other outputs.
 bool KeptGradients::Variable::has_hooks() const {
   const auto alive = given.lock();
   return history.has_hooks || !(alive ? torch::autograd::impl::hooks(at::Tensor(alive))

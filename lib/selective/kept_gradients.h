@@ -1,5 +1,6 @@
 #pragma once
-// The autograd role of a value that a recompute did not compute, and what backwards in it may ask of it.
+// The autograd role of a value that a recompute did not compute, and what backwards in it may ask
+// of it.
 
 #include <torch/csrc/autograd/function.h>
 
@@ -15,16 +16,17 @@ namespace remat {
 
 // Note [Gradients that meet a kept value]
 // pin, checkpoint_name and save_region keep a value, not how it was computed. In forward it has its
-// whole history, so a backward inside the region may go through it, or end at it. A recompute runs that
-// backward again, on a graph that is cut there, and where the two could differ it throws:
+// whole history, so a backward inside the region may go through it, or end at it. A recompute runs
+// that backward again, on a graph that is cut there, and where the two could differ it throws:
 //   through the value   its node leads to what the value may come from, and throws when it is run
 //   to the value        if the tensor that it was in forward is in use beside it: pin returns its
 //                       argument, and gradients of that count all its uses
 //   where hooks are     on that tensor, which the value does not have, or on the value beside it
 //   past the value      to what may be older than it, if save_region's function used, beside its
 //                       arguments and the region's, tensors that no recompute can find again
-// None of them can be seen in a value's data; a wrong slope would end as a wrong gradient. Whether the two
-// do differ is not worked out: more is refused than would be wrong, and the cure is the same.
+// None of them can be seen in a value's data; a wrong slope would end as a wrong gradient. Whether
+// the two do differ is not worked out: more is refused than would be wrong, and the cure is the
+// same.
 
 /// Forward notes this of one kept value.
 struct KeptHistory {
@@ -34,9 +36,9 @@ struct KeptHistory {
   bool has_hooks = false;    ///< registered on it before it was kept
 };
 
-/// The history of what save_region returned. `num_owners`: of variables that hold `value` if nothing but
-/// the result does. `known`: where gradients of the arguments go. The leaves that its gradients lead to
-/// are appended.
+/// The history of what save_region returned. `num_owners`: of variables that hold `value` if
+/// nothing but the result does. `known`: where gradients of the arguments go. The leaves that its
+/// gradients lead to are appended.
 KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
                        const std::vector<GradientPlace>& known, const RegionStart& start,
                        std::vector<WeakTensor>& leaves);

@@ -1,5 +1,6 @@
 #pragma once
-// One tensor that a region keeps for its recomputes: as it is, through hooks, on the CPU, or as a placeholder.
+// One tensor that a region keeps for its recomputes: as it is, through hooks, on the CPU, or as a
+// placeholder.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/SizesAndStrides.h>
@@ -37,19 +38,21 @@ struct KeptPlace {
 };
 
 /// Note [Kept values]
-/// What is kept is the original without its history: its storage, what it is beside that, and its version
-/// counter, so that a change in place is seen. Inside another region it is saved as a region's input is:
-/// through the hooks of that region, whose forward drops it (Rule 2); through other hooks on request.
+/// What is kept is the original without its history: its storage, what it is beside that, and its
+/// version counter, so that a change in place is seen. Inside another region it is saved as a
+/// region's input is: through the hooks of that region, whose forward drops it (Rule 2); through
+/// other hooks on request.
 ///
-/// What shall wait on the CPU and lies in memory without gaps goes to a depot: Note [Moving kept results]. The
-/// hooks get its twin: Note [Twins]. One that stays for now, since it is among the last, counts as a copy
-/// all the same; but who writes to it is noticed for as long as it lives. A
-/// copy that fails leaves it where it is, or is an error if it must move; nothing else changes.
+/// What shall wait on the CPU and lies in memory without gaps goes to a
+/// depot: Note [Moving kept results]. The hooks get its twin: Note [Twins]. One that stays for now,
+/// since it is among the last, counts as a copy all the same; but who writes to it is noticed for
+/// as long as it lives. A copy that fails leaves it where it is, or is an error if it must move;
+/// nothing else changes.
 ///
 /// A result that autograd never saved and no operator of a recompute will read is not worth its
-/// memory. Such a tensor becomes a placeholder: shape without data. Who reads the data of a placeholder all the
-/// same (past the dispatcher, say) meets an error, upon which the recompute is done once more with
-/// the operator run for real (Replay).
+/// memory. Such a tensor becomes a placeholder: shape without data. Who reads the data of a
+/// placeholder all the same (past the dispatcher, say) meets an error, upon which the recompute is
+/// done once more with the operator run for real (Replay).
 class KeptTensor {
  public:
   KeptTensor() = default;
@@ -78,7 +81,8 @@ class KeptTensor {
   };
   /// The value, or the placeholder; may make the region around recompute.
   at::Tensor restore(std::optional<Load>* load = nullptr) const;
-  /// The first part of it, where that may make the region around recompute: what the hooks give back.
+  /// The first part of it, where that may make the region around recompute: what the hooks give
+  /// back.
   at::Tensor fetch() const { return saved_->unpack(); }
   /// The second part.
   at::Tensor restore(const at::Tensor& fetched, std::optional<Load>* load) const;
@@ -96,7 +100,8 @@ class KeptTensor {
     std::shared_ptr<Piece> moved;
     std::shared_ptr<SavedElsewhere> late;
   };
-  /// The forward is over. Gives out what holds data that will not be read, if a placeholder can stand for it.
+  /// The forward is over. Gives out what holds data that will not be read, if a placeholder can
+  /// stand for it.
   std::optional<Holders> settle(bool will_be_read);
   /// The same of all that is kept, after that.
   struct Unfinished {
@@ -130,8 +135,8 @@ class KeptTensor {
   void note_version(const at::Tensor& value);
   at::Tensor moved_back(const at::Tensor& copy, std::optional<Load>* load) const;
 
-  // One of five, unless it is a placeholder. An alias costs more than its parts, which most can be taken
-  // into and built of again.
+  // One of five, unless it is a placeholder. An alias costs more than its parts, which most can be
+  // taken into and built of again.
   c10::Storage data_;
   at::Tensor tensor_;  ///< inference and sparse tensors, copies, ...
   std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< where it may meet hooks

@@ -17,8 +17,8 @@ namespace remat {
 
 namespace {
 
-// What autograd and views are made of (the same list as SAC_IGNORED_OPS of torch/utils/checkpoint.py,
-// with the metadata operators that have a name in C++).
+// What autograd and views are made of (the same list as SAC_IGNORED_OPS of
+// torch/utils/checkpoint.py, with the metadata operators that have a name in C++).
 constexpr std::array<std::string_view, 25> passive_names{"aten::detach",
                                                          "aten::alias",
                                                          "aten::lift_fresh",

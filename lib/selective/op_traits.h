@@ -9,9 +9,10 @@
 namespace remat {
 
 /// Note [Operators that come and go]
-/// A library that is unloaded takes its operators along, and what is registered next may have the address of one of
-/// them, which is all that a handle is. So what is known of operators by their handles is forgotten when one goes, and
-/// what outlives a region goes by names, which an operator has again when its library comes back.
+/// A library that is unloaded takes its operators along, and what is registered next may have the
+/// address of one of them, which is all that a handle is. So what is known of operators by their
+/// handles is forgotten when one goes, and what outlives a region goes by names, which an operator
+/// has again when its library comes back.
 struct OpTraits {
   std::string name;           ///< "aten::mm.default"
   uint32_t name_number = 0;   ///< the same for all that ever have the name

@@ -1,5 +1,6 @@
 #pragma once
-// Who handles the operators of a region while its function runs: what keeps results, or gives them again.
+// Who handles the operators of a region while its function runs: what keeps results, or gives them
+// again.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -14,7 +15,8 @@ namespace remat {
 /// One run of a region has one handler: its Selection in forward, its Replay in a recompute.
 class OperatorHandler {
  public:
-  /// Its region, the innermost one, decides about this operator. `is_outermost`: there is none around it.
+  /// Its region, the innermost one, decides about this operator. `is_outermost`: there is none
+  /// around it.
   virtual void run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                    const detail::RegionScope& region, bool is_outermost) = 0;
   /// A region inside decides about it; it runs between the two. Returns the number of the call, for
@@ -23,7 +25,8 @@ class OperatorHandler {
                                c10::ArrayRef<c10::IValue> arguments) = 0;
   virtual void after_inner(const c10::OperatorHandle& op, int64_t call,
                            c10::ArrayRef<c10::IValue> results, const StoragesOf& given) = 0;
-  /// The exception at hand says that the run cannot go on; it counts also if the function catches it.
+  /// The exception at hand says that the run cannot go on; it counts also if the function catches
+  /// it.
   virtual void note_mismatch() {}
 
  protected:

@@ -45,7 +45,8 @@ Answer stronger(Answer a, Answer b) { return strength(a) >= strength(b) ? a : b;
 
 /// All operators by their name without overload. There are thousands, and policies are often made
 /// where they are used, so they are listed once, and again when a name is not found: a library may
-/// have been loaded since. One that was unloaded took its operators with it: names are listed, not they.
+/// have been loaded since. One that was unloaded took its operators with it: names are listed, not
+/// they.
 class OperatorIndex {
  public:
   std::vector<c10::OperatorHandle> named(const std::string& base) {

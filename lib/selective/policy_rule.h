@@ -69,7 +69,8 @@ class PolicyRule {
   const Names names_;
   const CheckpointPolicy other_names_ = CheckpointPolicy::PreferRecompute;
   const SelectiveOptions options_;
-  /// A union with a function has two, what was made of another one that: names are seen by them, too.
+  /// A union with a function has two, what was made of another one that: names are seen by them,
+  /// too.
   std::shared_ptr<const PolicyRule> first_, second_;
   mutable std::mutex mutex_;  // guards what follows
   mutable std::map<std::string, bool> unseen_;

@@ -204,7 +204,8 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
   const auto arguments = arguments_of(op, stack);
   if (has_placeholders_ && !traits.is_view)
     visit_tensors_in(arguments, [this](const at::Tensor& tensor) { check_saved(tensor); });
-  // Elsewhere the read ends in an error, which the engine carries (KeptTensor::is_placeholder_error).
+  // Elsewhere the read ends in an error, which the engine carries
+  // (KeptTensor::is_placeholder_error).
   if (has_read_placeholder_ && filler_.is_on_own_ground()) filler_.stop();
   if (traits.is_mutable && !handed_out_.empty())
     visit_written(op, arguments, [&](const at::Tensor& tensor) {
@@ -227,8 +228,8 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (!go_on_after_mismatch([&] { answer(op, stack); })) op.callBoxed(&stack);
 }
 
-// What differs is found under locks, and told without them: `raise` is the binding's. Where nothing may
-// unwind the function it is noted, and thrown when that has ended. False: there was a mismatch.
+// What differs is found under locks, and told without them: `raise` is the binding's. Where nothing
+// may unwind the function it is noted, and thrown when that has ended. False: there was a mismatch.
 template <class Attempt>
 bool Replay::go_on_after_mismatch(Attempt&& attempt) {
   try {

@@ -101,8 +101,8 @@ class Replay final : public KeptReplay, public OperatorHandler {
   std::vector<uint32_t> sequence_;
   ValueSources sources_;
   KeptGradients roles_;
-  /// What came back through hooks: twins, or values. It is fetched before the function runs: where an operator is
-  /// handled autograd is off, and a recompute of the region around could not run.
+  /// What came back through hooks: twins, or values. It is fetched before the function runs: where
+  /// an operator is handled autograd is off, and a recompute of the region around could not run.
   std::unordered_map<const KeptTensor*, at::Tensor> fetched_;
   std::vector<const c10::StorageImpl*> handed_out_;
   StorageSet copies_;

@@ -38,8 +38,8 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
     return is_same && has_same_contents ? ""
                                         : fmt::format("{} is the result of another call", was());
   }
-  // A storage of no operator: a number, say, or what the function read from elsewhere. Where contents are
-  // compared it is all the same whose they are: the call computes the same.
+  // A storage of no operator: a number, say, or what the function read from elsewhere. Where
+  // contents are compared it is all the same whose they are: the call computes the same.
   if (!is_origin_known ||
       (!then.source && then.input < 0 && (then.contents || then.storage.expired())))
     return has_same_contents ? "" : fmt::format("{} has other contents", was());

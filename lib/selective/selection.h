@@ -2,10 +2,11 @@
 // What a region keeps of its forward instead of computing it again, and who decided so.
 //
 // Note [Selective checkpointing]
-// While a region with a policy runs, each operator comes here below autograd (Note [Seeing operators]). The innermost region decides: its policy is asked once per call, and the call runs.
-// What is kept belongs to the frame and is replayed by its recomputes (replay.h). Regions around only
-// count the call, so that they know where its results come from. Operators that write or return
-// views always run again (policy.h).
+// While a region with a policy runs, each operator comes here below autograd
+// (Note [Seeing operators]). The innermost region decides: its policy is asked once per call, and
+// the call runs. What is kept belongs to the frame and is replayed by its recomputes (replay.h).
+// Regions around only count the call, so that they know where its results come from. Operators that
+// write or return views always run again (policy.h).
 //
 // `pin` and `save_region` keep pins instead of calls, numbered in their own order, and need no
 // policy.
@@ -44,7 +45,8 @@ class Selection final : public Keeper, public OperatorHandler {
   /// A placeholder was read: from now on the calls that have one run in recomputes.
   void run_placeholders_for_real() { runs_placeholders_ = true; }
   bool runs_placeholders() const { return runs_placeholders_; }
-  /// A recompute begins, which will read what was moved. `behind_hooks`: the largest number of that.
+  /// A recompute begins, which will read what was moved. `behind_hooks`: the largest number of
+  /// that.
   void begin_loads(uint64_t behind_hooks) const {
     if (moves_) moves_->begin_loads(behind_hooks);
   }

@@ -1,4 +1,5 @@
-// One call of an operator in the innermost region: the policy is asked, it runs, and what is kept is filed.
+// One call of an operator in the innermost region: the policy is asked, it runs, and what is kept
+// is filed.
 
 #include <c10/core/GradMode.h>
 
@@ -17,7 +18,8 @@ namespace {
 /// Contents of tensors up to this size are compared where their origin is not known.
 constexpr std::size_t max_compared_bytes = 4096;
 
-/// Notes the contents of arguments that no operator, or anyone else, may have filled. Runs operators.
+/// Notes the contents of arguments that no operator, or anyone else, may have filled. Runs
+/// operators.
 void note_contents(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
   std::size_t number = 0;
   visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
@@ -211,7 +213,8 @@ KeptPlace Selection::place_of(const at::Tensor& value, CheckpointPolicy answer, 
   return place;
 }
 
-/// Whether all that may write to what is made here comes to us, until the forward ends: Note [Moving kept results].
+/// Whether all that may write to what is made here comes to us, until the forward
+/// ends: Note [Moving kept results].
 bool Selection::sees_writers(const detail::RegionScope& region) const {
   return c10::GradMode::is_enabled() && region.is_own_thread() &&
          seam::graph_task_id() == task_at_start_;

@@ -1,4 +1,5 @@
-// The end of a region's forward, for what it keeps: what nobody read is let go of, and recorders are told.
+// The end of a region's forward, for what it keeps: what nobody read is let go of, and recorders
+// are told.
 
 #include <fmt/format.h>
 
@@ -35,7 +36,8 @@ void Selection::settle() {
 void Selection::end_forward(std::vector<KeptTensor::Unfinished>& unfinished) {
   Freed freed;
   std::lock_guard<SpinLock> lock(record_.mutex);
-  // Who reads a placeholder ends the recompute with an exception, which a noexcept function lets none out.
+  // Who reads a placeholder ends the recompute with an exception, which a noexcept function lets
+  // none out.
   const bool may_have_placeholders = frame_.region().body->can_be_stopped();
   sources_.visit([&](const ValueSources::Notes& notes) {
     if (notes.kept == ValueSources::Notes::not_kept) return;

@@ -86,8 +86,8 @@ void Selection::hold_for_name(const ResultIndex& call, CallRecord& record,
       ResultRecord& each = record.results.emplace_back();
       if (!tensor.defined()) return;
       each.dtype = tensor.scalar_type();
-      // What has its elements elsewhere (nested tensors, wrappers of Python's) cannot be built again of these parts: the
-      // value with the name is kept, not its call.
+      // What has its elements elsewhere (nested tensors, wrappers of Python's) cannot be built
+      // again of these parts: the value with the name is kept, not its call.
       if (!KeptTensor::can_be_placeholder(tensor)) return;
       each.storage = weak_storage_of(tensor);
       each.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());

@@ -25,19 +25,19 @@ void Selection::note_written(const ResultIndex& place, Freed& freed) {
 }
 
 // Note [Writing to a kept result]
-// LibTorch's own composites write in place to what an operator inside them made: `linear` may be `mm`
-// and then `add_` of the bias. If nothing that a recompute runs has read the result before, it is kept
-// as written, and recomputes run neither operator. Otherwise its call is not kept after all. What a
-// user writes, through a tensor that shares the version counter, is an error in the recompute
-// (SelectiveMutation), except for operators that make blank tensors, which are made to be filled,
-// and for calls that the policy only prefers to keep: those are not kept, or, if the write comes
-// after the forward, run again in the recompute. A
-// backward inside the region writes to what its own formulas made: no user can help that, and the
-// call is simply not kept.
+// LibTorch's own composites write in place to what an operator inside them made: `linear` may be
+// `mm` and then `add_` of the bias. If nothing that a recompute runs has read the result before, it
+// is kept as written, and recomputes run neither operator. Otherwise its call is not kept after
+// all. What a user writes, through a tensor that shares the version counter, is an error in the
+// recompute (SelectiveMutation), except for operators that make blank tensors, which are made to be
+// filled, and for calls that the policy only prefers to keep: those are not kept, or, if the write
+// comes after the forward, run again in the recompute. A backward inside the region writes to what
+// its own formulas made: no user can help that, and the call is simply not kept.
 bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                                Freed& freed) {
   const auto& declared = op.schema().arguments();
-  // What writes sizes and strides (transpose_) writes nothing to the contents that are kept: it must run again.
+  // What writes sizes and strides (transpose_) writes nothing to the contents that are kept: it
+  // must run again.
   bool stays = !op.hasTag(at::Tag::inplace_view);
   c10::SmallVector<ResultIndex, 1> written;
   for (std::size_t i = 0; i < declared.size(); ++i) {

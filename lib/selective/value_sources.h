@@ -27,8 +27,8 @@ struct ValueSource {
 /// Storages are held weakly, so that no address comes twice.
 class ValueSources {
  public:
-  /// What is known of a tensor. Changes in place are counted from when it was made: what comes from a
-  /// hook may have been changed on the way.
+  /// What is known of a tensor. Changes in place are counted from when it was made: what comes from
+  /// a hook may have been changed on the way.
   struct Made {
     ValueSource source;
     uint32_t num_changes;

@@ -1,9 +1,10 @@
 #pragma once
-// Puts back what guards of state.h guard that a recompute opens where its forward has not come to yet.
+// Puts back what guards of state.h guard that a recompute opens where its forward has not come to
+// yet.
 //
-// A recompute that runs while its forward waits for it (a backward inside the region asked) may run on past
-// where forward is: user code catches what ends it, or nothing may end it. What the guards it opens there
-// guard is put back as it was when they were opened.
+// A recompute that runs while its forward waits for it (a backward inside the region asked) may run
+// on past where forward is: user code catches what ends it, or nothing may end it. What the guards
+// it opens there guard is put back as it was when they were opened.
 
 #include <any>
 #include <list>
@@ -25,14 +26,15 @@ class EarlyGuards {
   ~EarlyGuards() { put_back(); }
   EarlyGuards& operator=(EarlyGuards&&) = delete;
 
-  /// `known`: what forward registered, or null. `draws`: the recompute's own; CPU generators that it does not
-  /// draw again are drawn from themselves, since the function may seed them, too. `puts_back`: on the
-  /// thread that will call put_back. Throws what a provider throws.
+  /// `known`: what forward registered, or null. `draws`: the recompute's own; CPU generators that
+  /// it does not draw again are drawn from themselves, since the function may seed them, too.
+  /// `puts_back`: on the thread that will call put_back. Throws what a provider throws.
   void add(const UserRegistrations& opened, const UserState* known, DrawSource& draws,
            bool preserves_rng, bool puts_back);
   /// The replay of a CPU generator that was added; null if it was not.
   DrawReplay* replay_of(const c10::GeneratorImpl& generator);
-  /// The latest are put back first, before what forward registered. Only warns of what a provider throws.
+  /// The latest are put back first, before what forward registered. Only warns of what a provider
+  /// throws.
   void put_back() noexcept;
 
  private:

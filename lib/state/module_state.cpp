@@ -29,8 +29,9 @@ namespace remat {
 
 namespace {
 
-/// The flags that recomputes hold, for the whole process. Two that want a flag the same way share it, and a
-/// recompute that finds it right takes part too: otherwise another one's end would change it under its feet.
+/// The flags that recomputes hold, for the whole process. Two that want a flag the same way share
+/// it, and a recompute that finds it right takes part too: otherwise another one's end would change
+/// it under its feet.
 class HeldFlags {
  public:
   using Flags = c10::ArrayRef<TrainingFlags::Flag>;

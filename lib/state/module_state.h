@@ -75,8 +75,8 @@ class TrainingFlags {
 /// object, whoever asks, so regions that share buffers keep each once.
 std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root);
 
-/// Of a script module and all below it: a provider of its training flags and, unless `flags_only`, one for each
-/// buffer.
+/// Of a script module and all below it: a provider of its training flags and, unless `flags_only`,
+/// one for each buffer.
 std::vector<std::shared_ptr<StateProvider>> state_of(const torch::jit::Module& root,
                                                      bool flags_only);
 
@@ -86,7 +86,8 @@ bool may_restore(const StateProvider& provider, const c10::StorageImpl* buffer);
 /// Whether a provider is the user's, and not one of those above.
 bool is_users(const StateProvider& provider);
 
-/// Whether the module or one below it is a batch norm: LibTorch's own, or of a class that says so (SyncBatchNormImpl).
+/// Whether the module or one below it is a batch norm: LibTorch's own, or of a class that says so
+/// (SyncBatchNormImpl).
 bool contains_batch_norm(torch::nn::Module& root);
 
 }  // namespace remat

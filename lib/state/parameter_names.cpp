@@ -10,7 +10,8 @@ namespace remat {
 
 namespace {
 
-/// Looks among some tensors of a module for one that is the object itself, or that alone has its storage.
+/// Looks among some tensors of a module for one that is the object itself, or that alone has its
+/// storage.
 class ParameterSearch {
  public:
   ParameterSearch(const c10::TensorImpl* object, const c10::StorageImpl* storage)

@@ -30,11 +30,11 @@ struct AutocastState {
 };
 
 /// Note [The default dtype]
-/// One for the whole process, without a lock: a recompute that set it would change what other threads compute. So it is
-/// only noted, and a recompute that finds another one is refused, once providers have restored what they restore. Of
-/// tensors that are made inside and never saved no other check would see the difference. The number of threads within
-/// an operator is not noted: where it decides how a sum is rounded, results differ by that, as they do between any two
-/// runs.
+/// One for the whole process, without a lock: a recompute that set it would change what other
+/// threads compute. So it is only noted, and a recompute that finds another one is refused, once
+/// providers have restored what they restore. Of tensors that are made inside and never saved no
+/// other check would see the difference. The number of threads within an operator is not noted:
+/// where it decides how a sum is rounded, results differ by that, as they do between any two runs.
 
 /// A snapshot is what a recompute sees as forward saw it, but for its random numbers (draws; Rule
 /// 11). Taken when a region begins.

@@ -1,5 +1,6 @@
 #pragma once
-// What the recomputes of a region must see as its forward saw it: taken at its begin, added to inside.
+// What the recomputes of a region must see as its forward saw it: taken at its begin, added to
+// inside.
 
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
@@ -17,8 +18,8 @@
 
 namespace remat {
 
-/// Where all generators of a region stood before an interval of its forward, and what recomputes that do
-/// not run the interval must do: pass over draws of CPU generators (in the order of
+/// Where all generators of a region stood before an interval of its forward, and what recomputes
+/// that do not run the interval must do: pass over draws of CPU generators (in the order of
 /// Surroundings::draw_logs), set others.
 struct DrawMarks {
   std::vector<DrawMark> logs;
@@ -57,8 +58,8 @@ class Surroundings {
 
   /// Returns null if draws from that generator do not matter, or nobody has registered it.
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
-  /// The same; a generator that nobody has registered is noted from here on: the region's function, which runs on
-  /// this thread, has it from elsewhere and draws from it for the first time.
+  /// The same; a generator that nobody has registered is noted from here on: the region's function,
+  /// which runs on this thread, has it from elsewhere and draws from it for the first time.
   DrawLog* draw_log_from_here(const c10::GeneratorImpl& generator);
   /// Returns the logs of all generators whose draws are noted: the default one's first, always in
   /// the same order.

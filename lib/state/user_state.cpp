@@ -114,8 +114,8 @@ std::shared_ptr<detail::Scope> scope_that_registers(
   return std::make_shared<StateScope>(std::move(registrations));
 }
 
-// A guard that is opened inside regions, as a module does that guards its own state: their recomputes
-// need it too.
+// A guard that is opened inside regions, as a module does that guards its own state: their
+// recomputes need it too.
 void tell_regions_around(const UserRegistrations& registrations) {
   std::vector<GuardWatcher*> first_runs;
   GuardWatcher* recompute = nullptr;  // one at most on a thread's stack

@@ -137,10 +137,11 @@ class ObservedRecompute {
 /// the two held is remembered by module, to be tried first.
 
 /// Note [Written by a provider]
-/// A provider that restores with `copy_` moves the version of a buffer that the region captured, and it is the
-/// provider's word that the buffer then is what forward saw. So the versions of such tensors are put back, for all
-/// graphs that saved them; the capture check does not look at their versions; and what the recompute saves of them
-/// is copied, as they will be overwritten when it ends.
+/// A provider that restores with `copy_` moves the version of a buffer that the region captured,
+/// and it is the provider's word that the buffer then is what forward saw. So the versions of such
+/// tensors are put back, for all graphs that saved them; the capture check does not look at their
+/// versions; and what the recompute saves of them is copied, as they will be overwritten when it
+/// ends.
 
 /// The providers' state is the forward's until `put_back`, which throws what a provider throws; or
 /// until the destructor, which only warns, since something else is being thrown.

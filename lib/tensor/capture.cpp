@@ -32,9 +32,9 @@ Node* only_source(const Node& node) {
   return source;
 }
 
-/// The leaf of which `tensor`, made by `node`, is a cast (as autocast makes and caches them), or a cast of
-/// what was made of that leaf alone (`weight.t()`); or null. Autocast itself cannot be asked: it is off
-/// while the kernel that saves the cast runs.
+/// The leaf of which `tensor`, made by `node`, is a cast (as autocast makes and caches them), or a
+/// cast of what was made of that leaf alone (`weight.t()`); or null. Autocast itself cannot be
+/// asked: it is off while the kernel that saves the cast runs.
 const at::Tensor* cast_source(const at::Tensor& tensor, const Node& node) {
   if (!seam::is_cast(node)) return nullptr;
   constexpr int max_steps = 8;

@@ -17,10 +17,10 @@
 //   Input    shares its storage with an input. Autograd's own check covers the argument itself. What the
 //            recompute saves in its place must lie in an argument's storage or in forward's (hooks may
 //            give back copies); a captured alias with a version of its own must have forward's.
-// Storages are remembered weakly: comparing addresses alone meets reused ones. A sparse tensor is known by the
-// storage of its values. A view of a tensor whose class is Python's (a jagged one) may have a
-// storage of its own, in which nothing lies: it is known by the tensor that it views, as its parts
-// are.
+// Storages are remembered weakly: comparing addresses alone meets reused ones. A sparse tensor is
+// known by the storage of its values. A view of a tensor whose class is Python's (a jagged one) may
+// have a storage of its own, in which nothing lies: it is known by the tensor that it views, as its
+// parts are.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
@@ -48,7 +48,8 @@ struct Provenance {
   /// A cast has a storage of its own. Saved again, the cast counts; otherwise the leaf does.
   WeakStorage cast{c10::intrusive_ptr<c10::StorageImpl>()};
   uint32_t version = 0, cast_version = 0;
-  /// Where in its storage the leaf, or the Outside tensor, begins (low bits): `set_data` may move that.
+  /// Where in its storage the leaf, or the Outside tensor, begins (low bits): `set_data` may move
+  /// that.
   uint32_t offset = 0;
   bool shares_leaf = false;  ///< it lies in the leaf's storage, as a view does
   Origin origin = Origin::NoStorage;
@@ -75,8 +76,8 @@ WeakStorage weak_storage_of(const at::Tensor& tensor);
 /// The values of a sparse tensor (COO, or compressed); undefined for others.
 at::Tensor sparse_values_of(const at::Tensor& tensor);
 
-/// The tensor, held weakly. For a compressed sparse one its values stand: it lets go of them with its last weak
-/// reference only.
+/// The tensor, held weakly. For a compressed sparse one its values stand: it lets go of them with
+/// its last weak reference only.
 WeakTensor weak_object_of(const at::Tensor& tensor);
 /// The storage by which a tensor is known again, see Note [Captures]; null if there is none.
 WeakStorage weak_known_storage_of(const at::Tensor& tensor);
@@ -131,13 +132,16 @@ struct RegionStart {
   static RegionStart here();
 };
 
-/// The leaf that a tensor is, views, or was cast from by autocast; or null. It lives as long as the tensor.
+/// The leaf that a tensor is, views, or was cast from by autocast; or null. It lives as long as the
+/// tensor.
 const at::Tensor* leaf_behind(const at::Tensor& tensor);
 
-/// Whether an operator made the tensor, which is no view, since the region began, and autograd knows it.
+/// Whether an operator made the tensor, which is no view, since the region began, and autograd
+/// knows it.
 bool is_built_since(const RegionStart& start, const at::Tensor& tensor);
 
-/// Whether an operator made the tensor, or what it views, before the region began, and on its thread.
+/// Whether an operator made the tensor, or what it views, before the region began, and on its
+/// thread.
 bool is_built_before(const RegionStart& start, const at::Tensor& tensor);
 
 /// Whether a C++ autograd Function made the tensor.

@@ -45,7 +45,8 @@ uint64_t scattered(uint64_t number) {
   return number ^ (number >> 31);
 }
 
-/// One index in each of `count` equal stretches, at a place of its own: every n-th could all be of one column.
+/// One index in each of `count` equal stretches, at a place of its own: every n-th could all be of
+/// one column.
 at::Tensor spread_indices(int64_t numel, int64_t count) {
   at::Tensor indices = at::empty({count}, at::kLong);
   auto* const data = indices.mutable_data_ptr<int64_t>();

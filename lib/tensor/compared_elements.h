@@ -1,5 +1,6 @@
 #pragma once
-// The elements of a tensor that `ValueComparison` compares: taken as bytes, and compared with a tolerance.
+// The elements of a tensor that `ValueComparison` compares: taken as bytes, and compared with a
+// tolerance.
 
 #include <ATen/core/Tensor.h>
 
@@ -11,8 +12,9 @@
 
 namespace remat {
 
-/// The elements that `rule` compares, as bytes that `first_difference` reads. All NaN have the same bits if the
-/// rule finds them equal. Of what cannot be compared with a tolerance a hash. Copies what it takes.
+/// The elements that `rule` compares, as bytes that `first_difference` reads. All NaN have the same
+/// bits if the rule finds them equal. Of what cannot be compared with a tolerance a hash. Copies
+/// what it takes.
 std::string compared_elements(const at::Tensor& tensor, const ValueComparison& rule);
 
 struct ElementDifference {
@@ -21,7 +23,8 @@ struct ElementDifference {
   std::string forward, recompute;
 };
 
-/// The first element in which what `compared_elements` took of two tensors differs by more than the tolerance.
+/// The first element in which what `compared_elements` took of two tensors differs by more than the
+/// tolerance.
 std::optional<ElementDifference> first_difference(const std::string& forward,
                                                   const std::string& recompute,
                                                   const ValueComparison& rule);

@@ -15,8 +15,8 @@ namespace remat {
 
 namespace {
 
-/// Whether there are elements in memory: a tensor of zeros that LibTorch's formulas make has none, nor
-/// has one whose storage was freed (`resize_(0)`, as for sharded parameters).
+/// Whether there are elements in memory: a tensor of zeros that LibTorch's formulas make has none,
+/// nor has one whose storage was freed (`resize_(0)`, as for sharded parameters).
 bool has_elements(const at::Tensor& tensor) {
   if (tensor._is_zerotensor() || tensor.is_meta()) return false;
   return !tensor.has_storage() || tensor.numel() == 0 || tensor.storage().nbytes() > 0;
@@ -38,8 +38,8 @@ uint64_t hash_of_elements(const at::Tensor& tensor) {
   return hash_of_dense(near.is_non_overlapping_and_dense() ? near : near.contiguous());
 }
 
-/// Whether the elements can be read where they lie. Then no operator is run, and none needs to be hidden: guards and
-/// operators are most of what the hash of a small tensor costs.
+/// Whether the elements can be read where they lie. Then no operator is run, and none needs to be
+/// hidden: guards and operators are most of what the hash of a small tensor costs.
 bool lies_open(const c10::TensorImpl& impl) {
   constexpr c10::DispatchKeySet not_as_it_lies(
       {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor,

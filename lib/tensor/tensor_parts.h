@@ -8,12 +8,12 @@
 
 namespace remat {
 
-/// The parts of one tensor are its storage, its layout there and its version counter. They weigh less than
-/// an alias, and share no history with the tensor.
+/// The parts of one tensor are its storage, its layout there and its version counter. They weigh
+/// less than an alias, and share no history with the tensor.
 class TensorParts {
  public:
-  /// Whether storage, layout and keys say all of a tensor: not of sparse, nested, inference and named ones,
-  /// nor of subclasses.
+  /// Whether storage, layout and keys say all of a tensor: not of sparse, nested, inference and
+  /// named ones, nor of subclasses.
   static bool can_take(const at::Tensor& tensor);
   explicit TensorParts(const at::Tensor& tensor);
 

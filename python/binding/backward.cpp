@@ -1,10 +1,11 @@
 // Backwards that Python begins: a region that is open must see them.
 //
 // Note [Python's engine]
-// `Tensor.backward` and `torch.autograd.grad` call Python's engine object itself, past the default engine in
-// front of which the library stands. A region would not notice that its function runs a backward, and its
-// recompute would accumulate into `.grad` once more. So the method `run_backward` of the object behind
-// `torch.autograd.Variable._execution_engine` is put in front of: `_engine.py` does that.
+// `Tensor.backward` and `torch.autograd.grad` call Python's engine object itself, past the default
+// engine in front of which the library stands. A region would not notice that its function runs a
+// backward, and its recompute would accumulate into `.grad` once more. So the method `run_backward`
+// of the object behind `torch.autograd.Variable._execution_engine` is put in front of: `_engine.py`
+// does that.
 
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
@@ -76,7 +77,8 @@ std::vector<at::Tensor> tensors_of(PyObject* sequence) {
   return all;
 }
 
-/// run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs=, allow_unreachable=, accumulate_grad=)
+/// run_backward(tensors, grad_tensors, keep_graph, create_graph, inputs=, allow_unreachable=,
+/// accumulate_grad=)
 PyObject* run_backward(PyObject*, PyObject* const* arguments, Py_ssize_t count,
                        PyObject* keywords) {
   const auto run = [&] {

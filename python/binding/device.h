@@ -11,7 +11,8 @@
 
 namespace remat::python {
 
-/// A `torch.device`, a text or a number, as torch's own functions take them. None: the CPU. Throws py::error_already_set.
+/// A `torch.device`, a text or a number, as torch's own functions take them. None: the CPU. Throws
+/// py::error_already_set.
 inline c10::Device device_in(const py::object& device) {
   if (device.is_none()) return c10::kCPU;
   if (THPDevice_Check(device.ptr())) return reinterpret_cast<THPDevice*>(device.ptr())->device;

@@ -46,7 +46,8 @@ bool is_compiled_autograd_on() {
   return value_of(PyModule_GetDict(module), flag) == Py_True;
 }
 
-/// Forward-mode AD and functorch's transforms: what upstream makes of them, if not much, regions refuse.
+/// Forward-mode AD and functorch's transforms: what upstream makes of them, if not much, regions
+/// refuse.
 bool is_transformed() {
   return c10::impl::tls_is_dispatch_key_included(
              c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
@@ -64,7 +65,8 @@ bool is_for_upstream() {
   return result.ptr() == Py_True;
 }
 
-// ---- a region ----------------------------------------------------------------------------------------
+// ---- a region
+// ----------------------------------------------------------------------------------------
 
 bool DropInRun::open() {
   if (!opens_region()) {

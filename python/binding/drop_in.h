@@ -1,5 +1,6 @@
 #pragma once
-// Regions of torch.utils.checkpoint: what is known of it, and a region from its arguments to its end.
+// Regions of torch.utils.checkpoint: what is known of it, and a region from its arguments to its
+// end.
 
 #include <exception>
 #include <memory>
@@ -52,7 +53,8 @@ struct DropInRun {
   py::object forward_context;      // null for none
   std::optional<Forward> forward;  // while it is open
 
-  /// Reads what upstream has of a region before its call. Throws py::error_already_set and python_error.
+  /// Reads what upstream has of a region before its call. Throws py::error_already_set and
+  /// python_error.
   void prepare(PyObject* const* settings, const Call& call);
   /// False: a recompute around ends here, with the Python error that is set.
   bool open();

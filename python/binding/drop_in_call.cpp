@@ -12,11 +12,12 @@ namespace remat::python {
 namespace {
 
 // Note [The call itself]
-// `torch.utils.checkpoint.checkpoint` keeps torch.compile off: it calls the function behind it as an attribute of that says,
-// `__dynamo_disable`. There is where this one stands while the drop-in is installed, so that the function is the same object
-// for everybody. The plain calls, with use_reentrant=False, without contexts and without debug, are regions here; all others
-// go on as upstream has it, and come to the generator (drop_in_generator.cpp), if they are non-reentrant: it does the same in
-// six calls of Python more.
+// `torch.utils.checkpoint.checkpoint` keeps torch.compile off: it calls the function behind it as
+// an attribute of that says, `__dynamo_disable`. There is where this one stands while the drop-in
+// is installed, so that the function is the same object for everybody. The plain calls, with
+// use_reentrant=False, without contexts and without debug, are regions here; all others go on as
+// upstream has it, and come to the generator (drop_in_generator.cpp), if they are non-reentrant: it
+// does the same in six calls of Python more.
 
 PyObject* interned(const char* text) { return PyUnicode_InternFromString(text); }
 

@@ -1,4 +1,5 @@
-// The library's guards: offloading, narrower types, caches, switches, state, observers; and the phase of a region.
+// The library's guards: offloading, narrower types, caches, switches, state, observers; and the
+// phase of a region.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Generator.h>
@@ -76,7 +77,8 @@ auto call_locked(Action&& action) {
   throw_persisted();
 }
 
-// ---- state --------------------------------------------------------------------------------------------
+// ---- state
+// --------------------------------------------------------------------------------------------
 
 /// An object with `capture()` and `restore(state)`.
 class ObjectProvider final : public StateProvider {
@@ -127,15 +129,16 @@ ObjectProviders& object_providers() {
 
 ObjectProvider::~ObjectProvider() { object_providers().forget(object_.get()); }
 
-// ---- places -------------------------------------------------------------------------------------------
+// ---- places
+// -------------------------------------------------------------------------------------------
 
 /// What an object that is a place can do beyond `store` and `load`.
 struct PlaceFacts {
   bool stores_bytes, takes, finishes_stores, begins_loads, cancels_loads;
 };
 
-/// Calls a place's method: with the lock, and seen by nobody. The library has turned off what C++ can meet; a function
-/// mode (`with torch.device(...)`) and torch.compile's hook are Python's own.
+/// Calls a place's method: with the lock, and seen by nobody. The library has turned off what C++
+/// can meet; a function mode (`with torch.device(...)`) and torch.compile's hook are Python's own.
 template <class Action>
 auto call_place(Action&& action) {
   return call_locked([&] {

@@ -29,7 +29,8 @@ c10::weak_intrusive_ptr<Node> weak_of(const c10::intrusive_ptr<Node>& node) {
   return c10::weak_intrusive_ptr<Node>(node);
 }
 
-/// Whether the context of a Function of Python's is an owner of its node; else it belongs to the node.
+/// Whether the context of a Function of Python's is an owner of its node; else it belongs to the
+/// node.
 template <class Context>
 constexpr bool owns_node = !requires(Context& context) { context.cdata.lock(); };
 

@@ -1,5 +1,5 @@
-// Python's hooks: of a tensor, of its node and after accumulation, each kind in a dictionary that LibTorch knows as
-// one hook.
+// Python's hooks: of a tensor, of its node and after accumulation, each kind in a dictionary that
+// LibTorch knows as one hook.
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_hook.h>
@@ -21,8 +21,8 @@ namespace {
 
 namespace autograd = torch::autograd;
 
-/// The dictionary of a hook, if it is of that type. LibTorch keeps the type's description to itself, so that
-/// its name must tell; a sanitizer that wants to see it would not link.
+/// The dictionary of a hook, if it is of that type. LibTorch keeps the type's description to
+/// itself, so that its name must tell; a sanitizer that wants to see it would not link.
 template <class Python, class Hook>
 __attribute__((no_sanitize("vptr"))) void add(const Hook* hook, const char* type,
                                               std::vector<PyObject*>& found) {
@@ -86,7 +86,8 @@ class PythonHookTables final : public HookTables {
                                       [&](const HookTable& one) { return one.table == each; });
       shorten(each, found == then.end() ? 0 : static_cast<Py_ssize_t>(found->size));
     }
-    // A tensor that had no hooks keeps its empty dictionary: LibTorch is about to drop the hook that reads it.
+    // A tensor that had no hooks keeps its empty dictionary: LibTorch is about to drop the hook
+    // that reads it.
     if (then.empty() && !autograd::impl::hooks(tensor).empty()) forget_dictionary(tensor);
   }
 

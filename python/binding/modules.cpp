@@ -74,8 +74,8 @@ std::vector<PyObject*> new_references(const std::vector<PyObject*>& objects) {
   return objects;
 }
 
-/// Stands for Python modules: has their buffers, and knows what users call their tensors. It has those modules as they
-/// have been given, since it may outlive whoever made it.
+/// Stands for Python modules: has their buffers, and knows what users call their tensors. It has
+/// those modules as they have been given, since it may outlive whoever made it.
 class StandIn final : public torch::nn::Module, public TensorNames, public StandInMembers {
  public:
   explicit StandIn(const std::vector<PyObject*>& roots) : roots_(new_references(roots)) {}
@@ -122,11 +122,12 @@ PyObject* module_in(PyObject* function) {
   return module_in(inner);
 }
 
-// ---- flags --------------------------------------------------------------------------------------------
+// ---- flags
+// --------------------------------------------------------------------------------------------
 
-/// The flags that recomputes hold, for the whole process, under the interpreter's lock. Two that want a
-/// flag the same way share it, and one that finds it right takes part too: otherwise another one's end
-/// would change it under its feet.
+/// The flags that recomputes hold, for the whole process, under the interpreter's lock. Two that
+/// want a flag the same way share it, and one that finds it right takes part too: otherwise another
+/// one's end would change it under its feet.
 class HeldFlags {
  public:
   using Flag = ModuleState::Flag;
@@ -200,7 +201,8 @@ HeldFlags& held_flags() {
 
 }  // namespace
 
-// ---- the state ----------------------------------------------------------------------------------------
+// ---- the state
+// ----------------------------------------------------------------------------------------
 
 namespace {
 
@@ -428,12 +430,13 @@ ModulesWatched::ModulesWatched(const std::vector<PyObject*>& modules) {
 
 ModulesWatched::~ModulesWatched() = default;
 
-// ---- the function of a region -------------------------------------------------------------------------
+// ---- the function of a region
+// -------------------------------------------------------------------------
 
 namespace {
 
-/// A function with the state of its modules: called once for the forward, then by recomputes. No object
-/// for the cyclic collector: Note [The function's objects].
+/// A function with the state of its modules: called once for the forward, then by recomputes. No
+/// object for the cyclic collector: Note [The function's objects].
 struct FunctionObject {
   PyObject_HEAD vectorcallfunc call;
   PyObject* function;
@@ -531,7 +534,8 @@ PyObject* run_module(PyObject*, PyObject* const* arguments, Py_ssize_t count, Py
   }
 }
 
-/// _run_watched(forward, module, *args, **kwargs): plainly, but that regions around know of the module.
+/// _run_watched(forward, module, *args, **kwargs): plainly, but that regions around know of the
+/// module.
 PyObject* run_watched(PyObject*, PyObject* const* arguments, Py_ssize_t count, PyObject* keywords) {
   if (count < 2) {
     PyErr_SetString(PyExc_TypeError, "_run_watched(forward, module, *args, **kwargs)");

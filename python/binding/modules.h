@@ -20,12 +20,12 @@ namespace remat::python {
 PyObject* module_in(PyObject* function);
 
 // Note [State of Python modules]
-// The library restores the buffers of a C++ module: of a stand-in here, which shares the buffers' tensors
-// with the Python module. What it cannot know is where Python keeps flags, names and members: which
-// tensor a name means (a forward may assign another one), whether the module trains, and the
-// numbers and words by which a module remembers what it has done. These are noted when the region
-// begins, and put in place around each recompute: names where forward changed them, members always.
-// A name may stand for None before its first tensor, and is there all the same.
+// The library restores the buffers of a C++ module: of a stand-in here, which shares the buffers'
+// tensors with the Python module. What it cannot know is where Python keeps flags, names and
+// members: which tensor a name means (a forward may assign another one), whether the module trains,
+// and the numbers and words by which a module remembers what it has done. These are noted when the
+// region begins, and put in place around each recompute: names where forward changed them, members
+// always. A name may stand for None before its first tensor, and is there all the same.
 
 /// The flags, names of buffers and members of modules and of all below them as they are now.
 /// Interpreter's lock.
@@ -40,7 +40,8 @@ class ModuleState final : public TensorNames {
   void note_members();
   /// The function has returned: keeps the names that it changed, and tells the stand-in.
   void settle();
-  /// Shares the buffers, and says what errors call the modules' tensors. Null if there are no buffers.
+  /// Shares the buffers, and says what errors call the modules' tensors. Null if there are no
+  /// buffers.
   const std::shared_ptr<torch::nn::Module>& stand_in() const { return stand_in_; }
   /// Without the interpreter's lock.
   void visit_tensors(Visitor visitor) const override;
@@ -89,8 +90,8 @@ class ModuleState final : public TensorNames {
 /// `options` with what the region needs to know of the modules.
 CheckpointOptions with_modules(CheckpointOptions options, const ModuleState& state);
 
-/// While alive, regions that are open around this point restore the modules' buffers in their recomputes, as
-/// they are now. Does nothing where there are no such regions.
+/// While alive, regions that are open around this point restore the modules' buffers in their
+/// recomputes, as they are now. Does nothing where there are no such regions.
 class ModulesWatched {
  public:
   explicit ModulesWatched(const std::vector<PyObject*>& modules);
@@ -102,11 +103,12 @@ class ModulesWatched {
   std::shared_ptr<void> guard_;
 };
 
-/// What errors call the tensors of the modules of a function that `run_region_of_modules` made; null for others. Without the
-/// interpreter's lock.
+/// What errors call the tensors of the modules of a function that `run_region_of_modules` made;
+/// null for others. Without the interpreter's lock.
 const TensorNames* tensor_names_of(PyObject* function);
 
-/// As run_region, with the state of these modules: a new reference, or null with a Python error set.
+/// As run_region, with the state of these modules: a new reference, or null with a Python error
+/// set.
 PyObject* run_region_of_modules(const CheckpointOptions& options, const Call& call,
                                 const std::vector<PyObject*>& modules);
 

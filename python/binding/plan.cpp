@@ -24,7 +24,8 @@ namespace {
 
 [[noreturn]] void throw_python_error() { throw python_error(); }
 
-/// Calls a stage with the lock held. Nothing of the tensor stays behind; the caller's own is moved on.
+/// Calls a stage with the lock held. Nothing of the tensor stays behind; the caller's own is moved
+/// on.
 at::Tensor call_stage(PyObject* stage, std::size_t number, at::Tensor x, const char* verb) {
   PyObject* const argument = THPVariable_Wrap(std::move(x));
   if (argument == nullptr) throw_python_error();
@@ -41,7 +42,8 @@ at::Tensor call_stage(PyObject* stage, std::size_t number, at::Tensor x, const c
   return *tensor;
 }
 
-// ---- running ------------------------------------------------------------------------------------------
+// ---- running
+// ------------------------------------------------------------------------------------------
 
 /// A plan with its stages. The graph keeps it, so nothing in it is the cyclic collector's.
 struct Program {
@@ -74,8 +76,8 @@ at::Tensor run_item(const std::shared_ptr<const Program>& program, std::size_t r
   return call_stage(program->stages[stage], stage + 1, std::move(x), "run");
 }
 
-// Each tensor is moved on: whoever still held the input of a region that has begun would keep what its plan
-// counts as gone.
+// Each tensor is moved on: whoever still held the input of a region that has begun would keep what
+// its plan counts as gone.
 at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t region,
                      at::Tensor x) {
   for (const int64_t item : program->regions[region].items)
@@ -83,8 +85,8 @@ at::Tensor run_items(const std::shared_ptr<const Program>& program, std::size_t 
   return x;
 }
 
-// The interpreter's lock is let go of between the items: what moves is waited for there, and freed on the thread that
-// writes it, where a storage of NumPy's needs the lock.
+// The interpreter's lock is let go of between the items: what moves is waited for there, and freed
+// on the thread that writes it, where a storage of NumPy's needs the lock.
 at::Tensor run_planned(const std::shared_ptr<const Program>& program, const Plan& plan,
                        const MoveOptions& moving, at::Tensor input) {
   if (plan.moved().empty()) return run_items(program, 0, std::move(input));
@@ -192,7 +194,8 @@ std::shared_ptr<const Program> program_of(const Plan& plan, const py::list& stag
     program->stages.push_back(stage.inc_ref().ptr());
     modules.push_back(module_in(stage.ptr()));
   }
-  // Regions in the order in which they open, each with its end; the innermost that is open gets the stage.
+  // Regions in the order in which they open, each with its end; the innermost that is open gets the
+  // stage.
   struct Open {
     std::size_t region;
     int64_t last;
@@ -236,7 +239,8 @@ PyObject* run(const std::shared_ptr<const Program>& program, const Plan& plan,
   }
 }
 
-// ---- planning -----------------------------------------------------------------------------------------
+// ---- planning
+// -----------------------------------------------------------------------------------------
 
 using StageTuple =
     std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t,

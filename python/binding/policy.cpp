@@ -34,7 +34,8 @@ class Question {
   const PolicyContext* context_;
 };
 
-/// An argument as torch hands it to a dispatch mode, whose numbers are dtypes where the schema says so.
+/// An argument as torch hands it to a dispatch mode, whose numbers are dtypes where the schema says
+/// so.
 py::object argument_in(const c10::Argument& argument, const c10::IValue& value) {
   const c10::Type* type = argument.real_type().get();
   if (const auto* const optional = type->castRaw<c10::OptionalType>())

@@ -48,8 +48,8 @@ void interpreter_ends() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-/// What C++ programs would write, and what stands for it in Python. Plain texts: a warning may come where the
-/// interpreter's lock must not be asked for. Set once, at import; never freed.
+/// What C++ programs would write, and what stands for it in Python. Plain texts: a warning may come
+/// where the interpreter's lock must not be asked for. Set once, at import; never freed.
 std::vector<std::pair<std::string, std::string>>& python_words() {
   static auto* const all = new std::vector<std::pair<std::string, std::string>>;
   return *all;
@@ -66,8 +66,8 @@ std::string in_python_words(std::string text) {
 /// Also while the interpreter ends, and without a look at what is gone then.
 bool has_lock() { return PyGILState_GetThisThreadState() != nullptr && PyGILState_Check() != 0; }
 
-/// Whether this thread may ask for the lock. One that has it already asks for nothing, and must not wait: with the lock it
-/// would keep the interpreter from its end.
+/// Whether this thread may ask for the lock. One that has it already asks for nothing, and must not
+/// wait: with the lock it would keep the interpreter from its end.
 bool may_enter() {
   if (has_lock()) return true;
   if (Py_IsInitialized() == 0) return false;
@@ -161,7 +161,8 @@ __attribute__((no_sanitize("null"))) void set_error_in_flight() noexcept {
 void throw_persisted() { throw_arriving(/*always=*/false); }
 
 void add_process(py::module_& module) {
-  // Torch before 2.8 has none of its own, so that all of these were RuntimeError, with the C++ stack in their text.
+  // Torch before 2.8 has none of its own, so that all of these were RuntimeError, with the C++
+  // stack in their text.
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);

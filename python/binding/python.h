@@ -1,5 +1,6 @@
 #pragma once
-// What all sources of the extension module need of CPython: objects that may die on any thread, and errors.
+// What all sources of the extension module need of CPython: objects that may die on any thread, and
+// errors.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/python_headers.h>
@@ -37,22 +38,24 @@ Names& names();
 void set_error(const CheckpointError& error);
 /// The exception that `error` is, as a new reference; null with a Python error set.
 PyObject* make_error(const CheckpointError& error);
-/// Sets the Python error that the exception in flight is. To be called in a handler, with the lock held.
+/// Sets the Python error that the exception in flight is. To be called in a handler, with the lock
+/// held.
 void set_error_in_flight() noexcept;
 /// Throws the Python error that is set, so that it may cross threads.
 [[noreturn]] void throw_persisted();
 
 // Note [The end of the process]
-// While the interpreter ends, a thread that asks for its lock is ended where it stands, by an exception that no
-// handler may keep and no destructor may let through: with C++ frames on its stack the process aborts. An
-// engine's thread or a daemon thread that drops a graph would get there with the references that the graph's
-// regions hold, where plain torch holds none. So from the interpreter's atexit on, other threads than the one
-// that ends it do not ask for the lock any more: references leak, and a recompute waits for the process to end.
-// Those that have asked before are waited for, though not for ever.
-// A thread whose region is still at work then meets that exception in the region's function, where a function
-// without a region has C frames alone and is ended quietly. So wherever this package calls Python or takes the
-// lock, `in_python` catches the exception before anything is unwound, and the thread waits there for the process
-// to end. What is left are LibTorch's own frames inside the function, which abort without a region, too.
+// While the interpreter ends, a thread that asks for its lock is ended where it stands, by an
+// exception that no handler may keep and no destructor may let through: with C++ frames on its
+// stack the process aborts. An engine's thread or a daemon thread that drops a graph would get
+// there with the references that the graph's regions hold, where plain torch holds none. So from
+// the interpreter's atexit on, other threads than the one that ends it do not ask for the lock any
+// more: references leak, and a recompute waits for the process to end. Those that have asked before
+// are waited for, though not for ever. A thread whose region is still at work then meets that
+// exception in the region's function, where a function without a region has C frames alone and is
+// ended quietly. So wherever this package calls Python or takes the lock, `in_python` catches the
+// exception before anything is unwound, and the thread waits there for the process to end. What is
+// left are LibTorch's own frames inside the function, which abort without a region, too.
 
 /// Never returns. The lock is not held, and nothing on this thread's stack is touched any more.
 [[noreturn]] void wait_for_the_end() noexcept;

@@ -1,4 +1,5 @@
-// A Python function as a region: its arguments, its recomputes, its stop, its errors; `checkpoint` itself.
+// A Python function as a region: its arguments, its recomputes, its stop, its errors; `checkpoint`
+// itself.
 
 #include "region.h"
 
@@ -91,7 +92,8 @@ WithoutCompiler::~WithoutCompiler() {
   Py_DECREF(before_);
 }
 
-// ---- containers among the arguments ------------------------------------------------------------------
+// ---- containers among the arguments
+// ------------------------------------------------------------------
 
 namespace {
 
@@ -100,10 +102,12 @@ PyTypeObject* type_of_collections(const char* name) {
       py::object(py::module_::import("collections").attr(name)).release().ptr());
 }
 
-/// Copies built-in containers in depth, and shares everything else. One that is there twice is copied once.
+/// Copies built-in containers in depth, and shares everything else. One that is there twice is
+/// copied once.
 class ContainerCopies {
  public:
-  /// A new reference to the copy, or to the object itself if there is no container in it that can change.
+  /// A new reference to the copy, or to the object itself if there is no container in it that can
+  /// change.
   /// Throws python_error.
   PyObject* of(PyObject* object) {
     PyObject* const copy = copied(object, 0);
@@ -203,7 +207,8 @@ bool may_be_container(PyObject* object) {
 
 }  // namespace
 
-// ---- the body ----------------------------------------------------------------------------------------
+// ---- the body
+// ----------------------------------------------------------------------------------------
 
 Body::Body(const Call& call, InputArguments inputs)
     : names_(new_reference(call.names)),
@@ -411,7 +416,8 @@ void Body::raise(CheckpointError error) {
   throw_persisted();
 }
 
-// ---- checkpoint --------------------------------------------------------------------------------------
+// ---- checkpoint
+// --------------------------------------------------------------------------------------
 
 namespace {
 
@@ -433,7 +439,8 @@ class GeneratorsKept {
   std::vector<std::unique_ptr<GeneratorGuard>> guards_;
 };
 
-/// A generator or a coroutine runs when the region is over, and drops nothing. Whether the program goes on.
+/// A generator or a coroutine runs when the region is over, and drops nothing. Whether the program
+/// goes on.
 bool warn_of_late_function(PyObject* result) {
   const bool is_coroutine = PyCoro_CheckExact(result) != 0;
   if (!is_coroutine && PyGen_CheckExact(result) == 0 && PyAsyncGen_CheckExact(result) == 0)

@@ -32,24 +32,26 @@ const at::Tensor* tensor_in(PyObject* object);
 enum class InputArguments { Positional, All };
 
 // Note [The function's objects]
-// The graph owns the body, and Python's cyclic collector does not see through the graph. So a body keeps
-// what it was called with in an array of its own: no tuple, no dictionary, no closure that the collector
-// would go through in every step. A tensor argument is taken out of the array while the region waits, and
-// its object made again for a recompute: it is the same object if the library gives back the same tensor,
-// as it does for leaves and for what needs no gradient. What else such an object was, its class and its
-// attributes, is kept beside.
-// With InputArguments::All, a list, dictionary or set among the arguments is kept as a copy of what it was, and each
-// recompute gets a copy of that: programs go on with theirs (a list of features to which each block's result is
+// The graph owns the body, and Python's cyclic collector does not see through the graph. So a body
+// keeps what it was called with in an array of its own: no tuple, no dictionary, no closure that
+// the collector would go through in every step. A tensor argument is taken out of the array while
+// the region waits, and its object made again for a recompute: it is the same object if the library
+// gives back the same tensor, as it does for leaves and for what needs no gradient. What else such
+// an object was, its class and its attributes, is kept beside. With InputArguments::All, a list,
+// dictionary or set among the arguments is kept as a copy of what it was, and each recompute gets a
+// copy of that: programs go on with theirs (a list of features to which each block's result is
 // appended), and so may the function. Upstream passes the object on as it is by then.
 
 // Note [Tensors held twice]
-// LibTorch takes the interpreter's lock each time a tensor that has an object in Python gets its second reference from
-// C++, and each time it loses that. An operator, a saved variable and its hooks each do so, several times, with the lock let
-// go before. The lock costs as much there as the rest of what a region does with the tensor. So while a function runs, here
-// or again, its tensor arguments are held once more, from where the lock is held anyway. They live no longer for that: the
-// call that gave them holds their objects.
+// LibTorch takes the interpreter's lock each time a tensor that has an object in Python gets its
+// second reference from C++, and each time it loses that. An operator, a saved variable and its
+// hooks each do so, several times, with the lock let go before. The lock costs as much there as the
+// rest of what a region does with the tensor. So while a function runs, here or again, its tensor
+// arguments are held once more, from where the lock is held anyway. They live no longer for that:
+// the call that gave them holds their objects.
 
-/// Tensor arguments of a function that runs. The interpreter's lock is held where this is made and where it dies.
+/// Tensor arguments of a function that runs. The interpreter's lock is held where this is made and
+/// where it dies.
 using HeldTensors = c10::SmallVector<at::Tensor, 2>;
 
 class Body final : public RegionBody {
@@ -68,8 +70,8 @@ class Body final : public RegionBody {
   [[noreturn]] void raise(CheckpointError error) override;
   const TensorNames* tensor_names() const override;
 
-  /// What recomputes run in, a context manager; and what is called with an error about the region, to
-  /// raise a better one. Null for none.
+  /// What recomputes run in, a context manager; and what is called with an error about the region,
+  /// to raise a better one. Null for none.
   void set_contexts(PyObject* recompute_context, PyObject* on_error);
   /// Forward has run: recomputes find what was in the cells before. See Note [Closures].
   void keep(std::unique_ptr<Closures> closures);
@@ -106,18 +108,20 @@ class Body final : public RegionBody {
   std::unique_ptr<Closures> closures_;  // null for none
 };
 
-/// Calls `visitor` with each tensor in a function's result: itself, in tuples, lists, dictionaries, and in
-/// the attributes of data classes.
+/// Calls `visitor` with each tensor in a function's result: itself, in tuples, lists, dictionaries,
+/// and in the attributes of data classes.
 void visit_tensors(PyObject* result, TensorVisitor visitor, int depth = 0);
 
-/// Options by the names of the keyword arguments of `checkpoint`; `modules` may be among them, or not, and are not in
-/// what is returned. Throws python_error or py::error_already_set for others.
+/// Options by the names of the keyword arguments of `checkpoint`; `modules` may be among them, or
+/// not, and are not in what is returned. Throws python_error or py::error_already_set for others.
 CheckpointOptions options_in(const py::dict& named, bool has_modules = false);
 
-/// Runs a call as a region, and returns its result as a new reference; null with a Python error set.
+/// Runs a call as a region, and returns its result as a new reference; null with a Python error
+/// set.
 PyObject* run_region(const CheckpointOptions& options, const Call& call);
 
-/// While alive, torch.compile leaves the frames of this thread alone: forward and recompute must do the same.
+/// While alive, torch.compile leaves the frames of this thread alone: forward and recompute must do
+/// the same.
 class WithoutCompiler {
  public:
   WithoutCompiler();

@@ -1,4 +1,5 @@
-// How the recompute of a function of Python's ends: by an error at an operator's boundary, or where its call returns.
+// How the recompute of a function of Python's ends: by an error at an operator's boundary, or where
+// its call returns.
 
 #include "stop.h"
 
@@ -160,7 +161,8 @@ void throw_arriving(bool always) { throw Arriving(always); }
 
 namespace {
 
-/// The instruction at work in a frame, as it was compiled; -1, without an error, if that is not known.
+/// The instruction at work in a frame, as it was compiled; -1, without an error, if that is not
+/// known.
 int instruction_at(PyFrameObject* frame, int place) {
   const auto code =
       py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
@@ -211,8 +213,9 @@ PyObject* Rerun::ask_in_trial(PyObject*, PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-/// Each of the trials calls `ask_in_trial` in another way, and goes on where that has not raised the stop. They run often enough for
-/// the interpreter to put other instructions in the place of those it was given.
+/// Each of the trials calls `ask_in_trial` in another way, and goes on where that has not raised
+/// the stop. They run often enough for the interpreter to put other instructions in the place of
+/// those it was given.
 bool Rerun::can_ask() {
   enum class Trial { None, Failed, Passed };
   static Trial trial = Trial::None;
@@ -239,7 +242,8 @@ bool Rerun::can_ask() {
   return works;
 }
 
-/// A mode may give the rest of the operator another meaning, as one that lets programs change what was saved.
+/// A mode may give the rest of the operator another meaning, as one that lets programs change what
+/// was saved.
 static bool is_under_modes() {
   using Modes = c10::impl::TorchDispatchModeTLS;
   for (int64_t i = 0; i < Modes::stack_len(); ++i)

@@ -1,5 +1,6 @@
 #pragma once
-// How the recompute of a function of Python's ends: by an error at an operator's boundary, or where its call returns.
+// How the recompute of a function of Python's ends: by an error at an operator's boundary, or where
+// its call returns.
 
 #include "python.h"
 #include "remat/binding.h"
@@ -7,21 +8,24 @@
 namespace remat::python {
 
 // Note [The stop]
-// A C++ exception must not cross the interpreter's frames. An operator's boundary turns a `python_error`
-// into the Python error that is set, as it does for one that a hook written in Python raises, and the
-// function's frames are left one after the other, `with` and `finally` included.
+// A C++ exception must not cross the interpreter's frames. An operator's boundary turns a
+// `python_error` into the Python error that is set, as it does for one that a hook written in
+// Python raises, and the function's frames are left one after the other, `with` and `finally`
+// included.
 //
 // Note [The stop where a call returns]
-// Such an exception takes several times what a small operator does, nearly all of it in LibTorch's frames. So where what the
-// operator has left to do is next to nothing it runs to its end, and the interpreter raises the error: it runs what
-// Py_AddPendingCall was given between two instructions, at the latest when the call that an instruction makes has
-// returned. What is raised there is raised by that instruction, as if the call had failed; no other of the program's runs
-// before. That call is the one that the program made: the interpreter may run other code until then, as of a
-// destructor, of a mode or of a profiler, which is to see nothing. So the error is raised in one place only, the
-// instruction that was at work when the tensor was saved; elsewhere the interpreter is asked again.
-// (What is no Python between the instruction and the operator, as `map` or compiled code that calls several, runs to its end.)
-// Only its main thread runs such calls, and not every instruction is followed by them (`x * y` is not): so which are is
-// tried out once. Where it does not serve, the error comes at the operator's boundary.
+// Such an exception takes several times what a small operator does, nearly all of it in LibTorch's
+// frames. So where what the operator has left to do is next to nothing it runs to its end, and the
+// interpreter raises the error: it runs what Py_AddPendingCall was given between two instructions,
+// at the latest when the call that an instruction makes has returned. What is raised there is
+// raised by that instruction, as if the call had failed; no other of the program's runs before.
+// That call is the one that the program made: the interpreter may run other code until then, as of
+// a destructor, of a mode or of a profiler, which is to see nothing. So the error is raised in one
+// place only, the instruction that was at work when the tensor was saved; elsewhere the interpreter
+// is asked again. (What is no Python between the instruction and the operator, as `map` or compiled
+// code that calls several, runs to its end.) Only its main thread runs such calls, and not every
+// instruction is followed by them (`x * y` is not): so which are is tried out once. Where it does
+// not serve, the error comes at the operator's boundary.
 
 // Note [What is swallowed]
 // A signal's handler may raise anything between two instructions of the main thread: a timeout,
@@ -43,7 +47,8 @@ void drop_error();
 /// is no `Exception`.
 [[noreturn]] void throw_arriving(bool always);
 
-/// While alive, a function runs again on this thread. The interpreter's lock is held by who makes and ends it.
+/// While alive, a function runs again on this thread. The interpreter's lock is held by who makes
+/// and ends it.
 class Rerun {
  public:
   explicit Rerun(const RegionBody* body);

@@ -18,8 +18,9 @@ bool has_object(Slot& slot) {
     return slot.check_pyobj(true).value_or(nullptr) != nullptr;  // 2.9
 }
 
-/// A new object of the class for a tensor that has none; null with an exception set. Before 2.10 torch makes them of
-/// its own class, and the object takes another as in Python: `object.__class__ = type`.
+/// A new object of the class for a tensor that has none; null with an exception set. Before 2.10
+/// torch makes them of its own class, and the object takes another as in Python:
+/// `object.__class__ = type`.
 template <class Tensor>
 PyObject* object_of_class(const Tensor& tensor, PyObject* type) {
   auto* const as_type = reinterpret_cast<PyTypeObject*>(type);

@@ -134,7 +134,8 @@ TEST_CASE("recomputes of several threads take turns at a device's generator", "[
   std::atomic<bool> is_forward = true, have_met = false;
   for (Program& each : programs) {
     each.x = leaf({3});
-    // The tensor that backward asks for first is on the CPU: it recomputes on the thread that calls it.
+    // The tensor that backward asks for first is on the CPU: it recomputes on the thread that calls
+    // it.
     const auto f = [&](const Tensor& t) {
       each.drawn.push_back(stand_in::draw(0));
       const Tensor between = (t.to(stand_in::device(0)) * each.drawn.back()).sin().to(at::kCPU);

@@ -1,4 +1,5 @@
-// Models of torch::nn on the stand-in, in float32 and by autocast in bfloat16: gradients, bytes, plans.
+// Models of torch::nn on the stand-in, in float32 and by autocast in bfloat16: gradients, bytes,
+// plans.
 
 #include <ATen/autocast_mode.h>
 
@@ -229,7 +230,8 @@ TEST_CASE("a transformer trains on a device as on the CPU, in its bytes", "[devi
     for (std::size_t i = 0; i < cpu.gradients.size(); ++i)
       CHECK(at::allclose(plain.gradients[i], cpu.gradients[i], dtype == at::kFloat ? 1e-4 : 0.1,
                          dtype == at::kFloat ? 1e-6 : 1e-2));
-    // An accelerator's autocast computes the loss in float, the CPU's does not: the logarithms that it saves.
+    // An accelerator's autocast computes the loss in float, the CPU's does not: the logarithms that
+    // it saves.
     const int64_t more = dtype == at::kFloat ? 0 : batch * length * vocabulary * 2;
     CHECK(plain.held_bytes == cpu.held_bytes + more);
     for (const Checkpointing way : {Checkpointing::EveryBlock, Checkpointing::NestedGroups,

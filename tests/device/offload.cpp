@@ -321,7 +321,8 @@ class HeldUpCopies {
 constexpr int64_t two_chunks = 2 * (4 << 20);
 constexpr int64_t large = 9'000'000;  // bytes of more than two chunks
 
-/// What was begun to be copied through chunks is, or has failed: the thread that does it writes files after that.
+/// What was begun to be copied through chunks is, or has failed: the thread that does it writes
+/// files after that.
 void wait_for_chunks() {
   const Folder folder;
   const Tensor near = at::randn({16}).requires_grad_();

@@ -44,7 +44,8 @@ class Model {
   std::array<Tensors, 2> weights_;
 };
 
-/// All forwards, then all backwards, last one first: what waits between the two is what a pipeline holds.
+/// All forwards, then all backwards, last one first: what waits between the two is what a pipeline
+/// holds.
 void step(const Model& model, const Tensors& batches, bool has_regions) {
   const auto part = [&](std::size_t index, const Tensor& x) {
     const auto run = [&model, index](const Tensor& t) { return model.run(index, t); };
@@ -92,8 +93,8 @@ TEST_CASE("a pipeline over two devices: gradients, bytes and times of each", "[d
     stand_in::live_bytes();
     require_bit_equal(model.gradients(), near.gradients());
 
-    // Between the passes: on the first device nothing but the batches that were there before, and its
-    // results until they are copied; on the second the copies.
+    // Between the passes: on the first device nothing but the batches that were there before, and
+    // its results until they are copied; on the second the copies.
     const int64_t peak_here = here.peak_bytes() - before_here;
     const int64_t peak_there = there.peak_bytes() - before_there;
     CHECK(plain_here - peak_here >= (num_micro_batches - 1) * 3 * batch_bytes);

@@ -1,4 +1,5 @@
-// The planner on the stand-in: stages measured in the device's bytes and time, plans at their budgets.
+// The planner on the stand-in: stages measured in the device's bytes and time, plans at their
+// budgets.
 
 #include "tests/device/stand_in.h"
 #include "tests/support/files.h"
@@ -142,7 +143,8 @@ TEST_CASE("every plan of a measured chain peaks on the device as predicted", "[d
 }
 
 TEST_CASE("plans of stages in two precisions peak on the device as predicted", "[device][plan]") {
-  // Backward casts its gradient before it first reads, and a recompute ends before the output is cast.
+  // Backward casts its gradient before it first reads, and a recompute ends before the output is
+  // cast.
   const Stage narrow = [](const Tensor& y) {
     return y + y.to(at::kBFloat16).sin().sin().to(at::kFloat);
   };

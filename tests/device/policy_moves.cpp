@@ -127,7 +127,8 @@ TEST_CASE(
   CHECK(report.bytes_offloaded == 6 * product);
   CHECK(report.offload_loads == 6);
   CHECK(report.bytes_loaded == 6 * product);
-  // Within a region in the order of its calls, then the region before it: nothing has to wait to be begun.
+  // Within a region in the order of its calls, then the region before it: nothing has to wait to be
+  // begun.
   CHECK(report.offload_loads_ahead == (depth == 0 ? 0 : 6));
   REQUIRE(queued_at_begin.size() == 2);
   CHECK((queued_at_begin[0] > 0) == (depth > 0));
@@ -309,7 +310,8 @@ TEST_CASE("a forward that throws leaves nothing of what stayed",
 
 TEST_CASE("what LibTorch finishes in place is kept as written, and moves then",
           "[device][rule-15][OFF-17]") {
-  // As linear of a batch does with the product and the bias: through a tensor with a version of its own.
+  // As linear of a batch does with the product and the bias: through a tensor with a version of its
+  // own.
   const Tensor x = far_leaf(at::randn({width, width}).div_(width)),
                w = far_leaf(at::randn({width, width}).div_(width)),
                b = far_leaf(at::randn({width}));
@@ -408,8 +410,9 @@ TEST_CASE("gradients are plain ones whatever moves, in nesting, again, and of se
     const Tensor first = grad_of(y, {x}, {.create_graph = true})[0];
     return grad_of(first.sin(), {x})[0];
   };
-  // The numbers by which the engine orders nodes are each thread's own, so that what the device's thread makes is
-  // summed in another order where it has made more. Moved contents that were lost would be more than a last bit.
+  // The numbers by which the engine orders nodes are each thread's own, so that what the device's
+  // thread makes is summed in another order where it has made more. Moved contents that were lost
+  // would be more than a last bit.
   const Tensor plain_second = second(plain(a), a).cpu();
   CHECK(at::allclose(second(f(b), b).cpu(), plain_second, 1e-5,
                      1e-6 * plain_second.abs().max().item<double>()));
@@ -752,7 +755,8 @@ TEST_CASE("the host waits for no copy of a policy in a region around",
   const int64_t waits = stand_in::num_waits();
   const Tensor gradient = grad_of(y, {x})[0];
   CHECK(stand_in::num_waits() == waits);
-  // The recompute of the outer region ends where the result is kept, so this is that of the inner one.
+  // The recompute of the outer region ends where the result is kept, so this is that of the inner
+  // one.
   CHECK(queued.size() == 2);
   require_same(gradient, grad_of(f(x), {x})[0]);
 }

@@ -1,4 +1,5 @@
-// Recorder on the stand-in: bytes and time of each device, copies of offload, allocations that fail.
+// Recorder on the stand-in: bytes and time of each device, copies of offload, allocations that
+// fail.
 
 #include <cstdlib>
 #include <filesystem>
@@ -271,7 +272,8 @@ TEST_CASE("an allocation that fails in a recompute finds recomputed bytes", "[de
   const Report report = recorder.report();
   REQUIRE(report.failed_allocations.size() == 1);
   REQUIRE(report.failed_allocations[0].held.size() == 1);
-  // Slots of what the first three read: the input and two results, of which the last is not there yet.
+  // Slots of what the first three read: the input and two results, of which the last is not there
+  // yet.
   CHECK(report.failed_allocations[0].held[0].recomputed_bytes == 3 * 4000);
   CHECK(report.failed_allocations[0].held[0].inputs_bytes == 4000);
 }

@@ -80,7 +80,8 @@ void enqueue(int64_t stream, std::function<void()> work, bool is_mark = false) {
   queues[stream].work.push_back({std::move(work), is_mark});
 }
 
-// The device's clock runs as the host's, and is put on by the time that each kernel and copy is said to take.
+// The device's clock runs as the host's, and is put on by the time that each kernel and copy is
+// said to take.
 std::atomic<int64_t> work_ns{0}, skew_ns{0};
 int64_t device_now_ns() {
   return skew_ns +
@@ -456,7 +457,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   if (before) before();
   const auto copy = [from = near(from), to = near(to), is_beside = non_blocking] {
     if (is_beside) skew_ns += work_ns;
-    // It is no operator of the program's, which may be in the midst of a region when it comes to this.
+    // It is no operator of the program's, which may be in the midst of a region when it comes to
+    // this.
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard no_modes(
@@ -475,8 +477,8 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
-/// The results of operators computed on the CPU come back through it. The storage grows if it must, and keeps
-/// what it has.
+/// The results of operators computed on the CPU come back through it. The storage grows if it must,
+/// and keeps what it has.
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef sizes,
                          std::optional<at::MemoryFormat>) {
   const auto wanted = C10_AS_INTARRAYREF_SLOW(sizes);

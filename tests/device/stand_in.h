@@ -1,8 +1,8 @@
 #pragma once
 // An accelerator that is none: tensors of device PrivateUse1 in CPU memory, computed by the CPU's
-// kernels, with streams and events that write down what they are told. Copies that need not wait and
-// are queued on a stream of the pool run as late as the events allow; memory that is freed while one
-// of them may still use it, without the allocator having been told, is overwritten.
+// kernels, with streams and events that write down what they are told. Copies that need not wait
+// and are queued on a stream of the pool run as late as the events allow; memory that is freed
+// while one of them may still use it, without the allocator having been told, is overwritten.
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -37,8 +37,8 @@ uint64_t position(int index = 0);
 /// Whether work is captured as a graph, as far as one can ask.
 void set_capturing(bool capturing);
 
-/// What the device's clock, which events read, takes each kernel and each copy that need not wait for, beside
-/// the host's time.
+/// What the device's clock, which events read, takes each kernel and each copy that need not wait
+/// for, beside the host's time.
 void set_work_time(std::chrono::nanoseconds each);
 /// Without them an event that shall have a time is refused.
 void set_has_event_times(bool has);
@@ -65,15 +65,16 @@ void set_tells_requests(bool tells);
 /// Whether the allocator says what the device has free.
 void set_tells_free(bool tells);
 
-/// Called with the bytes of each allocation before it is made, outside of all locks; empty: nothing is.
+/// Called with the bytes of each allocation before it is made, outside of all locks; empty: nothing
+/// is.
 void set_before_allocation(std::function<void(int64_t bytes)> call);
 
 /// What the allocator has given out on a device, in its sizes.
 int64_t rounded_bytes(int index);
 
-/// LibTorch's memory history as its allocator for CUDA keeps it, while it lives: "allocates 512" and "frees 512" of
-/// every device, and, as its record of annotations has them, "START name" and "END name" of the user scopes of this
-/// thread and those of its backwards, or of all threads.
+/// LibTorch's memory history as its allocator for CUDA keeps it, while it lives: "allocates 512"
+/// and "frees 512" of every device, and, as its record of annotations has them, "START name" and
+/// "END name" of the user scopes of this thread and those of its backwards, or of all threads.
 class History {
  public:
   explicit History(bool of_all_threads = false);

@@ -1,5 +1,5 @@
-// What models of `torch::nn` need of the stand-in beyond tensors: to be moved there, its own kernels where the
-// CPU's do not do, autocast.
+// What models of `torch::nn` need of the stand-in beyond tensors: to be moved there, its own
+// kernels where the CPU's do not do, autocast.
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
@@ -14,9 +14,10 @@ namespace stand_in {
 namespace {
 
 // Note [Modules on a plug-in's device]
-// `torch::nn::Module::to` gives each parameter the data of its copy, and asks whether the two tensors' kinds
-// allow that. LibTorch's own answer knows its own devices only; a plug-in's is to answer by itself (TensorImpl.h,
-// has_compatible_shallow_copy_type). The tensors here are ordinary dense ones, as those of the CPU are.
+// `torch::nn::Module::to` gives each parameter the data of its copy, and asks whether the two
+// tensors' kinds allow that. LibTorch's own answer knows its own devices only; a plug-in's is to
+// answer by itself (TensorImpl.h, has_compatible_shallow_copy_type). The tensors here are ordinary
+// dense ones, as those of the CPU are.
 bool has_compatible_type(const at::Tensor& self, const at::Tensor& from) {
   const auto is_dense = [](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided &&
@@ -54,7 +55,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {far_as(input, of_input), far_as(input, of_weight), far_as(input, of_bias)};
 }
 
-// The running statistics are changed, which the schema does not say: a kernel that is given copies loses that.
+// The running statistics are changed, which the schema does not say: a kernel that is given copies
+// loses that.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const at::Tensor& input, const std::optional<at::Tensor>& weight,
     const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,

@@ -320,8 +320,8 @@ TEST_CASE("the file is read from backward's first step on, as far as the CPU has
   }
   offload::require_same(grad_of(y, {x}), plain);
   REQUIRE(held.size() == length);
-  // What is asked for is there or comes from the file itself, and one is on its way to the device. For each of those that
-  // the CPU has let go of, and that were, one has come nearer.
+  // What is asked for is there or comes from the file itself, and one is on its way to the device.
+  // For each of those that the CPU has let go of, and that were, one has come nearer.
   CHECK(held[0] == on_host);
   for (int64_t i = 1; i <= written; ++i) {
     CAPTURE(i);
@@ -354,7 +354,8 @@ TEST_CASE("a slow file is hardly waited for while what is on the CPU is used", "
     }
   }
   wait_for([&] { return counters->now().bytes_on_disk == (num_saved - on_host) * kibibyte; });
-  // A read takes as long as two steps, and there are as many steps without one before the first that needs it.
+  // A read takes as long as two steps, and there are as many steps without one before the first
+  // that needs it.
   read_delay_ms = 40;
   const Tensors found = grad_of(y, {x});
   read_delay_ms = 0;

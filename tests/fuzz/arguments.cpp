@@ -8,7 +8,8 @@ namespace fuzz {
 
 namespace {
 
-/// Whether it has a gradient edge of its own. A view of a leaf that was made under no-grad only claims to.
+/// Whether it has a gradient edge of its own. A view of a leaf that was made under no-grad only
+/// claims to.
 bool has_gradient(const Tensor& t) {
   return t.requires_grad() && t.is_floating_point() && !(t.is_leaf() && t.is_view());
 }
@@ -34,7 +35,8 @@ Value Interpreter::writable(const Value& value, Dice& dice) {
   const Tensor& t = value.tensor;
   const Origin& origin = *value.origin;
   record_.changes.written = true;
-  // What a region captures it need not save, so nobody may see that it was changed (a documented limit).
+  // What a region captures it need not save, so nobody may see that it was changed (a documented
+  // limit).
   const bool is_argument = origin.foreign && !origin.leaf && !origin.captured;
   if (!is_argument || contents_.captures || overlaps_itself(t) || !t.is_floating_point())
     return changeable(value, dice);
@@ -96,8 +98,8 @@ void Interpreter::run_toggle(const Statement& s, Environment& values) {
   const Tensor t = see(values, s.args[0]).tensor;
   if (!t.is_leaf() || !has_gradient(t)) return run_block(s.block, values);
   if (regions_around_ > 0) record_.changes.registered = true;
-  // An early stop ends the block as an exception does, which only some functions think of. They call
-  // requires_grad_(): the other way is not seen on tensors that nobody saves (docs/limits.md).
+  // An early stop ends the block as an exception does, which only some functions think of. They
+  // call requires_grad_(): the other way is not seen on tensors that nobody saves (docs/limits.md).
   std::optional<Thaw> guard;
   if (s.salt % 2 == 0) {
     t.set_requires_grad(false);

@@ -77,10 +77,11 @@ bool are_close(const Entry& p, const Entry& c) {
                                      : contains(p.meta, "Float") && is_close<float>(p, c));
 }
 
-/// A view that was changed in place gets its grad_fn anew where somebody first asks for it, and from
-/// elsewhere once its object is gone. A region asks for those of its arguments, also of one that its
-/// function does not use, and holds what it needs for its recompute. Sums of gradients follow the
-/// numbers of the nodes: that `grad_fn` is read early changes their rounding without regions as well.
+/// A view that was changed in place gets its grad_fn anew where somebody first asks for it, and
+/// from elsewhere once its object is gone. A region asks for those of its arguments, also of one
+/// that its function does not use, and holds what it needs for its recompute. Sums of gradients
+/// follow the numbers of the nodes: that `grad_fn` is read early changes their rounding without
+/// regions as well.
 bool is_gradient(const Entry& entry) { return entry.label.rfind("order ", 0) == 0; }
 
 std::optional<Finding> difference(const Stage& plain, const Stage& checkpointed,
@@ -115,8 +116,9 @@ bool is_kind(const Stage& stage, remat::CheckpointError::Kind kind) {
   return stage.error_type == "CheckpointError " + std::to_string(static_cast<int>(kind));
 }
 
-/// What a region may say, where plain autograd need not, of what programs do to arguments and captures.
-/// Of each kind of change only the errors that are right for it: others would hide what is wrong.
+/// What a region may say, where plain autograd need not, of what programs do to arguments and
+/// captures. Of each kind of change only the errors that are right for it: others would hide what
+/// is wrong.
 bool is_about_arguments(const Changes& made, const Stage& stage) {
   using Kind = remat::CheckpointError::Kind;
   // A region keeps its arguments, where plain autograd keeps what was made of them.
@@ -239,7 +241,8 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
         program.sharing == Sharing::Group && (i > 1 || (i == 1 && step->order > 1));
     if (c.raised && may_overlap && is_overlap(c)) return std::nullopt;
     if (c.raised && is_about_modules(program, has, c)) return std::nullopt;
-    // Not by hooks, nor by a backward inside. Composites of LibTorch do (alpha_dropout, as documented).
+    // Not by hooks, nor by a backward inside. Composites of LibTorch do (alpha_dropout, as
+    // documented).
     const bool may_change_kept = has.keeps_unchanged && (may_be_undone || has.writes_inside);
     if (c.raised && may_change_kept && is_about_kept(c)) return std::nullopt;
     if (c.raised && has.stretches && has.inner_grad && is_through_kept(c)) return std::nullopt;
@@ -263,8 +266,8 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     const bool is_unchecked = i > 0 && p.changes.unchecked;
     if (is_unchecked && p.changes.inside) return std::nullopt;
     if (p.raised) {
-      // A copy made at the save is not the reference for what is written after it.
-      // Nor is what hooks of the program's keep: the tensor itself, of which nobody looks at the version.
+      // A copy made at the save is not the reference for what is written after it. Nor is what
+      // hooks of the program's keep: the tensor itself, of which nobody looks at the version.
       if ((has.writes_late || has.keeping_hooks) && is_about_changes(p)) return std::nullopt;
       if (undone_agrees(i)) return std::nullopt;
       // What plain raises about, a recompute makes anew; the change is another that nothing saved.
@@ -275,7 +278,8 @@ std::optional<Finding> compare(const Program& program, const Record& plain,
     if (auto found = difference(p, c, has_other_formulas, has_changed_views)) {
       // A recompute repeats what its function does to captured tensors.
       const bool is_repeated = p.changes.inside && contains(found->kind, "leaf metadata");
-      // Hooks of the program's that keep the tensor itself: what is written to it, plain autograd computes with.
+      // Hooks of the program's that keep the tensor itself: what is written to it, plain autograd
+      // computes with.
       if (has.keeping_hooks && may_be_undone && !undone_is(p, i)) return std::nullopt;
       if (!is_repeated && !undone_agrees(i)) return found;
     }

@@ -335,8 +335,8 @@ Step Generator::make_step(bool last) {
   step.order = order < 65 ? 1 : order < 92 ? 2 : 3;
   step.retain = last ? dice_.percent(50) : dice_.percent(92);
   step.in_no_grad = dice_.percent(10);
-  // Nodes are numbered by thread, and the engine goes by the numbers: where a step in a thread makes
-  // nodes (create_graph), what a recompute makes there changes the order of outer sums.
+  // Nodes are numbered by thread, and the engine goes by the numbers: where a step in a thread
+  // makes nodes (create_graph), what a recompute makes there changes the order of outer sums.
   step.in_thread = step.order == 1 && dice_.percent(8);
   step.hooks = features_.hooks && dice_.percent(15);
   if (step.kind == Step::Kind::Grad && !last && step.retain) {

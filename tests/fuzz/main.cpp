@@ -3,16 +3,17 @@
 //   fuzz --seeds A:B               the programs of the seeds in [A, B)
 //   fuzz --seconds N [--from A]    the programs from A (default 0) on, for N seconds
 //   fuzz --seed S [--print]        one program; with --print its text and nothing is run
-// With --selective the programs have policies, names, pin and save_region too,
-// with --arguments they do more with what regions are given: write to it, look at what it has beside its values, hang hooks on it, give it other
-// storages. With --copies most regions keep copies of their arguments. With --moves most hooks are guards that move what
-// is saved, and regions move their inputs. With --modules they call modules whose forward writes to
-// buffers. With --budgets their regions are none, and they run within byte budgets. With --waits
-// functions of regions take gradients and read what nodes saved, and then write to what they were
-// given. With --device cuda they run there. A finding is shrunk (on the CPU) and printed, and the
-// exit status is 1. With --first the first finding ends the run, and only its seed and kind are
-// printed. Findings of tests/fuzz/known.txt are reported as known, and --known runs those alone.
-// The last line is always "N programs, M findings".
+// With --selective the programs have policies, names, pin and save_region too, with --arguments
+// they do more with what regions are given: write to it, look at what it has beside its values,
+// hang hooks on it, give it other storages. With --copies most regions keep copies of their
+// arguments. With --moves most hooks are guards that move what is saved, and regions move their
+// inputs. With --modules they call modules whose forward writes to buffers. With --budgets their
+// regions are none, and they run within byte budgets. With --waits functions of regions take
+// gradients and read what nodes saved, and then write to what they were given. With --device cuda
+// they run there. A finding is shrunk (on the CPU) and printed, and the exit status is 1. With
+// --first the first finding ends the run, and only its seed and kind are printed. Findings of
+// tests/fuzz/known.txt are reported as known, and --known runs those alone. The last line is always
+// "N programs, M findings".
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>

@@ -1,4 +1,5 @@
-// The operators that use what state guards preserve: numbers of a provider, generators of their own.
+// The operators that use what state guards preserve: numbers of a provider, generators of their
+// own.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>

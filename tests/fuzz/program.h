@@ -2,8 +2,8 @@
 // A random program as data: what the fuzzer generates, prints, shrinks and runs.
 //
 // Values have numbers. An operand names a number; where no such value exists (its statement was
-// removed, or a region does not see it) the nearest lower one that exists is taken, so every program
-// is valid, and stays valid when statements are taken out.
+// removed, or a region does not see it) the nearest lower one that exists is taken, so every
+// program is valid, and stays valid when statements are taken out.
 
 #include <cstdint>
 #include <random>

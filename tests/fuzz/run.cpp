@@ -199,9 +199,9 @@ Value Interpreter::changeable(const Value& value, Dice& dice) {
   const Origin& origin = *value.origin;
   const bool is_risky = origin.foreign || origin.as_argument || origin.as_capture;
   const bool is_bold = dice.percent(origin.foreign ? 5 : 15);
-  // A tensor without grad that a frame keeps must not get a history: if that leads back to the frame
-  // nothing frees them, as in LibTorch for a tensor that a node saved.
-  // Nor may one that the graph of a captured tensor may have saved.
+  // A tensor without grad that a frame keeps must not get a history: if that leads back to the
+  // frame nothing frees them, as in LibTorch for a tensor that a node saved. Nor may one that the
+  // graph of a captured tensor may have saved.
   const bool makes_cycle = (is_risky && !t.requires_grad()) || contents_.captures;
   if (overlaps_itself(t) || origin.leaf || makes_cycle || is_leaf_with_grad(t) ||
       (is_risky && !is_bold))
@@ -295,7 +295,8 @@ void Interpreter::run_stretch(const Statement& s, Environment& values) {
 
 void Interpreter::run_read(const Statement& s, Environment& values) {
   const Value of = see(values, s.args[0]);
-  // What was given to the region has another node in a recompute, or none (Rule 2), as has what it keeps.
+  // What was given to the region has another node in a recompute, or none (Rule 2), as has what it
+  // keeps.
   const bool has_own_node = !of.origin->foreign && !contents_.stretches;
   Value made = of;
   Tensor saved = has_own_node ? saved_of(of.tensor) : Tensor();
@@ -388,7 +389,8 @@ void Interpreter::run_region(const Statement& s, Environment& values) {
   std::vector<Origin> origins;  // of the arguments, inside
   for (const auto& [outside, inside] : spec.args) {
     const Origin& origin = *see(values, outside).origin;
-    // What a region around captured and gives on it would write to once more in each recompute (a documented limit).
+    // What a region around captured and gives on it would write to once more in each recompute (a
+    // documented limit).
     origins.push_back({.leaf = origin.leaf && regions_around_ > 0,
                        .captured = origin.leaf || origin.captured || origin.as_capture});
   }

@@ -200,15 +200,17 @@ int64_t prefetch_depth_of(uint64_t salt);
 /// Runs `body` and notes in `stage` what it throws.
 void record_errors(Stage& stage, const std::function<void()>& body);
 
-/// What the node of `a` saved of floating point numbers, read now; undefined if it is none of those that are known here.
+/// What the node of `a` saved of floating point numbers, read now; undefined if it is none of those
+/// that are known here.
 Tensor saved_of(const Tensor& a);
 
 const Value& look_up(const Environment& values, int id);
 
 bool overlaps_itself(const Tensor& a);
 
-/// Whether it is a leaf that requires grad. A view of what was changed in place is none, but says so only when somebody has
-/// asked for its node, which is made then: a region asks for its arguments', plain code may not.
+/// Whether it is a leaf that requires grad. A view of what was changed in place is none, but says
+/// so only when somebody has asked for its node, which is made then: a region asks for its
+/// arguments', plain code may not.
 bool is_leaf_with_grad(const Tensor& a);
 
 }  // namespace fuzz

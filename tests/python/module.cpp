@@ -21,7 +21,8 @@
 
 namespace {
 
-// ---- regions of Python code --------------------------------------------------------------------------
+// ---- regions of Python code
+// --------------------------------------------------------------------------
 
 /// A Python function from tensors to a tensor. Any thread may call it, copy it and drop it: the
 /// interpreter's lock is taken here, and nowhere is it held while remat works.
@@ -83,7 +84,8 @@ at::Tensor checkpoint(const py::function& function, const py::args& tensors,
 // C code: unwound, it would be left with frames that no longer exist. Regions of Python functions
 // therefore run to their end, and no EarlyStopGuard(true) may be around them.
 
-// ---- regions of C++ code ------------------------------------------------------------------------------
+// ---- regions of C++ code
+// ------------------------------------------------------------------------------
 
 std::atomic<int64_t> num_native_runs{0};
 
@@ -118,7 +120,8 @@ bool native_gradient_is_right() {
   return packs > 0 && at::equal(plain.grad(), checkpointed.grad());
 }
 
-// ---- guards as context managers --------------------------------------------------------------------
+// ---- guards as context managers
+// --------------------------------------------------------------------
 
 /// Makes a guard on entry and destroys it on exit.
 template <class Guard, class... Arguments>

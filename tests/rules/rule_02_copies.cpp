@@ -380,7 +380,8 @@ TEST_CASE("the guide: a function that writes to its argument", "[rule-2][copies]
   require_bit_equal(grad_of(y, {x}), grad_of(block(x * 2), {x}));
 }
 
-// ---- copies: with others --------------------------------------------------------------------------
+// ---- copies: with others
+// --------------------------------------------------------------------------
 
 TEST_CASE("with copies regions nest, whichever of them keeps copies", "[rule-2][copies]") {
   const bool early_stop = GENERATE(true, false);

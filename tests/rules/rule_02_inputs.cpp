@@ -1,4 +1,5 @@
-// Rule 2: a region's tensor arguments are saved before its own hook is active, as its parent's saves.
+// Rule 2: a region's tensor arguments are saved before its own hook is active, as its parent's
+// saves.
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
@@ -233,7 +234,8 @@ TEST_CASE("an argument of a nested region that its parent recomputes may change 
 
 TEST_CASE("a view without grad mode of an argument that is a view claims what it does in forward",
           "[rule-2][rule-10]") {
-  // fuzz_selective_116552. LibTorch: such a view requires grad if what it views does, and has no node.
+  // fuzz_selective_116552. LibTorch: such a view requires grad if what it views does, and has no
+  // node.
   const Tensor x = leaf({2}), w = leaf({1, 1});
   std::vector<bool> claims;
   const auto f = [&](const Tensor& t) {

@@ -47,7 +47,8 @@ TEST_CASE("a long chain of regions that use their input detached keeps no graph 
   CHECK(remat::counters().frames_alive == 0);
 }
 
-// ---- nested regions keep nothing of their inputs -------------------------------------------------
+// ---- nested regions keep nothing of their inputs
+// -------------------------------------------------
 
 struct Pair {
   Tensor first, second;

@@ -1,4 +1,5 @@
-// Rule 3: a recompute runs as if no frame and no caller's scope were active; nested regions open anew.
+// Rule 3: a recompute runs as if no frame and no caller's scope were active; nested regions open
+// anew.
 
 #include <thread>
 

@@ -1,4 +1,5 @@
-// Rule 4: a recomputed tensor is dropped when it is unpacked; what a backward did not use, at its end.
+// Rule 4: a recomputed tensor is dropped when it is unpacked; what a backward did not use, at its
+// end.
 
 #include "tests/support/support.h"
 

@@ -1,4 +1,5 @@
-// Rule 5: a recompute ends with the last slot that needs it, and whatever the function does with the stop.
+// Rule 5: a recompute ends with the last slot that needs it, and whatever the function does with
+// the stop.
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -355,7 +356,8 @@ TEST_CASE("catch by std::exception does not see the stop", "[rule-5]") {
   CHECK(caught.count() == 0);
 }
 
-/// Whether the current test case holds in a process of its own; one that is terminated does not. There, `f`.
+/// Whether the current test case holds in a process of its own; one that is terminated does not.
+/// There, `f`.
 template <class F>
 void check_in_a_child(F f) {
   if (std::getenv("REMAT_TEST_CHILD") != nullptr) {

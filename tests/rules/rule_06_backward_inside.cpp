@@ -28,7 +28,8 @@ void require_close(const Tensor& actual, const Tensor& expected) {
   REQUIRE(at::allclose(actual, expected, 1e-9, 1e-12));
 }
 
-// ---- create_graph inside a region -----------------------------------------------------------------
+// ---- create_graph inside a region
+// -----------------------------------------------------------------
 
 TEST_CASE("gradients taken inside regions, and of regions, equal plain ones to third order",
           "[rule-6][NST-01][BIC-02]") {
@@ -149,7 +150,8 @@ TEST_CASE("a Function that saves input and output can be differentiated twice in
   require_close(grad_of(y, {x})[0], plain[0]);
 }
 
-// ---- backward inside a region that frees what it used --------------------------------------------
+// ---- backward inside a region that frees what it used
+// --------------------------------------------
 
 TEST_CASE("a gradient taken inside a region without retain_graph leaves dead slots behind",
           "[rule-6][rule-1]") {
@@ -515,8 +517,8 @@ TEST_CASE("a backward inside a region over a graph that a nested region built", 
 
 TEST_CASE("a recompute for a backward inside runs nothing that comes after that backward",
           "[rule-6][GUA-24]") {
-  // The hook's region reads an argument that the outer region saved, inside of the engine, where no recompute can
-  // be stopped; what follows saves nothing.
+  // The hook's region reads an argument that the outer region saved, inside of the engine, where no
+  // recompute can be stopped; what follows saves nothing.
   const bool accumulates = GENERATE(false, true);
   const Tensor w = leaf({2});
   int late = 0;
@@ -601,7 +603,8 @@ remat::SavedTensorHooksGuard copying_hooks() {
 TEST_CASE(
     "a recompute that goes on past the point where forward waits does not write there unnoticed",
     "[rule-6][rule-11]") {
-  // No recompute can be stopped while it waits for another thread, nor in a function that is noexcept.
+  // No recompute can be stopped while it waits for another thread, nor in a function that is
+  // noexcept.
   const Tensor w = leaf({2}), x = leaf({2});
   const auto f = [&w](const Tensor& t, auto&& wait_for) {
     const Tensor y = (w * 2).exp();
@@ -626,8 +629,8 @@ TEST_CASE(
 
 TEST_CASE("what a recompute has kept and changed in place since it does not read again",
           "[rule-6][rule-10]") {
-  // The region inside waits for a recompute of its own, in forward and in each recompute of the one around it.
-  // There it would begin with the argument that its function has written to.
+  // The region inside waits for a recompute of its own, in forward and in each recompute of the one
+  // around it. There it would begin with the argument that its function has written to.
   const auto check = GENERATE(remat::DeterminismCheck::Metadata, remat::DeterminismCheck::Values);
   const auto inputs = GENERATE(remat::InputMode::Shared, remat::InputMode::CopyOnWrite);
   CAPTURE(static_cast<int>(check), static_cast<int>(inputs));

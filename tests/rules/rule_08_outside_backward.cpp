@@ -1,4 +1,5 @@
-// Rule 8: reading a node's saved tensor outside backward recomputes for that read and keeps nothing.
+// Rule 8: reading a node's saved tensor outside backward recomputes for that read and keeps
+// nothing.
 
 #include "tests/support/saved_tensors.h"
 

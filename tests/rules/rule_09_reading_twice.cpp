@@ -1,4 +1,5 @@
-// Rule 9: a tensor read twice in one backward is the same tensor; with strict_unpack it is an error.
+// Rule 9: a tensor read twice in one backward is the same tensor; with strict_unpack it is an
+// error.
 
 #include "tests/support/support.h"
 

@@ -1,4 +1,5 @@
-// Rule 10: a parameter, buffer or captured tensor that changed between the passes raises; nothing else.
+// Rule 10: a parameter, buffer or captured tensor that changed between the passes raises; nothing
+// else.
 
 #include <chrono>
 #include <thread>
@@ -224,7 +225,8 @@ TEST_CASE("a captured tensor that the function returns counts as captured", "[ru
   CHECK(mismatch_of(y, x).kind() == Kind::CaptureChanged);
 }
 
-// ---- no false alarms -------------------------------------------------------------------------------
+// ---- no false alarms
+// -------------------------------------------------------------------------------
 
 TEST_CASE("what a region made itself may be kept and changed outside", "[rule-10]") {
   const bool early_stop = GENERATE(true, false);

@@ -1,4 +1,5 @@
-// Rule 10: a tensor saved and changed in place in one region raises as in plain execution, or is right.
+// Rule 10: a tensor saved and changed in place in one region raises as in plain execution, or is
+// right.
 
 #include "tests/support/support.h"
 
@@ -7,7 +8,8 @@ namespace {
 using Kind = remat::CheckpointError::Kind;
 using remat::CheckpointError;
 
-// ---- changed in place inside the region ------------------------------------------------------------
+// ---- changed in place inside the region
+// ------------------------------------------------------------
 
 TEST_CASE("a tensor saved and then changed in place in the same region is never misread",
           "[rule-10][GUA-45]") {

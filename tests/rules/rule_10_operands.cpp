@@ -1,4 +1,5 @@
-// Rule 10: a captured tensor that a region computes with and that nothing saves raises if it changed and was reached.
+// Rule 10: a captured tensor that a region computes with and that nothing saves raises if it
+// changed and was reached.
 
 #include "tests/support/support.h"
 

@@ -1,4 +1,5 @@
-// Rule 11: LibTorch's default dtype, which all threads share: a recompute that finds another one is refused.
+// Rule 11: LibTorch's default dtype, which all threads share: a recompute that finds another one is
+// refused.
 
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/ScalarTypeToTypeMeta.h>

@@ -1,4 +1,5 @@
-// Rule 11: a recompute sees forward's autocast and grad modes, and leaves the backward's thread alone.
+// Rule 11: a recompute sees forward's autocast and grad modes, and leaves the backward's thread
+// alone.
 
 #include <ATen/LegacyVmapMode.h>
 #include <ATen/autocast_mode.h>
@@ -73,7 +74,8 @@ Tensors grad_in_thread(const Tensor& y, const Tensors& inputs, GradOptions optio
   return grads;
 }
 
-// ---- autocast ---------------------------------------------------------------------------------------
+// ---- autocast
+// ---------------------------------------------------------------------------------------
 
 TEST_CASE("a parameter that changed is noticed behind autocast's cast of its view",
           "[rule-10][rule-11][GUA-01]") {
@@ -240,7 +242,8 @@ TEST_CASE("a recompute neither fills nor clears the caller's autocast cache", "[
   CHECK(cast_node() == before);
 }
 
-// ---- grad mode, inference mode, hooks ------------------------------------------------------------------
+// ---- grad mode, inference mode, hooks
+// ------------------------------------------------------------------
 
 TEST_CASE("a recompute sees grad mode on, whatever the thread that runs backward has set",
           "[rule-11][GUA-07]") {

@@ -1,4 +1,5 @@
-// Rule 12: a failure in forward or recompute leaves nothing behind, and a retry gives equal gradients.
+// Rule 12: a failure in forward or recompute leaves nothing behind, and a retry gives equal
+// gradients.
 
 #include <ATen/record_function.h>
 
@@ -10,7 +11,8 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// ---- what user code throws --------------------------------------------------------------------------
+// ---- what user code throws
+// --------------------------------------------------------------------------
 
 TEST_CASE("an exception of the function reaches the caller with its own type and text",
           "[rule-12][CTX-08][DET-13]") {
@@ -239,7 +241,8 @@ TEST_CASE("a fingerprint that throws is a failure like any other", "[rule-12][GU
   require_bit_equal(grad_of(y, {x}), grad_of(x.sin().exp().cos(), {x}));
 }
 
-// ---- user scopes ----------------------------------------------------------------------------------
+// ---- user scopes
+// ----------------------------------------------------------------------------------
 
 TEST_CASE("each pass enters its scope once and leaves it on every path", "[rule-12][CTX-04]") {
   const bool early_stop = GENERATE(true, false);
@@ -367,7 +370,8 @@ TEST_CASE("operator loggers as scopes see the operator once in each pass", "[rul
   CHECK(recompute == std::vector<std::string>{"aten::exp"});
 }
 
-// ---- mismatches are failures too --------------------------------------------------------------------
+// ---- mismatches are failures too
+// --------------------------------------------------------------------
 
 TEST_CASE("after a mismatch nothing is left, and a well-behaved recompute works",
           "[rule-12][rule-10][GUA-20]") {

@@ -80,7 +80,8 @@ void run_backward(Backward backward, const Tensor& y) {
   if (backward != Backward::None) y.sum().backward({}, backward == Backward::Retained);
 }
 
-// ---- chains --------------------------------------------------------------------------------------
+// ---- chains
+// --------------------------------------------------------------------------------------
 
 TEST_CASE("long chains are freed on a small stack, with and without a backward before",
           "[rule-13][LIF-14]") {
@@ -170,7 +171,8 @@ TEST_CASE("ten thousand regions in a chain run forward and backward", "[rule-13]
   CHECK(remat::counters().frames_alive == 0);
 }
 
-// ---- nests ---------------------------------------------------------------------------------------
+// ---- nests
+// ---------------------------------------------------------------------------------------
 
 /// A region in a region, `depth` deep: sin before the inner one, or after it.
 Tensor nest(int depth, bool before, Calls& calls, const Tensor& x) {

@@ -1,4 +1,5 @@
-// Rule 14: hooks and accumulation happen once, in the original graph; outputs require grad as plain ones.
+// Rule 14: hooks and accumulation happen once, in the original graph; outputs require grad as plain
+// ones.
 
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -13,7 +14,8 @@ using torch::autograd::variable_list;
 using Log = std::vector<std::string>;
 using Map = std::function<Tensor(const Tensor&)>;
 
-// ---- hooks that write down their name ------------------------------------------------------------
+// ---- hooks that write down their name
+// ------------------------------------------------------------
 
 struct LogBefore final : torch::autograd::FunctionPreHook {
   LogBefore(Log& log, std::string name) : log(log), name(std::move(name)) {}
@@ -276,7 +278,8 @@ TEST_CASE("nodes of the recomputed graph are never executed", "[rule-14]") {
   }
 }
 
-// ---- requires_grad -------------------------------------------------------------------------------
+// ---- requires_grad
+// -------------------------------------------------------------------------------
 
 // Results of every sort: of an input, a parameter, both, neither, cut off, integers, views, itself.
 Tensors many_results(const Tensor& a, const Tensor& b, const Tensor& p, const Tensor& q) {

@@ -456,8 +456,8 @@ TEST_CASE("a kept view of a leaf that was made without grad is one in the recomp
 
 TEST_CASE("what hooks around do to a region's input is no operator of a region that waits",
           "[rule-15]") {
-  // fuzz_selective_426277. The inner forward waits for its backward, which makes the outer region run
-  // again; its input comes back through a hook that computes.
+  // fuzz_selective_426277. The inner forward waits for its backward, which makes the outer region
+  // run again; its input comes back through a hook that computes.
   const Tensor x = leaf({2}), b = at::randn({2});
   const auto f = [&x](const Tensor& b) {
     const Tensor v = x.sin().exp();
@@ -686,8 +686,8 @@ TEST_CASE("a stop that user code catches under a policy is no mismatch", "[rule-
 
 TEST_CASE("what a region inside captures and saves is no shell", "[rule-15]") {
   const Tensor x = leaf({4}), w = leaf({4});
-  // The input is saved, and no operator reads it. The backward needs it in the midst of forward, also
-  // when the outer region's recompute runs that forward again.
+  // The input is saved, and no operator reads it. The backward needs it in the midst of forward,
+  // also when the outer region's recompute runs that forward again.
   const auto innermost = [](const Tensor&, const Tensor& x) {
     const Tensor a = x.exp();
     return torch::autograd::grad({(a * a).sum()}, {a}, {}, true, /*create_graph=*/true)[0];

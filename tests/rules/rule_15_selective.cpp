@@ -1,5 +1,5 @@
-// Rule 15: kept results are replayed to the call they came from, survive a second backward, and never
-// stand for another call's.
+// Rule 15: kept results are replayed to the call they came from, survive a second backward, and
+// never stand for another call's.
 
 #include <ATen/ScalarOps.h>
 #include <ATen/autocast_mode.h>
@@ -299,7 +299,8 @@ TEST_CASE("a kept result that is changed in place is an error unless that is all
 TEST_CASE("what a composite operator writes to its own kept part is kept as written", "[rule-15]") {
   const Tensor x = leaf({2, 3, 4}), w = leaf({5, 4}), b = leaf({5});
   KernelCounter kernels;
-  // As linear does where it does not take addmm: the result of mm is written through another tensor.
+  // As linear does where it does not take addmm: the result of mm is written through another
+  // tensor.
   const auto f = [](const Tensor& x, const Tensor& w, const Tensor& b) {
     Tensor y = at::_unsafe_view(x.reshape({6, 4}).mm(w.t()), {2, 3, 5});
     y.add_(b).mul_(2);
@@ -703,7 +704,8 @@ TEST_CASE("a result made by an operator that also writes an argument has an orig
 TEST_CASE("everything is kept around operators that fill memory of their own", "[rule-15]") {
   const Tensor x = leaf({32});
   const auto f = [](const Tensor& x) {
-    // On a CPU dropout is empty_like and bernoulli_, rrelu empty_like and an operator that fills it.
+    // On a CPU dropout is empty_like and bernoulli_, rrelu empty_like and an operator that fills
+    // it.
     return at::rrelu(at::dropout(x.sin(), 0.5, true).exp(), 0.1, 0.4, true).cos();
   };
   for (const Policy& policy : {everything(), remat::save_all_but_names({"none"})})

@@ -1,4 +1,5 @@
-// Rule 16: user hooks around, between and inside regions, and hooks on single saved tensors beside them.
+// Rule 16: user hooks around, between and inside regions, and hooks on single saved tensors beside
+// them.
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>

@@ -1,4 +1,5 @@
-// Rule 16: LibTorch's hook switch, tracing, transforms, anomaly mode and other engines beside regions.
+// Rule 16: LibTorch's hook switch, tracing, transforms, anomaly mode and other engines beside
+// regions.
 
 #include <ATen/SavedTensorHooks.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

@@ -1,4 +1,5 @@
-// What threads share besides graphs: modules of one type that they make and copy, plans, choices and reports.
+// What threads share besides graphs: modules of one type that they make and copy, plans, choices
+// and reports.
 
 #include <thread>
 

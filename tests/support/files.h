@@ -35,8 +35,8 @@ class Folder {
   Folder() : path_((std::filesystem::temp_directory_path() / "remat-test-XXXXXX").string()) {
     REQUIRE(::mkdtemp(path_.data()) != nullptr);
   }
-  // Not std::filesystem::remove_all: PyPI's LibTorch brings parts of std::filesystem of another libstdc++, which
-  // take the place of this one's and crash.
+  // Not std::filesystem::remove_all: PyPI's LibTorch brings parts of std::filesystem of another
+  // libstdc++, which take the place of this one's and crash.
   ~Folder() {
     for (const auto& each : std::filesystem::directory_iterator(path_))
       ::unlink(each.path().c_str());

@@ -1,4 +1,5 @@
-// Runs the tests, fails any case that leaves a frame, a hook or a byte behind, and says which took longest.
+// Runs the tests, fails any case that leaves a frame, a hook or a byte behind, and says which took
+// longest.
 
 // For Catch2 2, whose one header comes with support.h, after LibTorch's macro of the name CHECK is
 // gone.
@@ -19,8 +20,8 @@
 
 namespace {
 
-// A library that `./dev mutate` has built wants to know which of its places a case has reached, and its time: negative for
-// one that has failed.
+// A library that `./dev mutate` has built wants to know which of its places a case has reached, and
+// its time: negative for one that has failed.
 using CaseEnded = void (*)(const char* name, double seconds);
 CaseEnded case_ended = nullptr;
 

@@ -274,8 +274,9 @@ class OpCounter {
 };
 
 /// CPU kernels that ran, by operator name: "sin", "cos", "exp", "mm", "addmm", "bmm", "mul.Tensor",
-/// "relu", "sigmoid", "cumsum", "cat", "native_dropout", and what else is named to it. Below autograd,
-/// on every thread: the kernels are replaced by counting ones while it lives. One at a time.
+/// "relu", "sigmoid", "cumsum", "cat", "native_dropout", and what else is named to it. Below
+/// autograd, on every thread: the kernels are replaced by counting ones while it lives. One at a
+/// time.
 class KernelCounter {
  public:
   explicit KernelCounter(const std::vector<std::string>& more = {});
@@ -291,8 +292,8 @@ class KernelCounter {
   std::unique_ptr<State> state_;
 };
 
-/// What a policy is to do, by kernels: `kept` run as often as without a region, forward and backward
-/// together, `again` more often.
+/// What a policy is to do, by kernels: `kept` run as often as without a region, forward and
+/// backward together, `again` more often.
 struct Kernels {
   std::vector<std::string> kept, again{};
 };

@@ -1,4 +1,5 @@
-// Functions of neural networks: modules, dropouts, norms, recurrent cells, attention, convolutions, losses.
+// Functions of neural networks: modules, dropouts, norms, recurrent cells, attention, convolutions,
+// losses.
 
 #include <torch/torch.h>
 

@@ -161,7 +161,8 @@ void add_prepared_hooks(std::vector<Function>& t) {
   });
 }
 
-/// Writes that reach an argument through its relatives, and state that a function changes for a while.
+/// Writes that reach an argument through its relatives, and state that a function changes for a
+/// while.
 void add_relatives(std::vector<Function>& t) {
   add_prepared(
       t, "writes_view_of_argument", {{3, 4}}, [](const Tensors& a) { return a[0] * 2; },

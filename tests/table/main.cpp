@@ -1,4 +1,5 @@
-// The table of functions, configurations and modes: each cell gives with regions what it gives without.
+// The table of functions, configurations and modes: each cell gives with regions what it gives
+// without.
 //
 //   table                               every cell
 //   table --seconds N [--from SEED]     cells and numbers drawn at random by seeds from SEED on;
@@ -190,14 +191,16 @@ int main(int argc, char** argv) {
     }
   }
   at::set_num_threads(1);
-  // MKL rounds otherwise on threads that it may give helpers. It reads the variable when it is loaded.
+  // MKL rounds otherwise on threads that it may give helpers. It reads the variable when it is
+  // loaded.
   if (std::getenv("OMP_NUM_THREADS") == nullptr) {
     setenv("OMP_NUM_THREADS", "1", /*overwrite=*/1);
     execv("/proc/self/exe", argv);
   }
   static Silence silence;
   const c10::WarningUtils::WarningHandlerGuard quiet(&silence);
-  // The profiling executor saves other tensors in a function's first runs than later: a known limit.
+  // The profiling executor saves other tensors in a function's first runs than later: a known
+  // limit.
   torch::jit::getProfilingMode() = false;
   for (const int signal : {SIGSEGV, SIGABRT, SIGALRM, SIGBUS, SIGFPE}) std::signal(signal, die);
   if (only_list) {

@@ -1,5 +1,6 @@
 #pragma once
-// What the table is made of: functions, configurations, modes, and the exceptions to their agreement.
+// What the table is made of: functions, configurations, modes, and the exceptions to their
+// agreement.
 
 #include <ATen/core/Tensor.h>
 
@@ -135,7 +136,8 @@ std::string disagreement(const Cell& cell);
 /// Says that something went wrong beside the numbers; any thread.
 void report_fault(std::string what);
 
-// ---- what functions are written with -----------------------------------------------------------------
+// ---- what functions are written with
+// -----------------------------------------------------------------
 
 /// A leaf of standard normal numbers that requires grad.
 Tensor leaf(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
