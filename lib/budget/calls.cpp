@@ -18,6 +18,7 @@
 #include "lib/base/error.h"
 #include "lib/budget/budget_scope.h"
 #include "lib/budget/choices.h"
+#include "lib/budget/cost_table.h"
 #include "lib/budget/kinds.h"
 #include "lib/budget/room.h"
 #include "lib/budget/runtime.h"

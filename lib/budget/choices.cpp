@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "hooks/byte_hash.h"
-#include "lib/budget/runtime.h"
+#include "lib/budget/cost_table.h"
 
 namespace remat::budget {
 

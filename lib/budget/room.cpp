@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "hooks/byte_hash.h"
+#include "lib/budget/cost_table.h"
 
 namespace remat::budget {
 

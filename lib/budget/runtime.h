@@ -23,8 +23,6 @@
 // took before. The first such call is not known and may exceed the budget; the report counts it.
 // An allocator that can announce its allocations does so by remat::announce_allocation.
 
-#include <c10/util/flat_hash_map.h>
-
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -38,27 +36,6 @@
 #include "remat/budget.h"
 
 namespace remat::budget {
-
-/// Costs of operators by shapes. The caller holds the graph's lock.
-class CostTable {
- public:
-  static CostTable& get();
-  /// Returns the least time [seconds] of the first calls. Later calls do not change it, so that
-  /// steps repeat.
-  float cost(uint64_t call, float measured_s);
-  /// Returns whether `cost` still learns from the call.
-  bool is_learning(uint64_t call) const;
-  /// Returns the bytes that the call took at most on its device; 0 if it is unknown.
-  int64_t bytes(uint64_t call) const;
-  void note_bytes(uint64_t call, int64_t bytes);
-  std::vector<CallCost> all() const;
-  void set_all(const std::vector<CallCost>& costs);
-  uint32_t num_learned = 3;  ///< number of calls from which a cost is learned
-
- private:
-  struct Entry;
-  static ska::flat_hash_map<uint64_t, Entry>& entries();
-};
 
 /// The options and the report of one guard. Guarded by the graph's lock.
 struct Bound {
