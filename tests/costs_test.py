@@ -1,4 +1,5 @@
-"""Checks that a level, a save, a region and an argument cost the same however many there are.
+"""Checks that a level, a save, a region and an argument cost the same however many there are, and
+what a budget without a limit adds to an operator.
 
 Usage: costs_test.py PROGRAM. Callgrind counts instructions, which do not depend on the machine's load. Skipped where
 there is no valgrind.
@@ -30,12 +31,15 @@ def counts(folder):
 
 
 def budget_faults(runs, count):
-    """Counts of a chain of operators: forward plain and within a budget, then with backward, each after a small run."""
+    """Says whether a budget costs too much. `runs`: plain and within a budget, forward and then the
+    whole step, each after a small run."""
     plain, budget, plain_step, budget_step = (run / count for run in runs[1::2])
-    forward, backward = (budget - plain) / plain, (budget_step - budget - plain_step + plain) / plain
+    forward = (budget - plain) / plain
+    backward = (budget_step - budget - plain_step + plain) / plain
     failed = forward > MAX_BUDGET_FORWARD or backward > MAX_BUDGET_BACKWARD
-    print(f"an operator takes {plain:.0f} instructions; a budget without a limit adds {forward:.2f} of that in forward and "
-          f"{backward:.2f} in backward{f': at most {MAX_BUDGET_FORWARD} and {MAX_BUDGET_BACKWARD}' if failed else ''}")
+    limits = f": at most {MAX_BUDGET_FORWARD} and {MAX_BUDGET_BACKWARD}" if failed else ""
+    print(f"an operator takes {plain:.0f} instructions; a budget without a limit adds {forward:.2f} "
+          f"of that in forward and {backward:.2f} in backward{limits}")
     return failed
 
 
