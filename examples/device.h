@@ -21,6 +21,6 @@ inline c10::Device usable_device(const std::string& name) {
     if (text.ends_with('.')) text.pop_back();
     throw std::runtime_error(
         "--device " + name + " cannot be used with LibTorch " + TORCH_VERSION + ": " + text +
-        ".\nDo: take a LibTorch for the device (TORCH_ROOT=/folder ./dev ...)");
+        ".\nHint: take a LibTorch for the device (TORCH_ROOT=/folder ./dev ...)");
   }
 }

@@ -35,7 +35,7 @@ class Collect final : public torch::autograd::SavedVariableHooks {
           "modified by an inplace operation: a tensor that a recompute saved is at version ",
           kept_.tensor._version(), "; expected version ", kept_.version,
           " instead.\nCause: the region's function, or that of a region inside, changes it in "
-          "place and then needs it as it was.\nDo: use the out-of-place operator there, or set "
+          "place and then needs it as it was.\nHint: use the out-of-place operator there, or set "
           "inputs = remat::InputMode::CopyOnWrite in CheckpointOptions of a region whose argument "
           "it is.");
     }

@@ -96,10 +96,10 @@ void SavedElsewhere::check_version() const {
       in_place_.defined() ? in_place_.sizes() : c10::IntArrayRef(sizes_), "] is at version ",
       counter_.current_version(), "; expected version ", version_,
       " instead.\nCause: a tensor that backward needs was changed in place after it was "
-      "saved; plain autograd refuses this too.\nDo: use the out-of-place operator there.");
+      "saved; plain autograd refuses this too.\nHint: use the out-of-place operator there.");
   TORCH_CHECK(!had_elements_ || !in_place_.defined() || extent_of(in_place_),
               "remat: the storage of a saved tensor was made smaller before backward read it.\n"
-              "Cause: resize_ on the storage, as for freed parameters.\nDo: restore the storage "
+              "Cause: resize_ on the storage, as for freed parameters.\nHint: restore the storage "
               "before backward.");
 }
 

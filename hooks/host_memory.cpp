@@ -78,7 +78,7 @@ void warn_if_host_is_short(int64_t bytes) {
         "remat: memory of the host is short: of ", room->all, " bytes ",
         std::max<int64_t>(0, room->free), " are free, and ", bytes,
         " more are about to wait there.\nCause: what backward needs is moved to the CPU, which "
-        "has not the room for it.\nDo: move less, recompute more, or let a "
+        "has not the room for it.\nHint: move less, recompute more, or let a "
         "SaveInTiersGuard with host_bytes move the rest to a file."));
     return;
   }

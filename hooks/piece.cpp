@@ -234,7 +234,7 @@ Piece::Loaded Piece::load_or_share() {
 void Piece::check_loaded(const at::Tensor& loaded) const {
   const char* const place = "remat::SaveElsewhereGuard: ";
   const char* const advice =
-      "\nDo: let finish_load return a tensor like the one that begin_store was given: one dimension, "
+      "\nHint: let finish_load return a tensor like the one that begin_store was given: one dimension, "
       "the same number of elements, dtype and device. What is in the place is untouched; the same "
       "backward can be tried again on a retained graph.";
   TORCH_CHECK_VALUE(loaded.defined(), place,

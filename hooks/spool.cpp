@@ -123,7 +123,7 @@ class SpoolFile {
     fd_ = open_unnamed(directory);
     TORCH_CHECK_VALUE(fd_ >= 0, "remat::", user_, ": no file could be made in the directory \"",
                       directory.string(), "\".\nCause: ", words_of(errno),
-                      ".\nDo: name a directory that exists and that this user may write to.");
+                      ".\nHint: name a directory that exists and that this user may write to.");
   }
   ~SpoolFile() { ::close(fd_); }
   SpoolFile& operator=(SpoolFile&&) = delete;
@@ -147,7 +147,7 @@ class SpoolFile {
             false, "remat::", user_, ": ", size,
             " bytes of a saved tensor could not be written to a file in \"", directory_.string(),
             "\".\nCause: ", words_of(code), " (after ", done,
-            " bytes).\nDo: make room there, or name another directory; what was saved before "
+            " bytes).\nHint: make room there, or name another directory; what was saved before "
             "is intact, and so is the tensor.");
       }
     }
@@ -170,7 +170,7 @@ class SpoolFile {
           count > 0, "remat::", user_, ": ", size,
           " bytes of a saved tensor could not be read back from a file in \"", directory_.string(),
           "\".\nCause: ", count == 0 ? std::string("the file was made shorter") : words_of(errno),
-          ".\nDo: try the same backward again, or run forward again.");
+          ".\nHint: try the same backward again, or run forward again.");
       done += count;
     }
   }

@@ -56,7 +56,7 @@ const std::string changed =
 const std::string cause_of_change =
     "Cause: it was changed in place, given other storage, or replaced (an optimizer step between forward and backward "
     "does this). A tensor without grad that the function makes and leaves in an outside variable counts as captured "
-    "too.\nDo: call backward before the change, pass the tensor as an argument, or set capture_check = "
+    "too.\nHint: call backward before the change, pass the tensor as an argument, or set capture_check = "
     "CaptureCheck::Ignore to recompute with the new value.\n";
 const std::string changed_weight =
     "parameter 'conv1.weight' of UNetBlock (saved tensor at position 1):\n"

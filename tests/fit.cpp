@@ -149,8 +149,8 @@ TEST_CASE("a file that is none of measurements is refused, and left alone", "[fi
     return text;
   };
   CHECK_THAT(refused("milk\n"), contains("line 1 of"));
-  CHECK_THAT(refused("remat measurements 4\nsomething\nchain 1 2 0 0 0 1\n"), contains("line 4"));
-  CHECK_THAT(refused("remat measurements 4\nsomething\nchain 1 two 0 0 0 1\n"),
+  CHECK_THAT(refused("remat measurements 5\nsomething\nchain 1 2 0 0 0 1\n"), contains("line 4"));
+  CHECK_THAT(refused("remat measurements 5\nsomething\nchain 1 two 0 0 0 1\n"),
              contains("is no line of measurements"));
   // Where the disk is full, nothing is left beside the file.
   options.measurements = folder.path() + "/full";

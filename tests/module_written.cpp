@@ -165,7 +165,7 @@ TEST_CASE("a buffer that a recompute leaves otherwise than forward is an error w
   CHECK_THAT(error.what_without_backtrace(),
              contains("The recompute left buffer 'inner.table' of Outer with other contents than "
                       "forward did") &&
-                 contains("\nDo: keep that state in a buffer"));
+                 contains("\nHint: keep that state in a buffer"));
   CHECK(module->inner->table[0].item<float>() == 1);
 }
 

@@ -19,7 +19,7 @@ void throw_unsupported(const std::string& fact, const std::string& cause,
   CheckpointError::Facts facts;
   facts.kind = CheckpointError::Kind::Unsupported;
   throw CheckpointError(
-      fmt::format("remat::checkpoint: {}.\nCause: {}.\nDo: {}.", fact, cause, advice),
+      fmt::format("remat::checkpoint: {}.\nCause: {}.\nHint: {}.", fact, cause, advice),
       std::move(facts));
 }
 

@@ -116,7 +116,7 @@ void budget::announce(c10::Device device, int64_t bytes, int64_t live_bytes, boo
       fmt::format(
           "remat::BudgetGuard: an allocation of {} bytes did not fit into the budget, and nothing "
           "more could be dropped.\nCause: what operators read and write, and what the program "
-          "holds, is over the budget by itself.\nDo: ask for {} bytes or more, or let "
+          "holds, is over the budget by itself.\nHint: ask for {} bytes or more, or let "
           "OverBudget::Continue exceed the budget.",
           bytes, needed),
       needed, floor);

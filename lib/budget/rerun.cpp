@@ -53,7 +53,7 @@ class RerunError final : public c10::Error {
           "that ",
           record.traits->name,
           " cannot run again.\nCause: it was written to where the budget does not see it: by "
-          "another thread, after the guard's scope had ended, or past LibTorch's operators.\nDo: "
+          "another thread, after the guard's scope had ended, or past LibTorch's operators.\nHint: "
           "write to it inside the scope, after the backward, or raise the budget."));
 }
 
@@ -63,7 +63,7 @@ class RerunError final : public c10::Error {
       c10::str("remat::BudgetGuard: ", difference_of_settings(record.settings, now),
                " has changed between forward and backward, so that ", record.traits->name,
                " could give other results when it runs again.\nCause: the setting belongs to the "
-               "process, and a rerun cannot set it for itself.\nDo: set it back before the "
+               "process, and a rerun cannot set it for itself.\nHint: set it back before the "
                "backward, or raise the budget."));
 }
 
@@ -73,7 +73,7 @@ class RerunError final : public c10::Error {
       c10::str("remat::BudgetGuard: ", record.traits->name,
                " gave other results when it ran again (BudgetOptions::check_values).\nCause: the "
                "operator is not deterministic, leaves bytes of its results unwritten, or reads "
-               "something that was changed past LibTorch's operators.\nDo: use a deterministic "
+               "something that was changed past LibTorch's operators.\nHint: use a deterministic "
                "operator, or do not change what it reads before the backward."));
 }
 

@@ -79,7 +79,7 @@ void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
                     "Hint: drop one of the two for this region.");
   TORCH_CHECK_VALUE(options.offload_prefetch_depth >= 0,
                     "remat::checkpoint: offload_prefetch_depth is ", options.offload_prefetch_depth,
-                    ".\nDo: give 0 or more.");
+                    ".\nHint: give 0 or more.");
   // Included while the stack of transforms is not empty; functorch's own state outlives it.
   if (c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode))
     throw_unsupported("a region was opened inside a functorch transform",
@@ -176,10 +176,11 @@ void ForwardRun::close() {
 }
 
 void ForwardRun::finish(c10::function_ref<void(TensorVisitor)> visit_result) {
-  TORCH_CHECK_VALUE(scope_ != nullptr,
-                    "remat::ForwardRun: finish was called on a run that is over.\nCause: it was "
-                    "called before, or a recompute around has ended the run (has_ended).\nDo: call "
-                    "it once, where the function has returned.");
+  TORCH_CHECK_VALUE(
+      scope_ != nullptr,
+      "remat::ForwardRun: finish was called on a run that is over.\nCause: it was "
+      "called before, or a recompute around has ended the run (has_ended).\nHint: call "
+      "it once, where the function has returned.");
   auto& scope = static_cast<ForwardScope&>(*scope_);
   scope.wait_for_engine(visit_result);
   scope.scripts()->end();

@@ -23,7 +23,7 @@ constexpr char fact[] =
 constexpr char advice[] =
     "Cause: the function computes other numbers the second time (nondeterministic kernels, an "
     "unregistered generator, a parameter changed through .data(), or a counter that it reads: a step "
-    "number, annealing, warm-up).\nDo: make the kernels deterministic, call backward before parameters "
+    "number, annealing, warm-up).\nHint: make the kernels deterministic, call backward before parameters "
     "change, and pass such a number as an argument: the recompute gets forward's.\n";
 
 class ValuesCheck final : public TensorCheck {

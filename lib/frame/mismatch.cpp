@@ -213,7 +213,7 @@ void throw_differences(const Region& region, Differences differences, const OpLo
         seen +
             "Cause: it was changed in place, given other storage, or replaced (an optimizer step "
             "between forward and backward does this). A tensor without grad that the function makes and "
-            "leaves in an outside variable counts as captured too.\nDo: call backward before the change, pass "
+            "leaves in an outside variable counts as captured too.\nHint: call backward before the change, pass "
             "the tensor as an argument, or set capture_check = CaptureCheck::Ignore to "
             "recompute with the new value.\n",
         std::move(differences.changed_captures()), log);
@@ -224,7 +224,7 @@ void throw_differences(const Region& region, Differences differences, const OpLo
         "forward pass.",
         seen +
             "Cause: the function did not compute the same again (a branch on outside state, a cache that "
-            "each call extends, a changed flag, an initialisation in its first forward).\nDo: make it depend on its arguments and on unchanged captures "
+            "each call extends, a changed flag, an initialisation in its first forward).\nHint: make it depend on its arguments and on unchanged captures "
             "only, or run the region without remat::checkpoint.\n",
         std::move(differences.metadata), log);
   const TensorCheck::Report& report = differences.check->report();
@@ -255,7 +255,7 @@ void throw_count_mismatch(const Region& region, int64_t forward_count, int64_t r
       fmt::format(
           "remat::checkpoint: {} In {}.\n  forward:   {} tensors\n  recompute: {} tensors{}\n{}{}"
           "Cause: the function did not run the same operators again (a branch on outside "
-          "state, a changed flag, an initialisation in its first forward, another grad mode).\nDo: make it depend on its arguments "
+          "state, a changed flag, an initialisation in its first forward, another grad mode).\nHint: make it depend on its arguments "
           "and on unchanged captures only.\n{}",
           fact, title(region), forward_count, recompute_count,
           is_more ? " when it was noticed" : "", table(facts.mismatches, facts.kind), seen,

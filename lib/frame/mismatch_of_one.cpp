@@ -35,7 +35,7 @@ struct About {
 [[noreturn]] void throw_plainly(const Region& region, Kind kind, const std::string& fact,
                                 const std::string& cause, const std::string& advice) {
   raise(region,
-        fmt::format("remat::checkpoint: {}. In {}.\nCause: {}.\nDo: {}.", fact, title(region),
+        fmt::format("remat::checkpoint: {}. In {}.\nCause: {}.\nHint: {}.", fact, title(region),
                     cause, advice),
         facts_of(kind, region));
 }
@@ -86,7 +86,7 @@ void throw_changed_argument(const Region& region, int64_t number, const TensorId
   throw_about(
       region, Kind::InputChanged, about,
       fmt::format(
-          "{}Cause: {}, {}.\nDo: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and "
+          "{}Cause: {}, {}.\nHint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, and "
           "the region keeps a copy of its own; or pass a clone (`x.clone()`), or {}.",
           changed_argument(region, about, then, now),
           by_function
@@ -111,7 +111,7 @@ void throw_moved_statistics(const Region& region, int64_t number, const TensorId
           "inplace operation: a batch norm in training mode moved its running statistics, "
           "which are tensor {} of the arguments of {}, counted from 0{}.\n"
           "Cause: a recompute would begin with the moved statistics, and would move them "
-          "once more.\nDo: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, "
+          "once more.\nHint: set inputs = remat::InputMode::CopyOnWrite in CheckpointOptions, "
           "and a recompute moves a copy; or set buffers = BufferPolicy::Ignore if twice is "
           "right.",
           number, title(region), apposition(about.tensor)));
@@ -125,7 +125,7 @@ void throw_unseen_write(const Region& region, int64_t number, const TensorIdenti
       region, Kind::InputChanged, about,
       fmt::format(
           "{}Cause: it was written to past LibTorch's mutable pointers, so that the copy which the "
-          "region keeps (InputMode::CopyOnWrite) is lost, too.\nDo: write through "
+          "region keeps (InputMode::CopyOnWrite) is lost, too.\nHint: write through "
           "`mutable_data_ptr()`, or pass a clone (`x.clone()`).",
           changed_argument(region, about, then, now)));
 }
@@ -139,7 +139,7 @@ void throw_replaced_argument(const Region& region, int64_t number, const at::Ten
       fmt::format("An argument was given other data between the forward and the recompute, so the "
                   "gradient would be wrong: tensor {} of the arguments of {}{}, which is {} now.\n"
                   "Cause: set_data, set_, resize_ or an assignment to its data gave it another "
-                  "storage or another shape; its version does not show that.\nDo: call backward "
+                  "storage or another shape; its version does not show that.\nHint: call backward "
                   "before, pass an alias (`x.detach()`), or set capture_check = "
                   "CaptureCheck::Ignore to recompute with the new data.",
                   number, title(region), apposition(about.tensor),
@@ -154,7 +154,7 @@ void throw_parted_arguments(const Region& region, int64_t number, int64_t other)
           "and the saved-tensor hooks around it gave the two back apart: tensors {} and {} "
           "of the arguments of {}.\n"
           "Cause: in the recompute the write would not reach the other one, as it did in "
-          "forward.\nDo: pass the tensor once and make the view in the function, or let the "
+          "forward.\nHint: pass the tensor once and make the view in the function, or let the "
           "function write to a copy.",
           number, other, title(region)));
 }
@@ -167,7 +167,7 @@ void throw_spoiled_argument(const Region& region, int64_t number) {
           "inplace operation: a recompute wrote to tensor {} of the arguments of {}, which "
           "forward had not done.\n"
           "Cause: the function does not do the same again, and what it wrote to belongs to "
-          "the saved-tensor hooks around the region.\nDo: let the function write to a copy, "
+          "the saved-tensor hooks around the region.\nHint: let the function write to a copy, "
           "and run forward again.",
           number, title(region)));
 }
@@ -181,7 +181,7 @@ void throw_written_ahead(const Region& region, int64_t number) {
           "arguments of {}, which forward has not done yet.\n"
           "Cause: the function waits for a backward over what it computes itself, on another "
           "thread or where a recompute cannot be stopped (a noexcept function), and then writes to its "
-          "argument, which is done twice.\nDo: set inputs = remat::InputMode::CopyOnWrite in "
+          "argument, which is done twice.\nHint: set inputs = remat::InputMode::CopyOnWrite in "
           "CheckpointOptions, or use the out-of-place operator, or run that backward on the "
           "function's own thread.",
           number, title(region)));
@@ -260,7 +260,7 @@ void throw_selective(const Region& region, Kind kind, const std::string& fact,
           : "";
   const std::string name = name_of(region, tensor);
   raise(region,
-        fmt::format("remat: {}{}: {}{}.\nCause: {}.\nDo: {}.\n{}", sentence, title(region), fact,
+        fmt::format("remat: {}{}: {}{}.\nCause: {}.\nHint: {}.\n{}", sentence, title(region), fact,
                     name.empty() ? "" : ": " + name, cause, advice, lists),
         facts_of(kind, region));
 }
@@ -294,7 +294,7 @@ void throw_changed_value(const Region& region, int64_t position, const SlotIdent
                 "inside, and it keeps a copy of its own; or pass it a clone (`x.clone()`), or use "
                 "the out-of-place operator."
               : "Cause: a tensor that backward needs is changed in place after it was saved; "
-                "plain autograd refuses this too.\nDo: use the out-of-place operator there."));
+                "plain autograd refuses this too.\nHint: use the out-of-place operator there."));
 }
 
 }  // namespace remat

@@ -137,7 +137,7 @@ CountingAllocator& counting_allocator() {
       "remat::MemoryLimitGuard: out of memory: an allocation did not fit under the "
       "limit.\n  asked for: ",
       readable(bytes), "\n  live:      ", readable(live), "\n  limit:     ", readable(limit),
-      "\nDo: checkpoint more of the model (remat::checkpoint), use a smaller batch, or "
+      "\nHint: checkpoint more of the model (remat::checkpoint), use a smaller batch, or "
       "raise the limit.");
 }
 

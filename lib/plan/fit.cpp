@@ -142,7 +142,7 @@ void Fitted::Impl::verify(Fit& fit, const at::Tensor& sample) const {
           fmt::format(
               "remat::fit: no plan keeps a step under {} bytes: the smallest was expected to take {} and "
               "takes about {}.\nCause: the program keeps more than the stages' costs say, such as "
-              "what they return, or copies of buffers.\nDo: give a budget of at least {}.",
+              "what they return, or copies of buffers.\nHint: give a budget of at least {}.",
               budget_bytes, error.minimum_bytes(), least, least),
           least);
     }
@@ -265,7 +265,7 @@ Fitted fit(std::vector<Stage> stages, const at::Tensor& sample, int64_t budget_b
            FitOptions options) {
   TORCH_CHECK_VALUE(sample.defined(), "remat::fit: the sample is an undefined tensor.");
   TORCH_CHECK_VALUE(budget_bytes >= 0, "remat::fit: the budget is ", budget_bytes,
-                    " bytes.\nDo: give 0 or more.");
+                    " bytes.\nHint: give 0 or more.");
   auto impl = std::make_shared<Fitted::Impl>();
   impl->stages = std::move(stages);
   impl->budget_bytes = budget_bytes;

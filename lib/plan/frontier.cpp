@@ -24,7 +24,7 @@ Plan Frontier::plan(int64_t budget_bytes) const {
         c10::str("remat::Frontier::plan: no plan fits into ", budget_bytes,
                  " bytes beyond the chain's input.\nCause: the plan of the least memory needs ",
                  points_.front().bytes,
-                 " bytes.\nDo: raise the budget, use a smaller batch, or split stages."),
+                 " bytes.\nHint: raise the budget, use a smaller batch, or split stages."),
         points_.front().bytes);
   // Of the point, not of the budget: with more bytes than it needs a plan might use them.
   return table_->plan((above - 1)->bytes);

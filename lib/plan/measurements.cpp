@@ -26,7 +26,7 @@ using Measurements = std::map<std::string, ChainCost>;
                               const char* what) {
   TORCH_CHECK_VALUE(
       false, "remat::fit: line ", line, " of \"", file.string(), "\" ", what,
-      ".\nDo: name a file that fit has written, or remove it: what is needed is measured anew.");
+      ".\nHint: name a file that fit has written, or remove it: what is needed is measured anew.");
 }
 
 /// The lines of a file, by number.
@@ -176,7 +176,7 @@ void add_measurement(const std::filesystem::path& file, const std::string& with,
   if (!is_written) std::remove(beside.c_str());
   TORCH_CHECK_VALUE(
       is_written, "remat::fit: measurements could not be written to \"", file.string(),
-      "\".\nDo: name a file in a directory that exists and that this user may write to.");
+      "\".\nHint: name a file in a directory that exists and that this user may write to.");
 }
 
 }  // namespace remat

@@ -30,7 +30,7 @@ constexpr std::string_view kOpen = "ck[", kMove = "mv[";
   }
   TORCH_CHECK_VALUE(
       false, "remat::Plan::parse: ", fact, " at position ", position, ".\n  text: ", shown,
-      "\nDo: write stages from 1 on, each once and in order, regions as ck[...] and what "
+      "\nHint: write stages from 1 on, each once and in order, regions as ck[...] and what "
       "moves as mv[...], separated by single spaces: [ck[ck[1] 2] mv[ck[3]] 4 5]");
 }
 
@@ -162,10 +162,10 @@ void Plan::check_moved() const {
       }
     }
     TORCH_CHECK_VALUE(begin == moved_[i], "remat::Plan: what moves begins with stage ", moved_[i],
-                      ", which is inside of a region.\nDo: move whole regions and stages outside "
+                      ", which is inside of a region.\nHint: move whole regions and stages outside "
                       "of them.");
     TORCH_CHECK_VALUE(end < stages_, "remat::Plan: the last item, from stage ", moved_[i],
-                      ", moves: backward needs it at once.\nDo: leave it where it is.");
+                      ", moves: backward needs it at once.\nHint: leave it where it is.");
   }
 }
 

@@ -296,9 +296,10 @@ Simulation simulate(const ChainCost& cost, const Plan& plan, const SolveOptions&
   TORCH_CHECK_VALUE(static_cast<int64_t>(cost.stages.size()) == plan.stages(),
                     "remat::simulate: the plan has ", plan.stages(), " stages, the chain has ",
                     cost.stages.size(), ".");
-  TORCH_CHECK_VALUE(cost.moving || !moves_anything(plan),
-                    "remat::simulate: the plan moves, and the chain has no ChainCost::moving.\nDo: "
-                    "measure with MeasureOptions::moving.");
+  TORCH_CHECK_VALUE(
+      cost.moving || !moves_anything(plan),
+      "remat::simulate: the plan moves, and the chain has no ChainCost::moving.\nHint: "
+      "measure with MeasureOptions::moving.");
   Simulation result = Simulator(cost, plan, options).result();
   result.depth = plan.depth();
   return result;

@@ -108,7 +108,7 @@ void Trial::refuse_writing() const {
   stage_(input);
   TORCH_CHECK_VALUE(input._version() == version, "remat::measure: stage ", number_,
                     " writes to its input in place.\nCause: a region that begins with it could "
-                    "not be computed again, since its input is another one by then.\nDo: make it "
+                    "not be computed again, since its input is another one by then.\nHint: make it "
                     "one stage with the one before it, or let it return a new tensor (inplace = "
                     "false).");
 }

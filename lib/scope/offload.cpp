@@ -80,13 +80,13 @@ std::shared_ptr<ElsewhereScope> scope_with(std::unique_ptr<Place> place, DepotOp
 
 void check_not_negative(const char* guard, int64_t value, const char* name) {
   TORCH_CHECK_VALUE(value >= 0, "remat::", guard, ": ", name, " is ", value,
-                    ".\nDo: give 0 or more.");
+                    ".\nHint: give 0 or more.");
 }
 
 std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
                                               const SaveElsewhereOptions& options) {
   TORCH_CHECK_VALUE(place != nullptr,
-                    "remat::SaveElsewhereGuard: the place is null.\nDo: give it one, such as "
+                    "remat::SaveElsewhereGuard: the place is null.\nHint: give it one, such as "
                     "std::make_unique<YourPlace>().");
   const auto check = [](int64_t value, const char* name) {
     check_not_negative("SaveElsewhereGuard", value, name);
@@ -141,7 +141,7 @@ std::shared_ptr<ElsewhereScope> scope_of(const SaveInTiersOptions& options,
   TORCH_CHECK_VALUE(
       !options.directory.empty() || options.host_bytes == SaveInTiersOptions().host_bytes,
       "remat::SaveInTiersGuard: host_bytes is ", options.host_bytes,
-      " and there is no directory for what is more.\nDo: name a directory, or leave "
+      " and there is no directory for what is more.\nHint: name a directory, or leave "
       "host_bytes out.");
   const std::shared_ptr<const std::atomic<int64_t>> on_host(totals, &totals->on_host);
   return scope_with(std::make_unique<SaveInTiers>(options, totals),

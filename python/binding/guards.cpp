@@ -184,7 +184,7 @@ class ObjectContents final : public StoredContents {
       PyErr_Format(
           tensor == nullptr ? PyExc_TypeError : PyExc_ValueError,
           "remat.save_elsewhere: `load` of %R returned something that is not like what `store` was "
-          "given: %lld elements of %S on %S, in one dimension. It was: %R.\nDo: return a tensor like "
+          "given: %lld elements of %S on %S, in one dimension. It was: %R.\nHint: return a tensor like "
           "that. What is in the place is untouched; the same backward can be tried again on a "
           "retained graph.",
           place_.get(), static_cast<long long>(size_), py::cast(dtype_).ptr(),

@@ -86,7 +86,7 @@ CheckpointPolicy answer_in(const py::object& answer, py::handle function,
   const std::string asked(context.op_name);
   // No TypeError: `x @ y` would make one of its own of it.
   PyErr_Format(PyExc_ValueError,
-               "remat: the policy %R returned %R when it was asked about %s.%s\nDo: return a "
+               "remat: the policy %R returned %R when it was asked about %s.%s\nHint: return a "
                "CheckpointPolicy, such as CheckpointPolicy.MUST_SAVE, or a bool: True to keep the "
                "result, False to compute it again.",
                function.ptr(), answer.ptr(), asked.c_str(),
