@@ -16,7 +16,7 @@
 
 namespace remat {
 
-/// Which modules of a tree are meant: those that fit every condition that is set.
+/// A choice of modules of a tree: a module is chosen if it fits every condition that is set.
 ///
 ///     {.name = "layers.*"}                       the children of `layers`
 ///     {.type = "Bottleneck", .every = 2}         the first of these, the third, ...
@@ -33,7 +33,8 @@ struct ModuleChoice {
   std::string type{};
   /// Asked last, with the path and the module.
   std::function<bool(const std::string& path, torch::nn::Module& module)> where{};
-  /// Of what fits the rest, in the order of the tree: the first and every n-th after it.
+  /// Among the modules that fit the other conditions, in the order of the tree, the first and every
+  /// n-th after it are chosen.
   int64_t every = 1;
 
   /// Makes one of text: `key=value` with commas between, where the keys are `name`, `type` and
@@ -72,7 +73,7 @@ struct RefusedModule {
   std::string cure{};    ///< what to write instead
 };
 
-/// What `apply_checkpointing` came to.
+/// The result of `apply_checkpointing`.
 struct AppliedCheckpointing {
   std::vector<ChosenModule> regions{};   ///< chosen, and regions now
   std::vector<RefusedModule> refused{};  ///< chosen, and called as before
@@ -110,16 +111,17 @@ struct AppliedCheckpointing {
 /// Source: `apply_activation_checkpointing` of torch/distributed/algorithms/_checkpoint.
 [[nodiscard]] REMAT_API AppliedCheckpointing apply_checkpointing(torch::nn::Module& root,
                                                                  const ModuleChoice& choice);
-/// The same with options for all that are chosen.
+/// Does the same with options for all chosen modules.
 [[nodiscard]] REMAT_API AppliedCheckpointing apply_checkpointing(torch::nn::Module& root,
                                                                  const ModuleChoice& choice,
                                                                  const ModuleOptions& options);
 
-/// The same, all or nothing: throws `c10::ValueError` if one of the chosen modules cannot be a
-/// region, with the reasons and cures of all such, and changes nothing then. Returns the regions.
+/// Does the same, all or nothing: if one of the chosen modules cannot be a region, the function
+/// changes nothing and throws `c10::ValueError` with the reasons and cures of all such modules.
+/// Returns the regions.
 REMAT_API std::vector<ChosenModule> require_checkpointing(torch::nn::Module& root,
                                                           const ModuleChoice& choice);
-/// The same with options for all that are chosen.
+/// Does the same with options for all chosen modules.
 REMAT_API std::vector<ChosenModule> require_checkpointing(torch::nn::Module& root,
                                                           const ModuleChoice& choice,
                                                           const ModuleOptions& options);

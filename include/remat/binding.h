@@ -73,10 +73,10 @@ class REMAT_API RegionBody {
   /// result. What it throws reaches the caller of backward, unless `stop` was called before. Only
   /// what derives from std::exception can pass the engine.
   virtual void run_again(std::vector<at::Tensor>& inputs) = 0;
-  /// Whether anything may unwind the function before its end. If not, `stop` is not called while it
-  /// runs again, and nothing that `raise` throws reaches it: it runs to its end each time, and what
-  /// was found reaches backward after that. (An operator or a backward that the function calls may
-  /// fail, as ever.)
+  /// Returns whether anything may unwind the function before its end. If not, `stop` is not called
+  /// while it runs again, and nothing that `raise` throws reaches it: it runs to its end each time,
+  /// and what was found reaches backward after that. (An operator or a backward that the function
+  /// calls may fail, as ever.)
   virtual bool can_be_stopped() const = 0;
   /// Ends the recompute in the way of the function's language; called where an operator saves a
   /// tensor, or where the function begins a backward, on the thread that called `run_again`. Must
@@ -95,8 +95,8 @@ class REMAT_API RegionBody {
   /// or in backward. Must not return; on an engine's thread only what derives from std::exception
   /// passes. Default: throws `error` itself.
   virtual void raise(CheckpointError error);
-  /// What errors call the tensors of the function's modules in another language; lives as long as
-  /// the body. Default: null, nobody knows.
+  /// Returns the names that errors use for the tensors of the function's modules in another
+  /// language; they live as long as the body. Default: null, no names.
   virtual const TensorNames* tensor_names() const;
 };
 
@@ -104,17 +104,17 @@ class REMAT_API RegionBody {
 using OpaqueVisitor = c10::function_ref<void(int64_t number, const void* object,
                                              std::size_t num_bytes, const std::type_info& type)>;
 
-/// What is known of a function besides how to run it. A binding may leave all of it out.
+/// Facts about a function that are not needed to run it. A binding may leave all of them out.
 struct FunctionFacts {
   /// The module that the function is, or null: its training flags and buffers are in recomputes as
   /// in forward, and errors name its parameters and buffers.
   torch::nn::Module* module = nullptr;
-  /// Where the function object lies: with `debug`, a region looks there for addresses of the
+  /// Address of the function object: with `debug`, a region looks there for addresses of the
   /// thread's stack.
   const void* object = nullptr;
   std::size_t num_bytes = 0;  ///< of the object
-  /// Where the options give no name, the region is called by this type, or by the module's: as it
-  /// is written, without namespace and `Impl`. Looked at when somebody asks for the name.
+  /// Type after which the region is named where the options give no name, or the module's type: as
+  /// written, without namespace and `Impl`. It is read when the name is asked for.
   const std::type_info* type = nullptr;
   /// The script module that the function is, or whose method: as `module`.
   const detail::ScriptCall* script = nullptr;
@@ -127,9 +127,9 @@ struct FunctionFacts {
   bool sees_end = false;  ///< who makes the ForwardRun looks at its `has_ended`
 };
 
-/// What errors call tensors of modules of another language. A body may have such names; and a
-/// `torch::nn::Module` that stands for such modules may be this, too: then its names hold, instead
-/// of the paths of its own tensors.
+/// Names that errors use for the tensors of modules of another language. A body may have such
+/// names, and so may a `torch::nn::Module` that stands for such modules: then its names hold
+/// instead of the paths of its own tensors.
 class REMAT_API TensorNames {
  public:
   /// Gets to know a tensor and its name: "parameter 'conv1.weight' of UNetBlock".
@@ -191,13 +191,13 @@ class REMAT_API ForwardRun {
   std::unique_ptr<at::RecordFunction> profiled_;  // if LibTorch's profiler looks
 };
 
-/// Whether a region may begin here: grad mode is on, and no DisableCheckpointGuard is open.
-/// Otherwise the function is to be run as it is.
+/// Returns whether a region may begin here: grad mode is on, and no DisableCheckpointGuard is open.
+/// Otherwise the binding runs the function plainly.
 REMAT_API bool opens_region();
 /// And whether the level in the options, if they have one, asks for it.
 REMAT_API bool opens_region(const CheckpointOptions& options);
 
-/// What to do around a wait for another thread: such a wait could be for a thread that needs a lock
+/// Functions that are called around a wait for another thread, since that thread may need a lock
 /// which this one holds (Python's, for one).
 class REMAT_API WaitCallbacks {
  public:
@@ -259,9 +259,9 @@ class REMAT_API BackwardMark {
   ~BackwardMark();
   BackwardMark(const BackwardMark&) = delete;
   BackwardMark& operator=(const BackwardMark&) = delete;
-  /// It has returned `gradients`; `given`: the gradients that its roots were given. Throws what
-  /// `stop` throws where a recompute has all it needs and forward still waits in this backward.
-  /// Call it once.
+  /// Notes that the backward has returned `gradients`; `given`: the gradients of its roots. Throws
+  /// what `stop` throws where a recompute has all it needs and forward still waits in this
+  /// backward. Call it once.
   void finish(const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& given);
 
  private:

@@ -36,8 +36,8 @@ int64_t count_defined(T& value) {
   return defined;
 }
 
-/// Whether taking the tensors out of `kept`, a copy of `original`, takes them out of both: a user
-/// type with the semantics of a handle.
+/// Returns whether taking the tensors out of `kept`, a copy of `original`, takes them out of both:
+/// true for a user type with the semantics of a handle.
 template <class T>
 bool shares_tensors(T& kept, T& original) {
   const int64_t before = count_defined(original);
@@ -274,7 +274,7 @@ auto checkpoint(Fn&& fn, Args&&... args) {
   return detail::run_call(defaults, std::forward<Fn>(fn), std::forward<Args>(args)...);
 }
 
-/// The same with options: `checkpoint({.name = "block 3"}, fn, x)`.
+/// Does the same with options: `checkpoint({.name = "block 3"}, fn, x)`.
 template <class Fn, class... Args>
   requires detail::Runnable<Fn, Args...>
 auto checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) {

@@ -15,7 +15,7 @@ namespace remat {
 /// except those that do not derive from `std::exception` (the engine could not carry them).
 class REMAT_API CheckpointError : public c10::Error {
  public:
-  /// What went wrong.
+  /// The kinds of errors.
   enum class Kind {
     FewerTensors,      ///< the recompute saved fewer tensors than forward
     MoreTensors,       ///< it tried to save more (seen only with early stop off)
@@ -48,7 +48,7 @@ class REMAT_API CheckpointError : public c10::Error {
     std::string recompute_tensor{};  ///< the same of the recompute
   };
 
-  /// What the error knows besides its text; counts are -1 where they have no meaning.
+  /// The facts of the error besides its text; counts are -1 where they have no meaning.
   struct Facts {
     Kind kind = Kind::RecomputeFailed;   ///< what went wrong
     std::string region{};                ///< the region's name
@@ -61,7 +61,7 @@ class REMAT_API CheckpointError : public c10::Error {
   /// An error with this text and these facts.
   CheckpointError(std::string message, Facts facts);
 
-  /// What went wrong.
+  /// Returns the kind of the error.
   Kind kind() const { return facts_.kind; }
   /// The region's name, empty if it has none; the default one, too (`CheckpointOptions::name`).
   const std::string& region() const { return facts_.region; }

@@ -55,7 +55,8 @@ class REMAT_API Fitted {
   /// The peak [bytes] of a step as planned, beyond input, parameters and their gradients; none
   /// without `verify`.
   std::optional<int64_t> measured_peak() const;
-  /// What was chosen, beside no regions, a region a stage and the least memory; and each stage.
+  /// Returns a table of the chosen plan beside no regions, a region a stage and the least memory,
+  /// and of each stage.
   std::string table() const;
   /// The frontier of memory and time with the plan on it, as SVG.
   std::string picture() const;

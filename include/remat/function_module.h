@@ -15,7 +15,8 @@ class Module;
 
 namespace remat::detail {
 
-/// What shares the ownership of a module; empty if no shared pointer owns it, or if it is null.
+/// Returns a pointer that shares the ownership of a module; empty if no shared pointer owns it, or
+/// if it is null.
 REMAT_API std::shared_ptr<const void> owner_of(const torch::nn::Module* module);
 
 /// Throws: the module of a call is a null pointer.

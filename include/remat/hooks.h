@@ -35,7 +35,8 @@ class HookPair {
   virtual std::unique_ptr<PackedTensor> pack(const at::Tensor& tensor) = 0;
 };
 
-/// What is stored of a tensor that a pack function returned. See Note [Identity packs].
+/// Returns the form in which a tensor that a pack function returned is stored.
+/// See Note [Identity packs].
 REMAT_API at::Tensor without_history(const at::Tensor& packed);
 
 template <class Pack, class Unpack>
@@ -120,7 +121,7 @@ class REMAT_API SavedTensorHooksGuard : detail::ScopeGuard {
 //   the guard's end: the kernel may have yet to write it.
 // * Regions: as any user hooks. Reads may come from any thread, and more than once.
 
-/// What a `SaveOnCpuGuard` moves, and how.
+/// Options of a `SaveOnCpuGuard`: the tensors that it moves, and how.
 struct SaveOnCpuOptions {
   /// Use page-locked memory (up to a quarter of the machine's), for copies beside the work. Where
   /// there is none, ordinary memory.
@@ -129,22 +130,22 @@ struct SaveOnCpuOptions {
   int64_t min_bytes = 0;
   /// `false`: parameters and their views move too.
   bool skip_parameters = true;
-  /// With `pin_memory`: how many copies back are begun ahead of the one that is read, in the
+  /// Number of copies back, with `pin_memory`, that are begun ahead of the one that is read, in the
   /// reverse order of saving; 0: none.
   int64_t prefetch_depth = 2;
-  /// With `pin_memory`: bytes of originals whose copies are not done, so that their memory cannot
-  /// be used again, unless a single one is larger. Beyond that the program waits for the oldest
-  /// copy. Default: no limit.
+  /// [bytes] Limit, with `pin_memory`, of the originals whose copies are not done, so that their
+  /// memory cannot be used again; a single larger one is allowed. Beyond it the program waits for
+  /// the oldest copy. Default: no limit.
   int64_t max_bytes_in_flight = std::numeric_limits<int64_t>::max();
-  /// So many of the tensors that were saved last stay on the device: backward asks for them first,
-  /// so that moving them gains nothing. A storage counts once, and what the program itself holds
-  /// counts nothing. With any, tensors move when others have been saved after them, and not what
-  /// the program still holds then, or at the guard's end; what cannot be copied stays, with a
-  /// warning.
+  /// Number of most recently saved tensors that stay on the device: backward asks for them first,
+  /// so that moving them gains nothing. A storage counts once; a tensor that the program itself
+  /// holds does not count. If the number is not 0, a tensor moves when others have been saved after
+  /// it, or at the guard's end, and only if the program does not hold it then. A tensor that cannot
+  /// be copied stays, with a warning.
   int64_t keep_last = 0;
 };
 
-/// What one guard has moved since it began.
+/// Counts of the tensors that one guard has moved since it began.
 struct MoveCounts {
   int64_t moves = 0;         ///< copies out
   int64_t bytes_moved = 0;   ///< [bytes] of these
@@ -172,7 +173,7 @@ class REMAT_API MoveCounters {
 class REMAT_API SaveOnCpuGuard : detail::ScopeGuard {
  public:
   explicit SaveOnCpuGuard(SaveOnCpuOptions options = {});  ///< until the guard ends
-  /// What this guard has moved.
+  /// Returns the counts of the tensors that this guard has moved.
   MoveCounters counters() const { return MoveCounters(totals_); }
 
  private:
@@ -180,7 +181,7 @@ class REMAT_API SaveOnCpuGuard : detail::ScopeGuard {
   std::shared_ptr<MoveTotals> totals_;
 };
 
-/// What a `SaveOnDiskGuard` moves, and where to.
+/// Options of a `SaveOnDiskGuard`: the tensors that it moves, and where to.
 struct SaveOnDiskOptions {
   std::filesystem::path directory{};  ///< of the file; it must exist
   /// Smaller tensors stay [bytes].
@@ -200,7 +201,7 @@ struct SaveOnDiskOptions {
 class REMAT_API SaveOnDiskGuard : detail::ScopeGuard {
  public:
   explicit SaveOnDiskGuard(SaveOnDiskOptions options);  ///< until the guard ends
-  /// What this guard has moved.
+  /// Returns the counts of the tensors that this guard has moved.
   MoveCounters counters() const { return MoveCounters(totals_); }
 
  private:

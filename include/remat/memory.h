@@ -37,10 +37,11 @@ struct MeteredDevice;
 /// Example: examples/quickstart.cpp, examples/char_transformer/training.h.
 class REMAT_API MemoryMeter {
  public:
-  /// Of the CPU. Starts this meter's own peak at the present live bytes.
+  /// Makes a meter of the CPU, whose own peak starts at the present live bytes.
   MemoryMeter();
-  /// Of `device`; without an index, of the current one of its type. Throws `CheckpointError`
-  /// (`Unsupported`) if the device's allocator does not tell, or LibTorch is older than 2.9.
+  /// Makes a meter of `device`; without an index, of the current one of its type. Throws
+  /// `CheckpointError` (`Unsupported`) if the device's allocator does not tell, or LibTorch is
+  /// older than 2.9.
   explicit MemoryMeter(c10::Device device);
   ~MemoryMeter();
   MemoryMeter(const MemoryMeter&) = delete;
@@ -48,11 +49,11 @@ class REMAT_API MemoryMeter {
   MemoryMeter& operator=(const MemoryMeter&) = delete;
   MemoryMeter& operator=(MemoryMeter&&) = delete;
 
-  /// What is counted; with an index, if it is no CPU.
+  /// Returns the device whose bytes are counted; with an index, unless it is the CPU.
   c10::Device device() const { return device_; }
 
-  /// Whether bytes are those that tensors asked for, as on the CPU and on CUDA. If not, they are as
-  /// the device's allocator rounds them.
+  /// Returns whether bytes are those that tensors asked for, as on the CPU and on CUDA. If not,
+  /// they are as the device's allocator rounds them.
   bool is_exact() const;
 
   /// [bytes] alive now, of the whole process (on the CPU since the first meter or limit guard was

@@ -19,7 +19,7 @@ namespace remat {
 
 /// The options of one checkpointed module.
 struct ModuleOptions {
-  /// Of its regions. Without a name they are called by the type of the module.
+  /// Options of the module's regions. Without a name they are called by the type of the module.
   CheckpointOptions checkpoint{.location = {}};
   /// A module in eval mode runs plainly.
   bool training_only = true;
@@ -33,8 +33,8 @@ struct UserRegistrations;  // lib/state/user_state.h
 
 namespace detail {
 
-/// What a checkpointed module has beyond what it wraps: its options, and the switch. All calls are
-/// safe beside a forward on another thread, which sees the switch as it was or as it is then.
+/// The options and the switch that a checkpointed module has beyond the module it wraps. All calls
+/// are safe beside a forward on another thread, which sees the old or the new state of the switch.
 class REMAT_API ModuleRegion {
  public:
   ModuleRegion(torch::nn::Module& owner, const std::type_info& type, ModuleOptions options);
@@ -43,18 +43,18 @@ class REMAT_API ModuleRegion {
   ModuleRegion(const ModuleRegion&) = delete;
   ModuleRegion& operator=(const ModuleRegion& other);
 
-  /// Whether a call now is a region; warns once if a BatchNorm is why it is not.
+  /// Returns whether a call now is a region; warns once if a BatchNorm is the reason that it is
+  /// not.
   bool is_wanted();
-  /// Whether it runs inside another region, whose recomputes need the module's state too.
+  /// Returns whether the module runs inside another region, whose recomputes need its state, too.
   bool is_watched() const;
   bool is_enabled() const { return enabled_; }
   void enable(bool enabled) { enabled_ = enabled; }
   void set_training_level(int64_t level);
-  /// Whether its switch and the module's mode ask for regions now.
+  /// Returns whether the switch and the module's mode ask for regions now.
   bool is_on() const;
-  /// Whether a call of the module's came here, with grad mode on, while it was on: it opened a
-  /// region, or a guard or policy kept it from that. Since the module was made, or since
-  /// `forget_calls`.
+  /// Notes that a call of the module came here, with grad mode on, while it was on: the call opened
+  /// a region, or a guard or policy prevented that. `forget_calls` undoes the note.
   void note_call() { was_called_ = true; }
   bool was_called() const { return was_called_; }
   void forget_calls() { was_called_ = false; }
@@ -111,7 +111,7 @@ class REMAT_API HasModuleRegion {
   friend REMAT_API ModuleRegion* region_of(torch::nn::Module& module);
   virtual ModuleRegion& remat_region() = 0;
 };
-/// Null for what is no checkpointed module.
+/// Returns the region of a checkpointed module; null for other modules.
 REMAT_API ModuleRegion* region_of(torch::nn::Module& module);
 
 /// Throws: `Impl::clone` made something else than an `Impl`.
@@ -136,7 +136,7 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
 
   /// Turns the region on or off. Graphs that exist keep what they have.
   void set_checkpointing(bool enabled) { remat_region_.enable(enabled); }
-  /// Whether calls are regions, where grad mode, training mode and guards allow it.
+  /// Returns whether calls are regions, where grad mode, training mode and guards allow it.
   bool checkpointing() const { return remat_region_.is_enabled(); }
 
   /// Calls `Impl::forward` as a region, with any arguments that it accepts (default ones too). `R`:
@@ -325,8 +325,9 @@ REMAT_API const std::type_info& module_type(const torch::nn::Module& module);
 /// Switches every `Checkpointed` in a tree of modules, `root` among them.
 REMAT_API void set_checkpointing(torch::nn::Module& root, bool enabled);
 
-/// The same by level: on if `training_level >= level` and `level > 0`. Common levels: 0 none, 1
-/// layers, 2 residual, attention and MLP blocks, 3 transformer layers, 4 stages, 5 encoders.
+/// Does the same by level: a module is on if `training_level >= level` and `level > 0`. Common
+/// levels: 0 none, 1 layers, 2 residual, attention and MLP blocks, 3 transformer layers, 4 stages,
+/// 5 encoders.
 REMAT_API void set_checkpoint_level(torch::nn::Module& root, int64_t training_level);
 
 }  // namespace remat

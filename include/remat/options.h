@@ -31,7 +31,7 @@ enum class DeterminismCheck {
 /// bits are, by a 64-bit hash that is kept of each tensor; then a NaN equals one of the same bits,
 /// and 0 does not equal -0.
 struct ValueComparison {
-  /// Which of two elements that are both NaN are equal.
+  /// The choice of equal NaN elements.
   enum class Nan {
     Bits,  ///< those of the same bits
     Any    ///< all; of a complex number each part by itself
@@ -43,20 +43,21 @@ struct ValueComparison {
   /// hash: `max_elements` bounds them.
   double absolute_tolerance = 0;
   double relative_tolerance = 0;  ///< see `absolute_tolerance`
-  /// So many elements of each tensor are compared at most, spread evenly over it; 0: all. What
-  /// differs elsewhere is not found, in exchange for the time of the hash, or with a tolerance for
-  /// memory.
+  /// Largest number of compared elements of each tensor, spread evenly over it; 0: all. A smaller
+  /// number saves the time of the hash or, with a tolerance, memory, and misses differences in
+  /// other elements.
   int64_t max_elements = 0;
   Nan nan = Nan::Bits;  ///< which NaN are equal
 };
 
-/// What happens when a parameter, buffer or captured tensor changed between forward and recompute.
+/// The treatment of a parameter, buffer or captured tensor that changed between forward and
+/// recompute.
 enum class CaptureCheck {
   Raise,  ///< the recompute throws `CaptureChanged`
   Ignore  ///< it goes on with the new value
 };
 
-/// What happens to a module's buffers (running statistics, estimates) that its forward writes.
+/// The treatment of a module's buffers (running statistics, estimates) that its forward writes.
 enum class BufferPolicy {
   /// A recompute sees the written buffers as forward saw them, must leave them as forward did, and
   /// puts them back: after any number of steps they equal those of the module without regions. Two
@@ -70,10 +71,10 @@ enum class BufferPolicy {
   Ignore
 };
 
-/// What a region keeps of its tensor arguments for its recomputes.
+/// The form in which a region keeps its tensor arguments for its recomputes.
 enum class InputMode {
-  /// What suits the call: `CopyOnWrite` in `checkpoint_sequential`, whose segments begin wherever
-  /// the chain is cut, `Shared` elsewhere.
+  /// The mode that suits the call: `CopyOnWrite` in `checkpoint_sequential`, whose segments begin
+  /// wherever the chain is cut, `Shared` elsewhere.
   Default,
   /// The tensors themselves, as autograd saves them. One that was changed in place before backward,
   /// by the function or by whoever has it, is an error in backward:
@@ -108,8 +109,8 @@ struct SourceLocation {
   const char* file = nullptr;  ///< as the compiler was given it; null: not known
   uint32_t line = 0;           ///< from 1
 
-  /// Where this stands; in the default initialiser of a member: where the struct is initialised
-  /// with braces.
+  /// Returns the location of the call; in the default initialiser of a member, the place where the
+  /// struct is initialised with braces.
   static constexpr SourceLocation current(const char* file = __builtin_FILE(),
                                           uint32_t line = __builtin_LINE()) {
     return {file, line};
@@ -133,7 +134,7 @@ struct CheckpointOptions {
   /// If set, its text is compared instead of `determinism_check`; called under no-grad once per
   /// saved tensor in each pass, when the operator that saved the tensor has returned.
   std::function<std::string(const at::Tensor&)> fingerprint{};
-  /// What happens when a parameter, buffer or captured tensor changed.
+  /// Treatment of a parameter, buffer or captured tensor that changed.
   CaptureCheck capture_check = CaptureCheck::Raise;
   /// Record the operators of both passes, for the error report. Costs time and memory.
   bool debug = false;
@@ -144,21 +145,21 @@ struct CheckpointOptions {
   /// The region's inputs wait on the CPU: those on an accelerator that `SaveOnCpuGuard` would move,
   /// and that no region or hook around this one takes. They are checked for changes like others.
   bool offload_inputs = false;
-  /// With `offload_inputs`: how many copies back are begun ahead of the one that is read, in the
-  /// reverse order of the regions, of inputs of regions with the same number; 0: none. A negative
-  /// one is a `c10::ValueError`.
+  /// Number of copies back, with `offload_inputs`, that are begun ahead of the one that is read, in
+  /// the reverse order of the regions, of inputs of regions with the same number; 0: none. A
+  /// negative number is a `c10::ValueError`.
   int64_t offload_prefetch_depth = 2;
   /// A second read of a saved tensor in one backward is an error instead of one more recompute.
   bool strict_unpack = false;
-  /// What recomputes do to the buffers of the modules below, and of the function where it is a
-  /// module: a holder, a (shared) pointer, an `AnyModule`. A `Checkpointed` asks
-  /// `ModuleOptions::buffers`, too: of the two the one that is not `Restore` holds.
+  /// Treatment of the buffers of the modules below, and of the function where it is a module: a
+  /// holder, a (shared) pointer, an `AnyModule`. A `Checkpointed` has `ModuleOptions::buffers`,
+  /// too: of the two the one that is not `Restore` holds.
   BufferPolicy buffers = BufferPolicy::Restore;
   /// Modules that a function calls without being one, a lambda for instance: recomputes see their
   /// training flags and, as `buffers` says, their buffers as forward saw them, and put them back;
   /// with all below them. Read when the region begins; not kept alive. Null is a `c10::ValueError`.
   std::vector<std::shared_ptr<torch::nn::Module>> modules{};
-  /// What the region keeps of its tensor arguments.
+  /// Form in which the region keeps its tensor arguments.
   InputMode inputs = InputMode::Default;
   /// Under a `CheckpointLevelGuard` the call is a region if `training_level >= level`, else it runs
   /// plainly. Level 0 is never a region, with or without guard. No level: guards do not matter.

@@ -43,7 +43,7 @@ class REMAT_API StoredContents {
  public:
   virtual ~StoredContents();
 
-  /// Whether `begin_store` may have returned before it had copied everything. The answer does not
+  /// Returns whether `begin_store` may return before it has copied everything. The answer does not
   /// change. If so, a tensor that is changed in place after it was saved raises when it is read, as
   /// in plain autograd: nobody can say which values were copied. (The copy must survive such a
   /// change; what it makes of it is not used.) If not, tensors have the values of the save.
@@ -77,13 +77,14 @@ class REMAT_API StoredContents {
   StoredContents& operator=(const StoredContents&) = delete;
 };
 
-/// Where contents can wait. It lives until its guard and all its contents are gone.
+/// A place where contents can wait. It lives until its guard and all its contents are gone.
 class REMAT_API Place {
  public:
   virtual ~Place();
 
-  /// Whether a saved tensor may be moved here, by its device, dtype and size; cheap. `tensor` is
-  /// strided, owns a storage with data, and is of LibTorch's plain tensor class. Default: yes.
+  /// Returns whether a saved tensor may be moved here, by its device, dtype and size; cheap.
+  /// `tensor` is strided, owns a storage with data, and is of LibTorch's plain tensor class.
+  /// Default: yes.
   virtual bool takes(const at::Tensor& tensor) const;
 
   /// True: `begin_store` gets bytes (at::kByte), and must give back the same. False: it gets
@@ -104,7 +105,7 @@ class REMAT_API Place {
   Place& operator=(const Place&) = delete;
 };
 
-/// What a `SaveElsewhereGuard` moves, and how far it runs ahead.
+/// Options of a `SaveElsewhereGuard`: the tensors that it moves, and how far it runs ahead.
 struct SaveElsewhereOptions {
   /// Smaller tensors stay [bytes].
   int64_t min_bytes = 0;
@@ -113,8 +114,8 @@ struct SaveElsewhereOptions {
   /// How many loads are begun ahead of the one that is read, in the reverse order of saving; 0:
   /// none. So many loaded tensors at the most are in memory beside those that backward uses.
   int64_t prefetch_depth = 1;
-  /// Of contents that are stored late: as many bytes of originals are held by unfinished stores at
-  /// the most, unless a single one is larger. Beyond that the oldest are finished first.
+  /// [bytes] Limit of the originals that unfinished stores hold, of contents that are stored late;
+  /// a single larger one is allowed. Beyond it the oldest stores are finished first.
   int64_t max_bytes_in_flight = 64 << 20;
 };
 

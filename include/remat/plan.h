@@ -23,39 +23,40 @@ namespace detail {
 class FrontierTable;  // lib/plan/solver.h
 }
 
-/// What one stage of a chain costs: time in [s], memory in [bytes], each storage once. Parameters
+/// The cost of one stage of a chain: time in [s], memory in [bytes], each storage once. Parameters
 /// and their gradients are in no budget. All numbers are finite and not negative, but for those
 /// that say "negative".
 struct StageCost {
   double forward_s = 0;   ///< [seconds] of a forward in grad mode
   double backward_s = 0;  ///< [seconds] of its backward
-  /// Of a forward that early stop ends at the stage's last save; at most `forward_s`. Negative:
-  /// `forward_s`. A stage that saves only its input has 0.
+  /// [seconds] of a forward that early stop ends at the stage's last save; at most `forward_s`.
+  /// Negative: `forward_s`. A stage that saves only its input has 0.
   double forward_to_last_save_s = -1;
   int64_t output_bytes = 0;  ///< what the stage returns
-  /// What autograd keeps that is neither the stage's input nor its output nor a parameter.
+  /// [bytes] that autograd keeps and that are neither the stage's input nor its output nor a
+  /// parameter.
   int64_t saved_bytes = 0;
-  /// What a forward that saves has at its peak beyond all that is named here.
+  /// [bytes] at the peak of a forward that saves, beyond all that is named here.
   int64_t forward_tmp_bytes = 0;
-  /// The same of a backward.
+  /// [bytes] at the peak of a backward, beyond all that is named here.
   int64_t backward_tmp_bytes = 0;
   int64_t grad_bytes = 0;    ///< the gradient of the output
   bool saves_output = true;  ///< whether the output is among what autograd keeps of the stage
   /// Instead of `forward_tmp_bytes` where nothing is saved, as in a region's first run. Tensors
   /// that `saved_bytes` counts otherwise are temporaries then. Negative: `forward_tmp_bytes`.
   int64_t unsaved_tmp_bytes = -1;
-  /// Of `saved_bytes`, what goes away when what the stage saves is moved.
+  /// [bytes] of `saved_bytes` that go away when the saved tensors of the stage move.
   int64_t movable_bytes = 0;
-  /// Whether `output_bytes` go away when the stage behind, or a region that begins with it, moves
+  /// True if `output_bytes` go away when the stage behind, or a region that begins with it, moves
   /// its input.
   bool has_movable_output = false;
-  /// What a backward has made, beyond `grad_bytes`, when it first reads what autograd keeps: a
-  /// region that ends with the stage is computed again beside it.
+  /// [bytes] that a backward has made, beyond `grad_bytes`, when it first reads a saved tensor: a
+  /// region that ends with the stage is computed again beside them.
   int64_t first_read_tmp_bytes = 0;
   /// Instead of `forward_tmp_bytes` in a recompute that early stop ends in the stage: beyond
   /// `saved_bytes`, and the output if autograd keeps it. Negative: `forward_tmp_bytes`.
   int64_t stopped_tmp_bytes = -1;
-  /// Whether the input is among what autograd keeps of the stage. If not, it goes away when the
+  /// True if autograd keeps the input of the stage. If not, it goes away when the
   /// stage has run forward, unless others hold it: the stage before it, which saves its output, the
   /// caller, or a region that begins with the stage and is in no other one.
   bool saves_input = true;
@@ -63,15 +64,14 @@ struct StageCost {
   /// gradients, what is made; but not the input, which others hold to the end. Negative: the sum of
   /// what is named here. What is kept dies operator by operator.
   int64_t backward_bytes = -1;
-  /// The same with the input, which a region that begins with the stage holds until all is read
-  /// that was saved in it. Negative: both together.
+  /// `backward_bytes` with the input, which a region that begins with the stage holds until all its
+  /// saved tensors are read. Negative: both together.
   int64_t region_backward_bytes = -1;
-  /// The same with the input, if autograd keeps it, when nobody else holds it. Negative: both
-  /// together.
+  /// `backward_bytes` with the input, if autograd alone keeps it. Negative: both together.
   int64_t lone_backward_bytes = -1;
 };
 
-/// What it costs to copy saved tensors to where they wait, and back. No number is negative.
+/// The cost of copying saved tensors to the place where they wait, and back. No number is negative.
 struct MoveCost {
   double store_s_per_byte = 0;  ///< [seconds per byte] of copies there, with nothing beside them
   double load_s_per_byte = 0;   ///< [seconds per byte] of copies back
@@ -85,16 +85,16 @@ struct ChainCost {
   int64_t input_bytes = 0;          ///< for the record: budgets do not count the input
   int64_t input_grad_bytes = 0;     ///< the gradient of the input; 0 if it takes none
   std::vector<StageCost> stages{};  ///< in the order in which they run
-  /// What the allocator takes beyond what is asked for, as a share of it: its rounding at the peaks
-  /// that were measured. Budgets do not count it; `free_budget` takes it off.
+  /// Share by which the allocator takes more than it is asked for: its rounding at the measured
+  /// peaks. Budgets do not count it; `free_budget` takes it off.
   double rounding = 0;
   /// None: nothing moves.
   std::optional<MoveCost> moving{};
   /// Casts of weights that autocast's cache keeps beyond their stages, where it is around all of
   /// them. They count in every peak, from beginning to end, and are in no stage's bytes.
   int64_t cached_cast_bytes = 0;
-  /// What the caller of `backward()` has of the last stage until it returns: the result and its
-  /// gradient. It counts in the peaks of all stages before that one, when they run backward.
+  /// [bytes] that the caller of `backward()` holds of the last stage until it returns: the result
+  /// and its gradient. They count in the backward peaks of all stages before that one.
   int64_t held_to_end_bytes = 0;
 };
 
@@ -105,8 +105,8 @@ struct PlanRegion {
   friend bool operator==(const PlanRegion&, const PlanRegion&) = default;
 };
 
-/// Which parts of a chain of stages are regions: a tree of nested `checkpoint()` calls and nothing
-/// else. As text, with stages counted from 1:
+/// The regions of a chain of stages: a tree of nested `checkpoint()` calls and nothing else. As
+/// text, with stages counted from 1:
 ///
 ///     plan := '[' item (' ' item)* ']'        item := stage | 'ck' plan | 'mv[' item ']'
 ///
@@ -148,7 +148,7 @@ class REMAT_API Plan {
   std::vector<int64_t> moved_;
 };
 
-/// What `solve` and `simulate` assume.
+/// Assumptions of `solve` and `simulate`.
 struct SolveOptions {
   int64_t max_depth = 0;    ///< of nesting; 0: any
   bool early_stop = true;   ///< as in the `CheckpointOptions` that the plan will run with
@@ -178,7 +178,7 @@ class REMAT_API InfeasibleBudget : public c10::ValueError {
   int64_t minimum_bytes_;
 };
 
-/// What `solve` found: for every budget the least time. Copies share the tables it was computed
+/// The result of `solve`: for every budget the least time. Copies share the tables it was computed
 /// with, from which plans are read off when they are asked for. Any thread.
 class REMAT_API Frontier {
  public:
@@ -219,7 +219,7 @@ class REMAT_API Frontier {
 /// than an int64_t holds.
 REMAT_API Frontier solve(const ChainCost& cost, const SolveOptions& options = {});
 
-/// What `simulate` says of a plan.
+/// The result of `simulate` for a plan.
 struct Simulation {
   int64_t peak_bytes = 0;        ///< beyond the input
   double extra_s = 0;            ///< beyond one forward and one backward
@@ -228,7 +228,8 @@ struct Simulation {
   int64_t depth = 0;             ///< the deepest nesting
 };
 
-/// What a plan costs: the Rules applied to sizes, event by event, without the solver's recurrence.
+/// Returns the cost of a plan: the rules of regions applied to sizes, event by event, without the
+/// solver's recurrence.
 /// Uses `early_stop` and `frame_cost_s` of the options. Time: the number of stage calls.
 /// Throws `c10::ValueError` as `solve`, and if plan and cost have different numbers of
 /// stages.
@@ -239,10 +240,11 @@ REMAT_API Simulation simulate(const ChainCost& cost, const Plan& plan,
 struct MeasureOptions {
   int64_t warmup = 1;   ///< runs that are not timed
   int64_t repeats = 5;  ///< timed runs, the least of which is kept
-  /// Whose bytes and time count, what is elsewhere counts nothing; none: the sample's device.
+  /// Device whose bytes and time are measured; none: the sample's device.
   std::optional<c10::Device> device{};
   bool early_stop = true;  ///< of the regions in which a stage is measured
-  /// What stages save, and their outputs, are tried to move so; none: plans will not move anything.
+  /// Place to which saved tensors and outputs of stages are tried to move; none: plans do not move
+  /// anything.
   std::optional<MoveOptions> moving{};
 };
 
@@ -305,8 +307,8 @@ REMAT_API Plan mixed_plan(int64_t stages, int64_t units);
 /// `segments` runs of stages whose lengths differ by at most one, longer ones first; all but the
 /// last are regions. 9 stages in 5 segments: 2, 2, 2, 2, 1.
 REMAT_API Plan balanced_plan(int64_t stages, int64_t segments);
-/// As `torch.utils.checkpoint.checkpoint_sequential`: segments of stages / segments stages, the
-/// last one longer and no region. 9 stages in 5 segments: 1, 1, 1, 1, 5.
+/// Returns the plan of `torch.utils.checkpoint.checkpoint_sequential`: segments of stages /
+/// segments stages, the last one longer and no region. 9 stages in 5 segments: 1, 1, 1, 1, 5.
 REMAT_API Plan torch_sequential_plan(int64_t stages, int64_t segments);
 /// The left half is a region, the right half is not, and both again. Depth: log2 of the stages.
 REMAT_API Plan halving_plan(int64_t stages);

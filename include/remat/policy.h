@@ -27,7 +27,7 @@ namespace remat {
 
 class PolicyRule;  // lib/selective/policy_rule.h
 
-/// What a policy answers for one operator call (`torch/utils/checkpoint.py`). In eager execution
+/// The answer of a policy for one operator call (`torch/utils/checkpoint.py`). In eager execution
 /// Prefer* acts as Must*, with three exceptions. A result that the program changes in place is
 /// computed again if the answer about its operator was `PreferSave` or `PreferCpuOffload`; it is an
 /// error (`SelectiveMutation`) if that was `MustSave` or `MustCpuOffload`, or if a name keeps it.
@@ -63,8 +63,8 @@ struct PolicyContext {
 /// recompute of that one, and its policy is asked anew. (A counter would have to begin anew there.)
 using PolicyFn = std::function<CheckpointPolicy(const PolicyContext&)>;
 
-/// What a policy does beside choosing. A negative number is a `c10::ValueError` where the policy is
-/// made.
+/// Options of a policy beside its choice. A negative number is a `c10::ValueError` where the policy
+/// is made.
 struct SelectiveOptions {
   /// A kept result may be changed in place later: its operator then runs again. Otherwise the
   /// recompute throws (`CheckpointError::Kind::SelectiveMutation`).
@@ -85,12 +85,13 @@ struct SelectiveOptions {
   /// Counted, as the depth is, over all regions of the process whose policies have the same last
   /// three of these.
   int64_t max_bytes_in_flight = 64 << 20;
-  /// So many of the results that backward asks for first stay on the device, since moving them
-  /// gains nothing: those of the region that ran last, in the order of its calls, then of the one
-  /// before it. What the program itself holds counts nothing. With any, results move when others
-  /// have been kept after them or the forward of a region ends, and not what the program still
-  /// holds then; a change in place is noticed also after the region. What passes hooks
-  /// (`save_through_hooks`, and in another region) moves at once, and counts nothing.
+  /// Number of results that stay on the device because backward asks for them first, so that moving
+  /// them gains nothing: results of the region that ran last, in the order of its calls, then of
+  /// the region before it. A result that the program itself holds does not count. If the number is
+  /// not 0, a result moves when others have been kept after it or the forward of a region ends, and
+  /// only if the program does not hold it then; a change in place is noticed also after the region.
+  /// Results that pass hooks (`save_through_hooks`, and in another region) move at once, and do not
+  /// count.
   int64_t keep_last = 0;
 };
 
@@ -100,12 +101,12 @@ class REMAT_API Policy {
  public:
   Policy();
   Policy(PolicyFn fn, SelectiveOptions options = {});  ///< asks `fn`
-  /// The same of anything that a `PolicyFn` can be made of, with the default options.
+  /// Makes a policy of anything that a `PolicyFn` can be made of, with the default options.
   template <class F>
     requires(!std::same_as<std::remove_cvref_t<F>, Policy>) && std::convertible_to<F, PolicyFn>
   Policy(F&& fn) : Policy(PolicyFn(std::forward<F>(fn))) {}
-  /// The same of a function that only says whether to keep the result: `true` is MustSave, `false`
-  /// PreferRecompute.
+  /// Makes a policy of a function that only says whether to keep the result: `true` is MustSave,
+  /// `false` PreferRecompute.
   template <class F>
     requires std::same_as<std::invoke_result_t<std::decay_t<F>&, const PolicyContext&>, bool>
   Policy(F&& fn, SelectiveOptions options = {})
@@ -115,7 +116,7 @@ class REMAT_API Policy {
                }),
                options) {}
 
-  /// Whether there is a function to ask.
+  /// Returns whether the policy is not empty.
   explicit operator bool() const { return rule_ != nullptr; }
 
  private:
@@ -141,9 +142,9 @@ REMAT_API Policy save_matmuls(SelectiveOptions options = {});
 /// Keeps the values that `checkpoint_name` gave one of these names (jax.checkpoint_policies). A
 /// name that no value has by the first recompute is warned about, once.
 REMAT_API Policy save_names(std::vector<std::string> names, SelectiveOptions options = {});
-/// The same: keeps every value with a name but these.
+/// Keeps every value with a name but these, as `save_names` keeps its own.
 REMAT_API Policy save_all_but_names(std::vector<std::string> names, SelectiveOptions options = {});
-/// The same: these wait on the CPU.
+/// Keeps these values as `save_names` does; they wait on the CPU.
 REMAT_API Policy offload_names(std::vector<std::string> names, SelectiveOptions options = {});
 
 /// Keeps what either keeps; the stronger wish to save wins, in the order MustSave, MustCpuOffload,

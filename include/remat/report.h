@@ -28,8 +28,8 @@ struct Counters {
 /// Always on, any thread; each member is exact, taken one after the other.
 REMAT_API Counters counters();
 
-/// What became of calls of one operator in regions with a policy: those with the same outcome, for
-/// the same reason.
+/// The outcome of calls of one operator in regions with a policy: a report for each outcome and
+/// reason.
 struct DecisionReport {
   std::string op;       ///< "aten::mm.default"
   std::string outcome;  ///< "kept", "moved" (kept elsewhere) or "recomputed"
@@ -53,7 +53,7 @@ struct RegionReport {
   int64_t bytes_offloaded = 0;         ///< [bytes] of results that a policy moved to the CPU
   int64_t bytes_inputs_offloaded = 0;  ///< [bytes] of inputs that `offload_inputs` moved
   int64_t offload_loads = 0;           ///< how often a recompute brought a moved result back
-  /// Of these, those whose copies were begun before the recompute asked for them.
+  /// Number of them whose copies were begun before the recompute asked for them.
   int64_t offload_loads_ahead = 0;
   int64_t bytes_loaded = 0;  ///< [bytes] of all that recomputes brought back
   /// [seconds] that threads of the program spent on moving results: queueing copies, copying or
@@ -64,12 +64,12 @@ struct RegionReport {
   /// [seconds] from begin to end on the streams that first runs were queued on, regions inside
   /// included, summed over devices; 0 without an accelerator.
   double device_forward_s = 0;
-  /// The same of recomputes, from when their inputs were there.
+  /// [seconds] of recomputes on the device, from the moment at which their inputs were there.
   double device_recompute_s = 0;
   std::vector<DecisionReport> decisions{};  ///< of its policy, in the order of their first call
 };
 
-/// What a recorder saw of one device of an accelerator.
+/// The record of one device of an accelerator.
 struct DeviceReport {
   c10::Device device = c10::kCPU;  ///< which one
   bool is_exact = true;     ///< bytes are those asked for; if not, as the allocator rounds them
@@ -82,7 +82,7 @@ struct DeviceReport {
   double waited_s = 0;
 };
 
-/// What a recorder saw of the files of offload and tiers.
+/// The record of the files of offload and tiers.
 struct FileReport {
   int64_t bytes_written = 0;  ///< [bytes] moved to files
   int64_t bytes_read = 0;     ///< [bytes] brought back
@@ -92,7 +92,7 @@ struct FileReport {
   double waited_s = 0;        ///< [seconds] of that: what was not done beside the program
 };
 
-/// What the items of plans (`remat::run`) moved that have one name: stages, or regions with their
+/// Transfers by the items of plans (`remat::run`) that share a name: stages, or regions with their
 /// name.
 struct MoveReport {
   std::string name;          ///< "stage 2", "stages 3 to 5", after the name in the options of `run`
@@ -117,9 +117,10 @@ struct EvictionReport {
   int64_t bytes_moved = 0;    ///< [bytes] of these
 };
 
-/// What was alive when an allocation did not fit: on an accelerator, or under a `MemoryLimitGuard`.
+/// The bytes alive when an allocation did not fit: on an accelerator, or under a
+/// `MemoryLimitGuard`.
 struct FailedAllocation {
-  /// What regions of one name held on the device.
+  /// The bytes that regions of one name held on the device.
   struct Held {
     std::string region;            ///< the name; empty: of regions without one
     int64_t regions = 0;           ///< how many
@@ -134,7 +135,7 @@ struct FailedAllocation {
   std::vector<Held> held{};        ///< what held most first
 };
 
-/// What a `Recorder` counted, by region name.
+/// The counts of a `Recorder`, by region name.
 struct REMAT_API Report {
   std::vector<RegionReport> regions;    ///< in the order of their first call
   int64_t dropped_events = 0;           ///< that `max_events` left no room for; sums count them
@@ -142,7 +143,8 @@ struct REMAT_API Report {
   /// The first allocations that failed, 16 at most.
   std::vector<FailedAllocation> failed_allocations{};
   FileReport files{};  ///< all 0 where nothing went to a file
-  /// Of plans that moved something while the recorder was alive, in the order of their first move.
+  /// Reports of plans that moved something while the recorder was alive, in the order of their
+  /// first move.
   std::vector<MoveReport> moves{};
   /// Drops and reruns under budgets, by operator. The operator that took the most seconds to run
   /// again is first.
@@ -152,7 +154,7 @@ struct REMAT_API Report {
   std::string to_json() const;  ///< the same numbers as one JSON object
 };
 
-/// What a `Recorder` records.
+/// Options of a `Recorder`: the events that it records.
 struct RecorderOptions {
   /// Sample the live bytes: of CPU tensors at every event and every allocation, of an accelerator's
   /// devices in use at every event and after every operator, with the peak since the sample before.
@@ -218,10 +220,10 @@ struct SavedTensorInfo {
   bool dropped = false;         ///< not there: a recompute will bring it
 };
 
-/// What the graph below `root` saved, in the order in which backward would read it; computes
-/// nothing and starts no recompute. A tensor that one node saved twice is listed once. A node
-/// that cannot say what it saved is listed by name alone, and a tensor that the program's own hooks
-/// packed has no sizes.
+/// Returns the tensors that the graph below `root` saved, in the order in which backward would read
+/// them; computes nothing and starts no recompute. A tensor that one node saved twice is listed
+/// once. A node that cannot say what it saved is listed by name alone, and a tensor that the
+/// program's own hooks packed has no sizes.
 /// Threads: not beside a backward over the same graph. Throws nothing of its own.
 REMAT_API std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root);
 

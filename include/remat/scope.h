@@ -80,7 +80,7 @@ class REMAT_API GraphExecGroup : detail::ScopeGuard {
 
 /// How much a `RecomputeCacheGuard` may keep.
 struct RecomputeCacheOptions {
-  /// Of all recomputed tensors that are kept, over all regions.
+  /// [bytes] Limit of all recomputed tensors that are kept, over all regions.
   int64_t max_bytes = std::numeric_limits<int64_t>::max();
 };
 
@@ -100,7 +100,7 @@ REMAT_API bool is_checkpointing();
 /// True inside a recompute of any enclosing frame, also in the first run of a frame nested in it.
 REMAT_API bool is_recomputing();
 
-/// Which run of a region's function it is.
+/// The run of a region's function.
 enum class Phase { None, Forward, Recompute };
 
 /// The region whose function runs, and which of its runs it is.

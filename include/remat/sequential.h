@@ -18,9 +18,9 @@ enum class Split {
 
 /// How `checkpoint_sequential` cuts and runs a chain.
 struct SequentialOptions {
-  /// Of every segment; a name gets the segment's number behind it, without one segments are called
-  /// "stages 0 to 3". `InputMode::Default` is `CopyOnWrite` here, so that a segment may begin with
-  /// an in-place activation.
+  /// Options of every segment. A name gets the segment's number behind it; without a name segments
+  /// are called "stages 0 to 3". `InputMode::Default` is `CopyOnWrite` here, so that a segment may
+  /// begin with an in-place activation.
   CheckpointOptions checkpoint{.location = {}};
   Split split = Split::Torch;  ///< how the chain is cut
   /// The last segment runs plainly, as upstream: its tensors are needed at once in backward.
@@ -37,8 +37,8 @@ struct SequentialOptions {
 REMAT_API at::Tensor checkpoint_sequential(const std::vector<Stage>& stages, int64_t segments,
                                            at::Tensor input, const SequentialOptions& options = {});
 
-/// The same for the modules of a `Sequential`, which the graph keeps alive: recomputes see their
-/// training flags and buffers as forward saw them, and put them back
+/// Does the same for the modules of a `Sequential`, which the graph keeps alive: recomputes see
+/// their training flags and buffers as forward saw them, and put them back
 /// (`CheckpointOptions::buffers`). Stages that are functions do not show their modules: name those
 /// in `CheckpointOptions::modules`.
 REMAT_API at::Tensor checkpoint_sequential(torch::nn::Sequential stages, int64_t segments,

@@ -20,8 +20,8 @@ struct SaveInTiersOptions {
   /// Bytes that may be in the CPU's memory: copies of accelerators' tensors, and saved tensors of
   /// the CPU's own, as they are. Default: no limit.
   int64_t host_bytes = std::numeric_limits<int64_t>::max();
-  /// Of the file for what is more than that; it must exist. Empty: there is none, and `host_bytes`
-  /// must not be given.
+  /// Directory of the file for tensors beyond `host_bytes`; it must exist. Empty: no file, and
+  /// `host_bytes` must not be given.
   std::filesystem::path directory{};
   /// Smaller tensors stay, and count nowhere [bytes].
   int64_t min_bytes = 1 << 16;
@@ -31,13 +31,13 @@ struct SaveInTiersOptions {
   /// Beyond the budgets: what is on its way to the file is in memory until it is written. Beyond so
   /// many bytes forward waits for the oldest; a single one may be larger.
   int64_t max_bytes_in_flight = 64 << 20;
-  /// So many of the tensors that were saved last stay where they are, also beyond the budget of
-  /// that device: backward asks for them first, so that moving them gains nothing. A storage counts
+  /// Number of most recently saved tensors that are not moved, also beyond the budget of their
+  /// device: backward asks for them first, so that moving them gains nothing. A storage counts
   /// once.
   int64_t keep_last = 0;
 };
 
-/// Of one guard, now or since it began.
+/// Counts of one guard, now or since it began.
 struct TierCounts {
   int64_t bytes_on_host = 0;  ///< copies of accelerators' tensors that are on the CPU now
   int64_t bytes_on_disk = 0;  ///< ... that are in the file now
@@ -85,7 +85,7 @@ class REMAT_API SaveInTiersGuard : detail::ScopeGuard {
  public:
   /// Until the guard ends.
   explicit SaveInTiersGuard(const SaveInTiersOptions& options);
-  /// What this guard's tiers hold and have moved.
+  /// Returns the counts of the tensors that this guard's tiers hold and have moved.
   TierCounters counters() const { return TierCounters(totals_); }
 
  private:
