@@ -1,6 +1,7 @@
 """remat.budget on two ranks with different budgets: gradients in common, shards, tensor parallel.
 
-Each program runs on two processes over Gloo, plain and with budgets. What a rank drops and runs
+Each program runs on two processes over Gloo, plain, with budgets, and with budgets that move values
+to a file. What a rank drops and runs
 again is its own affair: no rank may wait for another one in a rerun, and results are equal.
 """
 
@@ -176,9 +177,12 @@ def worker(rank, path, name):
     program = PROGRAMS[name]
     plain = [*leaves(program()), torch.get_rng_state()]
     span, said = 0, []
-    for shares in ((1e9, 1e9), (0.5, 0.25), (0.25, 0.8), (0.1, 1e9)):
-        bytes = int(span * shares[rank]) or 1 << 60
-        with remat.budget(bytes, min_bytes=0) as budget:
+    moving = remat.MoveOptions(directory=os.path.dirname(path), min_bytes=0)
+    shares = ((1e9, 1e9), (0.5, 0.25), (0.25, 0.8), (0.1, 1e9))
+    for share, place in [*((each[rank], None) for each in shares),
+                         *((each[rank], moving) for each in shares[1:3])]:
+        bytes = int(span * share) or 1 << 60
+        with remat.budget(bytes, min_bytes=0, moving=place) as budget:
             found = list(leaves(program()))
         report = budget.report()
         span = span or report.peak_bytes
@@ -208,7 +212,7 @@ class Ranks(Case):
         for name in names:
             done = run_script(RANKS, name, timeout=120)
             self.assertIn("exit [0, 0]", done.stdout, name)
-            self.assertEqual(done.stdout.count("same"), 8, done.stdout)
+            self.assertEqual(done.stdout.count("same"), 12, done.stdout)
             self.assertNotIn("PEAK", done.stdout)
 
     def test_gradients_in_common(self) -> None:
