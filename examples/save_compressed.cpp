@@ -62,7 +62,6 @@ torch::Tensor decompressed(const torch::Tensor& packed, int64_t size) {
 }
 
 // ---- compressed when begin_store returns, decompressed in finish_load
-// ------------------------------
 
 class Packed final : public remat::StoredContents {
  public:
@@ -86,7 +85,6 @@ class Compress final : public remat::Place {
 };
 
 // ---- the same beside the work
-// ------------------------------------------------------------------------
 
 class PackedBeside final : public remat::StoredContents {
  public:
@@ -132,7 +130,6 @@ class CompressBeside final : public remat::Place {
 };
 
 // ---- a net, and what the guards cost
-// ---------------------------------------------------------------
 
 torch::nn::Sequential make_net() {
   using namespace torch::nn;

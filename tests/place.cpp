@@ -132,7 +132,6 @@ Tensor chain_under(const std::shared_ptr<Script>& script, const Tensor& x,
 }  // namespace
 
 // ---- what a place sees, and what comes back
-// ------------------------------------------------------
 
 TEST_CASE("a place gets flat bytes, or elements if it wants them", "[place]") {
   const auto script = std::make_shared<Script>();

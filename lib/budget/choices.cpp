@@ -15,6 +15,7 @@ namespace {
 /// Returns the seconds of the dropped values that must be made again before the value.
 double seconds_of_dropped_above(const Value& value, uint64_t walk) {
   double sum = 0;
+  if (value.is_source()) return sum;  // it is read back
   value.record->walk = walk;
   std::vector<const Record*> waiting{value.record};
   while (!waiting.empty()) {
@@ -22,7 +23,7 @@ double seconds_of_dropped_above(const Value& value, uint64_t walk) {
     waiting.pop_back();
     for (const Read& read : record.reads) {
       Record* const made_by = read.value->record;
-      if (made_by == nullptr || made_by->walk == walk || Graph::has_content(*read.value)) continue;
+      if (made_by == nullptr || made_by->walk == walk || Graph::is_available(*read.value)) continue;
       made_by->walk = walk;
       sum += made_by->cost;
       waiting.push_back(made_by);
@@ -43,7 +44,7 @@ double seconds_of_dropped_below(const Value& value, uint64_t walk) {
       read->record->walk = walk;
       bool is_counted = false;
       for (const Value* const result : read->record->results) {
-        if (result == nullptr || Graph::has_content(*result)) continue;
+        if (result == nullptr || Graph::is_available(*result)) continue;
         if (!is_counted) sum += read->record->cost;
         is_counted = true;
         waiting.push_back(result);
@@ -66,7 +67,8 @@ double score(Choice choice, const Value& value, double now) {
   Graph& graph = Graph::get();
   const double above_s = seconds_of_dropped_above(value, graph.next_walk());
   const double below_s = seconds_of_dropped_below(value, graph.next_walk());
-  return (value.record->cost + above_s + below_s) / (static_cast<double>(value.bytes) * stale_s);
+  const double own_s = value.is_source() ? 0 : value.record->cost;
+  return (own_s + above_s + below_s) / (static_cast<double>(value.bytes) * stale_s);
 }
 
 }  // namespace

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "hooks/on_stream.h"
 #include "lib/budget/moving.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/storages.h"
+#include "lib/seam/storage.h"
 
 namespace remat::budget {
 
@@ -30,6 +32,8 @@ Value* Runtime::source_to_move(const at::Tensor& saved, Dead& dead) {
   const Mover* const mover = mover_on(saved.device());
   if (mover == nullptr || static_cast<int64_t>(storage.nbytes()) < mover->min_bytes() ||
       !is_memory_of_torch(storage) || !is_end_known(storage) ||
+      seam::has_names(*saved.unsafeGetTensorImpl()) ||
+      saved.unsafeGetTensorImpl()->is_wrapped_number() ||
       (!saved.is_cpu() && !is_own(current_stream(saved.device()))))
     return nullptr;
   return &Graph::get().value_or_source(saved, *this, dead);

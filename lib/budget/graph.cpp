@@ -216,12 +216,24 @@ void Graph::become_source(Value& value, Dead& dead) {
   bury(dead);
 }
 
+// Saves of a source are what its storage holds, as without a budget, also after a write past the
+// version counter. They leave the source, which keeps the old content for dropped values.
 void Graph::move_content(Value& source, c10::Storage copy, Dead& dead) {
   unlist(source);
   source.data = address_of_data(*copy.unsafeGetStorageImpl());
-  dead.storages.push_back(std::exchange(source.held, std::move(copy)));
+  c10::Storage written = std::exchange(source.held, std::move(copy));
   source.counter = c10::VariableVersion(c10::VariableVersion::DISABLED);
   source.runtime->add_source(source);
+  if (!source.saves.empty()) {
+    own(source);
+    Value& now = make(*written.unsafeGetStorageImpl(), nullptr, *source.runtime);
+    now.held = written;
+    now.runtime->source_held(now.device, now.bytes);
+    now.runtime->add_source(now);
+    move_saves(source, now, dead);
+    disown(source, dead);
+  }
+  dead.storages.push_back(std::move(written));
 }
 
 void Graph::settle_readers(Value& source, Dead& dead) {

@@ -253,12 +253,14 @@ class Graph {
   /// true if dropped values need the data: then the graph has taken it over.
   bool data_freed(const void* storage, const void* data) noexcept;
 
+  /// The storage of the value has died, or has other data.
+  void lose(Value& value, Dead& dead);
+
  private:
   void list(Value& value, c10::StorageImpl& storage);
   void unlist(Value& value);
   void bury(Dead& dead);
   void end(Value& value, Dead& dead);
-  void lose(Value& value, Dead& dead);
   void supersede(Value& old, c10::StorageImpl& storage, Runtime& runtime, Dead& dead);
   std::mutex mutex_;
   std::size_t num_far_ = 0, max_far_ = 256;  // listed values on accelerators

@@ -94,8 +94,11 @@ void budget::announce(c10::Device device, int64_t bytes, int64_t live_bytes, boo
   int64_t needed = 0, floor = 0, freed = 0;
   const Runtime::Wanted wanted{device, bytes, in_allocator, is_recording() ? &told : nullptr};
   for (std::shared_ptr<Moved> copy;;) {
-    if (copy != nullptr) copy->wait();
-    copy.reset();
+    if (copy != nullptr) {  // other threads allocate and free meanwhile
+      std::exchange(copy, nullptr)->wait();
+      live_bytes = (device.is_cpu() ? cpu_memory() : device_memory(device)).live_bytes();
+      freed = 0;
+    }
     Dead dead;  // freed before the allocation, after the lock
     const std::lock_guard<std::mutex> lock(Graph::get().mutex());
     visit_runtimes([&](Runtime& each) {

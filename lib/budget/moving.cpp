@@ -153,7 +153,11 @@ void Moved::wait() noexcept {
 }
 
 void Moved::settle() {
-  is_complete_ = !has_failed_ && (host_ == nullptr || !host_->holds_original());
+  if (!has_failed_ && host_ != nullptr && host_->holds_original()) {
+    has_failed_ = true;
+    mover_->stop("the copy to the CPU could not be made");
+  }
+  is_complete_ = !has_failed_;
   original_ = c10::Storage();
 }
 

@@ -477,6 +477,11 @@ c10::Storage content_again(const Save& save, Runtime& runtime) {
     value = save.value;
     value->last_use = runtime.clock;
     c10::Storage content = Graph::content_of(*value);
+    if (!content && value->is_source() && value->held) {  // other data came unseen
+      graph.lose(*value, dead);
+      value = save.value;
+      content = Graph::content_of(*value);
+    }
     if (!content) return content;
     value->runtime->hold(*value, content);
     if (value->moved != nullptr && !value->is_away()) value->runtime->end_move(*value, dead);

@@ -9,7 +9,6 @@
 
 #include "lib/frame/active_recomputes.h"
 #include "lib/scope/hook_stack.h"
-#include "lib/selective/policy_rule.h"
 
 namespace remat {
 

@@ -127,6 +127,7 @@ std::string measured_with(std::size_t num_stages, const at::Tensor& sample,
                   num_stages, c10::toString(sample.scalar_type()), c10::str(sample.sizes()),
                   sample.requires_grad() ? " that requires grad" : "", sample.device().str(),
                   options.warmup, options.repeats, TORCH_VERSION, at::get_num_threads());
+  if (!options.early_stop) with += ", without early stop";
   with += autocast_around(sample.device().type());
   if (options.moving)
     with += fmt::format(", moves of {} and more {}", options.moving->min_bytes,

@@ -3,7 +3,6 @@
 #include "remat/plan.h"
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "lib/plan/cost.h"

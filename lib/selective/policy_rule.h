@@ -38,7 +38,6 @@ class PolicyRule {
   PolicyRule(PolicyFn fn, SelectiveOptions options);
   PolicyRule(Answers ops, CheckpointPolicy other_ops, Names names, CheckpointPolicy other_names,
              SelectiveOptions options);
-  /// Keeps what it chooses, and nothing else.
   static Policy policy(std::shared_ptr<const PolicyRule> rule) { return Policy(std::move(rule)); }
   static const std::shared_ptr<const PolicyRule>& of(const Policy& policy) { return policy.rule_; }
   static std::shared_ptr<const PolicyRule> either(std::shared_ptr<const PolicyRule> a,

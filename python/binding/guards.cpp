@@ -78,7 +78,6 @@ auto call_locked(Action&& action) {
 }
 
 // ---- state
-// --------------------------------------------------------------------------------------------
 
 /// An object with `capture()` and `restore(state)`.
 class ObjectProvider final : public StateProvider {
@@ -130,7 +129,6 @@ ObjectProviders& object_providers() {
 ObjectProvider::~ObjectProvider() { object_providers().forget(object_.get()); }
 
 // ---- places
-// -------------------------------------------------------------------------------------------
 
 /// What an object that is a place can do beyond `store` and `load`.
 struct PlaceFacts {

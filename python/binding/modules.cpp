@@ -74,6 +74,21 @@ std::vector<PyObject*> new_references(const std::vector<PyObject*>& objects) {
   return objects;
 }
 
+/// Returns whether a graph made the tensor. `grad_fn()` would count as a read by the regions
+/// around.
+bool has_history(const at::Tensor& tensor) {
+  const torch::autograd::AutogradMeta* const meta =
+      torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && meta->grad_fn_ != nullptr;
+}
+
+/// Returns an alias that shares the storage and the version counter. No operator runs.
+at::Tensor without_history(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl.shallow_copy_and_detach(impl.version_counter(),
+                                                 /*allow_tensor_metadata_change=*/true));
+}
+
 /// Stands for Python modules: has their buffers, and knows what users call their tensors. It has
 /// those modules as they have been given, since it may outlive whoever made it.
 class StandIn final : public torch::nn::Module, public TensorNames, public StandInMembers {
@@ -86,7 +101,7 @@ class StandIn final : public torch::nn::Module, public TensorNames, public Stand
   /// Keeps an alias of a tensor with a history, whose graph may hold the region.
   void add(const at::Tensor& buffer) {
     register_buffer(std::to_string(num_buffers_++),
-                    buffer.grad_fn() == nullptr ? buffer : buffer.detach());
+                    has_history(buffer) ? without_history(buffer) : buffer);
   }
   void visit_tensors(Visitor visitor) const override { visit_named(roots_, visitor); }
   bool has_replaced_buffers() const override { return has_replaced_; }
@@ -123,7 +138,6 @@ PyObject* module_in(PyObject* function) {
 }
 
 // ---- flags
-// --------------------------------------------------------------------------------------------
 
 /// The flags that recomputes hold, for the whole process, under the interpreter's lock. Two that
 /// want a flag the same way share it, and one that finds it right takes part too: otherwise another
@@ -202,7 +216,6 @@ HeldFlags& held_flags() {
 }  // namespace
 
 // ---- the state
-// ----------------------------------------------------------------------------------------
 
 namespace {
 
@@ -282,9 +295,9 @@ void ModuleState::settle() {
       next = i + 1;
     }
     if (begin == value) return;
-    const bool has_history = tensor != nullptr && tensor->grad_fn() != nullptr;
     PyObject* const left =  // without a history, whose graph may hold the region
-        has_history ? THPVariable_Wrap(tensor->detach()) : new_reference(value);
+        tensor != nullptr && has_history(*tensor) ? THPVariable_Wrap(without_history(*tensor))
+                                                  : new_reference(value);
     if (left == nullptr) throw python_error();
     changed.push_back({new_reference(dictionary), new_reference(name), new_reference(begin), left,
                        named(name, path)});
@@ -431,7 +444,6 @@ ModulesWatched::ModulesWatched(const std::vector<PyObject*>& modules) {
 ModulesWatched::~ModulesWatched() = default;
 
 // ---- the function of a region
-// -------------------------------------------------------------------------
 
 namespace {
 
@@ -450,7 +462,14 @@ PyObject* function_call(PyObject* object, PyObject* const* arguments, std::size_
   if (!self.has_run) {
     self.has_run = true;
     PyObject* const result = PyObject_Vectorcall(self.function, arguments, flags, names);
-    if (result != nullptr) self.state->settle();
+    if (result == nullptr) return nullptr;
+    try {
+      self.state->settle();
+    } catch (...) {
+      Py_DECREF(result);
+      set_error_in_flight();
+      return nullptr;
+    }
     return result;
   }
   try {

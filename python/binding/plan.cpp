@@ -43,7 +43,6 @@ at::Tensor call_stage(PyObject* stage, std::size_t number, at::Tensor x, const c
 }
 
 // ---- running
-// ------------------------------------------------------------------------------------------
 
 /// A plan with its stages. The graph keeps it, so nothing in it is the cyclic collector's.
 struct Program {
@@ -240,7 +239,6 @@ PyObject* run(const std::shared_ptr<const Program>& program, const Plan& plan,
 }
 
 // ---- planning
-// -----------------------------------------------------------------------------------------
 
 using StageTuple =
     std::tuple<double, double, double, int64_t, int64_t, int64_t, int64_t, int64_t, bool, int64_t,

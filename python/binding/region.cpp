@@ -93,7 +93,6 @@ WithoutCompiler::~WithoutCompiler() {
 }
 
 // ---- containers among the arguments
-// ------------------------------------------------------------------
 
 namespace {
 
@@ -208,7 +207,6 @@ bool may_be_container(PyObject* object) {
 }  // namespace
 
 // ---- the body
-// ----------------------------------------------------------------------------------------
 
 Body::Body(const Call& call, InputArguments inputs)
     : names_(new_reference(call.names)),
@@ -417,7 +415,6 @@ void Body::raise(CheckpointError error) {
 }
 
 // ---- checkpoint
-// --------------------------------------------------------------------------------------
 
 namespace {
 

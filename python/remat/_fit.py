@@ -160,7 +160,7 @@ class Fitted:
         for i, (stage, calls) in enumerate(zip(self.cost.stages, self.plan.calls())):
             lines.append(
                 f"{i + 1:>5} {stage.forward_s * 1e3:>11.3f} {stage.backward_s * 1e3:>12.3f} "
-                f"{stage.output_bytes:>13,} {stage.saved_bytes:>13,} {calls:>6}   {_way_of(self.plan, stage, i + 1)}"
+                f"{stage.output_bytes:>13,} {stage.saved_bytes:>13,} {calls:>6}   {_way_of(self.plan, i + 1)}"
             )
         return "\n".join(lines)
 

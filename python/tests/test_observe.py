@@ -93,7 +93,7 @@ class Observe(Case):
             remat.checkpoint(lambda t: (t @ t).sin().exp(), x, name="block", policy=remat.save_matmuls())
         (region,) = recorder.report().regions
         (kept,) = [each for each in region.decisions if each.outcome == "kept"]
-        self.assertEqual((kept.op, kept.calls, kept.bytes, kept.seconds), ("aten::mm.default", 1, 64, 0))
+        self.assertEqual((kept.op, kept.calls, kept.bytes), ("aten::mm.default", 1, 64))
         self.assertIn("aten::sin.default", {each.op for each in region.decisions if each.outcome == "recomputed"})
 
     def test_wrong_options(self) -> None:

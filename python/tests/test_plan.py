@@ -74,7 +74,7 @@ class Plans(Case):
         self.assertEqual(str(plan), text)
         self.assertEqual(plan, remat.Plan(5, [(1, 2), (1, 1), (3, 3)]))
         self.assertEqual((plan.stages, plan.depth, plan.frames), (5, 2, 3))
-        self.assertEqual(plan.regions, [(1, 2, 0, False), (1, 1, 0, False), (3, 3, 0, False)])
+        self.assertEqual(plan.regions, [(1, 2), (1, 1), (3, 3)])
         self.assertEqual(plan.calls(), [3, 2, 2, 1, 1])
         self.assertEqual(pickle.loads(pickle.dumps(plan)), plan)
         self.assertEqual(len({plan, remat.Plan.parse(text)}), 1)

@@ -301,6 +301,18 @@ class Written(Case):
                     module.level = torch.zeros(3)
                     self.assertEqual(remat.counters()["frames_alive"], 0)
 
+    def test_a_buffer_that_no_region_reads_may_change_between_forward_and_backward(self) -> None:
+        norm = nn.BatchNorm1d(3)
+        x = torch.randn(4, 3, requires_grad=True)
+
+        def nested(t: torch.Tensor) -> torch.Tensor:
+            return remat.checkpoint(lambda u: u.exp(), t.sin(), modules=[norm])
+
+        y = norm(remat.checkpoint(nested, x, modules=[norm]))
+        (found,) = torch.autograd.grad(y.sin().sum(), x)
+        (expected,) = torch.autograd.grad(norm(x.sin().exp()).sin().sum(), x)
+        self.assertTrue(torch.equal(found, expected))
+
     def test_a_module_that_cannot_be_run_again_is_named(self) -> None:
         class Counts(nn.Module):
             def __init__(self) -> None:

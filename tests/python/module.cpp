@@ -22,7 +22,6 @@
 namespace {
 
 // ---- regions of Python code
-// --------------------------------------------------------------------------
 
 /// A Python function from tensors to a tensor. Any thread may call it, copy it and drop it: the
 /// interpreter's lock is taken here, and nowhere is it held while remat works.
@@ -85,7 +84,6 @@ at::Tensor checkpoint(const py::function& function, const py::args& tensors,
 // therefore run to their end, and no EarlyStopGuard(true) may be around them.
 
 // ---- regions of C++ code
-// ------------------------------------------------------------------------------
 
 std::atomic<int64_t> num_native_runs{0};
 
@@ -121,7 +119,6 @@ bool native_gradient_is_right() {
 }
 
 // ---- guards as context managers
-// --------------------------------------------------------------------
 
 /// Makes a guard on entry and destroys it on exit.
 template <class Guard, class... Arguments>

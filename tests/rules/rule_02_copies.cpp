@@ -381,7 +381,6 @@ TEST_CASE("the guide: a function that writes to its argument", "[rule-2][copies]
 }
 
 // ---- copies: with others
-// --------------------------------------------------------------------------
 
 TEST_CASE("with copies regions nest, whichever of them keeps copies", "[rule-2][copies]") {
   const bool early_stop = GENERATE(true, false);

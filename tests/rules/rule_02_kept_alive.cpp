@@ -48,7 +48,6 @@ TEST_CASE("a long chain of regions that use their input detached keeps no graph 
 }
 
 // ---- nested regions keep nothing of their inputs
-// -------------------------------------------------
 
 struct Pair {
   Tensor first, second;

@@ -29,7 +29,6 @@ void require_close(const Tensor& actual, const Tensor& expected) {
 }
 
 // ---- create_graph inside a region
-// -----------------------------------------------------------------
 
 TEST_CASE("gradients taken inside regions, and of regions, equal plain ones to third order",
           "[rule-6][NST-01][BIC-02]") {
@@ -151,7 +150,6 @@ TEST_CASE("a Function that saves input and output can be differentiated twice in
 }
 
 // ---- backward inside a region that frees what it used
-// --------------------------------------------
 
 TEST_CASE("a gradient taken inside a region without retain_graph leaves dead slots behind",
           "[rule-6][rule-1]") {

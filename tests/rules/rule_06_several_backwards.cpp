@@ -8,7 +8,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // ---- several backward calls over one region
-// ---------------------------------------------------------
 
 TEST_CASE("the outputs of a region can be differentiated one after the other", "[rule-6][MUL-09]") {
   const Tensor x = leaf({3});
@@ -61,7 +60,6 @@ TEST_CASE("gradients for some inputs only are right, whatever is asked and in an
 }
 
 // ---- backward inside backward
-// ---------------------------------------------------------------------
 
 // A node holds its own lock while it reads what it saved, so within one backward no node may be
 // reached again: hooks run before that lock is taken, and other outputs have other nodes.

@@ -97,7 +97,6 @@ TEST_CASE("each backward recomputes each region of a chain once", "[rule-7][GUA-
 }
 
 // ---- threads
-// -------------------------------------------------------------------------------------
 
 TEST_CASE("concurrent gradients over one retained region recompute once each, bit-equal",
           "[rule-7][NEW-02]") {

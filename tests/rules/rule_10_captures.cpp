@@ -226,7 +226,6 @@ TEST_CASE("a captured tensor that the function returns counts as captured", "[ru
 }
 
 // ---- no false alarms
-// -------------------------------------------------------------------------------
 
 TEST_CASE("what a region made itself may be kept and changed outside", "[rule-10]") {
   const bool early_stop = GENERATE(true, false);

@@ -9,7 +9,6 @@ using Kind = remat::CheckpointError::Kind;
 using remat::CheckpointError;
 
 // ---- changed in place inside the region
-// ------------------------------------------------------------
 
 TEST_CASE("a tensor saved and then changed in place in the same region is never misread",
           "[rule-10][GUA-45]") {

@@ -12,7 +12,6 @@ Tensor saves_two(const Tensor& t) { return t.sin().exp(); }
 Tensor saves_three(const Tensor& t) { return t.sin().exp().sin(); }
 
 // ---- the number of tensors
-// ------------------------------------------------------------------------
 
 TEST_CASE("a recompute that saves fewer tensors is an error in every order of slots",
           "[rule-10][DET-01]") {
@@ -232,7 +231,6 @@ TEST_CASE("metadata is compared when the recompute saves, not when backward read
 }
 
 // ---- layout, values, fingerprint
-// -------------------------------------------------------------------
 
 TEST_CASE("other strides are an error only when the layout is checked", "[rule-10][GUA-17]") {
   const DeterminismCheck check = GENERATE(DeterminismCheck::None, DeterminismCheck::Metadata,

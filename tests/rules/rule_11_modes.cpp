@@ -75,7 +75,6 @@ Tensors grad_in_thread(const Tensor& y, const Tensors& inputs, GradOptions optio
 }
 
 // ---- autocast
-// ---------------------------------------------------------------------------------------
 
 TEST_CASE("a parameter that changed is noticed behind autocast's cast of its view",
           "[rule-10][rule-11][GUA-01]") {
@@ -243,7 +242,6 @@ TEST_CASE("a recompute neither fills nor clears the caller's autocast cache", "[
 }
 
 // ---- grad mode, inference mode, hooks
-// ------------------------------------------------------------------
 
 TEST_CASE("a recompute sees grad mode on, whatever the thread that runs backward has set",
           "[rule-11][GUA-07]") {

@@ -12,7 +12,6 @@ struct Fault : std::runtime_error {
 };
 
 // ---- what user code throws
-// --------------------------------------------------------------------------
 
 TEST_CASE("an exception of the function reaches the caller with its own type and text",
           "[rule-12][CTX-08][DET-13]") {
@@ -242,7 +241,6 @@ TEST_CASE("a fingerprint that throws is a failure like any other", "[rule-12][GU
 }
 
 // ---- user scopes
-// ----------------------------------------------------------------------------------
 
 TEST_CASE("each pass enters its scope once and leaves it on every path", "[rule-12][CTX-04]") {
   const bool early_stop = GENERATE(true, false);
@@ -371,7 +369,6 @@ TEST_CASE("operator loggers as scopes see the operator once in each pass", "[rul
 }
 
 // ---- mismatches are failures too
-// --------------------------------------------------------------------
 
 TEST_CASE("after a mismatch nothing is left, and a well-behaved recompute works",
           "[rule-12][rule-10][GUA-20]") {

@@ -81,7 +81,6 @@ void run_backward(Backward backward, const Tensor& y) {
 }
 
 // ---- chains
-// --------------------------------------------------------------------------------------
 
 TEST_CASE("long chains are freed on a small stack, with and without a backward before",
           "[rule-13][LIF-14]") {
@@ -172,7 +171,6 @@ TEST_CASE("ten thousand regions in a chain run forward and backward", "[rule-13]
 }
 
 // ---- nests
-// ---------------------------------------------------------------------------------------
 
 /// A region in a region, `depth` deep: sin before the inner one, or after it.
 Tensor nest(int depth, bool before, Calls& calls, const Tensor& x) {

@@ -15,7 +15,6 @@ using Log = std::vector<std::string>;
 using Map = std::function<Tensor(const Tensor&)>;
 
 // ---- hooks that write down their name
-// ------------------------------------------------------------
 
 struct LogBefore final : torch::autograd::FunctionPreHook {
   LogBefore(Log& log, std::string name) : log(log), name(std::move(name)) {}
@@ -279,7 +278,6 @@ TEST_CASE("nodes of the recomputed graph are never executed", "[rule-14]") {
 }
 
 // ---- requires_grad
-// -------------------------------------------------------------------------------
 
 // Results of every sort: of an input, a parameter, both, neither, cut off, integers, views, itself.
 Tensors many_results(const Tensor& a, const Tensor& b, const Tensor& p, const Tensor& q) {

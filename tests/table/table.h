@@ -137,7 +137,6 @@ std::string disagreement(const Cell& cell);
 void report_fault(std::string what);
 
 // ---- what functions are written with
-// -----------------------------------------------------------------
 
 /// A leaf of standard normal numbers that requires grad.
 Tensor leaf(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
