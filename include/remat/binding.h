@@ -50,7 +50,7 @@ class ScriptCall;
 /// Changes with everything in this header on which a compiled binding depends. The library calls a
 /// body through its vtable, so a binding that was compiled against another number must not be used
 /// with it.
-inline constexpr int binding_abi = 3;
+inline constexpr int binding_abi = 4;
 /// The number of the library that is loaded: compare it with `binding_abi` before anything else.
 REMAT_API int loaded_binding_abi() noexcept;
 
