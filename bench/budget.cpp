@@ -21,8 +21,8 @@
 #include "bench/measure.h"
 #include "bench/rounds.h"
 #include "examples/char_transformer/model.h"
-#include "lib/budget/trial.h"
 #include "remat/budget.h"
+#include "remat/budget_trial.h"
 #include "remat/fit.h"
 #include "remat/plan.h"
 

@@ -25,8 +25,6 @@ MAY_INCLUDE = {
     "examples": {"include", "examples"},
     "bench": {"include", "bench", "examples"},
 }
-# A header of lib whose settings tests and benches change.
-FOR_TRIALS = {"lib/budget/trial.h"}
 # What public headers may include of LibTorch: nothing heavier than ATen/core/Tensor.h.
 LIGHT = re.compile(r"(ATen/core/(Tensor|TensorBase|Generator|List|Dict|ivalue|operator_name|function_schema)\.h|c10/.+\.h)")
 WITH_MODULES = {"apply.h", "sequential.h", "module.h"}
@@ -100,8 +98,6 @@ def include_faults(source, text):
         target = target_of(source, bracket, name)
         if target is not None:
             if tree == "hooks" and folder_of(target) in ("base", "seam"):
-                continue
-            if tree in ("tests", "bench") and str(target.relative_to(ROOT)) in FOR_TRIALS:
                 continue
             if tree_of(target) not in MAY_INCLUDE[tree]:
                 yield f"{tree} must not know {tree_of(target)}: includes {name}"

@@ -6,7 +6,7 @@
 #include <limits>
 #include <tuple>
 
-#include "lib/budget/trial.h"
+#include "remat/budget_trial.h"
 #include "tests/support/support.h"
 
 using namespace remat::testing;

@@ -99,7 +99,7 @@ Value* choose_in_trial(Trial& trial, c10::ArrayRef<Value*> values,
   return best;
 }
 
-// ---- bodies of trial.h ----
+// ---- bodies of budget_trial.h ----
 
 void set_choice(Choice choice, uint64_t seed) {
   const std::lock_guard<std::mutex> lock(Graph::get().mutex());

@@ -5,7 +5,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include "lib/budget/graph.h"
-#include "lib/budget/trial.h"
+#include "remat/budget_trial.h"
 
 namespace remat::budget {
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "lib/budget/trial.h"
+#include "remat/budget_trial.h"
 
 namespace remat::budget {
 

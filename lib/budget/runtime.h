@@ -30,7 +30,6 @@
 #include <vector>
 
 #include "lib/budget/graph.h"
-#include "lib/budget/trial.h"
 #include "lib/observe/memory_source.h"
 #include "lib/observe/recording.h"
 #include "remat/budget.h"

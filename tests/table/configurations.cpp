@@ -8,8 +8,8 @@
 #include <random>
 #include <thread>
 
-#include "lib/budget/trial.h"
 #include "remat/budget.h"
+#include "remat/budget_trial.h"
 #include "remat/checkpoint.h"
 #include "remat/hooks.h"
 #include "remat/report.h"

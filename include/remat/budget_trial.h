@@ -1,6 +1,7 @@
 #pragma once
 // Settings of budgets for tests and benches: the choice of the value to drop, its seed, and the
-// table of costs. They belong to the process. Change them only while no budget is alive.
+// table of costs. They belong to the process; programs need none of them. Change them only while no
+// budget is alive.
 
 #include <cstdint>
 #include <vector>
@@ -24,7 +25,7 @@ REMAT_API void set_choice(Choice choice, uint64_t seed = 0);
 /// The cost of one operator with one list of shapes.
 struct CallCost {
   uint64_t call = 0;  ///< hash of operator and shapes
-  float seconds = 0;
+  float seconds = 0;  ///< [seconds] least time of the first calls
 };
 
 /// Returns the table of costs.
