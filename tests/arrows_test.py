@@ -39,17 +39,22 @@ DOORS = {
     "scope": None,
     "rng": {"device_claims", "device_rng", "draws", "recompute_draws"},
     "state": {"buffer", "early_guards", "module_state", "parameter_names", "streams", "surroundings", "user_state"},
-    "observe": {"counted_memory", "memory_source", "op_log", "profiler", "recording"},
-    "frame": {"active_recomputes", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "mismatch",
-              "region"},
-    "selective": {"call_record", "dispatch", "op_traits", "policy_rule", "selection"},
-    "budget": {"calls"},
+    "frame": {"active_recomputes", "filler", "forward_scope", "frame", "frame_scope", "inputs", "keeper", "layers",
+              "mismatch", "recorded_frame", "region"},
     "entry": set(),
+    "move": None,
+    "selective": {"call_record", "dispatch", "op_traits", "policy_rule"},
+    "observe": {"counted_memory", "memory_source", "recording"},
+    "budget": set(),
     "plan": set(),
+    "apply": set(),
 }
+# Above the core, and what a folder of hooks is part of. The layers are those of lib/meson.build.
+LAYERS = ["move", "selective", "observe", "budget", "plan", "apply"]
+HOOKS = {"pack": "core", "depot": "move", "host": "move", "disk": "move"}
 FOLDERS = list(DOORS)
 # The planner is above the runtime, but uses the public headers, and what measuring and moving need.
-PLAN_MAY_INCLUDE = {"base", "seam", "scope", "rng", "selective", "plan"}
+PLAN_MAY_INCLUDE = {"base", "seam", "scope", "rng", "move", "selective", "plan"}
 
 # LibTorch's private members, names of nodes, bridges between versions. Each pattern with where it may stand besides.
 UNSTABLE = {
@@ -125,6 +130,26 @@ def folder_of(path):
 
 def room_of(path):
     return str(path.relative_to(ROOT).with_suffix(""))
+
+
+def layer_of(path):
+    """The layer that a file of lib or hooks belongs to, or None."""
+    parts = path.relative_to(ROOT).parts
+    if parts[0] == "hooks":
+        return HOOKS.get(parts[1])
+    folder = folder_of(path)
+    return None if folder is None else folder if folder in LAYERS else "core"
+
+
+def layer_faults(source, text):
+    """No file knows a layer above its own."""
+    order = ["core", *LAYERS]
+    own = layer_of(source)
+    for bracket, name in INCLUDE.findall(text) if own else ():
+        target = target_of(source, bracket, name)
+        layer = layer_of(target) if target is not None else None
+        if layer is not None and order.index(layer) > order.index(own):
+            yield f"the layer {own} must not know the layer {layer}: includes {name}"
 
 
 def lib_faults(source, text):
@@ -250,7 +275,7 @@ def main():
             text = source.read_text(encoding="utf-8")
             texts[source] = text
             where = source.relative_to(ROOT)
-            for check in (include_faults, lib_faults, unstable_faults, rule_faults):
+            for check in (include_faults, layer_faults, lib_faults, unstable_faults, rule_faults):
                 faults += [f"{where}: {fault}" for fault in check(source, text)]
             if AVOIDED & set(re.split(r"[_/.]", str(where))):
                 faults.append(f"{where}: the name says nothing (utils, helpers, misc, manager, common)")

@@ -17,7 +17,7 @@
 
 namespace remat {
 
-struct MoveTotals;  // hooks/move_totals.h
+struct MoveTotals;  // hooks/depot/move_totals.h
 
 namespace detail {
 

@@ -1,4 +1,4 @@
-#include "lib/budget/calls.h"
+// The recording of operators in the scope of a budget.
 
 #include <ATen/Context.h>
 #include <c10/core/Event.h>
@@ -14,7 +14,7 @@
 #include <string_view>
 #include <utility>
 
-#include "hooks/byte_hash.h"
+#include "lib/base/byte_hash.h"
 #include "lib/base/error.h"
 #include "lib/budget/budget_scope.h"
 #include "lib/budget/choices.h"
@@ -25,6 +25,7 @@
 #include "lib/budget/settings.h"
 #include "lib/budget/storages.h"
 #include "lib/budget/versions.h"
+#include "lib/frame/layers.h"
 #include "lib/rng/device_rng.h"
 #include "lib/rng/draws.h"
 #include "lib/scope/region_scope.h"
@@ -418,9 +419,8 @@ void Call::end(const torch::jit::Stack& stack, float seconds) {
   if (graph.num_records() % many == 0 && !runtime_.has_saved()) graph.cut(runtime_, dead);
 }
 
-}  // namespace
-
-void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+/// Runs an operator of this thread, and records it if it can run again.
+void run_in_budget(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const BudgetScope* const scope = BudgetScope::innermost();
   if (scope == nullptr) return remat::run_operator(op, stack);
   settle_versions();
@@ -472,5 +472,9 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   call.end(stack, taken.count());
   if (runtime.has_movers()) runtime.move_ahead();
 }
+
+[[maybe_unused]] const bool runs_in_budgets = (layers.run_in_budget = run_in_budget, true);
+
+}  // namespace
 
 }  // namespace remat::budget

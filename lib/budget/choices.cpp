@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#include "hooks/byte_hash.h"
+#include "lib/base/byte_hash.h"
 #include "lib/budget/cost_table.h"
 
 namespace remat::budget {

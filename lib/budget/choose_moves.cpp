@@ -6,10 +6,10 @@
 #include <utility>
 #include <vector>
 
-#include "hooks/on_stream.h"
 #include "lib/budget/moving.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/storages.h"
+#include "lib/seam/on_stream.h"
 #include "lib/seam/storage.h"
 
 namespace remat::budget {

@@ -10,12 +10,12 @@
 #include <utility>
 #include <vector>
 
-#include "hooks/on_stream.h"
-#include "hooks/ready.h"
-#include "hooks/save_on_disk.h"
-#include "hooks/unseen.h"
+#include "hooks/disk/save_on_disk.h"
 #include "lib/budget/storages.h"
 #include "lib/seam/dispatch_mode.h"
+#include "lib/seam/on_stream.h"
+#include "lib/seam/ready.h"
+#include "lib/seam/unseen.h"
 #include "lib/seam/warn.h"
 
 namespace remat::budget {

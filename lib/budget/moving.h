@@ -27,9 +27,9 @@
 #include <mutex>
 #include <string>
 
-#include "hooks/background.h"
-#include "hooks/save_on_cpu.h"
-#include "hooks/spool.h"
+#include "hooks/disk/spool.h"
+#include "hooks/host/background.h"
+#include "hooks/host/save_on_cpu.h"
 #include "remat/move.h"
 
 namespace remat::budget {

@@ -14,7 +14,6 @@
 #include <utility>
 #include <vector>
 
-#include "hooks/ready.h"
 #include "lib/base/invariant.h"
 #include "lib/base/waiting.h"
 #include "lib/budget/choices.h"
@@ -27,6 +26,7 @@
 #include "lib/rng/draws.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/dispatch_mode.h"
+#include "lib/seam/ready.h"
 #include "lib/selective/call_record.h"
 
 namespace remat::budget {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <mutex>
 
-#include "hooks/byte_hash.h"
+#include "lib/base/byte_hash.h"
 #include "lib/budget/cost_table.h"
 
 namespace remat::budget {

@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "hooks/ready.h"
 #include "lib/budget/rerun.h"
 #include "lib/budget/runtime.h"
 #include "lib/budget/storages.h"
 #include "lib/budget/versions.h"
 #include "lib/seam/plain_tensor.h"
+#include "lib/seam/ready.h"
 
 namespace remat::budget {
 

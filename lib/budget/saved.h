@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "hooks/inspection.h"
+#include "hooks/pack/inspection.h"
 #include "lib/budget/graph.h"
 #include "lib/seam/own_hooks.h"
 

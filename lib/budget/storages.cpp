@@ -11,7 +11,7 @@
 #include <typeinfo>
 #include <utility>
 
-#include "hooks/byte_hash.h"
+#include "lib/base/byte_hash.h"
 #include "lib/observe/counted_memory.h"
 #include "lib/seam/accelerator.h"
 #include "lib/seam/dispatch_mode.h"

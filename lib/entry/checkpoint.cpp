@@ -18,10 +18,9 @@
 #include "lib/entry/opaque_arguments.h"
 #include "lib/entry/stack_captures.h"
 #include "lib/frame/forward_scope.h"
-#include "lib/observe/profiler.h"
+#include "lib/frame/layers.h"
+#include "lib/scope/profiler.h"
 #include "lib/seam/dispatch_mode.h"
-#include "lib/selective/policy_rule.h"
-#include "lib/selective/selection.h"
 #include "remat/script_call.h"
 
 namespace remat {
@@ -73,7 +72,17 @@ std::unique_ptr<RegionExtras> extras_of(const CheckpointOptions& options,
   return extras;
 }
 
+void refuse_absent(bool is_there, const char* option, const char* layer) {
+  if (!is_there)
+    throw_unsupported(std::string("CheckpointOptions::") + option + " was set",
+                      std::string("this build of remat has no ") + layer,
+                      "build remat without -Donly_core=true, or leave the option out");
+}
+
 void refuse(const CheckpointOptions& options, const RegionOptions& in_force) {
+  refuse_absent(!options.policy || layers.keep_by_policy != nullptr, "policy", "policies");
+  refuse_absent(!options.offload_inputs || layers.offload_input != nullptr, "offload_inputs",
+                "offloading");
   TORCH_CHECK_VALUE(!(in_force.debug && options.context_fn),
                     "remat::checkpoint: debug=True is incompatible with non-default context_fn. "
                     "Hint: drop one of the two for this region.");
@@ -144,7 +153,7 @@ ForwardRun::ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionB
   if (in_force.capture_check == CaptureCheck::Raise) seam::NodeWatches::begin(scope);
   scope_ = std::move(scope);
   if (options.policy) {
-    Selection::make(*frame_, PolicyRule::of(options.policy));
+    layers.keep_by_policy(*frame_, options.policy);
     dispatch_mode_ = std::make_shared<seam::DispatchMode>();
   }
   frame_->set_sees_operators(seam::is_dispatch_mode_on());

@@ -5,10 +5,10 @@
 #include <optional>
 #include <utility>
 
-#include "hooks/in_recompute.h"
-#include "hooks/slot.h"
-#include "lib/budget/calls.h"
+#include "hooks/pack/in_recompute.h"
+#include "hooks/pack/slot.h"
 #include "lib/frame/active_recomputes.h"
+#include "lib/frame/layers.h"
 #include "lib/scope/region_scope.h"
 
 namespace remat::detail {
@@ -60,13 +60,19 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> surround_foreign(
   return std::make_unique<InRecompute>(std::move(hooks));
 }
 
+void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
+  if (layers.run_in_budget != nullptr) return layers.run_in_budget(op, stack);
+  if (layers.run_operator != nullptr) return layers.run_operator(op, stack);
+  op.callBoxed(&stack);
+}
+
 constexpr seam::EngineCallbacks callbacks{
     make_top_hooks,
     surround_foreign,
     backward_begins,
     backward_ended,
     backward_returned,
-    budget::run_operator,
+    run_operator,
     {hook_begins, new_hook_registered, requires_grad_changes, node_instead}};
 
 }  // namespace

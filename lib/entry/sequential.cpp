@@ -11,7 +11,6 @@
 
 #include "lib/entry/module_function.h"
 #include "lib/scope/hook_stack.h"
-#include "remat/plan.h"
 
 namespace remat {
 
@@ -35,17 +34,17 @@ at::Tensor run_segments(const std::vector<Stage>& stages,
                       "remat::checkpoint_sequential: stage ", i,
                       " (counted from 0) was empty. Hint: give it a function.");
 
-  const Plan plan = options.split == Split::Torch ? torch_sequential_plan(num_stages, segments)
-                                                  : balanced_plan(num_stages, segments);
+  const int64_t length = num_stages / segments;
+  // The first of them are one stage longer; torch leaves the rest to the last segment.
+  const int64_t num_longer = options.split == Split::Torch ? 0 : num_stages % segments;
   CheckpointOptions checkpoint_options = options.checkpoint;
   // Where a chain is cut is no reason for its activations to be out of place.
   if (checkpoint_options.inputs == InputMode::Default)
     checkpoint_options.inputs = InputMode::CopyOnWrite;
   auto next = stages.begin();
   for (int64_t i = 0; i < segments; ++i) {
-    const bool is_last = i == segments - 1;  // a region of no plan
-    const auto end =
-        is_last ? stages.end() : stages.begin() + plan.regions()[static_cast<std::size_t>(i)].last;
+    const bool is_last = i == segments - 1;
+    const auto end = is_last ? stages.end() : next + length + (i < num_longer ? 1 : 0);
     const auto run = [](const std::vector<Stage>& segment, at::Tensor x) {
       for (const Stage& stage : segment) x = stage(std::move(x));
       return x;

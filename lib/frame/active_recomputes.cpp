@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "hooks/slot.h"
+#include "hooks/pack/slot.h"
 #include "lib/scope/region_scope.h"
 
 namespace remat {

@@ -7,7 +7,7 @@
 #include <functional>
 #include <utility>
 
-#include "hooks/byte_hash.h"
+#include "lib/base/byte_hash.h"
 #include "lib/frame/tensor_check.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/dispatch_mode.h"

@@ -24,7 +24,7 @@
 
 namespace remat {
 
-Filler::Filler(const Region& region, const Slots& slots, const RecordedFrame* recorded,
+Filler::Filler(const Region& region, const Slots& slots, RecordedFrame* recorded,
                RecomputedValues& values, int64_t only_position,
                const std::vector<at::Tensor>& inputs)
     : region_(region),
@@ -160,7 +160,7 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor* o
     value.version = seam::version_of(value.tensor);
   }
   if (is_recording() && recorded_ != nullptr)
-    recording::slot_event(EventKind::Fill, region_.info, position, {});
+    recorded_->slot_event(recording::SlotEvent::Filled, position, {});
   const bool is_new = !values_.has(position);
   bytes_ += values_.put(position, std::move(value));
   num_filled_ += 1;

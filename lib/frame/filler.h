@@ -8,14 +8,14 @@
 #include <thread>
 #include <vector>
 
-#include "hooks/slot.h"
+#include "hooks/pack/slot.h"
 #include "lib/base/waiting.h"
 #include "lib/frame/captured_operands.h"
 #include "lib/frame/keeper.h"
 #include "lib/frame/mismatch.h"
 #include "lib/frame/recomputed_values.h"
 #include "lib/frame/slots.h"
-#include "lib/observe/op_log.h"
+#include "lib/scope/op_log.h"
 
 namespace remat {
 
@@ -29,7 +29,7 @@ class Filler final : public SlotFiller {
  public:
   /// The filler wants every slot that is alive, or `only_position` alone if it is not negative.
   /// `inputs`: the arguments of this recompute.
-  Filler(const Region& region, const Slots& slots, const RecordedFrame* recorded,
+  Filler(const Region& region, const Slots& slots, RecordedFrame* recorded,
          RecomputedValues& values, int64_t only_position, const std::vector<at::Tensor>& inputs);
   ~Filler() override;
 
@@ -148,7 +148,7 @@ class Filler final : public SlotFiller {
   Turns saving_;
   const Region& region_;
   const Slots& slots_;
-  const RecordedFrame* const recorded_;
+  RecordedFrame* const recorded_;
   RecomputedValues& values_;
   const SlotView view_;
   bool early_stop_;

@@ -5,7 +5,7 @@
 #include <thread>
 #include <utility>
 
-#include "hooks/drop.h"
+#include "hooks/pack/drop.h"
 #include "lib/base/waiting.h"
 #include "lib/seam/engine.h"
 

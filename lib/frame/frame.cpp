@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "lib/base/counters.h"
+#include "lib/frame/layers.h"
 #include "lib/frame/running_statistics.h"
 #include "lib/scope/saving_input.h"
 #include "lib/state/buffer.h"
@@ -83,7 +84,7 @@ bool Frame::begin(std::unique_ptr<RegionBody> body, bool sees_end,
   }
   surroundings_.begin(inputs_.storages(), own);
   if (is_recording())  // what throws is done
-    recorded_ = recording::region_begins(
+    recorded_ = layers.record(
         region_.info, inputs_.storages(),
         [&](const c10::StorageImpl& storage) { return inputs_.is_offloaded(storage); });
   start_ = RegionStart::here();
@@ -93,7 +94,7 @@ bool Frame::begin(std::unique_ptr<RegionBody> body, bool sees_end,
 int64_t Frame::add_slot(const at::Tensor& saved) {
   const at::Tensor* const origin = take_input_being_saved();
   if (recorded_ != nullptr && is_recording())
-    recording::slot_event(EventKind::Pack, region_.info, slots_.size(),
+    recorded_->slot_event(recording::SlotEvent::Packed, slots_.size(),
                           TensorMetadata(saved, false).text());
   // What a region around keeps may be captured here: its recompute must have the data, and no
   // placeholder.
@@ -157,7 +158,7 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
   if (keeper_ != nullptr) keeper_->add_to(recorded);
   DevicesMet met = devices_met();
   visit_result([&](at::Tensor& tensor) { met.add(tensor); });
-  recording::region_ends(region_.info, *recorded_, met, std::move(recorded));
+  recorded_->ends(met, std::move(recorded));
 }
 
 // Statistics that are arguments are an error in backward, in each region whose recompute would move
@@ -179,7 +180,7 @@ void Frame::tell_of_statistics(std::vector<const c10::StorageImpl*> statistics) 
 }
 
 void Frame::tell_recorders_of_throw() const {
-  if (recorded_ != nullptr) recording::region_throws(region_.info, *recorded_);
+  if (recorded_ != nullptr) recorded_->throws();
 }
 
 DevicesMet Frame::devices_met() const {

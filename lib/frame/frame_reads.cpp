@@ -71,7 +71,7 @@ Value Frame::recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& ta
 // autograd does (Rule 10).
 at::Tensor Frame::hand_over(int64_t position, Value&& value) {
   if (is_recording() && recorded_ != nullptr)
-    recording::slot_event(EventKind::Read, region_.info, position, {});
+    recorded_->slot_event(recording::SlotEvent::Read, position, {});
   if (seam::version_of(value.tensor) != value.version && !is_planted(Fault::SavedVersion))
     throw_changed_value(region_, position, slots_.identity_of(position), value.tensor,
                         value.version);

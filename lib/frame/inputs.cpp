@@ -10,14 +10,13 @@
 #include <unordered_set>
 #include <utility>
 
-#include "hooks/byte_hash.h"
-#include "hooks/elsewhere.h"
+#include "lib/base/byte_hash.h"
 #include "lib/base/error.h"
 #include "lib/base/place_index.h"
 #include "lib/base/planted_fault.h"
 #include "lib/frame/input_copies.h"
+#include "lib/frame/layers.h"
 #include "lib/frame/mismatch.h"
-#include "lib/scope/offload.h"
 #include "lib/scope/saving_input.h"
 #include "lib/seam/autograd_meta.h"
 #include "lib/seam/engine.h"
@@ -146,10 +145,10 @@ SlotFiller* Inputs::save(const Region& region) {
     if (!region.options.offload_inputs || tensor.is_cpu()) return;
     // A slot of the region around, or what a user's hooks took, is not here any more.
     if (input.held.has_hooks()) return;
-    const auto& depot = depot_of_inputs(
-        region.extras == nullptr ? std::nullopt : region.extras->offload_prefetch_depth);
-    if (!depot->moves(tensor)) return;
-    input.held.register_hooks(std::make_unique<Elsewhere>(depot, &tensor));
+    auto hooks = layers.offload_input(
+        tensor, region.extras == nullptr ? std::nullopt : region.extras->offload_prefetch_depth);
+    if (hooks == nullptr) return;
+    input.held.register_hooks(std::move(hooks));
     input.is_offloaded = true;
   });
   return stops;

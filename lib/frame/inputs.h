@@ -17,7 +17,7 @@
 
 namespace remat {
 
-class SlotFiller;  // hooks/slot.h
+class SlotFiller;  // hooks/pack/slot.h
 
 /// One recompute is given these arguments.
 struct GivenInputs {

@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "lib/observe/recording.h"
+#include "lib/frame/recorded_frame.h"
 #include "lib/scope/region_scope.h"
 
 namespace remat {

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "lib/base/invariant.h"
-#include "lib/observe/op_log.h"
+#include "lib/scope/op_log.h"
 #include "lib/tensor/tensor_metadata.h"
 
 namespace remat {

@@ -16,8 +16,8 @@
 #include "lib/frame/naming.h"
 #include "lib/frame/recompute_scope.h"
 #include "lib/frame/values_by_task.h"
-#include "lib/observe/op_log.h"
-#include "lib/observe/profiler.h"
+#include "lib/scope/op_log.h"
+#include "lib/scope/profiler.h"
 #include "lib/seam/dispatch_mode.h"
 
 namespace remat {
@@ -67,6 +67,21 @@ class VouchedFor {
   Filler& filler_;
 };
 
+/// Tells the record of a recompute, if there is one, when its function runs.
+class RecordedRun {
+ public:
+  explicit RecordedRun(RecordedRecompute* recorded) : recorded_(recorded) {
+    if (recorded_ != nullptr) recorded_->function_begins();
+  }
+  ~RecordedRun() {
+    if (recorded_ != nullptr) recorded_->function_ends();
+  }
+  RecordedRun& operator=(RecordedRun&&) = delete;
+
+ private:
+  RecordedRecompute* const recorded_;
+};
+
 /// Returns whether a recompute must leave buffers as forward did.
 bool writes_buffers(Frame& frame) {
   const UserState* const state = frame.surroundings().user_state();
@@ -85,7 +100,7 @@ std::vector<const CapturedOperand*> changed_operands(const Frame& frame, const F
 /// too; false if another thread disturbed its random numbers.
 bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                   const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs,
-                  recording::RecomputeSpan& span, Attempt& attempt) {
+                  RecordedRecompute* recorded, Attempt& attempt) {
   const Region& region = frame.region();
   Surroundings& surroundings = frame.surroundings();
   std::vector<at::Tensor> captured;
@@ -103,7 +118,7 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
   if (!surroundings.snapshot().has_default_dtype())
     throw_default_dtype(region, surroundings.snapshot().default_dtype);
   const StreamScope streams(surroundings.streams(), inputs);
-  const recording::RecomputeSpan::Running running(span);
+  const RecordedRun recorded_run(recorded);
   const DeviceRngSwap device_rng(surroundings.device_states([&] { return frame.devices_met(); }),
                                  scope->own_lock());
   if (device_rng.has_failed())
@@ -195,14 +210,15 @@ void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& 
 /// Runs the function, and looks at what was kept for it. False if the run is worth nothing.
 bool run_and_replay(Frame& frame, RecomputedValues& values, Filler& filler,
                     const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs,
-                    recording::RecomputeSpan& span, Attempt& attempt) {
+                    RecordedRecompute* recorded, Attempt& attempt) {
   scope->begin(inputs);
   KeptReplay* const replay = scope->replay();
-  if (replay == nullptr) return run_function(frame, values, filler, scope, inputs, span, attempt);
+  if (replay == nullptr)
+    return run_function(frame, values, filler, scope, inputs, recorded, attempt);
   bool is_undisturbed = false;
   std::exception_ptr thrown;
   try {
-    is_undisturbed = run_function(frame, values, filler, scope, inputs, span, attempt);
+    is_undisturbed = run_function(frame, values, filler, scope, inputs, recorded, attempt);
   } catch (...) {
     thrown = std::current_exception();
   }
@@ -220,9 +236,11 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
   const seam::DispatchModeOff unseen;
   const PreparingRecompute preparing;
   try {
-    recording::RecomputeSpan span(region.info, frame->recorded());
-    if (is_recording() && frame->recorded() != nullptr)
-      values.recorded = frame->recorded()->kept.recomputed;
+    std::unique_ptr<RecordedRecompute> recorded;
+    if (is_recording() && frame->recorded() != nullptr) {
+      recorded = frame->recorded()->recompute_begins();
+      values.recorded = frame->recorded()->recomputed_bytes();
+    }
     const auto profiled = profiler::recompute_scope(region.info);
     const ObservedRecompute observed(frame->surroundings().user_state(), region.info);
     std::optional<ReadsAgain> reads(std::in_place, attempt.is_again);
@@ -232,7 +250,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     auto scope = std::make_shared<RecomputeScope>(frame, filler);
     Inputs::Versions in_forward;
     if (!filler.is_forward_over()) in_forward = frame->inputs().versions_in_forward();
-    if (!run_and_replay(*frame, values, filler, scope, given.tensors, span, attempt) ||
+    if (!run_and_replay(*frame, values, filler, scope, given.tensors, recorded.get(), attempt) ||
         !attempt.changed.empty()) {
       values.clear();
       return false;
@@ -245,7 +263,7 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     if (is_planted(Fault::SwappedSlots) && values.has(0) && values.has(1) &&
         values.peek(0).tensor.sizes().equals(values.peek(1).tensor.sizes()))
       std::swap(values.values[0], values.values[1]);
-    span.ends(filler.has_stopped(), values.num_bytes());
+    if (recorded != nullptr) recorded->ends(filler.has_stopped(), values.num_bytes());
     scope.reset();
     given.tensors.clear();
     filler.warn_of_survivors(frame->notes().has_run_backward());

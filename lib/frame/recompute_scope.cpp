@@ -3,7 +3,7 @@
 #include <exception>
 #include <utility>
 
-#include "hooks/collect.h"
+#include "hooks/pack/collect.h"
 #include "lib/base/planted_fault.h"
 #include "lib/frame/mismatch.h"
 #include "lib/seam/dispatch_mode.h"

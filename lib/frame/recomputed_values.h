@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "lib/base/spin_lock.h"
+#include "lib/frame/recorded_frame.h"
 #include "lib/frame/task.h"
-#include "lib/observe/recording.h"
 #include "lib/state/streams.h"
 
 namespace remat {

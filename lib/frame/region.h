@@ -14,7 +14,7 @@
 
 #include "lib/base/spin_lock.h"
 #include "lib/frame/tensor_check.h"
-#include "lib/observe/op_log.h"
+#include "lib/scope/op_log.h"
 #include "lib/scope/region_info.h"
 #include "remat/binding.h"
 

@@ -13,14 +13,14 @@
 #include <utility>
 #include <vector>
 
-#include "hooks/drop.h"
-#include "hooks/inspection.h"
+#include "hooks/pack/drop.h"
+#include "hooks/pack/inspection.h"
 #include "lib/base/slab.h"
 #include "lib/base/spin_lock.h"
 #include "lib/frame/naming.h"
+#include "lib/frame/recorded_frame.h"
 #include "lib/frame/region.h"
 #include "lib/frame/slot.h"
-#include "lib/observe/recording.h"
 #include "lib/rng/device_rng.h"
 
 namespace remat {

@@ -7,7 +7,7 @@
 #include <memory>
 #include <optional>
 
-#include "hooks/slot.h"
+#include "hooks/pack/slot.h"
 
 namespace remat {
 

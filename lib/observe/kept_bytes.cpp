@@ -7,16 +7,7 @@
 
 namespace remat {
 
-void add_to(std::vector<DeviceBytes>& sums, c10::Device device, int64_t bytes) {
-  const auto known = std::find_if(sums.begin(), sums.end(),
-                                  [&](const DeviceBytes& each) { return each.device == device; });
-  if (known != sums.end())
-    known->bytes += bytes;
-  else
-    sums.push_back({device, bytes});
-}
-
-void RecomputedBytes::add(c10::Device device, int64_t bytes) {
+void RecomputedBytesByDevice::add(c10::Device device, int64_t bytes) {
   {
     const std::lock_guard lock(mutex_);
     add_to(bytes_, device, bytes);
@@ -24,7 +15,7 @@ void RecomputedBytes::add(c10::Device device, int64_t bytes) {
   KeptBytes::all().add_recomputed(device, bytes);
 }
 
-int64_t RecomputedBytes::on(c10::Device device) const {
+int64_t RecomputedBytesByDevice::on(c10::Device device) const {
   const std::lock_guard lock(mutex_);
   for (const DeviceBytes& each : bytes_)
     if (each.device == device) return each.bytes;

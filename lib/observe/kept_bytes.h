@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "lib/frame/recorded_frame.h"
 #include "remat/report.h"
 
 namespace c10 {
@@ -27,23 +28,10 @@ struct LiveKinds {
   int64_t live = 0, parameters = 0, inputs = 0, saved = 0, recomputed = 0;
 };
 
-struct KeptStorage {
-  const c10::StorageImpl* identity;
-  c10::Device device;
-  int64_t bytes;
-};
-struct DeviceBytes {
-  c10::Device device;
-  int64_t bytes;
-};
-
-/// Adds to what is there of the same device.
-void add_to(std::vector<DeviceBytes>& sums, c10::Device device, int64_t bytes);
-
-/// What was recomputed for one region and not yet handed over. Any thread.
-class RecomputedBytes {
+/// The bytes recomputed for one region by device. Any thread.
+class RecomputedBytesByDevice final : public RecomputedBytes {
  public:
-  void add(c10::Device device, int64_t bytes);
+  void add(c10::Device device, int64_t bytes) override;
   int64_t on(c10::Device device) const;
 
  private:
@@ -57,7 +45,7 @@ struct KeptOfRegion {
   std::shared_ptr<const std::string> name;
   std::vector<KeptStorage> inputs;
   std::vector<DeviceBytes> saved;
-  std::shared_ptr<RecomputedBytes> recomputed = std::make_shared<RecomputedBytes>();
+  std::shared_ptr<RecomputedBytesByDevice> recomputed = std::make_shared<RecomputedBytesByDevice>();
 };
 
 /// The process has one. Any thread.

@@ -11,14 +11,15 @@
 
 #include <algorithm>
 
-#include "hooks/copy_watch.h"
-#include "hooks/file_watch.h"
-#include "hooks/move_totals.h"
-#include "hooks/on_stream.h"
+#include "hooks/depot/move_totals.h"
+#include "hooks/disk/file_watch.h"
+#include "hooks/host/copy_watch.h"
+#include "lib/frame/layers.h"
 #include "lib/observe/device_samples.h"
 #include "lib/observe/recordings.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/seam/accelerator.h"
+#include "lib/seam/on_stream.h"
 #include "remat/memory.h"
 
 namespace remat {
@@ -183,116 +184,182 @@ class RecordedMoves final : public MoveWatch {
   }
 };
 
+/// The record of one recompute; the record of its region outlives it.
+class Recompute final : public RecordedRecompute {
+ public:
+  Recompute(const RegionInfo& region, std::shared_ptr<const std::string> name,
+            const std::vector<c10::Device>& devices)
+      : region_(region), name_(std::move(name)), devices_(devices) {
+    write({.kind = EventKind::RecomputeBegins, .text = name_}, &region_);
+  }
+  ~Recompute() override {
+    const double seconds = seconds_since(begin_);
+    write({.kind = end_, .number = bytes_, .text = name_}, &region_, begin_);
+    sum(*name_, [&](RegionReport& region) {
+      region.recomputes += 1;
+      region.early_stops += end_ == EventKind::RecomputeStops ? 1 : 0;
+      region.bytes_recompute_peak = std::max(region.bytes_recompute_peak, bytes_);
+      region.recompute_s += seconds;
+    });
+  }
+  void function_begins() override { work_ = work_on(devices_); }
+  void function_ends() override {
+    for (const auto& work : work_) {
+      work->end();
+      write(work, {.kind = DeviceBar::Kind::Recompute, .stream = work->stream(), .name = name_},
+            region_.id);
+    }
+  }
+  void ends(bool was_stopped, int64_t recomputed_bytes) override {
+    end_ = was_stopped ? EventKind::RecomputeStops : EventKind::RecomputeEnds;
+    bytes_ = recomputed_bytes;
+  }
+
+ private:
+  const RegionInfo& region_;
+  const std::shared_ptr<const std::string> name_;
+  const std::vector<c10::Device>& devices_;
+  const Clock::time_point begin_ = Clock::now();
+  EventKind end_ = EventKind::RecomputeThrows;
+  int64_t bytes_ = 0;
+  std::vector<std::shared_ptr<QueuedWork>> work_;
+};
+
+EventKind kind_of(recording::SlotEvent event) {
+  switch (event) {
+    case recording::SlotEvent::Packed:
+      return EventKind::Pack;
+    case recording::SlotEvent::Filled:
+      return EventKind::Fill;
+    default:
+      return EventKind::Read;
+  }
+}
+
+/// The record of one region.
+class RecordedRegion final : public RecordedFrame {
+ public:
+  RecordedRegion(const RegionInfo& info, const StorageSet& inputs,
+                 c10::function_ref<bool(const c10::StorageImpl&)> is_moved)
+      : info_(info) {
+    kept_.id = info.id;
+    kept_.name = std::make_shared<const std::string>(info.name());
+    int64_t bytes = 0;
+    // What the region may work on: where its inputs are, and where the thread works.
+    std::vector<c10::Device> devices;
+    const auto add_device = [&](c10::Device device) {
+      if (device.type() == present_accelerator() &&
+          std::find(devices.begin(), devices.end(), device) == devices.end())
+        devices.push_back(device);
+    };
+    // Below other hooks the inputs are theirs: slots of the region around, or the user's (Rule 2).
+    const bool keeps_inputs = detail::innermost(detail::Ability::Hooks) == nullptr;
+    inputs.visit([&](const c10::StorageImpl& storage) {
+      add_device(storage.device());
+      if (!keeps_inputs) return;
+      const auto each = static_cast<int64_t>(storage.nbytes());
+      if (is_moved(storage)) {
+        inputs_offloaded_bytes_ += each;
+        return;
+      }
+      kept_.inputs.push_back({&storage, storage.device(), each});
+      bytes += each;
+    });
+    KeptBytes::all().add(kept_);
+    write({.kind = EventKind::RegionBegins, .number = bytes, .text = kept_.name}, &info);
+    if (const auto in_use = devices_in_use(); !in_use.empty())
+      add_device(c10::impl::VirtualGuardImpl(in_use.front().type()).getDevice());
+    forward_ = work_on(devices);
+  }
+  ~RecordedRegion() override { KeptBytes::all().remove(kept_); }
+
+  void slot_event(recording::SlotEvent event, int64_t position, const std::string& text) override {
+    write({.kind = kind_of(event),
+           .number = position,
+           .text = text.empty() ? nullptr : std::make_shared<const std::string>(text)},
+          &info_);
+  }
+  void ends(const DevicesMet& met, recording::RegionSums sums) override {
+    for (const auto& work : forward_) {
+      const c10::Device device = work->stream().device();
+      if (!met.has(device)) continue;
+      devices_.push_back(device);
+      work->end();
+      write(work, {.kind = DeviceBar::Kind::Forward, .stream = work->stream(), .name = kept_.name},
+            info_.id);
+    }
+    forward_.clear();
+    for (const KeptStorage& each : sums.parameters) KeptBytes::all().add_parameter(each);
+    int64_t saved_bytes = 0;
+    for (const DeviceBytes& each : sums.saved) saved_bytes += each.bytes;
+    KeptBytes::all().set_saved(kept_, std::move(sums.saved));
+    for (const recording::DecidedCall& each : sums.decisions)
+      write({.kind = EventKind::Decision,
+             .number = each.bytes,
+             .text = std::make_shared<const std::string>(fmt::format(
+                 "{} {}{}: {}", verb_of(each.outcome), each.op,
+                 each.bytes > 0 ? fmt::format(", {} bytes", each.bytes) : "", each.reason))},
+            &info_);
+    const double seconds = seconds_since(begin_);
+    write({.kind = EventKind::RegionEnds, .number = sums.num_slots, .text = kept_.name}, &info_,
+          begin_);
+    sum(*kept_.name, [&](RegionReport& region) {
+      region.calls += 1;
+      region.bytes_dropped += sums.dropped_bytes;
+      for (const KeptStorage& each : kept_.inputs) region.bytes_inputs += each.bytes;
+      region.bytes_saved += saved_bytes;
+      for (const recording::DecidedCall& each : sums.decisions) add(each, region.decisions);
+      region.offloaded += sums.offloaded;
+      region.offload_fallbacks += sums.offload_fallbacks;
+      region.bytes_offloaded += sums.bytes_offloaded;
+      region.bytes_inputs_offloaded += inputs_offloaded_bytes_;
+      region.offload_wait_s += sums.offload_wait_s;
+      region.forward_s += seconds;
+    });
+  }
+  void throws() override {
+    write({.kind = EventKind::RegionThrows, .text = kept_.name}, &info_, begin_);
+  }
+  std::unique_ptr<RecordedRecompute> recompute_begins() override {
+    return std::make_unique<Recompute>(info_, kept_.name, devices_);
+  }
+  std::shared_ptr<RecomputedBytes> recomputed_bytes() override { return kept_.recomputed; }
+  std::function<void()> late_move(int64_t bytes) override {
+    return [name = kept_.name, bytes] {
+      sum(*name, [&](RegionReport& region) {
+        region.offloaded += 1;
+        region.bytes_offloaded += bytes;
+      });
+    };
+  }
+  void kept_was_loaded(int64_t bytes, bool was_ahead, double seconds) override {
+    sum(*kept_.name, [&](RegionReport& region) {
+      region.offload_loads += 1;
+      region.offload_loads_ahead += was_ahead ? 1 : 0;
+      region.bytes_loaded += bytes;
+      region.offload_wait_s += seconds;
+    });
+  }
+
+ private:
+  const RegionInfo& info_;
+  const Clock::time_point begin_ = Clock::now();
+  KeptOfRegion kept_;
+  int64_t inputs_offloaded_bytes_ = 0;
+  std::vector<std::shared_ptr<QueuedWork>> forward_;  // on the devices that it may use
+  std::vector<c10::Device> devices_;                  // that it was found to use
+};
+
+std::unique_ptr<RecordedFrame> record(const RegionInfo& info, const StorageSet& inputs,
+                                      c10::function_ref<bool(const c10::StorageImpl&)> is_moved) {
+  return std::make_unique<RecordedRegion>(info, inputs, is_moved);
+}
+
+[[maybe_unused]] const bool records_regions = (layers.record = record, true);
+
 }  // namespace
 
-RecordedFrame::~RecordedFrame() { KeptBytes::all().remove(kept); }
-
 namespace recording {
-
-std::atomic<int> num_alive{0};
-
-std::unique_ptr<RecordedFrame> region_begins(
-    const RegionInfo& info, const StorageSet& inputs,
-    c10::function_ref<bool(const c10::StorageImpl&)> is_moved) {
-  auto recorded = std::make_unique<RecordedFrame>();
-  recorded->kept.id = info.id;
-  recorded->kept.name = std::make_shared<const std::string>(info.name());
-  int64_t bytes = 0;
-  // What the region may work on: where its inputs are, and where the thread works.
-  std::vector<c10::Device> devices;
-  const auto add_device = [&](c10::Device device) {
-    if (device.type() == present_accelerator() &&
-        std::find(devices.begin(), devices.end(), device) == devices.end())
-      devices.push_back(device);
-  };
-  // Below other hooks the inputs are theirs: slots of the region around, or the user's (Rule 2).
-  const bool keeps_inputs = detail::innermost(detail::Ability::Hooks) == nullptr;
-  inputs.visit([&](const c10::StorageImpl& storage) {
-    add_device(storage.device());
-    if (!keeps_inputs) return;
-    const auto each = static_cast<int64_t>(storage.nbytes());
-    if (is_moved(storage)) {
-      recorded->inputs_offloaded_bytes += each;
-      return;
-    }
-    recorded->kept.inputs.push_back({&storage, storage.device(), each});
-    bytes += each;
-  });
-  KeptBytes::all().add(recorded->kept);
-  write({.kind = EventKind::RegionBegins, .number = bytes, .text = recorded->kept.name}, &info);
-  if (const auto in_use = devices_in_use(); !in_use.empty())
-    add_device(c10::impl::VirtualGuardImpl(in_use.front().type()).getDevice());
-  recorded->forward = work_on(devices);
-  return recorded;
-}
-
-void slot_event(EventKind kind, const RegionInfo& info, int64_t position, const std::string& text) {
-  write({.kind = kind,
-         .number = position,
-         .text = text.empty() ? nullptr : std::make_shared<const std::string>(text)},
-        &info);
-}
-
-void region_ends(const RegionInfo& info, RecordedFrame& recorded, const DevicesMet& met,
-                 RegionSums sums) {
-  for (const auto& work : recorded.forward) {
-    const c10::Device device = work->stream().device();
-    if (!met.has(device)) continue;
-    recorded.devices.push_back(device);
-    work->end();
-    write(work,
-          {.kind = DeviceBar::Kind::Forward, .stream = work->stream(), .name = recorded.kept.name},
-          info.id);
-  }
-  recorded.forward.clear();
-  for (const KeptStorage& each : sums.parameters) KeptBytes::all().add_parameter(each);
-  int64_t saved_bytes = 0;
-  for (const DeviceBytes& each : sums.saved) saved_bytes += each.bytes;
-  KeptBytes::all().set_saved(recorded.kept, std::move(sums.saved));
-  for (const DecidedCall& each : sums.decisions)
-    write({.kind = EventKind::Decision,
-           .number = each.bytes,
-           .text = std::make_shared<const std::string>(fmt::format(
-               "{} {}{}: {}", verb_of(each.outcome), each.op,
-               each.bytes > 0 ? fmt::format(", {} bytes", each.bytes) : "", each.reason))},
-          &info);
-  const double seconds = seconds_since(recorded.begin);
-  write({.kind = EventKind::RegionEnds, .number = sums.num_slots, .text = recorded.kept.name},
-        &info, recorded.begin);
-  sum(*recorded.kept.name, [&](RegionReport& region) {
-    region.calls += 1;
-    region.bytes_dropped += sums.dropped_bytes;
-    for (const KeptStorage& each : recorded.kept.inputs) region.bytes_inputs += each.bytes;
-    region.bytes_saved += saved_bytes;
-    for (const DecidedCall& each : sums.decisions) add(each, region.decisions);
-    region.offloaded += sums.offloaded;
-    region.offload_fallbacks += sums.offload_fallbacks;
-    region.bytes_offloaded += sums.bytes_offloaded;
-    region.bytes_inputs_offloaded += recorded.inputs_offloaded_bytes;
-    region.offload_wait_s += sums.offload_wait_s;
-    region.forward_s += seconds;
-  });
-}
-
-void kept_was_moved(const std::string& name, int64_t bytes) {
-  sum(name, [&](RegionReport& region) {
-    region.offloaded += 1;
-    region.bytes_offloaded += bytes;
-  });
-}
-
-void kept_was_loaded(const RecordedFrame& recorded, int64_t bytes, bool was_ahead, double seconds) {
-  sum(*recorded.kept.name, [&](RegionReport& region) {
-    region.offload_loads += 1;
-    region.offload_loads_ahead += was_ahead ? 1 : 0;
-    region.bytes_loaded += bytes;
-    region.offload_wait_s += seconds;
-  });
-}
-
-void region_throws(const RegionInfo& info, const RecordedFrame& recorded) {
-  write({.kind = EventKind::RegionThrows, .text = recorded.kept.name}, &info, recorded.begin);
-}
 
 void memory_changes(int64_t live) {
   if (!Writing::is_here()) write({.kind = EventKind::Memory, .bytes = {.live = live}});
@@ -304,44 +371,6 @@ void allocation_fails(int64_t asked, int64_t live) {
   const FailedAllocation failed = KeptBytes::all().failed(c10::kCPU, asked, live);
   recordings().visit([&](Recording& each) {
     if (each.options().memory) each.add(failed);
-  });
-}
-
-RecomputeSpan::RecomputeSpan(const RegionInfo& region, const RecordedFrame* recorded)
-    : region_(region), recorded_(is_recording() ? recorded : nullptr) {
-  if (recorded_ == nullptr) return;
-  begin_ = Clock::now();
-  write({.kind = EventKind::RecomputeBegins, .text = recorded_->kept.name}, &region);
-}
-
-void RecomputeSpan::ends(bool was_stopped, int64_t recomputed_bytes) {
-  end_ = was_stopped ? EventKind::RecomputeStops : EventKind::RecomputeEnds;
-  bytes_ = recomputed_bytes;
-}
-
-void RecomputeSpan::work_begins() { work_ = work_on(recorded_->devices); }
-
-void RecomputeSpan::work_ends() {
-  for (const auto& work : work_) {
-    work->end();
-    write(work,
-          {.kind = DeviceBar::Kind::Recompute,
-           .stream = work->stream(),
-           .name = recorded_->kept.name},
-          region_.id);
-  }
-}
-
-RecomputeSpan::~RecomputeSpan() {
-  if (recorded_ == nullptr) return;
-  const double seconds = seconds_since(begin_);
-  const auto name = recorded_->kept.name;
-  write({.kind = end_, .number = bytes_, .text = name}, &region_, begin_);
-  sum(*name, [&](RegionReport& region) {
-    region.recomputes += 1;
-    region.early_stops += end_ == EventKind::RecomputeStops ? 1 : 0;
-    region.bytes_recompute_peak = std::max(region.bytes_recompute_peak, bytes_);
-    region.recompute_s += seconds;
   });
 }
 

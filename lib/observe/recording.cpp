@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "hooks/on_stream.h"
 #include "lib/seam/accelerator.h"
+#include "lib/seam/on_stream.h"
 
 namespace remat {
 

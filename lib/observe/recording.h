@@ -101,19 +101,6 @@ struct DeviceBar {
   int64_t begin_ns = 0, end_ns = 0;           ///< since the recording began
 };
 
-/// What the graph keeps of a region on its own account, in a frame that is recorded.
-class RecordedFrame {
- public:
-  RecordedFrame() = default;
-  ~RecordedFrame();
-  RecordedFrame& operator=(RecordedFrame&&) = delete;
-  std::chrono::steady_clock::time_point begin = std::chrono::steady_clock::now();
-  KeptOfRegion kept{};
-  int64_t inputs_offloaded_bytes = 0;
-  std::vector<std::shared_ptr<QueuedWork>> forward{};  ///< on the devices that it may use
-  std::vector<c10::Device> devices{};                  ///< that it was found to use
-};
-
 class Recording {
  public:
   explicit Recording(RecorderOptions options);
@@ -200,38 +187,6 @@ class Recording {
 
 namespace recording {
 
-extern std::atomic<int> num_alive;
-
-/// A region's inputs are saved. `is_moved`: whether what has the storage waits elsewhere.
-std::unique_ptr<RecordedFrame> region_begins(
-    const RegionInfo& region, const StorageSet& inputs,
-    c10::function_ref<bool(const c10::StorageImpl&)> is_moved);
-/// Autograd saved a tensor in it; a recompute filled its slot; backward read it.
-void slot_event(EventKind kind, const RegionInfo& region, int64_t position,
-                const std::string& text);
-/// What became of one call under a policy, as DecisionReport says it.
-struct DecidedCall {
-  std::string_view op, outcome;  ///< live for good
-  std::string reason;
-  int64_t bytes = 0;
-};
-/// The function has returned. `dropped_bytes`: what became slots.
-struct RegionSums {
-  int64_t dropped_bytes = 0, num_slots = 0, offloaded = 0, offload_fallbacks = 0,
-          bytes_offloaded = 0;
-  double offload_wait_s = 0;
-  std::vector<DeviceBytes> saved{};
-  std::vector<KeptStorage> parameters{};
-  std::vector<DecidedCall> decisions{};  ///< in the order of the calls
-};
-/// `met`: the devices of its tensors.
-void region_ends(const RegionInfo& region, RecordedFrame& recorded, const DevicesMet& met,
-                 RegionSums sums);
-void region_throws(const RegionInfo& region, const RecordedFrame& recorded);
-/// What a region's policy moves later than it is kept has left its device.
-void kept_was_moved(const std::string& name, int64_t bytes);
-/// A recompute brought back what a policy had moved.
-void kept_was_loaded(const RecordedFrame& recorded, int64_t bytes, bool was_ahead, double seconds);
 /// The bytes of CPU tensors alive have become `live`.
 void memory_changes(int64_t live);
 /// An allocation of `asked` bytes on the CPU did not fit beside those alive.
@@ -261,45 +216,6 @@ void budget_changes(c10::Device device);
 /// Gives the recording the limits that there are.
 void add_budgets(Recording& recording);
 
-/// A span records one recompute, from its begin to its end.
-class RecomputeSpan {
- public:
-  /// `recorded`: null if the region is not recorded. Both outlive it.
-  RecomputeSpan(const RegionInfo& region, const RecordedFrame* recorded);
-  /// Without `ends` it was thrown out of.
-  ~RecomputeSpan();
-  RecomputeSpan& operator=(RecomputeSpan&&) = delete;
-  void ends(bool was_stopped, int64_t recomputed_bytes);
-
-  /// While alive the function runs, on the streams of forward.
-  class Running {
-   public:
-    explicit Running(RecomputeSpan& span) : span_(span) {
-      if (span.recorded_ != nullptr) span.work_begins();
-    }
-    ~Running() {
-      if (span_.recorded_ != nullptr) span_.work_ends();
-    }
-    Running& operator=(Running&&) = delete;
-
-   private:
-    RecomputeSpan& span_;
-  };
-
- private:
-  void work_begins();
-  void work_ends();
-
-  const RegionInfo& region_;
-  const RecordedFrame* recorded_;
-  std::chrono::steady_clock::time_point begin_;
-  EventKind end_ = EventKind::RecomputeThrows;
-  int64_t bytes_ = 0;
-  std::vector<std::shared_ptr<QueuedWork>> work_;
-};
-
 }  // namespace recording
-
-inline bool is_recording() { return recording::num_alive.load(std::memory_order_relaxed) != 0; }
 
 }  // namespace remat

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <unordered_set>
 
-#include "hooks/inspection.h"
+#include "hooks/pack/inspection.h"
 #include "lib/seam/engine.h"
 #include "lib/seam/saved_of_node.h"
 #include "remat/report.h"

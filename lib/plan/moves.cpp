@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "hooks/save_in_tiers.h"
+#include "hooks/disk/save_in_tiers.h"
 #include "lib/plan/stage_clock.h"
 
 namespace remat {

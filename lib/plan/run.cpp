@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "hooks/depot.h"
+#include "hooks/depot/depot.h"
+#include "lib/move/depots.h"
 #include "lib/plan/cost.h"
 #include "lib/plan/moves.h"
-#include "lib/scope/offload.h"
 #include "remat/binding.h"
 #include "remat/checkpoint.h"
 

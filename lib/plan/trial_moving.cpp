@@ -4,10 +4,10 @@
 
 #include <limits>
 
-#include "hooks/depot.h"
+#include "hooks/depot/depot.h"
+#include "lib/move/depots.h"
 #include "lib/plan/one_stage.h"
 #include "lib/plan/trial.h"
-#include "lib/scope/offload.h"
 #include "remat/memory.h"
 
 namespace remat {

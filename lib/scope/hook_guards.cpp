@@ -7,7 +7,7 @@
 #include <atomic>
 #include <utility>
 
-#include "hooks/user.h"
+#include "hooks/pack/user.h"
 #include "lib/scope/hook_stack.h"
 #include "lib/scope/packing.h"
 

@@ -6,7 +6,7 @@
 
 namespace remat {
 
-class SlotFiller;  // hooks/slot.h
+class SlotFiller;  // hooks/pack/slot.h
 
 /// The tensor whose alias is being packed, else null. A region around judges the alias by it.
 const at::Tensor* input_being_saved();

@@ -11,7 +11,7 @@
 namespace remat::seam {
 
 /// Compiled autograd asks hooks for Python objects before it unpacks a variable, also to list what
-/// a node saved (hooks/inspection.h).
+/// a node saved (hooks/pack/inspection.h).
 class OwnHooks : public torch::autograd::SavedVariableHooks {
  public:
   // No `override`: LibTorch 2.6 lacks it.

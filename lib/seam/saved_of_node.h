@@ -4,7 +4,7 @@
 // Note [What a node saved]
 // LibTorch has no list of a node's saved variables in C++. But each node can tell compiled autograd
 // its arguments (Node::compiled_args), which unpacks every saved variable of it. While it does, our
-// hooks note what they hold and hand out empty stand-ins (hooks/inspection.h), so nothing is
+// hooks note what they hold and hand out empty stand-ins (hooks/pack/inspection.h), so nothing is
 // computed. A node that cannot do so is not known.
 
 #include <ATen/core/Tensor.h>

@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "lib/frame/layers.h"
 #include "lib/scope/region_scope.h"
 #include "lib/seam/dispatch_mode.h"
 #include "lib/selective/op_traits.h"
@@ -73,5 +74,11 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const auto results = results_of(op, stack);
   for (const Outer& each : outer) each.handler->after_inner(op, each.call, results, *given);
 }
+
+namespace {
+
+[[maybe_unused]] const bool handles_operators = (layers.run_operator = run_operator, true);
+
+}  // namespace
 
 }  // namespace remat

@@ -27,7 +27,7 @@
 #include <memory>
 #include <string_view>
 
-#include "hooks/piece.h"
+#include "hooks/depot/piece.h"
 
 namespace remat {
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "hooks/move_totals.h"
-#include "lib/scope/offload.h"
+#include "hooks/depot/move_totals.h"
+#include "lib/move/depots.h"
 
 namespace remat {
 

@@ -40,7 +40,7 @@
 #include <functional>
 #include <memory>
 
-#include "hooks/depot.h"
+#include "hooks/depot/depot.h"
 #include "remat/policy.h"
 
 namespace remat {

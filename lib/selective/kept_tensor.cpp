@@ -8,8 +8,8 @@
 #include <typeinfo>
 #include <utility>
 
-#include "hooks/depot.h"
-#include "hooks/piece.h"
+#include "hooks/depot/depot.h"
+#include "hooks/depot/piece.h"
 #include "lib/base/counters.h"
 #include "lib/base/error.h"
 #include "lib/frame/frame_scope.h"

@@ -26,8 +26,8 @@ enum class KeptWhere {
 
 class HostTwin;        // lib/selective/host_twin.h
 class KeptMoves;       // lib/selective/kept_moves.h
-class Piece;           // hooks/piece.h
-class SavedElsewhere;  // hooks/depot.h
+class Piece;           // hooks/depot/piece.h
+class SavedElsewhere;  // hooks/depot/depot.h
 
 /// ... and how it gets there.
 struct KeptPlace {

@@ -65,13 +65,13 @@ at::Tensor Replay::moved_back(const KeptTensor& kept) {
   const auto restored = [&](std::optional<KeptTensor::Load>* load) {
     return found == fetched_.end() ? kept.restore(load) : kept.restore(found->second, load);
   };
-  const RecordedFrame* const recorded = is_recording() ? frame_.recorded() : nullptr;
+  RecordedFrame* const recorded = is_recording() ? frame_.recorded() : nullptr;
   if (recorded == nullptr || !kept.is_on_cpu_instead()) return restored(nullptr);
   std::optional<KeptTensor::Load> load;
   const auto begin = std::chrono::steady_clock::now();
   at::Tensor value = restored(&load);
   const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - begin;
-  if (load) recording::kept_was_loaded(*recorded, load->bytes, load->was_begun, spent.count());
+  if (load) recorded->kept_was_loaded(load->bytes, load->was_begun, spent.count());
   return value;
 }
 

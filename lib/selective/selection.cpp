@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "lib/frame/layers.h"
 #include "lib/seam/engine.h"
 #include "lib/selective/replay.h"
 
@@ -25,6 +26,16 @@ Selection& Selection::make(Frame& frame, std::shared_ptr<const PolicyRule> rule)
     frame.set_keeper(std::make_unique<Selection>(frame, std::move(rule)));
   return *of(frame);
 }
+
+namespace {
+
+void keep_by_policy(Frame& frame, const Policy& policy) {
+  Selection::make(frame, PolicyRule::of(policy));
+}
+
+[[maybe_unused]] const bool keeps_by_policy = (layers.keep_by_policy = keep_by_policy, true);
+
+}  // namespace
 
 uint32_t Selection::number(const c10::OperatorHandle& op) {
   const auto [place, is_new] =

@@ -206,10 +206,7 @@ KeptPlace Selection::place_of(const at::Tensor& value, CheckpointPolicy answer, 
   const bool must_move = answer == CheckpointPolicy::MustCpuOffload;
   KeptPlace place{must_move ? KeptWhere::OnCpu : KeptWhere::OnCpuIfPossible, &*moves_, is_beside};
   if (frame_.recorded() != nullptr && rule_->options().keep_last > 0 && value.defined())
-    place.on_late_move = [name = frame_.recorded()->kept.name,
-                          bytes = static_cast<int64_t>(value.nbytes())] {
-      recording::kept_was_moved(*name, bytes);
-    };
+    place.on_late_move = frame_.recorded()->late_move(static_cast<int64_t>(value.nbytes()));
   return place;
 }
 

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <utility>
 
-#include "hooks/depot.h"
+#include "hooks/depot/depot.h"
 #include "lib/selective/selection.h"
 
 namespace remat {

@@ -16,7 +16,7 @@
 #include <memory>
 #include <vector>
 
-#include "hooks/ready.h"
+#include "lib/seam/ready.h"
 
 namespace remat {
 

@@ -8,7 +8,7 @@
 
 #include <typeinfo>
 
-#include "hooks/byte_hash.h"
+#include "lib/base/byte_hash.h"
 #include "lib/seam/dispatch_mode.h"
 
 namespace remat {

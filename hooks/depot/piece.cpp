@@ -1,0 +1,255 @@
+#include "hooks/depot/piece.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/ScalarTypeToTypeMeta.h>
+#include <c10/util/Exception.h>
+
+#include <exception>
+
+#include "hooks/depot/comparable_place.h"
+#include "hooks/depot/depot.h"
+#include "hooks/depot/nearer_contents.h"
+#include "hooks/host/save_on_cpu.h"
+#include "lib/base/byte_hash.h"
+#include "lib/base/waiting.h"
+#include "lib/seam/autograd_meta.h"
+#include "lib/seam/on_stream.h"
+#include "lib/seam/unseen.h"
+#include "lib/seam/warn.h"
+
+namespace remat {
+
+namespace {
+
+/// What comes next on any other stream waits for what is on the current one now.
+void mark(std::optional<Ready>& ready, c10::Device device) {
+  ready.reset();
+  if (!device.is_cpu()) ready.emplace(current_stream(device)).record();
+}
+
+}  // namespace
+
+Piece::Piece(std::weak_ptr<Depot> depot, std::shared_ptr<Place> place, AroundPlace around,
+             std::shared_ptr<MoveTotals> totals, const at::Tensor& tensor, int64_t begin,
+             int64_t end, c10::ScalarType kind, bool is_trusted)
+    : depot_(std::move(depot)),
+      place_(std::move(place)),
+      around_(around),
+      totals_(std::move(totals)),
+      source_(tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
+      begin_(begin),
+      end_(end),
+      device_(tensor.device()),
+      kind_(kind),
+      counter_(tensor.unsafeGetTensorImpl()->version_counter()),
+      version_(static_cast<uint32_t>(tensor._version())),
+      is_trusted_(is_trusted),
+      is_comparable_(device_.is_cpu() &&
+                     dynamic_cast<const ComparablePlace*>(place_.get()) != nullptr) {}
+
+Piece::~Piece() {
+  if (order_ != nullptr) order_->remove(number_);
+  if (const auto depot = depot_.lock()) depot->forget(*this);
+}
+
+void Piece::set_order(std::shared_ptr<PrefetchOrder> order, uint64_t number) {
+  order_ = std::move(order);
+  number_ = number;
+}
+
+at::Tensor Piece::flat_view(const at::Tensor& tensor) const {
+  const auto type = c10::scalarTypeToTypeMeta(kind_);
+  const auto bytes_each = static_cast<int64_t>(type.itemsize());
+  const auto keys = tensor.key_set() -
+                    c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+  at::Tensor flat =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), keys, type);
+  const int64_t size = (end_ - begin_) / bytes_each, stride = 1;
+  flat.unsafeGetTensorImpl()->set_sizes_and_strides(c10::IntArrayRef(size),
+                                                    c10::IntArrayRef(stride), begin_ / bytes_each);
+  return flat;
+}
+
+const char* Piece::bytes_of(const at::Tensor& tensor) const {
+  return static_cast<const char*>(tensor.storage().data()) + begin_;
+}
+
+uint64_t Piece::hash_of(const at::Tensor& tensor) const {
+  return hash_of_bytes(bytes_of(tensor), static_cast<std::size_t>(end_ - begin_));
+}
+
+void Piece::use_place(c10::function_ref<void()> use) const {
+  const Unseen unseen;
+  const TimeSpent time(totals_.get());
+  try {
+    around_(use);
+  } catch (const std::exception&) {
+    throw;
+  } catch (...) {  // the engine carries nothing else; on its threads it would end the process
+    TORCH_CHECK(false,
+                "remat: a place for saved tensors threw something that is not a std::exception. "
+                "Hint: derive the exception type from std::exception.");
+  }
+}
+
+bool Piece::begin_store(const at::Tensor& tensor) {
+  // Before the copy: a place may let others write to it meanwhile.
+  if (device_.is_cpu() && !is_comparable_) hash_ = hash_of(tensor);
+  use_place([&] { contents_ = place_->begin_store(flat_view(tensor)); });
+  if (contents_ == nullptr) return false;
+  is_stored_late_ = contents_->is_stored_late();
+  mark(stored_, tensor.device());
+  if (totals_ != nullptr) totals_->moved(num_bytes());
+  return true;
+}
+
+void Piece::finish_store() {
+  const auto lock = lock_in_turn(turn_);
+  finish_store_once();
+}
+
+void Piece::finish_store_once() {
+  if (!is_stored_late_ || is_store_finished_) return;
+  use_place([&] { contents_->finish_store(); });
+  is_store_finished_ = true;
+}
+
+at::Tensor Piece::host_memory() const {
+  const Unseen unseen;
+  const auto* const host = dynamic_cast<const HostContents*>(contents_.get());
+  return host == nullptr ? at::Tensor() : host->host_memory();
+}
+
+void Piece::set_must_arrive(bool must) const {
+  if (auto* const host = dynamic_cast<HostContents*>(contents_.get())) host->set_must_arrive(must);
+}
+
+void Piece::check_arrival() const {
+  if (auto* const host = dynamic_cast<HostContents*>(contents_.get())) host->check_arrival();
+}
+
+bool Piece::is_source_alive() const {
+  // In this order: the copy lets go of it before it says so.
+  const auto* const host = dynamic_cast<const HostContents*>(contents_.get());
+  const std::size_t num_own = host != nullptr && host->holds_original() ? 1 : 0;
+  return source_.use_count() > num_own;
+}
+
+void Piece::wait_for_host() const {
+  const Unseen unseen;
+  const WaitForThread waiting;
+  if (const auto* const host = dynamic_cast<const HostContents*>(contents_.get()))
+    host->bytes_on_host();
+}
+
+bool Piece::has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
+                bool is_trusted, uint64_t batch) const {
+  if (kind != kind_ || begin < begin_ || end > end_) return false;
+  const c10::VariableVersion& counter = tensor.unsafeGetTensorImpl()->version_counter();
+  if (!counter.enabled() || !seam::is_same_counter(counter, counter_) ||
+      counter.current_version() != version_)
+    return false;
+  if (!tensor.is_cpu()) return is_trusted && is_trusted_;
+  if (static_cast<int64_t>(tensor.storage().nbytes()) < end_) return false;
+  if (batch != 0 && batch == batch_) return true;
+  if (!is_comparable_) return hash_of(tensor) == hash_;
+  const TimeSpent time(totals_.get());
+  return static_cast<ComparableContents&>(*contents_).has_bytes_of(bytes_of(tensor));
+}
+
+bool Piece::begin_load() noexcept {
+  const std::unique_lock<std::mutex> lock(turn_, std::try_to_lock);
+  if (!lock || is_load_begun_ || !loaded_.expired()) return false;
+  try {
+    if (stored_) stored_->block(current_stream(device_));
+    use_place([&] { contents_->begin_load(); });
+    is_load_begun_ = true;
+  } catch (const std::exception&) {  // such as no memory to spare: the read says what is wrong
+  }
+  return is_load_begun_;
+}
+
+int64_t Piece::bytes_to_approach() const {
+  const auto* const contents = dynamic_cast<const NearerContents*>(contents_.get());
+  return contents == nullptr ? 0 : contents->bytes_to_approach();
+}
+
+bool Piece::begin_approach() noexcept {
+  const std::unique_lock<std::mutex> lock(turn_, std::try_to_lock);
+  if (!lock || is_load_begun_ || is_approaching_ || !loaded_.expired()) return false;
+  try {
+    use_place([&] { dynamic_cast<NearerContents&>(*contents_).begin_approach(); });
+    is_approaching_ = true;
+  } catch (const std::exception&) {  // such as no memory of the host: it comes when it is read
+  }
+  return is_approaching_;
+}
+
+void Piece::cancel_load() noexcept {
+  const auto lock = lock_in_turn(turn_);
+  const bool was_approaching = std::exchange(is_approaching_, false);
+  if (!std::exchange(is_load_begun_, false) && !was_approaching) return;
+  try {
+    use_place([&] { contents_->cancel_load(); });
+  } catch (const std::exception& error) {
+    seam::warn(c10::str("remat: a place for saved tensors could not cancel a load: ",
+                        seam::text_of(error)));
+  }
+}
+
+Piece::Loaded Piece::load() {
+  Loaded loaded = load_or_share();
+  if (order_ != nullptr) order_->prefetch_before(number_);
+  return loaded;
+}
+
+Piece::Loaded Piece::load_or_share() {
+  const auto lock = lock_in_turn(turn_);
+  if (auto alive = loaded_.lock(); alive && loaded_counter_.current_version() == 0) {
+    c10::Storage storage(std::move(alive));
+    if (loaded_on_) loaded_on_->wait_before_use(storage);
+    return {std::move(storage), loaded_counter_};
+  }
+  if (stored_) stored_->block(current_stream(device_));
+  finish_store_once();
+  const bool was_begun = std::exchange(is_load_begun_, false);  // whatever comes of it
+  is_approaching_ = false;
+  c10::Storage storage;
+  use_place([&] {
+    at::Tensor loaded = contents_->finish_load();
+    check_loaded(loaded);
+    // Somebody else holds it: what backward writes to it is not to come back with the next read.
+    if (loaded.use_count() > 1 || loaded.storage().use_count() > 1 ||
+        loaded.storage_offset() != 0 || !loaded.is_contiguous())
+      loaded = at::empty(loaded.sizes(), loaded.options()).copy_(loaded);
+    storage = loaded.storage();
+  });
+  mark(loaded_on_, device_);
+  loaded_ = storage.getWeakStorageImpl();
+  loaded_counter_ = c10::VariableVersion(/*version=*/0);
+  if (totals_ != nullptr) totals_->loaded(num_bytes(), was_begun);
+  return {std::move(storage), loaded_counter_, /*is_new=*/true, was_begun};
+}
+
+void Piece::check_loaded(const at::Tensor& loaded) const {
+  const char* const place = "remat::SaveElsewhereGuard: ";
+  const char* const advice =
+      "\nHint: let finish_load return a tensor like the one that begin_store was given: one dimension, "
+      "the same number of elements, dtype and device. What is in the place is untouched; the same "
+      "backward can be tried again on a retained graph.";
+  TORCH_CHECK_VALUE(loaded.defined(), place,
+                    "a place returned an undefined tensor for the contents of a saved one.",
+                    advice);
+  const auto type = c10::scalarTypeToTypeMeta(kind_);
+  const int64_t size = num_bytes() / static_cast<int64_t>(type.itemsize());
+  const bool is_flat = loaded.layout() == c10::kStrided && loaded.has_storage() &&
+                       loaded.dim() == 1 && loaded.numel() == size && !loaded.is_conj() &&
+                       !loaded.is_neg();
+  TORCH_CHECK_VALUE(
+      is_flat && loaded.dtype() == type && loaded.device() == device_, place,
+      "a place returned a tensor that is not like the one it was given.\nstored: ", size,
+      " elements of ", type.name(), " on ", device_, "\nloaded: ", loaded.sizes(), " of ",
+      loaded.dtype().name(), " on ", loaded.device(), ", ", loaded.layout(), advice);
+}
+
+}  // namespace remat

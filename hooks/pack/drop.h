@@ -1,0 +1,54 @@
+#pragma once
+// A frame's forward hook: keeps a slot, drops the tensor.
+
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <memory>
+#include <new>
+#include <utility>
+
+#include "hooks/pack/slot.h"
+#include "lib/seam/own_hooks.h"
+
+namespace remat {
+
+/// Lies in memory of its owner's, which it keeps alive: a region has as many as it saves tensors,
+/// and they die together.
+class Drop final : public seam::OwnHooks {
+ public:
+  /// `room` is the owner's.
+  static std::unique_ptr<torch::autograd::SavedVariableHooks> make(
+      c10::intrusive_ptr<SlotOwner> owner, void* room) {
+    return std::unique_ptr<torch::autograd::SavedVariableHooks>(new (room) Drop(std::move(owner)));
+  }
+  Drop& operator=(Drop&&) = delete;
+
+  /// The memory goes with the owner.
+  static void operator delete(Drop* hook, std::destroying_delete_t) noexcept {
+    const c10::intrusive_ptr<SlotOwner> owner = std::move(hook->owner_);
+    const int64_t position = hook->position_;
+    hook->~Drop();
+    if (position >= 0) owner->drop_slot(position);
+  }
+
+  void call_pack_hook(const at::Tensor& saved) override { position_ = owner_->add_slot(saved); }
+  at::Tensor call_unpack_hook() override {
+    if (Inspection* const inspection = Inspection::current())
+      return inspection->note(owner_->describe_slot(position_));
+    return owner_->read_slot(position_);
+  }
+
+ private:
+  explicit Drop(c10::intrusive_ptr<SlotOwner> owner) : owner_(std::move(owner)) {}
+  ~Drop() override = default;
+  void refuse_tracing() const override {
+    TORCH_CHECK(
+        Inspection::current() != nullptr,
+        "remat::checkpoint: compiled autograd cannot trace a region. Hint: run backward without "
+        "it.");
+  }
+  c10::intrusive_ptr<SlotOwner> owner_;
+  int64_t position_ = -1;
+};
+
+}  // namespace remat

@@ -1,0 +1,200 @@
+#include "lib/apply/module_tree.h"
+
+#include <c10/util/Exception.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstddef>
+
+namespace remat {
+
+namespace {
+
+constexpr std::string_view conditions_text =
+    "Hint: write conditions as key=value with commas between. The keys are name (of paths: `*` is anything but a "
+    "dot, `**` anything, `|` stands between several), type (of classes, the same way) and every (a number from 1 "
+    "up); for example \"every=2,name=layers.*,type=Bottleneck\".";
+
+void add_tree(std::vector<TreeModule>& all, const std::string& path, const std::string& name,
+              torch::nn::Module& module, torch::nn::Module* parent) {
+  all.push_back({path, name, &module, parent});
+  for (const auto& child : module.named_children())
+    add_tree(all, path.empty() ? child.key() : path + "." + child.key(), child.key(),
+             *child.value(), &module);
+}
+
+/// `*` in the pattern does not pass a separator, `**` does; without one (0) they are the same.
+bool fits(std::string_view pattern, std::string_view text, char separator) {
+  if (pattern.empty()) return text.empty();
+  if (pattern.front() == '*') {
+    const bool passes_all = separator == 0 || pattern.starts_with("**");
+    const std::string_view rest = pattern.substr(pattern.starts_with("**") ? 2 : 1);
+    for (std::size_t i = 0;; ++i) {
+      if (fits(rest, text.substr(i), separator)) return true;
+      if (i == text.size() || (!passes_all && text[i] == separator)) return false;
+    }
+  }
+  if (text.empty()) return false;
+  const bool is_same =
+      pattern.front() == '?' ? text.front() != separator : pattern.front() == text.front();
+  return is_same && fits(pattern.substr(1), text.substr(1), separator);
+}
+
+std::string_view trimmed(std::string_view text) {
+  const auto first = text.find_first_not_of(" \t\n");
+  return first == text.npos ? std::string_view()
+                            : text.substr(first, text.find_last_not_of(" \t\n") - first + 1);
+}
+
+/// The parts between separators that stand in no angle brackets.
+std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  std::size_t begin = 0;
+  int depth = 0;
+  for (std::size_t i = 0; i <= text.size(); ++i) {
+    if (i == text.size() || (text[i] == separator && depth == 0)) {
+      parts.push_back(trimmed(text.substr(begin, i - begin)));
+      begin = i + 1;
+    } else {
+      depth += text[i] == '<' ? 1 : text[i] == '>' ? -1 : 0;
+    }
+  }
+  return parts;
+}
+
+/// All that a class may be called: with fewer and fewer namespaces, with `Impl` and without.
+std::vector<std::string_view> names_of_type(const std::string& written, const std::string& plain) {
+  std::vector<std::string_view> names;
+  for (const std::string* const type : {&written, &plain}) {
+    const std::string_view whole = *type;
+    int depth = 0;
+    for (std::size_t i = 0; i < whole.size(); ++i) {
+      depth += whole[i] == '<' ? 1 : whole[i] == '>' ? -1 : 0;
+      if (i != 0 && !(depth == 0 && i > 1 && whole.substr(i - 2, 2) == "::")) continue;
+      const std::string_view name = whole.substr(i);
+      names.push_back(name);
+      if (name.ends_with("Impl")) names.push_back(name.substr(0, name.size() - 4));
+    }
+  }
+  return names;
+}
+
+bool is_of_type(const torch::nn::Module& module, const std::string& patterns) {
+  const std::string written = written_type(module), plain = plain_type(written);
+  const auto names = names_of_type(written, plain);
+  return std::ranges::any_of(split(patterns, '|'), [&](std::string_view pattern) {
+    return std::ranges::any_of(names,
+                               [&](std::string_view name) { return fits(pattern, name, 0); });
+  });
+}
+
+bool has_path(const std::string& path, const std::string& patterns) {
+  return !path.empty() && std::ranges::any_of(split(patterns, '|'), [&](std::string_view pattern) {
+    return fits(pattern, path, '.');
+  });
+}
+
+std::string text_of(const ModuleChoice& choice) {
+  std::vector<std::string> parts;
+  if (!choice.name.empty()) parts.push_back("name=" + choice.name);
+  if (!choice.type.empty()) parts.push_back("type=" + choice.type);
+  if (choice.where) parts.emplace_back("a function or C++ type");
+  if (choice.every != 1) parts.push_back("every=" + std::to_string(choice.every));
+  return fmt::format("{}", fmt::join(parts, ","));
+}
+
+void check(const ModuleChoice& choice, std::string_view verb) {
+  TORCH_CHECK_VALUE(choice.every >= 1, verb, ": ModuleChoice::every was ", choice.every,
+                    ". Hint: 1 for each, 2 for every second, and so on.");
+  for (const std::string* const patterns : {&choice.name, &choice.type})
+    if (!patterns->empty())
+      for (const std::string_view pattern : split(*patterns, '|'))
+        TORCH_CHECK_VALUE(!pattern.empty(), verb, ": a pattern in \"", *patterns,
+                          "\" was empty. Hint: write something before and after each `|`.");
+}
+
+[[noreturn]] void throw_nothing_chosen(const std::vector<TreeModule>& tree,
+                                       const ModuleChoice& choice, std::string_view verb) {
+  constexpr std::size_t most = 12;
+  std::vector<std::string> there;
+  for (const TreeModule& each : tree)
+    if (there.size() < most)
+      there.push_back(fmt::format("{} ({})", each.path.empty() ? "the root" : each.path,
+                                  written_type(*each.module)));
+  if (tree.size() > most) there.push_back(fmt::format("and {} more", tree.size() - most));
+  TORCH_CHECK_VALUE(
+      false, verb, ": no module of the tree fits \"", text_of(choice), "\". Cause: the tree has ",
+      fmt::format("{}", fmt::join(there, ", ")),
+      ". Hint: choose of these. In paths `*` is anything but a dot: `layers.*` are the children of "
+      "layers, `layers.**` all below it.");
+}
+
+[[noreturn]] void refuse_text(std::string_view text, std::string_view part,
+                              const std::string& cause) {
+  TORCH_CHECK_VALUE(false, "remat::ModuleChoice::parse: \"", part, "\" in \"", text,
+                    "\" was no condition. Cause: ", cause, ". ", conditions_text);
+}
+
+}  // namespace
+
+std::vector<TreeModule> tree_of(torch::nn::Module& root) {
+  std::vector<TreeModule> all;
+  add_tree(all, "", "", root, nullptr);
+  return all;
+}
+
+bool has_condition(const ModuleChoice& choice) {
+  return !choice.name.empty() || !choice.type.empty() || choice.where != nullptr;
+}
+
+std::vector<TreeModule> chosen_of(torch::nn::Module& root, const ModuleChoice& choice,
+                                  std::string_view verb) {
+  check(choice, verb);
+  const std::vector<TreeModule> tree = tree_of(root);
+  std::vector<TreeModule> chosen;
+  int64_t fitting = 0;
+  for (const TreeModule& each : tree)
+    if ((choice.name.empty() || has_path(each.path, choice.name)) &&
+        (choice.type.empty() || is_of_type(*each.module, choice.type)) &&
+        (!choice.where || choice.where(each.path, *each.module)) && fitting++ % choice.every == 0)
+      chosen.push_back(each);
+  if (chosen.empty()) throw_nothing_chosen(tree, choice, verb);
+  return chosen;
+}
+
+std::string written_type(const torch::nn::Module& module) { return written_type(typeid(module)); }
+
+ModuleChoice ModuleChoice::parse(std::string_view text) {
+  TORCH_CHECK_VALUE(!trimmed(text).empty(), "remat::ModuleChoice::parse: the text was empty. ",
+                    conditions_text);
+  ModuleChoice choice;
+  std::vector<std::string_view> seen;
+  for (const std::string_view part : split(text, ',')) {
+    const auto equals = part.find('=');
+    if (equals == part.npos) refuse_text(text, part, "it has no `=`");
+    const std::string_view key = trimmed(part.substr(0, equals));
+    const std::string_view value = trimmed(part.substr(equals + 1));
+    if (std::ranges::find(seen, key) != seen.end())
+      refuse_text(text, part, fmt::format("the key {} stands there twice", key));
+    seen.push_back(key);
+    if (key != "name" && key != "type" && key != "every")
+      refuse_text(text, part, fmt::format("there is no key \"{}\"", key));
+    if (value.empty()) refuse_text(text, part, "its value is empty");
+    if (key == "every") {
+      const char* const end = value.data() + value.size();
+      const auto [stopped, error] = std::from_chars(value.data(), end, choice.every);
+      if (error != std::errc() || stopped != end || choice.every < 1)
+        refuse_text(text, part, fmt::format("\"{}\" is no number from 1 up", value));
+      continue;
+    }
+    for (const std::string_view pattern : split(value, '|'))
+      if (pattern.empty()) refuse_text(text, part, "a pattern beside `|` is empty");
+    (key == "name" ? choice.name : choice.type) = std::string(value);
+  }
+  return choice;
+}
+
+}  // namespace remat
