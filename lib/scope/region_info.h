@@ -13,7 +13,7 @@ class RegionName {
   RegionName() = default;
   /// `given` must outlive this object.
   explicit RegionName(const std::string* given) : word_(reinterpret_cast<uintptr_t>(given)) {}
-  /// Null for no name.
+  /// A null `type` gives no name.
   explicit RegionName(const std::type_info* type)
       : word_(type == nullptr ? 0 : reinterpret_cast<uintptr_t>(type) | is_type) {}
   /// Returns the name; empty if it has none.
