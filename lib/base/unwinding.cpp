@@ -10,9 +10,9 @@ namespace remat {
 namespace {
 
 // Note [Functions that nothing may pass]
-// The table that a compiler writes for a function with cleanups, handlers or a noexcept (Itanium
-// C++ ABI, Exception Handling Tables, the LSDA) has a range for each call that may throw. A call
-// outside all ranges must not throw: the runtime calls std::terminate.
+// A compiler writes a table for each function with cleanups, handlers or a noexcept (the LSDA:
+// Itanium C++ ABI, Exception Handling Tables). The table has a range for each call that may throw.
+// A call outside all ranges must not throw: the runtime calls std::terminate.
 
 constexpr uint8_t omitted = 0xFF, as_uleb128 = 0x01, as_udata4 = 0x03;
 

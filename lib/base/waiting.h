@@ -10,9 +10,8 @@
 
 namespace remat {
 
-/// Marks that this thread waits. The binding's WaitCallbacks release their lock while alive, and
-/// take it back afterwards. Declare it before the lock that the wait releases, and hold no other
-/// one.
+/// Marks that this thread waits. The binding's WaitCallbacks release their lock for the lifetime of
+/// this object. Declare it before the lock that the wait releases, and hold no other one.
 class WaitForThread {
  public:
   WaitForThread();

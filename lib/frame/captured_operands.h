@@ -28,10 +28,11 @@
 // anew in each run: a recompute on a third thread does not recognize the state that a failed
 // recompute on a second thread left.
 //
-// Not detected: tensors read by operators without any gradient (a mask computed from a changed
-// tensor); another tensor in the place of an unsaved one, unless its history is younger than
-// forward; and other data (`set_data`) of a result that is both an argument and captured. The last
-// would require noting every argument, 1,300 instructions a region.
+// Three changes are not detected. First, tensors read by operators without any gradient (a mask
+// computed from a changed tensor). Second, another tensor in the place of an unsaved one, unless
+// its history is younger than forward. Third, other data (`set_data`) of a result that is both an
+// argument and captured: detecting it would require noting every argument, 1,300 instructions a
+// region.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>

@@ -54,10 +54,10 @@ bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
 }
 
 // Note [Another leaf]
-// Where forward saved a leaf that requires grad, the recompute may save another one. Either the
-// function makes a leaf in each of its runs (`z = x.detach().requires_grad_()`), or it reads a
-// variable that was given another leaf since, such as a replaced parameter or one that stood in for
-// a module's own around forward. Forward's leaf lives as long as its graph, so contents decide: a
+// Where forward saved a leaf that requires grad, the recompute may save another one. The function
+// may make a leaf in each of its runs (`z = x.detach().requires_grad_()`). Or it may read a
+// variable that was given another leaf since: a replaced parameter, or one that stood in for a
+// module's own around forward. Forward's leaf lives as long as its graph, so contents decide: a
 // function that computes the same makes equal leaves. If forward's leaf has been changed since,
 // there is nothing to compare with.
 static bool is_other_leaf(const Provenance& then, const at::Tensor& judged) {

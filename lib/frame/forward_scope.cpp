@@ -21,7 +21,7 @@ ForwardScope::ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::Region
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> ForwardScope::make_hooks() {
-  // See RecomputeScope: a thread that merely inherited the stack saves plainly.
+  // See RecomputeScope: a thread that merely inherited the stack saves without hooks.
   if (!is_own_thread()) return nullptr;
   if (rest_is_plain_ || (seam::is_in_script() && !may_drop_in_script())) return nullptr;
   return Drop::make(c10::intrusive_ptr<SlotOwner>::reclaim_copy(&frame()),
@@ -68,9 +68,9 @@ void ForwardScope::hook_registered(const at::TensorBase& tensor, unsigned handle
 // Note [Late threads of the engine]
 // The engine's thread of a device releases the gradients that it has computed a little after the
 // waiting thread continues. Such a gradient, if the region uses it, would still be alive at the
-// region's end, like a captured tensor. So a region waits for its release. The wait is in vain if
-// the function has put the gradient into an outside variable, but the recompute of such a function
-// is refused anyway.
+// region's end, like a captured tensor. So a region waits for its release, for a bounded time. If
+// the function has put the gradient into an outside variable, it is not released, but the recompute
+// of such a function is refused anyway.
 void ForwardScope::wait_for_gradients(c10::function_ref<void(TensorVisitor)> visit_result) {
   StorageSet results;
   visit_result([&](at::Tensor& tensor) { results.add(tensor); });

@@ -133,7 +133,8 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
   recording::RegionSums recorded;
   if (recorded_ != nullptr) recorded = slots_.sums(results);
   std::vector<const c10::StorageImpl*> statistics;
-  // Under a policy, the result of the region is whatever the policy was told.
+  // Under a policy, the region's end is the one that the policy was told, so it is never treated as
+  // small.
   slots_.settle(
       {.results = results,
        .max_result_elements = max_elements,

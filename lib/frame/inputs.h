@@ -34,7 +34,7 @@ struct GivenInputs {
 /// Note [Inputs without history]
 /// A region's input is saved through the hooks that are active around the region: under a parent
 /// frame it becomes a slot of the parent (Rule 2). A tensor that requires grad is saved as an alias
-/// without its history, so that a frame never keeps the graph above it alive; the data needed to
+/// without its history, so that a frame never keeps the graph above it alive. The data needed to
 /// rebuild its role are held beside it. A tensor that does not require grad is the same object in
 /// every run. One tensor passed twice is one tensor in the recompute too.
 ///
@@ -42,16 +42,16 @@ struct GivenInputs {
 /// A leaf that requires grad is handed to a recompute as the same object, if it still has the data
 /// and the role of forward: the function may read its `grad`, compare it with a captured one, or
 /// look it up. The function's backwards do not accumulate into it again: Note [Accumulating once].
-/// The recompute gets an alias instead if such a backward could run hooks on the leaf, if the
-/// function writes to an argument, or if hooks around the region gave back other values.
+/// The recompute gets an alias instead in three cases: such a backward could run hooks on the leaf;
+/// the function writes to an argument; or hooks around the region gave back other values.
 ///
 /// Note [Functions that write to arguments]
 /// Without hooks around the region, a recompute of a function that writes to its own argument is
-/// refused, as LibTorch refuses to unpack a tensor whose version has changed. Hooks may hold a
-/// copy, and a recompute that wrote to the tensor they return would change it for the next one. So
-/// the storages that forward wrote to are noted. A recompute then gets copies of all arguments that
-/// came from hooks (one argument may be set to the storage of another). Views of one storage get
-/// one copy.
+/// refused. LibTorch refuses in the same way to unpack a tensor whose version has changed. Hooks
+/// may hold a copy, and a recompute that wrote to the tensor they return would change it for the
+/// next one. So the storages that forward wrote to are noted. A recompute then gets copies of all
+/// arguments that came from hooks (one argument may be set to the storage of another). Views of one
+/// storage get one copy.
 ///
 /// Note [Inputs that are copies]
 /// With InputMode::CopyOnWrite a copy of the argument is saved, lazy if possible
@@ -123,7 +123,7 @@ class Inputs {
            });
   }
   /// Returns whether unpacking the inputs detects a change of the storage's contents: an input has
-  /// the storage, and no such input was copied.
+  /// the storage, and no such input was copied or taken by a user's hooks.
   bool watches(const c10::StorageImpl* storage) const {
     const int64_t number = storages_.number_of(storage);
     if (number < 0 || unwatched_ == nullptr) return number >= 0;

@@ -37,8 +37,8 @@ class KeptReplay {
   virtual void end() = 0;
   /// Ends the replay of a recompute that ended by `thrown`, or normally if that is null. Returns
   /// false if the recompute must be repeated, since data were missing that had seemed unneeded; the
-  /// next one will have them. Otherwise throws the exception that ended it, or the difference from
-  /// forward, even if the function caught that.
+  /// next one will have them. Throws the exception that ended it, or the difference from forward,
+  /// even if the function caught that.
   virtual bool finish(const std::exception_ptr& thrown) = 0;
 };
 

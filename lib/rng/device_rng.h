@@ -42,10 +42,10 @@ class DevicesMet {
 // Note [Whose numbers]
 // Draws from a device's generator cannot be intercepted: many kernels take numbers from it
 // themselves. A region's draws are detected because the generator has moved. Where every thread has
-// a device of its own, another thread may have moved it. So the default generator of a device on
-// which the region has no tensor (no input, no result, none that autograd saved) is attributed to
-// other threads if these have claimed that device, and this one has not (device_claims). A
-// registered generator always counts. Threads that draw from one generator at once are not
+// a device of its own, another thread may have moved it. So the default generator of a device may
+// be attributed to other threads: if the region has no tensor there (no input, no result, none that
+// autograd saved), and other threads have claimed the device, but this one has not (device_claims).
+// A registered generator always counts. Threads that draw from one generator at once are not
 // distinguished, except for recomputes, which take turns.
 
 /// The states at a region's begin of the generators that it drew from, once it is settled.

@@ -14,12 +14,12 @@
 // states at which its numbers did not simply continue its own last ones: one state for most
 // regions, more if other threads drew in between.
 //
-// Numbers that pass no operator (a kernel that takes them from the default generator itself, a seed
-// set inside the region) are detected because the generator is not at the position where the last
-// operator of any thread left it (DrawTrack). A region during which that happened is recomputed
-// differently: the default generator is set to its state at the region's begin, and nothing is
-// stopped early. It must end at the position of forward's end; otherwise another thread disturbed
-// it, and the recompute is tried again.
+// Some numbers pass no operator: a kernel takes them from the default generator itself, or a seed
+// is set inside the region. They are detected because the generator is not at the position where
+// the last operator of any thread left it (DrawTrack). A region during which that happened is
+// recomputed differently: the default generator is set to its state at the region's begin, and
+// nothing is stopped early. It must end at the position of forward's end; otherwise another thread
+// disturbed it, and the recompute is tried again.
 //
 // Other CPU generators are treated in the same way, each with a log of its own. A generator
 // registered by a GeneratorGuard has one from the region's begin. Any other generator that the
@@ -27,9 +27,9 @@
 // Other kinds of generators in a guard: lib/rng/device_rng.h.
 //
 // A thread that the function starts itself looks like any other thread, and its draws cannot be
-// repeated. So once a thread has drawn for the first time in its life during a region's forward, a
-// hash is noted of each CPU tensor that is saved from there on, and the recompute must reproduce
-// it. Threads that drew before, as data loaders do, cause no such hashes.
+// repeated. So if a thread draws for the first time in its life during a region's forward, the hash
+// of each CPU tensor saved from there on is noted, and the recompute must reproduce it. Threads
+// that drew before, as data loaders do, cause no such hashes.
 
 #include <ATen/core/Generator.h>
 #include <c10/util/SmallVector.h>

@@ -22,10 +22,10 @@ using AllocationListener = void (*)(const AllocationReport& report) noexcept;
 
 // Note [Listening to allocators]
 // An allocator reports to the object that LibTorch's profiler puts into its place of the thread's
-// debug information, which LibTorch carries to the threads of a backward that is called there. An
-// object of ours in that place receives the reports instead. But the profiler's functions treat any
-// object there as their own: a running profiler would write into ours with each operator. So a
-// listener refuses a thread whose profiler runs.
+// debug information. LibTorch carries that information to the threads of a backward that is called
+// there. An object of ours in that place receives the reports instead. But the profiler's functions
+// treat any object there as their own: a running profiler would write into ours with each operator.
+// So a listener refuses a thread whose profiler runs.
 //
 // A profiler started later finds the place taken and fails ("Profiler is already enabled on this
 // thread."). A second attempt removes our object before it fails, which ends the reports. Our

@@ -133,8 +133,8 @@ void visit_nodes(const torch::autograd::edge_list& roots, Visitor&& visitor) {
   }
 }
 
-/// Returns the name of the node with that sequence number if the node that a backward runs on this
-/// thread is it or leads to it, and the same thread made both; otherwise empty. Walks the graph:
+/// Returns the name of the node with that sequence number, if the node that a backward runs on this
+/// thread is it or leads to it. Empty if there is none, or another thread made it. Walks the graph:
 /// for errors only.
 std::string name_of_node(uint64_t sequence_number);
 /// Returns the name of the node with that sequence number if `current` is it or leads to it; empty

@@ -9,8 +9,8 @@
 //            unchanged; another object was made inside.
 //   Outside  Any other saved tensor whose storage is alive when the function has returned and
 //            belongs to no input and no result. If it is gone or replaced at the recompute, that
-//            is a change too. A tensor whose history is older than the region is always Outside:
-//            the function may have put another one into its place (a hidden state).
+//            is a change too. A tensor with a history older than the region is Outside even if
+//            it is gone: the function may have put another one into its place (a hidden state).
 //   Inside   A tensor whose grad_fn was built in the region and that views nothing older. The
 //            version must match only if the recompute saves the very same storage (a captured
 //            tensor changed in place inside the region).
