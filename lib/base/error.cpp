@@ -10,7 +10,7 @@
 
 namespace remat {
 
-// Without a backtrace: the text is written for the user's program, not for ours, and stays short.
+// Without a backtrace: the text is about the user's program, not ours, and stays short.
 CheckpointError::CheckpointError(std::string message, Facts facts)
     : c10::Error(std::move(message), /*backtrace=*/nullptr), facts_(std::move(facts)) {}
 

@@ -1,5 +1,5 @@
 #pragma once
-// Remembers for which names something was said already, so that a warning comes once for each.
+// Remembers names, so that a warning is issued once for each.
 
 #include <cstddef>
 #include <mutex>
@@ -8,7 +8,7 @@
 
 namespace remat {
 
-/// Threads: any. Programs that make up new names for ever hear no more after the first thousand.
+/// Threads: any. After the first thousand names, new names do not count as first.
 class OncePerName {
  public:
   bool is_first(const std::string& name) {

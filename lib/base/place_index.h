@@ -1,5 +1,5 @@
 #pragma once
-// Finds a pointer's place among others without a walk over all, where they are many.
+// Finds a pointer's place in a list, without a scan if the list is long.
 
 #include <cstddef>
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace remat {
 
-/// The list belongs to the caller. It only grows, and keeps its pointers. One thread at a time.
+/// An index of the caller's list, which only grows and whose pointers do not change. One thread at
+/// a time.
 class PlaceIndex {
  public:
   /// Returns the first place of the pointer, or -1. `size`: of the list; `pointer_at`: returns the
@@ -31,7 +32,7 @@ class PlaceIndex {
   static constexpr std::size_t max_scanned = 8;
   std::size_t num_indexed_ = 0;
   using Places = std::unordered_map<const void*, int64_t>;
-  std::unique_ptr<Places> places_;  // only of longer lists
+  std::unique_ptr<Places> places_;  // only for longer lists
 };
 
 }  // namespace remat

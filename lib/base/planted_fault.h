@@ -1,5 +1,5 @@
 #pragma once
-// Faults that a test plants in the library, to show that the fuzzer finds them; none in usual
+// Faults that a test plants in the library to show that the fuzzer finds them. Absent from usual
 // builds.
 
 #ifdef REMAT_PLANTED_FAULTS
@@ -12,36 +12,36 @@ namespace remat {
 enum class Fault {
   None,
   RandomNumbers,  ///< a recompute draws new numbers
-  NestedDraws,    ///< a region does not note what the regions in it draw
+  NestedDraws,    ///< a region does not note the draws of regions in it
   Autocast,       ///< a recompute runs in the autocast state of backward
-  CaptureCheck,   ///< nobody looks whether captured tensors changed
-  SavedVersion,   ///< nobody looks whether a saved tensor was changed in place
-  LateWrite,      ///< a recompute stops before an operator has written what it saved
+  CaptureCheck,   ///< changes of captured tensors are not checked
+  SavedVersion,   ///< in-place changes of saved tensors are not checked
+  LateWrite,      ///< a recompute stops before an operator writes a tensor that it saved
   OwnOutput,      ///< a recompute stops where a C++ Function is saving its own output
-  SwappedSlots,   ///< two tensors of one shape are handed out in the place of each other
+  SwappedSlots,   ///< two tensors of one shape are swapped
   InnerInput,     ///< the input of an inner region comes back as zeros
-  TaskEnd,        ///< what a backward did not read is kept when it ends
+  TaskEnd,        ///< values that a backward did not read outlive it
   KeptResult,     ///< a kept call gets the result of another one
-  KeptDraws,      ///< a replay does not pass over what kept calls drew
+  KeptDraws,      ///< a replay does not skip the draws of kept calls
 
-  WrittenArgument,   ///< a recompute may write into what hooks keep for an argument
-  ReplacedArgument,  ///< nobody looks whether an argument got other storage
+  WrittenArgument,   ///< a recompute may write to an argument that hooks hold
+  ReplacedArgument,  ///< other storage of an argument is not checked
   ArgumentObject,    ///< a leaf argument comes back as another object, without its grad
-  HookTwice,         ///< what a recompute registers on tensors from outside stays
+  HookTwice,         ///< hooks that a recompute registers outside remain
 
   BufferBegin,    ///< a recompute sees a buffer as it is now
-  BufferEnd,      ///< a buffer stays as a recompute leaves it
-  BufferVersion,  ///< what a recompute writes to a buffer stays in its version
-  BufferLayout,   ///< a buffer that was given other data keeps them in a recompute
+  BufferEnd,      ///< a buffer keeps the contents of a recompute
+  BufferVersion,  ///< a recompute's writes to a buffer remain in its version
+  BufferLayout,   ///< a buffer that was given other data has them in a recompute
   BufferStop,     ///< a recompute stops before the last write to a buffer
-  BufferCompare,  ///< nobody looks whether a recompute left what forward left
-  BufferStart,    ///< no recompute begins from what forward left
-  BufferKept,     ///< what a buffer held that forward did not write to is kept
-  BufferInside,   ///< a region does not note the modules of what runs plainly in it
+  BufferCompare,  ///< a recompute's final buffers are not compared
+  BufferStart,    ///< no recompute begins from forward's end
+  BufferKept,     ///< contents of unwritten buffers are not forgotten
+  BufferInside,   ///< a region does not note modules of calls that run in it normally
 };
 
 #ifdef REMAT_PLANTED_FAULTS
-/// The environment variable REMAT_PLANTED_FAULT chooses one by its number.
+/// Returns whether the environment variable REMAT_PLANTED_FAULT has the number of this fault.
 inline bool is_planted(Fault fault) {
   static const int planted = [] {
     const char* const number = std::getenv("REMAT_PLANTED_FAULT");

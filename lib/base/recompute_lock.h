@@ -1,5 +1,5 @@
 #pragma once
-// Whose recompute has set something that is one for all threads: a provider's state, a generator.
+// Serializes recomputes that set process-wide state: a provider's state, a generator.
 
 #include <c10/util/ArrayRef.h>
 
@@ -14,10 +14,10 @@
 
 namespace remat {
 
-/// An owner stands for a recompute, to those that run in it: on its own thread, or on an engine's
+/// Represents a recompute to the recomputes inside it: on its own thread, or on an engine's thread
 /// for a backward in it.
 struct LockOwner {
-  const LockOwner* around = nullptr;  ///< of the recompute that this one runs in, which outlives it
+  const LockOwner* around = nullptr;  ///< of the enclosing recompute, which outlives this one
   bool is_inside(const LockOwner* other) const {
     for (const LockOwner* each = around; each != nullptr; each = each->around)
       if (each == other) return true;
@@ -25,30 +25,30 @@ struct LockOwner {
   }
 };
 
-/// The lock lets one recompute set a subject after the other: two at a time would mix what they
-/// set. Need not wait: a recompute inside the holder's, or on its thread; and any while the holder
-/// waits for a backward, which may need the thread of the one that wants it. Whoever acquires it so
-/// has put back what it set before the holder goes on. Threads: any.
+/// Lets one recompute at a time set a subject, since two at a time would mix their states. A
+/// recompute inside the holder's, or on its thread, need not wait. While the holder waits for a
+/// backward, no recompute waits, as that backward may need the waiting thread. A recompute that
+/// acquires the lock in this way restores its settings before the holder continues. Threads: any.
 class RecomputeLock {
  public:
   using Owners = c10::ArrayRef<const LockOwner*>;
-  /// The owners run on this thread, which is about to wait for a backward.
+  /// Called before this thread, which runs the owners, waits for a backward.
   void yield_to_backward(Owners owners) noexcept;
-  /// The backward is over. Waits for those who acquired it meanwhile.
+  /// Called after that backward. Waits for recomputes that acquired the lock meanwhile.
   void resume_after_backward(Owners owners) noexcept;
 
  private:
   friend class RecomputeHold;
-  /// Waits until the subject is free; false if nobody gave it back for so long.
+  /// Waits until the subject is free. Returns false if it was not released for `longest_wait`.
   bool acquire(const void* subject, const LockOwner& owner, std::chrono::milliseconds longest_wait);
-  /// The owner that acquired the subject last gives it back.
+  /// Releases the subject for the owner that acquired it last.
   void release(const void* subject) noexcept;
   struct Holder {
     const LockOwner* owner;
     std::thread::id thread;
-    int num_waits;  ///< backwards that it waits for, one in the other
+    int num_waits;  ///< nested backwards for which it waits
   };
-  bool is_free(const void* subject, const LockOwner& owner) const;  // holds the mutex
+  bool is_free(const void* subject, const LockOwner& owner) const;  // with the mutex held
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -56,11 +56,12 @@ class RecomputeLock {
   std::unordered_map<const void*, std::vector<Holder>> holders_;
 };
 
-/// All recomputes of the process share this lock.
+/// Returns the lock that all recomputes of the process share.
 RecomputeLock& recompute_lock();
 
-/// While alive an owner has subjects of that lock: it acquires them in one order for all, so that
-/// two recomputes never wait for each other, and none after one that nobody gave back for so long.
+/// Holds subjects of that lock for an owner while alive. Subjects are acquired in one global order,
+/// so that two recomputes never wait for each other. After a subject that was not released in time,
+/// no further ones are acquired.
 class RecomputeHold {
  public:
   RecomputeHold(std::vector<const void*> subjects, const LockOwner& owner,

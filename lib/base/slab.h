@@ -1,6 +1,6 @@
 #pragma once
-// Room for objects of one type that die together: several to an allocation, each at a place that
-// stays.
+// Memory for objects of one type that die together: several to an allocation, each at a fixed
+// address.
 
 #include <algorithm>
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace remat {
 
-/// Gives out room and takes none back before it goes itself. Who makes an object in it destroys it
-/// before. Not for several threads at once.
+/// Returns memory, and frees it only at its own end. The caller destroys its objects before that.
+/// One thread at a time.
 template <class T>
 class Slab {
  public:
@@ -19,17 +19,17 @@ class Slab {
   Slab(Slab&&) = delete;
   ~Slab() { clear(); }
 
-  /// Gives out room for one object more.
+  /// Returns memory for one more object.
   void* room() {
     if (num_free_ == 0) add_block(next_block_);
     return reinterpret_cast<std::byte*>(latest_ + 1) + sizeof(T) * --num_free_;
   }
-  /// The same where so many are likely to come, if this is the first.
+  /// Returns memory for one more object; if it is the first, allocates for `expected` objects.
   void* room(std::size_t expected) {
     if (latest_ == nullptr) add_block(std::clamp<std::size_t>(expected, 1, max_block));
     return room();
   }
-  /// All that was made in it has been destroyed.
+  /// Frees all memory, after its objects have been destroyed.
   void clear() noexcept {
     while (latest_ != nullptr) ::operator delete(std::exchange(latest_, latest_->before));
     num_free_ = 0;
@@ -37,7 +37,7 @@ class Slab {
 
  private:
   struct alignas(T) alignas(void*) Block {
-    Block* before;  // the room follows
+    Block* before;  // the memory follows
   };
   static_assert(alignof(Block) <= __STDCPP_DEFAULT_NEW_ALIGNMENT__);
 
@@ -50,7 +50,7 @@ class Slab {
   static constexpr std::size_t max_block = 16;
   Block* latest_ = nullptr;
   uint32_t num_free_ = 0;
-  uint32_t next_block_ = 1;  // most have few
+  uint32_t next_block_ = 1;  // most slabs have few objects
 };
 
 }  // namespace remat

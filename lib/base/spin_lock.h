@@ -6,9 +6,8 @@
 
 namespace remat {
 
-/// The lock is taken and given back without a call; every saved tensor passes three of them, and
-/// std::mutex was a twentieth of its cost. A thread that has to wait gives its time away, so the
-/// holder gets on.
+/// Locks and unlocks without a call: every saved tensor passes three such locks, and std::mutex was
+/// a twentieth of its cost. A waiting thread yields, so that the holder can continue.
 class SpinLock {
  public:
   void lock() noexcept {

@@ -11,8 +11,8 @@ namespace remat {
 
 namespace {
 
-/// The thread's own stack: where it begins, where it has room enough, and where it ends. Empty
-/// where that is not known; code that runs on another stack (a fiber's) is outside and has room.
+/// The bounds of the thread's own stack, and the address down to which it has enough room. Empty if
+/// they are unknown; code on another stack (a fiber's) is outside and counts as having room.
 struct Bounds {
   uintptr_t begin = 0, roomy = 0, end = 0;
   bool is_known = false;

@@ -14,7 +14,8 @@ namespace {
 
 constexpr std::string_view checkpointed_begin = "remat::Checkpointed<";
 
-/// Behind the last `::` that stands in no brackets, nor before such (`main::{lambda()#1}::Block`).
+/// Returns the part after the last `::` outside of brackets: `Block` of
+/// `main::{lambda()#1}::Block`.
 std::string without_namespaces(const std::string& type) {
   std::size_t begin = 0;
   int depth = 0;

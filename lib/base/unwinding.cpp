@@ -10,9 +10,9 @@ namespace remat {
 namespace {
 
 // Note [Functions that nothing may pass]
-// The table that a compiler writes for a function with cleanups, handlers or a noexcept (Itanium
-// C++ ABI, Exception Handling Tables, the LSDA) has a range for each call that may throw. A call in
-// no range must not: the runtime calls std::terminate.
+// A compiler writes a table for each function with cleanups, handlers or a noexcept (the LSDA:
+// Itanium C++ ABI, Exception Handling Tables). The table has a range for each call that may throw.
+// A call outside all ranges must not throw: the runtime calls std::terminate.
 
 constexpr uint8_t omitted = 0xFF, as_uleb128 = 0x01, as_udata4 = 0x03;
 
@@ -33,8 +33,8 @@ uint64_t read(const uint8_t*& at, uint8_t encoding) {
   return value;
 }
 
-/// Returns whether the function in a frame lets an exception out of the call that it is in, or
-/// catches it.
+/// Returns whether the function in a frame lets an exception out of its current call, or catches
+/// it.
 bool can_pass(_Unwind_Context* frame) {
   const auto* at = reinterpret_cast<const uint8_t*>(_Unwind_GetLanguageSpecificData(frame));
   if (at == nullptr) return true;
@@ -49,7 +49,7 @@ bool can_pass(_Unwind_Context* frame) {
   const uint64_t size = read_uleb128(at);
   for (const uint8_t* const end = at + size; at < end;) {
     const uint64_t begin = read(at, encoding), length = read(at, encoding);
-    read(at, encoding);  // where the cleanup or handler is
+    read(at, encoding);  // the address of the cleanup or handler
     read_uleb128(at);
     if (place >= begin && place - begin < length) return true;
   }

@@ -6,7 +6,7 @@ namespace remat {
 
 namespace {
 
-/// How a character begins: its first byte, and which second bytes may follow (Unicode 15, table
+/// The beginning of a character: its first byte, and the possible second bytes (Unicode 15, table
 /// 3-7).
 struct Beginning {
   unsigned char from, to;
@@ -18,8 +18,8 @@ constexpr Beginning beginnings[] = {
     {0xE1, 0xEC, 3, 0x80, 0xBF}, {0xED, 0xED, 3, 0x80, 0x9F}, {0xEE, 0xEF, 3, 0x80, 0xBF},
     {0xF0, 0xF0, 4, 0x90, 0xBF}, {0xF1, 0xF3, 4, 0x80, 0xBF}, {0xF4, 0xF4, 4, 0x80, 0x8F}};
 
-/// The number of bytes of the character that a text begins with; `is_whole` is false for as much as
-/// there is of one.
+/// Returns the number of bytes of the character at the beginning of a text. For an incomplete
+/// character, sets `is_whole` to false and returns the number of its bytes.
 std::size_t character_at(std::string_view text, bool& is_whole) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
   is_whole = false;

@@ -1,13 +1,13 @@
 #pragma once
-// Texts that come from a program, such as names of regions, as other programs can read them.
+// Makes texts from a program, such as names of regions, readable for other programs.
 
 #include <string>
 #include <string_view>
 
 namespace remat {
 
-/// Returns the text as UTF-8 that parsers of JSON, XML and HTML accept: U+FFFD takes the place of
-/// bytes that are not UTF-8, and of U+FFFE and U+FFFF.
+/// Returns the text as UTF-8 that parsers of JSON, XML and HTML accept: U+FFFD replaces bytes that
+/// are not UTF-8, and U+FFFE and U+FFFF.
 std::string valid_text(std::string_view text);
 
 }  // namespace remat

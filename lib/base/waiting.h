@@ -1,5 +1,5 @@
 #pragma once
-// A wait for another thread, which a binding of another language may have to prepare for.
+// Waits for another thread, for which a binding of another language may have to prepare.
 
 #include <atomic>
 #include <chrono>
@@ -10,8 +10,8 @@
 
 namespace remat {
 
-/// While alive, this thread waits: what the binding's WaitCallbacks let go of is gone, and comes
-/// back when this dies. Declare it before the lock that the wait gives up, and hold no other one.
+/// Marks that this thread waits. The binding's WaitCallbacks release their lock for the lifetime of
+/// this object. Declare it before the lock that the wait releases, and hold no other one.
 class WaitForThread {
  public:
   WaitForThread();
@@ -20,8 +20,8 @@ class WaitForThread {
   std::shared_ptr<void> let_go_;
 };
 
-/// Waits until `holds`, which a notification of `changed` announces; whether it did in time. `lock`
-/// is held around, and given up meanwhile.
+/// Waits until `holds` returns true, which a notification of `changed` announces. Returns whether
+/// it did in time. `lock` is held before and after, and released meanwhile.
 template <class Holds>
 bool wait_until(const Holds& holds, std::unique_lock<std::mutex>& lock,
                 std::condition_variable& changed, std::chrono::milliseconds longest_wait) {
@@ -38,11 +38,11 @@ bool wait_until(const Holds& holds, std::unique_lock<std::mutex>& lock,
   return is_in_time;
 }
 
-/// Which thread's turn it is where threads take turns, but hardly ever meet. A holder may need what
-/// the binding's WaitCallbacks let go of, and may come again.
+/// A re-entrant lock for sections that are rarely contended. Its holder may need the lock that the
+/// binding's WaitCallbacks release.
 class Turns {
  public:
-  /// While alive it is this thread's.
+  /// Holds the turn for this thread while alive.
   class Turn {
    public:
     explicit Turn(Turns& turns) : turns_(turns), is_first_(turns.begin()) {}
@@ -56,13 +56,13 @@ class Turns {
     const bool is_first_;
   };
 
-  /// Ends the turn of a thread that is not there, in a forked process.
+  /// Ends the turn of a thread that does not exist in a forked process.
   void end_turn_of_others() {
     if (holder_.load() != std::this_thread::get_id()) holder_.store({});
   }
 
  private:
-  /// False if it is this thread's already.
+  /// Returns false if this thread has the turn already.
   bool begin() {
     const std::thread::id self = std::this_thread::get_id();
     if (holder_.load(std::memory_order_relaxed) == self) return false;
@@ -75,9 +75,9 @@ class Turns {
   std::atomic<std::thread::id> holder_{};
 };
 
-/// Locks `mutex`, whose holder may need what the binding's WaitCallbacks let go of: a thread that
-/// must wait for it waits without that. It gets it back when it has the mutex, which is no
-/// standstill, as nobody waits for this mutex with it.
+/// Locks `mutex`, whose holder may need the lock that the binding's WaitCallbacks release: a thread
+/// that must wait for `mutex` releases that lock meanwhile. It takes the lock back while holding
+/// `mutex`. This cannot deadlock, since no thread waits for `mutex` while holding that lock.
 inline std::unique_lock<std::mutex> lock_in_turn(std::mutex& mutex) {
   std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
   if (!lock) {

@@ -38,7 +38,7 @@ void tell_regions(const torch::autograd::edge_list& roots,
                   const torch::autograd::edge_list& targets, bool accumulates) {
   int64_t passed_over = -1;
   detail::visit_regions([&](detail::RegionScope& scope) {
-    // Recomputes do not run what save_region runs.
+    // Recomputes do not run the function of save_region.
     if (scope.is_save_region) passed_over = scope.region().id;
     if (scope.region().id == passed_over || !scope.is_own_thread()) return;
     if (detail::BackwardWatcher* const watcher = scope.backwards())

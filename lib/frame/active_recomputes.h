@@ -1,5 +1,5 @@
 #pragma once
-// The recomputes that a thread is running, and the backwards that begin in them.
+// Tracks the recomputes that a thread is running, and the backwards that begin in them.
 
 #include <torch/csrc/autograd/function.h>
 
@@ -9,8 +9,8 @@
 
 namespace remat {
 
-/// While a recompute is prepared on this thread: what the user's hooks, observers and providers
-/// differentiate is no backward of a region that waits here.
+/// Marks this thread as preparing a recompute. A backward run meanwhile by the user's hooks,
+/// observers or providers is not reported to the regions that wait on this thread.
 class PreparingRecompute {
  public:
   PreparingRecompute();
@@ -21,7 +21,7 @@ class PreparingRecompute {
   const bool before_;
 };
 
-/// While alive, the function of a recompute runs on this thread. The recompute is prepared.
+/// Marks this thread as running the function of a recompute, which is prepared by then.
 class ActiveRecompute {
  public:
   ActiveRecompute(ValuesByTask& all, RecomputedValues& values, Filler& filler,
@@ -30,18 +30,20 @@ class ActiveRecompute {
   ActiveRecompute& operator=(ActiveRecompute&&) = delete;
 };
 
-/// A backward begins on this thread: recomputes that this thread runs cannot go on before it ends,
-/// so nobody may wait for them any more (a waiting thread could be the one that backward needs).
-/// Throws CheckpointError if a recompute cannot repeat it (Note [Backwards inside a region]), or if
-/// it asks a kept value for what no recompute knows.
+/// Reports that a backward begins on this thread. Recomputes that this thread runs cannot continue
+/// before it ends, so other threads stop waiting for them: the backward may need a waiting thread.
+/// Throws CheckpointError if a recompute cannot repeat the backward
+/// (Note [Backwards inside a region]), or if the backward asks for the gradient of a kept value
+/// that no recompute can compute.
 void backward_begins(const torch::autograd::edge_list& roots,
                      const torch::autograd::edge_list& targets, bool accumulates);
 
-/// The backward has ended; `gradients`: what it returns, none if it threw; `given`: those of its
-/// roots. Throws nothing.
+/// Reports that the backward has ended. `gradients`: the gradients that it returns, empty if it
+/// threw; `given`: the gradients of its roots. Throws nothing.
 void backward_ended(const torch::autograd::variable_list& gradients,
                     const torch::autograd::variable_list& given);
-/// After that, if it returned. Throws what the recompute's stop throws, where it ends.
+/// Called after backward_ended(), if the backward returned. Throws the recompute's stop signal if
+/// the recompute ends here.
 void backward_returned();
 
 }  // namespace remat

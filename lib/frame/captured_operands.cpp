@@ -21,8 +21,8 @@ namespace {
 
 using torch::autograd::Node;
 
-/// What all tensors have that count their versions together: a number that says which counter it
-/// is.
+/// Returns the address of a version counter, which is the same for all tensors that share the
+/// counter.
 const void* address_of(const c10::VariableVersion& counter) {
   const void* address = nullptr;
   static_assert(sizeof(counter) == sizeof(address));
@@ -30,14 +30,15 @@ const void* address_of(const c10::VariableVersion& counter) {
   return address;
 }
 
-/// Low bits; 0 for kinds of tensors that would have to be asked, in Python maybe.
+/// Returns the low bits of the offset; 0 for kinds of tensors that compute it, possibly in Python.
 uint32_t offset_of(const c10::TensorImpl& impl) {
   const bool is_plain = impl.has_storage() && !impl.is_python_dispatch() && !impl.is_nested() &&
                         !impl.has_symbolic_sizes_strides();
   return is_plain ? static_cast<uint32_t>(impl.storage_offset()) : 0;
 }
 
-/// What the regions of this thread call it: one inside the recomputed one may know the module.
+/// Returns the name by which the regions of this thread know the operand. A region inside the
+/// recomputed one may know the module.
 std::string name_here(const CapturedOperand& operand) {
   std::string name;
   detail::visit_regions([&](detail::RegionScope& scope) {
@@ -48,7 +49,7 @@ std::string name_here(const CapturedOperand& operand) {
   return name;
 }
 
-/// The node of the operator at work was the last that this thread made.
+/// Returns the number of the operator at work, whose node was the last that this thread made.
 uint64_t number_at_work() { return at::sequence_number::peek() - 1; }
 
 }  // namespace
@@ -124,8 +125,8 @@ void ChangedOperands::forgive_operator() {
   is_work_tainted_ = false;
 }
 
-// A program may ask for a node and compute nothing with it, and a Function of Python's asks before
-// its own node exists. So the edges of an operator's node say what it was given.
+// A program may ask for a node and compute nothing with it, and a Python Function asks before its
+// own node exists. So the edges of an operator's node decide which tensors it was given.
 bool ChangedOperands::is_tainted(const Node& node) const {
   if (!is_made_here(node) || forgiven_.contains(node.sequence_nr())) return false;
   if (tainted_.contains(node.sequence_nr())) return true;
@@ -202,7 +203,7 @@ bool ChangedOperands::made(const at::Tensor& saved, bool is_made_inside) {
   if (const Node* const node = seam::node_of(saved))
     return ((!tainted_.empty() || !new_nodes_.empty()) && is_tainted(*node)) ||
            is_new_state(saved, *node);
-  // Without a node it is an argument of the operator at work, or what its kernel has made.
+  // A tensor without a node is an argument of the operator at work, or was made by its kernel.
   return is_work_tainted_ && is_made_inside && at_work_ == number_at_work() &&
          std::find(operands_.begin(), operands_.end(), storage_of(saved)) == operands_.end();
 }

@@ -35,7 +35,8 @@ class ValuesCheck final : public TensorCheck {
   }
 };
 
-/// Of some elements only, or with one NaN for all.
+/// Compares the hash of the elements that the rule selects, with one NaN for all if the rule says
+/// so.
 class ElementsCheck : public TensorCheck {
  public:
   explicit ElementsCheck(const ValueComparison& rule) : rule_(rule) {}
@@ -52,7 +53,7 @@ class ElementsCheck : public TensorCheck {
   const ValueComparison rule_;
 };
 
-/// Keeps the elements: a hash says nothing of how far apart they are.
+/// Keeps the elements themselves, since a hash does not show how far apart values are.
 class ToleranceCheck final : public ElementsCheck {
  public:
   using ElementsCheck::ElementsCheck;
@@ -92,7 +93,7 @@ class FingerprintCheck final : public TensorCheck {
   explicit FingerprintCheck(std::function<std::string(const at::Tensor&)> fingerprint)
       : fingerprint_(std::move(fingerprint)) {}
   std::string note(const at::Tensor& saved) const override {
-    // What the user's function saves is none of the region's.
+    // Tensors that the user's function saves do not belong to the region.
     const detail::NoScopes no_scopes;
     const seam::DispatchModeOff unseen;
     const at::NoGradGuard no_grad;

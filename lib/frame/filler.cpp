@@ -32,7 +32,7 @@ Filler::Filler(const Region& region, const Slots& slots, RecordedFrame* recorded
       recorded_(recorded),
       values_(values),
       view_(slots.view_for(only_position)),
-      // What forward has not run yet, as it waits for a backward, is not to be run by a recompute.
+      // Code that a waiting forward has not run yet must not run in a recompute.
       early_stop_(region.options.early_stop || !view_.is_settled),
       num_slots_(static_cast<int64_t>(view_.is_needed.size())),
       task_at_start_(seam::graph_task_id()) {
@@ -82,9 +82,9 @@ bool Filler::fill(const at::Tensor& saved, Kept& own) {
   // The recomputed graph and the slot share one alias without history: no cycle, no second copy.
   at::Tensor& kept = own.tensor;
   kept = saved.requires_grad() ? seam::alias_without_history(saved) : saved;
-  // The function caught the signal and went on: nothing it saves now counts. It gets no second one:
-  // it may try until nothing is thrown, and by another way than forward's meet a C++ Function of
-  // which forward does not say whether it saves its own output.
+  // The function caught the stop signal and continued, so tensors saved from here on are ignored.
+  // The signal is not thrown again: a function that retries until nothing is thrown could reach a
+  // C++ Function that forward never ran, of which it is unknown whether it saves its own output.
   if (has_stopped_) return true;
   if (replay_ != nullptr) replay_->check_saved(saved);
   if (!differences_.metadata.empty() && !log_) name_operators(saved);
@@ -113,7 +113,7 @@ bool Filler::fill(const at::Tensor& saved, Kept& own) {
   if (wants_stop() && can_stop(judged, position)) {
     if (!has_too_many()) count(live_counters.early_stops);
     has_stopped_ = true;
-    // Each frame on the way that has something to clean up costs about as much as a small operator.
+    // Unwinding each stack frame that has a cleanup costs about as much as a small operator.
     return origin != nullptr ? stop_after_inputs(*this) : stops_soon();
   }
   return true;
@@ -135,8 +135,7 @@ void Filler::take(int64_t position, const at::Tensor& saved, const at::Tensor* o
       value.alias =
           seam::alias_without_history(saved);  // its owner may give the object other storage
     if (const auto noted = slots_.notes_of(position); !noted.empty())
-      // Without its history: whoever frees the recompute's graph does so before the contents are
-      // compared.
+      // Detached, since the recompute's graph may be freed before the contents are compared.
       pending_.push_back({position,
                           at::sequence_number::peek(),
                           saved.detach(),
@@ -180,8 +179,9 @@ void Filler::note_members(const UserState* state) {
     differences_.has_other_members |= flags->has_other_members();
 }
 
-// The graph of a recompute is nobody's: it dies when the function has unwound. A tensor put into a
-// variable outside keeps it, with copies of ours of what its nodes saved.
+// The graph of a recompute dies when the function has unwound, unless a variable outside holds a
+// tensor of it. Such a tensor keeps the graph alive, with our copies of the tensors that its nodes
+// saved.
 void Filler::warn_of_survivors(bool has_run_backward) const {
   if (has_run_backward) return;  // threads of devices may still hold parts of it
   const bool survives =

@@ -19,9 +19,9 @@ namespace remat {
 
 // Note [Another tensor in its place]
 // A flag of a captured tensor, `requires_grad` above all, decides which tensors an operator saves.
-// If it has changed since forward, the recompute saves one more or one less, and all that follow
-// come to the slots of others. Shapes may agree. So a tensor must also require grad as forward's
-// did, unless it is the same tensor or the cast of a leaf that changed likewise, and begin or
+// If it has changed since forward, the recompute saves one more or one less, and all later tensors
+// reach the wrong slots. Shapes may agree. So a tensor must also require grad as forward's did,
+// unless it is the same tensor or the cast of a leaf that changed likewise. It must also begin or
 // continue the tensors of one operator as forward's did.
 static bool is_same_kind(const Slot& slot, const at::Tensor& judged) {
   const bool has_edge = has_raw_gradient_edge(judged);
@@ -40,9 +40,9 @@ static bool is_object(const at::Tensor* tensor, const WeakTensor& object) {
          object._unsafe_get_target();
 }
 
-// Another leaf in the place of a leaf may have been made inside. A result that was there before the
-// recompute was not, and forward had a leaf: the variable that the function captured has been
-// assigned another tensor since, as fast weights are.
+// Another leaf in the place of a leaf may have been made inside. A result that existed before the
+// recompute was not made inside, and forward had a leaf: the captured variable has been assigned
+// another tensor since, as fast weights are.
 bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
   const Provenance& then = slot.provenance;
   if (then.origin != Origin::Leaf || then.leaf.expired() || std::this_thread::get_id() != owner_)
@@ -54,12 +54,12 @@ bool Filler::is_older_result(const Slot& slot, const at::Tensor& judged) const {
 }
 
 // Note [Another leaf]
-// Where forward saved a leaf that requires grad, the recompute may save another one: the function
-// makes a leaf in each of its runs (`z = x.detach().requires_grad_()`), or reads a variable that
-// has been given another one since, such as a parameter that was replaced, or that stood in for a
-// module's own around forward. Forward's leaf lives as long as its graph, so contents tell: a
-// function that computes the same makes equal leaves. If forward's has been changed since, there is
-// nothing to compare with.
+// Where forward saved a leaf that requires grad, the recompute may save another one. The function
+// may make a leaf in each of its runs (`z = x.detach().requires_grad_()`). Or it may read a
+// variable that was given another leaf since: a replaced parameter, or one that stood in for a
+// module's own around forward. Forward's leaf lives as long as its graph, so contents decide: a
+// function that computes the same makes equal leaves. If forward's leaf has been changed since,
+// there is nothing to compare with.
 static bool is_other_leaf(const Provenance& then, const at::Tensor& judged) {
   if (then.origin != Origin::Leaf || is_planted(Fault::CaptureCheck)) return false;
   const at::Tensor* const leaf = leaf_behind(judged);
@@ -85,7 +85,7 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
   if (region_.options.capture_check != CaptureCheck::Raise || !view_.is_settled) return false;
   if (is_older_result(slot, judged)) return true;
   if (is_other_leaf(slot.provenance,
-                    judged))  // what hooks give back of an argument may differ from it
+                    judged))  // hooks may give back a different argument
     return !is_vouched(judged) &&
            (replay_ == nullptr || !replay_->is_copy(known_storage_of(judged))) &&
            inputs_with(known_storage_of(judged)).empty();
@@ -94,9 +94,9 @@ bool Filler::is_changed_capture(const Slot& slot, const at::Tensor& judged) cons
       slot.provenance.storage._unsafe_get_target() == known_storage_of(judged))
     return false;
   if (slot.provenance.origin != Origin::Input) return true;
-  // An argument itself is checked when it is unpacked, a kept alias of it when it is given out, and
-  // hooks may give back copies of both, or restore the argument in its own storage; a captured
-  // alias with a version of its own is not checked elsewhere.
+  // An argument itself is checked when it is unpacked, and a kept alias of it when it is handed
+  // over. Hooks may give back copies of both, or restore the argument in its own storage. A
+  // captured alias with a version counter of its own is checked only here.
   const bool is_replaced_by_copy = is_replaced(slot.provenance, judged);
   if (is_replaced_by_copy && replay_ != nullptr && replay_->is_copy(known_storage_of(judged)))
     return false;
@@ -182,8 +182,9 @@ void Filler::note_operands() {
   }
 }
 
-// The node of an operator that saves cannot be reached from here; from what later operators save of
-// its result it can. Of the last one nothing is saved: it has no name.
+// The node of an operator that saves cannot be reached from here, but it can be reached from
+// tensors that later operators save of its result. The last operator gets no name, since nothing
+// later saves its result.
 void Filler::name_operators(const at::Tensor& saved) {
   constexpr std::size_t max_named = 5;  // as many as an error lists
   const std::size_t num = std::min(differences_.metadata.size(), max_named);
@@ -209,9 +210,9 @@ std::optional<Difference> Filler::take_parting() {
 
 // Note [Made again]
 // A tensor without grad that the region made can outlive the forward: a region inside captured it,
-// or another thread still held it. It looks captured, and the recompute makes another one. Now that
-// the recompute has unwound, nobody but the run owns what it made; what an outside variable holds
-// has more owners.
+// or another thread still held it. It looks captured, and the recompute makes another one. Once the
+// recompute has unwound, its values alone own a tensor that it made; a tensor held by an outside
+// variable has more owners.
 Differences Filler::take_differences() {
   for (const int64_t position : differences_.replaced)
     if (values_.owns_alone(position)) differences_.clear_capture(position);

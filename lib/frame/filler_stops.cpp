@@ -1,4 +1,4 @@
-// Filler: where a recompute may end.
+// Filler: decides where a recompute may end.
 
 #include "lib/frame/filler.h"
 
@@ -26,26 +26,30 @@ bool Filler::may_end() const {
          (written_ == nullptr || is_planted(Fault::BufferStop) || written_->has_written_all());
 }
 
-// What a script has left to do is more than its operator.
+// A script may have more left to run than its current operator.
 bool Filler::stops_soon() const {
   return view_.last_is_small && num_seen_ == num_slots_ && may_stop_in_scripts_ &&
          region_.body->stop_soon();
 }
 
 // Note [Where a stop may be thrown]
-// Not through a noexcept function, nor out of a destructor that saves while something unwinds.
-// Around a backward, where it costs little, any function that nothing may pass is found: Note
-// [Functions that nothing may pass]. Not on another thread, nor inside a backward that the function
-// runs: the signal would cross the engine's worker loop. Not while a C++ Function may be saving its
-// own output, before or after the tensor at hand: the list it saves from is cleared on the normal
-// path only, and the output would leak. Whether it does is known from forward (`saves_own_output`),
-// or seen here. The next save is asked again.
+// A stop is not thrown in these places:
+// * Through a noexcept function, or out of a destructor that saves during unwinding. Before and
+//   after an inner backward, where the check is cheap, every noexcept function on the stack is
+//   found: Note [Functions that nothing may pass].
+// * On another thread, or inside a backward that the function runs: the signal would cross the
+//   engine's worker loop.
+// * While a C++ Function may be saving its own output, before or after the tensor at hand. The
+//   Function clears its list of outputs on the normal path only, so the output would leak. Forward
+//   notes whether it saves its output (`saves_own_output`), or it is seen here.
+//
+// The next save tries again.
 bool Filler::can_stop(const at::Tensor& saved, int64_t position) const {
   if (!is_on_own_ground()) return false;
   if (!may_stop_in_scripts_ && seam::is_in_script()) return false;
   if (is_planted(Fault::OwnOutput)) return true;
   if (is_made_by_function(saved)) return false;
-  // Forward has not got there yet, so nothing is known of this operator.
+  // Forward has not reached this operator yet, so nothing is known of it.
   if (position >= num_slots_ && !view_.is_settled) return false;
   bool is_safe = true;
   if (position < num_slots_)
@@ -71,8 +75,8 @@ void Filler::stop_before_backward() {
   stop();
 }
 
-// Inside of a backward there is no stop, and what the function does next may save nothing: it may
-// write to an argument in place, before forward does.
+// A recompute is not stopped inside a backward. The code after that backward may save nothing, so
+// that no save could stop it, and may write to an argument in place before forward does.
 void Filler::stop_after_backward() {
   if (view_.is_settled || !is_complete() || !is_on_own_ground() || !can_unwind_to(this)) return;
   if (!has_stopped_) count(live_counters.early_stops);

@@ -1,6 +1,5 @@
 #pragma once
-// What few functions do in forward that their recomputes must know: backwards, accumulations,
-// hooks.
+// Notes of rare actions in forward that recomputes must know: backwards, accumulations, hooks.
 
 #include <algorithm>
 #include <atomic>
@@ -19,10 +18,10 @@
 
 namespace remat {
 
-/// A frame holds these notes, for its recomputes. Threads: any.
+/// A frame's notes for its recomputes. Threads: any.
 class ForwardNotes {
  public:
-  /// The function runs a backward; `asked` of the inputs, if it is anything.
+  /// Notes a backward of the function that asked `asked` of the inputs.
   void note_backward(int64_t number, AskedOfInputs asked) {
     const std::lock_guard<SpinLock> lock(mutex_);
     noted().backwards.emplace_back(number, std::move(asked));
@@ -38,11 +37,11 @@ class ForwardNotes {
     const std::lock_guard<SpinLock> lock(mutex_);
     return noted_ != nullptr && !noted_->backwards.empty();
   }
-  /// Whether the function has run any backward.
+  /// Returns whether the function has run any backward.
   bool has_run_backward() const { return has_run_backward_.load(std::memory_order_relaxed); }
   void note_any_backward() { has_run_backward_.store(true, std::memory_order_relaxed); }
 
-  /// The function accumulates into leaves: Note [Accumulating once].
+  /// Notes that the function accumulates into leaves: Note [Accumulating once].
   void note_accumulation(const torch::autograd::edge_list& roots) {
     AccumulatedLeaves all = accumulated_leaves();
     all.add_below(roots);
@@ -54,7 +53,7 @@ class ForwardNotes {
     return noted_ == nullptr ? AccumulatedLeaves() : noted_->accumulated;
   }
 
-  /// The function registers a hook: Note [Tensors from outside].
+  /// Notes that the function registers a hook: Note [Tensors from outside].
   void note_hook(const at::TensorBase& tensor, unsigned handle) {
     const std::lock_guard<SpinLock> lock(mutex_);
     noted().hooks.push_back(
@@ -74,17 +73,18 @@ class ForwardNotes {
           return each;
     return std::nullopt;
   }
-  /// The function called script functions, which ran these plans. Noted when it has returned.
+  /// Notes the plans of the script functions that the function called. Call it when the function
+  /// has returned.
   void note_scripts(std::vector<seam::ScriptPlan> plans) {
     const std::lock_guard<SpinLock> lock(mutex_);
     noted().scripts = std::move(plans);
     has_scripts_.store(true, std::memory_order_release);
   }
-  /// What the function saved after the last slot is saved plainly: Note [The first script].
+  /// Notes that tensors saved after the last slot are saved without slots: Note [The first script].
   void note_plain_rest() { has_plain_rest_.store(true, std::memory_order_relaxed); }
   bool has_plain_rest() const { return has_plain_rest_.load(std::memory_order_relaxed); }
   bool has_scripts() const { return has_scripts_.load(std::memory_order_acquire); }
-  /// Only if it has; they do not change.
+  /// Returns the plans, which do not change. Call it only if has_scripts().
   const std::vector<seam::ScriptPlan>& scripts() const { return noted_->scripts; }
 
   bool has_hook_after_backward() {
@@ -95,7 +95,7 @@ class ForwardNotes {
 
  private:
   struct Noted {
-    /// Those that asked for something, by number.
+    /// Backwards that asked something of the inputs, by number.
     std::vector<std::pair<int64_t, AskedOfInputs>> backwards{};
     std::vector<Hook> hooks{};
     AccumulatedLeaves accumulated{};

@@ -21,7 +21,7 @@ ForwardScope::ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::Region
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> ForwardScope::make_hooks() {
-  // See RecomputeScope: a thread that merely inherited the stack saves plainly.
+  // See RecomputeScope: a thread that merely inherited the stack saves without hooks.
   if (!is_own_thread()) return nullptr;
   if (rest_is_plain_ || (seam::is_in_script() && !may_drop_in_script())) return nullptr;
   return Drop::make(c10::intrusive_ptr<SlotOwner>::reclaim_copy(&frame()),
@@ -53,7 +53,7 @@ void ForwardScope::backward_begins(const torch::autograd::edge_list& roots,
 
 void ForwardScope::backward_ended(const torch::autograd::variable_list& gradients,
                                   const torch::autograd::variable_list& given) {
-  StorageSet known;  // a sum, say, gives back what it was given
+  StorageSet known;  // a sum, for example, returns the gradient that it was given
   for (const at::Tensor& each : given) known.add(each);
   std::lock_guard<SpinLock> lock(mutex_);
   for (const at::Tensor& each : gradients)
@@ -66,10 +66,11 @@ void ForwardScope::hook_registered(const at::TensorBase& tensor, unsigned handle
 }
 
 // Note [Late threads of the engine]
-// The thread of a device lets go of the gradients that it has computed a little after the thread
-// that waits for them goes on. Such a gradient, used in the region, would still be alive at its
-// end, as what the function captures is. So a region waits for it; in vain for one that the
-// function has put into an outside variable, but its recompute is refused anyway.
+// The engine's thread of a device releases the gradients that it has computed a little after the
+// waiting thread continues. Such a gradient, if the region uses it, would still be alive at the
+// region's end, like a captured tensor. So a region waits for its release, for a bounded time. If
+// the function has put the gradient into an outside variable, it is not released, but the recompute
+// of such a function is refused anyway.
 void ForwardScope::wait_for_gradients(c10::function_ref<void(TensorVisitor)> visit_result) {
   StorageSet results;
   visit_result([&](at::Tensor& tensor) { results.add(tensor); });

@@ -1,5 +1,5 @@
 #pragma once
-// The scope of a region's first run: gives out slots, and notes what recomputes must know.
+// The scope of a region's first run: makes slots, and notes facts that recomputes must know.
 
 #include <c10/util/FunctionRef.h>
 
@@ -15,7 +15,7 @@ namespace remat {
 
 class ForwardScope final : public FrameScope, public seam::NodeWatch {
  public:
-  /// `around` is the scope of the region around, or null; `own`: what this one registers itself.
+  /// `around`: the scope of the region around, or null; `own`: registrations of this region itself.
   ForwardScope(c10::intrusive_ptr<Frame> frame, const detail::RegionScope* around,
                std::shared_ptr<const UserRegistrations> own);
 
@@ -26,7 +26,8 @@ class ForwardScope final : public FrameScope, public seam::NodeWatch {
   }
   detail::ReadWatcher* reads() override { return keeps_here() ? frame().keeper() : nullptr; }
 
-  /// The function has returned. See Note [Late threads of the engine].
+  /// Waits for gradients that the engine's threads still hold, after the function has returned.
+  /// See Note [Late threads of the engine].
   void wait_for_engine(c10::function_ref<void(TensorVisitor)> visit_result) {
     if (!gradients_.empty()) wait_for_gradients(visit_result);
   }
@@ -61,9 +62,9 @@ class ForwardScope final : public FrameScope, public seam::NodeWatch {
 
   const std::shared_ptr<const UserRegistrations> own_;
   SpinLock mutex_;
-  std::vector<WeakStorage> gradients_;  // that backwards inside returned, on devices
+  std::vector<WeakStorage> gradients_;  // returned by inner backwards, on devices
   std::atomic<int64_t> num_backwards_{0};
-  bool rest_is_plain_ = false;  // what is saved from now on is not dropped
+  bool rest_is_plain_ = false;  // tensors saved from now on are not dropped
 };
 
 }  // namespace remat

@@ -34,9 +34,9 @@ Frame::Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras,
   region_.info.outermost = around == nullptr ? region_.info.id : around->outermost;
 }
 
-// Rule 13. What a frame holds may own other frames: through the arguments of the user's function,
-// or as slots of a parent. The first dying frame of a thread empties those that die meanwhile, one
-// after the other.
+// Rule 13. A frame may own other frames: through the arguments of the user's function, or as slots
+// of a parent. The first frame to die on a thread empties the frames that die meanwhile, one by
+// one.
 struct Frame::Remains {
   std::unique_ptr<Keeper> keeper;
   Region region;
@@ -83,7 +83,7 @@ bool Frame::begin(std::unique_ptr<RegionBody> body, bool sees_end,
     ended->stop();
   }
   surroundings_.begin(inputs_.storages(), own);
-  if (is_recording())  // what throws is done
+  if (is_recording())  // nothing throws after this
     recorded_ = layers.record(
         region_.info, inputs_.storages(),
         [&](const c10::StorageImpl& storage) { return inputs_.is_offloaded(storage); });
@@ -96,7 +96,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
   if (recorded_ != nullptr && is_recording())
     recorded_->slot_event(recording::SlotEvent::Packed, slots_.size(),
                           TensorMetadata(saved, false).text());
-  // What a region around keeps may be captured here: its recompute must have the data, and no
+  // A value kept by a region around may be captured here. Its recompute needs the data then, not a
   // placeholder.
   if (sees_operators_ && region_.info.depth > 1)
     detail::visit_regions([&](detail::RegionScope& scope) {
@@ -104,7 +104,7 @@ int64_t Frame::add_slot(const at::Tensor& saved) {
           scope.region().id == region_.info.id ? nullptr : scope.reads();
       if (watcher != nullptr) watcher->tensor_was_read(saved);
     });
-  // A kept value that is on its way to the CPU has no contents yet.
+  // A kept value that is still being copied to the CPU has no contents yet.
   const bool is_hashed =
       (origin == nullptr ? saved : *origin).is_cpu() && surroundings_.has_new_drawer();
   const int64_t position =
@@ -134,7 +134,8 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
   recording::RegionSums recorded;
   if (recorded_ != nullptr) recorded = slots_.sums(results);
   std::vector<const c10::StorageImpl*> statistics;
-  // Under a policy the end of a region is what the policy was told that it is.
+  // Under a policy, the region's end is the one that the policy was told, so it is never treated as
+  // small.
   slots_.settle(
       {.results = results,
        .max_result_elements = max_elements,
@@ -161,8 +162,8 @@ void Frame::settle(c10::function_ref<void(TensorVisitor)> visit_result) {
   recorded_->ends(met, std::move(recorded));
 }
 
-// Statistics that are arguments are an error in backward, in each region whose recompute would move
-// them. Others are buffers, of which there is a warning.
+// Running statistics that are arguments are an error in backward, in each region whose recompute
+// would move them. Other running statistics are buffers, for which a warning is issued.
 void Frame::tell_of_statistics(std::vector<const c10::StorageImpl*> statistics) {
   for (const c10::StorageImpl* each : statistics)
     if (each != nullptr) note_norm(*each);

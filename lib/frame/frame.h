@@ -4,7 +4,8 @@
 // Note [The rules]
 // The semantics of a frame, in the words of this library. A slot is the place of one tensor that
 // autograd saved in the region; a task is one backward pass.
-//  1. Innermost owns: a tensor saved in nested frames is a slot of the innermost only (slots, hook_stack).
+//  1. Innermost owns: a tensor saved in nested frames is a slot of the innermost only (slots,
+//     hook_stack).
 //  2. Inputs are the parent's saves: they are saved before the frame's own hook (inputs).
 //  3. A recompute starts clean: its scope is alone on the stack (hook_stack, StackSwap).
 //  4. Unpacked is released; the rest goes when the task ends (values_by_task, task).
@@ -39,19 +40,19 @@ namespace remat {
 
 class Frame final : public TaskMember {
  public:
-  /// `type` names the region if the extras do not; it, `around` and `file` may be null.
+  /// `type` names the region if the extras have no name; `type`, `around` and `file` may be null.
   Frame(const RegionOptions& options, std::unique_ptr<RegionExtras> extras,
         const RegionInfo* around, const std::type_info* type, const char* file);
   ~Frame() override;
 
-  /// Saves the region's inputs through the hooks around it, and takes note of its surroundings;
-  /// `own`: what it registers itself, or null. Where a recompute around ends with that, throws its
-  /// stop or, if the caller `sees_end` and it can be ended without one, returns false.
+  /// Saves the region's inputs through the hooks around it, and notes its surroundings. `own`: the
+  /// region's own registrations, or null. If that completes a recompute around this region, throws
+  /// that recompute's stop or, if the caller `sees_end` and no stop is needed, returns false.
   bool begin(std::unique_ptr<RegionBody> body, bool sees_end,
              const std::shared_ptr<const UserRegistrations>& own);
-  /// The region's function has returned: judges what was saved.
+  /// Classifies the saved tensors. Call it when the region's function has returned.
   void settle(c10::function_ref<void(TensorVisitor)> visit_result);
-  /// The region's function threw.
+  /// Reports to recorders that the region's function threw.
   void tell_recorders_of_throw() const;
 
   int64_t add_slot(const at::Tensor& saved) override;
@@ -60,7 +61,7 @@ class Frame final : public TaskMember {
   HeldInfo describe_slot(int64_t position) override;
   void end_task(const TaskKey& task) noexcept override;
 
-  // Its parts, for those who recompute it or keep something of it.
+  // Parts of the frame, for its recomputes and its keeper.
   const Region& region() const { return region_; }
   const Inputs& inputs() const { return inputs_; }
   /// See Inputs.
@@ -70,7 +71,7 @@ class Frame final : public TaskMember {
   Surroundings& surroundings() { return surroundings_; }
   Slots& slots() { return slots_; }
   const Slots& slots() const { return slots_; }
-  /// Whether a recompute makes the tensor again: an operator made it since forward began.
+  /// Returns whether a recompute makes the tensor again: an operator made it since forward began.
   bool has_built(const at::Tensor& tensor) const { return is_built_since(start_, tensor); }
   const RegionStart& start() const { return start_; }
   CapturedOperands& operands() { return operands_; }
@@ -83,19 +84,19 @@ class Frame final : public TaskMember {
   /// The record is null if no recorder was alive when the region began.
   RecordedFrame* recorded() const { return recorded_.get(); }
 
-  /// Whether operators came to a dispatch mode of ours in the first run. LibTorch's formulas ask
-  /// whether they do (isTensorSubclassLike) and save other tensors then, so it must be the same in
+  /// Returns whether a dispatch mode of ours saw operators in the first run. LibTorch's formulas
+  /// ask for this (isTensorSubclassLike) and then save other tensors, so it must be the same in
   /// recomputes.
   bool sees_operators() const { return sees_operators_; }
   void set_sees_operators(bool sees) { sees_operators_ = sees; }
-  /// The devices of its inputs and of what autograd has saved so far.
+  /// Returns the devices of the inputs and of the tensors that autograd has saved so far.
   DevicesMet devices_met() const;
-  /// The tensors from outside that are known and alive.
+  /// Visits the tensors from outside that are known and alive.
   void visit_outside(c10::function_ref<void(at::Tensor)> visitor) const;
 
  private:
   friend class c10::intrusive_ptr<Frame>;
-  // LibTorch calls it when the last strong reference goes, but only if weak ones remain.
+  // Called by LibTorch when the last strong reference is released, but only if weak ones remain.
   void release_resources() override { empty(); }
   void empty() noexcept;
   struct Remains;

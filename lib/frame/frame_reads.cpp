@@ -56,7 +56,7 @@ Value Frame::recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& ta
     if (task.shared == nullptr) notify_at_task_end(task.graph, WeakFrame(self));
     recompute(self, *values);
     if (task.shared != nullptr && !task.shared->add(self, values->num_bytes())) {
-      // Too large for the cache: kept as without one, until this backward has read it.
+      // Too large for the cache: the values are held until this backward has read them.
       notify_at_task_end(task.graph, WeakFrame(self));
       key = task.graph;
     }
@@ -67,8 +67,8 @@ Value Frame::recompute_for(const c10::intrusive_ptr<Frame>& self, const Task& ta
   return values_.filled(region_, values, key, task, position);
 }
 
-// The tensor for backward. Throws if it was changed in place after the recompute saved it, as plain
-// autograd does (Rule 10).
+// Returns the tensor to backward. Throws if it was changed in place after the recompute saved it,
+// as plain autograd does (Rule 10).
 at::Tensor Frame::hand_over(int64_t position, Value&& value) {
   if (is_recording() && recorded_ != nullptr)
     recorded_->slot_event(recording::SlotEvent::Read, position, {});
@@ -78,7 +78,8 @@ at::Tensor Frame::hand_over(int64_t position, Value&& value) {
   if (value.alias.defined() && storage_of(value.alias) != storage_of(value.tensor))
     value.tensor = std::move(value.alias);
   if (value.ready) value.ready->wait_before_use(value.tensor);
-  // A backward inside a selective region gets it: the region must know it when it comes along.
+  // A backward inside a selective region receives this tensor. The region must recognize it when an
+  // operator reads it.
   detail::visit_regions([&](detail::RegionScope& scope) {
     if (detail::ReadWatcher* const watcher = scope.reads())
       watcher->value_was_handed_over(value.tensor, region_.info.id, position);

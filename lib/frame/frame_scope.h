@@ -1,5 +1,5 @@
 #pragma once
-// The scope of a frame's runs: what the first run and recomputes have in common.
+// The scope of a frame's runs: the common part of the first run and of recomputes.
 
 #include <c10/util/intrusive_ptr.h>
 
@@ -15,7 +15,7 @@
 
 namespace remat {
 
-/// Every scope of a region but save_region's is one.
+/// Base of every scope of a region except save_region's.
 class FrameScope : public detail::RegionScope,
                    public DrawSource,
                    public detail::BackwardWatcher,
@@ -31,7 +31,7 @@ class FrameScope : public detail::RegionScope,
   detail::RegistrationWatcher* registrations() override { return this; }
   GuardWatcher* guards() override { return this; }
   ScriptWatch* scripts() override { return &scripts_; }
-  /// In a recompute: the providers of the user's state become what they were at this point of
+  /// In a recompute, sets the providers of the user's state to their state at this point of
   /// forward.
   virtual void move_providers(const std::vector<std::any>&) {}
 

@@ -13,7 +13,8 @@ std::unique_ptr<torch::autograd::SavedVariable> save(const at::Tensor& tensor) {
   return std::make_unique<torch::autograd::SavedVariable>(tensor, /*is_output=*/false);
 }
 
-/// Whether it would be saved without hooks. Ours are not asked for some that nobody uses.
+/// Returns whether the tensor would be saved without hooks. Does not make our own hooks, since they
+/// would not be used.
 bool meets_no_hook(const at::Tensor& tensor) {
   return !tensor.is_inference() && detail::innermost(detail::Ability::Hooks) == nullptr &&
          seam::saves_plainly();

@@ -1,5 +1,5 @@
 #pragma once
-// One tensor argument of a region as it waits for recomputes.
+// One tensor argument of a region, held for recomputes.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -11,25 +11,25 @@
 
 namespace remat {
 
-/// An input is held as autograd would save it: by the hooks around the region, if there are any;
-/// else it is kept as it is, or, where only its data are wanted, in parts.
+/// Holds an input as autograd would save it: by the hooks around the region, if there are any.
+/// Otherwise the tensor itself is held, or only its parts if it is wanted without its history.
 class HeldInput {
  public:
   /// Holds no tensor.
   HeldInput() = default;
-  /// Throws what the hooks around throw, and LibTorch's error for inference tensors.
+  /// Throws errors of the hooks around, and LibTorch's error for inference tensors.
   HeldInput(const at::Tensor& tensor, bool without_history);
 
   bool has_hooks() const { return saved_ != nullptr; }
-  /// It had no hooks.
+  /// Saves the tensor anew through `hooks`. Requires an input without hooks.
   void register_hooks(std::unique_ptr<torch::autograd::SavedVariableHooks> hooks);
-  /// Returns the tensor, or an alias without its history; may make the region around recompute.
+  /// Returns the tensor, or an alias without its history. May make the region around recompute.
   at::Tensor unpack() const;
-  /// Whether each `unpack` builds an alias of its own.
+  /// Returns whether each `unpack` builds an alias of its own.
   bool builds_alias() const { return parts_.has_value(); }
 
  private:
-  // One of three.
+  // At most one of the three is set.
   std::optional<TensorParts> parts_;
   at::Tensor tensor_;
   std::unique_ptr<torch::autograd::SavedVariable> saved_;  ///< with hooks

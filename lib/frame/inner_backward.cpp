@@ -47,7 +47,7 @@ AskedOfInputs asked_of(const Inputs& inputs, const edge_list& roots, const edge_
                         [&](const Place& each) { return each.place == place; });
   });
   edge_list below;
-  bool leads_on = false;  // from an input to what is another target
+  bool leads_on = false;  // from an input to another target
   for (std::size_t i = 0; i < places.size(); ++i) {
     const auto& [place, has_hooks] = places[i];
     Node* const node = near.node_at(place);
@@ -55,7 +55,7 @@ AskedOfInputs asked_of(const Inputs& inputs, const edge_list& roots, const edge_
     const bool is_target = has(targets, place);
     if (is_target || (targets.empty() && is_leaf(*node)))
       asked.inputs.push_back(static_cast<uint32_t>(i));
-    // The engine runs the hooks of a root also where the way from it leads to no target.
+    // The engine runs the hooks of a root even if no path from it leads to a target.
     if (has_hooks && (has(roots, place) || (targets.empty() ? is_leaf(*node) : is_target)))
       asked.against = hooks;
     below.insert(below.end(), node->next_edges().begin(), node->next_edges().end());
@@ -63,15 +63,15 @@ AskedOfInputs asked_of(const Inputs& inputs, const edge_list& roots, const edge_
                             [&](const Edge& each) { return GradientPlace::of(each) != place; });
   }
   if (asked.against != nullptr || !leads_on || below.empty()) return asked;
-  const Reached far = Reached::towards(targets, below);  // what only forward comes to
+  const Reached far = Reached::towards(targets, below);  // the part that only forward reaches
   if (std::any_of(targets.begin(), targets.end(),
                   [&far](const Edge& each) { return far.contain(each); }))
     asked.against = beyond;
   return asked;
 }
 
-// The input was a target of forward's. Its original may be one now, or its alias; LibTorch puts
-// another node in the place of an alias that nothing uses.
+// The input was a target of forward's backward. Its original may be a target now, or its alias.
+// LibTorch replaces the node of an alias that nothing uses.
 const char* against(const AskedOfInputs& asked, const Inputs& inputs,
                     c10::ArrayRef<WeakEdge> aliases, const edge_list& roots,
                     const edge_list& targets) {

@@ -17,7 +17,7 @@ namespace remat {
 
 namespace {
 
-/// Sizes, strides and an offset into a storage are all there is to it.
+/// Returns whether the tensor consists of sizes, strides and an offset into a storage only.
 bool is_plain(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return storage_of(tensor) != nullptr && typeid(impl) == typeid(c10::TensorImpl) &&
@@ -25,7 +25,7 @@ bool is_plain(const at::Tensor& tensor) {
          !has_no_memory(tensor);
 }
 
-constexpr int64_t alignment = 64;  // of what allocators give
+constexpr int64_t alignment = 64;  // [bytes] of allocations
 
 }  // namespace
 
@@ -63,7 +63,7 @@ const InputCopies::Copy& InputCopies::of(const at::Tensor& tensor) {
   if (const Expected* const each = expected_of(from);
       each != nullptr && 2 * (each->range.end - each->range.begin) < num_bytes)
     range = each->range;
-  // A function may look at the version.
+  // The copy starts at the original's version, since a function may read it.
   const c10::VariableVersion counter(static_cast<uint32_t>(tensor._version()));
   const bool is_whole = range.begin == 0 && range.end == num_bytes;
   if (how_ != How::AtOnce && is_whole)

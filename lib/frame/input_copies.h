@@ -1,5 +1,5 @@
 #pragma once
-// Copies of tensors that stay views of each other, as the tensors are.
+// Copies tensors so that the copies of views of one storage are views of one storage, too.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
@@ -10,7 +10,7 @@
 
 namespace remat {
 
-/// Each storage is copied once, however many tensors lie in it.
+/// Copies each storage once, however many tensors lie in it.
 class InputCopies {
  public:
   enum class How {
@@ -19,12 +19,12 @@ class InputCopies {
   };
   explicit InputCopies(How how) : how_(how) {}
 
-  /// A copy of this tensor will be asked for. If those of a storage have less than half of it, only
-  /// the range is copied in which they lie; else all of it.
+  /// Announces a later copy_of() of this tensor. If the announced tensors of a storage cover less
+  /// than half of it, only the range that they cover is copied; otherwise all of it.
   void expect(const at::Tensor& tensor);
-  /// The copy has the same sizes, strides and keys, no history, and a version counter of its own
-  /// (one for each storage). Undefined if there is nothing to be copied: the tensor has more
-  /// elements than its storage; or, unless `AtOnce`, it has no data or is one of inference mode.
+  /// Returns a copy with the same sizes, strides and keys, no history, and a version counter of its
+  /// own (one for each storage). Returns an undefined tensor if nothing can be copied: the tensor
+  /// has more elements than its storage or, unless `AtOnce`, has no data or is an inference tensor.
   at::Tensor copy_of(const at::Tensor& tensor);
 
  private:

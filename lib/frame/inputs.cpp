@@ -39,8 +39,8 @@ uint32_t low_bits(const void* address) {
   return static_cast<uint32_t>(combine(odd_multiplier, reinterpret_cast<uintptr_t>(address)));
 }
 
-/// A hash of where in its storage a tensor has its elements, and of what type they are. Tensors
-/// without a storage: of what stands for it.
+/// Returns a hash of the places of a tensor's elements in its storage, and of their type. For
+/// sparse tensors, a hash of the tensors that hold the elements.
 uint32_t layout_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   uint64_t hash = static_cast<uint64_t>(tensor.scalar_type());
@@ -59,7 +59,7 @@ uint32_t layout_of(const at::Tensor& tensor) {
   return static_cast<uint32_t>(hash ^ (hash >> 32));
 }
 
-/// Where a tensor's storage has its memory; null for one without.
+/// Returns the address of a tensor's memory, or null without a storage.
 const void* data_of(const at::Tensor& tensor) {
   return storage_of(tensor) == nullptr ? nullptr : storage_of(tensor)->data();
 }
@@ -92,7 +92,7 @@ SlotFiller* Inputs::save(const Region& region) {
       impls.push_back(nullptr);
       return;
     }
-    // Saved once more all the same: in a parent's recompute the two may be different tensors, and
+    // Saved once more nevertheless: in a parent's recompute the two may be different tensors, and
     // the number of slots must not depend on that.
     const auto same_as = static_cast<int32_t>(places.find(
         tensor.unsafeGetTensorImpl(), impls.size(), [&](std::size_t i) { return impls[i]; }));
@@ -143,7 +143,7 @@ SlotFiller* Inputs::save(const Region& region) {
       (*unwatched_)[at] = true;
     }
     if (!region.options.offload_inputs || tensor.is_cpu()) return;
-    // A slot of the region around, or what a user's hooks took, is not here any more.
+    // A slot of the region around, or a tensor that a user's hooks took, is no longer held here.
     if (input.held.has_hooks()) return;
     auto hooks = layers.offload_input(
         tensor, region.extras == nullptr ? std::nullopt : region.extras->offload_prefetch_depth);
@@ -154,7 +154,8 @@ SlotFiller* Inputs::save(const Region& region) {
   return stops;
 }
 
-/// Whether it is kept as it is, here or where we put it, and its version is compared.
+/// Returns whether the tensor itself is held, here or where we moved it, so that its version is
+/// compared.
 bool Inputs::is_held(const Input& input) const {
   return !input.is_copy() && (!input.held.has_hooks() || input.is_offloaded);
 }
@@ -214,7 +215,8 @@ std::vector<HeldInput> Inputs::settle() {
     if (input.is_copy()) input.details->is_lazy = shares_memory(*input.details);
     if (input.is_lost) lost.push_back(std::exchange(input.held, {}));
   }
-  // Those of the region around, or of hooks, would only keep what is left of a storage.
+  // Storages of inputs held by the region around, or by hooks, would only keep the remains of a
+  // storage alive.
   if (!is_any_compared) storages_.clear();
   unwatched_.reset();
   return lost;
@@ -229,11 +231,11 @@ bool Inputs::is_copy_stale(const Input& input, const at::Tensor& data) const {
   const auto original = details.original.lock();
   if (!original) return false;
   const at::Tensor now(original);
-  // Where it was given other data, the version says nothing of the memory that the copy has.
+  // If the argument was given other data, its version does not describe the memory of the copy.
   return data_of(now) == details.shared_data && layout_of(now) == input.layout;
 }
 
-/// As far as it is known without the tensor.
+/// Returns the identity of an input, as far as it is known without the tensor.
 TensorIdentity Inputs::identity_of(const Input& input) const {
   TensorIdentity identity;
   if (const at::Tensor leaf = input.edge.leaf(); leaf.defined())
@@ -244,16 +246,16 @@ TensorIdentity Inputs::identity_of(const Input& input) const {
   return identity;
 }
 
-/// Its storage was resized to nothing: to read it would end the process. Sharded parameters, which
-/// are leaves, are freed so between their uses, and have their memory again by the time when the
-/// function reads them.
+/// Returns whether the input's storage was resized to zero bytes, so that reading it would crash.
+/// Leaves are exempt: sharded parameters are freed in this way between uses, and have their memory
+/// again when the function reads them.
 bool Inputs::is_freed(const Input& input, const at::Tensor& data) {
   return input.role != GradRole::Leaf && storage_of(data) != nullptr &&
          storage_of(data)->nbytes() == 0 && data.numel() > 0 && data.layout() == c10::kStrided &&
          !data.is_meta() && !data._is_zerotensor() && !has_no_memory(data);
 }
 
-// What a user's hooks hold is not to be written to; the original may be what they hold.
+// A tensor that a user's hooks hold must not be written to, and may be the original.
 at::Tensor Inputs::unpack(const Region& region, const Input& input, std::size_t number) const {
   const auto position = static_cast<int64_t>(number);
   Details* const watched = input.watched();
@@ -308,8 +310,8 @@ bool Inputs::is_any_parted(const std::vector<at::Tensor>& given) const {
   return false;
 }
 
-// See Note [Functions that write to arguments], and Note [Inputs that are copies]. Says which are
-// the recompute's own.
+// See Note [Functions that write to arguments] and Note [Inputs that are copies]. Returns which of
+// the tensors belong to the recompute alone.
 std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& tensors,
                                bool is_any_written) const {
   InputCopies at_once(InputCopies::How::AtOnce), lazy(InputCopies::How::Lazily);
@@ -336,8 +338,8 @@ std::vector<bool> Inputs::copy(const Region& region, std::vector<at::Tensor>& te
   return are_own;
 }
 
-/// Whether a leaf is as it was at the call, with the data that were unpacked. Hooks may have given
-/// back a copy of them, or, if they are lossy, others.
+/// Returns whether a leaf is as it was at the call, with the data that were unpacked. Hooks may
+/// have returned a copy of the data or, if they are lossy, other data.
 bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::Tensor& data) {
   if (!leaf.defined() || grad_role_of(leaf) != GradRole::Leaf || layout_of(leaf) != input.layout)
     return false;
@@ -349,7 +351,7 @@ bool Inputs::is_unchanged(const Input& input, const at::Tensor& leaf, const at::
 at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_written,
                            bool runs_backward) const {
   if (input.is_object() && grad_role_of(data) == input.role) return data;
-  // The user may have changed its role, or given it other data since.
+  // The user may have changed its role since, or given it other data.
   if (input.role == GradRole::Leaf && !is_any_written && !is_planted(Fault::ArgumentObject))
     if (at::Tensor leaf = input.edge.leaf();
         is_unchanged(input, leaf, data) &&
@@ -366,8 +368,8 @@ at::Tensor Inputs::in_role(const Input& input, at::Tensor data, bool is_any_writ
       static const seam::Beside nothing;
       const seam::Beside& beside = input.details == nullptr ? nothing : input.details->beside;
       if (input.is_view && !is_any_written && !runs_backward) {
-        // What is viewed requires grad, as in forward: a view of it without grad mode claims that
-        // it does.
+        // The viewed tensor requires grad, as in forward: a view of it without grad mode also
+        // claims to require grad.
         const at::Tensor base = alias.tensor_data().set_requires_grad(true);
         alias = torch::autograd::make_variable_differentiable_view(
             alias, torch::autograd::ViewInfo(base, nullptr, nullptr), std::nullopt,

@@ -1,6 +1,5 @@
 #pragma once
-// What a frame needs from whoever keeps some of its region's results instead of having them
-// recomputed.
+// Interface of a frame to the keeper of results that are not recomputed.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
@@ -18,52 +17,52 @@ namespace remat {
 class Filler;
 class Frame;
 
-/// A kept replay gives the kept results out again, in one recompute of a region that keeps
-/// something.
+/// Returns the kept results again, in one recompute of a region that keeps something.
 class KeptReplay {
  public:
   virtual ~KeptReplay() = default;
-  /// What handles the operators of the recompute.
+  /// Returns the handler of the recompute's operators.
   virtual OperatorHandler* operators() = 0;
-  /// Autograd saves a tensor in the recompute.
+  /// Checks a tensor that autograd saves in the recompute.
   virtual void check_saved(const at::Tensor& saved) = 0;
-  /// A backward begins in the recompute; throws if it asks a kept value for what that does not
-  /// know.
+  /// Checks a backward that begins in the recompute. Throws if it asks for the gradient of a kept
+  /// value that the recompute cannot compute.
   virtual void check_backward(const torch::autograd::edge_list& roots,
                               const torch::autograd::edge_list& targets) = 0;
-  /// Whether what it gave out with this storage is a copy: it came back from the CPU or out of
+  /// Returns whether a result with this storage that it returned is a copy, from the CPU or from
   /// hooks.
   virtual bool is_copy(const c10::StorageImpl* storage) const = 0;
-  /// The function has ended. Who looks at what only the recompute owns must not find its graph
-  /// alive.
+  /// Drops the recompute's graph, so that ownership checks see only the recomputed tensors. Call it
+  /// when the function has ended.
   virtual void end() = 0;
-  /// The recompute is over, by this exception if it is not null. False if it is worth nothing,
-  /// since data are missing which nobody had seemed to need: the next one will have them. Otherwise
-  /// throws what ended it, or what differed from forward, also if the function caught that.
+  /// Ends the replay of a recompute that ended by `thrown`, or normally if that is null. Returns
+  /// false if the recompute must be repeated, since data were missing that had seemed unneeded; the
+  /// next one will have them. Throws the exception that ended it, or the difference from forward,
+  /// even if the function caught that.
   virtual bool finish(const std::exception_ptr& thrown) = 0;
 };
 
-/// A keeper keeps results of one region. Its forward tells it what happens; a recompute asks it for
-/// a KeptReplay.
+/// Keeps results of one region. The region's forward reports its events to the keeper; a recompute
+/// asks the keeper for a KeptReplay.
 class Keeper : public detail::ReadWatcher {
  public:
-  /// What handles the operators of the forward.
+  /// Returns the handler of the forward's operators.
   virtual OperatorHandler* operators() = 0;
-  /// Autograd saved a tensor in the region, in that slot.
+  /// Reports that autograd saved a tensor of the region, in that slot.
   virtual void slot_added(const at::Tensor& saved, int64_t position) = 0;
-  /// A backward begins in the forward.
+  /// Reports that a backward begins in the forward.
   virtual void backward_begins() = 0;
-  /// Whether it keeps the storage alive.
+  /// Returns whether it keeps the storage alive.
   virtual bool holds(const c10::StorageImpl* storage) = 0;
-  /// Whether what it keeps has this storage, and may come back with another one. At the forward's
-  /// end.
+  /// Returns whether a kept result has this storage and may be returned with another one. Call it
+  /// at the forward's end.
   virtual bool may_replace(const c10::StorageImpl* storage) = 0;
-  /// The forward is over: what was held in case it gets a name is nobody's. Before anyone asks what
-  /// is gone.
+  /// Releases results held for a possible name, as the forward is over. Call it before checking
+  /// which storages are gone.
   virtual void end_naming() = 0;
-  /// Lets go of what no recompute will read.
+  /// Releases results that no recompute will read.
   virtual void settle() = 0;
-  /// What it keeps, and where. After the forward.
+  /// Adds the kept bytes, and where they are, to `sums`. Call it after the forward.
   virtual void add_to(recording::RegionSums& sums) const = 0;
 
   /// Begins the replay of one recompute, whose inputs are `inputs`. May make the region around

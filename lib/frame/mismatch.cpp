@@ -18,7 +18,7 @@ namespace {
 using Kind = CheckpointError::Kind;
 using Mismatch = CheckpointError::Mismatch;
 
-// So that a plain error stays under 40 lines and a debug report under 60.
+// Limits that keep a plain error under 40 lines and a debug report under 60.
 constexpr std::size_t max_listed = 5;
 constexpr int64_t max_operators = 14, max_operators_beside_stacks = 6;
 
@@ -42,7 +42,7 @@ void append_log(std::string& text, const char* heading, const OpLog& log, int64_
     text += fmt::format("  {:4} {}\n", i, log.at(i));
 }
 
-/// The stack of the operator with that number, if there is one.
+/// Appends the stack of the operator with that number, if there is one.
 void append_stack(std::string& text, const char* pass, const OpLog& log, int64_t number) {
   const std::vector<std::string> frames = log.stack_at(number);
   if (frames.empty()) return;
@@ -50,7 +50,7 @@ void append_stack(std::string& text, const char* pass, const OpLog& log, int64_t
   for (const std::string& frame : frames) text += fmt::format("    {}\n", frame);
 }
 
-/// The debug report, or how to get it. Without `debug` no recompute has a log.
+/// Returns the debug report, or how to get one. Without `debug` no recompute has a log.
 std::string operators_text(const Region& region, const OpLog* recompute_log) {
   if (recompute_log == nullptr)
     return "To see the operators of both passes and the first that differs, pass `debug = true` in "
@@ -79,7 +79,8 @@ std::string operators_text(const Region& region, const OpLog* recompute_log) {
   return text;
 }
 
-/// The names that errors say: which parameter or buffer a tensor is, and what saved it.
+/// Adds the names that errors quote: the parameter or buffer that a tensor is, and the operator
+/// that saved it.
 Mismatch with_names(const Region& region, Difference difference) {
   Mismatch& mismatch = difference.mismatch;
   if (mismatch.forward_tensor.empty())
@@ -98,7 +99,8 @@ std::vector<Mismatch> with_names(const Region& region, std::vector<Difference> d
   return all;
 }
 
-/// What both passes saved. Of a capture that was replaced only the new one may have a name.
+/// Returns the name of a tensor that both passes saved. If a capture was replaced, only the new one
+/// may have a name.
 std::string common_name(const Mismatch& mismatch, Kind kind) {
   const auto& [then, now] = std::tie(mismatch.forward_tensor, mismatch.recompute_tensor);
   if (kind == Kind::CaptureChanged) return then.empty() ? now : then;
@@ -128,7 +130,7 @@ std::string table(const std::vector<Mismatch>& mismatches, Kind kind) {
   return text;
 }
 
-/// Whether a change has a tensor that no module is known to have, and none is known.
+/// Returns whether a mismatch has no names and the region knows no modules.
 bool lacks_names(const Region& region, const std::vector<Mismatch>& mismatches) {
   return !knows_modules(region) &&
          std::any_of(mismatches.begin(), mismatches.end(), [](const Mismatch& each) {
@@ -136,7 +138,7 @@ bool lacks_names(const Region& region, const std::vector<Mismatch>& mismatches) 
          });
 }
 
-/// Returns the words about an initialisation or state that the recompute saw; they come before the
+/// Returns the sentence about an initialization or state that the recompute saw, which precedes the
 /// usual causes.
 std::string seen_text(const Differences& differences) {
   constexpr char advice[] =

@@ -1,4 +1,4 @@
-// Errors of a region about one tensor, an argument or a value that changed, and those about none.
+// Errors of a region about one tensor, an argument or a changed value, and errors about no tensor.
 
 #include <c10/core/DefaultDtype.h>
 #include <fmt/format.h>
@@ -14,8 +14,7 @@ namespace {
 
 using Kind = CheckpointError::Kind;
 
-/// An error about one tensor: an argument, by its number among those, or what is saved at a
-/// position.
+/// The tensor of an error: an argument, by its number, or a saved tensor, by its position.
 struct About {
   int64_t number;
   std::string then, now, tensor{}, op{};
@@ -40,17 +39,18 @@ struct About {
         facts_of(kind, region));
 }
 
-/// ", parameter 'weight' of Linear," or so behind a word; nothing if there is no name.
+/// Returns ", parameter 'weight' of Linear," or the like, to follow a word; empty if there is no
+/// name.
 std::string apposition(const std::string& name, const char* end = "") {
   return name.empty() ? "" : ", " + name + end;
 }
 
-/// ", parameter 'weight' of Linear, saved by MmBackward0".
+/// Returns ", parameter 'weight' of Linear, saved by MmBackward0".
 std::string slot_words(const About& about) {
   return apposition(about.tensor) + (about.op.empty() ? "" : ", saved by " + about.op);
 }
 
-/// The sentence by which people look it up, and which argument it is.
+/// Returns the sentence that users search for, and the argument that it is about.
 std::string changed_argument(const Region& region, const About& about, uint32_t then,
                              uint32_t now) {
   return fmt::format(
@@ -245,15 +245,15 @@ void throw_changed_script(const Region& region) {
 void throw_selective(const Region& region, Kind kind, const std::string& fact,
                      const std::string& cause, const std::string& advice, const std::string& lists,
                      const TensorIdentity& tensor, Differences seen) {
-  // Leaves that were saved in another order explain nothing.
+  // A leaf in the place of another explains nothing, since it may come from a changed order.
   for (const int64_t position : seen.other_leaves) seen.clear_capture(position);
-  // What came back in other storage may be the run's own. It may explain that operators part, but
-  // not that what is kept was written to.
+  // A capture with another storage may have been made by the run itself. It may explain diverging
+  // operators, but not a write to a kept result.
   if (kind == Kind::SelectiveMutation)
     for (const int64_t position : seen.replaced) seen.clear_capture(position);
   if (!seen.captures.empty() || (kind != Kind::SelectiveMutation && seen.has_captures()))
     throw_differences(region, std::move(seen), nullptr);
-  // The words that people look up.
+  // The words that users search for.
   const char* const sentence =
       kind == Kind::SelectiveMutation
           ? "Tensor cached during selective activation checkpoint has been mutated. In "

@@ -14,8 +14,8 @@ namespace remat {
 
 namespace {
 
-/// ", options at train.cpp:42"; empty if it is not known. What is initialised without braces stands
-/// where the options are declared.
+/// Returns ", options at train.cpp:42"; empty if that is unknown. Options initialized without
+/// braces have the location of their declaration, which is useless.
 std::string place_of_options(const Region& region) {
   if (region.file == nullptr) return {};
   const std::string_view path = region.file;
@@ -61,8 +61,8 @@ bool knows_modules(const Region& region) {
          });
 }
 
-// The operator's node is made before it saves anything: it has the number before the one that is
-// next then.
+// The operator's node is made before it saves anything, so its number is one less than the next
+// number at the save.
 std::string saver_of(const SlotIdentity& slot) {
   return slot.operator_number == 0 ? std::string() : seam::name_of_node(slot.operator_number - 1);
 }

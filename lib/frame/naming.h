@@ -1,5 +1,5 @@
 #pragma once
-// What errors call a region, its tensors, and the operators that saved them.
+// Names that errors use for a region, its tensors, and the operators that saved them.
 
 #include <string>
 
@@ -9,18 +9,19 @@
 
 namespace remat {
 
-/// `region "block 3" (frame 7, options at train.cpp:42)`, as far as that is known.
+/// Returns `region "block 3" (frame 7, options at train.cpp:42)`, as far as that is known.
 std::string title(const Region& region);
 
-/// "parameter 'conv1.weight' of UNetBlock", if the region knows a module that has it; else empty.
+/// Returns "parameter 'conv1.weight' of UNetBlock" if the region knows a module that has the
+/// tensor; otherwise an empty string.
 std::string name_of(const Region& region, const TensorIdentity& tensor);
-/// Whether it knows any module.
+/// Returns whether the region knows any module.
 bool knows_modules(const Region& region);
 
-/// What an error remembers of a slot, to name it when all has unwound.
+/// Data of a slot from which an error names it when everything has unwound.
 struct SlotIdentity {
   TensorIdentity tensor{};
-  /// As the slot's; 0 where that says nothing.
+  /// The slot's; 0 for inner inputs, where it has no meaning.
   uint64_t operator_number = 0;
   bool is_inner_input = false;  ///< as the slot's
 
@@ -30,8 +31,8 @@ struct SlotIdentity {
         operator_number(slot.is_inner_input ? 0 : slot.operator_number),
         is_inner_input(slot.is_inner_input) {}
 };
-/// The node that saved a tensor in forward, such as "ConvolutionBackward0", if the backward that
-/// runs here leads to it; else empty.
+/// Returns the node that saved a tensor in forward, such as "ConvolutionBackward0", if the backward
+/// that runs here leads to it; otherwise an empty string.
 std::string saver_of(const SlotIdentity& slot);
 
 }  // namespace remat

@@ -65,7 +65,7 @@ void OutsideTensors::put_back() noexcept {
       seam::set_requires_grad_itself(at::Tensor(alive), requires_grad);
   for (const auto& [noted, handle] : hooks_)
     if (auto alive = noted.lock()) {
-      // An operator in place has begun another list of hooks.
+      // An in-place operator may have begun another list of hooks.
       const at::Tensor tensor(std::move(alive));
       if (seam::has_hook(tensor, handle)) tensor.remove_hook(handle);
     }

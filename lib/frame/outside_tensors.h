@@ -1,18 +1,18 @@
 #pragma once
-// Tensors from outside a region on which its function registers something, and what of that stays.
+// Undoes hooks and flags that a recompute sets on tensors from outside its region.
 //
 // Note [Tensors from outside]
 // A function may register a hook on a captured tensor, or on a leaf that is its argument, or change
 // whether one requires grad. Forward has done so, and plain execution would do it once. A recompute
 // must not do it again, nor leave it half done where it is stopped:
-//   register_hook      forward's are noted, in order. A recompute that comes to the same tensor gets the
-//                      handle of forward's and registers nothing. Any other hook that it registers is
-//                      taken off when it ends.
-//   requires_grad_     is undone when the recompute ends.
+//   register_hook      Forward's hooks are noted, in order. A recompute that reaches the same
+//                      tensor gets the handle of forward's hook and registers nothing. Any other
+//                      hook that it registers is removed when it ends.
+//   requires_grad_     Is undone when the recompute ends.
 //   set_requires_grad, hooks put on a node by hand
-//                      are not seen as they happen. Of the tensors that are known, those that the region
-//                      saved and the leaves among its arguments, they are undone when it ends; a
-//                      post-accumulate hook that was replaced is an error.
+//                      Are not seen as they happen. On known tensors (those that the region saved,
+//                      and the leaves among its arguments) they are undone when the recompute ends.
+//                      A replaced post-accumulate hook is an error.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
@@ -29,24 +29,24 @@ namespace remat {
 
 struct Region;
 
-/// What one recompute finds on tensors from outside when it begins, and puts back when it ends. One
+/// The state of tensors from outside when a recompute begins, which is restored when it ends. One
 /// thread.
 class OutsideTensors {
  public:
   ~OutsideTensors() { put_back(); }
   OutsideTensors& operator=(OutsideTensors&&) = delete;
 
-  /// The tensor is known from forward; what it has now is noted.
+  /// Adds a tensor that is known from forward, and notes its present state.
   void add(at::Tensor known);
-  /// `requires_grad_` is about to be called.
+  /// Notes the flag of a tensor on which `requires_grad_` is about to be called.
   void note_requires_grad(const at::TensorBase& tensor);
-  /// The recompute has registered a hook of its own.
+  /// Notes a hook that the recompute has registered itself.
   void note_hook(const at::TensorBase& tensor, unsigned handle);
-  /// How many hooks the recompute has asked for on that tensor before.
+  /// Returns how many hooks the recompute has requested on that tensor before, and counts one more.
   std::size_t count_hook(const at::TensorBase& tensor);
-  /// Whether the recompute has written to a known tensor.
+  /// Returns whether the recompute has written to a known tensor.
   bool has_written() const;
-  /// Throws CheckpointError if something cannot be put back.
+  /// Restores the tensors. Throws CheckpointError if something cannot be restored.
   void finish(const Region& region);
 
  private:

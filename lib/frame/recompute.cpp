@@ -24,12 +24,12 @@ namespace remat {
 
 namespace {
 
-/// How one attempt begins, and what became of it.
+/// The start and the outcome of one attempt.
 struct Attempt {
   StartsFrom start = StartsFrom::Begin;
   bool is_again = false;          ///< another attempt has read the inputs
-  std::string changed{};          ///< a buffer that it did not leave as forward did
-  bool may_lie_at_start = false;  ///< it threw what another start might not
+  std::string changed{};          ///< a buffer that it left otherwise than forward
+  bool may_lie_at_start = false;  ///< it threw an error that another start might avoid
 };
 
 /// The attempt that a binding asks about while the function runs.
@@ -50,7 +50,7 @@ class RunningNow {
   const RunningAttempt* const around_;
 };
 
-/// While the filler knows what is restored.
+/// Gives the filler the restored storages and buffers, for this object's lifetime.
 class VouchedFor {
  public:
   VouchedFor(Filler& filler, UserRestore& restore, bool is_compared) : filler_(filler) {
@@ -91,13 +91,13 @@ bool writes_buffers(Frame& frame) {
 /// Returns the operands of forward that have changed. See Note [Captures that nothing saves].
 std::vector<const CapturedOperand*> changed_operands(const Frame& frame, const Filler& filler) {
   std::vector<const CapturedOperand*> changed = frame.operands().changed();
-  // An argument that was written to, and has its contents again.
+  // Except an argument that was written to and whose contents were restored.
   std::erase_if(changed, [&](const CapturedOperand* each) { return filler.gives(*each); });
   return changed;
 }
 
-/// Runs the function with everything around it as forward had it. Returns normally after a stop,
-/// too; false if another thread disturbed its random numbers.
+/// Runs the function with forward's surroundings. Returns normally after a stop, too; returns false
+/// if another thread disturbed its random numbers.
 bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                   const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs,
                   RecordedRecompute* recorded, Attempt& attempt) {
@@ -128,12 +128,12 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
                            "let one thread at a time run backward through regions that draw from "
                            "it, or set preserve_rng_state = false if other numbers do no harm");
   const DrawSwaps generators(scope->random());
-  struct EarlyGuardsEnd {  // if something is thrown, too
+  struct EarlyGuardsEnd {  // also if an exception is thrown
     ~EarlyGuardsEnd() { scope.put_back_early_guards(); }
     RecomputeScope& scope;
   } const early_guards_end{*scope};
   {
-    // Not while a provider runs a backward.
+    // Begins here, so that a provider that runs a backward is not part of the recompute.
     const ActiveRecompute active(frame.values(), values, filler, scope->own_lock());
     const AmbientRestore ambient(surroundings.snapshot());
     const detail::StackSwap clean(scope);
@@ -160,8 +160,8 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
       region.body->run_again(inputs);
     } catch (const StopSignal&) {
     } catch (...) {
-      // Another language ends it in its own way, and user code may turn that into an exception of
-      // its own; all that is needed is there.
+      // Another language ends a recompute in its own way, and user code may convert that into an
+      // exception of its own. The recompute is complete nevertheless.
       if (!filler.has_stopped()) throw;
     }
     user_scope.reset();
@@ -183,7 +183,7 @@ bool run_function(Frame& frame, RecomputedValues& values, Filler& filler,
   return !generators.were_disturbed();
 }
 
-/// Throws what differs from forward.
+/// Throws the error for differences from forward, if any.
 void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& scripts) {
   const Region& region = frame.region();
   const ForwardNotes& notes = frame.notes();
@@ -207,7 +207,7 @@ void compare(Frame& frame, Filler& filler, const std::vector<seam::ScriptPlan>& 
     throw_differences(region, std::move(differences), filler.log());
 }
 
-/// Runs the function, and looks at what was kept for it. False if the run is worth nothing.
+/// Runs the function with the replay of kept results. Returns false if the run must be repeated.
 bool run_and_replay(Frame& frame, RecomputedValues& values, Filler& filler,
                     const std::shared_ptr<RecomputeScope>& scope, std::vector<at::Tensor>& inputs,
                     RecordedRecompute* recorded, Attempt& attempt) {
@@ -225,14 +225,14 @@ bool run_and_replay(Frame& frame, RecomputedValues& values, Filler& filler,
   return replay->finish(thrown) && is_undisturbed;
 }
 
-/// Makes one attempt. Returns false, and keeps nothing of it, if it was disturbed or left a buffer
-/// otherwise than forward.
+/// Makes one attempt. Returns false, with no values, if it was disturbed or left a buffer otherwise
+/// than forward.
 bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
                    int64_t only_position, Attempt& attempt) {
   count(live_counters.recomputes);
   const Region& region = frame->region();
-  // What hooks, observers and providers of the user's do here is no part of a region that waits on
-  // this thread. run_function() looks at operators if the frame does.
+  // Operators of the user's hooks, observers and providers do not belong to a region that waits on
+  // this thread. run_function() watches operators if the frame does.
   const seam::DispatchModeOff unseen;
   const PreparingRecompute preparing;
   try {
@@ -270,15 +270,15 @@ bool try_recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& val
     return true;
   } catch (const std::exception& e) {
     values.clear();
-    // Errors of LibTorch's operators, of the table that is still empty, say. What the user throws
-    // is not asked for twice, nor memory that there is not.
+    // Errors of LibTorch's operators may come from the start: a table that is still empty, for
+    // example. Exceptions of the user's own and failed allocations are not retried.
     if (dynamic_cast<const c10::Error*>(&e) != nullptr &&
         dynamic_cast<const c10::OutOfMemoryError*>(&e) == nullptr)
       attempt.may_lie_at_start = true;
     throw;
   } catch (...) {
     values.clear();
-    // The engine's threads catch nothing else; an exception of another type would end the process.
+    // The engine's threads catch std::exception only; any other type would end the process.
     throw_recompute_failed(
         region,
         "the function threw something that is not a std::exception during the "
@@ -311,7 +311,7 @@ void recompute_written(const c10::intrusive_ptr<Frame>& frame, RecomputedValues&
                        int64_t only_position) {
   const UserState& state = *frame->surroundings().user_state();
   std::string changed;
-  std::exception_ptr thrown;  // the failure of the likelier start says more
+  std::exception_ptr thrown;  // of the likelier start, whose failure is more helpful
   const auto starts = state.starts();
   for (const StartsFrom start : starts) {
     Attempt attempt{start, start != starts.front()};

@@ -9,9 +9,9 @@
 
 namespace remat {
 
-/// Recomputes into `values`: every slot that is alive, or `only_position` alone if it is not
-/// negative. On return the slots are filled and compared; otherwise it throws, with nothing left
-/// behind but what `values` already held. No lock is held.
+/// Recomputes every slot that is alive into `values`, or `only_position` alone if it is not
+/// negative. On return the slots are filled and compared. If it throws, only the earlier contents
+/// of `values` remain. No lock may be held.
 void recompute(const c10::intrusive_ptr<Frame>& frame, RecomputedValues& values,
                int64_t only_position = -1);
 

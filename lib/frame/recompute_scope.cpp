@@ -16,7 +16,7 @@ using detail::Ability;
 
 namespace {
 
-/// Finds the owner for the recompute in which this thread is about to recompute another region; or
+/// Returns the owner of the recompute in which this thread is about to recompute another region, or
 /// null.
 const LockOwner* lock_owner_around() {
   const LockOwner* around = nullptr;
@@ -44,8 +44,8 @@ RecomputeScope::RecomputeScope(c10::intrusive_ptr<Frame> recomputed, Filler& fil
 }
 
 std::unique_ptr<torch::autograd::SavedVariableHooks> RecomputeScope::make_hooks() {
-  // A thread that merely inherited the stack (at::launch) saves plainly; an engine thread that
-  // runs a backward inside the region fills slots while the owner waits for it.
+  // A thread that merely inherited the stack (at::launch) saves without hooks. An engine thread
+  // that runs a backward inside the region fills slots while the owner waits for it.
   if (!is_own_thread()) return nullptr;
   if (frame().notes().has_scripts() && seam::is_in_script()) scripts()->saw_save();
   return std::make_unique<Collect>(filler_);
@@ -74,14 +74,14 @@ void RecomputeScope::move_providers(const std::vector<std::any>& states) {
   filler_.set_vouched(user_restore_->written());
 }
 
-// What speaks against going on counts also if the function catches it.
+// A refusal counts even if the function catches it.
 template <class Throw>
 void RecomputeScope::refuse(Throw&& refusal) {
   try {
     refusal();
   } catch (...) {
     filler_.note_refusal();
-    // Through a noexcept function it cannot go: the recompute ends with it.
+    // It cannot pass a noexcept function: there it is thrown when the recompute ends.
     if (frame().region().body->can_be_stopped() && std::uncaught_exceptions() == 0) throw;
   }
 }
@@ -90,7 +90,7 @@ void RecomputeScope::backward_begins(const torch::autograd::edge_list& roots,
                                      const torch::autograd::edge_list& targets, bool accumulates) {
   filler_.end_operator();
   const AskedOfInputs asked = frame().notes().asked_by_backward(num_backwards_++);
-  // What this run was to compute may be there already; then its gradients are nobody's.
+  // If the run is complete already, its gradients are not used.
   const char* reason =
       filler_.is_complete() ? nullptr : against(asked, frame().inputs(), aliases_, roots, targets);
   if (sinks_ && reason == nullptr) reason = sinks_->against(roots, targets, accumulates);

@@ -29,18 +29,19 @@ class RecomputeScope final : public FrameScope {
     return frame().surroundings().user_state()->share_registered();
   }
 
-  // What is known of this recompute.
+  // The state of this recompute.
   void begin(const std::vector<at::Tensor>& inputs);
-  /// While the function runs; null before and after.
+  /// Non-null while the function runs.
   void set_outside(OutsideTensors* outside) { outside_ = outside; }
-  /// While the function runs; null before and after.
+  /// Non-null while the function runs.
   void set_user_restore(UserRestore* restore) { user_restore_ = restore; }
   void move_providers(const std::vector<std::any>& states) override;
   int64_t training_level() const override { return *frame().region().extras->training_level; }
   /// The replay is null if nothing is kept.
   KeptReplay* replay() const { return replay_.get(); }
   RecomputeDraws& random() { return draws_; }
-  /// The function has ended: what guards past its waiting forward guarded is as it was.
+  /// Restores the state that guards opened ahead of the waiting forward changed, when the function
+  /// has ended.
   void put_back_early_guards() noexcept {
     if (EarlyGuards* const early = early_.load()) early->put_back();
   }
@@ -63,10 +64,10 @@ class RecomputeScope final : public FrameScope {
   Filler& filler_;
   OutsideTensors* outside_ = nullptr;
   UserRestore* user_restore_ = nullptr;
-  std::unique_ptr<GradientSinks> sinks_;  // of few
+  std::unique_ptr<GradientSinks> sinks_;  // null in most recomputes
   std::unique_ptr<KeptReplay> replay_;
   RecomputeDraws draws_;
-  // Rarely there.
+  // Null in most recomputes.
   SpinLock own_early_lock_;
   std::unique_ptr<EarlyGuards> own_early_;
   std::atomic<EarlyGuards*> early_{nullptr};  // the same, for threads that inherited the scope

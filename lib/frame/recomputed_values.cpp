@@ -12,7 +12,7 @@ int64_t RecomputedValues::put(int64_t position, Value&& value) {
   const auto index = static_cast<std::size_t>(position);
   value.bytes = static_cast<int64_t>(value.tensor.has_storage() ? value.tensor.nbytes() : 0);
   if (recorded != nullptr && value.bytes > 0) recorded->add(value.tensor.device(), value.bytes);
-  if (values.size() == index) {  // they come in order
+  if (values.size() == index) {  // usually in order
     values.push_back(std::move(value));
     return values.back().bytes;
   }
@@ -42,7 +42,7 @@ int64_t RecomputedValues::num_bytes() const {
 }
 
 bool RecomputedValues::owns_sparse_alone(int64_t position) {
-  const at::Tensor parts = sparse_values_of(peek(position).tensor);  // of all aliases of the tensor
+  const at::Tensor parts = sparse_values_of(peek(position).tensor);  // shared by all its aliases
   if (!parts.defined()) return false;
   std::size_t num_owners = 1;
   for (Value& each : values)
@@ -54,8 +54,8 @@ bool RecomputedValues::owns_sparse_alone(int64_t position) {
   return parts.use_count() == num_owners && parts.storage().use_count() == 1;
 }
 
-// A view refers to its base not only where it can be counted: the functions that would make it
-// again, or its base from it, own tensors too. So views give way to aliases first.
+// A view holds more references to its base than can be counted: the functions that would make the
+// view again, or its base from it, own tensors too. So views are replaced by aliases first.
 bool RecomputedValues::owns_alone(int64_t position) {
   if (!has(position)) return false;
   if (!peek(position).tensor.has_storage()) return owns_sparse_alone(position);

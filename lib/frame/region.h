@@ -1,6 +1,5 @@
 #pragma once
-// What a region was called with: its function, the options in force, and what only some regions
-// have.
+// A region's function, the options in force, and data that only some regions have.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
@@ -22,15 +21,15 @@ namespace remat {
 
 class Surroundings;
 
-/// These options are in force for a region, guards applied.
+/// The options in force for a region, guards applied.
 struct RegionOptions {
   static constexpr uint16_t max_line = 0x7fff;
   enum class Guarded : uint8_t { No, Off, On };
 
-  // In this order no field crosses a byte that it may not cross.
-  uint16_t line : 15 = 0;  ///< of `CheckpointOptions::location`; `max_line` for all from there on
+  // In this order no field crosses the boundary of its storage unit.
+  uint16_t line : 15 = 0;  ///< of `CheckpointOptions::location`; `max_line` if that or larger
   bool early_stop : 1 = true;
-  /// What guards around the region said, for the regions inside its recompute.
+  /// Settings of the guards around the region, for the regions inside its recompute.
   Guarded early_stop_guard : 2 = Guarded::No;
   Guarded debug_guard : 2 = Guarded::No;
   bool debug : 1 = false;
@@ -53,7 +52,7 @@ struct RegionOptions {
 };
 static_assert(sizeof(RegionOptions) == 4, "they fill the last word of the info");
 
-/// What only some regions have.
+/// Data that only some regions have.
 struct RegionExtras {
   std::string name;
   TensorChecks checks;
@@ -61,26 +60,26 @@ struct RegionExtras {
   OpLog forward_log;
   /// In debug mode each slot has the number of the operator that saved it.
   std::vector<int64_t> saved_by;
-  SpinLock saved_by_mutex;  ///< for those who add to it
+  SpinLock saved_by_mutex;  ///< for threads that add to `saved_by`
   void note_saver(int64_t position) {
     const auto index = static_cast<std::size_t>(position);
     const std::lock_guard<SpinLock> lock(saved_by_mutex);
     if (saved_by.size() <= index) saved_by.resize(index + 1, -1);
     saved_by[index] = forward_log.size() - 1;
   }
-  /// Of the `CheckpointLevelGuard` around the region, for the calls inside its recompute.
+  /// The level of the `CheckpointLevelGuard` around the region, for the calls inside its recompute.
   std::optional<int64_t> training_level;
-  /// If it is not the default.
+  /// Set if it is not the default.
   std::optional<int64_t> offload_prefetch_depth;
 };
 
 struct Region {
   [[no_unique_address]] RegionInfo info;  // the options begin in its last word
   RegionOptions options;
-  std::unique_ptr<RegionExtras> extras{};  ///< null if it has none of them
+  std::unique_ptr<RegionExtras> extras{};  ///< null if the region has none
   std::unique_ptr<RegionBody> body{};
   const char* file = nullptr;  ///< of `CheckpointOptions::location`
-  /// What is registered around it knows the names of tensors; null for a region that is told of
+  /// Registrations of the enclosing scopes, which resolve tensor names; null for a region reported
   /// without its frame.
   const Surroundings* surroundings = nullptr;
 

@@ -1,5 +1,5 @@
 #pragma once
-// Warns of a batch norm whose statistics a recompute would move once more.
+// Warns of a batch norm whose running statistics a recompute would move once more.
 
 #include <c10/core/StorageImpl.h>
 
@@ -10,9 +10,10 @@
 
 namespace remat {
 
-/// The region's function has returned, and a batch norm in training saved these buffers in it;
-/// null: an instance norm that moves some. Warns once a name, unless they are restored in
-/// recomputes, or the region is told to let them be.
+/// Warns, once for each region name, that recomputes will move running statistics again, unless
+/// these are restored in recomputes or the region ignores buffers. `statistics`: buffers that a
+/// batch norm in training mode saved in the region; a null entry stands for an instance norm that
+/// moves some. Call it when the region's function has returned.
 void warn_of_running_statistics(const Region& region, const Surroundings& surroundings,
                                 const std::vector<const c10::StorageImpl*>& statistics);
 

@@ -13,7 +13,7 @@ namespace {
 
 /// The watch in whose region this thread saw a call that was not announced.
 thread_local ScriptWatch* unannounced = nullptr;
-/// Announced calls that this thread is in.
+/// The number of announced calls in progress on this thread.
 thread_local int num_announced = 0;
 
 struct Announced {

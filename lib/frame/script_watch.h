@@ -1,5 +1,5 @@
 #pragma once
-// Which plans the script functions ran that a region's function called.
+// Watches which plans the script functions ran that a region's function called.
 
 #include <vector>
 
@@ -7,30 +7,30 @@
 
 namespace remat {
 
-/// A watch has the plans of one run of a region, in the order of the calls.
-/// See Note [Plans of script functions].
+/// Collects the plans of one run of a region, in the order of the calls.
 ///
 /// Note [The first script]
-/// While LibTorch announces calls, every change of a thread's state costs it more, whether scripts
-/// run or not: 2,000 instructions a saved tensor in a recompute. So it is asked to when an operator
-/// of a script saves the first time in a region. That call has begun with the optimiser on, so that
-/// a recompute could not repeat it: what this one region saves from there on is saved plainly, and
-/// not recomputed.
+/// While LibTorch announces calls, every change of a thread's state costs it more, even without
+/// scripts: 2,000 instructions a saved tensor in a recompute. So announcing is switched on only
+/// when an operator of a script first saves a tensor in a region. That call began with the
+/// optimizer on, and a recompute could not repeat it. So all tensors that this one region saves
+/// from there on are saved without slots, and are not recomputed.
 class ScriptWatch {
  public:
   ScriptWatch() = default;
   ~ScriptWatch() { end(); }
   ScriptWatch& operator=(ScriptWatch&&) = delete;
 
-  /// From now on LibTorch announces calls of script methods. False if it had been asked before.
+  /// Makes LibTorch announce calls of script methods. Returns false if it did so already.
   static bool begin_observing();
-  /// A script's operator saves a tensor, on this thread. A call that nobody announced (of a
-  /// function that is no method) has returned, or is about to.
+  /// Reports that a script's operator saves a tensor on this thread. A call that was not announced
+  /// (of a function that is not a method) has returned, or is about to.
   void saw_save();
-  /// A method of a script module is called, and has returned: `began` gives what `ended` gets.
+  /// Reports the call of a script module's method. Pass the result to ended() when the method has
+  /// returned.
   void* began();
   static void ended(void* begun);
-  /// The region's function has returned.
+  /// Ends the watch. Call it when the region's function has returned.
   void end() {
     if (saw_unannounced_) end_unannounced();
   }
@@ -43,7 +43,7 @@ class ScriptWatch {
   bool saw_unannounced_ = false;
 };
 
-/// Whether a recompute ran the plans of forward, as far as it came.
+/// Returns whether a recompute ran the plans of forward, as far as it got.
 bool ran_same_plans(const std::vector<seam::ScriptPlan>& forward,
                     const std::vector<seam::ScriptPlan>& recompute);
 

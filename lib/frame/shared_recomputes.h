@@ -1,6 +1,5 @@
 #pragma once
-// Several backward calls that share recomputes: what a GraphExecGroup or a RecomputeCacheGuard
-// holds.
+// Shares recomputes between several backward calls, for a GraphExecGroup or a RecomputeCacheGuard.
 
 #include <c10/util/intrusive_ptr.h>
 
@@ -14,24 +13,25 @@
 
 namespace remat {
 
-/// The members that hold recomputed tensors for it, in the order of their latest use. Members are
-/// held weakly, and called without a lock. Threads: any.
+/// Lists the members that hold recomputed tensors for a group or a cache, by their latest use.
+/// Members are held weakly, and called without a lock. Threads: any.
 class SharedRecomputes {
  public:
   SharedRecomputes(TaskKey::Kind kind, int64_t max_bytes);
   SharedRecomputes& operator=(SharedRecomputes&&) = delete;
 
-  /// Returns that of the innermost group around, else of the innermost cache; null if there is
-  /// neither.
+  /// Returns the shared recomputes of the innermost group around, otherwise of the innermost cache,
+  /// or null.
   static std::shared_ptr<SharedRecomputes> around();
 
   const TaskKey& key() const { return key_; }
 
-  /// The member holds so many bytes under this key. A cache makes room by having other members drop
-  /// theirs; false if even that does not do, or if it is over: then the member may not keep them.
+  /// Adds a member that holds `bytes` under this key. A cache makes room by having other members
+  /// drop theirs. Returns false if that is not enough or the guard is gone: the member must not
+  /// keep the bytes then.
   bool add(const c10::intrusive_ptr<TaskMember>& member, int64_t bytes);
   void touch(const TaskMember& member);
-  /// The guard is gone: every member drops what it holds for it.
+  /// Makes every member drop its values, as the guard is gone.
   void end() noexcept;
 
  private:
@@ -43,8 +43,8 @@ class SharedRecomputes {
   const int64_t max_bytes_;
   void forget(const TaskMember* member);  // holds the mutex
 
-  std::mutex mutex_;          // guards what follows
-  std::list<Entry> entries_;  // the one used least recently first
+  std::mutex mutex_;          // guards the members below
+  std::list<Entry> entries_;  // least recently used first
   std::unordered_map<const TaskMember*, std::list<Entry>::iterator> entry_of_;
   std::size_t next_sweep_ = 64;
   int64_t num_bytes_ = 0;

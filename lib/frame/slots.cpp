@@ -18,7 +18,7 @@ namespace {
 /// A tail that writes at most this many elements costs less than the throw that would skip it.
 constexpr int64_t max_small_tail = 4096;
 
-/// The number of slots of the region that this thread settled last: regions repeat.
+/// The number of slots of the region that this thread settled last, as a guess for the next one.
 thread_local std::size_t expected_slots = 4;
 
 }  // namespace
@@ -87,10 +87,10 @@ void Slots::end_operator(const Region& region) {
   is_operator_over_ = true;
 }
 
-// An operator may fill a tensor after it was saved, so its contents are noted when the next
-// operator saves something, or when the function has returned; an argument of a region inside is
-// complete, and noted at once. What has been changed in place by then is not compared: a recompute
-// may look earlier.
+// An operator may fill a tensor after it was saved. So contents are noted when the next operator
+// saves a tensor, or when the function has returned. An argument of a region inside is complete,
+// and noted at once. A tensor changed in place by then is not compared, since a recompute may look
+// earlier.
 void Slots::note_pending(const Region& region, uint64_t next_operator, bool is_end) {
   std::vector<Pending> due;
   {
@@ -131,7 +131,8 @@ void Slots::settle(const Ending& ending, c10::function_ref<bool(const c10::Stora
   is_settled_ = true;
   count(live_counters.tensors_dropped, static_cast<int64_t>(slots_.size()));
   expected_slots = std::clamp<std::size_t>(slots_.size(), 1, 64);
-  // What doubling holds in reserve, but for a few slots: not worth a move in small regions.
+  // Releases the reserve of the doubling, except a few slots: in small regions that is not worth a
+  // move.
   if (slots_.capacity() > slots_.size() + slots_.size() / 8 + 4) slots_.shrink_to_fit();
   settle_provenance(ending, is_kept);
   settle_operators(saw_statistics);
@@ -156,10 +157,10 @@ void Slots::settle_provenance(const Ending& ending,
     if (storage == nullptr) continue;
     const bool is_gone = provenance.storage.expired();
     const bool is_kept_here = is_kept(storage);
-    // The values of an older graph's saved tensors, which a backward inside reads, look older than
+    // If the function ran a backward, an older graph's saved tensors that it read look older than
     // they are.
     if (slot.is_older && !is_kept_here && !ending.has_run_backward) continue;
-    // What a region keeps comes back as it is, or, from the CPU or a hook, as another tensor.
+    // A kept tensor is returned as it is, or as another tensor if it was on the CPU or in a hook.
     if (is_gone || is_kept_here || ending.results.contains(storage)) {
       provenance.origin = Origin::Inside;
       provenance.leaf.reset();
@@ -170,12 +171,14 @@ void Slots::settle_provenance(const Ending& ending,
 
 namespace {
 
-/// A batch norm in training saves, in this order, what it normalised, the two running statistics
-/// (arguments or captures), maybe its weight, and the mean and deviation of the batch. In eval mode
-/// the last two are empty; no other operator of LibTorch saves such four. No policy keeps its
-/// results, so that each recompute runs it. An instance norm with running statistics calls it with
-/// copies of them, for each sample and channel, of what it laid out as one sample, and writes their
-/// means back: the visitor gets null, which stands for buffers that are not known.
+/// A batch norm in training mode saves, in this order, its normalized input, the two running
+/// statistics (arguments or captures), maybe its weight, and the mean and deviation of the batch.
+/// In eval mode the last two are empty; no other operator of LibTorch saves such four. No policy
+/// keeps its results, so each recompute runs it.
+///
+/// An instance norm with running statistics calls it on its input laid out as one sample, with
+/// copies of the statistics for each sample and channel, and writes their means back. The visitor
+/// then gets null, which stands for unknown buffers.
 template <class Visitor>
 void visit_running_statistics(const Slot* first, const Slot* last, Visitor&& visitor) {
   const auto sizes = first->metadata.sizes();
@@ -224,8 +227,8 @@ void Slots::settle_operators(StorageVisitor saw_statistics) {
   }
 }
 
-// Before the storages of what was dropped are forgotten. What an input or a parameter holds was not
-// dropped: it is there all the same.
+// Runs before the storages of dropped tensors are forgotten. Data held by an input or a parameter
+// were not dropped.
 recording::RegionSums Slots::sums(const StorageSet& results) {
   recording::RegionSums all;
   all.num_slots = static_cast<int64_t>(slots_.size());
@@ -240,7 +243,7 @@ recording::RegionSums Slots::sums(const StorageSet& results) {
     const bool is_captured = provenance.origin == Origin::Outside && storage != nullptr &&
                              !provenance.storage.expired() && !results.contains(storage);
     if (is_captured) continue;
-    if (storage == nullptr) {  // made inside, of which no storage is remembered
+    if (storage == nullptr) {  // made inside, with no storage remembered
       all.dropped_bytes += slot.metadata.num_bytes();
       continue;
     }

@@ -1,5 +1,5 @@
 #pragma once
-// The identity and the end of the backward pass that runs on this thread.
+// The identity and the end of the backward that runs on this thread.
 
 #include <c10/util/intrusive_ptr.h>
 
@@ -13,7 +13,7 @@ namespace remat {
 
 class SharedRecomputes;
 
-/// Names what a recompute is for: one backward call, or several that share it.
+/// Names the purpose of a recompute: one backward call, or several that share it.
 struct TaskKey {
   enum class Kind : uint8_t { Graph, Group, Cache };
   Kind kind = Kind::Graph;
@@ -23,22 +23,22 @@ struct TaskKey {
 
 /// The backward that runs on a thread.
 struct Task {
-  TaskKey graph;  ///< of the engine
-  /// The backward shares recomputes with the calls in it; null: with none.
+  TaskKey graph;  ///< the engine's graph task
+  /// The calls with which the backward shares recomputes, or null.
   std::shared_ptr<SharedRecomputes> shared;
 };
 
-/// The backward that runs on this thread, if one does.
+/// Returns the backward that runs on this thread, if any.
 std::optional<Task> current_task();
 
-/// An owner of slots whose recomputed values go when a task ends.
+/// An owner of slots whose recomputed values are released when a task ends.
 class TaskMember : public SlotOwner {
  public:
   virtual void end_task(const TaskKey& task) noexcept = 0;
 };
 
-/// Tells the member when the current graph task ends, by success or by error, on the thread that
-/// ends it. The member is held weakly.
+/// Calls the member's end_task() when the current graph task ends, by success or by error, on the
+/// thread that ends it. The member is held weakly.
 void notify_at_task_end(const TaskKey& task, c10::weak_intrusive_ptr<TaskMember> member);
 
 }  // namespace remat

@@ -1,8 +1,7 @@
 #pragma once
-// A determinism check beyond metadata: compares a recomputed tensor with what forward noted of its
-// own.
+// A determinism check beyond metadata: compares a recomputed tensor with a note of forward's.
 //
-// A check is one file: a TensorCheck, and a RegisteredCheck that makes it where the options ask for
+// A check is one file: a TensorCheck, and a RegisteredCheck that makes it if the options ask for
 // it.
 
 #include <ATen/core/Tensor.h>
@@ -17,15 +16,16 @@
 
 namespace remat {
 
-/// A check compares the tensors of one region. Threads: several recomputes may ask at once.
+/// Compares the tensors of one region. Threads: several recomputes may call it at once.
 class TensorCheck {
  public:
   virtual ~TensorCheck() = default;
-  /// What is noted of a tensor; that of the recomputed one must agree. Asked when the operator that
-  /// saved the tensor is over, so that its contents are there. What it runs belongs to no region.
+  /// Returns the note of a tensor, with which the note of the recomputed one must agree. Called
+  /// when the operator that saved the tensor is over, so that its contents are complete. Operators
+  /// run here belong to no region.
   virtual std::string note(const at::Tensor& saved) const = 0;
-  /// What the error says, if one has another note: its kind, the fact, cause and advice; and what
-  /// notes are called in its table.
+  /// The text of the error for notes that do not agree: its kind, fact, cause and advice, and the
+  /// name of notes in its table.
   struct Report {
     CheckpointError::Kind kind;
     const char *fact, *advice, *name;
@@ -34,22 +34,22 @@ class TensorCheck {
   virtual bool agrees(const std::string& forward, const std::string& recompute) const {
     return forward == recompute;
   }
-  /// What the table says of two notes that do not agree.
+  /// Returns the table's texts for two notes that do not agree.
   virtual std::pair<std::string, std::string> texts(const std::string& forward,
                                                     const std::string& recompute) const {
     const std::string name = std::string(report().name) + " ";
     return {name + forward, name + recompute};
   }
-  /// Whether shape, dtype and device may differ where it finds tensors equal.
+  /// Returns whether shape, dtype and device may differ for tensors that agree.
   virtual bool replaces_metadata() const { return false; }
 };
 
 using TensorChecks = std::vector<std::unique_ptr<TensorCheck>>;
 
-/// The checks that the options ask for.
+/// Returns the checks that the options ask for.
 TensorChecks checks_for(const CheckpointOptions& options);
 
-/// Puts a check among those that options can ask for. Of static storage.
+/// Registers a check that options can ask for. Has static storage duration.
 class RegisteredCheck {
  public:
   /// Makes the check; null if the options do not ask for it.

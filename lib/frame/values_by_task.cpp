@@ -31,8 +31,8 @@ Value ValuesByTask::take(const Region& region, RecomputedValues& values, int64_t
   return is_cached ? values.peek(position) : values.take(position);
 }
 
-// Values were kept for another backward. Captures and inputs must be as they were when they were
-// computed; otherwise the recompute that follows says what is wrong with them.
+// Returns whether values that were recomputed for another backward can still be used: captures and
+// inputs must be unchanged. Otherwise the recompute that follows reports the change.
 bool ValuesByTask::is_fresh(const Region& region, const Slots& slots,
                             const RecomputedValues& values) const {
   for (const Value& each : values.values)
@@ -121,10 +121,11 @@ void ValuesByTask::owner_waits_for_backward(RecomputedValues& values) {
 }
 
 void ValuesByTask::drop(int64_t position) noexcept {
-  // Tensors die outside the lock: in a Python process that may wait for the interpreter's lock.
+  // Tensors are released outside the lock, as that may wait for the interpreter's lock in a Python
+  // process.
   c10::SmallVector<Value, 1> dying;
   std::lock_guard<SpinLock> lock(mutex_);
-  for (const auto& values : all_)  // what is being filled is dropped when the task ends
+  for (const auto& values : all_)  // values being filled are dropped when the task ends
     if (values->state == RecomputedValues::State::Done && values->has(position))
       dying.push_back(values->take(position));
 }

@@ -1,6 +1,6 @@
 #pragma once
-// The recomputed values of a region, by the backward that they are for: who computes, who waits,
-// who takes.
+// The recomputed values of a region by backward: decides which thread recomputes, waits or takes a
+// value.
 
 #include <c10/util/SmallVector.h>
 
@@ -16,8 +16,8 @@
 
 namespace remat {
 
-/// While alive, a recompute that begins anew reads its inputs on this thread: no second read in the
-/// sense of strict_unpack.
+/// Marks that a repeated recompute reads its inputs on this thread, which is not a second read for
+/// strict_unpack.
 class ReadsAgain {
  public:
   explicit ReadsAgain(bool is_again);
@@ -29,31 +29,30 @@ class ReadsAgain {
   const bool before_;
 };
 
-/// A frame's recomputed values lie here until they are read (Rules 4, 7 and 9). Threads: any.
+/// Holds a frame's recomputed values until they are read (Rules 4, 7 and 9). Threads: any.
 class ValuesByTask {
  public:
-  /// What a thread that wants the value of a slot has to do.
+  /// The action of a thread that wants the value of a slot.
   struct Turn {
     enum class What { Take, ReadAlone, Recompute } what = What::Recompute;
     Value value{};                             ///< Take: the value
-    std::shared_ptr<RecomputedValues> values;  ///< Recompute: into these, then `fill` or `fail`
+    std::shared_ptr<RecomputedValues> values;  ///< Recompute: into these, then `filled` or `failed`
     bool is_cached = false;                    ///< Take: a cache keeps it, too
-    c10::intrusive_ptr<SlotOwner> owner{};     ///< if it was waited for
+    c10::intrusive_ptr<SlotOwner> owner{};     ///< if the thread waited
   };
-  /// Waits while another thread of the task recomputes, which may end with the last reference to
-  /// the `owner` of this but what the turn has. Throws CheckpointError where the value may not be
-  /// read again.
+  /// Waits while another thread of the task recomputes. That may release the last reference to
+  /// `owner` except the turn's. Throws CheckpointError where the value must not be read again.
   Turn next(const Region& region, const Slots& slots, const Task& task, int64_t position,
             SlotOwner& owner);
-  /// The values are recomputed, and kept under `key`. Takes the value of a slot.
+  /// Ends a recompute, whose values are held under `key`. Returns the value of a slot.
   Value filled(const Region& region, const std::shared_ptr<RecomputedValues>& values,
                const TaskKey& key, const Task& task, int64_t position);
-  /// The values could not be recomputed.
+  /// Discards values that could not be recomputed.
   void failed(const std::shared_ptr<RecomputedValues>& values) noexcept;
-  /// The thread that recomputes them is about to wait for a backward: wakes the threads that wait
-  /// for it.
+  /// Wakes the threads that wait for `values`, since the recomputing thread is about to wait for a
+  /// backward.
   void owner_waits_for_backward(RecomputedValues& values);
-  /// Nothing will read the slot again.
+  /// Releases the values of a slot that will not be read again.
   void drop(int64_t position) noexcept;
   void end_task(const TaskKey& task) noexcept;
 

@@ -1,5 +1,5 @@
 #pragma once
-// Saved tensors that wait elsewhere: the depots of what regions keep.
+// Makes the depots that move saved tensors elsewhere.
 
 #include <cstdint>
 #include <memory>
@@ -12,17 +12,18 @@
 
 namespace remat {
 
-/// The process has one depot for the results that policies move to the CPU with these options. Who
-/// gives it something numbers it: Note [Moving kept results].
+/// Returns the process's depot for results that policies move to the CPU with these options. The
+/// caller numbers its results: Note [Moving kept results].
 const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_bytes_in_flight,
                                             int64_t keep_last);
 
-/// A depot that moves all that nobody else holds, and that can be told to end its stores and to
-/// begin its loads. `name`: under which recorders see what it moves; empty: they do not.
+/// Makes a depot that moves all tensors without another owner, and whose stores and loads can be
+/// ended and begun explicitly. `name`: shown to recorders with its transfers; empty: they are not
+/// recorded.
 std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes,
                                       std::string name);
 
-/// While alive, what autograd saves on this thread is taken by a depot.
+/// Gives tensors that autograd saves on this thread to a depot, while alive.
 class DepotGuard : detail::ScopeGuard {
  public:
   explicit DepotGuard(std::shared_ptr<Depot> depot);

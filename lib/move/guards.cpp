@@ -50,7 +50,7 @@ class ElsewhereScope final : public Scope {
   }
 
  private:
-  // The spool and what is shared go when the guard does, even if a stale stack still holds this
+  // The spool and shared copies are released with the guard, even if a stale stack still holds this
   // scope.
   void on_close() override {
     if (const auto depot = depot_.exchange(nullptr)) depot->settle();
@@ -64,7 +64,7 @@ bool at_end_of_backward(std::function<void()> closure) {
   return true;
 }
 
-/// What a place saves meets no hooks of ours, and its operators are cast in neither pass.
+/// Hides our hooks from tensors that a place saves, and keeps autocast off in both passes.
 void without_scopes(c10::function_ref<void()> use_place) {
   const NoScopes no_scopes;
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -103,7 +103,7 @@ std::shared_ptr<ElsewhereScope> scope_of_user(std::unique_ptr<Place> place,
                                        .max_bytes_in_flight = options.max_bytes_in_flight});
 }
 
-/// Null: none stay.
+/// Returns the rule for the last saved tensors, which stay on the device; null if none do.
 std::shared_ptr<Staying> staying_last(int64_t keep_last) {
   static const auto nothing = std::make_shared<const std::atomic<int64_t>>(0);
   return keep_last == 0 ? nullptr : std::make_shared<Staying>(0, 0, nothing, keep_last);
@@ -115,7 +115,7 @@ std::shared_ptr<ElsewhereScope> scope_of(const SaveOnCpuOptions& options,
   check_not_negative("SaveOnCpuGuard", options.max_bytes_in_flight, "max_bytes_in_flight");
   check_not_negative("SaveOnCpuGuard", options.prefetch_depth, "prefetch_depth");
   check_not_negative("SaveOnCpuGuard", options.keep_last, "keep_last");
-  // Only copies beside the work gain by being begun ahead.
+  // Only asynchronous copies gain from being started early.
   return scope_with(std::make_unique<SaveOnCpu>(options.pin_memory, options.max_bytes_in_flight),
                     {.min_bytes = options.min_bytes,
                      .skip_parameters = options.skip_parameters,
@@ -159,7 +159,7 @@ std::shared_ptr<ElsewhereScope> scope_of(const SaveInTiersOptions& options,
 /// this depth (none: the default). A changed input raises when it is read, as if it had stayed.
 // Never destroyed: at the end of the process the accelerator may be gone already.
 const std::shared_ptr<Depot>& depot_of_inputs(std::optional<int64_t> prefetch_depth) {
-  // All share a place, and so its bound on what is on its way.
+  // All depots share a place, and its bound on bytes in flight.
   static const auto* const place = new std::shared_ptr<Place>(std::make_shared<SaveOnCpu>(
       /*pin_memory=*/true, SelectiveOptions().max_bytes_in_flight));
   const auto make = [](int64_t depth) {
@@ -206,7 +206,7 @@ const std::shared_ptr<Depot>& depot_of_kept(int64_t prefetch_depth, int64_t max_
 
 std::shared_ptr<Depot> depot_of_moves(std::shared_ptr<Place> place, int64_t min_bytes,
                                       std::string name) {
-  // All at once is on its way, of one item of a plan; what runs meanwhile is to end it.
+  // All tensors of a plan's item are copied at once; the work that runs meanwhile hides the copies.
   constexpr int64_t unbounded = std::numeric_limits<int64_t>::max() / 2;
   static const auto nothing = std::make_shared<const std::atomic<int64_t>>(0);
   std::shared_ptr<MoveTotals> totals;

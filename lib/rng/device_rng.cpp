@@ -20,8 +20,8 @@ at::Tensor state_of(at::Generator& generator) {
   return generator.get_state();
 }
 
-/// The numbers of a captured graph depend on where its generator stands at each replay, and forward
-/// and backward may be captured in graphs of their own.
+/// Throws during a graph capture. The numbers of a captured graph depend on the state of its
+/// generator at each replay, and forward and backward may be captured in separate graphs.
 void refuse_capture(const c10::Device& device, const at::Generator& generator) {
   if (device.type() != present_accelerator() || !is_capturing(device, generator)) return;
   throw_unsupported(
@@ -111,11 +111,11 @@ std::vector<GeneratorState> DeviceRng::moved(const std::vector<GeneratorState>& 
     const auto earlier = std::find_if(before.begin(), before.end(), [&](const GeneratorState& one) {
       return one.generator == each.generator;
     });
-    // One that was registered since is compared with where it stood then.
+    // A generator that was registered since is compared with its state at that time.
     const GeneratorState* const then = earlier == before.end() ? find(each.generator) : &*earlier;
     return (then != nullptr && is_same(then->state, each.state)) || is_others(each.generator, met);
   });
-  std::lock_guard<std::mutex> lock(mutex_);  // a backward inside the region may keep, too
+  std::lock_guard<std::mutex> lock(mutex_);  // a backward inside the region may add, too
   for (const GeneratorState& each : now)
     if (!has_moved(each.generator)) moved_inside_.push_back(each.generator);
   return now;
@@ -155,7 +155,7 @@ std::vector<GeneratorState> DeviceRng::at_begin(const DevicesMet& met) const {
   lock.unlock();
   for (const c10::Device& device : devices_in_use()) {
     if (std::find(used_before_.begin(), used_before_.end(), device) != used_before_.end()) continue;
-    // First used inside: it stood at the beginning of the stream of its seed.
+    // A generator first used inside was at the beginning of its seed's stream.
     at::Generator generator = at::globalContext().defaultGenerator(device);
     if (has(generator) || is_others(generator, met)) continue;
     at::Generator start = generator.clone();
@@ -168,7 +168,7 @@ std::vector<GeneratorState> DeviceRng::at_begin(const DevicesMet& met) const {
 DeviceRngSwap::DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const LockOwner& owner)
     : hold_(subjects_of(at_begin), owner, std::chrono::seconds(60)) {
   if (has_failed()) return;
-  for (const GeneratorState& each : at_begin)  // what may throw comes before anything is set
+  for (const GeneratorState& each : at_begin)  // may throw, so it comes before anything is set
     before_.push_back(DeviceRng::present(each.generator));
   DeviceRng::set(at_begin);
 }

@@ -1,6 +1,6 @@
 #pragma once
-// Generators of devices, and registered ones that are no CPU generators: kept as they were when a
-// region began, if it drew from them.
+// The states of device generators, and of registered ones other than CPU generators, at a region's
+// begin, if it drew from them.
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ struct GeneratorState {
   at::Tensor state;
 };
 
-/// The devices that tensors of a region are on.
+/// The devices of a region's tensors.
 class DevicesMet {
  public:
   void add(c10::Device device) {
@@ -40,45 +40,45 @@ class DevicesMet {
 };
 
 // Note [Whose numbers]
-// What draws from a device's generator passes nothing that could be asked: many kernels take
-// numbers from it themselves. That a region drew is seen because the generator has moved; where
-// every thread has a device of its own, another thread may have moved it. So the default generator
-// of a device on which the region has no tensor (no input, no result, none that autograd saved) is
-// taken for another thread's if other threads have shown that they work there, and this one has not
-// (device_claims). A registered generator always counts. Threads that draw from one generator at
-// once are not told apart, but for recomputes, which take turns at it.
+// Draws from a device's generator cannot be intercepted: many kernels take numbers from it
+// themselves. A region's draws are detected because the generator has moved. Where every thread has
+// a device of its own, another thread may have moved it. So the default generator of a device may
+// be attributed to other threads: if the region has no tensor there (no input, no result, none that
+// autograd saved), and other threads have claimed the device, but this one has not (device_claims).
+// A registered generator always counts. Threads that draw from one generator at once are not
+// distinguished, except for recomputes, which take turns.
 
-/// A region keeps the states at its begin of the generators that it drew from, once it is settled.
+/// The states at a region's begin of the generators that it drew from, once it is settled.
 class DeviceRng {
  public:
-  /// Returns null where there is neither an accelerator nor anything in `registered` but CPU
-  /// generators. No device is initialised.
+  /// Returns null if there is no accelerator and `registered` has only CPU generators. Initializes
+  /// no device.
   static std::unique_ptr<DeviceRng> take(c10::ArrayRef<at::Generator> registered);
-  /// A generator that was registered inside the region, as it is now; none if it is a CPU
-  /// generator.
+  /// Adds the present state of a generator that was registered inside the region, unless it is a
+  /// CPU generator.
   static void add(std::unique_ptr<DeviceRng>& kept, const at::Generator& registered);
-  /// Reads the present states of these generators, and of the default ones of the devices in use.
+  /// Returns the present states of these generators, and of the default ones of the devices in use.
   std::vector<GeneratorState> now() const;
-  /// Returns those of `now` that moved since `before`, or since they were registered if that was
-  /// later. What a recompute sets it must put back, so they stay here even if they return to where
-  /// they were.
+  /// Returns the states of `now` that moved since `before`, or since a later registration. A
+  /// recompute must restore each state that it sets, so these generators are not forgotten even if
+  /// they return to their old state.
   std::vector<GeneratorState> moved(const std::vector<GeneratorState>& before,
                                     std::vector<GeneratorState> now, const DevicesMet& met);
   static GeneratorState present(at::Generator generator);
   static void set(const std::vector<GeneratorState>& states);
-  /// Forgets the generators that never moved; adds those of devices first used meanwhile.
+  /// Forgets the generators that never moved, and adds those of devices first used meanwhile.
   void settle(const DevicesMet& met);
   bool is_settled() const { return is_settled_; }
   bool is_empty() const { return states_.empty(); }
-  /// The states that a recompute sets: until it is settled, of all generators that the region may
-  /// have drawn from so far.
+  /// Returns the states that a recompute sets: until it is settled, of all generators that the
+  /// region may have drawn from so far.
   std::vector<GeneratorState> at_begin(const DevicesMet& met) const;
 
  private:
   const GeneratorState* find(const at::Generator& generator) const;
   bool has(const at::Generator& generator) const { return find(generator) != nullptr; }
   bool has_moved(const at::Generator& generator) const;
-  /// Whether it cannot be the region that moved it.
+  /// Returns whether the region cannot have moved it.
   bool is_others(const at::Generator& generator, const DevicesMet& met) const;
   std::vector<GeneratorState> states_;
   std::vector<at::Generator> registered_;
@@ -88,13 +88,13 @@ class DeviceRng {
   bool is_settled_ = false;
 };
 
-/// While alive the generators stand where the region began; then again where they were. Waits for
-/// the recomputes of other threads that have set them.
+/// Sets the generators to their states at the region's begin while alive, then back. Waits for
+/// other threads' recomputes that have set them.
 class DeviceRngSwap {
  public:
   DeviceRngSwap(const std::vector<GeneratorState>& at_begin, const LockOwner& owner);
   ~DeviceRngSwap();
-  /// The generators did not become free in time: nothing was set.
+  /// Returns whether the generators did not become free in time, so that nothing was set.
   bool has_failed() const { return hold_.has_failed(); }
   DeviceRngSwap& operator=(DeviceRngSwap&&) = delete;
 

@@ -15,8 +15,8 @@ namespace remat {
 
 namespace {
 
-/// The generators whose draws are followed: the default one, and registered ones while a log of
-/// theirs lives.
+/// The generators whose draws are followed: the default one, and registered ones while they have a
+/// log.
 struct Followed {
   std::mutex mutex;
   std::unordered_map<const at::CPUGeneratorImpl*, std::weak_ptr<DrawTrack>> tracks;
@@ -27,13 +27,14 @@ Followed& followed() {
   return *all;
 }
 
-/// The pointer has no owner: the track is leaked, too, and never counts who refers to it.
+/// Returns a pointer without an owner: the track is leaked, too, and its references are not
+/// counted.
 std::shared_ptr<DrawTrack> default_track() {
   static auto* const track = new DrawTrack(default_cpu_generator());
   return {std::shared_ptr<void>(), track};
 }
 
-/// The track of a generator, made if it must be.
+/// Returns the track of a generator, and makes it if needed.
 std::shared_ptr<DrawTrack> follow(at::CPUGeneratorImpl& generator) {
   if (&generator == &default_cpu_generator()) return default_track();
   std::lock_guard<std::mutex> lock(followed().mutex);
@@ -45,7 +46,7 @@ std::shared_ptr<DrawTrack> follow(at::CPUGeneratorImpl& generator) {
   return track;
 }
 
-/// The track of a generator, or null if nobody follows it. Cheap.
+/// Returns the track of a generator, or null if it is not followed. Cheap.
 std::shared_ptr<DrawTrack> track_of(const at::CPUGeneratorImpl& generator) {
   if (&generator == &default_cpu_generator()) return default_track();
   if (followed().size == 0) return nullptr;
@@ -54,11 +55,12 @@ std::shared_ptr<DrawTrack> track_of(const at::CPUGeneratorImpl& generator) {
   return found == followed().tracks.end() ? nullptr : found->second.lock();
 }
 
-/// Threads whose first draw this was.
+/// The number of threads that have drawn for the first time.
 std::atomic<uint64_t> num_new_drawers{0};
 thread_local bool has_drawn = false;
 
-/// Draws of recomputes on this thread, after which the generator was set back: nobody's.
+/// Returns the number of draws on this thread after which the generator was restored, and which do
+/// not count.
 uint64_t& undone_draws(const DrawTrack& track) {
   thread_local uint64_t of_default = 0;
   if (track.is_default) return of_default;
@@ -66,10 +68,11 @@ uint64_t& undone_draws(const DrawTrack& track) {
   return by_generator[&track.generator()];
 }
 
-/// The operators so far that drew from a track's generator, as a region on this thread counts them.
+/// Returns the number of operators so far that drew from a track's generator, as a region on this
+/// thread counts them.
 uint64_t lasting_draws(const DrawTrack& track) { return track.num_draws - undone_draws(track); }
 
-/// The regions around a random operator, and the recompute it belongs to.
+/// The regions around a random operator, and the recompute to which it belongs.
 struct Regions {
   c10::SmallVector<DrawLog*, 4> logs;
   DrawReplay* replay = nullptr;
@@ -104,7 +107,7 @@ at::CPUGeneratorImpl& impl_of(at::Generator& generator) {
 
 struct DrawCall {
   c10::IValue* argument = nullptr;
-  at::CPUGeneratorImpl* generator = nullptr;  ///< that the operator draws from; null: no CPU one
+  at::CPUGeneratorImpl* generator = nullptr;  ///< that the operator draws from; null for no CPU one
 };
 
 DrawCall call_on(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
@@ -180,9 +183,9 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   regions.end(original);
 }
 
-/// Puts `draw` below autograd for every random operator with a tensor argument, when the library is
-/// loaded. One that has a kernel there already (of another copy of this library) is left alone:
-/// its draws are unseen ones to us.
+/// Registers `draw` below autograd for every random operator with a tensor argument, when the
+/// library is loaded. An operator that already has a kernel there (of another copy of this library)
+/// is left alone: its draws are unseen ones to us.
 struct Interception {
   Interception() {
     auto& dispatcher = c10::Dispatcher::singleton();
@@ -359,7 +362,7 @@ DrawReplay::DrawReplay(at::CPUGeneratorImpl& original)
 at::Generator& DrawReplay::next() {
   if (!generator_.defined()) {
     generator_ = at::make_generator<at::CPUGeneratorImpl>();
-    if (plan().jumps.empty()) {  // forward drew nothing: whatever comes is as good
+    if (plan().jumps.empty()) {  // forward drew nothing: any numbers will do
       std::lock_guard<std::mutex> lock(original_.mutex_);
       copy_state(original_, impl_of(generator_));
     }
@@ -385,8 +388,8 @@ void DrawReplay::skip(const DrawSkip& skipped) {
 }
 
 namespace {
-/// Swaps of all threads take turns, of all generators. Their owner is none that yields: whoever
-/// waits goes on without a turn soon.
+/// Swaps of all threads and generators take turns. This owner never yields, so a waiting thread
+/// soon continues without a turn.
 constexpr LockOwner turn_at_generators;
 }  // namespace
 
@@ -425,7 +428,8 @@ GeneratorSwap::~GeneratorSwap() {
 bool GeneratorSwap::was_disturbed() const {
   if (!plan_.uses_original() || !plan_.end) return false;
   std::lock_guard<std::mutex> lock(generator_.mutex_);
-  // One that does not move it draws nothing so: it was another thread that moved it in forward.
+  // A recompute that does not move the generator draws no unseen numbers: then another thread moved
+  // it in forward.
   const bool had_strangers =
       plan_.had_strangers || lasting_draws(*track_) - num_draws_ != replay_.num_original_draws;
   return (had_strangers || position_of(generator_) != *plan_.end) &&
@@ -441,7 +445,7 @@ UndoneDraws::UndoneDraws() : track_(*default_track()) {
 
 UndoneDraws::~UndoneDraws() {
   std::lock_guard<std::mutex> lock(default_cpu_generator().mutex_);
-  track_.look();  // what passed no operator stays known
+  track_.look();  // numbers that passed no operator remain noted
   set_state(default_cpu_generator(), *before_);
   track_.moved();
   undone_draws(track_) += lasting_draws(track_) - num_draws_;

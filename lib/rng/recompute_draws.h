@@ -8,10 +8,10 @@
 
 namespace remat {
 
-/// One recompute draws from these replays. Lives as long as threads may have inherited its scope.
+/// The replays of one recompute. Lives as long as threads may have inherited its scope.
 class RecomputeDraws final : public DrawSource {
  public:
-  /// A log of forward, which outlives it; the default generator's first.
+  /// Adds a log of forward, which must outlive it; the default generator's first.
   void add(DrawLog& log) {
     if (first_)
       more_.emplace_back(log);
@@ -25,7 +25,8 @@ class RecomputeDraws final : public DrawSource {
     });
     return found;
   }
-  /// Whether numbers were taken past the operators: where the function ends must be looked at.
+  /// Returns whether numbers were taken without an operator, so that the generator's position must
+  /// be checked when the function ends.
   bool uses_original() {
     bool uses = false;
     visit([&](DrawReplay& each) { uses = uses || each.plan().uses_original(); });
@@ -43,7 +44,7 @@ class RecomputeDraws final : public DrawSource {
   std::list<DrawReplay> more_;
 };
 
-/// While alive the generators that a recompute may set are set, each as GeneratorSwap says.
+/// Sets the generators that a recompute may set while alive, each like GeneratorSwap.
 class DrawSwaps {
  public:
   explicit DrawSwaps(RecomputeDraws& draws) {
@@ -54,7 +55,7 @@ class DrawSwaps {
         first_.emplace(each);
     });
   }
-  /// Whether another thread took or set numbers meanwhile.
+  /// Returns whether another thread took or set numbers meanwhile.
   bool were_disturbed() const {
     if (first_ && first_->was_disturbed()) return true;
     for (const GeneratorSwap& each : more_)

@@ -33,17 +33,17 @@ class UserHooksScope final : public Scope {
   }
 
  private:
-  // The user's functions go when the guard does, even if a stale stack still holds this scope.
+  // The user's functions are released with the guard, even if a stale stack still holds this scope.
   void on_close() override { pair_.store(nullptr); }
   std::atomic<std::shared_ptr<HookPair>> pair_;
 };
 
-/// Drives LibTorch's own switch: it follows the innermost guard that is open, and goes back to what
-/// it was before the first one when none is.
+/// Sets LibTorch's own switch to the innermost open guard, and back to its first state when no
+/// guard is open.
 class ForbidHooksScope final : public Scope {
  public:
   explicit ForbidHooksScope(std::string text) : message_(std::move(text)) {
-    // Asked here, since LibTorch's own check throws with hooks disabled already.
+    // Checked here, since LibTorch's own check throws with hooks already disabled.
     TORCH_CHECK(innermost(Ability::Hooks) == nullptr &&
                     at::SavedTensorDefaultHooks::get_tls_state().stack.empty(),
                 message_);
@@ -75,7 +75,8 @@ class ForbidHooksScope final : public Scope {
 // Note [Identity packs]
 // A pack function that returns its argument, or a view of it, would make a cycle: node, hook,
 // tensor, node. LibTorch restores history and requires_grad itself when it unpacks, so an alias of
-// the data is enough. A tensor that does not require grad has no history and stays the same object.
+// the data is enough. A tensor that does not require grad has no history and remains the same
+// object.
 at::Tensor without_history(const at::Tensor& packed) {
   return packed.requires_grad() ? packed.tensor_data() : packed;
 }

@@ -13,8 +13,8 @@ namespace {
 
 constexpr uint32_t bit(Ability ability) { return 1U << static_cast<unsigned>(ability); }
 
-/// Open scopes in the whole process, by ability. Of those that few programs use, and of hooks,
-/// without any of which saving a tensor costs one load. Regions have hooks.
+/// Open scopes in the whole process, by ability. Only abilities that few programs use are counted,
+/// and hooks, so that saving a tensor without any costs one load. Regions have hooks.
 constexpr uint32_t counted = bit(Ability::Hooks) | bit(Ability::Disable) | bit(Ability::Group) |
                              bit(Ability::Cache) | bit(Ability::Budget);
 std::array<std::atomic<int64_t>, num_abilities> num_open{};
@@ -35,7 +35,7 @@ std::shared_ptr<StackNode> exchange_top(std::shared_ptr<StackNode> node) {
   return std::static_pointer_cast<StackNode>(seam::exchange_thread_entry(std::move(node)));
 }
 
-/// `node` without the closed scopes on and below it; the same node if there are none.
+/// Returns `node` without the closed scopes on and below it; the same node if there are none.
 std::shared_ptr<StackNode> without_closed(std::shared_ptr<StackNode> node) {
   std::vector<StackNode*> open_ones;
   bool has_closed = false;
@@ -61,7 +61,7 @@ StackNode::StackNode(Scope& owner, std::shared_ptr<StackNode> lower, int64_t dep
     with[static_cast<std::size_t>(std::countr_zero(rest))] = this;
 }
 
-// One after the other: a deep stack must not be destroyed recursively.
+// Iterative, since a deep stack must not be destroyed recursively.
 StackNode::~StackNode() {
   while (below != nullptr && below.use_count() == 1) below = std::exchange(below->below, nullptr);
 }
@@ -98,7 +98,7 @@ void Scope::open() {
 }
 
 void Scope::close() {
-  // Only its owner closes it, so looking first and then writing is enough.
+  // Only its owner closes it, so a load followed by a store is enough.
   if (!is_open()) return;
   open_.store(false, std::memory_order_release);
   count_open(abilities_, -1);
@@ -108,7 +108,7 @@ void Scope::close() {
 namespace {
 thread_local const SaveAround* save_around = nullptr;
 
-/// Where on this thread's stack a region's scope is; or null.
+/// Returns the node of a region's scope on this thread's stack, or null.
 const StackNode* place_of(const Scope& region) {
   const StackNode* node = top();
   while (node != nullptr && node->scope != &region) node = node->below.get();
@@ -159,7 +159,7 @@ std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_dec
   const StackNode* const node = static_cast<StackNode*>(entry)->nearest(Ability::Hooks);
   if (node == nullptr) return nullptr;
   if (foreign.disabled_error_message || foreign.is_tracing) return nullptr;
-  // Python hooks that were pushed after ours are the inner ones.
+  // Python hooks that were pushed after ours are inner ones.
   if (static_cast<int64_t>(foreign.stack.size()) > node->foreign_depth) return nullptr;
   return node->scope->make_hooks();
 }

@@ -1,5 +1,5 @@
 #pragma once
-// The thread's stack of active scopes (hooks, regions, guards), as engine threads see it too.
+// The thread's stack of active scopes (hooks, regions, guards), which engine threads inherit.
 
 #include <array>
 #include <atomic>
@@ -18,7 +18,8 @@ struct UserRegistrations;  // lib/state/user_state.h
 
 namespace detail {
 
-/// What a scope can be asked for. A scope that answers a question is found without walking.
+/// The questions that a scope can answer. A scope that answers one is found without walking the
+/// stack.
 enum class Ability : uint8_t {
   Hooks,
   Region,
@@ -34,23 +35,23 @@ enum class Ability : uint8_t {
 };
 inline constexpr std::size_t num_abilities = 11;
 
-/// Which hooks a tensor passes that is saved on behalf of a region.
+/// The hooks for a tensor that is saved on behalf of a region.
 enum class HooksAround {
   None,
-  Regions,  ///< of the region around it, which drops the tensor; else none
-  All       ///< whatever is active around it, as for its inputs
+  Regions,  ///< of the region around, which drops the tensor; none without one
+  All       ///< all that are active around it, as for its inputs
 };
 
 class Scope;
 
-/// A node is one place of the stack: a scope, and what lies below it. Immutable, so that the copies
-/// which LibTorch gives to other threads never change under them. The first node of a scope is a
-/// part of it and shares its ownership; others own it.
+/// One place of the stack: a scope, and the nodes below it. Immutable, so that the copies that
+/// LibTorch gives to other threads never change under them. The first node of a scope is a member
+/// of it and shares its ownership; other nodes own their scope.
 struct StackNode final : seam::ThreadEntry {
   StackNode(Scope& scope, std::shared_ptr<StackNode> below, int64_t foreign_depth);
   ~StackNode() override;
 
-  /// Finds the node of the innermost open scope with an ability, from here downwards.
+  /// Returns the node of the innermost open scope with an ability, from here downwards.
   const StackNode* nearest(Ability ability) const;
 
   Scope* const scope;
@@ -59,24 +60,23 @@ struct StackNode final : seam::ThreadEntry {
   const int64_t foreign_depth;                   ///< of LibTorch's own hook stack, at the push
 };
 
-/// What a guard or a region puts on the stack. A closed scope is passed over by every look-up, on
-/// whatever thread it is still on a stack; so guards may be destroyed out of order, or inside an
-/// engine thread's copy of the stack.
+/// An entry of a guard or a region on the stack. Look-ups skip a closed scope on every thread whose
+/// stack still holds it. So guards may be destroyed out of order, or inside an engine thread's copy
+/// of the stack.
 class Scope : public std::enable_shared_from_this<Scope> {
  public:
   virtual ~Scope() = default;
-  /// Hooks for the next saved tensor; null: save it plainly.
+  /// Returns hooks for the next saved tensor, or null to save it without hooks.
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() { return nullptr; }
-  /// Makes hooks for what is saved on behalf of a region in here.
+  /// Returns hooks for a tensor that is saved on behalf of a region in this scope.
   virtual std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(HooksAround) {
     return make_hooks();
   }
-  /// Whether its hooks leave the bytes of such a tensor alone: they keep it as it is, or let go of
-  /// it.
+  /// Returns whether its hooks do not move such a tensor: they hold the tensor itself, or drop it.
   virtual bool leaves_alone(const at::Tensor& /*saved*/) const { return false; }
-  /// Says what it registers for the recomputes of the regions in it; of `Ability::State`.
+  /// Returns its registrations for recomputes of the regions in it; for `Ability::State`.
   virtual std::shared_ptr<const UserRegistrations> registered_state() const { return nullptr; }
-  /// Up to which level calls in it are regions; of `Ability::Level`.
+  /// Returns the level up to which calls in it are regions; for `Ability::Level`.
   virtual int64_t training_level() const { return 0; }
 
   bool is_open() const { return open_.load(std::memory_order_acquire); }
@@ -89,8 +89,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   /// Makes a node of the stack for this scope.
   std::shared_ptr<StackNode> make_node(std::shared_ptr<StackNode> below, int64_t foreign_depth);
 
-  std::optional<bool> early_stop{};  ///< of `Ability::EarlyStop`
-  std::optional<bool> debug{};       ///< of `Ability::Debug`
+  std::optional<bool> early_stop{};  ///< for `Ability::EarlyStop`
+  std::optional<bool> debug{};       ///< for `Ability::Debug`
 
  protected:
   virtual void on_close() {}
@@ -98,40 +98,40 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
  private:
   struct OwningNode;
-  std::optional<StackNode> node_;  // its first
+  std::optional<StackNode> node_;  // its first node
   uint32_t abilities_ = 0;
   std::atomic<bool> open_{false};
 };
 
-/// Returns what the engine is to call. Defined above all that it calls
+/// Returns the functions that the engine calls. Defined above everything that they call
 /// (lib/entry/engine_callbacks.cpp).
 const seam::EngineCallbacks& engine_callbacks();
 
 /// Puts a scope on this thread's stack and makes our engine the default one. Throws the message of
 /// a disable guard if `scope` has hooks and hooks are disabled.
 void push(const std::shared_ptr<Scope>& scope);
-/// Closes a scope and takes it out of this thread's stack, wherever it stands there.
+/// Closes a scope and removes it from any place in this thread's stack.
 void pop(Scope& scope);
 
-/// Hooks of the innermost scope that has any; null if LibTorch's own (Python's) come first, unless
-/// `is_decided` says that none are wanted.
+/// Returns hooks of the innermost scope that has any. Null if LibTorch's own (Python's) hooks come
+/// first or, if `is_decided` is set, no hooks are wanted.
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_top_hooks(bool& is_decided);
 
-/// Makes the hooks around a region whose scope is open on this thread.
+/// Returns the hooks around a region whose scope is open on this thread.
 std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_around(const Scope& region,
                                                                        HooksAround which);
 
-/// Whether a tensor that is saved on behalf of such a region may meet any hook at all.
+/// Returns whether a tensor saved on behalf of such a region may reach any hook.
 bool may_meet_hooks_around(const Scope& region, HooksAround which);
 
-/// Whose hooks it meets.
+/// The scope whose hooks such a tensor reaches.
 struct ScopeAround {
-  Scope* scope = nullptr;   ///< null: none of ours
+  Scope* scope = nullptr;   ///< null if the hooks are not ours
   bool is_foreign = false;  ///< LibTorch's own
 };
 ScopeAround scope_with_hooks_around(const Scope& region, HooksAround which);
 
-/// While alive, what this thread saves passes the hooks around a region.
+/// Passes tensors that this thread saves to the hooks around a region while alive.
 class SaveAround {
  public:
   SaveAround(const Scope& region, HooksAround which);
@@ -145,11 +145,11 @@ class SaveAround {
   const SaveAround* const outer_;
 };
 
-/// The thread's stack as it is now, for several questions at the price of one. Use it at once.
+/// The thread's present stack, found once for several questions. Use it at once.
 class StackView {
  public:
   StackView();
-  /// Finds the innermost open scope with an ability, or null.
+  /// Returns the innermost open scope with an ability, or null.
   Scope* innermost(Ability ability) const {
     const StackNode* const node = top_ == nullptr ? nullptr : top_->nearest(ability);
     return node == nullptr ? nullptr : node->scope;
@@ -159,16 +159,16 @@ class StackView {
   const StackNode* top_;
 };
 
-/// Whether any thread may have an open scope with an ability: a load, no look-up.
+/// Returns whether any thread may have an open scope with an ability: one load, no look-up.
 bool is_any_open(Ability ability);
 
-/// Finds the innermost open scope with an ability, or null.
+/// Returns the innermost open scope with an ability, or null.
 Scope* innermost(Ability ability);
 /// Visits every open scope of this thread with an ability, innermost first.
 void visit(Ability ability, c10::function_ref<void(Scope&)> visitor);
 
-/// While alive, the thread's stack is the given scope alone, and LibTorch's own hook stack is empty
-/// and enabled: a recompute starts clean (Rule 3). Restores both exactly.
+/// Makes the given scope the whole stack of the thread while alive, and LibTorch's own hook stack
+/// empty and enabled: a recompute starts clean (Rule 3). Restores both exactly.
 class StackSwap {
  public:
   explicit StackSwap(const std::shared_ptr<Scope>& scope);
@@ -182,7 +182,7 @@ class StackSwap {
   std::unique_ptr<ForeignHooks> foreign_;
 };
 
-/// While alive the thread has no scopes: what is computed belongs to no region.
+/// Hides the thread's scopes while alive: tensors computed meanwhile belong to no region.
 class NoScopes {
  public:
   NoScopes();

@@ -1,13 +1,14 @@
 #pragma once
-// Knows, on a thread, that a pack function of the user's runs inside a region.
+// Tracks whether a user's pack function runs inside a region on a thread.
 
 #include <ATen/core/Tensor.h>
 
 namespace remat {
 
-/// While alive a pack function runs. It may read what it packs, and what it made of that, past all
-/// operators, and whoever unpacks may, too: a placeholder would not do. So the former counts as
-/// read, and of the latter nothing is kept; its calls are counted as all others.
+/// Marks that a pack function runs. The pack function may read its argument and tensors made from
+/// it without an operator, and so may the unpack function: a placeholder would not do. So the
+/// argument counts as read, and no results of operators in the pack function are kept. Its calls
+/// are counted as usual.
 class Packing {
  public:
   explicit Packing(const at::Tensor& saved);

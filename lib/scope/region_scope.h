@@ -1,5 +1,5 @@
 #pragma once
-// The scope of a region's run, and what others may ask of it: one small interface a user.
+// The scope of a region's run, and its interfaces: one small interface for each user.
 
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
@@ -20,15 +20,15 @@ struct LockOwner;       // lib/base/recompute_lock.h
 
 namespace detail {
 
-/// Told of the backwards that a region's function runs.
+/// Receives the backwards that a region's function runs.
 class BackwardWatcher {
  public:
-  /// A backward begins. `targets`: none for all leaves; `accumulates`: into them. Throws what
-  /// speaks against it.
+  /// Called when a backward begins. `targets`: empty for all leaves; `accumulates`: into them.
+  /// Throws if the backward is refused.
   virtual void backward_begins(const torch::autograd::edge_list& roots,
                                const torch::autograd::edge_list& targets, bool accumulates) = 0;
-  /// A backward has ended: what it returned (nothing if it threw), and the gradients given to its
-  /// roots.
+  /// Called when a backward has ended, with its results (empty if it threw) and the gradients given
+  /// to its roots.
   virtual void backward_ended(const torch::autograd::variable_list& /*gradients*/,
                               const torch::autograd::variable_list& /*given*/) {}
 
@@ -36,43 +36,43 @@ class BackwardWatcher {
   ~BackwardWatcher() = default;  // owned as something else
 };
 
-/// A registration watcher is told of what a region's function registers on tensors.
+/// Receives the registrations of a region's function on tensors.
 class RegistrationWatcher {
  public:
-  /// A hook is about to be registered. A recompute answers with the handle of forward's, which is
-  /// there already.
+  /// Called when a hook is about to be registered. A recompute returns the handle of forward's
+  /// hook, which exists already.
   virtual std::optional<unsigned> known_hook(const at::TensorBase&) { return std::nullopt; }
-  /// A hook has this handle now. `is_new`: it has been registered, none was known.
+  /// Called when a hook has this handle. `is_new`: it was registered now, and not known from
+  /// forward.
   virtual void hook_registered(const at::TensorBase& tensor, unsigned handle, bool is_new) = 0;
-  /// `requires_grad_` is about to be called.
+  /// Called when `requires_grad_` is about to be called.
   virtual void requires_grad_changes(const at::TensorBase&) {}
-  /// The node at which gradients of a leaf end in this run; null: the leaf's own.
+  /// Returns the node at which gradients of a leaf end in this run; null for the leaf's own.
   virtual const seam::NodePtr* gradient_sink(const at::TensorBase&) { return nullptr; }
 
  protected:
   ~RegistrationWatcher() = default;  // owned as something else
 };
 
-/// A read watcher is told of the tensors whose data others than operators read in a region's first
-/// run.
+/// Receives the tensors whose data are read by others than operators in a region's first run.
 class ReadWatcher {
  public:
   virtual ~ReadWatcher() = default;
-  /// A tensor was saved in a region inside, or given to a user's pack function.
+  /// Called when a tensor was saved in a region inside, or given to a user's pack function.
   virtual void tensor_was_read(const at::Tensor& tensor) = 0;
-  /// A backward got a recomputed value, of that slot of that region.
+  /// Called when a backward got the recomputed value of that slot of that region.
   virtual void value_was_handed_over(const at::Tensor& value, int64_t region, int64_t position) = 0;
 };
 
-/// The scope of a region while its function runs: the first time, or again. Each question has an
-/// answer of its own, null where there is nothing to say. Asked on threads that take part in the
-/// run.
+/// The scope of a region while its function runs, in forward or in a recompute. Each query returns
+/// null if it does not apply. Called on threads that take part in the run.
 class RegionScope : public Scope {
  public:
-  /// `region` lives as long as the scope.
+  /// `region` must outlive the scope.
   explicit RegionScope(const RegionInfo& region) : region_(region) { answers(Ability::Region); }
   const RegionInfo& region() const { return region_; }
-  /// Whether this thread takes part in the run: others merely inherited the stack (at::launch).
+  /// Returns whether this thread takes part in the run: others merely inherited the stack
+  /// (at::launch).
   virtual bool is_own_thread() const = 0;
   virtual DrawSource* draws() { return nullptr; }
   virtual OperatorHandler* operators() { return nullptr; }
@@ -81,7 +81,8 @@ class RegionScope : public Scope {
   virtual RegistrationWatcher* registrations() { return nullptr; }
   virtual GuardWatcher* guards() { return nullptr; }
   virtual ScriptWatch* scripts() { return nullptr; }
-  /// A region inside has returned. A batch norm in it moved running statistics with this storage.
+  /// Called when a region inside has returned, in which a batch norm moved running statistics with
+  /// this storage.
   virtual void statistics_moved(const c10::StorageImpl* /*statistics*/) {}
 
   bool is_recompute = false;              ///< not the first run

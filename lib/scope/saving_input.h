@@ -1,6 +1,6 @@
 #pragma once
-// Knows, on a thread, that an input of a region is being saved, and which tensor its alias stands
-// for.
+// Tracks that an input of a region is being saved on a thread, and the tensor for which its alias
+// stands.
 
 #include <ATen/core/Tensor.h>
 
@@ -8,25 +8,27 @@ namespace remat {
 
 class SlotFiller;  // hooks/pack/slot.h
 
-/// The tensor whose alias is being packed, else null. A region around judges the alias by it.
+/// Returns the tensor whose alias is being packed, or null. A region around judges the alias by it.
 const at::Tensor* input_being_saved();
-/// Returns the same to a frame that makes a slot of it, or fills one with it.
+/// Returns the same tensor to a frame that makes a slot of it or fills a slot with it, and notes
+/// that.
 const at::Tensor* take_input_being_saved();
 
-/// Where that is an input of a region that is about to run in a recompute, the recompute may end
-/// when the inputs are saved: returns true, and whoever saves them calls the filler's `stop`. Else
-/// false.
+/// Defers the stop of a recompute until the inputs of a region that is about to run are saved.
+/// Returns true in that case, and the function that saves the inputs calls the filler's `stop`;
+/// otherwise returns false.
 bool stop_after_inputs(SlotFiller& filler);
 
-/// While alive, what this thread saves is an alias of `tensor`: an input of a region, or a kept
-/// value.
+/// Marks tensors that this thread saves as aliases of `tensor`, an input of a region or a kept
+/// value, while alive.
 class SavingInput {
  public:
-  /// `stops_later` is told of a recompute that ends here; null: it may end in the hook.
+  /// `stops_later` receives the filler of a recompute that ends here; if null, it may end in the
+  /// hook.
   explicit SavingInput(const at::Tensor& tensor, SlotFiller** stops_later = nullptr);
   ~SavingInput();
   SavingInput& operator=(SavingInput&&) = delete;
-  /// Whether a region around has made a slot of it.
+  /// Returns whether a region around has made a slot of it.
   bool is_slot() const { return is_slot_; }
 
  private:

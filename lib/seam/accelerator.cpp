@@ -13,7 +13,7 @@
 
 namespace remat {
 
-// One that LibTorch was built with never changes, and asking for it is not free.
+// An accelerator that LibTorch was built with never changes, and asking for it is not free.
 std::optional<c10::DeviceType> present_accelerator() {
   static const std::optional<c10::DeviceType> built_in = at::getAccelerator(/*checked=*/false);
   return built_in || !at::isPrivateUse1HooksRegistered() ? built_in
@@ -27,8 +27,8 @@ c10::SmallVector<c10::Device, 2> devices_in_use() {
   if (!type || !tells) return devices;
   try {
     const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*type);
-    // In a process that makes fake tensors LibTorch guards one device of a kind of its own that has
-    // none; its hooks know.
+    // In a process that makes fake tensors, the device guard of LibTorch reports one device for a
+    // kind that has none; the hooks of that kind report none.
     const c10::DeviceIndex count = type == c10::kPrivateUse1
                                        ? c10::impl::VirtualGuardImpl(*type).deviceCount()
                                        : hooks.deviceCount();
@@ -46,7 +46,7 @@ c10::SmallVector<c10::Device, 2> devices_in_use() {
 
 namespace {
 
-/// Newer LibTorch asks the stream. Older ones let no generator be copied meanwhile.
+/// Newer LibTorch asks the stream. Older LibTorch refuses to copy a generator during a capture.
 template <class Guard, class GeneratorOf>
 bool is_capturing_on(const Guard& guard, const c10::Stream& stream,
                      const GeneratorOf& generator_of) {

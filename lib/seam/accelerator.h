@@ -1,5 +1,5 @@
 #pragma once
-// Which accelerator there is, and which of its devices are in use.
+// Finds the accelerator, and its devices in use.
 
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
@@ -10,17 +10,18 @@
 
 namespace remat {
 
-/// Finds the accelerator of this build, or one that a plug-in brought (PrivateUse1, at any time).
+/// Returns the accelerator of this build, or one that a plug-in registered (PrivateUse1, at any
+/// time).
 std::optional<c10::DeviceType> present_accelerator();
 
-/// Its devices that are initialised; initialises none. Empty without an accelerator, or if its
-/// plug-in does not tell.
+/// Returns the initialized devices of the accelerator, and initializes none. Empty without an
+/// accelerator, or if its plug-in does not report them.
 c10::SmallVector<c10::Device, 2> devices_in_use();
 
-/// Whether what this thread queues on the device becomes part of a graph instead of running.
-/// `generator`: the device's.
+/// Returns whether work that this thread queues on the device is captured into a graph instead of
+/// run. `generator`: the device's.
 bool is_capturing(const c10::Device& device, const at::Generator& generator);
-/// The same of one stream.
+/// Returns whether work queued on the stream is captured into a graph instead of run.
 bool is_capturing(const c10::Stream& stream);
 
 }  // namespace remat

@@ -22,13 +22,13 @@ class AllocationReports::Place final : public torch::profiler::impl::ProfilerSta
     place->entry_ = c10::ThreadLocalDebugInfo::current().get();
   }
   void end() { is_open_ = false; }
-  /// Gives back the places on this thread that have ended, down to one that has not.
+  /// Frees the places on this thread that have ended, down to one that has not.
   static void give_back() {
     for (;;) {
       auto* const top = dynamic_cast<Place*>(on_this_thread());
       if (top == nullptr || top->is_open_) return;
       if (c10::ThreadLocalDebugInfo::current().get() != top->entry_)
-        return;  // something lies on it
+        return;  // another entry is above it
       c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::shared_ptr(top->before_));
     }
   }
@@ -53,9 +53,9 @@ class AllocationReports::Place final : public torch::profiler::impl::ProfilerSta
 
  private:
   const AllocationListener listener_;
-  std::atomic<bool> is_open_{true};                    // other threads may still have it
-  std::shared_ptr<c10::ThreadLocalDebugInfo> before_;  // below it
-  const c10::ThreadLocalDebugInfo* entry_ = nullptr;   // which has it
+  std::atomic<bool> is_open_{true};                    // other threads may still hold it
+  std::shared_ptr<c10::ThreadLocalDebugInfo> before_;  // the entries below it
+  const c10::ThreadLocalDebugInfo* entry_ = nullptr;   // the entry that holds it
 };
 
 AllocationReports::AllocationReports(AllocationListener listener)

@@ -18,7 +18,7 @@ AutogradMeta* meta_of(const at::TensorBase& tensor) {
   return torch::autograd::impl::get_autograd_meta(tensor);
 }
 
-/// What a weak pointer that has not expired points to.
+/// Returns the target of a weak pointer that has not expired.
 template <class Weak>
 Node* target_of(const Weak& pointer) {
   if constexpr (requires { pointer._unsafe_get_target(); })
@@ -27,7 +27,8 @@ Node* target_of(const Weak& pointer) {
     return pointer.lock().get();  // a std::weak_ptr before 2.13
 }
 
-/// The node that made a tensor, or that adds to a leaf's gradient; null if there is none.
+/// Returns the node that made a tensor, or that accumulates a leaf's gradient; null if there is
+/// none.
 Node* either_node(const AutogradMeta& meta) {
   if (meta.grad_fn_ != nullptr) return meta.grad_fn_.get();
   return meta.grad_accumulator_.expired() ? nullptr : target_of(meta.grad_accumulator_);
@@ -64,7 +65,7 @@ bool has_own_hooks(const at::TensorBase& tensor) {
 
 bool has_tangent(const at::Tensor& tensor) {
   const AutogradMeta* const meta = meta_of(tensor);
-  // Asking for the tangent itself takes a lock; hardly any tensor has ever had one.
+  // Asking for the tangent itself takes a lock; few tensors have ever had one.
   return meta != nullptr && meta->fw_grad_ != nullptr && tensor._fw_grad(/*level=*/0).defined();
 }
 
@@ -102,7 +103,7 @@ bool cut_hooks(const at::Tensor& tensor, const HooksByHand& then) {
   HookTables* const tables = hook_tables.load();
   const bool may_have_tables = !then.tables.empty() || !meta->hooks_.empty();
   if (tables != nullptr && may_have_tables) tables->cut(tensor, then.tables);
-  // Hooks of register_hook share one entry there, and were noted.
+  // Hooks of register_hook share one entry, and were noted.
   if (meta->cpp_hooks_list_ == nullptr) shorten(meta->hooks_, then.on_tensor);
   if (Node* const node = either_node(*meta); node != nullptr && node == then.node) {
     if (meta->cpp_hooks_list_ == nullptr) shorten(node->tensor_pre_hooks(), then.before_tensor);

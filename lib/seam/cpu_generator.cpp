@@ -9,9 +9,9 @@ namespace remat {
 namespace {
 
 // Note [Reading the position]
-// Every region asks four times whether the generator moved, and the accessor of the engine copies
-// 2.5 KB to say so. The explicit instantiations may name private members; a LibTorch without them
-// does not compile.
+// Every region checks four times whether the generator moved, and the accessor of the engine copies
+// 2.5 KB. So private members are read. The explicit instantiations may name them; a LibTorch
+// without them does not compile.
 template <class Member>
 using MemberOf = Member at::CPUGeneratorImpl::*;
 MemberOf<at::mt19937> member(at::mt19937*);
@@ -78,7 +78,7 @@ void copy_state(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to) {
   to.set_next_double_normal_sample(from.next_double_normal_sample());
 }
 
-// Every draw moves `left_` or `next_`; they come back to the same values only with a new block of
+// Every draw changes `left_` or `next_`. They return to the same values only with a new block of
 // state words, of which the first 128 bits are compared too.
 CpuRngPosition position_of(at::CPUGeneratorImpl& generator) {
   const at::mt19937_data_pod& data = data_of(engine_of(generator));

@@ -1,5 +1,5 @@
 #pragma once
-// The state of a CPU generator: copied, compared and set without touching more of it than needed.
+// Copies, compares and sets the state of a CPU generator, touching no more of it than needed.
 
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -17,27 +17,27 @@ struct CpuRngState {
 };
 
 at::CPUGeneratorImpl& default_cpu_generator();
-/// Returns null for one that is no such generator, though it may be on the CPU (a library's own
-/// kind).
+/// Returns null for another kind of generator, which may also be on the CPU (a library's own).
 at::CPUGeneratorImpl* as_cpu_generator(const at::Generator& generator);
 
-// Of each function the caller holds the generator's mutex, if another thread can reach it.
+// For each function the caller holds the generator's mutex if another thread can reach the
+// generator.
 
 /// Copies the present state.
 std::shared_ptr<const CpuRngState> state_of(at::CPUGeneratorImpl& generator);
-/// Whether the generator stands where `state` was taken.
+/// Returns whether the generator is at the position where `state` was taken.
 bool is_at(at::CPUGeneratorImpl& generator, const CpuRngState& state);
 void set_state(at::CPUGeneratorImpl& generator, const CpuRngState& state);
 void copy_state(at::CPUGeneratorImpl& from, at::CPUGeneratorImpl& to);
 
-/// Where a generator stands: equal for equal states, and after a draw another one.
+/// The position of a generator: equal for equal states, and different after a draw.
 struct CpuRngPosition {
   uint64_t seed = 0;
   int left = 0;
   uint32_t next = 0;
   std::array<uint32_t, 4> first_words{};
   uint64_t normal_double = 0;
-  uint64_t normal_float = 0;  ///< its bits, and above them whether there is one of either kind
+  uint64_t normal_float = 0;  ///< its bits; above them, which of the two kinds exist
   bool operator==(const CpuRngPosition&) const = default;
 };
 CpuRngPosition position_of(at::CPUGeneratorImpl& generator);

@@ -19,7 +19,7 @@ constexpr bool is_requested_kind(int64_t requested, int64_t allocated) {
   return requested != 0 || allocated == 0;
 }
 
-// A template, so that what LibTorch lacks is not looked for.
+// A template, so that names that LibTorch lacks are not looked up.
 template <class Allocator>
 struct Asked {
   static constexpr bool is_known = requires { sizeof(Allocator); };

@@ -1,5 +1,5 @@
 #pragma once
-// What the allocator of an accelerator says about its memory.
+// Memory statistics of an accelerator's allocator.
 
 #include <c10/core/Device.h>
 
@@ -8,25 +8,26 @@
 
 namespace remat::seam {
 
-/// Why a device's allocator cannot be asked: a clause for an error's cause; null if it can be.
+/// Returns why a device's allocator cannot be asked, as a clause for an error's cause; null if it
+/// can be.
 const char* why_memory_is_unknown(c10::Device device);
 
-/// [bytes] of a device's tensors.
+/// Bytes of a device's tensors.
 struct DeviceBytes {
   int64_t live = 0, peak = 0;                  ///< peak: since the last reset
   bool are_requested = true;                   ///< `false`: as the allocator rounds them
-  int64_t rounded_live = 0, rounded_peak = 0;  ///< the same as the allocator rounds them
+  int64_t rounded_live = 0, rounded_peak = 0;  ///< as the allocator rounds them
   int64_t num_failed = 0;                      ///< allocations that did not fit, since it began
 };
-/// The allocator's statistics. Only where memory is known, and the device has been used.
+/// Returns the allocator's statistics. Requires that memory is known and the device has been used.
 DeviceBytes device_bytes(c10::Device device);
-/// Starts the allocator's peak at what is alive; for everybody who reads it.
+/// Resets the allocator's peak to the live bytes, for all its readers.
 void reset_device_peak(c10::Device device);
 
-/// [bytes] that the device has free, once the allocator has given back what it caches and nobody
-/// uses; nothing if it does not say.
+/// Returns the free bytes of the device after the allocator has released its unused cache; empty if
+/// it does not report them.
 std::optional<int64_t> free_device_bytes(c10::Device device);
-/// Why that may say nothing, of any device: a clause for an error's cause.
+/// Returns why free_device_bytes() may be empty for any device, as a clause for an error's cause.
 const char* why_free_is_unknown();
 
 }  // namespace remat::seam

@@ -27,8 +27,8 @@ namespace {
 OperatorHandler operator_handler = nullptr;
 thread_local bool is_handling = false;
 
-/// Whether there may be modes and tensors of Python's. Known when operators are first seen; a
-/// process that loads Python later is looked at again by the next region.
+/// True if modes and tensors of Python may exist. Determined when operators are first seen, and
+/// again by each next region, since a process may load Python later.
 std::atomic<bool> may_have_python{true};
 
 void look_for_python() {
@@ -55,7 +55,7 @@ void look_away(bool away) {
 using c10::impl::TorchDispatchModeTLS;
 using Mode = c10::impl::PyObject_TorchDispatchMode;
 
-/// Leaked, like the interpreter; one for all threads, since it knows nothing.
+/// Leaked, like the interpreter. All threads share it, since it has no state.
 const std::shared_ptr<Mode>& mode_without_python() {
   static const auto* const mode = new std::shared_ptr<Mode>(
       std::make_shared<Mode>(reinterpret_cast<PyObject*>(interpreter()), interpreter()));
@@ -80,7 +80,7 @@ bool is_ours(const std::shared_ptr<Mode>& mode) {
   const PythonMode* const python = python_mode.load(std::memory_order_acquire);
   if (python == nullptr) return mode == mode_without_python();
   if (mode == python->mode) return true;
-  // Python code that has taken it off for a while puts on a new reference to the object.
+  // Python code that removed the mode for a while pushes a new reference to the object.
   return (&mode->pyinterpreter() == python->interpreter &&
           mode->ptr(python->interpreter) == python->object) ||
          mode == mode_without_python();
@@ -99,8 +99,7 @@ void push_all(Modes& modes) {
     TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(modes.back()));
 }
 
-/// Takes our mode off, wherever it stands. Modes above it stay in their order; returns how many
-/// there are.
+/// Removes our mode from any position. Modes above it stay in order; returns how many there are.
 int64_t remove_mode() {
   Modes above;
   while (TorchDispatchModeTLS::stack_len() > 0) {
@@ -113,7 +112,8 @@ int64_t remove_mode() {
   return num_above;
 }
 
-/// Where it stood: who opened the modes above takes the topmost away when it closes.
+/// Inserts our mode at its old position, since a scope that opened a mode above removes the topmost
+/// mode when it closes.
 void insert_mode(int64_t num_above) {
   Modes above;
   while (num_above-- > 0 && TorchDispatchModeTLS::stack_len() > 0)
@@ -122,7 +122,7 @@ void insert_mode(int64_t num_above) {
   push_all(above);
 }
 
-/// Whether nobody else can see this thread's operators, or the tensors of a Python class.
+/// Returns whether this thread has no other mode and the process no tensors of a Python class.
 bool is_alone() {
   return !may_have_python.load(std::memory_order_relaxed) && TorchDispatchModeTLS::stack_len() == 1;
 }
@@ -149,7 +149,7 @@ AtKernel::AtKernel(c10::DispatchKeySet met) : before_(c10::impl::tls_local_dispa
   const bool alone = is_alone();
   if (alone) keys.excluded_ = keys.excluded_ | mode_keys;
   c10::impl::_force_tls_local_dispatch_key_set(keys);
-  // It is the topmost one, or it would not have been called.
+  // It is the topmost mode, since LibTorch called it.
   if (!alone) mode_ = TorchDispatchModeTLS::pop_stack();
 }
 
@@ -163,7 +163,7 @@ c10::DispatchKeySet keys_met(const c10::OperatorHandle& op) {
   const auto add_if_met = [&](c10::DispatchKey key) {
     if (op.hasKernelForDispatchKey(key)) met = met.add(key);
   };
-  // LibTorch's kernels for autograd exclude it, too, but for operators that only write.
+  // LibTorch's autograd kernels exclude it, too, except for operators that only write.
   const c10::FunctionSchema& schema = op.schema();
   const bool only_writes =
       schema.name().back() == '_' ||

@@ -1,16 +1,16 @@
 #pragma once
-// Seeing the operators of a thread: a dispatch mode of ours, and when it looks away.
+// Sees the operators of a thread through a dispatch mode of ours, which can be suspended.
 //
 // Note [Seeing operators]
-// A TorchDispatchMode of our own interpreter: LibTorch hands it every operator that is not made of
-// others, boxed, below autograd. It is off while it handles one, as LibTorch wants it; the modes
-// of a Python process stand beside it on the same stack.
+// Our TorchDispatchMode has an interpreter of our own. LibTorch hands it every operator that is not
+// composed of others, boxed, below autograd. The mode is off while it handles one, as LibTorch
+// requires. The modes of a Python process are on the same stack.
 //
 // Note [Looking away]
-// LibTorch turns a mode off by taking it off that stack, and turning it on again was a fifth of
-// what seeing an operator costs. In a process without Python no other mode and no tensor of a
-// Python class can be met. There our mode stays on the stack, and the dispatch keys that lead to
-// modes are excluded instead. A region that opens meanwhile, in a custom operator's kernel, say,
+// LibTorch turns a mode off by removing it from that stack, and turning it on again was a fifth of
+// the cost of seeing an operator. A process without Python has no other modes and no tensors of a
+// Python class. There our mode stays on the stack, and the dispatch keys that lead to modes are
+// excluded instead. A region that opens meanwhile, in a custom operator's kernel for example,
 // includes them again.
 
 #include <ATen/core/stack.h>
@@ -29,10 +29,10 @@ namespace remat::seam {
 
 /// Runs an operator below autograd (AtKernel), or puts results on the stack itself.
 using OperatorHandler = void (*)(const c10::OperatorHandle& op, torch::jit::Stack& stack);
-/// Once, before operators are seen.
+/// Sets the handler. Call it once, before operators are seen.
 void set_operator_handler(OperatorHandler handler);
 
-/// While alive, the operators of this thread come to the handler, also on the threads that run a
+/// Passes the operators of this thread to the handler while alive, also on the threads that run a
 /// backward for it. Nests.
 class DispatchMode {
  public:
@@ -45,10 +45,10 @@ class DispatchMode {
 };
 
 bool is_dispatch_mode_on();
-/// Whether operators that LibTorch hands to a mode now are ours to handle.
+/// Returns whether our mode handles operators that LibTorch hands to a mode now.
 bool is_our_mode_on_top();
 
-/// While alive, they do not.
+/// Suspends the dispatch mode for its lifetime.
 class DispatchModeOff {
  public:
   DispatchModeOff();
@@ -62,16 +62,18 @@ class DispatchModeOff {
 
 // Note [Keys of a kernel]
 // On the way to a mode LibTorch excludes every dispatch key above it. A kernel that is reached
-// without a mode has only those excluded that the caller had, and that kernels on the way exclude:
-// autograd's always, ADInplaceOrView but for some that write, autocast's if the operator has a
-// kernel there. It may depend on the others: it conjugates lazily (pinv), counts up the version of
-// what it writes (_foreach_add_), or calls operators that autocast (bilinear).
+// without a mode runs with fewer keys excluded: those that the caller excluded, and those that
+// kernels on the way exclude. The latter are autograd's (always), ADInplaceOrView (except for some
+// operators that write) and autocast's (if the operator has a kernel there). A kernel may depend on
+// the other keys: it conjugates lazily (pinv), increments the version of tensors that it writes
+// (_foreach_add_), or calls operators that autocast (bilinear).
 
-/// Finds the keys that kernels on the way to the operator's own exclude. Not cheap.
+/// Returns the keys that kernels on the way to the operator's own exclude. Not cheap.
 c10::DispatchKeySet keys_met(const c10::OperatorHandle& op);
 
-/// While alive, in the handler: operators do not come to it, and a kernel finds the keys that it
-/// would find without a mode. `met`: keys_met() of its operator.
+/// In the handler, lets a kernel run as without a mode, for its lifetime: operators do not reach
+/// the handler, and dispatch keys are those that the kernel would find. `met`: keys_met() of the
+/// operator.
 class AtKernel {
  public:
   explicit AtKernel(c10::DispatchKeySet met);
@@ -80,12 +82,12 @@ class AtKernel {
 
  private:
   const c10::impl::LocalDispatchKeySet before_;
-  std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> mode_;  // ours, if it had to be taken off
+  std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> mode_;  // ours, if it had to be removed
 };
 
-/// LibTorch hands our mode an operator.
+/// Handles an operator that LibTorch hands to our mode.
 void handle_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack);
-/// Whether the handler runs on this thread, and what it calls.
+/// Returns whether the handler, or a function called by it, runs on this thread.
 bool is_handling_operator();
 
 }  // namespace remat::seam

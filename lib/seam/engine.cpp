@@ -28,7 +28,7 @@ using torch::autograd::Engine;
 
 EngineCallbacks engine_callbacks{};
 
-/// Of this length a string has no memory of its own, and two are compared in a few instructions.
+/// A string of this length has no memory of its own, and two are compared in a few instructions.
 constexpr std::size_t slot_key_length = 15;
 
 /// Names this copy of the library: two copies in one process need distinct keys.
@@ -45,14 +45,15 @@ using at::impl::ThreadLocalPythonObjects;
 using EntryMap = std::unordered_map<std::string, std::shared_ptr<c10::SafePyObject>>;
 
 // Note [Reading the entry]
-// Every saved tensor asks for the entry. The public way, `contains` and then `get`, hashes the key
-// three times and was a tenth of the cost of a small region; so the map itself is read: where it
-// has one entry, that is looked at, without a search. Every region puts the entry in twice and
-// takes it out twice (a key left behind would cost every node of every backward a copy of the map).
-// Mostly there is no other entry; so a map with ours alone is kept in between, and changes places
-// with the empty one. In a backward that Python began there is another entry, the context's; then
-// the map's node is kept. The explicit instantiation below may name a private member; a LibTorch
-// without it does not compile.
+// Every saved tensor looks up the entry. The public way, `contains` and then `get`, hashes the key
+// three times and was a tenth of the cost of a small region. So the map itself is read, and a map
+// with one entry is checked without a search.
+//
+// Every region inserts the entry twice and removes it twice, since a key left behind would cost
+// every node of every backward a copy of the map. Usually there is no other entry, so a map with
+// our entry alone is stored in between and swapped with the empty one. In a backward that Python
+// began there is another entry, the context's; then the map's node is stored. The explicit
+// instantiation below may name a private member; a LibTorch without it does not compile.
 EntryMap ThreadLocalPythonObjects::* entry_map_of(ThreadLocalPythonObjects*);
 template <EntryMap ThreadLocalPythonObjects::* member>
 struct EntryMapAccess {
@@ -62,14 +63,14 @@ struct EntryMapAccess {
 };
 template struct EntryMapAccess<&ThreadLocalPythonObjects::obj_dict_>;
 
-/// Room for an entry, while the thread has none.
+/// Memory for an entry, while the thread has none.
 struct Spare {
-  EntryMap map{{slot_key(), nullptr}};  ///< of our key alone, where there is nothing; else empty
-  EntryMap::node_type node;             ///< for a map that has other entries; or empty
+  EntryMap map{{slot_key(), nullptr}};  ///< with our key and a null entry; empty while in use
+  EntryMap::node_type node;             ///< for a map with other entries; may be empty
   ~Spare();
 };
 
-/// What a thread looks up once. Without constructor or destructor, so that reading it costs no
+/// Data that a thread looks up once. Without constructor or destructor, so that reading it costs no
 /// check.
 struct ThreadPart {
   EntryMap* entries = nullptr;
@@ -85,7 +86,7 @@ Spare::~Spare() {
   thread_part.is_ending = true;
 }
 
-/// LibTorch's map is handed out read-only, but what is handed out is no constant.
+/// LibTorch returns its map as const, but the map itself is not const.
 [[gnu::noinline]] void fill(ThreadPart& part) {
   part.key = &slot_key();
   part.foreign_hooks = &at::SavedTensorDefaultHooks::get_tls_state();
@@ -98,8 +99,8 @@ Spare::~Spare() {
                               entry_map_of(static_cast<ThreadLocalPythonObjects*>(nullptr))));
 }
 
-/// This thread's own; one look-up for all, which the compiler must not do again instead of keeping
-/// what it found.
+/// Returns this thread's part. The `asm` keeps the compiler from repeating the thread-local
+/// look-up.
 inline ThreadPart& this_thread() {
   ThreadPart* part = &thread_part;
   asm("" : "+r"(part));
@@ -107,7 +108,7 @@ inline ThreadPart& this_thread() {
   return *part;
 }
 
-/// Ours among entries of which there are some; or the end.
+/// Returns our entry among the entries, which must not be empty; or the end.
 EntryMap::iterator find_entry(const ThreadPart& part) {
   EntryMap& entries = *part.entries;
   const std::string& key = *part.key;
@@ -191,7 +192,7 @@ void install(const EngineCallbacks& callbacks) {
   Engine& current = Engine::get_default_engine();
   ForwardingEngine* const latest = installed.load(std::memory_order_relaxed);
   if (&current == latest) return;
-  if (latest == nullptr) {  // constant afterwards
+  if (latest == nullptr) {  // set only once
     refuse_other_torch();
     engine_callbacks = callbacks;
     set_operator_handler(callbacks.run_operator);
@@ -217,7 +218,7 @@ namespace {
 
 ThreadEntry* entry_behind(const c10::SafePyObject& handle) {
   return static_cast<const ThreadEntry::Handle&>(handle)
-      .entry;  // there are no others under our key
+      .entry;  // our key is not used for other handles
 }
 
 std::shared_ptr<ThreadEntry> entry_behind(std::shared_ptr<c10::SafePyObject> handle) {
@@ -236,7 +237,7 @@ ThreadEntry* entry_of(const ThreadPart& part) {
                                                                   : entry_behind(*found->second);
 }
 
-/// See Note [Reading the entry]. There is none of ours.
+/// See Note [Reading the entry]. Requires that our entry is absent.
 void add_entry(const ThreadPart& part, std::shared_ptr<c10::SafePyObject> handle) {
   EntryMap& entries = *part.entries;
   Spare* const spare = part.spare;
@@ -256,7 +257,7 @@ void add_entry(const ThreadPart& part, std::shared_ptr<c10::SafePyObject> handle
   }
 }
 
-/// See Note [Reading the entry]. What is there has been taken.
+/// See Note [Reading the entry]. The entry's pointer has been moved from.
 void remove_entry(const ThreadPart& part, EntryMap::iterator ours) {
   EntryMap& entries = *part.entries;
   Spare* const spare = part.spare;
@@ -317,7 +318,7 @@ template <class Hooks>
 void forbid(const std::string& message) {
   if constexpr (requires { Hooks::disable(message, /*fail_if_non_empty=*/false); }) {
     Hooks::disable(message, /*fail_if_non_empty=*/false);
-  } else {  // before 2.8 it refuses while any are there
+  } else {  // before 2.8 it refuses while there are hooks
     auto state = Hooks::get_tls_state();
     state.disabled_error_message = message;
     Hooks::set_tls_state(state);
@@ -337,7 +338,7 @@ std::string name_of_node(uint64_t sequence_number) {
 
 std::string name_of_node(uint64_t sequence_number, const torch::autograd::Node* current) {
   if (current == nullptr) return {};
-  // Numbers count up on each thread: what leads on to the node has a higher one.
+  // Numbers grow on each thread: a node that leads to the wanted one has a higher number.
   std::vector<const torch::autograd::Node*> waiting{current};
   std::unordered_set<const torch::autograd::Node*> seen{current};
   while (!waiting.empty()) {

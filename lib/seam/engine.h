@@ -2,17 +2,17 @@
 // The only place that touches the autograd engine and LibTorch's unstable parts.
 //
 // Note [The forwarding engine]
-// C++ LibTorch asks `Engine::get_default_saved_variable_hooks()` before it saves a tensor, and the
-// base engine answers "none". We install an engine that forwards everything to the engine that was
-// there before and answers this one question. Replacing the engine instead would break programs
-// that ran a backward earlier: the device threads belong to the old object. Importing torch into
-// the process later installs Python's engine over ours, so every scope entry installs again.
+// C++ LibTorch calls `Engine::get_default_saved_variable_hooks()` before it saves a tensor, and the
+// base engine returns null. We install an engine that answers this one question and forwards
+// everything else to the previous engine. Replacing the engine instead would break programs that
+// ran a backward earlier: the device threads belong to the old object. If torch is imported into
+// the process later, Python's engine is installed over ours, so every scope entry installs again.
 //
 // Note [Where the scopes live]
-// In `at::impl::ThreadLocalPythonObjects`, under a key of our own: LibTorch carries its contents to
-// every thread that runs a node of a backward, also to re-entrant ones. A plain thread_local would
-// show an engine thread the scopes of whatever ran there before. The entries carry an interpreter
-// of which LibTorch only ever calls incref and decref.
+// Scopes are stored in `at::impl::ThreadLocalPythonObjects`, under a key of our own. LibTorch
+// carries its contents to every thread that runs a node of a backward, including re-entrant ones.
+// With a plain thread_local, an engine thread would see the scopes of earlier work on that thread.
+// The entries carry an interpreter, of which LibTorch only ever calls incref and decref.
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/stack.h>
@@ -35,23 +35,23 @@
 
 namespace remat::seam {
 
-/// What we put into the engine; plain functions, set once.
+/// The functions that our engine calls; plain functions, set once.
 struct EngineCallbacks {
-  /// Returns null for none of ours. Sets `is_decided` if nobody else's are wanted either.
+  /// Returns null if we have no hooks. Sets `is_decided` if no other hooks may be used either.
   std::unique_ptr<torch::autograd::SavedVariableHooks> (*make_hooks)(bool& is_decided);
-  /// Gets the hooks of another language's that are asked instead, of which there are some; returns
-  /// what to ask.
+  /// Gets the non-null hooks of another language that would be used; returns the hooks to use.
   std::unique_ptr<torch::autograd::SavedVariableHooks> (*surround_foreign)(
       std::unique_ptr<torch::autograd::SavedVariableHooks> hooks);
-  /// This thread is about to run, and wait for, a backward from `roots` to `outputs` (none: to all
-  /// leaves). `accumulates`: into leaves, instead of returning gradients.
+  /// Called when this thread is about to run, and wait for, a backward from `roots` to `outputs`
+  /// (empty: to all leaves). `accumulates`: into leaves, instead of returning gradients.
   void (*backward_begins)(const torch::autograd::edge_list& roots,
                           const torch::autograd::edge_list& outputs, bool accumulates);
-  /// The backward has ended, and returns these; none if it threw. `given`: the gradients of its
-  /// roots. Throws nothing.
+  /// Called when the backward has ended. `gradients`: those that it returns, empty if it threw;
+  /// `given`: the gradients of its roots. Throws nothing.
   void (*backward_ended)(const torch::autograd::variable_list& gradients,
                          const torch::autograd::variable_list& given);
-  /// After that, if it returned. May throw what ends the function that ran it.
+  /// Called after backward_ended(), if the backward returned. May throw an exception that ends the
+  /// calling function.
   void (*backward_returned)();
   OperatorHandler run_operator;
   RegistrationCallbacks registrations;
@@ -60,14 +60,14 @@ struct EngineCallbacks {
 /// Makes our engine the default one, unless it is already. Cheap when it is.
 void install(const EngineCallbacks& callbacks);
 
-/// LibTorch can carry one such entry with each thread's state.
+/// An entry that LibTorch carries with each thread's state, at most one a thread.
 class ThreadEntry {
  public:
   ThreadEntry();
   virtual ~ThreadEntry() = default;
   ThreadEntry& operator=(ThreadEntry&&) = delete;
 
-  /// What LibTorch holds of it.
+  /// The part of the entry that LibTorch holds.
   struct Handle : c10::SafePyObject {
     explicit Handle(ThreadEntry* owner);
     ThreadEntry* const entry;
@@ -78,24 +78,24 @@ class ThreadEntry {
   Handle handle_;
 };
 
-/// LibTorch carries this entry with the thread's state; null: there is none.
+/// Returns the entry that LibTorch carries with the thread's state, or null.
 ThreadEntry* thread_entry();
 std::shared_ptr<ThreadEntry> share_thread_entry();
-/// The same, and LibTorch's own (Python's) hooks, for the price of one look-up.
+/// The thread's entry and LibTorch's own (Python's) hooks, found by one look-up.
 struct ThreadView {
   ThreadEntry* entry;
   const at::impl::SavedTensorDefaultHooksTLS& foreign_hooks;
 };
 ThreadView thread_view();
-/// Replaces it, null removes it; returns what was there.
+/// Replaces the entry, or removes it if `entry` is null; returns the previous one.
 std::shared_ptr<ThreadEntry> exchange_thread_entry(std::shared_ptr<ThreadEntry> entry);
 
-/// Whether LibTorch would save a tensor on this thread without hooks now.
+/// Returns whether LibTorch would save a tensor on this thread without hooks now.
 bool saves_plainly();
 
 /// Counts the hooks on LibTorch's own (Python's) hook stack of this thread.
 int64_t foreign_hook_depth();
-/// Lets none be pushed there; those that are there may stay.
+/// Forbids pushing hooks there; present ones may stay.
 void forbid_foreign_hooks(const std::string& message);
 
 /// Makes a node, in the pointer type of this LibTorch (std::shared_ptr before 2.13).
@@ -118,7 +118,7 @@ class EndNode final : public torch::autograd::Node {
   const char* const name_;
 };
 
-/// Visits every node that a backward from the roots may come to, once, the nearer ones first.
+/// Visits every node that a backward from the roots may reach, once, the nearer ones first.
 template <class Visitor>
 void visit_nodes(const torch::autograd::edge_list& roots, Visitor&& visitor) {
   std::vector<NodePtr> nodes;
@@ -133,13 +133,15 @@ void visit_nodes(const torch::autograd::edge_list& roots, Visitor&& visitor) {
   }
 }
 
-/// The name of the node with that sequence number, if the node that a backward runs on this thread
-/// is it or leads to it and the same thread made both; else empty. Walks the graph: for errors.
+/// Returns the name of the node with that sequence number, if the node that a backward runs on this
+/// thread is it or leads to it. Empty if there is none, or another thread made it. Walks the graph:
+/// for errors only.
 std::string name_of_node(uint64_t sequence_number);
-/// The same from `current` on; empty for null.
+/// Returns the name of the node with that sequence number if `current` is it or leads to it; empty
+/// for null.
 std::string name_of_node(uint64_t sequence_number, const torch::autograd::Node* current);
 
-/// The id of the backward that runs on this thread, -1 outside.
+/// Returns the id of the backward that runs on this thread, -1 outside.
 int64_t graph_task_id();
 /// Destroys `closure` (after calling it, on success) when the backward that runs here ends.
 void at_end_of_graph_task(std::function<void()> closure);

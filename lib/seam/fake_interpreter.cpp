@@ -19,10 +19,10 @@ namespace remat::seam {
 
 namespace {
 
-/// The only interpreter calls LibTorch makes on our entries are incref and decref, and the entries
-/// count their owners themselves; on our mode it calls `dispatch`, and `detach`, where null means
-/// the plain copy. Signatures of several releases stand side by side; the one that matches the base
-/// overrides it, so none is marked `override`.
+/// LibTorch calls only incref and decref for our entries, which count their owners themselves. For
+/// our mode it calls `dispatch`, and `detach`, where null means the plain copy. Signatures of
+/// several releases are listed side by side; the one that matches the base overrides it, so none is
+/// marked `override`.
 struct Interpreter : c10::impl::PyInterpreterVTable {
   using TensorImpl = c10::TensorImpl;
   [[noreturn]] static void refuse() {
@@ -49,8 +49,8 @@ struct Interpreter : c10::impl::PyInterpreterVTable {
     handle_operator(op, *stack);
   }
   void reportErrorCallback(PyObject*, c10::DispatchKey) const { refuse(); }
-  /// An operator's kernel is a Python function: the mode on top is asked to run it, by its
-  /// interpreter.
+  /// Called for an operator whose kernel is a Python function: LibTorch runs it through the
+  /// interpreter of the mode on top.
   void python_op_registration_trampoline(const c10::OperatorHandle& op, c10::DispatchKey key,
                                          c10::DispatchKeySet keys, torch::jit::Stack* stack,
                                          bool with_keyset, bool with_op) const {
@@ -107,8 +107,8 @@ c10::intrusive_ptr<c10::TensorImpl> detached(const c10::TensorImpl* tensor) {
       !tensor->key_set().has_any(
           c10::DispatchKeySet{c10::DispatchKey::NestedTensor, c10::DispatchKey::Python}))
     return {};
-  // Only dense tensors have a plain copy to fall back to; one of a Python class would lose what it
-  // wraps.
+  // Only dense tensors have a plain copy to fall back to; a tensor of a Python class would lose the
+  // tensor that it wraps.
   const DispatchModeOff unseen;
   return tensor->shallow_copy_and_detach(tensor->version_counter(),
                                          tensor->allow_tensor_metadata_change());

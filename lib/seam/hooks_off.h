@@ -1,5 +1,5 @@
 #pragma once
-// A leaf without its hooks for a while.
+// Removes the hooks of a leaf for a while.
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/cpp_hook.h>
@@ -13,8 +13,8 @@
 
 namespace remat::seam {
 
-/// While alive, a leaf and the node that adds to its gradient have none of their hooks: a backward
-/// calls no code of the program there. Hooks that are registered meanwhile are gone afterwards. One
+/// Removes the hooks of a leaf, and of the node that accumulates its gradient, for its lifetime: a
+/// backward calls no code of the program there. Hooks registered meanwhile are lost afterwards. One
 /// thread.
 class HooksOff {
  public:

@@ -23,7 +23,7 @@ constexpr bool has_materializer =
 
 struct Sharer;
 
-/// Memory that storages share, in no order.
+/// Memory that storages share; they are in no order.
 struct Sharing {
   at::DataPtr memory;
   c10::SmallVector<Sharer*, 3> sharers;
@@ -31,7 +31,7 @@ struct Sharing {
 
 constexpr std::size_t nowhere = SIZE_MAX;
 
-/// The context of each of those storages' pointers.
+/// The context of the pointer of each sharing storage.
 struct Sharer {
   std::shared_ptr<Sharing> sharing;
   c10::StorageImpl* storage;
@@ -39,15 +39,15 @@ struct Sharer {
   std::size_t place = nowhere;  // among the sharers
 };
 
-// It orders changes of who shares what, and copies before writes. Never destroyed: tensors outlive
-// static objects.
+// Guards the lists of sharers, and copies before writes. Never destroyed: tensors outlive static
+// objects.
 std::mutex& sharing_mutex() {
   static auto* const mutex = new std::mutex;
   return *mutex;
 }
 
 void remove(Sharer& sharer) {
-  if (sharer.place == nowhere) return;  // it has moved away
+  if (sharer.place == nowhere) return;  // it has memory of its own
   auto& all = sharer.sharing->sharers;
   all[sharer.place] = all.back();
   all[sharer.place]->place = sharer.place;
@@ -81,8 +81,8 @@ Sharer* sharer_of(c10::StorageImpl& storage) {
   return {data, sharer.release(), &leave, device};
 }
 
-/// Gives a storage memory of its own, of which copies can be made as lazily as before. The other
-/// sharers keep theirs.
+/// Gives a storage memory of its own, which can be copied lazily again. The other sharers keep
+/// theirs.
 void move_away(Sharer& sharer) {
   c10::StorageImpl& storage = *sharer.storage;
   const auto own = std::make_shared<Sharing>();
@@ -134,7 +134,7 @@ c10::intrusive_ptr<Storage> make_lazy_copy(Storage& storage) {
       add(*original);
       storage.set_data_ptr_noswap(pointer_of(std::move(original)));
     } else if (sharing->sharers.size() == 1) {
-      sharer_of(storage)->storage = &storage;  // the pointer may have come from another one
+      sharer_of(storage)->storage = &storage;  // the pointer may come from another storage
       sharer_of(storage)->is_original = true;
     }
     sharer->storage = copy.get();

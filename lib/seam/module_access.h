@@ -1,5 +1,5 @@
 #pragma once
-// Fields of torch::nn::Module that have no setter of their own, or of which only copies are public.
+// Access to fields of torch::nn::Module that have no setter, or of which only copies are public.
 
 #include <torch/nn/cloneable.h>
 

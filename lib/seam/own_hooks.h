@@ -1,5 +1,5 @@
 #pragma once
-// What every saved-tensor hook of ours answers to LibTorch, whatever its version asks.
+// Base of our saved-tensor hooks: answers the questions of all LibTorch versions.
 
 #include <c10/core/SafePyObject.h>
 #include <c10/util/Exception.h>
@@ -10,8 +10,8 @@
 
 namespace remat::seam {
 
-/// Compiled autograd asks hooks for Python objects before it unpacks a variable, also to list what
-/// a node saved (hooks/pack/inspection.h).
+/// Compiled autograd asks hooks for Python objects before it unpacks a variable, also when the
+/// tensors saved by a node are listed (hooks/pack/inspection.h).
 class OwnHooks : public torch::autograd::SavedVariableHooks {
  public:
   // No `override`: LibTorch 2.6 lacks it.

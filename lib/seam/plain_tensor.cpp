@@ -10,7 +10,7 @@ namespace remat::seam {
 
 namespace {
 
-/// Reaches what LibTorch gives to classes of tensors.
+/// Accesses protected members that LibTorch offers to classes of tensors.
 struct OfClass : c10::TensorImpl {
   static void set_keys(c10::TensorImpl& impl, c10::DispatchKeySet keys) {
     impl.*(&OfClass::key_set_) = keys;
@@ -20,7 +20,7 @@ struct OfClass : c10::TensorImpl {
   }
 };
 
-/// One without keys is given no version counter.
+/// A tensor without keys gets no version counter.
 c10::intrusive_ptr<c10::TensorImpl> without_counter(c10::Storage storage, caffe2::TypeMeta dtype) {
   return c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage),
                                               c10::DispatchKeySet(), dtype);

@@ -13,8 +13,8 @@ namespace remat::seam {
 
 namespace {
 
-/// Forwards. Signatures of several releases stand side by side: those that do not match the base
-/// override nothing, and since this is a template nothing of them is compiled.
+/// Forwards to Python's table. Signatures of several releases are listed side by side. Those that
+/// do not match the base override nothing, and are not compiled, since this is a template.
 template <class Base>
 struct Forwarding final : Base {
   explicit Forwarding(const Base& python) : python_(python) {}
@@ -125,8 +125,8 @@ struct Forwarding final : Base {
 
 }  // namespace
 
-// The table is leaked, as LibTorch's: tensors may outlive static destruction, before which LibTorch
-// puts in one that does nothing.
+// The table is leaked, like LibTorch's: tensors may outlive static destruction, before which
+// LibTorch installs a table that does nothing.
 void look_into(c10::impl::PyInterpreter& python) {
   using Table = c10::impl::PyInterpreterVTable;
   const Table* const forwarding = new Forwarding<Table>(*python.vtable_);

@@ -29,7 +29,7 @@ struct RunsPinned {
 
 void add_settled(ScriptPlan& plan, jit::Function& function);
 
-/// Adds what the functions have settled on that a graph calls, in its blocks and the graphs inside
+/// Adds the settled plans of the functions that a graph calls, in its blocks and the graphs inside
 /// it.
 void add_nested(ScriptPlan& plan, const jit::Block& block) {
   for (const jit::Node* const node : block.nodes()) {
@@ -40,7 +40,7 @@ void add_nested(ScriptPlan& plan, const jit::Block& block) {
       else
         plan.is_known = false;
     } else if (node->kind() == c10::prim::CallMethod) {
-      plan.is_known = false;  // through an interface: what is not is inlined
+      plan.is_known = false;  // through an interface: other calls are inlined
     }
     if (node->hasAttribute(c10::attr::Subgraph) &&
         node->kindOf(c10::attr::Subgraph) == jit::AttributeKind::g)
@@ -70,7 +70,8 @@ ScriptPlan plan_of(const std::shared_ptr<jit::Graph>& graph) {
   return plan;
 }
 
-/// Methods that are called through an interface are those of the module, or of one below it.
+/// Adds all methods of the module and of those below it, since calls through an interface reach
+/// these.
 void add_methods(ScriptPlan& plan, const jit::Module& module) {
   for (const auto& each : module.modules())
     for (jit::Function* const method : each.type()->methods()) add_settled(plan, *method);
@@ -91,11 +92,11 @@ bool contains_profiling(const jit::Block& block) {
 
 struct PinnedScript::Plan {
   jit::Function* function;
-  jit::ExecutionPlan plan;  // none for a function that is no graph: it has no executor
+  jit::ExecutionPlan plan;  // empty for a function without a graph, which has no executor
   ScriptPlan settled{};
   std::optional<jit::Module> module{};
   std::once_flag made_again{};
-  jit::Code again{};  // the plan as it is without profiling
+  jit::Code again{};  // the plan without profiling
 
   ScriptPlan settled_now() const {
     ScriptPlan now = plan_of(plan.graph);
@@ -154,7 +155,7 @@ bool is_in_script() { return jit::in_torchscript_runtime() && num_pinned_running
 
 namespace {
 
-/// Its plan stands for none.
+/// A script function whose plan marks that there is no last plan.
 struct Nothing {
   std::shared_ptr<jit::Graph> graph = std::make_shared<jit::Graph>();
   jit::GraphExecutor executor{graph, "remat_nothing", jit::ExecutorExecutionMode::SIMPLE};
@@ -202,7 +203,7 @@ struct Begun final : at::ObserverContext {
 };
 
 std::unique_ptr<at::ObserverContext> call_began(const at::RecordFunction&) {
-  // Interpreters record calls as well, when the plan was chosen.
+  // Interpreters also record calls, after the plan was chosen.
   if (num_pinned_running > 0 || jit::in_torchscript_runtime()) return nullptr;
   void* const begun = call_observer.began();
   return begun == nullptr ? nullptr : std::make_unique<Begun>(begun);

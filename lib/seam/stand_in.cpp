@@ -14,7 +14,7 @@ using torch::nn::AnyValue;
 
 namespace {
 
-/// Of a forward that is called with values whose number is not known before.
+/// The maximum for a forward called with a number of values unknown at compile time.
 constexpr std::size_t max_arguments = 16;
 
 template <std::size_t... I>

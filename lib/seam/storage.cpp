@@ -15,8 +15,8 @@ c10::Storage storage_without_data(std::size_t num_bytes, c10::Device device,
 
 bool has_storage_without_data(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return false;
-  // It has bytes and no data, which no other storage has outside of tracing. The pointer comes
-  // last: of a storage with an allocator another thread may be making a lazy copy.
+  // Only such a storage has bytes and no data, outside of tracing. The pointer is checked last:
+  // another thread may be making a lazy copy of a storage that has an allocator.
   auto& impl = const_cast<c10::StorageImpl&>(*tensor.storage().unsafeGetStorageImpl());
   return impl.allocator() == nullptr && !impl.resizable() && impl.nbytes() > 0 &&
          !tensor.is_meta() && impl._mutable_data_ptr_no_checks().get() == nullptr;

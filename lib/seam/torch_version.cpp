@@ -13,7 +13,7 @@ namespace remat::seam {
 
 namespace {
 
-/// "2.13" of LibTorch's description of itself; empty if it does not say.
+/// Returns "2.13", say, from LibTorch's description of itself; empty if it is not there.
 std::string minor_version_in(const std::string& description) {
   constexpr std::string_view mark = "TORCH_VERSION=";
   const std::size_t found = description.find(mark);

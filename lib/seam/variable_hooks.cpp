@@ -22,10 +22,10 @@ using at::TensorBase;
 using at::impl::VariableHooksInterface;
 
 constinit thread_local NodeWatch* innermost_watch = nullptr;
-/// The recompute's that runs on this thread.
+/// The watch of the recompute that runs on this thread.
 constinit thread_local NodeWatch* only_watch = nullptr;
 
-/// See Note [Seeing registrations]. Members that not every LibTorch has are without `override`.
+/// See Note [Seeing registrations]. Members that some LibTorch versions lack have no `override`.
 class ForwardingTable final : public VariableHooksInterface {
  public:
   ForwardingTable(const VariableHooksInterface& previous, const RegistrationCallbacks& callbacks)
@@ -107,7 +107,7 @@ class ForwardingTable final : public VariableHooksInterface {
 
 }  // namespace
 
-/// A thread that ends while a region is open on it lets go of what watches for the region.
+/// Releases the watches of regions that are open on a thread when it ends.
 struct NodeWatches::AtThreadExit {
   ~AtThreadExit() {
     while (innermost_watch != nullptr) drop_innermost();
@@ -173,7 +173,7 @@ OnlyNodeWatch::OnlyNodeWatch(NodeWatch* watch)
 }
 
 OnlyNodeWatch::~OnlyNodeWatch() {
-  // One of a region that was begun meanwhile and has not ended would be lost.
+  // The watch of a region that began meanwhile and has not ended would leak otherwise.
   while (innermost_watch != nullptr) NodeWatches::drop_innermost();
   innermost_watch = before_;
   if (std::exchange(only_watch, only_before_) != nullptr)

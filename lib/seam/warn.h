@@ -1,5 +1,5 @@
 #pragma once
-// Warnings of the library, on their way to LibTorch's handler.
+// Sends the library's warnings to LibTorch's handler.
 
 #include <c10/util/StringUtil.h>
 
@@ -9,11 +9,11 @@
 
 namespace remat::seam {
 
-/// Sends it to the thread's warning handler, in the words that set_warning_words asks for. Throws
-/// what the handler throws.
+/// Sends a warning to the thread's handler, worded by set_warning_words(). Throws exceptions of the
+/// handler.
 void warn(std::string text, const std::source_location& where = std::source_location::current());
 
-/// What an error says, without the stack that LibTorch adds to its own.
+/// Returns an error's text, without the stack that LibTorch adds.
 std::string text_of(const std::exception& error);
 
 }  // namespace remat::seam

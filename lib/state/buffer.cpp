@@ -18,17 +18,17 @@
 namespace remat {
 
 struct Buffer::State {
-  at::Tensor alias;     ///< the storage and shape of then
+  at::Tensor alias;     ///< with the storage and shape at that time
   at::Tensor contents;  ///< undefined if there is no copy
   uint32_t version = 0;
   uint64_t num_norms = 0;
-  bool is_lazy = false;  ///< the copy
+  bool is_lazy = false;  ///< whether the copy is lazy
 };
 
 namespace {
 
-/// Remembers something of objects that live elsewhere; those that are gone are forgotten when the
-/// map has doubled.
+/// Maps objects owned elsewhere to values. Entries of dead objects are removed when the map has
+/// doubled.
 template <class Weak, class Value>
 class WeakMap {
  public:
@@ -50,7 +50,7 @@ class WeakMap {
     }
     return visitor(found->second.second);
   }
-  /// Returns the value of an object, or the first value if the map does not have it.
+  /// Returns the value of an object, or a default value if the map does not have it.
   Value of(const void* address) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = all_.find(address);
@@ -64,13 +64,13 @@ class WeakMap {
   std::size_t next_sweep_ = first_sweep;
 };
 
-/// How often a batch norm ran with statistics in a storage.
+/// Returns the counts of batch norm runs by the storage of the statistics.
 WeakMap<WeakStorage, uint64_t>& norms() {
   static auto* const all = new WeakMap<WeakStorage, uint64_t>;  // leaked: graphs may die late
   return *all;
 }
 
-/// Forwards taught this about a buffer that cannot be copied lazily.
+/// The observations of forwards on a buffer that cannot be copied lazily.
 struct Taught {
   int num_forwards = 0;
   bool is_written = false;
@@ -87,7 +87,7 @@ bool is_plain_buffer(const at::Tensor& tensor) {
          !has_no_memory(tensor);
 }
 
-/// Elements are in memory without gaps, each once.
+/// Returns whether the elements are in memory without gaps, each once.
 bool is_dense_on_cpu(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && tensor.is_non_overlapping_and_dense() &&
          !tensor.is_quantized();
@@ -100,19 +100,20 @@ bool has_same_memory(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides();
 }
 
-/// Returns false where a comparison would need a copy, or wait for a device.
+/// Returns whether two tensors are equal bit by bit; false if a comparison would need a copy, or
+/// wait for a device.
 bool has_same_bits(const at::Tensor& a, const at::Tensor& b) {
   return is_plain_buffer(a) && is_plain_buffer(b) && is_dense_on_cpu(a) && is_dense_on_cpu(b) &&
          a.sizes() == b.sizes() && a.strides() == b.strides() && a.dtype() == b.dtype() &&
          (a.nbytes() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0);
 }
 
-/// Below the version counter: for the graph the buffer is never written.
+/// Hides writes from the version counter: for the graph the buffer is never written.
 struct Unseen {
   const at::AutoDispatchBelowADInplaceOrView below;
 };
 
-/// Each buffer has one object.
+/// The objects of all buffers.
 class Buffers {
  public:
   std::shared_ptr<Buffer> of(const at::Tensor& buffer, const std::shared_ptr<Buffer>& before) {
@@ -126,7 +127,7 @@ class Buffers {
   void forget(const at::Tensor& buffer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = all_.find(buffer.unsafeGetTensorImpl());
-    // Another thread may have asked since the last owner of this one went.
+    // Another thread may have made a new object since the last owner of this one released it.
     if (found != all_.end() && found->second.expired()) all_.erase(found);
   }
 
@@ -166,7 +167,7 @@ uint32_t Buffer::version() const {
   return buffer_.is_inference() ? 0 : static_cast<uint32_t>(buffer_._version());
 }
 
-// A batch norm counts its calls behind its statistics. The count is of any type: `to(dtype)` of a
+// A batch norm's counter of calls follows its statistics. It may have any type: `to(dtype)` of a
 // C++ module converts it, too.
 bool Buffer::is_counter() const { return buffer_.dim() == 0; }
 
@@ -187,7 +188,7 @@ bool Buffer::shares_memory(const State& state) const {
   return state.contents.defined() && has_same_memory(state.contents, buffer_);
 }
 
-/// Returns an undefined tensor where the copy would have to be made at once.
+/// Returns a lazy copy; undefined if it would have to be made at once.
 at::Tensor Buffer::lazy_copy(const at::Tensor& alias) {
   c10::StorageImpl* const storage = storage_of(buffer_);
   auto copy = last_copy_.lock();
@@ -234,7 +235,7 @@ void Buffer::restore(const std::any& state) {
   const Unseen unseen;
   if (!has_layout_of(wanted.alias) && !is_planted(Fault::BufferLayout))
     buffer_.unsafeGetTensorImpl()->shallow_copy_from(wanted.alias.getIntrusivePtr());
-  // Where it is right already nothing is written: another thread may be reading.
+  // Equal contents are not written: another thread may be reading.
   if (wanted.contents.defined() && !shares_memory(wanted) &&
       !has_same_bits(wanted.contents, buffer_)) {
     if (is_plain_buffer(buffer_))
@@ -271,7 +272,8 @@ bool Buffer::is_as(const at::Tensor& tensor, const std::any& state) {
 bool Buffer::has_contents(const std::any& note) const {
   const State& state = std::any_cast<const State&>(note);
   if (state.alias.numel() == 0 && state.alias.layout() == at::kStrided) return true;
-  // Moved by what does not write (squeeze_), or written past LibTorch's pointers.
+  // A buffer whose version changed without a write (squeeze_), or by a write that bypassed
+  // LibTorch's pointers, still shares memory.
   return state.contents.defined() && !(shares_memory(state) && has_layout_of(state.alias));
 }
 

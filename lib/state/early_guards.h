@@ -1,10 +1,9 @@
 #pragma once
-// Puts back what guards of state.h guard that a recompute opens where its forward has not come to
-// yet.
+// Restores state guarded by guards of state.h that a recompute opens ahead of its waiting forward.
 //
 // A recompute that runs while its forward waits for it (a backward inside the region asked) may run
-// on past where forward is: user code catches what ends it, or nothing may end it. What the guards
-// it opens there guard is put back as it was when they were opened.
+// ahead of forward: user code catches its stop, or no stop is possible. State guarded by guards
+// that it opens there is restored as it was when they were opened.
 
 #include <any>
 #include <list>
@@ -20,21 +19,23 @@
 
 namespace remat {
 
-/// The guards of one recompute. Held states need nothing: nobody holds them yet. Threads: any.
+/// The guards of one recompute. Held states are not restored here: no recompute holds them yet.
+/// Threads: any.
 class EarlyGuards {
  public:
   ~EarlyGuards() { put_back(); }
   EarlyGuards& operator=(EarlyGuards&&) = delete;
 
-  /// `known`: what forward registered, or null. `draws`: the recompute's own; CPU generators that
-  /// it does not draw again are drawn from themselves, since the function may seed them, too.
-  /// `puts_back`: on the thread that will call put_back. Throws what a provider throws.
+  /// Adds an opened guard's state. `known`: forward's registrations, or null. `draws`: the
+  /// recompute's own; CPU generators that it does not replay are drawn from directly, since the
+  /// function may seed them, too. `puts_back`: whether this is the thread that will call put_back.
+  /// Throws exceptions of a provider.
   void add(const UserRegistrations& opened, const UserState* known, DrawSource& draws,
            bool preserves_rng, bool puts_back);
-  /// The replay of a CPU generator that was added; null if it was not.
+  /// Returns the replay of a CPU generator that was added, or null.
   DrawReplay* replay_of(const c10::GeneratorImpl& generator);
-  /// The latest are put back first, before what forward registered. Only warns of what a provider
-  /// throws.
+  /// Restores the latest first, before the state that forward registered. Only warns of exceptions
+  /// of a provider.
   void put_back() noexcept;
 
  private:
@@ -42,7 +43,7 @@ class EarlyGuards {
     CpuGenerator(at::Generator kept, at::CPUGeneratorImpl& impl)
         : generator(std::move(kept)), replay(impl), swap(std::in_place, replay) {}
     const at::Generator generator;
-    DrawReplay replay;  // as long as threads may have inherited the scope
+    DrawReplay replay;  // lives as long as threads may have inherited the scope
     std::optional<GeneratorSwap> swap;
   };
   template <class List, class Value, class Member>
@@ -50,7 +51,7 @@ class EarlyGuards {
 
   std::mutex mutex_;  // not held while user code runs
   std::vector<std::pair<std::shared_ptr<StateProvider>, std::any>> providers_;
-  std::vector<GeneratorState> generators_;  // that are no CPU generators
+  std::vector<GeneratorState> generators_;  // other than CPU generators
   std::list<CpuGenerator> cpu_generators_;
 };
 

@@ -29,9 +29,9 @@ namespace remat {
 
 namespace {
 
-/// The flags that recomputes hold, for the whole process. Two that want a flag the same way share
-/// it, and a recompute that finds it right takes part too: otherwise another one's end would change
-/// it under its feet.
+/// The flags that recomputes hold, for the whole process. Recomputes that want a flag the same way
+/// share it. A recompute that finds the flag right also holds it: otherwise the end of another one
+/// would change it during the recompute.
 class HeldFlags {
  public:
   using Flags = c10::ArrayRef<TrainingFlags::Flag>;
@@ -69,7 +69,7 @@ class HeldFlags {
       auto* mine = holds.end();
       while (mine != holds.begin())
         if ((--mine)->owner == self) break;
-      // What the first holder found is what the last one leaves.
+      // The last holder leaves the value that the first one found.
       const bool before = mine->before;
       auto* const next = holds.erase(mine);
       if (next != holds.end())
@@ -83,7 +83,7 @@ class HeldFlags {
   }
 
  private:
-  /// A forward on another thread may read a flag that stays as it is.
+  /// Skips equal values, since a forward on another thread may be reading the flag.
   static void set_flag(bool& flag, bool value) {
     if (flag != value) flag = value;
   }
@@ -94,7 +94,7 @@ class HeldFlags {
   };
   std::mutex mutex_;
   std::condition_variable changed_;
-  // An entry of no holds stays, for the module's next recompute, while they are few.
+  // An entry without holds stays for the module's next recompute, while there are few.
   static constexpr std::size_t max_idle = 1'000;
   std::size_t num_holds_ = 0;
   std::unordered_map<torch::nn::Module*, c10::SmallVector<Hold, 2>> held_;
@@ -105,7 +105,7 @@ HeldFlags& held_flags() {
   return *all;
 }
 
-/// Every module of a tree, one that is in it twice maybe twice.
+/// Visits every module of a tree; one that is in it twice may be visited twice.
 template <class Visitor>
 void visit_modules(torch::nn::Module& root, Visitor&& visitor) {
   visitor(root);
@@ -127,7 +127,7 @@ bool ends_with_and_drop(std::string_view& text, std::string_view end) {
   return true;
 }
 
-/// LibTorch's own, and others whose class says so: SyncBatchNormImpl.
+/// Returns whether it is LibTorch's own, or of a class named so: SyncBatchNormImpl.
 bool is_batch_norm(const torch::nn::Module& module) {
   if (dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
       dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
@@ -184,7 +184,7 @@ bool TrainingFlags::has_replaced_buffers() const {
 }
 
 TrainingFlags::Hold::Hold(const TrainingFlags& flags) {
-  // A module that is gone, or was taken out of the tree, does not run either.
+  // A module that is gone, or was removed from the tree, does not run either.
   if (const auto root = flags.root_.lock()) add(flags, root);
   has_failed_ = !held_flags().take(flags_);
   if (has_failed_) flags_.clear();
@@ -227,7 +227,7 @@ std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root) 
 
 namespace {
 
-/// Their training flags are attributes of script modules.
+/// The training flags of script modules, which are attributes.
 class ScriptFlags final : public StateProvider {
  public:
   explicit ScriptFlags(const torch::jit::Module& root)

@@ -25,41 +25,41 @@ struct Module;
 namespace remat {
 
 /// The training flags of a module and of all below it, as they were when a region began. Recomputes
-/// that want a flag the same way share it; it goes back when the last of them has ended.
+/// that want a flag the same way share it; it is restored when the last of them has ended.
 class TrainingFlags {
  public:
   using Flag = std::pair<torch::nn::Module*, bool>;
 
-  /// `has_buffers`: they are to be restored.
+  /// `has_buffers`: whether its buffers are to be restored.
   TrainingFlags(torch::nn::Module& root, bool has_buffers);
 
-  /// Whether there were buffers to restore.
+  /// Returns whether there were buffers to restore.
   bool has_buffers() const { return has_buffers_ && num_buffers_ > 0; }
-  /// The subject tells flags apart: of two of one subject only the first are kept.
+  /// Returns the identity of the flags: of two with one subject only the first are registered.
   const void* subject() const { return subject_; }
-  /// The module whose flags they are; null if it is gone, or no shared pointer owns it.
+  /// Returns the module of the flags; null if it is gone, or no shared pointer owns it.
   std::shared_ptr<torch::nn::Module> module() const { return root_.lock(); }
-  /// Visits the buffers that the module has now; none where they are not to be restored.
+  /// Visits the buffers that the module has now; none if they are not to be restored.
   void visit_buffers(c10::function_ref<void(const at::Tensor&)> visitor) const;
-  /// Returns whether the function gave names of buffers to other tensors: StandInMembers.
+  /// Returns whether the function assigned other tensors to names of buffers: StandInMembers.
   bool has_replaced_buffers() const;
-  /// Whether parameters or modules came to the module, or went, since.
+  /// Returns whether parameters or modules were added to the module, or removed, since.
   bool has_other_members() const;
 
-  /// While alive, the flags are so. Need not be the last of several to die.
+  /// Holds the flags at their values while alive. Several may be destroyed in any order.
   class Hold {
    public:
     explicit Hold(const TrainingFlags& flags);
     Hold(Hold&& other) noexcept;
     ~Hold();
-    /// Others held a flag the other way for so long that it seems they never end.
+    /// Returns whether others held a flag at the other value for too long.
     bool has_failed() const { return has_failed_; }
 
    private:
     void add(const TrainingFlags& flags, const std::shared_ptr<torch::nn::Module>& module);
     c10::SmallVector<Flag, 2> flags_;
     c10::SmallVector<std::shared_ptr<torch::nn::Module>, 2> alive_;
-    std::size_t next_ = 0;  // where the next module is expected, if the tree is as it was
+    std::size_t next_ = 0;  // index of the expected next module, if the tree is unchanged
     bool has_failed_ = false;
   };
 
@@ -71,23 +71,24 @@ class TrainingFlags {
   std::size_t num_parameters_ = 0, num_buffers_ = 0;
 };
 
-/// A `Buffer` for each buffer of a module and of all below it; for one buffer it is the same
-/// object, whoever asks, so regions that share buffers keep each once.
+/// Returns a `Buffer` for each buffer of a module and of all below it. Each buffer has one such
+/// object, so regions that share buffers hold each once.
 std::vector<std::shared_ptr<StateProvider>> buffers_of(torch::nn::Module& root);
 
-/// Of a script module and all below it: a provider of its training flags and, unless `flags_only`,
-/// one for each buffer.
+/// Returns, for a script module and all below it, a provider of the training flags and, unless
+/// `flags_only`, one for each buffer.
 std::vector<std::shared_ptr<StateProvider>> state_of(const torch::jit::Module& root,
                                                      bool flags_only);
 
-/// Whether the provider restores a buffer with this storage, or may, since it is the user's.
+/// Returns whether the provider restores a buffer with this storage or, if it is the user's, may do
+/// so.
 bool may_restore(const StateProvider& provider, const c10::StorageImpl* buffer);
 
-/// Whether a provider is the user's, and not one of those above.
+/// Returns whether a provider is the user's, and not one of those above.
 bool is_users(const StateProvider& provider);
 
-/// Whether the module or one below it is a batch norm: LibTorch's own, or of a class that says so
-/// (SyncBatchNormImpl).
+/// Returns whether the module or one below it is a batch norm: LibTorch's own, or of a class named
+/// so (SyncBatchNormImpl).
 bool contains_batch_norm(torch::nn::Module& root);
 
 }  // namespace remat

@@ -10,14 +10,13 @@ namespace remat {
 
 namespace {
 
-/// Looks among some tensors of a module for one that is the object itself, or that alone has its
-/// storage.
+/// Searches the tensors of a module for the object itself, or for the only one with its storage.
 class ParameterSearch {
  public:
   ParameterSearch(const c10::TensorImpl* object, const c10::StorageImpl* storage)
       : object_(object), storage_(storage) {}
 
-  /// `name`: makes the text.
+  /// `name` makes the text.
   template <class Name>
   void add(const at::Tensor& tensor, const Name& name) {
     if (!tensor.defined()) return;
@@ -52,7 +51,7 @@ std::string parameter_name(const TensorNames& names, const TensorIdentity& tenso
 }
 
 std::string parameter_name(const UserRegistrations& registered, const TensorIdentity& tensor) {
-  // What is gone is no tensor of a module any more, and its place may be another's.
+  // A tensor that is gone belongs to no module any more, and its address may be reused.
   const auto object = tensor.object.lock();
   const auto storage = tensor.storage.lock();
   if (!object && !storage) return {};

@@ -1,5 +1,5 @@
 #pragma once
-// What users call a tensor of their modules.
+// The names that users know for a tensor of their modules.
 
 #include <string>
 
@@ -10,11 +10,11 @@ namespace remat {
 
 class TensorNames;
 
-/// "parameter 'conv1.weight' of UNetBlock" for a tensor that is, views or shares the memory of a
-/// parameter or buffer of a module that is registered: the innermost that has it. Empty if there is
-/// none, or several share the memory. Walks the modules: for errors.
+/// Returns "parameter 'conv1.weight' of UNetBlock" for a tensor that is, views or shares the memory
+/// of a parameter or buffer of a registered module: the innermost that has it. Empty if there is
+/// none, or several share the memory. Walks the modules: for errors only.
 std::string parameter_name(const UserRegistrations& registered, const TensorIdentity& tensor);
-/// The same by what a binding says.
+/// Returns the tensor's name as a binding reports it.
 std::string parameter_name(const TensorNames& names, const TensorIdentity& tensor);
 
 }  // namespace remat

@@ -43,7 +43,7 @@ bool AutocastState::is_any_enabled() const {
 
 namespace {
 
-/// What operators pass on their way to a kernel, and may be below already.
+/// The keys that operators pass on their way to a kernel; code inside a kernel may be below them.
 constexpr c10::DispatchKeySet watched_keys =
     c10::autograd_dispatch_keyset_with_ADInplaceOrView |
     c10::DispatchKeySet(
@@ -53,8 +53,8 @@ c10::DispatchKeySet hidden_keys() {
   return c10::impl::tls_local_dispatch_key_set().excluded_ & watched_keys;
 }
 
-/// Of vmap and other transforms, which regions are never in: of a backward with batched gradients,
-/// say.
+/// The keys of vmap and other transforms, in which no region runs, but a backward may (with batched
+/// gradients, for example).
 constexpr c10::DispatchKeySet transform_keys{c10::DispatchKey::VmapMode,
                                              c10::DispatchKey::FuncTorchVmapMode,
                                              c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
@@ -97,7 +97,7 @@ AmbientRestore::AmbientRestore(const Snapshot& snapshot)
 }
 
 AmbientRestore::~AmbientRestore() {
-  // As the autocast scopes of the front ends do: the outermost one empties the cast cache.
+  // As in the autocast scopes of the front ends, the outermost one empties the cast cache.
   if (has_cast_scope_ && autocast::decrement_nesting() == 0) autocast::clear_cache();
   autocast_.set();
   if (hidden_keys() != hidden_) hide_only(hidden_);

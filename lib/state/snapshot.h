@@ -1,5 +1,5 @@
 #pragma once
-// The ambient state that a region's forward ran in, and its restoration around a recompute.
+// The ambient state of a region's forward, and its restoration around a recompute.
 
 #include <c10/core/AutogradState.h>
 #include <c10/core/DeviceType.h>
@@ -12,7 +12,7 @@
 
 namespace remat {
 
-/// Autocast is noted as LibTorch keeps it: per device type, and one cache flag.
+/// The state of autocast as LibTorch stores it: per device type, and one cache flag.
 struct AutocastState {
   struct Device {
     c10::DeviceType type;
@@ -30,25 +30,26 @@ struct AutocastState {
 };
 
 /// Note [The default dtype]
-/// One for the whole process, without a lock: a recompute that set it would change what other
-/// threads compute. So it is only noted, and a recompute that finds another one is refused, once
-/// providers have restored what they restore. Of tensors that are made inside and never saved no
-/// other check would see the difference. The number of threads within an operator is not noted:
-/// where it decides how a sum is rounded, results differ by that, as they do between any two runs.
+/// The default dtype is one for the whole process, without a lock: a recompute that set it would
+/// change computations of other threads. So it is only noted. A recompute that finds another one is
+/// refused, after providers have restored their state. For tensors that are made inside and never
+/// saved, no other check would see the difference. The number of threads within an operator is not
+/// noted: where it decides how a sum is rounded, results differ by that, as they do between any two
+/// runs.
 
-/// A snapshot is what a recompute sees as forward saw it, but for its random numbers (draws; Rule
-/// 11). Taken when a region begins.
+/// The part of the surroundings that is constant during a forward, except random numbers (draws;
+/// Rule 11). Taken when a region begins.
 struct Snapshot {
   [[no_unique_address]] AutocastState autocast;
   /// See Note [The default dtype].
   c10::ScalarType default_dtype;
-  c10::DispatchKeySet hidden;  ///< dispatch keys of autograd and lazy views that were excluded
+  c10::DispatchKeySet hidden;  ///< excluded dispatch keys of autograd and lazy views
 
   static Snapshot take();
   bool has_default_dtype() const;
 };
 
-/// While alive the ambient state is the snapshot's; then exactly what it was before.
+/// Sets the ambient state to the snapshot's while alive; restores exactly the previous one.
 class AmbientRestore {
  public:
   explicit AmbientRestore(const Snapshot& snapshot);
@@ -60,8 +61,8 @@ class AmbientRestore {
   c10::AutogradState autograd_;
   AutocastState autocast_;
   bool has_cast_scope_;
-  c10::DispatchKeySet transforms_;  // which the recompute sees as little as forward did
-  c10::DispatchKeySet hidden_;      // in the kernel of an operator that runs a backward, say
+  c10::DispatchKeySet transforms_;  // hidden from the recompute, as from forward
+  c10::DispatchKeySet hidden_;      // e.g. in the kernel of an operator that runs a backward
 };
 
 }  // namespace remat

@@ -48,7 +48,7 @@ StreamScope::StreamScope(const CurrentStreams* of_forward, c10::ArrayRef<at::Ten
   for (const c10::Stream& stream : other)
     for (const at::Tensor& input : inputs)
       if (has_streams(input) && input.device() == stream.device()) record_use(input, stream);
-  // What may throw is done: from here on everything is put back.
+  // Nothing throws from here on, so everything set is restored.
   for (const c10::Stream& stream : other) replaced_.push_back(guard.exchangeStream(stream));
   if (guard.getDevice() != of_forward->device) guard.setDevice(of_forward->device);
 }

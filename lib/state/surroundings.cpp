@@ -17,7 +17,7 @@ void Surroundings::begin(const StorageSet& inputs,
                                      : c10::ArrayRef<at::Generator>();
   if (preserves_rng_ && (!generators.empty() || present_accelerator()))
     if (auto rng = DeviceRng::take(generators)) devices_or_make().rng = std::move(rng);
-  // What a backward runs, and the engine's threads, work for others.
+  // A region in a backward, or on an engine's thread, works for another thread.
   if (device_rng() != nullptr && seam::graph_task_id() < 0)
     inputs.visit([](const c10::StorageImpl& storage) { claim(storage.device()); });
   if (registered) user_state_ = std::make_unique<UserState>(registered, preserves_rng_);

@@ -1,6 +1,6 @@
 #pragma once
-// What the recomputes of a region must see as its forward saw it: taken at its begin, added to
-// inside.
+// The surroundings that a region's recomputes must see as its forward did: taken at its begin,
+// extended inside.
 
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
@@ -18,9 +18,9 @@
 
 namespace remat {
 
-/// Where all generators of a region stood before an interval of its forward, and what recomputes
-/// that do not run the interval must do: pass over draws of CPU generators (in the order of
-/// Surroundings::draw_logs), set others.
+/// The positions of a region's generators before an interval of its forward, and the way for
+/// recomputes that do not run the interval to pass it: skip draws of CPU generators (in the order
+/// of Surroundings::draw_logs), set others.
 struct DrawMarks {
   std::vector<DrawMark> logs;
   std::vector<GeneratorState> others;
@@ -30,19 +30,19 @@ struct DrawSkips {
   std::vector<GeneratorState> others;
 };
 
-/// The surroundings of one region are what its recomputes must see (Rule 11). They change on
-/// the thread that runs the region's forward only.
+/// The surroundings of one region (Rule 11). They change only on the thread that runs the region's
+/// forward.
 class Surroundings {
  public:
   using MeetDevices = c10::function_ref<DevicesMet()>;  ///< those of the region's tensors
 
   explicit Surroundings(bool preserves_rng) : preserves_rng_(preserves_rng) {}
-  /// The region begins; its inputs are saved. `own`: what it registers itself, or null. Calls user
-  /// code, and throws what that throws.
+  /// Takes the surroundings when the region begins and its inputs are saved. `own`: the region's
+  /// own registrations, or null. Calls user code, and throws its exceptions.
   void begin(const StorageSet& inputs, const std::shared_ptr<const UserRegistrations>& own);
-  /// Its function has returned.
+  /// Settles the draws and generators. Call it when the region's function has returned.
   void settle(MeetDevices met);
-  /// Settles the state of modules, when it is known which batch norms ran.
+  /// Settles the state of modules. Call it when it is known which batch norms ran.
   void settle_state() {
     if (user_state_) user_state_->settle();
   }
@@ -51,15 +51,15 @@ class Surroundings {
   const CurrentStreams* streams() const {
     return devices_ == nullptr ? nullptr : devices_->streams.get();
   }
-  /// The state is null if no guard of state.h was around or in the region.
+  /// Returns the user's state; null if no guard of state.h was around or in the region.
   const UserState* user_state() const { return user_state_.get(); }
-  /// A recompute sets the generators of devices to these states.
+  /// Returns the states to which a recompute sets the generators of devices.
   std::vector<GeneratorState> device_states(MeetDevices met) const;
 
-  /// Returns null if draws from that generator do not matter, or nobody has registered it.
+  /// Returns the log of a generator; null if its draws do not matter, or it is not registered.
   DrawLog* draw_log(const c10::GeneratorImpl& generator);
-  /// The same; a generator that nobody has registered is noted from here on: the region's function,
-  /// which runs on this thread, has it from elsewhere and draws from it for the first time.
+  /// Returns the log of a generator, and begins one for an unregistered generator: the region's
+  /// function, which runs on this thread, draws from it for the first time.
   DrawLog* draw_log_from_here(const c10::GeneratorImpl& generator);
   /// Returns the logs of all generators whose draws are noted: the default one's first, always in
   /// the same order.
@@ -71,15 +71,16 @@ class Surroundings {
     if (user_state_ != nullptr)
       for (const auto& log : user_state_->draw_logs()) visitor(*log);
   }
-  /// Whether a thread drew whose numbers cannot come again.
+  /// Returns whether a thread drew whose numbers cannot be repeated.
   bool has_new_drawer() const { return preserves_rng_ && draws_.has_new_drawer(); }
   DrawMarks marks();
-  /// `met`: the devices of what ran since the marks, without region around it.
+  /// Returns the draws since the marks. `met`: the devices of the function that ran since then
+  /// outside any region.
   DrawSkips since(const DrawMarks& marks, const DevicesMet& met);
 
-  /// A guard of state.h was opened inside the region.
+  /// Adds the state of a guard of state.h that was opened inside the region.
   void guard_opened(const UserRegistrations& opened, const std::vector<std::any>& states);
-  /// What may own other regions, to die elsewhere.
+  /// Returns the state that may own other regions, so that it is destroyed elsewhere.
   std::unique_ptr<UserState> release() { return std::move(user_state_); }
 
  private:
@@ -94,7 +95,7 @@ class Surroundings {
   Snapshot snapshot_;
   [[no_unique_address]] DrawLog draws_{default_cpu_generator()};
   const bool preserves_rng_;          // in the last word of the log
-  std::unique_ptr<Devices> devices_;  // null where no device is in use
+  std::unique_ptr<Devices> devices_;  // null if no device is in use
   std::unique_ptr<UserState> user_state_;
 };
 

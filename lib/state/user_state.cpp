@@ -22,7 +22,7 @@ namespace {
 
 using detail::Ability;
 
-/// A guard of state.h has this scope, with what it registers.
+/// The scope of a guard of state.h, with its registrations.
 class StateScope final : public detail::Scope {
  public:
   explicit StateScope(std::shared_ptr<const UserRegistrations> registrations)
@@ -72,8 +72,8 @@ std::any state_at_begin(StateProvider& provider) {
   return buffer != nullptr ? buffer->note() : provider.capture();
 }
 
-/// Where recomputes of a module's regions began that left what forward left. Only a hint, since
-/// what a recompute leaves is compared: so an address may be another module's by now.
+/// The starts with which recomputes of a module's regions left forward's contents. Only a hint,
+/// since the contents are always compared: an address may belong to another module by now.
 class StartsOfModules {
  public:
   bool from_end(const void* module) {
@@ -100,7 +100,7 @@ StartsOfModules& starts_of_modules() {
   return *all;
 }
 
-/// The module by which its regions are known.
+/// Returns the module that identifies the regions.
 const void* subject_of(const UserRegistrations& registered) {
   return registered.flags.empty() ? nullptr : registered.flags.back()->subject();
 }
@@ -114,7 +114,7 @@ std::shared_ptr<detail::Scope> scope_that_registers(
   return std::make_shared<StateScope>(std::move(registrations));
 }
 
-// A guard that is opened inside regions, as a module does that guards its own state: their
+// Handles a guard that is opened inside regions, as by a module that guards its own state: their
 // recomputes need it too.
 void tell_regions_around(const UserRegistrations& registrations) {
   std::vector<GuardWatcher*> first_runs;
@@ -194,7 +194,7 @@ UserState::UserState(std::shared_ptr<const UserRegistrations> registered, bool p
 
 UserRegistrations& UserState::to_change() {
   if (registered_.use_count() > 1) registered_ = std::make_shared<UserRegistrations>(*registered_);
-  return const_cast<UserRegistrations&>(*registered_);  // none is made const
+  return const_cast<UserRegistrations&>(*registered_);  // the object itself is never const
 }
 
 void UserState::keep(const std::shared_ptr<StateProvider>& provider, const std::any& state) {
@@ -233,7 +233,7 @@ std::vector<std::any> UserState::states_now() const {
 void UserState::settle() {
   // Recomputes find a buffer that the function added as the function left it.
   const std::size_t num_known = registered_->providers.size();
-  std::size_t next = 0;  // where the next buffer is expected, if the function added none
+  std::size_t next = 0;  // place of the expected next buffer, if the function added none
   const auto is_of = [](const auto& provider, const at::Tensor& tensor) {
     const auto* const buffer = dynamic_cast<const Buffer*>(provider.get());
     return buffer != nullptr && buffer->tensor().is_same(tensor);
@@ -418,8 +418,8 @@ at::Tensor UserRestore::changed_buffer() const {
     const std::any& left = state_->captured_[i].left;
     if (!left.has_value()) continue;
     auto& buffer = static_cast<Buffer&>(*state_->registered().providers[i]);
-    // From what forward left, writing the same again would hide that the function read what it
-    // should not.
+    // If the recompute begins from forward's end, writing the same contents would hide a read of
+    // wrong contents.
     const bool may_write = start_ == StartsFrom::Begin || !state_->has_begin();
     if (may_write ? !buffer.is_as(left) : buffer.is_touched_since(left)) return buffer.tensor();
   }

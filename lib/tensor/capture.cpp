@@ -21,7 +21,8 @@ uint32_t offset_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? static_cast<uint32_t>(tensor.storage_offset()) : 0;
 }
 
-/// What `node` made its only differentiable argument from, or null if it has none or several.
+/// Returns the node of the only differentiable argument of `node`, or null if it has none or
+/// several.
 Node* only_source(const Node& node) {
   Node* source = nullptr;
   for (const auto& edge : node.next_edges()) {
@@ -32,9 +33,9 @@ Node* only_source(const Node& node) {
   return source;
 }
 
-/// The leaf of which `tensor`, made by `node`, is a cast (as autocast makes and caches them), or a
-/// cast of what was made of that leaf alone (`weight.t()`); or null. Autocast itself cannot be
-/// asked: it is off while the kernel that saves the cast runs.
+/// Returns the leaf of which `tensor`, made by `node`, is a cast (as autocast makes and caches
+/// them), or a cast of a result of that leaf alone (`weight.t()`); or null. Autocast itself cannot
+/// be asked, as it is off while the kernel that saves the cast runs.
 const at::Tensor* cast_source(const at::Tensor& tensor, const Node& node) {
   if (!seam::is_cast(node)) return nullptr;
   constexpr int max_steps = 8;
@@ -42,7 +43,7 @@ const at::Tensor* cast_source(const at::Tensor& tensor, const Node& node) {
   for (int step = 0; step < max_steps; ++step) {
     Node* const source = only_source(*made_by);
     if (source == nullptr) return nullptr;
-    if (source->sequence_nr() == UINT64_MAX) {  // as every AccumulateGrad
+    if (source->sequence_nr() == UINT64_MAX) {  // true of every AccumulateGrad
       auto* const accumulate = dynamic_cast<AccumulateGrad*>(source);
       if (accumulate == nullptr || accumulate->variable.scalar_type() == tensor.scalar_type())
         return nullptr;
@@ -185,7 +186,8 @@ Provenance provenance_of(const at::Tensor& saved, const RegionStart& start,
     result.leaf = weak_object_of(root);
     result.offset = offset_of(saved);
   }
-  // Never changed in place: the operator in the region made it, so it is no captured tensor.
+  // An inside tensor that was never changed in place is not a captured one, so its storage is not
+  // needed.
   if (!(built_inside && result.version == 0)) result.storage = weak_known_storage_of(saved);
   return result;
 }
@@ -206,7 +208,7 @@ bool is_leaf_changed(const Provenance& then, const at::Tensor& leaf) {
 bool is_leaf_changed(const Provenance& then) {
   if (then.origin != Origin::Leaf) return false;
   const auto leaf = then.leaf.lock();
-  return leaf && is_leaf_changed(then, at::Tensor(leaf));  // else it was made inside
+  return leaf && is_leaf_changed(then, at::Tensor(leaf));  // a dead leaf was made inside
 }
 
 bool is_changed(const Provenance& then, const at::Tensor& now) {
@@ -224,7 +226,7 @@ bool is_changed(const Provenance& then, const at::Tensor& now) {
     case Origin::Outside:
       return known_storage_of(now) != then.storage._unsafe_get_target() ||
              seam::version_of(now) != then.version || offset_of(now) != then.offset;
-    case Origin::Input:  // which arguments there are, the caller knows
+    case Origin::Input:  // the caller knows the arguments
       return then.storage._unsafe_get_target() != nullptr &&
              (known_storage_of(now) != then.storage._unsafe_get_target() ||
               seam::version_of(now) != then.version);

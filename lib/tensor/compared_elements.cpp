@@ -18,9 +18,9 @@ namespace remat {
 
 namespace {
 
-/// A part of what is compared: this, then its elements.
+/// The header of a part, followed by its elements.
 struct PartHeader {
-  at::ScalarType dtype;  ///< Undefined: a hash stands for them
+  at::ScalarType dtype;  ///< Undefined for a hash in place of the elements
   int64_t numel;
 };
 
@@ -45,8 +45,8 @@ uint64_t scattered(uint64_t number) {
   return number ^ (number >> 31);
 }
 
-/// One index in each of `count` equal stretches, at a place of its own: every n-th could all be of
-/// one column.
+/// Returns one index in each of `count` equal ranges, at varying places: every n-th element could
+/// belong to the same column.
 at::Tensor spread_indices(int64_t numel, int64_t count) {
   at::Tensor indices = at::empty({count}, at::kLong);
   auto* const data = indices.mutable_data_ptr<int64_t>();
@@ -63,10 +63,10 @@ at::ScalarType integer_of_size(std::size_t size) {
   return size == 1 ? at::kByte : size == 2 ? at::kShort : size == 4 ? at::kInt : at::kLong;
 }
 
-/// The elements of a dense tensor that are compared, in memory of the CPU.
+/// Returns the compared elements of a dense tensor, in memory of the CPU.
 at::Tensor sample_of(const at::Tensor& tensor, int64_t max_elements) {
   if (max_elements == 0 || tensor.numel() <= max_elements) return tensor.to(at::kCPU).contiguous();
-  // Few operators know every dtype of floating point.
+  // Few operators support every floating-point dtype.
   const at::Tensor raw = tensor.view(integer_of_size(tensor.element_size()));
   const at::Tensor indices = spread_indices(tensor.numel(), max_elements).to(tensor.device());
   return raw.take(indices).to(at::kCPU).view(tensor.scalar_type());
@@ -106,7 +106,7 @@ void append(std::string& bytes, const at::Tensor& tensor, const ValueComparison&
   }
 }
 
-/// The elements of a part, as numbers.
+/// Returns the elements of a part as numbers.
 at::Tensor numbers_of(const PartHeader& header, const char* data) {
   return at::from_blob(const_cast<char*>(data), {header.numel}, header.dtype).to(at::kDouble);
 }

@@ -1,5 +1,5 @@
 #pragma once
-// The elements of a tensor that `ValueComparison` compares: taken as bytes, and compared with a
+// Takes the elements of a tensor that `ValueComparison` compares as bytes, and compares them with a
 // tolerance.
 
 #include <ATen/core/Tensor.h>
@@ -12,19 +12,19 @@
 
 namespace remat {
 
-/// The elements that `rule` compares, as bytes that `first_difference` reads. All NaN have the same
-/// bits if the rule finds them equal. Of what cannot be compared with a tolerance a hash. Copies
-/// what it takes.
+/// Returns the elements that `rule` compares, as bytes that `first_difference` reads. All NaN have
+/// the same bits if the rule treats them as equal. Elements that cannot be compared with a
+/// tolerance are replaced by a hash. Copies the elements.
 std::string compared_elements(const at::Tensor& tensor, const ValueComparison& rule);
 
 struct ElementDifference {
-  int64_t number = 0;        ///< of those that are compared
+  int64_t number = 0;        ///< among the compared elements
   int64_t num_compared = 0;  ///< in that part of the tensor
   std::string forward, recompute;
 };
 
-/// The first element in which what `compared_elements` took of two tensors differs by more than the
-/// tolerance.
+/// Returns the first element that differs by more than the tolerance between two results of
+/// `compared_elements`.
 std::optional<ElementDifference> first_difference(const std::string& forward,
                                                   const std::string& recompute,
                                                   const ValueComparison& rule);

@@ -15,15 +15,15 @@ namespace remat {
 
 namespace {
 
-/// Whether there are elements in memory: a tensor of zeros that LibTorch's formulas make has none,
-/// nor has one whose storage was freed (`resize_(0)`, as for sharded parameters).
+/// Returns whether there are elements in memory. A tensor of zeros that LibTorch's formulas make
+/// has none, nor has one whose storage was freed (`resize_(0)`, as for sharded parameters).
 bool has_elements(const at::Tensor& tensor) {
   if (tensor._is_zerotensor() || tensor.is_meta()) return false;
   return !tensor.has_storage() || tensor.numel() == 0 || tensor.storage().nbytes() > 0;
 }
 
-// A transposed weight is hashed as it lies in memory: bringing it into logical order took longer
-// than all the rest. Its strides are hashed too, then.
+// A transposed weight is hashed in memory order, and its strides are hashed too: making it
+// contiguous took longer than all the rest.
 uint64_t hash_of_dense(const at::Tensor& dense) {
   uint64_t hash = hash_of_bytes(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
   if (!dense.is_contiguous())
@@ -38,8 +38,8 @@ uint64_t hash_of_elements(const at::Tensor& tensor) {
   return hash_of_dense(near.is_non_overlapping_and_dense() ? near : near.contiguous());
 }
 
-/// Whether the elements can be read where they lie. Then no operator is run, and none needs to be
-/// hidden: guards and operators are most of what the hash of a small tensor costs.
+/// Returns whether the elements can be read in place. Then no operator runs, and none needs to be
+/// hidden: guards and operators are most of the cost of hashing a small tensor.
 bool lies_open(const c10::TensorImpl& impl) {
   constexpr c10::DispatchKeySet not_as_it_lies(
       {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor,

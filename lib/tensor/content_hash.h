@@ -8,15 +8,16 @@
 
 namespace remat {
 
-/// The hash covers dtype, sizes and element bytes; equal NaN bits are equal. Compare only tensors
-/// of equal strides (which `Values` requires): one that is dense but not contiguous is taken as it
-/// lies in memory. Sparse tensors: of their indices and values. Copies what is not dense, or not on
-/// the CPU.
+/// Returns a hash of dtype, sizes and element bytes; equal NaN bits are equal. Compare only tensors
+/// of equal strides (which `Values` requires): a tensor that is dense but not contiguous is hashed
+/// in memory order. For sparse tensors, indices and values are hashed. Copies tensors that are not
+/// dense, or not on the CPU.
 uint64_t content_hash(const at::Tensor& tensor);
-/// Whether its class has the elements in other tensors, as wrappers of Python's have, or none, as
-/// fake tensors have. They are not compared: `content_hash` is the same of all of one dtype.
+/// Returns whether the tensor's class has its elements in other tensors, like Python wrappers, or
+/// has none, like fake tensors. These are not compared: `content_hash` is the same for all of one
+/// dtype.
 bool has_no_memory(const at::Tensor& tensor);
-/// Writes the hash as text, of 16 hexadecimal digits.
+/// Returns the hash as text of 16 hexadecimal digits.
 std::string text_of_contents(const at::Tensor& tensor);
 
 }  // namespace remat

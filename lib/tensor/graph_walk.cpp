@@ -19,7 +19,7 @@ using torch::autograd::Node;
 namespace {
 
 const AccumulateGrad* as_leaf(const Node& node) {
-  // All of them have this number, and hardly any other node; casts cost more.
+  // Every AccumulateGrad has this number, and few other nodes do; casts cost more.
   return node.sequence_nr() == UINT64_MAX ? dynamic_cast<const AccumulateGrad*>(&node) : nullptr;
 }
 

@@ -1,5 +1,5 @@
 #pragma once
-// What part a tensor plays in a backward, and what a backward comes to on its way from its roots.
+// Determines a tensor's role in a backward, and the places that a backward reaches from its roots.
 
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
@@ -12,15 +12,15 @@
 
 namespace remat {
 
-/// Whether operators see a tensor that requires grad. A view of a leaf made under no-grad claims to
-/// (its base does), but has no gradient edge; it goes through as it is.
+/// Returns whether operators see a tensor that requires grad. A view of a leaf made under no-grad
+/// claims to (its base does), but has no gradient edge; it is passed on unchanged.
 bool has_gradient_edge(const at::Tensor& tensor);
-/// Whether they do, as far as it is known: the node of a view that has to be made anew is not.
+/// Returns the same without making the node of a view anew.
 bool has_raw_gradient_edge(const at::Tensor& tensor);
-/// An alias of a leaf that requires grad, made as such a view is.
+/// Returns an alias of a leaf that requires grad, made like such a view.
 at::Tensor without_gradient_edge(const at::Tensor& leaf);
 
-/// A tensor plays one of these parts.
+/// The role of a tensor in a backward.
 enum class GradRole : uint8_t {
   None,
   Leaf,    ///< that requires grad
@@ -29,11 +29,11 @@ enum class GradRole : uint8_t {
 };
 GradRole grad_role_of(const at::Tensor& value);
 
-/// Where the gradient of a tensor goes, by identity: it keeps nothing alive, and is only compared.
-/// A leaf's is known by the leaf itself, since its node is made when it is first needed.
+/// The destination of a tensor's gradient, by identity: it holds nothing, and is only compared. A
+/// leaf's is identified by the leaf itself, since its node is made when it is first needed.
 struct GradientPlace {
-  const void* at = nullptr;  ///< null: nowhere
-  uint32_t sequence = 0;     ///< of the node, low bits: another may have its address later
+  const void* at = nullptr;  ///< null for nowhere
+  uint32_t sequence = 0;     ///< low bits of the node's: its address may be reused
   uint32_t output = 0;
 
   static constexpr uint32_t leaf = UINT32_MAX;  ///< the sequence of leaves
@@ -43,18 +43,18 @@ struct GradientPlace {
   bool operator==(const GradientPlace&) const = default;
 };
 
-/// The place of a tensor that may die. While a leaf is watched, no other gets its address.
+/// The place of a tensor that may die. While it watches a leaf, the leaf's address is not reused.
 class WeakEdge {
  public:
   WeakEdge() = default;
   explicit WeakEdge(const at::Tensor& tensor);
   /// Makes the edge of a tensor whose role is known.
   WeakEdge(const at::Tensor& tensor, GradRole role);
-  /// Nowhere, once the leaf is gone.
+  /// Returns the place; nowhere once the leaf is gone.
   GradientPlace get() const {
     return place_.sequence == GradientPlace::leaf && leaf_.expired() ? GradientPlace{} : place_;
   }
-  /// The leaf, if it is one and alive; else undefined.
+  /// Returns the leaf if it is one and alive; otherwise an undefined tensor.
   at::Tensor leaf() const;
 
  private:
@@ -62,16 +62,17 @@ class WeakEdge {
   WeakTensor leaf_{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
 };
 
-/// Whether a node adds to the gradient of a leaf.
+/// Returns whether a node accumulates the gradient of a leaf.
 bool is_leaf(const torch::autograd::Node& node);
 
 class Reached {
  public:
-  /// Goes on below a node if `goes_on` says so of one of the places there.
+  /// Collects the places reached from `roots`. Continues below a node if `goes_on` returns true for
+  /// one of its places.
   explicit Reached(const torch::autograd::edge_list& roots,
                    c10::function_ref<bool(const GradientPlace&)> goes_on = everywhere)
       : Reached(roots, goes_on, 0) {}
-  /// Only what may lead to `targets`.
+  /// Collects only places that may lead to `targets`.
   static Reached towards(const torch::autograd::edge_list& targets,
                          const torch::autograd::edge_list& roots);
   bool contain(const GradientPlace& place) const { return node_at(place) != nullptr; }
@@ -80,7 +81,8 @@ class Reached {
   torch::autograd::Node* node_at(const GradientPlace& place) const;
 
  private:
-  /// `least`: of the topological numbers of what is wanted; nodes below do not lead to it.
+  /// `least`: the lowest topological number of the targets; nodes with lower ones do not lead to
+  /// them.
   Reached(const torch::autograd::edge_list& roots,
           c10::function_ref<bool(const GradientPlace&)> goes_on, uint64_t least);
   static bool everywhere(const GradientPlace&) { return true; }

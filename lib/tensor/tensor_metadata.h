@@ -1,5 +1,5 @@
 #pragma once
-// What is remembered of a saved tensor so that its recomputed twin can be compared with it.
+// The description of a saved tensor with which its recomputed twin is compared.
 
 #include <ATen/core/Tensor.h>
 
@@ -11,26 +11,26 @@
 
 namespace remat {
 
-/// Tensor metadata are the shape, dtype, device and layout of a tensor, strides on request. Small:
-/// up to four dimensions (two with strides) need no memory of their own.
+/// The shape, dtype, device and layout of a tensor, and its strides on request. Small: up to four
+/// dimensions (two with strides) need no memory of their own.
 class TensorMetadata {
  public:
   TensorMetadata() = default;
   TensorMetadata(const at::Tensor& tensor, bool with_strides);
 
   bool describes(const at::Tensor& tensor) const;
-  /// "Float[2, 3] on cpu", with strides if they were asked for.
+  /// Returns "Float[2, 3] on cpu", with strides if they were requested.
   std::string text() const;
 
-  /// Number of elements; 0 where it is not known (nested tensors).
+  /// Returns the number of elements; 0 if unknown (nested tensors).
   int64_t numel() const;
-  /// [bytes] of the elements; 0 where their number is not known.
+  /// Returns the bytes of the elements; 0 if their number is unknown.
   int64_t num_bytes() const {
     return is_undefined() ? 0 : numel() * static_cast<int64_t>(c10::elementSize(dtype_));
   }
-  /// Empty where they are not known (nested tensors).
+  /// Returns the sizes; empty if unknown (nested tensors).
   std::vector<int64_t> sizes() const;
-  /// 0 where it is not known.
+  /// Returns the number of dimensions; 0 if unknown.
   int64_t dim() const { return dim_; }
   c10::ScalarType dtype() const { return dtype_; }
   c10::Device device() const { return device_; }

@@ -1,5 +1,5 @@
 #pragma once
-// A plain strided tensor taken apart: what an alias of it is built of, without the object.
+// The parts of a plain strided tensor from which an alias is built, without the object.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/SizesAndStrides.h>
@@ -8,16 +8,16 @@
 
 namespace remat {
 
-/// The parts of one tensor are its storage, its layout there and its version counter. They weigh
-/// less than an alias, and share no history with the tensor.
+/// One tensor's storage, its layout there and its version counter. They need less memory than an
+/// alias, and share no history with the tensor.
 class TensorParts {
  public:
-  /// Whether storage, layout and keys say all of a tensor: not of sparse, nested, inference and
-  /// named ones, nor of subclasses.
+  /// Returns whether storage, layout and keys describe the tensor fully; false for sparse, nested,
+  /// inference and named tensors, and for subclasses.
   static bool can_take(const at::Tensor& tensor);
   explicit TensorParts(const at::Tensor& tensor);
 
-  /// Builds a new alias without history, as `tensor_data()` of the tensor would be.
+  /// Returns a new alias without history, like `tensor_data()` of the tensor.
   at::Tensor build() const;
 
  private:
