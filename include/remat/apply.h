@@ -70,7 +70,7 @@ struct RefusedModule {
   std::string path{};    ///< in the tree; "" is the root
   std::string type{};    ///< as it is written in code
   std::string reason{};  ///< why it cannot be a region
-  std::string cure{};    ///< what to write instead
+  std::string cure{};    ///< the code to write instead
 };
 
 /// The result of `apply_checkpointing`.
@@ -140,7 +140,7 @@ struct UnusedRegion {
   std::string path{};    ///< in the tree; "" is the root
   std::string type{};    ///< as it is written in code
   std::string reason{};  ///< the evidence
-  std::string cure{};    ///< what to write instead
+  std::string cure{};    ///< the code to write instead
 };
 
 /// Finds modules that should be regions and never were. Candidates are each enabled `Checkpointed`

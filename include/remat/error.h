@@ -40,8 +40,8 @@ class REMAT_API CheckpointError : public c10::Error {
   struct Mismatch {
     /// Position of the saved tensor in its region, from 0; -1: the region does not save it.
     int64_t position;
-    std::string forward;       ///< what forward saved
-    std::string recompute;     ///< what the recompute saved instead
+    std::string forward;       ///< description of the tensor that forward saved
+    std::string recompute;     ///< description of the tensor that the recompute saved
     std::string forward_op;    ///< the operator that saved it in forward
     std::string recompute_op;  ///< the operator that saved it in the recompute
     /// The parameter or buffer that forward saved, such as "parameter 'conv1.weight' of UNetBlock".
@@ -53,7 +53,7 @@ class REMAT_API CheckpointError : public c10::Error {
 
   /// The facts of the error besides its text; counts are -1 where they have no meaning.
   struct Facts {
-    Kind kind = Kind::RecomputeFailed;   ///< what went wrong
+    Kind kind = Kind::RecomputeFailed;   ///< kind of the error
     std::string region{};                ///< the region's name
     int64_t frame_id = -1;               ///< as `current_phase()` says it
     int64_t forward_count = -1;          ///< tensors that forward saved

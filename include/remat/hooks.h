@@ -134,7 +134,7 @@ struct SaveOnCpuOptions {
   /// Number of copies back that begin ahead of a read, in the reverse order of saving, with
   /// `pin_memory`; 0: none.
   int64_t prefetch_depth = 2;
-  /// [bytes] Limit, with `pin_memory`, of originals whose copies are not finished, so that their
+  /// [bytes] Limit, with `pin_memory`, of originals whose copies are not finished; until then their
   /// memory cannot be reused. A single larger one is allowed. Beyond the limit the program waits
   /// for the oldest copy. Default: no limit.
   int64_t max_bytes_in_flight = std::numeric_limits<int64_t>::max();

@@ -18,7 +18,7 @@ struct MeteredDevice;
 /// to its release, on whatever threads these happen.
 ///
 /// The CPU: the first meter (or limit guard) of the process puts a counting allocator in front of
-/// the installed one; it stays until the process ends. It counts only the bytes asked for, so that
+/// the installed one; it stays until the process ends. It counts only the bytes asked for, so
 /// numbers do not depend on the system's allocator, its rounding or its caches. Make the first
 /// meter before the tensors that you want to count. Make it before other threads run, if possible:
 /// LibTorch advises this for the installation of allocators. Later meters may be made anywhere.
@@ -30,7 +30,7 @@ struct MeteredDevice;
 ///
 /// An accelerator: the numbers come from its allocator (`c10::DeviceAllocator`). They include all
 /// of the process's tensors on that device, whenever they were made. No allocator is put in front,
-/// so that there is no cost between two queries. Memory that is freed while another stream uses it
+/// so there is no cost between two queries. Memory that is freed while another stream uses it
 /// counts until the allocator releases it. A meter that starts a peak resets the allocator's own
 /// peak, which other code may read (`torch.cuda.max_memory_allocated`). The constructor initializes
 /// the device.
@@ -78,14 +78,14 @@ class REMAT_API MemoryMeter {
 /// `c10::OutOfMemoryError` and changes no count. This shows on any machine how a program runs on a
 /// small one.
 ///
-/// Applies to the whole process and all threads. All live guards of a device apply, so that the
-/// smallest limit decides; they may end in any order, on any thread. A limit below the bytes alive
-/// already refuses every new allocation and frees nothing. Bytes are counted as by a `MemoryMeter`;
-/// memory that it does not count is not limited.
+/// Applies to the whole process and all threads. All live guards of a device apply, so the smallest
+/// limit decides; they may end in any order, on any thread. A limit below the bytes alive already
+/// refuses every new allocation and frees nothing. Bytes are counted as by a `MemoryMeter`; memory
+/// that it does not count is not limited.
 ///
 /// On an accelerator the guard empties the allocator's cache and occupies the rest of the device's
-/// free memory, so that the error is the device's own. The limit is as fine as the allocator's
-/// pieces (CUDA: 2 MiB), and moves when other processes allocate or free memory.
+/// free memory, so the error is the device's own. The limit is as fine as the allocator's pieces
+/// (CUDA: 2 MiB), and moves when other processes allocate or free memory.
 ///
 /// Throws `c10::ValueError` if `bytes` is negative; `CheckpointError` (`Unsupported`) as
 /// `MemoryMeter` does, and if the device does not report its free memory (before LibTorch 2.10 no

@@ -8,16 +8,16 @@
 // Both copies have a begin and a finish, so that a place may work beside the program. A place that
 // does not overrides only `begin_store` and `finish_load`. The calls, in order, and their threads:
 //
-//    forward    takes, begin_store   on the thread that saves, in the order of saving
-//               finish_store         for contents that are stored late: on that thread, if too many
-//                                    bytes are under way (max_bytes_in_flight); otherwise before the
-//                                    first finish_load
-//    backward   begin_load           on a thread of the engine, when it reads a tensor that was
-//                                    saved later
-//               finish_load          on the thread that reads; also outside of backward, alone
-//               cancel_load          if a begun load was not read: when that backward ends, or
-//                                    earlier
-//    then       ~StoredContents      on the thread that releases the last tensor with these contents
+//    forward    takes, begin_store on the thread that saves, in the order of saving
+//               finish_store       for contents that are stored late: on that thread, if too many
+//                                  bytes are under way (max_bytes_in_flight); otherwise before the
+//                                  first finish_load
+//    backward   begin_load         on a thread of the engine, when it reads a tensor that was
+//                                  saved later
+//               finish_load        on the thread that reads; also outside of backward, alone
+//               cancel_load        if a begun load was not read: when that backward ends, or
+//                                  earlier
+//    then       ~StoredContents    on the thread that releases the last tensor with these contents
 //
 // A place's functions may run on several threads at once. Those of one StoredContents never do:
 // each begins after the previous one has returned, and sees its writes. The runtime holds no lock

@@ -62,8 +62,8 @@ struct StageCost {
   bool saves_input = true;
   /// [bytes] of the stage at the peak of its backward: saved tensors, both gradients and
   /// temporaries, without the input, which has other owners until the end. Saved tensors die
-  /// operator by operator, so that this may be less than the sum of the members above. Negative:
-  /// that sum.
+  /// operator by operator, so this may be less than the sum of the members above. Negative: that
+  /// sum.
   int64_t backward_bytes = -1;
   /// [bytes] `backward_bytes` with the input, for a region that begins with the stage: it holds the
   /// input until all its saved tensors are read. Negative: the sum of both.
@@ -258,7 +258,7 @@ struct MeasureOptions {
 /// later one the output of the stage before. Grad mode is on; `sample` takes part in backward if it
 /// requires grad.
 ///
-/// Bytes are those of storages, so that a view counts with its whole storage. Saved tensors whose
+/// Bytes are those of storages, so a view counts with its whole storage. Saved tensors whose
 /// storage outlives the stage's graph (parameters, constants) do not count. If the program uses
 /// autocast, call `measure` under the same autocast. Casts in its cache are then counted separately
 /// (`cached_cast_bytes`), and the cache is emptied. Temporaries are measured at the device's
@@ -270,8 +270,8 @@ struct MeasureOptions {
 /// throughout, as in training that sets them to zero. A program that drops them
 /// (`zero_grad(set_to_none=true)`) needs their bytes in addition.
 ///
-/// Hooks of parameters do not run, so that no optimizer steps. Inside a region, stages run as if
-/// the region were absent. Afterwards parameters have their old `.grad` and hooks, and the default
+/// Hooks of parameters do not run, so no optimizer steps. Inside a region, stages run as if the
+/// region were absent. Afterwards parameters have their old `.grad` and hooks, and the default
 /// generators of the CPU and of the device their old states. Other side effects of running a stage
 /// remain: buffers, members of modules, its own generators. If they matter, measure the stages of a
 /// copy of the module (`module->clone()`).

@@ -84,7 +84,7 @@ struct SelectiveOptions {
   /// none. They follow the order of calls of the same region, then of the region that ran before
   /// it. At most this many results are on the device beside those that the recompute uses.
   int64_t prefetch_depth = 2;
-  /// [bytes] Limit of originals whose copies to the CPU are not finished, so that their memory
+  /// [bytes] Limit of originals whose copies to the CPU are not finished; until then their memory
   /// cannot be reused. A single larger one is allowed. Beyond the limit the program waits for the
   /// oldest copy. This limit and `prefetch_depth` count over all regions of the process whose
   /// policies agree in `prefetch_depth`, `max_bytes_in_flight` and `keep_last`.
