@@ -1,5 +1,5 @@
 #pragma once
-// Places that can say whether memory still has what they were given, so that nobody need hash it
+// Places that can compare memory with their stored contents, so that a depot need not hash it
 // first.
 
 #include "remat/place.h"
@@ -9,13 +9,13 @@ namespace remat {
 /// Contents of the CPU's memory.
 class ComparableContents : public StoredContents {
  public:
-  /// Whether `memory`, which is that of the tensor that was stored, has the bytes that are in the
-  /// place, or will be: what is not copied yet is copied as it is by then. Waits for a copy that is
-  /// being made. Any thread, also beside loads. False if it cannot be found out.
+  /// Returns whether `memory`, the stored tensor's own memory, has the bytes of the place. Bytes
+  /// that are not copied yet will be copied as they are then. Waits for a running copy. Returns
+  /// false if the answer is unknown. Any thread, also beside loads.
   virtual bool has_bytes_of(const void* memory) = 0;
 };
 
-/// What it makes of a tensor on the CPU are ComparableContents.
+/// A place that makes ComparableContents of tensors on the CPU.
 class ComparablePlace : public Place {};
 
 }  // namespace remat

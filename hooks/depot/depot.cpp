@@ -18,12 +18,13 @@ namespace remat {
 
 namespace {
 
-/// Pieces of less are not worth being thrifty about.
+/// Below this size the spread of a tensor does not matter.
 constexpr int64_t small_bytes = 1 << 16;
-/// How many times its own bytes a tensor may take with it.
+/// Largest ratio of the bytes that move with a tensor to its own bytes.
 constexpr int64_t max_spread = 4;
 
-/// Nothing but sizes, strides and an offset into a storage: what can be built again.
+/// Returns whether a tensor consists of sizes, strides and an offset into a storage, so that it can
+/// be rebuilt.
 bool is_plain(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   return typeid(impl) == typeid(c10::TensorImpl) && tensor.layout() == c10::kStrided &&
@@ -34,9 +35,9 @@ bool is_plain(const at::Tensor& tensor) {
                                   c10::DispatchKey::ZeroTensor, c10::DispatchKey::Functionalize}));
 }
 
-/// Where the elements of a tensor lie in its storage [bytes].
+/// The range of a tensor's elements in its storage [bytes].
 struct Extent {
-  int64_t begin, end, bytes;  ///< `bytes`: of the elements that there are, gaps not counted
+  int64_t begin, end, bytes;  ///< `bytes`: of the elements, without gaps
 };
 
 std::optional<Extent> extent_of(const at::Tensor& tensor) {
@@ -49,7 +50,7 @@ std::optional<Extent> extent_of(const at::Tensor& tensor) {
   return Extent{begin, end, std::min(tensor.numel(), last + 1) * each};
 }
 
-/// Whether `saved` has the memory of what it stands for. A kept result may be a copy on the CPU
+/// Returns whether `saved` has the memory of `*stands_for`. A kept result may be a copy on the CPU
 /// already.
 bool is_alias(const at::Tensor& saved, const at::Tensor* stands_for) {
   if (stands_for == nullptr) return false;
@@ -57,7 +58,7 @@ bool is_alias(const at::Tensor& saved, const at::Tensor* stands_for) {
          saved.storage().unsafeGetStorageImpl() == stands_for->storage().unsafeGetStorageImpl();
 }
 
-/// What moves with a tensor, if it moves: Note [What is moved].
+/// Returns the range that moves with a tensor, if it moves: Note [What is moved].
 std::optional<Extent> range_of(const at::Tensor& tensor, bool keeps_bytes) {
   const auto own = extent_of(tensor);
   if (!own) return std::nullopt;
@@ -77,8 +78,8 @@ bool is_parameter(const at::Tensor& tensor) {
 }
 
 SavedElsewhere::SavedElsewhere(const at::Tensor& saved)
-    // Without history it makes no cycle: Note [Identity packs]. As an alias it keeps the storage of
-    // the save when the tensor is given another one (`set_data`).
+    // Without history the tensor makes no cycle: Note [Identity packs]. As an alias it keeps the
+    // storage of the save when the tensor gets another one (`set_data`).
     : in_place_(saved.requires_grad() || is_plain(saved) ? saved.tensor_data() : saved),
       had_elements_(is_plain(saved) && extent_of(saved)) {
   if (saved.is_inference()) return;
@@ -122,7 +123,7 @@ at::Tensor SavedElsewhere::unpack() {
     return in_place;
   }
   at::Tensor tensor = rebuild(*piece);
-  if (raises_if_changed_) check_version();  // the copy out may have ended in between
+  if (raises_if_changed_) check_version();  // the copy out may have ended meanwhile
   return tensor;
 }
 
@@ -252,7 +253,7 @@ void Depot::move_excess(c10::Device device, const SavingOperator* running) {
     } catch (const std::exception& error) {  // pieces let nothing else through
       if (each.has_to_move) {
         if (failure == nullptr) failure = std::current_exception();
-        options_.staying->add(device, std::move(each));  // the next to come tries it again
+        options_.staying->add(device, std::move(each));  // the next save tries it again
         continue;
       }
       seam::warn(c10::str("remat: a saved tensor stays in memory, since it could not be moved: ",
@@ -292,7 +293,7 @@ void Depot::settle() noexcept {
   if (options_.staying == nullptr && !has_unsettled_.load(std::memory_order_relaxed)) return;
   try {
     const auto mine = take_unsettled(nullptr);
-    // Something has been thrown through the guard: an operator may be half done.
+    // An exception leaves the guard: an operator may be half done.
     if (std::uncaught_exceptions() > 0) return;
     if (options_.staying != nullptr)
       for (const c10::Device device : options_.staying->devices()) move_excess(device, nullptr);
@@ -304,7 +305,8 @@ void Depot::settle() noexcept {
 }
 
 void Depot::move(SavedElsewhere& saved, const MoveAs& as) {
-  // Nobody else moves it. Freed after the lock, since its storage may run a deleter of the user's.
+  // No other thread moves it. It is freed after the lock, since its storage may run a deleter of
+  // the user's.
   at::Tensor tensor = saved.in_place_;
   const auto is_changed = [&] {
     return saved.counter_.enabled() && saved.counter_.current_version() != saved.version_;
@@ -349,7 +351,7 @@ std::shared_ptr<Piece> Depot::piece_for(const at::Tensor& tensor, int64_t begin,
                                         const MoveAs& as) {
   const c10::StorageImpl* const source = tensor.storage().unsafeGetStorageImpl();
   const auto kind = place_->stores_bytes() ? c10::kByte : tensor.scalar_type();
-  std::vector<std::shared_ptr<Piece>> known;  // dies after the lock: a piece asks for it
+  std::vector<std::shared_ptr<Piece>> known;  // dies after the lock, which a dying piece takes
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (const auto found = pieces_.find(source); found != pieces_.end())

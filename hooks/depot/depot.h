@@ -1,37 +1,39 @@
 #pragma once
-// What one guard has put into a place: which tensors, in which pieces, for whom.
+// The depot of one guard: moves saved tensors to a place, in pieces that saved tensors share.
 //
 // Note [What is moved]
-// A tensor moves if it is a plain strided one with data, no parameter (a leaf that requires grad,
-// or a view of one), large enough, and if the place takes it. The piece of its storage that moves:
-//   the whole storage   if the tensor has at least a quarter of it (or it is small): then every view
-//                       shares one piece, and comes back with its offset;
-//   its own range     else, if at most three quarters of that are gaps: it comes back at offset 0.
-// Any other tensor stays: a thin slice of something large would cost more elsewhere than here.
-// Bytes of a range are copied as they lie, so overlapping and expanded views come back as they
-// were.
+// A tensor moves if it is a plain strided one with data, large enough, no parameter (a leaf that
+// requires grad, or a view of one), and if the place takes it. The piece of its storage that moves:
+//   the whole storage   if the tensor has at least a quarter of it (or it is small): then every
+//                       view shares one piece, and is restored with its offset;
+//   its own range       otherwise, if at most three quarters of the range are gaps: the tensor is
+//                       restored at offset 0.
+// Any other tensor stays: moving the large range of a thin slice would cost more than it frees. The
+// bytes of a range are copied unchanged, so that overlapping and expanded views are restored
+// exactly.
 //
 // Note [When contents are copied]
-// Generated code saves an argument that the kernel has yet to write (the noise of rrelu). Such a
-// buffer takes no part in differentiation, so it does not require grad. What requires grad is
-// copied when it is saved. What does not waits, as it is, until its operator is over: that is,
-// until this thread saves for another operator (operators that save have a node, and nodes are
-// numbered), or the guard ends. If it was changed in place by then it is not copied, and stays.
+// Generated code saves an argument before the kernel writes it (the noise of rrelu). Such a buffer
+// takes no part in differentiation, and therefore does not require grad. A tensor that requires
+// grad is copied when it is saved. Any other tensor stays until its operator is over: until this
+// thread saves for another operator (operators that save have a node, and nodes are numbered), or
+// the guard ends. If it was changed in place by then, it is not copied, and stays.
 //
-// A tensor that stays is kept with its version, and reading it after a change in place raises as
-// plain autograd does: LibTorch checks no version where there are hooks. What was copied keeps the
-// values of the save, unless the copy may be made later than it was asked for
-// (StoredContents::is_stored_late): then a change raises too.
+// A tensor that stays is kept with its version. Reading it after a change in place raises an error
+// as plain autograd does, since LibTorch checks no version where there are hooks. A copied tensor
+// keeps the values of the save, unless the copy may run later than it was requested
+// (StoredContents::is_stored_late): then a change raises an error too.
 //
 // Note [Sharing pieces]
 // Two saved tensors share a piece if they have the same storage object, alive all the time, the
-// same version counter and version, and equal contents: a write through `.data` leaves the version
-// alone. Contents on the CPU are compared when a second save asks, by the place where it can
-// (ComparablePlace), byte by byte with its copy; for other places they are hashed before each copy,
-// in 64 bits. Most are never asked for again, so what is saved once is not read but to be copied.
-// What moves because there is no room for it has been let go of by all others: saved tensors of one
-// storage that move at once share a piece without a look at it. Contents on an accelerator are not
-// compared, which would wait for the device; there only tensors that require grad are shared.
+// same version counter and version, and equal contents (a write through `.data` does not change the
+// version). Contents on the CPU are compared only when a second save needs them. A ComparablePlace
+// compares byte by byte with its copy; for other places the contents are hashed before each copy,
+// in 64 bits. Most tensors are saved once, and are then read only by the copy.
+// A tensor that moves for lack of room has no owner outside of the depot. Saved tensors of one
+// storage that move at once therefore share a piece without a comparison. Contents on an
+// accelerator are not compared, because that would wait for the device; there only tensors that
+// require grad are shared.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
@@ -56,23 +58,23 @@
 
 namespace remat {
 
-/// One saved tensor: it is where it was, or its contents are in a piece.
+/// One saved tensor, either in place or with its contents in a piece.
 class SavedElsewhere final : public InPlace {
  public:
   explicit SavedElsewhere(const at::Tensor& saved);
   /// Throws LibTorch's error if the contents have been changed since.
   at::Tensor unpack();
   c10::Storage storage_in_place() override;
-  /// The elements, where they were or as they came back.
+  /// The elements, in place or loaded back.
   struct Contents {
     c10::Storage storage;
     c10::VariableVersion counter;  ///< of tensors in it
     int64_t offset = 0;            ///< of the saved tensor
-    bool is_new = false;           ///< came from the place just now
-    bool was_begun = false;        ///< and had been begun before it was asked for
+    bool is_new = false;           ///< was loaded by this call
+    bool was_begun = false;        ///< and the load had begun before this call
   };
-  /// Throws as `unpack`. Tensors that are made of it may not be written to as long as it is in
-  /// place.
+  /// Returns the contents. Throws as `unpack`. Code must not write to tensors made of them while
+  /// the tensor is in place.
   Contents contents();
 
  private:
@@ -80,18 +82,18 @@ class SavedElsewhere final : public InPlace {
   void check_version() const;
   at::Tensor rebuild(Piece& piece) const;
 
-  std::mutex mutex_;     ///< of what a move changes; not held while a place works
+  std::mutex mutex_;     ///< for the members that a move changes; not held while a place works
   at::Tensor in_place_;  ///< without history; undefined when moved
-  bool had_elements_;    ///< a plain tensor in memory, at the save
+  bool had_elements_;    ///< whether it was a plain tensor in memory at the save
   std::shared_ptr<Piece> piece_;
   c10::VariableVersion counter_{c10::VariableVersion::DISABLED};
   uint32_t version_ = 0;
   bool raises_if_changed_ = false;  ///< also when moved
-  // Of one that may move later (Note [What stays]).
+  // For a tensor that may move later (Note [What stays]).
   std::unique_ptr<Staying::Share> share_;
   std::shared_ptr<PrefetchOrder> order_;
   uint64_t number_ = 0;
-  // Of a moved one: what it was.
+  // For a moved tensor: its former metadata.
   c10::SmallVector<int64_t, 4> sizes_, strides_;
   int64_t offset_ = 0;
   c10::DispatchKeySet keys_;
@@ -101,17 +103,19 @@ class SavedElsewhere final : public InPlace {
 struct DepotOptions {
   int64_t min_bytes = 0;
   bool skip_parameters = true;
-  bool raises_if_changed = false;  ///< as plain autograd does; also what was copied
+  bool raises_if_changed = false;  ///< as plain autograd does; also for copied tensors
   int64_t prefetch_depth = 0;
   int64_t max_bytes_in_flight = std::numeric_limits<int64_t>::max();
-  std::shared_ptr<Staying> staying = nullptr;    ///< null: all that can moves when it is saved
-  std::shared_ptr<MoveTotals> totals = nullptr;  ///< what has moved; null: nobody counts
+  /// The budget of tensors in place; null: every movable tensor moves when it is saved.
+  std::shared_ptr<Staying> staying = nullptr;
+  std::shared_ptr<MoveTotals> totals = nullptr;  ///< counts of moves; null: no counts
 };
 
-/// A leaf that requires grad, or a view of one. (What `detach` returns says nothing of its origin.)
+/// Returns whether a tensor is a leaf that requires grad, or a view of one. (The result of `detach`
+/// does not show its origin.)
 bool is_parameter(const at::Tensor& tensor);
 
-/// What only the runtime can do for a depot.
+/// Functions of the runtime that a depot needs.
 struct DepotSurroundings {
   AroundPlace around;
   PrefetchOrder::AtEndOfBackward at_end;
@@ -119,45 +123,48 @@ struct DepotSurroundings {
 
 class Depot final : public std::enable_shared_from_this<Depot> {
  public:
-  /// Depots may share a place.
+  /// Makes a depot. Depots may share a place.
   Depot(std::shared_ptr<Place> place, DepotOptions options, DepotSurroundings surroundings);
 
-  /// Takes a saved tensor. `stands_for`: the tensor of which it is an alias without history, or a
-  /// copy, and which no operator is writing; or null. Throws what the place throws.
+  /// Takes a saved tensor. `stands_for`: the tensor of which it is a copy or an alias without
+  /// history, and to which no operator writes at the moment; or null. Throws the errors of the
+  /// place.
   std::shared_ptr<SavedElsewhere> take(const at::Tensor& saved, const at::Tensor* stands_for);
-  /// Takes the memory of a tensor without gaps, now. Its owner sees to it that what is written to
-  /// it meanwhile does no harm. `number`: in the order of saving, of the owner's choice. Null: the
-  /// place wants it to stay.
+  /// Takes the memory of a tensor without gaps, now. The caller guarantees that writes to it
+  /// meanwhile do no harm. `number`: position in the order of saving, chosen by the caller. Returns
+  /// null if the place leaves the tensor in place.
   std::shared_ptr<Piece> keep(const at::Tensor& dense, uint64_t number);
-  /// Takes what its owner keeps, as it is, until there is too much of what comes after it in the
-  /// order of saving. Null where nothing stays, or if it would not move. `number`, `has_to_move`,
-  /// `on_move`: of Staying::Entry.
+  /// Keeps a tensor in place until tensors that come after it in the order of saving exceed the
+  /// budget. Returns null if the depot has no budget, or if the tensor could not move. `number`,
+  /// `has_to_move`, `on_move`: as in Staying::Entry.
   struct StayAs {
     uint64_t number;
     bool has_to_move;
     std::function<void()> on_move;
   };
   std::shared_ptr<SavedElsewhere> keep_in_place(const at::Tensor& value, StayAs as);
-  /// Moves what is too much of that by now. Throws if something cannot be moved that has to; it
-  /// stays where it is.
+  /// Moves tensors that exceed the budget now. Throws if a tensor cannot be moved that has to; it
+  /// stays in place.
   void move_excess();
-  /// Whether a tensor would be moved.
+  /// Returns whether a tensor would be moved.
   bool moves(const at::Tensor& tensor) const;
-  /// No operator runs on this thread: what waited for its end is moved. What cannot be, stays; a
-  /// warning says so.
+  /// Moves the tensors that waited for the end of their operators. Call it when no operator runs on
+  /// this thread. A tensor that cannot be moved stays, with a warning.
   void settle() noexcept;
-  /// What is on its way has left its storages. Only with a bound on the bytes in flight.
+  /// Waits until all stores have released the originals. Call it only with a bound on the bytes in
+  /// flight.
   void finish_stores() { finish_stores_before(options_.max_bytes_in_flight); }
-  /// Backward, which runs on this thread, will soon read all. Only where loads are begun ahead.
+  /// Begins the loads of all pieces, since the backward on this thread will soon read them. Call it
+  /// only with a prefetch depth.
   void begin_loads() { order_->begin_all(); }
-  /// The same of what has a number below this, up to the depth.
+  /// Begins the loads of pieces below this number, up to the depth.
   void begin_loads_before(uint64_t number) {
     if (order_ != nullptr) order_->prefetch_before(number);
   }
 
  private:
   friend class Piece;
-  /// What an operator that may still run has saved.
+  /// A tensor saved by an operator that may still run.
   struct Unsettled {
     std::thread::id thread;
     uint64_t operator_number;
@@ -172,9 +179,9 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   void move_excess(c10::Device device, const SavingOperator* running);
   struct MoveAs {
     bool is_trusted;
-    uint64_t number = 0;  ///< in the order of saving; 0: the last
-    uint64_t batch =
-        0;  ///< of what moves at once, and nobody writes to meanwhile; 0: it moves alone
+    uint64_t number = 0;  ///< position in the order of saving; 0: the last
+    /// Batch of tensors that move at once and to which no code writes meanwhile; 0: no batch.
+    uint64_t batch = 0;
   };
   void move(SavedElsewhere& saved, const MoveAs& as);
   std::shared_ptr<Piece> piece_for(const at::Tensor& tensor, int64_t begin, int64_t end,
@@ -188,13 +195,13 @@ class Depot final : public std::enable_shared_from_this<Depot> {
   const std::shared_ptr<Place> place_;
   const DepotOptions options_;
   const DepotSurroundings surroundings_;
-  const std::shared_ptr<PrefetchOrder> order_;  ///< null where nothing is loaded ahead
+  const std::shared_ptr<PrefetchOrder> order_;  ///< null if no loads begin ahead
   std::mutex mutex_;                            ///< not held while a place works
   std::unordered_map<const c10::StorageImpl*, std::vector<std::weak_ptr<Piece>>> pieces_;
   std::vector<Unsettled> unsettled_;
   std::atomic<bool> has_unsettled_{false};
   std::atomic<uint64_t> num_batches_{0};
-  /// What is stored late, oldest first, and may not be finished.
+  /// Unfinished stores of contents that are stored late, oldest first.
   struct Storing {
     std::weak_ptr<Piece> piece;
     int64_t bytes;

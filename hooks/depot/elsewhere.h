@@ -1,5 +1,5 @@
 #pragma once
-// The hook of one saved tensor that may wait elsewhere.
+// The hook of one saved tensor that a depot may move.
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
@@ -12,7 +12,8 @@ namespace remat {
 
 class Elsewhere final : public torch::autograd::SavedVariableHooks {
  public:
-  /// `stands_for` (see Depot::take) is used by the pack call only, which follows at once.
+  /// Makes a hook. `stands_for` (see Depot::take) is used only by the pack call, which follows at
+  /// once.
   Elsewhere(std::shared_ptr<Depot> depot, const at::Tensor* stands_for)
       : depot_(std::move(depot)), stands_for_(stands_for) {}
 

@@ -1,5 +1,5 @@
 #pragma once
-// What one guard, or one item of a plan, has moved so far.
+// The counts of tensors that one guard, or one item of a plan, has moved.
 
 #include <atomic>
 #include <chrono>
@@ -8,25 +8,25 @@
 
 namespace remat {
 
-/// Who wants to know what has moved for something that has a name: a recorder.
+/// The interface through which a recorder observes the moves of named items.
 class MoveWatch {
  public:
-  /// Since it was told last; all but one are 0.
+  /// The change since the last report, as one event.
   struct Change {
     int64_t moves = 0, bytes_moved = 0, loads = 0, loads_ahead = 0, bytes_loaded = 0, spent_ns = 0;
   };
   virtual void changes(const std::string& name, const Change& change) noexcept = 0;
 
-  /// Null: nobody wants to know. What was set once lives until the process ends.
+  /// The watch, or null. A watch lives until the process ends.
   static inline std::atomic<MoveWatch*> only{nullptr};
 
  protected:
   ~MoveWatch() = default;
 };
 
-/// Shared by a depot, its pieces and a guard's counters.
+/// The counts, shared by a depot, its pieces and a guard's counters.
 struct MoveTotals {
-  const std::string name{};  ///< of an item of a plan
+  const std::string name{};  ///< the name of a plan's item
   std::atomic<int64_t> num_moves{0}, bytes_moved{0}, num_loads{0}, num_loads_ahead{0},
       bytes_loaded{0}, spent_ns{0};
 
@@ -54,11 +54,11 @@ struct MoveTotals {
   }
 };
 
-/// While alive, this thread moves something.
+/// Adds its lifetime, in which this thread moves a tensor, to the time spent.
 class TimeSpent {
  public:
   explicit TimeSpent(std::atomic<int64_t>& total_ns) : total_ns_(&total_ns) {}
-  /// Null: nobody wants to know.
+  /// Adds to `totals`, unless it is null.
   explicit TimeSpent(MoveTotals* totals) : totals_(totals) {}
   ~TimeSpent() {
     if (total_ns_ == nullptr && totals_ == nullptr) return;

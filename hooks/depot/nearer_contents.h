@@ -1,17 +1,17 @@
 #pragma once
-// Contents that can come nearer before there is room for them where they are wanted.
+// Contents that can move to the host's memory before their device has room.
 
 #include <cstdint>
 
 namespace remat {
 
-/// Of a piece whose place has memory of the host between the device and something slower.
+/// The contents of a place that has host memory between the device and slower storage.
 class NearerContents {
  public:
-  /// [bytes] of the host's memory that `begin_approach` would take if nobody has begun it; 0: they
-  /// are there. Any thread.
+  /// Returns the bytes of host memory that `begin_approach` would take, if it has not begun; 0 if
+  /// the contents are on the host. Any thread.
   virtual int64_t bytes_to_approach() const = 0;
-  /// Begins to bring them to the host. `cancel_load` ends it.
+  /// Begins to load the contents to the host. `cancel_load` cancels it.
   virtual void begin_approach() = 0;
 
  protected:

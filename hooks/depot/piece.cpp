@@ -21,7 +21,7 @@ namespace remat {
 
 namespace {
 
-/// What comes next on any other stream waits for what is on the current one now.
+/// Records the present end of the current stream, for which later work on other streams waits.
 void mark(std::optional<Ready>& ready, c10::Device device) {
   ready.reset();
   if (!device.is_cpu()) ready.emplace(current_stream(device)).record();
@@ -85,7 +85,7 @@ void Piece::use_place(c10::function_ref<void()> use) const {
     around_(use);
   } catch (const std::exception&) {
     throw;
-  } catch (...) {  // the engine carries nothing else; on its threads it would end the process
+  } catch (...) {  // the engine carries no other exception; on its threads it would end the process
     TORCH_CHECK(false,
                 "remat: a place for saved tensors threw something that is not a std::exception. "
                 "Hint: derive the exception type from std::exception.");
@@ -93,7 +93,7 @@ void Piece::use_place(c10::function_ref<void()> use) const {
 }
 
 bool Piece::begin_store(const at::Tensor& tensor) {
-  // Before the copy: a place may let others write to it meanwhile.
+  // The hash is taken before the copy: a place may allow writes to the tensor meanwhile.
   if (device_.is_cpu() && !is_comparable_) hash_ = hash_of(tensor);
   use_place([&] { contents_ = place_->begin_store(flat_view(tensor)); });
   if (contents_ == nullptr) return false;
@@ -129,7 +129,7 @@ void Piece::check_arrival() const {
 }
 
 bool Piece::is_source_alive() const {
-  // In this order: the copy lets go of it before it says so.
+  // The order matters: the copy releases the original before it reports that.
   const auto* const host = dynamic_cast<const HostContents*>(contents_.get());
   const std::size_t num_own = host != nullptr && host->holds_original() ? 1 : 0;
   return source_.use_count() > num_own;
@@ -164,7 +164,7 @@ bool Piece::begin_load() noexcept {
     if (stored_) stored_->block(current_stream(device_));
     use_place([&] { contents_->begin_load(); });
     is_load_begun_ = true;
-  } catch (const std::exception&) {  // such as no memory to spare: the read says what is wrong
+  } catch (const std::exception&) {  // such as a lack of memory: the read reports the error
   }
   return is_load_begun_;
 }
@@ -180,7 +180,7 @@ bool Piece::begin_approach() noexcept {
   try {
     use_place([&] { dynamic_cast<NearerContents&>(*contents_).begin_approach(); });
     is_approaching_ = true;
-  } catch (const std::exception&) {  // such as no memory of the host: it comes when it is read
+  } catch (const std::exception&) {  // such as a lack of host memory: the read loads it
   }
   return is_approaching_;
 }
@@ -212,13 +212,13 @@ Piece::Loaded Piece::load_or_share() {
   }
   if (stored_) stored_->block(current_stream(device_));
   finish_store_once();
-  const bool was_begun = std::exchange(is_load_begun_, false);  // whatever comes of it
+  const bool was_begun = std::exchange(is_load_begun_, false);  // also if the load fails
   is_approaching_ = false;
   c10::Storage storage;
   use_place([&] {
     at::Tensor loaded = contents_->finish_load();
     check_loaded(loaded);
-    // Somebody else holds it: what backward writes to it is not to come back with the next read.
+    // If it has another owner it is copied: the next read must not see backward's writes.
     if (loaded.use_count() > 1 || loaded.storage().use_count() > 1 ||
         loaded.storage_offset() != 0 || !loaded.is_contiguous())
       loaded = at::empty(loaded.sizes(), loaded.options()).copy_(loaded);
@@ -234,9 +234,9 @@ Piece::Loaded Piece::load_or_share() {
 void Piece::check_loaded(const at::Tensor& loaded) const {
   const char* const place = "remat::SaveElsewhereGuard: ";
   const char* const advice =
-      "\nHint: let finish_load return a tensor like the one that begin_store was given: one dimension, "
-      "the same number of elements, dtype and device. What is in the place is untouched; the same "
-      "backward can be tried again on a retained graph.";
+      "\nHint: let finish_load return a tensor like the one that begin_store was given: one "
+      "dimension, the same number of elements, dtype and device. What is in the place is "
+      "untouched; the same backward can be tried again on a retained graph.";
   TORCH_CHECK_VALUE(loaded.defined(), place,
                     "a place returned an undefined tensor for the contents of a saved one.",
                     advice);

@@ -1,5 +1,5 @@
 #pragma once
-// A range of a storage whose contents are in a place, for every saved tensor that lies in it.
+// A range of a storage whose contents are in a place, shared by every saved tensor in that range.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
@@ -19,64 +19,65 @@ namespace remat {
 
 class Depot;
 
-/// Calls its argument; what a place computes in it belongs to no region.
+/// A function that calls its argument; computations of a place in that call belong to no region.
 using AroundPlace = void (*)(c10::function_ref<void()>);
 
 class Piece {
  public:
-  /// Bytes `begin` to `end` of the tensor's storage, as elements of `kind`. `is_trusted`: nothing
-  /// but in-place operators write to it. `totals`: null if nobody counts. `begin_store` comes
-  /// before anything else.
+  /// Makes a piece of bytes `begin` to `end` of the tensor's storage, as elements of `kind`.
+  /// `is_trusted`: only in-place operators write to it. `totals`: may be null. `begin_store` must
+  /// be the first call.
   Piece(std::weak_ptr<Depot> depot, std::shared_ptr<Place> place, AroundPlace around,
         std::shared_ptr<MoveTotals> totals, const at::Tensor& tensor, int64_t begin, int64_t end,
         c10::ScalarType kind, bool is_trusted);
   ~Piece();
   Piece& operator=(Piece&&) = delete;
 
-  /// False: the place wants it to stay where it is.
+  /// Begins the store. Returns false if the place leaves the tensor in place.
   bool begin_store(const at::Tensor& tensor);
-  /// The original is not needed any more.
+  /// Waits until the original is no longer needed.
   void finish_store();
-  /// Whether it has to be in the place: see HostContents::set_must_arrive.
+  /// Sets whether the contents must reach the place: see HostContents::set_must_arrive.
   void set_must_arrive(bool must) const;
-  /// Throws if it is known by now that it is not.
+  /// Throws if the contents must arrive and are known to have failed.
   void check_arrival() const;
-  /// The memory of the CPU that it is copied to; undefined if there is none. The bytes may not be
-  /// there yet.
+  /// Returns the CPU memory of the copy, or an undefined tensor if there is none. The bytes may not
+  /// have arrived yet.
   at::Tensor host_memory() const;
-  /// Returns when they are.
+  /// Waits until the bytes of `host_memory` have arrived.
   void wait_for_host() const;
-  /// Reads of it begin the loads of others.
+  /// Sets the order in which reads of this piece begin the loads of others.
   void set_order(std::shared_ptr<PrefetchOrder> order, uint64_t number);
-  /// Nobody writes to the original until that batch is over.
+  /// Sets the batch until whose end no code writes to the original.
   void set_batch(uint64_t batch) { batch_ = batch; }
-  /// Whether a tensor's bytes `begin` to `end` are in here, with the contents that they have now.
-  /// `batch`: which is not over, or 0.
+  /// Returns whether the piece has a tensor's bytes `begin` to `end` with their present contents.
+  /// `batch`: the running batch, or 0.
   bool has(const at::Tensor& tensor, int64_t begin, int64_t end, c10::ScalarType kind,
            bool is_trusted, uint64_t batch) const;
 
   const c10::StorageImpl* source() const { return source_._unsafe_get_target(); }
-  /// Whether anybody has the original yet, but for a copy that is under way.
+  /// Returns whether the original has an owner besides a running copy.
   bool is_source_alive() const;
   c10::Device device() const { return device_; }
-  /// In the order of storing.
+  /// Returns the position in the order of storing.
   uint64_t number() const { return number_; }
   int64_t begin() const { return begin_; }
   int64_t num_bytes() const { return end_ - begin_; }
   bool is_stored_late() const { return is_stored_late_; }
-  /// Whether a load was begun: not if one is under way, or there is nothing to load.
+  /// Returns whether a load was begun. Begins none if one is running or the contents are loaded.
   bool begin_load() noexcept;
   void cancel_load() noexcept;
-  /// [bytes] of the host that it would take to have it nearer. See NearerContents.
+  /// Returns the bytes of host memory that `begin_approach` would take. See NearerContents.
   int64_t bytes_to_approach() const;
   bool begin_approach() noexcept;
   struct Loaded {
     c10::Storage storage;          ///< of its own
     c10::VariableVersion counter;  ///< of tensors in it
-    bool is_new = false;           ///< came from the place just now
-    bool was_begun = false;        ///< and had been begun before it was asked for
+    bool is_new = false;           ///< was loaded by this call
+    bool was_begun = false;        ///< and the load had begun before this call
   };
-  /// Shared while any tensor keeps it and none was changed in place.
+  /// Loads the contents. They are shared while a tensor keeps them and none of their tensors was
+  /// changed in place.
   Loaded load();
 
  private:
@@ -99,14 +100,14 @@ class Piece {
   const c10::VariableVersion counter_;
   const uint32_t version_;
   const bool is_trusted_;
-  const bool is_comparable_;  ///< by the place; else by a hash, if on the CPU
+  const bool is_comparable_;  ///< by the place; otherwise by a hash, if on the CPU
   bool is_stored_late_ = false;
   uint64_t hash_ = 0, number_ = 0, batch_ = 0;
   std::shared_ptr<PrefetchOrder> order_;
   std::shared_ptr<StoredContents> contents_;
   std::optional<Ready> stored_;  ///< on an accelerator
 
-  std::mutex turn_;  ///< of those that call the contents
+  std::mutex turn_;  ///< held by the thread that calls the contents
   bool is_store_finished_ = false, is_load_begun_ = false, is_approaching_ = false;
   c10::weak_intrusive_ptr<c10::StorageImpl> loaded_{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::VariableVersion loaded_counter_{c10::VariableVersion::DISABLED};

@@ -1,4 +1,4 @@
-// Bodies of place.h: what places and contents have in common.
+// Definitions of place.h: the common parts of places and contents.
 
 #include "remat/place.h"
 

@@ -64,8 +64,8 @@ void PrefetchOrder::begin(const Pieces& next, const Pieces& to_host) {
   }
 }
 
-/// Those that are to be on their way when `number` is read, the nearest first, and those that are
-/// to come to the host.
+/// Returns the pieces to load when `number` is read, the nearest first, and sets the pieces to load
+/// to the host.
 PrefetchOrder::Pieces PrefetchOrder::window_before(uint64_t number, Further& further) {
   Pieces window;
   std::shared_ptr<Piece> piece;  // dies after the lock, for which it asks
@@ -92,7 +92,7 @@ PrefetchOrder::Pieces PrefetchOrder::window_before(uint64_t number, Further& fur
   return window;
 }
 
-/// Those below that number which the host has room for.
+/// Finds the pieces below `number` for which the host has room.
 void PrefetchOrder::look_for_room_on_host(uint64_t number, Further& further) {
   int64_t room = staying_->room(c10::kCPU);
   for (auto each = all_.lower_bound(std::min(number, looked_down_to_));
@@ -111,7 +111,8 @@ void PrefetchOrder::look_for_room_on_host(uint64_t number, Further& further) {
 bool PrefetchOrder::cancels_at_end() {
   struct AtEnd {
     explicit AtEnd(std::weak_ptr<PrefetchOrder> pieces) : order(std::move(pieces)) {}
-    AtEnd& operator=(AtEnd&&) = delete;  // a copy that dies would end the backward
+    // The death of a copy would count as the end of the backward.
+    AtEnd& operator=(AtEnd&&) = delete;
     ~AtEnd() {
       if (const auto alive = order.lock()) alive->cancel_all();
     }

@@ -58,7 +58,7 @@ void Staying::add(c10::Device device, Entry entry) {
   entries.insert(after, std::move(entry));
 }
 
-/// Puts those that others held back among the others, if it is time to look at them again.
+/// Puts the entries with other owners back into `entries`, if it is time to check them again.
 void Staying::look_at_held(OfDevice& here, bool at_all) {
   constexpr std::size_t few = 64, share = 4;
   if (!at_all && here.held.size() > few && here.num_since < here.held.size() / share) return;
@@ -69,7 +69,7 @@ void Staying::look_at_held(OfDevice& here, bool at_all) {
 std::vector<Staying::Entry> Staying::take_excess(c10::Device device,
                                                  const SavingOperator* running) {
   std::vector<Entry> excess;
-  std::vector<std::shared_ptr<InPlace>> alive;  // die after the lock, as these do
+  std::vector<std::shared_ptr<InPlace>> alive;  // die after the lock, like `of_entry`
   std::vector<c10::Storage> of_entry;
   const int64_t allowed = budget(device);
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -92,7 +92,7 @@ std::vector<Staying::Entry> Staying::take_excess(c10::Device device,
     alive.push_back(std::move(saved));
     return false;
   });
-  // What is looked at here holds each storage once more.
+  // `of_entry` holds each storage once more.
   int64_t staying = 0, num_counted = 0;
   for (std::size_t i = entries.size(); i-- > 0;) {
     Stored& stored = storages[of_entry[i].unsafeGetStorageImpl()];

@@ -1,17 +1,17 @@
 #pragma once
-// Saved tensors that stay where they are until there is too much of them.
+// Saved tensors that stay in place until they exceed a budget.
 //
 // Note [What stays]
-// Backward reads, by and large, in the reverse order of saving. So what was saved last is asked for
-// first, and moving it gains nothing: saved tensors stay where they are until they are more than a
-// budget, and then those that were saved first move. A number of the last ones may stay whatever
-// room there is. Bytes are those of storages, each counted once. One that others hold as well, such
-// as a parameter or what the program still has in a variable, would not go with our reference: it
-// takes nothing of the budget and does not move. Nobody is told when others let go of it. Each save
-// looks again at up to 64 such tensors; more of them are looked at when a quarter as many tensors
-// have been saved since, and at the end of the guard. So the cost of a save does not grow with what
-// the program holds, but a tensor that the program has released may stay beyond the budget until
-// then.
+// Backward mostly reads in the reverse order of saving. The tensors that were saved last are read
+// first, and moving them gains nothing. Saved tensors therefore stay in place until they exceed a
+// budget; then the oldest move. A fixed number of the newest ones may stay whatever room there is.
+// Bytes are those of storages, each counted once. A tensor with other owners, such as a parameter
+// or a variable of the program, would not be freed by a move: it does not count, and does not move.
+// No event tells when other owners release a tensor. Each save therefore checks up to 64 such
+// tensors again. If there are more, they are checked when a quarter as many tensors have been saved
+// since, and at the end of the guard. The cost of a save then does not grow with the tensors that
+// the program holds. A tensor that the program has released may stay beyond the budget until the
+// next check.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -30,15 +30,15 @@
 
 namespace remat {
 
-/// A saved tensor, of which its storage is all that counts here.
+/// A saved tensor; only its storage matters here.
 class InPlace {
  public:
   virtual ~InPlace() = default;
-  /// Null when it has moved.
+  /// Returns the storage; null after a move.
   virtual c10::Storage storage_in_place() = 0;
 };
 
-/// The operator that saves.
+/// The operator that saves a tensor.
 struct SavingOperator {
   std::thread::id thread;
   uint64_t number;
@@ -46,8 +46,9 @@ struct SavingOperator {
 
 class Staying {
  public:
-  /// [bytes]; `host_copies`: what else is on the CPU at its expense. `keep_last`: so many storages
-  /// stay on each device in any case, those saved last.
+  /// Makes the budgets. `on_cpu`, `on_each_device`: [bytes]. `host_copies`: other bytes that count
+  /// in the CPU's budget. `keep_last`: number of the newest storages that stay on each device in
+  /// any case.
   Staying(int64_t on_cpu, int64_t on_each_device,
           std::shared_ptr<const std::atomic<int64_t>> host_copies, int64_t keep_last);
 
@@ -59,11 +60,11 @@ class Staying {
     bool is_trusted;                    ///< nothing but in-place operators write to it
     bool is_complete;                   ///< the operator does not write to it
     uint64_t number;                    ///< in the order of saving
-    bool has_to_move = false;           ///< where it is too much: that it cannot is an error
-    std::function<void()> on_move{};    ///< or empty
+    bool has_to_move = false;           ///< beyond the budget, a failed move is an error
+    std::function<void()> on_move{};    ///< called after a move; may be empty
     uint64_t added = 0;                 ///< set by `add`: decides between equal numbers
   };
-  /// Bytes that are counted as long as this lives.
+  /// Bytes that count as long as this object lives.
   class Share {
    public:
     Share(std::shared_ptr<std::atomic<int64_t>> total, int64_t bytes)
@@ -78,25 +79,27 @@ class Staying {
     const int64_t bytes_;
   };
 
-  /// Dies when the tensor moves or nobody needs it any more.
+  /// Returns the share of a tensor; its owner destroys it when the tensor moves or is released.
   std::unique_ptr<Share> share_of(const at::Tensor& tensor);
-  /// Takes note: from now on any thread that saves may move it. It comes after what has its number
-  /// or a smaller one.
+  /// Adds a tensor, which any thread that saves may move from now on. It is placed after entries
+  /// with its number or a smaller one.
   void add(c10::Device device, Entry entry);
-  /// Takes out what is to move from a device. `running`: what an operator may yet
-  /// write to stays; null at the end of the guard.
+  /// Removes and returns the entries that must move from a device. `running`: the operator that
+  /// saves now; tensors to which a running operator may still write stay. Null at the end of the
+  /// guard.
   std::vector<Entry> take_excess(c10::Device device, const SavingOperator* running);
   std::vector<c10::Device> devices() const;
-  /// How many bytes more may be on the device.
+  /// Returns the bytes of the device's budget that are free.
   int64_t room(c10::Device device) const;
 
  private:
   struct OfDevice {
-    std::shared_ptr<std::atomic<int64_t>> bytes;  ///< at most: a storage may count more than once
-    std::deque<Entry> entries;                    ///< in the order of saving
-    /// The entries that others held when they were last looked at.
+    /// Upper bound: a storage may count more than once.
+    std::shared_ptr<std::atomic<int64_t>> bytes;
+    std::deque<Entry> entries;  ///< in the order of saving
+    /// Entries that had other owners at the last check.
     std::deque<Entry> held{};
-    std::size_t num_since = 0;  ///< so many have come since
+    std::size_t num_since = 0;  ///< number of entries added since that check
   };
   int64_t budget(c10::Device device) const;
   static void look_at_held(OfDevice& here, bool at_all);

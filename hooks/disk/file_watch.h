@@ -1,5 +1,5 @@
 #pragma once
-// Who wants to know what reading, writing and waiting for files takes: a recorder.
+// The interface through which a recorder observes reads, writes and waits for files.
 
 #include <atomic>
 #include <chrono>
@@ -17,21 +17,21 @@ class FileWatch {
     Work work;
     int64_t bytes = 0;
     std::chrono::steady_clock::time_point begin{};
-    /// The program did nothing else meanwhile: it was not the thread of `Background`, nor a part of
-    /// other such work.
+    /// True if the work held up the program: it ran neither on the thread of `Background` nor as a
+    /// part of other such work.
     bool held_up = false;
   };
-  /// On the thread that did it.
+  /// Called at the end of the work, on the thread that did it.
   virtual void ended(const Ended& work) noexcept = 0;
 
-  /// Null: nobody wants to know. What was set once lives until the process ends.
+  /// The watch, or null. A watch lives until the process ends.
   static inline std::atomic<FileWatch*> only{nullptr};
 
  protected:
   ~FileWatch() = default;
 };
 
-/// While alive, this thread reads, writes or waits.
+/// Reports to the watch that this thread reads, writes or waits during its lifetime.
 class WatchedFileWork {
  public:
   WatchedFileWork(FileWatch::Work work, int64_t bytes)

@@ -20,7 +20,7 @@ namespace remat {
 
 namespace {
 
-/// Counts what a thread waits for.
+/// Counts its lifetime as a wait of this thread.
 class Waiting {
  public:
   explicit Waiting(TierTotals& totals) : totals_(totals) {}
@@ -36,7 +36,7 @@ class Waiting {
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-/// Bytes that go to the file.
+/// The bytes of one tensor that are written to the file.
 class Written {
  public:
   Written(std::shared_ptr<TierTotals> totals, int64_t size)
@@ -46,7 +46,7 @@ class Written {
   }
   Written& operator=(Written&&) = delete;
 
-  /// On any thread, once. `from`: says where the bytes are, or throws.
+  /// Writes the bytes. `from`: returns their address, or throws. Any thread, once.
   template <class From>
   void write(Spool& spool, const From& from) {
     try {
@@ -56,14 +56,14 @@ class Written {
       error_ = seam::text_of(error);
     }
   }
-  // When that is done:
-  /// What was in memory is not any more.
+  // The functions below are for the time after the write.
+  /// Counts the bytes as moved from memory to the file.
   void count() {
     totals_->to_disk += size_;
     totals_->on_disk += size_;
     is_counted_ = true;
   }
-  /// Null if it has failed, or was not begun.
+  /// Returns the range in the file; null if the write failed or did not begin.
   const std::shared_ptr<const SpoolRange>& range() const { return range_; }
   void warn_if_failed() {
     if (const std::string error = std::exchange(error_, {}); !error.empty())
@@ -81,7 +81,7 @@ class Written {
   bool is_counted_ = false;
 };
 
-/// The bytes of a range; counts them, and what the thread waits for them.
+/// Returns the bytes of a range. Counts them and the thread's wait.
 at::Tensor load_from(const Written& written, SpoolLoad& load, int64_t size, TierTotals& totals) {
   totals.num_loads += 1;
   totals.loaded += size;
@@ -90,8 +90,8 @@ at::Tensor load_from(const Written& written, SpoolLoad& load, int64_t size, Tier
   return load.is_begun() ? load.finish() : read_now(*written.range(), size);
 }
 
-/// Bytes of the file that are in the host's memory, or on their way, before the device has room for
-/// them.
+/// Bytes of the file that are in the host's memory, or are being loaded to it, before the device
+/// has room for them.
 class Nearer {
  public:
   Nearer(std::shared_ptr<TierTotals> totals, std::shared_ptr<const SpoolRange> range, int64_t size)
@@ -106,7 +106,7 @@ class Nearer {
   Nearer& operator=(Nearer&&) = delete;
 
   bool is_over() const { return load_.is_over(); }
-  /// Waits for them. Any thread, more than once. Throws c10::Error.
+  /// Waits for the bytes and returns them. Any thread, more than once. Throws c10::Error.
   at::Tensor bytes() {
     const auto lock = lock_in_turn(mutex_);
     if (!bytes_.defined()) {
@@ -124,7 +124,7 @@ class Nearer {
   at::Tensor bytes_;
 };
 
-/// What the CPU has saved itself.
+/// A tensor of the CPU itself.
 class OwnOnDisk final : public ComparableContents {
  public:
   OwnOnDisk(std::shared_ptr<Spool> spool, const at::Tensor& flat,
@@ -147,11 +147,11 @@ class OwnOnDisk final : public ComparableContents {
   bool has_bytes_of(const void* memory) override {
     if (job_->is_waiting()) return true;
     end_write();
-    // What could not be written, or need not be, is that memory itself.
+    // If the write failed or was canceled, the contents are still in that memory itself.
     return state_->written.range() == nullptr || state_->written.range()->equals(memory);
   }
   void begin_load() override {
-    if (job_->cancel() || !job_->is_over()) return;  // it is in memory yet
+    if (job_->cancel() || !job_->is_over()) return;  // it is still in memory
     if (state_->written.range() != nullptr) load_.begin(state_->written.range(), size_);
   }
   at::Tensor finish_load() override {
@@ -186,10 +186,10 @@ class OwnOnDisk final : public ComparableContents {
 
 }  // namespace
 
-/// What came from an accelerator.
+/// A tensor from an accelerator.
 class SaveInTiers::OnHost final : public StoredContents, public NearerContents {
  public:
-  /// `streams`: for copies back of what the file has; none: on the current stream.
+  /// Makes the contents. `streams`: for copies back from the file; empty: the current stream.
   OnHost(std::shared_ptr<HostContents> host, const at::Tensor& flat,
          std::optional<CopyStreams> streams, std::shared_ptr<TierTotals> totals)
       : size_(flat.numel()),
@@ -210,7 +210,7 @@ class SaveInTiers::OnHost final : public StoredContents, public NearerContents {
   OnHost& operator=(OnHost&&) = delete;
 
   int64_t size() const { return size_; }
-  /// Begins to write it to the file; once.
+  /// Begins to write the contents to the file. Call it once.
   void begin_spill(std::shared_ptr<Spool> spool) {
     totals_->not_leaving_host -= size_;
     job_ = Background::get().run([spool = std::move(spool), state = state_] {
@@ -276,7 +276,7 @@ class SaveInTiers::OnHost final : public StoredContents, public NearerContents {
   }
 
  private:
-  /// Undefined if it has failed: it is read anew.
+  /// Returns the loaded bytes; undefined after a failure, so that they are read again.
   at::Tensor finish_approach(Nearer& nearer) {
     std::optional<Waiting> waiting;
     if (!nearer.is_over()) waiting.emplace(*totals_);
@@ -289,7 +289,7 @@ class SaveInTiers::OnHost final : public StoredContents, public NearerContents {
       return {};
     }
   }
-  /// Undefined if it has failed: there may be memory now.
+  /// Returns the loaded tensor; undefined after a failure: there may be memory now.
   at::Tensor finish_device_load() {
     std::optional<Waiting> waiting;
     std::optional<WatchedFileWork> watched;
@@ -315,7 +315,7 @@ class SaveInTiers::OnHost final : public StoredContents, public NearerContents {
     ~State() { leave_host(); }
     State& operator=(State&&) = delete;
 
-    /// Null when it has left: then `written` has it.
+    /// Returns the contents on the host; null after they have left: then `written` has them.
     std::shared_ptr<HostContents> host() const {
       const std::lock_guard<std::mutex> lock(mutex_);
       return host_;

@@ -1,15 +1,16 @@
 #pragma once
-// Saved tensors that leave their device: on the CPU up to a budget, beyond that in a file.
+// A place for saved tensors that leave their device: on the CPU up to a budget, beyond that in a
+// file.
 //
 // Note [The tiers]
-// A Depot with a budget (Note [What stays]) gives a place what is too much for the device. What
-// comes from an accelerator is copied to the CPU, and counts there; when the CPU has too much, what
-// came first is written to the file and leaves the CPU. What the CPU has saved itself waits in its
-// own memory, at the expense of the same budget, and goes to the file from there. All writing is
-// done by Background; the memory is given back when it is done, and no more than a bound waits for
-// that. So is reading, and with it the copy to the device, in chunks (Note [Copies in chunks]):
-// with a load begun ahead neither is waited for. What cannot be written (a full disk) stays where
-// it is, with one warning: nothing is lost.
+// A Depot with a budget (Note [What stays]) moves tensors that exceed the device's budget to this
+// place. Tensors of an accelerator are copied to the CPU and count there. When the CPU has too many
+// bytes, the oldest are written to the file and leave the CPU. Tensors of the CPU itself stay in
+// their own memory, count in the same budget, and are written to the file from there. Background
+// does all writing. The memory is freed after the write, and a limit bounds the bytes that wait for
+// it. Background also reads, and copies to the device in chunks (Note [Copies in chunks]): a load
+// that begins ahead waits for neither. A tensor that cannot be written (a full disk) stays in
+// memory, with one warning: no data is lost.
 
 #include <atomic>
 #include <cstdint>
@@ -24,11 +25,11 @@
 
 namespace remat {
 
-/// What a guard's tiers count; shared with its counters.
+/// The counts of a guard's tiers, shared with its counters.
 struct TierTotals {
   std::atomic<int64_t> to_host{0}, to_disk{0}, loaded{0}, num_loads{0}, num_waits{0}, waited_ns{0};
   std::atomic<int64_t> on_host{0}, on_disk{0}, num_failed_writes{0};
-  std::atomic<int64_t> not_leaving_host{0};  ///< of those on the CPU, what no write was begun for
+  std::atomic<int64_t> not_leaving_host{0};  ///< bytes on the CPU whose write has not begun
 };
 
 class SaveInTiers final : public ComparablePlace {

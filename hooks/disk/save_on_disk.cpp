@@ -51,7 +51,7 @@ at::Tensor SpoolLoad::finish() {
     const WatchedFileWork watched(FileWatch::Work::Wait, bytes.numel());
     job->wait();
   }
-  job->wait();  // throws what it threw
+  job->wait();  // throws the error of the job
   return bytes;
 }
 

@@ -1,5 +1,5 @@
 #pragma once
-// Saved tensors as bytes in a spool file.
+// A place that stores saved tensors as bytes in a spool file.
 
 #include <ATen/core/Tensor.h>
 
@@ -14,17 +14,17 @@
 
 namespace remat {
 
-/// The bytes of a range, on the CPU. Throws c10::Error.
+/// Returns the bytes of a range, on the CPU. Throws c10::Error.
 at::Tensor read_now(const SpoolRange& range, int64_t size);
 
-/// The same beside the program. One thread at a time.
+/// Reads the bytes of a range beside the program. One thread at a time.
 class SpoolLoad {
  public:
-  /// `can_wait`: see Background::run.
+  /// Begins the read. `can_wait`: see Background::run.
   void begin(std::shared_ptr<const SpoolRange> range, int64_t size, bool can_wait = false);
   bool is_begun() const { return job_ != nullptr; }
   bool is_over() const { return is_begun() && job_->is_over(); }
-  /// Waits for what was begun. Throws c10::Error.
+  /// Waits for the read that `begin` began and returns the bytes. Throws c10::Error.
   at::Tensor finish();
   void cancel();
 

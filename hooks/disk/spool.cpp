@@ -29,13 +29,12 @@ namespace remat {
 namespace {
 
 constexpr int64_t file_page = 4096;
-/// How far ahead of the reader the kernel is told to read.
+/// Number of bytes ahead of the reader that the kernel is asked to read.
 constexpr int64_t ahead_bytes = 64 << 20;
-/// The window holds at most so many pieces, since a walk over many small ones would cost more than
-/// the read.
+/// Largest number of pieces ahead: a walk over many small ones would cost more than the read.
 constexpr std::size_t max_ahead = 64;
 
-/// Forks of this process and of those it came from; different in parent and child.
+/// Counts of forks: `num_forks` grows in parent and child, `process_number` only in the child.
 std::atomic<uint64_t> num_forks{0}, process_number{0};
 
 void watch_forks() {
@@ -48,9 +47,9 @@ void watch_forks() {
   (void)registered;
 }
 
-/// While alive, a write beyond the process's file size limit is an error code on this thread and no
-/// signal, whose default ends the process. Leaves the process's handler, and a signal that was
-/// pending before, as they are.
+/// While alive, a write beyond the process's file size limit gives an error code on this thread
+/// instead of a signal, which would end the process by default. The process's handler, and a signal
+/// that was pending before, stay as they are.
 class NoFileSizeSignal {
  public:
   NoFileSizeSignal() {
@@ -60,7 +59,7 @@ class NoFileSizeSignal {
     was_pending_ = is_pending();
   }
   ~NoFileSizeSignal() {
-    // The kernel sends it to the thread that writes.
+    // The kernel sends the signal to the thread that writes.
     constexpr timespec at_once{};
     if (!was_pending_ && is_pending()) ::sigtimedwait(&signal_, nullptr, &at_once);
     ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
@@ -130,7 +129,7 @@ class SpoolFile {
 
   bool is_of_this_process() const { return process_ == process_number; }
 
-  /// Where the bytes stand, and their number.
+  /// Writes the bytes, and returns their offset and number.
   std::pair<int64_t, uint64_t> write(const char* from, int64_t size) {
     const int64_t offset = allocate(size);
     int64_t done = 0;
@@ -184,8 +183,8 @@ class SpoolFile {
   }
 
  private:
-  /// True if the kernel has been told of a piece since it was read last. A read of a reminder tells
-  /// it of more.
+  /// Says whether the kernel was told of a piece since its last read. The read of a reminder
+  /// announces further pieces.
   enum class Announced : uint8_t { No, Yes, AsReminder };
   struct Written {
     int64_t offset, size;
@@ -251,7 +250,7 @@ class SpoolFile {
         --each;
         bytes += each->second.size;
         if (bytes > ahead_bytes || ++num_pieces > max_ahead) break;
-        // Half way down it is time for the next ones.
+        // The read of the piece half way down announces the next ones.
         const bool is_reminder =
             !has_reminder && (bytes > ahead_bytes / 2 || num_pieces > max_ahead / 2);
         has_reminder |= is_reminder;
@@ -260,7 +259,7 @@ class SpoolFile {
         if (before == Announced::No) next.emplace_back(each->second.offset, each->second.size);
       }
     }
-    // Mere advice: what it returns changes nothing.
+    // The call only advises the kernel; its result does not matter.
     for (const auto& [offset, size] : next) ::posix_fadvise(fd_, offset, size, POSIX_FADV_WILLNEED);
   }
 
@@ -269,8 +268,8 @@ class SpoolFile {
   int fd_ = -1;
   uint64_t process_ = 0;
   std::mutex mutex_;
-  std::map<int64_t, int64_t> free_;  ///< offset and size of what can be used again; none touch
-  std::set<std::pair<int64_t, int64_t>> free_by_size_;  ///< size and offset of the same
+  std::map<int64_t, int64_t> free_;  ///< offset and size of free ranges; no two touch
+  std::set<std::pair<int64_t, int64_t>> free_by_size_;  ///< size and offset of the same ranges
   int64_t end_ = 0;
   std::map<uint64_t, Written> written_;
   uint64_t last_number_ = 0;
@@ -289,9 +288,9 @@ void SpoolRange::read(void* to) const {
   file_->read(static_cast<char*>(to), offset_, size_, number_);
 }
 bool SpoolRange::equals(const void* memory) const noexcept {
-  constexpr int64_t part = 1 << 16;  // stays in the cache
+  constexpr int64_t part = 1 << 16;  // fits the cache
   try {
-    const WatchedFileWork watched(FileWatch::Work::Wait, size_);  // nothing is brought back
+    const WatchedFileWork watched(FileWatch::Work::Wait, size_);  // it loads nothing back
     std::vector<char> read(static_cast<std::size_t>(std::min(part, size_)));
     for (int64_t done = 0; done < size_; done += part) {
       const int64_t count = std::min(part, size_ - done);

@@ -16,7 +16,7 @@ namespace remat {
 
 namespace {
 
-/// Another one in each child of a fork.
+/// A number that differs in each child of a fork.
 std::atomic<int64_t> process_now{1};
 
 thread_local bool is_serving = false;
@@ -45,8 +45,8 @@ void Background::Job::run() noexcept {
 void Background::Job::wait() {
   if (begin()) run();
   if (state_.load() != over) {
-    // What the job frees at its end may be memory of a binding's language, which needs what that
-    // lets go of.
+    // At its end the job may free memory of a binding's language, which needs the lock that
+    // WaitForThread releases.
     const WaitForThread waiting;
     for (int64_t state = state_.load(); state != over; state = state_.load()) state_.wait(state);
   }
@@ -67,7 +67,7 @@ bool Background::Job::cancel() {
   return true;
 }
 
-// Never destroyed: the thread may outlive the program's static objects.
+// The object is never destroyed: the thread may outlive the program's static objects.
 Background& Background::get() {
   static auto* const background = new Background;
   return *background;
@@ -77,24 +77,24 @@ bool Background::is_here() { return is_serving; }
 
 Background::Background() {
   std::atexit([] { get().end(); });
-  // The child's copy of the queue is whole, and its copy of the condition is made anew: the thread
-  // that waits on it is not there.
+  // The child's copy of the queue is consistent. Its copy of the condition is constructed again,
+  // since the thread that waits on it does not exist in the child.
   pthread_atfork(
       [] {
         Background& here = Background::get();
         std::unique_lock<std::mutex> lock(here.mutex_);
-        // What runs may need what a binding's thread that forks lets go of, as in `wait`.
+        // The running job may need a lock of the binding's thread that forks, as in `wait`.
         while (!wait_until([&] { return !here.is_running_; }, lock, here.work_comes_,
                            std::chrono::hours(1))) {
         }
-        lock.release();  // until parent and child are apart
+        lock.release();  // until parent and child are separate
       },
       [] { Background::get().mutex_.unlock(); },
       [] {
         Background& here = Background::get();
         ++process_now;
         new (&here.work_comes_) std::condition_variable;
-        here.jobs_.clear();  // those who wait for one run it
+        here.jobs_.clear();  // waiting threads run their jobs themselves
         here.jobs_that_can_wait_.clear();
         here.is_running_ = false;
         here.mutex_.unlock();
@@ -121,7 +121,7 @@ void Background::start() {
   try {
     std::thread([this] { serve(); }).detach();
     process_with_thread_ = process_now;
-  } catch (const std::system_error&) {  // no thread to be had
+  } catch (const std::system_error&) {  // no thread is available
   }
 }
 
@@ -146,7 +146,7 @@ void Background::serve() {
 void Background::end() {
   std::unique_lock<std::mutex> lock(mutex_);
   is_over_ = true;
-  jobs_.clear();  // those who wait for one run it
+  jobs_.clear();  // waiting threads run their jobs themselves
   jobs_that_can_wait_.clear();
   work_comes_.wait(lock, [&] { return !is_running_; });
 }

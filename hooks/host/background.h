@@ -2,16 +2,16 @@
 // One thread of the process that reads and writes files beside the program.
 //
 // Note [Jobs]
-// A job that nobody has begun is run by whoever waits for it: nothing waits behind others, and
-// without the thread (there is none to be had, or the process is the child of a fork) all goes on
-// as if it were not there. A job works on memory and files, and copies to and from devices on
-// streams of its own; it calls nothing of LibTorch's but what does that and what frees memory.
+// A thread that waits for a job runs it itself if the job has not begun. Therefore no job waits
+// behind others, and the program also works without the background thread (if no thread can be
+// made, or in the child of a fork). A job works on memory and files, and copies to and from devices
+// on its own streams. It calls LibTorch only for such copies and for releasing memory.
 //
-// At the end of the process no job is begun any more, and the one that runs is waited for: it may
-// free what static objects of LibTorch's count.
+// At the end of the process no further job begins, and the exit waits for the running one: it may
+// free memory that static objects of LibTorch count.
 //
-// After fork() the child has the jobs of its parent, and not the thread. fork() waits for the one
-// that the thread runs: half done in the child's memory, nobody could end it.
+// After fork() the child has the jobs of its parent, but not the thread. fork() waits for the
+// running job: the child could not finish a half-done job in its copy of the memory.
 
 #include <atomic>
 #include <condition_variable>
@@ -26,21 +26,21 @@ namespace remat {
 
 class Background {
  public:
-  /// Something to be done; kept by those who care.
+  /// A unit of work, owned by the threads that need its result.
   class Job {
    public:
     explicit Job(std::function<void()> work) : work_(std::move(work)) {}
-    /// Returns when it is done or was cancelled; runs it here if nobody has begun. Throws what it
-    /// threw.
+    /// Returns when the job is done or was canceled; runs it here if it has not begun. Throws the
+    /// error of the job.
     void wait();
-    /// Does the same, but keeps hold of the interpreter's lock and throws nothing: for work that
-    /// does not need that lock.
+    /// Does the same, but keeps the interpreter's lock and throws nothing. For work that does not
+    /// need that lock.
     void wait_with_lock() noexcept;
-    /// False if it has begun. What it holds is let go of.
+    /// Cancels the job and releases its objects. Returns false if it has begun.
     bool cancel();
     bool is_over() const { return state_.load() == over; }
-    /// Whether nobody has begun it. Who begins it after this sees what this thread has written to
-    /// memory.
+    /// Returns whether the job has not begun. A thread that begins it afterwards sees this thread's
+    /// writes to memory.
     bool is_waiting() {
       int64_t state = waiting;
       return state_.compare_exchange_strong(state, waiting);
@@ -48,8 +48,8 @@ class Background {
 
    private:
     friend class Background;
-    static constexpr int64_t waiting = 0, over = -1;  ///< else: the process that runs it
-    /// Whether this thread is to run it.
+    static constexpr int64_t waiting = 0, over = -1;  ///< other values: the process that runs it
+    /// Returns whether this thread must run the job.
     bool begin();
     void run() noexcept;
 
@@ -59,9 +59,9 @@ class Background {
   };
 
   static Background& get();
-  /// Whether this thread is the one that runs jobs.
+  /// Returns whether this thread is the background thread.
   static bool is_here();
-  /// Queues it. First come, first served; `can_wait`: after all that cannot.
+  /// Queues a job, first come, first served. `can_wait`: after all jobs that cannot wait.
   std::shared_ptr<Job> run(std::function<void()> work, bool can_wait = false);
   /// Queues a job that a caller may have begun already.
   void queue(std::shared_ptr<Job> job, bool can_wait = false);

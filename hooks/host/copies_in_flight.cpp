@@ -17,7 +17,7 @@ void CopiesInFlight::wait_for_others(int64_t bytes) {
         bytes_ -= each.bytes;
         return true;
       });
-      // What others are about to queue cannot be waited for.
+      // Copies that other threads have not queued yet cannot be awaited.
       if (copies_.empty() || bytes <= max_bytes_ - bytes_) {
         bytes_ += bytes;
         return;

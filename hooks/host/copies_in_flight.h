@@ -1,12 +1,12 @@
 #pragma once
-// Copies to the host that run beside the work, bounded by the bytes that they hold on the device.
+// Copies to the host that run beside other work, limited by the bytes that they hold on the device.
 //
 // Note [Bytes in flight]
-// An original that is freed while it is copied cannot be used again before the copy is done, and
-// the host runs ahead of the device: without a bound a forward could take as much memory as if
-// nothing moved. Letting the device's work wait instead of the host is no bound: an allocator asks
-// the host's clock whether a copy is done. Waiting takes nothing from the overlap as long as copies
-// are faster than what is computed between them.
+// The memory of an original that is freed during its copy cannot be reused before the copy is done.
+// Since the host runs ahead of the device, a forward without a bound could take as much memory as
+// one without moves. A wait on the device instead of the host is no bound: the allocator checks at
+// allocation, on the host, whether a copy is done. The host's wait costs no overlap as long as
+// copies are faster than the computations between them.
 
 #include <cstdint>
 #include <deque>
@@ -21,8 +21,8 @@ class CopiesInFlight {
  public:
   explicit CopiesInFlight(int64_t max_bytes) : max_bytes_(max_bytes) {}
 
-  /// The bytes of one copy, which count from here on: until it is done if it was queued, else until
-  /// this dies.
+  /// The bytes of one copy. They count from the construction until the copy is done, if it was
+  /// queued; otherwise until this object dies.
   class Claim {
    public:
     /// Waits for the oldest copies. `copies` may be null.
@@ -44,9 +44,9 @@ class CopiesInFlight {
   void wait_for_others(int64_t bytes);
 
   const int64_t max_bytes_;
-  std::mutex mutex_;         ///< not held while anybody waits
+  std::mutex mutex_;         ///< not held during waits
   std::deque<Copy> copies_;  ///< oldest first
-  int64_t bytes_ = 0;        ///< theirs, and what is about to be queued
+  int64_t bytes_ = 0;        ///< of `copies_` and of copies that will be queued
 };
 
 }  // namespace remat

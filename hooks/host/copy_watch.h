@@ -1,5 +1,5 @@
 #pragma once
-// Who wants to know of the copies that run beside the work: a recorder.
+// The interface through which a recorder observes copies that run beside other work.
 
 #include <c10/core/Stream.h>
 
@@ -12,23 +12,23 @@ namespace remat {
 
 class CopyWatch {
  public:
-  /// Wait: no copy, but a stream of the program that stands still until one back is done.
+  /// The kind of event. Wait: a stream of the program waits for a copy back.
   enum class Direction { Out, In, Wait };
-  /// A copy of so many bytes is about to be queued on `stream`. Returns what `ends` gets; null:
-  /// nothing.
+  /// Called before a copy of `bytes` is queued on `stream`. Returns the argument of `ends`, or null
+  /// if `ends` need not be called.
   virtual std::shared_ptr<void> begins(const c10::Stream& stream, Direction direction,
                                        int64_t bytes) = 0;
-  /// It is queued.
+  /// Called when the copy is queued.
   virtual void ends(std::shared_ptr<void> begun) = 0;
 
-  /// Null: nobody wants to know. What was set once lives until the process ends.
+  /// The watch, or null. A watch lives until the process ends.
   static inline std::atomic<CopyWatch*> only{nullptr};
 
  protected:
   ~CopyWatch() = default;
 };
 
-/// While alive, a copy is queued, or a wait for one.
+/// Reports to the watch that a copy, or a wait for one, is queued during its lifetime.
 class WatchedCopy {
  public:
   WatchedCopy(const c10::Stream& stream, CopyWatch::Direction direction, int64_t bytes)

@@ -26,7 +26,7 @@ namespace remat {
 
 namespace {
 
-/// See Note [Copies in chunks].
+/// Returns the process-wide limit of Note [Copies in chunks].
 CopiesInFlight& copies_in_chunks() {
   constexpr int64_t max_bytes = 64 << 20;
   static auto* const copies = new CopiesInFlight(max_bytes);
@@ -43,40 +43,40 @@ class JobInFlight final : public InFlight {
   const std::shared_ptr<Background::Job> job_;
 };
 
-/// Two page-locked buffers, one of which is copied to or from while the host works on the other.
+/// Two page-locked buffers: while the device copies to or from one, the host works on the other.
 class Buffers {
  public:
-  /// For copies on a stream. None: there is no page-locked memory.
+  /// Returns buffers for copies on a stream; empty if there is no page-locked memory.
   static std::optional<Buffers> take(const c10::Stream& stream) {
     Buffers buffers(stream);
     for (std::optional<Buffer>& each : buffers.all_) {
       auto memory = PinnedPool::get().take_chunk();
       if (!memory) return std::nullopt;
-      // The host writes to it at once, beside all streams.
+      // The host writes to the buffer at once, beside all streams.
       for (const auto& use : memory->uses) use->synchronize();
       each.emplace(Buffer{std::move(*memory), nullptr});
     }
     return buffers;
   }
-  /// The next one, whose copy is done.
+  /// Returns the next buffer, after its copy is done.
   at::Tensor& next() {
     current_ = 1 - current_;
     wait(*all_[current_]);
     return all_[current_]->memory.bytes;
   }
-  /// A copy with the last one that was given out is queued.
+  /// Records that a copy with the last returned buffer is queued.
   void queued() {
     auto done = std::make_shared<Ready>(stream_);
     done->record();
     all_[current_]->memory.uses = {done};
     all_[current_]->copied = std::move(done);
   }
-  /// The one before is copied.
+  /// Returns the buffer before, after its copy is done.
   at::Tensor& previous() {
     wait(*all_[1 - current_]);
     return all_[1 - current_]->memory.bytes;
   }
-  /// The last one that was given out is.
+  /// Returns the last returned buffer, after its copy is done.
   at::Tensor& last() {
     wait(*all_[current_]);
     return all_[current_]->memory.bytes;
@@ -96,7 +96,7 @@ class Buffers {
   std::size_t current_ = 0;
 };
 
-/// Calls with the beginning and size of each chunk, in order.
+/// Calls `each` with the beginning and size of each chunk, in order.
 template <class Each>
 void for_each_chunk(int64_t size, const Each& each) {
   for (int64_t begin = 0; begin < size; begin += PinnedPool::chunk_bytes)
@@ -107,10 +107,10 @@ char* bytes_at(const at::Tensor& memory, int64_t begin) {
   return static_cast<char*>(memory.data_ptr()) + begin;
 }
 
-/// On a stream that is current; returns when all is there.
+/// Copies on `stream`, which must be current. Returns when all bytes have arrived.
 void copy_out(const at::Tensor& flat, const at::Tensor& host, const c10::Stream& stream) {
   auto buffers = Buffers::take(stream);
-  int64_t last_begin = 0, last_size = 0;  // in the buffer before
+  int64_t last_begin = 0, last_size = 0;  // of the chunk in the previous buffer
   for_each_chunk(flat.numel(), [&](int64_t begin, int64_t size) {
     const at::Tensor from = flat.narrow(0, begin, size);
     if (!buffers) {
@@ -130,7 +130,7 @@ void copy_out(const at::Tensor& flat, const at::Tensor& host, const c10::Stream&
                 static_cast<std::size_t>(last_size));
 }
 
-/// On a stream that is current, for whose next work all is there.
+/// Queues copies on `stream`, which must be current. Later work on that stream sees all bytes.
 void copy_in(const at::Tensor& host, const at::Tensor& flat, const c10::Stream& stream) {
   auto buffers = Buffers::take(stream);
   for_each_chunk(flat.numel(), [&](int64_t begin, int64_t size) {
@@ -173,7 +173,7 @@ struct DeviceLoad::Target {
   explicit Target(const c10::Stream& stream) : arrived(stream) {}
   at::Tensor bytes;
   Ready arrived;
-  bool is_copied = false;  ///< by the job
+  bool is_copied = false;  ///< whether the job made the copy
 };
 
 void DeviceLoad::begin(std::function<at::Tensor()> bytes, int64_t size, const c10::Stream& in,
@@ -214,7 +214,7 @@ void DeviceLoad::cancel() {
   target_.reset();
 }
 
-/// The copy out, which is made once, by whoever comes first.
+/// The copy out; the first thread that needs it makes it, once.
 class HostCopy::Out {
  public:
   Out(const at::Tensor& flat, const c10::Stream& stream)
@@ -230,7 +230,7 @@ class HostCopy::Out {
   c10::Device device() const { return device_; }
   const at::Tensor& host() const { return host_; }
 
-  /// Throws what copying throws; it may be tried again.
+  /// Makes the copy, unless it is done. Throws the error of the copy, which may be tried again.
   void make() {
     const auto lock = lock_in_turn(mutex_);
     if (!flat_.defined()) return;
@@ -252,7 +252,8 @@ class HostCopy::Out {
       error_ = seam::text_of(error);
     }
   }
-  /// Why it has failed, once; or empty. It may wait for who makes it.
+  /// Returns the error of the copy once, and then empty text. May wait for the thread that makes
+  /// the copy.
   std::string take_error() {
     const auto lock = lock_in_turn(mutex_);
     return std::exchange(error_, {});
@@ -262,7 +263,7 @@ class HostCopy::Out {
       seam::warn(c10::str(
           "remat: a saved tensor stays on its device, since it could not be copied: ", error));
   }
-  /// Where it is as long as it has not been copied; else undefined.
+  /// Returns the original as long as it has not been copied; then an undefined tensor.
   at::Tensor original() {
     const auto lock = lock_in_turn(mutex_);
     return flat_;
@@ -309,7 +310,7 @@ void HostCopy::check_arrival() {
 bool HostCopy::holds_original() const { return out_->has_original(); }
 
 void HostCopy::begin_load() {
-  if (job_->cancel()) return;  // it is on the device yet
+  if (job_->cancel()) return;  // it is still on the device
   if (job_->is_over() && out_->original().defined()) return;
   load_.begin(
       [out = out_, job = job_] {
@@ -334,7 +335,7 @@ at::Tensor HostCopy::finish_load() {
       out_->warn_if_failed();
       return original;
     }
-    // It has been copied out in between, for a file.
+    // Meanwhile it has been copied out, for a file.
   }
 }
 
@@ -342,7 +343,7 @@ void HostCopy::cancel_load() { load_.cancel(); }
 
 at::Tensor HostCopy::bytes_on_host() const {
   job_->wait();
-  out_->make();  // it was left out, or has failed
+  out_->make();  // if the copy was left out or has failed
   return out_->host();
 }
 

@@ -1,19 +1,19 @@
 #pragma once
-// Bytes of an accelerator's tensor in ordinary memory of the host, copied beside the program
-// without page-locked memory of that size.
+// Bytes of an accelerator's tensor in ordinary memory of the host, copied beside the program and
+// without page-locked memory of their size.
 //
 // Note [Copies in chunks]
-// Copies from and to ordinary memory make the thread wait that asks for them. So the thread of
-// Background does: on the streams for copies, in chunks that go through two page-locked buffers,
-// which the pool has for this when all else is taken; without any, chunk by chunk straight from
-// ordinary memory. The original is held until it is copied. As no event tells the allocator when it
-// may use that memory again, no more than a bound is held in the whole process: beyond that the
-// program waits for the oldest copy, or makes it itself if nobody has begun it.
+// Copies from and to ordinary memory block the calling thread. Therefore the thread of Background
+// makes them, on the streams for copies. It copies in chunks through two page-locked buffers, which
+// the pool reserves for this purpose. Without such buffers it copies each chunk directly from
+// ordinary memory. The original is held until it is copied. No event tells the allocator when its
+// memory may be reused, so the whole process holds at most a fixed number of bytes. Beyond that the
+// program waits for the oldest copy, or makes it itself if it has not begun.
 //
-// A copy out that fails leaves the tensor where it is, with a warning; it has been given out as
-// moved by then, and is read from where it is. Of what must arrive (a policy's MustCpuOffload,
-// until its region's forward ends) it is an error, if it is known by then. One that nobody has
-// begun when backward asks for it is left out.
+// A copy out that fails leaves the tensor on its device, with a warning. The tensor counts as moved
+// by then, and is read from the device. For tensors that must arrive (a policy's MustCpuOffload,
+// until its region's forward ends) a failure is an error, if it is known by then. A copy that has
+// not begun when backward needs the tensor is left out.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
@@ -30,28 +30,28 @@
 
 namespace remat {
 
-/// One stream for each direction.
+/// The streams for copies, one for each direction.
 struct CopyStreams {
   c10::Stream out, in;
 };
-/// The same ones each time. None where the backend gives out no streams.
+/// Returns the same streams each time. Empty if the backend has no streams to give.
 std::optional<CopyStreams> copy_streams(c10::Device device);
 
-/// Bytes of the host on their way to a device, on the thread of Background.
+/// A copy of host bytes to a device, on the thread of Background.
 class DeviceLoad {
  public:
   DeviceLoad() = default;
   ~DeviceLoad() { cancel(); }
   DeviceLoad& operator=(DeviceLoad&&) = delete;
 
-  /// `bytes` says where they are, on that thread: ordinary memory, undefined for nothing to be
-  /// copied. Throws if there is no memory of the device.
+  /// Begins the copy. `bytes` runs on that thread and returns ordinary memory, or an undefined
+  /// tensor if no copy is needed. Throws if the device has no memory left.
   void begin(std::function<at::Tensor()> bytes, int64_t size, const c10::Stream& in,
              c10::Device device);
   bool is_begun() const { return job_ != nullptr; }
   bool is_over() const { return is_begun() && job_->is_over(); }
-  /// The copy, fit for use on the stream that is current; or undefined. Throws what `bytes` or
-  /// copying threw. Afterwards it may be begun again.
+  /// Returns the copy, ready for use on the current stream, or an undefined tensor. Throws the
+  /// error of `bytes` or of the copy. Afterwards `begin` may be called again.
   at::Tensor finish();
   void cancel();
 
@@ -63,7 +63,8 @@ class DeviceLoad {
 
 class HostCopy final : public HostContents {
  public:
-  /// `in_flight`: of the place, may be null. Throws if there is no memory of the host.
+  /// Begins the copy out. `in_flight`: that of the place; may be null. Throws if the host has no
+  /// memory left.
   HostCopy(const CopyStreams& streams, const at::Tensor& flat, CopiesInFlight* in_flight);
   ~HostCopy() override;
   HostCopy& operator=(HostCopy&&) = delete;
@@ -86,7 +87,7 @@ class HostCopy final : public HostContents {
 
   const CopyStreams streams_;
   const std::shared_ptr<Out> out_;
-  std::shared_ptr<Background::Job> job_;  ///< which makes it
+  std::shared_ptr<Background::Job> job_;  ///< makes the copy
   DeviceLoad load_;
   std::atomic<bool> must_arrive_{false};
 };

@@ -21,7 +21,8 @@ struct Room {
   int64_t free = 0, all = 0;
 };
 
-/// The number in the line of `file` that begins with `word`; empty: the first word of it.
+/// Returns the number in the line of `file` that begins with `word`; for an empty `word`, the first
+/// number of the file.
 std::optional<int64_t> number_in(const std::string& file, const std::string& word) {
   std::ifstream in(file);
   std::string first;
@@ -40,7 +41,7 @@ std::optional<Room> of_machine() {
   return Room{kibibyte * *free, kibibyte * *all};
 }
 
-/// Of the group of processes that this one is in: a container's, say.
+/// Returns the room in this process's control group, such as a container.
 std::optional<Room> of_group() {
   std::ifstream in("/proc/self/cgroup");
   for (std::string line; std::getline(in, line);) {
@@ -49,7 +50,7 @@ std::optional<Room> of_group() {
     const auto all = number_in(folder + "memory.max", ""),
                used = number_in(folder + "memory.current", "");
     if (!all || !used) return std::nullopt;  // "max": there is no limit
-    // What the page cache would give back.
+    // Bytes that the page cache could release.
     const int64_t cached = number_in(folder + "memory.stat", "inactive_file").value_or(0);
     return Room{*all - *used + cached, *all};
   }

@@ -1,12 +1,12 @@
 #pragma once
-// Whether the host has memory for what is about to be copied to it.
+// Checks whether the host has memory for a copy.
 
 #include <cstdint>
 
 namespace remat {
 
-/// Warns, once in the process, if the host would have little left beside so many bytes more. What
-/// the kernel says is asked, which takes some microseconds: for memory that is new.
+/// Warns, once in the process, if `bytes` more would leave the host little memory. Reads the
+/// kernel's numbers, which takes some microseconds: call it for new memory only.
 void warn_if_host_is_short(int64_t bytes);
 
 }  // namespace remat

@@ -16,12 +16,13 @@ namespace {
 
 constexpr int64_t page = 4096;
 
-/// Larger ones would be wasted on so few bytes.
+/// Returns the size of the largest buffer that may serve `size` bytes; a larger one would waste
+/// memory.
 int64_t largest_for(int64_t size) { return size + size / 2 + page; }
 
 }  // namespace
 
-// Never destroyed: at the end of the process the accelerator may be gone already.
+// The pool is never destroyed: at the end of the process the accelerator may be gone already.
 PinnedPool& PinnedPool::get() {
   static auto* const pool = new PinnedPool;
   return *pool;
@@ -49,8 +50,8 @@ std::optional<PinnedBuffer> PinnedPool::take(int64_t size) {
         "remat: page-locked memory of the host is short: ", size,
         " bytes could not be had, so copies to and from the device go through ordinary memory, in "
         "chunks, on a thread of the library's, and take longer. At most a quarter of the machine's "
-        "memory is page-locked. Hint: move less, or give the process a larger limit of locked memory "
-        "(ulimit -l)."));
+        "memory is page-locked. Hint: move less, or give the process a larger limit of locked "
+        "memory (ulimit -l)."));
   return std::move(found.buffer);
 }
 
@@ -79,7 +80,7 @@ PinnedPool::Found PinnedPool::find(int64_t size, int64_t max_bytes) {
   } catch (const c10::OutOfMemoryError&) {
     return {.is_short = true};
   } catch (const c10::Error&) {
-    is_available_ = false;  // this accelerator has none
+    is_available_ = false;  // this accelerator has no page-locked memory
   }
   return {};
 }

@@ -1,5 +1,5 @@
 #pragma once
-// Page-locked memory of the host that copies to and from an accelerator use, again and again.
+// A pool of page-locked host memory for copies to and from an accelerator.
 
 #include <ATen/core/Tensor.h>
 
@@ -15,7 +15,7 @@
 
 namespace remat {
 
-/// A buffer is a range of page-locked memory. Goes back to the pool when it dies.
+/// A range of page-locked memory, which returns to the pool when the buffer dies.
 class PinnedBuffer {
  public:
   explicit PinnedBuffer(at::Tensor memory) : bytes(std::move(memory)) {}
@@ -24,21 +24,20 @@ class PinnedBuffer {
   PinnedBuffer& operator=(PinnedBuffer&&) = delete;
 
   at::Tensor bytes;
-  /// The last copies from and to it are listed here. They may not be done: the next one must wait
-  /// for them.
+  /// The last copies from and to the buffer. They may still run: the next copy must wait for them.
   std::vector<std::shared_ptr<const Ready>> uses;
 };
 
-/// The process has one pool, for any thread. Page-locking is slow, so memory that comes back is
-/// kept; never more than a quarter of the machine's memory in all, since nothing else can use it.
+/// The process's pool, for any thread. Page-locking is slow, so the pool keeps returned memory. It
+/// takes at most a quarter of the machine's memory, since other code cannot use page-locked memory.
 class PinnedPool {
  public:
   static PinnedPool& get();
-  /// At least so many bytes; none if there are no more, which is warned about once, or the
-  /// accelerator has no such memory.
+  /// Returns a buffer of at least `size` bytes. Empty, with one warning, if there is no memory
+  /// left; also empty if the accelerator has no page-locked memory.
   std::optional<PinnedBuffer> take(int64_t size);
-  /// The same for what goes through it in chunks: there is some when all that others may have is
-  /// taken. Not warned about.
+  /// Returns a buffer for a chunk. The pool reserves memory for chunks beyond the limit of `take`.
+  /// Does not warn.
   std::optional<PinnedBuffer> take_chunk();
   static constexpr int64_t chunk_bytes = 4 << 20;
 
@@ -46,8 +45,8 @@ class PinnedPool {
   PinnedPool();
   struct Found {
     std::optional<PinnedBuffer> buffer{};
-    bool is_new = false;    ///< memory that was not page-locked before
-    bool is_short = false;  ///< there is some, but not so much
+    bool is_new = false;    ///< whether the memory was newly page-locked
+    bool is_short = false;  ///< whether there is page-locked memory, but not enough
   };
   Found find(int64_t size, int64_t max_bytes);
   bool make_room(int64_t size, int64_t max_bytes);

@@ -16,8 +16,8 @@ namespace remat {
 
 namespace {
 
-/// The largest finite number of a type, 0 for types that saved tensors cannot be rounded to
-/// (Float8_e8m0fnu has no sign).
+/// Returns the largest finite number of a type; 0 for types to which saved tensors cannot be
+/// rounded (Float8_e8m0fnu has no sign).
 double largest_of(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::kHalf:
@@ -44,15 +44,16 @@ double largest_of(c10::ScalarType dtype) {
   }
 }
 
-/// Whether every number of `flat` is finite and small enough.
+/// Returns whether every number of `flat` is finite and small enough.
 bool fits(const at::Tensor& flat, double largest) {
   const auto [least, greatest] = at::aminmax(flat);
   const double bound = std::max(std::abs(least.item<double>()), std::abs(greatest.item<double>()));
-  return bound <= largest;  // not if there is a NaN
+  return bound <= largest;  // false if there is a NaN
 }
 
-/// Whether every finite number is small enough, and what is infinite or NaN is so after the way
-/// there and back. (Some types have no infinity, and some conversions end at the largest number.)
+/// Returns whether every finite number is small enough, and infinite and NaN elements are the same
+/// after both conversions. (Some types have no infinity, and some conversions saturate at the
+/// largest number.)
 bool survives(const at::Tensor& flat, const at::Tensor& back, double largest) {
   const at::Tensor finite = at::isfinite(flat);
   return flat.abs().le(largest).logical_or(finite.logical_not()).all().item<bool>() &&
@@ -63,7 +64,7 @@ class AsNarrow final : public StoredContents {
  public:
   AsNarrow(at::Tensor narrow, c10::ScalarType dtype) : narrow_(std::move(narrow)), dtype_(dtype) {}
   at::Tensor finish_load() override {
-    if (!narrow_.is_cpu())  // the stream that asks may be another one than that of the save
+    if (!narrow_.is_cpu())  // the stream of the read may differ from that of the save
       c10::impl::VirtualGuardImpl(narrow_.device().type())
           .recordDataPtrOnStream(narrow_.storage().data_ptr(), current_stream(narrow_.device()));
     return narrow_.to(dtype_);

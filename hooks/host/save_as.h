@@ -1,5 +1,5 @@
 #pragma once
-// Saved floating-point tensors in a narrower type.
+// A place that stores saved floating-point tensors in a narrower type.
 
 #include <c10/core/ScalarType.h>
 
@@ -9,10 +9,9 @@ namespace remat {
 
 class SaveAs final : public Place {
  public:
-  /// Throws c10::ValueError for a type that numbers cannot be rounded to.
+  /// Throws c10::ValueError for a type to which numbers cannot be rounded.
   explicit SaveAs(c10::ScalarType dtype);
-  /// Real numbers for a real type, complex ones for a complex type, and only if the type is
-  /// narrower.
+  /// Returns whether both types are real or both are complex, and the new type is narrower.
   bool takes(const at::Tensor& tensor) const override;
   bool stores_bytes() const override { return false; }
   /// Returns null if a finite number would become infinite or NaN.

@@ -69,7 +69,7 @@ class Pinned final : public HostContents {
     }
     auto arrived = std::make_shared<Ready>(streams_.in);
     arrived->record();
-    buffer_.uses = {arrived};  // it has waited for the copy out
+    buffer_.uses = {arrived};  // the copy in has waited for the copy out
     arrived_ = std::move(arrived);
     on_device_ = std::move(target);
   }
@@ -97,7 +97,7 @@ class Pinned final : public HostContents {
   PinnedBuffer buffer_;
   const std::shared_ptr<Ready> copied_;
   std::shared_ptr<const Ready> arrived_;
-  at::Tensor on_device_;  ///< copied back and not yet asked for
+  at::Tensor on_device_;  ///< copied back and not yet read
 };
 
 }  // namespace

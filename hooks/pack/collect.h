@@ -1,5 +1,5 @@
 #pragma once
-// A frame's recompute hook: fills slots; keeps the tensor for the recomputed graph's own use.
+// A frame's recompute hook: fills slots, and keeps the tensor for the recomputed graph's own reads.
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
@@ -10,13 +10,15 @@
 namespace remat {
 
 /// Note [Changed before it is read]
-/// A function can read in the same run what its graph saved: it takes a gradient, it looks into a
-/// node, or a region inside runs again for one of these. LibTorch looks at no version of what comes
-/// from hooks, and a region's argument that its function writes to is such a tensor. Forward is
-/// given what it saved by a recompute; a recompute has only what it kept, which is compared here.
+/// A function can read its graph's saved tensors in the same run: it takes a gradient, it inspects
+/// a node, or an inner region runs again for one of these. LibTorch checks no version of tensors
+/// that come from hooks. A region's argument that its function changes in place is such a tensor.
+/// In forward, a recompute provides the saved values. A recompute has only the tensor that it kept,
+/// whose version is compared here.
 class Collect final : public torch::autograd::SavedVariableHooks {
  public:
-  /// `filler` is used by the pack call, which follows at once, and while its function runs.
+  /// Makes a hook. `filler` is used by the pack call, which follows at once, and while its function
+  /// runs.
   explicit Collect(SlotFiller& filler) : filler_(&filler) {}
 
   void call_pack_hook(const at::Tensor& saved) override {

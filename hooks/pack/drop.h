@@ -1,5 +1,5 @@
 #pragma once
-// A frame's forward hook: keeps a slot, drops the tensor.
+// A frame's forward hook: keeps a slot and drops the tensor.
 
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
@@ -12,18 +12,18 @@
 
 namespace remat {
 
-/// Lies in memory of its owner's, which it keeps alive: a region has as many as it saves tensors,
-/// and they die together.
+/// The hook is placed in memory of its owner, and keeps the owner alive. A region has one for each
+/// saved tensor, and they die together.
 class Drop final : public seam::OwnHooks {
  public:
-  /// `room` is the owner's.
+  /// Makes a hook in `room`, which belongs to the owner.
   static std::unique_ptr<torch::autograd::SavedVariableHooks> make(
       c10::intrusive_ptr<SlotOwner> owner, void* room) {
     return std::unique_ptr<torch::autograd::SavedVariableHooks>(new (room) Drop(std::move(owner)));
   }
   Drop& operator=(Drop&&) = delete;
 
-  /// The memory goes with the owner.
+  /// Destroys the hook; the memory is freed with the owner.
   static void operator delete(Drop* hook, std::destroying_delete_t) noexcept {
     const c10::intrusive_ptr<SlotOwner> owner = std::move(hook->owner_);
     const int64_t position = hook->position_;

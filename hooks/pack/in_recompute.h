@@ -1,5 +1,5 @@
 #pragma once
-// Hooks of another language's in a recompute: they get each result without its history.
+// Hooks of another language in a recompute: they get each result without its history.
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -17,11 +17,11 @@
 namespace remat {
 
 /// Note [Hooks that keep the tensor]
-/// A pack function of Python's may return its argument. Where an operator saves its result, that
-/// makes a cycle: node, hook, tensor, node. Plain autograd breaks it when backward frees the node;
-/// but no backward runs through the graph that a recompute makes. So there the function gets an
-/// alias of a result, with an end of its own as `grad_fn`. LibTorch restores the history itself
-/// when it unpacks.
+/// A Python pack function may return its argument. If an operator saves its result, that makes a
+/// cycle: node, hook, tensor, node. Plain autograd breaks the cycle when backward frees the node,
+/// but no backward runs through a recompute's graph. There the function therefore gets an alias of
+/// the result, with an end node of its own as `grad_fn`. LibTorch restores the history itself when
+/// it unpacks.
 class InRecompute final : public seam::OwnHooks {
  public:
   explicit InRecompute(std::unique_ptr<torch::autograd::SavedVariableHooks> hooks)

@@ -1,5 +1,5 @@
 #pragma once
-// A look at what saved variables hold, which hands nothing out and computes nothing.
+// An inspection of saved variables that returns none of their tensors and computes nothing.
 
 #include <ATen/core/Tensor.h>
 
@@ -10,7 +10,7 @@
 
 namespace remat {
 
-/// What a hook keeps, or would compute, for one saved variable.
+/// A description of the tensor that a hook keeps, or would compute, for one saved variable.
 struct HeldInfo {
   std::vector<int64_t> sizes{};
   at::ScalarType dtype = at::ScalarType::Undefined;
@@ -19,7 +19,8 @@ struct HeldInfo {
   bool dropped = false;
 };
 
-/// While alive, hooks of this thread note what they hold and hand out an empty tensor in its place.
+/// While alive, hooks of this thread record a description of their tensor, and return an empty
+/// tensor instead.
 class Inspection {
  public:
   Inspection() : previous_(std::exchange(current_, this)) {}

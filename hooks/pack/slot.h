@@ -1,5 +1,5 @@
 #pragma once
-// What a saved-tensor hook needs from the owner of the tensor.
+// The interface that a saved-tensor hook needs from the owner of the tensor.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
@@ -10,24 +10,24 @@
 
 namespace remat {
 
-/// Gives out slots for the tensors that autograd saves and can produce their contents later.
-/// A hook that holds a slot keeps its owner alive.
+/// The owner of slots for the tensors that autograd saves; it can produce their contents later. A
+/// hook that holds a slot keeps its owner alive.
 class SlotOwner : public c10::intrusive_ptr_target {
  public:
-  /// Takes note of a saved tensor without keeping it; returns its position.
+  /// Records a saved tensor without keeping it, and returns its position.
   virtual int64_t add_slot(const at::Tensor& saved) = 0;
-  /// The contents of a slot; may run user code.
+  /// Returns the contents of a slot; may run user code.
   virtual at::Tensor read_slot(int64_t position) = 0;
-  /// Nothing will read the slot again.
+  /// Releases a slot that will not be read again.
   virtual void drop_slot(int64_t position) noexcept = 0;
-  /// What was saved there; computes nothing.
+  /// Returns a description of the saved tensor; computes nothing.
   virtual HeldInfo describe_slot(int64_t position) = 0;
 };
 
-/// What the graph that a recompute makes keeps of a tensor that was saved, for its own reads.
+/// A saved tensor that a recompute's graph keeps for its own reads.
 struct Kept {
   at::Tensor tensor;
-  uint32_t version = 0;  ///< when it was saved
+  uint32_t version = 0;  ///< version at the save
   int64_t position = -1;
 };
 
@@ -35,21 +35,23 @@ struct Kept {
 class SlotFiller {
  public:
   virtual ~SlotFiller() = default;
-  /// Takes the next saved tensor, and sets what the recomputed graph itself shall keep of it.
-  /// False: the recompute ends here, by `stop`.
+  /// Takes the next saved tensor, and sets the tensor that the recomputed graph itself keeps.
+  /// Returns false if the recompute ends here, by `stop`.
   virtual bool fill(const at::Tensor& saved, Kept& kept) = 0;
-  /// The recomputed graph reads what was changed in place after it was saved: throws, as plain
-  /// autograd does.
+  /// Throws, as plain autograd does, since the recomputed graph reads a tensor that was changed in
+  /// place after its save.
   [[noreturn]] virtual void refuse_changed(const Kept& kept) const = 0;
-  /// Throws. Called with nothing to clean up on the way: each such frame costs about as much as a
-  /// small operator.
+  /// Throws. The caller's stack frames should have no cleanup: each such frame costs about as much
+  /// as a small operator.
   [[noreturn]] virtual void stop() = 0;
-  /// The function reads what its own graph saved, outside of a backward. May end the recompute.
+  /// Called when the function reads a saved tensor of its own graph, outside of a backward. May end
+  /// the recompute.
   virtual void stop_before_read() = 0;
-  /// Where a region begins: whether whoever begins it will end the recompute, without `stop`.
+  /// Called where a region begins. Returns whether its caller will end the recompute, without
+  /// `stop`.
   virtual bool stop_at_region() = 0;
 
-  /// The innermost whose function runs on this thread; null if there is none.
+  /// Returns the innermost filler whose function runs on this thread, or null.
   static SlotFiller*& running() {
     thread_local SlotFiller* filler = nullptr;
     return filler;

@@ -16,7 +16,7 @@ namespace remat {
 
 class UserHooks final : public seam::OwnHooks {
  public:
-  /// Calls `pack`, which packs `saved`.
+  /// A function that calls `pack`, which packs `saved`.
   using Surround = void (*)(const at::Tensor& saved, c10::function_ref<void()> pack);
   UserHooks(std::shared_ptr<detail::HookPair> pair, Surround surround)
       : pair_(std::move(pair)), surround_(surround) {}
@@ -31,7 +31,8 @@ class UserHooks final : public seam::OwnHooks {
       return packed_->unpack();
     } catch (const std::exception&) {
       throw;
-    } catch (...) {  // the engine carries nothing else; on its threads it would end the process
+      // The engine carries no other exception; on its threads it would end the process.
+    } catch (...) {
       TORCH_CHECK(false,
                   "remat::SavedTensorHooksGuard: the unpack function threw something that is not a "
                   "std::exception. Hint: derive the exception type from std::exception.");

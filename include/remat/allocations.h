@@ -7,12 +7,12 @@
 
 namespace remat {
 
-/// While alive, every `Recorder` that is alive and records memory gets each allocation and each
-/// release on an accelerator, as its allocator tells them: in the sizes that it rounds them to,
-/// with the region that the thread runs and, by kind, what is alive then. They stand in
-/// `Recorder::event_log`, in the trace, and in each device's picture as a line: what the allocator
-/// has given out. (A recorder alone samples statistics after each operator, in bytes as asked for.)
-/// An allocation that did not fit tells how much was asked for (`FailedAllocation::asked_bytes`).
+/// While alive, passes each allocation and each release on an accelerator to every `Recorder` that
+/// is alive and records memory. Sizes are those that the allocator reports, after its rounding.
+/// Each event names the region that the thread runs, and the live bytes by kind. The events appear
+/// in `Recorder::event_log` and in the trace; each device's picture shows the allocator's bytes as
+/// a line. (Without this guard, a recorder samples statistics after each operator, in bytes as
+/// asked for.) A failed allocation reports its size (`FailedAllocation::asked_bytes`).
 ///
 ///     remat::Recorder recorder;
 ///     {
@@ -20,13 +20,12 @@ namespace remat {
 ///       model->forward(batch).sum().backward();
 ///     }
 ///
-/// Threads: those of the thread that made the guard, and of the threads on which a backward called
-/// there runs. What another thread allocates or frees is in the sum of the next report. Destroyed
-/// out of order, or on another thread, it ends its own effect only. It takes the place of
-/// LibTorch's profiler on its thread, from its begin to its end there: one that is started
-/// meanwhile says that it is already enabled.
-/// Costs an event an allocation, of 100 bytes and about a microsecond, and nothing without a
-/// recorder but a call.
+/// Threads: records the thread that made the guard, and the threads on which a backward called
+/// there runs. Allocations and releases of other threads are included in the sum of the next
+/// report. A guard that is destroyed out of order, or on another thread, ends only its own effect.
+/// For its lifetime the guard takes the place of LibTorch's profiler on its thread: a profiler that
+/// is started meanwhile reports that one is enabled already.
+/// Costs 100 bytes and about a microsecond per event, and without a recorder one function call.
 /// Throws `CheckpointError` (`Unsupported`) if LibTorch's profiler runs on this thread.
 class REMAT_API RecordAllocationsGuard {
  public:

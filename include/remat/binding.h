@@ -1,9 +1,9 @@
 #pragma once
-// For runtimes of other languages: what they need to run their own functions as regions.
+// The interface with which runtimes of other languages run their own functions as regions.
 //
 // A binding derives from RegionBody, runs the function itself the first time between the
-// construction of a ForwardRun and its `finish`, and answers what remat asks of it. `checkpoint()`
-// is such a binding for C++ functions. Example: tests/binding.cpp.
+// construction of a ForwardRun and its `finish`, and implements the functions that remat calls.
+// `checkpoint()` is such a binding for C++ functions. Example: tests/binding.cpp.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
@@ -51,95 +51,96 @@ class ScriptCall;
 /// body through its vtable, so a binding that was compiled against another number must not be used
 /// with it.
 inline constexpr int binding_abi = 4;
-/// The number of the library that is loaded: compare it with `binding_abi` before anything else.
+/// Returns the number of the loaded library; compare it with `binding_abi` before any other call.
 REMAT_API int loaded_binding_abi() noexcept;
 
-/// Ends a recompute that has all it needs. Not a std::exception on purpose: the TorchScript
-/// interpreter would catch it.
+/// Ends a recompute that has produced every tensor it needs. Deliberately no std::exception: the
+/// TorchScript interpreter would catch that.
 struct REMAT_API StopSignal{};
 
-/// The function of a region with its arguments, as the graph keeps them: the tensors in the
-/// arguments are taken out (they are saved as autograd saves a tensor) and put into a copy for each
-/// run.
+/// The function of a region with its arguments, as the graph keeps them. The tensors in the
+/// arguments are taken out and saved as autograd saves a tensor; each run gets a copy of the
+/// arguments with the tensors put back.
 /// Lifetime: dies with the last saved tensor of the region, on any thread, or when ForwardRun's
-/// constructor throws. Threads: several may call it at once, if several backwards recompute the
-/// region.
+/// constructor throws. Threads: several threads may call it at once, if several backwards recompute
+/// the region.
 class REMAT_API RegionBody {
  public:
   virtual ~RegionBody();
-  /// Visits the tensors of the kept arguments, always in the same order, undefined ones too.
+  /// Visits the tensors of the kept arguments, undefined ones included, always in the same order.
   virtual void visit_inputs(TensorVisitor visitor) = 0;
-  /// Runs the function with `inputs`, which it may take, in the place of the tensors; drops the
-  /// result. What it throws reaches the caller of backward, unless `stop` was called before. Only
-  /// what derives from std::exception can pass the engine.
+  /// Runs the function with `inputs` in the places of the tensors and drops the result. It may move
+  /// from `inputs`. Exceptions reach the caller of backward, unless `stop` was called before. Only
+  /// exceptions derived from std::exception can pass the engine.
   virtual void run_again(std::vector<at::Tensor>& inputs) = 0;
-  /// Returns whether anything may unwind the function before its end. If not, `stop` is not called
-  /// while it runs again, and nothing that `raise` throws reaches it: it runs to its end each time,
-  /// and what was found reaches backward after that. (An operator or a backward that the function
-  /// calls may fail, as ever.)
+  /// Returns whether an exception may unwind the function before its end. If not, `stop` is not
+  /// called while the function runs again, and no exception of `raise` reaches it. It then runs to
+  /// its end each time, and backward gets the error afterwards. (An operator or a backward that the
+  /// function calls may fail, as ever.)
   virtual bool can_be_stopped() const = 0;
-  /// Ends the recompute in the way of the function's language; called where an operator saves a
-  /// tensor, or where the function begins a backward, on the thread that called `run_again`. Must
-  /// not return. Default: throws a StopSignal.
+  /// Ends the recompute in the way of the function's language. Called on the thread of `run_again`,
+  /// where an operator saves a tensor or where the function begins a backward. Must not return.
+  /// Default: throws a StopSignal.
   virtual void stop();
-  /// Asks for the same, in place of `stop`, where an operator saves a tensor and has next to
-  /// nothing left to do: it may run to its end first, with what the function's language runs until
+  /// Called instead of `stop` where an operator saves a tensor and has almost no work left. The
+  /// operator may run to its end first, together with code that the function's language runs until
   /// then. Returns whether the function will end when the operator has returned; if not, `stop` is
   /// called. Default: false.
   virtual bool stop_soon();
-  /// Asks for the same, in place of `stop`, where a region begins inside of the function whose
-  /// maker looks at `ForwardRun::has_ended`: an exception costs as much as several regions. Returns
-  /// whether that maker will end the function; if not, `stop` is called. Default: false.
+  /// Called instead of `stop` where a region begins inside the function and the caller that makes
+  /// it checks `ForwardRun::has_ended`: an exception costs as much as several regions. Returns
+  /// whether that caller will end the function; if not, `stop` is called. Default: false.
   virtual bool stop_at_region();
   /// Raises an error about the region in the form of the function's language, inside the function
-  /// or in backward. Must not return; on an engine's thread only what derives from std::exception
-  /// passes. Default: throws `error` itself.
+  /// or in backward. Must not return. On an engine's thread only exceptions derived from
+  /// std::exception can pass. Default: throws `error` itself.
   virtual void raise(CheckpointError error);
   /// Returns the names that errors use for the tensors of the function's modules in another
   /// language; they live as long as the body. Default: null, no names.
   virtual const TensorNames* tensor_names() const;
 };
 
-/// Gets to know an argument: its number, from 0, where it lies, its size [bytes] and its type.
+/// Receives an argument: its number (from 0), address, size [bytes] and type.
 using OpaqueVisitor = c10::function_ref<void(int64_t number, const void* object,
                                              std::size_t num_bytes, const std::type_info& type)>;
 
 /// Facts about a function that are not needed to run it. A binding may leave all of them out.
 struct FunctionFacts {
-  /// The module that the function is, or null: its training flags and buffers are in recomputes as
-  /// in forward, and errors name its parameters and buffers.
+  /// The function itself, if it is a module; otherwise null. Recomputes see its training flags and
+  /// buffers as forward did, and errors name its parameters and buffers.
   torch::nn::Module* module = nullptr;
-  /// Address of the function object: with `debug`, a region looks there for addresses of the
+  /// Address of the function object; with `debug`, a region searches it for addresses of the
   /// thread's stack.
   const void* object = nullptr;
   std::size_t num_bytes = 0;  ///< of the object
-  /// Type after which the region is named where the options give no name, or the module's type: as
-  /// written, without namespace and `Impl`. It is read when the name is asked for.
+  /// Type that names the region if neither the options nor a module does: as written, without
+  /// namespace and `Impl`. It is read when the name is needed.
   const std::type_info* type = nullptr;
-  /// The script module that the function is, or whose method: as `module`.
+  /// The script module, if the function is one or is a method of one; treated as `module`.
   const detail::ScriptCall* script = nullptr;
-  /// Visits the kept arguments that are copied as they are, since no tensors are looked for in
-  /// them: the number of each, where it lies, its size and type. Null if there are none.
+  /// Visits the kept arguments that are copied as they are, because remat does not search them for
+  /// tensors. Passes number, address, size [bytes] and type of each. Null if there are no such
+  /// arguments.
   void (*visit_opaque)(const RegionBody& body, OpaqueVisitor visitor) = nullptr;
-  /// A recompute ends with the last tensor needed even where a stop costs more than all that it
-  /// skips.
+  /// True if a recompute ends with the last needed tensor even where a stop costs more time than it
+  /// saves.
   bool always_stops = false;
-  bool sees_end = false;  ///< who makes the ForwardRun looks at its `has_ended`
+  bool sees_end = false;  ///< the caller that makes the ForwardRun checks `has_ended`
 };
 
 /// Names that errors use for the tensors of modules of another language. A body may have such
-/// names, and so may a `torch::nn::Module` that stands for such modules: then its names hold
-/// instead of the paths of its own tensors.
+/// names. A `torch::nn::Module` that stands for such modules may have them too; they then replace
+/// the paths of its own tensors.
 class REMAT_API TensorNames {
  public:
-  /// Gets to know a tensor and its name: "parameter 'conv1.weight' of UNetBlock".
+  /// Receives a tensor and its name: "parameter 'conv1.weight' of UNetBlock".
   using Visitor = c10::function_ref<void(const std::string& name, const at::Tensor& tensor)>;
   virtual ~TensorNames();
-  /// Visits the parameters and buffers, when an error looks for a name. Any thread. Throws nothing.
+  /// Visits the parameters and buffers when an error needs a name. Any thread. Throws nothing.
   virtual void visit_tensors(Visitor visitor) const = 0;
 };
 
-/// A `torch::nn::Module` that stands for modules of another language may be this, too. When the
+/// An optional base of a `torch::nn::Module` that stands for modules of another language. When the
 /// function of a region has returned, the stand-in has the buffers that the modules have then.
 class REMAT_API StandInMembers {
  public:
@@ -150,34 +151,38 @@ class REMAT_API StandInMembers {
   virtual bool has_replaced_buffers() const = 0;
 };
 
-/// Returns whether the recompute that runs on this thread begins with what its forward left in
-/// buffers and members of its modules; if not, with what they held when forward began. The binding
-/// puts names and members in place to match.
+/// Returns whether the recompute on this thread begins with the buffers and members that forward
+/// left in its modules; if not, it begins with those from the start of forward. The binding puts
+/// names and members in place to match.
 REMAT_API bool recompute_starts_from_end() noexcept;
-/// Compares what a recompute leaves under the name of a buffer with what forward left there;
-/// undefined: nothing. The function of the recompute on this thread has ended. If they differ, the
-/// recompute is tried once more from the other start, and refused in the end: `name` is what the
-/// error calls it, such as "buffer 'table' of Rope". Throws nothing.
+/// Compares the tensor that a recompute leaves under a buffer's name with the one that forward left
+/// there. An undefined tensor means that there is no buffer. Call it when the function of the
+/// recompute on this thread has ended. If the tensors differ, the recompute is tried once more from
+/// the other start, and then refused. Errors use `name`, such as "buffer 'table' of Rope". Throws
+/// nothing.
 REMAT_API void compare_member(const std::string& name, const at::Tensor& in_forward,
                               const at::Tensor& now) noexcept;
 
-/// The first run of a region: from saving its inputs to taking note of its result. One thread.
+/// The first run of a region: from the save of its inputs to the record of its result. One thread.
 class REMAT_API ForwardRun {
  public:
-  /// Saves the inputs of `body` and begins the region: what autograd saves from now on, on this
-  /// thread, belongs to it. Throws `c10::ValueError` for options that exclude each other,
-  /// CheckpointError for what cannot be a region, and what hooks around the region throw.
+  /// Saves the inputs of `body` and begins the region: later autograd saves on this thread belong
+  /// to it. Throws `c10::ValueError` for options that exclude each other and CheckpointError for
+  /// calls that cannot be a region. Exceptions of hooks around the region pass through.
   ForwardRun(const CheckpointOptions& options, std::unique_ptr<RegionBody> body,
              const FunctionFacts& facts = {});
-  /// Without `finish` the function has thrown: nothing stays behind (docs/concepts.md).
+  /// Closes the region. Without a call of `finish` the function has thrown: nothing stays behind
+  /// (docs/concepts.md).
   ~ForwardRun();
   ForwardRun(const ForwardRun&) = delete;
   ForwardRun& operator=(const ForwardRun&) = delete;
-  /// Only with `FunctionFacts::sees_end`: a recompute around has all it needs, and the body of its
-  /// function has answered `stop_at_region`. Nothing has begun; the caller neither runs its
-  /// function nor calls `finish`, but ends what is around it.
+  /// Returns whether an enclosing recompute has every tensor it needs, and the body of its function
+  /// has accepted `stop_at_region`. Only with `FunctionFacts::sees_end`. The region has then not
+  /// begun: the caller neither runs its function nor calls `finish`, but ends the enclosing
+  /// function.
   bool has_ended() const { return frame_ == nullptr; }
-  /// The function has returned; `visit_result` visits the tensors in its result. Call it once.
+  /// Ends the run when the function has returned; `visit_result` visits the tensors in its result.
+  /// Call it once.
   void finish(c10::function_ref<void(TensorVisitor)> visit_result);
 
  private:
@@ -194,36 +199,37 @@ class REMAT_API ForwardRun {
 /// Returns whether a region may begin here: grad mode is on, and no DisableCheckpointGuard is open.
 /// Otherwise the binding runs the function plainly.
 REMAT_API bool opens_region();
-/// And whether the level in the options, if they have one, asks for it.
+/// Does the same, and also checks the level in the options, if there is one.
 REMAT_API bool opens_region(const CheckpointOptions& options);
 
-/// Functions that are called around a wait for another thread, since that thread may need a lock
-/// which this one holds (Python's, for one).
+/// Functions that are called around a wait for another thread, which may need a lock that this
+/// thread holds (such as Python's).
 class REMAT_API WaitCallbacks {
  public:
   virtual ~WaitCallbacks();
-  /// This thread is about to wait. Lets go of what others may need; throws nothing. Returns what
-  /// takes it back when it dies, on the same thread.
+  /// Releases the locks that other threads may need; called before a wait. Returns an object whose
+  /// destructor takes the locks back, on the same thread. Throws nothing.
   virtual std::shared_ptr<void> let_go() noexcept = 0;
 };
 
-/// Sets them for the process, null for none. Call it when no region is alive. They must outlive all
-/// waits.
+/// Sets the callbacks of the process; null removes them. Call it when no region is alive. They must
+/// outlive all waits.
 REMAT_API void set_wait_callbacks(WaitCallbacks* callbacks);
 
-/// For a binding of Python: what other code of Python sees on the stack of dispatch modes while a
-/// region with a policy runs. Operators come to the library all the same, natively, but Python's
-/// modes, tensor classes that answer for their sizes, and operators of higher order meet `object`,
-/// an instance of a TorchDispatchMode that runs what it is given. Without it they meet what is no
-/// object of Python's, and may end the process. `object`: a reference, which is kept until the
-/// process ends. `interpreter`: LibTorch's of Python, whose table of functions the library replaces
-/// by one that forwards to it. Call it once, when no region is alive.
+/// Sets the object that Python code sees on the stack of dispatch modes while a region with a
+/// policy runs; for a binding of Python. The library intercepts operators natively in any case.
+/// Python's modes, tensor classes that report their own sizes, and operators of higher order see
+/// `object`, an instance of a TorchDispatchMode that runs every operator unchanged. Without
+/// `object` they would see an entry that is no Python object, which may end the process. `object`:
+/// a reference that is kept until the process ends. `interpreter`: LibTorch's interpreter of
+/// Python; the library replaces its table of functions by one that forwards to it. Call the
+/// function once, when no region is alive.
 REMAT_API void set_dispatch_mode(_object* object, c10::impl::PyInterpreter* interpreter);
 
-/// How many hooks a binding has in a table that LibTorch knows as one hook (Python's have one for
-/// each tensor).
+/// The size of a binding's table of hooks, which LibTorch treats as one hook (Python has one table
+/// for each tensor).
 struct HookTable {
-  const void* table;  ///< its address: which one it is
+  const void* table;  ///< the table's address, which identifies it
   int64_t size;       ///< the number of hooks in it
 };
 
@@ -232,60 +238,59 @@ struct HookTable {
 class REMAT_API HookTables {
  public:
   virtual ~HookTables();
-  /// The tables of a tensor and of its node, of which one at least has a hook. Throws nothing.
+  /// Returns the tables of a tensor and of its node; at least one of them has a hook. Throws
+  /// nothing.
   virtual std::vector<HookTable> of(const at::Tensor& tensor) noexcept = 0;
-  /// Takes off what came last, until they are no larger than they were; what is in tables that came
-  /// since, all.
+  /// Removes the newest hooks until each table has its old size, and all hooks of tables that are
+  /// not in `then`.
   /// Throws nothing.
   virtual void cut(const at::Tensor& tensor, const std::vector<HookTable>& then) noexcept = 0;
 };
 
-/// Sets them for the process, null for none. Call it when no region is alive. They must outlive all
-/// recomputes.
+/// Sets the tables of the process; null removes them. Call it when no region is alive. They must
+/// outlive all recomputes.
 REMAT_API void set_hook_tables(HookTables* tables);
 
 /// Marks a backward that does not come through LibTorch's default engine object: the engine of
-/// another language that the binding calls itself. Regions that are open on this thread see
-/// backwards that come through the default engine by themselves; of others they must be told. One
-/// thread.
+/// another language that the binding calls itself. Regions that are open on this thread notice
+/// backwards of the default engine by themselves; every other backward needs a mark. One thread.
 class REMAT_API BackwardMark {
  public:
-  /// The backward begins: from `roots` to `targets` (none: to all leaves). `accumulates`: into
-  /// leaves, instead of returning gradients. Throws CheckpointError where a recompute could not
-  /// repeat it, and what `stop` throws where a recompute has all it needs.
+  /// Begins the backward from `roots` to `targets` (empty: to all leaves). `accumulates`: gradients
+  /// are added to leaves instead of being returned. Throws CheckpointError if no recompute could
+  /// repeat the backward, and the exception of `stop` if a recompute has every tensor it needs.
   BackwardMark(const std::vector<torch::autograd::Edge>& roots,
                const std::vector<torch::autograd::Edge>& targets, bool accumulates);
-  /// Without `finish` it has thrown.
+  /// Ends the mark; without a call of `finish` the backward has thrown.
   ~BackwardMark();
   BackwardMark(const BackwardMark&) = delete;
   BackwardMark& operator=(const BackwardMark&) = delete;
-  /// Notes that the backward has returned `gradients`; `given`: the gradients of its roots. Throws
-  /// what `stop` throws where a recompute has all it needs and forward still waits in this
-  /// backward. Call it once.
+  /// Records that the backward has returned `gradients`; `given`: the gradients of its roots.
+  /// Throws the exception of `stop` if a recompute has every tensor it needs and forward is still
+  /// inside this backward. Call it once.
   void finish(const std::vector<at::Tensor>& gradients, const std::vector<at::Tensor>& given);
 
  private:
   bool has_ended_ = false;
 };
 
-/// Runs a stage as a region with these options, with a body of the binding. `stage`: its number,
-/// from 0.
+/// Runs a stage as a region with these options and a body of the binding. `stage`: number of the
+/// stage, from 0.
 using StageRegion = std::function<at::Tensor(std::size_t stage, const CheckpointOptions& options,
                                              at::Tensor input)>;
-/// Does what `measure` does, with stages that are functions of the binding's language: where one is
-/// measured under a policy, `run_region` runs it. (`checkpoint()` would end its recompute by an
-/// exception of C++.)
+/// Does what `measure` does, for stages in the binding's language: `run_region` runs a stage that
+/// is measured under a policy. (`checkpoint()` would end its recompute by a C++ exception.)
 REMAT_API ChainCost measure_stages(const std::vector<Stage>& stages, const at::Tensor& sample,
                                    const MeasureOptions& options, const StageRegion& run_region);
 
-/// Runs an item of a plan that is in no region: a stage, or a region with all that it runs. `item`:
-/// its number, from 0.
+/// Runs an item of a plan: a stage outside of regions, or an outermost region with all its stages.
+/// `item`: number of the item, from 0.
 using ItemRun = std::function<at::Tensor(std::size_t item, at::Tensor input)>;
-/// Does what `run` does around all regions, with items that the binding runs: each on what the one
-/// before returned, and what the plan moves of what they save waits where `moving` says. Keeps
-/// nothing of `run_item`.
-/// Throws what an item throws; `c10::ValueError` as `run`, if the plan moves and there is no place
-/// for that.
+/// Does the work of `run` outside of all regions, for items that the binding runs. Each item gets
+/// the result of the one before. Saved tensors that the plan moves wait at the place that `moving`
+/// names. Keeps no reference to `run_item`.
+/// Throws the exceptions of items; `c10::ValueError` as `run`, if the plan moves tensors and there
+/// is no place for them.
 REMAT_API at::Tensor run_items(const Plan& plan, at::Tensor input, const MoveOptions& moving,
                                const ItemRun& run_item);
 

@@ -1,5 +1,5 @@
 #pragma once
-// A byte budget for any program: saved tensors are dropped and made again by operators.
+// A byte budget for any program: saved tensors are dropped, and operators make them again.
 
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
@@ -32,11 +32,12 @@ struct BudgetOptions {
   OverBudget over = OverBudget::Continue;  ///< where an allocation does not fit
   /// [bytes] Smaller tensors are never dropped. -1: a thousandth of `bytes`, at most 64 KiB.
   int64_t min_bytes = -1;
-  /// Contents are hashed, for debugging, when they are dropped and compared when they are made
+  /// For debugging: hashes contents when they are dropped, and compares them when they are made
   /// again.
   bool check_values = false;
-  /// Values may be copied away instead of being dropped, where the copy takes less time. Values
-  /// that cannot be made again move, too. With neither an accelerator nor a directory: ValueError.
+  /// If set, values may move away instead of being dropped, where the copy takes less time. Values
+  /// that cannot be made again move, too. Without an accelerator and without a directory the guard
+  /// throws `c10::ValueError`.
   std::optional<MoveOptions> moving{};
 };
 
@@ -64,11 +65,11 @@ struct REMAT_API BudgetReport {
 /// the same backward can run again under a larger budget.
 class REMAT_API BudgetExceeded : public c10::OutOfMemoryError {
  public:
-  /// Made by the library: the place in the source, the text, and the bytes of the two functions
-  /// below.
+  /// Constructed by the library, from the place in the source, the text, and the bytes of the two
+  /// functions below.
   BudgetExceeded(c10::SourceLocation where, std::string text, int64_t needed_bytes,
                  int64_t floor_bytes);
-  /// Returns the budget [bytes] in which the allocation would have fitted.
+  /// Returns a budget [bytes] that would have had room for the allocation.
   int64_t needed_bytes() const { return needed_bytes_; }
   /// Returns `BudgetReport::floor_bytes` [bytes] at that moment.
   int64_t floor_bytes() const { return floor_bytes_; }
@@ -87,9 +88,9 @@ class Runtime;
 struct Bound;
 }  // namespace budget
 
-/// A binding's function (binding.h) that throws a budget's error in the form of its language.
-/// If the function returns, the error itself is thrown. It runs on the thread of the error, and may
-/// throw only exceptions derived from std::exception.
+/// A binding's function (binding.h) that throws a budget's error in the form of its language. It
+/// runs on the thread of the error, and may throw only exceptions derived from std::exception. If
+/// the function returns, the error itself is thrown.
 using BudgetRaise = void (*)(const c10::Error& error);
 /// Sets that function for the process; null removes it. No budget may be alive.
 REMAT_API void set_budget_raise(BudgetRaise raise);

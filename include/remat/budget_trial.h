@@ -1,7 +1,7 @@
 #pragma once
 // Settings of budgets for tests and benches: the choice of the value to drop, its seed, and the
-// table of costs. They belong to the process; programs need none of them. Change them only while no
-// budget is alive.
+// table of costs. They apply to the whole process; ordinary programs do not need them. Change them
+// only while no budget is alive.
 
 #include <cstdint>
 #include <vector>
@@ -19,7 +19,7 @@ enum class Choice {
   Random        ///< any, by the seed
 };
 
-/// Sets the choice of all budgets. `seed`: of `Choice::Random`.
+/// Sets the choice of all budgets. `seed`: the seed of `Choice::Random`.
 REMAT_API void set_choice(Choice choice, uint64_t seed = 0);
 
 /// The cost of one operator with one list of shapes.
@@ -30,20 +30,20 @@ struct CallCost {
 
 /// Returns the table of costs.
 REMAT_API std::vector<CallCost> costs();
-/// Replaces the table by costs that do not change any more.
+/// Replaces the table by fixed costs.
 REMAT_API void set_costs(const std::vector<CallCost>& costs);
-/// Sets the number of calls from which a cost is learned. The default is 3.
+/// Sets the number of calls from which a cost is learned. Default: 3.
 REMAT_API void learn_costs_from(uint32_t num_calls);
 
-/// The work of a program, its seconds by the table.
+/// The work of a program; seconds come from the table of costs.
 struct Work {
-  double called_s = 0;  ///< in operator calls, of backward among them; views are left out
-  double rerun_s = 0;   ///< in operator calls that ran again
-  int64_t copies = 0;   ///< contents copied before a rerun in place wrote to them
+  double called_s = 0;  ///< [seconds] in operator calls, those of backward included; without views
+  double rerun_s = 0;   ///< [seconds] in operator calls that ran again
+  int64_t copies = 0;   ///< contents that were copied before an in-place rerun wrote to them
 };
 
-/// Begins to count work, from zero. Until `end_work` budgets measure all operators, also those that
-/// they do not record.
+/// Begins to count work, from zero. Until `end_work`, budgets measure all operators, including
+/// those that they do not record.
 REMAT_API void begin_work();
 /// Ends the count and returns it.
 REMAT_API Work end_work();

@@ -1,5 +1,5 @@
 #pragma once
-// Calls a user's function of any kind, and keeps what it is given or returns without its tensors.
+// Calls a user's function of any kind, and stores its arguments or result without their tensors.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/FunctionRef.h>
@@ -28,7 +28,7 @@ struct Module;
 
 namespace remat {
 
-/// Called with the place of a tensor, which it may empty or fill.
+/// A function that receives a reference to a tensor, and may empty or fill it.
 using TensorVisitor = c10::function_ref<void(at::Tensor&)>;
 
 namespace detail {
@@ -36,14 +36,16 @@ namespace detail {
 template <class F, class... A>
 concept HasForward = requires(F fn, A&&... args) { fn->forward(std::forward<A>(args)...); };
 
-/// A `Checkpointed` that is a region's function runs in that region, and opens none of its own.
+/// Holds for a `Checkpointed`: as the function of a region it runs in that region, and opens no
+/// region of its own.
 template <class F, class... A>
 concept RunsInCallersRegion =
     requires(F& fn, A&&... args) { fn->run_in_callers_region(std::forward<A>(args)...); };
 
-// The call operator of LibTorch's holders claims to return void where `forward` is a template
-// (Sequential), and asked whether it takes arguments that `forward` does not take it is an error.
-// So a holder is called through `forward`, unless its class has a call operator of its own.
+// The call operator of LibTorch's holders seems to return void where `forward` is a template
+// (Sequential). The question whether it takes arguments that `forward` does not take is a hard
+// error. Therefore a holder is called through `forward`, unless its class has a call operator of
+// its own.
 template <class F, class... A>
 concept Invokes =
     (!requires { typename F::ContainedType; } || requires { &F::operator(); }) && std::invocable<F&, A...>;
@@ -62,8 +64,8 @@ template <class F, class... A>
 concept CallsScript =
     IsScript<F> && !Invokes<F, A...> && (std::convertible_to<A, c10::IValue> && ...);
 
-/// Depends on a template parameter, so that IValue may be incomplete where nobody has script
-/// modules.
+/// Makes IValue depend on a template parameter, so that it may be incomplete in programs without
+/// script modules.
 template <class F>
 struct ScriptValue {
   using type = c10::IValue;
@@ -76,7 +78,7 @@ std::vector<typename ScriptValue<F>::type> script_values(A&&... args) {
   return values;
 }
 
-/// `fn(args...)` in the sense of std::invoke, or `forward` of the module that `fn` is.
+/// Calls `fn(args...)` in the sense of std::invoke, or `forward` if `fn` is a module.
 template <class F, class... A>
 decltype(auto) call(F& fn, A&&... args) {
   if constexpr (RunsInCallersRegion<F, A...>) {
@@ -96,7 +98,7 @@ decltype(auto) call(F& fn, A&&... args) {
   }
 }
 
-/// Visits the tensors in the result of a call. A script module's are inside an IValue.
+/// Visits the tensors in the result of a call. A script module returns them inside an IValue.
 template <class Result>
 void visit_result(Result& result, TensorVisitor visitor) {
   if constexpr (std::is_same_v<Result, c10::IValue>)
@@ -111,8 +113,9 @@ void visit_result(Result& result, TensorVisitor visitor) {
     Tensors<Result>::visit(result, visitor);
 }
 
-/// The type an argument is kept and passed on as. What only refers to its elements (`x.sizes()`, a
-/// tensor list, a string view) would dangle at the recompute; a copy that owns them stands for it.
+/// The type in which an argument is kept and passed on. A type that only refers to its elements
+/// (`x.sizes()`, a tensor list, a string view) would dangle at the recompute; an owning copy
+/// replaces it.
 template <class T>
 struct OwnedAs {
   using type = T;
@@ -147,13 +150,13 @@ concept RunnableAs = Invokes<F, A...> || HasForward<F&, A...> || RunsInCallersRe
 template <class F, class... A>
 concept Runnable = RunnableAs<std::decay_t<F>, Owned<A>...>;
 
-/// A value whose tensors were taken out and are kept elsewhere. Threads: `filled` may be called by
-/// several at a time.
+/// A value whose tensors were taken out and are kept elsewhere. Threads: several may call `filled`
+/// at once.
 ///
 /// Note [Filling a copy]
-/// A copy of a hash map, or of a user's type, may be walked in another order than the original,
-/// so the tensors are put into the kept value itself and copied along, one copy at a time. Where
-/// the order is certain the copy is filled directly, without a lock.
+/// A copy of a hash map, or of a user's type, may have another order of iteration than the
+/// original. The tensors are therefore put into the kept value, which is copied with them, one copy
+/// at a time. If the order is certain, the copy is filled directly, without a lock.
 template <class T>
 class Emptied {
  public:
@@ -167,7 +170,7 @@ class Emptied {
   /// Visits the places of the tensors, always in the same order.
   void visit(TensorVisitor visitor) { Walk::visit(value, visitor); }
 
-  /// A copy with `tensors`, which it takes, in their places.
+  /// Returns a copy with `tensors` in their places. Moves from `tensors`.
   T filled(std::vector<at::Tensor>& tensors) {
     std::size_t next = 0;
     auto fill = [&](at::Tensor& tensor) { tensor = std::move(tensors[next++]); };

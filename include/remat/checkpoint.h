@@ -1,5 +1,6 @@
 #pragma once
-// checkpoint(): run a function now, drop what autograd saves in it, compute it again in backward.
+// checkpoint(): runs a function now, drops the tensors that autograd saves in it, and recomputes
+// them in backward.
 
 #if defined(__cplusplus) && __cplusplus < 202002L
 #error "remat needs C++20: compile with -std=c++20, or set CMAKE_CXX_STANDARD to 20"
@@ -25,7 +26,7 @@ namespace remat {
 
 namespace detail {
 
-/// Throws: the argument's copies share their tensors, which a region cannot keep.
+/// Throws the error for an argument whose copies share their tensors: a region cannot keep it.
 [[noreturn]] REMAT_API void refuse_shared_argument();
 
 template <class T>
@@ -53,17 +54,17 @@ bool shares_tensors(T& kept, T& original) {
   return is_shared;
 }
 
-/// A call that runs plainly; registers its modules' state with the regions around.
+/// A call that may run plainly; it registers its modules' state with the enclosing regions.
 struct PlainCall {
   bool is_plain = false;
   std::shared_ptr<void> registered{};
 };
-/// Returns whether grad mode, a guard, its level or a BatchNorm in its modules (`SkipBatchNorm`) is
-/// why a call runs plainly.
+/// Returns whether a call runs plainly because of grad mode, a guard, its level, or a BatchNorm in
+/// its modules (`SkipBatchNorm`).
 REMAT_API PlainCall runs_plainly(const CheckpointOptions& options, torch::nn::Module* module,
                                  const torch::jit::Module* script = nullptr);
 
-/// A function without a script.
+/// Replaces ScriptCall for functions that are no script functions.
 struct NoScript {
   explicit NoScript(const auto&) {}
 };
@@ -78,7 +79,7 @@ const auto& unshared(const F& function) {
 template <class F>
 using Unshared = std::decay_t<decltype(unshared(std::declval<const F&>()))>;
 
-/// Copied into a region as it is, but it may hold tensors.
+/// True for an argument that is copied into a region as it is, although it may hold tensors.
 template <class T>
 inline constexpr bool is_opaque =
     std::is_class_v<T> && !Tensors<T>::any && !std::is_trivially_copyable_v<T>;
@@ -101,7 +102,7 @@ class Body final : public RegionBody {
     std::apply([this](A&... args) { static_cast<void>(run(std::move(args)...)); }, fresh);
   }
 
-  /// One run of the function.
+  /// Runs the function once.
   template <class... Args>
   decltype(auto) run(Args&&... args) {
     if constexpr (is_script)
@@ -195,7 +196,7 @@ auto run_region(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
   }
 }
 
-/// A call of a member of a module through a raw pointer, which the region keeps as a shared one.
+/// Calls a member of a module through a raw pointer, which the region keeps as a shared pointer.
 template <class Fn, class M, class... Args>
   requires std::is_member_pointer_v<std::decay_t<Fn>> && IsModulePointer<std::decay_t<M>>
 auto run_call(const CheckpointOptions& options, Fn&& fn, M&& object, Args&&... args) {
@@ -206,7 +207,7 @@ auto run_call(const CheckpointOptions& options, FnAndArgs&&... fn_and_args) {
   return run_region(options, std::forward<FnAndArgs>(fn_and_args)...);
 }
 
-/// One function that all regions of it share.
+/// A function that is shared by all regions of it.
 template <class F>
 struct SharedFunction {
   std::shared_ptr<F> function;
@@ -239,33 +240,35 @@ class CheckpointedFunction {
 
 }  // namespace detail
 
-/// Runs `fn(args...)` now and returns its result untouched (any type; references decay). Nothing
-/// that autograd saves inside is kept: it is computed again, by running `fn` again with the same
-/// arguments, when backward first asks for it (`torch/utils/checkpoint.py`, use_reentrant=False).
+/// Runs `fn(args...)` now and returns its result unchanged (any type; references decay). Keeps no
+/// tensor that autograd saves inside. When backward first needs one, `fn` runs again with the same
+/// arguments to recompute it (`torch/utils/checkpoint.py`, use_reentrant=False).
 ///
 /// Memory: the region's tensor arguments (in containers and user structs too) stay until the graph
-/// that refers to the region is gone; under an enclosing region not even they do (docs/concepts.md,
+/// no longer refers to the region. Inside an enclosing region not even they stay (docs/concepts.md,
 /// Nesting).
-/// Arguments: `fn` and `args` are decay-copied as by std::thread; every run gets fresh rvalue
-/// copies; an array or string that only refers to its elements (`x.sizes()`) is kept as a
-/// `std::vector` or `std::string`. Arguments must be copyable, `fn` need not be. `std::ref` passes
-/// a true reference, which must stay alive and unchanged. A struct takes part through
+/// Arguments: `fn` and `args` are decay-copied as by std::thread, and every run gets fresh rvalue
+/// copies. An array or string that only refers to its elements (`x.sizes()`) is kept as a
+/// `std::vector` or `std::string`. Arguments must be copyable; `fn` need not be. `std::ref` passes
+/// a true reference, whose object must stay alive and unchanged. For a struct that holds tensors,
+/// provide
 ///
-///     template <class Visitor> void visit_tensors(T& value, Visitor&& visit);  // visit(at::Tensor&)
+///     template <class Visitor>
+///     void visit_tensors(T& value, Visitor&& visit);  // visit(at::Tensor&)
 ///
 /// found by ADL.
 ///
-/// `fn`: lambdas, function and member pointers; modules: holders (`checkpoint(block, x)`), shared
-/// and raw pointers, `torch::nn::AnyModule` (its result is a tensor), `torch::jit::Module` (an
-/// IValue). It must compute the same again: docs/concepts.md, Recompute, lists the checks. A
-/// recompute sees a torch::nn module's training flags and buffers as forward saw them, and puts
-/// them back (`CheckpointOptions::buffers`); other functions name the modules that they call
-/// (`modules`). A module behind a raw pointer is kept alive if a shared pointer owns it. A
-/// `Checkpointed` opens no region of its own in this one. Grad mode off: runs plainly; a region
-/// around it restores the modules' buffers, as `buffers` says, and no other option is looked at.
-/// Threads: any; a recompute runs on the thread of the backward that asks.
-/// Throws: what `fn` throws; `CheckpointError`; `c10::ValueError` for options that exclude each
-/// other; in backward the same, with the type that `fn` threw.
+/// `fn` is a lambda, a function pointer, a member pointer or a module. Modules: holders
+/// (`checkpoint(block, x)`), shared and raw pointers, `torch::nn::AnyModule` (its result is a
+/// tensor), `torch::jit::Module` (an IValue). `fn` must compute the same again; docs/concepts.md,
+/// Recompute, lists the checks. A recompute sees a torch::nn module's training flags and buffers as
+/// forward did, and restores them afterwards (`CheckpointOptions::buffers`). Other functions list
+/// the modules that they call in `modules`. A module behind a raw pointer is kept alive if a shared
+/// pointer owns it. A `Checkpointed` as `fn` opens no region of its own. With grad mode off `fn`
+/// runs plainly: an enclosing region restores the modules' buffers as `buffers` says, and all other
+/// options are ignored. Threads: any; a recompute runs on the backward's thread that needs the
+/// tensor. Throws: the exceptions of `fn`; `CheckpointError`; `c10::ValueError` for options that
+/// exclude each other. Backward throws the same; exceptions of `fn` keep their type.
 /// Example: examples/quickstart.cpp.
 template <class Fn, class... Args>
   requires detail::Runnable<Fn, Args...>
@@ -281,14 +284,14 @@ auto checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) {
   return detail::run_call(options, std::forward<Fn>(fn), std::forward<Args>(args)...);
 }
 
-// What cannot be called is refused in a sentence; to requires-expressions it is no valid call.
+// Uncallable arguments give a readable error; a requires-expression sees an invalid call.
 template <class Fn, class... Args, detail::IsRefused Cause = detail::CauseOf<Fn, Args...>>
 Cause checkpoint(Fn&& fn, Args&&... args) = delete;
 template <class Fn, class... Args, detail::IsRefused Cause = detail::CauseOf<Fn, Args...>>
 Cause checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... args) = delete;
 
-/// A callable: each call is a checkpoint of `fn`, which is held once and shared by all calls and
-/// by the graphs they made (it may be move-only).
+/// Returns a callable whose calls are checkpoints of `fn`. All calls and their graphs share one
+/// `fn`, which may be move-only.
 template <class Fn>
 auto checkpointed(Fn fn, CheckpointOptions options = {}) {
   return detail::CheckpointedFunction<Fn>(std::move(fn), std::move(options));

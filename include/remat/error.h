@@ -1,5 +1,6 @@
 #pragma once
-// The error that says how a recompute and its forward differ, or why a region cannot go on.
+// The error that reports a difference between a recompute and its forward, or why a region cannot
+// continue.
 
 #include <c10/util/Exception.h>
 
@@ -11,8 +12,9 @@
 
 namespace remat {
 
-/// Thrown by `checkpoint()` and by backward. Exceptions of user code are never replaced by it,
-/// except those that do not derive from `std::exception` (the engine could not carry them).
+/// The error of `checkpoint()` and of backward. Exceptions of user code keep their type, except
+/// those that do not derive from `std::exception`: the engine cannot carry them, so a
+/// CheckpointError replaces them.
 class REMAT_API CheckpointError : public c10::Error {
  public:
   /// The kinds of errors.
@@ -20,37 +22,38 @@ class REMAT_API CheckpointError : public c10::Error {
     FewerTensors,      ///< the recompute saved fewer tensors than forward
     MoreTensors,       ///< it tried to save more (seen only with early stop off)
     MetadataMismatch,  ///< other shape, dtype, device or strides (`Layout`)
-    ValueMismatch,  ///< other elements (`Values`) or fingerprint, or changed in place after the save
-    CaptureChanged,     ///< a parameter, buffer or captured tensor is not what forward used
+    /// Other elements (`Values`) or fingerprint, or a change in place after the save.
+    ValueMismatch,
+    CaptureChanged,     ///< a parameter, buffer or captured tensor is not the one that forward used
     DoubleUnpack,       ///< `strict_unpack`: read twice in one backward
-    SelectiveMismatch,  ///< a replay asks for a result that forward did not keep
+    SelectiveMismatch,  ///< the recompute needs a result that forward did not keep
     SelectiveMutation,  ///< a kept result was changed in place
     GroupOverlap,       ///< two backward calls of a group use the same saved tensors
-    Unsupported,        ///< something LibTorch or this version cannot do
+    Unsupported,        ///< LibTorch or this version does not support the call
     RecomputeFailed,    ///< the recompute could not be completed
-    InputChanged        ///< an argument of the region is not what the call was given
+    InputChanged        ///< an argument of the region is not as it was at the call
   };
 
-  /// One saved tensor that differs. With `debug` the operators are known, with the shapes of their
-  /// arguments; without, of some tensors the node of forward's, such as "ConvolutionBackward0";
-  /// else they are empty.
+  /// One saved tensor that differs. With `debug`, the operators are known, with the shapes of their
+  /// arguments. Otherwise `forward_op` may be the name of a node, such as "ConvolutionBackward0";
+  /// an unknown operator is empty.
   struct Mismatch {
-    int64_t
-        position;  ///< of the saved tensor in its region, from 0; -1: the region does not save it
-    std::string forward;       ///< what forward saved
-    std::string recompute;     ///< what the recompute saved instead
+    /// Position of the saved tensor in its region, from 0; -1: the region does not save it.
+    int64_t position;
+    std::string forward;       ///< description of the tensor that forward saved
+    std::string recompute;     ///< description of the tensor that the recompute saved
     std::string forward_op;    ///< the operator that saved it in forward
     std::string recompute_op;  ///< the operator that saved it in the recompute
-    /// The parameter or buffer that forward saved, such as "parameter 'conv1.weight' of UNetBlock";
-    /// empty if it was none of a module that the region knows: its function, those in
-    /// `CheckpointOptions::modules`, those of regions around.
+    /// The parameter or buffer that forward saved, such as "parameter 'conv1.weight' of UNetBlock".
+    /// Empty if it belongs to no module that the region knows: its function, those in
+    /// `CheckpointOptions::modules`, those of enclosing regions.
     std::string forward_tensor{};
-    std::string recompute_tensor{};  ///< the same of the recompute
+    std::string recompute_tensor{};  ///< the one that the recompute saved
   };
 
   /// The facts of the error besides its text; counts are -1 where they have no meaning.
   struct Facts {
-    Kind kind = Kind::RecomputeFailed;   ///< what went wrong
+    Kind kind = Kind::RecomputeFailed;   ///< kind of the error
     std::string region{};                ///< the region's name
     int64_t frame_id = -1;               ///< as `current_phase()` says it
     int64_t forward_count = -1;          ///< tensors that forward saved
@@ -58,20 +61,20 @@ class REMAT_API CheckpointError : public c10::Error {
     std::vector<Mismatch> mismatches{};  ///< the saved tensors that differ
   };
 
-  /// An error with this text and these facts.
+  /// Makes an error with this text and these facts.
   CheckpointError(std::string message, Facts facts);
 
   /// Returns the kind of the error.
   Kind kind() const { return facts_.kind; }
-  /// The region's name, empty if it has none; the default one, too (`CheckpointOptions::name`).
+  /// Returns the region's name or default name (`CheckpointOptions::name`); empty if it has none.
   const std::string& region() const { return facts_.region; }
-  /// The run of the region, as `current_phase()` says it; -1 where there is none.
+  /// Returns the id of the region's run, as in `current_phase()`; -1 if there is none.
   int64_t frame_id() const { return facts_.frame_id; }
-  /// How many tensors forward saved; -1 where it has no meaning.
+  /// Returns the number of tensors that forward saved; -1 where it has no meaning.
   int64_t forward_count() const { return facts_.forward_count; }
-  /// How many tensors the recompute saved; -1 where it has no meaning.
+  /// Returns the number of tensors that the recompute saved; -1 where it has no meaning.
   int64_t recompute_count() const { return facts_.recompute_count; }
-  /// The saved tensors that differ, if that is what went wrong.
+  /// Returns the saved tensors that differ, if the error is such a difference.
   const std::vector<Mismatch>& mismatches() const { return facts_.mismatches; }
 
  private:

@@ -1,5 +1,5 @@
 #pragma once
-// Symbol visibility: what the shared library shows to its users.
+// Symbol visibility: marks the symbols that the shared library exports.
 
 #if defined(__GNUC__) || defined(__clang__)
 #define REMAT_API __attribute__((visibility("default")))

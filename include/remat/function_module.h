@@ -1,5 +1,5 @@
 #pragma once
-// The module that a region's function is: found without torch/nn, and kept alive by the region.
+// Finds the module behind a region's function without torch/nn; the region keeps it alive.
 
 #include <memory>
 #include <tuple>
@@ -19,18 +19,18 @@ namespace remat::detail {
 /// if it is null.
 REMAT_API std::shared_ptr<const void> owner_of(const torch::nn::Module* module);
 
-/// Throws: the module of a call is a null pointer.
+/// Throws the error for a call whose module is a null pointer.
 [[noreturn]] REMAT_API void refuse_null_module();
 
-// A class that derives from Module is complete where it is called, and so is Module then: the
-// conversion of pointers is known without its header.
+// A class that derives from Module is complete where it is called, and then so is Module. The
+// conversion of pointers therefore needs no header of Module.
 template <class M>
 concept IsModule = std::is_class_v<M> && std::is_convertible_v<M*, const torch::nn::Module*>;
 
 template <class F>
 concept IsModulePointer = std::is_pointer_v<F> && IsModule<std::remove_pointer_t<F>>;
 
-/// Shared and unique pointers, and holders.
+/// Holds for shared and unique pointers to modules, and for holders.
 template <class F>
 concept OwnsModule =
     requires(const F& fn) { requires IsModule<std::remove_pointer_t<decltype(fn.get())>>; };
@@ -38,7 +38,7 @@ concept OwnsModule =
 template <class F>
 concept IsAnyModule = std::is_same_v<F, torch::nn::AnyModule>;
 
-/// A function that several regions share offers the one that it is.
+/// Holds for a wrapper around a function that several regions share.
 template <class F>
 concept IsShared = requires(const F& fn) { fn.shared_function(); };
 
@@ -63,7 +63,7 @@ torch::nn::Module* module_of(const F& fn) {
   return const_cast<torch::nn::Module*>(module);
 }
 
-/// The module that a call runs: its function, or the object of a pointer to a member.
+/// Returns the module that a call runs: its function, or the object of a pointer to a member.
 template <class F, class... Args>
 torch::nn::Module* module_of_call(const F& fn, const Args&... args) {
   if constexpr (std::is_member_pointer_v<F> && sizeof...(Args) > 0)
@@ -72,8 +72,9 @@ torch::nn::Module* module_of_call(const F& fn, const Args&... args) {
     return module_of(fn);
 }
 
-/// A raw pointer to a module is kept as a shared one: the graph keeps the module alive. One that no
-/// shared pointer owns (on the stack) stays the caller's to keep.
+/// The type in which a function is kept. A raw pointer to a module becomes a shared one, so that
+/// the graph keeps the module alive. The caller must keep a module alive that no shared pointer
+/// owns (on the stack).
 template <class F>
 struct KeptAs {
   using type = F;

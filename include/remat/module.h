@@ -19,22 +19,23 @@ namespace remat {
 
 /// The options of one checkpointed module.
 struct ModuleOptions {
-  /// Options of the module's regions. Without a name they are called by the type of the module.
+  /// Options of the module's regions. Regions without a name are named by the type of the module.
   CheckpointOptions checkpoint{.location = {}};
-  /// A module in eval mode runs plainly.
+  /// True if a module in eval mode runs plainly.
   bool training_only = true;
   bool enabled = true;  ///< calls are regions; `set_checkpointing` switches it
-  /// For `set_checkpoint_level`; 0: never a region, unless `set_checkpointing` asks for it.
+  /// The module's level for `set_checkpoint_level`; 0: a region only if `set_checkpointing`
+  /// switches it on.
   int64_t level = 1;
-  BufferPolicy buffers = BufferPolicy::Restore;  ///< what happens to running statistics
+  BufferPolicy buffers = BufferPolicy::Restore;  ///< treatment of running statistics
 };
 
 struct UserRegistrations;  // lib/state/user_state.h
 
 namespace detail {
 
-/// The options and the switch that a checkpointed module has beyond the module it wraps. All calls
-/// are safe beside a forward on another thread, which sees the old or the new state of the switch.
+/// The options and the switch of a checkpointed module. All calls are safe during a forward on
+/// another thread, which sees the old or the new state of the switch.
 class REMAT_API ModuleRegion {
  public:
   ModuleRegion(torch::nn::Module& owner, const std::type_info& type, ModuleOptions options);
@@ -43,28 +44,27 @@ class REMAT_API ModuleRegion {
   ModuleRegion(const ModuleRegion&) = delete;
   ModuleRegion& operator=(const ModuleRegion& other);
 
-  /// Returns whether a call now is a region; warns once if a BatchNorm is the reason that it is
-  /// not.
+  /// Returns whether a call now is a region. Warns once if a BatchNorm prevents it.
   bool is_wanted();
-  /// Returns whether the module runs inside another region, whose recomputes need its state, too.
+  /// Returns whether the module runs inside another region, whose recomputes also need its state.
   bool is_watched() const;
   bool is_enabled() const { return enabled_; }
   void enable(bool enabled) { enabled_ = enabled; }
   void set_training_level(int64_t level);
-  /// Returns whether the switch and the module's mode ask for regions now.
+  /// Returns whether the switch and the module's mode select regions now.
   bool is_on() const;
-  /// Notes that a call of the module came here, with grad mode on, while it was on: the call opened
-  /// a region, or a guard or policy prevented that. `forget_calls` undoes the note.
+  /// Records a call that reached this region with grad mode on while it was switched on. The call
+  /// opened a region, or a guard or policy prevented that. `forget_calls` deletes the record.
   void note_call() { was_called_ = true; }
   bool was_called() const { return was_called_; }
   void forget_calls() { was_called_ = false; }
   const CheckpointOptions& checkpoint_options() const { return options_->checkpoint; }
   const ModuleOptions& options() const { return *options_; }
-  /// Takes other options; the switch stays. No call of the module may run meanwhile.
+  /// Replaces the options; the switch stays. No call of the module may run meanwhile.
   void set_options(ModuleOptions options);
-  /// The module, which its regions keep alive; throws if no shared pointer owns it.
+  /// Returns the module, which its regions keep alive. Throws if no shared pointer owns it.
   std::shared_ptr<torch::nn::Module> owner() const;
-  /// This object's module was made by clone(); see Note [Options of a cloned child].
+  /// Records that clone() made this object's module; see Note [Options of a cloned child].
   void was_cloned();
 
  private:
@@ -80,8 +80,8 @@ class REMAT_API ModuleRegion {
   bool was_cloned_ = false;
 };
 
-/// While alive, regions that begin here, and those around, see the module's training flags in their
-/// recomputes as they are now, and its buffers, if its policy says so.
+/// While alive, registers the module's present training flags, and its buffers if its policy says
+/// so. Recomputes of enclosing regions and of regions that begin on this thread see them.
 class REMAT_API ModuleStateGuard : ScopeGuard {
  public:
   explicit ModuleStateGuard(const ModuleRegion& region);
@@ -90,7 +90,7 @@ class REMAT_API ModuleStateGuard : ScopeGuard {
   explicit ModuleStateGuard(std::shared_ptr<const UserRegistrations> registrations);
 };
 
-/// A function whose regions are called by a type, if their options do not name them.
+/// A function whose regions are named by a type, if their options do not name them.
 template <class F, class Type>
 struct CalledByType : F {
   static const std::type_info& type_of_name() { return typeid(Type); }
@@ -100,11 +100,11 @@ template <class Impl, class... Args>
 concept TakesForward =
     requires(Impl& impl, Args&&... args) { impl.Impl::forward(std::forward<Args>(args)...); };
 
-/// How `set_checkpointing` finds checkpointed modules.
+/// The base by which `set_checkpointing` finds checkpointed modules.
 class REMAT_API HasModuleRegion {
  public:
   virtual ~HasModuleRegion();
-  /// The type of the module without regions.
+  /// Returns the type of the module without regions.
   virtual const std::type_info& plain_type() const = 0;
 
  private:
@@ -114,7 +114,7 @@ class REMAT_API HasModuleRegion {
 /// Returns the region of a checkpointed module; null for other modules.
 REMAT_API ModuleRegion* region_of(torch::nn::Module& module);
 
-/// Throws: `Impl::clone` made something else than an `Impl`.
+/// Throws the error for an `Impl::clone` that did not make an `Impl`.
 [[noreturn]] REMAT_API void refuse_sliced_clone(const std::type_info& wanted);
 
 /// A module of type `Impl` whose calls are regions. `Derived` adds `forward`.
@@ -134,21 +134,21 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
   CheckpointedModule(const std::type_info& type, const Impl& impl, const ModuleRegion& region)
       : Impl(impl), remat_region_(*this, type, region) {}
 
-  /// Turns the region on or off. Graphs that exist keep what they have.
+  /// Turns the region on or off. Existing graphs do not change.
   void set_checkpointing(bool enabled) { remat_region_.enable(enabled); }
-  /// Returns whether calls are regions, where grad mode, training mode and guards allow it.
+  /// Returns whether calls are regions if grad mode, training mode and guards allow it.
   bool checkpointing() const { return remat_region_.is_enabled(); }
 
   /// Calls `Impl::forward` as a region, with any arguments that it accepts (default ones too). `R`:
-  /// the result that a template `forward` is asked for (`Sequential`), void for its own choice.
+  /// the result type for a template `forward` (`Sequential`); void: its default.
   template <class R = void, class... Args>
   auto run_checkpointed(Args&&... args) {
     static_assert(
         requires(Impl& impl, Args&&... a) {
           impl.Impl::forward(Owned<Args>(std::forward<Args>(a))...);
         },
-        "remat::Checkpointed: forward must accept copies of its arguments, as each recompute passes "
-        "them; it cannot take one by non-const reference");
+        "remat::Checkpointed: forward must accept copies of its arguments, as each recompute "
+        "passes them; it cannot take one by non-const reference");
     using Result = std::decay_t<decltype(call_plain<R>(*this, std::forward<Args>(args)...))>;
     if (!remat_region_.is_wanted()) {
       std::optional<ModuleStateGuard> state;
@@ -167,8 +167,7 @@ class CheckpointedModule : public Impl, public HasModuleRegion {
                       std::forward<Args>(args)...);
   }
 
-  /// The module is the function of a region that the caller has opened, with options of the
-  /// caller's.
+  /// Runs the module as the function of a region that the caller has opened with its own options.
   template <class... Args>
     requires TakesForward<Impl, Args...>
   decltype(auto) run_in_callers_region(Args&&... args) {
@@ -196,8 +195,8 @@ constexpr auto forward_of() {
   if constexpr (requires { &Impl::forward; }) return &Impl::forward;
 }
 
-/// `forward` with the signature of `Impl::forward`, as `torch::nn::AnyModule` wants it. Where that
-/// is a template (`Sequential`), or has overloads, it is a template, too.
+/// Adds `forward` with the signature of `Impl::forward`, as `torch::nn::AnyModule` requires. If
+/// that is a template (`Sequential`) or has overloads, the added one is a template, too.
 template <class Impl, class Function = decltype(forward_of<Impl>())>
 class CheckpointedForward : public CheckpointedModule<Impl> {
  public:
@@ -221,7 +220,7 @@ class CheckpointedForward<Impl, R (C::*)(A...) noexcept>
  public:
   using CheckpointedForward<Impl, R (C::*)(A...)>::CheckpointedForward;
 };
-// A const forward becomes one that is not: LibTorch's AnyModule takes no const ones either.
+// A const forward becomes a non-const one, since LibTorch's AnyModule accepts no const forward.
 template <class Impl, class C, class R, class... A>
 class CheckpointedForward<Impl, R (C::*)(A...) const>
     : public CheckpointedForward<Impl, R (C::*)(A...)> {
@@ -237,8 +236,8 @@ class CheckpointedForward<Impl, R (C::*)(A...) const noexcept>
 
 }  // namespace detail
 
-/// An `Impl` whose forward is a region. It is an `Impl`: same children, same parameter and buffer
-/// names, same archives, same `forward` signature (a template where that is one, or is overloaded).
+/// An `Impl` whose forward is a region, with the same children, names of parameters and buffers,
+/// archives and `forward` signature (a template if that is one or is overloaded).
 template <class Impl>
 class CheckpointedImpl : public detail::CheckpointedForward<Impl> {
   using Base = detail::CheckpointedForward<Impl>;
@@ -247,24 +246,24 @@ class CheckpointedImpl : public detail::CheckpointedForward<Impl> {
   CheckpointedImpl()
     requires std::default_initializable<Impl>
       : Base(typeid(CheckpointedImpl), ModuleOptions{}) {}
-  /// Options, then the arguments of `Impl`'s constructor.
+  /// Takes the options, then the arguments of `Impl`'s constructor.
   template <class... Args>
   explicit CheckpointedImpl(ModuleOptions options, Args&&... args)
       : Base(typeid(CheckpointedImpl), std::move(options), std::forward<Args>(args)...) {}
-  /// The arguments of `Impl`'s constructor, without options.
+  /// Takes the arguments of `Impl`'s constructor, without options.
   template <class First, class... Rest>
     requires(!std::derived_from<std::remove_cvref_t<First>, CheckpointedImpl> &&
              !std::same_as<std::remove_cvref_t<First>, ModuleOptions>)
   explicit CheckpointedImpl(First&& first, Rest&&... rest)
       : Base(typeid(CheckpointedImpl), ModuleOptions{}, std::forward<First>(first),
              std::forward<Rest>(rest)...) {}
-  /// A copy as `Impl` copies, with the same options and switch.
+  /// Copies as `Impl` copies, with the same options and switch.
   CheckpointedImpl(const CheckpointedImpl& other)
       : Base(typeid(CheckpointedImpl), static_cast<const Impl&>(other), other.remat_region_) {}
   /// Assigns `Impl`, the options and the switch.
   CheckpointedImpl& operator=(const CheckpointedImpl&) = default;
 
-  /// A checkpointed module with the same options and switch, as `Impl::clone` copies the rest.
+  /// Returns a checkpointed module with the same options and switch; `Impl::clone` copies the rest.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<at::Device>& device = std::nullopt) const override {
     std::shared_ptr<torch::nn::Module> plain = Impl::clone(device);
@@ -285,29 +284,29 @@ class CheckpointedImpl : public detail::CheckpointedForward<Impl> {
       : Base(typeid(CheckpointedImpl), impl, region) {}
 };
 
-/// The holder, as `TORCH_MODULE` makes one:
+/// The holder of a checkpointed module, like one made by `TORCH_MODULE`:
 ///
 ///     remat::Checkpointed<BlockImpl> block(remat::ModuleOptions{.level = 2}, 512, 8);
 ///
-/// (arguments of `BlockImpl`'s constructor after the options, which may be left out). Works inside
-/// `torch::nn::Sequential` and `AnyModule`, clones, saves and loads as the plain module does.
+/// The arguments of `BlockImpl`'s constructor follow the options, which may be omitted. The module
+/// works inside `torch::nn::Sequential` and `AnyModule`, and clones, saves and loads as the plain
+/// module does.
 ///
 /// A call runs `Impl::forward` as a region (`checkpoint()` says what stays in memory). It runs
-/// plainly when switched off, without grad mode, under a `DisableCheckpointGuard`, and in eval mode
-/// unless `training_only` is false. A recompute sees the training flags of the module and of all
-/// its children as forward saw them, and `BufferPolicy` says what it does to buffers. The graph
-/// keeps the module alive: a module that stores its own output makes a cycle. `Impl::forward` is
-/// not virtual as a rule: a call through a plain `Impl&` or `shared_ptr<Impl>` is then not
-/// checkpointed.
+/// plainly if it is switched off, without grad mode, under a `DisableCheckpointGuard`, and in eval
+/// mode unless `training_only` is false. A recompute sees the training flags of the module and of
+/// all its children as forward did; `BufferPolicy` says how it treats buffers. The graph keeps the
+/// module alive, so a module that stores its own output makes a cycle. `Impl::forward` is usually
+/// not virtual; a call through a plain `Impl&` or `shared_ptr<Impl>` is then not checkpointed.
 /// Threads: any. Recomputes in several threads that restore the same buffers take turns; a forward
-/// that writes them beside such a recompute may lose what it wrote.
-/// Throws: what `checkpoint()` throws; `c10::ValueError` if no shared pointer owns the module.
+/// that writes them during such a recompute may lose its values.
+/// Throws: the errors of `checkpoint()`; `c10::ValueError` if no shared pointer owns the module.
 /// Sources: fairscale's `checkpoint_wrapper`, MONAI's U-Net, the levels of vision_architectures.
 /// Example: examples/unet.cpp.
 template <class ImplType>
 class Checkpointed : public torch::nn::ModuleHolder<CheckpointedImpl<ImplType>> {
  public:
-  using Impl = CheckpointedImpl<ImplType>;  ///< what the holder holds
+  using Impl = CheckpointedImpl<ImplType>;  ///< the module type that the holder holds
   using torch::nn::ModuleHolder<Impl>::ModuleHolder;
 
   /// Accepts calls that rely on default arguments of `ImplType::forward` too.
@@ -317,17 +316,17 @@ class Checkpointed : public torch::nn::ModuleHolder<CheckpointedImpl<ImplType>> 
   }
 };
 
-/// The type of a module as `typeid(module)` gives it without regions: `Impl` of a
-/// `Checkpointed<Impl>`. For programs that tell modules apart by type, as initialisation of weights
-/// does. `module.as<Impl>()` and dynamic_cast find an `Impl` in both.
+/// Returns the type of a module without its region: `Impl` for a `Checkpointed<Impl>`, otherwise
+/// `typeid(module)`. Use it where a program distinguishes modules by type, such as for the
+/// initialization of weights. `module.as<Impl>()` and dynamic_cast find an `Impl` in both.
 REMAT_API const std::type_info& module_type(const torch::nn::Module& module);
 
 /// Switches every `Checkpointed` in a tree of modules, `root` among them.
 REMAT_API void set_checkpointing(torch::nn::Module& root, bool enabled);
 
-/// Does the same by level: a module is on if `training_level >= level` and `level > 0`. Common
-/// levels: 0 none, 1 layers, 2 residual, attention and MLP blocks, 3 transformer layers, 4 stages,
-/// 5 encoders.
+/// Switches the modules by level: a module is on if `training_level >= level` and `level > 0`.
+/// Common levels: 0 none, 1 layers, 2 residual, attention and MLP blocks, 3 transformer layers, 4
+/// stages, 5 encoders.
 REMAT_API void set_checkpoint_level(torch::nn::Module& root, int64_t training_level);
 
 }  // namespace remat

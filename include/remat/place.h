@@ -1,31 +1,32 @@
 #pragma once
-// Places: where saved tensors wait for backward, behind an interface that any program can
-// implement.
+// Places that store saved tensors until backward. Any program can implement the interface.
 //
-// `SaveElsewhereGuard` decides what moves, when it is copied, what is shared, and what an in-place
-// change means (see hooks.h, above SaveOnCpuGuard: all of it holds here too). A place sees flat
-// tensors only, copies them out and back, and does not know of views, versions or graphs. What
-// SaveOnCpuGuard, SaveOnDiskGuard and SaveAsGuard use are places as yours.
+// `SaveElsewhereGuard` handles views, versions, shared storages, in-place changes and the times of
+// copies (see hooks.h, above SaveOnCpuGuard: all rules apply here). A place only copies flat
+// tensors out and back. SaveOnCpuGuard, SaveOnDiskGuard and SaveAsGuard use this interface too.
 //
-// Both copies have a begin and a finish, so that a place may work beside the program. One that does
-// not overrides `begin_store` and `finish_load` only. Who is called when, and where:
+// Both copies have a begin and a finish, so that a place may work beside the program. A place that
+// does not overrides only `begin_store` and `finish_load`. The calls, in order, and their threads:
 //
-//   forward    takes, begin_store   on the thread that saves, in the order of saving
-//              finish_store         for contents that are stored late: there, when too many bytes are
-//                                   under way (max_bytes_in_flight); else before the first finish_load
-//   backward   begin_load           on a thread of the engine, when it reads what was saved after this
-//              finish_load          on the thread that reads; or outside backward, alone
-//              cancel_load          begun, and nobody came: when that backward ends, or earlier
-//   then       ~StoredContents      on the thread that lets go of the last tensor with these contents
+//    forward    takes, begin_store on the thread that saves, in the order of saving
+//               finish_store       for contents that are stored late: on that thread, if too many
+//                                  bytes are under way (max_bytes_in_flight); otherwise before the
+//                                  first finish_load
+//    backward   begin_load         on a thread of the engine, when it reads a tensor that was
+//                                  saved later
+//               finish_load        on the thread that reads; also outside of backward, alone
+//               cancel_load        if a begun load was not read: when that backward ends, or
+//                                  earlier
+//    then       ~StoredContents    on the thread that releases the last tensor with these contents
 //
 // A place's functions may run on several threads at once. Those of one StoredContents never do:
-// each begins after the one before has returned, and what that wrote is seen. None of the runtime's
-// locks is held but the one that makes readers of the same contents wait. What a place computes is
-// not recorded: no autograd, no autocast, no dispatch mode or profiler, no hooks, guards or regions
-// of the thread that calls; its draws of random numbers are the place's own affair.
+// each begins after the previous one has returned, and sees its writes. The runtime holds no lock
+// during a call, except the one that makes readers of the same contents wait. A place computes
+// outside of everything that the calling thread has enabled: autograd, autocast, dispatch modes,
+// the profiler, hooks, guards and regions. Random numbers that a place draws are not preserved.
 //
 // Exceptions keep their type, if it derives from std::exception. A load that threw may be tried
-// again: the same backward on a retained graph asks anew.
+// again, by the same backward on a retained graph.
 
 #include <ATen/core/Tensor.h>
 
@@ -37,38 +38,39 @@
 
 namespace remat {
 
-/// The contents of a storage, or of a range of it, in a place: held for every saved tensor that
-/// lies in it, and let go of with the last of them.
+/// The contents of a storage, or of a range of it, in a place. It lives as long as any saved tensor
+/// uses these contents.
 class REMAT_API StoredContents {
  public:
   virtual ~StoredContents();
 
   /// Returns whether `begin_store` may return before it has copied everything. The answer does not
-  /// change. If so, a tensor that is changed in place after it was saved raises when it is read, as
-  /// in plain autograd: nobody can say which values were copied. (The copy must survive such a
-  /// change; what it makes of it is not used.) If not, tensors have the values of the save.
+  /// change.
+  /// If so, reading a tensor that was changed in place after its save throws, as in plain autograd:
+  /// it is unknown which values were copied. (The copy must survive such a change, but its result
+  /// is not used.) If not, tensors have the values of the save.
   virtual bool is_stored_late() const { return false; }
 
-  /// Returns when the original is not needed any more: its memory may be freed, or written to by
+  /// Waits until the original is no longer needed: its memory may then be freed, or written to by
   /// the work that this thread queues next on its current streams. Called once, unless it throws;
-  /// not called for contents that are not stored late. What it throws reaches the operator that
+  /// not called for contents that are not stored late. Its exceptions reach the operator that
   /// saves, or the backward.
   virtual void finish_store() {}
 
-  /// Begins the copy back, and returns soon: it will probably be read next. At most one load is
-  /// under way: this, then `finish_load` or `cancel_load`. It may come before `finish_store`, and
-  /// with other current streams than `finish_load`. What it throws is dropped, and counts as not
-  /// begun.
+  /// Begins the copy back and returns soon; called when the contents will probably be read next. Is
+  /// followed by `finish_load` or `cancel_load` before the next load begins. May be called before
+  /// `finish_store`, and with other current streams than `finish_load`. Its exceptions are dropped:
+  /// the load then counts as not begun.
   virtual void begin_load() {}
 
-  /// A tensor as the one that was stored: as many elements, one dimension, the same dtype and
-  /// device; ready for use on the current stream, and in memory of its own (if anybody else holds
-  /// its storage it is copied, for backward may write to it). Called for each read that finds none
-  /// of the tensors of an earlier one alive, with or without a `begin_load` before. Returning
-  /// something else is a `c10::ValueError` of the backward.
+  /// Returns a tensor like the stored one: one dimension, the same number of elements, dtype and
+  /// device. It must be ready for use on the current stream and have memory of its own, because
+  /// backward may write to it; if other code holds its storage, it is copied. Called for each read
+  /// that finds no tensor of an earlier read alive, with or without a `begin_load` before. A result
+  /// of another form is a `c10::ValueError` of the backward.
   virtual at::Tensor finish_load() = 0;
 
-  /// Lets go of what `begin_load` began; nobody has asked for it. Throws nothing.
+  /// Releases a load that `begin_load` began and backward did not read. Throws nothing.
   virtual void cancel_load() {}
 
  protected:
@@ -77,7 +79,7 @@ class REMAT_API StoredContents {
   StoredContents& operator=(const StoredContents&) = delete;
 };
 
-/// A place where contents can wait. It lives until its guard and all its contents are gone.
+/// A place that stores contents. It lives until its guard and all its contents are gone.
 class REMAT_API Place {
  public:
   virtual ~Place();
@@ -87,16 +89,19 @@ class REMAT_API Place {
   /// Default: yes.
   virtual bool takes(const at::Tensor& tensor) const;
 
-  /// True: `begin_store` gets bytes (at::kByte), and must give back the same. False: it gets
-  /// elements, in the dtype of the tensor, and may give back others of that dtype, if it is lossy.
+  /// Returns true if `begin_store` gets bytes (at::kByte), which must be restored unchanged.
+  /// Otherwise it gets elements in the dtype of the tensor; a lossy place may then return other
+  /// elements of that dtype.
   virtual bool stores_bytes() const { return true; }
 
-  /// Copies `flat` out, or begins to. `flat` has one dimension, is dense, does not require grad,
-  /// and shares memory with what was saved: read it only. Whoever reads it later keeps it until
-  /// then (which keeps the memory), or tells the allocator of the stream that does. Null: it had
-  /// better stay where it is, such as what cannot be compressed. An exception reaches the operator
-  /// that saves (at the guard's end it is a warning, and the tensor stays); nothing was moved then,
-  /// and what was moved before is intact.
+  /// Copies `flat` out, or begins to. Return null to leave the tensor in place, for example if it
+  /// cannot be compressed.
+  /// `flat` has one dimension, is dense, does not require grad, and shares memory with the saved
+  /// tensor: only read it. A place that reads it later must keep it until then (which keeps the
+  /// memory), or record the reading stream with the allocator.
+  /// An exception reaches the operator that saves. At the guard's end it is a warning, and the
+  /// tensor stays. In both cases nothing was moved, and contents that were stored before are
+  /// intact.
   virtual std::shared_ptr<StoredContents> begin_store(const at::Tensor& flat) = 0;
 
  protected:
@@ -105,22 +110,22 @@ class REMAT_API Place {
   Place& operator=(const Place&) = delete;
 };
 
-/// Options of a `SaveElsewhereGuard`: the tensors that it moves, and how far it runs ahead.
+/// Options of a `SaveElsewhereGuard`: which tensors it moves, and how many loads run ahead.
 struct SaveElsewhereOptions {
   /// Smaller tensors stay [bytes].
   int64_t min_bytes = 0;
   /// `false`: parameters (leaves that require grad) and their views move too.
   bool skip_parameters = true;
-  /// How many loads are begun ahead of the one that is read, in the reverse order of saving; 0:
-  /// none. So many loaded tensors at the most are in memory beside those that backward uses.
+  /// Number of loads that begin ahead of a read, in the reverse order of saving; 0: none. At most
+  /// this many loaded tensors are in memory beside those that backward uses.
   int64_t prefetch_depth = 1;
-  /// [bytes] Limit of the originals that unfinished stores hold, of contents that are stored late;
-  /// a single larger one is allowed. Beyond it the oldest stores are finished first.
+  /// [bytes] Limit of the originals that unfinished stores hold, for contents that are stored late;
+  /// a single larger one is allowed. Beyond the limit the oldest stores are finished first.
   int64_t max_bytes_in_flight = 64 << 20;
 };
 
-/// While alive, what autograd saves on this thread waits in a place of the caller's own, and
-/// backward gets it back with its dtype, device, sizes, strides and `requires_grad`. Common rules:
+/// While alive, moves tensors that autograd saves on this thread to the caller's own place.
+/// Backward gets them with their dtype, device, sizes, strides and `requires_grad`. Common rules:
 /// hooks.h, above SaveOnCpuGuard.
 ///
 ///     const remat::SaveElsewhereGuard guard(std::make_unique<Compress>(), {.min_bytes = 1 << 14});
@@ -129,7 +134,7 @@ struct SaveElsewhereOptions {
 /// examples/save_compressed.cpp.
 class REMAT_API SaveElsewhereGuard : detail::ScopeGuard {
  public:
-  /// Until the guard ends.
+  /// Opens the scope; the destructor closes it.
   explicit SaveElsewhereGuard(std::unique_ptr<Place> place, SaveElsewhereOptions options = {});
 };
 

@@ -1,5 +1,5 @@
 #pragma once
-// Which operators of a region keep their result: selective checkpointing.
+// Selective checkpointing: policies that choose the operators of a region whose results are kept.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
@@ -28,12 +28,14 @@ namespace remat {
 class PolicyRule;  // lib/selective/policy_rule.h
 
 /// The answer of a policy for one operator call (`torch/utils/checkpoint.py`). In eager execution
-/// Prefer* acts as Must*, with three exceptions. A result that the program changes in place is
-/// computed again if the answer about its operator was `PreferSave` or `PreferCpuOffload`; it is an
-/// error (`SelectiveMutation`) if that was `MustSave` or `MustCpuOffload`, or if a name keeps it.
-/// `PreferCpuOffload` keeps a tensor where it is when it cannot be moved, where `MustCpuOffload`
-/// throws. About a value with a name (`checkpoint_name`) `PreferRecompute` says nothing, while
-/// `MustRecompute` lets go of what was kept.
+/// Prefer* acts as Must*, with three exceptions:
+/// - If the program changes a kept result in place, `PreferSave` and `PreferCpuOffload` compute
+///   it again. `MustSave`, `MustCpuOffload` and names that keep it give an error
+///   (`SelectiveMutation`).
+/// - If a tensor cannot be moved, `PreferCpuOffload` keeps it in place, and `MustCpuOffload`
+///   throws.
+/// - For a value with a name (`checkpoint_name`), `PreferRecompute` has no effect, and
+///   `MustRecompute` releases the kept value.
 enum class CheckpointPolicy {
   MustSave,
   PreferSave,
@@ -43,69 +45,71 @@ enum class CheckpointPolicy {
   PreferCpuOffload
 };
 
-/// One question to a policy: about an operator below autograd (`linear` of a matrix arrives as
-/// `addmm`, of a batch of them as `mm` and `add_`), or, with `op` = `remat::checkpoint_name`, about
-/// a value that was given a name. All references are valid during the call only. Never asked about:
-/// `detach`, operators that only read metadata.
+/// One question to a policy. It concerns an operator below autograd (`linear` of a matrix arrives
+/// as `addmm`, of a batch of matrices as `mm` and `add_`) or, with `op` = `remat::checkpoint_name`,
+/// a value that got a name. All references are valid during the call only. There is no question
+/// about `detach` and operators that only read metadata.
 ///
-/// Kept or not, operators that return views, write to their arguments or return unfilled memory
-/// (empty_like) run again in a recompute: they cost next to nothing, and a kept result would not be
-/// the view, or would be written twice.
+/// Operators that return views, write to their arguments or return unfilled memory (empty_like) run
+/// again in a recompute whatever the answer. They cost almost nothing, and a kept result would not
+/// be the view, or would be written twice.
 struct PolicyContext {
   const c10::OperatorHandle& op;    ///< the operator, or `remat::checkpoint_name`
   std::string_view op_name;         ///< "aten::mm.default"
   c10::ArrayRef<c10::IValue> args;  ///< the operator's arguments
-  bool is_recompute;                ///< asked in a recompute (only with `ask_again`)
-  const std::string& name;          ///< the value's name, empty unless it was given one
+  bool is_recompute;                ///< whether a recompute asks (only with `ask_again`)
+  const std::string& name;          ///< the value's name, or empty
 };
 
-/// Must answer alike for like calls: a region that is nested in another one is a new region in each
-/// recompute of that one, and its policy is asked anew. (A counter would have to begin anew there.)
+/// A policy's function. It must give the same answers for the same calls: a nested region is a new
+/// region in each recompute of its enclosing region, and its policy is asked again. (A counter
+/// would have to restart there.)
 using PolicyFn = std::function<CheckpointPolicy(const PolicyContext&)>;
 
-/// Options of a policy beside its choice. A negative number is a `c10::ValueError` where the policy
-/// is made.
+/// Options of a policy besides its choice. The construction of a policy with a negative number
+/// throws `c10::ValueError`.
 struct SelectiveOptions {
-  /// A kept result may be changed in place later: its operator then runs again. Otherwise the
-  /// recompute throws (`CheckpointError::Kind::SelectiveMutation`).
+  /// True if a kept result may be changed in place later; its operator then runs again. Otherwise
+  /// the recompute throws (`CheckpointError::Kind::SelectiveMutation`).
   bool allow_cache_entry_mutation = false;
-  /// Kept results pass the saved-tensor hooks around the region, as its inputs do.
+  /// True if kept results pass the saved-tensor hooks around the region, as its inputs do.
   bool save_through_hooks = false;
-  /// The policy is asked in the recompute too, which must not want to save what forward did not.
+  /// True if the policy is also asked in the recompute. There it must not save results that forward
+  /// did not keep.
   bool ask_again = false;
-  /// [bytes] Results smaller than this stay where they are when the policy wants them on the CPU: a
-  /// copy each way would cost more than their memory is worth. 0: all are moved.
+  /// [bytes] Smaller results are kept in place instead of being moved to the CPU: two copies would
+  /// cost more than their memory is worth. 0: all are moved.
   int64_t min_offload_bytes = 1 << 16;
-  /// How many copies back from the CPU are begun ahead of the one that a recompute reads: of the
-  /// same region, in the order of its calls, then of the region that ran before it; 0: none. So
-  /// many results at the most are on the device beside those that the recompute uses.
+  /// Number of copies back from the CPU that begin ahead of the one that a recompute reads; 0:
+  /// none. They follow the order of calls of the same region, then of the region that ran before
+  /// it. At most this many results are on the device beside those that the recompute uses.
   int64_t prefetch_depth = 2;
-  /// [bytes] Of originals whose copies to the CPU are not done, so that their memory cannot be used
-  /// again, unless a single one is larger. Beyond that the program waits for the oldest copy.
-  /// Counted, as the depth is, over all regions of the process whose policies have the same last
-  /// three of these.
+  /// [bytes] Limit of originals whose copies to the CPU are not finished; until then their memory
+  /// cannot be reused. A single larger one is allowed. Beyond the limit the program waits for the
+  /// oldest copy. This limit and `prefetch_depth` count over all regions of the process whose
+  /// policies agree in `prefetch_depth`, `max_bytes_in_flight` and `keep_last`.
   int64_t max_bytes_in_flight = 64 << 20;
-  /// Number of results that stay on the device because backward asks for them first, so that moving
-  /// them gains nothing: results of the region that ran last, in the order of its calls, then of
-  /// the region before it. A result that the program itself holds does not count. If the number is
-  /// not 0, a result moves when others have been kept after it or the forward of a region ends, and
-  /// only if the program does not hold it then; a change in place is noticed also after the region.
-  /// Results that pass hooks (`save_through_hooks`, and in another region) move at once, and do not
-  /// count.
+  /// Number of results that stay on the device, because backward reads them first and moving them
+  /// gains nothing. These are results of the region that ran last, in the order of its calls, then
+  /// of the region before it. A result that the program itself holds does not count.
+  /// If the number is not 0, a result moves when others have been kept after it or the forward of a
+  /// region ends, and only if the program no longer holds it. A change in place is then also
+  /// noticed after the region. Results that pass hooks (`save_through_hooks`, and in another
+  /// region) move at once and do not count.
   int64_t keep_last = 0;
 };
 
-/// A policy function with its options; empty means "recompute everything". Copies share the
-/// function, which may be called from any thread that runs a region.
+/// A policy function with its options; an empty policy recomputes everything. Copies share the
+/// function, which may be called on any thread that runs a region.
 class REMAT_API Policy {
  public:
   Policy();
-  Policy(PolicyFn fn, SelectiveOptions options = {});  ///< asks `fn`
-  /// Makes a policy of anything that a `PolicyFn` can be made of, with the default options.
+  Policy(PolicyFn fn, SelectiveOptions options = {});  ///< makes a policy that asks `fn`
+  /// Makes a policy of a function that converts to a `PolicyFn`, with the default options.
   template <class F>
     requires(!std::same_as<std::remove_cvref_t<F>, Policy>) && std::convertible_to<F, PolicyFn>
   Policy(F&& fn) : Policy(PolicyFn(std::forward<F>(fn))) {}
-  /// Makes a policy of a function that only says whether to keep the result: `true` is MustSave,
+  /// Makes a policy of a function that returns whether to keep the result: `true` is MustSave,
   /// `false` PreferRecompute.
   template <class F>
     requires std::same_as<std::invoke_result_t<std::decay_t<F>&, const PolicyContext&>, bool>
@@ -125,64 +129,68 @@ class REMAT_API Policy {
   std::shared_ptr<const PolicyRule> rule_;
 };
 
-/// Listed operators: MustSave, others: PreferRecompute. "aten::mm" means every overload,
-/// "aten::add.Tensor" one, "aten::mm.default" the unnamed one. Throws `c10::ValueError` for a name
-/// that no loaded library has registered; warns about one that never reaches a policy because it
-/// consists of others.
+/// Returns a policy with MustSave for listed operators and PreferRecompute for others. "aten::mm"
+/// means every overload, "aten::add.Tensor" one, "aten::mm.default" the unnamed one. Throws
+/// `c10::ValueError` for a name that no loaded library has registered. Warns about an operator that
+/// never reaches a policy because it consists of others.
 REMAT_API Policy save_ops(std::vector<std::string> ops, SelectiveOptions options = {});
-/// Listed: MustCpuOffload; the results wait on the CPU. Results that are there are simply kept, and
-/// so are those of less than `SelectiveOptions::min_offload_bytes`. Copies run beside the device's
-/// work, and come back ahead of it; a result that the region writes to, or that is held when it
-/// ends, is copied before that.
+/// Returns a policy with MustCpuOffload for listed operators: their results move to the CPU.
+/// Results on the CPU and results smaller than `SelectiveOptions::min_offload_bytes` are kept in
+/// place. Copies run beside the device's work, and return ahead of it. A result that the region
+/// writes to, or that is held when the region ends, is copied before that.
 REMAT_API Policy offload_ops(std::vector<std::string> ops, SelectiveOptions options = {});
-/// Matrix products, convolutions and scaled dot product attention: PreferSave, others:
-/// PreferRecompute. A product that an activation then overwrites in place is computed again.
+/// Returns a policy with PreferSave for matrix products, convolutions and scaled dot product
+/// attention, and PreferRecompute for others. A product that an activation then overwrites in place
+/// is computed again.
 REMAT_API Policy save_matmuls(SelectiveOptions options = {});
 
-/// Keeps the values that `checkpoint_name` gave one of these names (jax.checkpoint_policies). A
-/// name that no value has by the first recompute is warned about, once.
+/// Returns a policy that keeps the values with one of these names (`checkpoint_name`, as in
+/// jax.checkpoint_policies). Warns once about a name that no value has at the first recompute.
 REMAT_API Policy save_names(std::vector<std::string> names, SelectiveOptions options = {});
-/// Keeps every value with a name but these, as `save_names` keeps its own.
+/// Returns a policy that keeps every value with another name, as `save_names` does.
 REMAT_API Policy save_all_but_names(std::vector<std::string> names, SelectiveOptions options = {});
-/// Keeps these values as `save_names` does; they wait on the CPU.
+/// Returns a policy that keeps these values as `save_names` does, on the CPU.
 REMAT_API Policy offload_names(std::vector<std::string> names, SelectiveOptions options = {});
 
-/// Keeps what either keeps; the stronger wish to save wins, in the order MustSave, MustCpuOffload,
-/// PreferSave, PreferCpuOffload, PreferRecompute, MustRecompute. An option that either has is on;
-/// the numbers are those of the one that offloads (of both: the larger ones, of
-/// `max_bytes_in_flight` the smaller).
-/// Throws `c10::ValueError` if a name is to be saved by one and offloaded by the other.
+/// Returns a policy that keeps a result if either policy keeps it. The stronger answer wins, in the
+/// order MustSave, MustCpuOffload, PreferSave, PreferCpuOffload, PreferRecompute, MustRecompute. A
+/// boolean option is on if either policy has it. The numbers are those of the policy that offloads;
+/// if both do, the larger ones, but the smaller `max_bytes_in_flight`.
+/// Throws `c10::ValueError` if one policy saves a name and the other offloads it.
 REMAT_API Policy operator|(Policy a, Policy b);
 
-/// `x`, with a name for policies. If the policy of the innermost region keeps the name, the
-/// operator call of this region that made `x` is kept and does not run again; an `x` that none
-/// made, or that was changed in place, is kept itself. Differentiable; outside of regions nothing
-/// but `x`.
+/// Returns `x` with a name for policies. If the policy of the innermost region keeps the name, the
+/// operator call of this region that made `x` is kept and does not run again. An `x` that no such
+/// call made, or that was changed in place, is kept itself. Differentiable. Outside of regions it
+/// just returns `x`.
 REMAT_API at::Tensor checkpoint_name(const at::Tensor& x, std::string name);
 
-/// Inside a region: keeps the value of `x`, and recomputes go on with it, whatever they computed
-/// themselves. For discrete decisions (the indices of topk, a routing mask, a sample) that rounding
-/// could flip. Memory: that of `x`, as long as the region's frame lives. Throws, in the recompute,
-/// if `x` was changed in place. A gradient taken inside the recompute through it throws
-/// (Unsupported); so does one of the pinned value where `x` itself is used as well.
+/// Returns `x` and, inside a region, keeps its value: recomputes continue with the kept value
+/// instead of their own. Use it for discrete decisions (the indices of topk, a routing mask, a
+/// sample) that rounding could flip. Memory: that of `x`, as long as the region's frame lives.
+/// Throws, in the recompute, if `x` was changed in place. A gradient that is taken inside the
+/// recompute through the pinned value throws (Unsupported). So does a gradient of the pinned value
+/// if `x` itself is used as well.
 REMAT_API at::Tensor pin(const at::Tensor& x);
 
 namespace detail {
 
-/// One call of save_region() or pin(): what it kept in forward, or is to keep.
+/// One call of save_region() or pin(), with the values that it keeps.
 class REMAT_API SavedRegion {
  public:
-  /// `type`: of what `emptied` points to. `visit_arguments` visits what the function is given.
+  /// Begins the call. `type`: the type to which `emptied` points. `visit_arguments` visits the
+  /// arguments of the function.
   SavedRegion(const std::type_info& type, c10::function_ref<void(TensorVisitor)> visit_arguments);
   ~SavedRegion();
   SavedRegion(const SavedRegion&) = delete;
   SavedRegion& operator=(const SavedRegion&) = delete;
-  /// A recompute: the result is there, nothing is to be run.
+  /// Returns true in a recompute that has the kept result: the function must not run.
   bool is_kept() const;
-  /// An `Emptied` of the result's type, null for void; and the tensors for it.
+  /// Returns the `Emptied` of the result's type, null for void; `tensors` returns its tensors.
   void* emptied() const;
   std::vector<at::Tensor> tensors();
-  /// Keeps what `visit_tensors` visits, and `emptied`. The region has run.
+  /// Keeps `emptied` and the tensors that `visit_tensors` visits. Call it after the function has
+  /// run.
   void keep(std::shared_ptr<void> emptied, c10::function_ref<void(TensorVisitor)> visit_tensors);
 
  private:
@@ -192,14 +200,15 @@ class REMAT_API SavedRegion {
 
 }  // namespace detail
 
-/// Inside a region: keeps what autograd saves in `fn(args...)` and what it returns, so that `fn` is
-/// not run again. For kernels that no operator policy sees: custom Functions, calls past the
-/// dispatcher, communication. Outside of regions: `fn(args...)`.
+/// Returns `fn(args...)`. Inside a region it keeps the result and the tensors that autograd saves
+/// in the call, so that `fn` does not run again. Use it for kernels that no operator policy sees:
+/// custom Functions, calls that bypass the dispatcher, communication.
 ///
-/// It belongs to the innermost region; when the recompute of an enclosing one runs that region's
-/// forward again, `fn` runs again. Types: as for `checkpoint`, and the result must be copyable. A
-/// gradient taken inside the recompute through the result throws (Unsupported); so does one of
-/// tensors older than the result if `fn` read others that require grad than its arguments.
+/// The result belongs to the innermost region; if the recompute of an enclosing region runs that
+/// region's forward again, `fn` runs again. Types: as for `checkpoint`, and the result must be
+/// copyable. A gradient that is taken inside the recompute through the result throws (Unsupported).
+/// So does a gradient of tensors older than the result, if `fn` read tensors that require grad and
+/// are not its arguments.
 template <class Fn, class... Args>
 auto save_region(Fn&& fn, Args&&... args) {
   using Result = std::decay_t<decltype(detail::call(fn, std::forward<Args>(args)...))>;

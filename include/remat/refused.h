@@ -1,5 +1,6 @@
 #pragma once
-// Why a call cannot be a region, as types whose names are the first line of the compiler's message.
+// Reasons why a call cannot be a region, as types whose names the compiler prints in its first
+// line.
 
 #include <cstdint>
 #include <type_traits>
@@ -14,8 +15,8 @@ struct Function;
 
 namespace remat {
 
-/// Why a call is refused. The deleted overloads have it as a template argument, which compilers
-/// print.
+/// Reasons why a call is refused. They are template arguments of the deleted overloads, and
+/// compilers print them.
 namespace not_a_region {
 struct a_parameter_is_a_non_const_reference__take_it_by_value_or_const_reference {};
 struct an_argument_is_missing {};
@@ -42,7 +43,8 @@ Count<sizeof...(P)> num_parameters(R (C::*)(P...));
 template <class R, class C, class... P>
 Count<sizeof...(P)> num_parameters(R (C::*)(P...) const);
 
-/// A class that has a member `forward` of whatever access makes the name ambiguous here.
+/// A second `forward`: a base class with a member of that name, of any access, makes the name
+/// ambiguous.
 struct NamesForward {
   int forward;
 };
@@ -74,7 +76,8 @@ constexpr auto cause_by_number() {
   }
 }
 
-/// Why `F` does not take the arguments `A`, each as it is kept; void if it does.
+/// Returns the reason why `F` does not accept the arguments `A`, in the types in which they are
+/// kept; void if it accepts them.
 template <class F, class... A>
 constexpr auto cause_of() {
   if constexpr (RunnableAs<F, A...> || std::is_same_v<F, CheckpointOptions>) {
@@ -111,7 +114,7 @@ constexpr auto cause_of() {
   }
 }
 
-/// The cause for a call's arguments as they are given; void if they can be a region.
+/// The reason for a call with arguments as written; void if the call can be a region.
 template <class F, class... A>
 using CauseOf = decltype(cause_of<std::decay_t<F>, Owned<A>...>());
 

@@ -1,5 +1,5 @@
 #pragma once
-// Everything: the umbrella header.
+// The umbrella header: includes all public headers for C++ programs.
 
 #include "remat/allocations.h"
 #include "remat/apply.h"

@@ -1,5 +1,5 @@
 #pragma once
-// Seeing what happens: process-wide counts, and recorders of what regions do, cost and hold.
+// Reports: process-wide counts, and recorders of the activity, cost and memory of regions.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -14,10 +14,10 @@
 
 namespace remat {
 
-/// Exact counts since the process started, except the two that say "now".
+/// Exact counts since the process started; the two marked "now" are present values.
 struct Counters {
   int64_t frames_created = 0;          ///< runs of `checkpoint()` with grad mode on
-  int64_t frames_alive = 0;            ///< now: frames that some graph refers to
+  int64_t frames_alive = 0;            ///< now: frames to which a graph refers
   int64_t recomputes = 0;              ///< begun, also those that failed
   int64_t early_stops = 0;             ///< recomputes that early stop ended
   int64_t tensors_dropped = 0;         ///< saved tensors that became slots
@@ -25,83 +25,84 @@ struct Counters {
   int64_t recomputed_bytes_alive = 0;  ///< now: [bytes] of recomputed tensors not yet handed over
 };
 
-/// Always on, any thread; each member is exact, taken one after the other.
+/// Returns the counts, which are always on. Each member is exact; they are read one after the
+/// other. Any thread.
 REMAT_API Counters counters();
 
-/// The outcome of calls of one operator in regions with a policy: a report for each outcome and
-/// reason.
+/// Calls of one operator in regions with a policy; each outcome and reason has its own report.
 struct DecisionReport {
   std::string op;       ///< "aten::mm.default"
   std::string outcome;  ///< "kept", "moved" (kept elsewhere) or "recomputed"
-  std::string reason;   ///< what the policy answered, or why that could not be
-  int64_t calls = 0;    ///< in all first runs
-  int64_t bytes = 0;    ///< [bytes] that these calls keep; results that nobody reads have none
+  std::string reason;   ///< the policy's answer, or why it could not be followed
+  int64_t calls = 0;    ///< calls in all first runs
+  int64_t bytes = 0;    ///< [bytes] that these calls keep; unread results do not count
 };
 
-/// Sums over all regions of one name that began while the recorder was alive.
+/// Sums over all regions with one name that began while the recorder was alive.
 struct RegionReport {
   std::string name;   ///< `CheckpointOptions::name`, or its default; empty: regions without one
   int64_t calls = 0;  ///< first runs that returned
   int64_t recomputes = 0;     ///< begun, also those that failed
   int64_t early_stops = 0;    ///< recomputes that were cut short
-  int64_t bytes_dropped = 0;  ///< [bytes] that autograd would have kept; a storage once a call
-  int64_t bytes_inputs = 0;   ///< [bytes] of inputs that stayed; none inside another region
+  int64_t bytes_dropped = 0;  ///< [bytes] that autograd would have saved; a storage once per call
+  int64_t bytes_inputs = 0;   ///< [bytes] of inputs that stayed; 0 inside another region
   int64_t bytes_saved = 0;    ///< [bytes] that a policy kept
-  int64_t bytes_recompute_peak = 0;    ///< [bytes] the most that one recompute computed again
+  int64_t bytes_recompute_peak = 0;    ///< [bytes] largest total that one recompute computed
   int64_t offloaded = 0;               ///< results that a policy moved to the CPU
   int64_t offload_fallbacks = 0;       ///< results that `PreferCpuOffload` could not move
   int64_t bytes_offloaded = 0;         ///< [bytes] of results that a policy moved to the CPU
   int64_t bytes_inputs_offloaded = 0;  ///< [bytes] of inputs that `offload_inputs` moved
-  int64_t offload_loads = 0;           ///< how often a recompute brought a moved result back
-  /// Number of them whose copies were begun before the recompute asked for them.
+  int64_t offload_loads = 0;           ///< moved results that recomputes loaded back
+  /// Number of `offload_loads` whose copies began before the recompute read the result.
   int64_t offload_loads_ahead = 0;
-  int64_t bytes_loaded = 0;  ///< [bytes] of all that recomputes brought back
+  int64_t bytes_loaded = 0;  ///< [bytes] of `offload_loads`
   /// [seconds] that threads of the program spent on moving results: queueing copies, copying or
   /// waiting.
   double offload_wait_s = 0;
   double forward_s = 0;    ///< [seconds] of first runs, regions inside included
-  double recompute_s = 0;  ///< [seconds] of recomputes, those inside included
-  /// [seconds] from begin to end on the streams that first runs were queued on, regions inside
-  /// included, summed over devices; 0 without an accelerator.
+  double recompute_s = 0;  ///< [seconds] of recomputes, inner ones included
+  /// [seconds] of first runs on the device: from begin to end on the streams where they were
+  /// queued, regions inside included, summed over devices; 0 without an accelerator.
   double device_forward_s = 0;
-  /// [seconds] of recomputes on the device, from the moment at which their inputs were there.
+  /// [seconds] of recomputes on the device, from the moment at which their inputs were ready.
   double device_recompute_s = 0;
-  std::vector<DecisionReport> decisions{};  ///< of its policy, in the order of their first call
+  /// Decisions of its policy, in the order of first calls.
+  std::vector<DecisionReport> decisions{};
 };
 
 /// The record of one device of an accelerator.
 struct DeviceReport {
-  c10::Device device = c10::kCPU;  ///< which one
-  bool is_exact = true;     ///< bytes are those asked for; if not, as the allocator rounds them
-  int64_t peak_bytes = 0;   ///< [bytes] the most that were alive at once
-  int64_t bytes_out = 0;    ///< [bytes] copied to the host beside the work: offload
-  int64_t bytes_in = 0;     ///< [bytes] copied back
+  c10::Device device = c10::kCPU;  ///< the device
+  bool is_exact = true;     ///< whether bytes are as asked for; if not, as rounded by the allocator
+  int64_t peak_bytes = 0;   ///< [bytes] largest total alive at once
+  int64_t bytes_out = 0;    ///< [bytes] copied to the host by offload
+  int64_t bytes_in = 0;     ///< [bytes] copied back to the device
   double copies_out_s = 0;  ///< [seconds] on the device of the copies out
   double copies_in_s = 0;   ///< [seconds] on the device of the copies back
-  /// [seconds] that streams of the program stood still since a copy back was not there.
+  /// [seconds] that streams of the program waited for copies back.
   double waited_s = 0;
 };
 
 /// The record of the files of offload and tiers.
 struct FileReport {
   int64_t bytes_written = 0;  ///< [bytes] moved to files
-  int64_t bytes_read = 0;     ///< [bytes] brought back
+  int64_t bytes_read = 0;     ///< [bytes] read back
   double write_s = 0;         ///< [seconds] of writing, on any thread
   double read_s = 0;          ///< [seconds] of reading, on any thread
-  int64_t waits = 0;          ///< how often a thread of the program's read, wrote or waited itself
-  double waited_s = 0;        ///< [seconds] of that: what was not done beside the program
+  int64_t waits = 0;          ///< reads, writes and waits by threads of the program
+  double waited_s = 0;        ///< [seconds] of `waits`: work that did not run beside the program
 };
 
-/// Transfers by the items of plans (`remat::run`) that share a name: stages, or regions with their
-/// name.
+/// Transfers by plan items (`remat::run`) that share a name: stages, or regions with their name.
 struct MoveReport {
   std::string name;          ///< "stage 2", "stages 3 to 5", after the name in the options of `run`
-  int64_t moves = 0;         ///< copies to where it waits
+  int64_t moves = 0;         ///< copies to the place of moved tensors
   int64_t bytes_moved = 0;   ///< [bytes] of these
-  int64_t loads = 0;         ///< copies back that backward asked for
-  int64_t loads_ahead = 0;   ///< of these, those that were begun before that
+  int64_t loads = 0;         ///< copies back that backward read
+  int64_t loads_ahead = 0;   ///< number of `loads` that began before the read
   int64_t bytes_loaded = 0;  ///< [bytes] of `loads`
-  /// [seconds] that threads of the program spent on both: queueing copies, copying or waiting.
+  /// [seconds] that threads of the program spent on copies in both directions: queueing, copying or
+  /// waiting.
   double wait_s = 0;
 };
 
@@ -120,111 +121,116 @@ struct EvictionReport {
 /// The bytes alive when an allocation did not fit: on an accelerator, or under a
 /// `MemoryLimitGuard`.
 struct FailedAllocation {
-  /// The bytes that regions of one name held on the device.
+  /// The bytes that regions with one name held on the device.
   struct Held {
-    std::string region;            ///< the name; empty: of regions without one
-    int64_t regions = 0;           ///< how many
-    int64_t inputs_bytes = 0;      ///< [bytes] of inputs that stayed; a storage once
+    std::string region;            ///< the name; empty for regions without one
+    int64_t regions = 0;           ///< number of regions
+    int64_t inputs_bytes = 0;      ///< [bytes] of inputs that stayed; a storage counts once
     int64_t saved_bytes = 0;       ///< [bytes] that a policy kept
     int64_t recomputed_bytes = 0;  ///< [bytes] recomputed and not yet handed over
   };
-  c10::Device device = c10::kCPU;  ///< where it did not fit
-  int64_t asked_bytes = -1;        ///< [bytes] asked for; -1: the device's allocator does not tell
+  c10::Device device = c10::kCPU;  ///< device of the allocation
+  int64_t asked_bytes = -1;        ///< [bytes] asked for; -1: not reported by the allocator
   int64_t live_bytes = 0;          ///< [bytes] of all tensors there
   int64_t parameters_bytes = 0;    ///< [bytes] of parameters that regions use
-  std::vector<Held> held{};        ///< what held most first
+  std::vector<Held> held{};        ///< largest first
 };
 
 /// The counts of a `Recorder`, by region name.
 struct REMAT_API Report {
   std::vector<RegionReport> regions;    ///< in the order of their first call
-  int64_t dropped_events = 0;           ///< that `max_events` left no room for; sums count them
-  std::vector<DeviceReport> devices{};  ///< accelerators' devices that were in use
-  /// The first allocations that failed, 16 at most.
+  int64_t dropped_events = 0;           ///< events beyond `max_events`; sums include them
+  std::vector<DeviceReport> devices{};  ///< the accelerator devices that were in use
+  /// The first failed allocations, at most 16.
   std::vector<FailedAllocation> failed_allocations{};
-  FileReport files{};  ///< all 0 where nothing went to a file
-  /// Reports of plans that moved something while the recorder was alive, in the order of their
+  FileReport files{};  ///< all 0 if no file was used
+  /// Reports of plan items that moved tensors while the recorder was alive, in the order of their
   /// first move.
   std::vector<MoveReport> moves{};
   /// Drops and reruns under budgets, by operator. The operator that took the most seconds to run
   /// again is first.
   std::vector<EvictionReport> evictions{};
-  /// A table for people, and what was alive at failed allocations.
+  /// Returns a readable table, and the live bytes at failed allocations.
   std::string to_string() const;
-  std::string to_json() const;  ///< the same numbers as one JSON object
+  std::string to_json() const;  ///< returns the same numbers as one JSON object
 };
 
 /// Options of a `Recorder`: the events that it records.
 struct RecorderOptions {
-  /// Sample the live bytes: of CPU tensors at every event and every allocation, of an accelerator's
-  /// devices in use at every event and after every operator, with the peak since the sample before.
+  /// True to sample the live bytes. CPU tensors are sampled at every event and every allocation.
+  /// Devices in use of an accelerator are sampled at every event and after every operator, with the
+  /// peak since the previous sample.
   bool memory = true;
-  /// Also record the operators that run, on every thread. Costs 1 to 3 us each.
+  /// True to record the operators on every thread, too. Costs 1 to 3 us each.
   bool operators = false;
-  /// The oldest events go first, and the report says so. Sums stay exact.
+  /// Largest number of recorded events. Beyond it the oldest are deleted, and the report says so.
+  /// Sums stay exact.
   int64_t max_events = 1 << 20;
-  /// Time regions and the copies of offload on an accelerator by events on the streams that run
+  /// True to time regions and offload's copies on an accelerator, by events on the streams that run
   /// them.
   bool device_time = true;
 };
 
-/// Records, while alive or until `stop`, what regions do on every thread of the process. Several
-/// may be alive. Under a BudgetGuard it also records each dropped result and each operator call
-/// that runs again. Without a recorder, each place that could record costs one test of a flag. All
-/// functions may be called meanwhile, on any thread. Devices: nothing waits for one while regions
-/// run. What the work on its streams took is looked up by `report()` and by what draws or writes,
-/// which wait until what was recorded by then is done. Each timed run takes two events of the
-/// device. A Recorder that is made while devices are in use waits for them once, to set its clock
-/// by theirs. Work that is captured as a graph is not timed.
-/// Memory: about 100 bytes an event, `max_events` at most.
-/// Threads: events of all threads, in the order in which they came in. Throws: `c10::ValueError`
-/// for `max_events` below 1; `c10::Error` for a file that cannot be written.
+/// Records the activity of regions on every thread of the process, until `stop` or its destruction.
+/// Several recorders may be alive. Under a BudgetGuard it also records each dropped result and each
+/// operator call that runs again. Without a recorder, each place that could record costs one test
+/// of a flag. All functions may be called while regions run, on any thread.
+/// Devices: recording does not wait for a device while regions run. `report()` and the functions
+/// that draw or write look up the device times; they wait until the work recorded so far is done.
+/// Each timed run takes two events of the device. The construction of a Recorder while devices are
+/// in use waits for them once, to synchronize the clocks. Work that is captured as a graph is not
+/// timed.
+/// Memory: about 100 bytes per event, for at most `max_events` events.
+/// Threads: records events of all threads, in the order of their arrival.
+/// Throws: `c10::ValueError` for `max_events` below 1; `c10::Error` for a file that cannot be
+/// written.
 class REMAT_API Recorder {
  public:
-  explicit Recorder(RecorderOptions options = {});  ///< records from now on
+  explicit Recorder(RecorderOptions options = {});  ///< begins to record
   ~Recorder();
   Recorder(const Recorder&) = delete;
   Recorder& operator=(const Recorder&) = delete;
 
-  /// Records no more; what was recorded stays. Once more does nothing. Not beside itself on another
-  /// thread.
+  /// Ends the recording; the records stay. A second call has no effect. Two threads must not call
+  /// it at the same time.
   void stop();
 
-  Report report() const;  ///< the sums so far; waits for the device work that they count
-  /// One line an event, without times: what happened in which order. Regions are numbered from 1 in
-  /// the order in which they were first seen.
+  Report report() const;  ///< returns the sums so far; waits for the device work that they count
+  /// Returns the events in order, one line each, without times. Regions are numbered from 1 in the
+  /// order in which they first appear.
   std::string event_log() const;
-  /// For Perfetto and chrome://tracing: regions, recomputes and operators as slices of their
-  /// threads, what ran on a device as slices of its streams, live bytes as a counter for each
-  /// device. Under a budget also the calls that run again, the drops and the limit.
+  /// Writes a trace for Perfetto and chrome://tracing. Regions, recomputes and operators are slices
+  /// of their threads, device work is slices of streams, and live bytes are a counter for each
+  /// device. Under a budget the trace also shows the calls that run again, the drops and the limit.
   void write_chrome_trace(const std::filesystem::path& path) const;
-  /// Live bytes over time, stacked by kind, with the regions below; one such picture for each
-  /// device. Budgets are drawn as a line, and the operators that run again as bars.
+  /// Writes a picture of live bytes over time for each device, stacked by kind, with the regions
+  /// below. Budgets are drawn as a line, and the operators that run again as bars.
   void write_memory_svg(const std::filesystem::path& path) const;
-  /// One page without scripts or other files: the pictures, values under the pointer, the tables.
+  /// Writes one page without scripts or other files: the pictures, values under the pointer, the
+  /// tables.
   void write_html(const std::filesystem::path& path) const;
-  std::string to_html() const;  ///< the same page
+  std::string to_html() const;  ///< returns the same page
 
  private:
   std::shared_ptr<class Recording> recording_;
 };
 
-/// One tensor that a graph saved, or that a region would compute again for it.
+/// One tensor that a graph saved, or that a region would recompute for it.
 struct SavedTensorInfo {
   std::string node{};                                ///< the node's name: "SinBackward0"
-  std::string region{};                              ///< of what was dropped: the region's name
+  std::string region{};                              ///< name of the region that dropped the tensor
   std::vector<int64_t> sizes{};                      ///< of the tensor
   at::ScalarType dtype = at::ScalarType::Undefined;  ///< of the tensor
   int64_t bytes = 0;            ///< [bytes] of its storage, or of the tensor that was dropped
-  bool shares_storage = false;  ///< with one before it in the list: do not add these bytes
-  bool dropped = false;         ///< not there: a recompute will bring it
+  bool shares_storage = false;  ///< with an earlier entry: do not add these bytes
+  bool dropped = false;         ///< dropped: a recompute will make it
 };
 
 /// Returns the tensors that the graph below `root` saved, in the order in which backward would read
-/// them; computes nothing and starts no recompute. A tensor that one node saved twice is listed
-/// once. A node that cannot say what it saved is listed by name alone, and a tensor that the
+/// them. Starts no computation and no recompute. A tensor that one node saved twice is listed once.
+/// A node that does not report its saved tensors is listed by name alone. A tensor that the
 /// program's own hooks packed has no sizes.
-/// Threads: not beside a backward over the same graph. Throws nothing of its own.
+/// Threads: no backward over the same graph may run meanwhile. Throws no errors of its own.
 REMAT_API std::vector<SavedTensorInfo> saved_tensors(const at::Tensor& root);
 
 }  // namespace remat

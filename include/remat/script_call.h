@@ -1,5 +1,5 @@
 #pragma once
-// A TorchScript function as the function of a region: recomputes run what forward ran.
+// A TorchScript function as the function of a region: recomputes run the same code as forward.
 
 #include <memory>
 #include <vector>
@@ -17,7 +17,8 @@ struct Module;
 namespace remat::detail {
 
 /// One region's script function: `forward` of a module, or a method. The executor of such a
-/// function changes what it runs after its first calls; a region keeps what its first run ran.
+/// function changes the executed code after its first calls; a region keeps the code of its first
+/// run.
 class REMAT_API ScriptCall {
  public:
   explicit ScriptCall(const torch::jit::Module& module);
@@ -25,10 +26,10 @@ class REMAT_API ScriptCall {
   ~ScriptCall();
   ScriptCall(const ScriptCall&) = delete;
   ScriptCall& operator=(const ScriptCall&) = delete;
-  /// The first time it runs what a plain call would run now, then the same again. Threads: any
-  /// after the first.
-  /// Throws what the function throws, and in a recompute CheckpointError if LibTorch no longer has
-  /// what ran then.
+  /// Runs the code that a plain call would run now, the first time, and the same code each later
+  /// time. Threads: any after the first call.
+  /// Throws the exceptions of the function, and in a recompute CheckpointError if LibTorch no
+  /// longer has the code of the first run.
   c10::IValue run(std::vector<c10::IValue> arguments);
   const torch::jit::Module& module() const;
 

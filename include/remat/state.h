@@ -1,6 +1,6 @@
 #pragma once
-// What a recompute must see as forward saw it, beyond what the library knows: the user's own state,
-// generators, and callbacks around every recompute.
+// State that a recompute must see as forward did and that the library does not know: the user's own
+// state, generators, and callbacks around every recompute.
 
 #include <ATen/core/Generator.h>
 
@@ -13,50 +13,50 @@
 
 namespace remat {
 
-/// State of the user's own that a region's function reads, such as a random engine of the standard
-/// library. Captured when a region begins; restored before each of its recomputes, and put back to
-/// what it was before that recompute when it has ended, stopped or thrown. Both are called under
-/// no-grad, and what they compute belongs to no region. Exceptions of both reach the caller.
-/// Captured, too, at the end of each `save_region` inside, so that a recompute which does not run
-/// its function restores what that left.
-/// Threads: recomputes in several threads that use one provider take turns (one that waits longer
-/// than ten seconds throws RecomputeFailed); forwards call `capture` on their own threads.
+/// The user's own state that a region's function reads, such as a random engine of the standard
+/// library. It is captured when a region begins, and restored before each of its recomputes. When a
+/// recompute has ended, stopped or thrown, the state from before it is restored. Both functions are
+/// called under no-grad, and their computations belong to no region. Their exceptions reach the
+/// caller. The state is also captured at the end of each `save_region` inside: a recompute that
+/// skips its function restores that state.
+/// Threads: recomputes in several threads that use one provider take turns; a recompute that waits
+/// longer than ten seconds throws RecomputeFailed. Forwards call `capture` on their own threads.
 class REMAT_API StateProvider {
  public:
   virtual ~StateProvider();
-  virtual std::any capture() = 0;                   ///< the state as it is
-  virtual void restore(const std::any& state) = 0;  ///< sets what `capture` returned
+  virtual std::any capture() = 0;                   ///< returns the present state
+  virtual void restore(const std::any& state) = 0;  ///< sets a state that `capture` returned
 };
 
-// Each of these guards applies to the regions that begin while it is alive, on this thread. They
-// keep what they were given, for their recomputes, which may come later; so do the regions that
-// begin inside such a recompute. A provider or generator that is guarded inside a region is kept by
-// that region too, as it is then; it should not have been used in the region before.
+// Each of these guards applies to the regions that begin on this thread while it is alive. Such a
+// region keeps the guard's object for its later recomputes; so do the regions that begin inside
+// such a recompute. If a provider or generator is guarded inside a region, that region also keeps
+// it, with its state at that moment. The region should not have used it before.
 
-/// Regions that begin while it is alive, on this thread, keep what `provider` captured, and restore
-/// it around their recomputes.
+/// While alive, regions that begin on this thread keep the state that `provider` captures, and
+/// restore it around their recomputes.
 class REMAT_API StateProviderGuard : detail::ScopeGuard {
  public:
   explicit StateProviderGuard(std::shared_ptr<StateProvider> provider);  ///< until the guard ends
 };
 
-/// Preserves a generator of the user's own, or of a device, as `preserve_rng_state` preserves the
-/// default ones; no effect in a region with `preserve_rng_state = false`.
+/// Preserves a generator of the user or of a device, as `preserve_rng_state` preserves the default
+/// generators. Has no effect in a region with `preserve_rng_state = false`.
 class REMAT_API GeneratorGuard : detail::ScopeGuard {
  public:
   explicit GeneratorGuard(at::Generator generator);  ///< until the guard ends
 };
 
-/// Called around every recompute, on the thread that runs it, in pairs, also when it stops or
-/// throws: to gather and free sharded parameters, for example. `begin` runs before the region's
-/// inputs are fetched and its state is restored. A `begin` that throws fails the recompute, and its
-/// own `end` is not called; what an `end` throws is a warning.
+/// Callbacks around every recompute, on its thread, in pairs, also if it stops or throws. An
+/// example is to gather and free sharded parameters. `begin` runs before the region's inputs are
+/// fetched and its state is restored. If `begin` throws, the recompute fails and its `end` is not
+/// called. An exception of `end` becomes a warning.
 struct RecomputeObserver {
   std::function<void(const PhaseInfo&)> begin{};  ///< before a recompute; may be empty
   std::function<void(const PhaseInfo&)> end{};    ///< after it; may be empty
 };
 
-/// Recomputes of regions that begin while it is alive, on this thread, call the observer.
+/// While alive, regions that begin on this thread get the observer, which their recomputes call.
 class REMAT_API RecomputeObserverGuard : detail::ScopeGuard {
  public:
   explicit RecomputeObserverGuard(RecomputeObserver observer);  ///< until the guard ends

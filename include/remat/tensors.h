@@ -33,7 +33,7 @@ class PackedSequence;
 
 namespace remat::detail {
 
-/// Stands for any visitor when asking whether a type offers `visit_tensors`.
+/// A stand-in for any visitor, to test whether a type has `visit_tensors`.
 struct VisitorProbe {
   void operator()(at::Tensor&) const {}
 };
@@ -41,8 +41,8 @@ struct VisitorProbe {
 template <class T>
 concept HasVisitTensors = requires(T& value, VisitorProbe probe) { visit_tensors(value, probe); };
 
-/// How to walk the tensors of a T. `any`: it may hold tensors. `ordered`: a copy is walked in the
-/// same order. `shared`: a copy shares its tensors with the original until `own` is called.
+/// Walks the tensors of a T. `any`: a T may hold tensors. `ordered`: a copy is walked in the same
+/// order. `shared`: a copy shares its tensors with the original until `own` is called.
 template <class T>
 struct Tensors {
   static constexpr bool any = HasVisitTensors<T>;
@@ -66,7 +66,7 @@ struct Tensors<T> {
   static void own(T&) {}
 };
 
-/// Walks a range of elements that all have one type.
+/// Walks a range of elements of one type.
 template <class T>
 struct TensorsOfElements {
   using Inner = Tensors<std::remove_cv_t<T>>;
@@ -95,10 +95,10 @@ template <class T, class A>
 struct Tensors<std::forward_list<T, A>> : TensorsOfElements<T> {};
 
 // Note [Sets]
-// A set of tensors is ordered, or looked up, by what they are: their addresses as a rule. Taken out
-// and filled with the tensors of a recompute it would be walked in another order, and find none of
-// those that it holds. So it is kept as it is, and its tensors count as captured: their order, and
-// what is found, are those of forward.
+// A set orders or looks up tensors by identity, usually by address. If its tensors were replaced by
+// those of a recompute, it would have another order, and lookups would fail. Therefore a set is
+// kept unchanged, and its tensors count as captured: its order and its lookups are those of
+// forward.
 
 template <class T>
 struct Tensors<std::optional<T>> {
@@ -217,7 +217,7 @@ template <class K, class V>
 struct Tensors<c10::Dict<K, V>> {
   using Inner = Tensors<V>;
   static constexpr bool any = Inner::any, shared = Inner::any;
-  static constexpr bool ordered = !any;  // a copy is rehashed: its order is its own
+  static constexpr bool ordered = !any;  // a copy is rehashed and may have another order
   template <class Visit>
   static void visit(c10::Dict<K, V>& dict, Visit& visitor) {
     if constexpr (any)
@@ -253,7 +253,7 @@ struct Tensors<torch::OrderedDict<K, V>> {
   }
 };
 
-// Its constructor would compute what is missing; the accessors lead to the members themselves.
+// The constructor would compute missing members; the accessors return references to the members.
 template <std::same_as<torch::nn::utils::rnn::PackedSequence> T>
 struct Tensors<T> {
   static constexpr bool any = true, ordered = true, shared = false;

@@ -1,5 +1,5 @@
 #pragma once
-// A 64-bit hash of bytes in memory, as fast as memory is.
+// A 64-bit hash of bytes in memory, at the speed of memory.
 
 #include <array>
 #include <bit>
@@ -14,8 +14,8 @@ inline uint64_t combine(uint64_t seed, uint64_t value) {
   return (seed ^ value) * odd_multiplier + (seed >> 29) + 1;
 }
 
-/// Eight independent lanes, so that memory is what limits it: the standard library's hash, one
-/// chain of multiplications, made a step with `Values` half as slow again.
+/// Returns the hash. Eight independent lanes make memory the bottleneck: with the standard
+/// library's hash, one chain of multiplications, a step with `Values` took half as long again.
 inline uint64_t hash_of_bytes(const char* bytes, std::size_t size) {
   constexpr std::size_t num_lanes = 8, block = num_lanes * sizeof(uint64_t);
   std::array<uint64_t, num_lanes> lanes{};

@@ -1,5 +1,5 @@
 #pragma once
-// A copy that is made beside the program.
+// A copy that runs beside the program.
 
 namespace remat {
 
@@ -7,7 +7,7 @@ class InFlight {
  public:
   virtual ~InFlight() = default;
   virtual bool is_over() const = 0;
-  /// Returns when it is.
+  /// Waits until the copy is over.
   virtual void synchronize() const = 0;
 };
 

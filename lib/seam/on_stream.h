@@ -10,7 +10,7 @@ inline c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-/// While alive, a stream is the current one of its device.
+/// While alive, makes a stream the current one of its device.
 class OnStream {
  public:
   explicit OnStream(const c10::Stream& stream)

@@ -1,5 +1,5 @@
 #pragma once
-// When the work on one stream up to some point is done.
+// An event at which the earlier work of one stream is done.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
@@ -23,8 +23,8 @@ class Ready final : public InFlight {
   }
   void synchronize() const override { event_.synchronize(); }
   bool is_over() const override { return event_.query(); }
-  /// Makes what was done fit for use on the stream that is current for its device. `storage`: what
-  /// it was done to, for the allocator to know.
+  /// Makes the result of the work usable on the current stream of its device. `storage`: memory of
+  /// the result, whose use is recorded with the allocator.
   void wait_before_use(const c10::Storage& storage) const {
     if (const auto current = block_current())
       c10::impl::VirtualGuardImpl(stream_.device_type())
@@ -38,7 +38,7 @@ class Ready final : public InFlight {
   }
 
  private:
-  /// The stream that is current, if it is another one, waits.
+  /// Makes the current stream wait, if it is another one, and returns it.
   std::optional<c10::Stream> block_current() const {
     const c10::Stream current = current_stream(stream_.device());
     if (current == stream_) return std::nullopt;

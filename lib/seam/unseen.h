@@ -1,5 +1,5 @@
 #pragma once
-// A scope for operators of our own, which neither autograd, dispatch modes nor profilers shall see.
+// A scope for the library's own operators, hidden from autograd, dispatch modes and profilers.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
@@ -8,9 +8,9 @@
 
 namespace remat {
 
-/// A policy or a debug log around would take them for operators of the region. Their results are
-/// never inference tensors, which have no version: a backward in inference mode moves tensors that
-/// a later one reads, too.
+/// Hides operators from an enclosing policy or debug log, which would take them for operators of
+/// the region. Their results are never inference tensors, which have no version: a later backward
+/// may read tensors that a backward in inference mode moved.
 class Unseen {
  private:
   const c10::InferenceMode no_inference_{false};  // first, since it sets all that follows

@@ -1,5 +1,6 @@
 #pragma once
-// One operator call of a region as a recompute must meet it again, and what is kept of it.
+// The record of one operator call of a region: the arguments that a recompute must repeat, and the
+// kept results.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -22,17 +23,17 @@
 namespace remat {
 
 // Note [The same call again]
-// A kept result may only be returned to the call that it came from. Operator and number of the call
-// are not enough: two matrix products of the same shape that swap places would swap their results.
-// So of each tensor that a kept call reads it is known, besides shape and dtype, where it comes
-// from:
+// A kept result may only be returned to the call that it came from. The operator and the number of
+// the call do not suffice: two matrix products of the same shape that swap places would swap their
+// results. The record therefore has, for each tensor that a kept call reads, its shape, its dtype
+// and its origin:
 //   Input    the region's input of that number
 //   Inside   the result of another call, by operator, number of the call, and which result of it
 //   Outside  any other storage, or the leaf that it is a cast of
-// A tensor passes if it has the same origin, or the very storage, of the one in forward. What has
-// no origin (a storage of no operator: the tensor of a Python number) passes by its contents if it
-// is small and on the CPU, and otherwise, if the storage is gone, by its metadata. Other arguments
-// must be equal.
+// A tensor passes if it has the origin or the storage of forward's tensor. A tensor without an
+// origin (no operator made its storage, such as the tensor of a Python number) is compared by
+// contents if it is small and on the CPU. Otherwise it passes by its metadata, if forward's storage
+// is gone. Other arguments must be equal.
 struct ArgumentRecord {
   TensorMetadata metadata;
   WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
@@ -40,19 +41,19 @@ struct ArgumentRecord {
   int64_t input = -1, leaf_input = -1;                       ///< the region's inputs, by storage
   std::optional<ValueSource> source{};
   std::optional<uint64_t> contents{};
-  uint32_t num_changes = 0;  ///< in place, of one that was made inside
+  uint32_t num_changes = 0;  ///< changes in place, of a tensor made inside
 };
 
-/// What is noted of a result so that it can be kept later, when it is given a name.
+/// The facts about a result with which it can be kept later, when it gets a name.
 struct ResultRecord {
   WeakStorage storage{c10::intrusive_ptr<c10::StorageImpl>()};
-  at::Tensor held;  ///< a result beside the first: nothing else may hold it
+  at::Tensor held;  ///< for results after the first, which may have no other owner
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::SmallVector<int64_t, 5> sizes, strides;
   int64_t offset = 0;
 };
 
-/// A kept call has such results: a tensor, a list of tensors, or a plain value.
+/// A result of a kept call: a tensor, a list of tensors, or a plain value.
 struct KeptResult {
   c10::SmallVector<KeptTensor, 1> tensors;
   c10::IValue plain;
@@ -63,14 +64,16 @@ struct CallRecord {
   explicit CallRecord(bool lives_in_slab) : is_in_slab(lives_in_slab) {}
   c10::SmallVector<ArgumentRecord, 2> tensors;
   std::vector<c10::IValue> others;
-  std::vector<ResultRecord> results;  ///< only under policies that look at names
+  std::vector<ResultRecord> results;  ///< only under policies that use names
   c10::SmallVector<KeptResult, 1> kept;
   bool is_kept = false;
-  bool is_applied = false;  ///< it wrote to a kept result, which is kept as written
-  bool is_let_go = false;  ///< was to be kept and is not: returns an argument, or a name forbade it
-  bool is_preferred = false;  ///< kept on a wish: computed again if the result is changed in place
-  bool is_written = false;    ///< kept, and then given to an operator that writes, by the region
-  const bool is_in_slab;      ///< which gives the room back when all are gone
+  bool is_applied = false;  ///< wrote to a kept result, which is kept as written
+  /// Released: it should be kept, but returns an argument, or a name forbade it.
+  bool is_let_go = false;
+  /// Kept by a Prefer answer: computed again if the result is changed in place.
+  bool is_preferred = false;
+  bool is_written = false;           ///< kept, and then written to by an operator of the region
+  const bool is_in_slab;             ///< whose memory is freed when all records are gone
   std::unique_ptr<DrawSkips> draws;  ///< of a random operator
 
   bool is_changed() const;
@@ -84,12 +87,12 @@ struct CallRecordDeleter {
 };
 using CallRecordPtr = std::unique_ptr<CallRecord, CallRecordDeleter>;
 
-/// A region has one for each operator, with its calls in order.
+/// The calls of one operator in a region, in order.
 struct OpRecord {
   c10::OperatorHandle op;
   const OpTraits* traits;
   std::optional<CheckpointPolicy> answer_to_all;
-  std::vector<CallRecordPtr> calls;  ///< null: nothing is known but that it was made
+  std::vector<CallRecordPtr> calls;  ///< null: only known to have been made
 };
 
 /// Returns the end of a stack: an operator's arguments before its call, its results after it.
@@ -118,14 +121,14 @@ void visit_tensors_in(const c10::IValue& value, Visitor&& visitor) {
   }
 }
 
-/// The same of several.
+/// Visits the tensors in several arguments or results.
 template <class Visitor>
 void visit_tensors_in(c10::ArrayRef<c10::IValue> values, Visitor&& visitor) {
   for (const c10::IValue& each : values) visit_tensors_in(each, visitor);
 }
 
-/// An operator's arguments have these storages. Some operators return one without saying so
-/// (_unsafe_view): such a result was made where the argument was.
+/// The storages of an operator's arguments. Some operators return an argument's storage without
+/// declaring it (_unsafe_view): the origin of such a result is that of the argument.
 class StoragesOf {
  public:
   explicit StoragesOf(c10::ArrayRef<c10::IValue> arguments) {
@@ -152,7 +155,7 @@ void visit_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arg
       visit_tensors_in(arguments[i], visitor);
 }
 
-/// Whether two arguments that hold no tensors are the same; what cannot be compared is.
+/// Returns whether two arguments without tensors are equal; true if they cannot be compared.
 bool is_same_value(const c10::IValue& a, const c10::IValue& b);
 /// Writes arguments for errors: "[2, 3], 1.5".
 std::string text_of(const CallRecord& call);

@@ -18,9 +18,9 @@ namespace remat {
 namespace {
 
 // Note [Casts of leaves]
-// Autocast keeps its casts of leaves while its scope lasts: forward may have found one in the cache
-// that the recompute must make, or the other way round. So such a call has no number, no policy is
-// asked about it, and what it makes is known by the leaf (Note [The same call again]).
+// Autocast caches its casts of leaves while its scope lasts. Forward may have found a cast in the
+// cache that the recompute must make, or the reverse. Such a call therefore has no number, no
+// policy is asked about it, and its result is identified by the leaf (Note [The same call again]).
 bool is_cast_of_leaf(const OpTraits& traits, const torch::jit::Stack& stack) {
   if (!traits.is_cast || !at::autocast::is_autocast_cache_enabled()) return false;
   constexpr std::size_t num_arguments = 7;  // of _to_copy: the tensor, its dtype, ...
@@ -38,7 +38,7 @@ void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   const OpTraits& traits = traits_of(op);
   const seam::AtKernel at_kernel(traits.keys_met);
   if (traits.is_passive || is_cast_of_leaf(traits, stack)) return op.callBoxed(&stack);
-  // The innermost region first; those around it only take note.
+  // The innermost region decides; enclosing regions only record the call.
   const detail::RegionScope* innermost = nullptr;
   OperatorHandler* deciding = nullptr;
   int64_t passed_over = -1;  // a region's scope follows that of its save_region

@@ -1,12 +1,13 @@
 #pragma once
-// Who handles an operator: the innermost region decides about it, those around take note.
+// The dispatch of an operator: the innermost region decides about it, and enclosing regions record
+// it.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
 namespace remat {
 
-/// Handles an operator of this thread; what our dispatch mode calls.
+/// Handles an operator of this thread; called by the library's dispatch mode.
 void run_operator(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
 }  // namespace remat

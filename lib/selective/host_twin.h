@@ -1,24 +1,23 @@
 #pragma once
-// What hooks around a region get of a kept result that a depot moves to the CPU: its copy there, as
-// a tensor.
+// The twin of a kept result that a depot moves to the CPU: its copy there, as a tensor for hooks
+// around the region.
 //
 // Note [Twins]
-// In another region, or with `save_through_hooks`, what is kept is saved through the hooks around,
-// which want a tensor. A result that moves is given to the depot all the same, and they get its
-// twin: a tensor on the CPU in the memory that the depot copies to, which keeps the piece alive.
-// What comes back is looked at: a twin is brought back by its piece, beside the work and ahead of
-// the read, as if no hooks were there. Anything else (a hook has copied it, or a file had it) is
-// copied to the device.
+// In another region, or with `save_through_hooks`, kept results are saved through the enclosing
+// hooks, which need a tensor. The depot moves such a result in the same way, and the hooks get its
+// twin: a tensor on the CPU in the depot's target memory, which keeps the piece alive. If the hooks
+// return the twin, its piece loads it beside other work and ahead of the read, as without hooks.
+// Any other tensor (a copy by a hook, or one from a file) is copied to the device.
 //
-// The bytes of a twin are there when the copy is done. The hooks of a region do not look at them:
-// the slot of a forward drops it, a recompute keeps it for the read. Nor does a guard that leaves
-// alone what is on the CPU. For all others, and for regions that compare contents, the host waits
-// for the copy first. A forward that drops it and compares nothing gets a twin without memory, of
-// which nothing is copied.
+// The bytes of a twin are valid when the copy is done. The hooks of a region do not read them: a
+// forward's slot drops the twin, and a recompute keeps it for the read. A guard that does not move
+// CPU tensors does not read them either. For all other hooks, and for regions that compare
+// contents, the host first waits for the copy. A forward that drops the twin and compares nothing
+// gets a twin without memory, and no bytes are copied.
 //
-// Who writes to the original while it is copied is noticed by its version, until the forward that
-// kept it is over: Note [Moving kept results]. The reader is another region then, an earlier
-// forward of the same one, so it is the twin that remembers it.
+// A write to the original during the copy changes its version, which is checked until the forward
+// that kept it is over: Note [Moving kept results]. The reader is another frame, of an earlier
+// forward of the same region; therefore the twin itself records the change.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
@@ -33,20 +32,20 @@ namespace remat {
 
 class HostTwin {
  public:
-  /// The twin of a tensor without gaps that is in the piece; null if that has no memory of the
-  /// host. `is_beside`: what is written to it until `settle` is a change.
+  /// Returns the twin of a tensor without gaps that is in the piece; undefined if the piece has no
+  /// host memory. `is_beside`: a write to the original before `settle` counts as a change.
   static at::Tensor make(const at::Tensor& value, std::shared_ptr<Piece> piece, bool is_beside);
-  /// A tensor that looks like a twin and has no data; who reads them gets `text`.
+  /// Returns a tensor like a twin but without data; a read of its data throws an error with `text`.
   static at::Tensor without_memory(const at::Tensor& value, std::string_view text);
-  /// What a tensor is the twin of; null if it is none.
+  /// Returns the HostTwin behind a tensor; null if the tensor is no twin.
   static std::shared_ptr<HostTwin> of(const at::Tensor& tensor);
 
   HostTwin(const at::Tensor& value, std::shared_ptr<Piece> piece, at::Tensor host, bool is_beside);
   Piece& piece() const { return *piece_; }
   const std::shared_ptr<Piece>& shared_piece() const { return piece_; }
-  /// Whether the original was written to before it was copied, for all that anybody knows.
+  /// Returns whether the original may have been written to before it was copied.
   bool is_changed() const;
-  /// The forward is over: who writes to it from now on waits for the copy.
+  /// Ends the check for changes when the forward is over: later writes wait for the copy.
   void settle();
 
  private:

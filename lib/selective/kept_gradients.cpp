@@ -36,7 +36,8 @@ bool contains(const std::vector<T>& all, const T& one) {
   throw_unsupported(region, fact, cause, advice);
 }
 
-/// A recompute must not be differentiated through a value that it did not compute.
+/// The node of a kept value. It throws, since a recompute must not be differentiated through a
+/// value that it did not compute.
 struct KeptEdge final : Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
     constexpr char fact[] = "a gradient was taken, inside a recompute, through a kept value";
@@ -108,7 +109,8 @@ at::Tensor KeptGradients::give(const at::Tensor& data, GradRole role, KeptHistor
       number = original.number;
       history.is_shared = original.history.is_shared;
       history.is_open = original.history.is_open;
-      // It leads to what that comes from: that itself is met where it is used beside the value.
+      // The edges lead to the argument's sources; the argument's own uses beside the value are
+      // checked separately.
       const edge_list below = edges.front().function->next_edges();
       edges.erase(edges.begin());
       edges.insert(edges.end(), below.begin(), below.end());
@@ -127,8 +129,8 @@ at::Tensor KeptGradients::give(const at::Tensor& data, GradRole role, KeptHistor
   return kept;
 }
 
-// A kept value that is no leaf has a node of its own; of another tensor that is gone only the node
-// is left, which may have other outputs.
+// A kept value that is no leaf has a node of its own. Of another tensor that is gone only the node
+// remains, which may have other outputs.
 bool KeptGradients::Variable::has_hooks() const {
   const auto alive = given.lock();
   return history.has_hooks || !(alive ? torch::autograd::impl::hooks(at::Tensor(alive))
@@ -138,7 +140,7 @@ bool KeptGradients::Variable::has_hooks() const {
 
 void KeptGradients::check(const edge_list& roots, const edge_list& targets) const {
   if (variables_.empty()) return;
-  // What lies below the only target counts for nothing.
+  // Nodes below the only target do not matter.
   const Reached all(roots, [&targets](const GradientPlace& place) {
     return targets.size() != 1 || place != GradientPlace::of(targets.front());
   });
@@ -147,7 +149,7 @@ void KeptGradients::check(const edge_list& roots, const edge_list& targets) cons
     const bool is_target = targets.empty() ? is_reached && is_leaf(*variable.edge.function)
                                            : contains(targets, variable.edge);
     const KeptHistory& history = variable.history;
-    // What is shared may be the same tensor as any other that the gradient meets.
+    // A shared value may be the same tensor as any other that the gradient reaches.
     const bool has_hooks_anywhere = history.is_shared && variable.has_hooks();
     if (!is_reached && !is_target && !has_hooks_anywhere) continue;
     bool is_used_beside = history.is_shared || (targets.empty() && history.is_argument);
@@ -166,7 +168,7 @@ void KeptGradients::check(const edge_list& roots, const edge_list& targets) cons
       refuse(region_,
              "a gradient was taken, inside a recompute, from, of or through a kept value whose "
              "original has hooks");
-    // Only what the region made of the value, and uses, cannot be what it was made of.
+    // Only a tensor that the region made from the value cannot be a source of the value.
     const Node& kept = *variable.edge.function;
     const auto is_younger = [&](const Edge& target) {
       return all.contain(target) && !is_leaf(*target.function) &&

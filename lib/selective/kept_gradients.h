@@ -1,6 +1,6 @@
 #pragma once
-// The autograd role of a value that a recompute did not compute, and what backwards in it may ask
-// of it.
+// The autograd role of a value that a recompute did not compute, and the checks of backwards inside
+// the recompute.
 
 #include <torch/csrc/autograd/function.h>
 
@@ -15,53 +15,55 @@
 namespace remat {
 
 // Note [Gradients that meet a kept value]
-// pin, checkpoint_name and save_region keep a value, not how it was computed. In forward it has its
-// whole history, so a backward inside the region may go through it, or end at it. A recompute runs
-// that backward again, on a graph that is cut there, and where the two could differ it throws:
-//   through the value   its node leads to what the value may come from, and throws when it is run
-//   to the value        if the tensor that it was in forward is in use beside it: pin returns its
-//                       argument, and gradients of that count all its uses
-//   where hooks are     on that tensor, which the value does not have, or on the value beside it
-//   past the value      to what may be older than it, if save_region's function used, beside its
-//                       arguments and the region's, tensors that no recompute can find again
-// None of them can be seen in a value's data; a wrong slope would end as a wrong gradient. Whether
-// the two do differ is not worked out: more is refused than would be wrong, and the cure is the
-// same.
+// pin, checkpoint_name and save_region keep a value, not its computation. In forward the value has
+// its whole history, so a backward inside the region may go through it or end at it. A recompute
+// repeats that backward on a graph that is cut at the value. Where the gradients could differ, it
+// throws:
+//   through the value   the value's node leads to its possible sources, and throws when it runs
+//   to the value        if forward's tensor is used besides the value: pin returns its argument,
+//                       whose gradients count all its uses
+//   at hooks            on forward's tensor, which the value does not have, or on the value itself
+//   past the value      to a tensor that may be older, if save_region's function used tensors that
+//                       no recompute can find again, besides its arguments and the region's
+// A value's data show none of these cases; an undetected one would give a wrong gradient. The check
+// does not decide whether the gradients really differ: it refuses some correct cases too, for which
+// the cure is the same.
 
-/// Forward notes this of one kept value.
+/// The history of one kept value, recorded in forward.
 struct KeptHistory {
-  bool is_argument = false;  ///< of pin or checkpoint_name: the tensor that they were given
-  bool is_shared = false;    ///< save_region's function returned a tensor that others hold, too
-  bool is_open = false;      ///< it is, or comes from, a tensor that no recompute can find again
-  bool has_hooks = false;    ///< registered on it before it was kept
+  bool is_argument = false;  ///< it is the argument of pin or checkpoint_name
+  bool is_shared = false;  ///< save_region's function returned a tensor that has other owners, too
+  bool is_open = false;    ///< it is, or comes from, a tensor that no recompute can find again
+  bool has_hooks = false;  ///< the value had hooks before it was kept
 };
 
-/// The history of what save_region returned. `num_owners`: of variables that hold `value` if
-/// nothing but the result does. `known`: where gradients of the arguments go. The leaves that its
-/// gradients lead to are appended.
+/// Returns the history of a result of save_region. `num_owners`: number of variables that hold
+/// `value` if only the result owns it. `known`: where gradients of the arguments go. Appends to
+/// `leaves` the leaves to which its gradients lead.
 KeptHistory history_of(const at::Tensor& value, std::size_t num_owners,
                        const std::vector<GradientPlace>& known, const RegionStart& start,
                        std::vector<WeakTensor>& leaves);
 
-/// The kept values that one recompute has handed out.
+/// The kept values that one recompute has returned to its function.
 class KeptGradients {
  public:
   explicit KeptGradients(const Region& region) : region_(region) {}
-  /// Gives out an alias of `data` with the role of the original. `read`: what its pin would read
-  /// now; `more_sources`: what else it may come from.
+  /// Returns an alias of `data` with the role of the original. `read`: the present arguments of its
+  /// pin; `more_sources`: other tensors from which it may come.
   at::Tensor give(const at::Tensor& data, GradRole role, KeptHistory history,
                   const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& more_sources);
-  /// A backward begins in the recompute. Throws CheckpointError if its gradients could differ.
+  /// Checks a backward that begins in the recompute. Throws CheckpointError if its gradients could
+  /// differ.
   void check(const torch::autograd::edge_list& roots,
              const torch::autograd::edge_list& targets) const;
-  /// The function has ended: its graph may die.
+  /// Forgets the values when the function has ended, so that its graph may die.
   void clear() { variables_.clear(); }
 
  private:
-  /// A kept value, or what a pin was given.
+  /// A kept value, or the argument of a pin.
   struct Variable {
     torch::autograd::Edge edge;
-    std::size_t number;  ///< those that were one tensor in forward have one number
+    std::size_t number;  ///< equal for values that were one tensor in forward
     KeptHistory history{};
     WeakTensor given{c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
     bool has_hooks() const;

@@ -10,7 +10,7 @@ namespace remat {
 
 namespace {
 
-/// So many numbers a region has; of what is more none is loaded ahead.
+/// Number of bits for a region's numbers; results beyond them are not loaded ahead.
 constexpr int bits_of_region = 20;
 constexpr uint64_t last_index = (uint64_t{1} << bits_of_region) - 2;
 

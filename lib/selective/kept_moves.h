@@ -1,37 +1,37 @@
 #pragma once
-// What one region gives to the depot of kept results, and in which order that comes back.
+// The kept results that one region moves by the depot, and the order of their loads.
 //
 // Note [Moving kept results]
-// What a policy wants on the CPU goes to a depot, as what guards move does: copies beside the work,
-// with a bound on what is on its way, and back ahead of the recompute that reads it. What is not as
-// it is for guards:
+// Results that a policy moves to the CPU go to a depot, like tensors that guards move. Copies run
+// beside other work, with a limit on their bytes, and loads begin ahead of the recompute that reads
+// them. The differences from guards are:
 //
 // The order. Backward recomputes regions in the reverse order of their forwards, but a recompute
-// reads what its region keeps in the order of forward's calls. So a region has a range of numbers
-// to itself, after those of the regions before it, and counts down in it. Going down from any
-// number the depot's order meets the rest of the region, then the region before it from its
-// beginning (Note [Prefetching]). A recompute begins the loads of its first results before its
-// function runs. A result of which the recompute stops short was loaded for nothing, and is
-// cancelled.
+// reads its kept results in the order of forward's calls. Each region therefore has its own range
+// of numbers, after those of earlier regions, and counts down in it. From any number downwards, the
+// depot's order has the rest of the region, then the region before it from its beginning
+// (Note [Prefetching]). A recompute begins the loads of its first results before its function runs.
+// Loads of results that the recompute does not reach are canceled.
 //
-// Writes. A copy beside the work may have what is written to the original meanwhile. A saved tensor
-// raises then; a kept result need not: it is the region's own, and while its function runs our
-// dispatch mode sees who writes to it, whereupon it is not kept after all
-// (Note [Writing to a kept result]). When the function is over, a result that somebody still has
-// (the region returned it, say) is waited for by the device's next work. Whatever is written later
-// comes after the copy. A result that nobody has can be written to by nobody. Who writes past the
-// dispatcher meanwhile is not seen. Where that is to be expected (in a Function's forward, where
-// autograd is off; on threads that the function starts; in a backward inside) the device's next
-// work waits for the copy at once. So it does for a value that is kept because of its name alone.
+// Writes. A copy beside other work may contain later writes to the original. For a saved tensor
+// this is an error. For a kept result it need not be: the result belongs to the region. While the
+// region's function runs, the dispatch mode sees each write to it, and the result is then not kept
+// (Note [Writing to a kept result]). When the function is over, the device's next work waits for
+// the copies of results that still have an owner (such as the region's result). Later writes then
+// come after the copy. A result without an owner cannot be written to. Writes that bypass the
+// dispatcher are not seen. Where they are likely, the device's next work waits for the copy at
+// once: in a Function's forward, where autograd is off; on threads that the function starts; in a
+// backward inside. It also waits at once for a value that is kept only because of its name.
 //
-// The last ones. `keep_last` of them stay, by those numbers: of the region that ran last the first,
-// then the first of the region before it. So a result leaves when a region that runs later keeps
-// some, or at once if its own region has kept enough before it. That is looked at when something is
-// kept, and when a forward ends; and as for guards (Note [What stays]), what others hold as well
-// neither counts nor moves. So nobody can write to what is copied then.
+// The last results. `keep_last` results stay, in the order of those numbers: the first ones of the
+// region that ran last, then the first ones of the region before it. A result therefore moves when
+// a later region keeps results, or at once if its own region has kept enough before it. This is
+// checked when a result is kept, and when a forward ends. As for guards (Note [What stays]),
+// results with other owners neither count nor move, so a result that moves then cannot be written
+// to.
 //
-// What lies around. In another region, or with `save_through_hooks`, what is kept is saved through
-// the hooks around, which want a tensor: Note [Twins].
+// Enclosing hooks. In another region, or with `save_through_hooks`, kept results are saved through
+// the enclosing hooks, which need a tensor: Note [Twins].
 
 #include <ATen/core/Tensor.h>
 
@@ -45,27 +45,29 @@
 
 namespace remat {
 
-/// Any thread.
+/// The moves of one region. Any thread.
 class KeptMoves {
  public:
-  /// `region`: its number; regions that begin later have larger ones. `options` outlive it.
+  /// Makes the moves of a region. `region`: its number; later regions have larger numbers.
+  /// `options` must outlive this object.
   KeptMoves(int64_t region, const SelectiveOptions& options) : region_(region), options_(options) {}
 
-  /// Takes the memory of a tensor without gaps. `is_beside`: writers are seen to until the piece's
-  /// store is finished; else they wait for it. `has_to_move`: that it could not be copied is an
-  /// error, now or of the piece. Throws what copying throws.
+  /// Moves the memory of a tensor without gaps. `is_beside`: the caller handles writes until the
+  /// piece's store is finished; otherwise later work waits for the store. `has_to_move`: a failed
+  /// copy is an error, now or later of the piece. Throws the error of the copy.
   std::shared_ptr<Piece> move(const at::Tensor& value, bool is_beside, bool has_to_move);
-  /// The same of a tensor that may stay where it is, as long as it is among the last; see
-  /// SelectiveOptions. Null: none stays, or it would not move. `on_move`: when it has moved after
-  /// all, on any thread; or empty.
+  /// Keeps a tensor in place as long as it is among the last; see SelectiveOptions. Returns null if
+  /// no results stay, or the tensor could not move. `on_move`: called on any thread when the tensor
+  /// has moved later; may be empty.
   std::shared_ptr<SavedElsewhere> keep_in_place(const at::Tensor& value, bool has_to_move,
                                                 std::function<void()> on_move);
-  /// Moves those that are not among the last any more. Throws if one that has to move cannot.
+  /// Moves the tensors that are no longer among the last. Throws if a tensor that has to move
+  /// cannot.
   void move_excess();
-  /// A recompute begins on this thread. `behind_hooks`: the largest number of what it has fetched
-  /// through hooks.
+  /// Begins the first loads of a recompute on this thread. `behind_hooks`: the largest number of
+  /// the twins that it has fetched through hooks.
   void begin_loads(uint64_t behind_hooks) const;
-  /// [ns] that threads have spent on it.
+  /// Returns the time [ns] that threads have spent on moves.
   int64_t spent_ns() const { return spent_ns_; }
 
  private:

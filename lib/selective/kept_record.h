@@ -1,5 +1,5 @@
 #pragma once
-// What a region keeps of its forward: the calls of its operators in order, and what was pinned.
+// The record that a region keeps of its forward: the calls of its operators in order, and the pins.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/flat_hash_map.h>
@@ -22,8 +22,8 @@
 
 namespace remat {
 
-/// A pin is what one call of pin() or save_region() keeps, or of checkpoint_name() where the value
-/// itself is kept.
+/// A pin: the values kept by one call of pin() or save_region(), or of checkpoint_name() if the
+/// value itself is kept.
 struct PinRecord {
   struct Value {
     KeptTensor tensor;
@@ -35,23 +35,24 @@ struct PinRecord {
   std::shared_ptr<void> emptied;
   std::vector<Value> values;
   DrawSkips draws;
-  std::vector<std::any> states;  ///< of the region's providers, as save_region's function left them
-  std::vector<WeakTensor> leaves;  ///< that gradients of the values lead to
-  bool is_name = false;  ///< checkpoint_name's: the value that a recompute has does as well
+  std::vector<std::any> states;  ///< states of the region's providers after save_region's function
+  std::vector<WeakTensor> leaves;  ///< leaves to which gradients of the values lead
+  bool is_name = false;  ///< a pin of checkpoint_name: the recompute's own value may replace it
 };
 
-/// Written by the region's Selection while the forward runs, read by the Replay of each recompute.
+/// The record, written by the region's Selection while the forward runs, and read by the Replay of
+/// each recompute.
 struct KeptRecord {
-  mutable SpinLock mutex;  ///< guards what follows until the forward is over
+  mutable SpinLock mutex;  ///< guards the members below until the forward is over
   std::atomic<bool> is_settled{false};
-  Slab<CallRecord> slab;  ///< outlives what follows
+  Slab<CallRecord> slab;  ///< outlives the members below
   std::vector<OpRecord> operators;
   ska::flat_hash_map<c10::OperatorHandle, uint32_t> numbers;
   std::vector<uint32_t> sequence;                ///< numbers of operators, as they were called
-  std::vector<std::shared_ptr<PinRecord>> pins;  ///< null: nothing is kept of it
+  std::vector<std::shared_ptr<PinRecord>> pins;  ///< null: keeps no values
   int64_t num_kept = 0;                          ///< calls
 
-  /// Empty once the forward is over.
+  /// Returns a lock of the record; empty once the forward is over.
   std::unique_lock<SpinLock> lock() const {
     return is_settled ? std::unique_lock<SpinLock>() : std::unique_lock<SpinLock>(mutex);
   }
@@ -61,7 +62,7 @@ struct KeptRecord {
       if (pin != nullptr)
         for (const PinRecord::Value& each : pin->values) visitor(each.tensor);
   }
-  /// Visits what is kept of calls and pins.
+  /// Visits the kept tensors of calls and pins.
   template <class Visitor>
   void visit_kept(Visitor&& visitor) const {
     for (const OpRecord& op : operators)
@@ -71,7 +72,7 @@ struct KeptRecord {
             for (const KeptTensor& each : result.tensors) visitor(each);
     visit_pinned(visitor);
   }
-  /// The number of an operator, or -1 if forward did not call it.
+  /// Returns the number of an operator; -1 if forward did not call it.
   int64_t number_of(const c10::OperatorHandle& op) const {
     const auto found = numbers.find(op);
     return found == numbers.end() ? -1 : static_cast<int64_t>(found->second);

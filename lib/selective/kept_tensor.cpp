@@ -30,14 +30,14 @@ constexpr std::string_view placeholder_text =
 constexpr std::string_view dropped_text =
     "remat: the data of a kept result were read that a region around has let go of";
 
-/// The scope of a region's run; null if it is another one.
+/// Returns `scope` as the scope of a region's run; null for other scopes.
 FrameScope* frame_of(detail::Scope* scope) {
   if (scope == nullptr || !scope->has(detail::Ability::Region)) return nullptr;
   auto* const region = static_cast<detail::RegionScope*>(scope);
   return region->is_save_region ? nullptr : static_cast<FrameScope*>(region);
 }
 
-/// Whether storage, sizes and keys say all of a tensor.
+/// Returns whether storage, sizes and keys describe a tensor completely.
 bool can_be_taken_apart(const at::Tensor& value) {
   c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
   return typeid(impl) == typeid(c10::TensorImpl) && storage_of(value) != nullptr &&
@@ -48,14 +48,14 @@ bool can_be_taken_apart(const at::Tensor& value) {
 
 }  // namespace
 
-// Throws if it cannot be copied, and has changed nothing then.
+// Throws if the value cannot be copied, and then changes nothing.
 void KeptTensor::move(const at::Tensor& value, const detail::Scope& region,
                       detail::HooksAround hooks, const KeptPlace& place) {
   if (!move_plain(value, region, hooks, place)) tensor_ = value.tensor_data().to(c10::kCPU);
   is_copy_ = true;
 }
 
-/// By the depot. False: it cannot.
+/// Moves the value by the depot. Returns false if the depot cannot.
 bool KeptTensor::move_plain(const at::Tensor& value, const detail::Scope& region,
                             detail::HooksAround hooks, const KeptPlace& place) {
   if (!metadata_ || value.numel() == 0 || !value.is_non_overlapping_and_dense()) return false;
@@ -122,8 +122,8 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
     if (can_be_moved(value)) {
       try {
         move(value, region, hooks, place);
-      } catch (const c10::Error&) {  // no memory of the host, say
-        // In a recompute of the region around, the value would come to a slot of the CPU's.
+      } catch (const c10::Error&) {  // such as a lack of host memory
+        // In a recompute of the enclosing region, the value would fill a slot of a CPU tensor.
         const FrameScope* const frame =
             frame_of(detail::scope_with_hooks_around(region, hooks).scope);
         if (must_move || (frame != nullptr && frame->is_recompute)) throw;
@@ -147,7 +147,7 @@ KeptTensor::KeptTensor(const at::Tensor& value, const detail::Scope& region,
   const bool is_to_be_dropped = is_placeholder(tensor_);
   save(value, region, hooks);
   if (!is_to_be_dropped || saved_->has_hooks()) return;
-  // Nobody drops it: on a thread that merely inherited the region around, say.
+  // No hook drops it, for example on a thread that merely inherited the enclosing region.
   try {
     tensor_ = value.tensor_data().to(c10::kCPU);
   } catch (const c10::Error&) {
@@ -184,9 +184,9 @@ bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
          seam::is_same_counter(counter_, tensor.unsafeGetTensorImpl()->version_counter());
 }
 
-// Everything inline: a tensor is built for each kept result that is replayed.
+// All calls are inlined, since a tensor is built for each replayed result.
 [[gnu::flatten]] at::Tensor KeptTensor::build(c10::Storage storage, int64_t offset) const {
-  std::optional<c10::InferenceMode> normal;  // as what is built was: it has a version
+  std::optional<c10::InferenceMode> normal;  // like the original: it has a version
   if (c10::InferenceMode::is_enabled()) normal.emplace(false);
   at::Tensor built = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), metadata_->keys,
                                                               metadata_->dtype);
@@ -195,7 +195,8 @@ bool KeptTensor::shares_version_with(const at::Tensor& tensor) const {
   return built;
 }
 
-/// A copy of a tensor with gaps or repetitions has none; what was saved of it in forward had them.
+/// Restores the strides: a copy of a tensor with gaps or repetitions has neither, but forward's
+/// saved tensor had them.
 at::Tensor KeptTensor::moved_back(const at::Tensor& copy, std::optional<Load>* load) const {
   at::Tensor there;
   const auto twin = HostTwin::of(copy);
@@ -212,7 +213,7 @@ at::Tensor KeptTensor::moved_back(const at::Tensor& copy, std::optional<Load>* l
     there = copy.to(device_);
   }
   if (!metadata_ || there.strides().equals(metadata_->layout.strides_arrayref())) return there;
-  // Not for a few numbers out of a large tensor: all that lies between them would be allocated.
+  // The strides of a few numbers from a large tensor are not restored: all gaps would be allocated.
   constexpr int64_t max_gaps = 4, always_allowed_bytes = 1 << 20;
   int64_t extent = 1;
   for (int64_t i = 0; i < there.dim(); ++i)
@@ -237,7 +238,7 @@ at::Tensor KeptTensor::restore(std::optional<Load>* load) const {
     return build(seam::storage_without_data(storage_bytes_, device_, placeholder_text),
                  metadata_->offset);
   }
-  // As saved_ says, too: somebody wrote to it after it was found to be unchanged.
+  // `saved_` checks the same: the value was written to after the check for changes.
   TORCH_CHECK(saved_ != nullptr || !is_changed(),
               "remat: a kept value was changed in place while a recompute read it");
   if (moved_ != nullptr) {

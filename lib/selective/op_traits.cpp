@@ -17,8 +17,8 @@ namespace remat {
 
 namespace {
 
-// What autograd and views are made of (the same list as SAC_IGNORED_OPS of
-// torch/utils/checkpoint.py, with the metadata operators that have a name in C++).
+// Operators of autograd and views: the list SAC_IGNORED_OPS of torch/utils/checkpoint.py, with the
+// metadata operators that have a name in C++.
 constexpr std::array<std::string_view, 25> passive_names{"aten::detach",
                                                          "aten::alias",
                                                          "aten::lift_fresh",
@@ -56,7 +56,7 @@ OpTraits find_traits(const c10::OperatorHandle& op) {
   traits.is_mutable = schema.is_mutable();
   for (const c10::Argument& result : schema.returns())
     if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) traits.is_view = true;
-  // Shares the storage, though its schema does not say so.
+  // These share the storage, although their schemas do not declare it.
   if (name.name == "aten::_unsafe_view" || name.name == "aten::_reshape_alias")
     traits.is_view = true;
   for (const char* prefix : {"aten::", "aten::new_"})
@@ -98,19 +98,20 @@ bool is_made_by(const c10::OperatorHandle& op, std::size_t result) {
 
 namespace {
 
-/// How many operators have gone. See Note [Operators that come and go].
+/// Number of removed operators. See Note [Operators that come and go].
 std::atomic<uint64_t> num_gone{0};
 
 class AllTraits {
  public:
-  // Leaked: threads may end after static destructors.
+  // The object is leaked: threads may end after static destructors.
   static AllTraits& get() {
     static auto* const all = new AllTraits;
     return *all;
   }
 
   const OpTraits& of(const c10::OperatorHandle& op) {
-    // Asks the dispatcher, which locks before it tells us of an operator that goes.
+    // The dispatcher is asked before our lock: it holds its own lock when it reports a removed
+    // operator.
     auto found = std::make_unique<OpTraits>(find_traits(op));
     const std::lock_guard<std::mutex> lock(mutex_);
     const OpTraits*& place = now_[op];
@@ -145,7 +146,7 @@ class AllTraits {
   std::mutex mutex_;
   std::unordered_map<c10::OperatorHandle, const OpTraits*> now_;
   std::deque<std::unique_ptr<const OpTraits>>
-      ever_;  // whoever has one goes on when its operator has gone
+      ever_;  // references stay valid after an operator is removed
   std::unordered_map<std::string, uint32_t> name_numbers_;
   const c10::RegistrationHandleRAII listening_;
 };

@@ -1,4 +1,4 @@
-// Bodies of policy.h that run inside a region: checkpoint_name, pin, save_region.
+// Definitions of policy.h that run inside a region: checkpoint_name, pin, save_region.
 
 #include <torch/library.h>
 
@@ -15,7 +15,7 @@ namespace remat {
 
 namespace {
 
-/// The operator that policies are asked about for a name. Never called.
+/// Registers the operator that stands for names in questions to policies. It is never called.
 const bool is_name_registered = [] {
   if (c10::Dispatcher::singleton().findSchema({"remat::checkpoint_name", ""})) return true;
   static auto* const library =  // leaked: handles to the operator may outlive static destruction
@@ -24,14 +24,16 @@ const bool is_name_registered = [] {
   return true;
 }();
 
-/// The innermost region, if this thread takes part in it and it is not inside save_region.
+/// Returns the innermost region, if this thread belongs to it and is not inside save_region;
+/// otherwise null.
 FrameScope* region_here() {
   detail::RegionScope* const region = detail::innermost_region();
   if (region == nullptr || region->is_save_region || !region->is_own_thread()) return nullptr;
   return static_cast<FrameScope*>(region);
 }
 
-/// While save_region() runs its function in forward: what is saved passes the hooks around.
+/// The scope of save_region() while its function runs in forward: saved tensors pass the enclosing
+/// hooks.
 class SaveRegionScope final : public detail::RegionScope {
  public:
   explicit SaveRegionScope(detail::RegionScope& region)
@@ -44,7 +46,8 @@ class SaveRegionScope final : public detail::RegionScope {
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks() override {
     return make_hooks_for(detail::HooksAround::All);
   }
-  /// A slot of the region's own would stay empty: its recomputes do not run the function.
+  /// Uses enclosing hooks only: the region's own slot would stay empty, since its recomputes do not
+  /// run the function.
   std::unique_ptr<torch::autograd::SavedVariableHooks> make_hooks_for(
       detail::HooksAround which) override {
     return region_.is_recompute ? nullptr : detail::make_hooks_around(region_, which);
@@ -62,7 +65,7 @@ at::Tensor checkpoint_name(const at::Tensor& x, std::string name) {
   if (region == nullptr || !x.defined()) return x;
   Selection* const selection = Selection::of(region->frame());
   if (selection == nullptr || !selection->looks_at_names()) return x;
-  const seam::DispatchModeOff unseen;  // what waits on the CPU is copied
+  const seam::DispatchModeOff unseen;  // results on the CPU are copied
   if (region->is_recompute) {
     Replay& replay = *Replay::of(*region);
     const PinRecord* const kept = replay.next_pin(typeid(at::Tensor), &x);
@@ -97,7 +100,7 @@ struct SavedRegion::Impl {
   DrawMarks marks;
   std::vector<at::Tensor> read;      // in a recompute: the arguments
   std::vector<GradientPlace> known;  // in forward: where gradients of the arguments go
-  std::vector<std::pair<c10::VariableVersion, uint32_t>> versions;  // theirs
+  std::vector<std::pair<c10::VariableVersion, uint32_t>> versions;  // those of the arguments
   RegionStart start = RegionStart::here();
   std::shared_ptr<SaveRegionScope> scope;
   const PinRecord* kept = nullptr;
@@ -150,7 +153,7 @@ void SavedRegion::keep(std::shared_ptr<void> emptied,
   if (impl_ == nullptr) return;
   pop(*std::exchange(impl_->scope, nullptr));
   if (impl_->number < 0) return;
-  // A function that writes to its argument does so in recomputes, too: nothing is kept of it.
+  // A function that writes to its argument must do so in recomputes, too: its values are not kept.
   if (std::any_of(impl_->versions.begin(), impl_->versions.end(),
                   [](const auto& each) { return each.first.current_version() != each.second; }))
     return;
@@ -163,7 +166,7 @@ void SavedRegion::keep(std::shared_ptr<void> emptied,
   kept->draws = impl_->region->frame().surroundings().since(impl_->marks, met);
   if (const UserState* const state = impl_->region->frame().surroundings().user_state())
     kept->states = state->states_now();
-  // The region's arguments a recompute has, whatever function captured them.
+  // A recompute has the region's arguments, also those that the function captured.
   impl_->region->frame().inputs().visit_edges(
       [this](const GradientPlace& place, bool) { impl_->known.push_back(place); });
   visit_tensors([&](at::Tensor& place) {
@@ -171,7 +174,7 @@ void SavedRegion::keep(std::shared_ptr<void> emptied,
     kept->values.push_back(
         selection.keep_value(value, impl_->number, kept->values.size(), *impl_->region));
     if (value.defined()) selection.tensor_was_read(value);
-    // The result that the function returned, and `value`.
+    // The owners are the function's result and `value`.
     constexpr std::size_t num_owners = 2;
     kept->values.back().history =
         history_of(value, num_owners, impl_->known, impl_->start, kept->leaves);

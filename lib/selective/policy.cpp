@@ -1,4 +1,4 @@
-// Bodies of policy.h: the ready-made policies.
+// Definitions of policy.h: the ready-made policies.
 
 #include "remat/policy.h"
 
@@ -22,7 +22,7 @@ namespace {
 
 using Answer = CheckpointPolicy;
 
-/// From the strongest wish to save to the weakest.
+/// Returns the strength of an answer's wish to save.
 int strength(Answer answer) {
   switch (answer) {
     case Answer::MustSave:
@@ -44,9 +44,9 @@ int strength(Answer answer) {
 Answer stronger(Answer a, Answer b) { return strength(a) >= strength(b) ? a : b; }
 
 /// All operators by their name without overload. There are thousands, and policies are often made
-/// where they are used, so they are listed once, and again when a name is not found: a library may
-/// have been loaded since. One that was unloaded took its operators with it: names are listed, not
-/// they.
+/// where they are used. The index is therefore built once, and again when a name is not found,
+/// since a library may have been loaded since. It holds names and not handles, because operators of
+/// an unloaded library are gone.
 class OperatorIndex {
  public:
   std::vector<c10::OperatorHandle> named(const std::string& base) {
@@ -76,7 +76,7 @@ class OperatorIndex {
   NamesByBase by_base_;
 };
 
-/// The operators that a name means; see `save_ops`.
+/// Returns the operators that a name means; see `save_ops`.
 std::vector<c10::OperatorHandle> operators_named(const std::string& name) {
   static auto* const index = new OperatorIndex;  // leaked: handles outlive static destruction
   const std::size_t dot = name.find('.');
@@ -89,7 +89,8 @@ std::vector<c10::OperatorHandle> operators_named(const std::string& name) {
   return ops;
 }
 
-/// "mm" for "aten::nm": names that differ in little.
+/// Returns a hint with the registered names that differ from `name` only in the namespace or the
+/// overload.
 std::string similar_names(const std::string& name) {
   const std::string base = name.substr(0, name.find('.'));
   const std::string bare =
@@ -283,7 +284,7 @@ Policy save_matmuls(SelectiveOptions options) {
   const auto policy_with = [](const SelectiveOptions& with) {
     std::vector<std::string> ops{"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
                                  "aten::convolution"};
-    // Each device has attention of its own, and releases differ in what they have.
+    // Each device has its own attention operators, and releases differ.
     for (const char* name :
          {"aten::_scaled_dot_product_flash_attention_for_cpu",
           "aten::_scaled_dot_product_flash_attention",
@@ -294,7 +295,7 @@ Policy save_matmuls(SelectiveOptions options) {
       if (!operators_named(name).empty()) ops.emplace_back(name);
     return by_ops(ops, Answer::PreferSave, with, "save_matmuls");
   };
-  // Regions ask for it each time; its operators are looked up once.
+  // Regions may call this each time, so the operators are looked up once.
   if (options.allow_cache_entry_mutation || options.save_through_hooks || options.ask_again)
     return policy_with(options);
   static const Policy policy = policy_with({});

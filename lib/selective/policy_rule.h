@@ -1,5 +1,5 @@
 #pragma once
-// What is behind a Policy: its answers, and the names that values were given.
+// The rule behind a Policy: its answers, and the names of values that it has seen.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -23,13 +23,13 @@ inline bool is_offloading(CheckpointPolicy answer) {
   return answer == CheckpointPolicy::MustCpuOffload || answer == CheckpointPolicy::PreferCpuOffload;
 }
 
-/// Returns whether a result that is changed in place is computed again, rather than an error.
+/// Returns whether a change in place of the result makes it computed again instead of an error.
 inline bool is_preferring(CheckpointPolicy answer) {
   return answer == CheckpointPolicy::PreferSave || answer == CheckpointPolicy::PreferCpuOffload;
 }
 
-/// A rule is immutable but for the names seen; all copies of a Policy and the regions under it
-/// share it.
+/// The rule of a policy. It is immutable except for the seen names; all copies of a Policy and the
+/// regions under it share it.
 class PolicyRule {
  public:
   using Answers = std::unordered_map<uint32_t, CheckpointPolicy>;  ///< by OpTraits::name_number
@@ -43,20 +43,20 @@ class PolicyRule {
   static std::shared_ptr<const PolicyRule> either(std::shared_ptr<const PolicyRule> a,
                                                   std::shared_ptr<const PolicyRule> b);
 
-  /// The answer to every call of an operator, if no function has to be asked for it.
+  /// Returns the answer to every call of an operator; empty if a function must be asked.
   std::optional<CheckpointPolicy> answer_to_all(const c10::OperatorHandle& op) const {
     return answer_to_all(traits_of(op).name_number);
   }
-  /// Calls user code, if there is a function.
+  /// Returns the answer to a question. Calls user code, if there is a function.
   CheckpointPolicy answer(const PolicyContext& question) const;
 
   const SelectiveOptions& options() const { return options_; }
-  /// Whether any answer of it may be to move a result.
+  /// Returns whether any of its answers may move a result.
   bool may_offload() const;
-  /// Whether a name can make a difference: what is needed for that is noted of every call then.
+  /// Returns whether names can matter; the facts for that are then recorded for every call.
   bool looks_at_names() const { return fn_ || !names_.empty(); }
   void see(const std::string& name) const;
-  /// Warns, once in the rule's life, about listed names that no value has had so far.
+  /// Warns, once per rule, about listed names that no value has had so far.
   void warn_about_unseen() const;
 
  private:
@@ -68,10 +68,9 @@ class PolicyRule {
   const Names names_;
   const CheckpointPolicy other_names_ = CheckpointPolicy::PreferRecompute;
   const SelectiveOptions options_;
-  /// A union with a function has two, what was made of another one that: names are seen by them,
-  /// too.
+  /// The two rules of a union with a function; both also see names.
   std::shared_ptr<const PolicyRule> first_, second_;
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the members below
   mutable std::map<std::string, bool> unseen_;
   mutable bool has_warned_ = false;
 };

@@ -23,7 +23,7 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
       record_(selection.record()),
       given_(inputs),
       roles_(frame.region()) {
-  // Else they are seen on behalf of another region, or because forward saw them.
+  // Otherwise operators only arrive because of another region, or because forward saw them.
   looks_ = selection_.rule() != nullptr &&
            (!record_.is_settled || record_.num_kept > 0 || selection_.rule()->options().ask_again);
   for (std::size_t i = 0; i < inputs.size(); ++i)
@@ -32,11 +32,11 @@ Replay::Replay(Frame& frame, Selection& selection, Filler& filler,
   {
     const auto forward = record_.lock();
     record_.visit_kept([&](const KeptTensor& each) {
-      // One that was changed is never given out, and whoever holds it might refuse.
+      // A changed value is never returned, and its hooks might throw.
       if (each.is_behind_hooks() && !each.is_changed()) behind_hooks.push_back(&each);
     });
   }
-  uint64_t last = 0;  // of twins, in the order of moving
+  uint64_t last = 0;  // largest number of a twin, in the order of moving
   for (const KeptTensor* each : behind_hooks) {
     const at::Tensor& fetched = fetched_.emplace(each, each->fetch()).first->second;
     if (const auto twin = HostTwin::of(fetched)) last = std::max(last, twin->piece().number());
@@ -90,7 +90,7 @@ Replay::Counted Replay::count(const c10::OperatorHandle& op) {
   int64_t number = record_.number_of(op);
   if (number < 0) {
     const auto known = std::find(strangers_.begin(), strangers_.end(), op);
-    // Far from the numbers of forward's operators, of which there may still come some.
+    // This is far from the numbers of forward's operators, which may still grow.
     constexpr int64_t first_stranger = 1 << 20;
     number = first_stranger + (known - strangers_.begin());
     if (known == strangers_.end()) strangers_.push_back(op);
@@ -204,7 +204,7 @@ void Replay::run_for_real(const c10::OperatorHandle& op, torch::jit::Stack& stac
   const auto arguments = arguments_of(op, stack);
   if (has_placeholders_ && !traits.is_view)
     visit_tensors_in(arguments, [this](const at::Tensor& tensor) { check_saved(tensor); });
-  // Elsewhere the read ends in an error, which the engine carries
+  // On other threads the read throws an error, which the engine passes on
   // (KeptTensor::is_placeholder_error).
   if (has_read_placeholder_ && filler_.is_on_own_ground()) filler_.stop();
   if (traits.is_mutable && !handed_out_.empty())
@@ -228,8 +228,9 @@ void Replay::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   if (!go_on_after_mismatch([&] { answer(op, stack); })) op.callBoxed(&stack);
 }
 
-// What differs is found under locks, and told without them: `raise` is the binding's. Where nothing
-// may unwind the function it is noted, and thrown when that has ended. False: there was a mismatch.
+// Differences are found under locks and reported without them, since `raise` belongs to the
+// binding. If no exception may unwind the function, the error is recorded, and thrown when the
+// function has ended. Returns false after a mismatch.
 template <class Attempt>
 bool Replay::go_on_after_mismatch(Attempt&& attempt) {
   try {
@@ -248,7 +249,7 @@ bool Replay::go_on_after_mismatch(Attempt&& attempt) {
 }
 
 void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
-  torch::jit::Stack taken;  // dies after the locks: storages may run deleters of the user's
+  torch::jit::Stack taken;  // dies after the locks: storages may run the user's deleters
   std::unique_lock<std::recursive_mutex> lock(mutex_);
   std::unique_lock<SpinLock> forward = record_.lock();
   const Counted counted = count(op);
@@ -260,12 +261,12 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
                                  ? known->calls[counted.call].get()
                                  : nullptr;
   const bool is_let_go = record != nullptr && record->is_let_go;
-  // Forward waits for a backward, and has not come to this call.
+  // Forward is still inside a backward, and has not reached this call.
   const bool is_ahead =
       !record_.is_settled && (known == nullptr || counted.call >= known->calls.size());
   if (record != nullptr && !record->is_kept) record = nullptr;
   if (record != nullptr && record->is_applied && !is_handed_out(arguments[0].toTensor()))
-    record = nullptr;  // what it writes to was computed for real
+    record = nullptr;  // the tensor that it writes to was recomputed
   const PolicyRule& rule = *selection_.rule();
   const OpTraits& traits = traits_of(op);
   bool wants_kept = record != nullptr;
@@ -296,7 +297,8 @@ void Replay::answer(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   }
   check_arguments(*record, op, counted, arguments);
   if (record->is_changed()) {
-    // What reads no tensor is filled in place everywhere (ones().tril_()), and made again as well.
+    // Results of operators that read no tensor are often filled in place (ones().tril_()), and
+    // their calls can run again.
     if (!rule.options().allow_cache_entry_mutation && !traits.is_factory && !record->is_preferred)
       fail(CheckpointError::Kind::SelectiveMutation,
            fmt::format("the result of {}, call {}, was kept and then changed in place", traits.name,
@@ -332,7 +334,7 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   const auto forward = record_.lock();
   const bool is_beyond = next_pin_ >= record_.pins.size();
-  // Forward waits for a backward before this call: nothing that follows here is looked at.
+  // Forward is still inside a backward before this call: later calls here are not checked.
   if (is_beyond && !record_.is_settled) return nullptr;
   if (is_beyond)
     fail(CheckpointError::Kind::SelectiveMismatch,
@@ -349,7 +351,7 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
          "make the calls depend on nothing that changes between forward and backward");
   for (const PinRecord::Value& each : pin->values)
     if (each.tensor.is_changed()) {
-      // As a call whose result was changed is made again.
+      // The value is recomputed, like a call whose result was changed.
       if (named != nullptr && pin->is_name && !each.tensor.shares_version_with(*named) &&
           selection_.rule()->options().allow_cache_entry_mutation) {
         if (each.made && !sources_.find(*named))
@@ -368,9 +370,9 @@ const PinRecord* Replay::find_next_pin(const std::type_info& type, const at::Ten
 
 std::vector<at::Tensor> Replay::values_of(const PinRecord& pin,
                                           const std::vector<at::Tensor>& read) {
-  const seam::OnlyNodeWatch unwatched(nullptr);  // kept values depend on nothing that changed
+  const seam::OnlyNodeWatch unwatched(nullptr);  // kept values do not depend on changed operands
   std::vector<at::Tensor> values, sources = given_;
-  bool is_open = false;  // a leaf that is gone was the function's own
+  bool is_open = false;  // a leaf that no longer exists was the function's own
   for (const WeakTensor& each : pin.leaves)
     if (auto leaf = each.lock())
       sources.emplace_back(std::move(leaf));

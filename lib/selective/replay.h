@@ -1,5 +1,5 @@
 #pragma once
-// One recompute under a Selection: answers operator calls with what forward kept of them.
+// One recompute under a Selection: answers operator calls with the results that forward kept.
 
 #include <c10/util/SmallVector.h>
 
@@ -18,24 +18,25 @@ namespace remat {
 
 class Replay final : public KeptReplay, public OperatorHandler {
  public:
-  /// Restores all that is kept, which may make the region around recompute. `inputs`: the region's,
-  /// for this recompute.
+  /// Fetches the kept values that come through hooks, which may make the enclosing region
+  /// recompute. `inputs`: the region's inputs for this recompute.
   Replay(Frame& frame, Selection& selection, Filler& filler, const std::vector<at::Tensor>& inputs);
   /// Returns the replay of a recompute's scope; null if its region keeps nothing, or this thread
-  /// takes no part.
+  /// does not belong to it.
   static Replay* of(detail::RegionScope& recompute) {
     return static_cast<Replay*>(recompute.operators());
   }
 
-  /// Finds the next pin, in forward's order; null if forward kept nothing of it. Its draws are
-  /// passed over. Throws if forward's was of another type. `named`: what was given a name; it
-  /// stands for a kept value that was changed in place, where the policy allows that and it is
+  /// Returns the next pin in forward's order; null if forward kept nothing for it. Skips the pin's
+  /// draws. Throws if forward's pin was of another type. `named`: the tensor that gets a name; it
+  /// replaces a kept value that was changed in place, if the policy allows that and `named` is
   /// another tensor.
   const PinRecord* next_pin(const std::type_info& type, const at::Tensor* named = nullptr);
-  /// `read`: what the pin would read now, and through which a gradient must not be taken.
+  /// Returns the values of a pin. `read`: the present arguments of the pin, to which the values'
+  /// history leads.
   std::vector<at::Tensor> values_of(const PinRecord& pin, const std::vector<at::Tensor>& read);
 
-  // Of OperatorHandler.
+  // Functions of OperatorHandler.
   void run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
            const detail::RegionScope& region, bool is_outermost) override;
   int64_t before_inner(const c10::OperatorHandle& op,
@@ -44,7 +45,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
                    const StoragesOf& given) override;
   void note_mismatch() override;
 
-  // Of KeptReplay.
+  // Functions of KeptReplay.
   OperatorHandler* operators() override { return this; }
   void check_saved(const at::Tensor& saved) override;
   bool is_copy(const c10::StorageImpl* storage) const override;
@@ -74,7 +75,7 @@ class Replay final : public KeptReplay, public OperatorHandler {
   void check_arguments(const CallRecord& record, const c10::OperatorHandle& op, Counted counted,
                        c10::ArrayRef<c10::IValue> arguments);
   std::string difference(const ArgumentRecord& then, const at::Tensor& now);
-  /// Takes its locks itself: what it waits for, others who want the same may be loading.
+  /// Takes its locks itself, since it may wait for values that other threads are loading.
   void push_results(const CallRecord& record, torch::jit::Stack& stack, Counted counted);
   void skip(const DrawSkips& draws);
   bool is_input(const c10::StorageImpl* storage, int64_t storage_number) const;
@@ -95,18 +96,18 @@ class Replay final : public KeptReplay, public OperatorHandler {
   const KeptRecord& record_;
   mutable std::recursive_mutex mutex_;  // a backward inside may run on other threads
   const std::vector<at::Tensor> given_;
-  std::vector<std::pair<const c10::StorageImpl*, int64_t>> inputs_;  // and their forward's number
+  std::vector<std::pair<const c10::StorageImpl*, int64_t>> inputs_;  // with their number in forward
   std::vector<uint32_t> counts_;
   std::vector<c10::OperatorHandle> strangers_;  // operators that forward did not call
   std::vector<uint32_t> sequence_;
   ValueSources sources_;
   KeptGradients roles_;
-  /// What came back through hooks: twins, or values. It is fetched before the function runs: where
-  /// an operator is handled autograd is off, and a recompute of the region around could not run.
+  /// Twins or values that came through hooks. They are fetched before the function runs: autograd
+  /// is off while an operator is handled, and the enclosing region could not recompute there.
   std::unordered_map<const KeptTensor*, at::Tensor> fetched_;
   std::vector<const c10::StorageImpl*> handed_out_;
   StorageSet copies_;
-  bool looks_ = false;  ///< at operators
+  bool looks_ = false;  ///< whether it handles operators
   std::size_t next_pin_ = 0;
   bool has_placeholders_ = false;
   std::atomic<bool> has_read_placeholder_{false};

@@ -1,4 +1,4 @@
-// Whether what a recompute calls is what forward called, and the error if it is not.
+// Checks that a recompute's calls equal those of forward, and makes the error if they do not.
 
 #include <fmt/format.h>
 
@@ -38,8 +38,9 @@ std::string Replay::difference(const ArgumentRecord& then, const at::Tensor& now
     return is_same && has_same_contents ? ""
                                         : fmt::format("{} is the result of another call", was());
   }
-  // A storage of no operator: a number, say, or what the function read from elsewhere. Where
-  // contents are compared it is all the same whose they are: the call computes the same.
+  // No operator made the storage: it may belong to a number, or the function read it from
+  // elsewhere. If the contents are compared, their owner does not matter: the call computes the
+  // same.
   if (!is_origin_known ||
       (!then.source && then.input < 0 && (then.contents || then.storage.expired())))
     return has_same_contents ? "" : fmt::format("{} has other contents", was());
@@ -84,7 +85,7 @@ std::string Replay::lists() const {
   std::size_t first = 0;
   while (first < std::min(forward.size(), sequence_.size()) && forward[first] == sequence_[first])
     ++first;
-  if (first == sequence_.size() && first > 0) --first;  // no difference but in what it reads
+  if (first == sequence_.size() && first > 0) --first;  // the calls differ only in their arguments
   const std::size_t from = first < max_calls_listed / 2 ? 0 : first - max_calls_listed / 2;
   std::string text = fmt::format(
       "Operators ({} in forward, {} so far in the recompute):\n"
@@ -105,7 +106,7 @@ void Replay::fail(CheckpointError::Kind kind, const std::string& fact, const std
 }
 
 void Replay::note_mismatch() {
-  // All that was asked for is there; user code caught the stop and went another way.
+  // The recompute has every tensor it needs; user code caught the stop and continued.
   if (filler_.has_stopped()) return;
   std::lock_guard<std::recursive_mutex> lock(mutex_);
   if (mismatch_ == nullptr) mismatch_ = std::current_exception();

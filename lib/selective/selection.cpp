@@ -50,7 +50,7 @@ uint32_t Selection::number(const c10::OperatorHandle& op) {
 }
 
 CallRecordPtr Selection::make_record() {
-  // Under such a policy most are thrown away when the forward is over.
+  // Under a policy that uses names most records are deleted at the end of the forward.
   if (looks_at_names()) return CallRecordPtr(new CallRecord(/*lives_in_slab=*/false));
   return CallRecordPtr(new (record_.slab.room()) CallRecord(/*lives_in_slab=*/true));
 }
@@ -92,7 +92,7 @@ Selection::ResultIndex* Selection::kept_result(const c10::StorageImpl* storage) 
              : &kept_results_[notes->kept];
 }
 
-// Under policies that look at names any result may be kept later.
+// Under policies that use names any result may be kept later.
 void Selection::note_read(const c10::StorageImpl* storage) {
   if (record_.num_kept == 0 && !looks_at_names()) return;
   if (ValueSources::Notes* const notes = sources_.notes_of(storage)) notes->is_read = true;
@@ -167,7 +167,7 @@ PinRecord::Value Selection::keep_value(const at::Tensor& value, int64_t number, 
   PinRecord::Value kept{KeptTensor(value, region, hooks(), place), grad_role_of(value)};
   if (place.where != KeptWhere::InPlace) moves_->move_excess();
   if (rule_ == nullptr || !value.defined()) return kept;
-  // The recompute gets another tensor, which must have the origin that this one has.
+  // The recompute gets another tensor, which must have the same origin.
   std::lock_guard<SpinLock> lock(record_.mutex);
   if (!sources_.find(value))
     sources_.add(value, {.call = static_cast<uint32_t>(number),
@@ -210,8 +210,8 @@ bool Selection::holds(const c10::StorageImpl* storage) {
 }
 
 bool Selection::may_replace(const c10::StorageImpl* storage) {
-  // Of a pin only what waits elsewhere: in its place it may be a captured tensor's too, which is
-  // looked at as such.
+  // Of a pin only a value elsewhere counts: a value in place may belong to a captured tensor, which
+  // is checked as such.
   bool may = kept_result(storage) != nullptr;
   record_.visit_pinned(
       [&](const KeptTensor& each) { may |= each.storage() == storage && each.is_elsewhere(); });
@@ -220,7 +220,7 @@ bool Selection::may_replace(const c10::StorageImpl* storage) {
 
 std::unique_ptr<KeptReplay> Selection::begin_recompute(Filler& filler,
                                                        const std::vector<at::Tensor>& inputs) {
-  // In the midst of forward names may yet come.
+  // Before the end of forward more names may follow.
   if (rule_ != nullptr && record_.is_settled) rule_->warn_about_unseen();
   return std::make_unique<Replay>(frame_, *this, filler, inputs);
 }

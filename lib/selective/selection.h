@@ -1,12 +1,12 @@
 #pragma once
-// What a region keeps of its forward instead of computing it again, and who decided so.
+// The keeper of a region's results: stores results of its forward by the answers of a policy.
 //
 // Note [Selective checkpointing]
-// While a region with a policy runs, each operator comes here below autograd
+// While a region with a policy runs, each operator arrives here below autograd
 // (Note [Seeing operators]). The innermost region decides: its policy is asked once per call, and
-// the call runs. What is kept belongs to the frame and is replayed by its recomputes (replay.h).
-// Regions around only count the call, so that they know where its results come from. Operators that
-// write or return views always run again (policy.h).
+// the call runs. Kept results belong to the frame, and its recomputes replay them (replay.h).
+// Enclosing regions only count the call, so that they know the origin of its results. Operators
+// that write or return views always run again (policy.h).
 //
 // `pin` and `save_region` keep pins instead of calls, numbered in their own order, and need no
 // policy.
@@ -31,38 +31,37 @@ namespace remat {
 
 class Selection final : public Keeper, public OperatorHandler {
  public:
-  /// `rule` may be null: then there are only pins.
+  /// Makes a selection. `rule` may be null: then only pins are kept.
   Selection(Frame& frame, std::shared_ptr<const PolicyRule> rule);
   /// Returns the selection of a frame; null if it keeps nothing.
   static Selection* of(const Frame& frame) { return static_cast<Selection*>(frame.keeper()); }
-  /// Returns the selection of a frame, which it makes if need be.
+  /// Returns the selection of a frame, and makes it if necessary.
   static Selection& make(Frame& frame, std::shared_ptr<const PolicyRule> rule = nullptr);
 
   const PolicyRule* rule() const { return rule_.get(); }
-  /// Whether any result may be kept later, when others have read it.
+  /// Returns whether any result may be kept later, after other operators have read it.
   bool looks_at_names() const { return rule_ != nullptr && rule_->looks_at_names(); }
   const KeptRecord& record() const { return record_; }
-  /// A placeholder was read: from now on the calls that have one run in recomputes.
+  /// Makes recomputes run the calls with placeholders from now on, since a placeholder was read.
   void run_placeholders_for_real() { runs_placeholders_ = true; }
   bool runs_placeholders() const { return runs_placeholders_; }
-  /// A recompute begins, which will read what was moved. `behind_hooks`: the largest number of
-  /// that.
+  /// Begins the loads for a recompute. `behind_hooks`: the largest number of its twins.
   void begin_loads(uint64_t behind_hooks) const {
     if (moves_) moves_->begin_loads(behind_hooks);
   }
 
-  // In forward: pins, by number.
+  // Functions for pins in forward, by number.
   int64_t begin_pin();
   void keep_pin(int64_t number, std::shared_ptr<PinRecord> pin);
-  /// Keeps what a pin or a name was given, as a pin.
+  /// Keeps the argument of `pin` or of a name, as a pin.
   void keep_itself(const at::Tensor& value, int64_t number, const detail::RegionScope& region,
                    const KeptPlace& place, bool is_name);
-  /// Keeps a value, which is that of number `output` in the pin.
+  /// Returns a kept value, which gets the number `output` in the pin.
   PinRecord::Value keep_value(const at::Tensor& value, int64_t number, std::size_t output,
                               const detail::RegionScope& region, const KeptPlace& place = {});
   void name(const at::Tensor& value, const std::string& name, const detail::RegionScope& region);
 
-  // Of OperatorHandler.
+  // Functions of OperatorHandler.
   void run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
            const detail::RegionScope& region, bool is_outermost) override;
   int64_t before_inner(const c10::OperatorHandle& op,
@@ -70,7 +69,7 @@ class Selection final : public Keeper, public OperatorHandler {
   void after_inner(const c10::OperatorHandle& op, int64_t call, c10::ArrayRef<c10::IValue> results,
                    const StoragesOf& given) override;
 
-  // Of Keeper.
+  // Functions of Keeper.
   OperatorHandler* operators() override { return this; }
   void tensor_was_read(const at::Tensor& tensor) override;
   void value_was_handed_over(const at::Tensor& value, int64_t region, int64_t position) override;
@@ -88,7 +87,7 @@ class Selection final : public Keeper, public OperatorHandler {
   struct ResultIndex {
     uint32_t op, call, result, tensor;
   };
-  /// Let go of while the lock is held, freed when it is not: declare it before the lock.
+  /// Objects that are released under the lock and freed after it: declare it before the lock.
   struct Freed {
     std::vector<c10::SmallVector<KeptResult, 1>> results;
     std::vector<KeptTensor::Holders> holders;
@@ -116,9 +115,9 @@ class Selection final : public Keeper, public OperatorHandler {
   void keep(CallRecord& record, c10::ArrayRef<c10::IValue> results, CheckpointPolicy answer,
             const detail::RegionScope& region, detail::HooksAround hooks);
   void add_places(uint32_t op, uint32_t call, const CallRecord& record);
-  /// A call was to be kept, and is not.
+  /// Records that a call should have been kept and is not.
   void note_let_go(uint32_t op, uint32_t call);
-  /// An operator is about to write: whether what it writes to is kept, and stays kept as written.
+  /// Returns whether an operator writes to a kept result that stays kept as written.
   bool writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                       Freed& freed);
   ResultIndex* kept_result(const c10::StorageImpl* storage);
@@ -138,17 +137,17 @@ class Selection final : public Keeper, public OperatorHandler {
   Frame& frame_;
   const std::shared_ptr<const PolicyRule> rule_;
   const int64_t task_at_start_;
-  std::optional<KeptMoves> moves_;  ///< none without a rule
+  std::optional<KeptMoves> moves_;  ///< empty without a rule
   KeptRecord record_;
-  /// Slots, pins and backwards so far, which a recompute has to come to again.
+  /// Number of slots, pins and backwards so far, which a recompute must reach again.
   std::atomic<int64_t> num_inside_{0};
   std::atomic<bool> runs_placeholders_{false};
-  // While the forward runs:
-  ValueSources sources_;                   // settle_provenance asks
-  std::vector<ResultIndex> kept_results_;  // by the number that a storage's notes have
+  // Members for the time while the forward runs:
+  ValueSources sources_;                   // queried by settle_provenance
+  std::vector<ResultIndex> kept_results_;  // by the number in a storage's notes
   std::vector<std::optional<ValueSources::Made>> slot_sources_;  // by position
   std::vector<ResultIndex> holding_;  // calls with results held for names
-  /// What was answered, and why that could not be; null: it could. Of a region that is recorded.
+  /// The policy's answer in a recorded region, and why it could not be followed (null if it was).
   struct Decision {
     uint32_t op, call;
     CheckpointPolicy answer;

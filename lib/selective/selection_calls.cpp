@@ -1,5 +1,5 @@
-// One call of an operator in the innermost region: the policy is asked, it runs, and what is kept
-// is filed.
+// One operator call in the innermost region: asks the policy, runs the operator, and stores the
+// kept results.
 
 #include <c10/core/GradMode.h>
 
@@ -15,11 +15,11 @@ namespace remat {
 
 namespace {
 
-/// Contents of tensors up to this size are compared where their origin is not known.
+/// Largest size of tensors whose contents are compared if their origin is unknown.
 constexpr std::size_t max_compared_bytes = 4096;
 
-/// Notes the contents of arguments that no operator, or anyone else, may have filled. Runs
-/// operators.
+/// Records the contents of arguments that no operator made, or that other code may have filled.
+/// Runs operators.
 void note_contents(c10::ArrayRef<c10::IValue> arguments, CallRecord& record) {
   std::size_t number = 0;
   visit_tensors_in(arguments, [&](const at::Tensor& tensor) {
@@ -49,19 +49,19 @@ bool hold_inference(c10::ArrayRef<c10::IValue> results) {
 
 }  // namespace
 
-/// One call, from the policy's answer to what is kept of it.
+/// One call, from the policy's answer to its kept results.
 struct Selection::Call {
   const c10::OperatorHandle& op;
-  const uint32_t number, index;  // of its operator, and among that one's calls
+  const uint32_t number, index;  // of the operator, and of the call among its calls
   const OpTraits& traits;
   const c10::ArrayRef<c10::IValue> arguments;
   const bool is_packing = Packing::is_under_way();
   CheckpointPolicy answer = CheckpointPolicy::PreferRecompute;
   bool keeps = false;         // its results
-  bool applies = false;       // what it writes, to a kept result
-  bool may_get_name = false;  // and be kept then
+  bool applies = false;       // its write to a kept result
+  bool may_get_name = false;  // a result may get a name later, and then be kept
   bool must_run = false;      // in a recompute, too
-  CallRecordPtr record{};     // null, if nothing can be kept of it
+  CallRecordPtr record{};     // null if its results cannot be kept
 };
 
 void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
@@ -85,7 +85,7 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   try {
     op.callBoxed(&stack);
   } catch (...) {
-    // Nothing was kept of it; asked again, the policy must not insist.
+    // The call keeps nothing, and a later answer of the policy must not insist.
     lock.lock();
     if (call.keeps) note_let_go(call.number, call.index);
     throw;
@@ -97,7 +97,8 @@ void Selection::run(const c10::OperatorHandle& op, torch::jit::Stack& stack,
 
   const bool opened_regions = num_inside_.load(std::memory_order_relaxed) != num_inside;
   if (call.applies) return apply(call, opened_regions, lock, freed);
-  // Inference tensors cannot be saved. A kernel that opens regions must run again: they hold slots.
+  // Inference tensors cannot be saved. A kernel that opens regions must run again, since the
+  // regions have slots.
   if (call.record != nullptr &&
       (call.must_run || opened_regions || returns_argument(*call.record, results) ||
        hold_inference(results))) {
@@ -157,7 +158,7 @@ void Selection::answer(Call& call, std::unique_lock<SpinLock>& lock) {
   lock.lock();
 }
 
-/// What is kept of it if all goes well.
+/// Decides which results of a call are kept, if the call succeeds.
 void Selection::decide(Call& call, Freed& freed) {
   const OpTraits& traits = call.traits;
   call.keeps = is_keeping(call.answer) && traits.can_be_kept();
@@ -170,7 +171,7 @@ void Selection::decide(Call& call, Freed& freed) {
     describe(call.arguments, *call.record);
   }
   call.must_run = traits.has_side_effect(call.arguments);
-  // A view or a write that nobody wants to keep is not worth a line.
+  // A view or a write that no policy wants to keep is not recorded.
   if (frame_.recorded() != nullptr && (traits.can_be_kept() || is_keeping(call.answer))) {
     const char* const against = traits.is_view      ? "returns a view"
                                 : traits.is_mutable ? "writes to an argument"
@@ -179,11 +180,11 @@ void Selection::decide(Call& call, Freed& freed) {
                                                     : nullptr;
     decisions_.push_back({call.number, call.index, call.answer, against});
   }
-  // A view reads nothing; who reads the view is seen by the storage that it shares.
+  // A view reads no data; a reader of the view is noticed by the shared storage.
   if (!call.keeps && !call.applies && !traits.is_view) note_read(call.arguments);
 }
 
-/// It has written to a kept result, which stays kept as written.
+/// Records a call that has written to a kept result, which stays kept as written.
 void Selection::apply(Call& call, bool opened_regions, std::unique_lock<SpinLock>& lock,
                       Freed& freed) {
   lock.lock();
@@ -199,7 +200,7 @@ void Selection::apply(Call& call, bool opened_regions, std::unique_lock<SpinLock
 
 KeptPlace Selection::place_of(const at::Tensor& value, CheckpointPolicy answer, bool is_beside) {
   if (!is_offloading(answer)) return {};
-  // What cannot be moved is refused, however small.
+  // A result that cannot be moved is refused, however small it is.
   const bool is_small = value.defined() && KeptTensor::can_be_moved(value) &&
                         static_cast<int64_t>(value.nbytes()) < rule_->options().min_offload_bytes;
   if (is_small) return {};
@@ -210,7 +211,7 @@ KeptPlace Selection::place_of(const at::Tensor& value, CheckpointPolicy answer, 
   return place;
 }
 
-/// Whether all that may write to what is made here comes to us, until the forward
+/// Returns whether all writes to results made here are seen until the forward
 /// ends: Note [Moving kept results].
 bool Selection::sees_writers(const detail::RegionScope& region) const {
   return c10::GradMode::is_enabled() && region.is_own_thread() &&
@@ -233,7 +234,7 @@ bool Selection::returns_argument(const CallRecord& call, c10::ArrayRef<c10::IVal
 void Selection::keep(CallRecord& record, c10::ArrayRef<c10::IValue> results,
                      CheckpointPolicy answer, const detail::RegionScope& region,
                      detail::HooksAround hooks) {
-  record.kept.clear();  // of an attempt that threw
+  record.kept.clear();  // results of an attempt that threw
   const bool is_beside = is_offloading(answer) && sees_writers(region);
   for (const c10::IValue& result : results) {
     KeptResult& kept = record.kept.emplace_back();

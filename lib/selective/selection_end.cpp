@@ -1,5 +1,5 @@
-// The end of a region's forward, for what it keeps: what nobody read is let go of, and recorders
-// are told.
+// The end of a region's forward for its kept results: releases unread results, and reports to
+// recorders.
 
 #include <fmt/format.h>
 
@@ -19,12 +19,12 @@ void Selection::settle() {
   std::exception_ptr failure;
   for (const auto& each : unfinished) {
     try {
-      // What the device runs next may write to what is still being copied.
+      // The device's next work may write to an original that is still being copied.
       if (each.is_written_to)
         each.piece->finish_store();
       else
         each.piece->check_arrival();
-      each.piece->set_must_arrive(false);  // who reads it gets it, wherever it is
+      each.piece->set_must_arrive(false);  // a read succeeds wherever the data are
     } catch (const std::exception&) {
       if (failure == nullptr) failure = std::current_exception();
     }
@@ -36,8 +36,8 @@ void Selection::settle() {
 void Selection::end_forward(std::vector<KeptTensor::Unfinished>& unfinished) {
   Freed freed;
   std::lock_guard<SpinLock> lock(record_.mutex);
-  // Who reads a placeholder ends the recompute with an exception, which a noexcept function lets
-  // none out.
+  // The read of a placeholder ends the recompute by an exception, which cannot leave a noexcept
+  // function.
   const bool may_have_placeholders = frame_.region().body->can_be_stopped();
   sources_.visit([&](const ValueSources::Notes& notes) {
     if (notes.kept == ValueSources::Notes::not_kept) return;
@@ -98,7 +98,7 @@ void Selection::add_to(recording::RegionSums& sums) const {
   record_.visit_kept([&](const KeptTensor& kept) {
     if (const int64_t bytes = kept.num_bytes(); bytes > 0)
       remat::add_to(sums.saved, kept.is_on_cpu_instead() ? c10::kCPU : kept.device(), bytes);
-    // What may stay is counted when it moves.
+    // A result that may stay is counted when it moves.
     const bool is_moved = kept.is_on_cpu_instead() && !kept.is_among_last();
     sums.offloaded += is_moved ? 1 : 0;
     sums.bytes_offloaded += is_moved ? kept.num_bytes() : 0;

@@ -1,4 +1,4 @@
-// Keeping the call that made a value which is given a name later.
+// Keeps the call that made a value, when the value gets a name later.
 
 #include <utility>
 
@@ -6,13 +6,13 @@
 
 namespace remat {
 
-/// Whether a copy would spare no memory: the value's own stays.
+/// Returns whether a copy would free no memory, because the value itself stays alive.
 bool Selection::is_alive_anyway(const at::Tensor& value) const {
   const c10::StorageImpl* const storage = storage_of(value);
   return storage != nullptr && (is_parameter(value) || frame_.inputs().is_in_place(*storage));
 }
 
-// Whether the call that made `value` could be kept.
+// Keeps the call that made `value`. Returns false if that is impossible.
 bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
                            const detail::RegionScope& region) {
   std::vector<c10::IValue> results;
@@ -22,7 +22,7 @@ bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
   const ValueSource found = made->source;
   CallRecord* const record = record_.operators[found.op].calls[found.call].get();
   if (record == nullptr || found.output >= record->results.size()) return false;
-  record->is_preferred = false;  // a name insists
+  record->is_preferred = false;  // a name must be kept
   if (record->is_kept) return true;
   if (record_.operators[found.op].op.schema().returns().size() != record->results.size())
     return false;
@@ -37,7 +37,7 @@ bool Selection::keep_named(const at::Tensor& value, CheckpointPolicy answer,
       results.emplace_back(each.held);
       continue;
     }
-    // The object may be gone, behind a view of it; what it was can be built again.
+    // The tensor object may be gone while a view of it lives; it can be rebuilt.
     at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(std::move(storage)), value.key_set(), c10::scalarTypeToTypeMeta(each.dtype));
     result.unsafeGetTensorImpl()->set_sizes_and_strides(each.sizes, each.strides, each.offset);
@@ -72,7 +72,7 @@ void Selection::name(const at::Tensor& value, const std::string& name,
       rule_->answer({op, "remat::checkpoint_name", arguments, /*is_recompute=*/false, name});
   if (answer == CheckpointPolicy::MustRecompute) return let_go(value);
   if (!is_keeping(answer) || keep_named(value, answer, region)) return;
-  // Writes to it are its owner's affair, of which we are not told.
+  // Its owner may write to it, which is not seen here.
   const KeptPlace place =
       is_alive_anyway(value) ? KeptPlace() : place_of(value, answer, /*is_beside=*/false);
   keep_itself(value, number, region, place, /*is_name=*/true);
@@ -86,8 +86,8 @@ void Selection::hold_for_name(const ResultIndex& call, CallRecord& record,
       ResultRecord& each = record.results.emplace_back();
       if (!tensor.defined()) return;
       each.dtype = tensor.scalar_type();
-      // What has its elements elsewhere (nested tensors, wrappers of Python's) cannot be built
-      // again of these parts: the value with the name is kept, not its call.
+      // A tensor with its elements elsewhere (nested tensors, Python wrappers) cannot be rebuilt
+      // from these parts: the value with the name is kept instead of its call.
       if (!KeptTensor::can_be_placeholder(tensor)) return;
       each.storage = weak_storage_of(tensor);
       each.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
@@ -99,7 +99,7 @@ void Selection::hold_for_name(const ResultIndex& call, CallRecord& record,
 }
 
 void Selection::look_through_held(Freed& freed) {
-  constexpr std::size_t interval = 32;  // so many more calls, and it is done
+  constexpr std::size_t interval = 32;  // number of held calls from which they are checked
   if (holding_.size() < interval) return;
   std::erase_if(holding_, [&](const ResultIndex& place) {
     CallRecord& held = *record_.operators[place.op].calls[place.call];

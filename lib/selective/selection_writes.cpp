@@ -1,4 +1,4 @@
-// What a region keeps of results that are written to: as written, or not at all.
+// Kept results that an operator writes to: they stay kept as written, or are released.
 
 #include <utility>
 
@@ -17,7 +17,7 @@ void Selection::note_written(const c10::OperatorHandle& op, c10::ArrayRef<c10::I
 
 void Selection::note_written(const ResultIndex& place, Freed& freed) {
   CallRecord& record = *record_.operators[place.op].calls[place.call];
-  // Not every operator that writes counts up the version.
+  // Not every operator that writes increments the version.
   if (seam::graph_task_id() == task_at_start_ && !record.is_preferred)
     record.is_written = true;
   else
@@ -25,18 +25,19 @@ void Selection::note_written(const ResultIndex& place, Freed& freed) {
 }
 
 // Note [Writing to a kept result]
-// LibTorch's own composites write in place to what an operator inside them made: `linear` may be
-// `mm` and then `add_` of the bias. If nothing that a recompute runs has read the result before, it
-// is kept as written, and recomputes run neither operator. Otherwise its call is not kept after
-// all. What a user writes, through a tensor that shares the version counter, is an error in the
-// recompute (SelectiveMutation), except for operators that make blank tensors, which are made to be
-// filled, and for calls that the policy only prefers to keep: those are not kept, or, if the write
-// comes after the forward, run again in the recompute. A backward inside the region writes to what
-// its own formulas made: no user can help that, and the call is simply not kept.
+// LibTorch's own composites write in place to results of their inner operators: `linear` may be
+// `mm` and then `add_` of the bias. If no operator that a recompute runs has read the result
+// before, the result is kept as written, and recomputes run neither operator. Otherwise its call is
+// not kept.
+// A user's write, through a tensor that shares the version counter, is an error in the recompute
+// (SelectiveMutation). There are two exceptions: operators that make blank tensors, which are made
+// to be filled, and calls that the policy only prefers to keep. Those calls are not kept or, if the
+// write comes after the forward, run again in the recompute. A backward inside the region writes to
+// results of its own formulas: the user cannot avoid that, and the call is not kept.
 bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
                                Freed& freed) {
   const auto& declared = op.schema().arguments();
-  // What writes sizes and strides (transpose_) writes nothing to the contents that are kept: it
+  // An operator that changes sizes and strides (transpose_) does not write to the kept contents: it
   // must run again.
   bool stays = !op.hasTag(at::Tag::inplace_view);
   c10::SmallVector<ResultIndex, 1> written;
@@ -57,7 +58,7 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10:
         stays = false;
         return note_written(*place, freed);
       }
-      // Of what may stay nothing moves while somebody has it.
+      // A result that may stay does not move while it has another owner.
       const bool is_in_place =
           !kept.is_elsewhere() || (kept.is_among_last() && !kept.shares_version_with(tensor));
       stays = stays && i == 0 && !maker.traits->is_blank && is_in_place &&
@@ -65,7 +66,7 @@ bool Selection::writes_to_kept(const c10::OperatorHandle& op, c10::ArrayRef<c10:
       written.push_back(*place);
     });
   }
-  // What is returned in the recompute is the argument that was written.
+  // In the recompute the call returns the argument to which it wrote.
   stays = stays && op.schema().returns().size() == 1 && !is_made_by(op, 0);
   if (stays && !written.empty()) return true;
   for (const ResultIndex& place : written) let_go(place, freed);

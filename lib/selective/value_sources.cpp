@@ -5,10 +5,11 @@
 namespace remat {
 
 namespace {
-/// So many are looked through one by one; what a call reads was mostly made shortly before.
+/// Number of the latest entries that are searched one by one: a call mostly reads recent results.
 constexpr std::size_t max_scanned = 32;
 
-/// Inference tensors have no version; they cannot be changed where autograd could see it.
+/// Returns the version of a tensor; 0 for inference tensors, which have none and cannot change
+/// visibly to autograd.
 uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
 }
@@ -21,7 +22,7 @@ void ValueSources::add(const at::Tensor& result, ValueSource source, uint32_t nu
 
 void ValueSources::set(const at::Tensor& value, ValueSource source, uint32_t num_changes) {
   if (storage_of(value) == nullptr) return;
-  // Of a new storage none but the tensor, which counts as one, and `own` know.
+  // Only the tensor, which counts as one, and `own` refer to a new storage.
   const WeakStorage own = weak_storage_of(value);
   Entry* const known = own.weak_use_count() > 2 ? find(storage_of(value)) : nullptr;
   if (known == nullptr) return add(value, source, num_changes);

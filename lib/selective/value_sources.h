@@ -1,5 +1,5 @@
 #pragma once
-// Which operator call of a region made a storage. Looked up where a kept call is described.
+// The operator calls of a region that made its storages, for the description of kept calls.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/flat_hash_map.h>
@@ -12,44 +12,44 @@
 
 namespace remat {
 
-/// A value source names an operator (in its Selection), a call of it, and a result, by their
-/// numbers.
+/// The source of a value: the numbers of an operator (in its Selection), of its call, and of the
+/// result.
 struct ValueSource {
   uint32_t op = 0, call = 0, output = 0;
-  bool is_factory = false;  ///< what it made may have been filled past the dispatcher
+  bool is_factory = false;  ///< code that bypasses the dispatcher may have filled the result
   bool is_pin = false;      ///< made in save_region: `call` is its number, `op` means nothing
-  bool is_known = true;     ///< no: a value that a region recomputed for a backward inside
+  bool is_known = true;     ///< false: a value that a region recomputed for a backward inside
   bool operator==(const ValueSource& other) const {
     return op == other.op && call == other.call && output == other.output && is_pin == other.is_pin;
   }
 };
 
-/// Storages are held weakly, so that no address comes twice.
+/// The sources of storages. Storages are held weakly, so that no address is reused.
 class ValueSources {
  public:
-  /// What is known of a tensor. Changes in place are counted from when it was made: what comes from
-  /// a hook may have been changed on the way.
+  /// The source of a tensor. Changes in place count from its creation; a tensor from a hook may
+  /// have been changed before.
   struct Made {
     ValueSource source;
     uint32_t num_changes;
   };
   void add(const at::Tensor& result, ValueSource source, uint32_t num_changes = 0);
-  /// Does the same as `add`, but if the storage is known already (an operator may return a tensor
-  /// that it keeps) with the notes that it has.
+  /// Does the same as `add`, but keeps the notes if the storage is known already (an operator may
+  /// return a tensor that it keeps).
   void set(const at::Tensor& value, ValueSource source, uint32_t num_changes = 0);
-  /// Finds the latest that made the tensor's storage, if known.
+  /// Returns the latest source of the tensor's storage, if known.
   std::optional<Made> find(const at::Tensor& tensor);
   void clear();
 
-  /// What forward notes of a storage that an operator made (Selection).
+  /// Facts that forward records about a storage that an operator made (Selection).
   struct Notes {
     static constexpr uint32_t not_kept = ~uint32_t{0};
-    uint32_t kept = not_kept;  ///< the number of the kept result that it is
-    bool is_read = false;      ///< by an operator that a recompute will run
+    uint32_t kept = not_kept;  ///< number of its kept result
+    bool is_read = false;      ///< read by an operator that a recompute will run
   };
-  /// Finds the notes of the latest with that storage; null if there is none. Until the next `add`.
+  /// Returns the notes of the latest entry with that storage, or null. Valid until the next `add`.
   Notes* notes_of(const c10::StorageImpl* storage);
-  /// Visits the notes of all.
+  /// Visits the notes of all entries.
   template <class Visitor>
   void visit(Visitor&& visitor) const {
     for (const Entry& each : entries_) visitor(each.notes);
@@ -64,7 +64,8 @@ class ValueSources {
   };
   Entry* find(const c10::StorageImpl* storage);
   std::vector<Entry> entries_;
-  ska::flat_hash_map<const c10::StorageImpl*, std::size_t> index_;  // of the first `num_indexed_`
+  // For the first `num_indexed_` entries.
+  ska::flat_hash_map<const c10::StorageImpl*, std::size_t> index_;
   std::size_t num_indexed_ = 0;
 };
 
